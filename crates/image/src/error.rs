@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use limosa_page::BrokenInvariant;
 use limosa_storage::StorageError;
 
 use crate::offset::GuestOffset;
@@ -13,6 +14,10 @@ pub enum ImageError {
     /// What it lies in failed.
     #[error(transparent)]
     Storage(#[from] StorageError),
+
+    /// A bug of limosa. Nothing that rests on it was done.
+    #[error(transparent)]
+    Internal(#[from] BrokenInvariant),
 
     /// It is not what it should be. Nothing that rests on it was done.
     #[error("{image}: {table}: {why}")]

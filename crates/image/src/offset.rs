@@ -3,6 +3,8 @@
 use std::fmt;
 use std::ops::{Add, AddAssign, Range, Sub, SubAssign};
 
+use limosa_page::to_usize;
+
 /// What all positions can do: a distance is added, and the difference of two is a distance.
 macro_rules! position {
     ($name:ident, $distance:ty, $number:ident => $plain:expr) => {
@@ -133,8 +135,8 @@ impl ClusterCount {
     }
 
     /// As an index or a capacity.
-    pub(crate) fn as_usize(self) -> usize {
-        usize::try_from(self.0).unwrap_or(usize::MAX)
+    pub(crate) const fn as_usize(self) -> usize {
+        to_usize(self.0)
     }
 }
 

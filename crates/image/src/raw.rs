@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_lock::Mutex;
+use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
 
 use crate::disk::{Disk, MapKind, Mapped, Pending};
@@ -157,7 +158,7 @@ impl Raw {
         };
         let sector = Buffer::zeroed(LOOKED_AT);
         self.file.read(0, sector.clone().into()).await?;
-        let part = usize::try_from(at).unwrap_or(usize::MAX);
+        let part = to_usize(at);
         sector.copy_from(part, bytes);
         let name = match guess(&sector.to_vec()) {
             Guess::Known(Format::Raw) => {
@@ -185,7 +186,7 @@ async fn reserve(file: &dyn Storage, range: Range<u64>, how: Preallocation) -> R
             let zeros = Buffer::zeroed(1 << 20);
             let mut at = range.start;
             while at < range.end {
-                let piece = zeros.slice(0..usize::try_from(range.end - at).unwrap_or(usize::MAX));
+                let piece = zeros.slice(0..to_usize(range.end - at));
                 let length = piece.len() as u64;
                 file.write(at, piece.into()).await?;
                 at += length;
@@ -258,7 +259,7 @@ impl Disk for Raw {
             let length = from.len() as u64;
             let _inside = self.admit_write(at, length)?;
             let host = self.host(at, length);
-            let first = usize::try_from(self.guarded(&host)).unwrap_or(usize::MAX);
+            let first = to_usize(self.guarded(&host));
             if first > 0 {
                 self.write_first(host.start, &from.slice(0..first).to_vec()).await?;
             }
@@ -276,7 +277,7 @@ impl Disk for Raw {
             let first = self.guarded(&host);
             if first > 0 {
                 // Zeros can complete what another format begins with, too.
-                self.write_first(host.start, &vec![0; usize::try_from(first).unwrap_or(LOOKED_AT)]).await?;
+                self.write_first(host.start, &vec![0; to_usize(first)]).await?;
             }
             let rest = host.start + first..host.end;
             if !rest.is_empty() {

@@ -180,8 +180,9 @@ impl fmt::Display for Reference {
 
 /// The protocol of a name, and what is behind it: there is a colon, and no slash before it.
 fn protocol(name: &[u8]) -> Option<(&[u8], &[u8])> {
-    let at = name.iter().position(|byte| matches!(byte, b':' | b'/')).filter(|at| name.get(*at) == Some(&b':'))?;
-    name.split_at_checked(at).map(|(protocol, rest)| (protocol, rest.get(1..).unwrap_or_default()))
+    let mut parts = name.splitn(2, |byte| *byte == b':');
+    let (protocol, rest) = parts.next().zip(parts.next())?;
+    (!protocol.contains(&b'/')).then_some((protocol, rest))
 }
 
 /// Cuts a list of options at commas; two of them are one that belongs to the value.

@@ -238,7 +238,8 @@ impl IoVector {
     pub fn copy_from(&self, offset: usize, bytes: &[u8]) -> usize {
         let mut done = 0;
         for buffer in self.slice(offset..self.len).buffers {
-            done += buffer.copy_from(0, bytes.get(done..).unwrap_or_default());
+            let Some(rest) = bytes.get(done..) else { break };
+            done += buffer.copy_from(0, rest);
         }
         done
     }

@@ -19,6 +19,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+use limosa_page::to_usize;
+
 pub use counters::{Count, FileCounters};
 pub use lock::LockPolicy;
 pub use open::FileIdentity;
@@ -139,7 +141,7 @@ impl FileStorage {
             let length = into.len() as u64;
             let memory = bounce::memory(&around)
                 .map_err(|error| StorageError::at(Operation::Read, &file.name, offset, length, error))?;
-            let from = usize::try_from(offset - around.start).unwrap_or_default();
+            let from = to_usize(offset - around.start);
             let part = memory.slice(from..from + into.len());
             let read = Transfer::new(file, Direction::Read, around.start, memory.into());
             execute(io, Work::Transfer(read)).await?;

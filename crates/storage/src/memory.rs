@@ -4,6 +4,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use limosa_page::{broken, to_usize};
+
 use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
 use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
@@ -15,6 +17,9 @@ pub struct MemoryStorage {
     bytes: Arc<Mutex<Vec<u8>>>,
     limit: u64,
 }
+
+/// Why a write cannot find it too short.
+const ROOM: &str = "memory is as long as a write to it";
 
 impl MemoryStorage {
     /// An empty storage, which can grow to `limit` bytes.
@@ -61,19 +66,19 @@ impl MemoryStorage {
         let mut bytes = self.lock();
         let range = offset..offset.checked_add(len).ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?;
         let room = self.room(&mut bytes, &range).map_err(failed)?;
-        if let Some(place) = bytes.get_mut(room) {
-            let mut at = 0;
-            for buffer in from.buffers() {
-                at += buffer.copy_to(0, place.get_mut(at..at + buffer.len()).unwrap_or_default());
-            }
+        let mut place = bytes.get_mut(room).ok_or_else(|| failed(io::Error::other(broken(ROOM))))?;
+        for buffer in from.buffers() {
+            let part = place.split_off_mut(..buffer.len()).ok_or_else(|| failed(io::Error::other(broken(ROOM))))?;
+            buffer.copy_to(0, part);
         }
         Ok(())
     }
 
     fn read_now(&self, offset: u64, into: &IoVector) {
         let bytes = self.lock();
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        let got = into.copy_from(0, bytes.get(start..).unwrap_or_default());
+        let start = to_usize(offset);
+        // Behind the end are zeros.
+        let got = bytes.get(start..).map_or(0, |rest| into.copy_from(0, rest));
         into.slice(got..into.len()).clear();
     }
 }

@@ -24,6 +24,7 @@ use std::task::{Context, Poll, Waker};
 
 use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
+use limosa_page::to_usize;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::drive::ThreadWaker;
@@ -308,7 +309,7 @@ impl Ring {
                 _ = rustix::io::read(event, &mut count);
                 continue;
             }
-            let index = usize::try_from(answer.user_data()).unwrap_or(usize::MAX);
+            let index = to_usize(answer.user_data());
             let Some(slot) = slots.slots.get_mut(index) else { continue };
             let result = answer.result();
             let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));

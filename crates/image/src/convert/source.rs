@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use futures_util::future::try_join_all;
+use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector, Storage};
 
 use super::plan::{Content, Span};
@@ -167,7 +168,7 @@ fn middle(range: &Range<u64>) -> Option<u64> {
 
 /// A place in a buffer.
 pub(crate) fn index(bytes: u64) -> usize {
-    usize::try_from(bytes).unwrap_or(usize::MAX)
+    to_usize(bytes)
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use futures_util::FutureExt;
+use limosa_page::to_usize;
 use limosa_storage::Storage;
 
 use super::context::Context;
@@ -181,7 +182,7 @@ impl Allocator {
             // Entries of clusters without contents so far will lead there: to within the file. Its length is not set: others may have
             // made it longer meanwhile, and write to clusters behind its old end.
             Err(_) if self.context.geometry().extended_l2 => {
-                let zeros = self.context.zeros().slice(0..usize::try_from(SECTOR).unwrap_or(0));
+                let zeros = self.context.zeros().slice(0..to_usize(SECTOR));
                 self.context.write_table(OperationKind::WriteZeroes, HostOffset(end - SECTOR), zeros.into()).await?;
             }
             // A write there finds out whether there is space for it.

@@ -3,6 +3,7 @@
 //! Law: bitmaps outlive us. limosa does not keep them up; before it writes for the first time it marks those that would have to
 //! follow the disk as in use, which means that they do not, and leaves the others as they are.
 
+use limosa_page::{broken, to_usize};
 use limosa_storage::{Buffer, Storage};
 
 use super::feature::Features;
@@ -113,7 +114,7 @@ pub(super) async fn entries(storage: &dyn Storage, header: &Header) -> Result<Ve
         return Err(corrupt(None, format!("its {} bytes are not in the file", extension.size)));
     }
     // No longer than the header's limit for it.
-    let directory = Buffer::zeroed(usize::try_from(extension.size).unwrap_or_default());
+    let directory = Buffer::zeroed(to_usize(extension.size));
     storage.read(extension.directory.0, directory.clone().into()).await?;
     let directory = directory.to_vec();
     let mut rest = &directory[..];
@@ -126,7 +127,7 @@ pub(super) async fn entries(storage: &dyn Storage, header: &Header) -> Result<Ve
         let at = end - rest.len() as u64;
         let (entry, length) = decode(rest, at, header).map_err(|why| corrupt(Some(number), why))?;
         found.push(entry);
-        rest = rest.get(length..).unwrap_or_default();
+        rest = rest.get(length..).ok_or_else(|| broken("an entry is within the bitmap directory"))?;
     }
     if found.len() as u64 != u64::from(extension.count) {
         return Err(corrupt(None, format!("{} bitmaps; the header says {}", found.len(), extension.count)));
@@ -138,7 +139,7 @@ pub(super) async fn entries(storage: &dyn Storage, header: &Header) -> Result<Ve
 fn decode(bytes: &[u8], at: u64, header: &Header) -> Result<(Entry, usize), String> {
     let fields = Fields(bytes);
     let (name, extra) = (u64::from(fields.u16(18)), u64::from(fields.u32(20)));
-    let length = usize::try_from((FIXED + extra + name).next_multiple_of(8)).unwrap_or(usize::MAX);
+    let length = to_usize((FIXED + extra + name).next_multiple_of(8));
     if length > bytes.len() {
         return Err(format!("its {length} bytes do not end within the directory"));
     }
@@ -154,8 +155,9 @@ fn decode(bytes: &[u8], at: u64, header: &Header) -> Result<(Entry, usize), Stri
     if table.0.0 == 0 || table.0.0 & (header.geometry().cluster_size() - 1) != 0 {
         return Err(format!("a table at {}", table.0));
     }
-    let start = usize::try_from(FIXED + extra).unwrap_or(usize::MAX);
-    let name = bytes.get(start..).and_then(|rest| rest.get(..usize::try_from(name).ok()?)).unwrap_or_default();
+    let start = to_usize(FIXED + extra);
+    let name =
+        bytes.get(start..start.saturating_add(to_usize(name))).ok_or("its name does not end within the directory")?;
     let bitmap = Bitmap {
         name: String::from_utf8_lossy(name).into_owned(),
         table,

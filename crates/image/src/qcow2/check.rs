@@ -137,7 +137,7 @@ async fn compare(
     for number in window.start / each..end.div_ceil(each) {
         let block = stored.block(number).await?;
         for cluster in window.start.max(number * each)..end.min((number + 1) * each) {
-            let counted = pass.counts.get(cluster).unwrap_or(0);
+            let counted = pass.counts.of(cluster)?;
             let kept = block.refcount(cluster, &geometry);
             flags.note(cluster, kept);
             let place = || format!("cluster at {:#x}", cluster << geometry.cluster_bits);

@@ -4,6 +4,7 @@
 //! sector.
 
 use flate2::{Decompress, FlushDecompress, Status};
+use limosa_page::{BrokenInvariant, broken, to_usize};
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
 use super::header::Compression;
@@ -11,52 +12,58 @@ use super::header::Compression;
 /// The logarithm of the most that a zstd stream may have kept behind it: four of the largest clusters.
 const ZSTD_WINDOW: u32 = 23;
 
-/// What `packed` holds, of exactly `cluster` bytes.
-///
-/// # Errors
-/// Why it holds no cluster, for people.
-pub(super) fn unpack(compression: Compression, packed: &[u8], cluster: usize) -> Result<Vec<u8>, String> {
+/// Why compressed contents are not a cluster.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum UnpackFault {
+    #[error("its compressed contents cannot be unpacked: {0}")]
+    Zlib(flate2::DecompressError),
+    #[error("its compressed contents cannot be unpacked: {0}")]
+    Zstd(std::io::Error),
+    #[error("its compressed contents end after {got} of {cluster} bytes")]
+    Short { got: usize, cluster: usize },
+    #[error(transparent)]
+    Internal(#[from] BrokenInvariant),
+}
+
+/// Decompresses `packed` to exactly `cluster` bytes.
+pub(super) fn unpack(compression: Compression, packed: &[u8], cluster: usize) -> Result<Vec<u8>, UnpackFault> {
     let mut bytes = vec![0; cluster];
     let got = match compression {
         Compression::Zlib => inflate(packed, &mut bytes),
         Compression::Zstd => zstd(packed, &mut bytes),
     }?;
-    if got == cluster { Ok(bytes) } else { Err(format!("its compressed contents end after {got} of {cluster} bytes")) }
+    if got == cluster { Ok(bytes) } else { Err(UnpackFault::Short { got, cluster }) }
 }
 
-fn inflate(packed: &[u8], into: &mut [u8]) -> Result<usize, String> {
+fn inflate(packed: &[u8], into: &mut [u8]) -> Result<usize, UnpackFault> {
     let mut stream = Decompress::new(false);
     loop {
         let (taken, made) = (stream.total_in(), stream.total_out());
-        let index = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
-        let rest = packed.get(index(taken)..).unwrap_or_default();
-        let room = into.get_mut(index(made)..).unwrap_or_default();
+        let rest = packed.get(to_usize(taken)..).ok_or_else(|| broken("zlib takes no more than it is given"))?;
+        let room = into.get_mut(to_usize(made)..).ok_or_else(|| broken("zlib makes no more than there is room for"))?;
         let full = room.is_empty();
-        let status = stream
-            .decompress(rest, room, FlushDecompress::Finish)
-            .map_err(|error| format!("its compressed contents cannot be unpacked: {error}"))?;
+        let status = stream.decompress(rest, room, FlushDecompress::Finish).map_err(UnpackFault::Zlib)?;
         let stuck = (stream.total_in(), stream.total_out()) == (taken, made);
         if status == Status::StreamEnd || full || stuck {
-            return Ok(index(stream.total_out()));
+            return Ok(to_usize(stream.total_out()));
         }
     }
 }
 
-fn zstd(packed: &[u8], into: &mut [u8]) -> Result<usize, String> {
-    let failed = |error: std::io::Error| format!("its compressed contents cannot be unpacked: {error}");
-    let mut stream = Decoder::new().map_err(failed)?;
-    stream.set_parameter(DParameter::WindowLogMax(ZSTD_WINDOW)).map_err(failed)?;
+fn zstd(packed: &[u8], into: &mut [u8]) -> Result<usize, UnpackFault> {
+    let mut stream = Decoder::new().map_err(UnpackFault::Zstd)?;
+    stream.set_parameter(DParameter::WindowLogMax(ZSTD_WINDOW)).map_err(UnpackFault::Zstd)?;
     let mut input = InBuffer::around(packed);
     let mut output = OutBuffer::around(into);
     loop {
         let before = (input.pos(), output.pos());
-        let more = stream.run(&mut input, &mut output).map_err(failed)?;
+        let more = stream.run(&mut input, &mut output).map_err(UnpackFault::Zstd)?;
         // A cluster may be several frames, one after the other, so its end is where it is full.
         if output.pos() == output.capacity() || (input.pos(), output.pos()) == before {
             return Ok(output.pos());
         }
         if more == 0 {
-            stream.reinit().map_err(failed)?;
+            stream.reinit().map_err(UnpackFault::Zstd)?;
         }
     }
 }

@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
+use limosa_page::{broken, invariant, to_usize};
 use limosa_storage::{Buffer, IoVector, Request};
 
-use super::compressed::unpack;
+use super::compressed::{UnpackFault, unpack};
 use super::context::Context;
 use super::counters::OperationKind;
 use super::lengths::Lengths;
@@ -91,7 +92,7 @@ impl Contents {
 
     /// Fills `into` with what the backing image has at `at`, and with zeros where it ends.
     pub(super) async fn read_backing(&self, at: GuestOffset, into: IoVector) -> Result<(), ImageError> {
-        let holds = usize::try_from(self.backing_holds(at)).unwrap_or(usize::MAX).min(into.len());
+        let holds = to_usize(self.backing_holds(at)).min(into.len());
         into.slice(holds..into.len()).clear();
         match self.context.backing() {
             Some(backing) if holds > 0 => backing.read(at, into.slice(0..holds)).await,
@@ -116,14 +117,18 @@ impl Contents {
         if host.0 >= length {
             return Err(context.corrupt(named(), format!("the file ends at {length:#x}, before it; {LOST}")));
         }
-        let buffer = Buffer::zeroed(usize::try_from(packed).unwrap_or(0));
+        let buffer = Buffer::zeroed(to_usize(u64::from(packed)));
         context.file().read(host.0, buffer.clone().into()).await?;
         let cluster = context.geometry().cluster_size();
-        let size = usize::try_from(cluster).unwrap_or(0);
-        let bytes =
-            unpack(context.compression(), &buffer.to_vec(), size).map_err(|why| context.corrupt(named(), why))?;
-        let inside = usize::try_from(at.within(cluster)).unwrap_or(usize::MAX);
-        into.copy_from(0, bytes.get(inside..).unwrap_or_default());
-        Ok(())
+        let size = to_usize(cluster);
+        let bytes = unpack(context.compression(), &buffer.to_vec(), size).map_err(|fault| match fault {
+            UnpackFault::Internal(broken) => broken.into(),
+            fault => context.corrupt(named(), fault.to_string()),
+        })?;
+        let inside = to_usize(at.within(cluster));
+        let wanted = bytes.get(inside..inside.saturating_add(into.len()));
+        // Anything less would leave bytes of the buffer as they were, and be taken for the disk's.
+        let wanted = wanted.ok_or_else(|| broken("a read of a compressed cluster is within it"))?;
+        Ok(invariant(into.copy_from(0, wanted) == into.len(), "a read fills its buffer")?)
     }
 }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use futures_util::future::{join, join_all};
+use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector, Storage};
 
 use super::counters::{Counters, OperationKind};
@@ -61,7 +62,7 @@ impl Context {
             read_only: options.read_only || file.is_read_only(),
             lazy: header.version > 2 && options.lazy_refcounts.unwrap_or_else(|| header.features.lazy_refcounts()),
             counters: Counters::default(),
-            zeros: Buffer::zeroed(usize::try_from(geometry.cluster_size()).unwrap_or(0)),
+            zeros: Buffer::zeroed(to_usize(geometry.cluster_size())),
             options,
             file,
         }
@@ -168,7 +169,7 @@ impl Context {
 
     /// Bytes of the file.
     pub(super) async fn read_file(&self, at: HostOffset, length: u64) -> Result<Vec<u8>, ImageError> {
-        let buffer = Buffer::zeroed(usize::try_from(length).unwrap_or(0));
+        let buffer = Buffer::zeroed(to_usize(length));
         self.file.read(at.0, buffer.clone().into()).await?;
         Ok(buffer.to_vec())
     }

@@ -6,6 +6,7 @@
 use std::ffi::OsString;
 use std::sync::Arc;
 
+use limosa_page::{BrokenInvariant, broken, to_usize};
 use limosa_storage::{Buffer, Storage, StorageError, ZeroHow};
 
 use super::entry::{L1Entry, L2Entry, Subclusters};
@@ -13,7 +14,7 @@ use super::extension::Extensions;
 use super::feature::{FeatureName, Features};
 use super::geometry::Geometry;
 use super::header::{BACKING_MOST, Backing, Compression, Encryption, Header};
-use super::layout::Layout;
+use super::layout::{Layout, TooLarge};
 use super::refcount_array;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
@@ -143,16 +144,17 @@ impl CreateOptions {
         }
     }
 
-    fn header(&self, layout: &Layout) -> Header {
-        let narrow = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
-        Header {
+    fn header(&self, layout: &Layout) -> Result<Header, BrokenInvariant> {
+        let narrow =
+            |number: u64| u32::try_from(number).map_err(|_| broken("a layout's tables are within the format's limits"));
+        Ok(Header {
             version: self.version,
             cluster_bits: layout.geometry.cluster_bits,
             refcount_order: layout.geometry.refcount_order,
             size: self.size.next_multiple_of(SECTOR),
             encryption: Encryption::None,
-            l1: (if layout.l1_entries == 0 { HostOffset(0) } else { layout.l1_at() }, narrow(layout.l1_entries)),
-            refcount_table: (layout.refcount_table_at(), narrow(layout.refcount_table)),
+            l1: (if layout.l1_entries == 0 { HostOffset(0) } else { layout.l1_at() }, narrow(layout.l1_entries)?),
+            refcount_table: (layout.refcount_table_at(), narrow(layout.refcount_table)?),
             snapshots: (HostOffset(0), 0),
             features: self.features(),
             compression: self.compression,
@@ -170,7 +172,7 @@ impl CreateOptions {
             },
             // The byte of the compression is there, whatever it says.
             additional: if self.version > 2 { vec![0; 7] } else { Vec::new() },
-        }
+        })
     }
 }
 
@@ -191,10 +193,11 @@ pub async fn create(
     if data_file.is_some() != options.data_file.is_some() {
         return Err(unsupported("the data file has a name and is not open, or is open and has no name".into()));
     }
-    let size = options.size.checked_next_multiple_of(SECTOR).unwrap_or(u64::MAX);
+    let too_large = || unsupported(TooLarge::L1(options.size).to_string());
+    let size = options.size.checked_next_multiple_of(SECTOR).ok_or_else(too_large)?;
     let layout = Layout::new(options.geometry(), size, options.tables(), options.tables() && data_file.is_none())
         .map_err(|error| unsupported(error.to_string()))?;
-    let mut header = options.header(&layout);
+    let mut header = options.header(&layout)?;
     let start = header.encode(image)?;
 
     let emptied = empty(storage, layout.end().0, layout.contents_at().0).await?;
@@ -253,7 +256,7 @@ async fn reserve(
         storage.allocate(0..end).await?;
     }
     if how == Preallocation::Full {
-        let zeros = Buffer::zeroed(usize::try_from(PIECE).unwrap_or_default());
+        let zeros = Buffer::zeroed(to_usize(PIECE));
         for (at, length) in pieces(contents) {
             storage.write(at, zeros.slice(0..length).into()).await?;
         }
@@ -269,7 +272,7 @@ fn pieces(range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, usize)> {
         let at = next;
         let length = end.saturating_sub(at).min(PIECE);
         next += length;
-        (length > 0).then(|| (at, usize::try_from(length).unwrap_or_default()))
+        (length > 0).then(|| (at, to_usize(length)))
     })
 }
 
@@ -308,14 +311,14 @@ impl Tables<'_> {
     }
 
     fn refcount_block(&self, block: u64, bytes: &mut Vec<u8>) {
-        let start = bytes.len();
         let each = self.layout.geometry.refcounts_per_block();
         let counted = self.layout.clusters().saturating_sub(block * each).min(each);
-        bytes.resize(start + usize::try_from(self.options.cluster_size).unwrap_or_default(), 0);
-        let place = bytes.get_mut(start..).unwrap_or_default();
-        for index in 0..usize::try_from(counted).unwrap_or_default() {
-            let _ = refcount_array::set(place, self.layout.geometry.refcount_order, index, 1);
+        let mut counts = vec![0; to_usize(self.options.cluster_size)];
+        for index in 0..to_usize(counted) {
+            // All are in the block, and 1 fits into a bit.
+            let _ = refcount_array::set(&mut counts, self.layout.geometry.refcount_order, index, 1);
         }
+        bytes.extend_from_slice(&counts);
     }
 
     fn l2_entry(&self, entry: u64, bytes: &mut Vec<u8>) {

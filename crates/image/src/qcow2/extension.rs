@@ -2,8 +2,11 @@
 //!
 //! Law: what is not known is kept, byte by byte, and written back with the rest.
 
+use std::borrow::Cow;
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use limosa_page::{BrokenInvariant, broken, to_usize};
 
 use super::feature::FeatureName;
 use crate::offset::HostOffset;
@@ -81,7 +84,7 @@ impl Extensions {
                 break;
             }
             let fault = |why: String| (format!("header extension {kind:#010x} at {at:#x}"), why);
-            let length = usize::try_from(u32::from_be_bytes([l0, l1, l2, l3])).unwrap_or(usize::MAX);
+            let length = to_usize(u64::from(u32::from_be_bytes([l0, l1, l2, l3])));
             let Some(data) = rest.get(..length) else {
                 return Err(fault(format!("it is {length} bytes long, and {} are left for it", rest.len())));
             };
@@ -93,7 +96,9 @@ impl Extensions {
             }
             let padded = length.next_multiple_of(8);
             at += 8 + padded;
-            area = rest.get(padded..).unwrap_or_default();
+            // The area may end before the last one is filled up.
+            let Some(next) = rest.get(padded..) else { break };
+            area = next;
         }
         Ok(found)
     }
@@ -130,35 +135,48 @@ impl Extensions {
     }
 
     /// As they are behind the header, in QEMU's order, with the end marker.
-    pub(super) fn encode(&self) -> Vec<u8> {
+    ///
+    /// # Errors
+    /// [`BrokenInvariant`] if one is longer than 32 bits can say.
+    pub(super) fn encode(&self) -> Result<Vec<u8>, BrokenInvariant> {
         let mut area = Vec::new();
-        let mut put = |kind: u32, data: &[u8]| {
+        for (kind, data) in self.parts() {
+            let length = u32::try_from(data.len()).map_err(|_| broken("a header extension's length has 32 bits"))?;
             area.extend_from_slice(&kind.to_be_bytes());
-            area.extend_from_slice(&u32::try_from(data.len()).unwrap_or(u32::MAX).to_be_bytes());
-            area.extend_from_slice(data);
+            area.extend_from_slice(&length.to_be_bytes());
+            area.extend_from_slice(&data);
             area.resize(area.len().next_multiple_of(8), 0);
-        };
+        }
+        Ok(area)
+    }
+
+    /// Returns the length in bytes that [`Self::encode`] makes.
+    pub(super) fn len(&self) -> usize {
+        self.parts().iter().fold(0, |length, (_, data)| length.saturating_add(8 + data.len().next_multiple_of(8)))
+    }
+
+    /// The extensions, each with its kind and its data.
+    fn parts(&self) -> Vec<(u32, Cow<'_, [u8]>)> {
+        let mut parts: Vec<(u32, Cow<'_, [u8]>)> = Vec::new();
         if let Some(format) = &self.backing_format {
-            put(BACKING_FORMAT, format.as_bytes());
+            parts.push((BACKING_FORMAT, format.as_bytes().into()));
         }
         if let Some(name) = &self.data_file {
-            put(DATA_FILE, name.as_bytes());
+            parts.push((DATA_FILE, name.as_bytes().into()));
         }
         if let Some((offset, length)) = self.encryption {
-            put(ENCRYPTION, &[offset.0.to_be_bytes(), length.to_be_bytes()].concat());
+            parts.push((ENCRYPTION, [offset.0.to_be_bytes(), length.to_be_bytes()].concat().into()));
         }
         if !self.feature_names.is_empty() {
             let table: Vec<u8> = self.feature_names.iter().flat_map(FeatureName::encode).collect();
-            put(FEATURE_NAMES, &table);
+            parts.push((FEATURE_NAMES, table.into()));
         }
         if let Some(bitmaps) = self.bitmaps {
-            put(BITMAPS, &bitmaps.encode());
+            parts.push((BITMAPS, bitmaps.encode().to_vec().into()));
         }
-        for (kind, data) in &self.unknown {
-            put(*kind, data);
-        }
-        put(END, &[]);
-        area
+        parts.extend(self.unknown.iter().map(|(kind, data)| (*kind, Cow::from(&data[..]))));
+        parts.push((END, Cow::Borrowed(&[])));
+        parts
     }
 }
 
@@ -215,13 +233,13 @@ mod tests {
     proptest! {
         #[test]
         fn extensions_survive_a_round_trip(extensions in extensions()) {
-            prop_assert_eq!(Extensions::decode(&extensions.encode(), 0), Ok(extensions));
+            prop_assert_eq!(Extensions::decode(&extensions.encode().unwrap(), 0), Ok(extensions));
         }
 
         #[test]
         fn any_bytes_are_taken_or_refused(area in prop::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(extensions) = Extensions::decode(&area, 0) {
-                prop_assert_eq!(Extensions::decode(&extensions.encode(), 0), Ok(extensions));
+                prop_assert_eq!(Extensions::decode(&extensions.encode().unwrap(), 0), Ok(extensions));
             }
         }
     }

@@ -151,7 +151,13 @@ impl Flusher {
         self.detached.poll().await;
         // Drops first: their entries were changed before, and are captured after.
         let drops = self.allocator.take_drops();
-        let captured = self.tables.capture();
+        let captured = match self.tables.capture() {
+            Ok(captured) => captured,
+            Err(broken) => {
+                self.allocator.drop_again(drops);
+                return Err(broken.into());
+            }
+        };
         let result = self.write(&captured).await;
         self.tables.written(&captured, result.is_ok());
         if let Err(error) = result {

@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::sync::Arc;
 
+use limosa_page::{broken, to_u64, to_usize};
 use limosa_storage::{Buffer, Storage};
 
 use super::entry::EntryRules;
@@ -180,7 +181,7 @@ impl Header {
         } else {
             let features =
                 Features { incompatible: fields.u64(72), compatible: fields.u64(80), autoclear: fields.u64(88) };
-            let length = usize::try_from(fields.u32(100)).unwrap_or(usize::MAX);
+            let length = to_usize(u64::from(fields.u32(100)));
             if length < LENGTH_3 || !length.is_multiple_of(8) || length > cluster.len() {
                 return Err(Fault::at(100, format!("a header of {length} bytes")));
             }
@@ -198,7 +199,8 @@ impl Header {
                 }
             },
         };
-        let area = cluster.get(length..end).unwrap_or_default();
+        let area =
+            cluster.get(length..end).ok_or_else(|| Fault::at(8, "the backing file's name is within the header"))?;
         // Names of features are wanted for the very image whose extensions are not: as many as can be read.
         let extensions = Extensions::decode(area, length);
         let unknown = features.unknown_incompatible();
@@ -225,7 +227,8 @@ impl Header {
             compression: compression(&features, if length > LENGTH_3 { fields.u8(LENGTH_3) } else { 0 })?,
             backing: backing(cluster, backing_at, fields.u32(16))?,
             extensions: extensions.map_err(|(table, why)| Fault::Corrupt(table, why))?,
-            additional: cluster.get(LENGTH_3 + 1..length).unwrap_or_default().to_vec(),
+            // Version 2 has none, and version 3 none if its header ends where they would begin.
+            additional: cluster.get(LENGTH_3 + 1..length).map(<[u8]>::to_vec).unwrap_or_default(),
         };
         header.check_limits()?;
         Ok(header)
@@ -369,14 +372,17 @@ impl Header {
 
     /// The fields whose places are fixed: 72 bytes in version 2, 104 in version 3, all of them in the first sector, so one write
     /// of them is done or not done.
-    #[must_use]
-    pub fn encode_fields(&self) -> Vec<u8> {
+    ///
+    /// # Errors
+    /// [`ImageError::Internal`]: a length that has more than 32 bits.
+    pub fn encode_fields(&self) -> Result<Vec<u8>, ImageError> {
+        let narrow = |length: usize| u32::try_from(length).map_err(|_| broken("lengths in a header have 32 bits"));
         let (backing_at, backing) = self.backing.as_ref().map_or((0, 0), |backing| (backing.at, backing.name.len()));
         let mut fields = MAGIC.to_vec();
         let mut put = |bytes: &[u8]| fields.extend_from_slice(bytes);
         put(&self.version.to_be_bytes());
         put(&backing_at.to_be_bytes());
-        put(&u32::try_from(backing).unwrap_or(u32::MAX).to_be_bytes());
+        put(&narrow(backing)?.to_be_bytes());
         put(&self.cluster_bits.to_be_bytes());
         put(&self.size.to_be_bytes());
         let encryption = match self.encryption {
@@ -396,9 +402,9 @@ impl Header {
             put(&self.features.compatible.to_be_bytes());
             put(&self.features.autoclear.to_be_bytes());
             put(&self.refcount_order.to_be_bytes());
-            put(&u32::try_from(self.length()).unwrap_or(u32::MAX).to_be_bytes());
+            put(&narrow(self.length())?.to_be_bytes());
         }
-        fields
+        Ok(fields)
     }
 
     /// The whole of it, as it is at the beginning of the image: fields, extensions, and right behind them the backing file's
@@ -407,12 +413,23 @@ impl Header {
     /// # Errors
     /// [`ImageError::Unsupported`] if it does not fit into the first cluster of `image`.
     pub fn encode(&mut self, image: &Arc<str>) -> Result<Vec<u8>, ImageError> {
-        let extensions = self.extensions.encode();
+        let room = self.geometry().cluster_size();
+        let too_long = |length: usize| ImageError::Unsupported {
+            image: Arc::clone(image),
+            what: format!("its header of {length} bytes does not fit into a cluster of {room}"),
+        };
+        let name = self.backing.as_ref().map_or(0, |backing| backing.name.len());
+        // Before anything is said of their lengths, which has room for 32 bits.
+        let least = self.length().saturating_add(self.extensions.len()).saturating_add(name);
+        if to_u64(least) > room {
+            return Err(too_long(least));
+        }
+        let extensions = self.extensions.encode()?;
         let length = self.length();
         if let Some(backing) = &mut self.backing {
             backing.at = (length + extensions.len()) as u64;
         }
-        let mut bytes = self.encode_fields();
+        let mut bytes = self.encode_fields()?;
         if self.version > 2 {
             bytes.push(match self.compression {
                 Compression::Zlib => 0,
@@ -422,11 +439,8 @@ impl Header {
             bytes.resize(length, 0);
         }
         bytes.extend_from_slice(&extensions);
-        bytes.extend_from_slice(self.backing.as_ref().map(|backing| backing.name.as_bytes()).unwrap_or_default());
-        let room = self.geometry().cluster_size();
-        if bytes.len() as u64 > room {
-            let what = format!("its header of {} bytes does not fit into a cluster of {room}", bytes.len());
-            return Err(ImageError::Unsupported { image: Arc::clone(image), what });
+        if let Some(backing) = &self.backing {
+            bytes.extend_from_slice(backing.name.as_bytes());
         }
         Ok(bytes)
     }
@@ -437,7 +451,7 @@ impl Header {
     /// # Errors
     /// What the storage says.
     pub async fn write_fields(&self, storage: &dyn Storage) -> Result<(), ImageError> {
-        Ok(storage.write(0, Buffer::copied(&self.encode_fields()).into()).await?)
+        Ok(storage.write(0, Buffer::copied(&self.encode_fields()?).into()).await?)
     }
 
     /// Bytes of the header without its extensions.
@@ -486,7 +500,7 @@ fn backing(cluster: &[u8], at: usize, length: u32) -> Result<Option<Backing>, Fa
     if at == 0 {
         return Ok(None);
     }
-    let length = usize::try_from(length).unwrap_or(usize::MAX);
+    let length = to_usize(u64::from(length));
     let name = cluster.get(at..).and_then(|rest| rest.get(..length)).filter(|name| name.len() <= BACKING_MOST);
     let name = name.ok_or_else(|| Fault::at(16, format!("the backing file's name has {length} bytes")))?;
     let name = OsString::from_vec(until_zero(name).to_vec());

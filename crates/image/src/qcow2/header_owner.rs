@@ -88,7 +88,7 @@ impl HeaderOwner {
         let leads = |header: &Header| (header.l1, header.refcount_table, header.size);
         let before = leads(&header);
         change(&mut header);
-        self.context.counters().add(OperationKind::HeaderWrite, header.encode_fields().len() as u64);
+        self.context.counters().add(OperationKind::HeaderWrite, header.encode_fields()?.len() as u64);
         if leads(&header) != before {
             self.uncertain.store(true, Ordering::Release);
         }

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use limosa_page::{BrokenInvariant, broken, to_usize};
+
 use super::entry::{EntryFault, L1Entry};
 use super::geometry::{Geometry, L1Index};
 use super::locks::{Rank, RankedRwLock};
@@ -57,16 +59,16 @@ impl L1 {
 
     pub(super) fn get(&self, index: L1Index) -> Result<L1Entry, L1Fault> {
         let table = self.table.read();
-        let word = usize::try_from(index.0).ok().and_then(|index| table.words.get(index)).ok_or(L1Fault::Short)?;
+        let word = table.words.get(to_usize(index.0)).ok_or(L1Fault::Short)?;
         L1Entry::decode(*word, &self.geometry).map_err(L1Fault::Entry)
     }
 
-    pub(super) fn set(&self, index: L1Index, entry: L1Entry) {
+    pub(super) fn set(&self, index: L1Index, entry: L1Entry) -> Result<(), BrokenInvariant> {
         let mut table = self.table.write();
-        if let Some(word) = usize::try_from(index.0).ok().and_then(|index| table.words.get_mut(index)) {
-            *word = entry.encode();
-            table.dirty.insert(index.0 / (BLOCK / 8));
-        }
+        let word = table.words.get_mut(to_usize(index.0));
+        *word.ok_or_else(|| broken("the L1 table has the entry that is changed"))? = entry.encode();
+        table.dirty.insert(index.0 / (BLOCK / 8));
+        Ok(())
     }
 
     /// It lies at `at` now, and has as many entries as there is room for.
@@ -84,17 +86,18 @@ impl L1 {
     }
 
     /// The blocks that differ from the file.
-    pub(super) fn capture(&self) -> Vec<CapturedBlock> {
+    pub(super) fn capture(&self) -> Result<Vec<CapturedBlock>, BrokenInvariant> {
         let mut table = self.table.write();
-        let dirty = std::mem::take(&mut table.dirty);
-        let block = |block: u64| {
-            let begin = usize::try_from(block * (BLOCK / 8)).unwrap_or(usize::MAX);
-            let rest = table.words.get(begin..).unwrap_or_default();
+        let block = |block: &u64| {
+            let begin = to_usize(block * (BLOCK / 8));
+            let rest = table.words.get(begin..).ok_or_else(|| broken("a changed block is within the L1 table"))?;
             let words = rest.iter().take(BLOCK_ENTRIES);
             let bytes = words.flat_map(|word| word.to_be_bytes()).collect();
-            CapturedBlock { number: block, at: table.at + block * BLOCK, bytes }
+            Ok(CapturedBlock { number: *block, at: table.at + block * BLOCK, bytes })
         };
-        dirty.into_iter().map(block).collect()
+        let captured = table.dirty.iter().map(block).collect::<Result<_, _>>()?;
+        table.dirty.clear();
+        Ok(captured)
     }
 
     pub(super) fn not_written(&self, blocks: &[CapturedBlock]) {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector};
 
 use crate::offset::GuestOffset;
@@ -35,7 +36,7 @@ impl Layers {
 
     /// What remains of a piece that began at `begin`.
     fn keep(&mut self, range: Range<GuestOffset>, begin: GuestOffset, bytes: &IoVector) {
-        let index = |at: GuestOffset| usize::try_from(at - begin).unwrap_or(usize::MAX);
+        let index = |at: GuestOffset| to_usize(at - begin);
         self.pieces.insert(range.start, (range.end, bytes.slice(index(range.start)..index(range.end))));
     }
 
@@ -50,7 +51,7 @@ impl Layers {
                 continue;
             }
             push_zeros(&mut run, from - pos, zeros);
-            let index = |at: GuestOffset| usize::try_from(at - *begin).unwrap_or(usize::MAX);
+            let index = |at: GuestOffset| to_usize(at - *begin);
             run.append(bytes.slice(index(from)..index(to)));
             pos = to;
         }
@@ -62,7 +63,7 @@ impl Layers {
 /// Adds zeros at the end, out of a buffer of them.
 pub(super) fn push_zeros(run: &mut IoVector, mut length: u64, zeros: &Buffer) {
     while length > 0 && !zeros.is_empty() {
-        let part = usize::try_from(length).unwrap_or(usize::MAX).min(zeros.len());
+        let part = to_usize(length).min(zeros.len());
         run.push(zeros.slice(0..part));
         length -= part as u64;
     }
@@ -71,7 +72,7 @@ pub(super) fn push_zeros(run: &mut IoVector, mut length: u64, zeros: &Buffer) {
 /// `length` bytes of a vector, from `from` on.
 pub(super) fn part_of(vector: &IoVector, from: u64, length: u64) -> IoVector {
     // A request's length came from a vector's, so it is an index.
-    let index = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+    let index = |at: u64| to_usize(at);
     vector.slice(index(from)..index(from + length))
 }
 

@@ -13,6 +13,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use limosa_page::to_usize;
+
 use super::header::Header;
 use super::locks::{Rank, RankedRwLock};
 use super::snapshot_table::Snapshot;
@@ -205,7 +207,7 @@ impl MetadataMap {
     fn bit(&self, cluster: u64) -> (usize, u64) {
         // The upper bits of the product are the mixed ones.
         let hash = cluster.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
-        let word = usize::try_from(hash >> 6).unwrap_or(0) & self.filter.len().wrapping_sub(1);
+        let word = to_usize(hash >> 6) & self.filter.len().wrapping_sub(1);
         (word, 1 << (hash & 63))
     }
 

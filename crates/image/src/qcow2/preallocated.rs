@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use async_lock::OnceCell;
+use limosa_page::to_usize;
 
 use super::context::Context;
 use super::header::Header;
@@ -75,7 +76,7 @@ impl Preallocated {
         let per_block = self.context.geometry().refcounts_per_block();
         let (mut found, mut block) = (0, 0);
         let table = all.div_ceil(per_block).min(header.refcount_table_bytes() / 8) * 8;
-        for at in (0..table).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX)) {
+        for at in (0..table).step_by(to_usize(PIECE)) {
             let entries = self.context.read_file(header.refcount_table.0 + at, PIECE.min(table - at)).await?;
             for entry in entries.as_chunks().0 {
                 let place = HostOffset(u64::from_be_bytes(*entry) & BLOCK);
@@ -97,11 +98,10 @@ impl Preallocated {
         let order = self.context.geometry().refcount_order;
         let bytes = (clusters << order).div_ceil(8);
         let (mut found, mut left) = (0, clusters);
-        for at in (0..bytes).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX)) {
+        for at in (0..bytes).step_by(to_usize(PIECE)) {
             let refcounts = self.context.read_file(place.saturating_add(at), PIECE.min(bytes - at)).await?;
             let here = left.min((PIECE * 8) >> order);
-            let counts =
-                (0..usize::try_from(here).unwrap_or(0)).map(|index| refcount_array::get(&refcounts, order, index));
+            let counts = (0..to_usize(here)).map(|index| refcount_array::get(&refcounts, order, index));
             found += counts.filter(|count| count.is_some_and(|count| count > 0)).count() as u64;
             left -= here;
             if found >= needed {

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use limosa_page::{BrokenInvariant, broken, invariant, to_usize};
 use limosa_storage::{Buffer, IoVector};
 
 use super::context::Context;
@@ -19,6 +20,8 @@ use crate::offset::{ClusterCount, HostCluster, HostOffset};
 
 /// Bits of a table's entry that say where the block lies.
 const BLOCK: u64 = !511;
+/// Changes of refcounts are one at a time, and only they make room.
+const STAYS: &str = "a slice of refcounts that was loaded stays until it is used";
 /// The fewest slices that are kept.
 const FEWEST: usize = 16;
 
@@ -73,7 +76,7 @@ fn words(table: &[u8]) -> Vec<u64> {
 
 impl Refcounts {
     pub(super) fn new(context: Arc<Context>, table_at: HostOffset, table: &[u8]) -> Self {
-        let most = usize::try_from((context.options().cache_size / 4) >> context.slice_bits()).unwrap_or(usize::MAX);
+        let most = to_usize((context.options().cache_size / 4) >> context.slice_bits());
         let cache = Cache { table_at, blocks: words(table), slots: HashMap::new() };
         Self { context, cache: Rank::Refcounts.mutex(cache), most: most.max(FEWEST) }
     }
@@ -96,10 +99,11 @@ impl Refcounts {
     }
 
     /// An entry of the table leads to this block now.
-    pub(super) fn has_block(&self, index: usize, at: HostOffset) {
-        if let Some(block) = self.cache.lock().blocks.get_mut(index) {
-            *block = at.0;
-        }
+    pub(super) fn has_block(&self, index: usize, at: HostOffset) -> Result<(), BrokenInvariant> {
+        let mut cache = self.cache.lock();
+        let block = cache.blocks.get_mut(index);
+        *block.ok_or_else(|| broken("the refcount table has an entry for a new block"))? = at.0;
+        Ok(())
     }
 
     /// The table lies here now, and has these entries.
@@ -141,7 +145,7 @@ impl Refcounts {
         let slice_size = 1 << self.context.slice_bits();
         let per_slice = (8 * slice_size) >> geometry.refcount_order;
         let inside = cluster.0 % per_block;
-        let index = usize::try_from(inside % per_slice).unwrap_or(usize::MAX);
+        let index = to_usize(inside % per_slice);
         let slice = at + inside / per_slice * slice_size;
         Ok(Some(RefcountAddress { slice, index, left: ClusterCount(per_slice - inside % per_slice) }))
     }
@@ -150,21 +154,17 @@ impl Refcounts {
     pub(super) async fn look<R>(&self, slice: HostOffset, look: impl FnOnce(&[u8]) -> R) -> Result<R, ImageError> {
         self.load(slice).await?;
         let cache = self.cache.lock();
-        let bytes = cache.slots.get(&slice).map(|slot| &slot.bytes[..]);
-        Ok(look(bytes.unwrap_or_default()))
+        let slot = cache.slots.get(&slice).ok_or_else(|| broken(STAYS))?;
+        Ok(look(&slot.bytes))
     }
 
     /// Changes a slice's bytes.
     async fn change<R>(&self, slice: HostOffset, change: impl FnOnce(&mut [u8]) -> R) -> Result<R, ImageError> {
         self.load(slice).await?;
         let mut cache = self.cache.lock();
-        Ok(match cache.slots.get_mut(&slice) {
-            Some(slot) => {
-                slot.dirty = true;
-                change(&mut slot.bytes)
-            }
-            None => change(&mut []),
-        })
+        let slot = cache.slots.get_mut(&slice).ok_or_else(|| broken(STAYS))?;
+        slot.dirty = true;
+        Ok(change(&mut slot.bytes))
     }
 
     async fn load(&self, slice: HostOffset) -> Result<(), ImageError> {
@@ -221,12 +221,11 @@ impl Refcounts {
         let order = self.context.geometry().refcount_order;
         let count = count.as_usize();
         self.change(address.slice, |bytes| {
-            for index in address.index..address.index.saturating_add(count) {
-                // All are in the slice, and 1 fits into a bit.
-                let _ = refcount_array::set(bytes, order, index, 1);
-            }
+            let mut all = address.index..address.index.saturating_add(count);
+            all.all(|index| refcount_array::set(bytes, order, index, 1))
         })
         .await
+        .and_then(|set| Ok(invariant(set, "clusters that are counted at once have their refcounts in one slice")?))
     }
 
     /// Lowers refcounts by one: those clusters that nothing refers to any more, in order.

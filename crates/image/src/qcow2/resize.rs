@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use limosa_page::{broken, to_usize};
 use limosa_storage::{Storage, ZeroHow};
 
 use super::check::extend::{extend, release};
@@ -123,11 +124,11 @@ impl Growth<'_> {
             for (from, length) in tables::pieces(old_l1.0.0, u64::from(old_l1.1) * 8, self.storage.length()?) {
                 table.extend(tables::bytes(self.storage, from, length).await?);
             }
-            table.resize(usize::try_from(clusters << geometry.cluster_bits).unwrap_or(0), 0);
+            table.resize(to_usize(clusters << geometry.cluster_bits), 0);
             let at = first << geometry.cluster_bits;
             tables::put(self.storage, at, &table).await?;
             self.storage.flush().await?;
-            header.l1 = (HostOffset(at), u32::try_from(entries).unwrap_or(u32::MAX));
+            header.l1 = (HostOffset(at), tables::narrow(entries)?);
             header.write_fields(self.storage).await?;
             self.storage.flush().await?;
             if old_l1.1 > 0 {
@@ -189,7 +190,7 @@ impl Growth<'_> {
         let geometry = header.geometry();
         let (bits, size) = (geometry.cluster_bits, geometry.cluster_size());
         let place = header.l1.0.0 + number * 8;
-        let entry = tables::numbers(&tables::bytes(self.storage, place, 8).await?).next().unwrap_or(0);
+        let entry = tables::number(self.storage, place).await?;
         let old = entry & OFFSET;
         let in_place = old != 0 && entry & COPIED != 0;
         // In a data file contents lie where the guest sees them.
@@ -198,13 +199,14 @@ impl Growth<'_> {
         let first = if taken > 0 { extend(self.storage, header, taken).await? } else { 0 };
         let at = if in_place { old } else { (first + data) << bits };
         let mut table = match old {
-            0 => vec![0; usize::try_from(size).unwrap_or(0)],
+            0 => vec![0; to_usize(size)],
             old => tables::bytes(self.storage, old, size).await?,
         };
-        let width = usize::try_from(geometry.l2_entry_size()).unwrap_or(8);
+        let width = to_usize(geometry.l2_entry_size());
         for (index, cluster) in part.clone().enumerate() {
-            let offset = usize::try_from(cluster % geometry.l2_entries()).unwrap_or(0) * width;
-            let Some(slot) = table.get_mut(offset..offset + width) else { continue };
+            let offset = to_usize(cluster % geometry.l2_entries()) * width;
+            let slot =
+                table.get_mut(offset..offset + width).ok_or_else(|| broken("an entry is within its L2 table"))?;
             if slot.iter().all(|byte| *byte == 0) {
                 let host = if data == 0 { cluster } else { first + index as u64 };
                 let (bits, bitmap) = new_entry(host << bits, &geometry);
@@ -241,8 +243,8 @@ impl Growth<'_> {
 async fn zeros(storage: &dyn Storage, range: std::ops::Range<u64>) -> Result<(), ImageError> {
     let zeros = vec![0; 1 << 20];
     for from in range.clone().step_by(1 << 20) {
-        let length = usize::try_from((range.end - from).min(1 << 20)).unwrap_or(0);
-        tables::put(storage, from, zeros.get(..length).unwrap_or_default()).await?;
+        let length = to_usize(range.end - from).min(zeros.len());
+        tables::put(storage, from, &zeros[..length]).await?;
     }
     Ok(())
 }
@@ -274,7 +276,7 @@ async fn shrink(parts: Parts, size: u64) -> Result<(), ImageError> {
     let end = header.l1.0.0 + u64::from(header.l1.1) * 8;
     while place < end {
         let length = (end - place).min(1 << 20);
-        tables::put(storage, place, &vec![0; usize::try_from(length).unwrap_or(0)]).await?;
+        tables::put(storage, place, &vec![0; to_usize(length)]).await?;
         place += length;
     }
     // The one that the new end lies in.
@@ -312,15 +314,18 @@ async fn cut_table(storage: &dyn Storage, header: &mut Header, number: u64, from
     let geometry = header.geometry();
     let cluster_size = geometry.cluster_size();
     let place = header.l1.0.0 + number * 8;
-    let entry = tables::numbers(&tables::bytes(storage, place, 8).await?).next().unwrap_or(0);
+    let entry = tables::number(storage, place).await?;
     let old = entry & OFFSET;
     if old == 0 {
         return Ok(());
     }
     let mut table = tables::bytes(storage, old, cluster_size).await?;
-    let width = usize::try_from(geometry.l2_entry_size()).unwrap_or(8);
-    let cut = if from == 0 { table.len() } else { usize::try_from(from).unwrap_or(0) * width };
-    let Some(gone) = table.get_mut(cut..).filter(|gone| gone.iter().any(|byte| *byte != 0)) else { return Ok(()) };
+    let width = to_usize(geometry.l2_entry_size());
+    let cut = if from == 0 { table.len() } else { to_usize(from) * width };
+    let gone = table.get_mut(cut..).ok_or_else(|| broken("a table is cut off within it"))?;
+    if gone.iter().all(|byte| *byte == 0) {
+        return Ok(());
+    }
     gone.fill(0);
     if entry & COPIED != 0 {
         return Ok(tables::put(storage, old, &table).await?);

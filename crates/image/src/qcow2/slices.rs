@@ -8,6 +8,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use limosa_page::to_usize;
+
 use super::locks::{Rank, RankedGuard, RankedMutex};
 use super::shared_future::SharedFuture;
 use crate::offset::HostOffset;
@@ -55,7 +57,7 @@ pub(super) struct Full(pub(super) Box<[u64]>);
 impl Slices {
     /// For slices of `1 << bits` bytes, together at most about `size` bytes.
     pub(super) fn new(size: u64, bits: u32) -> Self {
-        let most = usize::try_from(size >> bits).unwrap_or(usize::MAX).max(FEWEST);
+        let most = to_usize(size >> bits).max(FEWEST);
         let shards = (most / FEWEST).clamp(1, SHARDS);
         let shard = |_| Rank::Slices.mutex(Shard::default());
         Self { shards: (0..shards).map(shard).collect(), most: most / shards, bits, dirty: AtomicUsize::new(0) }
@@ -67,7 +69,7 @@ impl Slices {
     }
 
     fn shard(&self, key: HostOffset) -> RankedGuard<MutexGuard<'_, Shard>> {
-        let index = usize::try_from(key.0 >> self.bits).unwrap_or(0) % self.shards.len();
+        let index = to_usize(key.0 >> self.bits) % self.shards.len();
         let [first, ..] = &*self.shards else { unreachable!("there is at least one shard") };
         self.shards.get(index).unwrap_or(first).lock()
     }

@@ -2,6 +2,7 @@
 //!
 //! Law: lengths before allocation. Entries are as long as they say; a table whose entries say too much is no table.
 
+use limosa_page::{BrokenInvariant, invariant, to_usize};
 use limosa_storage::{Buffer, Storage};
 
 use super::field::Fields;
@@ -76,21 +77,24 @@ pub(super) async fn read_to_end(storage: &dyn Storage, header: &Header) -> Resul
         if l1.0.0 & (header.geometry().cluster_size() - 1) != 0 || l1.1 > L1_MOST {
             return Err(corrupt(format!("an L1 table of {} entries at {}", l1.1, l1.0)));
         }
-        found.push(decode(&fixed, &rest, extra, id));
+        found.push(decode(&fixed, &rest, extra, id)?);
         at = end.next_multiple_of(8);
     }
     Ok((found, at))
 }
 
-/// An entry whose lengths are as they say.
-fn decode(fixed: &[u8], rest: &[u8], extra: u64, id: u64) -> Snapshot {
+/// Decodes an entry that was read as long as its lengths say.
+fn decode(fixed: &[u8], rest: &[u8], extra: u64, id: u64) -> Result<Snapshot, BrokenInvariant> {
     let fields = Fields(fixed);
-    let length = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
-    let (extra, names) = rest.split_at_checked(length(extra)).unwrap_or_default();
-    let (id, name) = names.split_at_checked(length(id)).unwrap_or_default();
+    let split = |bytes: &'_ [u8], at: u64| -> Result<usize, BrokenInvariant> {
+        let at = to_usize(at);
+        invariant(at <= bytes.len(), "a snapshot's entry is read whole").map(|()| at)
+    };
+    let (extra, names) = rest.split_at(split(rest, extra)?);
+    let (id, name) = names.split_at(split(names, id)?);
     let more = |at: usize| (extra.len() >= at + 8).then(|| Fields(extra).u64(at));
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    Snapshot {
+    Ok(Snapshot {
         l1: (HostOffset(fields.u64(0)), fields.u32(8)),
         id: text(id),
         name: text(name),
@@ -99,12 +103,12 @@ fn decode(fixed: &[u8], rest: &[u8], extra: u64, id: u64) -> Snapshot {
         vm_state_size: more(0).unwrap_or_else(|| u64::from(fields.u32(32))),
         disk_size: more(8),
         icount: more(16).filter(|count| *count != u64::MAX),
-    }
+    })
 }
 
 /// A part of the file.
 async fn bytes(storage: &dyn Storage, at: u64, length: u64) -> Result<Vec<u8>, ImageError> {
-    let found = Buffer::zeroed(usize::try_from(length).unwrap_or_default());
+    let found = Buffer::zeroed(to_usize(length));
     storage.read(at, found.clone().into()).await?;
     Ok(found.to_vec())
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt;
+use limosa_page::{BrokenInvariant, broken, to_usize};
 use limosa_storage::Buffer;
 
 use super::allocator::Allocator;
@@ -90,7 +91,7 @@ impl Tables {
 
     /// The L1 table lies at `at` now, and has room for so many entries.
     pub(super) fn l1_moved(&self, at: HostOffset, entries: u64) {
-        self.l1.moved(at, usize::try_from(entries).unwrap_or(usize::MAX));
+        self.l1.moved(at, to_usize(entries));
     }
 
     /// How often clusters were zeroed that stay where they are.
@@ -129,7 +130,7 @@ impl Tables {
         let number = geometry.index(at).l2;
         let byte = u64::from(number) * geometry.l2_entry_size();
         let slice = table + byte / self.slices.slice_size() * self.slices.slice_size();
-        let word = usize::try_from((table + byte - slice) / 8).unwrap_or(usize::MAX);
+        let word = to_usize((table + byte - slice) / 8);
         EntryAddress { table, slice, word, number }
     }
 
@@ -140,9 +141,9 @@ impl Tables {
     /// The entry at an address, of a slice's words.
     fn entry(&self, words: &[u64], address: EntryAddress) -> Result<L2Entry, ImageError> {
         let geometry = self.context.geometry();
-        let word = |at: usize| words.get(at).copied().unwrap_or(0);
-        let bitmap = if geometry.extended_l2 { word(address.word + 1) } else { 0 };
-        L2Entry::decode(word(address.word), bitmap, geometry, self.context.rules()).map_err(|fault| {
+        let word = |at: usize| words.get(at).copied().ok_or_else(|| broken("an L2 entry is within its slice"));
+        let bitmap = if geometry.extended_l2 { word(address.word + 1)? } else { 0 };
+        L2Entry::decode(word(address.word)?, bitmap, geometry, self.context.rules()).map_err(|fault| {
             self.context.corrupt(format!("L2 table at {}, entry {}", address.table, address.number), fault.to_string())
         })
     }
@@ -202,9 +203,10 @@ impl Tables {
     ) -> Result<Lookup<R>, ImageError> {
         let cluster = self.context.geometry().cluster_size();
         let table = self.l1_entry(self.l1_index(at))?.table;
-        let address = self.address(at, table.unwrap_or_default());
-        let in_slice = usize::try_from(self.slices.slice_size() / 8).unwrap_or(0).saturating_sub(address.word);
-        let wanted = usize::try_from((end.0.div_ceil(cluster)).saturating_sub(at.0 / cluster)).unwrap_or(usize::MAX);
+        // Where in a slice its entry is, or would be if there was a table.
+        let address = self.address(at, table.unwrap_or(HostOffset(0)));
+        let in_slice = to_usize(self.slices.slice_size() / 8).saturating_sub(address.word);
+        let wanted = to_usize((end.0.div_ceil(cluster)).saturating_sub(at.0 / cluster));
         let count = wanted.min(in_slice / self.context.words_of_entry());
         if table.is_none() {
             return visit(&mut std::iter::repeat_n(L2Entry::NONE, count).map(Ok)).map(Lookup::Found);
@@ -235,7 +237,7 @@ impl Tables {
         let table = slice.align_down(self.context.geometry().cluster_size());
         let is_new = self.new.lock().contains(&table);
         let mut words: Box<[u64]> = if is_new {
-            vec![0; usize::try_from(size / 8).unwrap_or(0)].into()
+            vec![0; to_usize(size / 8)].into()
         } else {
             self.context.admit_table("L2 table", table, &(slice..slice.saturating_add(size)))?;
             let bytes = self.context.read_table(OperationKind::L2Read, slice, size).await?;
@@ -289,7 +291,8 @@ impl Tables {
         }
         let runs = self.allocator.allocate(ClusterCount::ONE).await?;
         let geometry = self.context.geometry();
-        let at = runs.first().map_or(HostOffset(0), |run| run.first.begin(geometry.cluster_bits));
+        let run = runs.first().ok_or_else(|| broken("an allocation hands out what was asked for"))?;
+        let at = run.first.begin(geometry.cluster_bits);
         let length = geometry.cluster_size();
         // The cluster may have been a table before, whose reading may have been begun.
         for loading in self.slices.loading_within(at, length) {
@@ -303,7 +306,7 @@ impl Tables {
             self.new.lock().insert(at);
         }
         self.allocator.has_l2_table(at);
-        self.l1.set(index, L1Entry { table: Some(at), copied: true });
+        self.l1.set(index, L1Entry { table: Some(at), copied: true })?;
         // Only now: a flush that takes the drop takes the new entry, too.
         if let Some(old) = entry.table {
             self.allocator.drop_table(old);
@@ -361,12 +364,12 @@ impl Tables {
 /// For a flush.
 impl Tables {
     /// Copies of all that differs from the file, which is being written from now on, until [`Tables::written`].
-    pub(super) fn capture(&self) -> CapturedTables {
-        let l1 = self.l1.capture();
+    pub(super) fn capture(&self) -> Result<CapturedTables, BrokenInvariant> {
+        let l1 = self.l1.capture()?;
         let slices = self.slices.capture();
         // After the slices: a table of which one was captured has to be among them, or it would be written as zeros the next time.
         let new = self.new.lock().iter().copied().collect();
-        CapturedTables { l1, slices, new }
+        Ok(CapturedTables { l1, slices, new })
     }
 
     /// The file has these new tables.

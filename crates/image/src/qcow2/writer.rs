@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use futures_util::future::{BoxFuture, join, join_all};
 use futures_util::{FutureExt, TryFutureExt};
+use limosa_page::{broken, to_u64};
 use limosa_storage::IoVector;
 
 use self::clones::Sharing;
@@ -248,8 +249,7 @@ impl Writer {
             match (request, overlap) {
                 (Some(request), _) => request.await,
                 (None, Some(overlap)) => Err(allocator.contents_on(overlap, host).await),
-                // Without an overlap there is a request.
-                (None, None) => Ok(()),
+                (None, None) => Err(broken("a write in place has a request, or overlaps a table").into()),
             }
         }
     }
@@ -340,7 +340,7 @@ impl Writer {
     ) -> Result<Needed, ImageError> {
         let geometry = self.context.geometry();
         let cluster = geometry.cluster_size();
-        let first = entries.next().unwrap_or(Ok(L2Entry::NONE))?;
+        let first = entries.next().ok_or_else(|| broken("a slice has the entry that was looked for"))??;
         let Extent { mut length, kind } =
             extent_in_cluster(geometry, first, pos, pos.align_down(cluster).saturating_add(cluster).min(end));
         if let Kind::Own { host, copied: true } = kind {
@@ -371,16 +371,22 @@ impl Writer {
             }
             alike.push(entry);
         }
-        let (range, work) = self.extent_of(pos, end, alike);
+        let (range, work) = self.extent_of(pos, end, first, alike);
         Ok(Needed::Job { range, work })
     }
 
-    /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one job can be about.
-    fn extent_of(&self, pos: GuestOffset, end: GuestOffset, entries: Vec<L2Entry>) -> (Range<GuestOffset>, CopyJob) {
+    /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one job can be about,
+    /// `first` is the first of them.
+    fn extent_of(
+        &self,
+        pos: GuestOffset,
+        end: GuestOffset,
+        first: L2Entry,
+        entries: Vec<L2Entry>,
+    ) -> (Range<GuestOffset>, CopyJob) {
         let geometry = self.context.geometry();
         let cluster = geometry.cluster_size();
         let start = pos.align_down(cluster);
-        let first = entries.first().copied().unwrap_or(L2Entry::NONE);
         if let Class::Own(host) = class(first) {
             let unit = geometry.subcluster_size();
             let begin = pos.align_down(unit);
@@ -396,7 +402,7 @@ impl Writer {
             }
             return (begin..until.max(begin + unit), CopyJob::InOwn { host: host + (begin - start), start, entries });
         }
-        let range = start..start + ((entries.len().max(1) as u64) << geometry.cluster_bits);
+        let range = start..start + (to_u64(entries.len()) << geometry.cluster_bits);
         if geometry.extended_l2 && class(first) == Class::Bare {
             return (range, CopyJob::Reserve);
         }

@@ -8,6 +8,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use limosa_page::to_usize;
+
 use crate::buffer::{Buffer, IoVector};
 use crate::error::StorageError;
 use crate::file::open::OpenFile;
@@ -94,7 +96,7 @@ fn write_parts(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> io::Resu
     if last.end > end && (last != first || first.start == offset) {
         transfer(file, Direction::Read, &around, &blocks, &last)?;
     }
-    let from = usize::try_from(offset - around.start).unwrap_or_default();
+    let from = to_usize(offset - around.start);
     vector.copy_into(&blocks.slice(from..from + vector.len()).into());
     transfer(file, Direction::Write, &around, &blocks, &around)?;
     let wanted = length.max(end);
@@ -113,7 +115,7 @@ fn transfer(
     blocks: &Buffer,
     part: &Range<u64>,
 ) -> io::Result<()> {
-    let index = |at: u64| usize::try_from(at - around.start).unwrap_or(usize::MAX);
+    let index = |at: u64| to_usize(at - around.start);
     let memory = blocks.slice(index(part.start)..index(part.end));
     let done = Transfer::new(Arc::clone(file), direction, part.start, memory.into()).all();
     done.map_err(|error| error.source.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error))

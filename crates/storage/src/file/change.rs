@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
+use limosa_page::to_usize;
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 
 use crate::buffer::{Buffer, IoVector};
@@ -114,11 +115,11 @@ fn zero_device(file: &OpenFile, range: &Range<u64>, how: ZeroHow) -> io::Result<
 
 /// Writes zeros, a buffer at a time.
 fn zero_plainly(file: &Arc<OpenFile>, range: Range<u64>) -> Result<(), StorageError> {
-    let len = usize::try_from(ZEROS.min(range.end - range.start)).unwrap_or_default();
+    let len = to_usize(ZEROS.min(range.end - range.start));
     let zeros = Buffer::zeroed(len);
     let mut at = range.start;
     while at < range.end {
-        let here = zeros.slice(0..usize::try_from(range.end - at).unwrap_or(len));
+        let here = zeros.slice(0..to_usize(range.end - at));
         let len = here.len() as u64;
         bounce::write(file, at, &IoVector::from(here))?;
         at += len;
@@ -226,7 +227,7 @@ pub(crate) fn copy(file: &OpenFile, offset: u64, from: &OwnedFd, from_offset: u6
     let _held = file.hold(&(offset..end));
     let (mut from_at, mut to_at) = (from_offset, offset);
     while to_at < end {
-        let left = usize::try_from(end - to_at).unwrap_or(usize::MAX);
+        let left = to_usize(end - to_at);
         match rustix::fs::copy_file_range(from, Some(&mut from_at), &file.fd, Some(&mut to_at), left)
             .map_err(io::Error::from)
         {

@@ -20,7 +20,7 @@ const FIEMAP: libc::c_ulong = 0xc020_660b;
 const LAST: u32 = 0x1;
 const UNWRITTEN: u32 = 0x800;
 /// Extents queried per call.
-const AT_A_TIME: usize = 32;
+const AT_A_TIME: u32 = 32;
 
 /// `struct fiemap_extent`.
 #[repr(C)]
@@ -43,7 +43,7 @@ struct Map {
     mapped: u32,
     count: u32,
     reserved: u32,
-    extents: [MapExtent; AT_A_TIME],
+    extents: [MapExtent; AT_A_TIME as usize],
 }
 
 /// The extents of `range`.
@@ -109,9 +109,9 @@ fn map(file: &OpenFile, range: Range<u64>) -> Option<(Vec<MapExtent>, bool)> {
         length: range.end - range.start,
         flags: 0,
         mapped: 0,
-        count: u32::try_from(AT_A_TIME).unwrap_or_default(),
+        count: AT_A_TIME,
         reserved: 0,
-        extents: [MapExtent::default(); AT_A_TIME],
+        extents: [MapExtent::default(); AT_A_TIME as usize],
     };
     // SAFETY: the structure has the kernel's layout and room for `count` extents, and outlives the call.
     let result = unsafe { libc::ioctl(file.fd.as_raw_fd(), FIEMAP, &raw mut map) };

@@ -173,12 +173,16 @@ fn holders(fd: BorrowedFd<'_>) -> Vec<String> {
     names
 }
 
+/// Returns a lock type, or where its range is counted from, as the structure has it.
+#[expect(clippy::cast_possible_truncation, reason = "all of them are from 0 to 2")]
+const fn short(number: libc::c_int) -> libc::c_short {
+    number as libc::c_short
+}
+
 fn byte_range(kind: libc::c_int, start: libc::off_t, len: libc::off_t) -> libc::flock {
     // SAFETY: a structure of numbers, for which zeros are a value.
     let mut range: libc::flock = unsafe { std::mem::zeroed() };
-    // The three lock types are 0, 1 and 2.
-    range.l_type = libc::c_short::try_from(kind).unwrap_or_default();
-    range.l_whence = libc::c_short::try_from(libc::SEEK_SET).unwrap_or_default();
+    (range.l_type, range.l_whence) = (short(kind), short(libc::SEEK_SET));
     (range.l_start, range.l_len) = (start, len);
     range
 }

@@ -156,7 +156,7 @@ impl OpenFile {
         if self.is_block_device {
             return Ok(seek(&self.fd, SeekFrom::End(0))?);
         }
-        Ok(u64::try_from(fstat(&self.fd)?.st_size).unwrap_or_default())
+        u64::try_from(fstat(&self.fd)?.st_size).map_err(io::Error::other)
     }
 
     /// Whether an offset or a length is aligned.

@@ -40,8 +40,8 @@ impl Owners {
 
     /// The first slot of `owner`, searched from the home slot of `key`.
     fn find(&self, key: u64, owner: u64) -> Option<u32> {
-        // The remainder is less than SLOTS, which fits.
-        let home = u32::try_from(key % u64::from(SLOTS)).unwrap_or_default();
+        #[expect(clippy::cast_possible_truncation, reason = "it is less than SLOTS")]
+        let home = (key % u64::from(SLOTS)) as u32;
         (0..SLOTS).map(|step| (home + step) % SLOTS).find(|slot| self.owner(*slot) == owner)
     }
 

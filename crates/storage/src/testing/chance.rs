@@ -1,5 +1,7 @@
 //! Chance that repeats itself: the same seed, the same run.
 
+use limosa_page::to_usize;
+
 /// A generator of numbers (splitmix64, which is public domain).
 #[derive(Debug, Clone)]
 pub struct Chance(u64);
@@ -35,7 +37,7 @@ impl Chance {
     /// There is none.
     pub fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
         let number = self.below(all.len() as u64);
-        &all[usize::try_from(number).unwrap_or(0)]
+        &all[to_usize(number)]
     }
 
     /// Bytes.

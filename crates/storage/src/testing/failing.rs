@@ -3,6 +3,8 @@
 use std::io;
 use std::sync::{Arc, Mutex};
 
+use limosa_page::to_usize;
+
 use super::{Behaviour, Call, Through, lock};
 use crate::error::Operation;
 use crate::storage::{Request, Storage};
@@ -106,7 +108,7 @@ impl FaultPlan {
 /// Sectors are written whole or not at all.
 fn half(offset: u64, len: usize) -> usize {
     let half = len / 2;
-    half.saturating_sub(usize::try_from((offset + half as u64) % 512).unwrap_or(0))
+    half.saturating_sub(to_usize((offset + half as u64) % 512))
 }
 
 impl Behaviour for FaultPlan {

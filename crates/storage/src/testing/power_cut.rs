@@ -8,6 +8,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
+use limosa_page::to_usize;
+
 use super::chance::Chance;
 use super::sparse::SparseMemory;
 use super::{Behaviour, Call, Through, lock};
@@ -122,7 +124,7 @@ impl PowerCut {
 
 /// Applies to `bytes` those sectors of a change that `kept` wants; asks in ascending order.
 fn apply(call: &Call, bytes: &mut Vec<u8>, mut kept: impl FnMut(u64) -> bool) {
-    let index = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+    let index = |at: u64| to_usize(at);
     let mut range = call.range();
     match call {
         Call::Flush | Call::Read { .. } | Call::Clone(_) => return,
@@ -190,7 +192,7 @@ impl Behaviour for Recording {
                 return Box::pin(std::future::ready(outcome));
             }
             // From then on it is as good, and as bad, as a write.
-            let length = usize::try_from(clone.range.end - clone.range.start).unwrap_or(0);
+            let length = to_usize(clone.range.end - clone.range.start);
             let bytes = Buffer::zeroed(length);
             let read = storage.read(clone.range.start, bytes.clone().into());
             if let Err(error) = block_on(read) {

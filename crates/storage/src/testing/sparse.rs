@@ -4,6 +4,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use limosa_page::to_usize;
+
 use super::chance::Chance;
 use super::{Call, lock, memory_under};
 use crate::buffer::IoVector;
@@ -88,8 +90,8 @@ impl SparseMemory {
         let state = &mut *lock(&self.state);
         let failed = |error: io::Error| call.failed(&self.name, error);
         if let Call::Read { offset, into } = call {
-            let start = usize::try_from(*offset).unwrap_or(usize::MAX);
-            let got = into.copy_from(0, state.bytes.get(start..).unwrap_or_default());
+            let start = to_usize(*offset);
+            let got = state.bytes.get(start..).map_or(0, |rest| into.copy_from(0, rest));
             into.slice(got..into.len()).clear();
             return Ok(());
         }
@@ -117,7 +119,7 @@ impl SparseMemory {
             Call::SetLength { .. } => state.set_len(range.end),
             Call::Allocate { .. } => {
                 state.lengthen(range.end);
-                for block in state.blocks.get_mut(range.start / BLOCK..range.end.div_ceil(BLOCK)).unwrap_or_default() {
+                for block in &mut state.blocks[range.start / BLOCK..range.end.div_ceil(BLOCK)] {
                     if *block == ExtentKind::Hole {
                         *block = ExtentKind::Unwritten;
                     }
@@ -240,7 +242,7 @@ impl Storage for SparseMemory {
         let mut extents = Vec::<Extent>::new();
         let mut at = range.start;
         while at < range.end {
-            let block = usize::try_from(at / BLOCK as u64).unwrap_or(usize::MAX);
+            let block = to_usize(at / BLOCK as u64);
             let (end, kind) = match state.blocks.get(block) {
                 // A file may end inside its last block, and what is behind it is a hole.
                 Some(kind) if at < known => (((at / BLOCK as u64 + 1) * BLOCK as u64).min(known), *kind),

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use limosa_page::{broken, invariant, to_usize};
 use limosa_storage::Buffer;
 
 use super::super::check::extend;
@@ -22,7 +23,7 @@ impl Allocator {
         let geometry = self.context.geometry();
         let per_block = geometry.refcounts_per_block();
         let number = at.0 / per_block;
-        let index = usize::try_from(number).unwrap_or(usize::MAX);
+        let index = to_usize(number);
         let (table_at, entries) = self.refcounts.table_place();
         if index >= entries {
             return self.grow_table(at).await;
@@ -34,7 +35,7 @@ impl Allocator {
         self.context.flush_file().await?;
         let entry = Buffer::copied(&host.0.to_be_bytes());
         self.context.write_table(OperationKind::RefcountWrite, table_at + number * 8, entry.into()).await?;
-        self.refcounts.has_block(index, host);
+        self.refcounts.has_block(index, host)?;
         self.metadata.add(host, TableKind::RefcountBlock);
         self.pool.lock().searched_to(at + ClusterCount::ONE);
         Ok(())
@@ -43,11 +44,11 @@ impl Allocator {
     /// Writes a new refcount block that counts `count` clusters once, from its number `first` on.
     async fn write_block(&self, host: HostOffset, first: u64, count: ClusterCount) -> Result<(), ImageError> {
         let geometry = self.context.geometry();
-        let mut bytes = vec![0; usize::try_from(geometry.cluster_size()).unwrap_or(0)];
+        let mut bytes = vec![0; to_usize(geometry.cluster_size())];
         for index in first..first + count.0 {
-            let index = usize::try_from(index).unwrap_or(usize::MAX);
-            // All are in the block, and 1 fits into a bit.
-            let _ = refcount_array::set(&mut bytes, geometry.refcount_order, index, 1);
+            let index = to_usize(index);
+            let set = refcount_array::set(&mut bytes, geometry.refcount_order, index, 1);
+            invariant(set, "a new refcount block has a place for what it counts")?;
         }
         self.context.write_table(OperationKind::RefcountWrite, host, Buffer::copied(&bytes).into()).await
     }
@@ -75,7 +76,7 @@ impl Allocator {
                 "its refcount table cannot be longer than {REFCOUNT_TABLE_MOST} bytes, so it cannot grow"
             )));
         }
-        table.resize(usize::try_from(clusters * per_cluster).unwrap_or(0), 0);
+        table.resize(to_usize(clusters * per_cluster), 0);
         let end = at + ClusterCount(blocks + clusters);
         self.admit_free(&self.bytes_of(&(at..end))).await?;
         for block in 0..blocks {
@@ -83,15 +84,14 @@ impl Allocator {
             let counted = (first_block + block) * per_block;
             let (from, to) = (at.0.max(counted), end.0.min(counted + per_block));
             self.write_block(host, from - counted, ClusterCount(to - from)).await?;
-            if let Some(entry) = usize::try_from(first_block + block).ok().and_then(|index| table.get_mut(index)) {
-                *entry = host.0;
-            }
+            let entry = table.get_mut(to_usize(first_block + block));
+            *entry.ok_or_else(|| broken("a longer refcount table has an entry for each of its new blocks"))? = host.0;
         }
         let table_at = (at + ClusterCount(blocks)).begin(bits);
         let bytes: Vec<u8> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
         self.context.write_table(OperationKind::RefcountWrite, table_at, Buffer::copied(&bytes).into()).await?;
         self.context.flush_file().await?;
-        let length = u32::try_from(clusters).unwrap_or(u32::MAX);
+        let length = u32::try_from(clusters).map_err(|_| broken("a refcount table is within the format's limit"))?;
         // If that fails it is unknown to which table the header leads, and both are right: nothing from `at` on is handed out before
         // the search has come to `at` again, and the same has been written there.
         self.header.change(|header| header.refcount_table = (table_at, length)).await?;
@@ -183,10 +183,10 @@ impl Allocator {
         let at = first.begin(geometry.cluster_bits);
         let mut table =
             if old.is_empty() { Vec::new() } else { self.context.read_file(old.start, length(&old)).await? };
-        table.resize(usize::try_from(clusters << geometry.cluster_bits).unwrap_or(0), 0);
+        table.resize(to_usize(clusters << geometry.cluster_bits), 0);
         self.context.write_table(OperationKind::L1Write, at, Buffer::copied(&table).into()).await?;
         self.context.flush_file().await?;
-        let count = u32::try_from(entries).unwrap_or(u32::MAX);
+        let count = u32::try_from(entries).map_err(|_| broken("an L1 table is within the format's limit"))?;
         self.header.change(|header| header.l1 = (at, count)).await?;
         self.metadata.move_l1_table(&(at..at + entries * 8));
         Ok(at)

@@ -37,7 +37,7 @@ impl Image<'_> {
                 let places: Vec<_> = group.iter().map(|(at, _)| *at).collect();
                 reader.read(self.storage, &places, geometry.cluster_size()).await?;
                 for (place, (at, times)) in group.iter().enumerate() {
-                    for (number, bits, bitmap) in l2_entries(reader.table(place), geometry.extended_l2) {
+                    for (number, bits, bitmap) in l2_entries(reader.table(place)?, geometry.extended_l2) {
                         let Kind::Cluster(host) = examine::l2(bits, bitmap, &self.bounds).kind else { continue };
                         let one = self.is_one(host, flags, first, stored).await?;
                         if let Some(why) = copied_fault(bits, one) {

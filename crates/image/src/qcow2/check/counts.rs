@@ -4,6 +4,8 @@
 
 use std::ops::Range;
 
+use limosa_page::{BrokenInvariant, broken, to_usize};
+
 /// How large a count can become.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Width {
@@ -55,7 +57,7 @@ pub(super) struct Counts {
 impl Counts {
     /// Counts of a window of clusters; none goes above `most`, the largest refcount that the image can keep.
     pub(super) fn new(window: &Range<u64>, most: u64, bits: u32, width: Width) -> Self {
-        let clusters = usize::try_from(window.end.saturating_sub(window.start)).unwrap_or(0);
+        let clusters = to_usize(window.end.saturating_sub(window.start));
         let cells = match width {
             Width::Narrow => Cells::Narrow(vec![0; clusters]),
             Width::Wide => Cells::Wide(vec![0; clusters]),
@@ -73,13 +75,18 @@ impl Counts {
         let Some(last) = bytes.checked_sub(1).and_then(|bytes| at.checked_add(bytes)) else { return 0 };
         let begin = (at >> self.bits).max(self.first) - self.first;
         let end = ((last >> self.bits) + 1).saturating_sub(self.first);
-        let range = usize::try_from(begin).unwrap_or(usize::MAX)..usize::try_from(end).unwrap_or(usize::MAX);
+        let range = to_usize(begin)..to_usize(end);
         let (lost, fits) = match &mut self.cells {
             Cells::Narrow(cells) => add(cells, range, times, self.most),
             Cells::Wide(cells) => add(cells, range, times, self.most),
         };
         self.too_narrow |= !fits;
         lost
+    }
+
+    /// Returns the count of a cluster of the window.
+    pub(super) fn of(&self, cluster: u64) -> Result<u64, BrokenInvariant> {
+        self.get(cluster).ok_or_else(|| broken("clusters are compared in the window that was counted"))
     }
 
     /// The count of a cluster; `None` outside the window.
@@ -94,9 +101,8 @@ impl Counts {
 
 /// Adds `times` to cells, up to `most`: by how much that was too much, and whether the cells could hold it.
 fn add<C: Cell>(cells: &mut [C], range: Range<usize>, times: u64, most: u64) -> (u64, bool) {
-    let range = range.start.min(cells.len())..range.end.min(cells.len());
     let (mut lost, mut fits) = (0_u64, true);
-    for cell in cells.get_mut(range).unwrap_or_default() {
+    for cell in cells.iter_mut().take(range.end).skip(range.start) {
         let sum = (*cell).into().saturating_add(times);
         lost = lost.saturating_add(sum.saturating_sub(most));
         *cell = C::try_from(sum.min(most)).unwrap_or_else(|_| {
@@ -120,7 +126,7 @@ impl Flags {
     /// None is one, all are known.
     pub(super) fn new(window: &Range<u64>) -> Self {
         let clusters = window.end.saturating_sub(window.start);
-        let words = usize::try_from(clusters.div_ceil(64)).unwrap_or(0);
+        let words = to_usize(clusters.div_ceil(64));
         Self { first: window.start, clusters, one: vec![0; words], unknown: vec![0; words] }
     }
 

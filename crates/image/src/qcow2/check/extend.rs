@@ -2,6 +2,7 @@
 //!
 //! Law: clusters have their refcounts, durably, before anything refers to them; a cut leaves leaks.
 
+use limosa_page::{to_u64, to_usize};
 use limosa_storage::Storage;
 
 use super::super::header::{Header, REFCOUNT_TABLE_MOST};
@@ -99,12 +100,12 @@ pub(in super::super) async fn extend_beside(
     for number in first / each..plan.end.div_ceil(each) {
         let new = plan.blocks.binary_search(&number).ok().map(|place| (blocks_at + place as u64) << bits);
         let (at, mut bytes) = match (stored.block(number).await?, new) {
-            (_, Some(at)) => (at, vec![0; usize::try_from(size).unwrap_or(0)]),
+            (_, Some(at)) => (at, vec![0; to_usize(size)]),
             (Block::Here(at, bytes), None) => (*at, bytes.clone()),
             _ => return Err(broken(storage, number)),
         };
         for cluster in first.max(number * each)..plan.end.min((number + 1) * each) {
-            let index = usize::try_from(cluster % each).unwrap_or(usize::MAX);
+            let index = to_usize(cluster % each);
             if !refcount_array::set(&mut bytes, geometry.refcount_order, index, 1) {
                 return Err(broken(storage, number));
             }
@@ -124,16 +125,13 @@ pub(in super::super) async fn extend_beside(
     for (from, length) in tables::pieces(header.refcount_table.0.0, entries * 8, bounds.file) {
         table.extend(tables::bytes(storage, from, length).await?);
     }
-    table.resize(usize::try_from(plan.table << bits).unwrap_or(0), 0);
+    table.resize(to_usize(plan.table << bits), 0);
     for (place, number) in plan.blocks.iter().enumerate() {
-        let index = usize::try_from(number * 8).unwrap_or(usize::MAX);
-        if let Some(slot) = table.get_mut(index..index.saturating_add(8)) {
-            slot.copy_from_slice(&((blocks_at + place as u64) << bits).to_be_bytes());
-        }
+        tables::set_number(&mut table, to_usize(*number), (blocks_at + to_u64(place)) << bits)?;
     }
     tables::put(storage, table_at << bits, &table).await?;
     storage.flush().await?;
-    header.refcount_table = (HostOffset(table_at << bits), u32::try_from(plan.table).unwrap_or(u32::MAX));
+    header.refcount_table = (HostOffset(table_at << bits), tables::narrow(plan.table)?);
     header.write_fields(storage).await?;
     storage.flush().await?;
     Ok(first)
@@ -192,7 +190,7 @@ pub(in super::super) async fn release(
         let Block::Here(at, block) = stored.block(number).await? else { return Err(broken(storage, number)) };
         let mut changed = block.clone();
         for cluster in clusters.start.max(number * each)..clusters.end.min((number + 1) * each) {
-            let index = usize::try_from(cluster % each).unwrap_or(usize::MAX);
+            let index = to_usize(cluster % each);
             let less = refcount_array::get(&changed, order, index).and_then(|count| count.checked_sub(1));
             if !less.is_some_and(|count| refcount_array::set(&mut changed, order, index, count)) {
                 return Err(broken(storage, number));

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use limosa_page::to_usize;
 use limosa_storage::Storage;
 
 use super::super::bitmap_directory::{self, Bitmap, Entry};
@@ -77,15 +78,15 @@ async fn fit(storage: &dyn Storage, header: &mut Header, entry: &Entry, old: u64
         let clusters = geometry.clusters(wanted * 8);
         place = extend(storage, header, clusters).await? << geometry.cluster_bits;
         let mut table = tables::bytes(storage, at, had * 8).await?;
-        table.resize(usize::try_from(clusters << geometry.cluster_bits).unwrap_or(0), 0);
+        table.resize(to_usize(clusters << geometry.cluster_bits), 0);
         tables::put(storage, place, &table).await?;
     } else if wanted > had {
-        tables::put(storage, at + had * 8, &vec![0; usize::try_from((wanted - had) * 8).unwrap_or(0)]).await?;
+        tables::put(storage, at + had * 8, &vec![0; to_usize((wanted - had) * 8)]).await?;
     }
     if (place, wanted) == (at, had) {
         return Ok(());
     }
-    let count = u32::try_from(wanted).unwrap_or(u32::MAX);
+    let count = tables::narrow(wanted)?;
     tables::put(storage, entry.at, &[&place.to_be_bytes()[..], &count.to_be_bytes()].concat()).await?;
     storage.flush().await?;
     if place != at {
@@ -98,14 +99,13 @@ async fn fit(storage: &dyn Storage, header: &mut Header, entry: &Entry, old: u64
 async fn clear_behind(storage: &dyn Storage, header: &Header, entry: &Entry, wanted: u64) -> Result<(), ImageError> {
     let Some(last) = wanted.checked_sub(1) else { return Ok(()) };
     let size = header.geometry().cluster_size();
-    let place = tables::bytes(storage, entry.bitmap.table.0.0 + last * 8, 8).await?;
-    let at = tables::numbers(&place).next().unwrap_or(0) & OFFSET;
+    let at = tables::number(storage, entry.bitmap.table.0.0 + last * 8).await? & OFFSET;
     if at == 0 {
         return Ok(());
     }
     let bits = header.size.div_ceil(1 << entry.bitmap.granularity_bits) - last * size * 8;
     let mut bytes = tables::bytes(storage, at, size).await?;
-    let begin = usize::try_from(bits / 8).unwrap_or(usize::MAX);
+    let begin = to_usize(bits / 8);
     if let Some((first, rest)) = bytes.get_mut(begin..).and_then(<[u8]>::split_first_mut) {
         // Of a byte the lowest bit is about what comes first.
         *first &= (1 << (bits % 8)) - 1;

@@ -3,6 +3,7 @@
 //! Law: the new refcount table, its blocks and, if need be, a new snapshot table are written behind everything that is referred to, and
 //! made durable; then one write of the header's fields puts them in the place of the old ones. Until then the image is as it was.
 
+use limosa_page::{broken, invariant, to_u64, to_usize};
 use limosa_storage::Storage;
 
 use super::super::header::{Header, REFCOUNT_TABLE_MOST};
@@ -95,24 +96,21 @@ pub(super) async fn rebuild(
 
     if let Some((bytes, _)) = &snapshots {
         let mut whole = bytes.clone();
-        whole.resize(usize::try_from(needed << bits).unwrap_or(0), 0);
+        whole.resize(to_usize(needed << bits), 0);
         for (at, piece) in ((layout.snapshots.start << bits)..).step_by(1 << 20).zip(whole.chunks(1 << 20)) {
             tables::put(storage, at, piece).await?;
         }
     }
     write_blocks(&image, &layout, what).await?;
-    let mut table = vec![0; usize::try_from(table_bytes).unwrap_or(0)];
+    let mut table = vec![0; to_usize(table_bytes)];
     for (place, number) in layout.blocks.iter().enumerate() {
         let entry = (layout.table.end + place as u64) << bits;
-        let index = usize::try_from(*number).unwrap_or(usize::MAX).saturating_mul(8);
-        if let Some(slot) = table.get_mut(index..index.saturating_add(8)) {
-            slot.copy_from_slice(&entry.to_be_bytes());
-        }
+        tables::set_number(&mut table, to_usize(*number), entry)?;
     }
     tables::put(storage, layout.table.start << bits, &table).await?;
     storage.flush().await?;
 
-    let clusters = u32::try_from(layout.table.end - layout.table.start).unwrap_or(u32::MAX);
+    let clusters = tables::narrow(layout.table.end - layout.table.start)?;
     let refcount_table = (HostOffset(layout.table.start << bits), clusters);
     let place = snapshots.map(|(bytes, count)| {
         let at = if bytes.is_empty() { 0 } else { layout.snapshots.start << bits };
@@ -134,7 +132,7 @@ fn too_far(storage: &dyn Storage, bytes: u64) -> ImageError {
 async fn write_blocks(image: &Image<'_>, layout: &Layout, what: What) -> Result<(), ImageError> {
     let geometry = image.bounds.geometry;
     let each = geometry.refcounts_per_block();
-    let size = usize::try_from(geometry.cluster_size()).unwrap_or(0);
+    let size = to_usize(geometry.cluster_size());
     let new = layout.snapshots.start..layout.end();
     let mut windows = image.windows();
     let mut window: Option<(std::ops::Range<u64>, Pass)> = None;
@@ -148,12 +146,12 @@ async fn write_blocks(image: &Image<'_>, layout: &Layout, what: What) -> Result<
                     window = Some((range, pass));
                 }
             }
+            // Behind the last window nothing is in use.
             let counted = window.as_ref().and_then(|(_, pass)| pass.counts.get(cluster)).unwrap_or(0);
             let refcount = if new.contains(&cluster) { 1 } else { counted };
-            let index = usize::try_from(cluster % each).unwrap_or(usize::MAX);
-            if refcount > 0 && !refcount_array::set(&mut block, geometry.refcount_order, index, refcount) {
-                continue;
-            }
+            let index = to_usize(cluster % each);
+            let set = refcount == 0 || refcount_array::set(&mut block, geometry.refcount_order, index, refcount);
+            invariant(set, "a count fits into its refcount")?;
         }
         let at = (layout.table.end + place as u64) << geometry.cluster_bits;
         tables::put(image.storage, at, &block).await?;
@@ -184,10 +182,9 @@ async fn snapshot_table(image: &Image<'_>) -> Result<Option<(Vec<u8>, u32)>, Ima
             let known = if kept < 8 { state } else { extra.first_chunk().copied().unwrap_or(state) };
             extra = [known, header.size.to_be_bytes()].concat();
         }
-        let length = u32::try_from(extra.len()).unwrap_or(u32::MAX);
-        if let Some(field) = fields.get_mut(36..40) {
-            field.copy_from_slice(&length.to_be_bytes());
-        }
+        let length = tables::narrow(to_u64(extra.len()))?;
+        let field = fields.get_mut(36..40).ok_or_else(|| broken("a snapshot's entry is read whole"))?;
+        field.copy_from_slice(&length.to_be_bytes());
         table.extend(fields);
         table.extend(extra);
         table.extend(tables::bytes(image.storage, entry.at + SNAPSHOT_FIXED + entry.extra, entry.names).await?);

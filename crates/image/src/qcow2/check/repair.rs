@@ -6,6 +6,7 @@
 
 use std::collections::BTreeSet;
 
+use limosa_page::{BrokenInvariant, broken, invariant, to_usize};
 use limosa_storage::Storage;
 
 use super::super::entry::{COPIED, OFFSET};
@@ -160,21 +161,22 @@ impl Patch {
     }
 
     /// Changes what is `offset` bytes into the piece.
-    fn set(&mut self, offset: usize, new: &[u8]) {
+    fn set(&mut self, offset: usize, new: &[u8]) -> Result<(), BrokenInvariant> {
         let end = offset + new.len();
-        let Some(place) = self.bytes.get_mut(offset..end) else { return };
+        let place = self.bytes.get_mut(offset..end).ok_or_else(|| broken("a change is within its piece"))?;
         if place != new {
             place.copy_from_slice(new);
             let (first, last) = self.changed.unwrap_or((offset, end));
             self.changed = Some((first.min(offset), last.max(end)));
         }
+        Ok(())
     }
 
     /// Writes what changed. Never into the header's cluster, wherever a table is said to lie.
     async fn write(&self, image: &Image<'_>) -> Result<bool, ImageError> {
         let Some((first, last)) = self.changed else { return Ok(false) };
         let at = self.at + first as u64;
-        let Some(changed) = self.bytes.get(first..last) else { return Ok(false) };
+        let changed = self.bytes.get(first..last).ok_or_else(|| broken("a change is within its piece"))?;
         if at < image.bounds.geometry.cluster_size() || image.bounds.outside(at, changed.len() as u64) {
             return Ok(false);
         }
@@ -200,7 +202,7 @@ async fn l1_entries(storage: &dyn Storage, header: &Header, options: CheckOption
                 if repaired & OFFSET != 0 && taken.contains((repaired & OFFSET) >> bits) {
                     repaired = 0;
                 }
-                patch.set(number * 8, &repaired.to_be_bytes());
+                patch.set(number * 8, &repaired.to_be_bytes())?;
             }
             wrote |= patch.write(&image).await?;
         }
@@ -231,9 +233,9 @@ async fn l2_entries_of(
             for (number, bits, bitmap) in l2_entries(&table, extended) {
                 let examined = examine::l2(bits, bitmap, &image.bounds);
                 if examined.faults().next().is_some() {
-                    let repaired = [examined.repaired.0.to_be_bytes(), examined.repaired.1.to_be_bytes()].concat();
-                    let width = if extended { 16 } else { 8 };
-                    patch.set(number * width, repaired.get(..width).unwrap_or_default());
+                    let (bits, bitmap) = (examined.repaired.0.to_be_bytes(), examined.repaired.1.to_be_bytes());
+                    let repaired = if extended { [bits, bitmap].concat() } else { bits.to_vec() };
+                    patch.set(number * repaired.len(), &repaired)?;
                 }
             }
             wrote |= patch.write(&image).await?;
@@ -272,17 +274,18 @@ async fn refcounts(
             let Block::Here(at, bytes) = stored.block(number).await? else { continue };
             let mut changed = bytes.clone();
             for cluster in window.start.max(number * each)..end.min((number + 1) * each) {
-                let counted = pass.counts.get(cluster).unwrap_or(0);
-                let index = usize::try_from(cluster % each).unwrap_or(usize::MAX);
-                let kept = refcount_array::get(&changed, geometry.refcount_order, index).unwrap_or(counted);
+                let counted = pass.counts.of(cluster)?;
+                let index = to_usize(cluster % each);
+                let kept = refcount_array::get(&changed, geometry.refcount_order, index);
+                let kept = kept.ok_or_else(|| broken("a refcount is within its block"))?;
                 if kept > counted && change != Change::Raise || kept < counted && change != Change::Lower {
-                    // What was counted fits: no more is.
-                    let _ = refcount_array::set(&mut changed, geometry.refcount_order, index, counted);
+                    let set = refcount_array::set(&mut changed, geometry.refcount_order, index, counted);
+                    invariant(set, "a count fits into its refcount")?;
                 }
             }
             let mut patch = Patch::new(*at, bytes.clone());
             for (offset, new) in (0..).step_by(512).zip(changed.chunks(512)) {
-                patch.set(offset, new);
+                patch.set(offset, new)?;
             }
             wrote |= patch.write(&image).await?;
         }
@@ -317,7 +320,7 @@ async fn copied(storage: &dyn Storage, header: &Header, options: CheckOptions) -
                     let Kind::Cluster(host) = examine::l2(bits, bitmap, &image.bounds).kind else { continue };
                     let one = image.is_one(host, &flags, window.start == 0, &mut stored).await?;
                     if copied_fault(bits, one).is_some() {
-                        patch.set(number * if extended { 16 } else { 8 }, &(bits ^ COPIED).to_be_bytes());
+                        patch.set(number * if extended { 16 } else { 8 }, &(bits ^ COPIED).to_be_bytes())?;
                     }
                 }
                 wrote |= patch.write(&image).await?;
@@ -332,7 +335,7 @@ async fn copied(storage: &dyn Storage, header: &Header, options: CheckOptions) -
             for (number, bits) in found.into_iter().enumerate().filter(|(_, bits)| bits & OFFSET != 0) {
                 let one = stored.get((bits & OFFSET) >> geometry.cluster_bits).await?.map(|refcount| refcount == 1);
                 if copied_fault(bits, one).is_some() {
-                    patch.set(number * 8, &(bits ^ COPIED).to_be_bytes());
+                    patch.set(number * 8, &(bits ^ COPIED).to_be_bytes())?;
                 }
             }
             wrote |= patch.write(&image).await?;

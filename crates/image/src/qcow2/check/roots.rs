@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use limosa_storage::Storage;
 
+use super::super::field::Fields;
 use super::super::header::Header;
 use super::tables;
 use crate::error::ImageError;
@@ -146,16 +147,15 @@ pub(super) async fn bitmaps(
 /// Why a bitmap's entry in the directory cannot be.
 fn bitmap_fault(fields: &[u8], table: BitmapTable, name: u64, extra: u64, header: &Header) -> Option<String> {
     let geometry = header.geometry();
-    let (flags, kind, granularity) =
-        (u32_at(fields, 12), fields.get(16).copied(), fields.get(17).copied().unwrap_or(0));
+    let (flags, kind, granularity) = (u32_at(fields, 12), Fields(fields).u8(16), Fields(fields).u8(17));
     if table.at == 0 || table.at & (geometry.cluster_size() - 1) != 0 || table.entries == 0 {
         return Some(format!("a table of {} entries at {:#x}", table.entries, table.at));
     }
     if u64::from(table.entries) << geometry.cluster_bits > BITMAP_BYTES_MOST {
         return Some(format!("a table of {} clusters; {BITMAP_BYTES_MOST} bytes are the most", table.entries));
     }
-    if kind != Some(BITMAP_DIRTY) || flags & !(BITMAP_IN_USE | BITMAP_AUTO) != 0 {
-        return Some(format!("of kind {kind:?}, with flags {flags:#x}"));
+    if kind != BITMAP_DIRTY || flags & !(BITMAP_IN_USE | BITMAP_AUTO) != 0 {
+        return Some(format!("of kind {kind}, with flags {flags:#x}"));
     }
     if !(1..=BITMAP_NAME_MOST).contains(&name) || extra != 0 || !BITMAP_GRANULARITY.contains(&granularity) {
         return Some(format!("{name} bytes of name, {extra} of extra data, granularity 2^{granularity}"));

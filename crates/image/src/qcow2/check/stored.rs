@@ -3,6 +3,7 @@
 //! Law: what is looked up costs what it is looked for. A refcount block can have 2 MiB, and entries can name clusters in any order: a
 //! refcount by itself is read with a piece of its block, not with all of it.
 
+use limosa_page::{broken, to_usize};
 use limosa_storage::Storage;
 
 use super::super::geometry::Geometry;
@@ -79,7 +80,10 @@ impl<'a> Stored<'a> {
             let block = self.load(number).await?;
             self.block = Some((number, block));
         }
-        Ok(self.block.as_ref().map_or(&Block::None, |(_, block)| block))
+        match &self.block {
+            Some((_, block)) => Ok(block),
+            None => Err(broken("a block that was loaded is there").into()),
+        }
     }
 
     async fn place(&mut self, number: u64) -> Result<BlockAddress, ImageError> {
@@ -88,7 +92,8 @@ impl<'a> Stored<'a> {
             return Ok(BlockAddress::None);
         }
         let (piece, offset) = kept(self.storage, &mut self.table_piece, table, number * 8).await?;
-        let at = tables::numbers(piece.get(offset..).unwrap_or_default()).next().unwrap_or(0) & OFFSET;
+        let at = piece.get(offset..).and_then(<[u8]>::first_chunk).ok_or_else(|| broken(WHOLE))?;
+        let at = u64::from_be_bytes(*at) & OFFSET;
         let size = self.bounds.geometry.cluster_size();
         Ok(if at == 0 {
             BlockAddress::None
@@ -104,9 +109,7 @@ impl<'a> Stored<'a> {
         Ok(match self.place(number).await? {
             BlockAddress::None => Block::None,
             BlockAddress::Unusable => Block::Unusable,
-            BlockAddress::At(at) if at >= self.bounds.file => {
-                Block::Here(at, vec![0; usize::try_from(size).unwrap_or(0)])
-            }
+            BlockAddress::At(at) if at >= self.bounds.file => Block::Here(at, vec![0; to_usize(size)]),
             BlockAddress::At(at) => Block::Here(at, tables::bytes(self.storage, at, size).await?),
         })
     }
@@ -128,10 +131,14 @@ impl<'a> Stored<'a> {
         let bit = (cluster % geometry.refcounts_per_block()) << geometry.refcount_order;
         let begin = bit / 64 * 8;
         let (piece, offset) = kept(self.storage, &mut self.block_piece, at, begin).await?;
-        let index = usize::try_from((bit - begin * 8) >> geometry.refcount_order).unwrap_or(usize::MAX);
-        Ok(refcount_array::get(piece.get(offset..).unwrap_or_default(), geometry.refcount_order, index))
+        let index = to_usize((bit - begin * 8) >> geometry.refcount_order);
+        let piece = piece.get(offset..).ok_or_else(|| broken(WHOLE))?;
+        Ok(Some(refcount_array::get(piece, geometry.refcount_order, index).ok_or_else(|| broken(WHOLE))?))
     }
 }
+
+/// Pieces are read whole, and begin where their tables do or a multiple of their length further on.
+const WHOLE: &str = "a piece of a table has the entry that it was read for";
 
 /// The piece in which the 8 bytes lie that are `inside` a table at `at`, and where in it.
 async fn kept<'p>(
@@ -144,6 +151,6 @@ async fn kept<'p>(
     if piece.as_ref().is_none_or(|(kept, _)| *kept != begin) {
         *piece = Some((begin, tables::bytes(storage, begin, PIECE).await?));
     }
-    let bytes = piece.as_ref().map_or(&[][..], |(_, bytes)| bytes);
-    Ok((bytes, usize::try_from(inside % PIECE).unwrap_or(0)))
+    let (_, bytes) = piece.as_ref().ok_or_else(|| broken(WHOLE))?;
+    Ok((bytes, to_usize(inside % PIECE)))
 }

@@ -385,7 +385,7 @@ impl<'a> Image<'a> {
             reader.read(self.storage, &places, geometry.cluster_size()).await?;
             for (place, (at, uses)) in group.iter().enumerate() {
                 let mut expected = None;
-                for (number, bits, bitmap) in l2_entries(reader.table(place), geometry.extended_l2) {
+                for (number, bits, bitmap) in l2_entries(reader.table(place)?, geometry.extended_l2) {
                     let examined = examine::l2(bits, bitmap, &self.bounds);
                     pass.entries_wrong |= examined.faults().next().is_some();
                     let table = || format!("L2 table at {at:#x}, entry {number}");
@@ -434,9 +434,8 @@ impl<'a> Image<'a> {
             if let Kind::Cluster(block) = examined.kind {
                 let cluster = block >> self.bounds.geometry.cluster_bits;
                 let count = if window.contains(&cluster) { pass.counts.get(cluster) } else { None };
-                if count.is_some_and(|count| count != 1) {
+                if let Some(count) = count.filter(|count| *count != 1) {
                     pass.refcounts_unusable = true;
-                    let count = count.unwrap_or_default();
                     findings.corruption(1, || (table(), format!("its block is referred to {count} times")));
                 }
             }
@@ -502,12 +501,13 @@ impl<'a> Image<'a> {
 
 /// The entries of an L2 table that are not zero: number, entry, bitmap of subclusters.
 pub(super) fn l2_entries(table: &[u8], extended: bool) -> impl Iterator<Item = (usize, u64, u64)> + '_ {
-    let step = if extended { 16 } else { 8 };
-    table
-        .chunks_exact(step)
-        .map(move |entry| {
-            let mut numbers = tables::numbers(entry);
-            (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
+    let words = table.as_chunks::<8>().0;
+    words
+        .chunks_exact(if extended { 2 } else { 1 })
+        .map(|entry| match entry {
+            [bits, bitmap] => (u64::from_be_bytes(*bits), u64::from_be_bytes(*bitmap)),
+            [bits] => (u64::from_be_bytes(*bits), 0),
+            _ => (0, 0),
         })
         .enumerate()
         .map(|(number, (bits, bitmap))| (number, bits, bitmap))

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use futures_util::future::join_all;
+use limosa_page::{BrokenInvariant, broken, to_usize};
 use limosa_storage::{Buffer, IoVector};
 
 use super::super::allocator::zero_parts;
@@ -42,9 +43,10 @@ struct Old<'a> {
 
 impl Old<'_> {
     /// The entry of the cluster that begins at `cluster`.
-    fn entry(&self, cluster: GuestOffset) -> L2Entry {
-        let index = usize::try_from((cluster - self.start) >> self.cluster_bits).unwrap_or(usize::MAX);
-        self.entries.get(index).copied().unwrap_or(L2Entry::NONE)
+    fn entry(&self, cluster: GuestOffset) -> Result<L2Entry, BrokenInvariant> {
+        let index = to_usize((cluster - self.start) >> self.cluster_bits);
+        // Taken for one without contents, they would be lost.
+        self.entries.get(index).copied().ok_or_else(|| broken("a job has the former entries of its clusters"))
     }
 }
 
@@ -201,15 +203,16 @@ impl Writer {
 
     async fn read_part(&self, part: &Part, old: Old<'_>) -> Result<(GuestOffset, Buffer), ImageError> {
         let (at, length) = (part.range.start, length(&part.range));
-        let buffer = Buffer::zeroed(usize::try_from(length).unwrap_or(0));
+        let buffer = Buffer::zeroed(to_usize(length));
         self.context.counters().add(OperationKind::CowRead, length);
         match part.origin {
             Origin::Backing => self.contents.read_backing(at, buffer.clone().into()).await?,
             Origin::Host(shift) => self.contents.read_own(at, shift.host(at), buffer.clone().into()).await?,
             Origin::Compressed(cluster) => {
-                if let L2Entry::Compressed { host, length } = old.entry(cluster) {
-                    self.contents.read_compressed(at, host, length, buffer.clone().into()).await?;
-                }
+                let L2Entry::Compressed { host, length } = old.entry(cluster)? else {
+                    return Err(broken("a part that is read as compressed is of a compressed cluster").into());
+                };
+                self.contents.read_compressed(at, host, length, buffer.clone().into()).await?;
             }
         }
         Ok((at, buffer))
@@ -229,7 +232,7 @@ impl Writer {
             while pos < side.end {
                 let cluster = pos.align_down(size);
                 let end = cluster.saturating_add(size).min(side.end);
-                match old.entry(cluster) {
+                match old.entry(cluster)? {
                     L2Entry::Compressed { .. } => {
                         parts.push(Part { range: pos..end, origin: Origin::Compressed(cluster) });
                     }
@@ -311,7 +314,7 @@ impl Writer {
     /// How many clusters a range touches.
     pub(super) fn clusters_of(&self, range: &Range<GuestOffset>) -> usize {
         let cluster = self.context.geometry().cluster_size();
-        usize::try_from(range.end.0.div_ceil(cluster) - range.start.0 / cluster).unwrap_or(0)
+        to_usize(range.end.0.div_ceil(cluster) - range.start.0 / cluster)
     }
 
     /// The bits of the subclusters of the cluster at `at` that begin in a range; all of them if there are none.

@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
+use limosa_page::to_usize;
+
 use super::super::locks::{Rank, RankedGuard, RankedMutex};
 use super::super::shared_future::SharedFuture;
 use super::Segment;
@@ -93,7 +95,7 @@ impl Jobs {
     }
 
     fn number(region: u64) -> usize {
-        usize::try_from(region % SHARDS as u64).unwrap_or(0)
+        to_usize(region % SHARDS as u64)
     }
 
     /// The jobs of a byte's region.
