@@ -39,6 +39,7 @@ mod reader;
 mod refcount_array;
 mod refcounts;
 mod resize;
+mod seams;
 mod shared_future;
 mod slices;
 mod snapshot_choice;

@@ -27,6 +27,7 @@ use super::metadata_map::MetadataMap;
 use super::pool::{Pool, Run};
 use super::refcount_array;
 use super::refcounts::Refcounts;
+use super::seams;
 use super::shared_future::SharedFuture;
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, HostCluster, HostOffset};
@@ -120,6 +121,7 @@ impl Allocator {
                 return Err(error);
             }
         }
+        seams::allocated_all(count, runs.iter().fold(ClusterCount::NONE, |sum, run| sum + run.count))?;
         Ok(runs)
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use limosa_page::{broken, invariant, to_usize};
+use limosa_page::{BrokenInvariant, broken, invariant, to_u64, to_usize};
 use limosa_storage::{Buffer, IoVector, Request};
 
 use super::compressed::{UnpackFault, unpack};
@@ -15,6 +15,7 @@ use super::context::Context;
 use super::counters::OperationKind;
 use super::lengths::Lengths;
 use super::lookup::Kind;
+use super::seams;
 use crate::ends::{LOST, ended};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
@@ -30,9 +31,15 @@ impl Contents {
     }
 
     /// Writes to a place in the data storage.
-    pub(super) fn write(&self, purpose: OperationKind, host: HostOffset, bytes: IoVector) -> Request {
-        self.context.counters().add(purpose, bytes.len() as u64);
-        self.context.data().write(host.0, bytes)
+    pub(super) fn write(
+        &self,
+        purpose: OperationKind,
+        host: HostOffset,
+        bytes: IoVector,
+    ) -> Result<Request, BrokenInvariant> {
+        seams::in_the_file(host, to_u64(bytes.len()), 1)?;
+        self.context.counters().add(purpose, to_u64(bytes.len()));
+        Ok(self.context.data().write(host.0, bytes))
     }
 
     /// Fills `into` with what is at `at`, which is this.

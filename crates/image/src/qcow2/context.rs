@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use futures_util::future::{join, join_all};
-use limosa_page::to_usize;
+use limosa_page::{to_u64, to_usize};
 use limosa_storage::{Buffer, IoVector, Storage};
 
 use super::counters::{Counters, OperationKind};
@@ -14,6 +14,7 @@ use super::entry::EntryRules;
 use super::geometry::Geometry;
 use super::header::{Compression, Header};
 use super::options::Qcow2Options;
+use super::seams;
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
@@ -192,7 +193,8 @@ impl Context {
         at: HostOffset,
         bytes: IoVector,
     ) -> Result<(), ImageError> {
-        self.counters.add(kind, bytes.len() as u64);
+        seams::in_the_file(at, to_u64(bytes.len()), 8)?;
+        self.counters.add(kind, to_u64(bytes.len()));
         Ok(self.file.write(at.0, bytes).await?)
     }
 

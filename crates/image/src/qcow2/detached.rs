@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 
 use futures_util::FutureExt;
 use futures_util::future::join_all;
+use limosa_page::broken;
 use limosa_storage::Request;
 
 use super::allocator::InUse;
@@ -52,6 +53,11 @@ impl Detached {
         join_all(rest).await;
     }
 
+    /// Returns how many are not known to be over.
+    pub(super) fn len(&self) -> usize {
+        self.rest.lock().len()
+    }
+
     /// Lets go of them.
     pub(super) fn clear(&self) {
         drop(self.rest.take());
@@ -62,7 +68,9 @@ impl Future for InPlace {
     type Output = Result<(), ImageError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some((request, _)) = &mut self.request else { return Poll::Ready(Ok(())) };
+        let Some((request, _)) = &mut self.request else {
+            return Poll::Ready(Err(broken("a write that is over is not polled again").into()));
+        };
         let Poll::Ready(done) = request.as_mut().poll(context) else { return Poll::Pending };
         self.request = None;
         Poll::Ready(Ok(done?))

@@ -93,6 +93,11 @@ impl<T> Epochs<T> {
         free
     }
 
+    /// Returns how many requests may be using clusters.
+    pub(super) fn inside(&self) -> u64 {
+        self.inside.iter().map(|inside| inside.load(Ordering::SeqCst)).sum()
+    }
+
     /// Everything that is kept: no request may be inside any more.
     pub(super) fn rest(&self) -> Vec<T> {
         let mut limbo = self.limbo.lock();

@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join};
+use limosa_page::BrokenInvariant;
 use limosa_storage::{Buffer, IoVector};
 
 use super::allocator::Allocator;
@@ -27,6 +28,7 @@ use super::header_owner::{HeaderOwner, cut_off};
 use super::layers::push_zeros;
 use super::lengths::Lengths;
 use super::locks::{Rank, RankedMutex};
+use super::seams;
 use super::shared_future::SharedFuture;
 use super::slices::CapturedSlice;
 use super::tables::{CapturedTables, MakeRoom, Tables};
@@ -175,6 +177,7 @@ impl Flusher {
         self.header.ascertain().await?;
         self.allocator.write_out().await?;
         let CapturedTables { l1, slices, new } = captured;
+        self.allocator.check_counted(new)?;
         let cluster = self.context.geometry().cluster_size();
         let mut tables: BTreeMap<HostOffset, Vec<&CapturedSlice>> = new.iter().map(|at| (*at, Vec::new())).collect();
         let mut linked: Vec<&CapturedSlice> = Vec::new();
@@ -184,7 +187,8 @@ impl Flusher {
                 None => linked.push(slice),
             }
         }
-        let whole = tables.iter().map(|(at, slices)| (*at, self.whole_table(*at, slices))).collect();
+        let whole = tables.iter().map(|(at, slices)| Ok((*at, self.whole_table(*at, slices)?)));
+        let whole = whole.collect::<Result<_, BrokenInvariant>>()?;
         self.context.write_tables(OperationKind::L2Write, whole).await?;
         self.context.flush_all().await?;
         self.tables.are_there(new);
@@ -202,7 +206,7 @@ impl Flusher {
     }
 
     /// A new table: the slices that were captured, and zeros.
-    fn whole_table(&self, at: HostOffset, slices: &[&CapturedSlice]) -> IoVector {
+    fn whole_table(&self, at: HostOffset, slices: &[&CapturedSlice]) -> Result<IoVector, BrokenInvariant> {
         let mut run = IoVector::new();
         for slice in slices {
             let before = slice.at - at - run.len() as u64;
@@ -211,7 +215,8 @@ impl Flusher {
         }
         let rest = self.context.geometry().cluster_size() - run.len() as u64;
         push_zeros(&mut run, rest, self.context.zeros());
-        run
+        seams::table_is_whole(run.len(), self.context.geometry().cluster_size())?;
+        Ok(run)
     }
 }
 

@@ -127,7 +127,7 @@ impl Grower {
             let (at, count) = tables.l1_place();
             let old = at..at + count as u64 * 8;
             let new = allocator.move_l1(old.clone(), entries).await?;
-            tables.l1_moved(new, entries);
+            tables.l1_moved(new, entries)?;
             allocator.give_up_l1(old).await
         };
         self.flusher.flush_and(work.boxed()).await

@@ -17,6 +17,7 @@ use super::header::Header;
 use super::lengths::CutOff;
 use super::locks::{Rank, RankedMutex};
 use super::metadata_map::Overlap;
+use super::seams;
 use super::shared_future::{Serial, SharedFuture};
 use crate::error::ImageError;
 use crate::offset::HostOffset;
@@ -129,6 +130,7 @@ impl HeaderOwner {
 
     /// Makes the disk so long, durably. Only within [`HeaderOwner::exclusively`].
     pub(super) async fn set_size(&self, size: u64) -> Result<(), ImageError> {
+        seams::disk_grows(self.size(), size)?;
         self.change(|header| header.size = size).await?;
         self.size.store(size, Ordering::Release);
         Ok(())

@@ -85,6 +85,7 @@ use super::options::Qcow2Options;
 use super::preallocated::Preallocated;
 use super::reader::Reader;
 use super::refcounts::Refcounts;
+use super::seams;
 use super::shared_future::SharedFuture;
 use super::snapshot_table;
 use super::tables::{MakeRoom, Tables};
@@ -389,10 +390,12 @@ impl Inner {
         // Work that is more than jobs, which may begin others: a growth.
         self.writer.end_dropped().await;
         self.writer.wait_for_jobs().await;
+        self.writer.check_idle()?;
         if !self.header.has_begun() {
             return self.context.flush_all().await;
         }
         self.flusher.flush().await?;
+        seams::nothing_dirty(self.tables.differ() || self.allocator.has_drops())?;
         self.allocator.give_all_back().await
     }
 }

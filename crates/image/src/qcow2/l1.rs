@@ -85,6 +85,11 @@ impl L1 {
         entries.filter_map(|entry| entry.table).collect()
     }
 
+    /// Returns whether any block differs from the file.
+    pub(super) fn differs(&self) -> bool {
+        !self.table.read().dirty.is_empty()
+    }
+
     /// The blocks that differ from the file.
     pub(super) fn capture(&self) -> Result<Vec<CapturedBlock>, BrokenInvariant> {
         let mut table = self.table.write();

@@ -10,6 +10,7 @@ use super::context::Context;
 use super::layers::part_of;
 use super::lookup::{Extent, Kind};
 use super::preallocated::Preallocated;
+use super::seams;
 use super::shared_future::all;
 use super::tables::Tables;
 use crate::disk::{MapKind, Mapped};
@@ -66,6 +67,7 @@ impl Reader {
             }
             pos += length;
         }
+        seams::parts_cover([at..pos], &(at..end))?;
         all(parts).await
     }
 

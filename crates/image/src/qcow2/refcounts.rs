@@ -158,6 +158,15 @@ impl Refcounts {
         Ok(look(&slot.bytes))
     }
 
+    /// Returns the refcount of a cluster if it is in memory, in a slice that the file does not have yet.
+    pub(super) fn known(&self, cluster: HostCluster) -> Result<Option<u64>, ImageError> {
+        let Some(address) = self.address(cluster)? else { return Ok(None) };
+        let order = self.context.geometry().refcount_order;
+        let cache = self.cache.lock();
+        let slot = cache.slots.get(&address.slice).filter(|slot| slot.dirty);
+        Ok(slot.and_then(|slot| refcount_array::get(&slot.bytes, order, address.index)))
+    }
+
     /// Changes a slice's bytes.
     async fn change<R>(&self, slice: HostOffset, change: impl FnOnce(&mut [u8]) -> R) -> Result<R, ImageError> {
         self.load(slice).await?;
@@ -220,12 +229,14 @@ impl Refcounts {
         };
         let order = self.context.geometry().refcount_order;
         let count = count.as_usize();
-        self.change(address.slice, |bytes| {
-            let mut all = address.index..address.index.saturating_add(count);
-            all.all(|index| refcount_array::set(bytes, order, index, 1))
-        })
-        .await
-        .and_then(|set| Ok(invariant(set, "clusters that are counted at once have their refcounts in one slice")?))
+        let all = address.index..address.index.saturating_add(count);
+        let are_free = |bytes: &[u8]| all.clone().all(|index| refcount_array::get(bytes, order, index) == Some(0));
+        if !self.look(address.slice, are_free).await? {
+            return Err(self.context.corrupt(format!("refcount of cluster {first}"), "it was 0, and is not any more"));
+        }
+        let set = |bytes: &mut [u8]| all.clone().all(|index| refcount_array::set(bytes, order, index, 1));
+        let counted = self.change(address.slice, set).await?;
+        Ok(invariant(counted, "clusters that are counted at once have their refcounts in one slice")?)
     }
 
     /// Lowers refcounts by one: those clusters that nothing refers to any more, in order.

@@ -99,6 +99,11 @@ impl Slices {
         self.dirty.load(Ordering::Relaxed) > self.most * self.shards.len() / 2
     }
 
+    /// Returns whether any slice differs from the file.
+    pub(super) fn differ(&self) -> bool {
+        self.dirty.load(Ordering::Relaxed) > 0
+    }
+
     /// Keeps a slice that was read; what is here already stays.
     pub(super) fn insert(&self, key: HostOffset, words: Box<[u64]>) -> Result<(), Full> {
         let mut shard = self.shard(key);

@@ -21,6 +21,7 @@ use super::l1::{CapturedBlock, L1, L1Fault};
 use super::locks::{Rank, RankedMutex};
 use super::lookup::{Extent, Lookup, extent};
 use super::pool::Run;
+use super::seams;
 use super::shared_future::SharedFuture;
 use super::slices::{CapturedSlice, Full, Slices};
 use crate::error::ImageError;
@@ -90,8 +91,16 @@ impl Tables {
     }
 
     /// The L1 table lies at `at` now, and has room for so many entries.
-    pub(super) fn l1_moved(&self, at: HostOffset, entries: u64) {
+    pub(super) fn l1_moved(&self, at: HostOffset, entries: u64) -> Result<(), BrokenInvariant> {
+        let (_, old) = self.l1.place();
+        seams::l1_grows(old, to_usize(entries))?;
         self.l1.moved(at, to_usize(entries));
+        Ok(())
+    }
+
+    /// Returns whether anything has to be written.
+    pub(super) fn differ(&self) -> bool {
+        self.l1.differs() || self.slices.differ() || !self.new.lock().is_empty()
     }
 
     /// How often clusters were zeroed that stay where they are.
@@ -177,7 +186,9 @@ impl Tables {
         {
             Some(found) => {
                 let none = || self.context.corrupt(format!("L2 table at {table}"), "it has no such entry");
-                Ok(Lookup::Found(found?.ok_or_else(none)?))
+                let found = found?.ok_or_else(none)?;
+                seams::extent_is_inside(found.length, at, end)?;
+                Ok(Lookup::Found(found))
             }
             None => Ok(Lookup::Load(address.slice)),
         }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use futures_util::future::{BoxFuture, join, join_all};
 use futures_util::{FutureExt, TryFutureExt};
-use limosa_page::{broken, to_u64};
+use limosa_page::{BrokenInvariant, broken, to_u64};
 use limosa_storage::IoVector;
 
 use self::clones::Sharing;
@@ -35,6 +35,7 @@ use super::header_owner::HeaderOwner;
 use super::layers::part_of;
 use super::locks::Rank;
 use super::lookup::{Extent, Kind, Lookup, extent_in_cluster};
+use super::seams;
 use super::shared_future::SharedFuture;
 use super::tables::Tables;
 use crate::error::ImageError;
@@ -139,6 +140,11 @@ impl Writer {
         self.detached.over().await;
     }
 
+    /// Checks that all jobs are over, and what was detached too.
+    pub(super) fn check_idle(&self) -> Result<(), BrokenInvariant> {
+        seams::nothing_in_flight(self.jobs.all().len(), self.detached.len())
+    }
+
     /// Lets go of what is under way.
     pub(super) fn clear(&self) {
         self.jobs.clear();
@@ -230,7 +236,7 @@ impl Writer {
                 }
             };
         }
-        Ok(())
+        Ok(seams::parts_cover([at..pos], &(at..end))?)
     }
 
     /// One write to a place that the image has for itself.
@@ -242,14 +248,18 @@ impl Writer {
     ) -> impl Future<Output = Result<(), ImageError>> + Send + 'static {
         let allocator = Arc::clone(&self.allocator);
         let overlap = allocator.overlap(&(host..host + from.len() as u64));
-        let request = overlap
-            .is_none()
-            .then(|| self.detached.in_place(self.contents.write(OperationKind::DataWrite, host, from), in_use));
+        // The request begins here, and not when this is polled first.
+        let begun = match overlap {
+            Some(overlap) => Err(overlap),
+            None => Ok(self
+                .contents
+                .write(OperationKind::DataWrite, host, from)
+                .map(|request| self.detached.in_place(request, in_use))),
+        };
         async move {
-            match (request, overlap) {
-                (Some(request), _) => request.await,
-                (None, Some(overlap)) => Err(allocator.contents_on(overlap, host).await),
-                (None, None) => Err(broken("a write in place has a request, or overlaps a table").into()),
+            match begun {
+                Ok(request) => request?.await,
+                Err(overlap) => Err(allocator.contents_on(overlap, host).await),
             }
         }
     }
@@ -281,12 +291,17 @@ impl Writer {
         let reserves = work == CopyJob::Reserve;
         let state = if reserves { State::Sealed } else { State::Gathering(vec![(pos, part_of(bytes, 0, length))]) };
         let job = Arc::new(Job { range, fill, state: Rank::Job.mutex(state) });
-        debug_assert!(self.jobs.is_of_one_region(&job.range), "{:?}", job.range);
+        self.check_claim(&job.range)?;
         let future =
             self.start(Arc::clone(&job), move |writer, job| async move { writer.carry_out(&job, work).await }.boxed());
-        jobs.insert(job, future.clone());
+        jobs.insert(job, future.clone())?;
         // Room that was only reserved is written in a second step.
         Ok(if reserves { Claim::After { length, job: future } } else { Claim::Given { length, job: future } })
+    }
+
+    fn check_claim(&self, range: &Range<GuestOffset>) -> Result<(), BrokenInvariant> {
+        seams::claim_is_whole(range, self.context.geometry().subcluster_size())?;
+        seams::claim_is_of_one_region(self.jobs.is_of_one_region(range))
     }
 
     /// A job's future: it lets go of its claim at the end.

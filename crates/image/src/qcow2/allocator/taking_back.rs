@@ -12,6 +12,7 @@ use super::super::entry::L2Entry;
 use super::super::header_owner::REPAIR;
 use super::super::metadata_map::TableKind;
 use super::super::refcounts::LowerError;
+use super::super::seams;
 use super::{Allocator, Dropped};
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, HostCluster, HostOffset, length};
@@ -130,6 +131,20 @@ impl Allocator {
         self.header.exclusively(async move { allocator.refcounts.write().await }.boxed()).await
     }
 
+    /// Checks that tables which are about to be referred to are counted, as far as their refcounts are in memory.
+    pub(in super::super) fn check_counted(&self, tables: &[HostOffset]) -> Result<(), ImageError> {
+        let bits = self.context.geometry().cluster_bits;
+        for table in tables {
+            seams::counted_before_referred_to(self.refcounts.known(table.cluster(bits))?)?;
+        }
+        Ok(())
+    }
+
+    /// Returns whether references were dropped that no flush has taken.
+    pub(in super::super) fn has_drops(&self) -> bool {
+        !self.drops.lock().is_empty()
+    }
+
     /// At the end, when no request is under way and everything else is in the file: gives back what was dropped and what was taken ahead,
     /// writes all refcounts, and cuts off what the file was made longer for.
     pub(in super::super) async fn give_all_back(self: &Arc<Self>) -> Result<(), ImageError> {
@@ -138,10 +153,12 @@ impl Allocator {
         let give_back = async move {
             let unused = ahead.into_iter().map(|run| run.first..run.first + run.count);
             let unused = unused.map(|clusters| Dropped { clusters, table: false });
+            seams::no_request_inside(allocator.epochs.inside())?;
             for dropped in allocator.epochs.rest().into_iter().chain(unused) {
                 allocator.give_up(dropped).await?;
             }
             allocator.refcounts.write().await?;
+            seams::nothing_dirty(allocator.refcounts.differ())?;
             allocator.context.flush_file().await?;
             allocator.cut_back().await;
             allocator.header.refcounts_are_right().await

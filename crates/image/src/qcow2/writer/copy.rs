@@ -14,6 +14,7 @@ use super::super::counters::OperationKind;
 use super::super::entry::{L2Entry, Subclusters};
 use super::super::layers::{Layers, part_of};
 use super::super::pool::Run;
+use super::super::seams;
 use super::super::shared_future::all;
 use super::jobs::{Job, NewPlace, State};
 use super::plan::{Origin, Part, Plan, Want};
@@ -66,6 +67,7 @@ impl Writer {
             }
             _ => self.new_places(&job.range).await?,
         };
+        seams::parts_cover(places.iter().map(|place| place.guest.clone()), &job.range)?;
         let new = matches!(work, CopyJob::New { .. });
         let linked = match self.fill(job, old, &places).await {
             Ok(()) => self.link(job, start, &places, new).await,
@@ -198,7 +200,7 @@ impl Writer {
         only_data: bool,
     ) -> Result<(), ImageError> {
         let purpose = if only_data { OperationKind::DataWrite } else { OperationKind::CowWrite };
-        Ok(self.contents.write(purpose, place.host_of(at), bytes).await?)
+        Ok(self.contents.write(purpose, place.host_of(at), bytes)?.await?)
     }
 
     async fn read_part(&self, part: &Part, old: Old<'_>) -> Result<(GuestOffset, Buffer), ImageError> {
@@ -297,6 +299,7 @@ impl Writer {
         places: &[NewPlace],
         new: bool,
     ) -> Result<Vec<L2Entry>, ImageError> {
+        seams::entry_after_contents(!matches!(&*job.state.lock(), State::Gathering(_)))?;
         let cluster = self.context.geometry().cluster_size();
         let mut dropped = Vec::new();
         let change = |index: usize, old| {
@@ -330,6 +333,7 @@ impl Writer {
     /// Room for clusters whose subclusters are written one by one.
     async fn reserve(&self, job: &Job) -> Result<(), ImageError> {
         let (places, runs) = self.new_places(&job.range).await?;
+        seams::parts_cover(places.iter().map(|place| place.guest.clone()), &job.range)?;
         let cluster = self.context.geometry().cluster_size();
         let change = |index: usize, old| {
             let at = job.range.start + index as u64 * cluster;

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 use futures_util::future::{BoxFuture, FutureExt, join_all};
+use limosa_page::broken;
 
 use super::super::locks::{Rank, RankedMutex};
 use super::super::shared_future::SharedFuture;
@@ -99,7 +100,9 @@ impl Future for Whole {
     type Output = Result<(), ImageError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(request) = &mut self.request else { return Poll::Ready(Ok(())) };
+        let Some(request) = &mut self.request else {
+            return Poll::Ready(Err(broken("a request that is over is not polled again").into()));
+        };
         let done = request.as_mut().poll(context);
         if done.is_ready() {
             self.request = None;

@@ -7,9 +7,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
-use limosa_page::to_usize;
+use limosa_page::{BrokenInvariant, to_usize};
 
 use super::super::locks::{Rank, RankedGuard, RankedMutex};
+use super::super::seams;
 use super::super::shared_future::SharedFuture;
 use super::Segment;
 use crate::offset::{GuestOffset, HostOffset, Shift};
@@ -158,9 +159,10 @@ impl Shard {
     }
 
     /// Notes a claim, which touches no other and is of one region.
-    pub(super) fn insert(&mut self, job: Arc<Job>, future: SharedFuture) {
-        debug_assert!(!job.range.is_empty() && self.overlapping(&job.range).is_none(), "{:?} is claimed", job.range);
+    pub(super) fn insert(&mut self, job: Arc<Job>, future: SharedFuture) -> Result<(), BrokenInvariant> {
+        seams::claimed_once(self.overlapping(&job.range).is_some())?;
         self.map.insert(job.range.start, (job, future));
+        Ok(())
     }
 
     pub(super) fn remove(&mut self, start: GuestOffset) -> Option<(Arc<Job>, SharedFuture)> {
@@ -185,7 +187,7 @@ mod tests {
     fn claimed(jobs: &Jobs, claim: Range<u64>) -> SharedFuture {
         let future: SharedFuture = std::future::pending().boxed().shared();
         let job = Job { fill: range(claim.clone()), range: range(claim), state: Rank::Job.mutex(State::Sealed) };
-        jobs.shard(job.range.start).insert(Arc::new(job), future.clone());
+        jobs.shard(job.range.start).insert(Arc::new(job), future.clone()).unwrap();
         future
     }
 

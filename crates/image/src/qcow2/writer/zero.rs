@@ -203,11 +203,11 @@ impl Writer {
         }
         let until = range.end;
         let job = Arc::new(Job { fill: until..until, range, state: Rank::Job.mutex(State::Sealed) });
-        debug_assert!(self.jobs.is_of_one_region(&job.range), "{:?}", job.range);
+        self.check_claim(&job.range)?;
         let future = self.start(Arc::clone(&job), move |writer, job| {
             async move { writer.zero_entries(&job.range, reach, zeroing, rules).await }.boxed()
         });
-        jobs.insert(job, future.clone());
+        jobs.insert(job, future.clone())?;
         Ok(Begun::Entries(future, until))
     }
 
