@@ -30,18 +30,14 @@
 //!
 //! Source of the facts about qcow2: QEMU's specification, docs/interop/qcow2.
 
-pub mod bench;
 pub mod chain;
-pub mod compare;
-pub mod convert;
 mod disk;
 mod ends;
 mod error;
 mod gate;
 mod holes;
-pub mod info;
 mod offset;
-mod operation;
+mod operations;
 mod preallocation;
 mod probe;
 pub mod qcow2;
@@ -55,7 +51,7 @@ pub use disk::{Disk, MapKind, Mapped, Pending};
 pub use error::ImageError;
 pub use gate::{Policy, Purpose};
 pub use offset::{GuestOffset, HostOffset};
-pub use operation::{Doing, OperationError, Progress, Watch};
+pub use operations::{Doing, OperationError, Progress, Watch, bench, compare, convert, info};
 pub use preallocation::Preallocation;
 pub use probe::{Format, Guess, UnknownFormat, guess, probe};
 pub use qcow2::{Qcow2, Qcow2Options};

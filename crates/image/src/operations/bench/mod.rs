@@ -10,10 +10,10 @@ use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt, TryStreamExt};
 use limosa_storage::{Buffer, IoVector};
 
+use super::operation::{Doing, OperationError, Progress, Watch};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
-use crate::operation::{Doing, OperationError, Progress, Watch};
 
 /// What load.
 #[derive(Debug, Clone)]

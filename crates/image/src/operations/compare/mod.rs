@@ -15,10 +15,10 @@ use futures_util::future::try_join;
 use futures_util::stream::FuturesUnordered;
 use limosa_storage::{Buffer, IoVector};
 
-use crate::convert::{SECTOR, index};
+use super::convert::{SECTOR, index};
+use super::operation::{Doing, OperationError, Progress, Watch};
 use crate::disk::{Disk, MapKind, Mapped};
 use crate::offset::GuestOffset;
-use crate::operation::{Doing, OperationError, Progress, Watch};
 
 /// How to compare.
 #[derive(Debug, Clone)]

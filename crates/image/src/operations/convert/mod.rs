@@ -1,13 +1,13 @@
 //! Copies what is on disks to another disk, whatever their formats.
 //!
 //! Law: what is known to be zero, or to be below the target already, is neither read nor written; at most
-//! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. What to do is computed by [`plan`]; this is the
+//! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. What to do is computed by `plan`; this is the
 //! layer that does it, with so many workers that each take the next piece, read it, and write it when its turn has come.
 //!
 //! The target is not closed, and nothing is made durable: the caller that opened it does that, with [`crate::Disk::close`].
 
 mod offload;
-pub mod plan;
+mod plan;
 mod source;
 mod turn;
 
@@ -23,10 +23,10 @@ use futures_util::future::try_join_all;
 use futures_util::stream::FuturesUnordered;
 use limosa_storage::{Buffer, IoVector, block_on};
 
+use super::operation::{Doing, OperationError, Progress, Watch};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
-use crate::operation::{Doing, OperationError, Progress, Watch};
 use plan::{Action, Content, Cutter, Rules, Span, Step};
 pub(crate) use source::{SECTOR, Source, index};
 use turn::Turn;

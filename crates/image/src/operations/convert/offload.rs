@@ -10,7 +10,7 @@ use super::plan::{Content, Span};
 use super::source::HostRange;
 use super::{Conversion, ConvertCounters};
 use crate::offset::GuestOffset;
-use crate::operation::{Doing, OperationError};
+use crate::operations::operation::{Doing, OperationError};
 
 /// A run of contents, and where it lies.
 pub(super) type Run = (Range<u64>, HostRange);

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 /// What the source has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Content {
+pub(crate) enum Content {
     /// Bytes that have to be read to be known.
     Data,
     /// Zeros.
@@ -23,16 +23,16 @@ pub enum Content {
 
 /// A run of bytes of the source, alike.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Span {
+pub(crate) struct Span {
     /// From where to where on the disk.
-    pub range: Range<u64>,
+    pub(super) range: Range<u64>,
     /// What is there.
-    pub content: Content,
+    pub(super) content: Content,
 }
 
 /// What is done as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Step {
+pub(super) enum Step {
     /// There are contents in it: they are read, and then [`actions`] tells what to do.
     Piece(Range<u64>, Vec<Span>),
     /// All of it is zeros.
@@ -43,7 +43,7 @@ pub enum Step {
 
 /// Cuts spans into steps.
 #[derive(Debug)]
-pub struct Cutter {
+pub(super) struct Cutter {
     piece: u64,
     end: u64,
     write_zeros: bool,
@@ -53,18 +53,18 @@ pub struct Cutter {
 impl Cutter {
     /// For a disk that ends there, in pieces of so many bytes. `write_zeros`: zeros, too, need a buffer.
     #[must_use]
-    pub fn new(piece: u64, end: u64, write_zeros: bool) -> Self {
+    pub(super) fn new(piece: u64, end: u64, write_zeros: bool) -> Self {
         Self { piece: piece.max(1), end, write_zeros, held: VecDeque::new() }
     }
 
     /// Up to where spans have come.
     #[must_use]
-    pub fn known_to(&self, begin: u64) -> u64 {
+    pub(super) fn known_to(&self, begin: u64) -> u64 {
         self.held.back().map_or(begin, |span| span.range.end)
     }
 
     /// The next span, which begins where the last one ended.
-    pub fn push(&mut self, span: Span) {
+    pub(super) fn push(&mut self, span: Span) {
         match self.held.back_mut() {
             Some(last) if last.content == span.content && last.range.end == span.range.start => {
                 last.range.end = span.range.end;
@@ -74,7 +74,7 @@ impl Cutter {
     }
 
     /// The next step, if enough is known of what follows.
-    pub fn step(&mut self) -> Option<Step> {
+    pub(super) fn step(&mut self) -> Option<Step> {
         let first = self.held.front_mut()?;
         let begin = first.range.start;
         let boundary = (begin / self.piece).saturating_add(1).saturating_mul(self.piece).min(self.end);
@@ -107,21 +107,21 @@ impl Cutter {
 
 /// What zeros are worth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rules {
+pub(super) struct Rules {
     /// So many bytes of zeros between contents are left out, at least; 0: everything is written, zeros too.
-    pub sparse: u64,
+    pub(super) sparse: u64,
     /// Bytes that are looked at together, from a multiple of them on: a power of two.
-    pub unit: u64,
+    pub(super) unit: u64,
     /// Bytes that the target allocates together: a power of two. Contents are written together with the zeros around them in one such
     /// whole.
-    pub granularity: u64,
+    pub(super) granularity: u64,
     /// The target reads as zeros already.
-    pub target_is_zero: bool,
+    pub(super) target_is_zero: bool,
 }
 
 /// What is done to a part of the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Action {
+pub(super) enum Action {
     /// What is in the buffer is written.
     Write(Range<u64>),
     /// It is made zero.
@@ -130,10 +130,11 @@ pub enum Action {
     Spare(Range<u64>),
 }
 
+#[cfg(test)]
 impl Action {
     /// What it is done to.
     #[must_use]
-    pub fn range(&self) -> &Range<u64> {
+    fn range(&self) -> &Range<u64> {
         match self {
             Self::Write(range) | Self::Zero(range) | Self::Spare(range) => range,
         }
@@ -141,7 +142,7 @@ impl Action {
 }
 
 /// What to do with a piece whose contents have been read: `is_zero` tells whether a part of them is all zeros.
-pub fn actions(spans: &[Span], is_zero: impl Fn(&Range<u64>) -> bool, rules: &Rules) -> Vec<Action> {
+pub(super) fn actions(spans: &[Span], is_zero: impl Fn(&Range<u64>) -> bool, rules: &Rules) -> Vec<Action> {
     let mut runs = Runs::default();
     for span in spans {
         match span.content {

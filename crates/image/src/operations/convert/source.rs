@@ -11,7 +11,7 @@ use super::plan::{Content, Span};
 use crate::disk::{Disk, MapKind};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
-use crate::operation::{Doing, OperationError};
+use crate::operations::operation::{Doing, OperationError};
 
 /// What disks are made of: a disk whose length is no multiple of it goes on with zeros.
 pub(crate) const SECTOR: u64 = 512;

@@ -10,7 +10,6 @@ use futures_util::future::BoxFuture;
 use limosa_page::{BrokenInvariant, broken, invariant, to_u64, to_usize};
 use limosa_storage::{Buffer, IoVector, Request};
 
-use super::compressed::{UnpackFault, unpack};
 use super::context::Context;
 use super::counters::OperationKind;
 use super::lengths::Lengths;
@@ -19,6 +18,7 @@ use super::seams;
 use crate::ends::{LOST, ended};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
+use crate::qcow2::format::compressed::{UnpackFault, unpack};
 
 pub(super) struct Contents {
     context: Arc<Context>,

@@ -10,14 +10,14 @@ use limosa_page::{to_u64, to_usize};
 use limosa_storage::{Buffer, IoVector, Storage};
 
 use super::counters::{Counters, OperationKind};
-use super::entry::EntryRules;
-use super::geometry::Geometry;
-use super::header::{Compression, Header};
 use super::options::Qcow2Options;
 use super::seams;
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
+use crate::qcow2::format::entry::EntryRules;
+use crate::qcow2::format::geometry::Geometry;
+use crate::qcow2::format::header::{Compression, Header};
 
 /// The logarithm of the largest slice's bytes.
 const SLICE_BITS: u32 = 12;

@@ -11,7 +11,6 @@ use futures_util::FutureExt;
 use super::allocator::Allocator;
 use super::context::Context;
 use super::flusher::Flusher;
-use super::header::{Header, L1_MOST};
 use super::header_owner::HeaderOwner;
 use super::locks::Rank;
 use super::shared_future::Serial;
@@ -19,9 +18,10 @@ use super::tables::Tables;
 use super::writer::{Writer, Zeroing};
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
+use crate::qcow2::format::header::{Header, L1_MOST};
 
 /// Why a disk cannot become so long, if it cannot: for people.
-pub(super) fn fault(header: &Header, size: u64) -> Option<String> {
+pub(in crate::qcow2) fn fault(header: &Header, size: u64) -> Option<String> {
     let geometry = header.geometry();
     if !size.is_multiple_of(512) {
         return Some(format!("a size of {size} bytes, which is no multiple of 512"));

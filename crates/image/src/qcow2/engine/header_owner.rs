@@ -13,7 +13,6 @@ use futures_util::future::BoxFuture;
 
 use super::context::Context;
 use super::counters::OperationKind;
-use super::header::Header;
 use super::lengths::CutOff;
 use super::locks::{Rank, RankedMutex};
 use super::metadata_map::Overlap;
@@ -21,6 +20,7 @@ use super::seams;
 use super::shared_future::{Serial, SharedFuture};
 use crate::error::ImageError;
 use crate::offset::HostOffset;
+use crate::qcow2::format::header::Header;
 
 /// What follows from an image that is corrupt.
 pub(super) const REPAIR: &str = "nothing more is written before the image is repaired";

@@ -68,14 +68,12 @@ use futures_util::FutureExt;
 use limosa_storage::{IoVector, Storage};
 
 use super::allocator::Allocator;
-use super::check::{CheckOptions, CheckReport, Repair, repair};
 use super::contents::Contents;
 use super::context::Context;
 use super::counters::Counts;
 use super::detached::Detached;
 use super::flusher::Flusher;
 use super::grow::Grower;
-use super::header::Header;
 use super::header_owner::HeaderOwner;
 use super::l1::L1;
 use super::lengths::Lengths;
@@ -87,12 +85,14 @@ use super::reader::Reader;
 use super::refcounts::Refcounts;
 use super::seams;
 use super::shared_future::SharedFuture;
-use super::snapshot_table;
 use super::tables::{MakeRoom, Tables};
 use super::writer::{Writer, WriterParts, Zeroing};
 use crate::disk::{Disk, Mapped, Pending};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
+use crate::qcow2::format::header::Header;
+use crate::qcow2::format::snapshot_table;
+use crate::qcow2::offline::check::{CheckOptions, CheckReport, Repair, repair};
 use crate::requests::{Inside, Requests};
 
 /// What an image consists of.
@@ -201,7 +201,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// [`ImageError::Unsupported`]: shorter; no multiple of 512; larger than the image's clusters allow; version 2 with snapshots; a
-    /// raw data file, which only [`resize`](super::resize()) changes; [`ImageError::ReadOnly`]; what the storage says. The size is then
+    /// raw data file, which only [`resize`](crate::qcow2::offline::resize()) changes; [`ImageError::ReadOnly`]; what the storage says. The size is then
     /// the old one.
     pub fn grow(&self, size: u64) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
@@ -213,7 +213,7 @@ impl Qcow2 {
     }
 
     /// Has what lies between the disk's end and `size`, in the cluster of the end, read as zeros when the disk becomes longer.
-    pub(super) async fn hide(&self, size: u64) -> Result<(), ImageError> {
+    pub(in crate::qcow2) async fn hide(&self, size: u64) -> Result<(), ImageError> {
         self.inner.allocator.begin_writing().await?;
         self.inner.grower.hide(self.inner.header.size(), size).await
     }

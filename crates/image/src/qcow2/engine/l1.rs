@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 use limosa_page::{BrokenInvariant, broken, to_usize};
 
-use super::entry::{EntryFault, L1Entry};
-use super::geometry::{Geometry, L1Index};
 use super::locks::{Rank, RankedRwLock};
 use crate::offset::HostOffset;
+use crate::qcow2::format::entry::{EntryFault, L1Entry};
+use crate::qcow2::format::geometry::{Geometry, L1Index};
 
 /// Bytes of the table that are written at once.
 const BLOCK: u64 = 4096;

@@ -2,10 +2,10 @@
 //!
 //! Law: nothing here reads or waits: what entries mean is a pure function of them.
 
-use super::entry::L2Entry;
-use super::geometry::Geometry;
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
+use crate::qcow2::format::entry::L2Entry;
+use crate::qcow2::format::geometry::Geometry;
 
 /// A run of bytes that are alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,7 +127,7 @@ pub(super) fn extent_in_cluster(geometry: &Geometry, entry: L2Entry, pos: GuestO
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::qcow2::entry::Subclusters;
+    use crate::qcow2::format::entry::Subclusters;
 
     const CLUSTER: u64 = 64 << 10;
     const PLAIN: Geometry = Geometry { cluster_bits: 16, refcount_order: 4, extended_l2: false };

@@ -15,10 +15,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use limosa_page::to_usize;
 
-use super::header::Header;
 use super::locks::{Rank, RankedRwLock};
-use super::snapshot_table::Snapshot;
 use crate::offset::{HostCluster, HostOffset};
+use crate::qcow2::format::header::Header;
+use crate::qcow2::format::snapshot_table::Snapshot;
 
 /// Bits of the filter for each cluster that is known at the beginning, or may become a table later.
 const BITS_EACH: u64 = 16;

@@ -10,13 +10,13 @@ use async_lock::OnceCell;
 use limosa_page::to_usize;
 
 use super::context::Context;
-use super::header::Header;
 use super::header_owner::HeaderOwner;
-use super::refcount_array;
 use crate::disk::MapKind;
 use crate::error::ImageError;
 use crate::holes::{alike, inside, taken};
 use crate::offset::HostOffset;
+use crate::qcow2::format::header::Header;
+use crate::qcow2::format::refcount_array;
 
 /// Bytes of refcounts that are read at once.
 const PIECE: u64 = 64 << 10;

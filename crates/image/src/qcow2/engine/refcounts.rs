@@ -14,9 +14,9 @@ use limosa_storage::{Buffer, IoVector};
 use super::context::Context;
 use super::counters::OperationKind;
 use super::locks::{Rank, RankedMutex};
-use super::refcount_array;
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, HostCluster, HostOffset};
+use crate::qcow2::format::refcount_array;
 
 /// Bits of a table's entry that say where the block lies.
 const BLOCK: u64 = !511;

@@ -15,8 +15,6 @@ use limosa_storage::Buffer;
 use super::allocator::Allocator;
 use super::context::Context;
 use super::counters::OperationKind;
-use super::entry::{L1Entry, L2Entry};
-use super::geometry::L1Index;
 use super::l1::{CapturedBlock, L1, L1Fault};
 use super::locks::{Rank, RankedMutex};
 use super::lookup::{Extent, Lookup, extent};
@@ -26,6 +24,8 @@ use super::shared_future::SharedFuture;
 use super::slices::{CapturedSlice, Full, Slices};
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, GuestOffset, HostOffset};
+use crate::qcow2::format::entry::{L1Entry, L2Entry};
+use crate::qcow2::format::geometry::L1Index;
 
 /// Has changed slices written, so that there is room for others.
 pub(super) trait MakeRoom: Send + Sync {

@@ -41,10 +41,10 @@ pub struct Bitmap {
 }
 
 /// An entry, and where it is.
-pub(super) struct Entry {
-    pub(super) at: u64,
+pub(in crate::qcow2) struct Entry {
+    pub(in crate::qcow2) at: u64,
     flags: u32,
-    pub(super) bitmap: Bitmap,
+    pub(in crate::qcow2) bitmap: Bitmap,
 }
 
 /// Reads the bitmaps of an image: none, if they are not to be relied on ([`Header::bitmaps`]).
@@ -102,7 +102,7 @@ async fn mark_in_use(storage: &dyn Storage, header: &Header) -> Result<(), Image
 ///
 /// # Errors
 /// As [`read`].
-pub(super) async fn entries(storage: &dyn Storage, header: &Header) -> Result<Vec<Entry>, ImageError> {
+pub(in crate::qcow2) async fn entries(storage: &dyn Storage, header: &Header) -> Result<Vec<Entry>, ImageError> {
     let Some(extension) = header.bitmaps() else { return Ok(Vec::new()) };
     let corrupt = |entry: Option<usize>, why: String| {
         let entry = entry.map(|number| format!(", entry {number}")).unwrap_or_default();
@@ -174,9 +174,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::qcow2::create::{CreateOptions, create};
-    use crate::qcow2::extension::BitmapsExtension;
-    use crate::qcow2::feature::Features;
+    use crate::qcow2::format::extension::BitmapsExtension;
+    use crate::qcow2::format::feature::Features;
+    use crate::qcow2::offline::create::{CreateOptions, create};
 
     fn image(directory: &[u8], count: u32) -> (MemoryStorage, Header) {
         let storage = MemoryStorage::new(1 << 20);

@@ -14,7 +14,7 @@ const ZSTD_WINDOW: u32 = 23;
 
 /// Why compressed contents are not a cluster.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum UnpackFault {
+pub(in crate::qcow2) enum UnpackFault {
     #[error("its compressed contents cannot be unpacked: {0}")]
     Zlib(flate2::DecompressError),
     #[error("its compressed contents cannot be unpacked: {0}")]
@@ -26,7 +26,11 @@ pub(super) enum UnpackFault {
 }
 
 /// Decompresses `packed` to exactly `cluster` bytes.
-pub(super) fn unpack(compression: Compression, packed: &[u8], cluster: usize) -> Result<Vec<u8>, UnpackFault> {
+pub(in crate::qcow2) fn unpack(
+    compression: Compression,
+    packed: &[u8],
+    cluster: usize,
+) -> Result<Vec<u8>, UnpackFault> {
     let mut bytes = vec![0; cluster];
     let got = match compression {
         Compression::Zlib => inflate(packed, &mut bytes),

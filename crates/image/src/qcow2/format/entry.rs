@@ -7,16 +7,16 @@ use super::geometry::Geometry;
 use crate::offset::HostOffset;
 
 /// Refcount of the cluster is exactly one: it may be written in place.
-pub(super) const COPIED: u64 = 1 << 63;
-pub(super) const COMPRESSED: u64 = 1 << 62;
+pub(in crate::qcow2) const COPIED: u64 = 1 << 63;
+pub(in crate::qcow2) const COMPRESSED: u64 = 1 << 62;
 /// The cluster reads as zeros.
-pub(super) const ZERO: u64 = 1;
+pub(in crate::qcow2) const ZERO: u64 = 1;
 /// Bits 9 to 55: where a cluster lies.
-pub(super) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+pub(in crate::qcow2) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// What else decides what an entry means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct EntryRules {
+pub(in crate::qcow2) struct EntryRules {
     /// The image's version: in version 2 there are no zero clusters.
     pub version: u32,
     /// Contents lie in a file of their own, whose first cluster is like any other.
@@ -25,7 +25,7 @@ pub(super) struct EntryRules {
 
 /// An entry that cannot be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum EntryFault {
+pub(in crate::qcow2) enum EntryFault {
     /// Bits are set that have no meaning.
     #[error("{0:#018x} has reserved bits set")]
     Reserved(u64),
@@ -39,7 +39,7 @@ pub(super) enum EntryFault {
 
 /// An entry of the L1 table: where an L2 table lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct L1Entry {
+pub(in crate::qcow2) struct L1Entry {
     /// The L2 table; `None` if there is none.
     pub table: Option<HostOffset>,
     /// Nothing else refers to the L2 table.
@@ -51,7 +51,7 @@ impl L1Entry {
     ///
     /// # Errors
     /// [`EntryFault`].
-    pub(super) const fn decode(bits: u64, geometry: &Geometry) -> Result<Self, EntryFault> {
+    pub(in crate::qcow2) const fn decode(bits: u64, geometry: &Geometry) -> Result<Self, EntryFault> {
         if bits & !(COPIED | OFFSET) != 0 {
             return Err(EntryFault::Reserved(bits));
         }
@@ -64,7 +64,7 @@ impl L1Entry {
 
     /// For the table.
     #[must_use]
-    pub(super) const fn encode(self) -> u64 {
+    pub(in crate::qcow2) const fn encode(self) -> u64 {
         match self.table {
             None => 0,
             Some(table) => table.0 | if self.copied { COPIED } else { 0 },
@@ -74,7 +74,7 @@ impl L1Entry {
 
 /// An entry of an L2 table: where a cluster of the guest's disk lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum L2Entry {
+pub(in crate::qcow2) enum L2Entry {
     /// A cluster in its own place, or none.
     Standard {
         /// Where it lies; `None`: nothing is allocated.
@@ -95,7 +95,7 @@ pub(super) enum L2Entry {
 
 /// What each of the 32 subclusters of a cluster is; an image without subclusters has all alike.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Subclusters {
+pub(in crate::qcow2) struct Subclusters {
     /// A bit for each that lies in the cluster.
     pub allocated: u32,
     /// A bit for each that reads as zeros.
@@ -104,23 +104,23 @@ pub(super) struct Subclusters {
 
 impl Subclusters {
     /// All lie in the cluster.
-    pub(super) const ALLOCATED: Self = Self { allocated: u32::MAX, zero: 0 };
+    pub(in crate::qcow2) const ALLOCATED: Self = Self { allocated: u32::MAX, zero: 0 };
     /// All read as zeros.
-    pub(super) const ZERO: Self = Self { allocated: 0, zero: u32::MAX };
+    pub(in crate::qcow2) const ZERO: Self = Self { allocated: 0, zero: u32::MAX };
     /// None is there.
-    pub(super) const NONE: Self = Self { allocated: 0, zero: 0 };
+    pub(in crate::qcow2) const NONE: Self = Self { allocated: 0, zero: 0 };
 }
 
 impl L2Entry {
     /// Nothing is there.
-    pub(super) const NONE: Self = Self::Standard { host: None, copied: false, what: Subclusters::NONE };
+    pub(in crate::qcow2) const NONE: Self = Self::Standard { host: None, copied: false, what: Subclusters::NONE };
 
     /// From the table: its first 8 bytes and, with extended entries, the 8 behind them.
     ///
     /// # Errors
     /// [`EntryFault`].
     #[expect(clippy::cast_possible_truncation, reason = "parts of 32 bits, and lengths of at most two clusters")]
-    pub(super) const fn decode(
+    pub(in crate::qcow2) const fn decode(
         bits: u64,
         bitmap: u64,
         geometry: &Geometry,
@@ -164,7 +164,7 @@ impl L2Entry {
     /// For the table: its 8 bytes, and the 8 behind them of an extended entry. What an image without subclusters cannot say (some
     /// of them) must not be asked of it.
     #[must_use]
-    pub(super) const fn encode(self, geometry: &Geometry) -> (u64, u64) {
+    pub(in crate::qcow2) const fn encode(self, geometry: &Geometry) -> (u64, u64) {
         match self {
             Self::Compressed { host, length } => {
                 let shift = 62 - (geometry.cluster_bits - 8);

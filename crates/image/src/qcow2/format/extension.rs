@@ -74,7 +74,7 @@ impl Extensions {
     ///
     /// # Errors
     /// Which extension is wrong, with its offset, and what is wrong with it.
-    pub(super) fn decode(mut area: &[u8], mut at: usize) -> Result<Self, (String, String)> {
+    pub(in crate::qcow2) fn decode(mut area: &[u8], mut at: usize) -> Result<Self, (String, String)> {
         let mut found = Self::default();
         let mut seen = Vec::new();
         while let Some((head, rest)) = area.split_first_chunk::<8>() {
@@ -138,7 +138,7 @@ impl Extensions {
     ///
     /// # Errors
     /// [`BrokenInvariant`] if one is longer than 32 bits can say.
-    pub(super) fn encode(&self) -> Result<Vec<u8>, BrokenInvariant> {
+    pub(in crate::qcow2) fn encode(&self) -> Result<Vec<u8>, BrokenInvariant> {
         let mut area = Vec::new();
         for (kind, data) in self.parts() {
             let length = u32::try_from(data.len()).map_err(|_| broken("a header extension's length has 32 bits"))?;
@@ -151,7 +151,7 @@ impl Extensions {
     }
 
     /// Returns the length in bytes that [`Self::encode`] makes.
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::qcow2) fn len(&self) -> usize {
         self.parts().iter().fold(0, |length, (_, data)| length.saturating_add(8 + data.len().next_multiple_of(8)))
     }
 
@@ -181,7 +181,7 @@ impl Extensions {
 }
 
 /// Names end at a zero byte, as they do where QEMU reads them.
-pub(super) fn until_zero(bytes: &[u8]) -> &[u8] {
+pub(in crate::qcow2) fn until_zero(bytes: &[u8]) -> &[u8] {
     bytes.split(|byte| *byte == 0).next().unwrap_or_default()
 }
 

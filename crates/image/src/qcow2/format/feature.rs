@@ -168,7 +168,7 @@ pub struct FeatureName {
 
 impl FeatureName {
     /// Bytes of an entry.
-    pub(super) const SIZE: usize = 48;
+    pub(in crate::qcow2) const SIZE: usize = 48;
     const NAME: usize = Self::SIZE - 2;
 
     /// The names of all features that limosa knows, as they are written into a new image.
@@ -178,7 +178,7 @@ impl FeatureName {
     }
 
     /// The entries of a table; what is left over at its end is no entry.
-    pub(super) fn decode(table: &[u8]) -> Vec<Self> {
+    pub(in crate::qcow2) fn decode(table: &[u8]) -> Vec<Self> {
         let entry = |bytes: &[u8]| {
             let (kind, rest) = bytes.split_first()?;
             let (bit, name) = rest.split_first()?;
@@ -188,7 +188,7 @@ impl FeatureName {
         table.chunks_exact(Self::SIZE).filter_map(entry).collect()
     }
 
-    pub(super) fn encode(&self) -> [u8; Self::SIZE] {
+    pub(in crate::qcow2) fn encode(&self) -> [u8; Self::SIZE] {
         let mut bytes = [0; Self::SIZE];
         let (head, name) = bytes.split_at_mut(2);
         head.copy_from_slice(&[self.kind.byte(), self.bit]);
@@ -200,9 +200,9 @@ impl FeatureName {
 }
 
 /// Incompatible bits by the names that the image itself gives them, or by their numbers.
-pub(super) struct Named<'a> {
-    pub(super) bits: u64,
-    pub(super) names: &'a [FeatureName],
+pub(in crate::qcow2) struct Named<'a> {
+    pub(in crate::qcow2) bits: u64,
+    pub(in crate::qcow2) names: &'a [FeatureName],
 }
 
 impl fmt::Display for Named<'_> {

@@ -17,15 +17,15 @@ pub struct Geometry {
 
 /// The number of an entry of the L1 table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct L1Index(pub(super) u64);
+pub(in crate::qcow2) struct L1Index(pub(in crate::qcow2) u64);
 
 /// Where the L2 entry of an offset is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct EntryIndex {
+pub(in crate::qcow2) struct EntryIndex {
     /// The entry in the L1 table.
-    pub(super) l1: L1Index,
+    pub(in crate::qcow2) l1: L1Index,
     /// The entry in the L2 table.
-    pub(super) l2: u32,
+    pub(in crate::qcow2) l2: u32,
 }
 
 impl fmt::Display for L1Index {
@@ -102,7 +102,7 @@ impl Geometry {
 
     /// Where the entry of an offset is found.
     #[expect(clippy::cast_possible_truncation, reason = "an entry's number is below 2^21")]
-    pub(super) const fn index(&self, at: GuestOffset) -> EntryIndex {
+    pub(in crate::qcow2) const fn index(&self, at: GuestOffset) -> EntryIndex {
         let l2 = (at.0 >> self.cluster_bits & (self.l2_entries() - 1)) as u32;
         EntryIndex { l1: L1Index(at.0 / self.l2_covers()), l2 }
     }

@@ -29,17 +29,17 @@ const LENGTH_3: usize = 104;
 /// Logarithm of the smallest cluster that has subclusters.
 const EXTENDED_L2_BITS: u32 = 14;
 /// The longest name of a backing file, in bytes.
-pub(super) const BACKING_MOST: usize = 1023;
+pub(in crate::qcow2) const BACKING_MOST: usize = 1023;
 /// The largest L1 table, in entries: QEMU's limit, 32 MiB.
-pub(super) const L1_MOST: u32 = 4 << 20;
+pub(in crate::qcow2) const L1_MOST: u32 = 4 << 20;
 /// The largest refcount table, in bytes: QEMU's limit.
-pub(super) const REFCOUNT_TABLE_MOST: u64 = 8 << 20;
+pub(in crate::qcow2) const REFCOUNT_TABLE_MOST: u64 = 8 << 20;
 /// The most snapshots: QEMU's limit.
-pub(super) const SNAPSHOTS_MOST: u32 = 65536;
+pub(in crate::qcow2) const SNAPSHOTS_MOST: u32 = 65536;
 /// The most bitmaps: QEMU's limit.
-pub(super) const BITMAPS_MOST: u32 = 65535;
+pub(in crate::qcow2) const BITMAPS_MOST: u32 = 65535;
 /// The longest directory of bitmaps, in bytes: QEMU's limit.
-pub(super) const BITMAP_DIRECTORY_MOST: u64 = BITMAPS_MOST as u64 * 1024;
+pub(in crate::qcow2) const BITMAP_DIRECTORY_MOST: u64 = BITMAPS_MOST as u64 * 1024;
 
 /// How clusters are compressed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -246,7 +246,7 @@ impl Header {
 
     /// What decides what its entries mean.
     #[must_use]
-    pub(super) const fn rules(&self) -> EntryRules {
+    pub(in crate::qcow2) const fn rules(&self) -> EntryRules {
         EntryRules { version: self.version, data_file: self.features.data_file() }
     }
 

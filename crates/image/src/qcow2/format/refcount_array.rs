@@ -5,7 +5,7 @@
 
 /// The refcount of number `index` in a block, of `1 << order` bits: `None` behind its end.
 #[must_use]
-pub(super) fn get(block: &[u8], order: u32, index: usize) -> Option<u64> {
+pub(in crate::qcow2) fn get(block: &[u8], order: u32, index: usize) -> Option<u64> {
     if order < 3 {
         let (byte, shift) = inside_byte(order, index);
         return block.get(byte).map(|byte| u64::from(byte >> shift & mask(order)));
@@ -19,7 +19,7 @@ pub(super) fn get(block: &[u8], order: u32, index: usize) -> Option<u64> {
 /// Makes the refcount of number `index` in a block `value`. False, and nothing is changed, behind its end or if the value does
 /// not fit.
 #[must_use]
-pub(super) fn set(block: &mut [u8], order: u32, index: usize, value: u64) -> bool {
+pub(in crate::qcow2) fn set(block: &mut [u8], order: u32, index: usize, value: u64) -> bool {
     if order < 6 && value >> (1_u32 << order) != 0 {
         return false;
     }

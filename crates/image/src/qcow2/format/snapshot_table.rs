@@ -49,7 +49,10 @@ pub async fn read(storage: &dyn Storage, header: &Header) -> Result<Vec<Snapshot
 }
 
 /// The same, and where in the file the table ends.
-pub(super) async fn read_to_end(storage: &dyn Storage, header: &Header) -> Result<(Vec<Snapshot>, u64), ImageError> {
+pub(in crate::qcow2) async fn read_to_end(
+    storage: &dyn Storage,
+    header: &Header,
+) -> Result<(Vec<Snapshot>, u64), ImageError> {
     let (start, count) = header.snapshots;
     let length = storage.length()?;
     let mut found = Vec::new();
@@ -119,7 +122,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::qcow2::create::{CreateOptions, create};
+    use crate::qcow2::offline::create::{CreateOptions, create};
 
     /// An image with a snapshot table of these bytes at 0x40000.
     fn image(table: &[u8], count: u32) -> (MemoryStorage, Header) {

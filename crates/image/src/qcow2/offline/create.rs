@@ -9,16 +9,16 @@ use std::sync::Arc;
 use limosa_page::{BrokenInvariant, broken, to_usize};
 use limosa_storage::{Buffer, Storage, StorageError, ZeroHow};
 
-use super::entry::{L1Entry, L2Entry, Subclusters};
-use super::extension::Extensions;
-use super::feature::{FeatureName, Features};
-use super::geometry::Geometry;
-use super::header::{BACKING_MOST, Backing, Compression, Encryption, Header};
 use super::layout::{Layout, TooLarge};
-use super::refcount_array;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
 use crate::preallocation::Preallocation;
+use crate::qcow2::format::entry::{L1Entry, L2Entry, Subclusters};
+use crate::qcow2::format::extension::Extensions;
+use crate::qcow2::format::feature::{FeatureName, Features};
+use crate::qcow2::format::geometry::Geometry;
+use crate::qcow2::format::header::{BACKING_MOST, Backing, Compression, Encryption, Header};
+use crate::qcow2::format::refcount_array;
 
 /// Bytes that are written at once.
 const PIECE: u64 = 1 << 20;

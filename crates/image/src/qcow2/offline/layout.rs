@@ -3,29 +3,29 @@
 //! Header, refcount table, refcount blocks, L1 table, L2 tables, contents: one behind the other, without a gap, so that contents
 //! that are allocated at once lie in one piece and a refcount is one as far as the image reaches.
 
-use super::geometry::Geometry;
-use super::header::{L1_MOST, REFCOUNT_TABLE_MOST};
 use crate::offset::HostOffset;
+use crate::qcow2::format::geometry::Geometry;
+use crate::qcow2::format::header::{L1_MOST, REFCOUNT_TABLE_MOST};
 
 /// Where the parts of a new image lie, in clusters from its beginning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Layout {
-    pub(super) geometry: Geometry,
+pub(in crate::qcow2) struct Layout {
+    pub(in crate::qcow2) geometry: Geometry,
     /// Clusters of the refcount table, which begins behind the header.
-    pub(super) refcount_table: u64,
+    pub(in crate::qcow2) refcount_table: u64,
     /// Refcount blocks, which begin behind it.
-    pub(super) refcount_blocks: u64,
+    pub(in crate::qcow2) refcount_blocks: u64,
     /// Entries of the L1 table, which begins behind those.
-    pub(super) l1_entries: u64,
+    pub(in crate::qcow2) l1_entries: u64,
     /// L2 tables, which begin behind it: none, or as many as the L1 table has entries.
-    pub(super) l2_tables: u64,
+    pub(in crate::qcow2) l2_tables: u64,
     /// Clusters of contents, which begin behind those.
-    pub(super) contents: u64,
+    pub(in crate::qcow2) contents: u64,
 }
 
 /// Why there is no layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum TooLarge {
+pub(in crate::qcow2) enum TooLarge {
     #[error("a disk of {0} bytes needs a larger L1 table than can be; larger clusters make it smaller")]
     L1(u64),
     #[error("the image would need a larger refcount table than can be; larger clusters make it smaller")]
@@ -34,7 +34,7 @@ pub(super) enum TooLarge {
 
 impl Layout {
     /// Of a disk of `size` bytes; `tables`: with L2 tables for all of it; `contents`: with clusters for all of it.
-    pub(super) fn new(geometry: Geometry, size: u64, tables: bool, contents: bool) -> Result<Self, TooLarge> {
+    pub(in crate::qcow2) fn new(geometry: Geometry, size: u64, tables: bool, contents: bool) -> Result<Self, TooLarge> {
         let l1_entries = geometry.l1_entries(size);
         if l1_entries > u64::from(L1_MOST) || i64::try_from(size).is_err() {
             return Err(TooLarge::L1(size));
@@ -57,33 +57,33 @@ impl Layout {
         }
     }
 
-    pub(super) const fn refcount_table_at(&self) -> HostOffset {
+    pub(in crate::qcow2) const fn refcount_table_at(&self) -> HostOffset {
         self.at(1)
     }
 
-    pub(super) const fn refcount_blocks_at(&self) -> HostOffset {
+    pub(in crate::qcow2) const fn refcount_blocks_at(&self) -> HostOffset {
         self.at(1 + self.refcount_table)
     }
 
-    pub(super) const fn l1_at(&self) -> HostOffset {
+    pub(in crate::qcow2) const fn l1_at(&self) -> HostOffset {
         self.at(1 + self.refcount_table + self.refcount_blocks)
     }
 
-    pub(super) const fn l2_at(&self) -> HostOffset {
+    pub(in crate::qcow2) const fn l2_at(&self) -> HostOffset {
         HostOffset(self.l1_at().0 + self.geometry.clusters(self.l1_entries * 8) * self.geometry.cluster_size())
     }
 
-    pub(super) const fn contents_at(&self) -> HostOffset {
+    pub(in crate::qcow2) const fn contents_at(&self) -> HostOffset {
         HostOffset(self.l2_at().0 + self.l2_tables * self.geometry.cluster_size())
     }
 
     /// All clusters.
-    pub(super) const fn clusters(&self) -> u64 {
+    pub(in crate::qcow2) const fn clusters(&self) -> u64 {
         (self.contents_at().0 >> self.geometry.cluster_bits) + self.contents
     }
 
     /// Where the image ends.
-    pub(super) const fn end(&self) -> HostOffset {
+    pub(in crate::qcow2) const fn end(&self) -> HostOffset {
         self.at(self.clusters())
     }
 

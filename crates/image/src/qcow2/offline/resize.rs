@@ -11,16 +11,16 @@ use limosa_storage::{Storage, ZeroHow};
 
 use super::check::extend::{extend, release};
 use super::check::{CheckOptions, Repair, fit_bitmaps, repair, tables};
-use super::entry::{COPIED, OFFSET};
-use super::geometry::Geometry;
-use super::grow;
-use super::header::Header;
-use super::image::{Parts, Qcow2};
-use super::options::Qcow2Options;
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
+use crate::qcow2::engine::grow;
+use crate::qcow2::engine::image::{Parts, Qcow2};
+use crate::qcow2::engine::options::Qcow2Options;
+use crate::qcow2::format::entry::{COPIED, OFFSET};
+use crate::qcow2::format::geometry::Geometry;
+use crate::qcow2::format::header::Header;
 
 /// How a disk is made longer or shorter.
 #[derive(Debug, Clone, Copy, Default)]

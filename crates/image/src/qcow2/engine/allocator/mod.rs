@@ -25,12 +25,12 @@ use super::lengths::Lengths;
 use super::locks::{Rank, RankedMutex};
 use super::metadata_map::MetadataMap;
 use super::pool::{Pool, Run};
-use super::refcount_array;
 use super::refcounts::Refcounts;
 use super::seams;
 use super::shared_future::SharedFuture;
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, HostCluster, HostOffset};
+use crate::qcow2::format::refcount_array;
 
 /// Where no cluster can begin: an entry has no more bits for it.
 const END: u64 = 1 << 56;

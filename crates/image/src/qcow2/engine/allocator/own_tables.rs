@@ -7,15 +7,15 @@ use std::ops::Range;
 use limosa_page::{broken, invariant, to_usize};
 use limosa_storage::Buffer;
 
-use super::super::check::extend;
 use super::super::counters::OperationKind;
-use super::super::header::REFCOUNT_TABLE_MOST;
 use super::super::header_owner::REPAIR;
 use super::super::metadata_map::{Overlap, TableKind};
-use super::super::refcount_array;
 use super::{Allocator, Dropped};
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, HostCluster, HostOffset, length};
+use crate::qcow2::format::header::REFCOUNT_TABLE_MOST;
+use crate::qcow2::format::refcount_array;
+use crate::qcow2::offline::check::extend;
 
 impl Allocator {
     /// Makes a refcount block for the range of clusters that `at`, which is free, is in; `at` becomes the block.

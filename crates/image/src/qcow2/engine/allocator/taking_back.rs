@@ -8,7 +8,6 @@ use std::sync::Arc;
 use futures_util::FutureExt;
 
 use super::super::counters::OperationKind;
-use super::super::entry::L2Entry;
 use super::super::header_owner::REPAIR;
 use super::super::metadata_map::TableKind;
 use super::super::refcounts::LowerError;
@@ -16,6 +15,7 @@ use super::super::seams;
 use super::{Allocator, Dropped};
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, HostCluster, HostOffset, length};
+use crate::qcow2::format::entry::L2Entry;
 
 impl Allocator {
     pub(super) fn drop_clusters(&self, clusters: Range<HostCluster>, table: bool) {

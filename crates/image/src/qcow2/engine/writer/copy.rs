@@ -11,7 +11,6 @@ use limosa_storage::{Buffer, IoVector};
 
 use super::super::allocator::zero_parts;
 use super::super::counters::OperationKind;
-use super::super::entry::{L2Entry, Subclusters};
 use super::super::layers::{Layers, part_of};
 use super::super::pool::Run;
 use super::super::seams;
@@ -22,6 +21,7 @@ use super::{Segment, Writer};
 use crate::disk::MapKind;
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, GuestOffset, HostOffset, Shift, length};
+use crate::qcow2::format::entry::{L2Entry, Subclusters};
 
 /// What a job that writes does. `entries` are of the clusters from guest offset `start` on.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -29,7 +29,6 @@ use super::contents::Contents;
 use super::context::Context;
 use super::counters::OperationKind;
 use super::detached::Detached;
-use super::entry::L2Entry;
 use super::flusher::Flusher;
 use super::header_owner::HeaderOwner;
 use super::layers::part_of;
@@ -40,6 +39,7 @@ use super::shared_future::SharedFuture;
 use super::tables::Tables;
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
+use crate::qcow2::format::entry::L2Entry;
 
 pub(super) struct Writer {
     context: Arc<Context>,

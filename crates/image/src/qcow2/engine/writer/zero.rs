@@ -8,7 +8,6 @@ use futures_util::future::BoxFuture;
 use limosa_storage::{IoVector, ZeroHow};
 
 use super::super::counters::OperationKind;
-use super::super::entry::{L2Entry, Subclusters};
 use super::super::layers::push_zeros;
 use super::super::locks::Rank;
 use super::super::lookup::{Extent, Kind, Lookup};
@@ -17,6 +16,7 @@ use super::Writer;
 use super::jobs::{Job, State};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset, length};
+use crate::qcow2::format::entry::{L2Entry, Subclusters};
 
 /// The most zeros that are written at once where entries cannot say it.
 const PIECE: u64 = 2 << 20;

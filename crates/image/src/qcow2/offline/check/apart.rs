@@ -8,13 +8,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use limosa_storage::Storage;
 
-use super::super::entry::OFFSET;
-use super::super::header::Header;
-use super::findings::Findings;
 use super::report::CheckOptions;
+use super::report::Findings;
 use super::tables;
 use super::walk::{Image, What};
 use crate::error::ImageError;
+use crate::qcow2::format::entry::OFFSET;
+use crate::qcow2::format::header::Header;
 
 /// The most tables that are dealt with in one pass.
 const MOST: usize = 4096;

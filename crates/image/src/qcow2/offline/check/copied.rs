@@ -2,14 +2,14 @@
 //!
 //! Law: it is the refcounts that the image keeps which are compared with, not those that were counted: they are what a writer goes by.
 
-use super::super::entry::{COPIED, OFFSET};
 use super::counts::Flags;
 use super::examine::{self, Kind};
-use super::findings::Findings;
+use super::report::Findings;
 use super::stored::Stored;
 use super::tables::{self, Reader};
 use super::walk::{Image, l2_entries};
 use crate::error::ImageError;
+use crate::qcow2::format::entry::{COPIED, OFFSET};
 
 impl Image<'_> {
     /// Checks which entries of the active state say that their cluster may be written in place: those whose refcount is one.

@@ -1,11 +1,11 @@
 //! What is wrong with one entry of a table, what it refers to all the same, and what it becomes when it is repaired.
 //!
-//! Law: nothing is read and nothing is refused here. Other than [`L2Entry::decode`](super::super::entry::L2Entry::decode), which
+//! Law: nothing is read and nothing is refused here. Other than [`L2Entry::decode`](crate::qcow2::format::entry::L2Entry::decode), which
 //! refuses an entry as a whole, this takes apart whatever bits there are, because a broken entry still refers to something.
 //! A repaired entry has no fault.
 
-use super::super::entry::{COMPRESSED, COPIED, OFFSET, ZERO};
-use super::super::geometry::Geometry;
+use crate::qcow2::format::entry::{COMPRESSED, COPIED, OFFSET, ZERO};
+use crate::qcow2::format::geometry::Geometry;
 
 /// Bits of an entry of the refcount table that are no offset.
 const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;

@@ -5,14 +5,14 @@
 use limosa_page::{to_u64, to_usize};
 use limosa_storage::Storage;
 
-use super::super::header::{Header, REFCOUNT_TABLE_MOST};
-use super::super::refcount_array;
 use super::examine::Bounds;
 use super::roots;
 use super::stored::{Block, Stored};
 use super::tables;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
+use crate::qcow2::format::header::{Header, REFCOUNT_TABLE_MOST};
+use crate::qcow2::format::refcount_array;
 
 /// What new clusters take along, in clusters from the first of them on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,7 +49,7 @@ impl Plan {
 
 /// Takes `wanted` clusters that lie one behind the other, and returns the first one's number. The header changes if the refcount
 /// table has to grow.
-pub(in super::super) async fn extend(
+pub(in crate::qcow2) async fn extend(
     storage: &dyn Storage,
     header: &mut Header,
     wanted: u64,
@@ -64,7 +64,7 @@ pub(in super::super) async fn extend(
 }
 
 /// The same, but a refcount table that was replaced stays counted, so that one can go back to it.
-pub(in super::super) async fn extend_beside(
+pub(in crate::qcow2) async fn extend_beside(
     storage: &dyn Storage,
     header: &mut Header,
     wanted: u64,
@@ -158,7 +158,7 @@ async fn admit(storage: &dyn Storage, header: &Header, end: u64, bounds: &Bounds
         }
     }
     for (name, at, bytes, offset) in [
-        ("L2 table", header.l1.0.0, l1, super::super::entry::OFFSET),
+        ("L2 table", header.l1.0.0, l1, crate::qcow2::format::entry::OFFSET),
         ("refcount block", header.refcount_table.0.0, refcounts, u64::MAX << 9),
     ] {
         let mut behind = None;
@@ -175,7 +175,7 @@ async fn admit(storage: &dyn Storage, header: &Header, end: u64, bounds: &Bounds
 }
 
 /// Gives clusters back to which nothing refers any more, durably: each is counted once less.
-pub(in super::super) async fn release(
+pub(in crate::qcow2) async fn release(
     storage: &dyn Storage,
     header: &Header,
     at: u64,

@@ -7,15 +7,15 @@ use std::sync::Arc;
 use limosa_page::to_usize;
 use limosa_storage::Storage;
 
-use super::super::bitmap_directory::{self, Bitmap, Entry};
-use super::super::entry::OFFSET;
-use super::super::feature::Features;
-use super::super::geometry::Geometry;
-use super::super::header::Header;
 use super::extend::{extend, release};
 use super::roots::BITMAP_BYTES_MOST;
 use super::tables;
 use crate::error::ImageError;
+use crate::qcow2::format::bitmap_directory::{self, Bitmap, Entry};
+use crate::qcow2::format::entry::OFFSET;
+use crate::qcow2::format::feature::Features;
+use crate::qcow2::format::geometry::Geometry;
+use crate::qcow2::format::header::Header;
 
 /// Clusters of a bitmap of a disk of `size` bytes, which is the number of its table's entries.
 const fn clusters(bitmap: &Bitmap, size: u64, geometry: &Geometry) -> u64 {
@@ -26,7 +26,7 @@ const fn clusters(bitmap: &Bitmap, size: u64, geometry: &Geometry) -> u64 {
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: one of them was not put away, or would be too large for a disk of `size` bytes.
-pub(in super::super) async fn lay_aside(
+pub(in crate::qcow2) async fn lay_aside(
     storage: &dyn Storage,
     header: &mut Header,
     size: u64,
@@ -54,7 +54,7 @@ pub(in super::super) async fn lay_aside(
 
 /// Fits the bitmaps to the disk that was of `old` bytes and is of another size now, and has the header speak of them again, durably. What is new of the
 /// disk is not marked in them, as the stock tool has it, but where the cluster of a bitmap said in one word that all is.
-pub(in super::super) async fn put_back(storage: &dyn Storage, header: &mut Header, old: u64) -> Result<(), ImageError> {
+pub(in crate::qcow2) async fn put_back(storage: &dyn Storage, header: &mut Header, old: u64) -> Result<(), ImageError> {
     let mut with = header.clone();
     with.features.autoclear |= Features::BITMAPS;
     for entry in bitmap_directory::entries(storage, &with).await? {

@@ -8,10 +8,10 @@
 
 use limosa_storage::Storage;
 
-use super::header::Header;
 use crate::error::ImageError;
+use crate::qcow2::format::header::Header;
 use counts::{Flags, Width};
-use findings::Findings;
+use report::Findings;
 use stored::Stored;
 use walk::{Image, Pass, What};
 
@@ -19,16 +19,15 @@ mod apart;
 mod copied;
 mod counts;
 mod examine;
-pub(super) mod extend;
-mod findings;
-pub(super) mod fit_bitmaps;
+pub(in crate::qcow2) mod extend;
+pub(in crate::qcow2) mod fit_bitmaps;
 mod rebuild;
 mod repair;
 mod report;
 mod roots;
 mod runs;
 mod stored;
-pub(super) mod tables;
+pub(in crate::qcow2) mod tables;
 mod taken;
 mod unshare;
 mod walk;

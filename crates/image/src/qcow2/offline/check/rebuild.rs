@@ -6,15 +6,15 @@
 use limosa_page::{broken, invariant, to_u64, to_usize};
 use limosa_storage::Storage;
 
-use super::super::header::{Header, REFCOUNT_TABLE_MOST};
-use super::super::refcount_array;
-use super::findings::Findings;
 use super::report::CheckOptions;
+use super::report::Findings;
 use super::roots::{self, SNAPSHOT_EXTRA_LEAST, SNAPSHOT_EXTRA_MOST, SNAPSHOT_FIXED, u32_at};
 use super::tables;
 use super::walk::{Image, Pass, What, l1_gone};
 use crate::error::ImageError;
 use crate::offset::HostOffset;
+use crate::qcow2::format::header::{Header, REFCOUNT_TABLE_MOST};
+use crate::qcow2::format::refcount_array;
 
 /// Where the new parts lie, in clusters.
 #[derive(Debug, Clone, PartialEq, Eq)]

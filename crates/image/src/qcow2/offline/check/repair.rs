@@ -9,21 +9,21 @@ use std::collections::BTreeSet;
 use limosa_page::{BrokenInvariant, broken, invariant, to_usize};
 use limosa_storage::Storage;
 
-use super::super::entry::{COPIED, OFFSET};
-use super::super::feature::Features;
-use super::super::header::Header;
-use super::super::refcount_array;
 use super::apart::{apart, shared};
 use super::copied::copied_fault;
 use super::counts::Flags;
 use super::examine::{self, Kind};
-use super::findings::Findings;
+use super::report::Findings;
 use super::report::{CheckOptions, CheckReport, Repair};
 use super::stored::{Block, Stored};
 use super::unshare::unshare;
 use super::walk::{Image, What, l2_entries};
 use super::{Outcome, examine_image, rebuild, tables};
 use crate::error::ImageError;
+use crate::qcow2::format::entry::{COPIED, OFFSET};
+use crate::qcow2::format::feature::Features;
+use crate::qcow2::format::header::Header;
+use crate::qcow2::format::refcount_array;
 
 /// How often an image is gone through at most. Each step can bring to light what the one before had hidden.
 const TURNS: usize = 12;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use limosa_storage::Storage;
 
-use super::super::field::Fields;
-use super::super::header::Header;
 use super::tables;
 use crate::error::ImageError;
+use crate::qcow2::format::field::Fields;
+use crate::qcow2::format::header::Header;
 
 /// Bytes of a snapshot's entry whose places are fixed.
 pub(super) const SNAPSHOT_FIXED: u64 = 40;

@@ -6,12 +6,12 @@
 use limosa_page::{broken, to_usize};
 use limosa_storage::Storage;
 
-use super::super::geometry::Geometry;
-use super::super::header::Header;
-use super::super::refcount_array;
 use super::examine::Bounds;
 use super::tables;
 use crate::error::ImageError;
+use crate::qcow2::format::geometry::Geometry;
+use crate::qcow2::format::header::Header;
+use crate::qcow2::format::refcount_array;
 
 /// Bits of an entry of the refcount table that are an offset.
 const OFFSET: u64 = !0x1ff;

@@ -10,7 +10,7 @@ const PIECE: u64 = 1 << 20;
 const AHEAD: u64 = 8 << 20;
 
 /// The bytes at a place; zeros behind the end.
-pub(in super::super) async fn bytes(storage: &dyn Storage, at: u64, length: u64) -> Result<Vec<u8>, StorageError> {
+pub(in crate::qcow2) async fn bytes(storage: &dyn Storage, at: u64, length: u64) -> Result<Vec<u8>, StorageError> {
     if length > AHEAD {
         return Err(StorageError::at(Operation::Read, storage.name(), at, length, std::io::ErrorKind::InvalidInput));
     }
@@ -20,7 +20,7 @@ pub(in super::super) async fn bytes(storage: &dyn Storage, at: u64, length: u64)
 }
 
 /// Reads the entry at a place; 0 behind the end.
-pub(in super::super) async fn number(storage: &dyn Storage, at: u64) -> Result<u64, StorageError> {
+pub(in crate::qcow2) async fn number(storage: &dyn Storage, at: u64) -> Result<u64, StorageError> {
     let (buffer, mut entry) = (Buffer::zeroed(8), [0; 8]);
     storage.read(at, buffer.clone().into()).await?;
     buffer.copy_to(0, &mut entry);
@@ -36,23 +36,23 @@ pub(super) fn set_number(table: &mut [u8], number: usize, entry: u64) -> Result<
 }
 
 /// Returns a length that a field of 32 bits has room for.
-pub(in super::super) fn narrow(length: u64) -> Result<u32, BrokenInvariant> {
+pub(in crate::qcow2) fn narrow(length: u64) -> Result<u32, BrokenInvariant> {
     u32::try_from(length).map_err(|_| broken("a length has the 32 bits of its field"))
 }
 
 /// Writes bytes.
-pub(in super::super) async fn put(storage: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), StorageError> {
+pub(in crate::qcow2) async fn put(storage: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), StorageError> {
     storage.write(at, Buffer::copied(bytes).into()).await
 }
 
 /// The numbers in a table's bytes.
-pub(in super::super) fn numbers(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
+pub(in crate::qcow2) fn numbers(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ {
     bytes.as_chunks::<8>().0.iter().map(|entry| u64::from_be_bytes(*entry))
 }
 
 /// The parts in which a table of `bytes` at `at` is read, as far as it lies in a file of so many bytes: what is behind has no
 /// entries.
-pub(in super::super) fn pieces(at: u64, bytes: u64, file: u64) -> impl Iterator<Item = (u64, u64)> {
+pub(in crate::qcow2) fn pieces(at: u64, bytes: u64, file: u64) -> impl Iterator<Item = (u64, u64)> {
     let end = at.saturating_add(bytes).min(file.max(at));
     (at..end).step_by(to_usize(PIECE)).map(move |from| (from, PIECE.min(at.saturating_add(bytes) - from)))
 }

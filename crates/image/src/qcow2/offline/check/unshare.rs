@@ -6,15 +6,15 @@ use std::collections::BTreeMap;
 
 use limosa_storage::Storage;
 
-use super::super::entry::{COMPRESSED, COPIED, OFFSET};
-use super::super::header::Header;
 use super::examine::{self, Kind};
 use super::extend::extend;
-use super::findings::Findings;
 use super::report::CheckOptions;
+use super::report::Findings;
 use super::tables;
 use super::walk::{Image, What, l2_entries};
 use crate::error::ImageError;
+use crate::qcow2::format::entry::{COMPRESSED, COPIED, OFFSET};
+use crate::qcow2::format::header::Header;
 
 /// The most clusters that are dealt with in one pass.
 const MOST: usize = 4096;

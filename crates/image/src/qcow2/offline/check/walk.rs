@@ -8,17 +8,17 @@ use std::ops::Range;
 
 use limosa_storage::Storage;
 
-use super::super::entry::OFFSET;
-use super::super::header::Header;
 use super::counts::{Counts, Width};
 use super::examine::{self, Bounds, Examined, Fault, Kind};
-use super::findings::Findings;
 use super::report::CheckOptions;
+use super::report::Findings;
 use super::roots::{self, BitmapTable, L1Table, Snapshots};
 use super::runs::{Run, runs};
 use super::tables::{self, Reader};
 use super::taken::Taken;
 use crate::error::ImageError;
+use crate::qcow2::format::entry::OFFSET;
+use crate::qcow2::format::header::Header;
 
 /// Bytes of memory for an L2 table that is to be read, rounded up: its place, its uses, and the tree around them.
 const TABLE_BYTES: usize = 64;
@@ -516,7 +516,7 @@ pub(super) fn l2_entries(table: &[u8], extended: bool) -> impl Iterator<Item = (
 
 /// Why the L1 table of a snapshot cannot be gone through.
 fn l1_fault(l1: &L1Table, bounds: &Bounds) -> Option<String> {
-    let most = super::super::header::L1_MOST;
+    let most = crate::qcow2::format::header::L1_MOST;
     if l1.at & (bounds.geometry.cluster_size() - 1) != 0 {
         return Some(format!("its L1 table at {:#x} does not begin at a cluster", l1.at));
     }

@@ -1,0 +1,6 @@
+//! Work on an image that is not in use: creating, checking, repairing and resizing it.
+
+pub(in crate::qcow2) mod check;
+pub(in crate::qcow2) mod create;
+pub(in crate::qcow2) mod layout;
+pub(in crate::qcow2) mod resize;
