@@ -1,7 +1,8 @@
 //! `limosa balloon`: a virtio-balloon over vhost-user.
 //!
-//! Law: however it ends, the guest is told that it may have its pages back, and both sockets are gone. What it asks of a guest
-//! it asks on its own clock ([`job`]), so a program that ordered a job and was killed leaves nothing unfinished.
+//! Law: however it ends, the guest is told that it may have its pages back, and both sockets are gone. What it asks of
+//! a guest it asks on its own clock ([`job`]), so a program that ordered a job and was killed leaves nothing
+//! unfinished.
 
 mod commands;
 mod ctl;
@@ -31,7 +32,7 @@ use job::Jobs;
 use limosa_console::{print_out, say};
 use line::StatusLine;
 
-/// How often jobs go on, and changes are told.
+/// How often jobs continue, and changes are told.
 const TICK: Duration = Duration::from_millis(20);
 /// A balloon that is being filled changes a thousand times a second; events report it this often, and the last change.
 const CHANGES: Duration = Duration::from_millis(200);

@@ -1,7 +1,7 @@
 //! Forwards signals to the QEMU that limosa runs.
 //!
-//! What a terminal sends goes to every process of its foreground group, so QEMU has had it already: only what a process
-//! sent to limosa is handed on.
+//! A terminal sends signals to every process of its foreground group, so QEMU has had those already: only what a
+//! process sent to limosa is handed on.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
@@ -114,7 +114,8 @@ fn send(state: &State, signal: Signal) {
         if let Some(monitor) = state.monitor.upgrade().filter(|_| ENDS.contains(&signal)) {
             monitor.qmp().hold(HELD, ANSWERS);
         }
-        // The only failures left are that it has just ended, or has become another user's: then it is not ours to signal.
+        // The only failures left are that it has just ended, or has become another user's: then it is not ours to
+        // signal.
         let _ = kill_process(pid, signal);
     }
 }

@@ -1,8 +1,9 @@
 //! `limosa run`: starts a QEMU, restores a VM into it, and relays for it until it ends.
 //!
-//! Law: to its caller, limosa looks like that QEMU. QEMU has the terminal, the standard streams and the process group, signals
-//! are forwarded ([`Relay`]), its exit status is limosa's. QEMU does not end with limosa: a pager that is killed stalls the
-//! guest, which can be recovered, and does not end it. A QEMU that could not be given its VM is ended.
+//! Law: to its caller, limosa looks like that QEMU. QEMU has the terminal, the standard streams and the process group,
+//! signals are forwarded ([`Relay`]), its exit status is limosa's. QEMU does not end with limosa: a pager that is
+//! killed stalls the guest, which can be recovered, and does not end it. A QEMU that could not be given its VM is
+//! ended.
 
 mod start;
 
@@ -94,7 +95,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     Ok(like(status))
 }
 
-/// What is told only to those who want to know (`-v`).
+/// Notices shown with `-v` only.
 struct Notice {
     shown: bool,
 }
@@ -107,7 +108,7 @@ impl Notice {
     }
 }
 
-/// What became of the restore.
+/// The outcome of the restore.
 struct Attempt {
     result: anyhow::Result<RestoreReport>,
     /// Whether there was a guest before all of its memory was there.

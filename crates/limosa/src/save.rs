@@ -138,7 +138,7 @@ fn tell(report: &SaveReport) {
     }
 }
 
-/// The disks that were frozen, and what the VM goes on with.
+/// The disks that were frozen, and what the VM continues with.
 fn frozen(report: &SaveReport) -> impl Iterator<Item = (&Disk, &PathBuf)> {
     report.published.manifest.disks.iter().filter_map(|disk| Some((disk, disk.overlay.as_ref()?)))
 }

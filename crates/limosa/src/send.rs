@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 /// Send buffer to ask for: a few batches of pages.
 const SEND_BUFFER: usize = 512 << 10;
 
-/// What was sent.
+/// The result of sending.
 struct Sent {
     normal: u64,
     zero: u64,
@@ -197,7 +197,7 @@ fn postcopy<'a>(
     })
 }
 
-/// What can be done after a failure.
+/// Returns advice after a failure.
 fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
     if guest_runs || args.recover {
         return format!(

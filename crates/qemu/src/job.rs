@@ -1,4 +1,4 @@
-//! What a save and a restore have in common: how they are watched, and what they fail with.
+//! Shared by saves and restores: how they are watched, and their errors.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -78,7 +78,7 @@ pub enum JobError {
     /// A file, directory or process that the job needs: what was tried with it failed.
     #[error("cannot {what} {}: {source}", path.display())]
     Path {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         /// Where.
         path: PathBuf,
@@ -89,9 +89,9 @@ pub enum JobError {
     /// The VM, as it is, is not one that this job can be done with.
     #[error("{why}{}", remedy.shown())]
     Refused {
-        /// What speaks against it.
+        /// The reason.
         why: String,
-        /// What can be done about it.
+        /// The remedy.
         remedy: Remedy,
     },
 
@@ -116,7 +116,7 @@ pub enum JobError {
     Afterwards {
         /// The snapshot.
         path: PathBuf,
-        /// What failed.
+        /// The reason.
         source: Box<JobError>,
     },
 
@@ -129,7 +129,8 @@ pub enum JobError {
 }
 
 impl JobError {
-    /// Whether QEMU was asked something and did not answer: it may be asked again much later, but not by a person who waits.
+    /// Whether QEMU was asked something and did not answer: it may be asked again much later, but not by a person who
+    /// waits.
     pub(crate) fn is_unanswered(&self) -> bool {
         matches!(self, Self::Qmp(QmpError::NoReply { .. }) | Self::Marker(MarkerError::Qmp(QmpError::NoReply { .. })))
     }
@@ -139,7 +140,7 @@ impl JobError {
     }
 }
 
-/// What to do about QEMU's reason, where it is one that a person can do something about.
+/// Returns advice for QEMU's reason, if a person can act on it.
 fn room(reason: &str) -> &'static str {
     if reason.contains("No space left") || reason.contains("quota") {
         ": free some space or choose another directory"

@@ -1,9 +1,9 @@
 //! Starting a QEMU that waits for an incoming VM, with a monitor that only this process can use.
 //!
-//! The monitor is one half of a socket pair, which QEMU inherits: there is no path that another could connect to, or that
-//! QEMU would have to reach from where it is confined. It is described in a configuration file (`-readconfig`), inherited
-//! too, because `-mon` on the command line would take away the monitor that QEMU gives itself (found with QEMU 10.0.2: the
-//! one behind Ctrl-A C of `-nographic`).
+//! The monitor is one half of a socket pair, which QEMU inherits: there is no path that another could connect to, or
+//! that QEMU would have to reach from where it is confined. It is described in a configuration file (`-readconfig`),
+//! inherited too, because `-mon` on the command line would take away the monitor that QEMU gives itself (found with
+//! QEMU 10.0.2: the one behind Ctrl-A C of `-nographic`).
 #![allow(unsafe_code)] // between fork and exec there is no safe call
 
 use std::ffi::{OsStr, OsString};
@@ -28,8 +28,8 @@ use crate::remedy::Remedy;
 /// The id of the monitor in QEMU.
 const ID: &str = "limosa-run";
 
-/// Properties of `memory-backend-file` by which a snapshot is mapped, the newest last: `offset` is there since QEMU 8.1, `rom`
-/// since 8.2.
+/// Properties of `memory-backend-file` by which a snapshot is mapped, the newest last: `offset` is there since QEMU
+/// 8.1, `rom` since 8.2.
 const MEMORY_OPTIONS: [&str; 3] = ["readonly", "offset", "rom"];
 /// How long QEMU may take to print its help.
 const ASK_WITHIN: Duration = Duration::from_secs(20);
@@ -62,7 +62,7 @@ pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
     Ok(CommandLine { paused: has("-S") })
 }
 
-/// What a command line says of the VM.
+/// Properties of the VM in a command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CommandLine {
@@ -71,7 +71,7 @@ pub struct CommandLine {
 }
 
 /// Starts QEMU with `-incoming defer` and the monitor added to its command line. It shares this process's terminal,
-/// process group and standard streams, and goes on if this process dies. It inherits `kept`, under the same numbers.
+/// process group and standard streams, and continues if this process dies. It inherits `kept`, under the same numbers.
 ///
 /// # Errors
 /// If the program cannot be started.
@@ -87,8 +87,8 @@ pub fn launch(words: &[OsString], kept: &[BorrowedFd<'_>]) -> Result<Launched, J
     Ok(Launched { child, socket })
 }
 
-/// Starts a QEMU that takes its VM from `stream`, one end of a socket pair, and ends if the stream ends before it is whole. It
-/// has a session of its own and says what it has to say into `log`.
+/// Starts a QEMU that takes its VM from `stream`, one end of a socket pair, and ends if the stream ends before it is
+/// whole. It has a session of its own and says what it has to say into `log`.
 ///
 /// # Errors
 /// If the program cannot be started.
@@ -136,8 +136,8 @@ fn spawn(command: &mut Command, kept: &[BorrowedFd<'_>]) -> io::Result<Child> {
     command.spawn()
 }
 
-/// The option that a QEMU lacks to map a snapshot as memory, if it lacks one: asked of the program itself, which starts no
-/// guest for it.
+/// The option that a QEMU lacks to map a snapshot as memory, if it lacks one: asked of the program itself, which starts
+/// no guest for it.
 #[must_use]
 pub fn missing_memory_option(words: &[OsString]) -> Option<&'static str> {
     let own = words.get(..=command_line::program(words))?;
@@ -155,7 +155,7 @@ pub fn missing_memory_option(words: &[OsString]) -> Option<&'static str> {
     MEMORY_OPTIONS.iter().copied().find(|option| helped && !has(option))
 }
 
-/// What `-readconfig` reads, as a file without a name.
+/// Returns the configuration for `-readconfig`, in a file without a name.
 fn configuration(monitor: RawFd) -> io::Result<OwnedFd> {
     let text = format!(
         "[chardev \"{ID}\"]\n  backend = \"socket\"\n  fd = \"{monitor}\"\n[mon \"{ID}\"]\n  chardev = \"{ID}\"\n  mode = \

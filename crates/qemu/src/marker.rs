@@ -1,13 +1,15 @@
 //! The record of the running job, kept inside the QEMU process.
 //!
-//! Law: **the record lives exactly as long as what it describes.** A job changes a QEMU process; so the record of what has to
-//! be undone is an object in that very process: it is gone when QEMU is, and the monitor's next client finds it.
+//! Law: **the record lives exactly as long as what it describes.** A job changes a QEMU process; so the record of what
+//! has to be undone is an object in that very process: it is gone when QEMU is, and the monitor's next client finds it.
 //!
 //! It is an object of type `secret` whose `data` property holds JSON. Facts found with QEMU 10.0.2:
 //!
-//! * `data` can be read back with `qom-get` and replaced in one step with `qom-set`, also after creation; a megabyte is fine.
+//! * `data` can be read back with `qom-get` and replaced in one step with `qom-set`, also after creation; a megabyte is
+//!   fine.
 //! * `object-add` refuses an id that exists, which makes placing the record the lock against a second job.
-//! * The object is no device: it is in no migration stream or snapshot, and one side having it does not upset the other.
+//! * The object is no device: it is in no migration stream or snapshot, and one side having it does not upset the
+//!   other.
 //!
 //! Every client of the monitor can read it, so nothing secret may be in it.
 
@@ -29,10 +31,11 @@ const ID: &str = "limosa-job";
 const OBJECT: &str = "/objects/limosa-job";
 /// The version of a record without overlays.
 const VERSION: u32 = 1;
-/// The version of a record with overlays, and the newest that this limosa reads: an older one would leave them lying about.
+/// The version of a record with overlays, and the newest that this limosa reads: an older one would leave them lying
+/// about.
 const VERSION_WITH_OVERLAYS: u32 = 2;
 
-/// What stands between a disk's name and the digits of the snapshot's id in the name of an overlay's file.
+/// Separates a disk's name from the digits of the snapshot's id in an overlay's file name.
 pub(crate) const OVERLAY_SUFFIX: &str = ".overlay-";
 /// How many of them.
 pub(crate) const OVERLAY_DIGITS: usize = 16;
@@ -42,7 +45,7 @@ pub(crate) fn overlay_digits(snapshot: Uuid) -> String {
     snapshot.simple().to_string().chars().take(OVERLAY_DIGITS).collect()
 }
 
-/// What a job does.
+/// The kind of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobKind {
@@ -69,18 +72,18 @@ pub enum JobPhase {
     Working,
     /// The VM may have been handed over; whether it was, is not known. Only a person decides.
     Undecided,
-    /// The snapshot is being given its name: whether it has it, the file system tells. Only of a save with overlays, which are
-    /// undone without a snapshot and not with one.
+    /// The snapshot is being given its name: whether it has it, the file system tells. Only of a save with overlays,
+    /// which are undone without a snapshot and not with one.
     Publishing,
     /// The result is there: the snapshot stands under its name.
     Published,
 }
 
-/// What is to become of the VM when the job has succeeded.
+/// The VM's fate after a job that succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmAfter {
-    /// It goes on as it was.
+    /// It continues as it was.
     AsBefore,
     /// It stays stopped.
     Stopped,
@@ -106,11 +109,11 @@ pub struct Overlay {
 pub struct JobMarker {
     /// Version of this record.
     pub version: u32,
-    /// What the job does.
+    /// The kind of the job.
     pub job: JobKind,
     /// How far it is.
     pub phase: JobPhase,
-    /// What is to become of the VM afterwards.
+    /// The VM's fate afterwards.
     pub vm_after: VmAfter,
     /// The snapshot's id.
     pub snapshot: Uuid,
@@ -225,10 +228,11 @@ impl JobMarker {
         })
     }
 
-    /// Makes the record of a dead job that of this process, which goes on with it (a recovery).
+    /// Makes the record of a dead job that of this process, which continues with it (a recovery).
     ///
     /// # Errors
-    /// [`MarkerError::Busy`] or [`MarkerError::Elsewhere`] if the job's process lives or cannot be seen; then nothing changes.
+    /// [`MarkerError::Busy`] or [`MarkerError::Elsewhere`] if the job's process lives or cannot be seen; then nothing
+    /// changes.
     pub fn claim(&mut self, monitor: &Monitor) -> Result<(), MarkerError> {
         match self.process.liveness() {
             Liveness::Alive => return Err(MarkerError::Busy(Box::new(self.clone()))),

@@ -1,7 +1,8 @@
-//! Which process a job is, so that another limosa can tell whether it still lives.
+//! The identity of a job's process, by which another limosa finds out whether it still lives.
 //!
-//! A number alone proves nothing: numbers are reused, and mean other processes in other containers and on other hosts. So the
-//! time at which the process started goes with it, and the boot and the pid namespace in which the number counts.
+//! A number alone proves nothing: numbers are reused, and mean other processes in other containers and on other hosts.
+//! So the time at which the process started goes with it, and the boot and the pid namespace in which the number
+//! counts.
 
 use std::fmt;
 use std::fs;

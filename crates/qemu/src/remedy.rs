@@ -1,9 +1,9 @@
-//! What can be done about a refused job.
+//! Remedies for a refused job.
 
 use std::borrow::Cow;
 
-/// What can be done about a refused job ([`JobError::Refused`](crate::JobError)), in terms of this crate's options. Which option of a
-/// program that is, the program says.
+/// A remedy for a refused job ([`JobError::Refused`](crate::JobError)), in terms of this crate's options. A program
+/// translates it into its own options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
@@ -31,7 +31,7 @@ pub enum Remedy {
     NoZeroCopyOrSocket,
     /// Go through a socket.
     Socket,
-    /// Restore anew, into a QEMU that waits for a VM, instead of recovering.
+    /// Restore again, into a QEMU that waits for a VM, instead of recovering.
     Restore,
     /// Resume the VM ([`resume`](crate::resume)).
     Resume,
@@ -55,7 +55,8 @@ pub enum Remedy {
     IgnoreDisk,
     /// Run on the VM's host, with a unix socket as monitor.
     RunThere,
-    /// Under overlays the disks would not see each other's writes: ignore the file, if it is kept consistent by other means.
+    /// Under overlays the disks would not see each other's writes: ignore the file, if it is kept consistent by other
+    /// means.
     IgnoreSharedFile,
     /// Name a folder for the overlays.
     OverlayFolder,
@@ -63,11 +64,12 @@ pub enum Remedy {
     OverlayFolderForQemu,
     /// Do not save in the background.
     Foreground,
-    /// A background save needs userfaultfd with write protection for all of the VM's memory; else do not save in the background.
+    /// A background save needs userfaultfd with write protection for all of the VM's memory; else do not save in the
+    /// background.
     WriteProtectionOrForeground,
     /// Give a path, or a host and a port, for QEMU to connect to.
     ListenAddress,
-    /// Do not save in the background, or let the VM go on.
+    /// Do not save in the background, or let the VM continue.
     BackgroundOrStop,
     /// Do not save in the background, or do not wait for hints.
     BackgroundOrHintWait,
@@ -77,7 +79,7 @@ pub enum Remedy {
     BackgroundOrChannels,
     /// Cover the disks with overlays ([`DiskPolicy::Overlay`](crate::DiskPolicy)).
     Overlays,
-    /// Make no overlays, or let the VM go on.
+    /// Make no overlays, or let the VM continue.
     OverlaysOrStop,
     /// Make no overlays, or do not save in the background.
     OverlaysOrBackground,
@@ -116,7 +118,7 @@ impl From<String> for Remedy {
 }
 
 impl Remedy {
-    /// What the error shows of it.
+    /// Returns the text that the error shows.
     pub(crate) fn shown(&self) -> String {
         match self {
             Self::Outside(words) => format!("; {words}"),

@@ -8,7 +8,7 @@ use crate::process::Liveness;
 use crate::qmp::QmpError;
 use crate::takeover::{Actor, Outcome, Seen, Takeover, take_over};
 
-/// What the caller allows.
+/// Options of [`resume`].
 #[derive(Debug, Clone)]
 pub struct ResumeOptions {
     /// Take over from a job of another host or container, and continue a VM that no job of limosa's has stopped.
@@ -23,7 +23,7 @@ impl Default for ResumeOptions {
     }
 }
 
-/// What was found and done.
+/// The outcome of [`resume`].
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Resumed {
@@ -31,7 +31,7 @@ pub struct Resumed {
     pub why: String,
     /// The interrupted job, if there was one.
     pub marker: Option<JobMarker>,
-    /// What was done.
+    /// The steps taken.
     pub takeover: Takeover,
 }
 

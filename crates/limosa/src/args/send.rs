@@ -22,8 +22,8 @@ pub(crate) enum SendModeArg {
 pub(crate) enum SendMemoryArg {
     /// All of the guest's memory is sent
     Sent,
-    /// The destination was started with the options of limosa inspect --qemu-args: only device state and small blocks are
-    /// sent. A destination that maps anything else gets a broken guest, and nothing here can tell
+    /// The destination was started with the options of limosa inspect --qemu-args: only device state and small blocks
+    /// are sent. A destination that maps anything else gets a broken guest, and nothing here can tell
     Mapped,
 }
 
@@ -82,7 +82,7 @@ pub(crate) struct SendArgs {
 }
 
 impl SendArgs {
-    /// What does not go together, in the words of `clap`.
+    /// Returns the options that exclude each other, as clap would say it.
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
         let postcopy = self.recover || self.mode == SendModeArg::Postcopy;
         let two = self.preempt;

@@ -1,9 +1,9 @@
 //! The end of the server.
 //!
-//! **Law: the guest is notified before its device is gone.** It reads the notification itself, over the very connection that
-//! ends: a message says only that the configuration has changed. So the server goes on serving until the driver has read
-//! that it may have its hinted pages (DONE), and until a balloon that is larger than wanted, as after a squeeze that was
-//! broken off, is as small as it should be: each array of that needs the device's answer.
+//! **Law: the guest is notified before its device is gone.** It reads the notification itself, over the very connection
+//! that ends: a message says only that the configuration has changed. So the server continues serving until the driver
+//! has read that it may have its hinted pages (DONE), and until a balloon that is larger than wanted, as after a
+//! squeeze that was broken off, is as small as it should be: each array of that needs the device's answer.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;

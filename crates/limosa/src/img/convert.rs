@@ -1,7 +1,8 @@
 //! `limosa img convert`.
 //!
-//! Law: a target that was just made reads as zeros, and an existing one is not assumed to; an existing file is not touched
-//! before all sources are open; a file that was made for a copy that failed is removed again, since it looks like the copy.
+//! Law: a target that was just made reads as zeros, and an existing one is not assumed to; an existing file is not
+//! touched before all sources are open; a file that was made for a copy that failed is removed again, since it looks
+//! like the copy.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -44,7 +45,7 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     let how = convert::ConvertOptions {
         requests: options.parallel.into(),
         sparse: options.sparse_size,
-        // Writes into the page cache of one file wait for each other in the kernel: in order, reads go on meanwhile.
+        // Writes into the page cache of one file wait for each other in the kernel: in order, reads continue meanwhile.
         out_of_order: options.out_of_order && options.target.cache.is_direct(),
         target_is_zero: options.target_is_zero || made.is_zero,
         below: made.below,

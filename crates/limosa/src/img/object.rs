@@ -1,7 +1,7 @@
 //! The secrets that `--object` defines.
 //!
-//! Law: a secret is checked as far as it can be, and none is kept: nothing needs one before images are encrypted. What is not a
-//! secret is refused by its kind, a property that secrets do not have by its name.
+//! Law: a secret is checked as far as it can be, and none is kept: nothing needs one before images are encrypted. What
+//! is not a secret is refused by its kind, a property that secrets do not have by its name.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -45,7 +45,7 @@ impl Secret {
     /// Understands a definition, as a list of properties or as JSON.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The reason.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let mut properties = if text.starts_with('{') { from_json(text)? } else { from_list(text)? };
         let kind = properties.remove("qom-type").ok_or("kind of object not given; write secret,id=NAME,data=TEXT")?;

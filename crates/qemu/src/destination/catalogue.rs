@@ -1,8 +1,8 @@
-//! What a QEMU program says about the device sections that it reads: `-dump-vmstate`.
+//! The device sections that a QEMU program reads, from its own list: `-dump-vmstate`.
 //!
-//! The program is run with an empty machine (`-machine none`), without configuration files and devices, and ends by itself
-//! once it has written the list. The list has one entry for each type of device whose section is declared with the type;
-//! sections that a machine registers in other ways (`timer`, `cpu`, `PCIBUS`, ...) are not in it.
+//! The program is run with an empty machine (`-machine none`), without configuration files and devices, and ends by
+//! itself once it has written the list. The list has one entry for each type of device whose section is declared with
+//! the type; sections that a machine registers in other ways (`timer`, `cpu`, `PCIBUS`, ...) are not in it.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -38,7 +38,7 @@ pub enum CatalogueError {
     NotQemu {
         /// The program.
         program: PathBuf,
-        /// What is wrong.
+        /// The reason.
         what: String,
     },
 }

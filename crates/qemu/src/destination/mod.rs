@@ -1,8 +1,8 @@
 //! Whether a stored VM would load on a QEMU that runs: asked over its monitor, without changing anything in it.
 //!
-//! Machine type, RAM blocks, uuid and vCPUs are what QEMU says of itself. It does not say which device sections it takes:
-//! they are derived from its tree of objects (`tree`) and, if the program may be run, from what it says about the
-//! versions that it reads ([`Catalogue`]). What cannot be derived is said to be unknown.
+//! Machine type, RAM blocks, uuid and vCPUs are what QEMU says of itself. It does not say which device sections it
+//! takes: they are derived from its tree of objects (`tree`) and, if the program may be run, from what it says about
+//! the versions that it reads ([`Catalogue`]). What cannot be derived is said to be unknown.
 
 mod catalogue;
 mod sections;
@@ -53,7 +53,7 @@ fn look_at(
     })
 }
 
-/// What this QEMU can do about a machine type that it was not started with.
+/// Finds out whether this QEMU has a machine type that it was not started with.
 fn machine_advice(monitor: &Monitor, wanted: &str) -> Result<String, QmpError> {
     let machines = monitor.machines()?;
     Ok(match machines.iter().find(|machine| machine.name == wanted) {

@@ -1,7 +1,7 @@
-//! Which device sections a QEMU takes, as far as its devices and its program tell.
+//! The device sections that a QEMU takes, known from its devices and its program.
 //!
-//! Law: certain is what follows from an address that is vacant or a type whose section the program declares. What follows
-//! from names that are alike is likely. The rest is unknown.
+//! Law: certain is what follows from an address that is vacant or a type whose section the program declares. What
+//! follows from names that are alike is likely. The rest is unknown.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -94,7 +94,7 @@ impl QemuSections {
         self.tree.devices.iter().filter(|device| device.bus == *place).collect()
     }
 
-    /// What to say where the program's own list of sections would tell.
+    /// The advice where the program's own list of sections would decide.
     fn without_list(&self) -> String {
         let program = self.program.as_deref().unwrap_or("its program");
         if self.catalogue.is_some() { String::new() } else { format!(" (the sections that {program} lists may tell)") }
@@ -246,7 +246,8 @@ impl Sections for QemuSections {
         let mut findings = Vec::new();
         let vcpus = saved.iter().filter(|section| section.name == "cpu").count();
         if vcpus > 0 && self.cpus.len() > vcpus {
-            // The state of processor hotplug has a record for each that there can be, and is saved once the guest has used it.
+            // The state of processor hotplug has a record for each that there can be, and is saved once the guest has
+            // used it.
             let what = format!(
                 "{vcpus} saved, {} at the destination: QEMU refuses it if the guest has an operating system with ACPI, \
                  otherwise the further ones never start",

@@ -24,12 +24,12 @@ use crate::takeover::{Actor, take_over_holding};
 /// How long a migration may take to end after it was cancelled: a write to a dead network file system can hold it up.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// How long QEMU may leave a command unanswered. One that is stopped, or whose disk hangs, may come back any time, and there is
-/// no other process that continues its VM then.
+/// How long QEMU may leave a command unanswered. One that is stopped, or whose disk hangs, may come back any time, and
+/// there is no other process that continues its VM then.
 const REPLY: Duration = Duration::from_secs(86_400);
 
-/// The guard's life, with the two arguments that [`super::Guard::spawn`] appended. Called by the hidden subcommand; nothing
-/// may have been written to stdout before, which is the monitor. `words` says what a remedy is in the program.
+/// The guard's life, with the two arguments that [`super::Guard::spawn`] appended. Called by the hidden subcommand;
+/// nothing may have been written to stdout before, which is the monitor. `words` says what a remedy is in the program.
 #[must_use]
 pub fn run(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> ExitCode {
     signals::ignore();
@@ -61,7 +61,7 @@ enum ChildError {
     Unlink { path: PathBuf, source: io::Error },
 }
 
-/// What limosa said before it fell silent.
+/// The last message of limosa before its end.
 #[derive(Debug, PartialEq, Eq)]
 enum JobEnd {
     Done,

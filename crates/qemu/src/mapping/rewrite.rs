@@ -31,7 +31,7 @@ const KEPT: [&str; 2] = ["dump", "merge"];
 /// `file` is what QEMU is to open, for example `/srv/vm.limosa`, or `/dev/fd/7`.
 ///
 /// # Errors
-/// What in the command line, or in the snapshot, speaks against it.
+/// The option, or the RAM block of the snapshot, that rules it out.
 pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Result<MappedCommandLine, MemoryConflict> {
     let options = options(words);
     let mut machine = Machine::default();
@@ -88,7 +88,7 @@ pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Resu
 /// agree. QEMU would find no memory for the block otherwise. Nothing is mapped.
 ///
 /// # Errors
-/// Which block the snapshot has, and which option makes it, where the command line has no memory for it.
+/// The command line has no memory for a block: its name, and the option that makes it.
 pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsString>, MemoryConflict> {
     let options = options(words);
     let mut machine = Machine::default();
@@ -121,7 +121,7 @@ pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsSt
 /// `same` returns whether a name is the snapshot's file.
 ///
 /// # Errors
-/// Which backend.
+/// Such a backend, by its id.
 pub fn check_not_shared(words: &[OsString], same: &dyn Fn(&str) -> bool) -> Result<(), MemoryConflict> {
     for option in options(words).iter().filter(|option| option.name == "object") {
         let list = Properties::read(option.value, "qom-type");

@@ -1,7 +1,7 @@
 //! The VM's disks: what a stored VM depends on besides its memory.
 //!
-//! `query-block` lists every block device front end with its top node, pflash of firmware variables included. Disks that another
-//! process serves (vhost-user) are not in it: see [`super::Device::is_foreign_disk`].
+//! `query-block` lists every block device front end with its top node, pflash of firmware variables included. Disks
+//! that another process serves (vhost-user) are not in it: see [`super::Device::is_foreign_disk`].
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +20,7 @@ pub struct Disk {
     pub device: String,
     /// The name of the top node.
     pub node: String,
-    /// What QEMU calls the file, as it says.
+    /// QEMU's name for the file, unchanged.
     pub filename: String,
     /// The file at the protocol layer, if it is one of a host's file system. Absolute, where QEMU's directory is known.
     pub path: Option<PathBuf>,
@@ -36,7 +36,8 @@ pub struct Disk {
     pub no_flush: bool,
     /// The images that it stands on, the uppermost first; `None` for one that is no file of a host.
     pub backing: Vec<Option<PathBuf>>,
-    /// What QEMU was told about the image that its file does not say (`offset`, `data-file`, another backing file, ...).
+    /// The first option given to QEMU that is not part of the image file (`offset`, `data-file`, another backing
+    /// file, ...).
     pub told: Option<String>,
 }
 
@@ -95,8 +96,8 @@ impl Disk {
     }
 }
 
-/// The host file that one of QEMU's file names means. Names with a protocol (`nbd://...`) mean none; a `json:` name means the
-/// file at the end of its `file` keys.
+/// The host file that one of QEMU's file names means. Names with a protocol (`nbd://...`) mean none; a `json:` name
+/// means the file at the end of its `file` keys.
 fn host_path(filename: &str) -> Option<PathBuf> {
     if let Some(json) = filename.strip_prefix("json:") {
         let mut node: &Value = &serde_json::from_str(json).ok()?;
@@ -117,8 +118,9 @@ fn host_path(filename: &str) -> Option<PathBuf> {
     (!name.is_empty() && !protocol).then(|| PathBuf::from(name))
 }
 
-/// What a `json:` name tells beyond a format and a file: such a name is only given where a plain one would lead to something else.
-/// Overriding the backing file is nothing if the header names the same one (`same_backing`).
+/// Returns the first key of a `json:` name beyond a format and a file. QEMU uses such a name only where a plain one
+/// would lead to something else. Overriding the backing file is nothing if the header names the same one
+/// (`same_backing`).
 fn told(filename: &str, same_backing: bool) -> Option<String> {
     let json = filename.strip_prefix("json:")?;
     let Ok(Value::Object(top)) = serde_json::from_str::<Value>(json) else { return Some("its name".to_owned()) };

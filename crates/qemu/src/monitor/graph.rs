@@ -2,12 +2,13 @@
 //!
 //! Facts found with QEMU 10.0.2:
 //!
-//! * `blockdev-add` opens an image that nothing uses; `blockdev-snapshot` puts it over a node, for everything that uses that
-//!   node, in an iothread too, and opens the node's image read-only. In a `transaction` all of them happen or none.
-//! * It works in the state `pre-switchover`, in a millisecond, and the migration goes on as if nothing had been.
+//! * `blockdev-add` opens an image that nothing uses; `blockdev-snapshot` puts it over a node, for everything that uses
+//!   that node, in an iothread too, and opens the node's image read-only. In a `transaction` all of them happen or
+//!   none.
+//! * It works in the state `pre-switchover`, in a millisecond, and the migration continues as if nothing had been.
 //! * `blockdev-del` refuses a node that is in use: the one question about that which cannot be overtaken by events.
-//! * `block-commit` of a node that a device writes to becomes ready and waits for `job-complete`, which puts the lower node back in
-//!   place; the upper one stays, unused. It works while the VM runs or is stopped, and, where a completed
+//! * `block-commit` of a node that a device writes to becomes ready and waits for `job-complete`, which puts the lower
+//!   node back in place; the upper one stays, unused. It works while the VM runs or is stopped, and, where a completed
 //!   migration has taken the images' activity, after `blockdev-set-active` (10.0).
 
 use std::time::{Duration, Instant};
@@ -28,15 +29,15 @@ const CANCELLED_WITHIN: Duration = Duration::from_secs(10);
 pub struct BlockJob {
     /// Its id.
     pub id: String,
-    /// What it does: `commit`, `mirror`, `backup`, `stream`, ...
+    /// Its type: `commit`, `mirror`, `backup`, `stream`, ...
     pub kind: String,
     /// Whether it waits for `job-complete`.
     pub ready: bool,
 }
 
 impl Monitor {
-    /// Opens the qcow2 image `file`, without what it stands on, as the node `node`. `direct` and `no_flush` as in QEMU's
-    /// `cache` options.
+    /// Opens the qcow2 image `file`, without what it stands on, as the node `node`. `direct` and `no_flush` as in
+    /// QEMU's `cache` options.
     ///
     /// # Errors
     /// QEMU's, for example if it may not open the file.
@@ -100,8 +101,9 @@ impl Monitor {
         Ok(need_list(COMMAND, &answer)?.iter().map(one).collect())
     }
 
-    /// Writes what is in `overlay` into the node `base` below it, and has `base` take its place. The job has the overlay's name; one
-    /// that is there already is gone on with. What is written meanwhile comes along; after an error the overlay is what it was.
+    /// Writes what is in `overlay` into the node `base` below it, and has `base` take its place. The job has the
+    /// overlay's name; one that is there already is continued. What is written meanwhile comes along; after an error
+    /// the overlay is what it was.
     ///
     /// `Ok(false)`: not done by `limit`, and cancelled; or it failed on the way, of which QEMU's log tells.
     ///

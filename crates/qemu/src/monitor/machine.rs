@@ -1,4 +1,4 @@
-//! What the VM is: name, uuid, machine type, memory backends.
+//! The VM's name, uuid, machine type and memory backends.
 
 use serde_json::Value;
 

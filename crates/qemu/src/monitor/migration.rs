@@ -2,28 +2,32 @@
 //!
 //! Facts found with QEMU 10.0.2:
 //!
-//! * The downtime of a save is the time from the event `STOP` to the event `RESUME`, both stamped by QEMU; `RESUME` comes with
-//!   `cont`, or by itself when the migration fails or is cancelled. `STOP` directly precedes the state `device`, in which a
-//!   source with a return path stays until the receiver's SHUT. `query-migrate` counts its `downtime` until SHUT only.
-//! * A VM that was stopped before ends in `paused` after a cancelled migration and in `postmigrate` after a completed one.
-//! * `stop` before `migrate-incoming`, in the state `inmigrate`, makes the VM arrive stopped (`paused`), in precopy as in
-//!   postcopy; `cont` there takes it back, and takes back a `-S`. The state stays `inmigrate` meanwhile.
+//! * The downtime of a save is the time from the event `STOP` to the event `RESUME`, both stamped by QEMU; `RESUME`
+//!   comes with `cont`, or by itself when the migration fails or is cancelled. `STOP` directly precedes the state
+//!   `device`, in which a source with a return path stays until the receiver's SHUT. `query-migrate` counts its
+//!   `downtime` until SHUT only.
+//! * A VM that was stopped before ends in `paused` after a cancelled migration and in `postmigrate` after a completed
+//!   one.
+//! * `stop` before `migrate-incoming`, in the state `inmigrate`, makes the VM arrive stopped (`paused`), in precopy as
+//!   in postcopy; `cont` there takes it back, and takes back a `-S`. The state stays `inmigrate` meanwhile.
 //! * While a postcopy destination loads device state and waits for a page, it answers no command, except those executed
 //!   out of band. Cutting the channel there (`migrate-pause`) ends the QEMU process, whatever `exit-on-error` says.
-//! * `migrate_cancel` of a save with multifd and mapped-ram ends the QEMU process every fourtieth time or so (segmentation
-//!   fault): it frees the file's page bitmaps while its threads still set bits in them. With the threads idle it does not.
-//! * QEMU says `failed`, and `completed`, before it is done with a migration: the first thread that finds its channel broken says so
-//!   while the others still run. Until QEMU has let go of it ([`Monitor::holds_migration`]) settings must not change and no other
-//!   migration may begin. With multifd switched off or `multifd-channels` lowered in between, QEMU forgets threads that still run:
-//!   it ends then or with the next migration (failed assertion, segmentation fault), or never answers again. One that is
-//!   begun in between is refused and leaves QEMU in `setup` for good, or ends the process too. Otherwise `migrate_cancel` does not
-//!   hurt a multifd migration over sockets at any moment, nor does breaking its channels once it is `active`. Channels that break
-//!   before, in `setup`, can leave QEMU waiting for their threads without end: the VM runs, but never migrates again.
+//! * `migrate_cancel` of a save with multifd and mapped-ram ends the QEMU process every fourtieth time or so
+//!   (segmentation fault): it frees the file's page bitmaps while its threads still set bits in them. With the threads
+//!   idle it does not.
+//! * QEMU says `failed`, and `completed`, before it is done with a migration: the first thread that finds its channel
+//!   broken says so while the others still run. Until QEMU has let go of it ([`Monitor::holds_migration`]) settings
+//!   must not change and no other migration may begin. With multifd switched off or `multifd-channels` lowered in
+//!   between, QEMU forgets threads that still run: it ends then or with the next migration (failed assertion,
+//!   segmentation fault), or never answers again. One that is begun in between is refused and leaves QEMU in `setup`
+//!   for good, or ends the process too. Otherwise `migrate_cancel` does not hurt a multifd migration over sockets at
+//!   any moment, nor does breaking its channels once it is `active`. Channels that break before, in `setup`, can leave
+//!   QEMU waiting for their threads without end: the VM runs, but never migrates again.
 //! * When guest code waits for a page, commands are answered as usual.
 //! * A postcopy channel that breaks after the VM was told to run leaves `postcopy-paused`: `stop` and `cont` work,
-//!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until a source
-//!   connects (`postcopy-recover`). It may be repeated, each time in place of the one before; a recovery that breaks is back in
-//!   `postcopy-paused`, and may be begun again.
+//!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until a
+//!   source connects (`postcopy-recover`). It may be repeated, each time in place of the one before; a recovery that
+//!   breaks is back in `postcopy-paused`, and may be begun again.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -121,7 +125,7 @@ pub struct MigrationInfo {
     pub ram: Option<RamProgress>,
     /// Why this VM cannot be migrated. Empty if nothing speaks against it.
     pub blocked_reasons: Vec<String>,
-    /// What QEMU said.
+    /// The status that QEMU reported.
     pub raw: Value,
 }
 
@@ -170,13 +174,14 @@ impl Monitor {
         self.qmp().execute("query-migrate", Value::Null).map(MigrationInfo::of)
     }
 
-    /// Whether QEMU still holds on to a migration, although it may have said that it is over. False where QEMU cannot say
-    /// (older than 6.0).
+    /// Whether QEMU still holds on to a migration, although it may have said that it is over. False where QEMU cannot
+    /// say (older than 6.0).
     ///
     /// # Errors
     /// The connection's.
     pub fn holds_migration(&self) -> Result<bool, QmpError> {
-        // The list of what can be torn out of QEMU's hands: a migration stands in it from its first moment to the end of its threads.
+        // The list of what can be torn out of QEMU's hands: a migration stands in it from its first moment to the end
+        // of its threads.
         let instances = match self.qmp().execute("query-yank", Value::Null) {
             Err(error) if error.is_refusal() => return Ok(false),
             instances => instances?,
@@ -201,8 +206,8 @@ impl Monitor {
         Ok(true)
     }
 
-    /// Starts to send this VM to `uri`; returns once the connection stands. `resume`: takes up a paused postcopy migration
-    /// instead.
+    /// Starts to send this VM to `uri`; returns once the connection stands. `resume`: takes up a paused postcopy
+    /// migration instead.
     ///
     /// # Errors
     /// QEMU's.
@@ -211,11 +216,11 @@ impl Monitor {
         self.order("migrate", arguments)
     }
 
-    /// Starts to receive a VM from `uri`, in a QEMU that was started with `-incoming defer`. Where QEMU can (9.1 and newer), a
-    /// failure leaves the process and its monitor alive, so that its error can be read; older ones exit.
+    /// Starts to receive a VM from `uri`, in a QEMU that was started with `-incoming defer`. Where QEMU can (9.1 and
+    /// newer), a failure leaves the process and its monitor alive, so that its error can be read; older ones exit.
     ///
-    /// It can be tried once: after a failure of any kind, even of an address that could not be opened, QEMU refuses a second
-    /// attempt and has to be started anew.
+    /// It can be tried once: after a failure of any kind, even of an address that could not be opened, QEMU refuses a
+    /// second attempt and has to be started again.
     ///
     /// # Errors
     /// QEMU's.
@@ -233,7 +238,7 @@ impl Monitor {
         }
     }
 
-    /// Asks for the end of an outgoing migration. The VM goes on if it ran before. Does nothing if there is none.
+    /// Asks for the end of an outgoing migration. The VM continues if it ran before. Does nothing if there is none.
     ///
     /// Not to be used for one that writes a mapped-ram file with multifd: see [`Monitor::cancel_write`].
     ///
@@ -243,17 +248,18 @@ impl Monitor {
         self.order("migrate_cancel", Value::Null)
     }
 
-    /// Asks for the end of a migration in which QEMU writes a mapped-ram file, in a way that QEMU survives: it is slowed down
-    /// until nothing moves, and then cancelled. This changes `max-bandwidth`, which the caller puts back.
+    /// Asks for the end of a migration in which QEMU writes a mapped-ram file, in a way that QEMU survives: it is
+    /// slowed down until nothing moves, and then cancelled. This changes `max-bandwidth`, which the caller puts back.
     ///
-    /// One that is in its last part, with the VM stopped, is left alone, because nothing can slow it down: it is about to end by
-    /// itself. `Ok(false)` says so. If it waits before that part (`pre-switchover`), it is let go on to its end.
+    /// One that is in its last part, with the VM stopped, is left alone, because nothing can slow it down: it is about
+    /// to end by itself. `Ok(false)` says so. If it waits before that part (`pre-switchover`), it is let continue to
+    /// its end.
     ///
     /// # Errors
     /// QEMU's.
     pub fn cancel_write(&self) -> Result<bool, QmpError> {
-        // Slowed down, QEMU has its threads handle a few pages every tenth of a second, and nothing in between: the time to act
-        // is soon after such a burst.
+        // Slowed down, QEMU has its threads handle a few pages every tenth of a second, and nothing in between: the
+        // time to act is soon after such a burst.
         const SLOW: u64 = 4096;
         const AFTER_A_BURST: Range<Duration> = Duration::from_millis(20)..Duration::from_millis(60);
         const NO_BURST: Duration = Duration::from_millis(300);
@@ -297,7 +303,8 @@ impl Monitor {
         self.qmp().execute_oob("migrate-pause", Value::Null).map(|_| ())
     }
 
-    /// Makes a paused postcopy destination receive from `uri` again. Out of band: works while the main loop waits for a page.
+    /// Makes a paused postcopy destination receive from `uri` again. Out of band: works while the main loop waits for a
+    /// page.
     ///
     /// # Errors
     /// QEMU's.

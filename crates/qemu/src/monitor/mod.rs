@@ -1,8 +1,8 @@
-//! What limosa asks QEMU, as typed calls.
+//! QMP commands that limosa uses, as typed calls.
 //!
-//! Law: **only what limosa acts upon is typed; the rest is passed on.** Every answer keeps what QEMU said (`raw`), states
-//! that this version of limosa does not know are carried by name, and what is changed in QEMU is recorded before it is
-//! changed ([`Settings`]), so that exactly that is put back.
+//! Law: **only what limosa acts upon is typed; the rest is passed on.** Every answer keeps what QEMU said (`raw`),
+//! states that this version of limosa does not know are carried by name, and what is changed in QEMU is recorded before
+//! it is changed ([`Settings`]), so that exactly that is put back.
 //!
 //! Facts found by running QEMU 10.0.2, beyond its documentation, stand with the calls that depend on them.
 

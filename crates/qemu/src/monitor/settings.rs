@@ -71,7 +71,7 @@ impl Settings {
 }
 
 impl Settings {
-    /// What has to be set to come from these to `wish`, and what to put back afterwards.
+    /// Returns the settings that turn these into `wish`, and those that restore them afterwards.
     #[must_use]
     pub fn change_to(&self, wish: &Settings) -> SettingChange {
         let (set, unknown) = wish.against(self);
@@ -87,10 +87,10 @@ impl Settings {
     }
 }
 
-/// What [`Monitor::plan_settings`] found out.
+/// The result of [`Monitor::plan_settings`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SettingChange {
-    /// What must be set: the part of the wish that is not so already.
+    /// Settings to change: the part of the wish that does not hold already.
     pub set: Settings,
     /// The present values of all that was wished for: also of what is so already, because a job may change it later on
     /// (`max-bandwidth`).
@@ -130,9 +130,10 @@ impl Monitor {
         Ok(self.settings()?.change_to(wish))
     }
 
-    /// Sets capabilities and parameters: first what goes off, then the parameters, then what comes on, because QEMU checks each
-    /// list against what is set at that moment (facts found with QEMU 10.0.2: `mapped-ram` excludes `xbzrle`, and no parameter
-    /// at all can be set while it stands beside a `multifd-compression`). QEMU takes each list as a whole or not at all.
+    /// Sets capabilities and parameters: first what goes off, then the parameters, then what comes on, because QEMU
+    /// checks each list against what is set at that moment (facts found with QEMU 10.0.2: `mapped-ram` excludes
+    /// `xbzrle`, and no parameter at all can be set while it stands beside a `multifd-compression`). QEMU takes each
+    /// list as a whole or not at all.
     ///
     /// # Errors
     /// QEMU's, for example while a migration runs, or for a combination that it excludes.
@@ -154,8 +155,8 @@ impl Monitor {
         self.order("migrate-set-capabilities", json!({ "capabilities": list }))
     }
 
-    /// Puts settings back: sets those that are not so already and that this QEMU knows. The rest is tried even if something
-    /// is refused.
+    /// Puts settings back: sets those that are not so already and that this QEMU knows. The rest is tried even if
+    /// something is refused.
     ///
     /// # Errors
     /// QEMU's first.

@@ -51,7 +51,7 @@ pub struct VmStatus {
     pub state: RunState,
     /// Whether the virtual CPUs run.
     pub running: bool,
-    /// What QEMU said.
+    /// The state that QEMU reported.
     pub raw: Value,
 }
 

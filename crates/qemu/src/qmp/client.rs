@@ -22,11 +22,11 @@ const READ_SIZE: usize = 64 * 1024;
 pub struct Options {
     /// How long to wait for the greeting before saying that another client holds the monitor. 5 s.
     pub greeting: Duration,
-    /// How long to wait for the first answer, after the greeting. QEMU greets from a thread of its own, but answers from its main
-    /// loop, which is held up for ever where it waits for memory that no process brings any more. 20 s.
+    /// How long to wait for the first answer, after the greeting. QEMU greets from a thread of its own, but answers
+    /// from its main loop, which is held up for ever where it waits for memory that no process brings any more. 20 s.
     pub negotiation: Duration,
-    /// How long to wait for the answer to a command. QEMU answers from its main loop, which a slow disk or the loading of
-    /// device state can hold up. 120 s.
+    /// How long to wait for the answer to a command. QEMU answers from its main loop, which a slow disk or the loading
+    /// of device state can hold up. 120 s.
     pub reply: Duration,
     /// The longest message to accept, in bytes. 64 MiB.
     pub message_limit: usize,
@@ -43,7 +43,7 @@ impl Default for Options {
     }
 }
 
-/// What a connection's negotiation came to, to be handed on with its descriptor.
+/// The result of a connection's negotiation, passed on with its descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Negotiated {
     /// QEMU's version.
@@ -101,8 +101,8 @@ pub struct Qmp {
     oob: bool,
     greeting: Greeting,
     options: Options,
-    /// The next id. Held while the bytes of a command are handed to the kernel, so that two commands do not mix; a command
-    /// with descriptors holds it until its answer, because QEMU keeps only the last descriptors that came.
+    /// The next id. Held while the bytes of a command are handed to the kernel, so that two commands do not mix; a
+    /// command with descriptors holds it until its answer, because QEMU keeps only the last descriptors that came.
     sender: Mutex<u64>,
     inbox: Mutex<Inbox>,
     arrived: Condvar,
@@ -112,8 +112,8 @@ impl Qmp {
     /// Connects, takes the greeting and negotiates capabilities (out-of-band execution where it is offered).
     ///
     /// # Errors
-    /// [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::HeldUp`] without an answer after
-    /// it, [`QmpError::NotQmp`].
+    /// [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::HeldUp`] without an answer
+    /// after it, [`QmpError::NotQmp`].
     pub fn connect(address: &MonitorAddress, options: &Options) -> Result<Self, QmpError> {
         let monitor = address.to_string();
         let begun = Instant::now();
@@ -167,8 +167,8 @@ impl Qmp {
     /// Takes over a connection that another process had negotiated and left at any point: in the middle of sending a
     /// command, in the middle of reading an answer, with answers still to come.
     ///
-    /// The byte 0xff can be part of no JSON text: it makes QEMU drop what it holds of an unfinished command. What arrives
-    /// before the answer to the first command of this client is skipped, except events.
+    /// The byte 0xff can be part of no JSON text: it makes QEMU drop what it holds of an unfinished command. What
+    /// arrives before the answer to the first command of this client is skipped, except events.
     ///
     /// # Errors
     /// The connection's.
@@ -183,8 +183,8 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// [`Qmp::adopt`] while QEMU's main loop may be held up: asks nothing, so what the other process had found out has to be
-    /// told. Out of band, commands are answered at once; others when the main loop comes back to life.
+    /// [`Qmp::adopt`] while QEMU's main loop may be held up: asks nothing, so what the other process had found out has
+    /// to be told. Out of band, commands are answered at once; others when the main loop comes back to life.
     ///
     /// # Errors
     /// The connection's.
@@ -236,7 +236,7 @@ impl Qmp {
         self.greeting.version
     }
 
-    /// What the monitor said of itself.
+    /// The monitor's greeting.
     #[must_use]
     pub fn greeting(&self) -> &Greeting {
         &self.greeting
@@ -267,7 +267,7 @@ impl Qmp {
         self.oob
     }
 
-    /// What was found out about the monitor, for a process that may have to go on with the connection.
+    /// Returns the result of the negotiation, for a process that may have to continue with the connection.
     #[must_use]
     pub fn negotiated(&self) -> Negotiated {
         Negotiated { version: self.version(), oob: self.oob, process: self.peer_process }
@@ -310,8 +310,8 @@ impl Qmp {
         Ok((first?, second?))
     }
 
-    /// Executes a command out of band: QEMU answers it even while its main loop is held up. Only a few commands allow it,
-    /// among them `migrate-pause` and `migrate-recover`. Falls back to normal execution where it was not offered.
+    /// Executes a command out of band: QEMU answers it even while its main loop is held up. Only a few commands allow
+    /// it, among them `migrate-pause` and `migrate-recover`. Falls back to normal execution where it was not offered.
     ///
     /// # Errors
     /// As [`Qmp::execute`].
@@ -372,8 +372,8 @@ impl Qmp {
         inbox.replies.remove(&pending.id);
     }
 
-    /// The first event that has one of these names, among those not yet taken, waiting for it up to `timeout`. The others
-    /// stay where they are. No names: the first event of any name.
+    /// The first event that has one of these names, among those not yet taken, waiting for it up to `timeout`. The
+    /// others stay where they are. No names: the first event of any name.
     ///
     /// # Errors
     /// The connection's. Events that came before it failed are still given out.
@@ -409,11 +409,13 @@ impl Qmp {
         Ok(events)
     }
 
-    /// Keeps QEMU undisturbed for so long, for a signal that is about to end it: commands under way are answered first, as far
-    /// as `answers` allows; new ones wait, and fail as soon as QEMU says that it ends. If it does not end they go on.
+    /// Keeps QEMU undisturbed for so long, for a signal that is about to end it: commands under way are answered first,
+    /// as far as `answers` allows; new ones wait, and fail as soon as QEMU says that it ends. If it does not end they
+    /// continue.
     ///
-    /// A QEMU that is ending still reads its monitor, and carries commands out with half of it taken down: `query-migrate` then
-    /// aborts, and its exit status and all that it had still to do are lost (found with QEMU 10.0.2).
+    /// A QEMU that is ending still reads its monitor, and carries commands out with half of it taken down:
+    /// `query-migrate` then aborts, and its exit status and all that it had still to do are lost (found with QEMU
+    /// 10.0.2).
     pub fn hold(&self, how_long: Duration, answers: Duration) {
         self.lock().held_until = Instant::now().checked_add(how_long);
         // A connection that has failed has nothing under way.
@@ -474,7 +476,8 @@ impl Qmp {
 
     /// Waits until commands may be sent, and has their answers awaited from then on.
     fn await_permission(&self, commands: &[Pending]) -> Result<(), QmpError> {
-        // What has arrived and is not read yet may say that QEMU ends. That the connection has failed, sending will tell.
+        // What has arrived and is not read yet may say that QEMU ends. That the connection has failed, sending will
+        // tell.
         let mut until = Instant::now();
         loop {
             let _ = self.wait_for(Some(until), |inbox| inbox.ending.then_some(()));

@@ -1,4 +1,4 @@
-//! What can go wrong on a monitor.
+//! Errors of a monitor connection.
 
 use std::io;
 use std::time::Duration;
@@ -10,7 +10,7 @@ pub enum QmpError {
     /// The text is no monitor address.
     #[error("'{text}' is no monitor address: expected unix:PATH, tcp:HOST:PORT or the path of a socket")]
     Address {
-        /// What was given.
+        /// The address as given.
         text: String,
     },
     /// Nothing listens there, or it may not be reached.
@@ -94,7 +94,7 @@ pub enum QmpError {
     Io {
         /// The monitor's address.
         monitor: String,
-        /// What was being done.
+        /// The operation.
         operation: &'static str,
         /// The kernel's error.
         source: io::Error,
@@ -107,7 +107,7 @@ pub enum QmpError {
         /// The limit, in bytes.
         limit: usize,
     },
-    /// What came is not QMP.
+    /// The other side does not speak QMP.
     #[error("the monitor {monitor} sent something that is not QMP: '{got}'")]
     Garbage {
         /// The monitor's address.
@@ -120,7 +120,7 @@ pub enum QmpError {
     Unexpected {
         /// The command's name.
         command: String,
-        /// What was looked for.
+        /// The expected value.
         expected: String,
         /// The beginning of the answer.
         got: String,
@@ -186,7 +186,7 @@ impl QmpError {
     }
 }
 
-/// What to do where nothing answers at a monitor's address.
+/// Returns advice for a monitor's address at which nothing answers.
 fn advice_to_connect(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied => "run limosa as root or as QEMU's user",

@@ -1,4 +1,4 @@
-//! What has arrived from the monitor and is not taken yet.
+//! Messages that have arrived from the monitor and were not taken yet.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Instant;
@@ -10,7 +10,8 @@ use super::excerpt;
 use super::framer::{Frame, Framer};
 use super::message::{Event, Greeting, Message};
 
-/// Events that are kept until they are taken; past this the oldest are dropped. A long migration makes a few per second.
+/// Events that are kept until they are taken; past this the oldest are dropped. A long migration makes a few per
+/// second.
 const MAX_EVENTS: usize = 65_536;
 
 #[derive(Debug)]

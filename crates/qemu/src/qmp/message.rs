@@ -1,4 +1,4 @@
-//! What a QMP server says: greeting, replies, events.
+//! Messages of a QMP server: greeting, replies, events.
 
 use std::fmt;
 use std::time::Duration;
@@ -37,7 +37,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// What a monitor says of itself when a client connects.
+/// The greeting that a monitor sends when a client connects.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Greeting {
     /// QEMU's version.

@@ -23,7 +23,7 @@ use super::MonitorAddress;
 /// How many descriptors one message may carry; QEMU's commands take one.
 const MAX_DESCRIPTORS: usize = 4;
 
-/// What a bounded receive brought.
+/// The result of a bounded receive.
 pub(super) enum Received {
     Bytes(usize),
     Closed,

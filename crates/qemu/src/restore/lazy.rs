@@ -73,7 +73,7 @@ fn transfer(
     }
 }
 
-/// The process that goes on if this one is killed, if there is one.
+/// The process that continues if this one is killed, if there is one.
 pub(super) struct Guarded<'a> {
     guard: Option<Guard>,
     watch: Watch<'a>,
@@ -153,7 +153,7 @@ pub(super) struct Unserved {
     pub(super) guest_runs: bool,
 }
 
-/// Which of its two beginnings the engine takes.
+/// The two ways in which the engine starts.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Beginning {
     Start,
@@ -201,16 +201,17 @@ pub(super) fn serve(
     })
 }
 
-/// What the stream's end waits for: QEMU has duplicates of limosa's ends of the channels.
+/// The gate before the end of the stream, which opens when QEMU has duplicates of limosa's ends of the channels.
 struct EndGate<'a> {
     ends: &'a KeptChannels,
     open: &'a AtomicBool,
 }
 
-/// Looks after the monitor while the engine runs: tells when the guest is there, and opens the gate to the stream's end.
+/// Looks after the monitor while the engine runs: tells when the guest is there, and opens the gate to the stream's
+/// end.
 ///
-/// The guest is there when the devices are loaded and, if it is to run, QEMU says that it does. `None` if the engine ended
-/// before the devices were loaded.
+/// The guest is there when the devices are loaded and, if it is to run, QEMU says that it does. `None` if the engine
+/// ended before the devices were loaded.
 fn attend(
     job: &RestoreJob<'_>,
     heard: &mpsc::Receiver<Milestone>,
@@ -262,9 +263,9 @@ const KEPT: [&str; 2] = ["limosa-restore", "limosa-restore-preempt"];
 /// Gives QEMU a duplicate of limosa's end of the channel, just before the stream ends.
 ///
 /// A QEMU that has every page and has read the end still wants to tell its source so. If that is gone, QEMU waits for a
-/// recovery that can never come, because it has left the state in which it could take one (found with QEMU 10.0.2). With a
-/// duplicate of its own it talks to itself and completes. Before the last page is placed this would be wrong: a pager that
-/// dies must be noticed. Without descriptors (a monitor over tcp) that window stays.
+/// recovery that can never come, because it has left the state in which it could take one (found with QEMU 10.0.2).
+/// With a duplicate of its own it talks to itself and completes. Before the last page is placed this would be wrong: a
+/// pager that dies must be noticed. Without descriptors (a monitor over tcp) that window stays.
 fn keep_open(monitor: &Monitor, ends: &KeptChannels) {
     if !monitor.qmp().passes_descriptors() {
         return;

@@ -1,12 +1,13 @@
 //! Restoring a VM: from a snapshot into a QEMU that was started with `-incoming defer`.
 //!
-//! Mapped, the snapshot is the guest's memory already and only its devices are loaded. Lazily, limosa is a postcopy source whose guest does not run: the guest starts at the destination as soon as the
-//! device state is loaded, and its pages follow, requested ones first. Eagerly, QEMU reads the file itself, or, where it
-//! cannot, limosa sends a precopy stream.
+//! Mapped, the snapshot is the guest's memory already and only its devices are loaded. Lazily, limosa is a postcopy
+//! source whose guest does not run: the guest starts at the destination as soon as the device state is loaded, and its
+//! pages follow, requested ones first. Eagerly, QEMU reads the file itself, or, where it cannot, limosa sends a precopy
+//! stream.
 //!
-//! The law: **a guest never sees a page that was not stored.** A failure while pages are missing closes the channel: the
-//! guest stalls on what it has not got and waits for [`recover`]. Which snapshot it stands on is written down inside its
-//! QEMU (the job's marker), so that no other can be mistaken for it.
+//! The law: **a guest never sees a page that was not stored.** A failure while pages are missing closes the channel:
+//! the guest stalls on what it has not got and waits for [`recover`]. Which snapshot it stands on is written down
+//! inside its QEMU (the job's marker), so that no other can be mistaken for it.
 
 mod disks;
 mod eager;
@@ -44,8 +45,8 @@ pub enum Mode {
     /// Mapped where the destination maps the snapshot, lazily where it can, else eagerly, with a notice why.
     #[default]
     Auto,
-    /// At once: its memory is the snapshot file, mapped by the destination's memory backends. No page is sent, and nothing is
-    /// left to do afterwards.
+    /// At once: its memory is the snapshot file, mapped by the destination's memory backends. No page is sent, and
+    /// nothing is left to do afterwards.
     Mapped,
     /// At once; its pages follow.
     Lazy,
@@ -110,16 +111,16 @@ pub struct RestoreChannels {
     pub zero_copy: ZeroCopy,
 }
 
-/// What is told while a restore runs.
+/// Observes a restore while it runs.
 pub trait RestoreObserver: Sync {
     /// The guest runs (or is ready to, if it is to stay paused) this long after [`restore`] was called.
     fn guest_ready(&self, after: Duration, mode: Mode);
 }
 
-/// Starts the process that goes on with a lazy restore if this one is killed ([`Guard::start`]), or declines.
+/// Starts the process that continues with a lazy restore if this one is killed ([`Guard::start`]), or declines.
 pub type StartGuard<'a> = dyn Fn() -> Result<Option<Guard>, JobError> + Sync + 'a;
 
-/// What a lazy restore counted.
+/// Counters of a lazy restore.
 #[derive(Debug, Clone)]
 pub struct LazyReport {
     /// From the arrival of a page request to its answer, nanoseconds.
@@ -130,7 +131,7 @@ pub struct LazyReport {
     pub preempt: Option<Counters>,
 }
 
-/// What a restore came to.
+/// The result of a restore.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct RestoreReport {
@@ -154,7 +155,7 @@ pub struct RestoreReport {
     pub vm_state: String,
 }
 
-/// What is restored, where to, and how.
+/// The arguments of [`restore`].
 #[derive(Clone, Copy)]
 pub struct Restore<'a> {
     /// The QEMU that takes the VM.
@@ -183,7 +184,7 @@ impl std::fmt::Debug for Restore<'_> {
 ///
 /// # Errors
 /// Before the guest runs: the QEMU has to be thrown away, and a fresh one can be tried with; the snapshot is untouched.
-/// After: the guest stalls on missing pages, and [`recover`] goes on.
+/// After: the guest stalls on missing pages, and [`recover`] continues.
 pub fn restore(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
     let Restore { monitor, snapshot, path, options, watch, observer, guarded } = restore;
     let begun = Instant::now();
@@ -223,7 +224,7 @@ impl std::fmt::Display for Way {
     }
 }
 
-/// What tells a snapshot from every other: its id, or, where another program wrote it, its device state.
+/// Returns the identity of a snapshot: its id, or one made from its device state if another program wrote it.
 fn identity(snapshot: &Snapshot) -> Uuid {
     snapshot
         .manifest()
@@ -233,7 +234,7 @@ fn identity(snapshot: &Snapshot) -> Uuid {
 /// How long QEMU may take to come to the end of a load that failed.
 const FAIL_WITHIN: Duration = Duration::from_secs(5);
 
-/// What all ways of restoring work with.
+/// State shared by all ways of restoring.
 struct RestoreJob<'a> {
     monitor: &'a Monitor,
     snapshot: &'a Snapshot,
@@ -266,10 +267,11 @@ impl RestoreJob<'_> {
         JobMarker::new(JobKind::Restore, identity(self.snapshot), self.path, self.runs, undo)
     }
 
-    /// After a failure before the guest ran: puts QEMU's settings back and finds the best reason, QEMU's own if it has one.
+    /// After a failure before the guest ran: puts QEMU's settings back and finds the best reason, QEMU's own if it has
+    /// one.
     fn give_up(&self, marker: &JobMarker, error: JobError) -> JobError {
-        // A QEMU that lost its source while it loaded the devices, with a channel for requests, waits for ever for the page
-        // that it has asked for there, and answers nothing (found with QEMU 10.0.2).
+        // A QEMU that lost its source while it loaded the devices, with a channel for requests, waits for ever for the
+        // page that it has asked for there, and answers nothing (found with QEMU 10.0.2).
         let answer = self.monitor.qmp().execute_within("query-migrate", Value::Null, FAIL_WITHIN);
         if let Err(QmpError::NoReply { .. }) = answer {
             let reason = format!("{error}; this QEMU waits for memory that will not come and answers nothing: kill it");
@@ -295,7 +297,8 @@ impl RestoreJob<'_> {
         self.monitor.status().is_ok_and(|status| status.state == RunState::Inmigrate)
     }
 
-    /// After everything has been handed over: QEMU takes the VM's disks then, and may fail to without a word on the stream.
+    /// After everything has been handed over: QEMU takes the VM's disks then, and may fail to without a word on the
+    /// stream.
     fn check_loaded(&self) -> Result<(), JobError> {
         if self.runs && self.is_unloaded() {
             return Err(JobError::refused(

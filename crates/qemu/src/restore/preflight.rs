@@ -16,13 +16,13 @@ use crate::remedy::Remedy;
 /// A RAM block that is sent where others are mapped is worth a notice from this length on, in bytes.
 const MAPPED_FROM: u64 = 64 << 20;
 
-/// What was decided.
+/// The decision.
 pub(super) struct Plan {
     /// Mapped, lazy or eager.
     pub(super) way: Way,
     /// Whether the guest is to run.
     pub(super) runs: bool,
-    /// What [`page_sizes`] found.
+    /// The result of [`page_sizes`].
     pub(super) page_sizes: BTreeMap<String, u64>,
 }
 
@@ -51,7 +51,7 @@ pub(super) fn check(
         RunChoice::Run => true,
         RunChoice::Paused => false,
         // A foreign stream may lack the state; a VM that was migrated was running far more often than not.
-        // One that slept goes on sleeping: its devices know.
+        // One that slept continues sleeping: its devices know.
         RunChoice::AsSaved => snapshot
             .run_state()
             .is_none_or(|state| state == RunState::Running.as_str() || state == RunState::Suspended.as_str()),
@@ -116,7 +116,7 @@ fn way(
     }
 }
 
-/// What else there is to say about a VM that maps its memory.
+/// Notices about a VM that maps its memory.
 fn mapped(monitor: &Monitor, snapshot: &Snapshot, blocks: Vec<InPlace>, watch: Watch<'_>) -> Result<Way, JobError> {
     for device in monitor.devices()? {
         if device.is_assigned() {
@@ -218,7 +218,7 @@ pub(super) fn page_sizes(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> BTreeM
     large.map(|here| (here.name.clone(), here.page_size)).collect()
 }
 
-/// What stands against a lazy restore, if anything does.
+/// Returns the reason that rules out a lazy restore, if there is one.
 fn why_not_lazy(
     monitor: &Monitor,
     snapshot: &Snapshot,

@@ -1,9 +1,9 @@
-//! A lazily restored guest whose limosa was killed: its guard goes on.
+//! A lazily restored guest whose limosa was killed: its guard continues.
 //!
-//! The law: **a killed pager stalls the guest, and the stall ends.** A client that connects to QEMU afterwards may
-//! get no answer: the monitor answers from QEMU's main loop, and that waits for a page as soon as a device touches one that is
-//! missing. Out of band QEMU still obeys, but only over a connection that was negotiated before. So the guard keeps limosa's,
-//! and with it everything that [`super::recover`] would ask QEMU for.
+//! The law: **a killed pager stalls the guest, and the stall ends.** A client that connects to QEMU afterwards may get
+//! no answer: the monitor answers from QEMU's main loop, and that waits for a page as soon as a device touches one that
+//! is missing. Out of band QEMU still obeys, but only over a connection that was negotiated before. So the guard keeps
+//! limosa's, and with it everything that [`super::recover`] would ask QEMU for.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -29,12 +29,12 @@ use crate::qmp::{Negotiated, Options, Qmp, QmpError};
 
 /// How long QEMU may take to notice that its channel is gone before it is told.
 const NOTICE_WITHIN: Duration = Duration::from_secs(5);
-/// How long QEMU may not be ready to go on. It notices the end of its channel at once where it can be gone on with.
+/// How long QEMU may not be ready to continue. It notices the end of its channel at once where it can be continued.
 const LOST_AFTER: Duration = Duration::from_secs(15);
-/// How often QEMU is asked whether it is ready to go on.
+/// How often QEMU is asked whether it is ready to continue.
 const ASK_EVERY: Duration = Duration::from_millis(5);
 
-/// What the guard of a lazy restore has to know.
+/// State that the guard of a lazy restore needs.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct UnfinishedRestore {
     marker: JobMarker,
@@ -43,7 +43,8 @@ pub(crate) struct UnfinishedRestore {
     preempt: bool,
     listen: Option<String>,
     max_bandwidth: Option<NonZeroU64>,
-    /// Of the destination's memory. QEMU tells them in its main loop, which may wait for the very page that is to be sent.
+    /// Of the destination's memory. QEMU tells them in its main loop, which may wait for the very page that is to be
+    /// sent.
     page_sizes: BTreeMap<String, u64>,
     negotiated: Negotiated,
 }
@@ -54,7 +55,7 @@ pub(crate) struct KeptSnapshot {
     snapshot: Snapshot,
 }
 
-/// What became of an unfinished restore.
+/// The outcome of an unfinished restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Recovery {
     /// All its memory is there.

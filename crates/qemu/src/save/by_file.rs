@@ -83,7 +83,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
     Ok(job.report(published, Via::File, saved))
 }
 
-/// Has QEMU write the file, and the VM go on if it is to.
+/// Has QEMU write the file, and the VM continue if it is to.
 fn write(job: &SaveJob<'_>, pending: &PendingFile, path: &str, marker: &mut JobMarker) -> Result<Saved, JobError> {
     let write_back = WriteBehind::watching(pending.file()).map_err(|source| JobError::Path {
         what: "start the write-back of",

@@ -110,7 +110,7 @@ pub(super) fn run(
     Ok(report)
 }
 
-/// Receives the stream; if the VM goes on, answers at once, because it stands still until then.
+/// Receives the stream; if the VM continues, answers at once, because it stands still until then.
 fn receive(job: &SaveJob<'_>, channels: ChannelSet, writer: &mut SnapshotWriter) -> Result<Incoming, MigrateError> {
     let mut options = DestinationOptions::default();
     if job.options.stop {

@@ -1,8 +1,9 @@
 //! Waiting for the pages that a guest's balloon hints as free.
 //!
-//! QEMU asks the guest when a migration begins, and the list comes while memory is on its way: what has left by then is stored.
-//! Nothing tells that the list is complete, but it can be seen: pages that are left out make less remain of the first round
-//! than was sent of it. So memory goes out slowly until pages have been left out and no more follow, and then as fast as it may.
+//! QEMU asks the guest when a migration begins, and the list comes while memory is on its way: what has left by then is
+//! stored. Nothing tells that the list is complete, but it can be seen: pages that are left out make less remain of the
+//! first round than was sent of it. So memory goes out slowly until pages have been left out and no more follow, and
+//! then as fast as it may.
 
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
@@ -36,7 +37,7 @@ impl HintWait {
         Self { until: now.checked_add(longest), left_out: 0, grew: now }
     }
 
-    /// Whether it goes on, after QEMU has said so much.
+    /// Whether it continues, after QEMU has said so much.
     pub(super) fn goes_on(&mut self, now: Instant, ram: Option<&RamProgress>) -> bool {
         if self.until.is_some_and(|until| now >= until) {
             return false;

@@ -1,15 +1,15 @@
 //! Saving a VM: from a running QEMU to a published file, with the VM going on.
 //!
-//! The law: **whatever happens, the VM is left as it was found.** Everything that the job changes in QEMU is written down
-//! in QEMU first (the job's marker), so that this code, the guard, or `limosa resume` can undo it; and the file has no
-//! name until it is whole, so a failed save leaves none.
+//! The law: **whatever happens, the VM is left as it was found.** Everything that the job changes in QEMU is written
+//! down in QEMU first (the job's marker), so that this code, the guard, or `limosa resume` can undo it; and the file
+//! has no name until it is whole, so a failed save leaves none.
 //!
-//! Order, when the VM goes on: the last byte arrives, QEMU is answered, the VM is continued, *then* the file is made
+//! Order, when the VM continues: the last byte arrives, QEMU is answered, the VM is continued, *then* the file is made
 //! durable and published. The VM's downtime holds no disk. With [`SaveOptions::stop`] the file is durable and published
 //! before QEMU is answered, because from then on it may be all that is left of the VM.
 //!
-//! With [`SaveOptions::background`] the VM stands still at the beginning only, for its devices, and QEMU asks for nothing at
-//! the end, which cannot be undone. The snapshot is of the moment at which the save began.
+//! With [`SaveOptions::background`] the VM stands still at the beginning only, for its devices, and QEMU asks for
+//! nothing at the end, which cannot be undone. The snapshot is of the moment at which the save began.
 
 mod background;
 mod by_file;
@@ -51,8 +51,8 @@ const UNDO_WITHIN: Duration = Duration::from_secs(60);
 /// `guarded` starts the guard of the job, and may decline.
 ///
 /// # Errors
-/// On `Err` there is no file, or the one that was there before, and the VM is as it was found. If even that could not be
-/// achieved (QEMU does not answer), the marker stays in QEMU and `limosa resume` finishes.
+/// On `Err` there is no file, or the one that was there before, and the VM is as it was found. If even that could not
+/// be achieved (QEMU does not answer), the marker stays in QEMU and `limosa resume` finishes.
 pub fn save(
     monitor: &Monitor,
     target: &Path,
@@ -61,8 +61,8 @@ pub fn save(
     guarded: impl FnOnce() -> Result<Option<Guard>, JobError> + Send,
 ) -> Result<SaveReport, JobError> {
     let begun = Instant::now();
-    // The guard takes some milliseconds to come up; the VM is looked at meanwhile. It stands before there is a record of the
-    // job, because a record without a guard would outlive a kill; and without a record it does nothing.
+    // The guard takes some milliseconds to come up; the VM is looked at meanwhile. It stands before there is a record
+    // of the job, because a record without a guard would outlive a kill; and without a record it does nothing.
     let (prepared, guard) = thread::scope(|scope| {
         let guard = scope.spawn(guarded);
         let prepared = prepare(monitor, target, options, watch);
@@ -153,8 +153,8 @@ pub fn save(
     done
 }
 
-/// After a save: puts the settings back and takes the record of the job away. False if QEMU does not let go of the migration,
-/// so that its settings must stay.
+/// After a save: puts the settings back and takes the record of the job away. False if QEMU does not let go of the
+/// migration, so that its settings must stay.
 fn put_back(monitor: &Monitor, marker: &JobMarker) -> Result<bool, MarkerError> {
     if !monitor.wait_released(UNDO_WITHIN)? {
         return Ok(false);

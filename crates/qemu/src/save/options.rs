@@ -27,7 +27,7 @@ pub enum Route {
 pub enum OnTimeout {
     /// Stop the VM until it is saved; the rest of its memory goes at full speed.
     Pause,
-    /// Give up; the VM goes on.
+    /// Give up; the VM continues.
     Cancel,
 }
 
@@ -39,7 +39,8 @@ pub enum DiskPolicy {
     Check,
     /// The caller keeps them consistent.
     Ignore,
-    /// A save freezes them at its instant and has the VM go on with overlays over them. A restore checks as with `Check`.
+    /// A save freezes them at its instant and has the VM continue with overlays over them. A restore checks as with
+    /// `Check`.
     Overlay,
 }
 
@@ -50,14 +51,14 @@ pub struct SaveOptions {
     pub route: Route,
     /// Where QEMU connects when limosa writes; `None`: a socket pair passed through the monitor.
     pub listen: Option<Uri>,
-    /// Channels beside the main one (QEMU's `multifd-channels`): to write the file with, or to send on. `None`: as many as
-    /// suit a file; everything on one channel.
+    /// Channels beside the main one (QEMU's `multifd-channels`): to write the file with, or to send on. `None`: as many
+    /// as suit a file; everything on one channel.
     pub channels: Option<u8>,
     /// How pages are compressed on these channels (QEMU's `multifd-compression`).
     pub compression: Compression,
     /// Leave the VM stopped.
     pub stop: bool,
-    /// Have QEMU protect the memory against writing and save it while the VM goes on.
+    /// Have QEMU protect the memory against writing and save it while the VM continues.
     pub background: bool,
     /// Replace the file if it is there.
     pub replace: bool,
@@ -73,8 +74,9 @@ pub struct SaveOptions {
     pub overlay_dir: Option<PathBuf>,
     /// Whether to wait until a power cut cannot lose the file.
     pub durability: Durability,
-    /// How long memory goes out slowly at the beginning until QEMU has heard which pages the guest's balloon hints as free; `None`:
-    /// it goes as fast as it may from the beginning, and what has left before the list has come is stored.
+    /// How long memory goes out slowly at the beginning until QEMU has heard which pages the guest's balloon hints as
+    /// free; `None`: it goes as fast as it may from the beginning, and what has left before the list has come is
+    /// stored.
     pub hint_wait: Option<Duration>,
 }
 

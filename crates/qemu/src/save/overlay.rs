@@ -1,17 +1,18 @@
-//! Overlays: the disks are frozen at the instant at which the VM stops for its memory, and the VM goes on with overlays over them.
+//! Overlays: the disks are frozen at the instant at which the VM stops for its memory, and the VM continues with
+//! overlays over them.
 //!
 //! In time:
 //!
 //! 1. Before anything is changed: which disks there are, whether each can be frozen, where its overlay goes.
-//! 2. The overlays are written down in QEMU (the job's marker). Then their files are made and QEMU opens them, unused: what QEMU may
-//!    not open is refused here, with the VM untouched.
-//! 3. The memory is saved while the VM runs. With `pause-before-switchover` QEMU stops the VM and waits; all overlays are put over
-//!    their disks in one transaction, all or none; the migration goes on.
-//! 4. The VM goes on with its overlays, and the snapshot is published, with the frozen files in its manifest.
+//! 2. The overlays are written down in QEMU (the job's marker). Then their files are made and QEMU opens them, unused:
+//!    what QEMU may not open is refused here, with the VM untouched.
+//! 3. The memory is saved while the VM runs. With `pause-before-switchover` QEMU stops the VM and waits; all overlays
+//!    are put over their disks in one transaction, all or none; the migration continues.
+//! 4. The VM continues with its overlays, and the snapshot is published, with the frozen files in its manifest.
 //!
-//! The law: **until the snapshot has its name, all of this can be taken back** (`takeover::overlays`): an overlay that is unused is
-//! closed and removed, one that is used is merged back into its disk while the VM runs. From then on the snapshot stands on the
-//! frozen files, and the VM goes on with the overlays whatever happens.
+//! The law: **until the snapshot has its name, all of this can be taken back** (`takeover::overlays`): an overlay that
+//! is unused is closed and removed, one that is used is merged back into its disk while the VM runs. From then on the
+//! snapshot stands on the frozen files, and the VM continues with the overlays whatever happens.
 
 use std::ffi::OsStr;
 use std::fs::{File, Permissions};
@@ -200,7 +201,7 @@ fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Resul
     }
     file.set_permissions(Permissions::from_mode(mode)).map_err(place("set the mode of the overlay", target))?;
     let format = if matches!(disk.format.as_str(), "file" | "host_device") { "raw" } else { &disk.format };
-    // Through a descriptor: a qemu-img that outlives this process makes no file anew. -u: the disk is not opened.
+    // Through a descriptor: a qemu-img that outlives this process makes no file again. -u: the disk is not opened.
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-u", "-f", "qcow2", "-F", format, "-b", &overlay.frozen, "/proc/self/fd/0"]);
     command.arg(disk.virtual_size.to_string()).stdin(Stdio::from(file));
@@ -232,7 +233,7 @@ pub(super) fn put(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobError
     Ok(monitor.put_overlays(planned.iter().map(|one| (one.overlay.base.as_str(), one.overlay.node.as_str())))?)
 }
 
-/// Notes in the manifest which overlays the VM goes on with.
+/// Notes in the manifest which overlays the VM continues with.
 pub(super) fn note(manifest: &mut Manifest, planned: &[Planned]) {
     for disk in &mut manifest.disks {
         let over = planned.iter().find(|one| one.overlay.base == disk.node);

@@ -145,7 +145,7 @@ fn record(node: &str, device: Option<String>, path: PathBuf, format: &str) -> Re
     })
 }
 
-/// Whether a VM in this state goes on by itself once its CPUs may run.
+/// Whether a VM in this state continues by itself once its CPUs may run.
 pub(super) fn is_live(state: &RunState) -> bool {
     matches!(state, RunState::Running | RunState::Suspended)
 }

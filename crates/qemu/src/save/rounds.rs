@@ -1,8 +1,8 @@
 //! Rounds over the dirty log: whether what remains of the memory gets less.
 //!
-//! QEMU counts its rounds and says how much of the memory is dirty at the beginning of each. A save converges as long as
-//! every few rounds begin with less than all before them. One that does not converge goes on for ever, unless the VM becomes
-//! calmer or is stopped: a person has to be told.
+//! QEMU counts its rounds and says how much of the memory is dirty at the beginning of each. A save converges as long
+//! as every few rounds begin with less than all before them. One that does not converge continues for ever, unless the
+//! VM becomes calmer or is stopped: a person has to be told.
 
 use crate::monitor::RamProgress;
 

@@ -53,8 +53,8 @@ pub(super) struct Watcher<'a> {
     channels: Option<Channels>,
 }
 
-/// Several channels, which must not break while QEMU waits for one of them ([`Held`](crate::guard::Held)): a cancel is QEMU's
-/// to carry out, and they are read until it has.
+/// Several channels, which must not break while QEMU waits for one of them ([`Held`](crate::guard::Held)): a cancel is
+/// QEMU's to carry out, and they are read until it has.
 #[derive(Debug)]
 struct Channels {
     _deferred: DeferredStop,
@@ -177,7 +177,8 @@ impl<'a> Watcher<'a> {
         }
     }
 
-    /// Reports a save that would never end: once, and not one that ends by a time-out, or goes over the memory only once.
+    /// Reports a save that would never end: once, and not one that ends by a time-out, or goes over the memory only
+    /// once.
     fn note_round(&mut self, ram: &RamProgress) -> Result<(), JobError> {
         let SaveJob { monitor, watch, options, .. } = self.job;
         let ends = options.background || options.timeout.is_some() || self.stopped.is_some();
@@ -191,7 +192,7 @@ impl<'a> Watcher<'a> {
         Ok(())
     }
 
-    /// QEMU has stopped the VM and waits: freezes the disks, unless the save is to end, and lets it go on.
+    /// QEMU has stopped the VM and waits: freezes the disks, unless the save is to end, and lets it continue.
     fn switch_over(&mut self) -> Result<(), JobError> {
         if self.cancelling.is_some() {
             // It may have come here after it was too late to cancel it.
@@ -199,7 +200,7 @@ impl<'a> Watcher<'a> {
         }
         if !self.frozen {
             if let Err(error) = overlay::put(self.job.monitor, &self.job.before.overlays) {
-                // Nothing has changed, and the VM goes on.
+                // Nothing has changed, and the VM continues.
                 self.cancelling = Some(error);
                 return self.cancel();
             }
@@ -249,7 +250,8 @@ impl<'a> Watcher<'a> {
             match then {
                 OnTimeout::Pause => {
                     (watch.notice)(&format!("not done after {} s: stopping the VM", limit.as_secs_f64()));
-                    // Not `stop`: the snapshot would come back stopped. A QEMU that may take its time stops the VM itself.
+                    // Not `stop`: the snapshot would come back stopped. A QEMU that may take its time stops the VM
+                    // itself.
                     monitor.set(&Settings::new().parameter("downtime-limit", LONGEST_DOWNTIME))?;
                 }
                 OnTimeout::Cancel => {
@@ -330,7 +332,8 @@ impl<'a> Watcher<'a> {
         }
     }
 
-    /// How long the VM stood still at the beginning of a background save, and how long after the save's beginning it ran on.
+    /// How long the VM stood still at the beginning of a background save, and how long after the save's beginning it
+    /// ran on.
     pub(super) fn freeze(&mut self) -> Result<(Option<Duration>, Duration), JobError> {
         // `completed` may have been seen before them.
         while let Some(event) = self.job.monitor.qmp().wait_event(&["STOP", "RESUME"], Duration::ZERO)? {

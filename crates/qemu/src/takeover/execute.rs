@@ -17,7 +17,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// The same when no event is to come.
 const LOOK_SOON: Duration = Duration::from_millis(5);
 
-/// What was done for a VM whose job died.
+/// The outcome of taking over a VM whose job died.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Takeover {
@@ -25,20 +25,20 @@ pub struct Takeover {
     pub outcome: Outcome,
     /// The VM's state at the end.
     pub run: RunState,
-    /// What was done, and what could not be, in sentences for people.
+    /// Steps taken, and steps that failed, in sentences for people.
     pub remarks: Vec<String>,
-    /// What a person must know and act upon: disks that are not where they were.
+    /// Notices that a person must act on: disks that are not where they were.
     pub notices: Vec<String>,
 }
 
 impl Seen {
-    /// What QEMU says now.
+    /// QEMU's state afterwards.
     ///
     /// # Errors
     /// The monitor's.
     pub(crate) fn of(monitor: &Monitor) -> Result<Self, QmpError> {
-        // In this order: the state of a VM that was asked for before the migration was over may be one that it has left since,
-        // to be stopped for the end; and what is not held any more after it was over has come to its end.
+        // In this order: the state of a VM that was asked for before the migration was over may be one that it has left
+        // since, to be stopped for the end; and what is not held any more after it was over has come to its end.
         let migration = monitor.migration()?.status;
         let run = monitor.status()?.state;
         Ok(Self { run, migration, held: monitor.holds_migration()? })
@@ -79,7 +79,7 @@ pub(crate) fn take_over_holding(
         }
         let step = match next_step(marker, &seen, &progress, actor) {
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
-            // It was told already, and goes on being where it has to be told.
+            // It was told already, and continues being where it has to be told.
             Step::Cancel if progress.cancelled && progress.waited >= patience => Step::Finish(Outcome::GaveUp),
             step => step,
         };
@@ -149,8 +149,8 @@ fn cancel(monitor: &Monitor, marker: &JobMarker) -> Result<bool, QmpError> {
     if marker.descriptor_sets.is_empty() { monitor.migrate_cancel().map(|()| true) } else { monitor.cancel_write() }
 }
 
-/// Takes the job's descriptor sets away: those of the record, and one that was made a moment before its record could be,
-/// which is known by its remark.
+/// Takes the job's descriptor sets away: those of the record, and one that was made a moment before its record could
+/// be, which is known by its remark.
 fn drop_sets(monitor: &Monitor, marker: &JobMarker) -> Result<(), QmpError> {
     let id = marker.snapshot.to_string();
     for (set, remarks) in monitor.descriptor_sets()? {

@@ -1,10 +1,11 @@
-//! What becomes of the overlays that a save has put, or was to put, over the disks.
+//! Overlays of a save that died: removed, merged back, or kept with their snapshot.
 //!
-//! Law: **no write is lost, and no file that is in use is removed.** An overlay that nothing uses is closed and its file removed.
-//! One that the VM writes to is merged back into the disk below, which then takes its place: the VM is as it was found.
-//! That is done only where no snapshot stands on the disk below; if one does, or may, the VM goes on with the overlay.
+//! Law: **no write is lost, and no file that is in use is removed.** An overlay that nothing uses is closed and its
+//! file removed. One that the VM writes to is merged back into the disk below, which then takes its place: the VM is as
+//! it was found. That is done only where no snapshot stands on the disk below; if one does, or may, the VM continues
+//! with the overlay.
 //!
-//! The VM runs while this goes on; QEMU's own job takes care of what it writes meanwhile.
+//! The VM runs while this continues; QEMU's own job takes care of what it writes meanwhile.
 
 use std::io;
 use std::path::Path;
@@ -22,7 +23,8 @@ use crate::qmp::QmpError;
 /// How long a QEMU that has closed its monitor may take to close its images too.
 const CLOSED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Undoes the job's overlays as far as they can and may be undone, by `limit`; adds what a person must know to `notices`.
+/// Undoes the job's overlays as far as they can and may be undone, by `limit`; adds what a person must know to
+/// `notices`.
 pub(super) fn undo_all(
     monitor: &Monitor,
     marker: &JobMarker,
@@ -55,8 +57,8 @@ pub(super) fn undo_all(
     Ok(())
 }
 
-/// QEMU has ended in the middle of the job: removes the overlays that hold nothing, because the disks below are all there
-/// is then. What a person must know of the others.
+/// QEMU has ended in the middle of the job: removes the overlays that hold nothing, because the disks below are all
+/// there is then. What a person must know of the others.
 pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
     let mut notices = Vec::new();
     for overlay in &marker.overlays {
@@ -82,8 +84,8 @@ pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
     notices
 }
 
-/// Whether no process has the image open, and it holds nothing. That the monitor is gone does not say that QEMU is: one that still
-/// writes to the image holds QEMU's lock on it.
+/// Whether no process has the image open, and it holds nothing. That the monitor is gone does not say that QEMU is: one
+/// that still writes to the image holds QEMU's lock on it.
 fn is_unused_and_empty(file: &Path) -> Result<bool, String> {
     let limit = Instant::now() + CLOSED_WITHIN;
     loop {
@@ -139,8 +141,8 @@ fn may_be_published(marker: &JobMarker) -> bool {
     }
 }
 
-/// Removes an overlay's file. Its name comes out of the record, which QEMU keeps, and a process that controls QEMU must not have
-/// other files removed.
+/// Removes an overlay's file. Its name comes out of the record, which QEMU keeps, and a process that controls QEMU must
+/// not have other files removed.
 fn remove(file: &Path, snapshot: Uuid) -> io::Result<()> {
     let ours = format!("{OVERLAY_SUFFIX}{}", overlay_digits(snapshot));
     if !file.file_name().is_some_and(|name| name.to_string_lossy().contains(&ours)) {

@@ -7,8 +7,8 @@ use crate::marker::{JobKind, JobMarker, JobPhase, VmAfter};
 use crate::monitor::{MigrationStatus, RunState};
 use crate::remedy::Remedy;
 
-/// How long a migration may stay in `setup`: of a restore that has lost its sender, before it is given up; of a save, before it
-/// is cancelled, which is not safe then ([`Held`](crate::guard::Held)).
+/// How long a migration may stay in `setup`: of a restore that has lost its sender, before it is given up; of a save,
+/// before it is cancelled, which is not safe then ([`Held`](crate::guard::Held)).
 pub(crate) const SETUP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often `cont` is tried.
@@ -23,18 +23,19 @@ pub enum Actor {
     Person,
 }
 
-/// What QEMU says.
+/// QEMU's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
     /// The VM's state.
     pub run: RunState,
     /// The migration's state.
     pub migration: MigrationStatus,
-    /// QEMU still holds on to a migration, also if it says that it is over ([`crate::monitor::Monitor::holds_migration`]).
+    /// QEMU still holds on to a migration, also if it says that it is over
+    /// ([`crate::monitor::Monitor::holds_migration`]).
     pub held: bool,
 }
 
-/// What has been done so far.
+/// Steps taken so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
     /// A cancel was sent.
@@ -106,7 +107,7 @@ impl Outcome {
         !matches!(self, Self::Undecided | Self::NeedsRecovery | Self::Unknown | Self::GaveUp | Self::ContinueRefused)
     }
 
-    /// What is left to be done, by a person.
+    /// Steps left for a person.
     #[must_use]
     pub fn remedy(self) -> Option<Remedy> {
         match self {
@@ -155,7 +156,8 @@ fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> S
             if seen.migration == M::Setup && progress.waited < SETUP_PATIENCE {
                 return Step::Wait;
             }
-            // A migration that waits goes nowhere by itself, also when it came there after it was too late to cancel it.
+            // A migration that waits goes nowhere by itself, also when it came there after it was too late to cancel
+            // it.
             let waits = seen.migration == M::PreSwitchover;
             if progress.cancelled && !waits { Step::Wait } else { Step::Cancel }
         }
@@ -222,7 +224,7 @@ fn restore(marker: &JobMarker, seen: &Seen, progress: &Progress) -> Step {
     }
 }
 
-/// What is left to do when the VM is where it belongs. Its running comes first, because a stopped VM is what hurts.
+/// Returns the next step when the VM is where it belongs. Running comes first, because a stopped VM hurts most.
 fn tidy(outcome: Outcome, progress: &Progress) -> Step {
     if !outcome.ends_job() {
         return Step::Finish(outcome);
