@@ -20,12 +20,12 @@ use crate::descriptor::{self, Kind};
 use crate::direction::{Direction, Stop, Transfer};
 use crate::error::{ChannelError, Operation};
 use crate::options::Options;
-use crate::passed::PASSED_MAX;
+use crate::passed_descriptors::PASSED_MAX;
 use crate::rate::RateLimit;
 use crate::tls::{ByKernel, Session, TlsFailure};
 use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
-use crate::zero_copy::{Lender, Refusal, ZeroCopy};
+use crate::zero_copy::{Refusal, ZeroCopy, ZeroCopySender};
 
 type Result<T> = std::result::Result<T, ChannelError>;
 
@@ -35,7 +35,7 @@ const PAIR_BUFFER: usize = 512 << 10;
 
 /// Which directions to shut down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum How {
+pub enum Shutdown {
     /// No more gets.
     Read,
     /// No more puts; the peer sees the end of the data.
@@ -63,7 +63,7 @@ struct ChannelState {
     get_rate: RateLimit,
     get: Direction,
     put: Direction,
-    lender: Lender,
+    sender: ZeroCopySender,
 }
 
 impl Channel {
@@ -165,7 +165,7 @@ impl Channel {
         options: &Options,
     ) -> Result<Self> {
         let (wake_get, wake_put) = wakes.unzip();
-        let lender = Lender::new(options.zero_copy, &transport).map_err(|refusal| match refusal {
+        let sender = ZeroCopySender::new(options.zero_copy, &transport).map_err(|refusal| match refusal {
             Refusal::Unsupported(why) => {
                 ChannelError::Unsupported { operation: Operation::Configure, peer: Arc::clone(&peer), why }
             }
@@ -175,7 +175,7 @@ impl Channel {
             Refusal::Failed(source) => ChannelError::setup(Operation::Configure, Arc::clone(&peer), source),
         })?;
         let state = ChannelState {
-            lender,
+            sender,
             peer,
             rate: options.rate.clone().unwrap_or_default(),
             get_rate: options.get_rate.clone().unwrap_or_default(),
@@ -282,16 +282,16 @@ impl Channel {
         matches!(self.transport, Transport::Tls(_))
     }
 
-    /// Whether the kernel seals what is put ([`How::Write`]), opens what is got ([`How::Read`]), or both
+    /// Whether the kernel seals what is put ([`Shutdown::Write`]), opens what is got ([`Shutdown::Read`]), or both
     /// ([`crate::KernelTls`]). Only known once both ends have shaken hands; where bytes came with the end of that, it opens
     /// what comes behind them.
-    pub fn is_sealed_by_kernel(&self, how: How) -> bool {
+    pub fn is_sealed_by_kernel(&self, how: Shutdown) -> bool {
         let Transport::Tls(session) = &self.transport else { return false };
         let (seals, opens) = session.by_kernel().map_or((false, false), ByKernel::directions);
         match how {
-            How::Read => opens,
-            How::Write => seals,
-            How::Both => seals && opens,
+            Shutdown::Read => opens,
+            Shutdown::Write => seals,
+            Shutdown::Both => seals && opens,
         }
     }
 
@@ -432,13 +432,13 @@ impl Channel {
     }
 
     pub(crate) fn put_lent(&self, cursors: [&mut Cursor<'_, Out>; 3], reused: bool) -> Result<()> {
-        let put = self.state.lender.put(self.output(), cursors, reused);
+        let put = self.state.sender.put(self.output(), cursors, reused);
         put.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
     pub(crate) fn flush_lent(&self) -> Result<()> {
         let given_up = || self.state.put.is_shut() && self.state.get.is_shut();
-        let flushed = self.state.lender.flush(self.output(), given_up);
+        let flushed = self.state.sender.flush(self.output(), given_up);
         flushed.map_err(|stop| self.explain(Operation::Put, stop))
     }
 
@@ -450,17 +450,17 @@ impl Channel {
     }
 
     pub(crate) fn abort_lent(&self) {
-        self.state.lender.abort(&self.transport);
+        self.state.sender.abort(&self.transport);
     }
 
     /// How pages were wanted to leave when the channel was made ([`Options::zero_copy`]).
     pub fn zero_copy_wanted(&self) -> ZeroCopy {
-        self.state.lender.setting()
+        self.state.sender.setting()
     }
 
     /// How pages that are lent leave now: [`Off`](ZeroCopy::Off) where they are copied, never [`Auto`](ZeroCopy::Auto).
     pub fn zero_copy(&self) -> ZeroCopy {
-        self.state.lender.method()
+        self.state.sender.method()
     }
 
     fn get_all(&self, mut scatter: Cursor<'_, In>) -> Result<()> {
@@ -471,12 +471,12 @@ impl Channel {
     /// Ends one or both directions and wakes the threads that wait in them, also in the rate limit; these get
     /// [`ChannelError::ShutDown`]. What came before a read shutdown of a socket can still be read. A pipe's peer sees
     /// the end only when the channel is dropped. An encrypted channel's peer receives the close notification by
-    /// [`How::Write`] alone, and not while a put is in progress: to the peer the connection is cut then.
+    /// [`Shutdown::Write`] alone, and not while a put is in progress: to the peer the connection is cut then.
     ///
     /// # Errors
     /// If the kernel refuses; that the peer is gone already is no error.
-    pub fn shutdown(&self, how: How) -> Result<()> {
-        let (read, write) = (how != How::Write, how != How::Read);
+    pub fn shutdown(&self, how: Shutdown) -> Result<()> {
+        let (read, write) = (how != Shutdown::Write, how != Shutdown::Read);
         let mark = || -> io::Result<()> {
             if read {
                 self.state.get.shut()?;
@@ -488,20 +488,20 @@ impl Channel {
             }
             if let Transport::Tls(session) = &self.transport {
                 match how {
-                    How::Read => session.stop_receiving(),
+                    Shutdown::Read => session.stop_receiving(),
                     // A put is in progress.
-                    How::Write if self.state.put.is_amid() => session.give_up(),
-                    How::Write => session.close(),
-                    How::Both => session.give_up(),
+                    Shutdown::Write if self.state.put.is_amid() => session.give_up(),
+                    Shutdown::Write => session.close(),
+                    Shutdown::Both => session.give_up(),
                 }
             }
             if let Some(socket) = self.transport.socket() {
                 match net::shutdown(
                     socket,
                     match how {
-                        How::Read => net::Shutdown::Read,
-                        How::Write => net::Shutdown::Write,
-                        How::Both => net::Shutdown::Both,
+                        Shutdown::Read => net::Shutdown::Read,
+                        Shutdown::Write => net::Shutdown::Write,
+                        Shutdown::Both => net::Shutdown::Both,
                     },
                 ) {
                     Err(Errno::NOTCONN) => {}
@@ -555,8 +555,8 @@ impl Channel {
         }
     }
 
-    /// Whether bytes can be got (`How::Read`), put (`How::Write`), or both: a pipe's end and a file carry one direction.
-    pub fn carries(&self, how: How) -> bool {
+    /// Whether bytes can be got (`Shutdown::Read`), put (`Shutdown::Write`), or both: a pipe's end and a file carry one direction.
+    pub fn carries(&self, how: Shutdown) -> bool {
         let opened = |fd: BorrowedFd<'_>| fcntl_getfl(fd).map_or(OFlags::empty(), |flags| flags & OFlags::RWMODE);
         let (get, put) = match &self.transport {
             Transport::Socket(..) | Transport::Tls(_) => (true, true),
@@ -567,9 +567,9 @@ impl Channel {
         let is_file =
             |fd| fs::fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
         match how {
-            How::Read => get,
-            How::Write => put,
-            How::Both => get && put && !is_file(self.transport.input()),
+            Shutdown::Read => get,
+            Shutdown::Write => put,
+            Shutdown::Both => get && put && !is_file(self.transport.input()),
         }
     }
 

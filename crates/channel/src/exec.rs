@@ -28,11 +28,11 @@ const END_WITHIN: Duration = Duration::from_secs(2);
 ///
 /// ```
 /// use std::time::Duration;
-/// use limosa_channel::{Exec, How, Options};
+/// use limosa_channel::{Exec, Options, Shutdown};
 ///
 /// let (channel, mut command) = Exec::start("tr a-z A-Z", &Options::default())?;
 /// channel.put(b"page")?;
-/// channel.shutdown(How::Write)?;
+/// channel.shutdown(Shutdown::Write)?;
 /// let mut answer = [0; 4];
 /// channel.get(&mut answer)?;
 /// assert_eq!(&answer, b"PAGE");

@@ -32,6 +32,7 @@
 //! # Ok(()) }
 //! ```
 
+mod acceptor;
 mod channel;
 mod connect;
 mod counters;
@@ -42,9 +43,8 @@ mod exec;
 mod file;
 mod listener;
 mod options;
-mod passed;
+mod passed_descriptors;
 mod rate;
-mod reception;
 mod tcp_info;
 mod tls;
 mod transport;
@@ -52,7 +52,8 @@ mod uri;
 mod vector;
 pub mod zero_copy;
 
-pub use channel::{Channel, How};
+pub use acceptor::{Acceptor, RefusalLog};
+pub use channel::{Channel, Shutdown};
 pub use counters::Counters;
 pub use error::{ChannelError, Operation};
 pub use exec::Exec;
@@ -60,7 +61,6 @@ pub use file::{Access, FileChannel};
 pub use listener::Listener;
 pub use options::Options;
 pub use rate::RateLimit;
-pub use reception::{Reception, RefusalLog};
 pub use tls::{KernelTls, KernelTlsFailure, Tls, TlsFailure, TlsRefusal, UnknownKernelTls};
 pub use uri::{Uri, UriError};
 pub use zero_copy::{Lending, ZeroCopy};

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use libc::{c_int, iovec};
 use rustix::io::Errno;
 
-use crate::passed::{self, Passed};
+use crate::passed_descriptors::{self, PassedDescriptors};
 use crate::tls::Session;
 use crate::vector::{Batch, In, Out};
 
@@ -20,7 +20,7 @@ use crate::vector::{Batch, In, Out};
 #[derive(Debug)]
 pub(crate) enum Transport {
     /// A stream socket, in blocking mode unless its giver chose otherwise, and the descriptors that came through it.
-    Socket(OwnedFd, Arc<Passed>),
+    Socket(OwnedFd, Arc<PassedDescriptors>),
     /// A stream socket whose bytes are encrypted.
     Tls(Arc<Session>),
     /// A pipe, or another descriptor that is read and written in order; in non-blocking mode.
@@ -116,7 +116,7 @@ impl Transport {
     pub(crate) fn put_with(&self, batch: &Batch<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> io::Result<usize> {
         let Self::Socket(fd, _) = self else { return Err(io::ErrorKind::Unsupported.into()) };
         // SAFETY: the batch's entries are valid for reads.
-        unsafe { passed::send(fd.as_raw_fd(), batch.entries(), libc::MSG_NOSIGNAL, descriptors) }
+        unsafe { passed_descriptors::send(fd.as_raw_fd(), batch.entries(), libc::MSG_NOSIGNAL, descriptors) }
     }
 
     /// Writes some bytes of a file, at most `length`, straight from the page cache; returns how many, 0 at its end.

@@ -23,18 +23,18 @@
 
 mod completions;
 mod error_queue;
-mod lender;
 mod lending;
 mod memlock;
 mod pipe;
+mod sender;
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-pub(crate) use lender::{Lender, Refusal};
 pub use lending::Lending;
+pub(crate) use sender::{Refusal, ZeroCopySender};
 
 /// How pages that are lent leave. A method that is named is used, or setting up the channel fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::CommandFactory as _;
-use limosa_channel::{Channel, ChannelError, Exec, How, Listener, Options, Tls, TlsFailure, Uri};
+use limosa_channel::{Channel, ChannelError, Exec, Listener, Options, Shutdown, Tls, TlsFailure, Uri};
 use limosa_migrate::{ChannelSet, Gathering, GatheringOptions, MigrateError};
 
 use crate::args::Cli;
@@ -135,7 +135,7 @@ impl Wire {
 impl PeerEnd {
     /// Whether answers can come back.
     pub(crate) fn answers(&self) -> bool {
-        self.channel.carries(How::Both)
+        self.channel.carries(Shutdown::Both)
     }
 
     /// Whether there is a command that has yet to say that all went well.
@@ -146,7 +146,7 @@ impl PeerEnd {
     /// Shows the other end that nothing more comes, and waits for the command, if there is one.
     pub(crate) fn finish(mut self, within: Duration) -> Result<(), ChannelError> {
         // The peer may have gone by itself.
-        let _ = self.channel.shutdown(How::Write);
+        let _ = self.channel.shutdown(Shutdown::Write);
         self.command.as_mut().map_or(Ok(()), |command| command.finish(within))
     }
 
@@ -155,7 +155,7 @@ impl PeerEnd {
     /// the other end has gone, for a while. Stock QEMU refuses without a word, and cannot be told from one that has all.
     pub(crate) fn finish_unanswered(self, within: Duration) -> Result<(), ChannelError> {
         if self.channel.is_encrypted() {
-            let _ = self.channel.shutdown(How::Write);
+            let _ = self.channel.shutdown(Shutdown::Write);
             let end = Instant::now() + LISTEN_FOR.min(within);
             let mut room = [0; 256];
             while Instant::now() < end {
@@ -178,7 +178,7 @@ impl PeerEnd {
             _ => false,
         };
         if broken && let Some(command) = &mut self.command {
-            let _ = self.channel.shutdown(How::Write);
+            let _ = self.channel.shutdown(Shutdown::Write);
             if let Err(failure @ ChannelError::Command { .. }) = command.finish(EXPLAIN_WITHIN) {
                 return anyhow::Error::from(error).context(failure);
             }

@@ -7,7 +7,7 @@ use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use limosa_channel::{Channel, How, RateLimit};
+use limosa_channel::{Channel, RateLimit, Shutdown};
 
 use crate::error::MigrateError;
 
@@ -43,7 +43,7 @@ impl State {
         if self.stop.is_some() && !self.is_held() {
             for channel in self.channels.drain(..) {
                 // It may be closed already, which is what we want of it.
-                let _ = channel.shutdown(How::Both);
+                let _ = channel.shutdown(Shutdown::Both);
             }
         }
     }
@@ -150,7 +150,7 @@ impl Control {
     pub(crate) fn watch(&self, channel: &Arc<Channel>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.stop.is_some() && !state.is_held() {
-            let _ = channel.shutdown(How::Both);
+            let _ = channel.shutdown(Shutdown::Both);
         } else {
             state.channels.push(Arc::clone(channel));
         }

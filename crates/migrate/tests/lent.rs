@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, How, ZeroCopy};
+use limosa_channel::{Channel, Shutdown, ZeroCopy};
 use limosa_memory::dirty::DirtyLogs;
 use limosa_memory::{BlockOptions, MemoryBlock};
 use limosa_migrate::{
@@ -149,7 +149,7 @@ impl Move<'_> {
             source.over.store(true, Ordering::Relaxed);
             let arrival = receiving.join().unwrap();
             for tap in taps {
-                tap.from.shutdown(How::Both).unwrap();
+                tap.from.shutdown(Shutdown::Both).unwrap();
             }
             assert!(matches!(arrival, ArrivalOutcome::Running(_)), "{arrival:?}");
             let LiveOutcome::Completed(stats) = outcome else { panic!("{outcome:?}") };
@@ -222,7 +222,7 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
         let ((near, far), (page_channel, deaf)) = (pair(), slow_pair());
         let (lender, ended, gone) = (page_channel.try_clone().unwrap(), AtomicBool::new(false), AtomicBool::new(false));
         if half_closed {
-            deaf.shutdown(How::Write).unwrap();
+            deaf.shutdown(Shutdown::Write).unwrap();
         }
         let (control, progress) = (Control::new(), Progress::new());
         let begun = Instant::now();

@@ -21,7 +21,7 @@ use rustls::{ConnectionTrafficSecrets, Error, ExtractedSecrets};
 use super::credentials::{Role, Tls};
 use super::failure::TlsFailure;
 use super::kernel::Key;
-use super::record::{self, BODY_MAX, HEADER, NewKeys, Opener, Sealer};
+use super::record::{self, BODY_MAX, Decrypter, Encrypter, HEADER, NewKeys};
 
 /// How long a peer may take, if nothing else was said: as long as a busy machine needs, and not as long as a stranger likes.
 pub(super) const WITHIN: Duration = Duration::from_secs(30);
@@ -45,8 +45,8 @@ pub(super) enum Wait {
 
 /// What comes of a handshake.
 pub(super) struct Agreed {
-    pub(super) sealer: Sealer,
-    pub(super) opener: Opener,
+    pub(super) encrypter: Encrypter,
+    pub(super) decrypter: Decrypter,
     pub(super) keys: Keys,
     /// The keys for sending and receiving, as the kernel takes them, if it is to have them.
     pub(super) for_kernel: Option<(Key, Key)>,
@@ -306,8 +306,8 @@ impl Handshake {
         let rest = self.incoming.split_off(self.shown);
         let key = |(number, secrets): &(u64, ConnectionTrafficSecrets)| Key::new(secrets, *number);
         let for_kernel = if self.for_kernel { key(&tx).zip(key(&rx)) } else { None };
-        let sealer = Sealer::new(cipher, tx)?.renewed_after(self.renewed_after);
-        Ok(Agreed { sealer, opener: Opener::new(cipher, rx)?, keys, for_kernel, rest })
+        let encrypter = Encrypter::new(cipher, tx)?.renewed_after(self.renewed_after);
+        Ok(Agreed { encrypter, decrypter: Decrypter::new(cipher, rx)?, keys, for_kernel, rest })
     }
 }
 

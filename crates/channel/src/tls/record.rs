@@ -71,7 +71,7 @@ impl Numbers {
 }
 
 /// Seals bytes into records.
-pub(super) struct Sealer {
+pub(super) struct Encrypter {
     cipher: &'static Tls13CipherSuite,
     with: Box<dyn MessageEncrypter>,
     numbers: Numbers,
@@ -79,7 +79,7 @@ pub(super) struct Sealer {
     limit: u64,
 }
 
-impl Sealer {
+impl Encrypter {
     pub(super) fn new(
         cipher: &'static Tls13CipherSuite,
         (first, secrets): (u64, ConnectionTrafficSecrets),
@@ -199,7 +199,7 @@ impl Reader {
 }
 
 /// Opens records.
-pub(super) struct Opener {
+pub(super) struct Decrypter {
     cipher: &'static Tls13CipherSuite,
     with: Box<dyn MessageDecrypter>,
     numbers: Numbers,
@@ -208,7 +208,7 @@ pub(super) struct Opener {
     renewed: bool,
 }
 
-impl Opener {
+impl Decrypter {
     pub(super) fn new(
         cipher: &'static Tls13CipherSuite,
         (first, secrets): (u64, ConnectionTrafficSecrets),
@@ -375,83 +375,86 @@ mod tests {
         }
     }
 
-    fn ends() -> (Sealer, Opener) {
+    fn ends() -> (Encrypter, Decrypter) {
         let cipher = cipher(TLS13_CHACHA20_POLY1305_SHA256).unwrap();
-        (Sealer::new(cipher, (0, secrets(0))).unwrap(), Opener::new(cipher, (0, secrets(0))).unwrap())
+        (Encrypter::new(cipher, (0, secrets(0))).unwrap(), Decrypter::new(cipher, (0, secrets(0))).unwrap())
     }
 
-    fn open(opener: &mut Opener, keys: &mut Counting, mut record: Vec<u8>) -> Result<(Opened, Vec<u8>)> {
+    fn open(decrypter: &mut Decrypter, keys: &mut Counting, mut record: Vec<u8>) -> Result<(Opened, Vec<u8>)> {
         let range = body(&record)?.unwrap();
         assert_eq!(range.end, record.len());
-        let opened = opener.open(&mut record[range], keys)?;
+        let opened = decrypter.open(&mut record[range], keys)?;
         let length = if let Opened::Bytes(length) = opened { length } else { 0 };
         Ok((opened, record[HEADER..HEADER + length].to_vec()))
     }
 
     #[test]
     fn a_key_is_renewed_before_its_limit_and_both_ends_go_on() {
-        let ((mut sealer, mut opener), mut here, mut there) = (ends(), Counting::default(), Counting::default());
-        sealer.limit = 3;
+        let ((mut encrypter, mut decrypter), mut here, mut there) = (ends(), Counting::default(), Counting::default());
+        encrypter.limit = 3;
         for number in 0..20_u8 {
-            if sealer.is_used_up() {
-                let word = sealer.renew(&mut here).unwrap();
-                assert_eq!(open(&mut opener, &mut there, word).unwrap().0, Opened::Control { renew: false });
+            if encrypter.is_used_up() {
+                let word = encrypter.renew(&mut here).unwrap();
+                assert_eq!(open(&mut decrypter, &mut there, word).unwrap().0, Opened::Control { renew: false });
             }
-            let record = sealer.seal(&[number; 100]).unwrap();
-            assert_eq!(open(&mut opener, &mut there, record).unwrap(), (Opened::Bytes(100), vec![number; 100]));
+            let record = encrypter.seal(&[number; 100]).unwrap();
+            assert_eq!(open(&mut decrypter, &mut there, record).unwrap(), (Opened::Bytes(100), vec![number; 100]));
         }
         assert_eq!((here.sending, there.receiving), (6, 6));
-        let close = sealer.close().unwrap();
-        assert_eq!(open(&mut opener, &mut there, close).unwrap().0, Opened::Close);
+        let close = encrypter.close().unwrap();
+        assert_eq!(open(&mut decrypter, &mut there, close).unwrap().0, Opened::Close);
     }
 
     #[test]
     fn the_ciphers_own_limit_is_kept() {
         let aes = cipher(TLS13_AES_256_GCM_SHA384).unwrap();
         let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [7; 32].into(), iv: [7; 12].into() };
-        let mut sealer = Sealer::new(aes, ((1 << 24) - 2, secrets)).unwrap();
-        assert!(!sealer.is_used_up());
-        sealer.seal(b"the last but one").unwrap();
-        assert!(sealer.is_used_up());
+        let mut encrypter = Encrypter::new(aes, ((1 << 24) - 2, secrets)).unwrap();
+        assert!(!encrypter.is_used_up());
+        encrypter.seal(b"the last but one").unwrap();
+        assert!(encrypter.is_used_up());
     }
 
     #[test]
     fn a_record_that_was_changed_left_out_or_sent_twice_does_not_open() {
-        let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
-        let (mut first, second) = (sealer.seal(b"first").unwrap(), sealer.seal(b"second").unwrap());
-        assert_eq!(open(&mut opener, &mut keys, first.clone()).unwrap().1, b"first");
-        assert_eq!(open(&mut opener, &mut keys, first.clone()).unwrap_err(), TlsFailure::BadRecord);
-        let (mut sealer, mut opener) = ends();
-        sealer.seal(b"left out").unwrap();
-        assert_eq!(open(&mut opener, &mut keys, sealer.seal(b"next").unwrap()).unwrap_err(), TlsFailure::BadRecord);
-        let (_, mut opener) = ends();
+        let ((mut encrypter, mut decrypter), mut keys) = (ends(), Counting::default());
+        let (mut first, second) = (encrypter.seal(b"first").unwrap(), encrypter.seal(b"second").unwrap());
+        assert_eq!(open(&mut decrypter, &mut keys, first.clone()).unwrap().1, b"first");
+        assert_eq!(open(&mut decrypter, &mut keys, first.clone()).unwrap_err(), TlsFailure::BadRecord);
+        let (mut encrypter, mut decrypter) = ends();
+        encrypter.seal(b"left out").unwrap();
+        assert_eq!(
+            open(&mut decrypter, &mut keys, encrypter.seal(b"next").unwrap()).unwrap_err(),
+            TlsFailure::BadRecord
+        );
+        let (_, mut decrypter) = ends();
         first[HEADER] ^= 1;
-        assert_eq!(open(&mut opener, &mut keys, first).unwrap_err(), TlsFailure::BadRecord);
+        assert_eq!(open(&mut decrypter, &mut keys, first).unwrap_err(), TlsFailure::BadRecord);
         drop(second);
     }
 
     #[test]
     fn a_peer_that_sends_empty_records_for_ever_is_refused() {
-        let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
+        let ((mut encrypter, mut decrypter), mut keys) = (ends(), Counting::default());
         for _ in 0..IDLE_MAX {
-            let empty = sealer.seal(&[]).unwrap();
-            assert_eq!(open(&mut opener, &mut keys, empty).unwrap().0, Opened::Control { renew: false });
+            let empty = encrypter.seal(&[]).unwrap();
+            assert_eq!(open(&mut decrypter, &mut keys, empty).unwrap().0, Opened::Control { renew: false });
         }
-        let empty = sealer.seal(&[]).unwrap();
-        assert!(matches!(open(&mut opener, &mut keys, empty), Err(TlsFailure::Protocol(_))));
+        let empty = encrypter.seal(&[]).unwrap();
+        assert!(matches!(open(&mut decrypter, &mut keys, empty), Err(TlsFailure::Protocol(_))));
     }
 
     #[test]
     fn alerts_but_two_end_the_session() {
-        let ((mut sealer, mut opener), mut keys) = (ends(), Counting::default());
+        let ((mut encrypter, mut decrypter), mut keys) = (ends(), Counting::default());
         for (alert, opened) in [
             (&[1, 90][..], Ok(Opened::Control { renew: false })),
             (&[2, 48], Err("it has refused: this end's certificate is not issued by a CA that it trusts")),
             (&[2], Err("an alert of 1 bytes")),
             (&[1, 0], Ok(Opened::Close)),
         ] {
-            let record = sealer.record(ContentType::Alert, alert).unwrap();
-            let found = open(&mut opener, &mut keys, record).map(|(opened, _)| opened);
+            let record = encrypter.record(ContentType::Alert, alert).unwrap();
+            let found = open(&mut decrypter, &mut keys, record).map(|(opened, _)| opened);
             assert_eq!(found.map_err(|error| error.to_string()), opened.map_err(str::to_owned));
         }
     }
@@ -476,11 +479,11 @@ mod tests {
     #[test]
     fn a_key_may_be_renewed_earlier_than_its_cipher_needs_but_not_later() {
         let aes = cipher(TLS13_AES_256_GCM_SHA384).unwrap();
-        let sealer = |records| {
+        let encrypter = |records| {
             let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [7; 32].into(), iv: [7; 12].into() };
-            Sealer::new(aes, (0, secrets)).unwrap().renewed_after(records)
+            Encrypter::new(aes, (0, secrets)).unwrap().renewed_after(records)
         };
-        assert_eq!([0, 1, 100, u64::MAX].map(|records| sealer(records).limit()), [1, 1, 99, (1 << 24) - 1]);
+        assert_eq!([0, 1, 100, u64::MAX].map(|records| encrypter(records).limit()), [1, 1, 99, (1 << 24) - 1]);
     }
 
     proptest! {

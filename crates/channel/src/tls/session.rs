@@ -26,7 +26,7 @@ use super::failure::TlsFailure;
 use super::handshake::{Agreed, Handshake, Keys, Wait};
 use super::kernel::{ByKernel, Input, Kernel, Key, Output, Received, yield_to_kernel};
 use super::plaintext::Walk;
-use super::record::{self, BODY_MAX, HEADER, NewKeys, Opened, Opener, PAYLOAD_MAX, Sealer};
+use super::record::{self, BODY_MAX, Decrypter, Encrypter, HEADER, NewKeys, Opened, PAYLOAD_MAX};
 use crate::vector::{Batch, In, Out};
 
 /// Records that one put seals before it sends them: 256 KiB.
@@ -65,13 +65,13 @@ struct Directions {
 
 /// Who seals.
 enum Seals {
-    Here(Sealer),
+    Here(Encrypter),
     Kernel(Output),
 }
 
 /// Who opens.
 enum Opens {
-    Here(Opener),
+    Here(Decrypter),
     Kernel(Input),
 }
 
@@ -394,7 +394,7 @@ impl Session {
             return;
         }
         let word = match &mut sending.seals {
-            Seals::Here(sealer) => sealer.close(),
+            Seals::Here(encrypter) => encrypter.close(),
             Seals::Kernel(output) => return output.close(&self.socket, CLOSE_WITHIN),
         };
         let Ok(word) = word else { return };
@@ -450,11 +450,11 @@ impl Directions {
     /// # Errors
     /// It was demanded, and does not take them.
     fn over(socket: &OwnedFd, agreed: Agreed, kernel: Option<Kernel>) -> Result<Self, TlsFailure> {
-        let Agreed { sealer, opener, keys, for_kernel, rest } = agreed;
+        let Agreed { encrypter, decrypter, keys, for_kernel, rest } = agreed;
         let by_kernel = ByKernel::default();
         let (sends, receives) = for_kernel.unzip();
         let output = match kernel.zip(sends) {
-            Some((kernel, key)) => kernel.or_without(Output::over(socket, &key, sealer.limit()))?,
+            Some((kernel, key)) => kernel.or_without(Output::over(socket, &key, encrypter.limit()))?,
             None => None,
         };
         let seals = match output {
@@ -462,12 +462,12 @@ impl Directions {
                 by_kernel.seals();
                 Seals::Kernel(output)
             }
-            None => Seals::Here(sealer),
+            None => Seals::Here(encrypter),
         };
         let plain = vec![0; PAYLOAD_MAX].into_boxed_slice();
         let sealed = 0..rest.len();
         let sending = Sending { seals, sealed: VecDeque::new(), at: 0, plain, closed: false };
-        let (opens, awaited) = (Opens::Here(opener), kernel.zip(receives));
+        let (opens, awaited) = (Opens::Here(decrypter), kernel.zip(receives));
         let mut receiving = Receiving { opens, awaited, buffer: rest, plain: 0..0, sealed, begun: false, end: None };
         receiving.hand_over_to_kernel(socket, &by_kernel)?;
         Ok(Self {
@@ -483,17 +483,17 @@ impl Directions {
     fn seal(&self, sending: &mut Sending, batch: &Batch<'_, Out>) -> Result<usize, TlsFailure> {
         let mut from = Walk::over(batch);
         let mut moved = 0;
-        let Seals::Here(sealer) = &mut sending.seals else { return Ok(0) };
+        let Seals::Here(encrypter) = &mut sending.seals else { return Ok(0) };
         for _ in 0..SEALED_MAX {
-            if self.renew.swap(false, Ordering::AcqRel) || sealer.is_used_up() {
-                let word = sealer.renew(&mut LockedKeys(&self.keys))?;
+            if self.renew.swap(false, Ordering::AcqRel) || encrypter.is_used_up() {
+                let word = encrypter.renew(&mut LockedKeys(&self.keys))?;
                 sending.sealed.push_back(word);
             }
             let length = from.gather(&mut sending.plain);
             if length == 0 {
                 break;
             }
-            let record = sealer.seal(&sending.plain[..length])?;
+            let record = encrypter.seal(&sending.plain[..length])?;
             sending.sealed.push_back(record);
             moved += length;
         }
@@ -515,7 +515,7 @@ impl Directions {
     }
 
     fn open_next(&self, receiving: &mut Receiving) -> Result<bool, TlsFailure> {
-        let Opens::Here(opener) = &mut receiving.opens else { return Ok(false) };
+        let Opens::Here(decrypter) = &mut receiving.opens else { return Ok(false) };
         let Some(sealed) = receiving.buffer.get_mut(receiving.sealed.clone()) else {
             return Err(broken("sealed bytes are inside the receive buffer").into());
         };
@@ -523,7 +523,7 @@ impl Directions {
         let Some(record) = sealed.get_mut(body.clone()) else {
             return Err(broken("the body of a record is among the bytes that were received").into());
         };
-        let opened = opener.open(record, &mut LockedKeys(&self.keys))?;
+        let opened = decrypter.open(record, &mut LockedKeys(&self.keys))?;
         if let Opened::Bytes(length) = opened {
             invariant(length <= body.len(), "an opened record is no longer than it was sealed")?;
         }
@@ -656,12 +656,12 @@ impl Receiving {
         if !self.sealed.is_empty() {
             return Ok(());
         }
-        let (Some((kernel, key)), Opens::Here(opener)) = (self.awaited.take(), &mut self.opens) else {
+        let (Some((kernel, key)), Opens::Here(decrypter)) = (self.awaited.take(), &mut self.opens) else {
             return Ok(());
         };
         // A peer that has renewed its key already is one whose records this process goes on to open.
-        let Some(next) = opener.next_of_first_key() else { return Ok(()) };
-        if let Some(input) = kernel.or_without(Input::over(socket, &key.at(next), opener.reader_mut()))? {
+        let Some(next) = decrypter.next_of_first_key() else { return Ok(()) };
+        if let Some(input) = kernel.or_without(Input::over(socket, &key.at(next), decrypter.reader_mut()))? {
             self.opens = Opens::Kernel(input);
             by_kernel.opens();
         }

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{Channel, ChannelError, How, Operation, Options};
+use limosa_channel::{Channel, ChannelError, Operation, Options, Shutdown};
 
 fn socket_pair() -> (Channel, OwnedFd) {
     let (a, b) = UnixStream::pair().unwrap();
@@ -142,7 +142,7 @@ fn a_shutdown_from_a_third_thread_wakes_both_directions() {
             if round % 2 == 0 {
                 thread::sleep(Duration::from_millis(2));
             }
-            near.shutdown(How::Both).unwrap();
+            near.shutdown(Shutdown::Both).unwrap();
             let (get, put) = (get.join().unwrap().unwrap_err(), put.join().unwrap().unwrap_err());
             assert!(get.is_shut_down() && put.is_shut_down(), "{get:?}, {put:?}");
         });
@@ -163,8 +163,8 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_pipe() {
             if round % 2 == 0 {
                 thread::sleep(Duration::from_millis(2));
             }
-            reader.shutdown(How::Both).unwrap();
-            writer.try_clone().unwrap().shutdown(How::Both).unwrap();
+            reader.shutdown(Shutdown::Both).unwrap();
+            writer.try_clone().unwrap().shutdown(Shutdown::Both).unwrap();
             let (get, put) = (get.join().unwrap().unwrap_err(), put.join().unwrap().unwrap_err());
             assert!(get.is_shut_down() && put.is_shut_down(), "{get:?}, {put:?}");
         });
@@ -180,7 +180,7 @@ fn a_shutdown_wakes_a_thread_that_waits_for_the_rate_limit() {
             let put = scope.spawn(|| writer.put(b"an hour later"));
             thread::sleep(Duration::from_millis(20));
             assert!(!put.is_finished());
-            writer.shutdown(How::Write).unwrap();
+            writer.shutdown(Shutdown::Write).unwrap();
             assert!(put.join().unwrap().unwrap_err().is_shut_down());
         });
     }
@@ -191,7 +191,7 @@ fn one_direction_can_be_shut_down_alone() {
     let (near, far) = socket_pair();
     let far = Channel::from_fd(far).unwrap();
     near.put(b"last words").unwrap();
-    near.shutdown(How::Write).unwrap();
+    near.shutdown(Shutdown::Write).unwrap();
     assert!(near.put(b"more").unwrap_err().is_shut_down());
     far.get(&mut [0; 10]).unwrap();
     assert_eq!(far.get_some(&mut [0]).unwrap(), 0, "the peer sees the end");
@@ -204,7 +204,7 @@ fn what_came_before_a_read_shutdown_can_still_be_read() {
     let (near, far) = socket_pair();
     let far = Channel::from_fd(far).unwrap();
     far.put(b"word").unwrap();
-    near.shutdown(How::Read).unwrap();
+    near.shutdown(Shutdown::Read).unwrap();
     let mut word = [0; 4];
     near.get(&mut word).unwrap();
     assert_eq!(&word, b"word");
@@ -215,8 +215,8 @@ fn what_came_before_a_read_shutdown_can_still_be_read() {
 fn a_second_shutdown_and_one_after_the_peer_are_no_errors() {
     let (near, far) = socket_pair();
     drop(far);
-    near.shutdown(How::Both).unwrap();
-    near.shutdown(How::Both).unwrap();
+    near.shutdown(Shutdown::Both).unwrap();
+    near.shutdown(Shutdown::Both).unwrap();
 }
 
 #[test]

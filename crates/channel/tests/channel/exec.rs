@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{Channel, ChannelError, Exec, How, Options, Uri};
+use limosa_channel::{Channel, ChannelError, Exec, Options, Shutdown, Uri};
 
 /// For what should take moments on any machine: a limit for the stuck, not a measure.
 const SOON: Duration = Duration::from_secs(60);
@@ -21,13 +21,13 @@ fn is_there(pid: u32) -> bool {
 #[test]
 fn bytes_go_through_a_command_and_come_back() {
     let (channel, mut command) = start("cat");
-    assert!(channel.carries(How::Both));
+    assert!(channel.carries(Shutdown::Both));
     let sent: Vec<u8> = (0..3_000_000_u32).flat_map(u32::to_le_bytes).collect();
     let mut received = vec![0; sent.len()];
     thread::scope(|scope| {
         scope.spawn(|| {
             channel.put(&sent).unwrap();
-            channel.shutdown(How::Write).unwrap();
+            channel.shutdown(Shutdown::Write).unwrap();
         });
         channel.get(&mut received).unwrap();
     });
@@ -78,11 +78,11 @@ fn a_command_is_neither_connected_to_nor_listened_for() {
 fn a_pipe_carries_one_direction_and_a_file_no_answer() {
     let (reader, writer) = std::io::pipe().unwrap();
     let (reader, writer) = (Channel::from_fd(reader.into()).unwrap(), Channel::from_fd(writer.into()).unwrap());
-    assert_eq!([How::Read, How::Write, How::Both].map(|how| reader.carries(how)), [true, false, false]);
-    assert_eq!([How::Read, How::Write, How::Both].map(|how| writer.carries(how)), [false, true, false]);
+    assert_eq!([Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| reader.carries(how)), [true, false, false]);
+    assert_eq!([Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| writer.carries(how)), [false, true, false]);
     let file = File::options().read(true).write(true).open(tempfile::NamedTempFile::new().unwrap().path()).unwrap();
     let file = Channel::from_fd(file.into()).unwrap();
-    assert_eq!([How::Read, How::Write, How::Both].map(|how| file.carries(how)), [true, true, false]);
+    assert_eq!([Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| file.carries(how)), [true, true, false]);
 }
 
 /// What the two tests below run in a process of their own: standard input and output have no other user there.
@@ -98,7 +98,7 @@ fn as_a_child_it_echoes_what_it_gets() {
             std::process::exit(1);
         }
     };
-    assert!(channel.carries(How::Both));
+    assert!(channel.carries(Shutdown::Both));
     let mut bytes = [0; 1000];
     channel.put(b">").unwrap();
     loop {

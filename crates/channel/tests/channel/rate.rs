@@ -131,7 +131,7 @@ fn gets_never_run_ahead_of_their_limit_and_wake_at_a_shutdown() {
         limit.set(rate(1));
         let getter = scope.spawn(|| channel.get(&mut vec![0; 1 << 20]));
         thread::sleep(Duration::from_millis(20));
-        channel.shutdown(limosa_channel::How::Both).unwrap();
+        channel.shutdown(limosa_channel::Shutdown::Both).unwrap();
         assert!(getter.join().unwrap().unwrap_err().is_shut_down());
         assert!(feeder.join().unwrap().is_err());
     });
@@ -152,7 +152,7 @@ fn what_had_come_before_a_shutdown_is_still_got_under_a_limit() {
             channel.get_some(&mut bytes).map(|got| bytes[..got].to_vec())
         });
         thread::sleep(Duration::from_millis(20));
-        channel.shutdown(limosa_channel::How::Read).unwrap();
+        channel.shutdown(limosa_channel::Shutdown::Read).unwrap();
         assert_eq!(getter.join().unwrap().unwrap(), b"page");
         assert!(channel.get_some(&mut [0; 8]).unwrap_err().is_shut_down());
     });

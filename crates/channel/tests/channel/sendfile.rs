@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{Channel, ChannelError, How, Options};
+use limosa_channel::{Channel, ChannelError, Options, Shutdown};
 
 /// A file of this process that holds a pattern, and the pattern.
 fn patterned(length: usize) -> (File, Vec<u8>) {
@@ -90,7 +90,7 @@ fn a_peer_that_takes_nothing_and_a_shutdown_end_the_sending_of_a_file() {
         writer.set_timeouts(None, None).unwrap();
         thread::scope(|scope| {
             let sending = scope.spawn(|| writer.put_file(&file, 0, 3_000_000));
-            writer.shutdown(How::Both).unwrap();
+            writer.shutdown(Shutdown::Both).unwrap();
             assert!(sending.join().unwrap().unwrap_err().is_shut_down());
         });
     }
@@ -100,13 +100,13 @@ fn a_peer_that_takes_nothing_and_a_shutdown_end_the_sending_of_a_file() {
 fn a_peer_that_has_closed_its_half_still_gets_a_file_and_what_is_put() {
     let (file, bytes) = patterned(1_000_000);
     for (writer, reader) in small_sockets() {
-        reader.shutdown(How::Write).unwrap();
+        reader.shutdown(Shutdown::Write).unwrap();
         let mut received = vec![0; 2 * bytes.len()];
         thread::scope(|scope| {
             scope.spawn(|| {
                 writer.put_file(&file, 0, bytes.len() as u64).unwrap();
                 writer.put_vector(&bytes.chunks(5000).map(IoSlice::new).collect::<Vec<_>>()).unwrap();
-                writer.shutdown(How::Write).unwrap();
+                writer.shutdown(Shutdown::Write).unwrap();
             });
             reader.get(&mut received).unwrap();
             assert_eq!(reader.get_some(&mut [0]).unwrap(), 0);
@@ -120,7 +120,7 @@ fn a_peer_that_has_closed_its_half_still_gets_a_file_and_what_is_put() {
 fn a_peer_that_reads_no_more_is_gone_for_a_file_and_for_what_is_put() {
     let (file, bytes) = patterned(1_000_000);
     let [_, (writer, reader)] = small_sockets();
-    reader.shutdown(How::Read).unwrap();
+    reader.shutdown(Shutdown::Read).unwrap();
     let errors = [
         writer.put_file(&file, 0, bytes.len() as u64).unwrap_err(),
         writer.put_vector(&[IoSlice::new(&bytes)]).unwrap_err(),

@@ -4,7 +4,7 @@ use std::os::fd::AsFd as _;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, How, Listener, Options, Tls, TlsFailure};
+use limosa_channel::{Channel, Listener, Options, Shutdown, Tls, TlsFailure};
 
 use crate::bed::{Bed, SOON, listen, look, plain, with};
 
@@ -32,7 +32,7 @@ fn an_end_that_was_announced_is_an_end() {
 
     // One direction at a time.
     let (client, server) = bed.pair();
-    client.shutdown(How::Write).unwrap();
+    client.shutdown(Shutdown::Write).unwrap();
     assert_eq!(server.get_some(&mut got).unwrap(), 0);
     server.put(b"still").unwrap();
     client.get(&mut got[..5]).unwrap();
@@ -75,7 +75,7 @@ fn an_end_that_gave_up_or_failed_sends_no_close_notification() {
     // It is shut down in both directions, and dropped.
     let (client, server) = bed.pair();
     client.put(b"a part").unwrap();
-    client.shutdown(How::Both).unwrap();
+    client.shutdown(Shutdown::Both).unwrap();
     drop(client);
     cut(&server);
     // What it has got makes no sense.
@@ -97,7 +97,7 @@ fn an_end_that_gave_up_or_failed_sends_no_close_notification() {
     let (client, server) = bed.pair();
     client.set_timeouts(Some(Duration::from_millis(1)), None).unwrap();
     assert!(client.get(&mut [0]).unwrap_err().is_timeout());
-    client.shutdown(How::Read).unwrap();
+    client.shutdown(Shutdown::Read).unwrap();
     assert!(client.get(&mut [0]).unwrap_err().is_shut_down());
     client.put(b"all").unwrap();
     drop(client);
@@ -114,7 +114,7 @@ fn a_shutdown_wakes_gets_and_puts() {
         let puts = scope.spawn(|| client.put(&vec![0; 64 << 20]));
         begun(|| client.counters().calls_in);
         begun(|| client.counters().calls_out.saturating_sub(1));
-        client.shutdown(How::Both).unwrap();
+        client.shutdown(Shutdown::Both).unwrap();
         for ended in [gets.join().unwrap(), puts.join().unwrap()] {
             assert!(ended.unwrap_err().is_shut_down());
         }
@@ -130,7 +130,7 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_handshake() {
         let gets = scope.spawn(|| server.get(&mut [0]));
         let puts = scope.spawn(|| server.put(b"?"));
         begun(|| server.counters().calls_in.min(server.counters().calls_out));
-        server.shutdown(How::Both).unwrap();
+        server.shutdown(Shutdown::Both).unwrap();
         for ended in [gets.join().unwrap(), puts.join().unwrap()] {
             assert!(ended.unwrap_err().is_shut_down());
         }
@@ -141,7 +141,7 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_handshake() {
     thread::scope(|scope| {
         let puts = scope.spawn(|| server.put(b"?"));
         begun(|| server.counters().calls_out);
-        server.shutdown(How::Read).unwrap();
+        server.shutdown(Shutdown::Read).unwrap();
         let error = puts.join().unwrap().unwrap_err();
         assert!(error.is_shut_down(), "{error}");
     });

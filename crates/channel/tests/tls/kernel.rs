@@ -9,7 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, ChannelError, How, KernelTls, Listener, Options, Tls, TlsFailure, Uri};
+use limosa_channel::{Channel, ChannelError, KernelTls, Listener, Options, Shutdown, Tls, TlsFailure, Uri};
 use limosa_testkit::{LinuxGuest, Machine, guest_folder, qemu_skipped};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::PemObject as _;
@@ -105,7 +105,7 @@ fn one_end_or_both_in_the_kernel_carry_the_same_bytes() {
         for (channel, wanted) in [(&client, at_client), (&server, at_server)] {
             let counters = channel.counters();
             let by_kernel = wanted == KernelTls::On;
-            assert_eq!(channel.is_sealed_by_kernel(How::Both), by_kernel);
+            assert_eq!(channel.is_sealed_by_kernel(Shutdown::Both), by_kernel);
             assert_eq!(counters.sealed_by_kernel, if by_kernel { counters.bytes_out } else { 0 });
             // Bytes that came with the handshake were opened before the kernel had the key.
             let opened = if by_kernel { counters.bytes_in - counters.opened_by_kernel } else { 1 };
@@ -144,7 +144,7 @@ fn it_is_taken_by_itself_only_where_it_can_renew_keys() {
     let (client, server) = pair(&bed, KernelTls::Auto, KernelTls::Auto);
     exchange(&client, &server, 1 << 20);
     for channel in [&client, &server] {
-        assert_eq!(channel.is_sealed_by_kernel(How::Both), renews());
+        assert_eq!(channel.is_sealed_by_kernel(Shutdown::Both), renews());
     }
 }
 
@@ -258,7 +258,7 @@ fn an_end_is_distinguished_from_a_cut() {
         // Announced, in one direction.
         let (client, server) = pair(&bed, at_client, at_server);
         client.put(b"last").unwrap();
-        client.shutdown(How::Write).unwrap();
+        client.shutdown(Shutdown::Write).unwrap();
         assert_eq!(server.get_some(&mut got).unwrap(), 4);
         for _ in 0..2 {
             assert_eq!(server.get_some(&mut got).unwrap(), 0);
@@ -401,7 +401,7 @@ fn a_shutdown_wakes_gets_and_puts() {
         let gets = scope.spawn(|| client.get(&mut [0]));
         let puts = scope.spawn(|| client.put(&vec![0; 64 << 20]));
         thread::sleep(Duration::from_millis(500));
-        client.shutdown(How::Both).unwrap();
+        client.shutdown(Shutdown::Both).unwrap();
         for ended in [gets.join().unwrap(), puts.join().unwrap()] {
             let error = ended.unwrap_err();
             assert!(error.is_shut_down(), "{error}");
@@ -535,7 +535,7 @@ fn another_implementation_at_the_other_end_is_understood_in_every_cipher() {
             channel.put(&data).unwrap();
             let mut got = vec![0; data.len()];
             channel.get(&mut got).unwrap();
-            assert!(got == data && channel.is_sealed_by_kernel(How::Both), "{suite:?}");
+            assert!(got == data && channel.is_sealed_by_kernel(Shutdown::Both), "{suite:?}");
             assert_eq!(channel.get_some(&mut got).unwrap(), 0, "{suite:?}");
         });
         // It connects.
@@ -568,7 +568,7 @@ fn another_implementation_at_the_other_end_is_understood_in_every_cipher() {
             let mut got = vec![0; data.len()];
             channel.get(&mut got).unwrap();
             channel.put(&got).unwrap();
-            assert!(got == data && channel.is_sealed_by_kernel(How::Both), "{suite:?}");
+            assert!(got == data && channel.is_sealed_by_kernel(Shutdown::Both), "{suite:?}");
         });
     }
 }
@@ -595,7 +595,9 @@ fn a_socket_that_does_not_wait_is_sealed_here() {
         client.put(&data).unwrap();
         let mut got = vec![0; 100_000];
         client.get(&mut got).unwrap();
-        assert!(got == data && !client.is_sealed_by_kernel(How::Write) && !client.is_sealed_by_kernel(How::Read));
+        assert!(
+            got == data && !client.is_sealed_by_kernel(Shutdown::Write) && !client.is_sealed_by_kernel(Shutdown::Read)
+        );
     });
 }
 
@@ -622,7 +624,7 @@ fn kernel_tls_that_is_demanded_and_missing_is_refused_before_connecting() {
     exchange(&client, &server, 1 << 20);
     for channel in [&client, &server] {
         assert!(channel.is_encrypted());
-        assert!(!channel.is_sealed_by_kernel(How::Read) && !channel.is_sealed_by_kernel(How::Write));
+        assert!(!channel.is_sealed_by_kernel(Shutdown::Read) && !channel.is_sealed_by_kernel(Shutdown::Write));
         assert_eq!((channel.counters().sealed_by_kernel, channel.counters().opened_by_kernel), (0, 0));
     }
 }

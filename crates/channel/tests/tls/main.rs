@@ -4,10 +4,10 @@
 
 mod bed;
 
+mod acceptor;
 mod ends;
 mod hostile;
 mod kernel;
 mod openssl;
-mod reception;
 mod refusals;
 mod transfers;

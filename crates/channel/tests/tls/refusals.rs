@@ -28,7 +28,7 @@ fn words(server: &Options, client: &Options) -> (String, String) {
             let looked = inner.spawn(|| accepted.get(&mut [0]));
             // A client that has come in waits for a byte.
             if accepted.put(b"!").is_ok() {
-                accepted.shutdown(limosa_channel::How::Read).unwrap();
+                accepted.shutdown(limosa_channel::Shutdown::Read).unwrap();
             }
             looked.join().unwrap()
         });

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, ChannelError, How, Options, RateLimit, Tls, ZeroCopy};
+use limosa_channel::{Channel, ChannelError, Options, RateLimit, Shutdown, Tls, ZeroCopy};
 use proptest::prelude::*;
 
 use crate::bed::{Bed, SOON, connected, listen, pattern, with};
@@ -316,7 +316,7 @@ pub(crate) fn shut_down_amid_a_put(server: &Options, client: Options) {
             }
         });
         thread::sleep(Duration::from_millis(500));
-        client.shutdown(How::Write).unwrap();
+        client.shutdown(Shutdown::Write).unwrap();
         let error = puts.join().unwrap().unwrap_err();
         assert!(error.is_shut_down(), "{error}");
         let error = gets.join().unwrap();

@@ -13,7 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, ChannelError, How, Lending, Options, RateLimit, ZeroCopy};
+use limosa_channel::{Channel, ChannelError, Lending, Options, RateLimit, Shutdown, ZeroCopy};
 use limosa_testkit::Poisoning;
 use proptest::prelude::*;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
@@ -199,7 +199,7 @@ fn a_flush_of_nothing_takes_nothing_off_the_socket() {
         for &zero_copy in methods(transport) {
             let (writer, reader) = connected(transport, &Options { zero_copy, ..Options::default() }).unwrap();
             reader.put(b"an answer").unwrap();
-            reader.shutdown(How::Write).unwrap();
+            reader.shutdown(Shutdown::Write).unwrap();
             let mut lending = writer.lend();
             lending.flush().unwrap();
             lending.finish().unwrap();

@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{ChannelError, How, ZeroCopy};
+use limosa_channel::{ChannelError, Shutdown, ZeroCopy};
 
 use super::*;
 
@@ -30,7 +30,7 @@ fn a_shutdown_wakes_a_thread_that_waits_for_loans() {
             put.and_then(|()| lending.flush())
         });
         thread::sleep(Duration::from_millis(30));
-        writer.shutdown(How::Both).unwrap();
+        writer.shutdown(Shutdown::Both).unwrap();
         let error = flushed.join().unwrap().unwrap_err();
         assert!(error.is_shut_down(), "{error}");
     });
@@ -46,7 +46,7 @@ fn what_was_lent_before_the_end_of_the_data_leaves_like_what_was_copied() {
             scope.spawn(|| {
                 let mut lending = writer.lend();
                 lending.put(b"", &[IoSlice::new(&data)]).unwrap();
-                writer.shutdown(How::Write).unwrap();
+                writer.shutdown(Shutdown::Write).unwrap();
                 lending.finish().unwrap();
             });
             for part in received.chunks_mut(64 << 10) {
@@ -83,7 +83,7 @@ fn a_peer_that_has_closed_its_half_still_gets_what_is_lent() {
     for transport in TRANSPORTS {
         for &zero_copy in methods(transport) {
             let (writer, reader) = narrow(transport, zero_copy);
-            reader.shutdown(How::Write).unwrap();
+            reader.shutdown(Shutdown::Write).unwrap();
             let data = pattern(1 << 20);
             let mut received = vec![0; 2 * data.len()];
             thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn a_peer_that_has_closed_its_half_still_gets_what_is_lent() {
                     let mut lending = writer.lend();
                     lending.put(b"", &[IoSlice::new(&data)]).unwrap();
                     lending.finish().unwrap();
-                    writer.shutdown(How::Write).unwrap();
+                    writer.shutdown(Shutdown::Write).unwrap();
                 });
                 for part in received.chunks_mut(64 << 10) {
                     reader.get(part).unwrap();
@@ -108,11 +108,11 @@ fn a_peer_that_has_closed_its_half_still_gets_what_is_lent() {
 #[test]
 fn what_is_lent_still_leaves_when_both_ends_have_said_their_last_word() {
     let (writer, reader) = narrow(Transport::Tcp, ZeroCopy::Msg);
-    reader.shutdown(How::Write).unwrap();
+    reader.shutdown(Shutdown::Write).unwrap();
     let data = pattern(1 << 20);
     let mut lending = writer.lend();
     lending.put(b"", &[IoSlice::new(&data)]).unwrap();
-    writer.shutdown(How::Write).unwrap();
+    writer.shutdown(Shutdown::Write).unwrap();
     let mut received = vec![0; data.len()];
     thread::scope(|scope| {
         let finished = scope.spawn(|| lending.finish());
@@ -129,7 +129,7 @@ fn a_peer_that_reads_no_more_is_gone_whatever_way_pages_leave() {
     // A unix socket's peer can say so; over TCP it is seen by what becomes of the data.
     for &zero_copy in methods(Transport::Unix) {
         let (writer, reader) = narrow(Transport::Unix, zero_copy);
-        reader.shutdown(How::Read).unwrap();
+        reader.shutdown(Shutdown::Read).unwrap();
         let data = pattern(300_000);
         let errors = [
             send_pages(&writer, &[IoSlice::new(&data)], 0).unwrap_err(),

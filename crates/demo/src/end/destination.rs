@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use limosa_channel::{Channel, Listener, Options, Reception, Uri};
+use limosa_channel::{Acceptor, Channel, Listener, Options, Uri};
 use limosa_migrate::{
     AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, LiveDestination,
     LiveDestinationOptions, MultifdOptions, PausedArrival, PostcopyArrivalStats,
@@ -174,10 +174,10 @@ impl End {
 
 /// Waits for the main channel. Over TLS who does not come through the handshake is not taken for it.
 fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
-    let mut reception = Reception::new(listener).on_refusal(turned_away);
+    let mut acceptor = Acceptor::new(listener).on_refusal(turned_away);
     loop {
         control.check().map_err(|error| error.to_string())?;
-        if let Some(channel) = reception.step(TICK).map_err(|error| error.to_string())? {
+        if let Some(channel) = acceptor.step(TICK).map_err(|error| error.to_string())? {
             return Ok(channel);
         }
     }
@@ -185,8 +185,8 @@ fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
 
 /// Waits for the channel of requested pages, likewise: it says nothing until a page is asked for.
 fn preempt(listener: &Listener) -> AcceptPreempt<'_> {
-    let mut reception = Reception::new(listener).on_refusal(turned_away);
-    Box::new(move |wait| reception.step(wait))
+    let mut acceptor = Acceptor::new(listener).on_refusal(turned_away);
+    Box::new(move |wait| acceptor.step(wait))
 }
 
 fn turned_away(why: &str) {

@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Counters, How};
+use limosa_channel::{Channel, Counters, Shutdown};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken, to_u64};
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::postcopy::PING_READY;
@@ -190,7 +190,7 @@ impl<'a> Destination<'a> {
             Err(error) => {
                 self.control.unwatch();
                 for channel in self.channels() {
-                    let _ = channel.shutdown(How::Both);
+                    let _ = channel.shutdown(Shutdown::Both);
                     // What had come may all have been read, and then nothing tells a source over TCP that waits for room here
                     // that reading has ended: its kernel would probe for a minute or two. A reset tells it.
                     let _ = sockopt::set_socket_linger(channel.as_ref(), Some(Duration::ZERO));
@@ -469,7 +469,7 @@ impl<'a> Receiver<'a> {
     fn obey(&mut self, command: &Command, offset: u64) -> Result<(), MigrateError> {
         match command {
             Command::OpenReturnPath | Command::Ping(_) if self.role.options.recorded => {}
-            Command::OpenReturnPath if !self.role.channel.carries(How::Write) => {
+            Command::OpenReturnPath if !self.role.channel.carries(Shutdown::Write) => {
                 return Err(MigrateError::OneWay { peer: self.role.channel.peer().to_owned() });
             }
             Command::OpenReturnPath => self.return_path = true,

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, Shutdown};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken, to_usize};
 use limosa_stream::multifd::{Compression, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, Packet};
 use limosa_stream::{ErrorKind, RamBlock, StreamError};
@@ -57,14 +57,14 @@ impl ReaderContext<'_> {
     pub(super) fn end(&self) {
         self.join.end();
         for channel in self.channels {
-            let _ = channel.shutdown(How::Read);
+            let _ = channel.shutdown(Shutdown::Read);
         }
     }
 
     fn fail(&self, error: MigrateError) {
         self.join.fail(error);
         for channel in self.channels.iter().map(Arc::as_ref).chain([self.main]) {
-            let _ = channel.shutdown(How::Both);
+            let _ = channel.shutdown(Shutdown::Both);
         }
     }
 }

@@ -273,7 +273,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             // Whatever the outcome, the reader must end before its borrows do.
             state.inbox.finish();
             if sent.is_err() {
-                let _ = self.channel.shutdown(limosa_channel::How::Both);
+                let _ = self.channel.shutdown(limosa_channel::Shutdown::Both);
             }
             if let Some(reader) = reader {
                 let _ = reader.join();
@@ -309,7 +309,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 let answered = known.and_then(|()| answer_requests(state, &channel));
                 if answered.is_err() {
                     // The destination pauses, and the main sender finds its channel closed instead of waiting for SHUT.
-                    let _ = self.channel.shutdown(limosa_channel::How::Both);
+                    let _ = self.channel.shutdown(limosa_channel::Shutdown::Both);
                 }
                 answered
             })
@@ -327,7 +327,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 if finished.is_err()
                     && let Some(channel) = &preempt
                 {
-                    let _ = channel.shutdown(limosa_channel::How::Both);
+                    let _ = channel.shutdown(limosa_channel::Shutdown::Both);
                 }
                 thread.join().unwrap_or_else(|_| Err(MigrateError::Protocol("a sending thread panicked".into())))
             }

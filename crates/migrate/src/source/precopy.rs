@@ -177,7 +177,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             });
             if sent.is_err() {
                 for channel in self.channels() {
-                    let _ = channel.shutdown(limosa_channel::How::Both);
+                    let _ = channel.shutdown(limosa_channel::Shutdown::Both);
                 }
             }
             if let Some(reader) = reader {

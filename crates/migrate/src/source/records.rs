@@ -352,7 +352,7 @@ mod tests {
     use std::os::fd::{AsFd as _, OwnedFd};
     use std::thread;
 
-    use limosa_channel::{Counters, How, Listener, Options, Tls};
+    use limosa_channel::{Counters, Listener, Options, Shutdown, Tls};
     use limosa_memory::BlockOptions;
     use limosa_testkit::{Authority, scratch};
 
@@ -441,7 +441,7 @@ mod tests {
         assert!(writer.take_busy() > Duration::ZERO);
         let counters = near.counters();
         // The end of what is encrypted has to be announced.
-        near.shutdown(How::Write).unwrap();
+        near.shutdown(Shutdown::Write).unwrap();
         drop(near);
         (received.join().unwrap(), counters)
     }

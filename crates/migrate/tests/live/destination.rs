@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::model::vm::Vm;
 use crate::model::{Kept, Memory, pair, say};
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, Shutdown};
 use limosa_memory::GuestMemory;
 use limosa_migrate::{
     ArrivalOutcome, Control, Destination, DestinationOptions, IncomingVm, LiveDestination, LiveDestinationOptions,
@@ -115,7 +115,7 @@ fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (V
             if near.get(heard).is_ok() {
                 let _ = near.put(then);
             }
-            let _ = near.shutdown(How::Write);
+            let _ = near.shutdown(Shutdown::Write);
             answers(near)
         });
         let outcome = LiveDestination::new(vm, far, &control, &progress, options()).run();
@@ -367,7 +367,7 @@ fn a_source_without_a_word_that_is_gone_before_the_vm_runs_leaves_it_undecided()
     let stream = stock_stream();
     let (vm, (near, far), control, progress) = (vm(), pair(), Control::new(), Progress::new());
     near.put(&stream).unwrap();
-    near.shutdown(How::Write).unwrap();
+    near.shutdown(Shutdown::Write).unwrap();
     let outcome = LiveDestination::new(&vm, far, &control, &progress, options()).run();
     let ArrivalOutcome::Undecided(arrived) = outcome else { panic!("{outcome:?}") };
     assert!(arrived.why().to_string().contains("the source is gone"), "{}", arrived.why());

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use limosa_channel::{Listener, Options, Reception, Tls, Uri};
+use limosa_channel::{Acceptor, Listener, Options, Tls, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::{
     AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, IncomingVm,
@@ -218,8 +218,8 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
     }
     let (control, progress, over) = (&Control::new(), &Progress::new(), &AtomicBool::new(false));
     let doorkeeper = || -> AcceptPreempt<'_> {
-        let mut reception = Reception::new(&meeting.listener);
-        Box::new(move |wait| reception.step(wait))
+        let mut acceptor = Acceptor::new(&meeting.listener);
+        Box::new(move |wait| acceptor.step(wait))
     };
     let stats = thread::scope(|scope| -> Result<ArrivalStats> {
         scope.spawn(|| meeting.look_around(over));

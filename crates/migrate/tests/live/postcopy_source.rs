@@ -94,7 +94,7 @@ fn run(case: &Case) {
         }
         let outcome = source.run();
         vm.over.store(true, Ordering::Relaxed);
-        let _ = far_urgent.shutdown(limosa_channel::How::Both);
+        let _ = far_urgent.shutdown(limosa_channel::Shutdown::Both);
         outcome
     });
     let runs_there = landed.lock().unwrap().runs;
@@ -154,7 +154,7 @@ fn recover<'v>(
             false => None,
         };
         let outcome = broken.recover(near, open, &control, &progress);
-        let _ = far_urgent.shutdown(limosa_channel::How::Both);
+        let _ = far_urgent.shutdown(limosa_channel::Shutdown::Both);
         outcome
     })
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::model::live::TestVm;
 use crate::model::pair;
-use limosa_channel::{Channel, How, Listener};
+use limosa_channel::{Channel, Listener, Shutdown};
 use limosa_memory::{
     BlockOptions, BlockRole, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion, PassedBlock,
 };
@@ -315,7 +315,7 @@ fn hostile(descriptors: usize, pages_of: usize, address: u64) -> (Result<(), Str
         let passed: Vec<_> = [ram.as_fd(), null.as_fd()].into_iter().cycle().take(descriptors).collect();
         near.put_with(&bytes, &passed).unwrap();
         if pages_of == 1 {
-            near.shutdown(How::Write).unwrap();
+            near.shutdown(Shutdown::Write).unwrap();
         }
         match arriving.join().unwrap() {
             ArrivalOutcome::Failed(error) => Err(error.to_string()),

@@ -4,7 +4,7 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{Channel, ChannelError, Listener, Options, Reception, Tls, Uri};
+use limosa_channel::{Acceptor, Channel, ChannelError, Listener, Options, Tls, Uri};
 use limosa_migrate::AcceptPreempt;
 use limosa_testkit::{Authority, scratch};
 use tempfile::TempDir;
@@ -34,13 +34,13 @@ impl Meeting {
 
     /// The next one who is trusted.
     pub fn accept(&self) -> Result<Channel, ChannelError> {
-        Reception::new(&self.listener).within(SOON)
+        Acceptor::new(&self.listener).within(SOON)
     }
 
     /// Waits for the next one who is trusted, while the destination does something else.
     pub fn doorkeeper(&self) -> AcceptPreempt<'_> {
-        let mut reception = Reception::new(&self.listener);
-        Box::new(move |wait| reception.step(wait))
+        let mut acceptor = Acceptor::new(&self.listener);
+        Box::new(move |wait| acceptor.step(wait))
     }
 
     /// Both ends of a connection.

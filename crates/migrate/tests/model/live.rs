@@ -6,7 +6,7 @@ use std::sync::{Arc, RwLock};
 use std::thread::{self, Scope};
 use std::time::Duration;
 
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, Shutdown};
 use limosa_memory::dirty::{DirtyLog, DirtyLogs, DirtyPages, LogError, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, BlockRole, GuestMemory};
 use limosa_migrate::{LiveVm, VmError};
@@ -370,7 +370,7 @@ impl Destination {
         let _ = self.channel.put(&bytes[..most]);
         if most < bytes.len() {
             // The way back is gone.
-            let _ = self.channel.shutdown(How::Write);
+            let _ = self.channel.shutdown(Shutdown::Write);
         }
     }
 
@@ -494,7 +494,7 @@ impl Destination {
                     self.arrived.described = json["devices"].as_array().unwrap().len();
                     self.at(At::Go)?;
                     self.say(&ReturnMessage::Shut(0));
-                    let _ = self.channel.shutdown(How::Write);
+                    let _ = self.channel.shutdown(Shutdown::Write);
                     return Ok(());
                 }
                 _ => {

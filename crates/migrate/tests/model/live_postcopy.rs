@@ -48,7 +48,7 @@ pub fn receive(channel: &Channel, state: &Mutex<Landed>, recovery: bool, cut: Op
     };
     state.lock().unwrap().cut_off = false;
     let _ = read(channel, state, decoder, cut, seed);
-    let _ = channel.shutdown(limosa_channel::How::Both);
+    let _ = channel.shutdown(limosa_channel::Shutdown::Both);
 }
 
 /// Reads the preempt channel until it ends.
@@ -59,7 +59,7 @@ pub fn receive_urgent(channel: &Channel, state: &Mutex<Landed>, cut: Option<Cut>
     }
     let decoder = Decoder::for_records(&state.lock().unwrap().blocks).unwrap();
     let _ = read(channel, state, decoder, cut, 0);
-    let _ = channel.shutdown(limosa_channel::How::Both);
+    let _ = channel.shutdown(limosa_channel::Shutdown::Both);
 }
 
 struct Over;

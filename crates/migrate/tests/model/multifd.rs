@@ -126,7 +126,7 @@ impl<'a> MultifdModel<'a> {
             drop(notices);
             self.take_main(&main, &noticed, &releases);
             if self.trouble.is_none_or(|trouble| trouble == Trouble::RefuseAtTheEnd) {
-                let _ = main.shutdown(limosa_channel::How::Both);
+                let _ = main.shutdown(limosa_channel::Shutdown::Both);
             } else {
                 // It is the source that is to end it.
                 wait_end(&main);

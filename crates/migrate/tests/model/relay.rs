@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use limosa_channel::{Channel, How, ZeroCopy};
+use limosa_channel::{Channel, Shutdown, ZeroCopy};
 
 use super::{lending_pair, pair};
 
@@ -31,7 +31,7 @@ impl Relay {
 
     pub fn cut(&self) {
         for channel in [&self.near, &self.far] {
-            let _ = channel.shutdown(How::Both);
+            let _ = channel.shutdown(Shutdown::Both);
         }
     }
 

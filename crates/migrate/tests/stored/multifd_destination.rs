@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
-use limosa_channel::{Channel, How, Listener, Options, Uri};
+use limosa_channel::{Channel, Listener, Options, Shutdown, Uri};
 use limosa_migrate::{
     ChannelSet, Control, Destination, DestinationOptions, Gathering, GatheringOptions, Incoming, MigrateError,
     MultifdOptions, MultifdSourceOptions, PrecopyOptions, PrecopySource, Progress,
@@ -138,12 +138,12 @@ fn receive_with(
         assert!(pages.0.len() < 100_000, "more than a socket takes before it is read");
         near.put(&pages.0).unwrap();
         if !open.contains(&id) {
-            near.shutdown(How::Write).unwrap();
+            near.shutdown(Shutdown::Write).unwrap();
         }
     }
     assert!(main.len() < 100_000, "more than a socket takes before it is read");
     near.put(&main).unwrap();
-    near.shutdown(How::Write).unwrap();
+    near.shutdown(Shutdown::Write).unwrap();
     let (control, progress) = (Control::new(), Progress::new());
     Destination::new(far, &control, &progress, options)
         .with_channels(fars, MultifdOptions { compression })

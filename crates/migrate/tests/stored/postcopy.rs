@@ -278,7 +278,7 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
                         if let Some(status) = status {
                             say(&far, &ReturnMessage::Shut(status));
                         }
-                        far.shutdown(limosa_channel::How::Both).unwrap();
+                        far.shutdown(limosa_channel::Shutdown::Both).unwrap();
                     } else {
                         answer(&far, event);
                     }

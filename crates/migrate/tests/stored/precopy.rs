@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
-use limosa_channel::{Channel, How, Listener, Options, RateLimit};
+use limosa_channel::{Channel, Listener, Options, RateLimit, Shutdown};
 use limosa_migrate::{
     Control, Destination, DestinationOptions, InPlace, MigrateError, PageSource, PrecopyOptions, PrecopySource,
     Progress, Stop,
@@ -158,7 +158,7 @@ fn the_last_word_about_a_page_counts() {
     let records = [(0, true), (1, true), (2, false), (1, false), (2, true), (3, true), (3, false), (3, true)];
     let (near, far) = pair();
     near.put(&stream(&memory, &records, false)).unwrap();
-    near.shutdown(How::Write).unwrap();
+    near.shutdown(Shutdown::Write).unwrap();
     let mut kept = Kept::default();
     let incoming = receive(far, &mut kept).unwrap();
     let there: Vec<bool> = kept.pages[0].iter().map(Option::is_some).collect();
@@ -187,7 +187,7 @@ fn a_stream_that_ends_at_any_byte_is_an_error_that_says_so() {
     for length in (0..whole.len()).filter(|length| length % 509 == 0 || whole.len() - length < 400 || *length < 200) {
         let (near, far) = pair();
         near.put(&whole[..length]).unwrap();
-        near.shutdown(How::Write).unwrap();
+        near.shutdown(Shutdown::Write).unwrap();
         let error = receive(far, &mut Kept::default()).map(|_| ()).unwrap_err();
         assert!(matches!(error, MigrateError::Stream(_)), "{length}: {error}");
     }
@@ -200,7 +200,7 @@ fn what_comes_behind_the_end_is_refused() {
     bytes.push(0);
     let (near, far) = pair();
     near.put(&bytes).unwrap();
-    near.shutdown(How::Write).unwrap();
+    near.shutdown(Shutdown::Write).unwrap();
     let error = receive(far, &mut Kept::default()).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("behind the description"), "{error}");
 }
@@ -291,7 +291,7 @@ fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_no_an
         rustix::net::sockopt::set_socket_linger(channel, Some(Duration::ZERO)).unwrap();
         rustix::net::connect_unspec(channel.as_fd().try_clone_to_owned().unwrap()).unwrap();
     };
-    let announce = |channel: &Channel| channel.shutdown(How::Write).unwrap();
+    let announce = |channel: &Channel| channel.shutdown(Shutdown::Write).unwrap();
     type End<'a> = &'a dyn Fn(&Channel);
     let ends: [(&str, bool, End<'_>, bool); 5] = [
         ("announced, no answer awaited", false, &announce, true),
@@ -360,7 +360,7 @@ proptest! {
                     near.put(now).unwrap();
                     rest = later;
                 }
-                near.shutdown(How::Write).unwrap();
+                near.shutdown(Shutdown::Write).unwrap();
             });
             receive(far, &mut kept).unwrap();
         });
@@ -383,7 +383,7 @@ proptest! {
         }
         let (near, far) = pair();
         near.put(&stream).unwrap();
-        near.shutdown(How::Write).unwrap();
+        near.shutdown(Shutdown::Write).unwrap();
         let _ = receive(far, &mut Kept::default());
     }
 }

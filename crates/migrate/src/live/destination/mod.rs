@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, Shutdown};
 use limosa_memory::dirty::Writers;
 use limosa_memory::{FaultHandler, FaultOptions};
 use limosa_stream::PageSizes;
@@ -153,7 +153,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     ///
     /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `accept` should take no connection that has
     /// not completed the handshake, and drive that handshake at once, because a stock QEMU goes on only behind it:
-    /// [`Reception`](limosa_channel::Reception) does both. A stranger in its place ends the connection, and the VM waits for its
+    /// [`Acceptor`](limosa_channel::Acceptor) does both. A stranger in its place ends the connection, and the VM waits for its
     /// pages until it is recovered.
     #[must_use]
     pub fn with_preempt(mut self, accept: AcceptPreempt<'a>) -> Self {
@@ -202,7 +202,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
             Ok(Arrived::Whole(incoming)) => arrived(vm, &incoming, &progress),
             Ok(Arrived::Switched(switched)) => {
                 let Some(faults) = hooks.faults.into_inner().unwrap_or_else(PoisonError::into_inner) else {
-                    let _ = switched.channel.shutdown(How::Both);
+                    let _ = switched.channel.shutdown(Shutdown::Both);
                     let offset = switched.decoder.offset();
                     return ArrivalOutcome::Failed(MigrateError::SwitchedToPostcopy { offset });
                 };

@@ -39,7 +39,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use limosa_channel::{Channel, How, ZeroCopy};
+use limosa_channel::{Channel, Shutdown, ZeroCopy};
 use limosa_memory::dirty::DirtyLogs;
 use limosa_memory::{BlockRole, FreePages};
 use limosa_page::PAGE_SIZE;
@@ -425,6 +425,6 @@ struct CutOnDrop<'a>(&'a Channel);
 
 impl Drop for CutOnDrop<'_> {
     fn drop(&mut self) {
-        let _ = self.0.shutdown(How::Both);
+        let _ = self.0.shutdown(Shutdown::Both);
     }
 }

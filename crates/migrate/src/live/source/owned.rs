@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, Shutdown};
 use limosa_memory::dirty::{DirtyLogs, DirtyPages, Writers};
 use limosa_page::{BrokenInvariant, invariant};
 
@@ -184,7 +184,7 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
     /// Undoes what was done to the VM. Done again it does nothing.
     fn undo(&mut self) -> (Result<(), VmError>, Duration) {
         for channel in self.channels.drain(..) {
-            let _ = channel.shutdown(How::Both);
+            let _ = channel.shutdown(Shutdown::Both);
         }
         self.lift_throttle();
         self.give_pages_back();

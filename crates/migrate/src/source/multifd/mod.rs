@@ -17,7 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, How, ZeroCopy};
+use limosa_channel::{Channel, Shutdown, ZeroCopy};
 use limosa_page::{BrokenInvariant, PageBitmap, PageRange, ZeroMethod};
 use limosa_stream::MultifdRules;
 use limosa_stream::multifd::{Compression, PACKET_PAGES};
@@ -457,7 +457,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         self.changed.notify_all();
         for channel in self.channels.iter().chain([self.main]) {
             // It may be closed already, which is what we want of it.
-            let _ = channel.shutdown(How::Both);
+            let _ = channel.shutdown(Shutdown::Both);
         }
     }
 

@@ -25,7 +25,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use limosa_channel::{Channel, How};
+use limosa_channel::{Channel, Shutdown};
 use limosa_memory::{Fault, FaultError, FaultEvent, FaultHandler};
 use limosa_page::{AtomicPageBitmap, broken, to_usize};
 use limosa_stream::{Command, Decoder, Event, ReturnMessage};
@@ -151,7 +151,7 @@ pub(super) fn run<'a, V: IncomingVm + ?Sized>(
             if ReturnMessage::Shut(1).encode(&mut refusal).is_ok() {
                 let _ = channel.put(&refusal);
             }
-            let _ = channel.shutdown(How::Both);
+            let _ = channel.shutdown(Shutdown::Both);
             ArrivalOutcome::Failed(control.explain(error))
         }
     }
@@ -373,7 +373,7 @@ impl<'l, 'a> Connection<'l, 'a> {
 
     fn close(&self) {
         for channel in std::iter::once(&self.main).chain(&self.preempt) {
-            let _ = channel.shutdown(How::Both);
+            let _ = channel.shutdown(Shutdown::Both);
         }
     }
 
@@ -392,7 +392,7 @@ impl<'l, 'a> Connection<'l, 'a> {
             self.over.store(true, Ordering::SeqCst);
             waker.wake();
             if let Some(channel) = &self.preempt {
-                let _ = channel.shutdown(How::Both);
+                let _ = channel.shutdown(Shutdown::Both);
             }
             // The first failure is the cause: a thread that failed has closed the channels, and closing them here makes the
             // threads that still use them fail.

@@ -68,7 +68,7 @@ impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
             followed.and_then(|()| live.release())
         });
         if followed.is_err() {
-            let _ = channel.shutdown(limosa_channel::How::Both);
+            let _ = channel.shutdown(limosa_channel::Shutdown::Both);
         }
         control.unwatch();
         conclude(vm, live, &control, followed)

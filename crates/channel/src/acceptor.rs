@@ -48,23 +48,23 @@ impl RefusalLog {
 type Report<'a> = Box<dyn FnMut(&str) + Send + 'a>;
 
 /// Waits on a listener for a peer that is trusted.
-pub struct Reception<'a> {
+pub struct Acceptor<'a> {
     listener: &'a Listener,
     pending: VecDeque<Channel>,
     refusals: RefusalLog,
     report: Option<Report<'a>>,
 }
 
-impl fmt::Debug for Reception<'_> {
+impl fmt::Debug for Acceptor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reception")
+        f.debug_struct("Acceptor")
             .field("listener", &self.listener)
             .field("pending", &self.pending)
             .finish_non_exhaustive()
     }
 }
 
-impl<'a> Reception<'a> {
+impl<'a> Acceptor<'a> {
     /// One without connections.
     pub fn new(listener: &'a Listener) -> Self {
         Self { listener, pending: VecDeque::new(), refusals: RefusalLog::default(), report: None }

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Options, Reception, RefusalLog, Tls, Uri};
+use limosa_channel::{Acceptor, Channel, Options, RefusalLog, Tls, Uri};
 
 use crate::bed::{Bed, SOON, listen, with};
 
@@ -29,15 +29,15 @@ fn strangers_are_not_taken_for_a_silent_peer_and_delay_no_other() {
             Channel::connect(uri, &bed.client()).unwrap()
         });
         let mut told = Vec::new();
-        let mut reception = Reception::new(&listener).on_refusal(|why| told.push(why.to_owned()));
+        let mut acceptor = Acceptor::new(&listener).on_refusal(|why| told.push(why.to_owned()));
         let end = Instant::now() + SOON;
         let far = loop {
             assert!(Instant::now() < end);
-            if let Some(channel) = reception.step(Duration::from_millis(10)).unwrap() {
+            if let Some(channel) = acceptor.step(Duration::from_millis(10)).unwrap() {
                 break channel;
             }
         };
-        drop(reception);
+        drop(acceptor);
         let near = right.join().unwrap();
         near.put(b"me").unwrap();
         let mut got = [0; 2];
@@ -56,7 +56,7 @@ fn no_trusted_peer_in_time_is_a_time_out() {
     let listener = listen(&bed.server());
     let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
     let _silent = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    let error = Reception::new(&listener).within(Duration::from_millis(50)).unwrap_err();
+    let error = Acceptor::new(&listener).within(Duration::from_millis(50)).unwrap_err();
     assert!(error.is_timeout(), "{error}");
 }
 
@@ -67,15 +67,15 @@ fn a_peer_that_closes_after_the_handshake_is_not_taken() {
     let deferred = with(Tls::client(bed.folder(), None).unwrap().deferred());
     let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
     let mut told = Vec::new();
-    let mut reception = Reception::new(&listener).on_refusal(|why| told.push(why.to_owned()));
+    let mut acceptor = Acceptor::new(&listener).on_refusal(|why| told.push(why.to_owned()));
     // It is answered, and has the last word.
     while rustix::io::ioctl_fionread(&client).unwrap() == 0 {
-        assert!(reception.step(Duration::from_millis(1)).unwrap().is_none());
+        assert!(acceptor.step(Duration::from_millis(1)).unwrap().is_none());
     }
     client.establish().unwrap();
     rustix::net::shutdown(&client, rustix::net::Shutdown::Both).unwrap();
-    assert!(reception.step(Duration::from_millis(50)).unwrap().is_none());
-    drop(reception);
+    assert!(acceptor.step(Duration::from_millis(50)).unwrap().is_none());
+    drop(acceptor);
     assert!(told.len() == 1 && told[0].contains("it may not trust this end's certificate"), "{told:?}");
 }
 
@@ -83,7 +83,7 @@ fn a_peer_that_closes_after_the_handshake_is_not_taken() {
 fn without_tls_the_first_to_come_is_taken() {
     let listener = listen(&Options::default());
     let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
-    let far = Reception::new(&listener).within(SOON).unwrap();
+    let far = Acceptor::new(&listener).within(SOON).unwrap();
     near.put(b"!").unwrap();
     far.get(&mut [0]).unwrap();
 }

@@ -63,7 +63,7 @@ pub(crate) enum Refusal {
 
 /// The way in which a channel sends what is lent, and the loans in progress.
 #[derive(Debug)]
-pub(crate) struct Lender {
+pub(crate) struct ZeroCopySender {
     /// What was wanted. Where that is [`ZeroCopy::Auto`] a way that turns out to copy gives way to another.
     setting: ZeroCopy,
     /// The name of the method, for who does not want to wait until a put is through.
@@ -131,7 +131,7 @@ impl Method {
     }
 }
 
-impl Lender {
+impl ZeroCopySender {
     /// What `setting` comes to on this transport.
     pub(crate) fn new(setting: ZeroCopy, transport: &Transport) -> Result<Self, Refusal> {
         let chosen = match setting {

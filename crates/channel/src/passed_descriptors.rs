@@ -19,13 +19,13 @@ pub(crate) const PASSED_MAX: usize = 253;
 
 /// What a channel and its clones have picked up.
 #[derive(Debug, Default)]
-pub(crate) struct Passed {
+pub(crate) struct PassedDescriptors {
     /// How many more are wanted.
     wanted: AtomicUsize,
     got: Mutex<Vec<OwnedFd>>,
 }
 
-impl Passed {
+impl PassedDescriptors {
     pub(crate) fn want(&self, most: usize) {
         self.wanted.store(most.min(PASSED_MAX), Ordering::SeqCst);
     }
