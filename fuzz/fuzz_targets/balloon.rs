@@ -75,7 +75,7 @@ fuzz_target!(|data: &[u8]| {
     let reclaim = Arc::new(Ram { ram: ram.clone(), given_back: AtomicU64::new(0) });
     balloon.memory(reclaim.clone());
     balloon.attached(Arc::new(Bus));
-    balloon.accepted(Features::default());
+    balloon.ack_features(Features::default());
     // Its free pages are filled with zeros, so it may be asked for them.
     balloon.write_config(12, &[0; 4]);
     let rings: Vec<_> = (0..5)
@@ -106,7 +106,7 @@ fuzz_target!(|data: &[u8]| {
                 for round in 0.. {
                     assert!(round < 100_000);
                     let before = reclaim.given_back.load(Ordering::Relaxed);
-                    let more = balloon.work(number, &rings[number]);
+                    let more = balloon.process_queue(number, &rings[number]);
                     assert!(reclaim.given_back.load(Ordering::Relaxed) - before <= 128);
                     if !matches!(more, Ok(More::Yes)) {
                         break;
@@ -119,7 +119,7 @@ fuzz_target!(|data: &[u8]| {
                 let mut config = [0; 32];
                 balloon.read_config(u32::from(b), &mut config);
             }
-            8 => balloon.accepted(Features::from_bits(a.into())),
+            8 => balloon.ack_features(Features::from_bits(a.into())),
             9 => balloon.reset(),
             10 => drop(balloon.set_target(place * 4096)),
             _ => match a % 5 {

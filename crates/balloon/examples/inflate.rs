@@ -38,14 +38,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let balloon = Balloon::new(Options::default());
     balloon.memory(Arc::new(GuestRam::new(Arc::clone(&memory), Strategy::Auto)));
     balloon.attached(Arc::new(Bus));
-    balloon.accepted(Features::STATS_VQ);
+    balloon.ack_features(Features::STATS_VQ);
     balloon.set_target(12 * MIB)?;
     println!("device: {:?}", balloon.size());
 
     let guest = rust_vmm::export(&memory)?;
     let ring = OwnRing::new(offer_pages(&guest)?, &guest, || println!("transport: interrupt"));
     println!("memory: {} pages are populated", block.populated(block.pages())?.count());
-    while balloon.work(0, &ring)? == More::Yes {}
+    while balloon.process_queue(0, &ring)? == More::Yes {}
     println!("memory: {} pages are populated", block.populated(block.pages())?.count());
     for (name, count) in balloon.counters().iter().filter(|(_, count)| *count > 0) {
         println!("device: {name} {count}");

@@ -4,7 +4,7 @@
 //! 1. The configuration has none ([`crate::config`]), nor has the size of the memory ([`Balloon::size`]): a guest's read or
 //!    write of the configuration waits for no other thread.
 //! 2. Work on a queue takes that queue's lock for one call, which may last as long as a discard. Otherwise only calls that end
-//!    the queue's state take it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::inherited`], [`Balloon::memory`]), to
+//!    the queue's state take it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::driver_resumed`], [`Balloon::memory`]), to
 //!    know that no thread works on it any more; so work must not wait for a guest. Work on deflating takes its own lock and
 //!    then that of inflating, in this order.
 //! 3. Every other lock is held for a few assignments, never two at once, and never during a call of foreign code: a
@@ -51,7 +51,7 @@ pub trait Transport: Send + Sync {
     /// Notifies the driver that the configuration has changed. It must not wait for the driver.
     fn config_changed(&self);
 
-    /// Schedules [work](Balloon::work) on a queue. It must not process the queue itself.
+    /// Schedules [work](Balloon::process_queue) on a queue. It must not process the queue itself.
     fn kick(&self, queue: usize);
 
     /// Whether the driver's end is still connected.
@@ -123,9 +123,9 @@ pub struct Balloon {
     ram: AtomicU64,
     /// Counts sizes of the guest.
     changes: AtomicU64,
-    accepted: AtomicU64,
+    acked: AtomicU64,
     /// A driver has accepted features, possibly none, since the device was connected.
-    has_accepted: AtomicBool,
+    has_acked: AtomicBool,
     /// Counts drivers. Buffers taken from the queues of an earlier one are void.
     epoch: AtomicU64,
     reporting: AtomicBool,
@@ -140,7 +140,7 @@ pub struct Balloon {
 impl std::fmt::Debug for Balloon {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Balloon")
-            .field("accepted", &self.accepted_features())
+            .field("acked", &self.acked_features())
             .field("size", &self.size())
             .finish_non_exhaustive()
     }
@@ -156,8 +156,8 @@ impl Balloon {
             config: Config::default(),
             ram: AtomicU64::new(0),
             changes: AtomicU64::new(0),
-            accepted: AtomicU64::new(0),
-            has_accepted: AtomicBool::new(false),
+            acked: AtomicU64::new(0),
+            has_acked: AtomicBool::new(false),
             epoch: AtomicU64::new(0),
             reporting: AtomicBool::new(!reporting_off),
             statistics_wanted: AtomicBool::new(false),
@@ -183,14 +183,14 @@ impl Balloon {
     }
 
     /// The driver has accepted these features; those that were not offered are left out.
-    pub fn accepted(&self, features: Features) {
-        self.accepted.store(features.and(self.offered).bits(), Ordering::Release);
-        self.has_accepted.store(true, Ordering::Release);
+    pub fn ack_features(&self, features: Features) {
+        self.acked.store(features.and(self.offered).bits(), Ordering::Release);
+        self.has_acked.store(true, Ordering::Release);
     }
 
     /// The features that the driver has accepted.
-    pub fn accepted_features(&self) -> Features {
-        Features::from_bits(self.accepted.load(Ordering::Acquire))
+    pub fn acked_features(&self) -> Features {
+        Features::from_bits(self.acked.load(Ordering::Acquire))
     }
 
     /// Copies bytes of the configuration; zeros beyond its end. Takes no lock and never waits.
@@ -230,11 +230,11 @@ impl Balloon {
         }
     }
 
-    /// Connects the device. There is a driver once it has [accepted](Self::accepted) features. If these include page poison, no
+    /// Connects the device. There is a driver once it has [accepted](Self::ack_features) features. If these include page poison, no
     /// reported page is given back and no list is requested until the driver has written the value: a driver that another
     /// process had before has written it there, and may look like a new one.
     pub fn attached(&self, transport: Arc<dyn Transport>) {
-        self.has_accepted.store(false, Ordering::Release);
+        self.has_acked.store(false, Ordering::Release);
         self.config.forget_poison();
         let before = self.lock(&self.guest).transport.replace(transport);
         drop(before);
@@ -243,7 +243,7 @@ impl Balloon {
     /// The driver of another process continues here, as when a server replaces one that was killed. It knows that server's
     /// configuration, so it is notified that the configuration has changed: it takes its hinted pages back, and resizes its
     /// balloon as requested here. The size of its balloon is known after the next change.
-    pub fn inherited(&self) {
+    pub fn driver_resumed(&self) {
         self.config.inherit();
         if let Some(mut state) = self.state(Role::Statistics) {
             state.outdated = true;
@@ -253,27 +253,27 @@ impl Balloon {
 
     /// A queue has stopped, as when the VM is paused: its buffers that are not given back belong to the driver again, which
     /// offers them again when it continues. The driver's state remains valid, and so does a list of free pages that was
-    /// requested; statistics that are offered again are not reported, but requested once more. No thread may [work](Self::work)
+    /// requested; statistics that are offered again are not reported, but requested once more. No thread may [work](Self::process_queue)
     /// on that queue meanwhile.
     pub fn stopped(&self, queue: usize) {
-        let role = self.numbering.role(self.accepted_features(), queue);
+        let role = self.numbering.role(self.acked_features(), queue);
         if let Some(mut state) = role.and_then(|role| self.state(role)) {
             let ballooned = std::mem::take(&mut state.ballooned);
             *state = Queue { epoch: state.epoch, ballooned, outdated: true, ..Queue::default() };
         }
     }
 
-    /// The driver is gone, or starts again: there is none until it has [`accepted`](Self::accepted) features, the balloon is
+    /// The driver is gone, or starts again: there is none until it has [`accepted`](Self::ack_features) features, the balloon is
     /// empty, no buffer of the queues is held, no list of free pages is received, there are no statistics. The accepted
     /// features remain set until then, and the poison value until the next driver that has accepted that feature writes it,
     /// which it does before it gives any page.
     ///
     /// After it returns, no page or block of the driver is given back or passed on, and its rings are not changed: it waits for
     /// threads that process a queue, which return after their current call (one discard, for example). So it must not be called
-    /// from within [`work`](Self::work). A guest that reads or writes the configuration meanwhile does not wait. The caller
+    /// from within [`work`](Self::process_queue). A guest that reads or writes the configuration meanwhile does not wait. The caller
     /// must have stopped the rings before: buffers that are taken out of a ring later count as the next driver's.
     pub fn reset(&self) {
-        self.has_accepted.store(false, Ordering::Release);
+        self.has_acked.store(false, Ordering::Release);
         self.epoch.fetch_add(1, Ordering::AcqRel);
         let had_balloon = self.config.forget_driver();
         self.end_hinting();
@@ -326,7 +326,7 @@ impl Balloon {
     /// Whether a driver is connected that has accepted features.
     pub fn has_driver(&self) -> bool {
         let connected = self.transport().is_some_and(|transport| transport.is_connected());
-        connected && self.has_accepted.load(Ordering::Acquire)
+        connected && self.has_acked.load(Ordering::Acquire)
     }
 
     /// Whether its driver, if there is one, has read the target and the command for free pages since their last change. Before
@@ -345,8 +345,8 @@ impl Balloon {
     /// # Errors
     /// The ring cannot be processed. A list of free pages that was received over it has ended, and the guest is notified that
     /// it may use its pages again; unless the ring has only [stopped](Ring::is_stopped): then the list continues with it.
-    pub fn work<R: Ring>(&self, queue: usize, ring: &R) -> Result<More, R::Error> {
-        let Some(role) = self.numbering.role(self.accepted_features(), queue) else { return Ok(More::No) };
+    pub fn process_queue<R: Ring>(&self, queue: usize, ring: &R) -> Result<More, R::Error> {
+        let Some(role) = self.numbering.role(self.acked_features(), queue) else { return Ok(More::No) };
         let Some(mut state) = self.state(role) else { return Ok(More::No) };
         match role {
             Role::Inflate | Role::Deflate => self.work_on_arrays(role, &mut state, ring),
@@ -392,7 +392,7 @@ impl Balloon {
 
     /// Whether free pages may lose their contents.
     fn keeps_free_pages(&self) -> bool {
-        self.accepted_features().has(Features::PAGE_POISON) && self.config.poison() != Some(0)
+        self.acked_features().has(Features::PAGE_POISON) && self.config.poison() != Some(0)
     }
 
     /// Shows the size of the balloon that leaves the guest its target. Returns whether it changed.
@@ -418,13 +418,13 @@ impl Balloon {
 
     /// Whether the driver has a queue for this role that does not run any more.
     fn is_idle(&self, role: Role) -> bool {
-        let number = self.numbering.number(self.accepted_features(), role);
+        let number = self.numbering.number(self.acked_features(), role);
         number.zip(self.transport()).is_some_and(|(number, transport)| transport.is_idle(number))
     }
 
     /// Schedules work on a queue, if there is such a queue.
     fn kick(&self, role: Role) {
-        let number = self.numbering.number(self.accepted_features(), role);
+        let number = self.numbering.number(self.acked_features(), role);
         if let (Some(number), Some(transport)) = (number, self.transport()) {
             transport.kick(number);
         }

@@ -154,8 +154,8 @@ pub enum Numbering {
 impl Numbering {
     /// The role of queue `number`, after these features were accepted; `None`: there is no such queue.
     #[must_use]
-    pub fn role(self, accepted: Features, number: usize) -> Option<Role> {
-        let exists = |role: &Role| accepted.has(role.feature());
+    pub fn role(self, acked: Features, number: usize) -> Option<Role> {
+        let exists = |role: &Role| acked.has(role.feature());
         match self {
             Self::Compact => Role::ALL.into_iter().filter(exists).nth(number),
             Self::Fixed => Role::ALL.get(number).copied().filter(exists),
@@ -164,8 +164,8 @@ impl Numbering {
 
     /// The number of a queue, after these features were accepted; `None`: there is no such queue.
     #[must_use]
-    pub fn number(self, accepted: Features, role: Role) -> Option<usize> {
-        (0..Role::ALL.len()).find(|number| self.role(accepted, *number) == Some(role))
+    pub fn number(self, acked: Features, role: Role) -> Option<usize> {
+        (0..Role::ALL.len()).find(|number| self.role(acked, *number) == Some(role))
     }
 }
 

@@ -1,7 +1,7 @@
 //! virtio-balloon: a guest gives memory back, and sends lists of its free pages.
 //!
 //! A [`Balloon`] is the device, with any transport to its driver. A VMM passes on what the driver does (features accepted,
-//! configuration read and written, queues kicked: [`Balloon::work`]), gives it the guest's memory as a [`Reclaim`], and is
+//! configuration read and written, queues kicked: [`Balloon::process_queue`]), gives it the guest's memory as a [`Reclaim`], and is
 //! called through a [`Transport`] when the driver is to be interrupted. Queues are [`Ring`]s: an
 //! [`OwnRing`] over `virtio-queue`, or a vhost-user server's. Users and programs request another size
 //! ([`Balloon::set_target`]), statistics, and lists of free pages ([`FreePages`](limosa_memory::FreePages)).
@@ -15,7 +15,7 @@
 //! # Bad guests
 //!
 //! Page numbers outside of memory, arrays of odd length, blocks outside of memory, buffers of the wrong kind, unknown ids,
-//! floods: refused or left out, counted ([`Counters`]), logged once, never a panic. One call of [`Balloon::work`] takes a
+//! floods: refused or left out, counted ([`Counters`]), logged once, never a panic. One call of [`Balloon::process_queue`] takes a
 //! bounded number of buffers and gives back a bounded number of runs. Wrong information about free pages costs a guest its own
 //! data only.
 //!
@@ -50,7 +50,7 @@
 //! let balloon = Balloon::new(Options::default());
 //! balloon.memory(Arc::new(GuestRam::new(memory.clone(), Strategy::Auto)));
 //! balloon.attached(Arc::new(Bus));
-//! balloon.accepted(Features::STATS_VQ | Features::FREE_PAGE_HINT);
+//! balloon.ack_features(Features::STATS_VQ | Features::FREE_PAGE_HINT);
 //!
 //! let mut queue = Queue::new(256)?;
 //! queue.set_desc_table_address(Some(0x1000), None);
@@ -60,7 +60,7 @@
 //! let ring = OwnRing::new(queue, &guest, || { /* an interrupt */ });
 //!
 //! balloon.set_target(8 << 20)?; // The host needs half of the memory back; the driver is notified.
-//! while balloon.work(0, &ring)? == More::Yes {}
+//! while balloon.process_queue(0, &ring)? == More::Yes {}
 //! assert_eq!(balloon.counters().inflated_pages, 3);
 //! assert_eq!(balloon.counters().discards, 1, "three pages, one run");
 //! assert_eq!(guest.read_obj::<u8>(GuestAddress(8 << 20))?, 0);

@@ -82,8 +82,8 @@ impl Device for VhostUserBalloon {
         self.balloon.queues()
     }
 
-    fn accepted(&self, features: u64) {
-        self.balloon.accepted(Features::from_bits(features));
+    fn ack_features(&self, features: u64) {
+        self.balloon.ack_features(Features::from_bits(features));
     }
 
     fn read_config(&self, offset: u32, into: &mut [u8]) {
@@ -119,15 +119,15 @@ impl Device for VhostUserBalloon {
         self.balloon.attached(Arc::new(front_end));
     }
 
-    fn work(&self, queue: usize, vring: &Vring) -> Result<limosa_vhost::More, QueueError> {
-        Ok(match self.balloon.work(queue, vring)? {
+    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<limosa_vhost::More, QueueError> {
+        Ok(match self.balloon.process_queue(queue, vring)? {
             More::Yes => limosa_vhost::More::Yes,
             More::No => limosa_vhost::More::No,
         })
     }
 
-    fn inherited(&self) {
-        self.balloon.inherited();
+    fn driver_resumed(&self) {
+        self.balloon.driver_resumed();
     }
 
     fn stopped(&self, queue: usize) {
@@ -230,7 +230,7 @@ mod tests {
         let region = RamRegion::map(1 << 30, 2 << 20, 1 << 40, file, 2 << 20).unwrap();
         let memory = Arc::new(Ram::new(vec![region]).unwrap());
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
-        device.accepted(device.features());
+        device.ack_features(device.features());
         assert!(device.ram().is_none());
         device.memory(memory.clone());
         assert_eq!(device.balloon().size().ram, 2 << 20);
@@ -250,7 +250,7 @@ mod tests {
         queue.set_next_avail(0);
         queue.set_ready(true);
         let vring = Vring::running(queue, memory.clone(), None);
-        assert_eq!(device.work(0, &vring).unwrap(), limosa_vhost::More::No);
+        assert_eq!(device.process_queue(0, &vring).unwrap(), limosa_vhost::More::No);
         let counters = device.balloon().counters();
         assert_eq!((counters.inflated_pages, counters.pages_outside, counters.discarded_bytes), (1, 1, 4096));
         let mut bytes = vec![1; 4 << 20];
@@ -328,8 +328,8 @@ mod tests {
     fn a_driver_that_another_server_had_gets_no_request_for_pages_that_must_keep_their_contents() {
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
         device.attached(FrontEnd::new().unwrap());
-        device.accepted(device.features());
-        device.inherited();
+        device.ack_features(device.features());
+        device.driver_resumed();
         struct IgnoringSink;
         impl FreePageSink for IgnoringSink {
             fn free(&self, _range: Range<u64>) {}

@@ -23,7 +23,7 @@ impl Device for Sink {
         1
     }
 
-    fn accepted(&self, features: u64) {
+    fn ack_features(&self, features: u64) {
         println!("device: the driver accepted {features:#x}");
     }
 
@@ -42,7 +42,7 @@ impl Device for Sink {
         println!("device: front end connected: {}", front_end.is_connected());
     }
 
-    fn work(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
         // One buffer a call, so that the ring can be stopped between two of them.
         let Some(chain) = vring.pop()? else { return Ok(More::No) };
         vring.add_used(chain.head_index(), 0)?;

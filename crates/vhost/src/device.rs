@@ -15,7 +15,7 @@ pub enum More {
 
 /// A virtio device behind a vhost-user server.
 ///
-/// It is called from two threads of the server: [`Device::work`] from the one that processes queues, everything else from the
+/// It is called from two threads of the server: [`Device::process_queue`] from the one that processes queues, everything else from the
 /// one that answers messages. The server holds none of its locks during any call.
 ///
 /// **Law: what the message thread calls returns without waiting for `work`, and `work` without waiting for a message.** A
@@ -29,7 +29,7 @@ pub trait Device: Send + Sync {
     fn queues(&self) -> usize;
 
     /// What the driver has accepted of [`Device::features`]. Called again after every [reset](Self::reset), before a ring runs.
-    fn accepted(&self, features: u64);
+    fn ack_features(&self, features: u64);
 
     /// Reads the configuration from `offset` on; zeros beyond its end.
     fn read_config(&self, offset: u32, into: &mut [u8]);
@@ -49,12 +49,12 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// [`QueueError::Stopped`] is normal. After any other error the queue is not processed until it is set up again.
-    fn work(&self, queue: usize, vring: &Vring) -> Result<More, QueueError>;
+    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<More, QueueError>;
 
     /// The driver was active before this connection, or before it was stopped in another state: it was attached to a server
     /// that was killed, or the VM was loaded. What it has written into the configuration is not written again. Called once,
     /// when that is detected: with the first of its rings that does not start at the beginning; `work` may run on others.
-    fn inherited(&self) {}
+    fn driver_resumed(&self) {}
 
     /// A ring has stopped. Buffers that were taken out of it and not given back belong to the driver again, which may offer
     /// them once more when the ring continues. The driver is the same, and its negotiated state remains valid: the rings of a

@@ -32,7 +32,7 @@ impl Device for TestDevice {
         3
     }
 
-    fn accepted(&self, _features: u64) {}
+    fn ack_features(&self, _features: u64) {}
 
     fn read_config(&self, _offset: u32, _into: &mut [u8]) {}
 
@@ -42,7 +42,7 @@ impl Device for TestDevice {
 
     fn attached(&self, _front_end: FrontEnd) {}
 
-    fn work(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in 0..16 {
             let Some(chain) = vring.pop()? else { return Ok(More::No) };

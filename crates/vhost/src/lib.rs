@@ -22,7 +22,7 @@
 //! impl Device for Sink {
 //!     fn features(&self) -> u64 { 0 }
 //!     fn queues(&self) -> usize { 1 }
-//!     fn accepted(&self, _features: u64) {}
+//!     fn ack_features(&self, _features: u64) {}
 //!     fn read_config(&self, offset: u32, into: &mut [u8]) {
 //!         into.fill(0);
 //!         if let (0, Some(first)) = (offset, into.first_mut()) {
@@ -32,7 +32,7 @@
 //!     fn write_config(&self, _offset: u32, _bytes: &[u8]) {}
 //!     fn memory(&self, _memory: Arc<Ram>) {}
 //!     fn attached(&self, _front_end: FrontEnd) {}
-//!     fn work(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+//!     fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
 //!         // One buffer a call, so that other queues are processed and the ring can be stopped in between.
 //!         let Some(chain) = vring.pop()? else { return Ok(More::No) };
 //!         vring.add_used(chain.head_index(), 0)?;

@@ -105,7 +105,7 @@ impl Stopper {
     ///
     /// If a front end blocks the server by a descriptor, or by a page of its memory that never arrives, the server waits for
     /// some seconds. Then `serve` returns [`ServerError::Held`] and abandons the blocked threads with the device: they may
-    /// still call [`Device::work`] and [`Device::reset`] if the front end ever unblocks them.
+    /// still call [`Device::process_queue`] and [`Device::reset`] if the front end ever unblocks them.
     pub fn stop(&self) {
         // It cannot be full: that takes more writes than are possible.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());

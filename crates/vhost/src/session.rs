@@ -258,7 +258,7 @@ impl Session {
     /// Gives the device the accepted features, also of a driver that begins with features negotiated before.
     fn tell_accepted(&mut self) {
         if !std::mem::replace(&mut self.accepted, true) {
-            self.device.accepted(self.features & self.device.features());
+            self.device.ack_features(self.features & self.device.features());
             self.touched = true;
         }
     }
@@ -461,7 +461,7 @@ impl Session {
             self.touched = true;
             let known = std::mem::replace(&mut settings.known, true);
             if was_used && !known && !std::mem::replace(&mut self.inherited, true) {
-                self.device.inherited();
+                self.device.driver_resumed();
             }
         }
         Ok(())

@@ -165,7 +165,7 @@ impl Worker {
         *lock(&self.at) = Some(index);
         // Only now: a thread that stops the ring checks `at` after it has stopped the ring.
         let more = if ring.vring.runs() && !ring.broken.load(Ordering::SeqCst) {
-            self.work(index, &ring.vring)
+            self.process_queue(index, &ring.vring)
         } else {
             Ok(More::No)
         };
@@ -190,16 +190,16 @@ impl Worker {
         more
     }
 
-    fn work(&self, index: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, index: usize, vring: &Vring) -> Result<More, QueueError> {
         vring.disable_notification()?;
-        if self.device.work(index, vring)? == More::Yes {
+        if self.device.process_queue(index, vring)? == More::Yes {
             return Ok(More::Yes);
         }
         // Buffers that came since the device last took one are processed now. Buffers that it left on purpose wait for the next
         // kick.
         let Some(next) = vring.enable_notification()? else { return Ok(More::No) };
         vring.disable_notification()?;
-        let more = self.device.work(index, vring)?;
+        let more = self.device.process_queue(index, vring)?;
         let left = vring.enable_notification()?;
         Ok(if left.is_some_and(|left| left != next) { More::Yes } else { more })
     }

@@ -15,7 +15,7 @@ impl FreePages for Balloon {
         if !self.has_driver() {
             return not_offered("no balloon driver is active in it; load virtio_balloon there");
         }
-        if !self.accepted_features().has(Features::FREE_PAGE_HINT) {
+        if !self.acked_features().has(Features::FREE_PAGE_HINT) {
             return not_offered("its driver did not take the feature free-page-hint");
         }
         if self.keeps_free_pages() {

@@ -59,7 +59,7 @@ impl Balloon {
         if !self.has_driver() {
             return Err(StatisticsError::NoDriver);
         }
-        if !self.accepted_features().has(Features::STATS_VQ) {
+        if !self.acked_features().has(Features::STATS_VQ) {
             return Err(StatisticsError::NotAccepted);
         }
         if self.is_idle(Role::Statistics) {

@@ -13,7 +13,7 @@ use vm_memory::GuestMemory;
 /// puts into as many arrays as are taken at a time; a single buffer has up to a million.
 const WORDS: u64 = 1 << 16;
 
-/// How much was read of a queue in one call of [`Balloon::work`](super::Balloon::work).
+/// How much was read of a queue in one call of [`Balloon::process_queue`](super::Balloon::process_queue).
 #[derive(Debug, Default)]
 pub(super) struct WorkBudget {
     buffers: usize,

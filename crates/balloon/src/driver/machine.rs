@@ -170,7 +170,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
                     continue;
                 }
                 drop(state);
-                machine.work();
+                machine.process_queue();
                 state = machine.bus.lock();
             }
         });
@@ -183,7 +183,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     /// Processes the queues that were kicked, unless a [worker](Self::worker) does.
     pub fn work_if_no_worker(&self) {
         if self.bus.lock().workers == 0 {
-            self.work();
+            self.process_queue();
         }
     }
 
@@ -222,7 +222,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
                 self.stop();
                 balloon.reset();
                 balloon.attached(Arc::clone(&self.bus) as _);
-                balloon.accepted(features);
+                balloon.ack_features(features);
             }
             Device::Remote(remote) => remote.begin(features, DriverNotifier(Arc::clone(&self.bus))),
         }
@@ -289,7 +289,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         let state = self.bus.lock();
         if state.workers == 0 {
             drop(state);
-            return self.work();
+            return self.process_queue();
         }
         let waits = |state: &mut State| state.events == seen && !state.over;
         drop(self.bus.changed.wait_timeout_while(state, time, waits));
@@ -306,7 +306,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     }
 
     /// Processes every queue that was kicked until it has no more work.
-    fn work(&self) {
+    fn process_queue(&self) {
         let Device::Local(balloon) = &self.device else { return };
         loop {
             let kicked = self.bus.lock().take_kicked();
@@ -316,7 +316,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
             for number in (0..u64::BITS).filter(|bit| kicked & (1 << bit) != 0) {
                 let ring = self.rings().get(&(number as usize)).cloned();
                 // An invalid ring is not processed until the driver sets it up again.
-                if ring.is_some_and(|ring| matches!(balloon.work(number as usize, &*ring), Ok(More::Yes))) {
+                if ring.is_some_and(|ring| matches!(balloon.process_queue(number as usize, &*ring), Ok(More::Yes))) {
                     self.kick(number as usize);
                 }
             }

@@ -45,7 +45,7 @@ impl Bare {
         let balloon = Arc::new(Balloon::new(Options::default()));
         balloon.memory(reclaim(Arc::clone(&memory)));
         balloon.attached(Arc::new(Bus));
-        balloon.accepted(Features::default());
+        balloon.ack_features(Features::default());
         balloon.write_config(POISON, &[0; 4]);
         Self { memory, guest, balloon }
     }

@@ -31,7 +31,7 @@ fn all_in_bounded_looks(bare: &Bare, queue: usize) {
     let mut looks = 0;
     loop {
         let before = bare.used();
-        let more = bare.balloon.work(queue, &ring).unwrap();
+        let more = bare.balloon.process_queue(queue, &ring).unwrap();
         looks += 1;
         let taken = bare.used() - before;
         assert!(taken <= 2, "queue {queue}: {taken} buffers at once");

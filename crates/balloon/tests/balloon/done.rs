@@ -56,18 +56,18 @@ fn a_ring_that_becomes_invalid_during_a_list_ends_it() {
     let (bare, told, received) =
         (Bare::new(), Arc::new(NotificationCount::default()), Arc::new(ReceivedList::default()));
     bare.balloon.attached(told.clone());
-    bare.balloon.accepted(Features::default());
+    bare.balloon.ack_features(Features::default());
     bare.balloon.write_config(POISON, &[0; 4]);
     bare.balloon.request(received.clone()).unwrap();
     let ring = bare.ring();
-    bare.balloon.work(HINT, &ring).unwrap();
+    bare.balloon.process_queue(HINT, &ring).unwrap();
     bare.guest.write_obj(bare.command().to_le(), GuestAddress(0x4000)).unwrap();
     bare.offer(0, 0x4000, 4, 0);
     bare.offer(1, 8 * MIB, 4 << 20, WRITABLE);
-    bare.balloon.work(HINT, &ring).unwrap();
+    bare.balloon.process_queue(HINT, &ring).unwrap();
     assert_eq!((received.joined(), bare.balloon.hint_list().state), (vec![8 * MIB..12 * MIB], HintState::Started));
     let before = told.0.load(Ordering::Relaxed);
-    assert!(bare.balloon.work(HINT, &Broken(ring)).is_err());
+    assert!(bare.balloon.process_queue(HINT, &Broken(ring)).is_err());
     assert_eq!((bare.command(), told.0.load(Ordering::Relaxed)), (DONE, before + 1));
     assert_eq!((bare.balloon.hint_list().state, Arc::strong_count(&received)), (HintState::Done, 1));
     assert!(!received.is_complete());

@@ -67,7 +67,7 @@ fn send_over(bare: &Bare, ring: &BareRing<'_>, queue: usize, pages: impl IntoIte
         bare.guest.write_obj(page.to_le(), GuestAddress(at)).unwrap();
     }
     bare.offer(0, 0x4000, u32::try_from(4 * pages.len()).unwrap(), 0);
-    bare.balloon.work(queue, ring).unwrap()
+    bare.balloon.process_queue(queue, ring).unwrap()
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn pages_of_a_driver_that_does_not_notify_are_given_back_only_as_complete_huge_p
         let bare = Bare::with(|_| noted.clone());
         let features = Features::default();
         assert!(features.has(Features::MUST_TELL_HOST), "the required feature is offered");
-        bare.balloon.accepted(if tells { features } else { features.without(Features::MUST_TELL_HOST) });
+        bare.balloon.ack_features(if tells { features } else { features.without(Features::MUST_TELL_HOST) });
         send(&bare, 0, HUGE..HUGE + 8);
         // A driver that has not promised to notify may use the first of them now.
         send(&bare, 0, HUGE + 8..HUGE + 16);
@@ -98,7 +98,7 @@ fn pages_taken_out_of_the_balloon_are_no_longer_given_back() {
     assert_eq!(noted.take().len(), 128);
     // Its other queue may be anywhere: here at the same address, which the device has read.
     assert_eq!(send(&bare, 1, [HUGE + 3]), More::No);
-    assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::No);
+    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::No);
     assert_eq!(
         noted.take(),
         [bytes(HUGE..HUGE + 3), bytes(HUGE + 4..HUGE + 16)],
@@ -134,7 +134,7 @@ fn no_bits_are_kept_of_memory_that_was_removed() {
     let ring = bare.ring();
     assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), More::Yes);
     bare.balloon.memory(ordinary.clone());
-    assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::No);
+    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::No);
     assert_eq!(ordinary.take(), []);
 }
 

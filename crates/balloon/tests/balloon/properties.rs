@@ -262,7 +262,7 @@ proptest! {
         let balloon = Arc::new(Balloon::new(Options::default()));
         balloon.memory(noted.clone());
         balloon.attached(Arc::new(SilentBus));
-        balloon.accepted(Features::from_bits(features));
+        balloon.ack_features(Features::from_bits(features));
         balloon.write_config(POISON, &[0; 4]);
         let received = Arc::new(ReceivedList::default());
         let asked = balloon.request(received.clone()).is_ok();
@@ -282,7 +282,7 @@ proptest! {
             for round in 0.. {
                 prop_assert!(round < 10_000);
                 let before = *noted.given_back.lock().unwrap();
-                let more = balloon.work(number, &ring);
+                let more = balloon.process_queue(number, &ring);
                 prop_assert!(*noted.given_back.lock().unwrap() - before <= 128);
                 let told = balloon.counters();
                 prop_assert_eq!(told.hinted_blocks, received.ranges.lock().unwrap().len() as u64);

@@ -89,7 +89,7 @@ fn invalid_input_is_counted_logged_once_and_its_buffer_given_back() {
         tracing::subscriber::with_default(warnings.clone(), || {
             for number in 0..3 {
                 bare.offer(number, address, length, flags);
-                while bare.balloon.work(queue, &ring).unwrap() == More::Yes {}
+                while bare.balloon.process_queue(queue, &ring).unwrap() == More::Yes {}
             }
         });
         assert_eq!(counted(&bare.balloon.counters()), 3, "{what}");
@@ -123,7 +123,7 @@ fn statistics_of_unknown_kinds_are_counted_and_the_others_kept() {
     }
     bare.guest.write_slice(&bytes, GuestAddress(0x4000)).unwrap();
     bare.offer(0, 0x4000, 30, 0);
-    bare.balloon.work(STATISTICS, &bare.ring()).unwrap();
+    bare.balloon.process_queue(STATISTICS, &bare.ring()).unwrap();
     assert_eq!(bare.balloon.counters().unknown_statistics, 2);
     assert_eq!(bare.balloon.statistics().unwrap().free_memory(), Some(77));
 }
@@ -157,10 +157,10 @@ impl<'m> Ring for Flood<'m> {
 
 /// Begins the list that was just requested; the buffers that follow belong to it.
 fn begin_list(bare: &Bare, ring: &BareRing<'_>) {
-    bare.balloon.work(HINT, ring).unwrap();
+    bare.balloon.process_queue(HINT, ring).unwrap();
     bare.guest.write_obj(bare.command().to_le(), GuestAddress(0x6000)).unwrap();
     bare.offer(0, 0x6000, 4, 0);
-    bare.balloon.work(HINT, ring).unwrap();
+    bare.balloon.process_queue(HINT, ring).unwrap();
 }
 
 #[test]
@@ -172,12 +172,12 @@ fn a_flood_of_free_blocks_is_taken_a_bounded_number_at_a_time() {
     begin_list(&bare, &ring);
     let flood = Flood { ring, bare: &bare, next: Cell::new(1) };
     for look in 1..=5 {
-        assert_eq!(bare.balloon.work(HINT, &flood).unwrap(), More::Yes, "other queues are processed");
+        assert_eq!(bare.balloon.process_queue(HINT, &flood).unwrap(), More::Yes, "other queues are processed");
         assert_eq!(bare.balloon.counters().hinted_blocks, look * 256);
     }
     assert_eq!(received.ranges.lock().unwrap().len(), 5 * 256);
     bare.balloon.done();
-    assert_eq!(bare.balloon.work(HINT, &flood).unwrap(), More::Yes);
+    assert_eq!(bare.balloon.process_queue(HINT, &flood).unwrap(), More::Yes);
     assert_eq!((bare.balloon.counters().stale_hints, is_untouched(&bare)), (256, true));
 }
 
@@ -203,7 +203,7 @@ fn a_guest_with_wrong_hints_loses_only_its_own_pages() {
         for (number, (address, length)) in (1..).zip(blocks) {
             bare.offer(number, *address, *length, WRITABLE);
         }
-        bare.balloon.work(HINT, &ring).unwrap();
+        bare.balloon.process_queue(HINT, &ring).unwrap();
     };
     listing(&honest, &[]);
     // All that it uses, more than it has, and memory that is not its own.

@@ -64,21 +64,21 @@ fn a_buffer_whose_ring_was_stopped_is_given_back_when_it_continues() {
         let (address, length) = if queue == 4 { (8 * MIB, 4096) } else { (0x4000, 4) };
         bare.offer(0, address, length, flags);
         ring.stopped.set(true);
-        assert!(bare.balloon.work(queue, &ring).is_err());
+        assert!(bare.balloon.process_queue(queue, &ring).is_err());
         assert_eq!(bare.used(), 0);
         ring.stopped.set(false);
-        assert_eq!(bare.balloon.work(queue, &ring).unwrap(), More::No);
+        assert_eq!(bare.balloon.process_queue(queue, &ring).unwrap(), More::No);
         assert_eq!(bare.used(), 1, "queue {queue}: the driver waits for it");
     }
     let bare = Bare::new();
     let ring = Stopping::over(&bare);
     bare.offer(0, 0x4000, 10, 0);
-    bare.balloon.work(2, &ring).unwrap();
+    bare.balloon.process_queue(2, &ring).unwrap();
     bare.balloon.request_statistics().unwrap();
     ring.stopped.set(true);
-    assert!(bare.balloon.work(2, &ring).is_err());
+    assert!(bare.balloon.process_queue(2, &ring).is_err());
     ring.stopped.set(false);
-    bare.balloon.work(2, &ring).unwrap();
+    bare.balloon.process_queue(2, &ring).unwrap();
     assert_eq!(bare.used(), 1, "and so do statistics");
     assert_eq!(bare.memory.total_pages(), 4096);
 }
@@ -91,7 +91,7 @@ fn a_queue_that_stops_and_continues_has_the_same_driver() {
     bare.balloon.write_config(POISON, &poison);
     bare.balloon.write_config(4, &77_u32.to_le_bytes());
     bare.offer(0, 0x4000, 10, 0);
-    bare.balloon.work(2, &bare.ring()).unwrap();
+    bare.balloon.process_queue(2, &bare.ring()).unwrap();
     let before = bare.balloon.statistics().unwrap().sequence;
     for queue in 0..6 {
         bare.balloon.stopped(queue);
@@ -100,13 +100,13 @@ fn a_queue_that_stops_and_continues_has_the_same_driver() {
     let refused = bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err();
     assert!(refused.to_string().contains("page_poison"), "the poison value is kept: {refused}");
     // The device does not have the buffer for statistics any more, so it is not a second one; and it holds old values.
-    bare.balloon.work(2, &bare.ring()).unwrap();
+    bare.balloon.process_queue(2, &bare.ring()).unwrap();
     assert_eq!(bare.balloon.statistics().unwrap().sequence, before);
     assert_eq!((bare.balloon.counters().unexpected_buffers, bare.used()), (0, 1));
 
     bare.balloon.reset();
     assert_eq!(bare.balloon.size().actual, 16 * MIB);
-    bare.balloon.accepted(Features::default().without(Features::PAGE_POISON));
+    bare.balloon.ack_features(Features::default().without(Features::PAGE_POISON));
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok(), "the next driver has no poison value");
 }
 
@@ -121,12 +121,12 @@ fn statistics_of_an_unknown_time_are_requested_again() {
         let ring = Stopping::over(&bare);
         if inherited {
             bare.balloon.reset();
-            bare.balloon.accepted(Features::default());
-            bare.balloon.inherited();
+            bare.balloon.ack_features(Features::default());
+            bare.balloon.driver_resumed();
         } else {
             // The device holds it when the VM stops.
             bare.offer(0, 0x4000, 10, 0);
-            bare.balloon.work(2, &bare.ring()).unwrap();
+            bare.balloon.process_queue(2, &bare.ring()).unwrap();
             bare.balloon.stopped(2);
         }
         let before = told();
@@ -134,10 +134,10 @@ fn statistics_of_an_unknown_time_are_requested_again() {
         bare.offer(0, 0x4000, 10, 0);
         bare.balloon.request_statistics().unwrap();
         ring.stopped.set(true);
-        assert!(bare.balloon.work(2, &ring).is_err());
+        assert!(bare.balloon.process_queue(2, &ring).is_err());
         assert_eq!((told(), bare.used()), (before, 0));
         ring.stopped.set(false);
-        bare.balloon.work(2, &ring).unwrap();
+        bare.balloon.process_queue(2, &ring).unwrap();
         assert_eq!(
             (told(), bare.used()),
             (before, 1),
@@ -146,7 +146,7 @@ fn statistics_of_an_unknown_time_are_requested_again() {
 
         free(2 << 20);
         bare.offer(1, 0x4000, 10, 0);
-        bare.balloon.work(2, &ring).unwrap();
+        bare.balloon.process_queue(2, &ring).unwrap();
         let sequence = before.map_or(0, |(sequence, _)| sequence) + 1;
         assert_eq!(
             (told(), bare.used()),
@@ -167,11 +167,11 @@ fn a_queue_that_stops_during_a_buffer_gives_no_more_of_its_pages_back() {
     }
     bare.offer(0, 0x4000, 800, 0);
     let ring = bare.ring();
-    assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::Yes);
+    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::Yes);
     let before = bare.balloon.counters().discards;
     assert!((1..200).contains(&before));
     bare.balloon.stopped(0);
-    assert_eq!(bare.balloon.work(0, &ring).unwrap(), More::No);
+    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::No);
     assert_eq!((bare.balloon.counters().discards, bare.used()), (before, 0));
     let mut last = [0; 4096];
     bare.memory.block(0).unwrap().read((2048 + 2 * 199) << 12, &mut last).unwrap();
@@ -184,14 +184,14 @@ fn a_queue_that_stops_during_a_buffer_gives_no_more_of_its_pages_back() {
 fn the_poison_value_may_be_written_before_the_feature_is_accepted() {
     let bare = Bare::new();
     bare.balloon.reset();
-    bare.balloon.accepted(Features::FREE_PAGE_HINT);
+    bare.balloon.ack_features(Features::FREE_PAGE_HINT);
     bare.balloon.write_config(POISON, &[0xaa; 4]);
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
-    bare.balloon.accepted(Features::default());
+    bare.balloon.ack_features(Features::default());
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_err());
     // A driver that starts again over the same connection writes it again; the old value is valid until then.
     bare.balloon.reset();
-    bare.balloon.accepted(Features::default());
+    bare.balloon.ack_features(Features::default());
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_err());
     bare.balloon.write_config(POISON, &[0; 4]);
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
@@ -203,11 +203,11 @@ fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     let bare = Bare::new();
     bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
     bare.balloon.attached(Arc::new(Bus));
-    bare.balloon.accepted(Features::default());
+    bare.balloon.ack_features(Features::default());
     let refused = bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err();
     assert!(refused.to_string().contains("page_poison"), "{refused}");
     bare.offer(0, 8 * MIB, 4096, WRITABLE);
-    bare.balloon.work(4, &bare.ring()).unwrap();
+    bare.balloon.process_queue(4, &bare.ring()).unwrap();
     assert_eq!((bare.balloon.counters().ignored_reports, bare.used()), (1, 1));
     let mut page = [0; 4096];
     bare.memory.block(0).unwrap().read(8 * MIB, &mut page).unwrap();
@@ -220,7 +220,7 @@ fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok(), "the value remains valid over a stop");
     // A driver that has not accepted the feature writes no value.
     bare.balloon.attached(Arc::new(Bus));
-    bare.balloon.accepted(Features::FREE_PAGE_HINT);
+    bare.balloon.ack_features(Features::FREE_PAGE_HINT);
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
 }
 
@@ -237,8 +237,8 @@ fn a_driver_that_another_process_had_is_notified_of_the_configuration() {
     let bare = Bare::new();
     let line = Arc::new(ChangeCount::default());
     bare.balloon.attached(line.clone());
-    bare.balloon.accepted(Features::default());
-    bare.balloon.inherited();
+    bare.balloon.ack_features(Features::default());
+    bare.balloon.driver_resumed();
     assert_eq!(line.0.load(Ordering::SeqCst), 1, "it may hold blocks, and have a balloon that is not requested here");
 }
 
@@ -257,7 +257,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     let idle = Arc::new(Idle::default());
     let why = || bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err().to_string();
     bare.balloon.attached(idle.clone());
-    bare.balloon.accepted(Features::default());
+    bare.balloon.ack_features(Features::default());
     bare.balloon.write_config(POISON, &[0; 4]);
     idle.0.store(1 << 3, Ordering::SeqCst);
     assert!(why().contains("does not run"), "{}", why());
@@ -270,7 +270,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     bare.balloon.reset();
     assert!(!bare.balloon.has_driver() && why().contains("load virtio_balloon"));
     assert_eq!(bare.balloon.request_statistics(), Err(StatisticsError::NoDriver));
-    bare.balloon.accepted(Features::default());
+    bare.balloon.ack_features(Features::default());
     assert!(bare.balloon.has_driver() && bare.balloon.request_statistics().is_ok());
 }
 
@@ -292,23 +292,23 @@ fn a_list_whose_ring_stops_continues_with_it() {
     let ring = Stopping::over(&bare);
     let told = Arc::new(ReceivedBlocks::default());
     bare.balloon.request(told.clone()).unwrap();
-    bare.balloon.work(3, &ring).unwrap();
+    bare.balloon.process_queue(3, &ring).unwrap();
     let id = bare.command();
     bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
     bare.guest.write_obj(0u32, GuestAddress(0x4008)).unwrap();
     bare.offer(0, 0x4000, 4, 0);
-    bare.balloon.work(3, &ring).unwrap();
+    bare.balloon.process_queue(3, &ring).unwrap();
     bare.offer(1, 8 * MIB, 4096, WRITABLE);
     ring.stopped.set(true);
-    assert!(bare.balloon.work(3, &ring).is_err());
+    assert!(bare.balloon.process_queue(3, &ring).is_err());
     assert_eq!((bare.command(), bare.balloon.hint_list().state), (id, HintState::Started));
     // After a stop that the device does not know of yet.
-    assert!(bare.balloon.work(3, &ring).is_err());
+    assert!(bare.balloon.process_queue(3, &ring).is_err());
 
     ring.stopped.set(false);
     bare.offer(2, 12 * MIB, 4096, WRITABLE);
     bare.offer(3, 0x4008, 4, 0);
-    bare.balloon.work(3, &ring).unwrap();
+    bare.balloon.process_queue(3, &ring).unwrap();
     assert_eq!(*told.0.lock().unwrap(), [8 * MIB, 12 * MIB]);
     assert!(bare.balloon.hint_list().complete && bare.used() == 4);
 }
@@ -323,7 +323,7 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
         told
     };
     let first = ask();
-    bare.balloon.work(3, &ring).unwrap();
+    bare.balloon.process_queue(3, &ring).unwrap();
     let id = bare.command();
     // Linux has one field for the id, which its buffers point to.
     let field = |id: u32| bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
@@ -335,13 +335,13 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
     let second = ask();
     assert!(bare.command() < 0x8000_0000, "the driver cannot know of it yet");
     field(id + 1);
-    bare.balloon.work(3, &ring).unwrap();
+    bare.balloon.process_queue(3, &ring).unwrap();
     assert_eq!(bare.command(), id + 1);
     assert!(first.0.lock().unwrap().is_empty() && second.0.lock().unwrap().is_empty());
     // A block that comes now was free after the request.
     bare.offer(2, 0x4000, 4, 0);
     bare.offer(3, 12 * MIB, 4096, WRITABLE);
-    bare.balloon.work(3, &ring).unwrap();
+    bare.balloon.process_queue(3, &ring).unwrap();
     assert_eq!(*second.0.lock().unwrap(), [12 * MIB]);
 }
 
@@ -352,7 +352,7 @@ fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call(
     let bare = &Bare::new();
     let ring = Stopping::over(bare);
     bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap();
-    bare.balloon.work(3, &ring).unwrap();
+    bare.balloon.process_queue(3, &ring).unwrap();
     let first = bare.command();
     let field = move |id: u32| bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
     let second = Arc::new(ReceivedBlocks::default());
@@ -366,14 +366,14 @@ fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call(
         balloon.request(told).unwrap();
     };
     ring.at_end.set(Some(Box::new(meanwhile)));
-    balloon.work(3, &ring).unwrap();
+    balloon.process_queue(3, &ring).unwrap();
     assert!(bare.command() < 0x8000_0000, "there are buffers before it");
     field(first.checked_add(1).unwrap_or(0x8000_0000));
     // The call for which the request has kicked.
-    balloon.work(3, &ring).unwrap();
+    balloon.process_queue(3, &ring).unwrap();
     assert_eq!(*second.0.lock().unwrap(), [0; 0], "that was free before the request");
     bare.offer(2, 0x4000, 4, 0);
     bare.offer(3, 12 * MIB, 4096, WRITABLE);
-    balloon.work(3, &ring).unwrap();
+    balloon.process_queue(3, &ring).unwrap();
     assert_eq!(*second.0.lock().unwrap(), [12 * MIB]);
 }

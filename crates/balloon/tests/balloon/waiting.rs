@@ -108,7 +108,7 @@ fn no_pages_of_a_driver_are_given_back_after_the_reset() {
         }
         let was_reset = AtomicBool::new(false);
         thread::scope(|scope| {
-            let worker = scope.spawn(|| bare.balloon.work(queue, &ring).unwrap());
+            let worker = scope.spawn(|| bare.balloon.process_queue(queue, &ring).unwrap());
             inside.recv().unwrap();
             let resetting = scope.spawn(|| {
                 bare.balloon.reset();
@@ -135,7 +135,7 @@ fn no_pages_of_a_driver_are_given_back_after_the_reset() {
         bare.guest.write_obj(0u16, GuestAddress(0x2002)).unwrap();
         bare.offer(0, 0x4000, 4, 0);
         bare.guest.write_obj(4095u32.to_le(), GuestAddress(0x4000)).unwrap();
-        assert_eq!(bare.balloon.work(0, &bare.ring()).unwrap(), More::No);
+        assert_eq!(bare.balloon.process_queue(0, &bare.ring()).unwrap(), More::No);
         assert_eq!((bare.balloon.counters().discards, bare.used()), (2, 1));
     }
 }

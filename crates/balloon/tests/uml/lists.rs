@@ -76,7 +76,7 @@ fn pages_given_back_are_zero_for_a_guest_that_zeroes_freed_pages() {
     on_uml(|| {
         let offered = Options { features: Features::default() | Features::PAGE_POISON, ..Options::default() };
         let guest = Guest::booted(REPORTING_MEMORY, offered, "init_on_alloc=0 init_on_free=1");
-        assert!(guest.balloon.accepted_features().has(Features::PAGE_POISON));
+        assert!(guest.balloon.acked_features().has(Features::PAGE_POISON));
         guest.hold(60);
         guest.touch(100);
         // Zeroed and reported, so that the host may take them: they are zero at their next use.

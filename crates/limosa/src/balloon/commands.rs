@@ -32,7 +32,7 @@ impl BalloonCommands {
             "target": size.target,
             "actual": size.actual,
             "driver": self.balloon.has_driver(),
-            "features": format!("{:?}", self.balloon.accepted_features()),
+            "features": format!("{:?}", self.balloon.acked_features()),
             "reporting": self.balloon.reporting(),
             "counters": counters(&self.balloon),
         })

@@ -328,7 +328,7 @@ mod tests {
         let balloon = Balloon::new(Options::default());
         balloon.memory(ram(RAM));
         balloon.attached(Arc::new(Bus));
-        balloon.accepted(Features::default());
+        balloon.ack_features(Features::default());
         // But for what it fills free pages with.
         balloon.write_config(12, &[0; 4]);
         balloon

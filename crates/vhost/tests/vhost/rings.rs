@@ -297,7 +297,7 @@ fn a_ring_that_has_run_and_does_not_run_is_idle() {
 }
 
 #[test]
-fn the_device_gets_the_accepted_features_after_every_reset() {
+fn the_device_gets_the_acked_features_after_every_reset() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     let accepted = || served.device.accepted.swap(99, Ordering::SeqCst);

@@ -39,7 +39,7 @@ impl Device for Balloon {
         2
     }
 
-    fn accepted(&self, _features: u64) {}
+    fn ack_features(&self, _features: u64) {}
 
     fn read_config(&self, offset: u32, into: &mut [u8]) {
         let config = [&self.target, &self.actual].map(|field| field.load(Ordering::SeqCst).to_le_bytes()).concat();
@@ -62,7 +62,7 @@ impl Device for Balloon {
         *self.front_end.lock().unwrap() = Some(front_end);
     }
 
-    fn work(&self, queue: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<More, QueueError> {
         let Some(chain) = vring.pop()? else { return Ok(More::No) };
         let head = chain.head_index();
         let memory = chain.memory().clone();

@@ -72,7 +72,7 @@ impl Device for Incrementer {
         2
     }
 
-    fn accepted(&self, features: u64) {
+    fn ack_features(&self, features: u64) {
         self.accepted.store(features, Ordering::SeqCst);
     }
 
@@ -94,7 +94,7 @@ impl Device for Incrementer {
         *self.front_end.lock().unwrap() = Some(front_end);
     }
 
-    fn work(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
         self.working.store(true, Ordering::SeqCst);
         while self.stuck.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(1));
@@ -127,7 +127,7 @@ impl Device for Incrementer {
         Ok(More::Yes)
     }
 
-    fn inherited(&self) {
+    fn driver_resumed(&self) {
         self.inherited.fetch_add(1, Ordering::SeqCst);
     }
 
