@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use limosa_migrate::{Job, PrecopyStats};
-use limosa_snapshot::{PendingFile, Snapshot};
+use limosa_snapshot::{Snapshot, UnnamedFile};
 use serde_json::json;
 
 use crate::args::ExportArgs;
@@ -33,7 +33,7 @@ pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
         let own = stdout.as_fd().try_clone_to_owned().context("standard output")?;
         snapshot.export(own, Path::new("standard output"), control, progress)
     } else {
-        snapshot.export_file(PendingFile::create(&args.stream, args.force)?, control, progress)
+        snapshot.export_file(UnnamedFile::create(&args.stream, args.force)?, control, progress)
     };
     drop(handles);
     let stats = stats?;

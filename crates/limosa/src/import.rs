@@ -13,7 +13,7 @@ use anyhow::{Context, bail};
 use limosa_channel::Uri;
 use limosa_migrate::Job;
 use limosa_snapshot::{
-    Durability, Foreign, Imported, Packer, PendingFile, SaveImage, Snapshot, SnapshotError, WriteOptions,
+    Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile, WriteOptions,
 };
 use serde_json::{Value, json};
 
@@ -35,15 +35,15 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
         bail!("{}: {}, which has no domain XML: omit --xml", args.stream.display(), foreign.describe());
     }
     // Both are refused before anything is read.
-    let pending = PendingFile::create(&args.snapshot, args.new.force)?;
-    let xml = args.xml.as_deref().map(|path| PendingFile::create(path, args.new.force)).transpose()?;
+    let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
+    let xml = args.xml.as_deref().map(|path| UnnamedFile::create(path, args.new.force)).transpose()?;
     let durability = args.new.durability();
     let options = WriteOptions { durability, checksum: args.new.checksum, ..WriteOptions::default() };
     let handles = JobHandles::with_socket(args.control.as_deref(), Job::Save, "importing", false)?;
-    let (what, packer, image) = (foreign.describe(), foreign.packer(), foreign.image().cloned());
+    let (what, decompressor, image) = (foreign.describe(), foreign.decompressor(), foreign.image().cloned());
     let imported = foreign.import(pending, options, &handles.control, &handles.progress);
     drop(handles);
-    let done = Done { imported: imported?, what, packer, elapsed: begun.elapsed() };
+    let done = Done { imported: imported?, what, decompressor, elapsed: begun.elapsed() };
     if let (Some(pending), Some(image)) = (xml, &image) {
         write_xml(pending, image, durability).with_context(|| {
             format!("the snapshot {} is complete, but its XML was not written", args.snapshot.display())
@@ -88,7 +88,7 @@ fn open(stream: &Path) -> anyhow::Result<Foreign> {
     })
 }
 
-fn write_xml(pending: PendingFile, image: &SaveImage, durability: Durability) -> anyhow::Result<()> {
+fn write_xml(pending: UnnamedFile, image: &SaveImage, durability: Durability) -> anyhow::Result<()> {
     let target = pending.target().to_path_buf();
     pending.file().write_all(image.xml.as_bytes()).with_context(|| format!("cannot write {}", target.display()))?;
     pending.publish(durability)?;
@@ -99,7 +99,7 @@ fn write_xml(pending: PendingFile, image: &SaveImage, durability: Durability) ->
 struct Done {
     imported: Imported,
     what: &'static str,
-    packer: Option<Packer>,
+    decompressor: Option<Decompressor>,
     elapsed: Duration,
 }
 
@@ -107,7 +107,8 @@ impl Done {
     fn tell(&self) {
         let manifest = &self.imported.published.manifest;
         let stored = manifest.pages.normal.saturating_mul(limosa_page::PAGE_SIZE);
-        let packed = self.packer.map(|packer| format!(", packed by {}", packer.program())).unwrap_or_default();
+        let packed =
+            self.decompressor.map(|decompressor| format!(", packed by {}", decompressor.program())).unwrap_or_default();
         say!(
             "imported {} ({} of {} memory) in {}, {:.2} GiB/s, from {}{packed}",
             self.imported.published.path.display(),
@@ -126,7 +127,7 @@ impl Done {
             "snapshot": published.path.to_string_lossy(),
             "id": manifest.id,
             "from": self.what,
-            "packer": self.packer.map(Packer::program),
+            "packer": self.decompressor.map(Decompressor::program),
             "machine": manifest.machine,
             "vm_name": manifest.vm_name,
             "vm_uuid": manifest.vm_uuid,
@@ -200,16 +201,16 @@ impl Stored {
 }
 
 /// A file beside this one, where there is room for what is in it, or in the temporary directory.
-fn temporary(path: &Path) -> Result<(PendingFile, PathBuf), SnapshotError> {
+fn temporary(path: &Path) -> Result<(UnnamedFile, PathBuf), SnapshotError> {
     let name = format!("{}.limosa-{}", path.file_name().unwrap_or_default().to_string_lossy(), std::process::id());
     let beside = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
         _ => PathBuf::from("."),
     };
     let elsewhere = std::env::temp_dir();
-    match PendingFile::create(&beside.join(&name), false) {
+    match UnnamedFile::create(&beside.join(&name), false) {
         Ok(pending) => Ok((pending, beside)),
-        Err(error) => match PendingFile::create(&elsewhere.join(&name), false) {
+        Err(error) => match UnnamedFile::create(&elsewhere.join(&name), false) {
             Ok(pending) => Ok((pending, elsewhere)),
             Err(_) => Err(error),
         },

@@ -13,7 +13,7 @@ use limosa_channel::{Options, Tls};
 use limosa_migrate::{
     Destination, DestinationOptions, DestinationStats, Incoming, Job, MigrateError, MultifdOptions, Phase,
 };
-use limosa_snapshot::{Manifest, PendingFile, Published, SnapshotWriter, Via, WriteOptions};
+use limosa_snapshot::{Manifest, Published, SnapshotWriter, UnnamedFile, Via, WriteOptions};
 use serde_json::json;
 
 use crate::args::ReceiveArgs;
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
     let tls = args.tls.read()?;
     // Refused before it waits for a connection.
-    let pending = PendingFile::create(&args.snapshot, args.new.force)?;
+    let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
     let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
     handles.control.set_max_bandwidth(args.endpoint.max_bandwidth);
     let received = receive(args, tls, pending, &handles);
@@ -62,7 +62,7 @@ struct Received {
 fn receive(
     args: &ReceiveArgs,
     tls: Option<Tls>,
-    pending: PendingFile,
+    pending: UnnamedFile,
     handles: &JobHandles,
 ) -> anyhow::Result<Received> {
     let control = &handles.control;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use limosa_migrate::{PageSink, StreamStart};
 use limosa_page::PageNumber;
-use limosa_snapshot::{Manifest, PendingFile, SnapshotWriter, WriteOptions};
+use limosa_snapshot::{Manifest, SnapshotWriter, UnnamedFile, WriteOptions};
 use limosa_stream::{Configuration, RamBlock};
 
 type Failure = Box<dyn Error + Send + Sync>;
@@ -35,7 +35,7 @@ fn run(target: &Path, mib: u64, write_behind: bool) -> Result<(Duration, Duratio
     let chunk: Vec<u8> = (0..1_u32 << 18).flat_map(|word| word.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
     let pages: Vec<_> = chunk.chunks_exact(4096).map(IoSlice::new).collect();
     let options = WriteOptions { write_behind, ..WriteOptions::default() };
-    let mut writer = SnapshotWriter::new(PendingFile::create(target, true)?, options)?;
+    let mut writer = SnapshotWriter::new(UnnamedFile::create(target, true)?, options)?;
     writer.begin(&StreamStart {
         configuration: Configuration::new("pc-q35-10.0"),
         section_id: 2,

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 
 use limosa_migrate::{PageSink as _, PageSource as _, StreamStart};
 use limosa_page::{PageNumber, PageRange};
-use limosa_snapshot::{Manifest, PendingFile, Snapshot, SnapshotWriter, WriteOptions};
+use limosa_snapshot::{Manifest, Snapshot, SnapshotWriter, UnnamedFile, WriteOptions};
 use limosa_stream::{Configuration, RamBlock};
 
 const PAGE: usize = 4096;
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
         blocks: vec![RamBlock::new("pc.ram", 2 * PAGE as u64)],
     };
 
-    let mut writer = SnapshotWriter::new(PendingFile::create(&target, false)?, WriteOptions::default())?;
+    let mut writer = SnapshotWriter::new(UnnamedFile::create(&target, false)?, WriteOptions::default())?;
     writer.begin(&start)?;
     writer.put_zero(0, PageRange::first(1))?;
     writer.put_pages(0, PageNumber(1), &[IoSlice::new(&[0x5a; PAGE])])?;

@@ -7,13 +7,13 @@
 //! loader does nothing about a clear bit. The file therefore gets what a [`SnapshotWriter`](crate::SnapshotWriter) gives
 //! its own: holes, so that it may be mapped, and in the small blocks that a destination fills itself the bit set over them.
 
-use crate::anatomy::Anatomy;
 use crate::error::SnapshotError;
+use crate::layout::FileLayout;
 use crate::manifest::{Manifest, PageStatistics, Published};
 use crate::mappable;
-use crate::pending::PendingFile;
 use crate::seal;
 use crate::store::StoreFile;
+use crate::unnamed_file::UnnamedFile;
 use crate::writer::WriteOptions;
 
 /// Verifies a file that QEMU has written, makes it mappable and the zeros of its small blocks explicit, appends limosa's
@@ -27,10 +27,10 @@ use crate::writer::WriteOptions;
 /// [`SnapshotError::Structure`] if it is not a whole mapped-ram file that ends with its VM description,
 /// [`SnapshotError::Empty`] if no block has a stored page. That is decided without exception: every machine has
 /// firmware in RAM blocks, so a save without one non-zero page is one whose bitmaps were never written.
-pub fn adopt(pending: PendingFile, manifest: Manifest, options: WriteOptions) -> Result<Published, SnapshotError> {
+pub fn adopt(pending: UnnamedFile, manifest: Manifest, options: WriteOptions) -> Result<Published, SnapshotError> {
     let file = StoreFile::duplicate(pending.file(), pending.target())?;
     let length = file.stat()?.st_size.cast_unsigned();
-    let Anatomy { layout, mut memory, devices, stream_end } = Anatomy::decode(&file, 0, length)?;
+    let FileLayout { layout, mut memory, devices, stream_end } = FileLayout::decode(&file, 0, length)?;
     if stream_end != length {
         let behind = length.saturating_sub(stream_end);
         return Err(

@@ -22,8 +22,8 @@ use std::thread;
 use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, to_usize};
 use limosa_stream::mapped_ram::Layout;
 
-use crate::anatomy::Memory;
 use crate::error::SnapshotError;
+use crate::layout::Memory;
 use crate::store::{StoreFile, StoredRange};
 use crate::trailer::CHUNK;
 

@@ -8,8 +8,8 @@ use limosa_migrate::{Control, PrecopyOptions, PrecopySource, PrecopyStats, Progr
 
 use crate::error::SnapshotError;
 use crate::foreign::ForeignError;
-use crate::pending::{Durability, PendingFile};
 use crate::reader::Snapshot;
+use crate::unnamed_file::{Durability, UnnamedFile};
 
 impl Snapshot {
     /// Writes the VM as a one-way precopy stream to a file or a pipe, from its present position on; `name` is for messages.
@@ -40,7 +40,7 @@ impl Snapshot {
     /// As `export`; nothing is left of the file then.
     pub fn export_file(
         &self,
-        pending: PendingFile,
+        pending: UnnamedFile,
         control: &Control,
         progress: &Progress,
     ) -> Result<PrecopyStats, ForeignError> {

@@ -91,7 +91,7 @@ impl DeviceBytes {
 
 /// The parts of a mapped-ram file.
 #[derive(Debug)]
-pub(crate) struct Anatomy {
+pub(crate) struct FileLayout {
     pub(crate) layout: Layout,
     pub(crate) memory: Memory,
     pub(crate) devices: DeviceBytes,
@@ -99,7 +99,7 @@ pub(crate) struct Anatomy {
     pub(crate) stream_end: u64,
 }
 
-impl Anatomy {
+impl FileLayout {
     /// Takes a file of `length` bytes apart whose stream begins at `base`.
     pub(crate) fn decode(file: &StoreFile, base: u64, length: u64) -> Result<Self, SnapshotError> {
         let read_at =

@@ -5,7 +5,7 @@
 //! limosa adds stands behind the end of QEMU's stream, where QEMU does not look, so that one rename publishes both and
 //! the file is whole or not there.
 //!
-//! - [`PendingFile`]: a file without a name, and how it gets one.
+//! - [`UnnamedFile`]: a file without a name, and how it gets one.
 //! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::PageSink)).
 //! - [`adopt`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::PageSource)).
@@ -22,7 +22,7 @@
 //! use std::io::IoSlice;
 //! use limosa_migrate::{PageSink, PageSource, StreamStart};
 //! use limosa_page::{PageNumber, PageRange};
-//! use limosa_snapshot::{Manifest, PendingFile, Snapshot, SnapshotWriter, WriteOptions};
+//! use limosa_snapshot::{Manifest, UnnamedFile, Snapshot, SnapshotWriter, WriteOptions};
 //! use limosa_stream::{Configuration, RamBlock};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -39,7 +39,7 @@
 //! tail.push(u8::try_from(json.len())?);
 //! tail.extend_from_slice(json);
 //!
-//! let mut writer = SnapshotWriter::new(PendingFile::create(&target, false)?, WriteOptions::default())?;
+//! let mut writer = SnapshotWriter::new(UnnamedFile::create(&target, false)?, WriteOptions::default())?;
 //! writer.begin(&start)?;
 //! writer.put_pages(0, PageNumber(1), &[IoSlice::new(&[0x5a; 4096])])?;
 //! writer.put_zero(0, PageRange::first(1))?;
@@ -55,7 +55,6 @@
 //! ```
 
 mod adopt;
-mod anatomy;
 mod checksum;
 mod comparison;
 mod disks;
@@ -63,17 +62,18 @@ mod error;
 mod export;
 mod foreign;
 mod fuzz;
+mod layout;
 mod lock;
 mod manifest;
 mod mappable;
 mod pci;
-mod pending;
 mod reader;
 mod recording;
 mod seal;
 mod store;
 mod summary;
 mod trailer;
+mod unnamed_file;
 mod write_behind;
 mod writer;
 
@@ -85,16 +85,16 @@ pub use comparison::{
 pub use disks::{Difference, Disk, DiskChange, check_disks};
 pub use error::SnapshotError;
 pub use foreign::{
-    ByteOrder, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, Packer, SaveHeader, SaveImage, XML_LIMIT,
+    ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, SaveHeader, SaveImage, XML_LIMIT,
 };
 pub use fuzz::fuzz_open;
 pub use manifest::{Manifest, PageStatistics, Published, Via};
 pub use mappable::{Sealed, seal_snapshot};
 pub use pci::PciIdentity;
-pub use pending::{Durability, PendingFile};
 pub use reader::Snapshot;
 pub use recording::summarize;
 pub use summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary};
+pub use unnamed_file::{Durability, UnnamedFile};
 pub use write_behind::WriteBehind;
 pub use writer::{SnapshotWriter, WriteOptions};
 

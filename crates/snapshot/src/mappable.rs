@@ -14,8 +14,8 @@ use limosa_stream::mapped_ram::Layout;
 use rustix::fs::{CWD, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::anatomy::Memory;
 use crate::error::SnapshotError;
+use crate::layout::Memory;
 use crate::lock;
 use crate::manifest::{Manifest, PageStatistics, Via};
 use crate::reader::Snapshot;

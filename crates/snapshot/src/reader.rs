@@ -17,9 +17,9 @@ use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::Layout;
 use rustix::fs::FileType;
 
-use crate::anatomy::{Anatomy, DeviceBytes, Memory};
 use crate::checksum::{self, StoredBlock, Verifier};
 use crate::error::SnapshotError;
+use crate::layout::{DeviceBytes, FileLayout, Memory};
 use crate::lock;
 use crate::manifest::Manifest;
 use crate::mappable;
@@ -33,7 +33,7 @@ use crate::trailer::{Checksums, Trailer};
 pub struct Snapshot {
     file: StoreFile,
     identity: Identity,
-    anatomy: Anatomy,
+    parts: FileLayout,
     start: StreamStart,
     trailer: Trailer,
     verifier: Option<Verifier>,
@@ -95,17 +95,17 @@ impl Snapshot {
             return Err(SnapshotError::Target { path: path.to_path_buf(), why: "is not a regular file".to_owned() });
         }
         let identity = Identity::of(&stat);
-        let anatomy = Anatomy::decode(&file, base, identity.length)?;
-        let chunks = checksum::count(&anatomy.memory.places);
+        let parts = FileLayout::decode(&file, base, identity.length)?;
+        let chunks = checksum::count(&parts.memory.places);
         let read = |offset, length| {
             let mut bytes = vec![0; length];
             file.read("limosa's trailer", offset, &mut bytes).map(|()| bytes)
         };
-        let mut trailer = Trailer::read(anatomy.stream_end, identity.length, chunks, read)?;
+        let mut trailer = Trailer::read(parts.stream_end, identity.length, chunks, read)?;
         let mut devices_damaged = false;
         let verifier = trailer.checksums.take().map(|recorded| {
-            devices_damaged = checksum::of_devices(&anatomy.layout, anatomy.devices.bytes()) != recorded.devices;
-            Verifier::new(recorded.chunks, &anatomy.memory)
+            devices_damaged = checksum::of_devices(&parts.layout, parts.devices.bytes()) != recorded.devices;
+            Verifier::new(recorded.chunks, &parts.memory)
         });
         if devices_damaged {
             trailer.warnings.push(DEVICES_DAMAGED.to_owned());
@@ -113,17 +113,17 @@ impl Snapshot {
         if let Some(lost) = verifier.as_ref().and_then(Verifier::lost) {
             trailer.warnings.push(lost.to_string());
         }
-        if anatomy.memory.is_empty() {
+        if parts.memory.is_empty() {
             trailer
                 .warnings
                 .push("no RAM block has a stored page: all memory is zero, or was never written".to_owned());
         }
         let start = StreamStart {
-            configuration: anatomy.layout.configuration.clone().without_mapped_ram(),
-            section_id: anatomy.layout.section_id,
-            blocks: anatomy.layout.blocks.iter().map(|block| block.block.clone()).collect(),
+            configuration: parts.layout.configuration.clone().without_mapped_ram(),
+            section_id: parts.layout.section_id,
+            blocks: parts.layout.blocks.iter().map(|block| block.block.clone()).collect(),
         };
-        Ok(Self { file, identity, anatomy, start, trailer, verifier, devices_damaged })
+        Ok(Self { file, identity, parts, start, trailer, verifier, devices_damaged })
     }
 
     /// Takes the lock of a server, which keeps a save with `--force` from replacing the file.
@@ -191,9 +191,9 @@ impl Snapshot {
     pub fn check_restorable(&self) -> Result<(), SnapshotError> {
         let path = || self.file.path().to_path_buf();
         if self.devices_damaged {
-            return Err(self.file.structure(self.anatomy.layout.tail_offset, DEVICES_DAMAGED));
+            return Err(self.file.structure(self.parts.layout.tail_offset, DEVICES_DAMAGED));
         }
-        if self.anatomy.layout.configuration.has_capability(IGNORE_SHARED) {
+        if self.parts.layout.configuration.has_capability(IGNORE_SHARED) {
             let what = "shared memory was left out of it (capability x-ignore-shared), only QEMU itself can load it";
             return Err(SnapshotError::Unsupported { path: path(), what: what.to_owned() });
         }
@@ -201,7 +201,7 @@ impl Snapshot {
             return Err(lost.error(self.file.path()));
         }
         let all_zero = |manifest: &Manifest| manifest.pages.normal == 0 && manifest.pages.zero > 0;
-        if self.anatomy.memory.is_empty() && !self.manifest().is_some_and(all_zero) {
+        if self.parts.memory.is_empty() && !self.manifest().is_some_and(all_zero) {
             return Err(SnapshotError::Empty { path: path() });
         }
         Ok(())
@@ -260,7 +260,7 @@ impl Snapshot {
     /// # Errors
     /// As [`verify`](Self::verify).
     pub fn verify_all(&self) -> Result<(), SnapshotError> {
-        let mut places = self.anatomy.memory.places.iter().enumerate();
+        let mut places = self.parts.memory.places.iter().enumerate();
         places.try_for_each(|(block, place)| self.verify(block, PageRange::first(place.pages)))
     }
 
@@ -274,47 +274,47 @@ impl Snapshot {
 
     /// Where everything lies in the file; its configuration has the capability `mapped-ram`.
     pub fn layout(&self) -> &Layout {
-        &self.anatomy.layout
+        &self.parts.layout
     }
 
     /// The device sections; their ranges are offsets in [`device_tail`](Snapshot::device_tail).
     pub fn devices(&self) -> &DeviceState {
-        self.anatomy.devices.state()
+        self.parts.devices.state()
     }
 
     /// The device sections, the end mark and the VM description, as they stand in the file.
     pub fn device_tail(&self) -> &[u8] {
-        self.anatomy.devices.bytes()
+        self.parts.devices.bytes()
     }
 
     /// The run state before the save, as the manifest or else the device state has it.
     pub fn run_state(&self) -> Option<String> {
         let recorded = self.manifest().and_then(|manifest| manifest.run_state.clone());
-        recorded.or_else(|| self.anatomy.devices.run_state())
+        recorded.or_else(|| self.parts.devices.run_state())
     }
 
     /// Length of all RAM blocks in bytes.
     pub fn ram_bytes(&self) -> u64 {
-        self.anatomy.memory.bytes()
+        self.parts.memory.bytes()
     }
 
     /// Pages of all RAM blocks that are stored.
     pub fn stored_pages(&self) -> u64 {
-        self.anatomy.memory.stored_pages()
+        self.parts.memory.stored_pages()
     }
 
     pub(crate) fn memory(&self) -> &Memory {
-        &self.anatomy.memory
+        &self.parts.memory
     }
 
     pub(crate) fn device_bytes(&self) -> &DeviceBytes {
-        &self.anatomy.devices
+        &self.parts.devices
     }
 
     /// The checksums as the trailer has them.
     pub(crate) fn recorded_checksums(&self) -> Option<Checksums> {
         let chunks = self.verifier.as_ref()?.recorded().to_vec();
-        Some(Checksums { chunks, devices: checksum::of_devices(&self.anatomy.layout, self.anatomy.devices.bytes()) })
+        Some(Checksums { chunks, devices: checksum::of_devices(&self.parts.layout, self.parts.devices.bytes()) })
     }
 
     /// Bytes that the file takes on the disk; 0 if that cannot be told.
@@ -332,7 +332,7 @@ impl Snapshot {
     ///
     /// A caller that sends from the file past [`read`](PageSource::read) calls [`verify`](Snapshot::verify) before.
     pub fn locate(&self, block: usize, page: PageNumber) -> Option<u64> {
-        let (place, stored) = (self.anatomy.memory.places.get(block)?, self.anatomy.memory.stored.get(block)?);
+        let (place, stored) = (self.parts.memory.places.get(block)?, self.parts.memory.stored.get(block)?);
         stored.get(page).then(|| place.offset(PageRange::starting_at(page, 1)))
     }
 
@@ -379,7 +379,7 @@ impl Snapshot {
         index: usize,
         pages: PageRange,
     ) -> Result<(&crate::store::StoredRange, &PageBitmap), SnapshotError> {
-        let memory = &self.anatomy.memory;
+        let memory = &self.parts.memory;
         match (memory.places.get(index), memory.stored.get(index)) {
             (Some(place), Some(stored)) if pages.end.0 <= place.pages => Ok((place, stored)),
             (Some(place), _) => {
@@ -404,7 +404,7 @@ impl PageSource for Snapshot {
     /// # Panics
     /// If there is no such block, as the trait has no other way to say so.
     fn stored(&self, block: usize) -> &PageBitmap {
-        &self.anatomy.memory.stored[block]
+        &self.parts.memory.stored[block]
     }
 
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
@@ -427,14 +427,14 @@ impl PageSource for Snapshot {
     }
 
     fn early_sections(&self) -> &[u8] {
-        &self.anatomy.layout.early_sections
+        &self.parts.layout.early_sections
     }
 
     fn device_sections(&self) -> &[u8] {
-        self.anatomy.devices.sections()
+        self.parts.devices.sections()
     }
 
     fn description(&self) -> &[u8] {
-        self.anatomy.devices.description()
+        self.parts.devices.description()
     }
 }

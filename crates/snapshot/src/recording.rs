@@ -13,9 +13,9 @@ use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, invariant, to_usize};
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::{Configuration, DecoderOptions, Event, RamBlock, StreamWalk, WalkError};
 
-use crate::anatomy::MEMORY_PAGES_MAX;
 use crate::error::SnapshotError;
-use crate::foreign::{Foreign, ForeignError, Forward, Parts, Unpacking, VmLocation};
+use crate::foreign::{Decompression, Foreign, ForeignError, Forward, Parts, VmLocation};
+use crate::layout::MEMORY_PAGES_MAX;
 use crate::reader::Snapshot;
 use crate::summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary, uuid_text, vmdescs};
 use rustix::fs::SeekFrom;
@@ -43,10 +43,10 @@ impl Foreign {
                 let read_at = |offset, into: &mut [u8]| file.read_at(into, offset);
                 summarize_stream(&path, offset, metadata.len(), read_at)?
             }
-            VmLocation::Stream(offset, Some(packer)) => {
+            VmLocation::Stream(offset, Some(decompressor)) => {
                 let input = positioned(&file, offset)
                     .map_err(|error| SnapshotError::io("read it", &path, Some(offset), error))?;
-                let (unpacking, output) = Unpacking::start(packer, input, &path)?;
+                let (unpacking, output) = Decompression::start(decompressor, input, &path)?;
                 let mut forward = Forward::new(output);
                 let read_at = |offset, into: &mut [u8]| forward.read_at(offset, into);
                 let summarized = summarize_stream(&path, 0, u64::MAX, read_at);
@@ -60,10 +60,10 @@ impl Foreign {
         if !matches!(place, VmLocation::Mapped(0)) {
             summary.without_manifest = Some(format!("{described}, not a snapshot; limosa import makes one of it"));
         }
-        if let VmLocation::Stream(_, Some(packer)) = place
+        if let VmLocation::Stream(_, Some(decompressor)) = place
             && image.is_none()
         {
-            summary.warnings.push(format!("the stream is packed by {}", packer.program()));
+            summary.warnings.push(format!("the stream is packed by {}", decompressor.program()));
         }
         if let Some(image) = image {
             summary.run_state = Some(image.run_state().to_owned());

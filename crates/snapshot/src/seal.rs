@@ -5,9 +5,9 @@ use limosa_stream::Configuration;
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
 use uuid::Uuid;
 
-use crate::anatomy::{DeviceBytes, Memory};
 use crate::checksum;
 use crate::error::SnapshotError;
+use crate::layout::{DeviceBytes, Memory};
 use crate::manifest::{self, Manifest};
 use crate::store::StoreFile;
 use crate::trailer::{self, Checksums};

@@ -5,7 +5,7 @@
 //! has the temporary name `.NAME.limosa-PID-RANDOM`, is removed when dropped, and what a kill leaves behind is removed
 //! by the next save to the same target. Publishing is fsync, then the name, then fsync of the directory.
 //!
-//! Everything that can refuse a target refuses it in [`PendingFile::create`], before a VM is touched.
+//! Everything that can refuse a target refuses it in [`UnnamedFile::create`], before a VM is touched.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -35,10 +35,10 @@ pub enum Durability {
     Unsynced,
 }
 
-/// A file being written for a name it does not have yet; dropping it without [`publish`](PendingFile::publish) leaves
+/// A file being written for a name it does not have yet; dropping it without [`publish`](UnnamedFile::publish) leaves
 /// nothing behind.
 #[derive(Debug)]
-pub struct PendingFile {
+pub struct UnnamedFile {
     file: File,
     directory: OwnedFd,
     target: PathBuf,
@@ -62,10 +62,10 @@ impl Drop for Held {
     }
 }
 
-impl PendingFile {
+impl UnnamedFile {
     /// A new, empty, nameless file beside `target`, mode 0600, open for reading and writing.
     ///
-    /// With `replace`, [`publish`](PendingFile::publish) puts it in the place of an existing file.
+    /// With `replace`, [`publish`](UnnamedFile::publish) puts it in the place of an existing file.
     ///
     /// # Errors
     /// Refuses at once a target that exists (without `replace`), that is not a regular file, that is being served, or
@@ -258,7 +258,7 @@ impl PendingFile {
     }
 }
 
-impl Drop for PendingFile {
+impl Drop for UnnamedFile {
     fn drop(&mut self) {
         if let Some(temporary) = self.temporary.take() {
             // Best effort: the next save to the same target sweeps what stays.
@@ -267,7 +267,7 @@ impl Drop for PendingFile {
     }
 }
 
-impl AsFd for PendingFile {
+impl AsFd for UnnamedFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
@@ -425,18 +425,18 @@ mod tests {
     fn with_a_temporary_name_the_semantics_are_the_same() {
         let directory = tempfile::tempdir().unwrap();
         let target = directory.path().join("vm");
-        let pending = PendingFile::create_in(&target, false, false).unwrap();
+        let pending = UnnamedFile::create_in(&target, false, false).unwrap();
         assert_eq!(names(directory.path()).len(), 1, "the temporary name");
         assert!(!target.exists());
         drop(pending);
         assert!(names(directory.path()).is_empty());
 
-        let pending = PendingFile::create_in(&target, false, false).unwrap();
+        let pending = UnnamedFile::create_in(&target, false, false).unwrap();
         pending.file().write_all_at(b"first", 0).unwrap();
         pending.publish(Durability::Synced).unwrap();
         assert_eq!(names(directory.path()), ["vm"]);
 
-        let pending = PendingFile::create_in(&target, true, false).unwrap();
+        let pending = UnnamedFile::create_in(&target, true, false).unwrap();
         pending.file().write_all_at(b"second", 0).unwrap();
         assert!(pending.writer_descriptor(false).is_ok());
         pending.publish(Durability::Synced).unwrap();
@@ -444,7 +444,7 @@ mod tests {
         assert_eq!(std::fs::read(&target).unwrap(), b"second");
 
         let other = directory.path().join("other");
-        let pending = PendingFile::create_in(&other, false, false).unwrap();
+        let pending = UnnamedFile::create_in(&other, false, false).unwrap();
         std::fs::write(&other, b"theirs").unwrap();
         assert!(matches!(pending.publish(Durability::Unsynced), Err(SnapshotError::Exists { .. })));
         assert_eq!(std::fs::read(&other).unwrap(), b"theirs");
@@ -457,7 +457,7 @@ mod tests {
         let target = directory.path().join("vm");
         let begin_and_end = || {
             for _ in 0..3000 {
-                let pending = PendingFile::create_in(&target, false, false).unwrap();
+                let pending = UnnamedFile::create_in(&target, false, false).unwrap();
                 assert!(pending.temporary_path().unwrap().exists(), "another save removed it");
             }
         };
@@ -472,12 +472,12 @@ mod tests {
     fn leftovers_of_dead_saves_are_swept_and_those_of_living_ones_are_not() {
         let directory = tempfile::tempdir().unwrap();
         let target = directory.path().join("vm");
-        let alive = PendingFile::create_in(&target, false, false).unwrap();
+        let alive = UnnamedFile::create_in(&target, false, false).unwrap();
         let dead = directory.path().join(temporary_name(OsStr::new("vm")));
         let stranger = directory.path().join(".vm.limosa-notes");
         std::fs::write(&dead, b"half a VM").unwrap();
         std::fs::write(&stranger, b"a stranger's").unwrap();
-        drop(PendingFile::create_in(&target, false, false).unwrap());
+        drop(UnnamedFile::create_in(&target, false, false).unwrap());
         assert!(!dead.exists());
         assert!(stranger.exists());
         assert_eq!(names(directory.path()).len(), 2);

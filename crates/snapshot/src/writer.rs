@@ -20,12 +20,12 @@ use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::{EARLY_SECTIONS_LIMIT, Layout, MappedBlock};
 
-use crate::anatomy::{DeviceBytes, MEMORY_PAGES_MAX, Memory};
 use crate::error::SnapshotError;
+use crate::layout::{DeviceBytes, MEMORY_PAGES_MAX, Memory};
 use crate::manifest::{Manifest, PageStatistics, Published};
-use crate::pending::{Durability, PendingFile};
 use crate::seal;
 use crate::store::{StoreFile, StoredRange};
+use crate::unnamed_file::{Durability, UnnamedFile};
 use crate::write_behind::WriteBehind;
 
 /// How a snapshot file is finished.
@@ -51,7 +51,7 @@ impl Default for WriteOptions {
 /// Dropping it before [`finish`](SnapshotWriter::finish) leaves nothing.
 #[derive(Debug)]
 pub struct SnapshotWriter {
-    pending: PendingFile,
+    pending: UnnamedFile,
     file: StoreFile,
     options: WriteOptions,
     write_behind: Option<WriteBehind>,
@@ -77,7 +77,7 @@ impl SnapshotWriter {
     ///
     /// # Errors
     /// If the file's descriptor cannot be duplicated.
-    pub fn new(pending: PendingFile, options: WriteOptions) -> Result<Self, SnapshotError> {
+    pub fn new(pending: UnnamedFile, options: WriteOptions) -> Result<Self, SnapshotError> {
         let file = StoreFile::duplicate(pending.file(), pending.target())?;
         // Without the thread everything is right, only later: no reason to refuse a save.
         let write_behind = if options.write_behind { WriteBehind::reported(&pending).ok() } else { None };

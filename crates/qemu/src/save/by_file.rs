@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::thread;
 
-use limosa_snapshot::{PendingFile, Via, WriteBehind, adopt};
+use limosa_snapshot::{UnnamedFile, Via, WriteBehind, adopt};
 
 use super::job::{SaveJob, SaveReport, Saved};
 use super::preflight::record_disks_again;
@@ -27,7 +27,7 @@ pub(crate) fn file_channels() -> usize {
 /// gives up.
 pub(super) fn channels(
     monitor: &Monitor,
-    pending: &PendingFile,
+    pending: &UnnamedFile,
     wanted: Option<u8>,
     notice: &dyn Fn(&str),
 ) -> Result<Option<usize>, JobError> {
@@ -49,7 +49,7 @@ pub(super) fn channels(
 }
 
 /// The folder of the file, and the bytes that are free there.
-fn free_beside(pending: &PendingFile) -> Result<(&Path, u64), JobError> {
+fn free_beside(pending: &UnnamedFile) -> Result<(&Path, u64), JobError> {
     let path = pending.target();
     let stat = rustix::fs::fstatvfs(pending.file()).map_err(|source| JobError::Path {
         what: "determine the free space of",
@@ -59,7 +59,7 @@ fn free_beside(pending: &PendingFile) -> Result<(&Path, u64), JobError> {
     Ok((path.parent().unwrap_or(path), stat.f_bavail.saturating_mul(stat.f_frsize)))
 }
 
-pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
+pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
     let descriptor = pending.writer_descriptor(false)?;
     let set = job.monitor.add_fd(descriptor.as_fd(), None, &format!("limosa save {}", job.before.manifest.id))?;
     drop(descriptor);
@@ -84,7 +84,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: PendingFile, marker: &mut JobMarke
 }
 
 /// Has QEMU write the file, and the VM continue if it is to.
-fn write(job: &SaveJob<'_>, pending: &PendingFile, path: &str, marker: &mut JobMarker) -> Result<Saved, JobError> {
+fn write(job: &SaveJob<'_>, pending: &UnnamedFile, path: &str, marker: &mut JobMarker) -> Result<Saved, JobError> {
     let write_back = WriteBehind::watching(pending.file()).map_err(|source| JobError::Path {
         what: "start the write-back of",
         path: pending.target().to_owned(),

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_migrate::{ChannelSet, Destination, DestinationOptions, Incoming, MigrateError, MultifdOptions};
-use limosa_snapshot::{PendingFile, SnapshotWriter, Via};
+use limosa_snapshot::{SnapshotWriter, UnnamedFile, Via};
 use limosa_stream::ErrorKind;
 
 use super::connection::connect;
@@ -23,7 +23,7 @@ const STOPPED_AFTER_THE_END: Duration = Duration::from_millis(100);
 
 pub(super) fn run(
     job: &SaveJob<'_>,
-    pending: PendingFile,
+    pending: UnnamedFile,
     marker: &mut JobMarker,
     hold: &mut dyn FnMut(BorrowedFd<'_>),
 ) -> Result<SaveReport, JobError> {

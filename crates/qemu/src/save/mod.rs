@@ -29,7 +29,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_snapshot::PendingFile;
+use limosa_snapshot::UnnamedFile;
 
 use crate::guard::{Guard, Held};
 use crate::job::{JobError, Watch};
@@ -170,12 +170,12 @@ fn prepare(
     target: &Path,
     options: &SaveOptions,
     watch: Watch<'_>,
-) -> Result<(Preflight, Route, PendingFile, SettingChange), JobError> {
+) -> Result<(Preflight, Route, UnnamedFile, SettingChange), JobError> {
     JobMarker::expect_none(monitor)?;
     options.check()?;
     let before = Preflight::check(monitor, options)?;
     let route = route(monitor, options)?;
-    let pending = PendingFile::create(target, options.replace)?;
+    let pending = UnnamedFile::create(target, options.replace)?;
     let current = monitor.settings()?;
     if options.background {
         background::check(monitor, &current)?;

@@ -11,12 +11,12 @@ use limosa_migrate::{
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange, to_usize};
 use rustix::fs::SeekFrom;
 
-use super::unpack::Unpacking;
+use super::decompressor::Decompression;
 use super::{Bytes, Foreign, ForeignError, Kind};
 use crate::error::SnapshotError;
 use crate::manifest::{Manifest, Published, Via};
-use crate::pending::PendingFile;
 use crate::reader::Snapshot;
+use crate::unnamed_file::UnnamedFile;
 use crate::writer::{SnapshotWriter, WriteOptions};
 
 /// Pages that are copied at once.
@@ -48,7 +48,7 @@ impl Foreign {
     /// is full; or the job was cancelled.
     pub fn import(
         self,
-        pending: PendingFile,
+        pending: UnnamedFile,
         options: WriteOptions,
         control: &Control,
         progress: &Progress,
@@ -67,7 +67,7 @@ impl Foreign {
     /// As [`import`](Self::import).
     pub fn convert(
         self,
-        pending: PendingFile,
+        pending: UnnamedFile,
         control: &Control,
         progress: &Progress,
     ) -> Result<Snapshot, ForeignError> {
@@ -108,8 +108,8 @@ impl Foreign {
             (Kind::Stream { .. }, Bytes::Pipe { fd, head }) => (fd, head),
         };
         let (unpacking, fd) = match kind {
-            Kind::Stream { packer: Some(packer), .. } => {
-                let (unpacking, output) = Unpacking::start(packer, fd, &path)?;
+            Kind::Stream { decompressor: Some(decompressor), .. } => {
+                let (unpacking, output) = Decompression::start(decompressor, fd, &path)?;
                 (Some(unpacking), OwnedFd::from(output))
             }
             _ => (None, fd),

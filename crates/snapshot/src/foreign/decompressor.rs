@@ -1,4 +1,4 @@
-//! Unpacking by the programs that packed: gzip, bzip2, xz, lzop and zstd, run as libvirt runs them (`PROGRAM -dc`).
+//! Decompression by the programs that packed: gzip, bzip2, xz, lzop and zstd, run as libvirt runs them (`PROGRAM -dc`).
 //!
 //! Law of this module: a program that fails is noticed, also when what it wrote until then was a whole stream; it does not
 //! outlive its owner, and what it says is kept within bounds.
@@ -20,7 +20,7 @@ const END_WITHIN: Duration = Duration::from_secs(2);
 
 /// A program that packs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Packer {
+pub enum Decompressor {
     /// `gzip`.
     Gzip,
     /// `bzip2`.
@@ -33,7 +33,7 @@ pub enum Packer {
     Zstd,
 }
 
-impl Packer {
+impl Decompressor {
     /// All of them.
     pub const ALL: [Self; 5] = [Self::Gzip, Self::Bzip2, Self::Xz, Self::Lzop, Self::Zstd];
 
@@ -69,22 +69,26 @@ impl Packer {
 
     /// The program whose file begins so.
     pub(super) fn of_magic(head: &[u8]) -> Option<Self> {
-        Self::ALL.into_iter().find(|packer| head.starts_with(packer.magic()))
+        Self::ALL.into_iter().find(|decompressor| head.starts_with(decompressor.magic()))
     }
 }
 
 /// A program that unpacks; ended when dropped.
 #[derive(Debug)]
-pub(crate) struct Unpacking {
-    packer: Packer,
+pub(crate) struct Decompression {
+    decompressor: Decompressor,
     child: Child,
     said: Option<JoinHandle<Vec<u8>>>,
 }
 
-impl Unpacking {
+impl Decompression {
     /// Starts the program over what `input` has from its present position on; returns also where its output is read.
-    pub(crate) fn start(packer: Packer, input: OwnedFd, path: &Path) -> Result<(Self, ChildStdout), ForeignError> {
-        let program = packer.program();
+    pub(crate) fn start(
+        decompressor: Decompressor,
+        input: OwnedFd,
+        path: &Path,
+    ) -> Result<(Self, ChildStdout), ForeignError> {
+        let program = decompressor.program();
         let mut command = Command::new(program);
         command.arg("-dc").env("LC_ALL", "C");
         command.stdin(Stdio::from(input)).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -92,7 +96,7 @@ impl Unpacking {
         let mut child = command.spawn().map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => failed(format!(
                 "it is packed by {program}, which is not installed here: install the package {}",
-                packer.package()
+                decompressor.package()
             )),
             _ => failed(format!("cannot run {program} to unpack it: {error}")),
         })?;
@@ -106,7 +110,7 @@ impl Unpacking {
             })
         });
         match child.stdout.take() {
-            Some(stdout) => Ok((Self { packer, child, said }, stdout)),
+            Some(stdout) => Ok((Self { decompressor, child, said }, stdout)),
             None => Err(failed(format!("{program} has no output"))),
         }
     }
@@ -120,7 +124,8 @@ impl Unpacking {
             Ok(status) => {
                 let said = self.said();
                 // A warning counts as an exit status of its own here; what it is about may not matter.
-                let warned = matches!(self.packer, Packer::Gzip | Packer::Lzop) && status.code() == Some(2);
+                let warned =
+                    matches!(self.decompressor, Decompressor::Gzip | Decompressor::Lzop) && status.code() == Some(2);
                 // Some programs pass over what stands behind, with a word about it.
                 if (status.success() || warned) && !said.contains("trailing garbage") {
                     return Ok(());
@@ -129,7 +134,7 @@ impl Unpacking {
             }
             Err(error) => Err(ForeignError::Program {
                 path: path.to_path_buf(),
-                what: format!("{}: {error}", self.packer.program()),
+                what: format!("{}: {error}", self.decompressor.program()),
             }),
         }
     }
@@ -160,7 +165,7 @@ impl Unpacking {
     fn failed(&self, path: &Path, status: ExitStatus, said: &str) -> ForeignError {
         let line = said.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("it gives no reason");
         let line: String = line.chars().filter(|character| !character.is_control()).collect();
-        let program = self.packer.program();
+        let program = self.decompressor.program();
         ForeignError::Program {
             path: path.to_path_buf(),
             what: format!("{program} cannot unpack it ({status}): {line}"),
@@ -168,7 +173,7 @@ impl Unpacking {
     }
 }
 
-impl Drop for Unpacking {
+impl Drop for Decompression {
     fn drop(&mut self) {
         // Both fail only if it has ended and was waited for.
         let _ = self.child.kill();

@@ -19,8 +19,8 @@
 use serde::Serialize;
 use uuid::Uuid;
 
+use super::decompressor::Decompressor;
 use super::domain_xml;
-use super::unpack::Packer;
 
 /// Bytes of the header.
 pub const HEADER_LENGTH: usize = 92;
@@ -48,7 +48,7 @@ pub enum Format {
     /// A migration stream.
     Raw,
     /// A migration stream that a program has packed.
-    Packed(Packer),
+    Packed(Decompressor),
     /// A mapped-ram stream, whose pages have places of their own in the file.
     Sparse,
 }
@@ -58,7 +58,7 @@ impl Format {
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
-            Self::Packed(packer) => packer.program(),
+            Self::Packed(decompressor) => decompressor.program(),
             Self::Sparse => "sparse",
         }
     }
@@ -128,11 +128,11 @@ impl SaveHeader {
         // Before version 2 there was nothing but streams as they are.
         let format = match if version == 1 { 0 } else { word(3) } {
             0 => Format::Raw,
-            1 => Format::Packed(Packer::Gzip),
-            2 => Format::Packed(Packer::Bzip2),
-            3 => Format::Packed(Packer::Xz),
-            4 => Format::Packed(Packer::Lzop),
-            5 => Format::Packed(Packer::Zstd),
+            1 => Format::Packed(Decompressor::Gzip),
+            2 => Format::Packed(Decompressor::Bzip2),
+            3 => Format::Packed(Decompressor::Xz),
+            4 => Format::Packed(Decompressor::Lzop),
+            5 => Format::Packed(Decompressor::Zstd),
             6 => Format::Sparse,
             other => {
                 return Err(format!(

@@ -8,9 +8,9 @@
 //! believed only as far as it was proven.
 
 mod convert;
+mod decompressor;
 mod domain_xml;
 mod libvirt;
-mod unpack;
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -27,9 +27,9 @@ use thiserror::Error;
 use crate::error::SnapshotError;
 use crate::reader::Snapshot;
 pub use convert::Imported;
+pub use decompressor::Decompressor;
+pub(crate) use decompressor::{Decompression, Forward};
 pub use libvirt::{ByteOrder, Format, HEADER_LENGTH, SaveHeader, SaveImage, XML_LIMIT};
-pub use unpack::Packer;
-pub(crate) use unpack::{Forward, Unpacking};
 
 /// What every migration stream begins with.
 const STREAM_MAGIC: &[u8] = b"QEVM";
@@ -88,7 +88,7 @@ enum Kind {
     /// A mapped-ram file that begins at `offset`.
     Mapped { offset: u64 },
     /// A stream that begins at `offset`, packed or not.
-    Stream { offset: u64, packer: Option<Packer> },
+    Stream { offset: u64, decompressor: Option<Decompressor> },
 }
 
 /// An open file of another program's, or a pipe, and what is in it.
@@ -143,7 +143,7 @@ impl Foreign {
                 .map_err(|error| SnapshotError::io("read it", name, None, error))
         };
         let head = read(&mut file, HEADER_LENGTH as u64)?;
-        let (mut kind, mut image, mut rest) = (Kind::Stream { offset: 0, packer: None }, None, head);
+        let (mut kind, mut image, mut rest) = (Kind::Stream { offset: 0, decompressor: None }, None, head);
         if libvirt::is_image(&rest) {
             let found =
                 SaveImage::read(&rest, |length| read(&mut file, u64::from(length)).map_err(|error| error.to_string()))
@@ -155,8 +155,9 @@ impl Foreign {
                 return Err(ForeignError::Image { path: name.to_path_buf(), what });
             }
             (image, rest) = (Some(found), Vec::new());
-        } else if let Some(packer) = Packer::of_magic(&rest) {
-            let what = format!("packed by {0}: unpack it on the way, {0} -dc FILE | limosa import -", packer.program());
+        } else if let Some(decompressor) = Decompressor::of_magic(&rest) {
+            let what =
+                format!("packed by {0}: unpack it on the way, {0} -dc FILE | limosa import -", decompressor.program());
             return Err(ForeignError::Image { path: name.to_path_buf(), what });
         }
         let bytes = Bytes::Pipe { fd: file.into(), head: rest };
@@ -182,14 +183,14 @@ impl Foreign {
             let kind = Self::kind_of(&found).moved(begin);
             image = Some(found);
             kind
-        } else if let Some(packer) = Packer::of_magic(&head) {
-            Kind::Stream { offset: begin, packer: Some(packer) }
+        } else if let Some(decompressor) = Decompressor::of_magic(&head) {
+            Kind::Stream { offset: begin, decompressor: Some(decompressor) }
         } else {
             match stream_at(&file, begin) {
                 None => Kind::Unknown,
                 Some(Pages::Placed) if begin == 0 => Kind::Native,
                 Some(Pages::Placed) => Kind::Mapped { offset: begin },
-                Some(Pages::InOrder) => Kind::Stream { offset: begin, packer: None },
+                Some(Pages::InOrder) => Kind::Stream { offset: begin, decompressor: None },
             }
         };
         let modified = u64::try_from(metadata.mtime()).ok();
@@ -200,8 +201,8 @@ impl Foreign {
     fn kind_of(image: &SaveImage) -> Kind {
         let offset = image.payload_offset();
         match image.header.format {
-            Format::Raw => Kind::Stream { offset, packer: None },
-            Format::Packed(packer) => Kind::Stream { offset, packer: Some(packer) },
+            Format::Raw => Kind::Stream { offset, decompressor: None },
+            Format::Packed(decompressor) => Kind::Stream { offset, decompressor: Some(decompressor) },
             Format::Sparse => Kind::Mapped { offset },
         }
     }
@@ -232,9 +233,9 @@ impl Foreign {
     }
 
     /// What the stream is packed by.
-    pub fn packer(&self) -> Option<Packer> {
+    pub fn decompressor(&self) -> Option<Decompressor> {
         match self.kind {
-            Kind::Stream { packer, .. } => packer,
+            Kind::Stream { decompressor, .. } => decompressor,
             _ => None,
         }
     }
@@ -261,7 +262,7 @@ impl Foreign {
             // Reading it as one says what is wrong.
             Kind::Unknown => VmLocation::Stream(0, None),
             Kind::Mapped { offset } => VmLocation::Mapped(offset),
-            Kind::Stream { offset, packer } => VmLocation::Stream(offset, packer),
+            Kind::Stream { offset, decompressor } => VmLocation::Stream(offset, decompressor),
         };
         match self.bytes {
             Bytes::File(file) => Ok(Parts { file, place, image: self.image }),
@@ -286,7 +287,7 @@ pub(crate) enum VmLocation {
     /// A mapped-ram file from that offset on.
     Mapped(u64),
     /// A stream from that offset on, packed or not.
-    Stream(u64, Option<Packer>),
+    Stream(u64, Option<Decompressor>),
 }
 
 impl Kind {
@@ -294,7 +295,7 @@ impl Kind {
         match self {
             Self::Unknown | Self::Native => self,
             Self::Mapped { offset } => Self::Mapped { offset: offset.saturating_add(by) },
-            Self::Stream { offset, packer } => Self::Stream { offset: offset.saturating_add(by), packer },
+            Self::Stream { offset, decompressor } => Self::Stream { offset: offset.saturating_add(by), decompressor },
         }
     }
 }

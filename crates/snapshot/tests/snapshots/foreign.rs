@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use limosa_migrate::{Control, PageSource, Progress};
 use limosa_page::PageRange;
 use limosa_snapshot::{
-    ByteOrder, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, Packer, PendingFile, SaveHeader, SaveImage,
-    Snapshot, SnapshotError, Via, XML_LIMIT, summarize,
+    ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, SaveHeader, SaveImage, Snapshot,
+    SnapshotError, UnnamedFile, Via, XML_LIMIT, summarize,
 };
 use limosa_stream::{Configuration, Feature, SectionHeader, SectionKind};
 use proptest::prelude::*;
@@ -23,13 +23,13 @@ fn stream(folder: &Path) -> PathBuf {
 }
 
 fn export(snapshot: &Path, target: &Path) -> PathBuf {
-    let pending = PendingFile::create(target, false).unwrap();
+    let pending = UnnamedFile::create(target, false).unwrap();
     Snapshot::open(snapshot).unwrap().export_file(pending, &Control::new(), &Progress::new()).unwrap();
     target.to_path_buf()
 }
 
 fn import(file: &Path, target: &Path) -> Result<Manifest, ForeignError> {
-    let pending = PendingFile::create(target, false)?;
+    let pending = UnnamedFile::create(target, false)?;
     let foreign = Foreign::open(file, None)?;
     Ok(foreign.import(pending, CHECKED, &Control::new(), &Progress::new())?.published.manifest)
 }
@@ -103,7 +103,7 @@ fn a_stream_behind_zeros_is_found_and_one_in_a_pipe_too() {
     let writing = std::thread::spawn(move || writer.write_all(&bytes).unwrap());
     let foreign = Foreign::from_fd(reader.into(), Path::new("pipe")).unwrap();
     let target = folder.path().join("piped");
-    let pending = PendingFile::create(&target, false).unwrap();
+    let pending = UnnamedFile::create(&target, false).unwrap();
     foreign.import(pending, QUICK, &Control::new(), &Progress::new()).unwrap();
     writing.join().unwrap();
     assert_eq!(contents(&target), original);
@@ -136,7 +136,7 @@ fn save_images_of_both_byte_orders_become_snapshots_that_know_their_domain() {
         let writing = std::thread::spawn(move || writer.write_all(&bytes).unwrap());
         let foreign = Foreign::from_fd(reader.into(), Path::new("pipe")).unwrap();
         let target = folder.path().join(format!("{order:?} piped"));
-        foreign.import(PendingFile::create(&target, false).unwrap(), QUICK, &Control::new(), &Progress::new()).unwrap();
+        foreign.import(UnnamedFile::create(&target, false).unwrap(), QUICK, &Control::new(), &Progress::new()).unwrap();
         writing.join().unwrap();
         assert_eq!(contents(&target), original);
     }
@@ -226,7 +226,7 @@ fn a_payload_that_is_cut_off_or_has_something_behind_it_is_refused() {
     refused(folder.path(), &header(&packed[..packed.len() / 2]), "gzip cannot unpack it");
     // A stream that was packed by hand needs no header.
     std::fs::write(&file, &packed).unwrap();
-    assert_eq!(Foreign::open(&file, None).unwrap().packer(), Some(Packer::Gzip));
+    assert_eq!(Foreign::open(&file, None).unwrap().decompressor(), Some(Decompressor::Gzip));
     import(&file, &folder.path().join("unpacked again")).unwrap();
     assert!(summarize(&file).unwrap().warnings.iter().any(|warning| warning.contains("gzip")));
 }
@@ -246,12 +246,12 @@ fn a_conversion_for_once_has_no_name_and_is_gone_with_its_owner() {
     let folder = tempfile::tempdir().unwrap();
     let stream = stream(folder.path());
     let before = names(folder.path());
-    let pending = PendingFile::create(&folder.path().join("once"), false).unwrap();
+    let pending = UnnamedFile::create(&folder.path().join("once"), false).unwrap();
     let snapshot = Foreign::open(&stream, None).unwrap().convert(pending, &Control::new(), &Progress::new()).unwrap();
     assert_eq!(names(folder.path()), before);
     snapshot.lock_serving().unwrap();
     snapshot.check_restorable().unwrap();
-    let pending = PendingFile::create(&folder.path().join("again"), false).unwrap();
+    let pending = UnnamedFile::create(&folder.path().join("again"), false).unwrap();
     snapshot.export_file(pending, &Control::new(), &Progress::new()).unwrap();
     import(&folder.path().join("again"), &folder.path().join("imported")).unwrap();
     assert_eq!(contents(&folder.path().join("imported")), contents(&folder.path().join("original")));

@@ -12,13 +12,13 @@ use std::time::Duration;
 use crate::fixture::{QUICK, names, page, range, small, tail, writer};
 use limosa_migrate::PageSink;
 use limosa_page::PageNumber;
-use limosa_snapshot::{Durability, Manifest, PendingFile, Snapshot, SnapshotError, WriteBehind};
+use limosa_snapshot::{Durability, Manifest, Snapshot, SnapshotError, UnnamedFile, WriteBehind};
 
 /// Set for this test binary when it runs as a child of another test.
 const CHILD: &str = "LIMOSA_SNAPSHOT_TEST_CHILD";
 
 fn refusal(target: &Path, replace: bool) -> SnapshotError {
-    PendingFile::create(target, replace).map(|_| ()).unwrap_err()
+    UnnamedFile::create(target, replace).map(|_| ()).unwrap_err()
 }
 
 /// Tries until it succeeds: while another test of this process starts a child, that child has copies of our locked
@@ -47,7 +47,7 @@ impl Drop for Ended {
 fn nothing_is_seen_before_publishing_and_a_whole_file_after_it() {
     let directory = tempfile::tempdir().unwrap();
     let target = directory.path().join("vm");
-    let pending = PendingFile::create(&target, false).unwrap();
+    let pending = UnnamedFile::create(&target, false).unwrap();
     pending.file().write_all_at(b"contents", 0).unwrap();
     assert_eq!(names(directory.path()), [] as [&str; 0]);
     assert_eq!(pending.publish(Durability::Synced).unwrap(), target);
@@ -58,7 +58,7 @@ fn nothing_is_seen_before_publishing_and_a_whole_file_after_it() {
 #[test]
 fn a_dropped_file_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    let pending = PendingFile::create(&directory.path().join("vm"), false).unwrap();
+    let pending = UnnamedFile::create(&directory.path().join("vm"), false).unwrap();
     pending.file().write_all_at(b"contents", 0).unwrap();
     drop(pending);
     assert_eq!(names(directory.path()), [] as [&str; 0]);
@@ -66,7 +66,7 @@ fn a_dropped_file_leaves_nothing() {
 
 #[test]
 fn a_name_without_a_directory_part_is_in_the_current_directory() {
-    let pending = PendingFile::create(Path::new("limosa-snapshot-test-target"), false).unwrap();
+    let pending = UnnamedFile::create(Path::new("limosa-snapshot-test-target"), false).unwrap();
     assert_eq!(pending.target(), Path::new("limosa-snapshot-test-target"));
 }
 
@@ -84,7 +84,7 @@ fn an_existing_file_is_refused_before_anything_begins_and_left_alone() {
 fn a_name_that_somebody_took_meanwhile_stays_theirs() {
     let directory = tempfile::tempdir().unwrap();
     let target = directory.path().join("vm");
-    let pending = PendingFile::create(&target, false).unwrap();
+    let pending = UnnamedFile::create(&target, false).unwrap();
     std::fs::write(&target, b"theirs").unwrap();
     let error = pending.publish(Durability::Unsynced).unwrap_err();
     assert!(matches!(error, SnapshotError::Exists { .. }), "{error}");
@@ -97,7 +97,7 @@ fn force_replaces_in_one_step_and_old_readers_keep_the_old_file() {
     let directory = tempfile::tempdir().unwrap();
     let target = small(directory.path(), "vm", QUICK);
     let old = Snapshot::open(&target).unwrap();
-    let pending = PendingFile::create(&target, true).unwrap();
+    let pending = UnnamedFile::create(&target, true).unwrap();
     pending.file().write_all_at(b"new", 0).unwrap();
     pending.publish(Durability::Synced).unwrap();
     assert_eq!(std::fs::read(&target).unwrap(), b"new");
@@ -113,7 +113,7 @@ fn force_replaces_in_one_step_and_old_readers_keep_the_old_file() {
 fn force_without_an_existing_file_publishes_too() {
     let directory = tempfile::tempdir().unwrap();
     let target = directory.path().join("vm");
-    PendingFile::create(&target, true).unwrap().publish(Durability::Unsynced).unwrap();
+    UnnamedFile::create(&target, true).unwrap().publish(Durability::Unsynced).unwrap();
     assert_eq!(names(directory.path()), ["vm"]);
 }
 
@@ -128,7 +128,7 @@ fn force_replaces_what_was_published_meanwhile_unless_it_is_being_served() {
             if !was_free {
                 std::fs::write(&target, b"old").unwrap();
             }
-            let pending = PendingFile::create(&target, true).unwrap();
+            let pending = UnnamedFile::create(&target, true).unwrap();
             pending.file().write_all_at(b"new", 0).unwrap();
             if !was_free {
                 std::fs::remove_file(&target).unwrap();
@@ -193,7 +193,7 @@ fn a_file_that_is_being_served_cannot_be_replaced_and_one_that_is_being_replaced
     drop(one);
     assert!(matches!(refusal(&target, true), SnapshotError::Locked { .. }));
     drop(two);
-    let pending = eventually(|| PendingFile::create(&target, true));
+    let pending = eventually(|| UnnamedFile::create(&target, true));
     let late = Snapshot::open(&target).unwrap();
     assert!(matches!(late.lock_serving(), Err(SnapshotError::Locked { .. })));
     assert!(matches!(refusal(&target, true), SnapshotError::Locked { .. }), "two saves for one name");
@@ -205,11 +205,11 @@ fn a_file_that_is_being_served_cannot_be_replaced_and_one_that_is_being_replaced
 fn a_published_file_can_be_served_at_once() {
     let directory = tempfile::tempdir().unwrap();
     let target = directory.path().join("vm");
-    let pending = PendingFile::create(&target, false).unwrap();
+    let pending = UnnamedFile::create(&target, false).unwrap();
     let copy = pending.file().try_clone().unwrap();
     pending.publish(Durability::Unsynced).unwrap();
     // `copy` shares the open file description that held the lock.
-    eventually(|| PendingFile::create(&target, true));
+    eventually(|| UnnamedFile::create(&target, true));
     drop(copy);
 }
 
@@ -226,14 +226,14 @@ fn the_lock_of_a_server_lives_in_whoever_inherits_its_descriptor() {
     drop(snapshot);
     assert!(matches!(refusal(&target, true), SnapshotError::Locked { .. }));
     drop(pager);
-    eventually(|| PendingFile::create(&target, true));
+    eventually(|| UnnamedFile::create(&target, true));
 }
 
 #[test]
 fn qemu_gets_a_write_only_description_of_the_same_file() {
     let directory = tempfile::tempdir().unwrap();
     let target = directory.path().join("vm");
-    let pending = PendingFile::create(&target, false).unwrap();
+    let pending = UnnamedFile::create(&target, false).unwrap();
     let behind = WriteBehind::watching(&pending).unwrap();
     let mut theirs = File::from(pending.writer_descriptor(false).unwrap());
     theirs.write_all(b"contents").unwrap();

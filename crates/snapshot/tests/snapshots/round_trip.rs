@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use crate::fixture::{CHECKED, QUICK, names, page, put, range, small, start, tail, writer};
 use limosa_migrate::{PageSink, PageSource};
 use limosa_page::{PAGE_LEN, PageNumber};
-use limosa_snapshot::{Disk, Manifest, PendingFile, Snapshot, SnapshotError, SnapshotWriter, Via, WriteOptions};
+use limosa_snapshot::{Disk, Manifest, Snapshot, SnapshotError, SnapshotWriter, UnnamedFile, Via, WriteOptions};
 use proptest::prelude::*;
 
 fn read(snapshot: &Snapshot, block: usize, start: u64, end: u64) -> Vec<u8> {
@@ -155,7 +155,7 @@ fn a_writer_reads_back_what_the_stream_has_said_last_of_a_page() {
 #[test]
 fn what_is_no_page_of_the_stream_is_not_read_back() {
     let directory = tempfile::tempdir().unwrap();
-    let pending = |name: &str| PendingFile::create(&directory.path().join(name), false).unwrap();
+    let pending = |name: &str| UnnamedFile::create(&directory.path().join(name), false).unwrap();
     let mut contents = [0xff; PAGE_LEN];
     let mut unbegun = SnapshotWriter::new(pending("unbegun"), QUICK).unwrap();
     assert!(unbegun.read_back(0, PageNumber(0), &mut contents).is_err());
@@ -197,7 +197,7 @@ fn a_vm_of_zeros_is_stored_and_restorable() {
     let target = directory.path().join("vm");
     let mut start = start(64 << 10);
     start.blocks.truncate(1);
-    let mut writer = SnapshotWriter::new(PendingFile::create(&target, false).unwrap(), QUICK).unwrap();
+    let mut writer = SnapshotWriter::new(UnnamedFile::create(&target, false).unwrap(), QUICK).unwrap();
     writer.begin(&start).unwrap();
     writer.put_zero(0, range(0, 64 << 10)).unwrap();
     writer.finish(&tail("running"), Manifest::new()).unwrap();
@@ -224,7 +224,7 @@ fn a_cut_device_tail_is_refused_and_leaves_nothing() {
 #[test]
 fn shared_memory_left_out_of_the_stream_is_refused_at_once() {
     let directory = tempfile::tempdir().unwrap();
-    let pending = PendingFile::create(&directory.path().join("vm"), false).unwrap();
+    let pending = UnnamedFile::create(&directory.path().join("vm"), false).unwrap();
     let mut writer = SnapshotWriter::new(pending, QUICK).unwrap();
     let mut start = start(600);
     start.configuration.capabilities.push("x-ignore-shared".to_owned());
