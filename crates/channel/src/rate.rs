@@ -11,8 +11,6 @@ use std::time::{Duration, Instant};
 
 use limosa_page::to_usize;
 
-use crate::vector::BYTES_MAX;
-
 const SECOND: u128 = 1_000_000_000;
 
 /// The bytes of one call under a limit: a twentieth of a second's worth between these bounds.
@@ -133,12 +131,12 @@ impl RateLimit {
 
     /// How many bytes one call should carry at most, so that the rate is even; no bound without a limit.
     pub(crate) fn chunk(&self) -> usize {
-        self.get().map_or(BYTES_MAX, |rate| to_usize((rate.get() / 20).clamp(CHUNK.0, CHUNK.1)))
+        self.get().map_or(usize::MAX, |rate| to_usize((rate.get() / 20).clamp(CHUNK.0, CHUNK.1)))
     }
 
     /// As [`chunk`](Self::chunk), for a list that is put.
     pub(crate) fn batch(&self) -> usize {
-        self.get().map_or(BYTES_MAX, |rate| self.chunk().max(to_usize(rate.get().min(BATCH_LEAST))))
+        self.get().map_or(usize::MAX, |rate| self.chunk().max(to_usize(rate.get().min(BATCH_LEAST))))
     }
 
     fn bucket(&self) -> MutexGuard<'_, Bucket> {
@@ -186,9 +184,12 @@ impl Bucket {
     }
 }
 
+/// The longest pause: 584 years.
+const LONGEST: Duration = Duration::from_nanos(u64::MAX);
+
 /// Returns a duration of `nanos` nanoseconds, or the longest one if they are more than 584 years.
 fn duration(nanos: u128) -> Duration {
-    u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
+    u64::try_from(nanos).map_or(LONGEST, Duration::from_nanos)
 }
 
 #[cfg(test)]
