@@ -2,8 +2,8 @@
 //!
 //!     cargo run --release -p limosa-balloon --example discard
 //!
-//! Each round fills 256 MiB, gives all of it back by one method in runs of one length, and touches it again. Methods take turns.
-//! `docs/balloon.md` has what came of it.
+//! Each round fills 256 MiB, gives all of it back by one method in runs of one length, and touches it again. Methods
+//! take turns. `docs/balloon.md` has what came of it.
 
 use std::time::{Duration, Instant};
 

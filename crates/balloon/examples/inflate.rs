@@ -2,7 +2,8 @@
 //!
 //!     cargo run -p limosa-balloon --example inflate
 //!
-//! The driver is played by this program: it puts one array of page numbers into queue 0. In a VMM the guest's kernel does that.
+//! The driver is played by this program: it puts one array of page numbers into queue 0. In a VMM the guest's kernel
+//! does that.
 
 use std::error::Error;
 use std::sync::Arc;

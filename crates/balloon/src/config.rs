@@ -1,9 +1,9 @@
 //! The configuration space: four numbers by which device and driver communicate.
 //!
-//! **Law: reading and writing it takes no lock.** A guest's virtual CPU is stopped while it waits for a configuration read, and
-//! its driver may hold locks; so the thread that replies must not wait for the thread that processes the queues, which may be
-//! discarding gigabytes or wait for that same guest. Each field is a separate atomic. (The fields are independent, so a read of
-//! several may see values of different times, as on real hardware.)
+//! **Law: reading and writing it takes no lock.** A guest's virtual CPU is stopped while it waits for a configuration
+//! read, and its driver may hold locks; so the thread that replies must not wait for the thread that processes the
+//! queues, which may be discarding gigabytes or wait for that same guest. Each field is a separate atomic. (The fields
+//! are independent, so a read of several may see values of different times, as on real hardware.)
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -19,8 +19,8 @@ pub(crate) struct Config {
     actual: AtomicU32,
     /// The command for free-page lists. Written by the device.
     hint_command: AtomicU32,
-    /// The value with which free pages are filled, if that feature was accepted. Written by the driver, and under QEMU before
-    /// the device receives the accepted features.
+    /// The value with which free pages are filled, if that feature was accepted. Written by the driver, and under QEMU
+    /// before the device receives the accepted features.
     poison: AtomicU32,
     /// The driver has written `poison` since the device was connected.
     poison_said: AtomicBool,
@@ -70,8 +70,8 @@ impl Config {
         }
     }
 
-    /// Whether the driver has read the device's fields since their last change. One that has read nothing yet has neither a
-    /// balloon nor hinted pages.
+    /// Whether the driver has read the device's fields since their last change. One that has read nothing yet has
+    /// neither a balloon nor hinted pages.
     pub(crate) fn is_known(&self) -> bool {
         let fields = [&self.num_pages, &self.hint_command];
         fields
@@ -80,8 +80,8 @@ impl Config {
             .all(|(field, known)| field.load(Ordering::Acquire) == known.load(Ordering::Acquire))
     }
 
-    /// Accepts what the driver writes to its own fields, and ignores the rest. The field for poison exists only if that feature
-    /// is `offered`.
+    /// Accepts what the driver writes to its own fields, and ignores the rest. The field for poison exists only if that
+    /// feature is `offered`.
     pub(crate) fn write(&self, offered: Features, offset: u32, bytes: &[u8]) -> ConfigWrite {
         let mut written = ConfigWrite::default();
         let field = |at: u64, field: &AtomicU32| {
@@ -129,9 +129,9 @@ impl Config {
         self.hint_command.store(command, Ordering::Release);
     }
 
-    /// The value with which free pages are filled; `None`: the driver has not written it since the device was connected. A
-    /// driver that has accepted the feature writes it once, before it gives any page; so one that has not written it here has
-    /// written it to another process, and there may be no other sign of that.
+    /// The value with which free pages are filled; `None`: the driver has not written it since the device was
+    /// connected. A driver that has accepted the feature writes it once, before it gives any page; so one that has not
+    /// written it here has written it to another process, and there may be no other sign of that.
     pub(crate) fn poison(&self) -> Option<u32> {
         self.poison_said.load(Ordering::Acquire).then(|| self.poison.load(Ordering::Acquire))
     }

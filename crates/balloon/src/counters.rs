@@ -61,8 +61,8 @@ counters! {
     reported_blocks,
     /// Their bytes.
     reported_bytes,
-    /// Free blocks that were reported and not given back: reporting is off, or the guest wants its free pages to keep their
-    /// contents.
+    /// Free blocks that were reported and not given back: reporting is off, or the guest wants its free pages to keep
+    /// their contents.
     ignored_reports,
     /// Refused: arrays whose length is not a multiple of a page number's.
     odd_arrays,

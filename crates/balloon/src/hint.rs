@@ -1,20 +1,22 @@
 //! The handshake of free-page hinting, without any I/O.
 //!
-//! The device puts a command id into the configuration; the driver sends that id on the queue, then free blocks, then another
-//! id (0). Buffers are in transit while ids change, so **law: a block counts only between the id of the current command and the
-//! next id of any kind.** Blocks of an older command were free at a time before the new command was given, which is not useful.
+//! The device puts a command id into the configuration; the driver sends that id on the queue, then free blocks, then
+//! another id (0). Buffers are in transit while ids change, so **law: a block counts only between the id of the current
+//! command and the next id of any kind.** Blocks of an older command were free at a time before the new command was
+//! given, which is not useful.
 //!
-//! An id alone does not identify the command of a buffer: Linux sends a pointer to one field, which it overwrites at the next
-//! command, and a device that is behind reads the new id from the old buffer. So **law: a command is shown to the driver only
-//! when every buffer that was there when it was given has been taken** ([`Handshake::announce`]). A buffer that is taken after
-//! that was added after the command was given, and its block was free at a later time, regardless of its id. A command may be
-//! given at any time while the queue is processed, also after the last buffer was taken; so only the command that was given
-//! before processing began is announced ([`Handshake::unannounced`]), not a later one.
+//! An id alone does not identify the command of a buffer: Linux sends a pointer to one field, which it overwrites at
+//! the next command, and a device that is behind reads the new id from the old buffer. So **law: a command is shown to
+//! the driver only when every buffer that was there when it was given has been taken** ([`Handshake::announce`]). A
+//! buffer that is taken after that was added after the command was given, and its block was free at a later time,
+//! regardless of its id. A command may be given at any time while the queue is processed, also after the last buffer
+//! was taken; so only the command that was given before processing began is announced ([`Handshake::unannounced`]), not
+//! a later one.
 //!
 //! The driver keeps the blocks until the device sends DONE. So [`Handshake::done`] follows every end of a command.
 //!
-//! A driver outlives the process of its device, with the last id that it has read, and with buffers for it. So ids begin at a
-//! random value: it is practically impossible that another process uses the same one.
+//! A driver outlives the process of its device, with the last id that it has read, and with buffers for it. So ids
+//! begin at a random value: it is practically impossible that another process uses the same one.
 
 use std::hash::{BuildHasher as _, RandomState};
 
@@ -72,7 +74,8 @@ impl Handshake {
         self.state
     }
 
-    /// Gives a new command, which is visible when it is [announced](Self::announce); its id differs from the previous one.
+    /// Gives a new command, which is visible when it is [announced](Self::announce); its id differs from the previous
+    /// one.
     pub(crate) fn request(&mut self) -> u32 {
         self.before = Some(if self.state == HintState::Done { DONE } else { STOP });
         self.id = self.id.checked_add(1).unwrap_or(FIRST_ID);
@@ -85,8 +88,8 @@ impl Handshake {
         self.before.map(|_| self.id)
     }
 
-    /// Every buffer that was there when this command was given has been taken. Returns whether that is a change for the driver;
-    /// it is not if another command was given meanwhile.
+    /// Every buffer that was there when this command was given has been taken. Returns whether that is a change for the
+    /// driver; it is not if another command was given meanwhile.
     pub(crate) fn announce(&mut self, given: u32) -> bool {
         given == self.id && self.before.take().is_some() && self.state == HintState::Requested
     }

@@ -1,8 +1,9 @@
 //! Features, and the numbers of queues.
 //!
-//! The driver numbers the queues, and drivers differ in that. The specification gives each queue a fixed number; Linux leaves
-//! no gaps: without statistics, free-page hinting is queue 2. Where statistics, hinting and reporting are all accepted the two
-//! agree, so [`Features::default`] offers the three together, and a driver that accepts only some of them is understood by the
+//! The driver numbers the queues, and drivers differ in that. The specification gives each queue a fixed number; Linux
+//! leaves no gaps: without statistics, free-page hinting is queue 2. Where statistics, hinting and reporting are all
+//! accepted the two agree, so [`Features::default`] offers the three together, and a driver that accepts only some of
+//! them is understood by the
 //! [`Numbering`] that was chosen for it: by default Linux's.
 
 use std::fmt;
@@ -15,8 +16,8 @@ pub struct Features(u64);
 impl Features {
     /// None.
     pub const NONE: Self = Self(0);
-    /// The driver notifies the device before it uses a page that it took out of the balloon. Linux does in any case; only with
-    /// this feature is memory in huge pages of the host given back when the balloon takes it in parts.
+    /// The driver notifies the device before it uses a page that it took out of the balloon. Linux does in any case;
+    /// only with this feature is memory in huge pages of the host given back when the balloon takes it in parts.
     pub const MUST_TELL_HOST: Self = Self(1 << 0);
     /// A queue for statistics of the guest's memory.
     pub const STATS_VQ: Self = Self(1 << 1);

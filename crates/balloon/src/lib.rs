@@ -1,22 +1,23 @@
 //! virtio-balloon: a guest gives memory back, and sends lists of its free pages.
 //!
-//! A [`Balloon`] is the device, with any transport to its driver. A VMM passes on what the driver does (features accepted,
-//! configuration read and written, queues kicked: [`Balloon::process_queue`]), gives it the guest's memory as a [`Reclaim`], and is
-//! called through a [`Transport`] when the driver is to be interrupted. Queues are [`Ring`]s: an
+//! A [`Balloon`] is the device, with any transport to its driver. A VMM passes on what the driver does (features
+//! accepted, configuration read and written, queues kicked: [`Balloon::process_queue`]), gives it the guest's memory as
+//! a [`Reclaim`], and is called through a [`Transport`] when the driver is to be interrupted. Queues are [`Ring`]s: an
 //! [`OwnRing`] over `virtio-queue`, or a vhost-user server's. Users and programs request another size
 //! ([`Balloon::set_target`]), statistics, and lists of free pages ([`FreePages`](limosa_memory::FreePages)).
 //!
 //! # Hints are only hints
 //!
-//! A hinted page was free at some time after the request. The guest holds it until DONE, but under memory pressure takes it
-//! back *without notification* and writes it. So a hint is useful only with a log of writes that began before the request, as a
-//! migration has. Memory is given back for pages in the balloon and for reported ones, never for hinted ones.
+//! A hinted page was free at some time after the request. The guest holds it until DONE, but under memory pressure
+//! takes it back *without notification* and writes it. So a hint is useful only with a log of writes that began before
+//! the request, as a migration has. Memory is given back for pages in the balloon and for reported ones, never for
+//! hinted ones.
 //!
 //! # Bad guests
 //!
-//! Page numbers outside of memory, arrays of odd length, blocks outside of memory, buffers of the wrong kind, unknown ids,
-//! floods: refused or left out, counted ([`Counters`]), logged once, never a panic. One call of [`Balloon::process_queue`] takes a
-//! bounded number of buffers and gives back a bounded number of runs. Wrong information about free pages costs a guest its own
+//! Page numbers outside of memory, arrays of odd length, blocks outside of memory, buffers of the wrong kind, unknown
+//! ids, floods: refused or left out, counted ([`Counters`]), logged once, never a panic. One call of
+//! [`Balloon::process_queue`] takes a bounded number of buffers and gives back a bounded number of runs. Wrong information about free pages costs a guest its own
 //! data only.
 //!
 //! # Example

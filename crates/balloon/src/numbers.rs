@@ -1,7 +1,8 @@
 //! Arrays of page numbers: decoded, sorted, merged into runs.
 //!
-//! Linux sends up to 256 numbers an array, ascending or descending; a balloon of gigabytes is some hundred thousand pages, and
-//! a system call for each would be most of the work. Sorted and merged, an idle guest's array is one or two runs.
+//! Linux sends up to 256 numbers an array, ascending or descending; a balloon of gigabytes is some hundred thousand
+//! pages, and a system call for each would be most of the work. Sorted and merged, an idle guest's array is one or two
+//! runs.
 
 use std::ops::Range;
 
@@ -48,7 +49,8 @@ pub(crate) fn runs(numbers: &mut Vec<u32>, ram: &[Range<u64>]) -> Runs {
     found
 }
 
-/// A range of bytes from the guest, if it consists of whole pages and lies in one range of `ram` (ascending, not adjacent).
+/// A range of bytes from the guest, if it consists of whole pages and lies in one range of `ram` (ascending, not
+/// adjacent).
 pub(crate) fn inside(address: u64, length: u64, ram: &[Range<u64>]) -> Option<Range<u64>> {
     let end = address.checked_add(length)?;
     let whole = length > 0 && address.is_multiple_of(PAGE_SIZE) && length.is_multiple_of(PAGE_SIZE);

@@ -1,6 +1,7 @@
 //! Returning the memory of pages that the guest does not need to the host.
 //!
-//! **Law: never a byte outside the guest's own blocks.** The device names guest-physical ranges that lie in one range of
+//! **Law: never a byte outside the guest's own blocks.** The device names guest-physical ranges that lie in one range
+//! of
 //! [`Reclaim::ram`]; a [`GuestRam`] finds their block and passes its pages to limosa-memory, which checks them again and waits
 //! for borrowed parts of the block.
 //!
@@ -15,14 +16,14 @@
 //! | `By(Free)` | `madvise(MADV_FREE)` | private memory without a file, taken only when the host is short of it |
 //! | `Nothing` | none | memory that may not move: pinned for a device that is passed through |
 //!
-//! Measured (`examples/discard.rs`; 256 MiB of touched memory, least of five rounds, two virtual cores, Linux 6.18): a memfd
-//! takes 267 ms page by page and 57 ms in runs of 1 MiB, by `fallocate` as by `MADV_REMOVE`; private memory 103 ms and 18 ms,
-//! by `MADV_DONTNEED` as by `MADV_FREE`. Touching memory again after `MADV_FREE` costs a fifth of what it costs after the
-//! others, because the host has not received it: so `Auto` never chooses `MADV_FREE`.
+//! Measured (`examples/discard.rs`; 256 MiB of touched memory, least of five rounds, two virtual cores, Linux 6.18): a
+//! memfd takes 267 ms page by page and 57 ms in runs of 1 MiB, by `fallocate` as by `MADV_REMOVE`; private memory 103
+//! ms and 18 ms, by `MADV_DONTNEED` as by `MADV_FREE`. Touching memory again after `MADV_FREE` costs a fifth of what it
+//! costs after the others, because the host has not received it: so `Auto` never chooses `MADV_FREE`.
 //!
-//! Discarded pages of a private mapping of a file show the contents of the file again, and a guest that fills its free pages
-//! with zeros (`init_on_free=1`) relies on zeros. Writing zeros would allocate memory where a balloon is to free it. So only
-//! pages in holes of the file are discarded, and the rest is unchanged.
+//! Discarded pages of a private mapping of a file show the contents of the file again, and a guest that fills its free
+//! pages with zeros (`init_on_free=1`) relies on zeros. Writing zeros would allocate memory where a balloon is to free
+//! it. So only pages in holes of the file are discarded, and the rest is unchanged.
 //!
 //! Pages of 4 KiB inside a host's huge page are given back when the huge page is free as a whole, and kept until then.
 
@@ -42,8 +43,9 @@ pub trait Reclaim: Send + Sync + fmt::Debug {
     /// Size in bytes of the host pages that hold the memory of `ram()[index]`, 4096 or more.
     fn host_page(&self, index: usize) -> u64;
 
-    /// Gives back what it can of `run`: whole pages that lie in one range of [`ram`](Self::ram). They read as zero afterwards,
-    /// or are unchanged. Returns the number of bytes that were given back. It may wait, but not for the guest.
+    /// Gives back what it can of `run`: whole pages that lie in one range of [`ram`](Self::ram). They read as zero
+    /// afterwards, or are unchanged. Returns the number of bytes that were given back. It may wait, but not for the
+    /// guest.
     ///
     /// # Errors
     /// The kernel's refusal.

@@ -34,8 +34,8 @@ pub trait Ring {
     /// As [`pop`](Self::pop).
     fn notify(&self) -> Result<(), Self::Error>;
 
-    /// Whether the error only means that the ring has stopped, as when the VM is paused: everything that came over it so far
-    /// remains valid, and the rest comes when it continues. By default no error means that.
+    /// Whether the error only means that the ring has stopped, as when the VM is paused: everything that came over it
+    /// so far remains valid, and the rest comes when it continues. By default no error means that.
     fn is_stopped(_error: &Self::Error) -> bool {
         false
     }
@@ -59,7 +59,8 @@ where
         Self { queue: Mutex::new(queue), memory, interrupt }
     }
 
-    /// The queue, for example to save it or to switch its notifications. It must not be held while the device works on it.
+    /// The queue, for example to save it or to switch its notifications. It must not be held while the device works on
+    /// it.
     pub fn queue(&self) -> impl std::ops::DerefMut<Target = Queue> + '_ {
         // Nothing panics while it is held.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)

@@ -4,7 +4,8 @@ use std::time::Instant;
 
 /// Tags that are known, in the order of their numbers: (name, whether the value is bytes).
 ///
-/// The names are those of the specification (virtio 1.2, 5.5.6.3) and of Linux for the newer ones, written as QEMU writes them.
+/// The names are those of the specification (virtio 1.2, 5.5.6.3) and of Linux for the newer ones, written as QEMU
+/// writes them.
 const TAGS: [(&str, bool); 16] = [
     ("swap-in", true),
     ("swap-out", true),
@@ -40,7 +41,8 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// Decodes little-endian entries; an incomplete entry at the end is ignored. Also returns how many had unknown tags.
+    /// Decodes little-endian entries; an incomplete entry at the end is ignored. Also returns how many had unknown
+    /// tags.
     pub(crate) fn decode(bytes: &[u8], sequence: u64) -> (Self, u64) {
         let mut statistics = Self { values: [None; TAGS.len()], at: Instant::now(), sequence };
         let mut unknown = 0;

@@ -1,7 +1,8 @@
 //! The device behind a vhost-user server (feature `vhost-user`).
 //!
-//! The front end's memory is what limosa-memory [imports](limosa_memory::rust_vmm::import), so it is given back by the same code
-//! as a VMM's own, which punches holes into the files that the front end has passed: for every process that maps them.
+//! The front end's memory is what limosa-memory [imports](limosa_memory::rust_vmm::import), so it is given back by the
+//! same code as a VMM's own, which punches holes into the files that the front end has passed: for every process that
+//! maps them.
 
 use std::fmt;
 use std::ops::Range;
@@ -42,8 +43,9 @@ impl VhostUserBalloon {
         Self::with(balloon, move |ram| Ok(Arc::new(GuestRam::shared(ram, strategy)?)))
     }
 
-    /// The device `balloon`; the front end's memory is given back by the [`Reclaim`] that `reclaiming` creates for it, each
-    /// time the front end shares other memory. If it fails, no memory is given back, and that is logged the first time.
+    /// The device `balloon`; the front end's memory is given back by the [`Reclaim`] that `reclaiming` creates for it,
+    /// each time the front end shares other memory. If it fails, no memory is given back, and that is logged the first
+    /// time.
     pub fn with(
         balloon: Arc<Balloon>,
         reclaiming: impl Fn(&Ram) -> Result<Arc<dyn Reclaim>, MemoryError> + Send + Sync + 'static,

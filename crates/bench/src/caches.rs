@@ -1,7 +1,7 @@
 //! The processor's caches: how large they are, and what is in them when a run begins.
 //!
-//! **Cold** memory: at least twice as much as the last cache holds was written elsewhere since it was touched. **Hot** memory was
-//! read, all of it, right before. Of memory larger than a cache only a part is in it then.
+//! **Cold** memory: at least twice as much as the last cache holds was written elsewhere since it was touched. **Hot**
+//! memory was read, all of it, right before. Of memory larger than a cache only a part is in it then.
 
 use std::fs;
 

@@ -1,9 +1,9 @@
 //! What limosa-bench runs.
 //!
-//! A bench is a set of contestants that do the same thing in different ways. They take turns, round after round, and are
-//! compared by the runs of the same round, because a shared machine is never equally fast twice. See [`frame`] for how
-//! they run, [`measure`] for what is counted and [`report`] for what comes out: one JSON shape for all benches, the same
-//! numbers as a table, and targets that are met, missed, or cannot be shown on this machine.
+//! A bench is a set of contestants that do the same thing in different ways. They take turns, round after round, and
+//! are compared by the runs of the same round, because a shared machine is never equally fast twice. See [`frame`] for
+//! how they run, [`measure`] for what is counted and [`report`] for what comes out: one JSON shape for all benches, the
+//! same numbers as a table, and targets that are met, missed, or cannot be shown on this machine.
 //!
 //! # Example
 //!

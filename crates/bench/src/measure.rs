@@ -1,7 +1,8 @@
-//! What a run costs: wall seconds, CPU seconds of all processes that worked for it, and how busy others kept the machine.
+//! What a run costs: wall seconds, CPU seconds of all processes that worked for it, and how busy others kept the
+//! machine.
 //!
-//! CPU seconds are the steadier figure on a shared machine, so every run has them. They are those of this process, of its
-//! children that ended during the run, and of named processes such as a QEMU.
+//! CPU seconds are the steadier figure on a shared machine, so every run has them. They are those of this process, of
+//! its children that ended during the run, and of named processes such as a QEMU.
 
 use std::collections::BTreeMap;
 use std::fs;

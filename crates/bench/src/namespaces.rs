@@ -4,8 +4,8 @@
 //! namespaces have no name: they exist as long as a process holds their descriptors or runs in them, and the cable goes
 //! with them.
 //!
-//! Both ends prefer Reno, which every kernel has. What the machine itself prefers may spread what is sent over time (BBR
-//! does), and then a timer is measured.
+//! Both ends prefer Reno, which every kernel has. What the machine itself prefers may spread what is sent over time
+//! (BBR does), and then a timer is measured.
 
 use std::fs::{self, File};
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -1,7 +1,7 @@
 //! Child processes that end with us.
 //!
-//! Law: a child is killed when its [`Process`] is dropped, and by the kernel when the thread that started it ends. So it
-//! is started on a thread that outlives it: contestants run on the thread that called the bench.
+//! Law: a child is killed when its [`Process`] is dropped, and by the kernel when the thread that started it ends. So
+//! it is started on a thread that outlives it: contestants run on the thread that called the bench.
 
 use std::os::fd::BorrowedFd;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};

@@ -1,7 +1,7 @@
 //! The system calls that have no safe form, each behind a function that does.
 //!
-//! Nothing else in the crate is `unsafe`, but for the loops that the bench of zero pages compares. Memory handed out here belongs to
-//! the bench alone: no guest and no other process writes it, so references to it are sound.
+//! Nothing else in the crate is `unsafe`, but for the loops that the bench of zero pages compares. Memory handed out
+//! here belongs to the bench alone: no guest and no other process writes it, so references to it are sound.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -93,8 +93,8 @@ impl Drop for Mapping {
     }
 }
 
-/// Has the child of `command` killed when the thread that starts it ends, and passes it a descriptor under its number here.
-/// The descriptor has to stay open until the child has been started.
+/// Has the child of `command` killed when the thread that starts it ends, and passes it a descriptor under its number
+/// here. The descriptor has to stay open until the child has been started.
 pub(crate) fn bind_child(command: &mut Command, hand: Option<BorrowedFd<'_>>) {
     let parent = std::process::id();
     let hand = hand.map(|fd| fd.as_raw_fd());

@@ -33,7 +33,7 @@ pub struct Report {
 /// One contestant's figures.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Case {
-    /// What was done.
+    /// The operation.
     pub case: String,
     /// The way it was done.
     pub variant: String,

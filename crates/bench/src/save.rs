@@ -1,8 +1,9 @@
 //! A VM into a file: limosa, through the socket and by file, compared with stock QEMU.
 //!
-//! Every run saves a fresh paused VM whose RAM is the same random bytes. The clock begins with limosa's exec, or with the
-//! first command to QEMU, and ends when the file is durable: QEMU syncs nothing, so that is done here. In
-//! memory (tmpfs) nothing is synced. How fast QEMU's single channel is at most shows where a receiver throws all of it away.
+//! Every run saves a fresh paused VM whose RAM is the same random bytes. The clock begins with limosa's exec, or with
+//! the first command to QEMU, and ends when the file is durable: QEMU syncs nothing, so that is done here. In
+//! memory (tmpfs) nothing is synced. How fast QEMU's single channel is at most shows where a receiver throws all of it
+//! away.
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd, OwnedFd};

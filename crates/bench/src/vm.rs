@@ -1,7 +1,7 @@
 //! The QEMU processes that take part.
 //!
-//! Law: all VMs of a bench are the same machine, so that what one saves another can load. Every one has two monitors: the
-//! bench's own and one for limosa.
+//! Law: all VMs of a bench are the same machine, so that what one saves another can load. Every one has two monitors:
+//! the bench's own and one for limosa.
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd};
@@ -23,7 +23,7 @@ use crate::scratch::Scratch;
 /// How long QEMU may take for any one answer or event: for one that hangs, not a measure.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What the RAM is.
+/// The kind of RAM.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Ram<'a> {
     /// A file, shared with other processes that map it.
@@ -122,8 +122,8 @@ impl Vm {
         self.folder.path().join(name)
     }
 
-    /// Connects to the serial port. Once connected, its output must be read, or the guest is held up; without a connection
-    /// the output is dropped.
+    /// Connects to the serial port. Once connected, its output must be read, or the guest is held up; without a
+    /// connection the output is dropped.
     pub(crate) fn serial(&self) -> Result<UnixStream> {
         connect(&self.at("serial"), &mut || Ok(()))
     }

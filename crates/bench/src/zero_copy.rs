@@ -1,9 +1,9 @@
 //! Guest memory that leaves on multifd channels: copied, lent to the kernel, and spliced.
 //!
-//! Law: all three send the same packets of the same memory, from one process to another on this machine; what differs is who
-//! copies the pages, and how often. A copy is made by the sender's call. `MSG_ZEROCOPY` lends them, and the kernel copies them
-//! itself where the receiver is on the same machine: over loopback and veth it can be no faster here, and what it saves on a
-//! network card shows only there. Splice leaves the receiver's copy as the only one.
+//! Law: all three send the same packets of the same memory, from one process to another on this machine; what differs
+//! is who copies the pages, and how often. A copy is made by the sender's call. `MSG_ZEROCOPY` lends them, and the
+//! kernel copies them itself where the receiver is on the same machine: over loopback and veth it can be no faster
+//! here, and what it saves on a network card shows only there. Splice leaves the receiver's copy as the only one.
 //!
 //! Stressed, every core has another process that does nothing but run.
 

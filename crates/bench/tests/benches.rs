@@ -1,4 +1,5 @@
-//! limosa-bench from outside, with as little memory as it takes: every cell runs, and every target that it has has a figure.
+//! limosa-bench from outside, with as little memory as it takes: every cell runs, and every target that it has has a
+//! figure.
 
 use std::ffi::OsStr;
 use std::process::Command;
@@ -23,8 +24,8 @@ fn by_reno(case: &Value) -> bool {
     case["variant"].as_str().unwrap().contains("by Reno")
 }
 
-/// Runs it and expects these contestants beside those between network namespaces, and a figure for at least so many targets. (CPU seconds of so little work can be
-/// less than the clock shows, and nothing is divided by them then.)
+/// Runs it and expects these contestants beside those between network namespaces, and a figure for at least so many
+/// targets. (CPU seconds of so little work can be less than the clock shows, and nothing is divided by them then.)
 #[track_caller]
 fn runs(words: &[&str], contestants: usize, targets: usize) -> Value {
     let mut all = words.to_vec();

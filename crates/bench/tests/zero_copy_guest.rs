@@ -1,8 +1,8 @@
 //! `MSG_ZEROCOPY` where it pays: out of a Linux guest, whose network card reads the pages from where they lie.
 //!
-//! Between two processes of one machine the kernel copies what is lent, so its own word that nothing was copied can only be
-//! had from a kernel that has a card. The guest has a virtio one, at the other end of which is a tap device in a network
-//! namespace of the test's own.
+//! Between two processes of one machine the kernel copies what is lent, so its own word that nothing was copied can
+//! only be had from a kernel that has a card. The guest has a virtio one, at the other end of which is a tap device in
+//! a network namespace of the test's own.
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};

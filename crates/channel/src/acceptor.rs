@@ -1,10 +1,12 @@
 //! Who connects, and is let in.
 //!
-//! A channel of a migration that says nothing at first, as the one for requested pages in postcopy, cannot be recognized by
-//! its bytes. Over TLS it can: who comes through the handshake is trusted, and who does not is a stranger.
+//! A channel of a migration that says nothing at first, as the one for requested pages in postcopy, cannot be
+//! recognized by its bytes. Over TLS it can: who comes through the handshake is trusted, and who does not is a
+//! stranger.
 //!
-//! The law: ***a connecting peer never delays another one.** Connections whose handshake is not done wait in a queue; when it is full,
-//! the one that has waited longest is closed. Without TLS nothing distinguishes them, and the first connection is taken.
+//! The law: ***a connecting peer never delays another one.** Connections whose handshake is not done wait in a queue;
+//! when it is full, the one that has waited longest is closed. Without TLS nothing distinguishes them, and the first
+//! connection is taken.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -28,8 +30,8 @@ const AT_ONCE: usize = 256;
 /// The most lines that are logged.
 const REFUSALS_MAX: usize = 16;
 
-/// Lines that are reported once each, and a few of them only: a peer that connects again and again, and is refused for one reason or for
-/// many, does not fill a log.
+/// Lines that are reported once each, and a few of them only: a peer that connects again and again, and is refused for
+/// one reason or for many, does not fill a log.
 #[derive(Debug, Default)]
 pub struct RefusalLog(Vec<String>);
 
@@ -70,7 +72,8 @@ impl<'a> Acceptor<'a> {
         Self { listener, pending: VecDeque::new(), refusals: RefusalLog::default(), report: None }
     }
 
-    /// Calls `report` with the reason why a connection was rejected in the TLS handshake. The same reason is reported once.
+    /// Calls `report` with the reason why a connection was rejected in the TLS handshake. The same reason is reported
+    /// once.
     #[must_use]
     pub fn on_refusal(mut self, report: impl FnMut(&str) + Send + 'a) -> Self {
         self.report = Some(Box::new(report));
@@ -175,8 +178,8 @@ impl<'a> Acceptor<'a> {
     }
 }
 
-/// Whether it has come through the handshake, and is still there: a peer that does not trust this end may go without a word
-/// behind it, as stock QEMU does.
+/// Whether it has come through the handshake, and is still there: a peer that does not trust this end may go without a
+/// word behind it, as stock QEMU does.
 fn is_in(channel: &Channel) -> Result<bool, ChannelError> {
     if !channel.try_establish()? {
         return Ok(false);

@@ -1,7 +1,7 @@
 //! A connected byte stream.
 //!
-//! The laws of this module: `put` and `get` move everything or say at which byte they failed; partial transfers, signals
-//! and non-blocking descriptors are handled here alone. One thread may put while another gets; each direction
+//! The laws of this module: `put` and `get` move everything or say at which byte they failed; partial transfers,
+//! signals and non-blocking descriptors are handled here alone. One thread may put while another gets; each direction
 //! belongs to one thread at a time (two that put at once interleave their bytes). A third may shut the channel down at
 //! any moment, which wakes both, wherever they wait.
 
@@ -29,11 +29,11 @@ use crate::zero_copy::{Refusal, ZeroCopy, ZeroCopySender};
 
 type Result<T> = std::result::Result<T, ChannelError>;
 
-/// The buffers that [`Channel::pair`] asks for, in bytes; the kernel may grant less. Room for a batch of pages on top of
-/// the one being read; more was measured to gain nothing, and 4 MiB to be slower.
+/// The buffers that [`Channel::pair`] asks for, in bytes; the kernel may grant less. Room for a batch of pages on top
+/// of the one being read; more was measured to gain nothing, and 4 MiB to be slower.
 const PAIR_BUFFER: usize = 512 << 10;
 
-/// Which directions to shut down.
+/// The directions to shut down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Shutdown {
     /// No more gets.
@@ -235,8 +235,8 @@ impl Channel {
     /// [accept](Self::accept_descriptors) them gets the bytes alone.
     ///
     /// # Errors
-    /// As [`put_vector`](Self::put_vector); [`ChannelError::Unsupported`], before a byte has moved, if the channel is no
-    /// unix socket, there is no byte to pass them with, or they are more than 253.
+    /// As [`put_vector`](Self::put_vector); [`ChannelError::Unsupported`], before a byte has moved, if the channel is
+    /// no unix socket, there is no byte to pass them with, or they are more than 253.
     pub fn put_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
         let unsupported =
             |why| Err(ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.state.peer), why });
@@ -249,8 +249,8 @@ impl Channel {
         self.put_all(Cursor::gather(&[IoSlice::new(bytes)]), descriptors)
     }
 
-    /// Shakes hands, if that is yet to be done, so that what is wrong with the peer shows now and not when the channel is used.
-    /// Waits for as long as a handshake may take. There is nothing to do for a channel that is not encrypted.
+    /// Shakes hands, if that is yet to be done, so that what is wrong with the peer shows now and not when the channel
+    /// is used. Waits for as long as a handshake may take. There is nothing to do for a channel that is not encrypted.
     ///
     /// # Errors
     /// [`ChannelError::Tls`]; [`ChannelError::ShutDown`] after a [`shutdown`](Self::shutdown).
@@ -262,8 +262,8 @@ impl Channel {
         })
     }
 
-    /// Goes on shaking hands as far as that can be done without waiting for the peer: whether both ends know each other. A
-    /// channel that is not encrypted has nothing to wait for.
+    /// Goes on shaking hands as far as that can be done without waiting for the peer: whether both ends know each
+    /// other. A channel that is not encrypted has nothing to wait for.
     ///
     /// # Errors
     /// As [`establish`](Self::establish).
@@ -283,8 +283,8 @@ impl Channel {
     }
 
     /// Whether the kernel seals what is put ([`Shutdown::Write`]), opens what is got ([`Shutdown::Read`]), or both
-    /// ([`crate::KernelTls`]). Only known once both ends have shaken hands; where bytes came with the end of that, it opens
-    /// what comes behind them.
+    /// ([`crate::KernelTls`]). Only known once both ends have shaken hands; where bytes came with the end of that, it
+    /// opens what comes behind them.
     pub fn is_sealed_by_kernel(&self, how: Shutdown) -> bool {
         let Transport::Tls(session) = &self.transport else { return false };
         let (seals, opens) = session.by_kernel().map_or((false, false), ByKernel::directions);
@@ -305,8 +305,8 @@ impl Channel {
         }
     }
 
-    /// Picks up descriptors that the peer passes, `most` of them (253 is the limit); 0 picks up no more. Gets and puts of
-    /// bytes are as before, and one more descriptor than `most` fails a get ([`ChannelError::Io`],
+    /// Picks up descriptors that the peer passes, `most` of them (253 is the limit); 0 picks up no more. Gets and puts
+    /// of bytes are as before, and one more descriptor than `most` fails a get ([`ChannelError::Io`],
     /// [`io::ErrorKind::InvalidData`]). Without this call the kernel closes what is passed.
     pub fn accept_descriptors(&self, most: usize) {
         if let Transport::Socket(_, passed) = &self.transport {
@@ -314,8 +314,8 @@ impl Channel {
         }
     }
 
-    /// The descriptors that have come with the bytes that were got, in the order in which they were passed. They are closed when
-    /// a program is executed.
+    /// The descriptors that have come with the bytes that were got, in the order in which they were passed. They are
+    /// closed when a program is executed.
     pub fn take_descriptors(&self) -> Vec<OwnedFd> {
         match &self.transport {
             Transport::Socket(_, passed) => passed.take(),
@@ -323,11 +323,11 @@ impl Channel {
         }
     }
 
-    /// Writes `length` bytes of `file` from `offset` on, straight from the page cache (sendfile): they are not copied on
-    /// this side, which halves what a read and a put cost. Held back by the rate limit, if there is one.
+    /// Writes `length` bytes of `file` from `offset` on, straight from the page cache (sendfile): they are not copied
+    /// on this side, which halves what a read and a put cost. Held back by the rate limit, if there is one.
     ///
-    /// The peer gets what the file holds when *it* reads, so a caller that relies on the contents checks afterwards whether the
-    /// file is still the same.
+    /// The peer gets what the file holds when *it* reads, so a caller that relies on the contents checks afterwards
+    /// whether the file is still the same.
     ///
     /// # Errors
     /// As [`put_vector`](Self::put_vector); [`ChannelError::Io`] with [`io::ErrorKind::UnexpectedEof`] if the file ends
@@ -394,8 +394,8 @@ impl Channel {
     }
 
     /// Copies the first bytes that have arrived, without taking them and without waiting: how many, 0 at the end of the
-    /// data, `None` if nothing has come yet. Not counted. An encrypted channel that was accepted shakes hands meanwhile; an end
-    /// that its peer did not announce is recognized by a get only.
+    /// data, `None` if nothing has come yet. Not counted. An encrypted channel that was accepted shakes hands
+    /// meanwhile; an end that its peer did not announce is recognized by a get only.
     ///
     /// # Errors
     /// [`ChannelError::Unsupported`] for anything but a socket; [`ChannelError::Broken`] if the peer is gone;
@@ -513,8 +513,9 @@ impl Channel {
         mark().map_err(|e| self.failed(Operation::Shutdown, e))
     }
 
-    /// Sets how long a get or put may last without a byte moving; `None` is for ever. A call already under way keeps its
-    /// time-out. The bound is kept within a factor of two: the kernel's clock starts anew with each call it is given.
+    /// Sets how long a get or put may last without a byte moving; `None` is for ever. A call already under way keeps
+    /// its time-out. The bound is kept within a factor of two: the kernel's clock starts anew with each call it is
+    /// given.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -555,7 +556,8 @@ impl Channel {
         }
     }
 
-    /// Whether bytes can be got (`Shutdown::Read`), put (`Shutdown::Write`), or both: a pipe's end and a file carry one direction.
+    /// Whether bytes can be got (`Shutdown::Read`), put (`Shutdown::Write`), or both: a pipe's end and a file carry one
+    /// direction.
     pub fn carries(&self, how: Shutdown) -> bool {
         let opened = |fd: BorrowedFd<'_>| fcntl_getfl(fd).map_or(OFlags::empty(), |flags| flags & OFlags::RWMODE);
         let (get, put) = match &self.transport {
@@ -578,7 +580,7 @@ impl Channel {
         self.state.rate.clone()
     }
 
-    /// What this channel and its clones did so far.
+    /// The counters of this channel and its clones.
     pub fn counters(&self) -> Counters {
         let mut counters = Counters::of(&self.state.put.counters, &self.state.get.counters);
         if let Transport::Tls(session) = &self.transport
@@ -629,9 +631,9 @@ impl Channel {
     }
 }
 
-/// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who reads or
-/// writes it goes around the counters and the encryption; and bytes that came with others may have been read already from
-/// an encrypted channel that is not ready.
+/// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who
+/// reads or writes it goes around the counters and the encryption; and bytes that came with others may have been read
+/// already from an encrypted channel that is not ready.
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.transport.input()

@@ -141,10 +141,11 @@ fn wait_connected(socket: &OwnedFd, timeout: Option<Duration>) -> io::Result<()>
     }
 }
 
-/// Takes the plainest congestion control for a socket that is to reach this very machine: every kernel has it, every user may
-/// use it, and it sends what it has. One that spreads what it sends over time (BBR does, and is the default of many
-/// machines) has a timer fire over and over on the way from one process to the other: measured to cost a migration a fifth of its
-/// time. It goes on doing so with what is connected already, so this comes before. An improvement, not a need.
+/// Takes the plainest congestion control for a socket that is to reach this very machine: every kernel has it, every
+/// user may use it, and it sends what it has. One that spreads what it sends over time (BBR does, and is the default of
+/// many machines) has a timer fire over and over on the way from one process to the other: measured to cost a migration
+/// a fifth of its time. It goes on doing so with what is connected already, so this comes before. An improvement, not a
+/// need.
 pub(crate) fn unpaced(socket: impl AsFd, address: &SocketAddr) {
     if address.ip().to_canonical().is_loopback() {
         let _ = sockopt::set_tcp_congestion(socket, "reno");

@@ -37,11 +37,11 @@ pub struct Counters {
     pub lent: u64,
     /// Of these, calls that the kernel has finished.
     pub lent_completed: u64,
-    /// Of these, calls whose memory the kernel has copied after all, by its word; a word about several calls in a row speaks of
-    /// the first of them.
+    /// Of these, calls whose memory the kernel has copied after all, by its word; a word about several calls in a row
+    /// speaks of the first of them.
     pub lent_copied: u64,
-    /// Calls that lent nothing, because the kernel had no room to remember another loan (`ENOBUFS`) or cannot lend such memory
-    /// (`EFAULT`).
+    /// Calls that lent nothing, because the kernel had no room to remember another loan (`ENOBUFS`) or cannot lend such
+    /// memory (`EFAULT`).
     pub starved: u64,
     /// Bytes put that the kernel has sealed ([`crate::KernelTls`]).
     pub sealed_by_kernel: u64,

@@ -81,8 +81,8 @@ impl Direction {
         self.shut.load(Ordering::SeqCst)
     }
 
-    /// Whether a put is under way, or was broken off. Who asks behind a [shutdown](Self::shut) learns of every one that will
-    /// move a byte yet, or has seen the shutdown amid its bytes: one that begins later moves none.
+    /// Whether a put is under way, or was broken off. Who asks behind a [shutdown](Self::shut) learns of every one that
+    /// will move a byte yet, or has seen the shutdown amid its bytes: one that begins later moves none.
     pub(crate) fn is_amid(&self) -> bool {
         self.under_way.load(Ordering::SeqCst) != 0
     }

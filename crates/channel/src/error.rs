@@ -14,7 +14,7 @@ use thiserror::Error;
 use crate::tls::TlsFailure;
 use crate::uri::UriError;
 
-/// What was being done. Its `Display` is the beginning of a sentence that the peer's name completes.
+/// The operation. Its `Display` is the beginning of a sentence that the peer's name completes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operation {
@@ -64,7 +64,7 @@ pub enum ChannelError {
     /// No process listens there (yet).
     #[error("{operation} {peer}: connection refused")]
     Refused {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
@@ -74,7 +74,7 @@ pub enum ChannelError {
     /// The data ended inside what was expected: an end of file, or a peer that closed its end in an orderly way.
     #[error("{operation} {peer}: it ended at byte {offset}, after {got} of {wanted} expected bytes")]
     Closed {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
@@ -88,7 +88,7 @@ pub enum ChannelError {
     /// The peer is gone: it closed or reset the connection while bytes were still under way.
     #[error("{operation} {peer}: the peer is gone at byte {offset}")]
     Broken {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
@@ -100,7 +100,7 @@ pub enum ChannelError {
     /// Not a byte moved, or no peer connected, for as long as the time-out allows.
     #[error("{operation} {peer}: nothing moved for {after:?}{}", at(*offset))]
     TimedOut {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
@@ -112,7 +112,7 @@ pub enum ChannelError {
     /// This side called `shutdown` on the channel; it is no failure of the peer.
     #[error("{operation} {peer}: the channel was shut down on this side at byte {offset}")]
     ShutDown {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
@@ -138,22 +138,22 @@ pub enum ChannelError {
     /// The end point exists but cannot do what was asked of it.
     #[error("{operation} {peer}: {why}")]
     Unsupported {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
-    /// This process may not pin as much memory as `MSG_ZEROCOPY` needs: the limit is `RLIMIT_MEMLOCK`, which does not hold for a
-    /// process with `CAP_IPC_LOCK`.
+    /// This process may not pin as much memory as `MSG_ZEROCOPY` needs: the limit is `RLIMIT_MEMLOCK`, which does not
+    /// hold for a process with `CAP_IPC_LOCK`.
     #[error(
         "{operation} {peer}: RLIMIT_MEMLOCK is {} KiB, and MSG_ZEROCOPY pins at least {} KiB on a channel",
         limit >> 10,
         least.div_ceil(1024)
     )]
     MemoryLock {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
@@ -165,7 +165,7 @@ pub enum ChannelError {
     /// The two ends have no secret, or lost it.
     #[error("{operation} {peer}{}: TLS: {failure}", at(*offset))]
     Tls {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
@@ -179,13 +179,13 @@ pub enum ChannelError {
     Credentials {
         /// The file, or the folder.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
     /// Any other answer of the kernel.
     #[error("{operation} {peer}{}: {source}", at(*offset))]
     Io {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
@@ -197,13 +197,13 @@ pub enum ChannelError {
     /// A bug of limosa.
     #[error("{operation} {peer}{}: {broken}", at(*offset))]
     Internal {
-        /// What was being done.
+        /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
         /// Bytes moved before.
         offset: Option<u64>,
-        /// What does not hold.
+        /// The invariant that does not hold.
         broken: BrokenInvariant,
     },
 }
@@ -234,14 +234,14 @@ impl ChannelError {
         }
     }
 
-    /// The connection has ended, and an encrypted peer had not said that this was the end: it may have been cut. Who knows by
-    /// other means that all has come may take it for the end; stock QEMU ends its main channel so. A connection that was reset
-    /// is none of these.
+    /// The connection has ended, and an encrypted peer had not said that this was the end: it may have been cut. Who
+    /// knows by other means that all has come may take it for the end; stock QEMU ends its main channel so. A
+    /// connection that was reset is none of these.
     pub fn is_cut(&self) -> bool {
         matches!(self, Self::Tls { failure, .. } if matches!(**failure, TlsFailure::Truncated { .. }))
     }
 
-    /// What went wrong with TLS, if that is it.
+    /// The TLS failure, if that is the cause.
     pub fn tls_failure(&self) -> Option<&TlsFailure> {
         if let Self::Tls { failure, .. } = self { Some(failure) } else { None }
     }

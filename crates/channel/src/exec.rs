@@ -1,8 +1,8 @@
 //! A command at the other end of a channel, run by the shell.
 //!
 //! The laws of this module: a command's standard input and output are one socket, so that both directions exist; its
-//! standard error is this process's own; in every case it is ended and reaped, within a bounded time, and only by its own
-//! process id.
+//! standard error is this process's own; in every case it is ended and reaped, within a bounded time, and only by its
+//! own process id.
 
 use std::io;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -23,8 +23,8 @@ const END_WITHIN: Duration = Duration::from_secs(2);
 
 /// A running command. Dropping it ends it.
 ///
-/// It stays in this process's group, so that a program that asks for a password on the terminal can, and Ctrl-C reaches it
-/// too. Only the shell itself is signalled; what it has started sees its input end.
+/// It stays in this process's group, so that a program that asks for a password on the terminal can, and Ctrl-C reaches
+/// it too. Only the shell itself is signalled; what it has started sees its input end.
 ///
 /// ```
 /// use std::time::Duration;
@@ -49,8 +49,8 @@ impl Exec {
     /// Starts `/bin/sh -c command`, and returns the channel to it.
     ///
     /// # Errors
-    /// If there is no shell, or the kernel has no process or descriptor left. What the shell finds wrong with the command is
-    /// reported by [`finish`](Self::finish).
+    /// If there is no shell, or the kernel has no process or descriptor left. What the shell finds wrong with the
+    /// command is reported by [`finish`](Self::finish).
     pub fn start(command: &str, options: &Options) -> Result<(Channel, Self), ChannelError> {
         let peer: Arc<str> = format!("exec:{command}").into();
         let failed = |source: io::Error| ChannelError::setup(Operation::Connect, Arc::clone(&peer), source);

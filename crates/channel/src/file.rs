@@ -214,7 +214,7 @@ impl FileChannel {
         &self.file
     }
 
-    /// What this channel did so far.
+    /// This channel's counters.
     pub fn counters(&self) -> Counters {
         Counters::of(&self.output, &self.input)
     }

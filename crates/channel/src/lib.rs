@@ -1,8 +1,9 @@
 //! Bytes in motion for VM migration: URIs, vectored put and get, rate limit, time-outs, counters.
 //!
-//! A [`Channel`] is a connected byte stream (socket or pipe), a [`FileChannel`] a file with offsets; a [`Listener`] waits
-//! for peers, an [`Exec`] is a command at the other end, a [`Uri`] says where. Transfers are blocking and complete: a gather list of hundreds of pages is one
-//! call here, and as few system calls as the kernel allows. Nothing is copied on the way, unless it is encrypted ([`Tls`]).
+//! A [`Channel`] is a connected byte stream (socket or pipe), a [`FileChannel`] a file with offsets; a [`Listener`]
+//! waits for peers, an [`Exec`] is a command at the other end, a [`Uri`] says where. Transfers are blocking and
+//! complete: a gather list of hundreds of pages is one call here, and as few system calls as the kernel allows. Nothing
+//! is copied on the way, unless it is encrypted ([`Tls`]).
 //!
 //! ```
 //! use std::io::IoSlice;

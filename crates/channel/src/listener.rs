@@ -100,8 +100,8 @@ impl Listener {
 
     /// Waits for the next peer, for ever or for so long.
     ///
-    /// With [`Options::tls`] the TLS handshake is not done yet: that happens when the channel is used, or, without waiting for the
-    /// peer, when it is [looked at](Channel::peek). It may take 30 s from now.
+    /// With [`Options::tls`] the TLS handshake is not done yet: that happens when the channel is used, or, without
+    /// waiting for the peer, when it is [looked at](Channel::peek). It may take 30 s from now.
     ///
     /// # Errors
     /// [`ChannelError::TimedOut`] if no peer connects.

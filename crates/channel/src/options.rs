@@ -8,11 +8,12 @@ use crate::rate::RateLimit;
 use crate::tls::{KernelTlsFailure, Tls, TlsFailure};
 use crate::zero_copy::ZeroCopy;
 
-/// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit, no zero-copy, no encryption.
+/// Options for making channels; the default is no time-outs, the kernel's buffers, no rate limit, no zero-copy, no
+/// encryption.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// How long to try to connect, over all addresses of a host. Looking up the name is not bounded by it. A TLS handshake
-    /// gets as long again, 30 s if nothing is said.
+    /// How long to try to connect, over all addresses of a host. Looking up the name is not bounded by it. A TLS
+    /// handshake gets as long again, 30 s if nothing is said.
     pub connect_timeout: Option<Duration>,
     /// How long a get may last without a byte moving.
     pub read_timeout: Option<Duration>,
@@ -26,8 +27,8 @@ pub struct Options {
     pub rate: Option<RateLimit>,
     /// The limit that gets share, which the peer feels as a slow reader; by default there is none.
     pub get_rate: Option<RateLimit>,
-    /// How memory that is [lent](crate::Channel::lend) leaves; by default it is copied. A method that is named and cannot be
-    /// had is refused when the channel is made. `MSG_ZEROCOPY` puts a socket into blocking mode.
+    /// How memory that is [lent](crate::Channel::lend) leaves; by default it is copied. A method that is named and
+    /// cannot be had is refused when the channel is made. `MSG_ZEROCOPY` puts a socket into blocking mode.
     pub zero_copy: ZeroCopy,
     /// Encrypts what is put and got; only stream sockets can be.
     pub tls: Option<Tls>,

@@ -1,8 +1,9 @@
 //! Descriptors that travel with the bytes of a unix socket (`SCM_RIGHTS`, unix(7)).
 //!
-//! **Law: a descriptor that was not asked for is closed before it can be used.** A channel picks descriptors up only after a
-//! request to do so, and only so many; otherwise the call that reads gives the kernel no room for them, and the kernel closes
-//! them. One more than was asked for is an error of the peer's. What was picked up and not taken is closed with the channel.
+//! **Law: a descriptor that was not asked for is closed before it can be used.** A channel picks descriptors up only
+//! after a request to do so, and only so many; otherwise the call that reads gives the kernel no room for them, and the
+//! kernel closes them. One more than was asked for is an error of the peer's. What was picked up and not taken is
+//! closed with the channel.
 #![allow(unsafe_code, reason = "ancillary data is laid out by macros over raw memory")]
 
 use std::io;

@@ -16,8 +16,8 @@ const SECOND: u128 = 1_000_000_000;
 /// The bytes of one call under a limit: a twentieth of a second's worth between these bounds.
 const CHUNK: (u64, u64) = (4096, 4 << 20);
 
-/// The lower bound for a list: as many pages as the kernel takes with a header each, 512, as long as that is no more than a second's
-/// worth. A list that is a batch goes out in one call, and what it owes is paid before the next one.
+/// The lower bound for a list: as many pages as the kernel takes with a header each, 512, as long as that is no more
+/// than a second's worth. A list that is a batch goes out in one call, and what it owes is paid before the next one.
 const BATCH_LEAST: u64 = 512 * (4096 + 128);
 
 /// The longest single wait; a longer one is waited for in pieces.
@@ -55,7 +55,8 @@ impl RateLimit {
         limit
     }
 
-    /// Changes the limit. Waiting threads are woken and continue at the new rate; lifting the limit forgives what is owed.
+    /// Changes the limit. Waiting threads are woken and continue at the new rate; lifting the limit forgives what is
+    /// owed.
     pub fn set(&self, bytes_per_second: Option<NonZeroU64>) {
         let rate = bytes_per_second.map_or(0, NonZeroU64::get);
         let mut bucket = self.bucket();

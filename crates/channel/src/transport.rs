@@ -1,7 +1,7 @@
 //! One system call each: how bytes enter and leave a descriptor.
 //!
-//! This enum is the place where other ways of moving bytes join. TLS is a variant that seals a batch into records, or has the
-//! kernel do so. Nothing above this module sees which one it is.
+//! This enum is the place where other ways of moving bytes join. TLS is a variant that seals a batch into records, or
+//! has the kernel do so. Nothing above this module sees which one it is.
 #![allow(unsafe_code, reason = "the calls take lists of raw memory, because guest memory is never a slice")]
 
 use std::io;
@@ -37,8 +37,8 @@ pub(crate) enum Transport {
 /// One direction, that others may have too.
 #[derive(Debug)]
 pub(crate) enum Half {
-    /// A stream socket, left in the mode it is in: that is a property of the open socket, and a program at the other side of
-    /// a pipeline may have the same one and rely on it. Each call says for itself that it does not wait.
+    /// A stream socket, left in the mode it is in: that is a property of the open socket, and a program at the other
+    /// side of a pipeline may have the same one and rely on it. Each call says for itself that it does not wait.
     Socket(OwnedFd),
     /// A pipe in non-blocking mode.
     Pipe(OwnedFd),
@@ -79,8 +79,8 @@ impl Transport {
         self.send(batch, libc::MSG_MORE)
     }
 
-    /// As [`put`](Self::put), into a TCP socket that [allows it](Self::allow_lending), without the bytes being copied: they are to
-    /// stay as they are until the socket's error queue says that they were sent.
+    /// As [`put`](Self::put), into a TCP socket that [allows it](Self::allow_lending), without the bytes being copied:
+    /// they are to stay as they are until the socket's error queue says that they were sent.
     pub(crate) fn put_lent(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         self.send(batch, libc::MSG_ZEROCOPY)
     }
@@ -99,7 +99,8 @@ impl Transport {
         if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Whether it has taken bytes that it has not written yet; `all`: also such as go out in front of others by themselves.
+    /// Whether it has taken bytes that it has not written yet; `all`: also such as go out in front of others by
+    /// themselves.
     pub(crate) fn holds_back(&self, all: bool) -> bool {
         matches!(self, Self::Tls(session) if session.holds_back(all))
     }

@@ -151,7 +151,7 @@ impl<'a, D> Cursor<'a, D> {
 }
 
 impl<D> Batch<'_, D> {
-    /// What to hand to the kernel: at most [`ENTRIES_MAX`] entries.
+    /// The entries to hand to the kernel: at most [`ENTRIES_MAX`].
     pub(crate) fn entries(&self) -> &[iovec] {
         self.cut.as_ref().map_or(self.list, slice::from_ref)
     }

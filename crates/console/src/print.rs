@@ -1,7 +1,8 @@
 //! Lines for people (stderr) and for programs (stdout).
 //!
-//! Law: a job does not fail because its output is not read. A terminal that has hung up or a pipe that was closed loses output, not
-//! VMs; `println!` would panic. But a command whose only work is what it prints has failed if that did not get out.
+//! Law: a job does not fail because its output is not read. A terminal that has hung up or a pipe that was closed loses
+//! output, not VMs; `println!` would panic. But a command whose only work is what it prints has failed if that did not
+//! get out.
 
 use std::fmt;
 use std::io::{self, Write};

@@ -16,7 +16,7 @@ pub enum DemoError {
     /// A process, file or socket of the demonstration failed.
     #[error("{what}: {source}")]
     System {
-        /// What was to be done.
+        /// The operation.
         what: String,
         /// The system's reason.
         source: io::Error,
@@ -56,7 +56,7 @@ pub enum DemoError {
     Monitor {
         /// Its control socket.
         control: String,
-        /// What went wrong.
+        /// The error.
         source: Box<QmpError>,
     },
 

@@ -1,5 +1,5 @@
-//! A demonstration from beginning to end: two processes, a guest that moves between them while it runs, and the proof that
-//! nothing of it was lost.
+//! A demonstration from beginning to end: two processes, a guest that moves between them while it runs, and the proof
+//! that nothing of it was lost.
 
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
@@ -42,11 +42,11 @@ pub struct LiveOptions<'a> {
 pub struct LiveReport {
     /// What it was to be.
     pub settings: Settings,
-    /// Which end has the guest.
+    /// The end that has the guest.
     pub runs_at: Role,
-    /// What the source says.
+    /// The source's report.
     pub source: SourceReport,
-    /// What the destination says.
+    /// The destination's report.
     pub destination: DestinationReport,
     /// From the guest's last write at the source to its first at the destination, in milliseconds.
     pub stood_ms: Option<f64>,

@@ -81,7 +81,8 @@ impl EndMonitor {
         }
     }
 
-    /// Has a destination listen: for a guest (`migrate-incoming`), or for one to go on (`migrate-recover`). Where it listens.
+    /// Has a destination listen: for a guest (`migrate-incoming`), or for one to go on (`migrate-recover`). Where it
+    /// listens.
     ///
     /// # Errors
     /// The end refuses, or does not listen in time.

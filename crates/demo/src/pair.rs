@@ -1,7 +1,7 @@
 //! Two processes on this machine, between which a guest moves.
 //!
-//! Each end is this program, started again. It runs as long as its standard input is open, so none outlives the process that started it:
-//! not even one that waits for the operator's decision.
+//! Each end is this program, started again. It runs as long as its standard input is open, so none outlives the process
+//! that started it: not even one that waits for the operator's decision.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};

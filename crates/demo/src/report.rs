@@ -87,12 +87,12 @@ pub struct FaultLatency {
     pub longest_us: f64,
 }
 
-/// What the source says.
+/// The source's report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Default)]
 pub struct SourceReport {
     /// `completed`, `resumed`, `undecided`, `postcopy-paused`.
     pub outcome: String,
-    /// What went wrong, if something did.
+    /// The error, if there was one.
     pub error: Option<String>,
     /// The rounds.
     pub rounds: Vec<Round>,
@@ -102,7 +102,7 @@ pub struct SourceReport {
     pub downtime_ms: f64,
     /// What was expected when it was told so.
     pub expected_downtime_ms: Option<f64>,
-    /// What its channels did.
+    /// The channels' counters.
     pub channels: Calls,
     /// CPU time of the process during the migration, without its guest's threads where they can be told apart.
     pub cpu_ms: f64,
@@ -142,18 +142,18 @@ pub struct PostcopySent {
     pub begin_ms: f64,
 }
 
-/// What the destination says.
+/// The destination's report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Default)]
 pub struct DestinationReport {
     /// `running`, `failed`, `undecided`, `postcopy-paused`.
     pub outcome: String,
-    /// What went wrong, if something did.
+    /// The error, if there was one.
     pub error: Option<String>,
     /// Pages that came with contents.
     pub normal: u64,
     /// Pages that came as zero.
     pub zero: u64,
-    /// What its channels did.
+    /// The channels' counters.
     pub channels: Calls,
     /// CPU time of the process during the migration.
     pub cpu_ms: f64,

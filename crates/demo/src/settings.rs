@@ -53,9 +53,9 @@ mod named {
 /// All of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
-    /// What the guest is made of.
+    /// The parts of the guest.
     pub guest: GuestKind,
-    /// Which dirty log is used.
+    /// The dirty log.
     pub log: LogKind,
     /// Bytes of guest memory.
     pub memory: u64,

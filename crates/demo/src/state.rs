@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Which end it is.
+/// The end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
@@ -67,7 +67,7 @@ pub struct Status {
     pub status: String,
     /// Whether the guest runs here.
     pub running: bool,
-    /// Which end this is.
+    /// This end.
     pub role: Role,
     /// What it is about.
     pub state: State,

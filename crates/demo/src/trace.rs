@@ -1,8 +1,8 @@
 //! The course of a live migration as a picture.
 //!
-//! Law: a picture shows what was measured and nothing between. The memory that is left falls from what a round began with
-//! to what it had not sent when the next one began; rates are steps as long as their round; the pause is as long as the
-//! guest itself has measured it. There is no background, and the colours are readable on white and on black.
+//! Law: a picture shows what was measured and nothing between. The memory that is left falls from what a round began
+//! with to what it had not sent when the next one began; rates are steps as long as their round; the pause is as long
+//! as the guest itself has measured it. There is no background, and the colours are readable on white and on black.
 
 use std::ops::Range;
 
@@ -44,8 +44,8 @@ pub struct TraceRound {
     pub unsent: u64,
     /// Bytes of memory that the guest dirtied a second; `None` until it is known.
     pub dirtied: Option<f64>,
-    /// Bytes of the stream sent a second; `None` for a round that is not drawn: what goes into buffers while the guest is
-    /// paused tells nothing of the connection.
+    /// Bytes of the stream sent a second; `None` for a round that is not drawn: what goes into buffers while the guest
+    /// is paused tells nothing of the connection.
     pub bandwidth: Option<f64>,
 }
 

@@ -1,9 +1,10 @@
 //! The witness: proof that at most one end runs the guest.
 //!
-//! **Law: who runs the guest holds the witness.** Both ends have the same file; an end takes its lock before its guest runs and
-//! releases it when the guest is paused. The lock is the kernel's and belongs to an open file, so it ends with its
-//! process however that ends, and no two can hold it. Every change is a line in the file, written under the lock: their
-//! order is the order in which it happened. An end that finds the lock taken writes that down too, and does not run.
+//! **Law: who runs the guest holds the witness.** Both ends have the same file; an end takes its lock before its guest
+//! runs and releases it when the guest is paused. The lock is the kernel's and belongs to an open file, so it ends with
+//! its process however that ends, and no two can hold it. Every change is a line in the file, written under the lock:
+//! their order is the order in which it happened. An end that finds the lock taken writes that down too, and does not
+//! run.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};

@@ -67,8 +67,8 @@ impl BlockOptions {
         Self::new(name, length, Backing::Memfd, true)
     }
 
-    /// A block of a file's bytes from `offset` on, shared with all who map it: of tmpfs, hugetlbfs, a disk, or a memfd that
-    /// another process passed.
+    /// A block of a file's bytes from `offset` on, shared with all who map it: of tmpfs, hugetlbfs, a disk, or a memfd
+    /// that another process passed.
     pub fn file(name: impl Into<String>, length: u64, file: OwnedFd, offset: u64) -> Self {
         Self::new(name, length, Backing::File { file, offset }, true)
     }
@@ -80,8 +80,8 @@ impl BlockOptions {
         self
     }
 
-    /// Where the block's region lies inside the region that contains it; 0 if nothing is said, as for a machine's main memory.
-    /// QEMU compares it for memory that is [shared](crate::PassedBlock) with the other end.
+    /// Where the block's region lies inside the region that contains it; 0 if nothing is said, as for a machine's main
+    /// memory. QEMU compares it for memory that is [shared](crate::PassedBlock) with the other end.
     #[must_use]
     pub fn region_address(mut self, address: u64) -> Self {
         self.region_address = address;
@@ -148,8 +148,8 @@ impl BlockOptions {
     }
 }
 
-/// The page size that the kernel maps a file by: hugetlbfs says it as its block size, every other file is mapped by 4 KiB.
-/// (A preferred block size of that order says nothing: tmpfs with transparent huge pages has one, and some disks.)
+/// The page size that the kernel maps a file by: hugetlbfs says it as its block size, every other file is mapped by 4
+/// KiB. (A preferred block size of that order says nothing: tmpfs with transparent huge pages has one, and some disks.)
 pub(crate) fn file_page_size(file: impl AsFd) -> io::Result<u64> {
     let system = fstatfs(file)?;
     Ok(match u64::try_from(system.f_bsize) {
@@ -253,7 +253,8 @@ impl MemoryBlock {
         unsafe { GuestPages::new(self.mapping.start(), self.mapping.len(), PageNumber(0)) }
     }
 
-    /// Where pages of it lie, for a gather or scatter list; `None` if it has not all of them. Valid as long as the block is.
+    /// Where pages of it lie, for a gather or scatter list; `None` if it has not all of them. Valid as long as the
+    /// block is.
     pub fn place(&self, pages: PageRange) -> Option<iovec> {
         let bytes = pages.bytes();
         if bytes.end > self.len() {
@@ -292,7 +293,8 @@ impl MemoryBlock {
         done.ok_or_else(|| self.outside(offset, wanted))
     }
 
-    /// Forbids writes by this process (a write raises SIGSEGV), or allows them again: makes sure that what was paused is.
+    /// Forbids writes by this process (a write raises SIGSEGV), or allows them again: makes sure that what was paused
+    /// is.
     ///
     /// # Errors
     /// The kernel's refusal.

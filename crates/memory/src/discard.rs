@@ -33,11 +33,12 @@ pub struct Discarded {
 }
 
 impl MemoryBlock {
-    /// Makes pages read as zero and gives their memory back, with one call for the whole run. They must not be written meanwhile.
+    /// Makes pages read as zero and gives their memory back, with one call for the whole run. They must not be written
+    /// meanwhile.
     ///
-    /// If the block is registered with a fault handler that wants to know, this waits until the handler has read of it. If pages
-    /// of the block are [pinned](MemoryBlock::pin), it waits until they are back. To [dirty logs](crate::dirty) it is a write to each
-    /// of the pages.
+    /// If the block is registered with a fault handler that wants to know, this waits until the handler has read of it.
+    /// If pages of the block are [pinned](MemoryBlock::pin), it waits until they are back. To
+    /// [dirty logs](crate::dirty) it is a write to each of the pages.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], and nothing is changed; [`MemoryError::Kernel`].

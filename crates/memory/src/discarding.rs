@@ -1,13 +1,14 @@
 //! Discards, as dirty logs learn of them.
 //!
-//! A page that is given back has other contents afterwards, and no processor has written it: no log of writes names it by itself.
-//! Worse, its page table entry is gone, and with it the write protection by which userfaultfd's logs would notice the next
-//! write.
+//! A page that is given back has other contents afterwards, and no processor has written it: no log of writes names it
+//! by itself. Worse, its page table entry is gone, and with it the write protection by which userfaultfd's logs would
+//! notice the next write.
 //!
-//! **Law: a discard is a write to each of its pages**, in every log that is on, named by the first fetch behind it. A caller that gives
-//! pages of a block back holds what [`MemoryBlock::discarding`] returns from before the call until behind it; the pages are noted
-//! when it is dropped. A fetch waits for discards that are under way, so it never comes between a page that has gone and its
-//! note: a log that has to protect pages anew does that with all pages that have lost their protection.
+//! **Law: a discard is a write to each of its pages**, in every log that is on, named by the first fetch behind it. A
+//! caller that gives pages of a block back holds what [`MemoryBlock::discarding`] returns from before the call until
+//! behind it; the pages are noted when it is dropped. A fetch waits for discards that are under way, so it never comes
+//! between a page that has gone and its note: a log that has to protect pages anew does that with all pages that have
+//! lost their protection.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};

@@ -11,7 +11,7 @@ pub enum MemoryError {
     Layout {
         /// The block.
         block: String,
-        /// What does not fit.
+        /// The conflict.
         why: String,
     },
 
@@ -20,7 +20,7 @@ pub enum MemoryError {
     Kernel {
         /// The block.
         block: String,
-        /// What was to be done.
+        /// The operation.
         operation: &'static str,
         /// The kernel's reason.
         source: io::Error,

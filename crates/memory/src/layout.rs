@@ -22,8 +22,8 @@ impl GuestLayout {
         Self { regions: regions.to_vec() }
     }
 
-    /// The pages that lie wholly within a range of guest-physical bytes, by block, ascending by address. What is no memory, or
-    /// a part of a page, is passed over; any numbers will do.
+    /// The pages that lie wholly within a range of guest-physical bytes, by block, ascending by address. What is no
+    /// memory, or a part of a page, is passed over; any numbers will do.
     pub fn pages_within(&self, bytes: Range<u64>) -> impl Iterator<Item = (usize, PageRange)> + use<'_> {
         let first = self.regions.partition_point(|region| end(region) <= bytes.start);
         let regions = self.regions[first..].iter();

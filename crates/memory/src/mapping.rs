@@ -1,8 +1,8 @@
 //! A mapping of this process, and every way to reach into it.
 //!
-//! **Law: no reference to mapped memory is ever made.** A guest, its devices and other processes write it while we look;
-//! so bytes go in and out by raw copies, and the kernel gets addresses. An owner of a [`Mapping`] that hands out an
-//! address keeps the mapping alive as long as the address is used.
+//! **Law: no reference to mapped memory is ever made.** A guest, its devices and other processes write it while we
+//! look; so bytes go in and out by raw copies, and the kernel gets addresses. An owner of a [`Mapping`] that hands out
+//! an address keeps the mapping alive as long as the address is used.
 #![allow(unsafe_code, reason = "maps guest memory and copies from and to it")]
 
 use std::any::Any;
@@ -61,8 +61,8 @@ impl Mapping {
     /// Memory that was mapped elsewhere.
     ///
     /// # Safety
-    /// The `length` bytes at `start` are mapped, readable and writable, as long as `lender` lives, and no reference to them is
-    /// ever made.
+    /// The `length` bytes at `start` are mapped, readable and writable, as long as `lender` lives, and no reference to
+    /// them is ever made.
     #[cfg(feature = "vm-memory")]
     pub(crate) unsafe fn lent(start: NonNull<u8>, length: usize, lender: Arc<dyn Any + Send + Sync>) -> Self {
         Self { start, length, lender: Some(lender) }

@@ -8,7 +8,8 @@ use crate::block::MemoryBlock;
 use crate::error::MemoryError;
 use crate::layout::GuestLayout;
 
-/// Pages of a block at guest-physical addresses. A block may be seen at several (RAM below and above 4 GiB), or at none.
+/// Pages of a block at guest-physical addresses. A block may be seen at several (RAM below and above 4 GiB), or at
+/// none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestRegion {
     /// Guest-physical address of its first byte.

@@ -1,7 +1,8 @@
 //! Giving back the memory of pages whose contents are not needed, by a method of the caller's choice.
 //!
-//! Unlike a [discard](MemoryBlock::discard), nothing is promised of what the pages read as afterwards, so nothing is ever written:
-//! what cannot be given back is kept. It is for those who have a reason for one method (a balloon, a measurement).
+//! Unlike a [discard](MemoryBlock::discard), nothing is promised of what the pages read as afterwards, so nothing is
+//! ever written: what cannot be given back is kept. It is for those who have a reason for one method (a balloon, a
+//! measurement).
 #![allow(unsafe_code, reason = "gives guest memory back")]
 
 use std::io;
@@ -18,13 +19,14 @@ use crate::error::MemoryError;
 pub enum ReleaseMethod {
     /// `fallocate(FALLOC_FL_PUNCH_HOLE)` on the block's file: for all who map it. The pages read as zero.
     PunchHole,
-    /// `madvise(MADV_DONTNEED)`: private memory without a file reads as zero. (A private copy of a file would show the file again, and
-    /// of shared memory only this process's mapping goes.)
+    /// `madvise(MADV_DONTNEED)`: private memory without a file reads as zero. (A private copy of a file would show the
+    /// file again, and of shared memory only this process's mapping goes.)
     DontNeed,
     /// `madvise(MADV_REMOVE)`: punches the hole through the mapping of shared memory. The pages read as zero.
     Remove,
-    /// `madvise(MADV_FREE)`: of private memory without a file; the kernel takes it when it needs some. Until then, and if it is
-    /// written first, it stays. While a dirty log is on it is `DontNeed`: no log sees when the kernel takes a page.
+    /// `madvise(MADV_FREE)`: of private memory without a file; the kernel takes it when it needs some. Until then, and
+    /// if it is written first, it stays. While a dirty log is on it is `DontNeed`: no log sees when the kernel takes a
+    /// page.
     Free,
 }
 
@@ -51,10 +53,11 @@ impl MemoryBlock {
         }
     }
 
-    /// Gives back the memory of those of the pages that are host pages as a whole, with one call: how many pages of 4 KiB.
+    /// Gives back the memory of those of the pages that are host pages as a whole, with one call: how many pages of 4
+    /// KiB.
     ///
-    /// If pages of the block are [pinned](MemoryBlock::pin), it waits until they are back. To [dirty logs](crate::dirty) it is a
-    /// write to each of the pages.
+    /// If pages of the block are [pinned](MemoryBlock::pin), it waits until they are back. To
+    /// [dirty logs](crate::dirty) it is a write to each of the pages.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], or the kernel's refusal; [`MemoryError::Layout`]: not [possible](Self::takes) with this memory.
@@ -102,8 +105,8 @@ impl MemoryBlock {
         Ok(pages.len())
     }
 
-    /// Has the kernel keep what was released by [`ReleaseMethod::Free`] and not taken yet, for a log that would lose a page's mark when
-    /// the kernel takes the page. The log [learns of discards](crate::discarding) already.
+    /// Has the kernel keep what was released by [`ReleaseMethod::Free`] and not taken yet, for a log that would lose a
+    /// page's mark when the kernel takes the page. The log [learns of discards](crate::discarding) already.
     pub(crate) fn keep_lazily_freed(&self) -> io::Result<()> {
         if !self.discards().take_lazy() {
             return Ok(());

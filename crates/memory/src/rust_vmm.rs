@@ -3,12 +3,12 @@
 //! - [`import`]: the VMM has mapped its memory by `vm-memory`; the same mappings become a [`GuestMemory`].
 //! - [`export`]: the memory was mapped here; device models reach it as a [`GuestMemoryMmap`] over the same mappings.
 //!
-//! Nothing is copied and nothing is mapped twice, so dirty logs and fault handlers see every access. Whichever side mapped
-//! the memory is kept alive by the other one.
+//! Nothing is copied and nothing is mapped twice, so dirty logs and fault handlers see every access. Whichever side
+//! mapped the memory is kept alive by the other one.
 //!
-//! What device models write through `vm-memory` is marked in an [`SoftwareDirtyLog`](crate::dirty::SoftwareDirtyLog) if the regions'
-//! bitmap is a [`DirtyMarks`] and [`attach`] was called. (Who takes a raw pointer out of `vm-memory` marks himself, after the
-//! write, as `vm-memory` has it.)
+//! What device models write through `vm-memory` is marked in a [`SoftwareDirtyLog`](crate::dirty::SoftwareDirtyLog) if
+//! the regions' bitmap is a [`DirtyMarks`] and [`attach`] was called. (Who takes a raw pointer out of `vm-memory` marks
+//! himself, after the write, as `vm-memory` has it.)
 //!
 //! ```
 //! use limosa_memory::dirty::{DirtyLogs, DirtyPages, SoftwareDirtyLog, Writers};
@@ -47,9 +47,9 @@ use crate::dirty::SoftwareDirtyBitmap;
 use crate::mapping::Mapping;
 use crate::{GuestMemory, GuestRegion, MemoryBlock, MemoryError};
 
-/// Makes the memory of a VMM that has mapped it by `vm-memory` known here: a block for each region, in the order of guest
-/// addresses, named by `name`, which is given the region's guest address. The names and their order are those of the other
-/// end.
+/// Makes the memory of a VMM that has mapped it by `vm-memory` known here: a block for each region, in the order of
+/// guest addresses, named by `name`, which is given the region's guest address. The names and their order are those of
+/// the other end.
 ///
 /// # Errors
 /// Two blocks of one name, a region that is no number of whole pages, or a descriptor that cannot be duplicated.
@@ -112,8 +112,8 @@ fn huge_page_size(flags: i32) -> u64 {
     }
 }
 
-/// Makes memory that was mapped here known to device models, at the addresses where the guest sees it. It stays mapped as long
-/// as what is returned lives.
+/// Makes memory that was mapped here known to device models, at the addresses where the guest sees it. It stays mapped
+/// as long as what is returned lives.
 ///
 /// # Errors
 /// The guest sees no memory at all, or `vm-memory` refuses a region.

@@ -1,8 +1,8 @@
 //! userfaultfd(2) as a pager needs it: one method a call, addresses of the process whose memory it is.
 //!
 //! **Law: no reference to the memory is made**: ranges are numbers to the kernel, which checks each against what was
-//! registered. A call fills memory that was missing, or maps memory that is there already; none of them changes bytes that
-//! were there. Protecting memory stops writes to it, and changes nothing either.
+//! registered. A call fills memory that was missing, or maps memory that is there already; none of them changes bytes
+//! that were there. Protecting memory stops writes to it, and changes nothing either.
 //!
 //! Facts: the man pages userfaultfd(2), `UFFDIO_API`(2const) and those beside it; the kernel's
 //! admin-guide/mm/userfaultfd.rst.
@@ -97,8 +97,8 @@ pub enum FaultAccess {
     /// Those of threads and those that the kernel meets for them: KVM, read(2) into guest memory, vhost.
     #[default]
     Everything,
-    /// Those of threads alone, which any user may have. Where the kernel meets a fault its call fails (`EFAULT`): not for a
-    /// guest under KVM.
+    /// Those of threads alone, which any user may have. Where the kernel meets a fault its call fails (`EFAULT`): not
+    /// for a guest under KVM.
     UserOnly,
 }
 
@@ -229,7 +229,7 @@ unsafe impl Ioctl for NewDescriptor {
 pub(crate) struct Userfaultfd(OwnedFd);
 
 impl Userfaultfd {
-    /// What this kernel can do.
+    /// The abilities of this kernel.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -266,7 +266,8 @@ impl Userfaultfd {
         self.call::<REGISTER, _>(&mut RegisterArgument { range: memory.into(), mode: mode.0, ioctls: 0 })
     }
 
-    /// Stops reporting events of memory, and lets all threads go on that wait there: *what is not there reads as zero from now on*.
+    /// Stops reporting events of memory, and lets all threads go on that wait there: *what is not there reads as zero
+    /// from now on*.
     ///
     /// # Errors
     /// `EINVAL`: it is not (all) mapped.
@@ -317,8 +318,8 @@ impl Userfaultfd {
         progress(result, argument.done, length)
     }
 
-    /// Protects memory (whole pages, huge ones too) from being written, or lets it be written and wakes who waits for that.
-    /// When it returns, no processor goes by an older entry for it.
+    /// Protects memory (whole pages, huge ones too) from being written, or lets it be written and wakes who waits for
+    /// that. When it returns, no processor goes by an older entry for it.
     ///
     /// # Errors
     /// `ENOENT`: it is not (all) registered for that.
@@ -398,8 +399,8 @@ fn create(access: FaultAccess) -> io::Result<Userfaultfd> {
     Ok(Userfaultfd(unsafe { ioctl(&device, NewDescriptor(flags.bits() as usize)) }?))
 }
 
-/// What came of a call that may stop on its way: the kernel says with EAGAIN that it did part of it (the count is above 0
-/// then), or nothing (the count is an error or was not written).
+/// What came of a call that may stop on its way: the kernel says with EAGAIN that it did part of it (the count is above
+/// 0 then), or nothing (the count is an error or was not written).
 fn progress(result: rustix::io::Result<()>, done: i64, length: u64) -> rustix::io::Result<Progress> {
     match result {
         Ok(()) => Ok(Progress { done: length, stopped: None }),

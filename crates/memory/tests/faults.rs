@@ -1,4 +1,5 @@
-//! The fault handler under threads that really wait: every kind of memory, every way to place a page, and killed pagers.
+//! The fault handler under threads that really wait: every kind of memory, every way to place a page, and killed
+//! pagers.
 #![allow(unsafe_code, reason = "gives pages back under the handler, and privileges")]
 
 use std::io::{IoSlice, IoSliceMut};

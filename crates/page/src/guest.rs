@@ -23,11 +23,11 @@ pub unsafe fn is_zero_at(start: *const u8, len: usize) -> bool {
 ///
 /// Also made from a `&[u8]`, for memory that is not being written.
 ///
-/// **Law: guest memory is never a `&[u8]`.** A `&[u8]` promises the compiler that those bytes are not written as long as
-/// it lives; a running guest, its devices and other processes do. So guest memory is named by a raw pointer and a
+/// **Law: guest memory is never a `&[u8]`.** A `&[u8]` promises the compiler that those bytes are not written as long
+/// as it lives; a running guest, its devices and other processes do. So guest memory is named by a raw pointer and a
 /// length, it is read by volatile reads alone, no reference to it is ever made, and no decision rests on reading a byte
-/// twice. An answer about memory that is being written is an answer about the past: a caller that acts on it has a dirty log
-/// (or a stopped guest) that reports what was written since.
+/// twice. An answer about memory that is being written is an answer about the past: a caller that acts on it has a
+/// dirty log (or a stopped guest) that reports what was written since.
 ///
 /// [`GuestPages`] takes the promise that the memory is there once, when it is made; everything that is done with it is
 /// safe.
@@ -97,8 +97,9 @@ impl<'a> GuestPages<'a> {
         Some(unsafe { kernel::is_zero(method, start, len) })
     }
 
-    /// Which of the first pages of `pages` are zero, found out by `method`: a bit each, set where it is, and how many pages
-    /// were looked at. At most 64, and none only if none of `pages` is among [`GuestPages::pages`] at its beginning.
+    /// Which of the first pages of `pages` are zero, found out by `method`: a bit each, set where it is, and how many
+    /// pages were looked at. At most 64, and none only if none of `pages` is among [`GuestPages::pages`] at its
+    /// beginning.
     #[inline]
     pub(crate) fn zero_pages(&self, method: ZeroMethod, pages: PageRange) -> (u64, u32) {
         let Some((start, len)) = self.locate(pages.start) else { return (0, 0) };

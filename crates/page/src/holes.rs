@@ -6,8 +6,8 @@
 //!
 //! Where this helps and where not:
 //! - tmpfs and memfd know their pages exactly, also those in swap; disk file systems know their extents;
-//! - tmpfs goes through its pages one by one, some 60 ns each: a file there that takes as much room as it is long is not asked,
-//!   and all of it is data (also what fallocate(2) has allocated and was never written);
+//! - tmpfs goes through its pages one by one, some 60 ns each: a file there that takes as much room as it is long is
+//!   not asked, and all of it is data (also what fallocate(2) has allocated and was never written);
 //! - hugetlbfs, and file systems that do not know their holes, call everything data: the answer is right and useless;
 //! - a private mapping (`MAP_PRIVATE`) has pages of its own that the file knows nothing about: the file's holes say
 //!   nothing about what is in memory.
@@ -47,8 +47,8 @@ pub fn data_ranges(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<DataRang
     Ok(ranges)
 }
 
-/// The first range of data in `range` (bytes of the file), if there is any. It is empty if it was punched away between the two system
-/// calls: what comes behind it is not known then.
+/// The first range of data in `range` (bytes of the file), if there is any. It is empty if it was punched away between
+/// the two system calls: what comes behind it is not known then.
 ///
 /// `SEEK_HOLE` goes on until there is a hole, if need be far beyond `range`.
 ///
@@ -78,8 +78,8 @@ pub fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Option<Ra
     }
 }
 
-/// How long a file on tmpfs is that has no hole, by the room that it takes; `None` if it has some, or is not there. What it takes
-/// behind its end (`fallocate` can do that) would hide a hole, which then passes for data.
+/// How long a file on tmpfs is that has no hole, by the room that it takes; `None` if it has some, or is not there.
+/// What it takes behind its end (`fallocate` can do that) would hide a hole, which then passes for data.
 #[must_use]
 pub fn full_length(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fstat(fd).ok()?;

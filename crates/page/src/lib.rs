@@ -3,8 +3,8 @@
 //! Everything above this crate counts memory in pages of 4 KiB inside a RAM block. A [`PageNumber`] cannot be mistaken
 //! for a byte offset, a [`PageRange`] is half-open, a [`PageBitmap`] holds one bit per page in the layout that QEMU
 //! writes to its files and sockets. What a page contains is found out in two steps, cheapest first: [`holes`] names
-//! what was never populated without touching it, [`is_zero`] looks at the rest, and [`ScanRanges`] joins both into runs.
-//! Memory that a guest may be writing is reached through [`GuestPages`] alone.
+//! what was never populated without touching it, [`is_zero`] looks at the rest, and [`ScanRanges`] joins both into
+//! runs. Memory that a guest may be writing is reached through [`GuestPages`] alone.
 //!
 //! # Example
 //!

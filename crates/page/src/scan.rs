@@ -7,7 +7,7 @@ use crate::guest::GuestPages;
 use crate::zero::{ZeroMethod, kernel};
 use crate::{PageNumber, PageRange};
 
-/// What a page contains.
+/// The contents of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageKind {
     /// Something other than zeros.
@@ -23,7 +23,7 @@ pub enum PageKind {
 pub struct PageRun {
     /// The pages; never empty.
     pub pages: PageRange,
-    /// What they contain.
+    /// Their contents.
     pub kind: PageKind,
 }
 
@@ -34,8 +34,8 @@ pub fn scan(bytes: &[u8], first: PageNumber) -> Scan<'_> {
     Scan::new(pages, pages.pages(), ZeroMethod::best())
 }
 
-/// The runs of zero and non-zero pages of guest memory: an iterator that reads on until the kind changes, and up to 64 pages
-/// further, so that a long range is better asked for in [`PageRange::chunks`].
+/// The runs of zero and non-zero pages of guest memory: an iterator that reads on until the kind changes, and up to 64
+/// pages further, so that a long range is better asked for in [`PageRange::chunks`].
 ///
 /// Law: runs come in ascending order, touch each other, cover exactly what was asked for, and no two neighbours are of
 /// the same kind. A page is looked at once; a page that is known to be a hole is not looked at at all, because reading
@@ -107,8 +107,9 @@ impl Iterator for Scan<'_> {
 
 impl FusedIterator for Scan<'_> {}
 
-/// The runs of zero and non-zero pages of ranges, one range after the other; each run lies in one of them. Made for ranges
-/// that are short, such as those of a dirty log: the beginning of those to come is fetched while one is looked at.
+/// The runs of zero and non-zero pages of ranges, one range after the other; each run lies in one of them. Made for
+/// ranges that are short, such as those of a dirty log: the beginning of those to come is fetched while one is looked
+/// at.
 #[derive(Clone, Debug)]
 pub struct ScanRanges<'a, 'r> {
     memory: GuestPages<'a>,
@@ -145,13 +146,13 @@ impl Iterator for ScanRanges<'_, '_> {
 
 impl FusedIterator for ScanRanges<'_, '_> {}
 
-/// The runs of guest memory of which it is known what was ever populated: reads only pages that `data` names, all others
-/// are [`PageKind::Hole`].
+/// The runs of guest memory of which it is known what was ever populated: reads only pages that `data` names, all
+/// others are [`PageKind::Hole`].
 ///
-/// `data` gives ranges of pages in ascending order that do not touch each other, such as [`crate::holes::data_pages`] of
-/// the file that is mapped there. (Ranges that touch cost nothing but the promise that neighbouring runs differ in kind;
-/// those out of order are cut off where the scan already is.) It is asked for the next range only when the scan gets there. An error of `data` ends the scan: what was not
-/// reached is not reported as a hole.
+/// `data` gives ranges of pages in ascending order that do not touch each other, such as [`crate::holes::data_pages`]
+/// of the file that is mapped there. (Ranges that touch cost nothing but the promise that neighbouring runs differ in
+/// kind; those out of order are cut off where the scan already is.) It is asked for the next range only when the scan
+/// gets there. An error of `data` ends the scan: what was not reached is not reported as a hole.
 ///
 /// Memory that is populated after `data` passed it is reported as a hole: as with everything in a running guest, a
 /// dirty log says so later.

@@ -4,8 +4,9 @@
 //! file its name, the file is taken apart exactly as a restore would, and its stream must end where the file ends.
 //!
 //! Nor does QEMU (10.0) take a page out of the file that became zero after it was written, it clears its bit; and a
-//! loader does nothing about a clear bit. The file therefore gets what a [`SnapshotWriter`](crate::SnapshotWriter) gives
-//! its own: holes, so that it may be mapped, and in the small blocks that a destination fills itself the bit set over them.
+//! loader does nothing about a clear bit. The file therefore gets what a [`SnapshotWriter`](crate::SnapshotWriter)
+//! gives its own: holes, so that it may be mapped, and in the small blocks that a destination fills itself the bit set
+//! over them.
 
 use crate::error::SnapshotError;
 use crate::layout::FileLayout;
@@ -16,8 +17,8 @@ use crate::store::StoreFile;
 use crate::unnamed_file::UnnamedFile;
 use crate::writer::WriteOptions;
 
-/// Verifies a file that QEMU has written, makes it mappable and the zeros of its small blocks explicit, appends limosa's
-/// trailer and publishes it.
+/// Verifies a file that QEMU has written, makes it mappable and the zeros of its small blocks explicit, appends
+/// limosa's trailer and publishes it.
 ///
 /// The manifest's page statistics are taken from the file's bitmaps; machine, uuid, run state, RAM length and finishing
 /// time are filled in as [`SnapshotWriter::finish`](crate::SnapshotWriter::finish) does. `options.write_behind` means

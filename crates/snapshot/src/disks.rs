@@ -63,7 +63,7 @@ impl Disk {
 pub struct DiskChange {
     /// The disk as recorded.
     pub disk: Disk,
-    /// What differs.
+    /// The difference.
     pub difference: Difference,
 }
 

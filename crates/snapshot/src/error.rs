@@ -32,7 +32,7 @@ pub enum SnapshotError {
     Target {
         /// The name.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
     /// The file system, the quota or the process's file size limit is exhausted.
@@ -48,7 +48,7 @@ pub enum SnapshotError {
     /// A system call failed.
     #[error("{}: cannot {operation}{}: {source}", path.display(), At(*offset))]
     Io {
-        /// What was being done: "write pages", "read the page bitmap of pc.ram".
+        /// The operation: "write pages", "read the page bitmap of pc.ram".
         operation: String,
         /// The file.
         path: PathBuf,
@@ -64,7 +64,7 @@ pub enum SnapshotError {
         path: PathBuf,
         /// The offset of the object that is wrong.
         offset: u64,
-        /// What was found, and what was expected.
+        /// The value found, and the expected one.
         what: String,
         /// The feature of QEMU's streams that is not supported, if that is what was found.
         feature: Option<Feature>,
@@ -92,7 +92,7 @@ pub enum SnapshotError {
     Changed {
         /// The file.
         path: PathBuf,
-        /// What differs.
+        /// The difference.
         what: String,
     },
     /// Every page bitmap is empty: restoring would give a guest without memory.
@@ -110,7 +110,7 @@ pub enum SnapshotError {
     Unsupported {
         /// The file that would have held it.
         path: PathBuf,
-        /// What it is.
+        /// The item.
         what: String,
     },
     /// A caller asked for something that cannot be: an engine's mistake, never the file's.
@@ -118,7 +118,7 @@ pub enum SnapshotError {
     Misuse {
         /// The file.
         path: PathBuf,
-        /// What was asked for.
+        /// The request.
         what: String,
     },
     /// A bug of limosa, found before the file got its name.
@@ -126,7 +126,7 @@ pub enum SnapshotError {
     Internal {
         /// The file.
         path: PathBuf,
-        /// What does not hold.
+        /// The invariant that does not hold.
         broken: limosa_page::BrokenInvariant,
     },
 }

@@ -12,10 +12,11 @@ use crate::reader::Snapshot;
 use crate::unnamed_file::{Durability, UnnamedFile};
 
 impl Snapshot {
-    /// Writes the VM as a one-way precopy stream to a file or a pipe, from its present position on; `name` is for messages.
+    /// Writes the VM as a one-way precopy stream to a file or a pipe, from its present position on; `name` is for
+    /// messages.
     ///
-    /// QEMU takes it with `-incoming file:STREAM` (8.2 and newer) or `exec:cat STREAM`, in the run state that the device
-    /// state has recorded.
+    /// QEMU takes it with `-incoming file:STREAM` (8.2 and newer) or `exec:cat STREAM`, in the run state that the
+    /// device state has recorded.
     ///
     /// # Errors
     /// The snapshot would restore to a broken guest, cannot be read, or the stream cannot be written.

@@ -1,8 +1,8 @@
 //! Files that may be mapped: a RAM block's part of the file *is* the block's memory.
 //!
 //! Who maps a block sees the file's bytes and not its bitmap. So the law of this module: **what is not stored reads as
-//! zero**, wherever in the file its place is. limosa's own writer leaves holes there. QEMU (10.0) may leave what the page
-//! held earlier in the save, because its loader goes by the bitmap and never reads such places.
+//! zero**, wherever in the file its place is. limosa's own writer leaves holes there. QEMU (10.0) may leave what the
+//! page held earlier in the save, because its loader goes by the bitmap and never reads such places.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
@@ -37,11 +37,11 @@ pub struct Sealed {
     pub explicit_zero: u64,
 }
 
-/// Makes a snapshot mappable, in place: one of an older version, or one that QEMU wrote by itself. Nobody may write to it
-/// afterwards (mode 0400 instead of 0600).
+/// Makes a snapshot mappable, in place: one of an older version, or one that QEMU wrote by itself. Nobody may write to
+/// it afterwards (mode 0400 instead of 0600).
 ///
-/// At any moment the file is whole for every reader: places that no loader reads are cleared first, and a new trailer goes
-/// behind the old one. After a crash it is sealed, or can be sealed again.
+/// At any moment the file is whole for every reader: places that no loader reads are cleared first, and a new trailer
+/// goes behind the old one. After a crash it is sealed, or can be sealed again.
 ///
 /// # Errors
 /// [`SnapshotError::Locked`] while it is served or replaced; a file that is not a whole snapshot, or would restore to a
@@ -87,7 +87,8 @@ fn of_qemu(snapshot: &Snapshot) -> Manifest {
     Manifest { via: Some(Via::File), pages, ..Manifest::new() }
 }
 
-/// A description of the file to write with. One that its owner may not write, because it was mapped before, is made writable.
+/// A description of the file to write with. One that its owner may not write, because it was mapped before, is made
+/// writable.
 fn writable(held: &File, path: &Path) -> Result<File, SnapshotError> {
     let failed = |errno: Errno| SnapshotError::io("open it to write", path, None, errno);
     let open = || {
@@ -132,8 +133,8 @@ pub(crate) fn clear_unstored(file: &StoreFile, memory: &Memory) -> Result<u64, S
     Ok(cleared)
 }
 
-/// Sets the bits of zero pages in blocks that a destination may fill before it loads, whose places are holes; returns how
-/// many they are.
+/// Sets the bits of zero pages in blocks that a destination may fill before it loads, whose places are holes; returns
+/// how many they are.
 pub(crate) fn make_zeros_explicit(
     file: &StoreFile,
     layout: &Layout,

@@ -1,10 +1,10 @@
 //! What a PCI device was, read from the configuration space that its section begins with.
 //!
-//! QEMU compares the read-only parts of that space when it loads a device, and refuses one that differs: other identifiers
-//! (`disable-legacy` changes them), another number of MSI-X vectors (queues change it, and the number of vCPUs changes the
-//! queues of virtio-blk and virtio-scsi). Facts found with QEMU 10.0.2: the section of a PCI device begins with a version of
-//! 32 bits, 2, and 256 bytes of configuration space (4096 with PCI Express). Layout of that space: PCI Local Bus
-//! Specification 3.0, chapter 6.
+//! QEMU compares the read-only parts of that space when it loads a device, and refuses one that differs: other
+//! identifiers (`disable-legacy` changes them), another number of MSI-X vectors (queues change it, and the number of
+//! vCPUs changes the queues of virtio-blk and virtio-scsi). Facts found with QEMU 10.0.2: the section of a PCI device
+//! begins with a version of 32 bits, 2, and 256 bytes of configuration space (4096 with PCI Express). Layout of that
+//! space: PCI Local Bus Specification 3.0, chapter 6.
 
 use serde::Serialize;
 

@@ -86,8 +86,8 @@ impl Snapshot {
         Self::from_file_at(file, path, 0)
     }
 
-    /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. QEMU, told to read such a file by
-    /// itself, would have to be told so.
+    /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. QEMU, told to read such a file
+    /// by itself, would have to be told so.
     pub(crate) fn from_file_at(file: File, path: &Path, base: u64) -> Result<Self, SnapshotError> {
         let file = StoreFile::new(file, path);
         let stat = file.stat()?;
@@ -156,10 +156,10 @@ impl Snapshot {
 
     /// Whether the file is still as long as, and not written since, it was opened.
     ///
-    /// That is told by its length and modification time. The change time would also show a write whose modification time
-    /// a program set back, but it moves just as well when the file is renamed, linked, or given another owner or mode, all
-    /// of which leave a restore that is under way alone; the kernel has nothing that tells these apart. With checksums
-    /// such a write is found all the same, because what is read is verified at each reading.
+    /// That is told by its length and modification time. The change time would also show a write whose modification
+    /// time a program set back, but it moves just as well when the file is renamed, linked, or given another owner or
+    /// mode, all of which leave a restore that is under way alone; the kernel has nothing that tells these apart. With
+    /// checksums such a write is found all the same, because what is read is verified at each reading.
     ///
     /// # Errors
     /// [`SnapshotError::Changed`] if not.
@@ -237,14 +237,14 @@ impl Snapshot {
         self.verifier.is_some()
     }
 
-    /// Whether its trailer says that every page that is not stored reads as zero at its place in the file, so that a block's
-    /// part of the file may be mapped as its memory. See [`seal_snapshot`](crate::seal_snapshot).
+    /// Whether its trailer says that every page that is not stored reads as zero at its place in the file, so that a
+    /// block's part of the file may be mapped as its memory. See [`seal_snapshot`](crate::seal_snapshot).
     pub fn is_mappable(&self) -> bool {
         self.manifest().is_some_and(|manifest| manifest.mappable)
     }
 
-    /// A descriptor of the file for a process that maps it as memory. As long as it is open anywhere, limosa does not write to the
-    /// file; replacing it is no harm to who has it mapped.
+    /// A descriptor of the file for a process that maps it as memory. As long as it is open anywhere, limosa does not
+    /// write to the file; replacing it is no harm to who has it mapped.
     ///
     /// # Errors
     /// The file cannot be opened again, or is being written to.
@@ -255,7 +255,8 @@ impl Snapshot {
         Ok(opened.into())
     }
 
-    /// Checks all recorded checksums, each once; does nothing if none were recorded. What is mapped is not looked at again.
+    /// Checks all recorded checksums, each once; does nothing if none were recorded. What is mapped is not looked at
+    /// again.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).
@@ -353,7 +354,7 @@ impl Snapshot {
         self.verifier.as_ref().map_or(0, Verifier::verified)
     }
 
-    /// What the file's channel did so far.
+    /// The counters of the file's channel.
     pub fn counters(&self) -> Counters {
         self.file.channel().counters()
     }

@@ -1,7 +1,7 @@
 //! What is in a file that a migration stream was recorded into (`migrate exec:cat>FILE`, `file:FILE`, `virsh save`).
 //!
-//! Such a file has every page in the order it was sent, again and again as the guest wrote to it, so it can only be read
-//! from its beginning: it is summarized here, not served.
+//! Such a file has every page in the order it was sent, again and again as the guest wrote to it, so it can only be
+//! read from its beginning: it is summarized here, not served.
 
 use std::fs::File;
 use std::io;

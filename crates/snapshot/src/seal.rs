@@ -30,8 +30,8 @@ pub(crate) fn write_bitmap(file: &StoreFile, block: &MappedBlock, stored: &PageB
     file.write(&what, block.bitmap_offset, &stored.to_le_bytes())
 }
 
-/// Fills in what the file itself says and the manifest does not. Nothing but stored pages is in the places of pages: every
-/// caller has seen to it.
+/// Fills in what the file itself says and the manifest does not. Nothing but stored pages is in the places of pages:
+/// every caller has seen to it.
 pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, memory: &Memory, devices: &DeviceBytes) {
     manifest.ram_bytes = memory.bytes();
     manifest.mappable = true;

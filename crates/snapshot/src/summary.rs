@@ -104,7 +104,7 @@ pub struct DeviceSummary {
     pub version: u32,
     /// Length of its body in bytes.
     pub size: u64,
-    /// Which PCI device it is of, if it is of one.
+    /// The PCI device it belongs to, if any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pci: Option<PciIdentity>,
 }
@@ -158,8 +158,8 @@ impl Snapshot {
     }
 }
 
-/// What the sections are made of. The text was proven to describe them when the file was opened; one that is too long to
-/// keep all names of leaves a comparison without them.
+/// What the sections are made of. The text was proven to describe them when the file was opened; one that is too long
+/// to keep all names of leaves a comparison without them.
 pub(crate) fn vmdescs(json: &[u8]) -> Vec<DeviceVmdesc> {
     vmdesc::decode(json).unwrap_or_default()
 }

@@ -26,9 +26,9 @@
 //! | 56 | 4 | 0 |
 //! | 60 | 4 | crc32c of the 60 bytes before |
 //!
-//! A trailer is replaced by a newer one behind it, never in its place: power may fail at any moment, and then the file ends
-//! in the middle of the newer one and the older one counts. So the manifest begins at the end of QEMU's stream, or where
-//! the trailer before ends.
+//! A trailer is replaced by a newer one behind it, never in its place: power may fail at any moment, and then the file
+//! ends in the middle of the newer one and the older one counts. So the manifest begins at the end of QEMU's stream, or
+//! where the trailer before ends.
 //!
 //! Law of this module: a trailer that is missing, foreign or damaged costs what it says and a warning, never the
 //! memory. The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
@@ -89,8 +89,8 @@ impl Footer {
         self.manifest_offset.saturating_add(self.manifest_length)
     }
 
-    /// Reads the 64 bytes before `end` of a file whose QEMU stream ends at `stream_end`; the reason if they are not a footer
-    /// for it.
+    /// Reads the 64 bytes before `end` of a file whose QEMU stream ends at `stream_end`; the reason if they are not a
+    /// footer for it.
     fn decode(bytes: &[u8; FOOTER_LEN], stream_end: u64, end: u64) -> Result<Self, String> {
         let (magic, mut words) = bytes.split_at(MAGIC.len());
         if magic != MAGIC {

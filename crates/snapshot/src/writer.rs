@@ -105,7 +105,7 @@ impl SnapshotWriter {
         self.file.path()
     }
 
-    /// What the file's channel did so far: system calls, bytes, partial writes.
+    /// The counters of the file's channel: system calls, bytes, partial writes.
     pub fn counters(&self) -> Counters {
         self.file.channel().counters()
     }

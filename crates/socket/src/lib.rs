@@ -1,8 +1,8 @@
 //! A unix socket to listen at, and its file.
 //!
-//! The laws of this crate: the file is never accessible to others, not even for a moment (mode 0600 from the first); a file that is
-//! in use, or is no socket, is left alone, also when several processes start at once (the `lock` module); what was made is removed
-//! with its [`SocketFile`], and nothing else is.
+//! The laws of this crate: the file is never accessible to others, not even for a moment (mode 0600 from the first); a
+//! file that is in use, or is no socket, is left alone, also when several processes start at once (the `lock` module);
+//! what was made is removed with its [`SocketFile`], and nothing else is.
 //!
 //! ```
 //! # fn main() -> std::io::Result<()> {
@@ -49,10 +49,11 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`, where nothing may be but a socket that an ended process left behind; so many connections may wait to be
-/// accepted. The socket does not block.
+/// Listens at `path`, where nothing may be but a socket that an ended process left behind; so many connections may wait
+/// to be accepted. The socket does not block.
 ///
-/// While it is looked at and bound, and no longer, a file of the same name with `.limosa-lock` behind it exists next to it.
+/// While it is looked at and bound, and no longer, a file of the same name with `.limosa-lock` behind it exists next to
+/// it.
 ///
 /// # Errors
 /// The path is in use, too long, or cannot be; others were about to listen there for seconds; or the kernel refuses.
@@ -79,8 +80,8 @@ pub fn listen(path: &Path, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
     Ok((socket, file))
 }
 
-/// Whether a socket's file was left by a process that is gone. Asked with a datagram socket: a stream listener that lives
-/// answers that the type is wrong, and does not get a connection that it would have to accept.
+/// Whether a socket's file was left by a process that is gone. Asked with a datagram socket: a stream listener that
+/// lives answers that the type is wrong, and does not get a connection that it would have to accept.
 fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
     if FileType::from_raw_mode(fs::lstat(path)?.st_mode) != FileType::Socket {
         return Ok(false);

@@ -1,9 +1,9 @@
 //! Who may look at a socket's file and put another one in its place: one at a time.
 //!
-//! Law: at most one [`Lock`] of a path is held at any time, by whichever process. A file next to the socket is locked (flock(2)), and
-//! not the folder: people lock folders for reasons of their own (systemd-tmpfiles(8) is kept from them that way). The file is removed
-//! while it is locked, and a lock counts only if the file is still there, so a process that had opened it before looks again.
-//! One that a killed process left behind is locked and removed by the next.
+//! Law: at most one [`Lock`] of a path is held at any time, by whichever process. A file next to the socket is locked
+//! (flock(2)), and not the folder: people lock folders for reasons of their own (systemd-tmpfiles(8) is kept from them
+//! that way). The file is removed while it is locked, and a lock counts only if the file is still there, so a process
+//! that had opened it before looks again. One that a killed process left behind is locked and removed by the next.
 
 use std::ffi::OsString;
 use std::io;
@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{self, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-/// What the lock's file is called by behind the name of the socket: so that it belongs to this lock alone, as it is removed.
+/// What the lock's file is called by behind the name of the socket: so that it belongs to this lock alone, as it is
+/// removed.
 const SUFFIX: &str = ".limosa-lock";
 /// How often a lock that another one holds is asked for again.
 const TICK: Duration = Duration::from_millis(1);

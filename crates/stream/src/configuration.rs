@@ -44,8 +44,8 @@ pub struct Configuration {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub struct MultifdRules {
-    /// Machine types up to 8.0: every EOS of a RAM section is a join point, that of START included, and the word 0x200 is
-    /// unknown. Otherwise the word 0x200 is the join point.
+    /// Machine types up to 8.0: every EOS of a RAM section is a join point, that of START included, and the word 0x200
+    /// is unknown. Otherwise the word 0x200 is the join point.
     pub sync_at_every_section: bool,
     /// Machine types up to 8.2: zero pages travel as records of the main channel, and packets of none.
     pub zero_pages_on_main: bool,

@@ -1,8 +1,8 @@
 //! Device sections of a VMM that has formats of its own: written with their description, read without it.
 //!
 //! QEMU's sections carry no length, so without the description that comes last only QEMU's devices know where one
-//! ends; and in a postcopy package there is no description. A VMM that is free to choose puts a length in front: each body
-//! is a be32 and so many opaque bytes. To stock QEMU's tools this is a section like any other.
+//! ends; and in a postcopy package there is no description. A VMM that is free to choose puts a length in front: each
+//! body is a be32 and so many opaque bytes. To stock QEMU's tools this is a section like any other.
 
 use limosa_page::to_u64;
 use serde_json::json;
@@ -27,7 +27,7 @@ pub struct OpaqueSection<'a> {
     pub instance: u32,
     /// Version of what the VMM wrote.
     pub version: u32,
-    /// What the VMM wrote.
+    /// The bytes that the VMM wrote.
     pub state: &'a [u8],
 }
 
@@ -81,10 +81,12 @@ impl DeviceSections {
 }
 
 impl<'a> OpaqueSection<'a> {
-    /// Reads the sections from the front of `input`, as far as there are any: the sections, and how many bytes they take.
+    /// Reads the sections from the front of `input`, as far as there are any: the sections, and how many bytes they
+    /// take.
     ///
     /// # Errors
-    /// A section that is cut off, or whose footer is not where its length says: it was not written by [`DeviceSections`].
+    /// A section that is cut off, or whose footer is not where its length says: it was not written by
+    /// [`DeviceSections`].
     pub fn decode_all(input: &'a [u8]) -> Result<(Vec<Self>, usize), StreamError> {
         let (mut sections, mut at) = (Vec::new(), 0);
         while input.get(at) == Some(&SectionKind::Full.byte()) {
@@ -110,7 +112,8 @@ fn decode_one(input: &[u8], offset: u64) -> Result<(OpaqueSection<'_>, usize), S
     }
 }
 
-/// The section at the front of `input`: its id, itself, and how many bytes it takes. `None` if it is not there as a whole.
+/// The section at the front of `input`: its id, itself, and how many bytes it takes. `None` if it is not there as a
+/// whole.
 pub(crate) fn read_one(input: &[u8]) -> Result<Option<(u32, OpaqueSection<'_>, usize)>, ErrorKind> {
     let mut cursor = Cursor::new(input);
     let mut read = || {

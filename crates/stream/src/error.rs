@@ -38,7 +38,7 @@ impl StreamError {
         &self.0.place
     }
 
-    /// What is wrong.
+    /// The reason.
     pub fn kind(&self) -> &ErrorKind {
         &self.0.error_kind
     }
@@ -63,15 +63,15 @@ pub enum ErrorKind {
     /// Something else is where `what` had to be.
     #[error("expected {what}, found {found}")]
     Expected {
-        /// What had to be there.
+        /// The expected item.
         what: Cow<'static, str>,
-        /// What is there.
+        /// The item found.
         found: String,
     },
     /// The input ends inside `what`.
     #[error("the input ends inside {what}: {wanted} bytes wanted, {available} there")]
     Truncated {
-        /// What was being read.
+        /// The object being read.
         what: Cow<'static, str>,
         /// Bytes that it takes at least.
         wanted: usize,
@@ -194,7 +194,7 @@ pub enum EncodeError {
     /// A name does not fit into its length byte, or is empty.
     #[error("{what} {name:?} has {} bytes, the format takes 1 to {limit}", name.len())]
     Name {
-        /// What is named.
+        /// The named object.
         what: &'static str,
         /// The name.
         name: String,
@@ -204,7 +204,7 @@ pub enum EncodeError {
     /// A number is not a multiple of what the format asks for, or is beyond its bound.
     #[error("{what} is {value:#x}: {rule}")]
     Number {
-        /// What the number is.
+        /// The name of the number.
         what: &'static str,
         /// Its value.
         value: u64,

@@ -43,9 +43,9 @@ enum Stage {
 
 /// Reads a tail that is still arriving.
 ///
-/// Device sections with [lengths](crate::DeviceSections), PING [`PING_READY`], and after the answer PING [`PING_GO`], the end
-/// byte and the description. Nothing has to be searched for here, and a guest, whose bytes lie inside counted lengths,
-/// cannot forge an end. What does not begin like this is some other source's tail: [`TailStep::Foreign`], for
+/// Device sections with [lengths](crate::DeviceSections), PING [`PING_READY`], and after the answer PING [`PING_GO`],
+/// the end byte and the description. Nothing has to be searched for here, and a guest, whose bytes lie inside counted
+/// lengths, cannot forge an end. What does not begin like this is some other source's tail: [`TailStep::Foreign`], for
 /// [`DeviceTail`](crate::devices::DeviceTail).
 #[derive(Debug, Clone)]
 pub struct FramedSections {

@@ -14,7 +14,7 @@ pub const RUN_STATE_FIELD: usize = 32;
 /// Bytes of the whole body as QEMU writes it.
 pub const BODY_LENGTH: usize = 104;
 
-/// What the section says.
+/// The section's contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GlobalState {
     /// QEMU's run state, e.g. `running`, `paused`.

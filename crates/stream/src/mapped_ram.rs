@@ -149,7 +149,7 @@ impl MappedBlock {
 pub struct Chunk {
     /// Absolute file offset.
     pub offset: u64,
-    /// What to write there.
+    /// The bytes to write there.
     pub bytes: Vec<u8>,
 }
 

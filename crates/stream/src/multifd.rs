@@ -78,8 +78,8 @@ impl InitialPacket {
     }
 }
 
-/// How the pages of a channel are compressed: QEMU's `multifd-compression`. The state of the compressor lives as long as
-/// the channel.
+/// How the pages of a channel are compressed: QEMU's `multifd-compression`. The state of the compressor lives as long
+/// as the channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Compression {
     /// 4096 bytes a page.
@@ -184,8 +184,8 @@ impl<'a> Packet<'a> {
     /// Writes the header over `out`.
     ///
     /// # Errors
-    /// More than 128 pages, an offset that is no page's, a name of no or more than 255 bytes, a payload length that does
-    /// not go with the pages.
+    /// More than 128 pages, an offset that is no page's, a name of no or more than 255 bytes, a payload length that
+    /// does not go with the pages.
     pub fn encode(&self, out: &mut [u8; PACKET_LEN]) -> Result<(), EncodeError> {
         out.fill(0);
         let flags = if self.sync { FLAG_SYNC } else { 0 } | self.compression.flags();

@@ -19,14 +19,14 @@ pub const PING_PACKAGED: u32 = 4;
 /// Token of the PING behind the device sections of a precopy: its PONG says that everything before it is loaded, and a
 /// destination of this kind then waits for [`PING_GO`]. (A stock destination answers it and waits for nothing.)
 pub const PING_READY: u32 = 6;
-/// Token of the last PING of a precopy, which is the source's word that the destination may run the VM once the stream has
-/// ended. It is not waited for.
+/// Token of the last PING of a precopy, which is the source's word that the destination may run the VM once the stream
+/// has ended. It is not waited for.
 pub const PING_GO: u32 = 7;
 
 /// Appends everything from the file header to the last discard: what a postcopy source sends before the package.
 ///
-/// The capabilities are left out of `configuration` (neither of the validated ones goes with postcopy), and page sizes are named only for blocks whose pages are
-/// larger than 4096 bytes, as a destination expects it.
+/// The capabilities are left out of `configuration` (neither of the validated ones goes with postcopy), and page sizes
+/// are named only for blocks whose pages are larger than 4096 bytes, as a destination expects it.
 ///
 /// `early_sections` are device sections that come before the pages ([`Event::EarlyDevice`](crate::Event::EarlyDevice)).
 ///

@@ -112,8 +112,8 @@ impl ReturnDecoder {
         Self { buffer: Vec::new(), begin: 0, offset: 0, wanted: 4, bitmap_limit, block_known: false }
     }
 
-    /// The same for a return path that takes the place of a broken one: a destination may go on to leave out the name of the
-    /// block that it named there, until it agrees to resume.
+    /// The same for a return path that takes the place of a broken one: a destination may go on to leave out the name
+    /// of the block that it named there, until it agrees to resume.
     pub fn resuming(bitmap_limit: u64) -> Self {
         Self { block_known: true, ..Self::new(bitmap_limit) }
     }

@@ -1,8 +1,9 @@
 //! Page deltas of capability `xbzrle`: what changed in a page since it was sent last.
 //!
-//! A delta is a row of runs: so many bytes unchanged, so many changed and what they are now. An unchanged run at the end is
-//! left out. Both counts are ULEB128 of one or two bytes; only the very first unchanged run may be empty. The law: a delta
-//! is applied completely or the page is as before, and **what [`encode`] writes, [`decode`] reads back on the same page**.
+//! A delta is a row of runs: so many bytes unchanged, so many changed and what they are now. An unchanged run at the
+//! end is left out. Both counts are ULEB128 of one or two bytes; only the very first unchanged run may be empty. The
+//! law: a delta is applied completely or the page is as before, and **what [`encode`] writes, [`decode`] reads back on
+//! the same page**.
 
 use crate::cursor::{Cursor, Stop};
 use crate::error::{ErrorKind, StreamError};
@@ -63,7 +64,8 @@ fn count(cursor: &mut Cursor<'_>, what: &'static str) -> Result<usize, Stop> {
     Ok(usize::from(low & 0x7f) | usize::from(high) << 7)
 }
 
-/// Appends the delta from `old` to `new`; nothing for equal pages. It may be longer than the page: who sends it compares.
+/// Appends the delta from `old` to `new`; nothing for equal pages. It may be longer than the page: who sends it
+/// compares.
 pub fn encode(old: &[u8; PAGE_LEN], new: &[u8; PAGE_LEN], out: &mut Vec<u8>) {
     let differs = |at: usize| old.get(at) != new.get(at);
     let mut at = 0;

@@ -70,7 +70,8 @@ fn unnamed_file() -> Result<File> {
 #[derive(Debug)]
 pub struct HugePages {
     pages: u64,
-    /// The kernel's count, locked while it is changed so that tests in several processes do not undo each other's change.
+    /// The kernel's count, locked while it is changed so that tests in several processes do not undo each other's
+    /// change.
     lock: File,
 }
 

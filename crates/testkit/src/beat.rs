@@ -1,13 +1,14 @@
 //! The beat guest: a boot sector that walks memory, and the proof that a picture of that memory is consistent.
 //!
 //! What it does once the BIOS has started it: enters flat 32-bit protected mode; writes into every page of its span the
-//! page's own address (at byte 4); then, lap after lap, stores the lap number at [`LAP_ADDRESS`], prints it as eight hex
-//! digits and a newline on the first serial port, and bumps byte 0 of each page in ascending order.
+//! page's own address (at byte 4); then, lap after lap, stores the lap number at [`LAP_ADDRESS`], prints it as eight
+//! hex digits and a newline on the first serial port, and bumps byte 0 of each page in ascending order.
 //!
 //! Law: at any instant the bumped bytes are `n+1` from the first page on and `n` from some page to the end (mod 256),
-//! the addresses are right, and all other bytes of the span are zero. A page that was lost, is stale by any number of laps
-//! but a multiple of 256, came twice in the wrong order or to the wrong place breaks that, and [`check_beat`] names it.
-//! The place in the walk is in the CPU's registers alone: devices and memory of different instants break it too.
+//! the addresses are right, and all other bytes of the span are zero. A page that was lost, is stale by any number of
+//! laps but a multiple of 256, came twice in the wrong order or to the wrong place breaks that, and [`check_beat`]
+//! names it. The place in the walk is in the CPU's registers alone: devices and memory of different instants break it
+//! too.
 
 use crate::PAGE;
 
@@ -366,7 +367,8 @@ pub fn check_beat(span: &[u8], start: u32) -> Result<Beat, BeatError> {
 const ZEROS: [u8; 4096] = [0; 4096];
 
 impl Beat {
-    /// Checks the beat against the lap number that the guest keeps itself, at a fixed address; `pages` is the span's length.
+    /// Checks the beat against the lap number that the guest keeps itself, at a fixed address; `pages` is the span's
+    /// length.
     pub fn check_lap(self, lap: u32, pages: u32) -> Result<Self, BeatError> {
         let [low, ..] = lap.to_le_bytes();
         // Counted, but the first page not yet bumped: then all pages still show the lap before.

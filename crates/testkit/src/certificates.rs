@@ -8,7 +8,7 @@ use rcgen::{
     Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevocationReason, RevokedCertParams, SerialNumber, date_time_ymd,
 };
 
-/// Which end a certificate is for.
+/// The end that a certificate is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TlsEnd {
     /// The end that connects.

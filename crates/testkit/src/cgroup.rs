@@ -47,8 +47,8 @@ impl MemoryGroup {
         self.write("cgroup.procs", &pid.to_string())
     }
 
-    /// The most bytes that the group had at a time: memory of its processes, the kernel's for them, and cached files that they
-    /// were the first to read.
+    /// The most bytes that the group had at a time: memory of its processes, the kernel's for them, and cached files
+    /// that they were the first to read.
     ///
     /// # Errors
     /// The kernel does not tell (version 2 before Linux 5.19).

@@ -1,7 +1,7 @@
 //! qcow2 images in memory, for tests of what reads and writes them (feature `image`).
 //!
-//! The one part of the testkit that uses crates of limosa: it sets up what such a test works on, and never decides whether the
-//! image is right. A function that fails panics, as a test does.
+//! The one part of the testkit that uses crates of limosa: it sets up what such a test works on, and never decides
+//! whether the image is right. A function that fails panics, as a test does.
 //!
 //! ```
 //! use limosa_image::Disk as _;

@@ -1,11 +1,13 @@
 //! Real guests for limosa's tests: stock QEMU with a guest whose memory can be proven consistent after a migration.
 //!
 //! - [`Machine`] describes a VM once; a source and a destination started from it match.
-//! - [`Vm`] is a running QEMU with two QMP monitors: one for the testkit's own [`Qmp`] client, one left free for limosa.
-//! - [`BeatGuest`] is a boot sector that bumps one byte per page, page after page, lap after lap, and beats on the serial
-//!   port once per lap: whatever a migration loses, repeats or mixes up shows in [`check_beat`].
+//! - [`Vm`] is a running QEMU with two QMP monitors: one for the testkit's own [`Qmp`] client, one left free for
+//!   limosa.
+//! - [`BeatGuest`] is a boot sector that bumps one byte per page, page after page, lap after lap, and beats on the
+//!   serial port once per lap: whatever a migration loses, repeats or mixes up shows in [`check_beat`].
 //! - [`LinuxGuest`] is the distribution's kernel with busybox that counts on its serial port and takes commands there.
-//! - [`UmlGuest`] is user-mode Linux: a whole kernel as a process, with devices over vhost-user, that takes commands too.
+//! - [`UmlGuest`] is user-mode Linux: a whole kernel as a process, with devices over vhost-user, that takes commands
+//!   too.
 //! - [`pattern`] is what a program in such a guest holds, so that every page of it can be told from any other.
 //! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
 //! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
@@ -18,8 +20,8 @@
 //! - [`let_usr1_interrupt`] has a signal do nothing but interrupt.
 //!
 //! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
-//! crate of limosa is used here, so that a test checks limosa by independent means. The exception is `image`, which sets up what a
-//! test works on.
+//! crate of limosa is used here, so that a test checks limosa by independent means. The exception is `image`, which
+//! sets up what a test works on.
 //!
 //! ```no_run
 //! use limosa_testkit::{BeatGuest, Machine};

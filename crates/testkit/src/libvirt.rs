@@ -1,8 +1,8 @@
 //! libvirt's QEMU driver inside `virsh` itself: no daemon is asked, started or left behind.
 //!
 //! `qemu:///embed?root=FOLDER` keeps configuration, state and sockets of the driver in a folder of ours (libvirt docs:
-//! QEMU driver, embedded). As root the driver wants an account that only the packages of libvirt's daemon make; where it is
-//! missing, `virsh` gets its own mount namespace in which there is one.
+//! QEMU driver, embedded). As root the driver wants an account that only the packages of libvirt's daemon make; where
+//! it is missing, `virsh` gets its own mount namespace in which there is one.
 //!
 //! Law: a domain's QEMU is no child of ours, so a keeper holds its process id and ends it when we are gone in any way.
 
@@ -69,7 +69,8 @@ impl Libvirt {
         self.path("root")
     }
 
-    /// The XML of a domain that runs the beat guest, with a monitor for limosa and its serial port in the file `serial`.
+    /// The XML of a domain that runs the beat guest, with a monitor for limosa and its serial port in the file
+    /// `serial`.
     ///
     /// # Errors
     /// The guest's disk cannot be made.

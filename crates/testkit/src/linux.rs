@@ -38,8 +38,9 @@ const TLS_MODULES: [&str; 13] = [
     "tls",
 ];
 
-/// Linux with busybox. On its serial port it prints `count N` about ten times a second, and runs each line it gets there
-/// as a shell line, whose output is followed by `done STATUS`. [`crate::Vm::shell`] and [`crate::Vm::wait_counts`] use that.
+/// Linux with busybox. On its serial port it prints `count N` about ten times a second, and runs each line it gets
+/// there as a shell line, whose output is followed by `done STATUS`. [`crate::Vm::shell`] and
+/// [`crate::Vm::wait_counts`] use that.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinuxGuest {
     /// Whether virtio devices get their drivers.
@@ -48,8 +49,8 @@ pub struct LinuxGuest {
     pub tls: bool,
     /// More words for the kernel's command line.
     pub kernel_words: String,
-    /// Programs of the host that it has too, by their names, in `/host`; run there by `host NAME ...` with the host's libraries,
-    /// if they need any.
+    /// Programs of the host that it has too, by their names, in `/host`; run there by `host NAME ...` with the host's
+    /// libraries, if they need any.
     pub programs: Vec<PathBuf>,
 }
 

@@ -169,7 +169,7 @@ impl Machine {
         self
     }
 
-    /// What the RAM is made of.
+    /// The backing of the RAM.
     #[must_use]
     pub fn backend(mut self, backend: MemoryBackend) -> Self {
         self.backend = backend;
@@ -263,8 +263,8 @@ impl Machine {
         Ok(VmPair { source: self.start()?, destination: self.start_incoming()? })
     }
 
-    /// QEMU's command line for this VM without monitors, its first serial port on standard input and output: for what starts
-    /// QEMU itself. `folder` is where the guest's files go.
+    /// QEMU's command line for this VM without monitors, its first serial port on standard input and output: for what
+    /// starts QEMU itself. `folder` is where the guest's files go.
     ///
     /// # Errors
     /// The files cannot be made, or the memory is of a file, which would go with this process.

@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-/// The name by which a test harness knows a function of the module that this is written in. A function that is not there does not
-/// compile: a harness that is given a name of no test runs none and reports success.
+/// The name by which a test harness knows a function of the module that this is written in. A function that is not
+/// there does not compile: a harness that is given a name of no test runs none and reports success.
 #[macro_export]
 macro_rules! own_test_name {
     ($test:ident) => {{

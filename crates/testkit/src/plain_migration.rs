@@ -26,8 +26,8 @@ impl Vm {
         destination.wait_migrated()
     }
 
-    /// Saves into a mapped-ram file with stock QEMU's means. The VM is left in `postmigrate`. `threads` multifd channels,
-    /// 0 for none.
+    /// Saves into a mapped-ram file with stock QEMU's means. The VM is left in `postmigrate`. `threads` multifd
+    /// channels, 0 for none.
     ///
     /// # Errors
     /// QEMU's own message.

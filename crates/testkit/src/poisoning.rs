@@ -4,8 +4,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 
-/// The system's allocator, which fills memory with [`POISON`](Self::POISON) before it frees it: what was lent to the kernel and
-/// freed too early arrives as that. For the `#[global_allocator]` of a test program.
+/// The system's allocator, which fills memory with [`POISON`](Self::POISON) before it frees it: what was lent to the
+/// kernel and freed too early arrives as that. For the `#[global_allocator]` of a test program.
 #[derive(Debug, Clone, Copy)]
 pub struct Poisoning;
 

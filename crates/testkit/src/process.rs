@@ -1,8 +1,8 @@
 //! Child processes that end with us.
 //!
 //! Law: a child is killed by its pid when its [`Process`] is dropped, and by the kernel when this process ends in any
-//! way (`PR_SET_PDEATHSIG`, see prctl(2)). The kernel sends that signal when the *thread* that forked ends, and a test is
-//! a thread: so one thread that lives as long as the process forks all children.
+//! way (`PR_SET_PDEATHSIG`, see prctl(2)). The kernel sends that signal when the *thread* that forked ends, and a test
+//! is a thread: so one thread that lives as long as the process forks all children.
 #![allow(unsafe_code)] // prctl(2) between fork and exec has no safe wrapper.
 
 use std::io;
@@ -33,7 +33,8 @@ impl Process {
         Ok(Self { name: name.to_owned(), pid: child.id(), child: Mutex::new(child) })
     }
 
-    /// Starts `command`, which outlives this process if that is killed: for who cleans up after it, and ends by himself.
+    /// Starts `command`, which outlives this process if that is killed: for who cleans up after it, and ends by
+    /// himself.
     ///
     /// # Errors
     /// The program cannot be started.

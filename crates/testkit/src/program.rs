@@ -35,7 +35,8 @@ pub struct Ended {
 }
 
 impl Program {
-    /// Starts a command that is or becomes the program (`setpriv ... limosa ...`), which calls itself `name`, without input.
+    /// Starts a command that is or becomes the program (`setpriv ... limosa ...`), which calls itself `name`, without
+    /// input.
     #[must_use]
     pub fn start(name: &'static str, mut command: Command) -> Self {
         command.stdin(Stdio::null());

@@ -239,7 +239,8 @@ fn forward(mut from: UnixStream, mut to: UnixStream, direction: Direction, share
     let _ = to.shutdown(Shutdown::Write);
 }
 
-/// Waits while the direction is stalled; says how many of `wanted` bytes may go (0: all is over) and how long to hold them.
+/// Waits while the direction is stalled; says how many of `wanted` bytes may go (0: all is over) and how long to hold
+/// them.
 fn admit(shared: &SharedState, direction: Direction, wanted: usize) -> (usize, Duration) {
     let mut state = lock(shared);
     loop {

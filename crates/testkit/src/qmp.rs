@@ -1,5 +1,5 @@
-//! A QMP client for tests (QEMU docs: interop/qmp-spec): commands, events, descriptors. Kept apart from limosa's own client
-//! so that a mistake there is not repeated here.
+//! A QMP client for tests (QEMU docs: interop/qmp-spec): commands, events, descriptors. Kept apart from limosa's own
+//! client so that a mistake there is not repeated here.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, Read as _, Write as _};

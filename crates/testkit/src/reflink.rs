@@ -1,7 +1,8 @@
-//! A filesystem whose files share space (XFS), for one test: in memory, behind a loop device, mounted where no other process sees it.
+//! A filesystem whose files share space (XFS), for one test: in memory, behind a loop device, mounted where no other
+//! process sees it.
 //!
-//! Law: what is mounted is mounted in a mount namespace of one thread, from a file on a tmpfs that is mounted there, too. A test
-//! that is killed leaves an empty folder behind.
+//! Law: what is mounted is mounted in a mount namespace of one thread, from a file on a tmpfs that is mounted there,
+//! too. A test that is killed leaves an empty folder behind.
 
 #![allow(unsafe_code)] // unshare(2) of a thread has no safe wrapper.
 
@@ -44,9 +45,9 @@ impl ReflinkFolder {
         self.image.is_some()
     }
 
-    /// Stops the filesystem as a power cut does, what it has not yet written to its log or its files being lost, and mounts it again,
-    /// which recovers it from its log. Processes that had files open there must have ended: of a flush that is under way meanwhile the kernel
-    /// reports to one thread that it failed, and to another one that it did not.
+    /// Stops the filesystem as a power cut does, what it has not yet written to its log or its files being lost, and
+    /// mounts it again, which recovers it from its log. Processes that had files open there must have ended: of a flush
+    /// that is under way meanwhile the kernel reports to one thread that it failed, and to another one that it did not.
     ///
     /// # Errors
     /// It is not the test's own, a process still has files open, or it cannot be recovered.
@@ -57,8 +58,8 @@ impl ReflinkFolder {
         mount_loop(image, &self.path)
     }
 
-    /// Has the contents of a file written, but neither where they lie nor anything else of what the filesystem has in its log: before
-    /// a power cut, what was written last may survive what was written first.
+    /// Has the contents of a file written, but neither where they lie nor anything else of what the filesystem has in
+    /// its log: before a power cut, what was written last may survive what was written first.
     ///
     /// # Errors
     /// The file cannot be opened or written.

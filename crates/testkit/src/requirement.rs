@@ -8,8 +8,8 @@ use std::sync::OnceLock;
 
 use anyhow::{Result, bail};
 
-/// Whether the user has this variable (`LIMOSA_SKIP_...`) set to 1: then a test that needs what it names returns at once, and is counted
-/// as skipped.
+/// Whether the user has this variable (`LIMOSA_SKIP_...`) set to 1: then a test that needs what it names returns at
+/// once, and is counted as skipped.
 pub fn skipped(variable: &str) -> bool {
     let skipped = std::env::var_os(variable).is_some_and(|value| value == "1");
     if skipped {
@@ -70,7 +70,8 @@ pub fn guest_folder() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Whether `LIMOSA_SKIP_UML=1` is set: then a test whose guest is user-mode Linux returns at once, and is counted as skipped.
+/// Whether `LIMOSA_SKIP_UML=1` is set: then a test whose guest is user-mode Linux returns at once, and is counted as
+/// skipped.
 pub fn uml_skipped() -> bool {
     skipped("LIMOSA_SKIP_UML")
 }

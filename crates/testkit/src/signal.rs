@@ -5,7 +5,8 @@ use std::sync::Once;
 
 extern "C" fn nothing(_signal: libc::c_int) {}
 
-/// A handler for `SIGUSR1` that does nothing, without `SA_RESTART`: every blocking call returns EINTR. For the rest of this process.
+/// A handler for `SIGUSR1` that does nothing, without `SA_RESTART`: every blocking call returns EINTR. For the rest of
+/// this process.
 ///
 /// # Panics
 /// The system does not take it.

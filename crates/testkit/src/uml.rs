@@ -1,8 +1,8 @@
 //! User-mode Linux: a whole Linux kernel as an ordinary process, with devices over vhost-user.
 //!
-//! Its memory is an unlinked file in its own folder on tmpfs, which it shares with the devices. Laws: nothing of it is left
-//! when it is dropped or when the test ends in any way: it is a group of processes, which a small guard ends when this
-//! process has gone; and the serial port is drained all the time, so that the guest never waits for us.
+//! Its memory is an unlinked file in its own folder on tmpfs, which it shares with the devices. Laws: nothing of it is
+//! left when it is dropped or when the test ends in any way: it is a group of processes, which a small guard ends when
+//! this process has gone; and the serial port is drained all the time, so that the guest never waits for us.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
@@ -182,9 +182,9 @@ const TRIES: u32 = 3;
 
 /// Runs a test whose guest is user-mode Linux; not if `LIMOSA_SKIP_UML=1` is set.
 ///
-/// On a busy host user-mode Linux 6.1 now and then gets more signals at once than it has stack for; the kernel says that it
-/// "overflowed sigaltstack", and ends it by SIGSEGV. A test that fails *while a guest crashed like that* is run anew, and says so; any other
-/// failure is one.
+/// On a busy host user-mode Linux 6.1 now and then gets more signals at once than it has stack for; the kernel says
+/// that it "overflowed sigaltstack", and ends it by SIGSEGV. A test that fails *while a guest crashed like that* is run
+/// anew, and says so; any other failure is one.
 pub fn on_uml(test: impl Fn()) {
     if uml_skipped() {
         return;
@@ -224,7 +224,8 @@ impl Drop for Uml {
     }
 }
 
-/// Ends a group of processes, and removes its folder, when this process has gone: a shell that waits for the end of its input.
+/// Ends a group of processes, and removes its folder, when this process has gone: a shell that waits for the end of its
+/// input.
 #[derive(Debug)]
 struct Guard {
     group: Pid,

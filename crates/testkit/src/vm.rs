@@ -242,7 +242,8 @@ impl Vm {
         self.serial.lines().iter().rev().find_map(|line| lap_number(&line.text))
     }
 
-    /// Proves that the beat guest's memory and its CPU are of one instant. A running VM is stopped for that and goes on.
+    /// Proves that the beat guest's memory and its CPU are of one instant. A running VM is stopped for that and goes
+    /// on.
     ///
     /// # Errors
     /// A [`crate::BeatError`] (by downcast) if they are not.

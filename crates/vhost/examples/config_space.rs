@@ -69,7 +69,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     })
 }
 
-/// Sends `VHOST_USER_GET_FEATURES` and `VHOST_USER_GET_QUEUE_NUM` (QEMU: docs/interop/vhost-user.rst); each reply has 8 bytes.
+/// Sends `VHOST_USER_GET_FEATURES` and `VHOST_USER_GET_QUEUE_NUM` (QEMU: docs/interop/vhost-user.rst); each reply has 8
+/// bytes.
 fn ask(path: &Path) -> io::Result<()> {
     let mut socket = UnixStream::connect(path)?;
     for (name, request) in [("features", 1_u32), ("queues", 17)] {

@@ -1,7 +1,7 @@
 //! A connection: bytes and descriptors of a socket, as messages to a [`Session`] and its answers.
 //!
-//! Law: at most one message and its descriptors are held, and stopping the server does not wait for a message, regardless of
-//! what the front end does.
+//! Law: at most one message and its descriptors are held, and stopping the server does not wait for a message,
+//! regardless of what the front end does.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

@@ -37,7 +37,7 @@ pub enum RamError {
         guest_address: u64,
         /// Bytes.
         length: u64,
-        /// What is invalid.
+        /// The reason.
         why: String,
     },
     /// The kernel refused to map it.

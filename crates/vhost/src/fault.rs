@@ -1,6 +1,7 @@
 //! Faults of front ends and guests, counted by kind and logged once for each kind.
 //!
-//! Law: a front end or a guest causes at most one line of the log for each kind of fault, however often the fault occurs.
+//! Law: a front end or a guest causes at most one line of the log for each kind of fault, however often the fault
+//! occurs.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

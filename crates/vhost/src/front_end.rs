@@ -50,8 +50,8 @@ impl FrontEnd {
         self.state.connected.load(Ordering::SeqCst)
     }
 
-    /// Whether a queue has run and does not run now: the front end has stopped or disabled it, or it is invalid. This may also
-    /// be the only sign of a driver whose module is unloaded. (A queue that has not run yet is about to.)
+    /// Whether a queue has run and does not run now: the front end has stopped or disabled it, or it is invalid. This
+    /// may also be the only sign of a driver whose module is unloaded. (A queue that has not run yet is about to.)
     pub fn is_idle(&self, queue: usize) -> bool {
         self.state.idle.load(Ordering::SeqCst) & bit(queue) != 0
     }
@@ -68,8 +68,8 @@ impl FrontEnd {
     /// Notifies the driver that the configuration has changed; the change must be visible to
     /// [`Device::read_config`](crate::Device::read_config) before. Returns whether the front end has a channel for it.
     ///
-    /// If the channel is full, nothing is added to it: the front end has then not read an older message of this kind, and what
-    /// it reads of the configuration after that message is the change too.
+    /// If the channel is full, nothing is added to it: the front end has then not read an older message of this kind,
+    /// and what it reads of the configuration after that message is the change too.
     pub fn config_changed(&self) -> bool {
         let channel = self.channel();
         let Some(socket) = channel.as_ref() else { return false };
@@ -77,7 +77,8 @@ impl FrontEnd {
         matches!(told, Ok(_) | Err(Errno::AGAIN))
     }
 
-    /// Has the worker process a queue, as if the driver had kicked it. The number of a queue that does not exist is ignored.
+    /// Has the worker process a queue, as if the driver had kicked it. The number of a queue that does not exist is
+    /// ignored.
     pub fn kick(&self, queue: usize) {
         self.state.kicked.fetch_or(bit(queue), Ordering::SeqCst);
         // A full eventfd wakes, too.

@@ -90,11 +90,12 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Plays the input as messages, writes of the guest to its memory, and processing of the queues. Returns how many messages
-/// succeeded.
+/// Plays the input as messages, writes of the guest to its memory, and processing of the queues. Returns how many
+/// messages succeeded.
 ///
-/// An input is a list of steps: a byte for the request, or (from 0xe0 on) a write to memory or (from 0xf0 on) processing of the
-/// queues; then the descriptors that come with it (two bits each, at most two); then the length of the body, and the body.
+/// An input is a list of steps: a byte for the request, or (from 0xe0 on) a write to memory or (from 0xf0 on)
+/// processing of the queues; then the descriptors that come with it (two bits each, at most two); then the length of
+/// the body, and the body.
 pub fn play(input: &[u8]) -> usize {
     let Ok(memory) = memfd_create("fuzz", MemfdFlags::CLOEXEC) else { return 0 };
     let Ok(front_end) = FrontEnd::new() else { return 0 };
@@ -146,7 +147,8 @@ fn descriptor(kind: u8, memory: &OwnedFd) -> Option<OwnedFd> {
     }
 }
 
-/// A well-formed input: a front end that sets up a ring with one buffer, processing of it, and the ring stopped and started.
+/// A well-formed input: a front end that sets up a ring with one buffer, processing of it, and the ring stopped and
+/// started.
 pub fn seed() -> Vec<u8> {
     let mut input = Vec::new();
     let mut step = |request: Request, kinds: u8, body: &[u8]| {

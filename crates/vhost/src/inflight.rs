@@ -1,16 +1,18 @@
 //! In-flight areas: the buffers that a device had taken out of its rings when its server was killed.
 //!
-//! Shared memory that the front end keeps and passes to the next server (QEMU's docs/interop/vhost-user.rst, "Inflight I/O
-//! tracking"). For every split ring it has a header of 16 bytes (features u64, version u16, descriptors u16, head that was
-//! given back last u16, index of used buffers u16) and 16 bytes for each descriptor (in flight u8, 5 unused, next u16, counter
-//! u64).
+//! Shared memory that the front end keeps and passes to the next server (QEMU's docs/interop/vhost-user.rst, "Inflight
+//! I/O tracking"). For every split ring it has a header of 16 bytes (features u64, version u16, descriptors u16, head
+//! that was given back last u16, index of used buffers u16) and 16 bytes for each descriptor (in flight u8, 5 unused,
+//! next u16, counter u64).
 //!
-//! **Law: at any instant at which the server may be killed, a buffer that was taken out is marked here or is not yet given back
-//! in the ring, so that the next server processes it again; one that the driver sees as used is not.** The order of the stores
-//! below guarantees it. The contents of the area come from the front end: they are checked before use.
+//! **Law: at any instant at which the server may be killed, a buffer that was taken out is marked here or is not yet
+//! given back in the ring, so that the next server processes it again; one that the driver sees as used is not.** The
+//! order of the stores below guarantees it. The contents of the area come from the front end: they are checked before
+//! use.
 //!
-//! An area has room for the largest possible ring, and a driver may choose a smaller one, which uses the first of the area's
-//! descriptors. A larger ring does not fit, and an area that cannot be read is not an empty one: both are refused.
+//! An area has room for the largest possible ring, and a driver may choose a smaller one, which uses the first of the
+//! area's descriptors. A larger ring does not fit, and an area that cannot be read is not an empty one: both are
+//! refused.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -53,8 +55,8 @@ pub(crate) struct InflightRing {
 }
 
 impl InflightRing {
-    /// The part of ring number `index`, of `size` descriptors, in an area of rings of up to `room` descriptors; `None` if it
-    /// does not fit.
+    /// The part of ring number `index`, of `size` descriptors, in an area of rings of up to `room` descriptors; `None`
+    /// if it does not fit.
     pub(crate) fn of(area: &Arc<MmapRegion>, index: usize, room: u16, size: u16) -> Option<Self> {
         let start = index.checked_mul(bytes_for_ring(room))?;
         let end = start.checked_add(bytes_for_ring(room))?;
@@ -62,8 +64,8 @@ impl InflightRing {
         fits.then(|| Self { area: area.clone(), start, room, size, counter: 0 })
     }
 
-    /// Takes over from the previous server: `used` is the index that the driver sees. Returns the buffers to be processed
-    /// again, in the order in which they were taken.
+    /// Takes over from the previous server: `used` is the index that the driver sees. Returns the buffers to be
+    /// processed again, in the order in which they were taken.
     ///
     /// # Errors
     /// The area cannot be read, so it is unknown which buffers were in flight.

@@ -1,13 +1,13 @@
 //! vhost-user server plumbing shared by devices.
 //!
-//! A [`Device`] states what it is and what it does with a queue. It sees the guest's memory as [`Ram`], a queue as a [`Vring`],
-//! and the VMM as a [`FrontEnd`]. [`message`] is the protocol on the wire.
+//! A [`Device`] states what it is and what it does with a queue. It sees the guest's memory as [`Ram`], a queue as a
+//! [`Vring`], and the VMM as a [`FrontEnd`]. [`message`] is the protocol on the wire.
 //!
 //! A [`Server`] listens, and serves one front end after the other.
 //!
-//! Rings come from rust-vmm's `virtio-queue`, over `vm-memory`; the rest of the protocol is here, so that front ends work that
-//! other servers refuse: user-mode Linux sends a memory table longer than needed, and requires notifications of configuration
-//! changes.
+//! Rings come from rust-vmm's `virtio-queue`, over `vm-memory`; the rest of the protocol is here, so that front ends
+//! work that other servers refuse: user-mode Linux sends a memory table longer than needed, and requires notifications
+//! of configuration changes.
 //!
 //! # Example
 //!

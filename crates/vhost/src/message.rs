@@ -1,8 +1,8 @@
 //! Messages of the vhost-user protocol, decoded and encoded without I/O.
 //!
-//! A message is a header of 12 bytes (request, flags, length of the body; all little-endian here, native by the letter), a
-//! body, and descriptors that come with it (QEMU's docs/interop/vhost-user.rst). The contents of a body are decoded here, not
-//! validated.
+//! A message is a header of 12 bytes (request, flags, length of the body; all little-endian here, native by the
+//! letter), a body, and descriptors that come with it (QEMU's docs/interop/vhost-user.rst). The contents of a body are
+//! decoded here, not validated.
 
 use std::fmt;
 

@@ -1,9 +1,9 @@
-//! Descriptors that carry notifications: kicks, calls and errors of rings. An eventfd, a pipe, or a socket (user-mode Linux calls
-//! through one).
+//! Descriptors that carry notifications: kicks, calls and errors of rings. An eventfd, a pipe, or a socket (user-mode
+//! Linux calls through one).
 //!
-//! Law: a passive other end never makes this end wait. An active one can: it shares the open file description, and may make it
-//! blocking again and fill it. So only the connection's threads write and drain notifiers; a server that is stopped abandons
-//! them if necessary ([`crate::Stopper`]).
+//! Law: a passive other end never makes this end wait. An active one can: it shares the open file description, and may
+//! make it blocking again and fill it. So only the connection's threads write and drain notifiers; a server that is
+//! stopped abandons them if necessary ([`crate::Stopper`]).
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -29,7 +29,8 @@ impl Notifier {
         Self { descriptor, socket }
     }
 
-    /// Sends a notification. A full descriptor is readable already; if its other end is closed, the failure has no effect here.
+    /// Sends a notification. A full descriptor is readable already; if its other end is closed, the failure has no
+    /// effect here.
     pub(crate) fn notify(&self) {
         let one = 1_u64.to_ne_bytes();
         let _ = if self.socket {

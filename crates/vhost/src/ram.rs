@@ -1,9 +1,9 @@
 //! The guest's memory, as a front end shares it.
 //!
-//! A region is a part of a file that the front end has open. It is mapped here, writable, and excluded from core dumps. The
-//! front end's description is checked before: the file has pages and is long enough, and no two regions overlap. If the file is
-//! truncated afterwards, every access raises a signal that ends this process, as with any shared memory: the front end, that is
-//! the VMM, can do that; its guest cannot.
+//! A region is a part of a file that the front end has open. It is mapped here, writable, and excluded from core dumps.
+//! The front end's description is checked before: the file has pages and is long enough, and no two regions overlap. If
+//! the file is truncated afterwards, every access raises a signal that ends this process, as with any shared memory:
+//! the front end, that is the VMM, can do that; its guest cannot.
 #![allow(unsafe_code, reason = "advises the kernel about mappings")]
 
 use std::fs::File;
@@ -43,8 +43,8 @@ impl RamRegion {
     /// Maps a region.
     ///
     /// # Errors
-    /// The descriptor is not a regular file (memfds are), the file is too short, a value is not a multiple of the page size or
-    /// exceeds the address space, or the kernel refuses.
+    /// The descriptor is not a regular file (memfds are), the file is too short, a value is not a multiple of the page
+    /// size or exceeds the address space, or the kernel refuses.
     pub fn map(
         guest_address: u64,
         length: u64,

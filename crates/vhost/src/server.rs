@@ -1,10 +1,10 @@
 //! The server: a socket to which front ends connect, one after the other.
 //!
-//! **Law: stopping the server does not wait for a front end.** What a front end shares may block a thread that uses it forever:
-//! the front end can make a call descriptor blocking and full at any moment, because that is a property of the open file
-//! description, which is shared; and a page of its memory may never arrive (of a file in user space, or on a dead network). No
-//! call is safe from all of it. So only the threads of a connection use what its front end shares. The server's own thread
-//! waits for those threads, and once it is to stop, for at most [`PATIENCE`].
+//! **Law: stopping the server does not wait for a front end.** What a front end shares may block a thread that uses it
+//! forever: the front end can make a call descriptor blocking and full at any moment, because that is a property of the
+//! open file description, which is shared; and a page of its memory may never arrive (of a file in user space, or on a
+//! dead network). No call is safe from all of it. So only the threads of a connection use what its front end shares.
+//! The server's own thread waits for those threads, and once it is to stop, for at most [`PATIENCE`].
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -77,8 +77,8 @@ pub enum ServerError {
 
 /// A vhost-user server for one device.
 ///
-/// It serves one front end at a time; others wait until that one has disconnected. The socket's file is accessible only to its
-/// owner from the beginning, and is removed with the server.
+/// It serves one front end at a time; others wait until that one has disconnected. The socket's file is accessible only
+/// to its owner from the beginning, and is removed with the server.
 pub struct Server {
     device: Arc<dyn Device>,
     queues: usize,
@@ -103,9 +103,9 @@ pub struct Stopper(Arc<OwnedFd>);
 impl Stopper {
     /// Makes [`Server::serve`] return, regardless of what a front end does. It cannot be undone.
     ///
-    /// If a front end blocks the server by a descriptor, or by a page of its memory that never arrives, the server waits for
-    /// some seconds. Then `serve` returns [`ServerError::Held`] and abandons the blocked threads with the device: they may
-    /// still call [`Device::process_queue`] and [`Device::reset`] if the front end ever unblocks them.
+    /// If a front end blocks the server by a descriptor, or by a page of its memory that never arrives, the server
+    /// waits for some seconds. Then `serve` returns [`ServerError::Held`] and abandons the blocked threads with the
+    /// device: they may still call [`Device::process_queue`] and [`Device::reset`] if the front end ever unblocks them.
     pub fn stop(&self) {
         // It cannot be full: that takes more writes than are possible.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());

@@ -1,16 +1,17 @@
-//! The state of one front end: what it has set so far, and how its next message is handled. There are no sockets here, so that
-//! tests and fuzzers can send any message.
+//! The state of one front end: what it has set so far, and how its next message is handled. There are no sockets here,
+//! so that tests and fuzzers can send any message.
 //!
 //! Front ends differ (QEMU 10.0, user-mode Linux 6.1):
-//! - user-mode Linux unloads a driver without a reset and without `GET_VRING_BASE`: it disables the rings, or, if it has
-//!   cleared vhost-user's own feature bit, only requests the features again. So `SET_FEATURES` resets the session;
+//! - user-mode Linux unloads a driver without a reset and without `GET_VRING_BASE`: it disables the rings, or, if it
+//!   has cleared vhost-user's own feature bit, only requests the features again. So `SET_FEATURES` resets the session;
 //! - without that bit a ring is enabled as soon as it is started, without a message;
 //! - a memory table may change under running rings (QEMU plugs memory): they continue in the new one;
-//! - QEMU stops all rings (`GET_VRING_BASE`) both when its VM is paused and when its guest resets the device, and negotiates
-//!   the same features in either case when they continue. The difference is where the rings continue: those of the same driver
-//!   where they stopped, those of another one at the beginning ([`Session::is_another_driver`]). Some of QEMU's devices
-//!   (10.0.2: its vhost-user-blk, seen on the wire) also request a reset, others (its vhost-user-base) never do. (The device
-//!   status does not help: QEMU sets it to 0 whenever rings stop. So that protocol feature is not offered.)
+//! - QEMU stops all rings (`GET_VRING_BASE`) both when its VM is paused and when its guest resets the device, and
+//!   negotiates the same features in either case when they continue. The difference is where the rings continue: those
+//!   of the same driver where they stopped, those of another one at the beginning ([`Session::is_another_driver`]).
+//!   Some of QEMU's devices (10.0.2: its vhost-user-blk, seen on the wire) also request a reset, others (its
+//!   vhost-user-base) never do. (The device status does not help: QEMU sets it to 0 whenever rings stop. So that
+//!   protocol feature is not offered.)
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -38,7 +39,8 @@ const PROTOCOL_FEATURES: u64 = 1 << 30;
 const VERSION_1: u64 = 1 << 32;
 
 const REPLY_ACK: u64 = 1 << 3;
-/// Several queues, acknowledgements, requests to the front end, configuration, inflight areas, reset, and regions one by one.
+/// Several queues, acknowledgements, requests to the front end, configuration, inflight areas, reset, and regions one
+/// by one.
 const PROTOCOL: u64 = 1 | REPLY_ACK | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 15;
 
 /// The answer to a message.
@@ -65,7 +67,7 @@ pub(crate) enum Refusal {
     Other(String),
 }
 
-/// What the front end has set for a ring.
+/// The settings of a ring by the front end.
 #[derive(Debug, Default)]
 struct VringSettings {
     size: u16,
@@ -394,8 +396,9 @@ impl Session {
         Ok(())
     }
 
-    /// Whether a ring that is about to start shows that the driver is not the one from before all rings were stopped. (A driver
-    /// whose rings all stopped at the beginning cannot be distinguished from the next one, and has left no state.)
+    /// Whether a ring that is about to start shows that the driver is not the one from before all rings were stopped.
+    /// (A driver whose rings all stopped at the beginning cannot be distinguished from the next one, and has left no
+    /// state.)
     fn is_another_driver(&mut self, index: usize) -> bool {
         let paused = self.paused;
         let Some(settings) = self.rings.get_mut(index) else { return false };

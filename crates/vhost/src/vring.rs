@@ -1,12 +1,12 @@
 //! A ring, as a device sees it.
 //!
-//! A split virtqueue (virtio 1.2, 2.7) over [`virtio_queue`], with what vhost-user adds: it is stopped, set up again and
-//! started while the device uses it. Every call takes the ring's lock only for its duration, so none is held while a device
-//! works. A ring that does not run gives and takes no buffers.
+//! A split virtqueue (virtio 1.2, 2.7) over [`virtio_queue`], with what vhost-user adds: it is stopped, set up again
+//! and started while the device uses it. Every call takes the ring's lock only for its duration, so none is held while
+//! a device works. A ring that does not run gives and takes no buffers.
 //!
-//! **Law: a buffer is with the device from [`Vring::pop`] to [`Vring::add_used`], and given back at most once.** When the ring
-//! is torn down, the device loses the buffers that it still has: if they are the last ones that were taken, they are available
-//! again, and the next setup of the ring continues with them.
+//! **Law: a buffer is with the device from [`Vring::pop`] to [`Vring::add_used`], and given back at most once.** When
+//! the ring is torn down, the device loses the buffers that it still has: if they are the last ones that were taken,
+//! they are available again, and the next setup of the ring continues with them.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -64,15 +64,15 @@ struct State {
     /// It may be processed, if it is set up.
     enabled: bool,
     call: Option<Notifier>,
-    /// The buffers that the device has, in the order in which they were taken: index in the available ring, and head. Buffers
-    /// that the previous server had taken have no index.
+    /// The buffers that the device has, in the order in which they were taken: index in the available ring, and head.
+    /// Buffers that the previous server had taken have no index.
     taken: VecDeque<(Option<u16>, u16)>,
     inflight: Option<InflightRing>,
     resubmission: Option<Resubmission>,
 }
 
-/// Buffers that are processed again, because the server that had taken them was killed: as a separate ring, since the entries
-/// of the driver's ring may have been overwritten.
+/// Buffers that are processed again, because the server that had taken them was killed: as a separate ring, since the
+/// entries of the driver's ring may have been overwritten.
 #[derive(Debug)]
 struct Resubmission {
     queue: Queue,
@@ -82,8 +82,8 @@ struct Resubmission {
 }
 
 impl Vring {
-    /// A ring that runs: `queue` as it was set up, the memory it is in, and the descriptor for calls of the driver (an eventfd
-    /// or a socket).
+    /// A ring that runs: `queue` as it was set up, the memory it is in, and the descriptor for calls of the driver (an
+    /// eventfd or a socket).
     pub fn running(queue: Queue, ram: Arc<Ram>, call: Option<OwnedFd>) -> Self {
         let state = State {
             queue,
@@ -111,8 +111,8 @@ impl Vring {
         Self { state: Mutex::new(state) }
     }
 
-    /// Sets it up again; buffers that were taken out before are forgotten. Returns whether any buffer was given back in it
-    /// before.
+    /// Sets it up again; buffers that were taken out before are forgotten. Returns whether any buffer was given back in
+    /// it before.
     pub(crate) fn set_up(&self, setup: RingSetup, ram: &Arc<Ram>) -> Result<bool, QueueError> {
         let queue = queue_at(&setup, ram)?;
         let used = queue.used_idx(&**ram.memory(), Ordering::Acquire)?.0;
@@ -164,8 +164,8 @@ impl Vring {
         self.lock().enabled = enabled;
     }
 
-    /// Sets the descriptor for calls of the driver. The driver is called at once if the ring is set up: an earlier call may
-    /// have gone to the previous descriptor, which is no longer read, and is not repeated.
+    /// Sets the descriptor for calls of the driver. The driver is called at once if the ring is set up: an earlier call
+    /// may have gone to the previous descriptor, which is no longer read, and is not repeated.
     pub(crate) fn set_call(&self, call: Option<Notifier>) {
         let mut state = self.lock();
         state.call = call;
@@ -176,8 +176,8 @@ impl Vring {
         }
     }
 
-    /// Ends the setup of the ring. Returns the index of the buffer with which the next setup continues; `None` if it was not
-    /// set up.
+    /// Ends the setup of the ring. Returns the index of the buffer with which the next setup continues; `None` if it
+    /// was not set up.
     pub(crate) fn tear_down(&self) -> Option<u16> {
         let mut state = self.lock();
         state.ram.take()?;
@@ -252,8 +252,8 @@ impl Vring {
         Ok(())
     }
 
-    /// Whether the driver wants a call for the buffers that were given back. The caller must act on the result: the next query
-    /// assumes that the driver was called.
+    /// Whether the driver wants a call for the buffers that were given back. The caller must act on the result: the
+    /// next query assumes that the driver was called.
     ///
     /// # Errors
     /// The ring does not run, or is invalid.
@@ -354,8 +354,8 @@ fn queue_at(setup: &RingSetup, ram: &Ram) -> Result<Queue, QueueError> {
     Ok(queue)
 }
 
-/// An available ring with those heads, in a page above the guest's memory that only this process sees; the descriptors are the
-/// driver's.
+/// An available ring with those heads, in a page above the guest's memory that only this process sees; the descriptors
+/// are the driver's.
 fn resubmission(heads: &[u16], addresses: &RingAddresses, size: u16, ram: &Ram) -> Result<Resubmission, QueueError> {
     // Flags, index, the heads, and the event index, which is not read.
     let length = (6 + 2 * usize::from(size)).next_multiple_of(4096);

@@ -1,8 +1,8 @@
 //! The thread that processes queues.
 //!
-//! It waits for kicks (epoll) and has the device process one queue after the other, a bounded amount of work at a time. Laws:
-//! no lock is held while the device works; a ring that does not run is not processed; and a thread that stops a ring can wait
-//! until the device has left it ([`Worker::wait_until_idle`]).
+//! It waits for kicks (epoll) and has the device process one queue after the other, a bounded amount of work at a time.
+//! Laws: no lock is held while the device works; a ring that does not run is not processed; and a thread that stops a
+//! ring can wait until the device has left it ([`Worker::wait_until_idle`]).
 
 use std::io;
 use std::os::fd::OwnedFd;

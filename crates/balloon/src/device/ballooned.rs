@@ -1,9 +1,10 @@
 //! The pages in the balloon, for memory in huge pages of the host.
 //!
-//! A huge page can be given back only when all of it is in the balloon, and the guest puts it there in parts. So there is a bit
-//! for each page, which is valid only if the driver notifies the device before it uses a page again. **Law: where a driver has
-//! not promised that ([`MUST_TELL_HOST`](crate::Features::MUST_TELL_HOST)), no bits are kept**: only the huge pages that lie
-//! completely in one array are given back. No bits are kept of ordinary memory, nor of memory that was removed.
+//! A huge page can be given back only when all of it is in the balloon, and the guest puts it there in parts. So there
+//! is a bit for each page, which is valid only if the driver notifies the device before it uses a page again. **Law:
+//! where a driver has not promised that ([`MUST_TELL_HOST`](crate::Features::MUST_TELL_HOST)), no bits are kept**: only
+//! the huge pages that lie completely in one array are given back. No bits are kept of ordinary memory, nor of memory
+//! that was removed.
 
 use std::ops::Range;
 
@@ -16,8 +17,8 @@ use crate::reclaim::Reclaim;
 pub(super) struct Ballooned(Vec<(Range<u64>, PageBitmap)>);
 
 impl Ballooned {
-    /// Pages were put into the balloon. Returns the ranges to be given back for them: the runs themselves, or the huge pages
-    /// that they complete; ascending and not adjacent, as the runs are.
+    /// Pages were put into the balloon. Returns the ranges to be given back for them: the runs themselves, or the huge
+    /// pages that they complete; ascending and not adjacent, as the runs are.
     pub(super) fn inflate(&mut self, memory: &dyn Reclaim, runs: Vec<Range<u64>>, notifies: bool) -> Vec<Range<u64>> {
         let mut complete: Vec<Range<u64>> = Vec::with_capacity(runs.len());
         for run in runs.into_iter().filter_map(|run| self.complete(memory, run, notifies)) {

@@ -1,11 +1,11 @@
 //! The device.
 //!
 //! **Laws of its locks.**
-//! 1. The configuration has none ([`crate::config`]), nor has the size of the memory ([`Balloon::size`]): a guest's read or
-//!    write of the configuration waits for no other thread.
-//! 2. Work on a queue takes that queue's lock for one call, which may last as long as a discard. Otherwise only calls that end
-//!    the queue's state take it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::driver_resumed`], [`Balloon::memory`]), to
-//!    know that no thread works on it any more; so work must not wait for a guest. Work on deflating takes its own lock and
+//! 1. The configuration has none ([`crate::config`]), nor has the size of the memory ([`Balloon::size`]): a guest's
+//!    read or write of the configuration waits for no other thread.
+//! 2. Work on a queue takes that queue's lock for one call, which may last as long as a discard. Otherwise only calls
+//!    that end the queue's state take it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::driver_resumed`],
+//!    [`Balloon::memory`]), to know that no thread works on it any more; so work must not wait for a guest. Work on deflating takes its own lock and
 //!    then that of inflating, in this order.
 //! 3. Every other lock is held for a few assignments, never two at once, and never during a call of foreign code: a
 //!    [`Transport`], a sink of free pages or a [`Reclaim`] may call the device while it is called, and while it is dropped.
@@ -59,8 +59,8 @@ pub trait Transport: Send + Sync {
         true
     }
 
-    /// Whether the driver's queue has run and does not run now: the VM is paused, the driver was unloaded without notification,
-    /// or the ring is invalid. There is no use in waiting for buffers on it.
+    /// Whether the driver's queue has run and does not run now: the VM is paused, the driver was unloaded without
+    /// notification, or the ring is invalid. There is no use in waiting for buffers on it.
     fn is_idle(&self, _queue: usize) -> bool {
         false
     }
@@ -73,8 +73,8 @@ pub struct Options {
     pub features: Features,
     /// How the driver numbers its queues.
     pub numbering: Numbering,
-    /// Whether reports of free pages are acknowledged without giving the pages back, until [`Balloon::set_reporting`] changes
-    /// that.
+    /// Whether reports of free pages are acknowledged without giving the pages back, until [`Balloon::set_reporting`]
+    /// changes that.
     pub reporting_off: bool,
 }
 
@@ -198,21 +198,22 @@ impl Balloon {
         self.config.read(self.offered, offset, into);
     }
 
-    /// The driver writes its configuration. Takes no lock and never waits. Bytes that it may not write are ignored and counted.
+    /// The driver writes its configuration. Takes no lock and never waits. Bytes that it may not write are ignored and
+    /// counted.
     pub fn write_config(&self, offset: u32, bytes: &[u8]) {
         let written = self.config.write(self.offered, offset, bytes);
         self.counters.refused_config_writes.refuse(written.refused.into(), "it writes to read-only configuration");
         self.changes.fetch_add(written.actual_changed.into(), Ordering::AcqRel);
     }
 
-    /// How often the guest's size ([`Size::actual`]) has changed. Callers poll this: there is no callback, because the guest's
-    /// virtual CPU waits until its write is accepted.
+    /// How often the guest's size ([`Size::actual`]) has changed. Callers poll this: there is no callback, because the
+    /// guest's virtual CPU waits until its write is accepted.
     pub fn actual_changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
 
-    /// Sets the guest's memory, initially or after a change. Pages in the balloon of memory that was removed are forgotten, so
-    /// this waits for the thread that processes the queue for inflating, as [`reset`](Self::reset) does.
+    /// Sets the guest's memory, initially or after a change. Pages in the balloon of memory that was removed are
+    /// forgotten, so this waits for the thread that processes the queue for inflating, as [`reset`](Self::reset) does.
     pub fn memory(&self, memory: Arc<dyn Reclaim>) {
         let ranges = memory.ram().to_vec();
         let ram = ranges.iter().map(|range| range.end - range.start).sum();
@@ -230,9 +231,9 @@ impl Balloon {
         }
     }
 
-    /// Connects the device. There is a driver once it has [accepted](Self::ack_features) features. If these include page poison, no
-    /// reported page is given back and no list is requested until the driver has written the value: a driver that another
-    /// process had before has written it there, and may look like a new one.
+    /// Connects the device. There is a driver once it has [accepted](Self::ack_features) features. If these include
+    /// page poison, no reported page is given back and no list is requested until the driver has written the value: a
+    /// driver that another process had before has written it there, and may look like a new one.
     pub fn attached(&self, transport: Arc<dyn Transport>) {
         self.has_acked.store(false, Ordering::Release);
         self.config.forget_poison();
@@ -240,9 +241,9 @@ impl Balloon {
         drop(before);
     }
 
-    /// The driver of another process continues here, as when a server replaces one that was killed. It knows that server's
-    /// configuration, so it is notified that the configuration has changed: it takes its hinted pages back, and resizes its
-    /// balloon as requested here. The size of its balloon is known after the next change.
+    /// The driver of another process continues here, as when a server replaces one that was killed. It knows that
+    /// server's configuration, so it is notified that the configuration has changed: it takes its hinted pages back,
+    /// and resizes its balloon as requested here. The size of its balloon is known after the next change.
     pub fn driver_resumed(&self) {
         self.config.inherit();
         if let Some(mut state) = self.state(Role::Statistics) {
@@ -251,10 +252,10 @@ impl Balloon {
         self.config_changed();
     }
 
-    /// A queue has stopped, as when the VM is paused: its buffers that are not given back belong to the driver again, which
-    /// offers them again when it continues. The driver's state remains valid, and so does a list of free pages that was
-    /// requested; statistics that are offered again are not reported, but requested once more. No thread may [work](Self::process_queue)
-    /// on that queue meanwhile.
+    /// A queue has stopped, as when the VM is paused: its buffers that are not given back belong to the driver again,
+    /// which offers them again when it continues. The driver's state remains valid, and so does a list of free pages
+    /// that was requested; statistics that are offered again are not reported, but requested once more. No thread may
+    /// [work](Self::process_queue) on that queue meanwhile.
     pub fn stopped(&self, queue: usize) {
         let role = self.numbering.role(self.acked_features(), queue);
         if let Some(mut state) = role.and_then(|role| self.state(role)) {
@@ -263,15 +264,16 @@ impl Balloon {
         }
     }
 
-    /// The driver is gone, or starts again: there is none until it has [`accepted`](Self::ack_features) features, the balloon is
-    /// empty, no buffer of the queues is held, no list of free pages is received, there are no statistics. The accepted
-    /// features remain set until then, and the poison value until the next driver that has accepted that feature writes it,
-    /// which it does before it gives any page.
+    /// The driver is gone, or starts again: there is none until it has [`accepted`](Self::ack_features) features, the
+    /// balloon is empty, no buffer of the queues is held, no list of free pages is received, there are no statistics.
+    /// The accepted features remain set until then, and the poison value until the next driver that has accepted that
+    /// feature writes it, which it does before it gives any page.
     ///
-    /// After it returns, no page or block of the driver is given back or passed on, and its rings are not changed: it waits for
-    /// threads that process a queue, which return after their current call (one discard, for example). So it must not be called
-    /// from within [`work`](Self::process_queue). A guest that reads or writes the configuration meanwhile does not wait. The caller
-    /// must have stopped the rings before: buffers that are taken out of a ring later count as the next driver's.
+    /// After it returns, no page or block of the driver is given back or passed on, and its rings are not changed: it
+    /// waits for threads that process a queue, which return after their current call (one discard, for example). So it
+    /// must not be called from within [`work`](Self::process_queue). A guest that reads or writes the configuration
+    /// meanwhile does not wait. The caller must have stopped the rings before: buffers that are taken out of a ring
+    /// later count as the next driver's.
     pub fn reset(&self) {
         self.has_acked.store(false, Ordering::Release);
         self.epoch.fetch_add(1, Ordering::AcqRel);
@@ -284,8 +286,8 @@ impl Balloon {
         self.changes.fetch_add(had_balloon.into(), Ordering::AcqRel);
     }
 
-    /// Sets the number of bytes that the guest is to have: its driver puts the rest into the balloon. More than its memory
-    /// means all of it.
+    /// Sets the number of bytes that the guest is to have: its driver puts the rest into the balloon. More than its
+    /// memory means all of it.
     ///
     /// # Errors
     /// Less than one page: no guest runs without memory.
@@ -329,8 +331,8 @@ impl Balloon {
         connected && self.has_acked.load(Ordering::Acquire)
     }
 
-    /// Whether its driver, if there is one, has read the target and the command for free pages since their last change. Before
-    /// the device is removed, wait for that: a driver that has not read DONE keeps the pages that it hinted.
+    /// Whether its driver, if there is one, has read the target and the command for free pages since their last change.
+    /// Before the device is removed, wait for that: a driver that has not read DONE keeps the pages that it hinted.
     pub fn is_told(&self) -> bool {
         self.config.is_known() || !self.has_driver()
     }
@@ -343,8 +345,9 @@ impl Balloon {
     /// Works on a queue for a bounded time.
     ///
     /// # Errors
-    /// The ring cannot be processed. A list of free pages that was received over it has ended, and the guest is notified that
-    /// it may use its pages again; unless the ring has only [stopped](Ring::is_stopped): then the list continues with it.
+    /// The ring cannot be processed. A list of free pages that was received over it has ended, and the guest is
+    /// notified that it may use its pages again; unless the ring has only [stopped](Ring::is_stopped): then the list
+    /// continues with it.
     pub fn process_queue<R: Ring>(&self, queue: usize, ring: &R) -> Result<More, R::Error> {
         let Some(role) = self.numbering.role(self.acked_features(), queue) else { return Ok(More::No) };
         let Some(mut state) = self.state(role) else { return Ok(More::No) };

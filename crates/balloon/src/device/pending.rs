@@ -74,8 +74,8 @@ impl Balloon {
         self.leave(state, ring, more)
     }
 
-    /// Continues with the rest of a buffer, and gives the buffer back when it is done. `false`: it is not done, or the device
-    /// was reset.
+    /// Continues with the rest of a buffer, and gives the buffer back when it is done. `false`: it is not done, or the
+    /// device was reset.
     pub(super) fn go_on<R: Ring>(&self, state: &mut Queue, left: &mut usize, ring: &R) -> Result<bool, R::Error> {
         let epoch = state.epoch;
         let Some(pending) = &mut state.pending else { return Ok(!self.is_reset(epoch)) };

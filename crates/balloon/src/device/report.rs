@@ -1,7 +1,7 @@
 //! The queue of free page reporting.
 //!
-//! **Law: a block is given back before its buffer is acknowledged, and never after:** with the acknowledgement the guest may use
-//! it again.
+//! **Law: a block is given back before its buffer is acknowledged, and never after:** with the acknowledgement the
+//! guest may use it again.
 
 use std::sync::atomic::Ordering;
 
@@ -10,8 +10,8 @@ use crate::numbers;
 use crate::ring::Ring;
 
 impl Balloon {
-    /// Whether blocks that the guest reports are given back. If not, reports are only acknowledged; the guest cannot be asked
-    /// to stop reporting.
+    /// Whether blocks that the guest reports are given back. If not, reports are only acknowledged; the guest cannot be
+    /// asked to stop reporting.
     pub fn set_reporting(&self, on: bool) {
         self.reporting.store(on, Ordering::Release);
     }

@@ -1,9 +1,9 @@
 //! The queue for statistics: the driver gives one buffer, and fills it again whenever the device gives it back.
 //!
-//! A buffer has no time of its filling. The device takes it as new when it arrives, which is wrong for one that arrives after a
-//! stop of the queue, or from a driver that another process had: that one may be as old as the VM's pause was long. So **law:
-//! the first buffer after either is given back unread.** A request for statistics meanwhile is answered by the buffer that
-//! replaces it.
+//! A buffer has no time of its filling. The device takes it as new when it arrives, which is wrong for one that arrives
+//! after a stop of the queue, or from a driver that another process had: that one may be as old as the VM's pause was
+//! long. So **law: the first buffer after either is given back unread.** A request for statistics meanwhile is answered
+//! by the buffer that replaces it.
 
 use std::ops::Deref;
 use std::sync::atomic::Ordering;

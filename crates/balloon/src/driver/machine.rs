@@ -20,8 +20,8 @@ pub trait RemoteDevice: Send + Sync + std::fmt::Debug {
     /// The features that it offers.
     fn features(&self) -> Features;
 
-    /// Resets the device and accepts these features. From now on `notifier` is notified of interrupts and changes of the
-    /// configuration.
+    /// Resets the device and accepts these features. From now on `notifier` is notified of interrupts and changes of
+    /// the configuration.
     fn begin(&self, features: Features, notifier: DriverNotifier);
 
     /// Reads a field of its configuration.
@@ -137,7 +137,8 @@ impl Transport for Bus {
 }
 
 impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
-    /// A machine with this device, whose rings lie in `memory` from guest-physical `rings_at` on ([`RINGS`](super::RINGS) bytes).
+    /// A machine with this device, whose rings lie in `memory` from guest-physical `rings_at` on
+    /// ([`RINGS`](super::RINGS) bytes).
     pub fn new(balloon: Arc<Balloon>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
         Arc::new(Self {
             device: Device::Local(balloon),
@@ -187,8 +188,8 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         }
     }
 
-    /// Holds a queue of a local device, or stops holding it: a held queue is not processed, as if the device were behind, and
-    /// threads that wait for it continue to wait.
+    /// Holds a queue of a local device, or stops holding it: a held queue is not processed, as if the device were
+    /// behind, and threads that wait for it continue to wait.
     pub fn hold(&self, queue: usize, held: bool) {
         let mut state = self.bus.lock();
         if held {

@@ -1,13 +1,15 @@
 //! A model of Linux's balloon driver, for tests and demonstrations (feature `driver`).
 //!
-//! It acts on the device as the real driver does, over real rings: arrays of 256 page numbers, one buffer for statistics, free
-//! blocks that it holds until the device sends DONE and that its shrinker takes back *without notifying the device*, reports of
-//! up to 32 blocks. It sends lists without waiting: ids and blocks go onto the ring as long as there is room, and the id of
-//! each list overwrites that of the previous one. [`Pages`] provides the guest's free pages.
+//! It acts on the device as the real driver does, over real rings: arrays of 256 page numbers, one buffer for
+//! statistics, free blocks that it holds until the device sends DONE and that its shrinker takes back *without
+//! notifying the device*, reports of up to 32 blocks. It sends lists without waiting: ids and blocks go onto the ring
+//! as long as there is room, and the id of each list overwrites that of the previous one. [`Pages`] provides the
+//! guest's free pages.
 //!
-//! A [`Machine`] connects driver and device, as a bus does in a VMM; its device may be behind a vhost-user server (`FrontEnd`,
-//! which also needs the feature `vhost-user`). Its queues are processed either by a separate thread ([`Machine::worker`]), or
-//! by the driver when it waits ([`Machine::work_if_no_worker`]), so that a test controls every step.
+//! A [`Machine`] connects driver and device, as a bus does in a VMM; its device may be behind a vhost-user server
+//! (`FrontEnd`, which also needs the feature `vhost-user`). Its queues are processed either by a separate thread
+//! ([`Machine::worker`]), or by the driver when it waits ([`Machine::work_if_no_worker`]), so that a test controls
+//! every step.
 //!
 //! ```
 //! use std::sync::{Arc, Mutex};
@@ -74,8 +76,8 @@ const POISON: u32 = 12;
 const STOP: u32 = 0;
 const DONE: u32 = 1;
 
-/// The address of the id that begins a list: one field for all lists, so a device that is behind finds the id of the last list
-/// in the buffers of all. And the address of the id that ends them.
+/// The address of the id that begins a list: one field for all lists, so a device that is behind finds the id of the
+/// last list in the buffers of all. And the address of the id that ends them.
 const ID: u64 = 0;
 const END: u64 = 8;
 
@@ -105,7 +107,8 @@ pub struct Shrinker {
 }
 
 impl Shrinker {
-    /// Takes back up to `blocks` of them, the last ones first, without notifying the device: the guest may write them at once.
+    /// Takes back up to `blocks` of them, the last ones first, without notifying the device: the guest may write them
+    /// at once.
     pub fn take_back(&self, blocks: usize) -> Vec<Range<u64>> {
         let mut held = self.lock();
         let rest = held.len().saturating_sub(blocks);
@@ -200,8 +203,8 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         self.machine.wait(self.seen, time);
     }
 
-    /// Reports free pages, and keeps them allocated until the device has acknowledged the report: up to 32 blocks of `length`
-    /// bytes. Returns the number of blocks.
+    /// Reports free pages, and keeps them allocated until the device has acknowledged the report: up to 32 blocks of
+    /// `length` bytes. Returns the number of blocks.
     ///
     /// # Errors
     /// As [`poll`](Self::poll).

@@ -7,7 +7,8 @@ use limosa_page::PAGE_SIZE;
 
 /// The guest's free pages.
 pub trait Pages: Send {
-    /// Takes `length` bytes of them, a power of two, aligned to it: their guest-physical address. `None`: there is no such block.
+    /// Takes `length` bytes of them, a power of two, aligned to it: their guest-physical address. `None`: there is no
+    /// such block.
     fn allocate(&mut self, length: u64) -> Option<u64>;
 
     /// Gives them back, in pieces of any size.

@@ -136,7 +136,8 @@ fn a_list_that_is_stopped_half_way_has_no_further_blocks_and_the_next_one_is_com
     assert_eq!(received.joined(), [USED..RAM]);
 }
 
-/// As Linux does, which has one field for the ids of all lists; a device that is behind must not take one list for another.
+/// As Linux does, which has one field for the ids of all lists; a device that is behind must not take one list for
+/// another.
 #[test]
 fn a_driver_sends_a_list_without_waiting() {
     const LISTS: usize = 3;

@@ -1,4 +1,5 @@
-//! Properties of any sequence of actions of guest and host: with the model of the driver, and with rings of arbitrary contents.
+//! Properties of any sequence of actions of guest and host: with the model of the driver, and with rings of arbitrary
+//! contents.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -68,8 +69,8 @@ struct Block {
 
 type Owned = Arc<Mutex<Vec<Block>>>;
 
-/// Receives the list with this number, and checks that no page in it was already used by a program when the list was requested.
-/// (Pages that the guest has used since do not matter: hints are only hints.)
+/// Receives the list with this number, and checks that no page in it was already used by a program when the list was
+/// requested. (Pages that the guest has used since do not matter: hints are only hints.)
 struct Sink(Owned, u32);
 
 impl FreePageSink for Sink {

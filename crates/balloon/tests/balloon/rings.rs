@@ -178,8 +178,8 @@ fn a_queue_that_stops_during_a_buffer_gives_no_more_of_its_pages_back() {
     assert_eq!(last, [7; 4096]);
 }
 
-/// QEMU passes the accepted features to a back end when the driver is ready, but the driver's writes to the configuration at
-/// once.
+/// QEMU passes the accepted features to a back end when the driver is ready, but the driver's writes to the
+/// configuration at once.
 #[test]
 fn the_poison_value_may_be_written_before_the_feature_is_accepted() {
     let bare = Bare::new();
@@ -345,8 +345,8 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
     assert_eq!(*second.0.lock().unwrap(), [12 * MIB]);
 }
 
-/// A list that is requested when the last buffer was taken, and the device has not returned yet: the driver's buffers added in
-/// between belong to the previous list, and Linux's buffers read as the new id once that is shown.
+/// A list that is requested when the last buffer was taken, and the device has not returned yet: the driver's buffers
+/// added in between belong to the previous list, and Linux's buffers read as the new id once that is shown.
 #[test]
 fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call() {
     let bare = &Bare::new();

@@ -15,8 +15,9 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// MiB of a guest that reports free pages and needs much memory at any time. Linux takes up to 32 blocks of 4 MiB off its free
-/// lists and waits until the device has given them back; a guest that has little more than that kills a process if the host is slow.
+/// MiB of a guest that reports free pages and needs much memory at any time. Linux takes up to 32 blocks of 4 MiB off
+/// its free lists and waits until the device has given them back; a guest that has little more than that kills a
+/// process if the host is slow.
 pub(crate) const REPORTING_MEMORY: u64 = 512;
 
 /// The size of the driver's blocks: the largest ones of Linux's allocator on x86-64 until 6.3.
@@ -113,7 +114,8 @@ impl Guest {
         blocks.sum::<u64>() * BLOCK
     }
 
-    /// Waits until the guest has reported its largest free blocks, and the host has them back. What is free in smaller pieces stays.
+    /// Waits until the guest has reported its largest free blocks, and the host has them back. What is free in smaller
+    /// pieces stays.
     pub(crate) fn wait_until_free_blocks_are_given_back(&self) {
         let ram = self.balloon.size().ram;
         until("the largest blocks are given back", || self.resident() + self.in_largest_blocks() <= ram + 2 * BLOCK);

@@ -1,7 +1,8 @@
-//! From where on a clone pays: writes of 4 KiB into clusters of all sizes, what is kept of each copied by one, cloned by the other.
+//! From where on a clone pays: writes of 4 KiB into clusters of all sizes, what is kept of each copied by one, cloned
+//! by the other.
 //!
-//! Law: the clock ends when all is durable. So what a copy leaves in the page cache for later, or a clone in the filesystem's
-//! log, is part of its own time.
+//! Law: the clock ends when all is durable. So what a copy leaves in the page cache for later, or a clone in the
+//! filesystem's log, is part of its own time.
 
 use std::fs::File;
 use std::path::Path;

@@ -1,8 +1,9 @@
 //! Copy-on-write in qcow2 images: merged, in parts (the module `split`), and by stock QEMU.
 //!
-//! Law: the contestants of a case put the same load on images made the same way, direct and through `io_uring`, and the clock of each
-//! begins with its first request and ends with its last one; what closing the image costs is reported separately as `close_ms`. Operations
-//! and bytes are those that the files were asked for. What is cloned is compared apart, in the module `clones`.
+//! Law: the contestants of a case put the same load on images made the same way, direct and through `io_uring`, and the
+//! clock of each begins with its first request and ends with its last one; what closing the image costs is reported
+//! separately as `close_ms`. Operations and bytes are those that the files were asked for. What is cloned is compared
+//! apart, in the module `clones`.
 //!
 //! The hard disk is a stand-in that takes 8 ms for each operation: what counts there is how many there are.
 

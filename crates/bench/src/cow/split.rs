@@ -1,10 +1,11 @@
 //! Copy-on-write in parts: the plain twin of the merged one.
 //!
-//! Law: a first write to a part of a cluster is five operations, one after the other: the guest's bytes are written, what is before them in
-//! the cluster is read from the backing image and written, and then what is behind them. Everything else is the image's own work and the
-//! same for both twins: allocation, tables, flushes, the files and how they are read and written. For that the image is opened without
-//! its backing image, so that to it a new cluster, on space that proves zeros, is one write of the guest's bytes; what lies below is read
-//! here. A second request to a cluster waits for the first one.
+//! Law: a first write to a part of a cluster is five operations, one after the other: the guest's bytes are written,
+//! what is before them in the cluster is read from the backing image and written, and then what is behind them.
+//! Everything else is the image's own work and the same for both twins: allocation, tables, flushes, the files and how
+//! they are read and written. For that the image is opened without its backing image, so that to it a new cluster, on
+//! space that proves zeros, is one write of the guest's bytes; what lies below is read here. A second request to a
+//! cluster waits for the first one.
 //!
 //! It takes what the loads ask for: writes and flushes, of an image that begins empty.
 
@@ -23,7 +24,8 @@ pub(super) struct Split {
     image: Arc<Qcow2>,
     /// What is seen where the image has nothing.
     backing: Option<Arc<dyn Disk>>,
-    /// The clusters, or subclusters, that were written, by their numbers: whether they are filled. Held while they are being filled.
+    /// The clusters, or subclusters, that were written, by their numbers: whether they are filled. Held while they are
+    /// being filled.
     units: Mutex<HashMap<u64, Arc<Turn<bool>>>>,
 }
 

@@ -1,8 +1,8 @@
-//! Whole migrations of a guest that is idle: as it has started, and when seven eighths of its memory were used once and given back
-//! to its kernel. With the list of its free pages and without; looked at for zero pages in both.
+//! Whole migrations of a guest that is idle: as it has started, and when seven eighths of its memory were used once and
+//! given back to its kernel. With the list of its free pages and without; looked at for zero pages in both.
 //!
-//! The guest is asked while it runs, and the list is waited for, which is a part of the time. Nothing tells what user-mode
-//! Linux writes meanwhile, so what arrives is measured and not run.
+//! The guest is asked while it runs, and the list is waited for, which is a part of the time. Nothing tells what
+//! user-mode Linux writes meanwhile, so what arrives is measured and not run.
 
 use std::cell::RefCell;
 

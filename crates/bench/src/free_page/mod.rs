@@ -1,8 +1,9 @@
 //! Asking a guest for its free pages, compared with taking its memory by inflating a balloon.
 //!
-//! Two guests. One is real: Linux in user-mode Linux, with its own driver, its memory idle, or resident and free (`--size`, 8 GiB).
-//! The other is a model of that driver, which can do what Linux's cannot: send arrays of 16,384 page numbers. Law: what is
-//! compared begins with as much resident memory, and ends when the host has it back, or the list is complete.
+//! Two guests. One is real: Linux in user-mode Linux, with its own driver, its memory idle, or resident and free
+//! (`--size`, 8 GiB). The other is a model of that driver, which can do what Linux's cannot: send arrays of 16,384 page
+//! numbers. Law: what is compared begins with as much resident memory, and ends when the host has it back, or the list
+//! is complete.
 
 mod discards;
 mod migrations;

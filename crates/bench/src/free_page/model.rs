@@ -1,5 +1,6 @@
-//! The model of Linux's driver, behind a vhost-user front end of our own: arrays of 256 page numbers as Linux sends them, and what
-//! its driver cannot do: arrays of 16,384, pieces of 2 MiB, and, past the queues, one bitmap of all pages.
+//! The model of Linux's driver, behind a vhost-user front end of our own: arrays of 256 page numbers as Linux sends
+//! them, and what its driver cannot do: arrays of 16,384, pieces of 2 MiB, and, past the queues, one bitmap of all
+//! pages.
 
 use std::io::{Read as _, Write as _};
 use std::ops::Range;
@@ -147,7 +148,8 @@ fn split(measured: Measured, allocating: Duration, translating: Duration, discar
         .with("translating_ms", millis(translating))
 }
 
-/// The guest takes all the pages that it is asked for, and tells the host in one message, which virtio-balloon has none for.
+/// The guest takes all the pages that it is asked for, and tells the host in one message, which virtio-balloon has none
+/// for.
 fn by_bitmap(ram: &Arc<GuestMemory>, free: Range<u64>, discards: &Arc<Discards>) -> Result<Measured> {
     let (mut guest, mut host) = UnixStream::pair()?;
     let timed = Timed { ram: GuestRam::new(ram.clone(), Strategy::Auto), discards: discards.clone() };

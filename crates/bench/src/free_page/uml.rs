@@ -1,4 +1,5 @@
-//! The real guest: user-mode Linux, which `limosa-guest` of limosa-testkit runs, and whose lines come and go through pipes.
+//! The real guest: user-mode Linux, which `limosa-guest` of limosa-testkit runs, and whose lines come and go through
+//! pipes.
 
 use std::cell::RefCell;
 use std::fs::File;

@@ -1,8 +1,9 @@
 //! The eager cells: a saved VM sent to a QEMU by limosa, compared with the same VM sent there by another QEMU.
 //!
-//! Law: both senders do the same. The pages are the same, and so are destination, unix socket and number of channels; nothing
-//! is compressed, limited, or looked at for zeros on the channels. The VM is paused, so that all is sent once. What the
-//! sender costs is a separate process either way, and counted by itself: it is what a host with guests on it has to spare.
+//! Law: both senders do the same. The pages are the same, and so are destination, unix socket and number of channels;
+//! nothing is compressed, limited, or looked at for zeros on the channels. The VM is paused, so that all is sent once.
+//! What the sender costs is a separate process either way, and counted by itself: it is what a host with guests on it
+//! has to spare.
 
 use std::time::SystemTime;
 

@@ -1,10 +1,10 @@
-//! A VM out of a file: limosa's lazy restore, compared with stock QEMU's own load of the same file and its postcopy of the same VM;
-//! and its eager restore on one or several channels, compared with a QEMU that sends the same VM.
+//! A VM out of a file: limosa's lazy restore, compared with stock QEMU's own load of the same file and its postcopy of
+//! the same VM; and its eager restore on one or several channels, compared with a QEMU that sends the same VM.
 //!
-//! Every run takes a fresh destination. The clock begins right before limosa's exec, or before the first command to QEMU,
-//! and three times are taken: when the guest runs (QEMU's own time of its `RESUME` event), when its first beat has come
-//! over the serial port, and when all memory is there (its `MIGRATION` event). The file lies in the page cache. A postcopy
-//! from QEMU to QEMU needs no file at all: it is the fastest that this QEMU can receive.
+//! Every run takes a fresh destination. The clock begins right before limosa's exec, or before the first command to
+//! QEMU, and three times are taken: when the guest runs (QEMU's own time of its `RESUME` event), when its first beat
+//! has come over the serial port, and when all memory is there (its `MIGRATION` event). The file lies in the page
+//! cache. A postcopy from QEMU to QEMU needs no file at all: it is the fastest that this QEMU can receive.
 
 mod eager;
 mod runs;
@@ -159,8 +159,8 @@ fn part(case: &str, part: &str) -> String {
     format!("{case}: {part}")
 }
 
-/// Makes of every series one for each of the three times. CPU seconds and counters are the whole run's and stay with the
-/// last.
+/// Makes of every series one for each of the three times. CPU seconds and counters are the whole run's and stay with
+/// the last.
 fn in_parts(all: Vec<Series>) -> Vec<Series> {
     let mut parts = Vec::new();
     for (name, counter) in [(GUEST_RUNS, Some(TO_GUEST)), (FIRST_BEAT, Some(TO_BEAT)), (ALL_MEMORY, None)] {

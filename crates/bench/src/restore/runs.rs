@@ -46,8 +46,8 @@ struct Times {
 }
 
 impl Times {
-    /// Follows a destination from the guest's start to the last page. A destination that loads all memory first says both
-    /// at about the same time, and not always in this order.
+    /// Follows a destination from the guest's start to the last page. A destination that loads all memory first says
+    /// both at about the same time, and not always in this order.
     fn follow(begin: SystemTime, vm: &Vm, serial: &mut UnixStream, lazy: bool) -> Result<Self> {
         let guest = vm.wait_resumed()?;
         wait_beat(serial)?;

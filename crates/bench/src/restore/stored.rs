@@ -65,8 +65,8 @@ impl Stored {
         Ok((Self { memory, content: pages * 4096, path, _folder: folder }, vm))
     }
 
-    /// Brings the file into the page cache, whatever the kernel has thrown out of it meanwhile. Holes are left alone: to
-    /// read them would fill the cache with nothing.
+    /// Brings the file into the page cache, whatever the kernel has thrown out of it meanwhile. Holes are left alone:
+    /// to read them would fill the cache with nothing.
     pub(super) fn warm(&self) -> Result<()> {
         let file = File::open(&self.path).with_context(|| self.path.display().to_string())?;
         let nowhere = File::options().write(true).open("/dev/null").context("/dev/null")?;

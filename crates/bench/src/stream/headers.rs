@@ -1,5 +1,5 @@
-//! How many pages go behind one header: each behind its own, as records on the main channel; or up to 128 in a packet on a channel
-//! beside it.
+//! How many pages go behind one header: each behind its own, as records on the main channel; or up to 128 in a packet
+//! on a channel beside it.
 
 use limosa_channel::ZeroCopy;
 

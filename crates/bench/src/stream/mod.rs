@@ -1,11 +1,11 @@
 //! A VM's memory from one process to another: limosa to limosa, compared with stock QEMU to stock QEMU.
 //!
-//! Law: both do the same. The source's memory is the very same file in memory, full of random bytes and mapped by both; the
-//! destination's is private anonymous memory of a fresh process. Multifd with the same number of channels over the same
-//! transport, nothing compressed or limited, pages looked at for zeros as QEMU does by default; the guest is paused, so
-//! that all is sent once. The clock begins with the first command to either side and ends when the destination has all and
-//! the source has been told so. limosa sends as it does between two processes of one machine if nothing is said, which is by
-//! splice; beside it, it copies, as QEMU does.
+//! Law: both do the same. The source's memory is the very same file in memory, full of random bytes and mapped by both;
+//! the destination's is private anonymous memory of a fresh process. Multifd with the same number of channels over the
+//! same transport, nothing compressed or limited, pages looked at for zeros as QEMU does by default; the guest is
+//! paused, so that all is sent once. The clock begins with the first command to either side and ends when the
+//! destination has all and the source has been told so. limosa sends as it does between two processes of one machine if
+//! nothing is said, which is by splice; beside it, it copies, as QEMU does.
 
 mod ends;
 mod headers;

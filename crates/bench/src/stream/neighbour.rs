@@ -1,9 +1,10 @@
 //! A neighbour that lives in a core's cache: how much slower its memory gets when memory is sent on the same core.
 //!
-//! Law: the neighbour's own CPU time is the clock, so what it waits for the core does not count, and what it misses in the cache
-//! does. It follows a chain through half as much memory as the core's second-level cache holds, each line of it once a turn,
-//! in no order that a prefetcher would guess: alone it finds all of it there. The sender is limited to 1 Gbit/s, and so both are
-//! there all the time. Spliced pages leave on a multifd channel, in packets, and are not copied at this end.
+//! Law: the neighbour's own CPU time is the clock, so what it waits for the core does not count, and what it misses in
+//! the cache does. It follows a chain through half as much memory as the core's second-level cache holds, each line of
+//! it once a turn, in no order that a prefetcher would guess: alone it finds all of it there. The sender is limited to
+//! 1 Gbit/s, and so both are there all the time. Spliced pages leave on a multifd channel, in packets, and are not
+//! copied at this end.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -55,7 +56,8 @@ pub(super) fn wanted(options: &Options, memory: u64) -> bool {
     variants.iter().map(String::as_str).chain([ALONE]).any(|variant| options.wants(&case(memory), variant))
 }
 
-/// Those that are wanted. The neighbour and the sender are on the first core; where there is only one, so are all other processes.
+/// Those that are wanted. The neighbour and the sender are on the first core; where there is only one, so are all other
+/// processes.
 pub(super) fn contestants<'s>(
     options: &'s Options,
     stage: &'s Stage<'_>,

@@ -1,7 +1,8 @@
-//! The floor: the same memory moved by plain write and read calls, over as many connections, and nothing looked at, noted or
-//! announced.
+//! The floor: the same memory moved by plain write and read calls, over as many connections, and nothing looked at,
+//! noted or announced.
 //!
-//! Both halves of the memory go at once, a thread and a connection each at either end. The calls are as long as limosa's own.
+//! Both halves of the memory go at once, a thread and a connection each at either end. The calls are as long as
+//! limosa's own.
 
 use std::fs::File;
 use std::os::fd::AsFd;

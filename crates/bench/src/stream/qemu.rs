@@ -1,5 +1,5 @@
-//! The other side: a VM that one stock QEMU sends to another, on the machine's own network, or in one of its own that prefers Reno,
-//! which is what limosa's channels take between two processes of one machine.
+//! The other side: a VM that one stock QEMU sends to another, on the machine's own network, or in one of its own that
+//! prefers Reno, which is what limosa's channels take between two processes of one machine.
 
 use std::net::TcpListener;
 use std::time::SystemTime;
@@ -26,8 +26,8 @@ pub(super) struct Sender<'a> {
     pub(super) channels: u8,
 }
 
-/// Sends the VM once, to a fresh destination. QEMU is left at its defaults but for the bandwidth, which is not limited, and
-/// the number of channels.
+/// Sends the VM once, to a fresh destination. QEMU is left at its defaults but for the bandwidth, which is not limited,
+/// and the number of channels.
 pub(super) fn run(options: &Options, sender: Sender<'_>, frame: &Frame) -> Result<Measured> {
     let source = sender.vm;
     let fresh = Ram::Own { content: None };

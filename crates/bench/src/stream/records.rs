@@ -1,8 +1,8 @@
-//! Page records on the main channel: copied through a buffer of 16 KiB, or gathered, hundreds of pages a call. What vectors save,
-//! and where.
+//! Page records on the main channel: copied through a buffer of 16 KiB, or gathered, hundreds of pages a call. What
+//! vectors save, and where.
 //!
-//! Law: both write the same bytes, out of the same memory, and look at the same pages for zeros. What differs is how a record
-//! gets from where it lives into the kernel.
+//! Law: both write the same bytes, out of the same memory, and look at the same pages for zeros. What differs is how a
+//! record gets from where it lives into the kernel.
 
 use std::num::NonZeroU64;
 
@@ -55,8 +55,8 @@ impl Cell {
         format!("records, {}{half}, {}, over {}{limit}", words(memory), caches.name(), link.name())
     }
 
-    /// The cells of such memory. What is larger than all caches cannot be hot, and tells nothing new at 1 Gbit/s or where it
-    /// is half zero.
+    /// The cells of such memory. What is larger than all caches cannot be hot, and tells nothing new at 1 Gbit/s or
+    /// where it is half zero.
     pub(super) fn of(memory: u64, contents: Contents, large: bool) -> Vec<Self> {
         let cell = |link, caches, limited| Self { memory, contents, caches, link, limited };
         let over_all = |caches, limited| Link::ALL.map(|link| cell(link, caches, limited));

@@ -1,5 +1,5 @@
-//! Memory that is sent over and over, and the processes that send it: one on this machine's own network, one at the end of a
-//! cable.
+//! Memory that is sent over and over, and the processes that send it: one on this machine's own network, one at the end
+//! of a cable.
 
 use std::cell::RefCell;
 use std::fs::File;

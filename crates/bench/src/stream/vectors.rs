@@ -41,8 +41,8 @@ impl Group {
 
 /// The cells, and what lies between the ends of some of them.
 pub(super) struct Vectors {
-    /// Each interleaved separately, since the memory of all at once would be too much. The first one's is that of headers and the
-    /// neighbour, too.
+    /// Each interleaved separately, since the memory of all at once would be too much. The first one's is that of
+    /// headers and the neighbour, too.
     groups: Vec<Group>,
     /// Or why there is none.
     cable: Result<Cable, String>,

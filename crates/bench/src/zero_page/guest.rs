@@ -1,7 +1,8 @@
 //! Guests whose zero pages make a difference, or none.
 //!
-//! Law: what a guest writes depends on nothing but the round, so every migration of it moves the same. It writes at the end of a
-//! round, right before its dirty log is read: the time that takes is the guest's, and is taken out of the migration's.
+//! Law: what a guest writes depends on nothing but the round, so every migration of it moves the same. It writes at the
+//! end of a round, right before its dirty log is read: the time that takes is the guest's, and is taken out of the
+//! migration's.
 
 use std::io;
 use std::sync::Arc;
@@ -28,8 +29,8 @@ const HEAVY: u64 = 32;
 pub(crate) enum Guest {
     /// Most of its memory was touched once and is zero; it is paused.
     ZeroHeavy,
-    /// All of its memory has contents. At the end of each of three rounds it frees a quarter of it, and zeroes what it frees, as
-    /// Windows does; and it writes contents into an eighth of that.
+    /// All of its memory has contents. At the end of each of three rounds it frees a quarter of it, and zeroes what it
+    /// frees, as Windows does; and it writes contents into an eighth of that.
     Zeroing,
     /// The same, but that what it frees is written anew at once: nothing ever becomes zero.
     Writing,

@@ -1,7 +1,7 @@
 //! What was never populated: asked for first, and read like everything else.
 //!
-//! The guest's memory is shared, in a memfd, as a VMM has it whose devices run in other processes. Reading a hole of it makes the
-//! kernel fill the hole.
+//! The guest's memory is shared, in a memfd, as a VMM has it whose devices run in other processes. Reading a hole of it
+//! makes the kernel fill the hole.
 
 use std::os::fd::AsFd;
 

@@ -1,14 +1,14 @@
-//! What zero detection is measured against: reading memory at the width of its vectors and doing nothing with it, and the loop
-//! that the compiler makes.
+//! What zero detection is measured against: reading memory at the width of its vectors and doing nothing with it, and
+//! the loop that the compiler makes.
 //!
-//! A read is a load of every byte, joined into sums of bits that might be used, so that the compiler can leave no load out; no
-//! branch depends on it. What is read belongs to the bench alone, so nothing has to be volatile.
+//! A read is a load of every byte, joined into sums of bits that might be used, so that the compiler can leave no load
+//! out; no branch depends on it. What is read belongs to the bench alone, so nothing has to be volatile.
 #![allow(unsafe_code, reason = "uses vector instructions")]
 
 use limosa_page::ZeroMethod;
 
-/// Reads all of `memory`, as far as it has whole steps, with the vectors of `method`; whether there is such a read and this
-/// processor has it.
+/// Reads all of `memory`, as far as it has whole steps, with the vectors of `method`; whether there is such a read and
+/// this processor has it.
 pub(super) fn read(method: ZeroMethod, memory: &[u8]) -> bool {
     #[cfg(target_arch = "x86_64")]
     if method.is_available() {
@@ -40,7 +40,8 @@ mod x86 {
     };
     use std::hint::black_box;
 
-    /// Vectors that are read between two branches, and the sums that they go to in turn: enough for no load to wait for another.
+    /// Vectors that are read between two branches, and the sums that they go to in turn: enough for no load to wait for
+    /// another.
     const STEP: usize = 16;
     const SUMS: usize = 4;
 

@@ -1,5 +1,5 @@
-//! Whole migrations of guests with zero pages, from one process to another: looked at in every round, in the first one, never, and in
-//! every round with the plain loop.
+//! Whole migrations of guests with zero pages, from one process to another: looked at in every round, in the first one,
+//! never, and in every round with the plain loop.
 
 use anyhow::Result;
 

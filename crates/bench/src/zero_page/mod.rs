@@ -1,8 +1,8 @@
 //! What it costs to find out which pages are zero, and what it saves.
 //!
-//! Law: everything is compared with its plain twin in one run: zero detection with a read of the same memory at the same
-//! vector width, the compiler's own loop and a loop of 16 bytes at a time; a migration with one that looks at pages with that
-//! loop, and one that does not look.
+//! Law: everything is compared with its plain twin in one run: zero detection with a read of the same memory at the
+//! same vector width, the compiler's own loop and a loop of 16 bytes at a time; a migration with one that looks at
+//! pages with that loop, and one that does not look.
 
 mod contents;
 mod guest;

@@ -1,11 +1,11 @@
 //! Pages in memory and in cache, looked at in every way there is.
 //!
 //! Law: the scans of one case look at the same pages, equally often, and each counts the zero pages, which is checked.
-//! *Cold* is memory of more than four times the last-level cache, gone through once from front to back, so that of what is read
-//! nothing is left from the time before. *Hot* is half of a core's second-level cache, over and over.
+//! *Cold* is memory of more than four times the last-level cache, gone through once from front to back, so that of what
+//! is read nothing is left from the time before. *Hot* is half of a core's second-level cache, over and over.
 //!
-//! A scan is one thread that never waits, so what it takes is its CPU time: on a machine that others use, its wall time is partly
-//! theirs. All figures are of CPU time.
+//! A scan is one thread that never waits, so what it takes is its CPU time: on a machine that others use, its wall time
+//! is partly theirs. All figures are of CPU time.
 
 use std::hint::black_box;
 

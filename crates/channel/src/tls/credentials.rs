@@ -97,8 +97,8 @@ impl Tls {
         Ok(Self::of(role, folder))
     }
 
-    /// The end that is connected to: QEMU's `endpoint=server`. With `verify_peer`, QEMU's default, a client has to show a
-    /// certificate.
+    /// The end that is connected to: QEMU's `endpoint=server`. With `verify_peer`, QEMU's default, a client has to show
+    /// a certificate.
     ///
     /// # Errors
     /// As for [`client`](Self::client); `server-cert.pem` and `server-key.pem` have to be there.
@@ -148,7 +148,8 @@ impl Tls {
         Self { kernel, ..self }
     }
 
-    /// The same, with keys that are renewed after so many records of up to 16 KiB, if that is earlier than their cipher needs it.
+    /// The same, with keys that are renewed after so many records of up to 16 KiB, if that is earlier than their cipher
+    /// needs it.
     #[must_use]
     pub fn renewed_after(self, records: u64) -> Self {
         Self { renewed_after: records, ..self }
@@ -228,8 +229,8 @@ enum AuthorityCheck {
     Subject,
 }
 
-/// Looks at a certificate as if it were an end's: its dates are looked at first, and then that it is an authority's. Of an
-/// authority as such its name and its key are all that is ever looked at.
+/// Looks at a certificate as if it were an end's: its dates are looked at first, and then that it is an authority's. Of
+/// an authority as such its name and its key are all that is ever looked at.
 fn check_authority(certificate: &CertificateDer<'_>) -> AuthorityCheck {
     // One so old that it says nothing of the kind (version 1) is taken, or refused with what is wrong with it.
     let Ok(as_end) = EndEntityCert::try_from(certificate) else { return AuthorityCheck::Good };
@@ -273,7 +274,8 @@ impl<'a> Folder<'a> {
         ChannelError::Credentials { path: self.file(name), why: why.to_string() }
     }
 
-    /// A file's contents, or nothing if there is none. They are wiped when they are dropped: one of the files has a key in it.
+    /// A file's contents, or nothing if there is none. They are wiped when they are dropped: one of the files has a key
+    /// in it.
     fn read(self, name: &str) -> Result<Option<Zeroizing<Vec<u8>>>> {
         let read = || -> io::Result<Zeroizing<Vec<u8>>> {
             use std::io::Read as _;
@@ -322,8 +324,8 @@ impl<'a> Folder<'a> {
         }
     }
 
-    /// What was taken back. A list that is there and cannot be read as one must not let those in whom it was to keep out; nor
-    /// must lists of others. Those of an authority between are known by this end's own chain.
+    /// What was taken back. A list that is there and cannot be read as one must not let those in whom it was to keep
+    /// out; nor must lists of others. Those of an authority between are known by this end's own chain.
     fn revoked(self, authorities: &RootCertStore, own: &str) -> Result<Vec<CertificateRevocationListDer<'static>>> {
         if let Some(lists) = self.objects::<CertificateRevocationListDer<'static>>(REVOKED)? {
             let chain: Vec<CertificateDer<'static>> = self.objects(own)?.unwrap_or_default();

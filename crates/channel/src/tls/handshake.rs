@@ -1,8 +1,8 @@
 //! From a connected socket to keys.
 //!
 //! The laws: it takes a bounded time and a bounded buffer; it never waits unless it is asked to; and
-//! no byte behind the handshake goes through it: rustls is shown one record at a time, so that what follows the last one
-//! stays where it is.
+//! no byte behind the handshake goes through it: rustls is shown one record at a time, so that what follows the last
+//! one stays where it is.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -23,13 +23,15 @@ use super::failure::TlsFailure;
 use super::kernel::Key;
 use super::record::{self, BODY_MAX, Decrypter, Encrypter, HEADER, NewKeys};
 
-/// How long a peer may take, if nothing else was said: as long as a busy machine needs, and not as long as a stranger likes.
+/// How long a peer may take, if nothing else was said: as long as a busy machine needs, and not as long as a stranger
+/// likes.
 pub(super) const WITHIN: Duration = Duration::from_secs(30);
 /// Most bytes of a handshake that may be waiting to be understood: a chain of some dozen certificates.
 const INCOMING_MAX: usize = 128 << 10;
 /// The types that records have (RFC 8446, section 5.1).
 const RECORD_TYPES: std::ops::RangeInclusive<u8> = 20..=23;
-/// A fatal alert, that this is not what is spoken here (RFC 8446, section 6.2): who means to speak something else may know it.
+/// A fatal alert, that this is not what is spoken here (RFC 8446, section 6.2): who means to speak something else may
+/// know it.
 const UNEXPECTED: [u8; 7] = [21, 3, 3, 0, 2, 2, 10];
 /// Bytes read at once.
 const PIECE: usize = 16 << 10;
@@ -87,8 +89,8 @@ impl NewKeys for Keys {
 pub(super) struct Handshake {
     connection: Option<Connection>,
     authorities: Arc<str>,
-    /// When the time of an accepted connection began. That of an outgoing one runs from when it is waited for: this end may
-    /// have other work before that.
+    /// When the time of an accepted connection began. That of an outgoing one runs from when it is waited for: this end
+    /// may have other work before that.
     begun: Option<Instant>,
     within: Duration,
     incoming: Vec<u8>,

@@ -4,9 +4,10 @@
 //! The laws of this module. **All cryptography is rustls's**: its state machine shakes hands, its ciphers seal and open
 //! each record; what is ours is where records begin and end in a socket, and which record is the next. **The two
 //! directions share nothing but the secret that new keys come from**: a thread that gets holds nothing that a
-//! thread that puts needs, and the other way round. **An end that the peer did not announce is no end**: a connection that was cut
-//! is distinguished from one that is over. **A peer that has not shown who it is gets a bounded time and a bounded buffer**,
-//! and nothing of this end's thread: a channel that was accepted shakes hands when it is looked at, without waiting.
+//! thread that puts needs, and the other way round. **An end that the peer did not announce is no end**: a connection
+//! that was cut is distinguished from one that is over. **A peer that has not shown who it is gets a bounded time and a
+//! bounded buffer**, and nothing of this end's thread: a channel that was accepted shakes hands when it is looked at,
+//! without waiting.
 //!
 //! | file | subject |
 //! |---|---|

@@ -1,8 +1,8 @@
 //! Between records and memory that may be a guest's.
 //!
-//! The law: guest memory is never a slice, because the guest writes it while it is read. It is copied, once, into a buffer
-//! of this end, and what is sealed is the copy; what was opened is copied to its place. The result of a torn read is as
-//! good as what a `writev` would have sent: the page is dirty again.
+//! The law: guest memory is never a slice, because the guest writes it while it is read. It is copied, once, into a
+//! buffer of this end, and what is sealed is the copy; what was opened is copied to its place. The result of a torn
+//! read is as good as what a `writev` would have sent: the page is dirty again.
 #![allow(unsafe_code, reason = "copies from and to addresses")]
 
 use std::ptr;

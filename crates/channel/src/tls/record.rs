@@ -1,7 +1,7 @@
 //! Records of an established session: bytes sealed into them, and records opened (RFC 8446, section 5).
 //!
-//! The laws: each record has its number, and no number is used twice with one key; new keys are taken before the cipher's
-//! limit is reached; what a peer can send without bytes for us is bounded.
+//! The laws: each record has its number, and no number is used twice with one key; new keys are taken before the
+//! cipher's limit is reached; what a peer can send without bytes for us is bounded.
 
 use std::ops::Range;
 
@@ -339,7 +339,8 @@ pub(super) fn body(bytes: &[u8]) -> Result<Option<Range<usize>>> {
     Ok((bytes.len() >= whole.end).then_some(whole))
 }
 
-/// How many bytes of the record at the beginning of `bytes` have yet to come; of its header, as long as that is not there.
+/// How many bytes of the record at the beginning of `bytes` have yet to come; of its header, as long as that is not
+/// there.
 pub(super) fn missing(bytes: &[u8]) -> usize {
     let Some(&[_, _, _, high, low]) = bytes.first_chunk::<HEADER>() else { return HEADER - bytes.len() };
     (HEADER + usize::from(u16::from_be_bytes([high, low]))).saturating_sub(bytes.len())

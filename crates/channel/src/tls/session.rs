@@ -1,10 +1,10 @@
 //! Both directions of one encrypted connection.
 //!
-//! The laws: each direction has a lock of its own, which is held while its thread waits in the socket; no thread takes both. The
-//! secret that new keys come from is held for a computation only. What was sealed goes out, in order, before anything else
-//! is: a put that fails leaves the rest of its records to the next one, because the peer counts them. The close
-//! notification is sent only behind complete data: an end that gives up, or failed, leaves the peer a connection that was cut. Each direction is this
-//! process's or the [kernel](super::kernel)'s.
+//! The laws: each direction has a lock of its own, which is held while its thread waits in the socket; no thread takes
+//! both. The secret that new keys come from is held for a computation only. What was sealed goes out, in order, before
+//! anything else is: a put that fails leaves the rest of its records to the next one, because the peer counts them. The
+//! close notification is sent only behind complete data: an end that gives up, or failed, leaves the peer a connection
+//! that was cut. Each direction is this process's or the [kernel](super::kernel)'s.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -134,8 +134,8 @@ fn try_lock<T>(mutex: &Mutex<T>) -> io::Result<MutexGuard<'_, T>> {
 }
 
 impl Session {
-    /// A session that is to be, over a connected stream socket. A client shakes hands before this returns, unless it is to
-    /// defer that; a server when its channel is used.
+    /// A session that is to be, over a connected stream socket. A client shakes hands before this returns, unless it is
+    /// to defer that; a server when its channel is used.
     ///
     /// # Errors
     /// A [`TlsFailure`], or what the kernel says.
@@ -383,8 +383,8 @@ impl Session {
         }
     }
 
-    /// Tells the peer that nothing more comes, unless a put is in progress: then more comes. Waits for room, but not for
-    /// long.
+    /// Tells the peer that nothing more comes, unless a put is in progress: then more comes. Waits for room, but not
+    /// for long.
     pub(crate) fn close(&self) {
         self.shut.store(true, Ordering::Relaxed);
         let Some(Ok(directions)) = self.outcome.get() else { return };
@@ -577,7 +577,8 @@ impl Directions {
         }
     }
 
-    /// Has the kernel open what is next straight into some of the batch, or all of it (`whole`); `None` if that has to be [read](Self::read).
+    /// Has the kernel open what is next straight into some of the batch, or all of it (`whole`); `None` if that has to
+    /// be [read](Self::read).
     fn get_by_kernel(
         &self,
         receiving: &mut Receiving,

@@ -1,16 +1,16 @@
 //! Which sends the kernel is done with.
 //!
-//! The kernel counts the calls with `MSG_ZEROCOPY` that moved something, from 0, in 32 bits that wrap, and reports them in
-//! ranges, both ends included, in any order (kernel docs: `networking/msg_zerocopy`, "Notification
+//! The kernel counts the calls with `MSG_ZEROCOPY` that moved something, from 0, in 32 bits that wrap, and reports them
+//! in ranges, both ends included, in any order (kernel docs: `networking/msg_zerocopy`, "Notification
 //! parsing"). No system call here.
 
 use std::collections::BTreeMap;
 
 use limosa_page::{BrokenInvariant, invariant};
 
-/// Calls, and words of the kernel about them, after which it is known whether a path copies. A word about several calls in a row says
-/// of the first one whether it was copied, and nothing of the others (net/core/skbuff.c, `skb_zerocopy_notify_extend`), so one
-/// word alone is none about a path.
+/// Calls, and words of the kernel about them, after which it is known whether a path copies. A word about several calls
+/// in a row says of the first one whether it was copied, and nothing of the others (net/core/skbuff.c,
+/// `skb_zerocopy_notify_extend`), so one word alone is none about a path.
 const VERDICT: (u64, u64) = (16, 4);
 
 /// A range of calls that the kernel is done with, as it reports it.

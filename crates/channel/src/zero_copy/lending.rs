@@ -13,8 +13,8 @@ use crate::vector::Cursor;
 
 /// Puts that lend memory to the kernel, until a [`flush`](Self::flush).
 ///
-/// It borrows what is lent for `'m`, so that it cannot be changed or freed before: [`Channel::lend`] begins, [`flush`](Self::flush)
-/// waits and goes on, [`finish`](Self::finish) waits and ends. One that is dropped waits too; if the wait fails, the connection
+/// It borrows what is lent for `'m`, so that it cannot be changed or freed before: [`Channel::lend`] begins,
+/// [`flush`](Self::flush) waits and goes on, [`finish`](Self::finish) waits and ends. One that is dropped waits too; if the wait fails, the connection
 /// is cut at once, and what is queued is thrown away. (One that is leaked promises nothing: the kernel keeps the
 /// pages, and the peer may get what is in them then.) One at a time: they share what was lent.
 ///
@@ -44,8 +44,8 @@ impl Channel {
 }
 
 impl<'m> Lending<'_, 'm> {
-    /// Puts `header`, which is copied, and behind it slices that may be lent. They are not spliced, because after a flush they
-    /// may be reused.
+    /// Puts `header`, which is copied, and behind it slices that may be lent. They are not spliced, because after a
+    /// flush they may be reused.
     ///
     /// # Errors
     /// As [`Channel::put_vector`].
@@ -58,8 +58,8 @@ impl<'m> Lending<'_, 'm> {
 
     /// Puts guest memory that is not copied, behind the first `copied` entries of the list, which are.
     ///
-    /// The peer gets what the pages hold when the kernel sends them, which may be after a flush: a writer of them meanwhile
-    /// has to send them again (see the [module](crate::zero_copy)).
+    /// The peer gets what the pages hold when the kernel sends them, which may be after a flush: a writer of them
+    /// meanwhile has to send them again (see the [module](crate::zero_copy)).
     ///
     /// # Errors
     /// As [`Channel::put_vector`].
@@ -75,8 +75,8 @@ impl<'m> Lending<'_, 'm> {
         self.channel.put_lent(cursors, false)
     }
 
-    /// Waits until the kernel has sent everything that was lent: as long as it takes, or until nothing was sent for the length
-    /// of the write time-out, or both directions were shut down on this side. Spliced pages are not waited for.
+    /// Waits until the kernel has sent everything that was lent: as long as it takes, or until nothing was sent for the
+    /// length of the write time-out, or both directions were shut down on this side. Spliced pages are not waited for.
     ///
     /// # Errors
     /// As [`Channel::put_vector`]: what was lent may not have been sent.
@@ -84,8 +84,8 @@ impl<'m> Lending<'_, 'm> {
         self.channel.flush_lent()
     }
 
-    /// Gives up: if anything that was lent is not back, cuts the connection at once and throws away what is queued. Where the
-    /// process may not cut it (connect(2) is filtered), what is queued has three seconds more.
+    /// Gives up: if anything that was lent is not back, cuts the connection at once and throws away what is queued.
+    /// Where the process may not cut it (connect(2) is filtered), what is queued has three seconds more.
     pub fn abort(&mut self) {
         self.channel.abort_lent();
     }

@@ -1,8 +1,8 @@
 //! Whether this process may pin what `MSG_ZEROCOPY` lends.
 //!
-//! The kernel counts pinned pages against `RLIMIT_MEMLOCK`, for all processes of a user together, unless the process has
-//! `CAP_IPC_LOCK` (net/core/skbuff.c, `mm_account_pinned_pages`). A limit that is found too small later is answered by
-//! sending less at a time, so what is asked for here is only what makes that sensible.
+//! The kernel counts pinned pages against `RLIMIT_MEMLOCK`, for all processes of a user together, unless the process
+//! has `CAP_IPC_LOCK` (net/core/skbuff.c, `mm_account_pinned_pages`). A limit that is found too small later is answered
+//! by sending less at a time, so what is asked for here is only what makes that sensible.
 
 use std::fs;
 

@@ -35,8 +35,8 @@ impl Pipe {
         self.size
     }
 
-    /// Takes memory in, as much as there is room for: how many bytes. It is referenced, not copied: what comes out is what it
-    /// holds then.
+    /// Takes memory in, as much as there is room for: how many bytes. It is referenced, not copied: what comes out is
+    /// what it holds then.
     pub(super) fn fill(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         // Without room this would wait for a reader, which is this very thread.
         let flags = SpliceFlags::NONBLOCK.bits();

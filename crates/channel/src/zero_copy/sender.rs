@@ -1,11 +1,11 @@
 //! What a channel does with memory that is lent to it.
 //!
-//! The law of this module: a put under any method has the same outcome as a plain one, errors, time-outs, rate limit and
-//! shutdown included. If the kernel has no room to remember another loan (`ENOBUFS`: `RLIMIT_MEMLOCK`,
-//! `net.core.optmem_max`), it is asked for what it has finished, then offered less at a time, and in the end, with nothing
-//! of this channel under way that could make room, the rest is copied, and so is more and more of what follows before it is
-//! tried again. Memory that the kernel can copy but not lend (`EFAULT`: secret memory, devices') is copied too. That is
-//! slower, and right.
+//! The law of this module: a put under any method has the same outcome as a plain one, errors, time-outs, rate limit
+//! and shutdown included. If the kernel has no room to remember another loan (`ENOBUFS`: `RLIMIT_MEMLOCK`,
+//! `net.core.optmem_max`), it is asked for what it has finished, then offered less at a time, and in the end, with
+//! nothing of this channel under way that could make room, the rest is copied, and so is more and more of what follows
+//! before it is tried again. Memory that the kernel can copy but not lend (`EFAULT`: secret memory, devices') is copied
+//! too. That is slower, and right.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -166,8 +166,8 @@ impl ZeroCopySender {
         }
     }
 
-    /// Puts bytes that are copied, and behind them what is lent. `reused` memory has to be back after a flush, so that it is
-    /// not spliced.
+    /// Puts bytes that are copied, and behind them what is lent. `reused` memory has to be back after a flush, so that
+    /// it is not spliced.
     pub(crate) fn put(
         &self,
         out: Transfer<'_>,
@@ -204,8 +204,8 @@ impl ZeroCopySender {
         }
     }
 
-    /// Waits until everything that was lent is back, unless the channel is `given_up`. What was put before this side ended its
-    /// direction alone still leaves, and is waited for.
+    /// Waits until everything that was lent is back, unless the channel is `given_up`. What was put before this side
+    /// ended its direction alone still leaves, and is waited for.
     pub(crate) fn flush(&self, out: Transfer<'_>, given_up: impl Fn() -> bool) -> Result<(), Stop> {
         let mut state = self.lock();
         let flushed = take_back(&mut state.completions, out.direction, &SocketQueue(out.transport.output()), given_up);
@@ -256,8 +256,8 @@ impl ZeroCopySender {
     }
 }
 
-/// Waits until the kernel has sent what it was lent, where a connection may not be cut (a filter of system calls), for so long at
-/// most: a peer that takes it drop by drop must not hold up a guest that waits to go on.
+/// Waits until the kernel has sent what it was lent, where a connection may not be cut (a filter of system calls), for
+/// so long at most: a peer that takes it drop by drop must not hold up a guest that waits to go on.
 fn end_slowly(completions: &mut Completions, queue: &impl ErrorQueue, within: Duration) {
     let begun = Instant::now();
     while completions.outstanding() != 0 && begun.elapsed() < within {
@@ -473,8 +473,8 @@ mod tests {
     use crate::rate::RateLimit;
     use crate::zero_copy::completions::Completion;
 
-    /// A kernel that takes what it is lent, up to a number of calls and bytes at a time, and gives it back in an order of
-    /// its own.
+    /// A kernel that takes what it is lent, up to a number of calls and bytes at a time, and gives it back in an order
+    /// of its own.
     struct Kernel {
         /// Calls that it remembers at most, and bytes of each.
         room: usize,

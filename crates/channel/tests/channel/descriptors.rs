@@ -1,4 +1,5 @@
-//! Descriptors passed with the bytes of a channel: the receiver that asked for them has them, no other has, and none is left open.
+//! Descriptors passed with the bytes of a channel: the receiver that asked for them has them, no other has, and none is
+//! left open.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};

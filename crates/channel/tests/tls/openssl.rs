@@ -1,4 +1,5 @@
-//! Another implementation at the other end: OpenSSL's, which sends tickets behind its handshake and renews keys when asked to.
+//! Another implementation at the other end: OpenSSL's, which sends tickets behind its handshake and renews keys when
+//! asked to.
 
 use std::io::Write as _;
 use std::process::{Child, ChildStdin, Command, Stdio};

@@ -9,7 +9,8 @@ use limosa_testkit::{Authority, TlsEnd, Validity};
 
 use crate::bed::{Bed, SOON, connected, listen, look, plain, with};
 
-/// What a client says, and what a server says when it is looked at, one line each; an empty one if nothing is wrong there.
+/// What a client says, and what a server says when it is looked at, one line each; an empty one if nothing is wrong
+/// there.
 fn words(server: &Options, client: &Options) -> (String, String) {
     let listener = listen(server);
     let line = |error: ChannelError| {

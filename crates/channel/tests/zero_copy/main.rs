@@ -1,6 +1,7 @@
 //! Memory that is lent arrives as it was put, under every method, and is not reused before it is returned.
 //!
-//! Freed memory is poisoned in this binary: a buffer that is reused while the kernel still reads it shows in what arrives.
+//! Freed memory is poisoned in this binary: a buffer that is reused while the kernel still reads it shows in what
+//! arrives.
 
 mod peers;
 mod reuse;

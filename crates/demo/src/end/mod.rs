@@ -2,7 +2,8 @@
 //!
 //! One thread runs the guest's migration and executes orders, one after another; the control socket's threads
 //! answer at any moment and pass orders on. **Law: what is undecided stays.** An end with a copy of the guest
-//! that may be the only one neither runs it by itself nor ends; it waits for the operator's decision, and has printed how to decide.
+//! that may be the only one neither runs it by itself nor ends; it waits for the operator's decision, and has printed
+//! how to decide.
 
 mod destination;
 mod orders;

@@ -1,7 +1,7 @@
 //! The control socket of an end: what it answers by itself, and what it passes on to the thread that has the guest.
 //!
-//! Law: an order is taken only in a state in which it means something, and then exactly once: the state is changed together
-//! with taking it. The client gets an answer at once whether it was taken; `query-status` returns the result.
+//! Law: an order is taken only in a state in which it means something, and then exactly once: the state is changed
+//! together with taking it. The client gets an answer at once whether it was taken; `query-status` returns the result.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};

@@ -1,7 +1,7 @@
 //! When a guest's writers may write: running or paused, at which rate, throttled or not.
 //!
-//! **Law: when [`Gate::pause`] has returned, every writer waits in [`Gate::admit`], between two pages.** A writer asks for
-//! leave to write so many pages, writes these and asks again.
+//! **Law: when [`Gate::pause`] has returned, every writer waits in [`Gate::admit`], between two pages.** A writer asks
+//! for leave to write so many pages, writes these and asks again.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

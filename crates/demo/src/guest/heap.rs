@@ -1,14 +1,14 @@
-//! The guest's heap: memory that its programs allocate, write and give back, and the driver of its balloon, which tells what of
-//! it is free.
+//! The guest's heap: memory that its programs allocate, write and give back, and the driver of its balloon, which tells
+//! what of it is free.
 //!
-//! The heap is a separate RAM block, [`HEAP`], in pieces that a program has as a whole. A model, after Linux's: its page
-//! allocator for the heap, and its balloon's driver for what is asked of it. The driver **holds back** what it has told until the
-//! device says that this is over; if memory is short, its shrinker gives pieces to programs before that **without telling
-//! the device**, and they are written at once. What it tells goes through a device that passes it on some time later, in any order, and goes
-//! on doing so after it was told to stop.
+//! The heap is a separate RAM block, [`HEAP`], in pieces that a program has as a whole. A model, after Linux's: its
+//! page allocator for the heap, and its balloon's driver for what is asked of it. The driver **holds back** what it has
+//! told until the device says that this is over; if memory is short, its shrinker gives pieces to programs before that
+//! **without telling the device**, and they are written at once. What it tells goes through a device that passes it on
+//! some time later, in any order, and goes on doing so after it was told to stop.
 //!
-//! **Law: what a program has holds what the program wrote.** That follows from the heap's state, as with all of the guest; a
-//! free piece may hold anything.
+//! **Law: what a program has holds what the program wrote.** That follows from the heap's state, as with all of the
+//! guest; a free piece may hold anything.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -116,8 +116,8 @@ impl std::fmt::Debug for Heap {
 }
 
 impl Heap {
-    /// The heap of a new guest: programs have a third of it, and have written and given back the rest. `marked`: whether the
-    /// dirty log is one that does not see what this process writes.
+    /// The heap of a new guest: programs have a third of it, and have written and given back the rest. `marked`:
+    /// whether the dirty log is one that does not see what this process writes.
     ///
     /// # Errors
     /// The memory has no such block, or the system has no thread.
@@ -219,8 +219,8 @@ impl Heap {
         Arc::new(Balloon(Arc::clone(&self.shared)))
     }
 
-    /// Its state beside memory: version, seed, whether the device says that all is to be given back, and for each piece who
-    /// has it and how often it was written. All numbers big-endian.
+    /// Its state beside memory: version, seed, whether the device says that all is to be given back, and for each piece
+    /// who has it and how often it was written. All numbers big-endian.
     pub fn save(&self) -> Vec<u8> {
         let state = self.shared.lock();
         let mut bytes = vec![HEAP_VERSION];

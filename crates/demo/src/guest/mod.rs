@@ -1,8 +1,9 @@
 //! The guests that limosa brings along: each runs, writes its memory at a set rate, pauses when told to, and can tell
 //! whether any of its memory was lost.
 //!
-//! **Law: a guest's memory follows from its state.** What every page holds is computed from the page's number and from how
-//! often it was written, and that from the counters of the guest's writers, which are device state. So after a migration
+//! **Law: a guest's memory follows from its state.** What every page holds is computed from the page's number and from
+//! how often it was written, and that from the counters of the guest's writers, which are device state. So after a
+//! migration
 //! [`Guest::verify`] finds every write that was lost, every page that is stale or at another's place, and every copy that is
 //! torn, without having seen the source. A guest that is moved is made with [`receive`], and takes its state by
 //! [`Guest::load`].
@@ -75,7 +76,7 @@ impl fmt::Display for GuestKind {
     }
 }
 
-/// Which dirty log is used.
+/// The dirty log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogKind {
@@ -122,7 +123,8 @@ pub struct GuestOptions {
     pub rate: Rate,
     /// Bytes that it writes over and over, from the front of its memory; `None`: all.
     pub working_set: Option<u64>,
-    /// Bytes that have contents when it begins, from the front of its memory; `None`: the working set. The rest is zero.
+    /// Bytes that have contents when it begins, from the front of its memory; `None`: the working set. The rest is
+    /// zero.
     pub filled: Option<u64>,
     /// Writers (threads or vCPUs), each with its own share of the working set: 1 to 64.
     pub writers: u16,
@@ -167,7 +169,7 @@ pub enum GuestError {
     Options {
         /// Which.
         kind: GuestKind,
-        /// What does not fit.
+        /// The conflict.
         why: String,
     },
 
@@ -215,7 +217,7 @@ pub enum GuestError {
         generation: u64,
         /// What should be there.
         expected: u32,
-        /// What is there.
+        /// The item found.
         found: u32,
         /// Pages that are wrong.
         found_in: u64,
@@ -235,7 +237,7 @@ pub enum GuestError {
     Kernel {
         /// Which.
         kind: GuestKind,
-        /// What was to be done.
+        /// The operation.
         operation: &'static str,
         /// The kernel's reason.
         source: io::Error,

@@ -1,8 +1,8 @@
 //! What a guest writes where, and in which order: pure arithmetic, which a guest under KVM does too.
 //!
-//! A page is 1024 words of 32 bits. A writer goes round the pages of its share in strides that hit each once a lap; so its
-//! counter alone tells how often each of its pages was written: its *generation*. Page number and generation make the
-//! contents. In one of sixteen generations, another one for neighbouring pages, a page becomes zero.
+//! A page is 1024 words of 32 bits. A writer goes round the pages of its share in strides that hit each once a lap; so
+//! its counter alone tells how often each of its pages was written: its *generation*. Page number and generation make
+//! the contents. In one of sixteen generations, another one for neighbouring pages, a page becomes zero.
 
 use limosa_page::PAGE_LEN;
 
@@ -13,7 +13,8 @@ const PAGE_FACTOR: u32 = 0x9E37_79B1;
 const GENERATION_FACTOR: u32 = 0x85EB_CA6B;
 const WORD_FACTOR: u32 = 0xC2B2_AE35;
 
-/// What a page holds: word `i` is `base + i * WORD_FACTOR` for every `spacing`-th word, and 0 for the others; or all zero.
+/// What a page holds: word `i` is `base + i * WORD_FACTOR` for every `spacing`-th word, and 0 for the others; or all
+/// zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Contents {
     base: Option<u32>,

@@ -1,6 +1,7 @@
 //! A guest's pages in its RAM blocks: written as a guest writes, and looked at while it is paused.
 //!
-//! Pages are numbered over all blocks, in their order. The [heap](super::HEAP), behind all others, is not the guest's own.
+//! Pages are numbered over all blocks, in their order. The [heap](super::HEAP), behind all others, is not the guest's
+//! own.
 #![allow(unsafe_code, reason = "writes guest memory as a guest does: by volatile stores")]
 
 use std::ops::Range;
@@ -72,7 +73,8 @@ impl Ram {
         Some(u32::from_le(unsafe { words.cast::<u32>().read_volatile() }))
     }
 
-    /// Compares all pages from the plan's reserved ones on with what `plan` says they hold after `writes` of each writer.
+    /// Compares all pages from the plan's reserved ones on with what `plan` says they hold after `writes` of each
+    /// writer.
     pub(super) fn verify(&self, plan: &Plan, writes: &[u64]) -> Result<Verified, GuestError> {
         let mut verified = Verified { writes: writes.iter().sum(), ..Verified::default() };
         let (mut first, mut damaged) = (None, 0);

@@ -1,8 +1,8 @@
 //! A guest's state beside memory, as bytes.
 //!
-//! All numbers big-endian: version, seed (u32), reserved, filled, working (u64, pages), spacing (u32), rate (u64 bytes per
-//! second, all ones: as fast as it can), the number of writers (u16), the counter of each (u64), the length of what the kind
-//! adds (u32) and that. Comes from another host, so nothing in it is believed.
+//! All numbers big-endian: version, seed (u32), reserved, filled, working (u64, pages), spacing (u32), rate (u64 bytes
+//! per second, all ones: as fast as it can), the number of writers (u16), the counter of each (u64), the length of what
+//! the kind adds (u32) and that. Comes from another host, so nothing in it is believed.
 
 use super::pattern::{Layout, Plan, WORDS};
 use super::{GuestError, GuestKind, Rate};

@@ -1,8 +1,8 @@
 //! Guests that tell which of their memory is free, moved over and over, and hit on the way: what programs have is whole
 //! wherever the guest runs, and its balloon's driver holds nothing back.
 //!
-//! Trials follow from their seeds, which are printed. `LIMOSA_CHAOS_TRIALS=N` runs N of each kind, `LIMOSA_CHAOS_SEED=S`
-//! begins with another seed.
+//! Trials follow from their seeds, which are printed. `LIMOSA_CHAOS_TRIALS=N` runs N of each kind,
+//! `LIMOSA_CHAOS_SEED=S` begins with another seed.
 
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};

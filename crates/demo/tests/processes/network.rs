@@ -1,5 +1,5 @@
-//! A live migration between two network namespaces, whose cable is pulled at random moments: for good, or for a while. The
-//! laws are those of `precopy_chaos`.
+//! A live migration between two network namespaces, whose cable is pulled at random moments: for good, or for a while.
+//! The laws are those of `precopy_chaos`.
 
 use std::fs::File;
 use std::io::IoSlice;

@@ -1,5 +1,5 @@
-//! A postcopy is hit at any point, and its recoveries as well: the laws are those of `precopy_chaos`, and nothing is lost when
-//! the network is: the guest waits, and goes on over another connection.
+//! A postcopy is hit at any point, and its recoveries as well: the laws are those of `precopy_chaos`, and nothing is
+//! lost when the network is: the guest waits, and goes on over another connection.
 
 use std::collections::BTreeMap;
 use std::process::Command;

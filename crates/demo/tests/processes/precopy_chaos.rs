@@ -1,10 +1,10 @@
 //! A live migration is hit at hundreds of points: its source is killed, its destination is killed, its network is cut,
-//! stalled or slowed down. Whatever comes: the guest never runs twice, it is never lost while its own process lives, what is
-//! undecided can be decided by the command that is printed, its memory is right wherever it runs, and another attempt
-//! succeeds.
+//! stalled or slowed down. Whatever comes: the guest never runs twice, it is never lost while its own process lives,
+//! what is undecided can be decided by the command that is printed, its memory is right wherever it runs, and another
+//! attempt succeeds.
 //!
-//! Trials follow from their seeds, which are printed. `LIMOSA_CHAOS_TRIALS=N` runs N of each kind, `LIMOSA_CHAOS_SEED=S`
-//! begins with another seed.
+//! Trials follow from their seeds, which are printed. `LIMOSA_CHAOS_TRIALS=N` runs N of each kind,
+//! `LIMOSA_CHAOS_SEED=S` begins with another seed.
 
 use std::time::Duration;
 

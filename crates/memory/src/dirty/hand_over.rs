@@ -1,16 +1,17 @@
 //! What the fault handler and the fetch of a [`UffdWpSyncLog`](super::UffdWpSyncLog) agree on.
 //!
-//! **Law: while a block's lock is not held, every page of it that can be written has its bit set.** The handler sets the
-//! bit of a page and then lifts its protection; the fetch protects the pages whose bits are set and then clears the bits;
-//! both do it under the lock. Without it a fetch could come between the handler's two steps: it would protect what is
-//! protected still, clear the bit and give the page out, and the handler would then let in writes without a bit.
+//! **Law: while a block's lock is not held, every page of it that can be written has its bit set.** The handler sets
+//! the bit of a page and then lifts its protection; the fetch protects the pages whose bits are set and then clears the
+//! bits; both do it under the lock. Without it a fetch could come between the handler's two steps: it would protect
+//! what is protected still, clear the bit and give the page out, and the handler would then let in writes without a
+//! bit.
 //!
-//! A page that is discarded can be written from then on, and has its bit from the fetch on that learns of it, which protects it
-//! anew: until then the note of the [discard](crate::discarding) replaces the bit.
+//! A page that is discarded can be written from then on, and has its bit from the fetch on that learns of it, which
+//! protects it anew: until then the note of the [discard](crate::discarding) replaces the bit.
 //!
 //! A writer does not know of any lock: it writes while the page can be written and waits while it cannot. If it writes
-//! before the fetch protects the page, the page is in that fetch and is read after the write; if it comes later, it waits
-//! for the handler, which sets the bit again.
+//! before the fetch protects the page, the page is in that fetch and is read after the write; if it comes later, it
+//! waits for the handler, which sets the bit again.
 
 use std::io;
 use std::sync::PoisonError;
@@ -43,8 +44,8 @@ impl Writable {
         self.lock().union_with(pages);
     }
 
-    /// The fetch's step: has all pages that can be written protected, and hands them to `taken`. The lock is let go after
-    /// every `slice` pages, so that a writer does not wait for all of the block.
+    /// The fetch's step: has all pages that can be written protected, and hands them to `taken`. The lock is let go
+    /// after every `slice` pages, so that a writer does not wait for all of the block.
     pub(super) fn take(
         &self,
         slice: u64,

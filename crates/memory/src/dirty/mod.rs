@@ -1,28 +1,29 @@
 //! Dirty logs: which pages were written.
 //!
 //! **Law: a write after a fetch is seen by the next fetch.** In every implementation, a page that is written at any
-//! moment after [`DirtyLog::start`] returned is named by the first fetch that begins after the write, or by an earlier one
-//! that ended after the write *and* before the page was read on the strength of that fetch. A log may name pages that
-//! were not written; it may never miss one.
+//! moment after [`DirtyLog::start`] returned is named by the first fetch that begins after the write, or by an earlier
+//! one that ended after the write *and* before the page was read on the strength of that fetch. A log may name pages
+//! that were not written; it may never miss one.
 //!
-//! One exception: what a vCPU writes while it runs may reach KVM's dirty ring only when it leaves `KVM_RUN`, so such a log
-//! may name it in a later fetch; the first one after all vCPUs have left it has named everything. A VM that is paused has
-//! no vCPU inside, and the fetch that decides a switchover is of a paused VM.
+//! One exception: what a vCPU writes while it runs may reach KVM's dirty ring only when it leaves `KVM_RUN`, so such a
+//! log may name it in a later fetch; the first one after all vCPUs have left it has named everything. A VM that is
+//! paused has no vCPU inside, and the fetch that decides a switchover is of a paused VM.
 //!
-//! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written, to
-//! every log: its contents are others. No log sees what is given back in another way, by another process (a balloon
+//! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written,
+//! to every log: its contents are others. No log sees what is given back in another way, by another process (a balloon
 //! behind vhost-user) or by a VMM's own call, and [`UffdWpSyncLog`] does not even see what is written there next. What
-//! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an [`SoftwareDirtyLog`].
+//! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an
+//! [`SoftwareDirtyLog`].
 //!
-//! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd sees
-//! what this process writes through the mapping, not what another process writes through its own. So each log says which
+//! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd
+//! sees what this process writes through the mapping, not what another process writes through its own. So each log says
+//! which
 //! [`Writers`] it covers, a VM says which it has, and [`DirtyLogs::new`] refuses what is not covered.
 //!
 //! | log | sees | needs |
 //! |---|---|---|
 //! | [`UffdWpAsyncLog`] | vCPUs and devices of this process | kernel 6.7 |
-//! | [`UffdWpSyncLog`] | the same, at a higher price for the guest | kernel 5.19 (private memory: 6.4), and the right to
-//! the kernel's faults |
+//! | [`UffdWpSyncLog`] | the same, at a higher price for the guest | kernel 5.19 (private memory: 6.4), and the right to the kernel's faults |
 //! | `KvmLog` | vCPUs of KVM | feature `kvm` |
 //! | `KvmRingLog` | the same; costs what was written, not what there is | feature `kvm`; chosen before the first vCPU |
 //! | [`VhostLog`] | vhost back ends that log | back ends with `VHOST_F_LOG_ALL` |
@@ -190,7 +191,7 @@ pub enum LogError {
     Failed {
         /// The log.
         log: &'static str,
-        /// What was to be done.
+        /// The operation.
         operation: &'static str,
         /// The kernel's reason.
         source: io::Error,
@@ -222,8 +223,9 @@ pub trait DirtyLog: Send {
     /// The kernel does not do it; nothing has been changed.
     fn start(&mut self) -> Result<(), LogError>;
 
-    /// Adds to `into` what was written since the last fetch (or the start), and forgets it. Pages that were discarded count as written:
-    /// the logs of this crate are told of them; a log of another crate marks them by itself, or is used with an [`SoftwareDirtyLog`].
+    /// Adds to `into` what was written since the last fetch (or the start), and forgets it. Pages that were discarded
+    /// count as written: the logs of this crate are told of them; a log of another crate marks them by itself, or is
+    /// used with a [`SoftwareDirtyLog`].
     ///
     /// # Errors
     /// What was written is not known any more, or the log is not on.

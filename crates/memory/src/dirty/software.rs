@@ -1,11 +1,11 @@
 //! A log that writers keep themselves: a writer of guest memory marks the pages, afterwards.
 //!
-//! For device models of the VMM's own process. The order is the writer's duty: **write first, then mark.** A mark before
-//! the write could be fetched, and the page read, before the write happens, which no fetch would report then.
+//! For device models of the VMM's own process. The order is the writer's duty: **write first, then mark.** A mark
+//! before the write could be fetched, and the page read, before the write happens, which no fetch would report then.
 //!
-//! A mark is a read-modify-write of the word that a fetch takes by another one. If the mark comes first, the fetch has seen
-//! it, and with it the write: a reader of the page then reads what was written. If it comes later, the bit is still set
-//! when the fetch is over.
+//! A mark is a read-modify-write of the word that a fetch takes by another one. If the mark comes first, the fetch has
+//! seen it, and with it the write: a reader of the page then reads what was written. If it comes later, the bit is
+//! still set when the fetch is over.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,14 +1,14 @@
 //! Write protection that the kernel lifts by itself: userfaultfd's asynchronous mode, read by `PAGEMAP_SCAN`.
 //!
-//! All memory is write-protected at the start, but for private memory that was never touched: a page of it that there is
-//! later was written, or read and is named for nothing. A write lifts the protection of its page inside the kernel, at the cost of a
-//! page fault without a switch to another thread; a fetch asks which pages are not protected and protects them again, page
-//! by page in one step. So a write is either before its page is protected again, and the page is in this fetch, or behind
-//! it, and the page is in the next one.
+//! All memory is write-protected at the start, but for private memory that was never touched: a page of it that there
+//! is later was written, or read and is named for nothing. A write lifts the protection of its page inside the kernel,
+//! at the cost of a page fault without a switch to another thread; a fetch asks which pages are not protected and
+//! protects them again, page by page in one step. So a write is either before its page is protected again, and the page
+//! is in this fetch, or behind it, and the page is in the next one.
 //!
-//! What it does not see: other processes' writes through their own mappings, and a device's (VFIO, `O_DIRECT`, `io_uring`'s
-//! registered buffers) into pages that were pinned for writing before a fetch. Who completes such a request marks its pages
-//! in an [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
+//! What it does not see: other processes' writes through their own mappings, and a device's (VFIO, `O_DIRECT`,
+//! `io_uring`'s registered buffers) into pages that were pinned for writing before a fetch. Who completes such a
+//! request marks its pages in a [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
 
 use std::io;
 use std::ops::Range;
@@ -81,8 +81,8 @@ fn open() -> Result<Running, LogError> {
     Ok(Running { uffd, map, discards: None })
 }
 
-/// Whether a page that has no entry has never been written: what was never touched needs no mark then, which would cost page
-/// tables, and would have it pass for populated.
+/// Whether a page that has no entry has never been written: what was never touched needs no mark then, which would cost
+/// page tables, and would have it pass for populated.
 fn is_private(block: &MemoryBlock) -> bool {
     !block.is_shared() && block.file().is_none()
 }

@@ -1,10 +1,11 @@
 //! Write protection that a thread of ours lifts: userfaultfd for kernels before 6.7.
 //!
-//! A write to a protected page makes its writer wait; a thread marks the page, lets it be written and wakes the writer. A
-//! fetch protects the marked pages again *before* it hands them out. How the two are kept apart is in
+//! A write to a protected page makes its writer wait; a thread marks the page, lets it be written and wakes the writer.
+//! A fetch protects the marked pages again *before* it hands them out. How the two are kept apart is in
 //! `hand_over`. Costs two switches of threads for the first write to a page after each fetch.
 //!
-//! If the thread fails, it lets go of all memory: the guest runs on, and the next fetch says that the log is worth nothing.
+//! If the thread fails, it lets go of all memory: the guest runs on, and the next fetch says that the log is worth
+//! nothing.
 //!
 //! A page that is given back loses its protection. The log learns of it if it is [discarded](MemoryBlock::discard) or
 //! [released](MemoryBlock::release), and protects it anew; of what others give back, another process that punches a hole into

@@ -1,8 +1,8 @@
 //! The log of vhost back ends: one bit for each guest-physical page, in memory that they share with us.
 //!
-//! A back end sets the bit of a page after it has written the page, by an atomic operation; a fetch takes whole words of
-//! bits by exchanging them with 0. So a bit that is set at that moment is either taken or still there, and what was written
-//! before a bit was taken is seen by a reader of the page then.
+//! A back end sets the bit of a page after it has written the page, by an atomic operation; a fetch takes whole words
+//! of bits by exchanging them with 0. So a bit that is set at that moment is either taken or still there, and what was
+//! written before a bit was taken is seen by a reader of the page then.
 //!
 //! Facts: the vhost-user specification, "Migration" and `VHOST_USER_SET_LOG_BASE`: pages of 4096 bytes
 //! (`VHOST_LOG_PAGE`), page `n` is bit `n % 8` of byte `n / 8`.
@@ -62,8 +62,9 @@ struct Image {
 impl VhostLog {
     /// A log for all regions of `memory`.
     ///
-    /// `switch` has every back end write the log (it sends the log, then sets the features again with `VHOST_F_LOG_ALL`, and has the
-    /// rings logged that lie in guest memory), and returns when each has confirmed it; with `None` it ends that.
+    /// `switch` has every back end write the log (it sends the log, then sets the features again with
+    /// `VHOST_F_LOG_ALL`, and has the rings logged that lie in guest memory), and returns when each has confirmed it;
+    /// with `None` it ends that.
     ///
     /// # Errors
     /// There is no memory for it: one bit a page up to the highest address of a region.
@@ -107,8 +108,8 @@ impl Image {
         word.map_or(0, |word| u64::from_le(word.swap(0, Ordering::AcqRel)))
     }
 
-    /// Takes the bits of many words, and hands over, in pieces, those that have any: the number of the first word, and the
-    /// bits.
+    /// Takes the bits of many words, and hands over, in pieces, those that have any: the number of the first word, and
+    /// the bits.
     fn take_all(&self, words: std::ops::Range<u64>, mut found: impl FnMut(u64, &[u64])) -> io::Result<()> {
         let all = self.words();
         // What no back end has touched has no memory, and must not get it by being read.

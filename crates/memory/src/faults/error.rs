@@ -20,7 +20,7 @@ pub enum FaultError {
     /// The kernel cannot do it.
     #[error("userfaultfd of this kernel has no {what}")]
     Unsupported {
-        /// What is missing.
+        /// The missing ability.
         what: &'static str,
     },
 
@@ -29,7 +29,7 @@ pub enum FaultError {
     Layout {
         /// Its index.
         block: usize,
-        /// What does not fit.
+        /// The conflict.
         why: String,
     },
 
@@ -40,7 +40,7 @@ pub enum FaultError {
         block: usize,
         /// The pages.
         pages: PageRange,
-        /// What is wrong.
+        /// The reason.
         why: &'static str,
     },
 
@@ -51,7 +51,7 @@ pub enum FaultError {
         block: usize,
         /// The pages.
         pages: PageRange,
-        /// What was to be done.
+        /// The operation.
         operation: &'static str,
         /// The kernel's reason.
         source: io::Error,
@@ -60,7 +60,7 @@ pub enum FaultError {
     /// A call that is about no block in particular failed.
     #[error("{operation}: {source}")]
     Descriptor {
-        /// What was to be done.
+        /// The operation.
         operation: &'static str,
         /// The kernel's reason.
         source: io::Error,

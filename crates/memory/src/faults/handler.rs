@@ -21,11 +21,13 @@ use crate::userfaultfd::{FaultAccess, Features, Message, RegisterMode, Userfault
 pub struct FaultOptions {
     /// Whose faults.
     pub access: FaultAccess,
-    /// Report pages that are given back. The thread that gives them back waits until the handler has read it, so the pager itself must not.
+    /// Report pages that are given back. The thread that gives them back waits until the handler has read it, so the
+    /// pager itself must not.
     pub removals: bool,
     /// Report memory that is unmapped or moved. The thread that does so waits until the handler has read it.
     pub mappings: bool,
-    /// Report forks (needs `CAP_SYS_PTRACE`). Without, memory that a child inherits is filled with zeros where it is missing.
+    /// Report forks (needs `CAP_SYS_PTRACE`). Without, memory that a child inherits is filled with zeros where it is
+    /// missing.
     pub forks: bool,
 }
 
@@ -58,24 +60,25 @@ impl Drop for Descriptor {
 ///
 /// **Law: a page that has not come is never read as zero.** A thread that touches a missing page stops until the page
 /// is placed, however many pagers end meanwhile. The kernel does the opposite when the last descriptor of a
-/// userfaultfd is closed: it fills what is missing with zeros and lets the guest go on. So a descriptor with registered memory
-/// is not closed by dropping a [`FaultHandler`]: [`FaultHandler::finish`] (nothing is missing any more) or
+/// userfaultfd is closed: it fills what is missing with zeros and lets the guest go on. So a descriptor with registered
+/// memory is not closed by dropping a [`FaultHandler`]: [`FaultHandler::finish`] (nothing is missing any more) or
 /// [`FaultHandler::abandon`] (the guest is gone) say that it may be. A [`HeldFaults`], made by [`FaultHandler::hold`], makes a
 /// new handler when the old one has ended; its descriptor can be passed to another process, which goes on by
 /// [`FaultHandler::from_fd`].
 ///
 /// How pages get there:
-/// - [`FaultMode::Missing`]: a page without memory is placed by a copy that the kernel makes ([`FaultHandler::copy`]) or as
-///   zeros ([`FaultHandler::zero`]): whole at once, so that no reader sees half of it.
-/// - [`FaultMode::Minor`], for shared memory: the pager writes the page through a mapping of its own (from a socket straight to
-///   its place) and then lets the guest have it ([`FaultHandler::map_present`]). Nothing is copied.
+/// - [`FaultMode::Missing`]: a page without memory is placed by a copy that the kernel makes ([`FaultHandler::copy`])
+///   or as zeros ([`FaultHandler::zero`]): whole at once, so that no reader sees half of it.
+/// - [`FaultMode::Minor`], for shared memory: the pager writes the page through a mapping of its own (from a socket
+///   straight to its place) and then lets the guest have it ([`FaultHandler::map_present`]). Nothing is copied.
 ///
-/// **Only what goes through this process's mapping waits.** A missing page of shared memory that another process touches in
-/// its own mapping (a vhost-user back end) becomes zeros for all, and is there when its contents come: a back end may run
-/// only when nothing is missing, or with a userfaultfd of its own.
+/// **Only what goes through this process's mapping waits.** A missing page of shared memory that another process
+/// touches in its own mapping (a vhost-user back end) becomes zeros for all, and is there when its contents come: a
+/// back end may run only when nothing is missing, or with a userfaultfd of its own.
 ///
-/// Which pages have come is not kept here: the caller that places pages knows. A page that is there already is reported, not
-/// overwritten. Populating registered memory (`MADV_POPULATE_WRITE`) would wait for a page that is never sent: do it before.
+/// Which pages have come is not kept here: the caller that places pages knows. A page that is there already is
+/// reported, not overwritten. Populating registered memory (`MADV_POPULATE_WRITE`) would wait for a page that is never
+/// sent: do it before.
 #[derive(Debug)]
 pub struct FaultHandler {
     descriptor: Arc<Descriptor>,
@@ -134,8 +137,8 @@ impl FaultHandler {
         )
     }
 
-    /// A handler that goes on where one of another process ended, over a descriptor that was passed. All waiting faults are reported
-    /// anew.
+    /// A handler that goes on where one of another process ended, over a descriptor that was passed. All waiting faults
+    /// are reported anew.
     ///
     /// # Errors
     /// It is no userfaultfd, or the layout is not that of its memory.
@@ -243,8 +246,8 @@ impl FaultHandler {
         }
     }
 
-    /// Reads the pending events into the queue, for the next call that waits; the thread that changes the memory goes on then. Whether there
-    /// was anything.
+    /// Reads the pending events into the queue, for the next call that waits; the thread that changes the memory goes
+    /// on then. Whether there was anything.
     pub(super) fn drain(&self) -> Result<bool, FaultError> {
         let mut events = Vec::new();
         let result = self.read(&mut events);
@@ -282,8 +285,8 @@ impl FaultHandler {
         result
     }
 
-    /// Every page has come (or is zero from now on): threads that touch the memory are no longer reported, and pages that are missing all
-    /// the same read as zeros. Closes the descriptor if no hold is left.
+    /// Every page has come (or is zero from now on): threads that touch the memory are no longer reported, and pages
+    /// that are missing all the same read as zeros. Closes the descriptor if no hold is left.
     ///
     /// # Errors
     /// The kernel's refusal; the memory stays as it was, and so does the law.
@@ -302,8 +305,8 @@ impl FaultHandler {
         Ok(())
     }
 
-    /// The guest is gone and its memory will not be looked at: as [`finish`](Self::finish), even if pages are missing and whether or
-    /// not the memory is still mapped. *Who still waits reads zeros.*
+    /// The guest is gone and its memory will not be looked at: as [`finish`](Self::finish), even if pages are missing
+    /// and whether or not the memory is still mapped. *Who still waits reads zeros.*
     pub fn abandon(self) {
         for (_, block) in self.layout.registered() {
             // What is not mapped any more has no waiting threads. Others may go on giving pages back without being waited for.

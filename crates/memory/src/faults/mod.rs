@@ -20,8 +20,8 @@ pub use placement::Placement;
 pub enum FaultMode {
     /// Pages that are not there are placed by the kernel, as copies or zeros.
     Missing,
-    /// The same, and pages that are there have to be let in one by one: shared memory that a pager fills through a mapping
-    /// of its own. (After registering, pages that this process has mapped already are not asked for.)
+    /// The same, and pages that are there have to be let in one by one: shared memory that a pager fills through a
+    /// mapping of its own. (After registering, pages that this process has mapped already are not asked for.)
     Minor,
 }
 
@@ -31,9 +31,9 @@ pub enum FaultMode {
 pub enum FaultEvent {
     /// A thread waits for a page.
     Fault(Fault),
-    /// Pages were given back by a thread of this process (`MADV_DONTNEED`, `MADV_REMOVE`), which waited until this was read. Of
-    /// private memory they are missing again, whether or not they had come. What is placed there from now on is read by
-    /// the guest; zeros are what it may expect. (Holes punched in the file are not reported.)
+    /// Pages were given back by a thread of this process (`MADV_DONTNEED`, `MADV_REMOVE`), which waited until this was
+    /// read. Of private memory they are missing again, whether or not they had come. What is placed there from now on
+    /// is read by the guest; zeros are what it may expect. (Holes punched in the file are not reported.)
     Removed {
         /// The block.
         block: usize,
@@ -56,8 +56,8 @@ pub enum FaultEvent {
         /// Bytes.
         length: u64,
     },
-    /// The process forked. This is the userfaultfd of the child's memory: a child that touches missing pages waits as long as it
-    /// is open, and reads zeros once it is closed.
+    /// The process forked. This is the userfaultfd of the child's memory: a child that touches missing pages waits as
+    /// long as it is open, and reads zeros once it is closed.
     Forked(OwnedFd),
 }
 
@@ -68,8 +68,8 @@ pub struct Fault {
     pub block: usize,
     /// The host page: one page of 4 KiB, or all of a huge page.
     pub pages: PageRange,
-    /// The file has it, and it is to be let in by [`FaultHandler::map_present`], once its contents have come: a page that is
-    /// being written, or lies in one huge page with another that was, is there before that.
+    /// The file has it, and it is to be let in by [`FaultHandler::map_present`], once its contents have come: a page
+    /// that is being written, or lies in one huge page with another that was, is there before that.
     pub minor: bool,
     /// It is to be written.
     pub write: bool,

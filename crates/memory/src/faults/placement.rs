@@ -1,7 +1,7 @@
 //! Placing pages: as copies, as zeros, or by letting in what is there.
 //!
-//! A call may be cut short because another thread changes the memory (`EAGAIN`): it then goes on *behind* what it has done, and
-//! reads the event that the other one waits for, or both would wait for each other.
+//! A call may be cut short because another thread changes the memory (`EAGAIN`): it then goes on *behind* what it has
+//! done, and reads the event that the other one waits for, or both would wait for each other.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -26,8 +26,8 @@ pub struct Placement {
 }
 
 impl FaultHandler {
-    /// Fills missing pages, `first` and those behind it, with a copy of `contents`, which are whole host pages, and wakes who
-    /// waits for them. Ends at a page that is there already.
+    /// Fills missing pages, `first` and those behind it, with a copy of `contents`, which are whole host pages, and
+    /// wakes who waits for them. Ends at a page that is there already.
     ///
     /// # Errors
     /// Pages that cannot be placed ([`FaultError::Pages`]), [`FaultError::NoMemory`], [`FaultError::Busy`],
@@ -131,8 +131,8 @@ impl FaultHandler {
 
 /// Waits for a moment in which the memory is not being changed.
 ///
-/// Who gives back page after page leaves only the time between two calls, a microsecond or so: it is met by trying without
-/// a pause, and by letting the other one go on (that is, reading its event) only now and then.
+/// Who gives back page after page leaves only the time between two calls, a microsecond or so: it is met by trying
+/// without a pause, and by letting the other one go on (that is, reading its event) only now and then.
 #[derive(Debug, Default)]
 struct Idle {
     since: Option<Instant>,

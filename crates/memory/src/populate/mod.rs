@@ -53,17 +53,17 @@ pub struct PopulateStats {
 /// # Ok(()) }
 /// ```
 ///
-/// A page that is received into memory that was never touched costs a page fault inside the receiving call. Populating does
-/// the same for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
+/// A page that is received into memory that was never touched costs a page fault inside the receiving call. Populating
+/// does the same for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
 ///
-/// - **It never takes memory for what does not come:** [`PrefaultAhead`] plans at most a 32nd of what has come, less what was
-///   populated in vain before.
-/// - **It never brings the process down:** before memory gets short, of the machine or of a control group, it does nothing
-///   ([`MemcgHeadroom`]); the kernel's killer does not ask who caused it.
+/// - **It never takes memory for what does not come:** [`PrefaultAhead`] plans at most a 32nd of what has come, less
+///   what was populated in vain before.
+/// - **It never brings the process down:** before memory gets short, of the machine or of a control group, it does
+///   nothing ([`MemcgHeadroom`]); the kernel's killer does not ask who caused it.
 /// - It can be stopped between any two pieces of 2 MiB.
 ///
-/// Populating changes no contents. Memory that is registered with a fault handler must not be populated: it would wait for
-/// pages that were not requested.
+/// Populating changes no contents. Memory that is registered with a fault handler must not be populated: it would wait
+/// for pages that were not requested.
 #[derive(Debug)]
 pub struct Populator<'a> {
     memory: OnceLock<&'a GuestMemory>,

@@ -15,16 +15,16 @@ use crate::error::MemoryError;
 enum Way {
     /// `MADV_POPULATE_WRITE` (Linux 5.14).
     Advise,
-    /// Shared memory: the file gets the pages, and each is touched: before that it passes for a hole, though who waits for
-    /// what is missing is not told of it.
+    /// Shared memory: the file gets the pages, and each is touched: before that it passes for a hole, though who waits
+    /// for what is missing is not told of it.
     Allocate,
     /// Private memory: a zero in each page is written over with a zero.
     Touch,
 }
 
 impl MemoryBlock {
-    /// Populates pages, contents unchanged, if there is memory for them: false if there is none now. It does not look at limits
-    /// that the kernel enforces by killing: [`MemcgHeadroom`](super::MemcgHeadroom) does.
+    /// Populates pages, contents unchanged, if there is memory for them: false if there is none now. It does not look
+    /// at limits that the kernel enforces by killing: [`MemcgHeadroom`](super::MemcgHeadroom) does.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], or the kernel's refusal.
@@ -85,8 +85,8 @@ impl MemoryBlock {
     /// Pages of 4 KiB in a transparent huge page: 2 MiB, as on x86-64, and on `AArch64` with pages of 4 KiB.
     pub const HUGE_PIECE: u64 = 512;
 
-    /// The pages that can be made of transparent huge pages, a whole number of [`HUGE_PIECE`](Self::HUGE_PIECE); `None` if
-    /// there are none. Of private memory, that is to say: what shared memory is made of is for the system to say.
+    /// The pages that can be made of transparent huge pages, a whole number of [`HUGE_PIECE`](Self::HUGE_PIECE); `None`
+    /// if there are none. Of private memory, that is to say: what shared memory is made of is for the system to say.
     pub fn huge_pieces(&self) -> Option<PageRange> {
         if self.is_shared() || self.file().is_some() || self.page_size() != limosa_page::PAGE_SIZE {
             return None;
@@ -107,9 +107,9 @@ impl MemoryBlock {
         self.populate(pages)
     }
 
-    /// Asks for transparent huge pages where the kernel gives them on request (private memory; shared memory if the system
-    /// says so), or for none: pages that are to come on demand need to be of 4 KiB, or a huge page that one small page was
-    /// written to would pass for 511 more that have come. Without effect on huge pages of the pool.
+    /// Asks for transparent huge pages where the kernel gives them on request (private memory; shared memory if the
+    /// system says so), or for none: pages that are to come on demand need to be of 4 KiB, or a huge page that one
+    /// small page was written to would pass for 511 more that have come. Without effect on huge pages of the pool.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], or the kernel's refusal, other than that it has no such pages.

@@ -11,9 +11,9 @@ const FEWEST: u64 = 64;
 
 /// Plans ahead of the place where pages arrive.
 ///
-/// Pages of a block come mostly in order, with gaps where the guest has zeros. **Law: of what is planned, at most as much
-/// is populated in vain as a 32nd of what has come**: a guest of zeros costs nothing, one of short runs next to nothing,
-/// and one that is full is populated 16 MiB ahead.
+/// Pages of a block come mostly in order, with gaps where the guest has zeros. **Law: of what is planned, at most as
+/// much is populated in vain as a 32nd of what has come**: a guest of zeros costs nothing, one of short runs next to
+/// nothing, and one that is full is populated 16 MiB ahead.
 #[derive(Debug, Clone)]
 pub struct PrefaultAhead {
     blocks: Vec<BlockProgress>,

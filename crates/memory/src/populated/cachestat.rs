@@ -1,12 +1,13 @@
 //! A part of a file on tmpfs, looked at without going through the rest of it.
 //!
-//! `SEEK_HOLE` (lseek(2)) goes on until it finds a hole, wherever that is: for a page in front of gigabytes that are full it
-//! goes through all of them. cachestat(2), since Linux 6.5, counts the pages of a range that are in memory or in swap, and
-//! looks at nothing else. So it is counted first, and sought only where the count says that there is something to be found
-//! inside.
+//! `SEEK_HOLE` (lseek(2)) goes on until it finds a hole, wherever that is: for a page in front of gigabytes that are
+//! full it goes through all of them. cachestat(2), since Linux 6.5, counts the pages of a range that are in memory or
+//! in swap, and looks at nothing else. So it is counted first, and sought only where the count says that there is
+//! something to be found inside.
 //!
-//! Law: pages are called holes because nothing at all was counted among them, or because a seek has passed over them, and never
-//! because counts add up: another thread may populate a page while this looks, and be counted in place of another.
+//! Law: pages are called holes because nothing at all was counted among them, or because a seek has passed over them,
+//! and never because counts add up: another thread may populate a page while this looks, and be counted in place of
+//! another.
 
 #![allow(unsafe_code, reason = "the system call cachestat")]
 
@@ -91,7 +92,8 @@ fn count(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
     }
 }
 
-/// Whether this kernel counts, and does so for a process that has this file open (from 6.15 on it does for those who may write it).
+/// Whether this kernel counts, and does so for a process that has this file open (from 6.15 on it does for those who
+/// may write it).
 pub(super) fn can_count(fd: BorrowedFd<'_>) -> bool {
     count(fd, &(0..PAGE_SIZE)).is_ok()
 }

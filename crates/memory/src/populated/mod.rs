@@ -11,16 +11,18 @@ use crate::pagemap::PageMap;
 mod cachestat;
 
 impl MemoryBlock {
-    /// The pages among `pages` that may hold something: any other one of them is zero. The bitmap is as long as the block.
+    /// The pages among `pages` that may hold something: any other one of them is zero. The bitmap is as long as the
+    /// block.
     ///
-    /// A page that is populated while this looks may be missing: ask after the dirty log has begun, which then names it.
-    /// - Shared memory of a file answers for all who map it (its holes are what was never populated; hugetlbfs does not know
-    ///   them, and all of it counts as populated).
+    /// A page that is populated while this looks may be missing: ask after the dirty log has begun, which then names
+    /// it.
+    /// - Shared memory of a file answers for all who map it (its holes are what was never populated; hugetlbfs does not
+    ///   know them, and all of it counts as populated).
     /// - Shared memory without a descriptor cannot be asked: all of it counts as populated.
-    /// - Private memory answers from this process's page tables. A [`UffdWpSyncLog`](crate::dirty::UffdWpSyncLog) marks all
-    ///   of them, which then pass for populated.
-    /// - A private copy of a file has both: pages of its own, and behind the others the file. Every log that protects it
-    ///   from being written marks all of it.
+    /// - Private memory answers from this process's page tables. A [`UffdWpSyncLog`](crate::dirty::UffdWpSyncLog) marks
+    ///   all of them, which then pass for populated.
+    /// - A private copy of a file has both: pages of its own, and behind the others the file. Every log that protects
+    ///   it from being written marks all of it.
     ///
     /// # Errors
     /// The file's holes cannot be looked for. Page tables that cannot be read make everything count as populated.
@@ -41,15 +43,15 @@ impl MemoryBlock {
         Ok(found)
     }
 
-    /// Whether [`populated_among`](Self::populated_among) looks at nothing else than it is asked about; if not, at all of the block each
-    /// time. The kernel can report a part of private memory, and of a file on tmpfs since Linux 6.5.
+    /// Whether [`populated_among`](Self::populated_among) looks at nothing else than it is asked about; if not, at all
+    /// of the block each time. The kernel can report a part of private memory, and of a file on tmpfs since Linux 6.5.
     pub fn can_be_asked_in_parts(&self) -> bool {
         self.file().is_none_or(|(file, _)| is_asked_in_parts(file))
     }
 
-    /// Tells `found` which pages of these runs may hold something, as [`populated`](Self::populated) says it of all: for a few
-    /// pages of a block whose others are of no interest, and are [not looked at](Self::can_be_asked_in_parts) if possible. The
-    /// runs ascend; what `found` receives lies within them, some of it perhaps twice.
+    /// Tells `found` which pages of these runs may hold something, as [`populated`](Self::populated) says it of all:
+    /// for a few pages of a block whose others are of no interest, and are [not looked at](Self::can_be_asked_in_parts)
+    /// if possible. The runs ascend; what `found` receives lies within them, some of it perhaps twice.
     ///
     /// # Errors
     /// As [`populated`](Self::populated).

@@ -1,5 +1,5 @@
-//! Discarding: what was discarded reads as zero and costs no memory, what lies beside it is untouched, for every kind of
-//! memory.
+//! Discarding: what was discarded reads as zero and costs no memory, what lies beside it is untouched, for every kind
+//! of memory.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;

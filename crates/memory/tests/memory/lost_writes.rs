@@ -1,5 +1,6 @@
-//! Thousands of fetches while threads write: a copy of the memory that is kept by fetched pages alone is equal to it, byte
-//! for byte, whenever the writers pause. Every ninth write is a page that is given back. (KVM's logs are tested so with the guest of limosa-demo.)
+//! Thousands of fetches while threads write: a copy of the memory that is kept by fetched pages alone is equal to it,
+//! byte for byte, whenever the writers pause. Every ninth write is a page that is given back. (KVM's logs are tested so
+//! with the guest of limosa-demo.)
 #![allow(missing_docs, reason = "a test")]
 #![allow(unsafe_code, reason = "sets the bits of a log as a back end does")]
 

@@ -198,8 +198,8 @@ impl fmt::Debug for AtomicPageBitmap {
     }
 }
 
-/// The bitmap between writers and a reader that takes its bits, in every interleaving of their steps, with memory as weak as the
-/// language allows. For the model checker alone; `cargo xtask test` runs it.
+/// The bitmap between writers and a reader that takes its bits, in every interleaving of their steps, with memory as
+/// weak as the language allows. For the model checker alone; `cargo xtask test` runs it.
 #[cfg(all(test, loom))]
 #[allow(clippy::cast_possible_truncation, reason = "there are two pages")]
 mod models {

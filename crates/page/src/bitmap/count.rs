@@ -1,5 +1,5 @@
-//! Counting set bits, by the processor's instruction for it where there is one: the baseline that the crate is compiled for
-//! has none on x86-64, and a bitmap of a big guest has millions of words.
+//! Counting set bits, by the processor's instruction for it where there is one: the baseline that the crate is compiled
+//! for has none on x86-64, and a bitmap of a big guest has millions of words.
 #![allow(unsafe_code, reason = "uses an instruction that the processor was asked for")]
 
 /// The number of set bits.

@@ -35,7 +35,8 @@ impl PageBitmap {
     /// The empty set of a RAM block of `pages` pages.
     ///
     /// Takes `pages / 8` bytes of memory, which the system fills in as they are touched. A number of
-    /// pages from outside has to be checked first: like every `Vec` this ends the process if the memory is not available.
+    /// pages from outside has to be checked first: like every `Vec` this ends the process if the memory is not
+    /// available.
     #[must_use]
     pub fn new(pages: u64) -> Self {
         Self { words: vec![0; word::count_for(pages)], pages }
@@ -172,8 +173,9 @@ impl PageBitmap {
         }
     }
 
-    /// Adds the pages from `at` on whose bits are set in `words`: 64 a word, the first of them in the least significant bit;
-    /// `at` is any page. Those that there are no bits for are left out. How bitmaps of another numbering are taken over.
+    /// Adds the pages from `at` on whose bits are set in `words`: 64 a word, the first of them in the least significant
+    /// bit; `at` is any page. Those that there are no bits for are left out. How bitmaps of another numbering are taken
+    /// over.
     pub fn union_words(&mut self, at: PageNumber, words: &[u64]) {
         let (first, shift) = (word::index(at.0 / word::BITS), at.0 % word::BITS);
         let Some(mine) = self.words.get_mut(first..) else { return };

@@ -11,19 +11,20 @@ pub(crate) mod kernel;
 /// How memory is compared with zero.
 ///
 /// Law: every method gives the same answer for the same bytes, of any alignment and number. A page that is not
-/// zero costs next to nothing: before any loop runs, its first cache line is looked at, and the words in its middle and at its
-/// end; pages with content nearly always differ from zero in the first word. What is left is a page of zeros, and that is read
-/// once at the speed of the cache or of memory.
+/// zero costs next to nothing: before any loop runs, its first cache line is looked at, and the words in its middle and
+/// at its end; pages with content nearly always differ from zero in the first word. What is left is a page of zeros,
+/// and that is read once at the speed of the cache or of memory.
 ///
-/// The methods are the 16 bytes at a time that every x86-64 can do, the 32 of AVX2 and the 64 of AVX-512 where the processor
-/// has them, the 16 of NEON, a portable loop, and a [plain](ZeroMethod::Plain) one that the others are measured against. [`is_zero`]
-/// takes the fastest there is; [`is_zero_with`] takes the one named, so that tests and benchmarks can compare them.
+/// The methods are the 16 bytes at a time that every x86-64 can do, the 32 of AVX2 and the 64 of AVX-512 where the
+/// processor has them, the 16 of NEON, a portable loop, and a [plain](ZeroMethod::Plain) one that the others are
+/// measured against. [`is_zero`] takes the fastest there is; [`is_zero_with`] takes the one named, so that tests and
+/// benchmarks can compare them.
 ///
 /// Many pages are better asked about at once: see [`scan`](crate::scan()).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ZeroMethod {
-    /// Vectors of 16 bytes (words of 8 where there are none), a branch behind each, and nothing looked at beforehand: on every
-    /// processor. What the others are measured against.
+    /// Vectors of 16 bytes (words of 8 where there are none), a branch behind each, and nothing looked at beforehand:
+    /// on every processor. What the others are measured against.
     Plain,
     /// Words of 8 bytes: on every processor.
     Portable,
@@ -69,10 +70,10 @@ impl ZeroMethod {
 
     /// The method that finds zero pages fastest where they are: in memory that is in no cache.
     ///
-    /// On AMD's processors that is AVX-512 where there is one, on Intel's AVX2. Measured with huge pages: an EPYC (Zen 5) takes 102
-    /// ns for a page by AVX-512 and 114 by AVX2; a Xeon, by an earlier form of the loop with half as long steps, 274 and 226, as it
-    /// fetches ahead better for narrower reads. What is in cache is faster by AVX-512 on both, but a guest has little of it, and some of Intel's processors lower the clock for all
-    /// that runs beside it.
+    /// On AMD's processors that is AVX-512 where there is one, on Intel's AVX2. Measured with huge pages: an EPYC (Zen
+    /// 5) takes 102 ns for a page by AVX-512 and 114 by AVX2; a Xeon, by an earlier form of the loop with half as long
+    /// steps, 274 and 226, as it fetches ahead better for narrower reads. What is in cache is faster by AVX-512 on
+    /// both, but a guest has little of it, and some of Intel's processors lower the clock for all that runs beside it.
     #[must_use]
     #[inline]
     pub fn best() -> Self {
@@ -146,8 +147,8 @@ pub fn is_zero(bytes: &[u8]) -> bool {
     is_zero_with(ZeroMethod::best(), bytes)
 }
 
-/// Whether all of `bytes` are zero, found out by `method`; by [`ZeroMethod::Portable`] if this processor does not have it
-/// (the answer is the same). A caller whose user names the method asks [`ZeroMethod::is_available`] first.
+/// Whether all of `bytes` are zero, found out by `method`; by [`ZeroMethod::Portable`] if this processor does not have
+/// it (the answer is the same). A caller whose user names the method asks [`ZeroMethod::is_available`] first.
 #[must_use]
 #[inline]
 pub fn is_zero_with(method: ZeroMethod, bytes: &[u8]) -> bool {

@@ -61,7 +61,8 @@ proptest! {
         }
     }
 
-    /// Longer than what is looked at in one call, and at any address: guest memory is aligned, other memory need not be.
+    /// Longer than what is looked at in one call, and at any address: guest memory is aligned, other memory need not
+    /// be.
     #[test]
     fn runs_say_of_every_page_what_a_look_at_it_alone_says(
         pages in vec((prop_oneof![Just(None), (0..PAGE_LEN).prop_map(Some)], 1usize..90), 0..6),

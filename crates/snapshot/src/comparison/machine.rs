@@ -1,7 +1,8 @@
 //! Machine type, QEMU's version, uuid, capabilities and RAM blocks.
 //!
-//! A stream with a RAM block of another length is refused by QEMU, and by limosa. (QEMU loading a mapped-ram file by itself
-//! does not compare lengths: it puts a shorter block into a longer one. What the guest then makes of it is its affair.)
+//! A stream with a RAM block of another length is refused by QEMU, and by limosa. (QEMU loading a mapped-ram file by
+//! itself does not compare lengths: it puts a shorter block into a longer one. What the guest then makes of it is its
+//! affair.)
 
 use limosa_stream::configuration::IGNORE_SHARED;
 use uuid::Uuid;

@@ -1,15 +1,15 @@
 //! Whether a stored VM would load on another QEMU, and what speaks against it.
 //!
-//! Law of this module: **a finding never says more than its source proves.** What QEMU certainly refuses is `Certain`, what
-//! follows from names and habits is `Likely`, and what cannot be told without loading is `Unknown` and counts for no
-//! verdict. Nothing is read or asked here but what the two sides have put into [`Summary`] and [`Destination`].
+//! Law of this module: **a finding never says more than its source proves.** What QEMU certainly refuses is `Certain`,
+//! what follows from names and habits is `Likely`, and what cannot be told without loading is `Unknown` and counts for
+//! no verdict. Nothing is read or asked here but what the two sides have put into [`Summary`] and [`Destination`].
 //!
-//! What QEMU 10.0 does, found by loading one stream into altered destinations: another machine type, a RAM block that is
-//! missing or of another size, a device section (or instance) that the destination does not have, and a section of a
-//! newer version end the load, and so do other PCI identifiers and another number of MSI-X vectors. More RAM blocks, more
-//! devices and another CPU model do not. More vCPUs do if the guest has used ACPI's processor hotplug, as operating systems do
-//! when they start: its state then has a record for each processor that there can be. Other options of a device (features, for
-//! one) can end it, and stand in no description.
+//! What QEMU 10.0 does, found by loading one stream into altered destinations: another machine type, a RAM block that
+//! is missing or of another size, a device section (or instance) that the destination does not have, and a section of a
+//! newer version end the load, and so do other PCI identifiers and another number of MSI-X vectors. More RAM blocks,
+//! more devices and another CPU model do not. More vCPUs do if the guest has used ACPI's processor hotplug, as
+//! operating systems do when they start: its state then has a record for each processor that there can be. Other
+//! options of a device (features, for one) can end it, and stand in no description.
 
 mod machine;
 mod memory;

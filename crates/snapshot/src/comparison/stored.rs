@@ -1,7 +1,7 @@
 //! The other side is a file too: its sections say exactly what the VM had that it was saved from.
 //!
-//! A section that is missing there is not proof: QEMU leaves out what a device has no need to save. It is, where nothing
-//! of the device's place is there, and for the sections of a vCPU, which are always saved.
+//! A section that is missing there is not proof: QEMU leaves out what a device has no need to save. It is, where
+//! nothing of the device's place is there, and for the sections of a vCPU, which are always saved.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 

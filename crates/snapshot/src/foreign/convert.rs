@@ -44,8 +44,8 @@ impl Foreign {
     /// Makes a snapshot of it under the name of `pending`.
     ///
     /// # Errors
-    /// Nothing is left of the snapshot then: the file is not whole, is a snapshot already, or cannot be unpacked; the disk
-    /// is full; or the job was cancelled.
+    /// Nothing is left of the snapshot then: the file is not whole, is a snapshot already, or cannot be unpacked; the
+    /// disk is full; or the job was cancelled.
     pub fn import(
         self,
         pending: UnnamedFile,

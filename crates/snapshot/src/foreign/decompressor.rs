@@ -1,7 +1,7 @@
 //! Decompression by the programs that packed: gzip, bzip2, xz, lzop and zstd, run as libvirt runs them (`PROGRAM -dc`).
 //!
-//! Law of this module: a program that fails is noticed, also when what it wrote until then was a whole stream; it does not
-//! outlive its owner, and what it says is kept within bounds.
+//! Law of this module: a program that fails is noticed, also when what it wrote until then was a whole stream; it does
+//! not outlive its owner, and what it says is kept within bounds.
 
 use std::fs::File;
 use std::io::Read;

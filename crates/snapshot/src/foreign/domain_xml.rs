@@ -1,8 +1,8 @@
 //! The name and the uuid of a libvirt domain, out of its XML.
 //!
-//! Both are children of the root element, so this is as much of an XML reader as finds these: it follows tags, comments,
-//! CDATA and quoted attributes, and nothing else of the document matters. A document type, which could define entities, is
-//! refused.
+//! Both are children of the root element, so this is as much of an XML reader as finds these: it follows tags,
+//! comments, CDATA and quoted attributes, and nothing else of the document matters. A document type, which could define
+//! entities, is refused.
 //!
 //! Law of this module: work in proportion to the text, memory in proportion to its depth, which is bounded.
 

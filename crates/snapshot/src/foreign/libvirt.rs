@@ -1,8 +1,8 @@
 //! libvirt's save images: what stands before the migration stream in a file of `virsh save` or `managedsave`.
 //!
 //! The layout (facts of libvirt's `qemu_saveimage`, versions 1 and 2, and of files that libvirt 9.0 wrote): 92 bytes of
-//! header, then `data_len` bytes with the domain's XML, a NUL, a cookie with a NUL of its own, and padding; then the stream.
-//! The header's words have the byte order of the machine that wrote them.
+//! header, then `data_len` bytes with the domain's XML, a NUL, a cookie with a NUL of its own, and padding; then the
+//! stream. The header's words have the byte order of the machine that wrote them.
 //!
 //! | offset | size | field |
 //! |---|---|---|

@@ -1,8 +1,8 @@
 //! Files of other programs that hold a VM: recorded migration streams and libvirt's save images.
 //!
-//! Such a file has its pages in the order in which they were sent, so it can only be read from its beginning: a snapshot
-//! that restores lazily is made of it once, by the same engine that receives a stream from a QEMU. No process is at the other
-//! end of a recorded stream, so its end is the end of the bytes.
+//! Such a file has its pages in the order in which they were sent, so it can only be read from its beginning: a
+//! snapshot that restores lazily is made of it once, by the same engine that receives a stream from a QEMU. No process
+//! is at the other end of a recorded stream, so its end is the end of the bytes.
 //!
 //! Law of this module: what a file is, is told by its first bytes and never by its name; whatever is behind them is
 //! believed only as far as it was proven.
@@ -48,7 +48,7 @@ pub enum ForeignError {
     Stream {
         /// The file it is in.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         source: MigrateError,
     },
     /// A program that unpacks is missing, or failed.
@@ -64,7 +64,7 @@ pub enum ForeignError {
     Image {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         what: String,
     },
 }
@@ -103,8 +103,8 @@ pub struct Foreign {
 }
 
 impl Foreign {
-    /// Opens a file and finds out what it is. `offset` is where it begins; `None` looks for a stream behind leading zeros,
-    /// as QEMU leaves them with `file:PATH,offset=N`.
+    /// Opens a file and finds out what it is. `offset` is where it begins; `None` looks for a stream behind leading
+    /// zeros, as QEMU leaves them with `file:PATH,offset=N`.
     ///
     /// What it is if it is nothing of these is said when it is used.
     ///

@@ -1,9 +1,9 @@
 //! The device section that comes before the pages.
 //!
-//! A virtio-mem device has to know which of its memory is plugged before pages come for it, so QEMU sends that state in the
-//! setup of the migration, between the list of RAM blocks and the first page. Nothing in a stream delimits a device section, but
-//! this one says itself how long it is. Fact (QEMU 10.0, seen on the wire): be64 address, be64 region size, be64 block
-//! size, be32 node, be64 plugged bytes, and a bitmap of one bit a block in be64 words.
+//! A virtio-mem device has to know which of its memory is plugged before pages come for it, so QEMU sends that state in
+//! the setup of the migration, between the list of RAM blocks and the first page. Nothing in a stream delimits a device
+//! section, but this one says itself how long it is. Fact (QEMU 10.0, seen on the wire): be64 address, be64 region
+//! size, be64 block size, be32 node, be64 plugged bytes, and a bitmap of one bit a block in be64 words.
 
 use limosa_page::to_usize;
 

@@ -63,8 +63,8 @@ pub enum Event {
     MappedRamBlock(MappedBlock),
     /// The list of RAM blocks is complete.
     RamStart(Vec<RamBlock>),
-    /// A device section that comes between the list of RAM blocks and the first page: of a virtio-mem device, which says what
-    /// part of its memory is plugged. The whole section, header and footer included.
+    /// A device section that comes between the list of RAM blocks and the first page: of a virtio-mem device, which
+    /// says what part of its memory is plugged. The whole section, header and footer included.
     EarlyDevice(Vec<u8>),
     /// A page: its 4096 bytes follow, and the caller takes them without showing them to the decoder.
     Page {
@@ -90,9 +90,9 @@ pub enum Event {
         /// Bytes of the delta, at most 4096.
         length: u16,
     },
-    /// Join point with the [multifd](crate::multifd) channels: what is behind it counts only when every channel has come to
-    /// its next SYNC packet. In a stream of multifd there is one in START, behind [`RamStart`](Self::RamStart); if there is
-    /// none, every [`EndOfSection`](Self::EndOfSection) is a join point, that of START included.
+    /// Join point with the [multifd](crate::multifd) channels: what is behind it counts only when every channel has
+    /// come to its next SYNC packet. In a stream of multifd there is one in START, behind [`RamStart`](Self::RamStart);
+    /// if there is none, every [`EndOfSection`](Self::EndOfSection) is a join point, that of START included.
     MultifdFlush,
     /// The EOS word: no more records in this section.
     EndOfSection,

@@ -1,8 +1,9 @@
 //! The JSON description in full: which fields and subsections each device section is made of.
 //!
 //! [`Vmdesc`](crate::Vmdesc) keeps sums only, which is all that finding the end of a stream takes.
-//! Telling two streams apart takes the names; they are read here, from a text of limited length, and memory is bounded by
-//! that length. Facts: a field's `size` is that of one element, nested structures included; `array_len` says how many.
+//! Telling two streams apart takes the names; they are read here, from a text of limited length, and memory is bounded
+//! by that length. Facts: a field's `size` is that of one element, nested structures included; `array_len` says how
+//! many.
 
 use crate::error::{ErrorKind, StreamError};
 use limosa_page::to_u64;
@@ -14,7 +15,7 @@ pub use sizes::{DEVICES_LIMIT, DeviceSize, VMDESC_LIMIT, Vmdesc};
 /// Longest JSON whose names are kept, in bytes: 16 MiB. A VM with 54 device sections has 90 KB.
 pub const VMDESC_NAMES_LIMIT: usize = 16 << 20;
 
-/// What one device section is made of.
+/// The parts of one device section.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 #[non_exhaustive]
 pub struct DeviceVmdesc {

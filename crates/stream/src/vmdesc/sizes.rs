@@ -10,7 +10,7 @@ pub const VMDESC_LIMIT: usize = 64 << 20;
 /// Most devices in a description.
 pub const DEVICES_LIMIT: usize = 65_536;
 
-/// What the JSON says.
+/// The contents of the JSON.
 ///
 /// Device sections carry no length; the description names the size of each field, and with it the length of each body:
 /// the sum over its fields of `size * (array_len or 1)`, plus for each subsection its header of `1 + 1 + name + 4`

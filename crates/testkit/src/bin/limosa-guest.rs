@@ -1,6 +1,7 @@
 //! A guest to try limosa on by hand: `limosa-guest beat|linux [--incoming]` starts it, prints its pid and a free QMP
-//! socket, then its serial port, and ends it on Ctrl-C or end of input. `limosa-guest uml [--memory MIB] [--balloon SOCKET]` is
-//! user-mode Linux, whose lines are shell lines; the benches use it.
+//! socket, then its serial port, and ends it on Ctrl-C or end of input.
+//! `limosa-guest uml [--memory MIB] [--balloon SOCKET]` is user-mode Linux, whose lines are shell lines; the benches
+//! use it.
 
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;

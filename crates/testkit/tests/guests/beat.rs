@@ -1,4 +1,5 @@
-//! The beat guest under plain QEMU: the proof that its check is green after a correct migration and red after a wrong one.
+//! The beat guest under plain QEMU: the proof that its check is green after a correct migration and red after a wrong
+//! one.
 
 use limosa_testkit::{Accelerator, BeatError, BeatGuest, Machine, MemoryBackend, note_skip, qemu_skipped, scratch};
 

@@ -22,7 +22,9 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "PROGRAM", value_parser = ["qemu"])]
     pub(crate) against: Option<String>,
 
-    /// Memory of the VMs; default 2G for save, 4G for restore, 1G for stream and zero-copy, 8G for free-page. For cow: size of the disk, default 2G. For zero-page: size of the cold memory, by default more than four times the last-level cache
+    /// Memory of the VMs; default 2G for save, 4G for restore, 1G for stream and zero-copy, 8G for free-page. For cow:
+    /// size of the disk, default 2G. For zero-page: size of the cold memory, by default more than four times the
+    /// last-level cache
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub(crate) size: Option<u64>,
 
@@ -34,7 +36,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) sequential: Option<u64>,
 
-    /// For cow: whether copied data is shared (reflinked) if the file system can: off, auto, or a minimum size; default auto
+    /// For cow: whether copied data is shared (reflinked) if the file system can: off, auto, or a minimum size; default
+    /// auto
     #[arg(long, value_name = "off|auto|SIZE", value_parser = clone_mode)]
     pub(crate) clone: Option<CloneMode>,
 
@@ -50,7 +53,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: Option<PathBuf>,
 
-    /// Run only the contestants whose case and variant, separated by a space, begin with TEXT, for example "1 GiB over tcp copy, 2"
+    /// Run only the contestants whose case and variant, separated by a space, begin with TEXT, for example "1 GiB over
+    /// tcp copy, 2"
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Option<String>,
 

@@ -1,8 +1,8 @@
-//! limosa's side: a process that sends and one that receives, each this very program, told what to do on its standard input.
-//! What they do then is in [`served`].
+//! limosa's side: a process that sends and one that receives, each this very program, told what to do on its standard
+//! input. What they do then is in [`served`].
 //!
-//! Law: the clock is the bench's own, and a process that answers has done what it says. They are processes of their own, so
-//! that what each costs can be told apart.
+//! Law: the clock is the bench's own, and a process that answers has done what it says. They are processes of their
+//! own, so that what each costs can be told apart.
 
 mod served;
 
@@ -147,8 +147,8 @@ enum Answer {
     Listening(String),
     /// The destination has all, and its VM runs. Nanoseconds of its CPU since it listened.
     Running { cpu: u64 },
-    /// The source has its confirmation. Nanoseconds of its CPU since its order to send; `guest`: of the clock and of its CPU that
-    /// its guest has spent, which are among them.
+    /// The source has its confirmation. Nanoseconds of its CPU since its order to send; `guest`: of the clock and of
+    /// its CPU that its guest has spent, which are among them.
     Sent { pages: u64, zeros: u64, calls: u64, bytes: u64, cpu: u64, guest: (u64, u64), lent: Lent },
     /// How far the neighbour has come, and nanoseconds of its CPU.
     Chased { steps: u64, cpu: u64 },
@@ -243,8 +243,8 @@ impl<'c> Source<'c> {
         self.child.process.pin(core)
     }
 
-    /// Sends it once, to a fresh process. `ready` is called right before the clock starts. What a guest takes to write between
-    /// rounds is taken out of all figures.
+    /// Sends it once, to a fresh process. `ready` is called right before the clock starts. What a guest takes to write
+    /// between rounds is taken out of all figures.
     pub(crate) fn send(
         &mut self,
         transport: Transport,

@@ -161,7 +161,8 @@ impl PausedVm {
         Ok(Self { memory: Arc::new(GuestMemory::new(vec![block.map()?])?), writers: Writers::NONE })
     }
 
-    /// The logs of what is written to it: nothing is. For a guest that reports its free pages, one log has to see the guest.
+    /// The logs of what is written to it: nothing is. For a guest that reports its free pages, one log has to see the
+    /// guest.
     fn logs(&self, guest: bool) -> Result<DirtyLogs> {
         if !guest {
             return Ok(DirtyLogs::new(Writers::NONE, Vec::new())?);

@@ -1,8 +1,8 @@
 //! What the kernel opens.
 //!
-//! The law: data goes straight to its place, by calls without room for a record's type: those the kernel refuses (`EIO`)
-//! when the next record is something else, which it keeps (kernel docs: networking/tls). That one is received into a buffer
-//! of this process's own.
+//! The law: data goes straight to its place, by calls without room for a record's type: those the kernel refuses
+//! (`EIO`) when the next record is something else, which it keeps (kernel docs: networking/tls). That one is received
+//! into a buffer of this process's own.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -35,14 +35,15 @@ pub(crate) enum Received {
 }
 
 impl Input {
-    /// Gives the kernel the key of the next record, with which everything begins that was not read yet. `reader` has read
-    /// what was.
+    /// Gives the kernel the key of the next record, with which everything begins that was not read yet. `reader` has
+    /// read what was.
     pub(crate) fn over(socket: &OwnedFd, key: &Key, reader: &mut Reader) -> Result<Self, Errno> {
         option::set(socket.as_fd(), KeyDirection::Receiving, key)?;
         Ok(Self { reader: std::mem::take(reader) })
     }
 
-    /// Receives some of the batch, or all of it (`whole`); `None` if what is next has to be [received](Self::receive_record).
+    /// Receives some of the batch, or all of it (`whole`); `None` if what is next has to be
+    /// [received](Self::receive_record).
     pub(crate) fn get(&mut self, socket: &OwnedFd, batch: &Batch<'_, In>, whole: bool) -> io::Result<Option<usize>> {
         if self.reader.is_amid() {
             return Ok(None);

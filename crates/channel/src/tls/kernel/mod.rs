@@ -2,11 +2,11 @@
 //!
 //! The laws of this module. **A key is in one place**: a direction is the kernel's or this process's, and changes hands
 //! between two records. **It is off by default, and `auto` uses it only where it can renew keys**
-//! (Linux 6.14): a kernel that cannot ends a channel at its cipher's limit, and when the peer renews its own, so who wants
-//! that one has to say so.
-//! **Nothing gets to its place that was not verified**: the kernel is not asked to open records right where they are to go
-//! (`TLS_RX_EXPECT_NO_PAD`), which would leave there what turns out to be forged. **A word of the peer's is never read from
-//! the caller's memory**, which may be a guest's: it is left in the kernel until there is a buffer for it.
+//! (Linux 6.14): a kernel that cannot ends a channel at its cipher's limit, and when the peer renews its own, so who
+//! wants that one has to say so.
+//! **Nothing gets to its place that was not verified**: the kernel is not asked to open records right where they are to
+//! go (`TLS_RX_EXPECT_NO_PAD`), which would leave there what turns out to be forged. **A word of the peer's is never
+//! read from the caller's memory**, which may be a guest's: it is left in the kernel until there is a buffer for it.
 //!
 //! | file | subject |
 //! |---|---|
@@ -46,8 +46,8 @@ pub enum KernelTls {
     Off,
     /// The kernel, over TCP, if it has TLS and can renew keys (Linux 6.14); else this process.
     Auto,
-    /// The kernel; a channel for which it cannot is refused. Where it cannot renew keys the channel fails when that is due:
-    /// after 16 million records of AES-GCM, and when the peer does so.
+    /// The kernel; a channel for which it cannot is refused. Where it cannot renew keys the channel fails when that is
+    /// due: after 16 million records of AES-GCM, and when the peer does so.
     On,
 }
 

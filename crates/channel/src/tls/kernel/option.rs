@@ -42,7 +42,8 @@ pub(super) enum Support {
     Renews,
 }
 
-/// Found out once, by a connection of this process to itself: a key cannot be taken back from a socket that others need.
+/// Found out once, by a connection of this process to itself: a key cannot be taken back from a socket that others
+/// need.
 pub(super) fn support() -> Support {
     static FOUND: OnceLock<Support> = OnceLock::new();
     *FOUND.get_or_init(|| probe().unwrap_or(Support::Unknown))
@@ -65,7 +66,8 @@ fn probe() -> std::io::Result<Support> {
     Ok(if again.is_ok() { Support::Renews } else { Support::Fixed })
 }
 
-/// Has a connected TCP socket take keys; until it has one nothing changes. A kernel whose TLS is a module loads it for root only.
+/// Has a connected TCP socket take keys; until it has one nothing changes. A kernel whose TLS is a module loads it for
+/// root only.
 pub(super) fn attach(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     set_option(socket, libc::SOL_TCP, libc::TCP_ULP, b"tls")
 }
@@ -93,8 +95,8 @@ pub(super) fn next_number(socket: BorrowedFd<'_>, length: usize) -> Result<u64, 
     if got == 0 { Ok(key.number()) } else { Err(last()) }
 }
 
-/// How many bytes TCP was ever given to send, of which it may have sent none, and whether the connection is over. It counts from where it
-/// likes.
+/// How many bytes TCP was ever given to send, of which it may have sent none, and whether the connection is over. It
+/// counts from where it likes.
 pub(super) fn given(socket: BorrowedFd<'_>) -> Result<(u64, bool), Errno> {
     let mut acked = TcpInfo::of(socket)?.acknowledged;
     for _ in 0..TRIES {

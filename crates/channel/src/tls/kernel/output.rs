@@ -1,12 +1,13 @@
 //! What the kernel seals.
 //!
-//! The law: no key seals more records than it may. How many it has sealed only the kernel knows, which cuts what it is given into
-//! records as it likes; none is empty, so a call of so many bytes is taken for so many records until it is asked.
+//! The law: no key seals more records than it may. How many it has sealed only the kernel knows, which cuts what it is
+//! given into records as it likes; none is empty, so a call of so many bytes is taken for so many records until it is
+//! asked.
 //!
 //! And: no call waits in the kernel, which would take a signal there for the connection's failure, and a time-out for
-//! success. What does not wait is cut in the middle of a record, whose rest the kernel sends when there is room, unless the
-//! socket is closed before. Whether it has, it does not say; but TCP says how much it was given, and how much that has to
-//! be follows from the records.
+//! success. What does not wait is cut in the middle of a record, whose rest the kernel sends when there is room, unless
+//! the socket is closed before. Whether it has, it does not say; but TCP says how much it was given, and how much that
+//! has to be follows from the records.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

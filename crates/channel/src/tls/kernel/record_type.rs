@@ -1,4 +1,5 @@
-//! Records that are no data: their type goes beside their bytes, in a message's ancillary data (kernel docs: networking/tls).
+//! Records that are no data: their type goes beside their bytes, in a message's ancillary data (kernel docs:
+//! networking/tls).
 #![allow(unsafe_code, reason = "ancillary data of messages")]
 
 use std::mem;

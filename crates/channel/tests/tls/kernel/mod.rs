@@ -424,8 +424,9 @@ fn a_get_without_data_times_out() {
     assert_eq!(&got, b"more");
 }
 
-/// A client whose every byte behind its first record is held back until it is gone, and passed on in two pieces, the second one
-/// when the server has shaken hands, or cannot without it. What the server got, and how much of that the kernel has opened.
+/// A client whose every byte behind its first record is held back until it is gone, and passed on in two pieces, the
+/// second one when the server has shaken hands, or cannot without it. What the server got, and how much of that the
+/// kernel has opened.
 fn in_two_pieces(bed: &Bed, cut: impl FnOnce(&[u8]) -> usize + Send) -> (Vec<u8>, u64) {
     let listener = listen(&server(bed, KernelTls::On));
     let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };

@@ -78,7 +78,8 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_enum, default_value_t = Transport::Tcp)]
     pub(crate) transport: Transport,
 
-    /// Move memory on N multifd channels, 1 to 16, in addition to the main channel (QEMU's multifd and multifd-channels)
+    /// Move memory on N multifd channels, 1 to 16, in addition to the main channel (QEMU's multifd and
+    /// multifd-channels)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(crate) channels: Option<u8>,
 
@@ -114,12 +115,13 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_parser = zero_check(), default_value = "always")]
     pub(crate) zero_check: ZeroCheck,
 
-    /// Send hundreds of pages of the main channel in one call, without copying them first; off copies them into a buffer of 16 KiB
+    /// Send hundreds of pages of the main channel in one call, without copying them first; off copies them into a
+    /// buffer of 16 KiB
     #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "VECTORS", default_value = "on")]
     pub(crate) vectors: bool,
 
-    /// Instructions that check pages for zeros: plain (16 bytes at a time), portable, sse2, avx2, avx512, neon; default: the best
-    /// available
+    /// Instructions that check pages for zeros: plain (16 bytes at a time), portable, sse2, avx2, avx512, neon;
+    /// default: the best available
     #[arg(long, value_name = "METHOD")]
     pub(crate) zero_method: Option<ZeroMethod>,
 
@@ -127,13 +129,13 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "POPULATE", default_value = "on")]
     pub(crate) populate: bool,
 
-    /// Ask the guest for its free pages, and do not send these. Half of the memory is then a heap that programs allocate, write and
-    /// free, and a balloon driver reports what is free
+    /// Ask the guest for its free pages, and do not send these. Half of the memory is then a heap that programs
+    /// allocate, write and free, and a balloon driver reports what is free
     #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "HINTS", default_value = "off")]
     pub(crate) hints: bool,
 
-    /// How long the first round, or the stop of `--postcopy at-once`, may wait for the list of free pages; by default nothing waits,
-    /// and pages are left out as soon as they are listed
+    /// How long the first round, or the stop of `--postcopy at-once`, may wait for the list of free pages; by default
+    /// nothing waits, and pages are left out as soon as they are listed
     #[arg(long, value_name = "TIME", value_parser = parse::time, requires = "hints")]
     pub(crate) hint_wait: Option<Duration>,
 
@@ -145,8 +147,8 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_parser = give_up(), default_value = "cancel", requires = "timeout")]
     pub(crate) give_up: GiveUp,
 
-    /// Encrypt the connections by TLS; DIR has ca-cert.pem, server-cert.pem, server-key.pem, client-cert.pem and client-key.pem (the
-    /// dir of QEMU's tls-creds-x509)
+    /// Encrypt the connections by TLS; DIR has ca-cert.pem, server-cert.pem, server-key.pem, client-cert.pem and
+    /// client-key.pem (the dir of QEMU's tls-creds-x509)
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_creds: Option<PathBuf>,
 

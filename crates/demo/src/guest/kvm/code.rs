@@ -11,8 +11,8 @@
 //! | `esp` | pages of leave that are left (there is no stack) |
 //! | `eax`, `ebx`, `ecx` | scratch |
 //!
-//! Parameters of vCPU `n` are in the same page, 16 bytes each from [`PARAMETERS`] on: first page, pages, stride, and the
-//! seed. Neither they nor the code are ever written.
+//! Parameters of vCPU `n` are in the same page, 16 bytes each from [`PARAMETERS`] on: first page, pages, stride, and
+//! the seed. Neither they nor the code are ever written.
 
 use limosa_page::PAGE_LEN;
 

@@ -14,8 +14,9 @@ use super::code::{PARAMETERS, PORT};
 use crate::guest::gate::{Gate, Pace};
 use crate::guest::pattern::Share;
 
-/// Pages that a vCPU with a dirty ring writes between two questions. KVM keeps 64 entries back for what comes between two
-/// looks at how full the ring is; one that emulates this guest looks only as it enters it, and lists every store, 8 a page.
+/// Pages that a vCPU with a dirty ring writes between two questions. KVM keeps 64 entries back for what comes between
+/// two looks at how full the ring is; one that emulates this guest looks only as it enters it, and lists every store, 8
+/// a page.
 const AT_ONCE_WITH_RING: u64 = 4;
 
 /// The part of a vCPU that other threads read.

@@ -1,8 +1,8 @@
 //! Two ends of a demonstration, a connection that can be cut, and an operator who decides by what the ends print.
 //!
 //! Law: nothing is believed that an end says of the other. Who ran when is read from the witness, whose lock is the
-//! kernel's; whether memory is right is computed by the guest from its state; and what is undecided is decided by the very
-//! command that the end has printed.
+//! kernel's; whether memory is right is computed by the guest from its state; and what is undecided is decided by the
+//! very command that the end has printed.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 pub(crate) mod dice;

@@ -40,8 +40,8 @@ impl ProxiedMigration {
         wait_for_byte(&self.proxy, direction, &mut self.source);
     }
 
-    /// Another attempt: into the same destination if it is still there and that is wanted, or into a new one. Who has the guest
-    /// then.
+    /// Another attempt: into the same destination if it is still there and that is wanted, or into a new one. Who has
+    /// the guest then.
     pub(crate) fn retry(self, settings: &Settings, same: bool) -> (Scene, EndProcess) {
         let Self { mut scene, mut source, destination: mut old, .. } = self;
         let waits = old.status().is_some_and(|status| status.state == State::Failed);

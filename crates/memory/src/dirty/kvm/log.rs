@@ -1,9 +1,9 @@
 //! KVM's dirty log: a bitmap for each memory slot.
 //!
 //! Where KVM has it, reading the bitmap changes nothing, and the pages found are protected afterwards, in slices
-//! (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`), so that vCPUs wait for a slice and not for all of it. A page that is written between
-//! the two is among those found, and is read after both; one that was not found is not cleared. Else one call reads and
-//! protects all of a slot.
+//! (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`), so that vCPUs wait for a slice and not for all of it. A page that is written
+//! between the two is among those found, and is read after both; one that was not found is not cleared. Else one call
+//! reads and protects all of a slot.
 
 use std::io;
 use std::sync::Arc;
@@ -36,8 +36,8 @@ pub struct KvmLog {
 }
 
 impl KvmLog {
-    /// The log of a VM without a dirty ring. Pages are protected in slices if KVM can do that; this is set for the VM as a
-    /// whole, so another reader of its dirty log has to clear what was read.
+    /// The log of a VM without a dirty ring. Pages are protected in slices if KVM can do that; this is set for the VM
+    /// as a whole, so another reader of its dirty log has to clear what was read.
     pub fn new(slots: Arc<KvmSlots>) -> Self {
         let can = slots.vm().check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into());
         let manual = u64::try_from(can).is_ok_and(|can| can & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0);

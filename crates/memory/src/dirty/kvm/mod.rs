@@ -2,7 +2,7 @@
 //! list of pages for each vCPU. A VM has one or the other; the ring has to be chosen before its first vCPU is made.
 //!
 //! Both see what vCPUs write and what KVM writes for them, and nothing else: a device model in this process marks its
-//! writes in an [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
+//! writes in a [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
 //!
 //! Facts: the kernel's virt/kvm/api.rst (`KVM_GET_DIRTY_LOG`, `KVM_CLEAR_DIRTY_LOG`, `KVM_CAP_DIRTY_LOG_RING`).
 #![allow(unsafe_code, reason = "tells KVM where guest memory is, and shares rings with it")]
@@ -43,8 +43,8 @@ pub struct KvmSlots {
 }
 
 impl KvmSlots {
-    /// Gives a VM that has no memory yet all regions of `memory`, in slots numbered from 0. They are taken away again when
-    /// the last owner of the result is gone, before the memory is.
+    /// Gives a VM that has no memory yet all regions of `memory`, in slots numbered from 0. They are taken away again
+    /// when the last owner of the result is gone, before the memory is.
     ///
     /// # Errors
     /// KVM's refusal.

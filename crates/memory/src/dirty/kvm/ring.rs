@@ -1,13 +1,13 @@
 //! KVM's dirty ring: each vCPU lists the pages that it writes, in memory that it shares with us.
 //!
 //! A fetch costs what was written, not what the guest has. An entry is taken and given back marked so, and
-//! `KVM_RESET_DIRTY_RINGS` then protects those pages again, before they are handed out: a page that is written in between is
-//! read after that, and one that is written later is listed anew.
+//! `KVM_RESET_DIRTY_RINGS` then protects those pages again, before they are handed out: a page that is written in
+//! between is read after that, and one that is written later is listed anew.
 //!
 //! **What a vCPU has written while it runs may be listed only when it leaves `KVM_RUN`**: processors gather such pages
-//! before KVM sees them. So a fetch from a running guest may miss pages that a later one names; the one that counts comes
-//! after every vCPU has left `KVM_RUN`, which is what pausing a VM is. A vCPU also leaves it when its ring is full
-//! (`KVM_EXIT_DIRTY_RING_FULL`): its loop calls [`KvmRings::reap`] and goes on.
+//! before KVM sees them. So a fetch from a running guest may miss pages that a later one names; the one that counts
+//! comes after every vCPU has left `KVM_RUN`, which is what pausing a VM is. A vCPU also leaves it when its ring is
+//! full (`KVM_EXIT_DIRTY_RING_FULL`): its loop calls [`KvmRings::reap`] and goes on.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -46,7 +46,8 @@ struct State {
     rings: Vec<Ring>,
     /// What was taken from rings and not fetched yet.
     taken: DirtyPages,
-    /// KVM has all that was taken from its rings back. Without that a vCPU whose ring is full leaves `KVM_RUN` for ever.
+    /// KVM has all that was taken from its rings back. Without that a vCPU whose ring is full leaves `KVM_RUN` for
+    /// ever.
     given_back: bool,
     /// Why what the rings say is worth nothing until a log starts anew. A vCPU's loop may have met it.
     lost: Option<&'static str>,
@@ -108,8 +109,8 @@ impl KvmRings {
     }
 
     /// Empties all rings and keeps what was in them for the next fetch. What a vCPU's loop does on
-    /// `KVM_EXIT_DIRTY_RING_FULL`, before it runs the vCPU again. That pages were lost on the way is what the next fetch
-    /// says: the guest can go on all the same.
+    /// `KVM_EXIT_DIRTY_RING_FULL`, before it runs the vCPU again. That pages were lost on the way is what the next
+    /// fetch says: the guest can go on all the same.
     ///
     /// # Errors
     /// KVM does not take the rings back: the log is worth nothing any more, and the vCPU cannot go on while it is on.

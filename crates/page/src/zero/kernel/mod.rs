@@ -17,8 +17,8 @@ use crate::PAGE_LEN;
 /// Bytes in the words that everything else is aligned to first.
 const WORD: usize = size_of::<u64>();
 
-/// Vectors read between two branches. Measured on an AMD EPYC (Zen 5), vectors of AVX2 that no cache holds: with 16, joined in
-/// four rows, a page takes as long as reading it; with 8 in one row a sixth longer.
+/// Vectors read between two branches. Measured on an AMD EPYC (Zen 5), vectors of AVX2 that no cache holds: with 16,
+/// joined in four rows, a page takes as long as reading it; with 8 in one row a sixth longer.
 const STEP: usize = 16;
 
 /// Bytes that are fetched together.
@@ -27,12 +27,12 @@ const CACHE_LINE: usize = 64;
 /// Pages that [`zero_pages`] looks at in one call at most: the bits of its answer.
 pub(crate) const PAGES_A_CALL: usize = 64;
 
-/// How many pages ahead memory is fetched. Measured: where half of the pages are zero, at random, and none is in cache, a page
-/// takes 19% less time with it; with 2 pages 14%, with 8 17%, with 16 10%.
+/// How many pages ahead memory is fetched. Measured: where half of the pages are zero, at random, and none is in cache,
+/// a page takes 19% less time with it; with 2 pages 14%, with 8 17%, with 16 10%.
 pub(crate) const AHEAD: usize = 4;
 
-/// Ahead is fetched as long as one of so many pages, a bit each, was decided by its first line. Where pages are read on from there
-/// the processor fetches ahead by itself, and better: asking for it besides made AVX2 slower by 5% to 20%.
+/// Ahead is fetched as long as one of so many pages, a bit each, was decided by its first line. Where pages are read on
+/// from there the processor fetches ahead by itself, and better: asking for it besides made AVX2 slower by 5% to 20%.
 const LATELY: u64 = 0xff;
 
 /// Whether the `len` bytes at `start` are zero. `method` falls back to [`ZeroMethod::Portable`] if it is not available.
@@ -60,8 +60,8 @@ pub(crate) unsafe fn is_zero(method: ZeroMethod, start: *const u8, len: usize) -
     }
 }
 
-/// Which of `count` pages at `start` are zero: a bit each, set where it is, the first in the lowest one. `beyond` more pages
-/// will be asked for after them; `method` as in [`is_zero`].
+/// Which of `count` pages at `start` are zero: a bit each, set where it is, the first in the lowest one. `beyond` more
+/// pages will be asked for after them; `method` as in [`is_zero`].
 ///
 /// # Safety
 ///
@@ -149,8 +149,8 @@ unsafe fn plain(start: *const u64, count: usize) -> bool {
     unsafe { words_are_zero::<std::arch::x86_64::__m128i, 1>(start, count) }
 }
 
-/// The loops for vectors that need certain instructions. A function compiled for them is called from one that is not, so what
-/// is generic over vectors is inlined here and nowhere else.
+/// The loops for vectors that need certain instructions. A function compiled for them is called from one that is not,
+/// so what is generic over vectors is inlined here and nowhere else.
 macro_rules! compiled_for {
     ($name:ident, $feature:literal, $vector:ty) => {
         mod $name {
@@ -217,13 +217,14 @@ unsafe fn words_are_zero<V: Vector, const STEP: usize>(start: *const u64, count:
 
 /// The loop: `STEP` vectors between two branches, and words up to the first aligned vector and behind the last one.
 ///
-/// With more than one vector a step, memory with contents is distinguished from zeros as early as possible: by its first cache line, then by
-/// the words in the middle and at the end. One after the other, so that where the first line decides no other one is fetched.
+/// With more than one vector a step, memory with contents is distinguished from zeros as early as possible: by its
+/// first cache line, then by the words in the middle and at the end. One after the other, so that where the first line
+/// decides no other one is fetched.
 ///
 /// # Safety
 ///
-/// `start` is aligned to 8 bytes, and to a vector if `ALIGNED` says so, `count` words are readable there, and the processor has
-/// the vectors.
+/// `start` is aligned to 8 bytes, and to a vector if `ALIGNED` says so, `count` words are readable there, and the
+/// processor has the vectors.
 #[inline(always)]
 unsafe fn look<V: Vector, const STEP: usize, const ALIGNED: bool>(start: *const u64, count: usize) -> Found {
     // Pages are aligned, and a loop whose length the compiler knows is a sixth faster.
@@ -272,7 +273,8 @@ unsafe fn look<V: Vector, const STEP: usize, const ALIGNED: bool>(start: *const 
     Found::Zero
 }
 
-/// The bits that are set in any of `count` vectors: of many, joined in four rows, so that none waits for the one before it.
+/// The bits that are set in any of `count` vectors: of many, joined in four rows, so that none waits for the one before
+/// it.
 ///
 /// # Safety
 ///

@@ -1,6 +1,7 @@
 //! What a processor compares with zero at once: a word, or a vector of 16, 32 or 64 bytes.
 //!
-//! Everything here is inlined into functions that are compiled for the instructions it needs; elsewhere it would be calls.
+//! Everything here is inlined into functions that are compiled for the instructions it needs; elsewhere it would be
+//! calls.
 #![allow(unsafe_code, reason = "uses vector instructions")]
 
 /// Bits that can be joined and compared with zero. Any bits are a value; all of its bytes are bits.
