@@ -2,24 +2,38 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_memory::{BlockRole, GuestMemory};
 use limosa_page::PAGE_SIZE;
-use limosa_stream::{Command, PageSizes, postcopy, ram};
+use limosa_stream::{Command, PageSizes, RamBlock, postcopy, ram};
 
 use super::guest::GuestSource;
-use super::postcopy::{Loaded, Postcopy, listed};
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::live::MigrationParams;
 use crate::pages::PageSource;
 use crate::progress::Progress;
+use crate::source::host_pages::with_page_sizes;
 use crate::source::inbox::Inbox;
 use crate::source::multifd::Multifd;
 use crate::source::windows::Windows;
+
+/// Whether a live migration goes on in postcopy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Postcopy {
+    /// Never.
+    #[default]
+    Off,
+    /// When it is [asked for](Control::start_postcopy), or if precopy is given up for it. The destination has to expect it.
+    Allowed,
+    /// At once: the VM stops, and all of its memory follows. A guest that is [asked for its free
+    /// pages](super::LiveSource::with_free_pages) runs until it has told them, and those do not follow.
+    AtOnce,
+}
 
 /// The memory that is sent, and everything that it is sent through.
 pub(super) struct Link<'e, 'v> {
@@ -48,11 +62,34 @@ pub(super) struct Terms<'e> {
     pub(super) begun: Instant,
 }
 
+/// Whether the destination has loaded the devices of a postcopy: shared with the thread that reads the return path.
+#[derive(Debug, Default)]
+pub(super) struct Loaded {
+    /// The package is about to go out: an answer to its PING that came before is none.
+    pub(super) asked: AtomicBool,
+    at: OnceLock<Instant>,
+}
+
+impl Loaded {
+    /// Notes the answer to the package's PING; false if that is none.
+    pub(super) fn answered(&self) -> bool {
+        self.asked.load(Ordering::Acquire) && {
+            let _ = self.at.set(Instant::now());
+            true
+        }
+    }
+
+    /// When the answer came: the VM runs there since.
+    pub(super) fn at(&self) -> Option<Instant> {
+        self.at.get().copied()
+    }
+}
+
 impl Link<'_, '_> {
     /// Opens the stream: everything before the first page.
     pub(super) fn open(&self, terms: &Terms<'_>) -> Result<(), MigrateError> {
         let start = self.source.start();
-        let total = start.blocks.iter().map(ram::RamBlock::pages).sum();
+        let total = start.blocks.iter().map(RamBlock::pages).sum();
         self.progress.expect_pages(total);
         let mut bytes = Vec::new();
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
@@ -108,4 +145,13 @@ impl Link<'_, '_> {
     pub(super) fn downtime_limit(&self, terms: &Terms<'_>) -> Duration {
         self.control.downtime_limit().unwrap_or(terms.params.downtime_limit)
     }
+}
+
+/// The blocks as a stream lists them that may go on in postcopy: page sizes are named where they are above 4096.
+fn listed(blocks: &[RamBlock], page_sizes: &BTreeMap<String, u64>) -> Result<Vec<RamBlock>, MigrateError> {
+    let mut blocks = with_page_sizes(blocks, page_sizes)?;
+    for block in &mut blocks {
+        block.page_size = block.page_size.filter(|size| *size > PAGE_SIZE);
+    }
+    Ok(blocks)
 }

@@ -17,6 +17,7 @@
 //! A failed attempt leaves nothing behind: the dirty logs are off, what they had fetched is forgotten, and another attempt
 //! starts with all pages.
 
+mod attempt;
 mod convergence;
 mod guest;
 mod hints;
@@ -27,8 +28,10 @@ mod owned;
 mod phase;
 mod postcopy;
 mod precopy;
+mod reports;
 mod round;
 mod run;
+mod sent_bitmap;
 mod stats;
 mod switch;
 mod switchover;
@@ -49,11 +52,10 @@ use limosa_stream::postcopy::PING_LOADED;
 
 use self::guest::GuestSource;
 use self::hints::Hints;
-use self::link::{Link, Terms};
+use self::link::{Link, Loaded, Terms};
 use self::outcome::Ended;
 use self::owned::Owned;
-use self::postcopy::Loaded;
-use self::stats::{Observer, Reports};
+use self::reports::{Observer, Reports};
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::live::{GiveUp, LiveVm, MigrationParams, SharedMemory};
@@ -66,8 +68,8 @@ use crate::source::postcopy::OpenPreempt;
 use crate::source::postcopy::PostcopyOptions;
 use crate::source::windows::Windows;
 
+pub use link::Postcopy;
 pub use outcome::{LiveOutcome, Recoverable, Undecided};
-pub use postcopy::Postcopy;
 pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 
 /// A VM that runs, on its way to a destination.

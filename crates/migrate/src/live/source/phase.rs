@@ -2,12 +2,11 @@
 
 use std::fmt;
 
-use limosa_page::{BrokenInvariant, invariant};
+use limosa_page::{BrokenInvariant, PageBitmap, invariant};
 
-use super::postcopy::{Switch, Unmoved};
-use super::precopy::Precopy;
+use super::guest::GuestSource;
 use super::round::Rounds;
-use super::switchover::{Commit, LastRound};
+use super::sent_bitmap::SentBitmap;
 
 /// A phase that is next.
 ///
@@ -26,7 +25,7 @@ pub(super) enum Phase<'e, 'v> {
     /// The stream is open; the destination has not answered yet.
     Setup,
     /// Rounds over what the VM writes.
-    Precopy(Box<Precopy<'e, 'v>>),
+    Precopy(Box<Rounds<'e, 'v>>),
     /// Postcopy at once, of a guest that is asked for its free pages before.
     Hints(Box<Rounds<'e, 'v>>),
     /// The VM is to be stopped.
@@ -49,6 +48,46 @@ pub(super) enum Left<'e, 'v> {
     Postcopy(Unmoved),
     /// Pages, in a last round.
     LastRound(Box<LastRound<'e, 'v>>),
+}
+
+/// What is left for the last round.
+pub(super) struct LastRound<'e, 'v> {
+    pub(super) rounds: Rounds<'e, 'v>,
+    pub(super) pages: Vec<PageBitmap>,
+    /// Holes that were not told.
+    pub(super) holes: Vec<PageBitmap>,
+    /// Pages that were written between the last reading of the logs and the pause.
+    pub(super) dirty: u64,
+}
+
+/// A VM that is at the destination as a whole, where it waits for the commit.
+pub(super) struct Commit {
+    /// Of the device sections.
+    pub(super) description: Vec<u8>,
+}
+
+/// Memory that the destination of a postcopy does not have.
+pub(super) struct Unmoved {
+    /// Pages that were written and not sent.
+    pub(super) dirty: Vec<PageBitmap>,
+    pub(super) sent: SentBitmap,
+}
+
+/// A VM that stands still here, ready to run there without its memory.
+pub(super) struct Switch<'v> {
+    /// The memory that follows, and the devices.
+    pub(super) guest: GuestSource<'v>,
+    /// Pages that the destination has, by block.
+    pub(super) already: Vec<PageBitmap>,
+    /// The commands that discard all others.
+    pub(super) discards: Vec<u8>,
+}
+
+impl<'e, 'v> LastRound<'e, 'v> {
+    /// Of pages that were written and not sent, and holes that were not told.
+    pub(super) fn new(rounds: Rounds<'e, 'v>, pages: Vec<PageBitmap>, holes: Vec<PageBitmap>) -> Self {
+        Self { rounds, pages, holes, dirty: 0 }
+    }
 }
 
 /// The name of a phase.

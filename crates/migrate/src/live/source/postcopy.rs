@@ -1,20 +1,19 @@
 //! From precopy to postcopy: the VM stops here, runs there, and the rest follows.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use limosa_channel::Channel;
-use limosa_page::{BrokenInvariant, PageBitmap, PageRange, broken, invariant};
-use limosa_stream::RamBlock;
+use limosa_page::{BrokenInvariant, PageBitmap, invariant};
 
+use super::attempt::Attempt;
 use super::guest::GuestSource;
 use super::link::{Link, Terms};
 use super::outcome::{Ended, Recoverable};
 use super::owned::Owned;
-use super::phase::Phase;
-use super::run::Attempt;
+use super::phase::{Phase, Switch, Unmoved};
+use super::sent_bitmap::SentBitmap;
 use super::switch::{self, Known, Plan};
 use crate::control::Control;
 use crate::error::MigrateError;
@@ -23,98 +22,6 @@ use crate::pages::PageSource;
 use crate::progress::Progress;
 use crate::source::host_pages::{pages_of, with_page_sizes};
 use crate::source::postcopy::{OpenPreempt, PackageSent, PostcopyOptions, PostcopySource, PostcopyStats};
-
-/// Whether a live migration goes on in postcopy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Postcopy {
-    /// Never.
-    #[default]
-    Off,
-    /// When it is [asked for](Control::start_postcopy), or if precopy is given up for it. The destination has to expect it.
-    Allowed,
-    /// At once: the VM stops, and all of its memory follows. A guest that is [asked for its free
-    /// pages](super::LiveSource::with_free_pages) runs until it has told them, and those do not follow.
-    AtOnce,
-}
-
-/// What postcopy needs to know of precopy: one bitmap a block each.
-#[derive(Debug)]
-pub(super) struct SentBitmap {
-    /// Pages sent at least once.
-    pub(super) sent: Vec<PageBitmap>,
-    /// Pages left out because they are zero, or free in the end, and not sent since.
-    pub(super) zero: Vec<PageBitmap>,
-}
-
-impl SentBitmap {
-    pub(super) fn new<S: PageSource>(source: &S) -> Self {
-        let none = || source.start().blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
-        Self { sent: none(), zero: none() }
-    }
-
-    /// Notes that pages of a block were sent.
-    pub(super) fn sent(&mut self, block: usize, runs: &[PageRange]) -> Result<(), BrokenInvariant> {
-        let (sent, zero) = self.of(block)?;
-        for run in runs {
-            sent.set_range(*run);
-            zero.clear_range(*run);
-        }
-        Ok(())
-    }
-
-    /// Notes that pages of a block are zero, and were not sent.
-    pub(super) fn left_out(&mut self, block: usize, run: PageRange) -> Result<(), BrokenInvariant> {
-        let (sent, zero) = self.of(block)?;
-        sent.clear_range(run);
-        zero.set_range(run);
-        Ok(())
-    }
-
-    fn of(&mut self, block: usize) -> Result<(&mut PageBitmap, &mut PageBitmap), BrokenInvariant> {
-        let of_block = self.sent.get_mut(block).zip(self.zero.get_mut(block));
-        of_block.ok_or_else(|| broken("pages that were sent belong to blocks of the stream"))
-    }
-}
-
-/// Memory that the destination of a postcopy does not have.
-pub(super) struct Unmoved {
-    /// Pages that were written and not sent.
-    pub(super) dirty: Vec<PageBitmap>,
-    pub(super) sent: SentBitmap,
-}
-
-/// Whether the destination has loaded the devices of a postcopy: shared with the thread that reads the return path.
-#[derive(Debug, Default)]
-pub(super) struct Loaded {
-    /// The package is about to go out: an answer to its PING that came before is none.
-    asked: AtomicBool,
-    at: OnceLock<Instant>,
-}
-
-impl Loaded {
-    /// Notes the answer to the package's PING; false if that is none.
-    pub(super) fn answered(&self) -> bool {
-        self.asked.load(Ordering::Acquire) && {
-            let _ = self.at.set(Instant::now());
-            true
-        }
-    }
-
-    /// When the answer came: the VM runs there since.
-    pub(super) fn at(&self) -> Option<Instant> {
-        self.at.get().copied()
-    }
-}
-
-/// A VM that stands still here, ready to run there without its memory.
-pub(super) struct Switch<'v> {
-    /// The memory that follows, and the devices.
-    guest: GuestSource<'v>,
-    /// Pages that the destination has, by block.
-    already: Vec<PageBitmap>,
-    /// The commands that discard all others.
-    discards: Vec<u8>,
-}
 
 impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Plans what follows when the VM, which stands still here, runs there.
@@ -216,15 +123,6 @@ impl<V: LiveVm + ?Sized> Recoverable<'_, V> {
     }
 }
 
-/// The blocks as a stream lists them that may go on in postcopy: page sizes are named where they are above 4096.
-pub(super) fn listed(blocks: &[RamBlock], page_sizes: &BTreeMap<String, u64>) -> Result<Vec<RamBlock>, MigrateError> {
-    let mut blocks = with_page_sizes(blocks, page_sizes)?;
-    for block in &mut blocks {
-        block.page_size = block.page_size.filter(|size| *size > limosa_page::PAGE_SIZE);
-    }
-    Ok(blocks)
-}
-
 #[cfg(test)]
 mod tests {
     use limosa_page::PageNumber;
@@ -242,15 +140,5 @@ mod tests {
         assert!(is_noticed(|| check_none_stale(std::slice::from_ref(&dirty), &plans, 2)));
         plans[0].already.set(PageNumber(5));
         assert!(is_noticed(|| check_none_stale(std::slice::from_ref(&dirty), &plans, 1)));
-    }
-
-    #[test]
-    fn pages_of_a_block_that_is_not_of_the_stream_are_noticed() {
-        let mut bitmap = SentBitmap { sent: vec![PageBitmap::new(8)], zero: vec![PageBitmap::new(8)] };
-        bitmap.left_out(0, PageRange::first(2)).unwrap();
-        bitmap.sent(0, &[PageRange::first(1)]).unwrap();
-        assert_eq!((bitmap.sent[0].count(), bitmap.zero[0].count()), (1, 1));
-        assert!(is_noticed(|| bitmap.sent(1, &[])));
-        assert!(is_noticed(|| bitmap.left_out(1, PageRange::first(1))));
     }
 }

@@ -6,24 +6,19 @@ use limosa_memory::dirty::DirtyPages;
 use limosa_page::PageBitmap;
 use limosa_stream::postcopy;
 
+use super::attempt::Attempt;
 use super::convergence::{RoundFigures, Verdict};
-use super::phase::{Left, Phase};
-use super::postcopy::{Postcopy, SentBitmap, Unmoved};
+use super::link::Postcopy;
+use super::phase::{LastRound, Left, Phase, Unmoved};
 use super::round::{BrokenOff, Round, RoundResult, Rounds};
-use super::run::Attempt;
+use super::sent_bitmap::SentBitmap;
 use super::stats::{RoundKind, RoundReport};
-use super::switchover::LastRound;
 use crate::error::MigrateError;
 use crate::live::{GiveUp, LiveVm};
 use crate::progress;
 
 /// How long the list of free pages is waited for before it is looked at what else ends that.
 const HINT_TICK: Duration = Duration::from_millis(10);
-
-/// The rounds while the VM runs.
-pub(super) struct Precopy<'e, 'v> {
-    rounds: Rounds<'e, 'v>,
-}
 
 impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Waits for the destination's first answer: it is there, and it can answer. No page is looked at before.
@@ -43,7 +38,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         let rounds = Rounds::new(link, terms, sent)?;
         Ok(match terms.postcopy {
             Postcopy::AtOnce => Phase::Hints(Box::new(rounds)),
-            Postcopy::Off | Postcopy::Allowed => Phase::Precopy(Box::new(Precopy { rounds })),
+            Postcopy::Off | Postcopy::Allowed => Phase::Precopy(Box::new(rounds)),
         })
     }
 
@@ -66,8 +61,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     }
 
     /// Sends rounds until the VM is to be stopped.
-    pub(super) fn precopy(&mut self, precopy: Precopy<'e, 'v>) -> Result<Phase<'e, 'v>, MigrateError> {
-        let Precopy { mut rounds } = precopy;
+    pub(super) fn precopy(&mut self, mut rounds: Rounds<'e, 'v>) -> Result<Phase<'e, 'v>, MigrateError> {
         let (link, terms) = (self.link, self.terms);
         let mut round = link.bulk(self.vm.has_hints())?;
         loop {

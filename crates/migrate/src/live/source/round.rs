@@ -10,7 +10,7 @@ use limosa_stream::section;
 use super::convergence::{Convergence, Reason, Verdict};
 use super::guest::GuestSource;
 use super::link::{Link, Terms};
-use super::postcopy::SentBitmap;
+use super::sent_bitmap::SentBitmap;
 use super::stats::RoundKind;
 use crate::error::MigrateError;
 use crate::live::ZeroCheck;

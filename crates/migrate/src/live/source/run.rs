@@ -1,23 +1,14 @@
 //! One attempt, from the first answer to the last: the list of its phases.
 
+use super::attempt::Attempt;
 use super::link::{Link, Terms};
 use super::outcome::Ended;
 use super::owned::Owned;
-use super::phase::Phase;
-use super::postcopy::Switch;
-use super::stats::Reports;
-use super::switchover::Commit;
+use super::phase::{Commit, Phase, Switch};
+use super::reports::Reports;
 use crate::error::MigrateError;
 use crate::live::LiveVm;
 use crate::source::postcopy::OpenPreempt;
-
-/// What a phase works with.
-pub(super) struct Attempt<'r, 'e, 'v, V: LiveVm + ?Sized> {
-    pub(super) link: &'e Link<'e, 'v>,
-    pub(super) terms: &'e Terms<'e>,
-    pub(super) vm: &'r mut Owned<'v, V>,
-    pub(super) reports: &'r mut Reports<'e>,
-}
 
 /// How the VM is handed over, when nothing else is left to be done.
 pub(super) enum Ready<'v> {

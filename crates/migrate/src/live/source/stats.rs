@@ -6,9 +6,7 @@ use std::time::Duration;
 use limosa_channel::Counters;
 use serde::{Serialize, Serializer};
 
-use super::round::RoundResult;
 use crate::source::postcopy::PostcopyStats;
-use crate::source::records::Sent;
 
 /// What kind of round it was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -156,38 +154,6 @@ pub struct LiveStats {
     /// Of the multifd channels, by number.
     #[serde(serialize_with = "many_counters")]
     pub channels: Vec<Counters>,
-}
-
-/// Is called after every round.
-pub(super) type Observer<'o> = Box<dyn Fn(&RoundReport) + Send + Sync + 'o>;
-
-/// What is reported while a migration runs.
-pub(super) struct Reports<'o> {
-    observer: &'o Observer<'o>,
-    /// What was reported so far.
-    pub(super) stats: LiveStats,
-    reported: u32,
-}
-
-impl<'o> Reports<'o> {
-    pub(super) fn new(observer: &'o Observer<'o>) -> Self {
-        Self { observer, stats: LiveStats::default(), reported: 0 }
-    }
-
-    /// Adds a round, of which `report` says what `result` does not.
-    pub(super) fn add(&mut self, result: &RoundResult, report: RoundReport) {
-        let Sent { normal, zero, left_out } = result.sent;
-        let number = self.reported;
-        self.reported = number.saturating_add(1);
-        let report = RoundReport { number, normal, zero, left_out, holes: result.holes, ..report };
-        (self.observer)(&report);
-        self.stats.push(report);
-    }
-
-    /// Notes how long the VM is expected to stand still.
-    pub(super) fn expect_downtime(&mut self, downtime: Option<Duration>) {
-        self.stats.expected_downtime = downtime;
-    }
 }
 
 /// Reports that are kept at most: a guest that never lets its migration converge must not fill the memory with them.

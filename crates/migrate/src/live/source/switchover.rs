@@ -6,41 +6,18 @@ use limosa_memory::dirty::DirtyPages;
 use limosa_page::{BrokenInvariant, PageBitmap, invariant, to_u64};
 use limosa_stream::{Command, DeviceSections, postcopy, section};
 
+use super::attempt::Attempt;
 use super::link::{Link, Terms};
 use super::outcome::Ended;
 use super::owned::Owned;
-use super::phase::{Left, Phase};
-use super::postcopy::{SentBitmap, Unmoved};
-use super::round::{Round, RoundResult, Rounds};
-use super::run::Attempt;
+use super::phase::{Commit, LastRound, Left, Phase, Unmoved};
+use super::round::{Round, RoundResult};
+use super::sent_bitmap::SentBitmap;
 use super::stats::{RoundKind, RoundReport};
 use crate::error::MigrateError;
 use crate::live::LiveVm;
 use crate::progress;
 use crate::source::multifd::Multifd;
-
-/// What is left for the last round.
-pub(super) struct LastRound<'e, 'v> {
-    rounds: Rounds<'e, 'v>,
-    pages: Vec<PageBitmap>,
-    /// Holes that were not told.
-    holes: Vec<PageBitmap>,
-    /// Pages that were written between the last reading of the logs and the pause.
-    dirty: u64,
-}
-
-/// A VM that is at the destination as a whole, where it waits for the commit.
-pub(super) struct Commit {
-    /// Of the device sections.
-    description: Vec<u8>,
-}
-
-impl<'e, 'v> LastRound<'e, 'v> {
-    /// Of pages that were written and not sent, and holes that were not told.
-    pub(super) fn new(rounds: Rounds<'e, 'v>, pages: Vec<PageBitmap>, holes: Vec<PageBitmap>) -> Self {
-        Self { rounds, pages, holes, dirty: 0 }
-    }
-}
 
 impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Stops the VM.
