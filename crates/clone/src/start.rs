@@ -129,7 +129,7 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneErro
     // What it waits for has not come: it answers, and its memory and disks are as they will be.
     let in_place = proof::prove(fleet, &monitor, &folder)?;
     let control = Control::new();
-    let options = PrecopyOptions { in_place, patience: LOADED_WITHIN, ..PrecopyOptions::default() };
+    let options = PrecopyOptions { in_place, answer_timeout: LOADED_WITHIN, ..PrecopyOptions::default() };
     let stats = PrecopySource::new(fleet.snapshot, near, &control, &Progress::new(), options)
         .run()
         .map_err(|source| not_taken(source, &log))?;

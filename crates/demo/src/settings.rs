@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::guest::{GuestKind, LogKind};
 use clap::ValueEnum;
 use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
-use limosa_migrate::{GiveUp, MigrationParams, Put, SharedMemory, ZeroCheck};
+use limosa_migrate::{MigrationParams, RecordWrite, SharedMemory, TimeoutStrategy, ZeroCheck};
 use limosa_page::ZeroMethod;
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
@@ -100,7 +100,7 @@ pub struct Settings {
     pub timeout_ms: Option<u64>,
     /// What becomes of it then.
     #[serde(with = "named")]
-    pub give_up: GiveUp,
+    pub give_up: TimeoutStrategy,
     /// How long an end waits for an answer that the other owes, in milliseconds.
     pub patience_ms: u64,
     /// The folder with both ends' certificates and keys, if the connections are encrypted.
@@ -136,7 +136,7 @@ impl Default for Settings {
             hint_wait_ms: 0,
             hint_pages: MigrationParams::default().hint_pages,
             timeout_ms: None,
-            give_up: GiveUp::Cancel,
+            give_up: TimeoutStrategy::Cancel,
             patience_ms: 10_000,
             tls_creds: None,
             tls_hostname: None,
@@ -161,7 +161,7 @@ impl Settings {
             Some("--log kvm-log and kvm-ring need --guest kvm: with --guest threads use wp-async or wp-thread")
         } else if self.memory < 1 << 20 || !self.memory.is_multiple_of(4096) {
             Some("--memory must be at least 1M and a multiple of 4096 bytes")
-        } else if self.preempt && self.postcopy == Postcopy::Off && self.give_up != GiveUp::Postcopy {
+        } else if self.preempt && self.postcopy == Postcopy::Off && self.give_up != TimeoutStrategy::Postcopy {
             Some("--preempt needs --postcopy or --give-up postcopy")
         } else if self.channels > 0 && self.postcopy != Postcopy::Off {
             Some("--channels cannot be combined with --postcopy: postcopy does not use multifd channels")
@@ -237,12 +237,12 @@ impl Settings {
             max_bandwidth: self.max_bandwidth,
             zero_check: self.zero_check,
             zero_method: self.zero_method().unwrap_or_else(ZeroMethod::best),
-            put: if self.vectors { Put::Gathered } else { Put::Copied },
+            record_write: if self.vectors { RecordWrite::Vectored } else { RecordWrite::Buffered },
             timeout: self.timeout_ms.map(Duration::from_millis),
-            give_up: self.give_up,
+            timeout_strategy: self.give_up,
             hint_wait: Duration::from_millis(self.hint_wait_ms),
             hint_pages: self.hint_pages,
-            patience: Duration::from_millis(self.patience_ms),
+            answer_timeout: Duration::from_millis(self.patience_ms),
             ..MigrationParams::default()
         }
     }

@@ -103,7 +103,7 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
         if announced.elapsed() >= CHANGES && changes != told {
             (announced, told) = (Instant::now(), changes);
             if let Some(socket) = &socket {
-                socket.announce("BALLOON_CHANGE", &json!({ "actual": balloon.size().actual }));
+                socket.emit("BALLOON_CHANGE", &json!({ "actual": balloon.size().actual }));
             }
         }
     }

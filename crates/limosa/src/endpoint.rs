@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use clap::CommandFactory as _;
 use limosa_channel::{Channel, ChannelError, Exec, Listener, Options, Shutdown, Tls, TlsFailure, Uri};
-use limosa_migrate::{ChannelSet, Gathering, GatheringOptions, MigrateError};
+use limosa_migrate::{MigrateError, MultifdAccept, MultifdAcceptOptions, MultifdChannels};
 
 use crate::args::Cli;
 use crate::job::JobHandles;
@@ -114,16 +114,16 @@ impl Wire {
                     let recorded = is_regular_file(&channel);
                     return Self::new(channel, None, recorded);
                 }
-                handles.waits_at(listener.local_uri());
+                handles.set_listen_address(listener.local_uri());
                 say!("limosa: listening on {}", listener.local_uri());
                 // Strangers that connect are turned away meanwhile.
-                let options = GatheringOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
-                let mut gathering = Gathering::new(&listener, options)
+                let options = MultifdAcceptOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
+                let mut gathering = MultifdAccept::new(&listener, options)
                     .on_refusal(|why| say!("limosa: connection rejected: {why}{}", remedy::of(why)));
                 loop {
                     handles.control.check()?;
                     let set = gathering.step(TICK).map_err(|error| remedy::with_channels(error, channels))?;
-                    if let Some(ChannelSet { main, pages }) = set {
+                    if let Some(MultifdChannels { main, pages }) = set {
                         return Ok(Self { pages, ..Self::new(main, None, false)? });
                     }
                 }

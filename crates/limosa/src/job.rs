@@ -53,9 +53,9 @@ impl JobHandles {
     }
 
     /// Says to programs where the job waits for its peer.
-    pub(crate) fn waits_at(&self, uri: &Uri) {
+    pub(crate) fn set_listen_address(&self, uri: &Uri) {
         if let Some(socket) = &self.socket {
-            socket.waits_at(uri);
+            socket.set_listen_address(uri);
         }
     }
 

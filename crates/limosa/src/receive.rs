@@ -75,8 +75,8 @@ fn receive(
     let Wire { channel, pages, end } = Wire::from(&args.uri, &options, (count, args.endpoint.timeout), handles)?;
     let begun = Instant::now();
     let options = DestinationOptions {
-        patience: Some(args.endpoint.timeout.unwrap_or(PATIENCE)),
-        after_the_end: AFTER_THE_END,
+        answer_timeout: Some(args.endpoint.timeout.unwrap_or(PATIENCE)),
+        end_of_stream_timeout: AFTER_THE_END,
         recorded: end.recorded || args.endpoint.one_way,
         ..DestinationOptions::default()
     };

@@ -122,7 +122,7 @@ fn send(
         let options = PrecopyOptions {
             return_path: answers,
             greeting: Some(limit.unwrap_or(REACH_WITHIN)),
-            patience: limit.unwrap_or(PATIENCE),
+            answer_timeout: limit.unwrap_or(PATIENCE),
             in_place,
             ..PrecopyOptions::default()
         };
@@ -173,7 +173,7 @@ fn postcopy<'a>(
 ) -> Result<Sent, MigrateError> {
     let mut postcopy = PostcopyOptions { page_sizes: args.page_size.iter().cloned().collect(), ..Default::default() };
     if let Some(limit) = args.endpoint.timeout {
-        postcopy.patience = limit;
+        postcopy.answer_timeout = limit;
     }
     let mut source = source.with_options(postcopy).on_milestone(|milestone| {
         if milestone == Milestone::DevicesLoaded {

@@ -13,7 +13,7 @@ use limosa_channel::Channel;
 use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::{
-    ArrivalOutcome, Control, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm,
+    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm,
     Progress, VmError,
 };
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
@@ -146,14 +146,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         });
         // Clones of these two stop the migration and watch it from other threads.
         let (control, progress) = (Control::new(), Progress::new());
-        let sent = LiveSource::new(&source, logs, near, &control, &progress).fresh(true).run();
+        let sent = LiveSource::new(&source, logs, near, &control, &progress).destination_zeroed(true).run();
         let arrived = receiving.join().expect("the destination does not panic");
         guest.join().expect("the guest does not panic").map(|()| (sent, arrived))
     })
     .map_err(|error| error.to_string())?;
 
     match (sent, arrived) {
-        (LiveOutcome::Completed(stats), ArrivalOutcome::Running(_)) => {
+        (LiveOutcome::Completed(stats), IncomingOutcome::Running(_)) => {
             assert_eq!(source.counters()?, destination.counters()?, "memory differs");
             assert_eq!(source.state().writes, destination.state().writes, "the device's state differs");
             println!("moved in {} rounds, {:?} of downtime", stats.rounds.len(), stats.downtime);

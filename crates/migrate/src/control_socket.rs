@@ -3,7 +3,7 @@
 //! It speaks lines of JSON as QMP does (greeting, `qmp_capabilities`, `execute`/`arguments`/`id`, `return`/`error`,
 //! `MIGRATION` events), on its own threads that touch nothing but [`Control`] and [`Progress`]: it answers at any
 //! moment, whatever the engine waits for. A VMM adds its own commands ([`Commands`]), and one job after
-//! another on the same socket ([`ControlSocket::turn_to`]).
+//! another on the same socket ([`ControlSocket::set_job`]).
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
@@ -128,15 +128,15 @@ impl ControlSocket {
     }
 
     /// From now on the socket is about this job.
-    pub fn turn_to(&self, job: Job, control: Control, progress: Progress) {
-        self.waits_no_more();
+    pub fn set_job(&self, job: Job, control: Control, progress: Progress) {
+        self.clear_listen_address();
         let next = Current { job, control, progress, begun: Instant::now() };
         *self.server.current.lock().unwrap_or_else(PoisonError::into_inner) = Some(next);
     }
 
     /// Tells an event to all clients, as QMP does: a VMM's `STOP` and `RESUME`.
-    pub fn announce(&self, event: &str, data: &Value) {
-        announce(&self.server, &json!({ "event": event, "data": data, "timestamp": now() }));
+    pub fn emit(&self, event: &str, data: &Value) {
+        emit(&self.server, &json!({ "event": event, "data": data, "timestamp": now() }));
     }
 
     fn open(path: &Path, current: Option<Current>, commands: Option<Arc<dyn Commands>>) -> io::Result<Self> {
@@ -157,7 +157,7 @@ impl ControlSocket {
     }
 
     /// Says where the job waits for its peer: `query-migrate` tells it from now on, as `socket-address`.
-    pub fn waits_at(&self, uri: &Uri) {
+    pub fn set_listen_address(&self, uri: &Uri) {
         let address = match uri {
             Uri::Tcp { host, port } => json!({ "type": "inet", "host": host, "port": port.to_string() }),
             Uri::Unix(path) => json!({ "type": "unix", "path": path.to_string_lossy() }),
@@ -168,7 +168,7 @@ impl ControlSocket {
     }
 
     /// Says that the peer has come: no other connection is waited for.
-    pub fn waits_no_more(&self) {
+    pub fn clear_listen_address(&self) {
         self.server.addresses.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
@@ -193,7 +193,7 @@ fn serve(listener: &UnixListener, server: &Arc<Server>, over: &AtomicBool) {
         let phase = server.current().map_or(Phase::Setup, |current| current.progress.read().phase);
         if phase != announced {
             announced = phase;
-            announce(server, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
+            emit(server, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
         }
         if ending {
             hang_up(server);
@@ -246,7 +246,7 @@ fn dismiss(server: &Server, number: usize) {
     server.dismissed.notify_all();
 }
 
-fn announce(server: &Server, event: &Value) {
+fn emit(server: &Server, event: &Value) {
     let mut clients = server.clients.lock().unwrap_or_else(PoisonError::into_inner);
     clients.retain_mut(|client| !client.listens || say(&mut client.stream, event).is_ok());
 }

@@ -28,10 +28,10 @@
 //! use limosa_page::{PageBitmap, PageNumber, PageRange};
 //! use limosa_stream::{Configuration, RamBlock};
 //!
-//! struct Guest(StreamStart, PageBitmap);
+//! struct Guest(StreamSetup, PageBitmap);
 //!
 //! impl PageSource for Guest {
-//!     fn start(&self) -> &StreamStart { &self.0 }
+//!     fn start(&self) -> &StreamSetup { &self.0 }
 //!     fn stored(&self, _block: usize) -> &PageBitmap { &self.1 }
 //!     fn read(&self, _block: usize, _pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
 //!         into.fill(0x5a);
@@ -47,7 +47,7 @@
 //! struct Memory(Vec<(u64, usize)>);
 //!
 //! impl PageSink for Memory {
-//!     fn begin(&mut self, _start: &StreamStart) -> Result<(), PageError> { Ok(()) }
+//!     fn begin(&mut self, _start: &StreamSetup) -> Result<(), PageError> { Ok(()) }
 //!     fn put_pages(&mut self, _block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<(), PageError> {
 //!         self.0.push((first.0, pages.len()));
 //!         Ok(())
@@ -59,7 +59,7 @@
 //! let mut stored = PageBitmap::new(2);
 //! stored.set(PageNumber(1));
 //! let blocks = vec![RamBlock::new("pc.ram", 2 * 4096)];
-//! let guest = Guest(StreamStart { configuration: Configuration::new("pc-q35-10.0"), section_id: 2, blocks }, stored);
+//! let guest = Guest(StreamSetup { configuration: Configuration::new("pc-q35-10.0"), section_id: 2, blocks }, stored);
 //!
 //! let (near, far) = Channel::pair()?;
 //! let far = Channel::from_fd(far)?;
@@ -93,19 +93,21 @@ mod source;
 pub use control::{Control, DeferredStop, Stop};
 pub use control_socket::{Commands, ControlSocket, Job};
 pub use destination::{
-    ChannelSet, Destination, DestinationOptions, DestinationStats, Gathering, GatheringOptions, Incoming,
+    Destination, DestinationOptions, DestinationStats, Incoming, MultifdAccept, MultifdAcceptOptions, MultifdChannels,
     MultifdOptions,
 };
 pub use error::MigrateError;
 pub use live::destination::{
-    AcceptPreempt, ArrivalOutcome, ArrivalStats, LayoutDifference, LiveDestination, LiveDestinationOptions,
-    PausedArrival, PostcopyArrivalStats, UndecidedArrival,
+    AcceptPreempt, IncomingOutcome, IncomingStats, LayoutDifference, LiveDestination, LiveDestinationOptions,
+    PostcopyIncomingStats, PostcopyPaused, UndecidedIncoming,
 };
 pub use live::source::{
-    HintStats, LiveOutcome, LiveSource, LiveStats, Postcopy, Recoverable, RoundKind, RoundReport, Undecided,
+    HintStats, LiveOutcome, LiveSource, LiveStats, Postcopy, PostcopyPausedSource, RoundKind, RoundReport, Undecided,
 };
-pub use live::{GiveUp, IncomingVm, LiveVm, MigrationParams, Put, SharedMemory, UnknownName, VmError, ZeroCheck};
-pub use pages::{PageError, PageMemory, PageSink, PageSource, StreamStart};
+pub use live::{
+    IncomingVm, LiveVm, MigrationParams, RecordWrite, SharedMemory, TimeoutStrategy, UnknownName, VmError, ZeroCheck,
+};
+pub use pages::{PageError, PageMemory, PageSink, PageSource, StreamSetup};
 pub use progress::{Moved, Phase, Progress, ProgressReading};
 pub use source::multifd::{CHANNELS_MAX, MultifdSourceOptions};
 pub use source::postcopy::{Milestone, OpenPreempt, PostcopyOptions, PostcopySource, PostcopyStats};

@@ -18,7 +18,7 @@ pub type PageError = Box<dyn Error + Send + Sync>;
 
 /// What a stream says before its first page.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StreamStart {
+pub struct StreamSetup {
     /// The machine, and the capabilities both ends must agree on.
     pub configuration: Configuration,
     /// The section id of `ram`, the same in every later RAM section of the stream.
@@ -31,11 +31,11 @@ pub struct StreamStart {
 ///
 /// Contract: [`begin`](PageSink::begin) is called once and first. A page that is never mentioned is zero. A page may be
 /// mentioned again, as often as the source's guest dirties it: the last call decides, whether it brings contents or
-/// zeros. `block` is always an index into [`StreamStart::blocks`] and every page lies inside its block: the engine has
+/// zeros. `block` is always an index into [`StreamSetup::blocks`] and every page lies inside its block: the engine has
 /// checked both.
 pub trait PageSink {
     /// Accepts or refuses the layout, before any page.
-    fn begin(&mut self, start: &StreamStart) -> Result<(), PageError>;
+    fn begin(&mut self, start: &StreamSetup) -> Result<(), PageError>;
 
     /// Takes device sections that come before the pages, between [`begin`](PageSink::begin) and the first of them: whole
     /// sections, to be given back by [`PageSource::early_sections`]. A sink that has no place for them refuses.
@@ -71,7 +71,7 @@ pub trait PageSink {
 
 /// A sink that is memory: several threads receive into it at once, each its own pages.
 ///
-/// The contract is [`PageSink`]'s; between two join points of the channels a page is mentioned on one of them only.
+/// The contract is [`PageSink`]'s; between two synchronization points of the channels a page is mentioned on one of them only.
 ///
 /// # Safety
 /// What [`place`](Self::place) names must stay mapped and writable as long as `self` is borrowed, and no reference to it may
@@ -118,7 +118,7 @@ pub unsafe trait PageMemory: Sync {
 /// Where pages to be sent come from: immutable while a source role runs.
 pub trait PageSource: Sync {
     /// The layout the pages belong to.
-    fn start(&self) -> &StreamStart;
+    fn start(&self) -> &StreamSetup;
 
     /// The pages of `block` that have contents; every other page of the block is zero. One bit a page of the block's
     /// used length.

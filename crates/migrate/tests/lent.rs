@@ -15,9 +15,9 @@ use limosa_channel::{Channel, Shutdown, ZeroCopy};
 use limosa_memory::dirty::DirtyLogs;
 use limosa_memory::{BlockOptions, MemoryBlock};
 use limosa_migrate::{
-    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
+    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
     MigrateError, MigrationParams, MultifdOptions, MultifdSourceOptions, PageError, PageSource, PrecopyOptions,
-    PrecopySource, Progress, RoundReport, StreamStart,
+    PrecopySource, Progress, RoundReport, StreamSetup, TimeoutStrategy,
 };
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
@@ -151,7 +151,7 @@ impl Move<'_> {
             for tap in taps {
                 tap.from.shutdown(Shutdown::Both).unwrap();
             }
-            assert!(matches!(arrival, ArrivalOutcome::Running(_)), "{arrival:?}");
+            assert!(matches!(arrival, IncomingOutcome::Running(_)), "{arrival:?}");
             let LiveOutcome::Completed(stats) = outcome else { panic!("{outcome:?}") };
             stats
         });
@@ -176,8 +176,8 @@ fn what_a_round_lends_is_back_before_its_end_is_told() {
     let params = MigrationParams {
         downtime_limit: Duration::ZERO,
         stalled_rounds: Some(2),
-        give_up: GiveUp::Pause,
-        patience: SOON,
+        timeout_strategy: TimeoutStrategy::Pause,
+        answer_timeout: SOON,
         ..MigrationParams::default()
     };
     let seen = Mutex::new(Vec::new());
@@ -212,13 +212,13 @@ fn what_a_round_lends_is_back_before_its_end_is_told() {
 
 #[test]
 fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_and_so_is_a_discard() {
-    let patience = Duration::from_millis(1500);
+    let answer_timeout = Duration::from_millis(1500);
     let fails = |half_closed: bool| {
         // Less than the source's buffer holds: it is the wait for the loans that fails, and no put.
         let vm = TestVm::new(&[160]);
         vm.fill(0, |_| true);
         let (logs, _) = vm.logs();
-        let params = MigrationParams { patience, ..MigrationParams::default() };
+        let params = MigrationParams { answer_timeout, ..MigrationParams::default() };
         let ((near, far), (page_channel, deaf)) = (pair(), slow_pair());
         let (lender, ended, gone) = (page_channel.try_clone().unwrap(), AtomicBool::new(false), AtomicBool::new(false));
         if half_closed {
@@ -234,7 +234,7 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
                 gone.store(true, Ordering::SeqCst);
             });
             scope.spawn(|| {
-                thread::sleep(patience / 2);
+                thread::sleep(answer_timeout / 2);
                 assert!(!gone.load(Ordering::SeqCst), "a page was discarded while it was lent");
             });
             let outcome = LiveSource::new(&vm, logs, near, &control, &progress)
@@ -249,7 +249,7 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
             assert!(matches!(&*source, MigrateError::Channel(error) if error.is_timeout()), "{source}");
         });
         let took = begun.elapsed();
-        assert!(took >= patience && took < 2 * patience, "{took:?}");
+        assert!(took >= answer_timeout && took < 2 * answer_timeout, "{took:?}");
         assert!(gone.load(Ordering::SeqCst));
         // What was not taken ends no round, and the VM was not stopped for it.
         let counters = lender.counters();
@@ -272,7 +272,7 @@ fn a_discard_in_the_middle_of_a_round_that_is_held_back_does_not_wait_for_its_en
     let params = MigrationParams {
         max_bandwidth: NonZeroU64::new(128 << 10),
         downtime_limit: Duration::from_secs(60),
-        patience: SOON,
+        answer_timeout: SOON,
         ..MigrationParams::default()
     };
     let waited = Mutex::new(None);
@@ -309,7 +309,7 @@ impl HalfStored<'_> {
 }
 
 impl PageSource for HalfStored<'_> {
-    fn start(&self) -> &StreamStart {
+    fn start(&self) -> &StreamSetup {
         self.memory.start()
     }
     fn stored(&self, block: usize) -> &PageBitmap {

@@ -7,7 +7,7 @@ use std::io::IoSlice;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::{PageSink, StreamStart};
+use limosa_migrate::{PageSink, StreamSetup};
 use limosa_page::PageNumber;
 use limosa_snapshot::{Manifest, SnapshotWriter, UnnamedFile, WriteOptions};
 use limosa_stream::{Configuration, RamBlock};
@@ -36,7 +36,7 @@ fn run(target: &Path, mib: u64, write_behind: bool) -> Result<(Duration, Duratio
     let pages: Vec<_> = chunk.chunks_exact(4096).map(IoSlice::new).collect();
     let options = WriteOptions { write_behind, ..WriteOptions::default() };
     let mut writer = SnapshotWriter::new(UnnamedFile::create(target, true)?, options)?;
-    writer.begin(&StreamStart {
+    writer.begin(&StreamSetup {
         configuration: Configuration::new("pc-q35-10.0"),
         section_id: 2,
         blocks: vec![RamBlock::new("pc.ram", mib << 20)],

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::io::IoSlice;
 
-use limosa_migrate::{PageSink as _, PageSource as _, StreamStart};
+use limosa_migrate::{PageSink as _, PageSource as _, StreamSetup};
 use limosa_page::{PageNumber, PageRange};
 use limosa_snapshot::{Manifest, Snapshot, SnapshotWriter, UnnamedFile, WriteOptions};
 use limosa_stream::{Configuration, RamBlock};
@@ -23,7 +23,7 @@ fn device_tail() -> Result<Vec<u8>, Box<dyn Error + Send + Sync>> {
 fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     let directory = tempfile::tempdir()?;
     let target = directory.path().join("vm.snapshot");
-    let start = StreamStart {
+    let start = StreamSetup {
         configuration: Configuration::new("pc-q35-10.0"),
         section_id: 2,
         blocks: vec![RamBlock::new("pc.ram", 2 * PAGE as u64)],

@@ -20,7 +20,7 @@
 //!
 //! ```
 //! use std::io::IoSlice;
-//! use limosa_migrate::{PageSink, PageSource, StreamStart};
+//! use limosa_migrate::{PageSink, PageSource, StreamSetup};
 //! use limosa_page::{PageNumber, PageRange};
 //! use limosa_snapshot::{Manifest, UnnamedFile, Snapshot, SnapshotWriter, WriteOptions};
 //! use limosa_stream::{Configuration, RamBlock};
@@ -28,7 +28,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
 //! # let directory = tempfile::tempdir()?;
 //! # let target = directory.path().join("vm.limosa");
-//! let start = StreamStart {
+//! let start = StreamSetup {
 //!     configuration: Configuration::new("pc-q35-10.0"),
 //!     section_id: 2,
 //!     blocks: vec![RamBlock::new("pc.ram", 2 * 4096)],

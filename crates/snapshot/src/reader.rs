@@ -10,7 +10,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use limosa_channel::Counters;
-use limosa_migrate::{PageError, PageSource, StreamStart};
+use limosa_migrate::{PageError, PageSource, StreamSetup};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_stream::DeviceState;
 use limosa_stream::configuration::IGNORE_SHARED;
@@ -34,7 +34,7 @@ pub struct Snapshot {
     file: StoreFile,
     identity: Identity,
     parts: FileLayout,
-    start: StreamStart,
+    start: StreamSetup,
     trailer: Trailer,
     verifier: Option<Verifier>,
     devices_damaged: bool,
@@ -118,7 +118,7 @@ impl Snapshot {
                 .warnings
                 .push("no RAM block has a stored page: all memory is zero, or was never written".to_owned());
         }
-        let start = StreamStart {
+        let start = StreamSetup {
             configuration: parts.layout.configuration.clone().without_mapped_ram(),
             section_id: parts.layout.section_id,
             blocks: parts.layout.blocks.iter().map(|block| block.block.clone()).collect(),
@@ -398,7 +398,7 @@ impl AsFd for Snapshot {
 }
 
 impl PageSource for Snapshot {
-    fn start(&self) -> &StreamStart {
+    fn start(&self) -> &StreamSetup {
         &self.start
     }
 

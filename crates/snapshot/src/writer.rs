@@ -15,7 +15,7 @@ use std::io::IoSlice;
 use std::path::Path;
 
 use limosa_channel::Counters;
-use limosa_migrate::{PageError, PageSink, StreamStart};
+use limosa_migrate::{PageError, PageSink, StreamSetup};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::{EARLY_SECTIONS_LIMIT, Layout, MappedBlock};
@@ -227,7 +227,7 @@ fn receiving<'a>(
 }
 
 impl PageSink for SnapshotWriter {
-    fn begin(&mut self, start: &StreamStart) -> Result<(), PageError> {
+    fn begin(&mut self, start: &StreamSetup) -> Result<(), PageError> {
         if self.layout.is_some() {
             return Err(self.file.misuse("a second stream for one file").into());
         }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use limosa_channel::{Acceptor, Channel, Listener, Options, Uri};
 use limosa_migrate::{
-    AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, LiveDestination,
-    LiveDestinationOptions, MultifdOptions, PausedArrival, PostcopyArrivalStats,
+    AcceptPreempt, Control, IncomingOutcome, IncomingStats, LiveDestination, LiveDestinationOptions, MultifdAccept,
+    MultifdAcceptOptions, MultifdChannels, MultifdOptions, PostcopyIncomingStats, PostcopyPaused,
 };
 use serde_json::Value;
 
@@ -15,7 +15,7 @@ use super::{End, Migration, REACH, tell};
 use crate::report::{Calls, DestinationReport, FaultLatency};
 use crate::settings::Postcopy;
 use crate::state::State;
-use limosa_migrate::GiveUp;
+use limosa_migrate::TimeoutStrategy;
 
 /// How long to wait for a connection before it is checked whether this end goes on at all.
 const TICK: Duration = Duration::from_millis(10);
@@ -32,7 +32,7 @@ impl End {
             }
         };
         let options = LiveDestinationOptions {
-            patience: Some(Duration::from_millis(self.settings.patience_ms)),
+            answer_timeout: Some(Duration::from_millis(self.settings.patience_ms)),
             postcopy: self.may_postcopy(),
             shared_memory: self.settings.shared_memory(),
             populate: self.settings.populate,
@@ -50,21 +50,21 @@ impl End {
 
     /// Whether the guest may run here before its memory is here.
     fn may_postcopy(&self) -> bool {
-        self.settings.postcopy != Postcopy::Off || self.settings.give_up == GiveUp::Postcopy
+        self.settings.postcopy != Postcopy::Off || self.settings.give_up == TimeoutStrategy::Postcopy
     }
 
     /// What becomes of the guest. Whether this end goes on.
-    fn came_to(&self, migration: &Migration, outcome: ArrivalOutcome<'_, Vm>) -> bool {
+    fn came_to(&self, migration: &Migration, outcome: IncomingOutcome<'_, Vm>) -> bool {
         match outcome {
-            ArrivalOutcome::Running(stats) => {
+            IncomingOutcome::Running(stats) => {
                 self.arrived(migration, &stats);
                 true
             }
-            ArrivalOutcome::Failed(error) => {
+            IncomingOutcome::Failed(error) => {
                 self.failed(migration, &error.to_string());
                 true
             }
-            ArrivalOutcome::Undecided(arrival) => {
+            IncomingOutcome::Undecided(arrival) => {
                 let why = arrival.why().to_string();
                 self.told_destination(migration, "undecided", None, Some(why.clone()));
                 if self.ask(State::Undecided, &why) != Order::Go {
@@ -77,12 +77,12 @@ impl End {
                 }
                 true
             }
-            ArrivalOutcome::Paused(paused) => self.recover(migration, paused),
+            IncomingOutcome::PostcopyPaused(paused) => self.recover(migration, paused),
         }
     }
 
     /// The guest runs here and waits for its pages, until the source comes back. Whether this end goes on.
-    fn recover(&self, migration: &Migration, paused: PausedArrival<'_, Vm>) -> bool {
+    fn recover(&self, migration: &Migration, paused: PostcopyPaused<'_, Vm>) -> bool {
         let mut why = format!("{}; {} pages are missing", paused.why(), paused.missing_pages());
         self.told_destination(migration, "postcopy-paused", None, Some(why.clone()));
         loop {
@@ -102,24 +102,24 @@ impl End {
     }
 
     /// Waits for the source, with so many multifd channels.
-    fn accept(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, ChannelSet), String> {
+    fn accept(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, MultifdChannels), String> {
         let accepted = self.listen(uri, channels, control);
         // Before the next one is asked for: an old address would be taken for the new one.
-        self.socket.waits_no_more();
+        self.socket.clear_listen_address();
         accepted
     }
 
-    fn listen(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, ChannelSet), String> {
+    fn listen(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, MultifdChannels), String> {
         let words = |error: &dyn std::error::Error| error.to_string();
         let listener = Listener::bind(uri, &Options { tls: self.tls.clone(), ..Options::default() })
             .map_err(|error| words(&error))?;
-        self.socket.waits_at(listener.local_uri());
+        self.socket.set_listen_address(listener.local_uri());
         if channels == 0 {
             let main = wait(&listener, control)?;
-            return Ok((listener, ChannelSet { main, pages: Vec::new() }));
+            return Ok((listener, MultifdChannels { main, pages: Vec::new() }));
         }
-        let options = GatheringOptions { channels, within: REACH, main_first: false };
-        let mut gathering = Gathering::new(&listener, options).on_refusal(|why| turned_away(&why.to_string()));
+        let options = MultifdAcceptOptions { channels, within: REACH, main_first: false };
+        let mut gathering = MultifdAccept::new(&listener, options).on_refusal(|why| turned_away(&why.to_string()));
         let set = loop {
             control.check().map_err(|error| words(&error))?;
             if let Some(set) = gathering.step(TICK).map_err(|error| words(&error))? {
@@ -130,7 +130,7 @@ impl End {
         Ok((listener, set))
     }
 
-    fn arrived(&self, migration: &Migration, stats: &ArrivalStats) {
+    fn arrived(&self, migration: &Migration, stats: &IncomingStats) {
         let unheard = stats.unheard.as_ref().map(|error| {
             let why = format!("the guest runs here, but the source may not have been notified: {error}");
             tell(&format!("destination: {why}\n  At the source: limosa-demo discard --control <its socket>"));
@@ -151,7 +151,7 @@ impl End {
         &self,
         migration: &Migration,
         outcome: &str,
-        stats: Option<&ArrivalStats>,
+        stats: Option<&IncomingStats>,
         error: Option<String>,
     ) {
         let received = stats.map(|stats| &stats.received);
@@ -193,7 +193,7 @@ fn turned_away(why: &str) {
     tell(&format!("destination: a connection was refused: {why}"));
 }
 
-fn latency(stats: &PostcopyArrivalStats) -> FaultLatency {
+fn latency(stats: &PostcopyIncomingStats) -> FaultLatency {
     let micros = |nanos: u64| Duration::from_nanos(nanos).as_secs_f64() * 1e6;
     let histogram = &stats.fault_latency;
     FaultLatency {

@@ -128,7 +128,7 @@ impl End {
     fn begin(&self) -> Migration {
         let job = Migration { control: Control::new(), progress: Progress::new(), cpu: CpuTime::now() };
         self.coordinator.begin(&job.control);
-        self.socket.turn_to(Job::Live, job.control.clone(), job.progress.clone());
+        self.socket.set_job(Job::Live, job.control.clone(), job.progress.clone());
         job
     }
 
@@ -136,7 +136,7 @@ impl End {
     fn begin_again(&self, before: &Migration) -> Migration {
         let (control, progress) = (Control::new(), before.progress.clone());
         self.coordinator.begin(&control);
-        self.socket.turn_to(Job::Live, control.clone(), progress.clone());
+        self.socket.set_job(Job::Live, control.clone(), progress.clone());
         Migration { control, progress, cpu: before.cpu }
     }
 

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use limosa_channel::{Channel, ChannelError, Options, Tls, Uri, ZeroCopy};
 use limosa_migrate::{
-    Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MultifdSourceOptions, OpenPreempt, Recoverable,
+    Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MultifdSourceOptions, OpenPreempt, PostcopyPausedSource,
     RoundKind, RoundReport, Undecided,
 };
 use limosa_page::to_millis;
@@ -33,7 +33,8 @@ impl End {
                 return true;
             }
         };
-        let outcome = source.fresh(fresh).observe(move |round| tell_round(coordinator, round, rounds, &seen)).run();
+        let outcome =
+            source.destination_zeroed(fresh).observe(move |round| tell_round(coordinator, round, rounds, &seen)).run();
         self.left(&migration, outcome)
     }
 
@@ -56,7 +57,7 @@ impl End {
                 true
             }
             LiveOutcome::Undecided(undecided) => self.undecided(migration, undecided),
-            LiveOutcome::PostcopyBroken(broken) => {
+            LiveOutcome::PostcopyPaused(broken) => {
                 let why = broken.why().to_string();
                 self.recover_source(migration, broken, why)
             }
@@ -67,7 +68,7 @@ impl End {
     fn undecided(&self, migration: &Migration, undecided: Undecided<'_, Vm>) -> bool {
         let why = undecided.why().to_string();
         self.told_source(migration, "undecided", undecided.stats(), Some(why.clone()));
-        self.coordinator.recoverable(undecided.is_recoverable());
+        self.coordinator.recoverable(undecided.is_postcopy_paused());
         match self.ask(State::Undecided, &why) {
             Order::Go => {
                 match undecided.resume() {
@@ -76,7 +77,7 @@ impl End {
                 }
                 true
             }
-            Order::Recover(uri) => match undecided.into_recoverable() {
+            Order::Recover(uri) => match undecided.into_postcopy_paused() {
                 Some(broken) => self.go_on(migration, Box::new(broken), &uri),
                 // The coordinator has taken the order because it was.
                 None => false,
@@ -89,7 +90,7 @@ impl End {
     }
 
     /// The guest runs at the destination and waits for pages that are here. Whether this end goes on.
-    fn recover_source(&self, migration: &Migration, broken: Box<Recoverable<'_, Vm>>, why: String) -> bool {
+    fn recover_source(&self, migration: &Migration, broken: Box<PostcopyPausedSource<'_, Vm>>, why: String) -> bool {
         self.told_source(migration, "postcopy-paused", broken.stats(), Some(why.clone()));
         match self.ask(State::PostcopyPaused, &why) {
             Order::Recover(uri) => self.go_on(migration, broken, &uri),
@@ -106,7 +107,7 @@ impl End {
     }
 
     /// Goes on with a postcopy over another connection. Whether this end goes on.
-    fn go_on(&self, before: &Migration, broken: Box<Recoverable<'_, Vm>>, uri: &Uri) -> bool {
+    fn go_on(&self, before: &Migration, broken: Box<PostcopyPausedSource<'_, Vm>>, uri: &Uri) -> bool {
         let again = self.begin_again(before);
         match self.connect(uri) {
             Ok(channel) => {

@@ -19,8 +19,8 @@ use limosa_memory::dirty::KvmLog;
 use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
 use limosa_memory::rust_vmm::attach;
 use limosa_migrate::{
-    ArrivalOutcome, Control, GiveUp, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource,
-    LiveVm, MigrationParams, Progress, VmError,
+    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm,
+    MigrationParams, Progress, TimeoutStrategy, VmError,
 };
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 use machine::Machine;
@@ -102,10 +102,11 @@ fn source() -> Result<()> {
         downtime_limit: Duration::from_millis(5),
         stalled_rounds: Some(5),
         // A guest that writes faster than the socket takes is stopped all the same.
-        give_up: GiveUp::Pause,
+        timeout_strategy: TimeoutStrategy::Pause,
         ..MigrationParams::default()
     };
-    let role = LiveSource::new(&machine, logs, channel, &control, &progress).with_params(params).fresh(true);
+    let role =
+        LiveSource::new(&machine, logs, channel, &control, &progress).with_params(params).destination_zeroed(true);
     let outcome = role.observe(|round| println!("source: {:?}, {} pages", round.kind, round.normal)).run();
     match outcome {
         LiveOutcome::Completed(stats) => {
@@ -128,12 +129,12 @@ fn destination() -> Result<()> {
     let (control, progress) = (Control::new(), Progress::new());
     let role = LiveDestination::new(&machine, channel, &control, &progress, LiveDestinationOptions::default());
     match role.run() {
-        ArrivalOutcome::Running(stats) => {
+        IncomingOutcome::Running(stats) => {
             let pages = stats.received.normal_pages;
             println!("destination: the guest came with {pages} pages, {} laps behind it", machine.laps());
         }
-        ArrivalOutcome::Failed(error) => bail!("nothing runs here: {error}"),
-        ArrivalOutcome::Undecided(arrival) => bail!("look at the source: {}", arrival.why()),
+        IncomingOutcome::Failed(error) => bail!("nothing runs here: {error}"),
+        IncomingOutcome::Undecided(arrival) => bail!("look at the source: {}", arrival.why()),
         other => bail!("{other:?}"),
     }
     let arrived = machine.laps();

@@ -5,13 +5,13 @@ use std::ops::Range;
 use limosa_stream::PageSizes;
 
 use crate::error::MigrateError;
-use crate::pages::StreamStart;
+use crate::pages::StreamSetup;
 
 /// Called by the engine, on the thread of the main channel.
 pub(crate) trait Hooks: Sync {
     /// Accepts or refuses the layout, before any page. `advised`: the page sizes that the source announced, if postcopy may
     /// follow.
-    fn begin(&self, start: &StreamStart, advised: Option<PageSizes>) -> Result<(), MigrateError>;
+    fn begin(&self, start: &StreamSetup, advised: Option<PageSizes>) -> Result<(), MigrateError>;
 
     /// Whether the VM may run here before all its pages have come.
     fn postcopy(&self) -> bool;

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use limosa_channel::{Channel, ChannelError};
 use limosa_stream::{Decoder, DeviceState, ReturnMessage};
 
-use super::{DestinationStats, TAIL_PATIENCE};
+use super::{DestinationStats, TAIL_TIMEOUT};
 use crate::error::MigrateError;
-use crate::pages::StreamStart;
+use crate::pages::StreamSetup;
 
 /// A stream that has arrived completely; its source waits for the confirmation.
 #[derive(Debug)]
 pub struct Incoming {
     /// The layout.
-    pub start: StreamStart,
+    pub start: StreamSetup,
     /// The end of the stream as it came: device sections and their description.
     pub tail: Vec<u8>,
     /// Where in `tail` each device section lies.
@@ -30,7 +30,7 @@ pub struct Incoming {
 /// A source whose stream was taken for whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SourceNow {
-    /// For the last word.
+    /// For the acknowledgement.
     Waits,
     /// Without it: it has ended, or has its VM back.
     Gone,
@@ -39,14 +39,14 @@ pub(crate) enum SourceNow {
 }
 
 /// A stream that has come to its end, or to the point where the VM runs before its memory is here.
-pub(crate) enum Arrived {
+pub(crate) enum Received {
     Whole(Box<Incoming>),
-    Switched(Box<Switched>),
+    PostcopySwitchover(Box<PostcopySwitchover>),
 }
 
 /// A stream that goes on with the package of a postcopy.
-pub(crate) struct Switched {
-    pub(crate) start: StreamStart,
+pub(crate) struct PostcopySwitchover {
+    pub(crate) start: StreamSetup,
     pub(crate) decoder: Decoder,
     /// What has arrived behind the command PACKAGED.
     pub(crate) arrived: Vec<u8>,
@@ -98,7 +98,7 @@ impl Incoming {
     /// A guest can put what looks like an end into a device's memory. If that was believed because the source was held up
     /// just there, the rest of the stream comes now, and what was received is worth nothing.
     pub fn confirm_end(&self) -> Result<(), MigrateError> {
-        self.channel.set_timeouts(Some(TAIL_PATIENCE), None)?;
+        self.channel.set_timeouts(Some(TAIL_TIMEOUT), None)?;
         match self.channel.get_some(&mut [0; 64]) {
             Ok(0) => Ok(()),
             // Over TLS stock QEMU does not announce the end.

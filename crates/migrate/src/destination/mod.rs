@@ -2,7 +2,7 @@
 //!
 //! The stream is read in large pieces into receive buffers and decoded in place. A page is not taken out of them: the
 //! sink gets slices of a buffer, gathered over as many consecutive pages as have arrived, and hands them to the kernel
-//! in one vectored call, while the next buffer fills (`landing`). What user space moves is the tail of a record that the
+//! in one vectored call, while the next buffer fills (`writer`). What user space moves is the tail of a record that the
 //! end of a buffer cut in two, at most one page a buffer.
 //!
 //! The role ends with the VM stopped at the source and the source waiting for the destination's word. That word is given
@@ -13,16 +13,16 @@
 //! its stream is whole when its word that the VM may run (PING 7) has come, and the description behind it.
 //!
 //! With [multifd channels](Destination::with_channels) most pages come on these, each read by
-//! a thread of its own, and meet at join points. [`Gathering`] finds out which connection is which channel.
+//! a thread of its own, and meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.
 
 mod buffer;
-mod gathering;
 mod hooks;
 mod incoming;
-mod join;
-mod landing;
 mod multifd;
+mod multifd_accept;
+mod page_writer;
 mod scatter;
+mod sync;
 mod unpack;
 
 use std::sync::Arc;
@@ -40,19 +40,19 @@ use limosa_stream::{
 use rustix::net::sockopt;
 
 use buffer::Buffer;
-use join::JoinPoint;
-use landing::{Handoff, Landing, Orders, PageCounts};
 use multifd::{PageChannel, ReaderContext};
+use page_writer::{PageCounts, PageWriter, PageWrites, WriterHandle};
+use sync::MultifdSync;
 
-pub use gathering::{ChannelSet, Gathering, GatheringOptions};
 pub(crate) use hooks::Hooks;
 pub use incoming::Incoming;
-pub(crate) use incoming::{Arrived, Broken, SourceNow, Switched};
+pub(crate) use incoming::{Broken, PostcopySwitchover, Received, SourceNow};
 pub use multifd::MultifdOptions;
+pub use multifd_accept::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
 
 use crate::control::Control;
 use crate::error::MigrateError;
-use crate::pages::{PageSink, StreamStart};
+use crate::pages::{PageSink, StreamSetup};
 use crate::progress::{Phase, Progress};
 
 /// Size of the receive buffer. It should stay in a core's second-level cache between the read that fills it and the write
@@ -60,7 +60,7 @@ use crate::progress::{Phase, Progress};
 const BUFFER_LEN: usize = 1 << 20;
 
 /// Longest silence inside the device sections. QEMU writes them from memory, and the VM is stopped meanwhile.
-const TAIL_PATIENCE: Duration = Duration::from_secs(10);
+const TAIL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How a stream is to be received.
 #[derive(Debug, Clone)]
@@ -69,11 +69,11 @@ pub struct DestinationOptions {
     pub max_device_state: u64,
     /// Longest silence of the source, which always has something to say while a migration runs; and how long it may leave an
     /// answer unread.
-    pub patience: Option<Duration>,
+    pub answer_timeout: Option<Duration>,
     /// How long nothing may come behind the end of the device sections before it is taken for the end. QEMU writes the whole
     /// tail at once, so the next piece of it is microseconds away; the VM is stopped meanwhile. What is taken for the end is
     /// certain only after [`Incoming::confirm_end`].
-    pub after_the_end: Duration,
+    pub end_of_stream_timeout: Duration,
     /// Whether the stream was recorded, so that no source listens. A wish for answers is passed over then, and the
     /// stream ends where the bytes end, however long they take.
     pub recorded: bool,
@@ -85,8 +85,8 @@ impl Default for DestinationOptions {
     fn default() -> Self {
         Self {
             max_device_state: TAIL_LIMIT,
-            patience: Some(Duration::from_secs(60)),
-            after_the_end: Duration::from_millis(1),
+            answer_timeout: Some(Duration::from_secs(60)),
+            end_of_stream_timeout: Duration::from_millis(1),
             recorded: false,
             head: Vec::new(),
         }
@@ -139,7 +139,7 @@ impl<'a> Destination<'a> {
     }
 
     /// With multifd channels, in the order of their numbers, their initial packets read: those of a
-    /// [`ChannelSet`].
+    /// [`MultifdChannels`].
     #[must_use]
     pub fn with_channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
         self.pages = pages.into_iter().map(Arc::new).collect();
@@ -158,9 +158,9 @@ impl<'a> Destination<'a> {
     /// On `Err` the channel is closed, so that a source with a return path resumes its VM.
     pub fn receive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Incoming, MigrateError> {
         match self.arrive(sink) {
-            Ok(Arrived::Whole(incoming)) => Ok(*incoming),
+            Ok(Received::Whole(incoming)) => Ok(*incoming),
             // Refused where it began, unless there are hooks.
-            Ok(Arrived::Switched(switched)) => {
+            Ok(Received::PostcopySwitchover(switched)) => {
                 Err(MigrateError::SwitchedToPostcopy { offset: switched.decoder.offset() })
             }
             Err(broken) => Err(broken.error),
@@ -168,24 +168,24 @@ impl<'a> Destination<'a> {
     }
 
     /// Receives a stream up to its end, or to the package of a postcopy.
-    pub(crate) fn arrive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Arrived, Broken> {
+    pub(crate) fn arrive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Received, Broken> {
         self.channels().for_each(|channel| self.control.watch(channel));
         let mut receiver = Receiver::new(&self);
         let result = receiver.run(sink);
         let (answered, return_path) = (receiver.answered, receiver.return_path);
         let (decoder, stats) = (receiver.decoder, receiver.stats);
         match result {
-            Ok((start, Behind::Devices(tail, devices))) => {
+            Ok((start, AfterPages::Devices(tail, devices))) => {
                 self.control.unwatch();
                 let (channel, pages) = (self.channel, self.pages);
                 let incoming =
                     Incoming { start, tail, devices, stats, channel, _pages: pages, return_path, loaded: answered };
-                Ok(Arrived::Whole(Box::new(incoming)))
+                Ok(Received::Whole(Box::new(incoming)))
             }
-            Ok((start, Behind::Package { length, arrived })) => {
+            Ok((start, AfterPages::Package { length, arrived })) => {
                 let (channel, pages) = (self.channel, self.pages);
-                let switched = Switched { start, decoder, arrived, length, stats, channel, _pages: pages };
-                Ok(Arrived::Switched(Box::new(switched)))
+                let switched = PostcopySwitchover { start, decoder, arrived, length, stats, channel, _pages: pages };
+                Ok(Received::PostcopySwitchover(Box::new(switched)))
             }
             Err(error) => {
                 self.control.unwatch();
@@ -208,7 +208,7 @@ impl<'a> Destination<'a> {
 struct Receiver<'a> {
     role: &'a Destination<'a>,
     buffer: Buffer,
-    orders: Orders,
+    orders: PageWrites,
     decoder: Decoder,
     stats: DestinationStats,
     return_path: bool,
@@ -221,7 +221,7 @@ struct Receiver<'a> {
 }
 
 /// What follows the pages.
-enum Behind {
+enum AfterPages {
     Devices(Vec<u8>, DeviceState),
     /// A package of `length` bytes, of which `arrived` have come, and perhaps more behind it.
     Package {
@@ -235,7 +235,7 @@ impl<'a> Receiver<'a> {
         Self {
             role,
             buffer: Buffer::new(&role.options.head),
-            orders: Orders::default(),
+            orders: PageWrites::default(),
             decoder: Decoder::new(),
             stats: DestinationStats::default(),
             return_path: false,
@@ -245,10 +245,10 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    fn run<S: PageSink + Send + ?Sized>(&mut self, sink: &mut S) -> Result<(StreamStart, Behind), MigrateError> {
+    fn run<S: PageSink + Send + ?Sized>(&mut self, sink: &mut S) -> Result<(StreamSetup, AfterPages), MigrateError> {
         let begun = Instant::now();
         for channel in self.role.channels() {
-            channel.set_timeouts(self.role.options.patience, self.role.options.patience)?;
+            channel.set_timeouts(self.role.options.answer_timeout, self.role.options.answer_timeout)?;
         }
         if self.role.options.head.len() > BUFFER_LEN {
             let length = self.role.options.head.len();
@@ -265,12 +265,12 @@ impl<'a> Receiver<'a> {
         self.role.progress.enter(Phase::Device);
         let devices_begun = Instant::now();
         let behind = match package {
-            Some(length) => Behind::Package { length, arrived: self.buffer.arrived()?.to_vec() },
+            Some(length) => AfterPages::Package { length, arrived: self.buffer.arrived()?.to_vec() },
             None => {
                 let (tail, devices) = self.take_devices(self.decoder.offset())?;
                 self.stats.device_bytes = to_u64(tail.len());
                 self.role.progress.enter(Phase::Completing);
-                Behind::Devices(tail, devices)
+                AfterPages::Devices(tail, devices)
             }
         };
         self.stats.device_elapsed = devices_begun.elapsed();
@@ -283,29 +283,29 @@ impl<'a> Receiver<'a> {
     /// in their place.
     fn take_memory<S: PageSink + Send + ?Sized>(
         &mut self,
-        start: &StreamStart,
+        start: &StreamSetup,
         sink: &mut S,
     ) -> Result<Option<u32>, MigrateError> {
         let role = self.role;
         let counts = PageCounts::new(&role.progress);
         let context = ReaderContext {
             blocks: multifd::by_name(&start.blocks),
-            join: JoinPoint::new(role.pages.len()),
+            join: MultifdSync::new(role.pages.len()),
             options: role.multifd,
-            patience: role.options.patience,
+            answer_timeout: role.options.answer_timeout,
             main: &role.channel,
             channels: &role.pages,
         };
         let package = thread::scope(|scope| {
-            let landing = Landing::start(scope, sink, start, &counts)?;
+            let writer = PageWriter::start(scope, sink, start, &counts)?;
             let threads = (0..).zip(&role.pages).map(|(id, channel)| {
-                let reader = PageChannel::new(&context, id, channel, landing.handoff(multifd::BUFFER_LEN))?;
+                let reader = PageChannel::new(&context, id, channel, writer.handle(multifd::BUFFER_LEN))?;
                 let thread = thread::Builder::new().name(format!("multifd {id}"));
                 let thread = thread.spawn_scoped(scope, move || reader.run());
                 thread.map_err(|error| MigrateError::Protocol(format!("cannot start a thread: {error}")))
             });
             let (threads, begun) = gathered(threads);
-            let taken = begun.and_then(|()| self.take_pages(&mut landing.handoff(BUFFER_LEN), &context.join));
+            let taken = begun.and_then(|()| self.take_pages(&mut writer.handle(BUFFER_LEN), &context.join));
             context.end();
             let mut loose = None;
             for (id, thread) in (0..).zip(threads) {
@@ -319,7 +319,7 @@ impl<'a> Receiver<'a> {
             }
             // A sink that failed is the cause; that no buffer came back is what it led to. So is a channel that failed, and
             // that the main one was shut down.
-            landing.finish()?;
+            writer.finish()?;
             if let Some(failure) = context.join.failure() {
                 return Err(failure);
             }
@@ -348,7 +348,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Everything up to the end of the RAM layout.
-    fn take_layout(&mut self) -> Result<StreamStart, MigrateError> {
+    fn take_layout(&mut self) -> Result<StreamSetup, MigrateError> {
         let (mut configuration, mut ram_section) = (None, None);
         loop {
             let (consumed, event) = match self.decoder.step(self.buffer.arrived()?)? {
@@ -367,7 +367,7 @@ impl<'a> Receiver<'a> {
                     let (Some(configuration), Some(section_id)) = (configuration, ram_section) else {
                         return Err(MigrateError::Protocol("the RAM layout came before its section began".into()));
                     };
-                    return Ok(StreamStart { configuration, section_id, blocks });
+                    return Ok(StreamSetup { configuration, section_id, blocks });
                 }
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
                 other => return Err(self.unsupported(&other)),
@@ -376,7 +376,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Everything up to the first device section, which is left in the buffer; or up to a package: its length.
-    fn take_pages(&mut self, handoff: &mut Handoff<'_>, join: &JoinPoint) -> Result<Option<u32>, MigrateError> {
+    fn take_pages(&mut self, handle: &mut WriterHandle<'_>, join: &MultifdSync) -> Result<Option<u32>, MigrateError> {
         let several = !self.role.pages.is_empty();
         // A source that joins once a round says so before the end of the first section. One that does not joins at the end of
         // every section, that one included (QEMU's machine types up to 8.0).
@@ -384,7 +384,7 @@ impl<'a> Receiver<'a> {
         loop {
             let (consumed, event) = match self.decoder.step(self.buffer.arrived()?)? {
                 Step::Need(total) => {
-                    self.refill(total, handoff)?;
+                    self.refill(total, handle)?;
                     continue;
                 }
                 Step::Event { consumed, event } => (consumed, event),
@@ -392,32 +392,32 @@ impl<'a> Receiver<'a> {
             self.buffer.consume(consumed);
             match event {
                 Event::Page { block, offset } => {
-                    self.refill(PAGE_LEN, handoff)?;
+                    self.refill(PAGE_LEN, handle)?;
                     self.orders.page(block, PageNumber(offset / PAGE_SIZE), self.buffer.start);
                     self.buffer.consume(PAGE_LEN);
                 }
                 Event::Zero { block, offset } => self.orders.zero(block, PageNumber(offset / PAGE_SIZE)),
                 Event::Xbzrle { block, offset, length } => {
                     let length = usize::from(length);
-                    self.refill(length, handoff)?;
+                    self.refill(length, handle)?;
                     let (begin, stream) = (self.buffer.start, self.decoder.offset().saturating_sub(length as u64));
                     self.orders.delta(block, PageNumber(offset / PAGE_SIZE), begin..begin + length, stream);
                     self.buffer.consume(length);
                 }
                 Event::MultifdFlush if several && (first || by_round) => {
                     by_round = true;
-                    self.join(handoff, join)?;
+                    self.join(handle, join)?;
                 }
                 Event::EndOfSection => {
                     first = false;
                     if several && !by_round {
-                        self.join(handoff, join)?;
+                        self.join(handle, join)?;
                     }
                 }
                 Event::EarlyDevice(section) => self.orders.early_section(section),
                 Event::Command(Command::RamDiscard { block, ranges }) if self.takes_postcopy() => {
                     // What came before it is thrown away with the rest.
-                    self.exchange(handoff)?;
+                    self.exchange(handle)?;
                     let index = self.decoder.blocks().iter().position(|known| known.name == block);
                     let (Some(hooks), Some(index)) = (self.role.hooks, index) else {
                         return Err(broken("the decoder lets only discards of known blocks through").into());
@@ -426,11 +426,11 @@ impl<'a> Receiver<'a> {
                 }
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
                 Event::DeviceTail => {
-                    self.exchange(handoff)?;
+                    self.exchange(handle)?;
                     return Ok(None);
                 }
                 Event::Package { length } if self.takes_postcopy() => {
-                    self.exchange(handoff)?;
+                    self.exchange(handle)?;
                     return Ok(Some(length));
                 }
                 Event::SectionPart { .. } | Event::SectionEnd { .. } | Event::SectionFooter { .. } => {}
@@ -446,10 +446,10 @@ impl<'a> Receiver<'a> {
         self.return_path && self.role.hooks.is_some_and(Hooks::postcopy)
     }
 
-    /// Waits until every channel has come to the join point, with everything handed over that was read before.
-    fn join(&mut self, handoff: &mut Handoff<'_>, join: &JoinPoint) -> Result<(), MigrateError> {
+    /// Waits until every channel has come to the synchronization point, with everything handed over that was read before.
+    fn join(&mut self, handle: &mut WriterHandle<'_>, join: &MultifdSync) -> Result<(), MigrateError> {
         if !self.orders.is_empty() {
-            self.exchange(handoff)?;
+            self.exchange(handle)?;
         }
         join.pass()
     }
@@ -496,9 +496,9 @@ impl<'a> Receiver<'a> {
     }
 
     /// Makes sure that `total` bytes have arrived behind the last decoded one, in another buffer if they do not fit.
-    fn refill(&mut self, total: usize, handoff: &mut Handoff<'_>) -> Result<(), MigrateError> {
+    fn refill(&mut self, total: usize, handle: &mut WriterHandle<'_>) -> Result<(), MigrateError> {
         if self.buffer.len() < total && self.buffer.is_short_of(total) {
-            self.exchange(handoff)?;
+            self.exchange(handle)?;
         }
         self.fill(total)
     }
@@ -528,10 +528,10 @@ impl<'a> Receiver<'a> {
     }
 
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
-    fn exchange(&mut self, handoff: &mut Handoff<'_>) -> Result<(), MigrateError> {
+    fn exchange(&mut self, handle: &mut WriterHandle<'_>) -> Result<(), MigrateError> {
         let rest = self.buffer.arrived()?.to_vec();
         let full = std::mem::take(&mut self.buffer.bytes);
-        let (empty, orders) = handoff.exchange((full, std::mem::take(&mut self.orders)))?;
+        let (empty, orders) = handle.exchange((full, std::mem::take(&mut self.orders)))?;
         self.orders = orders;
         Ok(self.buffer.begin_with(empty, &rest)?)
     }
@@ -546,7 +546,7 @@ impl<'a> Receiver<'a> {
         // From the first byte of the answer on the source may have given its word.
         self.answered = said.is_ok() || self.role.channel.counters().bytes_out != before;
         said?;
-        Ok(self.role.channel.set_timeouts(self.role.options.patience, self.role.options.patience)?)
+        Ok(self.role.channel.set_timeouts(self.role.options.answer_timeout, self.role.options.answer_timeout)?)
     }
 
     /// Reads what comes next, over what has been looked at. Nothing, if the connection has ended.
@@ -565,7 +565,8 @@ impl<'a> Receiver<'a> {
     /// Collects the device sections up to the end that their own description proves.
     fn take_devices(&mut self, offset: u64) -> Result<(Vec<u8>, DeviceState), MigrateError> {
         let channel = &self.role.channel;
-        let patience = if self.role.options.recorded { self.role.options.patience } else { Some(TAIL_PATIENCE) };
+        let answer_timeout =
+            if self.role.options.recorded { self.role.options.answer_timeout } else { Some(TAIL_TIMEOUT) };
         let mut search = DeviceTail::new(offset, self.role.options.max_device_state);
         let mut told = Some(FramedSections::new(offset, self.role.options.max_device_state));
         let mut tail = self.buffer.arrived()?.to_vec();
@@ -599,9 +600,10 @@ impl<'a> Receiver<'a> {
             if found.is_some() && self.return_path {
                 // The guest can put what looks like an end into a device's memory, so an end counts only if nothing comes
                 // behind it. The source has nothing more to say until it is answered.
-                channel.set_timeouts(Some(self.role.options.after_the_end), self.role.options.patience)?;
+                channel
+                    .set_timeouts(Some(self.role.options.end_of_stream_timeout), self.role.options.answer_timeout)?;
             } else {
-                channel.set_timeouts(patience, self.role.options.patience)?;
+                channel.set_timeouts(answer_timeout, self.role.options.answer_timeout)?;
             }
             let more = self.more();
             match (more, found) {

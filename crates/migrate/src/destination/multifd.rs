@@ -1,7 +1,7 @@
 //! One multifd channel, read on its own thread.
 //!
 //! A packet's header says how many pages follow and where they belong; the payload is read by one call into the thread's
-//! buffer (or unpacked into it), and the buffer goes to the landing when it is full and at every SYNC packet. No page is
+//! buffer (or unpacked into it), and the buffer goes to the writer when it is full and at every SYNC packet. No page is
 //! copied, and nothing is allocated for one. Where the sink is memory, pages that are not compressed need no buffer: the one
 //! call reads each of them to where it belongs.
 
@@ -13,16 +13,16 @@ use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken, to_usize};
 use limosa_stream::multifd::{Compression, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, Packet};
 use limosa_stream::{ErrorKind, RamBlock, StreamError};
 
-use super::join::{JoinPoint, Over};
-use super::landing::{Handoff, Orders};
+use super::page_writer::{PageWrites, WriterHandle};
 use super::scatter::Scatter;
+use super::sync::{MultifdSync, Over};
 use super::unpack::Unpacker;
 use crate::error::MigrateError;
 
 /// Room for the pages of two full packets.
 pub(super) const BUFFER_LEN: usize = 2 * PACKET_PAGES * PAGE_LEN;
 
-/// Orders after which a buffer is given away although it is not full: packets of zero pages take no room in it.
+/// Page writes after which a buffer is given away although it is not full: packets of zero pages take no room in it.
 const ORDERS: usize = 4096;
 
 /// Every packet that was decoded keeps it.
@@ -45,15 +45,15 @@ pub(super) fn by_name(blocks: &[RamBlock]) -> Blocks<'_> {
 /// What all channels have in common.
 pub(super) struct ReaderContext<'a> {
     pub(super) blocks: Blocks<'a>,
-    pub(super) join: JoinPoint,
+    pub(super) join: MultifdSync,
     pub(super) options: MultifdOptions,
-    pub(super) patience: Option<std::time::Duration>,
+    pub(super) answer_timeout: Option<std::time::Duration>,
     pub(super) main: &'a Channel,
     pub(super) channels: &'a [Arc<Channel>],
 }
 
 impl ReaderContext<'_> {
-    /// Ends the join points, and wakes every thread that reads; what has arrived already is still read.
+    /// Ends the synchronization points, and wakes every thread that reads; what has arrived already is still read.
     pub(super) fn end(&self) {
         self.join.end();
         for channel in self.channels {
@@ -74,14 +74,14 @@ pub(super) struct PageChannel<'a> {
     context: &'a ReaderContext<'a>,
     id: usize,
     channel: &'a Channel,
-    handoff: Handoff<'a>,
+    handle: WriterHandle<'a>,
     buffer: Box<[u8]>,
     used: usize,
-    orders: Orders,
+    orders: PageWrites,
     packed: Vec<u8>,
     unpacker: Unpacker,
     scatter: Scatter,
-    /// Pages have come since the last join point.
+    /// Pages have come since the last synchronization point.
     loose: bool,
 }
 
@@ -90,22 +90,22 @@ impl<'a> PageChannel<'a> {
         context: &'a ReaderContext<'a>,
         id: usize,
         channel: &'a Channel,
-        handoff: Handoff<'a>,
+        handle: WriterHandle<'a>,
     ) -> Result<Self, MigrateError> {
         let compression = context.options.compression;
         let unpacker = Unpacker::new(compression).map_err(MigrateError::Protocol)?;
         let packed = if compression == Compression::None { 0 } else { to_usize(PAYLOAD_LIMIT.into()) };
-        let unbuffered = compression == Compression::None && handoff.memory().is_some();
+        let unbuffered = compression == Compression::None && handle.memory().is_some();
         let buffer = vec![0; if unbuffered { 0 } else { BUFFER_LEN }].into_boxed_slice();
         let packed = vec![0; packed];
         Ok(Self {
             context,
             id,
             channel,
-            handoff,
+            handle,
             buffer,
             used: 0,
-            orders: Orders::default(),
+            orders: PageWrites::default(),
             packed,
             unpacker,
             scatter: Scatter::default(),
@@ -113,7 +113,7 @@ impl<'a> PageChannel<'a> {
         })
     }
 
-    /// Reads packets to the end of the channel. Whether pages came behind the last join point.
+    /// Reads packets to the end of the channel. Whether pages came behind the last synchronization point.
     pub(super) fn run(mut self) -> bool {
         if let Err(source) = self.take_packets() {
             let (id, source) = (u8::try_from(self.id).unwrap_or(u8::MAX), Box::new(source));
@@ -160,7 +160,7 @@ impl<'a> PageChannel<'a> {
                 // Between packets a channel may be silent for as long as the main channel does not wait for it.
                 Err(error) if error.is_timeout() && got == 0 && !self.is_overdue() => continue,
                 Err(error) if error.is_shut_down() && got == 0 => return Ok(false),
-                // QEMU before 10.0 does not announce the end over TLS. Whether it was one the join points tell.
+                // QEMU before 10.0 does not announce the end over TLS. Whether it was one the synchronization points tell.
                 Err(error) if error.is_cut() && got == 0 => return Ok(false),
                 Err(error) => return Err(error.into()),
             };
@@ -187,7 +187,7 @@ impl<'a> PageChannel<'a> {
 
     /// Whether the main channel has waited for this one longer than it may.
     fn is_overdue(&self) -> bool {
-        self.context.patience.is_some_and(|patience| self.context.join.waits_for(self.id) >= patience)
+        self.context.answer_timeout.is_some_and(|answer_timeout| self.context.join.waits_for(self.id) >= answer_timeout)
     }
 
     fn take_pages(&mut self, packet: &Packet<'_>, position: u64) -> Result<(), MigrateError> {
@@ -213,7 +213,7 @@ impl<'a> PageChannel<'a> {
         if let Some(&offset) = packet.normal.iter().chain(packet.zero).find(|offset| **offset >= used_length) {
             return Err(wrong(ErrorKind::OutsideBlock { block: packet.block.to_owned(), offset, used_length }));
         }
-        if let Some(direct) = self.handoff.memory()
+        if let Some(direct) = self.handle.memory()
             && packet.compression == Compression::None
         {
             self.scatter.take(self.channel, direct, block, packet.normal)?;
@@ -268,7 +268,7 @@ impl<'a> PageChannel<'a> {
     /// Gives the buffer away with what is to become of it, and goes on in an empty one.
     fn exchange(&mut self) -> Result<(), MigrateError> {
         let full = (std::mem::take(&mut self.buffer), std::mem::take(&mut self.orders));
-        (self.buffer, self.orders) = self.handoff.exchange(full)?;
+        (self.buffer, self.orders) = self.handle.exchange(full)?;
         self.used = 0;
         Ok(())
     }

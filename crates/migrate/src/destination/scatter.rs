@@ -8,7 +8,7 @@ use libc::iovec;
 use limosa_channel::Channel;
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
-use super::landing::DirectMemory;
+use super::page_writer::DirectMemory;
 use crate::error::MigrateError;
 use crate::progress::Moved;
 

@@ -147,17 +147,17 @@ impl ZeroCheck {
 /// How records of pages get from guest memory into the main channel. The bytes are the same; multifd channels always
 /// gather.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Put {
+pub enum RecordWrite {
     /// From where they live: one call sends hundreds of pages, each behind its header.
     #[default]
-    Gathered,
+    Vectored,
     /// Copied into a buffer of 16 KiB, which is written whenever it is full: for comparison.
-    Copied,
+    Buffered,
 }
 
 /// What to do with a migration that does not converge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum GiveUp {
+pub enum TimeoutStrategy {
     /// Cancel: the VM runs on at the source.
     #[default]
     Cancel,
@@ -167,7 +167,7 @@ pub enum GiveUp {
     Postcopy,
 }
 
-impl GiveUp {
+impl TimeoutStrategy {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Cancel, Self::Pause, Self::Postcopy];
 
@@ -207,13 +207,13 @@ impl FromStr for ZeroCheck {
     }
 }
 
-impl fmt::Display for GiveUp {
+impl fmt::Display for TimeoutStrategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for GiveUp {
+impl FromStr for TimeoutStrategy {
     type Err = UnknownName;
 
     fn from_str(name: &str) -> Result<Self, UnknownName> {
@@ -248,13 +248,13 @@ pub struct MigrationParams {
     /// How they are looked at: the fastest way that the processor has, if twins are not to be compared.
     pub zero_method: ZeroMethod,
     /// How page records are written until the switchover, and in the pause.
-    pub put: Put,
+    pub record_write: RecordWrite,
     /// How long it may take until the switchover; `None`: as long as it takes.
     pub timeout: Option<Duration>,
     /// Rounds that may follow each other without the rest getting smaller; `None`: any number.
     pub stalled_rounds: Option<u32>,
     /// What happens after that time or those rounds.
-    pub give_up: GiveUp,
+    pub timeout_strategy: TimeoutStrategy,
     /// How long the first round may wait for the guest's list of [free pages](LiveSource::with_free_pages); zero, and the list
     /// takes pages out while the round is sent; [`Duration::MAX`], as long as the list takes.
     pub hint_wait: Duration,
@@ -262,7 +262,7 @@ pub struct MigrationParams {
     /// is what 16,384 pages take at 3 GB a second: a shorter round would be over before its list.
     pub hint_pages: u64,
     /// How long the destination may be silent when it owes an answer.
-    pub patience: Duration,
+    pub answer_timeout: Duration,
 }
 
 impl Default for MigrationParams {
@@ -280,13 +280,13 @@ impl Default for MigrationParams {
             throttle_trigger_threshold: 50,
             zero_check: ZeroCheck::Always,
             zero_method: ZeroMethod::best(),
-            put: Put::Gathered,
+            record_write: RecordWrite::Vectored,
             timeout: None,
             stalled_rounds: None,
-            give_up: GiveUp::Cancel,
+            timeout_strategy: TimeoutStrategy::Cancel,
             hint_wait: Duration::ZERO,
             hint_pages: 16_384,
-            patience: Duration::from_secs(30),
+            answer_timeout: Duration::from_secs(30),
         }
     }
 }

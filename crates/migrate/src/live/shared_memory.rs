@@ -11,7 +11,7 @@ use limosa_memory::{GuestMemory, MemoryBlock, MemoryError, PassedBlock};
 use limosa_stream::configuration::IGNORE_SHARED;
 
 use crate::error::MigrateError;
-use crate::pages::StreamStart;
+use crate::pages::StreamSetup;
 
 /// What becomes of memory that both ends can have: blocks of shared memory with a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -38,7 +38,7 @@ impl SharedMemory {
     }
 
     /// Whether a stream leaves out what this end does.
-    pub(crate) fn check(self, start: &StreamStart, postcopy: bool) -> Result<(), MigrateError> {
+    pub(crate) fn check(self, start: &StreamSetup, postcopy: bool) -> Result<(), MigrateError> {
         let refused = |why: &str| Err(MigrateError::Protocol(why.into()));
         match (start.configuration.has_capability(IGNORE_SHARED), self) {
             (true, Self::Sent) => {
@@ -54,7 +54,7 @@ impl SharedMemory {
 }
 
 /// What was passed, by block of the stream; those that are sent are not among them.
-pub(crate) fn passed_blocks(start: &StreamStart, passed: Vec<OwnedFd>) -> Result<Vec<PassedBlock>, MigrateError> {
+pub(crate) fn passed_blocks(start: &StreamSetup, passed: Vec<OwnedFd>) -> Result<Vec<PassedBlock>, MigrateError> {
     if passed.len() != start.blocks.len() {
         let (count, blocks) = (passed.len(), start.blocks.len());
         let why = format!(

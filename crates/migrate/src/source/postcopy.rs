@@ -25,7 +25,7 @@ use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, to_u64};
 use limosa_stream::{Command, RamBlock, ReturnMessage, postcopy, ram, section};
 
 use super::host_pages::with_page_sizes;
-use super::inbox::Inbox;
+use super::return_path::ReturnPath;
 use super::sender::{SendState, Sender, answer_requests, new_histogram};
 use super::unsent::{CLAIM_PAGES, Cursor, UnsentPages};
 use crate::control::Control;
@@ -42,7 +42,7 @@ const UNTIL_IT_ENDS: Duration = Duration::from_secs(10 * 365 * 86_400);
 #[derive(Debug, Clone)]
 pub struct PostcopyOptions {
     /// Longest wait for a handshake message.
-    pub patience: Duration,
+    pub answer_timeout: Duration,
     /// Pages of one write of the background push while requests keep coming. Smaller answers requests sooner.
     pub batch_pages: u64,
     /// Bytes of the pages that the *destination's* memory is made of, by RAM block; 4096 for a block that is not named here.
@@ -57,7 +57,7 @@ pub struct PostcopyOptions {
 
 impl Default for PostcopyOptions {
     fn default() -> Self {
-        Self { patience: Duration::from_secs(30), batch_pages: 64, page_sizes: BTreeMap::new() }
+        Self { answer_timeout: Duration::from_secs(30), batch_pages: 64, page_sizes: BTreeMap::new() }
     }
 }
 
@@ -83,7 +83,7 @@ pub struct PostcopyStats {
     pub requests: u64,
     /// From the arrival of a request on the return path to the moment its page was in the kernel's hands, nanoseconds.
     pub request_latency: Histogram<u64>,
-    /// From the first byte to the last word of the destination.
+    /// From the first byte to the destination's acknowledgement.
     pub elapsed: Duration,
     /// Of the main channel, both directions.
     pub main: Counters,
@@ -114,7 +114,7 @@ enum Opening<'b> {
     Recovery,
     /// In the middle of a stream, behind the package. The return path is read by another reader, which notices the answer to
     /// [`PING_LOADED`](postcopy::PING_LOADED).
-    Package { inbox: &'b Inbox, preempt: Option<Arc<Channel>> },
+    Package { return_path: &'b ReturnPath, preempt: Option<Arc<Channel>> },
 }
 
 /// Opens the preempt channel when the destination is ready for it.
@@ -216,10 +216,10 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     pub(crate) fn follow(
         self,
         prepared: Prepared<'a>,
-        inbox: &Inbox,
+        return_path: &ReturnPath,
         preempt: Option<Arc<Channel>>,
     ) -> Result<PostcopyStats, MigrateError> {
-        self.run_prepared(prepared, Opening::Package { inbox, preempt })
+        self.run_prepared(prepared, Opening::Package { return_path, preempt })
     }
 
     fn run(self, opening: Opening<'_>) -> Result<PostcopyStats, MigrateError> {
@@ -232,18 +232,18 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let recovery = matches!(opening, Opening::Recovery);
         self.recovering = recovery;
         let reads = !matches!(opening, Opening::Package { .. });
-        self.owed = (!reads).then(|| (Instant::now(), self.options.patience));
+        self.owed = (!reads).then(|| (Instant::now(), self.options.answer_timeout));
         let open_preempt = self.open_preempt.take();
-        let own = Inbox::default();
-        let inbox = match &opening {
-            Opening::Package { inbox, .. } => *inbox,
+        let own = ReturnPath::default();
+        let return_path = match &opening {
+            Opening::Package { return_path, .. } => *return_path,
             Opening::Start | Opening::Recovery => &own,
         };
         let state = SendState {
             source: self.source,
             blocks: &blocks,
             unsent,
-            inbox,
+            return_path,
             progress: &self.progress,
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
@@ -255,7 +255,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.control.watch(&self.channel);
         let result = thread::scope(|scope| {
             let read = || {
-                state.inbox.read_from(&self.channel, &blocks, recovery, |message| {
+                state.return_path.read_from(&self.channel, &blocks, recovery, |message| {
                     if *message == ReturnMessage::Pong(postcopy::PING_LOADED) {
                         self.progress.enter(Phase::PostcopyActive);
                         (self.observer)(Milestone::DevicesLoaded);
@@ -271,7 +271,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             };
             let sent = opened.and_then(|preempt| self.drive(scope, &state, preempt));
             // Whatever the outcome, the reader must end before its borrows do.
-            state.inbox.finish();
+            state.return_path.finish();
             if sent.is_err() {
                 let _ = self.channel.shutdown(limosa_channel::Shutdown::Both);
             }
@@ -317,10 +317,10 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let pushed = self.push(state, answering.is_some());
         let finished = pushed.and_then(|latency| {
             // Not limited: the destination has everything, and could not tell a pager that has gone away.
-            state.inbox.wait_shut(UNTIL_IT_ENDS)?;
+            state.return_path.wait_shut(UNTIL_IT_ENDS)?;
             Ok(latency)
         });
-        state.inbox.finish();
+        state.return_path.finish();
         let answered = match answering {
             None => Ok(new_histogram()),
             Some(thread) => {
@@ -366,7 +366,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         // The destination takes the second connection for the preempt channel, so the main one must have been accepted:
         // the answer to the prologue's PING proves it.
         self.channel.put(&prologue)?;
-        state.inbox.wait_pong(postcopy::PING_OPENED, self.options.patience)?;
+        state.return_path.wait_pong(postcopy::PING_OPENED, self.options.answer_timeout)?;
         let preempt = self.connect_preempt(open)?;
         self.commit()?;
         self.channel.put(&body)?;
@@ -385,13 +385,13 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
 
     /// Sends the commands that discard what the destination does not have, one at least, and the package, in a stream whose
     /// destination has answered.
-    pub(crate) fn send_package(&mut self, inbox: &Inbox, discards: &[u8]) -> PackageSent {
+    pub(crate) fn send_package(&mut self, return_path: &ReturnPath, discards: &[u8]) -> PackageSent {
         let open_preempt = self.open_preempt.take();
         let ready = || {
             let (body, decisive) = self.package()?;
             let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
             self.channel.put(discards)?;
-            inbox.still_open()?;
+            return_path.still_open()?;
             self.commit()?;
             Ok((body, decisive, preempt))
         };
@@ -440,7 +440,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             let mut bytes = Vec::new();
             Command::ReceiveBitmap { block: block.name.clone() }.encode(&mut bytes)?;
             self.channel.put(&bytes)?;
-            let (name, bitmap) = state.inbox.wait_bitmap(self.options.patience)?;
+            let (name, bitmap) = state.return_path.wait_bitmap(self.options.answer_timeout)?;
             if name != block.name {
                 return Err(MigrateError::Protocol(format!(
                     "asked for the received pages of RAM block {}, the destination told those of {name:?}",
@@ -462,7 +462,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             // Over TLS the destination may take the channel only after its handshake, and answers when it has it.
             preempt.establish()?;
         }
-        state.inbox.wait_resume_ack(self.options.patience)?;
+        state.return_path.wait_resume_ack(self.options.answer_timeout)?;
         self.progress.enter(Phase::PostcopyActive);
         (self.observer)(Milestone::DevicesLoaded);
         bytes.clear();
@@ -474,8 +474,10 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// Fails if a destination that was switched has not said for too long that it has loaded its devices.
     fn check_loaded(&self, state: &SendState<'_, S>) -> Result<(), MigrateError> {
         match self.owed {
-            Some((since, patience)) if since.elapsed() >= patience && !state.inbox.has_pong(postcopy::PING_LOADED) => {
-                Err(MigrateError::Silent { what: "the package of device state", waited: patience })
+            Some((since, answer_timeout))
+                if since.elapsed() >= answer_timeout && !state.return_path.has_pong(postcopy::PING_LOADED) =>
+            {
+                Err(MigrateError::Silent { what: "the package of device state", waited: answer_timeout })
             }
             _ => Ok(()),
         }
@@ -490,20 +492,20 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             self.control.check()?;
             self.check_loaded(state)?;
             if !preempted {
-                while let Some(request) = state.inbox.try_request() {
+                while let Some(request) = state.return_path.try_request() {
                     cursor = Cursor { block: request.block, page: request.pages.end };
                     sender.answer(request)?;
                 }
             }
-            if state.inbox.has_ended() {
-                return Err(state.inbox.outcome());
+            if state.return_path.has_ended() {
+                return Err(state.return_path.outcome());
             }
             // A limited rate is waited for where a request can cut the wait short.
             let pause = self.control.rate().delay();
             if !pause.is_zero() {
                 if preempted {
                     thread::sleep(pause.min(Duration::from_millis(10)));
-                } else if let Some(request) = state.inbox.wait_request(pause.min(Duration::from_millis(100))) {
+                } else if let Some(request) = state.return_path.wait_request(pause.min(Duration::from_millis(100))) {
                     cursor = Cursor { block: request.block, page: request.pages.end };
                     sender.answer(request)?;
                 }
@@ -532,11 +534,11 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         loop {
             self.control.check()?;
             self.check_loaded(state)?;
-            if state.inbox.has_ended() {
-                return Err(state.inbox.outcome());
+            if state.return_path.has_ended() {
+                return Err(state.return_path.outcome());
             }
             // Not earlier: a destination that has failed to load its devices trips over a command (found with QEMU 10.0.2).
-            if !asked && (self.recovering || state.inbox.has_pong(postcopy::PING_LOADED)) {
+            if !asked && (self.recovering || state.return_path.has_pong(postcopy::PING_LOADED)) {
                 asked = true;
                 ram::encode_eos(start.section_id, &mut bytes);
                 Command::Ping(postcopy::PING_PACKAGED).encode(&mut bytes)?;
@@ -545,7 +547,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             }
             // In this order: when nothing is left to claim, what the preempt channel's thread has claimed is counted. It is not
             // sent yet, and reading it may still fail.
-            let all = state.inbox.has_pong(postcopy::PING_PACKAGED)
+            let all = state.return_path.has_pong(postcopy::PING_PACKAGED)
                 && state.unsent.left() == 0
                 && state.unanswered.load(Ordering::Acquire) == 0;
             if all && !placed {
@@ -557,11 +559,11 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             }
             if preempted {
                 thread::sleep(END_TICK);
-            } else if let Some(request) = state.inbox.wait_request(END_TICK) {
+            } else if let Some(request) = state.return_path.wait_request(END_TICK) {
                 sender.answer(request)?;
             }
         }
-        while !preempted && let Some(request) = state.inbox.try_request() {
+        while !preempted && let Some(request) = state.return_path.try_request() {
             sender.answer(request)?;
         }
         state.unsent.check_claimed()?;

@@ -2,7 +2,7 @@
 //!
 //! The destination's guest starts when all has arrived. Every page is sent, zero pages as zero: memory that looks fresh
 //! may be a file with old contents. Only a caller that knows better says so, block by block
-//! ([`PrecopyOptions::fresh`]). Of memory that is at the destination already no page is sent
+//! ([`PrecopyOptions::zeroed_blocks`]). Of memory that is at the destination already no page is sent
 //! ([`PrecopyOptions::in_place`]).
 //!
 //! Pages go out as records on the one channel, or in packets on multifd channels ([`PrecopySource::with_channels`]).
@@ -16,9 +16,9 @@ use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, broken
 use limosa_stream::multifd::Compression;
 use limosa_stream::{Command, RamBlock, postcopy, ram, section};
 
-use super::inbox::Inbox;
 use super::multifd::{self, Multifd, MultifdSourceOptions, Parts};
 use super::records::RecordWriter;
+use super::return_path::ReturnPath;
 use super::unsent::CLAIM_PAGES;
 use crate::control::Control;
 use crate::error::MigrateError;
@@ -28,7 +28,7 @@ use crate::progress::{Moved, Phase, Progress};
 /// How a precopy is to be done.
 #[derive(Debug, Clone)]
 pub struct PrecopyOptions {
-    /// Whether to ask the destination for a last word. Needs a channel that carries both directions.
+    /// Whether to ask the destination for an acknowledgement. Needs a channel that carries both directions.
     pub return_path: bool,
     /// How long the destination may take to answer a PING before the first page is sent; `None` sends at once. Without
     /// an answer no confirmation can come either, and that is better known before the pages are sent. Multifd channels
@@ -36,9 +36,9 @@ pub struct PrecopyOptions {
     pub greeting: Option<Duration>,
     /// Longest wait for that word: the destination loads the device state in that time. On multifd channels also the
     /// longest time in which the destination takes nothing.
-    pub patience: Duration,
+    pub answer_timeout: Duration,
     /// RAM blocks whose memory is zero at the destination, by name: their zero pages are left out.
-    pub fresh: Vec<String>,
+    pub zeroed_blocks: Vec<String>,
     /// RAM blocks whose memory is at the destination already, because it maps the very file that the pages would come
     /// from.
     pub in_place: Vec<InPlace>,
@@ -67,8 +67,8 @@ impl Default for PrecopyOptions {
         Self {
             return_path: true,
             greeting: None,
-            patience: Duration::from_secs(60),
-            fresh: Vec::new(),
+            answer_timeout: Duration::from_secs(60),
+            zeroed_blocks: Vec::new(),
             in_place: Vec::new(),
         }
     }
@@ -82,7 +82,7 @@ pub struct PrecopyStats {
     pub normal_pages: u64,
     /// Pages sent as zero.
     pub zero_pages: u64,
-    /// From the first byte to the last word of the destination.
+    /// From the first byte to the destination's acknowledgement.
     pub elapsed: Duration,
     /// Of the channel; of all together if there are several.
     pub channel: Counters,
@@ -146,7 +146,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             return Err(MigrateError::ZeroCopy(why));
         }
         self.multifd_channels = multifd::checked(channels, &options)?;
-        multifd::set_patience(&self.multifd_channels, self.options.patience)?;
+        multifd::set_write_timeout(&self.multifd_channels, self.options.answer_timeout)?;
         self.multifd = options;
         Ok(self)
     }
@@ -158,20 +158,20 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         for channel in &self.multifd_channels {
             self.control.watch(channel);
         }
-        let inbox = Inbox::default();
+        let return_path = ReturnPath::default();
         let multifd = (!self.multifd_channels.is_empty()).then(|| self.multifd());
         let result = thread::scope(|scope| {
             let read = || {
-                inbox.read_from(&self.channel, &self.source.start().blocks, false, |_| {});
+                return_path.read_from(&self.channel, &self.source.start().blocks, false, |_| {});
                 if let Some(multifd) = &multifd {
                     // The channels' threads do not look at the return path, and it is over.
-                    multifd.fail_for(|| inbox.outcome());
+                    multifd.fail_for(|| return_path.outcome());
                 }
             };
             let reader = self.options.return_path.then(|| scope.spawn(read));
-            let sent = self.send(&inbox, multifd.as_ref()).and_then(|moved| {
+            let sent = self.send(&return_path, multifd.as_ref()).and_then(|moved| {
                 if self.options.return_path {
-                    inbox.wait_shut(self.options.patience)?;
+                    return_path.wait_shut(self.options.answer_timeout)?;
                 }
                 Ok(moved)
             });
@@ -201,7 +201,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         std::iter::once(&self.channel).chain(&self.multifd_channels)
     }
 
-    fn send(&self, inbox: &Inbox, multifd: Option<&Multifd<'_, S>>) -> Result<Moved, MigrateError> {
+    fn send(&self, return_path: &ReturnPath, multifd: Option<&Multifd<'_, S>>) -> Result<Moved, MigrateError> {
         let start = self.source.start();
         let travelling = (0..start.blocks.len()).filter(|block| !self.is_in_place(*block));
         let changed = self.changed().into_iter().filter(|(_, _, stored)| *stored);
@@ -211,12 +211,12 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
         if self.options.return_path {
             Command::OpenReturnPath.encode(&mut bytes)?;
-            if let Some(patience) = self.options.greeting {
+            if let Some(answer_timeout) = self.options.greeting {
                 Command::Ping(postcopy::PING_OPENED).encode(&mut bytes)?;
                 if multifd.is_none() {
                     self.channel.put(&bytes)?;
                     bytes.clear();
-                    inbox.wait_pong(postcopy::PING_OPENED, patience)?;
+                    return_path.wait_pong(postcopy::PING_OPENED, answer_timeout)?;
                 }
             }
         }
@@ -238,7 +238,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
                     false => self.source.stored(block).clone(),
                 });
                 multifd.send_pages(stored.collect(), || match self.options.greeting {
-                    Some(patience) if self.options.return_path => inbox.wait_pong(postcopy::PING_OPENED, patience),
+                    Some(answer_timeout) if self.options.return_path => {
+                        return_path.wait_pong(postcopy::PING_OPENED, answer_timeout)
+                    }
                     _ => Ok(()),
                 })?
             }
@@ -258,7 +260,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             Command::Ping(TAKEN).encode(&mut bytes)?;
             self.channel.put(&bytes)?;
             bytes.clear();
-            inbox.wait_pong(TAKEN, self.options.patience)?;
+            return_path.wait_pong(TAKEN, self.options.answer_timeout)?;
             multifd.check_taken()?;
         }
         bytes.extend_from_slice(self.source.device_sections());
@@ -305,7 +307,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
 
     /// Whether the destination need not be told which pages of a block are zero.
     fn has_zeros(&self, block: usize) -> bool {
-        let fresh = |block: &RamBlock| self.options.fresh.contains(&block.name);
+        let fresh = |block: &RamBlock| self.options.zeroed_blocks.contains(&block.name);
         self.is_in_place(block) || self.source.start().blocks.get(block).is_some_and(fresh)
     }
 
@@ -317,8 +319,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             options: &self.multifd,
             main: &self.channel,
             channels: &self.multifd_channels,
-            fresh: (0..self.source.start().blocks.len()).map(|block| self.has_zeros(block)).collect(),
-            windows: Arc::default(),
+            zeroed: (0..self.source.start().blocks.len()).map(|block| self.has_zeros(block)).collect(),
+            queue: Arc::default(),
             return_path: self.options.return_path,
         })
     }

@@ -1,5 +1,5 @@
 //! Page records of one channel: headers gathered with the pages they announce, in one vectored call, or by its [plain
-//! twin](super::copied).
+//! twin](super::stream_buffer).
 //!
 //! A channel has a *current block*; a record that stays in it carries no name. Each channel has its own, so each sending
 //! thread has its own [`RecordWriter`].
@@ -15,10 +15,10 @@ use limosa_page::{
 };
 use limosa_stream::{RamBlock, RecordEncoder, RecordKind};
 
-use super::copied::StreamBuffer;
 use super::gather::Gather;
+use super::stream_buffer::StreamBuffer;
 use crate::error::MigrateError;
-use crate::live::Put;
+use crate::live::RecordWrite;
 
 /// Pages with contents that go out in one call, if there are so many: each with its header, as many entries as the kernel takes
 /// at a time, 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
@@ -51,7 +51,7 @@ pub(crate) struct RecordWriter<'a> {
     gather: Gather<'static>,
     /// How guest memory is looked at.
     method: ZeroMethod,
-    /// For [`Put::Copied`].
+    /// For [`RecordWrite::Buffered`].
     buffer: Option<StreamBuffer>,
     busy: Duration,
 }
@@ -61,7 +61,7 @@ pub(crate) struct RecordWriter<'a> {
 pub(crate) enum Zeros {
     /// They are looked for, and told.
     Told,
-    /// They are looked for, and left out: the destination's memory is fresh, and nothing was sent for them yet.
+    /// They are looked for, and left out: the destination's memory is zeroed, and nothing was sent for them yet.
     LeftOut,
     /// They are not looked for, and sent as they are.
     Unknown,
@@ -152,11 +152,11 @@ impl<'a> RecordWriter<'a> {
         Self { method, ..self }
     }
 
-    /// Has pages of guest memory go out that way; gathered, if nothing is said.
-    pub(crate) fn with_put(mut self, put: Put) -> Self {
-        self.buffer = match put {
-            Put::Gathered => None,
-            Put::Copied => Some(StreamBuffer::new()),
+    /// Has pages of guest memory go out that way; vectored, if nothing is said.
+    pub(crate) fn writing_by(mut self, record_write: RecordWrite) -> Self {
+        self.buffer = match record_write {
+            RecordWrite::Vectored => None,
+            RecordWrite::Buffered => Some(StreamBuffer::new()),
         };
         self
     }
@@ -252,8 +252,8 @@ impl<'a> RecordWriter<'a> {
     pub(crate) fn put_placed(&mut self, memory: &MemoryBlock) -> Result<(), MigrateError> {
         let mut buffer = self.buffer.take();
         let put = match &mut buffer {
-            None => self.put_gathered(memory),
-            Some(buffer) => self.put_copied(buffer, memory),
+            None => self.put_vectored(memory),
+            Some(buffer) => self.put_buffered(buffer, memory),
         };
         self.buffer = buffer;
         self.headers.clear();
@@ -263,7 +263,7 @@ impl<'a> RecordWriter<'a> {
     }
 
     /// What was placed, from where it lives: one call.
-    fn put_gathered(&mut self, memory: &MemoryBlock) -> Result<(), MigrateError> {
+    fn put_vectored(&mut self, memory: &MemoryBlock) -> Result<(), MigrateError> {
         let mut gather = std::mem::take(&mut self.gather).emptied();
         let last = announce(&self.headers, &self.placed, |headers, page| {
             gather.bytes(headers);
@@ -279,7 +279,7 @@ impl<'a> RecordWriter<'a> {
     }
 
     /// The same bytes by way of a buffer, which is empty again when this returns: others use the channel, too.
-    fn put_copied(&mut self, buffer: &mut StreamBuffer, memory: &MemoryBlock) -> Result<(), MigrateError> {
+    fn put_buffered(&mut self, buffer: &mut StreamBuffer, memory: &MemoryBlock) -> Result<(), MigrateError> {
         let began = Instant::now();
         let last = announce(&self.headers, &self.placed, |headers, page| {
             buffer.bytes(self.channel, headers)?;
@@ -356,7 +356,7 @@ mod tests {
     use limosa_memory::BlockOptions;
     use limosa_testkit::{Authority, scratch};
 
-    use super::super::copied::BUFFER_LEN;
+    use super::super::stream_buffer::BUFFER_LEN;
     use super::*;
 
     #[test]
@@ -428,13 +428,18 @@ mod tests {
     }
 
     /// Sends the runs as they are, one call of the writer each; what came out, and how.
-    fn sent((near, mut far): Ends, put: Put, memory: &MemoryBlock, runs: &[Vec<PageRange>]) -> (Vec<u8>, Counters) {
+    fn sent(
+        (near, mut far): Ends,
+        record_write: RecordWrite,
+        memory: &MemoryBlock,
+        runs: &[Vec<PageRange>],
+    ) -> (Vec<u8>, Counters) {
         let received = thread::spawn(move || {
             let mut bytes = Vec::new();
             far.read_to_end(&mut bytes).map(|_| bytes).unwrap()
         });
         let blocks = [RamBlock::new("ram", memory.len())];
-        let mut writer = RecordWriter::new(&near, &blocks).unwrap().with_put(put);
+        let mut writer = RecordWriter::new(&near, &blocks).unwrap().writing_by(record_write);
         for runs in runs {
             writer.send_memory(GuestPages { block: 0, memory, runs, zeros: Zeros::Told }).unwrap();
         }
@@ -454,8 +459,8 @@ mod tests {
         for filled in contents {
             let memory = block(901, filled);
             for ends in [unix, tcp, pipe, tls] {
-                let (gathered, _) = sent(ends(), Put::Gathered, &memory, &runs);
-                let (copied, _) = sent(ends(), Put::Copied, &memory, &runs);
+                let (gathered, _) = sent(ends(), RecordWrite::Vectored, &memory, &runs);
+                let (copied, _) = sent(ends(), RecordWrite::Buffered, &memory, &runs);
                 assert!(gathered == copied && !gathered.is_empty());
                 let pages: usize =
                     runs.iter().flatten().flat_map(PageRange::iter).filter(|page| filled(page.0)).count();
@@ -469,8 +474,8 @@ mod tests {
         let memory = block(1024, |_| true);
         let runs = [0, 512].map(|start| vec![PageRange::starting_at(PageNumber(start), 512)]);
         for ends in [unix, tcp] {
-            let (bytes, gathered) = sent(ends(), Put::Gathered, &memory, &runs);
-            let (_, copied) = sent(ends(), Put::Copied, &memory, &runs);
+            let (bytes, gathered) = sent(ends(), RecordWrite::Vectored, &memory, &runs);
+            let (_, copied) = sent(ends(), RecordWrite::Buffered, &memory, &runs);
             assert_eq!(gathered.calls_out, 2);
             // What a batch leaves in the buffer goes out with it.
             let buffers = (bytes.len() / 2).div_ceil(BUFFER_LEN) * 2;

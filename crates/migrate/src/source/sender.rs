@@ -1,7 +1,7 @@
 //! The sending threads of a postcopy: each a channel, a buffer, and what it counts.
 //!
-//! All of them claim pages from one list of what is unsent and take requests from one inbox; the rest of what they share is
-//! in [`SendState`].
+//! All of them claim pages from one list of what is unsent and take requests from the return path; the rest of what they
+//! share is in [`SendState`].
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
@@ -12,8 +12,8 @@ use limosa_channel::Channel;
 use limosa_page::{PAGE_LEN, PageRange, broken, to_usize};
 use limosa_stream::RamBlock;
 
-use super::inbox::{Inbox, Request, Wake};
 use super::records::{GuestPages, RecordWriter, Zeros};
+use super::return_path::{Request, ReturnPath, Wake};
 use super::unsent::{CLAIM_PAGES, Claim, Cursor, UnsentPages};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
@@ -25,7 +25,7 @@ pub(crate) struct SendState<'a, S: PageSource + ?Sized> {
     /// The RAM blocks, with the page sizes of the destination.
     pub(crate) blocks: &'a [RamBlock],
     pub(crate) unsent: UnsentPages<'a>,
-    pub(crate) inbox: &'a Inbox,
+    pub(crate) return_path: &'a ReturnPath,
     pub(crate) progress: &'a Progress,
     pub(crate) normal: AtomicU64,
     pub(crate) zero: AtomicU64,
@@ -46,7 +46,7 @@ pub(crate) fn answer_requests<S: PageSource + ?Sized>(
     channel.establish()?;
     let mut sender = Sender::new(state, channel)?;
     loop {
-        match state.inbox.next_request(Duration::from_secs(1), &state.unanswered) {
+        match state.return_path.next_request(Duration::from_secs(1), &state.unanswered) {
             Wake::Request(request) => {
                 let near = Cursor { block: request.block, page: request.pages.end };
                 *state.near.lock().unwrap_or_else(PoisonError::into_inner) = Some(near);

@@ -15,8 +15,8 @@ use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_memory::BlockOptions;
 use limosa_migrate::{
-    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
-    MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Stop, ZeroCheck,
+    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
+    MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Stop, TimeoutStrategy, ZeroCheck,
 };
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
 
@@ -93,10 +93,10 @@ impl Case {
             zero_check: self.zero_check,
             downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_millis(1) },
             stalled_rounds: Some(5),
-            give_up: GiveUp::Pause,
+            timeout_strategy: TimeoutStrategy::Pause,
             hint_wait: self.hint_wait,
             hint_pages: self.hint_pages,
-            patience: Duration::from_secs(20),
+            answer_timeout: Duration::from_secs(20),
             max_bandwidth: self.max_bandwidth,
             ..MigrationParams::default()
         };
@@ -114,7 +114,7 @@ impl Case {
                     LiveDestination::new(&destination, far, &control, &progress, LiveDestinationOptions::default())
                         .with_channels(far_page_channels, MultifdOptions::default())
                         .run();
-                matches!(outcome, ArrivalOutcome::Running(_))
+                matches!(outcome, IncomingOutcome::Running(_))
             });
             if let Some(after) = self.stop {
                 let control = control.clone();
@@ -125,7 +125,7 @@ impl Case {
             }
             let outcome = LiveSource::new(&guest.vm, guest.logs(self.log), near, &control, &progress)
                 .with_params(params)
-                .fresh(self.fresh)
+                .destination_zeroed(self.fresh)
                 .with_postcopy(if self.postcopy.is_some() { Postcopy::Allowed } else { Postcopy::Off })
                 .with_channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()

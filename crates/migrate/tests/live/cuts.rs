@@ -14,8 +14,8 @@ use limosa_channel::ZeroCopy;
 use limosa_memory::BlockOptions;
 use limosa_memory::dirty::DirtyLogs;
 use limosa_migrate::{
-    ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
-    MultifdOptions, MultifdSourceOptions, OpenPreempt, PausedArrival, Postcopy, Progress, Recoverable,
+    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
+    MultifdOptions, MultifdSourceOptions, OpenPreempt, Postcopy, PostcopyPaused, PostcopyPausedSource, Progress,
 };
 use limosa_stream::multifd::INITIAL_LEN;
 
@@ -36,7 +36,7 @@ struct Vms<'v> {
 /// The two ends before an attempt.
 enum Ends<'v> {
     Whole(DirtyLogs),
-    Broken(Box<Recoverable<'v, TestVm>>, PausedArrival<'v, Vm>, &'v Vm),
+    Broken(Box<PostcopyPausedSource<'v, TestVm>>, PostcopyPaused<'v, Vm>, &'v Vm),
 }
 
 /// How often each thing happened.
@@ -149,7 +149,7 @@ impl Case {
             let receiving = scope.spawn(move || {
                 let (control, progress) = (Control::new(), Progress::new());
                 let options = LiveDestinationOptions {
-                    patience: Some(Duration::from_secs(10)),
+                    answer_timeout: Some(Duration::from_secs(10)),
                     ..LiveDestinationOptions::default()
                 };
                 let arrival = match (paused, open_far) {
@@ -177,13 +177,13 @@ impl Case {
                     let params = MigrationParams {
                         downtime_limit: Duration::ZERO,
                         stalled_rounds: Some(5),
-                        give_up: limosa_migrate::GiveUp::Pause,
-                        patience: Duration::from_secs(10),
+                        timeout_strategy: limosa_migrate::TimeoutStrategy::Pause,
+                        answer_timeout: Duration::from_secs(10),
                         ..MigrationParams::default()
                     };
                     let role = LiveSource::new(source, logs, near, &control, &progress)
                         .with_params(params)
-                        .fresh(true)
+                        .destination_zeroed(true)
                         .with_channels(page_channels, MultifdSourceOptions::default())
                         .unwrap()
                         .with_postcopy(match postcopy {
@@ -210,20 +210,20 @@ impl Case {
         });
         assert!(!(source.runs() && vm.started() > 0), "two run: {outcome:?}, {arrival:?}");
         match (outcome, arrival) {
-            (LiveOutcome::Completed(_), ArrivalOutcome::Running(_)) => Ok(vm),
+            (LiveOutcome::Completed(_), IncomingOutcome::Running(_)) => Ok(vm),
             // It is done, and the last word about that got lost.
-            (LiveOutcome::Undecided(_) | LiveOutcome::PostcopyBroken(_), ArrivalOutcome::Running(_)) => {
+            (LiveOutcome::Undecided(_) | LiveOutcome::PostcopyPaused(_), IncomingOutcome::Running(_)) => {
                 endings.undecided += 1;
                 Ok(vm)
             }
             // It never left. What may be at the destination is thrown away.
-            (LiveOutcome::Resumed { logs, .. }, ArrivalOutcome::Failed(_) | ArrivalOutcome::Undecided(_)) => {
+            (LiveOutcome::Resumed { logs, .. }, IncomingOutcome::Failed(_) | IncomingOutcome::Undecided(_)) => {
                 assert!(source.runs() && vm.started() == 0);
                 endings.retried += 1;
                 Err(Ends::Whole(logs.expect("the logs come back")))
             }
             // Neither has it, and both could: here the test decides.
-            (LiveOutcome::Undecided(undecided), ArrivalOutcome::Undecided(arrived)) => {
+            (LiveOutcome::Undecided(undecided), IncomingOutcome::Undecided(arrived)) => {
                 endings.undecided += 1;
                 if coin {
                     undecided.discard();
@@ -234,18 +234,18 @@ impl Case {
                 let logs = undecided.resume().unwrap().expect("the logs come back");
                 Err(Ends::Whole(logs))
             }
-            (LiveOutcome::Undecided(undecided), ArrivalOutcome::Failed(_)) => {
+            (LiveOutcome::Undecided(undecided), IncomingOutcome::Failed(_)) => {
                 endings.undecided += 1;
                 assert_eq!(vm.started(), 0);
                 let logs = undecided.resume().unwrap().expect("the logs come back");
                 Err(Ends::Whole(logs))
             }
-            (LiveOutcome::Undecided(undecided), ArrivalOutcome::Paused(paused)) => {
+            (LiveOutcome::Undecided(undecided), IncomingOutcome::PostcopyPaused(paused)) => {
                 endings.recovered += 1;
-                let recoverable = undecided.into_recoverable().expect("it was in postcopy");
+                let recoverable = undecided.into_postcopy_paused().expect("it was in postcopy");
                 Err(Ends::Broken(Box::new(recoverable), paused, vm))
             }
-            (LiveOutcome::PostcopyBroken(recoverable), ArrivalOutcome::Paused(paused)) => {
+            (LiveOutcome::PostcopyPaused(recoverable), IncomingOutcome::PostcopyPaused(paused)) => {
                 endings.recovered += 1;
                 Err(Ends::Broken(recoverable, paused, vm))
             }

@@ -9,7 +9,7 @@ use crate::model::{Kept, Memory, pair, say};
 use limosa_channel::{Channel, Shutdown};
 use limosa_memory::GuestMemory;
 use limosa_migrate::{
-    ArrivalOutcome, Control, Destination, DestinationOptions, IncomingVm, LiveDestination, LiveDestinationOptions,
+    Control, Destination, DestinationOptions, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions,
     MigrateError, MultifdOptions, PrecopyOptions, PrecopySource, Progress, VmError,
 };
 use limosa_page::{PAGE_LEN, PageNumber};
@@ -83,7 +83,7 @@ fn script(join: bool, pages: bool) -> Script {
 
 /// Nothing here is about patience: a limit for the stuck.
 fn options() -> LiveDestinationOptions {
-    LiveDestinationOptions { patience: Some(Duration::from_secs(120)), ..LiveDestinationOptions::default() }
+    LiveDestinationOptions { answer_timeout: Some(Duration::from_secs(120)), ..LiveDestinationOptions::default() }
 }
 
 /// All that comes on the return path until it ends.
@@ -103,7 +103,7 @@ fn said(messages: &[ReturnMessage]) -> Vec<u8> {
 }
 
 /// Sends `first`, waits for as many answers as `asked` has, sends `then` and ends. What was answered, and what came of it.
-fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (Vec<u8>, ArrivalOutcome<'a, Vm>) {
+fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (Vec<u8>, IncomingOutcome<'a, Vm>) {
     let (near, far) = pair();
     let (control, progress) = (Control::new(), Progress::new());
     let (near, asked) = (&near, said(asked));
@@ -139,7 +139,7 @@ fn assert_memory(vm: &Vm) {
 fn a_vm_runs_when_its_source_has_given_its_word() {
     let (vm, script) = (vm(), script(false, true));
     let (heard, outcome) = run(&vm, &script.before, &READY, &script.after);
-    let ArrivalOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
+    let IncomingOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
     assert_eq!(heard, said(&[READY[0].clone(), READY[1].clone(), ReturnMessage::Shut(0)]));
     assert_eq!((vm.started(), stats.unheard.is_none()), (1, true));
     assert_eq!((stats.received.normal_pages, stats.received.zero_pages, stats.received.resent_pages), (5, 2, 2));
@@ -156,7 +156,7 @@ fn a_stream_that_is_cut_anywhere_never_starts_the_vm() {
     for at in (0..script.before.len()).filter(interesting) {
         let vm = vm();
         let (_, outcome) = run(&vm, &script.before[..at], &[], &[]);
-        assert!(matches!(outcome, ArrivalOutcome::Failed(_)), "cut at {at}: {outcome:?}");
+        assert!(matches!(outcome, IncomingOutcome::Failed(_)), "cut at {at}: {outcome:?}");
         assert_eq!(vm.started(), 0);
     }
 }
@@ -167,7 +167,7 @@ fn a_word_that_is_cut_anywhere_leaves_a_whole_vm_undecided() {
     for at in 0..script.after.len() {
         let vm = vm();
         let (heard, outcome) = run(&vm, &script.before, &READY, &script.after[..at]);
-        let ArrivalOutcome::Undecided(arrived) = outcome else { panic!("cut at {at}: {outcome:?}") };
+        let IncomingOutcome::Undecided(arrived) = outcome else { panic!("cut at {at}: {outcome:?}") };
         assert_eq!((vm.started(), heard), (0, said(&READY)), "cut at {at}");
         assert!(arrived.why().to_string().contains("before it allowed the VM to run"), "{}", arrived.why());
         arrived.start().unwrap();
@@ -184,7 +184,7 @@ fn anything_else_than_the_word_leaves_it_undecided_too() {
     for then in [&b"\x00"[..], b"\x08\0\x02\0\x04\0\0\0\x08", &after[9..], &behind] {
         let vm = vm();
         let (_, outcome) = run(&vm, &before, &READY, then);
-        assert!(matches!(outcome, ArrivalOutcome::Undecided(_)), "{then:02x?}: {outcome:?}");
+        assert!(matches!(outcome, IncomingOutcome::Undecided(_)), "{then:02x?}: {outcome:?}");
         assert_eq!(vm.started(), 0);
     }
 }
@@ -194,7 +194,7 @@ fn a_device_that_does_not_take_its_state_leaves_the_vm_at_the_source() {
     let script = script(false, true);
     let vm = Vm { refuses: Some("serial"), ..vm() };
     let (heard, outcome) = run(&vm, &script.before, &READY, &script.after);
-    let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
+    let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
     assert!(error.to_string().contains("device serial does not take it"), "{error}");
     assert!(heard.starts_with(&said(&READY[..1])) && vm.started() == 0);
 }
@@ -205,7 +205,7 @@ fn other_memory_is_refused_before_a_page() {
     for blocks in [&[("ram", 64)][..], &[("ram", 63), ("vga", 8)], &[("ram", 64), ("vga", 8), ("rom", 1)]] {
         let vm = Vm::new(blocks);
         let (_, outcome) = run(&vm, &script.before, &READY, &script.after);
-        assert!(matches!(outcome, ArrivalOutcome::Failed(MigrateError::Layout(_))), "{outcome:?}");
+        assert!(matches!(outcome, IncomingOutcome::Failed(MigrateError::Layout(_))), "{outcome:?}");
         assert!((0..vm.memory.blocks()[0].pages().len()).all(|page| vm.fill_of(0, page) == 0));
     }
 }
@@ -242,7 +242,7 @@ fn pages_of_packets_go_straight_to_their_places() {
         let role = LiveDestination::new(&vm, far, &control, &progress, options());
         role.with_channels(vec![far_side], MultifdOptions::default()).run()
     });
-    let ArrivalOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
+    let IncomingOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
     assert_eq!((stats.received.normal_pages, stats.received.zero_pages, stats.received.resent_pages), (7, 3, 2));
     let ram = vm.memory.index_of("ram").unwrap();
     let wanted = |page| match page {
@@ -265,7 +265,7 @@ fn a_stored_vm_is_sent_to_a_live_one_by_a_source_without_a_word() {
             PrecopySource::new(&memory, near, &Control::new(), &Progress::new(), PrecopyOptions::default()).run()
         });
         let outcome = LiveDestination::new(&vm, far, &control, &progress, LiveDestinationOptions::default()).run();
-        assert!(matches!(outcome, ArrivalOutcome::Running(_)), "{outcome:?}");
+        assert!(matches!(outcome, IncomingOutcome::Running(_)), "{outcome:?}");
         sending.join().unwrap().unwrap();
     });
     assert_eq!(vm.started(), 1);
@@ -289,7 +289,7 @@ fn a_vm_that_does_not_start_stays_at_a_source_that_takes_it_back_by_itself() {
             PrecopySource::new(&memory, near, &Control::new(), &Progress::new(), PrecopyOptions::default()).run()
         });
         let outcome = LiveDestination::new(&vm, far, &control, &progress, LiveDestinationOptions::default()).run();
-        let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
+        let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("a vCPU does not run"), "{error}");
         let heard = sending.join().unwrap();
         assert!(matches!(heard, Err(MigrateError::Refused { status: 1 })), "{heard:?}");
@@ -302,7 +302,7 @@ fn a_vm_that_does_not_start_with_its_sources_word_may_be_started_once_more() {
     let script = script(false, true);
     let vm = Vm { refuses: Some("start"), ..vm() };
     let (heard, outcome) = run(&vm, &script.before, &READY, &script.after);
-    let ArrivalOutcome::Undecided(arrived) = outcome else { panic!("{outcome:?}") };
+    let IncomingOutcome::Undecided(arrived) = outcome else { panic!("{outcome:?}") };
     // Nothing is said of it: the source has given the VM away, and a person decides.
     assert_eq!(heard, said(&READY));
     assert!(arrived.start().is_err());
@@ -354,7 +354,7 @@ fn what_looked_like_an_end_and_was_none_does_not_start_the_vm() {
     near.put(&stock_stream()).unwrap();
     let vm = Interrupted { vm: vm(), near: &near };
     let outcome = LiveDestination::new(&vm, far, &control, &progress, options()).run();
-    let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
+    let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
     assert!(error.to_string().contains("goes on behind what looked like its end"), "{error}");
     assert_eq!((vm.vm.started(), vm.vm.loaded.lock().unwrap().len()), (0, 1));
     let mut heard = vec![0; said(&[READY[0].clone(), ReturnMessage::Shut(1)]).len()];
@@ -369,7 +369,7 @@ fn a_source_without_a_word_that_is_gone_before_the_vm_runs_leaves_it_undecided()
     near.put(&stream).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let outcome = LiveDestination::new(&vm, far, &control, &progress, options()).run();
-    let ArrivalOutcome::Undecided(arrived) = outcome else { panic!("{outcome:?}") };
+    let IncomingOutcome::Undecided(arrived) = outcome else { panic!("{outcome:?}") };
     assert!(arrived.why().to_string().contains("the source is gone"), "{}", arrived.why());
     assert_eq!((vm.started(), vm.loaded.lock().unwrap().len()), (0, 1));
     arrived.start().unwrap();

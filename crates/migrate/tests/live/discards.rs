@@ -16,8 +16,8 @@ use limosa_memory::dirty::{
 use limosa_memory::dirty::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_memory::{BlockOptions, ReleaseMethod};
 use limosa_migrate::{
-    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
-    Progress,
+    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
+    Progress, TimeoutStrategy,
 };
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::HugePages;
@@ -108,8 +108,8 @@ fn no_discard_is_lost(kind: &str, memory: &str, block: impl Fn() -> BlockOptions
     let params = MigrationParams {
         downtime_limit: Duration::ZERO,
         stalled_rounds: Some(ROUNDS),
-        give_up: GiveUp::Pause,
-        patience: Duration::from_secs(20),
+        timeout_strategy: TimeoutStrategy::Pause,
+        answer_timeout: Duration::from_secs(20),
         ..MigrationParams::default()
     };
     let (outcome, arrival) = thread::scope(|scope| {
@@ -117,14 +117,15 @@ fn no_discard_is_lost(kind: &str, memory: &str, block: impl Fn() -> BlockOptions
             let (control, progress) = (Control::new(), Progress::new());
             matches!(
                 LiveDestination::new(&destination, far, &control, &progress, LiveDestinationOptions::default()).run(),
-                ArrivalOutcome::Running(_)
+                IncomingOutcome::Running(_)
             )
         });
         for seed in 1..3 {
             let (vm, sees) = (&vm, &sees);
             scope.spawn(move || live(vm, sees, seed));
         }
-        let outcome = LiveSource::new(&vm, logs, near, &control, &progress).with_params(params).fresh(true).run();
+        let outcome =
+            LiveSource::new(&vm, logs, near, &control, &progress).with_params(params).destination_zeroed(true).run();
         vm.over.store(true, Ordering::Relaxed);
         (outcome, receiving.join().unwrap())
     });

@@ -8,8 +8,8 @@ use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Acceptor, Listener, Options, Tls, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::{
-    AcceptPreempt, ArrivalOutcome, ArrivalStats, ChannelSet, Control, Gathering, GatheringOptions, IncomingVm,
-    LiveDestination, LiveDestinationOptions, MultifdOptions, Progress, VmError,
+    AcceptPreempt, Control, IncomingOutcome, IncomingStats, IncomingVm, LiveDestination, LiveDestinationOptions,
+    MultifdAccept, MultifdAcceptOptions, MultifdChannels, MultifdOptions, Progress, VmError,
 };
 use limosa_stream::OpaqueSection;
 use limosa_testkit::{Authority, BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
@@ -170,9 +170,9 @@ impl Meeting {
     }
 }
 
-fn running(outcome: ArrivalOutcome<'_, Taker>) -> ArrivalStats {
+fn running(outcome: IncomingOutcome<'_, Taker>) -> IncomingStats {
     match outcome {
-        ArrivalOutcome::Running(stats) => stats,
+        IncomingOutcome::Running(stats) => stats,
         other => panic!("{other:?}"),
     }
 }
@@ -190,9 +190,9 @@ fn a_running_qemu_comes_over_one_channel_or_several() -> Result<()> {
             meeting.bandwidth("multifd-channels", channels.into())?;
         }
         meeting.migrate(json!({}))?;
-        let options = GatheringOptions { channels, within: WITHIN, main_first: false };
-        let mut gathering = Gathering::new(&meeting.listener, options);
-        let ChannelSet { main, pages } = gathering.step(WITHIN)?.context("not all channels have come")?;
+        let options = MultifdAcceptOptions { channels, within: WITHIN, main_first: false };
+        let mut gathering = MultifdAccept::new(&meeting.listener, options);
+        let MultifdChannels { main, pages } = gathering.step(WITHIN)?.context("not all channels have come")?;
         let (control, progress) = (Control::new(), Progress::new());
         let role = LiveDestination::new(&meeting.taker, main, &control, &progress, LiveDestinationOptions::default());
         let stats = running(role.with_channels(pages, MultifdOptions::default()).run());
@@ -221,7 +221,7 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
         let mut acceptor = Acceptor::new(&meeting.listener);
         Box::new(move |wait| acceptor.step(wait))
     };
-    let stats = thread::scope(|scope| -> Result<ArrivalStats> {
+    let stats = thread::scope(|scope| -> Result<IncomingStats> {
         scope.spawn(|| meeting.look_around(over));
         let result = (|| {
             meeting.migrate(json!({}))?;
@@ -235,7 +235,7 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
             let mut outcome = role.run();
             steering.join().expect("no panic")?;
             for cut in 1..=cuts {
-                let ArrivalOutcome::Paused(paused) = outcome else { bail!("{outcome:?}") };
+                let IncomingOutcome::PostcopyPaused(paused) = outcome else { bail!("{outcome:?}") };
                 assert!(paused.missing_pages() > 0);
                 if cut == cuts {
                     meeting.bandwidth("max-postcopy-bandwidth", 0)?;

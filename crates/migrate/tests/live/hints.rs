@@ -19,8 +19,9 @@ use limosa_channel::Channel;
 use limosa_memory::dirty::{DirtyLogs, Writers};
 use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion};
 use limosa_migrate::{
-    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
-    MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Put, Stop, ZeroCheck,
+    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
+    MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, RecordWrite, Stop, TimeoutStrategy,
+    ZeroCheck,
 };
 use limosa_page::{PAGE_SIZE, PageRange};
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
@@ -44,7 +45,7 @@ fn vm(pages: [u64; 2]) -> TestVm {
 }
 
 /// Receives a VM on a main channel and on multifd channels, to the end.
-fn receive(vm: &Vm, main: Channel, page_channels: Vec<Channel>) -> ArrivalOutcome<'_, Vm> {
+fn receive(vm: &Vm, main: Channel, page_channels: Vec<Channel>) -> IncomingOutcome<'_, Vm> {
     for channel in &page_channels {
         let mut first = [0; INITIAL_LEN];
         channel.get(&mut first).unwrap();
@@ -70,7 +71,7 @@ struct Case {
     channels: usize,
     fresh: bool,
     zero_check: ZeroCheck,
-    put: Put,
+    record_write: RecordWrite,
     pages: [u64; 2],
     /// Pages of a piece of the heap.
     each: u64,
@@ -95,7 +96,7 @@ impl Case {
             channels: usize::try_from(next(4)).unwrap(),
             fresh: next(2) == 0,
             zero_check: [ZeroCheck::Always, ZeroCheck::Bulk, ZeroCheck::Off][usize::try_from(next(3)).unwrap()],
-            put: [Put::Gathered, Put::Copied][usize::try_from(next(2)).unwrap()],
+            record_write: [RecordWrite::Vectored, RecordWrite::Buffered][usize::try_from(next(2)).unwrap()],
             pages: [1 + next(300), 200 + next(1200)],
             each: [1, 3, 16][usize::try_from(next(3)).unwrap()],
             hint_wait: Duration::from_millis([0, 0, 1, 5][usize::try_from(next(4)).unwrap()]),
@@ -124,14 +125,14 @@ impl Case {
         let (control, progress) = (Control::new(), Progress::new());
         let params = MigrationParams {
             zero_check: self.zero_check,
-            put: self.put,
+            record_write: self.record_write,
             downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(300) },
             stalled_rounds: Some(6),
-            give_up: GiveUp::Pause,
+            timeout_strategy: TimeoutStrategy::Pause,
             hint_wait: self.hint_wait,
             hint_pages: self.hint_pages,
             auto_converge: self.auto_converge,
-            patience: Duration::from_secs(20),
+            answer_timeout: Duration::from_secs(20),
             max_bandwidth: self.max_bandwidth,
             ..MigrationParams::default()
         };
@@ -140,7 +141,7 @@ impl Case {
             heap.live(scope, self.seed, Duration::from_micros(random(self.seed | 1) % 30));
             let outcome = LiveSource::new(&*source, logs, near, &control, &progress)
                 .with_params(params)
-                .fresh(self.fresh)
+                .destination_zeroed(self.fresh)
                 .with_postcopy(match self.postcopy {
                     _ if self.at_once => Postcopy::AtOnce,
                     Some(_) => Postcopy::Allowed,
@@ -159,7 +160,7 @@ impl Case {
             (outcome, receiving.join().unwrap())
         });
         let LiveOutcome::Completed(stats) = outcome else { panic!("{self:?}: {outcome:?}") };
-        let ArrivalOutcome::Running(_) = arrival else { panic!("{self:?}: {arrival:?}") };
+        let IncomingOutcome::Running(_) = arrival else { panic!("{self:?}: {arrival:?}") };
         assert_eq!(heap.held(), 0, "{self:?}: the guest has not got its pages back");
         let all = PageRange::first(self.pages[0]);
         let mut wrong = Vec::new();
@@ -252,7 +253,7 @@ impl FreePages for Answers {
 }
 
 fn params() -> MigrationParams {
-    MigrationParams { patience: Duration::from_secs(20), ..MigrationParams::default() }
+    MigrationParams { answer_timeout: Duration::from_secs(20), ..MigrationParams::default() }
 }
 
 /// How an attempt is made.
@@ -283,7 +284,7 @@ fn attempt<'v>(
         let progress = Progress::new();
         let outcome = LiveSource::new(vm, logs, near, &control, &progress)
             .with_params(params)
-            .fresh(true)
+            .destination_zeroed(true)
             .with_free_pages(Arc::clone(from) as Arc<dyn FreePages>)
             .run();
         (outcome, destination.join().unwrap())
@@ -347,7 +348,7 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
             let receiving = scope.spawn(|| receive(&destination, far, far_page_channels));
             let outcome = LiveSource::new(&source, source.logs().0, near, &control, &progress)
                 .with_params(params())
-                .fresh(fresh)
+                .destination_zeroed(fresh)
                 .with_channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
                 .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
@@ -355,7 +356,7 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
             (outcome, receiving.join().unwrap())
         });
         let stats = completed(outcome);
-        assert!(matches!(arrival, ArrivalOutcome::Running(_)), "{arrival:?}");
+        assert!(matches!(arrival, IncomingOutcome::Running(_)), "{arrival:?}");
         let first = &stats.rounds[0];
         // Behind 24 pages of the second block come four that have contents, and two that have none.
         let contents = 4 + 12 + 4;
@@ -404,7 +405,7 @@ fn zero_at_once(postcopy: Postcopy) {
         (outcome, receiving.join().unwrap())
     });
     let stats = completed(outcome);
-    let ArrivalOutcome::Running(arrived) = arrival else { panic!("{arrival:?}") };
+    let IncomingOutcome::Running(arrived) = arrival else { panic!("{arrival:?}") };
     assert_eq!(stats.rounds[0].hinted, 9);
     // Once for each device.
     assert_eq!(*destination.seen.lock().unwrap(), [0, 0]);
@@ -482,7 +483,7 @@ fn later_rounds_ask_again_if_they_are_long_enough() {
             hint_pages,
             downtime_limit: Duration::ZERO,
             stalled_rounds: Some(3),
-            give_up: GiveUp::Pause,
+            timeout_strategy: TimeoutStrategy::Pause,
             ..params()
         };
         let (outcome, _) = attempt(&vm, vm.restless_logs(100).0, &answers, params);

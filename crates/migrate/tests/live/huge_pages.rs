@@ -15,7 +15,11 @@ use proptest::prelude::*;
 /// Options for a destination whose blocks have so many pages a host page.
 fn options(memory: &Memory, each: &[u64]) -> PostcopyOptions {
     let sizes = memory.start.blocks.iter().zip(each).map(|(block, each)| (block.name.clone(), each * 4096));
-    PostcopyOptions { patience: Duration::from_secs(10), page_sizes: sizes.collect(), ..PostcopyOptions::default() }
+    PostcopyOptions {
+        answer_timeout: Duration::from_secs(10),
+        page_sizes: sizes.collect(),
+        ..PostcopyOptions::default()
+    }
 }
 
 /// What the destination is to do.

@@ -9,7 +9,7 @@ use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_channel::Channel;
 use limosa_memory::BlockOptions;
-use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
+use limosa_migrate::{Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, Progress};
 use limosa_page::PAGE_LEN;
 use limosa_stream::postcopy::{PING_GO, PING_READY};
 use limosa_stream::{Command, Configuration, DeviceSections, RamBlock, RecordEncoder, RecordKind, ram, section};
@@ -86,12 +86,12 @@ fn limited_process() {
         LiveDestination::new(&vm, far, &control, &progress, LiveDestinationOptions::default()).run()
     });
     if contents == "much" {
-        let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
+        let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("out of memory for RAM block ram"), "{error}");
         assert_eq!(vm.started(), 0);
         return;
     }
-    let ArrivalOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
+    let IncomingOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
     let block = vm.memory.block(0).unwrap();
     let taken = block.populated(block.pages()).unwrap().count();
     let came = stats.received.normal_pages;

@@ -15,7 +15,7 @@ use limosa_channel::Channel;
 use limosa_memory::dirty::Writers;
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::{
-    ArrivalOutcome, ArrivalStats, Control, LiveDestination, LiveDestinationOptions, MigrateError, PostcopyOptions,
+    Control, IncomingOutcome, IncomingStats, LiveDestination, LiveDestinationOptions, MigrateError, PostcopyOptions,
     PostcopySource, PrecopyOptions, PrecopySource, Progress,
 };
 use limosa_page::PAGE_LEN;
@@ -25,7 +25,7 @@ use limosa_stream::{
 use limosa_testkit::HugePages;
 
 fn options() -> LiveDestinationOptions {
-    LiveDestinationOptions { patience: Some(Duration::from_secs(10)), ..LiveDestinationOptions::default() }
+    LiveDestinationOptions { answer_timeout: Some(Duration::from_secs(10)), ..LiveDestinationOptions::default() }
 }
 
 /// Two thirds of the pages of the first block have contents, and all of the second.
@@ -79,8 +79,8 @@ fn run_source(memory: &Memory, channel: Channel, sizes: &BTreeMap<String, u64>) 
     source.start().map(|stats| stats.normal_pages)
 }
 
-fn finished(outcome: ArrivalOutcome<'_, Vm>) -> ArrivalStats {
-    let ArrivalOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
+fn finished(outcome: IncomingOutcome<'_, Vm>) -> IncomingStats {
+    let IncomingOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
     stats
 }
 
@@ -96,7 +96,7 @@ fn a_guest_sees_its_memory_while_it_comes_and_all_of_it_has_come_at_the_end() {
             scope.spawn(move || guest(vm, source, seed, 500));
         }
         let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
-        vm.give_up();
+        vm.timeout_strategy();
         sending.join().unwrap().unwrap();
         finished(outcome)
     });
@@ -128,7 +128,7 @@ fn requested_pages_come_on_a_channel_of_their_own() {
         }
         let destination = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options());
         let outcome = destination.with_preempt(here(far_preempt)).run();
-        vm.give_up();
+        vm.timeout_strategy();
         sending.join().unwrap().unwrap();
         finished(outcome)
     });
@@ -174,15 +174,15 @@ fn a_stranger_does_not_take_the_place_of_the_channel_for_requests_over_tls_nor_w
                     None => LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options())
                         .with_preempt(open)
                         .run(),
-                    Some(paused) => limosa_migrate::PausedArrival::recover(paused, far, Some(open)),
+                    Some(paused) => limosa_migrate::PostcopyPaused::recover(paused, far, Some(open)),
                 };
                 assert_eq!(sending.join().unwrap().is_err(), cut);
                 outcome
             });
             match outcome {
-                ArrivalOutcome::Paused(broken) if cut => paused = Some(broken),
+                IncomingOutcome::PostcopyPaused(broken) if cut => paused = Some(broken),
                 outcome => {
-                    vm.give_up();
+                    vm.timeout_strategy();
                     return finished(outcome);
                 }
             }
@@ -208,7 +208,7 @@ fn huge_pages_come_whole_private_ones_and_shared_ones() {
             let (vm, source) = (&vm, &source);
             scope.spawn(move || guest(vm, source, 5, 100));
             let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
-            vm.give_up();
+            vm.timeout_strategy();
             sending.join().unwrap().unwrap();
             finished(outcome)
         });
@@ -227,7 +227,7 @@ fn host_pages_that_differ_are_refused_before_the_vm_is_given_away() {
         let source = &source;
         let sending = scope.spawn(move || run_source(source, near, &sizes));
         let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
-        assert!(matches!(outcome, ArrivalOutcome::Failed(MigrateError::Layout(_))), "{outcome:?}");
+        assert!(matches!(outcome, IncomingOutcome::Failed(MigrateError::Layout(_))), "{outcome:?}");
         assert!(sending.join().unwrap().is_err());
     });
     assert_eq!(vm.started(), 0);
@@ -256,7 +256,7 @@ fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_is_told() {
     thread::scope(|scope| {
         let sending = scope.spawn(|| run_source(&source, near, &BTreeMap::new()));
         let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
-        let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
+        let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("device timer does not take it"), "{error}");
         assert!(sending.join().unwrap().is_err());
     });
@@ -315,7 +315,7 @@ fn a_page_that_comes_again_leaves_what_the_guest_has_written() {
             near.put(&again).unwrap();
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
-        vm.give_up();
+        vm.timeout_strategy();
         finished(outcome)
     });
     let postcopy = stats.postcopy.unwrap();
@@ -345,10 +345,10 @@ fn a_page_that_another_mapping_has_touched_is_not_taken_for_one_that_has_come() 
             near.put(&pages).unwrap();
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
-        vm.give_up();
+        vm.timeout_strategy();
         outcome
     });
-    let ArrivalOutcome::Paused(paused) = outcome else { panic!("{outcome:?}") };
+    let IncomingOutcome::PostcopyPaused(paused) = outcome else { panic!("{outcome:?}") };
     assert!(
         paused.why().to_string().contains("page 5 of RAM block ram is present but was never received"),
         "{paused:?}"
@@ -382,7 +382,7 @@ fn pages_that_were_allocated_and_never_touched_are_waited_for_too() {
             assert_eq!(reading.join().unwrap(), 5);
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
-        vm.give_up();
+        vm.timeout_strategy();
         finished(outcome)
     });
     assert_eq!(stats.postcopy.unwrap().normal_pages, 1);
@@ -398,7 +398,7 @@ fn a_vm_whose_memory_others_map_is_refused_as_soon_as_postcopy_is_announced() {
         let source = &source;
         let sending = scope.spawn(move || run_source(source, near, &BTreeMap::new()));
         let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
-        let ArrivalOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
+        let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("vhost back ends map its memory"), "{error}");
         assert!(sending.join().unwrap().is_err());
     });
@@ -417,8 +417,8 @@ fn a_vm_whose_memory_others_map_is_refused_as_soon_as_postcopy_is_announced() {
     assert_all(&vm, &source);
 }
 
-fn finished_precopy(outcome: &ArrivalOutcome<'_, Vm>) {
-    assert!(matches!(outcome, ArrivalOutcome::Running(_)), "{outcome:?}");
+fn finished_precopy(outcome: &IncomingOutcome<'_, Vm>) {
+    assert!(matches!(outcome, IncomingOutcome::Running(_)), "{outcome:?}");
 }
 
 #[test]
@@ -429,7 +429,7 @@ fn a_vmm_that_panics_leaves_no_thread_waiting() {
     let panicked = thread::scope(|scope| {
         let vm = &vm;
         let receiving = scope.spawn(move || {
-            let options = LiveDestinationOptions { patience: None, ..options() };
+            let options = LiveDestinationOptions { answer_timeout: None, ..options() };
             drop(LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options).run());
         });
         near.put(&first).unwrap();
@@ -484,7 +484,7 @@ fn cut_at_random(seed: u64, preempt: bool) -> Option<u32> {
                             None => role.run(),
                         }
                     }
-                    Some(paused) => limosa_migrate::PausedArrival::recover(paused, far, open),
+                    Some(paused) => limosa_migrate::PostcopyPaused::recover(paused, far, open),
                 };
                 relay_preempt.cut();
                 let _ = sending.join().unwrap();
@@ -492,13 +492,13 @@ fn cut_at_random(seed: u64, preempt: bool) -> Option<u32> {
                 outcome
             });
             match outcome {
-                ArrivalOutcome::Running(_) => return true,
-                ArrivalOutcome::Paused(broken) => paused = Some(broken),
-                ArrivalOutcome::Failed(_) => {
-                    vm.give_up();
+                IncomingOutcome::Running(_) => return true,
+                IncomingOutcome::PostcopyPaused(broken) => paused = Some(broken),
+                IncomingOutcome::Failed(_) => {
+                    vm.timeout_strategy();
                     return false;
                 }
-                ArrivalOutcome::Undecided(arrived) => panic!("{arrived:?}"),
+                IncomingOutcome::Undecided(arrived) => panic!("{arrived:?}"),
             }
             recoveries += 1;
         }

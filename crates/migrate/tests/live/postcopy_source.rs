@@ -10,7 +10,7 @@ use crate::model::live_postcopy::{Cut, Landed, receive, receive_urgent};
 use crate::model::pair;
 use limosa_memory::BlockOptions;
 use limosa_migrate::{
-    Control, GiveUp, LiveOutcome, LiveSource, MigrateError, MigrationParams, Postcopy, Progress, RoundReport,
+    Control, LiveOutcome, LiveSource, MigrateError, MigrationParams, Postcopy, Progress, RoundReport, TimeoutStrategy,
 };
 
 /// When the switch comes.
@@ -56,7 +56,7 @@ fn run(case: &Case) {
     let (control, progress) = (Control::new(), Progress::new());
     let mut params = MigrationParams {
         downtime_limit: Duration::ZERO,
-        patience: Duration::from_secs(20),
+        answer_timeout: Duration::from_secs(20),
         ..MigrationParams::default()
     };
     let postcopy = match case.when {
@@ -67,7 +67,7 @@ fn run(case: &Case) {
         }
         When::Rounds(_) => Postcopy::Allowed,
         When::GivenUp => {
-            (params.stalled_rounds, params.give_up) = (Some(2), GiveUp::Postcopy);
+            (params.stalled_rounds, params.timeout_strategy) = (Some(2), TimeoutStrategy::Postcopy);
             Postcopy::Off
         }
     };
@@ -78,7 +78,7 @@ fn run(case: &Case) {
         vm.write_on(scope, marker, case.seed | 1, Duration::from_micros(case.seed % 30));
         let mut source = LiveSource::new(&vm, logs, near, &control, &progress)
             .with_params(params)
-            .fresh(case.fresh)
+            .destination_zeroed(case.fresh)
             .with_postcopy(postcopy)
             .observe(|round: &RoundReport| {
                 if case.when == When::Rounds(round.number) {
@@ -118,13 +118,13 @@ fn run(case: &Case) {
             undecided.resume().unwrap();
             assert!(vm.runs(), "{case:?}");
         }
-        LiveOutcome::PostcopyBroken(broken) => {
+        LiveOutcome::PostcopyPaused(broken) => {
             assert!(!vm.runs() && runs_there && matches!(case.cut, Some(Cut::Pages(_))), "{case:?} {broken:?}");
             // Twice, the second time to the end.
             let again = case.cut.map(|_| Cut::Pages(landed.lock().unwrap().after + 20));
             let outcome = recover(*broken, &landed, again, case);
             let outcome = match outcome {
-                LiveOutcome::PostcopyBroken(broken) => recover(*broken, &landed, None, case),
+                LiveOutcome::PostcopyPaused(broken) => recover(*broken, &landed, None, case),
                 outcome => outcome,
             };
             let LiveOutcome::Completed(_) = outcome else { panic!("{case:?} {outcome:?}") };
@@ -136,7 +136,7 @@ fn run(case: &Case) {
 }
 
 fn recover<'v>(
-    broken: limosa_migrate::Recoverable<'v, TestVm>,
+    broken: limosa_migrate::PostcopyPausedSource<'v, TestVm>,
     landed: &Mutex<Landed>,
     cut: Option<Cut>,
     case: &Case,

@@ -14,7 +14,7 @@ use limosa_channel::{Channel, Options, Tls, Uri, ZeroCopy};
 use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion};
 use limosa_migrate::{
     Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MigrationParams, MultifdSourceOptions, OpenPreempt,
-    Phase, Postcopy, Progress, Put, RoundReport, Stop,
+    Phase, Postcopy, Progress, RecordWrite, RoundReport, Stop,
 };
 use limosa_stream::multifd::{Compression, PACKET_LEN};
 use limosa_testkit::{Authority, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
@@ -31,7 +31,7 @@ struct How {
     channels: u8,
     compression: Compression,
     packet_pages: usize,
-    put: Put,
+    record_write: RecordWrite,
     fresh: bool,
     /// In postcopy: at once, or after so many rounds.
     postcopy: Option<Option<u32>>,
@@ -47,7 +47,7 @@ const PRECOPY: How = How {
     channels: 0,
     compression: Compression::None,
     packet_pages: 128,
-    put: Put::Gathered,
+    record_write: RecordWrite::Vectored,
     fresh: true,
     postcopy: None,
     preempt: false,
@@ -135,7 +135,7 @@ fn migrate(how: How) -> Option<LiveStats> {
     let (logs, marker) = source.0.restless_logs(2);
     let (control, progress) = (Control::new(), Progress::new());
     let downtime_limit = Duration::from_millis(30);
-    let mut params = MigrationParams { downtime_limit, put: how.put, ..MigrationParams::default() };
+    let mut params = MigrationParams { downtime_limit, record_write: how.record_write, ..MigrationParams::default() };
     if how.postcopy.is_some() {
         // Never reached: what is restless has always written something.
         params.downtime_limit = Duration::ZERO;
@@ -172,7 +172,7 @@ fn migrate(how: How) -> Option<LiveStats> {
         let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
         let mut role = LiveSource::new(&source, logs, main, &control, &progress)
             .with_params(params)
-            .fresh(how.fresh)
+            .destination_zeroed(how.fresh)
             .with_channels(pages, options)
             .unwrap()
             .observe(|round: &RoundReport| {
@@ -198,7 +198,7 @@ fn migrate(how: How) -> Option<LiveStats> {
         outcome
     });
     let outcome = match outcome {
-        LiveOutcome::PostcopyBroken(broken) if how.cut => {
+        LiveOutcome::PostcopyPaused(broken) if how.cut => {
             assert!(matches!(broken.why(), MigrateError::Paused), "{broken:?}");
             wait_status(&vm, "postcopy-paused");
             let again: Uri = format!("unix:{}", vm.folder().join("again").display()).parse().unwrap();
@@ -280,8 +280,10 @@ fn a_vm_arrives_over_tls_each_channel_a_session_of_its_own() {
 
 #[test]
 fn a_vm_arrives_in_packets_of_fewer_pages_and_copied_through_a_buffer() {
-    for (channels, packet_pages, put) in [(1, 1, Put::Gathered), (2, 64, Put::Gathered), (0, 128, Put::Copied)] {
-        let Some(stats) = migrate(How { channels, packet_pages, put, ..PRECOPY }) else { return };
+    for (channels, packet_pages, put) in
+        [(1, 1, RecordWrite::Vectored), (2, 64, RecordWrite::Vectored), (0, 128, RecordWrite::Buffered)]
+    {
+        let Some(stats) = migrate(How { channels, packet_pages, record_write: put, ..PRECOPY }) else { return };
         let contents = stats.sum(|round| round.normal);
         match channels {
             // A buffer of 16 KiB has no room for four pages with their headers.

@@ -11,8 +11,8 @@ use crate::model::{lending_pair, pair};
 use limosa_channel::ZeroCopy;
 use limosa_memory::{BlockOptions, BlockRole};
 use limosa_migrate::{
-    ArrivalOutcome, Control, GiveUp, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
-    MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Put, RoundKind, ZeroCheck,
+    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
+    MultifdOptions, MultifdSourceOptions, Postcopy, Progress, RecordWrite, RoundKind, TimeoutStrategy, ZeroCheck,
 };
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket};
 
@@ -31,7 +31,7 @@ struct Case {
     pages: [u64; 2],
     /// It goes on in postcopy after so many rounds, or at once.
     postcopy: Option<Option<u32>>,
-    put: Put,
+    record_write: RecordWrite,
     packet_pages: usize,
     /// It gets so many bytes a second and so long, and then stops with what is left, or goes on in postcopy.
     hurried: Option<(NonZeroU64, Duration)>,
@@ -68,7 +68,7 @@ impl Case {
             private: next(2) == 0,
             machine: machines[usize::try_from(next(4)).unwrap()],
             pages: [1 + next(1200), 1 + next(300)],
-            put: [Put::Gathered, Put::Copied][usize::try_from(next(2)).unwrap()],
+            record_write: [RecordWrite::Vectored, RecordWrite::Buffered][usize::try_from(next(2)).unwrap()],
             packet_pages: [1, 3, 64, 128][usize::try_from(next(4)).unwrap()],
             postcopy: None,
             hurried: None,
@@ -102,12 +102,12 @@ impl Case {
         let (control, progress) = (Control::new(), Progress::new());
         let params = MigrationParams {
             zero_check: self.zero_check,
-            put: self.put,
+            record_write: self.record_write,
             // In postcopy never reached: what is restless has always written something.
             downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(200) },
             stalled_rounds: Some(6),
-            give_up: if self.postcopy.is_some() { GiveUp::Postcopy } else { GiveUp::Pause },
-            patience: Duration::from_secs(20),
+            timeout_strategy: if self.postcopy.is_some() { TimeoutStrategy::Postcopy } else { TimeoutStrategy::Pause },
+            answer_timeout: Duration::from_secs(20),
             max_bandwidth: self.hurried.map(|(bandwidth, _)| bandwidth),
             timeout: self.hurried.map(|(_, time)| time),
             ..MigrationParams::default()
@@ -135,7 +135,7 @@ impl Case {
             };
             let outcome = LiveSource::new(&source, logs, near, &control, &progress)
                 .with_params(params)
-                .fresh(self.fresh)
+                .destination_zeroed(self.fresh)
                 .with_postcopy(postcopy)
                 .with_channels(near_page_channels, options)
                 .unwrap()
@@ -159,7 +159,7 @@ impl Case {
             assert_eq!(kinds, [RoundKind::Bulk, RoundKind::Last], "{self:?}");
             assert!(stats.rounds[1].pages >= stats.rounds[0].rest, "{self:?}");
         }
-        let ArrivalOutcome::Running(arrived) = arrival else { panic!("{self:?}: {arrival:?}") };
+        let IncomingOutcome::Running(arrived) = arrival else { panic!("{self:?}: {arrival:?}") };
         assert_eq!(destination.started(), 1);
         assert!(!source.runs());
         for block in 0..2 {

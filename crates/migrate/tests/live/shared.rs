@@ -14,8 +14,8 @@ use limosa_memory::{
     BlockOptions, BlockRole, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion, PassedBlock,
 };
 use limosa_migrate::{
-    ArrivalOutcome, Control, GiveUp, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource,
-    LiveStats, MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, SharedMemory, VmError,
+    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
+    MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, SharedMemory, TimeoutStrategy, VmError,
 };
 use limosa_page::{PAGE_LEN, PAGE_SIZE};
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
@@ -122,9 +122,9 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
     let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
     let params = MigrationParams {
         stalled_rounds: Some(4),
-        give_up: GiveUp::Pause,
+        timeout_strategy: TimeoutStrategy::Pause,
         downtime_limit: Duration::from_micros(200),
-        patience: Duration::from_secs(20),
+        answer_timeout: Duration::from_secs(20),
         ..MigrationParams::default()
     };
     let (control, progress) = (Control::new(), Progress::new());
@@ -139,8 +139,8 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
             let options = LiveDestinationOptions { shared_memory: there, ..LiveDestinationOptions::default() };
             let role = LiveDestination::new(heir, far, &there_control, &there_progress, options);
             match role.with_channels(far_page_channels, MultifdOptions::default()).run() {
-                ArrivalOutcome::Running(_) => Ok(()),
-                ArrivalOutcome::Failed(error) => Err(error.to_string()),
+                IncomingOutcome::Running(_) => Ok(()),
+                IncomingOutcome::Failed(error) => Err(error.to_string()),
                 other => panic!("{other:?}"),
             }
         });
@@ -318,8 +318,8 @@ fn hostile(descriptors: usize, pages_of: usize, address: u64) -> (Result<(), Str
             near.shutdown(Shutdown::Write).unwrap();
         }
         match arriving.join().unwrap() {
-            ArrivalOutcome::Failed(error) => Err(error.to_string()),
-            ArrivalOutcome::Undecided(_) => Ok(()),
+            IncomingOutcome::Failed(error) => Err(error.to_string()),
+            IncomingOutcome::Undecided(_) => Ok(()),
             other => panic!("{other:?}"),
         }
     });

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_migrate::{
-    ArrivalOutcome, Control, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, Progress,
+    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, Progress,
     SharedMemory, VmError,
 };
 use limosa_page::PAGE_SIZE;
@@ -92,7 +92,7 @@ fn a_qemu_with_a_memory_file_moves_to_a_vm_that_has_mapped_it() {
             let options =
                 LiveDestinationOptions { shared_memory: SharedMemory::Mapped, ..LiveDestinationOptions::default() };
             match LiveDestination::new(&taker, channel, &control, &progress, options).run() {
-                ArrivalOutcome::Running(stats) => stats,
+                IncomingOutcome::Running(stats) => stats,
                 other => panic!("{other:?}"),
             }
         });

@@ -11,13 +11,13 @@ use crate::model::live::{Arrived, At, Destination, Does, TestVm};
 use crate::model::pair;
 use limosa_memory::dirty::{DirtyLogs, LogError, Writers};
 use limosa_migrate::{
-    Control, GiveUp, LiveOutcome, LiveSource, LiveVm as _, MigrateError, MigrationParams, Progress, Put, RoundKind,
-    RoundReport, Stop, ZeroCheck,
+    Control, LiveOutcome, LiveSource, LiveVm as _, MigrateError, MigrationParams, Progress, RecordWrite, RoundKind,
+    RoundReport, Stop, TimeoutStrategy, ZeroCheck,
 };
 use limosa_page::ZeroMethod;
 
 fn params() -> MigrationParams {
-    MigrationParams { patience: Duration::from_secs(20), ..MigrationParams::default() }
+    MigrationParams { answer_timeout: Duration::from_secs(20), ..MigrationParams::default() }
 }
 
 /// Everything about one attempt that differs from test to test.
@@ -61,8 +61,9 @@ impl Attempt {
             destination.says.set(self.says);
             let destination = scope.spawn(move || destination.run());
             let progress = Progress::new();
-            let source =
-                LiveSource::new(vm, logs, near, &self.control, &progress).with_params(self.params).fresh(self.fresh);
+            let source = LiveSource::new(vm, logs, near, &self.control, &progress)
+                .with_params(self.params)
+                .destination_zeroed(self.fresh);
             let outcome = source.run();
             (outcome, destination.join().unwrap())
         })
@@ -75,7 +76,7 @@ fn obeys_the_law(vm: &TestVm, outcome: &LiveOutcome<'_, TestVm>, arrived: &Arriv
         LiveOutcome::Completed(_) => assert!(!vm.runs() && arrived.runs, "{outcome:?}"),
         LiveOutcome::Resumed { .. } => assert!(vm.runs() && !arrived.runs, "{outcome:?}"),
         LiveOutcome::Stuck { .. } => assert!(!vm.runs() && !arrived.runs, "{outcome:?}"),
-        LiveOutcome::PostcopyBroken(_) => panic!("{outcome:?}"),
+        LiveOutcome::PostcopyPaused(_) => panic!("{outcome:?}"),
         LiveOutcome::Undecided(_) => assert!(!vm.runs() && arrived.ready, "{outcome:?}"),
     }
     if arrived.ready {
@@ -141,7 +142,8 @@ fn memory_goes_out_in_whole_batches_with_and_without_a_limit() {
     let vm = TestVm::new(&[2048]);
     vm.fill(0, |_| true);
     let calls = |put, max_bandwidth| {
-        let attempt = Attempt { params: MigrationParams { put, max_bandwidth, ..params() }, ..Attempt::default() };
+        let attempt =
+            Attempt { params: MigrationParams { record_write: put, max_bandwidth, ..params() }, ..Attempt::default() };
         let (outcome, arrived) = attempt.run(&vm);
         obeys_the_law(&vm, &outcome, &arrived);
         let LiveOutcome::Completed(stats) = outcome else { panic!("{outcome:?}") };
@@ -149,10 +151,10 @@ fn memory_goes_out_in_whole_batches_with_and_without_a_limit() {
         stats.main.calls_out
     };
     // 512 pages a batch: one call, or 129 buffers of 16 KiB.
-    let free = calls(Put::Gathered, None);
-    assert_eq!(calls(Put::Gathered, NonZeroU64::new(40 << 20)), free);
-    assert_eq!(calls(Put::Copied, None) - free, 4 * 128);
-    assert_eq!(calls(Put::Copied, NonZeroU64::new(40 << 20)) - free, 4 * 128);
+    let free = calls(RecordWrite::Vectored, None);
+    assert_eq!(calls(RecordWrite::Vectored, NonZeroU64::new(40 << 20)), free);
+    assert_eq!(calls(RecordWrite::Buffered, None) - free, 4 * 128);
+    assert_eq!(calls(RecordWrite::Buffered, NonZeroU64::new(40 << 20)) - free, 4 * 128);
 }
 
 #[test]
@@ -185,8 +187,9 @@ fn a_page_that_becomes_zero_after_it_was_sent_is_sent_as_zero() {
     let (outcome, arrived) = thread::scope(|scope| {
         let destination = scope.spawn(|| Destination::new(far, None).run());
         let progress = Progress::new();
-        let source =
-            LiveSource::new(&vm, logs, near, &attempt.control, &progress).with_params(attempt.params).fresh(true);
+        let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress)
+            .with_params(attempt.params)
+            .destination_zeroed(true);
         // Behind the first round, whose dirty pages were fetched already: seen by the last one.
         let wrote = Mutex::new(false);
         let outcome = source
@@ -241,8 +244,8 @@ fn trouble_at_any_step_leaves_the_vm_where_the_law_says() {
                 for does in does {
                     let vm = TestVm::new(&[400]);
                     vm.fill(0, |page| page % 4 != 1);
-                    let patience = Duration::from_secs(2);
-                    let params = MigrationParams { patience, ..params() };
+                    let answer_timeout = Duration::from_secs(2);
+                    let params = MigrationParams { answer_timeout, ..params() };
                     let attempt = Attempt { params, trouble: Some((at, does)), ..Attempt::default() };
                     let (outcome, arrived) = attempt.run(&vm);
                     obeys_the_law(&vm, &outcome, &arrived);
@@ -296,15 +299,17 @@ fn a_vmm_that_fails_keeps_its_vm() {
 #[test]
 fn a_vm_that_writes_too_fast_is_given_up_slowed_down_or_stopped_as_was_said() {
     let fast = MigrationParams { downtime_limit: Duration::ZERO, stalled_rounds: Some(5), ..params() };
-    for (give_up, auto_converge) in [(GiveUp::Cancel, false), (GiveUp::Cancel, true), (GiveUp::Pause, false)] {
+    for (timeout_strategy, auto_converge) in
+        [(TimeoutStrategy::Cancel, false), (TimeoutStrategy::Cancel, true), (TimeoutStrategy::Pause, false)]
+    {
         let vm = TestVm::new(&[600]);
         vm.fill(0, |_| true);
         let (logs, _) = vm.restless_logs(600);
-        let params = MigrationParams { give_up, auto_converge, ..fast };
+        let params = MigrationParams { timeout_strategy, auto_converge, ..fast };
         let (outcome, arrived) = Attempt { params, ..Attempt::default() }.run_with(&vm, logs);
         obeys_the_law(&vm, &outcome, &arrived);
         let stats = match outcome {
-            LiveOutcome::Completed(stats) if give_up == GiveUp::Pause => stats,
+            LiveOutcome::Completed(stats) if timeout_strategy == TimeoutStrategy::Pause => stats,
             LiveOutcome::Resumed { error: MigrateError::NoConvergence(_), stats, .. } => stats,
             other => panic!("{other:?}"),
         };
@@ -372,7 +377,7 @@ fn a_channel_that_breaks_at_any_byte_leaves_the_vm_on_one_side() {
     let (mut resumed, mut undecided, mut completed) = (0, 0, 0);
     for (reads, says) in cuts {
         let vm = vm();
-        let params = MigrationParams { patience: Duration::from_secs(10), ..params() };
+        let params = MigrationParams { answer_timeout: Duration::from_secs(10), ..params() };
         let (outcome, arrived) = Attempt { reads, says, params, ..Attempt::default() }.run(&vm);
         obeys_the_law(&vm, &outcome, &arrived);
         match outcome {
@@ -398,7 +403,7 @@ fn a_channel_that_breaks_at_any_byte_leaves_the_vm_on_one_side() {
 fn a_destination_that_stops_reading_in_the_middle_of_the_hand_over_has_been_given_the_vm() {
     // A description that no socket buffer holds: the kernel takes the go and the end, and not all of what is behind.
     let vm = TestVm { devices: 15_000, ..TestVm::new(&[4]) };
-    let params = MigrationParams { patience: Duration::from_millis(1500), ..params() };
+    let params = MigrationParams { answer_timeout: Duration::from_millis(1500), ..params() };
     let attempt = Attempt { params, trouble: Some((At::Gone, Does::Deaf)), ..Attempt::default() };
     let (outcome, arrived) = attempt.run(&vm);
     assert!(arrived.ready && !vm.runs());

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use limosa_channel::{Channel, Options, ZeroCopy};
-use limosa_migrate::{AcceptPreempt, PageError, PageSink, PageSource, StreamStart};
+use limosa_migrate::{AcceptPreempt, PageError, PageSink, PageSource, StreamSetup};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Configuration, Decoder, Event, RamBlock, ReturnMessage, Step};
 
@@ -30,7 +30,7 @@ pub fn here(channel: Channel) -> AcceptPreempt<'static> {
 /// A VM's memory in a test: every page is zero or filled with its own pattern.
 #[derive(Debug)]
 pub struct Memory {
-    pub start: StreamStart,
+    pub start: StreamSetup,
     pub pages: Vec<Vec<[u8; 8]>>,
     stored: Vec<PageBitmap>,
     devices: Vec<u8>,
@@ -52,7 +52,7 @@ impl Memory {
         let layout =
             blocks.iter().enumerate().map(|(index, pages)| RamBlock::new(format!("block{index}"), pages * 4096));
         let start =
-            StreamStart { configuration: Configuration::new("pc-q35-10.0"), section_id: 2, blocks: layout.collect() };
+            StreamSetup { configuration: Configuration::new("pc-q35-10.0"), section_id: 2, blocks: layout.collect() };
         let mut memory = Vec::new();
         let mut stored = Vec::new();
         for (block, pages) in blocks.iter().enumerate() {
@@ -92,7 +92,7 @@ impl Memory {
 }
 
 impl PageSource for Memory {
-    fn start(&self) -> &StreamStart {
+    fn start(&self) -> &StreamSetup {
         &self.start
     }
 
@@ -124,14 +124,14 @@ impl PageSource for Memory {
 /// A sink that keeps everything.
 #[derive(Debug, Default)]
 pub struct Kept {
-    pub start: Option<StreamStart>,
+    pub start: Option<StreamSetup>,
     pub pages: Vec<Vec<Option<Vec<u8>>>>,
     pub fail_after: Option<u64>,
     pub taken: u64,
 }
 
 impl PageSink for Kept {
-    fn begin(&mut self, start: &StreamStart) -> Result<(), PageError> {
+    fn begin(&mut self, start: &StreamSetup) -> Result<(), PageError> {
         self.pages = start.blocks.iter().map(|block| vec![None; usize::try_from(block.pages()).unwrap()]).collect();
         self.start = Some(start.clone());
         Ok(())
@@ -321,7 +321,7 @@ pub fn ask_host_page(channel: &Channel, memory: &Memory, block: usize, host_page
 /// Two connected channels with a time-out, so that a test that hangs fails.
 pub fn pair() -> (Channel, Channel) {
     let (near, far) = Channel::pair().unwrap();
-    with_patience(near, Channel::from_fd(far).unwrap())
+    with_timeout(near, Channel::from_fd(far).unwrap())
 }
 
 /// Two ends of which the near one lends pages in this way, over TCP or a unix socket.
@@ -335,10 +335,10 @@ pub fn lending_pair(zero_copy: ZeroCopy, tcp: bool) -> (Channel, Channel) {
         (near.into(), far.into())
     };
     let options = Options { zero_copy, ..Options::default() };
-    with_patience(Channel::from_fd_with(near, &options).unwrap(), Channel::from_fd(far).unwrap())
+    with_timeout(Channel::from_fd_with(near, &options).unwrap(), Channel::from_fd(far).unwrap())
 }
 
-fn with_patience(near: Channel, far: Channel) -> (Channel, Channel) {
+fn with_timeout(near: Channel, far: Channel) -> (Channel, Channel) {
     for channel in [&near, &far] {
         channel.set_timeouts(Some(Duration::from_secs(20)), Some(Duration::from_secs(20))).unwrap();
     }

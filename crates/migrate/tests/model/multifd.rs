@@ -21,7 +21,7 @@ pub enum Trouble {
     /// Takes nothing more from this channel after so many packets.
     Stall { id: u8, packets: u32 },
     /// Says SHUT 1 on the main channel when this channel has brought so many packets, and takes nothing more from it.
-    GiveUp { id: u8, packets: u32 },
+    TimeoutStrategy { id: u8, packets: u32 },
     /// Takes everything and then says SHUT 1.
     RefuseAtTheEnd,
 }
@@ -194,7 +194,7 @@ impl<'a> MultifdModel<'a> {
                     wait_end(main);
                     return Ok(());
                 }
-                Some(Trouble::GiveUp { id: of, packets }) if of == id && packets == taken => {
+                Some(Trouble::TimeoutStrategy { id: of, packets }) if of == id && packets == taken => {
                     say(main, &ReturnMessage::Shut(1));
                     wait_end(main);
                     return Ok(());

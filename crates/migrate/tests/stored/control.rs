@@ -188,13 +188,13 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
     for phase in [Phase::Active, Phase::Device] {
         let (control, progress) = (Control::new(), Progress::new());
         progress.enter(phase);
-        socket.turn_to(Job::Restore, control.clone(), progress);
+        socket.set_job(Job::Restore, control.clone(), progress);
         let status = if phase == Phase::Active { "active" } else { "device" };
         assert_eq!(client.say(&json!({ "execute": "query-migrate" }))["return"]["status"], status);
         client.say(&json!({ "execute": "migrate_cancel" }));
         assert_eq!(control.stopped(), Some(Stop::Cancel));
     }
-    socket.announce("STOP", &json!({}));
+    socket.emit("STOP", &json!({}));
     let stopped = std::iter::repeat_with(|| client.hear()).find(|heard| heard["event"] != "MIGRATION").unwrap();
     assert_eq!(stopped["event"], "STOP");
 }

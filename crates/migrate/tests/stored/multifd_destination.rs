@@ -8,8 +8,8 @@ use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Listener, Options, Shutdown, Uri};
 use limosa_migrate::{
-    ChannelSet, Control, Destination, DestinationOptions, Gathering, GatheringOptions, Incoming, MigrateError,
-    MultifdOptions, MultifdSourceOptions, PrecopyOptions, PrecopySource, Progress,
+    Control, Destination, DestinationOptions, Incoming, MigrateError, MultifdAccept, MultifdAcceptOptions,
+    MultifdChannels, MultifdOptions, MultifdSourceOptions, PrecopyOptions, PrecopySource, Progress,
 };
 use limosa_page::PAGE_LEN;
 use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
@@ -133,7 +133,8 @@ fn receive_with(
 ) -> Result<Incoming, MigrateError> {
     let (near, far) = pair();
     let (nears, fars): (Vec<_>, Vec<_>) = pages.iter().map(|_| pair()).unzip();
-    let options = DestinationOptions { patience: Some(Duration::from_millis(300)), ..DestinationOptions::default() };
+    let options =
+        DestinationOptions { answer_timeout: Some(Duration::from_millis(300)), ..DestinationOptions::default() };
     for (id, (near, pages)) in nears.iter().zip(pages).enumerate() {
         assert!(pages.0.len() < 100_000, "more than a socket takes before it is read");
         near.put(&pages.0).unwrap();
@@ -362,12 +363,12 @@ fn initial(id: u8) -> [u8; 64] {
     InitialPacket { uuid: [7; 16], id }.encode()
 }
 
-fn gathering(listener: &Listener, channels: u8, milliseconds: u64) -> Gathering<'_> {
+fn gathering(listener: &Listener, channels: u8, milliseconds: u64) -> MultifdAccept<'_> {
     let within = Duration::from_millis(milliseconds);
-    Gathering::new(listener, GatheringOptions { channels, within, main_first: false })
+    MultifdAccept::new(listener, MultifdAcceptOptions { channels, within, main_first: false })
 }
 
-fn gather(mut gathering: Gathering<'_>) -> Result<ChannelSet, MigrateError> {
+fn gather(mut gathering: MultifdAccept<'_>) -> Result<MultifdChannels, MigrateError> {
     loop {
         if let Some(set) = gathering.step(Duration::from_millis(20))? {
             return Ok(set);
@@ -506,6 +507,6 @@ fn channels_that_are_wrong_or_missing_are_named() {
 fn where_nothing_can_be_looked_into_the_first_connection_is_the_main_channel() {
     let (_folder, listener) = listener();
     let _connected = [connect(&listener, b""), connect(&listener, &initial(1)), connect(&listener, &initial(0))];
-    let options = GatheringOptions { channels: 2, within: Duration::from_secs(20), main_first: true };
-    assert_eq!(gather(Gathering::new(&listener, options)).unwrap().pages.len(), 2);
+    let options = MultifdAcceptOptions { channels: 2, within: Duration::from_secs(20), main_first: true };
+    assert_eq!(gather(MultifdAccept::new(&listener, options)).unwrap().pages.len(), 2);
 }

@@ -15,7 +15,7 @@ use limosa_channel::{Channel, Options, ZeroCopy};
 use limosa_memory::{BlockOptions, MemoryBlock};
 use limosa_migrate::{
     Control, InPlace, MigrateError, MultifdSourceOptions, PageError, PageSource, Phase, PrecopyOptions, PrecopySource,
-    PrecopyStats, Progress, Stop, StreamStart,
+    PrecopyStats, Progress, Stop, StreamSetup,
 };
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::Configuration;
@@ -42,7 +42,7 @@ struct Way {
     fresh: Vec<String>,
     in_place: Vec<String>,
     return_path: bool,
-    patience: Duration,
+    answer_timeout: Duration,
     trouble: Option<Trouble>,
 }
 
@@ -54,7 +54,7 @@ impl Way {
             fresh: vec!["block0".into()],
             in_place: Vec::new(),
             return_path: true,
-            patience: Duration::from_secs(20),
+            answer_timeout: Duration::from_secs(20),
             trouble: None,
         }
     }
@@ -83,9 +83,9 @@ impl Way {
         let options = PrecopyOptions {
             return_path: self.return_path,
             // On top of one another: the channels begin while the first answer is waited for.
-            greeting: Some(self.patience),
-            patience: self.patience,
-            fresh: self.fresh.clone(),
+            greeting: Some(self.answer_timeout),
+            answer_timeout: self.answer_timeout,
+            zeroed_blocks: self.fresh.clone(),
             in_place: self.in_place.iter().map(InPlace::whole).collect(),
         };
         let (sent, outcome) = thread::scope(|scope| {
@@ -137,7 +137,7 @@ impl<'a> WithZeros<'a> {
 }
 
 impl PageSource for WithZeros<'_> {
-    fn start(&self) -> &StreamStart {
+    fn start(&self) -> &StreamSetup {
         self.0.start()
     }
     fn stored(&self, block: usize) -> &PageBitmap {
@@ -240,7 +240,7 @@ impl<'a> Shared<'a> {
 }
 
 impl PageSource for Shared<'_> {
-    fn start(&self) -> &StreamStart {
+    fn start(&self) -> &StreamSetup {
         self.0.start()
     }
     fn stored(&self, block: usize) -> &PageBitmap {
@@ -309,7 +309,7 @@ impl<'a> Mixed<'a, Memory> {
 }
 
 impl<S: PageSource> PageSource for Mixed<'_, S> {
-    fn start(&self) -> &StreamStart {
+    fn start(&self) -> &StreamSetup {
         self.0.start()
     }
     fn stored(&self, block: usize) -> &PageBitmap {
@@ -373,7 +373,7 @@ fn a_channel_that_is_closed_ends_everything_and_is_named() {
 #[test]
 fn a_channel_that_takes_nothing_is_named_when_patience_is_over() {
     let memory = memory("pc-q35-10.0", &[30_000], |_, _| true);
-    let way = Way { patience: Duration::from_secs(2), ..Way::trouble(Trouble::Stall { id: 2, packets: 1 }) };
+    let way = Way { answer_timeout: Duration::from_secs(2), ..Way::trouble(Trouble::Stall { id: 2, packets: 1 }) };
     let (sent, outcome) = way.send(&memory, &Shared::among(3, &memory), &Control::new(), &Progress::new());
     let error = sent.unwrap_err();
     assert!(matches!(error, MigrateError::Multifd { id: 2, .. }), "{error}");
@@ -386,7 +386,7 @@ fn a_channel_that_takes_nothing_is_named_when_patience_is_over() {
 #[test]
 fn a_destination_that_gives_up_in_the_middle_or_at_the_end_is_a_failure() {
     let memory = memory("pc-q35-10.0", &[30_000], |_, _| true);
-    let way = Way::trouble(Trouble::GiveUp { id: 0, packets: 1 });
+    let way = Way::trouble(Trouble::TimeoutStrategy { id: 0, packets: 1 });
     let (sent, outcome) = way.send(&memory, &Shared::among(3, &memory), &Control::new(), &Progress::new());
     assert!(matches!(sent, Err(MigrateError::Refused { status: 1 })), "{sent:?}");
     assert!(!outcome.devices);
@@ -465,7 +465,7 @@ impl<'a> Filed<'a> {
 }
 
 impl PageSource for Filed<'_> {
-    fn start(&self) -> &StreamStart {
+    fn start(&self) -> &StreamSetup {
         self.memory.start()
     }
     fn stored(&self, block: usize) -> &PageBitmap {

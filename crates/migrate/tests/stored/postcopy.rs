@@ -12,7 +12,7 @@ use limosa_stream::{Decoder, Event, ReturnMessage, postcopy};
 use proptest::prelude::*;
 
 fn impatient() -> PostcopyOptions {
-    PostcopyOptions { patience: Duration::from_secs(10), ..PostcopyOptions::default() }
+    PostcopyOptions { answer_timeout: Duration::from_secs(10), ..PostcopyOptions::default() }
 }
 
 /// Answers the prologue's PING and the package's, then ends with SHUT when the stream does.
@@ -294,7 +294,7 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
     // The destination neither reads nor answers.
     let (near, far) = pair();
     let (control, progress) = (Control::new(), Progress::new());
-    let options = PostcopyOptions { patience: Duration::from_millis(50), ..PostcopyOptions::default() };
+    let options = PostcopyOptions { answer_timeout: Duration::from_millis(50), ..PostcopyOptions::default() };
     let error = PostcopySource::new(&memory, near, &control, &progress)
         .with_options(options)
         .with_preempt(Box::new(|| unreachable!("the first PING was not answered")))

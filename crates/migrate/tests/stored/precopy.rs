@@ -21,7 +21,7 @@ fn every_third(_: usize, page: u64) -> bool {
 }
 
 fn receive(far: Channel, sink: &mut Kept) -> Result<limosa_migrate::Incoming, MigrateError> {
-    let options = DestinationOptions { patience: Some(Duration::from_secs(10)), ..DestinationOptions::default() };
+    let options = DestinationOptions { answer_timeout: Some(Duration::from_secs(10)), ..DestinationOptions::default() };
     Destination::new(far, &Control::new(), &Progress::new(), options).receive(sink)
 }
 
@@ -228,7 +228,8 @@ fn a_source_that_stalls_or_a_person_who_cancels_ends_the_wait() {
     let bytes = stream(&memory, &[(0, true)], true);
     let (near, far) = pair();
     near.put(&bytes[..100]).unwrap();
-    let options = DestinationOptions { patience: Some(Duration::from_millis(50)), ..DestinationOptions::default() };
+    let options =
+        DestinationOptions { answer_timeout: Some(Duration::from_millis(50)), ..DestinationOptions::default() };
     let stalled = Destination::new(far, &Control::new(), &Progress::new(), options).receive(&mut Kept::default());
     assert!(matches!(&stalled, Err(MigrateError::Channel(error)) if error.is_timeout()), "{stalled:?}");
 

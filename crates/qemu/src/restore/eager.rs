@@ -240,7 +240,7 @@ fn send(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<PrecopyStats, JobErr
         zero_copy,
         ..MultifdSourceOptions::default()
     });
-    let options = PrecopyOptions { fresh, in_place: mapped.to_vec(), ..PrecopyOptions::default() };
+    let options = PrecopyOptions { zeroed_blocks: fresh, in_place: mapped.to_vec(), ..PrecopyOptions::default() };
     multifd.iter().try_for_each(|multifd| multifd.check_zero_copy(job.snapshot, options.return_path))?;
     let wanted = if channels.is_some() { Channels::Several } else { Channels::One };
     let rendezvous = Rendezvous::new(job.monitor, job.options.listen.as_ref(), wanted)?;

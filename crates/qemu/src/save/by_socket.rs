@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::{ChannelSet, Destination, DestinationOptions, Incoming, MigrateError, MultifdOptions};
+use limosa_migrate::{Destination, DestinationOptions, Incoming, MigrateError, MultifdChannels, MultifdOptions};
 use limosa_snapshot::{SnapshotWriter, UnnamedFile, Via};
 use limosa_stream::ErrorKind;
 
@@ -111,11 +111,15 @@ pub(super) fn run(
 }
 
 /// Receives the stream; if the VM continues, answers at once, because it stands still until then.
-fn receive(job: &SaveJob<'_>, channels: ChannelSet, writer: &mut SnapshotWriter) -> Result<Incoming, MigrateError> {
+fn receive(
+    job: &SaveJob<'_>,
+    channels: MultifdChannels,
+    writer: &mut SnapshotWriter,
+) -> Result<Incoming, MigrateError> {
     let mut options = DestinationOptions::default();
     if job.options.stop {
         // No destination waits for this VM, and the file gets its name before the end of the stream is certain.
-        options.after_the_end = STOPPED_AFTER_THE_END;
+        options.end_of_stream_timeout = STOPPED_AFTER_THE_END;
     }
     let multifd = MultifdOptions { compression: job.options.compression };
     let destination = Destination::new(channels.main, job.watch.control, job.watch.progress, options)

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use limosa_channel::{Channel, Listener, Options, Uri};
-use limosa_migrate::{ChannelSet, Gathering, GatheringOptions};
+use limosa_migrate::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
 
 use rustix::net::Shutdown;
 
@@ -30,7 +30,7 @@ pub(super) fn connect(
     job: &SaveJob<'_>,
     watcher: &mut Watcher<'_>,
     hold: &mut dyn FnMut(BorrowedFd<'_>),
-) -> Result<ChannelSet, JobError> {
+) -> Result<MultifdChannels, JobError> {
     match (&job.options.listen, job.options.channels) {
         (None, None) => {
             let (main, theirs) = Channel::pair()?;
@@ -40,7 +40,7 @@ pub(super) fn connect(
                 let _ = job.monitor.closefd(DESCRIPTOR);
                 return Err(error);
             }
-            Ok(ChannelSet { main, pages: Vec::new() })
+            Ok(MultifdChannels { main, pages: Vec::new() })
         }
         (None, Some(_)) => {
             let (_directory, listener) = SocketDirectory::listening(job.monitor, "save", &Options::default())?;
@@ -63,11 +63,11 @@ fn accept(
     listener: &Listener,
     watcher: &mut Watcher<'_>,
     hold: &mut dyn FnMut(BorrowedFd<'_>),
-) -> Result<ChannelSet, JobError> {
+) -> Result<MultifdChannels, JobError> {
     let channels = job.options.channels.unwrap_or(0);
     // With one channel there is nothing to be told apart.
-    let options = GatheringOptions { channels, within: CONNECT_WITHIN, main_first: channels == 0 };
-    let mut gathering = Gathering::new(listener, options);
+    let options = MultifdAcceptOptions { channels, within: CONNECT_WITHIN, main_first: channels == 0 };
+    let mut gathering = MultifdAccept::new(listener, options);
     // Strangers may come too: they are not to be held in any number.
     let mut room = if channels > 0 { u32::from(channels) + 1 } else { 0 };
     let place = listener.socket().filter(|_| channels > 0);

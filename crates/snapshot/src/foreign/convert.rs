@@ -150,7 +150,7 @@ fn receive(
     control: &Control,
     progress: &Progress,
 ) -> Result<(Vec<u8>, Counters), MigrateError> {
-    let options = DestinationOptions { recorded: true, head, patience: None, ..DestinationOptions::default() };
+    let options = DestinationOptions { recorded: true, head, answer_timeout: None, ..DestinationOptions::default() };
     let incoming = Destination::new(Channel::from_fd(fd)?, control, progress, options).receive(writer)?;
     Ok((incoming.tail, incoming.stats.channel))
 }

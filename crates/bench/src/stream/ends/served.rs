@@ -15,8 +15,9 @@ use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri
 use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory};
 use limosa_migrate::{
-    ArrivalOutcome, Control, Gathering, GatheringOptions, IncomingVm, LiveDestination, LiveDestinationOptions,
-    LiveOutcome, LiveSource, LiveVm, MigrationParams, MultifdOptions, MultifdSourceOptions, Progress, Put, VmError,
+    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm,
+    MigrationParams, MultifdAccept, MultifdAcceptOptions, MultifdOptions, MultifdSourceOptions, Progress, RecordWrite,
+    VmError,
 };
 use limosa_page::PAGE_SIZE;
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
@@ -177,12 +178,12 @@ impl PausedVm {
         let uri: Uri = to.uri.parse()?;
         let connect = |zero_copy| Channel::connect(&uri, &ChannelOptions { zero_copy, ..ChannelOptions::default() });
         let SendOptions { channels, packet_pages, copied, max_bandwidth, zeros, zero_copy, .. } = to.way;
-        let put = if copied { Put::Copied } else { Put::Gathered };
+        let put = if copied { RecordWrite::Buffered } else { RecordWrite::Vectored };
         let (zero_check, zero_method) = zeros.params();
         // A guest that writes does so in all of its rounds.
         let downtime_limit = Duration::ZERO;
         let params = MigrationParams {
-            put,
+            record_write: put,
             max_bandwidth,
             zero_check,
             zero_method,
@@ -194,7 +195,7 @@ impl PausedVm {
         let channels = (0..channels).map(|_| connect(zero_copy)).collect::<Result<Vec<_>, _>>()?;
         let multifd = MultifdSourceOptions::default();
         let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
-        let source = source.fresh(true).with_channels(channels, multifd)?;
+        let source = source.destination_zeroed(true).with_channels(channels, multifd)?;
         let source = if to.free.is_empty() {
             source
         } else {
@@ -224,12 +225,13 @@ impl PausedVm {
         let listener = Listener::bind(uri, &ChannelOptions::default())?;
         say(&Answer::Listening(listener.local_uri().to_string()))?;
         let before = own_cpu();
-        let mut gathering = Gathering::new(&listener, GatheringOptions { channels, within: LIMIT, main_first: false });
+        let mut gathering =
+            MultifdAccept::new(&listener, MultifdAcceptOptions { channels, within: LIMIT, main_first: false });
         let channels = gathering.step(LIMIT)?.context("the migration's channels were not connected")?;
         let options = LiveDestinationOptions { populate, ..LiveDestinationOptions::default() };
         let destination = LiveDestination::new(self, channels.main, &control, &progress, options);
         match destination.with_channels(channels.pages, MultifdOptions::default()).run() {
-            ArrivalOutcome::Running(_) => say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) }),
+            IncomingOutcome::Running(_) => say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) }),
             other => bail!("{other:?}"),
         }
     }

@@ -11,7 +11,7 @@ use limosa_console::{on_off, one_of, parse};
 use limosa_demo::guest::GuestKind;
 use limosa_demo::guest::LogKind;
 use limosa_demo::settings::{Postcopy, Settings, Transport};
-use limosa_migrate::{GiveUp, ZeroCheck};
+use limosa_migrate::{TimeoutStrategy, ZeroCheck};
 use limosa_page::{ZeroMethod, to_millis};
 use limosa_stream::multifd::Compression;
 
@@ -145,7 +145,7 @@ pub(crate) struct DemoLiveArgs {
 
     /// What to do when --timeout expires
     #[arg(long, value_parser = give_up(), default_value = "cancel", requires = "timeout")]
-    pub(crate) give_up: GiveUp,
+    pub(crate) give_up: TimeoutStrategy,
 
     /// Encrypt the connections by TLS; DIR has ca-cert.pem, server-cert.pem, server-key.pem, client-cert.pem and
     /// client-key.pem (the dir of QEMU's tls-creds-x509)
@@ -255,11 +255,11 @@ fn zero_check() -> impl TypedValueParser<Value = ZeroCheck> {
     ])
 }
 
-fn give_up() -> impl TypedValueParser<Value = GiveUp> {
+fn give_up() -> impl TypedValueParser<Value = TimeoutStrategy> {
     one_of([
-        (GiveUp::Cancel, "cancel", "Cancel the migration; the guest stays at the source"),
-        (GiveUp::Pause, "pause", "Pause the guest, whatever the downtime"),
-        (GiveUp::Postcopy, "postcopy", "Continue as postcopy"),
+        (TimeoutStrategy::Cancel, "cancel", "Cancel the migration; the guest stays at the source"),
+        (TimeoutStrategy::Pause, "pause", "Pause the guest, whatever the downtime"),
+        (TimeoutStrategy::Postcopy, "postcopy", "Continue as postcopy"),
     ])
 }
 

@@ -6,20 +6,20 @@
 //! word: it has given the VM away with the end of its stream, and takes it back by itself if the channel ends before it is
 //! told that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
 //!
-//! So there are three ends. Until the source is told that all is in its place, a failure is [`ArrivalOutcome::Failed`]: the
+//! So there are three ends. Until the source is told that all is in its place, a failure is [`IncomingOutcome::Failed`]: the
 //! source keeps the VM. From then on and without its word, it is not known here whether the source has given the VM away:
-//! [`ArrivalOutcome::Undecided`]; all that the VM needs is here, and a person who has looked at the source decides. With its
+//! [`IncomingOutcome::Undecided`]; all that the VM needs is here, and a person who has looked at the source decides. With its
 //! word the VM runs. A stock QEMU source that is gone before the VM is started leaves it undecided too; one that is told that
 //! the VM does not run (SHUT 1) keeps it.
 //!
-//! A source that switches to postcopy gives the VM away with the package of its devices: see [`PausedArrival`] for what
+//! A source that switches to postcopy gives the VM away with the package of its devices: see [`PostcopyPaused`] for what
 //! becomes of a connection that breaks from there on.
 
-mod arrival;
 mod devices;
 mod huge_pages;
 mod layout;
 mod memory_limit;
+mod outcome;
 mod postcopy;
 mod ram;
 
@@ -34,18 +34,18 @@ use limosa_memory::{FaultHandler, FaultOptions};
 use limosa_stream::PageSizes;
 use limosa_stream::devices::TAIL_LIMIT;
 
-pub use arrival::{ArrivalOutcome, ArrivalStats, UndecidedArrival};
 pub use layout::LayoutDifference;
-pub use postcopy::{AcceptPreempt, PausedArrival, PostcopyArrivalStats};
+pub use outcome::{IncomingOutcome, IncomingStats, UndecidedIncoming};
+pub use postcopy::{AcceptPreempt, PostcopyIncomingStats, PostcopyPaused};
 
 use super::shared_memory::passed_blocks;
 use super::{IncomingVm, SharedMemory};
 use crate::control::Control;
 use crate::destination::{
-    Arrived, Broken, Destination, DestinationOptions, Hooks, Incoming, MultifdOptions, SourceNow,
+    Broken, Destination, DestinationOptions, Hooks, Incoming, MultifdOptions, Received, SourceNow,
 };
 use crate::error::MigrateError;
-use crate::pages::StreamStart;
+use crate::pages::StreamSetup;
 use crate::progress::{Phase, Progress};
 use postcopy::PreemptListener;
 use ram::{GuestRam, RamSink};
@@ -57,10 +57,10 @@ pub struct LiveDestinationOptions {
     pub max_device_state: u64,
     /// Longest silence of the source, which always has something to say while a migration runs; and how long it may leave an
     /// answer unread.
-    pub patience: Option<Duration>,
+    pub answer_timeout: Option<Duration>,
     /// How long nothing may come behind the end of a stock QEMU source's stream before that is believed: what looks like an
     /// end could lie in a device's memory. The VM is stopped meanwhile. (A source of this kind says where its end is.)
-    pub after_the_end: Duration,
+    pub end_of_stream_timeout: Duration,
     /// Whether the source may switch to postcopy. One that announces it is refused at once where this process cannot handle
     /// faults (userfaultfd).
     pub postcopy: bool,
@@ -75,8 +75,8 @@ impl Default for LiveDestinationOptions {
     fn default() -> Self {
         Self {
             max_device_state: TAIL_LIMIT,
-            patience: Some(Duration::from_secs(60)),
-            after_the_end: Duration::from_millis(5),
+            answer_timeout: Some(Duration::from_secs(60)),
+            end_of_stream_timeout: Duration::from_millis(5),
             postcopy: true,
             shared_memory: SharedMemory::Sent,
             populate: true,
@@ -87,25 +87,25 @@ impl Default for LiveDestinationOptions {
 /// The destination role for a VM in this process.
 ///
 /// The VM is started when all of it is in its place and the source has given it away. So there are three ends before it runs:
-/// a failure while the source still owns the VM ([`ArrivalOutcome::Failed`]); a connection that breaks when only the source
-/// knows whether it has given the VM away ([`ArrivalOutcome::Undecided`]); and the VM running here
-/// ([`ArrivalOutcome::Running`]). In postcopy a connection may also break while the VM runs here on a part of its memory
-/// ([`ArrivalOutcome::Paused`]).
+/// a failure while the source still owns the VM ([`IncomingOutcome::Failed`]); a connection that breaks when only the source
+/// knows whether it has given the VM away ([`IncomingOutcome::Undecided`]); and the VM running here
+/// ([`IncomingOutcome::Running`]). In postcopy a connection may also break while the VM runs here on a part of its memory
+/// ([`IncomingOutcome::PostcopyPaused`]).
 ///
 /// ```no_run
 /// # fn receive(vm: &dyn limosa_migrate::IncomingVm) -> Result<(), Box<dyn std::error::Error>> {
 /// use limosa_channel::{Listener, Options, Uri};
-/// use limosa_migrate::{ArrivalOutcome, Control, LiveDestination, LiveDestinationOptions, Progress};
+/// use limosa_migrate::{Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, Progress};
 ///
 /// // `vm`: a VM whose memory is mapped and whose vCPUs wait.
 /// let listener = Listener::bind(&"tcp:0.0.0.0:4444".parse::<Uri>()?, &Options::default())?;
 /// let (control, progress) = (Control::new(), Progress::new());
 /// let options = LiveDestinationOptions::default();
 /// match LiveDestination::new(vm, listener.accept(None)?, &control, &progress, options).run() {
-///     ArrivalOutcome::Running(stats) => println!("runs here after {} pages", stats.received.normal_pages),
-///     ArrivalOutcome::Failed(error) => println!("{error}; the VM goes on at the source"),
-///     ArrivalOutcome::Paused(paused) => println!("{}: {} pages are missing", paused.why(), paused.missing_pages()),
-///     ArrivalOutcome::Undecided(arrived) => println!("{}: look at the source, then decide", arrived.why()),
+///     IncomingOutcome::Running(stats) => println!("runs here after {} pages", stats.received.normal_pages),
+///     IncomingOutcome::Failed(error) => println!("{error}; the VM goes on at the source"),
+///     IncomingOutcome::PostcopyPaused(paused) => println!("{}: {} pages are missing", paused.why(), paused.missing_pages()),
+///     IncomingOutcome::Undecided(arrived) => println!("{}: look at the source, then decide", arrived.why()),
 /// }
 /// # Ok(()) }
 /// ```
@@ -141,7 +141,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     }
 
     /// With multifd channels, in the order of their numbers, their initial packets read: those of a
-    /// [`ChannelSet`](crate::ChannelSet).
+    /// [`MultifdChannels`](crate::MultifdChannels).
     #[must_use]
     pub fn with_channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
         (self.pages, self.multifd) = (pages, options);
@@ -162,29 +162,29 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     }
 
     /// Receives the VM and runs it. In postcopy this returns when all of its memory has come.
-    pub fn run(mut self) -> ArrivalOutcome<'a, V> {
+    pub fn run(mut self) -> IncomingOutcome<'a, V> {
         let accept = self.accept_preempt.take();
         thread::scope(|scope| match accept.map(|accept| PreemptListener::open(scope, accept)).transpose() {
             Ok(listener) => self.receive(listener),
-            Err(error) => ArrivalOutcome::Failed(error),
+            Err(error) => IncomingOutcome::Failed(error),
         })
     }
 
-    fn receive(self, listener: Option<PreemptListener>) -> ArrivalOutcome<'a, V> {
+    fn receive(self, listener: Option<PreemptListener>) -> IncomingOutcome<'a, V> {
         let Self { vm, channel, pages, multifd, accept_preempt: _, control, progress, options } = self;
         // A thread that has no processor to itself would only take time from those that read.
         let ahead = thread::available_parallelism().is_ok_and(|processors| processors.get() > pages.len() + 1);
         let ram = Arc::new(GuestRam::new(options.populate, ahead));
         let passing = match expect_memory(options.shared_memory, &channel) {
             Ok(passing) => Mutex::new(passing),
-            Err(error) => return ArrivalOutcome::Failed(error),
+            Err(error) => return IncomingOutcome::Failed(error),
         };
         let (postcopy, shared) = (options.postcopy, options.shared_memory);
         let hooks = VmHooks { vm, ram: &ram, shared, passing, postcopy, faults: Mutex::default() };
         let role = DestinationOptions {
             max_device_state: options.max_device_state,
-            patience: options.patience,
-            after_the_end: options.after_the_end,
+            answer_timeout: options.answer_timeout,
+            end_of_stream_timeout: options.end_of_stream_timeout,
             ..DestinationOptions::default()
         };
         let role =
@@ -199,28 +199,28 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
             role.arrive(&mut RamSink(&ram))
         });
         match came {
-            Ok(Arrived::Whole(incoming)) => arrived(vm, &incoming, &progress),
-            Ok(Arrived::Switched(switched)) => {
+            Ok(Received::Whole(incoming)) => arrived(vm, &incoming, &progress),
+            Ok(Received::PostcopySwitchover(switched)) => {
                 let Some(faults) = hooks.faults.into_inner().unwrap_or_else(PoisonError::into_inner) else {
                     let _ = switched.channel.shutdown(Shutdown::Both);
                     let offset = switched.decoder.offset();
-                    return ArrivalOutcome::Failed(MigrateError::SwitchedToPostcopy { offset });
+                    return IncomingOutcome::Failed(MigrateError::SwitchedToPostcopy { offset });
                 };
-                let (patience, max_device_state) = (options.patience, options.max_device_state);
-                let role = postcopy::PostcopyArrival {
+                let (answer_timeout, max_device_state) = (options.answer_timeout, options.max_device_state);
+                let role = postcopy::PostcopyIncoming {
                     vm,
                     ram,
                     faults,
                     listener,
                     control,
                     progress,
-                    patience,
+                    answer_timeout,
                     max_device_state,
                 };
                 postcopy::run(role, *switched)
             }
-            Err(Broken { error, answered: true }) => ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error)),
-            Err(Broken { error, answered: false }) => ArrivalOutcome::Failed(error),
+            Err(Broken { error, answered: true }) => IncomingOutcome::Undecided(UndecidedIncoming::new(vm, error)),
+            Err(Broken { error, answered: false }) => IncomingOutcome::Failed(error),
         }
     }
 }
@@ -235,25 +235,25 @@ impl Drop for StopsPopulating<'_, '_> {
 }
 
 /// Everything is here, and the source has given the VM away.
-fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress: &Progress) -> ArrivalOutcome<'a, V> {
+fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress: &Progress) -> IncomingOutcome<'a, V> {
     if !incoming.is_loaded()
         && let Err(error) = devices::load_found(vm, &incoming.tail, &incoming.devices)
     {
         // A stock source that is told resumes its VM; one that has no return path was done before.
         let _ = incoming.refuse();
-        return ArrivalOutcome::Failed(error);
+        return IncomingOutcome::Failed(error);
     }
     // A source that gave no word resumes its VM where it does not hear of this one.
     let takes_back = !incoming.is_loaded() && incoming.has_return_path();
     match incoming.source_now() {
         SourceNow::Gone if takes_back => {
             let error = MigrateError::Protocol("the source is gone and was not told that its VM has arrived".into());
-            return ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error));
+            return IncomingOutcome::Undecided(UndecidedIncoming::new(vm, error));
         }
         SourceNow::GoesOn if takes_back => {
             let _ = incoming.refuse();
             let why = "the stream goes on behind what looked like its end: what was received is incomplete";
-            return ArrivalOutcome::Failed(MigrateError::Protocol(why.into()));
+            return IncomingOutcome::Failed(MigrateError::Protocol(why.into()));
         }
         SourceNow::Waits | SourceNow::Gone | SourceNow::GoesOn => {}
     }
@@ -261,14 +261,14 @@ fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress:
         let error = MigrateError::Vm { what: "run", source };
         if takes_back {
             let _ = incoming.refuse();
-            return ArrivalOutcome::Failed(error);
+            return IncomingOutcome::Failed(error);
         }
-        return ArrivalOutcome::Undecided(UndecidedArrival::new(vm, error));
+        return IncomingOutcome::Undecided(UndecidedIncoming::new(vm, error));
     }
     progress.enter(Phase::Completed);
     // It runs, whether or not the source is told.
     let unheard = incoming.acknowledge().err();
-    ArrivalOutcome::Running(ArrivalStats { received: incoming.stats, postcopy: None, unheard })
+    IncomingOutcome::Running(IncomingStats { received: incoming.stats, postcopy: None, unheard })
 }
 
 /// What descriptors of memory will come through, if any are to.
@@ -298,7 +298,7 @@ struct VmHooks<'a, 'r, V: IncomingVm + ?Sized> {
 }
 
 impl<V: IncomingVm + ?Sized> Hooks for VmHooks<'_, '_, V> {
-    fn begin(&self, start: &StreamStart, advised: Option<PageSizes>) -> Result<(), MigrateError> {
+    fn begin(&self, start: &StreamSetup, advised: Option<PageSizes>) -> Result<(), MigrateError> {
         let passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(channel) = passing {
             channel.accept_descriptors(0);

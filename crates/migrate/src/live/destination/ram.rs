@@ -21,7 +21,7 @@ use super::layout::{blocks_here, check_address};
 use super::memory_limit::MemoryLimit;
 use crate::error::MigrateError;
 use crate::live::SharedMemory;
-use crate::pages::{PageError, PageMemory, PageSink, StreamStart};
+use crate::pages::{PageError, PageMemory, PageSink, StreamSetup};
 
 /// Pages from which on a run is given back rather than written over.
 const GIVEN_BACK: u64 = 64;
@@ -73,7 +73,7 @@ impl<'a> GuestRam<'a> {
         &self,
         memory: &'a GuestMemory,
         shared: SharedMemory,
-        start: &StreamStart,
+        start: &StreamSetup,
         advised: Option<PageSizes>,
     ) -> Result<(), MigrateError> {
         shared.check(start, advised.is_some())?;
@@ -331,7 +331,7 @@ pub(super) struct RamSink<'r, 'a>(pub(super) &'r GuestRam<'a>);
 
 impl PageSink for RamSink<'_, '_> {
     /// The layout was checked before, where it is known whether postcopy may follow.
-    fn begin(&mut self, _start: &StreamStart) -> Result<(), PageError> {
+    fn begin(&mut self, _start: &StreamSetup) -> Result<(), PageError> {
         Ok(())
     }
 

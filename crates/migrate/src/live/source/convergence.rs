@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use crate::live::{GiveUp, MigrationParams};
+use crate::live::{MigrationParams, TimeoutStrategy};
 
 /// Bytes that a page with contents takes on the wire: the page, and its record's word.
 const PAGE_ON_WIRE: u64 = 4096 + 8;
@@ -42,7 +42,7 @@ pub(super) enum Verdict {
     /// The rest fits into the downtime.
     SwitchOver,
     /// It does not get better: what the parameters say is to be done, and why.
-    GiveUp(GiveUp, Reason),
+    NoConvergence(TimeoutStrategy, Reason),
 }
 
 /// Why a migration does not converge.
@@ -97,7 +97,7 @@ impl Convergence {
             return verdict;
         }
         if self.params.stalled_rounds.is_some_and(|limit| self.stalled >= limit.max(1)) {
-            return Verdict::GiveUp(self.params.give_up, Reason::Stalled(self.stalled));
+            return Verdict::NoConvergence(self.params.timeout_strategy, Reason::Stalled(self.stalled));
         }
         Verdict::Continue { throttle: self.next_throttle(round) }
     }
@@ -105,7 +105,7 @@ impl Convergence {
     /// Whether the time for all rounds is over, also in the middle of one.
     pub(super) fn overdue(&self, elapsed: Duration) -> Option<Verdict> {
         let limit = self.params.timeout.filter(|limit| elapsed >= *limit)?;
-        Some(Verdict::GiveUp(self.params.give_up, Reason::Time(limit)))
+        Some(Verdict::NoConvergence(self.params.timeout_strategy, Reason::Time(limit)))
     }
 
     /// Bytes per second that are assumed at the switchover; `None` while nothing is known.
@@ -252,20 +252,20 @@ mod tests {
         let params = MigrationParams {
             timeout: Some(Duration::from_secs(5)),
             stalled_rounds: Some(2),
-            give_up: GiveUp::Pause,
+            timeout_strategy: TimeoutStrategy::Pause,
             ..MigrationParams::default()
         };
         let slow = second(1, 100);
         let mut convergence = Convergence::new(params);
         assert_eq!(
             convergence.after_round(slow, Duration::from_secs(5), LIMIT),
-            Verdict::GiveUp(GiveUp::Pause, Reason::Time(Duration::from_secs(5)))
+            Verdict::NoConvergence(TimeoutStrategy::Pause, Reason::Time(Duration::from_secs(5)))
         );
         let mut convergence = Convergence::new(params);
         let verdicts: Vec<_> =
             [100, 100, 99, 99, 120].map(|rest| convergence.after_round(second(1, rest), LIMIT, LIMIT)).to_vec();
         let goes_on = Verdict::Continue { throttle: None };
-        let stalled = Verdict::GiveUp(GiveUp::Pause, Reason::Stalled(2));
+        let stalled = Verdict::NoConvergence(TimeoutStrategy::Pause, Reason::Stalled(2));
         assert_eq!(verdicts, [goes_on, goes_on, goes_on, goes_on, stalled]);
     }
 

@@ -8,7 +8,7 @@ use limosa_stream::RamBlock;
 
 use crate::error::MigrateError;
 use crate::live::{LiveVm, SharedMemory};
-use crate::pages::{PageError, PageSource, StreamStart};
+use crate::pages::{PageError, PageSource, StreamSetup};
 
 /// The section id of `ram`; any number that differs from those of the devices, which begin at 16.
 const RAM_SECTION: u32 = 2;
@@ -17,7 +17,7 @@ const RAM_SECTION: u32 = 2;
 #[derive(Debug)]
 pub(super) struct GuestSource<'a> {
     memory: &'a GuestMemory,
-    start: StreamStart,
+    start: StreamSetup,
     shared: SharedMemory,
     /// Pages that are not known to be zero at both ends.
     pub(super) stored: Vec<PageBitmap>,
@@ -31,7 +31,7 @@ impl<'a> GuestSource<'a> {
         let memory = vm.memory();
         let blocks: Vec<_> = memory.blocks().iter().map(|block| RamBlock::new(block.name(), block.len())).collect();
         let stored = memory.blocks().iter().map(|block| PageBitmap::full(block.pages().len())).collect();
-        let start = StreamStart { configuration: vm.configuration(), section_id: RAM_SECTION, blocks };
+        let start = StreamSetup { configuration: vm.configuration(), section_id: RAM_SECTION, blocks };
         Self { memory, start, shared: SharedMemory::Sent, stored, devices: Vec::new() }
     }
 
@@ -59,7 +59,7 @@ impl<'a> GuestSource<'a> {
 }
 
 impl PageSource for GuestSource<'_> {
-    fn start(&self) -> &StreamStart {
+    fn start(&self) -> &StreamSetup {
         &self.start
     }
 

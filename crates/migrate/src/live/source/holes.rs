@@ -1,4 +1,4 @@
-//! Holes: pages that were never populated. They are never read, and a destination that is not fresh has to be told which they are.
+//! Holes: pages that were never populated. They are never read, and a destination that is not zeroed has to be told which they are.
 //!
 //! There may be far more of them than of all others, so they wait for the limit, and for nothing when time is up: what has not
 //! been told by then is told when the VM is stopped, or discarded there.
@@ -59,12 +59,12 @@ impl Link<'_, '_> {
             let most = if block.can_be_asked_in_parts() { PAGES_A_LOOK } else { block.pages().len().max(1) };
             for piece in block.pages().chunks(most) {
                 self.check()?;
-                let left = self.windows.left(index, piece);
+                let left = self.queue.left(index, piece);
                 left.iter().for_each(|run| holes.set_range(*run));
                 let looked = block.populated_among(left.iter().copied(), |run| holes.clear_range(run));
                 looked.map_err(|error| not_found(block, &error))?;
             }
-            self.windows.drop_pages(index, holes);
+            self.queue.drop_pages(index, holes);
         }
         Ok(())
     }
@@ -92,7 +92,7 @@ impl Course<'_, '_> {
             for run in holes.runs().flat_map(|run| run.chunks(HOLES_A_CHECK)) {
                 result.broken_off = self.wait_to_tell(last, &mut result.busy)?;
                 if result.broken_off.is_some() {
-                    return self.leave_untold(round, block, run.start, result);
+                    return self.leave_unsent(round, block, run.start, result);
                 }
                 records.send_zero(block, run)?;
                 if !last {
@@ -128,23 +128,23 @@ impl Course<'_, '_> {
     }
 
     /// Remembers the holes from a page of a block on, and those of the blocks behind it.
-    fn leave_untold(
+    fn leave_unsent(
         &mut self,
         round: &Round,
         block: usize,
         from: PageNumber,
         result: &mut RoundResult,
     ) -> Result<(), MigrateError> {
-        result.untold = round.holes.clone();
-        for (index, untold) in result.untold.iter_mut().enumerate() {
+        result.unsent_holes = round.holes.clone();
+        for (index, unsent_holes) in result.unsent_holes.iter_mut().enumerate() {
             match index.cmp(&block) {
-                Ordering::Less => untold.clear_range(PageRange::first(untold.len())),
-                Ordering::Equal => untold.clear_range(PageRange::first(from.0)),
+                Ordering::Less => unsent_holes.clear_range(PageRange::first(unsent_holes.len())),
+                Ordering::Equal => unsent_holes.clear_range(PageRange::first(from.0)),
                 Ordering::Greater => {}
             }
             // Postcopy discards them there.
             if let Some(bitmap) = &mut self.sent {
-                untold.runs().try_for_each(|run| bitmap.left_out(index, run))?;
+                unsent_holes.runs().try_for_each(|run| bitmap.left_out(index, run))?;
             }
         }
         Ok(())

@@ -17,10 +17,10 @@ use crate::error::MigrateError;
 use crate::live::MigrationParams;
 use crate::pages::PageSource;
 use crate::progress::Progress;
+use crate::source::dirty_page_queue::DirtyPageQueue;
 use crate::source::host_pages::with_page_sizes;
-use crate::source::inbox::Inbox;
 use crate::source::multifd::Multifd;
-use crate::source::windows::Windows;
+use crate::source::return_path::ReturnPath;
 
 /// Whether a live migration goes on in postcopy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -42,9 +42,9 @@ pub(super) struct Link<'e, 'v> {
     pub(super) channel: &'e Arc<Channel>,
     /// The multifd channels.
     pub(super) multifd: Option<&'e Multifd<'e, GuestSource<'v>>>,
-    pub(super) inbox: &'e Inbox,
+    pub(super) return_path: &'e ReturnPath,
     /// What hands the pages of a round out, to whichever thread sends them.
-    pub(super) windows: &'e Windows,
+    pub(super) queue: &'e DirtyPageQueue,
     pub(super) control: &'e Control,
     pub(super) progress: &'e Progress,
 }
@@ -53,7 +53,7 @@ pub(super) struct Link<'e, 'v> {
 pub(super) struct Terms<'e> {
     pub(super) params: MigrationParams,
     /// The destination's RAM is zero wherever nothing was sent.
-    pub(super) fresh: bool,
+    pub(super) destination_zeroed: bool,
     pub(super) postcopy: Postcopy,
     /// The page sizes of the destination.
     pub(super) page_sizes: &'e BTreeMap<String, u64>,
@@ -122,7 +122,7 @@ impl Link<'_, '_> {
     /// Fails if the job was stopped, or the destination has gone.
     pub(super) fn check(&self) -> Result<(), MigrateError> {
         self.control.check()?;
-        self.inbox.still_open()
+        self.return_path.still_open()
     }
 
     /// Bytes that the kernel has taken on all channels.
@@ -133,7 +133,7 @@ impl Link<'_, '_> {
 
     /// Whether a page of the block that was never sent is zero at the destination.
     pub(super) fn leaves_out(&self, terms: &Terms<'_>, block: usize) -> bool {
-        terms.fresh && self.memory.block(block).is_ok_and(|block| block.role() == BlockRole::Ram)
+        terms.destination_zeroed && self.memory.block(block).is_ok_and(|block| block.role() == BlockRole::Ram)
     }
 
     /// Whether the migration continues in postcopy now.

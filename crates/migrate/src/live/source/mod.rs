@@ -4,15 +4,15 @@
 //! *then* the first page is read; a round over all memory, and rounds over what was written meanwhile, until the rest
 //! fits into the downtime that is allowed ([`convergence`]); the VM stops, the logs are read for the last time, and the
 //! rest goes out; the device sections; a PING, whose answer says that the destination has placed and loaded all of it; and
-//! in one write the go, the end of the stream and the description.
+//! in one write the commit, the end of the stream and the description.
 //!
 //! **The ownership law.** Whatever fails before the end of the stream was handed to the kernel lets the VM go on here.
 //! Whatever fails after it and before the destination's confirmation leaves it [undecided](Undecided): it stands still here
-//! until a person who has looked at the destination decides. A last word that comes too early is not believed.
+//! until a person who has looked at the destination decides. An acknowledgement that comes too early is not believed.
 //!
 //! In postcopy ([`Postcopy`]) the last byte of the package of device state is what the end of the stream is in precopy, and
-//! the answer to the PING in it is the last word: from then on the VM runs there, and what breaks off is
-//! [recovered](Recoverable).
+//! the answer to the PING in it is the acknowledgement: from then on the VM runs there, and what breaks off is
+//! [recovered](PostcopyPausedSource).
 //!
 //! A failed attempt leaves nothing behind: the dirty logs are off, what they had fetched is forgotten, and another attempt
 //! starts with all pages.
@@ -58,18 +58,18 @@ use self::owned::Owned;
 use self::reports::{Observer, Reports};
 use crate::control::Control;
 use crate::error::MigrateError;
-use crate::live::{GiveUp, LiveVm, MigrationParams, SharedMemory};
+use crate::live::{LiveVm, MigrationParams, SharedMemory, TimeoutStrategy};
 use crate::pages::PageSource;
 use crate::progress::{Phase, Progress};
-use crate::source::inbox::Inbox;
+use crate::source::dirty_page_queue::DirtyPageQueue;
 use crate::source::multifd::{self, Multifd, MultifdSourceOptions, Parts};
 use crate::source::postcopy::OpenPreempt;
 #[cfg(doc)]
 use crate::source::postcopy::PostcopyOptions;
-use crate::source::windows::Windows;
+use crate::source::return_path::ReturnPath;
 
 pub use link::Postcopy;
-pub use outcome::{LiveOutcome, Recoverable, Undecided};
+pub use outcome::{LiveOutcome, PostcopyPausedSource, Undecided};
 pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 
 /// A VM that runs, on its way to a destination.
@@ -78,7 +78,7 @@ pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 /// VM, sends the rest and gives the VM away. **Whatever fails before that lets the VM go on here.** Whatever fails after it and
 /// before the destination's confirmation leaves it [undecided](Undecided): it stays stopped until a person who has looked at
 /// the destination decides. In [postcopy](Postcopy) the VM is given away with the package of its devices, and a connection
-/// that breaks afterwards is [recovered](Recoverable). A failed attempt leaves the dirty logs off; the next one starts with all
+/// that breaks afterwards is [recovered](PostcopyPausedSource). A failed attempt leaves the dirty logs off; the next one starts with all
 /// pages.
 ///
 /// ```no_run
@@ -91,12 +91,12 @@ pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 /// // `vm`: a VM that runs; `logs`: they see every write to its memory.
 /// let channel = Channel::connect(&"tcp:192.0.2.7:4444".parse::<Uri>()?, &Options::default())?;
 /// let (control, progress) = (Control::new(), Progress::new());
-/// match LiveSource::new(vm, logs, channel, &control, &progress).fresh(true).run() {
+/// match LiveSource::new(vm, logs, channel, &control, &progress).destination_zeroed(true).run() {
 ///     LiveOutcome::Completed(stats) => println!("runs there, {:?} of downtime", stats.downtime),
 ///     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM goes on here"),
 ///     LiveOutcome::Stuck { error, resume, .. } => println!("{error}; and the VM does not go on here: {resume}"),
 ///     LiveOutcome::Undecided(given) => println!("{}: look at the destination, then decide", given.why()),
-///     LiveOutcome::PostcopyBroken(waits) => println!("{}: the VM waits there for the rest", waits.why()),
+///     LiveOutcome::PostcopyPaused(waits) => println!("{}: the VM waits there for the rest", waits.why()),
 /// }
 /// # Ok(()) }
 /// ```
@@ -109,7 +109,7 @@ pub struct LiveSource<'v, 'o, V: LiveVm + ?Sized> {
     params: MigrationParams,
     multifd_channels: Vec<Arc<Channel>>,
     multifd: MultifdSourceOptions,
-    fresh: bool,
+    destination_zeroed: bool,
     shared: SharedMemory,
     postcopy: Postcopy,
     page_sizes: BTreeMap<String, u64>,
@@ -138,7 +138,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             params: MigrationParams::default(),
             multifd_channels: Vec::new(),
             multifd: MultifdSourceOptions::default(),
-            fresh: false,
+            destination_zeroed: false,
             shared: SharedMemory::Sent,
             postcopy: Postcopy::Off,
             page_sizes: page_sizes(vm),
@@ -175,12 +175,12 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         Ok(self)
     }
 
-    /// Whether the destination's memory is known to be fresh, which is to say zero wherever nothing was sent: then zero
+    /// Whether the destination's memory is known to be zero wherever nothing was sent: then zero
     /// pages of blocks of [RAM](limosa_memory::BlockRole::Ram) are left out of the first round. False if nothing is said, and
     /// it has to be in another attempt into the same destination, where an earlier one has left pages.
     #[must_use]
-    pub fn fresh(mut self, fresh: bool) -> Self {
-        self.fresh = fresh;
+    pub fn destination_zeroed(mut self, zeroed: bool) -> Self {
+        self.destination_zeroed = zeroed;
         self
     }
 
@@ -192,7 +192,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     }
 
     /// Whether the migration may go on in postcopy, which the destination has to expect. One that is [given
-    /// up](crate::live::GiveUp::Postcopy) for postcopy may in any case. Not with multifd channels.
+    /// up](crate::live::TimeoutStrategy::Postcopy) for postcopy may in any case. Not with multifd channels.
     #[must_use]
     pub fn with_postcopy(mut self, postcopy: Postcopy) -> Self {
         self.postcopy = postcopy;
@@ -239,11 +239,22 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
 
     /// Moves the VM, and says who has it.
     pub fn run(self) -> LiveOutcome<'v, V> {
-        let Self { vm, logs, channel, control, progress, params, multifd_channels, multifd: options, fresh, .. } = self;
+        let Self {
+            vm,
+            logs,
+            channel,
+            control,
+            progress,
+            params,
+            multifd_channels,
+            multifd: options,
+            destination_zeroed,
+            ..
+        } = self;
         let (page_sizes, open_preempt, shared, observer) =
             (self.page_sizes, self.open_preempt, self.shared, self.observer);
         let postcopy = match self.postcopy {
-            Postcopy::Off if params.give_up == GiveUp::Postcopy => Postcopy::Allowed,
+            Postcopy::Off if params.timeout_strategy == TimeoutStrategy::Postcopy => Postcopy::Allowed,
             postcopy => postcopy,
         };
         let begun = Instant::now();
@@ -253,11 +264,11 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         if params.max_bandwidth.is_some() {
             control.set_max_bandwidth(params.max_bandwidth);
         }
-        let inbox = Inbox::default();
+        let return_path = ReturnPath::default();
         let source = GuestSource::new(vm).with_shared(shared);
-        let windows = Arc::new(Windows::default());
+        let queue = Arc::new(DirtyPageQueue::default());
         let hints =
-            self.free_pages.map(|from| Hints::new(from, Arc::clone(&windows), vm.memory().layout(), progress.clone()));
+            self.free_pages.map(|from| Hints::new(from, Arc::clone(&queue), vm.memory().layout(), progress.clone()));
         let multifd = (!multifd_channels.is_empty()).then(|| {
             Multifd::new(Parts {
                 source: &source,
@@ -266,24 +277,29 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                 options: &options,
                 main: &channel,
                 channels: &multifd_channels,
-                fresh: vm.memory().blocks().iter().map(|block| fresh && block.role() == BlockRole::Ram).collect(),
-                windows: Arc::clone(&windows),
+                zeroed: vm
+                    .memory()
+                    .blocks()
+                    .iter()
+                    .map(|block| destination_zeroed && block.role() == BlockRole::Ram)
+                    .collect(),
+                queue: Arc::clone(&queue),
                 return_path: true,
             })
         });
         let all = iter::once(&channel).chain(&multifd_channels).cloned().collect();
         let owned = Owned::new(vm, logs, all).with_shared(shared).with_hints(hints);
-        let set = multifd::set_patience(iter::once(&channel).chain(&multifd_channels), params.patience);
+        let set = multifd::set_write_timeout(iter::once(&channel).chain(&multifd_channels), params.answer_timeout);
         let set = set.and_then(|()| check(&owned, postcopy, shared, (&params, multifd.is_some())));
         let loaded = Loaded::default();
-        let terms = Terms { params, fresh, postcopy, page_sizes: &page_sizes, loaded: &loaded, begun };
+        let terms = Terms { params, destination_zeroed, postcopy, page_sizes: &page_sizes, loaded: &loaded, begun };
         let link = Link {
             memory: vm.memory(),
             source: &source,
             channel: &channel,
             multifd: multifd.as_ref(),
-            inbox: &inbox,
-            windows: &windows,
+            return_path: &return_path,
+            queue: &queue,
             control: &control,
             progress: &progress,
         };
@@ -329,10 +345,10 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                 let Some(guest) = guest else {
                     return LiveOutcome::Undecided(Undecided { vm, logs, error, stats, recoverable: None });
                 };
-                let (patience, max_bandwidth) = (params.patience, params.max_postcopy_bandwidth);
-                let waits = Recoverable { vm, guest, page_sizes, patience, max_bandwidth, error, stats };
+                let (answer_timeout, max_bandwidth) = (params.answer_timeout, params.max_postcopy_bandwidth);
+                let waits = PostcopyPausedSource { vm, guest, page_sizes, answer_timeout, max_bandwidth, error, stats };
                 match loaded.at() {
-                    Some(_) => LiveOutcome::PostcopyBroken(Box::new(waits)),
+                    Some(_) => LiveOutcome::PostcopyPaused(Box::new(waits)),
                     None => LiveOutcome::Undecided(waits.unheard(logs)),
                 }
             }
@@ -403,7 +419,7 @@ fn attempt<'e, 'v, V: LiveVm + ?Sized>(
 
 /// The life of the thread that reads the return path.
 fn read_return_path(link: &Link<'_, '_>, terms: &Terms<'_>) {
-    link.inbox.read_from(link.channel, &link.source.start().blocks, false, |message| {
+    link.return_path.read_from(link.channel, &link.source.start().blocks, false, |message| {
         if *message == ReturnMessage::Pong(PING_LOADED) && terms.loaded.answered() {
             // The VM runs there from here on.
             link.progress.enter(Phase::PostcopyActive);
@@ -412,7 +428,7 @@ fn read_return_path(link: &Link<'_, '_>, terms: &Terms<'_>) {
     });
     if let Some(multifd) = link.multifd {
         // The channels' threads do not look at the return path, and it is over.
-        multifd.fail_for(|| link.inbox.outcome());
+        multifd.fail_for(|| link.return_path.outcome());
     }
 }
 

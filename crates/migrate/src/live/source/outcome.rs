@@ -42,7 +42,7 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
     /// The VM was given away, and the destination has not said that it has it. It is stopped here, and complete.
     Undecided(Undecided<'a, V>),
     /// The VM runs at the destination, and waits there for pages that only this side has.
-    PostcopyBroken(Box<Recoverable<'a, V>>),
+    PostcopyPaused(Box<PostcopyPausedSource<'a, V>>),
 }
 
 /// How the phases of a migration ended: who has the VM.
@@ -83,7 +83,7 @@ pub struct Undecided<'a, V: LiveVm + ?Sized> {
     pub(super) logs: Option<DirtyLogs>,
     pub(super) error: MigrateError,
     pub(super) stats: LiveStats,
-    pub(super) recoverable: Option<Box<Recoverable<'a, V>>>,
+    pub(super) recoverable: Option<Box<PostcopyPausedSource<'a, V>>>,
 }
 
 /// The source of a VM that runs at the destination without all of its memory.
@@ -91,17 +91,17 @@ pub struct Undecided<'a, V: LiveVm + ?Sized> {
 /// The VM waits there wherever it touches a page that has not come. The memory here is complete and must stay as it is
 /// until the destination has all of it.
 #[must_use = "the VM at the destination waits"]
-pub struct Recoverable<'a, V: LiveVm + ?Sized> {
+pub struct PostcopyPausedSource<'a, V: LiveVm + ?Sized> {
     pub(super) vm: &'a V,
     pub(super) guest: GuestSource<'a>,
     pub(super) page_sizes: BTreeMap<String, u64>,
-    pub(super) patience: Duration,
+    pub(super) answer_timeout: Duration,
     pub(super) max_bandwidth: Option<NonZeroU64>,
     pub(super) error: MigrateError,
     pub(super) stats: LiveStats,
 }
 
-impl<'a, V: LiveVm + ?Sized> Recoverable<'a, V> {
+impl<'a, V: LiveVm + ?Sized> PostcopyPausedSource<'a, V> {
     /// What broke it off.
     pub fn why(&self) -> &MigrateError {
         &self.error
@@ -146,14 +146,14 @@ impl<'a, V: LiveVm + ?Sized> Recoverable<'a, V> {
                 self.stats.postcopy = Some(done);
                 LiveOutcome::Completed(self.stats)
             }
-            Err(error) => LiveOutcome::PostcopyBroken(Box::new(Self { error, ..self })),
+            Err(error) => LiveOutcome::PostcopyPaused(Box::new(Self { error, ..self })),
         }
     }
 }
 
-impl<V: LiveVm + ?Sized> std::fmt::Debug for Recoverable<'_, V> {
+impl<V: LiveVm + ?Sized> std::fmt::Debug for PostcopyPausedSource<'_, V> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Recoverable").field("error", &self.error).finish_non_exhaustive()
+        f.debug_struct("PostcopyPausedSource").field("error", &self.error).finish_non_exhaustive()
     }
 }
 
@@ -166,7 +166,7 @@ impl<V: LiveVm + ?Sized> std::fmt::Debug for LiveOutcome<'_, V> {
                 f.debug_struct("Stuck").field("error", error).field("resume", resume).finish_non_exhaustive()
             }
             Self::Undecided(undecided) => undecided.fmt(f),
-            Self::PostcopyBroken(recoverable) => recoverable.fmt(f),
+            Self::PostcopyPaused(recoverable) => recoverable.fmt(f),
         }
     }
 }
@@ -198,16 +198,16 @@ impl<'a, V: LiveVm + ?Sized> Undecided<'a, V> {
         Ok(self.logs)
     }
 
-    /// Whether it was in postcopy: whether [`into_recoverable`](Self::into_recoverable) gives something.
-    pub fn is_recoverable(&self) -> bool {
+    /// Whether it was in postcopy: whether [`into_postcopy_paused`](Self::into_postcopy_paused) gives something.
+    pub fn is_postcopy_paused(&self) -> bool {
         self.recoverable.is_some()
     }
 
     /// The VM waits at the destination for its memory (QEMU calls that `postcopy-paused`): what goes on from there. `None`
     /// if the migration was not in postcopy: then it has its memory, or does not run.
-    pub fn into_recoverable(self) -> Option<Recoverable<'a, V>> {
+    pub fn into_postcopy_paused(self) -> Option<PostcopyPausedSource<'a, V>> {
         let Self { error, stats, recoverable, .. } = self;
-        recoverable.map(|recoverable| Recoverable { error, stats, ..*recoverable })
+        recoverable.map(|recoverable| PostcopyPausedSource { error, stats, ..*recoverable })
     }
 
     /// The VM runs at the destination, or shall be forgotten: here it never goes on.

@@ -95,7 +95,7 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
     }
 
     /// Asks the guest for its free pages, if that is wanted: whether it is. The log is on, and the round's pages are in the
-    /// windows.
+    /// queue.
     pub(super) fn ask_for_free_pages(&mut self) -> Result<bool, BrokenInvariant> {
         invariant(self.logging, "what is written behind a hint is seen by a dirty log")?;
         Ok(self.hints.as_mut().map(Hints::ask).is_some())
@@ -231,5 +231,97 @@ impl<'a, V: LiveVm + ?Sized> HandedOver<'a, V> {
     /// The VM, and its logs, which are off.
     pub(super) fn into_parts(self) -> (&'a V, Option<DirtyLogs>) {
         (self.vm, self.logs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use limosa_memory::dirty::SoftwareDirtyLog;
+    use limosa_memory::{BlockOptions, GuestMemory};
+    use limosa_stream::{Configuration, DeviceSections};
+
+    use super::*;
+    use crate::error::is_noticed;
+
+    /// A VM that notes whether it runs.
+    struct Machine(GuestMemory, Mutex<bool>);
+
+    impl LiveVm for Machine {
+        fn configuration(&self) -> Configuration {
+            Configuration::new("none")
+        }
+
+        fn memory(&self) -> &GuestMemory {
+            &self.0
+        }
+
+        fn writers(&self) -> Writers {
+            Writers::VCPUS
+        }
+
+        fn pause(&self) -> Result<(), VmError> {
+            *self.1.lock().unwrap() = false;
+            Ok(())
+        }
+
+        fn resume(&self) -> Result<(), VmError> {
+            *self.1.lock().unwrap() = true;
+            Ok(())
+        }
+
+        fn device_sections(&self) -> Result<DeviceSections, VmError> {
+            Ok(DeviceSections::new())
+        }
+    }
+
+    impl Machine {
+        fn new() -> Self {
+            let block = BlockOptions::anonymous("ram", 4096).map().unwrap();
+            Self(GuestMemory::new(vec![block]).unwrap(), Mutex::new(true))
+        }
+
+        fn owned(&self) -> Owned<'_, Self> {
+            let log = SoftwareDirtyLog::new(&self.0, Writers::VCPUS);
+            Owned::new(self, DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)]).unwrap(), Vec::new())
+        }
+
+        fn runs(&self) -> bool {
+            *self.1.lock().unwrap()
+        }
+    }
+
+    #[test]
+    fn a_vm_that_is_dropped_or_taken_back_goes_on_here_and_one_that_was_handed_over_never_does() {
+        let machine = Machine::new();
+        let mut owned = machine.owned();
+        owned.pause().unwrap();
+        assert!(!machine.runs());
+        drop(owned);
+        assert!(machine.runs(), "dropped");
+        let mut owned = machine.owned();
+        owned.pause().unwrap();
+        let taken_back = owned.take_back();
+        assert!(machine.runs() && taken_back.resumed.is_ok() && taken_back.logs.is_some());
+        let mut owned = machine.owned();
+        owned.pause().unwrap();
+        let handed_over = owned.hand_over();
+        assert!(!machine.runs());
+        let (_, logs) = handed_over.into_parts();
+        assert!(!machine.runs() && logs.is_some());
+    }
+
+    #[test]
+    fn a_vm_that_runs_or_whose_writes_are_still_logged_is_noticed_before_it_is_handed_over() {
+        let machine = Machine::new();
+        let mut owned = machine.owned();
+        assert!(is_noticed(|| owned.check_ready()), "it runs");
+        assert!(is_noticed(|| owned.ask_for_free_pages()), "no log sees what is written behind a hint");
+        owned.start_logs().unwrap();
+        owned.pause().unwrap();
+        assert!(is_noticed(|| owned.check_ready()), "its last write was not read");
+        owned.stop_logs();
+        owned.check_ready().unwrap();
     }
 }

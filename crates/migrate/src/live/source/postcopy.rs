@@ -10,7 +10,7 @@ use limosa_page::{BrokenInvariant, PageBitmap, invariant};
 use super::attempt::Attempt;
 use super::guest::GuestSource;
 use super::link::{Link, Terms};
-use super::outcome::{Ended, Recoverable};
+use super::outcome::{Ended, PostcopyPausedSource};
 use super::owned::Owned;
 use super::phase::{Phase, Switch, Unmoved};
 use super::sent_bitmap::SentBitmap;
@@ -32,7 +32,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         let blocks = with_page_sizes(&guest.start().blocks, self.terms.page_sizes)?;
         let each: Vec<u64> = blocks.iter().map(pages_of).collect();
         // What is free, and was not sent since nor written, is as good as zero: a request for it is answered at once.
-        zero.iter_mut().zip(self.link.windows.take_free()).for_each(|(zero, free)| zero.union_with(&free));
+        zero.iter_mut().zip(self.link.queue.take_free()).for_each(|(zero, free)| zero.union_with(&free));
         let known = dirty.iter().zip(&sent).zip(&zero);
         let known = known.map(|((dirty, sent), zero)| Known { dirty, sent, zero });
         let mut plans: Vec<Plan> = known.zip(&each).map(|(known, each)| switch::plan(&known, *each)).collect();
@@ -72,11 +72,11 @@ impl<'v> Switch<'v> {
         // What was said of the speed of precopy is over with it.
         link.control.set_max_bandwidth(terms.params.max_postcopy_bandwidth);
         terms.loaded.asked.store(true, Ordering::Release);
-        let options = options(terms.params.patience, terms.page_sizes);
+        let options = options(terms.params.answer_timeout, terms.page_sizes);
         let source = PostcopySource::over(&guest, Arc::clone(link.channel), link.control, link.progress);
         let mut source = preempted(source.with_options(options), open_preempt);
         let (sent, prepared) = match source.prepare(&already) {
-            Ok(prepared) => (source.send_package(link.inbox, &discards), prepared),
+            Ok(prepared) => (source.send_package(link.return_path, &discards), prepared),
             Err(error) => return Ended::Kept { vm, error },
         };
         match sent {
@@ -84,15 +84,15 @@ impl<'v> Switch<'v> {
             PackageSent::Taken(sent) => {
                 // From here on the VM may run there, whatever happens here.
                 let vm = vm.hand_over();
-                let followed = sent.and_then(|preempt| source.follow(prepared, link.inbox, preempt));
+                let followed = sent.and_then(|preempt| source.follow(prepared, link.return_path, preempt));
                 Ended::HandedOver { vm, result: followed.map(|stats| Some(Box::new(stats))), guest: Some(guest) }
             }
         }
     }
 }
 
-fn options(patience: std::time::Duration, page_sizes: &BTreeMap<String, u64>) -> PostcopyOptions {
-    PostcopyOptions { patience, page_sizes: page_sizes.clone(), ..PostcopyOptions::default() }
+fn options(answer_timeout: std::time::Duration, page_sizes: &BTreeMap<String, u64>) -> PostcopyOptions {
+    PostcopyOptions { answer_timeout, page_sizes: page_sizes.clone(), ..PostcopyOptions::default() }
 }
 
 /// The same, with a preempt channel if there is one.
@@ -106,7 +106,7 @@ fn preempted<'s, 'v>(
     }
 }
 
-impl<V: LiveVm + ?Sized> Recoverable<'_, V> {
+impl<V: LiveVm + ?Sized> PostcopyPausedSource<'_, V> {
     /// Goes on over `channel` with the destination, which waits for recovery there.
     pub(super) fn go_on(
         &self,
@@ -115,9 +115,9 @@ impl<V: LiveVm + ?Sized> Recoverable<'_, V> {
         control: &Control,
         progress: &Progress,
     ) -> Result<PostcopyStats, MigrateError> {
-        channel.set_timeouts(None, Some(self.patience))?;
+        channel.set_timeouts(None, Some(self.answer_timeout))?;
         control.set_max_bandwidth(self.max_bandwidth);
-        let options = options(self.patience, &self.page_sizes);
+        let options = options(self.answer_timeout, &self.page_sizes);
         let source = PostcopySource::new(&self.guest, channel, control, progress).with_options(options);
         preempted(source, open_preempt).recover()
     }

@@ -14,7 +14,7 @@ use super::round::{BrokenOff, Round, RoundResult, Rounds};
 use super::sent_bitmap::SentBitmap;
 use super::stats::{RoundKind, RoundReport};
 use crate::error::MigrateError;
-use crate::live::{GiveUp, LiveVm};
+use crate::live::{LiveVm, TimeoutStrategy};
 use crate::progress;
 
 /// How long the list of free pages is waited for before it is looked at what else ends that.
@@ -24,10 +24,10 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Waits for the destination's first answer: it is there, and it can answer. No page is looked at before.
     pub(super) fn setup(&mut self) -> Result<Phase<'e, 'v>, MigrateError> {
         let (link, terms) = (self.link, self.terms);
-        link.inbox.wait_pong(postcopy::PING_OPENED, terms.params.patience)?;
+        link.return_path.wait_pong(postcopy::PING_OPENED, terms.params.answer_timeout)?;
         let sent = (terms.postcopy != Postcopy::Off).then(|| SentBitmap::new(link.source));
         if let Some(sent) = sent.as_ref().filter(|_| self.vm.has_hints()) {
-            link.windows.remember_free(sent.sent.clone());
+            link.queue.remember_free(sent.sent.clone());
         }
         if terms.postcopy == Postcopy::AtOnce && !self.vm.has_hints() {
             // Of a VM that is stopped when its first page is read no write is missed, so nothing is logged.
@@ -48,7 +48,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         let mut round = link.bulk(true)?;
         let (begun, about) = (terms.begun.elapsed(), round.count());
         self.begin(&mut round, about, &rounds)?;
-        let (rest, hinted) = (link.windows.take_rest()?, link.windows.taken());
+        let (rest, hinted) = (link.queue.take_rest()?, link.queue.taken());
         let left = rest.iter().map(PageBitmap::count).sum();
         let duration = terms.begun.elapsed().saturating_sub(begun);
         let kind = RoundKind::Bulk;
@@ -72,7 +72,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
             let result = rounds.send(&round)?;
             let mut next = DirtyPages::new(link.memory);
             self.vm.fetch(&mut next)?;
-            let (duration, hinted) = (terms.begun.elapsed().saturating_sub(begun), link.windows.taken());
+            let (duration, hinted) = (terms.begun.elapsed().saturating_sub(begun), link.queue.taken());
             let dirty = next.count();
             let mut rest = next.blocks().to_vec();
             rest.iter_mut().zip(&result.rest).for_each(|(rest, left)| rest.union_with(left));
@@ -81,7 +81,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
             let convergence = &mut rounds.course.convergence;
             let figures = RoundFigures { bytes, busy: result.busy, sent_pages: result.sent.normal, rest_pages: left };
             let verdict = match &result.broken_off {
-                Some(BrokenOff::Time(reason)) => Verdict::GiveUp(terms.params.give_up, *reason),
+                Some(BrokenOff::Time(reason)) => Verdict::NoConvergence(terms.params.timeout_strategy, *reason),
                 Some(BrokenOff::Postcopy) | None => {
                     convergence.after_round(figures, terms.begun.elapsed(), link.downtime_limit(terms))
                 }
@@ -105,9 +105,11 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
             );
             match verdict {
                 _ if link.switches(terms) => return Ok(Phase::Pause(left_to_postcopy(rest, rounds)?)),
-                Verdict::GiveUp(GiveUp::Postcopy, _) => return Ok(Phase::Pause(left_to_postcopy(rest, rounds)?)),
-                Verdict::SwitchOver | Verdict::GiveUp(GiveUp::Pause, _) => {
-                    let last = LastRound::new(rounds, rest, result.untold);
+                Verdict::NoConvergence(TimeoutStrategy::Postcopy, _) => {
+                    return Ok(Phase::Pause(left_to_postcopy(rest, rounds)?));
+                }
+                Verdict::SwitchOver | Verdict::NoConvergence(TimeoutStrategy::Pause, _) => {
+                    let last = LastRound::new(rounds, rest, result.unsent_holes);
                     return Ok(Phase::Pause(Left::LastRound(Box::new(last))));
                 }
                 Verdict::Continue { throttle } => {
@@ -115,17 +117,19 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
                         self.vm.throttle(percent);
                     }
                 }
-                Verdict::GiveUp(GiveUp::Cancel, reason) => return Err(MigrateError::NoConvergence(reason.to_string())),
+                Verdict::NoConvergence(TimeoutStrategy::Cancel, reason) => {
+                    return Err(MigrateError::NoConvergence(reason.to_string()));
+                }
             }
             round = Round { kind: RoundKind::Dirty, pages: rest, holes: Vec::new() };
         }
     }
 
-    /// Has the windows hand out the pages of a round, and asks the guest which of them are free, if the answer can come before
+    /// Has the queue hands out the pages of a round, and asks the guest which of them are free, if the answer can come before
     /// they are sent. The list of the first round may be waited for.
     fn begin(&mut self, round: &mut Round, about: u64, rounds: &Rounds<'_, '_>) -> Result<(), MigrateError> {
         let (link, terms) = (self.link, self.terms);
-        link.windows.start(std::mem::take(&mut round.pages));
+        link.queue.start(std::mem::take(&mut round.pages));
         let first = round.kind == RoundKind::Bulk;
         let least = if first { 1 } else { terms.params.hint_pages };
         if about < least || !self.vm.ask_for_free_pages()? {

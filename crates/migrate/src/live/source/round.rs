@@ -46,7 +46,7 @@ pub(super) enum BrokenOff {
 /// A round to be sent.
 pub(super) struct Round {
     pub(super) kind: RoundKind,
-    /// Pages that are looked at, by block: until the windows hand them out.
+    /// Pages that are looked at, by block: until the queue hands them out.
     pub(super) pages: Vec<PageBitmap>,
     /// Pages that are zero without being looked at, by block: in the first round, and in the last if that was broken off.
     pub(super) holes: Vec<PageBitmap>,
@@ -60,7 +60,7 @@ pub(super) struct RoundResult {
     /// What it did not get to, if it was broken off: pages,
     pub(super) rest: Vec<PageBitmap>,
     /// and holes that are to be sent.
-    pub(super) untold: Vec<PageBitmap>,
+    pub(super) unsent_holes: Vec<PageBitmap>,
     pub(super) broken_off: Option<BrokenOff>,
     pub(super) busy: Duration,
 }
@@ -80,11 +80,11 @@ impl<'e, 'v> Rounds<'e, 'v> {
         sent: Option<SentBitmap>,
     ) -> Result<Self, MigrateError> {
         let records = RecordWriter::new(link.channel, &link.source.start().blocks)?;
-        let records = records.looking_by(terms.params.zero_method).with_put(terms.params.put);
+        let records = records.looking_by(terms.params.zero_method).writing_by(terms.params.record_write);
         Ok(Self { course: Course { link, terms, convergence: Convergence::new(terms.params), sent }, records })
     }
 
-    /// Sends the round that the windows hand out. One that was not broken off has sent all of it.
+    /// Sends the round that the queue hands out. One that was not broken off has sent all of it.
     pub(super) fn send(&mut self, round: &Round) -> Result<RoundResult, MigrateError> {
         let link = self.course.link;
         let start = link.source.start();
@@ -101,7 +101,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
             None => self.send_records(round)?,
         };
         if result.broken_off.is_none() {
-            link.windows.check_spent()?;
+            link.queue.check_spent()?;
         }
         bytes.clear();
         link.end_section(&mut bytes);
@@ -121,7 +121,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
         let last = round.kind == RoundKind::Last;
         course.tell_holes(round, records, &mut result)?;
         if result.broken_off.is_some() {
-            result.rest = link.windows.take_rest()?;
+            result.rest = link.queue.take_rest()?;
             result.busy += records.take_busy();
             return Ok(result);
         }
@@ -132,7 +132,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
         loop {
             link.check()?;
             if !last && let Some(why) = course.breaks_off() {
-                (result.rest, result.broken_off) = (link.windows.take_rest()?, Some(why));
+                (result.rest, result.broken_off) = (link.queue.take_rest()?, Some(why));
                 break;
             }
             if records.room() == 0
@@ -147,7 +147,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
                 waited += began.elapsed();
                 continue;
             }
-            let Some(block) = link.windows.claim_pages(&mut runs, records.room() as u64) else { break };
+            let Some(block) = link.queue.claim_pages(&mut runs, records.room() as u64) else { break };
             let memory = link.memory.block(block).map_err(|error| MigrateError::Source(error.into()))?;
             if let Some(other) = placed.replace(memory).filter(|other| !std::ptr::eq(*other, memory)) {
                 records.put_placed(other)?;
@@ -222,7 +222,7 @@ impl Course<'_, '_> {
             return Some(BrokenOff::Postcopy);
         }
         match self.convergence.overdue(self.terms.begun.elapsed())? {
-            Verdict::GiveUp(_, reason) => Some(BrokenOff::Time(reason)),
+            Verdict::NoConvergence(_, reason) => Some(BrokenOff::Time(reason)),
             Verdict::Continue { .. } | Verdict::SwitchOver => None,
         }
     }

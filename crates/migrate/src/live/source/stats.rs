@@ -41,7 +41,7 @@ pub struct RoundReport {
     pub normal: u64,
     /// Pages told to be zero.
     pub zero: u64,
-    /// Pages that are zero and were left out, because the destination's memory is fresh.
+    /// Pages that are zero and were left out, because the destination's memory is zeroed.
     pub left_out: u64,
     /// Pages that were left out because the guest has said that they are free.
     pub hinted: u64,

@@ -69,7 +69,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         let (begun, bytes) = (terms.begun.elapsed(), link.bytes_out());
         let mut round = Round { kind: RoundKind::Last, pages, holes };
         let about = round.count();
-        link.windows.start(std::mem::take(&mut round.pages));
+        link.queue.start(std::mem::take(&mut round.pages));
         let result = rounds.send(&round)?;
         check_nothing_left(&result, about)?;
         self.reports.add(
@@ -103,7 +103,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         Command::Ping(postcopy::PING_READY).encode(&mut bytes)?;
         link.channel.put(&bytes)?;
         let description = sections.description();
-        link.inbox.wait_pong(postcopy::PING_READY, self.terms.params.patience)?;
+        link.return_path.wait_pong(postcopy::PING_READY, self.terms.params.answer_timeout)?;
         link.multifd.map_or(Ok(()), Multifd::check_taken)?;
         Ok(Phase::Commit(Commit { description }))
     }
@@ -113,7 +113,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
 fn check_nothing_left(result: &RoundResult, about: u64) -> Result<(), BrokenInvariant> {
     let none = |bitmaps: &[PageBitmap]| bitmaps.iter().all(|bitmap| bitmap.count() == 0);
     invariant(result.broken_off.is_none(), "the last round is not broken off")?;
-    invariant(none(&result.rest) && none(&result.untold), "nothing is left unsent by the last round")?;
+    invariant(none(&result.rest) && none(&result.unsent_holes), "nothing is left unsent by the last round")?;
     invariant(result.sent.total() == about, "every page that was dirty when the VM stopped is sent in the last round")
 }
 
@@ -141,7 +141,7 @@ impl Commit {
             Err((true, error)) => Ended::HandedOver { vm: vm.hand_over(), guest: None, result: Err(error) },
             Ok(()) => {
                 let vm = vm.hand_over();
-                let result = link.inbox.wait_shut(terms.params.patience).map(|()| None);
+                let result = link.return_path.wait_shut(terms.params.answer_timeout).map(|()| None);
                 Ended::HandedOver { vm, guest: None, result }
             }
         }
@@ -165,7 +165,7 @@ impl Commit {
         bytes.extend_from_slice(&self.description);
         vm.check_ready()?;
         // An acknowledgement before the commit says nothing about the VM.
-        link.inbox.still_open()?;
+        link.return_path.still_open()?;
         link.control.hold();
         match link.control.stopped() {
             Some(stop) => Err(stop.into()),
@@ -194,7 +194,7 @@ mod tests {
         let mut rest = PageBitmap::new(8);
         rest.set(PageNumber(3));
         assert!(is_noticed(|| check_nothing_left(&RoundResult { rest: vec![rest.clone()], ..whole() }, 6)));
-        assert!(is_noticed(|| check_nothing_left(&RoundResult { untold: vec![rest], ..whole() }, 6)));
+        assert!(is_noticed(|| check_nothing_left(&RoundResult { unsent_holes: vec![rest], ..whole() }, 6)));
         let broken_off = Some(BrokenOff::Time(Reason::Stalled(1)));
         assert!(is_noticed(|| check_nothing_left(&RoundResult { broken_off, ..whole() }, 6)));
     }

@@ -1,12 +1,12 @@
 //! Sending pages on the multifd channels, a thread each.
 //!
 //! The laws of this module: **every page of a round goes out once, on whichever channel is free next**, and **the main channel
-//! passes a join point only when the pages before it are on their way**: each channel begins with a SYNC packet, paired
-//! with the join point in START, and ends each round with one for each join point behind its last page. The threads last
+//! passes a synchronization point only when the pages before it are on their way**: each channel begins with a SYNC packet, paired
+//! with the synchronization point in START, and ends each round with one for each synchronization point behind its last page. The threads last
 //! over all rounds. The first channel that fails ends all of them.
 //!
 //! A zero page in a packet is believed by QEMU without looking: it takes memory that no page has come for yet for fresh.
-//! So only pages of blocks that are known to be fresh go out that way; every other zero page is a record on the main
+//! So only pages of blocks that are known to be zeroed go out that way; every other zero page is a record on the main
 //! channel, which is looked at and cleared if need be.
 
 mod compressor;
@@ -22,8 +22,8 @@ use limosa_page::{BrokenInvariant, PageBitmap, PageRange, ZeroMethod};
 use limosa_stream::MultifdRules;
 use limosa_stream::multifd::{Compression, PACKET_PAGES};
 
+use super::dirty_page_queue::DirtyPageQueue;
 use super::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
-use super::windows::Windows;
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::pages::PageSource;
@@ -51,13 +51,13 @@ pub(crate) fn checked(
     Ok(channels.into_iter().map(Arc::new).collect())
 }
 
-/// The destination may take nothing for `patience` on any of these channels.
-pub(crate) fn set_patience<'a>(
+/// The destination may take nothing for `answer_timeout` on any of these channels.
+pub(crate) fn set_write_timeout<'a>(
     channels: impl IntoIterator<Item = &'a Arc<Channel>>,
-    patience: Duration,
+    answer_timeout: Duration,
 ) -> Result<(), MigrateError> {
     for channel in channels {
-        channel.set_timeouts(None, Some(patience))?;
+        channel.set_timeouts(None, Some(answer_timeout))?;
     }
     Ok(())
 }
@@ -136,11 +136,11 @@ pub(crate) struct Multifd<'a, S: PageSource + ?Sized> {
     pub(super) main: &'a Arc<Channel>,
     pub(super) channels: &'a [Arc<Channel>],
     /// For each block whether its memory is zero at the destination.
-    pub(super) fresh: Vec<bool>,
+    pub(super) zeroed: Vec<bool>,
     /// Whether contents may go out of their file, unread: their receipt will be confirmed.
     pub(super) in_place: bool,
     rules: MultifdRules,
-    windows: Arc<Windows>,
+    queue: Arc<DirtyPageQueue>,
     packets: AtomicU64,
     normal: AtomicU64,
     zero: AtomicU64,
@@ -175,7 +175,7 @@ pub(crate) struct RoundPlan {
     pub(crate) zeros: Vec<Zeros>,
     /// How guest memory is looked at.
     pub(crate) method: ZeroMethod,
-    /// SYNC packets that each channel owes behind its last page: the join points of the main channel from there to the next
+    /// SYNC packets that each channel owes behind its last page: the synchronization points of the main channel from there to the next
     /// round.
     pub(crate) syncs: usize,
     /// Whether the rate limit holds for it.
@@ -201,15 +201,15 @@ pub(crate) struct Parts<'a, S: PageSource + ?Sized> {
     pub(crate) main: &'a Arc<Channel>,
     pub(crate) channels: &'a [Arc<Channel>],
     /// For each block whether its memory is zero at the destination.
-    pub(crate) fresh: Vec<bool>,
+    pub(crate) zeroed: Vec<bool>,
     /// What hands the pages of a round out.
-    pub(crate) windows: Arc<Windows>,
+    pub(crate) queue: Arc<DirtyPageQueue>,
     pub(crate) return_path: bool,
 }
 
 impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     pub(crate) fn new(parts: Parts<'a, S>) -> Self {
-        let Parts { source, control, progress, options, main, channels, fresh, windows, return_path } = parts;
+        let Parts { source, control, progress, options, main, channels, zeroed, queue, return_path } = parts;
         Self {
             source,
             control,
@@ -217,10 +217,10 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             options,
             main,
             channels,
-            fresh,
+            zeroed,
             in_place: options.zero_copy != ZeroCopy::Off && options.why_read(source, return_path).is_none(),
             rules: source.start().configuration.multifd_rules(),
-            windows,
+            queue,
             packets: AtomicU64::new(0),
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
@@ -253,9 +253,9 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             let plan = RoundPlan { zeros: vec![zeros; blocks.len()], method: ZeroMethod::best(), syncs, limited: true };
             let mut records = RecordWriter::new(self.main, blocks)?;
             let told = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
-            self.windows.start(stored);
+            self.queue.start(stored);
             let sent = self.send_round(plan, &mut records, told, None)?;
-            self.windows.check_spent()?;
+            self.queue.check_spent()?;
             Ok::<_, MigrateError>(sent)
         });
         let Sent { normal, zero, .. } = sent?.sent;
@@ -279,7 +279,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         Ending(self)
     }
 
-    /// Sends the pages that the windows hand out, `tell` meanwhile saying on the main channel what is known to be zero. When it
+    /// Sends the pages that the queue hands out, `tell` meanwhile saying on the main channel what is known to be zero. When it
     /// returns, every channel has sent its SYNCs behind them. From `deadline` on no further pages are begun.
     pub(crate) fn send_round(
         &self,
@@ -342,20 +342,20 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         self.channels.iter().map(|channel| channel.counters().bytes_out).sum()
     }
 
-    /// Whether the main channel says where its join points are.
+    /// Whether the main channel says where its synchronization points are.
     pub(crate) fn joins_by_word(&self) -> bool {
         !self.rules.sync_at_every_section
     }
 
     /// Whether zero pages of the block go into packets. Elsewhere QEMU would believe it, and must not: see above.
     fn tells_in_packet(&self, block: usize) -> bool {
-        !self.rules.zero_pages_on_main && self.fresh.get(block) == Some(&true)
+        !self.rules.zero_pages_on_main && self.zeroed.get(block) == Some(&true)
     }
 
     /// Says on the main channel of all pages that are not stored that they are zero, where the destination's memory is not.
     fn tell_gaps(&self, records: &mut RecordWriter<'_>) -> Result<(), MigrateError> {
-        for (block, fresh) in self.fresh.iter().enumerate() {
-            if *fresh {
+        for (block, zeroed) in self.zeroed.iter().enumerate() {
+            if *zeroed {
                 continue;
             }
             for run in self.source.stored(block).gaps() {
@@ -391,7 +391,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
                 continue;
             };
             if wait.is_zero() {
-                *rest = Some(self.windows.take_rest());
+                *rest = Some(self.queue.take_rest());
                 self.hurried.store(true, Relaxed);
                 deadline = None;
             } else {

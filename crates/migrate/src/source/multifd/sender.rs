@@ -20,9 +20,9 @@ use super::compressor::Compressor;
 use super::{Multifd, RoundPlan};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
+use crate::source::dirty_page_queue::WINDOW_PAGES;
 use crate::source::gather::Gather;
 use crate::source::records::{Sent, Zeros, no_such_pages};
-use crate::source::windows::WINDOW_PAGES;
 
 /// Runs shorter than this, in pages, are read even where they could go out in place: a call for each costs more than
 /// copying them. (Measured: a call costs about as much as two pages' copies.)
@@ -98,7 +98,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let (mut runs, mut rounds) = (Vec::new(), 0);
         while let Some(plan) = self.multifd.next_round(&mut rounds) {
             self.plan = plan;
-            while let Some(block) = self.multifd.windows.claim(&mut runs) {
+            while let Some(block) = self.multifd.queue.claim(&mut runs) {
                 self.give_back_if_wanted()?;
                 self.wait_for_rate()?;
                 let memory = self.multifd.source.memory(block).filter(|_| self.compressor.is_none());

@@ -6,7 +6,7 @@
 //! as well.
 //!
 //! Three laws. **Missing memory never reads as zeros** as long as the stream has not said its last word: a connection that
-//! breaks leaves the guest waiting ([`ArrivalOutcome::Paused`]), whatever is dropped. **The VM is started once or never,**
+//! breaks leaves the guest waiting ([`IncomingOutcome::PostcopyPaused`]), whatever is dropped. **The VM is started once or never,**
 //! whichever comes first: the thread that has loaded its devices, or a failure before that. **No request is lost:** a page
 //! that is waited for is requested again over every new connection.
 //!
@@ -30,17 +30,17 @@ use limosa_memory::{Fault, FaultError, FaultEvent, FaultHandler};
 use limosa_page::{AtomicPageBitmap, broken, to_usize};
 use limosa_stream::{Command, Decoder, Event, ReturnMessage};
 
-pub use paused::PausedArrival;
+pub use paused::PostcopyPaused;
 pub use preempt::AcceptPreempt;
 
-use super::arrival::{ArrivalOutcome, ArrivalStats};
 use super::devices;
+use super::outcome::{IncomingOutcome, IncomingStats};
 use super::ram::GuestRam;
 use crate::control::Control;
-use crate::destination::{DestinationStats, Switched};
+use crate::destination::{DestinationStats, PostcopySwitchover};
 use crate::error::MigrateError;
 use crate::live::{IncomingVm, VmError};
-use crate::pages::StreamStart;
+use crate::pages::StreamSetup;
 use crate::progress::{Phase, Progress};
 use placer::Placer;
 pub(super) use preempt::PreemptListener;
@@ -53,7 +53,7 @@ const PACKAGE_STEP: usize = 1 << 20;
 /// What was counted from the package on.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct PostcopyArrivalStats {
+pub struct PostcopyIncomingStats {
     /// Pages placed with contents.
     pub normal_pages: u64,
     /// Pages placed as zero.
@@ -104,9 +104,9 @@ pub(super) struct PostcopyVm<'a> {
     counts: Counts,
     /// Host pages, by block and first page, that one of the channels has in hand or has placed.
     claimed: Vec<AtomicPageBitmap>,
-    start: StreamStart,
+    start: StreamSetup,
     progress: Progress,
-    patience: Option<Duration>,
+    answer_timeout: Option<Duration>,
     received: DestinationStats,
     recoveries: u32,
 }
@@ -123,7 +123,7 @@ struct Connection<'l, 'a> {
 }
 
 /// A VM whose source has switched to postcopy: what receiving it needs besides the stream.
-pub(super) struct PostcopyArrival<'a, V: IncomingVm + ?Sized> {
+pub(super) struct PostcopyIncoming<'a, V: IncomingVm + ?Sized> {
     pub(super) vm: &'a V,
     pub(super) ram: Arc<GuestRam<'a>>,
     pub(super) faults: FaultHandler,
@@ -131,15 +131,15 @@ pub(super) struct PostcopyArrival<'a, V: IncomingVm + ?Sized> {
     pub(super) listener: Option<PreemptListener>,
     pub(super) control: Control,
     pub(super) progress: Progress,
-    pub(super) patience: Option<Duration>,
+    pub(super) answer_timeout: Option<Duration>,
     pub(super) max_device_state: u64,
 }
 
 /// Takes over a stream at its package.
 pub(super) fn run<'a, V: IncomingVm + ?Sized>(
-    role: PostcopyArrival<'a, V>,
-    switched: Switched,
-) -> ArrivalOutcome<'a, V> {
+    role: PostcopyIncoming<'a, V>,
+    switched: PostcopySwitchover,
+) -> IncomingOutcome<'a, V> {
     let (control, channel) = (role.control.clone(), Arc::clone(&switched.channel));
     let outcome = begin(role, switched);
     control.unwatch();
@@ -152,18 +152,18 @@ pub(super) fn run<'a, V: IncomingVm + ?Sized>(
                 let _ = channel.put(&refusal);
             }
             let _ = channel.shutdown(Shutdown::Both);
-            ArrivalOutcome::Failed(control.explain(error))
+            IncomingOutcome::Failed(control.explain(error))
         }
     }
 }
 
 /// On `Err` the VM has not run.
 fn begin<'a, V: IncomingVm + ?Sized>(
-    role: PostcopyArrival<'a, V>,
-    switched: Switched,
-) -> Result<ArrivalOutcome<'a, V>, MigrateError> {
-    let PostcopyArrival { vm, ram, mut faults, listener, control, progress, patience, max_device_state } = role;
-    let Switched { start, decoder, arrived, length, stats, channel, .. } = switched;
+    role: PostcopyIncoming<'a, V>,
+    switched: PostcopySwitchover,
+) -> Result<IncomingOutcome<'a, V>, MigrateError> {
+    let PostcopyIncoming { vm, ram, mut faults, listener, control, progress, answer_timeout, max_device_state } = role;
+    let PostcopySwitchover { start, decoder, arrived, length, stats, channel, .. } = switched;
     if u64::from(length) > max_device_state {
         return Err(MigrateError::Protocol(format!(
             "a package of {length} bytes of device state, and at most {max_device_state} are taken"
@@ -172,7 +172,7 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     let (package, rest) = take_package(&channel, arrived, length)?;
     let begun = Instant::now();
     let package = package::read(&package)?;
-    let preempt = listener.map(|listener| listener.take(&control, patience)).transpose()?;
+    let preempt = listener.map(|listener| listener.take(&control, answer_timeout)).transpose()?;
     if let Err(error) = ram.seal(&mut faults) {
         // What is missing already will not come, and another attempt must not wait for it.
         faults.abandon();
@@ -181,7 +181,8 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     let requests = Requests::new(ram.blocks(), Arc::clone(&channel));
     let (counts, received, recoveries) = (Counts::default(), stats, 0);
     let claimed = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.received.len())).collect();
-    let live = PostcopyVm { ram, faults, requests, counts, claimed, start, progress, patience, received, recoveries };
+    let live =
+        PostcopyVm { ram, faults, requests, counts, claimed, start, progress, answer_timeout, received, recoveries };
     let vm_start = StartOnce::default();
     let records = Records::new(Arc::clone(&channel), decoder, &rest);
     let connection = Connection::new(&live, channel, preempt);
@@ -244,12 +245,12 @@ fn conclude<'a, V: IncomingVm + ?Sized>(
     live: Box<PostcopyVm<'a>>,
     control: &Control,
     followed: Result<(), MigrateError>,
-) -> ArrivalOutcome<'a, V> {
+) -> IncomingOutcome<'a, V> {
     match followed {
         Ok(()) => {
             let unheard = live.requests.say(&ReturnMessage::Shut(0)).err();
             live.progress.enter(Phase::Completed);
-            ArrivalOutcome::Running(ArrivalStats {
+            IncomingOutcome::Running(IncomingStats {
                 received: live.received,
                 postcopy: Some(Box::new(live.stats())),
                 unheard,
@@ -257,7 +258,7 @@ fn conclude<'a, V: IncomingVm + ?Sized>(
         }
         Err(error) => {
             live.requests.disconnect();
-            ArrivalOutcome::Paused(PausedArrival::new(vm, live, control, control.explain(error)))
+            IncomingOutcome::PostcopyPaused(PostcopyPaused::new(vm, live, control, control.explain(error)))
         }
     }
 }
@@ -339,9 +340,9 @@ impl PostcopyVm<'_> {
         self.requests.wait_for(index, fault.pages, || block.received.get(fault.pages.start))
     }
 
-    fn stats(&self) -> PostcopyArrivalStats {
+    fn stats(&self) -> PostcopyIncomingStats {
         let read = |count: &AtomicU64| count.load(Relaxed);
-        PostcopyArrivalStats {
+        PostcopyIncomingStats {
             normal_pages: read(&self.counts.normal),
             zero_pages: read(&self.counts.zero),
             repeated_pages: read(&self.counts.repeated),
@@ -455,7 +456,7 @@ impl<'l, 'a> Connection<'l, 'a> {
     /// Behind the main channel's last word: what was asked for on the other one is waited for.
     fn wait_for_requested(&self) -> Result<(), MigrateError> {
         let over = || self.failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        if self.preempt.is_none() || self.live.requests.wait_until_answered(self.live.patience, over) {
+        if self.preempt.is_none() || self.live.requests.wait_until_answered(self.live.answer_timeout, over) {
             return Ok(());
         }
         Err(MigrateError::Protocol("the source has ended its stream and owes pages that were asked for".into()))
@@ -463,6 +464,6 @@ impl<'l, 'a> Connection<'l, 'a> {
 
     /// Whether a silent source may go on being silent: no request is in flight, or not for long.
     fn is_served(&self) -> bool {
-        self.live.patience.is_none_or(|patience| self.live.requests.longest_wait() < patience)
+        self.live.answer_timeout.is_none_or(|answer_timeout| self.live.requests.longest_wait() < answer_timeout)
     }
 }

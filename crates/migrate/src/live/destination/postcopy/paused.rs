@@ -10,27 +10,27 @@ use super::{AcceptPreempt, Connection, PostcopyVm, PreemptListener, Records, con
 use crate::control::Control;
 use crate::error::MigrateError;
 use crate::live::IncomingVm;
-use crate::live::destination::arrival::ArrivalOutcome;
+use crate::live::destination::outcome::IncomingOutcome;
 
 /// A VM that runs here and whose connection broke: it runs on what has come, and waits where it touches what has not.
 /// [`recover`](Self::recover) goes on; only the source has the rest.
 ///
 /// Dropping it changes nothing for the VM: what is missing stays missing, and an access to it waits for ever. Only
 /// [`discard`](Self::discard) says that there is no guest any more.
-pub struct PausedArrival<'a, V: IncomingVm + ?Sized> {
+pub struct PostcopyPaused<'a, V: IncomingVm + ?Sized> {
     vm: &'a V,
     live: Box<PostcopyVm<'a>>,
     control: Control,
     why: MigrateError,
 }
 
-impl<V: IncomingVm + ?Sized> std::fmt::Debug for PausedArrival<'_, V> {
+impl<V: IncomingVm + ?Sized> std::fmt::Debug for PostcopyPaused<'_, V> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PausedArrival").field("why", &self.why).finish_non_exhaustive()
+        f.debug_struct("PostcopyPaused").field("why", &self.why).finish_non_exhaustive()
     }
 }
 
-impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
+impl<'a, V: IncomingVm + ?Sized> PostcopyPaused<'a, V> {
     pub(super) fn new(vm: &'a V, live: Box<PostcopyVm<'a>>, control: &Control, why: MigrateError) -> Self {
         Self { vm, live, control: control.clone(), why }
     }
@@ -54,7 +54,7 @@ impl<'a, V: IncomingVm + ?Sized> PausedArrival<'a, V> {
 
     /// Goes on over a new connection, on which the source asks what has come. `accept`: as in
     /// [`with_preempt`](crate::LiveDestination::with_preempt).
-    pub fn recover(self, channel: Channel, accept: Option<AcceptPreempt<'_>>) -> ArrivalOutcome<'a, V> {
+    pub fn recover(self, channel: Channel, accept: Option<AcceptPreempt<'_>>) -> IncomingOutcome<'a, V> {
         let Self { vm, mut live, control, .. } = self;
         live.recoveries += 1;
         let channel = Arc::new(channel);
@@ -87,7 +87,7 @@ fn negotiate(
     control: &Control,
     listener: Option<PreemptListener>,
 ) -> Result<(Records, Option<Arc<Channel>>), MigrateError> {
-    channel.set_timeouts(live.patience, live.patience)?;
+    channel.set_timeouts(live.answer_timeout, live.answer_timeout)?;
     let decoder = Decoder::for_recovery(&live.start.blocks, live.start.section_id)?;
     let mut records = Records::new(Arc::clone(channel), decoder, &[]);
     let say = |message: ReturnMessage| -> Result<(), MigrateError> {
@@ -105,7 +105,7 @@ fn negotiate(
             }
             Event::Command(Command::Ping(token)) => say(ReturnMessage::Pong(token))?,
             Event::Command(Command::PostcopyResume) => {
-                let preempt = listener.map(|listener| listener.take(control, live.patience)).transpose()?;
+                let preempt = listener.map(|listener| listener.take(control, live.answer_timeout)).transpose()?;
                 live.requests.reconnect(Arc::clone(channel), &ReturnMessage::ResumeAck(1))?;
                 return Ok((records, preempt));
             }

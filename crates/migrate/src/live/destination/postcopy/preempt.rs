@@ -53,13 +53,18 @@ impl PreemptListener {
     }
 
     /// Waits until the channel is there; not for ever, if the source has a limit.
-    pub(super) fn take(self, control: &Control, patience: Option<Duration>) -> Result<Arc<Channel>, MigrateError> {
+    pub(super) fn take(
+        self,
+        control: &Control,
+        answer_timeout: Option<Duration>,
+    ) -> Result<Arc<Channel>, MigrateError> {
         let begun = Instant::now();
         let channel = loop {
             control.check()?;
             match self.came.recv_timeout(TICK) {
                 Ok(came) => break Arc::new(came?),
-                Err(RecvTimeoutError::Timeout) if patience.is_none_or(|patience| begun.elapsed() < patience) => {}
+                Err(RecvTimeoutError::Timeout)
+                    if answer_timeout.is_none_or(|answer_timeout| begun.elapsed() < answer_timeout) => {}
                 Err(RecvTimeoutError::Timeout) => {
                     let why = "the source has not connected its channel for requested pages (postcopy-preempt)";
                     return Err(MigrateError::Protocol(why.into()));

@@ -146,15 +146,15 @@ impl Requests {
         waiting.pages.values().map(|(_, since)| since.elapsed()).max().unwrap_or_default()
     }
 
-    /// Waits until no request is in flight, or `over`, or one has waited longer than `patience`: whether none is in flight.
-    pub(super) fn wait_until_answered(&self, patience: Option<Duration>, over: impl Fn() -> bool) -> bool {
+    /// Waits until no request is in flight, or `over`, or one has waited longer than `answer_timeout`: whether none is in flight.
+    pub(super) fn wait_until_answered(&self, answer_timeout: Option<Duration>, over: impl Fn() -> bool) -> bool {
         let mut waiting = self.waiting();
         loop {
             if waiting.pages.is_empty() {
                 return true;
             }
             let longest = waiting.pages.values().map(|(_, since)| since.elapsed()).max().unwrap_or_default();
-            if over() || patience.is_some_and(|patience| longest > patience) {
+            if over() || answer_timeout.is_some_and(|answer_timeout| longest > answer_timeout) {
                 return false;
             }
             let slice = Duration::from_millis(20);
@@ -184,7 +184,7 @@ mod tests {
     use super::*;
     use crate::live::SharedMemory;
     use crate::live::destination::ram::GuestRam;
-    use crate::pages::StreamStart;
+    use crate::pages::StreamSetup;
 
     fn heard(channel: &Channel) -> Vec<ReturnMessage> {
         channel.set_timeouts(Some(Duration::from_millis(20)), None).unwrap();
@@ -210,7 +210,7 @@ mod tests {
         let blocks = ["ram", "vga"].map(|name| BlockOptions::anonymous(name, 16 * 4096).map().unwrap());
         let memory = GuestMemory::new(blocks.into()).unwrap();
         let ram = GuestRam::new(false, false);
-        let start = StreamStart {
+        let start = StreamSetup {
             configuration: limosa_stream::Configuration::new("demo"),
             section_id: 2,
             blocks: ["ram", "vga"].map(|name| limosa_stream::RamBlock::new(name, 16 * 4096)).into(),
@@ -252,7 +252,7 @@ mod tests {
         let blocks = vec![BlockOptions::anonymous("ram", PAGES * 4096).map().unwrap()];
         let memory = GuestMemory::new(blocks).unwrap();
         let ram = GuestRam::new(false, false);
-        let start = StreamStart {
+        let start = StreamSetup {
             configuration: limosa_stream::Configuration::new("demo"),
             section_id: 2,
             blocks: vec![limosa_stream::RamBlock::new("ram", PAGES * 4096)],

@@ -4,7 +4,7 @@
 //! guest is asked, so whatever the guest writes behind a hint is told by the next reading. What an earlier reading has told
 //! may have been written behind a hint that is still on its way: a guest that needs memory takes back what it called free
 //! without a word (Linux's balloon does, when its memory is short). So [`close`](Hints::close) comes before every reading, and a
-//! list that was closed says nothing any more, however late ([`Windows`]).
+//! list that was closed says nothing any more, however late ([`DirtyPageQueue`]).
 //!
 //! No thread waits: neither the guest's for the engine nor a channel's for the list. What comes when a page has been handed
 //! out already comes too late for this page, which is sent: a hint saves work and promises nothing.
@@ -22,7 +22,7 @@ use limosa_memory::{FreePageSink, FreePages, GuestLayout};
 
 use super::stats::HintStats;
 use crate::progress::Progress;
-use crate::source::windows::Windows;
+use crate::source::dirty_page_queue::DirtyPageQueue;
 
 /// The device that is asked for free pages, and what it has said so far.
 pub(super) struct Hints {
@@ -34,7 +34,7 @@ pub(super) struct Hints {
 
 /// What a list goes to.
 struct HintState {
-    windows: Arc<Windows>,
+    queue: Arc<DirtyPageQueue>,
     layout: GuestLayout,
     progress: Progress,
     ranges: AtomicU64,
@@ -63,12 +63,12 @@ struct List {
 impl Hints {
     pub(super) fn new(
         from: Arc<dyn FreePages>,
-        windows: Arc<Windows>,
+        queue: Arc<DirtyPageQueue>,
         layout: GuestLayout,
         progress: Progress,
     ) -> Self {
         let state = HintState {
-            windows,
+            queue,
             layout,
             progress,
             ranges: AtomicU64::new(0),
@@ -80,10 +80,10 @@ impl Hints {
         Self { from, state: Arc::new(state), asked: false }
     }
 
-    /// Asks the guest. The log is on, and the pages of the round are in the windows. A guest that cannot be asked is left alone:
+    /// Asks the guest. The log is on, and the pages of the round are in the queue. A guest that cannot be asked is left alone:
     /// hints are only hints.
     pub(super) fn ask(&mut self) {
-        let number = self.state.windows.open_list();
+        let number = self.state.queue.open_list();
         let mut lists = self.state.lock();
         (lists.number, lists.asked, lists.over) = (number, Some(Instant::now()), false);
         lists.stats.lists = lists.stats.lists.saturating_add(1);
@@ -110,7 +110,7 @@ impl Hints {
 
     /// The dirty log is about to be read: what was not reported until now is ignored.
     pub(super) fn close(&self) {
-        self.state.windows.close_lists();
+        self.state.queue.close_lists();
         self.state.lock().over = true;
         if self.asked {
             self.from.stop();
@@ -154,7 +154,7 @@ impl FreePageSink for List {
         let state = &*self.state;
         let (mut found, mut taken) = (false, 0);
         for (block, pages) in state.layout.pages_within(range) {
-            let Some(count) = state.windows.take_out(self.number, block, pages) else {
+            let Some(count) = state.queue.take_out(self.number, block, pages) else {
                 state.late.fetch_add(1, Relaxed);
                 return;
             };

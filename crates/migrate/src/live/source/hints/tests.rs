@@ -95,7 +95,7 @@ struct Model<'v> {
     guard: Owned<'v, Vm>,
     vm: &'v Vm,
     marker: SoftwareDirtyBitmap,
-    windows: Arc<Windows>,
+    queue: Arc<DirtyPageQueue>,
     device: Arc<Device>,
     owner: Vec<Owner>,
     /// How often a page was written, at the source, and as it is at the destination.
@@ -112,8 +112,8 @@ impl<'v> Model<'v> {
         let log = SoftwareDirtyLog::new(&vm.0, Writers::VCPUS);
         let marker = log.bitmap();
         let logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)]).unwrap();
-        let (windows, device) = (Arc::<Windows>::default(), Arc::<Device>::default());
-        let hints = Hints::new(Arc::clone(&device) as _, Arc::clone(&windows), vm.memory().layout(), Progress::new());
+        let (queue, device) = (Arc::<DirtyPageQueue>::default(), Arc::<Device>::default());
+        let hints = Hints::new(Arc::clone(&device) as _, Arc::clone(&queue), vm.memory().layout(), Progress::new());
         let mut guard = Owned::new(vm, logs, Vec::new()).with_hints(Some(hints));
         guard.start_logs().unwrap();
         let pages = usize::try_from(PAGES).unwrap();
@@ -122,7 +122,7 @@ impl<'v> Model<'v> {
             guard,
             vm,
             marker,
-            windows,
+            queue,
             device,
             owner: (0..pages).map(|page| if page % 3 == 0 { Owner::Free } else { Owner::Guest }).collect(),
             here: vec![1; pages],
@@ -130,7 +130,7 @@ impl<'v> Model<'v> {
             list: 0,
             under_way: Vec::new(),
         };
-        model.windows.start(vec![PageBitmap::full(PAGES)]);
+        model.queue.start(vec![PageBitmap::full(PAGES)]);
         model.guard.ask_for_free_pages().unwrap();
         model
     }
@@ -178,7 +178,7 @@ impl<'v> Model<'v> {
     /// Sends so many pages; whether there were any.
     fn send(&mut self, most: u64) -> bool {
         let mut runs = Vec::new();
-        let found = self.windows.claim_pages(&mut runs, most.max(1)).is_some();
+        let found = self.queue.claim_pages(&mut runs, most.max(1)).is_some();
         for page in runs.iter().flat_map(PageRange::iter) {
             let page = usize::try_from(page.0).unwrap();
             self.there[page] = self.here[page];
@@ -191,9 +191,9 @@ impl<'v> Model<'v> {
         let mut dirty = DirtyPages::new(&self.vm.0);
         self.guard.fetch(&mut dirty).unwrap();
         if self.rule == Rule::NotClosed {
-            self.windows.stay_open();
+            self.queue.stay_open();
         }
-        self.windows.start(dirty.blocks().to_vec());
+        self.queue.start(dirty.blocks().to_vec());
         if asks {
             self.guard.ask_for_free_pages().unwrap();
         }
@@ -244,22 +244,22 @@ fn the_model_loses_writes_as_soon_as_the_rule_is_taken_out() {
     }
 }
 
-fn hints(device: &Arc<Device>, windows: &Arc<Windows>) -> Hints {
-    Hints::new(Arc::clone(device) as _, Arc::clone(windows), Vm::new().memory().layout(), Progress::new())
+fn hints(device: &Arc<Device>, queue: &Arc<DirtyPageQueue>) -> Hints {
+    Hints::new(Arc::clone(device) as _, Arc::clone(queue), Vm::new().memory().layout(), Progress::new())
 }
 
 #[test]
 fn the_guest_gets_its_pages_back_once_on_every_way_out() {
-    let (device, windows) = (Arc::<Device>::default(), Arc::<Windows>::default());
-    drop(hints(&device, &windows));
+    let (device, queue) = (Arc::<Device>::default(), Arc::<DirtyPageQueue>::default());
+    drop(hints(&device, &queue));
     assert_eq!(device.done.load(Relaxed), 0, "it was never asked");
-    let mut asked = hints(&device, &windows);
+    let mut asked = hints(&device, &queue);
     asked.ask();
     asked.end();
     drop(asked);
     assert_eq!(device.done.load(Relaxed), 1);
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        let mut asked = hints(&device, &windows);
+        let mut asked = hints(&device, &queue);
         asked.ask();
         std::panic::resume_unwind(Box::new(()));
     }));
@@ -269,8 +269,8 @@ fn the_guest_gets_its_pages_back_once_on_every_way_out() {
 
 #[test]
 fn a_list_is_waited_for_until_it_is_complete_and_a_guest_that_cannot_be_asked_is_not() {
-    let (device, windows) = (Arc::<Device>::default(), Arc::<Windows>::default());
-    let mut asked = hints(&device, &windows);
+    let (device, queue) = (Arc::<Device>::default(), Arc::<DirtyPageQueue>::default());
+    let mut asked = hints(&device, &queue);
     asked.ask();
     let (now, tick) = (Instant::now(), Duration::from_millis(1));
     assert!(asked.wait(Some(now + Duration::from_secs(3600)), tick));
@@ -287,7 +287,7 @@ fn a_list_is_waited_for_until_it_is_complete_and_a_guest_that_cannot_be_asked_is
     assert!(list_took.is_some());
 
     let deaf = Arc::new(Device { deaf: true, ..Device::default() });
-    let mut asked = hints(&deaf, &windows);
+    let mut asked = hints(&deaf, &queue);
     asked.ask();
     assert!(!asked.wait(Some(now + Duration::from_secs(3600)), tick));
     assert_eq!(asked.stats().refused.as_deref(), Some("the guest does not report its free pages: it has no driver"));
@@ -295,24 +295,24 @@ fn a_list_is_waited_for_until_it_is_complete_and_a_guest_that_cannot_be_asked_is
 
 #[test]
 fn what_is_no_memory_is_counted_and_passed_over() {
-    let (device, windows) = (Arc::<Device>::default(), Arc::<Windows>::default());
-    windows.remember_free(vec![PageBitmap::new(PAGES)]);
-    windows.start(vec![PageBitmap::full(PAGES)]);
-    let mut asked = hints(&device, &windows);
+    let (device, queue) = (Arc::<Device>::default(), Arc::<DirtyPageQueue>::default());
+    queue.remember_free(vec![PageBitmap::new(PAGES)]);
+    queue.start(vec![PageBitmap::full(PAGES)]);
+    let mut asked = hints(&device, &queue);
     asked.ask();
     let list = Arc::clone(&device.lists.lock().unwrap()[0]);
     let nowhere = [(0, 0), (1, 4096), (u64::MAX - 4096, u64::MAX), (PAGES * 4096, u64::MAX), (8192, 0), (4096, 8191)];
     for (start, end) in nowhere {
         list.free(start..end);
     }
-    assert_eq!((windows.taken(), asked.stats().outside, asked.stats().ranges), (0, 6, 0));
+    assert_eq!((queue.taken(), asked.stats().outside, asked.stats().ranges), (0, 6, 0));
     // Overlapping ones count once.
     list.free(8192..5 * 4096);
     list.free(0..6 * 4096);
-    assert_eq!((windows.taken(), asked.stats().ranges), (6, 2));
+    assert_eq!((queue.taken(), asked.stats().ranges), (6, 2));
     asked.close();
     list.free(0..u64::MAX);
-    assert_eq!((windows.taken(), asked.stats().late), (6, 1));
-    let free: Vec<_> = windows.take_free()[0].runs().collect();
+    assert_eq!((queue.taken(), asked.stats().late), (6, 1));
+    let free: Vec<_> = queue.take_free()[0].runs().collect();
     assert_eq!(free, [PageRange::first(6)]);
 }

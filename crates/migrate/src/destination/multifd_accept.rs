@@ -34,7 +34,7 @@ const AGAIN_AFTER: Duration = Duration::from_millis(5);
 
 /// Which channels are expected, and how they are told apart.
 #[derive(Debug, Clone)]
-pub struct GatheringOptions {
+pub struct MultifdAcceptOptions {
     /// Multifd channels: QEMU's `multifd-channels`.
     pub channels: u8,
     /// How long they may take to connect, all together.
@@ -45,7 +45,7 @@ pub struct GatheringOptions {
 
 /// All channels of one migration.
 #[derive(Debug)]
-pub struct ChannelSet {
+pub struct MultifdChannels {
     /// The main channel; nothing has been read from it.
     pub main: Channel,
     /// The others by their number; their initial packets have been read.
@@ -56,9 +56,9 @@ pub struct ChannelSet {
 type Tell<'a> = Box<dyn FnMut(&MigrateError) + 'a>;
 
 /// Accepts connections until all channels are there.
-pub struct Gathering<'a> {
+pub struct MultifdAccept<'a> {
     listener: &'a Listener,
-    options: GatheringOptions,
+    options: MultifdAcceptOptions,
     begun: Instant,
     main: Option<Channel>,
     pages: Vec<Option<Channel>>,
@@ -71,10 +71,10 @@ pub struct Gathering<'a> {
     tell: Option<Tell<'a>>,
 }
 
-impl fmt::Debug for Gathering<'_> {
+impl fmt::Debug for MultifdAccept<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let fields = (&self.options, &self.main, &self.pages, &self.row, self.turned_away, &self.why);
-        f.debug_tuple("Gathering").field(&fields).finish()
+        f.debug_tuple("MultifdAccept").field(&fields).finish()
     }
 }
 
@@ -97,9 +97,9 @@ enum Found {
     Refused(MigrateError),
 }
 
-impl<'a> Gathering<'a> {
+impl<'a> MultifdAccept<'a> {
     /// Begins to wait on `listener`; the time runs from here.
-    pub fn new(listener: &'a Listener, options: GatheringOptions) -> Self {
+    pub fn new(listener: &'a Listener, options: MultifdAcceptOptions) -> Self {
         let pages = (0..options.channels).map(|_| None).collect();
         let (main, uuid, row) = (None, None, VecDeque::with_capacity(ROW));
         let (begun, turned_away, why, tell) = (Instant::now(), 0, None, None);
@@ -120,7 +120,7 @@ impl<'a> Gathering<'a> {
     /// # Errors
     /// They are not all there in time; a number that occurs twice or is not below the number of channels; channels of two
     /// VMs.
-    pub fn step(&mut self, wait: Duration) -> Result<Option<ChannelSet>, MigrateError> {
+    pub fn step(&mut self, wait: Duration) -> Result<Option<MultifdChannels>, MigrateError> {
         self.step_showing(wait, |_| {})
     }
 
@@ -132,14 +132,14 @@ impl<'a> Gathering<'a> {
         &mut self,
         wait: Duration,
         mut show: impl FnMut(&Channel),
-    ) -> Result<Option<ChannelSet>, MigrateError> {
+    ) -> Result<Option<MultifdChannels>, MigrateError> {
         let step = Instant::now();
         loop {
             self.accept(&mut show)?;
             self.look()?;
             if self.main.is_some() && self.pages.iter().all(Option::is_some) {
                 let pages = std::mem::take(&mut self.pages).into_iter().flatten().collect();
-                return Ok(self.main.take().map(|main| ChannelSet { main, pages }));
+                return Ok(self.main.take().map(|main| MultifdChannels { main, pages }));
             }
             let (rest, all) =
                 (wait.saturating_sub(step.elapsed()), self.options.within.saturating_sub(self.begun.elapsed()));

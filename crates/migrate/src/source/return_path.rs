@@ -47,7 +47,7 @@ const TLS_ALERT: [u8; 2] = [21, 3];
 
 /// The sorted return path.
 #[derive(Debug, Default)]
-pub(crate) struct Inbox {
+pub(crate) struct ReturnPath {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -59,11 +59,11 @@ pub(crate) enum Wake {
     Request(Request),
     /// Nothing is wanted.
     Idle,
-    /// The return path has ended: SHUT, end of stream or an error. See [`Inbox::outcome`].
+    /// The return path has ended: SHUT, end of stream or an error. See [`ReturnPath::outcome`].
     Ended,
 }
 
-impl Inbox {
+impl ReturnPath {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -124,8 +124,8 @@ impl Inbox {
         }
     }
 
-    /// Takes the next request, waiting for one for at most `patience`. It is counted in `taken` in the same moment.
-    pub(crate) fn next_request(&self, patience: Duration, taken: &AtomicU64) -> Wake {
+    /// Takes the next request, waiting for one for at most `answer_timeout`. It is counted in `taken` in the same moment.
+    pub(crate) fn next_request(&self, answer_timeout: Duration, taken: &AtomicU64) -> Wake {
         let begun = Instant::now();
         let mut state = self.lock();
         loop {
@@ -136,7 +136,7 @@ impl Inbox {
             if state.ended || state.finishing {
                 return Wake::Ended;
             }
-            let left = patience.saturating_sub(begun.elapsed());
+            let left = answer_timeout.saturating_sub(begun.elapsed());
             if left.is_zero() {
                 return Wake::Idle;
             }
@@ -145,8 +145,8 @@ impl Inbox {
     }
 
     /// As [`next_request`](Self::next_request), for the thread that ends the stream itself and need not count.
-    pub(crate) fn wait_request(&self, patience: Duration) -> Option<Request> {
-        match self.next_request(patience, &AtomicU64::new(0)) {
+    pub(crate) fn wait_request(&self, answer_timeout: Duration) -> Option<Request> {
+        match self.next_request(answer_timeout, &AtomicU64::new(0)) {
             Wake::Request(request) => Some(request),
             Wake::Idle | Wake::Ended => None,
         }
@@ -184,7 +184,7 @@ impl Inbox {
     fn wait_for<T>(
         &self,
         what: &'static str,
-        patience: Duration,
+        answer_timeout: Duration,
         mut take: impl FnMut(&mut State) -> Option<T>,
     ) -> Result<T, MigrateError> {
         let begun = Instant::now();
@@ -202,32 +202,32 @@ impl Inbox {
                     Some(status) => MigrateError::Refused { status },
                 });
             }
-            let left = patience.saturating_sub(begun.elapsed());
+            let left = answer_timeout.saturating_sub(begun.elapsed());
             if left.is_zero() {
-                return Err(MigrateError::Silent { what, waited: patience });
+                return Err(MigrateError::Silent { what, waited: answer_timeout });
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// Waits for the answer to a PING.
-    pub(crate) fn wait_pong(&self, token: u32, patience: Duration) -> Result<(), MigrateError> {
-        self.wait_for("a PING", patience, |state| bit(token).filter(|bit| state.pongs & bit != 0).map(drop))
+    pub(crate) fn wait_pong(&self, token: u32, answer_timeout: Duration) -> Result<(), MigrateError> {
+        self.wait_for("a PING", answer_timeout, |state| bit(token).filter(|bit| state.pongs & bit != 0).map(drop))
     }
 
     /// Waits for the bitmap of received pages of the block asked for last.
-    pub(crate) fn wait_bitmap(&self, patience: Duration) -> Result<(String, Vec<u8>), MigrateError> {
-        self.wait_for("the bitmap of received pages", patience, |state| state.bitmap.take())
+    pub(crate) fn wait_bitmap(&self, answer_timeout: Duration) -> Result<(String, Vec<u8>), MigrateError> {
+        self.wait_for("the bitmap of received pages", answer_timeout, |state| state.bitmap.take())
     }
 
     /// Waits for the destination to agree to go on after a recovery.
-    pub(crate) fn wait_resume_ack(&self, patience: Duration) -> Result<(), MigrateError> {
-        self.wait_for("the resumption", patience, |state| state.resume_ack.then_some(()))
+    pub(crate) fn wait_resume_ack(&self, answer_timeout: Duration) -> Result<(), MigrateError> {
+        self.wait_for("the resumption", answer_timeout, |state| state.resume_ack.then_some(()))
     }
 
     /// Waits for the destination's confirmation; `Ok` if it is that all went well.
-    pub(crate) fn wait_shut(&self, patience: Duration) -> Result<(), MigrateError> {
-        match self.wait_for("the end of the stream", patience, |state| state.shut)? {
+    pub(crate) fn wait_shut(&self, answer_timeout: Duration) -> Result<(), MigrateError> {
+        match self.wait_for("the end of the stream", answer_timeout, |state| state.shut)? {
             0 => Ok(()),
             status => Err(MigrateError::Refused { status }),
         }

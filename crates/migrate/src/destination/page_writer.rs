@@ -4,12 +4,12 @@
 //! another carries the orders out while the next buffer fills. So the kernel's two copies, out of the socket and into the
 //! file, run side by side. Measured, that is the fastest of the ways to land pages (docs/benchmarks, landing).
 //!
-//! Each reading thread has its own buffers and a [`Handoff`], so that one that is held up holds up no other. The law: orders
+//! Each reading thread has its own buffers and a [`WriterHandle`], so that one that is held up holds up no other. The law: orders
 //! are carried out in the order in which their buffers were handed over, from whichever thread, because the last word about a
 //! page counts.
 //!
 //! A sink that is [memory](PageMemory) has no such thread: every reader carries out its own orders, before its buffer fills
-//! again and before each join point. A page of the main channel goes through the buffer there too, because the eight bytes
+//! again and before each synchronization point. A page of the main channel goes through the buffer there too, because the eight bytes
 //! between two pages say where the second one belongs: they would have to be read by a call of their own, and a call for
 //! each page costs more than copying it out of a buffer that is in the cache.
 
@@ -23,15 +23,15 @@ use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, broken, invariant
 use limosa_stream::xbzrle;
 
 use crate::error::MigrateError;
-use crate::pages::{PageError, PageMemory, PageSink, StreamStart};
+use crate::pages::{PageError, PageMemory, PageSink, StreamSetup};
 use crate::progress::{Moved, Progress};
 
 /// Buffers of a reading thread: one fills, one is emptied, one is ready for whichever is done first.
 const BUFFERS: usize = 3;
 
 #[derive(Debug)]
-enum Order {
-    /// So many consecutive pages; where each lies in the buffer is the next of [`Orders::places`].
+enum PageWrite {
+    /// So many consecutive pages; where each lies in the buffer is the next of [`PageWrites::places`].
     Pages { block: usize, first: PageNumber, count: usize },
     /// A device section that comes before the pages.
     EarlySection(Vec<u8>),
@@ -43,42 +43,42 @@ enum Order {
 
 /// What is to become of a buffer's records.
 #[derive(Debug, Default)]
-pub(super) struct Orders {
-    list: Vec<Order>,
+pub(super) struct PageWrites {
+    list: Vec<PageWrite>,
     places: Vec<usize>,
 }
 
-impl Orders {
+impl PageWrites {
     /// A page whose contents begin at `place` in the buffer.
     pub(super) fn page(&mut self, block: usize, page: PageNumber, place: usize) {
         self.places.push(place);
-        if let Some(Order::Pages { block: same, first, count }) = self.list.last_mut()
+        if let Some(PageWrite::Pages { block: same, first, count }) = self.list.last_mut()
             && *same == block
             && u64::try_from(*count).is_ok_and(|count| first.0 + count == page.0)
         {
             *count += 1;
         } else {
-            self.list.push(Order::Pages { block, first: page, count: 1 });
+            self.list.push(PageWrite::Pages { block, first: page, count: 1 });
         }
     }
 
     /// A device section that comes before the pages.
     pub(super) fn early_section(&mut self, section: Vec<u8>) {
-        self.list.push(Order::EarlySection(section));
+        self.list.push(PageWrite::EarlySection(section));
     }
 
     /// A page that is zero.
     pub(super) fn zero(&mut self, block: usize, page: PageNumber) {
         let next = PageNumber(page.0 + 1);
         match self.list.last_mut() {
-            Some(Order::Zero { block: same, pages }) if *same == block && pages.end == page => pages.end = next,
-            _ => self.list.push(Order::Zero { block, pages: PageRange::new(page, next) }),
+            Some(PageWrite::Zero { block: same, pages }) if *same == block && pages.end == page => pages.end = next,
+            _ => self.list.push(PageWrite::Zero { block, pages: PageRange::new(page, next) }),
         }
     }
 
     /// A page that changes: the delta lies at `place` in the buffer and is at `offset` in the stream.
     pub(super) fn delta(&mut self, block: usize, page: PageNumber, place: Range<usize>, offset: u64) {
-        self.list.push(Order::Delta { block, page, place, offset });
+        self.list.push(PageWrite::Delta { block, page, place, offset });
     }
 
     pub(super) fn len(&self) -> usize {
@@ -95,12 +95,12 @@ impl Orders {
         let mut slices = Vec::new();
         for order in self.list.drain(..) {
             match order {
-                Order::Zero { block, pages } => {
+                PageWrite::Zero { block, pages } => {
                     batch.resent += target.put_zero(block, pages).map_err(MigrateError::Sink)?;
                     batch.zero += pages.len();
                 }
-                Order::EarlySection(section) => target.put_early_sections(&section).map_err(MigrateError::Sink)?,
-                Order::Pages { block, first, count } => {
+                PageWrite::EarlySection(section) => target.put_early_sections(&section).map_err(MigrateError::Sink)?,
+                PageWrite::Pages { block, first, count } => {
                     slices.clear();
                     for &place in places.by_ref().take(count) {
                         let page = bytes.get(place..place + PAGE_LEN);
@@ -111,7 +111,7 @@ impl Orders {
                     batch.resent += target.put_pages(block, first, &slices).map_err(MigrateError::Sink)?;
                     batch.normal += to_u64(count);
                 }
-                Order::Delta { block, page, place, offset } => {
+                PageWrite::Delta { block, page, place, offset } => {
                     let mut contents = [0; PAGE_LEN];
                     target.read_back(block, page, &mut contents).map_err(MigrateError::Sink)?;
                     let delta = bytes.get(place).ok_or_else(|| broken("a delta is in the buffer it arrived in"))?;
@@ -216,13 +216,13 @@ impl<'a> PageCounts<'a> {
 }
 
 /// A buffer and what is to become of it.
-pub(super) type Filled = (Box<[u8]>, Orders);
+pub(super) type Filled = (Box<[u8]>, PageWrites);
 
 /// A buffer on its way, and the way back.
 #[derive(Debug)]
-pub(super) struct Delivery {
+pub(super) struct FullBuffer {
     filled: Filled,
-    home: Sender<Delivery>,
+    home: Sender<FullBuffer>,
 }
 
 /// Memory that pages are read straight into, and where they are counted.
@@ -233,33 +233,33 @@ pub(super) struct DirectMemory<'a> {
 }
 
 /// What one reading thread does with what it has read.
-pub(super) enum Handoff<'a> {
-    /// Gives it to the landing thread.
+pub(super) enum WriterHandle<'a> {
+    /// Gives it to the writer thread.
     Handed {
-        queue: Sender<Delivery>,
-        emptied: Receiver<Delivery>,
+        queue: Sender<FullBuffer>,
+        emptied: Receiver<FullBuffer>,
         /// The way back for the buffer that is in the reader's hands. A buffer that is away has it with it: when the last of
         /// them is lost with the thread that empties them, waiting for one ends.
-        home: Option<Sender<Delivery>>,
+        home: Option<Sender<FullBuffer>>,
     },
     /// Carries it out.
     Placed(DirectMemory<'a>),
 }
 
-impl<'a> Handoff<'a> {
+impl<'a> WriterHandle<'a> {
     /// Gives a full buffer away and gets an empty one.
     ///
     /// # Errors
-    /// What memory failed with; if the landing thread has failed, that it has: [`Landing::finish`] says why.
+    /// What memory failed with; if the writer thread has failed, that it has: [`PageWriter::finish`] says why.
     pub(super) fn exchange(&mut self, filled: Filled) -> Result<Filled, MigrateError> {
         match self {
             Self::Handed { queue, emptied, home } => {
                 let gone = || MigrateError::Protocol("pages cannot be stored any more".into());
                 let empty = home.take().and_then(|home| {
-                    queue.send(Delivery { filled, home }).ok()?;
+                    queue.send(FullBuffer { filled, home }).ok()?;
                     emptied.recv().ok()
                 });
-                let Delivery { filled, home: way } = empty.ok_or_else(gone)?;
+                let FullBuffer { filled, home: way } = empty.ok_or_else(gone)?;
                 *home = Some(way);
                 Ok(filled)
             }
@@ -283,19 +283,19 @@ impl<'a> Handoff<'a> {
 }
 
 /// Where everything that was read goes.
-pub(super) enum Landing<'scope> {
+pub(super) enum PageWriter<'scope> {
     /// To the thread that empties buffers.
-    Thread { queue: Sender<Delivery>, thread: ScopedJoinHandle<'scope, Result<(), MigrateError>> },
+    Thread { queue: Sender<FullBuffer>, thread: ScopedJoinHandle<'scope, Result<(), MigrateError>> },
     /// To memory, by the thread that has read it.
     Memory(DirectMemory<'scope>),
 }
 
-impl<'scope> Landing<'scope> {
+impl<'scope> PageWriter<'scope> {
     /// Starts the thread over `sink`, which has accepted the layout; none if it is memory.
     pub(super) fn start<S: PageSink + Send + ?Sized>(
         scope: &'scope Scope<'scope, '_>,
         sink: &'scope mut S,
-        start: &StreamStart,
+        start: &StreamSetup,
         counts: &'scope PageCounts<'scope>,
     ) -> Result<Self, MigrateError> {
         if sink.memory().is_some() {
@@ -306,14 +306,14 @@ impl<'scope> Landing<'scope> {
         let seen = start.blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
         let mut target = SinkTarget { sink, seen };
         // Not bounded by itself: the number of buffers bounds it.
-        let (queue, to_empty) = channel::<Delivery>();
+        let (queue, to_empty) = channel::<FullBuffer>();
         let thread = Builder::new().name("land".into()).spawn_scoped(scope, move || {
-            for Delivery { filled: (bytes, mut orders), home } in to_empty {
+            for FullBuffer { filled: (bytes, mut orders), home } in to_empty {
                 let mut batch = Moved::default();
                 orders.carry_out(&bytes, &mut target, &mut batch)?;
                 counts.count(batch);
                 // Its reader takes none back once it has given its last buffer away; there may be others to empty all the same.
-                let _ = home.send(Delivery { filled: (bytes, orders), home: home.clone() });
+                let _ = home.send(FullBuffer { filled: (bytes, orders), home: home.clone() });
             }
             Ok(())
         });
@@ -321,18 +321,18 @@ impl<'scope> Landing<'scope> {
         Ok(Self::Thread { queue, thread })
     }
 
-    /// The handoff of another reader, with empty buffers of `length` bytes in addition to the one that the reader has.
-    pub(super) fn handoff(&self, length: usize) -> Handoff<'scope> {
+    /// The handle of another reader, with empty buffers of `length` bytes in addition to the one that the reader has.
+    pub(super) fn handle(&self, length: usize) -> WriterHandle<'scope> {
         match self {
             Self::Thread { queue, .. } => {
                 let (home, emptied) = channel();
                 for _ in 1..BUFFERS {
-                    let filled = (vec![0; length].into_boxed_slice(), Orders::default());
-                    let _ = home.send(Delivery { filled, home: home.clone() });
+                    let filled = (vec![0; length].into_boxed_slice(), PageWrites::default());
+                    let _ = home.send(FullBuffer { filled, home: home.clone() });
                 }
-                Handoff::Handed { queue: queue.clone(), emptied, home: Some(home) }
+                WriterHandle::Handed { queue: queue.clone(), emptied, home: Some(home) }
             }
-            Self::Memory(direct) => Handoff::Placed(*direct),
+            Self::Memory(direct) => WriterHandle::Placed(*direct),
         }
     }
 

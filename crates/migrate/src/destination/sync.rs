@@ -1,7 +1,7 @@
-//! The join points of multifd: where the channels wait for each other.
+//! The synchronization points of multifd: where the channels wait for each other.
 //!
 //! The law: what a channel brought before its SYNC packet has been handed over before the main channel passes the join
-//! point, and nothing behind the SYNC packet is read before. Between two join points a page travels on one channel only,
+//! point, and nothing behind the SYNC packet is read before. Between two synchronization points a page travels on one channel only,
 //! so no other order is needed.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -26,16 +26,16 @@ struct State {
 
 /// Where the threads of all channels meet.
 #[derive(Debug)]
-pub(super) struct JoinPoint {
+pub(super) struct MultifdSync {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// The join point will not be passed any more: it is over, or a channel has failed.
+/// The synchronization point will not be passed any more: it is over, or a channel has failed.
 #[derive(Debug)]
 pub(super) struct Over;
 
-impl JoinPoint {
+impl MultifdSync {
     pub(super) fn new(channels: usize) -> Self {
         let state = State { channels: vec![(0, false); channels], ..State::default() };
         Self { state: Mutex::new(state), changed: Condvar::new() }
@@ -49,7 +49,7 @@ impl JoinPoint {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The channel has come to a SYNC packet: waits until the main channel passes the join point.
+    /// The channel has come to a SYNC packet: waits until the main channel passes the synchronization point.
     pub(super) fn arrive(&self, channel: usize) -> Result<(), Over> {
         let mut state = self.lock();
         let Some((arrived, _)) = state.channels.get_mut(channel) else { return Err(Over) };
@@ -71,7 +71,7 @@ impl JoinPoint {
         self.changed.notify_all();
     }
 
-    /// The main channel has come to a join point: waits until every channel has, and lets them go on.
+    /// The main channel has come to a synchronization point: waits until every channel has, and lets them go on.
     pub(super) fn pass(&self) -> Result<(), MigrateError> {
         let mut state = self.lock();
         state.awaited = Some(Instant::now());
@@ -116,12 +116,12 @@ impl JoinPoint {
         self.changed.notify_all();
     }
 
-    /// Whether no more join points come.
+    /// Whether no more synchronization points come.
     pub(super) fn is_over(&self) -> bool {
         self.lock().over
     }
 
-    /// No more join points come.
+    /// No more synchronization points come.
     pub(super) fn end(&self) {
         self.lock().over = true;
         self.changed.notify_all();

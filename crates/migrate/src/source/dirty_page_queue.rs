@@ -17,7 +17,7 @@ pub(crate) const WINDOW_PAGES: u64 = 256;
 
 /// The pages to send, of all blocks, cut into windows.
 #[derive(Debug, Default)]
-pub(crate) struct Windows {
+pub(crate) struct DirtyPageQueue {
     state: Mutex<State>,
 }
 
@@ -39,13 +39,13 @@ struct State {
     free: Vec<PageBitmap>,
 }
 
-impl Windows {
-    /// Windows of these pages, one bitmap a block.
+impl DirtyPageQueue {
+    /// A queue of these pages, one bitmap a block.
     #[cfg(test)]
     pub(crate) fn new(pages: Vec<PageBitmap>) -> Self {
-        let windows = Self::default();
-        windows.start(pages);
-        windows
+        let queue = Self::default();
+        queue.start(pages);
+        queue
     }
 
     /// Hands these out from now on, from the beginning.
@@ -221,11 +221,11 @@ mod tests {
 
     #[test]
     fn every_page_is_handed_out_once_over_all_threads() {
-        let windows = Windows::new(blocks());
+        let queue = DirtyPageQueue::new(blocks());
         let claimed = thread::scope(|scope| {
             let thread = || {
                 let (mut runs, mut all) = (Vec::new(), Vec::new());
-                while let Some(block) = windows.claim(&mut runs) {
+                while let Some(block) = queue.claim(&mut runs) {
                     assert!(!runs.is_empty());
                     assert!(runs.iter().all(|run| run.start.0 / 256 == (run.end.0 - 1) / 256), "{runs:?}");
                     all.extend(runs.iter().map(|run| (block, *run)));
@@ -245,10 +245,10 @@ mod tests {
     #[test]
     fn a_single_sender_gets_as_many_pages_at_a_time_as_it_takes_wherever_they_lie() {
         let all = vec![bitmap(0, |_| true), bitmap(100_000, |page| page % 100 == 0), bitmap(1300, |page| page != 700)];
-        let windows = Windows::new(all.clone());
+        let queue = DirtyPageQueue::new(all.clone());
         let (mut runs, mut claims) = (Vec::new(), Vec::new());
         let mut found: Vec<_> = all.iter().map(|bitmap| PageBitmap::new(bitmap.len())).collect();
-        while let Some(block) = windows.claim_pages(&mut runs, 512) {
+        while let Some(block) = queue.claim_pages(&mut runs, 512) {
             claims.push((block, runs.iter().map(PageRange::len).sum::<u64>()));
             for page in runs.iter().flat_map(PageRange::iter) {
                 assert!(!found[block].set(page), "page {page} of block {block} twice");
@@ -261,14 +261,14 @@ mod tests {
     #[test]
     fn pages_that_are_handed_out_twice_or_never_are_noticed() {
         let mut runs = Vec::new();
-        let claimed_twice = Windows::new(blocks());
+        let claimed_twice = DirtyPageQueue::new(blocks());
         while claimed_twice.claim(&mut runs).is_some() {}
         claimed_twice.check_spent().unwrap();
         (claimed_twice.lock().block, claimed_twice.lock().page) = (0, PageNumber(0));
         claimed_twice.claim(&mut runs).unwrap();
         assert!(is_noticed(|| claimed_twice.check_spent()));
         assert!(is_noticed(|| claimed_twice.take_rest()));
-        let left_behind = Windows::new(blocks());
+        let left_behind = DirtyPageQueue::new(blocks());
         left_behind.claim(&mut runs).unwrap();
         assert!(is_noticed(|| left_behind.check_spent()));
     }
@@ -278,18 +278,18 @@ mod tests {
         for (claims, most) in
             [0, 1, 5, 39, 40, 41, 42, 100].into_iter().flat_map(|claims| [(claims, None), (claims, Some(300))])
         {
-            let windows = Windows::new(blocks());
+            let queue = DirtyPageQueue::new(blocks());
             let mut found: Vec<_> = blocks().iter().map(|bitmap| PageBitmap::new(bitmap.len())).collect();
             let mut runs = Vec::new();
             let claim = |runs: &mut _| match most {
-                None => windows.claim(runs),
-                Some(most) => windows.claim_pages(runs, most),
+                None => queue.claim(runs),
+                Some(most) => queue.claim_pages(runs, most),
             };
             for _ in 0..claims {
                 let Some(block) = claim(&mut runs) else { break };
                 runs.iter().for_each(|run| found[block].set_range(*run));
             }
-            let rest = windows.take_rest().unwrap();
+            let rest = queue.take_rest().unwrap();
             assert_eq!(claim(&mut runs), None);
             for (block, (found, rest)) in found.iter_mut().zip(&rest).enumerate() {
                 assert!(rest.runs().all(|run| found.count_in(run) == 0), "block {block} after {claims}");

@@ -1,30 +1,30 @@
 //! How the arrival of a VM can end.
 
-use super::postcopy::{PausedArrival, PostcopyArrivalStats};
+use super::postcopy::{PostcopyIncomingStats, PostcopyPaused};
 use crate::destination::DestinationStats;
 use crate::error::MigrateError;
 use crate::live::{IncomingVm, VmError};
 
-/// What came of it. The VM runs here in [`Running`](Self::Running) and [`Paused`](Self::Paused).
+/// What came of it. The VM runs here in [`Running`](Self::Running) and [`PostcopyPaused`](Self::PostcopyPaused).
 #[must_use = "a VM may be waiting for a decision"]
-pub enum ArrivalOutcome<'a, V: IncomingVm + ?Sized> {
+pub enum IncomingOutcome<'a, V: IncomingVm + ?Sized> {
     /// The VM runs here.
-    Running(ArrivalStats),
+    Running(IncomingStats),
     /// It does not, and never will: the source keeps it.
     Failed(MigrateError),
     /// All of it is here, but the source's word that it may run is not.
-    Undecided(UndecidedArrival<'a, V>),
+    Undecided(UndecidedIncoming<'a, V>),
     /// The VM runs here, on a part of its memory; the connection that brought the rest is gone.
-    Paused(PausedArrival<'a, V>),
+    PostcopyPaused(PostcopyPaused<'a, V>),
 }
 
-impl<V: IncomingVm + ?Sized> std::fmt::Debug for ArrivalOutcome<'_, V> {
+impl<V: IncomingVm + ?Sized> std::fmt::Debug for IncomingOutcome<'_, V> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Running(stats) => f.debug_tuple("Running").field(stats).finish(),
             Self::Failed(error) => f.debug_tuple("Failed").field(error).finish(),
             Self::Undecided(arrived) => f.debug_tuple("Undecided").field(arrived).finish(),
-            Self::Paused(paused) => f.debug_tuple("Paused").field(paused).finish(),
+            Self::PostcopyPaused(paused) => f.debug_tuple("PostcopyPaused").field(paused).finish(),
         }
     }
 }
@@ -32,11 +32,11 @@ impl<V: IncomingVm + ?Sized> std::fmt::Debug for ArrivalOutcome<'_, V> {
 /// What was counted.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct ArrivalStats {
+pub struct IncomingStats {
     /// Pages and bytes.
     pub received: DestinationStats,
     /// What came while the VM ran here, if it was started before its memory had come.
-    pub postcopy: Option<Box<PostcopyArrivalStats>>,
+    pub postcopy: Option<Box<PostcopyIncomingStats>>,
     /// Why the source may not know that its VM runs here, if so: it is undecided then, and must be told to discard
     /// its copy.
     pub unheard: Option<MigrateError>,
@@ -44,18 +44,18 @@ pub struct ArrivalStats {
 
 /// A VM that is here completely and may run at the source: [`start`](Self::start) it only when it is certain that it does not
 /// run there; otherwise [`discard`](Self::discard) it.
-pub struct UndecidedArrival<'a, V: IncomingVm + ?Sized> {
+pub struct UndecidedIncoming<'a, V: IncomingVm + ?Sized> {
     vm: &'a V,
     why: MigrateError,
 }
 
-impl<V: IncomingVm + ?Sized> std::fmt::Debug for UndecidedArrival<'_, V> {
+impl<V: IncomingVm + ?Sized> std::fmt::Debug for UndecidedIncoming<'_, V> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("UndecidedArrival").field("why", &self.why).finish()
+        f.debug_struct("UndecidedIncoming").field("why", &self.why).finish()
     }
 }
 
-impl<'a, V: IncomingVm + ?Sized> UndecidedArrival<'a, V> {
+impl<'a, V: IncomingVm + ?Sized> UndecidedIncoming<'a, V> {
     pub(super) fn new(vm: &'a V, why: MigrateError) -> Self {
         Self { vm, why }
     }
