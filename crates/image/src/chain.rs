@@ -16,7 +16,7 @@ use crate::gate::{Policy, Purpose};
 use crate::probe::{Format, probe};
 use crate::qcow2::{Header, Parts, Qcow2, Qcow2Options, SnapshotChoice};
 use crate::raw::{Raw, RawOptions};
-use crate::reference::{Below, Reference};
+use crate::reference::{BackingOverride, Reference};
 
 /// The most files in a chain.
 pub const DEPTH_MOST: usize = 200;
@@ -124,7 +124,7 @@ pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Arc<dy
 /// As [`open`].
 pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<Image, ImageError> {
     let (top, below) = levels(reference, options).await?;
-    top.put_on(below, options).await
+    top.attach_backing(below, options).await
 }
 
 /// A qcow2 image that is changed as a whole, as [`resize`](crate::qcow2::resize()) does, with all that lies below it:
@@ -153,7 +153,7 @@ async fn levels(reference: &Reference, options: &OpenOptions) -> Result<(Level, 
         if chain.is_empty() {
             return Ok((level, image));
         }
-        image = Some(level.put_on(image, &walk.below).await?);
+        image = Some(level.attach_backing(image, &walk.below).await?);
     }
     Err(refused(&"".into(), reference.path.as_os_str(), "nothing was opened".into()))
 }
@@ -206,7 +206,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Goes on with what the caller said.
-    pub(crate) fn said(&mut self, reference: &Reference) {
+    pub(crate) fn set_next(&mut self, reference: &Reference) {
         self.next = Some(reference.clone());
     }
 }
@@ -251,12 +251,12 @@ impl Level {
         let Some(header) = &self.header else { return Ok(()) };
         let (image, reference) = (self.file.storage.name(), &self.file.reference);
         match (&reference.backing, &header.backing) {
-            (Below::Nothing, _) | (Below::AsWritten, None) => Ok(()),
-            (Below::Other(backing), _) => {
-                walk.said(backing);
+            (BackingOverride::Nothing, _) | (BackingOverride::AsWritten, None) => Ok(()),
+            (BackingOverride::Other(backing), _) => {
+                walk.set_next(backing);
                 Ok(())
             }
-            (Below::AsWritten, Some(backing)) => {
+            (BackingOverride::AsWritten, Some(backing)) => {
                 walk.written(image, written(header, &backing.name, image, &reference.path)?)
             }
         }
@@ -270,7 +270,7 @@ impl Level {
         Ok(Parts { file: file.storage, data_file, backing: backing.map(Image::disk), header })
     }
 
-    async fn put_on(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {
+    async fn attach_backing(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {
         let read_only = options.read_only || options.snapshot.is_some() || self.file.reference.settings.read_only;
         let mut parts = match self.parts(backing) {
             Ok(parts) => parts,
@@ -307,8 +307,8 @@ fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Re
         *path = admit(policy, Purpose::DataFile, image, path)?;
     }
     match &mut reference.backing {
-        Below::Other(backing) => admit_all(policy, image, backing),
-        Below::AsWritten | Below::Nothing => Ok(()),
+        BackingOverride::Other(backing) => admit_all(policy, image, backing),
+        BackingOverride::AsWritten | BackingOverride::Nothing => Ok(()),
     }
 }
 

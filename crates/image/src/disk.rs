@@ -94,7 +94,7 @@ pub struct Mapped {
     /// How many bytes are alike.
     pub length: u64,
     /// What they are.
-    pub kind: MapKind,
+    pub kind: BlockStatus,
     /// How many files further down the chain than the disk asked: 0 is the disk itself. Of what no file has: the last one's.
     pub depth: u32,
     /// The storage they lie in, by its name, and where, if they lie there as they are. What reads as zeros may have such a place, too:
@@ -104,7 +104,7 @@ pub struct Mapped {
 
 /// What a run of bytes is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MapKind {
+pub enum BlockStatus {
     /// Contents.
     Data,
     /// Contents that are compressed.
@@ -118,7 +118,7 @@ pub enum MapKind {
     Unallocated,
 }
 
-impl MapKind {
+impl BlockStatus {
     /// Whether it is known to read as zeros.
     #[must_use]
     pub const fn is_zero(self) -> bool {

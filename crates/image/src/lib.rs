@@ -32,7 +32,6 @@
 
 pub mod chain;
 mod disk;
-mod ends;
 mod error;
 mod gate;
 mod holes;
@@ -46,12 +45,13 @@ pub mod reference;
 mod requests;
 #[cfg(test)]
 mod test_disk;
+mod truncation;
 
-pub use disk::{Disk, MapKind, Mapped, Pending};
+pub use disk::{BlockStatus, Disk, Mapped, Pending};
 pub use error::ImageError;
 pub use gate::{Policy, Purpose};
 pub use offset::{GuestOffset, HostOffset};
-pub use operations::{Doing, OperationError, Progress, Watch, bench, compare, convert, info};
+pub use operations::{Operation, OperationError, Progress, Watch, bench, compare, convert, info};
 pub use preallocation::Preallocation;
 pub use probe::{Format, Guess, UnknownFormat, guess, probe};
 pub use qcow2::{Qcow2, Qcow2Options};

@@ -11,14 +11,14 @@ use async_lock::Mutex;
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
 
-use crate::disk::{Disk, MapKind, Mapped, Pending};
-use crate::ends::{LOST, ended};
+use crate::disk::{BlockStatus, Disk, Mapped, Pending};
 use crate::error::ImageError;
 use crate::holes::{alike, inside};
 use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
 use crate::probe::{Format, Guess, LOOKED_AT, guess};
 use crate::requests::{Inside, Requests};
+use crate::truncation::{TRUNCATED, truncated_to};
 
 /// Disks are whole sectors long, in bytes.
 const SECTOR: u64 = 512;
@@ -242,12 +242,12 @@ impl Disk for Raw {
             let _inside = self.admit(at, length)?;
             let host = self.host(at, length);
             self.file.read(host.start, into.clone()).await?;
-            match ended(&*self.file, &into, host.end)? {
+            match truncated_to(&*self.file, &into, host.end)? {
                 // The last sector of the disk need not be whole in the file.
                 Some(end) if end <= host.end.saturating_sub(SECTOR) => Err(ImageError::Corrupt {
                     image: Arc::clone(self.name()),
                     table: format!("contents at {} of guest offset {at}", HostOffset(host.start)),
-                    why: format!("the file ends at {end:#x}, before they do; {LOST}"),
+                    why: format!("the file ends at {end:#x}, before they do; {TRUNCATED}"),
                 }),
                 _ => Ok(()),
             }
@@ -313,13 +313,13 @@ impl Disk for Raw {
             let _inside = self.admit(at, length)?;
             let host = self.host(at, length);
             let (mut length, mut kind) = match alike(&*self.file, &host)? {
-                (alike, true) => (alike, MapKind::Zero),
-                (alike, false) => (alike, MapKind::Data),
+                (alike, true) => (alike, BlockStatus::Zero),
+                (alike, false) => (alike, BlockStatus::Data),
             };
-            if kind == MapKind::Zero {
+            if kind == BlockStatus::Zero {
                 match inside(&*self.file, host.start, length, SECTOR)? {
                     // The file was cut off: a read fails and says that it is lost.
-                    0 => kind = MapKind::Data,
+                    0 => kind = BlockStatus::Data,
                     here => length = here,
                 }
             }
@@ -450,7 +450,7 @@ mod tests {
         let mut at = 0;
         while at < disk.len() {
             let found = block_on(disk.map(GuestOffset(at), disk.len() - at)).unwrap();
-            let kind = if (at >> 20) % 2 == 0 { MapKind::Data } else { MapKind::Zero };
+            let kind = if (at >> 20) % 2 == 0 { BlockStatus::Data } else { BlockStatus::Zero };
             assert_eq!((found.kind, found.length), (kind, 1 << 20), "{at:#x}");
             at += found.length;
         }
@@ -460,8 +460,8 @@ mod tests {
     fn holes_are_told_and_what_is_closed_is_closed() {
         let (storage, disk) = disk(vec![1; 600], RawOptions::default());
         let map = |at, length| block_on(disk.map(GuestOffset(at), length)).unwrap();
-        assert_eq!((map(0, 1024).kind, map(0, 1024).length), (MapKind::Data, 600));
-        assert_eq!((map(600, 424).kind, map(600, 424).length), (MapKind::Zero, 424));
+        assert_eq!((map(0, 1024).kind, map(0, 1024).length), (BlockStatus::Data, 600));
+        assert_eq!((map(600, 424).kind, map(600, 424).length), (BlockStatus::Zero, 424));
         block_on(disk.resize(2047, Preallocation::Full)).unwrap();
         assert_eq!((disk.len(), storage.contents().len()), (2048, 2047));
         block_on(disk.resize(2048, Preallocation::Off)).unwrap();

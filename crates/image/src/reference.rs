@@ -26,7 +26,7 @@ pub struct Reference {
     /// The disk's length in bytes: only of a raw image.
     pub size: Option<u64>,
     /// What is below it.
-    pub backing: Below,
+    pub backing: BackingOverride,
     /// Where its contents lie, in place of the file that the image names.
     pub data_file: Option<PathBuf>,
     /// How the file is opened.
@@ -35,7 +35,7 @@ pub struct Reference {
 
 /// What is below an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Below {
+pub enum BackingOverride {
     /// What the image says.
     #[default]
     AsWritten,
@@ -103,7 +103,7 @@ impl Reference {
             format: None,
             offset: 0,
             size: None,
-            backing: Below::AsWritten,
+            backing: BackingOverride::AsWritten,
             data_file: None,
             settings: Settings::default(),
         }
@@ -325,16 +325,16 @@ impl Options {
         if self.has(data_file.trim_end_matches('.')) {
             image.data_file = Some(self.file(&data_file, &mut Settings::default())?);
         }
-        if format == Some(Format::Raw) && (image.backing != Below::AsWritten || image.data_file.is_some()) {
+        if format == Some(Format::Raw) && (image.backing != BackingOverride::AsWritten || image.data_file.is_some()) {
             return Err(format!("{node}driver=raw has neither a backing nor a data file"));
         }
         Ok(image)
     }
 
-    fn below(&mut self, node: &str) -> Result<Below, String> {
+    fn below(&mut self, node: &str) -> Result<BackingOverride, String> {
         match self.0.remove(&format!("{node}backing")) {
-            Some(None) => Ok(Below::Nothing),
-            Some(Some(name)) if name.is_empty() => Ok(Below::Nothing),
+            Some(None) => Ok(BackingOverride::Nothing),
+            Some(Some(name)) if name.is_empty() => Ok(BackingOverride::Nothing),
             Some(Some(_)) => Err(format!(
                 "{node}backing is the name of a node, which is not supported; use {node}backing.file.filename=NAME"
             )),
@@ -344,7 +344,11 @@ impl Options {
                 if node.len() > 1024 {
                     return Err("too many backing files".into());
                 }
-                if self.has(&inner) { Ok(Below::Other(Box::new(self.image(&inner)?))) } else { Ok(Below::AsWritten) }
+                if self.has(&inner) {
+                    Ok(BackingOverride::Other(Box::new(self.image(&inner)?)))
+                } else {
+                    Ok(BackingOverride::AsWritten)
+                }
             }
         }
     }
@@ -420,14 +424,14 @@ mod tests {
         let base = Reference { settings: Settings { read_only: true, ..Settings::default() }, ..base };
         let top = Reference {
             format: Some(Format::Qcow2),
-            backing: Below::Other(Box::new(base)),
+            backing: BackingOverride::Other(Box::new(base)),
             data_file: Some("data".into()),
             settings: Settings { unlocked: true, io: Some(Io::Threads), ..Settings::default() },
             ..Reference::file("top")
         };
         assert_eq!(Reference::named(json), Ok(top));
         let alone = Reference::named(r#"json:{"file.filename":"top","backing":null}"#).unwrap();
-        assert_eq!(alone.backing, Below::Nothing);
+        assert_eq!(alone.backing, BackingOverride::Nothing);
 
         let said = |list: &str| Reference::from_options(list).unwrap_err().why;
         assert_eq!(said("driver=qcow2"), "file.filename is missing");

@@ -7,7 +7,7 @@ use std::task::Poll;
 
 use limosa_storage::{IoVector, Operation, Storage, StorageError};
 
-use crate::disk::{Disk, MapKind, Mapped, Pending};
+use crate::disk::{BlockStatus, Disk, Mapped, Pending};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 
@@ -23,7 +23,7 @@ pub(crate) enum Asked {
 }
 
 /// Part of the disk of one kind: what it is, how far down the chain, and the byte that it is full of.
-pub(crate) type Part = (u64, MapKind, u32, u8);
+pub(crate) type Part = (u64, BlockStatus, u32, u8);
 
 #[derive(Debug)]
 pub(crate) struct TestDisk {
@@ -37,7 +37,7 @@ pub(crate) struct TestDisk {
 struct State {
     bytes: Vec<u8>,
     /// Of every sector.
-    kinds: Vec<(MapKind, u32)>,
+    kinds: Vec<(BlockStatus, u32)>,
     asked: Vec<Asked>,
     /// Sectors that can be neither read nor written.
     broken: Vec<Range<u64>>,
@@ -66,11 +66,11 @@ impl TestDisk {
 
     /// Full of a byte that was never written.
     pub(crate) fn dirty(len: u64) -> Self {
-        Self::new(&[(len, MapKind::Data, 0, 0xdd)])
+        Self::new(&[(len, BlockStatus::Data, 0, 0xdd)])
     }
 
     pub(crate) fn zero(len: u64) -> Self {
-        Self::new(&[(len, MapKind::Unallocated, 0, 0)])
+        Self::new(&[(len, BlockStatus::Unallocated, 0, 0)])
     }
 
     pub(crate) fn with_granularity(self, granularity: u64) -> Self {
@@ -149,7 +149,7 @@ impl TestDisk {
 }
 
 impl State {
-    fn write(&mut self, at: u64, bytes: &[u8], kind: MapKind) {
+    fn write(&mut self, at: u64, bytes: &[u8], kind: BlockStatus) {
         self.bytes[index(at)..][..bytes.len()].copy_from_slice(bytes);
         let sectors = index(at / SECTOR)..index((at + bytes.len() as u64).div_ceil(SECTOR));
         self.kinds[sectors].fill((kind, 0));
@@ -187,14 +187,14 @@ impl Disk for TestDisk {
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_> {
         let range = at.0..at.0 + from.len() as u64;
         self.request(range.clone(), Asked::Write(range), move |state| {
-            state.write(at.0, &from.to_vec(), MapKind::Data);
+            state.write(at.0, &from.to_vec(), BlockStatus::Data);
         })
     }
 
     fn write_zeroes(&self, at: GuestOffset, length: u64, _unmap: bool) -> Pending<'_> {
         let range = at.0..at.0 + length;
         self.request(range.clone(), Asked::Zero(range), move |state| {
-            state.write(at.0, &vec![0; index(length)], MapKind::Zero);
+            state.write(at.0, &vec![0; index(length)], BlockStatus::Zero);
         })
     }
 
@@ -212,7 +212,7 @@ impl Disk for TestDisk {
         let (kind, depth) = state.kinds[first];
         let sectors = state.kinds[first..].iter().take_while(|&&other| other == (kind, depth)).count();
         let alike = ((first + sectors) as u64 * SECTOR).min(self.len) - at.0;
-        let host = (kind == MapKind::Data).then(|| (Arc::clone(&self.name), HostOffset(at.0)));
+        let host = (kind == BlockStatus::Data).then(|| (Arc::clone(&self.name), HostOffset(at.0)));
         Box::pin(std::future::ready(Ok(Mapped { length: alike.min(length), kind, depth, host })))
     }
 
@@ -225,7 +225,7 @@ impl Disk for TestDisk {
     ) -> Pending<'_, bool> {
         let mut state = self.lock();
         if state.copies_half {
-            state.write(at.0, &vec![0xcc; index(length / 2)], MapKind::Data);
+            state.write(at.0, &vec![0xcc; index(length / 2)], BlockStatus::Data);
         }
         Box::pin(std::future::ready(Ok(false)))
     }

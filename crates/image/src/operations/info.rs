@@ -16,7 +16,7 @@ use crate::error::ImageError;
 use crate::holes::taken;
 use crate::probe::Format;
 use crate::qcow2::{Encryption, Header, Snapshot, read_bitmaps, read_snapshots};
-use crate::reference::{Below, Reference};
+use crate::reference::{BackingOverride, Reference};
 
 /// Disks are whole sectors long, in bytes.
 const SECTOR: u64 = 512;
@@ -297,14 +297,14 @@ impl ImageInfo {
         let mut found = Vec::new();
         while let Some(file) = walk.next().await? {
             found.push(Self::of(&file).await?);
-            if file.format == Format::Qcow2 && file.reference.backing == Below::AsWritten {
+            if file.format == Format::Qcow2 && file.reference.backing == BackingOverride::AsWritten {
                 let header = Header::read_to_examine(&*file.storage).await?;
                 let (image, path) = (file.storage.name(), &file.reference.path);
                 if let Some(backing) = &header.backing {
                     walk.written(image, written(&header, &backing.name, image, path)?)?;
                 }
-            } else if let Below::Other(backing) = &file.reference.backing {
-                walk.said(backing);
+            } else if let BackingOverride::Other(backing) = &file.reference.backing {
+                walk.set_next(backing);
             }
         }
         Ok(found)

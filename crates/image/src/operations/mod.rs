@@ -6,4 +6,4 @@ pub mod convert;
 pub mod info;
 mod operation;
 
-pub use operation::{Doing, OperationError, Progress, Watch};
+pub use operation::{Operation, OperationError, Progress, Watch};

@@ -22,7 +22,7 @@ pub type Watch<'a> = &'a (dyn Fn(Progress) -> ControlFlow<()> + Sync);
 
 /// What was being done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Doing {
+pub enum Operation {
     /// Asking where bytes come from.
     Mapping,
     /// Reading.
@@ -35,7 +35,7 @@ pub enum Doing {
     Flushing,
 }
 
-impl fmt::Display for Doing {
+impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Mapping => "finding out what is allocated",
@@ -55,7 +55,7 @@ pub enum OperationError {
     #[error("error while {doing} at byte {}: {source}", at.0)]
     Failed {
         /// What was being done.
-        doing: Doing,
+        doing: Operation,
         /// Where.
         at: GuestOffset,
         /// Why it failed.
@@ -83,7 +83,7 @@ pub enum OperationError {
 
 impl OperationError {
     /// A request that failed there.
-    pub(crate) fn at(doing: Doing, at: u64) -> impl FnOnce(ImageError) -> Self {
+    pub(crate) fn at(doing: Operation, at: u64) -> impl FnOnce(ImageError) -> Self {
         move |source| Self::Failed { doing, at: GuestOffset(at), source }
     }
 }

@@ -11,7 +11,7 @@ use limosa_testkit::{qemu_img, qemu_img_output, scratch};
 use tempfile::TempDir;
 
 use crate::Verdict;
-use crate::recipe::{Below, Data, Recipe, seen};
+use crate::recipe::{BackingOverride, Data, Recipe, seen};
 
 /// The storages of an image.
 pub(crate) struct Storages {
@@ -78,9 +78,9 @@ impl Bed {
     /// What lies below, read-only bytes, through `over`.
     pub(crate) fn below(&self, over: &Over<'_>) -> Option<Arc<dyn Disk>> {
         let bytes = match self.recipe.below {
-            Below::Nothing => return None,
-            Below::Raw | Below::Shorter => std::fs::read(self.folder.path().join("below")).unwrap(),
-            Below::Longer => {
+            BackingOverride::Nothing => return None,
+            BackingOverride::Raw | BackingOverride::Shorter => std::fs::read(self.folder.path().join("below")).unwrap(),
+            BackingOverride::Longer => {
                 let [below, raw] = ["below", "below.raw"].map(|name| self.folder.path().join(name));
                 qemu_img(["convert", "-O", "raw", below.to_str().unwrap(), raw.to_str().unwrap()]).unwrap();
                 std::fs::read(raw).unwrap()

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use limosa_image::{Disk, GuestOffset, HostOffset, ImageError, MapKind, Mapped, Pending};
+use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, ImageError, Mapped, Pending};
 use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
 
 /// What a disk may do wrong.
@@ -119,7 +119,7 @@ impl Disk for Plain {
             let first = extents.first().map(|extent| (extent.range.end.min(at.0 + length) - at.0, extent.kind));
             let (length, zero) = first.map_or((length, false), |(length, kind)| (length, kind.is_zero()));
             let host = Some((Arc::clone(self.name()), HostOffset(at.0)));
-            let kind = if zero { MapKind::Zero } else { MapKind::Data };
+            let kind = if zero { BlockStatus::Zero } else { BlockStatus::Data };
             Ok(Mapped { length, kind, depth: 0, host })
         })
     }

@@ -8,7 +8,7 @@ use limosa_testkit::{qemu_img, qemu_io};
 
 /// What lies below.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Below {
+pub(crate) enum BackingOverride {
     Nothing,
     /// As long as the image.
     Raw,
@@ -36,7 +36,7 @@ pub(crate) struct Recipe {
     pub(crate) version2: bool,
     pub(crate) subclusters: bool,
     pub(crate) lazy: bool,
-    pub(crate) below: Below,
+    pub(crate) below: BackingOverride,
     pub(crate) data: Data,
     /// It has contents of its own, and internal snapshots of them, and a bitmap.
     pub(crate) snapshots: u32,
@@ -63,7 +63,7 @@ impl Recipe {
             version2: false,
             subclusters: false,
             lazy: false,
-            below: Below::Nothing,
+            below: BackingOverride::Nothing,
             data: Data::Inside,
             snapshots: 0,
             compressed: None,
@@ -81,32 +81,32 @@ impl Recipe {
         let subclusters = Self { subclusters: true, ..Self::usual(65536) };
         vec![
             usual.clone(),
-            Self { below: Below::Raw, ..usual.clone() },
-            Self { below: Below::Shorter, lazy: true, ..usual.clone() },
-            Self { below: Below::Longer, refcount_bits: 64, ..usual.clone() },
+            Self { below: BackingOverride::Raw, ..usual.clone() },
+            Self { below: BackingOverride::Shorter, lazy: true, ..usual.clone() },
+            Self { below: BackingOverride::Longer, refcount_bits: 64, ..usual.clone() },
             Self { version2: true, ..usual.clone() },
-            Self { version2: true, below: Below::Longer, snapshots: 1, ..usual.clone() },
-            Self { snapshots: 2, below: Below::Raw, refcount_bits: 2, ..usual.clone() },
-            Self { compressed: Some("zlib"), below: Below::Raw, ..usual.clone() },
+            Self { version2: true, below: BackingOverride::Longer, snapshots: 1, ..usual.clone() },
+            Self { snapshots: 2, below: BackingOverride::Raw, refcount_bits: 2, ..usual.clone() },
+            Self { compressed: Some("zlib"), below: BackingOverride::Raw, ..usual.clone() },
             Self { compressed: Some("zstd"), snapshots: 1, ..usual.clone() },
-            Self { data: Data::Outside, below: Below::Shorter, ..usual.clone() },
+            Self { data: Data::Outside, below: BackingOverride::Shorter, ..usual.clone() },
             Self { data: Data::Raw, ..usual.clone() },
             Self { preallocation: "metadata", ..usual.clone() },
             Self { preallocation: "falloc", refcount_bits: 1, ..usual },
             small.clone(),
-            Self { below: Below::Raw, refcount_bits: 1, ..small.clone() },
-            Self { below: Below::Longer, snapshots: 2, refcount_bits: 64, ..small.clone() },
+            Self { below: BackingOverride::Raw, refcount_bits: 1, ..small.clone() },
+            Self { below: BackingOverride::Longer, snapshots: 2, refcount_bits: 64, ..small.clone() },
             Self { compressed: Some("zlib"), lazy: true, snapshots: 1, refcount_bits: 8, ..small },
-            Self { below: Below::Shorter, refcount_bits: 4, ..Self::usual(4096) },
+            Self { below: BackingOverride::Shorter, refcount_bits: 4, ..Self::usual(4096) },
             Self { data: Data::Outside, refcount_bits: 8, ..Self::usual(4096) },
-            Self { compressed: Some("zstd"), below: Below::Shorter, refcount_bits: 32, ..Self::usual(4096) },
+            Self { compressed: Some("zstd"), below: BackingOverride::Shorter, refcount_bits: 32, ..Self::usual(4096) },
             subclusters.clone(),
-            Self { below: Below::Shorter, snapshots: 1, ..subclusters.clone() },
-            Self { below: Below::Longer, lazy: true, compressed: Some("zlib"), ..subclusters.clone() },
-            Self { below: Below::Raw, data: Data::Outside, ..subclusters.clone() },
-            Self { cluster: 16384, refcount_bits: 4, below: Below::Raw, ..subclusters },
+            Self { below: BackingOverride::Shorter, snapshots: 1, ..subclusters.clone() },
+            Self { below: BackingOverride::Longer, lazy: true, compressed: Some("zlib"), ..subclusters.clone() },
+            Self { below: BackingOverride::Raw, data: Data::Outside, ..subclusters.clone() },
+            Self { cluster: 16384, refcount_bits: 4, below: BackingOverride::Raw, ..subclusters },
             large.clone(),
-            Self { below: Below::Raw, subclusters: true, snapshots: 1, ..large },
+            Self { below: BackingOverride::Raw, subclusters: true, snapshots: 1, ..large },
         ]
     }
 
@@ -132,13 +132,13 @@ impl Recipe {
         let (image, below, content) = (path("image"), path("below"), path("content"));
         let mut create = vec!["create", "-q", "-f", "qcow2"];
         match self.below {
-            Below::Nothing => {}
-            Below::Raw | Below::Shorter => {
-                let size = if self.below == Below::Raw { self.size } else { self.size / 3 * 2 / 512 * 512 };
+            BackingOverride::Nothing => {}
+            BackingOverride::Raw | BackingOverride::Shorter => {
+                let size = if self.below == BackingOverride::Raw { self.size } else { self.size / 3 * 2 / 512 * 512 };
                 std::fs::write(&below, patchwork(&mut chance, size)).unwrap();
                 create.extend(["-b", "below", "-F", "raw"]);
             }
-            Below::Longer => {
+            BackingOverride::Longer => {
                 std::fs::write(&content, patchwork(&mut chance, self.size / 3 * 4 / 512 * 512)).unwrap();
                 qemu_img(["convert", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=4096", &content, &below]).unwrap();
                 create.extend(["-b", "below", "-F", "qcow2"]);

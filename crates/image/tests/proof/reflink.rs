@@ -19,7 +19,7 @@ use tempfile::TempDir;
 use crate::bed::{Bed, Storages, differs};
 use crate::engine::{open_as, plan};
 use crate::model::read_all;
-use crate::recipe::{Below, Data, Recipe};
+use crate::recipe::{BackingOverride, Data, Recipe};
 use crate::{Verdict, kill, runs, threads};
 
 /// Images that have something to clone: below them, or in a snapshot.
@@ -27,7 +27,7 @@ fn recipes() -> impl Iterator<Item = Recipe> {
     let all = Recipe::matrix().into_iter();
     // Of what is not larger than a block of the filesystem nothing is left to be cloned.
     all.filter(|recipe| recipe.cluster > 4096 && recipe.data == Data::Inside)
-        .filter(|recipe| recipe.below != Below::Nothing || recipe.snapshots > 0)
+        .filter(|recipe| recipe.below != BackingOverride::Nothing || recipe.snapshots > 0)
 }
 
 fn folder_in(folder: &ReflinkFolder) -> TempDir {
@@ -42,9 +42,9 @@ fn file(path: &Path, cache: CacheMode, read_only: bool) -> Arc<FileStorage> {
 fn below(bed: &Bed, cache: CacheMode) -> Option<Arc<dyn Disk>> {
     let open = || file(&bed.folder.path().join("below"), cache, true);
     match bed.recipe.below {
-        Below::Nothing => None,
-        Below::Raw | Below::Shorter => Some(raw(open())),
-        Below::Longer => Some(TestImage::existing(open()).open_read_only()),
+        BackingOverride::Nothing => None,
+        BackingOverride::Raw | BackingOverride::Shorter => Some(raw(open())),
+        BackingOverride::Longer => Some(TestImage::existing(open()).open_read_only()),
     }
 }
 

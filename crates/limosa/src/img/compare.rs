@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use limosa_image::compare::{self, CompareError, Comparison, Verdict};
-use limosa_image::{Doing, OperationError};
+use limosa_image::{Operation, OperationError};
 use limosa_storage::block_on;
 use serde_json::json;
 
@@ -62,7 +62,7 @@ fn failed(line: &str, status: u8) -> ExitCode {
 
 fn status(error: &OperationError) -> u8 {
     match error {
-        OperationError::Failed { doing: Doing::Mapping, .. } => MAP,
+        OperationError::Failed { doing: Operation::Mapping, .. } => MAP,
         _ => READ,
     }
 }

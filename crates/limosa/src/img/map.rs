@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use limosa_image::{Disk, GuestOffset, HostOffset, MapKind, Mapped};
+use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, Mapped};
 use limosa_storage::block_on;
 
 use super::open;
@@ -37,9 +37,9 @@ impl Run {
     /// Describes the range for programs, in qemu-img's form.
     fn json(&self) -> String {
         let Mapped { length, kind, depth, ref host } = self.what;
-        let present = kind != MapKind::Unallocated;
-        let (zero, compressed) = (kind.is_zero(), kind == MapKind::Compressed);
-        let data = !zero || kind == MapKind::Preallocated;
+        let present = kind != BlockStatus::Unallocated;
+        let (zero, compressed) = (kind.is_zero(), kind == BlockStatus::Compressed);
+        let data = !zero || kind == BlockStatus::Preallocated;
         let offset = host.as_ref().map(|(_, HostOffset(at))| format!(", \"offset\": {at}")).unwrap_or_default();
         format!(
             "{{ \"start\": {}, \"length\": {length}, \"depth\": {depth}, \"present\": {present}, \"zero\": {zero}, \
@@ -55,7 +55,7 @@ impl Run {
     fn line(&self) -> anyhow::Result<Option<String>> {
         match (self.what.kind, &self.what.host) {
             (kind, _) if kind.is_zero() => Ok(None),
-            (MapKind::Data, Some((file, HostOffset(at)))) => {
+            (BlockStatus::Data, Some((file, HostOffset(at)))) => {
                 let [start, length, at] = [self.start, self.what.length, *at].map(number);
                 Ok(Some(format!("{start:<16}{length:<16}{at:<16}{file}")))
             }
@@ -141,48 +141,48 @@ mod tests {
 
     use super::*;
 
-    fn run(start: u64, length: u64, kind: MapKind, depth: u32, host: Option<(&str, u64)>) -> Run {
+    fn run(start: u64, length: u64, kind: BlockStatus, depth: u32, host: Option<(&str, u64)>) -> Run {
         let host = host.map(|(file, at)| (Arc::from(file), HostOffset(at)));
         Run { start, what: Mapped { length, kind, depth, host } }
     }
 
     #[test]
     fn what_follows_is_the_same_run_if_it_lies_behind_it() {
-        let first = || run(0, 4096, MapKind::Data, 0, Some(("a", 65536)));
+        let first = || run(0, 4096, BlockStatus::Data, 0, Some(("a", 65536)));
         let mut joined = first();
-        assert!(joined.join(&run(4096, 512, MapKind::Data, 0, Some(("a", 69632)))));
+        assert!(joined.join(&run(4096, 512, BlockStatus::Data, 0, Some(("a", 69632)))));
         assert_eq!(joined.what.length, 4608);
         for other in [
-            run(4096, 512, MapKind::Data, 0, Some(("a", 70000))),
-            run(4096, 512, MapKind::Data, 0, Some(("b", 69632))),
-            run(4096, 512, MapKind::Data, 1, Some(("a", 69632))),
-            run(4096, 512, MapKind::Data, 0, None),
-            run(4096, 512, MapKind::Zero, 0, Some(("a", 69632))),
+            run(4096, 512, BlockStatus::Data, 0, Some(("a", 70000))),
+            run(4096, 512, BlockStatus::Data, 0, Some(("b", 69632))),
+            run(4096, 512, BlockStatus::Data, 1, Some(("a", 69632))),
+            run(4096, 512, BlockStatus::Data, 0, None),
+            run(4096, 512, BlockStatus::Zero, 0, Some(("a", 69632))),
         ] {
             assert!(!first().join(&other), "{other:?}");
         }
-        assert!(run(0, 1, MapKind::Zero, 0, None).join(&run(1, 1, MapKind::Zero, 0, None)));
+        assert!(run(0, 1, BlockStatus::Zero, 0, None).join(&run(1, 1, BlockStatus::Zero, 0, None)));
     }
 
     #[test]
     fn people_are_told_contents_with_a_place_and_nothing_else() {
         let line = |run: Run| run.line();
-        let told = line(run(0, 65536, MapKind::Data, 1, Some(("a.qcow2", 327_680)))).unwrap();
+        let told = line(run(0, 65536, BlockStatus::Data, 1, Some(("a.qcow2", 327_680)))).unwrap();
         assert_eq!(told.as_deref(), Some("0               0x10000         0x50000         a.qcow2"));
-        assert_eq!(line(run(0, 1, MapKind::Zero, 0, Some(("a", 0)))).unwrap(), None);
-        assert_eq!(line(run(0, 1, MapKind::Preallocated, 0, Some(("a", 0)))).unwrap(), None);
-        assert_eq!(line(run(0, 1, MapKind::Unallocated, 0, None)).unwrap(), None);
-        assert!(line(run(0, 1, MapKind::Compressed, 0, None)).unwrap_err().to_string().contains("compressed"));
+        assert_eq!(line(run(0, 1, BlockStatus::Zero, 0, Some(("a", 0)))).unwrap(), None);
+        assert_eq!(line(run(0, 1, BlockStatus::Preallocated, 0, Some(("a", 0)))).unwrap(), None);
+        assert_eq!(line(run(0, 1, BlockStatus::Unallocated, 0, None)).unwrap(), None);
+        assert!(line(run(0, 1, BlockStatus::Compressed, 0, None)).unwrap_err().to_string().contains("compressed"));
     }
 
     #[test]
     fn programs_are_told_everything() {
         assert_eq!(
-            run(1, 2, MapKind::Compressed, 3, None).json(),
+            run(1, 2, BlockStatus::Compressed, 3, None).json(),
             r#"{ "start": 1, "length": 2, "depth": 3, "present": true, "zero": false, "data": true, "compressed": true}"#
         );
         assert_eq!(
-            run(0, 2, MapKind::Zero, 0, Some(("a", 0))).json(),
+            run(0, 2, BlockStatus::Zero, 0, Some(("a", 0))).json(),
             r#"{ "start": 0, "length": 2, "depth": 0, "present": true, "zero": true, "data": false, "compressed": false, "offset": 0}"#
         );
     }

@@ -10,7 +10,7 @@ use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt, TryStreamExt};
 use limosa_storage::{Buffer, IoVector};
 
-use super::operation::{Doing, OperationError, Progress, Watch};
+use super::operation::{Operation, OperationError, Progress, Watch};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
@@ -86,13 +86,14 @@ pub async fn bench(disk: &dyn Disk, options: &BenchOptions, watch: Watch<'_>) ->
     let request = |at: u64, buffer: Buffer| async move {
         let vector = IoVector::from(buffer.clone());
         let (doing, done) = match options.write {
-            Some(_) => (Doing::Writing, disk.write(GuestOffset(at), vector).await),
-            None => (Doing::Reading, disk.read(GuestOffset(at), vector).await),
+            Some(_) => (Operation::Writing, disk.write(GuestOffset(at), vector).await),
+            None => (Operation::Reading, disk.read(GuestOffset(at), vector).await),
         };
         done.map(|()| buffer).map_err(OperationError::at(doing, at))
     };
-    let flush =
-        || disk.flush().map(|flushed: Result<(), ImageError>| flushed.map_err(OperationError::at(Doing::Flushing, 0)));
+    let flush = || {
+        disk.flush().map(|flushed: Result<(), ImageError>| flushed.map_err(OperationError::at(Operation::Flushing, 0)))
+    };
     let watched = AtomicU64::new(0);
     let advance = || {
         let done = watched.fetch_add(1, Ordering::Relaxed) + 1;

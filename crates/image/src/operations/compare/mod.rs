@@ -16,8 +16,8 @@ use futures_util::stream::FuturesUnordered;
 use limosa_storage::{Buffer, IoVector};
 
 use super::convert::{SECTOR, index};
-use super::operation::{Doing, OperationError, Progress, Watch};
-use crate::disk::{Disk, MapKind, Mapped};
+use super::operation::{Operation, OperationError, Progress, Watch};
+use crate::disk::{BlockStatus, Disk, Mapped};
 use crate::offset::GuestOffset;
 
 /// How to compare.
@@ -89,7 +89,7 @@ enum Side {
 }
 
 /// What has to be read, seen from the maps of both.
-fn need(one: MapKind, other: MapKind) -> Need {
+fn need(one: BlockStatus, other: BlockStatus) -> Need {
     match (one.is_zero(), other.is_zero()) {
         (true, true) => Need::Nothing,
         (true, false) => Need::Zeros(Side::Other),
@@ -240,13 +240,13 @@ impl Work<'_> {
     async fn map(&self, side: usize, at: u64) -> Result<(u64, Mapped), CompareError> {
         let disk = self.disks.get(side).filter(|disk| at < disk.len());
         let Some(disk) = disk else {
-            let nothing = Mapped { length: self.total - at, kind: MapKind::Unallocated, depth: 0, host: None };
+            let nothing = Mapped { length: self.total - at, kind: BlockStatus::Unallocated, depth: 0, host: None };
             return Ok((self.total, nothing));
         };
         let left = disk.len() - at;
         match disk.map(GuestOffset(at), left).await {
             Ok(mapped) => Ok((at + mapped.length.clamp(1, left), mapped)),
-            Err(error) => Err(self.failed(side, OperationError::at(Doing::Mapping, at)(error))),
+            Err(error) => Err(self.failed(side, OperationError::at(Operation::Mapping, at)(error))),
         }
     }
 
@@ -254,7 +254,7 @@ impl Work<'_> {
         self.bytes_read.fetch_add(range.end - range.start, Ordering::Relaxed);
         let Some(disk) = self.disks.get(side) else { return Ok(()) };
         let read = disk.read(GuestOffset(range.start), IoVector::from(into.clone())).await;
-        read.map_err(|error| self.failed(side, OperationError::at(Doing::Reading, range.start)(error)))
+        read.map_err(|error| self.failed(side, OperationError::at(Operation::Reading, range.start)(error)))
     }
 
     fn differs(&self, at: u64, verdict: Verdict) {

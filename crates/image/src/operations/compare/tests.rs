@@ -13,11 +13,12 @@ fn run(one: &TestDisk, other: &TestDisk, strict: bool) -> Comparison {
     block_on(compare(one, other, &options, &go_on)).unwrap()
 }
 
-const PARTS: &[Part] = &[(8192, MapKind::Data, 0, 1), (4096, MapKind::Zero, 0, 0), (4096, MapKind::Unallocated, 0, 0)];
+const PARTS: &[Part] =
+    &[(8192, BlockStatus::Data, 0, 1), (4096, BlockStatus::Zero, 0, 0), (4096, BlockStatus::Unallocated, 0, 0)];
 
 #[test]
 fn what_is_known_to_be_zero_is_not_read() {
-    let (one, other) = (TestDisk::new(PARTS), TestDisk::new(&[PARTS[0], (8192, MapKind::Data, 0, 0)]));
+    let (one, other) = (TestDisk::new(PARTS), TestDisk::new(&[PARTS[0], (8192, BlockStatus::Data, 0, 0)]));
     assert_eq!(run(&one, &other, false).verdict, Verdict::Same);
     assert_eq!(one.asked(), [Asked::Read(0..4096), Asked::Read(4096..8192)]);
     assert_eq!(other.asked().len(), 4);
@@ -29,7 +30,7 @@ fn what_is_known_to_be_zero_is_not_read() {
 fn the_difference_named_is_the_first_one_in_its_sector() {
     for at in [0, 511, 512, 5000, 8191, 8192, 12288, 16383_u64] {
         let (one, other) =
-            (TestDisk::new(&[(16384, MapKind::Data, 0, 0)]), TestDisk::new(&[(16384, MapKind::Data, 0, 0)]));
+            (TestDisk::new(&[(16384, BlockStatus::Data, 0, 0)]), TestDisk::new(&[(16384, BlockStatus::Data, 0, 0)]));
         one.set(at, b"x");
         one.set(16383, b"y");
         let at = Verdict::Contents(GuestOffset(at / 512 * 512));
@@ -43,7 +44,7 @@ fn the_difference_named_is_the_first_one_in_its_sector() {
 #[test]
 fn a_longer_disk_is_the_same_if_it_goes_on_with_zeros() {
     let one = TestDisk::new(PARTS);
-    let longer = TestDisk::new(&[PARTS, &[(4096, MapKind::Data, 0, 0)]].concat());
+    let longer = TestDisk::new(&[PARTS, &[(4096, BlockStatus::Data, 0, 0)]].concat());
     let found = run(&one, &longer, false);
     assert_eq!((found.verdict, found.same_length), (Verdict::Same, false));
     assert_eq!(run(&longer, &one, true).verdict, Verdict::Length);
@@ -54,7 +55,8 @@ fn a_longer_disk_is_the_same_if_it_goes_on_with_zeros() {
 
 #[test]
 fn a_length_within_a_sector_is_that_of_the_sector() {
-    let (one, other) = (TestDisk::new(&[(1000, MapKind::Data, 0, 1)]), TestDisk::new(&[(1024, MapKind::Data, 0, 1)]));
+    let (one, other) =
+        (TestDisk::new(&[(1000, BlockStatus::Data, 0, 1)]), TestDisk::new(&[(1024, BlockStatus::Data, 0, 1)]));
     other.set(1000, &[0; 24]);
     let found = run(&one, &other, false);
     assert_eq!((found.verdict, found.same_length), (Verdict::Same, true));
@@ -64,10 +66,10 @@ fn a_length_within_a_sector_is_that_of_the_sector() {
 fn asked_for_strictly_allocation_counts() {
     let one = TestDisk::new(PARTS);
     assert_eq!(run(&one, &TestDisk::new(PARTS), true).verdict, Verdict::Same);
-    let other = TestDisk::new(&[PARTS[0], (8192, MapKind::Zero, 0, 0)]);
+    let other = TestDisk::new(&[PARTS[0], (8192, BlockStatus::Zero, 0, 0)]);
     assert_eq!(run(&one, &other, false).verdict, Verdict::Same);
     assert_eq!(run(&one, &other, true).verdict, Verdict::Allocation(GuestOffset(12288)));
-    let other = TestDisk::new(&[(8192, MapKind::Compressed, 0, 1), PARTS[1], PARTS[2]]);
+    let other = TestDisk::new(&[(8192, BlockStatus::Compressed, 0, 1), PARTS[1], PARTS[2]]);
     assert_eq!(run(&one, &other, true).verdict, Verdict::Allocation(GuestOffset(0)));
 }
 
@@ -96,7 +98,7 @@ proptest! {
             let parts: Vec<Part> = parts.iter().map(|&(sectors, one, other, byte)| {
                 let known = if which { one } else { other };
                 let byte = if known { 0 } else { byte };
-                (sectors * 512, if known { MapKind::Zero } else { MapKind::Data }, 0, byte)
+                (sectors * 512, if known { BlockStatus::Zero } else { BlockStatus::Data }, 0, byte)
             }).collect();
             TestDisk::new(&parts)
         };

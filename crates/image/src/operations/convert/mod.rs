@@ -23,7 +23,7 @@ use futures_util::future::try_join_all;
 use futures_util::stream::FuturesUnordered;
 use limosa_storage::{Buffer, IoVector, block_on};
 
-use super::operation::{Doing, OperationError, Progress, Watch};
+use super::operation::{Operation, OperationError, Progress, Watch};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
@@ -370,7 +370,7 @@ impl<'a> Conversion<'a> {
                     let end = (at / SECTOR + 1).saturating_mul(SECTOR).min(self.source.len());
                     Span { range: at..end, content: Content::Data }
                 }
-                Err(error) => return Err(OperationError::at(Doing::Mapping, at)(error)),
+                Err(error) => return Err(OperationError::at(Operation::Mapping, at)(error)),
             };
             feed.at = span.range.end;
             feed.cutter.push(span);
@@ -432,7 +432,7 @@ impl<'a> Conversion<'a> {
             let (at, from) = (range.start, IoVector::from(place(range)));
             async move {
                 let write = self.target.write(GuestOffset(at), from).await;
-                write.map_err(OperationError::at(Doing::Writing, at))
+                write.map_err(OperationError::at(Operation::Writing, at))
             }
         };
         let mut together = Vec::new();
@@ -472,7 +472,7 @@ impl<'a> Conversion<'a> {
                 counters.bytes_spared += length;
             } else {
                 let zero = self.target.write_zeroes(GuestOffset(at), length, true).await;
-                zero.map_err(OperationError::at(Doing::Zeroing, at))?;
+                zero.map_err(OperationError::at(Operation::Zeroing, at))?;
                 counters.zeroes += 1;
                 counters.bytes_zeroed += length;
             }
@@ -496,7 +496,7 @@ impl<'a> Conversion<'a> {
         }
         let left = range.end - range.start;
         let mapped = self.target.map(GuestOffset(range.start), left).await;
-        let mapped = mapped.map_err(|error: ImageError| OperationError::at(Doing::Mapping, range.start)(error))?;
+        let mapped = mapped.map_err(|error: ImageError| OperationError::at(Operation::Mapping, range.start)(error))?;
         let end = range.start + mapped.length.clamp(1, left);
         // Space that was set aside stays: it is wanted.
         if mapped.kind.is_zero() { Ok((end, true)) } else { Ok((end.min(at_once), false)) }

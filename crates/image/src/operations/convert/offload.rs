@@ -10,7 +10,7 @@ use super::plan::{Content, Span};
 use super::source::HostRange;
 use super::{Conversion, ConvertCounters};
 use crate::offset::GuestOffset;
-use crate::operations::operation::{Doing, OperationError};
+use crate::operations::operation::{Operation, OperationError};
 
 /// A run of contents, and where it lies.
 pub(super) type Run = (Range<u64>, HostRange);
@@ -26,7 +26,7 @@ impl Conversion<'_> {
             let mut at = span.range.start;
             while at < span.range.end {
                 let place = self.source.place(&(at..span.range.end)).await;
-                let Some(place) = place.map_err(OperationError::at(Doing::Mapping, at))? else { return Ok(None) };
+                let Some(place) = place.map_err(OperationError::at(Operation::Mapping, at))? else { return Ok(None) };
                 let end = at + place.length;
                 runs.push((at..end, place));
                 at = end;

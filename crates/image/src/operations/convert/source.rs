@@ -8,10 +8,10 @@ use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector, Storage};
 
 use super::plan::{Content, Span};
-use crate::disk::{Disk, MapKind};
+use crate::disk::{BlockStatus, Disk};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
-use crate::operations::operation::{Doing, OperationError};
+use crate::operations::operation::{Operation, OperationError};
 
 /// What disks are made of: a disk whose length is no multiple of it goes on with zeros.
 pub(crate) const SECTOR: u64 = 512;
@@ -74,7 +74,7 @@ impl Source {
         let mut length = mapped.length.clamp(1, most);
         let content = match (mapped.kind, below) {
             (_, Some(_)) if mapped.depth > 0 => Content::Below,
-            (MapKind::Data | MapKind::Compressed, _) => Content::Data,
+            (BlockStatus::Data | BlockStatus::Compressed, _) => Content::Data,
             // The target has nothing there either.
             (_, Some(below)) if at >= below => Content::Below,
             (_, Some(below)) => {
@@ -95,7 +95,7 @@ impl Source {
             return Ok(None);
         }
         let mapped = part.disk.map(GuestOffset(inside), most).await?;
-        let storage = part.disk.storage(mapped.depth).filter(|_| mapped.kind == MapKind::Data);
+        let storage = part.disk.storage(mapped.depth).filter(|_| mapped.kind == BlockStatus::Data);
         let place = |(_, at)| Some(HostRange { storage: storage?, at, length: mapped.length.clamp(1, most) });
         Ok(mapped.host.and_then(place))
     }
@@ -119,7 +119,7 @@ impl Source {
             let whole = if begin < own_end { part.read(begin, place(begin, own_end)).await } else { Ok(()) };
             match whole {
                 Ok(()) => {}
-                Err(error) if !salvage => return Err(OperationError::at(Doing::Reading, begin)(error)),
+                Err(error) if !salvage => return Err(OperationError::at(Operation::Reading, begin)(error)),
                 Err(_) => part.salvage(begin..own_end, place, &mut bad).await,
             }
             Ok(bad)

@@ -2,7 +2,7 @@ use limosa_storage::{MemoryStorage, Storage, block_on};
 use proptest::prelude::*;
 
 use super::*;
-use crate::disk::MapKind;
+use crate::disk::BlockStatus;
 use crate::raw::{Raw, RawOptions};
 use crate::test_disk::{Asked, Part, TestDisk};
 
@@ -29,11 +29,11 @@ fn small() -> ConvertOptions {
 }
 
 const HOLES: &[Part] = &[
-    (4096, MapKind::Data, 0, 1),
-    (9000 / 512 * 512, MapKind::Zero, 0, 0),
-    (1024, MapKind::Compressed, 0, 2),
-    (40960, MapKind::Unallocated, 0, 0),
-    (512, MapKind::Data, 1, 3),
+    (4096, BlockStatus::Data, 0, 1),
+    (9000 / 512 * 512, BlockStatus::Zero, 0, 0),
+    (1024, BlockStatus::Compressed, 0, 2),
+    (40960, BlockStatus::Unallocated, 0, 0),
+    (512, BlockStatus::Data, 1, 3),
 ];
 
 #[test]
@@ -52,12 +52,12 @@ fn holes_are_neither_read_nor_written() {
 
 #[test]
 fn zeros_are_written_only_where_the_target_has_something_else() {
-    let parts: &[Part] = &[(16384, MapKind::Unallocated, 0, 0)];
+    let parts: &[Part] = &[(16384, BlockStatus::Unallocated, 0, 0)];
     let target = TestDisk::new(&[
-        (4096, MapKind::Data, 0, 0xdd),
-        (4096, MapKind::Zero, 0, 0),
-        (4096, MapKind::Data, 0, 0xdd),
-        (4096, MapKind::Unallocated, 0, 0),
+        (4096, BlockStatus::Data, 0, 0xdd),
+        (4096, BlockStatus::Zero, 0, 0),
+        (4096, BlockStatus::Data, 0, 0xdd),
+        (4096, BlockStatus::Unallocated, 0, 0),
     ]);
     let counters = run(&sources(&[parts]), &target, &small());
     assert_eq!(target.asked(), [Asked::Zero(0..4096), Asked::Zero(8192..12288)]);
@@ -67,13 +67,13 @@ fn zeros_are_written_only_where_the_target_has_something_else() {
 
 #[test]
 fn contents_that_are_zeros_leave_room() {
-    let disk = TestDisk::new(&[(8192, MapKind::Data, 0, 0)]);
+    let disk = TestDisk::new(&[(8192, BlockStatus::Data, 0, 0)]);
     disk.set(3000, b"x");
     let target = TestDisk::zero(8192);
     run(&[Arc::new(disk)], &target, &ConvertOptions { target_is_zero: true, ..small() });
     assert_eq!(target.asked(), [Asked::Write(2048..3072)]);
     let coarse = TestDisk::zero(8192).with_granularity(4096);
-    let disk = TestDisk::new(&[(8192, MapKind::Data, 0, 0)]);
+    let disk = TestDisk::new(&[(8192, BlockStatus::Data, 0, 0)]);
     disk.set(3000, b"x");
     run(&[Arc::new(disk)], &coarse, &ConvertOptions { target_is_zero: true, ..small() });
     assert_eq!(coarse.asked(), [Asked::Write(0..4096)], "a cluster is written as a whole");
@@ -91,11 +91,11 @@ fn without_a_sparse_size_everything_is_written() {
 #[test]
 fn what_lies_below_the_target_already_is_left_to_it() {
     let parts: &[Part] = &[
-        (4096, MapKind::Data, 0, 1),
-        (4096, MapKind::Data, 1, 2),
-        (4096, MapKind::Zero, 0, 0),
-        (4096, MapKind::Unallocated, 2, 0),
-        (4096, MapKind::Zero, 0, 0),
+        (4096, BlockStatus::Data, 0, 1),
+        (4096, BlockStatus::Data, 1, 2),
+        (4096, BlockStatus::Zero, 0, 0),
+        (4096, BlockStatus::Unallocated, 2, 0),
+        (4096, BlockStatus::Zero, 0, 0),
     ];
     let target = TestDisk::dirty(20480);
     let counters = run(&sources(&[parts]), &target, &ConvertOptions { below: Some(16384), ..small() });
@@ -105,8 +105,8 @@ fn what_lies_below_the_target_already_is_left_to_it() {
 
 #[test]
 fn disks_are_put_one_after_the_other_in_whole_sectors() {
-    let first: &[Part] = &[(1000, MapKind::Data, 0, 7)];
-    let second: &[Part] = &[(3000, MapKind::Data, 0, 8)];
+    let first: &[Part] = &[(1000, BlockStatus::Data, 0, 7)];
+    let second: &[Part] = &[(3000, BlockStatus::Data, 0, 8)];
     let both = sources(&[first, second]);
     let bytes = length(&both).unwrap();
     assert_eq!(bytes, 1024 + 3072);
@@ -118,7 +118,7 @@ fn disks_are_put_one_after_the_other_in_whole_sectors() {
 
 #[test]
 fn in_order_no_write_begins_before_the_one_in_front_of_it_has_ended() {
-    let parts: &[Part] = &[(1 << 20, MapKind::Data, 0, 5)];
+    let parts: &[Part] = &[(1 << 20, BlockStatus::Data, 0, 5)];
     for out_of_order in [false, true] {
         let target = TestDisk::zero(1 << 20);
         run(&sources(&[parts]), &target, &ConvertOptions { out_of_order, ..small() });
@@ -145,7 +145,7 @@ fn a_thread_for_each_request_does_the_same() {
 
 #[test]
 fn threads_that_wait_for_one_that_fails_end_too() {
-    let parts: &[Part] = &[(1 << 20, MapKind::Data, 0, 5)];
+    let parts: &[Part] = &[(1 << 20, BlockStatus::Data, 0, 5)];
     for _ in 0..20 {
         let target = TestDisk::zero(1 << 20).breaking(40960..40961);
         let options = ConvertOptions { requests: 8, ..small() };
@@ -169,7 +169,8 @@ fn a_failure_says_what_was_done_and_where() {
     let error = block_on(convert(&source, &TestDisk::zero(65536), &small(), &go_on)).unwrap_err();
     assert!(error.to_string().starts_with("error while reading at byte 20480: cannot read disk"), "{error}");
     let target = TestDisk::zero(65536).breaking(8192..8704);
-    let error = block_on(convert(&sources(&[&[(65536, MapKind::Data, 0, 1)]]), &target, &small(), &go_on)).unwrap_err();
+    let error =
+        block_on(convert(&sources(&[&[(65536, BlockStatus::Data, 0, 1)]]), &target, &small(), &go_on)).unwrap_err();
     assert!(error.to_string().starts_with("error while writing at byte 8192: "), "{error}");
 }
 
@@ -220,13 +221,18 @@ fn it_stops_when_it_is_told_to_and_says_how_far_it_is() {
     assert_eq!(all.into_inner(), 55296);
 }
 
-fn kind() -> impl Strategy<Value = MapKind> {
-    prop_oneof![Just(MapKind::Data), Just(MapKind::Compressed), Just(MapKind::Zero), Just(MapKind::Unallocated),]
+fn kind() -> impl Strategy<Value = BlockStatus> {
+    prop_oneof![
+        Just(BlockStatus::Data),
+        Just(BlockStatus::Compressed),
+        Just(BlockStatus::Zero),
+        Just(BlockStatus::Unallocated),
+    ]
 }
 
 fn part() -> impl Strategy<Value = Part> {
     (1_u64..30, kind(), any::<bool>()).prop_map(|(sectors, kind, zeros)| {
-        let byte = u8::from(!zeros && matches!(kind, MapKind::Data | MapKind::Compressed));
+        let byte = u8::from(!zeros && matches!(kind, BlockStatus::Data | BlockStatus::Compressed));
         (sectors * 512, kind, 0, byte)
     })
 }

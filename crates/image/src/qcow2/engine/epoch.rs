@@ -14,11 +14,11 @@ pub(super) struct Epochs<T> {
     now: AtomicU64,
     /// How many requests are in the even and in the odd epoch.
     inside: [AtomicU64; 2],
-    limbo: RankedMutex<Limbo<T>>,
+    deferred: RankedMutex<DeferredFree<T>>,
 }
 
 #[derive(Debug)]
-struct Limbo<T> {
+struct DeferredFree<T> {
     /// Dropped in the epoch before.
     old: Vec<T>,
     /// Dropped in this one.
@@ -48,8 +48,8 @@ impl<T> Guard<T> {
 
 impl<T> Epochs<T> {
     pub(super) fn new() -> Arc<Self> {
-        let limbo = Rank::Limbo.mutex(Limbo { old: Vec::new(), new: Vec::new() });
-        Arc::new(Self { now: AtomicU64::new(0), inside: [AtomicU64::new(0), AtomicU64::new(0)], limbo })
+        let deferred = Rank::DeferredFree.mutex(DeferredFree { old: Vec::new(), new: Vec::new() });
+        Arc::new(Self { now: AtomicU64::new(0), inside: [AtomicU64::new(0), AtomicU64::new(0)], deferred })
     }
 
     const fn place(&self, epoch: u64) -> &AtomicU64 {
@@ -70,12 +70,12 @@ impl<T> Epochs<T> {
 
     /// Nothing refers to these any more; those that no request can be using any more come out.
     pub(super) fn pass(&self, dropped: Vec<T>) -> Vec<T> {
-        let mut limbo = self.limbo.lock();
-        limbo.new.extend(dropped);
+        let mut deferred = self.deferred.lock();
+        deferred.new.extend(dropped);
         let mut free = Vec::new();
         // Twice: what was dropped now is free at once if no request is inside.
         for _ in 0..2 {
-            if limbo.old.is_empty() && limbo.new.is_empty() {
+            if deferred.old.is_empty() && deferred.new.is_empty() {
                 break;
             }
             let now = self.now.load(Ordering::SeqCst);
@@ -83,11 +83,11 @@ impl<T> Epochs<T> {
             if self.place(now + 1).load(Ordering::SeqCst) != 0 {
                 break;
             }
-            free.append(&mut limbo.old);
-            limbo.old = std::mem::take(&mut limbo.new);
+            free.append(&mut deferred.old);
+            deferred.old = std::mem::take(&mut deferred.new);
             self.now.store(now + 1, Ordering::SeqCst);
             if self.place(now).load(Ordering::SeqCst) == 0 {
-                free.append(&mut limbo.old);
+                free.append(&mut deferred.old);
             }
         }
         free
@@ -100,9 +100,9 @@ impl<T> Epochs<T> {
 
     /// Everything that is kept: no request may be inside any more.
     pub(super) fn rest(&self) -> Vec<T> {
-        let mut limbo = self.limbo.lock();
-        let mut rest = std::mem::take(&mut limbo.old);
-        rest.append(&mut limbo.new);
+        let mut deferred = self.deferred.lock();
+        let mut rest = std::mem::take(&mut deferred.old);
+        rest.append(&mut deferred.new);
         rest
     }
 }

@@ -21,9 +21,9 @@ use limosa_page::BrokenInvariant;
 use limosa_storage::{Buffer, IoVector};
 
 use super::allocator::Allocator;
+use super::cancelled_writes::CancelledWrites;
 use super::context::Context;
 use super::counters::OperationKind;
-use super::detached::Detached;
 use super::header_owner::{HeaderOwner, cut_off};
 use super::layers::push_zeros;
 use super::lengths::Lengths;
@@ -40,7 +40,7 @@ pub(super) struct Flusher {
     header: Arc<HeaderOwner>,
     allocator: Arc<Allocator>,
     tables: Arc<Tables>,
-    detached: Arc<Detached>,
+    cancelled_writes: Arc<CancelledWrites>,
     lengths: Arc<Lengths>,
     turns: RankedMutex<Turns>,
 }
@@ -57,10 +57,18 @@ impl Flusher {
         context: Arc<Context>,
         header: Arc<HeaderOwner>,
         (allocator, tables): (Arc<Allocator>, Arc<Tables>),
-        detached: Arc<Detached>,
+        cancelled_writes: Arc<CancelledWrites>,
         lengths: Arc<Lengths>,
     ) -> Self {
-        Self { context, header, allocator, tables, detached, lengths, turns: Rank::Flushes.mutex(Turns::default()) }
+        Self {
+            context,
+            header,
+            allocator,
+            tables,
+            cancelled_writes,
+            lengths,
+            turns: Rank::Flushes.mutex(Turns::default()),
+        }
     }
 
     pub(super) const fn tables(&self) -> &Arc<Tables> {
@@ -150,7 +158,7 @@ impl Flusher {
     }
 
     async fn flush_now(self: &Arc<Self>) -> Result<(), ImageError> {
-        self.detached.poll().await;
+        self.cancelled_writes.poll().await;
         // Drops first: their entries were changed before, and are captured after.
         let drops = self.allocator.take_drops();
         let captured = match self.tables.capture() {

@@ -63,7 +63,7 @@ impl Grower {
     pub(super) async fn grow(self: &Arc<Self>, size: u64) -> Result<(), ImageError> {
         let grower = Arc::clone(self);
         let growth = self.growths.run(async move { grower.grow_now(size).await }.boxed());
-        let _unfinished = self.writer.finish_if_dropped(&growth);
+        let _unfinished = self.writer.finish_if_cancelled(&growth);
         growth.await
     }
 
@@ -87,7 +87,7 @@ impl Grower {
         if context.has_data_file() && context.data().length()? < size {
             context.data().set_len(size).await?;
         }
-        self.hide(old, size).await?;
+        self.zero_tail(old, size).await?;
         self.flusher.flush().await?;
         let header = Arc::clone(&self.header);
         self.header.exclusively(async move { header.set_size(size).await }.boxed()).await
@@ -95,7 +95,7 @@ impl Grower {
 
     /// What a disk that becomes `size` bytes long would show that was never written there becomes zeros: what lies in the cluster of the
     /// old end behind it, and what the backing image has there. None of it is flushed.
-    pub(super) async fn hide(&self, old: u64, size: u64) -> Result<(), ImageError> {
+    pub(super) async fn zero_tail(&self, old: u64, size: u64) -> Result<(), ImageError> {
         let own = old.next_multiple_of(self.context.geometry().cluster_size()).min(size);
         let below = self.context.backing().map_or(0, |backing| backing.len()).min(size);
         if own > old {

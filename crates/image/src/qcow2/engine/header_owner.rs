@@ -15,7 +15,7 @@ use super::context::Context;
 use super::counters::OperationKind;
 use super::lengths::CutOff;
 use super::locks::{Rank, RankedMutex};
-use super::metadata_map::Overlap;
+use super::overlap_check::Overlap;
 use super::seams;
 use super::shared_future::{Serial, SharedFuture};
 use crate::error::ImageError;

@@ -9,7 +9,7 @@
 //! * `allocator`: refcounts, free clusters, references that were dropped, and where the image's own tables lie;
 //! * `tables`: the L1 table and slices of the L2 tables;
 //! * `flusher`: the order in which all of that reaches the file;
-//! * `contents`: the guest's bytes, where they lie;
+//! * `guest_data`: the guest's bytes, where they lie;
 //! * `reader`, `writer`: requests; `grow`: a disk that becomes longer.
 //!
 //! What does not change is in the `context`, which all of them have. The order of their locks is in `locks`.
@@ -44,7 +44,7 @@
 //! # What is not written over
 //!
 //! An image may lie about where its contents are, what is free, and where its tables lie. Every cluster that is to be written, handed
-//! out or given back is looked for among the tables first (the module `metadata_map`), and tables that lie on each other are found when
+//! out or given back is looked for among the tables first (the module `overlap_check`), and tables that lie on each other are found when
 //! the image is opened to be written. Whatever is found: the image is marked as corrupt, and nothing more is written or given back.
 //!
 //! # What a crash leaves
@@ -68,18 +68,18 @@ use futures_util::FutureExt;
 use limosa_storage::{IoVector, Storage};
 
 use super::allocator::Allocator;
-use super::contents::Contents;
+use super::cancelled_writes::CancelledWrites;
 use super::context::Context;
 use super::counters::Counts;
-use super::detached::Detached;
 use super::flusher::Flusher;
 use super::grow::Grower;
+use super::guest_data::GuestData;
 use super::header_owner::HeaderOwner;
 use super::l1::L1;
 use super::lengths::Lengths;
 use super::locks::{Rank, RankedMutex};
-use super::metadata_map::MetadataMap;
 use super::options::Qcow2Options;
+use super::overlap_check::OverlapCheck;
 use super::preallocated::Preallocated;
 use super::reader::Reader;
 use super::refcounts::Refcounts;
@@ -205,7 +205,7 @@ impl Qcow2 {
     /// the old one.
     pub fn grow(&self, size: u64) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_dropped(async move {
+        Box::pin(self.inner.writer.finish_when_cancelled(async move {
             // Here, and not in what others may have to bring to its end.
             let _inside = inner.admit(GuestOffset(0), 0)?;
             inner.grower.grow(size).await
@@ -213,9 +213,9 @@ impl Qcow2 {
     }
 
     /// Has what lies between the disk's end and `size`, in the cluster of the end, read as zeros when the disk becomes longer.
-    pub(in crate::qcow2) async fn hide(&self, size: u64) -> Result<(), ImageError> {
+    pub(in crate::qcow2) async fn zero_tail(&self, size: u64) -> Result<(), ImageError> {
         self.inner.allocator.begin_writing().await?;
-        self.inner.grower.hide(self.inner.header.size(), size).await
+        self.inner.grower.zero_tail(self.inner.header.size(), size).await
     }
 }
 
@@ -230,20 +230,26 @@ impl Inner {
         let owner = Arc::new(HeaderOwner::new(Arc::clone(&context), header));
         let allocator =
             Allocator::new(Arc::clone(&context), Arc::clone(&owner), refcounts, metadata, Arc::clone(&lengths));
-        let (header, allocator, detached) = (owner, Arc::new(allocator), Detached::new());
+        let (header, allocator, cancelled_writes) = (owner, Arc::new(allocator), CancelledWrites::new());
         let flusher = Arc::new_cyclic(|flusher: &Weak<Flusher>| {
             let room: Weak<dyn MakeRoom> = flusher.clone();
             let tables = Arc::new(Tables::new(Arc::clone(&context), Arc::clone(&allocator), l1, room));
             let below = (Arc::clone(&allocator), tables);
-            Flusher::new(Arc::clone(&context), Arc::clone(&header), below, Arc::clone(&detached), Arc::clone(&lengths))
+            Flusher::new(
+                Arc::clone(&context),
+                Arc::clone(&header),
+                below,
+                Arc::clone(&cancelled_writes),
+                Arc::clone(&lengths),
+            )
         });
         let tables = Arc::clone(flusher.tables());
-        let contents = Arc::new(Contents::new(Arc::clone(&context), lengths));
+        let guest_data = Arc::new(GuestData::new(Arc::clone(&context), lengths));
         let reader = Reader::new(
             Arc::clone(&context),
             Arc::clone(&allocator),
             Arc::clone(&tables),
-            Arc::clone(&contents),
+            Arc::clone(&guest_data),
             Preallocated::new(Arc::clone(&context), Arc::clone(&header)),
         );
         let writer = Arc::new(Writer::new(WriterParts {
@@ -252,8 +258,8 @@ impl Inner {
             allocator: Arc::clone(&allocator),
             tables: Arc::clone(&tables),
             flusher: Arc::clone(&flusher),
-            contents,
-            detached,
+            guest_data,
+            cancelled_writes,
         }));
         let below = (Arc::clone(&allocator), Arc::clone(&tables));
         let grower =
@@ -267,15 +273,15 @@ impl Inner {
         context: &Arc<Context>,
         header: &Header,
         l1: &L1,
-    ) -> Result<(Refcounts, MetadataMap), ImageError> {
+    ) -> Result<(Refcounts, OverlapCheck), ImageError> {
         let at = header.refcount_table.0;
         if context.is_read_only() {
-            return Ok((Refcounts::new(Arc::clone(context), at, &[]), MetadataMap::default()));
+            return Ok((Refcounts::new(Arc::clone(context), at, &[]), OverlapCheck::default()));
         }
         let table = context.read_file(at, header.refcount_table_bytes()).await?;
         let refcounts = Refcounts::new(Arc::clone(context), at, &table);
         let (snapshots, end) = snapshot_table::read_to_end(&**context.file(), header).await?;
-        let metadata = MetadataMap::of(header, l1.tables(), refcounts.blocks(), &snapshots, HostOffset(end));
+        let metadata = OverlapCheck::of(header, l1.tables(), refcounts.blocks(), &snapshots, HostOffset(end));
         Ok((refcounts, metadata))
     }
 
@@ -314,14 +320,14 @@ impl Disk for Qcow2 {
     fn read(&self, at: GuestOffset, into: IoVector) -> Pending<'_> {
         Box::pin(async move {
             let _inside = self.inner.admit(at, into.len() as u64)?;
-            self.inner.writer.end_dropped().await;
+            self.inner.writer.finish_cancelled().await;
             self.inner.reader.read(at, into).await
         })
     }
 
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_dropped(async move {
+        Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, from.len() as u64)?;
             Arc::clone(&inner.writer).write(at, from).await
         }))
@@ -330,7 +336,7 @@ impl Disk for Qcow2 {
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_> {
         let zeroing = if unmap { Zeroing::Unmap } else { Zeroing::Keep };
         let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_dropped(async move {
+        Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, length)?;
             Arc::clone(&inner.writer).zero(at, length, zeroing).await
         }))
@@ -338,7 +344,7 @@ impl Disk for Qcow2 {
 
     fn discard(&self, at: GuestOffset, length: u64) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_dropped(async move {
+        Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, length)?;
             Arc::clone(&inner.writer).zero(at, length, Zeroing::Discard).await
         }))
@@ -355,7 +361,7 @@ impl Disk for Qcow2 {
         let length = length.max(1);
         Box::pin(async move {
             let _inside = self.inner.admit(at, length)?;
-            self.inner.writer.end_dropped().await;
+            self.inner.writer.finish_cancelled().await;
             self.inner.reader.map(at, length).await
         })
     }
@@ -388,7 +394,7 @@ impl Inner {
             return Ok(());
         }
         // Work that is more than jobs, which may begin others: a growth.
-        self.writer.end_dropped().await;
+        self.writer.finish_cancelled().await;
         self.writer.wait_for_jobs().await;
         self.writer.check_idle()?;
         if !self.header.has_begun() {

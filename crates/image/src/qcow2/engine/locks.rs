@@ -22,11 +22,11 @@ pub(super) enum Rank {
     /// The last growth.
     Growing,
     /// Jobs that nothing waits for any more.
-    DroppedJobs,
+    CancelledRequests,
     /// Jobs under way.
-    Jobs,
+    InFlight,
     /// What a job has gathered, or where it writes.
-    Job,
+    InFlightAllocation,
     /// The flush under way, and the next one.
     Flushes,
     /// The last change of refcounts or of the header.
@@ -42,17 +42,17 @@ pub(super) enum Rank {
     /// References that were dropped since the last flush.
     Drops,
     /// References that were dropped, and that requests may still be using.
-    Limbo,
+    DeferredFree,
     /// Refcounts.
     Refcounts,
     /// Clusters to be handed out.
     Pool,
     /// Where the image's tables lie.
-    Metadata,
+    OverlapCheck,
     /// The header.
     Header,
     /// Writes in place whose requests were dropped.
-    Detached,
+    CancelledWrites,
     /// Storages that refused to share.
     Refused,
 }
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn locks_are_taken_in_their_order_and_let_go_in_any() {
-        let (jobs, slices) = (Rank::Jobs.mutex(1), Rank::Slices.rw_lock(2));
+        let (jobs, slices) = (Rank::InFlight.mutex(1), Rank::Slices.rw_lock(2));
         let (outer, inner) = (jobs.lock(), slices.read());
         assert_eq!((*outer, *inner), (1, 2));
         drop(outer);
@@ -218,16 +218,16 @@ mod tests {
 
     #[test]
     fn threads_hold_each_their_own() {
-        let (jobs, slices) = (Rank::Jobs.mutex(1), Rank::Slices.mutex(2));
+        let (jobs, slices) = (Rank::InFlight.mutex(1), Rank::Slices.mutex(2));
         let _inner = slices.lock();
         std::thread::scope(|scope| scope.spawn(|| drop(jobs.lock())).join()).unwrap();
     }
 
     #[test]
     #[cfg(debug_assertions)]
-    #[should_panic(expected = "lock order: Jobs is taken while Some(Slices) is held")]
+    #[should_panic(expected = "lock order: InFlightAllocations is taken while Some(Slices) is held")]
     fn a_lock_that_is_taken_before_its_turn_is_found() {
-        let (jobs, slices) = (Rank::Jobs.mutex(()), Rank::Slices.mutex(()));
+        let (jobs, slices) = (Rank::InFlight.mutex(()), Rank::Slices.mutex(()));
         let _inner = slices.lock();
         drop(jobs.lock());
     }

@@ -3,13 +3,13 @@
 //! `image` describes them and the laws that they keep. A module imports only modules that are below it.
 
 pub(super) mod allocator;
-pub(super) mod contents;
+pub(super) mod cancelled_writes;
 pub(super) mod context;
 pub(super) mod counters;
-pub(super) mod detached;
 pub(super) mod epoch;
 pub(super) mod flusher;
 pub(super) mod grow;
+pub(super) mod guest_data;
 pub(super) mod header_owner;
 pub(super) mod image;
 pub(super) mod l1;
@@ -17,8 +17,8 @@ pub(super) mod layers;
 pub(super) mod lengths;
 pub(super) mod locks;
 pub(super) mod lookup;
-pub(super) mod metadata_map;
 pub(super) mod options;
+pub(super) mod overlap_check;
 pub(super) mod pool;
 pub(super) mod preallocated;
 pub(super) mod reader;

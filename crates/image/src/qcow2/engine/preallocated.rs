@@ -11,7 +11,7 @@ use limosa_page::to_usize;
 
 use super::context::Context;
 use super::header_owner::HeaderOwner;
-use crate::disk::MapKind;
+use crate::disk::BlockStatus;
 use crate::error::ImageError;
 use crate::holes::{alike, inside, taken};
 use crate::offset::HostOffset;
@@ -43,17 +43,17 @@ impl Preallocated {
 
     /// What of contents at `host` is alike: contents, or zeros that the file has nothing for. Behind its end there are no zeros: a
     /// read fails and says that contents are lost.
-    pub(super) async fn written(&self, host: HostOffset, length: u64) -> Result<(u64, MapKind), ImageError> {
+    pub(super) async fn written(&self, host: HostOffset, length: u64) -> Result<(u64, BlockStatus), ImageError> {
         if !*self.known.get_or_init(|| self.is_preallocated()).await {
-            return Ok((length, MapKind::Data));
+            return Ok((length, BlockStatus::Data));
         }
         let (alike, is_zero) = alike(&**self.context.data(), &(host.0..host.0.saturating_add(length)))?;
         if !is_zero {
-            return Ok((alike, MapKind::Data));
+            return Ok((alike, BlockStatus::Data));
         }
         Ok(match inside(&**self.context.data(), host.0, alike, self.context.geometry().cluster_size())? {
-            0 => (length, MapKind::Data),
-            alike => (alike, MapKind::Preallocated),
+            0 => (length, BlockStatus::Data),
+            alike => (alike, BlockStatus::Preallocated),
         })
     }
 

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use limosa_storage::IoVector;
 
 use super::allocator::Allocator;
-use super::contents::Contents;
 use super::context::Context;
+use super::guest_data::GuestData;
 use super::layers::part_of;
 use super::lookup::{Extent, Kind};
 use super::preallocated::Preallocated;
 use super::seams;
 use super::shared_future::all;
 use super::tables::Tables;
-use crate::disk::{MapKind, Mapped};
+use crate::disk::{BlockStatus, Mapped};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 
@@ -21,7 +21,7 @@ pub(super) struct Reader {
     context: Arc<Context>,
     allocator: Arc<Allocator>,
     tables: Arc<Tables>,
-    contents: Arc<Contents>,
+    guest_data: Arc<GuestData>,
     preallocated: Preallocated,
 }
 
@@ -30,10 +30,10 @@ impl Reader {
         context: Arc<Context>,
         allocator: Arc<Allocator>,
         tables: Arc<Tables>,
-        contents: Arc<Contents>,
+        guest_data: Arc<GuestData>,
         preallocated: Preallocated,
     ) -> Self {
-        Self { context, allocator, tables, contents, preallocated }
+        Self { context, allocator, tables, guest_data, preallocated }
     }
 
     /// Fills `into` with what is at `at`.
@@ -57,13 +57,13 @@ impl Reader {
         while pos < end {
             let Extent { length, kind } = self.tables.extent(pos, end).await?;
             if pos == at && length == into.len() as u64 {
-                return self.contents.read(pos, kind, into).await;
+                return self.guest_data.read(pos, kind, into).await;
             }
             let part = part_of(&into, pos - at, length);
             match kind {
                 Kind::Zero { .. } => part.clear(),
                 Kind::Backing { .. } if self.context.backing().is_none() => part.clear(),
-                _ => parts.push(self.contents.read(pos, kind, part)),
+                _ => parts.push(self.guest_data.read(pos, kind, part)),
             }
             pos += length;
         }
@@ -83,10 +83,10 @@ impl Reader {
                 let (length, kind) = self.preallocated.written(host, length).await?;
                 mapped(length, kind, place(host))
             }
-            Kind::Zero { host, .. } => mapped(length, MapKind::Zero, host.and_then(place)),
-            Kind::Compressed { .. } => mapped(length, MapKind::Compressed, None),
+            Kind::Zero { host, .. } => mapped(length, BlockStatus::Zero, host.and_then(place)),
+            Kind::Compressed { .. } => mapped(length, BlockStatus::Compressed, None),
             Kind::Backing { host, .. } => {
-                let holds = self.contents.backing_holds(at);
+                let holds = self.guest_data.backing_holds(at);
                 // A slice tells of a part only: what follows may be alike.
                 while at + length < end {
                     match self.tables.extent(at + length, end).await? {
@@ -99,10 +99,10 @@ impl Reader {
                     }
                 }
                 match self.context.backing() {
-                    None => mapped(length, MapKind::Unallocated, host.and_then(place)),
+                    None => mapped(length, BlockStatus::Unallocated, host.and_then(place)),
                     Some(backing) => match holds {
                         // QEMU counts it as this image's: the backing file ends before it.
-                        0 => mapped(length, MapKind::Unallocated, host.and_then(place)),
+                        0 => mapped(length, BlockStatus::Unallocated, host.and_then(place)),
                         holds => {
                             let below = backing.map(at, length.min(holds)).await?;
                             Mapped { depth: below.depth + 1, ..below }

@@ -245,7 +245,7 @@ async fn shorten(storage: &dyn Storage, length: u64) -> Result<(), StorageError>
     storage.set_len(length).await
 }
 
-/// Takes space for everything up to `end`, and fills `contents`, as far as that is asked for.
+/// Takes space for everything up to `end`, and fills `guest_data`, as far as that is asked for.
 async fn reserve(
     storage: &dyn Storage,
     contents: std::ops::Range<u64>,

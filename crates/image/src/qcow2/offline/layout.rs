@@ -33,7 +33,7 @@ pub(in crate::qcow2) enum TooLarge {
 }
 
 impl Layout {
-    /// Of a disk of `size` bytes; `tables`: with L2 tables for all of it; `contents`: with clusters for all of it.
+    /// Of a disk of `size` bytes; `tables`: with L2 tables for all of it; `guest_data`: with clusters for all of it.
     pub(in crate::qcow2) fn new(geometry: Geometry, size: u64, tables: bool, contents: bool) -> Result<Self, TooLarge> {
         let l1_entries = geometry.l1_entries(size);
         if l1_entries > u64::from(L1_MOST) || i64::try_from(size).is_err() {

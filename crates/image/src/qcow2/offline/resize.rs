@@ -98,7 +98,7 @@ async fn grow(parts: Parts, size: u64, how: Preallocation) -> Result<(), ImageEr
     let (file, data_file, old) = (Arc::clone(&parts.file), parts.data_file.clone(), parts.header.size);
     let end = old.next_multiple_of(parts.header.geometry().cluster_size()).min(size);
     let disk = in_use(parts).await?;
-    disk.hide(end).await?;
+    disk.zero_tail(end).await?;
     disk.close().await?;
     let mut header = Header::read(&*file).await?;
     Growth { storage: &*file, data_file: data_file.as_deref(), old, size }.grow(&mut header, how).await

@@ -7,8 +7,8 @@
 //! Law: nothing is written over the image's own tables, and nothing of them given back. Every cluster that is to be written, handed out or
 //! given back is looked for among them first; what finds that it would be marks the image as corrupt.
 
+mod deferred_free;
 mod own_tables;
-mod taking_back;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use super::epoch::{Epochs, Guard};
 use super::header_owner::{HeaderOwner, cut_off};
 use super::lengths::Lengths;
 use super::locks::{Rank, RankedMutex};
-use super::metadata_map::MetadataMap;
+use super::overlap_check::OverlapCheck;
 use super::pool::{Pool, Run};
 use super::refcounts::Refcounts;
 use super::seams;
@@ -58,7 +58,7 @@ pub(super) struct Allocator {
     drops: RankedMutex<Vec<Dropped>>,
     epochs: Arc<Epochs<Dropped>>,
     /// Where the image's own tables lie; empty if it is only read.
-    metadata: MetadataMap,
+    overlap_check: OverlapCheck,
     lengths: Arc<Lengths>,
 }
 
@@ -67,7 +67,7 @@ impl Allocator {
         context: Arc<Context>,
         header: Arc<HeaderOwner>,
         refcounts: Refcounts,
-        metadata: MetadataMap,
+        overlap_check: OverlapCheck,
         lengths: Arc<Lengths>,
     ) -> Self {
         Self {
@@ -77,7 +77,7 @@ impl Allocator {
             pool: Rank::Pool.mutex(Pool::default()),
             drops: Rank::Drops.mutex(Vec::new()),
             epochs: Epochs::new(),
-            metadata,
+            overlap_check,
             lengths,
         }
     }
@@ -89,7 +89,7 @@ impl Allocator {
 
     /// Before the first write; see [`HeaderOwner::begin_writing`].
     pub(super) async fn begin_writing(&self) -> Result<(), ImageError> {
-        self.header.begin_writing(self.metadata.conflict()).await
+        self.header.begin_writing(self.overlap_check.conflict()).await
     }
 
     fn bytes_of(&self, clusters: &Range<HostCluster>) -> Range<HostOffset> {

@@ -9,7 +9,7 @@ use limosa_storage::Buffer;
 
 use super::super::counters::OperationKind;
 use super::super::header_owner::REPAIR;
-use super::super::metadata_map::{Overlap, TableKind};
+use super::super::overlap_check::{Overlap, TableKind};
 use super::{Allocator, Dropped};
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, HostCluster, HostOffset, length};
@@ -36,7 +36,7 @@ impl Allocator {
         let entry = Buffer::copied(&host.0.to_be_bytes());
         self.context.write_table(OperationKind::RefcountWrite, table_at + number * 8, entry.into()).await?;
         self.refcounts.has_block(index, host)?;
-        self.metadata.add(host, TableKind::RefcountBlock);
+        self.overlap_check.add(host, TableKind::RefcountBlock);
         self.pool.lock().searched_to(at + ClusterCount::ONE);
         Ok(())
     }
@@ -96,23 +96,23 @@ impl Allocator {
         // the search has come to `at` again, and the same has been written there.
         self.header.change(|header| header.refcount_table = (table_at, length)).await?;
         for block in 0..blocks {
-            self.metadata.add((at + ClusterCount(block)).begin(bits), TableKind::RefcountBlock);
+            self.overlap_check.add((at + ClusterCount(block)).begin(bits), TableKind::RefcountBlock);
         }
         self.refcounts.has_table(table_at, table);
         self.pool.lock().searched_to(end);
-        self.metadata.move_refcount_table(&self.bytes_of(&(at + ClusterCount(blocks)..end)));
+        self.overlap_check.move_refcount_table(&self.bytes_of(&(at + ClusterCount(blocks)..end)));
         let old = old_at.cluster(bits)..old_at.cluster(bits) + ClusterCount(old / per_cluster);
         self.give_up(Dropped { clusters: old, table: false }).await
     }
 
     /// There is an L2 table from now on.
     pub(in super::super) fn has_l2_table(&self, at: HostOffset) {
-        self.metadata.add(at, TableKind::L2);
+        self.overlap_check.add(at, TableKind::L2);
     }
 
     /// The table that lies where contents are said to lie.
     pub(in super::super) fn overlap(&self, bytes: &Range<HostOffset>) -> Option<Overlap> {
-        if self.context.has_data_file() { None } else { self.metadata.within(bytes, None) }
+        if self.context.has_data_file() { None } else { self.overlap_check.within(bytes, None) }
     }
 
     /// An error if the image's own tables lie where its contents are said to lie: the image is marked as corrupt.
@@ -131,7 +131,7 @@ impl Allocator {
 
     /// Clusters that are said to be free, and are to be used. Only within [`HeaderOwner::exclusively`].
     pub(super) async fn admit_free(&self, bytes: &Range<HostOffset>) -> Result<(), ImageError> {
-        match self.metadata.within(bytes, None) {
+        match self.overlap_check.within(bytes, None) {
             None => Ok(()),
             Some(overlap) => {
                 let why = format!("its clusters are counted as free, and were about to be used; {REPAIR}");
@@ -176,8 +176,8 @@ impl Allocator {
             // A failure leaves lost space.
             let _ = extend::release(file, &header, old_table.0.0, old_table.1).await;
         }
-        self.refcounts.blocks().into_iter().for_each(|at| self.metadata.add(at, TableKind::RefcountBlock));
-        self.metadata.move_refcount_table(&(table_at..table_at + bytes));
+        self.refcounts.blocks().into_iter().for_each(|at| self.overlap_check.add(at, TableKind::RefcountBlock));
+        self.overlap_check.move_refcount_table(&(table_at..table_at + bytes));
         self.header.has_refcount_table(header.refcount_table);
         self.pool.lock().forget_free(first);
         let at = first.begin(geometry.cluster_bits);
@@ -188,7 +188,7 @@ impl Allocator {
         self.context.flush_file().await?;
         let count = u32::try_from(entries).map_err(|_| broken("an L1 table is within the format's limit"))?;
         self.header.change(|header| header.l1 = (at, count)).await?;
-        self.metadata.move_l1_table(&(at..at + entries * 8));
+        self.overlap_check.move_l1_table(&(at..at + entries * 8));
         Ok(at)
     }
 

@@ -13,9 +13,9 @@ use super::super::context::Context;
 use super::super::counters::OperationKind;
 use super::super::locks::{Rank, RankedMutex};
 use super::super::options::CloneMode;
-use super::jobs::NewPlace;
+use super::in_flight::NewPlace;
 use super::plan::{Origin, Plan, Source, Want, whole_blocks};
-use crate::disk::{Disk, MapKind};
+use crate::disk::{BlockStatus, Disk};
 use crate::offset::{GuestOffset, HostOffset, Shift, length};
 
 /// Where the contents from `at` on lie, and how many of them together, up to `end`.
@@ -27,7 +27,7 @@ async fn in_backing(
     let (mut length, mut place): (u64, Option<(u32, HostOffset)>) = (0, None);
     while at + length < end {
         let found = backing.map(at + length, end - at - length).await.ok()?;
-        let host = found.host.filter(|_| found.kind == MapKind::Data).map(|(_, host)| host);
+        let host = found.host.filter(|_| found.kind == BlockStatus::Data).map(|(_, host)| host);
         let Some(host) = host.filter(|_| found.length > 0) else { break };
         match place {
             None => place = Some((found.depth, host)),

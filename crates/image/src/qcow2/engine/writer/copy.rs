@@ -15,17 +15,17 @@ use super::super::layers::{Layers, part_of};
 use super::super::pool::Run;
 use super::super::seams;
 use super::super::shared_future::all;
-use super::jobs::{Job, NewPlace, State};
+use super::in_flight::{InFlightAllocation, NewPlace, State};
 use super::plan::{Origin, Part, Plan, Want};
 use super::{Segment, Writer};
-use crate::disk::MapKind;
+use crate::disk::BlockStatus;
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, GuestOffset, HostOffset, Shift, length};
 use crate::qcow2::format::entry::{L2Entry, Subclusters};
 
 /// What a job that writes does. `entries` are of the clusters from guest offset `start` on.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum CopyJob {
+pub(super) enum CopyWork {
     /// Makes room: clusters without contents, whose subclusters are written afterwards.
     Reserve,
     /// Writes to new clusters, and leaves the old ones.
@@ -52,23 +52,27 @@ impl Old<'_> {
 }
 
 impl Writer {
-    pub(super) async fn carry_out(self: &Arc<Self>, job: &Job, work: CopyJob) -> Result<(), ImageError> {
+    pub(super) async fn carry_out(
+        self: &Arc<Self>,
+        job: &InFlightAllocation,
+        work: CopyWork,
+    ) -> Result<(), ImageError> {
         // The table comes first: without it nothing else is of use.
         self.tables.prepare(job.range.start).await?;
         let (start, entries) = match &work {
-            CopyJob::Reserve => return self.reserve(job).await,
-            CopyJob::New { start, entries } | CopyJob::InOwn { start, entries, .. } => (*start, &entries[..]),
+            CopyWork::Reserve => return self.reserve(job).await,
+            CopyWork::New { start, entries } | CopyWork::InOwn { start, entries, .. } => (*start, &entries[..]),
         };
         let old = Old { start, entries, cluster_bits: self.context.geometry().cluster_bits };
         let (places, runs) = match &work {
-            CopyJob::InOwn { host, .. } => {
+            CopyWork::InOwn { host, .. } => {
                 self.allocator.admit_contents(&(*host..host.saturating_add(length(&job.range)))).await?;
                 (vec![NewPlace { guest: job.range.clone(), host: *host, zeroed: false }], Vec::new())
             }
             _ => self.new_places(&job.range).await?,
         };
         seams::parts_cover(places.iter().map(|place| place.guest.clone()), &job.range)?;
-        let new = matches!(work, CopyJob::New { .. });
+        let new = matches!(work, CopyWork::New { .. });
         let linked = match self.fill(job, old, &places).await {
             Ok(()) => self.link(job, start, &places, new).await,
             Err(error) => Err(error),
@@ -106,7 +110,7 @@ impl Writer {
     }
 
     /// Has all of the job's fill, and what else of its clusters has contents, written to its new places.
-    async fn fill(&self, job: &Job, old: Old<'_>, places: &[NewPlace]) -> Result<(), ImageError> {
+    async fn fill(&self, job: &InFlightAllocation, old: Old<'_>, places: &[NewPlace]) -> Result<(), ImageError> {
         let data = match &*job.state.lock() {
             State::Gathering(gathered) => union(gathered),
             State::Open { .. } | State::Sealed => GuestOffset(0)..GuestOffset(0),
@@ -142,7 +146,7 @@ impl Writer {
     }
 
     /// What is wanted of one new place: the part of the job's fill, of the guest's bytes and of the contents that belongs there.
-    fn want(&self, job: &Job, place: &NewPlace, data: &Range<GuestOffset>, contents: &[Part]) -> Want {
+    fn want(&self, job: &InFlightAllocation, place: &NewPlace, data: &Range<GuestOffset>, contents: &[Part]) -> Want {
         let clip = |range: &Range<GuestOffset>| range.start.max(place.guest.start)..range.end.min(place.guest.end);
         let within =
             |part: &Part| Some(Part { range: clip(&part.range), ..*part }).filter(|part| !part.range.is_empty());
@@ -156,7 +160,7 @@ impl Writer {
     }
 
     /// Writes nothing but the guest's bytes: those that come now are written along.
-    async fn write_open(&self, job: &Job, places: &[NewPlace]) -> Result<(), ImageError> {
+    async fn write_open(&self, job: &InFlightAllocation, places: &[NewPlace]) -> Result<(), ImageError> {
         let segments = job.gathered(State::Open { places: places.to_vec(), shared: false });
         let writes = places.iter().flat_map(|place| {
             segments.iter().filter_map(|(at, bytes)| {
@@ -200,7 +204,7 @@ impl Writer {
         only_data: bool,
     ) -> Result<(), ImageError> {
         let purpose = if only_data { OperationKind::DataWrite } else { OperationKind::CowWrite };
-        Ok(self.contents.write(purpose, place.host_of(at), bytes)?.await?)
+        Ok(self.guest_data.write(purpose, place.host_of(at), bytes)?.await?)
     }
 
     async fn read_part(&self, part: &Part, old: Old<'_>) -> Result<(GuestOffset, Buffer), ImageError> {
@@ -208,13 +212,13 @@ impl Writer {
         let buffer = Buffer::zeroed(to_usize(length));
         self.context.counters().add(OperationKind::CowRead, length);
         match part.origin {
-            Origin::Backing => self.contents.read_backing(at, buffer.clone().into()).await?,
-            Origin::Host(shift) => self.contents.read_own(at, shift.host(at), buffer.clone().into()).await?,
+            Origin::Backing => self.guest_data.read_backing(at, buffer.clone().into()).await?,
+            Origin::Host(shift) => self.guest_data.read_own(at, shift.host(at), buffer.clone().into()).await?,
             Origin::Compressed(cluster) => {
                 let L2Entry::Compressed { host, length } = old.entry(cluster)? else {
                     return Err(broken("a part that is read as compressed is of a compressed cluster").into());
                 };
-                self.contents.read_compressed(at, host, length, buffer.clone().into()).await?;
+                self.guest_data.read_compressed(at, host, length, buffer.clone().into()).await?;
             }
         }
         Ok((at, buffer))
@@ -223,7 +227,7 @@ impl Writer {
     /// The contents that the job's clusters have around the guest's bytes, as far as they are lost if they are not copied.
     async fn contents_around(
         &self,
-        job: &Job,
+        job: &InFlightAllocation,
         old: Old<'_>,
         data: &Range<GuestOffset>,
     ) -> Result<Vec<Part>, ImageError> {
@@ -254,7 +258,7 @@ impl Writer {
         &self,
         range: Range<GuestOffset>,
         (shift, what): (Option<Shift>, Subclusters),
-        job: &Job,
+        job: &InFlightAllocation,
         parts: &mut Vec<Part>,
     ) -> Result<(), ImageError> {
         let geometry = self.context.geometry();
@@ -283,7 +287,7 @@ impl Writer {
         while pos < end {
             let mapped = backing.map(pos, end - pos).await?;
             let until = pos + mapped.length.clamp(1, end - pos);
-            if matches!(mapped.kind, MapKind::Data | MapKind::Compressed) {
+            if matches!(mapped.kind, BlockStatus::Data | BlockStatus::Compressed) {
                 add(parts, Part { range: pos..until, origin: Origin::Backing });
             }
             pos = until;
@@ -294,7 +298,7 @@ impl Writer {
     /// Has the tables say where everything is: the entries that are no longer there. If it fails they are as they were.
     async fn link(
         &self,
-        job: &Job,
+        job: &InFlightAllocation,
         start: GuestOffset,
         places: &[NewPlace],
         new: bool,
@@ -331,7 +335,7 @@ impl Writer {
     }
 
     /// Room for clusters whose subclusters are written one by one.
-    async fn reserve(&self, job: &Job) -> Result<(), ImageError> {
+    async fn reserve(&self, job: &InFlightAllocation) -> Result<(), ImageError> {
         let (places, runs) = self.new_places(&job.range).await?;
         seams::parts_cover(places.iter().map(|place| place.guest.clone()), &job.range)?;
         let cluster = self.context.geometry().cluster_size();

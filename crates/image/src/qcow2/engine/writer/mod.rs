@@ -1,13 +1,13 @@
 //! Writing: in place where the image has the cluster for itself, else by a job.
 //!
-//! What changes where bytes lie claims the clusters (or subclusters) first: a *job* (the module `jobs`), of which there is one for any
+//! What changes where bytes lie claims the clusters (or subclusters) first: a *job* (the module `in_flight`), of which there is one for any
 //! cluster at a time. A job that writes copies what has to be around the guest's bytes (`copy`, by a `plan`, or by `clones`); one
 //! that zeroes changes entries only (`zero`).
 
+mod cancelled;
 mod clones;
 mod copy;
-mod dropped;
-mod jobs;
+mod in_flight;
 mod plan;
 mod zero;
 
@@ -19,17 +19,17 @@ use futures_util::{FutureExt, TryFutureExt};
 use limosa_page::{BrokenInvariant, broken, to_u64};
 use limosa_storage::IoVector;
 
+use self::cancelled::CancelledRequests;
 use self::clones::Sharing;
-use self::copy::CopyJob;
-use self::dropped::DroppedJobs;
-use self::jobs::{Job, Jobs, State};
+use self::copy::CopyWork;
+use self::in_flight::{InFlightAllocation, InFlightAllocations, State};
 pub(super) use self::zero::Zeroing;
 use super::allocator::{Allocator, InUse};
-use super::contents::Contents;
+use super::cancelled_writes::CancelledWrites;
 use super::context::Context;
 use super::counters::OperationKind;
-use super::detached::Detached;
 use super::flusher::Flusher;
+use super::guest_data::GuestData;
 use super::header_owner::HeaderOwner;
 use super::layers::part_of;
 use super::locks::Rank;
@@ -47,12 +47,12 @@ pub(super) struct Writer {
     allocator: Arc<Allocator>,
     tables: Arc<Tables>,
     flusher: Arc<Flusher>,
-    contents: Arc<Contents>,
-    detached: Arc<Detached>,
+    guest_data: Arc<GuestData>,
+    cancelled_writes: Arc<CancelledWrites>,
     /// Requests that change where bytes lie.
-    jobs: Jobs,
+    in_flight: InFlightAllocations,
     /// Those of them that nothing waits for.
-    dropped: DroppedJobs,
+    cancelled: CancelledRequests,
     sharing: Sharing,
 }
 
@@ -63,8 +63,8 @@ pub(super) struct WriterParts {
     pub(super) allocator: Arc<Allocator>,
     pub(super) tables: Arc<Tables>,
     pub(super) flusher: Arc<Flusher>,
-    pub(super) contents: Arc<Contents>,
-    pub(super) detached: Arc<Detached>,
+    pub(super) guest_data: Arc<GuestData>,
+    pub(super) cancelled_writes: Arc<CancelledWrites>,
 }
 
 /// Guest's bytes, and where they belong.
@@ -94,62 +94,73 @@ enum Needed {
     /// Nothing: they have their place.
     InPlace { host: HostOffset, length: u64 },
     /// A job.
-    Job { range: Range<GuestOffset>, work: CopyJob },
+    Allocation { range: Range<GuestOffset>, work: CopyWork },
 }
 
 /// What an entry means for a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Class {
+enum ClusterState {
     /// There is no cluster.
-    Bare,
+    Unallocated,
     /// There is one, which nothing else refers to.
-    Own(HostOffset),
+    Exclusive(HostOffset),
     /// There is one that something else refers to, too.
     Shared,
     /// There are compressed contents.
     Compressed,
 }
 
-const fn class(entry: L2Entry) -> Class {
+const fn class(entry: L2Entry) -> ClusterState {
     match entry {
-        L2Entry::Standard { host: None, .. } => Class::Bare,
-        L2Entry::Standard { host: Some(host), copied: true, .. } => Class::Own(host),
-        L2Entry::Standard { .. } => Class::Shared,
-        L2Entry::Compressed { .. } => Class::Compressed,
+        L2Entry::Standard { host: None, .. } => ClusterState::Unallocated,
+        L2Entry::Standard { host: Some(host), copied: true, .. } => ClusterState::Exclusive(host),
+        L2Entry::Standard { .. } => ClusterState::Shared,
+        L2Entry::Compressed { .. } => ClusterState::Compressed,
     }
 }
 
 impl Writer {
     pub(super) fn new(parts: WriterParts) -> Self {
-        let WriterParts { context, header, allocator, tables, flusher, contents, detached } = parts;
-        let jobs = Jobs::new(context.region());
-        let (dropped, sharing) = (DroppedJobs::default(), Sharing::new(Arc::clone(&context)));
-        Self { context, header, allocator, tables, flusher, contents, detached, jobs, dropped, sharing }
+        let WriterParts { context, header, allocator, tables, flusher, guest_data, cancelled_writes } = parts;
+        let in_flight = InFlightAllocations::new(context.region());
+        let (cancelled, sharing) = (CancelledRequests::default(), Sharing::new(Arc::clone(&context)));
+        Self {
+            context,
+            header,
+            allocator,
+            tables,
+            flusher,
+            guest_data,
+            cancelled_writes,
+            in_flight,
+            cancelled,
+            sharing,
+        }
     }
 
-    /// Waits for all jobs, and for what was detached. No more of them begin meanwhile.
+    /// Waits for all jobs, and for what was cancelled. No more of them begin meanwhile.
     pub(super) async fn wait_for_jobs(&self) {
         loop {
-            let jobs = self.jobs.all();
+            let jobs = self.in_flight.all();
             if jobs.is_empty() {
                 break;
             }
             // Requests that waited for them were told what became of them.
             join_all(jobs).await;
         }
-        self.detached.over().await;
+        self.cancelled_writes.over().await;
     }
 
-    /// Checks that all jobs are over, and what was detached too.
+    /// Checks that all jobs are over, and what was cancelled too.
     pub(super) fn check_idle(&self) -> Result<(), BrokenInvariant> {
-        seams::nothing_in_flight(self.jobs.all().len(), self.detached.len())
+        seams::nothing_in_flight(self.in_flight.all().len(), self.cancelled_writes.len())
     }
 
     /// Lets go of what is under way.
     pub(super) fn clear(&self) {
-        self.jobs.clear();
-        self.dropped.clear();
-        self.detached.clear();
+        self.in_flight.clear();
+        self.cancelled.clear();
+        self.cancelled_writes.clear();
     }
 
     /// Writes all of `from` at `at`. Borrows nothing: parts of it wait in shared futures.
@@ -252,9 +263,9 @@ impl Writer {
         let begun = match overlap {
             Some(overlap) => Err(overlap),
             None => Ok(self
-                .contents
+                .guest_data
                 .write(OperationKind::DataWrite, host, from)
-                .map(|request| self.detached.in_place(request, in_use))),
+                .map(|request| self.cancelled_writes.in_place(request, in_use))),
         };
         async move {
             match begun {
@@ -267,14 +278,14 @@ impl Writer {
     /// Decides how the bytes from `pos` on are written, and begins it if that is for others to see.
     fn claim(self: &Arc<Self>, pos: GuestOffset, end: GuestOffset, bytes: &IoVector) -> Result<Claim, ImageError> {
         // Of this region only: until the claim is noted no other is made there.
-        let mut jobs = self.jobs.shard(pos);
+        let mut jobs = self.in_flight.shard(pos);
         if let Some((job, future)) = jobs.at(pos) {
             return Ok(self.along(&job, future, &(pos..end), bytes));
         }
         let (range, work) = match self.tables.visit(pos, end, |entries| self.needed(pos, end, entries))? {
             Lookup::Load(slice) => return Ok(Claim::Load(slice)),
             Lookup::Found(Needed::InPlace { host, length }) => return Ok(Claim::InPlace { host, length }),
-            Lookup::Found(Needed::Job { range, work }) => (range, work),
+            Lookup::Found(Needed::Allocation { range, work }) => (range, work),
         };
         if let Some((job, future)) = jobs.overlapping(&range) {
             let until = job.range.start.align_down(self.context.geometry().cluster_size());
@@ -288,9 +299,9 @@ impl Writer {
         }
         let length = range.end.min(end) - pos;
         let fill = self.filled(&range, &(pos..pos + length), &work);
-        let reserves = work == CopyJob::Reserve;
+        let reserves = work == CopyWork::Reserve;
         let state = if reserves { State::Sealed } else { State::Gathering(vec![(pos, part_of(bytes, 0, length))]) };
-        let job = Arc::new(Job { range, fill, state: Rank::Job.mutex(state) });
+        let job = Arc::new(InFlightAllocation { range, fill, state: Rank::InFlightAllocation.mutex(state) });
         self.check_claim(&job.range)?;
         let future =
             self.start(Arc::clone(&job), move |writer, job| async move { writer.carry_out(&job, work).await }.boxed());
@@ -301,19 +312,19 @@ impl Writer {
 
     fn check_claim(&self, range: &Range<GuestOffset>) -> Result<(), BrokenInvariant> {
         seams::claim_is_whole(range, self.context.geometry().subcluster_size())?;
-        seams::claim_is_of_one_region(self.jobs.is_of_one_region(range))
+        seams::claim_is_of_one_region(self.in_flight.is_of_one_region(range))
     }
 
     /// A job's future: it lets go of its claim at the end.
     fn start(
         self: &Arc<Self>,
-        job: Arc<Job>,
-        work: impl FnOnce(Arc<Self>, Arc<Job>) -> BoxFuture<'static, Result<(), ImageError>> + Send + 'static,
+        job: Arc<InFlightAllocation>,
+        work: impl FnOnce(Arc<Self>, Arc<InFlightAllocation>) -> BoxFuture<'static, Result<(), ImageError>> + Send + 'static,
     ) -> SharedFuture {
         let writer = Arc::clone(self);
         async move {
             let done = work(Arc::clone(&writer), Arc::clone(&job)).await;
-            let entry = writer.jobs.shard(job.range.start).remove(job.range.start);
+            let entry = writer.in_flight.shard(job.range.start).remove(job.range.start);
             drop(entry);
             done
         }
@@ -322,7 +333,13 @@ impl Writer {
     }
 
     /// What becomes of a write to what a job has claimed.
-    fn along(&self, job: &Job, future: SharedFuture, wanted: &Range<GuestOffset>, bytes: &IoVector) -> Claim {
+    fn along(
+        &self,
+        job: &InFlightAllocation,
+        future: SharedFuture,
+        wanted: &Range<GuestOffset>,
+        bytes: &IoVector,
+    ) -> Claim {
         let Range { start: pos, end } = *wanted;
         if job.fill.contains(&pos) {
             let length = end.min(job.fill.end) - pos;
@@ -374,8 +391,8 @@ impl Writer {
             return Ok(Needed::InPlace { host, length });
         }
         let goes_on = |entry: L2Entry, number: u64| match (class(first), class(entry)) {
-            (Class::Own(host), next) => next == Class::Own(host + number * cluster),
-            (_, Class::Own(_)) => false,
+            (ClusterState::Exclusive(host), next) => next == ClusterState::Exclusive(host + number * cluster),
+            (_, ClusterState::Exclusive(_)) => false,
             (before, next) => !geometry.extended_l2 || before == next,
         };
         let mut alike = vec![first];
@@ -387,7 +404,7 @@ impl Writer {
             alike.push(entry);
         }
         let (range, work) = self.extent_of(pos, end, first, alike);
-        Ok(Needed::Job { range, work })
+        Ok(Needed::Allocation { range, work })
     }
 
     /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one job can be about,
@@ -398,11 +415,11 @@ impl Writer {
         end: GuestOffset,
         first: L2Entry,
         entries: Vec<L2Entry>,
-    ) -> (Range<GuestOffset>, CopyJob) {
+    ) -> (Range<GuestOffset>, CopyWork) {
         let geometry = self.context.geometry();
         let cluster = geometry.cluster_size();
         let start = pos.align_down(cluster);
-        if let Class::Own(host) = class(first) {
+        if let ClusterState::Exclusive(host) = class(first) {
             let unit = geometry.subcluster_size();
             let begin = pos.align_down(unit);
             let mut until = begin;
@@ -415,26 +432,27 @@ impl Writer {
                 }
                 until += unit;
             }
-            return (begin..until.max(begin + unit), CopyJob::InOwn { host: host + (begin - start), start, entries });
+            return (begin..until.max(begin + unit), CopyWork::InOwn { host: host + (begin - start), start, entries });
         }
         let range = start..start + (to_u64(entries.len()) << geometry.cluster_bits);
-        if geometry.extended_l2 && class(first) == Class::Bare {
-            return (range, CopyJob::Reserve);
+        if geometry.extended_l2 && class(first) == ClusterState::Unallocated {
+            return (range, CopyWork::Reserve);
         }
-        (range, CopyJob::New { start, entries })
+        (range, CopyWork::New { start, entries })
     }
 
     /// What of a job's range will be right when it is done.
-    fn filled(&self, range: &Range<GuestOffset>, data: &Range<GuestOffset>, work: &CopyJob) -> Range<GuestOffset> {
+    fn filled(&self, range: &Range<GuestOffset>, data: &Range<GuestOffset>, work: &CopyWork) -> Range<GuestOffset> {
         let geometry = self.context.geometry();
         let unit = geometry.subcluster_size();
         match work {
-            CopyJob::New { entries, .. }
-                if geometry.extended_l2 && entries.first().is_some_and(|entry| class(*entry) == Class::Shared) =>
+            CopyWork::New { entries, .. }
+                if geometry.extended_l2
+                    && entries.first().is_some_and(|entry| class(*entry) == ClusterState::Shared) =>
             {
                 data.start.align_down(unit)..data.end.align_up(unit).min(range.end)
             }
-            CopyJob::Reserve => range.end..range.end,
+            CopyWork::Reserve => range.end..range.end,
             _ => range.clone(),
         }
     }

@@ -13,7 +13,7 @@ use super::super::locks::Rank;
 use super::super::lookup::{Extent, Kind, Lookup};
 use super::super::shared_future::SharedFuture;
 use super::Writer;
-use super::jobs::{Job, State};
+use super::in_flight::{InFlightAllocation, State};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset, length};
 use crate::qcow2::format::entry::{L2Entry, Subclusters};
@@ -123,11 +123,11 @@ impl Writer {
                 let length = length.min(PIECE);
                 let there = match kind {
                     Kind::Zero { .. } => false,
-                    Kind::Backing { .. } => writer.contents.backing_holds(pos) > 0,
+                    Kind::Backing { .. } => writer.guest_data.backing_holds(pos) > 0,
                     _ => true,
                 };
                 // A job may be about to put something there.
-                let claimed = writer.jobs.claims(&(pos..pos + length));
+                let claimed = writer.in_flight.claims(&(pos..pos + length));
                 if there || claimed {
                     let mut zeros = IoVector::new();
                     push_zeros(&mut zeros, length, writer.context.zeros());
@@ -187,7 +187,7 @@ impl Writer {
         zeroing: Zeroing,
         rules: Rules,
     ) -> Result<Begun, ImageError> {
-        let mut jobs = self.jobs.shard(pos);
+        let mut jobs = self.in_flight.shard(pos);
         if let Some((_, job)) = jobs.at(pos) {
             return Ok(Begun::Wait(job));
         }
@@ -202,7 +202,11 @@ impl Writer {
             range.end = if until > pos { until } else { job.range.start };
         }
         let until = range.end;
-        let job = Arc::new(Job { fill: until..until, range, state: Rank::Job.mutex(State::Sealed) });
+        let job = Arc::new(InFlightAllocation {
+            fill: until..until,
+            range,
+            state: Rank::InFlightAllocation.mutex(State::Sealed),
+        });
         self.check_claim(&job.range)?;
         let future = self.start(Arc::clone(&job), move |writer, job| {
             async move { writer.zero_entries(&job.range, reach, zeroing, rules).await }.boxed()

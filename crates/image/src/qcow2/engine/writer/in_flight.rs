@@ -1,4 +1,4 @@
-//! Requests that change where bytes lie, one for any cluster at a time.
+//! In-flight allocations, "jobs" for short: requests that change where bytes are, one for any cluster at a time.
 //!
 //! Law: the entries of claimed clusters are changed by the job that claimed them, and by nothing else. A request that wants them waits for
 //! that job, and drives it; or has its bytes written along.
@@ -15,9 +15,9 @@ use super::super::shared_future::SharedFuture;
 use super::Segment;
 use crate::offset::{GuestOffset, HostOffset, Shift};
 
-/// A claimed part of the disk.
+/// A job: a part of the disk that is claimed until its bytes have their place.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct InFlightAllocation {
     /// Whole clusters or subclusters.
     pub(super) range: Range<GuestOffset>,
     /// What of it will be right when the job is done: others may write along there.
@@ -56,7 +56,7 @@ impl NewPlace {
     }
 }
 
-impl Job {
+impl InFlightAllocation {
     /// The bytes that were gathered; from now on it is in another state.
     pub(super) fn gathered(&self, next: State) -> Vec<Segment> {
         match std::mem::replace(&mut *self.state.lock(), next) {
@@ -73,7 +73,7 @@ impl Job {
 /// that are under way may change entries of that region meanwhile, but they let go of their claims only under the same lock, so whatever
 /// was seen of their clusters, they are still found to be claimed.
 #[derive(Debug)]
-pub(super) struct Jobs {
+pub(super) struct InFlightAllocations {
     shards: [RankedMutex<Shard>; SHARDS],
     /// The logarithm of a region's bytes.
     region_bits: u32,
@@ -85,13 +85,13 @@ const SHARDS: usize = 16;
 /// The jobs of some regions, by where they begin. They do not overlap.
 #[derive(Debug, Default)]
 pub(super) struct Shard {
-    map: BTreeMap<GuestOffset, (Arc<Job>, SharedFuture)>,
+    map: BTreeMap<GuestOffset, (Arc<InFlightAllocation>, SharedFuture)>,
 }
 
-impl Jobs {
+impl InFlightAllocations {
     /// `region`: bytes of the disk whose L2 entries are in one slice, a power of two.
     pub(super) fn new(region: u64) -> Self {
-        let shards = std::array::from_fn(|_| Rank::Jobs.mutex(Shard::default()));
+        let shards = std::array::from_fn(|_| Rank::InFlight.mutex(Shard::default()));
         Self { shards, region_bits: region.trailing_zeros() }
     }
 
@@ -147,25 +147,25 @@ impl Jobs {
 
 impl Shard {
     /// The job that has claimed this byte.
-    pub(super) fn at(&self, at: GuestOffset) -> Option<(Arc<Job>, SharedFuture)> {
+    pub(super) fn at(&self, at: GuestOffset) -> Option<(Arc<InFlightAllocation>, SharedFuture)> {
         self.overlapping(&(at..at.saturating_add(1)))
     }
 
     /// The first job that has claimed a part of a range.
-    pub(super) fn overlapping(&self, range: &Range<GuestOffset>) -> Option<(Arc<Job>, SharedFuture)> {
+    pub(super) fn overlapping(&self, range: &Range<GuestOffset>) -> Option<(Arc<InFlightAllocation>, SharedFuture)> {
         let before = self.map.range(..=range.start).next_back().map(|(_, entry)| entry);
         let entry = before.filter(|(job, _)| job.range.end > range.start);
         entry.or_else(|| self.map.range(range.start..range.end).next().map(|(_, entry)| entry)).cloned()
     }
 
     /// Notes a claim, which touches no other and is of one region.
-    pub(super) fn insert(&mut self, job: Arc<Job>, future: SharedFuture) -> Result<(), BrokenInvariant> {
+    pub(super) fn insert(&mut self, job: Arc<InFlightAllocation>, future: SharedFuture) -> Result<(), BrokenInvariant> {
         seams::claimed_once(self.overlapping(&job.range).is_some())?;
         self.map.insert(job.range.start, (job, future));
         Ok(())
     }
 
-    pub(super) fn remove(&mut self, start: GuestOffset) -> Option<(Arc<Job>, SharedFuture)> {
+    pub(super) fn remove(&mut self, start: GuestOffset) -> Option<(Arc<InFlightAllocation>, SharedFuture)> {
         self.map.remove(&start)
     }
 
@@ -184,9 +184,13 @@ mod tests {
         GuestOffset(range.start)..GuestOffset(range.end)
     }
 
-    fn claimed(jobs: &Jobs, claim: Range<u64>) -> SharedFuture {
+    fn claimed(jobs: &InFlightAllocations, claim: Range<u64>) -> SharedFuture {
         let future: SharedFuture = std::future::pending().boxed().shared();
-        let job = Job { fill: range(claim.clone()), range: range(claim), state: Rank::Job.mutex(State::Sealed) };
+        let job = InFlightAllocation {
+            fill: range(claim.clone()),
+            range: range(claim),
+            state: Rank::InFlightAllocation.mutex(State::Sealed),
+        };
         jobs.shard(job.range.start).insert(Arc::new(job), future.clone()).unwrap();
         future
     }
@@ -194,7 +198,7 @@ mod tests {
     #[test]
     fn a_claim_is_found_by_what_touches_it_and_from_other_regions_too() {
         const REGION: u64 = 1 << 20;
-        let jobs = Jobs::new(REGION);
+        let jobs = InFlightAllocations::new(REGION);
         // The last region of a round of shards, and the first of the next one.
         let last = (SHARDS as u64 - 1) * REGION;
         let next = last + REGION;
@@ -211,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_job_is_alone_when_nothing_else_has_a_handle_of_it() {
-        let jobs = Jobs::new(1 << 20);
+        let jobs = InFlightAllocations::new(1 << 20);
         let (first, _second) = (claimed(&jobs, 0..512), claimed(&jobs, 1 << 30..(1 << 30) + 512));
         assert!(jobs.alone().is_empty());
         drop(first);

@@ -1,4 +1,4 @@
-//! Writes in place whose requests were dropped: they go on, and their clusters count as in use until they are over.
+//! Writes in place whose requests were cancelled (dropped): they continue, and their clusters count as in use until they are over.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,23 +17,23 @@ use crate::error::ImageError;
 type Rest = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 #[derive(Debug)]
-pub(super) struct Detached {
+pub(super) struct CancelledWrites {
     rest: RankedMutex<Vec<Rest>>,
 }
 
 /// A write in place under way. If it is dropped it goes on elsewhere.
 pub(super) struct InPlace {
     request: Option<(Request, InUse)>,
-    detached: Arc<Detached>,
+    cancelled_writes: Arc<CancelledWrites>,
 }
 
-impl Detached {
+impl CancelledWrites {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Self { rest: Rank::Detached.mutex(Vec::new()) })
+        Arc::new(Self { rest: Rank::CancelledWrites.mutex(Vec::new()) })
     }
 
     pub(super) fn in_place(self: &Arc<Self>, request: Request, in_use: InUse) -> InPlace {
-        InPlace { request: Some((request, in_use)), detached: Arc::clone(self) }
+        InPlace { request: Some((request, in_use)), cancelled_writes: Arc::clone(self) }
     }
 
     /// Goes on with them, as far as that is possible without waiting.
@@ -84,7 +84,7 @@ impl Drop for InPlace {
                 let _ = request.await;
                 drop(in_use);
             };
-            self.detached.rest.lock().push(Box::pin(rest));
+            self.cancelled_writes.rest.lock().push(Box::pin(rest));
         }
     }
 }

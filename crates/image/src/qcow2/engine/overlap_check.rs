@@ -70,7 +70,7 @@ impl fmt::Display for Overlap {
 
 /// Where the tables lie.
 #[derive(Debug)]
-pub(super) struct MetadataMap {
+pub(super) struct OverlapCheck {
     cluster_bits: u32,
     filter: Box<[AtomicU64]>,
     places: RankedRwLock<Places>,
@@ -106,13 +106,13 @@ impl Places {
     }
 }
 
-impl Default for MetadataMap {
+impl Default for OverlapCheck {
     fn default() -> Self {
         Self::new(0, Vec::new(), [], [], 0)
     }
 }
 
-impl MetadataMap {
+impl OverlapCheck {
     /// `ranges`: tables that may be longer than a cluster, in bytes of the file; `l2` and `blocks`: where L2 tables and refcount blocks
     /// lie. `more`: so many of them may be added.
     pub(super) fn new(
@@ -166,12 +166,12 @@ impl MetadataMap {
         let bits = wanted.saturating_mul(BITS_EACH).clamp(FILTER.0, FILTER.1).next_power_of_two();
         let filter: Box<[AtomicU64]> =
             (0..bits / 64).map(|_| AtomicU64::new(if long > FILTERED_MOST { u64::MAX } else { 0 })).collect();
-        let tables = Self { cluster_bits, filter, places: Rank::Metadata.rw_lock(Places::default()), conflict };
+        let tables = Self { cluster_bits, filter, places: Rank::OverlapCheck.rw_lock(Places::default()), conflict };
         if long <= FILTERED_MOST {
             places.ranges.iter().flat_map(|(first, (end, _))| *first..*end).for_each(|cluster| tables.note(cluster));
         }
         places.single.keys().for_each(|cluster| tables.note(*cluster));
-        Self { places: Rank::Metadata.rw_lock(places), ..tables }
+        Self { places: Rank::OverlapCheck.rw_lock(places), ..tables }
     }
 
     /// Of an image that is opened. Its snapshot table ends at `snapshots_end`.
@@ -282,15 +282,15 @@ mod tests {
         HostOffset(range.start)..HostOffset(range.end)
     }
 
-    fn map(ranges: &[(TableKind, Range<u64>)], l2: &[u64], blocks: &[u64]) -> MetadataMap {
+    fn map(ranges: &[(TableKind, Range<u64>)], l2: &[u64], blocks: &[u64]) -> OverlapCheck {
         let ranges = ranges.iter().map(|(table, range)| (*table, bytes(range))).collect();
         let hosts = |all: &[u64]| all.iter().copied().map(HostOffset).collect::<Vec<_>>();
-        MetadataMap::new(16, ranges, hosts(l2), hosts(blocks), 10)
+        OverlapCheck::new(16, ranges, hosts(l2), hosts(blocks), 10)
     }
 
     /// Clusters of 64 KiB: header, refcount table at 64 KiB, L1 table at 192 KiB, of two clusters; a block at 128 KiB, an L2 table at
     /// 320 KiB.
-    fn tables() -> MetadataMap {
+    fn tables() -> OverlapCheck {
         let ranges = [
             (TableKind::L1, 192 * K..260 * K),
             (TableKind::Header, 0..64 * K),
@@ -343,7 +343,7 @@ mod tests {
 
     #[test]
     fn tables_as_long_as_no_filter_is_are_found_all_the_same() {
-        let tables = MetadataMap::new(9, vec![(TableKind::Snapshots, bytes(&(1 << 20..1 << 50)))], [], [], 0);
+        let tables = OverlapCheck::new(9, vec![(TableKind::Snapshots, bytes(&(1 << 20..1 << 50)))], [], [], 0);
         assert!(tables.within(&bytes(&(1 << 49..(1 << 49) + 1)), None).is_some());
         assert!(tables.within(&bytes(&(0..512)), None).is_none());
     }
@@ -351,7 +351,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_filter_hides_nothing(clusters in prop::collection::vec(0_u64..1 << 47, 1..200), others in prop::collection::vec(0_u64..1 << 47, 1..50)) {
-            let tables = MetadataMap::new(16, Vec::new(), clusters.iter().map(|cluster| HostOffset(cluster << 16)), [], 0);
+            let tables = OverlapCheck::new(16, Vec::new(), clusters.iter().map(|cluster| HostOffset(cluster << 16)), [], 0);
             for cluster in clusters.iter().chain(&others) {
                 let found = tables.within(&bytes(&(cluster << 16..(cluster + 1) << 16)), None);
                 prop_assert_eq!(found.is_some(), clusters.contains(cluster));

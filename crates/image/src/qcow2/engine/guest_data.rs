@@ -1,4 +1,4 @@
-//! Contents of the disk, where they lie: in the data storage, in compressed clusters, in the backing image.
+//! The guest's data, where it is: in the data storage, in compressed clusters, in the backing image.
 //!
 //! Everything that the guest's bytes are read from or written to goes through here, except what moves them without a look: clones
 //! (`writer/clones.rs`) and copies that a storage makes (`Disk::storage`). What is between the guest's bytes and the storage's belongs here.
@@ -15,17 +15,17 @@ use super::counters::OperationKind;
 use super::lengths::Lengths;
 use super::lookup::Kind;
 use super::seams;
-use crate::ends::{LOST, ended};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::qcow2::format::compressed::{UnpackFault, unpack};
+use crate::truncation::{TRUNCATED, truncated_to};
 
-pub(super) struct Contents {
+pub(super) struct GuestData {
     context: Arc<Context>,
     lengths: Arc<Lengths>,
 }
 
-impl Contents {
+impl GuestData {
     pub(super) const fn new(context: Arc<Context>, lengths: Arc<Lengths>) -> Self {
         Self { context, lengths }
     }
@@ -78,7 +78,7 @@ impl Contents {
             return Ok(());
         }
         let end = host.0.saturating_add(into.len() as u64);
-        let Some(length) = ended(&**data, &into, end)? else { return Ok(()) };
+        let Some(length) = truncated_to(&**data, &into, end)? else { return Ok(()) };
         self.lengths.data_is_at_least(length);
         // Nothing fills up the last cluster of a file: it may have ended there from the beginning.
         let last = (end - 1) & !(self.context.geometry().cluster_size() - 1);
@@ -88,7 +88,7 @@ impl Contents {
         Err(ImageError::Corrupt {
             image: Arc::clone(data.name()),
             table: format!("contents at {host} of guest offset {at}"),
-            why: format!("the file ends at {length:#x}, before they do; {LOST}"),
+            why: format!("the file ends at {length:#x}, before they do; {TRUNCATED}"),
         })
     }
 
@@ -122,7 +122,7 @@ impl Contents {
         }
         let length = context.file().length()?;
         if host.0 >= length {
-            return Err(context.corrupt(named(), format!("the file ends at {length:#x}, before it; {LOST}")));
+            return Err(context.corrupt(named(), format!("the file ends at {length:#x}, before it; {TRUNCATED}")));
         }
         let buffer = Buffer::zeroed(to_usize(u64::from(packed)));
         context.file().read(host.0, buffer.clone().into()).await?;

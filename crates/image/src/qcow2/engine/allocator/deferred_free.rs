@@ -9,7 +9,7 @@ use futures_util::FutureExt;
 
 use super::super::counters::OperationKind;
 use super::super::header_owner::REPAIR;
-use super::super::metadata_map::TableKind;
+use super::super::overlap_check::TableKind;
 use super::super::refcounts::LowerError;
 use super::super::seams;
 use super::{Allocator, Dropped};
@@ -89,7 +89,7 @@ impl Allocator {
         let bytes = self.bytes_of(&dropped.clusters);
         // A table that a snapshot has, too, is known as one until nothing has it.
         let but = dropped.table.then_some(TableKind::L2);
-        if let Some(overlap) = self.metadata.within(&bytes, but) {
+        if let Some(overlap) = self.overlap_check.within(&bytes, but) {
             let why = format!("it lies where something else lay that was given up, at {}; {REPAIR}", bytes.start);
             return Err(self.header.broken_now(overlap.to_string(), why).await);
         }
@@ -104,7 +104,7 @@ impl Allocator {
         };
         for clusters in free {
             if dropped.table {
-                self.metadata.remove_l2(&clusters);
+                self.overlap_check.remove_l2(&clusters);
             }
             self.release(&clusters).await;
         }

@@ -6,13 +6,13 @@
 use limosa_storage::{IoVector, Storage, StorageError};
 
 /// What has become of contents behind a file's end, and what to do.
-pub(crate) const LOST: &str = "what lay there is lost: get it back from a copy of the file";
+pub(crate) const TRUNCATED: &str = "what lay there is lost: get it back from a copy of the file";
 
 /// How many of the last bytes are looked at.
 const LOOKED_AT: usize = 512;
 
 /// Where the storage ends, if that is before `end`, up to which `found` was read.
-pub(crate) fn ended(storage: &dyn Storage, found: &IoVector, end: u64) -> Result<Option<u64>, StorageError> {
+pub(crate) fn truncated_to(storage: &dyn Storage, found: &IoVector, end: u64) -> Result<Option<u64>, StorageError> {
     let tail = found.slice(found.len().saturating_sub(LOOKED_AT)..found.len());
     if tail.is_empty() || !tail.is_zero() {
         return Ok(None);
