@@ -150,9 +150,9 @@ fn separated(tokens: &[TokenTree], at: usize) -> bool {
     colon(at) && colon(at + 1)
 }
 
-/// Whether an item behind these tokens has `#[cfg(test)]`.
+/// Whether an item behind these tokens has `#[cfg(test)]`, or is for the model checker.
 fn is_test(before: &[TokenTree]) -> bool {
-    matches!(before.last(), Some(TokenTree::Group(attribute)) if attribute.to_string().replace(' ', "") == "[cfg(test)]")
+    matches!(before.last(), Some(TokenTree::Group(attribute)) if matches!(&*attribute.to_string().replace(' ', ""), "[cfg(test)]" | "[cfg(all(test,loom))]"))
 }
 
 /// The modules of the crate, and what the files that re-export give names to.

@@ -5,16 +5,20 @@
 //! waits for that: what cannot be used yet stays where it is.
 
 use std::sync::Arc;
+#[cfg(not(loom))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::locks::{Rank, RankedMutex};
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicU64, Ordering};
+
+use super::locks::{CheckedMutex, Rank};
 
 #[derive(Debug)]
 pub(super) struct Epochs<T> {
     now: AtomicU64,
     /// How many requests are in the even and in the odd epoch.
     inside: [AtomicU64; 2],
-    deferred: RankedMutex<DeferredFree<T>>,
+    deferred: CheckedMutex<DeferredFree<T>>,
 }
 
 #[derive(Debug)]
@@ -48,13 +52,19 @@ impl<T> Guard<T> {
 
 impl<T> Epochs<T> {
     pub(super) fn new() -> Arc<Self> {
-        let deferred = Rank::DeferredFree.mutex(DeferredFree { old: Vec::new(), new: Vec::new() });
+        let deferred = Rank::DeferredFree.checked_mutex(DeferredFree { old: Vec::new(), new: Vec::new() });
         Arc::new(Self { now: AtomicU64::new(0), inside: [AtomicU64::new(0), AtomicU64::new(0)], deferred })
     }
 
     const fn place(&self, epoch: u64) -> &AtomicU64 {
         let [even, odd] = &self.inside;
         if epoch & 1 == 0 { even } else { odd }
+    }
+
+    /// Returns how many requests are in an epoch. A change, and not a look: a request that enters later sees the epoch that was
+    /// begun before this.
+    fn count(&self, epoch: u64) -> u64 {
+        self.place(epoch).fetch_add(0, Ordering::SeqCst)
     }
 
     pub(super) fn enter(self: &Arc<Self>) -> Guard<T> {
@@ -80,13 +90,13 @@ impl<T> Epochs<T> {
             }
             let now = self.now.load(Ordering::SeqCst);
             // The epoch before is over as soon as no request is in it: none enters it any more.
-            if self.place(now + 1).load(Ordering::SeqCst) != 0 {
+            if self.count(now + 1) != 0 {
                 break;
             }
             free.append(&mut deferred.old);
             deferred.old = std::mem::take(&mut deferred.new);
             self.now.store(now + 1, Ordering::SeqCst);
-            if self.place(now).load(Ordering::SeqCst) == 0 {
+            if self.count(now) == 0 {
                 free.append(&mut deferred.old);
             }
         }
@@ -133,5 +143,61 @@ mod tests {
         let mut rest = epochs.pass(Vec::new());
         rest.sort_unstable();
         assert_eq!(rest, [2, 3]);
+    }
+}
+
+/// Compiled for the model checker loom only; run by `cargo xtask test`.
+#[cfg(all(test, loom))]
+mod models {
+    use loom::thread;
+
+    use super::*;
+
+    const GUESTS: u64 = 7;
+
+    /// Two clusters, and the table's entry that leads to one of them.
+    struct Disk {
+        epochs: Arc<Epochs<usize>>,
+        entry: AtomicU64,
+        clusters: [AtomicU64; 2],
+    }
+
+    impl Disk {
+        fn read(&self) {
+            let guard = self.epochs.enter();
+            let part = guard.again();
+            let at = self.entry.load(Ordering::Acquire);
+            drop(guard);
+            assert_eq!(self.clusters[usize::from(at > 0)].load(Ordering::Relaxed), GUESTS);
+            drop(part);
+        }
+    }
+
+    #[test]
+    fn a_dropped_cluster_is_used_anew_only_when_no_request_that_saw_it_is_inside() {
+        let mut checker = loom::model::Builder::new();
+        checker.preemption_bound = Some(3);
+        checker.check(|| {
+            let disk = Arc::new(Disk {
+                epochs: Epochs::new(),
+                entry: AtomicU64::new(0),
+                clusters: [AtomicU64::new(GUESTS), AtomicU64::new(GUESTS)],
+            });
+            let readers = [(), ()].map(|()| {
+                let disk = Arc::clone(&disk);
+                thread::spawn(move || disk.read())
+            });
+            disk.entry.store(1, Ordering::Release);
+            let mut freed = 0;
+            for dropped in [vec![0], vec![]] {
+                for cluster in disk.epochs.pass(dropped) {
+                    // Others get it.
+                    disk.clusters[cluster].store(0, Ordering::Relaxed);
+                    freed += 1;
+                }
+            }
+            readers.into_iter().for_each(|reader| reader.join().unwrap());
+            assert_eq!((disk.epochs.inside(), freed + disk.epochs.pass(Vec::new()).len()), (0, 1));
+        });
     }
 }

@@ -63,6 +63,22 @@ pub(super) struct RankedMutex<T> {
     inner: Mutex<T>,
 }
 
+/// A [`RankedMutex`] in code that the model checker goes through, which has a lock of its own.
+#[cfg(not(loom))]
+pub(super) type CheckedMutex<T> = RankedMutex<T>;
+
+/// The model checker's lock.
+#[cfg(loom)]
+#[derive(Debug)]
+pub(super) struct CheckedMutex<T>(loom::sync::Mutex<T>);
+
+#[cfg(loom)]
+impl<T> CheckedMutex<T> {
+    pub(super) fn lock(&self) -> loom::sync::MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// The same for many readers or one writer.
 pub(super) struct RankedRwLock<T> {
     rank: Ranked,
@@ -78,6 +94,17 @@ pub(super) struct RankedGuard<G> {
 impl Rank {
     pub(super) const fn mutex<T>(self, value: T) -> RankedMutex<T> {
         RankedMutex { rank: Ranked::new(self), inner: Mutex::new(value) }
+    }
+
+    /// Returns a lock for code that the model checker goes through.
+    #[cfg(not(loom))]
+    pub(super) const fn checked_mutex<T>(self, value: T) -> CheckedMutex<T> {
+        self.mutex(value)
+    }
+
+    #[cfg(loom)]
+    pub(super) fn checked_mutex<T>(self, value: T) -> CheckedMutex<T> {
+        CheckedMutex(loom::sync::Mutex::new(value))
     }
 
     pub(super) const fn rw_lock<T>(self, value: T) -> RankedRwLock<T> {

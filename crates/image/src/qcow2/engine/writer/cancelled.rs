@@ -5,32 +5,59 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+#[cfg(not(loom))]
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 use futures_util::future::{BoxFuture, FutureExt, join_all};
 use limosa_page::broken;
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicBool, Ordering};
 
-use super::super::locks::{Rank, RankedMutex};
+use super::super::locks::{CheckedMutex, Rank};
 use super::super::shared_future::SharedFuture;
 use super::Writer;
 use crate::error::ImageError;
 
-pub(super) struct CancelledRequests {
+pub(super) type CancelledRequests = HandOver<SharedFuture>;
+
+/// Work that is handed over from requests that were cancelled to those that come next.
+pub(super) struct HandOver<T> {
     any: AtomicBool,
-    jobs: RankedMutex<Vec<SharedFuture>>,
+    works: CheckedMutex<Vec<T>>,
 }
 
-impl Default for CancelledRequests {
+impl<T> Default for HandOver<T> {
     fn default() -> Self {
-        Self { any: AtomicBool::new(false), jobs: Rank::CancelledRequests.mutex(Vec::new()) }
+        Self { any: AtomicBool::new(false), works: Rank::CancelledRequests.checked_mutex(Vec::new()) }
     }
 }
 
-impl CancelledRequests {
-    /// Lets go of them.
+impl<T: Clone> HandOver<T> {
+    /// Returns all that was handed over and is not known to be over.
+    fn all(&self) -> Option<Vec<T>> {
+        self.any.load(Ordering::Acquire).then(|| self.works.lock().clone())
+    }
+
+    /// Forgets what is over.
+    fn forget(&self, is_over: impl Fn(&T) -> bool) {
+        let mut works = self.works.lock();
+        works.retain(|work| !is_over(work));
+        self.any.store(!works.is_empty(), Ordering::Release);
+    }
+
+    /// Hands over what `alone` finds that nothing waits for.
+    fn note(&self, alone: impl FnOnce() -> Vec<T>) {
+        // Before the look: another drop at the same time may have handles of the same jobs, and has noted them when this lock is free.
+        let mut works = self.works.lock();
+        works.extend(alone());
+        self.any.store(!works.is_empty(), Ordering::Release);
+    }
+
+    /// Lets go of all.
     pub(super) fn clear(&self) {
-        drop(self.jobs.take());
+        let works = std::mem::take(&mut *self.works.lock());
+        drop(works);
     }
 }
 
@@ -67,21 +94,15 @@ impl Writer {
 
     /// Ends what requests that were dropped have begun.
     pub(in super::super) async fn finish_cancelled(&self) {
-        while self.cancelled.any.load(Ordering::Acquire) {
-            let jobs = self.cancelled.jobs.lock().clone();
-            join_all(jobs).await;
-            let mut left = self.cancelled.jobs.lock();
-            left.retain(|job| job.peek().is_none());
-            self.cancelled.any.store(!left.is_empty(), Ordering::Release);
+        while let Some(works) = self.cancelled.all() {
+            join_all(works).await;
+            self.cancelled.forget(|work| work.peek().is_some());
         }
     }
 
     /// Notes the jobs that nothing waits for.
     fn note_cancelled(&self) {
-        // Before the look: another drop at the same time may have handles of the same jobs, and has noted them when this lock is free.
-        let mut jobs = self.cancelled.jobs.lock();
-        jobs.extend(self.in_flight.alone());
-        self.cancelled.any.store(!jobs.is_empty(), Ordering::Release);
+        self.cancelled.note(|| self.in_flight.alone());
     }
 }
 
@@ -89,9 +110,7 @@ impl Drop for Unfinished {
     fn drop(&mut self) {
         // Work that panicked cannot be looked at, and has ended.
         if !std::thread::panicking() && self.work.peek().is_none() {
-            let mut jobs = self.writer.cancelled.jobs.lock();
-            jobs.push(self.work.clone());
-            self.writer.cancelled.any.store(true, Ordering::Release);
+            self.writer.cancelled.note(|| vec![self.work.clone()]);
         }
     }
 }
@@ -117,5 +136,90 @@ impl Drop for Whole {
             drop(request);
             self.writer.note_cancelled();
         }
+    }
+}
+
+/// Compiled for the model checker loom only; run by `cargo xtask test`.
+#[cfg(all(test, loom))]
+mod models {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// A job that is over when whoever waits for it has driven it.
+    type Job = Arc<AtomicBool>;
+
+    fn is_over(job: &Job) -> bool {
+        job.load(Ordering::Acquire)
+    }
+
+    impl HandOver<Job> {
+        /// As a request begins.
+        fn finish(&self) {
+            while let Some(jobs) = self.all() {
+                jobs.iter().for_each(|job| job.store(true, Ordering::Release));
+                drop(jobs);
+                self.forget(is_over);
+            }
+        }
+    }
+
+    fn check(model: impl Fn() + Send + Sync + 'static) {
+        let mut checker = loom::model::Builder::new();
+        checker.preemption_bound = Some(3);
+        checker.check(model);
+    }
+
+    #[test]
+    fn a_job_of_two_requests_that_are_cancelled_at_once_is_handed_over() {
+        check(|| {
+            let listed: Job = Arc::new(AtomicBool::new(false));
+            let shared = std::sync::Arc::new((HandOver::<Job>::default(), Arc::clone(&listed)));
+            drop(listed);
+            let requests = [(), ()].map(|()| {
+                let (shared, handle) = (std::sync::Arc::clone(&shared), Arc::clone(&shared.1));
+                thread::spawn(move || {
+                    drop(handle);
+                    let (cancelled, listed) = &*shared;
+                    // As the list of jobs says it: there is no handle but its own.
+                    let is_alone = || Arc::strong_count(listed) <= 1;
+                    cancelled.note(|| if is_alone() { vec![Arc::clone(listed)] } else { Vec::new() });
+                })
+            });
+            requests.into_iter().for_each(|request| request.join().unwrap());
+            shared.0.finish();
+            assert!(is_over(&shared.1));
+        });
+    }
+
+    #[test]
+    fn what_a_cancelled_request_has_begun_is_over_for_every_request_that_comes_after_it() {
+        check(|| {
+            let shared = std::sync::Arc::new((
+                HandOver::<Job>::default(),
+                Job::new(AtomicBool::new(false)),
+                AtomicBool::new(false),
+            ));
+            let cancelled = {
+                let shared = std::sync::Arc::clone(&shared);
+                thread::spawn(move || {
+                    shared.0.note(|| vec![Arc::clone(&shared.1)]);
+                    shared.2.store(true, Ordering::Release);
+                })
+            };
+            let other = {
+                let shared = std::sync::Arc::clone(&shared);
+                thread::spawn(move || shared.0.finish())
+            };
+            if shared.2.load(Ordering::Acquire) {
+                shared.0.finish();
+                assert!(is_over(&shared.1));
+            }
+            cancelled.join().unwrap();
+            other.join().unwrap();
+            shared.0.finish();
+            assert!(is_over(&shared.1) && shared.0.all().is_none());
+        });
     }
 }
