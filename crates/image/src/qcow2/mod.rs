@@ -5,8 +5,6 @@
 
 mod engine;
 mod format;
-#[cfg(test)]
-mod imports;
 mod offline;
 
 pub use engine::counters::{Counts, Operations};
