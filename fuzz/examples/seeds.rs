@@ -85,8 +85,8 @@ fn balloon() -> Seeds {
     vec![array(0), array(1), statistics, list.concat(), report]
 }
 
-/// A whole mapped-ram file of two small blocks and one page with contents. Its parts stand closer together than QEMU puts
-/// them, or there would be a megabyte of nothing between them.
+/// A whole mapped-ram file of two small blocks and one page with contents. Its parts stand closer together than QEMU
+/// puts them, or there would be a megabyte of nothing between them.
 fn snapshot() -> Result<Seeds, Box<dyn Error>> {
     let blocks = [RamBlock::new("pc.ram", 0x4000), RamBlock::new("rom", 0x1000)];
     let mut layout = Layout::plan(&Configuration::new("pc-q35-10.0"), 2, &blocks)?;

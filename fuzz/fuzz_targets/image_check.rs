@@ -1,5 +1,6 @@
-//! Any bytes as an image that is checked and repaired: it refuses, or says what is wrong and does what it says. A second repair finds
-//! nothing that the first one had not, and the memory that it may have does not change what it finds.
+//! Any bytes as an image that is checked and repaired: it refuses, or says what is wrong and does what it says. A
+//! second repair finds nothing that the first one had not, and the memory that it may have does not change what it
+//! finds.
 
 #![no_main]
 

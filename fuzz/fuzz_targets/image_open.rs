@@ -1,4 +1,5 @@
-//! Any bytes as an image: its header and the lists in it are read or refused, and a header that was read is written back as it was.
+//! Any bytes as an image: its header and the lists in it are read or refused, and a header that was read is written
+//! back as it was.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Any bytes as an image that is written to: it refuses, or does it. What says where everything lies is not written over, nor are
-//! its snapshots; and an image that was in order stays so.
+//! Any bytes as an image that is written to: it refuses, or does it. What says where everything lies is not written
+//! over, nor are its snapshots; and an image that was in order stays so.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! The header and the XML of a libvirt save image: whatever is accepted lies inside the data and names a domain in text.
+//! The header and the XML of a libvirt save image: whatever is accepted lies inside the data and names a domain in
+//! text.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! What people and QEMU's human monitor write: addresses, and the table of RAM blocks; the description of device sections
-//! with all its names.
+//! What people and QEMU's human monitor write: addresses, and the table of RAM blocks; the description of device
+//! sections with all its names.
 
 #![no_main]
 

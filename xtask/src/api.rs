@@ -1,8 +1,9 @@
-//! The public API of the published libraries, as `docs/api` records it: a change of it is seen in a change's diff, and is never an accident.
+//! The public API of the published libraries, as `docs/api` records it: a change of it is seen in a change's diff, and
+//! is never an accident.
 //!
-//! Law: the record is what rustdoc finds to be public, one item a line, sorted; impls that the compiler derives or adds to every type are
-//! left out. rustdoc's JSON changes with Rust; where this Rust writes another form of it than `public-api` reads, the comparison is
-//! skipped, with a line that says so.
+//! Law: the record is what rustdoc finds to be public, one item a line, sorted; impls that the compiler derives or adds
+//! to every type are left out. rustdoc's JSON changes with Rust; where this Rust writes another form of it than
+//! `public-api` reads, the comparison is skipped, with a line that says so.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! `cargo xtask demo`: a real Linux guest in stock QEMU is saved while it counts, and restored lazily into a second QEMU,
-//! beside QEMU's own restore of the same file.
+//! `cargo xtask demo`: a real Linux guest in stock QEMU is saved while it counts, and restored lazily into a second
+//! QEMU, beside QEMU's own restore of the same file.
 //!
 //! Law: no input, nothing left behind, and no claim without its evidence: the guest's own count goes on, and the guest
 //! itself finds its data unchanged.
@@ -18,8 +18,8 @@ use crate::{program, setup};
 /// The guest's RAM.
 const MEMORY: u64 = 2 << 30;
 
-/// What the guest does before it is saved: fills 1.5 GiB, and 32 MiB with random bytes. A translated CPU is slow, so most
-/// of it are copies of one block, and only the random bytes are summed up to be compared later.
+/// What the guest does before it is saved: fills 1.5 GiB, and 32 MiB with random bytes. A translated CPU is slow, so
+/// most of it are copies of one block, and only the random bytes are summed up to be compared later.
 const FILL: &str = "\
     mkdir /data && mount -t tmpfs -o size=95% data /data && \
     head -c 16777216 /dev/zero | tr '\\0' x > /data/block && \

@@ -1,8 +1,8 @@
 //! `cargo xtask dist`: the program as it is shipped, stripped, and its debug information beside it.
 //!
-//! cargo can strip a program, or split debug information off it, but not both: with `split-debuginfo`, line tables and symbols
-//! stay in the program, and `strip`, which the release profile has, deletes them. So this builds without `strip`, and objcopy takes
-//! the program apart.
+//! cargo can strip a program, or split debug information off it, but not both: with `split-debuginfo`, line tables and
+//! symbols stay in the program, and `strip`, which the release profile has, deletes them. So this builds without
+//! `strip`, and objcopy takes the program apart.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -32,8 +32,8 @@ struct Shipped {
     debug: PathBuf,
 }
 
-/// Takes a program apart into `folder`. The stripped one names the other (`.gnu_debuglink`), which debuggers and Rust's own
-/// backtraces look for beside it and under `/usr/lib/debug`.
+/// Takes a program apart into `folder`. The stripped one names the other (`.gnu_debuglink`), which debuggers and Rust's
+/// own backtraces look for beside it and under `/usr/lib/debug`.
 fn split(built: &Path, folder: &Path) -> Result<Shipped> {
     fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     let name = built.file_name().context("a program without a name")?;

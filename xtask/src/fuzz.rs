@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz [--seconds N] [TARGET...]`: every target of `fuzz/fuzz_targets` for N seconds each.
 //!
-//! No nightly compiler is needed: coverage comes from LLVM's own pass, the fuzzer from libfuzzer-sys (whose C++ part wants a
-//! C++ compiler). Without a sanitizer a memory error in safe Rust shows as a panic, and debug assertions and
+//! No nightly compiler is needed: coverage comes from LLVM's own pass, the fuzzer from libfuzzer-sys (whose C++ part
+//! wants a C++ compiler). Without a sanitizer a memory error in safe Rust shows as a panic, and debug assertions and
 //! overflow checks are on.
 
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! `cargo xtask setup|test|demo|bench|dist|fuzz|tsan|crates|api|style|imports|messages`: what a developer, and the machine that checks a change, run.
+//! `cargo xtask setup|test|demo|bench|dist|fuzz|tsan|crates|api|style|imports|messages`: what a developer, and the
+//! machine that checks a change, run.
 //!
 //! Law: every command does its own set-up, needs no input, and ends with a line that says how it went.
 

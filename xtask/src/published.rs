@@ -1,8 +1,8 @@
 //! The crates that are published: which ones they are, and that their packages build.
 //!
-//! Law: what is built is what `cargo package` has put into a package, and nothing of the workspace. The packages become members of a
-//! workspace of their own, so that they depend on each other and find dependencies checked already; `cargo package` itself would
-//! build each of them from nothing, for three minutes.
+//! Law: what is built is what `cargo package` has put into a package, and nothing of the workspace. The packages become
+//! members of a workspace of their own, so that they depend on each other and find dependencies checked already; `cargo
+//! package` itself would build each of them from nothing, for three minutes.
 
 use std::fmt::Write as _;
 use std::fs;

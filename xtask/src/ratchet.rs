@@ -1,8 +1,8 @@
 //! Numbers that may only go down: how often the sources break a rule that they do not keep everywhere yet.
 //!
-//! Law: `xtask/ratchet.txt` has a line for each rule that is broken, with its number. More is a failure, and so is less as long as
-//! the number has not been lowered, so that what was mended stays so. A rule without a line is kept everywhere. There are no
-//! exceptions by file.
+//! Law: `xtask/ratchet.txt` has a line for each rule that is broken, with its number. More is a failure, and so is less
+//! as long as the number has not been lowered, so that what was mended stays so. A rule without a line is kept
+//! everywhere. There are no exceptions by file.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,9 +1,11 @@
-//! `cargo xtask tsan [FILTER]`: the tests in which several threads work on one storage or one image, under the thread sanitizer.
+//! `cargo xtask tsan [FILTER]`: the tests in which several threads work on one storage or one image, under the thread
+//! sanitizer.
 //!
-//! No nightly compiler is needed, and no source of the standard library: the sanitizer's runtime comes with the compiler. Where the
-//! compiled library waits, `xtask/tsan/annotations.rs` says so to the sanitizer; suppressions for code that is not ours are in
-//! `suppressions.txt` next to it, with reasons. Not seen: what the kernel does to memory (`io_uring`, reads and writes), and what is ordered
-//! by a fence alone; the latter is what the model checks of `cargo xtask test` are for.
+//! No nightly compiler is needed, and no source of the standard library: the sanitizer's runtime comes with the
+//! compiler. Where the compiled library waits, `xtask/tsan/annotations.rs` says so to the sanitizer; suppressions for
+//! code that is not ours are in `suppressions.txt` next to it, with reasons. Not seen: what the kernel does to memory
+//! (`io_uring`, reads and writes), and what is ordered by a fence alone; the latter is what the model checks of `cargo
+//! xtask test` are for.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

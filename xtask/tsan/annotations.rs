@@ -1,9 +1,10 @@
 //! Annotations of the compiled standard library for the thread sanitizer.
 //!
-//! The standard library comes compiled, without the sanitizer's calls in it. What of a lock is inlined into our code the sanitizer
-//! sees: taking a free lock, giving it back. What is not inlined it does not see: waiting for a lock that is taken, for a condition,
-//! for a value that another thread makes. Each of those is wrapped here (`ld --wrap`, see `xtask/src/tsan.rs`, which names the symbols):
-//! the wrapper calls the function, and says to the sanitizer on which address threads met. It says nothing that the library does not promise.
+//! The standard library comes compiled, without the sanitizer's calls in it. What of a lock is inlined into our code
+//! the sanitizer sees: taking a free lock, giving it back. What is not inlined it does not see: waiting for a lock that
+//! is taken, for a condition, for a value that another thread makes. Each of those is wrapped here (`ld --wrap`, see
+//! `xtask/src/tsan.rs`, which names the symbols): the wrapper calls the function, and says to the sanitizer on which
+//! address threads met. It says nothing that the library does not promise.
 //!
 //! Linked into test programs that run under the sanitizer, and into nothing else.
 
@@ -123,15 +124,16 @@ unsafe fn told_decrement(scope: *const c_void, panicked: bool) {
 const ACQUIRE: c_int = 2;
 const ACQUIRE_RELEASE: c_int = 4;
 
-/// `Arc` gives its count back with release order, and the last owner has a fence, which the sanitizer does not know. So every count
-/// that is given back acquires too.
+/// `Arc` gives its count back with release order, and the last owner has a fence, which the sanitizer does not know. So
+/// every count that is given back acquires too.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn __wrap___tsan_atomic64_fetch_sub(address: *mut u64, value: u64, _order: c_int) -> u64 {
     // SAFETY: as above.
     unsafe { __real___tsan_atomic64_fetch_sub(address, value, ACQUIRE_RELEASE) }
 }
 
-/// Nor does it know the fence of `Arc::try_unwrap`, which takes the last count away by a relaxed exchange: such a one acquires.
+/// Nor does it know the fence of `Arc::try_unwrap`, which takes the last count away by a relaxed exchange: such a one
+/// acquires.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn __wrap___tsan_atomic64_compare_exchange_val(
     address: *mut u64,

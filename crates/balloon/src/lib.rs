@@ -17,8 +17,8 @@
 //!
 //! Page numbers outside of memory, arrays of odd length, blocks outside of memory, buffers of the wrong kind, unknown
 //! ids, floods: refused or left out, counted ([`Counters`]), logged once, never a panic. One call of
-//! [`Balloon::process_queue`] takes a bounded number of buffers and gives back a bounded number of runs. Wrong information about free pages costs a guest its own
-//! data only.
+//! [`Balloon::process_queue`] takes a bounded number of buffers and gives back a bounded number of runs. Wrong
+//! information about free pages costs a guest its own data only.
 //!
 //! # Example
 //!

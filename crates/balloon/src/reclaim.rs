@@ -1,9 +1,8 @@
 //! Returning the memory of pages that the guest does not need to the host.
 //!
 //! **Law: never a byte outside the guest's own blocks.** The device names guest-physical ranges that lie in one range
-//! of
-//! [`Reclaim::ram`]; a [`GuestRam`] finds their block and passes its pages to limosa-memory, which checks them again and waits
-//! for borrowed parts of the block.
+//! of [`Reclaim::ram`]; a [`GuestRam`] finds their block and passes its pages to limosa-memory, which checks them again
+//! and waits for borrowed parts of the block.
 //!
 //! # Which call
 //!

@@ -116,8 +116,8 @@ pub(crate) fn bind_child(command: &mut Command, hand: Option<BorrowedFd<'_>>) {
         }
         Ok(())
     };
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed: these are plain system calls, and nothing is
-    // allocated, also not for the errors.
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed: these are plain system calls, and nothing
+    // is allocated, also not for the errors.
     unsafe { command.pre_exec(prepare) };
 }
 
@@ -136,7 +136,8 @@ pub(crate) fn enter_network(command: &mut Command, namespace: OwnedFd) {
 
 /// Moves the calling thread, and it alone, into a new network namespace.
 pub(crate) fn leave_network() -> io::Result<()> {
-    // SAFETY: unshare(2) takes a number; a network namespace is nothing that other code of this thread relies on in memory.
+    // SAFETY: unshare(2) takes a number; a network namespace is nothing that other code of this thread relies on in
+    // memory.
     if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
         return Err(io::Error::last_os_error());
     }

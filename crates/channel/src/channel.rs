@@ -47,8 +47,8 @@ pub enum Shutdown {
 /// A connected socket or pipe.
 ///
 /// Every method takes `&self`. Dropping the channel closes its descriptor; the peer sees the end once every
-/// [`try_clone`](Self::try_clone) is dropped too. An encrypted channel's peer then receives a close notification, unless a put
-/// or a get has failed.
+/// [`try_clone`](Self::try_clone) is dropped too. An encrypted channel's peer then receives a close notification,
+/// unless a put or a get has failed.
 #[derive(Debug)]
 pub struct Channel {
     transport: Transport,

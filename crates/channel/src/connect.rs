@@ -30,8 +30,8 @@ impl Channel {
     ///
     /// # Errors
     /// [`ChannelError::Refused`] if no process listens, [`ChannelError::TimedOut`] after `options.connect_timeout`,
-    /// [`ChannelError::Unsupported`] for `file:` (open it as a [`FileChannel`](crate::FileChannel)), for `exec:` (start it
-    /// as an [`Exec`](crate::Exec)), and for `-` if standard input and output do not carry a direction each;
+    /// [`ChannelError::Unsupported`] for `file:` (open it as a [`FileChannel`](crate::FileChannel)), for `exec:` (start
+    /// it as an [`Exec`](crate::Exec)), and for `-` if standard input and output do not carry a direction each;
     /// [`ChannelError::Tls`] if the peer is not who it should be.
     pub fn connect(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
         let peer: Arc<str> = uri.to_string().into();

@@ -49,7 +49,8 @@ pub(crate) fn take(number: RawFd, operation: Operation) -> Result<OwnedFd, Chann
         return Err(unsupported("this descriptor was not inherited, or is in use already"));
     }
     fcntl_setfd(borrowed, FdFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
-    // SAFETY: the descriptor is open, was inherited for this purpose, and the flag says that this process has not taken it before.
+    // SAFETY: the descriptor is open, was inherited for this purpose, and the flag says that this process has not taken
+    // it before.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 

@@ -52,8 +52,8 @@ impl PassedDescriptors {
         // Words, because the headers in it have to be aligned.
         let mut control = vec![0_u64; space(wanted).div_ceil(8)];
         let mut message = message(entries, &mut control, space(wanted));
-        // SAFETY: the message, its list and its room for ancillary data live through the call; the caller's promise for the
-        // entries.
+        // SAFETY: the message, its list and its room for ancillary data live through the call; the caller's promise for
+        // the entries.
         let got = unsafe { libc::recvmsg(socket, &raw mut message, flags | libc::MSG_CMSG_CLOEXEC) };
         let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
         // SAFETY: the kernel has filled the message in.

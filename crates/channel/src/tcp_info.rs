@@ -5,8 +5,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-// include/uapi/linux/tcp.h: where struct tcp_info has tcpi_bytes_acked, in words of 8 bytes, and the value of tcpi_state, its first byte,
-// that include/net/tcp_states.h calls TCP_CLOSE.
+// include/uapi/linux/tcp.h: where struct tcp_info has tcpi_bytes_acked, in words of 8 bytes, and the value of
+// tcpi_state, its first byte, that include/net/tcp_states.h calls TCP_CLOSE.
 const BYTES_ACKED: usize = 15;
 const CLOSE: u8 = 7;
 

@@ -1,9 +1,8 @@
 //! Terminal output that the programs of limosa share.
 //!
-//! [`parse`] reads sizes, rates and times from the command line, [`quantity`] writes them for people, [`say!`] and [`print_out!`]
-//! print lines for people (standard error) and for programs (standard output), [`one_of`] is an option with named
-//! values, and
-//! [`at_signal`] cleans up when a signal ends the program.
+//! [`parse`] reads sizes, rates and times from the command line, [`quantity`] writes them for people, [`say!`] and
+//! [`print_out!`] print lines for people (standard error) and for programs (standard output), [`one_of`] is an option
+//! with named values, and [`at_signal`] cleans up when a signal ends the program.
 //!
 //! # Example
 //!

@@ -108,8 +108,8 @@ struct Level {
     data_file: Option<Arc<FileStorage>>,
 }
 
-/// Opens an image, with all that lies below it. A qcow2 image that is to be written, and was not closed while its refcounts were
-/// written late, is repaired first: [`Qcow2::repaired`] of [`open_image`]'s tells.
+/// Opens an image, with all that lies below it. A qcow2 image that is to be written, and was not closed while its
+/// refcounts were written late, is repaired first: [`Qcow2::repaired`] of [`open_image`]'s tells.
 ///
 /// # Errors
 /// [`ImageError::Refused`]: it refers to a file that may not be opened, that is in the chain already, or that cannot be

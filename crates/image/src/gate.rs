@@ -1,7 +1,7 @@
 //! Which files an image may have opened.
 //!
-//! Law: an image opens no other file unless the opener of the image allows it. An image is data from outside; a backing file's name
-//! in it can be that of any file that we can read, and a data file's that of any that we can write.
+//! Law: an image opens no other file unless the opener of the image allows it. An image is data from outside; a backing
+//! file's name in it can be that of any file that we can read, and a data file's that of any that we can write.
 
 use std::fmt;
 use std::fs;
@@ -13,8 +13,8 @@ pub enum Policy {
     /// None.
     #[default]
     Refuse,
-    /// Those in these folders and below, after all symbolic links. Who can exchange folders there while images are opened is
-    /// trusted.
+    /// Those in these folders and below, after all symbolic links. Who can exchange folders there while images are
+    /// opened is trusted.
     Within(Vec<PathBuf>),
     /// Every one: as stock tools do.
     Follow,

@@ -35,8 +35,8 @@ pub(crate) fn alike(storage: &dyn Storage, range: &Range<u64>) -> Result<(u64, b
     Ok((if alike > range.start { alike } else { range.end } - range.start, is_zero))
 }
 
-/// How many of `length` bytes at `at` are in the storage, whose last part of `unit` bytes nothing need fill up. What lies further
-/// behind is no hole, but lost.
+/// How many of `length` bytes at `at` are in the storage, whose last part of `unit` bytes nothing need fill up. What
+/// lies further behind is no hole, but lost.
 pub(crate) fn inside(storage: &dyn Storage, at: u64, length: u64, unit: u64) -> Result<u64, StorageError> {
     let end = storage.length()?;
     Ok(length.min(end.checked_next_multiple_of(unit).unwrap_or(end).saturating_sub(at)))

@@ -2,8 +2,9 @@
 //!
 //! A [`Disk`] is a disk at guest offsets; it lies in one or more [`limosa_storage::Storage`]s, at host offsets.
 //!
-//! An image is opened by a [`Reference`](reference::Reference), with all that lies below it ([`chain`]), as far as its opener's
-//! [`Policy`] allows: an image is data from outside, and the files it names are not ours to open without a word.
+//! An image is opened by a [`Reference`](reference::Reference), with all that lies below it ([`chain`]), as far as its
+//! opener's [`Policy`] allows: an image is data from outside, and the files it names are not ours to open without a
+//! word.
 //!
 //! ```
 //! use limosa_image::chain::{OpenOptions, open};

@@ -1,8 +1,8 @@
 //! What a file begins with.
 //!
-//! Law: a guess is never better than what was said. It decides only where nothing was said; what other tools take for a format
-//! that limosa does not have is not taken for raw, and a raw image whose format was guessed never begins like anything else
-//! afterwards (see [`Raw`](crate::raw::Raw)).
+//! Law: a guess is never better than what was said. It decides only where nothing was said; what other tools take for a
+//! format that limosa does not have is not taken for raw, and a raw image whose format was guessed never begins like
+//! anything else afterwards (see [`Raw`](crate::raw::Raw)).
 
 use std::fmt;
 use std::str::FromStr;

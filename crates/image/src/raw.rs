@@ -53,7 +53,8 @@ impl Raw {
     /// Takes an image into use.
     ///
     /// # Errors
-    /// [`ImageError::Unsupported`]: the part asked for is not in the storage, or not whole sectors; what the storage says.
+    /// [`ImageError::Unsupported`]: the part asked for is not in the storage, or not whole sectors; what the storage
+    /// says.
     pub fn open(file: Arc<dyn Storage>, options: &RawOptions) -> Result<Arc<Self>, ImageError> {
         let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(file.name()), what };
         let length = file.length()?;
@@ -86,12 +87,12 @@ impl Raw {
         self.first_sector.is_some()
     }
 
-    /// Makes the file `len` bytes long, and the disk as many, rounded up to a sector. What comes to it reads as zeros. If
-    /// the space that is asked for is not there, the file is as long as before.
+    /// Makes the file `len` bytes long, and the disk as many, rounded up to a sector. What comes to it reads as zeros.
+    /// If the space that is asked for is not there, the file is as long as before.
     ///
     /// # Errors
-    /// [`ImageError::Unsupported`]: it is a part of a file, or metadata are to be allocated, of which it has none; what the
-    /// storage says.
+    /// [`ImageError::Unsupported`]: it is a part of a file, or metadata are to be allocated, of which it has none; what
+    /// the storage says.
     pub async fn resize(&self, len: u64, preallocation: Preallocation) -> Result<(), ImageError> {
         let _inside = self.admit_write(GuestOffset(0), 0)?;
         let old = self.len();
@@ -112,7 +113,8 @@ impl Raw {
         if len > old
             && let Err(error) = reserve(&*self.file, old..len, preallocation).await
         {
-            // Longer without the space that was asked for, it would look like one that has it. What failed is what is told.
+            // Longer without the space that was asked for, it would look like one that has it. What failed is what is
+            // told.
             let _ = self.file.set_len(before).await;
             return Err(error);
         }
@@ -149,8 +151,8 @@ impl Raw {
         end.saturating_sub(host.start).min(host.end - host.start)
     }
 
-    /// Writes into the first sector, unless it would look like another format then. `bytes` are ours: nothing changes them
-    /// between the look and the write.
+    /// Writes into the first sector, unless it would look like another format then. `bytes` are ours: nothing changes
+    /// them between the look and the write.
     async fn write_first(&self, at: u64, bytes: &[u8]) -> Result<(), ImageError> {
         let _changing = match &self.first_sector {
             Some(lock) => Some(lock.lock().await),
@@ -196,8 +198,8 @@ async fn reserve(file: &dyn Storage, range: Range<u64>, how: Preallocation) -> R
     Ok(())
 }
 
-/// Makes a raw image of `size` bytes, rounded up to a sector, in `file`, whose contents are lost. A block device has to be
-/// large enough, and keeps what it has.
+/// Makes a raw image of `size` bytes, rounded up to a sector, in `file`, whose contents are lost. A block device has to
+/// be large enough, and keeps what it has.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: a device is too small, or metadata are to be allocated; what the storage says.

@@ -1,7 +1,7 @@
 //! How an image is named: by a file's name, by `json:{...}`, by a list of options.
 //!
-//! Law: what is said is taken or refused; nothing that is not understood is left out. There are files and block devices, and
-//! nothing that is reached by a protocol.
+//! Law: what is said is taken or refused; nothing that is not understood is left out. There are files and block
+//! devices, and nothing that is reached by a protocol.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -117,8 +117,8 @@ impl Reference {
         Self::beside(name.as_ref(), None)
     }
 
-    /// By the name that an image has for its backing file: a path is one from the folder of the image's own file; what is said
-    /// otherwise is as in [`named`](Self::named).
+    /// By the name that an image has for its backing file: a path is one from the folder of the image's own file; what
+    /// is said otherwise is as in [`named`](Self::named).
     ///
     /// # Errors
     /// As [`named`](Self::named).

@@ -1,7 +1,7 @@
 //! Requests under way, and the end of a disk.
 //!
-//! Law: once a disk is being closed no request begins, and its end begins when those that had begun are over: done, or dropped. Whether
-//! it is closed and how many there are is one number, so no request slips through between the two.
+//! Law: once a disk is being closed no request begins, and its end begins when those that had begun are over: done, or
+//! dropped. Whether it is closed and how many there are is one number, so no request slips through between the two.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};

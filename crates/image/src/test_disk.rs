@@ -1,4 +1,5 @@
-//! A disk in memory for tests of what works on disks: it knows what each sector is, and writes down what is asked of it.
+//! A disk in memory for tests of what works on disks: it knows what each sector is, and writes down what is asked of
+//! it.
 
 use std::future::poll_fn;
 use std::ops::Range;

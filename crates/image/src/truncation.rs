@@ -1,7 +1,8 @@
 //! Files that end before what is read from them.
 //!
-//! Law: what is lost is not taken for zeros. A storage reads as zeros behind its end, and a file can be cut off by others at any time; to
-//! ask how long it is costs a call, so it is asked when what was read ends with a sector of zeros: else it was there.
+//! Law: what is lost is not taken for zeros. A storage reads as zeros behind its end, and a file can be cut off by
+//! others at any time; to ask how long it is costs a call, so it is asked when what was read ends with a sector of
+//! zeros: else it was there.
 
 use limosa_storage::{IoVector, Storage, StorageError};
 

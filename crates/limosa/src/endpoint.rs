@@ -1,7 +1,7 @@
 //! The two ends of a migration without a monitor: a connection, and perhaps a command behind it.
 //!
-//! The law: a command that was started is waited for or ended, and what it failed with is told, because it is the cause of
-//! what the stream failed with.
+//! The law: a command that was started is waited for or ended, and what it failed with is told, because it is the cause
+//! of what the stream failed with.
 
 use std::fs::File;
 use std::io::Seek as _;
@@ -20,7 +20,8 @@ use limosa_console::say;
 /// How long a command whose stream has broken off may take to end, so that its exit status can be told.
 const EXPLAIN_WITHIN: Duration = Duration::from_secs(2);
 
-/// How long a destination that gives no answer is listened to for a refusal: it looks at a certificate as soon as it has come.
+/// How long a destination that gives no answer is listened to for a refusal: it looks at a certificate as soon as it
+/// has come.
 const LISTEN_FOR: Duration = Duration::from_secs(10);
 
 /// How long to wait for a connection before checking whether the job was cancelled.
@@ -68,9 +69,9 @@ impl Wire {
                 path.display()
             ),
             _ => {
-                // The main channel first: a destination that has no other means to tell channels apart goes by their order.
-                // Over TLS it has shaken hands then. The others do so on their own threads, because QEMU waits for what each
-                // has to say before it looks at the next.
+                // The main channel first: a destination that has no other means to tell channels apart goes by their
+                // order. Over TLS it has shaken hands then. The others do so on their own threads, because QEMU waits
+                // for what each has to say before it looks at the next.
                 let main = Channel::connect(uri, options)?;
                 let options = &Options { tls: options.tls.clone().map(Tls::deferred), ..options.clone() };
                 let connect = |number| {
@@ -150,9 +151,10 @@ impl PeerEnd {
         self.command.as_mut().map_or(Ok(()), |command| command.finish(within))
     }
 
-    /// As [`finish`](Self::finish), where the destination gives no answer. Over TLS this end has shaken hands before the other
-    /// one has looked at its certificate, and all may have been put before its refusal comes: so it is listened for until
-    /// the other end has gone, for a while. Stock QEMU refuses without a word, and cannot be told from one that has all.
+    /// As [`finish`](Self::finish), where the destination gives no answer. Over TLS this end has shaken hands before
+    /// the other one has looked at its certificate, and all may have been put before its refusal comes: so it is
+    /// listened for until the other end has gone, for a while. Stock QEMU refuses without a word, and cannot be told
+    /// from one that has all.
     pub(crate) fn finish_unanswered(self, within: Duration) -> Result<(), ChannelError> {
         if self.channel.is_encrypted() {
             let _ = self.channel.shutdown(Shutdown::Write);

@@ -1,7 +1,7 @@
 //! `limosa img`: disk images.
 //!
-//! Law: `limosa img` replaces qemu-img. Output for programs and exit statuses are the same; output for people has the same
-//! content, and errors say more.
+//! Law: `limosa img` replaces qemu-img. Output for programs and exit statuses are the same; output for people has the
+//! same content, and errors say more.
 
 mod bench;
 mod check;

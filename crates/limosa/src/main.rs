@@ -1,7 +1,7 @@
 //! The command line of limosa: parse, wire, print.
 //!
-//! Each command has a module that turns its arguments into what the libraries take and what they return into words. People
-//! are talked to on stderr, programs (`--json`) on stdout.
+//! Each command has a module that turns its arguments into what the libraries take and what they return into words.
+//! People are talked to on stderr, programs (`--json`) on stdout.
 
 mod args;
 mod balloon;
@@ -77,7 +77,8 @@ fn usage(error: &clap::Error) -> ExitCode {
     let words: Vec<_> = std::env::args_os().skip(1).filter(|word| !word.as_encoded_bytes().starts_with(b"-")).collect();
     match (error.use_stderr(), words.first(), words.get(1)) {
         (false, ..) => ExitCode::SUCCESS,
-        // As in qemu-img: 2 means that an image is corrupt. But for `compare` 1 means that the images differ, which was not checked.
+        // As in qemu-img: 2 means that an image is corrupt. But for `compare` 1 means that the images differ, which was
+        // not checked.
         (true, Some(command), of) if command == "img" && of.is_none_or(|of| of != "compare") => ExitCode::FAILURE,
         _ => ExitCode::from(2),
     }

@@ -1,7 +1,7 @@
 //! `limosa completions` and `limosa man`: what a package installs beside the program.
 //!
-//! Law: both are made from the definitions that `--help` prints, so a command or an option cannot be in one and not in the
-//! other. What `--help` hides is hidden here too.
+//! Law: both are made from the definitions that `--help` prints, so a command or an option cannot be in one and not in
+//! the other. What `--help` hides is hidden here too.
 
 use std::fs;
 use std::io::Write as _;

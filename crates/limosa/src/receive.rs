@@ -1,7 +1,7 @@
 //! `limosa receive`: a migration destination that is a file.
 //!
-//! The law: a source that waits for a word gets it when the file is durable and has its name, and not before; until then its
-//! VM is its own. One that does not wait cannot be helped, and is only told apart.
+//! The law: a source that waits for a word gets it when the file is durable and has its name, and not before; until
+//! then its VM is its own. One that does not wait cannot be helped, and is only told apart.
 
 use limosa_console::quantity;
 use std::path::Path;
@@ -25,8 +25,8 @@ use limosa_console::{print_out, say};
 
 /// Longest silence of a source that is there.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long nothing may come behind the end of the stream. The VM waits at its source, and the file gets its name before the
-/// end is certain.
+/// How long nothing may come behind the end of the stream. The VM waits at its source, and the file gets its name
+/// before the end is certain.
 const AFTER_THE_END: Duration = Duration::from_millis(100);
 
 pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
@@ -134,8 +134,8 @@ fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) ->
     published
 }
 
-/// Gives the source its word. The outer failure leaves the file, which may be all that there is of the VM; the inner one has
-/// taken it away, because it is not whole.
+/// Gives the source its word. The outer failure leaves the file, which may be all that there is of the VM; the inner
+/// one has taken it away, because it is not whole.
 fn hand_over(incoming: Incoming, path: &Path) -> Result<anyhow::Result<()>, MigrateError> {
     incoming.acknowledge()?;
     if let Err(error @ MigrateError::Protocol(_)) = incoming.confirm_end() {

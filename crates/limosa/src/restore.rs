@@ -71,7 +71,8 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let report = match done {
         Ok(report) => report,
         Err(error) => {
-            // Everything may have been sent to a QEMU that could not load the devices, so the phase alone proves nothing.
+            // Everything may have been sent to a QEMU that could not load the devices, so the phase alone proves
+            // nothing.
             let recovered = args.recover && phase >= limosa_migrate::Phase::PostcopyActive;
             let guest_runs = recovered || observer.has_lazy_guest();
             return Err(with_advice(error, args, guest_runs));

@@ -1,8 +1,8 @@
 //! Signals to a running job.
 //!
-//! Before a guest runs, SIGINT, SIGTERM and SIGHUP cancel. Once a lazily restored guest runs, limosa is its pager: SIGHUP is
-//! survived, the first SIGINT or SIGTERM lifts the rate limit so that the rest is there soon, the second leaves the guest
-//! paused, to be recovered.
+//! Before a guest runs, SIGINT, SIGTERM and SIGHUP cancel. Once a lazily restored guest runs, limosa is its pager:
+//! SIGHUP is survived, the first SIGINT or SIGTERM lifts the rate limit so that the rest is there soon, the second
+//! leaves the guest paused, to be recovered.
 
 use std::thread;
 

@@ -123,7 +123,8 @@ impl BlockOptions {
                 }
                 let file = memfd_create(&*name, flags).map_err(|e| kernel("memfd_create", e.into()))?;
                 ftruncate(&file, length).map_err(|e| kernel("ftruncate", e.into()))?;
-                // Another process that gets the descriptor cannot take away what is mapped here. (Holes can still be punched.)
+                // Another process that gets the descriptor cannot take away what is mapped here. (Holes can still be
+                // punched.)
                 let seals = SealFlags::SHRINK | SealFlags::GROW;
                 fcntl_add_seals(&file, seals).map_err(|e| kernel("sealing its length", e.into()))?;
                 (Some((file, 0)), huge_page.unwrap_or(PAGE_SIZE))

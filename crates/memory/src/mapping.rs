@@ -81,8 +81,8 @@ impl Mapping {
     /// Copies out of it; `None` if it has not all of those bytes.
     pub(crate) fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         let from = self.at(offset, into.len())?;
-        // SAFETY: `at` checked the range. Others may write it: the copy may then be of several moments, which the reader of
-        // guest memory has to live with.
+        // SAFETY: `at` checked the range. Others may write it: the copy may then be of several moments, which the
+        // reader of guest memory has to live with.
         unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
         Some(())
     }
@@ -106,7 +106,8 @@ impl Mapping {
     /// Forbids writes by this process, or allows them again.
     pub(crate) fn protect(&self, writable: bool) -> io::Result<()> {
         let access = if writable { MprotectFlags::READ | MprotectFlags::WRITE } else { MprotectFlags::READ };
-        // SAFETY: no reference to the memory exists; a thread that writes it by address gets a signal, which is what was asked for.
+        // SAFETY: no reference to the memory exists; a thread that writes it by address gets a signal, which is what
+        // was asked for.
         Ok(unsafe { mprotect(self.start.as_ptr().cast(), self.length, access) }?)
     }
 

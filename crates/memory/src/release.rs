@@ -60,7 +60,8 @@ impl MemoryBlock {
     /// [dirty logs](crate::dirty) it is a write to each of the pages.
     ///
     /// # Errors
-    /// [`MemoryError::Outside`], or the kernel's refusal; [`MemoryError::Layout`]: not [possible](Self::takes) with this memory.
+    /// [`MemoryError::Outside`], or the kernel's refusal; [`MemoryError::Layout`]: not [possible](Self::takes) with
+    /// this memory.
     pub fn release(&self, pages: PageRange, method: ReleaseMethod) -> Result<u64, MemoryError> {
         let kernel = |operation, source: rustix::io::Errno| MemoryError::Kernel {
             block: self.name().to_owned(),

@@ -94,7 +94,8 @@ fn block_over<B: Bitmap + Send + Sync + 'static>(
         return Err(layout("its region is not mapped for reading and writing"));
     }
     let start = NonNull::new(start).ok_or_else(|| layout("its region has no address"))?;
-    // SAFETY: the region is mapped as long as it lives, which the mapping sees to, and vm-memory makes no references to it.
+    // SAFETY: the region is mapped as long as it lives, which the mapping sees to, and vm-memory makes no references to
+    // it.
     let mapping = unsafe { Mapping::lent(start, length, region) };
     Ok(MemoryBlock::over(name, mapping, file, page_size, shared))
 }

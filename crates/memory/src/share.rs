@@ -37,9 +37,10 @@ impl MemoryBlock {
 /// The memory of a block that another process passed.
 ///
 /// A block that is shared and has a file is *passable*: a process with the file's descriptor has the memory. A
-/// [`PassedBlock`] is a descriptor on its way: its file offset says where in the file the block begins, so nothing but the descriptor has to travel.
-/// (It is opened anew for that: duplicates of one descriptor share their offset.) In the place of a block that is not
-/// passed travels a descriptor of /dev/null, so that the list is as long as that of the blocks, which is in the stream.
+/// [`PassedBlock`] is a descriptor on its way: its file offset says where in the file the block begins, so nothing but
+/// the descriptor has to travel. (It is opened anew for that: duplicates of one descriptor share their offset.) In the
+/// place of a block that is not passed travels a descriptor of /dev/null, so that the list is as long as that of the
+/// blocks, which is in the stream.
 ///
 /// Touching memory that its file has not any more is a signal. So memory of a memfd is sealed against being shortened,
 /// by its creator and by its receiver; of a file of another kind its taker trusts the giver.

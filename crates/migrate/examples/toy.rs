@@ -1,8 +1,8 @@
 //! Moves a running VM between two threads, over a socket pair.
 //!
-//! `cargo run -p limosa-migrate --example toy` needs neither KVM nor QEMU nor root: the guest is a thread that writes its
-//! memory. It shows what a VMM implements, [`LiveVm`] at the source and [`IncomingVm`] at the destination, and what it does
-//! with an outcome. The example `vmm` does the same with a guest under KVM, in two processes.
+//! `cargo run -p limosa-migrate --example toy` needs neither KVM nor QEMU nor root: the guest is a thread that writes
+//! its memory. It shows what a VMM implements, [`LiveVm`] at the source and [`IncomingVm`] at the destination, and what
+//! it does with an outcome. The example `vmm` does the same with a guest under KVM, in two processes.
 
 use std::error::Error;
 use std::sync::{Mutex, PoisonError};

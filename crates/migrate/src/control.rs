@@ -112,7 +112,8 @@ impl Control {
         state.shut_down();
     }
 
-    /// Has a stop wait until what is returned is dropped: the other side is at a point where it must not lose its channels.
+    /// Has a stop wait until what is returned is dropped: the other side is at a point where it must not lose its
+    /// channels.
     #[must_use]
     pub fn defer_stop(&self) -> DeferredStop {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).deferred += 1;
@@ -124,8 +125,8 @@ impl Control {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).stop
     }
 
-    /// From here until [`release`](Self::release) a stop is only remembered: the other side must not be left in the middle
-    /// of what it is doing.
+    /// From here until [`release`](Self::release) a stop is only remembered: the other side must not be left in the
+    /// middle of what it is doing.
     pub(crate) fn hold(&self) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).held = true;
     }
@@ -146,7 +147,8 @@ impl Control {
         }
     }
 
-    /// Registers a channel that a later [`stop`](Self::stop) shuts down; shuts it down at once if that has come already.
+    /// Registers a channel that a later [`stop`](Self::stop) shuts down; shuts it down at once if that has come
+    /// already.
     pub(crate) fn watch(&self, channel: &Arc<Channel>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.stop.is_some() && !state.is_held() {

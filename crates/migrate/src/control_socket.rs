@@ -46,8 +46,8 @@ pub enum Job {
     Live,
 }
 
-/// What a VMM answers on its socket in addition to the commands of a job. Called on the threads of clients, so it must not wait for
-/// an engine.
+/// What a VMM answers on its socket in addition to the commands of a job. Called on the threads of clients, so it must
+/// not wait for an engine.
 pub trait Commands: Send + Sync {
     /// Answers a command; `None` leaves it to the socket.
     ///
@@ -109,12 +109,14 @@ struct Client {
     number: usize,
     /// For events.
     stream: UnixStream,
-    /// Whether it gets events: from `qmp_capabilities` on, as with QEMU. Before, an event could arrive ahead of the greeting.
+    /// Whether it gets events: from `qmp_capabilities` on, as with QEMU. Before, an event could arrive ahead of the
+    /// greeting.
     listens: bool,
 }
 
 impl ControlSocket {
-    /// Listens at `path`, which only the owner may open. Nothing may be there but a socket that a killed job left behind.
+    /// Listens at `path`, which only the owner may open. Nothing may be there but a socket that a killed job left
+    /// behind.
     pub fn listen(path: &Path, job: Job, control: Control, progress: Progress) -> io::Result<Self> {
         Self::open(path, Some(Current { job, control, progress, begun: Instant::now() }), None)
     }
@@ -203,8 +205,8 @@ fn serve(listener: &UnixListener, server: &Arc<Server>, over: &AtomicBool) {
     }
 }
 
-/// Ends all conversations. A command that was read is answered first: a client that ended the job by it gets its reply, although the
-/// process may exit next.
+/// Ends all conversations. A command that was read is answered first: a client that ended the job by it gets its reply,
+/// although the process may exit next.
 fn hang_up(server: &Server) {
     let clients = server.clients.lock().unwrap_or_else(PoisonError::into_inner);
     for client in clients.iter() {

@@ -12,8 +12,8 @@ use crate::live::VmError;
 use crate::live::destination::LayoutDifference;
 use crate::pages::PageError;
 
-/// Why an engine gave up. Each names the object it failed on; what the VM's owner can do about it is the caller's to say,
-/// because only the caller knows who runs the VM now.
+/// Why an engine gave up. Each names the object it failed on; what the VM's owner can do about it is the caller's to
+/// say, because only the caller knows who runs the VM now.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
@@ -176,8 +176,8 @@ pub enum MigrateError {
     #[error("cancelled")]
     Cancelled,
 
-    /// A postcopy was paused on request: the destination waits for recovery. If the request came between the end of the stream and its
-    /// answer, the destination has every page and needs none.
+    /// A postcopy was paused on request: the destination waits for recovery. If the request came between the end of the
+    /// stream and its answer, the destination has every page and needs none.
     #[error("paused")]
     Paused,
 }

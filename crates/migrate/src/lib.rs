@@ -1,8 +1,9 @@
 //! Migration engines for VMMs: sources and destinations that speak QEMU's migration stream.
 //!
-//! An engine moves pages between a [`Channel`](limosa_channel::Channel) and a [`PageSource`] or a [`PageSink`]: a stored file or
-//! the memory of a guest. Engines block in vectored system calls, a thread for each channel. [`Progress`] shows what an engine
-//! has done; [`Control`] stops it or changes its rate. An engine keeps clones of both.
+//! An engine moves pages between a [`Channel`](limosa_channel::Channel) and a [`PageSource`] or a [`PageSink`]: a
+//! stored file or the memory of a guest. Engines block in vectored system calls, a thread for each channel.
+//! [`Progress`] shows what an engine has done; [`Control`] stops it or changes its rate. An engine keeps clones of
+//! both.
 //!
 //! | engine | role | when the guest starts at the destination |
 //! |---|---|---|

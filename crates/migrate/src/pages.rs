@@ -1,8 +1,8 @@
 //! Where pages come from and where they go to.
 //!
-//! The engines are written once, over these two traits: guest RAM or a stored file is behind them. A sink is handed whole
-//! pages in whatever order the stream has them, and the *last word about a page wins*; a source is asked for whole pages
-//! in whatever order the destination wants them, from several threads at once.
+//! The engines are written once, over these two traits: guest RAM or a stored file is behind them. A sink is handed
+//! whole pages in whatever order the stream has them, and the *last word about a page wins*; a source is asked for
+//! whole pages in whatever order the destination wants them, from several threads at once.
 
 use std::error::Error;
 use std::io::IoSlice;
@@ -37,8 +37,8 @@ pub trait PageSink {
     /// Accepts or refuses the layout, before any page.
     fn begin(&mut self, start: &StreamSetup) -> Result<(), PageError>;
 
-    /// Takes device sections that come before the pages, between [`begin`](PageSink::begin) and the first of them: whole
-    /// sections, to be given back by [`PageSource::early_sections`]. A sink that has no place for them refuses.
+    /// Takes device sections that come before the pages, between [`begin`](PageSink::begin) and the first of them:
+    /// whole sections, to be given back by [`PageSource::early_sections`]. A sink that has no place for them refuses.
     fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError> {
         let _ = sections;
         Err("the VM has a virtio-mem device, whose state comes before its pages and has no place here".into())
@@ -52,8 +52,8 @@ pub trait PageSink {
     /// Makes a run of pages of one block zero.
     fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<(), PageError>;
 
-    /// Reads a page as the last word about it left it: zeros if there was none. Only asked for if the source sends deltas of
-    /// pages (capability `xbzrle`).
+    /// Reads a page as the last word about it left it: zeros if there was none. Only asked for if the source sends
+    /// deltas of pages (capability `xbzrle`).
     ///
     /// # Errors
     /// The page cannot be read; a sink that does not read back, as by default, says so.
@@ -62,8 +62,8 @@ pub trait PageSink {
         Err("deltas of pages that were sent before (capability xbzrle) cannot be applied here".into())
     }
 
-    /// The sink as memory of this process, if that is what it is: pages are then received straight to where they lie, and
-    /// nothing but [`begin`](Self::begin) is called on the sink itself. Asked for once, after `begin`.
+    /// The sink as memory of this process, if that is what it is: pages are then received straight to where they lie,
+    /// and nothing but [`begin`](Self::begin) is called on the sink itself. Asked for once, after `begin`.
     fn memory(&self) -> Option<&dyn PageMemory> {
         None
     }
@@ -71,11 +71,12 @@ pub trait PageSink {
 
 /// A sink that is memory: several threads receive into it at once, each its own pages.
 ///
-/// The contract is [`PageSink`]'s; between two synchronization points of the channels a page is mentioned on one of them only.
+/// The contract is [`PageSink`]'s; between two synchronization points of the channels a page is mentioned on one of
+/// them only.
 ///
 /// # Safety
-/// What [`place`](Self::place) names must stay mapped and writable as long as `self` is borrowed, and no reference to it may
-/// exist.
+/// What [`place`](Self::place) names must stay mapped and writable as long as `self` is borrowed, and no reference to
+/// it may exist.
 #[allow(unsafe_code, reason = "implementations vouch for addresses")]
 pub unsafe trait PageMemory: Sync {
     /// Told what will be filled next, ascending runs: a chance to make room for all of it at once.
@@ -126,27 +127,27 @@ pub trait PageSource: Sync {
 
     /// Reads whole pages of one block into `into`, which is exactly as long as the range.
     ///
-    /// Must fail rather than return anything else than the stored contents: a zero page in place of an unreadable one is
-    /// silent corruption of a guest.
+    /// Must fail rather than return anything else than the stored contents: a zero page in place of an unreadable one
+    /// is silent corruption of a guest.
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError>;
 
-    /// Where the contents of a stored page lie in a file: the descriptor, and the offset of its first byte; the stored pages
-    /// behind it follow there. A sender may pass them on from there without reading them. `None` if they have to be
-    /// [read](Self::read), for example because that is where they are verified.
+    /// Where the contents of a stored page lie in a file: the descriptor, and the offset of its first byte; the stored
+    /// pages behind it follow there. A sender may pass them on from there without reading them. `None` if they have to
+    /// be [read](Self::read), for example because that is where they are verified.
     fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
         let _ = (block, page);
         None
     }
 
-    /// The guest memory that the pages of a block are, if they are that: a sender may gather them from there, and looks there
-    /// for zeros. Such memory may be written while it is sent, as long as its writer has it sent again.
+    /// The guest memory that the pages of a block are, if they are that: a sender may gather them from there, and looks
+    /// there for zeros. Such memory may be written while it is sent, as long as its writer has it sent again.
     fn memory(&self, block: usize) -> Option<&MemoryBlock> {
         let _ = block;
         None
     }
 
-    /// Called when the destination has taken everything that was passed on from its [`place`](Self::place), and now and then
-    /// before.
+    /// Called when the destination has taken everything that was passed on from its [`place`](Self::place), and now and
+    /// then before.
     ///
     /// # Errors
     /// The file may not have held what was stored: the destination must not go on with what it got.

@@ -1,7 +1,7 @@
 //! What a running engine has done so far: for progress bars and for answers to `query-migrate`.
 //!
-//! Relaxed atomics: a reader sees numbers that may be a few microseconds apart from one another, and the engine pays one
-//! uncontended addition for a batch of pages.
+//! Relaxed atomics: a reader sees numbers that may be a few microseconds apart from one another, and the engine pays
+//! one uncontended addition for a batch of pages.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};

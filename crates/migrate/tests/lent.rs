@@ -1,7 +1,8 @@
-//! Pages that the kernel is lent (`MSG_ZEROCOPY`), and destinations that take them slowly or not at all: what is lent is back before the
-//! end of its round is told, and who wants pages back waits for what is under way and for no more.
+//! Pages that the kernel is lent (`MSG_ZEROCOPY`), and destinations that take them slowly or not at all: what is lent
+//! is back before the end of its round is told, and who wants pages back waits for what is under way and for no more.
 //!
-//! Freed memory is poisoned in this binary: a header or a list of the engine's own that was lent and freed shows in what arrives.
+//! Freed memory is poisoned in this binary: a header or a list of the engine's own that was lent and freed shows in
+//! what arrives.
 
 mod model;
 
@@ -291,8 +292,8 @@ fn a_discard_in_the_middle_of_a_round_that_is_held_back_does_not_wait_for_its_en
     assert!(stats.channels[0].lent > 0, "{stats:#?}");
 }
 
-/// A VM of which one block is guest memory and the other is read from somewhere, and a thread that gives a page of the first one
-/// back when the second is read for the first time.
+/// A VM of which one block is guest memory and the other is read from somewhere, and a thread that gives a page of the
+/// first one back when the second is read for the first time.
 struct HalfStored<'a> {
     memory: &'a Memory,
     ram: Arc<MemoryBlock>,

@@ -1,7 +1,8 @@
 //! QEMU's command line, as far as it has to be read: options with their values, `key=value` lists, JSON objects, sizes.
 //!
-//! Facts (QEMU's documentation, "Invocation" and util/keyval): options have one dash or two; a list's first element may be a
-//! value without its key; a comma in a value is written twice; a size without a suffix is in bytes, that of `-m` in MiB.
+//! Facts (QEMU's documentation, "Invocation" and util/keyval): options have one dash or two; a list's first element may
+//! be a value without its key; a comma in a value is written twice; a size without a suffix is in bytes, that of `-m`
+//! in MiB.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -62,8 +63,8 @@ pub struct CommandOption<'a> {
     pub at: usize,
 }
 
-/// QEMU's own options in a command line that begins with a program. What stands before QEMU (taskset, nice, ...) has options of
-/// its own. Words that are no text are passed over.
+/// QEMU's own options in a command line that begins with a program. What stands before QEMU (taskset, nice, ...) has
+/// options of its own. Words that are no text are passed over.
 #[must_use]
 pub fn options(words: &[OsString]) -> Vec<CommandOption<'_>> {
     let first = program(words) + 1;

@@ -13,7 +13,8 @@
 //! | starting a QEMU that waits for a VM | [`launch`](fn@launch) |
 //! | whether a stored VM would load on a QEMU, asked without changing it | [`examine_destination`] |
 //!
-//! An error says what is wrong. What can be done about it, where that depends on the options of this crate, is a [`Remedy`].
+//! An error says what is wrong. What can be done about it, where that depends on the options of this crate, is a
+//! [`Remedy`].
 //!
 //! A worked example: ask a VM how it is.
 //!

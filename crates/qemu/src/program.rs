@@ -33,7 +33,8 @@ impl Drop for Running {
 /// Runs `command` and hands what it prints to `take`, piece by piece, until it ends or `take` has enough.
 ///
 /// # Errors
-/// It cannot be started, its output cannot be read, or, as [`io::ErrorKind::TimedOut`], it takes longer than `patience`.
+/// It cannot be started, its output cannot be read, or, as [`io::ErrorKind::TimedOut`], it takes longer than
+/// `patience`.
 pub(crate) fn run(
     command: &mut Command,
     patience: Duration,

@@ -1,10 +1,10 @@
 //! A private directory with the sockets over which QEMU and limosa talk: no other user can enter it.
 //!
-//! Law: **it belongs to the user that QEMU runs as, with mode 0700, and QEMU is known to see it** (it may run as another
-//! user, in a chroot, in a mount namespace of its own), or it is refused with what to do instead.
+//! Law: **it belongs to the user that QEMU runs as, with mode 0700, and QEMU is known to see it** (it may run as
+//! another user, in a chroot, in a mount namespace of its own), or it is refused with what to do instead.
 //!
-//! That user may put anything in its place, and this process may be root's: so a socket is made before the directory is given
-//! away, and what is removed is removed through a descriptor of the directory that was made.
+//! That user may put anything in its place, and this process may be root's: so a socket is made before the directory is
+//! given away, and what is removed is removed through a descriptor of the directory that was made.
 
 use std::fs::DirBuilder;
 use std::os::fd::{AsFd, OwnedFd};
@@ -36,7 +36,8 @@ pub struct SocketDirectory {
 }
 
 impl SocketDirectory {
-    /// A directory in which QEMU is to listen, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's user cannot get there.
+    /// A directory in which QEMU is to listen, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's user
+    /// cannot get there.
     ///
     /// # Errors
     /// If QEMU is, or may be, elsewhere, or runs as another user and this process is not root.

@@ -1,7 +1,7 @@
 //! The guard, with jobs that are killed with SIGKILL at every kind of moment, against stock QEMU.
 //!
-//! This executable plays all parts: started with `guard` it is the guard, with `job` a limosa that works on a VM, and otherwise the
-//! tests, of which a name or part of one may be given.
+//! This executable plays all parts: started with `guard` it is the guard, with `job` a limosa that works on a VM, and
+//! otherwise the tests, of which a name or part of one may be given.
 
 mod stock;
 

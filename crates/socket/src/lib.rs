@@ -65,7 +65,8 @@ pub fn listen(path: &Path, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     // On Linux bind gives the file the mode of the socket, less the umask (unix(7)): chmod after it would leave a gap.
     fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-    // From before the first bind until it listens: a file whose socket is being bound looks as stale as one whose process is gone.
+    // From before the first bind until it listens: a file whose socket is being bound looks as stale as one whose
+    // process is gone.
     let _lock = Lock::take(&path, PATIENCE)?;
     match net::bind(&socket, &address) {
         Err(Errno::ADDRINUSE) if is_stale(&path, &address)? => {

@@ -2,9 +2,9 @@
 //!
 //! `cargo run --release -p limosa-storage --example requests -- FILE [COUNT]`
 //!
-//! The file has to be there, at least 64 MiB long, and is written to. Printed are microseconds of CPU time of the thread for a request,
-//! after as many again that are not counted. On a machine that is not quiet the builds take turns, often, and the ratios of turns
-//! side by side are compared.
+//! The file has to be there, at least 64 MiB long, and is written to. Printed are microseconds of CPU time of the
+//! thread for a request, after as many again that are not counted. On a machine that is not quiet the builds take
+//! turns, often, and the ratios of turns side by side are compared.
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "counts of a measurement are small")]
 
 use anyhow::{Context, Result, ensure};

@@ -2,11 +2,11 @@
 //!
 //! `cargo run --release -p limosa-storage --example ring_settings -- FILE [ROUNDS] [COUNT] [SIZE]`
 //!
-//! The file has to be there, at least 64 MiB long, and is written to, in requests of 4 KiB or `SIZE`. Each round runs every contestant
-//! once, from another one on than the round before. Shown are, of this thread, the least CPU time of a round (in the kernel, too, but not
-//! what the kernel's own threads do for it), and the median over the rounds of how it compares with the ring that limosa's were made from,
-//! the one that is `cooperative`, in the same round: the latter means something on a machine that is not quiet. Then its context
-//! switches, and the best wall time.
+//! The file has to be there, at least 64 MiB long, and is written to, in requests of 4 KiB or `SIZE`. Each round runs
+//! every contestant once, from another one on than the round before. Shown are, of this thread, the least CPU time of a
+//! round (in the kernel, too, but not what the kernel's own threads do for it), and the median over the rounds of how
+//! it compares with the ring that limosa's were made from, the one that is `cooperative`, in the same round: the latter
+//! means something on a machine that is not quiet. Then its context switches, and the best wall time.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,

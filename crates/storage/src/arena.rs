@@ -1,9 +1,10 @@
 //! Memory that is registered with the rings.
 //!
-//! **Law: a page is one buffer's, from the take to the drop.** There is one arena in a process. A word of the bitmap covers 64 consecutive pages, one
-//! bit each, and a piece lies within one word: it is taken by one atomic exchange, and given back by another. A piece still has the
-//! contents of its previous owner; the caller of [`take`] zeroes it. The mapping lives as long as the process, so that its registration
-//! with the kernel stays valid. A page that was never taken is not populated.
+//! **Law: a page is one buffer's, from the take to the drop.** There is one arena in a process. A word of the bitmap
+//! covers 64 consecutive pages, one bit each, and a piece lies within one word: it is taken by one atomic exchange, and
+//! given back by another. A piece still has the contents of its previous owner; the caller of [`take`] zeroes it. The
+//! mapping lives as long as the process, so that its registration with the kernel stays valid. A page that was never
+//! taken is not populated.
 #![allow(unsafe_code, reason = "memory is mapped, and passed by address")]
 
 use std::cell::Cell;
@@ -11,8 +12,9 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Bytes of the arena: a quarter of what the processes of a user without privileges may have pinned by default (`RLIMIT_MEMLOCK`, 8 MiB
-/// since Linux 5.16), of which rings themselves take some 40 KiB each; and 32 requests of 64 KiB at once.
+/// Bytes of the arena: a quarter of what the processes of a user without privileges may have pinned by default
+/// (`RLIMIT_MEMLOCK`, 8 MiB since Linux 5.16), of which rings themselves take some 40 KiB each; and 32 requests of 64
+/// KiB at once.
 pub(crate) const LENGTH: usize = WORDS * WORD_BYTES;
 /// Pages are those of the processor's smallest size, or a part of one.
 const PAGE: usize = 4096;

@@ -1,8 +1,9 @@
 //! Memory for input and output.
 //!
-//! **Law: its bytes are never a `&[u8]`.** The kernel, a device or a guest may write them at any time: they are
-//! copied in and out, by raw pointers, and passed to the kernel by address. Code that makes a decision by the contents of a buffer copies
-//! them first. A clone of a buffer is cheap and names the same memory, which lives as long as any of them.
+//! **Law: its bytes are never a `&[u8]`.** The kernel, a device or a guest may write them at any time: they are copied
+//! in and out, by raw pointers, and passed to the kernel by address. Code that makes a decision by the contents of a
+//! buffer copies them first. A clone of a buffer is cheap and names the same memory, which lives as long as any of
+//! them.
 #![allow(unsafe_code, reason = "memory with other writers is accessed by raw pointers")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -18,8 +19,8 @@ const ALIGN: usize = 4096;
 
 /// A range of memory for input and output.
 ///
-/// The kernel, a device or a guest may write it at any time, so there is no access to it as `&[u8]`: bytes are copied in and out. A clone
-/// names the same memory, which lives as long as any of its clones.
+/// The kernel, a device or a guest may write it at any time, so there is no access to it as `&[u8]`: bytes are copied
+/// in and out. A clone names the same memory, which lives as long as any of its clones.
 #[derive(Clone)]
 pub struct Buffer {
     start: *mut u8,
@@ -51,7 +52,8 @@ impl Drop for Owned {
 }
 
 impl Buffer {
-    /// Zeroed memory, aligned for direct I/O. Up to 256 KiB come from memory that is registered with the rings, while some is free.
+    /// Zeroed memory, aligned for direct I/O. Up to 256 KiB come from memory that is registered with the rings, while
+    /// some is free.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
         if let Some(piece) = arena::take(len) {
@@ -154,7 +156,8 @@ impl Buffer {
     /// Whether both have the same bytes.
     #[must_use]
     pub fn same_as(&self, other: &Self) -> bool {
-        // SAFETY: `len` bytes of both are inside memory that their `keep` keeps; the compiler gets no reference to them.
+        // SAFETY: `len` bytes of both are inside memory that their `keep` keeps; the compiler gets no reference to
+        // them.
         self.len == other.len && unsafe { libc::memcmp(self.start.cast(), other.start.cast(), self.len) } == 0
     }
 

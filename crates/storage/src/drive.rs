@@ -1,8 +1,9 @@
 //! Runs a future on a thread that has no async runtime.
 //!
-//! **Law: a thread in [`block_on`] sleeps only when nothing can make progress, and then in one system call, which submits the
-//! gathered requests, waits, and reaps completions.** File requests that its future polls go into the thread's own ring. It returns with
-//! none in flight, so a future may move to another thread afterwards, or be dropped, without this thread's help.
+//! **Law: a thread in [`block_on`] sleeps only when nothing can make progress, and then in one system call, which
+//! submits the gathered requests, waits, and reaps completions.** File requests that its future polls go into the
+//! thread's own ring. It returns with none in flight, so a future may move to another thread afterwards, or be dropped,
+//! without this thread's help.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -27,7 +28,8 @@ use crate::ring::{Completed, InFlight, Ring};
 /// Consecutive polls after which gathered requests are submitted although more may follow.
 const GATHERED: u32 = 16;
 
-/// After a wake-up that came during a blocking call and had to wait for it: sleeps during which no blocking call is made.
+/// After a wake-up that came during a blocking call and had to wait for it: sleeps during which no blocking call is
+/// made.
 const BACKOFF: u32 = 1000;
 
 /// What a thread in [`block_on`] does at the moment.
@@ -53,7 +55,8 @@ pub(crate) struct ThreadWaker {
 }
 
 impl ThreadWaker {
-    /// The descriptor that becomes readable when the thread is woken during a sleep in its ring. `event` makes it, if there is none yet.
+    /// The descriptor that becomes readable when the thread is woken during a sleep in its ring. `event` makes it, if
+    /// there is none yet.
     pub(crate) fn event(&self, event: impl FnOnce() -> std::io::Result<OwnedFd>) -> std::io::Result<&OwnedFd> {
         match self.event.get() {
             Some(event) => Ok(event),
@@ -164,12 +167,14 @@ impl Driver {
         }
     }
 
-    /// Submits gathered requests, waits for a completion if `wait` is set, and wakes the tasks whose requests are complete.
+    /// Submits gathered requests, waits for a completion if `wait` is set, and wakes the tasks whose requests are
+    /// complete.
     fn submit_and_reap(&self, wait: bool) {
         self.with_ring(|ring| ring.submit_and_reap(wait));
     }
 
-    /// Calls `call` with the ring, and wakes the tasks whose requests are complete. Returns whether the thread was woken meanwhile.
+    /// Calls `call` with the ring, and wakes the tasks whose requests are complete. Returns whether the thread was
+    /// woken meanwhile.
     fn with_ring(&self, call: impl FnOnce(&mut Ring) -> Completed) -> bool {
         let mut done = {
             let mut ring = self.ring.borrow_mut();
@@ -237,11 +242,11 @@ pub(crate) fn begin(work: Work, waker: &Waker) -> Result<InFlight, Work> {
     }
 }
 
-/// Runs a future to completion on this thread. File requests that it polls are executed by this thread's ring; requests that it drops
-/// unfinished are complete before this returns.
+/// Runs a future to completion on this thread. File requests that it polls are executed by this thread's ring; requests
+/// that it drops unfinished are complete before this returns.
 ///
-/// Calls may be nested. The future must not block this thread with another executor: that executor would sleep, and nothing would reap
-/// its completions.
+/// Calls may be nested. The future must not block this thread with another executor: that executor would sleep, and
+/// nothing would reap its completions.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     // Thread-local storage may already be destroyed.
     let driver = DRIVER.try_with(Rc::clone).unwrap_or_else(|_| Rc::new(Driver::new()));

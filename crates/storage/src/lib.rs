@@ -1,7 +1,8 @@
 //! Bytes at offsets, under disk images and snapshots.
 //!
-//! A [`Storage`] is a file, a block device or memory. Its requests are futures that need no async runtime: [`block_on`] runs them on the
-//! calling thread. They read into and write from [`Buffer`]s: memory that the kernel or a guest may write at any time.
+//! A [`Storage`] is a file, a block device or memory. Its requests are futures that need no async runtime: [`block_on`]
+//! runs them on the calling thread. They read into and write from [`Buffer`]s: memory that the kernel or a guest may
+//! write at any time.
 //!
 //! ```
 //! use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};

@@ -1,7 +1,8 @@
 //! A thread pool for blocking calls.
 //!
-//! **Law: polling never blocks, and a job that has begun is completed.** The first poll of a future queues its job, which is executed even if
-//! the future is dropped. There is one pool per process. Threads are started when jobs wait, and exit after a while without work.
+//! **Law: polling never blocks, and a job that has begun is completed.** The first poll of a future queues its job,
+//! which is executed even if the future is dropped. There is one pool per process. Threads are started when jobs wait,
+//! and exit after a while without work.
 
 use std::collections::VecDeque;
 use std::future::Future;

@@ -1,6 +1,7 @@
 //! A file request on its way to its executor: a ring or the thread pool.
 //!
-//! **Law: a request that has begun completes even if its future is dropped.** It is owned by the ring or the pool's job, not by the future.
+//! **Law: a request that has begun completes even if its future is dropped.** It is owned by the ring or the pool's
+//! job, not by the future.
 
 use std::future::Future;
 use std::io;
@@ -67,8 +68,8 @@ impl Work {
     }
 }
 
-/// A file request. The first poll begins it: in the ring of the polling thread, if that is in [`block_on`](crate::block_on), else in the
-/// pool.
+/// A file request. The first poll begins it: in the ring of the polling thread, if that is in
+/// [`block_on`](crate::block_on), else in the pool.
 pub(crate) struct FileRequest(State);
 
 enum State {

@@ -10,17 +10,21 @@ use std::sync::Arc;
 use crate::buffer::IoVector;
 use crate::error::StorageError;
 
-/// A request in flight. It owns everything that it needs. Dropping it does not cancel it: it completes on its own, keeps its buffers until
-/// then, and its result is lost. It may begin with the call that returns it or with its first poll.
+/// A request in flight. It owns everything that it needs. Dropping it does not cancel it: it completes on its own,
+/// keeps its buffers until then, and its result is lost. It may begin with the call that returns it or with its first
+/// poll.
 pub type Request<T = ()> = Pin<Box<dyn Future<Output = Result<T, StorageError>> + Send + 'static>>;
 
 /// Bytes at offsets.
 ///
 /// The contract of every storage:
 ///
-/// * Requests in flight may be executed in any order. If two overlap and one of them is a write, each byte is that of one or the other.
-/// * A request completes fully or fails. After a failed write, the contents of its range are undefined; nothing else changes.
-/// * Reads beyond the end return zeros. Writes beyond the end make the storage longer, with zeros in between (a block device fails).
+/// * Requests in flight may be executed in any order. If two overlap and one of them is a write, each byte is that of
+///   one or the other.
+/// * A request completes fully or fails. After a failed write, the contents of its range are undefined; nothing else
+///   changes.
+/// * Reads beyond the end return zeros. Writes beyond the end make the storage longer, with zeros in between (a block
+///   device fails).
 /// * A flush makes all requests durable that had completed when it began; nothing else guarantees durability.
 /// * A request that is dropped completes on its own.
 ///
@@ -50,8 +54,8 @@ pub trait Storage: Any + Send + Sync + Debug {
     /// Makes `range` read as zeros.
     fn write_zeroes(&self, range: Range<u64>, how: ZeroHow) -> Request;
 
-    /// Declares that the contents of `range` are not needed: it reads as zeros or as before. Where discard is not supported, nothing
-    /// changes.
+    /// Declares that the contents of `range` are not needed: it reads as zeros or as before. Where discard is not
+    /// supported, nothing changes.
     fn discard(&self, range: Range<u64>) -> Request;
 
     /// Makes completed writes durable.
@@ -63,20 +67,21 @@ pub trait Storage: Any + Send + Sync + Debug {
     /// Allocates space for `range`, and makes the storage longer if needed. Contents stay; new bytes are zeros.
     fn allocate(&self, range: Range<u64>) -> Request;
 
-    /// The extents of `range`, as far as they are known without reading. They cover it without gaps, may reach beyond its end, and adjacent
-    /// ones differ in kind. Unknown contents are [`ExtentKind::Data`].
+    /// The extents of `range`, as far as they are known without reading. They cover it without gaps, may reach beyond
+    /// its end, and adjacent ones differ in kind. Unknown contents are [`ExtentKind::Data`].
     ///
     /// # Errors
     /// Errors of the kernel.
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError>;
 
-    /// Clones `length` bytes at `from_offset` of another storage, or of itself, to `offset`, by sharing extents. False if the filesystem
-    /// does not support it; nothing has changed then. Offsets and length should be multiples of [`Storage::clone_block`], and the source
-    /// range within the other storage's length; otherwise the result may be false, too.
+    /// Clones `length` bytes at `from_offset` of another storage, or of itself, to `offset`, by sharing extents. False
+    /// if the filesystem does not support it; nothing has changed then. Offsets and length should be multiples of
+    /// [`Storage::clone_block`], and the source range within the other storage's length; otherwise the result may be
+    /// false, too.
     fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool>;
 
-    /// Has the kernel copy `length` bytes at `from_offset` of another storage to `offset`. False if it cannot; the contents are then
-    /// undefined, as after a failed write.
+    /// Has the kernel copy `length` bytes at `from_offset` of another storage to `offset`. False if it cannot; the
+    /// contents are then undefined, as after a failed write.
     fn copy_range(&self, _offset: u64, _from: &Arc<dyn Storage>, _from_offset: u64, _length: u64) -> Request<bool> {
         Box::pin(std::future::ready(Ok(false)))
     }

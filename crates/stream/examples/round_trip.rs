@@ -22,7 +22,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 println!("{at:6}: {event:?}");
                 at += consumed;
                 match event {
-                    // The contents of a page do not pass through the decoder: its caller reads them to their destination.
+                    // The contents of a page do not pass through the decoder: its caller reads them to their
+                    // destination.
                     Event::Page { .. } => at += PAGE,
                     Event::EndOfStream => break,
                     _ => {}

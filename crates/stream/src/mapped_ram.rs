@@ -3,8 +3,8 @@
 //! Fact (QEMU docs: migration/mapped-ram): a mapped-ram file is a stream whose RAM START section has holes. Behind the
 //! name and length of each block follows a header that says where the block's bitmap and its pages are; the next block
 //! follows behind the pages, so the blocks form a chain. [`Layout::plan`] makes such a chain the way QEMU does,
-//! [`Layout::decode`] follows that of any writer, and both end at [`tail_offset`](Layout::tail_offset), where the device
-//! sections begin. All offsets are absolute in the file.
+//! [`Layout::decode`] follows that of any writer, and both end at [`tail_offset`](Layout::tail_offset), where the
+//! device sections begin. All offsets are absolute in the file.
 //!
 //! The law: after a successful `decode` no part of the file is two things at once, and every page and bitmap byte that
 //! the layout names lies inside the file.

@@ -14,7 +14,8 @@ impl Poisoning {
     pub const POISON: u8 = 0xdb;
 }
 
-// SAFETY: the system's allocator, with memory written that is about to be freed. What is not implemented here is made of these two.
+// SAFETY: the system's allocator, with memory written that is about to be freed. What is not implemented here is made
+// of these two.
 unsafe impl GlobalAlloc for Poisoning {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise.

@@ -218,7 +218,8 @@ impl Drop for Uml {
         if has_crashed(&self.process) {
             DEATHS.fetch_add(1, Ordering::SeqCst);
         }
-        // Its helpers are in its group; its main process is not reaped before they are gone, so that the number is still its.
+        // Its helpers are in its group; its main process is not reaped before they are gone, so that the number is
+        // still its.
         self.guard.end_group();
         self.process.kill();
     }

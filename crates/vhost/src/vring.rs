@@ -152,7 +152,8 @@ impl Vring {
         queue.set_next_used(state.queue.next_used());
         state.queue = queue;
         state.ram = Some(ram.clone());
-        // The device may have been stopped between giving a buffer back and the call, and the new queue does not know of it.
+        // The device may have been stopped between giving a buffer back and the call, and the new queue does not know
+        // of it.
         if let Some(call) = &state.call {
             call.notify();
         }

@@ -195,8 +195,8 @@ impl Worker {
         if self.device.process_queue(index, vring)? == More::Yes {
             return Ok(More::Yes);
         }
-        // Buffers that came since the device last took one are processed now. Buffers that it left on purpose wait for the next
-        // kick.
+        // Buffers that came since the device last took one are processed now. Buffers that it left on purpose wait for
+        // the next kick.
         let Some(next) = vring.enable_notification()? else { return Ok(More::No) };
         vring.disable_notification()?;
         let more = self.device.process_queue(index, vring)?;

@@ -1,8 +1,9 @@
 //! `cargo xtask imports [CRATE...]`: files of a crate that import each other in a circle.
 //!
-//! Law: a module imports what is below it. A circle of two or three files is one thing in several files; a larger one means that
-//! no part of it can be understood, or used, without all others. Two numbers of each crate are recorded
-//! ([`ratchet`](crate::ratchet)) and may only become smaller: the size of its largest circle, and the files in all of them.
+//! Law: a module imports what is below it. A circle of two or three files is one thing in several files; a larger one
+//! means that no part of it can be understood, or used, without all others. Two numbers of each crate are recorded
+//! ([`ratchet`](crate::ratchet)) and may only become smaller: the size of its largest circle, and the files in all of
+//! them.
 //!
 //! `pub use` imports nothing here: a re-export is followed to the file that has the item.
 

@@ -1,4 +1,5 @@
-//! The paths that a file mentions, read from its tokens: groups, inline modules, macros and code behind a file's tests count too.
+//! The paths that a file mentions, read from its tokens: groups, inline modules, macros and code behind a file's tests
+//! count too.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -135,8 +136,8 @@ impl Mentioned {
     }
 }
 
-/// The path, or the paths of the group, that begins at `at` and continues `from`, each with the name that a `use` gives it.
-/// Returns where it ends.
+/// The path, or the paths of the group, that begins at `at` and continues `from`, each with the name that a `use` gives
+/// it. Returns where it ends.
 fn path(tokens: &[TokenTree], mut at: usize, from: &[String], into: &mut Vec<(ModulePath, String)>) -> usize {
     let mut path = from.to_vec();
     loop {
@@ -190,8 +191,8 @@ fn separated(tokens: &[TokenTree], at: usize) -> bool {
     colon(at) && colon(at + 1)
 }
 
-/// Whether an item behind these tokens is compiled for tests or the model checker alone: its attributes and visibility are the last
-/// of them.
+/// Whether an item behind these tokens is compiled for tests or the model checker alone: its attributes and visibility
+/// are the last of them.
 fn is_test(before: &[TokenTree]) -> bool {
     let mut end = before.len();
     while let Some(last) = end.checked_sub(1).and_then(|at| before.get(at)) {

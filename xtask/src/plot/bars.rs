@@ -1,8 +1,8 @@
 //! Bars as SVG.
 //!
-//! A bar is as long as its median; the line over it goes from the smallest to the largest figure, and the number follows.
-//! Cases whose figures are far apart get separate scales, because on one scale the small ones would be invisible. There is no
-//! background, and the colours are readable on white and on black.
+//! A bar is as long as its median; the line over it goes from the smallest to the largest figure, and the number
+//! follows. Cases whose figures are far apart get separate scales, because on one scale the small ones would be
+//! invisible. There is no background, and the colours are readable on white and on black.
 
 use anyhow::Result;
 use plotters::coord::Shift;

@@ -1,7 +1,7 @@
 //! `cargo xtask bench --plot`: pictures of what was recorded, beside the records.
 //!
-//! Law: a picture is made of its JSON and nothing else, so the same JSON gives the same bytes; a test holds what is committed
-//! to that.
+//! Law: a picture is made of its JSON and nothing else, so the same JSON gives the same bytes; a test holds what is
+//! committed to that.
 
 mod bars;
 mod charts;
@@ -79,7 +79,8 @@ fn folder() -> PathBuf {
     shell::workspace().join("docs/benchmarks")
 }
 
-/// Every picture of the records in a folder, by path: `DATE-BENCH.json` gives `DATE-CHART.svg` for each chart of that bench.
+/// Every picture of the records in a folder, by path: `DATE-BENCH.json` gives `DATE-CHART.svg` for each chart of that
+/// bench.
 fn pictures(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
     let mut records = Vec::new();
     for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {

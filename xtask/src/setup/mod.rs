@@ -1,8 +1,9 @@
-//! `cargo xtask setup`: QEMU, libvirt's client and driver, XFS's tools, and the parts of two Linux guests, on Debian and Ubuntu.
+//! `cargo xtask setup`: QEMU, libvirt's client and driver, XFS's tools, and the parts of two Linux guests, on Debian
+//! and Ubuntu.
 //!
-//! Law: what exists already is not touched, only checked. What needs root is planned
-//! first ([`plan`]); root executes the plan, any other user gets it as one line to run. The guests' kernels and busybox are
-//! never installed: they are unpacked into cache folders ([`packages`]).
+//! Law: what exists already is not touched, only checked. What needs root is planned first ([`plan`]); root executes
+//! the plan, any other user gets it as one line to run. The guests' kernels and busybox are never installed: they are
+//! unpacked into cache folders ([`packages`]).
 
 use std::path::Path;
 use std::process::Command;
@@ -127,8 +128,8 @@ fn has_xfs_tools() -> bool {
     ["mkfs.xfs", "xfs_io"].iter().all(|name| for_root(name) || shell::find_program(name).is_some())
 }
 
-/// The parts of libvirt that are missing: the client, the driver that it loads, and what writes its files. Nothing of it
-/// runs by itself.
+/// The parts of libvirt that are missing: the client, the driver that it loads, and what writes its files. Nothing of
+/// it runs by itself.
 fn missing_libvirt() -> Vec<&'static str> {
     let mut missing = Vec::new();
     if shell::find_program("virsh").is_none() {

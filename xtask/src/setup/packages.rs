@@ -1,4 +1,5 @@
-//! Packages that are unpacked and never installed: downloaded by apt from the machine's own sources, into a cache folder.
+//! Packages that are unpacked and never installed: downloaded by apt from the machine's own sources, into a cache
+//! folder.
 //!
 //! Law: the folder is complete or it is not there: it is filled under another name and renamed.
 

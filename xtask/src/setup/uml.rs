@@ -1,5 +1,5 @@
-//! User-mode Linux: the distribution's kernel that runs as a process, and the modules of the devices that it is given over
-//! vhost-user, unpacked (never installed) into a cache folder. Its busybox is the other Linux guest's.
+//! User-mode Linux: the distribution's kernel that runs as a process, and the modules of the devices that it is given
+//! over vhost-user, unpacked (never installed) into a cache folder. Its busybox is the other Linux guest's.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! `cargo xtask style`: the rules of CONTRIBUTING.md that a program can check.
 //!
-//! Law: each rule holds for every file. What breaks one is counted; the numbers are in `xtask/ratchet.txt` and only go down
-//! ([`ratchet`]).
+//! Law: each rule holds for every file. What breaks one is counted; the numbers are in `xtask/ratchet.txt` and only go
+//! down ([`ratchet`]).
 
 mod rules;
 

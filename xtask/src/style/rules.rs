@@ -5,7 +5,8 @@ use anyhow::Result;
 use crate::messages;
 use crate::ratchet::Count;
 
-/// Turns of phrase that plain English does without, in lower case. Short on purpose: what is right in some places is not here.
+/// Turns of phrase that plain English does without, in lower case. Short on purpose: what is right in some places is
+/// not here.
 const TURNS: [&str; 16] = [
     "anew",
     "are to be",

@@ -23,8 +23,8 @@ impl Balloon {
             if role == Role::Inflate {
                 return state.ballooned.inflate(&*memory, runs, notifies);
             }
-            // Pages taken out of the balloon are the guest's after the acknowledgement, also those that were still to be given
-            // back.
+            // Pages taken out of the balloon are the guest's after the acknowledgement, also those that were still to
+            // be given back.
             let mut inflating = self.lock(self.inflating());
             inflating.ballooned.deflate(&runs);
             if let Some(pending) = &mut inflating.pending {

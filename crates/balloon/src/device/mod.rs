@@ -5,10 +5,11 @@
 //!    read or write of the configuration waits for no other thread.
 //! 2. Work on a queue takes that queue's lock for one call, which may last as long as a discard. Otherwise only calls
 //!    that end the queue's state take it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::driver_resumed`],
-//!    [`Balloon::memory`]), to know that no thread works on it any more; so work must not wait for a guest. Work on deflating takes its own lock and
-//!    then that of inflating, in this order.
+//!    [`Balloon::memory`]), to know that no thread works on it any more; so work must not wait for a guest. Work on
+//!    deflating takes its own lock and then that of inflating, in this order.
 //! 3. Every other lock is held for a few assignments, never two at once, and never during a call of foreign code: a
-//!    [`Transport`], a sink of free pages or a [`Reclaim`] may call the device while it is called, and while it is dropped.
+//!    [`Transport`], a sink of free pages or a [`Reclaim`] may call the device while it is called, and while it is
+//!    dropped.
 
 mod array;
 mod ballooned;

@@ -93,8 +93,8 @@ impl Balloon {
                 ring.add_used(older, 0)?;
             }
         };
-        // Requested while none is held: the next buffer that is read has the requested statistics, and is not given back for
-        // it.
+        // Requested while none is held: the next buffer that is read has the requested statistics, and is not given
+        // back for it.
         if !self.is_reset(state.epoch)
             && ((self.statistics_wanted.swap(false, Ordering::AcqRel) && budget.is_empty()) || unread)
             && let Some(held) = state.held

@@ -190,7 +190,8 @@ proptest! {
             world.check();
         }
         world.step(Step::Lag(false));
-        // After any sequence, the next list is complete, and the balloon gets as close to its size as there are free pages.
+        // After any sequence, the next list is complete, and the balloon gets as close to its size as there are free
+        // pages.
         world.step(Step::Done);
         world.step(Step::PollUntilIdle);
         let received = Arc::new(ReceivedList::default());

@@ -120,8 +120,8 @@ pub(super) fn judge(report: &mut Report, all: &[Series], case: &str, why: &str) 
         let [limosa, qemu] = [true, false].map(|limosa| Eager { limosa, channels }.name());
         for (figure, most) in [("wall", 1.0), (SENDER, 0.7)] {
             let found = ratio(all, case, &limosa, &qemu, figure);
-            // On the main channel each page has its own header, so limosa reads the file where QEMU has the memory at hand: a
-            // copy more, which is reported and promised nothing.
+            // On the main channel each page has its own header, so limosa reads the file where QEMU has the memory at
+            // hand: a copy more, which is reported and promised nothing.
             if channels.is_some() || figure == "wall" {
                 let name = format!("{case}: {figure} of {limosa} / {qemu}");
                 let got = found.as_ref().map(|ratio| ratio.median);

@@ -156,8 +156,8 @@ impl Tls {
     }
 
     /// The same, for a client that only begins to shake hands when it connects, and goes on when its channel is used or
-    /// [established](crate::Channel::establish): for a peer that waits for something else of this end's first. Stock QEMU waits
-    /// for the first bytes of each multifd channel before it looks at the next.
+    /// [established](crate::Channel::establish): for a peer that waits for something else of this end's first. Stock
+    /// QEMU waits for the first bytes of each multifd channel before it looks at the next.
     #[must_use]
     pub fn deferred(mut self) -> Self {
         if let Role::Client { deferred, .. } = &mut self.role {

@@ -59,8 +59,8 @@ impl Walk<'_, In> {
         let mut done = 0;
         while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
             let Some((to, length)) = self.next(rest.len()) else { break };
-            // SAFETY: the batch's entries are valid for writes, of which this is a part; the bytes are in a buffer of this
-            // process's own, and no guest's.
+            // SAFETY: the batch's entries are valid for writes, of which this is a part; the bytes are in a buffer of
+            // this process's own, and no guest's.
             unsafe { ptr::copy_nonoverlapping(rest.as_ptr(), to, length) };
             done += length;
         }

@@ -14,9 +14,10 @@ use crate::vector::Cursor;
 /// Puts that lend memory to the kernel, until a [`flush`](Self::flush).
 ///
 /// It borrows what is lent for `'m`, so that it cannot be changed or freed before: [`Channel::lend`] begins,
-/// [`flush`](Self::flush) waits and goes on, [`finish`](Self::finish) waits and ends. One that is dropped waits too; if the wait fails, the connection
-/// is cut at once, and what is queued is thrown away. (One that is leaked promises nothing: the kernel keeps the
-/// pages, and the peer may get what is in them then.) One at a time: they share what was lent.
+/// [`flush`](Self::flush) waits and goes on, [`finish`](Self::finish) waits and ends. One that is dropped waits too; if
+/// the wait fails, the connection is cut at once, and what is queued is thrown away. (One that is leaked promises
+/// nothing: the kernel keeps the pages, and the peer may get what is in them then.) One at a time: they share what was
+/// lent.
 ///
 /// On a channel that does not lend it is the same as putting.
 ///

@@ -222,8 +222,8 @@ impl ZeroCopySender {
         if state.completions.outstanding() == 0 {
             return;
         }
-        // A shutdown or a close would still send it (tcp(7), connect(2) on AF_UNSPEC). Some kernels refuse while another thread
-        // waits in the socket, which a shutdown wakes.
+        // A shutdown or a close would still send it (tcp(7), connect(2) on AF_UNSPEC). Some kernels refuse while
+        // another thread waits in the socket, which a shutdown wakes.
         for _ in 0..ABORTS {
             match connect_unspec(transport.output()) {
                 Ok(()) | Err(Errno::NOTCONN) => return state.completions.forget(),

@@ -231,7 +231,8 @@ impl IncomingVm for Vm {
         if self.guest.get().is_some() {
             return Err("this end has received memory before; start another one".into());
         }
-        // A file of memory may say that it has any length, for nothing: it is mapped only if it is what this end expects.
+        // A file of memory may say that it has any length, for nothing: it is mapped only if it is what this end
+        // expects.
         let expected = self.settings.memory;
         let passed = blocks.iter().fold(0_u64, |passed, block| passed.saturating_add(block.len()));
         if passed > expected {

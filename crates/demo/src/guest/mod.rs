@@ -3,10 +3,9 @@
 //!
 //! **Law: a guest's memory follows from its state.** What every page holds is computed from the page's number and from
 //! how often it was written, and that from the counters of the guest's writers, which are device state. So after a
-//! migration
-//! [`Guest::verify`] finds every write that was lost, every page that is stale or at another's place, and every copy that is
-//! torn, without having seen the source. A guest that is moved is made with [`receive`], and takes its state by
-//! [`Guest::load`].
+//! migration [`Guest::verify`] finds every write that was lost, every page that is stale or at another's place, and
+//! every copy that is torn, without having seen the source. A guest that is moved is made with [`receive`], and takes
+//! its state by [`Guest::load`].
 //!
 //! ```
 //! use std::sync::Arc;

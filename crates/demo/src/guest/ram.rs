@@ -60,8 +60,8 @@ impl Ram {
         let Some(words) = self.words_of(page) else { return };
         for pair in 0..WORDS / 2 {
             let value = u64::from(contents.word(2 * pair)) | u64::from(contents.word(2 * pair + 1)) << 32;
-            // SAFETY: `words_of` gave the address of a whole page, which lives as long as `memory`, and every access to it
-            // is one of a raw pointer.
+            // SAFETY: `words_of` gave the address of a whole page, which lives as long as `memory`, and every access to
+            // it is one of a raw pointer.
             unsafe { words.add(pair).write_volatile(value.to_le()) };
         }
     }

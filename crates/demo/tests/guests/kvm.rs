@@ -101,8 +101,8 @@ fn shadow_of(log: LogKind, rounds: u64) {
     copy(guest.memory(), &copied, &DirtyPages::all(guest.memory()));
     for round in 0..rounds {
         guest.run().unwrap();
-        // One fetch while it writes, one while it does not. In between it writes a part of its memory only: a write that was
-        // lost must not be made up for by the next one.
+        // One fetch while it writes, one while it does not. In between it writes a part of its memory only: a write
+        // that was lost must not be made up for by the next one.
         let before = guest.writes();
         while guest.writes() == before {
             std::thread::yield_now();

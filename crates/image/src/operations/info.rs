@@ -1,7 +1,7 @@
 //! What an image is, for people and programs.
 //!
-//! Law: asking opens no other file. What an image refers to is told as it is written down; only a caller that asks for the chain has the
-//! files below opened, as far as the policy allows.
+//! Law: asking opens no other file. What an image refers to is told as it is written down; only a caller that asks for
+//! the chain has the files below opened, as far as the policy allows.
 //!
 //! Source of the names and their meaning: `ImageInfo` in QEMU's qapi/block-core.json; serialized it is what
 //! `qemu-img info --output json` prints.
@@ -291,7 +291,8 @@ impl ImageInfo {
     /// Of an image and of all below it, one after the other. Data files are not opened.
     ///
     /// # Errors
-    /// As [`ImageInfo::of`], of any of them; [`ImageError::Refused`]: a file may not be opened, or is in the chain already.
+    /// As [`ImageInfo::of`], of any of them; [`ImageError::Refused`]: a file may not be opened, or is in the chain
+    /// already.
     pub async fn of_chain(reference: &Reference, options: &OpenOptions) -> Result<Vec<Self>, ImageError> {
         let mut walk = Walk::new(reference, options);
         let mut found = Vec::new();

@@ -1,5 +1,5 @@
-//! qcow2: images in use ([`Qcow2`]), new ones ([`create()`]), and what is done to an image that is not in use ([`check()`], [`repair`],
-//! [`resize()`]).
+//! qcow2: images in use ([`Qcow2`]), new ones ([`create()`]), and what is done to an image that is not in use
+//! ([`check()`], [`repair`], [`resize()`]).
 //!
 //! An image is opened with what it consists of ([`Parts`]); [`chain`](crate::chain) finds that out by itself.
 

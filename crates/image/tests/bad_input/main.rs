@@ -1,5 +1,5 @@
-//! Images that are not what they say, files that go away under them, and storages that fail: errors that say what and where, and
-//! nothing else.
+//! Images that are not what they say, files that go away under them, and storages that fail: errors that say what and
+//! where, and nothing else.
 
 mod cut_off;
 mod cycles;

@@ -90,8 +90,8 @@ impl Bed {
         Some(raw(over(Arc::new(SparseMemory::file_with("below", bytes, len)))))
     }
 
-    /// Asks stock QEMU about what the storages contain now: whether the image is sound, and whether the guest sees `expected`.
-    /// `leaks`: whether clusters may be lost.
+    /// Asks stock QEMU about what the storages contain now: whether the image is sound, and whether the guest sees
+    /// `expected`. `leaks`: whether clusters may be lost.
     pub(crate) fn judge(&self, contents: &[Vec<u8>], expected: &[u8], leaks: bool) -> Verdict {
         self.check(contents, leaks)?;
         self.judge_seen(expected)

@@ -1,7 +1,7 @@
 //! Many requests at once on one thread, in an order that a seed decides.
 //!
-//! Every request to a storage is held; whenever no request of the guest can go on, one of those is released by chance. A run is thus
-//! one of all the orders that disks and schedulers may come up with, and can be repeated.
+//! Every request to a storage is held; whenever no request of the guest can go on, one of those is released by chance.
+//! A run is thus one of all the orders that disks and schedulers may come up with, and can be repeated.
 
 use std::ops::Range;
 use std::task::{Context, Poll, Waker};

@@ -108,7 +108,8 @@ for_every_sort_of_image! {
 /// The storages of an image, kept to look into.
 struct Kept {
     all: Mutex<Vec<SparseMemory>>,
-    /// Of each, if they are devices, so many bytes: full of what lay there before, without a way to tell that anything is zero.
+    /// Of each, if they are devices, so many bytes: full of what lay there before, without a way to tell that anything
+    /// is zero.
     device: Option<usize>,
 }
 

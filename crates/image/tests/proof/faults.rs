@@ -1,4 +1,5 @@
-//! Storages that fail at any request: what failed is undefined, everything else is as it was, and the image stays sound.
+//! Storages that fail at any request: what failed is undefined, everything else is as it was, and the image stays
+//! sound.
 
 use std::sync::Arc;
 

@@ -76,8 +76,8 @@ impl Guest {
     }
 }
 
-/// The content of write `number` at a place: every eight bytes say which write and where they belong, so that nothing that is
-/// mixed up looks right.
+/// The content of write `number` at a place: every eight bytes say which write and where they belong, so that nothing
+/// that is mixed up looks right.
 pub(crate) fn content(number: u64, range: &Range<u64>) -> Vec<u8> {
     range.clone().map(|at| content_byte(number, at)).collect()
 }

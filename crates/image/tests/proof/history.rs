@@ -1,8 +1,8 @@
 //! What may be read, if requests overlap or the power was cut.
 //!
-//! The disk is looked at in units; every unit is a separate register. A write takes effect in one instant between its beginning
-//! and its end; so does a read. A value is therefore possible unless it was overwritten before the look began, or its write had not
-//! begun when the look was over.
+//! The disk is looked at in units; every unit is a separate register. A write takes effect in one instant between its
+//! beginning and its end; so does a read. A value is therefore possible unless it was overwritten before the look
+//! began, or its write had not begun when the look was over.
 
 use std::ops::Range;
 

@@ -1,9 +1,11 @@
-//! A process that writes to an image in a real file is killed with SIGKILL, again and again, and the image is used on after each kill.
+//! A process that writes to an image in a real file is killed with SIGKILL, again and again, and the image is used on
+//! after each kill.
 //!
-//! What the process did it says in a file beside the image, a line before a request begins and one when it is over, each by one appending
-//! write: the file outlives the process as the image does, and the order of its lines is the order of what happened. A kill leaves what the
-//! kernel was given; what limosa keeps in memory until a flush is lost. So after it the image is sound, of every sector there is what
-//! was written before the last completed flush or something that came after it, and nothing else is there.
+//! What the process did it says in a file beside the image, a line before a request begins and one when it is over,
+//! each by one appending write: the file outlives the process as the image does, and the order of its lines is the
+//! order of what happened. A kill leaves what the kernel was given; what limosa keeps in memory until a flush is lost.
+//! So after it the image is sound, of every sector there is what was written before the last completed flush or
+//! something that came after it, and nothing else is there.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
@@ -91,8 +93,8 @@ fn the_process_that_is_killed() {
     all.into_iter().for_each(|thread| thread.join().unwrap());
 }
 
-/// One of its threads, until the end comes. Threads have every fourth sector of the first half of the disk each; the first one has
-/// the second half, for requests that are longer.
+/// One of its threads, until the end comes. Threads have every fourth sector of the first half of the disk each; the
+/// first one has the second half, for requests that are longer.
 fn write_on(disk: &dyn Disk, mut record: &File, thread: u64, cluster: u64, seed: u64) {
     let mut chance = Chance::new(seed ^ (thread << 32));
     let (half, sectors) = (disk.len() / SECTOR / 2, disk.len() / SECTOR);
@@ -234,7 +236,8 @@ fn kill_one(folder: &Path, seed: u64, cluster: u64, chance: &mut Chance, end: &E
         thread::sleep(Duration::from_micros(chance.below(3000)));
     }
     end(&mut child)?;
-    // The kernel ends what a ring has under way, and only then closes its files, after the process is gone. Until then they are locked.
+    // The kernel ends what a ring has under way, and only then closes its files, after the process is gone. Until then
+    // they are locked.
     for name in ["image", "data"].map(|name| folder.join(name)).iter().filter(|path| path.exists()) {
         while let Err(error) = FileStorage::open(name, &FileOptions::default()) {
             if error.kind() != std::io::ErrorKind::ResourceBusy {

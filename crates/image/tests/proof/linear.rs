@@ -1,4 +1,5 @@
-//! Requests that overlap, in every order that storages may carry them out: what is read is what some order of the requests explains.
+//! Requests that overlap, in every order that storages may carry them out: what is read is what some order of the
+//! requests explains.
 
 use std::sync::Arc;
 

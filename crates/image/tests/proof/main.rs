@@ -1,4 +1,5 @@
-//! The proof that images are right: models, histories, power cuts, faults and threads, with stock `qemu-img` as the judge.
+//! The proof that images are right: models, histories, power cuts, faults and threads, with stock `qemu-img` as the
+//! judge.
 //!
 //! `LIMOSA_PROOF_RUNS` multiplies how long the random tests run; every failure names the seed that repeats it.
 

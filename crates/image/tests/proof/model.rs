@@ -1,7 +1,7 @@
 //! Random requests, many in flight, against bytes in memory.
 //!
-//! Requests that overlap are not under way together here (`linear` has those), so that every byte is known exactly. Requests may begin
-//! and end anywhere, are dropped half-way, and the disk is closed and opened again in between.
+//! Requests that overlap are not under way together here (`linear` has those), so that every byte is known exactly.
+//! Requests may begin and end anywhere, are dropped half-way, and the disk is closed and opened again in between.
 
 use std::ops::Range;
 use std::sync::Arc;

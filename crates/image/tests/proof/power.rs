@@ -1,4 +1,5 @@
-//! The power is cut at any moment: the image is sound, what was flushed is there, and nothing else than what was ever written.
+//! The power is cut at any moment: the image is sound, what was flushed is there, and nothing else than what was ever
+//! written.
 
 use std::sync::Arc;
 
@@ -10,7 +11,8 @@ use crate::bed::Make;
 use crate::linear::Watched;
 use crate::model::Plan;
 
-/// Runs requests, and then cuts the power `cuts` times: at every moment in turn, or at some of them by chance, with all three kinds of loss.
+/// Runs requests, and then cuts the power `cuts` times: at every moment in turn, or at some of them by chance, with all
+/// three kinds of loss.
 ///
 /// `look` is given the contents of the storages after a cut, and says what the guest sees then.
 pub(crate) fn run(

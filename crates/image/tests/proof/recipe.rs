@@ -218,7 +218,8 @@ pub(crate) fn patchwork(chance: &mut Chance, size: u64) -> Vec<u8> {
     bytes
 }
 
-/// What stock QEMU reads from the `image` of a folder; `more`: arguments that choose something else than its present contents.
+/// What stock QEMU reads from the `image` of a folder; `more`: arguments that choose something else than its present
+/// contents.
 pub(crate) fn seen(folder: &Path, more: &[&str]) -> Vec<u8> {
     let [image, raw] = ["image", "seen"].map(|name| folder.join(name).to_str().unwrap().to_owned());
     let mut words = vec!["convert", "-f", "qcow2", "-O", "raw"];

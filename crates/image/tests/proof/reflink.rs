@@ -1,8 +1,9 @@
-//! Images in files of a filesystem that shares space: new clusters are filled by real clones, under the same models as everywhere.
+//! Images in files of a filesystem that shares space: new clusters are filled by real clones, under the same models as
+//! everywhere.
 //!
-//! The power cut is a real one, too, as far as software can cut it: the filesystem stops, what it had not written is lost, and it is
-//! recovered from its log. A clone is a change of the filesystem's tables, a table of the image is bytes of a file; that the one is durable
-//! when the other refers to it is what a flush has to bring about.
+//! The power cut is a real one, too, as far as software can cut it: the filesystem stops, what it had not written is
+//! lost, and it is recovered from its log. A clone is a change of the filesystem's tables, a table of the image is
+//! bytes of a file; that the one is durable when the other refers to it is what a flush has to bring about.
 
 use std::cell::{Cell, RefCell};
 use std::path::Path;
@@ -93,7 +94,8 @@ fn requests_that_clone_leave_what_a_model_says() {
                 for seed in (0..runs(1)).map(|run| number + 1000 * run) {
                     let clones = threads_on_files(folder, &recipe, cache, seed)
                         .unwrap_or_else(|error| panic!("{recipe:?}, {cache:?}, seed {seed}: {error}"));
-                    // A file that cannot share is asked once. What is filled up by subclusters of 2 KiB is less than a block.
+                    // A file that cannot share is asked once. What is filled up by subclusters of 2 KiB is less than a
+                    // block.
                     let few = recipe.subclusters && recipe.cluster / 32 < 4096;
                     assert!(clones > 3 || few, "{recipe:?}, {cache:?}, seed {seed}: asked for {clones} clones");
                 }

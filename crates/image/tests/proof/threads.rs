@@ -19,8 +19,8 @@ use crate::model::{Plan, read_all, whole};
 
 const SECTOR: u64 = 512;
 
-/// Has `threads` threads write and read, each its own sectors: thread `n` every `threads`th, from the `n`th on. What the guest has to
-/// see in the end.
+/// Has `threads` threads write and read, each its own sectors: thread `n` every `threads`th, from the `n`th on. What
+/// the guest has to see in the end.
 pub(crate) fn run(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, steps: u64, seed: u64) -> Verdict<Vec<u8>> {
     let sectors = disk.len() / SECTOR;
     let each = |number: u64| {
@@ -71,11 +71,11 @@ pub(crate) fn run(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, steps: u64, 
     differs(&found, &expected).map_or(Ok(expected), |at| Err(format!("the disk is wrong at {at:#x}")))
 }
 
-/// Has threads ask for whatever guests ask, also for the same bytes at the same time, and looks whether some order of the requests
-/// explains what each of them read. What the guest has to see in the end.
+/// Has threads ask for whatever guests ask, also for the same bytes at the same time, and looks whether some order of
+/// the requests explains what each of them read. What the guest has to see in the end.
 pub(crate) fn overlapping(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, plan: Plan) -> Verdict<Vec<u8>> {
-    // Every tick is seen by all threads, and orders what has ended before what begins later: what the sanitizer can say about requests
-    // that do not meet, `run` has it say.
+    // Every tick is seen by all threads, and orders what has ended before what begins later: what the sanitizer can say
+    // about requests that do not meet, `run` has it say.
     let clock = Arc::new(AtomicU64::new(1));
     let each = |number: u64| {
         let (disk, clock) = (Arc::clone(disk), Arc::clone(&clock));

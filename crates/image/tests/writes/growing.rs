@@ -141,8 +141,8 @@ fn what_the_backing_image_has_behind_the_old_end_is_not_seen_and_what_was_writte
     }
 }
 
-/// Lets requests of a growth fail from this one on; the disk was written up to its end, and grows to two sizes. If the first growth
-/// failed: where the file's refcount table is after the next flush.
+/// Lets requests of a growth fail from this one on; the disk was written up to its end, and grows to two sizes. If the
+/// first growth failed: where the file's refcount table is after the next flush.
 fn fail_and_grow(
     options: &CreateOptions,
     sizes: [u64; 2],
@@ -190,7 +190,8 @@ fn a_growth_that_fails_leaves_the_disk_as_it_was_and_can_be_tried_again() {
 
 #[test]
 fn a_growth_that_fails_while_the_refcount_table_moves_can_be_tried_again() {
-    // The table has entries for 4096 clusters; about 4091 are in use, and the longer L1 table needs 6 and blocks of refcounts.
+    // The table has entries for 4096 clusters; about 4091 are in use, and the longer L1 table needs 6 and blocks of
+    // refcounts.
     let full = CreateOptions { cluster_size: 512, refcount_bits: 64, size: 1981 * KB, ..CreateOptions::default() };
     let image = TestImage::new(&full);
     let (disk, old) = (open(Arc::clone(&image.file), None), image.header().refcount_table);

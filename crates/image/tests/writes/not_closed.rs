@@ -1,4 +1,5 @@
-//! Images with refcounts that are written late, and that were not closed: they are repaired when they are opened to be written.
+//! Images with refcounts that are written late, and that were not closed: they are repaired when they are opened to be
+//! written.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};

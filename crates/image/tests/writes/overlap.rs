@@ -1,4 +1,5 @@
-//! Images whose tables are said to be something else, too: nothing is written over them, and the image is marked as corrupt.
+//! Images whose tables are said to be something else, too: nothing is written over them, and the image is marked as
+//! corrupt.
 
 use std::sync::Arc;
 
@@ -84,7 +85,8 @@ impl Victim {
         ]
     }
 
-    /// Whatever is asked of the image fails because of this table; the image is marked as corrupt, and has not changed otherwise.
+    /// Whatever is asked of the image fails because of this table; the image is marked as corrupt, and has not changed
+    /// otherwise.
     fn refuses(&self, name: &str, at: u64, what: impl FnOnce(&Qcow2) -> Result<(), ImageError>) {
         let before = self.storage.contents();
         let disk = self.open();

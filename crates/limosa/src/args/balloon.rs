@@ -41,7 +41,8 @@ pub(crate) struct BalloonServeArgs {
     #[arg(long, value_name = "SOCK")]
     pub(crate) vhost_user: PathBuf,
 
-    /// Create a QMP-like socket here for programs and `limosa balloon ctl` (`balloon`, `query-balloon`, `BALLOON_CHANGE`, ...)
+    /// Create a QMP-like socket here for programs and `limosa balloon ctl` (`balloon`, `query-balloon`,
+    /// `BALLOON_CHANGE`, ...)
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
 

@@ -30,7 +30,8 @@ fn compression() -> impl TypedValueParser<Value = Compression> {
 /// The number of multifd channels, and what is on them.
 #[derive(Debug, Args)]
 pub(crate) struct ChannelArgs {
-    /// Move memory on N multifd channels, 1 to 16, in addition to the main channel (QEMU's multifd and multifd-channels)
+    /// Move memory on N multifd channels, 1 to 16, in addition to the main channel (QEMU's multifd and
+    /// multifd-channels)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(crate) channels: Option<u8>,
 

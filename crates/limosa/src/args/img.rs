@@ -1,7 +1,8 @@
 //! The arguments of `limosa img`: qemu-img's, command by command.
 //!
-//! Law: an option that qemu-img has is taken with qemu-img's meaning or refused with one line; none is ignored. What is refused
-//! is not listed in `--help`. Each command's arguments are resolved into a plain struct of [`crate::img::options`].
+//! Law: an option that qemu-img has is taken with qemu-img's meaning or refused with one line; none is ignored. What is
+//! refused is not listed in `--help`. Each command's arguments are resolved into a plain struct of
+//! [`crate::img::options`].
 
 mod bench;
 mod check;

@@ -8,8 +8,8 @@ use super::NewSnapshotArgs;
 
 #[derive(Debug, Args)]
 pub(crate) struct ImportArgs {
-    /// A recorded migration stream, compressed or not (PATH, or `file:PATH,offset=N` if it does not start at 0), a libvirt
-    /// save image, or - for standard input
+    /// A recorded migration stream, compressed or not (PATH, or `file:PATH,offset=N` if it does not start at 0), a
+    /// libvirt save image, or - for standard input
     #[arg(value_name = "STREAM")]
     pub(crate) stream: PathBuf,
 

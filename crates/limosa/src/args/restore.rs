@@ -13,7 +13,8 @@ use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MemoryArg {
-    /// `mapped` if the destination maps the snapshot, else `lazy` if it supports it, else `eager`; the reason is printed
+    /// `mapped` if the destination maps the snapshot, else `lazy` if it supports it, else `eager`; the reason is
+    /// printed
     Auto,
     /// The guest runs at once; the snapshot file is its memory, shared with all VMs that map it
     Mapped,
@@ -64,8 +65,8 @@ pub(crate) struct HowArgs {
     #[arg(long, value_parser = file_zero_copy(), value_name = "METHOD", default_value = "auto", requires = "channels")]
     pub(crate) zero_copy: ZeroCopy,
 
-    /// Answer page requests on a separate channel (QEMU's postcopy-preempt). Lower latency, but if limosa is killed at the
-    /// very end, the restore may never complete
+    /// Answer page requests on a separate channel (QEMU's postcopy-preempt). Lower latency, but if limosa is killed at
+    /// the very end, the restore may never complete
     #[arg(long, value_parser = preempt(), action = ArgAction::Set, default_value = "off")]
     pub(crate) preempt: bool,
 

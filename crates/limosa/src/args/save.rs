@@ -40,8 +40,8 @@ pub(crate) struct SaveArgs {
     #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
     pub(crate) via: ViaArg,
 
-    /// Where QEMU connects with --via socket: unix:PATH or tcp:HOST:PORT. Default: a socket passed through the monitor, or
-    /// with --channels one in a private directory
+    /// Where QEMU connects with --via socket: unix:PATH or tcp:HOST:PORT. Default: a socket passed through the monitor,
+    /// or with --channels one in a private directory
     #[arg(long, value_name = "URI")]
     pub(crate) listen: Option<Uri>,
 
@@ -52,8 +52,8 @@ pub(crate) struct SaveArgs {
     #[arg(long, conflicts_with = "no_sync")]
     pub(crate) stop: bool,
 
-    /// Keep the VM running: QEMU saves each page before the guest changes it (its background-snapshot); the snapshot shows
-    /// the VM as it was at the start
+    /// Keep the VM running: QEMU saves each page before the guest changes it (its background-snapshot); the snapshot
+    /// shows the VM as it was at the start
     #[arg(long, conflicts_with = "stop")]
     pub(crate) background: bool,
 
@@ -68,8 +68,8 @@ pub(crate) struct SaveArgs {
     #[arg(long, value_name = "TIME", value_parser = parse::time)]
     pub(crate) timeout: Option<Duration>,
 
-    /// Send memory slowly at first, at most this long, until the guest's balloon has told QEMU which pages are free. Pages
-    /// sent before that are stored
+    /// Send memory slowly at first, at most this long, until the guest's balloon has told QEMU which pages are free.
+    /// Pages sent before that are stored
     #[arg(long, value_name = "TIME", value_parser = parse::time, conflicts_with = "background")]
     pub(crate) hint_wait: Option<Duration>,
 

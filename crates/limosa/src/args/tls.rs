@@ -43,7 +43,8 @@ pub(crate) struct TlsClientArgs {
 /// For the end that listens.
 #[derive(Debug, Args)]
 pub(crate) struct TlsServerArgs {
-    /// Accept TLS connections only; DIR has ca-cert.pem, server-cert.pem and server-key.pem (the dir of QEMU's tls-creds-x509)
+    /// Accept TLS connections only; DIR has ca-cert.pem, server-cert.pem and server-key.pem (the dir of QEMU's
+    /// tls-creds-x509)
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_creds: Option<PathBuf>,
 

@@ -1,7 +1,7 @@
 //! Commands of the control socket.
 //!
-//! `balloon` and `query-balloon` are QEMU's; the others are limosa's own. None of them waits for the guest: what takes time is
-//! begun, and asked for again.
+//! `balloon` and `query-balloon` are QEMU's; the others are limosa's own. None of them waits for the guest: what takes
+//! time is begun, and asked for again.
 
 use std::sync::Arc;
 

@@ -108,7 +108,8 @@ impl Ctl {
                 actual: number(&device, "actual"),
                 target: number(&device, "target"),
             }),
-            // A stock QEMU's balloon reports less. Its size is in whole pages, and it cannot give a guest more than its RAM.
+            // A stock QEMU's balloon reports less. Its size is in whole pages, and it cannot give a guest more than its
+            // RAM.
             Err(error) if error.is_unknown_command() => {
                 let ram = stock_ram(
                     &self.ask("query-memory-size-summary", json!({}))?,

@@ -1,9 +1,10 @@
 //! Requests to the guest that take several steps: a list of free pages, after squeezing the guest or not.
 //!
-//! Steps are taken on the server's clock, never by the program that asked: it may be killed, and the guest gets its memory back all
-//! the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every job ends**, whatever
-//! the guest says: each step has a time limit, a guest has to come nearer to what it is asked for all the time, and a list
-//! names no more than there is. What people order meanwhile is the target from then on, and nothing is put back over it.
+//! Steps are taken on the server's clock, never by the program that asked: it may be killed, and the guest gets its
+//! memory back all the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every
+//! job ends**, whatever the guest says: each step has a time limit, a guest has to come nearer to what it is asked for
+//! all the time, and a list names no more than there is. What people order meanwhile is the target from then on, and
+//! nothing is put back over it.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,7 +18,8 @@ use crate::remedy;
 
 /// How long a guest may not respond to a request.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a step may take, whatever the guest responds: this long, and for each GiB of the guest's memory [`FOR_A_GIB`] more.
+/// How long a step may take, whatever the guest responds: this long, and for each GiB of the guest's memory
+/// [`FOR_A_GIB`] more.
 const LONGEST: Duration = Duration::from_secs(60);
 /// A guest that zeroes what it lists (`init_on_alloc=1`) takes a second for it.
 const FOR_A_GIB: Duration = Duration::from_secs(2);
@@ -111,8 +113,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Sets the target that a client ordered. It applies at once, and again when a job that has squeezed the guest ends; a
-    /// guest that is being squeezed is squeezed no further.
+    /// Sets the target that a client ordered. It applies at once, and again when a job that has squeezed the guest
+    /// ends; a guest that is being squeezed is squeezed no further.
     pub(super) fn set_target(&self, balloon: &Balloon, bytes: u64) -> Result<(), ZeroTarget> {
         let mut jobs = self.lock();
         balloon.set_target(bytes)?;
@@ -239,8 +241,8 @@ impl Job {
         self.squeezed = Some((size.actual, size.actual));
         (self.before, self.puts_back) = (balloon.target(), true);
         self.begin(Phase::Inflating, now);
-        // What a guest says of itself is not believed further than its own memory goes; and it is not given what was ordered
-        // away from it.
+        // What a guest says of itself is not believed further than its own memory goes; and it is not given what was
+        // ordered away from it.
         if let Err(error) = balloon.set_target(target.max(reserve).max(1 << 20).min(size.actual).min(size.target)) {
             self.fail(balloon, &error.to_string());
         }

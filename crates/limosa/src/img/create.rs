@@ -98,7 +98,8 @@ fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
     }
 }
 
-/// Makes an image, in place of what is there. Files that were not there before are taken away again, unless they are kept.
+/// Makes an image, in place of what is there. Files that were not there before are taken away again, unless they are
+/// kept.
 ///
 /// # Errors
 /// A value that the format cannot have, or the file cannot be made or written.

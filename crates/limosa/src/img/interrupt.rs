@@ -1,8 +1,8 @@
 //! SIGINT, SIGTERM and SIGHUP in `limosa img`.
 //!
-//! Law: a file that a command has made and not finished is taken away, since it looks like an image; a file that was there
-//! stays, and so does one that is finished. Files are made and noted under one lock, so none is missed. An image is valid
-//! at any instant.
+//! Law: a file that a command has made and not finished is taken away, since it looks like an image; a file that was
+//! there stays, and so does one that is finished. Files are made and noted under one lock, so none is missed. An image
+//! is valid at any instant.
 
 use std::fs;
 use std::io;

@@ -1,4 +1,5 @@
-//! Any peer that connects, and anything that it sends: a clear line, no partial file, and the real source is still served.
+//! Any peer that connects, and anything that it sends: a clear line, no partial file, and the real source is still
+//! served.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;

@@ -8,7 +8,8 @@ use crate::needs_qemu;
 use crate::scene::{Scene, text};
 use crate::stage::{start_command, wait_for};
 
-/// So many deltas that some pages got a delta on top of a delta, if the guest was quick enough for QEMU to need so many rounds.
+/// So many deltas that some pages got a delta on top of a delta, if the guest was quick enough for QEMU to need so many
+/// rounds.
 const MANY: u64 = 3 * 2048;
 
 /// A source, and its migration to `uri` with several rounds, of which the later ones are deltas.
@@ -17,8 +18,8 @@ fn sent_in_deltas(uri: &str, return_path: bool) -> Vm {
     let guest = BeatGuest { rest: 0, ..BeatGuest::over(8 << 20) };
     let vm = source(&Machine::beat(guest).backend(MemoryBackend::Memfd));
     vm.set_capabilities(&[("xbzrle", true)]).unwrap();
-    // Slow, so that the guest has written to all of its pages before they are sent again; and little is little enough for QEMU to
-    // stop the guest for it.
+    // Slow, so that the guest has written to all of its pages before they are sent again; and little is little enough
+    // for QEMU to stop the guest for it.
     vm.execute("migrate-set-parameters", json!({ "max-bandwidth": 16 << 20, "downtime-limit": 1 })).unwrap();
     migrate(&vm, uri, return_path);
     let deltas = |info: &Value| info["xbzrle-cache"]["pages"].as_u64().unwrap_or(0);

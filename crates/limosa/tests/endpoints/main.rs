@@ -1,5 +1,5 @@
-//! `limosa receive` and `limosa send` from outside: the real program, stock QEMU at the other end, guests whose memory can be
-//! proven. No monitor is given to limosa.
+//! `limosa receive` and `limosa send` from outside: the real program, stock QEMU at the other end, guests whose memory
+//! can be proven. No monitor is given to limosa.
 //!
 //! One module for each feature.
 

@@ -1,8 +1,8 @@
-//! Every machine type that is in use, over every transport and number of channels, however its pages are compressed: saved
-//! and restored, with the guest's memory proven in every cell.
+//! Every machine type that is in use, over every transport and number of channels, however its pages are compressed:
+//! saved and restored, with the guest's memory proven in every cell.
 //!
-//! The table: {pc, q35} x {7.2, 8.0, 9.0, 10.0} x {one channel; multifd with 1, 2, 4, 8 channels x none, zlib, zstd} x {unix,
-//! tcp} x {save, eager restore}; and each machine is restored lazily too. A test is one machine type.
+//! The table: {pc, q35} x {7.2, 8.0, 9.0, 10.0} x {one channel; multifd with 1, 2, 4, 8 channels x none, zlib, zstd} x
+//! {unix, tcp} x {save, eager restore}; and each machine is restored lazily too. A test is one machine type.
 
 use std::path::Path;
 

@@ -110,7 +110,8 @@ impl Bed {
         ours.json()
     }
 
-    /// Expects that both refuse this with the same exit status, and that limosa says in one line why: with `says` in it.
+    /// Expects that both refuse this with the same exit status, and that limosa says in one line why: with `says` in
+    /// it.
     #[track_caller]
     pub(crate) fn both_refuse(&self, words: &[&str], says: &str) {
         let (ours, stock) = (Answer::from(self.limosa(words)), self.qemu_img(words));

@@ -49,8 +49,8 @@ fn images_are_alike_by_contents_and_strictly_by_allocation() {
     }
 }
 
-/// Asks both whether two images are alike to the letter. Where the first difference is, the stock tool says of the run that it
-/// looked at, which is another one if the ends of the files lie elsewhere: only the verdict has to be the same.
+/// Asks both whether two images are alike to the letter. Where the first difference is, the stock tool says of the run
+/// that it looked at, which is another one if the ends of the files lie elsewhere: only the verdict has to be the same.
 #[track_caller]
 fn both_judge_strictly(bed: &Bed, one: &str, other: &str) {
     let words = [&["compare", "-s"], &pair(one, other)[..]].concat();

@@ -1,4 +1,5 @@
-//! `limosa balloon` serves a guest (the model of Linux's driver behind its own front end), and `limosa balloon ctl` asks it.
+//! `limosa balloon` serves a guest (the model of Linux's driver behind its own front end), and `limosa balloon ctl`
+//! asks it.
 
 use crate::needs_qemu;
 use crate::stage;
@@ -376,8 +377,8 @@ fn holds_a_pattern_if_it_is_told_to() {
     pattern::hold_if_told();
 }
 
-/// User-mode Linux 6.1 removes its device when the back end is gone, and never looks for another one: so the balloon that follows
-/// the one that was killed serves another guest.
+/// User-mode Linux 6.1 removes its device when the back end is gone, and never looks for another one: so the balloon
+/// that follows the one that was killed serves another guest.
 #[test]
 fn a_real_guest_outlives_a_balloon_that_is_killed_and_the_next_one_serves_at_once() {
     on_uml(|| {

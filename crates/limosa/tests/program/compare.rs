@@ -1,5 +1,5 @@
-//! `limosa inspect --diff` and `--against-qmp` say beforehand what a load does: every verdict here is held against stock
-//! QEMU, which then loads the same file or does not.
+//! `limosa inspect --diff` and `--against-qmp` say beforehand what a load does: every verdict here is held against
+//! stock QEMU, which then loads the same file or does not.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};

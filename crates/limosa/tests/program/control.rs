@@ -33,8 +33,8 @@ impl Busy {
         Self { found: Found::of(&vm), vm, folder, file, machine }
     }
 
-    /// Starts a save that can never end by itself: at 4 MiB per second, and less than a third of a second's worth may be left
-    /// for the end.
+    /// Starts a save that can never end by itself: at 4 MiB per second, and less than a third of a second's worth may
+    /// be left for the end.
     fn endless(&self, more: &[&str]) -> Program {
         let slow = ["--max-bandwidth", "4M"];
         let saving = start(save_arguments(&self.vm, &self.file, &[&slow, more].concat()));

@@ -156,7 +156,8 @@ fn scattered(limit: u64, count: u64) -> impl Iterator<Item = u64> {
     (1..=count).map(move |n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15) % limit)
 }
 
-/// Where QEMU's stream ends in a snapshot of limosa's: the footer, 64 bytes at the end of the file, says so at its byte 16.
+/// Where QEMU's stream ends in a snapshot of limosa's: the footer, 64 bytes at the end of the file, says so at its byte
+/// 16.
 fn stream_end(file: &Path) -> u64 {
     let length = std::fs::metadata(file).unwrap().len();
     let mut footer = [0; 64];

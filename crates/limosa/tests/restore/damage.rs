@@ -26,8 +26,8 @@ fn under_way(scene: &Scene, saved: &Saved, more: &[&str]) -> (Vm, Program, limos
     (destination, limosa, control(&socket))
 }
 
-/// Harms the file under a running restore, lets the rest be sent, and expects a guest that stalls; then puts the file back
-/// and expects that the guest is brought back whole.
+/// Harms the file under a running restore, lets the rest be sent, and expects a guest that stalls; then puts the file
+/// back and expects that the guest is brought back whole.
 fn survives(harm: impl Fn(&Path), says: &str) {
     for preempt in ["on", "off"] {
         let scene = Scene::new();
@@ -143,8 +143,8 @@ fn damage_that_shows_before_the_guest_runs_leaves_no_guest() {
     let machine = small_beat();
     let saved = saved_beat(&scene, &machine, &["--checksum"]);
     let mut bytes = std::fs::read(&saved.snapshot).unwrap();
-    // Every page of the machine's RAM, which begins at 1 MiB of the file: also those that the devices ask for while they are
-    // loaded.
+    // Every page of the machine's RAM, which begins at 1 MiB of the file: also those that the devices ask for while
+    // they are loaded.
     let ram = usize::try_from(machine.memory_bytes()).unwrap();
     for page in bytes[1 << 20..][..ram].chunks_mut(4096).filter(|page| page.iter().any(|&byte| byte != 0)) {
         page[17] ^= 1;

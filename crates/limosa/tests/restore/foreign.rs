@@ -1,5 +1,5 @@
-//! Files of other programs: recorded migration streams are imported and restored lazily, or restored as they are; and what
-//! is exported is loaded by stock QEMU.
+//! Files of other programs: recorded migration streams are imported and restored lazily, or restored as they are; and
+//! what is exported is loaded by stock QEMU.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;

@@ -41,11 +41,11 @@ enum Left {
     Healed,
     /// The guest was there with all its pages; at most QEMU's settings were left.
     Whole,
-    /// QEMU has every page, has read the end, and waits for an answer to a page that was never stored, which no process can give
-    /// any more. Possible with `--preempt on` alone, and what its help warns of.
+    /// QEMU has every page, has read the end, and waits for an answer to a page that was never stored, which no process
+    /// can give any more. Possible with `--preempt on` alone, and what its help warns of.
     Unended,
-    /// QEMU ended itself: it lost its source between the last device and the start of the guest, took that for a failed load,
-    /// and had started the guest by the time it ended. As if the power had failed then.
+    /// QEMU ended itself: it lost its source between the last device and the start of the guest, took that for a failed
+    /// load, and had started the guest by the time it ended. As if the power had failed then.
     Ended,
     /// QEMU's main loop waits for a page, so that it accepts no new connection. Possible if the guard is killed too.
     HeldUp,
@@ -120,11 +120,11 @@ fn kill_and_bring_back(
     }
 }
 
-/// Whether the destination's guest was not started, because its QEMU has ended, still waits, has failed, or is stuck; or
-/// whether it can be asked ([`Left::Half`]), or not. Waits until that is decided.
+/// Whether the destination's guest was not started, because its QEMU has ended, still waits, has failed, or is stuck;
+/// or whether it can be asked ([`Left::Half`]), or not. Waits until that is decided.
 ///
-/// QEMU 10.0 ends if it loses its source while it loads the devices, or, if it has a channel for requests, waits for ever for the
-/// page that it has asked for there: its main loop then answers nothing.
+/// QEMU 10.0 ends if it loses its source while it loads the devices, or, if it has a channel for requests, waits for
+/// ever for the page that it has asked for there: its main loop then answers nothing.
 fn found(destination: &Vm) -> Left {
     let stack = format!("/proc/{pid}/task/{pid}/wchan", pid = destination.pid());
     let (mut waits, end) = (0, Instant::now() + Duration::from_secs(20));
@@ -144,8 +144,8 @@ fn found(destination: &Vm) -> Left {
             match info["status"].as_str().unwrap_or("none") {
                 "none" | "setup" | "failed" => break,
                 "postcopy-paused" | "completed" => return Left::Half,
-                // It was killed after QEMU was given the end of the channel that it is to keep, and before the end was sent: QEMU
-                // does not notice. A recovery tells it.
+                // It was killed after QEMU was given the end of the channel that it is to keep, and before the end was
+                // sent: QEMU does not notice. A recovery tells it.
                 "postcopy-active" if Instant::now() > end => return Left::Half,
                 other => assert!(Instant::now() < end + SOON, "QEMU still says {other}"),
             }
@@ -157,8 +157,8 @@ fn found(destination: &Vm) -> Left {
     Left::Nothing
 }
 
-/// Whether QEMU still waits for a transfer whose other end has ended: it notices a channel that breaks within moments, but
-/// not when it has read the end of the stream.
+/// Whether QEMU still waits for a transfer whose other end has ended: it notices a channel that breaks within moments,
+/// but not when it has read the end of the stream.
 fn is_unended(destination: &Vm) -> bool {
     let end = Instant::now() + Duration::from_secs(20);
     let stack = format!("/proc/{pid}/task/{pid}/wchan", pid = destination.pid());
@@ -239,8 +239,8 @@ fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
         let words = [&["--memory", "lazy", "--preempt", preempt], &TRICKLE[..]].concat();
         let limosa = scene.start_restore(&saved.snapshot, &destination, &words);
         wait_guest(&limosa);
-        // A processor that waits for a page in the middle of an interrupt keeps the main loop from coming to the ballast. A
-        // guest that beats has what it needs.
+        // A processor that waits for a page in the middle of an interrupt keeps the main loop from coming to the
+        // ballast. A guest that beats has what it needs.
         assert_beats(&destination);
         let guard = guard(&limosa).unwrap();
         limosa.signal(Signal::STOP);

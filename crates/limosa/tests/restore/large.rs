@@ -12,8 +12,8 @@ use crate::stage::Program;
 /// The guest's memory, in GiB: mapped, but not there.
 const GIB: u64 = 256;
 
-/// A beat guest in the first megabytes. Its memory is private, because QEMU looks at every page when it saves, and that would
-/// allocate the holes of shared memory; and the kernel is not asked to keep room for it, which it has not got.
+/// A beat guest in the first megabytes. Its memory is private, because QEMU looks at every page when it saves, and that
+/// would allocate the holes of shared memory; and the kernel is not asked to keep room for it, which it has not got.
 fn machine() -> Machine {
     let object = format!("memory-backend-ram,id=large,size={GIB}G,reserve=off");
     // The file that the testkit makes for the same purpose stays empty.

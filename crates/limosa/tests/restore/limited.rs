@@ -75,7 +75,8 @@ fn a_guest_that_is_mostly_zero_fits_into_a_twelfth_of_its_memory() {
             &["--memory", "eager", "--via", "socket"],
             &["--memory", "eager", "--via", "file"],
         ] {
-            // What QEMU itself takes, its firmware and its buffers: measured where the same machine has next to no contents.
+            // What QEMU itself takes, its firmware and its buffers: measured where the same machine has next to no
+            // contents.
             let own = restored(&scene, &empty, &machine(64 << 10, memory), how);
             let came = restored(&scene, &full, &machine(CONTENTS, memory), how);
             eprintln!("{memory:?}, {how:?}: {came:?}, of QEMU's own {own:?}, of contents {contents}");

@@ -1,4 +1,5 @@
-//! The run state that a VM comes back in: the saved one unless the user says otherwise, however the destination was started.
+//! The run state that a VM comes back in: the saved one unless the user says otherwise, however the destination was
+//! started.
 
 use std::path::Path;
 
@@ -11,7 +12,8 @@ use crate::stage::assert_beats;
 const WAYS: [&[&str]; 3] =
     [&["--memory", "lazy"], &["--memory", "eager", "--via", "file"], &["--memory", "eager", "--via", "socket"]];
 
-/// Restores in every way into a destination that was started with and without `-S`, and expects the same state each time.
+/// Restores in every way into a destination that was started with and without `-S`, and expects the same state each
+/// time.
 fn comes_back(scene: &Scene, snapshot: &Path, words: &[&str], state: &str) {
     let machine = small_beat();
     let starts: [fn(&Machine) -> _; 2] = [Machine::start_incoming, Machine::start_incoming_stopped];

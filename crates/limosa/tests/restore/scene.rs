@@ -1,5 +1,5 @@
-//! Parts that the restore tests share: limosa with a temporary directory that can be looked into, and guests that were saved at
-//! an instant that is known to the page and the beat.
+//! Parts that the restore tests share: limosa with a temporary directory that can be looked into, and guests that were
+//! saved at an instant that is known to the page and the beat.
 //!
 //! Law: waits are for conditions; a limit only ends a test that would hang.
 

@@ -285,7 +285,8 @@ fn a_save_that_fails_after_the_disks_were_frozen_puts_them_back() {
     Disk::create(&image, DiskFormat::Raw, 16 * MIB).unwrap();
     let vm = start_writer(&linux_on(&image, DiskFormat::Raw));
     let found = Found::of(&vm);
-    // The name is taken while the save runs, which it finds out when it publishes: after the VM has gone on with its overlays.
+    // The name is taken while the save runs, which it finds out when it publishes: after the VM has gone on with its
+    // overlays.
     for via in ["file", "socket"] {
         let snapshot = folder.path().join("snapshot");
         let more = ["--disks", "overlay", "--via", via, "--max-bandwidth", "1M"];

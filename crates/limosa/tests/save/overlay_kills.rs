@@ -1,7 +1,7 @@
 //! limosa, or limosa and its guard, are killed at random moments of a save with overlays, while the guest writes.
 //!
-//! Law: the VM runs, on the disks that it had, or, where a complete snapshot has its name, on overlays over them; no unused
-//! overlay is left, and no write is lost.
+//! Law: the VM runs, on the disks that it had, or, where a complete snapshot has its name, on overlays over them; no
+//! unused overlay is left, and no write is lost.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -16,8 +16,8 @@ struct Victim {
     vm: Vm,
     found: Found,
     via: &'static str,
-    /// How long a save takes that is not killed: no longer than the shortest that was over before its kill came, since the machine may
-    /// have been busier when the first was measured.
+    /// How long a save takes that is not killed: no longer than the shortest that was over before its kill came, since
+    /// the machine may have been busier when the first was measured.
     lasts: Duration,
     /// How many overlays were kept because the snapshot was there, and how many kills left the disks as they were.
     kept: u32,

@@ -68,8 +68,8 @@ fn a_vm_saved_with_stop_is_continued_only_on_express_wish() {
     save(&vm, &file, &["--force"]);
 }
 
-/// A file takes the name while memory moves, so that it cannot be given to the snapshot. The save has a rate at which it would
-/// never finish; then the limit is lifted.
+/// A file takes the name while memory moves, so that it cannot be given to the snapshot. The save has a rate at which
+/// it would never finish; then the limit is lifted.
 #[track_caller]
 fn take_the_name(vm: &Vm, file: &Path) {
     wait_moving(vm);

@@ -10,8 +10,8 @@ use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt}
 
 use super::{Found, assert_beats, limosa, load_in_stock_qemu, place, save_arguments, small};
 
-/// A port of this host that no process listens at, and that the kernel assigns to no other until this one ends: it is bound
-/// here, in a way that lets a process that names it listen there all the same.
+/// A port of this host that no process listens at, and that the kernel assigns to no other until this one ends: it is
+/// bound here, in a way that lets a process that names it listen there all the same.
 pub(crate) fn free_port() -> String {
     static BOUND: Mutex<Vec<OwnedFd>> = Mutex::new(Vec::new());
     let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
@@ -57,12 +57,12 @@ pub(crate) struct Cell {
     pub(crate) transport: Transport,
 }
 
-/// A machine whose processors are taken saves more slowly over channels than the guest writes: there the guest is stopped for the
-/// rest, which ends every save. A machine with time to spare is done before.
+/// A machine whose processors are taken saves more slowly over channels than the guest writes: there the guest is
+/// stopped for the rest, which ends every save. A machine with time to spare is done before.
 pub(crate) const STOPPED_WHERE_SLOW: [&str; 4] = ["--timeout", "5s", "--on-timeout", "pause"];
 
-/// Saves a beat guest on a machine of this type over the cell's channels; expects that the guest beats on, that QEMU is set
-/// as it was found, and that a stock QEMU loads the file and beats on there too.
+/// Saves a beat guest on a machine of this type over the cell's channels; expects that the guest beats on, that QEMU is
+/// set as it was found, and that a stock QEMU loads the file and beats on there too.
 #[track_caller]
 pub(crate) fn saves_over_channels(kind: &str, cells: &[Cell]) {
     let machine: Machine = small().kind(kind);

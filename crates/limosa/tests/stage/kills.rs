@@ -1,7 +1,7 @@
 //! SIGKILL at random moments of a save, by either route.
 //!
-//! Law: whatever was killed and whenever, the VM runs, QEMU is as it was, and under the snapshot's name there is nothing
-//! or a whole file.
+//! Law: whatever was killed and whenever, the VM runs, QEMU is as it was, and under the snapshot's name there is
+//! nothing or a whole file.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
@@ -29,8 +29,8 @@ pub(crate) struct Victim {
     folder: TempDir,
     file: PathBuf,
     more: Vec<&'static str>,
-    /// How long a save takes that is not killed: no longer than the shortest that was over before its kill came, since the machine may
-    /// have been busier when the first was measured.
+    /// How long a save takes that is not killed: no longer than the shortest that was over before its kill came, since
+    /// the machine may have been busier when the first was measured.
     lasts: Duration,
 }
 
@@ -66,8 +66,8 @@ impl Victim {
         start(save_arguments(&self.vm, &self.file, &self.more))
     }
 
-    /// Moments from the first to the last of a save, and then some about its beginning, when the record of the job is made,
-    /// and its end, where the most is at stake.
+    /// Moments from the first to the last of a save, and then some about its beginning, when the record of the job is
+    /// made, and its end, where the most is at stake.
     fn moments(spread: u32, at_the_ends: u32) -> Vec<(u64, Range<f64>)> {
         let share = |n: u32| f64::from(n) / f64::from(spread);
         let slices = (0..spread).map(|n| share(n)..share(n + 1));
@@ -80,7 +80,8 @@ impl Victim {
         self.lasts.mul_f64(share.start)..self.lasts.mul_f64(share.end)
     }
 
-    /// Kills limosa alone, at a moment in each of so many parts of the save and so often about its beginning and its end.
+    /// Kills limosa alone, at a moment in each of so many parts of the save and so often about its beginning and its
+    /// end.
     pub(crate) fn survives_kills_of_limosa(&mut self, spread: u32, at_the_ends: u32) -> KillOutcomes {
         let mut outcomes = KillOutcomes::default();
         for (seed, share) in Self::moments(spread, at_the_ends) {
@@ -102,7 +103,8 @@ impl Victim {
         }
     }
 
-    /// Interrupts limosa, as Ctrl-C does, so often within the time in which a migration begins and QEMU makes its channels.
+    /// Interrupts limosa, as Ctrl-C does, so often within the time in which a migration begins and QEMU makes its
+    /// channels.
     pub(crate) fn survives_interrupts_at_the_beginning(&self, times: u32) -> KillOutcomes {
         let mut outcomes = KillOutcomes::default();
         for nth in 0..times {
@@ -121,8 +123,8 @@ impl Victim {
         for part in 0..4 {
             let saving = self.start();
             let Some(guard) = guard(&saving) else { panic!("no guard: {}", saving.stderr()) };
-            // At its rate the second half of the memory is still to come. It is not our child, but limosa does not reap it before its
-            // own end.
+            // At its rate the second half of the memory is still to come. It is not our child, but limosa does not reap
+            // it before its own end.
             self.wait_moved(part * (FILLED.end - FILLED.start) / 8);
             kill9(guard).unwrap();
             let ended = saving.wait().success();

@@ -1,7 +1,7 @@
 //! Steps of every black-box test here: run the real limosa with a stock QEMU, and check the state that it left.
 //!
-//! Law: nothing is believed that limosa says of itself. QEMU is asked over the testkit's own monitor, files are loaded by
-//! QEMU, and the guest's memory is proven by the testkit.
+//! Law: nothing is believed that limosa says of itself. QEMU is asked over the testkit's own monitor, files are loaded
+//! by QEMU, and the guest's memory is proven by the testkit.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 pub(crate) mod channels;

@@ -1,9 +1,9 @@
-//! A Linux guest that writes to its disk all the time and knows in memory what must be there: the proof that memory and disk are of
-//! one instant.
+//! A Linux guest that writes to its disk all the time and knows in memory what must be there: the proof that memory and
+//! disk are of one instant.
 //!
-//! Law: the guest writes the number n into sector n, flushes, and goes on only if sector n then holds n and sector n+1 nothing. A
-//! disk that is older than the guest's memory breaks the first, one that is newer the second, and either is `torn` on the
-//! serial port from the first turn on.
+//! Law: the guest writes the number n into sector n, flushes, and goes on only if sector n then holds n and sector n+1
+//! nothing. A disk that is older than the guest's memory breaks the first, one that is newer the second, and either is
+//! `torn` on the serial port from the first turn on.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use std::path::{Path, PathBuf};
@@ -82,7 +82,8 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> String {
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
-/// How many sectors from the second on hold their own number; nothing else may be written. The image's VM must be paused, if it has one.
+/// How many sectors from the second on hold their own number; nothing else may be written. The image's VM must be
+/// paused, if it has one.
 #[track_caller]
 pub(crate) fn sectors_written(image: &Path, format: &str) -> u64 {
     let folder = limosa_testkit::scratch().unwrap();

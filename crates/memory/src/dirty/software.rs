@@ -43,8 +43,8 @@ impl SoftwareDirtyBitmap {
     /// Notes that pages of a block were written: call it after the write. What the block does not have is passed over.
     /// Costs a fence and a load while the log is off.
     pub fn mark(&self, block: usize, pages: PageRange) {
-        // The fence keeps the load behind the write before it. Of this fence and the one in `start` one is first: if it is
-        // this one, a reader of memory after `start` reads what was written; if not, the load finds the log on.
+        // The fence keeps the load behind the write before it. Of this fence and the one in `start` one is first: if it
+        // is this one, a reader of memory after `start` reads what was written; if not, the load finds the log on.
         fence(Ordering::SeqCst);
         if self.0.on.load(Ordering::Relaxed)
             && let Some(bitmap) = self.0.blocks.get(block)

@@ -60,8 +60,8 @@ fn open() -> Result<Running, LogError> {
         let how = if source.kind() == io::ErrorKind::PermissionDenied { NOT_ALLOWED } else { "use KVM's dirty log" };
         unavailable(format!("{what}: {source}; {how}; or have every writer mark its pages"))
     };
-    // The kernel reports these faults to no process, so it does not matter whose are wanted; those of threads alone are allowed
-    // to more users.
+    // The kernel reports these faults to no process, so it does not matter whose are wanted; those of threads alone are
+    // allowed to more users.
     let access = FaultAccess::UserOnly;
     let features = Userfaultfd::available(access).map_err(|e| kernel("userfaultfd", e))?;
     if !features.contains(Features::PROTECT_ASYNC) {
@@ -137,8 +137,8 @@ impl DirtyLog for UffdWpAsyncLog {
             }
             running.map.take_written(all.clone(), |run| name(&run)).map_err(failed("PAGEMAP_SCAN"))?;
             if block.page_size() > limosa_page::PAGE_SIZE {
-                // Of the pool's huge pages that does not name what was written and unmapped since. Such a page is written
-                // before it is protected here, and named; or later, and in the next fetch.
+                // Of the pool's huge pages that does not name what was written and unmapped since. Such a page is
+                // written before it is protected here, and named; or later, and in the next fetch.
                 let mut unmarked = Vec::new();
                 running.map.unmarked(all, |run| unmarked.push(run)).map_err(failed("PAGEMAP_SCAN"))?;
                 for run in unmarked {

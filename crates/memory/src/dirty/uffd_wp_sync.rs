@@ -8,9 +8,9 @@
 //! nothing.
 //!
 //! A page that is given back loses its protection. The log learns of it if it is [discarded](MemoryBlock::discard) or
-//! [released](MemoryBlock::release), and protects it anew; of what others give back, another process that punches a hole into
-//! shared memory, it does not learn of it, and what is written there next is lost to it. Else it does not see what
-//! [`UffdWpAsyncLog`](super::UffdWpAsyncLog) does not.
+//! [released](MemoryBlock::release), and protects it anew; of what others give back, another process that punches a
+//! hole into shared memory, it does not learn of it, and what is written there next is lost to it. Else it does not see
+//! what [`UffdWpAsyncLog`](super::UffdWpAsyncLog) does not.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};

@@ -59,11 +59,11 @@ impl Drop for Descriptor {
 /// Answers those who touch pages that have not come. For any number of threads.
 ///
 /// **Law: a page that has not come is never read as zero.** A thread that touches a missing page stops until the page
-/// is placed, however many pagers end meanwhile. The kernel does the opposite when the last descriptor of a
-/// userfaultfd is closed: it fills what is missing with zeros and lets the guest go on. So a descriptor with registered
-/// memory is not closed by dropping a [`FaultHandler`]: [`FaultHandler::finish`] (nothing is missing any more) or
-/// [`FaultHandler::abandon`] (the guest is gone) say that it may be. A [`HeldFaults`], made by [`FaultHandler::hold`], makes a
-/// new handler when the old one has ended; its descriptor can be passed to another process, which goes on by
+/// is placed, however many pagers end meanwhile. The kernel does the opposite when the last descriptor of a userfaultfd
+/// is closed: it fills what is missing with zeros and lets the guest go on. So a descriptor with registered memory is
+/// not closed by dropping a [`FaultHandler`]: [`FaultHandler::finish`] (nothing is missing any more) or
+/// [`FaultHandler::abandon`] (the guest is gone) say that it may be. A [`HeldFaults`], made by [`FaultHandler::hold`],
+/// makes a new handler when the old one has ended; its descriptor can be passed to another process, which goes on by
 /// [`FaultHandler::from_fd`].
 ///
 /// How pages get there:
@@ -296,8 +296,9 @@ impl FaultHandler {
                 .unregister(block.addresses())
                 .map_err(|error| kernel(index, block.pages(), "UFFDIO_UNREGISTER", error))?;
         }
-        // The kernel wakes who waits before it forgets the memory: who began to wait between the two (it can, where a fault takes
-        // the lock of its mapping alone) would sleep until the descriptor is closed, and others may hold that.
+        // The kernel wakes who waits before it forgets the memory: who began to wait between the two (it can, where a
+        // fault takes the lock of its mapping alone) would sleep until the descriptor is closed, and others may hold
+        // that.
         for (index, block) in self.layout.registered() {
             self.fd().wake(block.addresses()).map_err(|error| kernel(index, block.pages(), "UFFDIO_WAKE", error))?;
         }
@@ -309,7 +310,8 @@ impl FaultHandler {
     /// and whether or not the memory is still mapped. *Who still waits reads zeros.*
     pub fn abandon(self) {
         for (_, block) in self.layout.registered() {
-            // What is not mapped any more has no waiting threads. Others may go on giving pages back without being waited for.
+            // What is not mapped any more has no waiting threads. Others may go on giving pages back without being
+            // waited for.
             let _ = self.fd().unregister(block.addresses());
         }
         self.descriptor.needed.store(false, Ordering::SeqCst);

@@ -107,8 +107,8 @@ impl FaultHandler {
                 Some(Errno::EXIST) => {
                     let (_, rest) = pages.split_at(placed.end);
                     let (present, _) = rest.split_at(placed.end.saturating_add(layout.host_pages()));
-                    // Who waits for a page that is there was woken when it was placed; but it may have been woken before
-                    // the page was mapped for it. One more look costs nothing.
+                    // Who waits for a page that is there was woken when it was placed; but it may have been woken
+                    // before the page was mapped for it. One more look costs nothing.
                     self.wake(block, present)?;
                     return Ok(Placement { placed, present: Some(present) });
                 }

@@ -60,8 +60,9 @@ impl MemoryBlock {
             (Way::Touch, _) => {
                 for at in (0..place.iov_len).step_by(PAGE_LEN) {
                     let byte = place.iov_base.cast::<u8>().wrapping_add(at);
-                    // SAFETY: `place` checked the range. Zero for zero changes no byte, even if it is written meanwhile; as an
-                    // atomic it may be shared with others who do. A page that has something else there is there.
+                    // SAFETY: `place` checked the range. Zero for zero changes no byte, even if it is written
+                    // meanwhile; as an atomic it may be shared with others who do. A page that has something else there
+                    // is there.
                     let byte = unsafe { AtomicU8::from_ptr(byte) };
                     // (An atomic "or" of nothing becomes a plain read in the compiler's hands; this does not.)
                     let _ = byte.compare_exchange(0, 0, Ordering::SeqCst, Ordering::Relaxed);

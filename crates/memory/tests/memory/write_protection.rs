@@ -264,7 +264,8 @@ fn what_was_freed_lazily_before_the_log_began_is_not_written_unseen() {
         log.start().unwrap();
         // The kernel is short of memory, or does as if.
         let place = block.place(PageRange::first(64)).unwrap();
-        // SAFETY: it takes the contents of no page that was written since it was freed, and the pages are of this mapping.
+        // SAFETY: it takes the contents of no page that was written since it was freed, and the pages are of this
+        // mapping.
         unsafe { madvise(place.iov_base, place.iov_len, Advice::LinuxPageOut) }.unwrap();
         (0..64).for_each(|page| poke(&memory, page));
         assert_eq!(fetched(&mut *log, &memory), [PageRange::first(64)], "{}", log.name());

@@ -1,8 +1,8 @@
 //! The machine: 16 MiB of memory, one vCPU, one device.
 //!
-//! The guest counts: it adds one to the first word of every page from [`COUNTED`] on, tells the device that the lap is over,
-//! and begins again. The device writes the number of laps into [`STATUS`]. So whenever the vCPU stands still, every word has
-//! the same value, and a single write that was lost would show.
+//! The guest counts: it adds one to the first word of every page from [`COUNTED`] on, tells the device that the lap is
+//! over, and begins again. The device writes the number of laps into [`STATUS`]. So whenever the vCPU stands still,
+//! every word has the same value, and a single write that was lost would show.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -202,8 +202,8 @@ fn run(mut vcpu: VcpuFd, control: &VcpuControl, memory: &GuestMemoryMmap<DirtyMa
             Err(libc::EINTR | libc::EAGAIN) => continue,
             other => bail!("unexpected exit: {other:?}"),
         }
-        // The instruction is finished by the next entry, which is told to come back at once: only then are the registers
-        // those behind it, and a pause may come now.
+        // The instruction is finished by the next entry, which is told to come back at once: only then are the
+        // registers those behind it, and a pause may come now.
         vcpu.set_kvm_immediate_exit(1);
         match vcpu.run().map_err(|error| error.errno()) {
             Err(libc::EINTR) => {}

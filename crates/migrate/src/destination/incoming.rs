@@ -66,8 +66,8 @@ pub(crate) struct Broken {
 }
 
 impl Incoming {
-    /// Whether the source waits for [`acknowledge`](Self::acknowledge). One that opened no return path does not: it took
-    /// its last write for success, and nothing can call it back.
+    /// Whether the source waits for [`acknowledge`](Self::acknowledge). One that opened no return path does not: it
+    /// took its last write for success, and nothing can call it back.
     pub fn has_return_path(&self) -> bool {
         self.return_path
     }
@@ -92,11 +92,11 @@ impl Incoming {
         self.shut(0)
     }
 
-    /// Makes sure, after [`acknowledge`](Self::acknowledge), that the stream ended where it seemed to: the source closes the
-    /// channel then, and not a byte comes before that.
+    /// Makes sure, after [`acknowledge`](Self::acknowledge), that the stream ended where it seemed to: the source
+    /// closes the channel then, and not a byte comes before that.
     ///
-    /// A guest can put what looks like an end into a device's memory. If that was believed because the source was held up
-    /// just there, the rest of the stream comes now, and what was received is worth nothing.
+    /// A guest can put what looks like an end into a device's memory. If that was believed because the source was held
+    /// up just there, the rest of the stream comes now, and what was received is worth nothing.
     pub fn confirm_end(&self) -> Result<(), MigrateError> {
         self.channel.set_timeouts(Some(TAIL_TIMEOUT), None)?;
         match self.channel.get_some(&mut [0; 64]) {

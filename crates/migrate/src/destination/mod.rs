@@ -5,15 +5,15 @@
 //! in one vectored call, while the next buffer fills (`writer`). What user space moves is the tail of a record that the
 //! end of a buffer cut in two, at most one page a buffer.
 //!
-//! The role ends with the VM stopped at the source and the source waiting for the destination's word. That word is given
-//! by [`Incoming::acknowledge`], not here: until then the source can resume its VM, and it is the caller who knows
-//! whether what was received has to be durable first.
+//! The role ends with the VM stopped at the source and the source waiting for the destination's word. That word is
+//! given by [`Incoming::acknowledge`], not here: until then the source can resume its VM, and it is the caller who
+//! knows whether what was received has to be durable first.
 //!
-//! A source that says where its device sections end (PING 6) is answered when every page and every section is in its place;
-//! its stream is whole when its word that the VM may run (PING 7) has come, and the description behind it.
+//! A source that says where its device sections end (PING 6) is answered when every page and every section is in its
+//! place; its stream is whole when its word that the VM may run (PING 7) has come, and the description behind it.
 //!
-//! With [multifd channels](Destination::with_channels) most pages come on these, each read by
-//! a thread of its own, and meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.
+//! With [multifd channels](Destination::with_channels) most pages come on these, each read by a thread of its own, and
+//! meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.
 
 mod buffer;
 mod hooks;
@@ -55,8 +55,8 @@ use crate::error::MigrateError;
 use crate::pages::{PageSink, StreamSetup};
 use crate::progress::{Phase, Progress};
 
-/// Size of the receive buffer. It should stay in a core's second-level cache between the read that fills it and the write
-/// that empties it.
+/// Size of the receive buffer. It should stay in a core's second-level cache between the read that fills it and the
+/// write that empties it.
 const BUFFER_LEN: usize = 1 << 20;
 
 /// Longest silence inside the device sections. QEMU writes them from memory, and the VM is stopped meanwhile.
@@ -67,12 +67,12 @@ const TAIL_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct DestinationOptions {
     /// Most bytes of device state to accept.
     pub max_device_state: u64,
-    /// Longest silence of the source, which always has something to say while a migration runs; and how long it may leave an
-    /// answer unread.
+    /// Longest silence of the source, which always has something to say while a migration runs; and how long it may
+    /// leave an answer unread.
     pub answer_timeout: Option<Duration>,
-    /// How long nothing may come behind the end of the device sections before it is taken for the end. QEMU writes the whole
-    /// tail at once, so the next piece of it is microseconds away; the VM is stopped meanwhile. What is taken for the end is
-    /// certain only after [`Incoming::confirm_end`].
+    /// How long nothing may come behind the end of the device sections before it is taken for the end. QEMU writes the
+    /// whole tail at once, so the next piece of it is microseconds away; the VM is stopped meanwhile. What is taken for
+    /// the end is certain only after [`Incoming::confirm_end`].
     pub end_of_stream_timeout: Duration,
     /// Whether the stream was recorded, so that no source listens. A wish for answers is passed over then, and the
     /// stream ends where the bytes end, however long they take.
@@ -191,8 +191,8 @@ impl<'a> Destination<'a> {
                 self.control.unwatch();
                 for channel in self.channels() {
                     let _ = channel.shutdown(Shutdown::Both);
-                    // What had come may all have been read, and then nothing tells a source over TCP that waits for room here
-                    // that reading has ended: its kernel would probe for a minute or two. A reset tells it.
+                    // What had come may all have been read, and then nothing tells a source over TCP that waits for
+                    // room here that reading has ended: its kernel would probe for a minute or two. A reset tells it.
                     let _ = sockopt::set_socket_linger(channel.as_ref(), Some(Duration::ZERO));
                 }
                 Err(Broken { error: self.control.explain(error), answered })
@@ -279,8 +279,8 @@ impl<'a> Receiver<'a> {
         Ok((start, behind))
     }
 
-    /// Everything behind the layout and before the device sections, on all channels. The length of the package, if there is one
-    /// in their place.
+    /// Everything behind the layout and before the device sections, on all channels. The length of the package, if
+    /// there is one in their place.
     fn take_memory<S: PageSink + Send + ?Sized>(
         &mut self,
         start: &StreamSetup,
@@ -317,8 +317,8 @@ impl<'a> Receiver<'a> {
                     }
                 }
             }
-            // A sink that failed is the cause; that no buffer came back is what it led to. So is a channel that failed, and
-            // that the main one was shut down.
+            // A sink that failed is the cause; that no buffer came back is what it led to. So is a channel that failed,
+            // and that the main one was shut down.
             writer.finish()?;
             if let Some(failure) = context.join.failure() {
                 return Err(failure);
@@ -378,8 +378,8 @@ impl<'a> Receiver<'a> {
     /// Everything up to the first device section, which is left in the buffer; or up to a package: its length.
     fn take_pages(&mut self, handle: &mut WriterHandle<'_>, join: &MultifdSync) -> Result<Option<u32>, MigrateError> {
         let several = !self.role.pages.is_empty();
-        // A source that joins once a round says so before the end of the first section. One that does not joins at the end of
-        // every section, that one included (QEMU's machine types up to 8.0).
+        // A source that joins once a round says so before the end of the first section. One that does not joins at the
+        // end of every section, that one included (QEMU's machine types up to 8.0).
         let (mut by_round, mut first) = (false, true);
         loop {
             let (consumed, event) = match self.decoder.step(self.buffer.arrived()?)? {
@@ -446,7 +446,8 @@ impl<'a> Receiver<'a> {
         self.return_path && self.role.hooks.is_some_and(Hooks::postcopy)
     }
 
-    /// Waits until every channel has come to the synchronization point, with everything handed over that was read before.
+    /// Waits until every channel has come to the synchronization point, with everything handed over that was read
+    /// before.
     fn join(&mut self, handle: &mut WriterHandle<'_>, join: &MultifdSync) -> Result<(), MigrateError> {
         if !self.orders.is_empty() {
             self.exchange(handle)?;
@@ -473,7 +474,8 @@ impl<'a> Receiver<'a> {
                 return Err(MigrateError::OneWay { peer: self.role.channel.peer().to_owned() });
             }
             Command::OpenReturnPath => self.return_path = true,
-            // That postcopy may follow binds neither end; a source that finishes before it is asked to switch is received.
+            // That postcopy may follow binds neither end; a source that finishes before it is asked to switch is
+            // received.
             Command::PostcopyAdvise(sizes) => self.advised = *sizes,
             Command::RamDiscard { .. } | Command::PostcopyListen | Command::PostcopyRun => {
                 return Err(MigrateError::SwitchedToPostcopy { offset });
@@ -551,9 +553,10 @@ impl<'a> Receiver<'a> {
 
     /// Reads what comes next, over what has been looked at. Nothing, if the connection has ended.
     ///
-    /// Over TLS stock QEMU does not announce the end of its main channel, and where it has no return path its description
-    /// alone proves that all has come. With one it waits for an answer, and does not go before: a connection that ends then
-    /// was cut, perhaps by an attacker who knows that the guest has put what looks like an end just there.
+    /// Over TLS stock QEMU does not announce the end of its main channel, and where it has no return path its
+    /// description alone proves that all has come. With one it waits for an answer, and does not go before: a
+    /// connection that ends then was cut, perhaps by an attacker who knows that the guest has put what looks like an
+    /// end just there.
     fn more(&mut self) -> Result<usize, MigrateError> {
         (self.buffer.start, self.buffer.end) = (0, 0);
         match self.buffer.fill(&self.role.channel) {
@@ -598,8 +601,8 @@ impl<'a> Receiver<'a> {
             }
             let found = search.find(&tail)?;
             if found.is_some() && self.return_path {
-                // The guest can put what looks like an end into a device's memory, so an end counts only if nothing comes
-                // behind it. The source has nothing more to say until it is answered.
+                // The guest can put what looks like an end into a device's memory, so an end counts only if nothing
+                // comes behind it. The source has nothing more to say until it is answered.
                 channel
                     .set_timeouts(Some(self.role.options.end_of_stream_timeout), self.role.options.answer_timeout)?;
             } else {
@@ -610,8 +613,8 @@ impl<'a> Receiver<'a> {
                 (Err(MigrateError::Channel(error)), Some(devices)) if error.is_timeout() => return Ok((tail, devices)),
                 (Ok(0), Some(devices)) => return Ok((tail, devices)),
                 (Err(MigrateError::Channel(error)), None) if error.is_timeout() => {
-                    // What is wrong with what came says more than that nothing more does: a stream without a description,
-                    // for one, has no end that can be found.
+                    // What is wrong with what came says more than that nothing more does: a stream without a
+                    // description, for one, has no end that can be found.
                     devices::locate(&tail, offset, self.role.options.max_device_state)?;
                     return Err(error.into());
                 }

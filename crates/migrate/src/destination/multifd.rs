@@ -1,9 +1,9 @@
 //! One multifd channel, read on its own thread.
 //!
-//! A packet's header says how many pages follow and where they belong; the payload is read by one call into the thread's
-//! buffer (or unpacked into it), and the buffer goes to the writer when it is full and at every SYNC packet. No page is
-//! copied, and nothing is allocated for one. Where the sink is memory, pages that are not compressed need no buffer: the one
-//! call reads each of them to where it belongs.
+//! A packet's header says how many pages follow and where they belong; the payload is read by one call into the
+//! thread's buffer (or unpacked into it), and the buffer goes to the writer when it is full and at every SYNC packet.
+//! No page is copied, and nothing is allocated for one. Where the sink is memory, pages that are not compressed need no
+//! buffer: the one call reads each of them to where it belongs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -160,7 +160,8 @@ impl<'a> PageChannel<'a> {
                 // Between packets a channel may be silent for as long as the main channel does not wait for it.
                 Err(error) if error.is_timeout() && got == 0 && !self.is_overdue() => continue,
                 Err(error) if error.is_shut_down() && got == 0 => return Ok(false),
-                // QEMU before 10.0 does not announce the end over TLS. Whether it was one the synchronization points tell.
+                // QEMU before 10.0 does not announce the end over TLS. Whether it was one the synchronization points
+                // tell.
                 Err(error) if error.is_cut() && got == 0 => return Ok(false),
                 Err(error) => return Err(error.into()),
             };

@@ -1,14 +1,14 @@
 //! The channels of one migration, told apart among whatever connects.
 //!
-//! All channels of a migration connect to one address. Which is which shows in their first bytes: `QEVM` begins the main
-//! channel, an initial packet one of the others. They are looked at without being taken, so order does not matter; where
-//! they cannot be looked at, the main channel is the first to connect.
+//! All channels of a migration connect to one address. Which is which shows in their first bytes: `QEVM` begins the
+//! main channel, an initial packet one of the others. They are looked at without being taken, so order does not matter;
+//! where they cannot be looked at, the main channel is the first to connect.
 //!
 //! The law: **no connection holds up another**, however many there are and whatever they send or do not send.
-//! Connections that have not yet said who they are wait in a short row; when it is full, and none of them has said so since,
-//! the one that has waited longest is closed, over TLS of those who have not shaken hands. What names itself wrongly ends the
-//! gathering with an error that says what is expected. Over TLS the bytes are those inside, so channels are told apart as without
-//! it; a peer that does not complete the handshake is a stranger, and reported.
+//! Connections that have not yet said who they are wait in a short row; when it is full, and none of them has said so
+//! since, the one that has waited longest is closed, over TLS of those who have not shaken hands. What names itself
+//! wrongly ends the gathering with an error that says what is expected. Over TLS the bytes are those inside, so
+//! channels are told apart as without it; a peer that does not complete the handshake is a stranger, and reported.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -107,8 +107,9 @@ impl<'a> MultifdAccept<'a> {
         Self { listener, options, begun, main, pages, uuid, row, turned_away, why, reasons, tell }
     }
 
-    /// Has `tell` hear why a connection was turned away that may have meant to be a channel: one that does not come through
-    /// the TLS handshake, or that speaks TLS to an end that does not. The same reason is reported once, and a few reasons only.
+    /// Has `tell` hear why a connection was turned away that may have meant to be a channel: one that does not come
+    /// through the TLS handshake, or that speaks TLS to an end that does not. The same reason is reported once, and a
+    /// few reasons only.
     #[must_use]
     pub fn on_refusal(mut self, tell: impl FnMut(&MigrateError) + 'a) -> Self {
         self.tell = Some(Box::new(tell));
@@ -118,8 +119,8 @@ impl<'a> MultifdAccept<'a> {
     /// Waits for so long at most; the channels once they are all there. What else has connected is closed then.
     ///
     /// # Errors
-    /// They are not all there in time; a number that occurs twice or is not below the number of channels; channels of two
-    /// VMs.
+    /// They are not all there in time; a number that occurs twice or is not below the number of channels; channels of
+    /// two VMs.
     pub fn step(&mut self, wait: Duration) -> Result<Option<MultifdChannels>, MigrateError> {
         self.step_showing(wait, |_| {})
     }
@@ -219,7 +220,8 @@ impl<'a> MultifdAccept<'a> {
         let got = match channel.peek(&mut bytes) {
             Ok(None) => return Ok(Found::Unknown { began: false }),
             Ok(Some(got)) if got > 0 => got,
-            // It has gone again. Who has shaken hands before may not trust this end, and not say so: stock QEMU goes so.
+            // It has gone again. Who has shaken hands before may not trust this end, and not say so: stock QEMU goes
+            // so.
             Ok(Some(_)) => {
                 let gone = channel.get(&mut bytes).err();
                 let why = gone.filter(|gone| gone.tls_failure().is_some()).map(|gone| Found::Refused(gone.into()));

@@ -1,17 +1,17 @@
 //! From the receive buffers to the sink, on its own thread.
 //!
-//! A thread that reads notes what is to become of a buffer's pages, in order, and hands the buffer over when it is full;
-//! another carries the orders out while the next buffer fills. So the kernel's two copies, out of the socket and into the
-//! file, run side by side. Measured, that is the fastest of the ways to land pages (docs/benchmarks, landing).
+//! A thread that reads notes what is to become of a buffer's pages, in order, and hands the buffer over when it is
+//! full; another carries the orders out while the next buffer fills. So the kernel's two copies, out of the socket and
+//! into the file, run side by side. Measured, that is the fastest of the ways to land pages (docs/benchmarks, landing).
 //!
-//! Each reading thread has its own buffers and a [`WriterHandle`], so that one that is held up holds up no other. The law: orders
-//! are carried out in the order in which their buffers were handed over, from whichever thread, because the last word about a
-//! page counts.
+//! Each reading thread has its own buffers and a [`WriterHandle`], so that one that is held up holds up no other. The
+//! law: orders are carried out in the order in which their buffers were handed over, from whichever thread, because the
+//! last word about a page counts.
 //!
-//! A sink that is [memory](PageMemory) has no such thread: every reader carries out its own orders, before its buffer fills
-//! again and before each synchronization point. A page of the main channel goes through the buffer there too, because the eight bytes
-//! between two pages say where the second one belongs: they would have to be read by a call of their own, and a call for
-//! each page costs more than copying it out of a buffer that is in the cache.
+//! A sink that is [memory](PageMemory) has no such thread: every reader carries out its own orders, before its buffer
+//! fills again and before each synchronization point. A page of the main channel goes through the buffer there too,
+//! because the eight bytes between two pages say where the second one belongs: they would have to be read by a call of
+//! their own, and a call for each page costs more than copying it out of a buffer that is in the cache.
 
 use std::io::IoSlice;
 use std::ops::Range;
@@ -238,8 +238,8 @@ pub(super) enum WriterHandle<'a> {
     Handed {
         queue: Sender<FullBuffer>,
         emptied: Receiver<FullBuffer>,
-        /// The way back for the buffer that is in the reader's hands. A buffer that is away has it with it: when the last of
-        /// them is lost with the thread that empties them, waiting for one ends.
+        /// The way back for the buffer that is in the reader's hands. A buffer that is away has it with it: when the
+        /// last of them is lost with the thread that empties them, waiting for one ends.
         home: Option<Sender<FullBuffer>>,
     },
     /// Carries it out.
@@ -312,7 +312,8 @@ impl<'scope> PageWriter<'scope> {
                 let mut batch = Moved::default();
                 orders.carry_out(&bytes, &mut target, &mut batch)?;
                 counts.count(batch);
-                // Its reader takes none back once it has given its last buffer away; there may be others to empty all the same.
+                // Its reader takes none back once it has given its last buffer away; there may be others to empty all
+                // the same.
                 let _ = home.send(FullBuffer { filled: (bytes, orders), home: home.clone() });
             }
             Ok(())

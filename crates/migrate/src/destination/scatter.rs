@@ -1,7 +1,7 @@
 //! Pages of a packet, read by one call to where each of them belongs.
 //!
-//! **Law: the places are guest memory, so no reference to them is made**; the kernel is given their addresses, and they stay
-//! mapped because the memory that vouches for them is borrowed until the call returns.
+//! **Law: the places are guest memory, so no reference to them is made**; the kernel is given their addresses, and they
+//! stay mapped because the memory that vouches for them is borrowed until the call returns.
 #![allow(unsafe_code, reason = "has the kernel write to guest memory")]
 
 use libc::iovec;
@@ -52,7 +52,8 @@ impl Scatter {
         for run in &self.runs {
             self.list.push(memory.place(block, *run).map_err(MigrateError::Sink)?);
         }
-        // SAFETY: `PageMemory` promises that its places are mapped, writable and without references while it is borrowed.
+        // SAFETY: `PageMemory` promises that its places are mapped, writable and without references while it is
+        // borrowed.
         let got = unsafe { channel.get_vector_raw(&self.list) };
         self.list.clear();
         got?;

@@ -1,8 +1,8 @@
 //! The synchronization points of multifd: where the channels wait for each other.
 //!
 //! The law: what a channel brought before its SYNC packet has been handed over before the main channel passes the join
-//! point, and nothing behind the SYNC packet is read before. Between two synchronization points a page travels on one channel only,
-//! so no other order is needed.
+//! point, and nothing behind the SYNC packet is read before. Between two synchronization points a page travels on one
+//! channel only, so no other order is needed.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -38,8 +38,8 @@ pub trait LiveVm: Sync {
     /// Who writes its memory while it runs. The engine refuses a VM with a writer that no dirty log covers.
     fn writers(&self) -> Writers;
 
-    /// Stops vCPUs and devices. On success nothing writes guest memory any more, and everything that was written before is in
-    /// the dirty logs: rings are drained, requests in flight are completed.
+    /// Stops vCPUs and devices. On success nothing writes guest memory any more, and everything that was written before
+    /// is in the dirty logs: rings are drained, requests in flight are completed.
     ///
     /// # Errors
     /// The VM cannot be stopped; it runs on as before.
@@ -69,22 +69,22 @@ pub trait LiveVm: Sync {
 
 /// A VM that waits for its state, as the destination's VMM offers it to the engine.
 pub trait IncomingVm: Sync {
-    /// Its memory. Nothing runs in it before [`start`](Self::start). Where memory is to be [passed](SharedMemory::Passed) it is
-    /// asked for only after [`adopt`](Self::adopt).
+    /// Its memory. Nothing runs in it before [`start`](Self::start). Where memory is to be
+    /// [passed](SharedMemory::Passed) it is asked for only after [`adopt`](Self::adopt).
     fn memory(&self) -> &GuestMemory;
 
-    /// Who reads or writes its memory once it runs, or before. Postcopy is refused, as soon as the source announces it, if
-    /// [vhost](Writers::VHOST) is among them: memory that has not come is missing in this process alone, and another process
-    /// that maps it finds zeros there.
+    /// Who reads or writes its memory once it runs, or before. Postcopy is refused, as soon as the source announces it,
+    /// if [vhost](Writers::VHOST) is among them: memory that has not come is missing in this process alone, and another
+    /// process that maps it finds zeros there.
     ///
     /// By default only the vCPUs and this process's own devices.
     fn users(&self) -> Writers {
         Writers::VCPUS | Writers::DEVICES
     }
 
-    /// Takes memory that the source passes: these blocks are to be mapped as [they say](PassedBlock::into_options), and be
-    /// among [`memory`](Self::memory) from now on. Until the VM is started here, the source's VM runs in them: nothing may
-    /// write them, [`load_device`](Self::load_device) included.
+    /// Takes memory that the source passes: these blocks are to be mapped as [they say](PassedBlock::into_options), and
+    /// be among [`memory`](Self::memory) from now on. Until the VM is started here, the source's VM runs in them:
+    /// nothing may write them, [`load_device`](Self::load_device) included.
     ///
     /// # Errors
     /// By default: that this VM has its own memory.
@@ -98,8 +98,8 @@ pub trait IncomingVm: Sync {
     /// There is no such device, or it does not take the state: the source's VM goes on.
     fn load_device(&self, section: OpaqueSection<'_>) -> Result<(), VmError>;
 
-    /// Takes all device sections at once, as stock QEMU packs them for postcopy: they say nothing about their lengths, so
-    /// only a VMM that knows the devices can tell them apart. As [`load_device`](Self::load_device) otherwise.
+    /// Takes all device sections at once, as stock QEMU packs them for postcopy: they say nothing about their lengths,
+    /// so only a VMM that knows the devices can tell them apart. As [`load_device`](Self::load_device) otherwise.
     ///
     /// # Errors
     /// By default: that this VM does not know stock QEMU's devices.
@@ -108,12 +108,12 @@ pub trait IncomingVm: Sync {
         Err("the source's device sections do not say where they end, and this VMM does not know them".into())
     }
 
-    /// Runs the VM. Called once, when every device section was loaded and the source has given the VM away. It lets vCPUs and
-    /// devices go on and does not touch guest memory itself: in postcopy there may be no source to bring it.
+    /// Runs the VM. Called once, when every device section was loaded and the source has given the VM away. It lets
+    /// vCPUs and devices go on and does not touch guest memory itself: in postcopy there may be no source to bring it.
     ///
     /// # Errors
-    /// The VM cannot run, and nothing of it does. A source that waits for the VM's own word stays undecided then, and this may
-    /// be called once more; a stock QEMU source is told, and its VM goes on.
+    /// The VM cannot run, and nothing of it does. A source that waits for the VM's own word stays undecided then, and
+    /// this may be called once more; a stock QEMU source is told, and its VM goes on.
     fn start(&self) -> Result<(), VmError>;
 }
 
@@ -255,11 +255,11 @@ pub struct MigrationParams {
     pub stalled_rounds: Option<u32>,
     /// What happens after that time or those rounds.
     pub timeout_strategy: TimeoutStrategy,
-    /// How long the first round may wait for the guest's list of [free pages](LiveSource::with_free_pages); zero, and the list
-    /// takes pages out while the round is sent; [`Duration::MAX`], as long as the list takes.
+    /// How long the first round may wait for the guest's list of [free pages](LiveSource::with_free_pages); zero, and
+    /// the list takes pages out while the round is sent; [`Duration::MAX`], as long as the list takes.
     pub hint_wait: Duration,
-    /// Pages of a later round from which on the guest is asked again. A list takes a guest of 8 GiB 20 ms (measured), which
-    /// is what 16,384 pages take at 3 GB a second: a shorter round would be over before its list.
+    /// Pages of a later round from which on the guest is asked again. A list takes a guest of 8 GiB 20 ms (measured),
+    /// which is what 16,384 pages take at 3 GB a second: a shorter round would be over before its list.
     pub hint_pages: u64,
     /// How long the destination may be silent when it owes an answer.
     pub answer_timeout: Duration,

@@ -1,9 +1,9 @@
 //! A move on one host: memory that both ends have is not sent (`x-ignore-shared`).
 //!
-//! **Law: both ends leave out the same blocks, and only the VM writes them.** Which those are is decided by what the blocks
-//! are, at both ends alike: shared memory with a file. The capability in the stream's configuration says whether they are
-//! left out at all, and a destination that sees it otherwise refuses. A page that comes for such a block all the same is
-//! refused too: it would be written over memory that the source's VM is running in.
+//! **Law: both ends leave out the same blocks, and only the VM writes them.** Which those are is decided by what the
+//! blocks are, at both ends alike: shared memory with a file. The capability in the stream's configuration says whether
+//! they are left out at all, and a destination that sees it otherwise refuses. A page that comes for such a block all
+//! the same is refused too: it would be written over memory that the source's VM is running in.
 
 use std::os::fd::OwnedFd;
 
@@ -19,8 +19,8 @@ pub enum SharedMemory {
     /// It is sent like any other: the ends are strangers.
     #[default]
     Sent,
-    /// Both ends have mapped the same files; the stream leaves the blocks out. Also with stock QEMU as the other end, whose
-    /// memory is a `memory-backend-file` with `share=on`, and whose capability `x-ignore-shared` is on.
+    /// Both ends have mapped the same files; the stream leaves the blocks out. Also with stock QEMU as the other end,
+    /// whose memory is a `memory-backend-file` with `share=on`, and whose capability `x-ignore-shared` is on.
     Mapped,
     /// As `Mapped`, and the files are passed from the source to the destination with the stream, through a unix socket.
     Passed,

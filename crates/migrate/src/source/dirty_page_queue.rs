@@ -1,12 +1,13 @@
 //! The pages of a round, handed out in windows.
 //!
-//! Law: a window is handed out once, so no page is sent twice in a round; and they go out in order, so that all channels
-//! together read the memory from front to back.
+//! Law: a window is handed out once, so no page is sent twice in a round; and they go out in order, so that all
+//! channels together read the memory from front to back.
 //!
-//! A page that the guest has called free is taken out while the round goes on. **Law: a list takes pages out only while it is
-//! open, and it is closed before the dirty log is read.** What the guest wrote before that reading is in the log or was
-//! written before the page was free; behind it a late hint would take out what the log has just told. Both are decided under
-//! the lock that hands pages out, so a page is handed out or taken out, never both, and no thread waits for a list.
+//! A page that the guest has called free is taken out while the round goes on. **Law: a list takes pages out only while
+//! it is open, and it is closed before the dirty log is read.** What the guest wrote before that reading is in the log
+//! or was written before the page was free; behind it a late hint would take out what the log has just told. Both are
+//! decided under the lock that hands pages out, so a page is handed out or taken out, never both, and no thread waits
+//! for a list.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -73,8 +74,8 @@ impl DirtyPageQueue {
         }
     }
 
-    /// The next pages of one block, `most` at most, as `runs`, and their block: for a single sender, which needs no windows.
-    /// `None` when all were handed out.
+    /// The next pages of one block, `most` at most, as `runs`, and their block: for a single sender, which needs no
+    /// windows. `None` when all were handed out.
     pub(crate) fn claim_pages(&self, runs: &mut Vec<PageRange>, most: u64) -> Option<usize> {
         runs.clear();
         let State { pages, block, page, handed_out, .. } = &mut *self.lock();
@@ -125,8 +126,8 @@ impl DirtyPageQueue {
         self.lock().free = none;
     }
 
-    /// A list that is asked for now may take pages out, and none before it: its number. What the dirty log has told is in the
-    /// pages that are handed out.
+    /// A list that is asked for now may take pages out, and none before it: its number. What the dirty log has told is
+    /// in the pages that are handed out.
     pub(crate) fn open_list(&self) -> u64 {
         let mut state = self.lock();
         state.lists += 1;
@@ -145,7 +146,8 @@ impl DirtyPageQueue {
         self.lock().open = true;
     }
 
-    /// Takes pages out that this list calls free, of those that were not handed out yet: how many. `None`: it comes too late.
+    /// Takes pages out that this list calls free, of those that were not handed out yet: how many. `None`: it comes too
+    /// late.
     pub(crate) fn take_out(&self, list: u64, block: usize, range: PageRange) -> Option<u64> {
         let state = &mut *self.lock();
         if !state.open || state.lists != list {
@@ -175,7 +177,8 @@ impl DirtyPageQueue {
         self.lock().pages.get(block).map_or_else(Vec::new, |pages| pages.runs_in(within).collect())
     }
 
-    /// Does not hand these pages of a block out: they are not needed. Of `dropped` remains what would have been handed out.
+    /// Does not hand these pages of a block out: they are not needed. Of `dropped` remains what would have been handed
+    /// out.
     pub(crate) fn drop_pages(&self, block: usize, dropped: &mut PageBitmap) {
         let State { pages, total, .. } = &mut *self.lock();
         if let Some(pages) = pages.get_mut(block) {

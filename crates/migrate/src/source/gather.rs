@@ -46,7 +46,8 @@ impl<'m> Gather<'m> {
         unsafe { channel.put_vector_raw(&self.list) }
     }
 
-    /// As [`put`](Self::put), the pages lent where the channel does that, behind the first `copied` entries, which are not.
+    /// As [`put`](Self::put), the pages lent where the channel does that, behind the first `copied` entries, which are
+    /// not.
     pub(crate) fn lend(&self, lending: &mut Lending<'_, '_>, copied: usize) -> Result<(), ChannelError> {
         // SAFETY: as above; of guest memory it is known that it may be read later.
         unsafe { lending.put_pages(&self.list, copied) }

@@ -1,8 +1,8 @@
 //! Host pages: what the destination's kernel places at once, 4 KiB or a huge page, by RAM block.
 //!
-//! A destination in postcopy collects a host page from its 4 KiB pages, which must follow each other on one channel, and
-//! places it when it is whole. Its page sizes are the *destination's* affair: where a VM was saved says nothing about them,
-//! so they are told to the source role, which has to announce exactly the destination's.
+//! A destination in postcopy collects a host page from its 4 KiB pages, which must follow each other on one channel,
+//! and places it when it is whole. Its page sizes are the *destination's* affair: where a VM was saved says nothing
+//! about them, so they are told to the source role, which has to announce exactly the destination's.
 
 use std::collections::BTreeMap;
 

@@ -1,16 +1,19 @@
-//! The source role in postcopy with immediate resume: the guest runs at the destination before all of its pages are there.
+//! The source role in postcopy with immediate resume: the guest runs at the destination before all of its pages are
+//! there.
 //!
 //! The order on the wire: header, return path, advice, RAM layout, one discard for each block (a destination that goes
-//! from the advice straight to listening waits for ever on its own memory, so at least one is mandatory), the package of
-//! LISTEN, device sections and RUN; then pages, each exactly once, requested ones first. The stream ends only when every
-//! stored page has been sent, because a destination completes with whatever it has and takes the rest for zero.
+//! from the advice straight to listening waits for ever on its own memory, so at least one is mandatory), the package
+//! of LISTEN, device sections and RUN; then pages, each exactly once, requested ones first. The stream ends only when
+//! every stored page has been sent, because a destination completes with whatever it has and takes the rest for zero.
 //!
-//! Where the destination's memory is made of huge pages, a page is such a host page everywhere above: it is claimed, sent,
-//! recovered and asked for as a whole, and its 4 KiB pages follow each other on one channel with nothing between them.
+//! Where the destination's memory is made of huge pages, a page is such a host page everywhere above: it is claimed,
+//! sent, recovered and asked for as a whole, and its 4 KiB pages follow each other on one channel with nothing between
+//! them.
 //!
 //! Threads: the caller's sends on the main channel; one reads the return path; with a preempt channel one more answers
 //! requests there. Only *requested* pages may go on the preempt channel: the destination waits for those before it
-//! completes, but an unasked page on that channel could still be under way when the main channel ends, and would be lost.
+//! completes, but an unasked page on that channel could still be under way when the main channel ends, and would be
+//! lost.
 
 use std::collections::BTreeMap;
 use std::io::IoSlice;
@@ -45,13 +48,14 @@ pub struct PostcopyOptions {
     pub answer_timeout: Duration,
     /// Pages of one write of the background push while requests keep coming. Smaller answers requests sooner.
     pub batch_pages: u64,
-    /// Bytes of the pages that the *destination's* memory is made of, by RAM block; 4096 for a block that is not named here.
-    /// Powers of two (2 MiB: `2 << 20`) of which the block's length is a multiple.
+    /// Bytes of the pages that the *destination's* memory is made of, by RAM block; 4096 for a block that is not named
+    /// here. Powers of two (2 MiB: `2 << 20`) of which the block's length is a multiple.
     ///
-    /// They must be the destination's own (QEMU's `info ramblock` tells them), both to start and to recover: a destination
-    /// refuses other ones before it runs. Where the pages come from has no say: what was saved from 4 KiB pages goes into
-    /// huge ones and the other way round. A host page is sent whole and at once, so it is also the least that a limited rate
-    /// and [`batch_pages`](Self::batch_pages) apply to, and what a requested page waits for at most.
+    /// They must be the destination's own (QEMU's `info ramblock` tells them), both to start and to recover: a
+    /// destination refuses other ones before it runs. Where the pages come from has no say: what was saved from 4 KiB
+    /// pages goes into huge ones and the other way round. A host page is sent whole and at once, so it is also the
+    /// least that a limited rate and [`batch_pages`](Self::batch_pages) apply to, and what a requested page waits for
+    /// at most.
     pub page_sizes: BTreeMap<String, u64>,
 }
 
@@ -112,8 +116,8 @@ enum Opening<'b> {
     Start,
     /// With a destination that waits for recovery.
     Recovery,
-    /// In the middle of a stream, behind the package. The return path is read by another reader, which notices the answer to
-    /// [`PING_LOADED`](postcopy::PING_LOADED).
+    /// In the middle of a stream, behind the package. The return path is read by another reader, which notices the
+    /// answer to [`PING_LOADED`](postcopy::PING_LOADED).
     Package { return_path: &'b ReturnPath, preempt: Option<Arc<Channel>> },
 }
 
@@ -181,8 +185,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self
     }
 
-    /// Asks `may_end` again and again between [`Milestone::AllPlaced`] and the end of the stream, which waits until it says
-    /// yes. Requests are answered meanwhile.
+    /// Asks `may_end` again and again between [`Milestone::AllPlaced`] and the end of the stream, which waits until it
+    /// says yes. Requests are answered meanwhile.
     pub fn with_end_gate(mut self, may_end: impl Fn() -> bool + Send + Sync + 'a) -> Self {
         self.may_end = Box::new(may_end);
         self
@@ -383,8 +387,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         Ok((body, length))
     }
 
-    /// Sends the commands that discard what the destination does not have, one at least, and the package, in a stream whose
-    /// destination has answered.
+    /// Sends the commands that discard what the destination does not have, one at least, and the package, in a stream
+    /// whose destination has answered.
     pub(crate) fn send_package(&mut self, return_path: &ReturnPath, discards: &[u8]) -> PackageSent {
         let open_preempt = self.open_preempt.take();
         let ready = || {
@@ -409,9 +413,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         }
     }
 
-    /// The last moment to turn back. A destination that is left while it loads the package can neither go on nor give up:
-    /// its main loop waits for pages that only this side has. So from here to the answer of the package's PING a stop has
-    /// to wait.
+    /// The last moment to turn back. A destination that is left while it loads the package can neither go on nor give
+    /// up: its main loop waits for pages that only this side has. So from here to the answer of the package's PING a
+    /// stop has to wait.
     fn commit(&self) -> Result<(), MigrateError> {
         self.control.hold();
         match self.control.stopped() {
@@ -483,7 +487,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         }
     }
 
-    /// The main channel's sender: requests first (unless the preempt channel has them), then everything else, then the end.
+    /// The main channel's sender: requests first (unless the preempt channel has them), then everything else, then the
+    /// end.
     fn push(&self, state: &SendState<'_, S>, preempted: bool) -> Result<Histogram<u64>, MigrateError> {
         let mut sender = Sender::new(state, &self.channel)?;
         let mut cursor = Cursor { block: 0, page: PageNumber(0) };
@@ -524,9 +529,9 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
 
     /// Ends the stream, once the destination has placed every page and has no more need of answers.
     ///
-    /// A destination that is told the end completes with what it has. So first it is asked, by a PING behind the last page,
-    /// whether it has come so far; and until it has loaded its devices it may still wait for pages that were never stored,
-    /// which are answered meanwhile.
+    /// A destination that is told the end completes with what it has. So first it is asked, by a PING behind the last
+    /// page, whether it has come so far; and until it has loaded its devices it may still wait for pages that were
+    /// never stored, which are answered meanwhile.
     fn end(&self, state: &SendState<'_, S>, sender: &mut Sender<'_, S>, preempted: bool) -> Result<(), MigrateError> {
         let start = self.source.start();
         let mut bytes = Vec::new();
@@ -537,7 +542,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             if state.return_path.has_ended() {
                 return Err(state.return_path.outcome());
             }
-            // Not earlier: a destination that has failed to load its devices trips over a command (found with QEMU 10.0.2).
+            // Not earlier: a destination that has failed to load its devices trips over a command (found with QEMU
+            // 10.0.2).
             if !asked && (self.recovering || state.return_path.has_pong(postcopy::PING_LOADED)) {
                 asked = true;
                 ram::encode_eos(start.section_id, &mut bytes);
@@ -545,8 +551,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 section::encode_part(start.section_id, &mut bytes);
                 self.channel.put(&bytes)?;
             }
-            // In this order: when nothing is left to claim, what the preempt channel's thread has claimed is counted. It is not
-            // sent yet, and reading it may still fail.
+            // In this order: when nothing is left to claim, what the preempt channel's thread has claimed is counted.
+            // It is not sent yet, and reading it may still fail.
             let all = state.return_path.has_pong(postcopy::PING_PACKAGED)
                 && state.unsent.left() == 0
                 && state.unanswered.load(Ordering::Acquire) == 0;

@@ -1,8 +1,8 @@
 //! Page records of one channel: headers gathered with the pages they announce, in one vectored call, or by its [plain
 //! twin](super::stream_buffer).
 //!
-//! A channel has a *current block*; a record that stays in it carries no name. Each channel has its own, so each sending
-//! thread has its own [`RecordWriter`].
+//! A channel has a *current block*; a record that stays in it carries no name. Each channel has its own, so each
+//! sending thread has its own [`RecordWriter`].
 
 use std::io::IoSlice;
 use std::time::{Duration, Instant};
@@ -20,12 +20,12 @@ use super::stream_buffer::StreamBuffer;
 use crate::error::MigrateError;
 use crate::live::RecordWrite;
 
-/// Pages with contents that go out in one call, if there are so many: each with its header, as many entries as the kernel takes
-/// at a time, 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
+/// Pages with contents that go out in one call, if there are so many: each with its header, as many entries as the
+/// kernel takes at a time, 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
 const PAGES_A_CALL: usize = 512;
 
-/// With room for fewer pages than this a call is full: what is looked at next, most of it perhaps zero, would be too little
-/// to be worth a look.
+/// With room for fewer pages than this a call is full: what is looked at next, most of it perhaps zero, would be too
+/// little to be worth a look.
 const ROOM_LEAST: usize = 32;
 
 /// Zero records that go out in one call at most: 9 bytes each, so a few tens of KiB.
@@ -68,8 +68,8 @@ pub(crate) enum Zeros {
 }
 
 impl Zeros {
-    /// Runs of pages of guest memory, cut into runs of one kind each by looking at them; what is not looked at passes for
-    /// pages with contents.
+    /// Runs of pages of guest memory, cut into runs of one kind each by looking at them; what is not looked at passes
+    /// for pages with contents.
     ///
     /// # Errors
     /// The block has no such pages.
@@ -161,8 +161,8 @@ impl<'a> RecordWriter<'a> {
         self
     }
 
-    /// Sends a run of pages of one block, `contents` being theirs; those that are not `stored`, which are not looked at, or
-    /// turn out to be zero go as ZERO records.
+    /// Sends a run of pages of one block, `contents` being theirs; those that are not `stored`, which are not looked
+    /// at, or turn out to be zero go as ZERO records.
     ///
     /// Returns how many went with contents and how many as zero.
     pub(crate) fn send(
@@ -214,8 +214,9 @@ impl<'a> RecordWriter<'a> {
         if room < ROOM_LEAST || self.placed.len() >= ZEROS_A_CALL { 0 } else { room }
     }
 
-    /// Looks at runs of pages of guest memory, and writes their headers. Nothing goes out before it is [put](Self::put_placed);
-    /// until then all that is placed has to be of one block. `left_out` is called for each run of pages that is left out.
+    /// Looks at runs of pages of guest memory, and writes their headers. Nothing goes out before it is
+    /// [put](Self::put_placed); until then all that is placed has to be of one block. `left_out` is called for each run
+    /// of pages that is left out.
     pub(crate) fn place(
         &mut self,
         pages: GuestPages<'_>,
@@ -328,8 +329,8 @@ fn no_header() -> BrokenInvariant {
     broken("the header of each record is written before the record is sent")
 }
 
-/// Tells `with`, in order, of each page with contents among what was placed, and of the headers since the one before it;
-/// returns the headers behind the last one.
+/// Tells `with`, in order, of each page with contents among what was placed, and of the headers since the one before
+/// it; returns the headers behind the last one.
 fn announce<'h>(
     headers: &'h [u8],
     placed: &[(usize, RecordKind, PageNumber)],

@@ -124,7 +124,8 @@ impl ReturnPath {
         }
     }
 
-    /// Takes the next request, waiting for one for at most `answer_timeout`. It is counted in `taken` in the same moment.
+    /// Takes the next request, waiting for one for at most `answer_timeout`. It is counted in `taken` in the same
+    /// moment.
     pub(crate) fn next_request(&self, answer_timeout: Duration, taken: &AtomicU64) -> Wake {
         let begun = Instant::now();
         let mut state = self.lock();
@@ -274,8 +275,8 @@ fn deliver(
                 })?);
             }
             let Some(index) = *current else {
-                // Of the block that it named on the channel before this one. When it resumes it asks again, by name, for all
-                // that it waits for; and every page is sent some time.
+                // Of the block that it named on the channel before this one. When it resumes it asks again, by name,
+                // for all that it waits for; and every page is sent some time.
                 return Ok(false);
             };
             let pages = checked_range(blocks, index, start, length)?;

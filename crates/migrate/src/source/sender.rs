@@ -1,7 +1,7 @@
 //! The sending threads of a postcopy: each a channel, a buffer, and what it counts.
 //!
-//! All of them claim pages from one list of what is unsent and take requests from the return path; the rest of what they
-//! share is in [`SendState`].
+//! All of them claim pages from one list of what is unsent and take requests from the return path; the rest of what
+//! they share is in [`SendState`].
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
@@ -108,9 +108,9 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
         Ok(())
     }
 
-    /// Sends a claimed run of pages, and returns how many of them had contents. Of a huge page all pages go, in order and
-    /// with nothing between them, as the destination demands; holes of it are not read. Guest memory is gathered from where
-    /// it lies.
+    /// Sends a claimed run of pages, and returns how many of them had contents. Of a huge page all pages go, in order
+    /// and with nothing between them, as the destination demands; holes of it are not read. Guest memory is gathered
+    /// from where it lies.
     pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<u64, MigrateError> {
         let too_long = || broken("a piece of a claim fits into the buffer");
         let length = |pages: PageRange| to_usize(pages.len()).saturating_mul(PAGE_LEN);

@@ -1,5 +1,5 @@
-//! The copying alternative to gathering: everything is copied into a buffer, and one call writes the buffer whenever it is full. This is how a
-//! stream buffer works, and what [gathering](super::gather) is measured against.
+//! The copying alternative to gathering: everything is copied into a buffer, and one call writes the buffer whenever it
+//! is full. This is how a stream buffer works, and what [gathering](super::gather) is measured against.
 
 use std::io::IoSlice;
 

@@ -1,11 +1,12 @@
 //! Which pages are still to be sent, so that each is sent exactly once whichever thread sends it.
 //!
-//! A destination in postcopy takes a page once: a second copy of it breaks the migration off, and a page left out becomes
-//! a silent zero page when the stream ends. So a page is *claimed*, atomically, before it is sent, and the stream may end
-//! only when nothing is left to claim.
+//! A destination in postcopy takes a page once: a second copy of it breaks the migration off, and a page left out
+//! becomes a silent zero page when the stream ends. So a page is *claimed*, atomically, before it is sent, and the
+//! stream may end only when nothing is left to claim.
 //!
 //! What is claimed is a whole *host page* of the block, because the destination can only place a whole one: the thread
-//! that has claimed it sends all of its pages, the zero ones among them too. In a block of 4 KiB pages that is one page.
+//! that has claimed it sends all of its pages, the zero ones among them too. In a block of 4 KiB pages that is one
+//! page.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -123,7 +124,8 @@ impl<'a> UnsentPages<'a> {
         Ok(())
     }
 
-    /// Notes how many host pages are to be claimed: when it is known what the destination has, and before the first claim.
+    /// Notes how many host pages are to be claimed: when it is known what the destination has, and before the first
+    /// claim.
     pub(crate) fn begin(&self) {
         self.to_claim.store(self.blocks.iter().map(|block| block.to_send.count()).sum(), Relaxed);
         self.claimed.store(0, Relaxed);
@@ -173,7 +175,8 @@ impl<'a> UnsentPages<'a> {
     /// Claims the next run of host pages with contents at or behind the cursor, going round once, and moves the cursor
     /// behind it; `at_most` so many pages, but one host page at least. `None` if nothing is left anywhere.
     pub(crate) fn claim_run(&self, cursor: &mut Cursor, at_most: u64) -> Option<(usize, PageRange)> {
-        // One more turn than there are blocks: the block that the search starts in is looked at again from its beginning.
+        // One more turn than there are blocks: the block that the search starts in is looked at again from its
+        // beginning.
         for _ in 0..=self.blocks.len() {
             if cursor.block >= self.blocks.len() {
                 *cursor = Cursor { block: 0, page: PageNumber(0) };

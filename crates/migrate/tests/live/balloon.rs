@@ -1,7 +1,8 @@
-//! limosa's balloon under a live migration: the device over its rings, driven as Linux drives it, while programs take from it
-//! what it has told. Nothing that they write is lost, moved or not.
+//! limosa's balloon under a live migration: the device over its rings, driven as Linux drives it, while programs take
+//! from it what it has told. Nothing that they write is lost, moved or not.
 //!
-//! Cases follow from their seeds. `LIMOSA_CHAOS_TRIALS=N` moves N times, `LIMOSA_CHAOS_SEED=S` begins with another seed.
+//! Cases follow from their seeds. `LIMOSA_CHAOS_TRIALS=N` moves N times, `LIMOSA_CHAOS_SEED=S` begins with another
+//! seed.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Both ends of a live migration, and a network between them that is cut at random: at most one of them ever runs the VM,
-//! a look at both tells what to do, and wherever the VM runs in the end it has its memory.
+//! Both ends of a live migration, and a network between them that is cut at random: at most one of them ever runs the
+//! VM, a look at both tells what to do, and wherever the VM runs in the end it has its memory.
 
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;

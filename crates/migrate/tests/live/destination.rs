@@ -102,7 +102,8 @@ fn said(messages: &[ReturnMessage]) -> Vec<u8> {
     bytes
 }
 
-/// Sends `first`, waits for as many answers as `asked` has, sends `then` and ends. What was answered, and what came of it.
+/// Sends `first`, waits for as many answers as `asked` has, sends `then` and ends. What was answered, and what came of
+/// it.
 fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (Vec<u8>, IncomingOutcome<'a, Vm>) {
     let (near, far) = pair();
     let (control, progress) = (Control::new(), Progress::new());

@@ -1,5 +1,5 @@
-//! Memory that is given back while its VM is moved: its contents are others then, in every dirty log and of every kind of memory,
-//! and what is written to it next is not lost.
+//! Memory that is given back while its VM is moved: its contents are others then, in every dirty log and of every kind
+//! of memory, and what is written to it next is not lost.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -139,8 +139,8 @@ impl Meeting {
         }
     }
 
-    /// Breaks the postcopy off when the guest has looked at so many pages more. It may look at no others until then, so that most of
-    /// the memory is still at the source.
+    /// Breaks the postcopy off when the guest has looked at so many pages more. It may look at no others until then, so
+    /// that most of the memory is still at the source.
     fn break_off_after(&self, pages: u64) -> Result<()> {
         let looked = |pages| self.taker.looked.load(Ordering::SeqCst) >= pages;
         let begun = Instant::now();

@@ -1,7 +1,8 @@
-//! Free pages that the guest tells while it is moved: they are not sent, and nothing that it writes is lost, whatever it does
-//! with what it has called free.
+//! Free pages that the guest tells while it is moved: they are not sent, and nothing that it writes is lost, whatever
+//! it does with what it has called free.
 //!
-//! Cases follow from their seeds. `LIMOSA_CHAOS_TRIALS=N` runs N of each kind, `LIMOSA_CHAOS_SEED=S` begins with another seed.
+//! Cases follow from their seeds. `LIMOSA_CHAOS_TRIALS=N` runs N of each kind, `LIMOSA_CHAOS_SEED=S` begins with
+//! another seed.
 
 use crate::model;
 use std::num::NonZeroU64;
@@ -326,8 +327,8 @@ fn what_is_free_is_not_sent_and_the_guest_has_its_pages_back_before_its_devices_
     answers.sinks.lock().unwrap().iter().for_each(|sink| sink.free(0..u64::MAX));
 }
 
-/// Holes are looked for among what is left: each page is one or the other, and a destination that has something there is told of
-/// the holes.
+/// Holes are looked for among what is left: each page is one or the other, and a destination that has something there
+/// is told of the holes.
 #[test]
 fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
     for (fresh, channels) in [(true, 0), (false, 0), (true, 2), (false, 2)] {

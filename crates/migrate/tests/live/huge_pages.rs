@@ -1,5 +1,5 @@
-//! The postcopy source against a destination whose memory is made of huge pages: a host page comes whole, on one channel,
-//! with nothing between its pages, and once; whatever is asked for, wherever it breaks off.
+//! The postcopy source against a destination whose memory is made of huge pages: a host page comes whole, on one
+//! channel, with nothing between its pages, and once; whatever is asked for, wherever it breaks off.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -32,8 +32,8 @@ struct Script {
     preempt: bool,
 }
 
-/// Runs a postcopy of `memory`, from its start or as a recovery of a destination that tells `had`; returns what landed on
-/// the main channel and on the preempt channel.
+/// Runs a postcopy of `memory`, from its start or as a recovery of a destination that tells `had`; returns what landed
+/// on the main channel and on the preempt channel.
 fn transfer(
     memory: &Memory,
     each: &[u64],

@@ -20,7 +20,8 @@ const LIMIT: u64 = 192 << 20;
 /// Sixteen times the limit.
 const PAGES: u64 = (3 << 30) / 4096;
 
-/// A guest whose runs of `run` pages with contents are `gap` apart, up to page `end`; all other pages are zero and sent so.
+/// A guest whose runs of `run` pages with contents are `gap` apart, up to page `end`; all other pages are zero and sent
+/// so.
 fn send(channel: &Channel, run: u64, gap: u64, end: u64) {
     let blocks = [RamBlock::new("ram", PAGES * 4096)];
     let mut bytes = Vec::new();

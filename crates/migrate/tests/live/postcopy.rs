@@ -263,7 +263,8 @@ fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_is_told() {
     assert_eq!(vm.started(), 0);
 }
 
-/// The stream of a source that goes on as a test likes, up to the first page: of block `ram`, 64 pages, which discards these.
+/// The stream of a source that goes on as a test likes, up to the first page: of block `ram`, 64 pages, which discards
+/// these.
 fn opening(discards: std::ops::Range<u64>) -> (Vec<u8>, RecordEncoder) {
     let blocks = [RamBlock::new("ram", 64 * 4096)];
     let mut out = Vec::new();

@@ -148,8 +148,8 @@ fn migrate(how: How) -> Option<LiveStats> {
     let outcome = thread::scope(|scope| {
         if how.cut {
             scope.spawn(|| {
-                // As soon as the VM runs there, or would if it had been let: QEMU answers the PING in the package just before
-                // that, and one that loses its source in between ends.
+                // As soon as the VM runs there, or would if it had been let: QEMU answers the PING in the package just
+                // before that, and one that loses its source in between ends.
                 while progress.read().phase != Phase::PostcopyActive {
                     thread::sleep(Duration::from_millis(2));
                 }

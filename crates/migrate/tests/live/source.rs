@@ -415,7 +415,8 @@ fn a_destination_that_stops_reading_in_the_middle_of_the_hand_over_has_been_give
 
 #[test]
 fn a_limit_that_is_changed_while_the_vm_moves_decides() {
-    // Far more than a tenth of a second's worth, which may go at once where nothing went for that long, as on a busy machine.
+    // Far more than a tenth of a second's worth, which may go at once where nothing went for that long, as on a busy
+    // machine.
     let vm = TestVm::new(&[4000]);
     vm.fill(0, |_| true);
     let (logs, _) = vm.restless_logs(100);

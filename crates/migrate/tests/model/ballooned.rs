@@ -1,5 +1,5 @@
-//! A guest with limosa's own balloon: the device over its rings, the model of Linux's driver, and programs that allocate, write and
-//! free what the driver lists, inflates and reports.
+//! A guest with limosa's own balloon: the device over its rings, the model of Linux's driver, and programs that
+//! allocate, write and free what the driver lists, inflates and reports.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -156,7 +156,8 @@ impl Ballooned {
     }
 
     fn allocate(&self, length: u64, seed: u64) -> Option<u64> {
-        // Memory is short, every now and then: what the driver holds is taken back, without a word, and written at once.
+        // Memory is short, every now and then: what the driver holds is taken back, without a word, and written at
+        // once.
         let back = if seed.is_multiple_of(4) { self.shrinker.take_back(1) } else { Vec::new() };
         let Some(block) = back.into_iter().next() else { return self.free().allocate(length) };
         self.taken_back.fetch_add(1, Ordering::Relaxed);
@@ -185,8 +186,8 @@ impl Ballooned {
         })
     }
 
-    /// Pages that programs have, or that must not be touched, and that `read` does not find as they were written; the VM is paused. And
-    /// how many pages that were looked at.
+    /// Pages that programs have, or that must not be touched, and that `read` does not find as they were written; the
+    /// VM is paused. And how many pages that were looked at.
     pub fn compare(&self, read: impl Fn(u64, &mut [u8])) -> (Vec<PageNumber>, u64) {
         let pieces: Vec<Piece> = self.programs.iter().flat_map(|pieces| pieces.lock().unwrap().clone()).collect();
         let pages = pieces.iter().map(|piece| (piece.range.end - piece.range.start) / PAGE_SIZE).sum::<u64>();

@@ -1,5 +1,5 @@
-//! A guest's heap, and the driver of a balloon that tells which of it is free: as Linux's does, it holds back what it has told,
-//! and gives it back without a word when memory is short.
+//! A guest's heap, and the driver of a balloon that tells which of it is free: as Linux's does, it holds back what it
+//! has told, and gives it back without a word when memory is short.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

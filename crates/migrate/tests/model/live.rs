@@ -103,7 +103,8 @@ impl TestVm {
         true
     }
 
-    /// Writes random pages, a fifth of them with zeros, and gives some back, until the VM is over, with `pause` between two.
+    /// Writes random pages, a fifth of them with zeros, and gives some back, until the VM is over, with `pause` between
+    /// two.
     pub fn write_on<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,

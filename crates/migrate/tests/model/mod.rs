@@ -173,8 +173,8 @@ pub struct Landed {
     pub ended: bool,
 }
 
-/// Reads records of one channel as a postcopy destination does: every page at most once, with the right contents, and all
-/// pages of a host page one behind the other.
+/// Reads records of one channel as a postcopy destination does: every page at most once, with the right contents, and
+/// all pages of a host page one behind the other.
 ///
 /// `lands` is called for each page that arrived and may say to stop (cut the channel).
 pub struct Records<'a> {

@@ -82,7 +82,8 @@ struct MainLink<'m> {
 }
 
 impl<'a> MultifdModel<'a> {
-    /// `fresh` blocks are zero before the stream, those that are `in_place` are there, others are full of something else.
+    /// `fresh` blocks are zero before the stream, those that are `in_place` are there, others are full of something
+    /// else.
     pub fn new(
         memory: &'a Memory,
         (fresh, in_place): (&[String], &[String]),

@@ -118,8 +118,8 @@ fn memory() -> Memory {
     Memory::new(&[64], |_, _| true)
 }
 
-/// Receives all of this, which has been sent before that begins: who is waited for is silent for good. The channels in `open` stay
-/// open behind their bytes.
+/// Receives all of this, which has been sent before that begins: who is waited for is silent for good. The channels in
+/// `open` stay open behind their bytes.
 fn receive(main: Vec<u8>, pages: Vec<Pages>, open: &[usize], sink: &mut Kept) -> Result<Incoming, MigrateError> {
     receive_with(main, pages, open, sink, Compression::None)
 }

@@ -229,8 +229,8 @@ fn without_a_return_path_memory_arrives_as_well() {
     }
 }
 
-/// Memory that gives nothing away before so many threads ask for some: so that every channel has a share. One that fails
-/// before it asks is not waited for for ever.
+/// Memory that gives nothing away before so many threads ask for some: so that every channel has a share. One that
+/// fails before it asks is not waited for for ever.
 struct Shared<'a>(&'a Memory, Mutex<u64>, Condvar);
 
 impl<'a> Shared<'a> {
@@ -277,7 +277,8 @@ fn a_rate_limit_is_charged_with_what_is_sent_and_not_with_zero_pages_nor_what_co
         let mapped = Mixed(&read, mapped(&one, 0));
         let send_read = |way: &Way, control: &Control| way.send(&one, &read, control, &Progress::new()).0.unwrap();
         let send_mapped = |way: &Way, control: &Control| way.send(&one, &mapped, control, &Progress::new()).0.unwrap();
-        // A page, headers, and at most 9 bytes for each of the others, less what the time since has paid: 10 s. All pages: 1000 s.
+        // A page, headers, and at most 9 bytes for each of the others, less what the time since has paid: 10 s. All
+        // pages: 1000 s.
         for delay in [charged(&send_read, Way::new(1)), charged(&send_mapped, Way::new(1))] {
             assert!(delay < Duration::from_secs(60), "{machine} {delay:?}");
         }

@@ -47,7 +47,8 @@ impl Mapping {
     /// A byte that several threads may write and read.
     fn byte(&self, offset: usize) -> &AtomicU8 {
         assert!(offset < self.len);
-        // SAFETY: inside the mapping, which is writable; a byte is always aligned, and all access is atomic or volatile.
+        // SAFETY: inside the mapping, which is writable; a byte is always aligned, and all access is atomic or
+        // volatile.
         unsafe { AtomicU8::from_ptr(self.start.add(offset)) }
     }
 }

@@ -1,10 +1,10 @@
 //! A QEMU's devices, and where each of them sits: `qom-list` from `/machine` down.
 //!
-//! Facts found with QEMU 10.0.2: an object with a property `parent_bus` is a device, and its value the path of the bus; the
-//! bus is a child of the device that provides it. A PCI device's `addr` is its number on the bus, slot * 8 + function. A
-//! section of a PCI device is named `0000:00:SLOT.FUNCTION/...`, with `:SLOT.FUNCTION` once more for each bridge on the way;
-//! a virtio device is named by the PCI device that carries it; devices on USB and SCSI by their controller and a port.
-//! Sections of devices on ISA and on the system bus have no bus in their names.
+//! Facts found with QEMU 10.0.2: an object with a property `parent_bus` is a device, and its value the path of the bus;
+//! the bus is a child of the device that provides it. A PCI device's `addr` is its number on the bus, slot * 8 +
+//! function. A section of a PCI device is named `0000:00:SLOT.FUNCTION/...`, with `:SLOT.FUNCTION` once more for each
+//! bridge on the way; a virtio device is named by the PCI device that carries it; devices on USB and SCSI by their
+//! controller and a port. Sections of devices on ISA and on the system bus have no bus in their names.
 
 use std::collections::HashMap;
 

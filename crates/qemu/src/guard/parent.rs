@@ -40,8 +40,8 @@ pub enum GuardEnd {
     WasGone(ExitStatus),
 }
 
-/// A running guard. **Dropping it without [`Guard::finish`] makes it take over**, and waits until it has: an error that left the
-/// job undone ends as a kill would. The monitor's connection must not be used after that.
+/// A running guard. **Dropping it without [`Guard::finish`] makes it take over**, and waits until it has: an error that
+/// left the job undone ends as a kill would. The monitor's connection must not be used after that.
 #[derive(Debug)]
 pub struct Guard {
     child: Child,
@@ -49,9 +49,9 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Starts `executable` with `arguments` (the hidden subcommand whose implementation calls [`super::run`]) as the guard of a job
-    /// of this process on `qmp`, and waits until it stands. Use `/proc/self/exe` for the running executable: that works even if
-    /// its file was replaced meanwhile.
+    /// Starts `executable` with `arguments` (the hidden subcommand whose implementation calls [`super::run`]) as the
+    /// guard of a job of this process on `qmp`, and waits until it stands. Use `/proc/self/exe` for the running
+    /// executable: that works even if its file was replaced meanwhile.
     ///
     /// # Errors
     /// [`GuardError`].
@@ -72,8 +72,8 @@ impl Guard {
         Ok(guard)
     }
 
-    /// The same without waiting: what it is told meanwhile is not lost, and a guard that does not come up is found out by
-    /// [`Guard::finish`]. What it has to say goes to `stderr`.
+    /// The same without waiting: what it is told meanwhile is not lost, and a guard that does not come up is found out
+    /// by [`Guard::finish`]. What it has to say goes to `stderr`.
     ///
     /// # Errors
     /// [`GuardError::Spawn`].
@@ -133,7 +133,8 @@ impl Guard {
         self.control.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"let go\n")
     }
 
-    /// Sends the guard what it needs to continue a lazy restore: an `UnfinishedRestore`, which is none of this side's business.
+    /// Sends the guard what it needs to continue a lazy restore: an `UnfinishedRestore`, which is none of this side's
+    /// business.
     pub(crate) fn remember(&mut self, unfinished: &impl Serialize) -> io::Result<()> {
         self.say("restore", &serde_json::to_vec(unfinished)?)
     }
@@ -151,8 +152,8 @@ impl Guard {
         }
     }
 
-    /// Leaves the job to the guard: it takes over at once, and this process does not wait for it. The monitor's connection
-    /// must not be used after that.
+    /// Leaves the job to the guard: it takes over at once, and this process does not wait for it. The monitor's
+    /// connection must not be used after that.
     pub fn hand_over(mut self) {
         // Without the control channel, dropping the guard waits for nothing.
         drop(self.control.take());

@@ -4,17 +4,19 @@
 //!
 //! * [`Monitor::getfd`]: one descriptor under a name, used up by `migrate` to `fd:NAME`. It outlives the connection
 //!   until it is used or [`Monitor::closefd`] closes it.
-//! * [`Monitor::add_fd`]: a numbered set, opened by `/dev/fdset/N` as often as wanted, each time as a duplicate. It, too,
-//!   outlives the connection until [`Monitor::remove_fd`].
+//! * [`Monitor::add_fd`]: a numbered set, opened by `/dev/fdset/N` as often as wanted, each time as a duplicate. It,
+//!   too, outlives the connection until [`Monitor::remove_fd`].
 //!
 //! Facts found with QEMU 10.0.2:
 //!
-//! * Opening `/dev/fdset/N` takes the descriptor whose access mode is *exactly* the one asked for: a migration to a file wants a
-//!   write-only one, a migration from a file a read-only one; a read-write one serves neither ("Failed to find file
-//!   descriptor with matching flags"). `direct-io` with multifd wants a second one with `O_DIRECT` in the same set.
+//! * Opening `/dev/fdset/N` takes the descriptor whose access mode is *exactly* the one asked for: a migration to a
+//!   file wants a write-only one, a migration from a file a read-only one; a read-write one serves neither ("Failed to
+//!   find file descriptor with matching flags"). `direct-io` with multifd wants a second one with `O_DIRECT` in the
+//!   same set.
 //! * One write-only descriptor serves mapped-ram with multifd: its channels write by position.
-//! * The duplicates share the file offset. The stream begins where that offset is, and leaves it behind the stream's end:
-//!   hand over a description that was opened for it, or one whose offset was set to 0. The file is cut to the stream's length.
+//! * The duplicates share the file offset. The stream begins where that offset is, and leaves it behind the stream's
+//!   end: hand over a description that was opened for it, or one whose offset was set to 0. The file is cut to the
+//!   stream's length.
 //! * `fd:NAME` works with one half of a socket pair for `migrate` with a return path, and for `migrate-incoming` and
 //!   `migrate-recover` of a postcopy destination. A name that was used is gone.
 
@@ -86,8 +88,8 @@ impl Monitor {
         Ok(DescriptorSet { set: number("fdset-id")?, descriptor: number("fd")? })
     }
 
-    /// Takes a set away. Duplicates that QEMU has open stay open until it closes them. A set that is not there (any more) is
-    /// no error.
+    /// Takes a set away. Duplicates that QEMU has open stay open until it closes them. A set that is not there (any
+    /// more) is no error.
     ///
     /// # Errors
     /// The connection's.

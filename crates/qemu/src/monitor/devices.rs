@@ -18,8 +18,8 @@ pub struct Device {
 }
 
 impl Device {
-    /// Host hardware given to the guest: it writes guest memory behind QEMU's back and needs all of it present, so the memory
-    /// cannot be filled lazily.
+    /// Host hardware given to the guest: it writes guest memory behind QEMU's back and needs all of it present, so the
+    /// memory cannot be filled lazily.
     #[must_use]
     pub fn is_assigned(&self) -> bool {
         self.kind.starts_with("vfio-") || self.kind.starts_with("vhost-vdpa") || self.kind.starts_with("x-vfio-")

@@ -4,11 +4,11 @@
 //! QEMU's own time stamps, until they are taken; replies are matched by id, so a late answer to a command that was
 //! given up cannot be mistaken for another's.
 //!
-//! There is no background thread. The caller that waits for something reads the socket on behalf of all: every method takes
-//! `&self`, so one thread may sit in [`Qmp::wait_event`] while another executes commands.
+//! There is no background thread. The caller that waits for something reads the socket on behalf of all: every method
+//! takes `&self`, so one thread may sit in [`Qmp::wait_event`] while another executes commands.
 //!
-//! Source of the facts: QEMU docs, "QEMU Machine Protocol Specification" (greeting, capabilities negotiation, ids, events,
-//! out-of-band execution).
+//! Source of the facts: QEMU docs, "QEMU Machine Protocol Specification" (greeting, capabilities negotiation, ids,
+//! events, out-of-band execution).
 
 mod address;
 mod client;

@@ -1,8 +1,8 @@
 //! Whether the destination's disks are those that the stored memory belongs to.
 //!
-//! Law: **nothing writes to a frozen file.** A VM that went on with overlays depends on the files that its snapshot froze, and so does
-//! every other VM restored from it. So each recorded disk must be below an overlay of its own in the destination, a fresh one,
-//! or open for reading only.
+//! Law: **nothing writes to a frozen file.** A VM that went on with overlays depends on the files that its snapshot
+//! froze, and so does every other VM restored from it. So each recorded disk must be below an overlay of its own in the
+//! destination, a fresh one, or open for reading only.
 //!
 //! A disk that was not frozen is the restored VM's own; that it has not changed is all that is asked of it.
 

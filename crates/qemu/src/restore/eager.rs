@@ -1,5 +1,5 @@
-//! The eager restore: the guest runs when all pages are there. So does the mapped one, whose large RAM blocks are there before
-//! anything is sent.
+//! The eager restore: the guest runs when all pages are there. So does the mapped one, whose large RAM blocks are there
+//! before anything is sent.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
@@ -159,8 +159,8 @@ fn file_backends(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
     Ok(backends.filter(|backend| backend.kind == "memory-backend-file").map(|backend| backend.id).collect())
 }
 
-/// The RAM blocks that are zero before the VM is loaded: memory that QEMU has just made. Firmware, option ROMs and video
-/// memory have blocks of their own, which are not among them.
+/// The RAM blocks that are zero before the VM is loaded: memory that QEMU has just made. Firmware, option ROMs and
+/// video memory have blocks of their own, which are not among them.
 fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
     let backends = job.monitor.memory_backends()?;
     let fresh = backends.iter().filter(|backend| backend.kind != "memory-backend-file");
@@ -175,7 +175,8 @@ fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
 /// QEMU reads the file through a descriptor.
 fn load(job: &RestoreJob<'_>, marker: &mut JobMarker) -> Result<(), JobError> {
     let place = |source| JobError::Path { what: "open", path: job.path.to_owned(), source };
-    // A description of its own, at offset 0; through /proc, so that it is the file that was checked, whatever has its name.
+    // A description of its own, at offset 0; through /proc, so that it is the file that was checked, whatever has its
+    // name.
     let file = File::open(format!("/proc/self/fd/{}", job.snapshot.file().as_raw_fd())).map_err(place)?;
     let set = job.monitor.add_fd(file.as_fd(), None, &format!("limosa restore {}", identity(job.snapshot)))?;
     drop(file);

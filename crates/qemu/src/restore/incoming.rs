@@ -15,8 +15,9 @@ use crate::socket_directory::SocketDirectory;
 /// How long a connection to a QEMU that already listens may take.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 
-/// Send buffer of the channel that carries everything. With the kernel's default of about 200 KiB the sender and QEMU wait for
-/// each other: 4 GiB took 3.0-3.4 s instead of 2.6 s. More than this gains nothing and lets a requested page wait longer.
+/// Send buffer of the channel that carries everything. With the kernel's default of about 200 KiB the sender and QEMU
+/// wait for each other: 4 GiB took 3.0-3.4 s instead of 2.6 s. More than this gains nothing and lets a requested page
+/// wait longer.
 const SEND_BUFFER: usize = 512 << 10;
 
 /// The name of the socket in a private directory.
@@ -28,7 +29,8 @@ const DESCRIPTOR: &str = "limosa-incoming";
 /// How many channels a restore needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Channels {
-    /// QEMU is passed one end of a socket pair, which works as whatever user QEMU runs and whatever it sees of the file system.
+    /// QEMU is passed one end of a socket pair, which works as whatever user QEMU runs and whatever it sees of the file
+    /// system.
     One,
     /// QEMU has to listen: it takes a second channel no other way.
     Several,
@@ -82,9 +84,9 @@ impl<'a> Rendezvous<'a> {
         Ok(Self { way })
     }
 
-    /// For a guest that runs before it has its memory. Wherever there is a place QEMU is told to listen, which it can be out of
-    /// band; where there is none, one channel is passed. A guard may not do that: a descriptor is taken in QEMU's main loop
-    /// alone, which may be held up for the very memory that is to come.
+    /// For a guest that runs before it has its memory. Wherever there is a place QEMU is told to listen, which it can
+    /// be out of band; where there is none, one channel is passed. A guard may not do that: a descriptor is taken in
+    /// QEMU's main loop alone, which may be held up for the very memory that is to come.
     pub(super) fn lazy(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
         match Self::new(monitor, listen, Channels::Several) {
             Err(JobError::Refused { .. }) if !preempt => Self::new(monitor, listen, Channels::One),

@@ -27,8 +27,8 @@ pub fn recover(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
     let begun = Instant::now();
     let mut marker = own_marker(monitor, snapshot)?;
     match marker.claim(monitor) {
-        // The process that served this VM cannot be seen from here, for example because it was in a container that is gone.
-        // But a paused QEMU says itself that it is not served.
+        // The process that served this VM cannot be seen from here, for example because it was in a container that is
+        // gone. But a paused QEMU says itself that it is not served.
         Err(MarkerError::Elsewhere(_)) if monitor.migration()?.status == MigrationStatus::PostcopyPaused => {
             marker.process = ProcessIdentity::own();
             marker.update(monitor)?;

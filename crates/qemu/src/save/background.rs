@@ -1,15 +1,16 @@
-//! QEMU's background snapshot: the memory is protected against writing, and a page that the guest is about to change is saved
-//! first. Each page goes once, and the VM stands still for its devices only.
+//! QEMU's background snapshot: the memory is protected against writing, and a page that the guest is about to change is
+//! saved first. Each page goes once, and the VM stands still for its devices only.
 //!
-//! Law: **a host that cannot do it is told apart before anything is changed**, because QEMU finds out in two places, when the
-//! capability is set and when the migration begins.
+//! Law: **a host that cannot do it is told apart before anything is changed**, because QEMU finds out in two places,
+//! when the capability is set and when the migration begins.
 //!
 //! Facts found with QEMU 10.0.2:
 //!
 //! * The capability excludes many others, a return path among them: QEMU takes its last write for success.
-//! * Beside `mapped-ram` it is accepted, and the file restores to empty memory. So it is never used for a file that QEMU writes.
-//! * It needs userfaultfd with write protection for every RAM block: anonymous memory on Linux 5.7, shared memory and huge pages
-//!   on 5.19. Where QEMU may not open userfaultfd, the capability is refused.
+//! * Beside `mapped-ram` it is accepted, and the file restores to empty memory. So it is never used for a file that
+//!   QEMU writes.
+//! * It needs userfaultfd with write protection for every RAM block: anonymous memory on Linux 5.7, shared memory and
+//!   huge pages on 5.19. Where QEMU may not open userfaultfd, the capability is refused.
 //! * The state `paused` while the devices are saved is QEMU's own doing; the stream says which one it was before.
 
 use crate::job::JobError;

@@ -24,8 +24,8 @@ const ACCEPT_TICK: Duration = Duration::from_millis(50);
 /// How long QEMU may take to connect.
 const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 
-/// Starts QEMU's migration towards this process, and returns the connections. If there are several, `hold` is given the place
-/// where they are accepted and each of them, as soon as there is one.
+/// Starts QEMU's migration towards this process, and returns the connections. If there are several, `hold` is given the
+/// place where they are accepted and each of them, as soon as there is one.
 pub(super) fn connect(
     job: &SaveJob<'_>,
     watcher: &mut Watcher<'_>,

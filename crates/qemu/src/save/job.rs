@@ -88,8 +88,8 @@ impl SaveJob<'_> {
         marker.update(self.monitor).map_err(|error| afterwards(file, error.into()))
     }
 
-    /// Decides whether the VM is to run again: not if it stopped for a reason of its own while it was saved. `state` is the
-    /// one that it was in when it stopped for the save.
+    /// Decides whether the VM is to run again: not if it stopped for a reason of its own while it was saved. `state` is
+    /// the one that it was in when it stopped for the save.
     pub(super) fn runs_again(&self, state: &RunState, marker: &mut JobMarker) -> Result<bool, JobError> {
         if self.before.was_running && !is_live(state) {
             (self.watch.notice)(&format!("the VM has stopped by itself meanwhile ({state}) and is left so"));
@@ -99,8 +99,8 @@ impl SaveJob<'_> {
         Ok(self.goes_on() && marker.was_running)
     }
 
-    /// The VM's state when QEMU is done with the migration: it says `completed` a moment before it leaves `finish-migrate`,
-    /// and until then refuses every further job of the VM.
+    /// The VM's state when QEMU is done with the migration: it says `completed` a moment before it leaves
+    /// `finish-migrate`, and until then refuses every further job of the VM.
     pub(super) fn settled_state(&self) -> String {
         let limit = Instant::now() + SETTLES_WITHIN;
         loop {

@@ -1,9 +1,10 @@
 //! Alignment requirements of direct I/O.
 //!
-//! **Law: when in doubt, the larger alignment.** The kernel reports it (statx(2), `STATX_DIOALIGN`, since Linux 6.1; a block device reports
-//! its sector size). Where it does not, trial reads find it; an empty file gets the largest. On a filesystem whose files share extents it
-//! is at least a filesystem block: a write to part of a shared block goes through the page cache, which collides with concurrent direct
-//! I/O next to it, and then the next flush fails (`dio_warn_stale_pagecache` of Linux's mm/filemap.c: EIO).
+//! **Law: when in doubt, the larger alignment.** The kernel reports it (statx(2), `STATX_DIOALIGN`, since Linux 6.1; a
+//! block device reports its sector size). Where it does not, trial reads find it; an empty file gets the largest. On a
+//! filesystem whose files share extents it is at least a filesystem block: a write to part of a shared block goes
+//! through the page cache, which collides with concurrent direct I/O next to it, and then the next flush fails
+//! (`dio_warn_stale_pagecache` of Linux's mm/filemap.c: EIO).
 #![allow(unsafe_code, reason = "the sizes that direct I/O accepts are probed with pread")]
 
 use std::io;

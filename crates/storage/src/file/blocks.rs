@@ -1,12 +1,12 @@
 //! Writes of partial blocks.
 //!
-//! **Law: a write of a partial block never loses the neighbouring bytes.** Direct I/O writes whole blocks. A request for part of a block
-//! reads the rest first and writes it back, which would undo a concurrent write to the rest. So a partial write holds its blocks
-//! exclusively.
+//! **Law: a write of a partial block never loses the neighbouring bytes.** Direct I/O writes whole blocks. A request
+//! for part of a block reads the rest first and writes it back, which would undo a concurrent write to the rest. So a
+//! partial write holds its blocks exclusively.
 //!
-//! While there are no partial writes, writes of whole blocks only increment a counter. A partial write announces itself, so that later
-//! writes check the held ranges, and waits until all counted writes are complete. Only threads of the pool wait: writes in flight never wait
-//! for them.
+//! While there are no partial writes, writes of whole blocks only increment a counter. A partial write announces
+//! itself, so that later writes check the held ranges, and waits until all counted writes are complete. Only threads of
+//! the pool wait: writes in flight never wait for them.
 
 use std::ops::Range;
 use std::sync::PoisonError;
@@ -35,7 +35,8 @@ impl Blocks {
     /// Counts a write of whole blocks. False if there are partial writes: then its range must be held.
     pub(crate) fn count(&self) -> bool {
         self.counted.fetch_add(1, Ordering::Relaxed);
-        // Either this thread sees the partial write, or the partial write sees this count: both fences are sequentially consistent.
+        // Either this thread sees the partial write, or the partial write sees this count: both fences are sequentially
+        // consistent.
         fence(Ordering::SeqCst);
         if self.parts.load(Ordering::Acquire) == 0 {
             return true;

@@ -1,7 +1,7 @@
 //! Unaligned requests with direct I/O, through aligned bounce buffers.
 //!
-//! **Law: a request may have any alignment, and changes only its own bytes.** Reads, and writes of whole blocks from unaligned memory, are
-//! copied. Partial writes read the surrounding bytes first, with their blocks held (see
+//! **Law: a request may have any alignment, and changes only its own bytes.** Reads, and writes of whole blocks from
+//! unaligned memory, are copied. Partial writes read the surrounding bytes first, with their blocks held (see
 //! [`blocks`](crate::file::blocks)).
 
 use std::io;

@@ -1,7 +1,7 @@
 //! Zeroing, discard, allocation, length and clones: blocking calls, made by threads of the pool.
 //!
-//! **Law: only the given range changes, and no concurrent request's bytes are cut off.** A file grows by allocating its new end, never by
-//! setting a length: a concurrent request may have made it longer.
+//! **Law: only the given range changes, and no concurrent request's bytes are cut off.** A file grows by allocating its
+//! new end, never by setting a length: a concurrent request may have made it longer.
 #![allow(unsafe_code, reason = "FICLONERANGE and BLKZEROOUT are ioctls")]
 
 use std::io;
@@ -218,7 +218,8 @@ pub(crate) fn clone(file: &OpenFile, offset: u64, from: &OwnedFd, from_offset: u
     }
 }
 
-/// Has the kernel copy from another file, or share extents if the filesystem can. False if it cannot, or if the other file ends.
+/// Has the kernel copy from another file, or share extents if the filesystem can. False if it cannot, or if the other
+/// file ends.
 pub(crate) fn copy(file: &OpenFile, offset: u64, from: &OwnedFd, from_offset: u64, length: u64) -> io::Result<bool> {
     let end = offset.checked_add(length).ok_or(io::ErrorKind::InvalidInput)?;
     if file.is_block_device || changeable(file, &(offset..end))?.is_none() {

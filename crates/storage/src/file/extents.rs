@@ -1,8 +1,8 @@
 //! Holes and unwritten extents of a file.
 //!
-//! **Law: a range is reported as zeros only where the kernel guarantees it.** lseek(2) (`SEEK_DATA`, `SEEK_HOLE`) decides whether a range
-//! reads as zeros, because it takes the page cache into account. FIEMAP decides whether such zeros have space: only it reports unwritten
-//! extents, but it does not know which of them have data in the cache.
+//! **Law: a range is reported as zeros only where the kernel guarantees it.** lseek(2) (`SEEK_DATA`, `SEEK_HOLE`)
+//! decides whether a range reads as zeros, because it takes the page cache into account. FIEMAP decides whether such
+//! zeros have space: only it reports unwritten extents, but it does not know which of them have data in the cache.
 #![allow(unsafe_code, reason = "FIEMAP is an ioctl")]
 
 use std::io;
@@ -102,7 +102,8 @@ fn zeros(file: &OpenFile, range: Range<u64>, found: &mut Found) {
     found.push(at..range.end, ExtentKind::Hole);
 }
 
-/// The extents of a range, and whether the last one is the file's last. `None` if the filesystem does not support FIEMAP.
+/// The extents of a range, and whether the last one is the file's last. `None` if the filesystem does not support
+/// FIEMAP.
 fn map(file: &OpenFile, range: Range<u64>) -> Option<(Vec<MapExtent>, bool)> {
     let mut map = Map {
         start: range.start,

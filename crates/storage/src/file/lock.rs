@@ -1,14 +1,16 @@
 //! QEMU's image locks.
 //!
 //! **Law: QEMU and limosa never open an image that the other writes.** QEMU locks bytes of an image file with open file
-//! description locks (OFD locks, fcntl(2)), regardless of the file's contents there: byte 100 + n, shared, for each permission
-//! n that it uses, and byte 200 + n, shared, for each permission n that it denies to others. Before a permission is used, its
-//! byte 200 + n must not be locked by others; before one is denied, its byte 100 + n must not be. The bytes are those of QEMU
-//! 2.10 and later (`RAW_LOCK_PERM_BASE`, `RAW_LOCK_SHARED_BASE`); the permissions are numbered as in [`Permissions`].
+//! description locks (OFD locks, fcntl(2)), regardless of the file's contents there: byte 100 + n, shared, for each
+//! permission n that it uses, and byte 200 + n, shared, for each permission n that it denies to others. Before a
+//! permission is used, its byte 200 + n must not be locked by others; before one is denied, its byte 100 + n must not
+//! be. The bytes are those of QEMU 2.10 and later (`RAW_LOCK_PERM_BASE`, `RAW_LOCK_SHARED_BASE`); the permissions are
+//! numbered as in [`Permissions`].
 //!
-//! The kernel releases the locks when the last descriptor of the open file description is closed, however a process ends. They are
-//! released explicitly before a file is closed: a forked process has copies of all descriptors until it calls exec, and would keep the
-//! locks. Requests of a killed process that are in flight in a ring keep their files open and locked until the kernel has cancelled them.
+//! The kernel releases the locks when the last descriptor of the open file description is closed, however a process
+//! ends. They are released explicitly before a file is closed: a forked process has copies of all descriptors until it
+//! calls exec, and would keep the locks. Requests of a killed process that are in flight in a ring keep their files
+//! open and locked until the kernel has cancelled them.
 #![allow(unsafe_code, reason = "OFD locks are taken with fcntl")]
 
 use std::fmt;
@@ -30,13 +32,14 @@ const COUNT: u8 = 4;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LockPolicy {
-    /// As in QEMU: a writer excludes all others, and readers exclude writers. Without effect where the filesystem does not support
-    /// such locks.
+    /// As in QEMU: a writer excludes all others, and readers exclude writers. Without effect where the filesystem does
+    /// not support such locks.
     #[default]
     Auto,
     /// The same; opening fails where locks are not supported.
     Required,
-    /// Locks are neither taken nor respected (`-U` of qemu-img). Data that is read while others write may be inconsistent.
+    /// Locks are neither taken nor respected (`-U` of qemu-img). Data that is read while others write may be
+    /// inconsistent.
     None,
 }
 

@@ -37,8 +37,8 @@ use crate::request::{FileRequest, Work};
 use crate::ring;
 use crate::storage::{Alignment, Extent, Request, Storage, ZeroHow};
 
-/// Length in bytes from which copying dominates a request through the page cache. In a ring the waiting thread copies for one request
-/// after the other; a pool copies for several at a time.
+/// Length in bytes from which copying dominates a request through the page cache. In a ring the waiting thread copies
+/// for one request after the other; a pool copies for several at a time.
 const LARGE: usize = 256 << 10;
 
 /// Whether `io_uring` is available; probed once.
@@ -49,8 +49,8 @@ fn has_ring() -> &'static io::Result<()> {
 
 /// A file or a block device.
 ///
-/// A request begins with its first poll. A request that has begun is completed even if its future is dropped, and keeps the file open
-/// (and locked) until then.
+/// A request begins with its first poll. A request that has begun is completed even if its future is dropped, and keeps
+/// the file open (and locked) until then.
 #[derive(Debug)]
 pub struct FileStorage {
     file: Arc<OpenFile>,
@@ -63,18 +63,20 @@ impl FileStorage {
     /// Opens the file at a path.
     ///
     /// # Errors
-    /// Errors of the kernel; [`OpenError::Locked`] ([`io::ErrorKind::ResourceBusy`]) if another process holds a conflicting lock (see
-    /// [`LockPolicy`]); [`OpenError`] ([`io::ErrorKind::Unsupported`]) if direct I/O or [`Io::Uring`] is requested and unavailable;
-    /// [`io::ErrorKind::InvalidInput`] if it is neither a regular file nor a block device.
+    /// Errors of the kernel; [`OpenError::Locked`] ([`io::ErrorKind::ResourceBusy`]) if another process holds a
+    /// conflicting lock (see [`LockPolicy`]); [`OpenError`] ([`io::ErrorKind::Unsupported`]) if direct I/O or
+    /// [`Io::Uring`] is requested and unavailable; [`io::ErrorKind::InvalidInput`] if it is neither a regular file nor
+    /// a block device.
     pub fn open(path: impl AsRef<Path>, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
         Self::with(OpenFile::at(path.as_ref(), options)?, options)
     }
 
-    /// Uses an open file. `name` appears in messages. Flags (`O_DIRECT`) and locks belong to the open file description: they affect every
-    /// descriptor that shares it.
+    /// Uses an open file. `name` appears in messages. Flags (`O_DIRECT`) and locks belong to the open file description:
+    /// they affect every descriptor that shares it.
     ///
     /// # Errors
-    /// As [`FileStorage::open`]; [`io::ErrorKind::PermissionDenied`] if the descriptor does not allow the access that the options ask for.
+    /// As [`FileStorage::open`]; [`io::ErrorKind::PermissionDenied`] if the descriptor does not allow the access that
+    /// the options ask for.
     pub fn from_fd(fd: OwnedFd, name: &str, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
         Self::with(OpenFile::of(fd, name.into(), options)?, options)
     }

@@ -207,9 +207,9 @@ impl OpenFile {
         })
     }
 
-    /// Remembers the first failure, and returns it from then on. The kernel reports lost writes once, to the first caller, and drops them
-    /// from its cache; every later flush must fail, too. This includes direct I/O: a filesystem may use its cache for it, and a device that
-    /// failed to flush its write cache may have lost any of its contents.
+    /// Remembers the first failure, and returns it from then on. The kernel reports lost writes once, to the first
+    /// caller, and drops them from its cache; every later flush must fail, too. This includes direct I/O: a filesystem
+    /// may use its cache for it, and a device that failed to flush its write cache may have lost any of its contents.
     fn remember(&self, answer: io::Result<()>) -> Result<(), Arc<io::Error>> {
         let mut first = self.flush_error.lock().unwrap_or_else(PoisonError::into_inner);
         if let (Err(error), None) = (answer, first.as_ref()) {

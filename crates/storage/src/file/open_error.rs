@@ -25,8 +25,8 @@ pub enum OpenError {
         conflict: String,
         /// Names and numbers of processes that have the file open, as far as they are visible; at most four.
         processes: Vec<String>,
-        /// Whether the file was to be opened read-only: [`LockPolicy::None`](crate::LockPolicy::None) then reads it in a state that
-        /// may be inconsistent.
+        /// Whether the file was to be opened read-only: [`LockPolicy::None`](crate::LockPolicy::None) then reads it in
+        /// a state that may be inconsistent.
         read_only: bool,
     },
 }

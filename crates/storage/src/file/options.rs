@@ -81,15 +81,16 @@ impl FromStr for CacheMode {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Io {
-    /// `io_uring` where it is available, else threads. Large requests through the page cache mostly copy memory; they go to threads,
-    /// which copy in parallel.
+    /// `io_uring` where it is available, else threads. Large requests through the page cache mostly copy memory; they
+    /// go to threads, which copy in parallel.
     #[default]
     Auto,
     /// `io_uring`. Opening fails where it is not available.
     Uring,
     /// Blocking calls on a thread pool.
     Threads,
-    /// Blocking calls on the thread that polls. For callers that have a thread per request: it saves a switch to another thread.
+    /// Blocking calls on the thread that polls. For callers that have a thread per request: it saves a switch to
+    /// another thread.
     Caller,
 }
 

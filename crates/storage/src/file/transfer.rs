@@ -1,7 +1,7 @@
 //! One read or write, in as many calls as it takes.
 //!
-//! **Law: complete or an error.** The kernel may transfer a part: the executor of the request (a thread, a ring) asks for the rest again,
-//! until all is done. A read beyond the end returns zeros.
+//! **Law: complete or an error.** The kernel may transfer a part: the executor of the request (a thread, a ring) asks
+//! for the rest again, until all is done. A read beyond the end returns zeros.
 #![allow(unsafe_code, reason = "the kernel is passed addresses of memory with other writers")]
 
 use std::io;

@@ -1,11 +1,13 @@
 //! Files that are registered with rings.
 //!
-//! **Law: a registered file holds no lock, and is registered no longer than its storage exists.** A ring keeps registered files open; after
-//! its process is killed this lasts 20 to 30 ms, until the kernel has destroyed the ring. A locked file would stay locked that long, and
-//! the next process could not open the image. So a file is reopened for its rings, read-only, and this open file has no locks. Writes use
-//! the locked file: a write in flight when the process is killed keeps the lock until it is complete.
+//! **Law: a registered file holds no lock, and is registered no longer than its storage exists.** A ring keeps
+//! registered files open; after its process is killed this lasts 20 to 30 ms, until the kernel has destroyed the ring.
+//! A locked file would stay locked that long, and the next process could not open the image. So a file is reopened for
+//! its rings, read-only, and this open file has no locks. Writes use the locked file: a write in flight when the
+//! process is killed keeps the lock until it is complete.
 //!
-//! Dropping a file empties its slots, on any thread. No reads of it are in flight then, because requests keep the file open.
+//! Dropping a file empties its slots, on any thread. No reads of it are in flight then, because requests keep the file
+//! open.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -86,7 +88,8 @@ impl Drop for Registrations {
     }
 }
 
-/// The slot in which this ring has the file registered for reading. Registers it if it is due. Only on the ring's thread.
+/// The slot in which this ring has the file registered for reading. Registers it if it is due. Only on the ring's
+/// thread.
 pub(crate) fn slot(ring: &Arc<Handle>, file: &OpenFile) -> Option<u32> {
     let (owners, registrations) = (&ring.owners, &file.registrations);
     if owners.is_refused.load(Ordering::Relaxed) || registrations.is_refused.load(Ordering::Relaxed) {

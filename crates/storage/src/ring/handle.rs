@@ -1,7 +1,8 @@
 //! The part of a ring that other threads use.
 //!
-//! **Law: only the ring's thread accesses its queues.** Other threads change its registrations, by calls that the kernel serializes. A ring
-//! without `IORING_SETUP_SINGLE_ISSUER` accepts these calls from every thread, and costs the same.
+//! **Law: only the ring's thread accesses its queues.** Other threads change its registrations, by calls that the
+//! kernel serializes. A ring without `IORING_SETUP_SINGLE_ISSUER` accepts these calls from every thread, and costs the
+//! same.
 
 use std::fmt;
 use std::io;

@@ -1,8 +1,9 @@
 //! Registration of the [`arena`] with rings.
 //!
-//! **Law: registration changes speed only.** For a request in registered memory the kernel need not look up and pin its pages. The arena is
-//! pinned once, as a whole, for all rings: a ring clones the registration of another. It stays pinned until the last of them is destroyed.
-//! The kernel may refuse (`RLIMIT_MEMLOCK`, which counts all processes of a user): then rings use plain addresses, and do not try again.
+//! **Law: registration changes speed only.** For a request in registered memory the kernel need not look up and pin its
+//! pages. The arena is pinned once, as a whole, for all rings: a ring clones the registration of another. It stays
+//! pinned until the last of them is destroyed. The kernel may refuse (`RLIMIT_MEMLOCK`, which counts all processes of a
+//! user): then rings use plain addresses, and do not try again.
 //!
 //! A forked process has the arena's contents, but other pages: its rings register the arena again.
 #![allow(unsafe_code, reason = "memory is registered with the kernel")]
@@ -52,7 +53,8 @@ pub(crate) fn is_registered(ring: &Arc<Handle>, start: *const u8, len: usize) ->
     is_registered
 }
 
-/// Registers the arena with the ring, by cloning another ring's registration or, if `pins`, by pinning it. Returns whether that succeeded.
+/// Registers the arena with the ring, by cloning another ring's registration or, if `pins`, by pinning it. Returns
+/// whether that succeeded.
 fn register(ring: &Arc<Handle>, pins: bool) -> bool {
     // No file table means a kernel before 5.19; some of these wait here for all requests in flight.
     if !ring.has_table() {

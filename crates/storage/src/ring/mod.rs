@@ -1,15 +1,15 @@
 //! A thread's own `io_uring`.
 //!
-//! **Law: requests share system calls.** Requests are gathered until the thread has nothing else to do; one call submits all of them and
-//! waits for the first completion. Requests in flight are owned by slots of the ring, not by futures, so dropping a future is safe; slots
-//! and their vectors are reused. Only the ring's thread submits requests and reaps completions. Other threads may access a slot, so a lock
-//! protects the slots; it is rarely contended.
+//! **Law: requests share system calls.** Requests are gathered until the thread has nothing else to do; one call
+//! submits all of them and waits for the first completion. Requests in flight are owned by slots of the ring, not by
+//! futures, so dropping a future is safe; slots and their vectors are reused. Only the ring's thread submits requests
+//! and reaps completions. Other threads may access a slot, so a lock protects the slots; it is rarely contended.
 //!
-//! Files that are read often are registered with the ring ([`files`]), and memory of the arena ([`memory`]). The figures are in
-//! `docs/benchmarks/2026-11-22-storage.md`.
+//! Files that are read often are registered with the ring ([`files`]), and memory of the arena ([`memory`]). The
+//! figures are in `docs/benchmarks/2026-11-22-storage.md`.
 //!
-//! A single direct write or flush, with nothing else in flight, is a blocking call: the ring would complete it through another kernel
-//! thread, which takes longer.
+//! A single direct write or flush, with nothing else in flight, is a blocking call: the ring would complete it through
+//! another kernel thread, which takes longer.
 #![allow(unsafe_code, reason = "the kernel is passed addresses of memory that slots keep alive")]
 
 mod files;
@@ -200,8 +200,8 @@ pub(crate) struct Ring {
 
 /// Creates a ring, with the cheapest setup that the kernel supports.
 fn build() -> io::Result<IoUring> {
-    // COOP_TASKRUN: completions do not interrupt the thread (Linux 5.19). DEFER_TASKRUN costs a third more CPU time in the kernel with 16
-    // concurrent rewrites, and a tenth of their rate.
+    // COOP_TASKRUN: completions do not interrupt the thread (Linux 5.19). DEFER_TASKRUN costs a third more CPU time in
+    // the kernel with 16 concurrent rewrites, and a tenth of their rate.
     let mut best = IoUring::builder();
     best.setup_cqsize(COMPLETIONS).setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
     let uring = best.build(SUBMISSIONS).or_else(|_| IoUring::builder().setup_cqsize(COMPLETIONS).build(SUBMISSIONS))?;
@@ -269,8 +269,8 @@ impl Ring {
     }
 
     fn push(&mut self, entry: squeue::Entry) {
-        // SAFETY: the slot in the entry's user data keeps its memory and file alive until its completion is reaped. Only this thread accesses
-        // the queues of its ring.
+        // SAFETY: the slot in the entry's user data keeps its memory and file alive until its completion is reaped.
+        // Only this thread accesses the queues of its ring.
         if unsafe { self.handle.uring.submission_shared().push(&entry) }.is_err() {
             // Full: submit the queue. If the kernel has no room either, the next call submits.
             _ = self.handle.uring.submit();
@@ -294,7 +294,8 @@ impl Ring {
             let poll = opcode::PollAdd::new(Fd(self.event), libc::POLLIN as u32);
             self.push(poll.build().user_data(WAKE_UP));
         }
-        // On an error (interrupted, out of memory or room) completions are still reaped, and the next call submits again.
+        // On an error (interrupted, out of memory or room) completions are still reaped, and the next call submits
+        // again.
         _ = self.handle.uring.submit_and_wait(usize::from(wait));
         let mut done = mem::take(&mut self.done);
         let mut again = mem::take(&mut self.waiting);

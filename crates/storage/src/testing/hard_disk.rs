@@ -7,8 +7,8 @@ use super::scheduler::Scheduler;
 use super::{Behaviour, Call, Through, lock};
 use crate::storage::{Request, Storage};
 
-/// Simulates a hard disk: one request after the other, each with the same duration, regardless of offset and length. All
-/// storages on one disk share its head.
+/// Simulates a hard disk: one request after the other, each with the same duration, regardless of offset and length.
+/// All storages on one disk share its head.
 #[derive(Debug, Clone)]
 pub struct HardDisk(Arc<Disk>);
 

@@ -1,10 +1,12 @@
-//! Storages for tests: they hold requests back, delay them, let them fail, count them, and lose writes that were not flushed.
+//! Storages for tests: they hold requests back, delay them, let them fail, count them, and lose writes that were not
+//! flushed.
 //!
-//! Law: each keeps the contract of [`Storage`], and uses up what freedom it leaves. What a test of an image finds on one of
-//! these can happen on a disk.
+//! Law: each keeps the contract of [`Storage`], and uses up what freedom it leaves. What a test of an image finds on
+//! one of these can happen on a disk.
 //!
-//! A behaviour ([`Held`], [`Delayed`], [`Failing`], [`Counting`], [`HardDisk`]) goes *over* any number of storages, which then share it:
-//! an image, its data file and its backing file lie on one disk. [`SparseMemory`] and [`PowerCut`] are what they go over.
+//! A behaviour ([`Held`], [`Delayed`], [`Failing`], [`Counting`], [`HardDisk`]) goes *over* any number of storages,
+//! which then share it: an image, its data file and its backing file lie on one disk. [`SparseMemory`] and [`PowerCut`]
+//! are what they go over.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -161,8 +163,8 @@ impl Through {
     }
 }
 
-/// The memory under all behaviours, if the storage lies in memory: a clone takes its bytes from there and passes no behaviour, as
-/// the clone of a file reads nothing.
+/// The memory under all behaviours, if the storage lies in memory: a clone takes its bytes from there and passes no
+/// behaviour, as the clone of a file reads nothing.
 fn memory_under(storage: &dyn Storage) -> Option<&SparseMemory> {
     let any: &dyn Any = storage;
     match any.downcast_ref::<Through>() {

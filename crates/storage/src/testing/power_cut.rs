@@ -1,8 +1,8 @@
 //! Storages whose power is cut.
 //!
-//! Law: writes that a completed flush covers are kept; all others may be kept, or lost, or kept in part, in whole sectors. A
-//! flush covers the requests on its own storage that had completed when it was begun, and it counts once it has completed
-//! itself. A request completes when its future returns.
+//! Law: writes that a completed flush covers are kept; all others may be kept, or lost, or kept in part, in whole
+//! sectors. A flush covers the requests on its own storage that had completed when it was begun, and it counts once it
+//! has completed itself. A request completes when its future returns.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -65,8 +65,8 @@ impl PowerCut {
         Self::default()
     }
 
-    /// A file with these contents, all of them durable, which cannot grow behind `most` bytes. A clone into it is lost, in whole or
-    /// in part, as a write is.
+    /// A file with these contents, all of them durable, which cannot grow behind `most` bytes. A clone into it is lost,
+    /// in whole or in part, as a write is.
     #[must_use]
     pub fn storage(&self, name: &str, bytes: Vec<u8>, most: u64) -> Arc<dyn Storage> {
         let memory = Arc::new(SparseMemory::file_with(name, bytes.clone(), most).cloning());
@@ -76,8 +76,8 @@ impl PowerCut {
         Through::over(memory, &Arc::new(Recording { record: Arc::clone(&self.0), file }))
     }
 
-    /// How many moments there were: a cut can be at any of `0..=moments()`. What is noted together with this number is older than
-    /// every cut at it or later.
+    /// How many moments there were: a cut can be at any of `0..=moments()`. What is noted together with this number is
+    /// older than every cut at it or later.
     #[must_use]
     pub fn moments(&self) -> usize {
         lock(&self.0).events.len()

@@ -15,8 +15,8 @@ use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
 /// Space is taken and given back in blocks of so many bytes, as by most filesystems.
 const BLOCK: usize = 4096;
 
-/// Bytes in memory that behave as a file does, with holes and unwritten extents, or as a block device, full of what was there before.
-/// Requests are carried out by the call.
+/// Bytes in memory that behave as a file does, with holes and unwritten extents, or as a block device, full of what was
+/// there before. Requests are carried out by the call.
 #[derive(Debug, Clone)]
 pub struct SparseMemory {
     name: Arc<str>,
@@ -73,8 +73,8 @@ impl SparseMemory {
         Self { alignment, ..self }
     }
 
-    /// The same bytes, which can be cloned from any other memory here, in whole blocks of 4 KiB, as on a filesystem that shares
-    /// extents.
+    /// The same bytes, which can be cloned from any other memory here, in whole blocks of 4 KiB, as on a filesystem
+    /// that shares extents.
     #[must_use]
     pub fn cloning(self) -> Self {
         Self { clones: !self.device, ..self }

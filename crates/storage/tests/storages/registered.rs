@@ -21,8 +21,8 @@ use tempfile::TempDir;
 const OFTEN: u64 = 100;
 const BLOCK: usize = 4096;
 
-/// Whether the kernel supports everything that is checked here, and shows registered files by path: Linux 6.12. Prints a line
-/// if not.
+/// Whether the kernel supports everything that is checked here, and shows registered files by path: Linux 6.12. Prints
+/// a line if not.
 fn kernel_registers() -> bool {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = release.split(['.', '-', '\n']).map(|number| number.parse::<u32>().unwrap_or_default());

@@ -184,7 +184,8 @@ fn of_record(errno: Errno) -> Option<TlsFailure> {
         Errno::BADMSG => Some(TlsFailure::BadRecord),
         Errno::MSGSIZE => Some(TlsFailure::Protocol("a record that is too long".into())),
         Errno::INVAL => Some(TlsFailure::Protocol("a record of another version".into())),
-        // Once it has seen the beginning of the word that a new key follows, it opens nothing before it has that (Linux 6.14).
+        // Once it has seen the beginning of the word that a new key follows, it opens nothing before it has that (Linux
+        // 6.14).
         Errno::KEYEXPIRED => Some(TlsFailure::Kernel(KernelTlsFailure::SplitKeyUpdate)),
         _ => None,
     }

@@ -57,8 +57,8 @@ pub(super) fn receive(
 }
 
 fn type_of(message: &msghdr) -> Option<ContentType> {
-    // SAFETY: the macros walk what the kernel has laid out in the message's room, as long as it says; a header of this kind has
-    // a byte behind it.
+    // SAFETY: the macros walk what the kernel has laid out in the message's room, as long as it says; a header of this
+    // kind has a byte behind it.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while !header.is_null() {

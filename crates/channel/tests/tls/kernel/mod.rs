@@ -172,7 +172,8 @@ fn a_key_is_used_no_longer_than_it_may() {
     } else {
         let line = error.unwrap().to_string();
         assert!(line.contains("its key has reached its usage limit") && !line.contains('\n'), "{line}");
-        // The bed's put is one as well; and the last ones are not begun, because each might be a record for each of its bytes.
+        // The bed's put is one as well; and the last ones are not begun, because each might be a record for each of its
+        // bytes.
         assert!(put + 1 < LIMIT && put + 1 >= LIMIT - 1 - PIECE.len() as u64, "{put}");
     }
     // What was put has come, all of it; and it is not taken for the end.

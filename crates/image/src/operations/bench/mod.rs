@@ -26,7 +26,8 @@ pub struct BenchOptions {
     pub size: usize,
     /// Where the first one begins.
     pub offset: u64,
-    /// Bytes from the beginning of a request to that of the next; behind the end of the disk it goes on at its beginning.
+    /// Bytes from the beginning of a request to that of the next; behind the end of the disk it goes on at its
+    /// beginning.
     pub step: u64,
     /// With what to write; `None`: they read.
     pub write: Option<u8>,

@@ -1,7 +1,7 @@
 //! Whether two disks have the same contents.
 //!
-//! Law: what both know to be zero is not read; what one of them knows to be zero is read of the other only. The difference that is
-//! named is the first one, however many requests are under way.
+//! Law: what both know to be zero is not read; what one of them knows to be zero is read of the other only. The
+//! difference that is named is the first one, however many requests are under way.
 //!
 //! A disk that is longer than the other is the same if it goes on with zeros.
 

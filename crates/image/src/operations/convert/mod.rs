@@ -1,10 +1,12 @@
 //! Copies what is on disks to another disk, whatever their formats.
 //!
 //! Law: what is known to be zero, or to be below the target already, is neither read nor written; at most
-//! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. What to do is computed by `plan`; this is the
-//! layer that does it, with so many workers that each take the next piece, read it, and write it when its turn has come.
+//! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. What to do is computed by
+//! `plan`; this is the layer that does it, with so many workers that each take the next piece, read it, and write it
+//! when its turn has come.
 //!
-//! The target is not closed, and nothing is made durable: the caller that opened it does that, with [`crate::Disk::close`].
+//! The target is not closed, and nothing is made durable: the caller that opened it does that, with
+//! [`crate::Disk::close`].
 
 mod offload;
 mod plan;
@@ -38,17 +40,20 @@ pub struct ConvertOptions {
     pub requests: usize,
     /// Bytes of a piece, which are read and written at once as far as they are contents.
     pub piece: u64,
-    /// Runs of zeros between contents are left out from so many bytes on; 0: everything is written, and the target fully allocated.
+    /// Runs of zeros between contents are left out from so many bytes on; 0: everything is written, and the target
+    /// fully allocated.
     pub sparse: u64,
     /// Pieces are written as they come; otherwise in the order of the disk, one after the other.
     pub out_of_order: bool,
     /// The target is known to read as zeros: it is new, or the caller says so.
     pub target_is_zero: bool,
-    /// The target lies on a disk of so many bytes that has what lies below the source: only what the source itself has is copied.
+    /// The target lies on a disk of so many bytes that has what lies below the source: only what the source itself has
+    /// is copied.
     pub below: Option<u64>,
     /// Sectors that cannot be read become zeros.
     pub salvage: bool,
-    /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for then.
+    /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for
+    /// then.
     pub copy_range: bool,
 }
 
@@ -168,8 +173,8 @@ pub async fn convert(
     Ok(counters)
 }
 
-/// The same, with a thread for each request, this one among them: what is in the page cache is copied by several processors, and
-/// nothing is handed from one thread to another if storages have their caller wait
+/// The same, with a thread for each request, this one among them: what is in the page cache is copied by several
+/// processors, and nothing is handed from one thread to another if storages have their caller wait
 /// ([`limosa_storage::Io::Caller`]).
 ///
 /// # Errors

@@ -1,7 +1,7 @@
 //! Contents that the kernel copies from file to file, past our memory.
 //!
-//! Only what lies as it is in a source's file, and will lie so in the target's, can be copied like that. A piece of which some part
-//! cannot is copied plainly as a whole; once the kernel has said no, it is not asked again.
+//! Only what lies as it is in a source's file, and will lie so in the target's, can be copied like that. A piece of
+//! which some part cannot is copied plainly as a whole; once the kernel has said no, it is not asked again.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -35,9 +35,9 @@ impl Conversion<'_> {
         Ok(Some(runs))
     }
 
-    /// Has the kernel copy runs of contents, and makes zero what is between them: false if it could not, and what is there is
-    /// anything. Why it could not, if that is more than its not having such a thing, is found out by the plain copy: whether it was
-    /// the source that could not be read or the target that could not be written, and where.
+    /// Has the kernel copy runs of contents, and makes zero what is between them: false if it could not, and what is
+    /// there is anything. Why it could not, if that is more than its not having such a thing, is found out by the plain
+    /// copy: whether it was the source that could not be read or the target that could not be written, and where.
     pub(super) async fn offload(
         &self,
         runs: Vec<Run>,

@@ -1,11 +1,12 @@
 //! What is to be read, written, zeroed and left alone, computed without I/O.
 //!
-//! Law: a byte that the map of the source knows to be zero, or to come from below, is never read; a byte of contents is read
-//! once, and written unless it is part of a run of zeros that is long enough.
+//! Law: a byte that the map of the source knows to be zero, or to come from below, is never read; a byte of contents is
+//! read once, and written unless it is part of a run of zeros that is long enough.
 //!
-//! The disk is walked in pieces at multiples of a length. What a piece has of contents is read into one buffer, at its place in the
-//! piece; known zeros between contents are zeros in the buffer, so that what lies in one cluster of the target is
-//! written at once. Where there are no contents from one piece into the next, nothing is cut and no buffer is needed.
+//! The disk is walked in pieces at multiples of a length. What a piece has of contents is read into one buffer, at its
+//! place in the piece; known zeros between contents are zeros in the buffer, so that what lies in one cluster of the
+//! target is written at once. Where there are no contents from one piece into the next, nothing is cut and no buffer is
+//! needed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -112,8 +113,8 @@ pub(super) struct Rules {
     pub(super) sparse: u64,
     /// Bytes that are looked at together, from a multiple of them on: a power of two.
     pub(super) unit: u64,
-    /// Bytes that the target allocates together: a power of two. Contents are written together with the zeros around them in one such
-    /// whole.
+    /// Bytes that the target allocates together: a power of two. Contents are written together with the zeros around
+    /// them in one such whole.
     pub(super) granularity: u64,
     /// The target reads as zeros already.
     pub(super) target_is_zero: bool,
@@ -186,7 +187,8 @@ impl Runs {
     }
 }
 
-/// Zeros next to contents: as data, unless there are enough of them, and as far as they share a whole with the contents.
+/// Zeros next to contents: as data, unless there are enough of them, and as far as they share a whole with the
+/// contents.
 fn shrink(runs: &[Span], rules: &Rules) -> Runs {
     let data =
         |index: Option<usize>| index.and_then(|index| runs.get(index)).is_some_and(|run| run.content == Content::Data);

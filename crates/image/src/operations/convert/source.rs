@@ -100,7 +100,8 @@ impl Source {
         Ok(mapped.host.and_then(place))
     }
 
-    /// Fills a buffer with what is in a range. With `lost`, sectors that cannot be read become zeros and are named there.
+    /// Fills a buffer with what is in a range. With `lost`, sectors that cannot be read become zeros and are named
+    /// there.
     pub(crate) async fn read(
         &self,
         range: &Range<u64>,
@@ -135,8 +136,8 @@ impl Source {
 }
 
 impl Part {
-    /// Reads what can be read of a range that cannot be read as a whole, half by half. Sectors that cannot be read become zeros, and
-    /// are named in order.
+    /// Reads what can be read of a range that cannot be read as a whole, half by half. Sectors that cannot be read
+    /// become zeros, and are named in order.
     async fn salvage(&self, range: Range<u64>, place: impl Fn(u64, u64) -> Buffer, bad: &mut Vec<Range<u64>>) {
         // What has not been looked at, the first of it last, and whether it may be readable.
         let mut halves = vec![(range, false)];

@@ -1,4 +1,5 @@
-//! Writes in place whose requests were cancelled (dropped): they continue, and their clusters count as in use until they are over.
+//! Writes in place whose requests were cancelled (dropped): they continue, and their clusters count as in use until
+//! they are over.
 
 use std::pin::Pin;
 use std::sync::Arc;

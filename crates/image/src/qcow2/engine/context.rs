@@ -1,6 +1,7 @@
 //! What does not change while an image is in use: its storages, its geometry, how it is used.
 //!
-//! The owners of all that changes (the header, the allocator, the tables, the flusher, the writer) have it in common, and nothing else.
+//! The owners of all that changes (the header, the allocator, the tables, the flusher, the writer) have it in common,
+//! and nothing else.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -154,8 +155,8 @@ impl Context {
         ImageError::Unsupported { image: Arc::clone(&self.name), what: what.into() }
     }
 
-    /// An error if a part of a table does not lie in the file: tables are made whole, and zeros in place of entries would be contents
-    /// lost without a word.
+    /// An error if a part of a table does not lie in the file: tables are made whole, and zeros in place of entries
+    /// would be contents lost without a word.
     pub(super) fn admit_table(&self, name: &str, at: HostOffset, part: &Range<HostOffset>) -> Result<(), ImageError> {
         let length = self.file.length()?;
         if part.end.0 <= length {

@@ -32,8 +32,8 @@ pub struct Operations {
     pub bytes: u64,
 }
 
-/// What an image had its storages do since it was opened. Requests that its backing image carried out are counted here as one
-/// operation each, and there as whatever it took.
+/// What an image had its storages do since it was opened. Requests that its backing image carried out are counted here
+/// as one operation each, and there as whatever it took.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Contents read for the guest.

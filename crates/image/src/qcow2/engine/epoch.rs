@@ -1,8 +1,8 @@
 //! Which requests may still be using a cluster that nothing refers to any more.
 //!
-//! Law: a request that reads or writes a data cluster enters an epoch before it looks up where the cluster lies, and leaves it when the
-//! storage is done. What was dropped from the tables in an epoch is used anew only when all requests that entered up to then have left. Nothing
-//! waits for that: what cannot be used yet stays where it is.
+//! Law: a request that reads or writes a data cluster enters an epoch before it looks up where the cluster lies, and
+//! leaves it when the storage is done. What was dropped from the tables in an epoch is used anew only when all requests
+//! that entered up to then have left. Nothing waits for that: what cannot be used yet stays where it is.
 
 use std::sync::Arc;
 #[cfg(not(loom))]
@@ -61,8 +61,8 @@ impl<T> Epochs<T> {
         if epoch & 1 == 0 { even } else { odd }
     }
 
-    /// Returns how many requests are in an epoch. A change, and not a look: a request that enters later sees the epoch that was
-    /// begun before this.
+    /// Returns how many requests are in an epoch. A change, and not a look: a request that enters later sees the epoch
+    /// that was begun before this.
     fn count(&self, epoch: u64) -> u64 {
         self.place(epoch).fetch_add(0, Ordering::SeqCst)
     }

@@ -1,16 +1,16 @@
 //! What is written in which order.
 //!
-//! Law: at any instant the file's refcounts are at least the number of references in it, and every reference leads to what was
-//! written before. A flush therefore has two halves, with a flush of the storage behind each:
+//! Law: at any instant the file's refcounts are at least the number of references in it, and every reference leads to
+//! what was written before. A flush therefore has two halves, with a flush of the storage behind each:
 //!
-//! 1. refcounts, and L2 tables that nothing refers to yet: behind the flush they are there, and so are the contents of all
-//!    clusters whose entries were captured;
-//! 2. slices of L2 tables, blocks of the L1 table: behind the flush nothing refers to what was dropped any more, and its refcounts
-//!    are lowered, in memory.
+//! 1. refcounts, and L2 tables that nothing refers to yet: behind the flush they are there, and so are the contents of
+//!    all clusters whose entries were captured;
+//! 2. slices of L2 tables, blocks of the L1 table: behind the flush nothing refers to what was dropped any more, and
+//!    its refcounts are lowered, in memory.
 //!
-//! With refcounts that are written late the first half leaves them out, and the dirty bit says so. Everything that differs is
-//! captured at once, at the beginning; what is changed meanwhile waits for the next flush. Flushes are one at a time, and all
-//! that are asked for while one is under way are one.
+//! With refcounts that are written late the first half leaves them out, and the dirty bit says so. Everything that
+//! differs is captured at once, at the beginning; what is changed meanwhile waits for the next flush. Flushes are one
+//! at a time, and all that are asked for while one is under way are one.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -110,8 +110,8 @@ impl Flusher {
         if self.tables.needs_flush() { self.flush().await } else { Ok(()) }
     }
 
-    /// Flushes and then does something within [`HeaderOwner::exclusively`], while no other flush is under way; those that are asked for
-    /// meanwhile come after it. Requests that wait for this as for a flush are told of the flush.
+    /// Flushes and then does something within [`HeaderOwner::exclusively`], while no other flush is under way; those
+    /// that are asked for meanwhile come after it. Requests that wait for this as for a flush are told of the flush.
     pub(super) async fn flush_and(
         self: &Arc<Self>,
         work: BoxFuture<'static, Result<(), ImageError>>,

@@ -1,8 +1,9 @@
 //! A disk that becomes longer while it is in use.
 //!
-//! Law: the header's size changes last, durably, when everything that it needs is there: a cut leaves the old size or the new one. What
-//! is new reads as zeros, whatever lies behind the old end in its cluster or in the backing image. Requests go on meanwhile; only
-//! flushes wait while the L1 table is moved. Growths are one at a time: what is new to the first is the guest's when the second begins.
+//! Law: the header's size changes last, durably, when everything that it needs is there: a cut leaves the old size or
+//! the new one. What is new reads as zeros, whatever lies behind the old end in its cluster or in the backing image.
+//! Requests go on meanwhile; only flushes wait while the L1 table is moved. Growths are one at a time: what is new to
+//! the first is the guest's when the second begins.
 
 use std::sync::Arc;
 
@@ -93,8 +94,8 @@ impl Grower {
         self.header.exclusively(async move { header.set_size(size).await }.boxed()).await
     }
 
-    /// What a disk that becomes `size` bytes long would show that was never written there becomes zeros: what lies in the cluster of the
-    /// old end behind it, and what the backing image has there. None of it is flushed.
+    /// What a disk that becomes `size` bytes long would show that was never written there becomes zeros: what lies in
+    /// the cluster of the old end behind it, and what the backing image has there. None of it is flushed.
     pub(super) async fn zero_tail(&self, old: u64, size: u64) -> Result<(), ImageError> {
         let own = old.next_multiple_of(self.context.geometry().cluster_size()).min(size);
         let below = self.context.backing().map_or(0, |backing| backing.len()).min(size);
@@ -111,8 +112,8 @@ impl Grower {
         self.writer.write_zeros(GuestOffset(own)..GuestOffset(below)).await
     }
 
-    /// Makes the L1 table as long as a disk of `size` bytes needs. No flush is under way meanwhile: it would write to where the table
-    /// was. What differs in memory is written to the new place by the next flush.
+    /// Makes the L1 table as long as a disk of `size` bytes needs. No flush is under way meanwhile: it would write to
+    /// where the table was. What differs in memory is written to the new place by the next flush.
     async fn lengthen_l1(&self, size: u64) -> Result<(), ImageError> {
         let entries = self.context.geometry().l1_entries(size);
         let enough = move |tables: &Tables| tables.l1_place().1 as u64 >= entries;

@@ -1,7 +1,8 @@
 //! The guest's data, where it is: in the data storage, in compressed clusters, in the backing image.
 //!
-//! Everything that the guest's bytes are read from or written to goes through here, except what moves them without a look: clones
-//! (`writer/clones.rs`) and copies that a storage makes (`Disk::storage`). What is between the guest's bytes and the storage's belongs here.
+//! Everything that the guest's bytes are read from or written to goes through here, except what moves them without a
+//! look: clones (`writer/clones.rs`) and copies that a storage makes (`Disk::storage`). What is between the guest's
+//! bytes and the storage's belongs here.
 
 use std::sync::Arc;
 

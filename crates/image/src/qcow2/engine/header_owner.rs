@@ -1,9 +1,11 @@
-//! The header of an image in use, and everything that is done one after the other: changes of refcounts and of the header.
+//! The header of an image in use, and everything that is done one after the other: changes of refcounts and of the
+//! header.
 //!
-//! Law: what the header says in memory it says in the file, durably. After a change that failed the file may say either. If the two
-//! lead to different tables, memory says what was before, and the next flush has the file say so, too, before anything else. An image
-//! that was found to be corrupt is marked as such, durably, and nothing more is written for the guest, or given back; what was
-//! acknowledged before is still flushed, whether the mark can be written or not.
+//! Law: what the header says in memory it says in the file, durably. After a change that failed the file may say
+//! either. If the two lead to different tables, memory says what was before, and the next flush has the file say so,
+//! too, before anything else. An image that was found to be corrupt is marked as such, durably, and nothing more is
+//! written for the guest, or given back; what was acknowledged before is still flushed, whether the mark can be written
+//! or not.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -72,8 +74,8 @@ impl HeaderOwner {
         self.marked_corrupt.load(Ordering::Acquire)
     }
 
-    /// Does something to refcounts or the header after everything else that was begun before; one at a time. A request that waits for it
-    /// drives what comes before it, too. Nothing within may wait for it again.
+    /// Does something to refcounts or the header after everything else that was begun before; one at a time. A request
+    /// that waits for it drives what comes before it, too. Nothing within may wait for it again.
     pub(super) fn exclusively(&self, work: BoxFuture<'static, Result<(), ImageError>>) -> SharedFuture {
         self.serial.run(work)
     }
@@ -83,7 +85,8 @@ impl HeaderOwner {
         self.serial.clear();
     }
 
-    /// Changes fields of the header, durably; if that fails, memory says what was before. Only within [`HeaderOwner::exclusively`].
+    /// Changes fields of the header, durably; if that fails, memory says what was before. Only within
+    /// [`HeaderOwner::exclusively`].
     pub(super) async fn change(&self, change: impl FnOnce(&mut Header)) -> Result<(), ImageError> {
         let mut header = self.now();
         let leads = |header: &Header| (header.l1, header.refcount_table, header.size);
@@ -107,7 +110,8 @@ impl HeaderOwner {
         self.change(|_| {}).await
     }
 
-    /// Has the file say what memory says, if a change failed before. Whatever the flush writes next is where the header leads to.
+    /// Has the file say what memory says, if a change failed before. Whatever the flush writes next is where the header
+    /// leads to.
     pub(super) async fn ascertain(self: &Arc<Self>) -> Result<(), ImageError> {
         let (uncertain, unmarked) = (self.uncertain.load(Ordering::Acquire), self.unmarked.load(Ordering::Acquire));
         if !uncertain && !unmarked {
@@ -123,7 +127,8 @@ impl HeaderOwner {
         if uncertain { written } else { Ok(()) }
     }
 
-    /// The file's header was changed by others to lead to this refcount table. Only within [`HeaderOwner::exclusively`].
+    /// The file's header was changed by others to lead to this refcount table. Only within
+    /// [`HeaderOwner::exclusively`].
     pub(super) fn has_refcount_table(&self, table: (HostOffset, u32)) {
         self.header.lock().refcount_table = table;
     }
@@ -136,7 +141,8 @@ impl HeaderOwner {
         Ok(())
     }
 
-    /// Before refcounts are changed: if they are written late, the image says so. Only within [`HeaderOwner::exclusively`].
+    /// Before refcounts are changed: if they are written late, the image says so. Only within
+    /// [`HeaderOwner::exclusively`].
     pub(super) async fn ready_for_refcounts(&self) -> Result<(), ImageError> {
         if self.context.is_lazy() && !self.is_dirty() {
             self.change(|header| header.features.set_dirty(true)).await?;
@@ -153,8 +159,8 @@ impl HeaderOwner {
         self.header.lock().features.dirty()
     }
 
-    /// Before a write: an image that must not be written is refused, and before the first one features that others would have to keep up
-    /// are taken back. `conflict`: tables that lie on each other.
+    /// Before a write: an image that must not be written is refused, and before the first one features that others
+    /// would have to keep up are taken back. `conflict`: tables that lie on each other.
     pub(super) async fn begin_writing(
         self: &Arc<Self>,
         conflict: Option<(Overlap, Overlap)>,

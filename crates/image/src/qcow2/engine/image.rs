@@ -2,8 +2,8 @@
 //!
 //! # What is where
 //!
-//! [`Qcow2`] is a [`Disk`]: it opens and closes an image, and hands requests to its owners. Each of them keeps what it owns to itself, and
-//! knows those before it in this list only:
+//! [`Qcow2`] is a [`Disk`]: it opens and closes an image, and hands requests to its owners. Each of them keeps what it
+//! owns to itself, and knows those before it in this list only:
 //!
 //! * `header_owner`: the header, and what is done one after the other (changes of refcounts and of the header);
 //! * `allocator`: refcounts, free clusters, references that were dropped, and where the image's own tables lie;
@@ -14,52 +14,56 @@
 //!
 //! What does not change is in the `context`, which all of them have. The order of their locks is in `locks`.
 //!
-//! The L1 table and the refcount table are in memory as a whole; of the L2 tables and the refcount blocks a bounded number of slices of at
-//! most 4 KiB. What is in memory is the truth: a request changes it there, and the flusher brings it to the file.
+//! The L1 table and the refcount table are in memory as a whole; of the L2 tables and the refcount blocks a bounded
+//! number of slices of at most 4 KiB. What is in memory is the truth: a request changes it there, and the flusher
+//! brings it to the file.
 //!
 //! # Requests
 //!
-//! A **read** looks up what its bytes are, and reads everything at once. A **write** to clusters that the image has for itself is
-//! one write to the storage, and takes no lock beyond those for the look (the L1 table, a slice). What changes where bytes lie claims the
-//! clusters (or subclusters) first: a *job*, of which there is one for any cluster at a time. Requests to different parts of the disk take
-//! different locks.
+//! A **read** looks up what its bytes are, and reads everything at once. A **write** to clusters that the image has for
+//! itself is one write to the storage, and takes no lock beyond those for the look (the L1 table, a slice). What
+//! changes where bytes lie claims the clusters (or subclusters) first: a *job*, of which there is one for any cluster
+//! at a time. Requests to different parts of the disk take different locks.
 //!
-//! * A write that needs a new cluster is a job: it takes clusters, reads what has to be around the guest's bytes, writes all of it
-//!   with one vectored write, and then notes in the L2 table where it lies. A write to the same clusters that comes while the job is
-//!   still reading gives it its bytes; if nothing has to be around them it writes to the same new cluster itself, at once; otherwise
-//!   it waits and then writes in place. Where much would be copied and the filesystem can share it, the job clones it and writes the
-//!   guest's bytes over it.
+//! * A write that needs a new cluster is a job: it takes clusters, reads what has to be around the guest's bytes,
+//!   writes all of it with one vectored write, and then notes in the L2 table where it lies. A write to the same
+//!   clusters that comes while the job is still reading gives it its bytes; if nothing has to be around them it writes
+//!   to the same new cluster itself, at once; otherwise it waits and then writes in place. Where much would be copied
+//!   and the filesystem can share it, the job clones it and writes the guest's bytes over it.
 //! * Zeroing and discarding whole clusters is a job that changes entries only.
 //!
-//! Of requests that overlap each byte is of one or the other: a write in place that was looked up before a discard is as if it had
-//! come before it. A cluster that nothing refers to any more is therefore not used anew before all requests that may have looked it up
-//! are done (the module `epoch`), and not before the file says so durably. One that is zeroed and stays may be written anew at once:
-//! a read that was under way meanwhile reads again. A failed job's cluster to which others write along counts as dropped, too.
+//! Of requests that overlap each byte is of one or the other: a write in place that was looked up before a discard is
+//! as if it had come before it. A cluster that nothing refers to any more is therefore not used anew before all
+//! requests that may have looked it up are done (the module `epoch`), and not before the file says so durably. One that
+//! is zeroed and stays may be written anew at once: a read that was under way meanwhile reads again. A failed job's
+//! cluster to which others write along counts as dropped, too.
 //!
-//! A request that waits for a job, a slice or a flush drives it: there is no thread behind an image, and a request that is dropped or not
-//! polled stops nothing but a close, which waits for those that are polled no more until they are dropped. A job that is dropped is ended by
-//! whatever request comes next, before anything else, so that it is either over or never was. A write in place that is dropped goes on
-//! by itself, and counts as using its cluster until a flush finds it over.
+//! A request that waits for a job, a slice or a flush drives it: there is no thread behind an image, and a request that
+//! is dropped or not polled stops nothing but a close, which waits for those that are polled no more until they are
+//! dropped. A job that is dropped is ended by whatever request comes next, before anything else, so that it is either
+//! over or never was. A write in place that is dropped goes on by itself, and counts as using its cluster until a flush
+//! finds it over.
 //!
 //! # What is not written over
 //!
-//! An image may lie about where its contents are, what is free, and where its tables lie. Every cluster that is to be written, handed
-//! out or given back is looked for among the tables first (the module `overlap_check`), and tables that lie on each other are found when
-//! the image is opened to be written. Whatever is found: the image is marked as corrupt, and nothing more is written or given back.
+//! An image may lie about where its contents are, what is free, and where its tables lie. Every cluster that is to be
+//! written, handed out or given back is looked for among the tables first (the module `overlap_check`), and tables that
+//! lie on each other are found when the image is opened to be written. Whatever is found: the image is marked as
+//! corrupt, and nothing more is written or given back.
 //!
 //! # What a crash leaves
 //!
-//! At any instant, in the file: every refcount is at least the number of references, except under the dirty bit; every reference leads
-//! to something that was written before. So:
+//! At any instant, in the file: every refcount is at least the number of references, except under the dirty bit; every
+//! reference leads to something that was written before. So:
 //!
-//! 1. contents are written when requests are carried out, refcounts taken in memory before that, entries of L2 tables in
-//!    memory after it;
-//! 2. a flush captures what is dirty, writes refcounts and new L2 tables, flushes; writes L2 slices and L1 blocks, flushes; and
-//!    only then lowers, in memory, the refcounts of what was dropped.
+//! 1. contents are written when requests are carried out, refcounts taken in memory before that, entries of L2 tables
+//!    in memory after it;
+//! 2. a flush captures what is dirty, writes refcounts and new L2 tables, flushes; writes L2 slices and L1 blocks,
+//!    flushes; and only then lowers, in memory, the refcounts of what was dropped.
 //!
-//! A crash before the second flush leaves clusters with a refcount and no reference: leaks. One within a write of a slice leaves
-//! of each entry the old or the new one, and both are valid. Reading old contents of a reused cluster is excluded, since its entry is
-//! written after a flush that follows its contents.
+//! A crash before the second flush leaves clusters with a refcount and no reference: leaks. One within a write of a
+//! slice leaves of each entry the old or the new one, and both are valid. Reading old contents of a reused cluster is
+//! excluded, since its entry is written after a flush that follows its contents.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -110,9 +114,10 @@ pub struct Parts {
 
 /// A qcow2 image in use: a [`Disk`].
 ///
-/// Any number of requests may be in flight, from any number of threads; there is no thread behind it, the requests that wait drive
-/// the work. What was flushed survives a kill or a power cut, and at any moment the file is a valid image, apart from leaked clusters. Contents
-/// that would be written over the image's own tables mark it as corrupt, and nothing more is written.
+/// Any number of requests may be in flight, from any number of threads; there is no thread behind it, the requests that
+/// wait drive the work. What was flushed survives a kill or a power cut, and at any moment the file is a valid image,
+/// apart from leaked clusters. Contents that would be written over the image's own tables mark it as corrupt, and
+/// nothing more is written.
 pub struct Qcow2 {
     inner: Arc<Inner>,
     repaired: Option<CheckReport>,
@@ -134,12 +139,13 @@ struct Inner {
 }
 
 impl Qcow2 {
-    /// Takes an image into use. One that is to be written, and was not closed while its refcounts were written late, is repaired first:
-    /// [`Qcow2::repaired`]. An image that is opened to be written is not open elsewhere.
+    /// Takes an image into use. One that is to be written, and was not closed while its refcounts were written late, is
+    /// repaired first: [`Qcow2::repaired`]. An image that is opened to be written is not open elsewhere.
     ///
     /// # Errors
-    /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::Damaged`]: it is to be written, and is marked as corrupt
-    /// or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data file is needed and not there; what the storage says.
+    /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::Damaged`]: it is to be written, and
+    /// is marked as corrupt or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data file is needed
+    /// and not there; what the storage says.
     pub async fn open(parts: Parts, options: Qcow2Options) -> Result<Arc<Self>, ImageError> {
         let Parts { file, data_file, backing, mut header } = parts;
         let name = Arc::clone(file.name());
@@ -182,9 +188,9 @@ impl Qcow2 {
         self.inner.context.counters().counts()
     }
 
-    /// What was repaired when the image was opened; `None`: it had been closed, or is only read. An image whose refcounts are written
-    /// late and that was not closed has refcounts that mean nothing: nothing is written before they are made anew, as
-    /// [`Repair::Refcounts`] does.
+    /// What was repaired when the image was opened; `None`: it had been closed, or is only read. An image whose
+    /// refcounts are written late and that was not closed has refcounts that mean nothing: nothing is written before
+    /// they are made anew, as [`Repair::Refcounts`] does.
     #[must_use]
     pub const fn repaired(&self) -> Option<&CheckReport> {
         self.repaired.as_ref()
@@ -196,13 +202,14 @@ impl Qcow2 {
         self.inner.header.now()
     }
 
-    /// Makes the disk `size` bytes long, which is no less than it is: what is new reads as zeros. Requests may be under way, and those
-    /// behind the old end are carried out when it is done. Durable in the end. Several at a time are carried out one after the other.
+    /// Makes the disk `size` bytes long, which is no less than it is: what is new reads as zeros. Requests may be under
+    /// way, and those behind the old end are carried out when it is done. Durable in the end. Several at a time are
+    /// carried out one after the other.
     ///
     /// # Errors
-    /// [`ImageError::Unsupported`]: shorter; no multiple of 512; larger than the image's clusters allow; version 2 with snapshots; a
-    /// raw data file, which only [`resize`](crate::qcow2::offline::resize()) changes; [`ImageError::ReadOnly`]; what the storage says. The size is then
-    /// the old one.
+    /// [`ImageError::Unsupported`]: shorter; no multiple of 512; larger than the image's clusters allow; version 2 with
+    /// snapshots; a raw data file, which only [`resize`](crate::qcow2::resize()) changes; [`ImageError::ReadOnly`];
+    /// what the storage says. The size is then the old one.
     pub fn grow(&self, size: u64) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
@@ -212,7 +219,8 @@ impl Qcow2 {
         }))
     }
 
-    /// Has what lies between the disk's end and `size`, in the cluster of the end, read as zeros when the disk becomes longer.
+    /// Has what lies between the disk's end and `size`, in the cluster of the end, read as zeros when the disk becomes
+    /// longer.
     pub(in crate::qcow2) async fn zero_tail(&self, size: u64) -> Result<(), ImageError> {
         self.inner.allocator.begin_writing().await?;
         self.inner.grower.zero_tail(self.inner.header.size(), size).await
@@ -386,7 +394,8 @@ impl Inner {
         self.closing.lock().get_or_insert_with(close).clone()
     }
 
-    /// Waits for requests, ends what those that were dropped have begun, gives back what was taken ahead, and makes everything durable.
+    /// Waits for requests, ends what those that were dropped have begun, gives back what was taken ahead, and makes
+    /// everything durable.
     async fn close_now(&self) -> Result<(), ImageError> {
         self.requests.close();
         self.requests.over().await;

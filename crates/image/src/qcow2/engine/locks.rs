@@ -1,12 +1,12 @@
 //! The order in which locks are taken, and locks that keep to it.
 //!
-//! Law: a thread that holds a lock takes only locks that come later in [`Rank`], so threads cannot wait for each other in a circle. A
-//! lock is held for a look or a change, never across an `await`, and nothing that could panic half-way is done under it. With debug
-//! assertions every thread keeps a list of what it holds, and a lock that is taken out of order panics; without them a
-//! [`RankedMutex`] is a [`Mutex`] and nothing more.
+//! Law: a thread that holds a lock takes only locks that come later in [`Rank`], so threads cannot wait for each other
+//! in a circle. A lock is held for a look or a change, never across an `await`, and nothing that could panic half-way
+//! is done under it. With debug assertions every thread keeps a list of what it holds, and a lock that is taken out of
+//! order panics; without them a [`RankedMutex`] is a [`Mutex`] and nothing more.
 //!
-//! One lock is outside of the order: that of [`Requests`](crate::requests::Requests), which every format has. It is taken with no other
-//! held, and no other is taken under it.
+//! One lock is outside of the order: that of [`Requests`](crate::requests::Requests), which every format has. It is
+//! taken with no other held, and no other is taken under it.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};

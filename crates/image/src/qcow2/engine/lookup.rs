@@ -63,8 +63,8 @@ impl Kind {
     }
 }
 
-/// What the bytes from `at` on are, as many as are alike and lie together, up to `end`: by the entries of their clusters, as far as there
-/// are any.
+/// What the bytes from `at` on are, as many as are alike and lie together, up to `end`: by the entries of their
+/// clusters, as far as there are any.
 pub(super) fn extent(
     geometry: &Geometry,
     at: GuestOffset,

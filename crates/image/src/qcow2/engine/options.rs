@@ -10,10 +10,10 @@ pub enum CloneMode {
 }
 
 impl CloneMode {
-    /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-reflinks.md): clusters of
-    /// 256 KiB that a small write begins are faster cloned, those of 64 KiB are faster copied, and between them what is gained in time is
-    /// lost in CPU. A clone is a change of the filesystem's own tables, which lasts as long whatever its length; and what is then
-    /// written over it takes space anew.
+    /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-reflinks.md):
+    /// clusters of 256 KiB that a small write begins are faster cloned, those of 64 KiB are faster copied, and between
+    /// them what is gained in time is lost in CPU. A clone is a change of the filesystem's own tables, which lasts as
+    /// long whatever its length; and what is then written over it takes space anew.
     pub const AUTO: Self = Self::From(128 << 10);
 }
 
@@ -34,8 +34,8 @@ pub struct Qcow2Options {
     pub read_only: bool,
     /// Whether refcounts are written late; `None`: what the image says.
     pub lazy_refcounts: Option<bool>,
-    /// Bytes of clusters that are taken at once, for writes to come, and that the file is made longer by. What is not used is given
-    /// back when the image is closed. More than the usual 4 MiB was measured to gain nothing.
+    /// Bytes of clusters that are taken at once, for writes to come, and that the file is made longer by. What is not
+    /// used is given back when the image is closed. More than the usual 4 MiB was measured to gain nothing.
     pub allocate_ahead: u64,
     /// Whether space that is given back is given back to the storage, too.
     pub discard: bool,

@@ -1,12 +1,12 @@
 //! Where an image's own tables lie, and what may not happen there.
 //!
-//! Law: no cluster is two things. Nothing is handed out, written as contents, given back or discarded where the header, the L1 table,
-//! an L2 table, the refcount table, a refcount block, the snapshots or the bitmap directory lie. An image whose tables lie on each
-//! other is not written at all. So each table is changed by its owner, and by nothing else.
+//! Law: no cluster is two things. Nothing is handed out, written as contents, given back or discarded where the header,
+//! the L1 table, an L2 table, the refcount table, a refcount block, the snapshots or the bitmap directory lie. An image
+//! whose tables lie on each other is not written at all. So each table is changed by its owner, and by nothing else.
 //!
-//! What the header leads to is known from the beginning; L2 tables and refcount blocks are added as they are made. A look at
-//! clusters of which nothing is known takes no lock: a filter of one bit for each hash of a cluster's number says so. A bit that is
-//! set for something else costs a look, and nothing more.
+//! What the header leads to is known from the beginning; L2 tables and refcount blocks are added as they are made. A
+//! look at clusters of which nothing is known takes no lock: a filter of one bit for each hash of a cluster's number
+//! says so. A bit that is set for something else costs a look, and nothing more.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -113,8 +113,8 @@ impl Default for OverlapCheck {
 }
 
 impl OverlapCheck {
-    /// `ranges`: tables that may be longer than a cluster, in bytes of the file; `l2` and `blocks`: where L2 tables and refcount blocks
-    /// lie. `more`: so many of them may be added.
+    /// `ranges`: tables that may be longer than a cluster, in bytes of the file; `l2` and `blocks`: where L2 tables and
+    /// refcount blocks lie. `more`: so many of them may be added.
     pub(super) fn new(
         cluster_bits: u32,
         ranges: Vec<(TableKind, Range<HostOffset>)>,
@@ -288,8 +288,8 @@ mod tests {
         OverlapCheck::new(16, ranges, hosts(l2), hosts(blocks), 10)
     }
 
-    /// Clusters of 64 KiB: header, refcount table at 64 KiB, L1 table at 192 KiB, of two clusters; a block at 128 KiB, an L2 table at
-    /// 320 KiB.
+    /// Clusters of 64 KiB: header, refcount table at 64 KiB, L1 table at 192 KiB, of two clusters; a block at 128 KiB,
+    /// an L2 table at 320 KiB.
     fn tables() -> OverlapCheck {
         let ranges = [
             (TableKind::L1, 192 * K..260 * K),

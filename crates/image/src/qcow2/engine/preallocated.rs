@@ -1,8 +1,8 @@
 //! Clusters that were set aside when the image was made, and never written.
 //!
-//! The tables count them as contents (`preallocation=metadata`); that they are zeros, only the file below knows. To ask it costs a
-//! call for every run of clusters, so it is asked where it can say something: in files that take up much less than the clusters that
-//! the refcounts count. So does QEMU, whose map says the same.
+//! The tables count them as contents (`preallocation=metadata`); that they are zeros, only the file below knows. To ask
+//! it costs a call for every run of clusters, so it is asked where it can say something: in files that take up much
+//! less than the clusters that the refcounts count. So does QEMU, whose map says the same.
 
 use std::sync::Arc;
 
@@ -23,7 +23,8 @@ const PIECE: u64 = 64 << 10;
 /// Bits of an entry of the refcount table that say where the block lies.
 const BLOCK: u64 = !511;
 
-/// How many clusters have to be in use for a file that takes up `taken` of them to be called sparse; `None`: it has not as many.
+/// How many clusters have to be in use for a file that takes up `taken` of them to be called sparse; `None`: it has not
+/// as many.
 fn needed(taken: u64, all: u64) -> Option<u64> {
     let needed = taken.saturating_add((taken / 9).max(2));
     (needed <= all).then_some(needed)
@@ -41,8 +42,8 @@ impl Preallocated {
         Self { context, header, known: OnceCell::new() }
     }
 
-    /// What of contents at `host` is alike: contents, or zeros that the file has nothing for. Behind its end there are no zeros: a
-    /// read fails and says that contents are lost.
+    /// What of contents at `host` is alike: contents, or zeros that the file has nothing for. Behind its end there are
+    /// no zeros: a read fails and says that contents are lost.
     pub(super) async fn written(&self, host: HostOffset, length: u64) -> Result<(u64, BlockStatus), ImageError> {
         if !*self.known.get_or_init(|| self.is_preallocated()).await {
             return Ok((length, BlockStatus::Data));

@@ -41,8 +41,8 @@ impl Reader {
         loop {
             let zeroings = self.tables.zeroings();
             self.read_once(at, into.clone()).await?;
-            // A cluster that was zeroed and kept may have been written anew meanwhile, and that is not to be seen before the table
-            // says so: else a later read would see the zeros again.
+            // A cluster that was zeroed and kept may have been written anew meanwhile, and that is not to be seen
+            // before the table says so: else a later read would see the zeros again.
             if self.tables.zeroings() == zeroings {
                 return Ok(());
             }

@@ -1,8 +1,8 @@
 //! Refcounts in memory: the refcount table as a whole, and a bounded number of slices of refcount blocks.
 //!
-//! Law: a refcount is raised here before anything refers to its cluster, and lowered only when nothing in the file refers to it any
-//! more. Slices may therefore be written at any time. Everything that changes refcounts is carried out within
-//! [`HeaderOwner::exclusively`](super::header_owner::HeaderOwner::exclusively).
+//! Law: a refcount is raised here before anything refers to its cluster, and lowered only when nothing in the file
+//! refers to it any more. Slices may therefore be written at any time. Everything that changes refcounts is carried out
+//! within [`HeaderOwner::exclusively`](super::header_owner::HeaderOwner::exclusively).
 
 use std::collections::HashMap;
 use std::ops::Range;

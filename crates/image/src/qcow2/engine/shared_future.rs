@@ -23,8 +23,8 @@ impl Serial {
         Self { last: rank.mutex(None) }
     }
 
-    /// Work that begins when what was begun before it is over. A request that waits for it drives that, too, so nothing within the work
-    /// may wait for further work of the same kind.
+    /// Work that begins when what was begun before it is over. A request that waits for it drives that, too, so nothing
+    /// within the work may wait for further work of the same kind.
     pub(super) fn run(&self, work: BoxFuture<'static, Result<(), ImageError>>) -> SharedFuture {
         let mut last = self.last.lock();
         let before = last.take();

@@ -1,8 +1,8 @@
 //! L2 tables in memory: a bounded number of slices.
 //!
-//! Law: a slice that differs from the file stays until it has been written, and one that is being written stays until that is
-//! over; so what is read from the file is never older than what was here. Locks are held for a look or a change, never across
-//! an `await`.
+//! Law: a slice that differs from the file stays until it has been written, and one that is being written stays until
+//! that is over; so what is read from the file is never older than what was here. Locks are held for a look or a
+//! change, never across an `await`.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::MutexGuard;

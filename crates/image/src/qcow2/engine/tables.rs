@@ -1,8 +1,9 @@
 //! The L1 table and the L2 tables of an image in use: where everything lies.
 //!
-//! Law: what is in memory is the truth. The L1 table is there as a whole, of the L2 tables a bounded number of slices; a change is made in
-//! memory, and the flusher brings it to the file. An entry is changed when what it leads to has been written, never before, and only by the
-//! job that claimed its cluster. A table that something else refers to, too, is copied before it is changed.
+//! Law: what is in memory is the truth. The L1 table is there as a whole, of the L2 tables a bounded number of slices;
+//! a change is made in memory, and the flusher brings it to the file. An entry is changed when what it leads to has
+//! been written, never before, and only by the job that claimed its cluster. A table that something else refers to,
+//! too, is copied before it is changed.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,7 +42,8 @@ pub(super) struct Tables {
     making: RankedMutex<HashMap<L1Index, SharedFuture>>,
     /// L2 tables whose contents in the file mean nothing yet.
     new: RankedMutex<HashSet<HostOffset>>,
-    /// How often clusters were zeroed that stay where they are: a read that was under way may have read what was written there since.
+    /// How often clusters were zeroed that stay where they are: a read that was under way may have read what was
+    /// written there since.
     zeroings: AtomicU64,
     room: Weak<dyn MakeRoom>,
 }
@@ -204,8 +206,8 @@ impl Tables {
         }
     }
 
-    /// What `visit` makes of the entries of the clusters from that of `at` on, up to `end`, as many as one slice has: each is decoded when it
-    /// is asked for.
+    /// What `visit` makes of the entries of the clusters from that of `at` on, up to `end`, as many as one slice has:
+    /// each is decoded when it is asked for.
     pub(super) fn visit<R>(
         &self,
         at: GuestOffset,
@@ -340,8 +342,8 @@ impl Tables {
         copied
     }
 
-    /// Changes the entries of `count` clusters from that of `at` on, which one slice has: all of them, or, if it fails, none. `change` is
-    /// called once for each, with its number.
+    /// Changes the entries of `count` clusters from that of `at` on, which one slice has: all of them, or, if it fails,
+    /// none. `change` is called once for each, with its number.
     pub(super) async fn change(
         self: &Arc<Self>,
         at: GuestOffset,
@@ -378,7 +380,8 @@ impl Tables {
     pub(super) fn capture(&self) -> Result<CapturedTables, BrokenInvariant> {
         let l1 = self.l1.capture()?;
         let slices = self.slices.capture();
-        // After the slices: a table of which one was captured has to be among them, or it would be written as zeros the next time.
+        // After the slices: a table of which one was captured has to be among them, or it would be written as zeros the
+        // next time.
         let new = self.new.lock().iter().copied().collect();
         Ok(CapturedTables { l1, slices, new })
     }

@@ -1,7 +1,7 @@
 //! The bitmap directory: which bitmaps an image has.
 //!
-//! Law: bitmaps outlive us. limosa does not keep them up; before it writes for the first time it marks those that would have to
-//! follow the disk as in use, which means that they do not, and leaves the others as they are.
+//! Law: bitmaps outlive us. limosa does not keep them up; before it writes for the first time it marks those that would
+//! have to follow the disk as in use, which means that they do not, and leaves the others as they are.
 
 use limosa_page::{broken, to_usize};
 use limosa_storage::{Buffer, Storage};
@@ -56,9 +56,9 @@ pub async fn read(storage: &dyn Storage, header: &Header) -> Result<Vec<Bitmap>,
 }
 
 impl Header {
-    /// Before the first write into an image: clears the autoclear bits that limosa does not know, durably. `keep_bitmaps`: the
-    /// writer keeps the bitmaps up. Otherwise those that follow the disk are marked as in use; if their directory cannot be gone
-    /// through, their bit is cleared, too.
+    /// Before the first write into an image: clears the autoclear bits that limosa does not know, durably.
+    /// `keep_bitmaps`: the writer keeps the bitmaps up. Otherwise those that follow the disk are marked as in use; if
+    /// their directory cannot be gone through, their bit is cleared, too.
     ///
     /// # Errors
     /// What the storage says.

@@ -1,7 +1,7 @@
 //! Compressed clusters.
 //!
-//! Law: what comes out is one cluster, no more, whatever went in. Behind the stream may be anything, up to the end of its last
-//! sector.
+//! Law: what comes out is one cluster, no more, whatever went in. Behind the stream may be anything, up to the end of
+//! its last sector.
 
 use flate2::{Decompress, FlushDecompress, Status};
 use limosa_page::{BrokenInvariant, broken, to_usize};

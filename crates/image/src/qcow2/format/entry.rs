@@ -1,7 +1,7 @@
 //! Entries of the L1 and L2 tables.
 //!
-//! Law: every bit is looked at. An entry with a reserved bit set, or whose cluster does not lie where a cluster can, is no entry;
-//! what finds one says where it was.
+//! Law: every bit is looked at. An entry with a reserved bit set, or whose cluster does not lie where a cluster can, is
+//! no entry; what finds one says where it was.
 
 use super::geometry::Geometry;
 use crate::offset::HostOffset;
@@ -161,8 +161,8 @@ impl L2Entry {
         Ok(Self::Standard { host, copied: bits & COPIED != 0, what })
     }
 
-    /// For the table: its 8 bytes, and the 8 behind them of an extended entry. What an image without subclusters cannot say (some
-    /// of them) must not be asked of it.
+    /// For the table: its 8 bytes, and the 8 behind them of an extended entry. What an image without subclusters cannot
+    /// say (some of them) must not be asked of it.
     #[must_use]
     pub(in crate::qcow2) const fn encode(self, geometry: &Geometry) -> (u64, u64) {
         match self {

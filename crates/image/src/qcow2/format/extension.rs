@@ -69,8 +69,8 @@ impl BitmapsExtension {
 }
 
 impl Extensions {
-    /// From the bytes between the header and the backing file's name or the end of the cluster; `at`: where they are, for what
-    /// an error says.
+    /// From the bytes between the header and the backing file's name or the end of the cluster; `at`: where they are,
+    /// for what an error says.
     ///
     /// # Errors
     /// Which extension is wrong, with its offset, and what is wrong with it.

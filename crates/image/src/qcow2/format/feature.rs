@@ -1,7 +1,7 @@
 //! Feature bits.
 //!
-//! Law: a program that does not know an incompatible bit does not touch the image; one that does not know an autoclear bit clears it
-//! before the first write.
+//! Law: a program that does not know an incompatible bit does not touch the image; one that does not know an autoclear
+//! bit clears it before the first write.
 
 use std::fmt;
 

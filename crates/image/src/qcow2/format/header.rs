@@ -1,7 +1,7 @@
 //! The header: what an image is, and where its tables lie.
 //!
-//! Law: every field is checked before anything rests on it, against the format's limits and against the file. A header that
-//! was read is one that can be used; only check and info look at one whose tables may lie anywhere
+//! Law: every field is checked before anything rests on it, against the format's limits and against the file. A header
+//! that was read is one that can be used; only check and info look at one whose tables may lie anywhere
 //! ([`Header::read_to_examine`]).
 
 use std::ffi::OsString;
@@ -147,8 +147,8 @@ impl Header {
     /// Reads the header of an image that is to be used: its tables lie in the file, and its contents are not encrypted.
     ///
     /// # Errors
-    /// [`ImageError::Corrupt`]: a field cannot be; [`ImageError::Unsupported`]: another version, an unknown incompatible
-    /// feature, encryption; what the storage says.
+    /// [`ImageError::Corrupt`]: a field cannot be; [`ImageError::Unsupported`]: another version, an unknown
+    /// incompatible feature, encryption; what the storage says.
     pub async fn read(storage: &dyn Storage) -> Result<Self, ImageError> {
         let header = Self::read_to_examine(storage).await?;
         let length = storage.length()?;
@@ -156,8 +156,8 @@ impl Header {
         Ok(header)
     }
 
-    /// Reads the header of an image that is only looked at: tables may lie behind the file's end, the refcount table may be
-    /// missing, and contents may be encrypted.
+    /// Reads the header of an image that is only looked at: tables may lie behind the file's end, the refcount table
+    /// may be missing, and contents may be encrypted.
     ///
     /// # Errors
     /// As [`Header::read`] otherwise.
@@ -370,8 +370,8 @@ impl Header {
         (self.refcount_table.1 as u64) << self.cluster_bits
     }
 
-    /// The fields whose places are fixed: 72 bytes in version 2, 104 in version 3, all of them in the first sector, so one write
-    /// of them is done or not done.
+    /// The fields whose places are fixed: 72 bytes in version 2, 104 in version 3, all of them in the first sector, so
+    /// one write of them is done or not done.
     ///
     /// # Errors
     /// [`ImageError::Internal`]: a length that has more than 32 bits.
@@ -407,8 +407,8 @@ impl Header {
         Ok(fields)
     }
 
-    /// The whole of it, as it is at the beginning of the image: fields, extensions, and right behind them the backing file's
-    /// name, whose place is noted.
+    /// The whole of it, as it is at the beginning of the image: fields, extensions, and right behind them the backing
+    /// file's name, whose place is noted.
     ///
     /// # Errors
     /// [`ImageError::Unsupported`] if it does not fit into the first cluster of `image`.
@@ -445,8 +445,9 @@ impl Header {
         Ok(bytes)
     }
 
-    /// Writes the fixed fields in place, with one write: for what changes while an image is in use (feature bits, size, where the
-    /// tables lie). What it points to has to be durable before; a caller that has to rely on it flushes behind it.
+    /// Writes the fixed fields in place, with one write: for what changes while an image is in use (feature bits, size,
+    /// where the tables lie). What it points to has to be durable before; a caller that has to rely on it flushes
+    /// behind it.
     ///
     /// # Errors
     /// What the storage says.

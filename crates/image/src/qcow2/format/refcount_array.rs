@@ -1,7 +1,7 @@
 //! Refcounts as they are in a refcount block: from 1 to 64 bits each.
 //!
-//! Law: bits are counted as the format counts them. Refcounts of less than a byte are in it from its lowest bit upwards;
-//! wider ones are big-endian.
+//! Law: bits are counted as the format counts them. Refcounts of less than a byte are in it from its lowest bit
+//! upwards; wider ones are big-endian.
 
 /// The refcount of number `index` in a block, of `1 << order` bits: `None` behind its end.
 #[must_use]
@@ -16,8 +16,8 @@ pub(in crate::qcow2) fn get(block: &[u8], order: u32, index: usize) -> Option<u6
     Some(bytes.iter().fold(0, |value, byte| value << 8 | u64::from(*byte)))
 }
 
-/// Makes the refcount of number `index` in a block `value`. False, and nothing is changed, behind its end or if the value does
-/// not fit.
+/// Makes the refcount of number `index` in a block `value`. False, and nothing is changed, behind its end or if the
+/// value does not fit.
 #[must_use]
 pub(in crate::qcow2) fn set(block: &mut [u8], order: u32, index: usize, value: u64) -> bool {
     if order < 6 && value >> (1_u32 << order) != 0 {

@@ -1,7 +1,7 @@
 //! Making an image.
 //!
-//! Law: the header is written last, behind a flush of all the rest: what is cut off before it is no image, and never an old one
-//! with new tables. Nothing that lay in the storage before is seen through the new image.
+//! Law: the header is written last, behind a flush of all the rest: what is cut off before it is no image, and never an
+//! old one with new tables. Nothing that lay in the storage before is seen through the new image.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -176,12 +176,12 @@ impl CreateOptions {
     }
 }
 
-/// Makes an image in `storage`, whose contents are lost, and, with an external data file, empties that. Both are grown as
-/// needed; those that cannot grow have to be long enough. What was written is durable in the end.
+/// Makes an image in `storage`, whose contents are lost, and, with an external data file, empties that. Both are grown
+/// as needed; those that cannot grow have to be long enough. What was written is durable in the end.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`]: options that contradict each other ([`CreateOptions::check`]), or a storage that is too short; what
-/// the storage says.
+/// [`ImageError::Unsupported`]: options that contradict each other ([`CreateOptions::check`]), or a storage that is too
+/// short; what the storage says.
 pub async fn create(
     storage: &dyn Storage,
     data_file: Option<&dyn Storage>,
@@ -225,8 +225,8 @@ pub async fn create(
     Ok(header)
 }
 
-/// Makes a storage `length` bytes of zeros: true. One that cannot change its length has to have it; then only what is below
-/// `tables` becomes zeros, and its beginning at once, so that it is no image any more: false.
+/// Makes a storage `length` bytes of zeros: true. One that cannot change its length has to have it; then only what is
+/// below `tables` becomes zeros, and its beginning at once, so that it is no image any more: false.
 async fn empty(storage: &dyn Storage, length: u64, tables: u64) -> Result<bool, ImageError> {
     match shorten(storage, length).await {
         Ok(()) => Ok(true),

@@ -1,7 +1,7 @@
 //! Where everything lies in a new image.
 //!
-//! Header, refcount table, refcount blocks, L1 table, L2 tables, contents: one behind the other, without a gap, so that contents
-//! that are allocated at once lie in one piece and a refcount is one as far as the image reaches.
+//! Header, refcount table, refcount blocks, L1 table, L2 tables, contents: one behind the other, without a gap, so that
+//! contents that are allocated at once lie in one piece and a refcount is one as far as the image reaches.
 
 use crate::offset::HostOffset;
 use crate::qcow2::format::geometry::Geometry;

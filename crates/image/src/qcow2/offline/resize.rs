@@ -1,8 +1,9 @@
 //! Making an image's disk longer or shorter.
 //!
-//! Law: the header's size changes last when the disk grows, and after the entries behind the new end are gone when it shrinks. New
-//! tables have refcounts before anything refers to them. A cut at any write leaves a whole image of one size or the other; of one that
-//! was to shrink, what lies behind the new end may be zeros already; bitmaps may be lost.
+//! Law: the header's size changes last when the disk grows, and after the entries behind the new end are gone when it
+//! shrinks. New tables have refcounts before anything refers to them. A cut at any write leaves a whole image of one
+//! size or the other; of one that was to shrink, what lies behind the new end may be zeros already; bitmaps may be
+//! lost.
 
 use std::sync::Arc;
 
@@ -33,15 +34,16 @@ pub struct ResizeOptions {
     pub check: CheckOptions,
 }
 
-/// Makes the disk of an image `size` bytes long. The image is not used by anything else meanwhile, and is not open as a disk: one that is in use
-/// becomes longer by [`Qcow2::grow`]. Its backing image and its data file have to be there if it has any. What is new reads as zeros,
-/// whatever the backing image has there. An image that was not closed is repaired first.
+/// Makes the disk of an image `size` bytes long. The image is not used by anything else meanwhile, and is not open as a
+/// disk: one that is in use becomes longer by [`Qcow2::grow`]. Its backing image and its data file have to be there if
+/// it has any. What is new reads as zeros, whatever the backing image has there. An image that was not closed is
+/// repaired first.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`]: shorter without [`ResizeOptions::shrink`]; sizes that are no multiple of 512; images of version 2 with
-/// snapshots, images with bitmaps that were not put away, corrupt images. What the storage says: if there is no space for what
-/// is to be set aside ([`ResizeOptions::preallocation`]) the disk is as long as before, and what was taken until then is leaked;
-/// [`repair`] with [`Repair::Leaks`] gives back what nothing refers to.
+/// [`ImageError::Unsupported`]: shorter without [`ResizeOptions::shrink`]; sizes that are no multiple of 512; images of
+/// version 2 with snapshots, images with bitmaps that were not put away, corrupt images. What the storage says: if
+/// there is no space for what is to be set aside ([`ResizeOptions::preallocation`]) the disk is as long as before, and
+/// what was taken until then is leaked; [`repair`] with [`Repair::Leaks`] gives back what nothing refers to.
 pub async fn resize(parts: Parts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
     let Parts { file, data_file, backing, mut header } = parts;
     if header.features.dirty() && !header.features.corrupt() {
@@ -262,8 +264,8 @@ async fn shrink(parts: Parts, size: u64) -> Result<(), ImageError> {
     let mut header = if inside == 0 {
         parts.header
     } else {
-        // What is behind the end in the last cluster must not come back when the disk grows again: it is a write like any other,
-        // which leaves to snapshots what they have.
+        // What is behind the end in the last cluster must not come back when the disk grows again: it is a write like
+        // any other, which leaves to snapshots what they have.
         let disk = in_use(parts).await?;
         disk.write_zeroes(GuestOffset(size), inside, false).await?;
         disk.close().await?;

@@ -46,8 +46,8 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 't', long, value_name = "MODE", default_value = "unsafe")]
     target_cache: CacheMode,
 
-    /// The target's backing file; contents that SOURCE has from its own backing file are not copied, so both must be the
-    /// same there
+    /// The target's backing file; contents that SOURCE has from its own backing file are not copied, so both must be
+    /// the same there
     #[arg(short = 'B', long, value_name = "FILE", conflicts_with = "no_create")]
     backing: Option<OsString>,
 

@@ -10,7 +10,8 @@ use crate::img::options::{Name, Source};
 
 #[derive(Debug, Args)]
 pub(crate) struct ObjectArg {
-    /// A secret: secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64]; not used yet (encryption is not supported). Repeatable
+    /// A secret: secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64]; not used yet (encryption is not supported).
+    /// Repeatable
     #[arg(long, value_name = "OBJDEF", value_parser = Secret::parse, action = ArgAction::Append)]
     object: Vec<Secret>,
 }

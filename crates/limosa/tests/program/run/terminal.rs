@@ -173,8 +173,8 @@ fn the_monitor_that_qemu_gives_itself_and_its_keys_are_there() {
     command.args(["run", text(&snapshot), "--"]).args(line);
     let mut terminal = Terminal::start(&command);
     let qemu = wait_for("QEMU", || child_of(terminal.process.pid()));
-    // The keys go to the guest first, and a prompt tells when they go to the monitor. A firmware reads nothing, and QEMU takes no
-    // key any more when it has some dozens waiting for the guest: so nothing but the monitor is typed at.
+    // The keys go to the guest first, and a prompt tells when they go to the monitor. A firmware reads nothing, and
+    // QEMU takes no key any more when it has some dozens waiting for the guest: so nothing but the monitor is typed at.
     wait_for("QEMU to take the terminal", || {
         let modes = rustix::termios::tcgetattr(&terminal.keyboard).unwrap().local_modes;
         (!modes.contains(rustix::termios::LocalModes::ICANON)).then_some(())

@@ -97,8 +97,8 @@ impl KvmSlots {
             memory_size: if present { slot.region.pages.len() * PAGE_SIZE } else { 0 },
             userspace_addr: place.iov_base.expose_provenance() as u64,
         };
-        // SAFETY: the memory is mapped as long as `self.memory` lives, and this is dropped, with its slots, before that;
-        // there is no reference into guest memory.
+        // SAFETY: the memory is mapped as long as `self.memory` lives, and this is dropped, with its slots, before
+        // that; there is no reference into guest memory.
         unsafe { self.vm.set_user_memory_region(region) }.map_err(|error| io::Error::from_raw_os_error(error.errno()))
     }
 

@@ -131,7 +131,8 @@ impl KvmRings {
                 }
             }
             *given_back &= count == 0;
-            // KVM has a vCPU leave before its ring is full to the last entry. If it is, entries may have been overwritten.
+            // KVM has a vCPU leave before its ring is full to the last entry. If it is, entries may have been
+            // overwritten.
             if count >= ring.entries {
                 *lost =
                     Some("a ring was full before its vCPU left KVM_RUN, so pages may be lost: larger rings are needed");
@@ -161,8 +162,8 @@ impl Ring {
     /// The next page of the list: its slot and its number there.
     fn take(&mut self) -> Option<(u32, u64)> {
         let entry = self.start.as_ptr().wrapping_add(self.next);
-        // SAFETY: `next` is below `entries`, so this is an entry of the mapping, which is aligned; KVM changes it too, and
-        // is told by atomic accesses to the flags alone whose turn it is.
+        // SAFETY: `next` is below `entries`, so this is an entry of the mapping, which is aligned; KVM changes it too,
+        // and is told by atomic accesses to the flags alone whose turn it is.
         let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
         if flags.load(Ordering::Acquire) & (DIRTY | TAKEN) != DIRTY {
             return None;

@@ -6,8 +6,8 @@ use limosa_stream::{DeviceState, OpaqueSection};
 use crate::error::MigrateError;
 use crate::live::IncomingVm;
 
-/// Loads sections that carry their lengths: exactly those that `sections` consists of, because the source is told next that
-/// all are loaded.
+/// Loads sections that carry their lengths: exactly those that `sections` consists of, because the source is told next
+/// that all are loaded.
 pub(super) fn load_delimited<V: IncomingVm + ?Sized>(vm: &V, sections: &[u8]) -> Result<(), MigrateError> {
     let (found, consumed) = OpaqueSection::decode_all(sections)?;
     invariant(consumed == sections.len(), "every byte of the device sections is part of a section that is loaded")?;

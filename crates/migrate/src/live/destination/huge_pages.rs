@@ -1,10 +1,10 @@
 //! Huge pages for memory that comes as a whole.
 //!
-//! The kernel gives 2 MiB at once for hardly more than it takes for a few pages, if it is asked to; but pages that never
-//! come then take memory too. Whether they will come is not known when the first one does, so such pages
-//! have a budget. **Law: at most a 32nd of what has come is taken for pages that have not, and 8 MiB where pages come in
-//! long runs.**
-//! Memory that is full pays for its huge pages with what came just before; of memory with a page here and there none is huge.
+//! The kernel gives 2 MiB at once for hardly more than it takes for a few pages, if it is asked to; but pages that
+//! never come then take memory too. Whether they will come is not known when the first one does, so such pages have a
+//! budget. **Law: at most a 32nd of what has come is taken for pages that have not, and 8 MiB where pages come in long
+//! runs.** Memory that is full pays for its huge pages with what came just before; of memory with a page here and there
+//! none is huge.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};

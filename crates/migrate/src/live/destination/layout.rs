@@ -1,7 +1,7 @@
 //! The source's RAM blocks, found among those of the VM here.
 //!
-//! The law: **not a page is accepted before the layouts are known to be the same**: the same names, whatever their order,
-//! the same lengths, and where the source says what pages its memory is made of, the same sizes.
+//! The law: **not a page is accepted before the layouts are known to be the same**: the same names, whatever their
+//! order, the same lengths, and where the source says what pages its memory is made of, the same sizes.
 
 use limosa_memory::{GuestMemory, MemoryBlock};
 use limosa_page::PAGE_SIZE;

@@ -1,7 +1,8 @@
 //! Whether there is memory for what arrives.
 //!
-//! A process that goes over the limit of its control group, or over what the machine has, is killed without an error. So the
-//! limits are looked at before, every few MiB, and a VM that does not fit is refused while its source still has it.
+//! A process that goes over the limit of its control group, or over what the machine has, is killed without an error.
+//! So the limits are looked at before, every few MiB, and a VM that does not fit is refused while its source still has
+//! it.
 
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

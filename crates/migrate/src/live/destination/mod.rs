@@ -2,18 +2,18 @@
 //!
 //! The law: **the VM is never started here before the source has given it away.** A source of this kind gives its word
 //! (PING 7) when it has been told that every page and every device section is in its place (PING 6); the VM starts when
-//! that word and all that belongs to it, up to the last byte of the description, have come. A stock QEMU source has no such
-//! word: it has given the VM away with the end of its stream, and takes it back by itself if the channel ends before it is
-//! told that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
+//! that word and all that belongs to it, up to the last byte of the description, have come. A stock QEMU source has no
+//! such word: it has given the VM away with the end of its stream, and takes it back by itself if the channel ends
+//! before it is told that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
 //!
-//! So there are three ends. Until the source is told that all is in its place, a failure is [`IncomingOutcome::Failed`]: the
-//! source keeps the VM. From then on and without its word, it is not known here whether the source has given the VM away:
-//! [`IncomingOutcome::Undecided`]; all that the VM needs is here, and a person who has looked at the source decides. With its
-//! word the VM runs. A stock QEMU source that is gone before the VM is started leaves it undecided too; one that is told that
-//! the VM does not run (SHUT 1) keeps it.
+//! So there are three ends. Until the source is told that all is in its place, a failure is
+//! [`IncomingOutcome::Failed`]: the source keeps the VM. From then on and without its word, it is not known here
+//! whether the source has given the VM away: [`IncomingOutcome::Undecided`]; all that the VM needs is here, and a
+//! person who has looked at the source decides. With its word the VM runs. A stock QEMU source that is gone before the
+//! VM is started leaves it undecided too; one that is told that the VM does not run (SHUT 1) keeps it.
 //!
-//! A source that switches to postcopy gives the VM away with the package of its devices: see [`PostcopyPaused`] for what
-//! becomes of a connection that breaks from there on.
+//! A source that switches to postcopy gives the VM away with the package of its devices: see [`PostcopyPaused`] for
+//! what becomes of a connection that breaks from there on.
 
 mod devices;
 mod huge_pages;
@@ -55,19 +55,21 @@ use ram::{GuestRam, RamSink};
 pub struct LiveDestinationOptions {
     /// Most bytes of device state to accept.
     pub max_device_state: u64,
-    /// Longest silence of the source, which always has something to say while a migration runs; and how long it may leave an
-    /// answer unread.
+    /// Longest silence of the source, which always has something to say while a migration runs; and how long it may
+    /// leave an answer unread.
     pub answer_timeout: Option<Duration>,
-    /// How long nothing may come behind the end of a stock QEMU source's stream before that is believed: what looks like an
-    /// end could lie in a device's memory. The VM is stopped meanwhile. (A source of this kind says where its end is.)
+    /// How long nothing may come behind the end of a stock QEMU source's stream before that is believed: what looks
+    /// like an end could lie in a device's memory. The VM is stopped meanwhile. (A source of this kind says where its
+    /// end is.)
     pub end_of_stream_timeout: Duration,
-    /// Whether the source may switch to postcopy. One that announces it is refused at once where this process cannot handle
-    /// faults (userfaultfd).
+    /// Whether the source may switch to postcopy. One that announces it is refused at once where this process cannot
+    /// handle faults (userfaultfd).
     pub postcopy: bool,
     /// What becomes of shared memory; the source's choice has to be the same.
     pub shared_memory: SharedMemory,
-    /// Whether memory is populated before pages are read to it, so that they do not fault one by one; where a processor is
-    /// left besides those that read the channels, by a thread that keeps ahead of them: at most a 32nd more than what comes.
+    /// Whether memory is populated before pages are read to it, so that they do not fault one by one; where a processor
+    /// is left besides those that read the channels, by a thread that keeps ahead of them: at most a 32nd more than
+    /// what comes.
     pub populate: bool,
 }
 
@@ -86,11 +88,11 @@ impl Default for LiveDestinationOptions {
 
 /// The destination role for a VM in this process.
 ///
-/// The VM is started when all of it is in its place and the source has given it away. So there are three ends before it runs:
-/// a failure while the source still owns the VM ([`IncomingOutcome::Failed`]); a connection that breaks when only the source
-/// knows whether it has given the VM away ([`IncomingOutcome::Undecided`]); and the VM running here
-/// ([`IncomingOutcome::Running`]). In postcopy a connection may also break while the VM runs here on a part of its memory
-/// ([`IncomingOutcome::PostcopyPaused`]).
+/// The VM is started when all of it is in its place and the source has given it away. So there are three ends before it
+/// runs: a failure while the source still owns the VM ([`IncomingOutcome::Failed`]); a connection that breaks when only
+/// the source knows whether it has given the VM away ([`IncomingOutcome::Undecided`]); and the VM running here
+/// ([`IncomingOutcome::Running`]). In postcopy a connection may also break while the VM runs here on a part of its
+/// memory ([`IncomingOutcome::PostcopyPaused`]).
 ///
 /// ```no_run
 /// # fn receive(vm: &dyn limosa_migrate::IncomingVm) -> Result<(), Box<dyn std::error::Error>> {
@@ -148,13 +150,14 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
         self
     }
 
-    /// With a second channel for requested pages in postcopy (QEMU's `postcopy-preempt`): `accept` waits for the source's next
-    /// connection, from when [`run`](Self::run) is called. It is waited for no longer when the VM has come without it.
+    /// With a second channel for requested pages in postcopy (QEMU's `postcopy-preempt`): `accept` waits for the
+    /// source's next connection, from when [`run`](Self::run) is called. It is waited for no longer when the VM has
+    /// come without it.
     ///
-    /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `accept` should take no connection that has
-    /// not completed the handshake, and drive that handshake at once, because a stock QEMU goes on only behind it:
-    /// [`Acceptor`](limosa_channel::Acceptor) does both. A stranger in its place ends the connection, and the VM waits for its
-    /// pages until it is recovered.
+    /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `accept` should take no
+    /// connection that has not completed the handshake, and drive that handshake at once, because a stock QEMU goes on
+    /// only behind it: [`Acceptor`](limosa_channel::Acceptor) does both. A stranger in its place ends the connection,
+    /// and the VM waits for its pages until it is recovered.
     #[must_use]
     pub fn with_preempt(mut self, accept: AcceptPreempt<'a>) -> Self {
         self.accept_preempt = Some(accept);

@@ -42,8 +42,8 @@ pub struct IncomingStats {
     pub unheard: Option<MigrateError>,
 }
 
-/// A VM that is here completely and may run at the source: [`start`](Self::start) it only when it is certain that it does not
-/// run there; otherwise [`discard`](Self::discard) it.
+/// A VM that is here completely and may run at the source: [`start`](Self::start) it only when it is certain that it
+/// does not run there; otherwise [`discard`](Self::discard) it.
 pub struct UndecidedIncoming<'a, V: IncomingVm + ?Sized> {
     vm: &'a V,
     why: MigrateError,

@@ -1,8 +1,8 @@
 //! Guest memory that pages arrive in.
 //!
-//! Two laws. **What is zero stays untouched:** a page of a block that starts as zeros, and that nothing has come for, needs
-//! no memory when it is said to be zero. **What has been received is known:** one atomic bitmap a block, set when a page
-//! lies in its place and never before.
+//! Two laws. **What is zero stays untouched:** a page of a block that starts as zeros, and that nothing has come for,
+//! needs no memory when it is said to be zero. **What has been received is known:** one atomic bitmap a block, set when
+//! a page lies in its place and never before.
 #![allow(unsafe_code, reason = "vouches for the places of guest memory")]
 
 use std::io::IoSlice;
@@ -54,7 +54,8 @@ pub(super) struct GuestRam<'a> {
 }
 
 impl<'a> GuestRam<'a> {
-    /// Nothing yet. `populate`: whether room for what arrives is made by few calls; `ahead`: and by a thread before it arrives.
+    /// Nothing yet. `populate`: whether room for what arrives is made by few calls; `ahead`: and by a thread before it
+    /// arrives.
     pub(super) fn new(populate: bool, ahead: bool) -> Self {
         let populator = (populate && ahead).then(|| Populator::unbound(MemcgHeadroom::of_this_process()));
         let budget = PopulateBudget::default();
@@ -187,8 +188,8 @@ impl Block<'_> {
 
     /// Runs of whole host pages that have not come.
     ///
-    /// Of a huge page that has come in part the rest is zero and stays: the source discards such pages as a whole, and those
-    /// that it has never mentioned are zero there.
+    /// Of a huge page that has come in part the rest is zero and stays: the source discards such pages as a whole, and
+    /// those that it has never mentioned are zero there.
     fn missing(&self) -> Vec<PageRange> {
         let received = self.received.to_bitmap();
         let mut missing = Vec::new();
@@ -223,8 +224,8 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// Whether its file has pages that pass for holes: those that were allocated (`fallocate`, as VMMs do that want to be sure
-    /// of their memory) and never touched. Who touches one of them reads zeros and is not waited for.
+    /// Whether its file has pages that pass for holes: those that were allocated (`fallocate`, as VMMs do that want to
+    /// be sure of their memory) and never touched. Who touches one of them reads zeros and is not waited for.
     fn is_allocated_beyond(&self, populated: &PageBitmap) -> Result<bool, PageError> {
         match self.memory.file().filter(|_| self.memory.is_shared()) {
             Some((file, _)) => {

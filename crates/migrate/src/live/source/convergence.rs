@@ -2,8 +2,8 @@
 //!
 //! The promise is the downtime limit: the VM is stopped when what is left of its memory can be sent within it, reckoned
 //! with a bandwidth that was *seen*. So the bandwidth is what the kernel took over the time that sending took: time in
-//! which nothing was to be sent (memory was looked at, logs were fetched) does not count, time in which a limit held the
-//! sender back does, because more than what came through is not known to be there. Who knows better sets
+//! which nothing was to be sent (memory was looked at, logs were fetched) does not count, time in which a limit held
+//! the sender back does, because more than what came through is not known to be there. Who knows better sets
 //! `avail-switchover-bandwidth`.
 
 use std::time::Duration;
@@ -23,7 +23,8 @@ const SECOND: u128 = 1_000_000_000;
 pub(super) struct RoundFigures {
     /// Bytes that the kernel took on all channels.
     pub(super) bytes: u64,
-    /// Time that sending them took, on the channel that took longest: in calls of the channel, and held back by the limit.
+    /// Time that sending them took, on the channel that took longest: in calls of the channel, and held back by the
+    /// limit.
     pub(super) busy: Duration,
     /// Pages with contents that were sent.
     pub(super) sent_pages: u64,

@@ -1,10 +1,11 @@
-//! Holes: pages that were never populated. They are never read, and a destination that is not zeroed has to be told which they are.
+//! Holes: pages that were never populated. They are never read, and a destination that is not zeroed has to be told
+//! which they are.
 //!
-//! There may be far more of them than of all others, so they wait for the limit, and for nothing when time is up: what has not
-//! been told by then is told when the VM is stopped, or discarded there.
+//! There may be far more of them than of all others, so they wait for the limit, and for nothing when time is up: what
+//! has not been told by then is told when the VM is stopped, or discarded there.
 //!
-//! Of memory that is full and has a few holes it takes long to find them: of a guest that tells its free pages they are looked
-//! for when it has been asked, and only among what it has not called free by then.
+//! Of memory that is full and has a few holes it takes long to find them: of a guest that tells its free pages they are
+//! looked for when it has been asked, and only among what it has not called free by then.
 
 use std::cmp::Ordering;
 use std::io;
@@ -52,8 +53,8 @@ impl Link<'_, '_> {
 
     /// Takes what was never populated out of the first round, of what the guest has not called free by now.
     ///
-    /// In pieces, where that is possible: of memory that is full a page costs a tenth of what it costs to send it, and while the
-    /// list comes less is left to be asked of each piece.
+    /// In pieces, where that is possible: of memory that is full a page costs a tenth of what it costs to send it, and
+    /// while the list comes less is left to be asked of each piece.
     pub(super) fn find_holes(&self, round: &mut Round) -> Result<(), MigrateError> {
         for (index, (block, holes)) in self.memory.blocks().iter().zip(&mut round.holes).enumerate() {
             let most = if block.can_be_asked_in_parts() { PAGES_A_LOOK } else { block.pages().len().max(1) };
@@ -71,7 +72,8 @@ impl Link<'_, '_> {
 }
 
 impl Course<'_, '_> {
-    /// Says of pages that were never populated that they are zero, where that is not known; until the round is broken off.
+    /// Says of pages that were never populated that they are zero, where that is not known; until the round is broken
+    /// off.
     pub(super) fn tell_holes(
         &mut self,
         round: &Round,

@@ -28,7 +28,8 @@ pub enum Postcopy {
     /// Never.
     #[default]
     Off,
-    /// When it is [asked for](Control::start_postcopy), or if precopy is given up for it. The destination has to expect it.
+    /// When it is [asked for](Control::start_postcopy), or if precopy is given up for it. The destination has to expect
+    /// it.
     Allowed,
     /// At once: the VM stops, and all of its memory follows. A guest that is [asked for its free
     /// pages](super::LiveSource::with_free_pages) runs until it has told them, and those do not follow.

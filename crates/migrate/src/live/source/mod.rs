@@ -1,21 +1,22 @@
 //! The source role of a VM that runs: rounds over what it writes, a pause, and the rest.
 //!
-//! The order of things, which is the order on the wire: the header and the return path; the layout; the dirty logs begin,
-//! *then* the first page is read; a round over all memory, and rounds over what was written meanwhile, until the rest
-//! fits into the downtime that is allowed ([`convergence`]); the VM stops, the logs are read for the last time, and the
-//! rest goes out; the device sections; a PING, whose answer says that the destination has placed and loaded all of it; and
-//! in one write the commit, the end of the stream and the description.
+//! The order of things, which is the order on the wire: the header and the return path; the layout; the dirty logs
+//! begin, *then* the first page is read; a round over all memory, and rounds over what was written meanwhile, until the
+//! rest fits into the downtime that is allowed ([`convergence`]); the VM stops, the logs are read for the last time,
+//! and the rest goes out; the device sections; a PING, whose answer says that the destination has placed and loaded all
+//! of it; and in one write the commit, the end of the stream and the description.
 //!
 //! **The ownership law.** Whatever fails before the end of the stream was handed to the kernel lets the VM go on here.
-//! Whatever fails after it and before the destination's confirmation leaves it [undecided](Undecided): it stands still here
-//! until a person who has looked at the destination decides. An acknowledgement that comes too early is not believed.
+//! Whatever fails after it and before the destination's confirmation leaves it [undecided](Undecided): it stands still
+//! here until a person who has looked at the destination decides. An acknowledgement that comes too early is not
+//! believed.
 //!
-//! In postcopy ([`Postcopy`]) the last byte of the package of device state is what the end of the stream is in precopy, and
-//! the answer to the PING in it is the acknowledgement: from then on the VM runs there, and what breaks off is
+//! In postcopy ([`Postcopy`]) the last byte of the package of device state is what the end of the stream is in precopy,
+//! and the answer to the PING in it is the acknowledgement: from then on the VM runs there, and what breaks off is
 //! [recovered](PostcopyPausedSource).
 //!
-//! A failed attempt leaves nothing behind: the dirty logs are off, what they had fetched is forgotten, and another attempt
-//! starts with all pages.
+//! A failed attempt leaves nothing behind: the dirty logs are off, what they had fetched is forgotten, and another
+//! attempt starts with all pages.
 
 mod attempt;
 mod convergence;
@@ -74,12 +75,12 @@ pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 
 /// A VM that runs, on its way to a destination.
 ///
-/// [`run`](Self::run) sends rounds over what the VM writes until the rest fits into the downtime that is allowed, stops the
-/// VM, sends the rest and gives the VM away. **Whatever fails before that lets the VM go on here.** Whatever fails after it and
-/// before the destination's confirmation leaves it [undecided](Undecided): it stays stopped until a person who has looked at
-/// the destination decides. In [postcopy](Postcopy) the VM is given away with the package of its devices, and a connection
-/// that breaks afterwards is [recovered](PostcopyPausedSource). A failed attempt leaves the dirty logs off; the next one starts with all
-/// pages.
+/// [`run`](Self::run) sends rounds over what the VM writes until the rest fits into the downtime that is allowed, stops
+/// the VM, sends the rest and gives the VM away. **Whatever fails before that lets the VM go on here.** Whatever fails
+/// after it and before the destination's confirmation leaves it [undecided](Undecided): it stays stopped until a person
+/// who has looked at the destination decides. In [postcopy](Postcopy) the VM is given away with the package of its
+/// devices, and a connection that breaks afterwards is [recovered](PostcopyPausedSource). A failed attempt leaves the
+/// dirty logs off; the next one starts with all pages.
 ///
 /// ```no_run
 /// # use limosa_memory::dirty::DirtyLogs;
@@ -125,8 +126,8 @@ impl<V: LiveVm + ?Sized> std::fmt::Debug for LiveSource<'_, '_, V> {
 }
 
 impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
-    /// A source that moves `vm`, whose writes `logs` see, over `channel`, which carries both directions. It keeps clones of the
-    /// two handles. Parameters are QEMU's defaults unless [others are set](Self::with_params).
+    /// A source that moves `vm`, whose writes `logs` see, over `channel`, which carries both directions. It keeps
+    /// clones of the two handles. Parameters are QEMU's defaults unless [others are set](Self::with_params).
     pub fn new(vm: &'v V, logs: DirtyLogs, channel: Channel, control: &Control, progress: &Progress) -> Self {
         let channel = Arc::new(channel);
         Self {
@@ -155,12 +156,13 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         self
     }
 
-    /// Sends the pages on these multifd channels, a thread each, to a destination that expects exactly as many. They were connected after the main one; their order is that of their numbers. When pages are looked at
-    /// is said by [`MigrationParams::zero_check`], whatever the options say.
+    /// Sends the pages on these multifd channels, a thread each, to a destination that expects exactly as many. They
+    /// were connected after the main one; their order is that of their numbers. When pages are looked at is said by
+    /// [`MigrationParams::zero_check`], whatever the options say.
     ///
     /// # Errors
-    /// More than 16 channels, packets of no page or of more than 128; pages that are to be compressed, on channels that were made
-    /// to [send them as they are](limosa_channel::Options::zero_copy).
+    /// More than 16 channels, packets of no page or of more than 128; pages that are to be compressed, on channels that
+    /// were made to [send them as they are](limosa_channel::Options::zero_copy).
     pub fn with_channels(
         mut self,
         channels: Vec<Channel>,
@@ -175,9 +177,9 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         Ok(self)
     }
 
-    /// Whether the destination's memory is known to be zero wherever nothing was sent: then zero
-    /// pages of blocks of [RAM](limosa_memory::BlockRole::Ram) are left out of the first round. False if nothing is said, and
-    /// it has to be in another attempt into the same destination, where an earlier one has left pages.
+    /// Whether the destination's memory is known to be zero wherever nothing was sent: then zero pages of blocks of
+    /// [RAM](limosa_memory::BlockRole::Ram) are left out of the first round. False if nothing is said, and it has to be
+    /// in another attempt into the same destination, where an earlier one has left pages.
     #[must_use]
     pub fn destination_zeroed(mut self, zeroed: bool) -> Self {
         self.destination_zeroed = zeroed;
@@ -199,8 +201,8 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         self
     }
 
-    /// In postcopy, answers requests on a channel of their own, which `open` connects. The destination has to expect it. Over
-    /// TLS a destination of this crate's, which takes it when the package has come, wants it
+    /// In postcopy, answers requests on a channel of their own, which `open` connects. The destination has to expect
+    /// it. Over TLS a destination of this crate's, which takes it when the package has come, wants it
     /// [deferred](limosa_channel::Tls::deferred); stock QEMU takes it at once.
     #[must_use]
     pub fn with_preempt(mut self, open: OpenPreempt<'o>) -> Self {
@@ -216,14 +218,16 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         self
     }
 
-    /// Asks the guest for its free pages, which are not sent: when the first round begins, and with every further one that is
-    /// [worth it](MigrationParams::hint_pages); in [postcopy at once](Postcopy::AtOnce) before the guest is stopped, which
-    /// then runs on for [`hint_wait`](MigrationParams::hint_wait) at most. The dirty logs have to see the guest's writes. What was free is at the
-    /// destination whatever it was there before; in postcopy it is zero. A guest that cannot be asked is moved without.
+    /// Asks the guest for its free pages, which are not sent: when the first round begins, and with every further one
+    /// that is [worth it](MigrationParams::hint_pages); in [postcopy at once](Postcopy::AtOnce) before the guest is
+    /// stopped, which then runs on for [`hint_wait`](MigrationParams::hint_wait) at most. The dirty logs have to see
+    /// the guest's writes. What was free is at the destination whatever it was there before; in postcopy it is zero. A
+    /// guest that cannot be asked is moved without.
     ///
-    /// The device is told to [give the pages back](FreePages::done) when the VM has been stopped and before it is asked for the
-    /// [state of its devices](LiveVm::device_sections), so that a device that is moved says it at the destination. One that is
-    /// not moved with the VM has to say it by itself there, or the guest goes on holding the pages back.
+    /// The device is told to [give the pages back](FreePages::done) when the VM has been stopped and before it is asked
+    /// for the [state of its devices](LiveVm::device_sections), so that a device that is moved says it at the
+    /// destination. One that is not moved with the VM has to say it by itself there, or the guest goes on holding the
+    /// pages back.
     #[must_use]
     pub fn with_free_pages(mut self, from: Arc<dyn FreePages>) -> Self {
         self.free_pages = Some(from);
@@ -392,7 +396,8 @@ fn attempt<'e, 'v, V: LiveVm + ?Sized>(
 ) -> Ended<'v, V> {
     thread::scope(|scope| {
         let reader = scope.spawn(|| read_return_path(link, terms));
-        // A panic in the VMM's code must not leave a thread or the destination waiting: the channel is cut whatever happens.
+        // A panic in the VMM's code must not leave a thread or the destination waiting: the channel is cut whatever
+        // happens.
         let cut = CutOnDrop(link.channel);
         let ended = match link.open(terms) {
             Ok(()) => {

@@ -27,7 +27,8 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
         error: MigrateError,
         /// How far it came.
         stats: LiveStats,
-        /// The logs, for another attempt. They are off, and what they held is forgotten: an attempt begins with all pages.
+        /// The logs, for another attempt. They are off, and what they held is forgotten: an attempt begins with all
+        /// pages.
         logs: Option<DirtyLogs>,
     },
     /// The VM is not at the destination, and the VMM did not let it go on here: it is stopped, and complete.
@@ -124,15 +125,15 @@ impl<'a, V: LiveVm + ?Sized> PostcopyPausedSource<'a, V> {
         Undecided { vm: self.vm, logs, error, stats, recoverable: Some(Box::new(self)) }
     }
 
-    /// For a destination that is gone: whether its VM had begun to run is not known here. (QEMU 10.0 answers that it has loaded
-    /// its devices just before it lets the VM run, and ends if it loses its source in between.)
+    /// For a destination that is gone: whether its VM had begun to run is not known here. (QEMU 10.0 answers that it
+    /// has loaded its devices just before it lets the VM run, and ends if it loses its source in between.)
     pub fn into_undecided(self) -> Undecided<'a, V> {
         let Self { vm, error, stats, .. } = self;
         Undecided { vm, logs: None, error, stats, recoverable: None }
     }
 
-    /// Goes on over a new channel, to a destination that waits for recovery there, and with a preempt channel if there was
-    /// one before. `control` is a new one if the old one was used to stop.
+    /// Goes on over a new channel, to a destination that waits for recovery there, and with a preempt channel if there
+    /// was one before. `control` is a new one if the old one was used to stop.
     pub fn recover(
         mut self,
         channel: Channel,
@@ -188,8 +189,8 @@ impl<'a, V: LiveVm + ?Sized> Undecided<'a, V> {
         &self.stats
     }
 
-    /// Lets the VM go on here. **Only if it does not run at the destination, and cannot begin to.** The logs are off, as
-    /// after every failure.
+    /// Lets the VM go on here. **Only if it does not run at the destination, and cannot begin to.** The logs are off,
+    /// as after every failure.
     ///
     /// # Errors
     /// The VMM does not let it go on; it is still stopped.
@@ -203,8 +204,8 @@ impl<'a, V: LiveVm + ?Sized> Undecided<'a, V> {
         self.recoverable.is_some()
     }
 
-    /// The VM waits at the destination for its memory (QEMU calls that `postcopy-paused`): what goes on from there. `None`
-    /// if the migration was not in postcopy: then it has its memory, or does not run.
+    /// The VM waits at the destination for its memory (QEMU calls that `postcopy-paused`): what goes on from there.
+    /// `None` if the migration was not in postcopy: then it has its memory, or does not run.
     pub fn into_postcopy_paused(self) -> Option<PostcopyPausedSource<'a, V>> {
         let Self { error, stats, recoverable, .. } = self;
         recoverable.map(|recoverable| PostcopyPausedSource { error, stats, ..*recoverable })

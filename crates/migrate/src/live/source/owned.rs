@@ -1,8 +1,9 @@
-//! Who has the VM, as a type: [`Owned`] is a VM that still runs here or can, [`HandedOver`] one that the destination may run.
+//! Who has the VM, as a type: [`Owned`] is a VM that still runs here or can, [`HandedOver`] one that the destination
+//! may run.
 //!
 //! **The ownership law.** Until the VM is handed over, whatever ends the migration lets it go on here as it was: not
-//! paused, not slowed down, not logged, with all of its memory; even a panic does. From then on nothing here touches it: a
-//! [`HandedOver`] cannot resume it.
+//! paused, not slowed down, not logged, with all of its memory; even a panic does. From then on nothing here touches
+//! it: a [`HandedOver`] cannot resume it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -83,8 +84,8 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         self
     }
 
-    /// Makes sure that every writer of the VM's memory is seen by one of the logs; if the guest is to be asked for free pages,
-    /// that it is seen itself, even if the VMM says that it writes nothing.
+    /// Makes sure that every writer of the VM's memory is seen by one of the logs; if the guest is to be asked for free
+    /// pages, that it is seen itself, even if the VMM says that it writes nothing.
     pub(super) fn check_covered(&self) -> Result<(), MigrateError> {
         let Some(logs) = &self.logs else { return Ok(()) };
         logs.check_covered(self.vm.writers())?;
@@ -94,15 +95,15 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         Ok(())
     }
 
-    /// Asks the guest for its free pages, if that is wanted: whether it is. The log is on, and the round's pages are in the
-    /// queue.
+    /// Asks the guest for its free pages, if that is wanted: whether it is. The log is on, and the round's pages are in
+    /// the queue.
     pub(super) fn ask_for_free_pages(&mut self) -> Result<bool, BrokenInvariant> {
         invariant(self.logging, "what is written behind a hint is seen by a dirty log")?;
         Ok(self.hints.as_mut().map(Hints::ask).is_some())
     }
 
-    /// Waits until the guest has told all its free pages, but not after `until`, if that is a time, nor longer than `tick`; whether
-    /// that is worth another look.
+    /// Waits until the guest has told all its free pages, but not after `until`, if that is a time, nor longer than
+    /// `tick`; whether that is worth another look.
     pub(super) fn wait_for_free_pages(&self, until: Option<Instant>, tick: Duration) -> bool {
         self.hints.as_ref().is_some_and(|hints| hints.wait(until, tick))
     }
@@ -174,8 +175,8 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         HandedOver { vm: self.vm, logs, hints, paused }
     }
 
-    /// Lets the VM go on here. The stream is cut first: nothing is put any more. What the kernel has by then may still leave, and
-    /// its pages may change on the way; no destination runs a VM of a stream that ends so.
+    /// Lets the VM go on here. The stream is cut first: nothing is put any more. What the kernel has by then may still
+    /// leave, and its pages may change on the way; no destination runs a VM of a stream that ends so.
     pub(super) fn take_back(mut self) -> TakenBack {
         let (resumed, downtime) = self.undo();
         TakenBack { resumed, downtime, logs: self.logs.take(), hints: self.hints.as_ref().map(Hints::stats) }

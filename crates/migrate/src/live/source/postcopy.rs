@@ -46,7 +46,8 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     }
 }
 
-/// Makes sure that no page is kept at the destination that was written since it was sent there, and that every block is planned.
+/// Makes sure that no page is kept at the destination that was written since it was sent there, and that every block is
+/// planned.
 fn check_none_stale(dirty: &[PageBitmap], plans: &[Plan], blocks: usize) -> Result<(), BrokenInvariant> {
     invariant(plans.len() == blocks && dirty.len() == blocks, "a postcopy plans every block of the stream")?;
     let stale = dirty.iter().zip(plans).any(|(dirty, plan)| {

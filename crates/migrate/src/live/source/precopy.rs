@@ -125,8 +125,8 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         }
     }
 
-    /// Has the queue hands out the pages of a round, and asks the guest which of them are free, if the answer can come before
-    /// they are sent. The list of the first round may be waited for.
+    /// Has the queue hands out the pages of a round, and asks the guest which of them are free, if the answer can come
+    /// before they are sent. The list of the first round may be waited for.
     fn begin(&mut self, round: &mut Round, about: u64, rounds: &Rounds<'_, '_>) -> Result<(), MigrateError> {
         let (link, terms) = (self.link, self.terms);
         link.queue.start(std::mem::take(&mut round.pages));

@@ -48,7 +48,8 @@ pub(super) struct Round {
     pub(super) kind: RoundKind,
     /// Pages that are looked at, by block: until the queue hands them out.
     pub(super) pages: Vec<PageBitmap>,
-    /// Pages that are zero without being looked at, by block: in the first round, and in the last if that was broken off.
+    /// Pages that are zero without being looked at, by block: in the first round, and in the last if that was broken
+    /// off.
     pub(super) holes: Vec<PageBitmap>,
 }
 
@@ -166,7 +167,8 @@ impl<'e, 'v> Rounds<'e, 'v> {
             })?;
             noted?;
             if !last {
-                // What is not sent costs nothing: or zero pages would hold up those with contents that wait for the next call.
+                // What is not sent costs nothing: or zero pages would hold up those with contents that wait for the
+                // next call.
                 let told = sent.zero.saturating_mul(ZERO_RECORD);
                 link.control.rate().spend(sent.normal.saturating_mul(PAGE_SIZE).saturating_add(told));
             }

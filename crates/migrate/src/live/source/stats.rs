@@ -136,8 +136,8 @@ pub struct LiveStats {
     /// From the beginning to the end.
     #[serde(serialize_with = "seconds")]
     pub total: Duration,
-    /// From the moment the VM was told to stop to the destination's word that it runs there (or to the end of the attempt);
-    /// zero if it was not stopped.
+    /// From the moment the VM was told to stop to the destination's word that it runs there (or to the end of the
+    /// attempt); zero if it was not stopped.
     #[serde(serialize_with = "seconds")]
     pub downtime: Duration,
     /// What that was expected to be when the VM was stopped.

@@ -1,8 +1,8 @@
 //! What postcopy has to bring: a pure function of what precopy has sent.
 //!
-//! The law: **a page is at the destination, or it is sent, or it is zero at both ends, or the guest has no use for it and it
-//! becomes zero; and what is not there is discarded there.** A destination places whole host pages and each of them once, so a host page that it has in part
-//! counts as missing.
+//! The law: **a page is at the destination, or it is sent, or it is zero at both ends, or the guest has no use for it
+//! and it becomes zero; and what is not there is discarded there.** A destination places whole host pages and each of
+//! them once, so a host page that it has in part counts as missing.
 
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Command, DISCARD_LIMIT, EncodeError, RamBlock};

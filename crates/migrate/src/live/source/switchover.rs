@@ -109,7 +109,8 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     }
 }
 
-/// Makes sure that the last round has left no page behind: what the VM had written when it stopped is at the destination.
+/// Makes sure that the last round has left no page behind: what the VM had written when it stopped is at the
+/// destination.
 fn check_nothing_left(result: &RoundResult, about: u64) -> Result<(), BrokenInvariant> {
     let none = |bitmaps: &[PageBitmap]| bitmaps.iter().all(|bitmap| bitmap.count() == 0);
     invariant(result.broken_off.is_none(), "the last round is not broken off")?;
@@ -147,8 +148,8 @@ impl Commit {
         }
     }
 
-    /// What is put in one write, and how many bytes of it let the VM run. From here on a stop waits for what the destination
-    /// says: half a hand-over is worse than none.
+    /// What is put in one write, and how many bytes of it let the VM run. From here on a stop waits for what the
+    /// destination says: half a hand-over is worse than none.
     fn prepare<V: LiveVm + ?Sized>(
         self,
         link: &Link<'_, '_>,

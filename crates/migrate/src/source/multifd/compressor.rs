@@ -1,7 +1,7 @@
 //! Page contents, compressed for one channel.
 //!
-//! Law: a channel has one compressed stream for its whole life, and each packet ends with a flush, so that the reader has
-//! every page of a packet when it has the packet.
+//! Law: a channel has one compressed stream for its whole life, and each packet ends with a flush, so that the reader
+//! has every page of a packet when it has the packet.
 
 use std::io;
 

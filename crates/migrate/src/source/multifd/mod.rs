@@ -1,13 +1,13 @@
 //! Sending pages on the multifd channels, a thread each.
 //!
-//! The laws of this module: **every page of a round goes out once, on whichever channel is free next**, and **the main channel
-//! passes a synchronization point only when the pages before it are on their way**: each channel begins with a SYNC packet, paired
-//! with the synchronization point in START, and ends each round with one for each synchronization point behind its last page. The threads last
-//! over all rounds. The first channel that fails ends all of them.
+//! The laws of this module: **every page of a round goes out once, on whichever channel is free next**, and **the main
+//! channel passes a synchronization point only when the pages before it are on their way**: each channel begins with a
+//! SYNC packet, paired with the synchronization point in START, and ends each round with one for each synchronization
+//! point behind its last page. The threads last over all rounds. The first channel that fails ends all of them.
 //!
-//! A zero page in a packet is believed by QEMU without looking: it takes memory that no page has come for yet for fresh.
-//! So only pages of blocks that are known to be zeroed go out that way; every other zero page is a record on the main
-//! channel, which is looked at and cleared if need be.
+//! A zero page in a packet is believed by QEMU without looking: it takes memory that no page has come for yet for
+//! fresh. So only pages of blocks that are known to be zeroed go out that way; every other zero page is a record on the
+//! main channel, which is looked at and cleared if need be.
 
 mod compressor;
 mod sender;
@@ -69,17 +69,18 @@ pub struct MultifdSourceOptions {
     pub compression: Compression,
     /// How hard it is tried: 0 to 9 for zlib, 1 to 20 for zstd. QEMU's default, for either, is 1.
     pub level: u8,
-    /// The destination VM's UUID, which each channel states and the destination compares. `None`: the one that the stream's
-    /// configuration has, or zeros.
+    /// The destination VM's UUID, which each channel states and the destination compares. `None`: the one that the
+    /// stream's configuration has, or zeros.
     pub uuid: Option<[u8; 16]>,
-    /// Pages of a packet, 1 to 128: QEMU takes no more behind one header, which has places for 128 however many there are.
+    /// Pages of a packet, 1 to 128: QEMU takes no more behind one header, which has places for 128 however many there
+    /// are.
     pub packet_pages: usize,
-    /// Whether to look if stored pages are zero. Then every page is read and looked at; otherwise stored pages of a source
-    /// that knows their [place](PageSource::place) are passed on without that.
+    /// Whether to look if stored pages are zero. Then every page is read and looked at; otherwise stored pages of a
+    /// source that knows their [place](PageSource::place) are passed on without that.
     pub detect_zero: bool,
-    /// How stored pages leave that need not be looked at: spliced out of their file (sendfile) where that can be, by default;
-    /// read and copied ([`ZeroCopy::Off`]); or spliced or not at all ([`ZeroCopy::Splice`]). Guest memory leaves as its channels
-    /// [say](limosa_channel::Options::zero_copy).
+    /// How stored pages leave that need not be looked at: spliced out of their file (sendfile) where that can be, by
+    /// default; read and copied ([`ZeroCopy::Off`]); or spliced or not at all ([`ZeroCopy::Splice`]). Guest memory
+    /// leaves as its channels [say](limosa_channel::Options::zero_copy).
     pub zero_copy: ZeroCopy,
 }
 
@@ -108,7 +109,8 @@ impl MultifdSourceOptions {
         }
     }
 
-    /// Refuses a named way of sending stored pages that is not possible. Can be called before anything is connected. `return_path`: whether the destination answers.
+    /// Refuses a named way of sending stored pages that is not possible. Can be called before anything is connected.
+    /// `return_path`: whether the destination answers.
     ///
     /// # Errors
     /// [`MigrateError::ZeroCopy`].
@@ -175,8 +177,8 @@ pub(crate) struct RoundPlan {
     pub(crate) zeros: Vec<Zeros>,
     /// How guest memory is looked at.
     pub(crate) method: ZeroMethod,
-    /// SYNC packets that each channel owes behind its last page: the synchronization points of the main channel from there to the next
-    /// round.
+    /// SYNC packets that each channel owes behind its last page: the synchronization points of the main channel from
+    /// there to the next round.
     pub(crate) syncs: usize,
     /// Whether the rate limit holds for it.
     pub(crate) limited: bool,
@@ -234,10 +236,11 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     }
 
     /// Sends all pages in one round: those with contents on the channels, zero pages that have to be sent as records on
-    /// the main channel, in the PART section that is open there. When it returns, every channel has sent its last SYNCs.
+    /// the main channel, in the PART section that is open there. When it returns, every channel has sent its last
+    /// SYNCs.
     ///
-    /// `stored` are the pages with contents, by block. `answered` waits until the destination has answered, which is not before
-    /// every channel has begun.
+    /// `stored` are the pages with contents, by block. `answered` waits until the destination has answered, which is
+    /// not before every channel has begun.
     pub(super) fn send_pages(
         &self,
         stored: Vec<PageBitmap>,
@@ -279,8 +282,8 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         Ending(self)
     }
 
-    /// Sends the pages that the queue hands out, `tell` meanwhile saying on the main channel what is known to be zero. When it
-    /// returns, every channel has sent its SYNCs behind them. From `deadline` on no further pages are begun.
+    /// Sends the pages that the queue hands out, `tell` meanwhile saying on the main channel what is known to be zero.
+    /// When it returns, every channel has sent its SYNCs behind them. From `deadline` on no further pages are begun.
     pub(crate) fn send_round(
         &self,
         plan: RoundPlan,
@@ -324,9 +327,9 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         self.changed.notify_all();
     }
 
-    /// Makes sure, once the destination has said that it has taken all pages, that it has taken those of every channel, and
-    /// that they were those of the file. A destination that expects fewer channels turns the others away, together with what
-    /// their sockets still hold, and means to have everything.
+    /// Makes sure, once the destination has said that it has taken all pages, that it has taken those of every channel,
+    /// and that they were those of the file. A destination that expects fewer channels turns the others away, together
+    /// with what their sockets still hold, and means to have everything.
     pub(crate) fn check_taken(&self) -> Result<(), MigrateError> {
         for (id, channel) in (0_u8..).zip(self.channels) {
             if !matches!(channel.peek(&mut [0]), Ok(None)) {
@@ -352,7 +355,8 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         !self.rules.zero_pages_on_main && self.zeroed.get(block) == Some(&true)
     }
 
-    /// Says on the main channel of all pages that are not stored that they are zero, where the destination's memory is not.
+    /// Says on the main channel of all pages that are not stored that they are zero, where the destination's memory is
+    /// not.
     fn tell_gaps(&self, records: &mut RecordWriter<'_>) -> Result<(), MigrateError> {
         for (block, zeroed) in self.zeroed.iter().enumerate() {
             if *zeroed {

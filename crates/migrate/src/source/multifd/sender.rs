@@ -1,10 +1,10 @@
 //! The thread of one channel: claims windows of pages and sends them in packets.
 //!
-//! Contents go out in one of three ways. *In place*, the kernel is told where they lie in their file and nothing is read.
-//! *Out of guest memory*, they are looked at where they lie and gathered from there, packets full from one window to the
-//! next; lent to the kernel, if that is how the channel was made, and back before the round's SYNC packet is sent. *Read*, they
-//! come into the thread's buffer, one read a run, are looked at and compressed if that is wished, and go out with their header
-//! in one vectored call.
+//! Contents go out in one of three ways. *In place*, the kernel is told where they lie in their file and nothing is
+//! read. *Out of guest memory*, they are looked at where they lie and gathered from there, packets full from one window
+//! to the next; lent to the kernel, if that is how the channel was made, and back before the round's SYNC packet is
+//! sent. *Read*, they come into the thread's buffer, one read a run, are looked at and compressed if that is wished,
+//! and go out with their header in one vectored call.
 
 use std::io::{ErrorKind, IoSlice};
 use std::sync::Arc;
@@ -229,8 +229,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                 }
                 self.pinned.is_some()
             }
-            // What is spliced is not known to be back. A page that a balloon gives back meanwhile stays with the kernel that much
-            // longer, which matters only to a pool of huge pages that the next one is taken from.
+            // What is spliced is not known to be back. A page that a balloon gives back meanwhile stays with the kernel
+            // that much longer, which matters only to a pool of huge pages that the next one is taken from.
             _ => memory.page_size() == PAGE_SIZE,
         })
     }
@@ -403,8 +403,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         Ok(end)
     }
 
-    /// Writes the header of a packet with the pages in `normal` and `zero`. The limit is charged with what goes out, before it
-    /// does: the other channels are to know of it.
+    /// Writes the header of a packet with the pages in `normal` and `zero`. The limit is charged with what goes out,
+    /// before it does: the other channels are to know of it.
     fn begin_packet(&mut self, block: usize, payload: usize) -> Result<(), MigrateError> {
         let listed = self.multifd.source.start().blocks.get(block);
         let listed = listed.ok_or_else(|| broken("pages of a round belong to blocks of the stream"))?;

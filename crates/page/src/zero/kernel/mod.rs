@@ -77,7 +77,8 @@ pub(crate) unsafe fn zero_pages(method: ZeroMethod, start: *const u8, count: usi
         }
         return zero;
     }
-    // SAFETY: `start` is aligned to a word, and the rest is the caller's promise; the processor has what the method needs.
+    // SAFETY: `start` is aligned to a word, and the rest is the caller's promise; the processor has what the method
+    // needs.
     unsafe {
         match method {
             #[cfg(target_arch = "x86_64")]
@@ -350,7 +351,8 @@ unsafe fn find_zero_pages<V: Vector>(start: *const u8, count: usize, beyond: usi
 unsafe fn look_at_pages<V: Vector, const ALIGNED: bool>(start: *const u8, count: usize, beyond: usize) -> u64 {
     const WORDS: usize = PAGE_LEN / WORD;
     let mut zero = 0;
-    // As if the page before had been decided by its first line: what comes first is the least likely to be fetched by itself.
+    // As if the page before had been decided by its first line: what comes first is the least likely to be fetched by
+    // itself.
     let mut early = 1;
     for page in 0..count {
         if early & LATELY != 0 && page + AHEAD < count + beyond {

@@ -1,6 +1,7 @@
 //! Taking clusters back: references that are gone, and what was taken ahead and not used.
 //!
-//! Law: a refcount is lowered when the file has no reference any more, durably; a cluster is free when no request that knew it is under way.
+//! Law: a refcount is lowered when the file has no reference any more, durably; a cluster is free when no request that
+//! knew it is under way.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -80,8 +81,8 @@ impl Allocator {
         self.header.exclusively(lowered.boxed()).await
     }
 
-    /// References that are in the file no more: refcounts are lowered, and what nothing refers to is free. Nothing is given back in
-    /// an image that is corrupt. Only within [`HeaderOwner::exclusively`].
+    /// References that are in the file no more: refcounts are lowered, and what nothing refers to is free. Nothing is
+    /// given back in an image that is corrupt. Only within [`HeaderOwner::exclusively`].
     pub(super) async fn give_up(&self, dropped: Dropped) -> Result<(), ImageError> {
         if self.header.is_marked_corrupt() {
             return Ok(());
@@ -145,8 +146,8 @@ impl Allocator {
         !self.drops.lock().is_empty()
     }
 
-    /// At the end, when no request is under way and everything else is in the file: gives back what was dropped and what was taken ahead,
-    /// writes all refcounts, and cuts off what the file was made longer for.
+    /// At the end, when no request is under way and everything else is in the file: gives back what was dropped and
+    /// what was taken ahead, writes all refcounts, and cuts off what the file was made longer for.
     pub(in super::super) async fn give_all_back(self: &Arc<Self>) -> Result<(), ImageError> {
         let ahead = self.pool.lock().take_ahead();
         let allocator = Arc::clone(self);

@@ -1,11 +1,12 @@
 //! Where new clusters come from, and where those go that nothing refers to any more.
 //!
-//! Law: a cluster is handed out once. Its refcount is 1, in memory, before it is handed out; its old references are gone from the file,
-//! durably, and no request that knew them is under way. Clusters are taken ahead, in runs; those that the storage proves to read as
-//! zeros are known as such until they are handed out.
+//! Law: a cluster is handed out once. Its refcount is 1, in memory, before it is handed out; its old references are
+//! gone from the file, durably, and no request that knew them is under way. Clusters are taken ahead, in runs; those
+//! that the storage proves to read as zeros are known as such until they are handed out.
 //!
-//! Law: nothing is written over the image's own tables, and nothing of them given back. Every cluster that is to be written, handed out or
-//! given back is looked for among them first; what finds that it would be marks the image as corrupt.
+//! Law: nothing is written over the image's own tables, and nothing of them given back. Every cluster that is to be
+//! written, handed out or given back is looked for among them first; what finds that it would be marks the image as
+//! corrupt.
 
 mod deferred_free;
 mod own_tables;
@@ -165,8 +166,8 @@ impl Allocator {
         self.header.exclusively(work.boxed())
     }
 
-    /// Makes the file long enough for clusters that are taken ahead, with space for them, at once: filesystems carry out writes
-    /// that lengthen a file one after the other, and find space for each.
+    /// Makes the file long enough for clusters that are taken ahead, with space for them, at once: filesystems carry
+    /// out writes that lengthen a file one after the other, and find space for each.
     async fn lengthen(&self, bytes: Range<HostOffset>) -> Result<(), ImageError> {
         let file = self.context.file();
         let length = match self.lengths.now(&**file)? {
@@ -181,8 +182,8 @@ impl Allocator {
         }
         let end = bytes.end.0;
         match file.allocate(bytes.start.0..end).await {
-            // Entries of clusters without contents so far will lead there: to within the file. Its length is not set: others may have
-            // made it longer meanwhile, and write to clusters behind its old end.
+            // Entries of clusters without contents so far will lead there: to within the file. Its length is not set:
+            // others may have made it longer meanwhile, and write to clusters behind its old end.
             Err(_) if self.context.geometry().extended_l2 => {
                 let zeros = self.context.zeros().slice(0..to_usize(SECTOR));
                 self.context.write_table(OperationKind::WriteZeroes, HostOffset(end - SECTOR), zeros.into()).await?;

@@ -1,6 +1,7 @@
 //! The image's own tables: where they lie, and how those that count clusters, and the L1 table, grow.
 //!
-//! Law: a table is written, and durable, before anything refers to it. What grows is written at once, not by the flusher.
+//! Law: a table is written, and durable, before anything refers to it. What grows is written at once, not by the
+//! flusher.
 
 use std::ops::Range;
 
@@ -53,8 +54,8 @@ impl Allocator {
         self.context.write_table(OperationKind::RefcountWrite, host, Buffer::copied(&bytes).into()).await
     }
 
-    /// Makes a longer refcount table, with blocks that count it and themselves, in clusters from `at` on, which no entry of the
-    /// old one is about.
+    /// Makes a longer refcount table, with blocks that count it and themselves, in clusters from `at` on, which no
+    /// entry of the old one is about.
     async fn grow_table(&self, at: HostCluster) -> Result<(), ImageError> {
         let geometry = self.context.geometry();
         let (bits, per_block) = (geometry.cluster_bits, geometry.refcounts_per_block());
@@ -92,8 +93,8 @@ impl Allocator {
         self.context.write_table(OperationKind::RefcountWrite, table_at, Buffer::copied(&bytes).into()).await?;
         self.context.flush_file().await?;
         let length = u32::try_from(clusters).map_err(|_| broken("a refcount table is within the format's limit"))?;
-        // If that fails it is unknown to which table the header leads, and both are right: nothing from `at` on is handed out before
-        // the search has come to `at` again, and the same has been written there.
+        // If that fails it is unknown to which table the header leads, and both are right: nothing from `at` on is
+        // handed out before the search has come to `at` again, and the same has been written there.
         self.header.change(|header| header.refcount_table = (table_at, length)).await?;
         for block in 0..blocks {
             self.overlap_check.add((at + ClusterCount(block)).begin(bits), TableKind::RefcountBlock);
@@ -140,8 +141,8 @@ impl Allocator {
         }
     }
 
-    /// Moves the L1 table to where there is room for `entries`, as it is in the file, and tells where that is. Only within
-    /// [`HeaderOwner::exclusively`].
+    /// Moves the L1 table to where there is room for `entries`, as it is in the file, and tells where that is. Only
+    /// within [`HeaderOwner::exclusively`].
     pub(in super::super) async fn move_l1(
         &self,
         old: Range<HostOffset>,

@@ -1,7 +1,7 @@
 //! Cancelled requests: jobs and other work that nothing waits for any more, because their requests were dropped.
 //!
-//! Law: a request that looks at the disk or changes it, and begins after another one was dropped, finds what that one had begun over
-//! and done, so that nothing changes by itself later on. So does a close.
+//! Law: a request that looks at the disk or changes it, and begins after another one was dropped, finds what that one
+//! had begun over and done, so that nothing changes by itself later on. So does a close.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -48,7 +48,8 @@ impl<T: Clone> HandOver<T> {
 
     /// Hands over what `alone` finds that nothing waits for.
     fn note(&self, alone: impl FnOnce() -> Vec<T>) {
-        // Before the look: another drop at the same time may have handles of the same jobs, and has noted them when this lock is free.
+        // Before the look: another drop at the same time may have handles of the same jobs, and has noted them when
+        // this lock is free.
         let mut works = self.works.lock();
         works.extend(alone());
         self.any.store(!works.is_empty(), Ordering::Release);

@@ -1,8 +1,9 @@
 //! Contents of new clusters that are shared with where they lie, in place of being read and written.
 //!
-//! Law: where contents lie is found out first. Whether they are cloned is then decided by a pure plan, which leaves the same bytes as the
-//! one that copies them, and has no more operations. A clone is over before anything is written to its place, and the table learns of the
-//! place after both: in the order of writes it is a write. Two files that cannot share are not tried again; the write then copies.
+//! Law: where contents lie is found out first. Whether they are cloned is then decided by a pure plan, which leaves the
+//! same bytes as the one that copies them, and has no more operations. A clone is over before anything is written to
+//! its place, and the table learns of the place after both: in the order of writes it is a write. Two files that cannot
+//! share are not tried again; the write then copies.
 
 use std::sync::{Arc, OnceLock};
 
@@ -126,7 +127,8 @@ impl Sharing {
         Some(Shareable { sources, storages, block })
     }
 
-    /// Carries out the clones of a plan, all to their ends: what is left of those that succeeded, if one did not, is written over.
+    /// Carries out the clones of a plan, all to their ends: what is left of those that succeeded, if one did not, is
+    /// written over.
     pub(super) async fn share(&self, place: &NewPlace, plan: &Plan, known: &Shareable) -> bool {
         let clones = plan.clones.iter().map(|clone| async {
             let Some(storage) = known.storages.get(clone.storage) else { return false };

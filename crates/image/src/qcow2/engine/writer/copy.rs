@@ -1,6 +1,7 @@
 //! Carrying out a job that writes: room is found, contents are read, everything is written, the tables say so.
 //!
-//! Law: entries are changed when what they lead to has been written, never before. What fails on the way leaves them as they were.
+//! Law: entries are changed when what they lead to has been written, never before. What fails on the way leaves them as
+//! they were.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -145,7 +146,8 @@ impl Writer {
         all(plans.iter().flat_map(|(place, plan)| self.writes(place, plan, &segments, &layers)).collect()).await
     }
 
-    /// What is wanted of one new place: the part of the job's fill, of the guest's bytes and of the contents that belongs there.
+    /// What is wanted of one new place: the part of the job's fill, of the guest's bytes and of the contents that
+    /// belongs there.
     fn want(&self, job: &InFlightAllocation, place: &NewPlace, data: &Range<GuestOffset>, contents: &[Part]) -> Want {
         let clip = |range: &Range<GuestOffset>| range.start.max(place.guest.start)..range.end.min(place.guest.end);
         let within =
@@ -224,7 +226,8 @@ impl Writer {
         Ok((at, buffer))
     }
 
-    /// The contents that the job's clusters have around the guest's bytes, as far as they are lost if they are not copied.
+    /// The contents that the job's clusters have around the guest's bytes, as far as they are lost if they are not
+    /// copied.
     async fn contents_around(
         &self,
         job: &InFlightAllocation,

@@ -1,7 +1,7 @@
 //! In-flight allocations, "jobs" for short: requests that change where bytes are, one for any cluster at a time.
 //!
-//! Law: the entries of claimed clusters are changed by the job that claimed them, and by nothing else. A request that wants them waits for
-//! that job, and drives it; or has its bytes written along.
+//! Law: the entries of claimed clusters are changed by the job that claimed them, and by nothing else. A request that
+//! wants them waits for that job, and drives it; or has its bytes written along.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -68,10 +68,11 @@ impl InFlightAllocation {
 
 /// All jobs under way, in shards.
 ///
-/// A job claims clusters whose L2 entries are in one slice, so the bytes that such entries are about are a region, and all jobs of a region
-/// are in one shard. A request that wants to change entries holds the shard of their region from the look at them until its claim is noted: jobs
-/// that are under way may change entries of that region meanwhile, but they let go of their claims only under the same lock, so whatever
-/// was seen of their clusters, they are still found to be claimed.
+/// A job claims clusters whose L2 entries are in one slice, so the bytes that such entries are about are a region, and
+/// all jobs of a region are in one shard. A request that wants to change entries holds the shard of their region from
+/// the look at them until its claim is noted: jobs that are under way may change entries of that region meanwhile, but
+/// they let go of their claims only under the same lock, so whatever was seen of their clusters, they are still found
+/// to be claimed.
 #[derive(Debug)]
 pub(super) struct InFlightAllocations {
     shards: [RankedMutex<Shard>; SHARDS],

@@ -1,8 +1,8 @@
 //! Writing: in place where the image has the cluster for itself, else by a job.
 //!
-//! What changes where bytes lie claims the clusters (or subclusters) first: a *job* (the module `in_flight`), of which there is one for any
-//! cluster at a time. A job that writes copies what has to be around the guest's bytes (`copy`, by a `plan`, or by `clones`); one
-//! that zeroes changes entries only (`zero`).
+//! What changes where bytes lie claims the clusters (or subclusters) first: a *job* (the module `in_flight`), of which
+//! there is one for any cluster at a time. A job that writes copies what has to be around the guest's bytes (`copy`, by
+//! a `plan`, or by `clones`); one that zeroes changes entries only (`zero`).
 
 mod cancelled;
 mod clones;
@@ -292,7 +292,8 @@ impl Writer {
             if until <= pos {
                 return Ok(Claim::Wait { length: range.end.min(end) - pos, job: future });
             }
-            // Their handles go first: while there is one more, a request that is dropped does not see that its job is left alone.
+            // Their handles go first: while there is one more, a request that is dropped does not see that its job is
+            // left alone.
             drop((job, future));
             drop(jobs);
             return self.claim(pos, until.min(end), &part_of(bytes, 0, until.min(end) - pos));
@@ -363,7 +364,8 @@ impl Writer {
         Claim::Wait { length: end.min(job.range.end) - pos, job: future }
     }
 
-    /// What the bytes from `pos` on need to be written, by the entries of their clusters; no more of them are looked at than it takes.
+    /// What the bytes from `pos` on need to be written, by the entries of their clusters; no more of them are looked at
+    /// than it takes.
     fn needed(
         &self,
         pos: GuestOffset,
@@ -407,8 +409,8 @@ impl Writer {
         Ok(Needed::Allocation { range, work })
     }
 
-    /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one job can be about,
-    /// `first` is the first of them.
+    /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one
+    /// job can be about, `first` is the first of them.
     fn extent_of(
         &self,
         pos: GuestOffset,

@@ -1,10 +1,10 @@
 //! What is read and written for a write that needs new space.
 //!
-//! Law: a plan is data, and a pure function of what is wanted and what is known: nothing is read, written or asked for it. Contents
-//! that have to be around the guest's bytes are read at once, with what lies between them if that is no more than 16 KiB; then
-//! everything is written by one operation. What is known to be zeros is not read, and not written where the storage proves zeros already.
-//! Contents that lie where they can be shared are cloned instead ([`Want::cloning`]), which leaves the same bytes, and takes no more
-//! operations.
+//! Law: a plan is data, and a pure function of what is wanted and what is known: nothing is read, written or asked for
+//! it. Contents that have to be around the guest's bytes are read at once, with what lies between them if that is no
+//! more than 16 KiB; then everything is written by one operation. What is known to be zeros is not read, and not
+//! written where the storage proves zeros already. Contents that lie where they can be shared are cloned instead
+//! ([`Want::cloning`]), which leaves the same bytes, and takes no more operations.
 
 use std::ops::Range;
 
@@ -110,8 +110,8 @@ impl Want {
         whole && copied > 0 && copied >= least
     }
 
-    /// The plan that clones all contents in whole blocks, and then writes the guest's bytes only; `None`: they do not lie so, something
-    /// else would have to be written, or it would take more operations. `to`: the new place.
+    /// The plan that clones all contents in whole blocks, and then writes the guest's bytes only; `None`: they do not
+    /// lie so, something else would have to be written, or it would take more operations. `to`: the new place.
     pub(super) fn cloning(&self, sources: &[Source], block: u64, to: Shift) -> Option<Plan> {
         let mut clones: Vec<Source> = Vec::new();
         for part in &self.contents {

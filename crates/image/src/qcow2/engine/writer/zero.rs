@@ -241,8 +241,8 @@ impl Writer {
         }
         let start = pos.align_down(cluster);
         let whole = |index: u64| pos <= start + index * cluster && start + (index + 1) * cluster <= end;
-        // Subclusters of compressed clusters cannot be zeroed on their own: up to the first one that is not zeroed as a whole, and how many
-        // clusters that is.
+        // Subclusters of compressed clusters cannot be zeroed on their own: up to the first one that is not zeroed as a
+        // whole, and how many clusters that is.
         let count = self.tables.visit(pos, end, |entries| {
             let mut count = 0;
             for entry in entries {
@@ -344,7 +344,8 @@ enum ZeroClaim {
     Entries(Range<GuestOffset>),
 }
 
-/// An entry with these of its subclusters zeroed (`u32::MAX`: the whole of it), and whether what it referred to is dropped.
+/// An entry with these of its subclusters zeroed (`u32::MAX`: the whole of it), and whether what it referred to is
+/// dropped.
 fn zeroed(old: L2Entry, bits: u32, zeroing: Zeroing, rules: Rules, extended: bool) -> (L2Entry, bool) {
     let nothing = if rules.backed && rules.zero_flag {
         L2Entry::Standard { host: None, copied: false, what: Subclusters::ZERO }

@@ -1,8 +1,8 @@
 //! Clusters that are an L2 table to one and something else to another: the table gets a copy.
 //!
-//! Law: what is repaired as a table is nothing but a table. An L1 entry that is wrong can lead into what the guest wrote, and what
-//! would be put right there is the guest's; an L2 entry that is wrong can lead into a table. Which of the two it is cannot be told, so both
-//! keep what they see.
+//! Law: what is repaired as a table is nothing but a table. An L1 entry that is wrong can lead into what the guest
+//! wrote, and what would be put right there is the guest's; an L2 entry that is wrong can lead into a table. Which of
+//! the two it is cannot be told, so both keep what they see.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,6 +1,7 @@
 //! Which clusters may be written in place: those whose refcount is one, and whose entry says so.
 //!
-//! Law: it is the refcounts that the image keeps which are compared with, not those that were counted: they are what a writer goes by.
+//! Law: it is the refcounts that the image keeps which are compared with, not those that were counted: they are what a
+//! writer goes by.
 
 use super::counts::Flags;
 use super::examine::{self, Kind};
@@ -12,7 +13,8 @@ use crate::error::ImageError;
 use crate::qcow2::format::entry::{COPIED, OFFSET};
 
 impl Image<'_> {
-    /// Checks which entries of the active state say that their cluster may be written in place: those whose refcount is one.
+    /// Checks which entries of the active state say that their cluster may be written in place: those whose refcount is
+    /// one.
     pub(super) async fn check_copied(
         &self,
         flags: &Flags,

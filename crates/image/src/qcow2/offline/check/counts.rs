@@ -1,6 +1,7 @@
 //! How many references there are to each cluster.
 //!
-//! Law: memory is bounded. Only a window of the file's clusters is counted at a time; what lies outside is left to another pass.
+//! Law: memory is bounded. Only a window of the file's clusters is counted at a time; what lies outside is left to
+//! another pass.
 
 use std::ops::Range;
 

@@ -1,8 +1,8 @@
 //! What is wrong with one entry of a table, what it refers to all the same, and what it becomes when it is repaired.
 //!
-//! Law: nothing is read and nothing is refused here. Other than [`L2Entry::decode`](crate::qcow2::format::entry::L2Entry::decode), which
-//! refuses an entry as a whole, this takes apart whatever bits there are, because a broken entry still refers to something.
-//! A repaired entry has no fault.
+//! Law: nothing is read and nothing is refused here. Other than
+//! [`L2Entry::decode`](crate::qcow2::format::entry::L2Entry::decode), which refuses an entry as a whole, this takes
+//! apart whatever bits there are, because a broken entry still refers to something. A repaired entry has no fault.
 
 use crate::qcow2::format::entry::{COMPRESSED, COPIED, OFFSET, ZERO};
 use crate::qcow2::format::geometry::Geometry;
@@ -32,8 +32,8 @@ pub(super) struct Bounds {
 }
 
 impl Bounds {
-    /// Whether bytes are behind the file's end: the last cluster of a file need not be whole, so it is the end of theirs that
-    /// decides, by a cluster or more.
+    /// Whether bytes are behind the file's end: the last cluster of a file need not be whole, so it is the end of
+    /// theirs that decides, by a cluster or more.
     pub(super) const fn outside(&self, at: u64, bytes: u64) -> bool {
         match at.checked_add(bytes) {
             Some(end) => end > self.file && end - self.file >= self.geometry.cluster_size(),
@@ -255,8 +255,8 @@ fn standard(bits: u64, bitmap: u64, bounds: &Bounds) -> Examined {
     examined
 }
 
-/// An entry without a cluster in place of one whose contents are lost. It reads as zeros, as what is behind the end of a file
-/// does; in version 2, which has no zero clusters, as what is below.
+/// An entry without a cluster in place of one whose contents are lost. It reads as zeros, as what is behind the end of
+/// a file does; in version 2, which has no zero clusters, as what is below.
 fn nothing(bounds: &Bounds) -> (u64, u64) {
     match (bounds.geometry.extended_l2, bounds.version) {
         (true, _) => (0, 0xffff_ffff << 32),

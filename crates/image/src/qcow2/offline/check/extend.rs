@@ -26,7 +26,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// For `wanted` clusters from `first` on: `there` tells whether a block is there, the table has `entries`. The last two: refcounts in a block, entries in a cluster of the table.
+    /// For `wanted` clusters from `first` on: `there` tells whether a block is there, the table has `entries`. The last
+    /// two: refcounts in a block, entries in a cluster of the table.
     fn of(
         (first, wanted): (u64, u64),
         there: impl Fn(u64) -> bool,
@@ -47,8 +48,8 @@ impl Plan {
     }
 }
 
-/// Takes `wanted` clusters that lie one behind the other, and returns the first one's number. The header changes if the refcount
-/// table has to grow.
+/// Takes `wanted` clusters that lie one behind the other, and returns the first one's number. The header changes if the
+/// refcount table has to grow.
 pub(in crate::qcow2) async fn extend(
     storage: &dyn Storage,
     header: &mut Header,
@@ -57,7 +58,8 @@ pub(in crate::qcow2) async fn extend(
     let old = (header.refcount_table.0, header.refcount_table_bytes());
     let first = extend_beside(storage, header, wanted).await?;
     if header.refcount_table.0 != old.0 {
-        // What a failure leaves of the old table is lost space; to say that nothing was extended would have the caller go back to it.
+        // What a failure leaves of the old table is lost space; to say that nothing was extended would have the caller
+        // go back to it.
         let _ = release(storage, header, old.0.0, old.1).await;
     }
     Ok(first)

@@ -1,6 +1,7 @@
 //! Bitmaps of a disk that becomes longer or shorter.
 //!
-//! Law: while it is under way the header does not speak of them. A cut costs the bitmaps, on which then nothing relies, and nothing else.
+//! Law: while it is under way the header does not speak of them. A cut costs the bitmaps, on which then nothing relies,
+//! and nothing else.
 
 use std::sync::Arc;
 
@@ -52,8 +53,9 @@ pub(in crate::qcow2) async fn lay_aside(
     Ok(true)
 }
 
-/// Fits the bitmaps to the disk that was of `old` bytes and is of another size now, and has the header speak of them again, durably. What is new of the
-/// disk is not marked in them, as the stock tool has it, but where the cluster of a bitmap said in one word that all is.
+/// Fits the bitmaps to the disk that was of `old` bytes and is of another size now, and has the header speak of them
+/// again, durably. What is new of the disk is not marked in them, as the stock tool has it, but where the cluster of a
+/// bitmap said in one word that all is.
 pub(in crate::qcow2) async fn put_back(storage: &dyn Storage, header: &mut Header, old: u64) -> Result<(), ImageError> {
     let mut with = header.clone();
     with.features.autoclear |= Features::BITMAPS;

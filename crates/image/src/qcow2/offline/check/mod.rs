@@ -1,10 +1,11 @@
 //! What is wrong with an image.
 //!
-//! Law: every reference in the image is counted, and the counts are compared with those that the image keeps. What is counted as a
-//! leak, a corruption or an error of the check is what `qemu-img check` counts, so the figures can be compared.
+//! Law: every reference in the image is counted, and the counts are compared with those that the image keeps. What is
+//! counted as a leak, a corruption or an error of the check is what `qemu-img check` counts, so the figures can be
+//! compared.
 //!
-//! The image is gone through in its file, without being opened as a disk: what is broken would not open. Memory is bounded by
-//! [`CheckOptions::memory`].
+//! The image is gone through in its file, without being opened as a disk: what is broken would not open. Memory is
+//! bounded by [`CheckOptions::memory`].
 
 use limosa_storage::Storage;
 
@@ -38,8 +39,8 @@ pub use report::{CheckOptions, CheckReport, Finding, FindingKind, Repair};
 /// Checks a qcow2 image, and changes nothing.
 ///
 /// # Errors
-/// [`ImageError::Corrupt`] and [`ImageError::Unsupported`] where what is wrong leaves nothing to check: the header, lengths in the
-/// snapshot table. What the storage says.
+/// [`ImageError::Corrupt`] and [`ImageError::Unsupported`] where what is wrong leaves nothing to check: the header,
+/// lengths in the snapshot table. What the storage says.
 pub async fn check(storage: &dyn Storage, options: CheckOptions) -> Result<CheckReport, ImageError> {
     let header = Header::read_to_examine(storage).await?;
     Ok(examine_image(storage, &header, options).await?.report)

@@ -1,7 +1,8 @@
 //! Making the refcounts anew, where they cannot be put right in their places.
 //!
-//! Law: the new refcount table, its blocks and, if need be, a new snapshot table are written behind everything that is referred to, and
-//! made durable; then one write of the header's fields puts them in the place of the old ones. Until then the image is as it was.
+//! Law: the new refcount table, its blocks and, if need be, a new snapshot table are written behind everything that is
+//! referred to, and made durable; then one write of the header's fields puts them in the place of the old ones. Until
+//! then the image is as it was.
 
 use limosa_page::{broken, invariant, to_u64, to_usize};
 use limosa_storage::Storage;
@@ -28,8 +29,8 @@ struct Layout {
 }
 
 impl Layout {
-    /// Where they lie if everything that is referred to ends before cluster `start`: `used` are the numbers of the blocks that have
-    /// refcounts already, in order.
+    /// Where they lie if everything that is referred to ends before cluster `start`: `used` are the numbers of the
+    /// blocks that have refcounts already, in order.
     fn plan(start: u64, snapshots: u64, used: &[u64], per_block: u64, entries_per_cluster: u64) -> Self {
         let (mut table, mut blocks) = (1, Vec::new());
         loop {

@@ -1,8 +1,8 @@
 //! Putting right what is wrong with an image.
 //!
-//! Law: at every write an image is no worse than before, so a repair that is cut short is begun again. First entries that cannot be
-//! are taken away, durably; then refcounts say what is left; then the flags say what the refcounts say. Nothing is written into a
-//! cluster that something refers to, but the entry, the refcount or the header that is wrong.
+//! Law: at every write an image is no worse than before, so a repair that is cut short is begun again. First entries
+//! that cannot be are taken away, durably; then refcounts say what is left; then the flags say what the refcounts say.
+//! Nothing is written into a cluster that something refers to, but the entry, the refcount or the header that is wrong.
 
 use std::collections::BTreeSet;
 
@@ -28,11 +28,12 @@ use crate::qcow2::format::refcount_array;
 /// How often an image is gone through at most. Each step can bring to light what the one before had hidden.
 const TURNS: usize = 12;
 
-/// Checks a qcow2 image, repairs it, and says what is left: the figures are those of a check afterwards, and how many leaks and
-/// corruptions there are less. The image is not used by anything else meanwhile.
+/// Checks a qcow2 image, repairs it, and says what is left: the figures are those of a check afterwards, and how many
+/// leaks and corruptions there are less. The image is not used by anything else meanwhile.
 ///
-/// An entry that points to where no cluster can be is taken away: the guest reads zeros there, as it does of what is behind the end of
-/// a file (in version 2, what is below). Bitmaps whose tables are wrong are given up, and so is a snapshot whose L1 table is not there.
+/// An entry that points to where no cluster can be is taken away: the guest reads zeros there, as it does of what is
+/// behind the end of a file (in version 2, what is below). Bitmaps whose tables are wrong are given up, and so is a
+/// snapshot whose L1 table is not there.
 ///
 /// # Errors
 /// As of [`check`](super::check). What could not be repaired is no error: it is in the report.
@@ -67,7 +68,8 @@ pub async fn repair(storage: &dyn Storage, what: Repair, options: CheckOptions) 
     Ok(report)
 }
 
-/// Gives leaked clusters back, if it is certain that they are leaked; where that leaves nothing wrong but flags, puts them right.
+/// Gives leaked clusters back, if it is certain that they are leaked; where that leaves nothing wrong but flags, puts
+/// them right.
 async fn leaks(
     storage: &dyn Storage,
     header: &mut Header,

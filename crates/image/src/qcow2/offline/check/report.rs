@@ -5,8 +5,8 @@ use std::fmt;
 /// What a check may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckOptions {
-    /// Bytes of memory for counting references. An image that needs more is gone through several times: of each
-    /// cluster of its file 1.25 bytes are taken, 4.25 to repair it or where more than 255 references to a cluster are met.
+    /// Bytes of memory for counting references. An image that needs more is gone through several times: of each cluster
+    /// of its file 1.25 bytes are taken, 4.25 to repair it or where more than 255 references to a cluster are met.
     /// Tables that are being read take at most 8 MiB more.
     pub memory: usize,
     /// The most [`Finding`]s that are kept; all are counted.
@@ -25,8 +25,8 @@ impl Default for CheckOptions {
 pub enum Repair {
     /// Space that nothing refers to is given back.
     Leaks,
-    /// Refcounts, and the flags that say the same: what an image is left with that was not closed while they were written late. If
-    /// anything else is wrong, so that something would have to be taken away, nothing is done.
+    /// Refcounts, and the flags that say the same: what an image is left with that was not closed while they were
+    /// written late. If anything else is wrong, so that something would have to be taken away, nothing is done.
     Refcounts,
     /// Whatever is wrong.
     All,

@@ -1,7 +1,7 @@
 //! The refcounts that the image keeps.
 //!
-//! Law: what is looked up costs what it is looked for. A refcount block can have 2 MiB, and entries can name clusters in any order: a
-//! refcount by itself is read with a piece of its block, not with all of it.
+//! Law: what is looked up costs what it is looked for. A refcount block can have 2 MiB, and entries can name clusters
+//! in any order: a refcount by itself is read with a piece of its block, not with all of it.
 
 use limosa_page::{broken, to_usize};
 use limosa_storage::Storage;

@@ -50,8 +50,8 @@ pub(in crate::qcow2) fn numbers(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ 
     bytes.as_chunks::<8>().0.iter().map(|entry| u64::from_be_bytes(*entry))
 }
 
-/// The parts in which a table of `bytes` at `at` is read, as far as it lies in a file of so many bytes: what is behind has no
-/// entries.
+/// The parts in which a table of `bytes` at `at` is read, as far as it lies in a file of so many bytes: what is behind
+/// has no entries.
 pub(in crate::qcow2) fn pieces(at: u64, bytes: u64, file: u64) -> impl Iterator<Item = (u64, u64)> {
     let end = at.saturating_add(bytes).min(file.max(at));
     (at..end).step_by(to_usize(PIECE)).map(move |from| (from, PIECE.min(at.saturating_add(bytes) - from)))
@@ -81,8 +81,8 @@ pub(super) fn together(length: u64) -> usize {
     to_usize(AHEAD / length.max(1)).clamp(1, 16)
 }
 
-/// Several tables of one length, read at once, into memory that is used again: new memory for each of them would cost as much as to
-/// read them.
+/// Several tables of one length, read at once, into memory that is used again: new memory for each of them would cost
+/// as much as to read them.
 #[derive(Debug, Default)]
 pub(super) struct Reader {
     buffers: Vec<Buffer>,

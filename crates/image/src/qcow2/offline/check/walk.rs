@@ -1,7 +1,7 @@
 //! Going through all references of an image.
 //!
-//! Law: each table is read once a pass, however many snapshots or entries refer to it; what is found in it counts as often as it is
-//! referred to. So the work is bounded by the file, not by what its tables claim.
+//! Law: each table is read once a pass, however many snapshots or entries refer to it; what is found in it counts as
+//! often as it is referred to. So the work is bounded by the file, not by what its tables claim.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -197,7 +197,8 @@ impl<'a> Image<'a> {
         window.end.min(if pass.grown { self.clusters + 1 } else { self.clusters })
     }
 
-    /// Counts the references to the clusters of a window. In the `first` one everything is noted that is wrong with entries.
+    /// Counts the references to the clusters of a window. In the `first` one everything is noted that is wrong with
+    /// entries.
     pub(super) async fn count(
         &self,
         window: &Range<u64>,
@@ -347,8 +348,8 @@ impl<'a> Image<'a> {
         format!("{}, entry {}", l1.name(), (place - l1.at) / 8)
     }
 
-    /// The L2 tables that lie behind `after` in the file, as many as may be known at a time, and how often they are referred to.
-    /// Behind the file's end there are none.
+    /// The L2 tables that lie behind `after` in the file, as many as may be known at a time, and how often they are
+    /// referred to. Behind the file's end there are none.
     pub(super) async fn l2_tables(&self, after: Option<u64>) -> Result<BTreeMap<u64, Uses>, ImageError> {
         let mut found = BTreeMap::<u64, Uses>::new();
         for run in &self.l1_runs {

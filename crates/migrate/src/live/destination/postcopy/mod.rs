@@ -1,16 +1,17 @@
 //! A VM that runs here before its memory is here.
 //!
-//! The package of device sections is the source's word: with its last byte the VM is this side's. What has not come is made
-//! missing, and an access to it waits; a thread learns of that and asks the source, the pages that come are placed one host
-//! page at a time. The device sections are loaded by a thread of their own, because loading them may touch missing memory
-//! as well.
+//! The package of device sections is the source's word: with its last byte the VM is this side's. What has not come is
+//! made missing, and an access to it waits; a thread learns of that and asks the source, the pages that come are placed
+//! one host page at a time. The device sections are loaded by a thread of their own, because loading them may touch
+//! missing memory as well.
 //!
-//! Three laws. **Missing memory never reads as zeros** as long as the stream has not said its last word: a connection that
-//! breaks leaves the guest waiting ([`IncomingOutcome::PostcopyPaused`]), whatever is dropped. **The VM is started once or never,**
-//! whichever comes first: the thread that has loaded its devices, or a failure before that. **No request is lost:** a page
-//! that is waited for is requested again over every new connection.
+//! Three laws. **Missing memory never reads as zeros** as long as the stream has not said its last word: a connection
+//! that breaks leaves the guest waiting ([`IncomingOutcome::PostcopyPaused`]), whatever is dropped. **The VM is started
+//! once or never,** whichever comes first: the thread that has loaded its devices, or a failure before that. **No
+//! request is lost:** a page that is waited for is requested again over every new connection.
 //!
-//! What was received as zero before the VM ran has no memory; a guest that touches it is given zeros here, without asking.
+//! What was received as zero before the VM ran has no memory; a guest that touches it is given zeros here, without
+//! asking.
 
 mod package;
 mod paused;
@@ -66,7 +67,8 @@ pub struct PostcopyIncomingStats {
     pub local_zero_pages: u64,
     /// Requests to the source, repeated ones included.
     pub requests: u64,
-    /// From the moment a fault was told to the moment its page was in place, nanoseconds; faults whose page was asked for.
+    /// From the moment a fault was told to the moment its page was in place, nanoseconds; faults whose page was asked
+    /// for.
     pub fault_latency: Histogram<u64>,
     /// From the package's last byte to the VM's start.
     pub load_elapsed: Duration,
@@ -197,8 +199,8 @@ fn begin<'a, V: IncomingVm + ?Sized>(
         };
         let loading = thread::Builder::new().name("load devices".into()).spawn_scoped(scope, load);
         let followed = loading.map_err(MigrateError::Thread).and_then(|_| connection.follow(records));
-        // The thread that loads the devices may wait for a page. After the stream's last word what has not come is zero; and where
-        // the VM will not run, what is loaded is not used.
+        // The thread that loads the devices may wait for a page. After the stream's last word what has not come is
+        // zero; and where the VM will not run, what is loaded is not used.
         match followed {
             Ok(()) => live.release(),
             Err(error) if vm_start.abort() => {
@@ -395,8 +397,8 @@ impl<'l, 'a> Connection<'l, 'a> {
             if let Some(channel) = &self.preempt {
                 let _ = channel.shutdown(Shutdown::Both);
             }
-            // The first failure is the cause: a thread that failed has closed the channels, and closing them here makes the
-            // threads that still use them fail.
+            // The first failure is the cause: a thread that failed has closed the channels, and closing them here makes
+            // the threads that still use them fail.
             read.map_err(|error| self.failure().unwrap_or(error)).inspect_err(|_| self.close())
         })
     }
@@ -445,7 +447,8 @@ impl<'l, 'a> Connection<'l, 'a> {
         let done = || self.over.load(Ordering::SeqCst) || self.ended.load(Ordering::SeqCst);
         loop {
             match records.next(&|| true) {
-                // The source closes it when it has nothing more to say; what is still asked for is waited for elsewhere.
+                // The source closes it when it has nothing more to say; what is still asked for is waited for
+                // elsewhere.
                 Err(_) if done() && records.is_between_records() => return Ok(()),
                 Ok(Event::EndOfStream) => return Ok(()),
                 event => records.place(&event?, &mut placer, &|| true)?,

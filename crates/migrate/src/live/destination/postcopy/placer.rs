@@ -1,12 +1,12 @@
 //! Pages of one channel, placed while the guest runs.
 //!
 //! The law: **what the guest may have changed is never overwritten.** The kernel fills only what is missing, whole host
-//! pages at once; a page that comes again is dropped and counted, on whichever channel. A host page is noted as received behind
-//! its placement, so what is told to a source in a recovery is there.
+//! pages at once; a page that comes again is dropped and counted, on whichever channel. A host page is noted as
+//! received behind its placement, so what is told to a source in a recovery is there.
 //!
 //! A page that is present although none of the channels has brought it was accessed without waiting for it, by another
-//! process that maps the memory or by a write to the file: that access has read zeros, and the contents cannot be put in
-//! their place any more. That is an error, and stays one.
+//! process that maps the memory or by a write to the file: that access has read zeros, and the contents cannot be put
+//! in their place any more. That is an error, and stays one.
 
 use limosa_page::{PAGE_LEN, PageNumber, PageRange, broken, invariant, to_usize};
 

@@ -1,8 +1,8 @@
 //! The channel of requested pages, which the source connects when it likes.
 //!
-//! The law: **a connection is accepted before it is needed.** A stock QEMU connects this channel before it sends the package
-//! of its devices, or agrees to a recovery, and over TLS says nothing on the main one until that channel has shaken hands.
-//! So it is looked for by its own thread, from the beginning.
+//! The law: **a connection is accepted before it is needed.** A stock QEMU connects this channel before it sends the
+//! package of its devices, or agrees to a recovery, and over TLS says nothing on the main one until that channel has
+//! shaken hands. So it is looked for by its own thread, from the beginning.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,13 +15,15 @@ use limosa_channel::{Channel, ChannelError};
 use crate::control::Control;
 use crate::error::MigrateError;
 
-/// Waits so long at most for the source's next connection, and drives the handshakes of those that have come: the channel, once
-/// there is one. Called again and again, on its own thread, until there is one, it fails, or the VM needs none any more.
+/// Waits so long at most for the source's next connection, and drives the handshakes of those that have come: the
+/// channel, once there is one. Called again and again, on its own thread, until there is one, it fails, or the VM needs
+/// none any more.
 ///
 /// [`Acceptor::step`](limosa_channel::Acceptor::step) does this on a listener.
 pub type AcceptPreempt<'a> = Box<dyn FnMut(Duration) -> Result<Option<Channel>, ChannelError> + Send + 'a>;
 
-/// How long a connection is waited for before it is checked whether one is still needed: the thread ends that much later.
+/// How long a connection is waited for before it is checked whether one is still needed: the thread ends that much
+/// later.
 const TICK: Duration = Duration::from_millis(20);
 
 /// Waits for the channel, until it is dropped.

@@ -9,8 +9,8 @@ use limosa_stream::{Decoder, Event, Step};
 use super::Placer;
 use crate::error::MigrateError;
 
-/// Room for what arrives at once. Smaller than a precopy's: a page that the guest waits for should not queue up behind many
-/// that were read with it.
+/// Room for what arrives at once. Smaller than a precopy's: a page that the guest waits for should not queue up behind
+/// many that were read with it.
 const ROOM: usize = 256 << 10;
 
 /// A channel and what has arrived on it.

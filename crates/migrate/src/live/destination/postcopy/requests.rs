@@ -1,7 +1,8 @@
 //! What the guest waits for, and the way to the source.
 //!
-//! Two laws. **Each host page is asked for once** on one connection. **No request is lost**: a page that the guest waits for stays
-//! in the list until it has been placed, whatever becomes of the connection, and is asked for again on the next one.
+//! Two laws. **Each host page is asked for once** on one connection. **No request is lost**: a page that the guest
+//! waits for stays in the list until it has been placed, whatever becomes of the connection, and is asked for again on
+//! the next one.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
@@ -66,16 +67,16 @@ impl Requests {
         pages: PageRange,
         received: impl Fn() -> bool,
     ) -> Result<(), MigrateError> {
-        // Under the lock, or `placed` could come between the two: it would take back the mark, find nothing in the list, and
-        // what is put there then would stay for ever.
+        // Under the lock, or `placed` could come between the two: it would take back the mark, find nothing in the
+        // list, and what is put there then would stay for ever.
         let mut waiting = self.waiting();
         if self.asked.get(block).is_none_or(|asked| asked.set(pages.start)) {
             return Ok(());
         }
         waiting.pages.insert((block, pages.start.0), (pages, Instant::now()));
         drop(waiting);
-        // The thread that places the page notes that first and looks at `asked` then; here it is the other way round, so that one of
-        // the two sees the other.
+        // The thread that places the page notes that first and looks at `asked` then; here it is the other way round,
+        // so that one of the two sees the other.
         fence(Ordering::SeqCst);
         if received() {
             self.placed(block, pages.start);
@@ -146,7 +147,8 @@ impl Requests {
         waiting.pages.values().map(|(_, since)| since.elapsed()).max().unwrap_or_default()
     }
 
-    /// Waits until no request is in flight, or `over`, or one has waited longer than `answer_timeout`: whether none is in flight.
+    /// Waits until no request is in flight, or `over`, or one has waited longer than `answer_timeout`: whether none is
+    /// in flight.
     pub(super) fn wait_until_answered(&self, answer_timeout: Option<Duration>, over: impl Fn() -> bool) -> bool {
         let mut waiting = self.waiting();
         loop {

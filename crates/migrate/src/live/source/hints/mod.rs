@@ -1,17 +1,19 @@
-//! Free pages need not move: the guest is asked for them, and what it names is taken out of the round that is being sent.
+//! Free pages need not move: the guest is asked for them, and what it names is taken out of the round that is being
+//! sent.
 //!
-//! **Law: a hint takes a page out only if the dirty log was not read since the guest was asked.** The log is on before the
-//! guest is asked, so whatever the guest writes behind a hint is told by the next reading. What an earlier reading has told
-//! may have been written behind a hint that is still on its way: a guest that needs memory takes back what it called free
-//! without a word (Linux's balloon does, when its memory is short). So [`close`](Hints::close) comes before every reading, and a
-//! list that was closed says nothing any more, however late ([`DirtyPageQueue`]).
+//! **Law: a hint takes a page out only if the dirty log was not read since the guest was asked.** The log is on before
+//! the guest is asked, so whatever the guest writes behind a hint is told by the next reading. What an earlier reading
+//! has told may have been written behind a hint that is still on its way: a guest that needs memory takes back what it
+//! called free without a word (Linux's balloon does, when its memory is short). So [`close`](Hints::close) comes before
+//! every reading, and a list that was closed says nothing any more, however late ([`DirtyPageQueue`]).
 //!
-//! No thread waits: neither the guest's for the engine nor a channel's for the list. What comes when a page has been handed
-//! out already comes too late for this page, which is sent: a hint saves work and promises nothing.
+//! No thread waits: neither the guest's for the engine nor a channel's for the list. What comes when a page has been
+//! handed out already comes too late for this page, which is sent: a hint saves work and promises nothing.
 //!
-//! **Law: the guest gets its pages back, whatever happens.** It holds back what it has named until it is told that this is
-//! over, so [`end`](Hints::end) is called on every way out, a panic's too: when the VM has been stopped, *before* its devices are
-//! asked for their state, so that the device says so at the destination as well, or when it is let go on here.
+//! **Law: the guest gets its pages back, whatever happens.** It holds back what it has named until it is told that this
+//! is over, so [`end`](Hints::end) is called on every way out, a panic's too: when the VM has been stopped, *before*
+//! its devices are asked for their state, so that the device says so at the destination as well, or when it is let go
+//! on here.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -80,8 +82,8 @@ impl Hints {
         Self { from, state: Arc::new(state), asked: false }
     }
 
-    /// Asks the guest. The log is on, and the pages of the round are in the queue. A guest that cannot be asked is left alone:
-    /// hints are only hints.
+    /// Asks the guest. The log is on, and the pages of the round are in the queue. A guest that cannot be asked is left
+    /// alone: hints are only hints.
     pub(super) fn ask(&mut self) {
         let number = self.state.queue.open_list();
         let mut lists = self.state.lock();
@@ -96,8 +98,8 @@ impl Hints {
         }
     }
 
-    /// Waits until the list is complete, but not after `until`, if that is a time, nor longer than `tick`; whether that is worth
-    /// another look.
+    /// Waits until the list is complete, but not after `until`, if that is a time, nor longer than `tick`; whether that
+    /// is worth another look.
     pub(super) fn wait(&self, until: Option<Instant>, tick: Duration) -> bool {
         let lists = self.state.lock();
         let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
