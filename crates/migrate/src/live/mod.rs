@@ -19,9 +19,6 @@ use limosa_page::ZeroMethod;
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 use thiserror::Error as ThisError;
 
-#[cfg(doc)]
-use self::source::LiveSource;
-
 pub use shared_memory::SharedMemory;
 
 /// What a VMM failed with; it names its own object.
@@ -255,8 +252,8 @@ pub struct MigrationParams {
     pub stalled_rounds: Option<u32>,
     /// What happens after that time or those rounds.
     pub timeout_strategy: TimeoutStrategy,
-    /// How long the first round may wait for the guest's list of [free pages](LiveSource::with_free_pages); zero, and
-    /// the list takes pages out while the round is sent; [`Duration::MAX`], as long as the list takes.
+    /// How long the first round may wait for the guest's list of [free pages](crate::LiveSource::with_free_pages);
+    /// zero, and the list takes pages out while the round is sent; [`Duration::MAX`], as long as the list takes.
     pub hint_wait: Duration,
     /// Pages of a later round from which on the guest is asked again. A list takes a guest of 8 GiB 20 ms (measured),
     /// which is what 16,384 pages take at 3 GB a second: a shorter round would be over before its list.

@@ -119,6 +119,11 @@ impl Machine {
         Ok(())
     }
 
+    /// Whether no option is about memory.
+    pub(super) fn says_nothing(&self) -> bool {
+        self.memory.is_none() && self.backend.is_none() && self.objects.is_empty() && !self.has_node_memory
+    }
+
     /// Where the main memory comes from.
     pub(super) fn main<'a>(&'a self, blocks: &'a [BlockPlace]) -> Result<Main<'a>, String> {
         let is_named = |object: &Object| blocks.iter().any(|place| object.is_of(&place.name));

@@ -96,6 +96,10 @@ pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsSt
         machine.read_memory(option)?;
     }
     let mut rewritten = words.to_vec();
+    // A script, or a file of options, has them where they are not seen.
+    if machine.says_nothing() || options.iter().any(|option| option.name == "readconfig") {
+        return Ok(rewritten);
+    }
     match machine.main(blocks)? {
         Main::Nodes | Main::Named(_) => {}
         Main::Renamed(object, place) => {
@@ -312,6 +316,9 @@ mod tests {
         for line in ["-m 2G", "-machine memory-backend=x -object memory-backend-ram,id=x,size=2G"] {
             let refused = named(&format!("qemu-system-x86_64 {line}")).unwrap_err();
             assert!(refused.contains("RAM block mem") && refused.contains("1024 MiB"), "{refused}");
+        }
+        for unseen in ["start-my-vm --name x", "qemu-system-x86_64 -m 4G -readconfig vm.cfg"] {
+            assert_eq!(named(unseen).unwrap(), unseen, "its memory is said elsewhere");
         }
         let used = format!("{other} -numa node,memdev=ram0");
         let refused = named(&used).unwrap_err();

@@ -1,6 +1,6 @@
 //! The JSON description in full: which fields and subsections each device section is made of.
 //!
-//! [`Vmdesc`](crate::Vmdesc) keeps sums only, which is all that finding the end of a stream takes.
+//! [`Vmdesc`] keeps sums only, which is all that finding the end of a stream takes.
 //! Telling two streams apart takes the names; they are read here, from a text of limited length, and memory is bounded
 //! by that length. Facts: a field's `size` is that of one element, nested structures included; `array_len` says how
 //! many.
