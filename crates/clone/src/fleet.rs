@@ -20,7 +20,7 @@ use limosa_snapshot::{Snapshot, check_disks};
 
 use crate::command_line::{CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, plan};
 use crate::error::CloneError;
-use crate::overlay::Backing;
+use crate::overlay::{self, Backing};
 use crate::record::Record;
 use crate::start::start;
 
@@ -241,10 +241,14 @@ fn for_all_clones(
         Path::new(name) == file || id(file).is_some_and(|file| id(Path::new(name)) == Some(file))
     };
     let refused = |why| CloneError::CommandLine { why };
+    if let Some(word) = words.iter().find(|word| word.to_str().is_none()) {
+        return Err(refused(format!("{}: not valid UTF-8, so it cannot be read", word.to_string_lossy())));
+    }
     check_not_shared(words, &|name| same(name, snapshot.path())).map_err(|conflict| refused(conflict.to_string()))?;
     let ownership = Ownership::new(folder);
     check_outputs(words, &ownership).map_err(refused)?;
-    let mut words = behind_overlays(words, overlays, &ownership, &same).map_err(|why| CloneError::Disk { why })?;
+    let mut words = behind_overlays(words, overlays, &ownership, &same, &overlay::has_backing)
+        .map_err(|why| CloneError::Disk { why })?;
     words.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", escaped("{dir}/qmp")).into()]);
     Ok(words)
 }

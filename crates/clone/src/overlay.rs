@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 
 use limosa_image::chain::{self, OpenOptions};
+use limosa_image::info::ImageInfo;
 use limosa_image::qcow2::{CreateOptions, create};
 use limosa_image::reference::Reference;
 use limosa_image::{ImageError, Policy};
@@ -40,6 +41,19 @@ pub(crate) fn make(path: &Path, disk: &FrozenDisk, backing: Backing) -> Result<(
         ..CreateOptions::default()
     };
     block_on(create(&*storage, None, &options)).map(|_| ()).map_err(failed)
+}
+
+/// Whether a disk's file names a backing image. A file that cannot be read may name one.
+pub(crate) fn has_backing(disk: &FrozenDisk) -> bool {
+    let Ok(reference) = Reference::named(&disk.path) else { return true };
+    let options = OpenOptions {
+        format: disk.format.parse().ok(),
+        read_only: true,
+        lock: LockPolicy::None,
+        policy: Policy::Follow,
+        ..OpenOptions::default()
+    };
+    block_on(ImageInfo::of_chain(&reference, &options)).map_or(true, |chain| chain.len() > 1)
 }
 
 /// The length of a disk in bytes. Other clones read it, and nothing writes it.

@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use limosa_migrate::InPlace;
 use limosa_qemu::monitor::Monitor;
@@ -37,7 +37,9 @@ fn prove_disks(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<()
         else {
             return unproven(format!("no disk of it is the overlay {}", path.display()));
         };
-        let below = disk.backing.first().and_then(Option::as_deref);
+        // A filter above the overlay stands in the chain with the overlay's own file.
+        let is_overlay = |below: &Option<PathBuf>| below.as_deref().is_some_and(|below| is_same(below, &path));
+        let below = disk.backing.iter().find(|below| !is_overlay(below)).and_then(Option::as_deref);
         if !below.is_some_and(|below| is_same(below, &plan.disk.path)) {
             let found = below.map_or_else(|| "nothing".to_owned(), |below| below.display().to_string());
             return unproven(format!(

@@ -88,9 +88,13 @@ pub fn options(words: &[OsString]) -> Vec<CommandOption<'_>> {
 /// The index of QEMU's own name in a command line; 0 if none looks like it.
 #[must_use]
 pub fn program(words: &[OsString]) -> usize {
-    let named =
-        |word: &OsString| Path::new(word).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"qemu"));
-    words.iter().position(named).unwrap_or(0)
+    let begins = |word: &OsString, start: &[u8]| {
+        Path::new(word).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(start))
+    };
+    let is_system = |word: &OsString| begins(word, b"qemu-system") || begins(word, b"qemu-kvm");
+    // Not the user of `sudo -u qemu`.
+    let found = words.iter().position(is_system).or_else(|| words.iter().position(|word| begins(word, b"qemu")));
+    found.unwrap_or(0)
 }
 
 /// A list of `key=value`, or a JSON object of them, in order. JSON values come as text, `true` as `on`.
@@ -270,6 +274,8 @@ mod tests {
         let found: Vec<_> = found.iter().map(|option| (option.name, option.value)).collect();
         assert_eq!(found, [("nographic", ""), ("m", "1G"), ("append", "-m"), ("S", ""), ("machine", "q35")]);
         assert_eq!(line[options(&line)[1].at], "1G");
+        assert_eq!(program(&words("sudo -u qemu /usr/bin/qemu-system-x86_64 -m 1G")), 3);
+        assert_eq!((program(&words("nice qemu-wrapper -m 1G")), program(&words("start-my-vm"))), (1, 0));
     }
 
     #[test]

@@ -44,7 +44,8 @@ pub(crate) fn plan(disks: &[FrozenDisk]) -> Vec<OverlayPlan> {
     planned.map(|(at, disk)| OverlayPlan { disk: disk.clone(), name: format!("disk{at}.qcow2") }).collect()
 }
 
-/// Puts overlays in the place of frozen disks. `same` says whether a name is that of a file.
+/// Puts overlays in the place of frozen disks. `same` says whether a name is that of a file, `has_backing` whether the
+/// disk's file names a backing image.
 ///
 /// # Errors
 /// A frozen disk that the command line does not name, or names in a way that is not understood; another writable one
@@ -54,6 +55,7 @@ pub(crate) fn behind_overlays(
     overlays: &[OverlayPlan],
     ownership: &Ownership<'_>,
     same: &dyn Fn(&str, &Path) -> bool,
+    has_backing: &dyn Fn(&FrozenDisk) -> bool,
 ) -> Result<Vec<OsString>, String> {
     let all = options(words);
     for (name, why) in UNSEEN {
@@ -61,7 +63,7 @@ pub(crate) fn behind_overlays(
             return Err(format!("-{name}: {why}"));
         }
     }
-    let mut rewriting = Rewriting { overlays, ownership, same, used: vec![false; overlays.len()] };
+    let mut rewriting = Rewriting { overlays, ownership, same, has_backing, used: vec![false; overlays.len()] };
     let mut rewritten = words.to_vec();
     let mut replace = |at: usize, value: Option<String>| {
         if let (Some(value), Some(word)) = (value, rewritten.get_mut(at)) {
@@ -112,6 +114,7 @@ struct Rewriting<'a> {
     overlays: &'a [OverlayPlan],
     ownership: &'a Ownership<'a>,
     same: &'a dyn Fn(&str, &Path) -> bool,
+    has_backing: &'a dyn Fn(&FrozenDisk) -> bool,
     used: Vec<bool>,
 }
 
@@ -154,7 +157,9 @@ impl Rewriting<'_> {
     fn drive(&mut self, value: &str) -> Result<Option<String>, String> {
         let mut list = Properties::read(value, "file");
         let is_read_only = ["readonly", "read-only", "snapshot"].iter().any(|key| list.is_on(key))
-            || list.get("media") == Some("cdrom");
+            || list.get("media") == Some("cdrom")
+            // A directory as a FAT disk, which is written to with `rw` alone.
+            || list.get("file").is_some_and(|name| name.starts_with("fat:") && !name.contains(":rw"));
         let key = if list.get("file").is_some() { "file" } else { "file.filename" };
         let name = list.get(key).unwrap_or_default().to_owned();
         if let Some(overlay) = self.frozen(&name).filter(|_| !is_read_only) {
@@ -173,8 +178,12 @@ impl Rewriting<'_> {
         if !is_read_only {
             self.own("-drive", &name)?;
             // What a driver of the block layer names in its own way.
-            for file in Node::read(value).iter().flat_map(Node::files).filter(|file| !file.is_read_only) {
+            let files = Node::of_drive(list.clone()).files();
+            for file in files.iter().filter(|file| !file.is_read_only) {
                 self.own("-drive", &file.name)?;
+            }
+            if files.is_empty() && list.iter().any(|(key, _)| key.starts_with("file.")) {
+                return Err(format!("-drive {value}: not understood; describe it with -blockdev"));
             }
         }
         Ok(None)
@@ -237,6 +246,23 @@ impl Rewriting<'_> {
 
     fn cover(&mut self, nodes: &mut [(usize, Covered)], at: usize, overlay: usize) -> Result<(), String> {
         let Some((_, Covered { below, node })) = nodes.get_mut(at) else { return Ok(()) };
+        if let Some(plan) = self.overlays.get(overlay) {
+            let (path, recorded) = (plan.disk.path.display(), &plan.disk.format);
+            if node.driver() != recorded {
+                return Err(format!(
+                    "-blockdev node-name={}: driver={} reads the frozen disk {path}, whose format is {recorded}",
+                    node.name(),
+                    node.driver()
+                ));
+            }
+            if node.has_no_backing() && (self.has_backing)(&plan.disk) {
+                return Err(format!(
+                    "-blockdev node-name={}: it says that nothing is below the frozen disk {path}, whose file names a \
+                     backing image; leave \"backing\" out",
+                    node.name()
+                ));
+            }
+        }
         if let Some(key) = node.partial_key() {
             return Err(format!(
                 "-blockdev node-name={}: {key}= makes a part of the frozen image the disk",
@@ -255,8 +281,12 @@ impl Rewriting<'_> {
 /// Makes nodes read-only that are nothing but backing images of others, as QEMU uses them, and the files below them.
 fn seal_backing(nodes: &mut [(usize, Covered)], all: &[CommandOption<'_>]) {
     let devices = all.iter().filter(|option| option.name == "device");
-    let drives: Vec<_> =
+    let mut drives: Vec<_> =
         devices.filter_map(|option| Properties::read(option.value, "driver").get("drive").map(str::to_owned)).collect();
+    for option in all.iter().filter(|option| matches!(option.name, "machine" | "M")) {
+        let list = Properties::read(option.value, "type");
+        drives.extend(["pflash0", "pflash1"].iter().filter_map(|key| list.get(key).map(str::to_owned)));
+    }
     let mut below: Vec<String> =
         nodes.iter().flat_map(|(_, covered)| covered.node.backing_nodes()).map(str::to_owned).collect();
     let mut next = 0;
@@ -268,6 +298,14 @@ fn seal_backing(nodes: &mut [(usize, Covered)], all: &[CommandOption<'_>]) {
         let file = file.filter(is_new).map(str::to_owned);
         below.extend(file);
     }
+    // A file all of whose formats are read-only.
+    let is_of = |covered: &Covered, file: &str| covered.node.file_node() == Some(file);
+    let all_read_only = |file: &str| {
+        let mut above = nodes.iter().map(|(_, covered)| covered).filter(|covered| is_of(covered, file)).peekable();
+        above.peek().is_some() && above.all(|covered| covered.node.is_read_only())
+    };
+    let files: Vec<_> = nodes.iter().map(|(_, covered)| covered.node.name().to_owned()).collect();
+    below.extend(files.into_iter().filter(|name| !name.is_empty() && all_read_only(name)));
     for (_, Covered { node, .. }) in nodes.iter_mut() {
         if below.iter().any(|name| name == node.name()) && !drives.iter().any(|drive| drive == node.name()) {
             node.set_read_only();
@@ -292,7 +330,8 @@ mod tests {
 
     fn run(line: &str, overlays: &[OverlayPlan]) -> Result<String, String> {
         let same = |name: &str, path: &Path| Path::new(name) == path;
-        let found = behind_overlays(&words(line), overlays, &Ownership::new(Path::new("/c")), &same)?;
+        let has_backing = |disk: &FrozenDisk| disk.path == Path::new("/srv/data.qcow2");
+        let found = behind_overlays(&words(line), overlays, &Ownership::new(Path::new("/c")), &same, &has_backing)?;
         Ok(found.iter().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" "))
     }
 
@@ -345,6 +384,15 @@ mod tests {
             ("-drive file={dir}/../other,format=raw", "/../other"),
             ("-drive file=nbd://host/x,format=raw", "nbd://host/x"),
             ("-drive driver=raw,file.driver=nbd,file.server.path=/s", "nbd"),
+            ("-drive if=virtio,format=raw,file.driver=nbd,file.server.type=unix,file.server.path=/s", "nbd"),
+            ("-drive format=file,filename=/srv/x", "/srv/x"),
+            ("-drive format=raw,file.driver=raw,file.file.filename=/srv/x", "/srv/x"),
+            ("-drive format=raw,file.driver=unknown", "not understood"),
+            ("-blockdev driver=nbd,node-name=disk-{n},server.path=/s", "nbd"),
+            (
+                "-blockdev qcow2,node-name=d,read-only=on,file.filename=/a,backing.read-only=off,backing.file.filename=/b",
+                "/b",
+            ),
             ("-drive file=fat:rw:/srv/folder", "/srv/folder"),
             ("-hda /srv/other", "/srv/other"),
             ("-pflash /srv/other", "/srv/other"),
@@ -368,6 +416,9 @@ mod tests {
             r#"-blockdev {"driver":"raw","read-only":true,"file":{"driver":"file","filename":"/srv/base"}}"#,
             "-drive file={dir}/scratch,format=raw -hda /srv/scratch-{n}.img",
             "-drive if=none,id=empty",
+            "-drive file=fat:/srv/folder,format=raw",
+            // As libvirt describes firmware: the file's node says only auto-read-only.
+            r#"-blockdev {"driver":"file","filename":"/srv/code.fd","node-name":"s","auto-read-only":true} -blockdev {"node-name":"f","read-only":true,"driver":"raw","file":"s"} -machine q35,pflash0=f"#,
         ] {
             run(&format!("qemu-system-x86_64 {line}"), &[]).expect(line);
         }
@@ -382,6 +433,14 @@ mod tests {
                 "node-name=f",
             ),
             ("-hda /srv/data.qcow2 -hdb /srv/root.img -hdc /srv/root.img", "twice"),
+            (
+                "-hda /srv/root.img -blockdev raw,node-name=d,file.driver=file,file.filename=/srv/data.qcow2",
+                "whose format is qcow2",
+            ),
+            (
+                r#"-hda /srv/root.img -blockdev {"driver":"qcow2","node-name":"d","backing":null,"file":{"driver":"file","filename":"/srv/data.qcow2"}}"#,
+                "names a backing image",
+            ),
             ("-hda /srv/data.qcow2 -drive file=/srv/root.img,format=raw,offset=512", "offset"),
             ("-hda /srv/root.img -drive file=/srv/data.qcow2,backing.driver=null-co", "backing"),
             (
@@ -403,7 +462,7 @@ mod tests {
         fn any_command_line_is_rewritten_or_refused(line in proptest::collection::vec("[-a-z0-9=,{}\":/.]{0,30}", 0..10)) {
             let line: Vec<OsString> = line.into_iter().map(OsString::from).collect();
             let same = |name: &str, path: &Path| Path::new(name) == path;
-            let _ = behind_overlays(&line, &disks(), &Ownership::new(Path::new("/c")), &same);
+            let _ = behind_overlays(&line, &disks(), &Ownership::new(Path::new("/c")), &same, &|_| true);
         }
     }
 }

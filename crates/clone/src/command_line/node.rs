@@ -60,6 +60,24 @@ pub(super) struct NamedFile {
 }
 
 impl Node {
+    /// Reads a `-drive`, which may leave out its driver.
+    pub(super) fn of_drive(list: Properties) -> Self {
+        Self(list)
+    }
+
+    /// The name of its driver.
+    pub(super) fn driver(&self) -> &str {
+        self.0.get("driver").unwrap_or_default()
+    }
+
+    /// Whether it says that nothing is below its image.
+    pub(super) fn has_no_backing(&self) -> bool {
+        match self.0.json() {
+            Some(object) => object.get("backing") == Some(&Value::Null),
+            None => self.0.get("backing") == Some(""),
+        }
+    }
+
     /// Reads the value of a `-blockdev`; `None` if it cannot be understood.
     pub(super) fn read(value: &str) -> Option<Self> {
         let list = Properties::read(value, "driver");
@@ -134,9 +152,11 @@ impl Node {
                 for (key, name) in self.0.iter().filter(|(key, _)| is_file_key(key)) {
                     // What is read-only above is read-only below.
                     let above = key.match_indices('.').filter_map(|(at, _)| key.get(..at));
-                    let mut places = above.map(|place| format!("{place}.read-only")).chain(["read-only".to_owned()]);
-                    let is_read_only =
-                        places.any(|place| self.0.is_on(&place)) || key.split('.').any(|part| part == "backing");
+                    let mut places: Vec<_> = above.map(|place| format!("{place}.read-only")).collect();
+                    places.insert(0, "read-only".to_owned());
+                    // QEMU opens backing images read-only, unless it is said otherwise.
+                    let said = places.iter().rev().find_map(|place| self.0.get(place).map(|_| self.0.is_on(place)));
+                    let is_read_only = said.unwrap_or_else(|| key.split('.').any(|part| part == "backing"));
                     let is_nodes_own = key == "filename" || key == "file.filename";
                     found.push(NamedFile { name: name.to_owned(), is_read_only, is_nodes_own });
                 }
@@ -217,7 +237,7 @@ fn is_file_key(key: &str) -> bool {
 const DEPTH: usize = 200;
 
 fn files_of(object: &Map<String, Value>, is_read_only: bool, depth: usize, found: &mut Vec<NamedFile>) {
-    let is_read_only = is_read_only || object.get("read-only") == Some(&Value::Bool(true));
+    let is_read_only = object.get("read-only").and_then(Value::as_bool).unwrap_or(is_read_only);
     if object.get("driver").and_then(Value::as_str).is_some_and(|driver| REMOTE.contains(&driver)) {
         let name = Value::Object(object.clone()).to_string();
         found.push(NamedFile { name, is_read_only, is_nodes_own: false });

@@ -13,81 +13,143 @@ use super::own::is_character_device;
 const OLD_CHARDEVS: [&str; 8] =
     ["serial", "parallel", "debugcon", "monitor", "qmp", "qmp-pretty", "gdb", "virtioconsole"];
 
-/// Refuses a command line whose clones would write to one file or directory, listen at one socket, or run in one
-/// memory.
+/// Refuses a command line whose clones would write to one file or directory, listen at one socket, use one device server, or
+/// run in one memory.
 ///
 /// # Errors
 /// Which option, and what it names.
 pub(crate) fn check_outputs(words: &[OsString], ownership: &Ownership<'_>) -> Result<(), String> {
-    for option in options(words) {
-        if let Some((path, what)) = output(&option)
-            && !ownership.is_own(&path)
-            && !is_character_device(&path)
-        {
-            return Err(format!(
-                "-{} {}: {what} {path}, which all clones would share; give each clone its own ({{dir}}, {{name}}, {{n}})",
-                option.name, option.value
-            ));
+    let all = options(words);
+    let servers = server_chardevs(&all);
+    for option in &all {
+        for Output { path, how } in outputs(option, &servers) {
+            let is_kept_by_nobody = how == How::Written && is_character_device(&path);
+            if !ownership.is_own(&path) && !is_kept_by_nobody {
+                return Err(format!(
+                    "-{} {}: {} {path}, which all clones would share; give each clone its own ({{dir}}, {{name}}, {{n}})",
+                    option.name,
+                    option.value,
+                    how.words()
+                ));
+            }
         }
     }
     Ok(())
 }
 
-/// Returns the path that an option has QEMU write to, and how.
-fn output(option: &CommandOption<'_>) -> Option<(String, &'static str)> {
+/// A path that clones must not share.
+#[derive(Debug)]
+struct Output {
+    path: String,
+    how: How,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum How {
+    Written,
+    Listened,
+    Served,
+    Guest,
+    Memory,
+}
+
+impl How {
+    const fn words(self) -> &'static str {
+        match self {
+            Self::Written => "QEMU writes",
+            Self::Listened => "QEMU listens at",
+            Self::Served => "a device's server is at",
+            Self::Guest => "the guest may write to",
+            Self::Memory => "the guest's memory is",
+        }
+    }
+}
+
+/// Ids of the character devices behind which a server of a device is: it keeps a disk, a file system or a TPM.
+fn server_chardevs(all: &[CommandOption<'_>]) -> Vec<String> {
+    let user = |option: &CommandOption<'_>| match option.name {
+        "device" => Some(Properties::read(option.value, "driver")).filter(|list| kind_is(list, "driver", "vhost-user")),
+        "netdev" | "tpmdev" => Some(Properties::read(option.value, "type")),
+        "object" => {
+            Some(Properties::read(option.value, "qom-type")).filter(|list| kind_is(list, "qom-type", "cryptodev"))
+        }
+        _ => None,
+    };
+    let users = all.iter().filter_map(user);
+    users.filter_map(|list| list.get("chardev").map(str::to_owned)).collect()
+}
+
+fn kind_is(list: &Properties, key: &str, start: &str) -> bool {
+    list.get(key).is_some_and(|kind| kind.starts_with(start))
+}
+
+/// The paths of an option that clones must not share.
+fn outputs(option: &CommandOption<'_>, servers: &[String]) -> Vec<Output> {
     let value = option.value;
     let list = |first| Properties::read(value, first);
-    let key = |list: &Properties, key: &str| list.get(key).filter(|path| !path.is_empty()).map(str::to_owned);
-    match option.name {
-        "pidfile" | "D" => Some((value.to_owned(), "QEMU writes")),
-        name if OLD_CHARDEVS.contains(&name) => old_chardev(value),
+    let of = |list: &Properties, key: &str, how: How| {
+        let path = list.get(key).filter(|path| !path.is_empty());
+        path.map(|path| Output { path: path.to_owned(), how })
+    };
+    let found = match option.name {
+        "pidfile" | "D" | "qtest-log" => vec![Some(Output { path: value.to_owned(), how: How::Written })],
+        name if OLD_CHARDEVS.contains(&name) => vec![old_chardev(value)],
         "chardev" => {
             let list = list("backend");
-            let listens = list.is_on("server");
-            match list.get("backend") {
-                Some("socket") if listens => Some((key(&list, "path")?, "QEMU listens at")),
-                Some("file" | "pipe") => Some((key(&list, "path")?, "QEMU writes")),
-                _ => Some((key(&list, "logfile")?, "QEMU writes")),
-            }
+            let how = match list.get("backend") {
+                Some("socket") if list.is_on("server") => Some(How::Listened),
+                Some("socket") if list.get("id").is_some_and(|id| servers.iter().any(|server| server == id)) => {
+                    Some(How::Served)
+                }
+                Some("file" | "pipe") => Some(How::Written),
+                _ => None,
+            };
+            vec![how.and_then(|how| of(&list, "path", how)), of(&list, "logfile", How::Written)]
         }
         "virtfs" | "fsdev" => {
             let list = list("fsdriver");
-            let path = key(&list, "path").filter(|_| !list.is_on("readonly"))?;
-            Some((path, "the guest may write to"))
+            vec![of(&list, "path", How::Guest).filter(|_| !list.is_on("readonly"))]
         }
         "object" => {
             let list = list("qom-type");
             match list.get("qom-type") {
                 Some("memory-backend-file") if list.is_on("share") => {
                     // In a directory QEMU makes a file of its own, which has no name.
-                    Some((key(&list, "mem-path").filter(|path| !Path::new(path).is_dir())?, "the guest's memory is"))
+                    vec![of(&list, "mem-path", How::Memory).filter(|memory| !Path::new(&memory.path).is_dir())]
                 }
-                Some("filter-dump") => Some((key(&list, "file")?, "QEMU writes")),
-                _ => None,
+                Some("filter-dump") => vec![of(&list, "file", How::Written)],
+                _ => Vec::new(),
             }
         }
-        "netdev" | "nic" => Some((key(&list("type"), "smb")?, "the guest may write to")),
-        "audiodev" | "audio" => Some((key(&list("driver"), "path")?, "QEMU writes")),
-        "trace" => Some((key(&list("enable"), "file")?, "QEMU writes")),
-        "icount" => Some((key(&list("shift"), "rrfile")?, "QEMU writes")),
-        "vnc" => Some((value.strip_prefix("unix:")?.split(',').next()?.to_owned(), "QEMU listens at")),
-        "tpmdev" => {
-            let list = list("type");
-            Some((key(&list, "path").filter(|_| list.get("type") == Some("passthrough"))?, "the guest may write to"))
+        "device" => {
+            let list = list("driver");
+            let writable = list.get("readonly").is_some() && !list.is_on("readonly");
+            vec![of(&list, "rootdir", How::Guest).filter(|_| writable), of(&list, "pcap", How::Written)]
         }
-        _ => None,
-    }
+        "netdev" | "nic" | "net" => vec![of(&list("type"), "smb", How::Guest)],
+        "audiodev" | "audio" => vec![of(&list("driver"), "path", How::Written)],
+        "trace" => vec![of(&list("enable"), "file", How::Written)],
+        "icount" => vec![of(&list("shift"), "rrfile", How::Written)],
+        "vnc" => {
+            let path = value.strip_prefix("unix:").and_then(|path| path.split(',').next());
+            vec![path.map(|path| Output { path: path.to_owned(), how: How::Listened })]
+        }
+        "tpmdev" => vec![of(&list("type"), "path", How::Guest)],
+        _ => Vec::new(),
+    };
+    found.into_iter().flatten().collect()
 }
 
-fn old_chardev(value: &str) -> Option<(String, &'static str)> {
+fn old_chardev(value: &str) -> Option<Output> {
     let value = value.strip_prefix("mon:").unwrap_or(value);
     for kind in ["file:", "pipe:"] {
         if let Some(path) = value.strip_prefix(kind) {
-            return Some((path.split(',').next()?.to_owned(), "QEMU writes"));
+            return Some(Output { path: path.split(',').next()?.to_owned(), how: How::Written });
         }
     }
     let list = Properties::read(value.strip_prefix("unix:")?, "path");
-    Some((list.get("path").filter(|_| list.is_on("server"))?.to_owned(), "QEMU listens at"))
+    let path = list.get("path").filter(|_| list.is_on("server"))?;
+    Some(Output { path: path.to_owned(), how: How::Listened })
 }
 
 #[cfg(test)]
@@ -118,6 +180,12 @@ mod tests {
             "-object filter-dump,id=f,netdev=n,file=/srv/dump",
             "-netdev user,id=n,smb=/srv",
             "-vnc unix:/srv/vnc",
+            "-object memory-backend-file,id=m,size=1G,share=on,mem-path=/dev/null",
+            "-tpmdev passthrough,id=t,path=/dev/null",
+            "-chardev socket,id=c,server=on,path={dir}/s,logfile=/srv/log",
+            "-chardev socket,id=c,path=/srv/blk -device vhost-user-blk-pci,chardev=c",
+            "-chardev socket,id=c,path=/srv/tpm -tpmdev emulator,id=t,chardev=c",
+            "-device usb-mtp,rootdir=/srv,readonly=off",
             "-serial file:{dir}/../log",
         ] {
             let refused = check(line).expect_err(line);
@@ -131,7 +199,9 @@ mod tests {
             "-serial file:{dir}/log -qmp unix:{dir}/second,server=on,wait=off -pidfile {dir}/pid",
             "-serial file:/srv/log-{n}",
             "-serial file:/dev/null -chardev file,id=c,path=/dev/null",
-            "-chardev socket,id=c,path=/srv/collector",
+            "-chardev socket,id=c,path=/srv/collector -device virtserialport,chardev=c",
+            "-chardev socket,id=c,path={dir}/blk -device vhost-user-blk-pci,chardev=c",
+            "-device usb-mtp,rootdir=/srv",
             "-serial stdio -monitor none -serial pty",
             "-virtfs local,path=/srv,mount_tag=t,security_model=none,readonly=on",
             "-object memory-backend-file,id=m,size=1G,share=on,mem-path=/dev/shm",

@@ -21,8 +21,17 @@ impl<'a> Ownership<'a> {
         Self { folder }
     }
 
-    /// Whether the files that this name, with placeholders, gives two clones are different files.
+    /// Whether the files that this name, with placeholders, gives two clones are different files. A name that is no path
+    /// (`json:...`, `nbd://...`, a description of a node) is not looked into: a placeholder in it proves nothing.
     pub(crate) fn is_own(&self, name: &str) -> bool {
+        let name = name.strip_prefix("file:").unwrap_or(name);
+        // A protocol's name ends at the first colon, unless a slash comes before it.
+        if name.starts_with('{') && !name.starts_with("{dir}") && !name.starts_with("{n") {
+            return false;
+        }
+        if name.split('/').next().is_some_and(|first| first.contains([':', '='])) {
+            return false;
+        }
         let [one, other] = [1, 2].map(|number| resolved(&self.filled(name, number)));
         let id = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
         one != other && (id(&one).is_none() || id(&one) != id(&other))
@@ -96,6 +105,11 @@ mod tests {
             (in_folder("one"), false),
             ("relative".to_owned(), false),
             ("relative-{n}".to_owned(), true),
+            ("file:{dir}/scratch".to_owned(), true),
+            (format!("file:{}", in_folder("link-{n}")), false),
+            ("nbd://host/{n}".to_owned(), false),
+            (r#"json:{"driver":"file","filename":"/srv/{n}"}"#.to_owned(), false),
+            ("driver=nbd,node-name=disk-{n},server.path=/s".to_owned(), false),
         ] {
             assert_eq!(ownership.is_own(&name), is_own, "{name}");
         }

@@ -122,9 +122,14 @@ impl Seen {
         let stat = rustix::fs::fstat(snapshot.as_fd()).map_err(|errno| unseen(errno.into()))?;
         let file = FileId { device: stat.st_dev, inode: stat.st_ino };
         let mut is_open = false;
-        for pid in with_descendants(pid) {
-            is_open |= has_open(pid, file).map_err(unseen)?;
-            let mut mappings = mappings(pid).map_err(unseen)?;
+        for (index, pid) in with_descendants(pid).into_iter().enumerate() {
+            let seen = has_open(pid, file).and_then(|open| Ok((open, mappings(pid)?)));
+            let (open, mut mappings) = match seen {
+                // It has ended since it was listed.
+                Err(_) if index > 0 => continue,
+                seen => seen.map_err(unseen)?,
+            };
+            is_open |= open;
             mappings.retain(|mapping| mapping.inode == file.inode);
             if is_open && !mappings.is_empty() {
                 return Ok(Self { pid, inode: file.inode, mappings });
