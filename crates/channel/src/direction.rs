@@ -266,9 +266,11 @@ impl Transfer<'_> {
             self.direction.counters.called();
             match call() {
                 Ok(moved) => {
+                    // Counted before it is checked: who decides by the count whether a VM was handed over must not
+                    // believe that these bytes are still here.
+                    self.direction.counters.moved(moved, offered);
                     // Else the kernel would have read or written behind the list.
                     invariant(moved <= offered, "no more bytes are moved than were offered")?;
-                    self.direction.counters.moved(moved, offered);
                     idle.progress();
                     return Ok(moved);
                 }

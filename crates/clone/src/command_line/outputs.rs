@@ -13,8 +13,8 @@ use super::own::is_character_device;
 const OLD_CHARDEVS: [&str; 8] =
     ["serial", "parallel", "debugcon", "monitor", "qmp", "qmp-pretty", "gdb", "virtioconsole"];
 
-/// Refuses a command line whose clones would write to one file or directory, listen at one socket, use one device server, or
-/// run in one memory.
+/// Refuses a command line whose clones would write to one file or directory, listen at one socket, use one device
+/// server, or run in one memory.
 ///
 /// # Errors
 /// Which option, and what it names.

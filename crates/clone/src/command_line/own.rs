@@ -21,8 +21,8 @@ impl<'a> Ownership<'a> {
         Self { folder }
     }
 
-    /// Whether the files that this name, with placeholders, gives two clones are different files. A name that is no path
-    /// (`json:...`, `nbd://...`, a description of a node) is not looked into: a placeholder in it proves nothing.
+    /// Whether the files that this name, with placeholders, gives two clones are different files. A name that is no
+    /// path (`json:...`, `nbd://...`, a description of a node) is not looked into: a placeholder in it proves nothing.
     pub(crate) fn is_own(&self, name: &str) -> bool {
         let name = name.strip_prefix("file:").unwrap_or(name);
         // A protocol's name ends at the first colon, unless a slash comes before it.

@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     #[cfg(debug_assertions)]
-    #[should_panic(expected = "lock order: InFlightAllocations is taken while Some(Slices) is held")]
+    #[should_panic(expected = "lock order: InFlight is taken while Some(Slices) is held")]
     fn a_lock_that_is_taken_before_its_turn_is_found() {
         let (jobs, slices) = (Rank::InFlight.mutex(()), Rank::Slices.mutex(()));
         let _inner = slices.lock();

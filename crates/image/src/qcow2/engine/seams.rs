@@ -36,12 +36,6 @@ pub(super) fn entry_after_contents(are_written: bool) -> Checked {
     invariant(are_written, "an L2 entry is changed after the contents of its cluster are written")
 }
 
-/// `counted`: the refcount of a cluster that is about to be referred to, if it was changed in memory.
-#[track_caller]
-pub(super) fn counted_before_referred_to(counted: Option<u64>) -> Checked {
-    invariant(counted != Some(0), "a refcount in memory is at least the number of references that are written")
-}
-
 #[track_caller]
 pub(super) fn allocated_all(wanted: ClusterCount, found: ClusterCount) -> Checked {
     invariant(wanted == found, "an allocation hands out as many clusters as were asked for")
@@ -128,8 +122,6 @@ mod tests {
             claim_is_whole(&range(0..1024), 512),
             claim_is_of_one_region(true),
             entry_after_contents(true),
-            counted_before_referred_to(None),
-            counted_before_referred_to(Some(1)),
             allocated_all(ClusterCount(3), ClusterCount(3)),
             nothing_in_flight(0, 0),
             no_request_inside(0),
@@ -153,9 +145,8 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_before_its_contents_and_a_reference_without_a_count_are_found() {
+    fn an_entry_before_its_contents_and_an_allocation_that_is_short_are_found() {
         fires(|| entry_after_contents(false), "after the contents");
-        fires(|| counted_before_referred_to(Some(0)), "number of references");
         fires(|| allocated_all(ClusterCount(3), ClusterCount(2)), "as many clusters");
     }
 
