@@ -5,7 +5,6 @@ use std::ffi::OsString;
 use std::fs;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::Mutex;
@@ -18,7 +17,9 @@ use limosa_qemu::command_line::escaped;
 use limosa_qemu::{BlockPlace, MappedCommandLine, check_not_shared, map_memory, name_memory};
 use limosa_snapshot::{Snapshot, check_disks};
 
-use crate::command_line::{CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, plan};
+use crate::command_line::{
+    CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, is_same_file, plan,
+};
 use crate::error::CloneError;
 use crate::overlay::{self, Backing};
 use crate::record::Record;
@@ -236,10 +237,7 @@ fn for_all_clones(
     folder: &Path,
     snapshot: &Snapshot,
 ) -> Result<Vec<OsString>, CloneError> {
-    let id = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-    let same = |name: &str, file: &Path| {
-        Path::new(name) == file || id(file).is_some_and(|file| id(Path::new(name)) == Some(file))
-    };
+    let same = |name: &str, file: &Path| is_same_file(Path::new(name), file);
     let refused = |why| CloneError::CommandLine { why };
     if let Some(word) = words.iter().find(|word| word.to_str().is_none()) {
         return Err(refused(format!("{}: not valid UTF-8, so it cannot be read", word.to_string_lossy())));

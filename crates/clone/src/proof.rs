@@ -3,14 +3,13 @@
 //! The law: **a clone gets its VM when its memory and its disks are proven**, by its process and its block layer. Its
 //! command line proves nothing: a script that starts QEMU may drop options or add some.
 
-use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use limosa_migrate::InPlace;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::{JobError, prove_mapping, refuse_shared_snapshot};
 
+use crate::command_line::is_same_file;
 use crate::error::CloneError;
 use crate::fleet::Fleet;
 
@@ -33,14 +32,14 @@ fn prove_disks(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<()
     let disks = monitor.all_disks().map_err(JobError::from)?;
     for plan in &fleet.overlays {
         let path = folder.join(&plan.name);
-        let Some(disk) = disks.iter().find(|disk| disk.path.as_deref().is_some_and(|found| is_same(found, &path)))
+        let Some(disk) = disks.iter().find(|disk| disk.path.as_deref().is_some_and(|found| is_same_file(found, &path)))
         else {
             return unproven(format!("no disk of it is the overlay {}", path.display()));
         };
         // A filter above the overlay stands in the chain with the overlay's own file.
-        let is_overlay = |below: &Option<PathBuf>| below.as_deref().is_some_and(|below| is_same(below, &path));
+        let is_overlay = |below: &Option<PathBuf>| below.as_deref().is_some_and(|below| is_same_file(below, &path));
         let below = disk.backing.iter().find(|below| !is_overlay(below)).and_then(Option::as_deref);
-        if !below.is_some_and(|below| is_same(below, &plan.disk.path)) {
+        if !below.is_some_and(|below| is_same_file(below, &plan.disk.path)) {
             let found = below.map_or_else(|| "nothing".to_owned(), |below| below.display().to_string());
             return unproven(format!(
                 "below the overlay {} is {found}, and not the frozen disk {}",
@@ -49,14 +48,9 @@ fn prove_disks(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<()
             ));
         }
     }
-    let frozen = |path: &Path| fleet.overlays.iter().any(|plan| is_same(path, &plan.disk.path));
+    let frozen = |path: &Path| fleet.overlays.iter().any(|plan| is_same_file(path, &plan.disk.path));
     match disks.iter().find(|disk| disk.writable && disk.path.as_deref().is_some_and(frozen)) {
         Some(disk) => unproven(format!("its disk {} is the frozen disk itself", disk.filename)),
         None => Ok(()),
     }
-}
-
-fn is_same(one: &Path, other: &Path) -> bool {
-    let id = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-    one == other || id(one).is_some_and(|one| id(other) == Some(one))
 }

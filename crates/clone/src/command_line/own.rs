@@ -33,8 +33,7 @@ impl<'a> Ownership<'a> {
             return false;
         }
         let [one, other] = [1, 2].map(|number| resolved(&self.filled(name, number)));
-        let id = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-        one != other && (id(&one).is_none() || id(&one) != id(&other))
+        !is_same_file(&one, &other)
     }
 
     /// Returns the path that clone `number` gets for this name.
@@ -48,6 +47,12 @@ impl<'a> Ownership<'a> {
 /// Whether a name is that of a device which takes what is written to it and keeps nothing: a terminal, /dev/null.
 pub(crate) fn is_character_device(name: &str) -> bool {
     fs::metadata(name).is_ok_and(|found| found.file_type().is_char_device())
+}
+
+/// Whether two paths are the same text, or lead to one file, through links of either kind.
+pub(crate) fn is_same_file(one: &Path, other: &Path) -> bool {
+    let id = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    one == other || id(one).is_some_and(|one| id(other) == Some(one))
 }
 
 /// Resolves links and `..` in a path; parts that do not exist yet are kept as they are written.
