@@ -17,6 +17,8 @@ use rustix::net::{self, AddressFamily, RecvFlags, SocketFlags, SocketType, socko
 
 use crate::counters::Counters;
 use crate::descriptor::{self, Kind};
+#[cfg(feature = "testing")]
+use crate::direction::Gate;
 use crate::direction::{Direction, Stop, Transfer};
 use crate::error::{ChannelError, Operation};
 use crate::options::Options;
@@ -186,6 +188,13 @@ impl Channel {
         channel.set_buffers(options.send_buffer, options.receive_buffer)?;
         channel.set_timeouts(options.read_timeout, options.write_timeout)?;
         Ok(channel)
+    }
+
+    /// Asks these before every call to the kernel, for as long as the channel and its clones live. Set once.
+    #[cfg(feature = "testing")]
+    pub fn set_gates(&self, read: Gate, write: Gate) {
+        let _ = self.state.get.gate.set(read);
+        let _ = self.state.put.gate.set(write);
     }
 
     /// A second handle: its own descriptor for the same end, with the same counters, rate limit and time-outs. Shutting

@@ -7,6 +7,8 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+#[cfg(feature = "testing")]
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -43,8 +45,12 @@ impl From<BrokenInvariant> for Stop {
 
 type Result<T> = std::result::Result<T, Stop>;
 
+/// Returns how many bytes may move next, at least 1, at an offset in bytes from the direction's first one. An error
+/// ends the transfer as one of the kernel does. Called before every call to the kernel.
+#[cfg(feature = "testing")]
+pub type Gate = Box<dyn Fn(u64) -> io::Result<usize> + Send + Sync>;
+
 /// The state of one direction, shared by all handles of a channel.
-#[derive(Debug)]
 pub(crate) struct Direction {
     pub(crate) counters: DirectionCounters,
     readiness: PollFlags,
@@ -55,12 +61,47 @@ pub(crate) struct Direction {
     under_way: AtomicUsize,
     /// Becomes readable at shutdown, for descriptors that the kernel cannot shut down.
     wake: Option<OwnedFd>,
+    #[cfg(feature = "testing")]
+    pub(crate) gate: OnceLock<Gate>,
+}
+
+impl std::fmt::Debug for Direction {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { counters, timeout, shut, .. } = self;
+        let mut direction = f.debug_struct("Direction");
+        direction.field("counters", counters).field("timeout", timeout).field("shut", shut).finish_non_exhaustive()
+    }
 }
 
 impl Direction {
     pub(crate) fn new(readiness: PollFlags, wake: Option<OwnedFd>) -> Self {
         let (timeout, shut, under_way) = (AtomicU64::new(0), AtomicBool::new(false), AtomicUsize::new(0));
-        Self { counters: DirectionCounters::default(), readiness, timeout, shut, under_way, wake }
+        Self {
+            counters: DirectionCounters::default(),
+            readiness,
+            timeout,
+            shut,
+            under_way,
+            wake,
+            #[cfg(feature = "testing")]
+            gate: OnceLock::new(),
+        }
+    }
+
+    /// Bytes of the next call, at most `limit`, of a transfer with `left` bytes to move.
+    #[cfg(feature = "testing")]
+    fn allow(&self, limit: usize, left: impl FnOnce() -> u64) -> Result<usize> {
+        match self.gate.get() {
+            Some(gate) if left() != 0 => {
+                gate(self.counters.bytes()).map(|bytes| limit.min(bytes)).map_err(Stop::Failed)
+            }
+            _ => Ok(limit),
+        }
+    }
+
+    #[cfg(not(feature = "testing"))]
+    fn allow(&self, limit: usize, _left: impl FnOnce() -> u64) -> Result<usize> {
+        Ok(limit)
     }
 
     pub(crate) fn set_timeout(&self, time: Option<Duration>) {
@@ -162,7 +203,7 @@ impl Transfer<'_> {
     ) -> Result<()> {
         let mut idle = self.direction.idle_timer();
         let (mut paid, mut left) = (0, gather.left());
-        while let Some(batch) = gather.batch(self.rate.batch()) {
+        while let Some(batch) = gather.batch(self.direction.allow(self.rate.batch(), || left)?) {
             if self.direction.is_shut() {
                 return Err(Stop::ShutDown);
             }
@@ -195,7 +236,7 @@ impl Transfer<'_> {
         let mut paid = 0;
         let mut left = length;
         while left != 0 {
-            let now = to_usize(left).min(self.rate.chunk()).min(BYTES_MAX);
+            let now = to_usize(left).min(self.direction.allow(self.rate.chunk(), || left)?).min(BYTES_MAX);
             paid += self.pay(now.saturating_sub(paid), &mut idle)?;
             let moved = self.attempt(&mut idle, now, || self.transport.put_file(file, offset, now))?;
             if moved == 0 {
@@ -231,7 +272,8 @@ impl Transfer<'_> {
 
     /// One read; `None` if the list is full, `Some(0)` at the end of the data.
     fn get_part(&self, scatter: &mut Cursor<'_, In>, whole: bool, idle: &mut IdleTimer) -> Result<Option<usize>> {
-        let Some(batch) = scatter.batch(self.rate.chunk()) else { return Ok(None) };
+        let limit = self.direction.allow(self.rate.chunk(), || scatter.left())?;
+        let Some(batch) = scatter.batch(limit) else { return Ok(None) };
         let moved = self.attempt(idle, batch.bytes(), || self.transport.get(&batch, whole))?;
         // A socket's shutdown on this side looks like an end of the data; what had come before was still read.
         if moved == 0 && self.direction.is_shut() {

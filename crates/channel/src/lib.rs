@@ -56,6 +56,8 @@ pub mod zero_copy;
 pub use acceptor::{Acceptor, RefusalLog};
 pub use channel::{Channel, Shutdown};
 pub use counters::Counters;
+#[cfg(feature = "testing")]
+pub use direction::Gate;
 pub use error::{ChannelError, Operation};
 pub use exec::Exec;
 pub use file::{Access, FileChannel};

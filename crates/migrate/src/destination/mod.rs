@@ -77,7 +77,8 @@ pub struct DestinationOptions {
     /// Whether the stream was recorded, so that no source listens. A wish for answers is passed over then, and the
     /// stream ends where the bytes end, however long they take.
     pub recorded: bool,
-    /// The first bytes of the stream, if they have been read already to see what it is; at most a buffer's (1 MiB).
+    /// The first bytes of the stream, if they were read before to see what it is. At most 1 MiB, the size of the
+    /// receive buffer: a longer one is refused.
     pub head: Vec<u8>,
 }
 
@@ -415,13 +416,15 @@ impl<'a> Receiver<'a> {
                     }
                 }
                 Event::EarlyDevice(section) => self.orders.early_section(section),
-                Event::Command(Command::RamDiscard { block, ranges }) if self.takes_postcopy() => {
-                    // What came before it is thrown away with the rest.
+                Event::Command(Command::RamDiscard { block, ranges }) => {
+                    let Some(hooks) = self.postcopy_hooks() else {
+                        return Err(MigrateError::SwitchedToPostcopy { offset: self.decoder.offset() });
+                    };
+                    // What came before it is discarded with the rest.
                     self.exchange(handle)?;
                     let index = self.decoder.blocks().iter().position(|known| known.name == block);
-                    let (Some(hooks), Some(index)) = (self.role.hooks, index) else {
-                        return Err(broken("the decoder lets only discards of known blocks through").into());
-                    };
+                    let index =
+                        index.ok_or_else(|| broken("the decoder lets only discards of known blocks through"))?;
                     hooks.discard(index, &ranges)?;
                 }
                 Event::Command(command) => self.obey(&command, self.decoder.offset())?,
@@ -429,7 +432,7 @@ impl<'a> Receiver<'a> {
                     self.exchange(handle)?;
                     return Ok(None);
                 }
-                Event::Package { length } if self.takes_postcopy() => {
+                Event::Package { length } if self.postcopy_hooks().is_some() => {
                     self.exchange(handle)?;
                     return Ok(Some(length));
                 }
@@ -442,8 +445,9 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    fn takes_postcopy(&self) -> bool {
-        self.return_path && self.role.hooks.is_some_and(Hooks::postcopy)
+    /// The hooks of a VM that may run here before all its pages have come.
+    fn postcopy_hooks(&self) -> Option<&'a dyn Hooks> {
+        self.role.hooks.filter(|hooks| self.return_path && hooks.postcopy())
     }
 
     /// Waits until every channel has come to the synchronization point, with everything handed over that was read

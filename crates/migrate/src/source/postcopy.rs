@@ -95,12 +95,14 @@ pub struct PostcopyStats {
     pub preempt: Option<Counters>,
 }
 
-/// What became of a package.
-pub(crate) enum PackageSent {
-    /// The kernel has not taken it to its last byte: the guest does not run there.
-    Cut(MigrateError),
-    /// It has: from then on the guest may run there. The preempt channel, if there is one.
-    Taken(Result<Option<Arc<Channel>>, MigrateError>),
+/// A package that may be sent: everything before it is.
+pub(crate) struct Package {
+    /// The package, and the start of the section that the pages behind it are in.
+    pub(crate) bytes: Vec<u8>,
+    /// Bytes of them that let the guest run at the destination: all of the package.
+    pub(crate) decisive: u64,
+    /// The preempt channel, if there is one.
+    pub(crate) preempt: Option<Arc<Channel>>,
 }
 
 /// What is to be sent, to whom.
@@ -387,30 +389,21 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         Ok((body, length))
     }
 
-    /// Sends the commands that discard what the destination does not have, one at least, and the package, in a stream
-    /// whose destination has answered.
-    pub(crate) fn send_package(&mut self, return_path: &ReturnPath, discards: &[u8]) -> PackageSent {
-        let open_preempt = self.open_preempt.take();
-        let ready = || {
-            let (body, decisive) = self.package()?;
-            let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
-            self.channel.put(discards)?;
-            return_path.still_open()?;
-            self.commit()?;
-            Ok((body, decisive, preempt))
-        };
-        let (body, decisive, preempt) = match ready() {
-            Ok(ready) => ready,
-            Err(error) => return PackageSent::Cut(error),
-        };
-        let before = self.channel.counters().bytes_out;
-        match self.channel.put(&body) {
-            Ok(()) => PackageSent::Taken(Ok(preempt)),
-            Err(error) if self.channel.counters().bytes_out.wrapping_sub(before) >= to_u64(decisive) => {
-                PackageSent::Taken(Err(self.control.explain(error.into())))
-            }
-            Err(error) => PackageSent::Cut(error.into()),
-        }
+    /// Sends the commands that discard what the destination does not have, one at least, in a stream whose destination
+    /// has answered. On success a stop waits until the package is answered.
+    pub(crate) fn ready_package(
+        &mut self,
+        return_path: &ReturnPath,
+        discards: &[u8],
+        prepared: &Prepared<'_>,
+    ) -> Result<Package, MigrateError> {
+        let (bytes, decisive) = self.package()?;
+        let preempt = self.open_preempt.take().map(|open| self.connect_preempt(open)).transpose()?;
+        self.channel.put(discards)?;
+        self.progress.expect_pages(prepared.unsent.left());
+        return_path.still_open()?;
+        self.commit()?;
+        Ok(Package { bytes, decisive: to_u64(decisive), preempt })
     }
 
     /// The last moment to turn back. A destination that is left while it loads the package can neither go on nor give

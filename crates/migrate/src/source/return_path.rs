@@ -163,6 +163,13 @@ impl ReturnPath {
         bit(token).is_some_and(|bit| self.lock().pongs & bit != 0)
     }
 
+    /// Forgets an answer to the PING of this token that came too early, and calls `then` before another one is read.
+    pub(crate) fn forget_pong(&self, token: u32, then: impl FnOnce()) {
+        let mut state = self.lock();
+        state.pongs &= !bit(token).unwrap_or_default();
+        then();
+    }
+
     /// Whether the return path has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.lock().ended

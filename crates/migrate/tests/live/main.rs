@@ -5,6 +5,7 @@ mod model;
 
 mod balloon;
 mod cuts;
+mod deciding;
 mod destination;
 mod discards;
 mod examples;

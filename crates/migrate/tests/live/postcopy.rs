@@ -96,7 +96,7 @@ fn a_guest_sees_its_memory_while_it_comes_and_all_of_it_has_come_at_the_end() {
             scope.spawn(move || guest(vm, source, seed, 500));
         }
         let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
-        vm.timeout_strategy();
+        vm.give_up();
         sending.join().unwrap().unwrap();
         finished(outcome)
     });
@@ -128,7 +128,7 @@ fn requested_pages_come_on_a_channel_of_their_own() {
         }
         let destination = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options());
         let outcome = destination.with_preempt(here(far_preempt)).run();
-        vm.timeout_strategy();
+        vm.give_up();
         sending.join().unwrap().unwrap();
         finished(outcome)
     });
@@ -182,7 +182,7 @@ fn a_stranger_does_not_take_the_place_of_the_channel_for_requests_over_tls_nor_w
             match outcome {
                 IncomingOutcome::PostcopyPaused(broken) if cut => paused = Some(broken),
                 outcome => {
-                    vm.timeout_strategy();
+                    vm.give_up();
                     return finished(outcome);
                 }
             }
@@ -208,7 +208,7 @@ fn huge_pages_come_whole_private_ones_and_shared_ones() {
             let (vm, source) = (&vm, &source);
             scope.spawn(move || guest(vm, source, 5, 100));
             let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
-            vm.timeout_strategy();
+            vm.give_up();
             sending.join().unwrap().unwrap();
             finished(outcome)
         });
@@ -316,7 +316,7 @@ fn a_page_that_comes_again_leaves_what_the_guest_has_written() {
             near.put(&again).unwrap();
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
-        vm.timeout_strategy();
+        vm.give_up();
         finished(outcome)
     });
     let postcopy = stats.postcopy.unwrap();
@@ -346,7 +346,7 @@ fn a_page_that_another_mapping_has_touched_is_not_taken_for_one_that_has_come() 
             near.put(&pages).unwrap();
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
-        vm.timeout_strategy();
+        vm.give_up();
         outcome
     });
     let IncomingOutcome::PostcopyPaused(paused) = outcome else { panic!("{outcome:?}") };
@@ -383,7 +383,7 @@ fn pages_that_were_allocated_and_never_touched_are_waited_for_too() {
             assert_eq!(reading.join().unwrap(), 5);
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
-        vm.timeout_strategy();
+        vm.give_up();
         finished(outcome)
     });
     assert_eq!(stats.postcopy.unwrap().normal_pages, 1);
@@ -496,7 +496,7 @@ fn cut_at_random(seed: u64, preempt: bool) -> Option<u32> {
                 IncomingOutcome::Running(_) => return true,
                 IncomingOutcome::PostcopyPaused(broken) => paused = Some(broken),
                 IncomingOutcome::Failed(_) => {
-                    vm.timeout_strategy();
+                    vm.give_up();
                     return false;
                 }
                 IncomingOutcome::Undecided(arrived) => panic!("{arrived:?}"),

@@ -57,7 +57,7 @@ impl Vm {
     }
 
     /// Lets those go on who wait for a VM that will not run.
-    pub fn timeout_strategy(&self) {
+    pub fn give_up(&self) {
         self.over.lock().unwrap().get_or_insert(false);
         self.changed.notify_all();
     }

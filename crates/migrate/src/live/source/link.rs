@@ -66,12 +66,17 @@ pub(super) struct Terms<'e> {
 /// Whether the destination has loaded the devices of a postcopy: shared with the thread that reads the return path.
 #[derive(Debug, Default)]
 pub(super) struct Loaded {
-    /// The package is about to go out: an answer to its PING that came before is none.
-    pub(super) asked: AtomicBool,
+    /// The package is about to leave: an answer to its PING that came before is none.
+    asked: AtomicBool,
     at: OnceLock<Instant>,
 }
 
 impl Loaded {
+    /// Notes that the package is about to leave.
+    pub(super) fn ask(&self) {
+        self.asked.store(true, Ordering::Release);
+    }
+
     /// Notes the answer to the package's PING; false if that is none.
     pub(super) fn answered(&self) -> bool {
         self.asked.load(Ordering::Acquire) && {

@@ -242,6 +242,9 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     }
 
     /// Moves the VM, and says who has it.
+    ///
+    /// A panic in the VMM's code passes through, and the VM continues here. If all bytes of the hand-over had left by
+    /// then, the VM stays stopped instead and is in doubt, as in [`LiveOutcome::Undecided`].
     pub fn run(self) -> LiveOutcome<'v, V> {
         let Self {
             vm,

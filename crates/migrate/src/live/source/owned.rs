@@ -3,12 +3,12 @@
 //!
 //! **The ownership law.** Until the VM is handed over, whatever ends the migration lets it go on here as it was: not
 //! paused, not slowed down, not logged, with all of its memory; even a panic does. From then on nothing here touches
-//! it: a [`HandedOver`] cannot resume it.
+//! it: a [`HandedOver`] cannot resume it. Between the two is [`Deciding`], for the write whose bytes give the VM away.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, Shutdown};
+use limosa_channel::{Channel, ChannelError, Shutdown};
 use limosa_memory::dirty::{DirtyLogs, DirtyPages, Writers};
 use limosa_page::{BrokenInvariant, invariant};
 
@@ -31,6 +31,28 @@ pub(super) struct Owned<'a, V: LiveVm + ?Sized> {
     logging: bool,
     throttled: bool,
     paused: Option<Instant>,
+}
+
+/// A VM whose deciding bytes are being written: with the last of them the destination may run it.
+///
+/// Until it is [settled](Self::settle) the number of bytes that have left decides, also if the write panics. As long as
+/// too few have left, dropping it resumes the VM. From then on it is in doubt who has it: dropping it leaves the VM
+/// stopped.
+pub(super) struct Deciding<'a, 'c, V: LiveVm + ?Sized> {
+    vm: Owned<'a, V>,
+    channel: &'c Channel,
+    /// Bytes that had left before the write.
+    before: u64,
+    /// Bytes of the write that let the VM run there.
+    decisive: u64,
+}
+
+/// The side that has a VM after its deciding bytes were written.
+pub(super) enum Settled<'a, V: LiveVm + ?Sized> {
+    /// This one: the write failed before the deciding bytes had left.
+    Kept(Owned<'a, V>, ChannelError),
+    /// The destination, or it may. The result is the write's.
+    HandedOver(HandedOver<'a, V>, Result<(), ChannelError>),
 }
 
 /// A VM that was given away: it stands still here, whole, and nothing here lets it go on.
@@ -175,6 +197,20 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         HandedOver { vm: self.vm, logs, hints, paused }
     }
 
+    /// Moves the VM out. Dropping what is left undoes nothing.
+    fn take(&mut self) -> Self {
+        Self {
+            vm: self.vm,
+            logs: self.logs.take(),
+            channels: std::mem::take(&mut self.channels),
+            shared: self.shared,
+            hints: self.hints.take(),
+            logging: std::mem::take(&mut self.logging),
+            throttled: std::mem::take(&mut self.throttled),
+            paused: self.paused.take(),
+        }
+    }
+
     /// Lets the VM go on here. The stream is cut first: nothing is put any more. What the kernel has by then may still
     /// leave, and its pages may change on the way; no destination runs a VM of a stream that ends so.
     pub(super) fn take_back(mut self) -> TakenBack {
@@ -215,6 +251,37 @@ impl<V: LiveVm + ?Sized> Drop for Owned<'_, V> {
     fn drop(&mut self) {
         // On the way out of a panic the error cannot be reported.
         let _ = self.undo();
+    }
+}
+
+impl<'a, 'c, V: LiveVm + ?Sized> Deciding<'a, 'c, V> {
+    /// Begins a write on `channel` whose first `decisive` bytes let the VM run there.
+    pub(super) fn new(vm: Owned<'a, V>, channel: &'c Channel, decisive: u64) -> Self {
+        Self { vm, channel, before: channel.counters().bytes_out, decisive }
+    }
+
+    /// Takes the result of the write, and returns the side that has the VM.
+    pub(super) fn settle(mut self, written: Result<(), ChannelError>) -> Settled<'a, V> {
+        let decided = self.is_decided();
+        let vm = self.vm.take();
+        match written {
+            Err(error) if !decided => Settled::Kept(vm, error),
+            written => Settled::HandedOver(vm.hand_over(), written),
+        }
+    }
+
+    /// Whether the destination may run the VM: all deciding bytes have left.
+    fn is_decided(&self) -> bool {
+        self.channel.counters().bytes_out.wrapping_sub(self.before) >= self.decisive
+    }
+}
+
+impl<V: LiveVm + ?Sized> Drop for Deciding<'_, '_, V> {
+    fn drop(&mut self) {
+        if self.is_decided() {
+            // Dropped as it is, it would resume a VM that may run at the destination.
+            drop(self.vm.take().hand_over());
+        }
     }
 }
 

@@ -2,16 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use limosa_channel::Channel;
 use limosa_page::{BrokenInvariant, PageBitmap, invariant};
+use limosa_stream::postcopy::PING_LOADED;
 
 use super::attempt::Attempt;
 use super::guest::GuestSource;
 use super::link::{Link, Terms};
 use super::outcome::{Ended, PostcopyPausedSource};
-use super::owned::Owned;
+use super::owned::{Deciding, Owned, Settled};
 use super::phase::{Phase, Switch, Unmoved};
 use super::sent_bitmap::SentBitmap;
 use super::switch::{self, Known, Plan};
@@ -21,7 +21,7 @@ use crate::live::LiveVm;
 use crate::pages::PageSource;
 use crate::progress::Progress;
 use crate::source::host_pages::{pages_of, with_page_sizes};
-use crate::source::postcopy::{OpenPreempt, PackageSent, PostcopyOptions, PostcopySource, PostcopyStats};
+use crate::source::postcopy::{OpenPreempt, Package, PostcopyOptions, PostcopySource, PostcopyStats};
 
 impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Plans what follows when the VM, which stands still here, runs there.
@@ -72,20 +72,27 @@ impl<'v> Switch<'v> {
         }
         // What was said of the speed of precopy is over with it.
         link.control.set_max_bandwidth(terms.params.max_postcopy_bandwidth);
-        terms.loaded.asked.store(true, Ordering::Release);
         let options = options(terms.params.answer_timeout, terms.page_sizes);
         let source = PostcopySource::over(&guest, Arc::clone(link.channel), link.control, link.progress);
         let mut source = preempted(source.with_options(options), open_preempt);
-        let (sent, prepared) = match source.prepare(&already) {
-            Ok(prepared) => (source.send_package(link.return_path, &discards), prepared),
+        let ready = source.prepare(&already).and_then(|prepared| {
+            let package = source.ready_package(link.return_path, &discards, &prepared)?;
+            Ok((package, prepared))
+        });
+        let (Package { bytes, decisive, preempt }, prepared) = match ready {
+            Ok(ready) => ready,
             Err(error) => return Ended::Kept { vm, error },
         };
-        match sent {
-            PackageSent::Cut(error) => Ended::Kept { vm, error },
-            PackageSent::Taken(sent) => {
-                // From here on the VM may run there, whatever happens here.
-                let vm = vm.hand_over();
-                let followed = sent.and_then(|preempt| source.follow(prepared, link.return_path, preempt));
+        // Once the kernel has taken the package, the destination may run the VM.
+        let deciding = Deciding::new(vm, link.channel, decisive);
+        // An answer that came before the package is not one to it.
+        link.return_path.forget_pong(PING_LOADED, || terms.loaded.ask());
+        let written = link.channel.put(&bytes);
+        match deciding.settle(written) {
+            Settled::Kept(vm, error) => Ended::Kept { vm, error: error.into() },
+            Settled::HandedOver(vm, written) => {
+                let written = written.map_err(|error| link.control.explain(error.into()));
+                let followed = written.and_then(|()| source.follow(prepared, link.return_path, preempt));
                 Ended::HandedOver { vm, result: followed.map(|stats| Some(Box::new(stats))), guest: Some(guest) }
             }
         }

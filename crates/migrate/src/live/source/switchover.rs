@@ -9,7 +9,7 @@ use limosa_stream::{Command, DeviceSections, postcopy, section};
 use super::attempt::Attempt;
 use super::link::{Link, Terms};
 use super::outcome::Ended;
-use super::owned::Owned;
+use super::owned::{Deciding, Owned, Settled};
 use super::phase::{Commit, LastRound, Left, Phase, Unmoved};
 use super::round::{Round, RoundResult};
 use super::sent_bitmap::SentBitmap;
@@ -126,30 +126,26 @@ impl Commit {
         terms: &Terms<'_>,
         vm: Owned<'v, V>,
     ) -> Ended<'v, V> {
-        let sent = match self.prepare(link, &vm) {
-            Ok((bytes, decisive)) => {
-                let before = link.channel.counters().bytes_out;
-                link.progress.enter(progress::Phase::Completing);
-                let put = link.channel.put(&bytes);
-                // The kernel has taken the end of the stream: the destination may run the VM.
-                let handed = put.is_ok() || link.channel.counters().bytes_out.wrapping_sub(before) >= decisive;
-                put.map_err(|error| (handed, error.into()))
-            }
-            Err(error) => Err((false, error)),
+        let (bytes, decisive) = match self.prepare(link, &vm) {
+            Ok(ready) => ready,
+            Err(error) => return Ended::Kept { vm, error },
         };
-        match sent {
-            Err((false, error)) => Ended::Kept { vm, error },
-            Err((true, error)) => Ended::HandedOver { vm: vm.hand_over(), guest: None, result: Err(error) },
-            Ok(()) => {
-                let vm = vm.hand_over();
-                let result = link.return_path.wait_shut(terms.params.answer_timeout).map(|()| None);
-                Ended::HandedOver { vm, guest: None, result }
+        link.progress.enter(progress::Phase::Completing);
+        // Once the kernel has taken the end of the stream, the destination may run the VM.
+        let deciding = Deciding::new(vm, link.channel, decisive);
+        let written = link.channel.put(&bytes);
+        match deciding.settle(written) {
+            Settled::Kept(vm, error) => Ended::Kept { vm, error: error.into() },
+            Settled::HandedOver(vm, written) => {
+                let acknowledged = || link.return_path.wait_shut(terms.params.answer_timeout);
+                let result = written.map_err(MigrateError::from).and_then(|()| acknowledged());
+                Ended::HandedOver { vm, guest: None, result: result.map(|()| None) }
             }
         }
     }
 
-    /// What is put in one write, and how many bytes of it let the VM run. From here on a stop waits for what the
-    /// destination says: half a hand-over is worse than none.
+    /// Returns the bytes of the last write, and how many of them let the VM run. From here on a stop waits for the
+    /// destination's answer: half a hand-over is worse than none.
     fn prepare<V: LiveVm + ?Sized>(
         self,
         link: &Link<'_, '_>,
