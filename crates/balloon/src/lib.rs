@@ -73,8 +73,6 @@
 mod config;
 mod counters;
 mod device;
-#[cfg(feature = "driver")]
-pub mod driver;
 mod hint;
 mod layout;
 mod numbers;
@@ -85,12 +83,12 @@ mod statistics;
 mod vhost_user;
 
 pub use counters::Counters;
-pub use device::{Balloon, HintList, More, Options, Size, StatisticsError, Transport, ZeroTarget};
+pub use device::{Balloon, HintList, More, Options, Size, Transport, ZeroTarget};
 pub use hint::HintState;
 pub use layout::{Features, Numbering, Role};
 pub use reclaim::{GuestRam, Reclaim, Strategy};
 pub use ring::{OwnRing, Ring};
-pub use statistics::Statistics;
+pub use statistics::{Statistics, StatisticsError};
 #[cfg(feature = "vhost-user")]
 pub use vhost_user::VhostUserBalloon;
 

@@ -1,7 +1,8 @@
 //! The device's view of a queue, independent of its owner.
 
 use std::ops::Deref;
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use virtio_queue::{DescriptorChain, Error as QueueError, Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::GuestMemory;
@@ -63,7 +64,7 @@ where
     /// it.
     pub fn queue(&self) -> impl std::ops::DerefMut<Target = Queue> + '_ {
         // Nothing panics while it is held.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 }
 

@@ -57,10 +57,10 @@ impl Statistics {
         (statistics, unknown)
     }
 
-    /// All values that were sent: name, value, whether the value is in bytes.
+    /// Iterates over the values that were sent: name, value, whether the value is in bytes.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64, bool)> + '_ {
-        let told = TAGS.iter().zip(&self.values);
-        told.filter_map(|((name, bytes), value)| value.map(|value| (*name, value, *bytes)))
+        let values = TAGS.iter().zip(&self.values);
+        values.filter_map(|((name, bytes), value)| value.map(|value| (*name, value, *bytes)))
     }
 
     /// The value of a tag by its name.
@@ -82,6 +82,37 @@ impl Statistics {
     pub fn total_memory(&self) -> Option<u64> {
         self.get("total-memory")
     }
+}
+
+/// The last statistics of the current driver.
+#[derive(Default)]
+pub(crate) struct LatestStatistics {
+    pub(crate) statistics: Option<Statistics>,
+    /// Also counts those of earlier drivers, so that new ones can be recognized.
+    pub(crate) sequence: u64,
+}
+
+impl LatestStatistics {
+    pub(crate) fn forget(&mut self) {
+        self.statistics = None;
+    }
+}
+
+/// Why no statistics can be requested from the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StatisticsError {
+    /// There is no driver.
+    #[error("no balloon driver is active in the guest")]
+    NoDriver,
+    /// The driver did not accept the feature.
+    #[error("the guest's driver has no statistics")]
+    NotAccepted,
+    /// The driver's queue does not run.
+    #[error(
+        "the guest's queue for statistics does not run: it is stopped, or virtio_balloon was unloaded or is broken"
+    )]
+    QueueStopped,
 }
 
 #[cfg(test)]

@@ -6,12 +6,13 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use limosa_memory::{MemoryError, rust_vmm};
 use limosa_page::PAGE_SIZE;
 use limosa_vhost::{Chain, Device, FrontEnd, QueueError, Ram, Vring};
+use parking_lot::Mutex;
 use vm_memory::GuestMemoryMmap;
 
 use crate::device::{Balloon, More, Transport};
@@ -60,7 +61,7 @@ impl VhostUserBalloon {
 
     /// The memory that the front end shares at present; `None` if there is no front end, or it shares none.
     pub fn ram(&self) -> Option<Arc<Ram>> {
-        self.ram.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.ram.lock().clone()
     }
 }
 
@@ -110,7 +111,7 @@ impl Device for VhostUserBalloon {
             }
         });
         let before = {
-            let mut ram = self.ram.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut ram = self.ram.lock();
             std::mem::replace(&mut *ram, shared)
         };
         self.balloon.memory(reclaim.unwrap_or_else(|| Arc::new(NoReclaim::of(&memory))));

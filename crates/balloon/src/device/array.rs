@@ -6,7 +6,8 @@ use std::time::Instant;
 use limosa_page::{to_nanos, to_usize};
 use vm_memory::Bytes as _;
 
-use super::{Balloon, More, Queue};
+use super::Balloon;
+use super::queue::{More, Queue};
 use crate::layout::{Features, Role};
 use crate::numbers;
 use crate::ring::Ring;
@@ -25,7 +26,7 @@ impl Balloon {
             }
             // Pages taken out of the balloon are the guest's after the acknowledgement, also those that were still to
             // be given back.
-            let mut inflating = self.lock(self.inflating());
+            let mut inflating = self.inflating().lock();
             inflating.ballooned.deflate(&runs);
             if let Some(pending) = &mut inflating.pending {
                 pending.leave_out(&runs);

@@ -6,7 +6,7 @@ use std::time::Instant;
 use limosa_memory::{FreePageSink, FreePages, FreePagesError};
 
 use super::Balloon;
-use super::hinting::{HintList, Hinting};
+use super::hint_list::{HintList, Hinting};
 use crate::layout::{Features, Role};
 
 impl FreePages for Balloon {
@@ -23,7 +23,7 @@ impl FreePages for Balloon {
                 Some(_) => "it fills free pages with a value that they have to keep (page_poison)",
                 None => {
                     "whether it fills free pages with a value (page_poison) it has not said here, but to the process that had \
-                     the balloon before; load virtio_balloon anew there"
+                     the balloon before; load virtio_balloon again there"
                 }
             });
         }
@@ -70,7 +70,7 @@ impl Balloon {
 
     /// Changes the handshake and shows its new command in the configuration, atomically for other threads.
     pub(super) fn change_hint<T>(&self, change: impl FnOnce(&mut Hinting) -> T) -> T {
-        let mut hinting = self.lock(&self.hinting);
+        let mut hinting = self.hinting.lock();
         let changed = change(&mut hinting);
         self.config.set_hint_command(hinting.handshake.command());
         changed

@@ -1,56 +1,26 @@
 //! The queue of free-page lists.
 
-use std::sync::Arc;
 use std::time::Instant;
 
-use limosa_memory::FreePageSink;
 use vm_memory::Bytes as _;
 
-use super::pending::{BUFFERS, Pending};
-use super::work_budget::WorkBudget;
-use super::{Balloon, More, Queue};
-use crate::hint::{Handshake, HintState, IdMeaning};
+use super::Balloon;
+use super::hint_list::HintList;
+use super::queue::{BUFFERS, More, Pending, Queue, WorkBudget};
+use crate::hint::IdMeaning;
 use crate::numbers;
 use crate::ring::Ring;
-
-/// The handshake, and the destination of the list.
-#[derive(Default)]
-pub(super) struct Hinting {
-    pub(super) handshake: Handshake,
-    pub(super) sink: Option<Arc<dyn FreePageSink>>,
-    pub(super) list: HintList,
-}
-
-/// The progress of a list of free pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct HintList {
-    /// The state of the handshake.
-    pub state: HintState,
-    /// The id of the command; 0 if there was none.
-    pub id: u32,
-    /// Whether the list is complete.
-    pub complete: bool,
-    /// Free blocks received.
-    pub blocks: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// When it was requested.
-    pub asked: Option<Instant>,
-    /// When its last buffer was received.
-    pub last: Option<Instant>,
-}
 
 impl Balloon {
     /// The list that was requested last.
     pub fn hint_list(&self) -> HintList {
-        let hinting = self.lock(&self.hinting);
+        let hinting = self.hinting.lock();
         HintList { state: hinting.handshake.state(), ..hinting.list }
     }
 
     pub(super) fn work_on_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
         // A command that is given from here on may have buffers before it that are taken without being counted.
-        let given = self.lock(&self.hinting).handshake.unannounced();
+        let given = self.hinting.lock().handshake.unannounced();
         let (mut budget, mut left) = (WorkBudget::default(), 0);
         // A buffer that could not be given back because the ring had stopped.
         self.go_on(state, &mut left, ring)?;
@@ -98,7 +68,7 @@ impl Balloon {
 
     fn id(&self, id: u32) {
         let complete = {
-            let mut hinting = self.lock(&self.hinting);
+            let mut hinting = self.hinting.lock();
             match hinting.handshake.id(id) {
                 IdMeaning::Begin => {
                     hinting.list.last = Some(Instant::now());
@@ -131,7 +101,7 @@ impl Balloon {
             return;
         };
         let sink = {
-            let mut hinting = self.lock(&self.hinting);
+            let mut hinting = self.hinting.lock();
             if hinting.handshake.takes_blocks() {
                 hinting.list.blocks += 1;
                 hinting.list.bytes += length;

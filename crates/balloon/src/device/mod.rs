@@ -14,38 +14,30 @@
 mod array;
 mod ballooned;
 mod free_pages;
+mod give_back;
+mod hint_list;
 mod hinting;
-mod pending;
-mod report;
+mod queue;
 mod statistics;
-mod work_budget;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use limosa_page::PAGE_SIZE;
-
-use ballooned::Ballooned;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::config::Config;
 use crate::counters::{AtomicCounters, Counters};
 use crate::layout::{Features, Numbering, Role};
+use crate::numbers;
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
-pub use hinting::HintList;
-use hinting::Hinting;
-use pending::Pending;
-pub use statistics::StatisticsError;
-
-/// Whether a queue has more work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum More {
-    /// The queue is to be processed again after the others.
-    Yes,
-    /// The queue is to be processed again when the driver or [`Transport::kick`] kicks it.
-    No,
-}
+use crate::statistics::LatestStatistics;
+pub use hint_list::HintList;
+use hint_list::Hinting;
+pub use queue::More;
+use queue::Queue;
 
 /// Connects the device with its driver: a vhost-user server, a VMM's PCI or MMIO transport.
 pub trait Transport: Send + Sync {
@@ -100,21 +92,6 @@ struct Guest {
     target: Option<u64>,
 }
 
-/// The state of a queue between calls.
-#[derive(Default)]
-struct Queue {
-    /// The number of its driver.
-    epoch: u64,
-    /// Pages of a buffer that is not done.
-    pending: Option<Pending>,
-    /// The buffer for statistics, which the device holds.
-    held: Option<u16>,
-    /// The time at which the next buffer for statistics was filled is unknown.
-    outdated: bool,
-    /// The pages in the balloon; only for the queue for inflating.
-    ballooned: Ballooned,
-}
-
 /// The device. It is shared by the threads that serve the driver, process the queues, and send requests to the guest.
 pub struct Balloon {
     offered: Features,
@@ -131,7 +108,7 @@ pub struct Balloon {
     epoch: AtomicU64,
     reporting: AtomicBool,
     statistics_wanted: AtomicBool,
-    statistics: Mutex<statistics::LatestStatistics>,
+    statistics: Mutex<LatestStatistics>,
     guest: Mutex<Guest>,
     hinting: Mutex<Hinting>,
     queues: [Mutex<Queue>; Role::ALL.len()],
@@ -219,13 +196,13 @@ impl Balloon {
         let ranges = memory.ram().to_vec();
         let ram = ranges.iter().map(|range| range.end - range.start).sum();
         let (before, news) = {
-            let mut guest = self.lock(&self.guest);
+            let mut guest = self.guest.lock();
             self.ram.store(ram, Ordering::Release);
             (guest.memory.replace(memory), self.show_target(&guest))
         };
         // Unmapping may take a while, and dropping memory may run any code.
         drop(before);
-        self.lock(self.inflating()).ballooned.keep(&ranges);
+        self.inflating().lock().ballooned.keep(&ranges);
         // A balloon that was requested before the guest's size was known.
         if news {
             self.config_changed();
@@ -238,7 +215,7 @@ impl Balloon {
     pub fn attached(&self, transport: Arc<dyn Transport>) {
         self.has_acked.store(false, Ordering::Release);
         self.config.forget_poison();
-        let before = self.lock(&self.guest).transport.replace(transport);
+        let before = self.guest.lock().transport.replace(transport);
         drop(before);
     }
 
@@ -281,9 +258,9 @@ impl Balloon {
         let had_balloon = self.config.forget_driver();
         self.end_hinting();
         for queue in &self.queues {
-            *self.lock(queue) = Queue::default();
+            *queue.lock() = Queue::default();
         }
-        self.lock(&self.statistics).forget();
+        self.statistics.lock().forget();
         self.changes.fetch_add(had_balloon.into(), Ordering::AcqRel);
     }
 
@@ -302,7 +279,7 @@ impl Balloon {
 
     /// The [target](Self::set_target); `None`: none, so the guest is to have all of its memory, also after it grows.
     pub fn target(&self) -> Option<u64> {
-        self.lock(&self.guest).target
+        self.guest.lock().target
     }
 
     /// The guest is to have all of its memory again, including memory that is plugged later.
@@ -312,7 +289,7 @@ impl Balloon {
 
     fn want(&self, target: Option<u64>) {
         {
-            let mut guest = self.lock(&self.guest);
+            let mut guest = self.guest.lock();
             guest.target = target;
             self.show_target(&guest);
         }
@@ -364,9 +341,51 @@ impl Balloon {
         }
     }
 
+    /// Whether blocks that the guest reports are given back. If not, reports are only acknowledged; the guest cannot be
+    /// asked to stop reporting.
+    pub fn set_reporting(&self, on: bool) {
+        self.reporting.store(on, Ordering::Release);
+    }
+
+    /// The last value of [`set_reporting`](Self::set_reporting).
+    pub fn reporting(&self) -> bool {
+        self.reporting.load(Ordering::Acquire)
+    }
+
+    /// Law: a block is given back before its buffer is acknowledged, and never after: with the acknowledgement the guest
+    /// may use it again.
+    fn work_on_reports<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+        self.give_back(state, ring, |_, chain| {
+            let memory = self.guest_memory();
+            let ram = memory.as_ref().map_or(&[][..], |memory| memory.ram());
+            let wanted = self.reporting() && !self.keeps_free_pages();
+            let (mut runs, mut bytes, mut outside, mut ignored, mut unexpected) = (Vec::new(), 0, 0, 0, 0);
+            for buffer in chain {
+                if !buffer.is_write_only() {
+                    unexpected += 1;
+                    continue;
+                }
+                match numbers::inside(buffer.addr().0, buffer.len().into(), ram) {
+                    Some(_) if !wanted => ignored += 1,
+                    Some(run) => {
+                        bytes += run.end - run.start;
+                        runs.push(run);
+                    }
+                    None => outside += 1,
+                }
+            }
+            self.counters.reported_blocks.add(runs.len() as u64);
+            self.counters.reported_bytes.add(bytes);
+            self.counters.ignored_reports.add(ignored);
+            self.counters.unexpected_buffers.refuse(unexpected, "reports of free pages that cannot be written");
+            self.counters.blocks_outside.refuse(outside, "free blocks that are not pages of its memory");
+            runs
+        })
+    }
+
     /// The state of a queue of the current driver.
     fn state(&self, role: Role) -> Option<MutexGuard<'_, Queue>> {
-        let mut state = self.lock(self.queues.get(role.index())?);
+        let mut state = self.queues.get(role.index())?.lock();
         let epoch = self.epoch.load(Ordering::Acquire);
         if state.epoch != epoch {
             *state = Queue { epoch, ..Queue::default() };
@@ -407,11 +426,11 @@ impl Balloon {
     }
 
     fn guest_memory(&self) -> Option<Arc<dyn Reclaim>> {
-        self.lock(&self.guest).memory.clone()
+        self.guest.lock().memory.clone()
     }
 
     fn transport(&self) -> Option<Arc<dyn Transport>> {
-        self.lock(&self.guest).transport.clone()
+        self.guest.lock().transport.clone()
     }
 
     fn config_changed(&self) {
@@ -443,11 +462,6 @@ impl Balloon {
                 self.counters.failed_discards.refuse(1, &what);
             }
         }
-    }
-
-    fn lock<'l, T>(&self, lock: &'l Mutex<T>) -> MutexGuard<'l, T> {
-        // State that a panic leaves incomplete belongs to one driver, and is reset with it.
-        lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -11,43 +11,11 @@ use std::sync::atomic::Ordering;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestMemory};
 
-use super::pending::BUFFERS;
-use super::work_budget::WorkBudget;
-use super::{Balloon, More, Queue};
+use super::Balloon;
+use super::queue::{BUFFERS, More, Queue, WorkBudget};
 use crate::layout::{Features, Role};
 use crate::ring::Ring;
-use crate::statistics::{ENTRIES, ENTRY, Statistics};
-
-/// Why no statistics can be requested from the guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum StatisticsError {
-    /// There is no driver.
-    #[error("no balloon driver is active in the guest")]
-    NoDriver,
-    /// The driver did not accept the feature.
-    #[error("the guest's driver has no statistics")]
-    NotAccepted,
-    /// The driver's queue does not run.
-    #[error(
-        "the guest's queue for statistics does not run: it is stopped, or virtio_balloon was unloaded or is broken"
-    )]
-    QueueStopped,
-}
-
-/// The last statistics of the current driver.
-#[derive(Default)]
-pub(super) struct LatestStatistics {
-    statistics: Option<Statistics>,
-    /// Also counts those of earlier drivers, so that new ones can be recognized.
-    sequence: u64,
-}
-
-impl LatestStatistics {
-    pub(super) fn forget(&mut self) {
-        self.statistics = None;
-    }
-}
+use crate::statistics::{ENTRIES, ENTRY, Statistics, StatisticsError};
 
 impl Balloon {
     /// Requests new statistics from the guest. When they arrive, if ever, [`statistics`](Self::statistics) has another
@@ -72,7 +40,7 @@ impl Balloon {
 
     /// The last statistics of the current driver.
     pub fn statistics(&self) -> Option<Statistics> {
-        self.lock(&self.statistics).statistics
+        self.statistics.lock().statistics
     }
 
     pub(super) fn work_on_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
@@ -128,7 +96,7 @@ impl Balloon {
 
     fn take_statistics(&self, bytes: &[u8]) {
         let unknown = {
-            let mut latest = self.lock(&self.statistics);
+            let mut latest = self.statistics.lock();
             latest.sequence += 1;
             let (statistics, unknown) = Statistics::decode(bytes, latest.sequence);
             latest.statistics = Some(statistics);

@@ -1,13 +1,14 @@
 //! The device, driven by the model of Linux's driver.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::machine::{Guest, MIB, RAM, ReceivedList, USED, poll_until_idle};
-use limosa_balloon::driver::{Driver, Pages as _};
 use limosa_balloon::{Features, GuestRam, HintState, Numbering, Options, StatisticsError, Strategy};
+use limosa_balloon_driver::{Driver, Pages as _};
 use limosa_memory::{FreePageSink, FreePages as _, FreePagesError};
+use parking_lot::Mutex;
 
 #[test]
 fn a_balloon_takes_memory_and_gives_it_back() {
@@ -61,7 +62,7 @@ fn statistics_arrive_on_request() {
     poll_until_idle(&mut driver);
     let first = guest.balloon.statistics().expect("the driver sends statistics when it is loaded");
     assert_eq!((first.free_memory(), first.sequence), (Some(RAM - USED), 1));
-    guest.free.lock().unwrap().allocate(4 * MIB);
+    guest.free.lock().allocate(4 * MIB);
     assert_eq!(guest.balloon.statistics().unwrap().sequence, 1);
     guest.balloon.request_statistics().unwrap();
     poll_until_idle(&mut driver);
@@ -109,7 +110,7 @@ fn a_list_that_is_stopped_half_way_has_no_further_blocks_and_the_next_one_is_com
     struct Stopper(Mutex<u32>, Arc<limosa_balloon::Balloon>);
     impl FreePageSink for Stopper {
         fn free(&self, _: Range<u64>) {
-            let mut seen = self.0.lock().unwrap();
+            let mut seen = self.0.lock();
             *seen += 1;
             if *seen == 3 {
                 self.1.stop();
@@ -122,7 +123,7 @@ fn a_list_that_is_stopped_half_way_has_no_further_blocks_and_the_next_one_is_com
     let stopper = Arc::new(Stopper(Mutex::new(0), guest.balloon.clone()));
     guest.balloon.request(stopper.clone()).unwrap();
     poll_until_idle(&mut driver);
-    assert_eq!(*stopper.0.lock().unwrap(), 3);
+    assert_eq!(*stopper.0.lock(), 3);
     let counters = guest.balloon.counters();
     assert_eq!((counters.hinted_blocks, counters.stale_hints, counters.hint_lists), (3, 9, 0));
     assert_eq!(guest.balloon.hint_list().state, HintState::Stopped);
@@ -151,7 +152,7 @@ fn a_driver_sends_a_list_without_waiting() {
     assert_eq!((driver.shrinker().held(), first.joined()), (12, vec![]), "all of it is on the ring, and not processed");
     guest.balloon.done();
     poll_until_idle(&mut driver);
-    let taken = guest.free.lock().unwrap().allocate(4 * MIB).unwrap();
+    let taken = guest.free.lock().allocate(4 * MIB).unwrap();
     guest.balloon.request(second.clone()).unwrap();
     poll_until_idle(&mut driver);
     assert_eq!(second.joined(), []);
@@ -191,7 +192,7 @@ fn the_shrinker_takes_blocks_back_without_notifying_the_device() {
     assert_eq!(guest.balloon.counters(), before, "the device cannot know");
     guest.balloon.done();
     poll_until_idle(&mut driver);
-    assert_eq!(guest.free.lock().unwrap().free_bytes(), RAM - USED - 8 * MIB);
+    assert_eq!(guest.free.lock().free_bytes(), RAM - USED - 8 * MIB);
 }
 
 #[test]

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine};
 use limosa_balloon::{Balloon, Features, HintState, Options, Ring, Strategy, Transport, VhostUserBalloon};
+use limosa_balloon_driver::{Blocks, Driver, FrontEnd, Machine};
 use limosa_memory::rust_vmm::{DirtyMarks, export};
 use limosa_memory::{BlockOptions, FreePages as _, GuestMemory};
 use limosa_vhost::Server;
@@ -88,7 +88,7 @@ fn a_front_end_that_disconnects_during_a_list_ends_it() {
     let guest: GuestMemoryMmap<DirtyMarks> = export(&memory).unwrap();
     let front_end = Arc::new(FrontEnd::connect(&path, memory).unwrap());
     let machine = Machine::over(front_end, Arc::new(guest), MIB);
-    let free = Arc::new(std::sync::Mutex::new(Blocks::new(16 * MIB..RAM)));
+    let free = Arc::new(parking_lot::Mutex::new(Blocks::new(16 * MIB..RAM)));
     let mut driver = Driver::probe(machine, free, Features::default()).unwrap();
     let received = Arc::new(ReceivedList::default());
     balloon.request(received.clone()).unwrap();

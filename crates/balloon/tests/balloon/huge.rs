@@ -1,11 +1,12 @@
 //! Memory in huge pages of the host: which pages are given back, for which driver, and which no longer are.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use limosa_balloon::{Features, GuestRam, More, Reclaim, Strategy};
 use limosa_memory::{BlockOptions, GuestMemory, MemoryError, ReleaseMethod};
 use limosa_testkit::{HugePages, skipped};
+use parking_lot::Mutex;
 use rustix::fs::fstat;
 use vm_memory::{Bytes as _, GuestAddress};
 
@@ -25,7 +26,7 @@ impl RecordingMemory {
     }
 
     fn take(&self) -> Vec<Range<u64>> {
-        std::mem::take(&mut self.given_back.lock().unwrap())
+        std::mem::take(&mut self.given_back.lock())
     }
 }
 
@@ -40,7 +41,7 @@ impl Reclaim for RecordingMemory {
 
     fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
         assert!(self.ram.iter().any(|range| range.start <= run.start && run.end <= range.end), "{run:x?}");
-        self.given_back.lock().unwrap().push(run.clone());
+        self.given_back.lock().push(run.clone());
         Ok(run.end - run.start)
     }
 }

@@ -1,11 +1,12 @@
 //! A guest of 64 MiB with a balloon and the model of the driver.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use limosa_balloon::driver::{Blocks, Driver, Machine, RINGS};
 use limosa_balloon::{Balloon, Features, GuestRam, Options, Reclaim, Strategy};
+use limosa_balloon_driver::{Blocks, Driver, Machine, RINGS};
 use limosa_memory::{BlockOptions, FreePageSink, GuestMemory};
+use parking_lot::Mutex;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -68,7 +69,7 @@ impl Guest {
     }
 
     pub(crate) fn free_ranges(&self) -> Vec<Range<u64>> {
-        self.free.lock().unwrap().free_ranges().collect()
+        self.free.lock().free_ranges().collect()
     }
 }
 
@@ -87,7 +88,7 @@ pub(crate) struct ReceivedList {
 impl ReceivedList {
     /// The ranges, ascending and merged.
     pub(crate) fn joined(&self) -> Vec<Range<u64>> {
-        let mut ranges = self.ranges.lock().unwrap().clone();
+        let mut ranges = self.ranges.lock().clone();
         ranges.sort_by_key(|range| range.start);
         let mut joined: Vec<Range<u64>> = Vec::new();
         for range in ranges {
@@ -100,16 +101,16 @@ impl ReceivedList {
     }
 
     pub(crate) fn is_complete(&self) -> bool {
-        *self.complete.lock().unwrap()
+        *self.complete.lock()
     }
 }
 
 impl FreePageSink for ReceivedList {
     fn free(&self, range: Range<u64>) {
-        self.ranges.lock().unwrap().push(range);
+        self.ranges.lock().push(range);
     }
 
     fn complete(&self) {
-        *self.complete.lock().unwrap() = true;
+        *self.complete.lock() = true;
     }
 }

@@ -2,13 +2,14 @@
 //! contents.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::bare::POISON;
 use crate::machine::{Guest, MIB, RAM, ReceivedList, Rings, TestDriver, USED, poll_until_idle};
-use limosa_balloon::driver::Pages as _;
 use limosa_balloon::{Balloon, Features, HintState, More, Options, OwnRing, Reclaim, Transport};
+use limosa_balloon_driver::Pages as _;
 use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
+use parking_lot::Mutex;
 use proptest::prelude::*;
 use virtio_queue::{Queue, QueueT as _};
 use vm_memory::{Bytes as _, GuestAddress};
@@ -75,7 +76,7 @@ struct Sink(Owned, u32);
 
 impl FreePageSink for Sink {
     fn free(&self, range: Range<u64>) {
-        let owned = self.0.lock().unwrap();
+        let owned = self.0.lock();
         let meets = |block: &Range<u64>| block.start < range.end && range.start < block.end;
         let taken = owned.iter().find(|block| meets(&block.range) && block.since < self.1);
         assert!(taken.is_none(), "{range:x?} of list {} is {taken:x?}", self.1);
@@ -104,7 +105,7 @@ impl World {
         for page in block.clone().step_by(4096) {
             self.guest.memory.block(0).unwrap().write(page, &[self.next; 4096]).unwrap();
         }
-        self.owned.lock().unwrap().push(Block { range: block, byte: self.next, since: self.lists });
+        self.owned.lock().push(Block { range: block, byte: self.next, since: self.lists });
     }
 
     fn step(&mut self, step: Step) {
@@ -128,17 +129,17 @@ impl World {
             Step::Report(order) => drop(driver.report(4096 << order).unwrap()),
             Step::Allocate(order) => {
                 let length = 4096 << order;
-                let start = self.guest.free.lock().unwrap().allocate(length);
+                let start = self.guest.free.lock().allocate(length);
                 if let Some(start) = start {
                     self.own(start..start + length);
                 }
             }
             Step::Free(which) => {
-                let mut owned = self.owned.lock().unwrap();
+                let mut owned = self.owned.lock();
                 if !owned.is_empty() {
                     let which = which % owned.len();
                     let block = owned.swap_remove(which);
-                    self.guest.free.lock().unwrap().free(block.range);
+                    self.guest.free.lock().free(block.range);
                 }
             }
             Step::Reporting(on) => balloon.set_reporting(on),
@@ -151,9 +152,9 @@ impl World {
             Step::Vanish => {
                 // The guest is reset: all memory is free again except what its next programs allocate at once.
                 self.driver = None;
-                let mut free = self.guest.free.lock().unwrap();
-                *free = limosa_balloon::driver::Blocks::new(USED..RAM);
-                self.owned.lock().unwrap().clear();
+                let mut free = self.guest.free.lock();
+                *free = limosa_balloon_driver::Blocks::new(USED..RAM);
+                self.owned.lock().clear();
                 drop(free);
                 self.driver = Some(self.guest.probe());
             }
@@ -162,7 +163,7 @@ impl World {
 
     fn check(&self) {
         let mut bytes = vec![0; 1 << 20];
-        let owned = self.owned.lock().unwrap();
+        let owned = self.owned.lock();
         for Block { range: block, byte, .. } in &*owned {
             for start in block.clone().step_by(1 << 20) {
                 let length = usize::try_from((block.end - start).min(MIB)).unwrap();
@@ -174,7 +175,7 @@ impl World {
         let driver = self.driver.as_ref().unwrap();
         let taken: u64 = owned.iter().map(|block| block.range.end - block.range.start).sum();
         let held = driver.shrinker().held() as u64 * (4 << 20);
-        let free = self.guest.free.lock().unwrap().free_bytes();
+        let free = self.guest.free.lock().free_bytes();
         assert_eq!(free + taken + held + driver.balloon_pages() as u64 * 4096, RAM - USED, "pages got lost");
     }
 }
@@ -202,7 +203,7 @@ proptest! {
         world.step(Step::PollUntilIdle);
         world.check();
         let size = world.guest.balloon.size();
-        let left = world.guest.free.lock().unwrap().free_bytes();
+        let left = world.guest.free.lock().free_bytes();
         prop_assert!(size.actual == size.target || (size.actual > size.target && left == 0), "{:?} {}", size, left);
         prop_assert!(world.guest.is_intact(0..USED));
     }
@@ -228,7 +229,7 @@ impl Reclaim for RecordingMemory {
     fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
         assert!(run.start < run.end && run.start.is_multiple_of(4096) && run.end.is_multiple_of(4096), "{run:x?}");
         assert!(self.ram.iter().any(|range| range.start <= run.start && run.end <= range.end), "{run:x?}");
-        *self.given_back.lock().unwrap() += 1;
+        *self.given_back.lock() += 1;
         Ok(run.end - run.start)
     }
 }
@@ -283,11 +284,11 @@ proptest! {
             // A ring of 16 gives at most 16 buffers, of at most 128 runs a time: it ends.
             for round in 0.. {
                 prop_assert!(round < 10_000);
-                let before = *noted.given_back.lock().unwrap();
+                let before = *noted.given_back.lock();
                 let more = balloon.process_queue(number, &ring);
-                prop_assert!(*noted.given_back.lock().unwrap() - before <= 128);
+                prop_assert!(*noted.given_back.lock() - before <= 128);
                 let told = balloon.counters();
-                prop_assert_eq!(told.hinted_blocks, received.ranges.lock().unwrap().len() as u64);
+                prop_assert_eq!(told.hinted_blocks, received.ranges.lock().len() as u64);
                 prop_assert!(asked || told.hinted_blocks == 0);
                 if !matches!(more, Ok(More::Yes)) {
                     break;
@@ -296,7 +297,7 @@ proptest! {
         }
         balloon.reset();
         let in_ram = |range: &Range<u64>| noted.ram.iter().any(|ram| ram.start <= range.start && range.end <= ram.end);
-        prop_assert!(received.ranges.lock().unwrap().iter().all(in_ram));
+        prop_assert!(received.ranges.lock().iter().all(in_ram));
         prop_assert_eq!(Arc::strong_count(&received), 1, "the sink was dropped");
         prop_assert_eq!(balloon.hint_list().state, HintState::Done);
     }

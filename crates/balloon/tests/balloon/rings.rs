@@ -1,11 +1,12 @@
 //! Rings that stop while the device has a buffer, and lists that are requested while others are on the queue.
 
 use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 
 use limosa_balloon::{Features, HintState, More, Ring, StatisticsError, Transport};
 use limosa_memory::{FreePageSink, FreePages as _};
+use parking_lot::Mutex;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress};
 
@@ -279,7 +280,7 @@ struct ReceivedBlocks(Mutex<Vec<u64>>);
 
 impl FreePageSink for ReceivedBlocks {
     fn free(&self, range: std::ops::Range<u64>) {
-        self.0.lock().unwrap().push(range.start);
+        self.0.lock().push(range.start);
     }
 
     fn complete(&self) {}
@@ -309,7 +310,7 @@ fn a_list_whose_ring_stops_continues_with_it() {
     bare.offer(2, 12 * MIB, 4096, WRITABLE);
     bare.offer(3, 0x4008, 4, 0);
     bare.balloon.process_queue(3, &ring).unwrap();
-    assert_eq!(*told.0.lock().unwrap(), [8 * MIB, 12 * MIB]);
+    assert_eq!(*told.0.lock(), [8 * MIB, 12 * MIB]);
     assert!(bare.balloon.hint_list().complete && bare.used() == 4);
 }
 
@@ -337,12 +338,12 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
     field(id + 1);
     bare.balloon.process_queue(3, &ring).unwrap();
     assert_eq!(bare.command(), id + 1);
-    assert!(first.0.lock().unwrap().is_empty() && second.0.lock().unwrap().is_empty());
+    assert!(first.0.lock().is_empty() && second.0.lock().is_empty());
     // A block that comes now was free after the request.
     bare.offer(2, 0x4000, 4, 0);
     bare.offer(3, 12 * MIB, 4096, WRITABLE);
     bare.balloon.process_queue(3, &ring).unwrap();
-    assert_eq!(*second.0.lock().unwrap(), [12 * MIB]);
+    assert_eq!(*second.0.lock(), [12 * MIB]);
 }
 
 /// A list that is requested when the last buffer was taken, and the device has not returned yet: the driver's buffers
@@ -371,9 +372,9 @@ fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call(
     field(first.checked_add(1).unwrap_or(0x8000_0000));
     // The call for which the request has kicked.
     balloon.process_queue(3, &ring).unwrap();
-    assert_eq!(*second.0.lock().unwrap(), [0; 0], "that was free before the request");
+    assert_eq!(*second.0.lock(), [0; 0], "that was free before the request");
     bare.offer(2, 0x4000, 4, 0);
     bare.offer(3, 12 * MIB, 4096, WRITABLE);
     balloon.process_queue(3, &ring).unwrap();
-    assert_eq!(*second.0.lock().unwrap(), [12 * MIB]);
+    assert_eq!(*second.0.lock(), [12 * MIB]);
 }

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use limosa_balloon::{Balloon, GuestRam, More, Options, Reclaim, Strategy};
 use limosa_memory::{BlockOptions, FreePages as _, GuestMemory, MemoryError};
+use parking_lot::Mutex;
 use vm_memory::{Bytes as _, GuestAddress};
 
 use crate::bare::{Bare, WRITABLE};
@@ -34,7 +35,7 @@ impl Reclaim for Gate {
     fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
         if !self.passed.swap(true, Ordering::AcqRel) {
             self.entered.send(()).unwrap();
-            self.open.lock().unwrap().recv().unwrap();
+            self.open.lock().recv().unwrap();
         }
         self.inner.discard(run)
     }
@@ -159,7 +160,7 @@ fn no_thread_waits_for_memory_that_is_dropped() {
     impl Drop for SlowlyDropped {
         fn drop(&mut self) {
             self.0.send(()).unwrap();
-            let went_on = self.1.lock().unwrap().recv_timeout(Duration::from_secs(20));
+            let went_on = self.1.lock().recv_timeout(Duration::from_secs(20));
             assert!(went_on.is_ok() || thread::panicking(), "a thread waited for it");
         }
     }

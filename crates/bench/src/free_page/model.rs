@@ -5,16 +5,17 @@
 use std::io::{Read as _, Write as _};
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine, Pages};
+use limosa_balloon_driver::{Blocks, Driver, FrontEnd, Machine, Pages};
 use limosa_balloon::{Balloon, Features, GuestRam, Options as DeviceOptions, Reclaim as _, Strategy, VhostUserBalloon};
 use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
 use limosa_vhost::Server;
+use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 use vm_memory::GuestMemoryMmap;
 
@@ -129,7 +130,7 @@ fn inflate(memory: u64, (format, pieces): (ReportFormat, Pieces)) -> Result<Meas
             }
         }
         let measured = discards.end(watch.stop()?);
-        let allocating = pages.lock().map_or(Duration::ZERO, |pages| pages.took);
+        let allocating = pages.lock().took;
         let translating = Duration::from_nanos(balloon.counters().translating_ns);
         Ok(split(measured, allocating, translating, discards.took()))
     };

@@ -89,7 +89,7 @@ impl Vm {
 
     /// The source of the list of the guest's free pages, if there is one.
     pub(super) fn free_pages(&self) -> Option<Arc<dyn FreePages>> {
-        self.heap.as_ref().map(Heap::balloon)
+        self.heap.as_ref().map(Heap::free_pages)
     }
 
     /// Makes the guest: it is paused.

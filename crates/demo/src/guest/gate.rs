@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use limosa_page::PAGE_SIZE;
 
-use super::{GuestError, GuestKind, Rate};
+use super::error::GuestError;
+use super::options::{GuestKind, Rate};
 
 /// Pages that a writer is given leave for at once: a pause waits for these.
 const BATCH: u64 = 64;

@@ -1,6 +1,6 @@
 //! A guest's pages in its RAM blocks: written as a guest writes, and looked at while it is paused.
 //!
-//! Pages are numbered over all blocks, in their order. The [heap](super::HEAP), behind all others, is not the guest's
+//! Pages are numbered over all blocks, in their order. The [heap](HEAP), behind all others, is not the guest's
 //! own.
 #![allow(unsafe_code, reason = "writes guest memory as a guest does: by volatile stores")]
 
@@ -10,8 +10,12 @@ use std::sync::Arc;
 use limosa_memory::{GuestMemory, MemoryBlock};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, holes};
 
+use super::built_in::Verified;
+use super::error::GuestError;
 use super::pattern::{Contents, Plan, WORDS};
-use super::{GuestError, HEAP, Verified};
+
+/// Name of the RAM block that is the guest's [heap](super::heap), if it has one: the last one.
+pub const HEAP: &str = "heap";
 
 /// What a page should hold and what it holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,8 +4,11 @@
 //! per second, all ones: as fast as it can), the number of writers (u16), the counter of each (u64), the length of what
 //! the kind adds (u32) and that. Comes from another host, so nothing in it is believed.
 
+use limosa_page::PAGE_SIZE;
+
+use super::error::GuestError;
+use super::options::{GuestKind, GuestOptions, Rate};
 use super::pattern::{Layout, Plan, WORDS};
-use super::{GuestError, GuestKind, Rate};
 
 /// Version of the format of a guest's state.
 pub const STATE_VERSION: u8 = 1;
@@ -111,6 +114,30 @@ impl<'a> Reader<'a> {
     fn wrong(&self, why: String) -> GuestError {
         GuestError::State { kind: self.kind, offset: self.at, why }
     }
+}
+
+/// The state of a new guest, checked against its memory.
+pub(super) fn new_state(
+    kind: GuestKind,
+    pages: u64,
+    reserved: u64,
+    spacing: usize,
+    options: &GuestOptions,
+) -> Result<State, GuestError> {
+    let room = pages.saturating_sub(reserved);
+    let working = options.working_set.map_or(room, |bytes| bytes.div_ceil(PAGE_SIZE));
+    let filled = options.filled.map_or(working, |bytes| bytes.div_ceil(PAGE_SIZE));
+    let wrong = |why| Err(GuestError::Options { kind, why });
+    if working == 0 || working > room || filled > room {
+        return wrong(format!(
+            "a working set of {working} pages and {filled} filled ones, of {room} that can be written"
+        ));
+    }
+    if options.writers == 0 || options.writers > MAX_WRITERS || u64::from(options.writers) > working {
+        return wrong(format!("{} writers: 1 to {MAX_WRITERS}, with a page each", options.writers));
+    }
+    let plan = Plan::new(options.seed, Layout { reserved, filled, working }, spacing, options.writers);
+    Ok(State { plan, rate: options.rate, writes: vec![0; options.writers.into()], extra: Vec::new() })
 }
 
 #[cfg(test)]

@@ -8,11 +8,13 @@ use std::thread::JoinHandle;
 use limosa_memory::GuestMemory;
 use limosa_memory::dirty::{self, DirtyLog, DirtyLogs, UffdWpAsyncLog, UffdWpSyncLog, Writers};
 
+use super::built_in::{Guest, Verified};
+use super::error::GuestError;
 use super::gate::{Gate, Pace};
+use super::options::{GuestKind, GuestOptions, LogKind, Rate};
 use super::pattern::{Plan, Share};
 use super::ram::{Damage, Ram};
-use super::state::State;
-use super::{Guest, GuestError, GuestKind, GuestOptions, LogKind, Rate, Verified};
+use super::state::{State, new_state};
 
 const KIND: GuestKind = GuestKind::Threads;
 
@@ -43,7 +45,7 @@ struct WriterContext {
 impl Threads {
     pub(super) fn boot(memory: Arc<GuestMemory>, options: &GuestOptions) -> Result<Self, GuestError> {
         let guest = Self::receive(memory, options.log)?;
-        let state = super::new_state(KIND, guest.ram.pages(), 0, 1, options)?;
+        let state = new_state(KIND, guest.ram.pages(), 0, 1, options)?;
         for page in 0..state.plan.layout.filled {
             guest.ram.store(page, state.plan.contents(page, 0));
         }

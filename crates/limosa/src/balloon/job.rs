@@ -300,8 +300,8 @@ fn longest(balloon: &Balloon) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use limosa_balloon::driver::{Driver, Machine, Pages, RINGS};
     use limosa_balloon::{Features, GuestRam, HintState, Options, Strategy, Transport};
+    use limosa_balloon_driver::{self as model, Driver, Machine, Pages, RINGS};
     use limosa_memory::{BlockOptions, GuestMemory};
     use vm_memory::{GuestAddress, GuestMemoryMmap};
 
@@ -418,7 +418,7 @@ mod tests {
         let (jobs, balloon) = (Jobs::default(), Arc::new(silent()));
         let rings = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(1 << 40), RINGS)]).unwrap();
         let machine = Machine::new(Arc::clone(&balloon), Arc::new(rings), 1 << 40);
-        let mut driver = Driver::probe(machine, Arc::new(Mutex::new(Same)), Features::default()).unwrap();
+        let mut driver = Driver::probe(machine, Arc::new(model::Mutex::new(Same)), Features::default()).unwrap();
         jobs.begin(&balloon, LIST).unwrap();
         let rounds = (0..100).take_while(|_| {
             driver.poll().unwrap();

@@ -9,14 +9,14 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::stage::{Ended, Program, SOON, limosa, start, wait_for};
 use limosa_balloon::Features;
-use limosa_balloon::driver::{Blocks, Driver, FrontEnd, Machine, Shrinker};
+use limosa_balloon_driver::{Blocks, Driver, FrontEnd, Machine, Mutex, Shrinker};
 use limosa_memory::rust_vmm::{DirtyMarks, export};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_testkit::{LinuxGuest, Machine as Vm, Qmp, UmlGuest, on_uml, pattern, scratch};
@@ -121,7 +121,7 @@ impl Guest {
         let (pause, end) = (Arc::clone(&paused), Arc::clone(&over));
         let thread = std::thread::spawn(move || {
             while !end.load(Ordering::Acquire) {
-                let stands = pause.lock().unwrap().as_ref().is_some_and(|so| so());
+                let stands = pause.lock().as_ref().is_some_and(|so| so());
                 // A server that has gone has taken the device along.
                 if !stands && driver.poll().is_err() {
                     return;
@@ -134,15 +134,15 @@ impl Guest {
 
     /// The driver does nothing from the moment on when this is so.
     fn pause_when(&self, so: impl Fn() -> bool + Send + 'static) {
-        *self.paused.lock().unwrap() = Some(Box::new(so));
+        *self.paused.lock() = Some(Box::new(so));
     }
 
     fn go_on(&self) {
-        *self.paused.lock().unwrap() = None;
+        *self.paused.lock() = None;
     }
 
     fn free_bytes(&self) -> u64 {
-        self.free.lock().unwrap().free_bytes()
+        self.free.lock().free_bytes()
     }
 
     fn byte(&self, at: u64) -> u8 {
@@ -336,7 +336,7 @@ fn a_guest_amid_a_squeeze_has_its_memory_when_the_server_ends() {
     let guest = Guest::boot(&balloon, Features::default());
     let free = Arc::clone(&guest.free);
     let half = RAM / 2;
-    guest.pause_when(move || free.lock().unwrap().free_bytes() < half);
+    guest.pause_when(move || free.lock().free_bytes() < half);
     let asking = start(balloon.arguments(&["hint", "--squeeze"]));
     wait_for("a part of a squeeze", || (guest.free_bytes() < half).then_some(()));
     end_while_squeezed(balloon, &guest);

@@ -162,7 +162,7 @@ impl Case {
         });
         let LiveOutcome::Completed(stats) = outcome else { panic!("{self:?}: {outcome:?}") };
         let IncomingOutcome::Running(_) = arrival else { panic!("{self:?}: {arrival:?}") };
-        assert_eq!(heap.held(), 0, "{self:?}: the guest has not got its pages back");
+        assert_eq!(heap.held_when_resumed(), 0, "{self:?}: the guest has not got its pages back");
         let all = PageRange::first(self.pages[0]);
         let mut wrong = Vec::new();
         for (block, pages) in std::iter::once((0, all)).chain(heap.owned().into_iter().map(|pages| (1, pages))) {

@@ -2,13 +2,13 @@
 //! allocate, write and free what the driver lists, inflates and reports.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
-use limosa_balloon::driver::{Blocks, Driver, Machine, Pages, RINGS, Shrinker, Worker};
 use limosa_balloon::{Balloon, Features, GuestRam, Options, Strategy};
+use limosa_balloon_driver::{Blocks, Driver, Machine, Mutex, MutexGuard, Pages, RINGS, Shrinker, Worker};
 use limosa_memory::dirty::{
     DirtyLog, DirtyLogs, SoftwareDirtyBitmap, SoftwareDirtyLog, UffdWpAsyncLog, UffdWpSyncLog, Writers,
 };
@@ -104,7 +104,7 @@ impl Ballooned {
             });
         }
         scope.spawn(move || {
-            let (mut driver, mut turns) = (self.driver.lock().unwrap(), 0_u64);
+            let (mut driver, mut turns) = (self.driver.lock(), 0_u64);
             while !self.vm.over.load(Ordering::Relaxed) {
                 turns += 1;
                 let stopped = self.vm.stopped.read().unwrap();
@@ -121,12 +121,12 @@ impl Ballooned {
     }
 
     fn free(&self) -> MutexGuard<'_, Blocks> {
-        self.free.lock().unwrap()
+        self.free.lock()
     }
 
     /// What a program does next: it writes a page that it has, takes memory, or gives some back.
     fn act(&self, program: usize, seed: u64) {
-        let mut pieces = self.programs[program].lock().unwrap();
+        let mut pieces = self.programs[program].lock();
         let has: u64 = pieces.iter().map(|piece| piece.range.end - piece.range.start).sum();
         let index = usize::try_from(seed >> 30).unwrap() % pieces.len().max(1);
         match (seed >> 8) % 8 {
@@ -189,7 +189,7 @@ impl Ballooned {
     /// Pages that programs have, or that must not be touched, and that `read` does not find as they were written; the
     /// VM is paused. And how many pages that were looked at.
     pub fn compare(&self, read: impl Fn(u64, &mut [u8])) -> (Vec<PageNumber>, u64) {
-        let pieces: Vec<Piece> = self.programs.iter().flat_map(|pieces| pieces.lock().unwrap().clone()).collect();
+        let pieces: Vec<Piece> = self.programs.iter().flat_map(|pieces| pieces.lock().clone()).collect();
         let pages = pieces.iter().map(|piece| (piece.range.end - piece.range.start) / PAGE_SIZE).sum::<u64>();
         let below = (0..HEAP).step_by(PAGE_LEN).filter_map(|at| {
             let (mut here, mut there) = ([0; PAGE_LEN], [0; PAGE_LEN]);

@@ -18,11 +18,13 @@ use limosa_memory::dirty::{DirtyLog, DirtyLogs, UffdWpAsyncLog, UffdWpSyncLog, W
 use limosa_memory::dirty::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_page::{PAGE_LEN, PAGE_SIZE};
 
+use super::built_in::{Guest, Verified};
+use super::error::GuestError;
 use super::gate::Gate;
+use super::options::{GuestKind, GuestOptions, LogKind, Rate};
 use super::pattern::Plan;
 use super::ram::Ram;
-use super::state::State;
-use super::{Guest, GuestError, GuestKind, GuestOptions, LogKind, Rate, Verified};
+use super::state::{State, new_state};
 use vcpu::{Vcpu, VcpuState};
 
 const KIND: GuestKind = GuestKind::Kvm;
@@ -64,7 +66,7 @@ struct VcpuContext {
 impl KvmGuest {
     pub(super) fn boot(memory: Arc<GuestMemory>, options: &GuestOptions) -> Result<Self, GuestError> {
         let guest = Self::receive(memory, options.log)?;
-        let state = super::new_state(KIND, guest.visible(), RESERVED, code::SPACING, options)?;
+        let state = new_state(KIND, guest.visible(), RESERVED, code::SPACING, options)?;
         guest.memory().block(0)?.write(0, &code::image(&state.plan))?;
         for page in RESERVED..RESERVED + state.plan.layout.filled {
             guest.ram.store(page, state.plan.contents(page, 0));

@@ -6,20 +6,21 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use limosa_balloon::Features;
 use limosa_memory::GuestMemory;
 use limosa_page::PAGE_SIZE;
 use limosa_vhost::message::{ConfigPiece, HEADER, Request, VringState};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use virtio_queue::{Queue, QueueT as _};
 
-use super::machine::{DriverNotifier, RemoteDevice};
-use crate::layout::Features;
+use crate::machine::{DriverNotifier, RemoteDevice};
 
 /// The user address that is announced for guest address 0: it is not accessed.
 const USER: u64 = 0x7f00_0000_0000;
@@ -31,13 +32,13 @@ const PROTOCOL: u64 = 1 << 3 | 1 << 5 | 1 << 9;
 const MESSAGE: u32 = 1;
 const ACKNOWLEDGE: u32 = 1 << 3;
 /// Time limit of a reply.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval at which the listening thread checks whether it should end.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
 /// Why the vhost-user server cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[error("the vhost-user server of the balloon: {what}: {source}")]
+#[error("the vhost-user server of the balloon: {what}")]
 pub struct FrontEndError {
     what: &'static str,
     source: io::Error,
@@ -64,24 +65,24 @@ struct Inner {
 
 impl Inner {
     fn queues(&self) -> MutexGuard<'_, BTreeMap<usize, (OwnedFd, OwnedFd)>> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queues.lock()
     }
 }
 
 impl FrontEnd {
-    /// Connects, for a guest with this memory, whose blocks have files and are shared. The rings lie in it.
+    /// Connects, for a guest with this memory, whose blocks have files and are shared. The rings are in it.
     ///
     /// # Errors
     /// There is no listener, or it does not speak vhost-user.
     pub fn connect(path: &Path, memory: Arc<GuestMemory>) -> Result<Self, FrontEndError> {
         let stream = UnixStream::connect(path).map_err(|source| FrontEndError { what: "connecting", source })?;
-        stream.set_read_timeout(Some(PATIENCE)).map_err(|source| FrontEndError { what: "connecting", source })?;
+        stream.set_read_timeout(Some(TIMEOUT)).map_err(|source| FrontEndError { what: "connecting", source })?;
         let mut front_end =
             Self { stream: Mutex::new(stream), features: 0, memory, inner: Arc::default(), listener: Mutex::default() };
         let set_up = || {
             let features = front_end.ask_number(Request::GetFeatures)?;
-            front_end.tell(Request::SetProtocolFeatures, &PROTOCOL.to_le_bytes(), &[])?;
-            front_end.tell(Request::SetOwner, &[], &[])?;
+            front_end.send_unacknowledged(Request::SetProtocolFeatures, &PROTOCOL.to_le_bytes(), &[])?;
+            front_end.send_unacknowledged(Request::SetOwner, &[], &[])?;
             Ok(features)
         };
         front_end.features = set_up().map_err(|source| FrontEndError { what: "negotiation", source })?;
@@ -95,7 +96,7 @@ impl FrontEnd {
     }
 
     fn stream(&self) -> MutexGuard<'_, UnixStream> {
-        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+        self.stream.lock()
     }
 
     fn send(
@@ -143,17 +144,17 @@ impl FrontEnd {
         Ok(u64::from_le_bytes(body.try_into().map_err(|_| io::Error::other("reply of unexpected length"))?))
     }
 
-    fn tell(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    fn send_unacknowledged(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         Self::send(&self.stream(), request, MESSAGE, body, descriptors)
     }
 
     /// Sends a request and waits for the acknowledgement.
-    fn have(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    fn send_acknowledged(&self, request: Request, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let stream = self.stream();
         Self::send(&stream, request, MESSAGE | ACKNOWLEDGE, body, descriptors)?;
         match Self::answer(&stream, request)?[..] {
             [0, 0, 0, 0, 0, 0, 0, 0] => Ok(()),
-            _ => Err(io::Error::other(format!("it refuses {request:?}"))),
+            _ => Err(io::Error::other(format!("{request:?} was refused"))),
         }
     }
 
@@ -175,16 +176,20 @@ impl FrontEnd {
             body.extend(fields.iter().flat_map(|field| field.to_le_bytes()));
             files.push(file);
         }
-        self.have(Request::SetMemTable, &body, &files)
+        self.send_acknowledged(Request::SetMemTable, &body, &files)
     }
 
     fn begin_all(&self, features: Features, notifier: DriverNotifier) -> io::Result<()> {
-        self.have(Request::SetFeatures, &(features.bits() | VERSION_1 | PROTOCOL_FEATURES).to_le_bytes(), &[])?;
+        self.send_acknowledged(
+            Request::SetFeatures,
+            &(features.bits() | VERSION_1 | PROTOCOL_FEATURES).to_le_bytes(),
+            &[],
+        )?;
         self.share_memory()?;
-        let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut listener = self.listener.lock();
         if listener.is_none() {
             let (ours, theirs) = UnixStream::pair()?;
-            self.have(Request::SetBackendReqFd, &[], &[theirs.as_fd()])?;
+            self.send_acknowledged(Request::SetBackendReqFd, &[], &[theirs.as_fd()])?;
             let inner = Arc::clone(&self.inner);
             let thread = thread::Builder::new().name("balloon front end".into());
             *listener = Some(thread.spawn(move || listen(&ours, &inner, &notifier))?);
@@ -195,26 +200,26 @@ impl FrontEnd {
     fn start_queue(&self, number: usize, queue: &Queue) -> io::Result<()> {
         let index = u32::try_from(number).map_err(io::Error::other)?;
         let state = |value| VringState { index, value }.encode();
-        self.have(Request::SetVringNum, &state(queue.size().into()), &[])?;
-        self.have(Request::SetVringBase, &state(0), &[])?;
+        self.send_acknowledged(Request::SetVringNum, &state(queue.size().into()), &[])?;
+        self.send_acknowledged(Request::SetVringBase, &state(0), &[])?;
         let places = [queue.desc_table(), queue.used_ring(), queue.avail_ring()].map(|place| USER + place);
         let mut body = [index.to_le_bytes(), [0; 4]].concat();
         body.extend(places.into_iter().chain([0]).flat_map(u64::to_le_bytes));
-        self.have(Request::SetVringAddr, &body, &[])?;
+        self.send_acknowledged(Request::SetVringAddr, &body, &[])?;
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let (kick, call) = (event()?, event()?);
         let which = u64::from(index).to_le_bytes();
-        self.have(Request::SetVringCall, &which, &[call.as_fd()])?;
-        self.have(Request::SetVringKick, &which, &[kick.as_fd()])?;
+        self.send_acknowledged(Request::SetVringCall, &which, &[call.as_fd()])?;
+        self.send_acknowledged(Request::SetVringKick, &which, &[kick.as_fd()])?;
         self.inner.queues().insert(number, (kick, call));
-        self.have(Request::SetVringEnable, &state(1), &[])
+        self.send_acknowledged(Request::SetVringEnable, &state(1), &[])
     }
 
     fn stop_queues(&self) -> io::Result<()> {
         let queues = std::mem::take(&mut *self.inner.queues());
         for number in queues.into_keys() {
             let index = u32::try_from(number).map_err(io::Error::other)?;
-            self.have(Request::SetVringEnable, &VringState { index, value: 0 }.encode(), &[])?;
+            self.send_acknowledged(Request::SetVringEnable, &VringState { index, value: 0 }.encode(), &[])?;
             self.ask(Request::GetVringBase, &VringState { index, value: 0 }.encode())?;
         }
         Ok(())
@@ -286,7 +291,7 @@ impl RemoteDevice for FrontEnd {
 
     fn write_config(&self, offset: u32, value: u32) {
         let body = ConfigPiece { offset, flags: 0, bytes: &value.to_le_bytes() }.encode();
-        if let Err(error) = self.have(Request::SetConfig, &body, &[]) {
+        if let Err(error) = self.send_acknowledged(Request::SetConfig, &body, &[]) {
             self.lost("writing the configuration", &error);
         }
     }
@@ -314,7 +319,7 @@ impl RemoteDevice for FrontEnd {
 impl Drop for FrontEnd {
     fn drop(&mut self) {
         self.inner.over.store(true, Ordering::Release);
-        let listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let listener = self.listener.lock().take();
         if let Some(listener) = listener {
             let _ = listener.join();
         }

@@ -1,17 +1,16 @@
 //! The connection of driver and device: kicks, interrupts, and a thread that processes the queues.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use limosa_balloon::{Balloon, Features, More, OwnRing, Transport};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use virtio_queue::{Queue, QueueT as _};
 use vm_memory::GuestMemory;
 
-use super::queue::STRIDE;
-use crate::device::{Balloon, More, Transport};
-use crate::layout::Features;
-use crate::ring::OwnRing;
+use crate::queue::STRIDE;
 
 type DeviceRing<M> = OwnRing<Arc<M>, Box<dyn Fn() + Send + Sync>>;
 
@@ -91,7 +90,7 @@ struct Bus {
 
 #[derive(Default)]
 struct State {
-    /// Bits of queues that are to be processed.
+    /// Bits of queues that wait to be processed.
     kicked: u64,
     /// Bits of queues that are held: not processed.
     held: u64,
@@ -116,7 +115,7 @@ impl State {
 
 impl Bus {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn interrupt(&self) {
@@ -137,8 +136,8 @@ impl Transport for Bus {
 }
 
 impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
-    /// A machine with this device, whose rings lie in `memory` from guest-physical `rings_at` on
-    /// ([`RINGS`](super::RINGS) bytes).
+    /// A machine with this device, whose rings are in `memory` from guest-physical `rings_at` on
+    /// ([`RINGS`](crate::RINGS) bytes).
     pub fn new(balloon: Arc<Balloon>, memory: Arc<M>, rings_at: u64) -> Arc<Self> {
         Arc::new(Self {
             device: Device::Local(balloon),
@@ -167,7 +166,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
             let mut state = machine.bus.lock();
             while !state.over {
                 if state.kicked & !state.held == 0 {
-                    state = machine.bus.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    machine.bus.changed.wait(&mut state);
                     continue;
                 }
                 drop(state);
@@ -201,15 +200,15 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         self.bus.changed.notify_all();
     }
 
-    pub(super) fn memory(&self) -> &Arc<M> {
+    pub(crate) fn memory(&self) -> &Arc<M> {
         &self.memory
     }
 
-    pub(super) fn ring_address(&self, number: usize) -> u64 {
+    pub(crate) fn ring_address(&self, number: usize) -> u64 {
         self.rings_at + STRIDE * number as u64
     }
 
-    pub(super) fn features(&self) -> Features {
+    pub(crate) fn features(&self) -> Features {
         match &self.device {
             Device::Local(balloon) => balloon.features(),
             Device::Remote(remote) => remote.features(),
@@ -217,7 +216,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     }
 
     /// A driver attaches to the device; then it starts the queues.
-    pub(super) fn begin(&self, features: Features) {
+    pub(crate) fn begin(&self, features: Features) {
         match &self.device {
             Device::Local(balloon) => {
                 self.stop();
@@ -229,7 +228,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         }
     }
 
-    pub(super) fn read_config(&self, offset: u32) -> u32 {
+    pub(crate) fn read_config(&self, offset: u32) -> u32 {
         match &self.device {
             Device::Local(balloon) => {
                 let mut bytes = [0; 4];
@@ -240,14 +239,14 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         }
     }
 
-    pub(super) fn write_config(&self, offset: u32, value: u32) {
+    pub(crate) fn write_config(&self, offset: u32, value: u32) {
         match &self.device {
             Device::Local(balloon) => balloon.write_config(offset, &value.to_le_bytes()),
             Device::Remote(remote) => remote.write_config(offset, value),
         }
     }
 
-    pub(super) fn start(&self, number: usize, queue: Queue) {
+    pub(crate) fn start(&self, number: usize, queue: Queue) {
         if let Device::Remote(remote) = &self.device {
             return remote.start(number, &queue);
         }
@@ -258,7 +257,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     }
 
     /// The driver is gone; its rings are not used any more.
-    pub(super) fn end(&self) {
+    pub(crate) fn end(&self) {
         self.stop();
         match &self.device {
             Device::Local(balloon) => balloon.reset(),
@@ -266,14 +265,14 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         }
     }
 
-    pub(super) fn kick(&self, number: usize) {
+    pub(crate) fn kick(&self, number: usize) {
         match &self.device {
             Device::Local(_) => self.bus.kick(number),
             Device::Remote(remote) => remote.kick(number),
         }
     }
 
-    pub(super) fn has_device(&self) -> bool {
+    pub(crate) fn has_device(&self) -> bool {
         match &self.device {
             Device::Local(_) => true,
             Device::Remote(remote) => remote.is_connected(),
@@ -281,19 +280,19 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     }
 
     /// Counts interrupts and changes of the configuration.
-    pub(super) fn events(&self) -> u64 {
+    pub(crate) fn events(&self) -> u64 {
         self.bus.lock().events
     }
 
     /// Waits for more events than `seen`, for at most `time`. Without a worker, processes the queues instead.
-    pub(super) fn wait(&self, seen: u64, time: Duration) {
-        let state = self.bus.lock();
+    pub(crate) fn wait(&self, seen: u64, time: Duration) {
+        let mut state = self.bus.lock();
         if state.workers == 0 {
             drop(state);
             return self.process_queue();
         }
         let waits = |state: &mut State| state.events == seen && !state.over;
-        drop(self.bus.changed.wait_timeout_while(state, time, waits));
+        self.bus.changed.wait_while_for(&mut state, waits, time);
     }
 
     /// No more buffers are taken out of the rings, by any thread.
@@ -303,7 +302,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
     }
 
     fn rings(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<DeviceRing<M>>>> {
-        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
+        self.rings.lock()
     }
 
     /// Processes every queue that was kicked until it has no more work.

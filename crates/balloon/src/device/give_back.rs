@@ -1,56 +1,18 @@
-//! Runs of pages that are given back a few at a time, so that no buffer occupies the worker for long.
+//! Giving runs of pages back a few at a time, so that no buffer occupies the worker for long.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
 use virtio_queue::DescriptorChain;
 
-use super::work_budget::WorkBudget;
-use super::{Balloon, More, Queue};
+use super::Balloon;
+use super::queue::{BUFFERS, More, Pending, Queue, WorkBudget};
 use crate::numbers;
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
 
-/// Maximum number of buffers that are taken at a time.
-pub(super) const BUFFERS: usize = 64;
 /// Maximum number of calls that give memory back at a time.
 const DISCARDS: usize = 128;
-
-/// The rest of a buffer.
-pub(super) struct Pending {
-    head: u16,
-    runs: VecDeque<Range<u64>>,
-}
-
-impl Pending {
-    pub(super) fn new(head: u16, runs: Vec<Range<u64>>) -> Self {
-        Self { head, runs: runs.into() }
-    }
-
-    /// Leaves out the ranges in `out`; both are ascending and not adjacent.
-    pub(super) fn leave_out(&mut self, out: &[Range<u64>]) {
-        let mut out = out.iter().peekable();
-        let mut left = VecDeque::with_capacity(self.runs.len());
-        for mut run in std::mem::take(&mut self.runs) {
-            while out.next_if(|out| out.end <= run.start).is_some() {}
-            while let Some(first) = out.peek().filter(|out| out.start < run.end) {
-                if run.start < first.start {
-                    left.push_back(run.start..first.start);
-                }
-                run.start = first.end.min(run.end);
-                if first.end > run.end {
-                    break;
-                }
-                out.next();
-            }
-            if !run.is_empty() {
-                left.push_back(run);
-            }
-        }
-        self.runs = left;
-    }
-}
 
 impl Balloon {
     /// Takes buffers, and gives back the ranges that `runs` finds in each before the next one is taken.
@@ -100,27 +62,5 @@ impl Balloon {
         ring.add_used(pending.head, 0)?;
         state.pending = None;
         Ok(true)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranges_that_are_left_out_of_runs_may_lie_anywhere() {
-        let cases = [
-            (vec![], vec![10..20, 30..40]),
-            (vec![0..10, 20..30, 40..50], vec![10..20, 30..40]),
-            (vec![12..14, 16..18], vec![10..12, 14..16, 18..20, 30..40]),
-            (vec![15..35], vec![10..15, 35..40]),
-            (vec![0..12, 18..32, 38..60], vec![12..18, 32..38]),
-            (vec![5..50], vec![]),
-        ];
-        for (out, left) in cases {
-            let mut pending = Pending::new(0, vec![10..20, 30..40]);
-            pending.leave_out(&out);
-            assert_eq!(pending.runs, left, "{out:?}");
-        }
     }
 }

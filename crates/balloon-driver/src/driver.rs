@@ -1,61 +1,17 @@
-//! A model of Linux's balloon driver, for tests and demonstrations (feature `driver`).
-//!
-//! It acts on the device as the real driver does, over real rings: arrays of 256 page numbers, one buffer for
-//! statistics, free blocks that it holds until the device sends DONE and that its shrinker takes back *without
-//! notifying the device*, reports of up to 32 blocks. It sends lists without waiting: ids and blocks go onto the ring
-//! as long as there is room, and the id of each list overwrites that of the previous one. [`Pages`] provides the
-//! guest's free pages.
-//!
-//! A [`Machine`] connects driver and device, as a bus does in a VMM; its device may be behind a vhost-user server
-//! (`FrontEnd`, which also needs the feature `vhost-user`). Its queues are processed either by a separate thread
-//! ([`Machine::worker`]), or by the driver when it waits ([`Machine::work_if_no_worker`]), so that a test controls
-//! every step.
-//!
-//! ```
-//! use std::sync::{Arc, Mutex};
-//! use limosa_balloon::driver::{Blocks, Driver, Machine, RINGS};
-//! use limosa_balloon::{Balloon, Features, GuestRam, Options, Strategy};
-//! use limosa_memory::{BlockOptions, GuestMemory};
-//! use vm_memory::{GuestAddress, GuestMemoryMmap};
-//!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let memory = Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 64 << 20).map()?])?);
-//! let balloon = Arc::new(Balloon::new(Options::default()));
-//! balloon.memory(Arc::new(GuestRam::new(memory, Strategy::Auto)));
-//!
-//! // The rings may lie anywhere, here outside of what moves.
-//! let rings = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(1 << 40), RINGS)])?;
-//! let machine = Machine::new(balloon.clone(), Arc::new(rings), 1 << 40);
-//! let free = Arc::new(Mutex::new(Blocks::new(16 << 20..64 << 20)));
-//! let mut driver = Driver::probe(machine, free, Features::default())?;
-//!
-//! balloon.set_target(48 << 20)?;
-//! while driver.poll()? {}
-//! assert_eq!(balloon.size().actual, 48 << 20);
-//! assert_eq!(balloon.counters().discarded_bytes, 16 << 20);
-//! # Ok(()) }
-//! ```
+//! The driver: what it does about its queues and about the device's configuration.
 
-#[cfg(feature = "vhost-user")]
-mod front_end;
-mod machine;
-mod pages;
-mod queue;
-
-use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use limosa_balloon::{Features, Role};
 use limosa_page::PAGE_SIZE;
+use parking_lot::{Mutex, MutexGuard};
 use vm_memory::GuestMemory;
 
-use crate::layout::{Features, Role};
-#[cfg(feature = "vhost-user")]
-pub use front_end::{FrontEnd, FrontEndError};
-pub use machine::{DriverNotifier, Machine, RemoteDevice, Worker};
-pub use pages::{Blocks, Pages};
-use queue::{Buffer, DriverQueue};
-pub use queue::{QUEUE, RINGS, RingError};
+use crate::machine::Machine;
+use crate::pages::Pages;
+use crate::queue::{BUFFER, Buffer, DriverQueue, RingError};
+use crate::shrinker::Shrinker;
 
 /// Number of page numbers of an array (`VIRTIO_BALLOON_ARRAY_PFNS_MAX`).
 const ARRAY: usize = 256;
@@ -91,38 +47,15 @@ pub struct Driver<M, P> {
     /// Page numbers in the balloon.
     balloon: Vec<u32>,
     array: usize,
+    /// Bytes of a hinted block.
+    block: u64,
     held: Shrinker,
     /// The command of the last list, or of the one that is being sent.
     command: u32,
     /// Whether its list is not complete.
-    telling: bool,
+    listing: bool,
     /// The machine's count of events before the last look at the queues.
     seen: u64,
-}
-
-/// Takes back, when memory is short, the free blocks that the driver holds because the device has not sent DONE.
-#[derive(Debug, Clone, Default)]
-pub struct Shrinker {
-    held: Arc<Mutex<Vec<Range<u64>>>>,
-}
-
-impl Shrinker {
-    /// Takes back up to `blocks` of them, the last ones first, without notifying the device: the guest may write them
-    /// at once.
-    pub fn take_back(&self, blocks: usize) -> Vec<Range<u64>> {
-        let mut held = self.lock();
-        let rest = held.len().saturating_sub(blocks);
-        held.split_off(rest)
-    }
-
-    /// Number of these blocks.
-    pub fn held(&self) -> usize {
-        self.lock().len()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
@@ -153,9 +86,10 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
             queues,
             balloon: Vec::new(),
             array: ARRAY,
+            block: BLOCK,
             held: Shrinker::default(),
             command: DONE,
-            telling: false,
+            listing: false,
             seen: 0,
         };
         driver.give_statistics()?;
@@ -165,7 +99,14 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     /// Number of page numbers of an array: up to 16,384, if not Linux's 256.
     #[must_use]
     pub fn with_arrays_of(mut self, numbers: usize) -> Self {
-        self.array = numbers.clamp(1, queue::BUFFER / 4);
+        self.array = numbers.clamp(1, BUFFER / 4);
+        self
+    }
+
+    /// Bytes of a hinted block, if not Linux's [`BLOCK`].
+    #[must_use]
+    pub fn with_blocks_of(mut self, bytes: u64) -> Self {
+        self.block = bytes;
         self
     }
 
@@ -193,9 +134,9 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         self.seen = self.machine.events();
         let sized = self.resize()?;
         let hinted = self.hint()?;
-        let told = self.statistics()?;
+        let filled = self.statistics()?;
         self.machine.work_if_no_worker();
-        Ok(sized || hinted || told)
+        Ok(sized || hinted || filled)
     }
 
     /// Waits until there may be new work since the last [`poll`](Self::poll), for at most `time`.
@@ -220,7 +161,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         }
         if !blocks.is_empty() {
             let buffers: Vec<_> = blocks.iter().map(|block| Buffer::writable(block.start, length)).collect();
-            self.tell(Role::Reporting, &buffers)?;
+            self.send(Role::Reporting, &buffers)?;
             let mut pages = self.pages();
             blocks.iter().for_each(|block| pages.free(block.clone()));
         }
@@ -244,7 +185,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     }
 
     fn pages(&self) -> MutexGuard<'_, P> {
-        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pages.lock()
     }
 
     fn queue(&mut self, role: Role) -> Option<&mut DriverQueue<M>> {
@@ -256,7 +197,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     }
 
     /// Makes buffers available and waits until the device has used them.
-    fn tell(&mut self, role: Role, buffers: &[Buffer]) -> Result<(), RingError> {
+    fn send(&mut self, role: Role, buffers: &[Buffer]) -> Result<(), RingError> {
         let machine = Arc::clone(&self.machine);
         let Some(queue) = self.queue(role) else { return Ok(()) };
         let Some(head) = queue.add(buffers)? else { return Ok(()) };
@@ -293,12 +234,12 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         }
         self.send_array(Role::Inflate, &numbers)?;
         self.balloon.extend(numbers);
-        self.say_actual();
+        self.write_actual();
         Ok(true)
     }
 
-    fn deflate(&mut self, superfluous: usize) -> Result<bool, RingError> {
-        let rest = self.balloon.len() - superfluous.min(self.array).min(self.balloon.len());
+    fn deflate(&mut self, surplus: usize) -> Result<bool, RingError> {
+        let rest = self.balloon.len() - surplus.min(self.array).min(self.balloon.len());
         let numbers = self.balloon.split_off(rest);
         if numbers.is_empty() {
             return Ok(false);
@@ -310,7 +251,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
             pages.free(start..start + PAGE_SIZE);
         }
         drop(pages);
-        self.say_actual();
+        self.write_actual();
         Ok(true)
     }
 
@@ -318,10 +259,10 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         let Some(queue) = self.queue(role) else { return Ok(()) };
         let buffer = queue.fill(0, &bytes)?;
-        self.tell(role, &[buffer])
+        self.send(role, &[buffer])
     }
 
-    fn say_actual(&self) {
+    fn write_actual(&self) {
         let actual = u32::try_from(self.balloon.len()).unwrap_or(u32::MAX);
         self.machine.write_config(ACTUAL, actual);
     }
@@ -354,7 +295,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
             return Ok(false);
         }
         let command = self.config(COMMAND);
-        if self.telling && command != self.command {
+        if self.listing && command != self.command {
             self.end_list()?;
         }
         if command == DONE {
@@ -366,44 +307,44 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         }
         if command != STOP && command != self.command {
             self.command = command;
-            self.telling = true;
+            self.listing = true;
             self.send_id(ID, command)?;
         }
-        let mut told = false;
+        let (mut hinted, block) = (false, self.block);
         for _ in 0..HINTS {
-            if !self.telling {
+            if !self.listing {
                 break;
             }
-            let Some(start) = self.pages().allocate(BLOCK) else {
+            let Some(start) = self.pages().allocate(block) else {
                 self.end_list()?;
                 return Ok(true);
             };
             if !self.send_block(start)? {
-                self.pages().free(start..start + BLOCK);
+                self.pages().free(start..start + block);
                 break;
             }
             // From here on the shrinker may take it, also before the device has seen it.
-            self.held.lock().push(start..start + BLOCK);
-            told = true;
+            self.held.hold(start..start + block);
+            hinted = true;
         }
-        Ok(told)
+        Ok(hinted)
     }
 
     /// Returns whether there was room for it.
     fn send_block(&mut self, start: u64) -> Result<bool, RingError> {
-        let machine = Arc::clone(&self.machine);
+        let (machine, block) = (Arc::clone(&self.machine), self.block);
         let Some(queue) = self.queue(Role::Hint) else { return Ok(false) };
         // The last descriptor is for the end of the list.
         let room = queue.room()? > 1;
         if room {
-            queue.add(&[Buffer::writable(start, BLOCK)])?;
+            queue.add(&[Buffer::writable(start, block)])?;
             machine.kick(queue.number());
         }
         Ok(room)
     }
 
     fn end_list(&mut self) -> Result<(), RingError> {
-        self.telling = false;
+        self.listing = false;
         self.send_id(END, STOP)
     }
 

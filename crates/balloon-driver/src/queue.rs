@@ -9,7 +9,7 @@ use vm_memory::{Bytes as _, GuestAddress, GuestMemory};
 /// Descriptors of a queue, as of user-mode Linux.
 pub const QUEUE: u16 = 256;
 /// Bytes of a queue's buffer area.
-pub(super) const BUFFER: usize = 64 << 10;
+pub(crate) const BUFFER: usize = 64 << 10;
 /// Bytes of a queue without its buffers.
 const AREA: usize = 8 << 10;
 
@@ -17,7 +17,7 @@ const AREA: usize = 8 << 10;
 const AVAILABLE: u64 = 16 * QUEUE as u64;
 const USED: u64 = AVAILABLE + 1024;
 /// Bytes from one queue to the next.
-pub(super) const STRIDE: u64 = (AREA + BUFFER) as u64;
+pub(crate) const STRIDE: u64 = (AREA + BUFFER) as u64;
 
 /// Bytes of memory that the rings and buffers of a driver take.
 pub const RINGS: usize = 5 * (AREA + BUFFER);
@@ -31,7 +31,7 @@ const WRITE: u16 = 2;
 pub struct RingError(String);
 
 impl RingError {
-    pub(super) fn gone() -> Self {
+    pub(crate) fn gone() -> Self {
         Self("the device is gone".into())
     }
 }
@@ -50,21 +50,21 @@ impl From<virtio_queue::Error> for RingError {
 
 /// A descriptor.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Buffer {
+pub(crate) struct Buffer {
     address: u64,
     length: u32,
     writable: bool,
 }
 
 impl Buffer {
-    pub(super) fn writable(address: u64, length: u64) -> Self {
+    pub(crate) fn writable(address: u64, length: u64) -> Self {
         Self { address, length: u32::try_from(length).unwrap_or(u32::MAX), writable: true }
     }
 }
 
 /// A queue.
 #[derive(Debug)]
-pub(super) struct DriverQueue<M> {
+pub(crate) struct DriverQueue<M> {
     memory: Arc<M>,
     base: u64,
     number: usize,
@@ -77,14 +77,14 @@ pub(super) struct DriverQueue<M> {
 }
 
 impl<M: GuestMemory> DriverQueue<M> {
-    pub(super) fn new(memory: Arc<M>, base: u64, number: usize) -> Result<Self, RingError> {
+    pub(crate) fn new(memory: Arc<M>, base: u64, number: usize) -> Result<Self, RingError> {
         memory.write_slice(&[0; AREA], GuestAddress(base))?;
         let chains = vec![Vec::new(); usize::from(QUEUE)];
         Ok(Self { memory, base, number, free: (0..QUEUE).rev().collect(), chains, available: 0, used: 0 })
     }
 
-    /// The queue as the device is to set it up.
-    pub(super) fn for_device(&self) -> Result<Queue, RingError> {
+    /// The queue, for the device to set it up.
+    pub(crate) fn for_device(&self) -> Result<Queue, RingError> {
         let mut queue = Queue::new(QUEUE)?;
         queue.try_set_desc_table_address(GuestAddress(self.base))?;
         queue.try_set_avail_ring_address(GuestAddress(self.base + AVAILABLE))?;
@@ -93,25 +93,25 @@ impl<M: GuestMemory> DriverQueue<M> {
         Ok(queue)
     }
 
-    pub(super) fn number(&self) -> usize {
+    pub(crate) fn number(&self) -> usize {
         self.number
     }
 
     /// Puts bytes into the buffer area, to be read by the device.
-    pub(super) fn fill(&self, at: u64, bytes: &[u8]) -> Result<Buffer, RingError> {
+    pub(crate) fn fill(&self, at: u64, bytes: &[u8]) -> Result<Buffer, RingError> {
         let address = self.base + AREA as u64 + at;
         self.memory.write_slice(bytes, GuestAddress(address))?;
         Ok(Buffer { address, length: u32::try_from(bytes.len()).unwrap_or(u32::MAX), writable: false })
     }
 
     /// Number of free descriptors, after those that the device has used are taken back.
-    pub(super) fn room(&mut self) -> Result<usize, RingError> {
+    pub(crate) fn room(&mut self) -> Result<usize, RingError> {
         while self.used()?.is_some() {}
         Ok(self.free.len())
     }
 
     /// Makes a chain of buffers available; returns its head. `None`: there are not enough descriptors.
-    pub(super) fn add(&mut self, buffers: &[Buffer]) -> Result<Option<u16>, RingError> {
+    pub(crate) fn add(&mut self, buffers: &[Buffer]) -> Result<Option<u16>, RingError> {
         let Some(rest) = self.free.len().checked_sub(buffers.len()) else { return Ok(None) };
         let chain = self.free.split_off(rest);
         let Some(head) = chain.first().copied() else { return Ok(None) };
@@ -137,7 +137,7 @@ impl<M: GuestMemory> DriverQueue<M> {
     }
 
     /// The next chain that the device has used: its head.
-    pub(super) fn used(&mut self) -> Result<Option<u16>, RingError> {
+    pub(crate) fn used(&mut self) -> Result<Option<u16>, RingError> {
         let index = self.memory.load::<u16>(GuestAddress(self.base + USED + 2), Ordering::Acquire)?;
         if u16::from_le(index) == self.used {
             return Ok(None);
