@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::Options;
+use crate::options::Options;
 use crate::process::Process;
 use crate::scratch::Scratch;
 

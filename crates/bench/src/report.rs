@@ -270,6 +270,11 @@ fn to_f64(value: u64) -> f64 {
     value as f64
 }
 
+/// Names a size in GiB, or in MiB if it is not a whole number of GiB.
+pub(crate) fn gib_or_mib(bytes: u64) -> String {
+    if bytes.is_multiple_of(1 << 30) { format!("{} GiB", bytes >> 30) } else { format!("{} MiB", bytes >> 20) }
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;

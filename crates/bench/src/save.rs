@@ -14,12 +14,12 @@ use anyhow::{Context, Result, ensure};
 use limosa_qemu::monitor::MigrationStatus;
 use serde_json::Value;
 
-use crate::Options;
 use crate::content::random_memory;
 use crate::frame::{Contestant, Frame, interleave};
 use crate::limosa::Prepared;
 use crate::machine::Machine;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
+use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::scratch::Scratch;
 use crate::socket_pair::{WIDE, pair};

@@ -12,14 +12,14 @@ use std::cell::RefCell;
 use anyhow::Result;
 use limosa_channel::ZeroCopy;
 
-use crate::Options;
 use crate::caches::Caches;
 use crate::content::random_memory;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::namespaces::Cable;
-use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
-use crate::stream::{Link, SENDER_PER_GIB, SendOptions, Stage, Stress, words};
+use crate::options::Options;
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib, ratio};
+use crate::stream::{Link, SENDER_PER_GIB, SendOptions, Stage, Stress};
 
 /// Multifd channels.
 const CHANNELS: [u8; 4] = [1, 2, 4, 8];
@@ -43,7 +43,7 @@ struct Cell {
 impl Cell {
     fn case(&self) -> String {
         let stressed = if self.stressed { ", every core busy" } else { "" };
-        format!("{} over {}{stressed}", words(self.memory), self.link.name())
+        format!("{} over {}{stressed}", gib_or_mib(self.memory), self.link.name())
     }
 
     fn methods(&self) -> impl Iterator<Item = ZeroCopy> {
@@ -65,7 +65,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let cable = Cable::lay().map_err(|error| format!("no network namespaces: {error:#}"));
     let cells: Vec<Cell> =
         [false, true].into_iter().flat_map(|stressed| Link::ALL.map(|link| Cell { memory, link, stressed })).collect();
-    options.tell(&format!("filling {}", words(memory)));
+    options.tell(&format!("filling {}", gib_or_mib(memory)));
     let content = random_memory(memory)?;
     let stage = Stage::new(options, &content, memory, cable.as_ref().ok())?;
     let stress = RefCell::new(Stress::start()?);

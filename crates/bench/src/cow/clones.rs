@@ -14,8 +14,7 @@ use limosa_storage::{Buffer, CacheMode, Create, Storage, block_on};
 use rustix::fs::{Advice, fadvise};
 
 use super::image::{Base, Shape, Through, Under, open};
-use super::load::Load;
-use super::{Cell, words};
+use super::load::{Cell, Load, size_name};
 
 pub(super) const COPIED: &str = "copied";
 pub(super) const CLONED: &str = "cloned";
@@ -48,7 +47,7 @@ pub(super) fn cells(size: u64) -> Vec<Cell> {
             let count = ((size / 2) / step).min(500);
             let load = Load { count, depth: 4, size: 4096, offset: 4096, step: Some(step), durable: true, queues: 1 };
             let shape = Shape { cluster, subclusters: false, under: Under::Backing, hard_disk: false, through };
-            let case = format!("clones: 4K in {} clusters, {}", words(cluster), through.name());
+            let case = format!("clones: 4K in {} clusters, {}", size_name(cluster), through.name());
             cells.push(Cell { case, shape, load, stock: false });
         }
     }

@@ -5,10 +5,9 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 use super::image::Base;
-use super::stock::qemu_img;
-use super::text;
-use crate::Options;
+use super::stock::{qemu_img, text};
 use crate::measure::{Measured, Stopwatch};
+use crate::options::Options;
 
 const WORDS: [&str; 9] = ["convert", "-f", "qcow2", "-O", "qcow2", "-t", "none", "-T", "none"];
 

@@ -9,9 +9,26 @@ use limosa_image::qcow2::Qcow2Options;
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::{Buffer, CacheMode, Create, FileCounters, Storage, block_on};
 
-use super::IOPS;
 use super::image::{Base, Copies, Shape, open};
 use crate::measure::{Measured, Stopwatch, millis};
+
+/// Requests a second.
+pub(super) const IOPS: &str = "iops";
+
+/// What a load is put on, and where.
+#[derive(Debug, Clone)]
+pub(super) struct Cell {
+    pub(super) case: String,
+    pub(super) shape: Shape,
+    pub(super) load: Load,
+    /// Whether stock QEMU can put the same load on the same image.
+    pub(super) stock: bool,
+}
+
+/// Names a size in MiB, or in KiB if it is not a whole number of MiB.
+pub(super) fn size_name(bytes: u64) -> String {
+    if bytes.is_multiple_of(1 << 20) { format!("{}M", bytes >> 20) } else { format!("{}K", bytes >> 10) }
+}
 
 /// Writes.
 #[derive(Debug, Clone)]

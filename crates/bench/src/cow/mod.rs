@@ -14,17 +14,15 @@ mod load;
 mod split;
 mod stock;
 
-use std::path::Path;
-
 use anyhow::{Result, ensure};
 use limosa_image::qcow2::Qcow2Options;
 
 use self::image::{Base, Copies, Shape, Through, Under};
-use self::load::Load;
-use crate::Options;
+use self::load::{Cell, IOPS, Load, size_name};
 use crate::frame::{Contestant, Frame, Run, Series, interleave};
 use crate::machine::Machine;
 use crate::measure::Measured;
+use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Spread, Target, ratio};
 use crate::scratch::Scratch;
 
@@ -33,24 +31,11 @@ const SPLIT: &str = "split";
 const STOCK: &str = "qemu-img";
 const DEVICE: &str = "device";
 
-/// Requests a second.
-const IOPS: &str = "iops";
-
 const FIRST_BACKED: &str = "first writes, backed";
 const FIRST: &str = "first writes";
 const REWRITES: &str = "rewrites";
 const CONVERT: &str = "convert";
 const HARD_DISK: &str = "hard disk, random, backed";
-
-/// What a load is put on, and where.
-#[derive(Debug, Clone)]
-struct Cell {
-    case: String,
-    shape: Shape,
-    load: Load,
-    /// Whether stock QEMU can put the same load on the same image.
-    stock: bool,
-}
 
 /// Runs the bench.
 pub(crate) fn run(options: &Options) -> Result<Report> {
@@ -127,10 +112,6 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn words(bytes: u64) -> String {
-    if bytes.is_multiple_of(1 << 20) { format!("{}M", bytes >> 20) } else { format!("{}K", bytes >> 10) }
-}
-
 /// Everything that is measured on a disk of so many bytes, with so many sequential requests.
 fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
     let usual = Shape {
@@ -184,7 +165,7 @@ fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
                     Load { count, depth: 4, size: request, offset: 4096, step: Some(step), durable: false, queues: 1 };
                 let what = if subclusters { ", subclusters" } else { "" };
                 let below = if under == Under::Backing { ", backed" } else { "" };
-                let case = format!("{} in {} clusters{what}{below}", words(request), words(cluster));
+                let case = format!("{} in {} clusters{what}{below}", size_name(request), size_name(cluster));
                 cells.push(cell(&case, Shape { cluster, subclusters, under, ..usual }, &load, true));
             }
         }
@@ -236,9 +217,4 @@ fn lower_bound(all: &[Series]) -> Option<f64> {
 #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
 fn iops(run: &Measured) -> f64 {
     run.counters.get(IOPS).copied().unwrap_or_default() as f64
-}
-
-/// The path as stock tools want it.
-fn text(path: &Path) -> Result<&str> {
-    path.to_str().ok_or_else(|| anyhow::anyhow!("{}: not UTF-8", path.display()))
 }

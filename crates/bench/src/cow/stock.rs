@@ -1,13 +1,13 @@
 //! The load, put on by stock `qemu-img bench`.
 
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use super::image::{Base, Shape};
 use super::load::{Load, rated};
-use super::text;
 use crate::measure::{Measured, Stopwatch, millis};
 
 /// Puts it on a fresh image.
@@ -39,4 +39,9 @@ pub(super) fn qemu_img(words: &[String]) -> Result<String> {
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "qemu-img {}: {}: {said}", words.join(" "), output.status);
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The path as stock tools want it.
+pub(super) fn text(path: &Path) -> Result<&str> {
+    path.to_str().ok_or_else(|| anyhow!("{}: not UTF-8", path.display()))
 }

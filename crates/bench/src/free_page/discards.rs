@@ -86,3 +86,8 @@ impl Reclaim for Timed {
         Ok(bytes)
     }
 }
+
+/// Returns the bytes of a guest's memory that are inflated, or touched and freed: all but an eighth.
+pub(super) fn taken(memory: u64) -> u64 {
+    memory / 8 * 7
+}

@@ -9,10 +9,11 @@ use std::cell::RefCell;
 use anyhow::{Context as _, Result};
 use limosa_balloon::Features;
 
-use super::{taken, uml};
-use crate::Options;
+use super::discards::taken;
+use super::uml;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, millis};
+use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::stream::{SendOptions, Source, Transport};
 

@@ -12,8 +12,8 @@ mod uml;
 
 use anyhow::{Result, ensure};
 
-use crate::Options;
 use crate::machine::Machine;
+use crate::options::Options;
 use crate::report::Report;
 
 /// Runs the bench.
@@ -30,9 +30,4 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     model::judge(&mut report, &all, memory);
     migrations::judge(&mut report, &all, real.as_ref().err().map(String::as_str));
     Ok(report)
-}
-
-/// What of a guest's memory is inflated, or touched and freed: all but an eighth.
-fn taken(memory: u64) -> u64 {
-    memory / 8 * 7
 }

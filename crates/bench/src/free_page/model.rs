@@ -10,8 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use limosa_balloon_driver::{Blocks, Driver, FrontEnd, Machine, Pages};
 use limosa_balloon::{Balloon, Features, GuestRam, Options as DeviceOptions, Reclaim as _, Strategy, VhostUserBalloon};
+use limosa_balloon_driver::{Blocks, Driver, FrontEnd, Machine, Pages};
 use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber};
 use limosa_vhost::Server;
@@ -19,14 +19,12 @@ use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 use vm_memory::GuestMemoryMmap;
 
-use super::discards::{Discards, Pieces, Timed};
-use super::taken;
-use crate::Options;
+use super::discards::{Discards, Pieces, Timed, taken};
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, Stopwatch, millis};
-use crate::report::{Report, ratio};
+use crate::options::Options;
+use crate::report::{Report, gib_or_mib, ratio};
 use crate::scratch::Scratch;
-use crate::stream::words;
 
 const HUGE: u64 = 2 << 20;
 const LIMIT: Duration = Duration::from_secs(300);
@@ -52,7 +50,7 @@ const FORMATS: [(ReportFormat, Pieces); 6] = [
 ];
 
 fn case(memory: u64) -> String {
-    format!("{} resident, a model of the driver", words(taken(memory)))
+    format!("{} resident, a model of the driver", gib_or_mib(taken(memory)))
 }
 
 fn variant((format, pieces): (ReportFormat, Pieces)) -> String {

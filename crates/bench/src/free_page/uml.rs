@@ -7,9 +7,9 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -18,16 +18,15 @@ use limosa_balloon::{Balloon, Features, GuestRam, Options as DeviceOptions, Recl
 use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_vhost::{Ram, Server, ServerError, Stopper};
+use parking_lot::{Mutex, MutexGuard};
 
-use super::discards::{Discards, Pieces, Timed};
-use super::taken;
-use crate::Options;
+use super::discards::{Discards, Pieces, Timed, taken};
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, Stopwatch, nanoseconds};
+use crate::options::Options;
 use crate::process::Process;
-use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib, ratio};
 use crate::scratch::Scratch;
-use crate::stream::words;
 
 /// Names the program that runs the guest: `cargo xtask bench` builds it.
 const PROGRAM: &str = "LIMOSA_GUEST";
@@ -53,11 +52,11 @@ const RELEASE: f64 = 4.0;
 const FILTER_US: f64 = 200.0;
 
 fn idle(memory: u64) -> String {
-    format!("idle Linux guest of {}", words(memory))
+    format!("idle Linux guest of {}", gib_or_mib(memory))
 }
 
 fn resident(memory: u64) -> String {
-    format!("{} resident and free", words(taken(memory)))
+    format!("{} resident and free", gib_or_mib(taken(memory)))
 }
 
 /// The program that runs the guest; or why there is none.
@@ -365,8 +364,8 @@ fn told(measured: Measured, ranges: &[Range<u64>]) -> Measured {
 struct List(Mutex<(Vec<Range<u64>>, Option<Instant>)>);
 
 impl List {
-    fn lock(&self) -> std::sync::MutexGuard<'_, (Vec<Range<u64>>, Option<Instant>)> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, (Vec<Range<u64>>, Option<Instant>)> {
+        self.0.lock()
     }
 }
 

@@ -13,10 +13,10 @@ use serde_json::Value;
 
 use super::runs::{RATE, rate};
 use super::stored::Stored;
-use crate::Options;
 use crate::frame::{Frame, Series};
 use crate::limosa::Prepared;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
+use crate::options::Options;
 use crate::report::{Bound, Report, Target, ratio};
 use crate::vm::{Ram, Role, Vm};
 

@@ -15,13 +15,13 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 
 use self::eager::Eager;
-use self::runs::{RATE, Stage, TO_BEAT, TO_GUEST};
+use self::runs::{RATE, RestoreMethod, Stage, TO_BEAT, TO_GUEST};
 use self::stored::Stored;
-use crate::Options;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::measure::Measured;
-use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
+use crate::options::Options;
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib, ratio};
 
 const LAZY: &str = "limosa lazy";
 const LAZY_ONE_CHANNEL: &str = "limosa lazy, --preempt off";
@@ -33,14 +33,6 @@ const POSTCOPY_ONE_CHANNEL: &str = "QEMU postcopy";
 const GUEST_RUNS: &str = "guest runs";
 const FIRST_BEAT: &str = "first beat";
 const ALL_MEMORY: &str = "all memory there";
-
-/// How the VM gets to its destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum RestoreMethod {
-    Limosa { preempt: bool },
-    Eager,
-    Postcopy { preempt: bool },
-}
 
 const METHODS: &[(&str, RestoreMethod)] = &[
     (LAZY, RestoreMethod::Limosa { preempt: true }),
@@ -66,17 +58,12 @@ impl Plan {
         // 4 GiB, because that is what the bound on the time to the guest is for.
         let full = options.size.unwrap_or(4 << 30).next_multiple_of(2 << 20);
         let (wide, content) = (full.saturating_mul(4), full / 64);
-        let wide_case = format!("{} with {} in it", words(wide), words(content));
+        let wide_case = format!("{} with {} in it", gib_or_mib(wide), gib_or_mib(content));
         // Eight contestants: a quarter of the memory is enough for their ratios.
         let eager = (full / 4).next_multiple_of(2 << 20);
-        let eager_case = format!("{} eagerly", words(eager));
-        Self { full, full_case: words(full), wide, content, wide_case, eager, eager_case }
+        let eager_case = format!("{} eagerly", gib_or_mib(eager));
+        Self { full, full_case: gib_or_mib(full), wide, content, wide_case, eager, eager_case }
     }
-}
-
-/// Bytes of memory for people.
-fn words(bytes: u64) -> String {
-    if bytes.is_multiple_of(1 << 30) { format!("{} GiB", bytes >> 30) } else { format!("{} MiB", bytes >> 20) }
 }
 
 /// Runs the bench.
@@ -90,7 +77,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let mut all = in_parts(lazy);
     all.extend(eager);
     let mut report = Report::new("restore", machine, options.rounds, &all);
-    let no_room = (!room).then(|| format!("a VM of {} does not fit into this machine", words(plan.wide)));
+    let no_room = (!room).then(|| format!("a VM of {} does not fit into this machine", gib_or_mib(plan.wide)));
     compare(&mut report, &all, &[&plan.full_case, &plan.wide_case]);
     judge(&mut report, &all, &plan, lacking.as_deref(), no_room.as_deref());
     eager::judge(&mut report, &all, &plan.eager_case, lacking.as_deref().unwrap_or(NOT_RUN));

@@ -8,13 +8,20 @@ use limosa_page::to_micros;
 use limosa_qemu::monitor::{MigrationStatus, Settings};
 use serde_json::Value;
 
-use super::RestoreMethod;
 use super::stored::{Stored, wait_beat};
-use crate::Options;
 use crate::frame::Frame;
 use crate::limosa::Prepared;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
+use crate::options::Options;
 use crate::vm::{Ram, Role, Vm};
+
+/// How the VM gets to its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RestoreMethod {
+    Limosa { preempt: bool },
+    Eager,
+    Postcopy { preempt: bool },
+}
 
 /// Microseconds until the guest ran.
 pub(super) const TO_GUEST: &str = "to_guest_us";

@@ -10,10 +10,10 @@ use limosa_page::to_usize;
 use rustix::fs::{SeekFrom, seek, sendfile};
 use serde_json::Value;
 
-use crate::Options;
 use crate::content::{fill_random, random_memory};
 use crate::guest::BEAT;
 use crate::limosa::Prepared;
+use crate::options::Options;
 use crate::scratch::Scratch;
 use crate::vm::{Ram, Role, Vm};
 

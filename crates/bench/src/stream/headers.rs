@@ -3,13 +3,12 @@
 
 use limosa_channel::ZeroCopy;
 
-use super::ends::SendOptions;
+use super::send_options::SendOptions;
 use super::stage::{Link, Stage};
-use super::words;
-use crate::Options;
 use crate::caches::Caches;
 use crate::frame::{Contestant, Frame, Series};
-use crate::report::{Report, ratio};
+use crate::options::Options;
+use crate::report::{Report, gib_or_mib, ratio};
 
 const RECORDS: &str = "1 page, a record";
 
@@ -17,7 +16,7 @@ const RECORDS: &str = "1 page, a record";
 const PACKETS: [(&str, usize); 3] = [("1 page, a packet", 1), ("64 pages, a packet", 64), ("128 pages, a packet", 128)];
 
 fn case(memory: u64) -> String {
-    format!("headers, {}, cold, over tcp", words(memory))
+    format!("headers, {}, cold, over tcp", gib_or_mib(memory))
 }
 
 /// Those that are wanted.

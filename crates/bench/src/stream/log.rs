@@ -13,9 +13,9 @@ use limosa_memory::dirty::{DirtyLog, DirtyPages, VhostLog};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_page::{PAGE_SIZE, PageRange};
 
-use crate::Options;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, thread_cpu};
+use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, figure};
 
 const GUEST: u64 = 1 << 40;

@@ -14,8 +14,10 @@ mod neighbour;
 mod plain;
 mod qemu;
 mod records;
+mod send_options;
 mod sparse;
 mod stage;
+mod transport;
 mod vectors;
 
 use std::cell::RefCell;
@@ -23,60 +25,26 @@ use std::cell::RefCell;
 use anyhow::{Result, ensure};
 use limosa_channel::ZeroCopy;
 
-pub use ends::serve as serve_end;
-pub(crate) use ends::{SendOptions, Source, Stress, ZeroPages};
+pub use ends::{END, serve as serve_end};
+pub(crate) use ends::{Source, Stress};
+pub(crate) use send_options::{SendOptions, ZeroPages};
 pub(crate) use stage::{Link, Stage};
+use transport::{RECEIVER, SENDER};
+pub(crate) use transport::{SENDER_PER_GIB, Transport};
 
-use crate::Options;
 use crate::content::random_memory;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::namespaces::Loopback;
-use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
+use crate::options::Options;
+use crate::report::{Bound, NOT_RUN, Report, Target, gib_or_mib, ratio};
 use crate::vm::{Ram, Role, Vm};
-
-/// Milliseconds of CPU of the sending and of the receiving process.
-const SENDER: &str = "sender_cpu_ms";
-const RECEIVER: &str = "receiver_cpu_ms";
-
-/// Microseconds of CPU of the sending process for each GiB of memory.
-pub(crate) const SENDER_PER_GIB: &str = "sender_cpu_us_per_gib";
-
-/// Nanoseconds of CPU of both processes for each page that has contents.
-const PER_PAGE: &str = "cpu_ns_per_page";
-
-/// The hidden bench that the processes of this one are.
-pub const END: &str = "stream-end";
 
 /// Multifd channels.
 const CHANNELS: [u8; 3] = [1, 2, 4];
 
-/// How the two processes are connected.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Transport {
-    /// Over the loopback interface.
-    Tcp,
-    Unix,
-}
-
-impl Transport {
-    const ALL: [Self; 2] = [Self::Tcp, Self::Unix];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Tcp => "tcp",
-            Self::Unix => "unix",
-        }
-    }
-}
-
-/// Bytes of memory for people.
-pub(crate) fn words(bytes: u64) -> String {
-    if bytes.is_multiple_of(1 << 30) { format!("{} GiB", bytes >> 30) } else { format!("{} MiB", bytes >> 20) }
-}
-
 fn case(memory: u64, transport: Transport) -> String {
-    format!("{} over {}", words(memory), transport.name())
+    format!("{} over {}", gib_or_mib(memory), transport.name())
 }
 
 /// Who sends and receives.

@@ -15,17 +15,17 @@ use anyhow::{Context, Result, anyhow};
 use limosa_channel::ZeroCopy;
 use limosa_page::to_usize;
 
-use super::ends::{Neighbour, SendOptions};
+use super::ends::Neighbour;
 use super::records::{COPIED, GATHERED, GIGABIT};
+use super::send_options::SendOptions;
 use super::stage::{Link, Stage};
-use super::words;
-use crate::Options;
 use crate::caches::{self, Caches};
 use crate::frame::{Contestant, Frame, Series};
 use crate::measure::{Measured, thread_cpu};
+use crate::options::Options;
 use crate::process::first_core;
 use crate::raw::Mapping;
-use crate::report::{Report, ratio};
+use crate::report::{Report, gib_or_mib, ratio};
 
 /// Picoseconds of its CPU for a step.
 const STEP: &str = "neighbour_ps_per_step";
@@ -43,7 +43,7 @@ const LINE: usize = 64;
 const STEPS: u64 = 1 << 16;
 
 fn case(memory: u64) -> String {
-    format!("neighbour of {}, cold, over tcp at 1 GbE", words(memory))
+    format!("neighbour of {}, cold, over tcp at 1 GbE", gib_or_mib(memory))
 }
 
 fn variant(way: &str) -> String {

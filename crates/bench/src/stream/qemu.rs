@@ -7,11 +7,11 @@ use std::time::SystemTime;
 use anyhow::{Context, Result};
 use limosa_qemu::monitor::{MigrationStatus, Settings};
 
-use super::Transport;
-use crate::Options;
+use super::transport::{RECEIVER, SENDER, Transport};
 use crate::frame::Frame;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
 use crate::namespaces::Loopback;
+use crate::options::Options;
 use crate::vm::{Ram, Role, Vm};
 
 /// A VM that is sent, and between which ends.
@@ -58,8 +58,8 @@ pub(super) fn run(options: &Options, sender: Sender<'_>, frame: &Frame) -> Resul
     let wall = end.duration_since(begin).context("the clock was set back meanwhile")?;
     let pages = source.monitor.migration()?.ram.map_or(0, |ram| ram.normal);
     Ok(Measured { wall, ..measured }
-        .with(super::SENDER, millis(sender_cpu))
-        .with(super::RECEIVER, millis(receiver_cpu))
+        .with(SENDER, millis(sender_cpu))
+        .with(RECEIVER, millis(receiver_cpu))
         .with("pages", pages))
 }
 

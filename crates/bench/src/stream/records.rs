@@ -6,13 +6,12 @@
 
 use std::num::NonZeroU64;
 
-use super::ends::SendOptions;
+use super::send_options::SendOptions;
 use super::stage::{Link, Stage};
-use super::words;
-use crate::Options;
 use crate::caches::Caches;
 use crate::frame::{Contestant, Frame, Series};
-use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
+use crate::options::Options;
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib, ratio};
 
 /// What a line of 1 Gbit/s carries, bytes a second: limosa's own limit stands for the line.
 pub(super) const GIGABIT: Option<NonZeroU64> = NonZeroU64::new(125_000_000);
@@ -52,7 +51,7 @@ impl Cell {
         let Self { memory, contents, caches, link, limited } = *self;
         let half = if contents == Contents::Half { ", half zero" } else { "" };
         let limit = if limited { " at 1 GbE" } else { "" };
-        format!("records, {}{half}, {}, over {}{limit}", words(memory), caches.name(), link.name())
+        format!("records, {}{half}, {}, over {}{limit}", gib_or_mib(memory), caches.name(), link.name())
     }
 
     /// The cells of such memory. What is larger than all caches cannot be hot, and tells nothing new at 1 Gbit/s or

@@ -11,12 +11,13 @@ use anyhow::{Context, Result};
 use limosa_page::{PAGE_LEN, to_u64};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::ends::{SendOptions, Source};
-use super::{PER_PAGE, Transport, words};
-use crate::Options;
+use super::ends::Source;
+use super::send_options::SendOptions;
+use super::transport::{PER_PAGE, Transport};
 use crate::content::fill_random;
 use crate::frame::{Contestant, Frame, Series, interleave};
-use crate::report::{Bound, NOT_RUN, Report, Target, figure};
+use crate::options::Options;
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib};
 
 /// How often the size of the full memory.
 const TIMES: [u64; 3] = [1, 4, 16];
@@ -29,14 +30,14 @@ const CHANNELS: u8 = 2;
 const FLAT: f64 = 1.2;
 
 fn case(memory: u64) -> String {
-    format!("{}, one page of {EVERY}", words(memory))
+    format!("{}, one page of {EVERY}", gib_or_mib(memory))
 }
 
 pub(super) fn rounds(options: &Options, memory: u64) -> Result<Vec<Series>> {
     let sizes = TIMES.map(|times| memory.saturating_mul(times));
     let mut sources = Vec::new();
     for size in sizes.into_iter().filter(|size| options.wants(&case(*size), VARIANT)) {
-        options.tell(&format!("filling one page of {EVERY} of {}", words(size)));
+        options.tell(&format!("filling one page of {EVERY} of {}", gib_or_mib(size)));
         sources.push((size, RefCell::new(Source::start(&sparse(size)?, size, None)?)));
     }
     let run = |size: u64, source: &RefCell<Source<'_>>| {
@@ -77,7 +78,7 @@ pub(super) fn judge(report: &mut Report, all: &[Series], memory: u64) {
     let cost = |times: u64| Some(figure(all, &case(memory.saturating_mul(times)), VARIANT, PER_PAGE)?.median);
     for times in TIMES.into_iter().skip(1) {
         let got = cost(times).zip(cost(1)).map(|(large, small)| large / small);
-        let (large, small) = (words(memory.saturating_mul(times)), words(memory));
+        let (large, small) = (gib_or_mib(memory.saturating_mul(times)), gib_or_mib(memory));
         let name = format!("sparse: CPU for a page of {large} / of {small}");
         report.targets.push(Target::new(name, Bound::AtMost(FLAT), got, NOT_RUN));
     }

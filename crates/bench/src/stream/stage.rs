@@ -6,13 +6,14 @@ use std::fs::File;
 
 use anyhow::{Context, Result};
 
-use super::Transport;
-use super::ends::{SendOptions, Source};
-use crate::Options;
+use super::ends::Source;
+use super::send_options::SendOptions;
+use super::transport::Transport;
 use crate::caches::Caches;
 use crate::frame::Frame;
 use crate::measure::Measured;
 use crate::namespaces::Cable;
+use crate::options::Options;
 use crate::raw::Mapping;
 
 /// Memory that is touched before a run besides what is received, in bytes.

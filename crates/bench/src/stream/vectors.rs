@@ -9,14 +9,14 @@ use limosa_page::PAGE_LEN;
 use super::ends::Neighbour;
 use super::records::{self, Cell, Contents};
 use super::stage::Stage;
-use super::{headers, neighbour, words};
-use crate::Options;
+use super::{headers, neighbour};
 use crate::content::random_memory;
 use crate::frame::{Frame, Series, interleave};
 use crate::namespaces::Cable;
+use crate::options::Options;
 use crate::process::first_core;
 use crate::raw::Mapping;
-use crate::report::Report;
+use crate::report::{Report, gib_or_mib};
 
 /// The published size of the guest, and one that no cache holds.
 const SIZES: [u64; 2] = [512 << 20, 4 << 30];
@@ -76,7 +76,7 @@ impl Vectors {
             if !chased && !by_header && !group.has_wanted(options) {
                 continue;
             }
-            options.tell(&format!("filling {}", words(memory)));
+            options.tell(&format!("filling {}", gib_or_mib(memory)));
             let content = content(memory, group.contents)?;
             let stage = Stage::new(options, &content, memory, self.cable.as_ref().ok())?;
             let neighbour = chased.then(|| Neighbour::start(first_core()?)).transpose()?.map(RefCell::new);

@@ -10,10 +10,10 @@ use limosa_memory::{BlockOptions, MemoryBlock};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageKind, PageRange, ScanRanges, ZeroMethod};
 use rustix::fs::fstat;
 
-use crate::Options;
 use crate::content::fill_random;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, Stopwatch};
+use crate::options::Options;
 use crate::report::{Report, ratio};
 
 /// Bytes of the guest, if nothing was said of cold pages: half of those.

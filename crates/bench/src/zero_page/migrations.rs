@@ -4,8 +4,8 @@
 use anyhow::Result;
 
 use super::guest::Guest;
-use crate::Options;
 use crate::frame::{Contestant, Frame, Series, interleave};
+use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::stream::{SendOptions, Source, Transport, ZeroPages};
 

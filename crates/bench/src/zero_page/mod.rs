@@ -15,9 +15,9 @@ use anyhow::{Result, ensure};
 
 pub(crate) use self::guest::{Guest, Spent};
 
-use crate::Options;
 use crate::frame::Series;
 use crate::machine::Machine;
+use crate::options::Options;
 use crate::report::Report;
 
 /// Runs the bench.

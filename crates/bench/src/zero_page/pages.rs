@@ -14,10 +14,10 @@ use limosa_page::{GuestPages, PAGE_LEN, PAGE_SIZE, PageKind, Scan, ZeroMethod, i
 
 use super::contents::Contents;
 use super::loops;
-use crate::Options;
 use crate::caches;
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, Stopwatch, nanoseconds};
+use crate::options::Options;
 use crate::raw::Mapping;
 use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
 

@@ -22,8 +22,9 @@ use limosa_migrate::{
 use limosa_page::PAGE_SIZE;
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 
+use super::super::send_options::SendOptions;
 use super::super::{neighbour, plain};
-use super::{Answer, Lent, SendOptions, SendOrder, Setup};
+use super::{Answer, Lent, SendOrder, Setup};
 use crate::measure::{nanoseconds, own_cpu};
 use crate::raw::Mapping;
 use crate::zero_page::Spent;
