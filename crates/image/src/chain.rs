@@ -14,7 +14,7 @@ use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::{Policy, Purpose};
 use crate::probe::{Format, probe};
-use crate::qcow2::{Header, Parts, Qcow2, Qcow2Options, SnapshotChoice};
+use crate::qcow2::{self, CheckOptions, CheckReport, Header, Parts, Qcow2, Qcow2Options, Repair, SnapshotChoice};
 use crate::raw::{Raw, RawOptions};
 use crate::reference::{BackingOverride, Reference};
 
@@ -53,7 +53,25 @@ impl OpenOptions {
     }
 }
 
-/// The file of an image, open, and nothing of what it refers to.
+/// An image by name, with the options that it is opened with.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct NamedImage {
+    /// The name.
+    pub reference: Reference,
+    /// The options.
+    pub options: OpenOptions,
+}
+
+impl NamedImage {
+    /// The image of this name, opened with these options.
+    #[must_use]
+    pub const fn new(reference: Reference, options: OpenOptions) -> Self {
+        Self { reference, options }
+    }
+}
+
+/// The file of an image, open, without the files that it refers to.
 #[derive(Debug, Clone)]
 pub struct ImageFile {
     /// How it was named.
@@ -76,12 +94,30 @@ pub enum Image {
 }
 
 impl Image {
-    /// As a disk of any format.
+    /// Returns it as a disk of any format.
     #[must_use]
-    pub fn disk(self) -> Arc<dyn Disk> {
+    pub fn disk(&self) -> Arc<dyn Disk> {
         match self {
-            Self::Raw(raw) => raw,
-            Self::Qcow2(qcow2) => qcow2,
+            Self::Raw(raw) => Arc::clone(raw) as Arc<dyn Disk>,
+            Self::Qcow2(qcow2) => Arc::clone(qcow2) as Arc<dyn Disk>,
+        }
+    }
+
+    /// Returns whether it was probed as raw, without a given format.
+    #[must_use]
+    pub fn is_guessed(&self) -> bool {
+        match self {
+            Self::Raw(raw) => raw.is_guessed(),
+            Self::Qcow2(_) => false,
+        }
+    }
+
+    /// Returns what was repaired when it was opened: [`Qcow2::repaired`].
+    #[must_use]
+    pub fn repaired(&self) -> Option<&CheckReport> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => qcow2.repaired(),
         }
     }
 }
@@ -98,6 +134,19 @@ impl ImageFile {
             None => (probe(&*storage).await?, true),
         };
         Ok(Self { reference: reference.clone(), storage, format, guessed })
+    }
+
+    /// Checks the image, and repairs it if that is asked for; `None`: images of its format have no tables.
+    ///
+    /// # Errors
+    /// As [`check`](qcow2::check()) and [`repair`](qcow2::repair).
+    pub async fn check(&self, repair: Option<Repair>) -> Result<Option<CheckReport>, ImageError> {
+        let (storage, options) = (&*self.storage, CheckOptions::default());
+        match (self.format, repair) {
+            (Format::Raw, _) => Ok(None),
+            (Format::Qcow2, None) => qcow2::check(storage, options).await.map(Some),
+            (Format::Qcow2, Some(what)) => qcow2::repair(storage, what, options).await.map(Some),
+        }
     }
 }
 
@@ -267,7 +316,7 @@ impl Level {
         let Self { file, header, data_file } = self;
         let Some(header) = header else { return Err(file) };
         let data_file = data_file.map(|storage| storage as Arc<dyn Storage>);
-        Ok(Parts { file: file.storage, data_file, backing: backing.map(Image::disk), header })
+        Ok(Parts { file: file.storage, data_file, backing: backing.as_ref().map(Image::disk), header })
     }
 
     async fn attach_backing(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {
@@ -313,8 +362,8 @@ fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Re
 }
 
 fn admit(policy: &Policy, purpose: Purpose, image: &Arc<str>, path: &Path) -> Result<std::path::PathBuf, ImageError> {
-    policy.admit(purpose, path).map_err(|why| {
-        let reference = path.to_string_lossy().into_owned();
+    policy.admit(purpose, path).map_err(|refusal| {
+        let (reference, why) = (path.to_string_lossy().into_owned(), refusal.to_string());
         ImageError::Refused { image: Arc::clone(image), reference, why, untrusted: matches!(policy, Policy::Refuse) }
     })
 }

@@ -6,6 +6,8 @@ use limosa_page::BrokenInvariant;
 use limosa_storage::StorageError;
 
 use crate::offset::GuestOffset;
+use crate::qcow2::CreateOptionsError;
+use crate::reference::ReferenceError;
 
 /// Why an image cannot be opened, read, written or checked.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -61,6 +63,20 @@ pub enum ImageError {
         untrusted: bool,
     },
 
+    /// A name that names no image.
+    #[error(transparent)]
+    Reference(#[from] ReferenceError),
+
+    /// A new image cannot have these options.
+    #[error("{image}: cannot be created")]
+    Options {
+        /// The image: a path.
+        image: Arc<str>,
+        /// The options.
+        #[source]
+        source: CreateOptionsError,
+    },
+
     /// It may not be written.
     #[error("{image} is read-only")]
     ReadOnly {
@@ -83,6 +99,11 @@ pub enum ImageError {
 }
 
 impl ImageError {
+    /// A new image that cannot have these options.
+    pub(crate) fn options(image: impl Into<Arc<str>>, source: CreateOptionsError) -> Self {
+        Self::Options { image: image.into(), source }
+    }
+
     /// Whether the image is damaged: a check tells more, and a repair may help.
     #[must_use]
     pub const fn is_damage(&self) -> bool {

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Which files an image may have opened. What the caller itself names is not asked about.
@@ -38,22 +39,33 @@ impl fmt::Display for Purpose {
     }
 }
 
+/// Why a file may not be opened.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Refusal {
+    /// The image may not have any file opened.
+    #[error("it is not trusted to have {0}")]
+    Untrusted(Purpose),
+    /// The file is not there, or cannot be looked for.
+    #[error("{0}")]
+    Absent(io::Error),
+    /// The file is outside of the allowed directories.
+    #[error("{0} must be in one of the allowed directories")]
+    Outside(Purpose),
+}
+
 impl Policy {
-    /// The path by which the file may be opened.
-    ///
-    /// # Errors
-    /// Why it may not be.
-    pub fn admit(&self, purpose: Purpose, path: &Path) -> Result<PathBuf, String> {
+    /// Returns the path by which the file may be opened.
+    pub(crate) fn admit(&self, purpose: Purpose, path: &Path) -> Result<PathBuf, Refusal> {
         match self {
             Self::Follow => Ok(path.to_owned()),
-            Self::Refuse => Err(format!("it is not trusted to have {purpose}")),
+            Self::Refuse => Err(Refusal::Untrusted(purpose)),
             Self::Within(folders) => {
-                let real = fs::canonicalize(path).map_err(|error| error.to_string())?;
+                let real = fs::canonicalize(path).map_err(Refusal::Absent)?;
                 let inside = |folder: &PathBuf| fs::canonicalize(folder).is_ok_and(|folder| real.starts_with(folder));
                 if folders.iter().any(inside) {
                     return Ok(real);
                 }
-                Err(format!("{purpose} must be in one of the allowed directories"))
+                Err(Refusal::Outside(purpose))
             }
         }
     }
@@ -78,7 +90,10 @@ mod tests {
         assert_eq!(admit("base").unwrap(), fs::canonicalize(inner.join("base")).unwrap());
         assert_eq!(admit("../inner/base").unwrap(), fs::canonicalize(inner.join("base")).unwrap());
         for outside in ["link", "../secret"] {
-            assert_eq!(admit(outside).unwrap_err(), "a backing file must be in one of the allowed directories");
+            assert_eq!(
+                admit(outside).unwrap_err().to_string(),
+                "a backing file must be in one of the allowed directories"
+            );
         }
         assert!(admit("absent").is_err());
     }
@@ -86,7 +101,11 @@ mod tests {
     #[test]
     fn nothing_is_allowed_unless_it_is_said() {
         assert!(
-            Policy::default().admit(Purpose::DataFile, Path::new("/dev/null")).unwrap_err().contains("a data file")
+            Policy::default()
+                .admit(Purpose::DataFile, Path::new("/dev/null"))
+                .unwrap_err()
+                .to_string()
+                .contains("a data file")
         );
         assert_eq!(Policy::Follow.admit(Purpose::Backing, Path::new("a")).unwrap(), Path::new("a"));
     }

@@ -1,49 +1,46 @@
-//! How much of a new image is there from the beginning.
+//! Space that a new image has from the beginning.
 
-use std::fmt;
-use std::str::FromStr;
+use strum::{Display, EnumString};
 
-/// What of a new image, or of the new part of one that grows, is allocated at once: `-o preallocation`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// The part of a new image, or of the added part of one that grows, that is allocated at once: `-o preallocation`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Display, EnumString)]
+#[strum(serialize_all = "lowercase", parse_err_ty = UnknownPreallocation, parse_err_fn = unknown)]
 pub enum Preallocation {
     /// Nothing.
     #[default]
     Off,
-    /// Tables that say where everything will lie; not for raw images.
+    /// The tables of a qcow2 image, with a place for every cluster.
     Metadata,
-    /// Those, and space for everything.
+    /// Tables, and space for all contents.
     Falloc,
-    /// Those, and zeros that have been written everywhere.
+    /// Tables, and contents of zeros that are written.
     Full,
 }
 
 impl Preallocation {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Off, Self::Metadata, Self::Falloc, Self::Full];
+}
 
-    /// As `-o preallocation` has it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Metadata => "metadata",
-            Self::Falloc => "falloc",
-            Self::Full => "full",
+/// A name that no preallocation has.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} must be off, metadata, falloc or full")]
+pub struct UnknownPreallocation(pub String);
+
+fn unknown(name: &str) -> UnknownPreallocation {
+    UnknownPreallocation(name.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn preallocations_have_qemus_names() {
+        for (name, preallocation) in [("off", Preallocation::Off), ("falloc", Preallocation::Falloc)] {
+            assert_eq!((name.parse(), preallocation.to_string().as_str()), (Ok(preallocation), name));
         }
-    }
-}
-
-impl fmt::Display for Preallocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Preallocation {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|preallocation| preallocation.name() == name);
-        found.ok_or_else(|| format!("{name:?} must be off, metadata, falloc or full"))
+        let unknown = "some".parse::<Preallocation>().unwrap_err();
+        assert_eq!(unknown.to_string(), r#""some" must be off, metadata, falloc or full"#);
     }
 }

@@ -198,12 +198,22 @@ async fn reserve(file: &dyn Storage, range: Range<u64>, how: Preallocation) -> R
     Ok(())
 }
 
-/// Makes a raw image of `size` bytes, rounded up to a sector, in `file`, whose contents are lost. A block device has to
-/// be large enough, and keeps what it has.
+/// The options of a new raw image.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CreateOptions {
+    /// Virtual size in bytes; it is rounded up to a sector.
+    pub size: u64,
+    /// The space that is allocated at once.
+    pub preallocation: Preallocation,
+}
+
+/// Creates a raw image in `file`, whose contents are lost. A block device must be large enough, and keeps its contents.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: a device is too small, or metadata are to be allocated; what the storage says.
-pub async fn create(file: &dyn Storage, size: u64, preallocation: Preallocation) -> Result<(), ImageError> {
+pub async fn create(file: &dyn Storage, options: &CreateOptions) -> Result<(), ImageError> {
+    let CreateOptions { size, preallocation } = *options;
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(file.name()), what };
     if preallocation == Preallocation::Metadata {
         return Err(unsupported("a raw image has no metadata; preallocation must be off, falloc or full".into()));

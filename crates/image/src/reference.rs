@@ -126,6 +126,19 @@ impl Reference {
         Self::beside(name, image.parent())
     }
 
+    /// The path of a file that is created, by its name.
+    ///
+    /// # Errors
+    /// As [`named`](Self::named); it is `json:{...}`.
+    pub fn path_named(name: impl AsRef<OsStr>) -> Result<PathBuf, ReferenceError> {
+        let name = name.as_ref();
+        if name.as_bytes().starts_with(b"json:") {
+            let why = "a new image must be given by the path of its file".to_owned();
+            return Err(ReferenceError { name: name.to_string_lossy().into_owned(), why });
+        }
+        Ok(Self::named(name)?.path)
+    }
+
     fn beside(name: &OsStr, folder: Option<&Path>) -> Result<Self, ReferenceError> {
         let fault = |why: String| ReferenceError { name: name.to_string_lossy().into_owned(), why };
         let bytes = name.as_bytes();

@@ -1,9 +1,10 @@
-//! Operations on whole disks: converting, comparing, describing, and measuring their speed.
+//! Operations on whole disks: converting, comparing, describing, resizing, and measuring their speed.
 
 pub mod bench;
 pub mod compare;
 pub mod convert;
 pub mod info;
 mod operation;
+pub mod resize;
 
 pub use operation::{Operation, OperationError, Progress, Watch};

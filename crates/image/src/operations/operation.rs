@@ -51,8 +51,33 @@ impl fmt::Display for Operation {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OperationError {
+    /// An image cannot be opened or created.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// A new target's backing file cannot be opened.
+    #[error("cannot open the backing file {backing}")]
+    Backing {
+        /// Its name.
+        backing: String,
+        /// The cause.
+        source: ImageError,
+    },
+    /// A target cannot share the backing file of several sources.
+    #[error("a target with backing file {backing} needs exactly one source")]
+    SharedBacking {
+        /// The backing file's name.
+        backing: String,
+    },
+    /// The target cannot be closed.
+    #[error("cannot finish {target}")]
+    Finish {
+        /// The target: a path.
+        target: String,
+        /// The cause.
+        source: ImageError,
+    },
     /// A request failed.
-    #[error("error while {doing} at byte {}: {source}", at.0)]
+    #[error("error while {doing} at byte {}", at.0)]
     Failed {
         /// What was being done.
         doing: Operation,

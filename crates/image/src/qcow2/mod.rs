@@ -19,5 +19,5 @@ pub use format::header::{Backing, Compression, Encryption, Header};
 pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
 pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair};
-pub use offline::create::{CreateOptions, create};
+pub use offline::create::{CreateOptions, CreateOptionsError, create};
 pub use offline::resize::{ResizeOptions, resize};

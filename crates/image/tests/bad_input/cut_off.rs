@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use limosa_image::Format;
 use limosa_image::Policy;
-use limosa_image::chain::{Image, OpenOptions, open_image};
+use limosa_image::chain::{OpenOptions, open_image};
 use limosa_image::qcow2::{CreateOptions, Header, create};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::reference::Reference;
@@ -32,7 +32,7 @@ fn contents() -> Vec<u8> {
 
 fn opened(path: &Path, format: Format, read_only: bool) -> Arc<dyn Disk> {
     let options = OpenOptions { format: Some(format), read_only, policy: Policy::Follow, ..OpenOptions::default() };
-    block_on(open_image(&Reference::file(path), &options)).map(Image::disk).unwrap()
+    block_on(open_image(&Reference::file(path), &options)).map(|image| image.disk()).unwrap()
 }
 
 /// An image whose disk is all contents.

@@ -4,8 +4,7 @@
 
 use std::process::ExitCode;
 
-use limosa_image::Format;
-use limosa_image::qcow2::{self, CheckReport, Finding, check, repair};
+use limosa_image::qcow2::{CheckReport, Finding};
 use limosa_storage::block_on;
 use serde_json::{Map, Value, json};
 
@@ -121,16 +120,11 @@ fn status(report: &CheckReport) -> ExitCode {
 }
 
 pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
-    let (source, read_only) = (&options.source, options.repair.is_none());
-    let file = open::file(source, read_only)?;
-    if file.format == Format::Raw {
-        say!("limosa: {}: images of format raw have nothing to check", source.name);
+    let source = &options.source;
+    let file = open::file(source, options.repair.is_none())?;
+    let Some(report) = block_on(file.check(options.repair))? else {
+        say!("limosa: {}: images of format {} have nothing to check", source.name, file.format);
         return Ok(ExitCode::from(NOT_CHECKED));
-    }
-    let (storage, how) = (&*file.storage, qcow2::CheckOptions::default());
-    let report = match options.repair {
-        None => block_on(check(storage, how))?,
-        Some(what) => block_on(repair(storage, what, how))?,
     };
     say_findings(&report.findings, report.findings_left_out);
     if options.json {

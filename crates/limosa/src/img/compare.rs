@@ -13,7 +13,7 @@ use super::meter::Meter;
 use super::open;
 use super::options::CompareOptions;
 use crate::remedy;
-use limosa_console::{all_printed, print_out, say};
+use limosa_console::{all_printed, error_line, print_out, say};
 
 /// An image cannot be opened.
 const OPEN: u8 = 2;
@@ -44,7 +44,7 @@ pub(crate) fn run(options: &CompareOptions) -> anyhow::Result<ExitCode> {
             }
             ExitCode::from(u8::from(comparison.verdict != Verdict::Same))
         }
-        Err(CompareError { image, source }) => failed(&format!("{image}: {source}"), status(&source)),
+        Err(CompareError { image, source }) => failed(&format!("{image}: {}", error_line(&source)), status(&source)),
     };
     all_printed()?;
     Ok(code)

@@ -1,30 +1,19 @@
 //! `limosa img convert`.
-//!
-//! Law: a target that was just made reads as zeros, and an existing one is not assumed to; an existing file is not
-//! touched before all sources are open; a file that was made for a copy that failed is removed again, since it looks
-//! like the copy.
 
-use std::ffi::OsStr;
-use std::fs;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
 
-use anyhow::Context as _;
-use limosa_image::Disk;
-use limosa_image::chain::{self, OpenOptions};
-use limosa_image::convert::{self, ConvertCounters};
-use limosa_image::qcow2::Qcow2Options;
-use limosa_storage::{CacheMode, Io, block_on};
+use limosa_image::chain::OpenOptions;
+use limosa_image::convert::{self, ConvertCounters, ConvertRequest, ConvertTarget, NewTarget};
+use limosa_image::{Format, OperationError};
+use limosa_storage::{CacheMode, Io, LockPolicy, block_on};
 use serde_json::json;
 
-use super::create::NewFiles;
+use super::create::new_image;
 use super::format_options::FormatOptions;
+use super::interrupt::UNFINISHED;
 use super::meter::Meter;
-use super::options::{ConvertOptions, Name, Source};
-use super::{create, open};
+use super::open;
+use super::options::{ConvertOptions, Source};
 use limosa_console::{all_printed, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
@@ -37,26 +26,10 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     check(options)?;
-    let sources =
-        options.sources.iter().map(|source| open_source(source, options)).collect::<anyhow::Result<Vec<_>>>()?;
-    let length = convert::length(&sources)?;
-    let made = if options.no_create { Made::default() } else { make(options, length)? };
-    let target = open::to_write(&target(options), Qcow2Options::default())?;
-    let how = convert::ConvertOptions {
-        requests: options.parallel.into(),
-        sparse: options.sparse_size,
-        // Writes into the page cache of one file wait for each other in the kernel: in order, reads continue meanwhile.
-        out_of_order: options.out_of_order && options.target.cache.is_direct(),
-        target_is_zero: options.target_is_zero || made.is_zero,
-        below: made.below,
-        salvage: options.salvage,
-        copy_range: options.copy_range,
-        ..convert::ConvertOptions::default()
-    };
-    let meter = Meter::new("convert", options.progress && !options.json, options.quiet, options.rate);
-    let counters = convert::convert_on_threads(&sources, &*target, &how, &|progress| meter.note(progress))?;
-    block_on(target.close()).with_context(|| format!("cannot finish {}", options.name))?;
-    made.files.into_iter().for_each(NewFiles::keep);
+    let prepared = block_on(request(options)?.prepare(&UNFINISHED)).map_err(cause)?;
+    open::warn(&target(options), prepared.target());
+    let (length, meter) = (prepared.length(), Meter::new("convert", shown(options), options.quiet, options.rate));
+    let counters = prepared.run(&|progress| meter.note(progress)).map_err(cause)?;
     drop(meter);
     warn(&counters);
     if options.json {
@@ -64,6 +37,47 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     }
     all_printed()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether progress is shown also without a terminal.
+const fn shown(options: &ConvertOptions) -> bool {
+    options.progress && !options.json
+}
+
+/// An image's own error stays in the chain: it may have a remedy.
+fn cause(error: OperationError) -> anyhow::Error {
+    match error {
+        OperationError::Image(error) => error.into(),
+        error => error.into(),
+    }
+}
+
+/// Resolves everything that the library needs.
+fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
+    let resolved = |source| {
+        let mut named = open::resolve(source)?;
+        named.options.io = io(source.cache);
+        named.options.snapshot.clone_from(&options.snapshot);
+        anyhow::Ok(named)
+    };
+    let sources = options.sources.iter().map(resolved).collect::<anyhow::Result<Vec<_>>>()?;
+    let target = if options.no_create {
+        ConvertTarget::Existing(open::resolve(&target(options))?)
+    } else {
+        ConvertTarget::New(new_target(options)?)
+    };
+    let mut request = ConvertRequest::new(sources, target);
+    request.options = convert::ConvertOptions {
+        requests: options.parallel.into(),
+        sparse: options.sparse_size,
+        // Writes into the page cache of one file wait for each other in the kernel: in order, reads continue meanwhile.
+        out_of_order: options.out_of_order && options.target.cache.is_direct(),
+        target_is_zero: options.target_is_zero,
+        salvage: options.salvage,
+        copy_range: options.copy_range,
+        ..convert::ConvertOptions::default()
+    };
+    Ok(request)
 }
 
 /// Refuses options that contradict each other, before anything is opened.
@@ -91,12 +105,7 @@ fn io(cache: CacheMode) -> Io {
     if cache.is_direct() { Io::Auto } else { Io::Caller }
 }
 
-fn open_source(source: &Source, options: &ConvertOptions) -> anyhow::Result<Arc<dyn Disk>> {
-    let source = Source { io: io(source.cache), ..source.clone() };
-    let how = OpenOptions { snapshot: options.snapshot.clone(), ..open::how(&source)? };
-    Ok(block_on(chain::open(&open::reference(&source)?, &how))?)
-}
-
+/// The target, as one that exists.
 fn target(options: &ConvertOptions) -> Source {
     let target = &options.target;
     Source {
@@ -106,26 +115,14 @@ fn target(options: &ConvertOptions) -> Source {
         cache: target.cache,
         io: io(target.cache),
         force_share: false,
-        // One that was just made refers to what was named here, and what that refers to has been looked at.
-        untrusted: options.no_create && options.sources.iter().any(|source| source.untrusted),
+        untrusted: options.sources.iter().any(|source| source.untrusted),
     }
 }
 
-/// Properties of a target that was just made.
-#[derive(Default)]
-struct Made {
-    is_zero: bool,
-    /// The files that it was made in.
-    files: Option<NewFiles>,
-    /// Bytes of the disk that it lies on.
-    below: Option<u64>,
-}
-
-fn make(options: &ConvertOptions, length: u64) -> anyhow::Result<Made> {
+fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     let target = &options.target;
     let mut format = FormatOptions::parse(&target.format, &target.options)?;
-    format.set("size", length.to_string())?;
-    if (options.backing.is_some() || options.backing_format.is_some()) && format.format() == "raw" {
+    if (options.backing.is_some() || options.backing_format.is_some()) && format.format() == Format::Raw {
         anyhow::bail!("{}: format raw does not support a backing file; use -O qcow2", options.name);
     }
     if let Some(backing) = &options.backing {
@@ -134,47 +131,26 @@ fn make(options: &ConvertOptions, length: u64) -> anyhow::Result<Made> {
     if let Some(backing_format) = &options.backing_format {
         format.set("backing_fmt", backing_format)?;
     }
-    let below = match (format.path("backing_file"), format.text("backing_fmt")) {
+    match (format.path("backing_file"), format.text("backing_fmt")) {
         (Some(backing), Some(_)) if options.sources.len() > 1 => anyhow::bail!(
             "-o backing_file={}: needs exactly one source: the target cannot share the backing file of several",
             backing.display()
         ),
-        (Some(backing), Some(format)) => Some(below(options, backing, format)?),
         (Some(backing), None) => {
             anyhow::bail!("{}: format of the backing file {} not given; use -F", options.name, backing.display())
         }
         (None, Some(_)) => anyhow::bail!("{}: -F needs a backing file; give it with -B", options.name),
-        (None, None) => None,
-    };
-    let files = Some(create::make(&options.name, target.cache, &format)?);
-    // A device keeps what was on it, except in an image that says what of it counts.
-    let device = fs::metadata(&options.name.0).is_ok_and(|metadata| metadata.file_type().is_block_device());
-    Ok(Made { is_zero: below.is_none() && (format.format() != "raw" || !device), files, below })
-}
-
-/// The length of the disk that the target is to lie on.
-fn below(options: &ConvertOptions, backing: &OsStr, format: &str) -> anyhow::Result<u64> {
-    // As the target will name it: from its own folder.
-    let bytes = backing.as_bytes();
-    let path: PathBuf = if bytes.starts_with(b"json:") {
-        backing.into()
-    } else {
-        let plain = OsStr::from_bytes(bytes.strip_prefix(b"file:").unwrap_or(bytes));
-        Path::new(&options.name.0).parent().unwrap_or(Path::new("")).join(plain)
-    };
-    let name = Name(path.into());
+        (Some(_), Some(_)) | (None, None) => {}
+    }
     let first = options.sources.first();
-    let source = Source {
-        name,
-        image_opts: false,
-        format: Some(format.to_owned()),
-        cache: options.target.cache,
-        io: Io::Auto,
-        force_share: first.is_some_and(|source| source.force_share),
-        untrusted: first.is_some_and(|source| source.untrusted),
+    let force_share = first.is_some_and(|source| source.force_share);
+    let backing = OpenOptions {
+        cache: target.cache,
+        lock: if force_share { LockPolicy::None } else { LockPolicy::Auto },
+        policy: open::policy(first.is_some_and(|source| source.untrusted)),
+        ..OpenOptions::default()
     };
-    let disk = open::to_read(&source).with_context(|| format!("cannot open the backing file {}", backing.display()))?;
-    Ok(disk.len())
+    Ok(NewTarget::new(new_image(&options.name, target.cache, &format)?, io(target.cache), backing))
 }
 
 fn warn(counters: &ConvertCounters) {

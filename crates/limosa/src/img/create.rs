@@ -1,22 +1,19 @@
 //! `limosa img create`.
 
 use std::ffi::OsStr;
-use std::io::ErrorKind;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
-use std::sync::Arc;
 
 use anyhow::Context as _;
-use limosa_image::Policy;
-use limosa_image::chain::{self, OpenOptions};
-use limosa_image::qcow2::{Compression, create};
+use limosa_image::chain::OpenOptions;
+use limosa_image::qcow2::Compression;
 use limosa_image::reference::Reference;
-use limosa_image::{Preallocation, qcow2, raw};
-use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage, block_on};
+use limosa_image::{Format, NewFormat, NewImage, Preallocation, qcow2, raw};
+use limosa_storage::{CacheMode, LockPolicy, block_on};
 
 use super::format_options::FormatOptions;
-use super::interrupt;
+use super::interrupt::UNFINISHED;
+use super::open;
 use super::options::{CreateOptions, Name};
 use limosa_console::{all_printed, print_out};
 
@@ -27,10 +24,20 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut format = asked(options)?;
-    if let Some(backing) = format.path("backing_file").filter(|_| !options.backing_unsafe) {
-        let length = backing_length(options, backing, format.text("backing_fmt"))?;
-        if format.number("size").is_none() {
+    let mut image = new_image(&options.name, options.target.cache, &format)?;
+    if !options.backing_unsafe {
+        // Only its length is read, so another process may write it meanwhile; with qemu-img it may, too.
+        let (lock, policy) = (LockPolicy::None, open::policy(options.untrusted));
+        let open = OpenOptions { lock, policy, ..OpenOptions::default() };
+        let length = block_on(image.backing_length(&open)).with_context(|| {
+            format!(
+                "{}: cannot open its backing file; to create the image anyway, use -u and give a size",
+                options.name
+            )
+        })?;
+        if let Some(length) = length.filter(|_| format.number("size").is_none()) {
             format.set("size", length.to_string())?;
+            image.set_size(length);
         }
     }
     if format.number("size").is_none() {
@@ -39,21 +46,8 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     if !options.quiet {
         print_out!("Formatting '{}', {}", options.name, format.line());
     }
-    make(&options.name, options.target.cache, &format)?.keep();
+    block_on(image.create(&UNFINISHED))?.keep();
     Ok(ExitCode::SUCCESS)
-}
-
-/// The length of the disk below the image, which has to be there.
-fn backing_length(options: &CreateOptions, backing: &OsStr, format: Option<&str>) -> anyhow::Result<u64> {
-    let format = format.map(str::parse).transpose().with_context(|| options.name.to_string())?;
-    let reference = Reference::from_image(backing, &path(&options.name)?)?;
-    let policy = if options.untrusted { Policy::Refuse } else { Policy::Follow };
-    // Only its length is read, so another process may write it meanwhile; with qemu-img it may, too.
-    let open = OpenOptions { format, read_only: true, lock: LockPolicy::None, policy, ..OpenOptions::default() };
-    let why = || {
-        format!("{}: cannot open its backing file; to create the image anyway, use -u and give a size", options.name)
-    };
-    Ok(block_on(chain::open(&reference, &open)).with_context(why)?.len())
 }
 
 /// Collects the format's options from all places of the command line.
@@ -66,7 +60,7 @@ fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
         format.set("size", size.to_string())?;
     }
     if let Some(value) = options.backing.as_deref().or(options.backing_format.as_deref().map(OsStr::new))
-        && format.format() == "raw"
+        && format.format() == Format::Raw
     {
         anyhow::bail!(
             "{}: format raw does not support a backing file ({}); use -f qcow2",
@@ -98,31 +92,25 @@ fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
     }
 }
 
-/// Makes an image, in place of what is there. Files that were not there before are taken away again, unless they are
-/// kept.
+/// Resolves the options of a new image.
 ///
 /// # Errors
-/// A value that the format cannot have, or the file cannot be made or written.
-pub(crate) fn make(name: &Name, cache: CacheMode, format: &FormatOptions) -> anyhow::Result<NewFiles> {
-    let size = format.number("size").with_context(|| format!("{name}: size not given"))?;
+/// A value that the format cannot have, or a name that is no file's.
+pub(crate) fn new_image(name: &Name, cache: CacheMode, format: &FormatOptions) -> anyhow::Result<NewImage> {
+    let size = format.number("size").unwrap_or_default();
     let preallocation = parsed(format, "preallocation")?.unwrap_or_default();
-    if format.format() == "raw" {
-        let file = NewFile::open(name, cache)?;
-        block_on(raw::create(&*file.storage, size, preallocation))?;
-        return Ok(NewFiles(vec![file.made]));
-    }
-    let qcow2 = qcow2_options(format, size, preallocation)?;
-    // Before anything is overwritten.
-    qcow2.check().map_err(|why| anyhow::anyhow!("{name}: {why}"))?;
-    let data_file = match format.path("data_file") {
-        // Relative to the working directory, not to the image's: readers of the image resolve the name like this.
-        Some(data_file) => Some(NewFile::open(&Name(data_file.to_owned()), cache)?),
-        None => None,
+    let new = match format.format() {
+        Format::Raw => {
+            let mut raw = raw::CreateOptions::default();
+            (raw.size, raw.preallocation) = (size, preallocation);
+            NewFormat::Raw(raw)
+        }
+        Format::Qcow2 => {
+            let qcow2 = qcow2_options(format, size, preallocation)?;
+            NewFormat::Qcow2(Box::new(qcow2))
+        }
     };
-    let file = NewFile::open(name, cache)?;
-    let contents = data_file.as_ref().map(|data_file| &*data_file.storage as &dyn Storage);
-    block_on(create(&*file.storage, contents, &qcow2))?;
-    Ok(NewFiles([file].into_iter().chain(data_file).map(|file| file.made).collect()))
+    Ok(NewImage::new(Reference::path_named(name)?, cache, new))
 }
 
 /// A text with few values, if it was given.
@@ -167,58 +155,4 @@ fn qcow2_options(
         backing_format: format.text("backing_fmt").map(Into::into),
         preallocation,
     })
-}
-
-/// The path of an image that is to be made.
-///
-/// # Errors
-/// It is named as something other than a file.
-fn path(name: &Name) -> anyhow::Result<PathBuf> {
-    anyhow::ensure!(
-        !name.0.as_encoded_bytes().starts_with(b"json:"),
-        "{name}: a new image must be given by the path of its file"
-    );
-    Ok(Reference::named(name)?.path)
-}
-
-/// A file that an image is made in.
-struct NewFile {
-    storage: Arc<FileStorage>,
-    made: Made,
-}
-
-/// A file that was not there before: it is taken away again.
-struct Made(Option<PathBuf>);
-
-/// Files that an image was made in. They are closed.
-#[must_use]
-pub(crate) struct NewFiles(Vec<Made>);
-
-impl NewFiles {
-    /// The image is whole: they stay.
-    pub(crate) fn keep(mut self) {
-        self.0.iter_mut().filter_map(|made| made.0.take()).for_each(|path| interrupt::made(&path, true));
-    }
-}
-
-impl NewFile {
-    fn open(name: &Name, cache: CacheMode) -> anyhow::Result<Self> {
-        let path = &path(name)?;
-        let options = |create| FileOptions { cache, create, ..FileOptions::default() };
-        match interrupt::making(path, || FileStorage::open(path, &options(Create::New))) {
-            Ok(storage) => Ok(Self { storage, made: Made(Some(path.to_owned())) }),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                Ok(Self { storage: FileStorage::open(path, &options(Create::No))?, made: Made(None) })
-            }
-            Err(error) => Err(error.into()),
-        }
-    }
-}
-
-impl Drop for Made {
-    fn drop(&mut self) {
-        if let Some(path) = self.0.take() {
-            interrupt::made(&path, false);
-        }
-    }
 }

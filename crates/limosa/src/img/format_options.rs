@@ -6,6 +6,7 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 
 use anyhow::Context as _;
+use limosa_image::Format;
 use limosa_image::reference::split;
 
 use super::size::parse_size;
@@ -101,7 +102,7 @@ impl fmt::Display for Value {
 /// The options of a format, as far as they were given.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FormatOptions {
-    format: &'static str,
+    format: Format,
     known: &'static [Known],
     given: Vec<(&'static str, Value)>,
 }
@@ -112,10 +113,10 @@ impl FormatOptions {
     /// # Errors
     /// limosa has no such format.
     pub(crate) fn of(format: &str) -> anyhow::Result<Self> {
-        let (format, known): (_, &[Known]) = match format {
-            "raw" => ("raw", &RAW),
-            "qcow2" => ("qcow2", &QCOW2),
-            _ => anyhow::bail!("format {format:?} is not supported; use raw or qcow2"),
+        let format = format.parse()?;
+        let known: &[Known] = match format {
+            Format::Raw => &RAW,
+            Format::Qcow2 => &QCOW2,
         };
         Ok(Self { format, known, given: Vec::new() })
     }
@@ -133,8 +134,8 @@ impl FormatOptions {
         Ok(options)
     }
 
-    /// `raw` or `qcow2`.
-    pub(crate) fn format(&self) -> &'static str {
+    /// Returns the format.
+    pub(crate) const fn format(&self) -> Format {
         self.format
     }
 

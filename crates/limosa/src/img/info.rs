@@ -5,6 +5,7 @@
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
+use limosa_image::chain::NamedImage;
 use limosa_image::info::{FormatSpecific, ImageInfo, SnapshotInfo};
 use limosa_storage::block_on;
 use serde_json::Value;
@@ -18,8 +19,8 @@ use limosa_console::{all_printed, print_out};
 
 pub(crate) fn run(options: &InfoOptions) -> anyhow::Result<ExitCode> {
     let chain = if options.backing_chain {
-        let (reference, how) = (open::reference(&options.source)?, open::how(&options.source)?);
-        block_on(ImageInfo::of_chain(&reference, &how))?
+        let NamedImage { reference, options, .. } = open::resolve(&options.source)?;
+        block_on(ImageInfo::of_chain(&reference, &options))?
     } else {
         vec![block_on(ImageInfo::of(&open::file(&options.source, true)?))?]
     };

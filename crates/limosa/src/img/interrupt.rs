@@ -1,18 +1,17 @@
 //! SIGINT, SIGTERM and SIGHUP in `limosa img`.
 //!
-//! Law: a file that a command has made and not finished is taken away, since it looks like an image; a file that was
-//! there stays, and so does one that is finished. Files are made and noted under one lock, so none is missed. An image
-//! is valid at any instant.
+//! Law: a file that a command created and did not finish is removed, since it looks like an image; a file that was
+//! there before stays, and so does a finished one. An image is valid at any instant.
 
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
 use std::process;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use anyhow::Context as _;
+use limosa_image::UnfinishedFiles;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
@@ -22,32 +21,8 @@ use super::meter;
 /// Number that a shell adds to that of the signal that ended a process.
 const ENDED_BY: i32 = 128;
 
-/// Files that were made and are not finished.
-static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
-
-fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
-    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Makes a file, if `make` does, and notes that it is not finished.
-///
-/// # Errors
-/// Those of `make`.
-pub(crate) fn making<T, E>(path: &Path, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-    let mut files = unfinished();
-    let made = make()?;
-    files.push(path.to_owned());
-    Ok(made)
-}
-
-/// A file that was made is finished, or is not and is taken away.
-pub(crate) fn made(path: &Path, finished: bool) {
-    let mut files = unfinished();
-    files.retain(|file| file != path);
-    if !finished {
-        let _ = fs::remove_file(path);
-    }
-}
+/// Files of images that are not complete yet.
+pub(crate) static UNFINISHED: UnfinishedFiles = UnfinishedFiles::new();
 
 /// Listens to signals, except those that were ignored when the process was started.
 ///
@@ -66,12 +41,9 @@ pub(crate) fn listen() -> anyhow::Result<()> {
     let mut signals = Signals::new(heard).context("cannot handle signals")?;
     let wait = move || {
         if let Some(signal) = signals.forever().next() {
-            // Held to the end: nothing is made any more.
-            let files = unfinished();
+            // Held to the end: no file is created any more.
+            let _removed = UNFINISHED.remove_all();
             meter::end_line();
-            for file in &*files {
-                let _ = fs::remove_file(file);
-            }
             process::exit(ENDED_BY + signal);
         }
     };

@@ -5,6 +5,7 @@ use std::fmt;
 
 use anyhow::Context as _;
 use limosa_image::qcow2::{CloneMode, Repair, SnapshotChoice};
+use limosa_image::resize::NewSize;
 use limosa_storage::{CacheMode, Io};
 
 /// The name of an image: a path of any bytes, or text that says more.
@@ -122,14 +123,6 @@ pub(crate) struct MapOptions {
     /// At most so many bytes.
     pub(crate) length: Option<u64>,
     pub(crate) json: bool,
-}
-
-/// A length in bytes, or how it changes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NewSize {
-    Exactly(u64),
-    More(u64),
-    Less(u64),
 }
 
 /// `limosa img resize`.

@@ -63,7 +63,7 @@ pub struct Comparison {
 
 /// Which of the two disks failed, in what.
 #[derive(Debug, thiserror::Error)]
-#[error("{image}: {source}")]
+#[error("{image}: cannot be compared")]
 pub struct CompareError {
     /// The disk: a path.
     pub image: Arc<str>,

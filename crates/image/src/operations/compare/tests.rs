@@ -82,7 +82,10 @@ fn a_failure_names_the_disk() {
         &go_on,
     ))
     .unwrap_err();
-    assert!(error.to_string().starts_with("disk: error while reading at byte 0: "), "{error}");
+    assert_eq!(
+        [error.to_string(), error.source.to_string()],
+        ["disk: cannot be compared", "error while reading at byte 0"]
+    );
     let stop = |_| ControlFlow::Break(());
     let stopped = block_on(compare(&TestDisk::zero(9), &TestDisk::zero(9), &CompareOptions::default(), &stop));
     assert!(matches!(stopped.unwrap_err().source, OperationError::Stopped));

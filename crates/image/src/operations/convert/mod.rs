@@ -10,6 +10,7 @@
 
 mod offload;
 mod plan;
+mod request;
 mod source;
 mod turn;
 
@@ -30,6 +31,7 @@ use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use plan::{Action, Content, Cutter, Rules, Span, Step};
+pub use request::{ConvertRequest, ConvertTarget, NewTarget, PreparedConversion};
 pub(crate) use source::{SECTOR, Source, index};
 use turn::Turn;
 
@@ -416,7 +418,7 @@ impl<'a> Conversion<'a> {
                 Content::Zero => part.clear(),
                 Content::Below => {}
             }
-            Ok(lost)
+            Ok::<_, OperationError>(lost)
         });
         for lost in try_join_all(reads).await? {
             counters.lose(lost);

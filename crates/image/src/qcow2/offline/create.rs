@@ -73,21 +73,63 @@ impl Default for CreateOptions {
     }
 }
 
+/// Options that no qcow2 image can have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CreateOptionsError {
+    /// A value outside the limits of the format.
+    #[error("{option}={value}: must be {allowed}")]
+    Range {
+        /// The option.
+        option: &'static str,
+        /// Its value.
+        value: u64,
+        /// The values that the format allows.
+        allowed: &'static str,
+    },
+    /// An unknown version of the format.
+    #[error("version {0}: must be 2 (compat=0.10) or 3 (compat=1.1)")]
+    Version(u32),
+    /// An option without another one that it needs.
+    #[error("{option} needs {needs}")]
+    Missing {
+        /// The option.
+        option: &'static str,
+        /// The option that it needs.
+        needs: &'static str,
+    },
+    /// A raw data file has all contents, so there is nothing to read from a backing file.
+    #[error("data_file_raw and backing_file exclude each other")]
+    RawWithBacking,
+    /// The name of the backing file is empty or too long.
+    #[error("backing_file: a name of {bytes} bytes; must be 1 to {BACKING_MOST}")]
+    Name {
+        /// Its length.
+        bytes: usize,
+    },
+    /// The name of the backing file's format is too long for any format.
+    #[error("backing_fmt={0}: unknown format")]
+    BackingFormat(String),
+}
+
 impl CreateOptions {
-    /// Whether there can be such an image.
+    /// Checks that there can be such an image.
     ///
     /// # Errors
-    /// Which options contradict each other or the format's limits, for people.
-    pub fn check(&self) -> Result<(), String> {
+    /// The first option that contradicts another one or the limits of the format.
+    pub fn check(&self) -> Result<(), CreateOptionsError> {
+        use CreateOptionsError::{Missing, Name, Range, Version};
         if !self.cluster_size.is_power_of_two() || !Geometry::CLUSTER_BITS.contains(&self.cluster_size.trailing_zeros())
         {
-            return Err(format!("cluster_size={}: it is a power of two from 512 to 2M", self.cluster_size));
+            let allowed = "a power of two from 512 to 2M";
+            return Err(Range { option: "cluster_size", value: self.cluster_size, allowed });
         }
         if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
-            return Err(format!("refcount_bits={}: it is a power of two from 1 to 64", self.refcount_bits));
+            let allowed = "a power of two from 1 to 64";
+            return Err(Range { option: "refcount_bits", value: self.refcount_bits.into(), allowed });
         }
         if !(2..=3).contains(&self.version) {
-            return Err(format!("version {}: there are versions 2 (compat=0.10) and 3 (compat=1.1)", self.version));
+            return Err(Version(self.version));
         }
         let needs_3 = [
             (self.refcount_bits != 16, "refcount_bits"),
@@ -97,25 +139,25 @@ impl CreateOptions {
             (self.data_file.is_some(), "data_file"),
         ];
         if let Some((_, option)) = needs_3.into_iter().find(|(set, _)| *set && self.version < 3) {
-            return Err(format!("{option} needs compat=1.1"));
+            return Err(Missing { option, needs: "compat=1.1" });
         }
         if self.extended_l2 && self.cluster_size < 16 << 10 {
-            return Err(format!("extended_l2 needs clusters of at least 16K; cluster_size={}", self.cluster_size));
+            return Err(Missing { option: "extended_l2", needs: "cluster_size of at least 16K" });
         }
         if self.data_file_raw && self.data_file.is_none() {
-            return Err("data_file_raw needs data_file".into());
+            return Err(Missing { option: "data_file_raw", needs: "data_file" });
         }
         if self.data_file_raw && self.backing_file.is_some() {
-            return Err("data_file_raw and backing_file exclude each other".into());
+            return Err(CreateOptionsError::RawWithBacking);
         }
         if self.preallocation != Preallocation::Off && self.backing_file.is_some() && !self.extended_l2 {
-            return Err("preallocation with backing_file needs extended_l2".into());
+            return Err(Missing { option: "preallocation with backing_file", needs: "extended_l2" });
         }
         if let Some(name) = self.backing_file.as_ref().filter(|name| name.is_empty() || name.len() > BACKING_MOST) {
-            return Err(format!("the backing file's name has {} bytes; {BACKING_MOST} is the most", name.len()));
+            return Err(Name { bytes: name.len() });
         }
-        if self.backing_format.as_ref().is_some_and(|format| format.len() > 15) {
-            return Err("there is no backing format of that name".into());
+        if let Some(format) = self.backing_format.as_ref().filter(|format| format.len() > 15) {
+            return Err(CreateOptionsError::BackingFormat(format.clone()));
         }
         Ok(())
     }
@@ -189,7 +231,7 @@ pub async fn create(
 ) -> Result<Header, ImageError> {
     let image = storage.name();
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(image), what };
-    options.check().map_err(unsupported)?;
+    options.check().map_err(|source| ImageError::options(Arc::clone(image), source))?;
     if data_file.is_some() != options.data_file.is_some() {
         return Err(unsupported("the data file has a name and is not open, or is open and has no name".into()));
     }
@@ -398,13 +440,13 @@ mod tests {
         let backing_file = Some(OsString::from("b"));
         let cases = [
             (CreateOptions { cluster_size: 3000, ..usual() }, "cluster_size=3000: it is a power of two from 512 to 2M"),
-            (CreateOptions { cluster_size: 256, ..usual() }, "cluster_size=256: it is a power of two from 512 to 2M"),
-            (CreateOptions { refcount_bits: 0, ..usual() }, "refcount_bits=0: it is a power of two from 1 to 64"),
+            (CreateOptions { cluster_size: 256, ..usual() }, "cluster_size=256: must be a power of two from 512 to 2M"),
+            (CreateOptions { refcount_bits: 0, ..usual() }, "refcount_bits=0: must be a power of two from 1 to 64"),
             (CreateOptions { version: 2, extended_l2: true, ..usual() }, "extended_l2 needs compat=1.1"),
             (CreateOptions { version: 2, data_file: data_file.clone(), ..usual() }, "data_file needs compat=1.1"),
             (
                 CreateOptions { extended_l2: true, cluster_size: 8192, ..usual() },
-                "extended_l2 needs clusters of at least 16K; cluster_size=8192",
+                "extended_l2 needs cluster_size of at least 16K",
             ),
             (CreateOptions { data_file_raw: true, ..usual() }, "data_file_raw needs data_file"),
             (
@@ -417,7 +459,7 @@ mod tests {
             ),
         ];
         for (options, said) in cases {
-            assert_eq!(options.check().unwrap_err(), said);
+            assert_eq!(options.check().unwrap_err().to_string(), said);
         }
     }
 

@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 
 use clap::Args;
+use limosa_image::resize::NewSize;
 
 use super::image::{ImageArgs, QuietArg};
-use crate::img::options::{NewSize, ResizeOptions};
+use crate::img::options::ResizeOptions;
 use crate::img::size;
 
 #[derive(Debug, Args)]

@@ -1,0 +1,245 @@
+//! Creating images by the paths of their files.
+//!
+//! Law: a file that was created for an image, and whose image was not completed, is removed: it looks like an image.
+//! A file that was there before stays. Files are created and noted under one lock, so a removal misses none.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Storage, StorageError};
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::chain::{self, OpenOptions};
+use crate::error::ImageError;
+use crate::probe::Format;
+use crate::reference::Reference;
+use crate::{qcow2, raw};
+
+/// A new image, by the path of its file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NewImage {
+    /// The file to create; an existing one is overwritten.
+    pub path: PathBuf,
+    /// Cache mode of its files while they are written.
+    pub cache: CacheMode,
+    /// The format, with its options.
+    pub format: NewFormat,
+}
+
+/// The format of a new image, with its options.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NewFormat {
+    /// A raw image.
+    Raw(raw::CreateOptions),
+    /// A qcow2 image.
+    Qcow2(Box<qcow2::CreateOptions>),
+}
+
+impl NewImage {
+    /// A new image of this format.
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>, cache: CacheMode, format: NewFormat) -> Self {
+        Self { path: path.into(), cache, format }
+    }
+
+    /// Returns the format.
+    #[must_use]
+    pub const fn format(&self) -> Format {
+        match self.format {
+            NewFormat::Raw(_) => Format::Raw,
+            NewFormat::Qcow2(_) => Format::Qcow2,
+        }
+    }
+
+    /// Sets the virtual size in bytes.
+    pub const fn set_size(&mut self, bytes: u64) {
+        match &mut self.format {
+            NewFormat::Raw(options) => options.size = bytes,
+            NewFormat::Qcow2(options) => options.size = bytes,
+        }
+    }
+
+    /// Returns the name of the backing file, as the image will have it.
+    #[must_use]
+    pub fn backing_file(&self) -> Option<&OsString> {
+        match &self.format {
+            NewFormat::Raw(_) => None,
+            NewFormat::Qcow2(options) => options.backing_file.as_ref(),
+        }
+    }
+
+    /// Opens the backing image and returns its length in bytes; `None` without one. The name is resolved as the new
+    /// image's readers resolve it.
+    ///
+    /// # Errors
+    /// It cannot be opened, or its format is unknown.
+    pub async fn backing_length(&self, options: &OpenOptions) -> Result<Option<u64>, ImageError> {
+        let NewFormat::Qcow2(new) = &self.format else { return Ok(None) };
+        let qcow2::CreateOptions { backing_file: Some(name), backing_format, .. } = &**new else { return Ok(None) };
+        let format = backing_format.as_deref().map(str::parse).transpose();
+        let format = format.map_err(|error: crate::UnknownFormat| ImageError::Unsupported {
+            image: self.path.to_string_lossy().into(),
+            what: error.to_string(),
+        })?;
+        let reference = Reference::from_image(name, &self.path)?;
+        let options = OpenOptions { format, read_only: true, ..options.clone() };
+        Ok(Some(chain::open(&reference, &options).await?.len()))
+    }
+
+    /// Creates the image, and its external data file if it has one. Files that did not exist before are removed again
+    /// unless they are [kept](CreatedFiles::keep).
+    ///
+    /// # Errors
+    /// [`ImageError::Options`]: the format's options contradict each other; a file cannot be created or written.
+    pub async fn create<'a>(&self, unfinished: &'a UnfinishedFiles) -> Result<CreatedFiles<'a>, ImageError> {
+        let mut files = CreatedFiles { unfinished, paths: Vec::new() };
+        match &self.format {
+            NewFormat::Raw(options) => raw::create(&*files.create(&self.path, self.cache)?, options).await?,
+            NewFormat::Qcow2(options) => {
+                // Before anything is overwritten.
+                options.check().map_err(|source| ImageError::options(self.path.to_string_lossy(), source))?;
+                let data_file = match &options.data_file {
+                    // Relative to the working directory, not to the image's: readers of the image resolve it like this.
+                    Some(name) => Some(files.create(&Reference::path_named(name)?, self.cache)?),
+                    None => None,
+                };
+                let file = files.create(&self.path, self.cache)?;
+                let data_file = data_file.as_ref().map(|data_file| &**data_file as &dyn Storage);
+                qcow2::create(&*file, data_file, options).await?;
+            }
+        }
+        Ok(files)
+    }
+}
+
+/// Files that were created for images that are not complete yet.
+#[derive(Debug, Default)]
+pub struct UnfinishedFiles(Mutex<Vec<PathBuf>>);
+
+/// The removal of unfinished files: while it lives, no further file is created.
+#[derive(Debug)]
+#[must_use = "dropping it allows files to be created again"]
+pub struct Removed<'a>(#[expect(dead_code, reason = "held, not read")] MutexGuard<'a, Vec<PathBuf>>);
+
+impl UnfinishedFiles {
+    /// No files.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+
+    /// Removes all of them, for a process that is about to end.
+    pub fn remove_all(&self) -> Removed<'_> {
+        let mut paths = self.0.lock();
+        for path in paths.drain(..) {
+            // One that is gone already needs no removal, and there is nobody left to report another failure to.
+            let _ = fs::remove_file(path);
+        }
+        Removed(paths)
+    }
+
+    fn create(&self, path: &Path, options: &FileOptions) -> Result<Arc<FileStorage>, StorageError> {
+        let mut paths = self.0.lock();
+        let file = FileStorage::open(path, options)?;
+        paths.push(path.to_owned());
+        Ok(file)
+    }
+
+    fn forget(&self, path: &Path, remove: bool) {
+        let mut paths = self.0.lock();
+        paths.retain(|unfinished| unfinished != path);
+        if remove {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// The files that an image was created in, without those that existed before. They are removed on drop.
+#[derive(Debug)]
+#[must_use = "the files are removed unless they are kept"]
+pub struct CreatedFiles<'a> {
+    unfinished: &'a UnfinishedFiles,
+    paths: Vec<PathBuf>,
+}
+
+impl CreatedFiles<'_> {
+    /// Keeps the files: the image is complete.
+    pub fn keep(mut self) {
+        self.paths.drain(..).for_each(|path| self.unfinished.forget(&path, false));
+    }
+
+    fn create(&mut self, path: &Path, cache: CacheMode) -> Result<Arc<FileStorage>, StorageError> {
+        let options = |create| FileOptions { cache, create, ..FileOptions::default() };
+        match self.unfinished.create(path, &options(Create::New)) {
+            Ok(file) => {
+                self.paths.push(path.to_owned());
+                Ok(file)
+            }
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => FileStorage::open(path, &options(Create::No)),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for CreatedFiles<'_> {
+    fn drop(&mut self) {
+        self.paths.drain(..).for_each(|path| self.unfinished.forget(&path, true));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_storage::block_on;
+
+    use super::*;
+
+    fn raw_image(path: PathBuf) -> NewImage {
+        let mut image = NewImage::new(path, CacheMode::Unsafe, NewFormat::Raw(raw::CreateOptions::default()));
+        image.set_size(4096);
+        image
+    }
+
+    #[test]
+    fn a_new_file_is_removed_unless_it_is_kept_and_an_existing_one_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let (new, old) = (folder.path().join("new"), folder.path().join("old"));
+        fs::write(&old, "contents").unwrap();
+        let unfinished = UnfinishedFiles::new();
+        for path in [&new, &old] {
+            drop(block_on(raw_image(path.clone()).create(&unfinished)).unwrap());
+        }
+        assert_eq!((new.exists(), fs::metadata(&old).unwrap().len()), (false, 4096));
+        block_on(raw_image(new.clone()).create(&unfinished)).unwrap().keep();
+        drop(unfinished.remove_all());
+        assert!(new.exists());
+    }
+
+    #[test]
+    fn an_interrupted_process_removes_what_is_unfinished() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new");
+        let unfinished = UnfinishedFiles::new();
+        let files = block_on(raw_image(path.clone()).create(&unfinished)).unwrap();
+        drop(unfinished.remove_all());
+        assert!(!path.exists());
+        files.keep();
+    }
+
+    #[test]
+    fn options_that_contradict_each_other_leave_existing_files_as_they_are() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("old");
+        fs::write(&path, "contents").unwrap();
+        let mut options = qcow2::CreateOptions::default();
+        options.cluster_size = 3;
+        let image = NewImage::new(&*path, CacheMode::Unsafe, NewFormat::Qcow2(Box::new(options)));
+        let unfinished = UnfinishedFiles::new();
+        assert!(matches!(block_on(image.create(&unfinished)), Err(ImageError::Options { .. })));
+        assert_eq!(fs::read(&path).unwrap(), b"contents");
+    }
+}

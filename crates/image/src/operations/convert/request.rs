@@ -1,0 +1,174 @@
+//! Conversions of images that are given by name.
+//!
+//! Law: an existing file is not touched before all sources are open. A target that was just created reads as zeros, and
+//! an existing one is not assumed to. A file that was created for a conversion that fails is removed again, since it
+//! looks like the copy.
+
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
+use std::sync::Arc;
+
+use limosa_storage::{Io, block_on};
+
+use super::{ConvertCounters, ConvertOptions, convert_on_threads, length};
+use crate::chain::{self, Image, NamedImage, OpenOptions};
+use crate::disk::Disk;
+use crate::gate::Policy;
+use crate::new_image::{CreatedFiles, NewImage, UnfinishedFiles};
+use crate::operations::operation::{OperationError, Watch};
+use crate::probe::Format;
+use crate::reference::Reference;
+
+/// A conversion of images that are given by name.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ConvertRequest {
+    /// The sources, which are concatenated.
+    pub sources: Vec<NamedImage>,
+    /// The target.
+    pub target: ConvertTarget,
+    /// The way of copying. For a new target, `below` and `target_is_zero` are determined from it.
+    pub options: ConvertOptions,
+}
+
+/// The target of a conversion.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum ConvertTarget {
+    /// An image that exists.
+    Existing(NamedImage),
+    /// An image that is created.
+    New(NewTarget),
+}
+
+/// A target that is created. It becomes as long as the sources.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct NewTarget {
+    /// The image; its size is set.
+    pub image: NewImage,
+    /// The I/O backend of its file.
+    pub io: Io,
+    /// How its backing file, if it has one, is opened to learn its length.
+    pub backing: OpenOptions,
+}
+
+impl NewTarget {
+    /// A target whose backing file, if it has one, is opened like this.
+    #[must_use]
+    pub const fn new(image: NewImage, io: Io, backing: OpenOptions) -> Self {
+        Self { image, io, backing }
+    }
+}
+
+/// A conversion whose images are open.
+#[derive(Debug)]
+pub struct PreparedConversion<'a> {
+    sources: Vec<Arc<dyn Disk>>,
+    target: Image,
+    options: ConvertOptions,
+    length: u64,
+    created: Option<CreatedFiles<'a>>,
+}
+
+impl ConvertRequest {
+    /// A conversion with the default options.
+    #[must_use]
+    pub fn new(sources: Vec<NamedImage>, target: ConvertTarget) -> Self {
+        Self { sources, target, options: ConvertOptions::default() }
+    }
+
+    /// Opens the sources, creates the target if it is new, and opens it.
+    ///
+    /// # Errors
+    /// [`OperationError::Image`]: an image cannot be opened or created; [`OperationError::Backing`]: nor can the new
+    /// target's backing file; [`OperationError::SharedBacking`]; [`OperationError::TooLarge`].
+    pub async fn prepare(self, unfinished: &UnfinishedFiles) -> Result<PreparedConversion<'_>, OperationError> {
+        let Self { sources: named, target, mut options } = self;
+        let mut sources = Vec::with_capacity(named.len());
+        for source in &named {
+            sources.push(chain::open(&source.reference, &source.options).await?);
+        }
+        let length = length(&sources)?;
+        let (target, created) = match target {
+            ConvertTarget::Existing(target) => (target, None),
+            ConvertTarget::New(new) => {
+                let made = new.create(sources.len(), length, unfinished).await?;
+                (options.below, options.target_is_zero) = (made.below, made.is_zero);
+                (made.image, Some(made.files))
+            }
+        };
+        let options_of_target = OpenOptions { read_only: false, ..target.options };
+        let target = chain::open_image(&target.reference, &options_of_target).await?;
+        Ok(PreparedConversion { sources, target, options, length, created })
+    }
+}
+
+/// A target that was just created.
+struct Made<'a> {
+    image: NamedImage,
+    files: CreatedFiles<'a>,
+    /// Length of its backing image in bytes.
+    below: Option<u64>,
+    is_zero: bool,
+}
+
+impl NewTarget {
+    async fn create(
+        mut self,
+        sources: usize,
+        length: u64,
+        unfinished: &UnfinishedFiles,
+    ) -> Result<Made<'_>, OperationError> {
+        self.image.set_size(length);
+        let below = match self.image.backing_file() {
+            Some(backing) if sources > 1 => {
+                return Err(OperationError::SharedBacking { backing: backing.to_string_lossy().into_owned() });
+            }
+            Some(backing) => {
+                let name = backing.to_string_lossy().into_owned();
+                let length = self.image.backing_length(&self.backing).await;
+                length.map_err(|source| OperationError::Backing { backing: name, source })?
+            }
+            None => None,
+        };
+        let files = self.image.create(unfinished).await?;
+        let NewImage { path, cache, .. } = &self.image;
+        // A device keeps its contents, except in an image that says which of them count.
+        let device = fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device());
+        let is_zero = below.is_none() && (self.image.format() != Format::Raw || !device);
+        let reference = Reference { format: Some(self.image.format()), ..Reference::file(path) };
+        // The new image refers to what the caller named, and what that refers to was checked above.
+        let options = OpenOptions { cache: *cache, io: self.io, policy: Policy::Follow, ..OpenOptions::default() };
+        Ok(Made { image: NamedImage::new(reference, options), files, below, is_zero })
+    }
+}
+
+impl PreparedConversion<'_> {
+    /// Returns the target.
+    #[must_use]
+    pub const fn target(&self) -> &Image {
+        &self.target
+    }
+
+    /// Returns the number of bytes that are converted.
+    #[must_use]
+    pub const fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Copies the sources with a thread for each request, and closes the target.
+    ///
+    /// # Errors
+    /// [`OperationError`]. Files that were created for the target are removed.
+    pub fn run(self, watch: Watch<'_>) -> Result<ConvertCounters, OperationError> {
+        let target = self.target.disk();
+        let counters = convert_on_threads(&self.sources, &*target, &self.options, watch)?;
+        let finished = block_on(target.close());
+        finished.map_err(|source| OperationError::Finish { target: target.name().to_string(), source })?;
+        if let Some(created) = self.created {
+            created.keep();
+        }
+        Ok(counters)
+    }
+}
