@@ -26,11 +26,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for expected in 0..PAGES {
         let mut header = [0; 8];
         let mut page = [0; PAGE];
-        channel.get_vector(&mut [IoSliceMut::new(&mut header), IoSliceMut::new(&mut page)])?;
+        channel.read_exact_vectored(&mut [IoSliceMut::new(&mut header), IoSliceMut::new(&mut page)])?;
         assert_eq!(u64::from_be_bytes(header), expected * PAGE as u64, "offset of the page");
         assert!(page.iter().all(|byte| u64::from(*byte) == expected), "contents of page {expected}");
     }
-    assert_eq!(channel.get_some(&mut [0])?, 0, "the sender has closed its end");
+    assert_eq!(channel.read(&mut [0])?, 0, "the sender has closed its end");
     sender.join().map_err(|_| "the sender panicked")??;
     println!("{} bytes received", channel.counters().bytes_in);
     Ok(())
@@ -42,7 +42,7 @@ fn send(uri: &Uri) -> Result<(), ChannelError> {
     let channel = Channel::connect(uri, &options)?;
     for number in 0..PAGES {
         let page = [number.to_le_bytes()[0]; PAGE];
-        channel.put_vector(&[IoSlice::new(&(number * PAGE as u64).to_be_bytes()), IoSlice::new(&page)])?;
+        channel.write_all_vectored(&[IoSlice::new(&(number * PAGE as u64).to_be_bytes()), IoSlice::new(&page)])?;
     }
     Ok(())
 }

@@ -1,12 +1,10 @@
-//! Who connects, and is let in.
+//! Accepting a peer that completes the TLS handshake.
 //!
-//! A channel of a migration that says nothing at first, as the one for requested pages in postcopy, cannot be
-//! recognized by its bytes. Over TLS it can: who comes through the handshake is trusted, and who does not is a
-//! stranger.
+//! A migration channel on which the peer sends nothing at first, such as the postcopy channel for requested pages,
+//! cannot be recognized by its bytes. Over TLS it can: a peer that completes the handshake is trusted.
 //!
-//! The law: ***a connecting peer never delays another one.** Connections whose handshake is not done wait in a queue;
-//! when it is full, the one that has waited longest is closed. Without TLS nothing distinguishes them, and the first
-//! connection is taken.
+//! **Law: a connecting peer never delays another one.** Connections with an incomplete handshake wait in a queue; when
+//! it is full, the oldest is closed. Without TLS nothing distinguishes peers, and the first connection is taken.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,22 +21,22 @@ use crate::error::{ChannelError, Operation};
 use crate::listener::Listener;
 use crate::tls::TlsFailure;
 
-/// Connections that may wait until they have shaken hands.
+/// Maximum number of connections with an incomplete handshake.
 const PENDING_MAX: usize = 64;
-/// Connections that are accepted before it is looked whether the time is over.
+/// Connections accepted before the time limit is checked again.
 const AT_ONCE: usize = 256;
-/// The most lines that are logged.
+/// Maximum number of reported lines.
 const REFUSALS_MAX: usize = 16;
 
-/// Lines that are reported once each, and a few of them only: a peer that connects again and again, and is refused for
-/// one reason or for many, does not fill a log.
+/// Deduplicates reasons for refused connections and bounds their number, so that a peer that keeps connecting does not
+/// fill a log.
 #[derive(Debug, Default)]
 pub struct RefusalLog(Vec<String>);
 
 impl RefusalLog {
-    /// Whether this one is to be reported.
+    /// Whether `line` should be reported: it is new, and there are not too many yet.
     pub fn is_new(&mut self, line: &str) -> bool {
-        let new = self.0.len() < REFUSALS_MAX && self.0.iter().all(|told| told != line);
+        let new = self.0.len() < REFUSALS_MAX && self.0.iter().all(|reported| reported != line);
         if new {
             self.0.push(line.to_owned());
         }
@@ -46,10 +44,10 @@ impl RefusalLog {
     }
 }
 
-/// Hears in a line why a connection was turned away.
+/// Callback that receives one line for each reason to refuse connections.
 type Report<'a> = Box<dyn FnMut(&str) + Send + 'a>;
 
-/// Waits on a listener for a peer that is trusted.
+/// Accepts a trusted peer from a listener.
 pub struct Acceptor<'a> {
     listener: &'a Listener,
     pending: VecDeque<Channel>,
@@ -67,7 +65,7 @@ impl fmt::Debug for Acceptor<'_> {
 }
 
 impl<'a> Acceptor<'a> {
-    /// One without connections.
+    /// Creates an acceptor without pending connections.
     pub fn new(listener: &'a Listener) -> Self {
         Self { listener, pending: VecDeque::new(), refusals: RefusalLog::default(), report: None }
     }
@@ -80,18 +78,18 @@ impl<'a> Acceptor<'a> {
         self
     }
 
-    /// Waits for so long at most; the channel, once a peer has completed the handshake, or, without TLS, has connected.
-    /// Connections in the queue stay there until the next call.
+    /// Waits at most `wait` for a peer that completes the handshake or, without TLS, connects. Connections in the queue
+    /// stay there until the next call.
     ///
     /// # Errors
-    /// As [`Listener::accept`], but for its time-out; what is wrong with a stranger is none.
+    /// As [`Listener::accept`], except its time-out. A failed handshake of a peer is no error.
     pub fn step(&mut self, wait: Duration) -> Result<Option<Channel>, ChannelError> {
         let begun = Instant::now();
         loop {
             if let Some(channel) = self.accept()? {
                 return Ok(Some(channel));
             }
-            if let Some(channel) = self.look() {
+            if let Some(channel) = self.take_established() {
                 return Ok(Some(channel));
             }
             let rest = wait.saturating_sub(begun.elapsed());
@@ -102,7 +100,7 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// As [`step`](Self::step), for who has nothing else to do meanwhile.
+    /// Waits as [`step`](Self::step), and fails if no peer is accepted in time.
     ///
     /// # Errors
     /// As `step`; [`ChannelError::TimedOut`] if no peer completes it in time.
@@ -112,10 +110,10 @@ impl<'a> Acceptor<'a> {
         self.step(after)?.ok_or(timed_out)
     }
 
-    /// Takes new connections into the row; one that needs no handshake comes out of it at once.
+    /// Accepts new connections into the queue. Returns one that needs no handshake at once.
     fn accept(&mut self) -> Result<Option<Channel>, ChannelError> {
         if self.listener.socket().is_none() {
-            // It is connected already, to whom it was given for.
+            // An inherited connection: it is connected already.
             return self.listener.accept(None).map(Some);
         }
         for _ in 0..AT_ONCE {
@@ -127,8 +125,8 @@ impl<'a> Acceptor<'a> {
                 return Ok(Some(channel));
             }
             if self.pending.len() >= PENDING_MAX {
-                // It may have come through since it was last looked at.
-                if let Some(channel) = self.look() {
+                // A handshake in the queue may be complete by now.
+                if let Some(channel) = self.take_established() {
                     return Ok(Some(channel));
                 }
                 if self.pending.len() >= PENDING_MAX {
@@ -140,11 +138,11 @@ impl<'a> Acceptor<'a> {
         Ok(None)
     }
 
-    /// Looks at those in the row: one that has come through.
-    fn look(&mut self) -> Option<Channel> {
+    /// Returns a queued connection whose handshake is complete.
+    fn take_established(&mut self) -> Option<Channel> {
         for _ in 0..self.pending.len() {
             let channel = self.pending.pop_front()?;
-            match is_in(&channel) {
+            match is_established(&channel) {
                 Ok(true) => return Some(channel),
                 Ok(false) => self.pending.push_back(channel),
                 Err(error) => self.refuse(&error),
@@ -154,7 +152,7 @@ impl<'a> Acceptor<'a> {
     }
 
     fn refuse(&mut self, error: &ChannelError) {
-        // Who goes without a word in the handshake has not meant anything.
+        // A peer that closes the connection without an alert, such as a port scanner, is not worth a report.
         if error.tls_failure().is_none_or(|failure| *failure == TlsFailure::Ended) {
             return;
         }
@@ -164,7 +162,7 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// Waits for a connection, or for bytes on one of the queue.
+    /// Waits for a connection, or for bytes on a queued one.
     fn wait(&self, rest: Duration) -> Result<(), ChannelError> {
         let fds = self.listener.socket().into_iter().chain(self.pending.iter().map(Channel::as_fd));
         let mut polled: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
@@ -178,14 +176,14 @@ impl<'a> Acceptor<'a> {
     }
 }
 
-/// Whether it has come through the handshake, and is still there: a peer that does not trust this end may go without a
-/// word behind it, as stock QEMU does.
-fn is_in(channel: &Channel) -> Result<bool, ChannelError> {
+/// Whether the handshake is complete and the connection still open: a peer that does not trust this end may close right
+/// after the handshake without an alert, as stock QEMU does.
+fn is_established(channel: &Channel) -> Result<bool, ChannelError> {
     if !channel.try_establish()? {
         return Ok(false);
     }
     if channel.peek(&mut [0])? == Some(0) {
-        channel.get(&mut [0])?;
+        channel.read_exact(&mut [0])?;
     }
     Ok(true)
 }

@@ -1,9 +1,9 @@
 //! A connected byte stream.
 //!
-//! The laws of this module: `put` and `get` move everything or say at which byte they failed; partial transfers,
-//! signals and non-blocking descriptors are handled here alone. One thread may put while another gets; each direction
-//! belongs to one thread at a time (two that put at once interleave their bytes). A third may shut the channel down at
-//! any moment, which wakes both, wherever they wait.
+//! The laws of this module: `write_all` and `read_exact` move everything or report the byte at which they failed;
+//! partial transfers, signals and non-blocking descriptors are handled here alone. One thread may write while another
+//! reads; each direction belongs to one thread at a time (two concurrent writers interleave their bytes). A third
+//! thread may shut the channel down at any moment, which wakes both, wherever they wait.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -31,18 +31,18 @@ use crate::zero_copy::{Refusal, ZeroCopy, ZeroCopySender};
 
 type Result<T> = std::result::Result<T, ChannelError>;
 
-/// The buffers that [`Channel::pair`] asks for, in bytes; the kernel may grant less. Room for a batch of pages on top
-/// of the one being read; more was measured to gain nothing, and 4 MiB to be slower.
+/// Size of the buffers that [`Channel::pair`] requests, in bytes; the kernel may grant less. Holds a batch of pages on
+/// top of the one being read. Measured: a larger one gains nothing, and 4 MiB is slower.
 const PAIR_BUFFER: usize = 512 << 10;
 
 /// The directions to shut down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Shutdown {
-    /// No more gets.
+    /// No more reads.
     Read,
-    /// No more puts; the peer sees the end of the data.
+    /// No more writes; the peer sees the end of the data.
     Write,
-    /// Neither.
+    /// No more reads or writes.
     Both,
 }
 
@@ -50,28 +50,29 @@ pub enum Shutdown {
 ///
 /// Every method takes `&self`. Dropping the channel closes its descriptor; the peer sees the end once every
 /// [`try_clone`](Self::try_clone) is dropped too. An encrypted channel's peer then receives a close notification,
-/// unless a put or a get has failed.
+/// unless a write or a read has failed.
 #[derive(Debug)]
 pub struct Channel {
     transport: Transport,
     state: Arc<ChannelState>,
 }
 
-/// What all clones of a channel have in common.
+/// State shared by all clones of a channel.
 #[derive(Debug)]
 struct ChannelState {
     peer: Arc<str>,
     rate: RateLimit,
-    get_rate: RateLimit,
-    get: Direction,
-    put: Direction,
+    read_rate: RateLimit,
+    input: Direction,
+    output: Direction,
     sender: ZeroCopySender,
 }
 
 impl Channel {
     /// Makes a channel of a descriptor: a connected stream socket, a pipe's end, or anything else that is read or
-    /// written in order. `TCP_NODELAY` is set on TCP; what is no socket is put into non-blocking mode, and a pipe whose
-    /// reader is gone is an error only where SIGPIPE is ignored, as in every Rust program (sockets never raise it).
+    /// written in order. `TCP_NODELAY` is set on TCP; any other descriptor is switched to non-blocking mode, and a pipe
+    /// whose reader is gone is an error only where SIGPIPE is ignored, as in every Rust program (sockets never raise
+    /// it).
     ///
     /// # Errors
     /// [`ChannelError::Unsupported`] for a listening or message-based socket, a directory and the like.
@@ -88,8 +89,8 @@ impl Channel {
         Self::over(fd, peer, options)
     }
 
-    /// A channel to a new descriptor of this process: a socket pair with buffers for a hundred pages. The other end is
-    /// meant to be handed to another process.
+    /// Creates a socket pair with buffers for a hundred pages, and returns a channel over one end. The other end is
+    /// meant for another process.
     ///
     /// # Errors
     /// If the kernel has no descriptors left.
@@ -111,7 +112,7 @@ impl Channel {
                 }
                 let transport = match &options.tls {
                     None => Transport::Socket(fd, Arc::default()),
-                    Some(tls) if !tls.knows_its_peer() => {
+                    Some(tls) if !tls.has_peer_name() => {
                         let failure = Box::new(TlsFailure::NoHostName);
                         return Err(ChannelError::Tls { operation: Operation::Configure, peer, offset: None, failure });
                     }
@@ -128,12 +129,12 @@ impl Channel {
                 (Transport::Pipe(fd), Some(wakes().map_err(|e| failed(e.into()))?))
             }
             Kind::Listening => return Err(unsupported("it waits for connections itself; use it with a listener")),
-            Kind::Useless(why) => return Err(unsupported(why)),
+            Kind::Unsupported(why) => return Err(unsupported(why)),
         };
         Self::with_transport(transport, wakes, peer, options)
     }
 
-    /// A channel that reads from one descriptor and writes to another.
+    /// Creates a channel that reads from one descriptor and writes to another.
     pub(crate) fn over_two(
         input: OwnedFd,
         output: OwnedFd,
@@ -166,7 +167,7 @@ impl Channel {
         peer: Arc<str>,
         options: &Options,
     ) -> Result<Self> {
-        let (wake_get, wake_put) = wakes.unzip();
+        let (wake_input, wake_output) = wakes.unzip();
         let sender = ZeroCopySender::new(options.zero_copy, &transport).map_err(|refusal| match refusal {
             Refusal::Unsupported(why) => {
                 ChannelError::Unsupported { operation: Operation::Configure, peer: Arc::clone(&peer), why }
@@ -180,9 +181,9 @@ impl Channel {
             sender,
             peer,
             rate: options.rate.clone().unwrap_or_default(),
-            get_rate: options.get_rate.clone().unwrap_or_default(),
-            get: Direction::new(PollFlags::IN, wake_get),
-            put: Direction::new(PollFlags::OUT, wake_put),
+            read_rate: options.read_rate.clone().unwrap_or_default(),
+            input: Direction::new(PollFlags::IN, wake_input),
+            output: Direction::new(PollFlags::OUT, wake_output),
         };
         let channel = Self { transport, state: Arc::new(state) };
         channel.set_buffers(options.send_buffer, options.receive_buffer)?;
@@ -193,12 +194,12 @@ impl Channel {
     /// Asks these before every call to the kernel, for as long as the channel and its clones live. Set once.
     #[cfg(feature = "testing")]
     pub fn set_gates(&self, read: Gate, write: Gate) {
-        let _ = self.state.get.gate.set(read);
-        let _ = self.state.put.gate.set(write);
+        let _ = self.state.input.gate.set(read);
+        let _ = self.state.output.gate.set(write);
     }
 
-    /// A second handle: its own descriptor for the same end, with the same counters, rate limit and time-outs. Shutting
-    /// one down shuts down both.
+    /// Creates a second handle: a descriptor of its own for the same end, with the same counters, rate limit and
+    /// time-outs. Shutting one down shuts down both.
     ///
     /// # Errors
     /// If the kernel has no descriptors left.
@@ -210,56 +211,56 @@ impl Channel {
     /// Writes all of `bytes`.
     ///
     /// # Errors
-    /// As [`put_vector`](Self::put_vector).
-    pub fn put(&self, bytes: &[u8]) -> Result<()> {
-        self.put_vector(&[IoSlice::new(bytes)])
+    /// As [`write_all_vectored`](Self::write_all_vectored).
+    pub fn write_all(&self, bytes: &[u8]) -> Result<()> {
+        self.write_all_vectored(&[IoSlice::new(bytes)])
     }
 
-    /// Writes all slices in order; the list may have any length and empty slices. Held back by the rate limit, if there
-    /// is one.
+    /// Writes all slices in order, as fast as the rate limit allows. The list may have any length and empty slices.
     ///
     /// # Errors
     /// [`ChannelError::Broken`] if the peer is gone, [`ChannelError::TimedOut`] if it takes nothing for the length of
-    /// the write time-out, [`ChannelError::ShutDown`] after [`shutdown`](Self::shutdown). How much of the list went out
-    /// before is only known by the error's offset.
-    pub fn put_vector(&self, list: &[IoSlice<'_>]) -> Result<()> {
-        self.put_all(Cursor::gather(list), &[])
+    /// the write time-out, [`ChannelError::ShutDown`] after [`shutdown`](Self::shutdown). Only the error's offset tells
+    /// how much of the list went out.
+    pub fn write_all_vectored(&self, list: &[IoSlice<'_>]) -> Result<()> {
+        self.write_cursor(Cursor::gather(list), &[])
     }
 
-    /// As [`put_vector`](Self::put_vector), for memory that must not become a slice because others write it meanwhile:
-    /// guest memory.
+    /// As [`write_all_vectored`](Self::write_all_vectored), for guest memory: it must not become a slice, because the
+    /// guest writes it meanwhile.
     ///
     /// # Errors
-    /// As `put_vector`.
+    /// As `write_all_vectored`.
     ///
     /// # Safety
     /// Every entry must name memory that stays mapped and readable until the call returns.
     #[allow(unsafe_code, reason = "passes its own contract on")]
-    pub unsafe fn put_vector_raw(&self, list: &[libc::iovec]) -> Result<()> {
+    pub unsafe fn write_all_raw(&self, list: &[libc::iovec]) -> Result<()> {
         // SAFETY: the caller promises what the cursor asks for, for as long as this call lasts.
-        self.put_all(unsafe { Cursor::gather_raw(list) }, &[])
+        self.write_cursor(unsafe { Cursor::gather_raw(list) }, &[])
     }
 
     /// Writes all of `bytes`, and passes duplicates of `descriptors` with the first of them. A peer that does not
-    /// [accept](Self::accept_descriptors) them gets the bytes alone.
+    /// [accept](Self::accept_descriptors) them receives the bytes alone.
     ///
     /// # Errors
-    /// As [`put_vector`](Self::put_vector); [`ChannelError::Unsupported`], before a byte has moved, if the channel is
-    /// no unix socket, there is no byte to pass them with, or they are more than 253.
-    pub fn put_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        let unsupported =
-            |why| Err(ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.state.peer), why });
+    /// As [`write_all_vectored`](Self::write_all_vectored); [`ChannelError::Unsupported`], before a byte has moved, if
+    /// the channel is no unix socket, `bytes` is empty, or there are more than 253 descriptors.
+    pub fn write_all_with_descriptors(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        let unsupported = |why| {
+            Err(ChannelError::Unsupported { operation: Operation::Write, peer: Arc::clone(&self.state.peer), why })
+        };
         if !self.passes_descriptors() {
             return unsupported("descriptors can be passed only over a unix socket");
         }
         if bytes.is_empty() || descriptors.len() > PASSED_MAX {
             return unsupported("at most 253 descriptors can be passed, with at least one byte");
         }
-        self.put_all(Cursor::gather(&[IoSlice::new(bytes)]), descriptors)
+        self.write_cursor(Cursor::gather(&[IoSlice::new(bytes)]), descriptors)
     }
 
-    /// Shakes hands, if that is yet to be done, so that what is wrong with the peer shows now and not when the channel
-    /// is used. Waits for as long as a handshake may take. There is nothing to do for a channel that is not encrypted.
+    /// Completes the TLS handshake, so that a wrong peer is reported now and not when the channel is used. Waits as
+    /// long as a handshake may take. Does nothing on a channel that is not encrypted.
     ///
     /// # Errors
     /// [`ChannelError::Tls`]; [`ChannelError::ShutDown`] after a [`shutdown`](Self::shutdown).
@@ -267,12 +268,12 @@ impl Channel {
         let Transport::Tls(session) = &self.transport else { return Ok(()) };
         session.establish().map_err(|error| {
             let stop = if self.is_shut() { Stop::ShutDown } else { Stop::Failed(error) };
-            self.explain(Operation::Get, stop)
+            self.explain(Operation::Read, stop)
         })
     }
 
-    /// Goes on shaking hands as far as that can be done without waiting for the peer: whether both ends know each
-    /// other. A channel that is not encrypted has nothing to wait for.
+    /// Continues the TLS handshake without waiting for the peer, and returns whether it is complete. Always true for a
+    /// channel that is not encrypted.
     ///
     /// # Errors
     /// As [`establish`](Self::establish).
@@ -280,31 +281,31 @@ impl Channel {
         let Transport::Tls(session) = &self.transport else { return Ok(true) };
         match session.try_establish() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
-            Err(error) => Err(self.explain(Operation::Get, Stop::Failed(error))),
+            Err(error) => Err(self.explain(Operation::Read, Stop::Failed(error))),
             Ok(()) => Ok(true),
         }
     }
 
-    /// Whether what is put and got is encrypted (TLS): then nothing goes out from where it lies, neither a file
-    /// ([`put_file`](Self::put_file)) nor memory (zero-copy), and no descriptors can be passed.
+    /// Whether the channel is encrypted (TLS). Then neither files ([`send_file`](Self::send_file)) nor memory can be
+    /// sent without a copy, and no descriptors can be passed.
     pub fn is_encrypted(&self) -> bool {
         matches!(self.transport, Transport::Tls(_))
     }
 
-    /// Whether the kernel seals what is put ([`Shutdown::Write`]), opens what is got ([`Shutdown::Read`]), or both
-    /// ([`crate::KernelTls`]). Only known once both ends have shaken hands; where bytes came with the end of that, it
-    /// opens what comes behind them.
-    pub fn is_sealed_by_kernel(&self, how: Shutdown) -> bool {
+    /// Whether the kernel encrypts what is written ([`Shutdown::Write`]), decrypts what is read ([`Shutdown::Read`]),
+    /// or both ([`crate::KernelTls`]). Known once the handshake is complete. Bytes that came with the end of the
+    /// handshake are decrypted by this process, and the kernel decrypts those behind them.
+    pub fn is_encrypted_by_kernel(&self, how: Shutdown) -> bool {
         let Transport::Tls(session) = &self.transport else { return false };
-        let (seals, opens) = session.by_kernel().map_or((false, false), ByKernel::directions);
+        let (encrypts, decrypts) = session.by_kernel().map_or((false, false), ByKernel::directions);
         match how {
-            Shutdown::Read => opens,
-            Shutdown::Write => seals,
-            Shutdown::Both => seals && opens,
+            Shutdown::Read => decrypts,
+            Shutdown::Write => encrypts,
+            Shutdown::Both => encrypts && decrypts,
         }
     }
 
-    /// Whether descriptors can be passed through it: whether it is a unix socket, not encrypted.
+    /// Whether descriptors can be passed: true for a unix socket that is not encrypted.
     pub fn passes_descriptors(&self) -> bool {
         match &self.transport {
             Transport::Socket(socket, _) => {
@@ -314,17 +315,16 @@ impl Channel {
         }
     }
 
-    /// Picks up descriptors that the peer passes, `most` of them (253 is the limit); 0 picks up no more. Gets and puts
-    /// of bytes are as before, and one more descriptor than `most` fails a get ([`ChannelError::Io`],
-    /// [`io::ErrorKind::InvalidData`]). Without this call the kernel closes what is passed.
+    /// Accepts up to `most` descriptors from the peer (at most 253); 0 accepts no more. Bytes are read and written as
+    /// before. A read that meets one more descriptor than `most` fails ([`ChannelError::Io`],
+    /// [`io::ErrorKind::InvalidData`]). Without this call the kernel closes passed descriptors.
     pub fn accept_descriptors(&self, most: usize) {
         if let Transport::Socket(_, passed) = &self.transport {
             passed.want(most);
         }
     }
 
-    /// The descriptors that have come with the bytes that were got, in the order in which they were passed. They are
-    /// closed when a program is executed.
+    /// Returns the descriptors received with the bytes read so far, in the order of passing. They are close-on-exec.
     pub fn take_descriptors(&self) -> Vec<OwnedFd> {
         match &self.transport {
             Transport::Socket(_, passed) => passed.take(),
@@ -332,174 +332,177 @@ impl Channel {
         }
     }
 
-    /// Writes `length` bytes of `file` from `offset` on, straight from the page cache (sendfile): they are not copied
-    /// on this side, which halves what a read and a put cost. Held back by the rate limit, if there is one.
+    /// Writes `length` bytes of `file` from `offset` on, straight from the page cache (sendfile), as fast as the rate
+    /// limit allows. They are not copied on this side, which halves the cost of a read and a write.
     ///
-    /// The peer gets what the file holds when *it* reads, so a caller that relies on the contents checks afterwards
-    /// whether the file is still the same.
+    /// The peer receives what the file holds when *it* reads, so a caller that relies on the contents checks afterwards
+    /// that the file has not changed.
     ///
     /// # Errors
-    /// As [`put_vector`](Self::put_vector); [`ChannelError::Io`] with [`io::ErrorKind::UnexpectedEof`] if the file ends
-    /// before; [`ChannelError::Unsupported`], before a byte has moved, if the kernel cannot send this file over this
-    /// channel: then it has to be read.
-    pub fn put_file(&self, file: impl AsFd, offset: u64, length: u64) -> Result<()> {
-        let before = self.state.put.counters.bytes();
-        let put = self.output().put_file(file.as_fd(), offset, length);
-        put.map_err(|stop| match stop {
-            Stop::Failed(error) if before == self.state.put.counters.bytes() && cannot_send(&error) => {
+    /// As [`write_all_vectored`](Self::write_all_vectored); [`ChannelError::Io`] with [`io::ErrorKind::UnexpectedEof`]
+    /// if the file ends before; [`ChannelError::Unsupported`], before a byte has moved, if the kernel cannot send this
+    /// file over this channel: the caller reads it instead.
+    pub fn send_file(&self, file: impl AsFd, offset: u64, length: u64) -> Result<()> {
+        let before = self.state.output.counters.bytes();
+        let written = self.output().send_file(file.as_fd(), offset, length);
+        written.map_err(|stop| match stop {
+            Stop::Failed(error) if before == self.state.output.counters.bytes() && cannot_send(&error) => {
                 let why = "the kernel cannot send this file over it without reading it";
-                ChannelError::Unsupported { operation: Operation::Put, peer: Arc::clone(&self.state.peer), why }
+                ChannelError::Unsupported { operation: Operation::Write, peer: Arc::clone(&self.state.peer), why }
             }
-            stop => self.explain(Operation::Put, stop),
+            stop => self.explain(Operation::Write, stop),
         })
     }
 
-    /// Reads exactly as many bytes as `bytes` has.
+    /// Reads exactly `bytes.len()` bytes.
     ///
     /// # Errors
-    /// As [`get_vector`](Self::get_vector).
-    pub fn get(&self, bytes: &mut [u8]) -> Result<()> {
-        self.get_vector(&mut [IoSliceMut::new(bytes)])
+    /// As [`read_exact_vectored`](Self::read_exact_vectored).
+    pub fn read_exact(&self, bytes: &mut [u8]) -> Result<()> {
+        self.read_exact_vectored(&mut [IoSliceMut::new(bytes)])
     }
 
     /// Fills all slices in order; the list may have any length and empty slices.
     ///
     /// # Errors
-    /// [`ChannelError::Closed`] with the number of bytes that came, if the data ends before; [`ChannelError::TimedOut`]
-    /// if nothing comes for the length of the read time-out; [`ChannelError::ShutDown`] after
+    /// [`ChannelError::Closed`] with the number of bytes read, if the data ends before; [`ChannelError::TimedOut`] if
+    /// nothing arrives for the length of the read time-out; [`ChannelError::ShutDown`] after
     /// [`shutdown`](Self::shutdown). The contents of the slices are then unspecified.
-    pub fn get_vector(&self, list: &mut [IoSliceMut<'_>]) -> Result<()> {
-        self.get_all(Cursor::scatter(list))
+    pub fn read_exact_vectored(&self, list: &mut [IoSliceMut<'_>]) -> Result<()> {
+        self.read_cursor(Cursor::scatter(list))
     }
 
-    /// As [`get_vector`](Self::get_vector), straight into memory that must not become a slice: guest memory.
+    /// As [`read_exact_vectored`](Self::read_exact_vectored), straight into memory that must not become a slice: guest
+    /// memory.
     ///
     /// # Errors
-    /// As `get_vector`.
+    /// As `read_exact_vectored`.
     ///
     /// # Safety
     /// Every entry must name memory that stays mapped and writable until the call returns, and to which no reference
     /// exists.
     #[allow(unsafe_code, reason = "passes its own contract on")]
-    pub unsafe fn get_vector_raw(&self, list: &[libc::iovec]) -> Result<()> {
+    pub unsafe fn read_exact_raw(&self, list: &[libc::iovec]) -> Result<()> {
         // SAFETY: the caller promises what the cursor asks for, for as long as this call lasts.
-        self.get_all(unsafe { Cursor::scatter_raw(list) })
+        self.read_cursor(unsafe { Cursor::scatter_raw(list) })
     }
 
-    /// Reads what is there, at least one byte, and returns how many; 0 is the end of the data (or an empty buffer).
+    /// Reads the bytes that are there, at least one, and returns how many; 0 is the end of the data (or an empty
+    /// buffer).
     ///
     /// # Errors
-    /// As [`get_vector`](Self::get_vector), except that the end is no error.
-    pub fn get_some(&self, bytes: &mut [u8]) -> Result<usize> {
-        self.get_some_vector(&mut [IoSliceMut::new(bytes)])
+    /// As [`read_exact_vectored`](Self::read_exact_vectored), except that the end is no error.
+    pub fn read(&self, bytes: &mut [u8]) -> Result<usize> {
+        self.read_vectored(&mut [IoSliceMut::new(bytes)])
     }
 
-    /// As [`get_some`](Self::get_some), into several slices by one call of at most 1,024 entries.
+    /// As [`read`](Self::read), into several slices by one call of at most 1,024 entries.
     ///
     /// # Errors
-    /// As `get_some`.
-    pub fn get_some_vector(&self, list: &mut [IoSliceMut<'_>]) -> Result<usize> {
-        self.input().get_some(&mut Cursor::scatter(list)).map_err(|stop| self.explain(Operation::Get, stop))
+    /// As `read`.
+    pub fn read_vectored(&self, list: &mut [IoSliceMut<'_>]) -> Result<usize> {
+        self.input().read(&mut Cursor::scatter(list)).map_err(|stop| self.explain(Operation::Read, stop))
     }
 
-    /// Copies the first bytes that have arrived, without taking them and without waiting: how many, 0 at the end of the
-    /// data, `None` if nothing has come yet. Not counted. An encrypted channel that was accepted shakes hands
-    /// meanwhile; an end that its peer did not announce is recognized by a get only.
+    /// Copies the first bytes that have arrived, without consuming them and without waiting. Returns how many, 0 at the
+    /// end of the data, `None` if nothing has arrived yet. Not counted. An accepted encrypted channel continues its
+    /// handshake here. Only a read detects an end that an encrypted peer did not announce.
     ///
     /// # Errors
     /// [`ChannelError::Unsupported`] for anything but a socket; [`ChannelError::Broken`] if the peer is gone;
     /// [`ChannelError::Tls`].
     pub fn peek(&self, bytes: &mut [u8]) -> Result<Option<usize>> {
         if let Transport::Tls(session) = &self.transport {
-            return session.peek(bytes).map_err(|error| self.explain(Operation::Get, Stop::Failed(error)));
+            return session.peek(bytes).map_err(|error| self.explain(Operation::Read, Stop::Failed(error)));
         }
         let Transport::Socket(socket, _) = &self.transport else {
-            let why = "what is no socket cannot be looked into before it is read";
-            return Err(ChannelError::Unsupported { operation: Operation::Get, peer: self.state.peer.clone(), why });
+            let why = "only a socket can be peeked";
+            return Err(ChannelError::Unsupported { operation: Operation::Read, peer: self.state.peer.clone(), why });
         };
         loop {
             match net::recv(socket, &mut *bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
                 Ok((got, _)) => return Ok(Some(got)),
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::INTR) => {}
-                Err(errno) => return Err(self.explain(Operation::Get, Stop::Failed(errno.into()))),
+                Err(errno) => return Err(self.explain(Operation::Read, Stop::Failed(errno.into()))),
             }
         }
     }
 
     fn output(&self) -> Transfer<'_> {
-        Transfer { direction: &self.state.put, transport: &self.transport, rate: &self.state.rate }
+        Transfer { direction: &self.state.output, transport: &self.transport, rate: &self.state.rate }
     }
 
     fn input(&self) -> Transfer<'_> {
-        Transfer { direction: &self.state.get, transport: &self.transport, rate: &self.state.get_rate }
+        Transfer { direction: &self.state.input, transport: &self.transport, rate: &self.state.read_rate }
     }
 
-    fn put_all(&self, mut gather: Cursor<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        let put = self.output().put(&mut gather, descriptors);
-        put.map_err(|stop| self.explain(Operation::Put, stop))
+    fn write_cursor(&self, mut gather: Cursor<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        let written = self.output().write_all(&mut gather, descriptors);
+        written.map_err(|stop| self.explain(Operation::Write, stop))
     }
 
-    pub(crate) fn put_lent(&self, cursors: [&mut Cursor<'_, Out>; 3], reused: bool) -> Result<()> {
-        let put = self.state.sender.put(self.output(), cursors, reused);
-        put.map_err(|stop| self.explain(Operation::Put, stop))
+    pub(crate) fn write_all_zero_copy(&self, cursors: [&mut Cursor<'_, Out>; 3], reused: bool) -> Result<()> {
+        let written = self.state.sender.write_all(self.output(), cursors, reused);
+        written.map_err(|stop| self.explain(Operation::Write, stop))
     }
 
-    pub(crate) fn flush_lent(&self) -> Result<()> {
-        let given_up = || self.state.put.is_shut() && self.state.get.is_shut();
+    pub(crate) fn flush_zero_copy(&self) -> Result<()> {
+        let given_up = || self.state.output.is_shut() && self.state.input.is_shut();
         let flushed = self.state.sender.flush(self.output(), given_up);
-        flushed.map_err(|stop| self.explain(Operation::Put, stop))
+        flushed.map_err(|stop| self.explain(Operation::Write, stop))
     }
 
-    /// Waits until what was lent is back; where that fails the connection is cut and what is queued thrown away.
-    pub(crate) fn end_lending(&self) {
-        if self.flush_lent().is_err() {
-            self.abort_lent();
+    /// Flushes the zero-copy sends; if that fails, cuts the connection and discards what is queued.
+    pub(crate) fn end_zero_copy(&self) {
+        if self.flush_zero_copy().is_err() {
+            self.abort_zero_copy();
         }
     }
 
-    pub(crate) fn abort_lent(&self) {
+    pub(crate) fn abort_zero_copy(&self) {
         self.state.sender.abort(&self.transport);
     }
 
-    /// How pages were wanted to leave when the channel was made ([`Options::zero_copy`]).
-    pub fn zero_copy_wanted(&self) -> ZeroCopy {
+    /// Returns the zero-copy setting of the channel ([`Options::zero_copy`]).
+    pub fn zero_copy_setting(&self) -> ZeroCopy {
         self.state.sender.setting()
     }
 
-    /// How pages that are lent leave now: [`Off`](ZeroCopy::Off) where they are copied, never [`Auto`](ZeroCopy::Auto).
+    /// Returns the zero-copy method in use now: [`Off`](ZeroCopy::Off) if pages are copied, never
+    /// [`Auto`](ZeroCopy::Auto).
     pub fn zero_copy(&self) -> ZeroCopy {
         self.state.sender.method()
     }
 
-    fn get_all(&self, mut scatter: Cursor<'_, In>) -> Result<()> {
-        let got = self.input().get(&mut scatter);
-        got.map_err(|stop| self.explain(Operation::Get, stop))
+    fn read_cursor(&self, mut scatter: Cursor<'_, In>) -> Result<()> {
+        let read = self.input().read_exact(&mut scatter);
+        read.map_err(|stop| self.explain(Operation::Read, stop))
     }
 
-    /// Ends one or both directions and wakes the threads that wait in them, also in the rate limit; these get
-    /// [`ChannelError::ShutDown`]. What came before a read shutdown of a socket can still be read. A pipe's peer sees
-    /// the end only when the channel is dropped. An encrypted channel's peer receives the close notification by
-    /// [`Shutdown::Write`] alone, and not while a put is in progress: to the peer the connection is cut then.
+    /// Shuts down one or both directions and wakes the threads that wait in them or in the rate limit; their calls fail
+    /// with [`ChannelError::ShutDown`]. Bytes that arrived before a read shutdown of a socket can still be read. A
+    /// pipe's peer sees the end only when the channel is dropped. An encrypted channel sends its close notification
+    /// only for [`Shutdown::Write`], and only if no write is in progress: otherwise the peer sees a cut connection.
     ///
     /// # Errors
-    /// If the kernel refuses; that the peer is gone already is no error.
+    /// If the kernel refuses. A peer that is gone already is no error.
     pub fn shutdown(&self, how: Shutdown) -> Result<()> {
         let (read, write) = (how != Shutdown::Write, how != Shutdown::Read);
         let mark = || -> io::Result<()> {
             if read {
-                self.state.get.shut()?;
-                self.state.get_rate.wake();
+                self.state.input.shut()?;
+                self.state.read_rate.wake();
             }
             if write {
-                self.state.put.shut()?;
+                self.state.output.shut()?;
                 self.state.rate.wake();
             }
             if let Transport::Tls(session) = &self.transport {
                 match how {
                     Shutdown::Read => session.stop_receiving(),
-                    // A put is in progress.
-                    Shutdown::Write if self.state.put.is_amid() => session.give_up(),
+                    // A write is in progress: its rest will never come, so this must not look like an orderly end.
+                    Shutdown::Write if self.state.output.is_amid() => session.give_up(),
                     Shutdown::Write => session.close(),
                     Shutdown::Both => session.give_up(),
                 }
@@ -522,15 +525,14 @@ impl Channel {
         mark().map_err(|e| self.failed(Operation::Shutdown, e))
     }
 
-    /// Sets how long a get or put may last without a byte moving; `None` is for ever. A call already under way keeps
-    /// its time-out. The bound is kept within a factor of two: the kernel's clock starts anew with each call it is
-    /// given.
+    /// Sets how long a read or write may last without a byte moving; `None` is for ever. A call in progress keeps its
+    /// time-out. The bound holds within a factor of two, because the kernel's clock restarts with each system call.
     ///
     /// # Errors
     /// If the kernel refuses.
     pub fn set_timeouts(&self, read: Option<Duration>, write: Option<Duration>) -> Result<()> {
         for (direction, id, time) in
-            [(&self.state.get, sockopt::Timeout::Recv, read), (&self.state.put, sockopt::Timeout::Send, write)]
+            [(&self.state.input, sockopt::Timeout::Recv, read), (&self.state.output, sockopt::Timeout::Send, write)]
         {
             // Zero would mean for ever to the kernel.
             let time = time.map(|time| time.max(Duration::from_millis(1)));
@@ -543,8 +545,9 @@ impl Channel {
         Ok(())
     }
 
-    /// Asks for kernel buffers of so many bytes; `None` leaves one as it is. The kernel grants what its limits allow
-    /// (`net.core.wmem_max`, `rmem_max`, `fs.pipe-max-size`), which is no error. A pipe has one buffer, the larger.
+    /// Requests kernel buffers of these sizes in bytes; `None` leaves a buffer unchanged. The kernel grants what its
+    /// limits allow (`net.core.wmem_max`, `rmem_max`, `fs.pipe-max-size`), which is no error. A pipe has one buffer,
+    /// the larger.
     ///
     /// # Errors
     /// If the kernel refuses altogether.
@@ -555,8 +558,8 @@ impl Channel {
             }
             None => {
                 if let Some(size) = send.max(receive) {
-                    // Above the limit (EPERM), too small for what is in it (EBUSY), or no pipe at all (EBADF): it stays
-                    // as it is, and works.
+                    // Above the limit (EPERM), too small for its contents (EBUSY), or no pipe at all (EBADF): the
+                    // buffer stays as it is, and works.
                     let _granted = rustix::pipe::fcntl_setpipe_size(self.transport.output(), size);
                     let _granted = rustix::pipe::fcntl_setpipe_size(self.transport.input(), size);
                 }
@@ -565,8 +568,8 @@ impl Channel {
         }
     }
 
-    /// Whether bytes can be got (`Shutdown::Read`), put (`Shutdown::Write`), or both: a pipe's end and a file carry one
-    /// direction.
+    /// Whether bytes can be read (`Shutdown::Read`), written (`Shutdown::Write`), or both: a pipe's end and a file
+    /// carry one direction.
     pub fn carries(&self, how: Shutdown) -> bool {
         let opened = |fd: BorrowedFd<'_>| fcntl_getfl(fd).map_or(OFlags::empty(), |flags| flags & OFlags::RWMODE);
         let (get, put) = match &self.transport {
@@ -584,30 +587,30 @@ impl Channel {
         }
     }
 
-    /// The rate limit of puts; a handle to change it while the channel is in use.
+    /// Returns a handle to the rate limit of writes, to change it while the channel is in use.
     pub fn rate(&self) -> RateLimit {
         self.state.rate.clone()
     }
 
-    /// The counters of this channel and its clones.
+    /// Returns the counters of this channel and its clones.
     pub fn counters(&self) -> Counters {
-        let mut counters = Counters::of(&self.state.put.counters, &self.state.get.counters);
+        let mut counters = Counters::of(&self.state.output.counters, &self.state.input.counters);
         if let Transport::Tls(session) = &self.transport
             && let Some(by_kernel) = session.by_kernel()
         {
-            (counters.sealed_by_kernel, counters.opened_by_kernel) = by_kernel.bytes();
+            (counters.encrypted_by_kernel, counters.decrypted_by_kernel) = by_kernel.bytes();
         }
         counters
     }
 
-    /// The other end, for messages.
+    /// Returns the name of the other end, for messages.
     pub fn peer(&self) -> &str {
         &self.state.peer
     }
 
     fn explain(&self, operation: Operation, stop: Stop) -> ChannelError {
         let peer = Arc::clone(&self.state.peer);
-        let direction = if operation == Operation::Put { &self.state.put } else { &self.state.get };
+        let direction = if operation == Operation::Write { &self.state.output } else { &self.state.input };
         let offset = direction.counters.bytes();
         match stop {
             Stop::TimedOut(after) => ChannelError::TimedOut { operation, peer, offset: Some(offset), after },
@@ -632,7 +635,7 @@ impl Channel {
 
     /// Whether a direction was shut down on this side.
     fn is_shut(&self) -> bool {
-        self.state.get.is_shut() || self.state.put.is_shut()
+        self.state.input.is_shut() || self.state.output.is_shut()
     }
 
     fn failed(&self, operation: Operation, source: io::Error) -> ChannelError {
@@ -640,16 +643,16 @@ impl Channel {
     }
 }
 
-/// For waiting on several channels, or for handing the descriptor on; where there are two, the one that is read. Who
-/// reads or writes it goes around the counters and the encryption; and bytes that came with others may have been read
-/// already from an encrypted channel that is not ready.
+/// For polling several channels, or for handing the descriptor on; of two descriptors, the one that is read. Reading or
+/// writing it bypasses the counters and the encryption. An encrypted channel may hold decrypted bytes although its
+/// descriptor is not readable.
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.transport.input()
     }
 }
 
-/// What TLS failed with, or the kernel under it.
+/// Converts an I/O error of a TLS session: either a [`TlsFailure`] or an error of the kernel.
 fn of_tls(operation: Operation, peer: &Arc<str>, offset: Option<u64>, error: io::Error) -> ChannelError {
     match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
         Some(failure) => {
@@ -659,28 +662,28 @@ fn of_tls(operation: Operation, peer: &Arc<str>, offset: Option<u64>, error: io:
     }
 }
 
-/// Whether a handshake has found the connection ended.
+/// Whether the peer closed the connection during the handshake.
 fn is_ended(error: &io::Error) -> bool {
     error.get_ref().and_then(|error| error.downcast_ref()) == Some(&TlsFailure::Ended)
 }
 
-/// Whether this is the kernel's word that sendfile has no way from this file to this descriptor (sendfile(2)).
+/// Whether the error says that sendfile(2) cannot send from this file to this descriptor.
 fn cannot_send(error: &io::Error) -> bool {
     [Errno::INVAL, Errno::NOSYS, Errno::OPNOTSUPP].into_iter().any(|errno| Errno::from_io_error(error) == Some(errno))
 }
 
-/// Has calls on a descriptor that the kernel cannot shut down return instead of waiting.
+/// Sets non-blocking mode, for a descriptor that the kernel cannot shut down: its calls return instead of waiting.
 fn unblock(fd: &OwnedFd) -> std::result::Result<(), Errno> {
     fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)
 }
 
-/// What wakes who waits for such a descriptor, to get and to put.
+/// Creates the event descriptors that wake threads waiting for such a descriptor, to read and to write.
 fn wakes() -> std::result::Result<(OwnedFd, OwnedFd), Errno> {
     let wake = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
     Ok((wake()?, wake()?))
 }
 
-/// Both ends of a socket pair, with buffers for a hundred pages.
+/// Creates a socket pair with buffers for a hundred pages.
 pub(crate) fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (near, far) = net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     for end in [&near, &far] {
@@ -689,7 +692,7 @@ pub(crate) fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((near, far))
 }
 
-/// With the privilege to do so beyond the system's limits, else up to them.
+/// Sets buffer sizes: beyond the system's limits if privileged, otherwise up to them.
 fn grow_buffers(socket: impl AsFd, send: Option<usize>, receive: Option<usize>) -> std::result::Result<(), Errno> {
     // The kernel doubles the value, in an int.
     const MAX: usize = 1 << 30;
@@ -704,7 +707,7 @@ fn grow_buffers(socket: impl AsFd, send: Option<usize>, receive: Option<usize>) 
     Ok(())
 }
 
-/// What a person would call the other end of an unnamed descriptor.
+/// Describes the other end of a descriptor for messages.
 fn describe(fd: &OwnedFd) -> String {
     use std::os::fd::AsRawFd;
     let number = fd.as_raw_fd();

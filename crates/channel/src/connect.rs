@@ -1,4 +1,4 @@
-//! From a URI to a connected channel.
+//! Connecting to the end point of a URI.
 
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -25,14 +25,15 @@ impl Channel {
     ///
     /// `fd:N` takes possession of number N: it must be open, inherited by this process, and not taken before.
     ///
-    /// With [`Options::tls`] of a client both ends have shaken hands when this returns, unless that is
-    /// [deferred](crate::Tls::deferred): stock QEMU takes the first channel to come through for the main one.
+    /// With [`Options::tls`] of a client the handshake is complete when this returns, unless it is
+    /// [deferred](crate::Tls::deferred): stock QEMU takes the first channel that completes the handshake as the main
+    /// one.
     ///
     /// # Errors
     /// [`ChannelError::Refused`] if no process listens, [`ChannelError::TimedOut`] after `options.connect_timeout`,
     /// [`ChannelError::Unsupported`] for `file:` (open it as a [`FileChannel`](crate::FileChannel)), for `exec:` (start
     /// it as an [`Exec`](crate::Exec)), and for `-` if standard input and output do not carry a direction each;
-    /// [`ChannelError::Tls`] if the peer is not who it should be.
+    /// [`ChannelError::Tls`] if the peer's identity is wrong.
     pub fn connect(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
         let peer: Arc<str> = uri.to_string().into();
         options.check(OPERATION, &peer)?;
@@ -47,7 +48,7 @@ impl Channel {
             Uri::Fd(number) => Ok(descriptor::take(*number, OPERATION)?),
             Uri::Stdio => return Self::stdio(options),
             Uri::Exec(_) => {
-                let why = "a command has to be started, and its end to be waited for";
+                let why = "a command must be started and waited for";
                 return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
             }
             Uri::File { .. } => {
@@ -71,7 +72,7 @@ impl Channel {
         Self::over(fd, peer, &options)
     }
 
-    /// Standard input and output: what a program has that is run by another, here or behind ssh.
+    /// Connects to standard input and output: the channel of a program that another one runs, locally or through ssh.
     fn stdio(options: &Options) -> Result<Self, ChannelError> {
         let peer: Arc<str> = "standard input and output".into();
         let failed = |source: io::Error| ChannelError::setup(OPERATION, peer.clone(), source);
@@ -82,7 +83,7 @@ impl Channel {
             ),
             (rustix::stdio::stdout(), "standard output is not a pipe or socket; use fd:0 to read standard input only"),
         ] {
-            // Nothing would answer from a file or /dev/null, and a terminal is no place for a stream.
+            // A file or /dev/null would not answer, and a stream would garble a terminal.
             let found = rustix::fs::fstat(fd).map_err(|errno| failed(errno.into()))?;
             if !matches!(FileType::from_raw_mode(found.st_mode), FileType::Fifo | FileType::Socket) {
                 return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
@@ -116,7 +117,7 @@ fn tcp_to(address: &SocketAddr, timeout: Option<Duration>) -> io::Result<OwnedFd
     unpaced(&socket, address);
     match connect(&socket, address) {
         Ok(()) => {}
-        // Under way; interrupted, it goes on all the same.
+        // In progress. An interrupted connect continues in the background as well (connect(2)).
         Err(Errno::INPROGRESS | Errno::INTR) => {
             wait_connected(&socket, timeout)?;
             sockopt::socket_error(&socket)??;
@@ -141,11 +142,10 @@ fn wait_connected(socket: &OwnedFd, timeout: Option<Duration>) -> io::Result<()>
     }
 }
 
-/// Takes the plainest congestion control for a socket that is to reach this very machine: every kernel has it, every
-/// user may use it, and it sends what it has. One that spreads what it sends over time (BBR does, and is the default of
-/// many machines) has a timer fire over and over on the way from one process to the other: measured to cost a migration
-/// a fifth of its time. It goes on doing so with what is connected already, so this comes before. An improvement, not a
-/// need.
+/// Selects the congestion control `reno` for a socket whose peer is on this machine: every kernel has it, every user
+/// may select it, and it does not pace. One that paces (BBR, the default of many machines) runs a timer for each burst
+/// between two local processes: measured to cost a migration a fifth of its time. Pacing persists on a connected
+/// socket, so this must come before connect. A failure is ignored: it only costs time.
 pub(crate) fn unpaced(socket: impl AsFd, address: &SocketAddr) {
     if address.ip().to_canonical().is_loopback() {
         let _ = sockopt::set_tcp_congestion(socket, "reno");
@@ -155,7 +155,7 @@ pub(crate) fn unpaced(socket: impl AsFd, address: &SocketAddr) {
 fn unix(path: &Path, timeout: Option<Duration>) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    // A full backlog makes connect wait, for as long as the send time-out says (net/unix/af_unix.c; unix(7)).
+    // With a full backlog connect waits, for the length of the send time-out (net/unix/af_unix.c; unix(7)).
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, timeout)?;
     loop {
         match connect(&socket, &address) {

@@ -1,14 +1,14 @@
-//! What a channel did, counted where it happens.
+//! Counters of a channel.
 //!
-//! The law of this module: counting is never seen in a profile. Each direction has cache lines of its own, written only
-//! by the thread that uses this direction, with relaxed atomic additions next to a system call.
+//! The law of this module: counting never shows in a profile. Each direction has its own cache lines, written only by
+//! the thread that uses this direction, with relaxed atomic additions next to a system call.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use limosa_page::to_nanos;
 
-/// A snapshot of what a channel did since it was made. Calls, bytes and nanoseconds; "out" is what was put.
+/// A snapshot of a channel's counters since its creation: calls, bytes and nanoseconds. "Out" counts writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counters {
@@ -26,27 +26,27 @@ pub struct Counters {
     pub interrupted: u64,
     /// Waits for the peer in `poll`, where the descriptor does not block by itself.
     pub waits: u64,
-    /// Time in these waits. Time blocked inside a read or write call is not measured: two clock readings per call would
-    /// be seen.
+    /// Time in these waits. Time blocked inside a system call is not measured: two clock readings per call would show
+    /// in a profile.
     pub waited_ns: u64,
     /// Time held back by the rate limit.
     pub throttled_ns: u64,
     /// Bytes of memory and of files that were spliced: referenced, not copied.
     pub spliced: u64,
-    /// Calls that lent memory by `MSG_ZEROCOPY`.
-    pub lent: u64,
-    /// Of these, calls that the kernel has finished.
-    pub lent_completed: u64,
-    /// Of these, calls whose memory the kernel has copied after all, by its word; a word about several calls in a row
-    /// speaks of the first of them.
-    pub lent_copied: u64,
-    /// Calls that lent nothing, because the kernel had no room to remember another loan (`ENOBUFS`) or cannot lend such
-    /// memory (`EFAULT`).
-    pub starved: u64,
-    /// Bytes put that the kernel has sealed ([`crate::KernelTls`]).
-    pub sealed_by_kernel: u64,
-    /// Bytes that the kernel has opened.
-    pub opened_by_kernel: u64,
+    /// System calls with `MSG_ZEROCOPY`.
+    pub zero_copy_calls: u64,
+    /// Of these, calls that the kernel reported complete.
+    pub zero_copy_completed: u64,
+    /// Of these, calls whose memory the kernel reported as copied after all. A report about several calls in a row
+    /// describes the first of them.
+    pub zero_copy_copied: u64,
+    /// Calls with `MSG_ZEROCOPY` that failed, because the kernel had no room to track another one (`ENOBUFS`) or cannot
+    /// pin such memory (`EFAULT`).
+    pub zero_copy_refused: u64,
+    /// Bytes written that the kernel encrypted ([`crate::KernelTls`]).
+    pub encrypted_by_kernel: u64,
+    /// Bytes read that the kernel decrypted.
+    pub decrypted_by_kernel: u64,
 }
 
 /// One direction's counters. 128 bytes: processors fetch cache lines in pairs.
@@ -61,10 +61,10 @@ pub(crate) struct DirectionCounters {
     waited_ns: AtomicU64,
     throttled_ns: AtomicU64,
     spliced: AtomicU64,
-    lent: AtomicU64,
-    completed: AtomicU64,
-    copied: AtomicU64,
-    starved: AtomicU64,
+    zero_copy_calls: AtomicU64,
+    zero_copy_completed: AtomicU64,
+    zero_copy_copied: AtomicU64,
+    zero_copy_refused: AtomicU64,
 }
 
 impl DirectionCounters {
@@ -72,7 +72,7 @@ impl DirectionCounters {
         self.calls.fetch_add(1, Relaxed);
     }
 
-    /// `moved` of `offered` bytes went through one call.
+    /// Counts a call that moved `moved` of `offered` bytes.
     pub(crate) fn moved(&self, moved: usize, offered: usize) {
         self.bytes.fetch_add(moved as u64, Relaxed);
         if moved != 0 && moved < offered {
@@ -86,48 +86,44 @@ impl DirectionCounters {
 
     pub(crate) fn waited(&self, time: Duration) {
         self.waits.fetch_add(1, Relaxed);
-        self.waited_ns.fetch_add(nanoseconds(time), Relaxed);
+        self.waited_ns.fetch_add(to_nanos(time), Relaxed);
     }
 
     pub(crate) fn throttled(&self, time: Duration) {
         if !time.is_zero() {
-            self.throttled_ns.fetch_add(nanoseconds(time), Relaxed);
+            self.throttled_ns.fetch_add(to_nanos(time), Relaxed);
         }
     }
 
-    /// Bytes that were referenced, not copied.
+    /// Counts bytes that were referenced, not copied.
     pub(crate) fn spliced(&self, bytes: usize) {
         self.spliced.fetch_add(bytes as u64, Relaxed);
     }
 
-    /// A call has lent memory.
-    pub(crate) fn lent(&self) {
-        self.lent.fetch_add(1, Relaxed);
+    /// Counts a call with `MSG_ZEROCOPY`.
+    pub(crate) fn zero_copy_call(&self) {
+        self.zero_copy_calls.fetch_add(1, Relaxed);
     }
 
-    /// The kernel has finished calls that had lent memory, and copied that of some of them.
-    pub(crate) fn completed(&self, calls: u64, copied: u64) {
-        self.completed.fetch_add(calls, Relaxed);
-        self.copied.fetch_add(copied, Relaxed);
+    /// Counts calls that the kernel reported complete, and those of them that it copied.
+    pub(crate) fn zero_copy_completed(&self, calls: u64, copied: u64) {
+        self.zero_copy_completed.fetch_add(calls, Relaxed);
+        self.zero_copy_copied.fetch_add(copied, Relaxed);
     }
 
-    /// There was no room to remember another loan.
-    pub(crate) fn starved(&self) {
-        self.starved.fetch_add(1, Relaxed);
+    /// Counts a call with `MSG_ZEROCOPY` that the kernel refused.
+    pub(crate) fn zero_copy_refused(&self) {
+        self.zero_copy_refused.fetch_add(1, Relaxed);
     }
 
-    /// Bytes moved so far: the offset that errors name.
+    /// Returns the bytes moved so far: the offset that errors name.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.load(Relaxed)
     }
 }
 
-fn nanoseconds(time: Duration) -> u64 {
-    to_nanos(time)
-}
-
 impl Counters {
-    /// The two directions as they are now; fields counted by both are summed up.
+    /// Returns the counters of two directions; fields counted by both are summed up.
     pub(crate) fn of(out: &DirectionCounters, inward: &DirectionCounters) -> Self {
         let both = |field: fn(&DirectionCounters) -> &AtomicU64| {
             field(out).load(Relaxed).wrapping_add(field(inward).load(Relaxed))
@@ -143,18 +139,18 @@ impl Counters {
             waited_ns: both(|counters| &counters.waited_ns),
             throttled_ns: both(|counters| &counters.throttled_ns),
             spliced: out.spliced.load(Relaxed),
-            lent: out.lent.load(Relaxed),
-            lent_completed: out.completed.load(Relaxed),
-            lent_copied: out.copied.load(Relaxed),
-            starved: out.starved.load(Relaxed),
+            zero_copy_calls: out.zero_copy_calls.load(Relaxed),
+            zero_copy_completed: out.zero_copy_completed.load(Relaxed),
+            zero_copy_copied: out.zero_copy_copied.load(Relaxed),
+            zero_copy_refused: out.zero_copy_refused.load(Relaxed),
             // Set by the caller.
-            sealed_by_kernel: 0,
-            opened_by_kernel: 0,
+            encrypted_by_kernel: 0,
+            decrypted_by_kernel: 0,
         }
     }
 }
 
-/// Of several channels together.
+/// Sums the counters of several channels.
 impl std::iter::Sum for Counters {
     fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
         all.fold(Self::default(), |sum, one| Self {
@@ -168,12 +164,12 @@ impl std::iter::Sum for Counters {
             waited_ns: sum.waited_ns.wrapping_add(one.waited_ns),
             throttled_ns: sum.throttled_ns.wrapping_add(one.throttled_ns),
             spliced: sum.spliced.wrapping_add(one.spliced),
-            lent: sum.lent.wrapping_add(one.lent),
-            lent_completed: sum.lent_completed.wrapping_add(one.lent_completed),
-            lent_copied: sum.lent_copied.wrapping_add(one.lent_copied),
-            starved: sum.starved.wrapping_add(one.starved),
-            sealed_by_kernel: sum.sealed_by_kernel.wrapping_add(one.sealed_by_kernel),
-            opened_by_kernel: sum.opened_by_kernel.wrapping_add(one.opened_by_kernel),
+            zero_copy_calls: sum.zero_copy_calls.wrapping_add(one.zero_copy_calls),
+            zero_copy_completed: sum.zero_copy_completed.wrapping_add(one.zero_copy_completed),
+            zero_copy_copied: sum.zero_copy_copied.wrapping_add(one.zero_copy_copied),
+            zero_copy_refused: sum.zero_copy_refused.wrapping_add(one.zero_copy_refused),
+            encrypted_by_kernel: sum.encrypted_by_kernel.wrapping_add(one.encrypted_by_kernel),
+            decrypted_by_kernel: sum.decrypted_by_kernel.wrapping_add(one.decrypted_by_kernel),
         })
     }
 }

@@ -1,8 +1,8 @@
-//! Descriptors that come from outside: taking possession of a number, and finding out what it is.
+//! Inherited descriptors: taking possession of a number, and determining its type.
 //!
 //! The law of this module: a number is taken at most once. A descriptor that was inherited on purpose survived `exec`,
 //! so it has no close-on-exec flag; one that this process opened itself has it, as Rust sets it everywhere. Taking a
-//! number sets the flag. So neither a second taking nor a slip of the pen can steal a descriptor that is in use here.
+//! number sets the flag. So neither a second attempt nor a mistyped number can steal a descriptor that is in use here.
 #![allow(unsafe_code, reason = "turns a number into an owned descriptor")]
 
 use std::io;
@@ -18,8 +18,8 @@ use crate::error::{ChannelError, Operation};
 
 /// Takes over the descriptor with this number.
 ///
-/// Standard input, output and error are moved to another number and replaced by `/dev/null`, so that anything else that
-/// prints to them does not get between the stream's bytes.
+/// Standard input, output and error are moved to another number and replaced by `/dev/null`, so that other output does
+/// not end up in the stream.
 pub(crate) fn take(number: RawFd, operation: Operation) -> Result<OwnedFd, ChannelError> {
     let peer = || Arc::<str>::from(format!("fd:{number}"));
     let failed = |source: io::Error| ChannelError::setup(operation, peer(), source);
@@ -27,7 +27,7 @@ pub(crate) fn take(number: RawFd, operation: Operation) -> Result<OwnedFd, Chann
     if number < 0 {
         return Err(unsupported("a descriptor number must not be negative"));
     }
-    // SAFETY: only asked for its flags; if it is closed, the kernel says so (EBADF).
+    // SAFETY: only its flags are read; if it is closed, the kernel reports EBADF.
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
     let flags = fcntl_getfd(borrowed).map_err(|errno| match errno {
         rustix::io::Errno::BADF => unsupported("no such descriptor is open in this process"),
@@ -54,7 +54,7 @@ pub(crate) fn take(number: RawFd, operation: Operation) -> Result<OwnedFd, Chann
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// What a descriptor is good for.
+/// Type of a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// A connected stream socket of this family.
@@ -63,21 +63,21 @@ pub(crate) enum Kind {
     Listening,
     /// Bytes in order: a pipe, a terminal, an open file.
     Ordered,
-    /// None of these, and why.
-    Useless(&'static str),
+    /// Cannot carry a channel; the reason.
+    Unsupported(&'static str),
 }
 
-/// Finds out what a descriptor is.
+/// Determines the type of a descriptor.
 pub(crate) fn kind(fd: impl AsFd) -> io::Result<Kind> {
     let stat = fs::fstat(&fd)?;
     Ok(match FileType::from_raw_mode(stat.st_mode) {
         FileType::Socket if sockopt::socket_type(&fd)? != SocketType::STREAM => {
-            Kind::Useless("the socket keeps message boundaries; a stream socket is needed")
+            Kind::Unsupported("the socket keeps message boundaries; expected a stream socket")
         }
         FileType::Socket if sockopt::socket_acceptconn(&fd)? => Kind::Listening,
         FileType::Socket => Kind::Stream(sockopt::socket_domain(&fd)?),
         FileType::Fifo | FileType::CharacterDevice | FileType::RegularFile => Kind::Ordered,
-        FileType::Directory => Kind::Useless("it is a directory"),
-        _ => Kind::Useless("it is neither a stream socket, nor a pipe, nor a file"),
+        FileType::Directory => Kind::Unsupported("it is a directory"),
+        _ => Kind::Unsupported("expected a stream socket, a pipe or a file"),
     })
 }

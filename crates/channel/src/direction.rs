@@ -1,4 +1,4 @@
-//! One direction of a channel: calls until the bytes have moved, or there is a reason to stop.
+//! One direction of a channel: repeats system calls until the bytes have moved, or there is a reason to stop.
 //!
 //! The laws of this module: a transfer ends only by completion, by the end of the data, by an error of the kernel, by
 //! the time-out, or by a shutdown on this side; a signal, a partial transfer or an unready descriptor is none of these.
@@ -22,10 +22,10 @@ use crate::rate::RateLimit;
 use crate::transport::Transport;
 use crate::vector::{BYTES_MAX, Batch, Cursor, In, Out};
 
-/// Why a transfer stopped, before it is known to whom and where.
+/// The reason why a transfer stopped, without the peer and the offset that [`ChannelError`](crate::ChannelError) adds.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// Nothing moved for so long.
+    /// Nothing moved for this time.
     TimedOut(Duration),
     /// This side shut the direction down.
     ShutDown,
@@ -57,7 +57,7 @@ pub(crate) struct Direction {
     /// Nanoseconds without progress after which a transfer gives up; 0 is never.
     timeout: AtomicU64,
     shut: AtomicBool,
-    /// Puts that have begun and are not over, or were broken off: those never are.
+    /// Writes in progress, and writes that failed halfway: those stay counted.
     under_way: AtomicUsize,
     /// Becomes readable at shutdown, for descriptors that the kernel cannot shut down.
     wake: Option<OwnedFd>,
@@ -109,7 +109,7 @@ impl Direction {
         self.timeout.store(nanoseconds, Ordering::Relaxed);
     }
 
-    /// Marks the direction as shut down and wakes who waits in `poll`.
+    /// Marks the direction as shut down and wakes threads that wait in `poll`.
     pub(crate) fn shut(&self) -> io::Result<()> {
         self.shut.store(true, Ordering::SeqCst);
         if let Some(wake) = &self.wake {
@@ -122,13 +122,13 @@ impl Direction {
         self.shut.load(Ordering::SeqCst)
     }
 
-    /// Whether a put is under way, or was broken off. Who asks behind a [shutdown](Self::shut) learns of every one that
-    /// will move a byte yet, or has seen the shutdown amid its bytes: one that begins later moves none.
+    /// Whether a write is in progress or failed halfway. Asked after [`shut`](Self::shut), it covers every write that
+    /// may still move a byte or that the shutdown interrupted: one that begins later moves none.
     pub(crate) fn is_amid(&self) -> bool {
         self.under_way.load(Ordering::SeqCst) != 0
     }
 
-    /// A clock for a transfer that begins.
+    /// Starts the clock of a transfer.
     pub(crate) fn idle_timer(&self) -> IdleTimer {
         let nanoseconds = self.timeout.load(Ordering::Relaxed);
         let limit = (nanoseconds != 0).then(|| Duration::from_nanos(nanoseconds));
@@ -150,7 +150,7 @@ impl Direction {
     }
 }
 
-/// What every transfer in one direction needs: the direction's state, the descriptor, and the rate limit.
+/// The parts of a transfer in one direction: the direction's state, the descriptor, and the rate limit.
 #[derive(Clone, Copy)]
 pub(crate) struct Transfer<'a> {
     pub(crate) direction: &'a Direction,
@@ -159,44 +159,44 @@ pub(crate) struct Transfer<'a> {
 }
 
 impl Transfer<'_> {
-    /// Waits until `rate` lets `owed` bytes out, and returns them.
+    /// Waits until the rate limit lets `owed` bytes out, and returns `owed`.
     pub(crate) fn pay(&self, owed: usize, idle: &mut IdleTimer) -> Result<usize> {
         if owed != 0 {
             let waited = self.rate.take_unless(owed as u64, &self.direction.shut).ok_or(Stop::ShutDown)?;
             if !waited.is_zero() {
                 self.direction.counters.throttled(waited);
-                // Being held back is not the peer's silence.
+                // A pause by the rate limit must not count towards the time-out: the peer was not silent.
                 idle.progress();
             }
         }
         Ok(owed)
     }
 
-    /// Writes all that the list names, as fast as `rate` lets it, `descriptors` with the first byte.
-    pub(crate) fn put(&self, gather: &mut Cursor<'_, Out>, mut descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        self.put_by(gather, |batch| match descriptors {
-            [] => self.transport.put(batch),
+    /// Writes the whole list as fast as the rate limit allows, `descriptors` with the first byte.
+    pub(crate) fn write_all(&self, gather: &mut Cursor<'_, Out>, mut descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        self.write_all_by(gather, |batch| match descriptors {
+            [] => self.transport.write(batch),
             _ => {
-                let moved = self.transport.put_with(batch, descriptors)?;
+                let moved = self.transport.write_with_descriptors(batch, descriptors)?;
                 descriptors = &[];
                 Ok(moved)
             }
         })
     }
 
-    /// As [`put`](Self::put), each batch by `call`, which says how much of it has moved.
-    pub(crate) fn put_by(
+    /// As [`write_all`](Self::write_all), writing each batch by `call`, which returns how many bytes of it moved.
+    pub(crate) fn write_all_by(
         &self,
         gather: &mut Cursor<'_, Out>,
         mut call: impl FnMut(&Batch<'_, Out>) -> io::Result<usize>,
     ) -> Result<()> {
         self.direction.under_way.fetch_add(1, Ordering::SeqCst);
-        self.put_batches(gather, &mut call).inspect(|()| {
+        self.write_batches(gather, &mut call).inspect(|()| {
             self.direction.under_way.fetch_sub(1, Ordering::SeqCst);
         })
     }
 
-    fn put_batches(
+    fn write_batches(
         &self,
         gather: &mut Cursor<'_, Out>,
         call: &mut dyn FnMut(&Batch<'_, Out>) -> io::Result<usize>,
@@ -207,7 +207,7 @@ impl Transfer<'_> {
             if self.direction.is_shut() {
                 return Err(Stop::ShutDown);
             }
-            // After a partial transfer, what did not go out is paid for already.
+            // After a partial transfer, the bytes that did not go out are already paid for.
             paid += self.pay(batch.bytes().saturating_sub(paid), &mut idle)?;
             self.drain(&mut idle, false)?;
             let moved = self.attempt(&mut idle, batch.bytes(), || call(&batch))?;
@@ -222,23 +222,23 @@ impl Transfer<'_> {
         self.drain(&mut idle, true)
     }
 
-    /// Writes what the transport has taken and holds back; `all`: until nothing of it is left.
+    /// Flushes bytes that the transport buffers; with `all`, until none is left.
     fn drain(&self, idle: &mut IdleTimer, all: bool) -> Result<()> {
-        while self.transport.holds_back(all) {
+        while self.transport.is_buffering(all) {
             self.attempt(idle, 0, || self.transport.flush())?;
         }
         Ok(())
     }
 
-    /// Writes `length` bytes of a file from `offset` on, as fast as `rate` lets it, without their passing through here.
-    pub(crate) fn put_file(&self, file: BorrowedFd<'_>, mut offset: u64, length: u64) -> Result<()> {
+    /// Sends `length` bytes of a file from `offset` on, as fast as the rate limit allows, by sendfile.
+    pub(crate) fn send_file(&self, file: BorrowedFd<'_>, mut offset: u64, length: u64) -> Result<()> {
         let mut idle = self.direction.idle_timer();
         let mut paid = 0;
         let mut left = length;
         while left != 0 {
             let now = to_usize(left).min(self.direction.allow(self.rate.chunk(), || left)?).min(BYTES_MAX);
             paid += self.pay(now.saturating_sub(paid), &mut idle)?;
-            let moved = self.attempt(&mut idle, now, || self.transport.put_file(file, offset, now))?;
+            let moved = self.attempt(&mut idle, now, || self.transport.send_file(file, offset, now))?;
             if moved == 0 {
                 let why = format!("the file that is sent ends at byte {offset}, {left} bytes too early");
                 return Err(Stop::Failed(io::Error::new(io::ErrorKind::UnexpectedEof, why)));
@@ -251,11 +251,11 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// Fills all that the list names.
-    pub(crate) fn get(&self, scatter: &mut Cursor<'_, In>) -> Result<()> {
+    /// Fills the whole list.
+    pub(crate) fn read_exact(&self, scatter: &mut Cursor<'_, In>) -> Result<()> {
         let mut idle = self.direction.idle_timer();
         let mut got = 0_u64;
-        while let Some(moved) = self.get_part(scatter, true, &mut idle)? {
+        while let Some(moved) = self.read_part(scatter, true, &mut idle)? {
             if moved == 0 {
                 return Err(Stop::Ended { got, wanted: got.saturating_add(scatter.left()) });
             }
@@ -264,27 +264,27 @@ impl Transfer<'_> {
         Ok(())
     }
 
-    /// Reads what is there; 0 is the end of the data, or a list without room.
-    pub(crate) fn get_some(&self, scatter: &mut Cursor<'_, In>) -> Result<usize> {
+    /// Reads the bytes that are there; 0 is the end of the data, or an empty list.
+    pub(crate) fn read(&self, scatter: &mut Cursor<'_, In>) -> Result<usize> {
         let mut idle = self.direction.idle_timer();
-        Ok(self.get_part(scatter, false, &mut idle)?.unwrap_or(0))
+        Ok(self.read_part(scatter, false, &mut idle)?.unwrap_or(0))
     }
 
-    /// One read; `None` if the list is full, `Some(0)` at the end of the data.
-    fn get_part(&self, scatter: &mut Cursor<'_, In>, whole: bool, idle: &mut IdleTimer) -> Result<Option<usize>> {
+    /// Reads once. Returns `None` if the list is full, `Some(0)` at the end of the data.
+    fn read_part(&self, scatter: &mut Cursor<'_, In>, whole: bool, idle: &mut IdleTimer) -> Result<Option<usize>> {
         let limit = self.direction.allow(self.rate.chunk(), || scatter.left())?;
         let Some(batch) = scatter.batch(limit) else { return Ok(None) };
-        let moved = self.attempt(idle, batch.bytes(), || self.transport.get(&batch, whole))?;
-        // A socket's shutdown on this side looks like an end of the data; what had come before was still read.
+        let moved = self.attempt(idle, batch.bytes(), || self.transport.read(&batch, whole))?;
+        // A socket's shutdown on this side looks like an end of the data. Bytes that arrived before it were still read.
         if moved == 0 && self.direction.is_shut() {
             return Err(Stop::ShutDown);
         }
         scatter.advance(moved);
-        // Paid for afterwards: how much is there is known only then.
+        // Paid for afterwards, because the number of bytes is known only then.
         let waited = match self.rate.take_unless(moved as u64, &self.direction.shut) {
             Some(waited) => waited,
             None if whole => return Err(Stop::ShutDown),
-            // What has been read is not to be lost.
+            // The bytes that were read must not be lost.
             None => Duration::ZERO,
         };
         if !waited.is_zero() {
@@ -294,7 +294,7 @@ impl Transfer<'_> {
         Ok(Some(moved))
     }
 
-    /// Calls until bytes move, the data ends, or there is a reason to stop.
+    /// Repeats `call` until bytes move, the data ends, or there is a reason to stop.
     pub(crate) fn attempt(
         &self,
         idle: &mut IdleTimer,
@@ -308,10 +308,10 @@ impl Transfer<'_> {
             self.direction.counters.called();
             match call() {
                 Ok(moved) => {
-                    // Counted before it is checked: who decides by the count whether a VM was handed over must not
-                    // believe that these bytes are still here.
+                    // Counted before it is checked: a caller that decides by the counter whether a VM was handed over
+                    // must not believe that these bytes never left.
                     self.direction.counters.moved(moved, offered);
-                    // Else the kernel would have read or written behind the list.
+                    // Otherwise the kernel has read or written past the end of the list.
                     invariant(moved <= offered, "no more bytes are moved than were offered")?;
                     idle.progress();
                     return Ok(moved);
@@ -320,7 +320,7 @@ impl Transfer<'_> {
                     self.direction.counters.interrupted();
                     idle.remaining()?;
                 }
-                // Either the socket's own time-out is over, or the descriptor does not block.
+                // Either the socket's own time-out expired, or the descriptor does not block.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let remaining = idle.remaining()?;
                     let began = Instant::now();
@@ -339,7 +339,7 @@ impl Transfer<'_> {
     }
 }
 
-/// How long nothing has moved; reads the clock only if there is a time-out.
+/// Time since the last progress; reads the clock only if there is a time-out.
 pub(crate) struct IdleTimer {
     limit: Option<Duration>,
     since: Option<Instant>,
@@ -350,7 +350,7 @@ impl IdleTimer {
         self.since = self.limit.map(|_| Instant::now());
     }
 
-    /// The rest of the limit (`None`: no limit), or `Stop::TimedOut`.
+    /// Returns the rest of the limit (`None`: no limit), or fails with `Stop::TimedOut`.
     pub(crate) fn remaining(&self) -> Result<Option<Duration>> {
         let (Some(limit), Some(since)) = (self.limit, self.since) else { return Ok(None) };
         match limit.checked_sub(since.elapsed()) {

@@ -1,5 +1,5 @@
-//! What can go wrong on a channel: a person reads which peer, which byte and what was expected, and a
-//! program knows whether to retry, to give up, or that it asked for the end itself.
+//! Errors of channels: the message names the peer, the byte and what was expected; the variants let a program decide
+//! whether to retry or to give up.
 
 use std::fmt;
 use std::io;
@@ -14,7 +14,7 @@ use thiserror::Error;
 use crate::tls::TlsFailure;
 use crate::uri::UriError;
 
-/// The operation. Its `Display` is the beginning of a sentence that the peer's name completes.
+/// An operation on a channel. Its `Display` begins a sentence that the peer's name completes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operation {
@@ -27,9 +27,9 @@ pub enum Operation {
     /// Opening a file.
     Open,
     /// Writing.
-    Put,
+    Write,
     /// Reading.
-    Get,
+    Read,
     /// Shutting down one or both directions.
     Shutdown,
     /// Setting time-outs, buffers or other properties.
@@ -43,8 +43,8 @@ impl fmt::Display for Operation {
             Self::Listen => "listening on",
             Self::Accept => "waiting for a connection on",
             Self::Open => "opening",
-            Self::Put => "writing to",
-            Self::Get => "reading from",
+            Self::Write => "writing to",
+            Self::Read => "reading from",
             Self::Shutdown => "shutting down",
             Self::Configure => "setting up",
         })
@@ -53,8 +53,8 @@ impl fmt::Display for Operation {
 
 /// A failed operation on a channel, a listener or a file channel.
 ///
-/// `peer` is what a person would call the other end: its URI, or a description of the descriptor. `offset` counts bytes
-/// in the direction of the operation since the channel was made; in a file it is the absolute file offset.
+/// `peer` names the other end: its URI, or a description of the descriptor. `offset` counts bytes in the direction of
+/// the operation since the channel was made; in a file it is the absolute file offset.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ChannelError {
@@ -68,11 +68,11 @@ pub enum ChannelError {
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The data ended inside what was expected: an end of file, or a peer that closed its end in an orderly way.
-    #[error("{operation} {peer}: it ended at byte {offset}, after {got} of {wanted} expected bytes")]
+    /// The data ended before the expected length: an end of file, or a peer that closed its end in an orderly way.
+    #[error("{operation} {peer}: the data ended at byte {offset}, after {got} of {wanted} expected bytes")]
     Closed {
         /// The operation.
         operation: Operation,
@@ -80,12 +80,12 @@ pub enum ChannelError {
         peer: Arc<str>,
         /// Where the data ended.
         offset: u64,
-        /// Bytes of this request that did arrive.
+        /// Bytes of this request that arrived.
         got: u64,
         /// Bytes that this request asked for.
         wanted: u64,
     },
-    /// The peer is gone: it closed or reset the connection while bytes were still under way.
+    /// The peer is gone: it closed or reset the connection while bytes were in flight.
     #[error("{operation} {peer}: the peer is gone at byte {offset}")]
     Broken {
         /// The operation.
@@ -94,10 +94,10 @@ pub enum ChannelError {
         peer: Arc<str>,
         /// Bytes handed over before.
         offset: u64,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// Not a byte moved, or no peer connected, for as long as the time-out allows.
+    /// No byte moved, or no peer connected, for the length of the time-out.
     #[error("{operation} {peer}: nothing moved for {after:?}{}", at(*offset))]
     TimedOut {
         /// The operation.
@@ -109,7 +109,7 @@ pub enum ChannelError {
         /// The time-out.
         after: Duration,
     },
-    /// This side called `shutdown` on the channel; it is no failure of the peer.
+    /// This side called `shutdown` on the channel; the peer did not fail.
     #[error("{operation} {peer}: the channel was shut down on this side at byte {offset}")]
     ShutDown {
         /// The operation.
@@ -127,15 +127,15 @@ pub enum ChannelError {
         /// How it ended.
         status: ExitStatus,
     },
-    /// The command at the other end had nothing more to do, and did not end. It has been ended.
-    #[error("{peer}: the command did not end within {after:?}, and was ended")]
+    /// The command at the other end did not end in time and was terminated.
+    #[error("{peer}: the command did not end within {after:?} and was terminated")]
     Lingering {
         /// The command's URI.
         peer: Arc<str>,
-        /// How long it was waited for.
+        /// The time limit.
         after: Duration,
     },
-    /// The end point exists but cannot do what was asked of it.
+    /// The end point exists but does not support the operation.
     #[error("{operation} {peer}: {why}")]
     Unsupported {
         /// The operation.
@@ -145,8 +145,8 @@ pub enum ChannelError {
         /// The reason.
         why: &'static str,
     },
-    /// This process may not pin as much memory as `MSG_ZEROCOPY` needs: the limit is `RLIMIT_MEMLOCK`, which does not
-    /// hold for a process with `CAP_IPC_LOCK`.
+    /// This process may not pin as much memory as `MSG_ZEROCOPY` needs. The limit is `RLIMIT_MEMLOCK`; it does not
+    /// apply to a process with `CAP_IPC_LOCK`.
     #[error(
         "{operation} {peer}: RLIMIT_MEMLOCK is {} KiB, and MSG_ZEROCOPY pins at least {} KiB on a channel",
         limit >> 10,
@@ -159,10 +159,10 @@ pub enum ChannelError {
         peer: Arc<str>,
         /// The limit in bytes.
         limit: u64,
-        /// Bytes that a channel pins at least.
+        /// Minimum number of bytes that a channel pins.
         least: u64,
     },
-    /// The two ends have no secret, or lost it.
+    /// TLS failed, in the handshake or later.
     #[error("{operation} {peer}{}: TLS: {failure}", at(*offset))]
     Tls {
         /// The operation.
@@ -171,10 +171,10 @@ pub enum ChannelError {
         peer: Arc<str>,
         /// Bytes moved before, if the channel was up.
         offset: Option<u64>,
-        /// Why.
+        /// The failure.
         failure: Box<TlsFailure>,
     },
-    /// This end's certificates or keys for TLS are of no use.
+    /// This end's certificates or keys for TLS cannot be used.
     #[error("{}: {why}", path.display())]
     Credentials {
         /// The file, or the folder.
@@ -182,16 +182,16 @@ pub enum ChannelError {
         /// The reason.
         why: String,
     },
-    /// Any other answer of the kernel.
+    /// Any other error of the kernel.
     #[error("{operation} {peer}{}: {source}", at(*offset))]
     Io {
         /// The operation.
         operation: Operation,
         /// The other end.
         peer: Arc<str>,
-        /// Where, if data was being moved.
+        /// Bytes moved before, if data was being moved.
         offset: Option<u64>,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
     /// A bug of limosa.
@@ -213,17 +213,17 @@ fn at(offset: Option<u64>) -> String {
 }
 
 impl ChannelError {
-    /// An answer of the kernel outside a transfer.
+    /// Creates an error of the kernel outside a transfer.
     pub(crate) fn setup(operation: Operation, peer: impl Into<Arc<str>>, source: impl Into<io::Error>) -> Self {
         Self::Io { operation, peer: peer.into(), offset: None, source: source.into() }
     }
 
-    /// Nothing moved for the length of the time-out.
+    /// Whether nothing moved for the length of the time-out.
     pub fn is_timeout(&self) -> bool {
         matches!(self, Self::TimedOut { .. })
     }
 
-    /// The other end is gone, in an orderly way or not.
+    /// Whether the other end is gone, in an orderly way or not.
     pub fn is_closed(&self) -> bool {
         match self {
             Self::Closed { .. } | Self::Broken { .. } => true,
@@ -234,24 +234,24 @@ impl ChannelError {
         }
     }
 
-    /// The connection has ended, and an encrypted peer had not said that this was the end: it may have been cut. Who
-    /// knows by other means that all has come may take it for the end; stock QEMU ends its main channel so. A
-    /// connection that was reset is none of these.
+    /// Whether an encrypted connection ended without a close notification: it may have been cut. A caller that knows by
+    /// other means that everything has arrived may take it as the end; stock QEMU ends its main channel so. False for a
+    /// connection that was reset.
     pub fn is_cut(&self) -> bool {
         matches!(self, Self::Tls { failure, .. } if matches!(**failure, TlsFailure::Truncated { .. }))
     }
 
-    /// The TLS failure, if that is the cause.
+    /// Returns the TLS failure, if that is the cause.
     pub fn tls_failure(&self) -> Option<&TlsFailure> {
         if let Self::Tls { failure, .. } = self { Some(failure) } else { None }
     }
 
-    /// This side asked for the end.
+    /// Whether this side shut the channel down.
     pub fn is_shut_down(&self) -> bool {
         matches!(self, Self::ShutDown { .. })
     }
 
-    /// The operating system's error kind, if the kernel gave one: distinguishes a full disk from a missing permission.
+    /// Returns the kind of the kernel's error, if there is one: distinguishes a full disk from a missing permission.
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             Self::Refused { source, .. } | Self::Broken { source, .. } | Self::Io { source, .. } => Some(source.kind()),

@@ -1,8 +1,8 @@
 //! A command at the other end of a channel, run by the shell.
 //!
 //! The laws of this module: a command's standard input and output are one socket, so that both directions exist; its
-//! standard error is this process's own; in every case it is ended and reaped, within a bounded time, and only by its
-//! own process id.
+//! standard error is this process's own; in every case it is terminated and reaped, within a bounded time, and only by
+//! its own process id.
 
 use std::io;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -18,23 +18,23 @@ use crate::channel::{Channel, socket_pair};
 use crate::error::{ChannelError, Operation};
 use crate::options::Options;
 
-/// How long a command may take to end when it was asked to, before it is killed.
+/// Time between SIGTERM and SIGKILL.
 const END_WITHIN: Duration = Duration::from_secs(2);
 
-/// A running command. Dropping it ends it.
+/// A running command. Dropping it terminates it.
 ///
-/// It stays in this process's group, so that a program that asks for a password on the terminal can, and Ctrl-C reaches
-/// it too. Only the shell itself is signalled; what it has started sees its input end.
+/// It stays in this process's group, so that it may ask for a password on the terminal, and Ctrl-C reaches it too. Only
+/// the shell itself is signalled; processes that it started see the end of their input.
 ///
 /// ```
 /// use std::time::Duration;
 /// use limosa_channel::{Exec, Options, Shutdown};
 ///
 /// let (channel, mut command) = Exec::start("tr a-z A-Z", &Options::default())?;
-/// channel.put(b"page")?;
+/// channel.write_all(b"page")?;
 /// channel.shutdown(Shutdown::Write)?;
 /// let mut answer = [0; 4];
-/// channel.get(&mut answer)?;
+/// channel.read_exact(&mut answer)?;
 /// assert_eq!(&answer, b"PAGE");
 /// command.finish(Duration::from_secs(10))?;
 /// # Ok::<(), limosa_channel::ChannelError>(())
@@ -49,8 +49,8 @@ impl Exec {
     /// Starts `/bin/sh -c command`, and returns the channel to it.
     ///
     /// # Errors
-    /// If there is no shell, or the kernel has no process or descriptor left. What the shell finds wrong with the
-    /// command is reported by [`finish`](Self::finish).
+    /// If there is no shell, or the kernel has no process or descriptor left. An error in the command itself is
+    /// reported by [`finish`](Self::finish).
     pub fn start(command: &str, options: &Options) -> Result<(Channel, Self), ChannelError> {
         let peer: Arc<str> = format!("exec:{command}").into();
         let failed = |source: io::Error| ChannelError::setup(Operation::Connect, Arc::clone(&peer), source);
@@ -59,22 +59,23 @@ impl Exec {
         let mut shell = Command::new("/bin/sh");
         shell.arg("-c").arg(command).stdin(Stdio::from(far)).stdout(Stdio::from(output));
         let child = shell.spawn().map_err(failed)?;
-        // This process's copies of the far end go with it: the end of the data must be seen when the command ends.
+        // Closes this process's copies of the far end: otherwise the end of the data would not be seen when the command
+        // ends.
         drop(shell);
-        // From here on the child is ended if anything fails.
+        // From here on the child is terminated if anything fails.
         let this = Self { child, peer: Arc::clone(&peer) };
         Ok((Channel::over(near, peer, options)?, this))
     }
 
-    /// The shell's process id.
+    /// Returns the shell's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Waits for the command to end by itself, for at most so long.
+    /// Waits at most `within` for the command to end by itself.
     ///
     /// # Errors
-    /// [`ChannelError::Command`] if it failed; [`ChannelError::Lingering`] if it did not end: then it is ended.
+    /// [`ChannelError::Command`] if it failed; [`ChannelError::Lingering`] if it did not end: it is terminated then.
     pub fn finish(&mut self, within: Duration) -> Result<(), ChannelError> {
         let peer = Arc::clone(&self.peer);
         match self.status_within(within) {
@@ -84,11 +85,11 @@ impl Exec {
                 self.end();
                 Err(ChannelError::Lingering { peer, after: within })
             }
-            Err(source) => Err(ChannelError::setup(Operation::Get, peer, source)),
+            Err(source) => Err(ChannelError::setup(Operation::Read, peer, source)),
         }
     }
 
-    /// How it has ended, if it does so within the time.
+    /// Waits at most `within` for the exit status.
     fn status_within(&mut self, within: Duration) -> io::Result<Option<ExitStatus>> {
         let end = Instant::now().checked_add(within);
         loop {
@@ -108,12 +109,12 @@ impl Exec {
         }
     }
 
-    /// Ends it, by force if it must be, and reaps it.
+    /// Terminates the command, by SIGKILL if it ignores SIGTERM, and reaps it.
     fn end(&mut self) {
         if matches!(self.child.try_wait(), Ok(Some(_))) {
             return;
         }
-        // It is not reaped yet, so that its id is still its own.
+        // It is not reaped yet, so its process id cannot have been reused.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         if !matches!(self.status_within(END_WITHIN), Ok(Some(_))) {
             let _ = self.child.kill();

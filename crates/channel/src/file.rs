@@ -17,12 +17,12 @@ use crate::vector::{Cursor, In, Out};
 
 type Result<T> = std::result::Result<T, ChannelError>;
 
-/// What a file is opened for.
+/// Access mode of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Reading a file that exists.
     Read,
-    /// Reading and writing; made with mode 0600 if it does not exist, never truncated.
+    /// Reading and writing; created with mode 0600 if it does not exist, never truncated.
     Write,
 }
 
@@ -34,9 +34,9 @@ pub enum Access {
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let file = FileChannel::from_file(tempfile::tempfile()?, 0);
-/// file.put_vector_at(&[IoSlice::new(b"head"), IoSlice::new(b"tail")], 4096)?;
+/// file.write_all_vectored_at(&[IoSlice::new(b"head"), IoSlice::new(b"tail")], 4096)?;
 /// let mut tail = [0; 4];
-/// file.get_at(&mut tail, 4100)?;
+/// file.read_exact_at(&mut tail, 4100)?;
 /// assert_eq!(&tail, b"tail");
 /// # Ok(()) }
 /// ```
@@ -64,23 +64,23 @@ impl FileChannel {
             Uri::File { path, offset } => {
                 let mut options = File::options();
                 options.read(true).write(access == Access::Write).create(access == Access::Write).mode(0o600);
-                // Or opening a named pipe would wait for its other end.
+                // Without it, opening a named pipe would wait for its other end.
                 options.custom_flags(libc::O_NONBLOCK);
                 (options.open(path).map_err(failed)?, *offset)
             }
             Uri::Fd(number) => (crate::descriptor::take(*number, operation)?.into(), 0),
             Uri::Tcp { .. } | Uri::Unix(_) | Uri::Exec(_) | Uri::Stdio => {
-                return Err(unsupported("a stream has no offsets; a file is needed"));
+                return Err(unsupported("a stream has no offsets; expected a file"));
             }
         };
         let kind = file.metadata().map_err(failed)?.file_type();
         if !kind.is_file() && !kind.is_block_device() {
-            return Err(unsupported("it has no offsets; a regular file or a block device is needed"));
+            return Err(unsupported("it has no offsets; expected a regular file or a block device"));
         }
         Ok(Self { file, base, name, output: DirectionCounters::default(), input: DirectionCounters::default() })
     }
 
-    /// A channel over an open file; offset 0 is the file's byte `base`.
+    /// Creates a channel over an open file; offset 0 is the file's byte `base`.
     pub fn from_file(file: File, base: u64) -> Self {
         use std::os::fd::AsRawFd;
         let name = format!("the file on descriptor {}", file.as_raw_fd()).into();
@@ -90,68 +90,69 @@ impl FileChannel {
     /// Writes all of `bytes` at `offset`.
     ///
     /// # Errors
-    /// As [`put_vector_at`](Self::put_vector_at).
-    pub fn put_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
-        self.put_vector_at(&[IoSlice::new(bytes)], offset)
+    /// As [`write_all_vectored_at`](Self::write_all_vectored_at).
+    pub fn write_all_at(&self, bytes: &[u8], offset: u64) -> Result<()> {
+        self.write_all_vectored_at(&[IoSlice::new(bytes)], offset)
     }
 
-    /// Writes all slices, one behind the other from `offset` on.
+    /// Writes all slices consecutively from `offset` on.
     ///
     /// # Errors
     /// [`ChannelError::Io`] with the file offset at which writing failed (disk full, past the largest offset, ...).
-    pub fn put_vector_at(&self, list: &[IoSlice<'_>], offset: u64) -> Result<()> {
-        self.put_all(Cursor::gather(list), offset)
+    pub fn write_all_vectored_at(&self, list: &[IoSlice<'_>], offset: u64) -> Result<()> {
+        self.write_cursor(Cursor::gather(list), offset)
     }
 
-    /// As [`put_vector_at`](Self::put_vector_at), for memory that must not become a slice.
+    /// As [`write_all_vectored_at`](Self::write_all_vectored_at), for memory that must not become a slice.
     ///
     /// # Errors
-    /// As `put_vector_at`.
+    /// As `write_all_vectored_at`.
     ///
     /// # Safety
     /// Every entry must name memory that stays mapped and readable until the call returns.
     #[allow(unsafe_code, reason = "passes its own contract on")]
-    pub unsafe fn put_vector_at_raw(&self, list: &[libc::iovec], offset: u64) -> Result<()> {
+    pub unsafe fn write_all_raw_at(&self, list: &[libc::iovec], offset: u64) -> Result<()> {
         // SAFETY: the caller promises what the cursor asks for, for as long as this call lasts.
-        self.put_all(unsafe { Cursor::gather_raw(list) }, offset)
+        self.write_cursor(unsafe { Cursor::gather_raw(list) }, offset)
     }
 
-    /// Reads exactly as many bytes as `bytes` has, from `offset` on.
+    /// Reads exactly `bytes.len()` bytes from `offset` on.
     ///
     /// # Errors
-    /// As [`get_vector_at`](Self::get_vector_at).
-    pub fn get_at(&self, bytes: &mut [u8], offset: u64) -> Result<()> {
-        self.get_vector_at(&mut [IoSliceMut::new(bytes)], offset)
+    /// As [`read_exact_vectored_at`](Self::read_exact_vectored_at).
+    pub fn read_exact_at(&self, bytes: &mut [u8], offset: u64) -> Result<()> {
+        self.read_exact_vectored_at(&mut [IoSliceMut::new(bytes)], offset)
     }
 
     /// Fills all slices with the bytes from `offset` on.
     ///
     /// # Errors
-    /// [`ChannelError::Closed`] with the file offset of the end, if the file is shorter; else [`ChannelError::Io`].
-    pub fn get_vector_at(&self, list: &mut [IoSliceMut<'_>], offset: u64) -> Result<()> {
-        self.get_all(Cursor::scatter(list), offset)
+    /// [`ChannelError::Closed`] with the file offset of the end, if the file is shorter; otherwise
+    /// [`ChannelError::Io`].
+    pub fn read_exact_vectored_at(&self, list: &mut [IoSliceMut<'_>], offset: u64) -> Result<()> {
+        self.read_cursor(Cursor::scatter(list), offset)
     }
 
-    /// As [`get_vector_at`](Self::get_vector_at), straight into memory that must not become a slice.
+    /// As [`read_exact_vectored_at`](Self::read_exact_vectored_at), straight into memory that must not become a slice.
     ///
     /// # Errors
-    /// As `get_vector_at`.
+    /// As `read_exact_vectored_at`.
     ///
     /// # Safety
     /// Every entry must name memory that stays mapped and writable until the call returns, and to which no reference
     /// exists.
     #[allow(unsafe_code, reason = "passes its own contract on")]
-    pub unsafe fn get_vector_at_raw(&self, list: &[libc::iovec], offset: u64) -> Result<()> {
+    pub unsafe fn read_exact_raw_at(&self, list: &[libc::iovec], offset: u64) -> Result<()> {
         // SAFETY: the caller promises what the cursor asks for, for as long as this call lasts.
-        self.get_all(unsafe { Cursor::scatter_raw(list) }, offset)
+        self.read_cursor(unsafe { Cursor::scatter_raw(list) }, offset)
     }
 
-    fn put_all(&self, mut gather: Cursor<'_, Out>, offset: u64) -> Result<()> {
-        let (operation, counters) = (Operation::Put, &self.output);
+    fn write_cursor(&self, mut gather: Cursor<'_, Out>, offset: u64) -> Result<()> {
+        let (operation, counters) = (Operation::Write, &self.output);
         let mut position = self.position(operation, offset)?;
         while let Some(batch) = gather.batch(usize::MAX) {
             counters.called();
-            match transport::put_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
+            match transport::write_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
                 Ok(0) => return Err(self.failed(operation, position, io::ErrorKind::WriteZero.into())),
                 Ok(moved) => {
                     counters.moved(moved, batch.bytes());
@@ -165,13 +166,13 @@ impl FileChannel {
         Ok(())
     }
 
-    fn get_all(&self, mut scatter: Cursor<'_, In>, offset: u64) -> Result<()> {
-        let (operation, counters) = (Operation::Get, &self.input);
+    fn read_cursor(&self, mut scatter: Cursor<'_, In>, offset: u64) -> Result<()> {
+        let (operation, counters) = (Operation::Read, &self.input);
         let begin = self.position(operation, offset)?;
         let mut position = begin;
         while let Some(batch) = scatter.batch(usize::MAX) {
             counters.called();
-            match transport::get_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
+            match transport::read_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
                 Ok(0) => {
                     let got = position - begin;
                     let wanted = got.saturating_add(scatter.left());
@@ -204,22 +205,22 @@ impl FileChannel {
         ChannelError::Io { operation, peer: Arc::clone(&self.name), offset: Some(offset), source }
     }
 
-    /// The file's byte at offset 0.
+    /// Returns the file offset that corresponds to offset 0.
     pub fn base(&self) -> u64 {
         self.base
     }
 
-    /// The file itself, for what has nothing to do with moving bytes: its length, syncing, locks.
+    /// Returns the file, for everything but transfers: its length, syncing, locks.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// This channel's counters.
+    /// Returns this channel's counters.
     pub fn counters(&self) -> Counters {
         Counters::of(&self.output, &self.input)
     }
 
-    /// The file's name, for messages.
+    /// Returns the file's name, for messages.
     pub fn peer(&self) -> &str {
         &self.name
     }

@@ -1,7 +1,7 @@
-//! Bytes in motion for VM migration: URIs, vectored put and get, rate limit, time-outs, counters.
+//! Byte streams for VM migration: URIs, vectored reads and writes, rate limit, time-outs, counters.
 //!
 //! A [`Channel`] is a connected byte stream (socket or pipe), a [`FileChannel`] a file with offsets; a [`Listener`]
-//! waits for peers, an [`Exec`] is a command at the other end, a [`Uri`] says where. Transfers are blocking and
+//! accepts peers, an [`Exec`] is a command at the other end, a [`Uri`] names an end point. Transfers are blocking and
 //! complete: a gather list of hundreds of pages is one call here, and as few system calls as the kernel allows. Nothing
 //! is copied on the way, unless it is encrypted ([`Tls`]).
 //!
@@ -20,15 +20,16 @@
 //!     let channel = Channel::connect(&uri, &Options::default())?;
 //!     let page = [7_u8; 4096];
 //!     // A header and a page at a time, gathered from where they are.
-//!     channel.put_vector(&[IoSlice::new(b"page"), IoSlice::new(&page), IoSlice::new(b"page"), IoSlice::new(&page)])
+//!     let pages = [IoSlice::new(b"page"), IoSlice::new(&page), IoSlice::new(b"page"), IoSlice::new(&page)];
+//!     channel.write_all_vectored(&pages)
 //! });
 //!
 //! let channel = listener.accept(Some(Duration::from_secs(10)))?;
 //! let mut received = vec![0; 2 * 4100];
-//! channel.get(&mut received)?;
+//! channel.read_exact(&mut received)?;
 //! sender.join().expect("the sender does not panic")?;
 //! assert_eq!((&received[..4], received[4104 + 4095]), (&b"page"[..], 7));
-//! assert_eq!(channel.get_some(&mut received)?, 0, "the peer is done");
+//! assert_eq!(channel.read(&mut received)?, 0, "the peer is done");
 //! assert_eq!(channel.counters().bytes_in, 8200);
 //! # Ok(()) }
 //! ```
@@ -66,7 +67,7 @@ pub use options::Options;
 pub use rate::RateLimit;
 pub use tls::{KernelTls, KernelTlsFailure, Tls, TlsFailure, TlsRefusal, UnknownKernelTls};
 pub use uri::{Uri, UriError};
-pub use zero_copy::{Lending, ZeroCopy};
+pub use zero_copy::{ZeroCopy, ZeroCopyWriter};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -1,6 +1,6 @@
 //! Waiting for a peer to connect.
 //!
-//! What becomes of the files of sockets is [`limosa_socket`]'s to say.
+//! [`limosa_socket`] creates and removes the files of unix sockets.
 
 use std::io;
 use std::net::TcpListener;
@@ -22,7 +22,7 @@ use crate::options::Options;
 use crate::tls::Tls;
 use crate::uri::Uri;
 
-/// Connections that may wait for `accept`: those of a migration of many channels come at once.
+/// Backlog of `listen`: the connections of a migration with many channels come at once.
 const BACKLOG: i32 = 64;
 
 /// A `tcp:` or `unix:` end point that accepts connections, or an inherited descriptor.
@@ -43,9 +43,9 @@ enum Source {
 }
 
 impl Listener {
-    /// Listens on `uri`. Accepted channels get `options`.
+    /// Listens on `uri`. Accepted channels have `options`.
     ///
-    /// `unix:` makes a socket file of mode 0600 and replaces one that an ended process left behind. `fd:N` takes
+    /// `unix:` creates a socket file of mode 0600 and replaces one that an ended process left behind. `fd:N` takes
     /// possession of an inherited descriptor: a listening socket, or one connected already, which the first
     /// [`accept`](Self::accept) returns.
     ///
@@ -66,7 +66,7 @@ impl Listener {
             Uri::Tcp { host, port } => {
                 let socket = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
                 let address = socket.local_addr().map_err(failed)?;
-                // Those who are accepted inherit it.
+                // Accepted sockets inherit it.
                 unpaced(&socket, &address);
                 let port = address.port();
                 local = Uri::Tcp { host: host.clone(), port };
@@ -81,7 +81,7 @@ impl Listener {
                 match descriptor::kind(&fd).map_err(failed)? {
                     Kind::Listening => Source::Socket { socket: fd, _file: None },
                     Kind::Stream(_) | Kind::Ordered => Source::Connected(Mutex::new(Some(fd))),
-                    Kind::Useless(why) => return Err(unsupported(why)),
+                    Kind::Unsupported(why) => return Err(unsupported(why)),
                 }
             }
             Uri::Exec(_) | Uri::Stdio => {
@@ -90,7 +90,7 @@ impl Listener {
             Uri::File { .. } => return Err(unsupported("a file cannot be connected to; open it as a file")),
         };
         if let Source::Socket { socket, .. } = &source {
-            // Between readiness and accept a peer may give up; accept must not wait for the next one then.
+            // Between readiness and accept a peer may give up. Accept must then not wait for the next one.
             let flags = fs::fcntl_getfl(socket).map_err(|e| failed(e.into()))?;
             fs::fcntl_setfl(socket, flags | OFlags::NONBLOCK).map_err(|e| failed(e.into()))?;
         }
@@ -98,10 +98,10 @@ impl Listener {
         Ok(Self { source, uri: local, name, options: options.clone() })
     }
 
-    /// Waits for the next peer, for ever or for so long.
+    /// Waits for the next peer: for ever, or at most `timeout`.
     ///
-    /// With [`Options::tls`] the TLS handshake is not done yet: that happens when the channel is used, or, without
-    /// waiting for the peer, when it is [looked at](Channel::peek). It may take 30 s from now.
+    /// With [`Options::tls`] the handshake is not complete yet: it runs when the channel is used or, without waiting
+    /// for the peer, when it is [peeked](Channel::peek). It may take 30 s from now.
     ///
     /// # Errors
     /// [`ChannelError::TimedOut`] if no peer connects.
@@ -113,7 +113,7 @@ impl Listener {
             Source::Socket { socket, .. } => socket,
             Source::Connected(fd) => {
                 let taken = fd.lock().unwrap_or_else(PoisonError::into_inner).take();
-                let why = "its one connection was accepted before";
+                let why = "its only connection was accepted before";
                 let fd = taken.ok_or_else(|| ChannelError::Unsupported { operation, peer: peer(), why })?;
                 return Channel::over(fd, peer(), &self.options);
             }
@@ -122,7 +122,7 @@ impl Listener {
         loop {
             match net::accept_with(socket, SocketFlags::CLOEXEC) {
                 Ok(fd) => return Channel::over(fd, format!("the peer on {}", self.name), &self.options),
-                // A peer that gave up again is none.
+                // The peer gave up before it was accepted.
                 Err(Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => {}
                 Err(Errno::AGAIN) => {
                     let rest = timeout.map(|time| time.saturating_sub(began.elapsed()));
@@ -140,12 +140,12 @@ impl Listener {
         }
     }
 
-    /// Where peers connect to: the URI given, with the port that the kernel chose if it was 0.
+    /// Returns the URI that peers connect to: the one given, with the port that the kernel chose if it was 0.
     pub fn local_uri(&self) -> &Uri {
         &self.uri
     }
 
-    /// The listening socket, for waiting on several; none if an inherited connection is used instead.
+    /// Returns the listening socket, for polling several; `None` for an inherited connection.
     pub fn socket(&self) -> Option<BorrowedFd<'_>> {
         match &self.source {
             Source::Socket { socket, .. } => Some(socket.as_fd()),

@@ -1,9 +1,9 @@
-//! Descriptors that travel with the bytes of a unix socket (`SCM_RIGHTS`, unix(7)).
+//! Descriptors passed over a unix socket (`SCM_RIGHTS`, unix(7)).
 //!
-//! **Law: a descriptor that was not asked for is closed before it can be used.** A channel picks descriptors up only
-//! after a request to do so, and only so many; otherwise the call that reads gives the kernel no room for them, and the
-//! kernel closes them. One more than was asked for is an error of the peer's. What was picked up and not taken is
-//! closed with the channel.
+//! **Law: a descriptor that was not requested is closed before it can be used.** A channel accepts descriptors only
+//! after a request, and only the requested number; otherwise the call that reads gives the kernel no room for them, and
+//! the kernel closes them. One more than requested is an error of the peer. Descriptors that were received and not
+//! taken are closed with the channel.
 #![allow(unsafe_code, reason = "ancillary data is laid out by macros over raw memory")]
 
 use std::io;
@@ -15,13 +15,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use libc::{c_int, iovec, msghdr};
 
-/// Most descriptors that one put passes (`SCM_MAX_FD` of the kernel).
+/// Maximum number of descriptors in one message (`SCM_MAX_FD` of the kernel).
 pub(crate) const PASSED_MAX: usize = 253;
 
-/// What a channel and its clones have picked up.
+/// Descriptors that a channel and its clones have received.
 #[derive(Debug, Default)]
 pub(crate) struct PassedDescriptors {
-    /// How many more are wanted.
+    /// Number of descriptors that may still come.
     wanted: AtomicUsize,
     got: Mutex<Vec<OwnedFd>>,
 }
@@ -43,20 +43,20 @@ impl PassedDescriptors {
         self.got.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As recvmsg(2), with room for the descriptors that are wanted.
+    /// Receives as recvmsg(2), with room for the requested descriptors.
     ///
     /// # Safety
     /// The entries are valid for writes.
     pub(crate) unsafe fn receive(&self, socket: c_int, entries: &[iovec], flags: c_int) -> io::Result<usize> {
         let wanted = self.wanted();
-        // Words, because the headers in it have to be aligned.
+        // Words, because the headers in it must be aligned.
         let mut control = vec![0_u64; space(wanted).div_ceil(8)];
         let mut message = message(entries, &mut control, space(wanted));
-        // SAFETY: the message, its list and its room for ancillary data live through the call; the caller's promise for
+        // SAFETY: the message, its list and its room for ancillary data live through the call; the caller vouches for
         // the entries.
         let got = unsafe { libc::recvmsg(socket, &raw mut message, flags | libc::MSG_CMSG_CLOEXEC) };
         let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
-        // SAFETY: the kernel has filled the message in.
+        // SAFETY: the kernel filled the message.
         let descriptors = unsafe { descriptors_of(&message) };
         let more = descriptors.len() > wanted || message.msg_flags & libc::MSG_CTRUNC != 0;
         if more {
@@ -67,7 +67,7 @@ impl PassedDescriptors {
             };
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
-        // Another thread may have asked for fewer meanwhile.
+        // Another thread may have requested fewer meanwhile.
         let left = |now: usize| Some(now.saturating_sub(descriptors.len()));
         let _ = self.wanted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left);
         self.lock().extend(descriptors);
@@ -75,7 +75,7 @@ impl PassedDescriptors {
     }
 }
 
-/// As sendmsg(2), with descriptors, of which there is at least one and at most [`PASSED_MAX`].
+/// Sends as sendmsg(2), with at least one and at most [`PASSED_MAX`] descriptors.
 ///
 /// # Safety
 /// The entries are valid for reads.
@@ -99,12 +99,12 @@ pub(crate) unsafe fn send(
             ptr::write_unaligned(libc::CMSG_DATA(header).cast::<c_int>().add(index), descriptor.as_raw_fd());
         }
     }
-    // SAFETY: the message, its list and its ancillary data live through the call; the caller's promise for the entries.
+    // SAFETY: the message, its list and its ancillary data live through the call; the caller vouches for the entries.
     let sent = unsafe { libc::sendmsg(socket, &raw mut message, flags) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-/// Bytes of room for one header with so many descriptors.
+/// Returns the size of one header with this number of descriptors, in bytes.
 fn space(descriptors: usize) -> usize {
     #[expect(clippy::cast_possible_truncation, reason = "at most 253 descriptors of 4 bytes")]
     let bytes = (descriptors.min(PASSED_MAX) * size_of::<c_int>()) as u32;
@@ -123,7 +123,7 @@ fn message(entries: &[iovec], control: &mut [u64], length: usize) -> msghdr {
 }
 
 /// # Safety
-/// The kernel has filled the message in: the descriptors in it have no other owner.
+/// The kernel filled the message: the descriptors in it have no other owner.
 unsafe fn descriptors_of(message: &msghdr) -> Vec<OwnedFd> {
     let mut found = Vec::new();
     // SAFETY: the macros walk what the kernel has laid out, as long as `msg_controllen` says; each descriptor is new.

@@ -1,8 +1,8 @@
-//! A rate limit that can change while it is being waited for.
+//! A rate limit that can change while threads wait for it.
 //!
-//! A token bucket that may be overdrawn: a taker waits until the bucket is not in debt and then takes what it needs, so
-//! a request of any size passes once and pays afterwards. Idle time fills the bucket for a tenth of a second's worth at
-//! most. A change of the rate wakes every waiter, and what is still owed is paid at the new rate.
+//! A token bucket that may be overdrawn: a thread waits until the bucket is not in debt and then takes its bytes, so a
+//! request of any size passes once and pays afterwards. Idle time fills the bucket with a tenth of a second's worth at
+//! most. A change of the rate wakes every waiter, and the remaining debt is paid at the new rate.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,8 +16,8 @@ const SECOND: u128 = 1_000_000_000;
 /// The bytes of one call under a limit: a twentieth of a second's worth between these bounds.
 const CHUNK: (u64, u64) = (4096, 4 << 20);
 
-/// The lower bound for a list: as many pages as the kernel takes with a header each, 512, as long as that is no more
-/// than a second's worth. A list that is a batch goes out in one call, and what it owes is paid before the next one.
+/// The lower bound for a list: 512 pages with a header each, the most that the kernel takes in one call, unless that is
+/// more than a second's worth. A batch goes out in one call, and its debt is paid before the next one.
 const BATCH_LEAST: u64 = 512 * (4096 + 128);
 
 /// The longest single wait; a longer one is waited for in pieces.
@@ -48,15 +48,14 @@ struct Limiter {
 }
 
 impl RateLimit {
-    /// A limit of so many bytes per second, or none.
+    /// Creates a limit in bytes per second, or an unlimited one.
     pub fn new(bytes_per_second: Option<NonZeroU64>) -> Self {
         let limit = Self::default();
         limit.set(bytes_per_second);
         limit
     }
 
-    /// Changes the limit. Waiting threads are woken and continue at the new rate; lifting the limit forgives what is
-    /// owed.
+    /// Changes the limit. Waiting threads are woken and continue at the new rate; lifting the limit forgives the debt.
     pub fn set(&self, bytes_per_second: Option<NonZeroU64>) {
         let rate = bytes_per_second.map_or(0, NonZeroU64::get);
         let mut bucket = self.bucket();
@@ -70,17 +69,17 @@ impl RateLimit {
         self.limiter.changed.notify_all();
     }
 
-    /// The limit in bytes per second.
+    /// Returns the limit in bytes per second.
     pub fn get(&self) -> Option<NonZeroU64> {
         NonZeroU64::new(self.limiter.rate.load(Ordering::Relaxed))
     }
 
-    /// Waits until `bytes` may go, and returns how long that took. Without a limit this is one relaxed load.
+    /// Waits until `bytes` may pass, and returns how long that took. Without a limit this is one relaxed load.
     pub fn take(&self, bytes: u64) -> Duration {
         self.take_unless(bytes, &AtomicBool::new(false)).unwrap_or_default()
     }
 
-    /// How long a taker would have to wait now. For those who have something better to do than wait: look here, and
+    /// Returns how long [`take`](Self::take) would wait now. A caller with other work polls this, and calls
     /// [`spend`](Self::spend) once it is zero.
     pub fn delay(&self) -> Duration {
         let Some(rate) = self.get() else { return Duration::ZERO };
@@ -97,7 +96,7 @@ impl RateLimit {
         }
     }
 
-    /// As `take`, but gives up (`None`) when `cancelled` becomes true and [`wake`](Self::wake) is called.
+    /// As `take`, but returns `None` when `cancelled` is set and [`wake`](Self::wake) is called.
     pub(crate) fn take_unless(&self, bytes: u64, cancelled: &AtomicBool) -> Option<Duration> {
         if self.limiter.rate.load(Ordering::Relaxed) == 0 {
             return Some(Duration::ZERO);
@@ -123,19 +122,19 @@ impl RateLimit {
         }
     }
 
-    /// Lets every waiter look again at whether it is cancelled.
+    /// Makes every waiter check again whether it is cancelled.
     pub(crate) fn wake(&self) {
-        // Under the lock, or a waiter between its look and its wait would miss it.
+        // Under the lock, or a waiter between its check and its wait would miss it.
         drop(self.bucket());
         self.limiter.changed.notify_all();
     }
 
-    /// How many bytes one call should carry at most, so that the rate is even; no bound without a limit.
+    /// Returns the maximum number of bytes of one call that keeps the rate even; unbounded without a limit.
     pub(crate) fn chunk(&self) -> usize {
         self.get().map_or(usize::MAX, |rate| to_usize((rate.get() / 20).clamp(CHUNK.0, CHUNK.1)))
     }
 
-    /// As [`chunk`](Self::chunk), for a list that is put.
+    /// As [`chunk`](Self::chunk), for a list that is written.
     pub(crate) fn batch(&self) -> usize {
         self.get().map_or(usize::MAX, |rate| self.chunk().max(to_usize(rate.get().min(BATCH_LEAST))))
     }
@@ -146,10 +145,10 @@ impl RateLimit {
     }
 }
 
-/// The arithmetic, without a clock.
+/// The arithmetic of the bucket, without a clock.
 #[derive(Clone, Copy, Debug, Default)]
 struct Bucket {
-    /// Bytes that may go now; negative while there is debt.
+    /// Bytes that may pass now; negative while there is debt.
     tokens: i64,
     /// Up to when tokens were earned.
     filled: Option<Instant>,
@@ -164,7 +163,8 @@ impl Bucket {
         if tokens >= capacity {
             (self.tokens, self.filled) = (capacity, Some(now));
         } else {
-            // Only the time that earned whole bytes is spent: frequent calls at a low rate would lose the fractions.
+            // Only the time that earned whole bytes is spent: otherwise frequent calls at a low rate would lose the
+            // fractions.
             let spent = duration(earned.saturating_mul(SECOND) / u128::from(rate));
             (self.tokens, self.filled) = (tokens, Some(filled.checked_add(spent).unwrap_or(now)));
         }
@@ -178,7 +178,7 @@ impl Bucket {
         free
     }
 
-    /// Time until the debt is paid.
+    /// Returns the time until the debt is paid.
     fn pause(&self, rate: u64) -> Duration {
         let debt = if self.tokens < 0 { self.tokens.unsigned_abs() } else { 0 };
         duration((u128::from(debt) * SECOND).div_ceil(u128::from(rate.max(1))))

@@ -1,4 +1,4 @@
-//! What the kernel reports of a TCP connection.
+//! State of a TCP connection (`TCP_INFO`, tcp(7)).
 #![allow(unsafe_code, reason = "an option that no library reads")]
 
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -10,12 +10,12 @@ use rustix::io::Errno;
 const BYTES_ACKED: usize = 15;
 const CLOSE: u8 = 7;
 
-/// The parts of `struct tcp_info` that are looked at.
+/// The fields of `struct tcp_info` that are used.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TcpInfo {
     /// Whether the connection is over, and not only both of its directions shut down.
     pub(crate) closed: bool,
-    /// Bytes that the peer has acknowledged. It counts from where it likes.
+    /// Bytes that the peer has acknowledged. The starting value is arbitrary.
     pub(crate) acknowledged: u64,
 }
 

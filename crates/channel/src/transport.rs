@@ -1,7 +1,7 @@
-//! One system call each: how bytes enter and leave a descriptor.
+//! System calls that read and write a descriptor, one a method.
 //!
-//! This enum is the place where other ways of moving bytes join. TLS is a variant that seals a batch into records, or
-//! has the kernel do so. Nothing above this module sees which one it is.
+//! [`Transport`] is where other ways of moving bytes are added. TLS is a variant that encrypts a batch into records, or
+//! has the kernel do so. No module above sees which variant it is.
 #![allow(unsafe_code, reason = "the calls take lists of raw memory, because guest memory is never a slice")]
 
 use std::io;
@@ -16,10 +16,11 @@ use crate::passed_descriptors::{self, PassedDescriptors};
 use crate::tls::Session;
 use crate::vector::{Batch, In, Out};
 
-/// A connected descriptor, by the calls it takes.
+/// A connected descriptor, by the system calls it needs.
 #[derive(Debug)]
 pub(crate) enum Transport {
-    /// A stream socket, in blocking mode unless its giver chose otherwise, and the descriptors that came through it.
+    /// A stream socket, in blocking mode unless its previous owner chose otherwise, and the descriptors received
+    /// through it.
     Socket(OwnedFd, Arc<PassedDescriptors>),
     /// A stream socket whose bytes are encrypted.
     Tls(Arc<Session>),
@@ -27,18 +28,18 @@ pub(crate) enum Transport {
     Pipe(OwnedFd),
     /// Two descriptors, one for each direction.
     Pair {
-        /// What is read from.
+        /// The end that is read.
         input: Half,
-        /// What is written to.
+        /// The end that is written.
         output: Half,
     },
 }
 
-/// One direction, that others may have too.
+/// A descriptor of one direction, which other processes may share.
 #[derive(Debug)]
 pub(crate) enum Half {
-    /// A stream socket, left in the mode it is in: that is a property of the open socket, and a program at the other
-    /// side of a pipeline may have the same one and rely on it. Each call says for itself that it does not wait.
+    /// A stream socket, left in its mode: the mode belongs to the open socket, and another program of a pipeline may
+    /// share it and rely on it. Each call passes `MSG_DONTWAIT` instead.
     Socket(OwnedFd),
     /// A pipe in non-blocking mode.
     Pipe(OwnedFd),
@@ -61,10 +62,10 @@ impl Half {
 
 impl Transport {
     /// Writes some of the batch; returns how many bytes.
-    pub(crate) fn put(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+    pub(crate) fn write(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         match self {
             Self::Socket(fd, _) => send(fd, batch, 0),
-            Self::Tls(session) => session.put(batch),
+            Self::Tls(session) => session.write(batch),
             Self::Pair { output: Half::Socket(fd), .. } => send(fd, batch, libc::MSG_DONTWAIT),
             Self::Pipe(fd) | Self::Pair { output: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
@@ -74,14 +75,14 @@ impl Transport {
         }
     }
 
-    /// As [`put`](Self::put), into a socket, and says that more follows at once.
-    pub(crate) fn put_more(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+    /// Writes as [`write`](Self::write) to a socket, and tells the kernel that more follows at once (`MSG_MORE`).
+    pub(crate) fn write_more(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         self.send(batch, libc::MSG_MORE)
     }
 
-    /// As [`put`](Self::put), into a TCP socket that [allows it](Self::allow_lending), without the bytes being copied:
-    /// they are to stay as they are until the socket's error queue says that they were sent.
-    pub(crate) fn put_lent(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+    /// Writes as [`write`](Self::write), without a copy, to a TCP socket with [`SO_ZEROCOPY`](Self::enable_zero_copy).
+    /// The bytes must not change until the socket's error queue reports that they were sent.
+    pub(crate) fn write_zero_copy(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         self.send(batch, libc::MSG_ZEROCOPY)
     }
 
@@ -90,22 +91,22 @@ impl Transport {
         send(fd, batch, flags)
     }
 
-    /// Has the socket take what is lent (`SO_ZEROCOPY`, socket(7)).
-    pub(crate) fn allow_lending(&self) -> io::Result<()> {
+    /// Enables `MSG_ZEROCOPY` on the socket (`SO_ZEROCOPY`, socket(7)).
+    pub(crate) fn enable_zero_copy(&self) -> io::Result<()> {
         let (on, fd) = (1_i32, self.output().as_raw_fd());
         let length = libc::socklen_t::try_from(size_of_val(&on)).map_err(io::Error::other)?;
-        // SAFETY: the option's value lives through the call and is as long as is said.
+        // SAFETY: the option's value lives through the call and has the given length.
         let set = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, (&raw const on).cast(), length) };
         if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Whether it has taken bytes that it has not written yet; `all`: also such as go out in front of others by
-    /// themselves.
-    pub(crate) fn holds_back(&self, all: bool) -> bool {
-        matches!(self, Self::Tls(session) if session.holds_back(all))
+    /// Whether it buffers bytes that are not written yet. With `all` this includes bytes in the kernel that go out by
+    /// themselves before later ones.
+    pub(crate) fn is_buffering(&self, all: bool) -> bool {
+        matches!(self, Self::Tls(session) if session.is_buffering(all))
     }
 
-    /// Writes some of the bytes that it holds back.
+    /// Writes some of the buffered bytes.
     pub(crate) fn flush(&self) -> io::Result<usize> {
         if let Self::Tls(session) = self {
             session.flush()?;
@@ -113,24 +114,28 @@ impl Transport {
         Ok(0)
     }
 
-    /// Writes some of the batch, descriptors with its first byte; returns how many bytes.
-    pub(crate) fn put_with(&self, batch: &Batch<'_, Out>, descriptors: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    /// Writes some of the batch, and passes descriptors with its first byte; returns how many bytes.
+    pub(crate) fn write_with_descriptors(
+        &self,
+        batch: &Batch<'_, Out>,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> io::Result<usize> {
         let Self::Socket(fd, _) = self else { return Err(io::ErrorKind::Unsupported.into()) };
         // SAFETY: the batch's entries are valid for reads.
         unsafe { passed_descriptors::send(fd.as_raw_fd(), batch.entries(), libc::MSG_NOSIGNAL, descriptors) }
     }
 
     /// Writes some bytes of a file, at most `length`, straight from the page cache; returns how many, 0 at its end.
-    pub(crate) fn put_file(&self, file: BorrowedFd<'_>, mut offset: u64, length: usize) -> io::Result<usize> {
+    pub(crate) fn send_file(&self, file: BorrowedFd<'_>, mut offset: u64, length: usize) -> io::Result<usize> {
         if let Self::Tls(_) = self {
-            // What the kernel sends by itself is not encrypted.
+            // Sendfile bypasses the encryption.
             return Err(Errno::OPNOTSUPP.into());
         }
         Ok(rustix::fs::sendfile(self.output(), file, Some(&mut offset), length)?)
     }
 
-    /// Reads some of the batch, or all of it (`whole`) where the kernel can wait for that; returns how many bytes.
-    pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
+    /// Reads some of the batch, or all of it (`whole`) if the kernel can wait for that; returns how many bytes.
+    pub(crate) fn read(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
         match self {
             Self::Socket(fd, passed) if passed.wanted() != 0 => {
                 let flags = if whole { libc::MSG_WAITALL } else { 0 };
@@ -138,7 +143,7 @@ impl Transport {
                 unsafe { passed.receive(fd.as_raw_fd(), batch.entries(), flags) }
             }
             Self::Socket(fd, _) => receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
-            Self::Tls(session) => session.get(batch, whole),
+            Self::Tls(session) => session.read(batch, whole),
             Self::Pair { input: Half::Socket(fd), .. } => receive(fd, batch, libc::MSG_DONTWAIT),
             Self::Pipe(fd) | Self::Pair { input: Half::Pipe(fd), .. } => {
                 let (list, count) = parts(batch.entries());
@@ -148,7 +153,7 @@ impl Transport {
         }
     }
 
-    /// A second handle for the same end, with a descriptor of its own unless it is encrypted.
+    /// Creates a second handle for the same end, with a descriptor of its own unless it is encrypted.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Socket(fd, passed) => Self::Socket(fd.try_clone()?, Arc::clone(passed)),
@@ -158,7 +163,7 @@ impl Transport {
         })
     }
 
-    /// The socket, if it is a single one.
+    /// Returns the socket, if there is exactly one.
     pub(crate) fn socket(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Socket(fd, _) => Some(fd.as_fd()),
@@ -167,7 +172,7 @@ impl Transport {
         }
     }
 
-    /// What gets read from.
+    /// Returns the descriptor that is read.
     pub(crate) fn input(&self) -> BorrowedFd<'_> {
         match self {
             Self::Socket(fd, _) | Self::Pipe(fd) => fd.as_fd(),
@@ -176,7 +181,7 @@ impl Transport {
         }
     }
 
-    /// What puts write to.
+    /// Returns the descriptor that is written.
     pub(crate) fn output(&self) -> BorrowedFd<'_> {
         match self {
             Self::Socket(fd, _) | Self::Pipe(fd) => fd.as_fd(),
@@ -186,11 +191,11 @@ impl Transport {
     }
 }
 
-/// As sendmsg(2) into a socket.
+/// Sends as sendmsg(2).
 pub(crate) fn send(fd: &OwnedFd, batch: &Batch<'_, Out>, flags: c_int) -> io::Result<usize> {
     let flags = flags | libc::MSG_NOSIGNAL;
     if let [entry] = batch.entries() {
-        // Measured to be a tenth cheaper than a message of one entry, for small ones.
+        // Measured: a tenth cheaper than a message of one entry, for small ones.
         // SAFETY: the batch's entry is valid for reads.
         return answer(unsafe { libc::send(fd.as_raw_fd(), entry.iov_base, entry.iov_len, flags) });
     }
@@ -199,7 +204,7 @@ pub(crate) fn send(fd: &OwnedFd, batch: &Batch<'_, Out>, flags: c_int) -> io::Re
     answer(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) })
 }
 
-/// As recvmsg(2) from a socket.
+/// Receives as recvmsg(2).
 pub(crate) fn receive(fd: &OwnedFd, batch: &Batch<'_, In>, flags: c_int) -> io::Result<usize> {
     if let [entry] = batch.entries() {
         // SAFETY: the batch's entry is valid for writes.
@@ -211,14 +216,14 @@ pub(crate) fn receive(fd: &OwnedFd, batch: &Batch<'_, In>, flags: c_int) -> io::
 }
 
 /// Writes some of the batch at a file offset.
-pub(crate) fn put_at(fd: BorrowedFd<'_>, batch: &Batch<'_, Out>, offset: i64) -> io::Result<usize> {
+pub(crate) fn write_at(fd: BorrowedFd<'_>, batch: &Batch<'_, Out>, offset: i64) -> io::Result<usize> {
     let (list, count) = parts(batch.entries());
     // SAFETY: the batch's entries are valid for reads; the list has `count` of them.
     answer(unsafe { libc::pwritev(fd.as_raw_fd(), list, count, offset) })
 }
 
 /// Reads some of the batch from a file offset.
-pub(crate) fn get_at(fd: BorrowedFd<'_>, batch: &Batch<'_, In>, offset: i64) -> io::Result<usize> {
+pub(crate) fn read_at(fd: BorrowedFd<'_>, batch: &Batch<'_, In>, offset: i64) -> io::Result<usize> {
     let (list, count) = parts(batch.entries());
     // SAFETY: the batch's entries are valid for writes; the list has `count` of them.
     answer(unsafe { libc::preadv(fd.as_raw_fd(), list, count, offset) })

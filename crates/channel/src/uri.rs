@@ -1,4 +1,4 @@
-//! Where a channel leads: the URI forms, spelled as QEMU spells them (QEMU docs: migration URIs), and `-`.
+//! URIs of end points, spelled as in QEMU (QEMU docs: migration URIs), and `-`.
 //!
 //! The law of this module: parsing touches nothing (no name lookup, no file access), never panics, and what it returns
 //! prints as a string that parses back to the same value.
@@ -14,7 +14,7 @@ use thiserror::Error;
 /// The largest file offset that the kernel accepts (`off_t`), in bytes.
 const OFFSET_MAX: u64 = i64::MAX as u64;
 
-/// What separates a file's path from its offset.
+/// Separator between a file's path and its offset.
 const OFFSET_KEY: &str = ",offset=";
 
 /// One end point, as given on a command line.
@@ -51,18 +51,18 @@ pub enum Uri {
     Fd(RawFd),
     /// A file, used from `offset` on.
     File {
-        /// Where the file is.
+        /// Path of the file.
         path: PathBuf,
         /// First byte used, at most `i64::MAX`.
         offset: u64,
     },
-    /// A command for `/bin/sh -c`: everything behind the colon, unchanged.
+    /// A command for `/bin/sh -c`: everything after the colon, unchanged.
     Exec(String),
     /// This process's standard input and output.
     Stdio,
 }
 
-/// Why a string is no [`Uri`]. The message repeats the string and says what would be accepted.
+/// The reason why a string is no [`Uri`]. The message repeats the string and names the accepted forms.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{text:?} is not an address: {reason}")]
 pub struct UriError {
@@ -120,7 +120,7 @@ impl FromStr for Uri {
 fn tcp(rest: &str) -> Result<Uri, Reason> {
     let (host, port) = if let Some(bracketed) = rest.strip_prefix('[') {
         let (host, after) = bracketed.split_once(']').ok_or(Reason::HostBrackets)?;
-        // A link-local address carries its interface behind a percent sign (RFC 4007, section 11).
+        // A link-local address carries its interface after a percent sign (RFC 4007, section 11).
         let (address, zone) = host.split_once('%').unwrap_or((host, "-"));
         address.parse::<Ipv6Addr>().map_err(|_| Reason::HostAddress)?;
         if zone.is_empty() || !zone.chars().all(in_host_name) {
@@ -168,7 +168,7 @@ fn command(text: &str) -> Result<String, Reason> {
     }
 }
 
-/// The last `,offset=` counts, so that a path which contains one can still be written (by giving the offset).
+/// The last `,offset=` counts, so that a path that contains one can still be given (with an explicit offset).
 fn file(rest: &str) -> Result<Uri, Reason> {
     let (name, offset) = match rest.rsplit_once(OFFSET_KEY) {
         Some((name, digits)) => (name, bytes(digits).ok_or(Reason::Offset)?),

@@ -1,9 +1,9 @@
-//! Gather and scatter lists of any length, cut into what one system call takes.
+//! Gather and scatter lists of any length, split into batches of one system call each.
 //!
-//! The laws of this module: the caller's list is handed to the kernel as it is, nothing is copied while transfers are
-//! complete; a partial transfer copies the rest of one batch of *descriptors* (16 bytes each, never data) and goes on
-//! behind the last byte moved. The bytes themselves are never looked at: they may be guest memory, which another thread
-//! writes meanwhile.
+//! The laws of this module: the kernel receives the caller's list itself, and nothing is copied as long as transfers
+//! are complete; a partial transfer copies the rest of one batch of *descriptors* (16 bytes each, never data) and
+//! continues after the last byte moved. The bytes themselves are never read here: they may be guest memory, which
+//! another thread writes meanwhile.
 #![allow(unsafe_code, reason = "reinterprets the standard library's slices of slices as the kernel's")]
 
 use std::io::{IoSlice, IoSliceMut};
@@ -18,27 +18,27 @@ pub(crate) const ENTRIES_MAX: usize = 1024;
 /// The kernel's bound on the bytes of one call (`MAX_RW_COUNT`: `INT_MAX` rounded down to a page).
 pub(crate) const BYTES_MAX: usize = 0x7fff_f000;
 
-/// Marks lists whose memory is read: what is put.
+/// Marks lists whose memory is read, for writes to a channel.
 #[derive(Debug)]
 pub(crate) enum Out {}
 
-/// Marks lists whose memory is written: what is got.
+/// Marks lists whose memory is written, for reads from a channel.
 #[derive(Debug)]
 pub(crate) enum In {}
 
-/// The part of a list that is still to be moved.
+/// The part of a list that has not been moved yet.
 ///
 /// Invariant: every entry names memory that stays valid during `'a`, for reads (`Out`) or for writes (`In`).
 pub(crate) struct Cursor<'a, D> {
-    /// Entries not begun.
+    /// Entries that have not been started.
     rest: &'a [iovec],
-    /// A batch in which a transfer stopped short, from `at` on; these come before `rest`.
+    /// A batch with a partial transfer, from `at` on; it comes before `rest`.
     begun: Vec<iovec>,
     at: usize,
     direction: PhantomData<D>,
 }
 
-/// What one system call is asked to move.
+/// The entries of one system call.
 pub(crate) struct Batch<'b, D> {
     list: &'b [iovec],
     /// The head of a single entry that exceeds the byte limit; replaces `list`.
@@ -80,8 +80,8 @@ impl<'a, D> Cursor<'a, D> {
         Self { rest, begun: Vec::new(), at: 0, direction: PhantomData }
     }
 
-    /// The next batch: whole entries up to `limit` bytes, or the head of one entry that is longer; `None` when all is
-    /// moved. Never empty of bytes, so that 0 from the kernel means what it says.
+    /// Returns the next batch: whole entries up to `limit` bytes, or the head of one longer entry; `None` when
+    /// everything is moved. It has at least one byte, so that 0 from the kernel is always the end of the data.
     pub(crate) fn batch(&mut self, limit: usize) -> Option<Batch<'_, D>> {
         let limit = limit.clamp(1, BYTES_MAX);
         let empty = |list: &[iovec]| list.iter().take_while(|entry| entry.iov_len == 0).count();
@@ -110,7 +110,7 @@ impl<'a, D> Cursor<'a, D> {
         Some(Batch { list: &source[..entries], cut: None, bytes, direction: PhantomData })
     }
 
-    /// Goes on behind `moved` bytes.
+    /// Advances by `moved` bytes.
     pub(crate) fn advance(&mut self, mut moved: usize) {
         let mut whole = 0;
         for entry in self.source() {
@@ -139,7 +139,7 @@ impl<'a, D> Cursor<'a, D> {
         }
     }
 
-    /// Bytes still to be moved.
+    /// Returns the number of bytes not moved yet.
     pub(crate) fn left(&self) -> u64 {
         let sum = |list: &[iovec]| list.iter().fold(0_u64, |sum, entry| sum.saturating_add(entry.iov_len as u64));
         sum(&self.begun[self.at..]).saturating_add(sum(self.rest))
@@ -151,12 +151,12 @@ impl<'a, D> Cursor<'a, D> {
 }
 
 impl<D> Batch<'_, D> {
-    /// The entries to hand to the kernel: at most [`ENTRIES_MAX`].
+    /// Returns the entries for the kernel: at most [`ENTRIES_MAX`].
     pub(crate) fn entries(&self) -> &[iovec] {
         self.cut.as_ref().map_or(self.list, slice::from_ref)
     }
 
-    /// Its beginning: whole entries of at most so many bytes together, or as much of the first one.
+    /// Returns its beginning: whole entries of at most `most` bytes together, or the head of the first one.
     pub(crate) fn head(&self, most: usize) -> Batch<'_, D> {
         let most = most.max(1);
         let (mut bytes, mut entries) = (0, 0);
@@ -176,7 +176,7 @@ impl<D> Batch<'_, D> {
         }
     }
 
-    /// The sum of the entries: 1 to [`BYTES_MAX`].
+    /// Returns the sum of the entries: 1 to [`BYTES_MAX`].
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }

@@ -67,8 +67,8 @@ impl Calls {
         self.bytes_out += counters.bytes_out;
         self.bytes_in += counters.bytes_in;
         self.spliced += counters.spliced;
-        self.lent += counters.lent;
-        self.lent_copied += counters.lent_copied;
+        self.lent += counters.zero_copy_calls;
+        self.lent_copied += counters.zero_copy_copied;
     }
 }
 

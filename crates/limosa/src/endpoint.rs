@@ -162,7 +162,7 @@ impl PeerEnd {
             let mut room = [0; 256];
             while Instant::now() < end {
                 self.channel.set_timeouts(Some(end.saturating_duration_since(Instant::now())), None)?;
-                match self.channel.get_some(&mut room) {
+                match self.channel.read(&mut room) {
                     Ok(1..) => {}
                     Err(error) if matches!(error.tls_failure(), Some(TlsFailure::Refused(_))) => return Err(error),
                     Ok(0) | Err(_) => break,
@@ -229,7 +229,7 @@ mod tests {
                 let uri = listener.local_uri();
                 let sends = scope.spawn(move || {
                     let wire = Wire::to(uri, &client, 0).unwrap();
-                    wire.channel.put(b"all").unwrap();
+                    wire.channel.write_all(b"all").unwrap();
                     drop(wire.channel);
                     all.send(()).unwrap();
                     wire.end.finish_unanswered(Duration::from_secs(60))
@@ -239,7 +239,7 @@ mod tests {
                 while put_all.try_recv().is_err() {
                     let _ = server.try_establish();
                 }
-                while let Ok(1..) = server.get_some(&mut [0; 100]) {}
+                while let Ok(1..) = server.read(&mut [0; 100]) {}
                 drop(server);
                 sends.join().unwrap()
             });

@@ -70,7 +70,7 @@ fn receive(
         pending,
         WriteOptions { durability: args.new.durability(), checksum: args.new.checksum, write_behind: true },
     )?;
-    let options = Options { get_rate: Some(control.rate().clone()), tls, ..Options::default() };
+    let options = Options { read_rate: Some(control.rate().clone()), tls, ..Options::default() };
     let count = args.channels.channels.unwrap_or(0);
     let Wire { channel, pages, end } = Wire::from(&args.uri, &options, (count, args.endpoint.timeout), handles)?;
     let begun = Instant::now();

@@ -58,8 +58,8 @@ pub(crate) fn counters(counters: &Counters) -> Value {
         "waited_ms": counters.waited_ns / 1_000_000,
         "throttled_ms": counters.throttled_ns / 1_000_000,
         "spliced": counters.spliced,
-        "lent": counters.lent,
-        "lent_copied": counters.lent_copied,
+        "lent": counters.zero_copy_calls,
+        "lent_copied": counters.zero_copy_copied,
     })
 }
 

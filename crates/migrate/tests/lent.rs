@@ -72,21 +72,21 @@ impl Tap {
     /// Passes all packets on, with a pause before each.
     fn run(&self, pause: Duration) {
         let mut first = [0; INITIAL_LEN];
-        self.from.get(&mut first).unwrap();
+        self.from.read_exact(&mut first).unwrap();
         InitialPacket::decode(&first).unwrap();
         let (mut header, mut payload) = ([0; PACKET_LEN], Vec::new());
-        while self.from.get(&mut header).is_ok() {
+        while self.from.read_exact(&mut header).is_ok() {
             let mut offsets = [0; PACKET_PAGES];
             let packet = Packet::decode(&header, 0, &mut offsets).unwrap().unwrap();
             if packet.sync {
                 let counters = self.lender.counters();
-                self.syncs.lock().unwrap().push((counters.lent, counters.lent_completed));
+                self.syncs.lock().unwrap().push((counters.zero_copy_calls, counters.zero_copy_completed));
             }
             thread::sleep(pause);
             payload.resize(usize::try_from(packet.payload_len).unwrap(), 0);
-            self.from.get(&mut payload).unwrap();
-            self.to.put(&header).unwrap();
-            self.to.put(&payload).unwrap();
+            self.from.read_exact(&mut payload).unwrap();
+            self.to.write_all(&header).unwrap();
+            self.to.write_all(&payload).unwrap();
         }
     }
 
@@ -187,7 +187,7 @@ fn what_a_round_lends_is_back_before_its_end_is_told() {
         let syncs = usize::try_from(round.number).unwrap() + 2;
         let came = comes(|| taps.iter().all(|tap| tap.syncs() >= syncs));
         let at_sync = taps.iter().map(|tap| *tap.syncs.lock().unwrap().last().unwrap());
-        let now = taps.iter().map(|tap| tap.lender.counters().lent);
+        let now = taps.iter().map(|tap| tap.lender.counters().zero_copy_calls);
         seen.lock().unwrap().push((came, at_sync.collect::<Vec<_>>(), now.collect::<Vec<_>>()));
     };
     let stats = thread::scope(|scope| {
@@ -208,7 +208,7 @@ fn what_a_round_lends_is_back_before_its_end_is_told() {
             assert_eq!((back, now), (lent, lent), "back at the SYNC of round {round}, and lent behind it");
         }
     }
-    assert!(stats.rounds.len() > 2 && stats.channels.iter().all(|counters| counters.lent > 0), "{stats:#?}");
+    assert!(stats.rounds.len() > 2 && stats.channels.iter().all(|counters| counters.zero_copy_calls > 0), "{stats:#?}");
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
         assert!(gone.load(Ordering::SeqCst));
         // What was not taken ends no round, and the VM was not stopped for it.
         let counters = lender.counters();
-        assert!(counters.lent > counters.lent_completed, "{counters:?}");
+        assert!(counters.zero_copy_calls > counters.zero_copy_completed, "{counters:?}");
         assert!(!ended.load(Ordering::SeqCst) && vm.pauses.load(Ordering::SeqCst) == 0 && vm.runs());
     };
     thread::scope(|scope| {
@@ -289,7 +289,7 @@ fn a_discard_in_the_middle_of_a_round_that_is_held_back_does_not_wait_for_its_en
     let stats = Move { meanwhile: &meanwhile, ..Move::new(params) }.run(&vm, logs, pages);
     let waited = waited.into_inner().unwrap().unwrap();
     assert!(waited < Duration::from_secs(2), "{waited:?}");
-    assert!(stats.channels[0].lent > 0, "{stats:#?}");
+    assert!(stats.channels[0].zero_copy_calls > 0, "{stats:#?}");
 }
 
 /// A VM of which one block is guest memory and the other is read from somewhere, and a thread that gives a page of the

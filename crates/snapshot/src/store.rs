@@ -109,7 +109,7 @@ impl StoreFile {
         if into.is_empty() {
             return Ok(());
         }
-        self.channel.get_at(into, offset).map_err(|e| self.transfer(format!("read {what}"), offset, e))
+        self.channel.read_exact_at(into, offset).map_err(|e| self.transfer(format!("read {what}"), offset, e))
     }
 
     /// Writes all of `bytes`.
@@ -124,7 +124,9 @@ impl StoreFile {
         offset: u64,
         list: &[IoSlice<'_>],
     ) -> Result<(), SnapshotError> {
-        self.channel.put_vector_at(list, offset).map_err(|e| self.transfer(format!("write {}", what()), offset, e))
+        self.channel
+            .write_all_vectored_at(list, offset)
+            .map_err(|e| self.transfer(format!("write {}", what()), offset, e))
     }
 
     /// Reads whole pages of a block: stored ones from the file, the others are zero.
@@ -146,7 +148,7 @@ impl StoreFile {
             take(gap)?.fill(0);
             rest = behind.split_at(run.end).1;
             let (part, offset) = (take(run)?, place.offset(run));
-            let read = self.channel.get_at(part, offset);
+            let read = self.channel.read_exact_at(part, offset);
             read.map_err(|e| self.transfer(format!("read {run} of RAM block {}", place.name), offset, e))?;
         }
         take(rest)?.fill(0);

@@ -45,7 +45,7 @@ fn send_part(channel: &Channel, part: &[u8]) -> Result<u64> {
             calls += 1;
         }
     }
-    let got = channel.get_some(&mut [0]).context("the receiver's acknowledgement")?;
+    let got = channel.read(&mut [0]).context("the receiver's acknowledgement")?;
     ensure!(got == 1, "the receiver has not acknowledged all memory");
     Ok(calls)
 }
@@ -71,7 +71,7 @@ fn receive_part(channel: &Channel, part: &mut [u8]) -> Result<()> {
             room = &mut room[got..];
         }
     }
-    Ok(channel.put(&[1])?)
+    Ok(channel.write_all(&[1])?)
 }
 
 /// The source's connections.

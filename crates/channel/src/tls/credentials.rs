@@ -3,12 +3,12 @@
 //! | file | client | server |
 //! |---|---|---|
 //! | `ca-cert.pem` | the authorities of servers | the authorities of clients; not needed if those are not verified |
-//! | `ca-crl.pem` | optional: what they have revoked | likewise |
-//! | `client-cert.pem`, `client-key.pem` | optional: who this end is | |
-//! | `server-cert.pem`, `server-key.pem` | | who this end is |
+//! | `ca-crl.pem` | optional: what they revoked | likewise |
+//! | `client-cert.pem`, `client-key.pem` | optional: identity of this end | |
+//! | `server-cert.pem`, `server-key.pem` | | identity of this end |
 //!
-//! The law: what is wrong with this end's own files is reported when they are read, before a connection is made. A file
-//! that would admit every peer, or none, is wrong.
+//! The law: an error in this end's own files is reported when they are read, before a connection is made. A file that
+//! would admit every peer, or none, is an error.
 
 use std::fmt;
 use std::io;
@@ -37,18 +37,19 @@ type Result<T> = std::result::Result<T, ChannelError>;
 const AUTHORITIES: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 
-/// Longest file that is read: some hundred certificates.
+/// Maximum size of a file: some hundred certificates.
 const FILE_MAX: u64 = 4 << 20;
 
-/// What a channel needs to be encrypted: who this end is, and whom it trusts. Cheap to clone.
+/// The credentials of an encrypted channel: the identity of this end, and the authorities that it trusts. Cheap to
+/// clone.
 #[derive(Clone)]
 pub struct Tls {
     pub(super) role: Role,
     /// The file with the authorities, for messages.
     pub(super) authorities: Arc<str>,
     pub(super) kernel: KernelTls,
-    /// Records that one key may seal, at most.
-    pub(super) renewed_after: u64,
+    /// Maximum number of records that one key encrypts.
+    pub(super) key_update_after: u64,
 }
 
 #[derive(Clone)]
@@ -58,19 +59,19 @@ pub(super) enum Role {
 }
 
 impl Tls {
-    /// The end that connects: QEMU's `endpoint=client`. `hostname` is whom the server's certificate has to name, by
-    /// default the host that is connected to.
+    /// The end that connects: QEMU's `endpoint=client`. `hostname` is the name that the server's certificate must have
+    /// (default: the host of the URI).
     ///
     /// # Errors
-    /// [`ChannelError::Credentials`] if a file is missing, cannot be read, or is of no use; `client-cert.pem` and
-    /// `client-key.pem` may be missing together.
+    /// [`ChannelError::Credentials`] if a file is missing, unreadable or invalid; `client-cert.pem` and
+    /// `client-key.pem` may both be missing.
     pub fn client(folder: impl AsRef<Path>, hostname: Option<&str>) -> Result<Self> {
         let folder = Folder::of(folder.as_ref())?;
         let name = hostname.map(|name| server_name(name).ok_or_else(|| folder.wrong("", not_a_name(name))));
         let authorities = folder.authorities()?;
         let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(&authorities), provider())
             .with_crls(folder.revoked(&authorities, "client-cert.pem")?)
-            // As GnuTLS: what no list speaks of is not revoked.
+            // As GnuTLS: a certificate that no list mentions is not revoked.
             .allow_unknown_revocation_status()
             .enforce_revocation_expiration()
             .build()
@@ -97,11 +98,11 @@ impl Tls {
         Ok(Self::of(role, folder))
     }
 
-    /// The end that is connected to: QEMU's `endpoint=server`. With `verify_peer`, QEMU's default, a client has to show
-    /// a certificate.
+    /// The end that is connected to: QEMU's `endpoint=server`. With `verify_peer`, QEMU's default, a client must
+    /// present a certificate.
     ///
     /// # Errors
-    /// As for [`client`](Self::client); `server-cert.pem` and `server-key.pem` have to be there.
+    /// As for [`client`](Self::client); `server-cert.pem` and `server-key.pem` are required.
     pub fn server(folder: impl AsRef<Path>, verify_peer: bool) -> Result<Self> {
         let folder = Folder::of(folder.as_ref())?;
         let builder = ServerConfig::builder_with_provider(provider())
@@ -121,7 +122,7 @@ impl Tls {
         };
         let own = folder.own("server")?;
         let (chain, key) =
-            own.ok_or_else(|| folder.wrong("server-cert.pem", "a server needs it, and there is none"))?;
+            own.ok_or_else(|| folder.wrong("server-cert.pem", "a server requires it, and it is missing"))?;
         if let Some(authorities) = &authorities {
             folder.check_own("server-cert.pem", &chain, |own, above, now| {
                 let (own, algorithms) =
@@ -131,7 +132,7 @@ impl Tls {
         }
         let built = builder.with_single_cert(chain, key);
         let mut config = built.map_err(|error| folder.wrong_key("server", &error))?;
-        // A channel of a migration is not resumed.
+        // Sessions of a migration are never resumed.
         config.send_tls13_tickets = 0;
         config.enable_secret_extraction = true;
         Ok(Self::of(Role::Server(Arc::new(config)), folder))
@@ -139,25 +140,24 @@ impl Tls {
 
     fn of(role: Role, folder: Folder<'_>) -> Self {
         let authorities = folder.file(AUTHORITIES).to_string_lossy().into();
-        Self { role, authorities, kernel: KernelTls::default(), renewed_after: u64::MAX }
+        Self { role, authorities, kernel: KernelTls::default(), key_update_after: u64::MAX }
     }
 
-    /// The same, with records sealed and opened [by the kernel](KernelTls) or not.
+    /// Sets whether the [kernel](KernelTls) encrypts and decrypts records.
     #[must_use]
     pub fn kernel(self, kernel: KernelTls) -> Self {
         Self { kernel, ..self }
     }
 
-    /// The same, with keys that are renewed after so many records of up to 16 KiB, if that is earlier than their cipher
-    /// needs it.
+    /// Sends a KeyUpdate after this number of records of up to 16 KiB, if that is before the cipher's own limit.
     #[must_use]
-    pub fn renewed_after(self, records: u64) -> Self {
-        Self { renewed_after: records, ..self }
+    pub fn key_update_after(self, records: u64) -> Self {
+        Self { key_update_after: records, ..self }
     }
 
-    /// The same, for a client that only begins to shake hands when it connects, and goes on when its channel is used or
-    /// [established](crate::Channel::establish): for a peer that waits for something else of this end's first. Stock
-    /// QEMU waits for the first bytes of each multifd channel before it looks at the next.
+    /// Makes a client only start the handshake when it connects, and complete it when its channel is used or
+    /// [established](crate::Channel::establish). For a peer that first waits for something else from this end: stock
+    /// QEMU waits for the first bytes of each multifd channel before it accepts the next.
     #[must_use]
     pub fn deferred(mut self) -> Self {
         if let Role::Client { deferred, .. } = &mut self.role {
@@ -166,7 +166,7 @@ impl Tls {
         self
     }
 
-    /// The same, for a client that is to reach this host, unless it was said whom to expect.
+    /// Sets the expected host name of a client, unless one was given.
     pub(crate) fn to_host(&self, host: &str) -> Self {
         let mut this = self.clone();
         if let Role::Client { name, .. } = &mut this.role
@@ -177,23 +177,23 @@ impl Tls {
         this
     }
 
-    /// Whether this end begins: a server waits until it is spoken to.
+    /// Whether this end is the client, which starts the handshake.
     pub(crate) fn is_client(&self) -> bool {
         matches!(self.role, Role::Client { .. })
     }
 
-    /// Whether both ends are to know each other before the channel is there.
+    /// Whether connecting includes the whole handshake.
     pub(super) fn is_eager(&self) -> bool {
         matches!(self.role, Role::Client { deferred: false, .. })
     }
 
-    /// Whether the kernel is wanted that has no TLS.
-    pub(crate) fn misses_the_kernels(&self) -> bool {
+    /// Whether the kernel's TLS is required, and this kernel has none.
+    pub(crate) fn requires_missing_kernel_tls(&self) -> bool {
         self.kernel == KernelTls::On && super::kernel::is_missing()
     }
 
-    /// Whether it is known whom to expect, where that has to be.
-    pub(crate) fn knows_its_peer(&self) -> bool {
+    /// Whether the expected host name is known; always true for a server.
+    pub(crate) fn has_peer_name(&self) -> bool {
         !matches!(self.role, Role::Client { name: None, .. })
     }
 }
@@ -221,18 +221,18 @@ fn not_a_name(name: &str) -> String {
     format!("{name:?} is neither a host's name nor an address")
 }
 
-/// What a certificate is good for among the authorities.
+/// Result of checking a certificate of `ca-cert.pem`.
 enum AuthorityCheck {
     Good,
     Expired(TlsFailure),
-    /// It is an end's, not an authority's.
+    /// An end-entity certificate, not a CA's.
     Subject,
 }
 
-/// Looks at a certificate as if it were an end's: its dates are looked at first, and then that it is an authority's. Of
-/// an authority as such its name and its key are all that is ever looked at.
+/// Checks a CA certificate by verifying it as an end-entity certificate: webpki checks the dates first and then rejects
+/// it as a CA. webpki itself uses only the name and the key of an authority, and no dates.
 fn check_authority(certificate: &CertificateDer<'_>) -> AuthorityCheck {
-    // One so old that it says nothing of the kind (version 1) is taken, or refused with what is wrong with it.
+    // A version 1 certificate has no such extension: accepted here, or refused later with its own error.
     let Ok(as_end) = EndEntityCert::try_from(certificate) else { return AuthorityCheck::Good };
     let (now, usage) = (UnixTime::now(), KeyUsage::server_auth());
     match as_end.verify_for_usage(&[], &[], &[], now, usage, None, None).map(|_| ()) {
@@ -247,12 +247,12 @@ fn check_authority(certificate: &CertificateDer<'_>) -> AuthorityCheck {
     }
 }
 
-/// Where the files are.
+/// The folder with the files.
 #[derive(Clone, Copy)]
 struct Folder<'a>(&'a Path);
 
 impl<'a> Folder<'a> {
-    /// It is there.
+    /// Checks that the folder exists.
     fn of(path: &'a Path) -> Result<Self> {
         let folder = Self(path);
         if path.is_dir() { Ok(folder) } else { Err(folder.wrong("", "no such directory")) }
@@ -261,7 +261,7 @@ impl<'a> Folder<'a> {
     fn wrong_key(self, role: &str, error: &Error) -> ChannelError {
         let key = format!("{role}-key.pem");
         match error {
-            Error::InconsistentKeys(_) => self.wrong(&key, format!("it is not the key of {role}-cert.pem")),
+            Error::InconsistentKeys(_) => self.wrong(&key, format!("not the key of {role}-cert.pem")),
             error => self.wrong(&key, error),
         }
     }
@@ -274,37 +274,37 @@ impl<'a> Folder<'a> {
         ChannelError::Credentials { path: self.file(name), why: why.to_string() }
     }
 
-    /// A file's contents, or nothing if there is none. They are wiped when they are dropped: one of the files has a key
-    /// in it.
+    /// Reads a file; `None` if it does not exist. The contents are wiped when dropped, because one of the files
+    /// contains a key.
     fn read(self, name: &str) -> Result<Option<Zeroizing<Vec<u8>>>> {
         let read = || -> io::Result<Zeroizing<Vec<u8>>> {
             use std::io::Read as _;
             let file = std::fs::File::open(self.file(name))?;
-            // With room for all of it: what grows leaves copies behind.
+            // Allocated in full: a growing vector leaves copies of the key behind.
             let length = file.metadata()?.len().min(FILE_MAX) + 64;
             let mut bytes = Zeroizing::new(Vec::with_capacity(to_usize(length)));
             file.take(FILE_MAX + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
         };
         match read() {
-            Ok(bytes) if bytes.len() as u64 > FILE_MAX => Err(self.wrong(name, "it is too long to be certificates")),
+            Ok(bytes) if bytes.len() as u64 > FILE_MAX => Err(self.wrong(name, "too long for certificates")),
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(self.wrong(name, error)),
         }
     }
 
-    /// All objects of a kind in a file that may be missing.
+    /// Reads all objects of one kind from a file that may be missing.
     fn objects<T: PemObject>(self, name: &str) -> Result<Option<Vec<T>>> {
         let Some(bytes) = self.read(name)? else { return Ok(None) };
         let objects: std::result::Result<Vec<T>, pem::Error> = T::pem_slice_iter(&bytes).collect();
-        let objects = objects.map_err(|error| self.wrong(name, format!("it is damaged: {error}")))?;
+        let objects = objects.map_err(|error| self.wrong(name, format!("damaged: {error}")))?;
         Ok(Some(objects).filter(|objects| !objects.is_empty()))
     }
 
     fn authorities(self) -> Result<Arc<RootCertStore>> {
         let found: Option<Vec<CertificateDer<'static>>> = self.objects(AUTHORITIES)?;
-        let found = found.ok_or_else(|| self.wrong(AUTHORITIES, "a CA certificate is needed here"))?;
+        let found = found.ok_or_else(|| self.wrong(AUTHORITIES, "expected a CA certificate"))?;
         let mut store = RootCertStore::empty();
         let (mut good, mut expired) = (false, None);
         for certificate in found {
@@ -312,7 +312,7 @@ impl<'a> Folder<'a> {
                 AuthorityCheck::Good => good = true,
                 AuthorityCheck::Expired(failure) => expired = Some(failure),
                 AuthorityCheck::Subject => {
-                    let why = "one of its certificates is not a CA certificate (basicConstraints=CA:TRUE)";
+                    let why = "contains a certificate that is not a CA certificate (basicConstraints=CA:TRUE)";
                     return Err(self.wrong(AUTHORITIES, why));
                 }
             }
@@ -320,25 +320,25 @@ impl<'a> Folder<'a> {
         }
         match expired.filter(|_| !good) {
             None => Ok(Arc::new(store)),
-            Some(expired) => Err(self.wrong(AUTHORITIES, format!("no peer can be verified with it: {expired}"))),
+            Some(expired) => Err(self.wrong(AUTHORITIES, format!("cannot verify any peer: {expired}"))),
         }
     }
 
-    /// What was taken back. A list that is there and cannot be read as one must not let those in whom it was to keep
-    /// out; nor must lists of others. Those of an authority between are known by this end's own chain.
+    /// Reads the revocation lists. A file that exists but is no list must not admit the peers that it was meant to
+    /// refuse; nor must a list of another CA. This end's own chain names the intermediate CAs.
     fn revoked(self, authorities: &RootCertStore, own: &str) -> Result<Vec<CertificateRevocationListDer<'static>>> {
         if let Some(lists) = self.objects::<CertificateRevocationListDer<'static>>(REVOKED)? {
             let chain: Vec<CertificateDer<'static>> = self.objects(own)?.unwrap_or_default();
             let between = chain.iter().filter_map(|above| anchor_from_trusted_cert(above).ok());
             let known: Vec<_> = between.chain(authorities.roots.iter().cloned()).map(|anchor| anchor.subject).collect();
             let applies = |list: &CertificateRevocationListDer<'_>| {
-                // One that is damaged is refused by who is to use it.
+                // A damaged list is refused by the verifier.
                 BorrowedCertRevocationList::from_der(list)
                     .map(CertRevocationList::from)
                     .map_or(true, |list| known.iter().any(|subject| subject.as_ref() == list.issuer()))
             };
             if !lists.iter().any(applies) {
-                let why = format!("it is not issued by a CA in {AUTHORITIES}");
+                let why = format!("not issued by a CA in {AUTHORITIES}");
                 return Err(self.wrong(REVOKED, why));
             }
             return Ok(lists);
@@ -347,12 +347,13 @@ impl<'a> Folder<'a> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
             Err(error) => Err(self.wrong(REVOKED, error)),
             Ok(_) => {
-                Err(self.wrong(REVOKED, "no list of revoked certificates (PEM) is in it; remove it if there is none"))
+                Err(self
+                    .wrong(REVOKED, "contains no list of revoked certificates (PEM); remove the file if there is none"))
             }
         }
     }
 
-    /// Who this end is: a chain and its key, or neither.
+    /// Reads this end's certificate chain and its key; `None` if both are missing.
     fn own(self, role: &str) -> Result<Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>> {
         let (certificate, key) = (format!("{role}-cert.pem"), format!("{role}-key.pem"));
         let chain = self.objects(&certificate)?;
@@ -360,22 +361,22 @@ impl<'a> Folder<'a> {
         match (chain, keys.and_then(|keys| keys.into_iter().next())) {
             (Some(chain), Some(key)) => Ok(Some((chain, key))),
             (None, None) => Ok(None),
-            (None, _) => Err(self.wrong(&certificate, format!("no certificate is here, and {key} is its key"))),
-            (_, None) => Err(self.wrong(&key, "the certificate's key is needed here, not encrypted")),
+            (None, _) => Err(self.wrong(&certificate, format!("contains no certificate, and {key} exists"))),
+            (_, None) => Err(self.wrong(&key, "expected the certificate's key, unencrypted")),
         }
     }
 
-    /// Makes sure that a peer that trusts the same authorities can accept this end's certificate.
+    /// Checks that a peer that trusts the same authorities would accept this end's certificate.
     fn check_own(
         self,
         name: &str,
         chain: &[CertificateDer<'_>],
         verify: impl FnOnce(&CertificateDer<'_>, &[CertificateDer<'_>], UnixTime) -> std::result::Result<(), Error>,
     ) -> Result<()> {
-        let (own, above) = chain.split_first().ok_or_else(|| self.wrong(name, "no certificate is here"))?;
+        let (own, above) = chain.split_first().ok_or_else(|| self.wrong(name, "contains no certificate"))?;
         verify(own, above, UnixTime::now()).map_err(|error| {
             let failure = TlsFailure::of(error, &self.file(AUTHORITIES).to_string_lossy().into());
-            self.wrong(name, format!("a peer would say: {failure}"))
+            self.wrong(name, format!("a peer would refuse it: {failure}"))
         })
     }
 }

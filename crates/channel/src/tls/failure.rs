@@ -1,4 +1,4 @@
-//! What can go wrong with TLS.
+//! Errors of TLS.
 
 use std::fmt;
 use std::io;
@@ -11,26 +11,26 @@ use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
 use thiserror::Error;
 
-/// Why a TLS session did not come about, or broke off. Its `Display` goes on behind the peer's name.
+/// The reason why a TLS session was not established, or ended. Its `Display` follows the peer's name.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TlsFailure {
-    /// The peer's certificate leads to no authority that this end trusts.
+    /// No trusted authority issued the peer's certificate.
     #[error("its certificate is not issued by a CA in {authorities}")]
     UnknownAuthority {
         /// The file with the authorities.
         authorities: Arc<str>,
     },
-    /// The peer's certificate is not valid any more.
+    /// The peer's certificate has expired.
     #[error("its certificate has expired ({} ago)", Span(*ago))]
     Expired {
-        /// Since when.
+        /// Time since then.
         ago: Duration,
     },
     /// The peer's certificate is not valid yet.
     #[error("its certificate is not valid yet (in {})", Span(*ahead))]
     NotYetValid {
-        /// For how long.
+        /// Time until then.
         ahead: Duration,
     },
     /// The peer's certificate has another name.
@@ -41,53 +41,53 @@ pub enum TlsFailure {
         /// The names in the certificate.
         presented: Vec<String>,
     },
-    /// The peer's certificate was taken back by its authority.
+    /// The peer's certificate has been revoked.
     #[error("its certificate has been revoked")]
     Revoked,
-    /// The peer has no certificate, and was asked for one.
-    #[error("it has shown no certificate")]
+    /// The peer presented no certificate although one is required.
+    #[error("it presented no certificate")]
     NoCertificate,
-    /// Anything else that is wrong with the peer's certificate.
+    /// The peer's certificate is invalid for another reason.
     #[error("its certificate is invalid: {0}")]
     BadCertificate(String),
     /// The peer's alert.
-    #[error("it has refused: {0}")]
+    #[error("it refused: {0}")]
     Refused(TlsRefusal),
-    /// A client has no name that the server's certificate must have.
+    /// A client does not know which name the server's certificate must have.
     #[error("the expected host name is not given")]
     NoHostName,
     /// The peer does not speak TLS.
     #[error("its data is not TLS")]
     NotTls,
-    /// The peer closed the connection instead of shaking hands.
+    /// The peer closed the connection during the handshake.
     #[error(
-        "it has closed the connection in the TLS handshake: it may not use TLS, or not trust this end's \
+        "it closed the connection during the TLS handshake: it may not use TLS, or not trust this end's \
          certificate"
     )]
     Ended,
     /// The handshake took too long.
     #[error("no TLS handshake within {0:?}; it may not use TLS")]
     Late(Duration),
-    /// The connection ended, and the peer had not said that this was the end.
+    /// The connection ended without a close notification.
     #[error("the connection ended without a TLS close notification{}", early(*first))]
     Truncated {
-        /// Not a byte had come: many a server refuses a client's certificate so.
+        /// No byte had arrived. Many servers refuse a client's certificate this way.
         first: bool,
     },
-    /// The connection was reset. That is not an intended end: a peer that closes with bytes unread causes it, and an
-    /// attacker between the two ends can.
+    /// The connection was reset, which is no intended end: a peer that closes with unread bytes causes it, and so can
+    /// an attacker on the path.
     #[error("the connection was reset without a TLS close notification{}", early(*first))]
     Reset {
         /// As for [`Truncated`](Self::Truncated).
         first: bool,
     },
-    /// A record that the peer cannot have sent so.
-    #[error("a record does not open: it was changed on its way")]
+    /// A record failed authentication: the peer did not send it in this form.
+    #[error("a record failed authentication: it was changed in transit")]
     BadRecord,
-    /// The kernel was to seal and open records, and cannot.
+    /// The kernel's TLS was required and failed.
     #[error("in the kernel: {0}")]
     Kernel(KernelTlsFailure),
-    /// The two ends have nothing in common, or one breaks TLS's rules.
+    /// The two ends have no common parameters, or one violates the protocol.
     #[error("{0}")]
     Protocol(String),
     /// A bug of limosa.
@@ -95,7 +95,7 @@ pub enum TlsFailure {
     Internal(#[from] BrokenInvariant),
 }
 
-/// What a peer's alert says (RFC 8446, section 6.2).
+/// The meaning of a peer's alert (RFC 8446, section 6.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TlsRefusal {
@@ -105,7 +105,7 @@ pub enum TlsRefusal {
     /// `certificate_required`.
     #[error("it requires a certificate, and this end has none")]
     CertificateRequired,
-    /// `decrypt_error`: it trusts an authority of the same name with another key.
+    /// `decrypt_error`: the peer trusts an authority of the same name with another key.
     #[error("it cannot verify this end's certificate")]
     Unverifiable,
     /// `certificate_expired`.
@@ -128,14 +128,14 @@ pub enum TlsRefusal {
     Alert(u8),
 }
 
-/// Why the kernel does not seal or open the records of a connection.
+/// The reason why the kernel does not encrypt or decrypt the records of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum KernelTlsFailure {
     /// The kernel is built without TLS, or its module is not loaded.
     #[error("this kernel has no TLS, or its module is not loaded")]
     Missing,
-    /// The socket does not block, so that the kernel would discard sealed data when it is closed.
+    /// The socket is in non-blocking mode, so the kernel would discard encrypted data on close.
     #[error("its socket is in non-blocking mode")]
     NonBlocking,
     /// The socket is of another protocol.
@@ -144,19 +144,19 @@ pub enum KernelTlsFailure {
     /// The socket cannot be set up.
     #[error("{0}")]
     Setup(Errno),
-    /// The kernel does not take the first key.
-    #[error("it does not take the key: {0}")]
+    /// The kernel rejected the first key.
+    #[error("the key was rejected: {0}")]
     Key(Errno),
-    /// The kernel does not take a key that follows the first.
-    #[error("it does not take a new key: {0}")]
+    /// The kernel rejected a later key.
+    #[error("a new key was rejected: {0}")]
     NewKey(Errno),
     /// The kernel has no such cipher.
-    #[error("it does not take a new key: another cipher")]
+    #[error("a new key was rejected: unsupported cipher")]
     NewCipher,
-    /// The key for sending may not seal more records.
-    #[error("its key has reached its usage limit, and this kernel cannot renew keys (Linux 6.14 can)")]
+    /// The sending key has reached its usage limit.
+    #[error("the key has reached its usage limit, and this kernel cannot renew keys (Linux 6.14 can)")]
     KeyUsedUp,
-    /// The peer's new key cannot be given to the kernel.
+    /// The kernel cannot take the peer's new key.
     #[error("the peer renewed its key, and this kernel cannot renew keys (Linux 6.14 can)")]
     KeyRenewed,
     /// The peer split a key update over two records.
@@ -165,7 +165,7 @@ pub enum KernelTlsFailure {
 }
 
 impl TlsFailure {
-    /// What rustls says of the peer. `authorities` is the file that this end trusts.
+    /// Converts an error of rustls. `authorities` is the file that this end trusts.
     pub(super) fn of(error: Error, authorities: &Arc<str>) -> Self {
         match error {
             Error::InvalidCertificate(error) => Self::of_certificate(error, authorities),
@@ -183,7 +183,7 @@ impl TlsFailure {
         let between =
             |later: UnixTime, earlier: UnixTime| Duration::from_secs(later.as_secs().saturating_sub(earlier.as_secs()));
         match error {
-            // What a signature of an authority of the same name does not open is of another one.
+            // A wrong signature means another authority of the same name.
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
                 Self::UnknownAuthority { authorities: Arc::clone(authorities) }
             }
@@ -192,7 +192,7 @@ impl TlsFailure {
                 Self::NotYetValid { ahead: between(not_before, time) }
             }
             CertificateError::NotValidForNameContext { expected, presented } => {
-                // As rustls writes them: DnsName("host"), IpAddress(192.0.2.7).
+                // rustls writes them as DnsName("host"), IpAddress(192.0.2.7).
                 let inside =
                     |name: &String| name.split_once('(').map_or(name.as_str(), |(_, inside)| inside).to_owned();
                 let presented = presented.iter().map(inside).map(|name| name.replace(['"', ')'], "")).collect();
@@ -203,7 +203,7 @@ impl TlsFailure {
         }
     }
 
-    /// The peer's word that it will not go on.
+    /// Converts a fatal alert of the peer.
     pub(super) fn of_alert(alert: AlertDescription) -> Self {
         Self::Refused(match alert {
             AlertDescription::UnknownCA => TlsRefusal::UnknownAuthority,
@@ -231,7 +231,7 @@ impl From<TlsFailure> for io::Error {
     }
 }
 
-/// A length of time as a person says it.
+/// Displays a duration in the unit that fits.
 struct Span(Duration);
 
 impl fmt::Display for Span {
@@ -253,9 +253,9 @@ fn names(presented: &[String]) -> String {
 
 fn early(first: bool) -> &'static str {
     if first {
-        ", and not a byte has come: it may not trust this end's certificate"
+        ", and no byte has arrived: it may not trust this end's certificate"
     } else {
-        " (close_notify): it was cut"
+        " (close_notify): the connection was cut"
     }
 }
 

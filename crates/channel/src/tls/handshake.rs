@@ -1,8 +1,7 @@
-//! From a connected socket to keys.
+//! The TLS handshake: from a connected socket to keys.
 //!
-//! The laws: it takes a bounded time and a bounded buffer; it never waits unless it is asked to; and
-//! no byte behind the handshake goes through it: rustls is shown one record at a time, so that what follows the last
-//! one stays where it is.
+//! The laws: it takes a bounded time and a bounded buffer; it waits only on request; and it consumes no byte behind the
+//! handshake: rustls is given one record at a time, so that bytes after the last one stay in the buffer.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -23,36 +22,34 @@ use super::failure::TlsFailure;
 use super::kernel::Key;
 use super::record::{self, BODY_MAX, Decrypter, Encrypter, HEADER, NewKeys};
 
-/// How long a peer may take, if nothing else was said: as long as a busy machine needs, and not as long as a stranger
-/// likes.
+/// Default time limit of a handshake: long enough for a busy machine, short enough for an unauthenticated peer.
 pub(super) const WITHIN: Duration = Duration::from_secs(30);
-/// Most bytes of a handshake that may be waiting to be understood: a chain of some dozen certificates.
+/// Maximum number of unprocessed bytes of a handshake: a chain of some dozen certificates.
 const INCOMING_MAX: usize = 128 << 10;
-/// The types that records have (RFC 8446, section 5.1).
+/// Record types (RFC 8446, section 5.1).
 const RECORD_TYPES: std::ops::RangeInclusive<u8> = 20..=23;
-/// A fatal alert, that this is not what is spoken here (RFC 8446, section 6.2): who means to speak something else may
-/// know it.
-const UNEXPECTED: [u8; 7] = [21, 3, 3, 0, 2, 2, 10];
+/// A fatal `unexpected_message` alert (RFC 8446, section 6.2), for a peer that uses another protocol.
+const UNEXPECTED_MESSAGE: [u8; 7] = [21, 3, 3, 0, 2, 2, 10];
 /// Bytes read at once.
-const PIECE: usize = 16 << 10;
+const READ_LEN: usize = 16 << 10;
 
-/// Whether there is time.
+/// Whether a call may wait for the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wait {
-    /// What can be done now.
+    /// It does not wait.
     No,
-    /// As long as a handshake may take.
+    /// It waits up to the time limit of the handshake.
     Yes,
 }
 
-/// What comes of a handshake.
-pub(super) struct Agreed {
+/// Result of a handshake.
+pub(super) struct Established {
     pub(super) encrypter: Encrypter,
     pub(super) decrypter: Decrypter,
     pub(super) keys: Keys,
-    /// The keys for sending and receiving, as the kernel takes them, if it is to have them.
+    /// The keys for sending and receiving in the kernel's form, if the kernel takes over.
     pub(super) for_kernel: Option<(Key, Key)>,
-    /// What the peer has sent behind it.
+    /// Bytes that the peer sent after the handshake.
     pub(super) rest: Vec<u8>,
 }
 
@@ -61,7 +58,7 @@ enum Connection {
     Server(UnbufferedServerConnection),
 }
 
-/// The secret that new keys come from.
+/// The secrets from which new keys are derived.
 pub(super) enum Keys {
     Client(KernelConnection<ClientConnectionData>),
     Server(KernelConnection<ServerConnectionData>),
@@ -85,27 +82,27 @@ impl NewKeys for Keys {
     }
 }
 
-/// A handshake under way.
+/// A handshake in progress.
 pub(super) struct Handshake {
     connection: Option<Connection>,
     authorities: Arc<str>,
-    /// When the time of an accepted connection began. That of an outgoing one runs from when it is waited for: this end
-    /// may have other work before that.
+    /// Start of the time limit: of an accepted connection, its creation; of an outgoing one, the first call that waits,
+    /// because this end may have other work before that.
     begun: Option<Instant>,
     within: Duration,
     incoming: Vec<u8>,
-    /// How much of it rustls has been shown: whole records.
-    shown: usize,
+    /// Length of the whole records at its front that rustls may read.
+    fed: usize,
     outgoing: Vec<u8>,
     sent: usize,
     done: bool,
-    /// Whether the kernel is to have the keys.
+    /// Whether the kernel takes over the keys.
     for_kernel: bool,
-    /// Records that one key may seal, at most.
-    renewed_after: u64,
+    /// Maximum number of records that one key encrypts.
+    key_update_after: u64,
 }
 
-/// What rustls wants next.
+/// The next step of the handshake.
 enum Next {
     Again,
     Record,
@@ -113,10 +110,10 @@ enum Next {
 }
 
 impl Handshake {
-    /// A handshake that may take so long: a server's from now on, a client's from when it is waited for.
+    /// Creates a handshake with a time limit: a server's from now on, a client's from the first call that waits.
     ///
     /// # Errors
-    /// It is not known whom to expect.
+    /// The expected host name of the server is unknown.
     pub(super) fn new(tls: &Tls, within: Option<Duration>, for_kernel: bool) -> Result<Self, TlsFailure> {
         let authorities = Arc::clone(&tls.authorities);
         let wrong = |error: Error| TlsFailure::of(error, &authorities);
@@ -135,39 +132,39 @@ impl Handshake {
             begun: matches!(tls.role, Role::Server(_)).then(Instant::now),
             within: within.unwrap_or(WITHIN),
             incoming: Vec::new(),
-            shown: 0,
+            fed: 0,
             outgoing: Vec::new(),
             sent: 0,
             done: false,
             for_kernel,
-            renewed_after: tls.renewed_after,
+            key_update_after: tls.key_update_after,
         })
     }
 
-    /// Goes on as far as it can; what both ends have agreed on, once they have.
+    /// Advances the handshake as far as possible, and returns the keys once it is complete.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if it was not to wait; a [`TlsFailure`] otherwise, or what the kernel says.
-    pub(super) fn go_on(&mut self, socket: BorrowedFd<'_>, wait: Wait) -> io::Result<Agreed> {
+    /// [`io::ErrorKind::WouldBlock`] if it must not wait; otherwise a [`TlsFailure`], or an error of the kernel.
+    pub(super) fn advance(&mut self, socket: BorrowedFd<'_>, wait: Wait) -> io::Result<Established> {
         if wait == Wait::Yes {
             self.begun.get_or_insert_with(Instant::now);
         }
         loop {
-            // In every turn: a peer that always has another byte to say gets no more time than one that is silent.
+            // In every iteration: a peer that keeps sending single bytes gets no more time than a silent one.
             let rest = self.within.saturating_sub(self.begun.map_or(Duration::ZERO, |begun| begun.elapsed()));
             if rest.is_zero() {
                 return Err(TlsFailure::Late(self.within).into());
             }
-            if let Err(failure) = self.understand() {
-                self.tell_why(&failure);
-                // The peer may be gone, or not listen.
+            if let Err(failure) = self.process() {
+                self.queue_alert(&failure);
+                // The peer may be gone.
                 let _ = self.flush(socket);
                 return Err(failure.into());
             }
             let ready = if !self.flush(socket)? {
                 PollFlags::OUT
             } else if self.done {
-                return Ok(self.agree()?);
+                return Ok(self.finish()?);
             } else if self.fill(socket)? {
                 continue;
             } else {
@@ -183,46 +180,47 @@ impl Handshake {
         }
     }
 
-    /// Has rustls go through what has come.
-    fn understand(&mut self) -> Result<(), TlsFailure> {
+    /// Has rustls process the received records.
+    fn process(&mut self) -> Result<(), TlsFailure> {
         while !self.done {
             match self.step()? {
                 Next::Again => {}
                 Next::Done => self.done = true,
-                Next::Record if self.show()? => {}
+                Next::Record if self.feed()? => {}
                 Next::Record => break,
             }
         }
         Ok(())
     }
 
-    /// Has rustls do the next thing.
+    /// Runs one step of rustls' state machine.
     fn step(&mut self) -> Result<Next, TlsFailure> {
-        let shown = &mut self.incoming[..self.shown];
+        let fed = &mut self.incoming[..self.fed];
         let (discard, next, handshaking) = match &mut self.connection {
             Some(Connection::Client(client)) => {
-                let (discard, next) = obey(client.process_tls_records(shown), &mut self.outgoing);
+                let (discard, next) = execute(client.process_tls_records(fed), &mut self.outgoing);
                 (discard, next, client.is_handshaking())
             }
             Some(Connection::Server(server)) => {
-                let (discard, next) = obey(server.process_tls_records(shown), &mut self.outgoing);
+                let (discard, next) = execute(server.process_tls_records(fed), &mut self.outgoing);
                 (discard, next, server.is_handshaking())
             }
             None => return Err(TlsFailure::Protocol("the handshake is over".into())),
         };
-        let discard = discard.min(self.shown);
+        let discard = discard.min(self.fed);
         self.incoming.drain(..discard);
-        self.shown -= discard;
+        self.fed -= discard;
         match next.map_err(|error| TlsFailure::of(error, &self.authorities))? {
-            // A server may put before it has heard the client's last word, and must not take it for said.
+            // rustls lets a server write before the client's Finished. The peer is not authenticated before that, so it
+            // is awaited here.
             Next::Done if handshaking => Ok(Next::Record),
             next => Ok(next),
         }
     }
 
-    /// Shows rustls one more record; false if none is there.
-    fn show(&mut self) -> Result<bool, TlsFailure> {
-        let rest = &self.incoming[self.shown..];
+    /// Gives rustls one more record; false if none is complete.
+    fn feed(&mut self) -> Result<bool, TlsFailure> {
+        let rest = &self.incoming[self.fed..];
         if rest.first().is_some_and(|typ| !RECORD_TYPES.contains(typ)) {
             return Err(TlsFailure::NotTls);
         }
@@ -233,29 +231,29 @@ impl Handshake {
         }
         let there = rest.len() >= HEADER + length;
         if there {
-            self.shown += HEADER + length;
+            self.fed += HEADER + length;
         }
         Ok(there)
     }
 
-    /// What rustls has to say about a failure is to go out as well.
-    fn tell_why(&mut self, failure: &TlsFailure) {
+    /// Queues the alert that tells the peer about a failure.
+    fn queue_alert(&mut self, failure: &TlsFailure) {
         match failure {
-            // Rustls has not seen what this is about.
-            TlsFailure::NotTls => self.outgoing.extend_from_slice(&UNEXPECTED),
-            // That comes before anything else that it would do.
+            // rustls has not seen these bytes.
+            TlsFailure::NotTls => self.outgoing.extend_from_slice(&UNEXPECTED_MESSAGE),
+            // rustls emits its alert before anything else.
             _ => drop(self.step()),
         }
     }
 
-    /// Sends what there is to send, without waiting; whether it all went out.
+    /// Sends the queued bytes without waiting; returns whether all went out.
     fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<bool> {
         while let Some(rest) = self.outgoing.get(self.sent..).filter(|rest| !rest.is_empty()) {
             match send(socket, rest, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(sent) => self.sent += sent,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(false),
-                // What it had to say may have come before.
+                // The peer's alert may have arrived before; reading finds it.
                 Err(Errno::CONNRESET | Errno::PIPE) => break,
                 Err(errno) => return Err(errno.into()),
             }
@@ -265,13 +263,13 @@ impl Handshake {
         Ok(true)
     }
 
-    /// Reads what is there, without waiting; whether there was something.
+    /// Reads available bytes without waiting; returns whether there were any.
     fn fill(&mut self, socket: BorrowedFd<'_>) -> io::Result<bool> {
         let have = self.incoming.len();
         if have >= INCOMING_MAX {
-            return Err(TlsFailure::Protocol("a handshake that does not end".into()).into());
+            return Err(TlsFailure::Protocol("the handshake is too long".into()).into());
         }
-        self.incoming.resize(have + PIECE, 0);
+        self.incoming.resize(have + READ_LEN, 0);
         let got = loop {
             let room = &mut self.incoming[have..];
             match recv(socket, room, RecvFlags::DONTWAIT) {
@@ -288,7 +286,7 @@ impl Handshake {
         }
     }
 
-    fn agree(&mut self) -> Result<Agreed, TlsFailure> {
+    fn finish(&mut self) -> Result<Established, TlsFailure> {
         let wrong = |error: Error| TlsFailure::Protocol(error.to_string());
         let over = || TlsFailure::Protocol("the handshake is over".into());
         let (secrets, keys, suite) = match self.connection.take().ok_or_else(over)? {
@@ -305,34 +303,34 @@ impl Handshake {
         };
         let ExtractedSecrets { tx, rx } = secrets;
         let cipher = record::cipher(suite)?;
-        let rest = self.incoming.split_off(self.shown);
+        let rest = self.incoming.split_off(self.fed);
         let key = |(number, secrets): &(u64, ConnectionTrafficSecrets)| Key::new(secrets, *number);
         let for_kernel = if self.for_kernel { key(&tx).zip(key(&rx)) } else { None };
-        let encrypter = Encrypter::new(cipher, tx)?.renewed_after(self.renewed_after);
-        Ok(Agreed { encrypter, decrypter: Decrypter::new(cipher, rx)?, keys, for_kernel, rest })
+        let encrypter = Encrypter::new(cipher, tx)?.key_update_after(self.key_update_after);
+        Ok(Established { encrypter, decrypter: Decrypter::new(cipher, rx)?, keys, for_kernel, rest })
     }
 }
 
-/// Does what rustls asks for: how many bytes it needs no more, and what is next.
-fn obey<D>(status: UnbufferedStatus<'_, '_, D>, outgoing: &mut Vec<u8>) -> (usize, Result<Next, Error>) {
+/// Executes the step that rustls requests; returns the number of processed bytes, and the next step.
+fn execute<D>(status: UnbufferedStatus<'_, '_, D>, outgoing: &mut Vec<u8>) -> (usize, Result<Next, Error>) {
     let UnbufferedStatus { discard, state } = status;
     let next = state.and_then(|state| match state {
         ConnectionState::EncodeTlsData(mut data) => {
             let begin = outgoing.len();
-            // As long as any record.
+            // Room for a record of any length.
             outgoing.resize(begin + HEADER + BODY_MAX, 0);
             let encoded = data.encode(&mut outgoing[begin..]);
             outgoing.truncate(begin + *encoded.as_ref().unwrap_or(&0));
             encoded.map(|_| Next::Again).map_err(|error| Error::General(error.to_string()))
         }
-        // It is sent before anything is waited for.
+        // Sent by `flush`, before anything is waited for.
         ConnectionState::TransmitTlsData(data) => {
             data.done();
             Ok(Next::Again)
         }
         ConnectionState::BlockedHandshake => Ok(Next::Record),
         ConnectionState::WriteTraffic(_) => Ok(Next::Done),
-        _ => Err(Error::General("the peer says more than a handshake".into())),
+        _ => Err(Error::General("the peer sent more than a handshake".into())),
     });
     (discard, next)
 }

@@ -1,23 +1,21 @@
-//! TLS 1.3 around a socket, as QEMU has it around each channel of a migration: x509, and both ends may have to show
-//! who they are.
+//! TLS 1.3 over a socket, as QEMU uses it for each channel of a migration: x509 certificates, of one end or of both.
 //!
-//! The laws of this module. **All cryptography is rustls's**: its state machine shakes hands, its ciphers seal and open
-//! each record; what is ours is where records begin and end in a socket, and which record is the next. **The two
-//! directions share nothing but the secret that new keys come from**: a thread that gets holds nothing that a
-//! thread that puts needs, and the other way round. **An end that the peer did not announce is no end**: a connection
-//! that was cut is distinguished from one that is over. **A peer that has not shown who it is gets a bounded time and a
-//! bounded buffer**, and nothing of this end's thread: a channel that was accepted shakes hands when it is looked at,
-//! without waiting.
+//! The laws of this module. **All cryptography is rustls's**: its state machine runs the handshake, its ciphers encrypt
+//! and decrypt each record. This module finds where records begin and end in a socket, and numbers them. **The two
+//! directions share nothing but the secret from which new keys are derived**: a thread that reads holds nothing that a
+//! thread that writes needs, and vice versa. **An end that the peer did not announce is no end**: a cut connection is
+//! distinguished from a closed one. **An unauthenticated peer gets a bounded time and a bounded buffer**, and no
+//! thread: an accepted channel continues its handshake when it is polled, without waiting.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `credentials` | certificates and keys from a folder, as QEMU's `tls-creds-x509` has them |
-//! | `handshake` | from a connected socket to keys |
-//! | `record` | bytes sealed into records, and records opened |
+//! | `handshake` | the handshake: from a connected socket to keys |
+//! | `record` | encrypting bytes into records, and decrypting records |
 //! | `session` | both directions of one connection |
 //! | `kernel` | directions whose keys the kernel has |
 //! | `plaintext` | between records and memory that is no slice |
-//! | `failure` | what went wrong |
+//! | `failure` | errors |
 
 mod credentials;
 mod failure;

@@ -1,15 +1,15 @@
-//! Between records and memory that may be a guest's.
+//! Copying between records and memory that may be the guest's.
 //!
-//! The law: guest memory is never a slice, because the guest writes it while it is read. It is copied, once, into a
-//! buffer of this end, and what is sealed is the copy; what was opened is copied to its place. The result of a torn
-//! read is as good as what a `writev` would have sent: the page is dirty again.
+//! The law: guest memory is never a slice, because the guest writes it while it is read. It is copied once into a
+//! buffer of this process, and the copy is encrypted; decrypted bytes are copied to their place. A torn read does no
+//! harm, as with `writev`: the page is dirty again.
 #![allow(unsafe_code, reason = "copies from and to addresses")]
 
 use std::ptr;
 
 use crate::vector::{Batch, In, Out};
 
-/// Walks over a batch's bytes.
+/// A position in the bytes of a batch.
 pub(super) struct Walk<'b, D> {
     batch: &'b Batch<'b, D>,
     entry: usize,
@@ -21,7 +21,8 @@ impl<'b, D> Walk<'b, D> {
         Self { batch, entry: 0, offset: 0 }
     }
 
-    /// The next piece of at most so many bytes, which is in one entry: never empty; `None` behind the last.
+    /// Returns the next piece of at most `most` bytes within one entry; it is never empty. `None` at the end of the
+    /// batch.
     fn next(&mut self, most: usize) -> Option<(*mut u8, usize)> {
         loop {
             let entry = self.batch.entries().get(self.entry)?;
@@ -39,13 +40,13 @@ impl<'b, D> Walk<'b, D> {
 }
 
 impl Walk<'_, Out> {
-    /// Copies the next bytes to `into`; returns how many: less than its length only at the batch's end.
+    /// Copies the next bytes to `into`; returns how many: fewer than its length only at the end of the batch.
     pub(super) fn gather(&mut self, into: &mut [u8]) -> usize {
         let mut done = 0;
         while let Some(room) = into.get_mut(done..).filter(|room| !room.is_empty()) {
             let Some((from, length)) = self.next(room.len()) else { break };
             // SAFETY: the batch's entries are valid for reads, of which this is a part; the room is a buffer of this
-            // process's own that is at least as long, and no guest's.
+            // process that is at least as long, and not guest memory.
             unsafe { ptr::copy_nonoverlapping(from, room.as_mut_ptr(), length) };
             done += length;
         }
@@ -54,13 +55,13 @@ impl Walk<'_, Out> {
 }
 
 impl Walk<'_, In> {
-    /// Copies `bytes` to the next places; returns how many: less than there are only at the batch's end.
+    /// Copies `bytes` to the next places; returns how many: fewer than `bytes` has only at the end of the batch.
     pub(super) fn scatter(&mut self, bytes: &[u8]) -> usize {
         let mut done = 0;
         while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
             let Some((to, length)) = self.next(rest.len()) else { break };
             // SAFETY: the batch's entries are valid for writes, of which this is a part; the bytes are in a buffer of
-            // this process's own, and no guest's.
+            // this process, and not guest memory.
             unsafe { ptr::copy_nonoverlapping(rest.as_ptr(), to, length) };
             done += length;
         }

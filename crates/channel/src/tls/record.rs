@@ -1,7 +1,7 @@
-//! Records of an established session: bytes sealed into them, and records opened (RFC 8446, section 5).
+//! Records of an established session: encryption and decryption (RFC 8446, section 5).
 //!
-//! The laws: each record has its number, and no number is used twice with one key; new keys are taken before the
-//! cipher's limit is reached; what a peer can send without bytes for us is bounded.
+//! The laws: each record has its number, and no number is used twice with one key; keys are updated before the cipher's
+//! limit is reached; the number of consecutive records without data is bounded.
 
 use std::ops::Range;
 
@@ -19,31 +19,31 @@ type Result<T> = std::result::Result<T, TlsFailure>;
 
 /// Type, version and length of a record.
 pub(super) const HEADER: usize = 5;
-/// Most bytes that one record carries.
+/// Maximum number of bytes in one record.
 pub(super) const PAYLOAD_MAX: usize = 1 << 14;
-/// Most bytes behind a record's header.
+/// Maximum number of bytes after a record's header.
 pub(super) const BODY_MAX: usize = PAYLOAD_MAX + 256;
-/// Records without bytes for us that may come one after the other: tickets, new keys, empty ones.
+/// Maximum number of consecutive records without data: tickets, key updates, empty ones.
 const IDLE_MAX: u32 = 64;
-/// The word that new keys follow, without a request for the other direction's.
+/// A KeyUpdate message that does not request one from the peer.
 pub(super) const UPDATE: [u8; 5] = [0x18, 0, 0, 1, 0];
-/// The word that this was all: a warning, `close_notify`.
+/// The close notification: a warning alert, `close_notify`.
 pub(super) const CLOSE: [u8; 2] = [1, 0];
 
-/// Where both directions get new keys from.
+/// Source of new keys for both directions.
 pub(super) trait NewKeys {
-    /// The next secrets for what is sent.
+    /// Derives the next secrets for sending.
     fn next_sending(&mut self) -> Result<ConnectionTrafficSecrets>;
-    /// The next secrets for what is received.
+    /// Derives the next secrets for receiving.
     fn next_receiving(&mut self) -> Result<ConnectionTrafficSecrets>;
 }
 
-/// The cipher that both ends have agreed on, if it is one of TLS 1.3, as all are that were offered.
+/// Returns the negotiated cipher. It is one of TLS 1.3, because no other is offered.
 pub(super) fn cipher(suite: SupportedCipherSuite) -> Result<&'static Tls13CipherSuite> {
     suite.tls13().ok_or_else(|| TlsFailure::Protocol("the session is older than TLS 1.3".into()))
 }
 
-/// How many records one key seals before the word that new ones follow, which is the last.
+/// Returns the number of records that one key encrypts before its last one, the KeyUpdate.
 fn limit(cipher: &Tls13CipherSuite, records: u64) -> u64 {
     cipher.common.confidentiality_limit.min(records).saturating_sub(1).max(1)
 }
@@ -53,11 +53,11 @@ fn parts(secrets: ConnectionTrafficSecrets) -> Result<(AeadKey, Iv)> {
         ConnectionTrafficSecrets::Aes128Gcm { key, iv }
         | ConnectionTrafficSecrets::Aes256Gcm { key, iv }
         | ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => Ok((key, iv)),
-        _ => Err(TlsFailure::Protocol("a cipher of an unknown kind".into())),
+        _ => Err(TlsFailure::Protocol("unknown cipher".into())),
     }
 }
 
-/// One direction's place in its row of records.
+/// The record number of one direction.
 struct Numbers {
     next: u64,
 }
@@ -70,12 +70,12 @@ impl Numbers {
     }
 }
 
-/// Seals bytes into records.
+/// Encrypts bytes into records.
 pub(super) struct Encrypter {
     cipher: &'static Tls13CipherSuite,
     with: Box<dyn MessageEncrypter>,
     numbers: Numbers,
-    /// Records that may be sealed with one key.
+    /// Records that one key may encrypt.
     limit: u64,
 }
 
@@ -89,73 +89,73 @@ impl Encrypter {
         Ok(Self { cipher, with, numbers: Numbers { next: first }, limit: limit(cipher, u64::MAX) })
     }
 
-    /// The same, with a key that is renewed after so many records at the latest.
-    pub(super) fn renewed_after(self, records: u64) -> Self {
+    /// Updates the key after this number of records at the latest.
+    pub(super) fn key_update_after(self, records: u64) -> Self {
         Self { limit: limit(self.cipher, records), ..self }
     }
 
-    /// Records that may be sealed with one key, besides the word that new ones follow.
+    /// Returns the number of records that one key may encrypt, without the KeyUpdate.
     pub(super) fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Whether this key has sealed as much as it may.
+    /// Whether this key has reached its limit.
     pub(super) fn is_used_up(&self) -> bool {
         self.numbers.next >= self.limit
     }
 
-    /// A record of at most [`PAYLOAD_MAX`] bytes.
-    pub(super) fn seal(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
+    /// Encrypts a record of at most [`PAYLOAD_MAX`] bytes.
+    pub(super) fn encrypt(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
         self.record(ContentType::ApplicationData, bytes)
     }
 
-    /// The word that this was all.
+    /// Encrypts the close notification.
     pub(super) fn close(&mut self) -> Result<Vec<u8>> {
         self.record(ContentType::Alert, &CLOSE)
     }
 
-    /// The word that what follows is sealed with the next key, which is taken.
-    pub(super) fn renew(&mut self, keys: &mut dyn NewKeys) -> Result<Vec<u8>> {
-        let word = self.record(ContentType::Handshake, &UPDATE)?;
+    /// Encrypts a KeyUpdate, and changes to the next key.
+    pub(super) fn update_key(&mut self, keys: &mut dyn NewKeys) -> Result<Vec<u8>> {
+        let record = self.record(ContentType::Handshake, &UPDATE)?;
         let (key, iv) = parts(keys.next_sending()?)?;
         self.with = self.cipher.aead_alg.encrypter(key, iv);
         self.numbers.next = 0;
-        Ok(word)
+        Ok(record)
     }
 
     fn record(&mut self, typ: ContentType, bytes: &[u8]) -> Result<Vec<u8>> {
         let payload = OutboundChunks::Single(bytes);
         let message = OutboundPlainMessage { typ, version: ProtocolVersion::TLSv1_3, payload };
-        let sealed = self.with.encrypt(message, self.numbers.take()?);
-        Ok(sealed.map_err(|error| TlsFailure::Protocol(error.to_string()))?.encode())
+        let encrypted = self.with.encrypt(message, self.numbers.take()?);
+        Ok(encrypted.map_err(|error| TlsFailure::Protocol(error.to_string()))?.encode())
     }
 }
 
-/// What a record was.
+/// Content of a decrypted record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Opened {
-    /// Bytes for us: so many, at the beginning of its body.
+pub(super) enum Decrypted {
+    /// Data: the number of bytes at the beginning of its body.
     Bytes(usize),
-    /// Nothing for us. The peer may want to see this end's key renewed.
-    Control { renew: bool },
-    /// The peer's word that nothing more comes.
+    /// No data. The peer may request a key update of this end.
+    Control { update_key: bool },
+    /// The close notification.
     Close,
 }
 
-/// What a record says.
+/// Meaning of a record's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RecordContent {
-    /// All of it is bytes for us.
+    /// All of it is data.
     Bytes,
-    /// Nothing for us.
+    /// No data.
     Nothing,
-    /// What follows is sealed with the next key; perhaps the same is wanted of this end.
+    /// A KeyUpdate: the next key follows. `answer`: the peer requests one of this end too.
     NewKey { answer: bool },
-    /// The peer's word that nothing more comes.
+    /// The close notification.
     Close,
 }
 
-/// Reads records that were opened.
+/// Interprets the content of decrypted records.
 #[derive(Debug, Default)]
 pub(super) struct Reader {
     messages: Messages,
@@ -163,18 +163,18 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// What a record of this type says.
+    /// Interprets a record of this type.
     pub(super) fn take(&mut self, typ: ContentType, payload: &[u8]) -> Result<RecordContent> {
-        if self.is_amid() && typ != ContentType::Handshake {
-            return Err(TlsFailure::Protocol("a record amid a handshake message".into()));
+        if self.is_inside_message() && typ != ContentType::Handshake {
+            return Err(TlsFailure::Protocol("a record inside a handshake message".into()));
         }
         if typ == ContentType::ApplicationData && !payload.is_empty() {
-            self.heard();
+            self.reset_idle();
             return Ok(RecordContent::Bytes);
         }
         self.idle += 1;
         if self.idle > IDLE_MAX {
-            return Err(TlsFailure::Protocol(format!("more than {IDLE_MAX} records with nothing in them")));
+            return Err(TlsFailure::Protocol(format!("more than {IDLE_MAX} consecutive records without data")));
         }
         match typ {
             ContentType::ApplicationData => Ok(RecordContent::Nothing),
@@ -187,25 +187,25 @@ impl Reader {
         }
     }
 
-    /// Bytes for us have come, outside of a handshake message.
-    pub(super) fn heard(&mut self) {
+    /// Notes that data arrived.
+    pub(super) fn reset_idle(&mut self) {
         self.idle = 0;
     }
 
-    /// Whether a handshake message has begun and not ended.
-    pub(super) fn is_amid(&self) -> bool {
-        self.messages.is_amid()
+    /// Whether a handshake message is incomplete.
+    pub(super) fn is_inside_message(&self) -> bool {
+        self.messages.is_inside_message()
     }
 }
 
-/// Opens records.
+/// Decrypts records.
 pub(super) struct Decrypter {
     cipher: &'static Tls13CipherSuite,
     with: Box<dyn MessageDecrypter>,
     numbers: Numbers,
     reader: Reader,
-    /// Whether the peer has renewed its key.
-    renewed: bool,
+    /// Whether the peer has updated its key.
+    updated: bool,
 }
 
 impl Decrypter {
@@ -215,36 +215,36 @@ impl Decrypter {
     ) -> Result<Self> {
         let (key, iv) = parts(secrets)?;
         let with = cipher.aead_alg.decrypter(key, iv);
-        Ok(Self { cipher, with, numbers: Numbers { next: first }, reader: Reader::default(), renewed: false })
+        Ok(Self { cipher, with, numbers: Numbers { next: first }, reader: Reader::default(), updated: false })
     }
 
-    /// Opens the record with this body where it lies.
-    pub(super) fn open(&mut self, body: &mut [u8], keys: &mut dyn NewKeys) -> Result<Opened> {
+    /// Decrypts the record with this body in place.
+    pub(super) fn decrypt(&mut self, body: &mut [u8], keys: &mut dyn NewKeys) -> Result<Decrypted> {
         let message = InboundOpaqueMessage::new(ContentType::ApplicationData, ProtocolVersion::TLSv1_2, body);
-        let opened = self.with.decrypt(message, self.numbers.take()?).map_err(|error| match error {
+        let decrypted = self.with.decrypt(message, self.numbers.take()?).map_err(|error| match error {
             Error::DecryptError => TlsFailure::BadRecord,
             error => TlsFailure::Protocol(error.to_string()),
         })?;
-        Ok(match self.reader.take(opened.typ, opened.payload)? {
-            RecordContent::Bytes => Opened::Bytes(opened.payload.len()),
-            RecordContent::Nothing => Opened::Control { renew: false },
-            RecordContent::Close => Opened::Close,
+        Ok(match self.reader.take(decrypted.typ, decrypted.payload)? {
+            RecordContent::Bytes => Decrypted::Bytes(decrypted.payload.len()),
+            RecordContent::Nothing => Decrypted::Control { update_key: false },
+            RecordContent::Close => Decrypted::Close,
             RecordContent::NewKey { answer } => {
                 let (key, iv) = parts(keys.next_receiving()?)?;
                 self.with = self.cipher.aead_alg.decrypter(key, iv);
                 self.numbers.next = 0;
-                self.renewed = true;
-                Opened::Control { renew: answer }
+                self.updated = true;
+                Decrypted::Control { update_key: answer }
             }
         })
     }
 
     /// The number of the next record, as long as it is one of the first key's.
-    pub(super) fn next_of_first_key(&self) -> Option<u64> {
-        (!self.renewed).then_some(self.numbers.next)
+    pub(super) fn next_number_of_first_key(&self) -> Option<u64> {
+        (!self.updated).then_some(self.numbers.next)
     }
 
-    /// What the records before have left incomplete.
+    /// Returns the state that the records before left.
     pub(super) fn reader_mut(&mut self) -> &mut Reader {
         &mut self.reader
     }
@@ -262,30 +262,30 @@ fn alert(payload: &[u8]) -> Result<RecordContent> {
     }
 }
 
-/// What handshake messages behind the handshake had to say.
+/// Meaning of handshake messages after the handshake.
 #[derive(Debug, PartialEq, Eq)]
 enum PostHandshake {
     Nothing,
-    /// What follows is sealed with the next key; perhaps the same is wanted of this end.
+    /// A KeyUpdate: the next key follows. `answer`: the peer requests one of this end too.
     NewKey {
         answer: bool,
     },
 }
 
-/// Reads the handshake messages of an established session, which may begin and end anywhere in records. None is kept:
-/// tickets are skipped.
+/// Reads the handshake messages of an established session, which may begin and end anywhere in records. Tickets are
+/// skipped.
 #[derive(Debug, Default)]
 struct Messages {
-    /// Type and length of the one that has begun.
+    /// Type and length of the current message.
     head: [u8; 4],
     known: usize,
-    /// Bytes of its body to come.
+    /// Bytes of its body that are missing.
     left: usize,
 }
 
 impl Messages {
-    /// Whether a message has begun and not ended.
-    fn is_amid(&self) -> bool {
+    /// Whether a message is incomplete.
+    fn is_inside_message(&self) -> bool {
         self.known != 0
     }
 
@@ -309,7 +309,7 @@ impl Messages {
                     }
                 }
             } else if HandshakeType::from(self.head[0]) == HandshakeType::KeyUpdate {
-                // What follows it is sealed with another key (RFC 8446, section 5.1).
+                // The next record has another key (RFC 8446, section 5.1), so nothing may follow in this one.
                 if first > 1 || !rest.is_empty() {
                     return Err(TlsFailure::Protocol("an invalid key update".into()));
                 }
@@ -328,7 +328,7 @@ impl Messages {
     }
 }
 
-/// Where the body of the record at the beginning of `bytes` lies, if all of it is there.
+/// Returns the range of the body of the record at the beginning of `bytes`; `None` if it is incomplete.
 pub(super) fn body(bytes: &[u8]) -> Result<Option<Range<usize>>> {
     let Some(&[typ, _, _, high, low]) = bytes.first_chunk::<HEADER>() else { return Ok(None) };
     let length = usize::from(u16::from_be_bytes([high, low]));
@@ -339,8 +339,8 @@ pub(super) fn body(bytes: &[u8]) -> Result<Option<Range<usize>>> {
     Ok((bytes.len() >= whole.end).then_some(whole))
 }
 
-/// How many bytes of the record at the beginning of `bytes` have yet to come; of its header, as long as that is not
-/// there.
+/// Returns the number of missing bytes of the record at the beginning of `bytes`, or of its header if that is
+/// incomplete.
 pub(super) fn missing(bytes: &[u8]) -> usize {
     let Some(&[_, _, _, high, low]) = bytes.first_chunk::<HEADER>() else { return HEADER - bytes.len() };
     (HEADER + usize::from(u16::from_be_bytes([high, low]))).saturating_sub(bytes.len())
@@ -353,7 +353,7 @@ mod tests {
 
     use super::*;
 
-    /// Keys that count.
+    /// Counts key updates.
     #[derive(Default)]
     struct Counting {
         sending: u8,
@@ -381,12 +381,12 @@ mod tests {
         (Encrypter::new(cipher, (0, secrets(0))).unwrap(), Decrypter::new(cipher, (0, secrets(0))).unwrap())
     }
 
-    fn open(decrypter: &mut Decrypter, keys: &mut Counting, mut record: Vec<u8>) -> Result<(Opened, Vec<u8>)> {
+    fn decrypt(decrypter: &mut Decrypter, keys: &mut Counting, mut record: Vec<u8>) -> Result<(Decrypted, Vec<u8>)> {
         let range = body(&record)?.unwrap();
         assert_eq!(range.end, record.len());
-        let opened = decrypter.open(&mut record[range], keys)?;
-        let length = if let Opened::Bytes(length) = opened { length } else { 0 };
-        Ok((opened, record[HEADER..HEADER + length].to_vec()))
+        let decrypted = decrypter.decrypt(&mut record[range], keys)?;
+        let length = if let Decrypted::Bytes(length) = decrypted { length } else { 0 };
+        Ok((decrypted, record[HEADER..HEADER + length].to_vec()))
     }
 
     #[test]
@@ -395,15 +395,21 @@ mod tests {
         encrypter.limit = 3;
         for number in 0..20_u8 {
             if encrypter.is_used_up() {
-                let word = encrypter.renew(&mut here).unwrap();
-                assert_eq!(open(&mut decrypter, &mut there, word).unwrap().0, Opened::Control { renew: false });
+                let record = encrypter.update_key(&mut here).unwrap();
+                assert_eq!(
+                    decrypt(&mut decrypter, &mut there, record).unwrap().0,
+                    Decrypted::Control { update_key: false }
+                );
             }
-            let record = encrypter.seal(&[number; 100]).unwrap();
-            assert_eq!(open(&mut decrypter, &mut there, record).unwrap(), (Opened::Bytes(100), vec![number; 100]));
+            let record = encrypter.encrypt(&[number; 100]).unwrap();
+            assert_eq!(
+                decrypt(&mut decrypter, &mut there, record).unwrap(),
+                (Decrypted::Bytes(100), vec![number; 100])
+            );
         }
         assert_eq!((here.sending, there.receiving), (6, 6));
         let close = encrypter.close().unwrap();
-        assert_eq!(open(&mut decrypter, &mut there, close).unwrap().0, Opened::Close);
+        assert_eq!(decrypt(&mut decrypter, &mut there, close).unwrap().0, Decrypted::Close);
     }
 
     #[test]
@@ -412,25 +418,25 @@ mod tests {
         let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [7; 32].into(), iv: [7; 12].into() };
         let mut encrypter = Encrypter::new(aes, ((1 << 24) - 2, secrets)).unwrap();
         assert!(!encrypter.is_used_up());
-        encrypter.seal(b"the last but one").unwrap();
+        encrypter.encrypt(b"the last but one").unwrap();
         assert!(encrypter.is_used_up());
     }
 
     #[test]
     fn a_record_that_was_changed_left_out_or_sent_twice_does_not_open() {
         let ((mut encrypter, mut decrypter), mut keys) = (ends(), Counting::default());
-        let (mut first, second) = (encrypter.seal(b"first").unwrap(), encrypter.seal(b"second").unwrap());
-        assert_eq!(open(&mut decrypter, &mut keys, first.clone()).unwrap().1, b"first");
-        assert_eq!(open(&mut decrypter, &mut keys, first.clone()).unwrap_err(), TlsFailure::BadRecord);
+        let (mut first, second) = (encrypter.encrypt(b"first").unwrap(), encrypter.encrypt(b"second").unwrap());
+        assert_eq!(decrypt(&mut decrypter, &mut keys, first.clone()).unwrap().1, b"first");
+        assert_eq!(decrypt(&mut decrypter, &mut keys, first.clone()).unwrap_err(), TlsFailure::BadRecord);
         let (mut encrypter, mut decrypter) = ends();
-        encrypter.seal(b"left out").unwrap();
+        encrypter.encrypt(b"left out").unwrap();
         assert_eq!(
-            open(&mut decrypter, &mut keys, encrypter.seal(b"next").unwrap()).unwrap_err(),
+            decrypt(&mut decrypter, &mut keys, encrypter.encrypt(b"next").unwrap()).unwrap_err(),
             TlsFailure::BadRecord
         );
         let (_, mut decrypter) = ends();
         first[HEADER] ^= 1;
-        assert_eq!(open(&mut decrypter, &mut keys, first).unwrap_err(), TlsFailure::BadRecord);
+        assert_eq!(decrypt(&mut decrypter, &mut keys, first).unwrap_err(), TlsFailure::BadRecord);
         drop(second);
     }
 
@@ -438,25 +444,25 @@ mod tests {
     fn a_peer_that_sends_empty_records_for_ever_is_refused() {
         let ((mut encrypter, mut decrypter), mut keys) = (ends(), Counting::default());
         for _ in 0..IDLE_MAX {
-            let empty = encrypter.seal(&[]).unwrap();
-            assert_eq!(open(&mut decrypter, &mut keys, empty).unwrap().0, Opened::Control { renew: false });
+            let empty = encrypter.encrypt(&[]).unwrap();
+            assert_eq!(decrypt(&mut decrypter, &mut keys, empty).unwrap().0, Decrypted::Control { update_key: false });
         }
-        let empty = encrypter.seal(&[]).unwrap();
-        assert!(matches!(open(&mut decrypter, &mut keys, empty), Err(TlsFailure::Protocol(_))));
+        let empty = encrypter.encrypt(&[]).unwrap();
+        assert!(matches!(decrypt(&mut decrypter, &mut keys, empty), Err(TlsFailure::Protocol(_))));
     }
 
     #[test]
     fn alerts_but_two_end_the_session() {
         let ((mut encrypter, mut decrypter), mut keys) = (ends(), Counting::default());
-        for (alert, opened) in [
-            (&[1, 90][..], Ok(Opened::Control { renew: false })),
-            (&[2, 48], Err("it has refused: this end's certificate is not issued by a CA that it trusts")),
+        for (alert, decrypted) in [
+            (&[1, 90][..], Ok(Decrypted::Control { update_key: false })),
+            (&[2, 48], Err("it refused: this end's certificate is not issued by a CA that it trusts")),
             (&[2], Err("an alert of 1 bytes")),
-            (&[1, 0], Ok(Opened::Close)),
+            (&[1, 0], Ok(Decrypted::Close)),
         ] {
             let record = encrypter.record(ContentType::Alert, alert).unwrap();
-            let found = open(&mut decrypter, &mut keys, record).map(|(opened, _)| opened);
-            assert_eq!(found.map_err(|error| error.to_string()), opened.map_err(str::to_owned));
+            let found = decrypt(&mut decrypter, &mut keys, record).map(|(decrypted, _)| decrypted);
+            assert_eq!(found.map_err(|error| error.to_string()), decrypted.map_err(str::to_owned));
         }
     }
 
@@ -482,7 +488,7 @@ mod tests {
         let aes = cipher(TLS13_AES_256_GCM_SHA384).unwrap();
         let encrypter = |records| {
             let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [7; 32].into(), iv: [7; 12].into() };
-            Encrypter::new(aes, (0, secrets)).unwrap().renewed_after(records)
+            Encrypter::new(aes, (0, secrets)).unwrap().key_update_after(records)
         };
         assert_eq!([0, 1, 100, u64::MAX].map(|records| encrypter(records).limit()), [1, 1, 99, (1 << 24) - 1]);
     }
@@ -501,18 +507,18 @@ mod tests {
                 bytes.extend(vec![0x18; length]);
             }
             bytes.extend([0x18, 0, 0, 1, u8::from(answer)]);
-            let (mut messages, mut told, mut rest) = (Messages::default(), PostHandshake::Nothing, bytes.as_slice());
+            let (mut messages, mut found, mut rest) = (Messages::default(), PostHandshake::Nothing, bytes.as_slice());
             for round in 0.. {
                 if rest.is_empty() {
                     break;
                 }
-                prop_assert_eq!(&told, &PostHandshake::Nothing);
+                prop_assert_eq!(&found, &PostHandshake::Nothing);
                 let cut = cuts[round % cuts.len()].min(rest.len());
-                told = messages.take(&rest[..cut]).unwrap();
+                found = messages.take(&rest[..cut]).unwrap();
                 rest = &rest[cut..];
             }
-            prop_assert_eq!(told, PostHandshake::NewKey { answer });
-            prop_assert!(!messages.is_amid());
+            prop_assert_eq!(found, PostHandshake::NewKey { answer });
+            prop_assert!(!messages.is_inside_message());
         }
 
         #[test]

@@ -1,10 +1,10 @@
 //! Both directions of one encrypted connection.
 //!
 //! The laws: each direction has a lock of its own, which is held while its thread waits in the socket; no thread takes
-//! both. The secret that new keys come from is held for a computation only. What was sealed goes out, in order, before
-//! anything else is: a put that fails leaves the rest of its records to the next one, because the peer counts them. The
-//! close notification is sent only behind complete data: an end that gives up, or failed, leaves the peer a connection
-//! that was cut. Each direction is this process's or the [kernel](super::kernel)'s.
+//! both. The lock of the secrets for new keys is held for a computation only. Encrypted records go out in order before
+//! anything else: a write that fails leaves the rest of its records to the next one, because the peer counts them. The
+//! close notification is sent only after complete data: an end that gives up or failed leaves a cut connection to the
+//! peer. Each direction is handled either by this process or by the [kernel](super::kernel).
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,91 +23,91 @@ use rustls::ConnectionTrafficSecrets;
 
 use super::credentials::Tls;
 use super::failure::TlsFailure;
-use super::handshake::{Agreed, Handshake, Keys, Wait};
+use super::handshake::{Established, Handshake, Keys, Wait};
 use super::kernel::{ByKernel, Input, Kernel, Key, Output, Received, yield_to_kernel};
 use super::plaintext::Walk;
-use super::record::{self, BODY_MAX, Decrypter, Encrypter, HEADER, NewKeys, Opened, PAYLOAD_MAX};
+use super::record::{self, BODY_MAX, Decrypted, Decrypter, Encrypter, HEADER, NewKeys, PAYLOAD_MAX};
 use crate::vector::{Batch, In, Out};
 
-/// Records that one put seals before it sends them: 256 KiB.
-const SEALED_MAX: usize = 16;
-/// Bytes read at once, and room for the record that they cut.
+/// Maximum number of records that one write encrypts before it sends them: 256 KiB.
+const RECORDS_MAX: usize = 16;
+/// Size of the receive buffer: the bytes of one read, and room for an incomplete record.
 const BUFFER: usize = (128 << 10) + HEADER + BODY_MAX;
-/// How long the last word waits for room in the socket.
+/// How long the close notification waits for room in the socket.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
 
-/// An encrypted connection, or one that is to become it.
+/// An encrypted connection, or one that is in its handshake.
 pub(crate) struct Session {
     socket: OwnedFd,
-    /// Set if the kernel is to have the keys.
+    /// Set if the kernel takes over the keys.
     kernel: Option<Kernel>,
-    /// None once it is over.
+    /// `None` once it has ended.
     handshake: Mutex<Option<Box<Handshake>>>,
-    /// How that ended.
+    /// Result of the handshake.
     outcome: OnceLock<Result<Directions, TlsFailure>>,
-    /// The direction was ended on this side.
+    /// The sending direction was shut down on this side.
     shut: AtomicBool,
-    /// This end gets no more: that it cannot is no failure.
+    /// The receiving direction was shut down on this side: a read that fails is no failure of the session.
     receive_stopped: AtomicBool,
-    /// A put or a get has failed: this end has not said all that it had to say, or does not know what was said to it.
+    /// A write or a read has failed: data is incomplete, so no close notification may be sent.
     failed: AtomicBool,
 }
 
-/// The directions.
+/// The two directions of an established connection.
 struct Directions {
     sending: Mutex<Sending>,
     receiving: Mutex<Receiving>,
     keys: Mutex<Keys>,
-    /// The peer wants what this end sends under a new key.
-    renew: AtomicBool,
+    /// The peer requested a key update of this end.
+    key_update_requested: AtomicBool,
     by_kernel: ByKernel,
 }
 
-/// Who seals.
-enum Seals {
-    Here(Encrypter),
+/// Where records are encrypted.
+enum Encryption {
+    Userspace(Encrypter),
     Kernel(Output),
 }
 
-/// Who opens.
-enum Opens {
-    Here(Decrypter),
+/// Where records are decrypted.
+enum Decryption {
+    Userspace(Decrypter),
     Kernel(Input),
 }
 
 struct Sending {
-    seals: Seals,
-    /// Records to go out, the first from `at` on.
-    sealed: VecDeque<Vec<u8>>,
+    encryption: Encryption,
+    /// Records to send, the first from `at` on.
+    records: VecDeque<Vec<u8>>,
     at: usize,
-    /// One record's bytes before they are sealed.
+    /// Plaintext of one record.
     plain: Box<[u8]>,
     closed: bool,
 }
 
 struct Receiving {
-    opens: Opens,
-    /// The first key, for the kernel, once everything that was read is opened.
+    decryption: Decryption,
+    /// The first key, for the kernel, once all bytes that were read are decrypted.
     awaited: Option<(Kernel, Key)>,
     buffer: Vec<u8>,
-    /// Bytes that no get has returned yet.
+    /// Decrypted bytes that no read has returned yet.
     plain: Range<usize>,
-    /// Bytes behind them that are not opened yet.
-    sealed: Range<usize>,
-    /// Whether bytes have ever come.
+    /// Bytes behind them that are not decrypted yet.
+    encrypted: Range<usize>,
+    /// Whether data has ever arrived.
     begun: bool,
     end: Option<End>,
 }
 
-/// Why nothing more comes.
+/// The reason why no more data comes.
 #[derive(Clone)]
 enum End {
-    /// The peer has said so.
+    /// The peer sent a close notification.
     Closed,
     Failed(TlsFailure),
 }
 
-/// Held while new keys are computed, and not while records are opened: the other direction may need some meanwhile.
+/// Locked while new keys are derived, and not while records are decrypted: the other direction may need keys meanwhile.
 struct LockedKeys<'a>(&'a Mutex<Keys>);
 
 impl NewKeys for LockedKeys<'_> {
@@ -124,7 +124,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// As `lock`, unless another thread has it.
+/// Locks without waiting for another thread.
 fn try_lock<T>(mutex: &Mutex<T>) -> io::Result<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Ok(guard),
@@ -134,11 +134,11 @@ fn try_lock<T>(mutex: &Mutex<T>) -> io::Result<MutexGuard<'_, T>> {
 }
 
 impl Session {
-    /// A session that is to be, over a connected stream socket. A client shakes hands before this returns, unless it is
-    /// to defer that; a server when its channel is used.
+    /// Creates a session over a connected stream socket. A client completes the handshake before this returns, unless
+    /// it is deferred; a server when its channel is used.
     ///
     /// # Errors
-    /// A [`TlsFailure`], or what the kernel says.
+    /// A [`TlsFailure`], or an error of the kernel.
     pub(crate) fn over(socket: OwnedFd, tls: &Tls, within: Option<Duration>) -> io::Result<Self> {
         let kernel = Kernel::prepare(socket.as_fd(), tls.kernel)?;
         let handshake = Mutex::new(Some(Box::new(Handshake::new(tls, within, kernel.is_some())?)));
@@ -153,7 +153,7 @@ impl Session {
             failed: off(),
         };
         if tls.is_client() {
-            match this.up(if tls.is_eager() { Wait::Yes } else { Wait::No }) {
+            match this.directions(if tls.is_eager() { Wait::Yes } else { Wait::No }) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 begun => begun.map(|_| ())?,
             }
@@ -161,17 +161,17 @@ impl Session {
         Ok(this)
     }
 
-    /// The directions, once both ends know each other.
-    fn up(&self, wait: Wait) -> io::Result<&Directions> {
+    /// Completes the handshake and returns the directions.
+    fn directions(&self, wait: Wait) -> io::Result<&Directions> {
         let known = |outcome: &'_ Result<Directions, TlsFailure>| outcome.as_ref().err().cloned();
         if self.outcome.get().is_none() {
             let mut handshake = match wait {
                 Wait::Yes => lock(&self.handshake),
                 Wait::No => try_lock(&self.handshake)?,
             };
-            // Another thread may have done it meanwhile.
-            if let Some(under_way) = handshake.as_mut() {
-                let outcome = match under_way.go_on(self.socket.as_fd(), wait) {
+            // Another thread may have completed it meanwhile.
+            if let Some(in_progress) = handshake.as_mut() {
+                let outcome = match in_progress.advance(self.socket.as_fd(), wait) {
                     Ok(agreed) => Directions::over(&self.socket, agreed, self.kernel),
                     Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
                         Some(failure) => Err(failure.clone()),
@@ -188,87 +188,88 @@ impl Session {
         }
     }
 
-    /// Makes sure that both ends know each other.
+    /// Completes the handshake.
     ///
     /// # Errors
-    /// A [`TlsFailure`], or what the kernel says.
+    /// A [`TlsFailure`], or an error of the kernel.
     pub(crate) fn establish(&self) -> io::Result<()> {
-        self.up(Wait::Yes).map(|_| ())
+        self.directions(Wait::Yes).map(|_| ())
     }
 
     /// As [`establish`](Self::establish), without waiting.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if the peer has more to say first.
+    /// [`io::ErrorKind::WouldBlock`] if the handshake waits for the peer.
     pub(crate) fn try_establish(&self) -> io::Result<()> {
-        self.up(Wait::No).map(|_| ())
+        self.directions(Wait::No).map(|_| ())
     }
 
-    /// The socket, for what has nothing to do with its bytes.
+    /// Returns the socket, for everything but transfers.
     pub(crate) fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// Seals some of the batch and begins to send it; returns how many bytes. The rest of the records may have to be
-    /// [flushed](Self::flush).
-    pub(crate) fn put(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
-        self.noting(self.put_some(batch))
+    /// Encrypts some of the batch and begins to send it; returns how many bytes. The rest of the records may need a
+    /// [flush](Self::flush).
+    pub(crate) fn write(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+        self.noting_failure(self.write_some(batch))
     }
 
-    fn put_some(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
-        let directions = self.up(Wait::Yes)?;
+    fn write_some(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
+        let directions = self.directions(Wait::Yes)?;
         let mut sending = lock(&directions.sending);
         if sending.closed {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
-        if let Seals::Kernel(output) = &mut sending.seals {
-            let put = output.put(&self.socket, batch, &directions.renew, &mut LockedKeys(&directions.keys));
-            let moved = put.map_err(|error| match Errno::from_io_error(&error) {
-                Some(errno) => self.why(directions, errno),
+        if let Encryption::Kernel(output) = &mut sending.encryption {
+            let written =
+                output.write(&self.socket, batch, &directions.key_update_requested, &mut LockedKeys(&directions.keys));
+            let moved = written.map_err(|error| match Errno::from_io_error(&error) {
+                Some(errno) => self.alert_or(directions, errno),
                 None => error,
             })?;
-            directions.by_kernel.sealed(moved);
+            directions.by_kernel.encrypted(moved);
             return Ok(moved);
         }
-        let moved = directions.seal(&mut sending, batch)?;
+        let moved = directions.encrypt(&mut sending, batch)?;
         match sending.send(&self.socket, SendFlags::empty()) {
             Ok(()) => Ok(moved),
-            // They are in the row now.
+            // The records are queued now.
             Err(Errno::AGAIN | Errno::INTR) => Ok(moved),
-            Err(errno) => Err(self.why(directions, errno)),
+            Err(errno) => Err(self.alert_or(directions, errno)),
         }
     }
 
-    /// Whether records wait to be sent; `all`: whether the kernel may have some, too, which it sends by itself.
-    pub(crate) fn holds_back(&self, all: bool) -> bool {
+    /// Whether records wait to be sent. With `all` this includes a part of a record that the kernel sends by itself.
+    pub(crate) fn is_buffering(&self, all: bool) -> bool {
         let Some(Ok(directions)) = self.outcome.get() else { return false };
         let sending = lock(&directions.sending);
-        match &sending.seals {
-            Seals::Here(_) => !sending.sealed.is_empty(),
-            Seals::Kernel(output) => all && output.is_amid(),
+        match &sending.encryption {
+            Encryption::Userspace(_) => !sending.records.is_empty(),
+            Encryption::Kernel(output) => all && output.is_pending(),
         }
     }
 
-    /// Sends some of the records that wait.
+    /// Sends some of the queued records.
     pub(crate) fn flush(&self) -> io::Result<()> {
-        let directions = self.up(Wait::Yes)?;
+        let directions = self.directions(Wait::Yes)?;
         let mut sending = lock(&directions.sending);
-        let sent = match &mut sending.seals {
-            // It will not send them any more.
-            Seals::Kernel(_) if self.shut.load(Ordering::Relaxed) => Err(Errno::PIPE),
-            Seals::Kernel(output) => output.end(&self.socket),
-            Seals::Here(_) => sending.send(&self.socket, SendFlags::empty()),
+        let sent = match &mut sending.encryption {
+            // The kernel will not send it any more.
+            Encryption::Kernel(_) if self.shut.load(Ordering::Relaxed) => Err(Errno::PIPE),
+            Encryption::Kernel(output) => output.end(&self.socket),
+            Encryption::Userspace(_) => sending.send(&self.socket, SendFlags::empty()),
         };
-        let by_kernel = matches!(sending.seals, Seals::Kernel(_));
+        let by_kernel = matches!(sending.encryption, Encryption::Kernel(_));
         drop(sending);
         if by_kernel && sent == Err(Errno::AGAIN) {
             yield_to_kernel();
         }
-        self.noting(sent.map_err(|errno| self.why(directions, errno)))
+        self.noting_failure(sent.map_err(|errno| self.alert_or(directions, errno)))
     }
 
-    /// Remembers that a call has failed, unless it may go on.
-    fn noting<T>(&self, called: io::Result<T>) -> io::Result<T> {
+    /// Notes that a call has failed, unless it may be repeated.
+    fn noting_failure<T>(&self, called: io::Result<T>) -> io::Result<T> {
         called.inspect_err(|error| {
             if !matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) {
                 self.failed.store(true, Ordering::Relaxed);
@@ -276,14 +277,14 @@ impl Session {
         })
     }
 
-    /// What the peer has said before it went says more than that it is gone.
-    fn why(&self, directions: &Directions, errno: Errno) -> io::Error {
+    /// Returns the alert that the peer sent before it closed, which says more than the error of the socket.
+    fn alert_or(&self, directions: &Directions, errno: Errno) -> io::Error {
         if matches!(errno, Errno::CONNRESET | Errno::PIPE)
             && let Ok(mut receiving) = try_lock(&directions.receiving)
         {
             while receiving.plain.is_empty() && receiving.end.is_none() {
                 let read = |receiving: &mut _| directions.read(receiving, &self.socket, RecvFlags::DONTWAIT);
-                if !directions.open(&mut receiving) && !read(&mut receiving).is_ok_and(|got| got) {
+                if !directions.decrypt(&mut receiving) && !read(&mut receiving).is_ok_and(|got| got) {
                     break;
                 }
             }
@@ -294,24 +295,24 @@ impl Session {
         errno.into()
     }
 
-    /// Reads some of the batch; returns how many bytes, 0 at an end that the peer has announced.
-    /// All of it (`whole`) where the kernel opens it.
-    pub(crate) fn get(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
-        let got = self.get_some(batch, whole);
-        if self.receive_stopped.load(Ordering::Relaxed) { got } else { self.noting(got) }
+    /// Reads some of the batch; returns how many bytes, 0 at the close notification. With `whole`, reads all of it
+    /// where the kernel decrypts.
+    pub(crate) fn read(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
+        let got = self.read_some(batch, whole);
+        if self.receive_stopped.load(Ordering::Relaxed) { got } else { self.noting_failure(got) }
     }
 
-    fn get_some(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
-        let directions = self.up(Wait::Yes)?;
+    fn read_some(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
+        let directions = self.directions(Wait::Yes)?;
         let mut receiving = lock(&directions.receiving);
         let mut places = Walk::over(batch);
         let mut moved = 0;
         loop {
-            moved += receiving.hand_out(&mut places);
+            moved += receiving.copy_out(&mut places);
             if moved == batch.bytes() {
                 return Ok(moved);
             }
-            if directions.open(&mut receiving) {
+            if directions.decrypt(&mut receiving) {
                 continue;
             }
             if moved != 0 {
@@ -321,7 +322,7 @@ impl Session {
                 Some(End::Closed) => return Ok(0),
                 Some(End::Failed(failure)) => return Err(failure.clone().into()),
                 None => {
-                    if let Some(got) = directions.get_by_kernel(&mut receiving, &self.socket, batch, whole)? {
+                    if let Some(got) = directions.read_by_kernel(&mut receiving, &self.socket, batch, whole)? {
                         return Ok(got);
                     }
                     if receiving.end.is_none() {
@@ -332,20 +333,20 @@ impl Session {
         }
     }
 
-    /// What the kernel does, once both ends know each other.
+    /// Returns what the kernel handles; `None` before the handshake is complete.
     pub(crate) fn by_kernel(&self) -> Option<&ByKernel> {
         self.outcome.get()?.as_ref().ok().map(|directions| &directions.by_kernel)
     }
 
-    /// Copies the first bytes that have come, without waiting: 0 at the end, of any kind, `None` if there are none yet.
+    /// Copies the first decrypted bytes without waiting: 0 at an end of any kind, `None` if there are none yet.
     pub(crate) fn peek(&self, bytes: &mut [u8]) -> io::Result<Option<usize>> {
         let mut look = || -> io::Result<Option<usize>> {
-            let directions = self.up(Wait::No)?;
+            let directions = self.directions(Wait::No)?;
             let mut receiving = try_lock(&directions.receiving)?;
-            // Once: a peer that keeps sending delays no other one.
+            // Read once only: a peer that keeps sending must not delay other peers.
             let mut asked = false;
             while receiving.plain.len() < bytes.len() {
-                if directions.open(&mut receiving) {
+                if directions.decrypt(&mut receiving) {
                     continue;
                 }
                 if asked || receiving.end.is_some() {
@@ -368,12 +369,12 @@ impl Session {
         }
     }
 
-    /// Nothing more is got.
+    /// Notes that this side reads no more.
     pub(crate) fn stop_receiving(&self) {
         self.receive_stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Nothing more is put, and no close notification is sent.
+    /// Ends the sending direction without a close notification.
     pub(crate) fn give_up(&self) {
         self.shut.store(true, Ordering::Relaxed);
         if let Some(Ok(directions)) = self.outcome.get()
@@ -383,24 +384,24 @@ impl Session {
         }
     }
 
-    /// Tells the peer that nothing more comes, unless a put is in progress: then more comes. Waits for room, but not
-    /// for long.
+    /// Sends the close notification, unless a write is in progress: its data is incomplete. Waits for room at most
+    /// [`CLOSE_WITHIN`].
     pub(crate) fn close(&self) {
         self.shut.store(true, Ordering::Relaxed);
         let Some(Ok(directions)) = self.outcome.get() else { return };
         let Ok(mut sending) = try_lock(&directions.sending) else { return };
-        // Records of a put that was broken off are not all that there was to say.
-        if std::mem::replace(&mut sending.closed, true) || !sending.sealed.is_empty() {
+        // Queued records are the rest of a failed write: the data is incomplete.
+        if std::mem::replace(&mut sending.closed, true) || !sending.records.is_empty() {
             return;
         }
-        let word = match &mut sending.seals {
-            Seals::Here(encrypter) => encrypter.close(),
-            Seals::Kernel(output) => return output.close(&self.socket, CLOSE_WITHIN),
+        let record = match &mut sending.encryption {
+            Encryption::Userspace(encrypter) => encrypter.close(),
+            Encryption::Kernel(output) => return output.close(&self.socket, CLOSE_WITHIN),
         };
-        let Ok(word) = word else { return };
-        sending.sealed.push_back(word);
+        let Ok(record) = record else { return };
+        sending.records.push_back(record);
         let end = Instant::now() + CLOSE_WITHIN;
-        while !sending.sealed.is_empty() {
+        while !sending.records.is_empty() {
             match sending.send(&self.socket, SendFlags::DONTWAIT) {
                 Ok(()) | Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
@@ -413,14 +414,14 @@ impl Session {
                         return;
                     }
                 }
-                // The peer is gone, or has no room: it will see that it was cut.
+                // The peer is gone, or has no room: it will see a cut connection.
                 Err(_) => return,
             }
         }
     }
 }
 
-/// Who drops a channel has put all that there was to put, unless something has failed.
+/// Dropping a channel means that its data is complete, unless a call has failed.
 impl Drop for Session {
     fn drop(&mut self) {
         let over = self.shut.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed);
@@ -445,68 +446,69 @@ impl fmt::Debug for Session {
 }
 
 impl Directions {
-    /// Both directions of a socket, by the kernel if it is to have the keys.
+    /// Creates both directions of a socket, and hands the keys to the kernel if it takes over.
     ///
     /// # Errors
-    /// It was demanded, and does not take them.
-    fn over(socket: &OwnedFd, agreed: Agreed, kernel: Option<Kernel>) -> Result<Self, TlsFailure> {
-        let Agreed { encrypter, decrypter, keys, for_kernel, rest } = agreed;
+    /// The kernel is required, and rejects a key.
+    fn over(socket: &OwnedFd, agreed: Established, kernel: Option<Kernel>) -> Result<Self, TlsFailure> {
+        let Established { encrypter, decrypter, keys, for_kernel, rest } = agreed;
         let by_kernel = ByKernel::default();
         let (sends, receives) = for_kernel.unzip();
         let output = match kernel.zip(sends) {
-            Some((kernel, key)) => kernel.or_without(Output::over(socket, &key, encrypter.limit()))?,
+            Some((kernel, key)) => kernel.or_userspace(Output::over(socket, &key, encrypter.limit()))?,
             None => None,
         };
-        let seals = match output {
+        let encryption = match output {
             Some(output) => {
-                by_kernel.seals();
-                Seals::Kernel(output)
+                by_kernel.set_encrypts();
+                Encryption::Kernel(output)
             }
-            None => Seals::Here(encrypter),
+            None => Encryption::Userspace(encrypter),
         };
         let plain = vec![0; PAYLOAD_MAX].into_boxed_slice();
-        let sealed = 0..rest.len();
-        let sending = Sending { seals, sealed: VecDeque::new(), at: 0, plain, closed: false };
-        let (opens, awaited) = (Opens::Here(decrypter), kernel.zip(receives));
-        let mut receiving = Receiving { opens, awaited, buffer: rest, plain: 0..0, sealed, begun: false, end: None };
+        let encrypted = 0..rest.len();
+        let sending = Sending { encryption, records: VecDeque::new(), at: 0, plain, closed: false };
+        let (decryption, awaited) = (Decryption::Userspace(decrypter), kernel.zip(receives));
+        let mut receiving =
+            Receiving { decryption, awaited, buffer: rest, plain: 0..0, encrypted, begun: false, end: None };
         receiving.hand_over_to_kernel(socket, &by_kernel)?;
         Ok(Self {
             sending: Mutex::new(sending),
             receiving: Mutex::new(receiving),
             keys: Mutex::new(keys),
-            renew: AtomicBool::new(false),
+            key_update_requested: AtomicBool::new(false),
             by_kernel,
         })
     }
 
-    /// Seals the beginning of a batch: how many bytes of it.
-    fn seal(&self, sending: &mut Sending, batch: &Batch<'_, Out>) -> Result<usize, TlsFailure> {
+    /// Encrypts the beginning of a batch; returns how many bytes.
+    fn encrypt(&self, sending: &mut Sending, batch: &Batch<'_, Out>) -> Result<usize, TlsFailure> {
         let mut from = Walk::over(batch);
         let mut moved = 0;
-        let Seals::Here(encrypter) = &mut sending.seals else { return Ok(0) };
-        for _ in 0..SEALED_MAX {
-            if self.renew.swap(false, Ordering::AcqRel) || encrypter.is_used_up() {
-                let word = encrypter.renew(&mut LockedKeys(&self.keys))?;
-                sending.sealed.push_back(word);
+        let Encryption::Userspace(encrypter) = &mut sending.encryption else { return Ok(0) };
+        for _ in 0..RECORDS_MAX {
+            if self.key_update_requested.swap(false, Ordering::AcqRel) || encrypter.is_used_up() {
+                let record = encrypter.update_key(&mut LockedKeys(&self.keys))?;
+                sending.records.push_back(record);
             }
             let length = from.gather(&mut sending.plain);
             if length == 0 {
                 break;
             }
-            let record = encrypter.seal(&sending.plain[..length])?;
-            sending.sealed.push_back(record);
+            let record = encrypter.encrypt(&sending.plain[..length])?;
+            sending.records.push_back(record);
             moved += length;
         }
         Ok(moved)
     }
 
-    /// Opens one more record of those that have come; false if there is none, or nothing more comes.
-    fn open(&self, receiving: &mut Receiving) -> bool {
+    /// Decrypts one more received record; false if none is complete, or the data has ended.
+    fn decrypt(&self, receiving: &mut Receiving) -> bool {
         if receiving.end.is_some() {
             return false;
         }
-        match self.open_next(receiving) {
-            Ok(opened) => opened,
+        match self.decrypt_next(receiving) {
+            Ok(decrypted) => decrypted,
             Err(failure) => {
                 receiving.end = Some(End::Failed(failure));
                 false
@@ -514,47 +516,47 @@ impl Directions {
         }
     }
 
-    fn open_next(&self, receiving: &mut Receiving) -> Result<bool, TlsFailure> {
-        let Opens::Here(decrypter) = &mut receiving.opens else { return Ok(false) };
-        let Some(sealed) = receiving.buffer.get_mut(receiving.sealed.clone()) else {
-            return Err(broken("sealed bytes are inside the receive buffer").into());
+    fn decrypt_next(&self, receiving: &mut Receiving) -> Result<bool, TlsFailure> {
+        let Decryption::Userspace(decrypter) = &mut receiving.decryption else { return Ok(false) };
+        let Some(encrypted) = receiving.buffer.get_mut(receiving.encrypted.clone()) else {
+            return Err(broken("encrypted bytes are inside the receive buffer").into());
         };
-        let Some(body) = record::body(sealed)? else { return Ok(false) };
-        let Some(record) = sealed.get_mut(body.clone()) else {
-            return Err(broken("the body of a record is among the bytes that were received").into());
+        let Some(body) = record::body(encrypted)? else { return Ok(false) };
+        let Some(record) = encrypted.get_mut(body.clone()) else {
+            return Err(broken("the body of a record is among the received bytes").into());
         };
-        let opened = decrypter.open(record, &mut LockedKeys(&self.keys))?;
-        if let Opened::Bytes(length) = opened {
-            invariant(length <= body.len(), "an opened record is no longer than it was sealed")?;
+        let decrypted = decrypter.decrypt(record, &mut LockedKeys(&self.keys))?;
+        if let Decrypted::Bytes(length) = decrypted {
+            invariant(length <= body.len(), "a decrypted record is no longer than its ciphertext")?;
         }
-        let start = receiving.sealed.start + body.start;
-        receiving.sealed.start += body.end;
-        self.note(receiving, opened, start);
+        let start = receiving.encrypted.start + body.start;
+        receiving.encrypted.start += body.end;
+        self.apply(receiving, decrypted, start);
         Ok(true)
     }
 
-    /// Does as a record says, whose bytes are in the buffer from `start` on.
-    fn note(&self, receiving: &mut Receiving, opened: Opened, start: usize) {
-        match opened {
-            Opened::Bytes(length) => receiving.append(start..start + length),
-            Opened::Control { renew } => {
-                if renew {
-                    self.renew.store(true, Ordering::Release);
+    /// Applies a decrypted record, whose bytes are in the buffer from `start` on.
+    fn apply(&self, receiving: &mut Receiving, decrypted: Decrypted, start: usize) {
+        match decrypted {
+            Decrypted::Bytes(length) => receiving.append(start..start + length),
+            Decrypted::Control { update_key } => {
+                if update_key {
+                    self.key_update_requested.store(true, Ordering::Release);
                 }
             }
-            Opened::Close => receiving.end = Some(End::Closed),
+            Decrypted::Close => receiving.end = Some(End::Closed),
         }
     }
 
-    /// Reads more records, or a part of one. An end of the connection is noted.
+    /// Reads more records, or a part of one. Notes the end of the connection.
     fn read(&self, receiving: &mut Receiving, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
         receiving.make_room();
         let received = match receiving.hand_over_to_kernel(socket, &self.by_kernel) {
             Err(failure) => Err(failure.into()),
-            Ok(()) => match &mut receiving.opens {
-                Opens::Here(_) => return receiving.read(socket, flags),
-                Opens::Kernel(input) => {
-                    let room = &mut receiving.buffer[receiving.sealed.end..];
+            Ok(()) => match &mut receiving.decryption {
+                Decryption::Userspace(_) => return receiving.read(socket, flags),
+                Decryption::Kernel(input) => {
+                    let room = &mut receiving.buffer[receiving.encrypted.end..];
                     if room.len() < BODY_MAX {
                         return Ok(false);
                     }
@@ -563,40 +565,40 @@ impl Directions {
             },
         };
         match received {
-            Ok(Received::Record(opened)) => {
-                let start = receiving.sealed.end;
-                if let Opened::Bytes(length) = opened {
-                    receiving.sealed = start + length..start + length;
-                    self.by_kernel.opened(length);
+            Ok(Received::Record(decrypted)) => {
+                let start = receiving.encrypted.end;
+                if let Decrypted::Bytes(length) = decrypted {
+                    receiving.encrypted = start + length..start + length;
+                    self.by_kernel.decrypted(length);
                 }
-                self.note(receiving, opened, start);
+                self.apply(receiving, decrypted, start);
                 Ok(true)
             }
-            Ok(Received::Ended) => receiving.gone(Ok(0)),
-            Err(error) => receiving.gone(Err(error)),
+            Ok(Received::Ended) => receiving.note_end(Ok(0)),
+            Err(error) => receiving.note_end(Err(error)),
         }
     }
 
-    /// Has the kernel open what is next straight into some of the batch, or all of it (`whole`); `None` if that has to
-    /// be [read](Self::read).
-    fn get_by_kernel(
+    /// Has the kernel decrypt the next data straight into some of the batch, or all of it (`whole`); `None` if the next
+    /// record must be [read](Self::read) into the buffer.
+    fn read_by_kernel(
         &self,
         receiving: &mut Receiving,
         socket: &OwnedFd,
         batch: &Batch<'_, In>,
         whole: bool,
     ) -> io::Result<Option<usize>> {
-        let Opens::Kernel(input) = &mut receiving.opens else { return Ok(None) };
-        match input.get(socket, batch, whole) {
+        let Decryption::Kernel(input) = &mut receiving.decryption else { return Ok(None) };
+        match input.read(socket, batch, whole) {
             Ok(Some(got)) => {
                 receiving.begun = true;
-                self.by_kernel.opened(got);
+                self.by_kernel.decrypted(got);
                 Ok(Some(got))
             }
             Ok(None) => Ok(None),
             Err(error) => {
-                receiving.gone(Err(error))?;
-                // The end, which is noted.
+                receiving.note_end(Err(error))?;
+                // The end, which `note_end` recorded.
                 Ok(None)
             }
         }
@@ -604,13 +606,13 @@ impl Directions {
 }
 
 impl Sending {
-    /// Sends what one call takes.
+    /// Sends queued records by one system call.
     fn send(&mut self, socket: &OwnedFd, flags: SendFlags) -> Result<(), Errno> {
-        let first = self.sealed.front().map_or(&[][..], |first| &first[self.at..]);
-        let rest = self.sealed.iter().skip(1).map(Vec::as_slice);
+        let first = self.records.front().map_or(&[][..], |first| &first[self.at..]);
+        let rest = self.records.iter().skip(1).map(Vec::as_slice);
         let list: Vec<_> = std::iter::once(first).chain(rest).map(io::IoSlice::new).collect();
         let mut sent = gather(socket, &list, flags)?;
-        while let Some(first) = self.sealed.front() {
+        while let Some(first) = self.records.front() {
             let left = first.len() - self.at;
             if sent < left {
                 self.at += sent;
@@ -618,7 +620,7 @@ impl Sending {
             }
             sent -= left;
             self.at = 0;
-            self.sealed.pop_front();
+            self.records.pop_front();
         }
         Ok(())
     }
@@ -633,14 +635,14 @@ fn gather(socket: &OwnedFd, list: &[io::IoSlice<'_>], flags: SendFlags) -> Resul
 }
 
 impl Receiving {
-    /// Copies what is open to the next places: how many bytes.
-    fn hand_out(&mut self, places: &mut Walk<'_, In>) -> usize {
+    /// Copies decrypted bytes to the next places; returns how many.
+    fn copy_out(&mut self, places: &mut Walk<'_, In>) -> usize {
         let copied = places.scatter(&self.buffer[self.plain.clone()]);
         self.plain.start += copied;
         copied
     }
 
-    /// Puts the bytes of another record behind those that no get has returned yet.
+    /// Appends the bytes of another record to those that no read has returned yet.
     fn append(&mut self, bytes: Range<usize>) {
         self.begun = true;
         if self.plain.is_empty() {
@@ -652,48 +654,50 @@ impl Receiving {
         }
     }
 
-    /// Has the kernel open what comes from now on, if it is to, and if nothing is half read.
+    /// Hands the receiving key to the kernel, if it takes over, unless a record is incomplete.
     fn hand_over_to_kernel(&mut self, socket: &OwnedFd, by_kernel: &ByKernel) -> Result<(), TlsFailure> {
-        if !self.sealed.is_empty() {
+        if !self.encrypted.is_empty() {
             return Ok(());
         }
-        let (Some((kernel, key)), Opens::Here(decrypter)) = (self.awaited.take(), &mut self.opens) else {
+        let (Some((kernel, key)), Decryption::Userspace(decrypter)) = (self.awaited.take(), &mut self.decryption)
+        else {
             return Ok(());
         };
-        // A peer that has renewed its key already is one whose records this process goes on to open.
-        let Some(next) = decrypter.next_of_first_key() else { return Ok(()) };
-        if let Some(input) = kernel.or_without(Input::over(socket, &key.at(next), decrypter.reader_mut()))? {
-            self.opens = Opens::Kernel(input);
-            by_kernel.opens();
+        // After a key update of the peer this process keeps decrypting: the kernel would get a key whose number is
+        // unknown here.
+        let Some(next) = decrypter.next_number_of_first_key() else { return Ok(()) };
+        if let Some(input) = kernel.or_userspace(Input::over(socket, &key.at(next), decrypter.reader_mut()))? {
+            self.decryption = Decryption::Kernel(input);
+            by_kernel.set_decrypts();
         }
         Ok(())
     }
 
     fn read(&mut self, socket: &OwnedFd, flags: RecvFlags) -> io::Result<bool> {
         let missing = self.awaited.as_ref().map(|_| {
-            // No byte of the next record, which is for the kernel.
-            record::missing(&self.buffer[self.sealed.clone()])
+            // Not a byte of the next record, which the kernel decrypts.
+            record::missing(&self.buffer[self.encrypted.clone()])
         });
-        let room = &mut self.buffer[self.sealed.end..];
+        let room = &mut self.buffer[self.encrypted.end..];
         let most = missing.map_or(room.len(), |missing: usize| missing.min(room.len()));
         let Some(room) = room.get_mut(..most).filter(|room| !room.is_empty()) else { return Ok(false) };
         match recv(socket, room, flags) {
             Ok((got, _)) if got != 0 => {
-                self.sealed.end += got;
+                self.encrypted.end += got;
                 Ok(true)
             }
-            answer => self.gone(answer.map(|_| 0).map_err(io::Error::from)),
+            answer => self.note_end(answer.map(|_| 0).map_err(io::Error::from)),
         }
     }
 
-    /// Notes the end of the connection, if this is one.
-    fn gone(&mut self, answer: io::Result<usize>) -> io::Result<bool> {
+    /// Notes the end of the connection, or returns another error.
+    fn note_end(&mut self, answer: io::Result<usize>) -> io::Result<bool> {
         let first = !self.begun;
         let failure = match answer {
             Ok(_) => TlsFailure::Truncated { first },
             Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
                 Some(failure) => failure.clone(),
-                // A peer that goes with bytes of ours that it has not read; or an attacker between the two.
+                // A peer that closes with unread bytes of this end; or an attacker on the path.
                 None if error.kind() == io::ErrorKind::ConnectionReset => TlsFailure::Reset { first },
                 None => return Err(error),
             },
@@ -702,18 +706,18 @@ impl Receiving {
         Ok(false)
     }
 
-    /// Moves what is left to the front of the buffer: less than a record, and what was looked at and not taken.
+    /// Moves the remaining bytes to the front of the buffer: less than a record, and peeked data.
     fn make_room(&mut self) {
         if self.plain.is_empty() {
-            self.plain = self.sealed.start..self.sealed.start;
+            self.plain = self.encrypted.start..self.encrypted.start;
         }
-        let gap = self.sealed.start - self.plain.end;
-        self.buffer.copy_within(self.sealed.clone(), self.plain.end);
-        self.sealed = self.plain.end..self.sealed.end - gap;
+        let gap = self.encrypted.start - self.plain.end;
+        self.buffer.copy_within(self.encrypted.clone(), self.plain.end);
+        self.encrypted = self.plain.end..self.encrypted.end - gap;
         let from = self.plain.start;
-        self.buffer.copy_within(from..self.sealed.end, 0);
+        self.buffer.copy_within(from..self.encrypted.end, 0);
         self.plain = 0..self.plain.end - from;
-        self.sealed = self.sealed.start - from..self.sealed.end - from;
+        self.encrypted = self.encrypted.start - from..self.encrypted.end - from;
         if self.buffer.len() < BUFFER {
             self.buffer.resize(BUFFER, 0);
         }

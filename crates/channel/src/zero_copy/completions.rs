@@ -1,81 +1,81 @@
-//! Which sends the kernel is done with.
+//! Completions of `MSG_ZEROCOPY` sends.
 //!
-//! The kernel counts the calls with `MSG_ZEROCOPY` that moved something, from 0, in 32 bits that wrap, and reports them
-//! in ranges, both ends included, in any order (kernel docs: `networking/msg_zerocopy`, "Notification
-//! parsing"). No system call here.
+//! The kernel numbers the successful calls with `MSG_ZEROCOPY` from 0 in 32 bits that wrap, and reports them in
+//! inclusive ranges in any order (kernel docs: `networking/msg_zerocopy`, "Notification parsing"). This module makes no
+//! system calls.
 
 use std::collections::BTreeMap;
 
 use limosa_page::{BrokenInvariant, invariant};
 
-/// Calls, and words of the kernel about them, after which it is known whether a path copies. A word about several calls
-/// in a row says of the first one whether it was copied, and nothing of the others (net/core/skbuff.c,
-/// `skb_zerocopy_notify_extend`), so one word alone is none about a path.
+/// Minimum numbers of calls and of reports that show whether a path copies. A report about several calls in a row
+/// describes only the first one (net/core/skbuff.c, `skb_zerocopy_notify_extend`), so one report alone shows nothing
+/// about a path.
 const VERDICT: (u64, u64) = (16, 4);
 
-/// A range of calls that the kernel is done with, as it reports it.
+/// A range of completed calls, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Completion {
     /// The first call's number.
     pub(crate) first: u32,
     /// The last call's number.
     pub(crate) last: u32,
-    /// The kernel has copied after all.
+    /// The kernel copied after all.
     pub(crate) copied: bool,
 }
 
-/// The calls that were made, and those of them that are done.
+/// The calls that were made, and those of them that are complete.
 #[derive(Debug, Default)]
 pub(crate) struct Completions {
     /// Calls that were made.
     sent: u64,
-    /// All calls before this one are done.
+    /// All calls before this one are complete.
     done: u64,
-    /// Ranges behind it that are done: first and one behind the last.
+    /// Complete ranges behind it: first call and the one behind the last.
     ahead: BTreeMap<u64, u64>,
-    /// Calls that are done, and those of them whose contents were copied.
+    /// Complete calls, and those of them that were copied.
     completed: u64,
     copied: u64,
-    /// Words of the kernel, and those that said that it has copied.
-    told: u64,
-    told_copied: u64,
+    /// Reports of the kernel, and those that say that it copied.
+    reported: u64,
+    reported_copied: u64,
 }
 
-/// The kernel reported a call that lent nothing, or reported one twice.
+/// The kernel reported a call that was not made, or reported one twice.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Unexpected;
 
 impl Completions {
-    /// A call has moved something.
+    /// Notes a call that moved bytes.
     pub(crate) fn sent(&mut self) {
         self.sent += 1;
     }
 
-    /// Calls that are not done.
+    /// Returns the number of incomplete calls.
     pub(crate) fn outstanding(&self) -> u64 {
         self.sent - self.completed
     }
 
-    /// Asserts that the kernel reads nothing any more that was lent to it.
+    /// Asserts that the kernel references no more memory.
     pub(crate) fn settled(&self) -> Result<(), BrokenInvariant> {
-        invariant(self.outstanding() == 0 && self.ahead.is_empty(), "no page is lent after a flush")
+        invariant(self.outstanding() == 0 && self.ahead.is_empty(), "no page is referenced after a flush")
     }
 
-    /// Takes what the kernel reports.
-    pub(crate) fn take(&mut self, told: Completion) -> Result<(), Unexpected> {
-        // Fewer than 2^31 calls can be under way: each of them holds memory of the kernel.
-        let distance = told.first.wrapping_sub(low(self.done));
+    /// Notes a report of the kernel.
+    pub(crate) fn take(&mut self, report: Completion) -> Result<(), Unexpected> {
+        // Fewer than 2^31 calls can be in flight: each of them holds kernel memory.
+        let distance = report.first.wrapping_sub(low(self.done));
         let first = self.done + u64::from(distance);
-        let end = first + u64::from(told.last.wrapping_sub(told.first)) + 1;
+        let end = first + u64::from(report.last.wrapping_sub(report.first)) + 1;
         let before = self.ahead.range(..end).next_back();
         if end > self.sent || before.is_some_and(|(_, before)| *before > first) {
             return Err(Unexpected);
         }
         self.completed += end - first;
-        self.told += 1;
-        if told.copied {
+        self.reported += 1;
+        if report.copied {
             self.copied += end - first;
-            self.told_copied += 1;
+            self.reported_copied += 1;
         }
         self.ahead.insert(first, end);
         while let Some(range) = self.ahead.first_entry().filter(|range| *range.key() == self.done) {
@@ -84,25 +84,25 @@ impl Completions {
         Ok(())
     }
 
-    /// Nothing more is waited for: the connection is gone.
+    /// Forgets all incomplete calls: the connection is gone.
     pub(crate) fn forget(&mut self) {
         (self.done, self.completed) = (self.sent, self.sent);
         self.ahead.clear();
     }
 
-    /// Whether enough is done to say that this path copies everything.
+    /// Whether enough reports show that this path copies everything.
     pub(crate) fn only_copies(&self) -> bool {
-        let (calls, words) = VERDICT;
-        self.completed >= calls && self.told >= words && self.told_copied == self.told
+        let (calls, reports) = VERDICT;
+        self.completed >= calls && self.reported >= reports && self.reported_copied == self.reported
     }
 
-    /// Calls that are done, and how many of them were copied.
+    /// Returns the number of complete calls, and of those that were copied.
     pub(crate) fn totals(&self) -> (u64, u64) {
         (self.completed, self.copied)
     }
 }
 
-/// The low 32 bits: all that the kernel keeps.
+/// Returns the low 32 bits, the part that the kernel keeps.
 fn low(number: u64) -> u32 {
     let [a, b, c, d, ..] = number.to_le_bytes();
     u32::from_le_bytes([a, b, c, d])
@@ -144,7 +144,7 @@ mod tests {
                 seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 let next = ranges.swap_remove(usize::try_from(seed >> 33).unwrap() % ranges.len());
                 prop_assert_eq!(completions.take(next), Ok(()));
-                // Nothing is done twice.
+                // No call completes twice.
                 prop_assert_eq!(completions.take(next), Err(Unexpected));
             }
             prop_assert_eq!((completions.outstanding(), completions.done), (0, begun + at));
@@ -155,12 +155,12 @@ mod tests {
         #[test]
         fn only_completions_of_calls_that_were_made_are_accepted(
             sent in 0..200_u64,
-            told in prop::collection::vec((any::<u32>(), any::<u32>()), 0..20),
+            reported in prop::collection::vec((any::<u32>(), any::<u32>()), 0..20),
             near in prop::collection::vec((0..300_u32, 0..50_u32), 0..60),
         ) {
             let mut completions = after(0, sent);
             let near = near.into_iter().map(|(first, length)| (first, first + length));
-            for (first, last) in told.into_iter().chain(near) {
+            for (first, last) in reported.into_iter().chain(near) {
                 let before = completions.completed;
                 let taken = completions.take(Completion { first, last, copied: false });
                 prop_assert!(taken.is_ok() || completions.completed == before);
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     #[cfg(debug_assertions)]
-    #[should_panic(expected = "no page is lent after a flush")]
+    #[should_panic(expected = "no page is referenced after a flush")]
     fn a_send_under_way_after_a_flush_is_a_broken_invariant() {
         let mut completions = Completions::default();
         assert_eq!(completions.settled(), Ok(()));

@@ -1,4 +1,4 @@
-//! A socket's error queue, where the kernel reports which sends it is done with.
+//! A socket's error queue, where the kernel reports completions.
 #![allow(unsafe_code, reason = "ancillary data is laid out by macros over raw memory")]
 
 use std::io;
@@ -19,19 +19,19 @@ use crate::tcp_info::TcpInfo;
 const ORIGIN_ZEROCOPY: u8 = 5;
 const CODE_COPIED: u8 = 1;
 
-/// How soon a socket is looked at again whose directions are both shut down: that is reported again and again.
-const AFTER_THE_END: Duration = Duration::from_millis(1);
+/// Pause between polls of a socket with both directions shut down: poll returns at once for it.
+const HANG_UP_PAUSE: Duration = Duration::from_millis(1);
 
-/// What a lender needs of a socket beside sending: tests have one that invents completions.
+/// The completions of a socket; tests implement it without a kernel.
 pub(super) trait ErrorQueue {
-    /// The next completion that is there, without waiting.
+    /// Returns the next available completion, without waiting.
     fn next(&self) -> io::Result<Option<Completion>>;
 
-    /// Waits until there may be one, at most so long. An error is the end of the connection.
+    /// Waits at most `time` until there may be one. An error is the end of the connection.
     fn wait(&self, time: Duration) -> io::Result<()>;
 }
 
-/// That of a socket.
+/// The error queue of a socket.
 pub(super) struct SocketQueue<'s>(pub(super) BorrowedFd<'s>);
 
 impl ErrorQueue for SocketQueue<'_> {
@@ -39,7 +39,7 @@ impl ErrorQueue for SocketQueue<'_> {
         loop {
             match receive(self.0) {
                 Ok(Some(completion)) => return Ok(Some(completion)),
-                // Something else was there, such as a message about the route.
+                // Another error, such as a message about the route.
                 Ok(None) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -49,28 +49,28 @@ impl ErrorQueue for SocketQueue<'_> {
     }
 
     fn wait(&self, time: Duration) -> io::Result<()> {
-        // No event is asked for: errors are always reported.
+        // No event is requested: poll always reports errors.
         let mut polled = [PollFd::from_borrowed_fd(self.0, PollFlags::empty())];
         match poll(&mut polled, Timespec::try_from(time).ok().as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
         if polled.iter().any(|polled| polled.revents().contains(PollFlags::HUP)) {
-            // A thread that reads may have got the reason already.
+            // A reading thread may have consumed the reason already.
             sockopt::socket_error(self.0)??;
             if TcpInfo::of(self.0)?.closed {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
-            // Both ends have said their last word, and what was put before this one's still leaves.
-            thread::sleep(time.min(AFTER_THE_END));
+            // Both directions are shut down, and data written before is still being sent.
+            thread::sleep(time.min(HANG_UP_PAUSE));
         }
         Ok(())
     }
 }
 
-/// Takes one message off the queue; `None` if it is no completion.
+/// Receives one message of the queue; `None` if it is no completion.
 fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Completion>> {
-    // A header, the error and an address of either family take less. Words, because headers have to be aligned.
+    // A header, the error and an address of either family take less. Words, because headers must be aligned.
     let mut control = [0_u64; 16];
     // SAFETY: all zero is the header of an empty message; its fields differ between C libraries, hence no literal.
     let mut message: libc::msghdr = unsafe { mem::zeroed() };
@@ -82,17 +82,17 @@ fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Completion>> {
         return Err(io::Error::last_os_error());
     }
     if message.msg_flags & libc::MSG_ERRQUEUE == 0 {
-        // A socket without such a queue has given something else, or nothing.
+        // A socket without such a queue returned something else, or nothing.
         return Err(io::ErrorKind::WouldBlock.into());
     }
-    // SAFETY: the macros walk what the kernel has laid out, as long as `msg_controllen` says.
+    // SAFETY: the macros walk the headers that the kernel wrote, within `msg_controllen`.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while !header.is_null() {
             let kind = ((*header).cmsg_level, (*header).cmsg_type);
-            let told = matches!(kind, (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR));
+            let is_error = matches!(kind, (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR));
             let length = ((*header).cmsg_len as usize).saturating_sub(libc::CMSG_LEN(0) as usize);
-            if told && length >= size_of::<libc::sock_extended_err>() {
+            if is_error && length >= size_of::<libc::sock_extended_err>() {
                 let error: libc::sock_extended_err = ptr::read_unaligned(libc::CMSG_DATA(header).cast());
                 if error.ee_origin == ORIGIN_ZEROCOPY && error.ee_errno == 0 {
                     let copied = error.ee_code & CODE_COPIED != 0;

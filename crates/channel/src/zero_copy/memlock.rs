@@ -1,29 +1,30 @@
-//! Whether this process may pin what `MSG_ZEROCOPY` lends.
+//! The limit of pinned memory for `MSG_ZEROCOPY`.
 //!
 //! The kernel counts pinned pages against `RLIMIT_MEMLOCK`, for all processes of a user together, unless the process
-//! has `CAP_IPC_LOCK` (net/core/skbuff.c, `mm_account_pinned_pages`). A limit that is found too small later is answered
-//! by sending less at a time, so what is asked for here is only what makes that sensible.
+//! has `CAP_IPC_LOCK` (net/core/skbuff.c, `mm_account_pinned_pages`). If the limit turns out too small later, less is
+//! sent at a time, so this checks only a sensible minimum.
 
 use std::fs;
 
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
-/// Bytes that a channel has to be able to pin: two packets of 128 pages, and the kernel's two pages more for each.
+/// Minimum number of bytes that a channel must be able to pin: two packets of 128 pages, and two more pages of the
+/// kernel for each.
 pub(super) const LEAST: u64 = 2 * (128 + 2) * 4096;
 
-/// Whether [`LEAST`] may be pinned; if not, the limit in bytes.
+/// Checks that [`LEAST`] bytes may be pinned; otherwise fails with the limit in bytes.
 pub(super) fn allowed() -> Result<(), u64> {
     enough(getrlimit(Resource::Memlock).current, is_privileged())
 }
 
-/// Whether the limit does not hold for this process: the capability counts in the machine's own user namespace alone.
+/// Whether this process is exempt from the limit: the capability counts in the initial user namespace alone.
 fn is_privileged() -> bool {
     capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK))
         && fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| is_own_namespace(&map))
 }
 
-/// Whether this is the map of a user namespace in which every user is itself (`user_namespaces(7)`).
+/// Whether this is the identity map of the initial user namespace (`user_namespaces(7)`).
 fn is_own_namespace(map: &str) -> bool {
     map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
 }

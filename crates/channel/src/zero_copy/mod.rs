@@ -1,63 +1,62 @@
-//! Sending without copying: memory is lent to the kernel, which reads it when it sends.
+//! Zero-copy sends: the kernel references memory and reads it when it sends.
 //!
-//! A put copies what it sends into the kernel's buffers, so that the caller may do with its memory what it likes. Two
-//! ways save that copy, and give something up for it:
+//! A write copies its bytes into the kernel's buffers, so the caller may reuse its memory at once. Two methods save
+//! that copy, at a price:
 //!
-//! | method | transports | what is under way | known to have gone |
+//! | method | transports | pages in flight | completion |
 //! |---|---|---|---|
-//! | [`Msg`](ZeroCopy::Msg): `MSG_ZEROCOPY` (Linux 4.14; kernel docs: `networking/msg_zerocopy`) | TCP | is pinned, and counts against `RLIMIT_MEMLOCK` | by completions |
-//! | [`Splice`](ZeroCopy::Splice): `vmsplice(2)` into a pipe, `splice(2)` from there | TCP, unix sockets | is referenced | never |
+//! | [`Msg`](ZeroCopy::Msg): `MSG_ZEROCOPY` (Linux 4.14; kernel docs: `networking/msg_zerocopy`) | TCP | are pinned, and count against `RLIMIT_MEMLOCK` | reported |
+//! | [`Splice`](ZeroCopy::Splice): `vmsplice(2)` into a pipe, `splice(2)` from there | TCP, unix sockets | are referenced | never reported |
 //!
-//! **Law: what the kernel has been lent is reused, freed or discarded only after a flush.** The type [`Lending`] holds
-//! the borrow until then. Splice has no completion, so it is for memory alone whose owner can live with its being read
-//! at any later time: a guest's pages ([`Lending::put_pages`]). Memory that is reused, headers above all, is copied
-//! under every method.
+//! **Law: memory that the kernel references is reused, freed or discarded only after a flush.** The type
+//! [`ZeroCopyWriter`] holds the borrow until then. Splice has no completion, so it is only for memory that may be read
+//! at any later time: a guest's pages ([`ZeroCopyWriter::write_pages`]). Memory that is reused, headers above all, is
+//! copied under every method.
 //!
-//! **What that means for a page of a guest that runs:** it may change while it is queued, and goes out as it is when it
-//! is sent, half of it old and half new perhaps. That is right, because the change is in the dirty log: the page is
-//! sent again, in a round that begins behind the flush and the SYNC packet of this one. The last round is sent when the
-//! guest is paused.
+//! **A page of a running guest** may change while it is queued, and may be sent half old and half new. That is correct,
+//! because the change is in the dirty log: the page is sent again, in a round that begins after the flush and the SYNC
+//! packet of this one. The last round is sent while the guest is paused.
 //!
-//! Where the two ends are on one machine the kernel copies what `MSG_ZEROCOPY` lends before the receiver gets it,
-//! because the receiver might keep it for ever, and says so in the completion. Splice saves the copy there too, so
-//! [`ZeroCopy::Auto`] takes it where the peer is known to be on this machine.
+//! If the two ends are on one machine, the kernel copies `MSG_ZEROCOPY` data before the receiver gets it, because the
+//! receiver might keep it for ever, and reports that in the completion. Splice saves the copy there too, so
+//! [`ZeroCopy::Auto`] selects it for a peer on this machine.
 
 mod completions;
 mod error_queue;
-mod lending;
 mod memlock;
 mod pipe;
 mod sender;
+mod writer;
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-pub use lending::Lending;
 pub(crate) use sender::{Refusal, ZeroCopySender};
+pub use writer::ZeroCopyWriter;
 
-/// How pages that are lent leave. A method that is named is used, or setting up the channel fails.
+/// Method of zero-copy sends. If a named method is unavailable, setting up the channel fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ZeroCopy {
-    /// They are copied, like everything else.
+    /// Copy, as any write.
     #[default]
     Off,
-    /// The best that the channel has: splice to a peer on this machine, else `MSG_ZEROCOPY`, else they are copied. A
-    /// channel that turns out to copy what is lent by `MSG_ZEROCOPY` goes on without it.
+    /// The best method of the channel: splice to a peer on this machine, else `MSG_ZEROCOPY`, else copy. A channel on
+    /// which the kernel copies `MSG_ZEROCOPY` data changes to another method.
     Auto,
-    /// By `MSG_ZEROCOPY`, over TCP.
+    /// `MSG_ZEROCOPY`, over TCP.
     Msg,
-    /// By `vmsplice` and `splice`, over TCP and unix sockets. A peer that is gone is an error only where SIGPIPE is
-    /// ignored, as in every Rust program.
+    /// `vmsplice` and `splice`, over TCP and unix sockets. A peer that is gone is an error only if SIGPIPE is ignored,
+    /// as in every Rust program.
     Splice,
 }
 
 impl ZeroCopy {
-    /// All of them.
+    /// All methods.
     pub const ALL: [Self; 4] = [Self::Off, Self::Auto, Self::Msg, Self::Splice];
 
-    /// The name, as [`FromStr`] reads it.
+    /// Returns the name, as [`FromStr`] reads it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Off => "off",

@@ -1,11 +1,11 @@
-//! What a channel does with memory that is lent to it.
+//! Zero-copy sends of a channel.
 //!
-//! The law of this module: a put under any method has the same outcome as a plain one, errors, time-outs, rate limit
-//! and shutdown included. If the kernel has no room to remember another loan (`ENOBUFS`: `RLIMIT_MEMLOCK`,
-//! `net.core.optmem_max`), it is asked for what it has finished, then offered less at a time, and in the end, with
-//! nothing of this channel under way that could make room, the rest is copied, and so is more and more of what follows
-//! before it is tried again. Memory that the kernel can copy but not lend (`EFAULT`: secret memory, devices') is copied
-//! too. That is slower, and right.
+//! The law of this module: a write under any method has the same outcome as a plain one, including errors, time-outs,
+//! rate limit and shutdown. If the kernel has no room to track another send (`ENOBUFS`: `RLIMIT_MEMLOCK`,
+//! `net.core.optmem_max`), completions are read first; then less is offered at a time. If nothing of this channel is in
+//! flight that could make room, the rest is copied, and so are more and more writes before the next attempt. Memory
+//! that the kernel can copy but not pin (`EFAULT`: secret memory, device memory) is copied too. That is slower, and
+//! correct.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -29,44 +29,44 @@ use crate::options;
 use crate::transport::Transport;
 use crate::vector::{Batch, Cursor, Out};
 
-/// Calls under way after which the kernel is asked which of them it has finished.
+/// Calls in flight after which completions are read.
 const REAP: u64 = 32;
 
-/// The longest single wait for a completion: whether the channel was shut down meanwhile is looked at in between.
+/// The longest single wait for a completion, between checks for a shutdown.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// The least that is offered at a time before bytes are copied instead.
+/// Minimum number of bytes offered at a time before bytes are copied instead.
 const LEAST: usize = 4096;
 
-/// How often a connection is shut down again.
+/// Attempts to cut a connection.
 const ABORTS: u32 = 100;
 
-/// How long a peer may acknowledge nothing of a connection that is to end, in milliseconds.
-const UNHEARD_MS: u32 = 1000;
+/// User time-out of a connection that could not be cut, in milliseconds.
+const USER_TIMEOUT_MS: u32 = 1000;
 
-/// How long what is queued may go on leaving on a connection that was to be cut.
-const SLOWLY: Duration = Duration::from_secs(3);
+/// How long queued data may still be sent on a connection that could not be cut.
+const DRAIN_WITHIN: Duration = Duration::from_secs(3);
 
-/// Most puts that are copied before lending is tried again.
+/// Maximum number of writes that are copied before zero-copy is tried again.
 const SKIPPED_MAX: u32 = 256;
 
-/// Why a channel does not get the method that was named.
+/// The reason why a named method is unavailable.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// It cannot have it.
+    /// The transport does not support it.
     Unsupported(&'static str),
-    /// So few bytes may be pinned, and so many have to be.
+    /// The process may pin `limit` bytes, and the method needs `least`.
     MemoryLock { limit: u64, least: u64 },
     /// The kernel's answer.
     Failed(io::Error),
 }
 
-/// The way in which a channel sends what is lent, and the loans in progress.
+/// The zero-copy method of a channel, and its sends in flight.
 #[derive(Debug)]
 pub(crate) struct ZeroCopySender {
-    /// What was wanted. Where that is [`ZeroCopy::Auto`] a way that turns out to copy gives way to another.
+    /// The requested method. Under [`ZeroCopy::Auto`] a method that turns out to copy is replaced by another.
     setting: ZeroCopy,
-    /// The name of the method, for who does not want to wait until a put is through.
+    /// Number of the method, readable while a write holds the lock.
     method: AtomicU8,
     state: Mutex<State>,
 }
@@ -78,12 +78,12 @@ struct State {
     pace: Pace,
 }
 
-/// How much is lent, by what the kernel had room for.
+/// Adapts the size of sends to the room that the kernel had.
 #[derive(Debug)]
 struct Pace {
-    /// Bytes that are offered at a time, at most.
+    /// Maximum number of bytes offered at a time.
     most: usize,
-    /// Puts that are to be copied before lending is tried again, and how many that were last time.
+    /// Number of writes to copy before zero-copy is tried again, and the number of the last time.
     skip: u32,
     skipped: u32,
 }
@@ -95,13 +95,13 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Nothing could be lent.
+    /// Notes that no zero-copy send was possible.
     fn give_up(&mut self) {
         self.skipped = self.skipped.saturating_mul(2).clamp(1, SKIPPED_MAX);
         self.skip = self.skipped;
     }
 
-    /// Whether this put is to be copied.
+    /// Whether to copy this write; counts it.
     fn skips(&mut self) -> bool {
         let skips = self.skip > 0;
         self.skip = self.skip.saturating_sub(1);
@@ -116,7 +116,7 @@ enum Method {
     Splice(Pipe),
 }
 
-/// The ways by numbers.
+/// Numbers of the methods.
 const COPY: u8 = 0;
 const MSG: u8 = 1;
 const SPLICE: u8 = 2;
@@ -132,11 +132,11 @@ impl Method {
 }
 
 impl ZeroCopySender {
-    /// What `setting` comes to on this transport.
+    /// Selects the method for `setting` on this transport.
     pub(crate) fn new(setting: ZeroCopy, transport: &Transport) -> Result<Self, Refusal> {
         let chosen = match setting {
             ZeroCopy::Off => Method::Copy,
-            ZeroCopy::Msg => lend_by_message(transport)?,
+            ZeroCopy::Msg => msg_zerocopy(transport)?,
             ZeroCopy::Splice => {
                 socket(transport)?;
                 Method::Splice(Pipe::new().map_err(Refusal::Failed)?)
@@ -144,7 +144,7 @@ impl ZeroCopySender {
             ZeroCopy::Auto => match socket(transport) {
                 Err(_) => Method::Copy,
                 Ok(fd) if is_local(fd) => Pipe::new().map_or(Method::Copy, Method::Splice),
-                Ok(_) => lend_by_message(transport).unwrap_or(Method::Copy),
+                Ok(_) => msg_zerocopy(transport).unwrap_or(Method::Copy),
             },
         };
         let method = AtomicU8::new(chosen.number());
@@ -152,12 +152,12 @@ impl ZeroCopySender {
         Ok(Self { setting, method, state: Mutex::new(state) })
     }
 
-    /// What was wanted of it.
+    /// Returns the requested method.
     pub(crate) fn setting(&self) -> ZeroCopy {
         self.setting
     }
 
-    /// What it does with pages now: never [`ZeroCopy::Auto`].
+    /// Returns the method in use: never [`ZeroCopy::Auto`].
     pub(crate) fn method(&self) -> ZeroCopy {
         match self.method.load(Ordering::Relaxed) {
             MSG => ZeroCopy::Msg,
@@ -166,64 +166,64 @@ impl ZeroCopySender {
         }
     }
 
-    /// Puts bytes that are copied, and behind them what is lent. `reused` memory has to be back after a flush, so that
-    /// it is not spliced.
-    pub(crate) fn put(
+    /// Writes a copied part, and then a part without a copy. `reused` memory must be free after a flush, so it is not
+    /// spliced.
+    pub(crate) fn write_all(
         &self,
         out: Transfer<'_>,
-        [copied, lent, all]: [&mut Cursor<'_, Out>; 3],
+        [copied, pages, all]: [&mut Cursor<'_, Out>; 3],
         reused: bool,
     ) -> Result<(), Stop> {
         let mut state = self.lock();
         let State { method, completions, pace } = &mut *state;
-        // A header that says that more follows is held back until it does.
-        let nothing_lent = lent.left() == 0;
+        // With nothing to follow, MSG_MORE would hold the header back.
+        let no_pages = pages.left() == 0;
         match method {
-            Method::Msg if !nothing_lent && !pace.skips() => {
-                out.put_by(copied, |batch| out.transport.put_more(batch))?;
+            Method::Msg if !no_pages && !pace.skips() => {
+                out.write_all_by(copied, |batch| out.transport.write_more(batch))?;
                 let queue = SocketQueue(out.transport.output());
-                let send = |batch: &Batch<'_, Out>, lent| match lent {
-                    true => out.transport.put_lent(batch),
-                    false => out.transport.put(batch),
+                let send = |batch: &Batch<'_, Out>, zero_copy| match zero_copy {
+                    true => out.transport.write_zero_copy(batch),
+                    false => out.transport.write(batch),
                 };
-                let put = lend_all((completions, pace), out, lent, &queue, send);
+                let written = send_all((completions, pace), out, pages, &queue, send);
                 let hopeless = pace.skip > 0;
-                self.look_for_copies(&mut state, hopeless);
-                put
+                self.check_for_copies(&mut state, hopeless);
+                written
             }
-            Method::Splice(pipe) if !nothing_lent && !reused => {
-                out.put_by(copied, |batch| out.transport.put_more(batch))?;
-                let spliced = splice_all(pipe, out, lent);
+            Method::Splice(pipe) if !no_pages && !reused => {
+                out.write_all_by(copied, |batch| out.transport.write_more(batch))?;
+                let spliced = splice_all(pipe, out, pages);
                 if spliced.is_err() {
-                    // What is left in the pipe must not go out in front of anything.
-                    self.turn(method, Method::Copy);
+                    // The rest in the pipe must not go out before later data.
+                    self.change_method(method, Method::Copy);
                 }
                 spliced
             }
-            _ => out.put(all, &[]),
+            _ => out.write_all(all, &[]),
         }
     }
 
-    /// Waits until everything that was lent is back, unless the channel is `given_up`. What was put before this side
-    /// ended its direction alone still leaves, and is waited for.
+    /// Waits until all sends are complete, unless the channel is `given_up`. Data written before a shutdown of this
+    /// direction alone is still sent, and waited for.
     pub(crate) fn flush(&self, out: Transfer<'_>, given_up: impl Fn() -> bool) -> Result<(), Stop> {
         let mut state = self.lock();
-        let flushed = take_back(&mut state.completions, out.direction, &SocketQueue(out.transport.output()), given_up);
-        self.look_for_copies(&mut state, false);
+        let flushed = wait_all(&mut state.completions, out.direction, &SocketQueue(out.transport.output()), given_up);
+        self.check_for_copies(&mut state, false);
         flushed?;
-        // Who has flushed writes to its pages again, which the kernel must not send then.
+        // After a flush the caller reuses its memory, which the kernel must not send then.
         state.completions.settled()?;
         Ok(())
     }
 
-    /// If anything that was lent is not back, ends the connection at once and throws away what is queued.
+    /// If sends are incomplete, cuts the connection at once and discards queued data.
     pub(crate) fn abort(&self, transport: &Transport) {
         let mut state = self.lock();
         if state.completions.outstanding() == 0 {
             return;
         }
         // A shutdown or a close would still send it (tcp(7), connect(2) on AF_UNSPEC). Some kernels refuse while
-        // another thread waits in the socket, which a shutdown wakes.
+        // another thread waits in the socket; a shutdown wakes it.
         for _ in 0..ABORTS {
             match connect_unspec(transport.output()) {
                 Ok(()) | Err(Errno::NOTCONN) => return state.completions.forget(),
@@ -233,32 +233,31 @@ impl ZeroCopySender {
                 }
             }
         }
-        // The kernel ends a connection by itself of which the peer acknowledges nothing.
-        let _ = sockopt::set_tcp_user_timeout(transport.output(), UNHEARD_MS);
-        end_slowly(&mut state.completions, &SocketQueue(transport.output()), SLOWLY);
+        // The kernel cuts a connection by itself if the peer acknowledges nothing.
+        let _ = sockopt::set_tcp_user_timeout(transport.output(), USER_TIMEOUT_MS);
+        drain_within(&mut state.completions, &SocketQueue(transport.output()), DRAIN_WITHIN);
     }
 
-    fn look_for_copies(&self, state: &mut State, hopeless: bool) {
+    fn check_for_copies(&self, state: &mut State, hopeless: bool) {
         let copies = hopeless || state.completions.only_copies();
         if self.setting == ZeroCopy::Auto && matches!(state.method, Method::Msg) && copies {
-            self.turn(&mut state.method, Pipe::new().map_or(Method::Copy, Method::Splice));
+            self.change_method(&mut state.method, Pipe::new().map_or(Method::Copy, Method::Splice));
         }
     }
 
-    fn turn(&self, method: &mut Method, to: Method) {
+    fn change_method(&self, method: &mut Method, to: Method) {
         self.method.store(to.number(), Ordering::Relaxed);
         *method = to;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Waits until the kernel has sent what it was lent, where a connection may not be cut (a filter of system calls), for
-/// so long at most: a peer that takes it drop by drop must not hold up a guest that waits to go on.
-fn end_slowly(completions: &mut Completions, queue: &impl ErrorQueue, within: Duration) {
+/// Waits at most `within` until all sends are complete, if a filter of system calls forbids cutting the connection. A
+/// peer that reads slowly must not delay a guest that waits to resume.
+fn drain_within(completions: &mut Completions, queue: &impl ErrorQueue, within: Duration) {
     let begun = Instant::now();
     while completions.outstanding() != 0 && begun.elapsed() < within {
         let waited = queue.wait(SLICE);
@@ -268,14 +267,14 @@ fn end_slowly(completions: &mut Completions, queue: &impl ErrorQueue, within: Du
             }
         }
         if waited.is_err() {
-            // It is over, and what was queued with it.
+            // The connection has ended, and its queue with it.
             break;
         }
     }
     completions.forget();
 }
 
-/// The socket of a transport that is one.
+/// Returns the socket of a transport with exactly one.
 fn socket(transport: &Transport) -> Result<BorrowedFd<'_>, Refusal> {
     match transport {
         Transport::Socket(..) => Ok(transport.output()),
@@ -286,15 +285,16 @@ fn socket(transport: &Transport) -> Result<BorrowedFd<'_>, Refusal> {
     }
 }
 
-fn lend_by_message(transport: &Transport) -> Result<Method, Refusal> {
+fn msg_zerocopy(transport: &Transport) -> Result<Method, Refusal> {
     let fd = socket(transport)?;
     let family = sockopt::socket_domain(fd).map_err(|errno| Refusal::Failed(errno.into()))?;
     if !matches!(family, AddressFamily::INET | AddressFamily::INET6) {
         return Err(Refusal::Unsupported("MSG_ZEROCOPY is for TCP; on a unix socket splice saves the copy"));
     }
     memlock::allowed().map_err(|limit| Refusal::MemoryLock { limit, least: memlock::LEAST })?;
-    transport.allow_lending().map_err(Refusal::Failed)?;
-    // A completion that was not read is an error that poll reports at once: waiting there for room would not wait.
+    transport.enable_zero_copy().map_err(Refusal::Failed)?;
+    // An unread completion is an error that poll reports at once, so poll could not wait for room: the socket must
+    // block.
     let blocking = || fcntl_setfl(fd, fcntl_getfl(fd)? - OFlags::NONBLOCK);
     blocking().map_err(|errno: Errno| Refusal::Failed(errno.into()))?;
     Ok(Method::Msg)
@@ -315,18 +315,18 @@ fn is_local(fd: BorrowedFd<'_>) -> bool {
     }
 }
 
-/// Moves all of `lent` through the pipe.
-fn splice_all(pipe: &Pipe, out: Transfer<'_>, lent: &mut Cursor<'_, Out>) -> Result<(), Stop> {
+/// Moves all of `pages` through the pipe.
+fn splice_all(pipe: &Pipe, out: Transfer<'_>, pages: &mut Cursor<'_, Out>) -> Result<(), Stop> {
     let mut idle = out.direction.idle_timer();
     let mut paid = 0;
-    let mut left = lent.left();
-    while let Some(batch) = lent.batch(out.rate.batch().min(pipe.size())) {
+    let mut left = pages.left();
+    while let Some(batch) = pages.batch(out.rate.batch().min(pipe.size())) {
         paid += out.pay(batch.bytes().saturating_sub(paid), &mut idle)?;
         out.direction.counters.called();
         let filled = match pipe.fill(&batch) {
-            // The pipe is empty, so nothing is before what follows.
+            // The pipe is empty, so the order is kept.
             Err(error) if Errno::from_io_error(&error) == Some(Errno::FAULT) => {
-                return out.put_by(lent, |batch| out.transport.put(batch));
+                return out.write_all_by(pages, |batch| out.transport.write(batch));
             }
             filled => filled.map_err(Stop::Failed)?,
         };
@@ -345,31 +345,31 @@ fn splice_all(pipe: &Pipe, out: Transfer<'_>, lent: &mut Cursor<'_, Out>) -> Res
         }
         out.direction.counters.spliced(filled);
         paid = paid.saturating_sub(filled);
-        lent.advance(filled);
+        pages.advance(filled);
     }
     Ok(())
 }
 
-/// Lends all of `lent`; `send` sends a batch, lent or copied.
-fn lend_all(
+/// Sends all of `pages` without a copy; `send` sends a batch, with or without `MSG_ZEROCOPY`.
+fn send_all(
     (completions, pace): (&mut Completions, &mut Pace),
     out: Transfer<'_>,
-    lent: &mut Cursor<'_, Out>,
+    pages: &mut Cursor<'_, Out>,
     queue: &impl ErrorQueue,
     send: impl Fn(&Batch<'_, Out>, bool) -> io::Result<usize>,
 ) -> Result<(), Stop> {
     let mut idle = out.direction.idle_timer();
     let mut paid = 0;
-    while let Some(batch) = lent.batch(out.rate.batch().min(pace.most)) {
+    while let Some(batch) = pages.batch(out.rate.batch().min(pace.most)) {
         paid += out.pay(batch.bytes().saturating_sub(paid), &mut idle)?;
         let offered = batch.bytes();
         match out.attempt(&mut idle, offered, || send(&batch, true)) {
             Ok(0) => return Err(Stop::Failed(io::ErrorKind::WriteZero.into())),
             Ok(moved) => {
                 completions.sent();
-                out.direction.counters.lent();
+                out.direction.counters.zero_copy_call();
                 paid = paid.saturating_sub(moved);
-                lent.advance(moved);
+                pages.advance(moved);
                 (pace.most, pace.skipped) = (pace.most.saturating_mul(2), 0);
                 if completions.outstanding() >= REAP {
                     reap(completions, out.direction, queue)?;
@@ -378,8 +378,8 @@ fn lend_all(
             Err(Stop::Failed(error))
                 if let Some(why @ (Errno::NOBUFS | Errno::FAULT)) = Errno::from_io_error(&error) =>
             {
-                out.direction.counters.starved();
-                // What it has finished takes room until it is reported.
+                out.direction.counters.zero_copy_refused();
+                // A completed send takes room until its completion is read.
                 if why == Errno::NOBUFS
                     && (reap(completions, out.direction, queue)? != 0 || completions.outstanding() != 0)
                 {
@@ -389,11 +389,11 @@ fn lend_all(
                         idle.progress();
                     }
                 } else if why == Errno::NOBUFS && offered > LEAST {
-                    // Others have what there is: the less is wanted, the sooner there is room.
+                    // Other channels use the room: a smaller send fits sooner.
                     pace.most = (offered / 2).max(LEAST);
                 } else {
                     pace.give_up();
-                    return out.put_by(lent, |batch| send(batch, false));
+                    return out.write_all_by(pages, |batch| send(batch, false));
                 }
             }
             Err(stop) => return Err(stop),
@@ -402,7 +402,7 @@ fn lend_all(
     Ok(())
 }
 
-/// Takes the completions that are there: of how many calls.
+/// Reads the available completions; returns the number of completed calls.
 fn reap(completions: &mut Completions, direction: &Direction, queue: &impl ErrorQueue) -> Result<u64, Stop> {
     let before = completions.totals();
     while let Some(completion) = queue.next().map_err(Stop::Failed)? {
@@ -412,19 +412,19 @@ fn reap(completions: &mut Completions, direction: &Direction, queue: &impl Error
         })?;
     }
     let after = completions.totals();
-    direction.counters.completed(after.0 - before.0, after.1 - before.1);
+    direction.counters.zero_copy_completed(after.0 - before.0, after.1 - before.1);
     Ok(after.0 - before.0)
 }
 
-/// Waits for all of them.
-fn take_back(
+/// Waits for all completions.
+fn wait_all(
     completions: &mut Completions,
     direction: &Direction,
     queue: &impl ErrorQueue,
     given_up: impl Fn() -> bool,
 ) -> Result<(), Stop> {
     let mut idle = direction.idle_timer();
-    // Only a socket that was lent something has a queue for it.
+    // Only a socket with MSG_ZEROCOPY sends has completions in its queue.
     if completions.outstanding() != 0 {
         reap(completions, direction, queue)?;
     }
@@ -436,7 +436,7 @@ fn take_back(
     Ok(())
 }
 
-/// Waits for a while; whether any has come.
+/// Waits for a while; returns whether a completion arrived.
 fn wait(
     completions: &mut Completions,
     direction: &Direction,
@@ -449,7 +449,7 @@ fn wait(
     }
     let rest = idle.remaining()?.unwrap_or(SLICE).min(SLICE);
     let waited = queue.wait(rest);
-    // An end of the connection does not take away what was reported before.
+    // An end of the connection does not invalidate earlier reports.
     let any = reap(completions, direction, queue)? != 0;
     match waited {
         Err(_) if !any && given_up() => Err(Stop::ShutDown),
@@ -481,8 +481,8 @@ mod tests {
         most: usize,
         got: RefCell<Vec<u8>>,
         calls: Cell<u32>,
-        under_way: RefCell<Vec<Completion>>,
-        told: RefCell<VecDeque<Completion>>,
+        in_flight: RefCell<Vec<Completion>>,
+        reported: RefCell<VecDeque<Completion>>,
         seed: Cell<u64>,
         waits: Cell<u32>,
     }
@@ -494,8 +494,8 @@ mod tests {
                 most,
                 got: RefCell::default(),
                 calls: Cell::default(),
-                under_way: RefCell::default(),
-                told: RefCell::default(),
+                in_flight: RefCell::default(),
+                reported: RefCell::default(),
                 seed: Cell::new(seed),
                 waits: Cell::default(),
             }
@@ -509,7 +509,7 @@ mod tests {
 
         #[allow(unsafe_code, reason = "what a kernel reads")]
         fn send(&self, batch: &Batch<'_, Out>, lent: bool) -> io::Result<usize> {
-            if lent && (self.under_way.borrow().len() >= self.room || batch.bytes() > self.most) {
+            if lent && (self.in_flight.borrow().len() >= self.room || batch.bytes() > self.most) {
                 return Err(Errno::NOBUFS.into());
             }
             let moved = 1 + self.any(batch.bytes());
@@ -524,7 +524,7 @@ mod tests {
             if lent {
                 let number = self.calls.get();
                 self.calls.set(number + 1);
-                self.under_way.borrow_mut().push(Completion { first: number, last: number, copied: self.any(2) == 0 });
+                self.in_flight.borrow_mut().push(Completion { first: number, last: number, copied: self.any(2) == 0 });
             }
             Ok(moved)
         }
@@ -532,24 +532,24 @@ mod tests {
 
     impl ErrorQueue for Kernel {
         fn next(&self) -> io::Result<Option<Completion>> {
-            Ok(self.told.borrow_mut().pop_front())
+            Ok(self.reported.borrow_mut().pop_front())
         }
 
         /// Gives some of it back, the latest first as likely as not.
         fn wait(&self, _time: Duration) -> io::Result<()> {
             self.waits.set(self.waits.get() + 1);
-            let mut under_way = self.under_way.borrow_mut();
+            let mut in_flight = self.in_flight.borrow_mut();
             for _ in 0..1 + self.any(4) {
-                if !under_way.is_empty() {
-                    let index = self.any(under_way.len());
-                    self.told.borrow_mut().push_back(under_way.swap_remove(index));
+                if !in_flight.is_empty() {
+                    let index = self.any(in_flight.len());
+                    self.reported.borrow_mut().push_back(in_flight.swap_remove(index));
                 }
             }
             Ok(())
         }
     }
 
-    fn lend(kernel: &Kernel, data: &[u8], lengths: &[usize]) -> (Completions, crate::Counters) {
+    fn send(kernel: &Kernel, data: &[u8], lengths: &[usize]) -> (Completions, crate::Counters) {
         let transport = Transport::Socket(UnixStream::pair().unwrap().0.into(), Arc::default());
         let direction = Direction::new(PollFlags::OUT, None);
         let mut rest = data;
@@ -560,8 +560,8 @@ mod tests {
         let (rate, send) = (RateLimit::default(), |batch: &Batch<'_, Out>, lent| kernel.send(batch, lent));
         let mut pace = Pace::default();
         let out = Transfer { direction: &direction, transport: &transport, rate: &rate };
-        lend_all((&mut completions, &mut pace), out, &mut cursor, kernel, send).unwrap();
-        take_back(&mut completions, &direction, kernel, || false).unwrap();
+        send_all((&mut completions, &mut pace), out, &mut cursor, kernel, send).unwrap();
+        wait_all(&mut completions, &direction, kernel, || false).unwrap();
         (completions, crate::Counters::of(&direction.counters, &direction.counters))
     }
 
@@ -585,12 +585,12 @@ mod tests {
         let mut completions = Completions::default();
         for number in 0..20 {
             completions.sent();
-            kernel.under_way.borrow_mut().push(Completion { first: number, last: number, copied: false });
+            kernel.in_flight.borrow_mut().push(Completion { first: number, last: number, copied: false });
         }
-        end_slowly(&mut completions, &kernel, Duration::from_secs(60));
-        assert_eq!((completions.outstanding(), kernel.under_way.borrow().len()), (0, 0));
+        drain_within(&mut completions, &kernel, Duration::from_secs(60));
+        assert_eq!((completions.outstanding(), kernel.in_flight.borrow().len()), (0, 0));
         completions.sent();
-        end_slowly(&mut completions, &Silent, Duration::from_millis(20));
+        drain_within(&mut completions, &Silent, Duration::from_millis(20));
         assert_eq!(completions.outstanding(), 0);
     }
 
@@ -604,14 +604,14 @@ mod tests {
             seed in any::<u64>(),
         ) {
             let kernel = Kernel::new(room, most, seed);
-            let (completions, counters) = lend(&kernel, &data, &lengths);
+            let (completions, counters) = send(&kernel, &data, &lengths);
             prop_assert!(*kernel.got.borrow() == data, "the bytes differ");
             prop_assert_eq!(completions.outstanding(), 0);
-            prop_assert!(kernel.under_way.borrow().is_empty() && kernel.told.borrow().is_empty());
-            prop_assert_eq!((counters.lent, counters.lent_completed), (u64::from(kernel.calls.get()), counters.lent));
+            prop_assert!(kernel.in_flight.borrow().is_empty() && kernel.reported.borrow().is_empty());
+            prop_assert_eq!((counters.zero_copy_calls, counters.zero_copy_completed), (u64::from(kernel.calls.get()), counters.zero_copy_calls));
             if room == 0 || most == 0 {
                 // Halved until it is a page, and then no more.
-                prop_assert!(counters.lent == 0 && (1..=8).contains(&counters.starved), "{:?}", counters);
+                prop_assert!(counters.zero_copy_calls == 0 && (1..=8).contains(&counters.zero_copy_refused), "{:?}", counters);
             }
         }
     }
@@ -619,19 +619,19 @@ mod tests {
     #[test]
     fn a_kernel_without_room_is_waited_for_as_long_as_it_has_loans_to_give_back() {
         let kernel = Kernel::new(1, usize::MAX, 7);
-        let (_, counters) = lend(&kernel, &[1; 50_000], &[100; 300]);
+        let (_, counters) = send(&kernel, &[1; 50_000], &[100; 300]);
         // Every call but the first found the room taken by the one before.
-        assert_eq!(counters.starved, counters.lent - 1);
-        assert!(u64::from(kernel.waits.get()) >= counters.starved);
+        assert_eq!(counters.zero_copy_refused, counters.zero_copy_calls - 1);
+        assert!(u64::from(kernel.waits.get()) >= counters.zero_copy_refused);
     }
 
     #[test]
     fn a_kernel_that_gives_back_what_it_was_not_lent_is_not_believed() {
         let kernel = Kernel::new(9, usize::MAX, 7);
-        kernel.told.borrow_mut().push_back(Completion { first: 5, last: 5, copied: false });
+        kernel.reported.borrow_mut().push_back(Completion { first: 5, last: 5, copied: false });
         let (direction, mut completions) = (Direction::new(PollFlags::OUT, None), Completions::default());
         completions.sent();
-        let stop = take_back(&mut completions, &direction, &kernel, || false).unwrap_err();
+        let stop = wait_all(&mut completions, &direction, &kernel, || false).unwrap_err();
         assert!(matches!(stop, Stop::Failed(error) if error.kind() == io::ErrorKind::InvalidData));
     }
 }

@@ -27,10 +27,10 @@ fn greets(uri: &Uri, listener: &Listener) -> (Channel, Channel) {
         let near = Channel::connect(uri, &options()).unwrap();
         let far = accepted.join().unwrap();
         let mut word = [0; 5];
-        near.put(b"hello").unwrap();
-        far.get(&mut word).unwrap();
-        far.put(&word).unwrap();
-        near.get(&mut word).unwrap();
+        near.write_all(b"hello").unwrap();
+        far.read_exact(&mut word).unwrap();
+        far.write_all(&word).unwrap();
+        near.read_exact(&mut word).unwrap();
         assert_eq!(&word, b"hello");
         (near, far)
     })
@@ -184,10 +184,10 @@ fn the_connect_time_out_does_not_become_the_write_time_out() {
     let near = Channel::connect(&uri, &options).unwrap();
     let far = listener.accept(None).unwrap();
     thread::scope(|scope| {
-        let put = scope.spawn(|| near.put(&vec![0; 4 << 20]));
+        let write = scope.spawn(|| near.write_all(&vec![0; 4 << 20]));
         thread::sleep(Duration::from_millis(300));
-        far.get(&mut vec![0; 4 << 20]).unwrap();
-        put.join().unwrap().unwrap();
+        far.read_exact(&mut vec![0; 4 << 20]).unwrap();
+        write.join().unwrap().unwrap();
     });
 }
 
@@ -199,10 +199,10 @@ fn a_descriptor_is_taken_over_by_number() {
     let channel = Channel::connect(&uri, &options()).unwrap();
     assert_eq!(uri, Uri::Fd(channel.as_fd().as_raw_fd()), "the number itself, not a copy");
     let far = Channel::from_fd(far.into()).unwrap();
-    channel.put(b"x").unwrap();
-    far.get(&mut [0; 1]).unwrap();
+    channel.write_all(b"x").unwrap();
+    far.read_exact(&mut [0; 1]).unwrap();
     drop(channel);
-    assert_eq!(far.get_some(&mut [0; 1]).unwrap(), 0, "it was the only one");
+    assert_eq!(far.read(&mut [0; 1]).unwrap(), 0, "it was the only one");
 }
 
 #[test]
@@ -231,15 +231,15 @@ fn a_closed_descriptor_is_an_error_that_says_so() {
 #[test]
 fn a_pipe_is_taken_over_by_number() {
     let (reader, writer) = std::io::pipe().unwrap();
-    let (put, get) = (inherited(&writer), inherited(&reader));
+    let (write, read) = (inherited(&writer), inherited(&reader));
     drop((reader, writer));
-    let put = Channel::connect(&put, &options()).unwrap();
-    let get = Listener::bind(&get, &options()).unwrap().accept(None).unwrap();
-    put.put(b"through").unwrap();
-    drop(put);
+    let write = Channel::connect(&write, &options()).unwrap();
+    let read = Listener::bind(&read, &options()).unwrap().accept(None).unwrap();
+    write.write_all(b"through").unwrap();
+    drop(write);
     let mut word = [0; 7];
-    get.get(&mut word).unwrap();
-    assert_eq!((&word, get.get_some(&mut [0]).unwrap()), (b"through", 0));
+    read.read_exact(&mut word).unwrap();
+    assert_eq!((&word, read.read(&mut [0]).unwrap()), (b"through", 0));
 }
 
 #[test]
@@ -287,9 +287,9 @@ fn child_of_standard_streams() {
     println!("this must not get between the stream's bytes");
     let mut buffer = [0; 4096];
     loop {
-        match input.get_some(&mut buffer).unwrap() {
+        match input.read(&mut buffer).unwrap() {
             0 => break,
-            n => output.put(&buffer[..n]).unwrap(),
+            n => output.write_all(&buffer[..n]).unwrap(),
         }
     }
     drop(output);

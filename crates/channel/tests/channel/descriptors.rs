@@ -59,15 +59,15 @@ fn descriptors_come_with_their_bytes_in_order() {
     let sent = vec![7; 3 << 20];
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            source.put(&sent[..1000]).unwrap();
-            source.put_with(&sent[1000..2 << 20], &borrowed(&files)).unwrap();
-            source.put_with(&sent[2 << 20..], &borrowed(&files[..1])).unwrap();
+            source.write_all(&sent[..1000]).unwrap();
+            source.write_all_with_descriptors(&sent[1000..2 << 20], &borrowed(&files)).unwrap();
+            source.write_all_with_descriptors(&sent[2 << 20..], &borrowed(&files[..1])).unwrap();
         });
         let mut bytes = vec![0; sent.len()];
         let (before, behind) = bytes.split_at_mut(999);
-        destination.get(before).unwrap();
+        destination.read_exact(before).unwrap();
         assert_eq!(numbers(&destination), [0; 0], "they have not come yet");
-        destination.get(behind).unwrap();
+        destination.read_exact(behind).unwrap();
         assert!(bytes == sent);
     });
     assert_eq!(numbers(&destination), [1, 2, 3, 1]);
@@ -81,12 +81,12 @@ fn as_many_as_can_be_are_passed_at_once_and_not_one_more() {
     destination.accept_descriptors(usize::MAX);
     let one = file(9);
     let most = vec![one.as_fd(); 253];
-    source.put_with(b"x", &most).unwrap();
-    assert_eq!(destination.get_some(&mut [0; 10]).unwrap(), 1);
+    source.write_all_with_descriptors(b"x", &most).unwrap();
+    assert_eq!(destination.read(&mut [0; 10]).unwrap(), 1);
     assert_eq!(numbers(&destination), vec![9; 253]);
-    let refused = source.put_with(b"x", &vec![one.as_fd(); 254]);
+    let refused = source.write_all_with_descriptors(b"x", &vec![one.as_fd(); 254]);
     assert!(matches!(refused, Err(ChannelError::Unsupported { .. })));
-    assert!(matches!(source.put_with(b"", &most), Err(ChannelError::Unsupported { .. })));
+    assert!(matches!(source.write_all_with_descriptors(b"", &most), Err(ChannelError::Unsupported { .. })));
 }
 
 #[test]
@@ -95,17 +95,17 @@ fn descriptors_that_were_not_asked_for_are_closed() {
     let files = [file(1), file(2)];
     let before = open_files();
     for _ in 0..100 {
-        source.put_with(b"bytes", &borrowed(&files)).unwrap();
+        source.write_all_with_descriptors(b"bytes", &borrowed(&files)).unwrap();
         let mut bytes = [0; 5];
-        destination.get(&mut bytes).unwrap();
+        destination.read_exact(&mut bytes).unwrap();
         assert_eq!(&bytes, b"bytes");
     }
     assert_eq!(open_files(), before);
     assert!(destination.take_descriptors().is_empty());
     destination.accept_descriptors(3);
     destination.accept_descriptors(0);
-    source.put_with(b"bytes", &borrowed(&files)).unwrap();
-    destination.get(&mut [0; 5]).unwrap();
+    source.write_all_with_descriptors(b"bytes", &borrowed(&files)).unwrap();
+    destination.read_exact(&mut [0; 5]).unwrap();
     assert_eq!(open_files(), before);
 }
 
@@ -116,8 +116,8 @@ fn more_descriptors_than_were_asked_for_are_the_peers_error_and_closed() {
         let one = file(1);
         let before = open_files();
         destination.accept_descriptors(asked);
-        source.put_with(b"bytes", &vec![one.as_fd(); passed]).unwrap();
-        let error = destination.get(&mut [0; 5]).unwrap_err();
+        source.write_all_with_descriptors(b"bytes", &vec![one.as_fd(); passed]).unwrap();
+        let error = destination.read_exact(&mut [0; 5]).unwrap_err();
         let text = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
         assert!(format!("{error} {text}").contains(&format!("more than {asked} descriptors")), "{error} {text}");
         drop(destination);
@@ -131,8 +131,8 @@ fn descriptors_that_were_not_taken_are_closed_with_the_channel() {
     let one = file(1);
     let before = open_files();
     destination.accept_descriptors(10);
-    source.put_with(b"bytes", &[one.as_fd(); 4]).unwrap();
-    destination.get(&mut [0; 5]).unwrap();
+    source.write_all_with_descriptors(b"bytes", &[one.as_fd(); 4]).unwrap();
+    destination.read_exact(&mut [0; 5]).unwrap();
     assert_eq!(open_files(), before + 4);
     let clone = destination.try_clone().unwrap();
     drop(destination);
@@ -150,7 +150,7 @@ fn only_unix_sockets_pass_descriptors() {
     let one = file(1);
     for channel in [tcp, pipe] {
         assert!(!channel.passes_descriptors());
-        let error = channel.put_with(b"bytes", &[one.as_fd()]).unwrap_err();
+        let error = channel.write_all_with_descriptors(b"bytes", &[one.as_fd()]).unwrap_err();
         assert!(matches!(error, ChannelError::Unsupported { .. }), "{error}");
         assert_eq!(channel.counters().bytes_out, 0);
     }

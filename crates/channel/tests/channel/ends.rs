@@ -26,17 +26,17 @@ fn pipe_to_write() -> (Channel, OwnedFd) {
 fn an_end_inside_what_was_expected_says_how_much_came() {
     for (reader, far) in [socket_pair(), pipe_to_read()] {
         let writer = Channel::from_fd(far).unwrap();
-        writer.put(b"0123456789").unwrap();
+        writer.write_all(b"0123456789").unwrap();
         drop(writer);
-        reader.get(&mut [0; 4]).unwrap();
-        let error = reader.get(&mut [0; 100]).unwrap_err();
+        reader.read_exact(&mut [0; 4]).unwrap();
+        let error = reader.read_exact(&mut [0; 100]).unwrap_err();
         assert!(error.is_closed());
-        assert!(error.to_string().ends_with("it ended at byte 10, after 6 of 100 expected bytes"), "{error}");
+        assert!(error.to_string().ends_with("the data ended at byte 10, after 6 of 100 expected bytes"), "{error}");
         match error {
-            ChannelError::Closed { operation: Operation::Get, offset: 10, got: 6, wanted: 100, .. } => {}
+            ChannelError::Closed { operation: Operation::Read, offset: 10, got: 6, wanted: 100, .. } => {}
             other => panic!("{other:?}"),
         }
-        assert_eq!(reader.get_some(&mut [0; 4]).unwrap(), 0);
+        assert_eq!(reader.read(&mut [0; 4]).unwrap(), 0);
     }
 }
 
@@ -44,55 +44,55 @@ fn an_end_inside_what_was_expected_says_how_much_came() {
 fn a_closed_peer_is_distinguished_from_other_errors() {
     for (writer, far) in [socket_pair(), pipe_to_write()] {
         drop(far);
-        let error = writer.put(b"anyone?").unwrap_err();
-        assert!(matches!(error, ChannelError::Broken { operation: Operation::Put, offset: 0, .. }), "{error:?}");
+        let error = writer.write_all(b"anyone?").unwrap_err();
+        assert!(matches!(error, ChannelError::Broken { operation: Operation::Write, offset: 0, .. }), "{error:?}");
         assert!(error.is_closed() && !error.is_shut_down() && !error.is_timeout());
     }
 }
 
 #[test]
-fn a_peer_that_goes_wakes_a_blocked_put() {
+fn a_peer_that_goes_wakes_a_blocked_write() {
     for (writer, far) in [socket_pair(), pipe_to_write()] {
         thread::scope(|scope| {
-            let put = scope.spawn(|| writer.put(&vec![0; 8 << 20]));
+            let write = scope.spawn(|| writer.write_all(&vec![0; 8 << 20]));
             // Not before the buffers have filled.
             while writer.counters().calls_out == 0 {
                 thread::yield_now();
             }
             drop(far);
-            assert!(put.join().unwrap().unwrap_err().is_closed());
+            assert!(write.join().unwrap().unwrap_err().is_closed());
         });
     }
 }
 
 #[test]
-fn silence_ends_a_get_after_the_time_out() {
+fn silence_ends_a_read_after_the_time_out() {
     for (reader, far) in [socket_pair(), pipe_to_read()] {
         let writer = Channel::from_fd(far).unwrap();
         let time = Duration::from_millis(50);
         reader.set_timeouts(Some(time), None).unwrap();
-        writer.put(b"abc").unwrap();
-        let error = reader.get(&mut [0; 10]).unwrap_err();
+        writer.write_all(b"abc").unwrap();
+        let error = reader.read_exact(&mut [0; 10]).unwrap_err();
         assert!(error.is_timeout(), "{error:?}");
         assert!(error.to_string().ends_with("nothing moved for 50ms at byte 3"), "{error}");
         // The channel is still good.
-        writer.put(b"d").unwrap();
-        assert_eq!(reader.get_some(&mut [0; 10]).unwrap(), 1);
+        writer.write_all(b"d").unwrap();
+        assert_eq!(reader.read(&mut [0; 10]).unwrap(), 1);
         reader.set_timeouts(None, None).unwrap();
         thread::scope(|scope| {
-            let got = scope.spawn(|| reader.get(&mut [0; 1]));
+            let got = scope.spawn(|| reader.read_exact(&mut [0; 1]));
             thread::sleep(2 * time);
-            writer.put(b"e").unwrap();
+            writer.write_all(b"e").unwrap();
             got.join().unwrap().unwrap();
         });
     }
 }
 
 #[test]
-fn a_peer_that_takes_nothing_ends_a_put_after_the_time_out() {
+fn a_peer_that_takes_nothing_ends_a_write_after_the_time_out() {
     for (writer, _far) in [socket_pair(), pipe_to_write()] {
         writer.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
-        let error = writer.put(&vec![0; 8 << 20]).unwrap_err();
+        let error = writer.write_all(&vec![0; 8 << 20]).unwrap_err();
         let sent = writer.counters().bytes_out;
         assert!(sent > 0, "the buffer took something");
         assert!(
@@ -112,11 +112,11 @@ fn a_slow_peer_is_not_a_silent_one() {
             scope.spawn(|| {
                 for byte in 0..25 {
                     thread::sleep(Duration::from_millis(100));
-                    writer.put(&[byte]).unwrap();
+                    writer.write_all(&[byte]).unwrap();
                 }
             });
             let mut received = [0; 25];
-            reader.get(&mut received).unwrap();
+            reader.read_exact(&mut received).unwrap();
             assert_eq!(received, std::array::from_fn(|i| u8::try_from(i).unwrap()));
         });
     }
@@ -135,16 +135,16 @@ fn a_shutdown_from_a_third_thread_wakes_both_directions() {
     for round in 0..50 {
         let (near, far) = socket_pair();
         thread::scope(|scope| {
-            let get = scope.spawn(|| near.get(&mut [0; 10]));
-            let put = scope.spawn(|| near.put(&vec![0; 8 << 20]));
+            let read = scope.spawn(|| near.read_exact(&mut [0; 10]));
+            let write = scope.spawn(|| near.write_all(&vec![0; 8 << 20]));
             until_called(|| near.counters().calls_in, 0);
             until_called(|| near.counters().calls_out, 0);
             if round % 2 == 0 {
                 thread::sleep(Duration::from_millis(2));
             }
             near.shutdown(Shutdown::Both).unwrap();
-            let (get, put) = (get.join().unwrap().unwrap_err(), put.join().unwrap().unwrap_err());
-            assert!(get.is_shut_down() && put.is_shut_down(), "{get:?}, {put:?}");
+            let (read, write) = (read.join().unwrap().unwrap_err(), write.join().unwrap().unwrap_err());
+            assert!(read.is_shut_down() && write.is_shut_down(), "{read:?}, {write:?}");
         });
         drop(far);
     }
@@ -156,8 +156,8 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_pipe() {
         let (reader, _writer) = pipe_to_read();
         let (writer, _reader) = pipe_to_write();
         thread::scope(|scope| {
-            let get = scope.spawn(|| reader.get_some(&mut [0; 10]));
-            let put = scope.spawn(|| writer.put(&vec![0; 8 << 20]));
+            let read = scope.spawn(|| reader.read(&mut [0; 10]));
+            let write = scope.spawn(|| writer.write_all(&vec![0; 8 << 20]));
             until_called(|| reader.counters().calls_in, 0);
             until_called(|| writer.counters().calls_out, 0);
             if round % 2 == 0 {
@@ -165,8 +165,8 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_pipe() {
             }
             reader.shutdown(Shutdown::Both).unwrap();
             writer.try_clone().unwrap().shutdown(Shutdown::Both).unwrap();
-            let (get, put) = (get.join().unwrap().unwrap_err(), put.join().unwrap().unwrap_err());
-            assert!(get.is_shut_down() && put.is_shut_down(), "{get:?}, {put:?}");
+            let (read, write) = (read.join().unwrap().unwrap_err(), write.join().unwrap().unwrap_err());
+            assert!(read.is_shut_down() && write.is_shut_down(), "{read:?}, {write:?}");
         });
     }
 }
@@ -175,13 +175,13 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_pipe() {
 fn a_shutdown_wakes_a_thread_that_waits_for_the_rate_limit() {
     for (writer, _far) in [socket_pair(), pipe_to_write()] {
         writer.rate().set(std::num::NonZeroU64::new(1));
-        writer.put(&[0; 4096]).unwrap();
+        writer.write_all(&[0; 4096]).unwrap();
         thread::scope(|scope| {
-            let put = scope.spawn(|| writer.put(b"an hour later"));
+            let write = scope.spawn(|| writer.write_all(b"an hour later"));
             thread::sleep(Duration::from_millis(20));
-            assert!(!put.is_finished());
+            assert!(!write.is_finished());
             writer.shutdown(Shutdown::Write).unwrap();
-            assert!(put.join().unwrap().unwrap_err().is_shut_down());
+            assert!(write.join().unwrap().unwrap_err().is_shut_down());
         });
     }
 }
@@ -190,25 +190,25 @@ fn a_shutdown_wakes_a_thread_that_waits_for_the_rate_limit() {
 fn one_direction_can_be_shut_down_alone() {
     let (near, far) = socket_pair();
     let far = Channel::from_fd(far).unwrap();
-    near.put(b"last words").unwrap();
+    near.write_all(b"last words").unwrap();
     near.shutdown(Shutdown::Write).unwrap();
-    assert!(near.put(b"more").unwrap_err().is_shut_down());
-    far.get(&mut [0; 10]).unwrap();
-    assert_eq!(far.get_some(&mut [0]).unwrap(), 0, "the peer sees the end");
-    far.put(b"reply").unwrap();
-    near.get(&mut [0; 5]).unwrap();
+    assert!(near.write_all(b"more").unwrap_err().is_shut_down());
+    far.read_exact(&mut [0; 10]).unwrap();
+    assert_eq!(far.read(&mut [0]).unwrap(), 0, "the peer sees the end");
+    far.write_all(b"reply").unwrap();
+    near.read_exact(&mut [0; 5]).unwrap();
 }
 
 #[test]
 fn what_came_before_a_read_shutdown_can_still_be_read() {
     let (near, far) = socket_pair();
     let far = Channel::from_fd(far).unwrap();
-    far.put(b"word").unwrap();
+    far.write_all(b"word").unwrap();
     near.shutdown(Shutdown::Read).unwrap();
     let mut word = [0; 4];
-    near.get(&mut word).unwrap();
+    near.read_exact(&mut word).unwrap();
     assert_eq!(&word, b"word");
-    assert!(near.get_some(&mut word).unwrap_err().is_shut_down());
+    assert!(near.read(&mut word).unwrap_err().is_shut_down());
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn a_second_shutdown_and_one_after_the_peer_are_no_errors() {
 fn a_time_out_of_zero_is_a_short_one_and_not_for_ever() {
     let (near, _far) = socket_pair();
     near.set_timeouts(Some(Duration::ZERO), Some(Duration::ZERO)).unwrap();
-    assert!(near.get(&mut [0; 1]).unwrap_err().is_timeout());
+    assert!(near.read_exact(&mut [0; 1]).unwrap_err().is_timeout());
 }
 
 #[test]
@@ -232,5 +232,5 @@ fn options_apply_to_a_descriptor() {
     let time = Some(Duration::from_millis(30));
     let options = Options { read_timeout: time, send_buffer: Some(usize::MAX), ..Options::default() };
     let channel = Channel::from_fd_with(a.into(), &options).unwrap();
-    assert!(channel.get(&mut [0; 1]).unwrap_err().is_timeout());
+    assert!(channel.read_exact(&mut [0; 1]).unwrap_err().is_timeout());
 }

@@ -26,13 +26,13 @@ fn bytes_go_through_a_command_and_come_back() {
     let mut received = vec![0; sent.len()];
     thread::scope(|scope| {
         scope.spawn(|| {
-            channel.put(&sent).unwrap();
+            channel.write_all(&sent).unwrap();
             channel.shutdown(Shutdown::Write).unwrap();
         });
-        channel.get(&mut received).unwrap();
+        channel.read_exact(&mut received).unwrap();
     });
     assert!(sent == received);
-    assert_eq!(channel.get_some(&mut [0; 1]).unwrap(), 0, "the command sees the end and ends");
+    assert_eq!(channel.read(&mut [0; 1]).unwrap(), 0, "the command sees the end and ends");
     command.finish(SOON).unwrap();
     assert!(!is_there(command.pid()), "it is reaped");
 }
@@ -43,7 +43,7 @@ fn a_command_that_fails_is_reported_with_its_status() {
     let error = command.finish(SOON).unwrap_err();
     assert!(matches!(error, ChannelError::Command { .. }), "{error:?}");
     assert_eq!(error.to_string(), "exec:exit 3: the command failed (exit status: 3)");
-    assert_eq!(channel.get_some(&mut [0; 1]).unwrap(), 0);
+    assert_eq!(channel.read(&mut [0; 1]).unwrap(), 0);
 
     let (_channel, mut command) = start("kill -9 $$");
     assert!(command.finish(SOON).unwrap_err().to_string().contains("signal: 9"));
@@ -59,7 +59,7 @@ fn a_command_that_does_not_end_is_ended_and_reaped() {
     assert!(!is_there(command.pid()));
     // One that will not listen.
     let (channel, command) = start("trap '' TERM; echo; while read x; do :; done");
-    channel.get(&mut [0; 1]).unwrap();
+    channel.read_exact(&mut [0; 1]).unwrap();
     let pid = command.pid();
     drop(command);
     assert!(!is_there(pid));
@@ -69,7 +69,7 @@ fn a_command_that_does_not_end_is_ended_and_reaped() {
 fn a_command_is_neither_connected_to_nor_listened_for() {
     let uri: Uri = "exec:cat".parse().unwrap();
     let error = Channel::connect(&uri, &Options::default()).unwrap_err();
-    assert!(error.to_string().contains("has to be started"), "{error}");
+    assert!(error.to_string().contains("must be started"), "{error}");
     let error = limosa_channel::Listener::bind(&uri, &Options::default()).unwrap_err();
     assert!(matches!(error, ChannelError::Unsupported { .. }), "{error}");
 }
@@ -100,10 +100,10 @@ fn as_a_child_it_echoes_what_it_gets() {
     };
     assert!(channel.carries(Shutdown::Both));
     let mut bytes = [0; 1000];
-    channel.put(b">").unwrap();
+    channel.write_all(b">").unwrap();
     loop {
-        let got = channel.get_some(&mut bytes).unwrap();
-        channel.put(&bytes[..got]).unwrap();
+        let got = channel.read(&mut bytes).unwrap();
+        channel.write_all(&bytes[..got]).unwrap();
         if got == 0 {
             std::process::exit(0);
         }
@@ -121,12 +121,12 @@ fn standard_input_and_output_are_one_channel() {
     let mut child = child().stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let input = Channel::from_fd(child.stdin.take().unwrap().into()).unwrap();
     let output = Channel::from_fd(child.stdout.take().unwrap().into()).unwrap();
-    input.put(b"hello").unwrap();
+    input.write_all(b"hello").unwrap();
     drop(input);
     let mut all = Vec::new();
     let mut bytes = [0; 1000];
     loop {
-        match output.get_some(&mut bytes).unwrap() {
+        match output.read(&mut bytes).unwrap() {
             0 => break,
             got => all.extend_from_slice(&bytes[..got]),
         }

@@ -16,28 +16,28 @@ proptest! {
 
     #[test]
     fn any_list_is_read_back_in_any_shape(
-        put in prop::collection::vec(prop_oneof![Just(0_usize), 1..5000_usize], 0..1500),
-        get in prop::collection::vec(prop_oneof![Just(0_usize), 1..5000_usize], 0..1500),
+        write in prop::collection::vec(prop_oneof![Just(0_usize), 1..5000_usize], 0..1500),
+        read in prop::collection::vec(prop_oneof![Just(0_usize), 1..5000_usize], 0..1500),
         base in 0..1_u64 << 40,
         offset in 0..1_u64 << 40,
     ) {
-        let total = put.iter().sum::<usize>().min(get.iter().sum());
+        let total = write.iter().sum::<usize>().min(read.iter().sum());
         let data: Vec<u8> = (0..total).map(|i| i.wrapping_mul(0x9e37_79b9).to_le_bytes()[2]).collect();
         let mut received = vec![0; total];
         let file = scratch(base);
         let mut rest = data.as_slice();
         let list: Vec<_> =
-            put.iter().map(|&n| IoSlice::new(rest.split_off(..n.min(rest.len())).unwrap())).collect();
-        file.put_vector_at(&list, offset).unwrap();
+            write.iter().map(|&n| IoSlice::new(rest.split_off(..n.min(rest.len())).unwrap())).collect();
+        file.write_all_vectored_at(&list, offset).unwrap();
         let mut rest = received.as_mut_slice();
-        let mut list: Vec<_> = get
+        let mut list: Vec<_> = read
             .iter()
             .map(|&n| {
                 let n = n.min(rest.len());
                 IoSliceMut::new(rest.split_off_mut(..n).unwrap())
             })
             .collect();
-        file.get_vector_at(&mut list, offset).unwrap();
+        file.read_exact_vectored_at(&mut list, offset).unwrap();
         prop_assert!(received == data);
         let length = if total == 0 { 0 } else { base + offset + total as u64 };
         prop_assert_eq!(file.file().metadata().unwrap().len(), length);
@@ -48,8 +48,9 @@ proptest! {
 #[test]
 fn a_file_that_is_too_short_says_where_it_ends() {
     let file = scratch(100);
-    file.put_at(b"0123456789", 0).unwrap();
-    let error = file.get_vector_at(&mut [IoSliceMut::new(&mut [0; 6]), IoSliceMut::new(&mut [0; 6])], 4).unwrap_err();
+    file.write_all_at(b"0123456789", 0).unwrap();
+    let error =
+        file.read_exact_vectored_at(&mut [IoSliceMut::new(&mut [0; 6]), IoSliceMut::new(&mut [0; 6])], 4).unwrap_err();
     assert!(matches!(error, ChannelError::Closed { offset: 110, got: 6, wanted: 12, .. }), "{error:?}");
 }
 
@@ -58,8 +59,8 @@ fn offsets_beyond_what_the_kernel_takes_are_errors() {
     let page = [1; 4096];
     for (base, offset) in [(u64::MAX, 1), (0, u64::MAX), (1, i64::MAX as u64), (0, i64::MAX as u64 - 10)] {
         let file = scratch(base);
-        file.put_at(&page, offset).unwrap_err();
-        file.get_at(&mut [0; 10], offset).unwrap_err();
+        file.write_all_at(&page, offset).unwrap_err();
+        file.read_exact_at(&mut [0; 10], offset).unwrap_err();
     }
 }
 
@@ -71,15 +72,15 @@ fn a_file_is_made_private_and_never_truncated() {
     assert_eq!(FileChannel::open(&uri, Access::Read).unwrap_err().io_kind(), Some(std::io::ErrorKind::NotFound));
     assert!(!path.exists());
     let file = FileChannel::open(&uri, Access::Write).unwrap();
-    file.put_at(b"abc", 1).unwrap();
+    file.write_all_at(b"abc", 1).unwrap();
     drop(file);
     assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     let file = FileChannel::open(&uri, Access::Write).unwrap();
     let mut word = [0; 4];
-    file.get_at(&mut word, 0).unwrap();
+    file.read_exact_at(&mut word, 0).unwrap();
     assert_eq!((&word, file.base(), file.peer()), (b"\0abc", 16, uri.to_string().as_str()));
     let file = FileChannel::open(&uri, Access::Read).unwrap();
-    let error = file.put_at(b"x", 0).unwrap_err();
+    let error = file.write_all_at(b"x", 0).unwrap_err();
     assert!(matches!(error, ChannelError::Io { offset: Some(16), .. }), "{error:?}");
 }
 
@@ -96,7 +97,7 @@ fn what_has_no_offsets_is_refused_without_waiting_for_it() {
         assert!(matches!(error, ChannelError::Unsupported { .. }), "{error:?}");
     }
     let socket: Uri = "unix:x".parse().unwrap();
-    assert!(FileChannel::open(&socket, Access::Read).unwrap_err().to_string().contains("a file is needed"));
+    assert!(FileChannel::open(&socket, Access::Read).unwrap_err().to_string().contains("expected a file"));
 }
 
 #[test]
@@ -108,9 +109,9 @@ fn threads_share_a_file_without_a_position() {
             scope.spawn(move || {
                 for index in 0..64_u64 {
                     let offset = (index * 4 + u64::from(part)) * 512;
-                    file.put_at(&[part; 512], offset).unwrap();
+                    file.write_all_at(&[part; 512], offset).unwrap();
                     let mut back = [9; 512];
-                    file.get_at(&mut back, offset).unwrap();
+                    file.read_exact_at(&mut back, offset).unwrap();
                     assert_eq!(back, [part; 512]);
                 }
             });

@@ -39,8 +39,8 @@ fn puts_never_run_ahead_of_the_limit() {
     let began = Instant::now();
     let drain = thread::spawn(move || std::io::copy(&mut far.take(u64::MAX), &mut std::io::sink()).unwrap());
     // One slice far above a call's share, and a list of several batches.
-    channel.put(&vec![2; 8 << 20]).unwrap();
-    channel.put_vector(&vec![IoSlice::new(&page); 2048]).unwrap();
+    channel.write_all(&vec![2; 8 << 20]).unwrap();
+    channel.write_all_vectored(&vec![IoSlice::new(&page); 2048]).unwrap();
     let elapsed = began.elapsed().as_nanos();
     // The last call's share (a batch of pages at this rate) is paid for only by the next one, and idle time may have
     // earned a tenth of a second's worth. A slow machine only takes longer, so there is no upper bound here.
@@ -66,7 +66,7 @@ fn a_limit_breaks_no_batch() {
         let drain = thread::spawn(move || std::io::copy(&mut far.take(u64::MAX), &mut std::io::sink()).unwrap());
         let began = Instant::now();
         for _ in 0..3 {
-            channel.put_vector(&batch).unwrap();
+            channel.write_all_vectored(&batch).unwrap();
         }
         let elapsed = began.elapsed().as_nanos();
         assert_eq!(channel.counters().calls_out, 3, "{limit:?}");
@@ -79,19 +79,19 @@ fn a_limit_breaks_no_batch() {
 }
 
 #[test]
-fn a_put_under_way_speeds_up_when_the_limit_is_lifted() {
+fn a_write_in_progress_speeds_up_when_the_limit_is_lifted() {
     let (channel, far) = Channel::pair().unwrap();
     let mut far = UnixStream::from(far);
     channel.rate().set(rate(1));
     let limit = channel.rate();
-    let put = thread::spawn(move || channel.put(&vec![3; 8 << 20]));
+    let write = thread::spawn(move || channel.write_all(&vec![3; 8 << 20]));
     let mut first = [0; 4096];
     far.read_exact(&mut first).unwrap();
-    assert!(!put.is_finished());
+    assert!(!write.is_finished());
     limit.set(None);
     let mut rest = Vec::new();
     far.read_to_end(&mut rest).unwrap();
-    put.join().unwrap().unwrap();
+    write.join().unwrap().unwrap();
     assert_eq!(first.len() + rest.len(), 8 << 20);
 }
 
@@ -103,13 +103,13 @@ fn channels_can_share_one_limit() {
     let (b, _b) = UnixStream::pair().unwrap();
     let channel = |fd: UnixStream| Channel::from_fd_with(fd.into(), &options).unwrap();
     let (a, b) = (channel(a), channel(b));
-    a.put(&[0; 4096]).unwrap();
+    a.write_all(&[0; 4096]).unwrap();
     thread::scope(|scope| {
-        let put = scope.spawn(|| b.put(b"x"));
+        let write = scope.spawn(|| b.write_all(b"x"));
         thread::sleep(Duration::from_millis(20));
-        assert!(!put.is_finished(), "the other channel's debt holds it back");
+        assert!(!write.is_finished(), "the other channel's debt holds it back");
         limit.set(None);
-        put.join().unwrap().unwrap();
+        write.join().unwrap().unwrap();
     });
 }
 
@@ -118,18 +118,18 @@ fn gets_never_run_ahead_of_their_limit_and_wake_at_a_shutdown() {
     const RATE: u64 = 4 << 20;
     let (writer, far) = Channel::pair().unwrap();
     let limit = RateLimit::new(rate(RATE));
-    let options = Options { get_rate: Some(limit.clone()), ..Options::default() };
+    let options = Options { read_rate: Some(limit.clone()), ..Options::default() };
     let channel = Channel::from_fd_with(far, &options).unwrap();
     thread::scope(|scope| {
-        let feeder = scope.spawn(|| writer.put(&vec![3; 64 << 20]));
+        let feeder = scope.spawn(|| writer.write_all(&vec![3; 64 << 20]));
         let began = Instant::now();
-        channel.get(&mut vec![0; 2 << 20]).unwrap();
+        channel.read_exact(&mut vec![0; 2 << 20]).unwrap();
         let allowed = u128::from(RATE) * began.elapsed().as_nanos() / 1_000_000_000 + u128::from(RATE / 20 + RATE / 10);
         assert!(2 << 20 <= allowed, "at most {allowed} allowed");
         assert!(channel.counters().throttled_ns > 0);
         // A thread that waits for the limit is woken.
         limit.set(rate(1));
-        let getter = scope.spawn(|| channel.get(&mut vec![0; 1 << 20]));
+        let getter = scope.spawn(|| channel.read_exact(&mut vec![0; 1 << 20]));
         thread::sleep(Duration::from_millis(20));
         channel.shutdown(limosa_channel::Shutdown::Both).unwrap();
         assert!(getter.join().unwrap().unwrap_err().is_shut_down());
@@ -143,17 +143,17 @@ fn what_had_come_before_a_shutdown_is_still_got_under_a_limit() {
     let limit = RateLimit::new(rate(1));
     // A debt of two centuries.
     limit.take(1 << 33);
-    let options = Options { get_rate: Some(limit), ..Options::default() };
+    let options = Options { read_rate: Some(limit), ..Options::default() };
     let channel = Channel::from_fd_with(far, &options).unwrap();
-    writer.put(b"page").unwrap();
+    writer.write_all(b"page").unwrap();
     thread::scope(|scope| {
         let getter = scope.spawn(|| {
             let mut bytes = [0; 8];
-            channel.get_some(&mut bytes).map(|got| bytes[..got].to_vec())
+            channel.read(&mut bytes).map(|got| bytes[..got].to_vec())
         });
         thread::sleep(Duration::from_millis(20));
         channel.shutdown(limosa_channel::Shutdown::Read).unwrap();
         assert_eq!(getter.join().unwrap().unwrap(), b"page");
-        assert!(channel.get_some(&mut [0; 8]).unwrap_err().is_shut_down());
+        assert!(channel.read(&mut [0; 8]).unwrap_err().is_shut_down());
     });
 }

@@ -69,8 +69,8 @@ fn mapped_pages_pass_through_a_channel_into_a_mapping() {
     let far = Channel::from_fd(far).unwrap();
     // SAFETY: both mappings live on, and there is no reference into them.
     unsafe {
-        near.put_vector_raw(&source.even_pages()).unwrap();
-        far.get_vector_raw(&destination.even_pages()).unwrap();
+        near.write_all_raw(&source.even_pages()).unwrap();
+        far.read_exact_raw(&destination.even_pages()).unwrap();
     }
     assert_even_pages_equal(&source, &destination);
 }
@@ -82,8 +82,8 @@ fn mapped_pages_pass_through_a_file_into_a_mapping() {
     let file = FileChannel::from_file(tempfile::tempfile().unwrap(), 0);
     // SAFETY: both mappings live on, and there is no reference into them.
     unsafe {
-        file.put_vector_at_raw(&source.even_pages(), 12_345).unwrap();
-        file.get_vector_at_raw(&destination.even_pages(), 12_345).unwrap();
+        file.write_all_raw_at(&source.even_pages(), 12_345).unwrap();
+        file.read_exact_raw_at(&destination.even_pages(), 12_345).unwrap();
     }
     assert_even_pages_equal(&source, &destination);
 }
@@ -95,11 +95,11 @@ fn memory_that_cannot_be_accessed_is_an_error_and_no_crash() {
     let mapping = Mapping::new();
     // SAFETY: there is no reference into the mapping, and from here on only the kernel touches it.
     unsafe { mprotect(mapping.0.as_ptr().cast(), LENGTH, MprotectFlags::empty()) }.unwrap();
-    far.put(&[1; 4096]).unwrap();
+    far.write_all(&[1; 4096]).unwrap();
     // SAFETY: the memory is this test's own; that it is inaccessible is what the kernel is to find out.
-    let (put, get) =
-        unsafe { (near.put_vector_raw(&mapping.even_pages()), near.get_vector_raw(&mapping.even_pages())) };
-    for error in [put.unwrap_err(), get.unwrap_err()] {
+    let (write, read) =
+        unsafe { (near.write_all_raw(&mapping.even_pages()), near.read_exact_raw(&mapping.even_pages())) };
+    for error in [write.unwrap_err(), read.unwrap_err()] {
         assert!(matches!(&error, ChannelError::Io { source, .. } if source.raw_os_error() == Some(libc::EFAULT)));
     }
 }

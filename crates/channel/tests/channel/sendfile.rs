@@ -47,8 +47,8 @@ fn a_piece_of_a_file_goes_through_sockets_and_pipes_as_it_is() {
         for (offset, length) in [(0, 3_000_000), (4096, 8192), (1, 100_001), (2_999_999, 1), (17, 0)] {
             let mut received = vec![0; length];
             thread::scope(|scope| {
-                scope.spawn(|| writer.put_file(&file, offset as u64, length as u64).unwrap());
-                reader.get(&mut received).unwrap();
+                scope.spawn(|| writer.send_file(&file, offset as u64, length as u64).unwrap());
+                reader.read_exact(&mut received).unwrap();
             });
             assert!(received == bytes[offset..offset + length], "{length} bytes at {offset}");
         }
@@ -61,18 +61,18 @@ fn a_file_that_is_too_short_or_that_the_kernel_cannot_send_is_an_error_that_says
     let (file, _) = patterned(10_000);
     for (writer, reader) in small_ends() {
         thread::scope(|scope| {
-            scope.spawn(|| reader.get(&mut [0; 9_000]).unwrap());
-            let error = writer.put_file(&file, 1_000, 9_001).unwrap_err();
+            scope.spawn(|| reader.read_exact(&mut [0; 9_000]).unwrap());
+            let error = writer.send_file(&file, 1_000, 9_001).unwrap_err();
             assert_eq!(error.io_kind(), Some(ErrorKind::UnexpectedEof), "{error}");
             assert!(error.to_string().contains("ends at byte 10000, 1 bytes too early"), "{error}");
         });
         let folder = File::open("/").unwrap();
-        let error = writer.put_file(&folder, 0, 100).unwrap_err();
+        let error = writer.send_file(&folder, 0, 100).unwrap_err();
         assert!(matches!(error, ChannelError::Unsupported { .. }), "{error:?}");
         drop(reader);
         // Over TCP it is the answer to the first bytes that says so.
         let error = loop {
-            if let Err(error) = writer.put_file(&file, 0, 100) {
+            if let Err(error) = writer.send_file(&file, 0, 100) {
                 break error;
             }
         };
@@ -85,11 +85,11 @@ fn a_peer_that_takes_nothing_and_a_shutdown_end_the_sending_of_a_file() {
     let (file, _) = patterned(3_000_000);
     for (writer, _reader) in small_ends() {
         writer.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
-        let error = writer.put_file(&file, 0, 3_000_000).unwrap_err();
+        let error = writer.send_file(&file, 0, 3_000_000).unwrap_err();
         assert!(error.is_timeout(), "{error:?}");
         writer.set_timeouts(None, None).unwrap();
         thread::scope(|scope| {
-            let sending = scope.spawn(|| writer.put_file(&file, 0, 3_000_000));
+            let sending = scope.spawn(|| writer.send_file(&file, 0, 3_000_000));
             writer.shutdown(Shutdown::Both).unwrap();
             assert!(sending.join().unwrap().unwrap_err().is_shut_down());
         });
@@ -97,33 +97,33 @@ fn a_peer_that_takes_nothing_and_a_shutdown_end_the_sending_of_a_file() {
 }
 
 #[test]
-fn a_peer_that_has_closed_its_half_still_gets_a_file_and_what_is_put() {
+fn a_peer_that_has_closed_its_half_still_gets_a_file_and_what_is_written() {
     let (file, bytes) = patterned(1_000_000);
     for (writer, reader) in small_sockets() {
         reader.shutdown(Shutdown::Write).unwrap();
         let mut received = vec![0; 2 * bytes.len()];
         thread::scope(|scope| {
             scope.spawn(|| {
-                writer.put_file(&file, 0, bytes.len() as u64).unwrap();
-                writer.put_vector(&bytes.chunks(5000).map(IoSlice::new).collect::<Vec<_>>()).unwrap();
+                writer.send_file(&file, 0, bytes.len() as u64).unwrap();
+                writer.write_all_vectored(&bytes.chunks(5000).map(IoSlice::new).collect::<Vec<_>>()).unwrap();
                 writer.shutdown(Shutdown::Write).unwrap();
             });
-            reader.get(&mut received).unwrap();
-            assert_eq!(reader.get_some(&mut [0]).unwrap(), 0);
+            reader.read_exact(&mut received).unwrap();
+            assert_eq!(reader.read(&mut [0]).unwrap(), 0);
         });
         assert!(received == bytes.repeat(2), "the bytes differ");
-        assert_eq!(writer.get_some(&mut [0]).unwrap(), 0);
+        assert_eq!(writer.read(&mut [0]).unwrap(), 0);
     }
 }
 
 #[test]
-fn a_peer_that_reads_no_more_is_gone_for_a_file_and_for_what_is_put() {
+fn a_peer_that_reads_no_more_is_gone_for_a_file_and_for_what_is_written() {
     let (file, bytes) = patterned(1_000_000);
     let [_, (writer, reader)] = small_sockets();
     reader.shutdown(Shutdown::Read).unwrap();
     let errors = [
-        writer.put_file(&file, 0, bytes.len() as u64).unwrap_err(),
-        writer.put_vector(&[IoSlice::new(&bytes)]).unwrap_err(),
+        writer.send_file(&file, 0, bytes.len() as u64).unwrap_err(),
+        writer.write_all_vectored(&[IoSlice::new(&bytes)]).unwrap_err(),
     ];
     assert!(errors.iter().all(ChannelError::is_closed), "{errors:?}");
 }

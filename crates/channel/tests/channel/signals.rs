@@ -33,10 +33,10 @@ fn survives(writer: Channel, reader: Channel) {
     let length = data.len();
     let thread = thread::spawn(move || {
         let mut received = vec![0; length];
-        handle.get(&mut received).map(|()| received)
+        handle.read_exact(&mut received).map(|()| received)
     });
     interrupt(&thread, &reader, 3);
-    writer.put(&data[..1000]).unwrap();
+    writer.write_all(&data[..1000]).unwrap();
     while reader.counters().bytes_in < 1000 {
         // A call that has moved bytes returns them when it is interrupted, and is not counted as interrupted.
         // SAFETY: the handle is not joined yet, so the thread's id is valid.
@@ -44,17 +44,17 @@ fn survives(writer: Channel, reader: Channel) {
         thread::sleep(Duration::from_millis(1));
     }
     interrupt(&thread, &reader, 3);
-    writer.put(&data[1000..]).unwrap();
+    writer.write_all(&data[1000..]).unwrap();
     assert!(thread.join().unwrap().unwrap() == data, "the bytes differ");
 
     // Blocked in writing: nothing is read yet.
     let handle = writer.try_clone().unwrap();
     let to_send = data.clone();
     let before = writer.counters().bytes_out;
-    let thread = thread::spawn(move || handle.put(&to_send));
+    let thread = thread::spawn(move || handle.write_all(&to_send));
     interrupt(&thread, &writer, 3);
     let mut received = vec![0; length];
-    reader.get(&mut received).unwrap();
+    reader.read_exact(&mut received).unwrap();
     thread.join().unwrap().unwrap();
     assert!(received == data, "the bytes differ");
     assert_eq!(writer.counters().bytes_out - before, length as u64);
@@ -87,7 +87,7 @@ fn signals_do_not_put_off_a_time_out() {
     let (near, _far) = Channel::pair().unwrap();
     near.set_timeouts(Some(Duration::from_millis(200)), None).unwrap();
     let handle = near.try_clone().unwrap();
-    let thread = thread::spawn(move || handle.get(&mut [0; 10]));
+    let thread = thread::spawn(move || handle.read_exact(&mut [0; 10]));
     // Each signal restarts the kernel's own clock, so only ours can end this loop.
     while !thread.is_finished() {
         // SAFETY: the handle is not joined yet, so the thread's id is valid.

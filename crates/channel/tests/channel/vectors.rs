@@ -16,7 +16,7 @@ const TINY: Options = Options {
     send_buffer: Some(1),
     receive_buffer: Some(1),
     rate: None,
-    get_rate: None,
+    read_rate: None,
     zero_copy: ZeroCopy::Off,
 };
 
@@ -46,17 +46,17 @@ fn slices_mut<'a>(data: &'a mut [u8], lengths: &[usize]) -> Vec<IoSliceMut<'a>> 
     lengths.iter().map(|&n| IoSliceMut::new(rest.split_off_mut(..n).unwrap())).collect()
 }
 
-/// Puts one list and gets it into another shape of the same total length; a rest that the shapes leave is one slice.
-fn passes_through(writer: &Channel, reader: &Channel, put: &[usize], get: &[usize]) {
-    let (sum_put, sum_get): (usize, usize) = (put.iter().sum(), get.iter().sum());
-    let total = sum_put.max(sum_get);
-    let put = [put, &[total - sum_put, 0]].concat();
-    let get = [get, &[total - sum_get, 0]].concat();
+/// Writes one list and reads it into another shape of the same total length; a rest that the shapes leave is one slice.
+fn passes_through(writer: &Channel, reader: &Channel, write: &[usize], read: &[usize]) {
+    let (sum_write, sum_read): (usize, usize) = (write.iter().sum(), read.iter().sum());
+    let total = sum_write.max(sum_read);
+    let write = [write, &[total - sum_write, 0]].concat();
+    let read = [read, &[total - sum_read, 0]].concat();
     let data = pattern(total);
     let mut received = vec![0; total];
     thread::scope(|scope| {
-        scope.spawn(|| writer.put_vector(&slices(&data, &put)).unwrap());
-        reader.get_vector(&mut slices_mut(&mut received, &get)).unwrap();
+        scope.spawn(|| writer.write_all_vectored(&slices(&data, &write)).unwrap());
+        reader.read_exact_vectored(&mut slices_mut(&mut received, &read)).unwrap();
     });
     assert!(received == data, "the bytes differ");
     assert_eq!((writer.counters().bytes_out, reader.counters().bytes_in), (total as u64, total as u64));
@@ -74,15 +74,15 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
     #[test]
-    fn any_list_arrives_through_a_socket_with_tiny_buffers(put in lengths(), get in lengths()) {
+    fn any_list_arrives_through_a_socket_with_tiny_buffers(write in lengths(), read in lengths()) {
         let (writer, reader) = tiny_pair();
-        passes_through(&writer, &reader, &put, &get);
+        passes_through(&writer, &reader, &write, &read);
     }
 
     #[test]
-    fn any_list_arrives_through_a_pipe_of_one_page(put in lengths(), get in lengths()) {
+    fn any_list_arrives_through_a_pipe_of_one_page(write in lengths(), read in lengths()) {
         let (writer, reader) = tiny_pipe();
-        passes_through(&writer, &reader, &put, &get);
+        passes_through(&writer, &reader, &write, &read);
     }
 }
 
@@ -94,8 +94,8 @@ fn a_list_of_five_thousand_pages_takes_five_calls() {
     let list = vec![IoSlice::new(&page); 5000];
     let mut received = vec![0; 5000 * 4096];
     thread::scope(|scope| {
-        scope.spawn(|| writer.put_vector(&list).unwrap());
-        reader.get(&mut received).unwrap();
+        scope.spawn(|| writer.write_all_vectored(&list).unwrap());
+        reader.read_exact(&mut received).unwrap();
     });
     assert!(received.chunks(4096).all(|got| got == page));
     let counters = writer.counters();
@@ -105,11 +105,11 @@ fn a_list_of_five_thousand_pages_takes_five_calls() {
 #[test]
 fn an_empty_list_makes_no_call() {
     let (channel, _far) = Channel::pair().unwrap();
-    channel.put_vector(&[]).unwrap();
-    channel.put_vector(&[IoSlice::new(b""); 3000]).unwrap();
-    channel.get_vector(&mut []).unwrap();
-    channel.get(&mut []).unwrap();
-    assert_eq!(channel.get_some(&mut []).unwrap(), 0);
+    channel.write_all_vectored(&[]).unwrap();
+    channel.write_all_vectored(&[IoSlice::new(b""); 3000]).unwrap();
+    channel.read_exact_vectored(&mut []).unwrap();
+    channel.read_exact(&mut []).unwrap();
+    assert_eq!(channel.read(&mut []).unwrap(), 0);
     assert_eq!((channel.counters().calls_out, channel.counters().calls_in), (0, 0));
 }
 
@@ -135,7 +135,7 @@ fn a_peer_that_reads_byte_by_byte_gets_everything() {
                 }
                 received
             });
-            writer.put_vector(&slices(&data, &lengths)).unwrap();
+            writer.write_all_vectored(&slices(&data, &lengths)).unwrap();
             drop(writer);
             received.join().unwrap()
         });
@@ -160,10 +160,10 @@ fn both_directions_run_at_once() {
     let data = pattern(400_000);
     thread::scope(|scope| {
         for end in [&a, &b] {
-            scope.spawn(|| end.put_vector(&slices(&data, &[1, 399_999])).unwrap());
+            scope.spawn(|| end.write_all_vectored(&slices(&data, &[1, 399_999])).unwrap());
             scope.spawn(|| {
                 let mut received = vec![0; data.len()];
-                end.get(&mut received).unwrap();
+                end.read_exact(&mut received).unwrap();
                 assert!(received == data, "the bytes differ");
             });
         }
@@ -174,9 +174,9 @@ fn both_directions_run_at_once() {
 fn what_is_there_comes_without_waiting_for_more() {
     let (near, far) = Channel::pair().unwrap();
     let far = Channel::from_fd(far).unwrap();
-    near.put(b"abcde").unwrap();
+    near.write_all(b"abcde").unwrap();
     let (mut a, mut b) = ([0; 3], [0; 100]);
-    assert_eq!(far.get_some_vector(&mut [IoSliceMut::new(&mut a), IoSliceMut::new(&mut b)]).unwrap(), 5);
+    assert_eq!(far.read_vectored(&mut [IoSliceMut::new(&mut a), IoSliceMut::new(&mut b)]).unwrap(), 5);
     assert_eq!((&a, &b[..2]), (b"abc", &b"de"[..]));
 }
 
@@ -185,12 +185,12 @@ fn a_clone_shares_counters_and_keeps_the_connection_open() {
     let (near, far) = Channel::pair().unwrap();
     let far = Channel::from_fd(far).unwrap();
     let second = near.try_clone().unwrap();
-    near.put(b"a").unwrap();
+    near.write_all(b"a").unwrap();
     drop(near);
-    second.put(b"b").unwrap();
+    second.write_all(b"b").unwrap();
     assert_eq!(second.counters().bytes_out, 2);
     drop(second);
     let mut two = [0; 2];
-    far.get(&mut two).unwrap();
-    assert_eq!((&two, far.get_some(&mut [0]).unwrap()), (b"ab", 0));
+    far.read_exact(&mut two).unwrap();
+    assert_eq!((&two, far.read(&mut [0]).unwrap()), (b"ab", 0));
 }

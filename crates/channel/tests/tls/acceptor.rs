@@ -23,7 +23,7 @@ fn strangers_are_not_taken_for_a_silent_peer_and_delay_no_other() {
     let bare = with(Tls::client(bed.another("bare"), None).unwrap());
     thread::scope(|scope| {
         let uri = listener.local_uri();
-        let refused = scope.spawn(|| Channel::connect(uri, &bare).and_then(|channel| channel.get(&mut [0])));
+        let refused = scope.spawn(|| Channel::connect(uri, &bare).and_then(|channel| channel.read_exact(&mut [0])));
         let right = scope.spawn(|| {
             assert!(refused.join().unwrap().is_err());
             Channel::connect(uri, &bed.client()).unwrap()
@@ -39,13 +39,13 @@ fn strangers_are_not_taken_for_a_silent_peer_and_delay_no_other() {
         };
         drop(acceptor);
         let near = right.join().unwrap();
-        near.put(b"me").unwrap();
+        near.write_all(b"me").unwrap();
         let mut got = [0; 2];
-        far.get(&mut got).unwrap();
+        far.read_exact(&mut got).unwrap();
         assert_eq!(&got, b"me");
         // Each reason once.
         assert_eq!(told.len(), 2, "{told:?}");
-        assert!(told.iter().any(|why| why.contains("it has shown no certificate")), "{told:?}");
+        assert!(told.iter().any(|why| why.contains("it presented no certificate")), "{told:?}");
         assert!(told.iter().any(|why| why.contains("its data is not TLS")), "{told:?}");
     });
 }
@@ -84,8 +84,8 @@ fn without_tls_the_first_to_come_is_taken() {
     let listener = listen(&Options::default());
     let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
     let far = Acceptor::new(&listener).within(SOON).unwrap();
-    near.put(b"!").unwrap();
-    far.get(&mut [0]).unwrap();
+    near.write_all(b"!").unwrap();
+    far.read_exact(&mut [0]).unwrap();
 }
 
 #[test]

@@ -80,15 +80,15 @@ pub(crate) fn connected(server: &Options, client: &Options) -> Result<(Channel, 
     thread::scope(|scope| {
         let accepted = scope.spawn(|| {
             let channel = listener.accept(Some(SOON)).unwrap();
-            // It wakes when the client has put, or gone.
+            // It wakes when the client has written, or gone.
             let _ = look(&channel);
             channel
         });
         let connected = Channel::connect(listener.local_uri(), client);
-        let channel = connected.inspect(|channel| channel.put(b"!").unwrap());
+        let channel = connected.inspect(|channel| channel.write_all(b"!").unwrap());
         let accepted = accepted.join().unwrap();
         let channel = channel?;
-        accepted.get(&mut [0]).unwrap();
+        accepted.read_exact(&mut [0]).unwrap();
         Ok((channel, accepted))
     })
 }

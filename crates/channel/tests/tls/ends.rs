@@ -21,34 +21,34 @@ fn begun(calls: impl Fn() -> u64) {
 fn an_end_that_was_announced_is_an_end() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
-    client.put(b"last").unwrap();
+    client.write_all(b"last").unwrap();
     drop(client);
     let mut got = [0; 10];
-    assert_eq!(server.get_some(&mut got).unwrap(), 4);
-    assert_eq!(server.get_some(&mut got).unwrap(), 0);
+    assert_eq!(server.read(&mut got).unwrap(), 4);
+    assert_eq!(server.read(&mut got).unwrap(), 0);
     assert_eq!(server.peek(&mut got).unwrap(), Some(0));
-    let error = server.get(&mut got).unwrap_err();
+    let error = server.read_exact(&mut got).unwrap_err();
     assert!(error.is_closed() && !error.is_cut(), "{error}");
 
     // One direction at a time.
     let (client, server) = bed.pair();
     client.shutdown(Shutdown::Write).unwrap();
-    assert_eq!(server.get_some(&mut got).unwrap(), 0);
-    server.put(b"still").unwrap();
-    client.get(&mut got[..5]).unwrap();
-    assert!(client.put(b"no").is_err());
+    assert_eq!(server.read(&mut got).unwrap(), 0);
+    server.write_all(b"still").unwrap();
+    client.read_exact(&mut got[..5]).unwrap();
+    assert!(client.write_all(b"no").is_err());
 }
 
 #[test]
 fn an_end_that_was_not_announced_is_none() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
-    client.put(b"last").unwrap();
+    client.write_all(b"last").unwrap();
     rustix::net::shutdown(client.as_fd(), rustix::net::Shutdown::Write).unwrap();
     let mut got = [0; 10];
-    assert_eq!(server.get_some(&mut got).unwrap(), 4);
+    assert_eq!(server.read(&mut got).unwrap(), 4);
     for _ in 0..2 {
-        let error = server.get_some(&mut got).unwrap_err();
+        let error = server.read(&mut got).unwrap_err();
         assert!(error.is_cut() && error.is_closed(), "{error}");
         assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { first: false }));
         assert!(
@@ -64,7 +64,7 @@ fn an_end_that_gave_up_or_failed_sends_no_close_notification() {
     let bed = Bed::new();
     let cut = |server: &Channel| {
         let error = loop {
-            match server.get_some(&mut [0; 100]) {
+            match server.read(&mut [0; 100]) {
                 Ok(0) => panic!("taken for an end"),
                 Ok(_) => {}
                 Err(error) => break error,
@@ -74,21 +74,21 @@ fn an_end_that_gave_up_or_failed_sends_no_close_notification() {
     };
     // It is shut down in both directions, and dropped.
     let (client, server) = bed.pair();
-    client.put(b"a part").unwrap();
+    client.write_all(b"a part").unwrap();
     client.shutdown(Shutdown::Both).unwrap();
     drop(client);
     cut(&server);
-    // What it has got makes no sense.
+    // What it has read makes no sense.
     let (client, server) = bed.pair_without_kernel();
-    client.put(b"a part").unwrap();
+    client.write_all(b"a part").unwrap();
     rustix::io::write(server.as_fd(), b"no record").unwrap();
-    assert!(client.get(&mut [0]).is_err());
+    assert!(client.read_exact(&mut [0]).is_err());
     drop(client);
     cut(&server);
     // Its thread panics.
     let (client, server) = bed.pair();
     let panics = thread::spawn(move || {
-        client.put(b"a part").unwrap();
+        client.write_all(b"a part").unwrap();
         std::panic::resume_unwind(Box::new(client.peer().to_owned()));
     });
     assert!(panics.join().is_err());
@@ -96,26 +96,26 @@ fn an_end_that_gave_up_or_failed_sends_no_close_notification() {
     // That nothing has come for a while is no failure, and neither is that this end does not listen any more.
     let (client, server) = bed.pair();
     client.set_timeouts(Some(Duration::from_millis(1)), None).unwrap();
-    assert!(client.get(&mut [0]).unwrap_err().is_timeout());
+    assert!(client.read_exact(&mut [0]).unwrap_err().is_timeout());
     client.shutdown(Shutdown::Read).unwrap();
-    assert!(client.get(&mut [0]).unwrap_err().is_shut_down());
-    client.put(b"all").unwrap();
+    assert!(client.read_exact(&mut [0]).unwrap_err().is_shut_down());
+    client.write_all(b"all").unwrap();
     drop(client);
-    server.get(&mut [0; 3]).unwrap();
-    assert_eq!(server.get_some(&mut [0]).unwrap(), 0);
+    server.read_exact(&mut [0; 3]).unwrap();
+    assert_eq!(server.read(&mut [0]).unwrap(), 0);
 }
 
 #[test]
-fn a_shutdown_wakes_gets_and_puts() {
+fn a_shutdown_wakes_reads_and_writes() {
     let bed = Bed::new();
     let (client, _server) = bed.pair();
     thread::scope(|scope| {
-        let gets = scope.spawn(|| client.get(&mut [0]));
-        let puts = scope.spawn(|| client.put(&vec![0; 64 << 20]));
+        let reads = scope.spawn(|| client.read_exact(&mut [0]));
+        let writes = scope.spawn(|| client.write_all(&vec![0; 64 << 20]));
         begun(|| client.counters().calls_in);
         begun(|| client.counters().calls_out.saturating_sub(1));
         client.shutdown(Shutdown::Both).unwrap();
-        for ended in [gets.join().unwrap(), puts.join().unwrap()] {
+        for ended in [reads.join().unwrap(), writes.join().unwrap()] {
             assert!(ended.unwrap_err().is_shut_down());
         }
     });
@@ -127,11 +127,11 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_handshake() {
     let (_near, far) = plain();
     let server = Channel::from_fd_with(far.into(), &bed.server()).unwrap();
     thread::scope(|scope| {
-        let gets = scope.spawn(|| server.get(&mut [0]));
-        let puts = scope.spawn(|| server.put(b"?"));
+        let reads = scope.spawn(|| server.read_exact(&mut [0]));
+        let writes = scope.spawn(|| server.write_all(b"?"));
         begun(|| server.counters().calls_in.min(server.counters().calls_out));
         server.shutdown(Shutdown::Both).unwrap();
-        for ended in [gets.join().unwrap(), puts.join().unwrap()] {
+        for ended in [reads.join().unwrap(), writes.join().unwrap()] {
             assert!(ended.unwrap_err().is_shut_down());
         }
     });
@@ -139,10 +139,10 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_handshake() {
     let (_near, far) = plain();
     let server = Channel::from_fd_with(far.into(), &bed.server()).unwrap();
     thread::scope(|scope| {
-        let puts = scope.spawn(|| server.put(b"?"));
+        let writes = scope.spawn(|| server.write_all(b"?"));
         begun(|| server.counters().calls_out);
         server.shutdown(Shutdown::Read).unwrap();
-        let error = puts.join().unwrap().unwrap_err();
+        let error = writes.join().unwrap().unwrap_err();
         assert!(error.is_shut_down(), "{error}");
     });
 }
@@ -153,14 +153,14 @@ fn dropping_a_channel_waits_for_room_for_the_close_notification_but_not_for_long
     let (client, server) = bed.pair();
     // Fills what is between the ends, to the last byte.
     client.set_timeouts(None, Some(Duration::from_millis(20))).unwrap();
-    while client.put(&[0; 16 << 10]).is_ok() {}
+    while client.write_all(&[0; 16 << 10]).is_ok() {}
     let begun = Instant::now();
     drop(client);
     assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
-    // A put was broken off, so this is no end.
+    // A write was interrupted, so this is no end.
     let mut got = vec![0; 1 << 20];
     let error = loop {
-        match server.get_some(&mut got) {
+        match server.read(&mut got) {
             Ok(0) => panic!("taken for an end"),
             Ok(_) => {}
             Err(error) => break error,
@@ -198,9 +198,9 @@ fn the_time_for_a_handshake_runs_from_the_wait_at_a_client_and_from_accept_at_a_
     // It has something else to do first.
     thread::sleep(short + short / 5);
     thread::scope(|scope| {
-        let put = scope.spawn(|| client.put(b"!"));
-        listener.accept(Some(SOON)).unwrap().get(&mut [0]).unwrap();
-        put.join().unwrap().unwrap();
+        let write = scope.spawn(|| client.write_all(b"!"));
+        listener.accept(Some(SOON)).unwrap().read_exact(&mut [0]).unwrap();
+        write.join().unwrap().unwrap();
     });
     // Who has come too late for an end that was looked at too late is not answered.
     let listener = listen(&Options { connect_timeout: Some(short), ..bed.server() });
@@ -216,13 +216,13 @@ fn the_time_for_a_handshake_runs_from_the_wait_at_a_client_and_from_accept_at_a_
 fn a_peer_that_resets_the_connection_has_not_ended_it() {
     let bed = Bed::new();
     let (client, server) = bed.pair_without_kernel();
-    client.put(b"never read").unwrap();
+    client.write_all(b"never read").unwrap();
     look(&server).unwrap();
     rustix::net::sockopt::set_socket_linger(server.as_fd(), Some(Duration::ZERO)).unwrap();
     // Not by dropping the channel, which would say that this is the end.
     let (socket, _kept) = (server.as_fd().try_clone_to_owned().unwrap(), server);
     rustix::net::connect_unspec(socket).unwrap();
-    let error = client.get(&mut [0]).unwrap_err();
+    let error = client.read_exact(&mut [0]).unwrap_err();
     assert!(error.is_closed() && !error.is_cut(), "{error}");
     assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { first: true }), "{error}");
 }

@@ -14,7 +14,7 @@ use crate::bed::{Bed, SOON, listen, plain};
 pub(crate) fn through(
     server: &Options,
     client: &Options,
-    put: &[u8],
+    write: &[u8],
     change: impl FnMut(u64, &mut Vec<u8>) -> bool + Send,
 ) -> (Vec<u8>, Option<ChannelError>) {
     let listener = listen(server);
@@ -27,8 +27,8 @@ pub(crate) fn through(
         });
         scope.spawn(move || {
             let Ok(client) = Channel::connect(&uri, client) else { return };
-            for piece in put.chunks(1000) {
-                if client.put(piece).is_err() {
+            for piece in write.chunks(1000) {
+                if client.write_all(piece).is_err() {
                     return;
                 }
             }
@@ -36,7 +36,7 @@ pub(crate) fn through(
         let server = listener.accept(Some(SOON)).unwrap();
         let (mut got, mut buffer) = (Vec::new(), vec![0; 70_000]);
         loop {
-            match server.get_some(&mut buffer) {
+            match server.read(&mut buffer) {
                 Ok(0) => return (got, None),
                 Ok(count) => got.extend_from_slice(&buffer[..count]),
                 Err(error) => return (got, Some(error)),
@@ -185,7 +185,7 @@ proptest! {
         near.write_all(&bytes).unwrap();
         near.shutdown(Shutdown::Write).unwrap();
         let server = Channel::from_fd_with(far.into(), &bed.server()).unwrap();
-        let error = server.get(&mut [0]).unwrap_err();
+        let error = server.read_exact(&mut [0]).unwrap_err();
         prop_assert!(error.tls_failure().is_some(), "{}", error);
     }
 }

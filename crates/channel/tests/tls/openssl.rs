@@ -67,20 +67,20 @@ fn a_client_of_openssl_renews_its_keys_and_ours() {
         let mut input = client.0.stdin.take().unwrap();
         let server = listener.accept(Some(SOON)).unwrap();
         // A server shakes hands when it is used.
-        server.put(b"hello").unwrap();
+        server.write_all(b"hello").unwrap();
         let mut got = [0; 6];
         for round in 0..5 {
             say(&mut input, &format!("round{round}"));
-            server.get(&mut got).unwrap();
+            server.read_exact(&mut got).unwrap();
             assert_eq!(got, *format!("round{round}").as_bytes());
-            server.put(&vec![7; 40_000]).unwrap();
+            server.write_all(&vec![7; 40_000]).unwrap();
             // It sends new keys, and asks for ours.
             say(&mut input, "K\n");
         }
         say(&mut input, "after\n");
-        server.get(&mut got).unwrap();
+        server.read_exact(&mut got).unwrap();
         assert_eq!(&got, b"after\n");
-        server.put(&[7; 10]).unwrap();
+        server.write_all(&[7; 10]).unwrap();
         // Everything of ours has opened there, and it ends because it received the close notification.
         drop(server);
         let end = Instant::now() + SOON;
@@ -128,9 +128,9 @@ fn a_server_of_openssl_sends_tickets_which_are_no_data() {
     for word in ["abc\n", "0123456789\n"] {
         // What has come so far, two tickets, is nothing.
         assert_eq!(client.peek(&mut [0; 4]).unwrap(), None);
-        client.put(word.as_bytes()).unwrap();
+        client.write_all(word.as_bytes()).unwrap();
         let mut got = vec![0; word.len()];
-        client.get(&mut got).unwrap();
+        client.read_exact(&mut got).unwrap();
         let reversed: Vec<u8> = word.trim_end().bytes().rev().chain(*b"\n").collect();
         assert_eq!(got, reversed);
     }

@@ -21,10 +21,10 @@ fn both_directions_carry_much_at_once() {
     let data = pattern(MUCH);
     thread::scope(|scope| {
         for (near, far) in [(&client, &server), (&server, &client)] {
-            scope.spawn(|| data.chunks(1 << 20).for_each(|piece| near.put(piece).unwrap()));
+            scope.spawn(|| data.chunks(1 << 20).for_each(|piece| near.write_all(piece).unwrap()));
             scope.spawn(|| {
                 let mut got = vec![0; MUCH];
-                far.get(&mut got).unwrap();
+                far.read_exact(&mut got).unwrap();
                 assert!(got == data);
             });
         }
@@ -38,68 +38,68 @@ fn both_directions_carry_much_at_once() {
 }
 
 #[test]
-fn a_put_is_not_delayed_by_a_thread_that_waits_for_the_peer() {
+fn a_write_is_not_delayed_by_a_thread_that_waits_for_the_peer() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
     thread::scope(|scope| {
         let waits = scope.spawn(|| {
             let mut answer = [0; 4];
-            client.get(&mut answer).unwrap();
+            client.read_exact(&mut answer).unwrap();
             answer
         });
         while client.counters().calls_in == 0 {
             thread::yield_now();
         }
         for number in 0..1000_u32 {
-            client.put(&number.to_le_bytes()).unwrap();
+            client.write_all(&number.to_le_bytes()).unwrap();
             let mut got = [0; 4];
-            server.get(&mut got).unwrap();
+            server.read_exact(&mut got).unwrap();
             assert_eq!(u32::from_le_bytes(got), number);
         }
-        server.put(b"done").unwrap();
+        server.write_all(b"done").unwrap();
         assert_eq!(&waits.join().unwrap(), b"done");
     });
 }
 
 #[test]
-fn thousands_of_small_puts_arrive_as_one_stream() {
+fn thousands_of_small_writes_arrive_as_one_stream() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
     let data = pattern(20_000);
     thread::scope(|scope| {
-        scope.spawn(|| data.chunks(3).for_each(|piece| client.put(piece).unwrap()));
+        scope.spawn(|| data.chunks(3).for_each(|piece| client.write_all(piece).unwrap()));
         let mut got = vec![0; data.len()];
-        server.get(&mut got).unwrap();
+        server.read_exact(&mut got).unwrap();
         assert!(got == data);
     });
 }
 
 #[test]
-#[allow(unsafe_code, reason = "puts memory that is no slice")]
-fn memory_that_is_written_meanwhile_is_put_and_got() {
+#[allow(unsafe_code, reason = "writes memory that is no slice")]
+fn memory_that_is_written_meanwhile_is_written_and_read() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
     let memory: Vec<AtomicU8> = (0..1 << 20).map(|_| AtomicU8::new(0)).collect();
     thread::scope(|scope| {
-        let put = scope.spawn(|| {
+        let write = scope.spawn(|| {
             let list = [libc::iovec { iov_base: memory.as_ptr().cast_mut().cast(), iov_len: memory.len() }];
             // SAFETY: the memory outlives the scope.
-            unsafe { client.put_vector_raw(&list) }
+            unsafe { client.write_all_raw(&list) }
         });
         memory.iter().for_each(|byte| byte.store(7, Ordering::Relaxed));
         let mut got = vec![1; memory.len()];
-        server.get(&mut got).unwrap();
+        server.read_exact(&mut got).unwrap();
         assert!(got.iter().all(|byte| [0, 7].contains(byte)));
-        put.join().unwrap().unwrap();
+        write.join().unwrap().unwrap();
     });
 }
 
-/// Looks at bytes before they are got; nothing has come yet.
-pub(crate) fn peek_and_get(client: &Channel, server: &Channel) {
+/// Looks at bytes before they are read; nothing has come yet.
+pub(crate) fn peek_and_read(client: &Channel, server: &Channel) {
     assert_eq!(server.peek(&mut [0; 8]).unwrap(), None);
     // Two records.
-    client.put(b"QE").unwrap();
-    client.put(b"VM and more").unwrap();
+    client.write_all(b"QE").unwrap();
+    client.write_all(b"VM and more").unwrap();
     let mut first = [0; 4];
     let end = Instant::now() + SOON;
     while server.peek(&mut first).unwrap() != Some(4) {
@@ -108,7 +108,7 @@ pub(crate) fn peek_and_get(client: &Channel, server: &Channel) {
     }
     assert_eq!(&first, b"QEVM");
     let mut all = [0; 13];
-    server.get(&mut all).unwrap();
+    server.read_exact(&mut all).unwrap();
     assert_eq!(&all, b"QEVM and more");
     assert_eq!(server.peek(&mut first).unwrap(), None);
 }
@@ -117,7 +117,7 @@ pub(crate) fn peek_and_get(client: &Channel, server: &Channel) {
 fn what_is_peeked_at_is_got_all_the_same() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
-    peek_and_get(&client, &server);
+    peek_and_read(&client, &server);
 }
 
 #[test]
@@ -125,14 +125,14 @@ fn a_clone_goes_on_where_the_first_handle_was() {
     let bed = Bed::new();
     let (client, server) = bed.pair();
     let clone = client.try_clone().unwrap();
-    client.put(b"one").unwrap();
+    client.write_all(b"one").unwrap();
     drop(client);
-    clone.put(b"two").unwrap();
+    clone.write_all(b"two").unwrap();
     let mut got = [0; 6];
-    server.get(&mut got).unwrap();
+    server.read_exact(&mut got).unwrap();
     assert_eq!(&got, b"onetwo");
     drop(clone);
-    assert_eq!(server.get_some(&mut got).unwrap(), 0);
+    assert_eq!(server.read(&mut got).unwrap(), 0);
 }
 
 #[test]
@@ -143,8 +143,8 @@ fn a_rate_limit_and_time_outs_hold() {
     rate.set(NonZeroU64::new(16 << 20));
     let begun = Instant::now();
     thread::scope(|scope| {
-        scope.spawn(|| client.put(&vec![0; 8 << 20]).unwrap());
-        server.get(&mut vec![0; 8 << 20]).unwrap();
+        scope.spawn(|| client.write_all(&vec![0; 8 << 20]).unwrap());
+        server.read_exact(&mut vec![0; 8 << 20]).unwrap();
     });
     // Half a second, less what a limit lets through at once.
     assert!(begun.elapsed() > Duration::from_millis(200), "{:?}", begun.elapsed());
@@ -152,21 +152,21 @@ fn a_rate_limit_and_time_outs_hold() {
     rate.set(None);
 
     server.set_timeouts(Some(Duration::from_millis(50)), None).unwrap();
-    assert!(server.get(&mut [0]).unwrap_err().is_timeout());
+    assert!(server.read_exact(&mut [0]).unwrap_err().is_timeout());
     client.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
-    let error = client.put(&vec![7; 64 << 20]).unwrap_err();
+    let error = client.write_all(&vec![7; 64 << 20]).unwrap_err();
     assert!(error.is_timeout(), "{error}");
     // What was begun goes out in front of what comes next: nothing is lost or twice.
     let told = client.counters().bytes_out;
     client.set_timeouts(None, Some(SOON)).unwrap();
     server.set_timeouts(Some(SOON), None).unwrap();
     thread::scope(|scope| {
-        scope.spawn(|| client.put(b"end").unwrap());
+        scope.spawn(|| client.write_all(b"end").unwrap());
         let mut got = vec![0; usize::try_from(told).unwrap() - 1 - (8 << 20)];
-        server.get(&mut got).unwrap();
+        server.read_exact(&mut got).unwrap();
         assert!(got.iter().all(|byte| *byte == 7));
         let mut end = [0; 3];
-        server.get(&mut end).unwrap();
+        server.read_exact(&mut end).unwrap();
         assert_eq!(&end, b"end");
     });
 }
@@ -176,7 +176,7 @@ fn what_leaves_from_where_it_lies_is_refused() {
     let bed = Bed::new();
     let (client, _server) = bed.pair();
     let file = std::fs::File::open(bed.folder().join("ca-cert.pem")).unwrap();
-    let refused = client.put_file(&file, 0, 10).unwrap_err();
+    let refused = client.send_file(&file, 0, 10).unwrap_err();
     assert!(matches!(refused, ChannelError::Unsupported { .. }), "{refused}");
     assert!(!client.passes_descriptors());
     for zero_copy in [ZeroCopy::Msg, ZeroCopy::Splice] {
@@ -205,10 +205,10 @@ fn a_unix_socket_is_encrypted_if_the_expected_host_name_is_given() {
     thread::scope(|scope| {
         scope.spawn(|| {
             let tls = Tls::client(bed.folder(), Some("localhost")).unwrap();
-            Channel::connect(&uri, &with(tls)).unwrap().put(b"hello").unwrap();
+            Channel::connect(&uri, &with(tls)).unwrap().write_all(b"hello").unwrap();
         });
         let mut got = [0; 5];
-        listener.accept(Some(SOON)).unwrap().get(&mut got).unwrap();
+        listener.accept(Some(SOON)).unwrap().read_exact(&mut got).unwrap();
         assert_eq!(&got, b"hello");
     });
 }
@@ -226,9 +226,9 @@ fn a_client_that_defers_its_handshake_does_not_wait_for_the_server() {
         server.establish().unwrap();
         established.join().unwrap().unwrap();
     });
-    client.put(b"now").unwrap();
+    client.write_all(b"now").unwrap();
     let mut got = [0; 3];
-    server.get(&mut got).unwrap();
+    server.read_exact(&mut got).unwrap();
     assert_eq!(&got, b"now");
 }
 
@@ -242,7 +242,7 @@ fn many_channels_come_up_while_strangers_wait() {
     thread::scope(|scope| {
         for number in 0..10_u8 {
             let (bed, uri) = (&bed, listener.local_uri());
-            scope.spawn(move || Channel::connect(uri, &bed.client()).unwrap().put(&[number]).unwrap());
+            scope.spawn(move || Channel::connect(uri, &bed.client()).unwrap().write_all(&[number]).unwrap());
         }
         let mut seen = Vec::new();
         let end = Instant::now() + SOON;
@@ -267,48 +267,48 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
     fn lists_of_any_shape_arrive_whole(
-        puts in prop::collection::vec(prop::collection::vec(prop_oneof![0..50_usize, 0..40_000_usize], 0..12), 1..8),
-        gets in prop::collection::vec(prop_oneof![1..50_usize, 1..100_000_usize], 1..6),
+        writes in prop::collection::vec(prop::collection::vec(prop_oneof![0..50_usize, 0..40_000_usize], 0..12), 1..8),
+        reads in prop::collection::vec(prop_oneof![1..50_usize, 1..100_000_usize], 1..6),
     ) {
         use std::sync::OnceLock;
         static BED: OnceLock<Bed> = OnceLock::new();
         let (client, server) = BED.get_or_init(Bed::new).pair();
-        let total = puts.iter().flatten().sum();
+        let total = writes.iter().flatten().sum();
         let data = pattern(total);
         thread::scope(|scope| {
             scope.spawn(|| {
                 let mut rest = data.as_slice();
-                for lengths in &puts {
+                for lengths in &writes {
                     let list: Vec<_> = lengths.iter().map(|&n| IoSlice::new(rest.split_off(..n).unwrap())).collect();
-                    client.put_vector(&list).unwrap();
+                    client.write_all_vectored(&list).unwrap();
                 }
             });
             let mut got = vec![0; total];
             let (mut rest, mut list, mut round) = (got.as_mut_slice(), Vec::new(), 0);
             while !rest.is_empty() {
-                let length = gets[round % gets.len()].min(rest.len());
+                let length = reads[round % reads.len()].min(rest.len());
                 let (part, more) = rest.split_at_mut(length);
                 list.push(IoSliceMut::new(part));
                 (rest, round) = (more, round + 1);
             }
-            server.get_vector(&mut list).unwrap();
+            server.read_exact_vectored(&mut list).unwrap();
             drop(list);
             assert!(got == data);
         });
     }
 }
 
-/// The client's put is held back by a rate limit, between two of its calls, when a third thread ends its direction.
-pub(crate) fn shut_down_amid_a_put(server: &Options, client: Options) {
+/// The client's write is held back by a rate limit, between two of its calls, when a third thread ends its direction.
+pub(crate) fn shut_down_amid_a_write(server: &Options, client: Options) {
     let client = Options { rate: Some(RateLimit::new(NonZeroU64::new(1_000_000))), ..client };
     let (client, server) = connected(server, &client).unwrap();
     thread::scope(|scope| {
-        let puts = scope.spawn(|| client.put(&pattern(10_000_000)));
-        let gets = scope.spawn(|| {
+        let writes = scope.spawn(|| client.write_all(&pattern(10_000_000)));
+        let reads = scope.spawn(|| {
             let mut got = vec![0; 1 << 16];
             let mut all = 0;
             loop {
-                match server.get_some(&mut got) {
+                match server.read(&mut got) {
                     Ok(0) => panic!("taken for the end after {all} bytes"),
                     Ok(more) => all += more,
                     Err(error) => return error,
@@ -317,15 +317,15 @@ pub(crate) fn shut_down_amid_a_put(server: &Options, client: Options) {
         });
         thread::sleep(Duration::from_millis(500));
         client.shutdown(Shutdown::Write).unwrap();
-        let error = puts.join().unwrap().unwrap_err();
+        let error = writes.join().unwrap().unwrap_err();
         assert!(error.is_shut_down(), "{error}");
-        let error = gets.join().unwrap();
+        let error = reads.join().unwrap();
         assert!(error.is_cut(), "{error}");
     });
 }
 
 #[test]
-fn a_shutdown_amid_a_put_does_not_announce_the_end() {
+fn a_shutdown_amid_a_write_does_not_announce_the_end() {
     let bed = Bed::new();
-    shut_down_amid_a_put(&bed.server(), bed.client());
+    shut_down_amid_a_write(&bed.server(), bed.client());
 }

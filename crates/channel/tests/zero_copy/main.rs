@@ -1,4 +1,4 @@
-//! Memory that is lent arrives as it was put, under every method, and is not reused before it is returned.
+//! Memory that is lent arrives as it was written, under every method, and is not reused before it is returned.
 //!
 //! Freed memory is poisoned in this binary: a buffer that is reused while the kernel still reads it shows in what
 //! arrives.
@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, ChannelError, Lending, Options, RateLimit, Shutdown, ZeroCopy};
+use limosa_channel::{Channel, ChannelError, Options, RateLimit, Shutdown, ZeroCopy, ZeroCopyWriter};
 use limosa_testkit::Poisoning;
 use proptest::prelude::*;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
@@ -53,7 +53,7 @@ fn connected(transport: Transport, options: &Options) -> Result<(Channel, Channe
     Ok((Channel::from_fd_with(near, options)?, Channel::from_fd(far)?))
 }
 
-/// Ends of which the far one holds little, so that what is put stays under way until it is read.
+/// Ends of which the far one holds little, so that what is written stays in flight until it is read.
 fn narrow(transport: Transport, zero_copy: ZeroCopy) -> (Channel, Channel) {
     let (near, far) = ends(transport);
     let wide = Options { zero_copy, send_buffer: Some(4 << 20), ..Options::default() };
@@ -78,21 +78,21 @@ fn slices<'a>(data: &'a [u8], lengths: &[usize]) -> Vec<IoSlice<'a>> {
     lengths.iter().map(|&n| IoSlice::new(rest.split_off(..n).unwrap())).collect()
 }
 
-/// As guest memory is put: the first `copied` entries are own bytes.
-#[allow(unsafe_code, reason = "what guest memory is put by")]
-fn put_pages(lending: &mut Lending<'_, '_>, list: &[IoSlice<'_>], copied: usize) -> Result<(), ChannelError> {
+/// As guest memory is written: the first `copied` entries are own bytes.
+#[allow(unsafe_code, reason = "guest memory is written by address")]
+fn write_pages(lending: &mut ZeroCopyWriter<'_, '_>, list: &[IoSlice<'_>], copied: usize) -> Result<(), ChannelError> {
     let list: Vec<libc::iovec> = list
         .iter()
         .map(|slice| libc::iovec { iov_base: slice.as_ptr().cast_mut().cast(), iov_len: slice.len() })
         .collect();
     // SAFETY: the slices are borrowed for longer than the call.
-    unsafe { lending.put_pages(&list, copied) }
+    unsafe { lending.write_pages(&list, copied) }
 }
 
 /// The same, and a flush.
 fn send_pages(channel: &Channel, list: &[IoSlice<'_>], copied: usize) -> Result<(), ChannelError> {
-    let mut lending = channel.lend();
-    put_pages(&mut lending, list, copied)?;
+    let mut lending = channel.zero_copy_writer();
+    write_pages(&mut lending, list, copied)?;
     lending.finish()
 }
 
@@ -124,21 +124,21 @@ proptest! {
                         send_pages(&writer, &list, copied).unwrap();
                         let (head, lent) = list.split_at(copied.min(list.len()));
                         let head: Vec<u8> = head.iter().flat_map(|slice| slice.to_vec()).collect();
-                        let mut lending = writer.lend();
-                        lending.put(&head, lent).unwrap();
+                        let mut lending = writer.zero_copy_writer();
+                        lending.write_all(&head, lent).unwrap();
                         lending.finish().unwrap();
                     });
-                    reader.get(&mut received).unwrap();
+                    reader.read_exact(&mut received).unwrap();
                 });
                 let expected = [&data[begin..], &data[begin..]].concat();
                 prop_assert!(received == expected, "{zero_copy} over {transport:?}: the bytes differ");
                 let counters = writer.counters();
                 prop_assert_eq!(counters.bytes_out, expected.len() as u64);
-                prop_assert_eq!(counters.lent, counters.lent_completed);
+                prop_assert_eq!(counters.zero_copy_calls, counters.zero_copy_completed);
                 let pages: u64 = lengths.iter().skip(copied).map(|length| *length as u64).sum();
                 let spliced = writer.zero_copy() == ZeroCopy::Splice;
                 prop_assert_eq!(counters.spliced, if spliced { pages } else { 0 });
-                prop_assert_eq!(counters.lent != 0, zero_copy == ZeroCopy::Msg && pages != 0);
+                prop_assert_eq!(counters.zero_copy_calls != 0, zero_copy == ZeroCopy::Msg && pages != 0);
             }
         }
     }
@@ -154,7 +154,7 @@ fn a_header_without_pages_does_not_wait_for_what_follows() {
             for _ in 0..5 {
                 let begun = Instant::now();
                 send_pages(&writer, &[IoSlice::new(b"zero pages"), IoSlice::new(b"")], 1).unwrap();
-                reader.get(&mut [0; 10]).unwrap();
+                reader.read_exact(&mut [0; 10]).unwrap();
                 fastest = fastest.min(begun.elapsed());
             }
             assert!(fastest < Duration::from_millis(150), "{zero_copy} over {transport:?}: {fastest:?}");
@@ -199,15 +199,15 @@ fn a_flush_of_nothing_takes_nothing_off_the_socket() {
     for transport in TRANSPORTS {
         for &zero_copy in methods(transport) {
             let (writer, reader) = connected(transport, &Options { zero_copy, ..Options::default() }).unwrap();
-            reader.put(b"an answer").unwrap();
+            reader.write_all(b"an answer").unwrap();
             reader.shutdown(Shutdown::Write).unwrap();
-            let mut lending = writer.lend();
+            let mut lending = writer.zero_copy_writer();
             lending.flush().unwrap();
             lending.finish().unwrap();
             let mut answer = [0; 9];
-            writer.get(&mut answer).unwrap();
+            writer.read_exact(&mut answer).unwrap();
             assert_eq!(&answer, b"an answer");
-            writer.lend().finish().unwrap();
+            writer.zero_copy_writer().finish().unwrap();
         }
     }
 }
@@ -238,7 +238,7 @@ fn memory_that_can_be_copied_but_not_lent_is_copied() {
                     send_pages(&writer, &[IoSlice::new(mapped)], 0).unwrap();
                     send_pages(&writer, &[IoSlice::new(&data)], 0).unwrap();
                 });
-                reader.get(&mut received).unwrap();
+                reader.read_exact(&mut received).unwrap();
             });
             assert!(received == [&data[..], &data].concat(), "{zero_copy} over {transport:?}: the bytes differ");
         }
@@ -285,16 +285,16 @@ mod alone {
                     send_pages(&writer, &[IoSlice::new(b"header"), IoSlice::new(&data)], 1).unwrap();
                 });
                 let mut header = [0; 6];
-                reader.get(&mut header).unwrap();
-                reader.get(&mut received).unwrap();
+                reader.read_exact(&mut header).unwrap();
+                reader.read_exact(&mut received).unwrap();
                 assert_eq!(&header, b"header");
             });
             assert!(received == data, "the bytes differ");
             let counters = writer.counters();
             // It is not tried over and over.
-            assert!((1..100).contains(&counters.starved), "{counters:?}");
-            assert_eq!(counters.lent, counters.lent_completed, "{counters:?}");
-            assert!(!copies || counters.lent == 0, "{counters:?}");
+            assert!((1..100).contains(&counters.zero_copy_refused), "{counters:?}");
+            assert_eq!(counters.zero_copy_calls, counters.zero_copy_completed, "{counters:?}");
+            assert!(!copies || counters.zero_copy_calls == 0, "{counters:?}");
             limited(8 << 20);
         }
     }

@@ -13,8 +13,8 @@ fn loans_that_do_not_come_back_are_waited_for_as_long_as_the_time_out_says() {
     let (writer, _reader) = narrow(Transport::Tcp, ZeroCopy::Msg);
     writer.set_timeouts(None, Some(Duration::from_millis(80))).unwrap();
     let buffer = pattern(1 << 20);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+    let mut lending = writer.zero_copy_writer();
+    lending.write_all(b"", &[IoSlice::new(&buffer)]).unwrap();
     let error = lending.flush().unwrap_err();
     assert!(error.is_timeout(), "{error}");
 }
@@ -25,9 +25,9 @@ fn a_shutdown_wakes_a_thread_that_waits_for_loans() {
     let buffer = pattern(1 << 20);
     thread::scope(|scope| {
         let flushed = scope.spawn(|| {
-            let mut lending = writer.lend();
-            let put = lending.put(b"", &[IoSlice::new(&buffer)]);
-            put.and_then(|()| lending.flush())
+            let mut lending = writer.zero_copy_writer();
+            let write = lending.write_all(b"", &[IoSlice::new(&buffer)]);
+            write.and_then(|()| lending.flush())
         });
         thread::sleep(Duration::from_millis(30));
         writer.shutdown(Shutdown::Both).unwrap();
@@ -44,17 +44,17 @@ fn what_was_lent_before_the_end_of_the_data_leaves_like_what_was_copied() {
         let mut received = vec![0; data.len()];
         thread::scope(|scope| {
             scope.spawn(|| {
-                let mut lending = writer.lend();
-                lending.put(b"", &[IoSlice::new(&data)]).unwrap();
+                let mut lending = writer.zero_copy_writer();
+                lending.write_all(b"", &[IoSlice::new(&data)]).unwrap();
                 writer.shutdown(Shutdown::Write).unwrap();
                 lending.finish().unwrap();
             });
             for part in received.chunks_mut(64 << 10) {
-                reader.get(part).unwrap();
+                reader.read_exact(part).unwrap();
             }
         });
         assert!(received == data, "{zero_copy}");
-        assert_eq!(reader.get_some(&mut [0]).unwrap(), 0, "{zero_copy}");
+        assert_eq!(reader.read(&mut [0]).unwrap(), 0, "{zero_copy}");
     }
 }
 
@@ -62,8 +62,8 @@ fn what_was_lent_before_the_end_of_the_data_leaves_like_what_was_copied() {
 fn a_peer_that_is_gone_ends_the_wait_for_loans() {
     let (writer, reader) = narrow(Transport::Tcp, ZeroCopy::Msg);
     let buffer = pattern(1 << 20);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+    let mut lending = writer.zero_copy_writer();
+    lending.write_all(b"", &[IoSlice::new(&buffer)]).unwrap();
     // With bytes unread, which resets the connection.
     drop(reader);
     // What was queued is thrown away and comes back, or the wait says what happened.
@@ -71,7 +71,7 @@ fn a_peer_that_is_gone_ends_the_wait_for_loans() {
         assert!(error.is_closed(), "{error:?}");
     }
     let error = loop {
-        if let Err(error) = lending.put(b"", &[IoSlice::new(&buffer)]).and_then(|()| lending.flush()) {
+        if let Err(error) = lending.write_all(b"", &[IoSlice::new(&buffer)]).and_then(|()| lending.flush()) {
             break error;
         }
     };
@@ -89,18 +89,18 @@ fn a_peer_that_has_closed_its_half_still_gets_what_is_lent() {
             thread::scope(|scope| {
                 scope.spawn(|| {
                     send_pages(&writer, &[IoSlice::new(b""), IoSlice::new(&data)], 1).unwrap();
-                    let mut lending = writer.lend();
-                    lending.put(b"", &[IoSlice::new(&data)]).unwrap();
+                    let mut lending = writer.zero_copy_writer();
+                    lending.write_all(b"", &[IoSlice::new(&data)]).unwrap();
                     lending.finish().unwrap();
                     writer.shutdown(Shutdown::Write).unwrap();
                 });
                 for part in received.chunks_mut(64 << 10) {
-                    reader.get(part).unwrap();
+                    reader.read_exact(part).unwrap();
                 }
-                assert_eq!(reader.get_some(&mut [0]).unwrap(), 0);
+                assert_eq!(reader.read(&mut [0]).unwrap(), 0);
             });
             assert!(received == data.repeat(2), "{zero_copy} over {transport:?}");
-            assert_eq!(writer.get_some(&mut [0]).unwrap(), 0);
+            assert_eq!(writer.read(&mut [0]).unwrap(), 0);
         }
     }
 }
@@ -110,15 +110,15 @@ fn what_is_lent_still_leaves_when_both_ends_have_said_their_last_word() {
     let (writer, reader) = narrow(Transport::Tcp, ZeroCopy::Msg);
     reader.shutdown(Shutdown::Write).unwrap();
     let data = pattern(1 << 20);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&data)]).unwrap();
+    let mut lending = writer.zero_copy_writer();
+    lending.write_all(b"", &[IoSlice::new(&data)]).unwrap();
     writer.shutdown(Shutdown::Write).unwrap();
     let mut received = vec![0; data.len()];
     thread::scope(|scope| {
         let finished = scope.spawn(|| lending.finish());
         // Long enough for a wait that takes the two ends for the end of the connection.
         thread::sleep(Duration::from_millis(50));
-        reader.get(&mut received).unwrap();
+        reader.read_exact(&mut received).unwrap();
         finished.join().unwrap().unwrap();
     });
     assert!(received == data);
@@ -133,7 +133,7 @@ fn a_peer_that_reads_no_more_is_gone_whatever_way_pages_leave() {
         let data = pattern(300_000);
         let errors = [
             send_pages(&writer, &[IoSlice::new(&data)], 0).unwrap_err(),
-            writer.lend().put(b"", &[IoSlice::new(&data)]).unwrap_err(),
+            writer.zero_copy_writer().write_all(b"", &[IoSlice::new(&data)]).unwrap_err(),
         ];
         assert!(errors.iter().all(ChannelError::is_closed), "{zero_copy}: {errors:?}");
     }
@@ -145,14 +145,14 @@ fn a_loan_that_is_dropped_unfinished_cuts_the_connection_and_nothing_of_it_leave
     writer.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
     let length = 1 << 20;
     let buffer = pattern(length);
-    let mut lending = writer.lend();
-    lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+    let mut lending = writer.zero_copy_writer();
+    lending.write_all(b"", &[IoSlice::new(&buffer)]).unwrap();
     drop(lending);
     drop(buffer);
     let mut received = vec![0; length];
     let mut got = 0;
     let error = loop {
-        match reader.get_some(&mut received[got..]) {
+        match reader.read(&mut received[got..]) {
             Ok(0) => break None,
             Ok(more) => got += more,
             Err(error) => break Some(error),

@@ -1,4 +1,4 @@
-//! Buffers that are freed or written anew: what was put has left by then, or was copied.
+//! Buffers that are freed or reused: what was written has left by then, or was copied.
 
 use std::io::IoSlice;
 use std::thread;
@@ -20,15 +20,15 @@ fn no_buffer_is_reused_while_it_is_lent() {
                 scope.spawn(|| {
                     for _ in 0..count {
                         let buffer = pattern(length);
-                        let mut lending = writer.lend();
-                        lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+                        let mut lending = writer.zero_copy_writer();
+                        lending.write_all(b"", &[IoSlice::new(&buffer)]).unwrap();
                         lending.finish().unwrap();
                         // It is freed here, and poisoned.
                         drop(buffer);
                     }
                 });
                 for part in received.chunks_mut(16 * 1024) {
-                    reader.get(part).unwrap();
+                    reader.read_exact(part).unwrap();
                 }
             });
             let as_put = received == pattern(length).repeat(count);
@@ -46,18 +46,18 @@ fn a_buffer_that_is_freed_while_it_is_lent_shows() {
         // Not made of what is freed here.
         let mut received = vec![0; length];
         let buffer = pattern(length);
-        let mut lending = writer.lend();
-        lending.put(b"", &[IoSlice::new(&buffer)]).unwrap();
+        let mut lending = writer.zero_copy_writer();
+        lending.write_all(b"", &[IoSlice::new(&buffer)]).unwrap();
         // Leaked, which is the only way to end the loan without waiting.
         std::mem::forget(lending);
         drop(buffer);
-        reader.get(&mut received).unwrap();
-        assert!(received.contains(&Poisoning::POISON), "the kernel has copied what was lent when it was put");
+        reader.read_exact(&mut received).unwrap();
+        assert!(received.contains(&Poisoning::POISON), "the kernel has copied what was lent when it was written");
     }
 }
 
 #[test]
-fn a_header_that_is_written_anew_before_the_flush_arrives_as_it_was_put() {
+fn a_header_that_is_written_anew_before_the_flush_arrives_as_it_was_written() {
     const HEADER: usize = 528;
     const PUTS: u8 = 150;
     let pages = pattern(2 * 4096);
@@ -68,12 +68,12 @@ fn a_header_that_is_written_anew_before_the_flush_arrives_as_it_was_put() {
             thread::scope(|scope| {
                 scope.spawn(|| {
                     let mut header = [0; HEADER];
-                    let mut lending = writer.lend();
+                    let mut lending = writer.zero_copy_writer();
                     for number in 0..PUTS {
                         header.fill(number);
                         match number % 2 {
-                            0 => lending.put(&header, &[IoSlice::new(&pages)]).unwrap(),
-                            _ => put_pages(&mut lending, &[&header[..], &pages].map(IoSlice::new), 1).unwrap(),
+                            0 => lending.write_all(&header, &[IoSlice::new(&pages)]).unwrap(),
+                            _ => write_pages(&mut lending, &[&header[..], &pages].map(IoSlice::new), 1).unwrap(),
                         }
                         header.fill(Poisoning::POISON);
                     }
@@ -82,7 +82,7 @@ fn a_header_that_is_written_anew_before_the_flush_arrives_as_it_was_put() {
                 // Most of it waits to be sent by then.
                 thread::sleep(Duration::from_millis(30));
                 for part in received.chunks_mut(16 * 1024) {
-                    reader.get(part).unwrap();
+                    reader.read_exact(part).unwrap();
                 }
             });
             for (number, packet) in (0..PUTS).zip(received.chunks(HEADER + pages.len())) {

@@ -234,7 +234,7 @@ fn a_sender_says_in_one_line_why_it_does_not_trust_a_qemu() {
     let uri = free_port();
     listen(&vm, &uri);
     let ended = start_send(&scene, &saved.snapshot, &uri, &["--tls-creds", trust.folder()]).wait();
-    ended.one_line(&[&uri, "it has closed the connection in the TLS handshake", "it may not use TLS"]);
+    ended.one_line(&[&uri, "it closed the connection during the TLS handshake", "it may not use TLS"]);
 }
 
 #[test]
@@ -290,7 +290,7 @@ fn a_receiver_turns_away_whom_it_does_not_trust_says_why_and_goes_on_waiting() {
         std::fs::create_dir(folder).unwrap();
         trust.authority.trusted_in(folder).unwrap();
     }
-    turned_away(with_credentials(small_beat(), &bare, "client", ""), true, "TLS: it has shown no certificate");
+    turned_away(with_credentials(small_beat(), &bare, "client", ""), true, "TLS: it presented no certificate");
     let another = Authority::new().unwrap();
     another.issue(&foreign, TlsEnd::Client, &[], Validity::Now).unwrap();
     let machine = with_credentials(small_beat(), &foreign, "client", ",sanity-check=off");
@@ -417,7 +417,7 @@ fn what_cannot_be_encrypted_is_refused_before_it_connects() {
     std::fs::create_dir(&empty).unwrap();
     for words in [["receive", "tcp:127.0.0.1:0", text(&snapshot)], ["send", text(&snapshot), "tcp:127.0.0.1:1"]] {
         let ended = crate::stage::limosa([&words[..], &["--tls-creds", text(&empty)]].concat());
-        ended.one_line(&["empty/ca-cert.pem", "a CA certificate is needed"]);
+        ended.one_line(&["empty/ca-cert.pem", "expected a CA certificate"]);
     }
     assert!(!snapshot.exists());
 }

@@ -55,7 +55,7 @@ impl Buffer {
         // A read of no bytes would pass for the end of the stream.
         invariant(self.end < self.bytes.len(), "a buffer that is read into has room")?;
         let room = self.bytes.get_mut(self.end..).ok_or_else(|| broken("a buffer that is read into has room"))?;
-        let got = channel.get_some(room)?;
+        let got = channel.read(room)?;
         self.end += got;
         Ok(got)
     }

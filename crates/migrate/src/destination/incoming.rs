@@ -99,7 +99,7 @@ impl Incoming {
     /// up just there, the rest of the stream comes now, and what was received is worth nothing.
     pub fn confirm_end(&self) -> Result<(), MigrateError> {
         self.channel.set_timeouts(Some(TAIL_TIMEOUT), None)?;
-        match self.channel.get_some(&mut [0; 64]) {
+        match self.channel.read(&mut [0; 64]) {
             Ok(0) => Ok(()),
             // Over TLS stock QEMU does not announce the end.
             Err(error) if error.is_cut() => Ok(()),
@@ -121,6 +121,6 @@ impl Incoming {
         }
         let mut bytes = Vec::new();
         ReturnMessage::Shut(status).encode(&mut bytes)?;
-        Ok(self.channel.put(&bytes)?)
+        Ok(self.channel.write_all(&bytes)?)
     }
 }

@@ -487,7 +487,7 @@ impl<'a> Receiver<'a> {
             Command::Ping(token) if self.return_path => {
                 let mut bytes = Vec::new();
                 ReturnMessage::Pong(*token).encode(&mut bytes)?;
-                self.role.channel.put(&bytes)?;
+                self.role.channel.write_all(&bytes)?;
             }
             Command::SwitchoverStart => self.role.progress.enter(Phase::Device),
             other => {

@@ -155,7 +155,7 @@ impl<'a> PageChannel<'a> {
         let mut got = 0;
         while got < PACKET_LEN {
             let missing = header.get_mut(got..).ok_or_else(|| broken("a header that is read is not complete"))?;
-            let more = match self.channel.get_some(missing) {
+            let more = match self.channel.read(missing) {
                 Ok(more) => more,
                 // Between packets a channel may be silent for as long as the main channel does not wait for it.
                 Err(error) if error.is_timeout() && got == 0 && !self.is_overdue() => continue,
@@ -252,13 +252,13 @@ impl<'a> PageChannel<'a> {
         let pages =
             self.buffer.get_mut(begin..self.used).ok_or_else(|| broken("an empty buffer has room for a packet"))?;
         if packet.compression == Compression::None {
-            self.channel.get(pages)?;
+            self.channel.read_exact(pages)?;
             return Ok(begin);
         }
         // Not more than the limit, which is as much as there is room for.
         let packed = self.packed.get_mut(..to_usize(packet.payload_len.into()));
         let packed = packed.ok_or_else(|| broken("a packet that was decoded keeps the limit of its payload"))?;
-        self.channel.get(packed)?;
+        self.channel.read_exact(packed)?;
         self.unpacker.unpack(packed, pages).map_err(|found| {
             let what = format!("{} pages compressed by {}", packet.normal.len(), packet.compression.name()).into();
             StreamError::new(position, "packet of a multifd channel", ErrorKind::Expected { what, found })

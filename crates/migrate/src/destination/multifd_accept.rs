@@ -223,7 +223,7 @@ impl<'a> MultifdAccept<'a> {
             // It has gone again. Who has shaken hands before may not trust this end, and not say so: stock QEMU goes
             // so.
             Ok(Some(_)) => {
-                let gone = channel.get(&mut bytes).err();
+                let gone = channel.read_exact(&mut bytes).err();
                 let why = gone.filter(|gone| gone.tls_failure().is_some()).map(|gone| Found::Refused(gone.into()));
                 return Ok(why.unwrap_or(Found::Stranger));
             }
@@ -237,7 +237,7 @@ impl<'a> MultifdAccept<'a> {
         }
         if got == INITIAL_LEN && magic == multifd::MAGIC {
             // It is all there: this waits for nothing.
-            channel.get(&mut bytes)?;
+            channel.read_exact(&mut bytes)?;
             return Ok(Found::Pages(InitialPacket::decode(&bytes)?));
         }
         if got >= TLS_HELLO.len() && bytes.starts_with(&TLS_HELLO) {

@@ -54,7 +54,7 @@ impl Scatter {
         }
         // SAFETY: `PageMemory` promises that its places are mapped, writable and without references while it is
         // borrowed.
-        let got = unsafe { channel.get_vector_raw(&self.list) };
+        let got = unsafe { channel.read_exact_raw(&self.list) };
         self.list.clear();
         got?;
         let resent = self.runs.iter().map(|run| memory.filled(block, *run)).sum();

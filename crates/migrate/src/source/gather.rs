@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 
 use libc::iovec;
-use limosa_channel::{Channel, ChannelError, Lending};
+use limosa_channel::{Channel, ChannelError, ZeroCopyWriter};
 use limosa_memory::MemoryBlock;
 use limosa_page::PageRange;
 
@@ -43,13 +43,13 @@ impl<'m> Gather<'m> {
     /// Sends all of it, in order.
     pub(crate) fn put(&self, channel: &Channel) -> Result<(), ChannelError> {
         // SAFETY: every entry names a slice or a part of a mapped block that was borrowed for 'm, which has not ended.
-        unsafe { channel.put_vector_raw(&self.list) }
+        unsafe { channel.write_all_raw(&self.list) }
     }
 
     /// As [`put`](Self::put), the pages lent where the channel does that, behind the first `copied` entries, which are
     /// not.
-    pub(crate) fn lend(&self, lending: &mut Lending<'_, '_>, copied: usize) -> Result<(), ChannelError> {
+    pub(crate) fn lend(&self, lending: &mut ZeroCopyWriter<'_, '_>, copied: usize) -> Result<(), ChannelError> {
         // SAFETY: as above; of guest memory it is known that it may be read later.
-        unsafe { lending.put_pages(&self.list, copied) }
+        unsafe { lending.write_pages(&self.list, copied) }
     }
 }

@@ -366,16 +366,16 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let (body, _) = self.package()?;
         let Some(open) = open_preempt else {
             self.commit()?;
-            self.channel.put_vector(&[IoSlice::new(&prologue), IoSlice::new(&body)])?;
+            self.channel.write_all_vectored(&[IoSlice::new(&prologue), IoSlice::new(&body)])?;
             return Ok(None);
         };
         // The destination takes the second connection for the preempt channel, so the main one must have been accepted:
         // the answer to the prologue's PING proves it.
-        self.channel.put(&prologue)?;
+        self.channel.write_all(&prologue)?;
         state.return_path.wait_pong(postcopy::PING_OPENED, self.options.answer_timeout)?;
         let preempt = self.connect_preempt(open)?;
         self.commit()?;
-        self.channel.put(&body)?;
+        self.channel.write_all(&body)?;
         Ok(Some(preempt))
     }
 
@@ -399,7 +399,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     ) -> Result<Package, MigrateError> {
         let (bytes, decisive) = self.package()?;
         let preempt = self.open_preempt.take().map(|open| self.connect_preempt(open)).transpose()?;
-        self.channel.put(discards)?;
+        self.channel.write_all(discards)?;
         self.progress.expect_pages(prepared.unsent.left());
         return_path.still_open()?;
         self.commit()?;
@@ -436,7 +436,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         for (index, block) in start.blocks.iter().enumerate() {
             let mut bytes = Vec::new();
             Command::ReceiveBitmap { block: block.name.clone() }.encode(&mut bytes)?;
-            self.channel.put(&bytes)?;
+            self.channel.write_all(&bytes)?;
             let (name, bitmap) = state.return_path.wait_bitmap(self.options.answer_timeout)?;
             if name != block.name {
                 return Err(MigrateError::Protocol(format!(
@@ -454,7 +454,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let preempt = open_preempt.map(|open| self.connect_preempt(open)).transpose()?;
         let mut bytes = Vec::new();
         Command::PostcopyResume.encode(&mut bytes)?;
-        self.channel.put(&bytes)?;
+        self.channel.write_all(&bytes)?;
         if let Some(preempt) = &preempt {
             // Over TLS the destination may take the channel only after its handshake, and answers when it has it.
             preempt.establish()?;
@@ -464,7 +464,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         (self.observer)(Milestone::DevicesLoaded);
         bytes.clear();
         section::encode_part(start.section_id, &mut bytes);
-        self.channel.put(&bytes)?;
+        self.channel.write_all(&bytes)?;
         Ok(preempt)
     }
 
@@ -542,7 +542,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 ram::encode_eos(start.section_id, &mut bytes);
                 Command::Ping(postcopy::PING_PACKAGED).encode(&mut bytes)?;
                 section::encode_part(start.section_id, &mut bytes);
-                self.channel.put(&bytes)?;
+                self.channel.write_all(&bytes)?;
             }
             // In this order: when nothing is left to claim, what the preempt channel's thread has claimed is counted.
             // It is not sent yet, and reading it may still fail.
@@ -573,6 +573,6 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         section::encode_eof(&mut bytes);
         state.ending.store(true, Ordering::Release);
         self.progress.enter(Phase::Completing);
-        Ok(self.channel.put(&bytes)?)
+        Ok(self.channel.write_all(&bytes)?)
     }
 }

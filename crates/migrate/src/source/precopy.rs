@@ -133,7 +133,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         // One that finds its pages copied by the kernel turns to splicing.
         let may_splice = |channel: &Channel| match channel.zero_copy() {
             ZeroCopy::Off => false,
-            ZeroCopy::Msg => channel.zero_copy_wanted() == ZeroCopy::Auto,
+            ZeroCopy::Msg => channel.zero_copy_setting() == ZeroCopy::Auto,
             ZeroCopy::Splice | ZeroCopy::Auto => true,
         };
         let is_lent = |block| self.source.memory(block).is_some_and(|memory| memory.page_size() == PAGE_SIZE);
@@ -214,7 +214,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             if let Some(answer_timeout) = self.options.greeting {
                 Command::Ping(postcopy::PING_OPENED).encode(&mut bytes)?;
                 if multifd.is_none() {
-                    self.channel.put(&bytes)?;
+                    self.channel.write_all(&bytes)?;
                     bytes.clear();
                     return_path.wait_pong(postcopy::PING_OPENED, answer_timeout)?;
                 }
@@ -228,7 +228,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         ram::encode_eos(start.section_id, &mut bytes);
         bytes.extend_from_slice(self.source.early_sections());
         section::encode_part(start.section_id, &mut bytes);
-        self.channel.put(&bytes)?;
+        self.channel.write_all(&bytes)?;
         self.progress.enter(Phase::Active);
         let changed = self.send_changed()?;
         let mut moved = match multifd {
@@ -258,7 +258,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         if let Some(multifd) = multifd.filter(|_| self.options.return_path) {
             // Until the destination has read what was passed on unread, a write to the file changes it.
             Command::Ping(TAKEN).encode(&mut bytes)?;
-            self.channel.put(&bytes)?;
+            self.channel.write_all(&bytes)?;
             bytes.clear();
             return_path.wait_pong(TAKEN, self.options.answer_timeout)?;
             multifd.check_taken()?;
@@ -273,7 +273,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             bytes.extend_from_slice(description);
         }
         self.progress.enter(Phase::Device);
-        self.channel.put(&bytes)?;
+        self.channel.write_all(&bytes)?;
         self.progress.enter(Phase::Completing);
         Ok(moved)
     }

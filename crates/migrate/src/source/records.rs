@@ -196,7 +196,7 @@ impl<'a> RecordWriter<'a> {
         if let Some(last @ [_, ..]) = self.headers.get(begin..) {
             slices.push(IoSlice::new(last));
         }
-        self.channel.put_vector(&slices)?;
+        self.channel.write_all_vectored(&slices)?;
         self.headers.clear();
         Ok((pages.len() - zeros, zeros))
     }
@@ -299,7 +299,7 @@ impl<'a> RecordWriter<'a> {
 
     fn put_headers(&mut self) -> Result<(), ChannelError> {
         let began = Instant::now();
-        let put = self.channel.put(&self.headers);
+        let put = self.channel.write_all(&self.headers);
         self.busy += began.elapsed();
         put
     }
@@ -397,7 +397,7 @@ mod tests {
 
     impl Read for Decrypted {
         fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-            self.0.get_some(into).map_err(io::Error::other)
+            self.0.read(into).map_err(io::Error::other)
         }
     }
 

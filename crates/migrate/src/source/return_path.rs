@@ -99,7 +99,7 @@ impl ReturnPath {
         let mut bytes = vec![0; 64 << 10];
         let (mut current, mut first) = (None, true);
         loop {
-            let got = channel.get_some(&mut bytes)?;
+            let got = channel.read(&mut bytes)?;
             if got == 0 {
                 return Ok(());
             }

@@ -56,7 +56,7 @@ impl StreamBuffer {
     pub(crate) fn flush(&mut self, channel: &Channel) -> Result<(), MigrateError> {
         let filled = self.bytes.get(..std::mem::take(&mut self.filled));
         let filled = filled.ok_or_else(|| broken("a buffer is filled up to its end at most"))?;
-        Ok(channel.put_vector(&[IoSlice::new(filled)])?)
+        Ok(channel.write_all_vectored(&[IoSlice::new(filled)])?)
     }
 
     /// Room for at least one and at most `wanted` of the bytes that come next, which count as filled.

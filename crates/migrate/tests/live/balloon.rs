@@ -105,7 +105,7 @@ impl Case {
             let receiving = scope.spawn(|| {
                 for channel in &far_page_channels {
                     let mut first = [0; INITIAL_LEN];
-                    if channel.get(&mut first).is_err() {
+                    if channel.read_exact(&mut first).is_err() {
                         return false;
                     }
                     InitialPacket::decode(&first).unwrap();

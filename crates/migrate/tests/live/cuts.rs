@@ -160,7 +160,7 @@ impl Case {
                     (None, None) => {
                         for channel in &far_page_channels {
                             // Who is cut before it has said who it is has no more to say.
-                            let _ = channel.get(&mut [0; INITIAL_LEN]);
+                            let _ = channel.read_exact(&mut [0; INITIAL_LEN]);
                         }
                         LiveDestination::new(vm, far, &control, &progress, options)
                             .with_channels(far_page_channels, MultifdOptions::default())

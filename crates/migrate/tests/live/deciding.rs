@@ -145,7 +145,7 @@ fn a_destination_that_answers_everything_in_advance_still_owes_the_answer_to_the
         scope.spawn(|| {
             say(&far, &ReturnMessage::Pong(PING_OPENED));
             say(&far, &ReturnMessage::Pong(PING_LOADED));
-            while let Ok(1..) = far.get_some(&mut [0; 4096]) {}
+            while let Ok(1..) = far.read(&mut [0; 4096]) {}
             let _ = far.shutdown(Shutdown::Both);
         });
         let params = MigrationParams { answer_timeout: Duration::from_millis(500), ..MigrationParams::default() };

@@ -90,7 +90,7 @@ fn options() -> LiveDestinationOptions {
 fn answers(channel: &Channel) -> Vec<u8> {
     let mut heard = Vec::new();
     let mut room = [0; 256];
-    while let Ok(got @ 1..) = channel.get_some(&mut room) {
+    while let Ok(got @ 1..) = channel.read(&mut room) {
         heard.extend_from_slice(&room[..got]);
     }
     heard
@@ -112,9 +112,9 @@ fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (V
     let outcome = thread::scope(|scope| {
         let heard = &mut heard;
         let sending = scope.spawn(move || {
-            let _ = near.put(first);
-            if near.get(heard).is_ok() {
-                let _ = near.put(then);
+            let _ = near.write_all(first);
+            if near.read_exact(heard).is_ok() {
+                let _ = near.write_all(then);
             }
             let _ = near.shutdown(Shutdown::Write);
             answers(near)
@@ -234,12 +234,12 @@ fn pages_of_packets_go_straight_to_their_places() {
     packets.extend(packet(true, &[6], &[40], 100));
     let outcome = thread::scope(|scope| {
         scope.spawn(move || {
-            near.put(&script.before).unwrap();
-            near.get(&mut vec![0; said(&READY).len()]).unwrap();
-            near.put(&script.after).unwrap();
+            near.write_all(&script.before).unwrap();
+            near.read_exact(&mut vec![0; said(&READY).len()]).unwrap();
+            near.write_all(&script.after).unwrap();
             answers(&near)
         });
-        scope.spawn(move || side.put(&packets).and_then(|()| side.get_some(&mut [0])));
+        scope.spawn(move || side.write_all(&packets).and_then(|()| side.read(&mut [0])));
         let role = LiveDestination::new(&vm, far, &control, &progress, options());
         role.with_channels(vec![far_side], MultifdOptions::default()).run()
     });
@@ -340,7 +340,7 @@ impl IncomingVm for Interrupted<'_> {
     }
 
     fn load_device(&self, section: OpaqueSection<'_>) -> Result<(), VmError> {
-        self.near.put(b"and more")?;
+        self.near.write_all(b"and more")?;
         self.vm.load_device(section)
     }
 
@@ -352,14 +352,14 @@ impl IncomingVm for Interrupted<'_> {
 #[test]
 fn what_looked_like_an_end_and_was_none_does_not_start_the_vm() {
     let ((near, far), control, progress) = (pair(), Control::new(), Progress::new());
-    near.put(&stock_stream()).unwrap();
+    near.write_all(&stock_stream()).unwrap();
     let vm = Interrupted { vm: vm(), near: &near };
     let outcome = LiveDestination::new(&vm, far, &control, &progress, options()).run();
     let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
     assert!(error.to_string().contains("goes on behind what looked like its end"), "{error}");
     assert_eq!((vm.vm.started(), vm.vm.loaded.lock().unwrap().len()), (0, 1));
     let mut heard = vec![0; said(&[READY[0].clone(), ReturnMessage::Shut(1)]).len()];
-    near.get(&mut heard).unwrap();
+    near.read_exact(&mut heard).unwrap();
     assert_eq!(heard, said(&[READY[0].clone(), ReturnMessage::Shut(1)]));
 }
 
@@ -367,7 +367,7 @@ fn what_looked_like_an_end_and_was_none_does_not_start_the_vm() {
 fn a_source_without_a_word_that_is_gone_before_the_vm_runs_leaves_it_undecided() {
     let stream = stock_stream();
     let (vm, (near, far), control, progress) = (vm(), pair(), Control::new(), Progress::new());
-    near.put(&stream).unwrap();
+    near.write_all(&stream).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let outcome = LiveDestination::new(&vm, far, &control, &progress, options()).run();
     let IncomingOutcome::Undecided(arrived) = outcome else { panic!("{outcome:?}") };
@@ -385,9 +385,9 @@ fn a_live_vm_is_received_into_a_file_without_the_words_between() {
     let mut kept = Kept::default();
     let incoming = thread::scope(|scope| {
         scope.spawn(|| {
-            near.put(&script.before).unwrap();
-            near.get(&mut vec![0; said(&READY).len()]).unwrap();
-            near.put(&script.after).unwrap();
+            near.write_all(&script.before).unwrap();
+            near.read_exact(&mut vec![0; said(&READY).len()]).unwrap();
+            near.write_all(&script.after).unwrap();
         });
         Destination::new(far, &Control::new(), &Progress::new(), DestinationOptions::default()).receive(&mut kept)
     });

@@ -49,7 +49,7 @@ fn vm(pages: [u64; 2]) -> TestVm {
 fn receive(vm: &Vm, main: Channel, page_channels: Vec<Channel>) -> IncomingOutcome<'_, Vm> {
     for channel in &page_channels {
         let mut first = [0; INITIAL_LEN];
-        channel.get(&mut first).unwrap();
+        channel.read_exact(&mut first).unwrap();
         InitialPacket::decode(&first).unwrap();
     }
     let (control, progress) = (Control::new(), Progress::new());

@@ -36,7 +36,7 @@ fn send(channel: &Channel, run: u64, gap: u64, end: u64) {
         records.append(kind, 0, page * 4096, &mut bytes).unwrap();
         bytes.resize(bytes.len() + if contents { PAGE_LEN } else { 0 }, 7);
         if bytes.len() > 1 << 18 {
-            if channel.put(&bytes).is_err() {
+            if channel.write_all(&bytes).is_err() {
                 return;
             }
             bytes.clear();
@@ -47,8 +47,8 @@ fn send(channel: &Channel, run: u64, gap: u64, end: u64) {
     devices.push("timer", 0, 1, b"tick").unwrap();
     bytes.extend_from_slice(devices.bytes());
     Command::Ping(PING_READY).encode(&mut bytes).unwrap();
-    let _ = channel.put(&bytes);
-    if channel.get(&mut [0; 8]).is_err() {
+    let _ = channel.write_all(&bytes);
+    if channel.read_exact(&mut [0; 8]).is_err() {
         return;
     }
     bytes.clear();
@@ -58,8 +58,8 @@ fn send(channel: &Channel, run: u64, gap: u64, end: u64) {
     bytes.push(section::DESCRIPTION);
     bytes.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
     bytes.extend_from_slice(&json);
-    let _ = channel.put(&bytes);
-    let _ = channel.get(&mut [0; 8]);
+    let _ = channel.write_all(&bytes);
+    let _ = channel.read_exact(&mut [0; 8]);
 }
 
 /// The other process of the tests below.

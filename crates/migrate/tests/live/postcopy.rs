@@ -309,11 +309,11 @@ fn a_page_that_comes_again_leaves_what_the_guest_has_written() {
     let stats = thread::scope(|scope| {
         let (vm, near) = (&vm, &near);
         scope.spawn(move || {
-            near.put(&first).unwrap();
+            near.write_all(&first).unwrap();
             assert!(vm.runs());
             assert_eq!(vm.fill_of(0, 3), 1);
             vm.memory.block(0).unwrap().write(3 * 4096, &[9; PAGE_LEN]).unwrap();
-            near.put(&again).unwrap();
+            near.write_all(&again).unwrap();
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
         vm.give_up();
@@ -338,12 +338,12 @@ fn a_page_that_another_mapping_has_touched_is_not_taken_for_one_that_has_come() 
     let outcome = thread::scope(|scope| {
         let (vm, near, back_end) = (&vm, &near, &back_end);
         scope.spawn(move || {
-            near.put(&first).unwrap();
+            near.write_all(&first).unwrap();
             assert!(vm.runs());
             let mut bytes = [1; PAGE_LEN];
             back_end.read(5 * 4096, &mut bytes).unwrap();
             assert_eq!(bytes, [0; PAGE_LEN], "it does not wait");
-            near.put(&pages).unwrap();
+            near.write_all(&pages).unwrap();
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
         vm.give_up();
@@ -373,13 +373,13 @@ fn pages_that_were_allocated_and_never_touched_are_waited_for_too() {
     let stats = thread::scope(|scope| {
         let (vm, near) = (&vm, &near);
         scope.spawn(move || {
-            near.put(&first).unwrap();
+            near.write_all(&first).unwrap();
             assert!(vm.runs());
             let reading = scope.spawn(move || vm.fill_of(0, 5));
             near.set_timeouts(Some(Duration::from_secs(20)), None).unwrap();
             // What says PONG and what asks for the page: 12 bytes at least.
-            near.get(&mut [0; 8 + 12]).unwrap();
-            near.put(&pages).unwrap();
+            near.read_exact(&mut [0; 8 + 12]).unwrap();
+            near.write_all(&pages).unwrap();
             assert_eq!(reading.join().unwrap(), 5);
         });
         let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
@@ -433,9 +433,9 @@ fn a_vmm_that_panics_leaves_no_thread_waiting() {
             let options = LiveDestinationOptions { answer_timeout: None, ..options() };
             drop(LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options).run());
         });
-        near.put(&first).unwrap();
+        near.write_all(&first).unwrap();
         // The source is told that it is over, and is not told that the VM runs.
-        assert!(matches!(near.get_some(&mut [0; 64]), Ok(0) | Err(_)));
+        assert!(matches!(near.read(&mut [0; 64]), Ok(0) | Err(_)));
         receiving.join().is_err()
     });
     assert_eq!((panicked, vm.started()), (true, 0));

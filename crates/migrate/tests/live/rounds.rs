@@ -118,7 +118,7 @@ impl Case {
             let receiving = scope.spawn(|| {
                 for channel in &far_page_channels {
                     let mut first = [0; INITIAL_LEN];
-                    channel.get(&mut first).unwrap();
+                    channel.read_exact(&mut first).unwrap();
                     InitialPacket::decode(&first).unwrap();
                 }
                 let expected = MultifdOptions { compression: self.compression };
@@ -169,7 +169,7 @@ impl Case {
             let differs = here.chunks(4096).zip(there.chunks(4096)).position(|(here, there)| here != there);
             assert_eq!(differs, None, "page of block {block}, {self:?}\n{stats:#?}");
         }
-        let lent = stats.channels.iter().map(|counters| counters.lent).sum::<u64>() != 0;
+        let lent = stats.channels.iter().map(|counters| counters.zero_copy_calls).sum::<u64>() != 0;
         let spliced = stats.channels.iter().map(|counters| counters.spliced).sum::<u64>() != 0;
         let as_they_are = self.channels != 0 && self.compression == Compression::None;
         let [by_message, by_splice] = match self.zero_copy.0 {

@@ -133,7 +133,7 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
         let arriving = scope.spawn(|| {
             for channel in &far_page_channels {
                 let mut first = [0; INITIAL_LEN];
-                channel.get(&mut first).map_err(|error| error.to_string())?;
+                channel.read_exact(&mut first).map_err(|error| error.to_string())?;
                 InitialPacket::decode(&first).unwrap();
             }
             let options = LiveDestinationOptions { shared_memory: there, ..LiveDestinationOptions::default() };
@@ -313,7 +313,7 @@ fn hostile(descriptors: usize, pages_of: usize, address: u64) -> (Result<(), Str
         let ram = source.memory.block(0).unwrap().pass().unwrap();
         let null = source.memory.block(1).unwrap().pass().unwrap();
         let passed: Vec<_> = [ram.as_fd(), null.as_fd()].into_iter().cycle().take(descriptors).collect();
-        near.put_with(&bytes, &passed).unwrap();
+        near.write_all_with_descriptors(&bytes, &passed).unwrap();
         if pages_of == 1 {
             near.shutdown(Shutdown::Write).unwrap();
         }

@@ -349,7 +349,7 @@ impl Destination {
         let mut room = [0; 64 << 10];
         while self.buffer.len() < total {
             let most = self.reads.min(room.len());
-            match self.channel.get_some(&mut room[..most]) {
+            match self.channel.read(&mut room[..most]) {
                 Ok(got) if got > 0 => {
                     self.buffer.extend_from_slice(&room[..got]);
                     self.reads -= got;
@@ -368,7 +368,7 @@ impl Destination {
         message.encode(&mut bytes).unwrap();
         let most = self.says.get().min(bytes.len());
         self.says.set(self.says.get() - most);
-        let _ = self.channel.put(&bytes[..most]);
+        let _ = self.channel.write_all(&bytes[..most]);
         if most < bytes.len() {
             // The way back is gone.
             let _ = self.channel.shutdown(Shutdown::Write);
@@ -389,7 +389,7 @@ impl Destination {
                 Ok(())
             }
             Does::Garbage => {
-                let _ = self.channel.put(&[0xee; 600]);
+                let _ = self.channel.write_all(&[0xee; 600]);
                 self.silent = true;
                 Ok(())
             }
@@ -401,7 +401,7 @@ impl Destination {
                 // Until the source has given up: its end of the stream is seen without reading it.
                 for _ in 0..4000 {
                     thread::sleep(Duration::from_millis(5));
-                    if self.channel.put(&[]).is_err() || self.channel.peek(&mut [0; 1]).is_err() || self.ended() {
+                    if self.channel.write_all(&[]).is_err() || self.channel.peek(&mut [0; 1]).is_err() || self.ended() {
                         break;
                     }
                 }

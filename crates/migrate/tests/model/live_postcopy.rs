@@ -67,7 +67,7 @@ struct Over;
 fn fill(channel: &Channel, buffer: &mut Vec<u8>, total: usize) -> Result<(), Over> {
     let mut room = [0; 64 << 10];
     while buffer.len() < total {
-        match channel.get_some(&mut room) {
+        match channel.read(&mut room) {
             Ok(got) if got > 0 => buffer.extend_from_slice(&room[..got]),
             _ => return Err(Over),
         }

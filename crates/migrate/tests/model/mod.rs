@@ -210,7 +210,7 @@ impl<'a> Records<'a> {
                 }
                 Ok(Step::Need(total)) => {
                     while self.buffer.len() < total {
-                        match channel.get_some(&mut room) {
+                        match channel.read(&mut room) {
                             Ok(got) if got > 0 => self.buffer.extend_from_slice(&room[..got]),
                             _ => return,
                         }
@@ -221,7 +221,7 @@ impl<'a> Records<'a> {
                     match &event {
                         Event::Page { block, offset } => {
                             while self.buffer.len() < PAGE_LEN {
-                                match channel.get_some(&mut room) {
+                                match channel.read(&mut room) {
                                     Ok(got) if got > 0 => self.buffer.extend_from_slice(&room[..got]),
                                     _ => return,
                                 }
@@ -232,7 +232,7 @@ impl<'a> Records<'a> {
                         Event::Zero { block, offset } => self.land(landed, *block, offset / 4096, &[0; PAGE_LEN]),
                         Event::Package { length } => {
                             while self.buffer.len() < usize::try_from(*length).unwrap() {
-                                match channel.get_some(&mut room) {
+                                match channel.read(&mut room) {
                                     Ok(got) if got > 0 => self.buffer.extend_from_slice(&room[..got]),
                                     _ => return,
                                 }
@@ -303,7 +303,7 @@ impl Landed {
 pub fn say(channel: &Channel, message: &ReturnMessage) {
     let mut bytes = Vec::new();
     message.encode(&mut bytes).unwrap();
-    let _ = channel.put(&bytes);
+    let _ = channel.write_all(&bytes);
 }
 
 /// Asks for one page.

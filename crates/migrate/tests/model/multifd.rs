@@ -180,7 +180,7 @@ impl<'a> MultifdModel<'a> {
     fn take_channel(&self, id: u8, channel: Channel, link: MainLink<'_>) -> Result<(), String> {
         let MainLink { main, notices, released } = link;
         let mut initial = [0; INITIAL_LEN];
-        channel.get(&mut initial).map_err(|error| error.to_string())?;
+        channel.read_exact(&mut initial).map_err(|error| error.to_string())?;
         let initial = InitialPacket::decode(&initial).map_err(|error| error.to_string())?;
         self.outcome.lock().unwrap().uuids.push(initial.uuid);
         if initial.id != id {
@@ -203,11 +203,11 @@ impl<'a> MultifdModel<'a> {
                 _ => {}
             }
             let mut header = [0; PACKET_LEN];
-            match channel.get_some(&mut header[..1]) {
+            match channel.read(&mut header[..1]) {
                 Ok(0) | Err(_) => return Ok(()),
                 Ok(_) => {}
             }
-            if channel.get(&mut header[1..]).is_err() {
+            if channel.read_exact(&mut header[1..]).is_err() {
                 return Ok(());
             }
             taken += 1;
@@ -246,7 +246,7 @@ impl<'a> MultifdModel<'a> {
             return Err("a packet without pages".into());
         }
         let mut payload = vec![0; usize::try_from(packet.payload_len).unwrap()];
-        if channel.get(&mut payload).is_err() {
+        if channel.read_exact(&mut payload).is_err() {
             return Ok(());
         }
         let contents = pages.take(&payload, packet.normal.len() * PAGE_LEN)?;
@@ -274,7 +274,7 @@ impl<'a> MultifdModel<'a> {
                 Err(error) => return self.wrong(error.to_string()),
                 Ok(Step::Need(total)) => {
                     while buffer.len() < total {
-                        match main.get_some(&mut room) {
+                        match main.read(&mut room) {
                             Ok(got) if got > 0 => buffer.extend_from_slice(&room[..got]),
                             _ => return,
                         }
@@ -309,7 +309,7 @@ impl<'a> MultifdModel<'a> {
                     let status = u32::from(self.trouble == Some(Trouble::RefuseAtTheEnd));
                     // Not before the whole tail is there, or the source would still be writing it.
                     while !buffer.ends_with(b"]}") {
-                        match main.get_some(&mut room) {
+                        match main.read(&mut room) {
                             Ok(got) if got > 0 => buffer.extend_from_slice(&room[..got]),
                             _ => return,
                         }
@@ -324,7 +324,7 @@ impl<'a> MultifdModel<'a> {
 
 /// Waits until the source has closed the main channel.
 fn wait_end(main: &Channel) {
-    while main.get_some(&mut [0; 4096]).is_ok_and(|got| got > 0) {}
+    while main.read(&mut [0; 4096]).is_ok_and(|got| got > 0) {}
 }
 
 /// Waits until every channel waits, and lets all go on. `false` if one has ended.

@@ -43,11 +43,11 @@ impl Relay {
                 let left = &left;
                 scope.spawn(move || {
                     let mut room = vec![0; 16 << 10];
-                    while let Ok(got @ 1..) = from.get_some(&mut room) {
+                    while let Ok(got @ 1..) = from.read(&mut room) {
                         let take = |left: u64| Some(left.saturating_sub(got as u64));
                         let before = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).unwrap();
                         let may = usize::try_from(before).unwrap_or(usize::MAX).min(got);
-                        if to.put(&room[..may]).is_err() || may < got {
+                        if to.write_all(&room[..may]).is_err() || may < got {
                             break;
                         }
                     }

@@ -137,13 +137,13 @@ fn receive_with(
         DestinationOptions { answer_timeout: Some(Duration::from_millis(300)), ..DestinationOptions::default() };
     for (id, (near, pages)) in nears.iter().zip(pages).enumerate() {
         assert!(pages.0.len() < 100_000, "more than a socket takes before it is read");
-        near.put(&pages.0).unwrap();
+        near.write_all(&pages.0).unwrap();
         if !open.contains(&id) {
             near.shutdown(Shutdown::Write).unwrap();
         }
     }
     assert!(main.len() < 100_000, "more than a socket takes before it is read");
-    near.put(&main).unwrap();
+    near.write_all(&main).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let (control, progress) = (Control::new(), Progress::new());
     Destination::new(far, &control, &progress, options)
@@ -355,7 +355,7 @@ fn listener() -> (tempfile::TempDir, Listener) {
 
 fn connect(listener: &Listener, bytes: &[u8]) -> Channel {
     let channel = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
-    channel.put(bytes).unwrap();
+    channel.write_all(bytes).unwrap();
     channel
 }
 
@@ -384,12 +384,12 @@ fn channels_are_told_apart_in_any_order_and_however_slowly_they_say_who_they_are
         (connect(&listener, &initial(1)), connect(&listener, b"QEVMrest"), connect(&listener, &initial(0)));
     let mut gathering = gathering(&listener, 3, 20_000);
     assert!(gathering.step(Duration::from_millis(50)).unwrap().is_none());
-    slow.put(&initial(2)[5..]).unwrap();
-    slow.put(b"two").unwrap();
+    slow.write_all(&initial(2)[5..]).unwrap();
+    slow.write_all(b"two").unwrap();
     let set = gather(gathering).unwrap();
     let (mut main, mut two) = ([0; 8], [0; 3]);
-    set.main.get(&mut main).unwrap();
-    set.pages[2].get(&mut two).unwrap();
+    set.main.read_exact(&mut main).unwrap();
+    set.pages[2].read_exact(&mut two).unwrap();
     assert_eq!((&main, &two, set.pages.len()), (b"QEVMrest", b"two", 3));
 }
 
@@ -403,7 +403,7 @@ fn thousands_of_strangers_hold_up_no_channel() {
             for number in 0..3000 {
                 let bytes = [&b""[..], b"GET / HTTP/1.1\r\n\r\n", b"QE"][number % 3];
                 let stranger = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
-                let _ = stranger.put(bytes);
+                let _ = stranger.write_all(bytes);
                 silent.push_back(stranger);
                 // Descriptors of a process are few.
                 if silent.len() > 200 {
@@ -452,7 +452,7 @@ fn who_has_shaken_hands_stays_while_strangers_come_and_go() {
                 assert!(gathering.step(Duration::ZERO).unwrap().is_none());
             }
         }
-        right.put(b"QEVM").unwrap();
+        right.write_all(b"QEVM").unwrap();
         gather(gathering).unwrap();
     });
 }

@@ -157,7 +157,7 @@ fn the_last_word_about_a_page_counts() {
     let memory = Memory::new(&[16], |_, _| true);
     let records = [(0, true), (1, true), (2, false), (1, false), (2, true), (3, true), (3, false), (3, true)];
     let (near, far) = pair();
-    near.put(&stream(&memory, &records, false)).unwrap();
+    near.write_all(&stream(&memory, &records, false)).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let mut kept = Kept::default();
     let incoming = receive(far, &mut kept).unwrap();
@@ -171,12 +171,12 @@ fn the_last_word_about_a_page_counts() {
 fn a_ping_is_answered_and_the_end_is_found_while_the_source_keeps_the_channel_open() {
     let memory = Memory::new(&[16], |_, _| true);
     let (near, far) = pair();
-    near.put(&stream(&memory, &[(0, true)], true)).unwrap();
+    near.write_all(&stream(&memory, &[(0, true)], true)).unwrap();
     let mut kept = Kept::default();
     let incoming = receive(far, &mut kept).unwrap();
     incoming.acknowledge().unwrap();
     let mut answers = [0; 16];
-    near.get(&mut answers).unwrap();
+    near.read_exact(&mut answers).unwrap();
     assert_eq!(answers, *b"\0\x02\0\x04\0\0\0\x07\0\x01\0\x04\0\0\0\0");
 }
 
@@ -186,7 +186,7 @@ fn a_stream_that_ends_at_any_byte_is_an_error_that_says_so() {
     let whole = stream(&memory, &[(0, true), (1, false), (3, true)], true);
     for length in (0..whole.len()).filter(|length| length % 509 == 0 || whole.len() - length < 400 || *length < 200) {
         let (near, far) = pair();
-        near.put(&whole[..length]).unwrap();
+        near.write_all(&whole[..length]).unwrap();
         near.shutdown(Shutdown::Write).unwrap();
         let error = receive(far, &mut Kept::default()).map(|_| ()).unwrap_err();
         assert!(matches!(error, MigrateError::Stream(_)), "{length}: {error}");
@@ -199,7 +199,7 @@ fn what_comes_behind_the_end_is_refused() {
     let mut bytes = stream(&memory, &[(0, true)], false);
     bytes.push(0);
     let (near, far) = pair();
-    near.put(&bytes).unwrap();
+    near.write_all(&bytes).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let error = receive(far, &mut Kept::default()).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("behind the description"), "{error}");
@@ -227,14 +227,14 @@ fn a_source_that_stalls_or_a_person_who_cancels_ends_the_wait() {
     let memory = Memory::new(&[4], |_, _| true);
     let bytes = stream(&memory, &[(0, true)], true);
     let (near, far) = pair();
-    near.put(&bytes[..100]).unwrap();
+    near.write_all(&bytes[..100]).unwrap();
     let options =
         DestinationOptions { answer_timeout: Some(Duration::from_millis(50)), ..DestinationOptions::default() };
     let stalled = Destination::new(far, &Control::new(), &Progress::new(), options).receive(&mut Kept::default());
     assert!(matches!(&stalled, Err(MigrateError::Channel(error)) if error.is_timeout()), "{stalled:?}");
 
     let (near, far) = pair();
-    near.put(&bytes[..100]).unwrap();
+    near.write_all(&bytes[..100]).unwrap();
     let control = Control::new();
     thread::scope(|scope| {
         let waiting = scope.spawn(|| {
@@ -252,7 +252,7 @@ fn a_source_over_tcp_that_waits_for_room_is_told_at_once_that_reading_has_ended(
     // More than the kernel keeps at both ends, for a destination that reads next to nothing.
     let memory = Memory::new(&[8000], |_, _| true);
     let bytes = stream(&memory, &(0..8000).map(|page| (page, true)).collect::<Vec<_>>(), true);
-    let slow = Options { get_rate: Some(RateLimit::new(NonZeroU64::new(1))), ..Options::default() };
+    let slow = Options { read_rate: Some(RateLimit::new(NonZeroU64::new(1))), ..Options::default() };
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &slow).unwrap();
     let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
     let far = listener.accept(None).unwrap();
@@ -260,7 +260,7 @@ fn a_source_over_tcp_that_waits_for_room_is_told_at_once_that_reading_has_ended(
     near.set_timeouts(None, Some(Duration::from_secs(30))).unwrap();
     let control = Control::new();
     thread::scope(|scope| {
-        let sending = scope.spawn(|| near.put(&bytes));
+        let sending = scope.spawn(|| near.write_all(&bytes));
         let receiving = scope.spawn(|| {
             Destination::new(far, &control, &Progress::new(), DestinationOptions::default())
                 .receive(&mut Kept::default())
@@ -304,7 +304,7 @@ fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_no_an
     ];
     for (what, return_path, end, whole) in ends {
         let (near, far) = meeting.pair();
-        near.put(&stream(&memory, &[(0, true)], return_path)).unwrap();
+        near.write_all(&stream(&memory, &[(0, true)], return_path)).unwrap();
         end(&near);
         // All of it has come.
         let received = receive(far, &mut Kept::default());
@@ -324,7 +324,7 @@ fn refusal(commands: &[Command]) -> String {
         command.encode(&mut bytes).unwrap();
     }
     let (near, far) = pair();
-    near.put(&bytes).unwrap();
+    near.write_all(&bytes).unwrap();
     receive(far, &mut Kept::default()).map(|_| ()).unwrap_err().to_string()
 }
 
@@ -358,7 +358,7 @@ proptest! {
                 let mut sizes = pieces.iter().cycle();
                 while !rest.is_empty() {
                     let (now, later) = rest.split_at(rest.len().min(*sizes.next().unwrap()));
-                    near.put(now).unwrap();
+                    near.write_all(now).unwrap();
                     rest = later;
                 }
                 near.shutdown(Shutdown::Write).unwrap();
@@ -383,7 +383,7 @@ proptest! {
             stream.extend_from_slice(&bytes);
         }
         let (near, far) = pair();
-        near.put(&stream).unwrap();
+        near.write_all(&stream).unwrap();
         near.shutdown(Shutdown::Write).unwrap();
         let _ = receive(far, &mut Kept::default());
     }

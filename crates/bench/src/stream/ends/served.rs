@@ -211,9 +211,9 @@ impl PausedVm {
                 let guest = spent.so_far();
                 let lent = Lent {
                     spliced: all.spliced,
-                    calls: all.lent,
-                    completed: all.lent_completed,
-                    copied: all.lent_copied,
+                    calls: all.zero_copy_calls,
+                    completed: all.zero_copy_completed,
+                    copied: all.zero_copy_copied,
                 };
                 say(&Answer::Sent { pages, zeros, calls: all.calls_out, bytes: all.bytes_out, cpu, guest, lent })
             }

@@ -1,6 +1,6 @@
 //! A key in the kernel's form: `struct tls12_crypto_info_*` of include/uapi/linux/tls.h.
 //!
-//! The law: it is wiped when it is not needed any more.
+//! The law: a key is wiped when it is dropped.
 
 use rustls::ConnectionTrafficSecrets;
 use zeroize::Zeroizing;
@@ -10,21 +10,21 @@ const VERSION: u16 = 0x0304;
 const AES_GCM_128: u16 = 51;
 const AES_GCM_256: u16 = 52;
 const CHACHA20_POLY1305: u16 = 54;
-/// Bytes of the initialization vector that have a field of their own, for AES-GCM.
+/// Bytes of the initialization vector in a separate field, for AES-GCM.
 const SALT: usize = 4;
 /// Bytes of a record's number, the last field.
 const NUMBER: usize = 8;
-/// The longest of the structures.
+/// Size of the longest structure.
 const LONGEST: usize = 56;
 
-/// A key, and the number of the next record that is sealed or opened with it.
+/// A key, and the number of the next record for it.
 pub(crate) struct Key {
-    /// Never grows, so that there is no second copy.
+    /// Never grows: reallocation would leave a second copy.
     bytes: Zeroizing<Vec<u8>>,
 }
 
 impl Key {
-    /// `None` if the kernel does not have this cipher.
+    /// Converts a key; `None` if the kernel does not support its cipher.
     pub(crate) fn new(secrets: &ConnectionTrafficSecrets, number: u64) -> Option<Self> {
         let (cipher, key, iv, salt) = match secrets {
             ConnectionTrafficSecrets::Aes128Gcm { key, iv } => (AES_GCM_128, key, iv, SALT),
@@ -41,27 +41,27 @@ impl Key {
         Some(Self { bytes })
     }
 
-    /// Room for a key that the kernel reports, of so many bytes.
+    /// Returns room for a key of `length` bytes that the kernel reports.
     pub(super) fn room(length: usize) -> Self {
         Self { bytes: Zeroizing::new(vec![0; length]) }
     }
 
-    /// The whole structure.
+    /// Returns the whole structure.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The same, to be filled.
+    /// Returns the whole structure, to be filled.
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.bytes
     }
 
-    /// The number of the next record.
+    /// Returns the number of the next record.
     pub(super) fn number(&self) -> u64 {
         self.bytes.last_chunk::<NUMBER>().map_or(0, |number| u64::from_be_bytes(*number))
     }
 
-    /// The same key, as of this record on.
+    /// Returns the same key with another record number.
     pub(crate) fn at(mut self, number: u64) -> Self {
         if let Some(place) = self.bytes.last_chunk_mut::<NUMBER>() {
             *place = number.to_be_bytes();

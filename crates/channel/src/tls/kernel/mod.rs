@@ -1,20 +1,20 @@
-//! TLS in the kernel (kernel docs: networking/tls): who has shaken hands gives it the keys, and it seals and opens.
+//! TLS in the kernel (kernel docs: networking/tls): after the handshake the kernel gets the keys, and encrypts and
+//! decrypts.
 //!
-//! The laws of this module. **A key is in one place**: a direction is the kernel's or this process's, and changes hands
-//! between two records. **It is off by default, and `auto` uses it only where it can renew keys**
-//! (Linux 6.14): a kernel that cannot ends a channel at its cipher's limit, and when the peer renews its own, so who
-//! wants that one has to say so.
-//! **Nothing gets to its place that was not verified**: the kernel is not asked to open records right where they are to
-//! go (`TLS_RX_EXPECT_NO_PAD`), which would leave there what turns out to be forged. **A word of the peer's is never
-//! read from the caller's memory**, which may be a guest's: it is left in the kernel until there is a buffer for it.
+//! The laws of this module. **A key is in one place**: either the kernel or this process handles a direction, and it
+//! changes hands between two records. **It is off by default, and `auto` uses it only where it can renew keys** (Linux
+//! 6.14): a kernel that cannot fails a channel at its cipher's limit, and when the peer updates its key, so it must be
+//! requested explicitly. **Unverified bytes never reach the caller's memory**: the kernel is not asked to decrypt
+//! records in place (`TLS_RX_EXPECT_NO_PAD`), which would leave forged bytes there. **Control records are never read
+//! from the caller's memory**, which may be the guest's: they stay in the kernel until there is a buffer for them.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `key` | a key in the kernel's form |
-//! | `option` | the socket options: what the kernel has, and handing it a key |
-//! | `record_type` | records that are no data, sent and received |
-//! | `output` | what the kernel seals |
-//! | `input` | what the kernel opens |
+//! | `option` | the socket options: support of the kernel, and setting a key |
+//! | `record_type` | control records, sent and received |
+//! | `output` | the direction that the kernel encrypts |
+//! | `input` | the direction that the kernel decrypts |
 
 mod input;
 mod key;
@@ -38,24 +38,24 @@ pub(super) use output::{Output, yield_to_kernel};
 use super::failure::{KernelTlsFailure, TlsFailure};
 use option::Support;
 
-/// Who seals and opens the records of an encrypted channel.
+/// Whether the kernel or this process encrypts and decrypts the records of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KernelTls {
     /// This process.
     #[default]
     Off,
-    /// The kernel, over TCP, if it has TLS and can renew keys (Linux 6.14); else this process.
+    /// The kernel, over TCP, if it has TLS and can renew keys (Linux 6.14); otherwise this process.
     Auto,
-    /// The kernel; a channel for which it cannot is refused. Where it cannot renew keys the channel fails when that is
-    /// due: after 16 million records of AES-GCM, and when the peer does so.
+    /// The kernel; setting up the channel fails if it cannot. If it cannot renew keys, the channel fails when a key
+    /// update is due: after 16 million records of AES-GCM, and when the peer updates its key.
     On,
 }
 
 impl KernelTls {
-    /// All of them.
+    /// All settings.
     pub const ALL: [Self; 3] = [Self::Off, Self::Auto, Self::On];
 
-    /// The name, as [`FromStr`] reads it.
+    /// Returns the name, as [`FromStr`] reads it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Off => "off",
@@ -88,38 +88,38 @@ impl FromStr for KernelTls {
     }
 }
 
-/// Whether it is known that this kernel has no TLS.
+/// Whether this kernel is known to have no TLS.
 pub(crate) fn is_missing() -> bool {
     option::support() == Support::None
 }
 
-/// A socket that is ready to be given keys.
+/// A socket that is ready for keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kernel {
     /// Whether a failure is an error ([`KernelTls::On`]).
-    demanded: bool,
+    required: bool,
 }
 
 impl Kernel {
-    /// Prepares a connected socket, if that is wanted, and it can be.
+    /// Prepares a connected socket for the kernel's TLS, if that is wanted and possible.
     ///
     /// # Errors
-    /// It was demanded, and cannot be.
+    /// It is required and not possible.
     pub(super) fn prepare(socket: BorrowedFd<'_>, wanted: KernelTls) -> Result<Option<Self>, TlsFailure> {
-        let demanded = match wanted {
+        let required = match wanted {
             KernelTls::Off => return Ok(None),
             KernelTls::Auto if option::support() != Support::Renews => return Ok(None),
             KernelTls::Auto => false,
             KernelTls::On => true,
         };
-        let refused = |why| if demanded { Err(TlsFailure::Kernel(why)) } else { Ok(None) };
-        // What the kernel has sealed and could not send it would throw away when the socket is closed.
+        let refused = |why| if required { Err(TlsFailure::Kernel(why)) } else { Ok(None) };
+        // On close of a non-blocking socket the kernel would discard encrypted data that it could not send yet.
         if fcntl_getfl(socket).is_ok_and(|flags| flags.contains(OFlags::NONBLOCK)) {
             return refused(KernelTlsFailure::NonBlocking);
         }
         match option::attach(socket) {
-            Ok(()) => Ok(Some(Self { demanded })),
-            // The peer has closed the connection: there will be no handshake.
+            Ok(()) => Ok(Some(Self { required })),
+            // The peer closed the connection: there will be no handshake.
             Err(Errno::NOTCONN) => Ok(None),
             Err(Errno::NOENT) => refused(KernelTlsFailure::Missing),
             Err(Errno::OPNOTSUPP | Errno::NOPROTOOPT) => refused(KernelTlsFailure::NotTcp),
@@ -127,64 +127,64 @@ impl Kernel {
         }
     }
 
-    /// What comes of a refusal: this process goes on by itself, unless the kernel was demanded.
-    pub(super) fn or_without<T>(self, handed_over: Result<T, Errno>) -> Result<Option<T>, TlsFailure> {
+    /// Handles a rejected key: this process takes over, unless the kernel is required.
+    pub(super) fn or_userspace<T>(self, handed_over: Result<T, Errno>) -> Result<Option<T>, TlsFailure> {
         match handed_over {
             Ok(over) => Ok(Some(over)),
-            Err(errno) if self.demanded => Err(TlsFailure::Kernel(KernelTlsFailure::Key(errno))),
+            Err(errno) if self.required => Err(TlsFailure::Kernel(KernelTlsFailure::Key(errno))),
             Err(_) => Ok(None),
         }
     }
 }
 
-/// What the kernel does for a channel. Written next to system calls, read by any thread.
+/// Directions and bytes that the kernel handles. Written next to system calls, read by any thread.
 #[derive(Debug, Default)]
 pub(crate) struct ByKernel {
-    seals: AtomicBool,
-    opens: AtomicBool,
+    encrypts: AtomicBool,
+    decrypts: AtomicBool,
     out: AtomicU64,
     inward: AtomicU64,
 }
 
 impl ByKernel {
-    /// It seals from now on.
-    pub(super) fn seals(&self) {
-        self.seals.store(true, Relaxed);
+    /// Notes that the kernel encrypts from now on.
+    pub(super) fn set_encrypts(&self) {
+        self.encrypts.store(true, Relaxed);
     }
 
-    /// It opens from now on.
-    pub(super) fn opens(&self) {
-        self.opens.store(true, Relaxed);
+    /// Notes that the kernel decrypts from now on.
+    pub(super) fn set_decrypts(&self) {
+        self.decrypts.store(true, Relaxed);
     }
 
-    /// It has sealed so many bytes.
-    pub(super) fn sealed(&self, bytes: usize) {
+    /// Counts bytes that the kernel encrypted.
+    pub(super) fn encrypted(&self, bytes: usize) {
         self.out.fetch_add(bytes as u64, Relaxed);
     }
 
-    /// It has opened so many bytes.
-    pub(super) fn opened(&self, bytes: usize) {
+    /// Counts bytes that the kernel decrypted.
+    pub(super) fn decrypted(&self, bytes: usize) {
         self.inward.fetch_add(bytes as u64, Relaxed);
     }
 
-    /// Whether it seals, and whether it opens.
+    /// Returns whether the kernel encrypts, and whether it decrypts.
     pub(crate) fn directions(&self) -> (bool, bool) {
-        (self.seals.load(Relaxed), self.opens.load(Relaxed))
+        (self.encrypts.load(Relaxed), self.decrypts.load(Relaxed))
     }
 
-    /// How many bytes it has sealed and opened.
+    /// Returns the bytes that the kernel encrypted and decrypted.
     pub(crate) fn bytes(&self) -> (u64, u64) {
         (self.out.load(Relaxed), self.inward.load(Relaxed))
     }
 }
 
-/// What the kernel says of a record, as a failure.
-fn of_record(errno: Errno) -> Option<TlsFailure> {
+/// Converts the kernel's error about a record.
+fn record_failure(errno: Errno) -> Option<TlsFailure> {
     match errno {
         Errno::BADMSG => Some(TlsFailure::BadRecord),
-        Errno::MSGSIZE => Some(TlsFailure::Protocol("a record that is too long".into())),
-        Errno::INVAL => Some(TlsFailure::Protocol("a record of another version".into())),
-        // Once it has seen the beginning of the word that a new key follows, it opens nothing before it has that (Linux
+        Errno::MSGSIZE => Some(TlsFailure::Protocol("record too long".into())),
+        Errno::INVAL => Some(TlsFailure::Protocol("record of another version".into())),
+        // Once the kernel has seen the beginning of a KeyUpdate it decrypts nothing before it has the new key (Linux
         // 6.14).
         Errno::KEYEXPIRED => Some(TlsFailure::Kernel(KernelTlsFailure::SplitKeyUpdate)),
         _ => None,
@@ -207,10 +207,10 @@ mod tests {
     #[test]
     fn what_the_kernel_says_of_a_record_is_one_line() {
         for errno in [Errno::BADMSG, Errno::MSGSIZE, Errno::INVAL, Errno::KEYEXPIRED] {
-            let line = of_record(errno).unwrap().to_string();
+            let line = record_failure(errno).unwrap().to_string();
             assert!(!line.contains('\n') && !line.contains("  "), "{line}");
         }
-        assert_eq!(of_record(Errno::CONNRESET), None);
+        assert_eq!(record_failure(Errno::CONNRESET), None);
     }
 
     #[test]

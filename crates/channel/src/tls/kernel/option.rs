@@ -17,9 +17,9 @@ use crate::tcp_info::TcpInfo;
 const TLS_TX: c_int = 1;
 const TLS_RX: c_int = 2;
 
-/// How long a connection of this process to itself may take: a firewall may swallow it.
+/// Time limit of a connection of this process to itself: a firewall may drop it.
 const PROBED_WITHIN: Duration = Duration::from_secs(1);
-/// How often what goes out and what was acknowledged are read until they fit together.
+/// Attempts to read a consistent pair of sent and acknowledged bytes.
 const TRIES: usize = 64;
 
 /// One of a socket's directions.
@@ -29,12 +29,12 @@ pub(super) enum KeyDirection {
     Receiving,
 }
 
-/// What this kernel can.
+/// TLS support of this kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Support {
-    /// It could not be found out: this process may not connect to itself.
+    /// Unknown: this process may not connect to itself.
     Unknown,
-    /// It has no TLS.
+    /// No TLS.
     None,
     /// A direction keeps its first key.
     Fixed,
@@ -42,8 +42,8 @@ pub(super) enum Support {
     Renews,
 }
 
-/// Found out once, by a connection of this process to itself: a key cannot be taken back from a socket that others
-/// need.
+/// Determines the support once, on a connection of this process to itself: a key cannot be removed from a socket in
+/// use.
 pub(super) fn support() -> Support {
     static FOUND: OnceLock<Support> = OnceLock::new();
     *FOUND.get_or_init(|| probe().unwrap_or(Support::Unknown))
@@ -61,28 +61,28 @@ fn probe() -> std::io::Result<Support> {
     let secrets = ConnectionTrafficSecrets::Aes256Gcm { key: [0; 32].into(), iv: [0; 12].into() };
     let Some(key) = Key::new(&secrets, 0) else { return Ok(Support::None) };
     set(socket.as_fd(), KeyDirection::Sending, &key)?;
-    // EBUSY where it has to stay with the first one.
+    // EBUSY if the first key must stay.
     let again = set(socket.as_fd(), KeyDirection::Sending, &key);
     Ok(if again.is_ok() { Support::Renews } else { Support::Fixed })
 }
 
-/// Has a connected TCP socket take keys; until it has one nothing changes. A kernel whose TLS is a module loads it for
-/// root only.
+/// Enables TLS on a connected TCP socket; nothing changes until it has a key. A kernel with TLS as a module loads it
+/// for root only.
 pub(super) fn attach(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     set_option(socket, libc::SOL_TCP, libc::TCP_ULP, b"tls")
 }
 
-/// Gives it a direction's key; a second one where it can renew keys.
+/// Sets the key of a direction; a second one only if the kernel can renew keys.
 pub(super) fn set(socket: BorrowedFd<'_>, direction: KeyDirection, key: &Key) -> Result<(), Errno> {
     set_option(socket, libc::SOL_TLS, name(direction), key.bytes())
 }
 
-/// The number of the next record that is sent. `length` is that of the key's structure.
+/// Returns the number of the next record to send. `length` is the size of the key's structure.
 pub(super) fn next_number(socket: BorrowedFd<'_>, length: usize) -> Result<u64, Errno> {
     let mut key = Key::room(length);
     let bytes = key.bytes_mut();
     let mut room = libc::socklen_t::try_from(bytes.len()).map_err(|_| Errno::INVAL)?;
-    // SAFETY: the room lives through the call, and is as long as is said.
+    // SAFETY: the room lives through the call, and has the given length.
     let got = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -95,9 +95,9 @@ pub(super) fn next_number(socket: BorrowedFd<'_>, length: usize) -> Result<u64, 
     if got == 0 { Ok(key.number()) } else { Err(last()) }
 }
 
-/// How many bytes TCP was ever given to send, of which it may have sent none, and whether the connection is over. It
-/// counts from where it likes.
-pub(super) fn given(socket: BorrowedFd<'_>) -> Result<(u64, bool), Errno> {
+/// Returns the number of bytes ever queued in TCP, sent or not, and whether the connection is closed. The starting
+/// value is arbitrary.
+pub(super) fn queued(socket: BorrowedFd<'_>) -> Result<(u64, bool), Errno> {
     let mut acked = TcpInfo::of(socket)?.acknowledged;
     for _ in 0..TRIES {
         let mut waiting: c_int = 0;
@@ -106,7 +106,7 @@ pub(super) fn given(socket: BorrowedFd<'_>) -> Result<(u64, bool), Errno> {
             return Err(last());
         }
         let TcpInfo { acknowledged: now, closed: over } = TcpInfo::of(socket)?;
-        // Else some of them were acknowledged in between.
+        // Otherwise some were acknowledged between the calls.
         if std::mem::replace(&mut acked, now) == now {
             return Ok((now.wrapping_add_signed(waiting.into()), over));
         }
@@ -123,12 +123,12 @@ fn name(direction: KeyDirection) -> c_int {
 
 fn set_option(socket: BorrowedFd<'_>, level: c_int, name: c_int, value: &[u8]) -> Result<(), Errno> {
     let length = libc::socklen_t::try_from(value.len()).map_err(|_| Errno::INVAL)?;
-    // SAFETY: the value lives through the call, and is as long as is said.
+    // SAFETY: the value lives through the call, and has the given length.
     let set = unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, value.as_ptr().cast(), length) };
     if set == 0 { Ok(()) } else { Err(last()) }
 }
 
-/// What the call before has failed with.
+/// Returns the error of the last system call.
 pub(super) fn last() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }

@@ -1,13 +1,13 @@
-//! What the kernel seals.
+//! The direction that the kernel encrypts.
 //!
-//! The law: no key seals more records than it may. How many it has sealed only the kernel knows, which cuts what it is
-//! given into records as it likes; none is empty, so a call of so many bytes is taken for so many records until it is
+//! The law: no key encrypts more records than its limit. Only the kernel knows how many it encrypted, because it splits
+//! data into records as it likes. No record is empty, so a call of n bytes is counted as n records until the kernel is
 //! asked.
 //!
-//! And: no call waits in the kernel, which would take a signal there for the connection's failure, and a time-out for
-//! success. What does not wait is cut in the middle of a record, whose rest the kernel sends when there is room, unless
-//! the socket is closed before. Whether it has, it does not say; but TCP says how much it was given, and how much that
-//! has to be follows from the records.
+//! And: no call waits in the kernel, which would treat a signal there as a failure of the connection, and a time-out as
+//! success. A call that does not wait may stop in the middle of a record. The kernel sends the rest when there is room,
+//! unless the socket is closed before. It does not report when it has; but TCP reports how many bytes were queued, and
+//! the expected number follows from the records.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,63 +22,64 @@ use rustls::ContentType;
 
 use super::key::Key;
 use super::option::{self, KeyDirection};
-use super::{of_record, record_type};
+use super::{record_failure, record_type};
 use crate::tls::failure::{KernelTlsFailure, TlsFailure};
 use crate::tls::record::{CLOSE, NewKeys, UPDATE};
 use crate::transport;
 use crate::vector::{Batch, Out};
 
-/// The part of a key's records that the bytes of one call are at most. As many may be left when it is renewed.
+/// A call has at most this fraction of a key's record limit in bytes. As many records may be unused when the key is
+/// updated.
 const CALL_SHARE: u64 = 16;
-/// Most bytes of one call.
+/// Maximum number of bytes of one call.
 const CALL_MAX: u64 = 1 << 20;
-/// Bytes of a record beside what is in it: its header, the type that is sealed, and the tag (RFC 8446, 5.2).
+/// Overhead of a record in bytes: its header, the encrypted type, and the tag (RFC 8446, 5.2).
 const RECORD_OVERHEAD: u64 = 5 + 1 + 16;
-/// How long the kernel is left to itself when it has room for what it holds.
+/// Pause for the kernel's own thread when the socket has room for the rest of a record.
 const YIELD: Duration = Duration::from_micros(50);
 
-/// The direction of a socket that the kernel seals.
+/// The direction of a socket that the kernel encrypts.
 #[derive(Debug)]
 pub(crate) struct Output {
-    /// Bytes of the key's structure.
+    /// Size of the key's structure in bytes.
     length: usize,
-    /// Records that one key may seal.
+    /// Records that one key may encrypt.
     limit: u64,
-    /// Records that this one may seal yet, for certain.
+    /// Records that this key may certainly still encrypt.
     room: u64,
     renews: bool,
-    /// A put is not over, or was broken off: there was more to say, or the kernel may hold some of it.
-    amid: bool,
-    /// Bytes that TCP is to be given altogether, were it not for what is beside them in the records of this key.
+    /// A write is in progress or failed halfway, or the kernel may hold a part of a record.
+    pending: bool,
+    /// Expected number of bytes queued in TCP, without the overhead of this key's records.
     given: u64,
-    /// The number of the first of those.
+    /// The number of this key's first record.
     first: u64,
-    /// The peer waits for records of a key that the kernel does not have.
+    /// The peer expects the next key, which the kernel does not have.
     lost: bool,
 }
 
 impl Output {
-    /// Gives the kernel the key, if nothing that was sealed with it waits to be sent.
+    /// Gives the kernel the key. No record of this process may be unsent.
     pub(crate) fn over(socket: &OwnedFd, key: &Key, limit: u64) -> Result<Self, Errno> {
         let set = || option::set(socket.as_fd(), KeyDirection::Sending, key);
-        let (given, _) = option::given(socket.as_fd())?;
+        let (given, _) = option::queued(socket.as_fd())?;
         set()?;
         let renews = set().is_ok();
         let (first, length) = (key.number(), key.bytes().len());
         let room = limit.saturating_sub(first);
-        Ok(Self { length, limit, room, renews, amid: false, given, first, lost: false })
+        Ok(Self { length, limit, room, renews, pending: false, given, first, lost: false })
     }
 
-    /// Has the kernel seal some of the batch, and begin to send it; returns how many bytes. `renew` is whether the peer
-    /// wants another key.
-    pub(crate) fn put(
+    /// Has the kernel encrypt some of the batch and begin to send it; returns how many bytes. `requested`: the peer
+    /// requests a key update.
+    pub(crate) fn write(
         &mut self,
         socket: &OwnedFd,
         batch: &Batch<'_, Out>,
-        renew: &AtomicBool,
+        requested: &AtomicBool,
         keys: &mut dyn NewKeys,
     ) -> io::Result<usize> {
-        self.amid = true;
+        self.pending = true;
         let most = (self.limit / CALL_SHARE).clamp(1, CALL_MAX);
         let part = batch.head(to_usize(most));
         let records = part.bytes() as u64;
@@ -86,14 +87,14 @@ impl Output {
             let next = option::next_number(socket.as_fd(), self.length)?;
             self.room = self.limit.saturating_sub(next);
         }
-        if self.lost || self.room < records || renew.load(Ordering::Acquire) {
-            self.renew(socket, keys)?;
-            renew.store(false, Ordering::Release);
+        if self.lost || self.room < records || requested.load(Ordering::Acquire) {
+            self.update_key(socket, keys)?;
+            requested.store(false, Ordering::Release);
         }
         let sent = transport::send(socket, &part, libc::MSG_DONTWAIT);
         let moved = sent.map_err(|error| match Errno::from_io_error(&error) {
-            // Also what the other direction has found.
-            Some(Errno::BADMSG) => of_record(Errno::BADMSG).map_or(error, io::Error::from),
+            // The kernel also reports errors of the other direction here.
+            Some(Errno::BADMSG) => record_failure(Errno::BADMSG).map_or(error, io::Error::from),
             _ => error,
         })?;
         self.room = self.room.saturating_sub(moved as u64);
@@ -101,44 +102,44 @@ impl Output {
         Ok(moved)
     }
 
-    /// Whether a put is to be [ended](Self::end).
-    pub(crate) fn is_amid(&self) -> bool {
-        self.amid
+    /// Whether a write must be [ended](Self::end).
+    pub(crate) fn is_pending(&self) -> bool {
+        self.pending
     }
 
-    /// Ends a put, unless the kernel holds some of it, which TCP was not given yet.
+    /// Ends a write, unless the kernel holds a part of a record that is not queued in TCP yet.
     ///
     /// # Errors
-    /// [`Errno::AGAIN`] if it does; [`Errno::PIPE`] if the peer will never receive that.
+    /// [`Errno::AGAIN`] if it does; [`Errno::PIPE`] if the peer will never receive it.
     pub(crate) fn end(&mut self, socket: &OwnedFd) -> Result<(), Errno> {
         let all = self.given.wrapping_add(self.record_overhead(socket)?);
-        let (given, over) = option::given(socket.as_fd())?;
+        let (given, over) = option::queued(socket.as_fd())?;
         if given != all {
             return Err(if over { Errno::PIPE } else { Errno::AGAIN });
         }
-        self.amid = false;
+        self.pending = false;
         Ok(())
     }
 
-    /// How many bytes are beside what this key's records have in them.
+    /// Returns the overhead of this key's records in bytes.
     fn record_overhead(&self, socket: &OwnedFd) -> Result<u64, Errno> {
         let records = option::next_number(socket.as_fd(), self.length)?.wrapping_sub(self.first);
         Ok(records.wrapping_mul(RECORD_OVERHEAD))
     }
 
-    /// Sends a record that is no data.
-    fn say(&mut self, socket: &OwnedFd, typ: ContentType, word: &[u8]) -> Result<(), Errno> {
-        record_type::send(socket.as_fd(), typ, word, libc::MSG_DONTWAIT)?;
-        self.given = self.given.wrapping_add(word.len() as u64);
+    /// Sends a control record.
+    fn send_control(&mut self, socket: &OwnedFd, typ: ContentType, bytes: &[u8]) -> Result<(), Errno> {
+        record_type::send(socket.as_fd(), typ, bytes, libc::MSG_DONTWAIT)?;
+        self.given = self.given.wrapping_add(bytes.len() as u64);
         Ok(())
     }
 
-    /// Goes on with the next key. The last record of this one announces that to the peer.
-    fn renew(&mut self, socket: &OwnedFd, keys: &mut dyn NewKeys) -> io::Result<()> {
+    /// Changes to the next key. The last record of this one, a KeyUpdate, announces it to the peer.
+    fn update_key(&mut self, socket: &OwnedFd, keys: &mut dyn NewKeys) -> io::Result<()> {
         if !self.renews || self.lost {
             return Err(TlsFailure::Kernel(KernelTlsFailure::KeyUsedUp).into());
         }
-        self.say(socket, ContentType::Handshake, &UPDATE)?;
+        self.send_control(socket, ContentType::Handshake, &UPDATE)?;
         self.lost = true;
         self.given = self.given.wrapping_add(self.record_overhead(socket)?);
         self.first = 0;
@@ -151,33 +152,34 @@ impl Output {
         Ok(())
     }
 
-    /// The word that this was all, if it was. Waits so long for room.
+    /// Sends the close notification, unless data is incomplete. Waits at most `within` for room.
     pub(crate) fn close(&mut self, socket: &OwnedFd, within: Duration) {
-        if self.amid || self.lost {
+        if self.pending || self.lost {
             return;
         }
         let end = Instant::now() + within;
         let mut announced = false;
         loop {
-            let answer = if announced { self.end(socket) } else { self.say(socket, ContentType::Alert, &CLOSE) };
+            let answer =
+                if announced { self.end(socket) } else { self.send_control(socket, ContentType::Alert, &CLOSE) };
             match answer {
                 Ok(()) if announced => return,
                 Ok(()) => announced = true,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) if Instant::now() < end => {
                     let rest = Timespec::try_from(end.saturating_duration_since(Instant::now())).ok();
-                    // What goes wrong with it shows above.
+                    // An error shows in the next iteration.
                     let _ = poll(&mut [PollFd::new(socket, PollFlags::OUT)], rest.as_ref());
                     yield_to_kernel();
                 }
-                // If the peer is gone, or has no room, it will see that it was cut.
+                // If the peer is gone, or has no room, it will see a cut connection.
                 Err(_) => return,
             }
         }
     }
 }
 
-/// Leaves the processor to the kernel's own thread, which is to send what is left of a record.
+/// Yields to the kernel's own thread, which sends the rest of a record.
 pub(crate) fn yield_to_kernel() {
     thread::sleep(YIELD);
 }

@@ -1,5 +1,4 @@
-//! Records that are no data: their type goes beside their bytes, in a message's ancillary data (kernel docs:
-//! networking/tls).
+//! Control records: their type is in a message's ancillary data (kernel docs: networking/tls).
 #![allow(unsafe_code, reason = "ancillary data of messages")]
 
 use std::mem;
@@ -18,7 +17,7 @@ const TLS_GET_RECORD_TYPE: c_int = 2;
 /// Room for one header with one byte, aligned.
 type Control = [u64; 4];
 
-/// Sends a record of this type; the kernel takes all of so few bytes, or none.
+/// Sends a record of this type; the kernel takes all of these few bytes, or none.
 pub(super) fn send(socket: BorrowedFd<'_>, typ: ContentType, bytes: &[u8], flags: c_int) -> Result<(), Errno> {
     let list = [iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() }];
     let mut control: Control = [0; 4];
@@ -41,7 +40,7 @@ pub(super) fn send(socket: BorrowedFd<'_>, typ: ContentType, bytes: &[u8], flags
     Ok(())
 }
 
-/// Receives bytes of records of one type: how many, and the type; none at the end of the connection.
+/// Receives bytes of records of one type; returns how many, and the type, which is `None` at the end of the connection.
 pub(super) fn receive(
     socket: BorrowedFd<'_>,
     room: &mut [u8],
@@ -57,8 +56,8 @@ pub(super) fn receive(
 }
 
 fn type_of(message: &msghdr) -> Option<ContentType> {
-    // SAFETY: the macros walk what the kernel has laid out in the message's room, as long as it says; a header of this
-    // kind has a byte behind it.
+    // SAFETY: the macros walk the headers that the kernel wrote, within `msg_controllen`; a header of this type has a
+    // byte behind it.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while !header.is_null() {

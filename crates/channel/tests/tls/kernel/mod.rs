@@ -18,7 +18,7 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, Server
 
 use crate::bed::{Bed, SOON, connected, listen, look, pattern, plain, with};
 use crate::hostile::{HANDSHAKE, through};
-use crate::transfers::peek_and_get;
+use crate::transfers::peek_and_read;
 
 /// Set where the kernel has TLS for certain.
 const HAS: &str = "LIMOSA_KERNEL_HAS_TLS";
@@ -77,17 +77,17 @@ macro_rules! needs_kernel_tls {
     };
 }
 
-mod puts;
+mod writes;
 
 /// Both directions at once; the first byte was the bed's.
 fn exchange(client: &Channel, server: &Channel, much: usize) {
     let data = pattern(much);
     thread::scope(|scope| {
         for (near, far) in [(client, server), (server, client)] {
-            scope.spawn(|| data.chunks(1_000_000).for_each(|piece| near.put(piece).unwrap()));
+            scope.spawn(|| data.chunks(1_000_000).for_each(|piece| near.write_all(piece).unwrap()));
             scope.spawn(|| {
                 let mut got = vec![0; much];
-                far.get(&mut got).unwrap();
+                far.read_exact(&mut got).unwrap();
                 assert!(got == data);
             });
         }
@@ -105,14 +105,14 @@ fn one_end_or_both_in_the_kernel_carry_the_same_bytes() {
         for (channel, wanted) in [(&client, at_client), (&server, at_server)] {
             let counters = channel.counters();
             let by_kernel = wanted == KernelTls::On;
-            assert_eq!(channel.is_sealed_by_kernel(Shutdown::Both), by_kernel);
-            assert_eq!(counters.sealed_by_kernel, if by_kernel { counters.bytes_out } else { 0 });
+            assert_eq!(channel.is_encrypted_by_kernel(Shutdown::Both), by_kernel);
+            assert_eq!(counters.encrypted_by_kernel, if by_kernel { counters.bytes_out } else { 0 });
             // Bytes that came with the handshake were opened before the kernel had the key.
-            let opened = if by_kernel { counters.bytes_in - counters.opened_by_kernel } else { 1 };
+            let opened = if by_kernel { counters.bytes_in - counters.decrypted_by_kernel } else { 1 };
             assert!(opened <= 1, "{counters:?}");
         }
         drop(client);
-        assert_eq!(server.get_some(&mut [0; 10]).unwrap(), 0);
+        assert_eq!(server.read(&mut [0; 10]).unwrap(), 0);
     }
 }
 
@@ -130,8 +130,8 @@ fn lists_of_many_pieces_arrive_whole() {
         let mut places: Vec<Vec<u8>> = lengths.iter().rev().map(|&n| vec![0; n]).collect();
         let mut room: Vec<_> = places.iter_mut().map(|place| IoSliceMut::new(place)).collect();
         thread::scope(|scope| {
-            scope.spawn(|| client.put_vector(&list).unwrap());
-            server.get_vector(&mut room).unwrap();
+            scope.spawn(|| client.write_all_vectored(&list).unwrap());
+            server.read_exact_vectored(&mut room).unwrap();
         });
         assert!(places.concat() == data);
     }
@@ -144,7 +144,7 @@ fn it_is_taken_by_itself_only_where_it_can_renew_keys() {
     let (client, server) = pair(&bed, KernelTls::Auto, KernelTls::Auto);
     exchange(&client, &server, 1 << 20);
     for channel in [&client, &server] {
-        assert_eq!(channel.is_sealed_by_kernel(Shutdown::Both), renews());
+        assert_eq!(channel.is_encrypted_by_kernel(Shutdown::Both), renews());
     }
 }
 
@@ -155,15 +155,15 @@ fn a_key_is_used_no_longer_than_it_may() {
     // Less than a sixteenth, so that each is a record.
     const PIECE: [u8; 20] = [7; 20];
     let bed = Bed::new();
-    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::On).renewed_after(LIMIT);
+    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::On).key_update_after(LIMIT);
     let (client, server) = connected(&server(&bed, KernelTls::On), &with(tls)).unwrap();
-    let mut put = 0;
+    let mut write = 0;
     let error = loop {
-        match client.put(&PIECE) {
-            Ok(()) => put += 1,
+        match client.write_all(&PIECE) {
+            Ok(()) => write += 1,
             Err(error) => break Some(error),
         }
-        if put > 10 * LIMIT {
+        if write > 10 * LIMIT {
             break None;
         }
     };
@@ -171,49 +171,49 @@ fn a_key_is_used_no_longer_than_it_may() {
         assert!(error.is_none(), "{error:?}");
     } else {
         let line = error.unwrap().to_string();
-        assert!(line.contains("its key has reached its usage limit") && !line.contains('\n'), "{line}");
-        // The bed's put is one as well; and the last ones are not begun, because each might be a record for each of its
+        assert!(line.contains("the key has reached its usage limit") && !line.contains('\n'), "{line}");
+        // The bed's write is one as well; and the last ones are not begun, because each might be a record for each of its
         // bytes.
-        assert!(put + 1 < LIMIT && put + 1 >= LIMIT - 1 - PIECE.len() as u64, "{put}");
+        assert!(write + 1 < LIMIT && write + 1 >= LIMIT - 1 - PIECE.len() as u64, "{write}");
     }
-    // What was put has come, all of it; and it is not taken for the end.
-    let mut got = vec![0; usize::try_from(put).unwrap() * PIECE.len()];
-    server.get(&mut got).unwrap();
+    // What was written has arrived, all of it; and it is not taken for the end.
+    let mut got = vec![0; usize::try_from(write).unwrap() * PIECE.len()];
+    server.read_exact(&mut got).unwrap();
     assert!(got.iter().all(|byte| *byte == 7));
     if !renews() {
         drop(client);
-        let error = server.get_some(&mut got).unwrap_err();
+        let error = server.read(&mut got).unwrap_err();
         assert!(error.is_cut(), "{error}");
     }
 }
 
 #[test]
-fn both_ends_renew_their_keys_while_they_put_and_get() {
+fn both_ends_renew_their_keys_while_they_write_and_read() {
     needs_kernel_tls!();
     if !renews() {
         return;
     }
     let bed = Bed::new();
-    let with = |tls: Tls| with(tls.kernel(KernelTls::On).renewed_after(2048));
+    let with = |tls: Tls| with(tls.kernel(KernelTls::On).key_update_after(2048));
     let (at_client, at_server) = (Tls::client(bed.folder(), None), Tls::server(bed.folder(), true));
     let (client, server) = connected(&with(at_server.unwrap()), &with(at_client.unwrap())).unwrap();
     exchange(&client, &server, 1 << 20);
     drop(client);
-    assert_eq!(server.get_some(&mut [0; 10]).unwrap(), 0);
+    assert_eq!(server.read(&mut [0; 10]).unwrap(), 0);
 }
 
 #[test]
-fn a_large_put_is_counted_by_what_the_kernel_says() {
+fn a_large_write_is_counted_by_what_the_kernel_says() {
     needs_kernel_tls!();
     let bed = Bed::new();
     // A record for each of its bytes it would not be allowed.
-    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::On).renewed_after(1 << 19);
+    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::On).key_update_after(1 << 19);
     let (client, server) = connected(&server(&bed, KernelTls::Off), &with(tls)).unwrap();
     let data = pattern(4 << 20);
     thread::scope(|scope| {
-        scope.spawn(|| client.put(&data).unwrap());
+        scope.spawn(|| client.write_all(&data).unwrap());
         let mut got = vec![0; data.len()];
-        server.get(&mut got).unwrap();
+        server.read_exact(&mut got).unwrap();
         assert!(got == data);
     });
 }
@@ -222,21 +222,21 @@ fn a_large_put_is_counted_by_what_the_kernel_says() {
 fn a_peer_that_renews_its_key_is_followed_or_refused_in_plain_words() {
     needs_kernel_tls!();
     let bed = Bed::new();
-    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::Off).renewed_after(20);
+    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::Off).key_update_after(20);
     let (client, server) = connected(&server(&bed, KernelTls::On), &with(tls)).unwrap();
     let data = pattern(100 * 1000);
     for piece in data.chunks(1000) {
-        client.put(piece).unwrap();
+        client.write_all(piece).unwrap();
     }
     let mut got = vec![0; data.len()];
     if renews() {
-        server.get(&mut got).unwrap();
+        server.read_exact(&mut got).unwrap();
         assert!(got == data);
         return;
     }
     let mut have = 0;
     let error = loop {
-        match server.get_some(&mut got[have..]) {
+        match server.read(&mut got[have..]) {
             Ok(more) => have += more,
             Err(error) => break error,
         }
@@ -247,7 +247,7 @@ fn a_peer_that_renews_its_key_is_followed_or_refused_in_plain_words() {
     let line = error.to_string();
     assert!(line.contains("the peer renewed its key") && !line.contains('\n'), "{line}");
     // And again, asked by either end.
-    assert!(server.get(&mut [0]).is_err() && server.peek(&mut [0]).unwrap() == Some(0));
+    assert!(server.read_exact(&mut [0]).is_err() && server.peek(&mut [0]).unwrap() == Some(0));
 }
 
 #[test]
@@ -258,23 +258,23 @@ fn an_end_is_distinguished_from_a_cut() {
     for (at_client, at_server) in [(KernelTls::On, KernelTls::On), (KernelTls::Off, KernelTls::On)] {
         // Announced, in one direction.
         let (client, server) = pair(&bed, at_client, at_server);
-        client.put(b"last").unwrap();
+        client.write_all(b"last").unwrap();
         client.shutdown(Shutdown::Write).unwrap();
-        assert_eq!(server.get_some(&mut got).unwrap(), 4);
+        assert_eq!(server.read(&mut got).unwrap(), 4);
         for _ in 0..2 {
-            assert_eq!(server.get_some(&mut got).unwrap(), 0);
+            assert_eq!(server.read(&mut got).unwrap(), 0);
             assert_eq!(server.peek(&mut got).unwrap(), Some(0));
         }
-        server.put(b"still").unwrap();
-        client.get(&mut got[..5]).unwrap();
-        assert!(client.put(b"no").is_err());
+        server.write_all(b"still").unwrap();
+        client.read_exact(&mut got[..5]).unwrap();
+        assert!(client.write_all(b"no").is_err());
         // Not announced.
         let (client, server) = pair(&bed, at_client, at_server);
-        client.put(b"last").unwrap();
+        client.write_all(b"last").unwrap();
         rustix::net::shutdown(client.as_fd(), rustix::net::Shutdown::Write).unwrap();
-        assert_eq!(server.get_some(&mut got).unwrap(), 4);
+        assert_eq!(server.read(&mut got).unwrap(), 4);
         for _ in 0..2 {
-            let error = server.get_some(&mut got).unwrap_err();
+            let error = server.read(&mut got).unwrap_err();
             assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { first: false }), "{error}");
         }
         assert_eq!(server.peek(&mut got).unwrap(), Some(0));
@@ -286,25 +286,25 @@ fn a_connection_that_is_reset_has_not_ended() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, server) = pair(&bed, KernelTls::Off, KernelTls::On);
-    server.put(b"never read").unwrap();
+    server.write_all(b"never read").unwrap();
     look(&client).unwrap();
     rustix::net::sockopt::set_socket_linger(client.as_fd(), Some(Duration::ZERO)).unwrap();
     // Not by dropping the channel, which would say that this is the end.
     rustix::net::connect_unspec(client.as_fd()).unwrap();
-    let error = server.get(&mut [0]).unwrap_err();
+    let error = server.read_exact(&mut [0]).unwrap_err();
     assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { first: false }), "{error}");
     assert!(error.is_closed() && !error.is_cut(), "{error}");
 }
 
 #[test]
-fn a_put_that_was_broken_off_is_no_end() {
+fn an_interrupted_write_is_no_end() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
     client.set_timeouts(None, Some(Duration::from_millis(50))).unwrap();
     let data = pattern(1 << 20);
     let error = loop {
-        if let Err(error) = client.put(&data) {
+        if let Err(error) = client.write_all(&data) {
             break error;
         }
     };
@@ -314,7 +314,7 @@ fn a_put_that_was_broken_off_is_no_end() {
         // There is room again while the channel is dropped: a last word would come through.
         scope.spawn(|| drop(client));
         loop {
-            match server.get_some(&mut got) {
+            match server.read(&mut got) {
                 Ok(0) => panic!("taken for an end"),
                 Ok(more) => all.extend_from_slice(&got[..more]),
                 Err(error) => break error,
@@ -387,23 +387,23 @@ fn what_is_peeked_at_is_got_all_the_same() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
-    peek_and_get(&client, &server);
+    peek_and_read(&client, &server);
     drop(client);
     look(&server).unwrap();
     assert_eq!(server.peek(&mut [0; 4]).unwrap(), Some(0));
 }
 
 #[test]
-fn a_shutdown_wakes_gets_and_puts() {
+fn a_shutdown_wakes_reads_and_writes() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, _server) = pair(&bed, KernelTls::On, KernelTls::On);
     thread::scope(|scope| {
-        let gets = scope.spawn(|| client.get(&mut [0]));
-        let puts = scope.spawn(|| client.put(&vec![0; 64 << 20]));
+        let reads = scope.spawn(|| client.read_exact(&mut [0]));
+        let writes = scope.spawn(|| client.write_all(&vec![0; 64 << 20]));
         thread::sleep(Duration::from_millis(500));
         client.shutdown(Shutdown::Both).unwrap();
-        for ended in [gets.join().unwrap(), puts.join().unwrap()] {
+        for ended in [reads.join().unwrap(), writes.join().unwrap()] {
             let error = ended.unwrap_err();
             assert!(error.is_shut_down(), "{error}");
         }
@@ -411,17 +411,17 @@ fn a_shutdown_wakes_gets_and_puts() {
 }
 
 #[test]
-fn a_get_without_data_times_out() {
+fn a_read_without_data_times_out() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, server) = pair(&bed, KernelTls::On, KernelTls::On);
     server.set_timeouts(Some(Duration::from_millis(50)), None).unwrap();
-    assert!(server.get(&mut [0]).unwrap_err().is_timeout());
-    client.put(b"half").unwrap();
-    assert!(server.get(&mut [0; 5]).unwrap_err().is_timeout());
-    client.put(b"more").unwrap();
+    assert!(server.read_exact(&mut [0]).unwrap_err().is_timeout());
+    client.write_all(b"half").unwrap();
+    assert!(server.read_exact(&mut [0; 5]).unwrap_err().is_timeout());
+    client.write_all(b"more").unwrap();
     let mut got = [0; 4];
-    server.get(&mut got).unwrap();
+    server.read_exact(&mut got).unwrap();
     assert_eq!(&got, b"more");
 }
 
@@ -459,7 +459,7 @@ fn in_two_pieces(bed: &Bed, cut: impl FnOnce(&[u8]) -> usize + Send) -> (Vec<u8>
         scope.spawn(move || {
             let client = Channel::connect(&uri, &client(bed, KernelTls::Off)).unwrap();
             for piece in [b"0123456789", b"abcdefghij", b"ABCDEFGHIJ"] {
-                client.put(piece).unwrap();
+                client.write_all(piece).unwrap();
             }
         });
         let server = listener.accept(Some(SOON)).unwrap();
@@ -468,12 +468,12 @@ fn in_two_pieces(bed: &Bed, cut: impl FnOnce(&[u8]) -> usize + Send) -> (Vec<u8>
         let _ = tell.send(());
         let (mut got, mut buffer) = (Vec::new(), [0; 64]);
         loop {
-            match server.get_some(&mut buffer).unwrap() {
+            match server.read(&mut buffer).unwrap() {
                 0 => break,
                 more => got.extend_from_slice(&buffer[..more]),
             }
         }
-        (got, server.counters().opened_by_kernel)
+        (got, server.counters().decrypted_by_kernel)
     })
 }
 
@@ -534,11 +534,11 @@ fn another_implementation_at_the_other_end_is_understood_in_every_cipher() {
                 stream.conn.write_tls(stream.sock).ok();
             });
             let channel = Channel::connect(&uri, &client(&bed, KernelTls::On)).unwrap();
-            channel.put(&data).unwrap();
+            channel.write_all(&data).unwrap();
             let mut got = vec![0; data.len()];
-            channel.get(&mut got).unwrap();
-            assert!(got == data && channel.is_sealed_by_kernel(Shutdown::Both), "{suite:?}");
-            assert_eq!(channel.get_some(&mut got).unwrap(), 0, "{suite:?}");
+            channel.read_exact(&mut got).unwrap();
+            assert!(got == data && channel.is_encrypted_by_kernel(Shutdown::Both), "{suite:?}");
+            assert_eq!(channel.read(&mut got).unwrap(), 0, "{suite:?}");
         });
         // It connects.
         let listener = listen(&server(&bed, KernelTls::On));
@@ -568,9 +568,9 @@ fn another_implementation_at_the_other_end_is_understood_in_every_cipher() {
             });
             let channel = listener.accept(Some(SOON)).unwrap();
             let mut got = vec![0; data.len()];
-            channel.get(&mut got).unwrap();
-            channel.put(&got).unwrap();
-            assert!(got == data && channel.is_sealed_by_kernel(Shutdown::Both), "{suite:?}");
+            channel.read_exact(&mut got).unwrap();
+            channel.write_all(&got).unwrap();
+            assert!(got == data && channel.is_encrypted_by_kernel(Shutdown::Both), "{suite:?}");
         });
     }
 }
@@ -589,16 +589,18 @@ fn a_socket_that_does_not_wait_is_sealed_here() {
         scope.spawn(|| {
             let server = Channel::from_fd_with(far.into(), &server(&bed, KernelTls::On)).unwrap();
             let mut got = vec![0; 100_000];
-            server.get(&mut got).unwrap();
-            server.put(&got).unwrap();
+            server.read_exact(&mut got).unwrap();
+            server.write_all(&got).unwrap();
         });
         let client = Channel::from_fd_with(near.into(), &named(KernelTls::Auto)).unwrap();
         let data = pattern(100_000);
-        client.put(&data).unwrap();
+        client.write_all(&data).unwrap();
         let mut got = vec![0; 100_000];
-        client.get(&mut got).unwrap();
+        client.read_exact(&mut got).unwrap();
         assert!(
-            got == data && !client.is_sealed_by_kernel(Shutdown::Write) && !client.is_sealed_by_kernel(Shutdown::Read)
+            got == data
+                && !client.is_encrypted_by_kernel(Shutdown::Write)
+                && !client.is_encrypted_by_kernel(Shutdown::Read)
         );
     });
 }
@@ -626,8 +628,8 @@ fn kernel_tls_that_is_demanded_and_missing_is_refused_before_connecting() {
     exchange(&client, &server, 1 << 20);
     for channel in [&client, &server] {
         assert!(channel.is_encrypted());
-        assert!(!channel.is_sealed_by_kernel(Shutdown::Read) && !channel.is_sealed_by_kernel(Shutdown::Write));
-        assert_eq!((channel.counters().sealed_by_kernel, channel.counters().opened_by_kernel), (0, 0));
+        assert!(!channel.is_encrypted_by_kernel(Shutdown::Read) && !channel.is_encrypted_by_kernel(Shutdown::Write));
+        assert_eq!((channel.counters().encrypted_by_kernel, channel.counters().decrypted_by_kernel), (0, 0));
     }
 }
 

@@ -111,10 +111,10 @@ impl Link<'_, '_> {
         self.end_section(&mut bytes);
         let passed = self.source.to_pass()?;
         if passed.is_empty() {
-            return Ok(self.channel.put(&bytes)?);
+            return Ok(self.channel.write_all(&bytes)?);
         }
         let passed: Vec<_> = passed.iter().map(AsFd::as_fd).collect();
-        Ok(self.channel.put_with(&bytes, &passed)?)
+        Ok(self.channel.write_all_with_descriptors(&bytes, &passed)?)
     }
 
     /// Ends a section; with multifd channels, has the destination wait for them there.

@@ -168,7 +168,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         channels: Vec<Channel>,
         options: MultifdSourceOptions,
     ) -> Result<Self, MigrateError> {
-        let as_they_are = |channel: &Channel| matches!(channel.zero_copy_wanted(), ZeroCopy::Msg | ZeroCopy::Splice);
+        let as_they_are = |channel: &Channel| matches!(channel.zero_copy_setting(), ZeroCopy::Msg | ZeroCopy::Splice);
         if options.compression != Compression::None && channels.iter().any(as_they_are) {
             return Err(MigrateError::ZeroCopy("pages are compressed, so they are made anew"));
         }

@@ -87,7 +87,7 @@ impl<'v> Switch<'v> {
         let deciding = Deciding::new(vm, link.channel, decisive);
         // An answer that came before the package is not one to it.
         link.return_path.forget_pong(PING_LOADED, || terms.loaded.ask());
-        let written = link.channel.put(&bytes);
+        let written = link.channel.write_all(&bytes);
         match deciding.settle(written) {
             Settled::Kept(vm, error) => Ended::Kept { vm, error: error.into() },
             Settled::HandedOver(vm, written) => {

@@ -95,7 +95,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
             true => section::encode_end(start.section_id, &mut bytes),
             false => section::encode_part(start.section_id, &mut bytes),
         }
-        link.channel.put(&bytes)?;
+        link.channel.write_all(&bytes)?;
         self.records.take_busy();
         let result = match link.multifd {
             Some(multifd) => self.send_packets(multifd, round)?,
@@ -106,7 +106,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
         }
         bytes.clear();
         link.end_section(&mut bytes);
-        link.channel.put(&bytes)?;
+        link.channel.write_all(&bytes)?;
         if let Some(multifd) = link.multifd.filter(|_| last) {
             // From here on the destination may close them.
             multifd.is_over();

@@ -101,7 +101,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         let sections = self.device_sections()?;
         let mut bytes = sections.bytes().to_vec();
         Command::Ping(postcopy::PING_READY).encode(&mut bytes)?;
-        link.channel.put(&bytes)?;
+        link.channel.write_all(&bytes)?;
         let description = sections.description();
         link.return_path.wait_pong(postcopy::PING_READY, self.terms.params.answer_timeout)?;
         link.multifd.map_or(Ok(()), Multifd::check_taken)?;
@@ -133,7 +133,7 @@ impl Commit {
         link.progress.enter(progress::Phase::Completing);
         // Once the kernel has taken the end of the stream, the destination may run the VM.
         let deciding = Deciding::new(vm, link.channel, decisive);
-        let written = link.channel.put(&bytes);
+        let written = link.channel.write_all(&bytes);
         match deciding.settle(written) {
             Settled::Kept(vm, error) => Ended::Kept { vm, error: error.into() },
             Settled::HandedOver(vm, written) => {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::{Channel, ChannelError, Lending, ZeroCopy};
+use limosa_channel::{Channel, ChannelError, ZeroCopy, ZeroCopyWriter};
 use limosa_memory::{MemoryBlock, PinnedPages};
 use limosa_page::{BrokenInvariant, PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun, broken, to_usize};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
@@ -49,7 +49,7 @@ pub(super) struct ChannelSender<'a, S: PageSource + ?Sized> {
     /// The block whose pages `normal` and `zero` are, while a packet out of guest memory is being filled.
     open: Option<usize>,
     gather: Gather<'static>,
-    lending: Lending<'a, 'a>,
+    lending: ZeroCopyWriter<'a, 'a>,
     /// While the kernel has been lent pages that it is to give back.
     pinned: Option<PinnedPages<'a>>,
     plan: Arc<RoundPlan>,
@@ -73,7 +73,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             zero: Vec::with_capacity(PACKET_PAGES),
             open: None,
             gather: Gather::default(),
-            lending: channel.lend(),
+            lending: channel.zero_copy_writer(),
             pinned: None,
             plan: Arc::default(),
             busy: Duration::ZERO,
@@ -290,7 +290,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             let place = if run.len() < IN_PLACE_PAGES { None } else { source.place(block, run.start) };
             if let Some((file, offset)) = place.filter(|_| self.in_place) {
                 self.flush(&mut header, &mut filled)?;
-                match self.channel.put_file(file, offset, run.len().saturating_mul(PAGE_SIZE)) {
+                match self.channel.send_file(file, offset, run.len().saturating_mul(PAGE_SIZE)) {
                     Ok(()) => continue,
                     Err(ChannelError::Unsupported { .. }) if self.multifd.options.zero_copy == ZeroCopy::Splice => {
                         let why = "the kernel cannot send this file over this channel without its being read";
@@ -435,7 +435,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     }
 
     fn put(&self, list: &[IoSlice<'_>]) -> Result<(), MigrateError> {
-        self.channel.put_vector(list).map_err(|error| self.failed(error))
+        self.channel.write_all_vectored(list).map_err(|error| self.failed(error))
     }
 
     fn failed(&self, error: ChannelError) -> MigrateError {

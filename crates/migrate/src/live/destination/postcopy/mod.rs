@@ -151,7 +151,7 @@ pub(super) fn run<'a, V: IncomingVm + ?Sized>(
             // It never ran, and never will: a source that still can is to know.
             let mut refusal = Vec::new();
             if ReturnMessage::Shut(1).encode(&mut refusal).is_ok() {
-                let _ = channel.put(&refusal);
+                let _ = channel.write_all(&refusal);
             }
             let _ = channel.shutdown(Shutdown::Both);
             IncomingOutcome::Failed(control.explain(error))
@@ -275,7 +275,9 @@ fn take_package(channel: &Channel, mut arrived: Vec<u8>, length: u32) -> Result<
     while arrived.len() < length {
         let begin = arrived.len();
         arrived.resize(length.min(begin.saturating_add(PACKAGE_STEP)), 0);
-        channel.get(arrived.get_mut(begin..).ok_or_else(|| broken("room for a package grows before it is read"))?)?;
+        channel.read_exact(
+            arrived.get_mut(begin..).ok_or_else(|| broken("room for a package grows before it is read"))?,
+        )?;
     }
     Ok((arrived, Vec::new()))
 }

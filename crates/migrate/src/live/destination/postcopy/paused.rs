@@ -93,7 +93,7 @@ fn negotiate(
     let say = |message: ReturnMessage| -> Result<(), MigrateError> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes)?;
-        Ok(channel.put(&bytes)?)
+        Ok(channel.write_all(&bytes)?)
     };
     loop {
         match records.next(&|| false)? {

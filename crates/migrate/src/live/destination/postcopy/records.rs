@@ -82,7 +82,7 @@ impl Records {
                     return Err(MigrateError::Protocol(format!("a record of {total} bytes")));
                 }
             }
-            match self.channel.get_some(self.bytes.get_mut(self.end..).ok_or_else(outside)?) {
+            match self.channel.read(self.bytes.get_mut(self.end..).ok_or_else(outside)?) {
                 Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated(self.end - self.begin, total))),
                 Ok(got) => self.end += got,
                 Err(error) if error.is_timeout() && still() => {}

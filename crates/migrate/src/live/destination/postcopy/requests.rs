@@ -110,7 +110,7 @@ impl Requests {
         let mut message = Vec::new();
         ReturnMessage::RequestPages { block: name, start: bytes.start, length }.encode(&mut message)?;
         path.named = Some(block);
-        channel.put(&message)?;
+        channel.write_all(&message)?;
         self.sent.fetch_add(1, Relaxed);
         Ok(())
     }
@@ -120,7 +120,7 @@ impl Requests {
         let mut bytes = Vec::new();
         message.encode(&mut bytes)?;
         match &self.path().channel {
-            Some(channel) => Ok(channel.put(&bytes)?),
+            Some(channel) => Ok(channel.write_all(&bytes)?),
             None => Ok(()),
         }
     }
@@ -134,7 +134,7 @@ impl Requests {
     pub(super) fn reconnect(&self, channel: Arc<Channel>, first: &ReturnMessage) -> Result<(), MigrateError> {
         let mut bytes = Vec::new();
         first.encode(&mut bytes)?;
-        channel.put(&bytes)?;
+        channel.write_all(&bytes)?;
         // From here on new faults ask by themselves; one that does so twice is answered once.
         *self.path() = ReturnPath { channel: Some(channel), named: None };
         let waiting: Vec<_> = self.waiting().pages.iter().map(|((block, _), (pages, _))| (*block, *pages)).collect();
@@ -192,7 +192,7 @@ mod tests {
         channel.set_timeouts(Some(Duration::from_millis(20)), None).unwrap();
         let mut decoder = ReturnDecoder::new(64);
         let mut room = [0; 4096];
-        while let Ok(got @ 1..) = channel.get_some(&mut room) {
+        while let Ok(got @ 1..) = channel.read(&mut room) {
             decoder.push(&room[..got]);
         }
         std::iter::from_fn(|| decoder.next_message().unwrap()).collect()

@@ -1,4 +1,4 @@
-//! Puts that wait: a signal is no failure, and what was put is out.
+//! Writes that wait: a signal is no failure, and what was written is out.
 #![allow(unsafe_code, reason = "signals single threads")]
 
 use std::os::unix::thread::JoinHandleExt;
@@ -11,7 +11,7 @@ use super::*;
 const SMALL: Option<usize> = Some(4096);
 
 #[test]
-fn a_signal_in_a_put_that_waits_changes_nothing() {
+fn a_signal_in_a_write_that_waits_changes_nothing() {
     needs_kernel_tls!();
     let_usr1_interrupt();
     let bed = Bed::new();
@@ -22,36 +22,36 @@ fn a_signal_in_a_put_that_waits_changes_nothing() {
         let data = pattern(MUCH);
         let handle = client.try_clone().unwrap();
         let to_send = data.clone();
-        let puts = thread::spawn(move || to_send.chunks(100_000).try_for_each(|piece| handle.put(piece)));
+        let writes = thread::spawn(move || to_send.chunks(100_000).try_for_each(|piece| handle.write_all(piece)));
         let signal = || {
             // SAFETY: the handle is not joined yet, so the thread's id is valid.
-            assert_eq!(unsafe { libc::pthread_kill(puts.as_pthread_t(), libc::SIGUSR1) }, 0);
+            assert_eq!(unsafe { libc::pthread_kill(writes.as_pthread_t(), libc::SIGUSR1) }, 0);
         };
         // Nothing is read yet, and later it is, so that records are cut at any place.
         for _ in 0..50 {
             signal();
             thread::sleep(Duration::from_millis(5));
         }
-        assert!(!puts.is_finished());
+        assert!(!writes.is_finished());
         let mut got = vec![0; data.len()];
         for piece in got.chunks_mut(10_000) {
-            server.get(piece).unwrap();
-            if !puts.is_finished() {
+            server.read_exact(piece).unwrap();
+            if !writes.is_finished() {
                 signal();
             }
         }
-        puts.join().unwrap().unwrap();
+        writes.join().unwrap().unwrap();
         assert!(got == data);
         assert_eq!(client.counters().bytes_out, 1 + data.len() as u64);
         // Calls, not a loop that asks and asks.
         assert!(client.counters().calls_out < 10_000, "{:?}", client.counters());
         drop(client);
-        assert_eq!(server.get_some(&mut got).unwrap(), 0);
+        assert_eq!(server.read(&mut got).unwrap(), 0);
     }
 }
 
 #[test]
-fn what_a_put_has_returned_for_arrives_though_the_next_one_times_out() {
+fn what_a_write_has_returned_for_arrives_though_the_next_one_times_out() {
     needs_kernel_tls!();
     let bed = Bed::new();
     // Records that end here and there in the buffers.
@@ -62,7 +62,7 @@ fn what_a_put_has_returned_for_arrives_though_the_next_one_times_out() {
         let data = pattern(length);
         let mut whole = 0;
         let error = loop {
-            match client.put(&data) {
+            match client.write_all(&data) {
                 Ok(()) => whole += 1,
                 Err(error) => break error,
             }
@@ -71,12 +71,12 @@ fn what_a_put_has_returned_for_arrives_though_the_next_one_times_out() {
         drop(client);
         let mut got = vec![0; length];
         for _ in 0..whole {
-            server.get(&mut got).unwrap();
+            server.read_exact(&mut got).unwrap();
             assert!(got == data);
         }
         let mut more = 0;
         let error = loop {
-            match server.get_some(&mut got) {
+            match server.read(&mut got) {
                 Ok(0) => panic!("taken for an end"),
                 Ok(bytes) => more += bytes,
                 Err(error) => break error,
@@ -87,13 +87,13 @@ fn what_a_put_has_returned_for_arrives_though_the_next_one_times_out() {
 }
 
 #[test]
-fn a_channel_whose_put_has_timed_out_is_dropped_at_once() {
+fn a_channel_whose_write_has_timed_out_is_dropped_at_once() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (client, _server) = pair(&bed, KernelTls::On, KernelTls::On);
     client.set_timeouts(None, Some(Duration::from_secs(5))).unwrap();
     client.set_buffers(SMALL, None).unwrap();
-    let error = client.put(&vec![7; 64 << 20]).unwrap_err();
+    let error = client.write_all(&vec![7; 64 << 20]).unwrap_err();
     assert!(error.is_timeout(), "{error}");
     let began = Instant::now();
     drop(client);
@@ -101,8 +101,8 @@ fn a_channel_whose_put_has_timed_out_is_dropped_at_once() {
 }
 
 #[test]
-fn a_shutdown_amid_a_put_does_not_announce_the_end() {
+fn a_shutdown_amid_a_write_does_not_announce_the_end() {
     needs_kernel_tls!();
     let bed = Bed::new();
-    crate::transfers::shut_down_amid_a_put(&server(&bed, KernelTls::On), client(&bed, KernelTls::On));
+    crate::transfers::shut_down_amid_a_write(&server(&bed, KernelTls::On), client(&bed, KernelTls::On));
 }
