@@ -7,18 +7,17 @@ use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use limosa_qemu::command_line::escaped;
-use limosa_qemu::{BlockPlace, MappedCommandLine, check_not_shared, map_memory, name_memory};
+use limosa_qemu::{BlockPlace, MappedCommandLine, check_not_shared, is_same_file, map_memory, name_memory};
 use limosa_snapshot::{Snapshot, check_disks};
+use parking_lot::Mutex;
 
 use crate::command_line::{
-    CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, is_same_file, plan,
+    Claims, CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, plan,
 };
 use crate::error::CloneError;
 use crate::overlay::{self, Backing};
@@ -86,6 +85,8 @@ pub struct Fleet<'a> {
     pub(crate) folder: PathBuf,
     /// The command line of every clone: disks, memory and monitor are in it.
     pub(crate) template: CommandTemplate,
+    /// Names in it, with placeholders, of files that each clone must have for itself.
+    own_names: Vec<String>,
     pub(crate) overlays: Vec<OverlayPlan>,
     /// The RAM blocks that each clone maps; none if each gets a copy.
     pub(crate) mapped: Vec<String>,
@@ -118,24 +119,25 @@ impl<'a> Fleet<'a> {
         let overlays = plan(&frozen);
         let folder = &std::path::absolute(folder).map_err(CloneError::path("find", folder))?;
         check_folder(folder)?;
-        let words = for_all_clones(template.words(), &overlays, folder, snapshot)?;
+        let (args, own_names) = for_all_clones(template.args(), &overlays, folder, snapshot)?;
         let mapping = snapshot.mapping_descriptor()?;
         let mut notices = Vec::new();
         let mapped = match snapshot.is_mappable() {
             false => Err("the snapshot was not made to be mapped; make it so: limosa snapshot seal".to_owned().into()),
             // The open file itself: another file may have its name by then.
             true => BlockPlace::guest_memory_of(snapshot)
-                .and_then(|blocks| map_memory(&words, &blocks, &format!("/dev/fd/{}", mapping.as_raw_fd()))),
+                .and_then(|blocks| map_memory(&args, &blocks, &format!("/dev/fd/{}", mapping.as_raw_fd()))),
         };
-        let (words, mapped) = match mapped {
-            Ok(MappedCommandLine { words, blocks, notices: found, .. }) => {
+        let (args, mapped) = match mapped {
+            Ok(MappedCommandLine { args, blocks, notices: found, .. }) => {
                 notices.extend(found);
-                (words, blocks)
+                (args, blocks)
             }
             Err(conflict) if options.must_map => return Err(CloneError::Memory { why: conflict.to_string() }),
             Err(conflict) => {
                 notices.push(format!("each clone gets a copy of the memory, because it cannot be mapped: {conflict}"));
-                (copied_words(words, snapshot)?, Vec::new())
+                let named = name_memory(&args, snapshot);
+                (named.map_err(|conflict| CloneError::CommandLine { why: conflict.to_string() })?, Vec::new())
             }
         };
         fs::create_dir_all(folder).map_err(CloneError::path("make", folder))?;
@@ -148,8 +150,8 @@ impl<'a> Fleet<'a> {
             }
             snapshot.verify_all()?;
         }
-        let template = CommandTemplate::new(words);
-        Ok(Self { snapshot, snapshot_path, folder, template, overlays, mapped, mapping, options, notices })
+        let template = CommandTemplate::new(args);
+        Ok(Self { snapshot, snapshot_path, folder, template, own_names, overlays, mapped, mapping, options, notices })
     }
 
     /// Notices for a person, known before anything is started.
@@ -182,6 +184,11 @@ impl<'a> Fleet<'a> {
     pub fn start(&self, count: u64, on_result: &(dyn Fn(&Result<Started, Failure>) + Sync)) -> FleetReport {
         let jobs = self.options.jobs.or_else(|| thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
         let numbers = Mutex::new(FreeNumbers::in_folder(&self.folder));
+        let claims = Mutex::new(Claims::new(&self.own_names, &self.folder));
+        for number in &numbers.lock().taken {
+            // Clones that are there keep their files, also if they were made to share some.
+            let _ = claims.lock().claim(*number);
+        }
         let report = Mutex::new(FleetReport::default());
         let left = AtomicU64::new(count);
         let (good, bad) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -189,15 +196,15 @@ impl<'a> Fleet<'a> {
             let take = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
             while take().is_ok() {
                 if good.load(Ordering::Relaxed) == 0 && bad.load(Ordering::Relaxed) >= jobs {
-                    lock(&report).not_tried += 1;
+                    report.lock().not_tried += 1;
                     continue;
                 }
-                let done = self.start_one(&numbers);
+                let done = self.start_one(&numbers, &claims);
                 if done.is_ok() { &good } else { &bad }.fetch_add(1, Ordering::Relaxed);
                 on_result(&done);
                 match done {
-                    Ok(started) => lock(&report).started.push(started),
-                    Err(failure) => lock(&report).failed.push(failure),
+                    Ok(started) => report.lock().started.push(started),
+                    Err(failure) => report.lock().failed.push(failure),
                 }
             }
         };
@@ -208,15 +215,17 @@ impl<'a> Fleet<'a> {
             }
             work();
         });
-        let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut report = report.into_inner();
         report.started.sort_by_key(|started| started.record.number);
         report.failed.sort_by_key(|failure| failure.number);
         report
     }
 
-    fn start_one(&self, numbers: &Mutex<FreeNumbers>) -> Result<Started, Failure> {
+    fn start_one(&self, numbers: &Mutex<FreeNumbers>, claims: &Mutex<Claims<'_>>) -> Result<Started, Failure> {
         loop {
-            let number = lock(numbers).next();
+            let number = numbers.lock().next();
+            let claimed = claims.lock().claim(number);
+            claimed.map_err(|why| Failure { number, error: CloneError::CommandLine { why } })?;
             match start(self, number) {
                 // Another limosa has taken it meanwhile.
                 Err(CloneError::Exists { .. }) => {}
@@ -226,40 +235,26 @@ impl<'a> Fleet<'a> {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The command line of every clone, with its disks and its monitor. Its memory is as it was given.
+/// Returns the command line of every clone, with its disks and its monitor, and the names in it that are each clone's
+/// own. Its memory is as it was given.
 fn for_all_clones(
-    words: &[OsString],
+    args: &[OsString],
     overlays: &[OverlayPlan],
     folder: &Path,
     snapshot: &Snapshot,
-) -> Result<Vec<OsString>, CloneError> {
+) -> Result<(Vec<OsString>, Vec<String>), CloneError> {
     let same = |name: &str, file: &Path| is_same_file(Path::new(name), file);
     let refused = |why| CloneError::CommandLine { why };
-    if let Some(word) = words.iter().find(|word| word.to_str().is_none()) {
-        return Err(refused(format!("{}: not valid UTF-8, so it cannot be read", word.to_string_lossy())));
+    if let Some(arg) = args.iter().find(|arg| arg.to_str().is_none()) {
+        return Err(refused(format!("{}: not valid UTF-8, so it cannot be read", arg.to_string_lossy())));
     }
-    check_not_shared(words, &|name| same(name, snapshot.path())).map_err(|conflict| refused(conflict.to_string()))?;
+    check_not_shared(args, &|name| same(name, snapshot.path())).map_err(|conflict| refused(conflict.to_string()))?;
     let ownership = Ownership::new(folder);
-    check_outputs(words, &ownership).map_err(refused)?;
-    let mut words = behind_overlays(words, overlays, &ownership, &same, &overlay::has_backing)
+    check_outputs(args, &ownership).map_err(refused)?;
+    let mut args = behind_overlays(args, overlays, &ownership, &same, &overlay::has_backing)
         .map_err(|why| CloneError::Disk { why })?;
-    words.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", escaped("{dir}/qmp")).into()]);
-    Ok(words)
-}
-
-/// The command line of clones that get a copy of the memory: a RAM block of the snapshot's name is there.
-fn copied_words(words: Vec<OsString>, snapshot: &Snapshot) -> Result<Vec<OsString>, CloneError> {
-    let is_recorded = snapshot.manifest().is_some_and(|manifest| !manifest.guest_memory.is_empty());
-    match BlockPlace::guest_memory_of(snapshot) {
-        Ok(blocks) if is_recorded => {
-            name_memory(&words, &blocks).map_err(|conflict| CloneError::CommandLine { why: conflict.to_string() })
-        }
-        _ => Ok(words),
-    }
+    args.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", escaped("{dir}/qmp")).into()]);
+    Ok((args, ownership.into_names()))
 }
 
 /// Refuses a directory whose path would say something else inside an option of QEMU.

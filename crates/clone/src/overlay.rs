@@ -46,28 +46,25 @@ pub(crate) fn make(path: &Path, disk: &FrozenDisk, backing: Backing) -> Result<(
 /// Whether a disk's file names a backing image. A file that cannot be read may name one.
 pub(crate) fn has_backing(disk: &FrozenDisk) -> bool {
     let Ok(reference) = Reference::named(&disk.path) else { return true };
-    let options = OpenOptions {
-        format: disk.format.parse().ok(),
-        read_only: true,
-        lock: LockPolicy::None,
-        policy: Policy::Follow,
-        ..OpenOptions::default()
-    };
-    block_on(ImageInfo::of_chain(&reference, &options)).map_or(true, |chain| chain.len() > 1)
+    block_on(ImageInfo::of_chain(&reference, &frozen_options(&disk.format))).map_or(true, |chain| chain.len() > 1)
 }
 
-/// The length of a disk in bytes. Other clones read it, and nothing writes it.
+/// Returns the length of a disk in bytes.
 fn length(path: &Path, format: &str) -> Result<u64, CloneError> {
     let failed = |source: ImageError| CloneError::Overlay { path: path.to_path_buf(), source };
     let reference = Reference::named(path).map_err(|error| CloneError::Disk { why: error.to_string() })?;
-    let options = OpenOptions {
+    Ok(block_on(chain::open(&reference, &frozen_options(format))).map_err(failed)?.len())
+}
+
+/// Returns how a frozen disk is opened: other clones read it, and nothing writes it, so it needs no lock.
+fn frozen_options(format: &str) -> OpenOptions {
+    OpenOptions {
         format: format.parse().ok(),
         read_only: true,
         lock: LockPolicy::None,
         policy: Policy::Follow,
         ..OpenOptions::default()
-    };
-    Ok(block_on(chain::open(&reference, &options)).map_err(failed)?.len())
+    }
 }
 
 /// The path of `to` from the directory `from`; both are absolute.

@@ -7,9 +7,8 @@ use std::path::{Path, PathBuf};
 
 use limosa_migrate::InPlace;
 use limosa_qemu::monitor::Monitor;
-use limosa_qemu::{JobError, prove_mapping, refuse_shared_snapshot};
+use limosa_qemu::{JobError, is_same_file, prove_mapping, refuse_shared_snapshot};
 
-use crate::command_line::is_same_file;
 use crate::error::CloneError;
 use crate::fleet::Fleet;
 

@@ -33,7 +33,7 @@ const LOG_SHOWN: u64 = 600;
 /// A unix socket's path has at most this many bytes (unix(7)).
 const SOCKET_PATH_MAX: usize = 107;
 
-/// Files and the process made for a clone; removed on drop, unless kept.
+/// Files and the process made for a clone; removed on drop, unless inherited_fds.
 struct Made {
     folder: PathBuf,
     files: Vec<PathBuf>,
@@ -51,7 +51,7 @@ impl Made {
         }
     }
 
-    /// Returns the path of a file in the directory, which is removed if the clone is not kept.
+    /// Returns the path of a file in the directory, which is removed if the clone is not inherited_fds.
     fn file(&mut self, name: &str) -> PathBuf {
         let path = self.folder.join(name);
         self.files.push(path.clone());
@@ -116,12 +116,12 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneErro
         let path = made.file(&plan.name);
         overlay::make(&path, &plan.disk, fleet.options.backing)?;
     }
-    let words = fleet.template.fill(number, &name, &folder);
+    let args = fleet.template.fill(number, &name, &folder);
     let log = File::create_new(&log_path).map_err(CloneError::path("create", &log_path))?;
-    let (near, theirs) = Channel::pair().map_err(JobError::from)?;
-    let kept: &[_] = if fleet.is_mapped() { &[fleet.mapping.as_fd()] } else { &[] };
-    let child = launch_from(&words, theirs.as_fd(), kept, &log)?;
-    drop(theirs);
+    let (near, peer) = Channel::pair().map_err(JobError::from)?;
+    let inherited_fds: &[_] = if fleet.is_mapped() { &[fleet.mapping.as_fd()] } else { &[] };
+    let child = launch_from(&args, peer.as_fd(), inherited_fds, &log)?;
+    drop(peer);
     record.process = ProcessIdentity::of(child.id());
     made.child = Some(child);
     record.write(&folder)?;

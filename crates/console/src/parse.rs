@@ -3,50 +3,74 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// `4K`, `64M`, `8G`, `1T` or plain bytes.
-///
-/// # Errors
-/// What was expected instead.
-pub fn size(text: &str) -> Result<u64, String> {
-    let wrong = || format!("{text:?} is not a size: write 4K, 64M, 8G, 1T or a number of bytes");
-    let (digits, shift) = match text.char_indices().last().ok_or_else(wrong)? {
-        (at, 'K' | 'k') => (text.get(..at).ok_or_else(wrong)?, 10),
-        (at, 'M' | 'm') => (text.get(..at).ok_or_else(wrong)?, 20),
-        (at, 'G' | 'g') => (text.get(..at).ok_or_else(wrong)?, 30),
-        (at, 'T' | 't') => (text.get(..at).ok_or_else(wrong)?, 40),
-        _ => (text, 0),
-    };
-    let number: u64 = digits.parse().map_err(|_| wrong())?;
-    number.checked_mul(1 << shift).filter(|size| *size > 0).ok_or_else(wrong)
+/// A value on the command line that cannot be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} is not a {kind}: write {expected}")]
+pub struct ParseError {
+    /// The text.
+    text: String,
+    /// The kind of value that was expected.
+    kind: &'static str,
+    /// How such a value is written.
+    expected: &'static str,
 }
 
-/// `off`, `auto`, or the size from which on something is done.
-///
-/// # Errors
-/// What was expected instead.
-pub fn threshold<T>(text: &str, off: T, auto: T, from: impl FnOnce(u64) -> T) -> Result<T, String> {
-    match text {
-        "off" => Ok(off),
-        "auto" => Ok(auto),
-        _ => size(text).map(from).map_err(|why| format!("{why}; or off or auto")),
+impl ParseError {
+    /// `text` is not a `kind`, which is written as `expected`.
+    #[must_use]
+    pub fn new(text: &str, kind: &'static str, expected: &'static str) -> Self {
+        Self { text: text.to_owned(), kind, expected }
     }
 }
 
-/// `100M`: bytes a second.
+/// Reads a size: `4K`, `64M`, `8G`, `1T` or plain bytes.
 ///
 /// # Errors
-/// What was expected instead.
-pub fn rate(text: &str) -> Result<NonZeroU64, String> {
-    let rate = size(text).map_err(|_| format!("{text:?} is not a rate: write 100M for 100 MiB per second"))?;
-    NonZeroU64::new(rate).ok_or_else(|| "a rate must be more than 0".into())
+/// The text is not a size, or is 0.
+pub fn size(text: &str) -> Result<u64, ParseError> {
+    bytes(text).ok_or_else(|| ParseError::new(text, "size", "4K, 64M, 8G, 1T or a number of bytes"))
 }
 
-/// `300ms`, `30s`, `5m` or plain seconds.
+fn bytes(text: &str) -> Option<u64> {
+    let (digits, shift) = match text.char_indices().last()? {
+        (at, 'K' | 'k') => (text.get(..at)?, 10),
+        (at, 'M' | 'm') => (text.get(..at)?, 20),
+        (at, 'G' | 'g') => (text.get(..at)?, 30),
+        (at, 'T' | 't') => (text.get(..at)?, 40),
+        _ => (text, 0),
+    };
+    let number: u64 = digits.parse().ok()?;
+    number.checked_mul(1 << shift).filter(|size| *size > 0)
+}
+
+/// Reads `off`, `auto`, or the smallest size for which something is done.
 ///
 /// # Errors
-/// What was expected instead.
-pub fn time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("{text:?} is not a time: write 300ms, 30s or 5m");
+/// The text is none of these.
+pub fn threshold<T>(text: &str, off: T, auto: T, from: impl FnOnce(u64) -> T) -> Result<T, ParseError> {
+    match text {
+        "off" => Ok(off),
+        "auto" => Ok(auto),
+        _ => bytes(text)
+            .map(from)
+            .ok_or_else(|| ParseError::new(text, "size", "4K, 64M, 8G, 1T or a number of bytes; or off or auto")),
+    }
+}
+
+/// Reads a rate in bytes per second, written as a size.
+///
+/// # Errors
+/// The text is not a rate, or is 0.
+pub fn rate(text: &str) -> Result<NonZeroU64, ParseError> {
+    let rate = bytes(text).and_then(NonZeroU64::new);
+    rate.ok_or_else(|| ParseError::new(text, "rate", "100M for 100 MiB per second"))
+}
+
+/// Reads a time: `300ms`, `30s`, `5m` or plain seconds.
+///
+/// # Errors
+/// The text is not a time, or is 0.
+pub fn time(text: &str) -> Result<Duration, ParseError> {
     let (digits, millis) = if let Some(digits) = text.strip_suffix("ms") {
         (digits, 1)
     } else if let Some(digits) = text.strip_suffix('m') {
@@ -54,8 +78,8 @@ pub fn time(text: &str) -> Result<Duration, String> {
     } else {
         (text.strip_suffix('s').unwrap_or(text), 1000)
     };
-    let number: u64 = digits.parse().map_err(|_| wrong())?;
-    number.checked_mul(millis).filter(|millis| *millis > 0).map(Duration::from_millis).ok_or_else(wrong)
+    let time = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(millis)).filter(|millis| *millis > 0);
+    time.map(Duration::from_millis).ok_or_else(|| ParseError::new(text, "time", "300ms, 30s or 5m"))
 }
 
 #[cfg(test)]
@@ -68,7 +92,7 @@ mod tests {
         assert_eq!(read("off"), Ok(None));
         assert_eq!(read("auto"), Ok(Some(128)));
         assert_eq!(read("1M"), Ok(Some(1 << 20)));
-        assert!(read("on").unwrap_err().contains("or off or auto"));
+        assert!(read("on").unwrap_err().to_string().contains("or off or auto"));
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub(crate) use endpoint::EndpointArgs;
 pub(crate) use img::{ImgArgs, ImgCommand};
 pub(crate) use import::{ExportArgs, ImportArgs};
 pub(crate) use inspect::InspectArgs;
-pub(crate) use job::{DisksArg, JobArgs, SteerArgs, ViaArg};
+pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use receive::ReceiveArgs;
 pub(crate) use restore::{HowArgs, MemoryArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
@@ -92,8 +92,8 @@ pub(crate) enum Command {
     #[command(hide = true)]
     Man(ManArgs),
     /// Watch a job and clean up if it is killed
-    #[command(hide = true)]
-    Guard {
+    #[command(hide = true, alias = "guard")]
+    Watchdog {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use limosa_qemu::qmp::MonitorAddress;
-use limosa_qemu::{Catalogue, examine_destination};
+use limosa_qemu::{VmstateDump, examine_destination};
 use limosa_snapshot::{
     Comparison, Confidence, Finding, MemoryComparison, Severity, Snapshot, Summary, compare_memory, compare_stored,
     damage, summarize,
@@ -78,9 +78,9 @@ fn with_file(args: &InspectArgs, other: &Path) -> anyhow::Result<Compared> {
 fn with_qemu(args: &InspectArgs, monitor: &MonitorAddress) -> anyhow::Result<Compared> {
     let (saved, snapshot) = open(&args.file)?;
     let monitor = job::connect(monitor)?;
-    let catalogue = args.qemu.as_deref().map(|program| Catalogue::of(program, monitor.version()));
-    let catalogue = catalogue.transpose().context("--qemu")?;
-    let comparison = examine_destination(&monitor, &saved, catalogue)?;
+    let dump = args.qemu.as_deref().map(|program| VmstateDump::of(program, monitor.version()));
+    let dump = dump.transpose().context("--qemu")?;
+    let comparison = examine_destination(&monitor, &saved, dump)?;
     Ok((with_damage(comparison, snapshot.as_ref()), None))
 }
 

@@ -1,10 +1,8 @@
 //! `limosa import`, and other programs' files where a snapshot is wanted.
 
 use limosa_console::quantity;
-use std::fs;
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -12,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use limosa_channel::Uri;
 use limosa_migrate::Job;
+use limosa_qemu::is_same_file;
 use limosa_snapshot::{
     Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile, WriteOptions,
 };
@@ -66,8 +65,7 @@ fn is_one_file(stream: &Path, snapshot: &Path) -> bool {
         Some(Uri::File { path, .. }) => path,
         _ => stream,
     };
-    let identity = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino())).ok();
-    identity(path).is_some_and(|found| identity(snapshot) == Some(found))
+    path.exists() && is_same_file(path, snapshot)
 }
 
 /// Opens what is named as QEMU names its files, or standard input.

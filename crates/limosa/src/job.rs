@@ -14,7 +14,7 @@ use crate::bars::Bar;
 use crate::signals::SignalWatch;
 use limosa_console::say;
 
-/// This program, for guards: through /proc, so that it is this one even if its file was replaced meanwhile.
+/// This program, for watchdogs: through /proc, so that it is this one even if its file was replaced meanwhile.
 pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// Connects to QEMU's monitor.

@@ -60,7 +60,7 @@ fn main() -> ExitCode {
         Command::Balloon(args) => balloon::run(&args),
         Command::Completions(args) => packaging::completions(&args),
         Command::Man(args) => packaging::man(&args),
-        Command::Guard { arguments } => return limosa_qemu::run_guard(&arguments, remedy::of_refusal),
+        Command::Watchdog { arguments } => return limosa_qemu::run_watchdog(&arguments, remedy::WATCHDOG),
     };
     match result {
         Ok(code) => code,

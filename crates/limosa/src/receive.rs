@@ -13,7 +13,7 @@ use limosa_channel::{Options, Tls};
 use limosa_migrate::{
     Destination, DestinationOptions, DestinationStats, Incoming, Job, MigrateError, MultifdOptions, Phase,
 };
-use limosa_snapshot::{Manifest, Published, SnapshotWriter, UnnamedFile, Via, WriteOptions};
+use limosa_snapshot::{Manifest, Published, SnapshotWriter, Transport, UnnamedFile, WriteOptions};
 use serde_json::json;
 
 use crate::args::ReceiveArgs;
@@ -120,7 +120,7 @@ fn unreceived(error: MigrateError, end: PeerEnd) -> anyhow::Error {
 /// Gives the file its name, or tells the source that this side failed.
 fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) -> anyhow::Result<Published> {
     let mut manifest = Manifest::new();
-    manifest.via = Some(Via::Socket);
+    manifest.transport = Some(Transport::Socket);
     manifest.pages.resent = incoming.stats.resent_pages;
     let published = handles
         .control

@@ -7,7 +7,10 @@ use limosa_clone::CloneError;
 use limosa_image::ImageError;
 use limosa_migrate::MigrateError;
 use limosa_qemu::takeover::Outcome;
-use limosa_qemu::{JobError, MarkerError, Remedy, ResumeError};
+use limosa_qemu::{
+    Conflict, DiskConflict, JobError, JobOption, JobRecordError, Permission, RendezvousConflict, ResumeError,
+    StateConflict, WatchdogAdvice,
+};
 use limosa_snapshot::SnapshotError;
 use limosa_storage::{OpenError, StorageError};
 use limosa_stream::{Feature, StreamError};
@@ -98,90 +101,140 @@ fn of_storage(error: &StorageError) -> &'static str {
     }
 }
 
-/// Returns the options that carry out a remedy of the engines.
-pub(crate) fn of_refusal(remedy: &Remedy) -> &'static str {
-    match remedy {
-        Remedy::OneChannelOrEager => "; leave --channels out, or use --memory eager",
-        Remedy::UserfaultfdOrEager => {
-            "; let QEMU use userfaultfd (/dev/userfaultfd for its user, or vm.unprivileged_userfaultfd=1), or use --memory eager"
+/// Returns the options or commands that resolve a conflict.
+pub(crate) fn of_conflict(conflict: &Conflict) -> String {
+    match conflict {
+        Conflict::Options(JobOption::FileTransport, other) => {
+            format!("; leave {} out, or use --via socket", name_of(*other))
         }
-        Remedy::Eager => "; use --memory eager, or auto",
-        Remedy::MapBackends => {
-            "; limosa inspect SNAPSHOT --qemu-args prints the options for QEMU; or use --memory eager"
+        Conflict::Options(JobOption::LazyMode | JobOption::MappedMode, other) => {
+            format!("; leave {} out, or use --memory eager", name_of(*other))
         }
-        Remedy::Recover => "; finish it with limosa restore --recover",
-        Remedy::ListenWithPort => "; --listen takes unix:PATH or tcp:HOST:PORT with a port of its own",
-        Remedy::UnlimitedOrSocket => "; leave --max-bandwidth out, or use --via socket",
-        Remedy::UncompressedOrSocket => "; leave --compression out, or use --via socket",
-        Remedy::NoZeroChecksOrSocket => "; leave --zero-page-detection out, or use --via socket",
-        Remedy::NoZeroCopyOrSocket => "; leave --zero-copy out, or use --via socket",
-        Remedy::Socket => "; use --via socket",
-        Remedy::Restore => "; restore into a QEMU started with -incoming defer, without --recover",
-        Remedy::Resume => "; run limosa resume",
-        Remedy::NewQemuAndRestore => "; start a new one with -incoming defer and restore without --recover",
-        Remedy::EndServer => "; end the limosa that does, or try again",
-        Remedy::PutBackOrIgnore => {
-            "; memory and disk would be of different instants; put the disk back, or say --disks ignore"
+        Conflict::Options(JobOption::Background, JobOption::PauseOnTimeout) => "; use --on-timeout cancel".into(),
+        Conflict::Options(first, second) => format!("; leave {} or {} out", name_of(*first), name_of(*second)),
+        Conflict::Missing(option) => format!("; add {}", name_of(*option)),
+        Conflict::Unsupported(JobOption::FileTransport) => "; use --via socket".into(),
+        Conflict::Unsupported(JobOption::LazyMode) => "; use --memory eager, or auto".into(),
+        Conflict::Unsupported(JobOption::MappedMode) => {
+            "; limosa inspect SNAPSHOT --qemu-args prints the options for QEMU; or use --memory eager".into()
         }
-        Remedy::ListenTcp => "; say with --listen tcp:HOST:PORT where to meet",
-        Remedy::ListenShared => {
+        Conflict::Unsupported(option) => format!("; leave {} out", name_of(*option)),
+        Conflict::CommandLine("-incoming") => {
+            "; leave it out, or start that QEMU yourself and use limosa restore".into()
+        }
+        Conflict::CommandLine("-daemonize") => {
+            "; leave it out and put limosa run in the background, or use limosa restore --detach".into()
+        }
+        Conflict::Permission(permission) => of_permission(*permission).into(),
+        Conflict::Rendezvous(RendezvousConflict::Address) => {
+            "; --listen takes unix:PATH or tcp:HOST:PORT with a port of its own".into()
+        }
+        Conflict::Rendezvous(RendezvousConflict::Container) => {
             "; say where to meet: --listen unix:PATH in a directory that both have at the same path, or tcp:HOST:PORT"
+                .into()
         }
-        Remedy::UserOrListen => "; run limosa as that user or as root, or say with --listen where to meet",
-        Remedy::ResumeForced => "; if it runs nowhere else, continue it first: limosa resume --force",
-        Remedy::StopOverlayOrIgnore => {
-            "; save it with --stop or --disks overlay, or say --disks ignore if the disks are snapshotted by other means"
+        Conflict::Rendezvous(RendezvousConflict::RemoteMonitor) => {
+            "; say with --listen tcp:HOST:PORT where to meet".into()
         }
-        Remedy::IgnoreDisk => "; say --disks ignore if it is kept consistent by other means",
-        Remedy::RunThere => "; run limosa there, with a unix socket monitor",
-        Remedy::IgnoreSharedFile => {
-            "; with overlays they would no longer see each other's writes; say --disks ignore if that file is kept consistent by other means"
-        }
-        Remedy::OverlayFolder => "; name a folder with --overlay-dir DIR",
-        Remedy::OverlayFolderForQemu => {
+        Conflict::Disk(disk) => of_disk(*disk).into(),
+        Conflict::State(state) => of_state(*state).into(),
+        _ => String::new(),
+    }
+}
+
+/// Returns an option of a job as it is written on the command line.
+fn name_of(option: JobOption) -> &'static str {
+    match option {
+        JobOption::Background => "--background",
+        JobOption::Channels => "--channels",
+        JobOption::Compression => "--compression",
+        JobOption::FileTransport => "--via file",
+        JobOption::HintWait => "--hint-wait",
+        JobOption::LazyMode => "--memory lazy",
+        JobOption::Listen => "--listen",
+        JobOption::MappedMode => "--memory mapped",
+        JobOption::MaxBandwidth => "--max-bandwidth",
+        JobOption::OverlayDirectory => "--overlay-dir DIR",
+        JobOption::Overlays => "--disks overlay",
+        JobOption::PauseOnTimeout => "--on-timeout pause",
+        JobOption::Stop => "--stop",
+        JobOption::ZeroCopy => "--zero-copy",
+        JobOption::ZeroPageDetection => "--zero-page-detection",
+        _ => "that option",
+    }
+}
+
+fn of_permission(permission: Permission) -> &'static str {
+    match permission {
+        Permission::OverlayDirectory => {
             "; the VM is untouched; choose with --overlay-dir a folder in which QEMU may open files"
         }
-        Remedy::Foreground => "; save without --background",
-        Remedy::WriteProtectionOrForeground => {
-            "; it takes userfaultfd with write protection for all of the VM's memory (docs/operating.md); or save without --background"
+        Permission::SocketDirectory => "; run limosa as that user or as root, or say with --listen where to meet",
+        Permission::Userfaultfd => {
+            "; let QEMU use userfaultfd (/dev/userfaultfd for its user, or vm.unprivileged_userfaultfd=1), or use --memory \
+             eager"
         }
-        Remedy::ListenAddress => "; --listen takes unix:PATH or tcp:HOST:PORT",
-        Remedy::BackgroundOrStop => "; leave --background or --stop out",
-        Remedy::BackgroundOrHintWait => "; leave --background or --hint-wait out",
-        Remedy::Channels => "; say --channels too",
-        Remedy::BackgroundOrChannels => "; leave --background or --channels out",
-        Remedy::Overlays => "; add --disks overlay",
-        Remedy::OverlaysOrStop => "; leave --disks overlay or --stop out",
-        Remedy::OverlaysOrBackground => "; leave --disks overlay or --background out",
-        Remedy::CancelOnTimeout => "; use --on-timeout cancel",
-        Remedy::BackgroundBySocket => "; use --background with --via socket",
-        Remedy::CompressionBySocket => "; use --compression with --via socket",
-        Remedy::FileOrListen => "; leave one of them out",
-        Remedy::ConnectTcp => "; say with --listen tcp:HOST:PORT where QEMU is to connect",
-        Remedy::NoIncoming => "; leave it out, or start that QEMU yourself and use limosa restore",
-        Remedy::NoDaemon => {
-            "; leave -daemonize out and put limosa run in the background, or use limosa restore --detach"
+        Permission::WriteProtection => {
+            "; it takes userfaultfd with write protection for all of the VM's memory (docs/operating.md); or save without \
+             --background"
         }
-        Remedy::ResumeOrEnd => ": run 'limosa resume' if it does not, or end this QEMU if it does",
-        Remedy::RecoverSnapshot => ": run 'limosa restore --recover SNAPSHOT --qmp SOCK'",
-        Remedy::ResumeLater => "; run 'limosa resume' later",
         _ => "",
     }
 }
 
+fn of_disk(conflict: DiskConflict) -> &'static str {
+    match conflict {
+        DiskConflict::Changed => {
+            "; memory and disk would be of different instants; put the disk back, or say --disks ignore"
+        }
+        DiskConflict::StillWritten => {
+            "; save it with --stop or --disks overlay, or say --disks ignore if the disks are snapshotted by other means"
+        }
+        DiskConflict::NotFreezable => "; say --disks ignore if it is kept consistent by other means",
+        DiskConflict::SharedFile => {
+            "; with overlays they would no longer see each other's writes; say --disks ignore if that file is kept \
+             consistent by other means"
+        }
+        _ => "",
+    }
+}
+
+fn of_state(conflict: StateConflict) -> &'static str {
+    match conflict {
+        StateConflict::RestoreInterrupted => "; finish it with limosa restore --recover",
+        StateConflict::NothingToRecover => "; restore without --recover, into a QEMU started with -incoming defer",
+        StateConflict::SaveInterrupted => "; run limosa resume",
+        StateConflict::Served => "; end the limosa that does, or try again",
+        StateConflict::HandedOver => "; if it runs nowhere else, continue it first: limosa resume --force",
+        _ => "",
+    }
+}
+
+/// Advice in the messages of the watchdog.
+pub(crate) const WATCHDOG: WatchdogAdvice = WatchdogAdvice { conflict: of_conflict, outcome: after_outcome };
+
 /// Describes the state of a VM whose job was interrupted, with the command that remains to be run.
 pub(crate) fn of_outcome(outcome: Outcome) -> String {
-    let left = outcome.remedy().map_or("", |remedy| of_refusal(&remedy));
-    format!("{outcome}{left}")
+    format!("{outcome}{}", after_outcome(outcome))
+}
+
+/// Returns the command that remains to be run for a VM in this state.
+pub(crate) fn after_outcome(outcome: Outcome) -> &'static str {
+    match outcome {
+        Outcome::Undecided => ": run 'limosa resume' if it does not, or end this QEMU if it does",
+        Outcome::NeedsRecovery => ": run 'limosa restore --recover SNAPSHOT --qmp SOCK'",
+        Outcome::GaveUp => "; run 'limosa resume' later",
+        _ => "",
+    }
 }
 
 fn of_job(error: &JobError) -> Option<String> {
     Some(match error {
         JobError::Migrate(error) => of(error),
-        JobError::Refused { remedy, .. } => of_refusal(remedy).into(),
+        JobError::Refused { conflict, .. } => of_conflict(conflict.as_ref()?),
         // Shown as the errors of those, which are not in the chain by themselves.
         JobError::Snapshot(error) => of_snapshot(error)?,
-        JobError::Marker(error) => of_marker(error)?,
+        JobError::Record(error) => of_record(error)?,
         JobError::Channel(error) => of_channel(error),
         JobError::Afterwards { source, .. } => of_job(source)?,
         JobError::TimedOut { .. } => "; give it more time, more bandwidth, or --on-timeout pause".into(),
@@ -200,17 +253,17 @@ fn of_clone(error: &CloneError) -> Option<String> {
     })
 }
 
-fn of_marker(error: &MarkerError) -> Option<String> {
+fn of_record(error: &JobRecordError) -> Option<String> {
     Some(match error {
-        MarkerError::Elsewhere(_) => "; if it is gone, run 'limosa resume --force'".into(),
-        MarkerError::LeftOver(_) => ": run 'limosa resume' first".into(),
+        JobRecordError::Elsewhere(_) => "; if it is gone, run 'limosa resume --force'".into(),
+        JobRecordError::LeftOver(_) => ": run 'limosa resume' first".into(),
         _ => return None,
     })
 }
 
 fn of_resume(error: &ResumeError) -> Option<String> {
     Some(match error {
-        ResumeError::Marker(error) => of_marker(error)?,
+        ResumeError::Record(error) => of_record(error)?,
         ResumeError::Elsewhere { .. } => ": if it does not, --force continues it here".into(),
         ResumeError::NotOurs { .. } => ": use --force to continue it all the same".into(),
         _ => return None,
@@ -229,11 +282,11 @@ fn of_snapshot(error: &SnapshotError) -> Option<String> {
 pub(crate) fn of_cause(error: &anyhow::Error) -> String {
     let of_one = |cause: &'_ (dyn std::error::Error + 'static)| {
         let job = cause.downcast_ref().and_then(of_job);
-        let marker = || cause.downcast_ref().and_then(of_marker);
+        let record = || cause.downcast_ref().and_then(of_record);
         let resume = || cause.downcast_ref().and_then(of_resume);
         let snapshot = || cause.downcast_ref().and_then(of_snapshot);
         let clone = || cause.downcast_ref().and_then(of_clone);
-        let found = job.or_else(clone).or_else(marker).or_else(resume).or_else(snapshot);
+        let found = job.or_else(clone).or_else(record).or_else(resume).or_else(snapshot);
         if found.is_some() {
             return found;
         }
@@ -290,11 +343,24 @@ mod tests {
         let cause = |error: JobError| of_cause(&anyhow::Error::from(error));
         let exists = SnapshotError::Exists { path: "vm.snapshot".into() };
         assert!(cause(exists.into()).contains("--force"));
-        let refused = JobError::Refused { why: "it would go on".into(), remedy: Remedy::OverlayFolder };
-        assert_eq!(refused.to_string(), "it would go on");
-        assert_eq!(cause(refused), "; name a folder with --overlay-dir DIR");
-        let outside = JobError::Refused { why: "blocked".into(), remedy: "remove what blocks it".into() };
-        assert_eq!((outside.to_string().as_str(), cause(outside).as_str()), ("blocked; remove what blocks it", ""));
+        let refused = |conflict| JobError::Refused { why: "blocked; remove what blocks it".into(), conflict };
+        assert_eq!(refused(None).to_string(), "blocked; remove what blocks it");
+        assert_eq!(cause(refused(None)), "");
+        for (conflict, remedy) in [
+            (Conflict::Missing(JobOption::OverlayDirectory), "; add --overlay-dir DIR"),
+            (Conflict::Options(JobOption::Background, JobOption::Stop), "; leave --background or --stop out"),
+            (
+                Conflict::Options(JobOption::FileTransport, JobOption::Compression),
+                "; leave --compression out, or use --via socket",
+            ),
+            (
+                Conflict::Options(JobOption::LazyMode, JobOption::Channels),
+                "; leave --channels out, or use --memory eager",
+            ),
+            (Conflict::State(StateConflict::SaveInterrupted), "; run limosa resume"),
+        ] {
+            assert_eq!(cause(refused(Some(conflict))), remedy);
+        }
         assert!(of_outcome(Outcome::GaveUp).ends_with("; run 'limosa resume' later"));
     }
 

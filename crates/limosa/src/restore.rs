@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use limosa_migrate::{Job, MigrateError};
 use limosa_qemu::{
-    Guard, JobError, LazyReport, Mode, Restore, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport,
-    RunChoice, recover, restore,
+    JobError, LazyReport, Restore, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport,
+    RunChoice, Watchdog, recover, restore,
 };
 use serde_json::{Value, json};
 
@@ -54,9 +54,10 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let handles = JobHandles::new(&args.job, Job::Restore, "restoring", args.pager)?;
     let observer = Observer::new(begun, reporter, args.pager, args.how.paused);
     let go = if args.recover { recover } else { restore };
-    // A detached pager must not hold its caller's terminal open, and neither must its guard.
+    // A detached pager must not hold its caller's terminal open, and neither must its watchdog.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
-    let guard = || Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp(), stderr())?));
+    let watchdog =
+        || Ok(Some(Watchdog::start(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp(), stderr())?));
     let done = go(Restore {
         monitor: &monitor,
         snapshot: &snapshot,
@@ -64,7 +65,7 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
         options: &options,
         watch: handles.watch(),
         observer: &observer,
-        guarded: &guard,
+        start_watchdog: &watchdog,
     });
     let phase = handles.progress.read().phase;
     drop(handles);
@@ -116,13 +117,13 @@ pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
     RestoreOptions {
         mode: match args.memory {
             // The converted file is gone with this process, so no other could continue from it.
-            _ if converted => Mode::Eager,
-            MemoryArg::Auto => Mode::Auto,
-            MemoryArg::Mapped => Mode::Mapped,
-            MemoryArg::Lazy => Mode::Lazy,
-            MemoryArg::Eager => Mode::Eager,
+            _ if converted => RestoreMode::Eager,
+            MemoryArg::Auto => RestoreMode::Auto,
+            MemoryArg::Mapped => RestoreMode::Mapped,
+            MemoryArg::Lazy => RestoreMode::Lazy,
+            MemoryArg::Eager => RestoreMode::Eager,
         },
-        route: args.via.into(),
+        transport: args.via.into(),
         listen: args.listen.clone(),
         channels: args.channels.channels.map(|count| RestoreChannels {
             count,
@@ -162,11 +163,11 @@ impl<'a> Observer<'a> {
 }
 
 impl RestoreObserver for Observer<'_> {
-    fn guest_ready(&self, _after: Duration, mode: Mode) {
-        self.lazy_guest.store(mode == Mode::Lazy, Ordering::Release);
+    fn guest_ready(&self, _after: Duration, mode: RestoreMode) {
+        self.lazy_guest.store(mode == RestoreMode::Lazy, Ordering::Release);
         let after = self.begun.elapsed();
         self.reporter.guest_ready(after, mode.name());
-        if !self.quiet && mode == Mode::Lazy {
+        if !self.quiet && mode == RestoreMode::Lazy {
             let what = if self.paused { "the guest is loaded, paused," } else { "the guest runs" };
             say!("{what} after {}; its memory follows", quantity::time(after));
         }

@@ -36,11 +36,11 @@ pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
 
 /// Describes in one line what was found, what was done, and what remains to do.
 fn summary(resumed: &Resumed, monitor: &str) -> String {
-    let Resumed { why, marker, takeover, .. } = resumed;
-    match (takeover.outcome, marker) {
-        (Outcome::NeedsRecovery, Some(marker)) => format!(
+    let Resumed { why, record, takeover, .. } = resumed;
+    match (takeover.outcome, record) {
+        (Outcome::NeedsRecovery, Some(record)) => format!(
             "{why}: {}; go on with 'limosa restore --recover {} --qmp {monitor}'",
-            takeover.outcome, marker.path
+            takeover.outcome, record.path
         ),
         (Outcome::Running, None) if takeover.remarks.is_empty() => format!("{why}; nothing to do"),
         (outcome, _) => format!("{why}; now {}", remedy::of_outcome(outcome)),

@@ -19,7 +19,7 @@ use anyhow::Context;
 use limosa_migrate::{Control, Job, Phase, Progress};
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::QmpError;
-use limosa_qemu::{CommandLine, Guard, Restore, RestoreReport, Watch, check_command_line, restore};
+use limosa_qemu::{CommandLine, Restore, RestoreReport, Watch, Watchdog, check_command_line, restore};
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
@@ -137,14 +137,22 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
     let observer = Observer::new(Instant::now(), &reporter, !notice.shown, paused);
     let tell = |line: &str| notice.tell(line);
     let watch = Watch { control: &control, progress: &progress, notice: &tell, not_converging: None };
-    let guard = || {
-        let arguments = ["guard", "--"];
-        Ok(Some(Guard::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))
+    let watchdog = || {
+        let arguments = ["watchdog", "--"];
+        Ok(Some(Watchdog::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))
     };
     let listen = |path: &Path| job::listen(path, Job::Restore, &control, &progress);
     let result = args.steer.control.as_deref().map(listen).transpose().and_then(|_socket| {
         let (monitor, path, options) = (&monitor, &args.snapshot, &options);
-        Ok(restore(Restore { monitor, snapshot, path, options, watch, observer: &observer, guarded: &guard })?)
+        Ok(restore(Restore {
+            monitor,
+            snapshot,
+            path,
+            options,
+            watch,
+            observer: &observer,
+            start_watchdog: &watchdog,
+        })?)
     });
     let lazy_guest = observer.has_lazy_guest();
     let loaded = progress.read().phase == Phase::Completed;
@@ -176,8 +184,8 @@ fn stalled(error: anyhow::Error, args: &RunArgs) -> anyhow::Error {
     ))
 }
 
-fn program(words: &[OsString]) -> String {
-    words.first().map(|word| word.to_string_lossy().into_owned()).unwrap_or_default()
+fn program(command: &[OsString]) -> String {
+    command.first().map(|program| program.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
 /// The QEMU process that limosa relays for.

@@ -5,11 +5,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use limosa_migrate::Job;
-use limosa_qemu::{DiskPolicy, Guard, NotConverging, OnTimeout, Route, SaveOptions, SaveReport, Watch, save};
-use limosa_snapshot::{Disk, Via};
+use limosa_qemu::{
+    DiskPolicy, NotConverging, OnTimeout, SaveOptions, SaveReport, TransportChoice, Watch, Watchdog, save,
+};
+use limosa_snapshot::{Disk, Transport};
 use serde_json::json;
 
-use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, ViaArg};
+use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, TransportArg};
 use crate::job::{self, JobHandles};
 use crate::words;
 use limosa_console::{print_out, say};
@@ -21,7 +23,7 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
     let watch = Watch { not_converging: Some(&not_converging), ..handles.watch() };
     let report = save(&monitor, &args.snapshot, &options(args), watch, || {
-        Ok(Some(Guard::spawn(job::THIS_PROGRAM.as_ref(), ["guard", "--"], monitor.qmp())?))
+        Ok(Some(Watchdog::spawn(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp())?))
     });
     drop(handles);
     let report = report?;
@@ -32,12 +34,12 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-impl From<ViaArg> for Route {
-    fn from(via: ViaArg) -> Self {
+impl From<TransportArg> for TransportChoice {
+    fn from(via: TransportArg) -> Self {
         match via {
-            ViaArg::Auto => Self::Auto,
-            ViaArg::File => Self::File,
-            ViaArg::Socket => Self::Socket,
+            TransportArg::Auto => Self::Auto,
+            TransportArg::File => Self::File,
+            TransportArg::Socket => Self::Socket,
         }
     }
 }
@@ -67,7 +69,7 @@ fn options(args: &SaveArgs) -> SaveOptions {
         OnTimeoutArg::Cancel => OnTimeout::Cancel,
     };
     SaveOptions {
-        route: args.via.into(),
+        transport: args.via.into(),
         listen: args.listen.clone(),
         channels: args.channels.channels,
         compression: args.channels.compression,
@@ -96,9 +98,9 @@ fn endless(save: &NotConverging, limited: bool) -> String {
     )
 }
 
-fn via(report: &SaveReport) -> &'static str {
-    match report.via {
-        Via::File => "file",
+fn transport(report: &SaveReport) -> &'static str {
+    match report.transport {
+        Transport::File => "file",
         _ => "socket",
     }
 }
@@ -114,7 +116,7 @@ fn tell(report: &SaveReport) {
         quantity::bytes(manifest.ram_bytes),
         quantity::time(report.elapsed),
         quantity::rate(stored, report.elapsed),
-        via(report),
+        transport(report),
     );
     say!("  pages: {}", words::pages(pages, "hinted as free and not sent", "sent again"));
     match report.downtime {
@@ -148,7 +150,7 @@ fn object(report: &SaveReport) -> serde_json::Value {
     json!({
         "snapshot": report.published.path.to_string_lossy(),
         "id": manifest.id,
-        "via": via(report),
+        "via": transport(report),
         "vm_state": report.vm_state,
         "downtime_ms": report.downtime.map(quantity::millis),
         "to_vm_running_ms": quantity::millis(report.to_vm_running),

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-/// Options that take no value. All others take the next word.
+/// Options that take no value. All others take the next argument.
 const FLAGS: [&str; 39] = [
     "h",
     "help",
@@ -59,19 +59,19 @@ pub struct CommandOption<'a> {
     pub name: &'a str,
     /// Its value; empty for one without.
     pub value: &'a str,
-    /// The index of the value among all words.
+    /// Index of the value among all arguments.
     pub at: usize,
 }
 
 /// QEMU's own options in a command line that begins with a program. What stands before QEMU (taskset, nice, ...) has
 /// options of its own. Words that are no text are passed over.
 #[must_use]
-pub fn options(words: &[OsString]) -> Vec<CommandOption<'_>> {
-    let first = program(words) + 1;
+pub fn options(args: &[OsString]) -> Vec<CommandOption<'_>> {
+    let first = program(args) + 1;
     let mut found = Vec::new();
-    let mut rest = words.iter().enumerate().skip(first);
-    while let Some((at, word)) = rest.next() {
-        let Some(name) = word.to_str().and_then(|word| word.strip_prefix('-')) else { continue };
+    let mut rest = args.iter().enumerate().skip(first);
+    while let Some((at, arg)) = rest.next() {
+        let Some(name) = arg.to_str().and_then(|arg| arg.strip_prefix('-')) else { continue };
         let name = name.strip_prefix('-').unwrap_or(name);
         if name.is_empty() {
             continue;
@@ -87,13 +87,13 @@ pub fn options(words: &[OsString]) -> Vec<CommandOption<'_>> {
 
 /// The index of QEMU's own name in a command line; 0 if none looks like it.
 #[must_use]
-pub fn program(words: &[OsString]) -> usize {
-    let begins = |word: &OsString, start: &[u8]| {
-        Path::new(word).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(start))
+pub fn program(args: &[OsString]) -> usize {
+    let begins = |arg: &OsString, start: &[u8]| {
+        Path::new(arg).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(start))
     };
-    let is_system = |word: &OsString| begins(word, b"qemu-system") || begins(word, b"qemu-kvm");
+    let is_system = |arg: &OsString| begins(arg, b"qemu-system") || begins(arg, b"qemu-kvm");
     // Not the user of `sudo -u qemu`.
-    let found = words.iter().position(is_system).or_else(|| words.iter().position(|word| begins(word, b"qemu")));
+    let found = args.iter().position(is_system).or_else(|| args.iter().position(|arg| begins(arg, b"qemu")));
     found.unwrap_or(0)
 }
 
@@ -262,20 +262,20 @@ mod tests {
 
     use super::*;
 
-    fn words(line: &str) -> Vec<OsString> {
+    fn args(line: &str) -> Vec<OsString> {
         line.split(' ').map(OsString::from).collect()
     }
 
     #[test]
     fn options_are_told_from_their_values_and_from_those_of_other_programs() {
         let line =
-            words("taskset -c 1 /usr/bin/qemu-system-x86_64 -nographic --m 1G -append -m -S disk.img -machine q35");
+            args("taskset -c 1 /usr/bin/qemu-system-x86_64 -nographic --m 1G -append -m -S disk.img -machine q35");
         let found = options(&line);
         let found: Vec<_> = found.iter().map(|option| (option.name, option.value)).collect();
         assert_eq!(found, [("nographic", ""), ("m", "1G"), ("append", "-m"), ("S", ""), ("machine", "q35")]);
         assert_eq!(line[options(&line)[1].at], "1G");
-        assert_eq!(program(&words("sudo -u qemu /usr/bin/qemu-system-x86_64 -m 1G")), 3);
-        assert_eq!((program(&words("nice qemu-wrapper -m 1G")), program(&words("start-my-vm"))), (1, 0));
+        assert_eq!(program(&args("sudo -u qemu /usr/bin/qemu-system-x86_64 -m 1G")), 3);
+        assert_eq!((program(&args("nice qemu-wrapper -m 1G")), program(&args("start-my-vm"))), (1, 0));
     }
 
     #[test]

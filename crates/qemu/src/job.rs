@@ -7,10 +7,10 @@ use limosa_channel::ChannelError;
 use limosa_migrate::{Control, MigrateError, Progress};
 use limosa_snapshot::SnapshotError;
 
-use crate::guard::GuardError;
-use crate::marker::MarkerError;
+use crate::conflict::Conflict;
+use crate::job_record::JobRecordError;
 use crate::qmp::QmpError;
-use crate::remedy::Remedy;
+use crate::watchdog::WatchdogError;
 
 /// The handles by which a running job is watched and reached into.
 #[derive(Clone, Copy)]
@@ -65,11 +65,11 @@ pub enum JobError {
 
     /// The record of the job inside QEMU: another job is there, or was.
     #[error(transparent)]
-    Marker(#[from] MarkerError),
+    Record(#[from] JobRecordError),
 
     /// The process that watches over the job.
     #[error(transparent)]
-    Guard(#[from] GuardError),
+    Watchdog(#[from] WatchdogError),
 
     /// The transport, before there was a stream.
     #[error(transparent)]
@@ -86,13 +86,13 @@ pub enum JobError {
         source: std::io::Error,
     },
 
-    /// The VM, as it is, is not one that this job can be done with.
-    #[error("{why}{}", remedy.shown())]
+    /// The job is not possible with these options, this QEMU or the VM in its present state.
+    #[error("{why}")]
     Refused {
-        /// The reason.
+        /// The reason, with the remedy if that is something to be done to QEMU or the host.
         why: String,
-        /// The remedy.
-        remedy: Remedy,
+        /// The conflict, if other options or another command resolve it.
+        conflict: Option<Conflict>,
     },
 
     /// QEMU gave the migration up.
@@ -132,12 +132,37 @@ impl JobError {
     /// Whether QEMU was asked something and did not answer: it may be asked again much later, but not by a person who
     /// waits.
     pub(crate) fn is_unanswered(&self) -> bool {
-        matches!(self, Self::Qmp(QmpError::NoReply { .. }) | Self::Marker(MarkerError::Qmp(QmpError::NoReply { .. })))
+        matches!(
+            self,
+            Self::Qmp(QmpError::NoReply { .. }) | Self::Record(JobRecordError::Qmp(QmpError::NoReply { .. }))
+        )
     }
 
-    pub(crate) fn refused(why: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
-        Self::Refused { why: why.into(), remedy: remedy.into() }
+    /// A refusal that no option resolves.
+    pub(crate) fn refused(why: impl Into<String>) -> Self {
+        Self::Refused { why: why.into(), conflict: None }
     }
+
+    /// A refusal because of a conflict that options or another command resolve.
+    pub(crate) fn conflict(why: impl Into<String>, conflict: Conflict) -> Self {
+        Self::Refused { why: why.into(), conflict: Some(conflict) }
+    }
+}
+
+/// Returns an error with its causes in one line, for messages that are no errors themselves.
+pub(crate) fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        // A transparent error shows its cause as its own.
+        if !line.contains(&text) {
+            line.push_str(": ");
+            line.push_str(&text);
+        }
+        cause = error.source();
+    }
+    line
 }
 
 /// Returns advice for QEMU's reason, if a person can act on it.

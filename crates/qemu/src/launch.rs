@@ -20,10 +20,10 @@ use rustix::io::FdFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use crate::command_line;
+use crate::conflict::Conflict;
 use crate::job::JobError;
 use crate::program;
 use crate::qmp::{Options, Qmp, QmpError};
-use crate::remedy::Remedy;
 
 /// The id of the monitor in QEMU.
 const ID: &str = "limosa-run";
@@ -49,15 +49,21 @@ pub struct Launched {
 ///
 /// # Errors
 /// [`JobError::Refused`] if it says itself what it waits for, or leaves its terminal.
-pub fn check(words: &[OsString]) -> Result<CommandLine, JobError> {
-    let own = words.get(command_line::program(words)..).unwrap_or_default();
+pub fn check(args: &[OsString]) -> Result<CommandLine, JobError> {
+    let own = args.get(command_line::program(args)..).unwrap_or_default();
     // QEMU takes its options with one dash and with two.
-    let has = |option: &str| own.iter().any(|word| word == option || *word == *format!("-{option}"));
+    let has = |option: &str| own.iter().any(|arg| arg == option || *arg == *format!("-{option}"));
     if has("-incoming") {
-        return Err(JobError::refused("the command line says -incoming, which is added to it", Remedy::NoIncoming));
+        return Err(JobError::conflict(
+            "the command line says -incoming, which is added to it",
+            Conflict::CommandLine("-incoming"),
+        ));
     }
     if has("-daemonize") {
-        return Err(JobError::refused("a QEMU that daemonizes cannot be waited for", Remedy::NoDaemon));
+        return Err(JobError::conflict(
+            "a QEMU that daemonizes cannot be waited for",
+            Conflict::CommandLine("-daemonize"),
+        ));
     }
     Ok(CommandLine { paused: has("-S") })
 }
@@ -71,19 +77,20 @@ pub struct CommandLine {
 }
 
 /// Starts QEMU with `-incoming defer` and the monitor added to its command line. It shares this process's terminal,
-/// process group and standard streams, and continues if this process dies. It inherits `kept`, under the same numbers.
+/// process group and standard streams, and continues if this process dies. It inherits `inherited_fds`, under the same
+/// numbers.
 ///
 /// # Errors
 /// If the program cannot be started.
-pub fn launch(words: &[OsString], kept: &[BorrowedFd<'_>]) -> Result<Launched, JobError> {
-    let failed = |source: io::Error| JobError::Path { what: "start", path: first(words).into(), source };
-    let (socket, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+pub fn launch(args: &[OsString], inherited_fds: &[BorrowedFd<'_>]) -> Result<Launched, JobError> {
+    let failed = |source: io::Error| JobError::Path { what: "start", path: first(args).into(), source };
+    let (socket, peer) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
         .map_err(|errno| failed(errno.into()))?;
-    let configuration = configuration(theirs.as_raw_fd()).map_err(failed)?;
-    let mut command = command(words);
+    let configuration = configuration(peer.as_raw_fd()).map_err(failed)?;
+    let mut command = command(args);
     command.args(["-incoming", "defer", "-readconfig"]).arg(format!("/dev/fd/{}", configuration.as_raw_fd()));
-    let kept = [&[theirs.as_fd(), configuration.as_fd()], kept].concat();
-    let child = spawn(&mut command, &kept).map_err(failed)?;
+    let inherited_fds = [&[peer.as_fd(), configuration.as_fd()], inherited_fds].concat();
+    let child = spawn(&mut command, &inherited_fds).map_err(failed)?;
     Ok(Launched { child, socket })
 }
 
@@ -93,36 +100,36 @@ pub fn launch(words: &[OsString], kept: &[BorrowedFd<'_>]) -> Result<Launched, J
 /// # Errors
 /// If the program cannot be started.
 pub fn launch_from(
-    words: &[OsString],
+    args: &[OsString],
     stream: BorrowedFd<'_>,
-    kept: &[BorrowedFd<'_>],
+    inherited_fds: &[BorrowedFd<'_>],
     log: &File,
 ) -> Result<Child, JobError> {
-    let failed = |source: io::Error| JobError::Path { what: "start", path: first(words).into(), source };
-    let mut command = command(words);
+    let failed = |source: io::Error| JobError::Path { what: "start", path: first(args).into(), source };
+    let mut command = command(args);
     command.arg("-incoming").arg(format!("fd:{}", stream.as_raw_fd()));
     command.stdin(Stdio::null()).stdout(log.try_clone().map_err(failed)?).stderr(log.try_clone().map_err(failed)?);
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; this is one system call.
     unsafe {
         command.pre_exec(|| rustix::process::setsid().map(|_| ()).map_err(io::Error::from));
     }
-    let kept = [&[stream], kept].concat();
-    spawn(&mut command, &kept).map_err(failed)
+    let inherited_fds = [&[stream], inherited_fds].concat();
+    spawn(&mut command, &inherited_fds).map_err(failed)
 }
 
-fn first(words: &[OsString]) -> &OsStr {
-    words.first().map_or(OsStr::new(""), OsString::as_os_str)
+fn first(args: &[OsString]) -> &OsStr {
+    args.first().map_or(OsStr::new(""), OsString::as_os_str)
 }
 
-fn command(words: &[OsString]) -> Command {
-    let mut command = Command::new(first(words));
-    command.args(words.get(1..).unwrap_or_default());
+fn command(args: &[OsString]) -> Command {
+    let mut command = Command::new(first(args));
+    command.args(args.get(1..).unwrap_or_default());
     command
 }
 
 /// Starts a program that inherits descriptors under the numbers that they have.
-fn spawn(command: &mut Command, kept: &[BorrowedFd<'_>]) -> io::Result<Child> {
-    let inherited: Vec<RawFd> = kept.iter().map(AsRawFd::as_raw_fd).collect();
+fn spawn(command: &mut Command, inherited_fds: &[BorrowedFd<'_>]) -> io::Result<Child> {
+    let inherited: Vec<RawFd> = inherited_fds.iter().map(AsRawFd::as_raw_fd).collect();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; setting the flags of a descriptor is one
     // system call, and nothing is allocated. Whoever calls this holds the descriptors open until it returns.
     unsafe {
@@ -139,19 +146,19 @@ fn spawn(command: &mut Command, kept: &[BorrowedFd<'_>]) -> io::Result<Child> {
 /// The option that a QEMU lacks to map a snapshot as memory, if it lacks one: asked of the program itself, which starts
 /// no guest for it.
 #[must_use]
-pub fn missing_memory_option(words: &[OsString]) -> Option<&'static str> {
-    let own = words.get(..=command_line::program(words))?;
+pub fn missing_memory_option(args: &[OsString]) -> Option<&'static str> {
+    let own = args.get(..=command_line::program(args))?;
     let mut command = Command::new(own.first()?);
     command.args(own.get(1..)?).args(["-object", "memory-backend-file,help"]).stdin(Stdio::null());
-    let mut told = Vec::new();
+    let mut help = Vec::new();
     let ended = program::run(&mut command, ASK_WITHIN, |piece| {
-        told.extend_from_slice(piece);
-        if told.len() > HELP_LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        help.extend_from_slice(piece);
+        if help.len() > HELP_LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
-    let told = String::from_utf8_lossy(&told);
+    let help = String::from_utf8_lossy(&help);
     // One that prints no help lacks more than an option.
-    let helped = ended.is_ok() && told.contains("mem-path");
-    let has = |option: &str| told.lines().any(|line| line.trim_start().starts_with(&format!("{option}=")));
+    let helped = ended.is_ok() && help.contains("mem-path");
+    let has = |option: &str| help.lines().any(|line| line.trim_start().starts_with(&format!("{option}=")));
     MEMORY_OPTIONS.iter().copied().find(|option| helped && !has(option))
 }
 
@@ -182,21 +189,21 @@ impl Launched {
 mod tests {
     use super::*;
 
-    fn words(line: &str) -> Vec<OsString> {
+    fn args(line: &str) -> Vec<OsString> {
         line.split(' ').map(OsString::from).collect()
     }
 
     #[test]
     fn options_that_are_limosas_to_give_are_refused_with_one_dash_and_with_two() {
         for line in ["qemu-system-x86_64 -incoming defer", "nice qemu-kvm --incoming tcp:0:1", "/x/qemu -daemonize"] {
-            assert!(matches!(check(&words(line)), Err(JobError::Refused { .. })), "{line}");
+            assert!(matches!(check(&args(line)), Err(JobError::Refused { .. })), "{line}");
         }
     }
 
     #[test]
     fn only_qemus_own_options_count() {
-        assert!(check(&words("qemu-system-x86_64 -m 1G -S")).unwrap().paused);
-        assert!(!check(&words("unshare -S 0 -- /usr/bin/qemu-system-x86_64 -m 1G")).unwrap().paused);
-        assert!(check(&words("start-my-vm --S")).unwrap().paused);
+        assert!(check(&args("qemu-system-x86_64 -m 1G -S")).unwrap().paused);
+        assert!(!check(&args("unshare -S 0 -- /usr/bin/qemu-system-x86_64 -m 1G")).unwrap().paused);
+        assert!(check(&args("start-my-vm --S")).unwrap().paused);
     }
 }

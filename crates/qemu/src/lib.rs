@@ -6,15 +6,14 @@
 //! | what is asked of QEMU, as typed calls | [`monitor`] |
 //! | saving a VM | [`save`](fn@save), [`SaveOptions`], [`SaveReport`] |
 //! | restoring it, lazily or eagerly; finishing an interrupted restore | [`Restore`], [`restore`](fn@restore), [`recover`] |
-//! | the record of a running job, kept inside the QEMU process | [`JobMarker`] |
+//! | the record of a running job, kept inside the QEMU process | [`JobRecord`] |
 //! | what to do with a VM whose job was killed: a pure plan, and its execution | [`takeover`] |
-//! | the child process that does it at once | [`Guard`], [`run_guard`] |
+//! | the child process that does it at once | [`Watchdog`], [`run_watchdog`] |
 //! | the same on request | [`resume`](fn@resume) |
 //! | starting a QEMU that waits for a VM | [`launch`](fn@launch) |
 //! | whether a stored VM would load on a QEMU, asked without changing it | [`examine_destination`] |
 //!
-//! An error says what is wrong. What can be done about it, where that depends on the options of this crate, is a
-//! [`Remedy`].
+//! An error says what is wrong. Where other options or another command help, it carries a typed [`Conflict`].
 //!
 //! A worked example: ask a VM how it is.
 //!
@@ -32,42 +31,44 @@
 //! ```
 
 pub mod command_line;
+mod conflict;
 mod destination;
-mod guard;
-mod image;
+mod disk_image;
+mod file_identity;
 mod job;
+mod job_record;
 mod launch;
 mod mapping;
-mod marker;
 pub mod monitor;
 mod process;
 mod program;
 pub mod qmp;
-mod remedy;
 mod restore;
 mod resume;
 mod save;
 mod socket_directory;
 pub mod takeover;
+mod watchdog;
 
-pub use destination::{Catalogue, CatalogueError, QemuSections, examine as examine_destination};
-pub use guard::{Guard, GuardEnd, GuardError, run as run_guard};
+pub use conflict::{Conflict, DiskConflict, JobOption, Permission, RendezvousConflict, StateConflict};
+pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
+pub use file_identity::{FileId, is_same_file};
 pub use job::{JobError, NotConverging, Watch};
+pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfter};
 pub use launch::{CommandLine, Launched, check as check_command_line, launch, launch_from, missing_memory_option};
 pub use mapping::{
     BlockPlace, MappedCommandLine, MemoryConflict, check_not_shared, map_memory, name_memory, prove_mapping,
     refuse_shared_snapshot,
 };
-pub use marker::{JobKind, JobMarker, JobPhase, MarkerError, Overlay, VmAfter};
 pub use process::{Liveness, ProcessIdentity};
-pub use remedy::Remedy;
 pub use restore::{
-    LazyReport, Mode, Restore, RestoreChannels, RestoreObserver, RestoreOptions, RestoreReport, RunChoice, StartGuard,
-    recover, restore,
+    LazyReport, Restore, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RunChoice,
+    StartWatchdog, recover, restore,
 };
 pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
-pub use save::{DiskPolicy, OnTimeout, Route, SaveOptions, SaveReport, save};
+pub use save::{DiskPolicy, OnTimeout, SaveOptions, SaveReport, TransportChoice, save};
 pub use socket_directory::SocketDirectory;
+pub use watchdog::{Advice as WatchdogAdvice, Watchdog, WatchdogEnd, WatchdogError, run as run_watchdog};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::marker::{JobKind, JobMarker, JobPhase, MarkerError, VmAfter};
+use crate::job_record::{JobKind, JobPhase, JobRecord, JobRecordError, VmAfter};
 use crate::monitor::{Monitor, RunState};
 use crate::process::Liveness;
 use crate::qmp::QmpError;
@@ -30,7 +30,7 @@ pub struct Resumed {
     /// Why the VM was as it was, in a sentence.
     pub why: String,
     /// The interrupted job, if there was one.
-    pub marker: Option<JobMarker>,
+    pub record: Option<JobRecord>,
     /// The steps taken.
     pub takeover: Takeover,
 }
@@ -41,7 +41,7 @@ pub struct Resumed {
 pub enum ResumeError {
     /// A job lives, or its record cannot be read.
     #[error(transparent)]
-    Marker(#[from] MarkerError),
+    Record(#[from] JobRecordError),
     /// The VM has been saved or migrated, and what was made of it may run.
     #[error("{why}; it may run elsewhere")]
     Elsewhere {
@@ -64,32 +64,32 @@ pub enum ResumeError {
 
 impl From<QmpError> for ResumeError {
     fn from(error: QmpError) -> Self {
-        Self::Marker(error.into())
+        Self::Record(error.into())
     }
 }
 
-/// Looks at the VM and does what the guard would have done, or what a person alone may decide.
+/// Looks at the VM and does what the watchdog would have done, or what a person alone may decide.
 ///
 /// # Errors
 /// [`ResumeError`].
 pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, ResumeError> {
-    let marker = JobMarker::read(monitor)?;
+    let record = JobRecord::read(monitor)?;
     let seen = Seen::of(monitor)?;
-    let why = explain(marker.as_ref(), &seen);
-    let Some(marker) = marker else {
-        let takeover = unmarked(monitor, &seen, &why, options)?;
-        return Ok(Resumed { why, marker: None, takeover });
+    let why = explain(record.as_ref(), &seen);
+    let Some(record) = record else {
+        let takeover = without_record(monitor, &seen, &why, options)?;
+        return Ok(Resumed { why, record: None, takeover });
     };
-    match marker.process.liveness() {
-        Liveness::Alive => return Err(MarkerError::Busy(Box::new(marker)).into()),
-        Liveness::Elsewhere if !options.force => return Err(MarkerError::Elsewhere(Box::new(marker)).into()),
+    match record.process.liveness() {
+        Liveness::Alive => return Err(JobRecordError::Busy(Box::new(record)).into()),
+        Liveness::Elsewhere if !options.force => return Err(JobRecordError::Elsewhere(Box::new(record)).into()),
         Liveness::Elsewhere | Liveness::Dead => {}
     }
-    let takeover = take_over(monitor, &marker, Actor::Person, options.patience)?;
-    Ok(Resumed { why, marker: Some(marker), takeover })
+    let takeover = take_over(monitor, &record, Actor::Person, options.patience)?;
+    Ok(Resumed { why, record: Some(record), takeover })
 }
 
-fn unmarked(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOptions) -> Result<Takeover, ResumeError> {
+fn without_record(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOptions) -> Result<Takeover, ResumeError> {
     let done = |outcome, run, remarks| Takeover { outcome, run, remarks, notices: Vec::new() };
     if seen.run == RunState::Running {
         return Ok(done(Outcome::Running, seen.run.clone(), Vec::new()));
@@ -113,9 +113,9 @@ fn unmarked(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOptions) 
 
 /// Why a VM is as it is.
 #[must_use]
-pub fn explain(marker: Option<&JobMarker>, seen: &Seen) -> String {
+pub fn explain(record: Option<&JobRecord>, seen: &Seen) -> String {
     let now = format!("the VM is '{}', its migration '{}'", seen.run, seen.migration);
-    let Some(marker) = marker else {
+    let Some(record) = record else {
         return match &seen.run {
             RunState::Running => "the VM runs".to_owned(),
             RunState::Postmigrate => format!("{now}: it was migrated or saved and not continued"),
@@ -125,18 +125,18 @@ pub fn explain(marker: Option<&JobMarker>, seen: &Seen) -> String {
             _ => now,
         };
     };
-    let what = match (marker.job, marker.phase, marker.vm_after) {
+    let what = match (record.job, record.phase, record.vm_after) {
         (JobKind::Save, JobPhase::Published, VmAfter::Stopped) => "was saved and was to stay stopped",
         (JobKind::Save, JobPhase::Published, VmAfter::AsBefore) => "was saved, but not continued",
         (JobKind::Save, JobPhase::Undecided, _) => "was being handed over, and may run elsewhere",
         (JobKind::Save, JobPhase::Working | JobPhase::Publishing, _) => "was being saved",
         (JobKind::Restore, ..) => "was being restored",
     };
-    match &marker.failure {
+    match &record.failure {
         Some(failure) => {
-            format!("it {what} ({}) when {} had to give up: {failure}; {now}", marker.path, marker.process)
+            format!("it {what} ({}) when {} had to give up: {failure}; {now}", record.path, record.process)
         }
-        None => format!("it {what} ({}) when {} died; {now}", marker.path, marker.process),
+        None => format!("it {what} ({}) when {} died; {now}", record.path, record.process),
     }
 }
 
@@ -149,9 +149,9 @@ mod tests {
 
     #[test]
     fn the_explanation_names_job_snapshot_and_process() {
-        let marker = JobMarker::new(JobKind::Save, uuid::Uuid::nil(), Path::new("/snap"), true, Settings::new());
+        let record = JobRecord::new(JobKind::Save, uuid::Uuid::nil(), Path::new("/snap"), true, Settings::new());
         let seen = Seen { run: RunState::Postmigrate, migration: "completed".into(), held: false };
-        let text = explain(Some(&marker), &seen);
+        let text = explain(Some(&record), &seen);
         for part in ["being saved", "/snap", &std::process::id().to_string(), "postmigrate", "completed"] {
             assert!(text.contains(part), "{text}");
         }

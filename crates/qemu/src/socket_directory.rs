@@ -15,11 +15,11 @@ use limosa_channel::{Listener, Options, Uri};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags};
 use uuid::Uuid;
 
+use crate::conflict::{Conflict, Permission, RendezvousConflict};
 use crate::job::JobError;
 use crate::monitor::Monitor;
 use crate::process;
 use crate::qmp::Peer;
-use crate::remedy::Remedy;
 
 /// The longest name of a socket in the directory. A socket's address has room for 107 bytes, of which `/limosa-`, the
 /// directory's number, `/` and this are 57.
@@ -66,13 +66,13 @@ impl SocketDirectory {
     /// Makes the directory; it is this user's own still.
     fn make(monitor: &Monitor) -> Result<Self, JobError> {
         if !monitor.qmp().passes_descriptors() {
-            return Err(JobError::refused(
+            return Err(JobError::conflict(
                 "QEMU's monitor is reached over tcp, so QEMU may be on another host",
-                Remedy::ListenTcp,
+                Conflict::Rendezvous(RendezvousConflict::RemoteMonitor),
             ));
         }
         let peer = Peer::of(monitor.qmp().descriptor().as_fd()).ok();
-        let elsewhere = |what: String| JobError::refused(what, Remedy::ListenShared);
+        let elsewhere = |what: String| JobError::conflict(what, Conflict::Rendezvous(RendezvousConflict::Container));
         let Some(pid) = monitor.qmp().process() else {
             return Err(elsewhere("QEMU runs in a container whose processes and files are not seen from here".into()));
         };
@@ -112,9 +112,9 @@ impl SocketDirectory {
 
     fn refused(&self, uid: u32) -> JobError {
         let own = rustix::process::geteuid().as_raw();
-        JobError::refused(
+        JobError::conflict(
             format!("QEMU runs as user {uid} and limosa as user {own}, who cannot give it a private directory"),
-            Remedy::UserOrListen,
+            Conflict::Permission(Permission::SocketDirectory),
         )
     }
 

@@ -88,7 +88,7 @@ pub use foreign::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, SaveHeader, SaveImage, XML_LIMIT,
 };
 pub use fuzz::fuzz_open;
-pub use manifest::{Manifest, PageStatistics, Published, Via};
+pub use manifest::{Manifest, PageStatistics, Published, Transport};
 pub use mappable::{Sealed, seal_snapshot};
 pub use pci::PciIdentity;
 pub use reader::Snapshot;

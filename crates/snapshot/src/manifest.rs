@@ -50,8 +50,8 @@ pub struct Manifest {
     #[serde(default)]
     pub pages: PageStatistics,
     /// How the pages reached the file.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub via: Option<Via>,
+    #[serde(rename = "via", default, skip_serializing_if = "Option::is_none")]
+    pub transport: Option<Transport>,
     /// Whether every page that is not stored reads as zero at its place in the file, so that a RAM block's part of the
     /// file may be mapped as its memory. Absent in files of older versions, which may be so all the same.
     #[serde(default, skip_serializing_if = "is_false")]
@@ -84,7 +84,7 @@ impl Manifest {
             run_state: None,
             ram_bytes: 0,
             pages: PageStatistics::default(),
-            via: None,
+            transport: None,
             mappable: false,
             guest_memory: Vec::new(),
             disks: Vec::new(),
@@ -102,14 +102,14 @@ impl Default for Manifest {
 /// How a VM's pages reached the snapshot file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Via {
+pub enum Transport {
     /// QEMU wrote the file itself.
     File,
     /// limosa received a migration stream.
     Socket,
     /// A recorded stream or another program's file was converted.
     Import,
-    /// A way that this version does not know.
+    /// A transport that this version does not know.
     #[serde(other)]
     Unknown,
 }

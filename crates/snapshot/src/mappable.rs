@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use crate::error::SnapshotError;
 use crate::layout::Memory;
 use crate::lock;
-use crate::manifest::{Manifest, PageStatistics, Via};
+use crate::manifest::{Manifest, PageStatistics, Transport};
 use crate::reader::Snapshot;
 use crate::seal::{self, write_trailer};
 use crate::store::StoreFile;
@@ -84,7 +84,7 @@ fn of_qemu(snapshot: &Snapshot) -> Manifest {
     let normal = snapshot.stored_pages();
     let zero = snapshot.ram_bytes() / PAGE_SIZE - normal;
     let pages = PageStatistics { normal, zero, ..PageStatistics::default() };
-    Manifest { via: Some(Via::File), pages, ..Manifest::new() }
+    Manifest { transport: Some(Transport::File), pages, ..Manifest::new() }
 }
 
 /// A description of the file to write with. One that its owner may not write, because it was mapped before, is made

@@ -69,10 +69,10 @@ impl WriteBehind {
             due: Mutex::new(false),
             wake: Condvar::new(),
         });
-        let theirs = Arc::clone(&write_back);
+        let shared = Arc::clone(&write_back);
         let thread = std::thread::Builder::new().name("write-behind".to_owned()).spawn(move || match period {
-            None => theirs.follow_reports(&file),
-            Some(period) => theirs.follow_allocation(&file, period),
+            None => shared.follow_reports(&file),
+            Some(period) => shared.follow_allocation(&file, period),
         })?;
         Ok(Self { write_back, thread: Some(thread) })
     }

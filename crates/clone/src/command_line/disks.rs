@@ -32,11 +32,12 @@ pub struct OverlayPlan {
 /// Options that take a disk image by its path alone.
 const PLAIN: [&str; 9] = ["hda", "hdb", "hdc", "hdd", "sd", "mtdblock", "pflash", "fda", "fdb"];
 /// Options that change what other options say.
-const UNSEEN: [(&str, &str); 4] = [
+const UNSEEN: [(&str, &str); 5] = [
     ("snapshot", "clones have overlays of their own; leave it out"),
     ("readconfig", "disks that are configured there are not seen; give them on the command line"),
     ("set", "it changes other options; change them themselves"),
     ("chroot", "files are looked for before QEMU changes its root"),
+    ("plugin", "the files that a plugin writes are not known; leave it out"),
 ];
 /// Names for the overlays of these disks: `disk0.qcow2`, ...
 pub(crate) fn plan(disks: &[FrozenDisk]) -> Vec<OverlayPlan> {
@@ -51,23 +52,23 @@ pub(crate) fn plan(disks: &[FrozenDisk]) -> Vec<OverlayPlan> {
 /// A frozen disk that the command line does not name, or names in a way that is not understood; another writable one
 /// that is not the clone's own.
 pub(crate) fn behind_overlays(
-    words: &[OsString],
+    args: &[OsString],
     overlays: &[OverlayPlan],
     ownership: &Ownership<'_>,
     same: &dyn Fn(&str, &Path) -> bool,
     has_backing: &dyn Fn(&FrozenDisk) -> bool,
 ) -> Result<Vec<OsString>, String> {
-    let all = options(words);
+    let all = options(args);
     for (name, why) in UNSEEN {
         if all.iter().any(|option| option.name == name) {
             return Err(format!("-{name}: {why}"));
         }
     }
     let mut rewriting = Rewriting { overlays, ownership, same, has_backing, used: vec![false; overlays.len()] };
-    let mut rewritten = words.to_vec();
+    let mut rewritten = args.to_vec();
     let mut replace = |at: usize, value: Option<String>| {
-        if let (Some(value), Some(word)) = (value, rewritten.get_mut(at)) {
-            *word = value.into();
+        if let (Some(value), Some(arg)) = (value, rewritten.get_mut(at)) {
+            *arg = value.into();
         }
     };
     for option in &all {
@@ -78,7 +79,7 @@ pub(crate) fn behind_overlays(
         };
         replace(option.at, value);
     }
-    for (at, name) in positional(words, &all) {
+    for (at, name) in positional(args, &all) {
         replace(at, rewriting.image("the disk", name)?);
     }
     let nodes = rewriting.graph(&all)?;
@@ -97,10 +98,10 @@ pub(crate) fn behind_overlays(
 }
 
 /// Images that stand on the command line without an option.
-fn positional<'a>(words: &'a [OsString], all: &[CommandOption<'_>]) -> Vec<(usize, &'a str)> {
-    let images = words.iter().enumerate().skip(program(words) + 1);
-    let images = images.filter_map(|(at, word)| Some((at, word.to_str()?)));
-    images.filter(|(at, word)| !word.starts_with('-') && all.iter().all(|option| option.at != *at)).collect()
+fn positional<'a>(args: &'a [OsString], all: &[CommandOption<'_>]) -> Vec<(usize, &'a str)> {
+    let images = args.iter().enumerate().skip(program(args) + 1);
+    let images = images.filter_map(|(at, arg)| Some((at, arg.to_str()?)));
+    images.filter(|(at, arg)| !arg.starts_with('-') && all.iter().all(|option| option.at != *at)).collect()
 }
 
 /// A node of the block layer, and the frozen one below it if it is an overlay now.
@@ -163,10 +164,10 @@ impl Rewriting<'_> {
         let key = if list.get("file").is_some() { "file" } else { "file.filename" };
         let name = list.get(key).unwrap_or_default().to_owned();
         if let Some(overlay) = self.frozen(&name).filter(|_| !is_read_only) {
-            let told = |(key, value): &(&str, &str)| {
+            let is_override = |(key, value): &(&str, &str)| {
                 key.starts_with("backing") || matches!(*key, "offset" | "size") && *value != "0"
             };
-            if let Some((key, _)) = list.iter().find(told) {
+            if let Some((key, _)) = list.iter().find(is_override) {
                 return Err(format!(
                     "-drive {name}: {key}= says something else than the image; describe it with -blockdev"
                 ));
@@ -189,7 +190,7 @@ impl Rewriting<'_> {
         Ok(None)
     }
 
-    /// The nodes of the block layer that change, by the index of their word, in order.
+    /// Returns the nodes of the block layer that change, by the index of their argument, in order.
     fn graph(&mut self, all: &[CommandOption<'_>]) -> Result<Vec<(usize, Covered)>, String> {
         let mut nodes = Vec::new();
         for option in all.iter().filter(|option| option.name == "blockdev") {
@@ -319,7 +320,7 @@ mod tests {
 
     use super::*;
 
-    fn words(line: &str) -> Vec<OsString> {
+    fn args(line: &str) -> Vec<OsString> {
         line.split(' ').map(OsString::from).collect()
     }
 
@@ -331,8 +332,8 @@ mod tests {
     fn run(line: &str, overlays: &[OverlayPlan]) -> Result<String, String> {
         let same = |name: &str, path: &Path| Path::new(name) == path;
         let has_backing = |disk: &FrozenDisk| disk.path == Path::new("/srv/data.qcow2");
-        let found = behind_overlays(&words(line), overlays, &Ownership::new(Path::new("/c")), &same, &has_backing)?;
-        Ok(found.iter().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" "))
+        let found = behind_overlays(&args(line), overlays, &Ownership::new(Path::new("/c")), &same, &has_backing)?;
+        Ok(found.iter().map(|arg| arg.to_str().unwrap()).collect::<Vec<_>>().join(" "))
     }
 
     #[test]
@@ -405,6 +406,7 @@ mod tests {
             ("-snapshot", "-snapshot"),
             ("-readconfig /srv/vm.cfg", "-readconfig"),
             ("-set drive.x.file=/srv/other", "-set"),
+            ("-plugin /usr/lib/libexeclog.so,ifilter=x", "-plugin"),
         ] {
             let refused = run(&format!("qemu-system-x86_64 {line}"), &[]).expect_err(line);
             assert!(refused.contains(named), "{line}: {refused}");

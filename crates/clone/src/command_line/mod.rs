@@ -19,5 +19,5 @@ mod template;
 pub use disks::{FrozenDisk, OverlayPlan};
 pub(crate) use disks::{behind_overlays, plan};
 pub(crate) use outputs::check_outputs;
-pub(crate) use own::{Ownership, is_same_file};
+pub(crate) use own::{Claims, Ownership};
 pub use template::CommandTemplate;

@@ -9,6 +9,9 @@ use limosa_qemu::command_line::{CommandOption, Properties, options};
 use super::Ownership;
 use super::own::is_character_device;
 
+/// The file that `-audiodev wav` writes in QEMU's working directory if it is given none.
+const DEFAULT_WAV: &str = "qemu.wav";
+
 /// Options whose value is a character device in the old notation: `file:PATH`, `unix:PATH,server=on`.
 const OLD_CHARDEVS: [&str; 8] =
     ["serial", "parallel", "debugcon", "monitor", "qmp", "qmp-pretty", "gdb", "virtioconsole"];
@@ -18,10 +21,16 @@ const OLD_CHARDEVS: [&str; 8] =
 ///
 /// # Errors
 /// Which option, and what it names.
-pub(crate) fn check_outputs(words: &[OsString], ownership: &Ownership<'_>) -> Result<(), String> {
-    let all = options(words);
+pub(crate) fn check_outputs(args: &[OsString], ownership: &Ownership<'_>) -> Result<(), String> {
+    let all = options(args);
     let servers = server_chardevs(&all);
     for option in &all {
+        if let Some(property) = shared_global(option) {
+            return Err(format!(
+                "-global {}: {property} changes which files a device uses; give it to the device itself",
+                option.value
+            ));
+        }
         for Output { path, how } in outputs(option, &servers) {
             let is_kept_by_nobody = how == How::Written && is_character_device(&path);
             if !ownership.is_own(&path) && !is_kept_by_nobody {
@@ -29,12 +38,28 @@ pub(crate) fn check_outputs(words: &[OsString], ownership: &Ownership<'_>) -> Re
                     "-{} {}: {} {path}, which all clones would share; give each clone its own ({{dir}}, {{name}}, {{n}})",
                     option.name,
                     option.value,
-                    how.words()
+                    how.phrase()
                 ));
             }
         }
     }
     Ok(())
+}
+
+/// Properties of devices by which clones could come to share a file, a directory or a server.
+const SHARING: [&str; 4] = ["chardev", "pcap", "readonly", "rootdir"];
+
+/// Returns the property of a `-global` that decides about files, if it is one: devices are checked by their own
+/// options.
+fn shared_global(option: &CommandOption<'_>) -> Option<&'static str> {
+    if option.name != "global" {
+        return None;
+    }
+    // `driver.property=value`, or `driver=,property=,value=`.
+    let list = Properties::read(option.value, "driver");
+    let short = option.value.split_once('=').and_then(|(name, _)| name.rsplit_once('.'));
+    let property = list.get("property").or_else(|| short.map(|(_, property)| property))?;
+    SHARING.into_iter().find(|known| *known == property)
 }
 
 /// A path that clones must not share.
@@ -54,7 +79,7 @@ enum How {
 }
 
 impl How {
-    const fn words(self) -> &'static str {
+    const fn phrase(self) -> &'static str {
         match self {
             Self::Written => "QEMU writes",
             Self::Listened => "QEMU listens at",
@@ -127,7 +152,12 @@ fn outputs(option: &CommandOption<'_>, servers: &[String]) -> Vec<Output> {
             vec![of(&list, "rootdir", How::Guest).filter(|_| writable), of(&list, "pcap", How::Written)]
         }
         "netdev" | "nic" | "net" => vec![of(&list("type"), "smb", How::Guest)],
-        "audiodev" | "audio" => vec![of(&list("driver"), "path", How::Written)],
+        "audiodev" | "audio" => {
+            let list = list("driver");
+            let is_wav = list.get("driver") == Some("wav");
+            let default = || Output { path: DEFAULT_WAV.to_owned(), how: How::Written };
+            vec![of(&list, "path", How::Written).or_else(|| is_wav.then(default))]
+        }
         "trace" => vec![of(&list("enable"), "file", How::Written)],
         "icount" => vec![of(&list("shift"), "rrfile", How::Written)],
         "vnc" => {
@@ -157,8 +187,8 @@ mod tests {
     use super::*;
 
     fn check(line: &str) -> Result<(), String> {
-        let words: Vec<_> = format!("qemu-system-x86_64 {line}").split(' ').map(OsString::from).collect();
-        check_outputs(&words, &Ownership::new(Path::new("/c")))
+        let args: Vec<_> = format!("qemu-system-x86_64 {line}").split(' ').map(OsString::from).collect();
+        check_outputs(&args, &Ownership::new(Path::new("/c")))
     }
 
     #[test]
@@ -187,6 +217,14 @@ mod tests {
             "-chardev socket,id=c,path=/srv/tpm -tpmdev emulator,id=t,chardev=c",
             "-device usb-mtp,rootdir=/srv,readonly=off",
             "-serial file:{dir}/../log",
+            "-audiodev wav,id=a",
+            "-audiodev wav,id=a,path=/srv/sound.wav",
+            r#"-audiodev {"driver":"wav","id":"a"}"#,
+            "-audio driver=wav,model=hda",
+            "-global usb-mtp.rootdir=/srv",
+            "-global usb-mtp.readonly=off",
+            "-global driver=vhost-user-blk-pci,property=chardev,value=c",
+            "-global usb-storage.pcap={dir}/usb",
         ] {
             let refused = check(line).expect_err(line);
             assert!(refused.contains(line.split(' ').next().unwrap()), "{line}: {refused}");
@@ -207,6 +245,8 @@ mod tests {
             "-object memory-backend-file,id=m,size=1G,share=on,mem-path=/dev/shm",
             "-object memory-backend-file,id=m,size=1G,share=off,mem-path=/dev/shm/vm",
             "-netdev user,id=n -netdev tap,id=t,ifname=tap{n}",
+            "-audiodev wav,id=a,path={dir}/sound.wav -audiodev none,id=b",
+            "-global ICH9-LPC.disable_s3=1 -global driver=kvm-pit,property=lost_tick_policy,value=delay",
         ] {
             check(line).expect(line);
         }

@@ -3,26 +3,37 @@
 //! Names are resolved, not compared as text: `{dir}/../scratch` is the same file for all clones, and so is a link of
 //! each clone's to one file.
 
+use std::cell::RefCell;
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Component, Path, PathBuf};
+
+use limosa_qemu::{FileId, is_same_file};
 
 use super::CommandTemplate;
 
-/// Decides for the clones of one directory.
+/// Decides for the clones of one directory, and collects the names that are each clone's own.
 #[derive(Debug)]
 pub(crate) struct Ownership<'a> {
     folder: &'a Path,
+    own: RefCell<BTreeSet<String>>,
 }
 
 impl<'a> Ownership<'a> {
     /// For clones whose directories are in `folder`, which may not exist yet.
     pub(crate) fn new(folder: &'a Path) -> Self {
-        Self { folder }
+        Self { folder, own: RefCell::default() }
     }
 
-    /// Whether the files that this name, with placeholders, gives two clones are different files. A name that is no
-    /// path (`json:...`, `nbd://...`, a description of a node) is not looked into: a placeholder in it proves nothing.
+    /// Returns the names, with placeholders, that were found to be each clone's own.
+    pub(crate) fn into_names(self) -> Vec<String> {
+        self.own.into_inner().into_iter().collect()
+    }
+
+    /// Whether the files that this name, with placeholders, gives two clones are different files. [`Claims`] compares
+    /// those of all clones. A name that is no path (`json:...`, `nbd://...`, a description of a node) is not looked
+    /// into: a placeholder in it proves nothing.
     pub(crate) fn is_own(&self, name: &str) -> bool {
         let name = name.strip_prefix("file:").unwrap_or(name);
         // A protocol's name ends at the first colon, unless a slash comes before it.
@@ -32,15 +43,55 @@ impl<'a> Ownership<'a> {
         if name.split('/').next().is_some_and(|first| first.contains([':', '='])) {
             return false;
         }
-        let [one, other] = [1, 2].map(|number| resolved(&self.filled(name, number)));
-        !is_same_file(&one, &other)
+        let [one, other] = [1, 2].map(|number| resolved(&filled(name, number, self.folder)));
+        let is_own = !is_same_file(&one, &other);
+        if is_own {
+            self.own.borrow_mut().insert(name.to_owned());
+        }
+        is_own
+    }
+}
+
+/// Returns the path that clone `number` of `folder` gets for this name.
+fn filled(name: &str, number: u64, folder: &Path) -> PathBuf {
+    let own = format!("{number:03}");
+    let args = CommandTemplate::new(vec![name.into()]).fill(number, &own, &folder.join(&own));
+    args.into_iter().next().unwrap_or_default().into()
+}
+
+/// The files that clones have for themselves, by their resolved names and by what these lead to.
+#[derive(Debug)]
+pub(crate) struct Claims<'a> {
+    names: &'a [String],
+    folder: &'a Path,
+    paths: HashMap<PathBuf, u64>,
+    files: HashMap<FileId, u64>,
+}
+
+impl<'a> Claims<'a> {
+    /// For the clones of `folder`, each with the files of these names.
+    pub(crate) fn new(names: &'a [String], folder: &'a Path) -> Self {
+        Self { names, folder, paths: HashMap::new(), files: HashMap::new() }
     }
 
-    /// Returns the path that clone `number` gets for this name.
-    fn filled(&self, name: &str, number: u64) -> PathBuf {
-        let own = format!("{number:03}");
-        let words = CommandTemplate::new(vec![name.into()]).fill(number, &own, &self.folder.join(&own));
-        words.into_iter().next().unwrap_or_default().into()
+    /// Claims the files of a clone.
+    ///
+    /// # Errors
+    /// Another clone has one of them: the name, and that clone.
+    pub(crate) fn claim(&mut self, number: u64) -> Result<(), String> {
+        for name in self.names {
+            let path = resolved(&filled(name, number, self.folder));
+            let file = FileId::of_path(&path).ok();
+            let by_file = file.and_then(|file| self.files.insert(file, number));
+            let by_path = self.paths.insert(path.clone(), number);
+            if let Some(other) = by_path.or(by_file).filter(|other| *other != number) {
+                return Err(format!(
+                    "{name}: clones {other:03} and {number:03} would both write to {}",
+                    path.display()
+                ));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -49,16 +100,18 @@ pub(crate) fn is_character_device(name: &str) -> bool {
     fs::metadata(name).is_ok_and(|found| found.file_type().is_char_device())
 }
 
-/// Whether two paths are the same text, or lead to one file, through links of either kind.
-pub(crate) fn is_same_file(one: &Path, other: &Path) -> bool {
-    let id = |path: &Path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-    one == other || id(one).is_some_and(|one| id(other) == Some(one))
-}
+/// Links that are followed at most, as in the kernel.
+const LINKS_MAX: u32 = 40;
 
-/// Resolves links and `..` in a path; parts that do not exist yet are kept as they are written.
+/// Resolves links and `..` in a path; parts that do not exist yet are kept as they are written. A link to a file that
+/// does not exist leads to that file: QEMU would create it.
 fn resolved(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-    if let Ok(whole) = fs::canonicalize(&path) {
+    resolved_within(&path, LINKS_MAX)
+}
+
+fn resolved_within(path: &Path, links: u32) -> PathBuf {
+    if let Ok(whole) = fs::canonicalize(path) {
         return whole;
     }
     let mut found = PathBuf::from("/");
@@ -69,7 +122,11 @@ fn resolved(path: &Path) -> PathBuf {
             }
             Component::Normal(name) => {
                 let next = found.join(name);
-                found = fs::canonicalize(&next).unwrap_or(next);
+                found = match (fs::canonicalize(&next), fs::read_link(&next), links.checked_sub(1)) {
+                    (Ok(whole), ..) => whole,
+                    (Err(_), Ok(target), Some(links)) => resolved_within(&found.join(target), links),
+                    (Err(_), ..) => next,
+                };
             }
             Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
         }
@@ -118,6 +175,31 @@ mod tests {
         ] {
             assert_eq!(ownership.is_own(&name), is_own, "{name}");
         }
+        let names = ownership.into_names();
+        assert!(names.contains(&"{dir}/scratch".to_owned()) && !names.contains(&in_folder("one")), "{names:?}");
         assert!(is_character_device("/dev/null") && !is_character_device(path("one").to_str().unwrap()));
+    }
+
+    #[test]
+    fn the_files_of_all_clones_are_compared_and_not_only_of_the_first_two() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for number in [1, 2, 3] {
+            fs::write(path(&format!("disk-{number}")), "").unwrap();
+        }
+        symlink(path("disk-2"), path("disk-4")).unwrap();
+        fs::hard_link(path("disk-3"), path("disk-5")).unwrap();
+        symlink(path("disk-7"), path("disk-6")).unwrap();
+        let names = [path("disk-{n}").to_str().unwrap().to_owned(), "{dir}/log".to_owned()];
+        let clones = path("clones");
+        let mut claims = Claims::new(&names, &clones);
+        for (number, other) in
+            [(1, None), (2, None), (3, None), (4, Some("002")), (5, Some("003")), (6, None), (7, Some("006"))]
+        {
+            let refused = claims.claim(number).err();
+            assert_eq!(refused.is_some(), other.is_some(), "{number}: {refused:?}");
+            assert!(other.is_none_or(|other| refused.is_some_and(|why| why.contains(other))), "{number}");
+        }
+        assert!(claims.claim(1).is_ok(), "a clone may claim its own files again");
     }
 }

@@ -9,7 +9,7 @@ use limosa_qemu::qmp::MonitorAddress;
 use limosa_console::parse;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ViaArg {
+pub(crate) enum TransportArg {
     /// `file` if QEMU supports it (9.0 or newer, on this host), else `socket`
     Auto,
     /// QEMU writes or reads the file itself through a file descriptor that limosa passes

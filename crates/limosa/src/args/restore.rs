@@ -9,7 +9,7 @@ use limosa_console::one_of;
 use limosa_qemu::qmp::MonitorAddress;
 
 use super::channels::file_zero_copy;
-use super::{ChannelArgs, DisksArg, JobArgs, ViaArg};
+use super::{ChannelArgs, DisksArg, JobArgs, TransportArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MemoryArg {
@@ -47,8 +47,8 @@ pub(crate) struct HowArgs {
     pub(crate) memory: MemoryArg,
 
     /// Who reads the pages in an eager restore
-    #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
-    pub(crate) via: ViaArg,
+    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    pub(crate) via: TransportArg,
 
     /// Where QEMU listens: unix:PATH or tcp:HOST:PORT; by default a private socket or a passed file descriptor
     #[arg(long, value_name = "URI")]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
-use super::{ChannelArgs, JobArgs, NewSnapshotArgs, ViaArg};
+use super::{ChannelArgs, JobArgs, NewSnapshotArgs, TransportArg};
 use limosa_console::parse;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -37,8 +37,8 @@ pub(crate) struct SaveArgs {
     pub(crate) snapshot: PathBuf,
 
     /// Who writes the pages
-    #[arg(long, value_enum, default_value_t = ViaArg::Auto)]
-    pub(crate) via: ViaArg,
+    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    pub(crate) via: TransportArg,
 
     /// Where QEMU connects with --via socket: unix:PATH or tcp:HOST:PORT. Default: a socket passed through the monitor,
     /// or with --channels one in a private directory

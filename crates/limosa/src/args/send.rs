@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{ArgAction, Args, ValueEnum};
 use limosa_channel::{Uri, ZeroCopy};
-use limosa_console::parse;
+use limosa_console::parse::{self, ParseError};
 
 use super::channels::file_zero_copy;
 use super::restore::preempt;
@@ -104,9 +104,9 @@ impl SendArgs {
     }
 }
 
-/// `BLOCK=2M`.
-fn parse_page_size(text: &str) -> Result<(String, u64), String> {
-    let wrong = || format!("{text:?} is not a page size of a RAM block: write BLOCK=2M");
+/// Reads the page size of a RAM block: `BLOCK=2M`.
+fn parse_page_size(text: &str) -> Result<(String, u64), ParseError> {
+    let wrong = || ParseError::new(text, "page size of a RAM block", "BLOCK=2M");
     let (block, size) = text.rsplit_once('=').filter(|(block, _)| !block.is_empty()).ok_or_else(wrong)?;
     let size = parse::size(size).ok().filter(|size| size.is_power_of_two()).ok_or_else(wrong)?;
     Ok((block.to_owned(), size))

@@ -2,13 +2,13 @@
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use anyhow::bail;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use limosa_qemu::{
-    BlockPlace, MappedCommandLine, check_not_shared, launch, map_memory, missing_memory_option, name_memory,
+    BlockPlace, MappedCommandLine, check_not_shared, is_same_file, launch, map_memory, missing_memory_option,
+    name_memory,
 };
 use limosa_snapshot::Snapshot;
 
@@ -22,14 +22,14 @@ type Greeted = (Qemu, Result<Qmp, QmpError>);
 /// Starts QEMU and waits for its monitor.
 pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &Notice) -> anyhow::Result<Greeted> {
     let file = snapshot.mapping_descriptor()?;
-    let same = |name: &str| is_same_file(name, args);
+    let same = |name: &str| is_same_file(Path::new(name), &args.snapshot);
     if let Err(why) = check_not_shared(&args.command, &same) {
         bail!("{why}; use share=off, or let limosa map it: --memory mapped without a memory backend");
     }
-    let Some(words) = mapped_words(args, snapshot, file.as_fd(), notice)? else {
-        return launched(args, &copied_words(args, snapshot)?, &[], relay);
+    let Some(mapped) = mapped_command(args, snapshot, file.as_fd(), notice)? else {
+        return launched(args, &name_memory(&args.command, snapshot)?, &[], relay);
     };
-    let (mut qemu, greeted) = launched(args, &words, &[file.as_fd()], relay)?;
+    let (mut qemu, greeted) = launched(args, &mapped, &[file.as_fd()], relay)?;
     if greeted.is_ok() || qemu.relay.end_was_asked() || !qemu.ended_within(GONE_WITHIN)? {
         return Ok((qemu, greeted));
     }
@@ -40,32 +40,23 @@ pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &
         bail!("the memory cannot be mapped: {why}; use --memory auto");
     }
     notice.tell(&format!("the memory is not mapped: {why}"));
-    launched(args, &copied_words(args, snapshot)?, &[], qemu.relay)
+    launched(args, &name_memory(&args.command, snapshot)?, &[], qemu.relay)
 }
 
-/// The command line by which the snapshot is not the memory, but is loaded into it.
-fn copied_words(args: &RunArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<OsString>> {
-    let recorded = snapshot.manifest().is_some_and(|manifest| !manifest.guest_memory.is_empty());
-    match BlockPlace::guest_memory_of(snapshot) {
-        Ok(blocks) if recorded => Ok(name_memory(&args.command, &blocks)?),
-        _ => Ok(args.command.clone()),
-    }
-}
-
-fn is_same_file(name: &str, args: &RunArgs) -> bool {
-    let of = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
-    of(Path::new(name)).is_ok_and(|found| of(&args.snapshot).is_ok_and(|own| own == found))
-}
-
-fn launched(args: &RunArgs, words: &[OsString], kept: &[BorrowedFd<'_>], relay: Relay) -> anyhow::Result<Greeted> {
-    let launched = launch(words, kept)?;
+fn launched(
+    args: &RunArgs,
+    command: &[OsString],
+    inherited_fds: &[BorrowedFd<'_>],
+    relay: Relay,
+) -> anyhow::Result<Greeted> {
+    let launched = launch(command, inherited_fds)?;
     relay.aim(launched.child.id());
     let (child, greeted) = launched.connect(&Options { greeting: args.start_within, ..Options::default() });
     Ok((Qemu { child, relay, program: program(&args.command) }, greeted))
 }
 
 /// The command line by which the snapshot is the memory; `None` if it is not to be, or cannot be and need not.
-fn mapped_words(
+fn mapped_command(
     args: &RunArgs,
     snapshot: &Snapshot,
     file: BorrowedFd<'_>,
@@ -79,7 +70,7 @@ fn mapped_words(
     match map(args, snapshot, file, required) {
         Ok(found) => {
             found.notices.iter().for_each(|line| notice.tell(line));
-            Ok(Some(found.words))
+            Ok(Some(found.args))
         }
         Err(why) if required => bail!("the memory cannot be mapped: {why}; use --memory auto"),
         Err(why) => {

@@ -119,10 +119,10 @@ fn every_signal_that_ends_programs_cancels() {
     for via in ROUTES {
         for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
             let saving = busy.endless(&["--via", via]);
-            let guard = guard(&saving).unwrap();
+            let watchdog = watchdog(&saving).unwrap();
             saving.signal(signal);
             saving.wait().one_line(&["cancelled"]);
-            wait_gone(guard);
+            wait_gone(watchdog);
             busy.assert_untouched();
         }
     }
@@ -299,9 +299,9 @@ fn the_sockets_of_a_killed_save_do_not_stand_in_the_way_of_the_next() {
     let listen = format!("unix:{}", listen.display());
     let more = ["--via", "socket", "--listen", &listen, "--control", &control];
     let saving = busy.endless(&more);
-    let guard = guard(&saving).unwrap();
+    let watchdog = watchdog(&saving).unwrap();
     drop(saving); // SIGKILL
-    wait_gone(guard);
+    wait_gone(watchdog);
     busy.assert_untouched();
     save(&busy.vm, &busy.file, &more);
     assert_beats(&busy.vm);

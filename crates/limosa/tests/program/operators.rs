@@ -180,9 +180,9 @@ fn a_lazy_restore_into_a_qemu_of_another_user_is_recovered() {
     let limosa = scene.restore(&vm, &["--memory", "lazy", "--max-bandwidth", "4K"]);
     // Memory that QEMU's main loop needs comes first; a guest that beats has it.
     wait_for("a lap", || (!std::fs::read_to_string(vm.folder.join("said")).unwrap().is_empty()).then_some(()));
-    // With its guard, which would go on by itself.
-    let guard = guard(&limosa).and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?)).unwrap();
-    kill_process(guard, Signal::KILL).unwrap();
+    // With its watchdog, which would go on by itself.
+    let watchdog = watchdog(&limosa).and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?)).unwrap();
+    kill_process(watchdog, Signal::KILL).unwrap();
     limosa.signal(Signal::KILL);
     limosa.wait();
     scene.restore(&vm, &["--recover"]).wait().success();
@@ -262,7 +262,7 @@ fn a_qemu_whose_process_is_not_seen_is_passed_its_one_channel() {
 }
 
 #[test]
-fn a_guard_that_has_no_place_to_meet_qemu_says_so_and_a_recovery_needs_none() {
+fn a_watchdog_that_has_no_place_to_meet_qemu_says_so_and_a_recovery_needs_none() {
     needs_root!();
     let scene = Scene::new();
     scene.save(&[]);
@@ -270,9 +270,9 @@ fn a_guard_that_has_no_place_to_meet_qemu_says_so_and_a_recovery_needs_none() {
     let vm = scene.start("vm", &["unshare", "-m", "sh", "-c", &script, "sh"], &incoming(&[]));
     let limosa = scene.restore(&vm, &["--memory", "lazy", "--max-bandwidth", "4K"]);
     wait_for("a lap", || (!std::fs::read_to_string(vm.folder.join("said")).unwrap().is_empty()).then_some(()));
-    let guard = guard(&limosa).unwrap();
+    let watchdog = watchdog(&limosa).unwrap();
     limosa.signal(Signal::KILL);
-    wait_gone(guard);
+    wait_gone(watchdog);
     let said = limosa.wait().stderr;
     assert!(said.contains("cannot be gone on with") && said.contains("--listen"), "{said}");
     scene.restore(&vm, &["--recover"]).wait().success();

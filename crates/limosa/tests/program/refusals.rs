@@ -321,7 +321,7 @@ fn a_second_save_of_the_same_vm_is_turned_away_while_the_first_goes_on() {
     let bystander = Bystander::new(&machine);
     let (first, other) = (place(), place());
     let saving = start(save_arguments(&bystander.vm, &first.1, &["--via", "socket", "--max-bandwidth", "1M"]));
-    // It has its guard before it has left its record in QEMU.
+    // It has its watchdog before it has left its record in QEMU.
     wait_moving(&bystander.vm);
     let mut arguments = save_arguments(&bystander.vm, &other.1, &[]);
     arguments[2] = monitor("second").display().to_string();
@@ -341,10 +341,10 @@ fn a_qemu_that_is_killed_in_the_middle_of_a_save_leaves_no_file() {
         vm.wait_beats(1).unwrap();
         let saving = start(save_arguments(&vm, &file, &["--via", via, "--max-bandwidth", "1M"]));
         wait_moving(&vm);
-        let guard = guard(&saving).unwrap();
+        let watchdog = watchdog(&saving).unwrap();
         vm.process().kill();
         saving.wait().one_line(&["QEMU closed the monitor"]);
-        wait_gone(guard);
+        wait_gone(watchdog);
         assert!(names(folder.path()).is_empty(), "{:?}", names(folder.path()));
     }
 }

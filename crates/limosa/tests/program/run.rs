@@ -104,13 +104,13 @@ fn a_qemu_whose_memory_has_not_arrived_ends_when_signalled() {
 }
 
 #[test]
-fn qemu_outlives_a_limosa_that_is_killed_and_the_guard_brings_the_rest() {
+fn qemu_outlives_a_limosa_that_is_killed_and_the_watchdog_brings_the_rest() {
     needs_qemu!();
     let scene = Scene::new();
     let run = scene.start(&["--memory", "lazy", "--max-bandwidth", "512K"], &[]);
     run.wait_laps(1);
     let (qemu, qmp) = (run.qemu(), run.qmp());
-    guard(&run.limosa);
+    watchdog(&run.limosa);
     run.limosa.signal(Signal::KILL);
     wait_gone(run.limosa.pid());
     let status = || qmp.lock().unwrap().execute("query-migrate", json!({})).unwrap()["status"].clone();
@@ -120,14 +120,14 @@ fn qemu_outlives_a_limosa_that_is_killed_and_the_guard_brings_the_rest() {
 }
 
 #[test]
-fn a_guest_whose_limosa_and_guard_were_killed_is_recovered_over_its_own_monitor() {
+fn a_guest_whose_limosa_and_watchdog_were_killed_is_recovered_over_its_own_monitor() {
     needs_qemu!();
     let scene = Scene::new();
     let run = scene.start(&["--memory", "lazy", "--max-bandwidth", "4K"], &[]);
     run.wait_laps(1);
     let qmp = run.qmp();
-    let guard = guard(&run.limosa).unwrap();
-    send(guard, Signal::KILL);
+    let watchdog = watchdog(&run.limosa).unwrap();
+    send(watchdog, Signal::KILL);
     run.limosa.signal(Signal::KILL);
     wait_gone(run.limosa.pid());
     let socket = scene.path("limosa-qmp");

@@ -78,21 +78,21 @@ fn memory_goes_from_small_pages_into_huge_ones_and_back_to_the_bit() {
 }
 
 #[test]
-fn a_pager_of_huge_pages_killed_with_its_guard_at_any_moment_loses_no_page_with_requests_on_their_own_channel() {
+fn a_pager_of_huge_pages_killed_with_its_watchdog_at_any_moment_loses_no_page_with_requests_on_their_own_channel() {
     needs_qemu!();
     let Some((machine, _pages)) = in_huge_pages(walker(), 2) else { return };
     killed_often(20, &machine, &["--preempt", "on"], Victims::Both, 3);
 }
 
 #[test]
-fn a_pager_of_huge_pages_killed_with_its_guard_at_any_moment_loses_no_page_with_one_channel() {
+fn a_pager_of_huge_pages_killed_with_its_watchdog_at_any_moment_loses_no_page_with_one_channel() {
     needs_qemu!();
     let Some((machine, _pages)) = in_huge_pages(walker(), 2) else { return };
     killed_often(20, &machine, &["--preempt", "off"], Victims::Both, 4);
 }
 
 #[test]
-fn the_guest_of_a_killed_pager_of_huge_pages_is_brought_back_by_its_guard() {
+fn the_guest_of_a_killed_pager_of_huge_pages_is_brought_back_by_its_watchdog() {
     needs_qemu!();
     let Some((machine, _pages)) = in_huge_pages(walker(), 2) else { return };
     killed_often(10, &machine, &["--preempt", "off"], Victims::Pager, 5);

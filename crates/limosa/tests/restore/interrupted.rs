@@ -12,8 +12,8 @@ use crate::scene::{
     saved_beat, text, wait_guest, wait_migration_status,
 };
 use crate::stage::{
-    Found, Program, SOON, assert_beats, guard, guard_left_by, guard_of, kill_guard_left_by, start_command, wait_for,
-    wait_gone,
+    Found, Program, SOON, assert_beats, kill_watchdog_left_by, start_command, wait_for, wait_gone, watchdog,
+    watchdog_left_by, watchdog_of,
 };
 
 /// A walk that is long enough to fault all the time while the rest comes: 16 MiB without rest.
@@ -24,7 +24,7 @@ pub(crate) fn walker() -> Machine {
 /// Who is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Victims {
-    /// limosa; its guard has to go on.
+    /// limosa; its watchdog has to go on.
     Pager,
     /// Both: a person has to go on.
     Both,
@@ -37,7 +37,7 @@ enum Left {
     Nothing,
     /// The guest was there and had to be recovered.
     Half,
-    /// The guest was there and the guard brought the rest.
+    /// The guest was there and the watchdog brought the rest.
     Healed,
     /// The guest was there with all its pages; at most QEMU's settings were left.
     Whole,
@@ -47,7 +47,7 @@ enum Left {
     /// QEMU ended itself: it lost its source between the last device and the start of the guest, took that for a failed
     /// load, and had started the guest by the time it ended. As if the power had failed then.
     Ended,
-    /// QEMU's main loop waits for a page, so that it accepts no new connection. Possible if the guard is killed too.
+    /// QEMU's main loop waits for a page, so that it accepts no new connection. Possible if the watchdog is killed too.
     HeldUp,
 }
 
@@ -65,14 +65,14 @@ fn kill_and_bring_back(
     while Instant::now() < end && limosa.is_running() {
         std::thread::sleep(Duration::from_micros(200));
     }
-    if let (Victims::Both, Some(guard)) = (victims, guard_of(limosa.pid())) {
+    if let (Victims::Both, Some(watchdog)) = (victims, watchdog_of(limosa.pid())) {
         // It is not our child, but limosa does not reap it before its own end.
-        let _ = kill9(guard);
+        let _ = kill9(watchdog);
     }
     limosa.signal(Signal::KILL);
     match victims {
-        Victims::Pager => guard_left_by(limosa.pid()).into_iter().for_each(wait_gone),
-        Victims::Both => kill_guard_left_by(limosa.pid()),
+        Victims::Pager => watchdog_left_by(limosa.pid()).into_iter().for_each(wait_gone),
+        Victims::Both => kill_watchdog_left_by(limosa.pid()),
     }
     let ended = limosa.wait();
     if ended.status.success() {
@@ -93,13 +93,13 @@ fn kill_and_bring_back(
         }
         Left::Ended => return Left::Ended,
         Left::HeldUp => {
-            assert_eq!(victims, Victims::Both, "the guard did nothing: {}", ended.stderr);
+            assert_eq!(victims, Victims::Both, "the watchdog did nothing: {}", ended.stderr);
             return Left::HeldUp;
         }
         _ => {}
     }
     let whole = migration_status(&destination) == "completed";
-    let healed = ended.stderr.contains("its guard has brought the rest of the memory");
+    let healed = ended.stderr.contains("its watchdog has brought the rest of the memory");
     if victims == Victims::Pager {
         assert!(whole, "{}: {}", migration_status(&destination), ended.stderr);
     } else {
@@ -207,32 +207,32 @@ pub(crate) fn killed_often(times: u32, machine: &Machine, how: &[&str], victims:
 }
 
 #[test]
-fn the_guest_of_a_pager_killed_at_any_of_fifty_moments_is_brought_back_by_its_guard_with_requests_on_their_own_channel()
-{
+fn the_guest_of_a_pager_killed_at_any_of_fifty_moments_is_brought_back_by_its_watchdog_with_requests_on_their_own_channel()
+ {
     needs_qemu!();
     killed_often(50, &walker(), &["--preempt", "on"], Victims::Pager, 1);
 }
 
 #[test]
-fn the_guest_of_a_pager_killed_at_any_of_fifty_moments_is_brought_back_by_its_guard_with_one_channel() {
+fn the_guest_of_a_pager_killed_at_any_of_fifty_moments_is_brought_back_by_its_watchdog_with_one_channel() {
     needs_qemu!();
     killed_often(50, &walker(), &["--preempt", "off"], Victims::Pager, 2);
 }
 
 #[test]
-fn a_pager_killed_with_its_guard_at_any_moment_loses_no_page_with_requests_on_their_own_channel() {
+fn a_pager_killed_with_its_watchdog_at_any_moment_loses_no_page_with_requests_on_their_own_channel() {
     needs_qemu!();
     killed_often(25, &walker(), &["--preempt", "on"], Victims::Both, 3);
 }
 
 #[test]
-fn a_pager_killed_with_its_guard_at_any_moment_loses_no_page_with_one_channel() {
+fn a_pager_killed_with_its_watchdog_at_any_moment_loses_no_page_with_one_channel() {
     needs_qemu!();
     killed_often(25, &walker(), &["--preempt", "off"], Victims::Both, 4);
 }
 
 #[test]
-fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
+fn a_watchdog_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
     needs_qemu!();
     for preempt in ["on", "off"] {
         let scene = Scene::new();
@@ -245,7 +245,7 @@ fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
         // A processor that waits for a page in the middle of an interrupt keeps the main loop from coming to the
         // ballast. A guest that beats has what it needs.
         assert_beats(&destination);
-        let guard = guard(&limosa).unwrap();
+        let watchdog = watchdog(&limosa).unwrap();
         limosa.signal(Signal::STOP);
         std::thread::scope(|scope| {
             // QEMU reads the ballast in its main loop, and limosa does not answer.
@@ -258,27 +258,27 @@ fn a_guard_goes_on_even_while_qemus_main_loop_waits_for_a_page() {
             reading.join().unwrap();
         });
         // The rate is still the one that was asked for, so the rest would take its time.
-        kill9(guard).unwrap();
-        wait_gone(guard);
+        kill9(watchdog).unwrap();
+        wait_gone(watchdog);
         let said = limosa.wait().stderr;
         wait_migration_status(&destination, "postcopy-paused");
         scene.recover(&saved.snapshot, &destination).success();
         found.assert_same_but(&destination, "running");
         saved.assert_goes_on(&destination);
         assert_consistent(&destination);
-        assert!(!said.contains("guard"), "{said}");
+        assert!(!said.contains("watchdog"), "{said}");
     }
 }
 
-/// Kills limosa with its guard, so that no process continues the restore.
+/// Kills limosa with its watchdog, so that no process continues the restore.
 fn kill_both(limosa: Program) {
-    let guard = guard(&limosa);
-    if let Some(guard) = guard {
-        kill9(guard).unwrap();
+    let watchdog = watchdog(&limosa);
+    if let Some(watchdog) = watchdog {
+        kill9(watchdog).unwrap();
     }
     limosa.signal(Signal::KILL);
     limosa.wait();
-    guard.into_iter().for_each(wait_gone);
+    watchdog.into_iter().for_each(wait_gone);
 }
 
 /// A guest whose pager was killed while the ballast was missing.
@@ -347,11 +347,11 @@ fn a_recovery_killed_at_any_moment_can_be_tried_again() {
         while Instant::now() < end && recovery.is_running() {
             std::thread::sleep(Duration::from_micros(200));
         }
-        if let Some(guard) = guard_of(recovery.pid()) {
-            let _ = kill9(guard);
+        if let Some(watchdog) = watchdog_of(recovery.pid()) {
+            let _ = kill9(watchdog);
         }
         recovery.signal(Signal::KILL);
-        kill_guard_left_by(recovery.pid());
+        kill_watchdog_left_by(recovery.pid());
         recovery.wait();
     }
     scene.recover(&saved.snapshot, &destination).success();

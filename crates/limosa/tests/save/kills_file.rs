@@ -1,4 +1,4 @@
-//! limosa, its guard or both are killed at random moments of a save by file.
+//! limosa, its watchdog or both are killed at random moments of a save by file.
 
 use crate::kills::Victim;
 use crate::needs_qemu;
@@ -20,13 +20,13 @@ fn an_interrupt_at_the_beginning_leaves_a_vm_that_can_be_saved() {
 }
 
 #[test]
-fn a_save_completes_without_its_guard() {
+fn a_save_completes_without_its_watchdog() {
     needs_qemu!();
-    Victim::new(VIA).survives_the_death_of_the_guard();
+    Victim::new(VIA).survives_the_death_of_the_watchdog();
 }
 
 #[test]
-fn when_limosa_and_its_guard_die_resume_repairs_what_they_left() {
+fn when_limosa_and_its_watchdog_die_resume_repairs_what_they_left() {
     needs_qemu!();
     Victim::new(VIA).is_repaired_when_both_die();
 }

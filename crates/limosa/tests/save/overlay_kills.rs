@@ -1,4 +1,4 @@
-//! limosa, or limosa and its guard, are killed at random moments of a save with overlays, while the guest writes.
+//! limosa, or limosa and its watchdog, are killed at random moments of a save with overlays, while the guest writes.
 //!
 //! Law: the VM runs, on the disks that it had, or, where a complete snapshot has its name, on overlays over them; no
 //! unused overlay is left, and no write is lost.
@@ -56,7 +56,7 @@ impl Victim {
     /// `top` is the file that the VM wrote to before.
     #[track_caller]
     fn check_outcome(&mut self, top: &PathBuf) {
-        // The guard holds the monitor as long as it has something to do.
+        // The watchdog holds the monitor as long as it has something to do.
         drop(Qmp::connect(&self.vm.qmp_socket(), SOON).unwrap());
         self.found.assert_same(&self.vm);
         wait_writes(self.vm.serial(), 2);
@@ -122,22 +122,22 @@ fn killed_alone(via: &'static str) {
     victim.end();
 }
 
-fn killed_with_its_guard(via: &'static str) {
+fn killed_with_its_watchdog(via: &'static str) {
     let mut victim = Victim::new(via);
     for n in 0..10 {
         let top = victim.top();
         let begun = Instant::now();
         let saving = victim.start();
-        let Some(guard) = guard(&saving) else { panic!("no guard: {}", saving.stderr()) };
+        let Some(watchdog) = watchdog(&saving) else { panic!("no watchdog: {}", saving.stderr()) };
         std::thread::sleep(victim.lasts * (n % 5 + 3) / 9);
         if saving.is_running() {
-            // limosa reaps its guard when it ends by itself, at any moment: then there is nothing to kill.
-            let _ = kill9(guard);
+            // limosa reaps its watchdog when it ends by itself, at any moment: then there is nothing to kill.
+            let _ = kill9(watchdog);
         } else {
             victim.lasts = victim.lasts.min(begun.elapsed());
         }
         drop(saving);
-        wait_gone(guard);
+        wait_gone(watchdog);
         limosa(["resume", "--qmp", &victim.vm.qmp_socket().display().to_string()]).success();
         victim.check_outcome(&top);
     }
@@ -157,8 +157,8 @@ fn no_write_is_lost_when_limosa_is_killed_while_it_writes_the_file() {
 }
 
 #[test]
-fn resume_puts_the_disks_right_when_limosa_and_its_guard_are_killed() {
+fn resume_puts_the_disks_right_when_limosa_and_its_watchdog_are_killed() {
     needs_qemu!();
-    killed_with_its_guard("file");
-    killed_with_its_guard("socket");
+    killed_with_its_watchdog("file");
+    killed_with_its_watchdog("socket");
 }

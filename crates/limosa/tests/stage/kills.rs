@@ -118,17 +118,17 @@ impl Victim {
         outcomes
     }
 
-    /// Kills the guard alone: the save goes on.
-    pub(crate) fn survives_the_death_of_the_guard(&self) {
+    /// Kills the watchdog alone: the save goes on.
+    pub(crate) fn survives_the_death_of_the_watchdog(&self) {
         for part in 0..4 {
             let saving = self.start();
-            let Some(guard) = guard(&saving) else { panic!("no guard: {}", saving.stderr()) };
+            let Some(watchdog) = watchdog(&saving) else { panic!("no watchdog: {}", saving.stderr()) };
             // At its rate the second half of the memory is still to come. It is not our child, but limosa does not reap
             // it before its own end.
             self.wait_moved(part * (FILLED.end - FILLED.start) / 8);
-            kill9(guard).unwrap();
+            kill9(watchdog).unwrap();
             let ended = saving.wait().success();
-            assert!(ended.stderr.contains("the guard process had died"), "{}", ended.stderr);
+            assert!(ended.stderr.contains("the watchdog process had died"), "{}", ended.stderr);
             assert!(self.file.exists());
             self.check_outcome(&mut KillOutcomes::default());
         }
@@ -151,16 +151,16 @@ impl Victim {
             let window = self.window(&share);
             let begun = Instant::now();
             let saving = self.start();
-            let Some(guard) = guard(&saving) else { panic!("no guard: {}", saving.stderr()) };
+            let Some(watchdog) = watchdog(&saving) else { panic!("no watchdog: {}", saving.stderr()) };
             std::thread::sleep(window.start + (window.end - window.start) * u32::try_from(seed % 5).unwrap() / 5);
             if saving.is_running() {
-                // limosa reaps its guard when it ends by itself, at any moment: then there is nothing to kill.
-                let _ = kill9(guard);
+                // limosa reaps its watchdog when it ends by itself, at any moment: then there is nothing to kill.
+                let _ = kill9(watchdog);
             } else {
                 self.lasts = self.lasts.min(begun.elapsed());
             }
             drop(saving);
-            wait_gone(guard);
+            wait_gone(watchdog);
             let monitor = self.vm.qmp_socket().display().to_string();
             if Found::of(&self.vm) != self.found {
                 let next = limosa(save_arguments(&self.vm, Path::new("/nowhere/x"), &[]));
@@ -187,10 +187,10 @@ impl Victim {
         outcomes
     }
 
-    /// Waits until the guard has gone, and looks at what is left. The file is taken away again.
+    /// Waits until the watchdog has gone, and looks at what is left. The file is taken away again.
     #[track_caller]
     fn check_outcome(&self, outcomes: &mut KillOutcomes) {
-        // The guard holds the monitor as long as it has something to do.
+        // The watchdog holds the monitor as long as it has something to do.
         let free = Qmp::connect(&self.vm.qmp_socket(), SOON);
         assert!(free.is_ok(), "{:#}; QEMU: {:?}: {}", free.unwrap_err(), self.vm.process().try_wait(), self.vm.log());
         let left = names(self.folder.path());

@@ -47,9 +47,9 @@ pub(crate) fn limosa<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) ->
     start(arguments).wait()
 }
 
-/// The guard that this limosa has started, once there is one; `None` if limosa ended before.
-pub(crate) fn guard(limosa: &Program) -> Option<u32> {
-    wait_for("the guard of limosa", || match guard_of(limosa.pid()) {
+/// The watchdog that this limosa has started, once there is one; `None` if limosa ended before.
+pub(crate) fn watchdog(limosa: &Program) -> Option<u32> {
+    wait_for("the watchdog of limosa", || match watchdog_of(limosa.pid()) {
         Some(pid) => Some(Some(pid)),
         None if limosa.is_running() => None,
         None => Some(None),
@@ -70,32 +70,32 @@ pub(crate) fn save(vm: &Vm, snapshot: &Path, more: &[&str]) -> Value {
     limosa(save_arguments(vm, snapshot, &more)).json()
 }
 
-/// The guard that this limosa has started, whether limosa still lives or not: its last word is limosa's process id.
-pub(crate) fn guard_of(limosa: u32) -> Option<u32> {
+/// The watchdog that this limosa has started, whether limosa still lives or not: its last word is limosa's process id.
+pub(crate) fn watchdog_of(limosa: u32) -> Option<u32> {
     let limosa = limosa.to_string();
     let processes =
         std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     processes.into_iter().find(|pid: &u32| {
         let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let words: Vec<_> = words.strip_suffix(b"\0").unwrap_or(&words).split(|&byte| byte == 0).collect();
-        words.get(1) == Some(&&b"guard"[..]) && words.last() == Some(&limosa.as_bytes())
+        words.get(1) == Some(&&b"watchdog"[..]) && words.last() == Some(&limosa.as_bytes())
     })
 }
 
-/// The guard of a limosa that was killed. One that was just being started is seen within moments.
-pub(crate) fn guard_left_by(limosa: u32) -> Option<u32> {
+/// The watchdog of a limosa that was killed. One that was just being started is seen within moments.
+pub(crate) fn watchdog_left_by(limosa: u32) -> Option<u32> {
     (0..20).find_map(|_| {
         std::thread::sleep(Duration::from_millis(5));
-        guard_of(limosa)
+        watchdog_of(limosa)
     })
 }
 
-/// Kills the guard of a limosa that was killed.
-pub(crate) fn kill_guard_left_by(limosa: u32) {
-    while let Some(guard) = guard_left_by(limosa) {
+/// Kills the watchdog of a limosa that was killed.
+pub(crate) fn kill_watchdog_left_by(limosa: u32) {
+    while let Some(watchdog) = watchdog_left_by(limosa) {
         // It may end by itself meanwhile.
-        let _ = kill9(guard);
-        wait_gone(guard);
+        let _ = kill9(watchdog);
+        wait_gone(watchdog);
     }
 }
 

@@ -2,11 +2,11 @@
 //!
 //! Machine type, RAM blocks, uuid and vCPUs are what QEMU says of itself. It does not say which device sections it
 //! takes: they are derived from its tree of objects (`tree`) and, if the program may be run, from what it says about
-//! the versions that it reads ([`Catalogue`]). What cannot be derived is said to be unknown.
+//! the versions that it reads ([`VmstateDump`]). What cannot be derived is said to be unknown.
 
-mod catalogue;
 mod sections;
 mod tree;
+mod vmstate_dump;
 
 use limosa_snapshot::{
     Comparison, Confidence, Destination, DestinationBlock, Finding, Severity, Summary, check_disks, compare,
@@ -14,15 +14,15 @@ use limosa_snapshot::{
 
 use crate::monitor::{Monitor, RunState};
 use crate::qmp::QmpError;
-pub use catalogue::{Catalogue, CatalogueError};
 pub use sections::QemuSections;
+pub use vmstate_dump::{VmstateDump, VmstateDumpError};
 
-/// Compares a stored VM with the QEMU behind a monitor. `catalogue` is what that QEMU's program reads, if it is known.
+/// Compares a stored VM with the QEMU behind a monitor. `dump` is what that QEMU's program reads, if it is known.
 ///
 /// # Errors
 /// The monitor's.
-pub fn examine(monitor: &Monitor, saved: &Summary, catalogue: Option<Catalogue>) -> Result<Comparison, QmpError> {
-    let destination = look_at(monitor, saved, catalogue)?;
+pub fn examine(monitor: &Monitor, saved: &Summary, dump: Option<VmstateDump>) -> Result<Comparison, QmpError> {
+    let destination = look_at(monitor, saved, dump)?;
     let mut findings = compare(saved, &destination).findings;
     findings.extend(readiness(monitor)?);
     findings.extend(processor(&destination.sections));
@@ -33,7 +33,7 @@ pub fn examine(monitor: &Monitor, saved: &Summary, catalogue: Option<Catalogue>)
 fn look_at(
     monitor: &Monitor,
     saved: &Summary,
-    catalogue: Option<Catalogue>,
+    dump: Option<VmstateDump>,
 ) -> Result<Destination<QemuSections>, QmpError> {
     let machine = monitor.machine()?;
     let machine_advice = if machine == saved.machine { None } else { Some(machine_advice(monitor, &saved.machine)?) };
@@ -49,7 +49,7 @@ fn look_at(
         qemu: Some(monitor.version().to_string()),
         uuid: monitor.uuid()?,
         blocks: blocks.collect(),
-        sections: QemuSections::of(monitor, catalogue)?,
+        sections: QemuSections::of(monitor, dump)?,
     })
 }
 

@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use limosa_snapshot::{Confidence, DeviceSummary, Finding, PciIdentity, Presence, Sections, Severity};
 use serde_json::Value;
 
-use super::catalogue::{Catalogue, Versions};
 use super::tree::{BusAddress, Device, Tree};
+use super::vmstate_dump::{Versions, VmstateDump};
 use crate::monitor::Monitor;
 use crate::qmp::QmpError;
 
@@ -35,7 +35,7 @@ const COMMON: [(&str, &str); 11] = [
 #[derive(Debug)]
 pub struct QemuSections {
     tree: Tree,
-    catalogue: Option<Catalogue>,
+    dump: Option<VmstateDump>,
     /// The program that the monitor's process runs, for advice.
     program: Option<String>,
     /// Numbers of the vCPUs, and of their interrupt controllers where they are known.
@@ -50,7 +50,7 @@ pub struct QemuSections {
 
 impl QemuSections {
     /// Asks for devices and vCPUs.
-    pub(super) fn of(monitor: &Monitor, catalogue: Option<Catalogue>) -> Result<Self, QmpError> {
+    pub(super) fn of(monitor: &Monitor, dump: Option<VmstateDump>) -> Result<Self, QmpError> {
         let tree = Tree::of(monitor)?;
         let cpus = monitor.cpus()?;
         let mut apics = BTreeSet::new();
@@ -75,7 +75,7 @@ impl QemuSections {
         let program = process.and_then(|process| std::fs::read_link(format!("/proc/{process}/exe")).ok());
         Ok(Self {
             tree,
-            catalogue,
+            dump,
             program: program.map(|program| program.display().to_string()),
             cpus: cpus.iter().map(|cpu| cpu.index).collect(),
             apics,
@@ -95,9 +95,9 @@ impl QemuSections {
     }
 
     /// The advice where the program's own list of sections would decide.
-    fn without_list(&self) -> String {
+    fn undumped(&self) -> String {
         let program = self.program.as_deref().unwrap_or("its program");
-        if self.catalogue.is_some() { String::new() } else { format!(" (the sections that {program} lists may tell)") }
+        if self.dump.is_some() { String::new() } else { format!(" (the sections that {program} lists may tell)") }
     }
 
     /// A section of a device with a PCI address, or of one behind it.
@@ -118,7 +118,7 @@ impl QemuSections {
                 Presence::Absent { confidence, why: format!("at that address is {}", first.kind) }
             }
             Presence::Unknown { .. } => {
-                let why = format!("at that address is {}{}", first.kind, self.without_list());
+                let why = format!("at that address is {}{}", first.kind, self.undumped());
                 Presence::Unknown { why }
             }
             present => present,
@@ -127,12 +127,12 @@ impl QemuSections {
 
     /// A section among those of these devices; `best` is how sure it can be that it is theirs.
     fn among(&self, devices: &[&Device], name: &str, best: Confidence) -> Presence {
-        if let Some(catalogue) = &self.catalogue {
-            let declared = devices.iter().filter_map(|device| catalogue.of_kind(&device.kind));
+        if let Some(dump) = &self.dump {
+            let declared = devices.iter().filter_map(|device| dump.section_of(&device.kind));
             if let Some((_, versions)) = declared.into_iter().find(|(declared, _)| *declared == name) {
                 return present(best, Some(versions));
             }
-            if catalogue.of_name(name).is_some() {
+            if dump.versions_of(name).is_some() {
                 let why = "none of its devices has such a section".to_owned();
                 return Presence::Absent { confidence: best, why };
             }
@@ -145,7 +145,7 @@ impl QemuSections {
             let why = "none of its devices has that name".to_owned();
             return Presence::Absent { confidence: Confidence::Likely, why };
         }
-        Presence::Unknown { why: format!("none of its devices has that name{}", self.without_list()) }
+        Presence::Unknown { why: format!("none of its devices has that name{}", self.undumped()) }
     }
 
     /// A section without an address.
@@ -171,12 +171,12 @@ impl QemuSections {
             _ => {}
         }
         let unnamed = self.at(&BusAddress::Unnamed);
-        if let Some(catalogue) = &self.catalogue
-            && let Some(versions) = catalogue.of_name(&section.name)
+        if let Some(dump) = &self.dump
+            && let Some(versions) = dump.versions_of(&section.name)
         {
             let mut count = 0;
             let mut of_these: Option<Versions> = None;
-            for (name, versions) in unnamed.iter().filter_map(|device| catalogue.of_kind(&device.kind)) {
+            for (name, versions) in unnamed.iter().filter_map(|device| dump.section_of(&device.kind)) {
                 if name == section.name {
                     count += 1;
                     of_these = Some(versions);
@@ -191,7 +191,7 @@ impl QemuSections {
         if u64::try_from(count).is_ok_and(|count| count > instance) {
             return present(Confidence::Likely, None);
         }
-        Presence::Unknown { why: format!("it belongs to no device known to the monitor{}", self.without_list()) }
+        Presence::Unknown { why: format!("it belongs to no device known to the monitor{}", self.undumped()) }
     }
 }
 
@@ -239,7 +239,7 @@ impl Sections for QemuSections {
 
     fn knows_subsection(&self, section: &str, subsection: &str) -> Option<bool> {
         let name = section.rsplit_once('/').map_or(section, |(_, name)| name);
-        self.catalogue.as_ref()?.knows_subsection(name, subsection)
+        self.dump.as_ref()?.knows_subsection(name, subsection)
     }
 
     fn extra(&self, saved: &[DeviceSummary]) -> Vec<Finding> {
@@ -261,7 +261,7 @@ impl Sections for QemuSections {
         let mut added = BTreeMap::new();
         for device in &self.tree.devices {
             let BusAddress::Pci(place) = &device.bus else { continue };
-            let stateful = self.catalogue.as_ref().is_none_or(|catalogue| catalogue.of_kind(&device.kind).is_some());
+            let stateful = self.dump.as_ref().is_none_or(|dump| dump.section_of(&device.kind).is_some());
             if stateful && !occupied.contains(place.as_str()) {
                 // The first is the one that has the address itself, before what it carries.
                 let kind = self.at(&device.bus).first().map_or(device.kind.as_str(), |first| first.kind.as_str());
@@ -285,10 +285,10 @@ mod tests {
         Device { kind: kind.to_owned(), bus: place, vectors: None }
     }
 
-    fn sections(devices: Vec<Device>, catalogue: Option<&[u8]>) -> QemuSections {
+    fn sections(devices: Vec<Device>, dump: Option<&[u8]>) -> QemuSections {
         QemuSections {
             tree: Tree { devices, pci_buses: 1 },
-            catalogue: catalogue.map(|list| Catalogue::parse(list).unwrap()),
+            dump: dump.map(|list| VmstateDump::parse(list).unwrap()),
             program: None,
             cpus: [0, 1].into(),
             apics: [0, 1].into(),

@@ -45,7 +45,7 @@ pub(super) struct Machine {
 pub(super) struct Object {
     pub(super) id: String,
     pub(super) properties: Properties,
-    /// The index of its word.
+    /// Index of its argument.
     pub(super) at: usize,
 }
 

@@ -1,14 +1,54 @@
 //! Files that a process maps, and where (`/proc/PID/maps`, `proc_pid_maps(5)`).
+//!
+//! The device number in that file is the one of the file system's superblock. On btrfs and overlayfs it is not the one
+//! that stat(2) reports, so it is learned from a mapping that this process makes of the same file ([`MappedFile`]).
+
+#![allow(unsafe_code, reason = "a mapping is made, and removed without a look at it")]
 
 use std::fs;
 use std::io;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt as _;
+
+use limosa_page::{to_u64, to_usize};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::file_identity::FileId;
+
+/// A file by the numbers in `/proc/PID/maps`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MappedFile {
+    /// Major and minor device number.
+    device: (u32, u32),
+    inode: u64,
+}
+
+impl MappedFile {
+    /// Returns the numbers that `/proc/PID/maps` shows for an open file, by mapping its first page for a moment.
+    ///
+    /// # Errors
+    /// The kernel's, for example if the file system has no mappings.
+    pub(super) fn of(file: BorrowedFd<'_>) -> io::Result<Self> {
+        let length = to_usize(limosa_page::PAGE_SIZE);
+        // SAFETY: a new mapping at an address of the kernel's choice, which no other code knows. Nothing is read
+        // through it, so a file that is cut short meanwhile raises no signal.
+        let address = unsafe { mmap(std::ptr::null_mut(), length, ProtFlags::READ, MapFlags::PRIVATE, file, 0) }?;
+        let own = fs::read_to_string("/proc/self/maps");
+        // SAFETY: the mapping made above, which nothing refers to.
+        unsafe { munmap(address, length) }?;
+        let start = to_u64(address.addr());
+        // A neighbour of the same file may have been joined to it.
+        let found = own?.lines().filter_map(line).find(|line| line.range.contains(&start)).map(|line| line.file);
+        found.ok_or_else(|| io::Error::other("the mapping of the file is not in /proc/self/maps"))
+    }
+}
 
 /// A part of a file that a process maps and may write to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Mapping {
-    /// The file's inode number.
-    pub(super) inode: u64,
+    /// The file.
+    pub(super) file: MappedFile,
     /// Where the mapping begins in memory.
     pub(super) address: u64,
     /// Where it begins in the file, in bytes.
@@ -28,13 +68,6 @@ impl Mapping {
     }
 }
 
-/// A file by the numbers that the kernel gives it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct FileId {
-    pub(super) device: u64,
-    pub(super) inode: u64,
-}
-
 /// The writable mappings of files of a process, neighbours joined.
 ///
 /// # Errors
@@ -43,8 +76,8 @@ pub(super) fn mappings(pid: u32) -> io::Result<Vec<Mapping>> {
     fs::read_to_string(format!("/proc/{pid}/maps")).map(|text| parse(&text))
 }
 
-/// Whether a process has this very file open. The device number in its mappings is not the one of stat(2) on every
-/// filesystem (btrfs, overlayfs); that of its descriptors is.
+/// Whether a process has this very file open. Two subvolumes of a btrfs have one device number in its mappings, and may
+/// have one inode number; the numbers of its descriptors tell them apart.
 ///
 /// # Errors
 /// As [`mappings`].
@@ -78,10 +111,10 @@ pub(super) fn with_descendants(pid: u32) -> Vec<u32> {
 
 fn parse(text: &str) -> Vec<Mapping> {
     let mut found: Vec<Mapping> = Vec::new();
-    for mapping in text.lines().filter_map(line) {
+    for mapping in text.lines().filter_map(line).filter_map(writable) {
         match found.last_mut() {
             Some(last)
-                if last.inode == mapping.inode
+                if last.file == mapping.file
                     && last.is_shared == mapping.is_shared
                     && last.address.checked_add(last.length) == Some(mapping.address)
                     && last.offset.checked_add(last.length) == Some(mapping.offset) =>
@@ -94,19 +127,37 @@ fn parse(text: &str) -> Vec<Mapping> {
     found
 }
 
-/// `ADDRESS-END rw-p OFFSET MAJOR:MINOR INODE  PATH`; anything else is no mapping of interest.
-fn line(line: &str) -> Option<Mapping> {
+/// A line of `/proc/PID/maps` that is about a file.
+struct Line<'a> {
+    range: Range<u64>,
+    rights: &'a str,
+    offset: u64,
+    file: MappedFile,
+}
+
+/// Reads `ADDRESS-END rw-p OFFSET MAJOR:MINOR INODE  PATH`; `None` for memory without a file.
+fn line(line: &str) -> Option<Line<'_>> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
     let rights = words.next()?;
     let offset = u64::from_str_radix(words.next()?, 16).ok()?;
-    let _device = words.next()?;
+    let (major, minor) = words.next()?.split_once(':')?;
+    let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
     let inode = words.next()?.parse().ok().filter(|inode| *inode != 0)?;
-    let (address, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
-    let length = end.checked_sub(address)?;
-    rights.starts_with("rw").then_some(())?;
-    let is_shared = rights.ends_with('s');
-    (is_shared || rights.ends_with('p')).then_some(Mapping { inode, address, offset, length, is_shared })
+    let range = u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?;
+    (range.start <= range.end).then_some(Line { range, rights, offset, file: MappedFile { device, inode } })
+}
+
+fn writable(Line { range, rights, offset, file }: Line<'_>) -> Option<Mapping> {
+    let (is_shared, is_private) = (rights.ends_with('s'), rights.ends_with('p'));
+    let (address, length) = (range.start, range.end - range.start);
+    (rights.starts_with("rw") && (is_shared || is_private)).then_some(Mapping {
+        file,
+        address,
+        offset,
+        length,
+        is_shared,
+    })
 }
 
 #[cfg(test)]
@@ -118,21 +169,24 @@ mod tests {
     #[test]
     fn writable_mappings_are_found_and_neighbours_of_one_kind_joined() {
         let text = "\
-7f0000000000-7f0000100000 rw-p 00100000 fe:00 77                         /srv/vm with spaces.limosa
-7f0000100000-7f0000300000 rw-p 00200000 fe:00 77                         /srv/vm with spaces.limosa
-7f0000300000-7f0000400000 rw-p 00900000 fe:00 77                         /srv/vm with spaces.limosa
-7f0000400000-7f0000500000 rw-s 00a00000 fe:00 77                         /srv/vm with spaces.limosa
-7f0000500000-7f0000600000 r--p 00b00000 fe:00 77                         /srv/vm with spaces.limosa
+7f0000000000-7f0000100000 rw-p 00100000 fe:01 77                         /srv/vm with spaces.limosa
+7f0000100000-7f0000300000 rw-p 00200000 fe:01 77                         /srv/vm with spaces.limosa
+7f0000300000-7f0000400000 rw-p 00900000 fe:01 77                         /srv/vm with spaces.limosa
+7f0000400000-7f0000500000 rw-s 00a00000 fe:01 77                         /srv/vm with spaces.limosa
+7f0000500000-7f0000600000 r--p 00b00000 fe:01 77                         /srv/vm with spaces.limosa
 7f0000600000-7f0000700000 rw-p 00000000 00:00 0                          [heap]
+7f0000700000-7f0000800000 rw-p 00100000 fd:01 77                         /mnt/another device's file of that number
 ";
-        let at = |address, offset, length, is_shared| Mapping { inode: 77, address, offset, length, is_shared };
+        let at = |file, address, offset, length, is_shared| Mapping { file, address, offset, length, is_shared };
+        let file = |major| MappedFile { device: (major, 1), inode: 77 };
         let found = parse(text);
         assert_eq!(
             found,
             [
-                at(0x7f00_0000_0000, 0x10_0000, 0x30_0000, false),
-                at(0x7f00_0030_0000, 0x90_0000, 0x10_0000, false),
-                at(0x7f00_0040_0000, 0xa0_0000, 0x10_0000, true)
+                at(file(0xfe), 0x7f00_0000_0000, 0x10_0000, 0x30_0000, false),
+                at(file(0xfe), 0x7f00_0030_0000, 0x90_0000, 0x10_0000, false),
+                at(file(0xfe), 0x7f00_0040_0000, 0xa0_0000, 0x10_0000, true),
+                at(file(0xfd), 0x7f00_0070_0000, 0x10_0000, 0x10_0000, false)
             ]
         );
         assert!(found[0].holds(0x7f00_0010_0000, 0x20_0000, 0x20_0000));
@@ -166,10 +220,21 @@ mod tests {
     }
 
     #[test]
+    fn a_file_has_the_numbers_in_the_list_that_its_mappings_have() {
+        let (one, other) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        for file in [&one, &other] {
+            file.set_len(4096).unwrap();
+        }
+        let [found, again, another] = [&one, &one, &other].map(|file| MappedFile::of(file.as_fd()).unwrap());
+        assert_eq!(found, again);
+        assert_ne!(found, another);
+        assert_eq!(found.inode, rustix::fs::fstat(&one).unwrap().st_ino);
+    }
+
+    #[test]
     fn a_process_has_open_what_it_has_open() {
         let file = tempfile::tempfile().unwrap();
-        let stat = rustix::fs::fstat(file.as_fd()).unwrap();
-        let id = FileId { device: stat.st_dev, inode: stat.st_ino };
+        let id = FileId::of_descriptor(&file).unwrap();
         let own = std::process::id();
         assert!(has_open(own, id).unwrap());
         drop(file);

@@ -5,15 +5,17 @@
 //! are found and sent.
 
 use std::os::fd::AsFd as _;
+use std::path::Path;
 
 use limosa_migrate::InPlace;
 use limosa_page::PageRange;
 use limosa_snapshot::Snapshot;
 
-use super::maps::{FileId, Mapping, has_open, mappings, with_descendants};
+use super::maps::{MappedFile, Mapping, has_open, mappings, with_descendants};
+use crate::conflict::{Conflict, JobOption};
+use crate::file_identity::FileId;
 use crate::job::JobError;
 use crate::monitor::{FileBackend, Monitor, RamBlockInfo};
-use crate::remedy::Remedy;
 
 /// The answer to whether a QEMU maps a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,7 +61,7 @@ pub(crate) fn recognize(monitor: &Monitor, snapshot: &Snapshot) -> Result<Mapped
 /// # Errors
 /// [`JobError::Refused`] if it does not; the monitor's.
 pub fn prove_mapping(monitor: &Monitor, snapshot: &Snapshot, planned: &[String]) -> Result<Vec<InPlace>, JobError> {
-    let refused = |why: String| Err(JobError::refused(why, Remedy::MapBackends));
+    let refused = |why: String| Err(JobError::conflict(why, Conflict::Unsupported(JobOption::MappedMode)));
     match recognize(monitor, snapshot)? {
         Mapped::Blocks(blocks) => match planned.iter().find(|name| blocks.iter().all(|block| block.block != **name)) {
             Some(name) => refused(format!("this QEMU does not map RAM block {name}, as its command line says")),
@@ -82,21 +84,20 @@ pub fn refuse_shared_snapshot(monitor: &Monitor, snapshot: &Snapshot) -> Result<
     let mapped = Seen::of(monitor, snapshot).is_ok_and(|seen| seen.maps_shared());
     match shared.iter().find(named).or_else(|| shared.first().filter(|_| mapped)) {
         None => Ok(()),
-        Some(backend) => Err(JobError::refused(
+        Some(backend) => Err(JobError::conflict(
             format!(
                 "memory backend {} maps the snapshot {} with share=on: the guest would write into it",
                 backend.id,
                 snapshot.path().display()
             ),
-            Remedy::MapBackends,
+            Conflict::Unsupported(JobOption::MappedMode),
         )),
     }
 }
 
 /// Whether a name is that of the snapshot's file, here and now.
 fn is_file(snapshot: &Snapshot, name: &str) -> bool {
-    let (Ok(here), Ok(there)) = (rustix::fs::fstat(snapshot.as_fd()), rustix::fs::stat(name)) else { return false };
-    (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    FileId::of_descriptor(snapshot).is_ok_and(|own| FileId::of_path(Path::new(name)).is_ok_and(|named| named == own))
 }
 
 /// Whether a backend is meant to map a snapshot: other memory is neither writable over a read-only file nor does it
@@ -108,7 +109,7 @@ fn is_meant(backend: &FileBackend) -> bool {
 /// The kernel's view of the process.
 struct Seen {
     pid: u32,
-    inode: u64,
+    /// Its mappings of the snapshot's file.
     mappings: Vec<Mapping>,
 }
 
@@ -119,8 +120,8 @@ impl Seen {
             return Err(Mapped::No(why.into()));
         };
         let unseen = |error| Mapped::No(format!("the mappings of process {pid} cannot be read: {error}"));
-        let stat = rustix::fs::fstat(snapshot.as_fd()).map_err(|errno| unseen(errno.into()))?;
-        let file = FileId { device: stat.st_dev, inode: stat.st_ino };
+        let file = FileId::of_descriptor(snapshot).map_err(unseen)?;
+        let mapped = MappedFile::of(snapshot.as_fd()).map_err(unseen)?;
         let mut is_open = false;
         for (index, pid) in with_descendants(pid).into_iter().enumerate() {
             let seen = has_open(pid, file).and_then(|open| Ok((open, mappings(pid)?)));
@@ -130,13 +131,13 @@ impl Seen {
                 seen => seen.map_err(unseen)?,
             };
             is_open |= open;
-            mappings.retain(|mapping| mapping.inode == file.inode);
+            mappings.retain(|mapping| mapping.file == mapped);
             if is_open && !mappings.is_empty() {
-                return Ok(Self { pid, inode: file.inode, mappings });
+                return Ok(Self { pid, mappings });
             }
         }
         if is_open {
-            return Ok(Self { pid, inode: file.inode, mappings: Vec::new() });
+            return Ok(Self { pid, mappings: Vec::new() });
         }
         Err(Mapped::Wrong(format!(
             "this QEMU maps another file, or one that had the name {} before",
@@ -151,7 +152,7 @@ impl Seen {
     /// Returns the address at which the process has these bytes of the file as private memory: the one that QEMU
     /// reports for the block, or, for a QEMU that reports none, the only one where they are mapped.
     fn address(&self, said: Option<u64>, offset: u64, length: u64) -> Option<u64> {
-        let mut private = self.mappings.iter().filter(|mapping| mapping.inode == self.inode && !mapping.is_shared);
+        let mut private = self.mappings.iter().filter(|mapping| !mapping.is_shared);
         match said {
             Some(address) => private.any(|mapping| mapping.holds(address, offset, length)).then_some(address),
             None => {

@@ -5,6 +5,7 @@
 
 use std::ffi::OsString;
 
+use limosa_snapshot::Snapshot;
 use serde_json::json;
 
 use super::machine::{Machine, Main};
@@ -15,8 +16,8 @@ use crate::command_line::{Properties, escaped, options};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MappedCommandLine {
-    /// The words, the program first.
-    pub words: Vec<OsString>,
+    /// The arguments, the program first.
+    pub args: Vec<OsString>,
     /// The RAM blocks that are mapped.
     pub blocks: Vec<String>,
     /// Notices for a person.
@@ -32,20 +33,20 @@ const KEPT: [&str; 2] = ["dump", "merge"];
 ///
 /// # Errors
 /// The option, or the RAM block of the snapshot, that rules it out.
-pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Result<MappedCommandLine, MemoryConflict> {
-    let options = options(words);
+pub fn map_memory(args: &[OsString], blocks: &[BlockPlace], file: &str) -> Result<MappedCommandLine, MemoryConflict> {
+    let options = options(args);
     let mut machine = Machine::default();
     let mut notices = Vec::new();
     for option in &options {
         machine.read(option, &mut notices)?;
     }
-    let mut rewritten = words.to_vec();
+    let mut rewritten = args.to_vec();
     let mut mapped = Vec::new();
     for object in &machine.objects {
         let Some(place) = blocks.iter().find(|place| object.is_of(&place.name)) else { continue };
         object.check(place)?;
-        if let Some(word) = rewritten.get_mut(object.at) {
-            *word = backend(&object.id, place, file, Some(&object.properties)).into();
+        if let Some(arg) = rewritten.get_mut(object.at) {
+            *arg = backend(&object.id, place, file, Some(&object.properties)).into();
         }
         mapped.push(place.name.clone());
     }
@@ -66,8 +67,8 @@ pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Resu
         }
         Main::Renamed(object, place) => {
             object.check(place)?;
-            if let Some(word) = rewritten.get_mut(object.at) {
-                *word = backend(place.id(), place, file, Some(&object.properties)).into();
+            if let Some(arg) = rewritten.get_mut(object.at) {
+                *arg = backend(place.id(), place, file, Some(&object.properties)).into();
             }
             rewritten.extend(["-machine".into(), format!("memory-backend={}", escaped(place.id())).into()]);
             mapped.push(place.name.clone());
@@ -81,21 +82,30 @@ pub fn map_memory(words: &[OsString], blocks: &[BlockPlace], file: &str) -> Resu
     if mapped.is_empty() {
         return Err(format!("no memory backend has the name of a RAM block of the snapshot ({})", names(blocks)).into());
     }
-    Ok(MappedCommandLine { words: rewritten, blocks: mapped, notices })
+    Ok(MappedCommandLine { args: rewritten, blocks: mapped, notices })
 }
 
-/// Gives a command line's memory backend the name of the snapshot's RAM block, if there is one block and the sizes
-/// agree. QEMU would find no memory for the block otherwise. Nothing is mapped.
+/// Gives the memory backend of a command line the name of the snapshot's RAM block, if there is one block and the sizes
+/// agree. QEMU would find no memory for the block otherwise. Nothing is mapped. A snapshot that does not record which
+/// blocks are the guest's memory leaves the command line as it is.
 ///
 /// # Errors
 /// The command line has no memory for a block: its name, and the option that makes it.
-pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsString>, MemoryConflict> {
-    let options = options(words);
+pub fn name_memory(args: &[OsString], snapshot: &Snapshot) -> Result<Vec<OsString>, MemoryConflict> {
+    let is_recorded = snapshot.manifest().is_some_and(|manifest| !manifest.guest_memory.is_empty());
+    match BlockPlace::guest_memory_of(snapshot) {
+        Ok(blocks) if is_recorded => name_blocks(args, &blocks),
+        _ => Ok(args.to_vec()),
+    }
+}
+
+fn name_blocks(args: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsString>, MemoryConflict> {
+    let options = options(args);
     let mut machine = Machine::default();
     for option in &options {
         machine.read_memory(option)?;
     }
-    let mut rewritten = words.to_vec();
+    let mut rewritten = args.to_vec();
     // A script, or a file of options, has them where they are not seen.
     if machine.says_nothing() || options.iter().any(|option| option.name == "readconfig") {
         return Ok(rewritten);
@@ -105,8 +115,8 @@ pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsSt
         Main::Renamed(object, place) => {
             let mut properties = object.properties.clone();
             properties.set("id", place.id());
-            if let Some(word) = rewritten.get_mut(object.at) {
-                *word = properties.to_option().into();
+            if let Some(arg) = rewritten.get_mut(object.at) {
+                *arg = properties.to_option().into();
             }
             rewritten.extend(["-machine".into(), format!("memory-backend={}", escaped(place.id())).into()]);
         }
@@ -126,8 +136,8 @@ pub fn name_memory(words: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsSt
 ///
 /// # Errors
 /// Such a backend, by its id.
-pub fn check_not_shared(words: &[OsString], same: &dyn Fn(&str) -> bool) -> Result<(), MemoryConflict> {
-    for option in options(words).iter().filter(|option| option.name == "object") {
+pub fn check_not_shared(args: &[OsString], same: &dyn Fn(&str) -> bool) -> Result<(), MemoryConflict> {
+    for option in options(args).iter().filter(|option| option.name == "object") {
         let list = Properties::read(option.value, "qom-type");
         if let Some(path) = list.get("mem-path").filter(|path| list.is_on("share") && same(path)) {
             return Err(format!(
@@ -180,7 +190,7 @@ mod tests {
 
     use super::*;
 
-    fn words(line: &str) -> Vec<OsString> {
+    fn args(line: &str) -> Vec<OsString> {
         line.split(' ').map(OsString::from).collect()
     }
 
@@ -193,7 +203,7 @@ mod tests {
     }
 
     fn mapped(line: &str, blocks: &[BlockPlace]) -> Result<MappedCommandLine, String> {
-        map_memory(&words(line), blocks, "/srv/a,b").map_err(|conflict| conflict.to_string())
+        map_memory(&args(line), blocks, "/srv/a,b").map_err(|conflict| conflict.to_string())
     }
 
     #[test]
@@ -207,8 +217,8 @@ mod tests {
         ] {
             let found = mapped(line, &vm()).unwrap();
             assert_eq!(found.blocks, ["pc.ram"], "{line}");
-            let (kept, added) = found.words.split_at(words(line).len());
-            assert_eq!(kept, words(line));
+            let (inherited_fds, added) = found.args.split_at(args(line).len());
+            assert_eq!(inherited_fds, args(line));
             assert_eq!((&added[0], &added[2]), (&"-object".into(), &"-machine".into()));
             assert_eq!(added[3], "memory-backend=pc.ram");
             let object: Value = serde_json::from_str(added[1].to_str().unwrap()).unwrap();
@@ -230,11 +240,11 @@ mod tests {
                     -device pc-dimm,memdev=dimm1 -object iothread,id=io";
         let found = mapped(line, &blocks).unwrap();
         assert_eq!(found.blocks, ["mem", "dimm1"]);
-        assert_eq!(found.words.len(), words(line).len());
+        assert_eq!(found.args.len(), args(line).len());
         let objects: Vec<Value> = found
-            .words
+            .args
             .iter()
-            .filter_map(|word| serde_json::from_str(word.to_str()?).ok())
+            .filter_map(|arg| serde_json::from_str(arg.to_str()?).ok())
             .filter(Value::is_object)
             .collect();
         assert_eq!(
@@ -250,7 +260,7 @@ mod tests {
             &[place("/objects/mem", 1024, 1 << 20)],
         )
         .unwrap();
-        assert!(!old.words.iter().any(|word| word.to_str().unwrap().contains("canonical")));
+        assert!(!old.args.iter().any(|arg| arg.to_str().unwrap().contains("canonical")));
     }
 
     #[test]
@@ -297,22 +307,22 @@ mod tests {
         let renamed = mapped(other, &blocks).unwrap();
         for found in [own, renamed] {
             assert_eq!(found.blocks, ["mem"]);
-            let text = found.words.join(" ".as_ref()).into_string().unwrap();
+            let text = found.args.join(" ".as_ref()).into_string().unwrap();
             assert!(text.contains(r#""id":"mem""#) && text.contains("-machine memory-backend=mem"), "{text}");
             assert!(!text.contains(r#""id":"ram0""#), "{text}");
         }
         let named = |line: &str| {
-            name_memory(&words(line), &blocks)
+            name_blocks(&args(line), &blocks)
                 .map_err(|conflict| conflict.to_string())
-                .map(|words| words.join(" ".as_ref()).into_string().unwrap())
+                .map(|args| args.join(" ".as_ref()).into_string().unwrap())
         };
         let copied = named(other).unwrap();
         assert!(copied.contains("memory-backend-memfd,id=mem,size=1G,merge=off"), "{copied}");
         assert!(copied.ends_with("-machine memory-backend=mem"), "{copied}");
         let own = named("qemu-system-x86_64 -m 1G").unwrap();
         assert!(own.contains("memory-backend-ram,id=mem,size=1073741824"), "{own}");
-        let default = name_memory(&words("qemu-system-x86_64 -m 1G"), &vm()[..1]).unwrap();
-        assert_eq!(default, words("qemu-system-x86_64 -m 1G"), "the machine makes pc.ram by itself");
+        let default = name_blocks(&args("qemu-system-x86_64 -m 1G"), &vm()[..1]).unwrap();
+        assert_eq!(default, args("qemu-system-x86_64 -m 1G"), "the machine makes pc.ram by itself");
         for line in ["-m 2G", "-machine memory-backend=x -object memory-backend-ram,id=x,size=2G"] {
             let refused = named(&format!("qemu-system-x86_64 {line}")).unwrap_err();
             assert!(refused.contains("RAM block mem") && refused.contains("1024 MiB"), "{refused}");
@@ -334,7 +344,7 @@ mod tests {
             ("memory-backend-file,id=m,size=1G,mem-path=/srv/other,share=on", false),
             (r#"{"qom-type":"memory-backend-file","id":"m","mem-path":"/srv/vm","share":true}"#, true),
         ] {
-            let refused = check_not_shared(&words(&format!("qemu-system-x86_64 -object {line}")), &same);
+            let refused = check_not_shared(&args(&format!("qemu-system-x86_64 -object {line}")), &same);
             assert_eq!(refused.is_err(), is_refused, "{line}: {refused:?}");
         }
     }

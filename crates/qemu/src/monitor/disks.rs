@@ -38,7 +38,7 @@ pub struct Disk {
     pub backing: Vec<Option<PathBuf>>,
     /// The first option given to QEMU that is not part of the image file (`offset`, `data-file`, another backing
     /// file, ...).
-    pub told: Option<String>,
+    pub override_key: Option<String>,
 }
 
 /// A disk's file as it is on the host at this moment.
@@ -81,7 +81,7 @@ impl Disk {
         let header = image.and_then(|image| host_path(image.get("full-backing-filename")?.as_str()?)).map(absolute);
         let cache = inserted.get("cache").unwrap_or(&Value::Null);
         Some(Self {
-            told: told(&filename, header.as_deref() == backing.first().and_then(Option::as_deref)),
+            override_key: override_key(&filename, header.as_deref() == backing.first().and_then(Option::as_deref)),
             writable: !yes(inserted, "ro"),
             direct: yes(cache, "direct"),
             no_flush: yes(cache, "no-flush"),
@@ -121,7 +121,7 @@ fn host_path(filename: &str) -> Option<PathBuf> {
 /// Returns the first key of a `json:` name beyond a format and a file. QEMU uses such a name only where a plain one
 /// would lead to something else. Overriding the backing file is nothing if the header names the same one
 /// (`same_backing`).
-fn told(filename: &str, same_backing: bool) -> Option<String> {
+fn override_key(filename: &str, same_backing: bool) -> Option<String> {
     let json = filename.strip_prefix("json:")?;
     let Ok(Value::Object(top)) = serde_json::from_str::<Value>(json) else { return Some("its name".to_owned()) };
     let plain = |key: &&String| matches!(key.as_str(), "driver" | "file") || key.as_str() == "backing" && same_backing;
@@ -180,14 +180,14 @@ mod tests {
     #[test]
     fn a_name_that_tells_more_than_a_file_is_noticed() {
         let file = r#""driver": "raw", "file": {"driver": "file", "filename": "/d"}"#;
-        assert_eq!(told("/d", false), None);
-        assert_eq!(told(&format!("json:{{{file}}}"), false), None);
-        assert_eq!(told(&format!(r#"json:{{"offset": 512, {file}}}"#), true).as_deref(), Some("offset"));
+        assert_eq!(override_key("/d", false), None);
+        assert_eq!(override_key(&format!("json:{{{file}}}"), false), None);
+        assert_eq!(override_key(&format!(r#"json:{{"offset": 512, {file}}}"#), true).as_deref(), Some("offset"));
         let backing = format!(r#"json:{{"backing": {{{file}}}, {file}}}"#);
-        assert_eq!(told(&backing, false).as_deref(), Some("backing"));
-        assert_eq!(told(&backing, true), None);
-        assert_eq!(told("json:{", true).as_deref(), Some("its name"));
+        assert_eq!(override_key(&backing, false).as_deref(), Some("backing"));
+        assert_eq!(override_key(&backing, true), None);
+        assert_eq!(override_key("json:{", true).as_deref(), Some("its name"));
         let nested = r#"json:{"driver": "qcow2", "file": {"driver": "raw", "file": {}}}"#;
-        assert_eq!(told(nested, true).as_deref(), Some("file"));
+        assert_eq!(override_key(nested, true).as_deref(), Some("file"));
     }
 }

@@ -1,7 +1,7 @@
 //! Migration capabilities and parameters, changed in a way that can be undone.
 //!
 //! Law: **what is to be put back is known before anything is changed.** [`Monitor::plan_settings`] only reads; what it
-//! returns goes into the job's marker, and only then [`Monitor::set`] changes QEMU.
+//! returns goes into the job's record, and only then [`Monitor::set`] changes QEMU.
 
 use std::collections::BTreeMap;
 

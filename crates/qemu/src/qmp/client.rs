@@ -273,7 +273,7 @@ impl Qmp {
         Negotiated { version: self.version(), oob: self.oob, process: self.peer_process }
     }
 
-    /// The connection's descriptor, to be handed to the guard.
+    /// The connection's descriptor, to be handed to the watchdog.
     #[must_use]
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
@@ -433,7 +433,7 @@ impl Qmp {
         self.send_locked(&mut next, commands, &[], patience)
     }
 
-    /// Hands commands to the kernel as one. `next` is the guarded id of the first.
+    /// Hands commands to the kernel as one. `next` is the locked id of the first.
     fn send_locked<const N: usize>(
         &self,
         next: &mut u64,

@@ -1,7 +1,7 @@
 //! The monitor's socket: connecting within a time, receiving within a time, sending with descriptors.
 //!
-//! The descriptor stays in blocking mode: the guard process shares its open file description, and `O_NONBLOCK` would be
-//! shared with it. Every call asks for non-blocking behaviour by itself (`MSG_DONTWAIT`) and waits in `poll`.
+//! The descriptor stays in blocking mode: the watchdog process shares its open file description, and `O_NONBLOCK` would
+//! be shared with it. Every call asks for non-blocking behaviour by itself (`MSG_DONTWAIT`) and waits in `poll`.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;

@@ -6,20 +6,20 @@
 //!
 //! A disk that was not frozen is the restored VM's own; that it has not changed is all that is asked of it.
 
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use limosa_snapshot::{Disk as RecordedDisk, Manifest, check_disks};
 
-use crate::image::{Others, has_data};
+use crate::conflict::{Conflict, DiskConflict};
+use crate::disk_image::{Others, has_data};
+use crate::file_identity::is_same_file;
 use crate::job::{JobError, Watch};
 use crate::monitor::{Disk, Monitor};
-use crate::remedy::Remedy;
 
 /// Refuses disks that are not the snapshot's.
 pub(super) fn check(monitor: &Monitor, manifest: &Manifest, watch: Watch<'_>) -> Result<(), JobError> {
     if let Some(change) = check_disks(manifest).first() {
-        return Err(JobError::refused(change.to_string(), Remedy::PutBackOrIgnore));
+        return Err(JobError::conflict(change.to_string(), Conflict::Disk(DiskConflict::Changed)));
     }
     let mut here = None;
     for (recorded, overlay) in manifest.disks.iter().filter_map(|disk| Some((disk, disk.overlay.as_deref()?))) {
@@ -38,11 +38,11 @@ fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watc
     let format = if matches!(recorded.format.as_str(), "file" | "host_device") { "raw" } else { &recorded.format };
     let refused = |why: String| {
         let make = format!("qemu-img create -f qcow2 -F {format} -b {} NEW.qcow2", frozen.display());
-        Err(JobError::refused(why, format!("make an overlay for this QEMU with '{make}' and start it with that")))
+        Err(JobError::refused(format!("{why}; make an overlay for this QEMU with '{make}' and start it with that")))
     };
     for disk in here {
         let top = disk.path.as_deref();
-        if disk.writable && top.is_some_and(|top| same(top, frozen)) {
+        if disk.writable && top.is_some_and(|top| is_same_file(top, frozen)) {
             return refused(format!(
                 "the disk {} of this QEMU would write to {}, on which the overlay {} of the VM that was saved stands",
                 disk.device,
@@ -50,7 +50,7 @@ fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watc
                 overlay.display()
             ));
         }
-        if disk.writable && top.is_some_and(|top| same(top, overlay)) {
+        if disk.writable && top.is_some_and(|top| is_same_file(top, overlay)) {
             return refused(format!(
                 "the disk {} of this QEMU is {}, with which the VM that was saved went on: it is newer than the memory",
                 disk.device,
@@ -61,7 +61,7 @@ fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watc
     let name = recorded.device.as_deref().unwrap_or_default();
     // Its own device if there is one of that name; QEMU may have been started in other words.
     let named = here.iter().find(|disk| disk.device == name);
-    let on_it = |disk: &&Disk| uppermost(disk).is_some_and(|path| same(path, frozen));
+    let on_it = |disk: &&Disk| uppermost(disk).is_some_and(|path| is_same_file(path, frozen));
     let Some(disk) = named.map_or_else(|| here.iter().find(on_it), |disk| Some(disk).filter(on_it)) else {
         return refused(match named {
             Some(disk) => {
@@ -71,7 +71,7 @@ fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watc
         });
     };
     let Some(top) = disk.path.as_deref().filter(|_| disk.writable) else { return Ok(()) };
-    match has_data(top, Others::Allowed) {
+    match has_data(top, &disk.format, Others::Allowed) {
         Ok(false) => Ok(()),
         Ok(true) => refused(format!(
             "the disk {} of this QEMU is {}, which has been written to since it was made: it is newer than the memory",
@@ -88,13 +88,4 @@ fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watc
 /// The uppermost image that the VM cannot write to.
 fn uppermost(disk: &Disk) -> Option<&Path> {
     if disk.writable { disk.backing.first()?.as_deref() } else { disk.path.as_deref() }
-}
-
-/// Whether two paths lead to the same file.
-fn same(one: &Path, other: &Path) -> bool {
-    let identity = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
-    match (identity(one), identity(other)) {
-        (Ok(one), Ok(other)) => one == other,
-        _ => one == other,
-    }
 }

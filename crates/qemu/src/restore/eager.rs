@@ -12,12 +12,12 @@ use serde_json::Value;
 use uuid::Uuid;
 
 use super::incoming::{Channels, Rendezvous};
-use super::{Mode, RestoreChannels, RestoreJob, RestoreReport, Route, identity, lazy};
+use super::{RestoreChannels, RestoreJob, RestoreMode, RestoreReport, TransportChoice, identity, lazy};
+use crate::conflict::{Conflict, JobOption};
 use crate::job::JobError;
-use crate::marker::JobMarker;
+use crate::job_record::JobRecord;
 use crate::monitor::{MigrationInfo, MigrationStatus, Settings};
 use crate::qmp::Version;
-use crate::remedy::Remedy;
 use crate::save::file_channels;
 
 /// How often QEMU is asked whether it is done; its events end the wait at once.
@@ -37,22 +37,22 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
     }
     let wish = settings(by_file, job.options.channels);
     let change = job.monitor.plan_settings(&wish)?;
-    let mut marker = job.marker(change.undo);
-    marker.place(job.monitor)?;
-    let stats = match fill(job, &change.set, (by_file, mapped), &mut marker) {
+    let mut record = job.record(change.undo);
+    record.place(job.monitor)?;
+    let stats = match fill(job, &change.set, (by_file, mapped), &mut record) {
         Ok(stats) => stats,
         Err(error) => {
             // What was not restored must not run here: it may be restored elsewhere next.
-            marker.was_running = false;
-            return Err(job.give_up(&marker, error));
+            record.was_running = false;
+            return Err(job.give_up(&record, error));
         }
     };
     job.check_loaded()?;
     job.settle_run_state()?;
     let to_guest = job.begun.elapsed();
-    let mode = if mapped.is_empty() { Mode::Eager } else { Mode::Mapped };
+    let mode = if mapped.is_empty() { RestoreMode::Eager } else { RestoreMode::Mapped };
     job.observer.guest_ready(to_guest, mode);
-    lazy::complete(job.monitor, &marker)?;
+    lazy::complete(job.monitor, &record)?;
     job.watch.progress.enter(Phase::Completed);
     Ok(RestoreReport {
         mode,
@@ -94,11 +94,11 @@ fn fill(
     job: &RestoreJob<'_>,
     settings: &Settings,
     (by_file, mapped): (bool, &[InPlace]),
-    marker: &mut JobMarker,
+    record: &mut JobRecord,
 ) -> Result<Option<PrecopyStats>, JobError> {
     job.monitor.set(settings)?;
     job.choose_autostart()?;
-    if by_file { load(job, marker).map(|()| None) } else { send(job, mapped).map(Some) }
+    if by_file { load(job, record).map(|()| None) } else { send(job, mapped).map(Some) }
 }
 
 /// Whether QEMU is to read the file itself.
@@ -116,33 +116,38 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
     let named = job.options.channels.is_some_and(|channels| channels.zero_copy != ZeroCopy::Auto);
     // QEMU takes the pages that a file does not store for zero as they are, and never clears them.
     let stale = file_backends(job)?.into_iter().next();
-    match (job.options.route, unable) {
-        (Route::File, _) if limited => {
-            Err(JobError::refused("QEMU reads a file as fast as it can", Remedy::UnlimitedOrSocket))
-        }
-        (Route::File, _) if compressed => Err(JobError::refused(
+    match (job.options.transport, unable) {
+        (TransportChoice::File, _) if limited => Err(JobError::conflict(
+            "QEMU reads a file as fast as it can",
+            Conflict::Options(JobOption::FileTransport, JobOption::MaxBandwidth),
+        )),
+        (TransportChoice::File, _) if compressed => Err(JobError::conflict(
             "a snapshot is not compressed, and QEMU reads it as it is",
-            Remedy::UncompressedOrSocket,
+            Conflict::Options(JobOption::FileTransport, JobOption::Compression),
         )),
-        (Route::File, _) if looks => {
-            Err(JobError::refused("QEMU takes the pages of a file as they are", Remedy::NoZeroChecksOrSocket))
-        }
-        (Route::File, _) if named => {
-            Err(JobError::refused("QEMU reads a file in its own way", Remedy::NoZeroCopyOrSocket))
-        }
-        (Route::File, _) if let Some(id) = &stale => Err(JobError::refused(
+        (TransportChoice::File, _) if looks => Err(JobError::conflict(
+            "QEMU takes the pages of a file as they are",
+            Conflict::Options(JobOption::FileTransport, JobOption::ZeroPageDetection),
+        )),
+        (TransportChoice::File, _) if named => Err(JobError::conflict(
+            "QEMU reads a file in its own way",
+            Conflict::Options(JobOption::FileTransport, JobOption::ZeroCopy),
+        )),
+        (TransportChoice::File, _) if let Some(id) = &stale => Err(JobError::conflict(
             format!("memory backend {id} maps a file, whose old contents QEMU would leave in place of zero pages"),
-            Remedy::Socket,
+            Conflict::Unsupported(JobOption::FileTransport),
         )),
-        (Route::File, Some(why)) => Err(JobError::refused(why, Remedy::Socket)),
-        (Route::File, None) => {
+        (TransportChoice::File, Some(why)) => {
+            Err(JobError::conflict(why, Conflict::Unsupported(JobOption::FileTransport)))
+        }
+        (TransportChoice::File, None) => {
             // QEMU reads them behind limosa's back.
             job.snapshot.verify_all()?;
             Ok(true)
         }
-        (Route::Socket, _) => Ok(false),
+        (TransportChoice::Socket, _) => Ok(false),
         // Checksums are verified as chunks are served, so limosa has to serve them.
-        (Route::Auto, unable) => Ok(unable.is_none()
+        (TransportChoice::Auto, unable) => Ok(unable.is_none()
             && !limited
             && !compressed
             && !looks
@@ -173,15 +178,15 @@ fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
 }
 
 /// QEMU reads the file through a descriptor.
-fn load(job: &RestoreJob<'_>, marker: &mut JobMarker) -> Result<(), JobError> {
+fn load(job: &RestoreJob<'_>, record: &mut JobRecord) -> Result<(), JobError> {
     let place = |source| JobError::Path { what: "open", path: job.path.to_owned(), source };
     // A description of its own, at offset 0; through /proc, so that it is the file that was checked, whatever has its
     // name.
     let file = File::open(format!("/proc/self/fd/{}", job.snapshot.file().as_raw_fd())).map_err(place)?;
     let set = job.monitor.add_fd(file.as_fd(), None, &format!("limosa restore {}", identity(job.snapshot)))?;
     drop(file);
-    marker.descriptor_sets.push(set.set);
-    marker.update(job.monitor)?;
+    record.descriptor_sets.push(set.set);
+    record.update(job.monitor)?;
     job.watch.progress.enter(Phase::Active);
     let loaded = job
         .monitor

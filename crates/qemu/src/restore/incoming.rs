@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use limosa_channel::{Channel, ChannelError, Options, Uri};
 
+use crate::conflict::{Conflict, RendezvousConflict};
 use crate::job::JobError;
 use crate::monitor::Monitor;
-use crate::remedy::Remedy;
 use crate::socket_directory::SocketDirectory;
 
 /// How long a connection to a QEMU that already listens may take.
@@ -36,21 +36,21 @@ pub(super) enum Channels {
     Several,
 }
 
-/// The place where the stream begins. Dropping it removes what was made for it.
+/// The place at which QEMU takes the stream. Dropping it removes what was made for it.
 #[derive(Debug)]
-pub(super) struct Rendezvous<'a> {
-    way: Way<'a>,
-}
-
-#[derive(Debug)]
-enum Way<'a> {
-    /// QEMU has the other end of this channel.
+pub(super) enum Rendezvous<'a> {
+    /// QEMU was passed the other end of this channel.
     Passed {
+        /// The monitor over which it was passed.
         monitor: &'a Monitor,
+        /// limosa's end, until it is taken.
         near: Mutex<Option<Channel>>,
     },
+    /// QEMU listens.
     Listening {
+        /// Its address.
         uri: Uri,
+        /// The private directory of the address, if limosa made one.
         directory: Option<SocketDirectory>,
     },
 }
@@ -58,34 +58,34 @@ enum Way<'a> {
 impl<'a> Rendezvous<'a> {
     /// At `listen`, or, if the user does not care, where no other process can connect.
     pub(super) fn new(monitor: &'a Monitor, listen: Option<&Uri>, channels: Channels) -> Result<Self, JobError> {
-        let way = match listen {
+        let made = match listen {
             None if channels == Channels::One && monitor.qmp().passes_descriptors() => {
-                let (near, theirs) = Channel::pair()?;
-                monitor.getfd(DESCRIPTOR, theirs.as_fd())?;
-                Way::Passed { monitor, near: Mutex::new(Some(near)) }
+                let (near, peer) = Channel::pair()?;
+                monitor.getfd(DESCRIPTOR, peer.as_fd())?;
+                Self::Passed { monitor, near: Mutex::new(Some(near)) }
             }
             None => {
                 let directory = SocketDirectory::new(monitor)?;
-                Way::Listening { uri: directory.uri(SOCKET), directory: Some(directory) }
+                Self::Listening { uri: directory.uri(SOCKET), directory: Some(directory) }
             }
             Some(Uri::Unix(path)) => {
                 // QEMU has a working directory of its own.
                 let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-                Way::Listening { uri: Uri::Unix(path), directory: None }
+                Self::Listening { uri: Uri::Unix(path), directory: None }
             }
-            Some(uri @ Uri::Tcp { port, .. }) if *port != 0 => Way::Listening { uri: uri.clone(), directory: None },
+            Some(uri @ Uri::Tcp { port, .. }) if *port != 0 => Self::Listening { uri: uri.clone(), directory: None },
             Some(other) => {
-                return Err(JobError::refused(
+                return Err(JobError::conflict(
                     format!("QEMU cannot be made to listen at {other}"),
-                    Remedy::ListenWithPort,
+                    Conflict::Rendezvous(RendezvousConflict::Address),
                 ));
             }
         };
-        Ok(Self { way })
+        Ok(made)
     }
 
     /// For a guest that runs before it has its memory. Wherever there is a place QEMU is told to listen, which it can
-    /// be out of band; where there is none, one channel is passed. A guard may not do that: a descriptor is taken in
+    /// be out of band; where there is none, one channel is passed. A watchdog may not do that: a descriptor is taken in
     /// QEMU's main loop alone, which may be held up for the very memory that is to come.
     pub(super) fn lazy(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
         match Self::new(monitor, listen, Channels::Several) {
@@ -96,23 +96,23 @@ impl<'a> Rendezvous<'a> {
 
     /// The address, as QEMU is told it.
     pub(super) fn uri(&self) -> String {
-        match &self.way {
-            Way::Passed { .. } => format!("fd:{DESCRIPTOR}"),
-            Way::Listening { uri, .. } => uri.to_string(),
+        match self {
+            Self::Passed { .. } => format!("fd:{DESCRIPTOR}"),
+            Self::Listening { uri, .. } => uri.to_string(),
         }
     }
 
     /// Removes a private directory: once connected, the name is not needed any more, and a kill would leave it.
     pub(super) fn leave(&self) {
-        if let Way::Listening { directory: Some(directory), .. } = &self.way {
+        if let Self::Listening { directory: Some(directory), .. } = self {
             directory.remove();
         }
     }
 
     /// Connects the first channel; QEMU must have been told the address already.
     pub(super) fn connect(&self) -> Result<Channel, ChannelError> {
-        match &self.way {
-            Way::Passed { near, .. } => {
+        match self {
+            Self::Passed { near, .. } => {
                 let near = near.lock().unwrap_or_else(PoisonError::into_inner).take();
                 near.ok_or_else(|| ChannelError::Unsupported {
                     operation: limosa_channel::Operation::Connect,
@@ -120,7 +120,7 @@ impl<'a> Rendezvous<'a> {
                     why: "its one connection was taken before",
                 })
             }
-            Way::Listening { uri, .. } => {
+            Self::Listening { uri, .. } => {
                 let options = Options {
                     connect_timeout: Some(CONNECT_WITHIN),
                     send_buffer: Some(SEND_BUFFER),
@@ -138,9 +138,9 @@ impl<'a> Rendezvous<'a> {
 
     /// Connects a second channel, for single pages that the guest waits for.
     pub(super) fn connect_preempt(&self) -> Result<Channel, ChannelError> {
-        match &self.way {
-            Way::Passed { .. } => self.connect(),
-            Way::Listening { uri, .. } => {
+        match self {
+            Self::Passed { .. } => self.connect(),
+            Self::Listening { uri, .. } => {
                 Channel::connect(uri, &Options { connect_timeout: Some(CONNECT_WITHIN), ..Options::default() })
             }
         }
@@ -149,7 +149,7 @@ impl<'a> Rendezvous<'a> {
 
 impl Drop for Rendezvous<'_> {
     fn drop(&mut self) {
-        if let Way::Passed { monitor, near } = &mut self.way
+        if let Self::Passed { monitor, near } = self
             && near.get_mut().unwrap_or_else(PoisonError::into_inner).take().is_some()
         {
             // QEMU has not taken its end, so it still keeps it.

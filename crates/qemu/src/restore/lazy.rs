@@ -12,11 +12,11 @@ use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
 use super::unfinished::UnfinishedRestore;
-use super::{LazyReport, Mode, RestoreJob, RestoreReport};
-use crate::guard::{Guard, GuardError};
+use super::{LazyReport, RestoreJob, RestoreMode, RestoreReport};
 use crate::job::{JobError, Watch};
-use crate::marker::JobMarker;
+use crate::job_record::JobRecord;
 use crate::monitor::{MigrationStatus, Monitor, Settings};
+use crate::watchdog::{Watchdog, WatchdogError};
 
 /// How long QEMU may take to say that it has completed, once it has said so on the stream.
 const COMPLETED_WITHIN: Duration = Duration::from_secs(30);
@@ -37,11 +37,11 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     // QEMU before 7.1 knows no preempt channel.
     let preempt = job.options.preempt && !change.unknown.iter().any(|name| name == "postcopy-preempt");
     let rendezvous = Rendezvous::lazy(monitor, job.options.listen.as_ref(), preempt)?;
-    let marker = job.marker(change.undo);
-    marker.place(monitor)?;
-    let guard = Guarded::start(job, &marker, preempt);
-    let restored = transfer(job, &change.set, rendezvous, preempt, marker);
-    guard.dismiss();
+    let record = job.record(change.undo);
+    record.place(monitor)?;
+    let watchdog = OptionalWatchdog::start(job, &record, preempt);
+    let restored = transfer(job, &change.set, rendezvous, preempt, record);
+    watchdog.dismiss();
     restored
 }
 
@@ -51,9 +51,9 @@ fn transfer(
     settings: &Settings,
     rendezvous: Rendezvous<'_>,
     preempt: bool,
-    marker: JobMarker,
+    record: JobRecord,
 ) -> Result<RestoreReport, JobError> {
-    let channel = listen(job, settings, &rendezvous).map_err(|error| job.give_up(&marker, error))?;
+    let channel = listen(job, settings, &rendezvous).map_err(|error| job.give_up(&record, error))?;
     let ends = Arc::new(KeptChannels::new(&channel)?);
     let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
         .with_options(job.postcopy_options());
@@ -61,46 +61,46 @@ fn transfer(
         serve(job, with_preempt_channel(source, rendezvous, preempt, &ends), &ends, Beginning::Start, job.runs);
     match served {
         Ok((stats, to_guest)) => {
-            complete(job.monitor, &marker)?;
+            complete(job.monitor, &record)?;
             job.check_loaded()?;
             Ok(report(job, Some(stats), to_guest))
         }
         Err(Unserved { error, guest_runs: true }) => {
-            note_failure(job.monitor, marker, &error);
+            note_failure(job.monitor, record, &error);
             Err(error)
         }
-        Err(Unserved { error, guest_runs: false }) => Err(job.give_up(&marker, error)),
+        Err(Unserved { error, guest_runs: false }) => Err(job.give_up(&record, error)),
     }
 }
 
 /// The process that continues if this one is killed, if there is one.
-pub(super) struct Guarded<'a> {
-    guard: Option<Guard>,
+pub(super) struct OptionalWatchdog<'a> {
+    watchdog: Option<Watchdog>,
     watch: Watch<'a>,
 }
 
-impl<'a> Guarded<'a> {
+impl<'a> OptionalWatchdog<'a> {
     /// Starts it and sends it all it has to know. Nothing waits until it has started: what it is sent waits for it.
-    pub(super) fn start(job: &RestoreJob<'a>, marker: &JobMarker, preempt: bool) -> Self {
+    pub(super) fn start(job: &RestoreJob<'a>, record: &JobRecord, preempt: bool) -> Self {
         let watch = job.watch;
-        let started = (job.guarded)().and_then(|guard| {
-            let Some(mut guard) = guard else { return Ok(None) };
-            match guard.remember(&UnfinishedRestore::new(job, marker, preempt)) {
-                Ok(()) => Ok(Some(guard)),
-                Err(error) => Err(GuardError::Spawn(error).into()),
+        let started = (job.start_watchdog)().and_then(|watchdog| {
+            let Some(mut watchdog) = watchdog else { return Ok(None) };
+            match watchdog.remember(&UnfinishedRestore::new(job, record, preempt)) {
+                Ok(()) => Ok(Some(watchdog)),
+                Err(error) => Err(WatchdogError::Spawn(error).into()),
             }
         });
-        let guard = started.unwrap_or_else(|error| {
+        let watchdog = started.unwrap_or_else(|error| {
             (watch.notice)(&format!("{error}; if this process is killed, the restore has to be recovered"));
             None
         });
-        Self { guard, watch }
+        Self { watchdog, watch }
     }
 
     /// Tells it that it is not needed: all is done, or a person is to decide.
     pub(super) fn dismiss(self) {
-        if let Some(guard) = self.guard {
-            guard.dismiss(self.watch.notice);
+        if let Some(watchdog) = self.watchdog {
+            watchdog.dismiss(self.watch.notice);
         }
     }
 }
@@ -251,7 +251,7 @@ fn attend(
             if runs || (ended && !job.is_unloaded()) {
                 let after = job.begun.elapsed();
                 to_guest = Some(after);
-                job.observer.guest_ready(after, Mode::Lazy);
+                job.observer.guest_ready(after, RestoreMode::Lazy);
             }
         }
     }
@@ -279,13 +279,13 @@ fn keep_open(monitor: &Monitor, ends: &KeptChannels) {
 }
 
 /// Writes down why the transfer broke off, for the process that recovers it: a detached pager cannot print it.
-pub(super) fn note_failure(monitor: &Monitor, mut marker: JobMarker, error: &JobError) {
-    marker.failure = Some(error.to_string());
-    let _ = marker.update(monitor);
+pub(super) fn note_failure(monitor: &Monitor, mut record: JobRecord, error: &JobError) {
+    record.failure = Some(error.to_string());
+    let _ = record.update(monitor);
 }
 
 /// After the last page: waits for QEMU to see it so, then puts its settings back.
-pub(super) fn complete(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobError> {
+pub(super) fn complete(monitor: &Monitor, record: &JobRecord) -> Result<(), JobError> {
     let limit = Instant::now() + COMPLETED_WITHIN;
     loop {
         match monitor.migration()?.status {
@@ -299,15 +299,15 @@ pub(super) fn complete(monitor: &Monitor, marker: &JobMarker) -> Result<(), JobE
     for name in KEPT {
         monitor.closefd(name)?;
     }
-    monitor.put_back(&marker.undo)?;
-    JobMarker::remove(monitor)?;
+    monitor.put_back(&record.undo)?;
+    JobRecord::remove(monitor)?;
     Ok(())
 }
 
 /// `stats` are those of the transfer, if there was anything left to transfer.
 pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_guest: Duration) -> RestoreReport {
     RestoreReport {
-        mode: Mode::Lazy,
+        mode: RestoreMode::Lazy,
         mapped_blocks: Vec::new(),
         to_guest,
         to_resident: job.begun.elapsed(),

@@ -7,7 +7,7 @@
 //!
 //! The law: **a guest never sees a page that was not stored.** A failure while pages are missing closes the channel:
 //! the guest stalls on what it has not got and waits for [`recover`]. Which snapshot it stands on is written down
-//! inside its QEMU (the job's marker), so that no other can be mistaken for it.
+//! inside its QEMU (the job's record), so that no other can be mistaken for it.
 
 mod disks;
 mod eager;
@@ -29,19 +29,19 @@ use limosa_stream::multifd::Compression;
 use serde_json::Value;
 use uuid::Uuid;
 
-use crate::guard::Guard;
 use crate::job::{JobError, Watch};
-use crate::marker::{JobKind, JobMarker};
+use crate::job_record::{JobKind, JobRecord};
 use crate::monitor::{Monitor, RunState, Settings};
 use crate::qmp::QmpError;
 use crate::takeover::{Actor, Outcome, take_over};
+use crate::watchdog::Watchdog;
 pub use recover::recover;
 
-use crate::save::{DiskPolicy, Route};
+use crate::save::{DiskPolicy, TransportChoice};
 
 /// How the guest gets its memory, and so when it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Mode {
+pub enum RestoreMode {
     /// Mapped where the destination maps the snapshot, lazily where it can, else eagerly, with a notice why.
     #[default]
     Auto,
@@ -54,7 +54,7 @@ pub enum Mode {
     Eager,
 }
 
-impl Mode {
+impl RestoreMode {
     /// Its name in options and reports.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -83,9 +83,9 @@ pub enum RunChoice {
 #[derive(Debug, Clone, Default)]
 pub struct RestoreOptions {
     /// When the guest runs.
-    pub mode: Mode,
+    pub mode: RestoreMode,
     /// Who reads the pages in an eager restore.
-    pub route: Route,
+    pub transport: TransportChoice,
     /// Where QEMU listens; `None`: a socket in a private directory.
     pub listen: Option<Uri>,
     /// Move the memory of an eager restore on channels beside the main one.
@@ -114,11 +114,11 @@ pub struct RestoreChannels {
 /// Observes a restore while it runs.
 pub trait RestoreObserver: Sync {
     /// The guest runs (or is ready to, if it is to stay paused) this long after [`restore`] was called.
-    fn guest_ready(&self, after: Duration, mode: Mode);
+    fn guest_ready(&self, after: Duration, mode: RestoreMode);
 }
 
-/// Starts the process that continues with a lazy restore if this one is killed ([`Guard::start`]), or declines.
-pub type StartGuard<'a> = dyn Fn() -> Result<Option<Guard>, JobError> + Sync + 'a;
+/// Starts the process that continues with a lazy restore if this one is killed ([`Watchdog::start`]), or declines.
+pub type StartWatchdog<'a> = dyn Fn() -> Result<Option<Watchdog>, JobError> + Sync + 'a;
 
 /// Counters of a lazy restore.
 #[derive(Debug, Clone)]
@@ -136,7 +136,7 @@ pub struct LazyReport {
 #[non_exhaustive]
 pub struct RestoreReport {
     /// Mapped, lazy or eager.
-    pub mode: Mode,
+    pub mode: RestoreMode,
     /// RAM blocks that the destination maps from the snapshot.
     pub mapped_blocks: Vec<String>,
     /// From the call to the guest running, or being ready to.
@@ -171,7 +171,7 @@ pub struct Restore<'a> {
     /// Is told when the guest runs.
     pub observer: &'a dyn RestoreObserver,
     /// Starts the process that brings the rest of a lazy restore if this one is killed.
-    pub guarded: &'a StartGuard<'a>,
+    pub start_watchdog: &'a StartWatchdog<'a>,
 }
 
 impl std::fmt::Debug for Restore<'_> {
@@ -186,23 +186,23 @@ impl std::fmt::Debug for Restore<'_> {
 /// Before the guest runs: the QEMU has to be thrown away, and a fresh one can be tried with; the snapshot is untouched.
 /// After: the guest stalls on missing pages, and [`recover`] continues.
 pub fn restore(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
-    let Restore { monitor, snapshot, path, options, watch, observer, guarded } = restore;
+    let Restore { monitor, snapshot, path, options, watch, observer, start_watchdog } = restore;
     let begun = Instant::now();
     let plan = preflight::check(monitor, snapshot, options, watch)?;
-    let preflight::Plan { runs, page_sizes, way } = plan;
-    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, guarded, begun, runs, page_sizes };
+    let preflight::Plan { runs, page_sizes, mode } = plan;
+    let job = RestoreJob { monitor, snapshot, path, options, watch, observer, start_watchdog, begun, runs, page_sizes };
     let then = if runs { "run" } else { "stay paused" };
-    tracing::info!("restoring {way}; the guest is to {then}");
-    match way {
-        Way::Eager => eager::run(&job, &[]),
-        Way::Mapped(blocks) => eager::run(&job, &blocks),
-        Way::Lazy => lazy::run(&job),
+    tracing::info!("restoring {mode}; the guest is to {then}");
+    match mode {
+        PlannedMode::Eager => eager::run(&job, &[]),
+        PlannedMode::Mapped(blocks) => eager::run(&job, &blocks),
+        PlannedMode::Lazy => lazy::run(&job),
     }
 }
 
-/// How it is done: the decision for a [`Mode`].
+/// How it is done: the decision for a [`RestoreMode`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Way {
+enum PlannedMode {
     /// The guest runs when all pages are there.
     Eager,
     /// The same, but that these RAM blocks are there already.
@@ -211,7 +211,7 @@ enum Way {
     Lazy,
 }
 
-impl std::fmt::Display for Way {
+impl std::fmt::Display for PlannedMode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Eager => f.write_str("eagerly"),
@@ -242,7 +242,7 @@ struct RestoreJob<'a> {
     options: &'a RestoreOptions,
     watch: Watch<'a>,
     observer: &'a dyn RestoreObserver,
-    guarded: &'a StartGuard<'a>,
+    start_watchdog: &'a StartWatchdog<'a>,
     begun: Instant,
     /// Whether the guest is to run.
     runs: bool,
@@ -263,13 +263,13 @@ impl RestoreJob<'_> {
     }
 
     /// The record of this job for QEMU.
-    fn marker(&self, undo: Settings) -> JobMarker {
-        JobMarker::new(JobKind::Restore, identity(self.snapshot), self.path, self.runs, undo)
+    fn record(&self, undo: Settings) -> JobRecord {
+        JobRecord::new(JobKind::Restore, identity(self.snapshot), self.path, self.runs, undo)
     }
 
     /// After a failure before the guest ran: puts QEMU's settings back and finds the best reason, QEMU's own if it has
     /// one.
-    fn give_up(&self, marker: &JobMarker, error: JobError) -> JobError {
+    fn give_up(&self, record: &JobRecord, error: JobError) -> JobError {
         // A QEMU that lost its source while it loaded the devices, with a channel for requests, waits for ever for the
         // page that it has asked for there, and answers nothing (found with QEMU 10.0.2).
         let answer = self.monitor.qmp().execute_within("query-migrate", Value::Null, FAIL_WITHIN);
@@ -278,7 +278,7 @@ impl RestoreJob<'_> {
             return JobError::Failed { reason };
         }
         // The QEMU is to be thrown away anyway; what it refuses now changes nothing.
-        let left = take_over(self.monitor, marker, Actor::Guard, FAIL_WITHIN);
+        let left = take_over(self.monitor, record, Actor::Watchdog, FAIL_WITHIN);
         if left.is_ok_and(|left| left.outcome == Outcome::NeedsRecovery) {
             // The answer to the package was lost, not the package: the guest runs, on the pages that it has.
             self.watch.progress.enter(Phase::PostcopyActive);
@@ -303,8 +303,7 @@ impl RestoreJob<'_> {
         if self.runs && self.is_unloaded() {
             return Err(JobError::refused(
                 "not restored: QEMU has the VM's memory but could not start it, most likely because another process has its disks \
-                 open (QEMU's log says)",
-                "end this QEMU, free the disks and start a new one",
+                 open (QEMU's log says); end this QEMU, free the disks and start a new one",
             ));
         }
         Ok(())

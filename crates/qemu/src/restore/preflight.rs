@@ -7,11 +7,11 @@ use limosa_page::PAGE_SIZE;
 use limosa_snapshot::Snapshot;
 
 use super::disks;
-use super::{DiskPolicy, Mode, RestoreOptions, RunChoice, Way};
+use super::{DiskPolicy, PlannedMode, RestoreMode, RestoreOptions, RunChoice};
+use crate::conflict::{Conflict, JobOption, Permission, StateConflict};
 use crate::job::{JobError, Watch};
 use crate::mapping::{Mapped, recognize, refuse_shared_snapshot};
 use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
-use crate::remedy::Remedy;
 
 /// A RAM block that is sent where others are mapped is worth a notice from this length on, in bytes.
 const MAPPED_FROM: u64 = 64 << 20;
@@ -19,7 +19,7 @@ const MAPPED_FROM: u64 = 64 << 20;
 /// The decision.
 pub(super) struct Plan {
     /// Mapped, lazy or eager.
-    pub(super) way: Way,
+    pub(super) mode: PlannedMode,
     /// Whether the guest is to run.
     pub(super) runs: bool,
     /// The result of [`page_sizes`].
@@ -57,67 +57,77 @@ pub(super) fn check(
             .is_none_or(|state| state == RunState::Running.as_str() || state == RunState::Suspended.as_str()),
     };
     let page_sizes = page_sizes(snapshot, &blocks);
-    let way = way(monitor, snapshot, options, watch, &page_sizes)?;
-    Ok(Plan { way, runs, page_sizes })
+    let mode = plan_mode(monitor, snapshot, options, watch, &page_sizes)?;
+    Ok(Plan { mode, runs, page_sizes })
 }
 
 /// Decides how to restore; what the user ruled out is an error, what is merely not possible here a notice.
-fn way(
+fn plan_mode(
     monitor: &Monitor,
     snapshot: &Snapshot,
     options: &RestoreOptions,
     watch: Watch<'_>,
     page_sizes: &BTreeMap<String, u64>,
-) -> Result<Way, JobError> {
+) -> Result<PlannedMode, JobError> {
     let wanted = options.mode;
     if options.channels.is_some() {
         return match wanted {
-            Mode::Eager => Ok(Way::Eager),
-            Mode::Auto => {
+            RestoreMode::Eager => Ok(PlannedMode::Eager),
+            RestoreMode::Auto => {
                 (watch.notice)("restoring eagerly: only so can QEMU take memory on several channels");
-                Ok(Way::Eager)
+                Ok(PlannedMode::Eager)
             }
-            Mode::Lazy => Err(JobError::refused(
+            RestoreMode::Lazy => Err(JobError::conflict(
                 "a lazy restore cannot use multifd channels: QEMU's multifd excludes postcopy",
-                Remedy::OneChannelOrEager,
+                Conflict::Options(JobOption::LazyMode, JobOption::Channels),
             )),
-            Mode::Mapped => Err(JobError::refused(
+            RestoreMode::Mapped => Err(JobError::conflict(
                 "a mapped restore has no memory to send on multifd channels",
-                Remedy::OneChannelOrEager,
+                Conflict::Options(JobOption::MappedMode, JobOption::Channels),
             )),
         };
     }
-    if matches!(wanted, Mode::Mapped | Mode::Auto) {
+    if matches!(wanted, RestoreMode::Mapped | RestoreMode::Auto) {
         match recognize(monitor, snapshot)? {
             Mapped::Blocks(blocks) => return mapped(monitor, snapshot, blocks, watch),
             // It was started to map a snapshot: sending all of another one would hide the mistake.
             Mapped::Wrong(why) => {
-                return Err(JobError::refused(format!("cannot restore mapped: {why}"), Remedy::MapBackends));
+                return Err(JobError::conflict(
+                    format!("cannot restore mapped: {why}"),
+                    Conflict::Unsupported(JobOption::MappedMode),
+                ));
             }
-            Mapped::No(why) if wanted == Mode::Mapped => {
-                return Err(JobError::refused(format!("cannot restore mapped: {why}"), Remedy::MapBackends));
+            Mapped::No(why) if wanted == RestoreMode::Mapped => {
+                return Err(JobError::conflict(
+                    format!("cannot restore mapped: {why}"),
+                    Conflict::Unsupported(JobOption::MappedMode),
+                ));
             }
             Mapped::No(why) => tracing::info!("not mapped: {why}"),
         }
     }
-    if wanted == Mode::Eager {
-        return Ok(Way::Eager);
+    if wanted == RestoreMode::Eager {
+        return Ok(PlannedMode::Eager);
     }
     match why_not_lazy(monitor, snapshot, page_sizes)? {
-        None => Ok(Way::Lazy),
-        Some(why) if wanted == Mode::Lazy => {
-            let hint = if why.to_lowercase().contains("postcopy") { Remedy::UserfaultfdOrEager } else { Remedy::Eager };
-            Err(JobError::refused(format!("cannot restore lazily: {why}"), hint))
+        None => Ok(PlannedMode::Lazy),
+        Some(NotLazy { why, conflict }) if wanted == RestoreMode::Lazy => {
+            Err(JobError::conflict(format!("cannot restore lazily: {why}"), conflict))
         }
-        Some(why) => {
+        Some(NotLazy { why, .. }) => {
             (watch.notice)(&format!("restoring eagerly: {why}"));
-            Ok(Way::Eager)
+            Ok(PlannedMode::Eager)
         }
     }
 }
 
 /// Notices about a VM that maps its memory.
-fn mapped(monitor: &Monitor, snapshot: &Snapshot, blocks: Vec<InPlace>, watch: Watch<'_>) -> Result<Way, JobError> {
+fn mapped(
+    monitor: &Monitor,
+    snapshot: &Snapshot,
+    blocks: Vec<InPlace>,
+    watch: Watch<'_>,
+) -> Result<PlannedMode, JobError> {
     for device in monitor.devices()? {
         if device.is_assigned() {
             (watch.notice)(&format!(
@@ -141,7 +151,7 @@ fn mapped(monitor: &Monitor, snapshot: &Snapshot, blocks: Vec<InPlace>, watch: W
             block.used_length >> 20
         ));
     }
-    Ok(Way::Mapped(blocks))
+    Ok(PlannedMode::Mapped(blocks))
 }
 
 fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
@@ -152,21 +162,21 @@ fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
         return Ok(());
     }
     if migration.status.as_str() == "postcopy-paused" {
-        return Err(JobError::refused("this QEMU is in the middle of an interrupted lazy restore", Remedy::Recover));
-    }
-    if status.state == RunState::Inmigrate {
-        return Err(JobError::refused(
-            format!(
-                "this QEMU already waits for its VM somewhere else, or has begun to take one ({})",
-                migration.status
-            ),
-            "start a new one with -incoming defer, not with an address",
+        return Err(JobError::conflict(
+            "this QEMU is in the middle of an interrupted lazy restore",
+            Conflict::State(StateConflict::RestoreInterrupted),
         ));
     }
-    Err(JobError::refused(
-        format!("this QEMU does not wait for an incoming VM (it is {})", status.state),
-        "start it with -incoming defer and the options that the saved VM was started with",
-    ))
+    if status.state == RunState::Inmigrate {
+        return Err(JobError::refused(format!(
+            "this QEMU already waits for its VM somewhere else, or has begun to take one ({}); start a new one with -incoming defer, not with an address",
+            migration.status
+        )));
+    }
+    Err(JobError::refused(format!(
+        "this QEMU does not wait for an incoming VM (it is {}); start it with -incoming defer and the options that the saved VM was started with",
+        status.state
+    )))
 }
 
 fn same_machine(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> {
@@ -174,37 +184,30 @@ fn same_machine(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> 
     if *saved == here {
         return Ok(());
     }
-    Err(JobError::refused(
-        format!("the snapshot is of a machine {saved}, this QEMU is a {here}"),
-        format!("start QEMU with -machine {saved}"),
-    ))
+    Err(JobError::refused(format!(
+        "the snapshot is of a machine {saved}, this QEMU is a {here}; start QEMU with -machine {saved}"
+    )))
 }
 
 fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobError> {
-    let hint = || Remedy::from("start QEMU with the options that the saved VM was started with");
+    const ADVICE: &str = "start QEMU with the options that the saved VM was started with";
     for saved in &snapshot.start().blocks {
         let Some(here) = blocks.iter().find(|block| block.name == saved.name) else {
-            return Err(JobError::refused(
-                format!(
-                    "the snapshot has a RAM block {} of {} KiB, this QEMU has none",
-                    saved.name,
-                    saved.used_length >> 10
-                ),
-                hint(),
-            ));
+            return Err(JobError::refused(format!(
+                "the snapshot has a RAM block {} of {} KiB, this QEMU has none; {ADVICE}",
+                saved.name,
+                saved.used_length >> 10
+            )));
         };
         // A block whose used length is below its total one can be resized by the stream.
         let resizable = here.total_length > here.used_length;
         if here.used_length != saved.used_length && !(resizable && saved.used_length <= here.total_length) {
-            return Err(JobError::refused(
-                format!(
-                    "RAM block {} has {} KiB in the snapshot and {} KiB in this QEMU",
-                    saved.name,
-                    saved.used_length >> 10,
-                    here.used_length >> 10
-                ),
-                hint(),
-            ));
+            return Err(JobError::refused(format!(
+                "RAM block {} has {} KiB in the snapshot and {} KiB in this QEMU; {ADVICE}",
+                saved.name,
+                saved.used_length >> 10,
+                here.used_length >> 10
+            )));
         }
     }
     Ok(())
@@ -218,31 +221,43 @@ pub(super) fn page_sizes(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> BTreeM
     large.map(|here| (here.name.clone(), here.page_size)).collect()
 }
 
+/// The reason that rules out a lazy restore.
+struct NotLazy {
+    why: String,
+    conflict: Conflict,
+}
+
+impl NotLazy {
+    /// This memory or device cannot be filled lazily.
+    fn unsupported(why: String) -> Self {
+        Self { why, conflict: Conflict::Unsupported(JobOption::LazyMode) }
+    }
+}
+
 /// Returns the reason that rules out a lazy restore, if there is one.
 fn why_not_lazy(
     monitor: &Monitor,
     snapshot: &Snapshot,
     page_sizes: &BTreeMap<String, u64>,
-) -> Result<Option<String>, JobError> {
+) -> Result<Option<NotLazy>, JobError> {
     for saved in &snapshot.start().blocks {
         // Its last page would never be whole.
         if let Some(size) = page_sizes.get(&saved.name)
             && !saved.used_length.is_multiple_of(*size)
         {
             let (name, length) = (&saved.name, saved.used_length >> 10);
-            return Ok(Some(format!(
-                "RAM block {name} of {length} KiB is no multiple of its pages of {} KiB",
-                size >> 10
-            )));
+            let why = format!("RAM block {name} of {length} KiB is no multiple of its pages of {} KiB", size >> 10);
+            return Ok(Some(NotLazy::unsupported(why)));
         }
     }
     if let Some(backend) =
         monitor.memory_backends()?.into_iter().find(|backend| backend.kind == "memory-backend-file" && !backend.share)
     {
-        return Ok(Some(format!("memory backend {} maps a file privately", backend.id)));
+        return Ok(Some(NotLazy::unsupported(format!("memory backend {} maps a file privately", backend.id))));
     }
     if let Some(device) = monitor.devices()?.into_iter().find(crate::monitor::Device::is_assigned) {
-        return Ok(Some(format!("{} is an assigned host device, which needs all memory at once", device.kind)));
+        let why = format!("{} is an assigned host device, which needs all memory at once", device.kind);
+        return Ok(Some(NotLazy::unsupported(why)));
     }
     // QEMU itself looks whether it may use userfaultfd when the capability is set; what excludes it is off first.
     let change = monitor.plan_settings(
@@ -256,7 +271,15 @@ fn why_not_lazy(
     monitor.put_back(&change.undo)?;
     match tried {
         Ok(()) => Ok(None),
-        Err(refusal) if refusal.is_refusal() => Ok(Some(refusal.desc().unwrap_or("QEMU refuses postcopy").to_owned())),
+        Err(refusal) if refusal.is_refusal() => {
+            let why = refusal.desc().unwrap_or("QEMU refuses postcopy").to_owned();
+            // "Postcopy is not supported" is QEMU's word for a host whose userfaultfd it may not use.
+            Ok(Some(if why.to_lowercase().contains("postcopy") {
+                NotLazy { why, conflict: Conflict::Permission(Permission::Userfaultfd) }
+            } else {
+                NotLazy::unsupported(why)
+            }))
+        }
         Err(other) => Err(other.into()),
     }
 }

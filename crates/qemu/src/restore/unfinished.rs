@@ -1,9 +1,9 @@
-//! A lazily restored guest whose limosa was killed: its guard continues.
+//! A lazily restored guest whose limosa was killed: its watchdog continues.
 //!
 //! The law: **a killed pager stalls the guest, and the stall ends.** A client that connects to QEMU afterwards may get
 //! no answer: the monitor answers from QEMU's main loop, and that waits for a page as soon as a device touches one that
-//! is missing. Out of band QEMU still obeys, but only over a connection that was negotiated before. So the guard keeps
-//! limosa's, and with it everything that [`super::recover`] would ask QEMU for.
+//! is missing. Out of band QEMU still obeys, but only over a connection that was negotiated before. So the watchdog
+//! keeps limosa's, and with it everything that [`super::recover`] would ask QEMU for.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -20,9 +20,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::incoming::{Channels, Rendezvous};
-use super::{Mode, RestoreJob, RestoreObserver, RestoreOptions, identity, lazy, recover};
+use super::{RestoreJob, RestoreMode, RestoreObserver, RestoreOptions, identity, lazy, recover};
 use crate::job::{JobError, Watch};
-use crate::marker::JobMarker;
+use crate::job_record::JobRecord;
 use crate::monitor::{MigrationInfo, MigrationStatus, Monitor};
 use crate::process::ProcessIdentity;
 use crate::qmp::{Negotiated, Options, Qmp, QmpError};
@@ -34,10 +34,10 @@ const LOST_AFTER: Duration = Duration::from_secs(15);
 /// How often QEMU is asked whether it is ready to continue.
 const ASK_EVERY: Duration = Duration::from_millis(5);
 
-/// State that the guard of a lazy restore needs.
+/// State that the watchdog of a lazy restore needs.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct UnfinishedRestore {
-    marker: JobMarker,
+    record: JobRecord,
     /// The snapshot's absolute path, as bytes: not every path is text.
     path: Vec<u8>,
     preempt: bool,
@@ -69,10 +69,10 @@ pub(crate) enum Recovery {
 }
 
 impl UnfinishedRestore {
-    pub(super) fn new(job: &RestoreJob<'_>, marker: &JobMarker, preempt: bool) -> Self {
+    pub(super) fn new(job: &RestoreJob<'_>, record: &JobRecord, preempt: bool) -> Self {
         let path = std::path::absolute(job.path).unwrap_or_else(|_| job.path.to_owned());
         Self {
-            marker: marker.clone(),
+            record: record.clone(),
             path: path.as_os_str().as_bytes().to_vec(),
             preempt,
             listen: job.options.listen.as_ref().map(from_anywhere),
@@ -85,18 +85,15 @@ impl UnfinishedRestore {
     /// Opens the snapshot and locks it, so that nothing replaces it while the guest needs it.
     pub(crate) fn keep(self) -> Result<KeptSnapshot, JobError> {
         let snapshot = Snapshot::open(&PathBuf::from(OsString::from_vec(self.path.clone())))?;
-        if identity(&snapshot) != self.marker.snapshot {
-            return Err(JobError::refused(
-                "another snapshot has its name now",
-                "recover from the one that was restored",
-            ));
+        if identity(&snapshot) != self.record.snapshot {
+            return Err(JobError::refused("another snapshot has its name now; recover from the one that was restored"));
         }
         snapshot.lock_serving()?;
         Ok(KeptSnapshot { unfinished: self, snapshot })
     }
 }
 
-/// The guard works in another directory.
+/// The watchdog works in another directory.
 fn from_anywhere(uri: &Uri) -> String {
     match uri {
         Uri::Unix(path) => Uri::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())).to_string(),
@@ -121,8 +118,8 @@ impl KeptSnapshot {
     fn serve(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Recovery, JobError> {
         let begun = Instant::now();
         let monitor = Monitor::new(Qmp::adopt_held_up(socket, monitor, options, &self.unfinished.negotiated)?);
-        let mut marker = self.unfinished.marker.clone();
-        marker.process = ProcessIdentity::own();
+        let mut record = self.unfinished.record.clone();
+        record.process = ProcessIdentity::own();
         let (control, progress) = (Control::new(), Progress::new());
         control.set_max_bandwidth(self.unfinished.max_bandwidth);
         let watch = Watch { control: &control, progress: &progress, notice: &|_| {}, not_converging: None };
@@ -135,13 +132,13 @@ impl KeptSnapshot {
         match expect_again(&monitor, &rendezvous)? {
             Found::Expects => {}
             Found::Complete => {
-                lazy::complete(&monitor, &marker)?;
+                lazy::complete(&monitor, &record)?;
                 return Ok(Recovery::Whole);
             }
             Found::NeverRan => return Ok(Recovery::NeverRan),
             Found::Unended => return Ok(Recovery::Unended),
         }
-        marker.update_later(&monitor)?;
+        record.update_later(&monitor)?;
         let job = RestoreJob {
             monitor: &monitor,
             snapshot: &self.snapshot,
@@ -149,20 +146,20 @@ impl KeptSnapshot {
             options: &restore,
             watch,
             observer: &NoObserver,
-            guarded: &|| Ok(None),
+            start_watchdog: &|| Ok(None),
             begun,
-            runs: marker.was_running,
+            runs: record.was_running,
             page_sizes: self.unfinished.page_sizes.clone(),
         };
-        recover::go_on(&job, &marker, self.unfinished.preempt, rendezvous).map(|_| Recovery::Whole)
+        recover::go_on(&job, &record, self.unfinished.preempt, rendezvous).map(|_| Recovery::Whole)
     }
 }
 
-/// The guard does not report when the guest runs.
+/// The watchdog does not report when the guest runs.
 struct NoObserver;
 
 impl RestoreObserver for NoObserver {
-    fn guest_ready(&self, _after: Duration, _mode: Mode) {}
+    fn guest_ready(&self, _after: Duration, _mode: RestoreMode) {}
 }
 
 enum Found {
@@ -177,7 +174,7 @@ enum Found {
 fn expect_again(monitor: &Monitor, rendezvous: &Rendezvous<'_>) -> Result<Found, JobError> {
     let qmp = monitor.qmp();
     let begun = Instant::now();
-    let (mut told, mut answers) = (false, false);
+    let (mut pause_sent, mut answers) = (false, false);
     // One question at a time: QEMU stops listening, even out of band, when too many wait for its main loop.
     let mut asked = qmp.start("query-migrate", Value::Null)?;
     loop {
@@ -195,8 +192,8 @@ fn expect_again(monitor: &Monitor, rendezvous: &Rendezvous<'_>) -> Result<Found,
             }
         }
         // A channel whose other end is gone without a word (a dead host) looks alive to QEMU.
-        if !told && begun.elapsed() > NOTICE_WITHIN {
-            told = true;
+        if !pause_sent && begun.elapsed() > NOTICE_WITHIN {
+            pause_sent = true;
             match monitor.migrate_pause() {
                 Ok(()) | Err(QmpError::Command { .. }) => {}
                 Err(other) => return Err(other.into()),

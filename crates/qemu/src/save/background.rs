@@ -13,10 +13,10 @@
 //!   huge pages on 5.19. Where QEMU may not open userfaultfd, the capability is refused.
 //! * The state `paused` while the devices are saved is QEMU's own doing; the stream says which one it was before.
 
+use crate::conflict::{Conflict, JobOption, Permission};
 use crate::job::JobError;
 use crate::monitor::{Monitor, Settings};
 use crate::qmp::QmpError;
-use crate::remedy::Remedy;
 
 /// Capabilities that exclude it, beyond those that are off for every save.
 const EXCLUDED: [&str; 4] = ["auto-converge", "late-block-activate", "postcopy-blocktime", "validate-uuid"];
@@ -31,15 +31,18 @@ pub(super) fn check(monitor: &Monitor, current: &Settings) -> Result<(), JobErro
     if current.capabilities.contains_key("background-snapshot") {
         return Ok(());
     }
-    Err(JobError::refused(format!("QEMU {} has no background snapshots", monitor.version()), Remedy::Foreground))
+    Err(JobError::conflict(
+        format!("QEMU {} has no background snapshots", monitor.version()),
+        Conflict::Unsupported(JobOption::Background),
+    ))
 }
 
 /// QEMU's refusal of a background snapshot, with what can be done about it; other errors as they are.
 pub(super) fn explain(error: QmpError) -> JobError {
     match error.desc() {
-        Some(said) => JobError::refused(
+        Some(said) => JobError::conflict(
             format!("this host cannot save this VM in the background: QEMU says: {said}"),
-            Remedy::WriteProtectionOrForeground,
+            Conflict::Permission(Permission::WriteProtection),
         ),
         None => error.into(),
     }

@@ -5,13 +5,13 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::thread;
 
-use limosa_snapshot::{UnnamedFile, Via, WriteBehind, adopt};
+use limosa_snapshot::{Transport, UnnamedFile, WriteBehind, adopt};
 
 use super::job::{SaveJob, SaveReport, Saved};
 use super::preflight::record_disks_again;
 use super::watcher::Watcher;
 use crate::job::JobError;
-use crate::marker::JobMarker;
+use crate::job_record::JobRecord;
 use crate::monitor::Monitor;
 
 /// Room for what a snapshot has beside pages: headers, bitmaps, devices.
@@ -59,13 +59,13 @@ fn free_beside(pending: &UnnamedFile) -> Result<(&Path, u64), JobError> {
     Ok((path.parent().unwrap_or(path), stat.f_bavail.saturating_mul(stat.f_frsize)))
 }
 
-pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, marker: &mut JobMarker) -> Result<SaveReport, JobError> {
+pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecord) -> Result<SaveReport, JobError> {
     let descriptor = pending.writer_descriptor(false)?;
     let set = job.monitor.add_fd(descriptor.as_fd(), None, &format!("limosa save {}", job.before.manifest.id))?;
     drop(descriptor);
-    marker.descriptor_sets.push(set.set);
-    marker.update(job.monitor)?;
-    let written = write(job, &pending, &set.path(), marker);
+    record.descriptor_sets.push(set.set);
+    record.update(job.monitor)?;
+    let written = write(job, &pending, &set.path(), record);
     // QEMU has closed its duplicates when the migration was over; the set itself stays until it is told.
     let removed = job.monitor.remove_fd(set.set);
     let saved = written.map_err(|error| match error {
@@ -73,18 +73,18 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, marker: &mut JobMarke
         other => other,
     })?;
     removed?;
-    job.publishing(marker)?;
+    job.publishing(record)?;
     let published = adopt(pending, saved.manifest.clone(), job.write_options())?;
-    match job.published(marker, &published) {
+    match job.published(record, &published) {
         Err(error) if job.options.stop => return Err(error),
         Err(error) => (job.watch.notice)(&error.to_string()),
         Ok(()) => {}
     }
-    Ok(job.report(published, Via::File, saved))
+    Ok(job.report(published, Transport::File, saved))
 }
 
 /// Has QEMU write the file, and the VM continue if it is to.
-fn write(job: &SaveJob<'_>, pending: &UnnamedFile, path: &str, marker: &mut JobMarker) -> Result<Saved, JobError> {
+fn write(job: &SaveJob<'_>, pending: &UnnamedFile, path: &str, record: &mut JobRecord) -> Result<Saved, JobError> {
     let write_back = WriteBehind::watching(pending.file()).map_err(|source| JobError::Path {
         what: "start the write-back of",
         path: pending.target().to_owned(),
@@ -93,12 +93,12 @@ fn write(job: &SaveJob<'_>, pending: &UnnamedFile, path: &str, marker: &mut JobM
     let mut watcher = Watcher::new(job, true)?;
     job.monitor.migrate(&format!("file:{path}"), false)?;
     watcher.wait_completed()?;
-    let downtime = if job.runs_again(watcher.state(), marker)? { watcher.continue_vm()? } else { None };
+    let downtime = if job.runs_again(watcher.state(), record)? { watcher.continue_vm()? } else { None };
     let to_vm_running = job.begun.elapsed();
     let totals = watcher.totals()?;
     drop(write_back);
     let mut manifest = job.before.manifest.clone();
-    manifest.via = Some(Via::File);
+    manifest.transport = Some(Transport::File);
     manifest.run_state = Some(watcher.state().to_string());
     record_disks_again(&mut manifest)?;
     Ok(Saved { manifest, downtime, rounds: totals.map(|ram| ram.dirty_sync_count), to_vm_running })

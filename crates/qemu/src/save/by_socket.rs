@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_migrate::{Destination, DestinationOptions, Incoming, MigrateError, MultifdChannels, MultifdOptions};
-use limosa_snapshot::{SnapshotWriter, UnnamedFile, Via};
+use limosa_snapshot::{SnapshotWriter, Transport, UnnamedFile};
 use limosa_stream::ErrorKind;
 
 use super::connection::connect;
@@ -13,7 +13,7 @@ use super::job::{SaveJob, SaveReport, Saved, afterwards};
 use super::preflight::record_disks_again;
 use super::watcher::Watcher;
 use crate::job::JobError;
-use crate::marker::JobMarker;
+use crate::job_record::JobRecord;
 use crate::monitor::{MigrationStatus, RunState};
 
 /// How long the receiver may take to notice that QEMU has gone.
@@ -24,7 +24,7 @@ const STOPPED_AFTER_THE_END: Duration = Duration::from_millis(100);
 pub(super) fn run(
     job: &SaveJob<'_>,
     pending: UnnamedFile,
-    marker: &mut JobMarker,
+    record: &mut JobRecord,
     hold: &mut dyn FnMut(BorrowedFd<'_>),
 ) -> Result<SaveReport, JobError> {
     let mut writer = SnapshotWriter::new(pending, job.write_options())?;
@@ -67,7 +67,7 @@ pub(super) fn run(
         }
     })?;
     let mut manifest = job.before.manifest.clone();
-    manifest.via = Some(Via::Socket);
+    manifest.transport = Some(Transport::Socket);
     let recorded = incoming.devices.global_state(&incoming.tail).ok().flatten();
     let state = recorded.map_or_else(|| watcher.state().clone(), |state| RunState::from(state.run_state.as_str()));
     manifest.run_state = Some(state.to_string());
@@ -79,7 +79,7 @@ pub(super) fn run(
         job.watch.control.check()?;
         let published = finish(writer, manifest.clone())?;
         watcher.commit();
-        job.published(marker, &published)?;
+        job.published(record, &published)?;
         let ended = incoming.acknowledge().map_err(JobError::from).and_then(|()| watcher.wait_completed());
         ended.map_err(|error| afterwards(&published, error))?;
         if let Err(error @ MigrateError::Protocol(_)) = incoming.confirm_end() {
@@ -95,16 +95,16 @@ pub(super) fn run(
         let (downtime, to_vm_running) = if job.options.background {
             watcher.freeze()?
         } else {
-            let downtime = if job.runs_again(&state, marker)? { watcher.continue_vm()? } else { None };
+            let downtime = if job.runs_again(&state, record)? { watcher.continue_vm()? } else { None };
             (downtime, job.begun.elapsed())
         };
         let rounds = watcher.totals()?.map(|ram| ram.dirty_sync_count);
         incoming.confirm_end()?;
-        job.publishing(marker)?;
+        job.publishing(record)?;
         let published = finish(writer, manifest.clone())?;
         (published, Saved { manifest, downtime, rounds, to_vm_running })
     };
-    let mut report = job.report(published, Via::Socket, saved);
+    let mut report = job.report(published, Transport::Socket, saved);
     report.file = Some(counters.0);
     report.channel = Some(counters.1);
     Ok(report)

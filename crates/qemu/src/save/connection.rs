@@ -13,8 +13,8 @@ use rustix::net::Shutdown;
 
 use super::job::SaveJob;
 use super::watcher::Watcher;
+use crate::conflict::{Conflict, RendezvousConflict};
 use crate::job::JobError;
-use crate::remedy::Remedy;
 use crate::socket_directory::SocketDirectory;
 
 /// The name under which QEMU keeps its end of the socket pair.
@@ -33,9 +33,9 @@ pub(super) fn connect(
 ) -> Result<MultifdChannels, JobError> {
     match (&job.options.listen, job.options.channels) {
         (None, None) => {
-            let (main, theirs) = Channel::pair()?;
-            job.monitor.getfd(DESCRIPTOR, theirs.as_fd())?;
-            drop(theirs);
+            let (main, peer) = Channel::pair()?;
+            job.monitor.getfd(DESCRIPTOR, peer.as_fd())?;
+            drop(peer);
             if let Err(error) = begin(job, &format!("fd:{DESCRIPTOR}")) {
                 let _ = job.monitor.closefd(DESCRIPTOR);
                 return Err(error);
@@ -49,7 +49,10 @@ pub(super) fn connect(
         (Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })), _) => {
             accept(job, &Listener::bind(uri, &Options::default())?, watcher, hold)
         }
-        (Some(other), _) => Err(JobError::refused(format!("QEMU cannot connect to {other}"), Remedy::ListenAddress)),
+        (Some(other), _) => Err(JobError::conflict(
+            format!("QEMU cannot connect to {other}"),
+            Conflict::Rendezvous(RendezvousConflict::Address),
+        )),
     }
 }
 

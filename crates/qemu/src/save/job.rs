@@ -1,16 +1,16 @@
-//! A save that has begun, and its result: the parts that both routes share.
+//! A save that has begun, and its result: the parts that both transports share.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::Counters;
-use limosa_snapshot::{Manifest, Published, Via, WriteOptions};
+use limosa_snapshot::{Manifest, Published, Transport, WriteOptions};
 
 use super::background;
 use super::options::SaveOptions;
 use super::preflight::{Preflight, is_live};
 use crate::job::{JobError, Watch};
-use crate::marker::{JobMarker, JobPhase};
+use crate::job_record::{JobPhase, JobRecord};
 use crate::monitor::{Monitor, RunState};
 use crate::qmp::QmpError;
 
@@ -24,7 +24,7 @@ pub struct SaveReport {
     /// The file that now has its name.
     pub published: Published,
     /// Who wrote it.
-    pub via: Via,
+    pub transport: Transport,
     /// How long the VM stood still; `None` if it was not running, or was left stopped.
     pub downtime: Option<Duration>,
     /// The state that the VM is in now.
@@ -49,7 +49,7 @@ pub(super) struct Saved {
     pub(super) to_vm_running: Duration,
 }
 
-/// The parts of a save that both routes work with.
+/// The parts of a save that both transports work with.
 pub(super) struct SaveJob<'a> {
     pub(super) monitor: &'a Monitor,
     pub(super) options: &'a SaveOptions,
@@ -74,29 +74,29 @@ impl SaveJob<'_> {
     }
 
     /// Writes down that the file is about to get its name, if it then matters whether it has.
-    pub(super) fn publishing(&self, marker: &mut JobMarker) -> Result<(), JobError> {
-        if marker.overlays.is_empty() {
+    pub(super) fn publishing(&self, record: &mut JobRecord) -> Result<(), JobError> {
+        if record.overlays.is_empty() {
             return Ok(());
         }
-        marker.phase = JobPhase::Publishing;
-        Ok(marker.update(self.monitor)?)
+        record.phase = JobPhase::Publishing;
+        Ok(record.update(self.monitor)?)
     }
 
     /// Writes down that the file is there, for a process that might have to take over.
-    pub(super) fn published(&self, marker: &mut JobMarker, file: &Published) -> Result<(), JobError> {
-        marker.phase = JobPhase::Published;
-        marker.update(self.monitor).map_err(|error| afterwards(file, error.into()))
+    pub(super) fn published(&self, record: &mut JobRecord, file: &Published) -> Result<(), JobError> {
+        record.phase = JobPhase::Published;
+        record.update(self.monitor).map_err(|error| afterwards(file, error.into()))
     }
 
     /// Decides whether the VM is to run again: not if it stopped for a reason of its own while it was saved. `state` is
     /// the one that it was in when it stopped for the save.
-    pub(super) fn runs_again(&self, state: &RunState, marker: &mut JobMarker) -> Result<bool, JobError> {
+    pub(super) fn runs_again(&self, state: &RunState, record: &mut JobRecord) -> Result<bool, JobError> {
         if self.before.was_running && !is_live(state) {
             (self.watch.notice)(&format!("the VM has stopped by itself meanwhile ({state}) and is left so"));
-            marker.was_running = false;
-            marker.update(self.monitor)?;
+            record.was_running = false;
+            record.update(self.monitor)?;
         }
-        Ok(self.goes_on() && marker.was_running)
+        Ok(self.goes_on() && record.was_running)
     }
 
     /// The VM's state when QEMU is done with the migration: it says `completed` a moment before it leaves
@@ -114,10 +114,10 @@ impl SaveJob<'_> {
         }
     }
 
-    pub(super) fn report(&self, published: Published, via: Via, saved: Saved) -> SaveReport {
+    pub(super) fn report(&self, published: Published, transport: Transport, saved: Saved) -> SaveReport {
         SaveReport {
             published,
-            via,
+            transport,
             downtime: saved.downtime,
             vm_state: self.settled_state(),
             to_vm_running: saved.to_vm_running,

@@ -1,7 +1,7 @@
 //! Saving a VM: from a running QEMU to a published file, with the VM going on.
 //!
 //! The law: **whatever happens, the VM is left as it was found.** Everything that the job changes in QEMU is written
-//! down in QEMU first (the job's marker), so that this code, the guard, or `limosa resume` can undo it; and the file
+//! down in QEMU first (the job's record), so that this code, the watchdog, or `limosa resume` can undo it; and the file
 //! has no name until it is whole, so a failed save leaves none.
 //!
 //! Order, when the VM continues: the last byte arrives, QEMU is answered, the VM is continued, *then* the file is made
@@ -21,7 +21,7 @@ mod options;
 mod overlay;
 mod preflight;
 mod rounds;
-mod route;
+mod transport;
 mod watcher;
 
 use std::os::fd::BorrowedFd;
@@ -29,124 +29,125 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_snapshot::UnnamedFile;
+use limosa_snapshot::{Transport, UnnamedFile};
 
-use crate::guard::{Guard, Held};
 use crate::job::{JobError, Watch};
-use crate::marker::{JobKind, JobMarker, MarkerError, VmAfter};
+use crate::job_record::{JobKind, JobRecord, JobRecordError, VmAfter};
 use crate::monitor::{Monitor, SettingChange};
 use crate::takeover::{Actor, abandoned, take_over_holding};
+use crate::watchdog::{Held, Watchdog};
 pub(crate) use by_file::file_channels;
 use job::SaveJob;
 pub use job::SaveReport;
-pub use options::{DiskPolicy, OnTimeout, Route, SaveOptions};
+pub use options::{DiskPolicy, OnTimeout, SaveOptions, TransportChoice};
 use preflight::Preflight;
-use route::{route, settings};
+use transport::{choose_transport, settings};
 
 /// How long undoing a failed save may take: a migration has to end first.
 const UNDO_WITHIN: Duration = Duration::from_secs(60);
 
 /// Saves the VM behind `monitor` into `target`.
 ///
-/// `guarded` starts the guard of the job, and may decline.
+/// `start_watchdog` starts the watchdog of the job, and may decline.
 ///
 /// # Errors
 /// On `Err` there is no file, or the one that was there before, and the VM is as it was found. If even that could not
-/// be achieved (QEMU does not answer), the marker stays in QEMU and `limosa resume` finishes.
+/// be achieved (QEMU does not answer), the record stays in QEMU and `limosa resume` finishes.
 pub fn save(
     monitor: &Monitor,
     target: &Path,
     options: &SaveOptions,
     watch: Watch<'_>,
-    guarded: impl FnOnce() -> Result<Option<Guard>, JobError> + Send,
+    start_watchdog: impl FnOnce() -> Result<Option<Watchdog>, JobError> + Send,
 ) -> Result<SaveReport, JobError> {
     let begun = Instant::now();
-    // The guard takes some milliseconds to come up; the VM is looked at meanwhile. It stands before there is a record
-    // of the job, because a record without a guard would outlive a kill; and without a record it does nothing.
-    let (prepared, guard) = thread::scope(|scope| {
-        let guard = scope.spawn(guarded);
+    // The watchdog takes some milliseconds to come up; the VM is looked at meanwhile. It stands before there is a
+    // record of the job, because a record without a watchdog would outlive a kill; and without a record it does
+    // nothing.
+    let (prepared, watchdog) = thread::scope(|scope| {
+        let watchdog = scope.spawn(start_watchdog);
         let prepared = prepare(monitor, target, options, watch);
-        (prepared, guard.join().unwrap_or(Ok(None)))
+        (prepared, watchdog.join().unwrap_or(Ok(None)))
     });
-    let mut guard = guard?;
-    let (before, route, pending, change) = match prepared {
+    let mut watchdog = watchdog?;
+    let (before, transport, pending, change) = match prepared {
         Ok(prepared) => prepared,
         Err(error) => {
-            if let Some(guard) = guard {
-                let _ = guard.finish();
+            if let Some(watchdog) = watchdog {
+                let _ = watchdog.finish();
             }
             return Err(error);
         }
     };
     tracing::info!(
         "saving by {}; QEMU's settings that change: {:?}",
-        if route == Route::File { "file" } else { "socket" },
+        if transport == Transport::File { "file" } else { "socket" },
         change.set
     );
-    let mut marker = JobMarker::new(JobKind::Save, before.manifest.id, target, before.was_running, change.undo.clone())
+    let mut record = JobRecord::new(JobKind::Save, before.manifest.id, target, before.was_running, change.undo.clone())
         .with_overlays(overlay::records(&before.overlays));
     if options.stop {
-        marker.vm_after = VmAfter::Stopped;
+        record.vm_after = VmAfter::Stopped;
     }
-    marker.descriptors.push(connection::DESCRIPTOR.to_owned());
-    if let Err(error) = marker.place(monitor) {
-        if let Some(guard) = guard {
-            let _ = guard.finish();
+    record.descriptors.push(connection::DESCRIPTOR.to_owned());
+    if let Err(error) = record.place(monitor) {
+        if let Some(watchdog) = watchdog {
+            let _ = watchdog.finish();
         }
         return Err(error.into());
     }
-    if let (Some(guard), Some(path)) = (&mut guard, pending.temporary_path()) {
-        // A guard that died already is noticed at the end; until then the save is worth going on with.
-        let _ = guard.temporary(Some(&path));
+    if let (Some(watchdog), Some(path)) = (&mut watchdog, pending.temporary_path()) {
+        // A watchdog that died already is noticed at the end; until then the save is worth going on with.
+        let _ = watchdog.temporary(Some(&path));
     }
     let job = SaveJob { monitor, options, watch, before, begun };
     let held = Held::default();
     let mut hold = |end: BorrowedFd<'_>| {
         held.hold_too(end);
-        if let Some(guard) = &mut guard {
+        if let Some(watchdog) = &mut watchdog {
             // One that has died holds nothing; as above.
-            let _ = guard.hold(end);
+            let _ = watchdog.hold(end);
         }
     };
     let done = monitor
         .set(&change.set)
         .map_err(|error| job.setup_error(error))
         .and_then(|()| overlay::prepare(monitor, &job.before.overlays))
-        .and_then(|()| match route {
-            Route::File => by_file::run(&job, pending, &mut marker),
-            _ => by_socket::run(&job, pending, &mut marker, &mut hold),
+        .and_then(|()| match transport {
+            Transport::File => by_file::run(&job, pending, &mut record),
+            _ => by_socket::run(&job, pending, &mut record, &mut hold),
         });
-    if let (Some(guard), Err(error)) = (&mut guard, &done)
+    if let (Some(watchdog), Err(error)) = (&mut watchdog, &done)
         && !error.is_unanswered()
     {
         // As long as this process sees to it, it is the one to hold them.
-        let _ = guard.let_go();
+        let _ = watchdog.let_go();
     }
     let tidied = match &done {
-        Ok(_) => put_back(monitor, &marker).unwrap_or(false),
+        Ok(_) => put_back(monitor, &record).unwrap_or(false),
         Err(error) if error.is_unanswered() => false,
-        Err(_) => match take_over_holding(&held, monitor, &marker, Actor::Guard, UNDO_WITHIN) {
+        Err(_) => match take_over_holding(&held, monitor, &record, Actor::Watchdog, UNDO_WITHIN) {
             Ok(undone) => {
                 undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
                 undone.notices.iter().for_each(|notice| (watch.notice)(notice));
                 undone.outcome.ends_job()
             }
             // Whatever was changed in it went with QEMU.
-            Err(MarkerError::Qmp(gone)) if gone.is_gone() => {
-                abandoned(&marker).iter().for_each(|notice| (watch.notice)(notice));
+            Err(JobRecordError::Qmp(gone)) if gone.is_gone() => {
+                abandoned(&record).iter().for_each(|notice| (watch.notice)(notice));
                 true
             }
             Err(_) => false,
         },
     };
-    match guard {
-        Some(guard) if tidied => guard.dismiss(watch.notice),
-        Some(guard) => {
+    match watchdog {
+        Some(watchdog) if tidied => watchdog.dismiss(watch.notice),
+        Some(watchdog) => {
             (watch.notice)(&format!(
                 "QEMU could not be set right yet; process {} goes on trying, and so does a resume of this VM",
-                guard.pid()
+                watchdog.pid()
             ));
-            guard.hand_over();
+            watchdog.hand_over();
         }
         None => {}
     }
@@ -155,12 +156,12 @@ pub fn save(
 
 /// After a save: puts the settings back and takes the record of the job away. False if QEMU does not let go of the
 /// migration, so that its settings must stay.
-fn put_back(monitor: &Monitor, marker: &JobMarker) -> Result<bool, MarkerError> {
+fn put_back(monitor: &Monitor, record: &JobRecord) -> Result<bool, JobRecordError> {
     if !monitor.wait_released(UNDO_WITHIN)? {
         return Ok(false);
     }
-    monitor.put_back(&marker.undo)?;
-    JobMarker::remove(monitor)?;
+    monitor.put_back(&record.undo)?;
+    JobRecord::remove(monitor)?;
     Ok(true)
 }
 
@@ -170,24 +171,24 @@ fn prepare(
     target: &Path,
     options: &SaveOptions,
     watch: Watch<'_>,
-) -> Result<(Preflight, Route, UnnamedFile, SettingChange), JobError> {
-    JobMarker::expect_none(monitor)?;
+) -> Result<(Preflight, Transport, UnnamedFile, SettingChange), JobError> {
+    JobRecord::expect_none(monitor)?;
     options.check()?;
     let before = Preflight::check(monitor, options)?;
-    let route = route(monitor, options)?;
+    let transport = choose_transport(monitor, options)?;
     let pending = UnnamedFile::create(target, options.replace)?;
     let current = monitor.settings()?;
     if options.background {
         background::check(monitor, &current)?;
     }
-    let channels = match route {
-        Route::File => by_file::channels(monitor, &pending, options.channels, watch.notice)?,
+    let channels = match transport {
+        Transport::File => by_file::channels(monitor, &pending, options.channels, watch.notice)?,
         _ => options.channels.map(usize::from),
     };
     let bandwidth = watch.control.max_bandwidth();
     let bandwidth = if before.waits_for_hints(options) { hints::slow(bandwidth) } else { bandwidth };
-    let mut wish = settings(route, options, channels, !before.overlays.is_empty(), bandwidth);
-    if route == Route::Socket
+    let mut wish = settings(transport, options, channels, !before.overlays.is_empty(), bandwidth);
+    if transport == Transport::Socket
         && options.channels.is_some()
         && let Some(how) = current.parameters.get("zero-page-detection").filter(|how| **how != "none")
     {
@@ -200,5 +201,5 @@ fn prepare(
         // Not changed yet, but a time-out may: this has it put back.
         wish = wish.parameter("downtime-limit", limit.clone());
     }
-    Ok((before, route, pending, current.change_to(&wish)))
+    Ok((before, transport, pending, current.change_to(&wish)))
 }

@@ -7,12 +7,12 @@ use limosa_channel::Uri;
 use limosa_snapshot::Durability;
 use limosa_stream::multifd::Compression;
 
+use crate::conflict::{Conflict, JobOption};
 use crate::job::JobError;
-use crate::remedy::Remedy;
 
 /// Who writes the pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Route {
+pub enum TransportChoice {
     /// QEMU itself where it can (9.0 or newer, monitor on this host), else limosa.
     #[default]
     Auto,
@@ -48,7 +48,7 @@ pub enum DiskPolicy {
 #[derive(Debug, Clone)]
 pub struct SaveOptions {
     /// Who writes the pages.
-    pub route: Route,
+    pub transport: TransportChoice,
     /// Where QEMU connects when limosa writes; `None`: a socket pair passed through the monitor.
     pub listen: Option<Uri>,
     /// Channels beside the main one (QEMU's `multifd-channels`): to write the file with, or to send on. `None`: as many
@@ -83,38 +83,53 @@ pub struct SaveOptions {
 impl SaveOptions {
     /// Refuses what contradicts itself.
     pub(super) fn check(&self) -> Result<(), JobError> {
-        let refused = |why: &str, remedy: Remedy| Err(JobError::refused(why, remedy));
+        let refused = |why: &str, conflict: Conflict| Err(JobError::conflict(why, conflict));
         if self.background && self.stop {
-            return refused("a VM that is saved in the background goes on", Remedy::BackgroundOrStop);
+            return refused(
+                "a VM that is saved in the background goes on",
+                Conflict::Options(JobOption::Background, JobOption::Stop),
+            );
         }
         if self.background && self.hint_wait.is_some() {
-            return refused("QEMU asks no balloon for free pages in the background", Remedy::BackgroundOrHintWait);
+            return refused(
+                "QEMU asks no balloon for free pages in the background",
+                Conflict::Options(JobOption::Background, JobOption::HintWait),
+            );
         }
         if self.channels.is_none() && self.compression != Compression::None {
-            return refused("only pages on channels of their own are compressed", Remedy::Channels);
+            return refused(
+                "only pages on channels of their own are compressed",
+                Conflict::Missing(JobOption::Channels),
+            );
         }
         if self.background && self.channels.is_some() {
-            return refused("QEMU saves on one channel in the background", Remedy::BackgroundOrChannels);
+            return refused(
+                "QEMU saves on one channel in the background",
+                Conflict::Options(JobOption::Background, JobOption::Channels),
+            );
         }
         if self.overlay_dir.is_some() && self.disks != DiskPolicy::Overlay {
-            return refused("a folder for overlays has no meaning without overlays", Remedy::Overlays);
+            return refused(
+                "a folder for overlays has no meaning without overlays",
+                Conflict::Missing(JobOption::Overlays),
+            );
         }
         if self.disks == DiskPolicy::Overlay && self.stop {
             return refused(
                 "a VM that stays stopped changes its disks no more, and needs no overlays over them",
-                Remedy::OverlaysOrStop,
+                Conflict::Options(JobOption::Overlays, JobOption::Stop),
             );
         }
         if self.disks == DiskPolicy::Overlay && self.background {
             return refused(
                 "in the background memory is saved as it was at the beginning, and QEMU cannot freeze the disks there",
-                Remedy::OverlaysOrBackground,
+                Conflict::Options(JobOption::Overlays, JobOption::Background),
             );
         }
         if self.background && matches!(self.timeout, Some((_, OnTimeout::Pause))) {
             return refused(
                 "a background save is not late because the VM changes its memory: stopping it would not help",
-                Remedy::CancelOnTimeout,
+                Conflict::Options(JobOption::Background, JobOption::PauseOnTimeout),
             );
         }
         Ok(())
@@ -123,6 +138,6 @@ impl SaveOptions {
     /// Whether the same save is possible in the background.
     pub(super) fn allows_background(&self) -> bool {
         let here = !self.background && !self.stop && self.disks != DiskPolicy::Overlay;
-        here && self.channels.is_none() && self.route != Route::File
+        here && self.channels.is_none() && self.transport != TransportChoice::File
     }
 }

@@ -4,7 +4,7 @@
 //! In time:
 //!
 //! 1. Before anything is changed: which disks there are, whether each can be frozen, where its overlay goes.
-//! 2. The overlays are written down in QEMU (the job's marker). Then their files are made and QEMU opens them, unused:
+//! 2. The overlays are written down in QEMU (the job's record). Then their files are made and QEMU opens them, unused:
 //!    what QEMU may not open is refused here, with the VM untouched.
 //! 3. The memory is saved while the VM runs. With `pause-before-switchover` QEMU stops the VM and waits; all overlays
 //!    are put over their disks in one transaction, all or none; the migration continues.
@@ -26,11 +26,11 @@ use limosa_snapshot::Manifest;
 use uuid::Uuid;
 
 use super::options::{DiskPolicy, SaveOptions};
+use crate::conflict::{Conflict, DiskConflict, JobOption, Permission};
 use crate::job::JobError;
-use crate::marker::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay, overlay_digits};
+use crate::job_record::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::{Disk, Monitor};
 use crate::program::{self, Ended};
-use crate::remedy::Remedy;
 
 /// How long qemu-img may take to make an empty image.
 const MADE_WITHIN: Duration = Duration::from_secs(60);
@@ -55,15 +55,15 @@ pub(super) fn plan(
     }
     if !monitor.qmp().passes_descriptors() {
         return Err(JobError::refused(
-            "overlays are made where the VM runs, and this monitor is reached over tcp",
-            Remedy::RunThere,
+            "overlays are made where the VM runs, and this monitor is reached over tcp; run there, with a unix socket \
+             monitor",
         ));
     }
     if let Some(job) = monitor.block_jobs()?.first() {
-        return Err(JobError::refused(
-            format!("a {} job ({}) works on the VM's disks", job.kind, job.id),
-            "wait for its end, or cancel it",
-        ));
+        return Err(JobError::refused(format!(
+            "a {} job ({}) works on the VM's disks; wait for its end, or cancel it",
+            job.kind, job.id
+        )));
     }
     let digits = overlay_digits(id);
     let mut planned: Vec<Planned> = Vec::new();
@@ -77,9 +77,9 @@ pub(super) fn plan(
         let found = std::fs::metadata(&path).map_err(place("look at the disk", &path))?;
         let identity = (found.dev(), found.ino());
         if let Some((other, _)) = files.iter().find(|(_, known)| *known == identity) {
-            return Err(JobError::refused(
+            return Err(JobError::conflict(
                 format!("the disks {other} and {} write to the same file, {}", disk.device, path.display()),
-                Remedy::IgnoreSharedFile,
+                Conflict::Disk(DiskConflict::SharedFile),
             ));
         }
         files.push((disk.device.clone(), identity));
@@ -109,19 +109,24 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
     /// Formats and protocols whose nodes are images; everything else stands between an image and a device.
     const IMAGES: [&str; 12] =
         ["raw", "qcow2", "qcow", "qed", "vmdk", "vdi", "vhdx", "vpc", "parallels", "luks", "file", "host_device"];
-    let hint = Remedy::IgnoreDisk;
     let refused = |why: String| {
-        Err(JobError::refused(format!("no overlay can be put over the disk {}: {why}", disk.device), hint))
+        Err(JobError::conflict(
+            format!("no overlay can be put over the disk {}: {why}", disk.device),
+            Conflict::Disk(DiskConflict::NotFreezable),
+        ))
     };
     if !IMAGES.contains(&disk.format.as_str()) {
         return refused(format!("its topmost node is a '{}', which is no image", disk.format));
     }
-    if let Some(told) = &disk.told {
-        return refused(format!("QEMU was told more about {} than its file says ('{told}')", disk.filename));
+    if let Some(override_key) = &disk.override_key {
+        return refused(format!(
+            "QEMU was override_key more about {} than its file says ('{override_key}')",
+            disk.filename
+        ));
     }
     match &disk.path {
         // QEMU's directory, which relative names count from, cannot be read by every user.
-        Some(path) if path.is_relative() => refused(format!("where '{}' is cannot be told", path.display())),
+        Some(path) if path.is_relative() => refused(format!("where '{}' is cannot be override_key", path.display())),
         Some(path) => Ok(path.clone()),
         None => refused(format!("'{}' is no file of this host", disk.filename)),
     }
@@ -130,13 +135,13 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
 /// Where a disk's overlay goes: beside it, or into `folder`.
 fn place_for(disk: &Disk, path: &Path, folder: Option<&Path>, digits: &str, device: bool) -> Result<PathBuf, JobError> {
     if device && folder.is_none() {
-        return Err(JobError::refused(
+        return Err(JobError::conflict(
             format!(
                 "the disk {} is a block device ({}), beside which no overlay can stand",
                 disk.device,
                 path.display()
             ),
-            Remedy::OverlayFolder,
+            Conflict::Missing(JobOption::OverlayDirectory),
         ));
     }
     let folder = match folder {
@@ -158,10 +163,10 @@ fn trunk(name: &OsStr) -> &OsStr {
 /// QEMU's monitor takes text.
 fn text(path: &Path) -> Result<String, JobError> {
     path.to_str().map(str::to_owned).ok_or_else(|| {
-        JobError::refused(
-            format!("the path {} is no text, and QEMU's monitor takes nothing else", path.display()),
-            "rename it",
-        )
+        JobError::refused(format!(
+            "the path {} is no text, and QEMU's monitor takes nothing else; rename it",
+            path.display()
+        ))
     })
 }
 
@@ -172,9 +177,9 @@ pub(super) fn prepare(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobE
         let Planned { disk, overlay, .. } = one;
         monitor.add_overlay(&overlay.node, &overlay.file, disk.direct, disk.no_flush).map_err(|error| {
             match error.desc() {
-                Some(said) => JobError::refused(
+                Some(said) => JobError::conflict(
                     format!("QEMU cannot open the overlay of the disk {}: {said}", disk.device),
-                    Remedy::OverlayFolderForQemu,
+                    Conflict::Permission(Permission::OverlayDirectory),
                 ),
                 None => error.into(),
             }
@@ -214,17 +219,16 @@ fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Resul
         Ok(Ended::Itself(status, _)) if status.success() => Ok(()),
         Ok(Ended::Itself(_, said)) => {
             let why = format!("qemu-img cannot make the overlay {}: {said}", overlay.file);
-            Err(JobError::refused(why, "the VM is untouched"))
+            Err(JobError::refused(format!("{why}; the VM is untouched")))
         }
-        Ok(Ended::Enough) => Err(JobError::refused("qemu-img was ended before it was done", "the VM is untouched")),
+        Ok(Ended::Enough) => Err(JobError::refused("qemu-img was ended before it was done; the VM is untouched")),
         Err(error) if error.kind() == std::io::ErrorKind::TimedOut => {
             let why = format!("qemu-img does not make the overlay {} within {} s", overlay.file, MADE_WITHIN.as_secs());
-            Err(JobError::refused(why, "the VM is untouched; look at that file system"))
+            Err(JobError::refused(format!("{why}; the VM is untouched; look at that file system")))
         }
-        Err(error) => Err(JobError::refused(
-            format!("qemu-img cannot be run: {error}"),
-            "install it (package qemu-utils): it makes the overlays",
-        )),
+        Err(error) => Err(JobError::refused(format!(
+            "qemu-img cannot be run: {error}; install it (package qemu-utils): it makes the overlays"
+        ))),
     }
 }
 

@@ -7,9 +7,9 @@ use limosa_snapshot::{Disk as RecordedDisk, Manifest};
 
 use super::options::{DiskPolicy, SaveOptions};
 use super::overlay::{self, Planned};
+use crate::conflict::{Conflict, DiskConflict, StateConflict};
 use crate::job::JobError;
 use crate::monitor::{Disk, Monitor, RunState};
-use crate::remedy::Remedy;
 
 /// How long QEMU may take to let go of the migration before.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
@@ -37,34 +37,33 @@ impl Preflight {
         match status.state {
             RunState::Inmigrate => {
                 return Err(JobError::refused(
-                    "this QEMU waits for an incoming VM",
-                    "there is nothing to save in it yet",
+                    "this QEMU waits for an incoming VM; there is nothing to save in it yet",
                 ));
             }
             RunState::Postmigrate => {
-                return Err(JobError::refused(
+                return Err(JobError::conflict(
                     "the VM has been stopped by an earlier save or migration",
-                    Remedy::ResumeForced,
+                    Conflict::State(StateConflict::HandedOver),
                 ));
             }
             _ => {}
         }
         let migration = monitor.migration()?;
         if !migration.status.is_over() {
-            return Err(JobError::refused(
-                format!("another migration of this VM is under way ({})", migration.status),
-                "wait for its end, or cancel it",
-            ));
+            return Err(JobError::refused(format!(
+                "another migration of this VM is under way ({}); wait for its end, or cancel it",
+                migration.status
+            )));
         }
         // A migration that is begun before that is refused, and leaves QEMU in `setup` for good.
         if !monitor.wait_released(RELEASED_WITHIN)? {
-            return Err(JobError::refused("QEMU has not let go of the migration before", "try again in a moment"));
+            return Err(JobError::refused("QEMU has not let go of the migration before; try again in a moment"));
         }
         if !migration.blocked_reasons.is_empty() {
-            return Err(JobError::refused(
-                format!("this VM cannot be saved as it is: {}", migration.blocked_reasons.join("; ")),
-                "remove what blocks it",
-            ));
+            return Err(JobError::refused(format!(
+                "this VM cannot be saved as it is: {}; remove what blocks it",
+                migration.blocked_reasons.join("; ")
+            )));
         }
         // A guest that sleeps is woken by its devices: its CPUs are stopped, but the VM is not.
         let was_running = status.running || is_live(&status.state);
@@ -96,19 +95,19 @@ fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Dis
         let names =
             disks.iter().map(|disk| disk.device.clone()).chain(foreign.iter().map(|device| device.kind.clone()));
         let names: Vec<_> = names.collect();
-        return Err(JobError::refused(
+        return Err(JobError::conflict(
             format!(
                 "the VM has writable disks ({}) that it would go on changing: its memory and its disks would be of \
                  different instants",
                 names.join(", ")
             ),
-            Remedy::StopOverlayOrIgnore,
+            Conflict::Disk(DiskConflict::StillWritten),
         ));
     }
     if let Some(device) = foreign.first() {
-        return Err(JobError::refused(
+        return Err(JobError::conflict(
             format!("the disk of {} is served by another process, so its state cannot be recorded", device.kind),
-            Remedy::IgnoreDisk,
+            Conflict::Disk(DiskConflict::NotFreezable),
         ));
     }
     Ok(disks)
@@ -116,12 +115,12 @@ fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Dis
 
 fn record_disk(disk: &Disk) -> Result<RecordedDisk, JobError> {
     let path = disk.path.clone().ok_or_else(|| {
-        JobError::refused(
+        JobError::conflict(
             format!(
                 "the disk {} ({}) is no file of this host, so its state cannot be recorded",
                 disk.device, disk.filename
             ),
-            Remedy::IgnoreDisk,
+            Conflict::Disk(DiskConflict::NotFreezable),
         )
     })?;
     record(&disk.node, Some(disk.device.clone()), path, &disk.format)

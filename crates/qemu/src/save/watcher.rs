@@ -53,8 +53,8 @@ pub(super) struct Watcher<'a> {
     channels: Option<Channels>,
 }
 
-/// Several channels, which must not break while QEMU waits for one of them ([`Held`](crate::guard::Held)): a cancel is
-/// QEMU's to carry out, and they are read until it has.
+/// Several channels, which must not break while QEMU waits for one of them ([`Held`](crate::watchdog::Held)): a cancel
+/// is QEMU's to carry out, and they are read until it has.
 #[derive(Debug)]
 struct Channels {
     _deferred: DeferredStop,

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use super::overlays;
 use super::plan::{Actor, Outcome, Progress, SETUP_PATIENCE, Seen, Step, next_step};
-use crate::guard::{HOLD, Held};
-use crate::marker::{JobMarker, MarkerError};
+use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::{MigrationStatus, Monitor, RunState};
 use crate::qmp::QmpError;
+use crate::watchdog::{HOLD, Held};
 
 /// How long they are held behind a cancel, in which QEMU's threads come to rest.
 const HOLD_CANCELLED: Duration = Duration::from_millis(100);
@@ -45,27 +45,27 @@ impl Seen {
     }
 }
 
-/// Carries the plan out, for at most `patience`. The marker is removed if the job is over with it.
+/// Carries the plan out, for at most `patience`. The record is removed if the job is over with it.
 ///
 /// # Errors
 /// The monitor's. What QEMU refuses on the way becomes a remark instead.
 pub fn take_over(
     monitor: &Monitor,
-    marker: &JobMarker,
+    record: &JobRecord,
     actor: Actor,
     patience: Duration,
-) -> Result<Takeover, MarkerError> {
-    take_over_holding(&Held::default(), monitor, marker, actor, patience)
+) -> Result<Takeover, JobRecordError> {
+    take_over_holding(&Held::default(), monitor, record, actor, patience)
 }
 
 /// As [`take_over`], with connections of QEMU's that are held until it can do without them.
 pub(crate) fn take_over_holding(
     held: &Held,
     monitor: &Monitor,
-    marker: &JobMarker,
+    record: &JobRecord,
     actor: Actor,
     patience: Duration,
-) -> Result<Takeover, MarkerError> {
+) -> Result<Takeover, JobRecordError> {
     let begun = Instant::now();
     let mut progress = Progress::default();
     held.let_go_in(HOLD);
@@ -77,7 +77,7 @@ pub(crate) fn take_over_holding(
             // It writes next to nothing yet.
             held.let_go_in(SETUP_PATIENCE);
         }
-        let step = match next_step(marker, &seen, &progress, actor) {
+        let step = match next_step(record, &seen, &progress, actor) {
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
             // It was told already, and continues being where it has to be told.
             Step::Cancel if progress.cancelled && progress.waited >= patience => Step::Finish(Outcome::GaveUp),
@@ -92,7 +92,7 @@ pub(crate) fn take_over_holding(
                 }
                 progress.cancelled = true;
                 held.let_go_in(HOLD_CANCELLED);
-                let what = match cancel(monitor, marker) {
+                let what = match cancel(monitor, record) {
                     Ok(true) => "the migration was cancelled".to_owned(),
                     Ok(false) => "the migration was about to end by itself".to_owned(),
                     Err(error) if error.is_refusal() => error.to_string(),
@@ -117,18 +117,18 @@ pub(crate) fn take_over_holding(
             }
             Step::PutBack => {
                 progress.put_back = true;
-                if !marker.undo.is_empty() {
-                    remark(&mut remarks, "the migration settings were put back", monitor.put_back(&marker.undo))?;
+                if !record.undo.is_empty() {
+                    remark(&mut remarks, "the migration settings were put back", monitor.put_back(&record.undo))?;
                 }
             }
             Step::UndoOverlays => {
                 progress.overlays_undone = true;
-                overlays::undo_all(monitor, marker, begun + patience, &mut remarks, &mut notices)?;
+                overlays::undo_all(monitor, record, begun + patience, &mut remarks, &mut notices)?;
             }
             Step::DropDescriptors => {
                 progress.dropped = true;
-                drop_sets(monitor, marker)?;
-                for name in &marker.descriptors {
+                drop_sets(monitor, record)?;
+                for name in &record.descriptors {
                     monitor.closefd(name)?;
                 }
             }
@@ -139,22 +139,22 @@ pub(crate) fn take_over_holding(
         }
     };
     if outcome.ends_job() {
-        JobMarker::remove(monitor)?;
+        JobRecord::remove(monitor)?;
     }
     Ok(Takeover { outcome, run, remarks, notices })
 }
 
 /// Cancels in the way that suits the migration; `Ok(false)` if it is so near its end that it was left alone.
-fn cancel(monitor: &Monitor, marker: &JobMarker) -> Result<bool, QmpError> {
-    if marker.descriptor_sets.is_empty() { monitor.migrate_cancel().map(|()| true) } else { monitor.cancel_write() }
+fn cancel(monitor: &Monitor, record: &JobRecord) -> Result<bool, QmpError> {
+    if record.descriptor_sets.is_empty() { monitor.migrate_cancel().map(|()| true) } else { monitor.cancel_write() }
 }
 
 /// Takes the job's descriptor sets away: those of the record, and one that was made a moment before its record could
 /// be, which is known by its remark.
-fn drop_sets(monitor: &Monitor, marker: &JobMarker) -> Result<(), QmpError> {
-    let id = marker.snapshot.to_string();
+fn drop_sets(monitor: &Monitor, record: &JobRecord) -> Result<(), QmpError> {
+    let id = record.snapshot.to_string();
     for (set, remarks) in monitor.descriptor_sets()? {
-        if marker.descriptor_sets.contains(&set) || remarks.iter().any(|remark| remark.ends_with(&id)) {
+        if record.descriptor_sets.contains(&set) || remarks.iter().any(|remark| remark.ends_with(&id)) {
             monitor.remove_fd(set)?;
         }
     }

@@ -3,8 +3,8 @@
 //! Law: **at most one side runs the VM.** Whatever has been handed over, or may have been, is left stopped for a person
 //! to decide; everything else is undone and the VM continues as it was.
 //!
-//! [`next_step`] decides, from the job's marker and what QEMU says, without touching anything; [`take_over`] does it.
-//! The guard and `limosa resume` share both.
+//! [`next_step`] decides, from the job's record and what QEMU says, without touching anything; [`take_over`] does it.
+//! The watchdog and `limosa resume` share both.
 //!
 //! Facts found with QEMU 10.0.2 that the plan rests on:
 //!

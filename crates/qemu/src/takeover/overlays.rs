@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use limosa_snapshot::{Snapshot, SnapshotError};
 use uuid::Uuid;
 
-use crate::image::{Others, has_data};
-use crate::marker::{JobMarker, JobPhase, OVERLAY_SUFFIX, Overlay, overlay_digits};
+use crate::disk_image::{Others, has_data};
+use crate::job_record::{JobPhase, JobRecord, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::Monitor;
 use crate::process::Liveness;
 use crate::qmp::QmpError;
@@ -27,21 +27,21 @@ const CLOSED_WITHIN: Duration = Duration::from_secs(5);
 /// `notices`.
 pub(super) fn undo_all(
     monitor: &Monitor,
-    marker: &JobMarker,
+    record: &JobRecord,
     limit: Instant,
     remarks: &mut Vec<String>,
     notices: &mut Vec<String>,
 ) -> Result<(), QmpError> {
-    if marker.overlays.is_empty() {
+    if record.overlays.is_empty() {
         return Ok(());
     }
-    let keep = may_be_published(marker);
+    let keep = may_be_published(record);
     let mut undone = 0;
-    for overlay in &marker.overlays {
+    for overlay in &record.overlays {
         match undo(monitor, overlay, keep, limit)? {
             None => {
                 undone += 1;
-                if let Err(error) = remove(Path::new(&overlay.file), marker.snapshot) {
+                if let Err(error) = remove(Path::new(&overlay.file), record.snapshot) {
                     notices.push(format!("cannot remove unused {}: {error}", overlay.file));
                 }
             }
@@ -51,7 +51,7 @@ pub(super) fn undo_all(
             )),
         }
     }
-    if undone == marker.overlays.len() {
+    if undone == record.overlays.len() {
         remarks.push("the disks are as they were".to_owned());
     }
     Ok(())
@@ -59,9 +59,9 @@ pub(super) fn undo_all(
 
 /// QEMU has ended in the middle of the job: removes the overlays that hold nothing, because the disks below are all
 /// there is then. What a person must know of the others.
-pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
+pub(crate) fn abandoned(record: &JobRecord) -> Vec<String> {
     let mut notices = Vec::new();
-    for overlay in &marker.overlays {
+    for overlay in &record.overlays {
         let file = Path::new(&overlay.file);
         let unmade = match file.symlink_metadata() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -70,7 +70,7 @@ pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
         };
         let empty = if unmade { Ok(true) } else { is_unused_and_empty(file) };
         notices.push(match empty {
-            Ok(true) => match remove(file, marker.snapshot) {
+            Ok(true) => match remove(file, record.snapshot) {
                 Ok(()) => continue,
                 Err(error) => format!("cannot remove {}, which holds nothing: {error}", overlay.file),
             },
@@ -89,9 +89,9 @@ pub(crate) fn abandoned(marker: &JobMarker) -> Vec<String> {
 fn is_unused_and_empty(file: &Path) -> Result<bool, String> {
     let limit = Instant::now() + CLOSED_WITHIN;
     loop {
-        match has_data(file, Others::Refused) {
+        match has_data(file, "qcow2", Others::Refused) {
             Err(_) if Instant::now() < limit => std::thread::sleep(Duration::from_millis(20)),
-            told => return told.map(|data| !data),
+            found => return found.map(|data| !data),
         }
     }
 }
@@ -119,19 +119,19 @@ fn undo(monitor: &Monitor, overlay: &Overlay, keep: bool, limit: Instant) -> Res
 }
 
 /// Whether the job's snapshot stands under its name, or may: only a file that is certainly not there says no.
-fn may_be_published(marker: &JobMarker) -> bool {
-    match marker.phase {
+fn may_be_published(record: &JobRecord) -> bool {
+    match record.phase {
         JobPhase::Working => false,
         JobPhase::Publishing => {
             // Not every path is text, and not every host has that file.
             let can_look =
-                !marker.path.contains(char::REPLACEMENT_CHARACTER) && marker.process.liveness() != Liveness::Elsewhere;
-            let path = Path::new(&marker.path);
+                !record.path.contains(char::REPLACEMENT_CHARACTER) && record.process.liveness() != Liveness::Elsewhere;
+            let path = Path::new(&record.path);
             !can_look
                 || match path.symlink_metadata() {
                     Err(error) => error.kind() != io::ErrorKind::NotFound,
                     Ok(_) => match Snapshot::open(path) {
-                        Ok(there) => there.manifest().is_none_or(|manifest| manifest.id == marker.snapshot),
+                        Ok(there) => there.manifest().is_none_or(|manifest| manifest.id == record.snapshot),
                         // A snapshot is whole before it has its name: a file that is none is not of this job.
                         Err(error) => matches!(error, SnapshotError::Io { .. }),
                     },

@@ -3,12 +3,11 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::marker::{JobKind, JobMarker, JobPhase, VmAfter};
+use crate::job_record::{JobKind, JobPhase, JobRecord, VmAfter};
 use crate::monitor::{MigrationStatus, RunState};
-use crate::remedy::Remedy;
 
 /// How long a migration may stay in `setup`: of a restore that has lost its sender, before it is given up; of a save,
-/// before it is cancelled, which is not safe then ([`Held`](crate::guard::Held)).
+/// before it is cancelled, which is not safe then ([`Held`](crate::watchdog::Held)).
 pub(crate) const SETUP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often `cont` is tried.
@@ -17,8 +16,8 @@ const CONTINUE_ATTEMPTS: u32 = 50;
 /// Who takes over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Actor {
-    /// The guard: no person was asked.
-    Guard,
+    /// The watchdog: no person was asked.
+    Watchdog,
     /// A person who wants the VM to run: `limosa resume`.
     Person,
 }
@@ -101,21 +100,10 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// Whether the job is over, so that its marker can go.
+    /// Whether the job is over, so that its record can go.
     #[must_use]
     pub fn ends_job(self) -> bool {
         !matches!(self, Self::Undecided | Self::NeedsRecovery | Self::Unknown | Self::GaveUp | Self::ContinueRefused)
-    }
-
-    /// Steps left for a person.
-    #[must_use]
-    pub fn remedy(self) -> Option<Remedy> {
-        match self {
-            Self::Undecided => Some(Remedy::ResumeOrEnd),
-            Self::NeedsRecovery => Some(Remedy::RecoverSnapshot),
-            Self::GaveUp => Some(Remedy::ResumeLater),
-            _ => None,
-        }
     }
 }
 
@@ -137,20 +125,20 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// The next thing to do for the VM of `marker`.
+/// The next thing to do for the VM of `record`.
 #[must_use]
-pub fn next_step(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
-    match marker.job {
-        JobKind::Save => save(marker, seen, progress, actor),
-        JobKind::Restore => restore(marker, seen, progress),
+pub fn next_step(record: &JobRecord, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
+    match record.job {
+        JobKind::Save => save(record, seen, progress, actor),
+        JobKind::Restore => restore(record, seen, progress),
     }
 }
 
-fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
+fn save(record: &JobRecord, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
     use MigrationStatus as M;
     match &seen.migration {
         M::Setup | M::Active | M::PreSwitchover | M::Device | M::WaitUnplug => {
-            if marker.phase == JobPhase::Undecided && actor == Actor::Guard {
+            if record.phase == JobPhase::Undecided && actor == Actor::Watchdog {
                 return Step::Finish(Outcome::Undecided);
             }
             if seen.migration == M::Setup && progress.waited < SETUP_PATIENCE {
@@ -171,12 +159,12 @@ fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> S
                 RunState::FinishMigrate | RunState::SaveVm | RunState::RestoreVm => return Step::Wait,
                 RunState::Running => Outcome::Running,
                 RunState::Paused | RunState::Postmigrate => {
-                    let stays = match (marker.phase, actor) {
-                        (JobPhase::Undecided, Actor::Guard) => Some(Outcome::Undecided),
-                        (JobPhase::Published, Actor::Guard) if marker.vm_after == VmAfter::Stopped => {
+                    let stays = match (record.phase, actor) {
+                        (JobPhase::Undecided, Actor::Watchdog) => Some(Outcome::Undecided),
+                        (JobPhase::Published, Actor::Watchdog) if record.vm_after == VmAfter::Stopped => {
                             Some(Outcome::StoppedOnPurpose)
                         }
-                        _ if !marker.was_running => Some(Outcome::StoppedAsBefore),
+                        _ if !record.was_running => Some(Outcome::StoppedAsBefore),
                         _ => None,
                     };
                     match stays {
@@ -195,7 +183,7 @@ fn save(marker: &JobMarker, seen: &Seen, progress: &Progress, actor: Actor) -> S
     }
 }
 
-fn restore(marker: &JobMarker, seen: &Seen, progress: &Progress) -> Step {
+fn restore(record: &JobRecord, seen: &Seen, progress: &Progress) -> Step {
     use MigrationStatus as M;
     match &seen.migration {
         M::None => tidy(Outcome::NotLoaded, progress),
@@ -211,7 +199,7 @@ fn restore(marker: &JobMarker, seen: &Seen, progress: &Progress) -> Step {
             let outcome = match &seen.run {
                 RunState::Inmigrate | RunState::FinishMigrate | RunState::RestoreVm => return Step::Wait,
                 RunState::Running => Outcome::Running,
-                RunState::Paused | RunState::Prelaunch if !marker.was_running => Outcome::StoppedAsBefore,
+                RunState::Paused | RunState::Prelaunch if !record.was_running => Outcome::StoppedAsBefore,
                 RunState::Paused | RunState::Prelaunch if progress.continued < CONTINUE_ATTEMPTS => {
                     return Step::Continue;
                 }
@@ -255,8 +243,8 @@ mod tests {
         waited: Duration::ZERO,
     };
 
-    fn marker(job: JobKind, was_running: bool) -> JobMarker {
-        JobMarker::new(job, Uuid::nil(), Path::new("/s"), was_running, Settings::new())
+    fn record(job: JobKind, was_running: bool) -> JobRecord {
+        JobRecord::new(job, Uuid::nil(), Path::new("/s"), was_running, Settings::new())
     }
 
     fn seen(run: &str, migration: &str) -> Seen {
@@ -264,7 +252,7 @@ mod tests {
     }
 
     fn save_step(run: &str, migration: &str) -> Step {
-        next_step(&marker(JobKind::Save, true), &seen(run, migration), &TIDY, Actor::Guard)
+        next_step(&record(JobKind::Save, true), &seen(run, migration), &TIDY, Actor::Watchdog)
     }
 
     const RUN_STATES: [&str; 17] = [
@@ -308,10 +296,10 @@ mod tests {
     #[test]
     fn a_save_that_is_under_way_is_cancelled_once_and_its_end_awaited() {
         for migration in ["setup", "active", "pre-switchover", "device", "wait-unplug"] {
-            let marker = marker(JobKind::Save, true);
+            let record = record(JobKind::Save, true);
             let step = |waited| {
                 let fresh = Progress { waited, ..Progress::default() };
-                next_step(&marker, &seen("running", migration), &fresh, Actor::Guard)
+                next_step(&record, &seen("running", migration), &fresh, Actor::Watchdog)
             };
             let at_once = if migration == "setup" { Step::Wait } else { Step::Cancel };
             assert_eq!([step(Duration::ZERO), step(SETUP_PATIENCE)], [at_once, Step::Cancel]);
@@ -324,12 +312,15 @@ mod tests {
 
     #[test]
     fn a_vm_that_ran_before_a_save_is_continued_before_anything_is_tidied() {
-        let marker = marker(JobKind::Save, true);
+        let record = record(JobKind::Save, true);
         for (run, migration) in [("postmigrate", "completed"), ("paused", "failed"), ("paused", "cancelled")] {
-            assert_eq!(next_step(&marker, &seen(run, migration), &Progress::default(), Actor::Guard), Step::Continue);
+            assert_eq!(
+                next_step(&record, &seen(run, migration), &Progress::default(), Actor::Watchdog),
+                Step::Continue
+            );
         }
         let refused = Progress { continued: CONTINUE_ATTEMPTS, ..TIDY };
-        let end = next_step(&marker, &seen("postmigrate", "completed"), &refused, Actor::Guard);
+        let end = next_step(&record, &seen("postmigrate", "completed"), &refused, Actor::Watchdog);
         assert_eq!(end, Step::Finish(Outcome::ContinueRefused));
     }
 
@@ -338,12 +329,12 @@ mod tests {
         for migration in ["failed", "cancelled", "completed", "none"] {
             let over = seen("running", migration);
             let held = Seen { held: true, ..over.clone() };
-            for actor in [Actor::Guard, Actor::Person] {
-                let marker = marker(JobKind::Save, true);
-                assert_eq!(next_step(&marker, &held, &Progress::default(), actor), Step::Wait, "{migration}");
-                assert_eq!(next_step(&marker, &over, &Progress::default(), actor), Step::PutBack, "{migration}");
+            for actor in [Actor::Watchdog, Actor::Person] {
+                let record = record(JobKind::Save, true);
+                assert_eq!(next_step(&record, &held, &Progress::default(), actor), Step::Wait, "{migration}");
+                assert_eq!(next_step(&record, &over, &Progress::default(), actor), Step::PutBack, "{migration}");
                 let stopped = Seen { run: RunState::Paused, ..held.clone() };
-                let step = next_step(&marker, &stopped, &Progress::default(), actor);
+                let step = next_step(&record, &stopped, &Progress::default(), actor);
                 assert_eq!(step, Step::Continue, "{migration}: the VM does not wait for that");
             }
         }
@@ -351,9 +342,9 @@ mod tests {
 
     #[test]
     fn a_vm_that_was_stopped_before_a_save_stays_stopped() {
-        let marker = marker(JobKind::Save, false);
-        for actor in [Actor::Guard, Actor::Person] {
-            let step = next_step(&marker, &seen("postmigrate", "completed"), &TIDY, actor);
+        let record = record(JobKind::Save, false);
+        for actor in [Actor::Watchdog, Actor::Person] {
+            let step = next_step(&record, &seen("postmigrate", "completed"), &TIDY, actor);
             assert_eq!(step, Step::Finish(Outcome::StoppedAsBefore));
         }
     }
@@ -366,37 +357,37 @@ mod tests {
     }
 
     #[test]
-    fn an_undecided_vm_is_continued_by_a_person_and_never_by_the_guard() {
-        let marker = JobMarker { phase: JobPhase::Undecided, ..marker(JobKind::Save, true) };
+    fn an_undecided_vm_is_continued_by_a_person_and_never_by_the_watchdog() {
+        let record = JobRecord { phase: JobPhase::Undecided, ..record(JobKind::Save, true) };
         for run in RUN_STATES {
             for migration in MIGRATION_STATES {
                 for progress in [Progress::default(), TIDY] {
-                    let step = next_step(&marker, &seen(run, migration), &progress, Actor::Guard);
+                    let step = next_step(&record, &seen(run, migration), &progress, Actor::Watchdog);
                     assert_ne!(step, Step::Continue, "{run} {migration}");
                     assert_ne!(step, Step::Cancel, "{run} {migration}: a cancel lets the VM run");
                 }
             }
         }
-        let step = next_step(&marker, &seen("postmigrate", "completed"), &TIDY, Actor::Person);
+        let step = next_step(&record, &seen("postmigrate", "completed"), &TIDY, Actor::Person);
         assert_eq!(step, Step::Continue);
     }
 
     #[test]
     fn a_published_save_that_was_to_stop_the_vm_leaves_it_stopped_until_a_person_resumes_it() {
-        let base = JobMarker { vm_after: VmAfter::Stopped, ..marker(JobKind::Save, true) };
+        let base = JobRecord { vm_after: VmAfter::Stopped, ..record(JobKind::Save, true) };
         let seen = seen("postmigrate", "completed");
-        assert_eq!(next_step(&base, &seen, &TIDY, Actor::Guard), Step::Continue);
-        let published = JobMarker { phase: JobPhase::Published, ..base };
-        assert_eq!(next_step(&published, &seen, &TIDY, Actor::Guard), Step::Finish(Outcome::StoppedOnPurpose));
+        assert_eq!(next_step(&base, &seen, &TIDY, Actor::Watchdog), Step::Continue);
+        let published = JobRecord { phase: JobPhase::Published, ..base };
+        assert_eq!(next_step(&published, &seen, &TIDY, Actor::Watchdog), Step::Finish(Outcome::StoppedOnPurpose));
         assert_eq!(next_step(&published, &seen, &TIDY, Actor::Person), Step::Continue);
     }
 
     #[test]
     fn a_vm_handed_over_by_postcopy_is_left_alone() {
         for migration in ["postcopy-active", "postcopy-paused", "postcopy-recover", "postcopy-recover-setup"] {
-            for actor in [Actor::Guard, Actor::Person] {
+            for actor in [Actor::Watchdog, Actor::Person] {
                 let step = next_step(
-                    &marker(JobKind::Save, true),
+                    &record(JobKind::Save, true),
                     &seen("finish-migrate", migration),
                     &Progress::default(),
                     actor,
@@ -408,12 +399,12 @@ mod tests {
 
     #[test]
     fn an_interrupted_lazy_restore_is_kept_for_recovery() {
-        let marker = marker(JobKind::Restore, true);
+        let record = record(JobKind::Restore, true);
         for run in ["running", "paused"] {
-            let step = next_step(&marker, &seen(run, "postcopy-paused"), &Progress::default(), Actor::Guard);
+            let step = next_step(&record, &seen(run, "postcopy-paused"), &Progress::default(), Actor::Watchdog);
             assert_eq!(step, Step::Finish(Outcome::NeedsRecovery));
         }
-        let step = next_step(&marker, &seen("running", "postcopy-active"), &Progress::default(), Actor::Guard);
+        let step = next_step(&record, &seen("running", "postcopy-active"), &Progress::default(), Actor::Watchdog);
         assert_eq!(step, Step::Wait);
         assert!(!Outcome::NeedsRecovery.ends_job());
     }
@@ -422,18 +413,18 @@ mod tests {
     fn a_restored_vm_runs_only_if_that_was_asked() {
         let completed = seen("paused", "completed");
         let fresh = Progress::default();
-        assert_eq!(next_step(&marker(JobKind::Restore, true), &completed, &fresh, Actor::Guard), Step::Continue);
-        let step = next_step(&marker(JobKind::Restore, false), &completed, &TIDY, Actor::Guard);
+        assert_eq!(next_step(&record(JobKind::Restore, true), &completed, &fresh, Actor::Watchdog), Step::Continue);
+        let step = next_step(&record(JobKind::Restore, false), &completed, &TIDY, Actor::Watchdog);
         assert_eq!(step, Step::Finish(Outcome::StoppedAsBefore));
     }
 
     #[test]
     fn a_destination_that_nobody_connects_to_is_given_up_after_a_while() {
-        let marker = marker(JobKind::Restore, true);
+        let record = record(JobKind::Restore, true);
         let setup = seen("inmigrate", "setup");
-        assert_eq!(next_step(&marker, &setup, &TIDY, Actor::Guard), Step::Wait);
+        assert_eq!(next_step(&record, &setup, &TIDY, Actor::Watchdog), Step::Wait);
         let late = Progress { waited: SETUP_PATIENCE, ..TIDY };
-        assert_eq!(next_step(&marker, &setup, &late, Actor::Guard), Step::Finish(Outcome::LoadFailed));
+        assert_eq!(next_step(&record, &setup, &late, Actor::Watchdog), Step::Finish(Outcome::LoadFailed));
     }
 
     #[test]
@@ -441,7 +432,8 @@ mod tests {
         for job in [JobKind::Save, JobKind::Restore] {
             for run in RUN_STATES {
                 for migration in MIGRATION_STATES {
-                    let step = next_step(&marker(job, true), &seen(run, migration), &Progress::default(), Actor::Guard);
+                    let step =
+                        next_step(&record(job, true), &seen(run, migration), &Progress::default(), Actor::Watchdog);
                     if let Step::Finish(outcome) = step {
                         assert!(!outcome.ends_job(), "{job} {run} {migration}: {outcome:?}");
                     }

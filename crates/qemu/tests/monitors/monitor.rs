@@ -1,4 +1,4 @@
-//! The typed monitor, the job marker and `resume` against stock QEMU.
+//! The typed monitor, the job record and `resume` against stock QEMU.
 
 use crate::stock;
 use std::fs::File;
@@ -12,14 +12,14 @@ use crate::stock::{MEMORY, Stock, eventually, run_state};
 use limosa_qemu::monitor::{MigrationStatus, Monitor, RunState, Settings};
 use limosa_qemu::qmp::{Options, Qmp, QmpError, Version};
 use limosa_qemu::takeover::Outcome;
-use limosa_qemu::{JobKind, JobMarker, JobPhase, MarkerError, ResumeError, ResumeOptions, resume};
+use limosa_qemu::{JobKind, JobPhase, JobRecord, JobRecordError, ResumeError, ResumeOptions, resume};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn marker(monitor: &Monitor) -> JobMarker {
-    JobMarker::new(
+fn record(monitor: &Monitor) -> JobRecord {
+    JobRecord::new(
         JobKind::Save,
         Uuid::from_u128(1),
         Path::new("/snapshot"),
@@ -28,10 +28,10 @@ fn marker(monitor: &Monitor) -> JobMarker {
     )
 }
 
-/// Makes a marker look as if its process had died.
-fn unfinished(mut marker: JobMarker) -> JobMarker {
-    marker.process.started += 1;
-    marker
+/// Makes a record look as if its process had died.
+fn unfinished(mut record: JobRecord) -> JobRecord {
+    record.process.started += 1;
+    record
 }
 
 #[test]
@@ -267,13 +267,13 @@ fn descriptors_reach_qemu_and_can_be_taken_away() {
 }
 
 #[test]
-fn a_save_through_a_socket_pair_leaves_no_trace_of_the_marker_in_the_stream() {
+fn a_save_through_a_socket_pair_leaves_no_trace_of_the_record_in_the_stream() {
     if stock::skipped() {
         return;
     }
     let stock = Stock::start(&[]);
     let monitor = stock.monitor();
-    let job = marker(&monitor);
+    let job = record(&monitor);
     job.place(&monitor).unwrap();
     monitor
         .set(&Settings::new().capability("events", true).capability("return-path", true).parameter("max-bandwidth", 0))
@@ -301,11 +301,11 @@ fn a_save_through_a_socket_pair_leaves_no_trace_of_the_marker_in_the_stream() {
     assert!(stream.len() as u64 > MEMORY / 2, "the stream is whole");
     let contains = |needle: &[u8]| stream.windows(needle.len()).any(|window| window == needle);
     assert!(contains(b"globalstate") && !contains(b"limosa-job") && !contains(b"secret"));
-    assert_eq!(JobMarker::read(&monitor).unwrap(), Some(job));
+    assert_eq!(JobRecord::read(&monitor).unwrap(), Some(job));
 }
 
 #[test]
-fn a_stored_vm_loads_where_only_one_side_has_a_marker() {
+fn a_stored_vm_loads_where_only_one_side_has_a_record() {
     if stock::skipped() {
         return;
     }
@@ -314,7 +314,7 @@ fn a_stored_vm_loads_where_only_one_side_has_a_marker() {
     let file = source.path("stored");
     let mapped =
         Settings::new().capability("mapped-ram", true).capability("multifd", true).parameter("max-bandwidth", 0);
-    marker(&monitor).place(&monitor).unwrap();
+    record(&monitor).place(&monitor).unwrap();
     monitor.set(&mapped).unwrap();
     // QEMU looks for a descriptor whose access mode is exactly that of its open: write-only to save.
     let both = File::options().read(true).write(true).create(true).truncate(true).open(&file).unwrap();
@@ -325,11 +325,11 @@ fn a_stored_vm_loads_where_only_one_side_has_a_marker() {
     monitor.migrate(&format!("file:{}", set.path()), false).unwrap();
     eventually("completed", || monitor.migration().unwrap().status == MigrationStatus::Completed);
 
-    for marked in [false, true] {
+    for has_record in [false, true] {
         let destination = Stock::start(&["-incoming", "defer"]);
         let monitor = destination.monitor();
-        if marked {
-            marker(&monitor).place(&monitor).unwrap();
+        if has_record {
+            record(&monitor).place(&monitor).unwrap();
         }
         monitor.set(&mapped).unwrap();
         // And read-only to load.
@@ -337,7 +337,7 @@ fn a_stored_vm_loads_where_only_one_side_has_a_marker() {
         monitor.migrate_incoming(&format!("file:{}", set.path())).unwrap();
         eventually("loaded", || monitor.migration().unwrap().status == MigrationStatus::Completed);
         assert_eq!(run_state(&monitor), RunState::Running);
-        assert_eq!(JobMarker::read(&monitor).unwrap().is_some(), marked);
+        assert_eq!(JobRecord::read(&monitor).unwrap().is_some(), has_record);
     }
 }
 
@@ -384,35 +384,38 @@ fn a_stop_before_the_load_makes_the_vm_arrive_stopped_and_cont_undoes_it() {
 }
 
 #[test]
-fn a_marker_is_a_lock_and_says_whose_it_is() {
+fn a_record_is_a_lock_and_says_whose_it_is() {
     if stock::skipped() {
         return;
     }
     let stock = Stock::start(&["-S"]);
     let monitor = stock.monitor();
-    assert_eq!(JobMarker::read(&monitor).unwrap(), None);
-    JobMarker::remove(&monitor).unwrap();
-    let mut first = marker(&monitor);
+    assert_eq!(JobRecord::read(&monitor).unwrap(), None);
+    JobRecord::remove(&monitor).unwrap();
+    let mut first = record(&monitor);
     first.place(&monitor).unwrap();
-    let error = marker(&monitor).place(&monitor).unwrap_err();
-    assert!(matches!(error, MarkerError::Busy(_)));
+    let error = record(&monitor).place(&monitor).unwrap_err();
+    assert!(matches!(error, JobRecordError::Busy(_)));
     let text = error.to_string();
     assert!(text.contains(&std::process::id().to_string()) && text.contains("/snapshot"), "{text}");
-    assert!(matches!(resume(&monitor, &ResumeOptions::default()), Err(ResumeError::Marker(MarkerError::Busy(_)))));
+    assert!(matches!(resume(&monitor, &ResumeOptions::default()), Err(ResumeError::Record(JobRecordError::Busy(_)))));
 
     first.phase = JobPhase::Published;
     first.update(&monitor).unwrap();
-    assert_eq!(JobMarker::read(&monitor).unwrap(), Some(first.clone()));
+    assert_eq!(JobRecord::read(&monitor).unwrap(), Some(first.clone()));
 
     unfinished(first.clone()).update(&monitor).unwrap();
-    assert!(matches!(marker(&monitor).place(&monitor).unwrap_err(), MarkerError::LeftOver(_)));
+    assert!(matches!(record(&monitor).place(&monitor).unwrap_err(), JobRecordError::LeftOver(_)));
     first.process.place = "another host".to_owned();
     first.update(&monitor).unwrap();
-    assert!(matches!(marker(&monitor).place(&monitor).unwrap_err(), MarkerError::Elsewhere(_)));
-    assert!(matches!(resume(&monitor, &ResumeOptions::default()), Err(ResumeError::Marker(MarkerError::Elsewhere(_)))));
+    assert!(matches!(record(&monitor).place(&monitor).unwrap_err(), JobRecordError::Elsewhere(_)));
+    assert!(matches!(
+        resume(&monitor, &ResumeOptions::default()),
+        Err(ResumeError::Record(JobRecordError::Elsewhere(_)))
+    ));
     let force = ResumeOptions { force: true, ..ResumeOptions::default() };
     assert_eq!(resume(&monitor, &force).unwrap().takeover.outcome, Outcome::StoppedAsBefore);
-    assert_eq!(JobMarker::read(&monitor).unwrap(), None);
+    assert_eq!(JobRecord::read(&monitor).unwrap(), None);
 }
 
 #[test]
@@ -423,9 +426,9 @@ fn an_object_of_that_name_that_is_no_record_is_reported_and_not_trusted() {
     let stock = Stock::start(&["-S"]);
     let monitor = stock.monitor();
     monitor.object_add("secret", "limosa-job", json!({ "data": "nonsense" })).unwrap();
-    assert!(matches!(marker(&monitor).place(&monitor).unwrap_err(), MarkerError::Unreadable { .. }));
-    JobMarker::remove(&monitor).unwrap();
-    marker(&monitor).place(&monitor).unwrap();
+    assert!(matches!(record(&monitor).place(&monitor).unwrap_err(), JobRecordError::Unreadable { .. }));
+    JobRecord::remove(&monitor).unwrap();
+    record(&monitor).place(&monitor).unwrap();
 }
 
 #[test]
@@ -457,7 +460,7 @@ fn resume_undoes_an_interrupted_save() {
     let change = monitor
         .plan_settings(&Settings::new().capability("mapped-ram", true).parameter("max-bandwidth", 1 << 20))
         .unwrap();
-    let mut job = unfinished(marker(&monitor));
+    let mut job = unfinished(record(&monitor));
     job.undo = change.undo;
     job.place(&monitor).unwrap();
     monitor.set(&change.set).unwrap();
@@ -467,7 +470,7 @@ fn resume_undoes_an_interrupted_save() {
     assert_eq!(resumed.takeover.outcome, Outcome::Running);
     assert!(resumed.takeover.remarks.iter().any(|remark| remark.contains("cancelled")), "{:?}", resumed.takeover);
     assert_eq!(monitor.settings().unwrap(), before);
-    assert_eq!(JobMarker::read(&monitor).unwrap(), None);
+    assert_eq!(JobRecord::read(&monitor).unwrap(), None);
 }
 
 #[test]

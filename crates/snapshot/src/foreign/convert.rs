@@ -14,7 +14,7 @@ use rustix::fs::SeekFrom;
 use super::decompressor::Decompression;
 use super::{Bytes, Foreign, ForeignError, Kind};
 use crate::error::SnapshotError;
-use crate::manifest::{Manifest, Published, Via};
+use crate::manifest::{Manifest, Published, Transport};
 use crate::reader::Snapshot;
 use crate::unnamed_file::UnnamedFile;
 use crate::writer::{SnapshotWriter, WriteOptions};
@@ -129,7 +129,7 @@ impl Foreign {
 
     /// What is known about the VM besides its stream.
     fn manifest(&self) -> Manifest {
-        let mut manifest = Manifest { via: Some(Via::Import), ..Manifest::new() };
+        let mut manifest = Manifest { transport: Some(Transport::Import), ..Manifest::new() };
         if let Some(modified) = self.modified {
             (manifest.created, manifest.finished) = (modified, modified);
         }

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use crate::fixture::{CHECKED, LARGE, QUICK, as_qemu, as_qemu_with, leave_stale, names, page, range, tail};
 use limosa_migrate::PageSource;
 use limosa_page::{PageNumber, PageRange};
-use limosa_snapshot::{Manifest, Snapshot, SnapshotError, Via, adopt};
+use limosa_snapshot::{Manifest, Snapshot, SnapshotError, Transport, adopt};
 
 #[test]
 fn a_file_of_qemus_gets_its_trailer_and_its_name() {
@@ -13,7 +13,7 @@ fn a_file_of_qemus_gets_its_trailer_and_its_name() {
     for (name, options) in [("plain", QUICK), ("checked", CHECKED)] {
         let target = directory.path().join(name);
         let mut manifest = Manifest::new();
-        manifest.via = Some(Via::File);
+        manifest.transport = Some(Transport::File);
         let published = adopt(as_qemu(&target, &[3, 4, 500]), manifest, options).unwrap();
         let snapshot = Snapshot::open(&target).unwrap();
         assert_eq!(snapshot.manifest(), Some(&published.manifest));

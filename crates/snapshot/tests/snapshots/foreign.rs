@@ -8,7 +8,7 @@ use limosa_migrate::{Control, PageSource, Progress};
 use limosa_page::PageRange;
 use limosa_snapshot::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, SaveHeader, SaveImage, Snapshot,
-    SnapshotError, UnnamedFile, Via, XML_LIMIT, summarize,
+    SnapshotError, Transport, UnnamedFile, XML_LIMIT, summarize,
 };
 use limosa_stream::{Configuration, Feature, SectionHeader, SectionKind};
 use proptest::prelude::*;
@@ -76,7 +76,7 @@ fn an_exported_snapshot_that_is_imported_is_the_same() {
     let folder = tempfile::tempdir().unwrap();
     let stream = stream(folder.path());
     let manifest = import(&stream, &folder.path().join("again")).unwrap();
-    assert_eq!((manifest.via, manifest.run_state.as_deref()), (Some(Via::Import), Some("running")));
+    assert_eq!((manifest.transport, manifest.run_state.as_deref()), (Some(Transport::Import), Some("running")));
     assert_eq!(contents(&folder.path().join("again")), contents(&folder.path().join("original")));
     // Once every page was mentioned, exporting and importing change nothing any more.
     let second = export(&folder.path().join("again"), &folder.path().join("second"));

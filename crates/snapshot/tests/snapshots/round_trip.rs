@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use crate::fixture::{CHECKED, QUICK, names, page, put, range, small, start, tail, writer};
 use limosa_migrate::{PageSink, PageSource};
 use limosa_page::{PAGE_LEN, PageNumber};
-use limosa_snapshot::{Disk, Manifest, Snapshot, SnapshotError, SnapshotWriter, UnnamedFile, Via, WriteOptions};
+use limosa_snapshot::{Disk, Manifest, Snapshot, SnapshotError, SnapshotWriter, Transport, UnnamedFile, WriteOptions};
 use proptest::prelude::*;
 
 fn read(snapshot: &Snapshot, block: usize, start: u64, end: u64) -> Vec<u8> {
@@ -21,7 +21,7 @@ fn pages_devices_and_manifest_come_back_as_they_were_given() {
     let target = directory.path().join("vm");
     let mut manifest = Manifest::new();
     manifest.qemu = Some("10.0.2".to_owned());
-    manifest.via = Some(Via::Socket);
+    manifest.transport = Some(Transport::Socket);
     let disk = directory.path().join("disk");
     std::fs::write(&disk, b"contents").unwrap();
     manifest.disks.push(Disk::record("drive0", None, disk, "raw").unwrap());

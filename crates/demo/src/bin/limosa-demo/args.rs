@@ -280,7 +280,7 @@ fn millis(time: Duration) -> u64 {
 }
 
 /// `50M`, or `0` for a guest that writes nothing.
-fn parse_dirty_rate(text: &str) -> Result<u64, String> {
+fn parse_dirty_rate(text: &str) -> Result<u64, parse::ParseError> {
     if text == "0" { Ok(0) } else { parse::rate(text).map(NonZeroU64::get) }
 }
 

@@ -121,6 +121,6 @@ impl ImgBenchArgs {
 }
 
 /// `off`, `auto`, or the size from which on what would be copied is cloned.
-fn clone_mode(text: &str) -> Result<CloneMode, String> {
+fn clone_mode(text: &str) -> Result<CloneMode, parse::ParseError> {
     parse::threshold(text, CloneMode::Off, CloneMode::AUTO, CloneMode::From)
 }

@@ -106,7 +106,7 @@ pub struct Overlay {
 
 /// A job, as recorded inside the QEMU process that it works on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct JobMarker {
+pub struct JobRecord {
     /// Version of this record.
     pub version: u32,
     /// The kind of the job.
@@ -141,22 +141,22 @@ pub struct JobMarker {
     pub failure: Option<String>,
 }
 
-/// Why a marker could not be placed or read.
+/// Why a record could not be placed or read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum MarkerError {
+pub enum JobRecordError {
     /// A job runs.
     #[error("{} is in the middle of a {} of this VM ({}): wait for it or end it", .0.process, .0.job, .0.path)]
-    Busy(Box<JobMarker>),
+    Busy(Box<JobRecord>),
     /// A job runs, or ran, where this process cannot see it.
     #[error(
         "{} of another host or container began a {} of this VM ({})",
         .0.process, .0.job, .0.path
     )]
-    Elsewhere(Box<JobMarker>),
+    Elsewhere(Box<JobRecord>),
     /// A job was killed, and its traces are still there.
     #[error("a {} of this VM ({}) was interrupted", .0.job, .0.path)]
-    LeftOver(Box<JobMarker>),
+    LeftOver(Box<JobRecord>),
     /// The record cannot be understood.
     #[error("the record of a job inside QEMU (object {ID}) cannot be read: {reason}; 'object-del' removes it")]
     Unreadable {
@@ -168,7 +168,7 @@ pub enum MarkerError {
     Qmp(#[from] QmpError),
 }
 
-impl JobMarker {
+impl JobRecord {
     /// The record of a job of this process that begins now.
     #[must_use]
     pub fn new(job: JobKind, snapshot: Uuid, path: &Path, was_running: bool, undo: Settings) -> Self {
@@ -204,8 +204,8 @@ impl JobMarker {
     /// Puts the record into QEMU; from here on, this job owns the VM.
     ///
     /// # Errors
-    /// [`MarkerError::Busy`], [`MarkerError::Elsewhere`] or [`MarkerError::LeftOver`] if there is one already.
-    pub fn place(&self, monitor: &Monitor) -> Result<(), MarkerError> {
+    /// [`JobRecordError::Busy`], [`JobRecordError::Elsewhere`] or [`JobRecordError::LeftOver`] if there is one already.
+    pub fn place(&self, monitor: &Monitor) -> Result<(), JobRecordError> {
         let refused = match monitor.object_add("secret", ID, json!({ "data": self.to_json() })) {
             Ok(()) => return Ok(()),
             Err(error) if error.is_refusal() => error,
@@ -218,25 +218,25 @@ impl JobMarker {
     /// Checks that no job has left a record, so that a second job is told of the first one and not of its traces.
     ///
     /// # Errors
-    /// [`MarkerError::Busy`], [`MarkerError::Elsewhere`] or [`MarkerError::LeftOver`] if there is one.
-    pub fn expect_none(monitor: &Monitor) -> Result<(), MarkerError> {
+    /// [`JobRecordError::Busy`], [`JobRecordError::Elsewhere`] or [`JobRecordError::LeftOver`] if there is one.
+    pub fn expect_none(monitor: &Monitor) -> Result<(), JobRecordError> {
         let Some(other) = Self::read(monitor)?.map(Box::new) else { return Ok(()) };
         Err(match other.process.liveness() {
-            Liveness::Alive => MarkerError::Busy(other),
-            Liveness::Elsewhere => MarkerError::Elsewhere(other),
-            Liveness::Dead => MarkerError::LeftOver(other),
+            Liveness::Alive => JobRecordError::Busy(other),
+            Liveness::Elsewhere => JobRecordError::Elsewhere(other),
+            Liveness::Dead => JobRecordError::LeftOver(other),
         })
     }
 
     /// Makes the record of a dead job that of this process, which continues with it (a recovery).
     ///
     /// # Errors
-    /// [`MarkerError::Busy`] or [`MarkerError::Elsewhere`] if the job's process lives or cannot be seen; then nothing
-    /// changes.
-    pub fn claim(&mut self, monitor: &Monitor) -> Result<(), MarkerError> {
+    /// [`JobRecordError::Busy`] or [`JobRecordError::Elsewhere`] if the job's process lives or cannot be seen; then
+    /// nothing changes.
+    pub fn claim(&mut self, monitor: &Monitor) -> Result<(), JobRecordError> {
         match self.process.liveness() {
-            Liveness::Alive => return Err(MarkerError::Busy(Box::new(self.clone()))),
-            Liveness::Elsewhere => return Err(MarkerError::Elsewhere(Box::new(self.clone()))),
+            Liveness::Alive => return Err(JobRecordError::Busy(Box::new(self.clone()))),
+            Liveness::Elsewhere => return Err(JobRecordError::Elsewhere(Box::new(self.clone()))),
             Liveness::Dead => {}
         }
         self.process = ProcessIdentity::own();
@@ -247,7 +247,7 @@ impl JobMarker {
     ///
     /// # Errors
     /// The monitor's.
-    pub fn update(&self, monitor: &Monitor) -> Result<(), MarkerError> {
+    pub fn update(&self, monitor: &Monitor) -> Result<(), JobRecordError> {
         Ok(monitor.qom_set(OBJECT, "data", self.to_json().into())?)
     }
 
@@ -255,7 +255,7 @@ impl JobMarker {
     ///
     /// # Errors
     /// The monitor's.
-    pub(crate) fn update_later(&self, monitor: &Monitor) -> Result<(), MarkerError> {
+    pub(crate) fn update_later(&self, monitor: &Monitor) -> Result<(), JobRecordError> {
         let arguments = json!({ "path": OBJECT, "property": "data", "value": self.to_json() });
         let pending = monitor.qmp().start("qom-set", arguments)?;
         monitor.qmp().abandon(pending);
@@ -265,12 +265,12 @@ impl JobMarker {
     /// The record that is there; `None` if there is none.
     ///
     /// # Errors
-    /// [`MarkerError::Unreadable`], the monitor's.
-    pub fn read(monitor: &Monitor) -> Result<Option<Self>, MarkerError> {
+    /// [`JobRecordError::Unreadable`], the monitor's.
+    pub fn read(monitor: &Monitor) -> Result<Option<Self>, JobRecordError> {
         match monitor.qom_get(OBJECT, "data")? {
             None => Ok(None),
             Some(Value::String(text)) => Self::from_json(&text).map(Some),
-            Some(_) => Err(MarkerError::Unreadable { reason: "it holds no text".to_owned() }),
+            Some(_) => Err(JobRecordError::Unreadable { reason: "it holds no text".to_owned() }),
         }
     }
 
@@ -278,7 +278,7 @@ impl JobMarker {
     ///
     /// # Errors
     /// The monitor's.
-    pub fn remove(monitor: &Monitor) -> Result<(), MarkerError> {
+    pub fn remove(monitor: &Monitor) -> Result<(), JobRecordError> {
         match monitor.object_del(ID) {
             Err(error) if error.is_refusal() && monitor.qom_get(OBJECT, "type")?.is_none() => Ok(()),
             other => Ok(other?),
@@ -289,8 +289,8 @@ impl JobMarker {
         json!(self).to_string()
     }
 
-    fn from_json(text: &str) -> Result<Self, MarkerError> {
-        let unreadable = |reason: String| MarkerError::Unreadable { reason };
+    fn from_json(text: &str) -> Result<Self, JobRecordError> {
+        let unreadable = |reason: String| JobRecordError::Unreadable { reason };
         let value: Value = serde_json::from_str(text).map_err(|error| unreadable(error.to_string()))?;
         let version = value.get("version").and_then(Value::as_u64).unwrap_or_default();
         if version > u64::from(VERSION_WITH_OVERLAYS) {
@@ -309,21 +309,21 @@ mod tests {
     #[test]
     fn a_record_survives_the_way_through_json() {
         let undo = Settings::new().capability("events", false).parameter("max-bandwidth", 1 << 27);
-        let mut marker = JobMarker::new(JobKind::Save, Uuid::from_u128(7), Path::new("a \"b\" é"), true, undo);
-        marker.descriptor_sets = vec![3];
-        marker.descriptors = vec!["limosa".to_owned()];
+        let mut record = JobRecord::new(JobKind::Save, Uuid::from_u128(7), Path::new("a \"b\" é"), true, undo);
+        record.descriptor_sets = vec![3];
+        record.descriptors = vec!["limosa".to_owned()];
         let text = |text: &str| text.to_owned();
         let overlay =
             Overlay { device: text("d"), base: text("#b"), frozen: text("/f"), node: text("o"), file: text("/o") };
-        assert!(!marker.to_json().contains("overlays"), "as older ones read it");
-        marker = marker.with_overlays(vec![overlay]);
-        assert_eq!(JobMarker::from_json(&marker.to_json()).unwrap(), marker);
-        assert!(marker.path.starts_with('/'));
+        assert!(!record.to_json().contains("overlays"), "as older ones read it");
+        record = record.with_overlays(vec![overlay]);
+        assert_eq!(JobRecord::from_json(&record.to_json()).unwrap(), record);
+        assert!(record.path.starts_with('/'));
     }
 
     #[test]
     fn newer_and_broken_records_are_refused_with_a_reason() {
-        let reason = |text: &str| JobMarker::from_json(text).unwrap_err().to_string();
+        let reason = |text: &str| JobRecord::from_json(text).unwrap_err().to_string();
         assert!(reason(r#"{"version": 3}"#).contains("newer limosa"));
         assert!(reason(r#"{"version": 1}"#).contains("missing field"));
         assert!(reason("").contains("cannot be read"));

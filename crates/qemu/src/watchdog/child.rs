@@ -1,4 +1,4 @@
-//! The guard process itself.
+//! The watchdog process itself.
 
 use std::ffi::OsString;
 use std::io::{self, BufReader, IoSliceMut, Read, Write as _};
@@ -13,13 +13,13 @@ use std::time::Duration;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::{HOLD, Held, signals};
-use crate::job::JobError;
-use crate::marker::{JobMarker, MarkerError};
+use crate::conflict::Conflict;
+use crate::job::{JobError, with_causes};
+use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::Monitor;
 use crate::qmp::{Options, Qmp, QmpError};
-use crate::remedy::Remedy;
 use crate::restore::unfinished::{KeptSnapshot, Recovery, UnfinishedRestore};
-use crate::takeover::{Actor, take_over_holding};
+use crate::takeover::{Actor, Outcome, take_over_holding};
 
 /// How long a migration may take to end after it was cancelled: a write to a dead network file system can hold it up.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -28,20 +28,29 @@ const PATIENCE: Duration = Duration::from_secs(600);
 /// there is no other process that continues its VM then.
 const REPLY: Duration = Duration::from_secs(86_400);
 
-/// The guard's life, with the two arguments that [`super::Guard::spawn`] appended. Called by the hidden subcommand;
-/// nothing may have been written to stdout before, which is the monitor. `words` says what a remedy is in the program.
+/// Advice that the program adds to the watchdog's messages, by its own options and commands.
+#[derive(Debug, Clone, Copy)]
+pub struct Advice {
+    /// For a conflict that rules a recovery out.
+    pub conflict: fn(&Conflict) -> String,
+    /// For the state in which the VM is left.
+    pub outcome: fn(Outcome) -> &'static str,
+}
+
+/// The watchdog's life, with the two arguments that [`super::Watchdog::spawn`] appended. Called by the hidden
+/// subcommand; nothing may have been written to stdout before, which is the monitor.
 #[must_use]
-pub fn run(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> ExitCode {
+pub fn run(arguments: &[OsString], advice: Advice) -> ExitCode {
     signals::ignore();
-    match watch(arguments, words) {
+    match watch(arguments, advice) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // The terminal may be gone.
-            let remedy = match &error {
-                ChildError::Recovery(JobError::Refused { remedy, .. }) => words(remedy),
-                _ => "",
+            let advice = match &error {
+                ChildError::Recovery(JobError::Refused { conflict: Some(conflict), .. }) => (advice.conflict)(conflict),
+                _ => String::new(),
             };
-            drop(writeln!(io::stderr(), "limosa guard: {error}{remedy}"));
+            drop(writeln!(io::stderr(), "limosa watchdog: {}{advice}", with_causes(&error)));
             ExitCode::FAILURE
         }
     }
@@ -54,7 +63,7 @@ enum ChildError {
     #[error("cannot {0}: {1}")]
     Setup(&'static str, #[source] io::Error),
     #[error(transparent)]
-    Marker(#[from] MarkerError),
+    Record(#[from] JobRecordError),
     #[error("the restore was killed and cannot be gone on with: {0}")]
     Recovery(#[from] JobError),
     #[error("cannot remove {path}: {source}")]
@@ -68,7 +77,7 @@ enum JobEnd {
     Dead { temporary: Option<PathBuf> },
 }
 
-fn watch(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> Result<(), ChildError> {
+fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
     let [monitor, pid] = arguments else { return Err(ChildError::Usage) };
     let monitor = monitor.to_string_lossy().into_owned();
     let pid = pid.to_str().and_then(|pid| pid.parse().ok()).ok_or(ChildError::Usage)?;
@@ -97,7 +106,7 @@ fn watch(arguments: &[OsString], words: fn(&Remedy) -> &'static str) -> Result<(
         JobEnd::Dead { temporary } => {
             let result = match kept {
                 Some(kept) => adopt(kept?, socket, &monitor),
-                None => rescue(socket, &monitor, pid, (&held, words)),
+                None => rescue(socket, &monitor, pid, &held, advice),
             };
             if let Some(path) = temporary {
                 match std::fs::remove_file(&path) {
@@ -172,7 +181,7 @@ fn decode(hexadecimal: &[u8]) -> Option<Vec<u8>> {
 fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
     let path = kept.path().display();
     let what = match kept.go_on(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
-        Recovery::Whole => "its guard has brought the rest of the memory",
+        Recovery::Whole => "its watchdog has brought the rest of the memory",
         Recovery::NeverRan => "the guest had not been started: end this QEMU and start a new one",
         Recovery::Unended => {
             "QEMU has its memory but does not end the transfer (a risk of a preempt channel): end this QEMU"
@@ -184,40 +193,35 @@ fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), Child
 }
 
 /// limosa is dead: does for its VM what has to be done.
-fn rescue(
-    socket: OwnedFd,
-    monitor: &str,
-    pid: u32,
-    (held, words): (&Held, fn(&Remedy) -> &'static str),
-) -> Result<(), ChildError> {
+fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &Held, advice: Advice) -> Result<(), ChildError> {
     // Also if the monitor does not answer.
     held.let_go_in(HOLD);
     let qmp = match Qmp::adopt(socket, monitor, &Options { reply: REPLY, ..Options::default() }) {
         Ok(qmp) => qmp,
         // QEMU has gone as well: there is nothing to be done.
         Err(error) if error.is_gone() => return Ok(()),
-        Err(other) => return Err(MarkerError::from(other).into()),
+        Err(other) => return Err(JobRecordError::from(other).into()),
     };
     let monitor = Monitor::new(qmp);
-    let marker = match JobMarker::read(&monitor) {
+    let record = match JobRecord::read(&monitor) {
         // The job had not begun, or was over; or the monitor's QEMU belongs to another's job.
         Ok(None) => return Ok(()),
-        Ok(Some(marker)) if marker.process.pid != pid => return Ok(()),
-        Ok(Some(marker)) => marker,
-        Err(MarkerError::Qmp(error)) if error.is_gone() => return Ok(()),
+        Ok(Some(record)) if record.process.pid != pid => return Ok(()),
+        Ok(Some(record)) => record,
+        Err(JobRecordError::Qmp(error)) if error.is_gone() => return Ok(()),
         Err(other) => return Err(other.into()),
     };
-    match take_over_holding(held, &monitor, &marker, Actor::Guard, PATIENCE) {
+    match take_over_holding(held, &monitor, &record, Actor::Watchdog, PATIENCE) {
         Ok(done) => {
-            let left = done.outcome.remedy().map_or("", |remedy| words(&remedy));
-            let (job, path, outcome) = (marker.job, &marker.path, done.outcome);
-            drop(writeln!(io::stderr(), "limosa: the {job} of {path} was killed: {outcome}{left}"));
+            let (job, path, outcome) = (record.job, &record.path, done.outcome);
+            let advice = (advice.outcome)(outcome);
+            drop(writeln!(io::stderr(), "limosa: the {job} of {path} was killed: {outcome}{advice}"));
             for notice in &done.notices {
                 drop(writeln!(io::stderr(), "limosa: {notice}"));
             }
             Ok(())
         }
-        Err(MarkerError::Qmp(QmpError::Closed { .. } | QmpError::Ending { .. })) => Ok(()),
+        Err(JobRecordError::Qmp(QmpError::Closed { .. } | QmpError::Ending { .. })) => Ok(()),
         Err(other) => Err(other.into()),
     }
 }
@@ -249,9 +253,11 @@ mod tests {
         assert_eq!(named(b"temporary 2f61\ntemporary 2f62"), Some("/a".into()));
     }
 
+    const SILENT: Advice = Advice { conflict: |_| String::new(), outcome: |_| "" };
+
     #[test]
-    fn a_person_who_calls_the_guard_is_turned_away() {
-        assert!(matches!(watch(&[OsString::from("unix:/x")], |_| ""), Err(ChildError::Usage)));
-        assert!(matches!(watch(&["unix:/x", "pid"].map(OsString::from), |_| ""), Err(ChildError::Usage)));
+    fn a_person_who_calls_the_watchdog_is_turned_away() {
+        assert!(matches!(watch(&[OsString::from("unix:/x")], SILENT), Err(ChildError::Usage)));
+        assert!(matches!(watch(&["unix:/x", "pid"].map(OsString::from), SILENT), Err(ChildError::Usage)));
     }
 }

@@ -1,14 +1,14 @@
-//! The guard: a child process that takes over when limosa is killed.
+//! The watchdog: a child process that takes over when limosa is killed.
 //!
 //! Law: **no signal to limosa leaves a VM stopped.** SIGKILL cannot be caught, so another process has to notice it: a
 //! child that holds a duplicate of the monitor's descriptor (QEMU accepts no other client while it is open) and one end
 //! of a socket pair whose other end dies with limosa. Until then it reads nothing from the monitor and sends nothing.
 //!
-//! The guard is the same executable, started again with hidden arguments: stdin is the control channel, stdout the
+//! The watchdog is the same executable, started again with hidden arguments: stdin is the control channel, stdout the
 //! monitor. It lives in a session of its own, so the terminal's signals do not reach it. What it does about the VM is
 //! [`crate::takeover`].
 //!
-//! If the guard dies too, the job's marker inside QEMU remains, and `limosa resume` does the same later.
+//! If the watchdog dies too, the job's record inside QEMU remains, and `limosa resume` does the same later.
 //!
 //! Facts found with QEMU 10.0.2: the byte 0xff makes the monitor's parser drop an unfinished command, wherever it was
 //! cut; QEMU answers it with an error that has no id. Commands that were complete are carried out before what follows,
@@ -20,6 +20,6 @@ mod parent;
 #[allow(unsafe_code, reason = "std and rustix offer no safe call to ignore a signal")]
 mod signals;
 
-pub use child::run;
+pub use child::{Advice, run};
 pub(crate) use held::{HOLD, Held};
-pub use parent::{Guard, GuardEnd, GuardError};
+pub use parent::{Watchdog, WatchdogEnd, WatchdogError};

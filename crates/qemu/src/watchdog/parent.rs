@@ -1,4 +1,4 @@
-//! limosa's side of the guard.
+//! limosa's side of the watchdog.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -14,86 +14,86 @@ use serde::Serialize;
 
 use crate::qmp::{Qmp, send};
 
-/// How long a guard may take to start.
+/// How long a watchdog may take to start.
 const START: Duration = Duration::from_secs(20);
 /// How long it may take to listen.
 const TELL: Duration = Duration::from_millis(200);
 
-/// Why there is no guard.
+/// Why there is no watchdog.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum GuardError {
+pub enum WatchdogError {
     /// It could not be started.
-    #[error("cannot start the guard process: {0}")]
+    #[error("cannot start the watchdog process: {0}")]
     Spawn(#[source] io::Error),
     /// It was started but did not report.
-    #[error("the guard process did not come up: {0}")]
+    #[error("the watchdog process did not come up: {0}")]
     NotReady(#[source] io::Error),
 }
 
-/// How a guard ended.
+/// How a watchdog ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GuardEnd {
+pub enum WatchdogEnd {
     /// It was told that the job is done, and went.
-    Told,
+    Dismissed,
     /// It had died before.
-    WasGone(ExitStatus),
+    Died(ExitStatus),
 }
 
-/// A running guard. **Dropping it without [`Guard::finish`] makes it take over**, and waits until it has: an error that
-/// left the job undone ends as a kill would. The monitor's connection must not be used after that.
+/// A running watchdog. **Dropping it without [`Watchdog::finish`] makes it take over**, and waits until it has: an
+/// error that left the job undone ends as a kill would. The monitor's connection must not be used after that.
 #[derive(Debug)]
-pub struct Guard {
+pub struct Watchdog {
     child: Child,
     control: Option<UnixStream>,
 }
 
-impl Guard {
+impl Watchdog {
     /// Starts `executable` with `arguments` (the hidden subcommand whose implementation calls [`super::run`]) as the
-    /// guard of a job of this process on `qmp`, and waits until it stands. Use `/proc/self/exe` for the running
+    /// watchdog of a job of this process on `qmp`, and waits until it stands. Use `/proc/self/exe` for the running
     /// executable: that works even if its file was replaced meanwhile.
     ///
     /// # Errors
-    /// [`GuardError`].
+    /// [`WatchdogError`].
     pub fn spawn<S: AsRef<OsStr>>(
         executable: &Path,
         arguments: impl IntoIterator<Item = S>,
         qmp: &Qmp,
-    ) -> Result<Self, GuardError> {
-        let mut guard = Self::start(executable, arguments, qmp, Stdio::inherit())?;
-        let ready = guard.wait_ready();
+    ) -> Result<Self, WatchdogError> {
+        let mut watchdog = Self::start(executable, arguments, qmp, Stdio::inherit())?;
+        let ready = watchdog.wait_ready();
         if let Err(error) = ready {
             // It has not taken over anything and must not.
-            guard.control = None;
-            drop(guard.child.kill());
-            drop(guard.child.wait());
-            return Err(GuardError::NotReady(error));
+            watchdog.control = None;
+            drop(watchdog.child.kill());
+            drop(watchdog.child.wait());
+            return Err(WatchdogError::NotReady(error));
         }
-        Ok(guard)
+        Ok(watchdog)
     }
 
-    /// The same without waiting: what it is told meanwhile is not lost, and a guard that does not come up is found out
-    /// by [`Guard::finish`]. What it has to say goes to `stderr`.
+    /// The same without waiting: what it is told meanwhile is not lost, and a watchdog that does not come up is found
+    /// out by [`Watchdog::finish`]. What it has to say goes to `stderr`.
     ///
     /// # Errors
-    /// [`GuardError::Spawn`].
+    /// [`WatchdogError::Spawn`].
     pub fn start<S: AsRef<OsStr>>(
         executable: &Path,
         arguments: impl IntoIterator<Item = S>,
         qmp: &Qmp,
         stderr: Stdio,
-    ) -> Result<Self, GuardError> {
-        let (control, theirs) = UnixStream::pair().map_err(GuardError::Spawn)?;
-        let monitor = qmp.descriptor().try_clone_to_owned().map_err(GuardError::Spawn)?;
+    ) -> Result<Self, WatchdogError> {
+        let (control, peer) = UnixStream::pair().map_err(WatchdogError::Spawn)?;
+        let monitor = qmp.descriptor().try_clone_to_owned().map_err(WatchdogError::Spawn)?;
         let child = Command::new(executable)
             .args(arguments)
             .arg(qmp.monitor())
             .arg(std::process::id().to_string())
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(OwnedFd::from(peer)))
             .stdout(Stdio::from(monitor))
             .stderr(stderr)
             .spawn()
-            .map_err(GuardError::Spawn)?;
+            .map_err(WatchdogError::Spawn)?;
         Ok(Self { child, control: Some(control) })
     }
 
@@ -105,22 +105,23 @@ impl Guard {
         if &word == b"ready\n" { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
     }
 
-    /// The guard's process id.
+    /// The watchdog's process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Names a file that the guard is to unlink if it takes over: the unfinished snapshot. `None`: nothing (any more).
+    /// Names a file that the watchdog is to unlink if it takes over: the unfinished snapshot. `None`: nothing (any
+    /// more).
     ///
     /// # Errors
-    /// The kernel's, for example if the guard has died.
+    /// The kernel's, for example if the watchdog has died.
     pub fn temporary(&mut self, path: Option<&Path>) -> io::Result<()> {
         let path = path.map(std::path::absolute).transpose()?.unwrap_or_default();
         self.say("temporary", path.as_os_str().as_bytes())
     }
 
-    /// Has the guard hold this connection of QEMU's too.
+    /// Has the watchdog hold this connection of QEMU's too.
     pub(crate) fn hold(&mut self, end: BorrowedFd<'_>) -> io::Result<()> {
         match &self.control {
             Some(control) => Ok(send(control.as_fd(), b"hold\n", &[end], Some(Instant::now() + TELL))?),
@@ -128,13 +129,13 @@ impl Guard {
         }
     }
 
-    /// Has the guard let go of all connections.
+    /// Has the watchdog let go of all connections.
     pub(crate) fn let_go(&mut self) -> io::Result<()> {
         self.control.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"let go\n")
     }
 
-    /// Sends the guard what it needs to continue a lazy restore: an `UnfinishedRestore`, which is none of this side's
-    /// business.
+    /// Sends the watchdog what it needs to continue a lazy restore: an `UnfinishedRestore`, which is none of this
+    /// side's business.
     pub(crate) fn remember(&mut self, unfinished: &impl Serialize) -> io::Result<()> {
         self.say("restore", &serde_json::to_vec(unfinished)?)
     }
@@ -152,34 +153,34 @@ impl Guard {
         }
     }
 
-    /// Leaves the job to the guard: it takes over at once, and this process does not wait for it. The monitor's
+    /// Leaves the job to the watchdog: it takes over at once, and this process does not wait for it. The monitor's
     /// connection must not be used after that.
     pub fn hand_over(mut self) {
-        // Without the control channel, dropping the guard waits for nothing.
+        // Without the control channel, dropping the watchdog waits for nothing.
         drop(self.control.take());
     }
 
-    /// Tells the guard that the job is done, and waits for it to go.
+    /// Tells the watchdog that the job is done, and waits for it to go.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn finish(mut self) -> io::Result<GuardEnd> {
-        let told = self.control.take().is_some_and(|mut control| control.write_all(b"done\n").is_ok());
+    pub fn finish(mut self) -> io::Result<WatchdogEnd> {
+        let sent = self.control.take().is_some_and(|mut control| control.write_all(b"done\n").is_ok());
         let status = self.child.wait()?;
-        Ok(if told && status.success() { GuardEnd::Told } else { GuardEnd::WasGone(status) })
+        Ok(if sent && status.success() { WatchdogEnd::Dismissed } else { WatchdogEnd::Died(status) })
     }
 
     /// [`finish`](Self::finish), with what is odd about it said to a person.
     pub(crate) fn dismiss(self, notice: &dyn Fn(&str)) {
         match self.finish() {
-            Ok(GuardEnd::Told) => {}
-            Ok(GuardEnd::WasGone(status)) => notice(&format!("the guard process had died ({status})")),
-            Err(error) => notice(&format!("the guard process cannot be waited for: {error}")),
+            Ok(WatchdogEnd::Dismissed) => {}
+            Ok(WatchdogEnd::Died(status)) => notice(&format!("the watchdog process had died ({status})")),
+            Err(error) => notice(&format!("the watchdog process cannot be waited for: {error}")),
         }
     }
 }
 
-impl Drop for Guard {
+impl Drop for Watchdog {
     fn drop(&mut self) {
         if self.control.take().is_some() {
             drop(self.child.wait());

@@ -1,7 +1,7 @@
-//! The guard, with jobs that are killed with SIGKILL at every kind of moment, against stock QEMU.
+//! The watchdog, with jobs that are killed with SIGKILL at every kind of moment, against stock QEMU.
 //!
-//! This executable plays all parts: started with `guard` it is the guard, with `job` a limosa that works on a VM, and
-//! otherwise the tests, of which a name or part of one may be given.
+//! This executable plays all parts: started with `watchdog` it is the watchdog, with `job` a limosa that works on a VM,
+//! and otherwise the tests, of which a name or part of one may be given.
 
 mod stock;
 
@@ -18,12 +18,15 @@ use limosa_qemu::monitor::{MigrationStatus, Monitor, RunState, Settings};
 use limosa_qemu::qmp::{Options, Qmp};
 use limosa_qemu::takeover::Outcome;
 use limosa_qemu::{
-    Guard, GuardEnd, JobKind, JobMarker, JobPhase, Liveness, MarkerError, Remedy, ResumeError, ResumeOptions, VmAfter,
-    resume, run_guard,
+    JobKind, JobPhase, JobRecord, JobRecordError, Liveness, ResumeError, ResumeOptions, VmAfter, Watchdog,
+    WatchdogAdvice, WatchdogEnd, resume, run_watchdog,
 };
 use serde_json::Value;
 use stock::{Stock, eventually, run_state};
 use uuid::Uuid;
+
+/// A program that adds nothing to the watchdog's messages.
+const SILENT: WatchdogAdvice = WatchdogAdvice { conflict: |_| String::new(), outcome: |_| "" };
 
 const TESTS: &[(&str, fn())] = &[
     ("a_save_killed_while_memory_moves_is_cancelled_and_undone", killed_while_memory_moves),
@@ -34,20 +37,20 @@ const TESTS: &[(&str, fn())] = &[
     ("an_undecided_vm_waits_for_a_person", undecided),
     ("a_job_killed_in_the_middle_of_sending_a_command_is_undone", killed_while_sending),
     ("a_job_killed_in_the_middle_of_reading_an_answer_is_undone", killed_while_reading),
-    ("a_job_killed_before_it_placed_its_marker_changes_nothing", killed_before_marker),
+    ("a_job_killed_before_it_placed_its_record_changes_nothing", killed_before_record),
     ("a_restore_killed_before_it_began_leaves_a_usable_qemu", restore_killed_early),
     ("a_lazy_restore_killed_half_way_is_kept_for_recovery", lazy_restore_killed),
-    ("a_guard_that_is_told_goes_and_touches_nothing", told),
-    ("a_guard_that_is_dropped_takes_over", dropped),
-    ("a_guard_ignores_the_signals_of_the_terminal", signals),
-    ("when_the_guard_dies_too_resume_does_its_work", both_killed),
+    ("a_watchdog_that_is_told_goes_and_touches_nothing", told),
+    ("a_watchdog_that_is_dropped_takes_over", dropped),
+    ("a_watchdog_ignores_the_signals_of_the_terminal", signals),
+    ("when_the_watchdog_dies_too_resume_does_its_work", both_killed),
     ("a_save_killed_at_random_moments_always_leaves_the_vm_running", random_moments),
 ];
 
 fn main() -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     match arguments.first().and_then(|first| first.to_str()) {
-        Some("guard") => run_guard(arguments.get(1..).unwrap_or_default(), |_| ""),
+        Some("watchdog") => run_watchdog(arguments.get(1..).unwrap_or_default(), SILENT),
         Some("job") => job(&arguments),
         _ => tests(&arguments),
     }
@@ -82,8 +85,8 @@ fn job(arguments: &[OsString]) -> ExitCode {
     let address = limosa_qemu::qmp::MonitorAddress::Unix(socket.into());
     let patient = Options { greeting: Duration::from_secs(60), ..Options::default() };
     let monitor = Monitor::new(Qmp::connect(&address, &patient).unwrap());
-    let mut guard = Guard::spawn(Path::new("/proc/self/exe"), ["guard"], monitor.qmp()).unwrap();
-    if scenario == "before-marker" {
+    let mut watchdog = Watchdog::spawn(Path::new("/proc/self/exe"), ["watchdog"], monitor.qmp()).unwrap();
+    if scenario == "before-record" {
         arrive();
     }
     let restore = scenario.starts_with("restore-");
@@ -96,9 +99,9 @@ fn job(arguments: &[OsString]) -> ExitCode {
     let change = monitor.plan_settings(&wish.capability("events", true)).unwrap();
     let was_running = run_state(&monitor) == RunState::Running;
     let kind = if restore { JobKind::Restore } else { JobKind::Save };
-    let mut marker = JobMarker::new(kind, Uuid::from_u128(1), &file, was_running || restore, change.undo);
-    marker.descriptors = vec!["limosa".to_owned()];
-    marker.place(&monitor).unwrap();
+    let mut record = JobRecord::new(kind, Uuid::from_u128(1), &file, was_running || restore, change.undo);
+    record.descriptors = vec!["limosa".to_owned()];
+    record.place(&monitor).unwrap();
     monitor.set(&change.set).unwrap();
     match scenario {
         "restore-early" => arrive(),
@@ -134,11 +137,11 @@ fn job(arguments: &[OsString]) -> ExitCode {
         }
         _ => {}
     }
-    guard.temporary(Some(&file)).unwrap();
+    watchdog.temporary(Some(&file)).unwrap();
     let output = File::options().write(true).create(true).truncate(true).open(&file).unwrap();
     let set = monitor.add_fd(output.as_fd(), None, "limosa").unwrap();
-    marker.descriptor_sets = vec![set.set];
-    marker.update(&monitor).unwrap();
+    record.descriptor_sets = vec![set.set];
+    record.update(&monitor).unwrap();
     if scenario == "random" {
         announce();
     }
@@ -151,36 +154,36 @@ fn job(arguments: &[OsString]) -> ExitCode {
     match scenario {
         "completed" => arrive(),
         "published-stop" => {
-            marker.phase = JobPhase::Published;
-            marker.vm_after = VmAfter::Stopped;
-            marker.update(&monitor).unwrap();
+            record.phase = JobPhase::Published;
+            record.vm_after = VmAfter::Stopped;
+            record.update(&monitor).unwrap();
             arrive();
         }
         "undecided" => {
-            marker.phase = JobPhase::Undecided;
-            marker.update(&monitor).unwrap();
+            record.phase = JobPhase::Undecided;
+            record.update(&monitor).unwrap();
             arrive();
         }
         "unfinished" => {
-            println!("{}", guard.pid());
+            println!("{}", watchdog.pid());
             arrive();
         }
         _ => {}
     }
     monitor.cont().unwrap();
-    monitor.put_back(&marker.undo).unwrap();
+    monitor.put_back(&record.undo).unwrap();
     monitor.remove_fd(set.set).unwrap();
-    guard.temporary(None).unwrap();
+    watchdog.temporary(None).unwrap();
     if scenario == "drop" {
-        drop(guard);
+        drop(watchdog);
         return ExitCode::SUCCESS;
     }
-    JobMarker::remove(&monitor).unwrap();
+    JobRecord::remove(&monitor).unwrap();
     if scenario == "told" {
         // What comes after the job is limosa's own affair.
         monitor.stop().unwrap();
     }
-    assert_eq!(guard.finish().unwrap(), GuardEnd::Told);
+    assert_eq!(watchdog.finish().unwrap(), WatchdogEnd::Dismissed);
     ExitCode::SUCCESS
 }
 
@@ -244,7 +247,7 @@ fn start(stock: &Stock, scenario: &str) -> Job {
     job
 }
 
-/// Brings a job to a point and kills it there; returns when the guard has let go of the monitor.
+/// Brings a job to a point and kills it there; returns when the watchdog has let go of the monitor.
 fn kill_at(stock: &Stock, scenario: &str) -> Monitor {
     let mut job = start(stock, scenario);
     job.child.kill().unwrap();
@@ -264,7 +267,7 @@ fn assert_undone(monitor: &Monitor, before: &(Settings, Vec<(String, String)>)) 
     assert_eq!(monitor.settings().unwrap(), before.0);
     assert_eq!(monitor.qom_list("/objects").unwrap(), before.1);
     assert_eq!(monitor.descriptor_sets().unwrap(), []);
-    assert_eq!(JobMarker::read(monitor).unwrap(), None);
+    assert_eq!(JobRecord::read(monitor).unwrap(), None);
 }
 
 fn killed_while_memory_moves() {
@@ -316,7 +319,7 @@ fn undecided() {
     let before = before(&stock);
     let monitor = kill_at(&stock, "undecided");
     assert_eq!(run_state(&monitor), RunState::Postmigrate);
-    assert_eq!(JobMarker::read(&monitor).unwrap().unwrap().phase, JobPhase::Undecided);
+    assert_eq!(JobRecord::read(&monitor).unwrap().unwrap().phase, JobPhase::Undecided);
     let resumed = resume(&monitor, &ResumeOptions::default()).unwrap();
     assert_eq!(resumed.takeover.outcome, Outcome::Running);
     assert!(resumed.why.contains("may run elsewhere"), "{}", resumed.why);
@@ -342,11 +345,11 @@ fn killed_while_reading() {
     assert_undone(&monitor, &before);
 }
 
-fn killed_before_marker() {
+fn killed_before_record() {
     let stock = Stock::start(&[]);
     let before = before(&stock);
     stock.monitor().stop().unwrap();
-    let monitor = kill_at(&stock, "before-marker");
+    let monitor = kill_at(&stock, "before-record");
     assert_eq!(run_state(&monitor), RunState::Paused, "the VM is none of this job's business");
     assert_undone(&monitor, &before);
 }
@@ -377,14 +380,13 @@ fn lazy_restore_killed() {
     drop((pager, source));
     let monitor = destination.monitor();
     assert_eq!(monitor.migration().unwrap().status, MigrationStatus::PostcopyPaused);
-    let mut marker = JobMarker::read(&monitor).unwrap().unwrap();
-    assert_eq!((marker.job, marker.snapshot), (JobKind::Restore, Uuid::from_u128(1)));
+    let mut record = JobRecord::read(&monitor).unwrap().unwrap();
+    assert_eq!((record.job, record.snapshot), (JobKind::Restore, Uuid::from_u128(1)));
     let resumed = resume(&monitor, &ResumeOptions::default()).unwrap();
     assert_eq!(resumed.takeover.outcome, Outcome::NeedsRecovery);
-    assert_eq!(resumed.takeover.outcome.remedy(), Some(Remedy::RecoverSnapshot));
     // The one who recovers makes the record its own.
-    marker.claim(&monitor).unwrap();
-    assert!(matches!(resume(&monitor, &ResumeOptions::default()), Err(ResumeError::Marker(MarkerError::Busy(_)))));
+    record.claim(&monitor).unwrap();
+    assert!(matches!(resume(&monitor, &ResumeOptions::default()), Err(ResumeError::Record(JobRecordError::Busy(_)))));
 }
 
 fn told() {
@@ -393,7 +395,7 @@ fn told() {
     let mut job = start(&stock, "told");
     assert!(job.child.wait().unwrap().success());
     let monitor = stock.monitor();
-    assert_eq!(run_state(&monitor), RunState::Paused, "the guard has not continued what limosa stopped");
+    assert_eq!(run_state(&monitor), RunState::Paused, "the watchdog has not continued what limosa stopped");
     assert_undone(&monitor, &before);
     assert!(stock.path("snapshot").exists());
 }
@@ -413,12 +415,12 @@ fn signals() {
     let stock = Stock::start(&[]);
     let before = before(&stock);
     let mut job = start(&stock, "unfinished");
-    let guard = rustix::process::Pid::from_raw(job.said[0].parse().unwrap()).unwrap();
+    let watchdog = rustix::process::Pid::from_raw(job.said[0].parse().unwrap()).unwrap();
     use rustix::process::Signal;
     for signal in [Signal::INT, Signal::HUP, Signal::TERM, Signal::QUIT] {
-        rustix::process::kill_process(guard, signal).unwrap();
+        rustix::process::kill_process(watchdog, signal).unwrap();
     }
-    assert_eq!(rustix::process::getsid(Some(guard)).unwrap(), guard, "it has a session of its own");
+    assert_eq!(rustix::process::getsid(Some(watchdog)).unwrap(), watchdog, "it has a session of its own");
     job.child.kill().unwrap();
     job.child.wait().unwrap();
     let monitor = stock.monitor();
@@ -430,16 +432,16 @@ fn both_killed() {
     let stock = Stock::start(&[]);
     let before = before(&stock);
     let mut job = start(&stock, "unfinished");
-    let guard = rustix::process::Pid::from_raw(job.said[0].parse().unwrap()).unwrap();
-    rustix::process::kill_process(guard, rustix::process::Signal::KILL).unwrap();
+    let watchdog = rustix::process::Pid::from_raw(job.said[0].parse().unwrap()).unwrap();
+    rustix::process::kill_process(watchdog, rustix::process::Signal::KILL).unwrap();
     job.child.kill().unwrap();
     job.child.wait().unwrap();
     let monitor = stock.monitor();
     assert_eq!(run_state(&monitor), RunState::Postmigrate, "nothing was there to continue it");
-    let marker = JobMarker::read(&monitor).unwrap().unwrap();
-    assert_eq!(marker.process.liveness(), Liveness::Dead);
-    let another = JobMarker::new(JobKind::Save, Uuid::from_u128(2), Path::new("/other"), true, Settings::new());
-    assert!(matches!(another.place(&monitor).unwrap_err(), MarkerError::LeftOver(_)));
+    let record = JobRecord::read(&monitor).unwrap().unwrap();
+    assert_eq!(record.process.liveness(), Liveness::Dead);
+    let another = JobRecord::new(JobKind::Save, Uuid::from_u128(2), Path::new("/other"), true, Settings::new());
+    assert!(matches!(another.place(&monitor).unwrap_err(), JobRecordError::LeftOver(_)));
     let resumed = resume(&monitor, &ResumeOptions::default()).unwrap();
     assert_eq!(resumed.takeover.outcome, Outcome::Running);
     assert!(resumed.why.contains("being saved") && resumed.why.contains("snapshot"), "{}", resumed.why);

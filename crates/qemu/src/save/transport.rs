@@ -1,17 +1,18 @@
-//! The route of a save, and the settings that it needs in QEMU.
+//! The transport of a save, and the settings that it needs in QEMU.
 
 use std::num::NonZeroU64;
 
+use limosa_snapshot::Transport;
 use limosa_stream::multifd::Compression;
 
 use super::background;
-use super::options::{Route, SaveOptions};
+use super::options::{SaveOptions, TransportChoice};
+use crate::conflict::{Conflict, JobOption, RendezvousConflict};
 use crate::job::JobError;
 use crate::monitor::{Monitor, Settings};
-use crate::remedy::Remedy;
 
 /// Decides who writes the pages.
-pub(super) fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, JobError> {
+pub(super) fn choose_transport(monitor: &Monitor, options: &SaveOptions) -> Result<Transport, JobError> {
     let unable = || {
         if monitor.version() < crate::qmp::Version::new(9, 0, 0) {
             Some(format!("QEMU {} cannot write mapped-ram files; 9.0 and newer can", monitor.version()))
@@ -21,43 +22,49 @@ pub(super) fn route(monitor: &Monitor, options: &SaveOptions) -> Result<Route, J
             None
         }
     };
-    match options.route {
-        Route::File if options.background => Err(JobError::refused(
-            "QEMU cannot write a file of a VM that goes on meanwhile: it would come out empty",
-            Remedy::BackgroundBySocket,
-        )),
-        Route::File if options.compression != Compression::None => {
-            Err(JobError::refused("QEMU compresses nothing in a file that it writes", Remedy::CompressionBySocket))
+    let conflict =
+        |why: &str, option| Err(JobError::conflict(why, Conflict::Options(JobOption::FileTransport, option)));
+    let compressed = options.compression != Compression::None;
+    let transport = match options.transport {
+        TransportChoice::File if options.background => {
+            return conflict(
+                "QEMU cannot write a file of a VM that continues meanwhile: it would be empty",
+                JobOption::Background,
+            );
         }
-        Route::Auto if options.compression != Compression::None => Ok(Route::Socket),
-        Route::Auto if options.background || options.listen.is_some() || unable().is_some() => Ok(Route::Socket),
-        Route::Auto => Ok(Route::File),
-        Route::File => match unable() {
-            Some(why) => Err(JobError::refused(why, Remedy::Socket)),
-            None if options.listen.is_some() => {
-                Err(JobError::refused("an address has no meaning when QEMU writes the file", Remedy::FileOrListen))
-            }
-            None => Ok(Route::File),
-        },
-        Route::Socket => Ok(Route::Socket),
+        TransportChoice::File if compressed => {
+            return conflict("QEMU compresses nothing in a file that it writes", JobOption::Compression);
+        }
+        TransportChoice::File if let Some(why) = unable() => {
+            return Err(JobError::conflict(why, Conflict::Unsupported(JobOption::FileTransport)));
+        }
+        TransportChoice::File if options.listen.is_some() => {
+            return conflict("an address has no meaning when QEMU writes the file", JobOption::Listen);
+        }
+        TransportChoice::Auto if compressed || options.background || options.listen.is_some() || unable().is_some() => {
+            Transport::Socket
+        }
+        TransportChoice::File | TransportChoice::Auto => Transport::File,
+        TransportChoice::Socket => Transport::Socket,
+    };
+    if transport == Transport::Socket && options.listen.is_none() && !monitor.qmp().passes_descriptors() {
+        return Err(JobError::conflict(
+            "a monitor over tcp cannot be passed a socket",
+            Conflict::Rendezvous(RendezvousConflict::RemoteMonitor),
+        ));
     }
-    .and_then(|route| {
-        if route == Route::Socket && options.listen.is_none() && !monitor.qmp().passes_descriptors() {
-            return Err(JobError::refused("a monitor over tcp cannot be passed a socket", Remedy::ConnectTcp));
-        }
-        Ok(route)
-    })
+    Ok(transport)
 }
 
-/// How QEMU must be set for the route: what it needs is on, and whatever would give the stream another form is off.
+/// How QEMU must be set for the transport: what it needs is on, and whatever would give the stream another form is off.
 pub(super) fn settings(
-    route: Route,
+    transport: Transport,
     options: &SaveOptions,
     channels: Option<usize>,
     freezes: bool,
     bandwidth: Option<NonZeroU64>,
 ) -> Settings {
-    let by_file = route == Route::File;
+    let by_file = transport == Transport::File;
     let mut wish = if options.background { background::settings() } else { Settings::new() };
     wish = wish
         .capability("events", true)

@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Why a program's list could not be had.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum CatalogueError {
+pub enum VmstateDumpError {
     /// It cannot be run, or its output cannot be read.
     #[error("cannot run {}: {source}", program.display())]
     Run {
@@ -54,7 +54,7 @@ pub(super) struct Versions {
 
 /// The sections that a program declares with its types of devices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Catalogue {
+pub struct VmstateDump {
     /// By type: the section's name and versions.
     kinds: HashMap<String, (String, Versions)>,
     /// By the section's name: the widest range of versions over all types that write it.
@@ -83,12 +83,12 @@ struct Subsection {
     name: String,
 }
 
-impl Catalogue {
+impl VmstateDump {
     /// Runs the program and reads its list, if it is of this version.
     ///
     /// # Errors
     /// It cannot be run, is another version, or prints no list.
-    pub fn of(program: &Path, version: Version) -> Result<Self, CatalogueError> {
+    pub fn of(program: &Path, version: Version) -> Result<Self, VmstateDumpError> {
         let said = run(program, &["--version"])?;
         let said = String::from_utf8_lossy(&said);
         let first = said.lines().next().unwrap_or_default();
@@ -97,37 +97,37 @@ impl Catalogue {
         let same = first.split_ascii_whitespace().any(|word| word == number);
         if !same {
             let what = format!("is not the QEMU {number} that the destination runs (it says {first:?})");
-            return Err(CatalogueError::NotQemu { program: program.to_path_buf(), what });
+            return Err(VmstateDumpError::NotQemu { program: program.to_path_buf(), what });
         }
         let options =
             ["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-dump-vmstate", "/dev/stdout"];
         Self::parse(&run(program, &options)?)
-            .map_err(|what| CatalogueError::NotQemu { program: program.to_path_buf(), what })
+            .map_err(|what| VmstateDumpError::NotQemu { program: program.to_path_buf(), what })
     }
 
     /// Reads a list.
     pub(super) fn parse(json: &[u8]) -> Result<Self, String> {
         let entries: HashMap<String, Entry> =
             serde_json::from_slice(json).map_err(|error| format!("prints no list of device sections ({error})"))?;
-        let mut catalogue = Self::default();
+        let mut dump = Self::default();
         for (kind, entry) in entries {
             let Some(handler) = entry.description else { continue };
             let versions = Versions { oldest: handler.minimum_version_id, newest: handler.version_id };
-            let widest = catalogue.names.entry(handler.name.clone()).or_insert(versions);
+            let widest = dump.names.entry(handler.name.clone()).or_insert(versions);
             widest.oldest = widest.oldest.min(versions.oldest);
             widest.newest = widest.newest.max(versions.newest);
-            let known = catalogue.subsections.entry(handler.name.clone()).or_default();
+            let known = dump.subsections.entry(handler.name.clone()).or_default();
             known.extend(handler.subsections.into_iter().map(|subsection| subsection.name));
-            catalogue.kinds.insert(kind, (handler.name, versions));
+            dump.kinds.insert(kind, (handler.name, versions));
         }
-        if catalogue.kinds.is_empty() {
+        if dump.kinds.is_empty() {
             return Err("has no list of device sections".to_owned());
         }
-        Ok(catalogue)
+        Ok(dump)
     }
 
     /// Name and versions of the section that a type of device has.
-    pub(super) fn of_kind(&self, kind: &str) -> Option<(&str, Versions)> {
+    pub(super) fn section_of(&self, kind: &str) -> Option<(&str, Versions)> {
         self.kinds.get(kind).map(|(name, versions)| (name.as_str(), *versions))
     }
 
@@ -137,14 +137,14 @@ impl Catalogue {
     }
 
     /// The versions in which any type of device writes a section of this name.
-    pub(super) fn of_name(&self, name: &str) -> Option<Versions> {
+    pub(super) fn versions_of(&self, name: &str) -> Option<Versions> {
         self.names.get(name).copied()
     }
 }
 
 /// Runs the program to its end and returns what it printed.
-fn run(path: &Path, arguments: &[&str]) -> Result<Vec<u8>, CatalogueError> {
-    let not_qemu = |what: String| CatalogueError::NotQemu { program: path.to_path_buf(), what };
+fn run(path: &Path, arguments: &[&str]) -> Result<Vec<u8>, VmstateDumpError> {
+    let not_qemu = |what: String| VmstateDumpError::NotQemu { program: path.to_path_buf(), what };
     let mut text = Vec::new();
     let ended = program::run(Command::new(path).args(arguments).stdin(Stdio::null()), PATIENCE, |piece| {
         text.extend_from_slice(piece);
@@ -155,7 +155,7 @@ fn run(path: &Path, arguments: &[&str]) -> Result<Vec<u8>, CatalogueError> {
             let waited = PATIENCE.as_secs();
             Err(not_qemu(format!("does not end within {waited} s when it is asked for its list")))
         }
-        Err(source) => Err(CatalogueError::Run { program: path.to_path_buf(), source }),
+        Err(source) => Err(VmstateDumpError::Run { program: path.to_path_buf(), source }),
         Ok(Ended::Enough) => Err(not_qemu("prints more than any QEMU does".to_owned())),
         Ok(Ended::Itself(..)) if text.is_empty() => Err(not_qemu("prints nothing".to_owned())),
         Ok(Ended::Itself(..)) => Ok(text),
@@ -173,28 +173,28 @@ mod tests {
                 "Description":{"name":"virtio-net","version_id":11,"minimum_version_id":10,"Fields":[{"field":"x"}]}},
             "a":{"Description":{"name":"same","version_id":2,"minimum_version_id":2,"Subsections":[{"name":"same/x"}]}},
             "b":{"Description":{"name":"same","version_id":4,"minimum_version_id":3}}}"#;
-        let catalogue = Catalogue::parse(list).unwrap();
+        let dump = VmstateDump::parse(list).unwrap();
         let versions = Versions { oldest: 10, newest: 11 };
-        assert_eq!(catalogue.of_kind("virtio-net-device"), Some(("virtio-net", versions)));
-        assert_eq!(catalogue.of_name("virtio-net"), Some(versions));
-        assert_eq!(catalogue.of_name("same"), Some(Versions { oldest: 2, newest: 4 }));
-        assert_eq!(catalogue.of_kind("vmschkmachine"), None);
-        assert_eq!(catalogue.knows_subsection("same", "same/x"), Some(true));
-        assert_eq!(catalogue.knows_subsection("same", "same/y"), Some(false));
-        assert_eq!(catalogue.knows_subsection("timer", "timer/x"), None);
+        assert_eq!(dump.section_of("virtio-net-device"), Some(("virtio-net", versions)));
+        assert_eq!(dump.versions_of("virtio-net"), Some(versions));
+        assert_eq!(dump.versions_of("same"), Some(Versions { oldest: 2, newest: 4 }));
+        assert_eq!(dump.section_of("vmschkmachine"), None);
+        assert_eq!(dump.knows_subsection("same", "same/x"), Some(true));
+        assert_eq!(dump.knows_subsection("same", "same/y"), Some(false));
+        assert_eq!(dump.knows_subsection("timer", "timer/x"), None);
     }
 
     #[test]
     fn what_is_no_list_is_refused() {
         for text in ["", "[]", "{}", "{\"a\":{\"Description\":{\"name\":\"x\",\"version_id\":-1}}}"] {
-            assert!(Catalogue::parse(text.as_bytes()).is_err(), "{text}");
+            assert!(VmstateDump::parse(text.as_bytes()).is_err(), "{text}");
         }
     }
 
     #[test]
     fn programs_that_are_no_qemu_are_told_apart() {
         let version = Version::new(10, 0, 2);
-        let error = |program: &str| Catalogue::of(Path::new(program), version).unwrap_err().to_string();
+        let error = |program: &str| VmstateDump::of(Path::new(program), version).unwrap_err().to_string();
         assert!(error("/nonexistent/qemu").contains("cannot run /nonexistent/qemu"));
         assert!(error("test").contains("prints nothing"), "{}", error("test"));
         assert!(error("echo").contains("is not the QEMU 10.0.2"), "{}", error("echo"));

@@ -1,4 +1,4 @@
-//! Ignoring the signals by which a terminal or an administrator ends limosa, in the guard only.
+//! Ignoring the signals by which a terminal or an administrator ends limosa, in the watchdog only.
 
 /// Ignores SIGINT, SIGHUP, SIGTERM, SIGQUIT and SIGPIPE in this process from here on.
 pub(super) fn ignore() {
