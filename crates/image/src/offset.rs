@@ -141,6 +141,11 @@ impl ClusterCount {
 }
 
 impl GuestOffset {
+    /// The place of the same byte in an external data file, which has contents where the guest sees them.
+    pub(crate) const fn in_data_file(self) -> HostOffset {
+        HostOffset(self.0)
+    }
+
     /// Itself, or the beginning of the next unit.
     pub(crate) const fn align_up(self, unit: u64) -> Self {
         Self(self.0.next_multiple_of(unit))
@@ -153,6 +158,11 @@ impl GuestOffset {
 }
 
 impl HostOffset {
+    /// The first cluster that is behind all bytes before it.
+    pub(crate) const fn cluster_end(self, cluster_bits: u32) -> HostCluster {
+        HostCluster(self.0.div_ceil(1 << cluster_bits))
+    }
+
     /// The cluster that it is in.
     pub(crate) const fn cluster(self, cluster_bits: u32) -> HostCluster {
         HostCluster(self.0 >> cluster_bits)

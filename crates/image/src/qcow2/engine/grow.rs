@@ -106,7 +106,7 @@ impl Grower {
             return Ok(());
         }
         if self.context.rules().version > 2 {
-            return Arc::clone(&self.writer).zero(GuestOffset(own), below - own, Zeroing::Unmap).await;
+            return self.writer.zero(GuestOffset(own), below - own, Zeroing::Unmap).await;
         }
         // Version 2 has no zero clusters.
         self.writer.write_zeros(GuestOffset(own)..GuestOffset(below)).await

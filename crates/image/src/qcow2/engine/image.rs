@@ -260,7 +260,7 @@ impl Inner {
             Arc::clone(&guest_data),
             Preallocated::new(Arc::clone(&context), Arc::clone(&header)),
         );
-        let writer = Arc::new(Writer::new(WriterParts {
+        let writer = Arc::new(Writer::new(&WriterParts {
             context: Arc::clone(&context),
             header: Arc::clone(&header),
             allocator: Arc::clone(&allocator),
@@ -337,7 +337,7 @@ impl Disk for Qcow2 {
         let inner = Arc::clone(&self.inner);
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, from.len() as u64)?;
-            Arc::clone(&inner.writer).write(at, from).await
+            inner.writer.write(at, from).await
         }))
     }
 
@@ -346,7 +346,7 @@ impl Disk for Qcow2 {
         let inner = Arc::clone(&self.inner);
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, length)?;
-            Arc::clone(&inner.writer).zero(at, length, zeroing).await
+            inner.writer.zero(at, length, zeroing).await
         }))
     }
 
@@ -354,7 +354,7 @@ impl Disk for Qcow2 {
         let inner = Arc::clone(&self.inner);
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, length)?;
-            Arc::clone(&inner.writer).zero(at, length, Zeroing::Discard).await
+            inner.writer.zero(at, length, Zeroing::Discard).await
         }))
     }
 

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use limosa_page::to_usize;
 
 use super::locks::{Rank, RankedRwLock};
-use crate::offset::{HostCluster, HostOffset};
+use crate::offset::{ClusterCount, HostCluster, HostOffset};
 use crate::qcow2::format::header::Header;
 use crate::qcow2::format::snapshot_table::Snapshot;
 
@@ -82,17 +82,17 @@ pub(super) struct OverlapCheck {
 #[derive(Debug, Default)]
 struct Places {
     /// Tables that the header or the snapshot table lead to, by where they begin: where they end. None lies on another.
-    ranges: BTreeMap<u64, (u64, TableKind)>,
+    ranges: BTreeMap<HostCluster, (HostCluster, TableKind)>,
     /// L2 tables and refcount blocks.
-    single: HashMap<u64, TableKind>,
+    single: HashMap<HostCluster, TableKind>,
 }
 
 impl Places {
     /// The first table in a range, but for tables of one sort.
-    fn within(&self, clusters: &Range<u64>, but: Option<TableKind>) -> Option<(u64, TableKind)> {
+    fn within(&self, clusters: &Range<HostCluster>, but: Option<TableKind>) -> Option<(HostCluster, TableKind)> {
         let range = self.ranges.range(..clusters.end).next_back().filter(|(_, (end, _))| *end > clusters.start);
         let range = range.map(|(first, (_, table))| (*first, *table));
-        let mut all = clusters.clone();
+        let mut all = each(clusters);
         let single = || all.find_map(|cluster| self.single.get(&cluster).map(|table| (cluster, *table)));
         range.filter(|(_, table)| Some(*table) != but).or_else(|| {
             let mut single = single;
@@ -104,6 +104,11 @@ impl Places {
             }
         })
     }
+}
+
+/// The clusters of a range, one by one.
+fn each(clusters: &Range<HostCluster>) -> impl Iterator<Item = HostCluster> + use<> {
+    (clusters.start.0..clusters.end.0).map(HostCluster)
 }
 
 impl Default for OverlapCheck {
@@ -124,15 +129,14 @@ impl OverlapCheck {
     ) -> Self {
         let mut places = Places::default();
         let mut conflict = None;
-        let overlap = |(first, table): (u64, TableKind)| Overlap { table, at: HostOffset(first << cluster_bits) };
-        let size = 1_u64 << cluster_bits;
-        let mut sorted: Vec<(u64, u64, TableKind)> = ranges
+        let overlap = |(first, table): (HostCluster, TableKind)| Overlap { table, at: first.begin(cluster_bits) };
+        let mut sorted: Vec<(HostCluster, HostCluster, TableKind)> = ranges
             .into_iter()
             .filter(|(_, bytes)| !bytes.is_empty())
-            .map(|(table, bytes)| (bytes.start.0 >> cluster_bits, bytes.end.0.div_ceil(size), table))
+            .map(|(table, bytes)| (bytes.start.cluster(cluster_bits), bytes.end.cluster_end(cluster_bits), table))
             .collect();
         sorted.sort_unstable_by_key(|(first, ..)| *first);
-        let mut last: Option<(u64, u64, TableKind)> = None;
+        let mut last: Option<(HostCluster, HostCluster, TableKind)> = None;
         for (first, end, table) in sorted {
             match &mut last {
                 Some((begin, until, before)) if first < *until => {
@@ -153,22 +157,22 @@ impl OverlapCheck {
         let single = l2.into_iter().map(|at| (at, TableKind::L2));
         let single = single.chain(blocks.into_iter().map(|at| (at, TableKind::RefcountBlock)));
         for (at, table) in single {
-            let cluster = at.0 >> cluster_bits;
+            let cluster = at.cluster(cluster_bits);
             // Several entries of the L1 table may lead to one L2 table: it is an L2 table all the same.
             let but = Some(TableKind::L2).filter(|l2| *l2 == table);
-            match places.within(&(cluster..cluster + 1), but) {
+            match places.within(&(cluster..cluster + ClusterCount::ONE), but) {
                 Some(other) => conflict = conflict.or(Some((overlap((cluster, table)), overlap(other)))),
                 None => drop(places.single.insert(cluster, table)),
             }
         }
-        let long: u64 = places.ranges.iter().map(|(first, (end, _))| end - first).fold(0, u64::saturating_add);
+        let long: u64 = places.ranges.iter().map(|(first, (end, _))| (*end - *first).0).fold(0, u64::saturating_add);
         let wanted = (long.min(FILTERED_MOST) + places.single.len() as u64).saturating_add(more);
         let bits = wanted.saturating_mul(BITS_EACH).clamp(FILTER.0, FILTER.1).next_power_of_two();
         let filter: Box<[AtomicU64]> =
             (0..bits / 64).map(|_| AtomicU64::new(if long > FILTERED_MOST { u64::MAX } else { 0 })).collect();
         let tables = Self { cluster_bits, filter, places: Rank::OverlapCheck.rw_lock(Places::default()), conflict };
         if long <= FILTERED_MOST {
-            places.ranges.iter().flat_map(|(first, (end, _))| *first..*end).for_each(|cluster| tables.note(cluster));
+            places.ranges.iter().flat_map(|(first, (end, _))| each(&(*first..*end))).for_each(|cluster| tables.note(cluster));
         }
         places.single.keys().for_each(|cluster| tables.note(*cluster));
         Self { places: Rank::OverlapCheck.rw_lock(places), ..tables }
@@ -203,15 +207,20 @@ impl OverlapCheck {
         self.conflict
     }
 
+    /// The clusters that a range of bytes touches.
+    const fn clusters_of(&self, bytes: &Range<HostOffset>) -> Range<HostCluster> {
+        bytes.start.cluster(self.cluster_bits)..bytes.end.cluster_end(self.cluster_bits)
+    }
+
     /// Where the filter's bit for a cluster is.
-    fn bit(&self, cluster: u64) -> (usize, u64) {
+    fn bit(&self, cluster: HostCluster) -> (usize, u64) {
         // The upper bits of the product are the mixed ones.
-        let hash = cluster.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        let hash = cluster.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let word = to_usize(hash >> 6) & self.filter.len().wrapping_sub(1);
         (word, 1 << (hash & 63))
     }
 
-    fn note(&self, cluster: u64) {
+    fn note(&self, cluster: HostCluster) {
         let (word, bit) = self.bit(cluster);
         if let Some(word) = self.filter.get(word) {
             word.fetch_or(bit, Ordering::Release);
@@ -220,7 +229,7 @@ impl OverlapCheck {
 
     /// The cluster at this offset is such a table from now on.
     pub(super) fn add(&self, at: HostOffset, table: TableKind) {
-        let cluster = at.0 >> self.cluster_bits;
+        let cluster = at.cluster(self.cluster_bits);
         self.places.write().single.insert(cluster, table);
         self.note(cluster);
     }
@@ -228,7 +237,7 @@ impl OverlapCheck {
     /// These clusters are no L2 tables any more.
     pub(super) fn remove_l2(&self, clusters: &Range<HostCluster>) {
         let mut places = self.places.write();
-        for cluster in clusters.start.0..clusters.end.0 {
+        for cluster in each(clusters) {
             if places.single.get(&cluster) == Some(&TableKind::L2) {
                 places.single.remove(&cluster);
             }
@@ -246,27 +255,27 @@ impl OverlapCheck {
     }
 
     fn move_only(&self, only: TableKind, to: &Range<HostOffset>) {
-        let clusters = to.start.0 >> self.cluster_bits..to.end.0.div_ceil(1 << self.cluster_bits);
+        let clusters = self.clusters_of(to);
         let mut places = self.places.write();
         places.ranges.retain(|_, (_, table)| *table != only);
         places.ranges.insert(clusters.start, (clusters.end, only));
         drop(places);
-        clusters.for_each(|cluster| self.note(cluster));
+        each(&clusters).for_each(|cluster| self.note(cluster));
     }
 
     /// The table that lies in a range of bytes of the file, if one does; `but`: those of this sort may.
     pub(super) fn within(&self, bytes: &Range<HostOffset>, but: Option<TableKind>) -> Option<Overlap> {
-        let clusters = bytes.start.0 >> self.cluster_bits..bytes.end.0.div_ceil(1 << self.cluster_bits);
+        let clusters = self.clusters_of(bytes);
         let set = |cluster| {
             let (word, bit) = self.bit(cluster);
             self.filter.get(word).is_some_and(|word| word.load(Ordering::Acquire) & bit != 0)
         };
-        if !clusters.clone().any(set) {
+        if !each(&clusters).any(set) {
             return None;
         }
         let places = self.places.read();
         let (first, table) = places.within(&clusters, but)?;
-        Some(Overlap { table, at: HostOffset(first << self.cluster_bits) })
+        Some(Overlap { table, at: first.begin(self.cluster_bits) })
     }
 }
 

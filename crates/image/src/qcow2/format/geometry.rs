@@ -1,6 +1,9 @@
 //! Sizes, and where in which table an offset is found.
 
 use std::fmt;
+use std::ops::Range;
+
+use limosa_page::to_usize;
 
 use crate::offset::GuestOffset;
 
@@ -68,6 +71,22 @@ impl Geometry {
     #[must_use]
     pub const fn subcluster_size(&self) -> u64 {
         if self.extended_l2 { self.cluster_size() / Self::SUBCLUSTERS as u64 } else { self.cluster_size() }
+    }
+
+    /// Number of clusters that a range touches.
+    pub(in crate::qcow2) const fn clusters_touched(&self, range: &Range<GuestOffset>) -> usize {
+        let cluster = self.cluster_size();
+        to_usize(range.end.0.div_ceil(cluster) - range.start.0 / cluster)
+    }
+
+    /// Bits of the subclusters of the cluster at `at` that begin in a range; all bits if it has no subclusters.
+    pub(in crate::qcow2) fn subclusters_in(&self, range: &Range<GuestOffset>, at: GuestOffset) -> u32 {
+        if !self.extended_l2 {
+            return u32::MAX;
+        }
+        let unit = self.subcluster_size();
+        let begins = |bit: &u32| range.contains(&(at + u64::from(*bit) * unit));
+        (0..Self::SUBCLUSTERS).filter(begins).fold(0, |bits, bit| bits | 1 << bit)
     }
 
     /// Bits of a refcount.

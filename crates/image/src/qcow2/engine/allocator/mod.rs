@@ -249,7 +249,7 @@ impl Allocator {
         let zeros = zero_parts(&**self.context.file(), &self.bytes_of(clusters));
         for first in (clusters.start.0..clusters.end.0).map(HostCluster) {
             let bytes = self.bytes_of(&(first..first + ClusterCount::ONE));
-            let zeroed = zeros.iter().any(|zero| zero.start <= bytes.start.0 && bytes.end.0 <= zero.end);
+            let zeroed = zeros.iter().any(|zero| zero.start <= bytes.start && bytes.end <= zero.end);
             match runs.last_mut() {
                 Some(run) if run.zeroed == zeroed => run.count += ClusterCount::ONE,
                 _ => runs.push(Run { first, count: ClusterCount::ONE, zeroed }),
@@ -260,13 +260,14 @@ impl Allocator {
 }
 
 /// What of a range a storage proves to read as zeros; neighbours are one.
-pub(super) fn zero_parts(storage: &dyn Storage, range: &Range<HostOffset>) -> Vec<Range<u64>> {
-    let mut zeros: Vec<Range<u64>> = Vec::new();
+pub(super) fn zero_parts(storage: &dyn Storage, range: &Range<HostOffset>) -> Vec<Range<HostOffset>> {
+    let mut zeros: Vec<Range<HostOffset>> = Vec::new();
     let extents = storage.extents(range.start.0..range.end.0).unwrap_or_default();
     for extent in extents.into_iter().filter(|extent| extent.kind.is_zero()) {
+        let (start, end) = (HostOffset(extent.range.start), HostOffset(extent.range.end));
         match zeros.last_mut() {
-            Some(last) if last.end >= extent.range.start => last.end = last.end.max(extent.range.end),
-            _ => zeros.push(extent.range),
+            Some(last) if last.end >= start => last.end = last.end.max(end),
+            _ => zeros.push(start..end),
         }
     }
     zeros

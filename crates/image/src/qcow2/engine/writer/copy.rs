@@ -10,21 +10,34 @@ use futures_util::future::join_all;
 use limosa_page::{BrokenInvariant, broken, to_usize};
 use limosa_storage::{Buffer, IoVector};
 
-use super::super::allocator::zero_parts;
+use super::super::allocator::{Allocator, zero_parts};
+use super::super::context::Context;
 use super::super::counters::OperationKind;
+use super::super::guest_data::GuestData;
 use super::super::layers::{Layers, part_of};
 use super::super::pool::Run;
 use super::super::seams;
 use super::super::shared_future::all;
-use super::in_flight::{InFlightAllocation, NewPlace, State};
+use super::super::tables::Tables;
+use super::WriterParts;
+use super::clones::Sharing;
+use super::in_flight::{InFlightAllocation, NewPlace, Segment, State};
 use super::plan::{Origin, Part, Plan, Want};
-use super::{Segment, Writer};
 use crate::disk::BlockStatus;
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, GuestOffset, HostOffset, Shift, length};
 use crate::qcow2::format::entry::{L2Entry, Subclusters};
 
-/// What a job that writes does. `entries` are of the clusters from guest offset `start` on.
+/// Carries out jobs that write.
+pub(super) struct CopyJobs {
+    context: Arc<Context>,
+    allocator: Arc<Allocator>,
+    tables: Arc<Tables>,
+    guest_data: Arc<GuestData>,
+    sharing: Sharing,
+}
+
+/// The work of a job that writes. `entries` are of the clusters from guest offset `start` on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum CopyWork {
     /// Makes room: clusters without contents, whose subclusters are written afterwards.
@@ -52,12 +65,19 @@ impl Old<'_> {
     }
 }
 
-impl Writer {
-    pub(super) async fn carry_out(
-        self: &Arc<Self>,
-        job: &InFlightAllocation,
-        work: CopyWork,
-    ) -> Result<(), ImageError> {
+impl CopyJobs {
+    pub(super) fn new(parts: &WriterParts) -> Self {
+        let WriterParts { context, allocator, tables, guest_data, .. } = parts;
+        Self {
+            context: Arc::clone(context),
+            allocator: Arc::clone(allocator),
+            tables: Arc::clone(tables),
+            guest_data: Arc::clone(guest_data),
+            sharing: Sharing::new(Arc::clone(context)),
+        }
+    }
+
+    pub(super) async fn carry_out(&self, job: &InFlightAllocation, work: CopyWork) -> Result<(), ImageError> {
         // The table comes first: without it nothing else is of use.
         self.tables.prepare(job.range.start).await?;
         let (start, entries) = match &work {
@@ -93,10 +113,10 @@ impl Writer {
     /// Clusters for a range, which is of whole ones.
     async fn new_places(&self, range: &Range<GuestOffset>) -> Result<(Vec<NewPlace>, Vec<Run>), ImageError> {
         if self.context.has_data_file() {
-            // There, everything lies where the guest sees it.
-            let host = HostOffset(range.start.0);
-            let zeros = zero_parts(&**self.context.data(), &(host..host + length(range)));
-            let zeroed = zeros.iter().any(|zero| zero.start <= range.start.0 && range.end.0 <= zero.end);
+            let host = range.start.in_data_file();
+            let wanted = host..host + length(range);
+            let zeros = zero_parts(&**self.context.data(), &wanted);
+            let zeroed = zeros.iter().any(|zero| zero.start <= wanted.start && wanted.end <= zero.end);
             return Ok((vec![NewPlace { guest: range.clone(), host, zeroed }], Vec::new()));
         }
         let bits = self.context.geometry().cluster_bits;
@@ -307,7 +327,8 @@ impl Writer {
         new: bool,
     ) -> Result<Vec<L2Entry>, ImageError> {
         seams::entry_after_contents(!matches!(&*job.state.lock(), State::Gathering(_)))?;
-        let cluster = self.context.geometry().cluster_size();
+        let geometry = self.context.geometry();
+        let cluster = geometry.cluster_size();
         let mut dropped = Vec::new();
         let change = |index: usize, old| {
             let at = start + index as u64 * cluster;
@@ -315,40 +336,25 @@ impl Writer {
             if new {
                 dropped.push(old);
             }
-            relinked(old, place.map(|place| place.host_of(at)), self.bits(&job.fill, at))
+            relinked(old, place.map(|place| place.host_of(at)), geometry.subclusters_in(&job.fill, at))
         };
-        self.tables.change(job.range.start, self.clusters_of(&job.range), change).await?;
+        self.tables.change(job.range.start, geometry.clusters_touched(&job.range), change).await?;
         Ok(dropped)
-    }
-
-    /// How many clusters a range touches.
-    pub(super) fn clusters_of(&self, range: &Range<GuestOffset>) -> usize {
-        let cluster = self.context.geometry().cluster_size();
-        to_usize(range.end.0.div_ceil(cluster) - range.start.0 / cluster)
-    }
-
-    /// The bits of the subclusters of the cluster at `at` that begin in a range; all of them if there are none.
-    pub(super) fn bits(&self, range: &Range<GuestOffset>, at: GuestOffset) -> u32 {
-        let geometry = self.context.geometry();
-        if !geometry.extended_l2 {
-            return u32::MAX;
-        }
-        let unit = geometry.subcluster_size();
-        (0..32_u32).filter(|bit| range.contains(&(at + u64::from(*bit) * unit))).fold(0, |bits, bit| bits | 1 << bit)
     }
 
     /// Room for clusters whose subclusters are written one by one.
     async fn reserve(&self, job: &InFlightAllocation) -> Result<(), ImageError> {
         let (places, runs) = self.new_places(&job.range).await?;
         seams::parts_cover(places.iter().map(|place| place.guest.clone()), &job.range)?;
-        let cluster = self.context.geometry().cluster_size();
+        let geometry = self.context.geometry();
+        let cluster = geometry.cluster_size();
         let change = |index: usize, old| {
             let at = job.range.start + index as u64 * cluster;
             let place = places.iter().find(|place| place.guest.contains(&at));
             let what = if let L2Entry::Standard { what, .. } = old { what } else { Subclusters::NONE };
             L2Entry::Standard { host: place.map(|place| place.host_of(at)), copied: true, what }
         };
-        let changed = self.tables.change(job.range.start, self.clusters_of(&job.range), change).await;
+        let changed = self.tables.change(job.range.start, geometry.clusters_touched(&job.range), change).await;
         if changed.is_err() {
             self.allocator.put_back(runs);
         }

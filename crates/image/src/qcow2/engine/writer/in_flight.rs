@@ -7,13 +7,19 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
+use futures_util::FutureExt;
 use limosa_page::{BrokenInvariant, to_usize};
+use limosa_storage::IoVector;
 
 use super::super::locks::{Rank, RankedGuard, RankedMutex};
 use super::super::seams;
 use super::super::shared_future::SharedFuture;
-use super::Segment;
+use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset, Shift};
+use crate::qcow2::format::geometry::Geometry;
+
+/// The guest's bytes, and their offset on the disk.
+pub(super) type Segment = (GuestOffset, IoVector);
 
 /// A job: a part of the disk that is claimed until its bytes have their place.
 #[derive(Debug)]
@@ -57,6 +63,10 @@ impl NewPlace {
 }
 
 impl InFlightAllocation {
+    pub(super) fn new(range: Range<GuestOffset>, fill: Range<GuestOffset>, state: State) -> Arc<Self> {
+        Arc::new(Self { range, fill, state: Rank::InFlightAllocation.mutex(state) })
+    }
+
     /// The bytes that were gathered; from now on it is in another state.
     pub(super) fn gathered(&self, next: State) -> Vec<Segment> {
         match std::mem::replace(&mut *self.state.lock(), next) {
@@ -76,6 +86,8 @@ impl InFlightAllocation {
 #[derive(Debug)]
 pub(super) struct InFlightAllocations {
     shards: [RankedMutex<Shard>; SHARDS],
+    /// Bytes of a cluster or subcluster.
+    unit: u64,
     /// The logarithm of a region's bytes.
     region_bits: u32,
 }
@@ -91,9 +103,28 @@ pub(super) struct Shard {
 
 impl InFlightAllocations {
     /// `region`: bytes of the disk whose L2 entries are in one slice, a power of two.
-    pub(super) fn new(region: u64) -> Self {
+    pub(super) fn new(geometry: Geometry, region: u64) -> Self {
         let shards = std::array::from_fn(|_| Rank::InFlight.mutex(Shard::default()));
-        Self { shards, region_bits: region.trailing_zeros() }
+        Self { shards, unit: geometry.subcluster_size(), region_bits: region.trailing_zeros() }
+    }
+
+    /// Returns the future of a job that claims `range`: it carries out `work` and then releases the claim.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        range: &Range<GuestOffset>,
+        work: impl Future<Output = Result<(), ImageError>> + Send + 'static,
+    ) -> Result<SharedFuture, BrokenInvariant> {
+        seams::claim_is_whole(range, self.unit)?;
+        seams::claim_is_of_one_region(self.is_of_one_region(range))?;
+        let (jobs, start) = (Arc::clone(self), range.start);
+        let job = async move {
+            let done = work.await;
+            let entry = jobs.shard(start).remove(start);
+            // After the lock: the last handle of a job may drop what takes other locks.
+            drop(entry);
+            done
+        };
+        Ok(job.boxed().shared())
     }
 
     fn number(region: u64) -> usize {
@@ -107,7 +138,7 @@ impl InFlightAllocations {
     }
 
     /// Whether all of a range is of one region, as a claim has to be.
-    pub(super) fn is_of_one_region(&self, range: &Range<GuestOffset>) -> bool {
+    fn is_of_one_region(&self, range: &Range<GuestOffset>) -> bool {
         range.start.0 >> self.region_bits == range.end.0.saturating_sub(1) >> self.region_bits
     }
 
@@ -177,9 +208,9 @@ impl Shard {
 
 #[cfg(test)]
 mod tests {
-    use futures_util::FutureExt;
-
     use super::*;
+
+    const GEOMETRY: Geometry = Geometry { cluster_bits: 9, refcount_order: 4, extended_l2: false };
 
     fn range(range: Range<u64>) -> Range<GuestOffset> {
         GuestOffset(range.start)..GuestOffset(range.end)
@@ -187,19 +218,15 @@ mod tests {
 
     fn claimed(jobs: &InFlightAllocations, claim: Range<u64>) -> SharedFuture {
         let future: SharedFuture = std::future::pending().boxed().shared();
-        let job = InFlightAllocation {
-            fill: range(claim.clone()),
-            range: range(claim),
-            state: Rank::InFlightAllocation.mutex(State::Sealed),
-        };
-        jobs.shard(job.range.start).insert(Arc::new(job), future.clone()).unwrap();
+        let job = InFlightAllocation::new(range(claim.clone()), range(claim), State::Sealed);
+        jobs.shard(job.range.start).insert(job, future.clone()).unwrap();
         future
     }
 
     #[test]
     fn a_claim_is_found_by_what_touches_it_and_from_other_regions_too() {
         const REGION: u64 = 1 << 20;
-        let jobs = InFlightAllocations::new(REGION);
+        let jobs = InFlightAllocations::new(GEOMETRY, REGION);
         // The last region of a round of shards, and the first of the next one.
         let last = (SHARDS as u64 - 1) * REGION;
         let next = last + REGION;
@@ -216,7 +243,7 @@ mod tests {
 
     #[test]
     fn a_job_is_alone_when_nothing_else_has_a_handle_of_it() {
-        let jobs = InFlightAllocations::new(1 << 20);
+        let jobs = InFlightAllocations::new(GEOMETRY, 1 << 20);
         let (first, _second) = (claimed(&jobs, 0..512), claimed(&jobs, 1 << 30..(1 << 30) + 512));
         assert!(jobs.alone().is_empty());
         drop(first);

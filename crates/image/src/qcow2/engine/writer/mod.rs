@@ -1,59 +1,48 @@
-//! Writing: in place where the image has the cluster for itself, else by a job.
+//! Requests that change the guest's data, over shared in-flight allocations.
 //!
-//! What changes where bytes lie claims the clusters (or subclusters) first: a *job* (the module `in_flight`), of which
-//! there is one for any cluster at a time. A job that writes copies what has to be around the guest's bytes (`copy`, by
-//! a `plan`, or by `clones`); one that zeroes changes entries only (`zero`).
+//! Bytes of clusters that the image has exclusively are written in place. A request that changes where bytes are claims
+//! the clusters (or subclusters) first: a *job* (the module `in_flight`), one for any cluster at a time. The `copier`
+//! writes the guest's bytes, and claims what needs new space; `copy` carries out its jobs, by a `plan`, or by `clones`.
+//! The `zeroer` zeroes and discards: its jobs change entries only.
 
 mod cancelled;
 mod clones;
+mod copier;
 mod copy;
 mod in_flight;
 mod plan;
-mod zero;
+mod zeroer;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use futures_util::future::{BoxFuture, join, join_all};
-use futures_util::{FutureExt, TryFutureExt};
-use limosa_page::{BrokenInvariant, broken, to_u64};
+use futures_util::future::join_all;
+use limosa_page::BrokenInvariant;
 use limosa_storage::IoVector;
 
 use self::cancelled::CancelledRequests;
-use self::clones::Sharing;
-use self::copy::CopyWork;
-use self::in_flight::{InFlightAllocation, InFlightAllocations, State};
-pub(super) use self::zero::Zeroing;
-use super::allocator::{Allocator, InUse};
+use self::copier::Copier;
+use self::in_flight::InFlightAllocations;
+pub(super) use self::zeroer::Zeroing;
+use self::zeroer::Zeroer;
+use super::allocator::Allocator;
 use super::cancelled_writes::CancelledWrites;
 use super::context::Context;
-use super::counters::OperationKind;
 use super::flusher::Flusher;
 use super::guest_data::GuestData;
 use super::header_owner::HeaderOwner;
-use super::layers::part_of;
-use super::locks::Rank;
-use super::lookup::{Extent, Kind, Lookup, extent_in_cluster};
 use super::seams;
-use super::shared_future::SharedFuture;
 use super::tables::Tables;
 use crate::error::ImageError;
-use crate::offset::{GuestOffset, HostOffset};
-use crate::qcow2::format::entry::L2Entry;
+use crate::offset::GuestOffset;
 
 pub(super) struct Writer {
-    context: Arc<Context>,
-    header: Arc<HeaderOwner>,
-    allocator: Arc<Allocator>,
-    tables: Arc<Tables>,
-    flusher: Arc<Flusher>,
-    guest_data: Arc<GuestData>,
-    cancelled_writes: Arc<CancelledWrites>,
-    /// Requests that change where bytes lie.
-    in_flight: InFlightAllocations,
-    /// Those of them that nothing waits for.
+    copier: Arc<Copier>,
+    zeroer: Arc<Zeroer>,
+    in_flight: Arc<InFlightAllocations>,
+    /// Jobs that nothing waits for.
     cancelled: CancelledRequests,
-    sharing: Sharing,
+    cancelled_writes: Arc<CancelledWrites>,
 }
 
 /// The owners that a writer works with.
@@ -67,395 +56,61 @@ pub(super) struct WriterParts {
     pub(super) cancelled_writes: Arc<CancelledWrites>,
 }
 
-/// Guest's bytes, and where they belong.
-type Segment = (GuestOffset, IoVector);
-
-/// What of a part has to be written once more others are done.
-type Left = Option<Segment>;
-
-/// How the bytes from some offset on are written.
-enum Claim {
-    /// Where they are.
-    InPlace { host: HostOffset, length: u64 },
-    /// Where a job has made room, which is not done yet.
-    Along { host: HostOffset, length: u64, job: SharedFuture },
-    /// By this job, which has them.
-    Given { length: u64, job: SharedFuture },
-    /// After this job, whatever became of it.
-    Wait { length: u64, job: SharedFuture },
-    /// After this job has made room for them.
-    After { length: u64, job: SharedFuture },
-    /// First a slice has to be read.
-    Load(HostOffset),
-}
-
-/// What some bytes need to be written.
-enum Needed {
-    /// Nothing: they have their place.
-    InPlace { host: HostOffset, length: u64 },
-    /// A job.
-    Allocation { range: Range<GuestOffset>, work: CopyWork },
-}
-
-/// What an entry means for a write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ClusterState {
-    /// There is no cluster.
-    Unallocated,
-    /// There is one, which nothing else refers to.
-    Exclusive(HostOffset),
-    /// There is one that something else refers to, too.
-    Shared,
-    /// There are compressed contents.
-    Compressed,
-}
-
-const fn class(entry: L2Entry) -> ClusterState {
-    match entry {
-        L2Entry::Standard { host: None, .. } => ClusterState::Unallocated,
-        L2Entry::Standard { host: Some(host), copied: true, .. } => ClusterState::Exclusive(host),
-        L2Entry::Standard { .. } => ClusterState::Shared,
-        L2Entry::Compressed { .. } => ClusterState::Compressed,
-    }
-}
-
 impl Writer {
-    pub(super) fn new(parts: WriterParts) -> Self {
-        let WriterParts { context, header, allocator, tables, flusher, guest_data, cancelled_writes } = parts;
-        let in_flight = InFlightAllocations::new(context.region());
-        let (cancelled, sharing) = (CancelledRequests::default(), Sharing::new(Arc::clone(&context)));
-        Self {
-            context,
-            header,
-            allocator,
-            tables,
-            flusher,
-            guest_data,
-            cancelled_writes,
-            in_flight,
-            cancelled,
-            sharing,
-        }
+    pub(super) fn new(parts: &WriterParts) -> Self {
+        let in_flight = Arc::new(InFlightAllocations::new(*parts.context.geometry(), parts.context.region()));
+        let copier = Arc::new(Copier::new(parts, Arc::clone(&in_flight)));
+        let zeroer = Arc::new(Zeroer::new(parts, Arc::clone(&in_flight), Arc::clone(&copier)));
+        let cancelled_writes = Arc::clone(&parts.cancelled_writes);
+        Self { copier, zeroer, in_flight, cancelled: CancelledRequests::default(), cancelled_writes }
     }
 
-    /// Waits for all jobs, and for what was cancelled. No more of them begin meanwhile.
+    /// Writes all of `from` at `at`. The future borrows nothing.
+    pub(super) fn write(
+        &self,
+        at: GuestOffset,
+        from: IoVector,
+    ) -> impl Future<Output = Result<(), ImageError>> + Send + use<> {
+        Arc::clone(&self.copier).write(at, from)
+    }
+
+    /// Makes `length` bytes at `at` read as zeros. The future borrows nothing.
+    pub(super) fn zero(
+        &self,
+        at: GuestOffset,
+        length: u64,
+        zeroing: Zeroing,
+    ) -> impl Future<Output = Result<(), ImageError>> + Send + use<> {
+        Arc::clone(&self.zeroer).zero(at, length, zeroing)
+    }
+
+    /// Writes zeros wherever a range has other contents.
+    pub(super) async fn write_zeros(&self, range: Range<GuestOffset>) -> Result<(), ImageError> {
+        self.zeroer.write_zeros(range).await
+    }
+
+    /// Waits for all jobs, and for writes that were cancelled. No more of them begin meanwhile.
     pub(super) async fn wait_for_jobs(&self) {
         loop {
             let jobs = self.in_flight.all();
             if jobs.is_empty() {
                 break;
             }
-            // Requests that waited for them were told what became of them.
+            // Their errors went to the requests that waited for them.
             join_all(jobs).await;
         }
         self.cancelled_writes.over().await;
     }
 
-    /// Checks that all jobs are over, and what was cancelled too.
+    /// Checks that no job and no cancelled write is left.
     pub(super) fn check_idle(&self) -> Result<(), BrokenInvariant> {
         seams::nothing_in_flight(self.in_flight.all().len(), self.cancelled_writes.len())
     }
 
-    /// Lets go of what is under way.
+    /// Cancels all requests in flight.
     pub(super) fn clear(&self) {
         self.in_flight.clear();
         self.cancelled.clear();
         self.cancelled_writes.clear();
-    }
-
-    /// Writes all of `from` at `at`. Borrows nothing: parts of it wait in shared futures.
-    pub(super) async fn write(self: Arc<Self>, at: GuestOffset, from: IoVector) -> Result<(), ImageError> {
-        self.allocator.begin_writing().await?;
-        if from.is_empty() {
-            // At the end of the disk there is nothing to look up.
-            return Ok(());
-        }
-        let end = at + from.len() as u64;
-        let in_use = self.allocator.enter();
-        if let Lookup::Found(Extent { length, kind: Kind::Own { host, copied: true } }) = self.tables.look(at, end)?
-            && length == from.len() as u64
-        {
-            return self.in_place(host, from, in_use).await;
-        }
-        drop(in_use);
-        // In rounds, not nested: what waits for others may have to do so as often as there are others.
-        let mut left = vec![(at, from)];
-        while !left.is_empty() {
-            left = self.round(left).await?;
-        }
-        self.flusher.flush_if_pressed().await
-    }
-
-    /// Writes what can be written by now, and what has to be written after others are done is left.
-    async fn round(self: &Arc<Self>, segments: Vec<Segment>) -> Result<Vec<Segment>, ImageError> {
-        self.allocator.begin_writing().await?;
-        let in_use = self.allocator.enter();
-        let (mut parts, mut begun) = (Vec::new(), Ok(()));
-        for (at, from) in &segments {
-            begun = self.begin_parts(*at, from, &in_use, &mut parts).await;
-            if begun.is_err() {
-                break;
-            }
-        }
-        drop(in_use);
-        // What was begun is carried to its end also if the rest could not be begun.
-        let left: Vec<Left> = join_all(parts).await.into_iter().collect::<Result<_, _>>()?;
-        begun.map(|()| left.into_iter().flatten().collect())
-    }
-
-    async fn begin_parts(
-        self: &Arc<Self>,
-        at: GuestOffset,
-        from: &IoVector,
-        in_use: &InUse,
-        parts: &mut Vec<BoxFuture<'static, Result<Left, ImageError>>>,
-    ) -> Result<(), ImageError> {
-        let end = at + from.len() as u64;
-        let mut pos = at;
-        while pos < end {
-            let rest = part_of(from, pos - at, end - pos);
-            pos += match self.claim(pos, end, &rest)? {
-                Claim::Load(slice) => {
-                    self.tables.load(slice).await?;
-                    0
-                }
-                Claim::InPlace { host, length } => {
-                    let write = self.in_place(host, part_of(&rest, 0, length), in_use.again());
-                    parts.push(write.map_ok(|()| None).boxed());
-                    length
-                }
-                Claim::Along { host, length, job } => {
-                    let write = self.in_place(host, part_of(&rest, 0, length), in_use.again());
-                    let both = join(write, job).map(|(written, linked)| written.and(linked).map(|()| None));
-                    parts.push(both.boxed());
-                    length
-                }
-                Claim::Given { length, job } => {
-                    parts.push(job.map_ok(|()| None).boxed());
-                    length
-                }
-                Claim::Wait { length, job } => {
-                    let part = (pos, part_of(&rest, 0, length));
-                    // Whether it failed or not: afterwards nothing has claimed the cluster.
-                    parts.push(job.map(|_| Ok(Some(part))).boxed());
-                    length
-                }
-                Claim::After { length, job } => {
-                    let part = (pos, part_of(&rest, 0, length));
-                    parts.push(job.map_ok(|()| Some(part)).boxed());
-                    length
-                }
-            };
-        }
-        Ok(seams::parts_cover([at..pos], &(at..end))?)
-    }
-
-    /// One write to a place that the image has for itself.
-    fn in_place(
-        self: &Arc<Self>,
-        host: HostOffset,
-        from: IoVector,
-        in_use: InUse,
-    ) -> impl Future<Output = Result<(), ImageError>> + Send + 'static {
-        let allocator = Arc::clone(&self.allocator);
-        let overlap = allocator.overlap(&(host..host + from.len() as u64));
-        // The request begins here, and not when this is polled first.
-        let begun = match overlap {
-            Some(overlap) => Err(overlap),
-            None => Ok(self
-                .guest_data
-                .write(OperationKind::DataWrite, host, from)
-                .map(|request| self.cancelled_writes.in_place(request, in_use))),
-        };
-        async move {
-            match begun {
-                Ok(request) => request?.await,
-                Err(overlap) => Err(allocator.contents_on(overlap, host).await),
-            }
-        }
-    }
-
-    /// Decides how the bytes from `pos` on are written, and begins it if that is for others to see.
-    fn claim(self: &Arc<Self>, pos: GuestOffset, end: GuestOffset, bytes: &IoVector) -> Result<Claim, ImageError> {
-        // Of this region only: until the claim is noted no other is made there.
-        let mut jobs = self.in_flight.shard(pos);
-        if let Some((job, future)) = jobs.at(pos) {
-            return Ok(self.along(&job, future, &(pos..end), bytes));
-        }
-        let (range, work) = match self.tables.visit(pos, end, |entries| self.needed(pos, end, entries))? {
-            Lookup::Load(slice) => return Ok(Claim::Load(slice)),
-            Lookup::Found(Needed::InPlace { host, length }) => return Ok(Claim::InPlace { host, length }),
-            Lookup::Found(Needed::Allocation { range, work }) => (range, work),
-        };
-        if let Some((job, future)) = jobs.overlapping(&range) {
-            let until = job.range.start.align_down(self.context.geometry().cluster_size());
-            if until <= pos {
-                return Ok(Claim::Wait { length: range.end.min(end) - pos, job: future });
-            }
-            // Their handles go first: while there is one more, a request that is dropped does not see that its job is
-            // left alone.
-            drop((job, future));
-            drop(jobs);
-            return self.claim(pos, until.min(end), &part_of(bytes, 0, until.min(end) - pos));
-        }
-        let length = range.end.min(end) - pos;
-        let fill = self.filled(&range, &(pos..pos + length), &work);
-        let reserves = work == CopyWork::Reserve;
-        let state = if reserves { State::Sealed } else { State::Gathering(vec![(pos, part_of(bytes, 0, length))]) };
-        let job = Arc::new(InFlightAllocation { range, fill, state: Rank::InFlightAllocation.mutex(state) });
-        self.check_claim(&job.range)?;
-        let future =
-            self.start(Arc::clone(&job), move |writer, job| async move { writer.carry_out(&job, work).await }.boxed());
-        jobs.insert(job, future.clone())?;
-        // Room that was only reserved is written in a second step.
-        Ok(if reserves { Claim::After { length, job: future } } else { Claim::Given { length, job: future } })
-    }
-
-    fn check_claim(&self, range: &Range<GuestOffset>) -> Result<(), BrokenInvariant> {
-        seams::claim_is_whole(range, self.context.geometry().subcluster_size())?;
-        seams::claim_is_of_one_region(self.in_flight.is_of_one_region(range))
-    }
-
-    /// A job's future: it lets go of its claim at the end.
-    fn start(
-        self: &Arc<Self>,
-        job: Arc<InFlightAllocation>,
-        work: impl FnOnce(Arc<Self>, Arc<InFlightAllocation>) -> BoxFuture<'static, Result<(), ImageError>> + Send + 'static,
-    ) -> SharedFuture {
-        let writer = Arc::clone(self);
-        async move {
-            let done = work(Arc::clone(&writer), Arc::clone(&job)).await;
-            let entry = writer.in_flight.shard(job.range.start).remove(job.range.start);
-            drop(entry);
-            done
-        }
-        .boxed()
-        .shared()
-    }
-
-    /// What becomes of a write to what a job has claimed.
-    fn along(
-        &self,
-        job: &InFlightAllocation,
-        future: SharedFuture,
-        wanted: &Range<GuestOffset>,
-        bytes: &IoVector,
-    ) -> Claim {
-        let Range { start: pos, end } = *wanted;
-        if job.fill.contains(&pos) {
-            let length = end.min(job.fill.end) - pos;
-            match &mut *job.state.lock() {
-                State::Gathering(segments) => {
-                    self.context.counters().joined();
-                    segments.push((pos, part_of(bytes, 0, length)));
-                    return Claim::Given { length, job: future };
-                }
-                State::Open { places, shared } => {
-                    if let Some(place) = places.iter().find(|place| place.guest.contains(&pos)) {
-                        self.context.counters().joined();
-                        *shared = true;
-                        let length = length.min(place.guest.end - pos);
-                        return Claim::Along { host: place.host_of(pos), length, job: future };
-                    }
-                }
-                State::Sealed => {}
-            }
-        }
-        Claim::Wait { length: end.min(job.range.end) - pos, job: future }
-    }
-
-    /// What the bytes from `pos` on need to be written, by the entries of their clusters; no more of them are looked at
-    /// than it takes.
-    fn needed(
-        &self,
-        pos: GuestOffset,
-        end: GuestOffset,
-        entries: &mut dyn Iterator<Item = Result<L2Entry, ImageError>>,
-    ) -> Result<Needed, ImageError> {
-        let geometry = self.context.geometry();
-        let cluster = geometry.cluster_size();
-        let first = entries.next().ok_or_else(|| broken("a slice has the entry that was looked for"))??;
-        let Extent { mut length, kind } =
-            extent_in_cluster(geometry, first, pos, pos.align_down(cluster).saturating_add(cluster).min(end));
-        if let Kind::Own { host, copied: true } = kind {
-            while pos + length < end && (pos + length).within(cluster) == 0 {
-                let Some(entry) = entries.next().transpose()? else { break };
-                let next = pos + length;
-                match extent_in_cluster(geometry, entry, next, next.saturating_add(cluster).min(end)) {
-                    Extent { length: more, kind: Kind::Own { host: there, copied: true } }
-                        if there == host + length =>
-                    {
-                        length += more;
-                    }
-                    _ => break,
-                }
-            }
-            return Ok(Needed::InPlace { host, length });
-        }
-        let goes_on = |entry: L2Entry, number: u64| match (class(first), class(entry)) {
-            (ClusterState::Exclusive(host), next) => next == ClusterState::Exclusive(host + number * cluster),
-            (_, ClusterState::Exclusive(_)) => false,
-            (before, next) => !geometry.extended_l2 || before == next,
-        };
-        let mut alike = vec![first];
-        for entry in entries {
-            let entry = entry?;
-            if !goes_on(entry, alike.len() as u64) {
-                break;
-            }
-            alike.push(entry);
-        }
-        let (range, work) = self.extent_of(pos, end, first, alike);
-        Ok(Needed::Allocation { range, work })
-    }
-
-    /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one
-    /// job can be about, `first` is the first of them.
-    fn extent_of(
-        &self,
-        pos: GuestOffset,
-        end: GuestOffset,
-        first: L2Entry,
-        entries: Vec<L2Entry>,
-    ) -> (Range<GuestOffset>, CopyWork) {
-        let geometry = self.context.geometry();
-        let cluster = geometry.cluster_size();
-        let start = pos.align_down(cluster);
-        if let ClusterState::Exclusive(host) = class(first) {
-            let unit = geometry.subcluster_size();
-            let begin = pos.align_down(unit);
-            let mut until = begin;
-            while until < end {
-                let entry = usize::try_from((until - start) / cluster).ok().and_then(|index| entries.get(index));
-                let Some(L2Entry::Standard { what, .. }) = entry else { break };
-                let bit = if geometry.extended_l2 { 1 << ((until.0 / unit) & 31) } else { 1 };
-                if what.allocated & bit != 0 {
-                    break;
-                }
-                until += unit;
-            }
-            return (begin..until.max(begin + unit), CopyWork::InOwn { host: host + (begin - start), start, entries });
-        }
-        let range = start..start + (to_u64(entries.len()) << geometry.cluster_bits);
-        if geometry.extended_l2 && class(first) == ClusterState::Unallocated {
-            return (range, CopyWork::Reserve);
-        }
-        (range, CopyWork::New { start, entries })
-    }
-
-    /// What of a job's range will be right when it is done.
-    fn filled(&self, range: &Range<GuestOffset>, data: &Range<GuestOffset>, work: &CopyWork) -> Range<GuestOffset> {
-        let geometry = self.context.geometry();
-        let unit = geometry.subcluster_size();
-        match work {
-            CopyWork::New { entries, .. }
-                if geometry.extended_l2
-                    && entries.first().is_some_and(|entry| class(*entry) == ClusterState::Shared) =>
-            {
-                data.start.align_down(unit)..data.end.align_up(unit).min(range.end)
-            }
-            CopyWork::Reserve => range.end..range.end,
-            _ => range.clone(),
-        }
     }
 }

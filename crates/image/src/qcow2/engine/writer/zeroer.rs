@@ -3,17 +3,21 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
 use limosa_storage::{IoVector, ZeroHow};
 
+use super::super::allocator::Allocator;
+use super::super::context::Context;
 use super::super::counters::OperationKind;
+use super::super::flusher::Flusher;
+use super::super::guest_data::GuestData;
+use super::super::header_owner::HeaderOwner;
 use super::super::layers::push_zeros;
-use super::super::locks::Rank;
 use super::super::lookup::{Extent, Kind, Lookup};
 use super::super::shared_future::SharedFuture;
-use super::Writer;
-use super::in_flight::{InFlightAllocation, State};
+use super::super::tables::Tables;
+use super::WriterParts;
+use super::copier::Copier;
+use super::in_flight::{InFlightAllocation, InFlightAllocations, State};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset, length};
 use crate::qcow2::format::entry::{L2Entry, Subclusters};
@@ -61,7 +65,34 @@ impl Reach {
     }
 }
 
-impl Writer {
+/// Zeroes and discards.
+pub(super) struct Zeroer {
+    context: Arc<Context>,
+    header: Arc<HeaderOwner>,
+    allocator: Arc<Allocator>,
+    tables: Arc<Tables>,
+    flusher: Arc<Flusher>,
+    guest_data: Arc<GuestData>,
+    in_flight: Arc<InFlightAllocations>,
+    /// Writes the zeros that entries cannot express.
+    copier: Arc<Copier>,
+}
+
+impl Zeroer {
+    pub(super) fn new(parts: &WriterParts, in_flight: Arc<InFlightAllocations>, copier: Arc<Copier>) -> Self {
+        let WriterParts { context, header, allocator, tables, flusher, guest_data, .. } = parts;
+        Self {
+            context: Arc::clone(context),
+            header: Arc::clone(header),
+            allocator: Arc::clone(allocator),
+            tables: Arc::clone(tables),
+            flusher: Arc::clone(flusher),
+            guest_data: Arc::clone(guest_data),
+            in_flight,
+            copier,
+        }
+    }
+
     fn zero_rules(&self) -> Rules {
         let context = &self.context;
         let (backed, raw_data) = (context.backing().is_some(), context.has_raw_data_file());
@@ -69,7 +100,7 @@ impl Writer {
     }
 
     /// Has `length` bytes at `at` read as zeros.
-    pub(in super::super) async fn zero(
+    pub(super) async fn zero(
         self: Arc<Self>,
         at: GuestOffset,
         length: u64,
@@ -101,43 +132,36 @@ impl Writer {
     }
 
     /// Bytes that are not whole clusters.
-    async fn zero_bytes(self: &Arc<Self>, range: Range<GuestOffset>, zeroing: Zeroing) -> Result<(), ImageError> {
+    async fn zero_bytes(&self, range: Range<GuestOffset>, zeroing: Zeroing) -> Result<(), ImageError> {
         if zeroing == Zeroing::Discard || range.is_empty() {
             return Ok(());
         }
         self.write_zeros(range).await
     }
 
-    /// Writes zeros where something else is.
-    pub(in super::super) fn write_zeros(
-        self: &Arc<Self>,
-        range: Range<GuestOffset>,
-    ) -> BoxFuture<'static, Result<(), ImageError>> {
-        let writer = Arc::clone(self);
-        async move {
-            let mut pos = range.start;
-            while pos < range.end {
-                let in_use = writer.allocator.enter();
-                let Extent { length, kind } = writer.tables.extent(pos, range.end).await?;
-                drop(in_use);
-                let length = length.min(PIECE);
-                let there = match kind {
-                    Kind::Zero { .. } => false,
-                    Kind::Backing { .. } => writer.guest_data.backing_holds(pos) > 0,
-                    _ => true,
-                };
-                // A job may be about to put something there.
-                let claimed = writer.in_flight.claims(&(pos..pos + length));
-                if there || claimed {
-                    let mut zeros = IoVector::new();
-                    push_zeros(&mut zeros, length, writer.context.zeros());
-                    Arc::clone(&writer).write(pos, zeros).await?;
-                }
-                pos += length;
+    /// Writes zeros wherever a range has other contents.
+    pub(super) async fn write_zeros(&self, range: Range<GuestOffset>) -> Result<(), ImageError> {
+        let mut pos = range.start;
+        while pos < range.end {
+            let in_use = self.allocator.enter();
+            let Extent { length, kind } = self.tables.extent(pos, range.end).await?;
+            drop(in_use);
+            let length = length.min(PIECE);
+            let there = match kind {
+                Kind::Zero { .. } => false,
+                Kind::Backing { .. } => self.guest_data.backing_holds(pos) > 0,
+                _ => true,
+            };
+            // A job may be about to put something there.
+            let claimed = self.in_flight.claims(&(pos..pos + length));
+            if there || claimed {
+                let mut zeros = IoVector::new();
+                push_zeros(&mut zeros, length, self.context.zeros());
+                Arc::clone(&self.copier).write(pos, zeros).await?;
             }
-            Ok(())
+            pos += length;
         }
-        .boxed()
+        Ok(())
     }
 
     /// Whole clusters or subclusters from `pos` on: how far it came.
@@ -202,16 +226,12 @@ impl Writer {
             range.end = if until > pos { until } else { job.range.start };
         }
         let until = range.end;
-        let job = Arc::new(InFlightAllocation {
-            fill: until..until,
-            range,
-            state: Rank::InFlightAllocation.mutex(State::Sealed),
-        });
-        self.check_claim(&job.range)?;
-        let future = self.start(Arc::clone(&job), move |writer, job| {
-            async move { writer.zero_entries(&job.range, reach, zeroing, rules).await }.boxed()
-        });
-        jobs.insert(job, future.clone())?;
+        let zeroer = Arc::clone(self);
+        let future = self.in_flight.start(&range.clone(), {
+            let range = range.clone();
+            async move { zeroer.zero_entries(&range, reach, zeroing, rules).await }
+        })?;
+        jobs.insert(InFlightAllocation::new(range, until..until, State::Sealed), future.clone())?;
         Ok(Begun::Entries(future, until))
     }
 
@@ -261,13 +281,14 @@ impl Writer {
     }
 
     async fn zero_entries(
-        self: &Arc<Self>,
+        &self,
         range: &Range<GuestOffset>,
         reach: Reach,
         zeroing: Zeroing,
         rules: Rules,
     ) -> Result<(), ImageError> {
-        let cluster = self.context.geometry().cluster_size();
+        let geometry = self.context.geometry();
+        let cluster = geometry.cluster_size();
         if self.context.has_data_file() {
             self.zero_data_file(&(range.start..range.end.min(reach.end)), zeroing, rules).await?;
         }
@@ -281,8 +302,8 @@ impl Writer {
                 return old;
             }
             let whole = range.start <= at && at + cluster <= until;
-            let bits = if whole { u32::MAX } else { self.bits(&(range.start..until), at) };
-            let (new, drops) = zeroed(old, bits, zeroing, rules, self.context.geometry().extended_l2);
+            let bits = if whole { u32::MAX } else { geometry.subclusters_in(&(range.start..until), at) };
+            let (new, drops) = zeroed(old, bits, zeroing, rules, geometry.extended_l2);
             if drops {
                 dropped.push(old);
             } else if matches!(old, L2Entry::Standard { host: Some(_), .. }) {
@@ -290,7 +311,7 @@ impl Writer {
             }
             new
         };
-        self.tables.change(range.start, self.clusters_of(range), change).await?;
+        self.tables.change(range.start, geometry.clusters_touched(range), change).await?;
         // Nothing writes there before this job is over.
         if kept {
             self.tables.zeroed_in_place();
@@ -305,7 +326,7 @@ impl Writer {
         zeroing: Zeroing,
         rules: Rules,
     ) -> Result<(), ImageError> {
-        let (bytes, length) = (range.start.0..range.end.0, length(range));
+        let (bytes, length) = (range.start.in_data_file().0..range.end.in_data_file().0, length(range));
         let (counters, data) = (self.context.counters(), self.context.data());
         if rules.raw_data {
             counters.add(OperationKind::WriteZeroes, length);
