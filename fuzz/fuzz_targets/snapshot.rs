@@ -2,8 +2,8 @@
 
 #![no_main]
 
+use limosa_migrate::stored::PageSource;
 use libfuzzer_sys::fuzz_target;
-use limosa_migrate::PageSource;
 use limosa_page::{PAGE_LEN, PageRange};
 
 fuzz_target!(|data: &[u8]| {

@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use limosa_migrate::InPlace;
+use limosa_migrate::stored::InPlace;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::{JobError, is_same_file, prove_mapping, refuse_shared_snapshot};
 

@@ -13,7 +13,9 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use limosa_channel::Channel;
-use limosa_migrate::{Control, MigrateError, PrecopyOptions, PrecopySource, Progress};
+use limosa_migrate::control::{Control, Progress};
+use limosa_migrate::stored::{PrecopyOptions, PrecopySource};
+use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{Monitor, RunState};
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 use limosa_qemu::{JobError, ProcessIdentity, launch_from};
@@ -130,9 +132,11 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneErro
     let in_place = proof::prove(fleet, &monitor, &folder)?;
     let control = Control::new();
     let options = PrecopyOptions { in_place, answer_timeout: LOADED_WITHIN, ..PrecopyOptions::default() };
-    let stats = PrecopySource::new(fleet.snapshot, near, &control, &Progress::new(), options)
-        .run()
-        .map_err(|source| not_taken(source, &log))?;
+    let stats =
+        PrecopySource::new(fleet.snapshot, near, &Handle { control: control.clone(), progress: Progress::new() })
+            .options(options)
+            .run()
+            .map_err(|source| not_taken(source, &log))?;
     let loaded = begun.elapsed();
     let state = wait_started(&monitor, &log)?;
     record.loaded = true;

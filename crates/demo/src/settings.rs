@@ -7,7 +7,8 @@ use std::time::Duration;
 use crate::guest::{GuestKind, LogKind};
 use clap::ValueEnum;
 use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
-use limosa_migrate::{MigrationParams, RecordWrite, SharedMemory, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::MigrationParams;
+use limosa_migrate::live::{RecordWrite, SharedMemory, TimeoutStrategy, ZeroCheck};
 use limosa_page::ZeroMethod;
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
@@ -232,19 +233,17 @@ impl Settings {
 
     /// What the engine is told.
     pub fn params(&self) -> MigrationParams {
-        MigrationParams {
-            downtime_limit: Duration::from_millis(self.downtime_limit_ms),
-            max_bandwidth: self.max_bandwidth,
-            zero_check: self.zero_check,
-            zero_method: self.zero_method().unwrap_or_else(ZeroMethod::best),
-            record_write: if self.vectors { RecordWrite::Vectored } else { RecordWrite::Buffered },
-            timeout: self.timeout_ms.map(Duration::from_millis),
-            timeout_strategy: self.give_up,
-            hint_wait: Duration::from_millis(self.hint_wait_ms),
-            hint_pages: self.hint_pages,
-            answer_timeout: Duration::from_millis(self.patience_ms),
-            ..MigrationParams::default()
-        }
+        MigrationParams::default()
+            .downtime_limit(Duration::from_millis(self.downtime_limit_ms))
+            .max_bandwidth(self.max_bandwidth)
+            .zero_check(self.zero_check)
+            .zero_method(self.zero_method().unwrap_or_else(ZeroMethod::best))
+            .record_write(if self.vectors { RecordWrite::Vectored } else { RecordWrite::Buffered })
+            .timeout(self.timeout_ms.map(Duration::from_millis))
+            .timeout_strategy(self.give_up)
+            .hint_wait(Duration::from_millis(self.hint_wait_ms))
+            .hint_pages(self.hint_pages)
+            .answer_timeout(Duration::from_millis(self.patience_ms))
     }
 
     /// What becomes of the guest's memory.

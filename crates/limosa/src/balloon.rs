@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
+use limosa_control::ControlSocket;
 use limosa_memory::ReleaseMethod;
-use limosa_migrate::ControlSocket;
 use limosa_vhost::Server;
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use limosa_migrate::{Phase, Progress, ProgressReading};
+use limosa_migrate::control::{Phase, Progress, ProgressReading};
 use limosa_page::PAGE_SIZE;
 
 /// A bar that is drawn until it is dropped.

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use clap::CommandFactory as _;
 use limosa_channel::{Channel, ChannelError, Exec, Listener, Options, Shutdown, Tls, TlsFailure, Uri};
-use limosa_migrate::{MigrateError, MultifdAccept, MultifdAcceptOptions, MultifdChannels};
+use limosa_migrate::MigrateError;
+use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
 
 use crate::args::Cli;
 use crate::job::JobHandles;
@@ -122,7 +123,7 @@ impl Wire {
                 let mut gathering = MultifdAccept::new(&listener, options)
                     .on_refusal(|why| say!("limosa: connection rejected: {why}{}", remedy::of(why)));
                 loop {
-                    handles.control.check()?;
+                    handles.engine.control.check()?;
                     let set = gathering.step(TICK).map_err(|error| remedy::with_channels(error, channels))?;
                     if let Some(MultifdChannels { main, pages }) = set {
                         return Ok(Self { pages, ..Self::new(main, None, false)? });

@@ -7,7 +7,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
-use limosa_migrate::{Job, PrecopyStats};
+use limosa_control::Job;
+use limosa_migrate::stats::PrecopyStats;
 use limosa_snapshot::{Snapshot, UnnamedFile};
 use serde_json::json;
 
@@ -28,12 +29,11 @@ pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
         bail!("standard output is a terminal: redirect it, or give a file");
     }
     let handles = JobHandles::with_socket(None, Job::Save, "exporting", to_stdout)?;
-    let (control, progress) = (&handles.control, &handles.progress);
     let stats = if to_stdout {
         let own = stdout.as_fd().try_clone_to_owned().context("standard output")?;
-        snapshot.export(own, Path::new("standard output"), control, progress)
+        snapshot.export(own, Path::new("standard output"), &handles.engine)
     } else {
-        snapshot.export_file(UnnamedFile::create(&args.stream, args.force)?, control, progress)
+        snapshot.export_file(UnnamedFile::create(&args.stream, args.force)?, &handles.engine)
     };
     drop(handles);
     let stats = stats?;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use limosa_channel::Uri;
-use limosa_migrate::Job;
+use limosa_control::Job;
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{
     Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile, WriteOptions,
@@ -40,7 +40,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let options = WriteOptions { durability, checksum: args.new.checksum, ..WriteOptions::default() };
     let handles = JobHandles::with_socket(args.control.as_deref(), Job::Save, "importing", false)?;
     let (what, decompressor, image) = (foreign.describe(), foreign.decompressor(), foreign.image().cloned());
-    let imported = foreign.import(pending, options, &handles.control, &handles.progress);
+    let imported = foreign.import(pending, options, &handles.engine);
     drop(handles);
     let done = Done { imported: imported?, what, decompressor, elapsed: begun.elapsed() };
     if let (Some(pending), Some(image)) = (xml, &image) {
@@ -194,7 +194,7 @@ impl Stored {
             );
         }
         let handles = JobHandles::with_socket(None, Job::Save, "converting", quiet)?;
-        Ok(foreign.convert(pending, &handles.control, &handles.progress)?)
+        Ok(foreign.convert(pending, &handles.engine)?)
     }
 }
 

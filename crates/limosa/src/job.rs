@@ -4,7 +4,8 @@ use std::path::Path;
 
 use anyhow::Context;
 use limosa_channel::Uri;
-use limosa_migrate::{Control, ControlSocket, Job, Progress};
+use limosa_control::{ControlSocket, Job};
+use limosa_migrate::Handle;
 use limosa_qemu::Watch;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
@@ -24,8 +25,7 @@ pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
 
 /// The handles that watch and steer a job while it runs.
 pub(crate) struct JobHandles {
-    pub(crate) control: Control,
-    pub(crate) progress: Progress,
+    pub(crate) engine: Handle,
     socket: Option<ControlSocket>,
     _signals: SignalWatch,
     _bar: Option<Bar>,
@@ -34,7 +34,7 @@ pub(crate) struct JobHandles {
 impl JobHandles {
     pub(crate) fn new(args: &JobArgs, job: Job, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
         let handles = Self::with_socket(args.steer.control.as_deref(), job, verb, quiet)?;
-        handles.control.set_max_bandwidth(args.steer.max_bandwidth);
+        handles.engine.control.set_max_bandwidth(args.steer.max_bandwidth);
         Ok(handles)
     }
 
@@ -45,11 +45,11 @@ impl JobHandles {
         verb: &'static str,
         quiet: bool,
     ) -> anyhow::Result<Self> {
-        let (control, progress) = (Control::new(), Progress::new());
-        let socket = socket.map(|path| listen(path, job, &control, &progress)).transpose()?;
-        let signals = SignalWatch::start(job, &control, &progress)?;
-        let bar = (!quiet).then(|| Bar::show(&progress, verb));
-        Ok(Self { control, progress, socket, _signals: signals, _bar: bar })
+        let engine = Handle::new();
+        let socket = socket.map(|path| listen(path, job, &engine)).transpose()?;
+        let signals = SignalWatch::start(job, &engine)?;
+        let bar = (!quiet).then(|| Bar::show(&engine.progress, verb));
+        Ok(Self { engine, socket, _signals: signals, _bar: bar })
     }
 
     /// Says to programs where the job waits for its peer.
@@ -61,12 +61,11 @@ impl JobHandles {
 
     pub(crate) fn watch(&self) -> Watch<'_> {
         let notice = &|line: &str| say!("limosa: {line}");
-        Watch { control: &self.control, progress: &self.progress, notice, not_converging: None }
+        Watch { handle: &self.engine, notice, not_converging: None }
     }
 }
 
 /// Listens where programs are to watch and steer the job.
-pub(crate) fn listen(path: &Path, job: Job, control: &Control, progress: &Progress) -> anyhow::Result<ControlSocket> {
-    ControlSocket::listen(path, job, control.clone(), progress.clone())
-        .with_context(|| format!("cannot listen at {} (--control)", path.display()))
+pub(crate) fn listen(path: &Path, job: Job, engine: &Handle) -> anyhow::Result<ControlSocket> {
+    ControlSocket::listen(path, job, engine).with_context(|| format!("cannot listen at {} (--control)", path.display()))
 }

@@ -10,9 +10,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
 use limosa_channel::{Options, Tls};
-use limosa_migrate::{
-    Destination, DestinationOptions, DestinationStats, Incoming, Job, MigrateError, MultifdOptions, Phase,
-};
+use limosa_control::Job;
+use limosa_migrate::MigrateError;
+use limosa_migrate::control::Phase;
+use limosa_migrate::multifd::MultifdOptions;
+use limosa_migrate::stats::DestinationStats;
+use limosa_migrate::stored::{Destination, DestinationOptions, Incoming};
 use limosa_snapshot::{Manifest, Published, SnapshotWriter, Transport, UnnamedFile, WriteOptions};
 use serde_json::json;
 
@@ -38,7 +41,7 @@ pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
     // Refused before it waits for a connection.
     let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
     let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
-    handles.control.set_max_bandwidth(args.endpoint.max_bandwidth);
+    handles.engine.control.set_max_bandwidth(args.endpoint.max_bandwidth);
     let received = receive(args, tls, pending, &handles);
     drop(handles);
     let received = received?;
@@ -65,7 +68,7 @@ fn receive(
     pending: UnnamedFile,
     handles: &JobHandles,
 ) -> anyhow::Result<Received> {
-    let control = &handles.control;
+    let control = &handles.engine.control;
     let mut writer = SnapshotWriter::new(
         pending,
         WriteOptions { durability: args.new.durability(), checksum: args.new.checksum, write_behind: true },
@@ -81,8 +84,8 @@ fn receive(
         ..DestinationOptions::default()
     };
     let multifd = MultifdOptions { compression: args.channels.compression };
-    let destination = Destination::new(channel, control, &handles.progress, options).with_channels(pages, multifd);
-    let incoming = match destination.receive(&mut writer) {
+    let destination = Destination::new(&mut writer, channel, &handles.engine).options(options).channels(pages, multifd);
+    let incoming = match destination.run() {
         Ok(incoming) => incoming,
         Err(error) => return Err(unreceived(error, end)),
     };
@@ -102,7 +105,7 @@ fn receive(
         }
         publish(&incoming, writer, handles)?
     };
-    handles.progress.enter(Phase::Completed);
+    handles.engine.progress.enter(Phase::Completed);
     Ok(Received { published, stats, file, answered, elapsed: begun.elapsed() })
 }
 
@@ -123,6 +126,7 @@ fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) ->
     manifest.transport = Some(Transport::Socket);
     manifest.pages.resent = incoming.stats.resent_pages;
     let published = handles
+        .engine
         .control
         .check()
         .map_err(anyhow::Error::from)

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
-use limosa_migrate::{Job, MigrateError};
+use limosa_control::Job;
+use limosa_migrate::MigrateError;
 use limosa_qemu::{
     JobError, LazyReport, Restore, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport,
     RunChoice, Watchdog, recover, restore,
@@ -67,14 +68,14 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
         observer: &observer,
         start_watchdog: &watchdog,
     });
-    let phase = handles.progress.read().phase;
+    let phase = handles.engine.progress.read().phase;
     drop(handles);
     let report = match done {
         Ok(report) => report,
         Err(error) => {
             // Everything may have been sent to a QEMU that could not load the devices, so the phase alone proves
             // nothing.
-            let recovered = args.recover && phase >= limosa_migrate::Phase::PostcopyActive;
+            let recovered = args.recover && phase >= limosa_migrate::control::Phase::PostcopyActive;
             let guest_runs = recovered || observer.has_lazy_guest();
             return Err(with_advice(error, args, guest_runs));
         }

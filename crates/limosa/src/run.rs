@@ -16,7 +16,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use limosa_migrate::{Control, Job, Phase, Progress};
+use limosa_control::Job;
+use limosa_migrate::Handle;
+use limosa_migrate::control::Phase;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::{CommandLine, Restore, RestoreReport, Watch, Watchdog, check_command_line, restore};
@@ -126,8 +128,8 @@ impl Attempt {
 }
 
 fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<Monitor>, notice: &Notice) -> Attempt {
-    let (control, progress) = (Control::new(), Progress::new());
-    control.set_max_bandwidth(args.steer.max_bandwidth);
+    let handle = Handle::new();
+    handle.control.set_max_bandwidth(args.steer.max_bandwidth);
     let paused = args.how.paused || (line.paused && !args.how.run);
     let mut options = options(&args.how, false);
     if paused {
@@ -136,12 +138,12 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
     let reporter = Reporter::new(false);
     let observer = Observer::new(Instant::now(), &reporter, !notice.shown, paused);
     let tell = |line: &str| notice.tell(line);
-    let watch = Watch { control: &control, progress: &progress, notice: &tell, not_converging: None };
+    let watch = Watch { handle: &handle, notice: &tell, not_converging: None };
     let watchdog = || {
         let arguments = ["watchdog", "--"];
         Ok(Some(Watchdog::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))
     };
-    let listen = |path: &Path| job::listen(path, Job::Restore, &control, &progress);
+    let listen = |path: &Path| job::listen(path, Job::Restore, &handle);
     let result = args.steer.control.as_deref().map(listen).transpose().and_then(|_socket| {
         let (monitor, path, options) = (&monitor, &args.snapshot, &options);
         Ok(restore(Restore {
@@ -155,7 +157,7 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
         })?)
     });
     let lazy_guest = observer.has_lazy_guest();
-    let loaded = progress.read().phase == Phase::Completed;
+    let loaded = handle.progress.read().phase == Phase::Completed;
     let result = if lazy_guest { result } else { result.context("not restored; the snapshot is unchanged") };
     Attempt { result, lazy_guest, loaded, monitor: Some(monitor) }
 }

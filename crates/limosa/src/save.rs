@@ -4,7 +4,7 @@ use limosa_console::quantity;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use limosa_migrate::Job;
+use limosa_control::Job;
 use limosa_qemu::{
     DiskPolicy, NotConverging, OnTimeout, SaveOptions, SaveReport, TransportChoice, Watch, Watchdog, save,
 };
@@ -19,7 +19,7 @@ use limosa_console::{print_out, say};
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.job.qmp)?;
     let handles = JobHandles::new(&args.job, Job::Save, "saving", false)?;
-    let limited = || handles.control.max_bandwidth().is_some();
+    let limited = || handles.engine.control.max_bandwidth().is_some();
     let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
     let watch = Watch { not_converging: Some(&not_converging), ..handles.watch() };
     let report = save(&monitor, &args.snapshot, &options(args), watch, || {

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, bail};
 use limosa_channel::{Channel, Options, Tls};
-use limosa_migrate::{
-    InPlace, Job, MigrateError, Milestone, MultifdSourceOptions, PostcopyOptions, PostcopySource, PrecopyOptions,
-    PrecopySource,
-};
+use limosa_control::Job;
+use limosa_migrate::MigrateError;
+use limosa_migrate::multifd::MultifdSourceOptions;
+use limosa_migrate::stored::{InPlace, Milestone, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource};
 use limosa_qemu::{BlockPlace, LazyReport};
 use limosa_snapshot::Snapshot;
 use serde_json::json;
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     snapshot.lock_serving()?;
     let mapped = mapped_blocks(args, &snapshot)?;
     let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;
-    handles.control.set_max_bandwidth(args.endpoint.max_bandwidth);
+    handles.engine.control.set_max_bandwidth(args.endpoint.max_bandwidth);
     let sent = send(args, tls, &snapshot, mapped, &handles);
     drop(handles);
     let sent = sent?;
@@ -116,7 +116,7 @@ fn send(
         if !answers {
             anyhow::bail!("{}: postcopy needs a return path for page requests, and this URI has none", args.uri);
         }
-        let source = PostcopySource::new(snapshot, channel, &handles.control, &handles.progress);
+        let source = PostcopySource::new(snapshot, channel, &handles.engine);
         postcopy(args, source, &options, &start)
     } else {
         let options = PrecopyOptions {
@@ -126,8 +126,7 @@ fn send(
             in_place,
             ..PrecopyOptions::default()
         };
-        let source = PrecopySource::new(snapshot, channel, &handles.control, &handles.progress, options)
-            .with_channels(pages, multifd);
+        let source = PrecopySource::new(snapshot, channel, &handles.engine).options(options).channels(pages, multifd);
         source.and_then(PrecopySource::run).map(|stats| Sent {
             normal: stats.normal_pages,
             zero: stats.zero_pages,
@@ -175,7 +174,7 @@ fn postcopy<'a>(
     if let Some(limit) = args.endpoint.timeout {
         postcopy.answer_timeout = limit;
     }
-    let mut source = source.with_options(postcopy).on_milestone(|milestone| {
+    let mut source = source.options(postcopy).on_milestone(|milestone| {
         if milestone == Milestone::DevicesLoaded {
             let after = *start.after.get_or_init(|| start.begun.elapsed());
             let what = if args.recover { "the destination continues" } else { "the guest runs" };
@@ -183,9 +182,9 @@ fn postcopy<'a>(
         }
     });
     if args.preempt {
-        source = source.with_preempt(Box::new(|| Channel::connect(&args.uri, options)));
+        source = source.preempt(Box::new(|| Channel::connect(&args.uri, options)));
     }
-    let stats = if args.recover { source.recover() } else { source.start() }?;
+    let stats = if args.recover { source.recover() } else { source.run() }?;
     Ok(Sent {
         normal: stats.normal_pages,
         zero: stats.zero_pages,

@@ -8,7 +8,8 @@ use std::thread;
 
 use anyhow::Context;
 use limosa_console::say;
-use limosa_migrate::{Control, Job, Phase, Progress, Stop};
+use limosa_control::Job;
+use limosa_migrate::control::{Phase, Stop};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
@@ -20,14 +21,14 @@ pub(crate) struct SignalWatch {
 
 impl SignalWatch {
     /// Starts to listen on behalf of a job.
-    pub(crate) fn start(job: Job, control: &Control, progress: &Progress) -> anyhow::Result<Self> {
+    pub(crate) fn start(job: Job, engine: &limosa_migrate::Handle) -> anyhow::Result<Self> {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
         let handle = signals.handle();
-        let (control, progress) = (control.clone(), progress.clone());
+        let engine = engine.clone();
         let thread = thread::Builder::new().name("signals".into()).spawn(move || {
             let mut heard = 0;
             for signal in signals.forever() {
-                heed(signal, &mut heard, job, &control, &progress);
+                heed(signal, &mut heard, job, &engine);
             }
         });
         Ok(Self { handle, thread: Some(thread.context("cannot start a thread for signals")?) })
@@ -43,8 +44,8 @@ impl Drop for SignalWatch {
     }
 }
 
-fn heed(signal: i32, heard: &mut u32, job: Job, control: &Control, progress: &Progress) {
-    let phase = progress.read().phase;
+fn heed(signal: i32, heard: &mut u32, job: Job, engine: &limosa_migrate::Handle) {
+    let (control, phase) = (&engine.control, engine.progress.read().phase);
     match (phase, signal) {
         (Phase::PostcopyActive, SIGHUP) => {}
         (Phase::PostcopyActive, _) => {

@@ -12,10 +12,8 @@ use std::time::Duration;
 use limosa_channel::Channel;
 use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::{
-    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm,
-    Progress, VmError,
-};
+use limosa_migrate::live::LiveDestinationOptions;
+use limosa_migrate::{Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, LiveVm, VmError};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 
@@ -140,13 +138,13 @@ fn main() -> Result<(), Box<dyn Error>> {
             Ok::<_, Box<dyn Error + Send + Sync>>(())
         });
         let receiving = scope.spawn(|| {
-            let (control, progress) = (Control::new(), Progress::new());
+            let handle = Handle::new();
             let options = LiveDestinationOptions::default();
-            LiveDestination::new(&destination, far, &control, &progress, options).run()
+            LiveDestination::new(&destination, far, &handle).options(options).run()
         });
         // Clones of these two stop the migration and watch it from other threads.
-        let (control, progress) = (Control::new(), Progress::new());
-        let sent = LiveSource::new(&source, logs, near, &control, &progress).destination_zeroed(true).run();
+        let handle = Handle::new();
+        let sent = LiveSource::new(&source, logs, near, &handle).destination_zeroed(true).run();
         let arrived = receiving.join().expect("the destination does not panic");
         guest.join().expect("the guest does not panic").map(|()| (sent, arrived))
     })

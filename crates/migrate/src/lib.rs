@@ -1,118 +1,105 @@
 //! Migration engines for VMMs: sources and destinations that speak QEMU's migration stream.
 //!
-//! An engine moves pages between a [`Channel`](limosa_channel::Channel) and a [`PageSource`] or a [`PageSink`]: a
-//! stored file or the memory of a guest. Engines block in vectored system calls, a thread for each channel.
-//! [`Progress`] shows what an engine has done; [`Control`] stops it or changes its rate. An engine keeps clones of
-//! both.
-//!
-//! | engine | role | when the guest starts at the destination |
-//! |---|---|---|
-//! | [`Destination`] | destination, precopy | when all has arrived and is acknowledged |
-//! | [`PrecopySource`] | source, precopy | when all has been sent |
-//! | [`PostcopySource`] | source, postcopy | at once; pages follow, requested ones first |
-//! | [`LiveSource`] | source of a running VM | in either of these ways, once it is stopped here |
-//! | [`LiveDestination`] | destination of a VM in this process | when the source has given its permission |
-//!
-//! A VMM implements [`LiveVm`] at the source and [`IncomingVm`] at the destination.
+//! An engine moves pages between a [`Channel`](limosa_channel::Channel) and the memory of a guest ([`live`]) or a
+//! stored file ([`stored`]). Engines block in vectored system calls, a thread for each channel ([`multifd`]). All are
+//! made and run in one way: `X::new(what, channel, &handle).options(options).run()`. The [`Handle`] stops an engine,
+//! changes its rate and shows its progress ([`control`]); [`stats`] are what it counted.
 //!
 //! # Example
 //!
-//! A guest whose memory is one page of `0x5a` and one of zeros travels from a source to a destination, here in one
-//! process. (The device sections come from a VMM; here they are made by hand, with one device.)
+//! A VM with a page of memory and one device moves between two threads.
 //!
 //! ```
-//! use std::io::IoSlice;
+//! use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 //! use std::thread;
 //!
 //! use limosa_channel::Channel;
+//! use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
+//! use limosa_memory::{BlockOptions, GuestMemory};
 //! use limosa_migrate::*;
-//! use limosa_page::{PageBitmap, PageNumber, PageRange};
-//! use limosa_stream::{Configuration, RamBlock};
+//! use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 //!
-//! struct Guest(StreamSetup, PageBitmap);
+//! struct Vm { memory: GuestMemory, running: AtomicBool, timer: AtomicU64 }
 //!
-//! impl PageSource for Guest {
-//!     fn start(&self) -> &StreamSetup { &self.0 }
-//!     fn stored(&self, _block: usize) -> &PageBitmap { &self.1 }
-//!     fn read(&self, _block: usize, _pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
-//!         into.fill(0x5a);
-//!         Ok(())
-//!     }
-//!     fn device_sections(&self) -> &[u8] { b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x0112345678\x7e\0\0\0\x03" }
-//!     fn description(&self) -> &[u8] {
-//!         br#"{"devices":[{"name":"timer","instance_id":0,"fields":[{"name":"t","type":"b","size":8}]}]}"#
+//! impl LiveVm for Vm {
+//!     fn configuration(&self) -> Configuration { Configuration::new("toy-1") }
+//!     fn memory(&self) -> &GuestMemory { &self.memory }
+//!     fn writers(&self) -> Writers { Writers::VCPUS }
+//!     fn pause(&self) -> Result<(), VmError> { Ok(self.running.store(false, SeqCst)) }
+//!     fn resume(&self) -> Result<(), VmError> { Ok(self.running.store(true, SeqCst)) }
+//!     fn device_sections(&self) -> Result<DeviceSections, VmError> {
+//!         let mut sections = DeviceSections::new();
+//!         sections.push("timer", 0, 1, &self.timer.load(SeqCst).to_le_bytes())?;
+//!         Ok(sections)
 //!     }
 //! }
 //!
-//! #[derive(Default)]
-//! struct Memory(Vec<(u64, usize)>);
-//!
-//! impl PageSink for Memory {
-//!     fn begin(&mut self, _start: &StreamSetup) -> Result<(), PageError> { Ok(()) }
-//!     fn put_pages(&mut self, _block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<(), PageError> {
-//!         self.0.push((first.0, pages.len()));
-//!         Ok(())
+//! impl IncomingVm for Vm {
+//!     fn memory(&self) -> &GuestMemory { &self.memory }
+//!     fn load_device(&self, section: OpaqueSection<'_>) -> Result<(), VmError> {
+//!         Ok(self.timer.store(u64::from_le_bytes(section.state.try_into()?), SeqCst))
 //!     }
-//!     fn put_zero(&mut self, _block: usize, _pages: PageRange) -> Result<(), PageError> { Ok(()) }
+//!     fn start(&self) -> Result<(), VmError> { Ok(self.running.store(true, SeqCst)) }
 //! }
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let mut stored = PageBitmap::new(2);
-//! stored.set(PageNumber(1));
-//! let blocks = vec![RamBlock::new("pc.ram", 2 * 4096)];
-//! let guest = Guest(StreamSetup { configuration: Configuration::new("pc-q35-10.0"), section_id: 2, blocks }, stored);
+//! let vm = |running, timer| -> Result<Vm, limosa_memory::MemoryError> {
+//!     let memory = GuestMemory::new(vec![BlockOptions::anonymous("ram", 4096).map()?])?;
+//!     Ok(Vm { memory, running: AtomicBool::new(running), timer: AtomicU64::new(timer) })
+//! };
+//! let (here, there) = (vm(true, 7)?, vm(false, 0)?);
+//! here.memory.block(0)?.write(0, b"a page")?;
+//! // Sees every write of the guest. KVM's log is another one.
+//! let log = SoftwareDirtyLog::new(&here.memory, Writers::VCPUS);
+//! let logs = DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)])?;
 //!
 //! let (near, far) = Channel::pair()?;
 //! let far = Channel::from_fd(far)?;
-//! let (control, progress) = (Control::new(), Progress::new());
-//! let memory = thread::scope(|scope| {
-//!     let receiving = scope.spawn(|| {
-//!         let mut memory = Memory::default();
-//!         let role = Destination::new(far, &control, &progress, DestinationOptions::default());
-//!         let incoming = role.receive(&mut memory)?;
-//!         assert_eq!(incoming.devices.sections[0].name, "timer");
-//!         incoming.acknowledge()?; // From here on the VM is this side's.
-//!         Ok::<_, MigrateError>(memory)
-//!     });
-//!     let sent = PrecopySource::new(&guest, near, &control, &Progress::new(), PrecopyOptions::default()).run()?;
-//!     assert_eq!((sent.normal_pages, sent.zero_pages), (1, 1));
-//!     receiving.join().expect("no panic")
-//! })?;
-//! assert_eq!(memory.0, [(1, 1)]);
+//! thread::scope(|scope| {
+//!     scope.spawn(|| LiveDestination::new(&there, far, &Handle::new()).run());
+//!     match LiveSource::new(&here, logs, near, &Handle::new()).run() {
+//!         LiveOutcome::Completed(stats) => println!("{:?} of downtime", stats.downtime),
+//!         LiveOutcome::Resumed { error, .. } => println!("{error}; the VM continues here"),
+//!         other => println!("{other:?}"),
+//!     }
+//! });
+//! assert!(there.running.load(SeqCst) && !here.running.load(SeqCst));
+//! assert_eq!(there.timer.load(SeqCst), 7);
 //! # Ok(()) }
 //! ```
 
-mod control;
-mod control_socket;
+pub mod control;
 mod destination;
 mod error;
-mod live;
+pub mod live;
 mod pages;
-mod progress;
 mod source;
+pub mod stored;
 
-pub use control::{Control, DeferredStop, Stop};
-pub use control_socket::{Commands, ControlSocket, Job};
-pub use destination::{
-    Destination, DestinationOptions, DestinationStats, Incoming, MultifdAccept, MultifdAcceptOptions, MultifdChannels,
-    MultifdOptions,
-};
+pub use control::Handle;
 pub use error::MigrateError;
-pub use live::destination::{
-    AcceptPreempt, IncomingOutcome, IncomingStats, LayoutDifference, LiveDestination, LiveDestinationOptions,
-    PostcopyIncomingStats, PostcopyPaused, UndecidedIncoming,
-};
-pub use live::source::{
-    HintStats, LiveOutcome, LiveSource, LiveStats, Postcopy, PostcopyPausedSource, RoundKind, RoundReport, Undecided,
-};
 pub use live::{
-    IncomingVm, LiveVm, MigrationParams, RecordWrite, SharedMemory, TimeoutStrategy, UnknownName, VmError, ZeroCheck,
+    IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrationParams, VmError,
 };
-pub use pages::{PageError, PageMemory, PageSink, PageSource, StreamSetup};
-pub use progress::{Moved, Phase, Progress, ProgressReading};
-pub use source::multifd::{CHANNELS_MAX, MultifdSourceOptions};
-pub use source::postcopy::{Milestone, OpenPreempt, PostcopyOptions, PostcopySource, PostcopyStats};
-pub use source::precopy::{InPlace, PrecopyOptions, PrecopySource, PrecopyStats};
+
+/// Several channels of one migration, as QEMU's capability `multifd` has them.
+///
+/// A source is given its channels with [`LiveSource::channels`] or
+/// [`PrecopySource::channels`](stored::PrecopySource::channels). At the destination
+/// [`MultifdAccept`](multifd::MultifdAccept) finds out which connection is which channel.
+pub mod multifd {
+    pub use crate::destination::{MultifdAccept, MultifdAcceptOptions, MultifdChannels, MultifdOptions};
+    pub use crate::source::multifd::{CHANNELS_MAX, MultifdSourceOptions};
+}
+
+/// Counters of engines that have ended.
+pub mod stats {
+    pub use crate::destination::DestinationStats;
+    pub use crate::live::destination::{IncomingStats, PostcopyIncomingStats};
+    pub use crate::live::source::{HintStats, LiveStats, RoundKind, RoundReport};
+    pub use crate::source::postcopy::PostcopyStats;
+    pub use crate::source::precopy::PrecopyStats;
+}
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -15,10 +15,12 @@ use std::time::{Duration, Instant};
 use limosa_channel::{Channel, Shutdown, ZeroCopy};
 use limosa_memory::dirty::DirtyLogs;
 use limosa_memory::{BlockOptions, MemoryBlock};
+use limosa_migrate::live::{LiveDestinationOptions, TimeoutStrategy};
+use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
+use limosa_migrate::stats::{LiveStats, RoundReport};
+use limosa_migrate::stored::{PageError, PageSource, PrecopySource, StreamSetup};
 use limosa_migrate::{
-    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
-    MigrateError, MigrationParams, MultifdOptions, MultifdSourceOptions, PageError, PageSource, PrecopyOptions,
-    PrecopySource, Progress, RoundReport, StreamSetup, TimeoutStrategy,
+    Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrateError, MigrationParams,
 };
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
@@ -102,20 +104,20 @@ fn blocks(pages: u64) -> Vec<BlockOptions> {
 /// How a VM is moved.
 struct Move<'a> {
     params: MigrationParams,
-    control: Control,
+    handle: Handle,
     taps: usize,
     /// Before each packet that is passed on.
     pause: Duration,
     /// Told of each round; the next one waits for it.
     observer: &'a (dyn Fn(&RoundReport, &[Tap]) + Sync),
     /// What goes on meanwhile.
-    meanwhile: &'a (dyn Fn(&Control, &[Tap]) + Sync),
+    meanwhile: &'a (dyn Fn(&Handle, &[Tap]) + Sync),
 }
 
 impl Move<'_> {
     fn new(params: MigrationParams) -> Self {
-        let control = Control::new();
-        Self { params, control, taps: 1, pause: Duration::ZERO, observer: &|_, _| {}, meanwhile: &|_, _| {} }
+        let handle = Handle::new();
+        Self { params, handle, taps: 1, pause: Duration::ZERO, observer: &|_, _| {}, meanwhile: &|_, _| {} }
     }
 
     /// Moves the VM, and compares its memory.
@@ -129,23 +131,23 @@ impl Move<'_> {
             taps.push(tap);
             far_page_channels.push(far);
         }
-        let (taps, progress, arrived) = (&taps, [Progress::new(), Progress::new()], Control::new());
+        let taps = &taps;
         let stats = thread::scope(|scope| {
             for tap in taps {
                 scope.spawn(|| tap.run(self.pause));
             }
-            scope.spawn(|| (self.meanwhile)(&self.control, taps));
+            scope.spawn(|| (self.meanwhile)(&self.handle, taps));
             let receiving = scope.spawn(|| {
                 let options = LiveDestinationOptions::default();
-                let role = LiveDestination::new(&destination, far, &arrived, &progress[0], options);
-                role.with_channels(far_page_channels, MultifdOptions { compression: Compression::None }).run()
+                let role = LiveDestination::new(&destination, far, &Handle::new()).options(options);
+                role.channels(far_page_channels, MultifdOptions { compression: Compression::None }).run()
             });
             let packets = MultifdSourceOptions { packet_pages: 32, ..MultifdSourceOptions::default() };
-            let outcome = LiveSource::new(source, logs, near, &self.control, &progress[1])
-                .with_params(self.params)
-                .with_channels(near_page_channels, packets)
+            let outcome = LiveSource::new(source, logs, near, &self.handle)
+                .options(self.params)
+                .channels(near_page_channels, packets)
                 .unwrap()
-                .observe(|round| (self.observer)(round, taps))
+                .on_round(|round| (self.observer)(round, taps))
                 .run();
             source.over.store(true, Ordering::Relaxed);
             let arrival = receiving.join().unwrap();
@@ -174,13 +176,11 @@ fn what_a_round_lends_is_back_before_its_end_is_told() {
     vm.fill(0, |page| page % 3 != 1);
     vm.fill(1, |_| true);
     let (logs, marker) = vm.restless_logs(300);
-    let params = MigrationParams {
-        downtime_limit: Duration::ZERO,
-        stalled_rounds: Some(2),
-        timeout_strategy: TimeoutStrategy::Pause,
-        answer_timeout: SOON,
-        ..MigrationParams::default()
-    };
+    let params = MigrationParams::default()
+        .downtime_limit(Duration::ZERO)
+        .stalled_rounds(Some(2))
+        .timeout_strategy(TimeoutStrategy::Pause)
+        .answer_timeout(SOON);
     let seen = Mutex::new(Vec::new());
     // The next round lends nothing before the SYNC of this one was seen. One more came before the first round.
     let observer = |round: &RoundReport, taps: &[Tap]| {
@@ -219,13 +219,13 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
         let vm = TestVm::new(&[160]);
         vm.fill(0, |_| true);
         let (logs, _) = vm.logs();
-        let params = MigrationParams { answer_timeout, ..MigrationParams::default() };
+        let params = MigrationParams::default().answer_timeout(answer_timeout);
         let ((near, far), (page_channel, deaf)) = (pair(), slow_pair());
         let (lender, ended, gone) = (page_channel.try_clone().unwrap(), AtomicBool::new(false), AtomicBool::new(false));
         if half_closed {
             deaf.shutdown(Shutdown::Write).unwrap();
         }
-        let (control, progress) = (Control::new(), Progress::new());
+        let handle = Handle::new();
         let begun = Instant::now();
         thread::scope(|scope| {
             scope.spawn(|| Destination::new(far, None).run());
@@ -238,11 +238,11 @@ fn a_destination_that_reads_no_more_is_waited_for_as_long_as_the_patience_says_a
                 thread::sleep(answer_timeout / 2);
                 assert!(!gone.load(Ordering::SeqCst), "a page was discarded while it was lent");
             });
-            let outcome = LiveSource::new(&vm, logs, near, &control, &progress)
-                .with_params(params)
-                .with_channels(vec![page_channel], MultifdSourceOptions::default())
+            let outcome = LiveSource::new(&vm, logs, near, &handle)
+                .options(params)
+                .channels(vec![page_channel], MultifdSourceOptions::default())
                 .unwrap()
-                .observe(|_| ended.store(true, Ordering::SeqCst))
+                .on_round(|_| ended.store(true, Ordering::SeqCst))
                 .run();
             let LiveOutcome::Resumed { error: MigrateError::Multifd { id: 0, source }, .. } = outcome else {
                 panic!("{outcome:?}")
@@ -270,21 +270,19 @@ fn a_discard_in_the_middle_of_a_round_that_is_held_back_does_not_wait_for_its_en
     let vm = TestVm::of(blocks(pages));
     vm.fill(0, |_| true);
     let (logs, _marker) = vm.logs();
-    let params = MigrationParams {
-        max_bandwidth: NonZeroU64::new(128 << 10),
-        downtime_limit: Duration::from_secs(60),
-        answer_timeout: SOON,
-        ..MigrationParams::default()
-    };
+    let params = MigrationParams::default()
+        .max_bandwidth(NonZeroU64::new(128 << 10))
+        .downtime_limit(Duration::from_secs(60))
+        .answer_timeout(SOON);
     let waited = Mutex::new(None);
-    let meanwhile = |control: &Control, taps: &[Tap]| {
+    let meanwhile = |handle: &Handle, taps: &[Tap]| {
         assert!(comes(|| taps[0].lender.counters().bytes_out > 256 * 4096));
         thread::sleep(Duration::from_millis(100));
         let begun = Instant::now();
         assert!(vm.discard(0, 3));
         *waited.lock().unwrap() = Some(begun.elapsed());
         // The rest as fast as it goes.
-        control.set_max_bandwidth(None);
+        handle.control.set_max_bandwidth(None);
     };
     let stats = Move { meanwhile: &meanwhile, ..Move::new(params) }.run(&vm, logs, pages);
     let waited = waited.into_inner().unwrap().unwrap();
@@ -358,11 +356,11 @@ fn a_discard_does_not_wait_for_windows_that_nothing_is_lent_of() {
     let source = HalfStored { memory: &memory, ram, reads, gone, seen };
     let model = MultifdModel::new(&memory, (&[], &[]), Compression::None, None);
     let ((near, far), (page_channel, far_page_channel)) = (pair(), lending_pair(ZeroCopy::Msg, true));
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     thread::scope(|scope| {
         let arrived = scope.spawn(|| model.run(far, vec![far_page_channel]));
-        let role = PrecopySource::new(&source, near, &control, &progress, PrecopyOptions::default());
-        role.with_channels(vec![page_channel], MultifdSourceOptions::default()).unwrap().run().unwrap();
+        let role = PrecopySource::new(&source, near, &handle);
+        role.channels(vec![page_channel], MultifdSourceOptions::default()).unwrap().run().unwrap();
         assert_eq!(arrived.join().unwrap().wrong, Vec::<String>::new());
     });
     model.assert_memory();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use limosa_channel::ChannelError;
-use limosa_migrate::{Control, MigrateError, Progress};
+use limosa_migrate::{Handle, MigrateError};
 use limosa_snapshot::SnapshotError;
 
 use crate::conflict::Conflict;
@@ -15,10 +15,8 @@ use crate::watchdog::WatchdogError;
 /// The handles by which a running job is watched and reached into.
 #[derive(Clone, Copy)]
 pub struct Watch<'a> {
-    /// Stops the job or changes its rate.
-    pub control: &'a Control,
-    /// How far it is.
-    pub progress: &'a Progress,
+    /// Stops the job, changes its rate, and shows its progress.
+    pub handle: &'a Handle,
     /// Is told, in a line each, what a person should know while it runs.
     pub notice: &'a (dyn Fn(&str) + Sync),
     /// Called at most once, during a save that does not converge and has no time limit.
@@ -27,10 +25,7 @@ pub struct Watch<'a> {
 
 impl std::fmt::Debug for Watch<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Watch")
-            .field("control", &self.control)
-            .field("progress", &self.progress)
-            .finish_non_exhaustive()
+        f.debug_struct("Watch").field("handle", &self.handle).finish_non_exhaustive()
     }
 }
 

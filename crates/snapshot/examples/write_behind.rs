@@ -7,7 +7,7 @@ use std::io::IoSlice;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::{PageSink, StreamSetup};
+use limosa_migrate::stored::{PageSink, StreamSetup};
 use limosa_page::PageNumber;
 use limosa_snapshot::{Manifest, SnapshotWriter, UnnamedFile, WriteOptions};
 use limosa_stream::{Configuration, RamBlock};

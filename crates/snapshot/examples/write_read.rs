@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::io::IoSlice;
 
-use limosa_migrate::{PageSink as _, PageSource as _, StreamSetup};
+use limosa_migrate::stored::{PageSink, PageSource, StreamSetup};
 use limosa_page::{PageNumber, PageRange};
 use limosa_snapshot::{Manifest, Snapshot, SnapshotWriter, UnnamedFile, WriteOptions};
 use limosa_stream::{Configuration, RamBlock};

@@ -4,7 +4,9 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use limosa_channel::Channel;
-use limosa_migrate::{Control, PrecopyOptions, PrecopySource, PrecopyStats, Progress};
+use limosa_migrate::Handle;
+use limosa_migrate::stats::PrecopyStats;
+use limosa_migrate::stored::{PrecopyOptions, PrecopySource};
 
 use crate::error::SnapshotError;
 use crate::foreign::ForeignError;
@@ -20,18 +22,12 @@ impl Snapshot {
     ///
     /// # Errors
     /// The snapshot would restore to a broken guest, cannot be read, or the stream cannot be written.
-    pub fn export(
-        &self,
-        to: OwnedFd,
-        name: &Path,
-        control: &Control,
-        progress: &Progress,
-    ) -> Result<PrecopyStats, ForeignError> {
+    pub fn export(&self, to: OwnedFd, name: &Path, handle: &Handle) -> Result<PrecopyStats, ForeignError> {
         self.check_restorable()?;
         let options = PrecopyOptions { return_path: false, ..PrecopyOptions::default() };
         let sent = Channel::from_fd(to)
             .map_err(Into::into)
-            .and_then(|channel| PrecopySource::new(self, channel, control, progress, options).run());
+            .and_then(|channel| PrecopySource::new(self, channel, handle).options(options).run());
         sent.map_err(|source| ForeignError::Stream { path: name.to_path_buf(), source })
     }
 
@@ -39,17 +35,12 @@ impl Snapshot {
     ///
     /// # Errors
     /// As `export`; nothing is left of the file then.
-    pub fn export_file(
-        &self,
-        pending: UnnamedFile,
-        control: &Control,
-        progress: &Progress,
-    ) -> Result<PrecopyStats, ForeignError> {
+    pub fn export_file(&self, pending: UnnamedFile, handle: &Handle) -> Result<PrecopyStats, ForeignError> {
         let target = pending.target().to_path_buf();
         let copy = pending.file().try_clone();
         let copy = copy.map_err(|error| SnapshotError::io("duplicate its descriptor", &target, None, error))?;
-        let stats = self.export(copy.into(), &target, control, progress)?;
-        control.check().map_err(|source| ForeignError::Stream { path: target, source })?;
+        let stats = self.export(copy.into(), &target, handle)?;
+        handle.control.check().map_err(|source| ForeignError::Stream { path: target, source })?;
         pending.publish(Durability::Synced)?;
         Ok(stats)
     }

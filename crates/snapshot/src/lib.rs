@@ -6,9 +6,9 @@
 //! the file is whole or not there.
 //!
 //! - [`UnnamedFile`]: a file without a name, and how it gets one.
-//! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::PageSink)).
+//! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::stored::PageSink)).
 //! - [`adopt`]: takes over one that QEMU filled itself.
-//! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::PageSource)).
+//! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
 //! - [`compare`]: would it load on another QEMU; [`compare_stored`], [`compare_memory`]: how do two files differ.
 //! - [`Foreign`]: other programs' files, of which snapshots are made; [`Snapshot::export`] goes the other way.
 //! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] tells whether its disks are still the same.
@@ -20,7 +20,7 @@
 //!
 //! ```
 //! use std::io::IoSlice;
-//! use limosa_migrate::{PageSink, PageSource, StreamSetup};
+//! use limosa_migrate::stored::{PageSink, PageSource, StreamSetup};
 //! use limosa_page::{PageNumber, PageRange};
 //! use limosa_snapshot::{Manifest, UnnamedFile, Snapshot, SnapshotWriter, WriteOptions};
 //! use limosa_stream::{Configuration, RamBlock};

@@ -10,7 +10,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use limosa_channel::Counters;
-use limosa_migrate::{PageError, PageSource, StreamSetup};
+use limosa_migrate::stored::{PageError, PageSource, StreamSetup};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_stream::DeviceState;
 use limosa_stream::configuration::IGNORE_SHARED;

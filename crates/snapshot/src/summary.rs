@@ -148,7 +148,7 @@ impl Snapshot {
             run_state: self.run_state(),
             blocks: blocks.collect(),
             devices: devices.collect(),
-            vmdescs: vmdescs(limosa_migrate::PageSource::description(self)),
+            vmdescs: vmdescs(limosa_migrate::stored::PageSource::description(self)),
             manifest: self.manifest().cloned(),
             without_manifest: self.without_manifest().map(str::to_owned),
             checksums: self.has_checksums(),

@@ -15,7 +15,7 @@ use std::io::IoSlice;
 use std::path::Path;
 
 use limosa_channel::Counters;
-use limosa_migrate::{PageError, PageSink, StreamSetup};
+use limosa_migrate::stored::{PageError, PageSink, StreamSetup};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::{EARLY_SECTIONS_LIMIT, Layout, MappedBlock};

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 
 use limosa_channel::ZeroCopy;
-use limosa_migrate::ZeroCheck;
+use limosa_migrate::live::ZeroCheck;
 use limosa_page::ZeroMethod;
 use serde::{Deserialize, Serialize};
 

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use limosa_channel::{Acceptor, Channel, Listener, Options, Uri};
-use limosa_migrate::{
-    AcceptPreempt, Control, IncomingOutcome, IncomingStats, LiveDestination, LiveDestinationOptions, MultifdAccept,
-    MultifdAcceptOptions, MultifdChannels, MultifdOptions, PostcopyIncomingStats, PostcopyPaused,
-};
+use limosa_migrate::control::Control;
+use limosa_migrate::live::{AcceptPreempt, LiveDestinationOptions, PostcopyPaused, TimeoutStrategy};
+use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChannels, MultifdOptions};
+use limosa_migrate::stats::{IncomingStats, PostcopyIncomingStats};
+use limosa_migrate::{IncomingOutcome, LiveDestination};
 use serde_json::Value;
 
 use super::orders::Order;
@@ -15,7 +16,6 @@ use super::{End, Migration, REACH, tell};
 use crate::report::{Calls, DestinationReport, FaultLatency};
 use crate::settings::Postcopy;
 use crate::state::State;
-use limosa_migrate::TimeoutStrategy;
 
 /// How long to wait for a connection before it is checked whether this end goes on at all.
 const TICK: Duration = Duration::from_millis(10);
@@ -24,7 +24,7 @@ impl End {
     /// Listens there, and receives the guest. Whether this end goes on.
     pub(super) fn receive(&self, uri: &Uri) -> bool {
         let migration = self.begin();
-        let (listener, set) = match self.accept(uri, self.settings.channels, &migration.control) {
+        let (listener, set) = match self.accept(uri, self.settings.channels, &migration.handle.control) {
             Ok(accepted) => accepted,
             Err(why) => {
                 self.failed(&migration, &why);
@@ -38,12 +38,11 @@ impl End {
             populate: self.settings.populate,
             ..LiveDestinationOptions::default()
         };
-        let (control, progress) = (&migration.control, &migration.progress);
         let multifd = MultifdOptions { compression: self.settings.compression };
         let mut destination =
-            LiveDestination::new(&self.vm, set.main, control, progress, options).with_channels(set.pages, multifd);
+            LiveDestination::new(&self.vm, set.main, &migration.handle).options(options).channels(set.pages, multifd);
         if self.settings.preempt {
-            destination = destination.with_preempt(preempt(&listener));
+            destination = destination.preempt(preempt(&listener));
         }
         self.came_to(&migration, destination.run())
     }
@@ -91,10 +90,10 @@ impl End {
                 return false;
             };
             let again = self.begin_again(migration);
-            match self.accept(&uri, 0, &again.control) {
+            match self.accept(&uri, 0, &again.handle.control) {
                 Ok((listener, set)) => {
                     let accept = self.settings.preempt.then(|| preempt(&listener));
-                    return self.came_to(&again, paused.with_control(&again.control).recover(set.main, accept));
+                    return self.came_to(&again, paused.recover(set.main, accept, &again.handle));
                 }
                 Err(error) => why = error,
             }

@@ -17,7 +17,9 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use limosa_channel::Tls;
-use limosa_migrate::{Control, ControlSocket, Job, Progress};
+use limosa_control::{ControlSocket, Job};
+use limosa_migrate::Handle;
+use limosa_migrate::control::Control;
 
 use crate::cpu::CpuTime;
 use crate::error::DemoError;
@@ -44,8 +46,7 @@ struct End {
 
 /// What belongs to one migration.
 struct Migration {
-    control: Control,
-    progress: Progress,
+    handle: Handle,
     cpu: CpuTime,
 }
 
@@ -126,18 +127,18 @@ impl End {
 
     /// A migration begins.
     fn begin(&self) -> Migration {
-        let job = Migration { control: Control::new(), progress: Progress::new(), cpu: CpuTime::now() };
-        self.coordinator.begin(&job.control);
-        self.socket.set_job(Job::Live, job.control.clone(), job.progress.clone());
+        let job = Migration { handle: Handle::new(), cpu: CpuTime::now() };
+        self.coordinator.begin(&job.handle.control);
+        self.socket.set_job(Job::Live, &job.handle);
         job
     }
 
     /// The same migration goes on over another connection.
     fn begin_again(&self, before: &Migration) -> Migration {
-        let (control, progress) = (Control::new(), before.progress.clone());
-        self.coordinator.begin(&control);
-        self.socket.set_job(Job::Live, control.clone(), progress.clone());
-        Migration { control, progress, cpu: before.cpu }
+        let handle = Handle { control: Control::new(), progress: before.handle.progress.clone() };
+        self.coordinator.begin(&handle.control);
+        self.socket.set_job(Job::Live, &handle);
+        Migration { handle, cpu: before.cpu }
     }
 
     /// Prints that the operator has to decide, and waits for the order.

@@ -7,7 +7,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use limosa_channel::Uri;
-use limosa_migrate::{Commands, Control, Stop};
+use limosa_control::{CommandError, Commands};
+use limosa_migrate::control::{Control, Stop};
 use serde_json::{Map, Value, json};
 use std::time::Duration;
 
@@ -166,18 +167,18 @@ impl Coordinator {
     }
 
     /// Takes an order if the end is in one of these states, and turns it to the next.
-    fn order(&self, order: Order, from: &[State], next: State) -> Result<Value, String> {
+    fn order(&self, order: Order, from: &[State], next: State) -> Result<Value, CommandError> {
         let mut known = self.lock();
         if !from.contains(&known.state) {
             let why = known.why.as_ref().map_or(String::new(), |why| format!(" ({why})"));
-            return Err(format!("not possible now: this end is {}{why}", word(known.state)));
+            return Err(format!("not possible now: this end is {}{why}", word(known.state)).into());
         }
         (known.state, known.why) = (next, None);
         let sent = self.orders.lock().unwrap_or_else(PoisonError::into_inner).send(order);
         sent.map(|()| json!({})).map_err(|_| "this end is about to end".into())
     }
 
-    fn migrate(&self, arguments: &Value) -> Result<Value, String> {
+    fn migrate(&self, arguments: &Value) -> Result<Value, CommandError> {
         let uri = uri(arguments)?;
         let flag = |key: &str, usual| arguments.get(key).map_or(Some(usual), Value::as_bool);
         let told = || "resume and fresh must be true or false";
@@ -191,7 +192,7 @@ impl Coordinator {
         self.order(Order::Send { uri, fresh }, &[State::Running], State::Sending)
     }
 
-    fn go(&self) -> Result<Value, String> {
+    fn go(&self) -> Result<Value, CommandError> {
         if self.lock().state == State::Running {
             return Ok(json!({}));
         }
@@ -201,14 +202,14 @@ impl Coordinator {
         }
     }
 
-    fn verify(&self) -> Result<Value, String> {
+    fn verify(&self) -> Result<Value, CommandError> {
         self.lock().verified = Value::Null;
         let (running, gone) = (State::Running, State::Gone);
         let now = self.lock().state;
         self.order(Order::Verify, &[running, gone], now)
     }
 
-    fn start_postcopy(&self) -> Result<Value, String> {
+    fn start_postcopy(&self) -> Result<Value, CommandError> {
         let known = self.lock();
         if self.role != Role::Source || known.state != State::Sending {
             return Err("no migration is running from here".into());
@@ -219,11 +220,12 @@ impl Coordinator {
 }
 
 impl Commands for Coordinator {
-    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>> {
+    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, CommandError>> {
         match name {
-            "query-status" => {
-                Some(serde_json::to_value(self.status()).map_err(|error| format!("cannot be written as JSON: {error}")))
-            }
+            "query-status" => Some(
+                serde_json::to_value(self.status())
+                    .map_err(|error| format!("cannot be written as JSON: {error}").into()),
+            ),
             "query-report" => Some(Ok(self.lock().report.clone())),
             "verify-memory" => Some(self.verify()),
             "query-verify-memory" => Some(Ok(self.lock().verified.clone())),
@@ -263,9 +265,9 @@ impl Commands for Coordinator {
     }
 }
 
-fn uri(arguments: &Value) -> Result<Uri, String> {
+fn uri(arguments: &Value) -> Result<Uri, CommandError> {
     let text = arguments.get("uri").and_then(Value::as_str).ok_or("uri is missing")?;
-    text.parse().map_err(|error| format!("{error}"))
+    text.parse().map_err(CommandError::new)
 }
 
 fn word(state: State) -> &'static str {
@@ -285,7 +287,7 @@ fn word(state: State) -> &'static str {
 mod tests {
     use super::*;
 
-    fn ask(coordinator: &Coordinator, name: &str, arguments: Value) -> Result<Value, String> {
+    fn ask(coordinator: &Coordinator, name: &str, arguments: Value) -> Result<Value, CommandError> {
         coordinator.execute(name, &arguments).expect("a command of the end's own")
     }
 
@@ -295,7 +297,7 @@ mod tests {
         assert!(ask(&coordinator, "migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" })).is_err());
         let there = json!({ "uri": "tcp:127.0.0.1:9", "fresh": false });
         ask(&coordinator, "migrate", there.clone()).unwrap();
-        assert!(ask(&coordinator, "migrate", there).unwrap_err().contains("sending its guest"));
+        assert!(ask(&coordinator, "migrate", there).unwrap_err().to_string().contains("sending its guest"));
         assert!(ask(&coordinator, "cont", json!({})).is_err(), "it must not run while it is sent");
         assert!(matches!(orders.try_recv(), Ok(Order::Send { fresh: false, .. })));
         coordinator.turn(State::Undecided, Some("the network was cut".into()));

@@ -3,10 +3,11 @@
 use std::sync::Mutex;
 
 use limosa_channel::{Channel, ChannelError, Options, Tls, Uri, ZeroCopy};
-use limosa_migrate::{
-    Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MultifdSourceOptions, OpenPreempt, PostcopyPausedSource,
-    RoundKind, RoundReport, Undecided,
-};
+use limosa_migrate::control::Control;
+use limosa_migrate::live::{OpenPreempt, PostcopyPausedSource, Undecided};
+use limosa_migrate::multifd::MultifdSourceOptions;
+use limosa_migrate::stats::{LiveStats, RoundKind, RoundReport};
+use limosa_migrate::{LiveOutcome, LiveSource, MigrateError};
 use limosa_page::to_millis;
 use serde_json::{Value, json};
 
@@ -23,7 +24,7 @@ impl End {
         let migration = self.begin();
         let (coordinator, seen) = (&*self.coordinator, Mutex::new(0_u32));
         let rounds = match self.settings.postcopy {
-            Postcopy::AfterRounds(rounds) => Some((rounds, &migration.control)),
+            Postcopy::AfterRounds(rounds) => Some((rounds, &migration.handle.control)),
             _ => None,
         };
         let source = match self.prepare(uri, &migration) {
@@ -34,7 +35,7 @@ impl End {
             }
         };
         let outcome =
-            source.destination_zeroed(fresh).observe(move |round| tell_round(coordinator, round, rounds, &seen)).run();
+            source.destination_zeroed(fresh).on_round(move |round| tell_round(coordinator, round, rounds, &seen)).run();
         self.left(&migration, outcome)
     }
 
@@ -112,7 +113,7 @@ impl End {
         match self.connect(uri) {
             Ok(channel) => {
                 let preempt = self.settings.preempt.then(|| self.preempt_to(uri));
-                let outcome = broken.recover(channel, preempt, &again.control, &again.progress);
+                let outcome = broken.recover(channel, preempt, &again.handle);
                 self.left(&again, outcome)
             }
             Err(error) => self.recover_source(&again, broken, error.to_string()),
@@ -132,21 +133,20 @@ impl End {
         let multifd_channels = multifd_channels.map_err(|error| error.to_string())?;
         let multifd =
             MultifdSourceOptions { compression: self.settings.compression, ..MultifdSourceOptions::default() };
-        let (control, progress) = (&migration.control, &migration.progress);
-        let source = LiveSource::new(&self.vm, logs, main, control, progress)
-            .with_params(self.settings.params())
+        let source = LiveSource::new(&self.vm, logs, main, &migration.handle)
+            .options(self.settings.params())
             .shared_memory(self.settings.shared_memory());
-        let source = source.with_channels(multifd_channels, multifd).map_err(|error| error.to_string())?;
-        let source = source.with_postcopy(match self.settings.postcopy {
-            Postcopy::Off => limosa_migrate::Postcopy::Off,
-            Postcopy::AfterRounds(_) => limosa_migrate::Postcopy::Allowed,
-            Postcopy::AtOnce => limosa_migrate::Postcopy::AtOnce,
+        let source = source.channels(multifd_channels, multifd).map_err(|error| error.to_string())?;
+        let source = source.postcopy(match self.settings.postcopy {
+            Postcopy::Off => limosa_migrate::live::Postcopy::Off,
+            Postcopy::AfterRounds(_) => limosa_migrate::live::Postcopy::Allowed,
+            Postcopy::AtOnce => limosa_migrate::live::Postcopy::AtOnce,
         });
         let source = match self.vm.free_pages() {
-            Some(from) => source.with_free_pages(from),
+            Some(from) => source.free_pages(from),
             None => source,
         };
-        Ok(if self.settings.preempt { source.with_preempt(self.preempt_to(uri)) } else { source })
+        Ok(if self.settings.preempt { source.preempt(self.preempt_to(uri)) } else { source })
     }
 
     /// The main channel.

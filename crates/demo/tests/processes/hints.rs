@@ -29,7 +29,7 @@ fn hinted(seed: u64) -> Settings {
         max_bandwidth: NonZeroU64::new(dice.pick(&[0, 100 << 20, 400 << 20])),
         downtime_limit_ms: dice.pick(&[5, 30]),
         timeout_ms: Some(1500),
-        give_up: limosa_migrate::TimeoutStrategy::Pause,
+        give_up: limosa_migrate::live::TimeoutStrategy::Pause,
         channels: dice.pick(&[0, 0, 2]),
         ..small()
     }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use limosa_balloon::{Balloon, Statistics, StatisticsError};
-use limosa_migrate::Commands;
+use limosa_control::{CommandError, Commands};
 use serde_json::{Map, Value, json};
 
 use super::Ending;
@@ -38,7 +38,7 @@ impl BalloonCommands {
         })
     }
 
-    fn query_statistics(&self, arguments: &Value) -> Result<Value, String> {
+    fn query_statistics(&self, arguments: &Value) -> Result<Value, CommandError> {
         // First what there is: the answer to the request has another sequence then, however fast it comes.
         let last = self.balloon.statistics();
         if flag(arguments, "refresh")?.unwrap_or(false) {
@@ -47,7 +47,7 @@ impl BalloonCommands {
         Ok(last.map_or_else(|| json!({ "sequence": 0 }), |statistics| told(&statistics)))
     }
 
-    fn begin_list(&self, arguments: &Value) -> Result<Value, String> {
+    fn begin_list(&self, arguments: &Value) -> Result<Value, CommandError> {
         let reserve = match arguments.get("reserve") {
             None => None,
             Some(reserve) => Some(reserve.as_u64().ok_or("reserve must be a number of bytes")?),
@@ -59,17 +59,19 @@ impl BalloonCommands {
 }
 
 impl Commands for BalloonCommands {
-    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>> {
+    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, CommandError>> {
         Some(match name {
             "balloon" => {
                 let value = arguments.get("value").and_then(Value::as_u64);
                 let set = value
-                    .ok_or_else(|| "value is missing: the guest's memory in bytes".to_owned())
-                    .and_then(|value| self.jobs.set_target(&self.balloon, value).map_err(|error| error.to_string()));
+                    .ok_or_else(|| CommandError::from("value is missing: the guest's memory in bytes"))
+                    .and_then(|value| self.jobs.set_target(&self.balloon, value).map_err(CommandError::new));
                 set.map(|()| json!({}))
             }
             // As in QEMU: a balloon without a driver is an error.
-            "query-balloon" if !self.balloon.has_driver() => Err(remedy::with_statistics(StatisticsError::NoDriver)),
+            "query-balloon" if !self.balloon.has_driver() => {
+                Err(remedy::with_statistics(StatisticsError::NoDriver).into())
+            }
             "query-balloon" => Ok(json!({ "actual": self.balloon.size().actual })),
             "query-balloon-device" => Ok(self.query_device()),
             "query-balloon-stats" => self.query_statistics(arguments),
@@ -85,7 +87,7 @@ impl Commands for BalloonCommands {
                     Ok(json!({}))
                 }
                 Ok(None) => Err("enable is missing: must be true or false".into()),
-                Err(why) => Err(why),
+                Err(why) => Err(why.into()),
             },
             "quit" => {
                 self.ending.end();

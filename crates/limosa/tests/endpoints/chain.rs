@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use limosa_migrate::PageSource as _;
+use limosa_migrate::stored::PageSource as _;
 use limosa_page::PageRange;
 use limosa_snapshot::Snapshot;
 

@@ -18,9 +18,9 @@ use limosa_memory::GuestMemory;
 use limosa_memory::dirty::KvmLog;
 use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
 use limosa_memory::rust_vmm::attach;
+use limosa_migrate::live::TimeoutStrategy;
 use limosa_migrate::{
-    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm,
-    MigrationParams, Progress, TimeoutStrategy, VmError,
+    Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrationParams, VmError,
 };
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 use machine::Machine;
@@ -97,17 +97,13 @@ fn source() -> Result<()> {
     let (channel, far) = Channel::pair()?;
     let mut destination = Command::new(env::current_exe()?).arg("incoming").stdin(Stdio::from(far)).spawn()?;
 
-    let (control, progress) = (Control::new(), Progress::new());
-    let params = MigrationParams {
-        downtime_limit: Duration::from_millis(5),
-        stalled_rounds: Some(5),
-        // A guest that writes faster than the socket takes is stopped all the same.
-        timeout_strategy: TimeoutStrategy::Pause,
-        ..MigrationParams::default()
-    };
-    let role =
-        LiveSource::new(&machine, logs, channel, &control, &progress).with_params(params).destination_zeroed(true);
-    let outcome = role.observe(|round| println!("source: {:?}, {} pages", round.kind, round.normal)).run();
+    let handle = Handle::new();
+    let params = MigrationParams::default()
+        .downtime_limit(Duration::from_millis(5))
+        .stalled_rounds(Some(5))
+        .timeout_strategy(TimeoutStrategy::Pause);
+    let role = LiveSource::new(&machine, logs, channel, &handle).options(params).destination_zeroed(true);
+    let outcome = role.on_round(|round| println!("source: {:?}, {} pages", round.kind, round.normal)).run();
     match outcome {
         LiveOutcome::Completed(stats) => {
             println!("source: the guest left after {} laps and stood still for {:?}", machine.laps(), stats.downtime);
@@ -126,8 +122,8 @@ fn source() -> Result<()> {
 fn destination() -> Result<()> {
     let machine = Machine::new()?;
     let channel = Channel::from_fd(io::stdin().as_fd().try_clone_to_owned()?)?;
-    let (control, progress) = (Control::new(), Progress::new());
-    let role = LiveDestination::new(&machine, channel, &control, &progress, LiveDestinationOptions::default());
+    let handle = Handle::new();
+    let role = LiveDestination::new(&machine, channel, &handle);
     match role.run() {
         IncomingOutcome::Running(stats) => {
             let pages = stats.received.normal_pages;

@@ -12,7 +12,7 @@
 //! A source that says where its device sections end (PING 6) is answered when every page and every section is in its
 //! place; its stream is whole when its word that the VM may run (PING 7) has come, and the description behind it.
 //!
-//! With [multifd channels](Destination::with_channels) most pages come on these, each read by a thread of its own, and
+//! With [multifd channels](Destination::channels) most pages come on these, each read by a thread of its own, and
 //! meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.
 
 mod buffer;
@@ -50,10 +50,9 @@ pub(crate) use incoming::{Broken, PostcopySwitchover, Received, SourceNow};
 pub use multifd::MultifdOptions;
 pub use multifd_accept::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
 
-use crate::control::Control;
+use crate::control::{Control, Handle, Phase, Progress};
 use crate::error::MigrateError;
 use crate::pages::{PageSink, StreamSetup};
-use crate::progress::{Phase, Progress};
 
 /// Size of the receive buffer. It should stay in a core's second-level cache between the read that fills it and the
 /// write that empties it.
@@ -115,7 +114,13 @@ pub struct DestinationStats {
 }
 
 /// The destination role.
-pub struct Destination<'a> {
+pub struct Destination<'a, S: PageSink + Send + ?Sized> {
+    sink: &'a mut S,
+    role: Role<'a>,
+}
+
+/// All of a destination but its sink.
+struct Role<'a> {
     channel: Arc<Channel>,
     pages: Vec<Arc<Channel>>,
     multifd: MultifdOptions,
@@ -125,40 +130,56 @@ pub struct Destination<'a> {
     hooks: Option<&'a dyn Hooks>,
 }
 
-impl std::fmt::Debug for Destination<'_> {
+impl<S: PageSink + Send + ?Sized> std::fmt::Debug for Destination<'_, S> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Destination").field("channel", &self.channel).field("options", &self.options).finish()
+        let Role { channel, options, .. } = &self.role;
+        f.debug_struct("Destination").field("channel", channel).field("options", options).finish_non_exhaustive()
     }
 }
 
-impl<'a> Destination<'a> {
-    /// A destination that reads from `channel`. It keeps clones of the two handles.
-    pub fn new(channel: Channel, control: &Control, progress: &Progress, options: DestinationOptions) -> Self {
-        let (pages, multifd) = (Vec::new(), MultifdOptions::default());
-        let (control, progress) = (control.clone(), progress.clone());
-        Self { channel: Arc::new(channel), pages, multifd, control, progress, options, hooks: None }
+impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
+    /// A destination that reads from `channel` and hands pages to `sink`. It keeps a clone of the handle.
+    pub fn new(sink: &'a mut S, channel: Channel, handle: &Handle) -> Self {
+        let Handle { control, progress } = handle.clone();
+        let role = Role {
+            channel: Arc::new(channel),
+            pages: Vec::new(),
+            multifd: MultifdOptions::default(),
+            control,
+            progress,
+            options: DestinationOptions::default(),
+            hooks: None,
+        };
+        Self { sink, role }
+    }
+
+    /// Sets the options.
+    #[must_use]
+    pub fn options(mut self, options: DestinationOptions) -> Self {
+        self.role.options = options;
+        self
     }
 
     /// With multifd channels, in the order of their numbers, their initial packets read: those of a
     /// [`MultifdChannels`].
     #[must_use]
-    pub fn with_channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
-        self.pages = pages.into_iter().map(Arc::new).collect();
-        self.multifd = options;
+    pub fn channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
+        self.role.pages = pages.into_iter().map(Arc::new).collect();
+        self.role.multifd = options;
         self
     }
 
     /// For a VM that waits here for its state.
-    pub(crate) fn with_hooks(mut self, hooks: &'a dyn Hooks) -> Self {
-        self.hooks = Some(hooks);
+    pub(crate) fn hooks(mut self, hooks: &'a dyn Hooks) -> Self {
+        self.role.hooks = Some(hooks);
         self
     }
 
     /// Receives a whole stream.
     ///
     /// On `Err` the channel is closed, so that a source with a return path resumes its VM.
-    pub fn receive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Incoming, MigrateError> {
-        match self.arrive(sink) {
+    pub fn run(self) -> Result<Incoming, MigrateError> {
+        match self.arrive() {
             Ok(Received::Whole(incoming)) => Ok(*incoming),
             // Refused where it began, unless there are hooks.
             Ok(Received::PostcopySwitchover(switched)) => {
@@ -169,7 +190,13 @@ impl<'a> Destination<'a> {
     }
 
     /// Receives a stream up to its end, or to the package of a postcopy.
-    pub(crate) fn arrive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Received, Broken> {
+    pub(crate) fn arrive(self) -> Result<Received, Broken> {
+        self.role.arrive(self.sink)
+    }
+}
+
+impl Role<'_> {
+    fn arrive<S: PageSink + Send + ?Sized>(self, sink: &mut S) -> Result<Received, Broken> {
         self.channels().for_each(|channel| self.control.watch(channel));
         let mut receiver = Receiver::new(&self);
         let result = receiver.run(sink);
@@ -207,7 +234,7 @@ impl<'a> Destination<'a> {
 }
 
 struct Receiver<'a> {
-    role: &'a Destination<'a>,
+    role: &'a Role<'a>,
     buffer: Buffer,
     orders: PageWrites,
     decoder: Decoder,
@@ -232,7 +259,7 @@ enum AfterPages {
 }
 
 impl<'a> Receiver<'a> {
-    fn new(role: &'a Destination<'a>) -> Self {
+    fn new(role: &'a Role<'a>) -> Self {
         Self {
             role,
             buffer: Buffer::new(&role.options.head),

@@ -22,9 +22,9 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, broken, invariant, to_u64};
 use limosa_stream::xbzrle;
 
+use crate::control::{Moved, Progress};
 use crate::error::MigrateError;
 use crate::pages::{PageError, PageMemory, PageSink, StreamSetup};
-use crate::progress::{Moved, Progress};
 
 /// Buffers of a reading thread: one fills, one is emptied, one is ready for whichever is done first.
 const BUFFERS: usize = 3;

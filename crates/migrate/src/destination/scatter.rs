@@ -9,8 +9,8 @@ use limosa_channel::Channel;
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
 use super::page_writer::DirectMemory;
+use crate::control::Moved;
 use crate::error::MigrateError;
-use crate::progress::Moved;
 
 /// The lists of one channel, kept for the next packet.
 #[derive(Debug, Default)]

@@ -31,10 +31,9 @@ use super::host_pages::with_page_sizes;
 use super::return_path::ReturnPath;
 use super::sender::{SendState, Sender, answer_requests, new_histogram};
 use super::unsent::{CLAIM_PAGES, Cursor, UnsentPages};
-use crate::control::Control;
+use crate::control::{Control, Handle, Phase, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
-use crate::progress::{Phase, Progress};
 
 /// How often the end of the stream is tried for.
 const END_TICK: Duration = Duration::from_micros(200);
@@ -148,9 +147,9 @@ impl<S: PageSource + ?Sized> std::fmt::Debug for PostcopySource<'_, S> {
 }
 
 impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
-    /// A source that sends `source` over `channel`. It keeps clones of the two handles.
-    pub fn new(source: &'a S, channel: Channel, control: &Control, progress: &Progress) -> Self {
-        Self::over(source, Arc::new(channel), control, progress)
+    /// A source that sends `source` over `channel`. It keeps a clone of the handle.
+    pub fn new(source: &'a S, channel: Channel, handle: &Handle) -> Self {
+        Self::over(source, Arc::new(channel), &handle.control, &handle.progress)
     }
 
     /// As [`new`](Self::new), over a channel that others know too.
@@ -170,18 +169,21 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     }
 
     /// Answers requests on a second channel, which `open` connects. The destination must expect it.
-    pub fn with_preempt(mut self, open: OpenPreempt<'a>) -> Self {
+    #[must_use]
+    pub fn preempt(mut self, open: OpenPreempt<'a>) -> Self {
         self.open_preempt = Some(open);
         self
     }
 
     /// Sets the options.
-    pub fn with_options(mut self, options: PostcopyOptions) -> Self {
+    #[must_use]
+    pub fn options(mut self, options: PostcopyOptions) -> Self {
         self.options = options;
         self
     }
 
     /// Calls `observer` as milestones are passed, on the engine's threads: it must not block.
+    #[must_use]
     pub fn on_milestone(mut self, observer: impl Fn(Milestone) + Send + Sync + 'a) -> Self {
         self.observer = Box::new(observer);
         self
@@ -189,7 +191,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
 
     /// Asks `may_end` again and again between [`Milestone::AllPlaced`] and the end of the stream, which waits until it
     /// says yes. Requests are answered meanwhile.
-    pub fn with_end_gate(mut self, may_end: impl Fn() -> bool + Send + Sync + 'a) -> Self {
+    #[must_use]
+    pub fn end_gate(mut self, may_end: impl Fn() -> bool + Send + Sync + 'a) -> Self {
         self.may_end = Box::new(may_end);
         self
     }
@@ -198,13 +201,13 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     ///
     /// On `Err` before [`Milestone::DevicesLoaded`] the destination's VM has not run and must be thrown away. On `Err`
     /// after it the destination stalls on the pages it has not got, and [`recover`](Self::recover) goes on from there.
-    pub fn start(self) -> Result<PostcopyStats, MigrateError> {
-        self.run(Opening::Start)
+    pub fn run(self) -> Result<PostcopyStats, MigrateError> {
+        self.run_from(Opening::Start)
     }
 
     /// Goes on with a destination whose postcopy was broken off and that waits for recovery on a new channel.
     pub fn recover(self) -> Result<PostcopyStats, MigrateError> {
-        self.run(Opening::Recovery)
+        self.run_from(Opening::Recovery)
     }
 
     /// Prepares what is to be sent to a destination that has `already`, whole host pages, by block.
@@ -228,7 +231,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.run_prepared(prepared, Opening::Package { return_path, preempt })
     }
 
-    fn run(self, opening: Opening<'_>) -> Result<PostcopyStats, MigrateError> {
+    fn run_from(self, opening: Opening<'_>) -> Result<PostcopyStats, MigrateError> {
         let prepared = self.prepare(&[])?;
         self.run_prepared(prepared, opening)
     }

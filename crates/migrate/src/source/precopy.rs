@@ -5,7 +5,7 @@
 //! ([`PrecopyOptions::zeroed_blocks`]). Of memory that is at the destination already no page is sent
 //! ([`PrecopyOptions::in_place`]).
 //!
-//! Pages go out as records on the one channel, or in packets on multifd channels ([`PrecopySource::with_channels`]).
+//! Pages go out as records on the one channel, or in packets on multifd channels ([`PrecopySource::channels`]).
 
 use std::sync::Arc;
 use std::thread;
@@ -20,10 +20,9 @@ use super::multifd::{self, Multifd, MultifdSourceOptions, Parts};
 use super::records::RecordWriter;
 use super::return_path::ReturnPath;
 use super::unsent::CLAIM_PAGES;
-use crate::control::Control;
+use crate::control::{Control, Handle, Moved, Phase, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
-use crate::progress::{Moved, Phase, Progress};
 
 /// How a precopy is to be done.
 #[derive(Debug, Clone)]
@@ -104,56 +103,69 @@ pub struct PrecopySource<'a, S: PageSource + ?Sized> {
 }
 
 impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
-    /// A source that sends `source` over `channel`. It keeps clones of the two handles.
-    pub fn new(
-        source: &'a S,
-        channel: Channel,
-        control: &Control,
-        progress: &Progress,
-        options: PrecopyOptions,
-    ) -> Self {
-        let (multifd_channels, multifd) = (Vec::new(), MultifdSourceOptions::default());
-        let (control, progress) = (control.clone(), progress.clone());
-        Self { source, channel: Arc::new(channel), control, progress, options, multifd_channels, multifd }
+    /// A source that sends `source` over `channel`. It keeps a clone of the handle.
+    pub fn new(source: &'a S, channel: Channel, handle: &Handle) -> Self {
+        let Handle { control, progress } = handle.clone();
+        Self {
+            source,
+            channel: Arc::new(channel),
+            control,
+            progress,
+            options: PrecopyOptions::default(),
+            multifd_channels: Vec::new(),
+            multifd: MultifdSourceOptions::default(),
+        }
+    }
+
+    /// Sets the options.
+    #[must_use]
+    pub fn options(mut self, options: PrecopyOptions) -> Self {
+        self.options = options;
+        self
     }
 
     /// Sends the pages on these multifd channels, a thread each, to a destination that expects exactly as many. They
     /// were connected after the main one; their order is that of their numbers.
     ///
     /// # Errors
-    /// More than 16 channels, packets of no page or of more than 128, or a channel whose time-out cannot be set; a
-    /// named way of sending that is not possible; memory that would be spliced without a return path, which alone says
-    /// when it may be used for something else.
-    pub fn with_channels(
-        mut self,
-        channels: Vec<Channel>,
-        options: MultifdSourceOptions,
-    ) -> Result<Self, MigrateError> {
-        options.check_zero_copy(self.source, self.options.return_path)?;
+    /// More than 16 channels, packets of no page or of more than 128.
+    pub fn channels(mut self, channels: Vec<Channel>, options: MultifdSourceOptions) -> Result<Self, MigrateError> {
+        self.multifd_channels = multifd::checked(channels, &options)?;
+        self.multifd = options;
+        Ok(self)
+    }
+
+    /// Refuses pages that cannot leave as the multifd channels are to send them.
+    fn check_channels(&self) -> Result<(), MigrateError> {
+        self.multifd.check_zero_copy(self.source, self.options.return_path)?;
         // One that finds its pages copied by the kernel turns to splicing.
-        let may_splice = |channel: &Channel| match channel.zero_copy() {
+        let may_splice = |channel: &Arc<Channel>| match channel.zero_copy() {
             ZeroCopy::Off => false,
             ZeroCopy::Msg => channel.zero_copy_setting() == ZeroCopy::Auto,
             ZeroCopy::Splice | ZeroCopy::Auto => true,
         };
         let is_lent = |block| self.source.memory(block).is_some_and(|memory| memory.page_size() == PAGE_SIZE);
         if !self.options.return_path
-            && options.compression == Compression::None
-            && channels.iter().any(may_splice)
+            && self.multifd.compression == Compression::None
+            && self.multifd_channels.iter().any(may_splice)
             && (0..self.source.start().blocks.len()).any(is_lent)
         {
             let why = "splicing needs a destination that answers: its answer says that no page is in flight any more";
             return Err(MigrateError::ZeroCopy(why));
         }
-        self.multifd_channels = multifd::checked(channels, &options)?;
-        multifd::set_write_timeout(&self.multifd_channels, self.options.answer_timeout)?;
-        self.multifd = options;
-        Ok(self)
+        multifd::set_write_timeout(&self.multifd_channels, self.options.answer_timeout)
     }
 
     /// Sends everything and waits for the destination's confirmation, if there is a return path.
+    ///
+    /// # Errors
+    /// Before a byte is sent: a channel whose time-out cannot be set; a named way of sending that is not possible;
+    /// memory that would be spliced without a return path, which alone says when it may be used for something else.
     pub fn run(self) -> Result<PrecopyStats, MigrateError> {
         let begun = Instant::now();
+        if !self.multifd_channels.is_empty() {
+            self.check_channels()?;
+        }
         self.control.watch(&self.channel);
         for channel in &self.multifd_channels {
             self.control.watch(channel);
@@ -176,7 +188,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
                 Ok(moved)
             });
             if sent.is_err() {
-                for channel in self.channels() {
+                for channel in self.all_channels() {
                     let _ = channel.shutdown(limosa_channel::Shutdown::Both);
                 }
             }
@@ -192,12 +204,12 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             normal_pages: moved.normal,
             zero_pages: moved.zero,
             elapsed: begun.elapsed(),
-            channel: self.channels().map(|channel| channel.counters()).sum(),
+            channel: self.all_channels().map(|channel| channel.counters()).sum(),
         })
     }
 
     /// The main channel and the multifd channels.
-    fn channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
+    fn all_channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
         std::iter::once(&self.channel).chain(&self.multifd_channels)
     }
 

@@ -15,9 +15,9 @@ use limosa_stream::RamBlock;
 use super::records::{GuestPages, RecordWriter, Zeros};
 use super::return_path::{Request, ReturnPath, Wake};
 use super::unsent::{CLAIM_PAGES, Claim, Cursor, UnsentPages};
+use crate::control::{Moved, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
-use crate::progress::{Moved, Progress};
 
 /// What the sending threads share.
 pub(crate) struct SendState<'a, S: PageSource + ?Sized> {

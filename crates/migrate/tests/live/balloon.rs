@@ -15,10 +15,10 @@ use crate::model::live::random;
 use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_memory::BlockOptions;
-use limosa_migrate::{
-    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
-    MultifdOptions, MultifdSourceOptions, Postcopy, Progress, Stop, TimeoutStrategy, ZeroCheck,
-};
+use limosa_migrate::control::Stop;
+use limosa_migrate::live::{Postcopy, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
+use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
 
 /// Migrations of one guest.
@@ -89,18 +89,16 @@ impl Case {
         }
         let (near, far) = pair();
         let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..self.channels).map(|_| pair()).unzip();
-        let (control, progress) = (Control::new(), Progress::new());
-        let params = MigrationParams {
-            zero_check: self.zero_check,
-            downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_millis(1) },
-            stalled_rounds: Some(5),
-            timeout_strategy: TimeoutStrategy::Pause,
-            hint_wait: self.hint_wait,
-            hint_pages: self.hint_pages,
-            answer_timeout: Duration::from_secs(20),
-            max_bandwidth: self.max_bandwidth,
-            ..MigrationParams::default()
-        };
+        let handle = Handle::new();
+        let params = MigrationParams::default()
+            .zero_check(self.zero_check)
+            .downtime_limit(if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_millis(1) })
+            .stalled_rounds(Some(5))
+            .timeout_strategy(TimeoutStrategy::Pause)
+            .hint_wait(self.hint_wait)
+            .hint_pages(self.hint_pages)
+            .answer_timeout(Duration::from_secs(20))
+            .max_bandwidth(self.max_bandwidth);
         let (outcome, arrived) = thread::scope(|scope| {
             let receiving = scope.spawn(|| {
                 for channel in &far_page_channels {
@@ -110,30 +108,29 @@ impl Case {
                     }
                     InitialPacket::decode(&first).unwrap();
                 }
-                let (control, progress) = (Control::new(), Progress::new());
-                let outcome =
-                    LiveDestination::new(&destination, far, &control, &progress, LiveDestinationOptions::default())
-                        .with_channels(far_page_channels, MultifdOptions::default())
-                        .run();
+                let handle = Handle::new();
+                let outcome = LiveDestination::new(&destination, far, &handle)
+                    .channels(far_page_channels, MultifdOptions::default())
+                    .run();
                 matches!(outcome, IncomingOutcome::Running(_))
             });
             if let Some(after) = self.stop {
-                let control = control.clone();
+                let handle = &handle;
                 scope.spawn(move || {
                     thread::sleep(after);
-                    control.stop(Stop::Cancel);
+                    handle.control.stop(Stop::Cancel);
                 });
             }
-            let outcome = LiveSource::new(&guest.vm, guest.logs(self.log), near, &control, &progress)
-                .with_params(params)
+            let outcome = LiveSource::new(&guest.vm, guest.logs(self.log), near, &handle)
+                .options(params)
                 .destination_zeroed(self.fresh)
-                .with_postcopy(if self.postcopy.is_some() { Postcopy::Allowed } else { Postcopy::Off })
-                .with_channels(near_page_channels, MultifdSourceOptions::default())
+                .postcopy(if self.postcopy.is_some() { Postcopy::Allowed } else { Postcopy::Off })
+                .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
-                .with_free_pages(Arc::new(Slow { balloon: Arc::clone(&guest.balloon), most: self.slow }))
-                .observe(|round| {
+                .free_pages(Arc::new(Slow { balloon: Arc::clone(&guest.balloon), most: self.slow }))
+                .on_round(|round| {
                     if self.postcopy == Some(round.number) {
-                        control.start_postcopy();
+                        handle.control.start_postcopy();
                     }
                 })
                 .run();

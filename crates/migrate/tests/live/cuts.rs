@@ -13,10 +13,9 @@ use crate::model::vm::Vm;
 use limosa_channel::ZeroCopy;
 use limosa_memory::BlockOptions;
 use limosa_memory::dirty::DirtyLogs;
-use limosa_migrate::{
-    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
-    MultifdOptions, MultifdSourceOptions, OpenPreempt, Postcopy, PostcopyPaused, PostcopyPausedSource, Progress,
-};
+use limosa_migrate::live::{LiveDestinationOptions, OpenPreempt, Postcopy, PostcopyPaused, PostcopyPausedSource};
+use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
+use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
 use limosa_stream::multifd::INITIAL_LEN;
 
 const PAGES: u64 = 500;
@@ -147,23 +146,22 @@ impl Case {
             };
             let (recoverable, paused) = broken.unzip();
             let receiving = scope.spawn(move || {
-                let (control, progress) = (Control::new(), Progress::new());
+                let handle = Handle::new();
                 let options = LiveDestinationOptions {
                     answer_timeout: Some(Duration::from_secs(10)),
                     ..LiveDestinationOptions::default()
                 };
                 let arrival = match (paused, open_far) {
-                    (Some(paused), open) => paused.recover(far, open),
-                    (None, Some(open)) => {
-                        LiveDestination::new(vm, far, &control, &progress, options).with_preempt(open).run()
-                    }
+                    (Some(paused), open) => paused.recover(far, open, &handle),
+                    (None, Some(open)) => LiveDestination::new(vm, far, &handle).options(options).preempt(open).run(),
                     (None, None) => {
                         for channel in &far_page_channels {
                             // Who is cut before it has said who it is has no more to say.
                             let _ = channel.read_exact(&mut [0; INITIAL_LEN]);
                         }
-                        LiveDestination::new(vm, far, &control, &progress, options)
-                            .with_channels(far_page_channels, MultifdOptions::default())
+                        LiveDestination::new(vm, far, &handle)
+                            .options(options)
+                            .channels(far_page_channels, MultifdOptions::default())
                             .run()
                     }
                 };
@@ -171,37 +169,35 @@ impl Case {
                 relay_preempt.cut();
                 arrival
             });
-            let (control, progress) = (Control::new(), Progress::new());
+            let handle = Handle::new();
             let outcome = match (whole, recoverable) {
                 (Some(logs), _) => {
-                    let params = MigrationParams {
-                        downtime_limit: Duration::ZERO,
-                        stalled_rounds: Some(5),
-                        timeout_strategy: limosa_migrate::TimeoutStrategy::Pause,
-                        answer_timeout: Duration::from_secs(10),
-                        ..MigrationParams::default()
-                    };
-                    let role = LiveSource::new(source, logs, near, &control, &progress)
-                        .with_params(params)
+                    let params = MigrationParams::default()
+                        .downtime_limit(Duration::ZERO)
+                        .stalled_rounds(Some(5))
+                        .timeout_strategy(limosa_migrate::live::TimeoutStrategy::Pause)
+                        .answer_timeout(Duration::from_secs(10));
+                    let role = LiveSource::new(source, logs, near, &handle)
+                        .options(params)
                         .destination_zeroed(true)
-                        .with_channels(page_channels, MultifdSourceOptions::default())
+                        .channels(page_channels, MultifdSourceOptions::default())
                         .unwrap()
-                        .with_postcopy(match postcopy {
+                        .postcopy(match postcopy {
                             None => Postcopy::Off,
                             Some(None) => Postcopy::AtOnce,
                             Some(Some(_)) => Postcopy::Allowed,
                         })
-                        .observe(|round| {
+                        .on_round(|round| {
                             if postcopy == Some(Some(round.number)) {
-                                control.start_postcopy();
+                                handle.control.start_postcopy();
                             }
                         });
                     match open_near.filter(|_| postcopy.is_some()) {
-                        Some(open) => role.with_preempt(open).run(),
+                        Some(open) => role.preempt(open).run(),
                         None => role.run(),
                     }
                 }
-                (None, Some(recoverable)) => recoverable.recover(near, open_near, &control, &progress),
+                (None, Some(recoverable)) => recoverable.recover(near, open_near, &handle),
                 (None, None) => unreachable!("one or the other"),
             };
             relay.cut();

@@ -12,9 +12,9 @@ use crate::model::vm::Vm;
 use crate::model::{pair, say};
 use limosa_channel::Shutdown;
 use limosa_memory::BlockOptions;
+use limosa_migrate::live::{LiveDestinationOptions, Postcopy};
 use limosa_migrate::{
-    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm, MigrateError,
-    MigrationParams, Postcopy, Progress,
+    Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrateError, MigrationParams,
 };
 use limosa_stream::postcopy::{PING_GO, PING_LOADED, PING_OPENED};
 use limosa_stream::{Command, ReturnMessage, postcopy, section};
@@ -54,19 +54,18 @@ fn migrate(postcopy: Postcopy, at: u64) -> Panicked {
     near.set_gates(Box::new(|_| Ok(usize::MAX)), Box::new(write));
     let (panicked, arrived) = thread::scope(|scope| {
         let receiving = scope.spawn(|| {
-            let (control, progress) = (Control::new(), Progress::new());
+            let handle = Handle::new();
             let options = LiveDestinationOptions {
                 answer_timeout: Some(Duration::from_secs(10)),
                 ..LiveDestinationOptions::default()
             };
-            let outcome = LiveDestination::new(&there, far, &control, &progress, options).run();
+            let outcome = LiveDestination::new(&there, far, &handle).options(options).run();
             if let IncomingOutcome::PostcopyPaused(paused) = outcome {
                 paused.discard();
             }
         });
-        let (control, progress) = (Control::new(), Progress::new());
-        let source =
-            LiveSource::new(&*vm, logs, near, &control, &progress).destination_zeroed(true).with_postcopy(postcopy);
+        let handle = Handle::new();
+        let source = LiveSource::new(&*vm, logs, near, &handle).destination_zeroed(true).postcopy(postcopy);
         let sent = panic::catch_unwind(AssertUnwindSafe(|| matches!(source.run(), LiveOutcome::Completed(_))));
         receiving.join().unwrap();
         (sent.is_err(), sent.is_ok_and(|completed| completed))
@@ -114,15 +113,15 @@ fn an_answer_that_comes_before_the_package_leaves_the_vm_in_doubt() {
     vm.fill(0, |page| page % 3 == 0);
     let (logs, _marker) = vm.logs();
     let ((near, far), (near_urgent, _far_urgent)) = (pair(), pair());
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let landed = Mutex::default();
     let far = &far;
     let outcome = thread::scope(|scope| {
         // It reads the package, and says nothing to it.
         scope.spawn(|| receive(far, &landed, false, Some(Cut::Package), 1));
-        LiveSource::new(&vm, logs, near, &control, &progress)
-            .with_postcopy(Postcopy::AtOnce)
-            .with_preempt(Box::new(move || {
+        LiveSource::new(&vm, logs, near, &handle)
+            .postcopy(Postcopy::AtOnce)
+            .preempt(Box::new(move || {
                 say(far, &ReturnMessage::Pong(PING_LOADED));
                 // Time enough to be read.
                 thread::sleep(Duration::from_millis(100));
@@ -140,7 +139,7 @@ fn a_destination_that_answers_everything_in_advance_still_owes_the_answer_to_the
     let vm = TestVm::of(blocks());
     let (logs, _marker) = vm.logs();
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let outcome = thread::scope(|scope| {
         scope.spawn(|| {
             say(&far, &ReturnMessage::Pong(PING_OPENED));
@@ -148,8 +147,8 @@ fn a_destination_that_answers_everything_in_advance_still_owes_the_answer_to_the
             while let Ok(1..) = far.read(&mut [0; 4096]) {}
             let _ = far.shutdown(Shutdown::Both);
         });
-        let params = MigrationParams { answer_timeout: Duration::from_millis(500), ..MigrationParams::default() };
-        LiveSource::new(&vm, logs, near, &control, &progress).with_params(params).with_postcopy(Postcopy::AtOnce).run()
+        let params = MigrationParams::default().answer_timeout(Duration::from_millis(500));
+        LiveSource::new(&vm, logs, near, &handle).options(params).postcopy(Postcopy::AtOnce).run()
     });
     let LiveOutcome::Undecided(undecided) = outcome else { panic!("{outcome:?}") };
     assert!(matches!(undecided.why(), MigrateError::Silent { .. }), "{}", undecided.why());

@@ -8,10 +8,10 @@ use crate::model::vm::Vm;
 use crate::model::{Kept, Memory, pair, say};
 use limosa_channel::{Channel, Shutdown};
 use limosa_memory::GuestMemory;
-use limosa_migrate::{
-    Control, Destination, DestinationOptions, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions,
-    MigrateError, MultifdOptions, PrecopyOptions, PrecopySource, Progress, VmError,
-};
+use limosa_migrate::live::LiveDestinationOptions;
+use limosa_migrate::multifd::MultifdOptions;
+use limosa_migrate::stored::{Destination, PrecopySource};
+use limosa_migrate::{Handle, IncomingOutcome, IncomingVm, LiveDestination, MigrateError, VmError};
 use limosa_page::{PAGE_LEN, PageNumber};
 use limosa_stream::multifd::{PACKET_LEN, Packet};
 use limosa_stream::postcopy::{PING_GO, PING_READY};
@@ -106,7 +106,7 @@ fn said(messages: &[ReturnMessage]) -> Vec<u8> {
 /// it.
 fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (Vec<u8>, IncomingOutcome<'a, Vm>) {
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let (near, asked) = (&near, said(asked));
     let mut heard = vec![0; asked.len()];
     let outcome = thread::scope(|scope| {
@@ -119,7 +119,7 @@ fn run<'a>(vm: &'a Vm, first: &[u8], asked: &[ReturnMessage], then: &[u8]) -> (V
             let _ = near.shutdown(Shutdown::Write);
             answers(near)
         });
-        let outcome = LiveDestination::new(vm, far, &control, &progress, options()).run();
+        let outcome = LiveDestination::new(vm, far, &handle).options(options()).run();
         (sending.join().unwrap(), outcome)
     });
     heard.extend_from_slice(&outcome.0);
@@ -215,7 +215,7 @@ fn other_memory_is_refused_before_a_page() {
 fn pages_of_packets_go_straight_to_their_places() {
     let script = script(true, false);
     let (vm, (near, far), (side, far_side)) = (vm(), pair(), pair());
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let packet = |sync, normal: &[u64], zero: &[u64], fill: u8| {
         let [normal, zero] = [normal, zero].map(|pages| pages.iter().map(|page| page * 4096).collect::<Vec<_>>());
         let mut header = [0; PACKET_LEN];
@@ -240,8 +240,8 @@ fn pages_of_packets_go_straight_to_their_places() {
             answers(&near)
         });
         scope.spawn(move || side.write_all(&packets).and_then(|()| side.read(&mut [0])));
-        let role = LiveDestination::new(&vm, far, &control, &progress, options());
-        role.with_channels(vec![far_side], MultifdOptions::default()).run()
+        let role = LiveDestination::new(&vm, far, &handle).options(options());
+        role.channels(vec![far_side], MultifdOptions::default()).run()
     });
     let IncomingOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
     assert_eq!((stats.received.normal_pages, stats.received.zero_pages, stats.received.resent_pages), (7, 3, 2));
@@ -252,7 +252,7 @@ fn pages_of_packets_go_straight_to_their_places() {
         _ => 0,
     };
     assert!((0..64).all(|page| vm.fill_of(ram, page) == wanted(page)));
-    assert_eq!(progress.read().normal_pages, 7);
+    assert_eq!(handle.progress.read().normal_pages, 7);
 }
 
 #[test]
@@ -260,12 +260,10 @@ fn a_stored_vm_is_sent_to_a_live_one_by_a_source_without_a_word() {
     let memory = Memory::new(&[40, 8], |block, page| block == 0 && page % 3 == 0);
     let vm = Vm::new(&[("block1", 8), ("block0", 40)]);
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     thread::scope(|scope| {
-        let sending = scope.spawn(|| {
-            PrecopySource::new(&memory, near, &Control::new(), &Progress::new(), PrecopyOptions::default()).run()
-        });
-        let outcome = LiveDestination::new(&vm, far, &control, &progress, LiveDestinationOptions::default()).run();
+        let sending = scope.spawn(|| PrecopySource::new(&memory, near, &Handle::new()).run());
+        let outcome = LiveDestination::new(&vm, far, &handle).run();
         assert!(matches!(outcome, IncomingOutcome::Running(_)), "{outcome:?}");
         sending.join().unwrap().unwrap();
     });
@@ -284,12 +282,10 @@ fn a_vm_that_does_not_start_stays_at_a_source_that_takes_it_back_by_itself() {
     let memory = Memory::new(&[40, 8], |block, page| block == 0 && page % 3 == 0);
     let vm = Vm { refuses: Some("start"), ..Vm::new(&[("block1", 8), ("block0", 40)]) };
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     thread::scope(|scope| {
-        let sending = scope.spawn(|| {
-            PrecopySource::new(&memory, near, &Control::new(), &Progress::new(), PrecopyOptions::default()).run()
-        });
-        let outcome = LiveDestination::new(&vm, far, &control, &progress, LiveDestinationOptions::default()).run();
+        let sending = scope.spawn(|| PrecopySource::new(&memory, near, &Handle::new()).run());
+        let outcome = LiveDestination::new(&vm, far, &handle).run();
         let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("a vCPU does not run"), "{error}");
         let heard = sending.join().unwrap();
@@ -351,10 +347,10 @@ impl IncomingVm for Interrupted<'_> {
 
 #[test]
 fn what_looked_like_an_end_and_was_none_does_not_start_the_vm() {
-    let ((near, far), control, progress) = (pair(), Control::new(), Progress::new());
+    let ((near, far), handle) = (pair(), Handle::new());
     near.write_all(&stock_stream()).unwrap();
     let vm = Interrupted { vm: vm(), near: &near };
-    let outcome = LiveDestination::new(&vm, far, &control, &progress, options()).run();
+    let outcome = LiveDestination::new(&vm, far, &handle).options(options()).run();
     let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
     assert!(error.to_string().contains("goes on behind what looked like its end"), "{error}");
     assert_eq!((vm.vm.started(), vm.vm.loaded.lock().unwrap().len()), (0, 1));
@@ -366,10 +362,10 @@ fn what_looked_like_an_end_and_was_none_does_not_start_the_vm() {
 #[test]
 fn a_source_without_a_word_that_is_gone_before_the_vm_runs_leaves_it_undecided() {
     let stream = stock_stream();
-    let (vm, (near, far), control, progress) = (vm(), pair(), Control::new(), Progress::new());
+    let (vm, (near, far), handle) = (vm(), pair(), Handle::new());
     near.write_all(&stream).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
-    let outcome = LiveDestination::new(&vm, far, &control, &progress, options()).run();
+    let outcome = LiveDestination::new(&vm, far, &handle).options(options()).run();
     let IncomingOutcome::Undecided(arrived) = outcome else { panic!("{outcome:?}") };
     assert!(arrived.why().to_string().contains("the source is gone"), "{}", arrived.why());
     assert_eq!((vm.started(), vm.loaded.lock().unwrap().len()), (0, 1));
@@ -389,7 +385,7 @@ fn a_live_vm_is_received_into_a_file_without_the_words_between() {
             near.read_exact(&mut vec![0; said(&READY).len()]).unwrap();
             near.write_all(&script.after).unwrap();
         });
-        Destination::new(far, &Control::new(), &Progress::new(), DestinationOptions::default()).receive(&mut kept)
+        Destination::new(&mut kept, far, &Handle::new()).run()
     });
     let incoming = incoming.unwrap();
     assert_eq!(incoming.devices.sections.len(), 2);

@@ -15,10 +15,8 @@ use limosa_memory::dirty::{
 };
 use limosa_memory::dirty::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_memory::{BlockOptions, ReleaseMethod};
-use limosa_migrate::{
-    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
-    Progress, TimeoutStrategy,
-};
+use limosa_migrate::live::TimeoutStrategy;
+use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::HugePages;
 
@@ -104,28 +102,22 @@ fn no_discard_is_lost(kind: &str, memory: &str, block: impl Fn() -> BlockOptions
     let logs = DirtyLogs::new(Writers::VCPUS, vec![log, Box::new(Restless(8))]).unwrap();
     let destination = Vm::of(vec![BlockOptions::memfd("ram", LENGTH)]);
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
-    let params = MigrationParams {
-        downtime_limit: Duration::ZERO,
-        stalled_rounds: Some(ROUNDS),
-        timeout_strategy: TimeoutStrategy::Pause,
-        answer_timeout: Duration::from_secs(20),
-        ..MigrationParams::default()
-    };
+    let handle = Handle::new();
+    let params = MigrationParams::default()
+        .downtime_limit(Duration::ZERO)
+        .stalled_rounds(Some(ROUNDS))
+        .timeout_strategy(TimeoutStrategy::Pause)
+        .answer_timeout(Duration::from_secs(20));
     let (outcome, arrival) = thread::scope(|scope| {
         let receiving = scope.spawn(|| {
-            let (control, progress) = (Control::new(), Progress::new());
-            matches!(
-                LiveDestination::new(&destination, far, &control, &progress, LiveDestinationOptions::default()).run(),
-                IncomingOutcome::Running(_)
-            )
+            let handle = Handle::new();
+            matches!(LiveDestination::new(&destination, far, &handle).run(), IncomingOutcome::Running(_))
         });
         for seed in 1..3 {
             let (vm, sees) = (&vm, &sees);
             scope.spawn(move || live(vm, sees, seed));
         }
-        let outcome =
-            LiveSource::new(&vm, logs, near, &control, &progress).with_params(params).destination_zeroed(true).run();
+        let outcome = LiveSource::new(&vm, logs, near, &handle).options(params).destination_zeroed(true).run();
         vm.over.store(true, Ordering::Relaxed);
         (outcome, receiving.join().unwrap())
     });

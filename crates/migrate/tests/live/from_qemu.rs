@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Acceptor, Listener, Options, Tls, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::{
-    AcceptPreempt, Control, IncomingOutcome, IncomingStats, IncomingVm, LiveDestination, LiveDestinationOptions,
-    MultifdAccept, MultifdAcceptOptions, MultifdChannels, MultifdOptions, Progress, VmError,
-};
+use limosa_migrate::live::AcceptPreempt;
+use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChannels, MultifdOptions};
+use limosa_migrate::stats::IncomingStats;
+use limosa_migrate::{Handle, IncomingOutcome, IncomingVm, LiveDestination, VmError};
 use limosa_stream::OpaqueSection;
 use limosa_testkit::{Authority, BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
 use serde_json::json;
@@ -118,9 +118,9 @@ impl Meeting {
         Ok(())
     }
 
-    fn destination<'a>(&'a self, control: &'a Control, progress: &'a Progress) -> Result<LiveDestination<'a, Taker>> {
+    fn destination<'a>(&'a self, handle: &'a Handle) -> Result<LiveDestination<'a, Taker>> {
         let channel = self.listener.accept(Some(WITHIN))?;
-        Ok(LiveDestination::new(&self.taker, channel, control, progress, LiveDestinationOptions::default()))
+        Ok(LiveDestination::new(&self.taker, channel, handle))
     }
 
     /// Looks at pages all over the memory until `over`, as many as it may: a guest that runs.
@@ -193,9 +193,9 @@ fn a_running_qemu_comes_over_one_channel_or_several() -> Result<()> {
         let options = MultifdAcceptOptions { channels, within: WITHIN, main_first: false };
         let mut gathering = MultifdAccept::new(&meeting.listener, options);
         let MultifdChannels { main, pages } = gathering.step(WITHIN)?.context("not all channels have come")?;
-        let (control, progress) = (Control::new(), Progress::new());
-        let role = LiveDestination::new(&meeting.taker, main, &control, &progress, LiveDestinationOptions::default());
-        let stats = running(role.with_channels(pages, MultifdOptions::default()).run());
+        let handle = Handle::new();
+        let role = LiveDestination::new(&meeting.taker, main, &handle);
+        let stats = running(role.channels(pages, MultifdOptions::default()).run());
         assert!(stats.unheard.is_none() && stats.received.normal_pages > 0);
         assert!(meeting.taker.sections.load(Ordering::SeqCst) > 10, "devices are handed over by name");
         meeting.assert_arrived()?;
@@ -216,7 +216,7 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
     if cuts > 0 {
         meeting.taker.may_look.store(0, Ordering::SeqCst);
     }
-    let (control, progress, over) = (&Control::new(), &Progress::new(), &AtomicBool::new(false));
+    let (handle, over) = (&Handle::new(), &AtomicBool::new(false));
     let doorkeeper = || -> AcceptPreempt<'_> {
         let mut acceptor = Acceptor::new(&meeting.listener);
         Box::new(move |wait| acceptor.step(wait))
@@ -225,8 +225,8 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
         scope.spawn(|| meeting.look_around(over));
         let result = (|| {
             meeting.migrate(json!({}))?;
-            let role = meeting.destination(control, progress)?;
-            let role = if preempt { role.with_preempt(doorkeeper()) } else { role };
+            let role = meeting.destination(handle)?;
+            let role = if preempt { role.preempt(doorkeeper()) } else { role };
             let steering = scope.spawn(move || -> Result<()> {
                 thread::sleep(Duration::from_millis(300));
                 meeting.vm.execute("migrate-start-postcopy", json!({}))?;
@@ -248,7 +248,7 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
                     meeting.taker.may_look.store(u64::MAX, Ordering::SeqCst);
                 }
                 let pausing = (cut < cuts).then(|| scope.spawn(|| meeting.break_off_after(50)));
-                outcome = paused.recover(channel, open);
+                outcome = paused.recover(channel, open, handle);
                 pausing.map_or(Ok(()), |pausing| pausing.join().expect("no panic"))?;
             }
             Ok(running(outcome))

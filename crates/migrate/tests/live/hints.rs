@@ -19,11 +19,11 @@ use crate::model::vm::Vm;
 use limosa_channel::Channel;
 use limosa_memory::dirty::{DirtyLogs, Writers};
 use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion};
-use limosa_migrate::{
-    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
-    MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, RecordWrite, Stop, TimeoutStrategy,
-    ZeroCheck,
-};
+use limosa_migrate::control::Stop;
+use limosa_migrate::live::{Postcopy, RecordWrite, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
+use limosa_migrate::stats::LiveStats;
+use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
 use limosa_page::{PAGE_SIZE, PageRange};
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
 
@@ -52,10 +52,8 @@ fn receive(vm: &Vm, main: Channel, page_channels: Vec<Channel>) -> IncomingOutco
         channel.read_exact(&mut first).unwrap();
         InitialPacket::decode(&first).unwrap();
     }
-    let (control, progress) = (Control::new(), Progress::new());
-    LiveDestination::new(vm, main, &control, &progress, LiveDestinationOptions::default())
-        .with_channels(page_channels, MultifdOptions::default())
-        .run()
+    let handle = Handle::new();
+    LiveDestination::new(vm, main, &handle).channels(page_channels, MultifdOptions::default()).run()
 }
 
 /// How many cases, and from which seed on.
@@ -123,37 +121,35 @@ impl Case {
         }
         let (near, far) = pair();
         let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..self.channels).map(|_| pair()).unzip();
-        let (control, progress) = (Control::new(), Progress::new());
-        let params = MigrationParams {
-            zero_check: self.zero_check,
-            record_write: self.record_write,
-            downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(300) },
-            stalled_rounds: Some(6),
-            timeout_strategy: TimeoutStrategy::Pause,
-            hint_wait: self.hint_wait,
-            hint_pages: self.hint_pages,
-            auto_converge: self.auto_converge,
-            answer_timeout: Duration::from_secs(20),
-            max_bandwidth: self.max_bandwidth,
-            ..MigrationParams::default()
-        };
+        let handle = Handle::new();
+        let params = MigrationParams::default()
+            .zero_check(self.zero_check)
+            .record_write(self.record_write)
+            .downtime_limit(if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(300) })
+            .stalled_rounds(Some(6))
+            .timeout_strategy(TimeoutStrategy::Pause)
+            .hint_wait(self.hint_wait)
+            .hint_pages(self.hint_pages)
+            .auto_converge(self.auto_converge)
+            .answer_timeout(Duration::from_secs(20))
+            .max_bandwidth(self.max_bandwidth);
         let (outcome, arrival) = thread::scope(|scope| {
             let receiving = scope.spawn(|| receive(&destination, far, far_page_channels));
             heap.live(scope, self.seed, Duration::from_micros(random(self.seed | 1) % 30));
-            let outcome = LiveSource::new(&*source, logs, near, &control, &progress)
-                .with_params(params)
+            let outcome = LiveSource::new(&*source, logs, near, &handle)
+                .options(params)
                 .destination_zeroed(self.fresh)
-                .with_postcopy(match self.postcopy {
+                .postcopy(match self.postcopy {
                     _ if self.at_once => Postcopy::AtOnce,
                     Some(_) => Postcopy::Allowed,
                     None => Postcopy::Off,
                 })
-                .with_channels(near_page_channels, MultifdSourceOptions::default())
+                .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
-                .with_free_pages(Arc::clone(&heap) as Arc<dyn FreePages>)
-                .observe(|round| {
+                .free_pages(Arc::clone(&heap) as Arc<dyn FreePages>)
+                .on_round(|round| {
                     if self.postcopy == Some(round.number) {
-                        control.start_postcopy();
+                        handle.control.start_postcopy();
                     }
                 })
                 .run();
@@ -254,7 +250,7 @@ impl FreePages for Answers {
 }
 
 fn params() -> MigrationParams {
-    MigrationParams { answer_timeout: Duration::from_secs(20), ..MigrationParams::default() }
+    MigrationParams::default().answer_timeout(Duration::from_secs(20))
 }
 
 /// How an attempt is made.
@@ -262,12 +258,12 @@ struct Setup {
     params: MigrationParams,
     /// What the destination does wrong, and when.
     trouble: Option<(At, Does)>,
-    control: Control,
+    handle: Handle,
 }
 
 impl From<MigrationParams> for Setup {
     fn from(params: MigrationParams) -> Self {
-        Self { params, trouble: None, control: Control::new() }
+        Self { params, trouble: None, handle: Handle::new() }
     }
 }
 
@@ -278,15 +274,14 @@ fn attempt<'v>(
     from: &Arc<impl FreePages + 'static>,
     setup: impl Into<Setup>,
 ) -> (LiveOutcome<'v, TestVm>, model::live::Arrived) {
-    let Setup { params, trouble, control } = setup.into();
+    let Setup { params, trouble, handle } = setup.into();
     let (near, far) = pair();
     thread::scope(|scope| {
         let destination = scope.spawn(move || Destination::new(far, trouble).run());
-        let progress = Progress::new();
-        let outcome = LiveSource::new(vm, logs, near, &control, &progress)
-            .with_params(params)
+        let outcome = LiveSource::new(vm, logs, near, &handle)
+            .options(params)
             .destination_zeroed(true)
-            .with_free_pages(Arc::clone(from) as Arc<dyn FreePages>)
+            .free_pages(Arc::clone(from) as Arc<dyn FreePages>)
             .run();
         (outcome, destination.join().unwrap())
     })
@@ -344,15 +339,15 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
         let destination = Vm::of(blocks([64, 128]));
         let (near, far) = pair();
         let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
-        let (control, progress) = (Control::new(), Progress::new());
+        let handle = Handle::new();
         let (outcome, arrival) = thread::scope(|scope| {
             let receiving = scope.spawn(|| receive(&destination, far, far_page_channels));
-            let outcome = LiveSource::new(&source, source.logs().0, near, &control, &progress)
-                .with_params(params())
+            let outcome = LiveSource::new(&source, source.logs().0, near, &handle)
+                .options(params())
                 .destination_zeroed(fresh)
-                .with_channels(near_page_channels, MultifdSourceOptions::default())
+                .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
-                .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
+                .free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
                 .run();
             (outcome, receiving.join().unwrap())
         });
@@ -393,15 +388,15 @@ fn zero_at_once(postcopy: Postcopy) {
     let ram = destination.memory.block(0).unwrap();
     ram.write(0, &vec![0xdd; usize::try_from(ram.len()).unwrap()]).unwrap();
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
-    let params = MigrationParams { downtime_limit: Duration::ZERO, hint_wait: Duration::from_secs(60), ..params() };
+    let handle = Handle::new();
+    let params = params().downtime_limit(Duration::ZERO).hint_wait(Duration::from_secs(60));
     let (outcome, arrival) = thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&destination, far, Vec::new()));
-        let outcome = LiveSource::new(&source, logs, near, &control, &progress)
-            .with_params(params)
-            .with_postcopy(postcopy)
-            .with_free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
-            .observe(|_| control.start_postcopy())
+        let outcome = LiveSource::new(&source, logs, near, &handle)
+            .options(params)
+            .postcopy(postcopy)
+            .free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
+            .on_round(|_| handle.control.start_postcopy())
             .run();
         (outcome, receiving.join().unwrap())
     });
@@ -429,24 +424,24 @@ fn a_list_may_be_waited_for_but_not_longer_than_was_said() {
         let answers = Arc::new(Answers { complete, ..Answers::default() });
         let hint_wait = if complete { Duration::from_secs(3600) } else { Duration::from_millis(30) };
         let begun = Instant::now();
-        let params = MigrationParams { hint_wait, ..params() };
+        let params = params().hint_wait(hint_wait);
         completed(attempt(&vm, vm.logs().0, &answers, params).0);
         assert!(complete || begun.elapsed() >= hint_wait);
     }
     // Who waits can be stopped, however long he would.
     for hint_wait in [Duration::from_secs(3600), Duration::MAX] {
         let vm = vm([16, 16]);
-        let (answers, control) = (Arc::new(Answers::default()), Control::new());
+        let (answers, handle) = (Arc::new(Answers::default()), Handle::new());
         thread::scope(|scope| {
             scope.spawn(|| {
                 while answers.asked.load(Ordering::SeqCst) == 0 {
                     thread::yield_now();
                 }
                 thread::sleep(Duration::from_millis(50));
-                control.stop(Stop::Cancel);
+                handle.control.stop(Stop::Cancel);
             });
-            let params = MigrationParams { hint_wait, ..params() };
-            let (outcome, _) = attempt(&vm, vm.logs().0, &answers, Setup { control: control.clone(), ..params.into() });
+            let params = params().hint_wait(hint_wait);
+            let (outcome, _) = attempt(&vm, vm.logs().0, &answers, Setup { handle: handle.clone(), ..params.into() });
             assert!(matches!(outcome, LiveOutcome::Resumed { .. }), "{outcome:?}");
         });
         assert_eq!((answers.done.lock().unwrap().len(), vm.runs()), (1, true));
@@ -480,13 +475,11 @@ fn later_rounds_ask_again_if_they_are_long_enough() {
         let vm = vm([200, 8]);
         let list = || vec![0..4 * PAGE_SIZE, 4 * PAGE_SIZE..10 * PAGE_SIZE];
         let answers = Arc::new(Answers { lists: vec![vec![], list(), list(), list()], ..Answers::default() });
-        let params = MigrationParams {
-            hint_pages,
-            downtime_limit: Duration::ZERO,
-            stalled_rounds: Some(3),
-            timeout_strategy: TimeoutStrategy::Pause,
-            ..params()
-        };
+        let params = params()
+            .hint_pages(hint_pages)
+            .downtime_limit(Duration::ZERO)
+            .stalled_rounds(Some(3))
+            .timeout_strategy(TimeoutStrategy::Pause);
         let (outcome, _) = attempt(&vm, vm.restless_logs(100).0, &answers, params);
         let stats = completed(outcome);
         let hinted: Vec<_> = stats.rounds.iter().map(|round| (round.pages, round.hinted)).collect();
@@ -502,12 +495,11 @@ fn hints_are_refused_where_no_log_sees_what_the_guest_writes() {
     let answers = Arc::new(Answers::default());
     let refusal = |vm: &TestVm, logs, postcopy| {
         let (near, far) = pair();
-        let (control, progress) = (Control::new(), Progress::new());
+        let handle = Handle::new();
         thread::scope(|scope| {
             scope.spawn(move || Destination::new(far, None).run());
-            let source =
-                LiveSource::new(vm, logs, near, &control, &progress).with_params(params()).with_postcopy(postcopy);
-            let LiveOutcome::Resumed { error, .. } = source.with_free_pages(Arc::clone(&answers) as _).run() else {
+            let source = LiveSource::new(vm, logs, near, &handle).options(params()).postcopy(postcopy);
+            let LiveOutcome::Resumed { error, .. } = source.free_pages(Arc::clone(&answers) as _).run() else {
                 panic!("it is not refused")
             };
             error.to_string()
@@ -545,7 +537,7 @@ impl FreePages for Vanishing {
 #[test]
 fn a_list_that_can_come_no_more_is_not_waited_for() {
     let vm = vm([64, 16]);
-    let params = MigrationParams { hint_wait: Duration::MAX, ..params() };
+    let params = params().hint_wait(Duration::MAX);
     let (outcome, _) = attempt(&vm, vm.logs().0, &Arc::new(Vanishing), params);
     let stats = completed(outcome);
     let hints = stats.hints.clone().unwrap();
@@ -569,7 +561,7 @@ impl FreePages for Deaf {
 fn a_guest_that_cannot_be_asked_is_moved_without() {
     let vm = vm([64, 64]);
     let deaf = Arc::new(Deaf(AtomicU64::new(0)));
-    let params = MigrationParams { hint_wait: Duration::from_secs(3600), ..params() };
+    let params = params().hint_wait(Duration::from_secs(3600));
     let stats = completed(attempt(&vm, vm.logs().0, &deaf, params).0);
     assert_eq!((stats.sum(|round| round.hinted), deaf.0.load(Ordering::SeqCst)), (0, 1));
     let refused = stats.hints.unwrap().refused.unwrap();

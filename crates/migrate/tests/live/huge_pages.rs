@@ -7,7 +7,9 @@ use std::thread;
 use std::time::Duration;
 
 use crate::model::{Landed, Memory, Records, ask_host_page, pair, say};
-use limosa_migrate::{Control, MigrateError, PageSource, PostcopyOptions, PostcopySource, Progress, Stop};
+use limosa_migrate::control::Stop;
+use limosa_migrate::stored::{PageSource, PostcopyOptions, PostcopySource};
+use limosa_migrate::{Handle, MigrateError};
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Command, Decoder, Event, ReturnMessage, postcopy};
 use proptest::prelude::*;
@@ -39,12 +41,12 @@ fn transfer(
     each: &[u64],
     script: &Script,
     had: Option<&[PageBitmap]>,
-) -> (Result<limosa_migrate::PostcopyStats, MigrateError>, Landed, Landed) {
+) -> (Result<limosa_migrate::stats::PostcopyStats, MigrateError>, Landed, Landed) {
     let (near, far) = pair();
     let (near_preempt, far_preempt) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     thread::scope(|scope| {
-        let (far, control) = (&far, &control);
+        let (far, handle) = (&far, &handle);
         let urgent = scope.spawn(move || {
             let mut landed = Landed::new(memory);
             let decoder = Decoder::for_records(&memory.start.blocks).unwrap();
@@ -90,19 +92,19 @@ fn transfer(
                     ask_host_page(far, memory, *block, *host_page, each[*block]);
                 }
                 if script.stop_after == Some(events) {
-                    control.stop(Stop::Pause);
+                    handle.control.stop(Stop::Pause);
                 }
                 true
             });
             landed
         });
-        let mut source = PostcopySource::new(memory, near, control, &progress).with_options(options(memory, each));
+        let mut source = PostcopySource::new(memory, near, &handle).options(options(memory, each));
         if script.preempt {
-            source = source.with_preempt(Box::new(move || Ok(near_preempt)));
+            source = source.preempt(Box::new(move || Ok(near_preempt)));
         } else {
             drop(near_preempt);
         }
-        let result = if had.is_none() { source.start() } else { source.recover() };
+        let result = if had.is_none() { source.run() } else { source.recover() };
         (result, main.join().unwrap(), urgent.join().unwrap())
     })
 }
@@ -170,10 +172,10 @@ fn page_sizes_that_do_not_fit_the_vm_are_refused_before_anything_is_sent() {
     let memory = Memory::new(&[512 + 1], |_, _| true);
     for (name, size) in [("block0", 2 << 20), ("block0", 3 << 12), ("other", 4096)] {
         let (near, far) = pair();
-        let (control, progress) = (Control::new(), Progress::new());
+        let handle = Handle::new();
         let page_sizes = BTreeMap::from([(name.to_owned(), size)]);
         let options = PostcopyOptions { page_sizes, ..PostcopyOptions::default() };
-        let error = PostcopySource::new(&memory, near, &control, &progress).with_options(options).start().unwrap_err();
+        let error = PostcopySource::new(&memory, near, &handle).options(options).run().unwrap_err();
         assert!(matches!(&error, MigrateError::PageSize { block, .. } if block == name), "{error}");
         assert_eq!(far.read(&mut [0; 64]).unwrap_or_default(), 0, "something was sent");
     }

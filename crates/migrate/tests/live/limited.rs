@@ -9,7 +9,7 @@ use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_channel::Channel;
 use limosa_memory::BlockOptions;
-use limosa_migrate::{Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, Progress};
+use limosa_migrate::{Handle, IncomingOutcome, LiveDestination};
 use limosa_page::PAGE_LEN;
 use limosa_stream::postcopy::{PING_GO, PING_READY};
 use limosa_stream::{Command, Configuration, DeviceSections, RamBlock, RecordEncoder, RecordKind, ram, section};
@@ -81,10 +81,10 @@ fn limited_process() {
         "short" => (3, 48, PAGES / 2),
         _ => (1, 1, 384 << 8),
     };
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let outcome = thread::scope(|scope| {
         scope.spawn(move || send(&near, run, gap, end));
-        LiveDestination::new(&vm, far, &control, &progress, LiveDestinationOptions::default()).run()
+        LiveDestination::new(&vm, far, &handle).run()
     });
     if contents == "much" {
         let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };

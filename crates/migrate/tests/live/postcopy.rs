@@ -14,10 +14,10 @@ use crate::model::{Memory, here, pair};
 use limosa_channel::Channel;
 use limosa_memory::dirty::Writers;
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::{
-    Control, IncomingOutcome, IncomingStats, LiveDestination, LiveDestinationOptions, MigrateError, PostcopyOptions,
-    PostcopySource, PrecopyOptions, PrecopySource, Progress,
-};
+use limosa_migrate::live::LiveDestinationOptions;
+use limosa_migrate::stats::IncomingStats;
+use limosa_migrate::stored::{PostcopyOptions, PostcopySource, PrecopySource};
+use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, MigrateError};
 use limosa_page::PAGE_LEN;
 use limosa_stream::{
     Command, Configuration, DeviceSections, PageSizes, RamBlock, RecordEncoder, RecordKind, postcopy, ram, section,
@@ -73,10 +73,10 @@ fn assert_all(vm: &Vm, source: &Memory) {
 }
 
 fn run_source(memory: &Memory, channel: Channel, sizes: &BTreeMap<String, u64>) -> Result<u64, MigrateError> {
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let options = PostcopyOptions { page_sizes: sizes.clone(), ..PostcopyOptions::default() };
-    let source = PostcopySource::new(memory, channel, &control, &progress).with_options(options);
-    source.start().map(|stats| stats.normal_pages)
+    let source = PostcopySource::new(memory, channel, &handle).options(options);
+    source.run().map(|stats| stats.normal_pages)
 }
 
 fn finished(outcome: IncomingOutcome<'_, Vm>) -> IncomingStats {
@@ -95,7 +95,7 @@ fn a_guest_sees_its_memory_while_it_comes_and_all_of_it_has_come_at_the_end() {
             let (vm, source) = (&vm, &source);
             scope.spawn(move || guest(vm, source, seed, 500));
         }
-        let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
+        let outcome = LiveDestination::new(&vm, far, &Handle::new()).options(options()).run();
         vm.give_up();
         sending.join().unwrap().unwrap();
         finished(outcome)
@@ -117,17 +117,17 @@ fn requested_pages_come_on_a_channel_of_their_own() {
     let ((near, far), (near_preempt, far_preempt)) = (pair(), pair());
     let stats = thread::scope(|scope| {
         let sending = scope.spawn(|| {
-            let (control, progress) = (Control::new(), Progress::new());
-            control.set_max_bandwidth(std::num::NonZeroU64::new(8 << 20));
-            let source = PostcopySource::new(&source, near, &control, &progress);
-            source.with_preempt(Box::new(move || Ok(near_preempt))).start()
+            let handle = Handle::new();
+            handle.control.set_max_bandwidth(std::num::NonZeroU64::new(8 << 20));
+            let source = PostcopySource::new(&source, near, &handle);
+            source.preempt(Box::new(move || Ok(near_preempt))).run()
         });
         for seed in 1..3 {
             let (vm, source) = (&vm, &source);
             scope.spawn(move || guest(vm, source, seed, 400));
         }
-        let destination = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options());
-        let outcome = destination.with_preempt(here(far_preempt)).run();
+        let destination = LiveDestination::new(&vm, far, &Handle::new()).options(options());
+        let outcome = destination.preempt(here(far_preempt)).run();
         vm.give_up();
         sending.join().unwrap().unwrap();
         finished(outcome)
@@ -155,11 +155,11 @@ fn a_stranger_does_not_take_the_place_of_the_channel_for_requests_over_tls_nor_w
             let recovering = paused.is_some();
             let outcome = thread::scope(|inner| {
                 let sending = inner.spawn(move || {
-                    let (control, progress) = (Control::new(), Progress::new());
-                    control.set_max_bandwidth(std::num::NonZeroU64::new(4 << 20));
-                    let role = PostcopySource::new(source, near, &control, &progress);
-                    let role = role.with_preempt(Box::new(|| meeting.connect()));
-                    if recovering { role.recover() } else { role.start() }
+                    let handle = Handle::new();
+                    handle.control.set_max_bandwidth(std::num::NonZeroU64::new(4 << 20));
+                    let role = PostcopySource::new(source, near, &handle);
+                    let role = role.preempt(Box::new(|| meeting.connect()));
+                    if recovering { role.recover() } else { role.run() }
                 });
                 if cut {
                     inner.spawn(move || {
@@ -171,10 +171,10 @@ fn a_stranger_does_not_take_the_place_of_the_channel_for_requests_over_tls_nor_w
                 }
                 let open = meeting.doorkeeper();
                 let outcome = match paused.take() {
-                    None => LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options())
-                        .with_preempt(open)
-                        .run(),
-                    Some(paused) => limosa_migrate::PostcopyPaused::recover(paused, far, Some(open)),
+                    None => LiveDestination::new(vm, far, &Handle::new()).options(options()).preempt(open).run(),
+                    Some(paused) => {
+                        limosa_migrate::live::PostcopyPaused::recover(paused, far, Some(open), &Handle::new())
+                    }
                 };
                 assert_eq!(sending.join().unwrap().is_err(), cut);
                 outcome
@@ -207,7 +207,7 @@ fn huge_pages_come_whole_private_ones_and_shared_ones() {
             let sending = scope.spawn(|| run_source(&source, near, &sizes));
             let (vm, source) = (&vm, &source);
             scope.spawn(move || guest(vm, source, 5, 100));
-            let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
+            let outcome = LiveDestination::new(vm, far, &Handle::new()).options(options()).run();
             vm.give_up();
             sending.join().unwrap().unwrap();
             finished(outcome)
@@ -226,7 +226,7 @@ fn host_pages_that_differ_are_refused_before_the_vm_is_given_away() {
         let sizes = BTreeMap::from([("block0".to_owned(), 2 << 20)]);
         let source = &source;
         let sending = scope.spawn(move || run_source(source, near, &sizes));
-        let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
+        let outcome = LiveDestination::new(&vm, far, &Handle::new()).options(options()).run();
         assert!(matches!(outcome, IncomingOutcome::Failed(MigrateError::Layout(_))), "{outcome:?}");
         assert!(sending.join().unwrap().is_err());
     });
@@ -240,7 +240,7 @@ fn sections_of_stock_qemu_go_to_the_vmm_as_a_whole() {
     let (near, far) = pair();
     thread::scope(|scope| {
         let sending = scope.spawn(|| run_source(&source, near, &BTreeMap::new()));
-        finished(LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run());
+        finished(LiveDestination::new(&vm, far, &Handle::new()).options(options()).run());
         sending.join().unwrap().unwrap();
     });
     let (sections, _) = model::device_tail();
@@ -255,7 +255,7 @@ fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_is_told() {
     let (near, far) = pair();
     thread::scope(|scope| {
         let sending = scope.spawn(|| run_source(&source, near, &BTreeMap::new()));
-        let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
+        let outcome = LiveDestination::new(&vm, far, &Handle::new()).options(options()).run();
         let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("device timer does not take it"), "{error}");
         assert!(sending.join().unwrap().is_err());
@@ -315,7 +315,7 @@ fn a_page_that_comes_again_leaves_what_the_guest_has_written() {
             vm.memory.block(0).unwrap().write(3 * 4096, &[9; PAGE_LEN]).unwrap();
             near.write_all(&again).unwrap();
         });
-        let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
+        let outcome = LiveDestination::new(vm, far, &Handle::new()).options(options()).run();
         vm.give_up();
         finished(outcome)
     });
@@ -345,7 +345,7 @@ fn a_page_that_another_mapping_has_touched_is_not_taken_for_one_that_has_come() 
             assert_eq!(bytes, [0; PAGE_LEN], "it does not wait");
             near.write_all(&pages).unwrap();
         });
-        let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
+        let outcome = LiveDestination::new(vm, far, &Handle::new()).options(options()).run();
         vm.give_up();
         outcome
     });
@@ -382,7 +382,7 @@ fn pages_that_were_allocated_and_never_touched_are_waited_for_too() {
             near.write_all(&pages).unwrap();
             assert_eq!(reading.join().unwrap(), 5);
         });
-        let outcome = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options()).run();
+        let outcome = LiveDestination::new(vm, far, &Handle::new()).options(options()).run();
         vm.give_up();
         finished(outcome)
     });
@@ -398,7 +398,7 @@ fn a_vm_whose_memory_others_map_is_refused_as_soon_as_postcopy_is_announced() {
     thread::scope(|scope| {
         let source = &source;
         let sending = scope.spawn(move || run_source(source, near, &BTreeMap::new()));
-        let outcome = LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run();
+        let outcome = LiveDestination::new(&vm, far, &Handle::new()).options(options()).run();
         let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
         assert!(error.to_string().contains("vhost back ends map its memory"), "{error}");
         assert!(sending.join().unwrap().is_err());
@@ -409,10 +409,10 @@ fn a_vm_whose_memory_others_map_is_refused_as_soon_as_postcopy_is_announced() {
     thread::scope(|scope| {
         let source = &source;
         let sending = scope.spawn(move || {
-            let (control, progress) = (Control::new(), Progress::new());
-            PrecopySource::new(source, near, &control, &progress, PrecopyOptions::default()).run()
+            let handle = Handle::new();
+            PrecopySource::new(source, near, &handle).run()
         });
-        finished_precopy(&LiveDestination::new(&vm, far, &Control::new(), &Progress::new(), options()).run());
+        finished_precopy(&LiveDestination::new(&vm, far, &Handle::new()).options(options()).run());
         sending.join().unwrap().unwrap();
     });
     assert_all(&vm, &source);
@@ -431,7 +431,7 @@ fn a_vmm_that_panics_leaves_no_thread_waiting() {
         let vm = &vm;
         let receiving = scope.spawn(move || {
             let options = LiveDestinationOptions { answer_timeout: None, ..options() };
-            drop(LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options).run());
+            drop(LiveDestination::new(vm, far, &Handle::new()).options(options).run());
         });
         near.write_all(&first).unwrap();
         // The source is told that it is over, and is not told that the VM runs.
@@ -471,21 +471,21 @@ fn cut_at_random(seed: u64, preempt: bool) -> Option<u32> {
                 });
                 let recovering = paused.is_some();
                 let sending = inner.spawn(move || {
-                    let (control, progress) = (Control::new(), Progress::new());
-                    let source = PostcopySource::new(source, near, &control, &progress);
-                    let source = if preempt { source.with_preempt(Box::new(move || Ok(near_preempt))) } else { source };
-                    if recovering { source.recover() } else { source.start() }
+                    let handle = Handle::new();
+                    let source = PostcopySource::new(source, near, &handle);
+                    let source = if preempt { source.preempt(Box::new(move || Ok(near_preempt))) } else { source };
+                    if recovering { source.recover() } else { source.run() }
                 });
                 let open = preempt.then(|| here(far_preempt));
                 let outcome = match paused.take() {
                     None => {
-                        let role = LiveDestination::new(vm, far, &Control::new(), &Progress::new(), options());
+                        let role = LiveDestination::new(vm, far, &Handle::new()).options(options());
                         match open {
-                            Some(open) => role.with_preempt(open).run(),
+                            Some(open) => role.preempt(open).run(),
                             None => role.run(),
                         }
                     }
-                    Some(paused) => limosa_migrate::PostcopyPaused::recover(paused, far, open),
+                    Some(paused) => limosa_migrate::live::PostcopyPaused::recover(paused, far, open, &Handle::new()),
                 };
                 relay_preempt.cut();
                 let _ = sending.join().unwrap();

@@ -9,9 +9,9 @@ use crate::model::live::{TestVm, random};
 use crate::model::live_postcopy::{Cut, Landed, receive, receive_urgent};
 use crate::model::pair;
 use limosa_memory::BlockOptions;
-use limosa_migrate::{
-    Control, LiveOutcome, LiveSource, MigrateError, MigrationParams, Postcopy, Progress, RoundReport, TimeoutStrategy,
-};
+use limosa_migrate::live::{Postcopy, TimeoutStrategy};
+use limosa_migrate::stats::RoundReport;
+use limosa_migrate::{Handle, LiveOutcome, LiveSource, MigrateError, MigrationParams};
 
 /// When the switch comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,16 +53,12 @@ fn run(case: &Case) {
     vm.fill(1, |page| page % 2 == 0);
     let (logs, marker) = vm.restless_logs(3);
     let ((near, far), (near_urgent, far_urgent)) = (pair(), pair());
-    let (control, progress) = (Control::new(), Progress::new());
-    let mut params = MigrationParams {
-        downtime_limit: Duration::ZERO,
-        answer_timeout: Duration::from_secs(20),
-        ..MigrationParams::default()
-    };
+    let handle = Handle::new();
+    let mut params = MigrationParams::default().downtime_limit(Duration::ZERO).answer_timeout(Duration::from_secs(20));
     let postcopy = match case.when {
         When::AtOnce => Postcopy::AtOnce,
         When::Bulk => {
-            control.start_postcopy();
+            handle.control.start_postcopy();
             Postcopy::Allowed
         }
         When::Rounds(_) => Postcopy::Allowed,
@@ -76,18 +72,18 @@ fn run(case: &Case) {
     let outcome = thread::scope(|scope| {
         scope.spawn(|| receive(far, &landed, false, case.cut, case.seed));
         vm.write_on(scope, marker, case.seed | 1, Duration::from_micros(case.seed % 30));
-        let mut source = LiveSource::new(&vm, logs, near, &control, &progress)
-            .with_params(params)
+        let mut source = LiveSource::new(&vm, logs, near, &handle)
+            .options(params)
             .destination_zeroed(case.fresh)
-            .with_postcopy(postcopy)
-            .observe(|round: &RoundReport| {
+            .postcopy(postcopy)
+            .on_round(|round: &RoundReport| {
                 if case.when == When::Rounds(round.number) {
-                    control.start_postcopy();
+                    handle.control.start_postcopy();
                 }
             });
         if case.preempt {
             let landed = &landed;
-            source = source.with_preempt(Box::new(move || {
+            source = source.preempt(Box::new(move || {
                 scope.spawn(move || receive_urgent(far_urgent, landed, case.cut));
                 Ok(near_urgent)
             }));
@@ -136,24 +132,24 @@ fn run(case: &Case) {
 }
 
 fn recover<'v>(
-    broken: limosa_migrate::PostcopyPausedSource<'v, TestVm>,
+    broken: limosa_migrate::live::PostcopyPausedSource<'v, TestVm>,
     landed: &Mutex<Landed>,
     cut: Option<Cut>,
     case: &Case,
 ) -> LiveOutcome<'v, TestVm> {
     let ((near, far), (near_urgent, far_urgent)) = (pair(), pair());
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let (far, far_urgent) = (&far, &far_urgent);
     thread::scope(|scope| {
         scope.spawn(move || receive(far, landed, true, cut, case.seed));
-        let open: Option<limosa_migrate::OpenPreempt<'_>> = match case.preempt {
+        let open: Option<limosa_migrate::live::OpenPreempt<'_>> = match case.preempt {
             true => Some(Box::new(move || {
                 scope.spawn(move || receive_urgent(far_urgent, landed, cut));
                 Ok(near_urgent)
             })),
             false => None,
         };
-        let outcome = broken.recover(near, open, &control, &progress);
+        let outcome = broken.recover(near, open, &handle);
         let _ = far_urgent.shutdown(limosa_channel::Shutdown::Both);
         outcome
     })
@@ -187,10 +183,10 @@ fn postcopy_with_multifd_channels_is_refused_before_anything_is_sent() {
     let vm = TestVm::new(&[8]);
     let (logs, _) = vm.logs();
     let ((near, _far), (page_channel, _)) = (pair(), pair());
-    let (control, progress) = (Control::new(), Progress::new());
-    let outcome = LiveSource::new(&vm, logs, near, &control, &progress)
-        .with_postcopy(Postcopy::Allowed)
-        .with_channels(vec![page_channel], limosa_migrate::MultifdSourceOptions::default())
+    let handle = Handle::new();
+    let outcome = LiveSource::new(&vm, logs, near, &handle)
+        .postcopy(Postcopy::Allowed)
+        .channels(vec![page_channel], limosa_migrate::multifd::MultifdSourceOptions::default())
         .unwrap()
         .run();
     assert!(vm.runs());

@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use crate::model::live::{Bare, TestVm};
 use limosa_channel::{Channel, Options, Tls, Uri, ZeroCopy};
 use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion};
-use limosa_migrate::{
-    Control, LiveOutcome, LiveSource, LiveStats, MigrateError, MigrationParams, MultifdSourceOptions, OpenPreempt,
-    Phase, Postcopy, Progress, RecordWrite, RoundReport, Stop,
-};
+use limosa_migrate::control::{Phase, Stop};
+use limosa_migrate::live::{OpenPreempt, Postcopy, RecordWrite};
+use limosa_migrate::multifd::MultifdSourceOptions;
+use limosa_migrate::stats::{LiveStats, RoundReport};
+use limosa_migrate::{Handle, LiveOutcome, LiveSource, MigrateError, MigrationParams};
 use limosa_stream::multifd::{Compression, PACKET_LEN};
 use limosa_testkit::{Authority, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
 use serde_json::json;
@@ -133,9 +134,9 @@ fn migrate(how: How) -> Option<LiveStats> {
     let source = Bare(TestVm { machine: "pc", memory: memory.into(), ..TestVm::new(&[1]) });
     source.0.fill(0, |page| page % 7 < 3);
     let (logs, marker) = source.0.restless_logs(2);
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let downtime_limit = Duration::from_millis(30);
-    let mut params = MigrationParams { downtime_limit, record_write: how.record_write, ..MigrationParams::default() };
+    let mut params = MigrationParams::default().downtime_limit(downtime_limit).record_write(how.record_write);
     if how.postcopy.is_some() {
         // Never reached: what is restless has always written something.
         params.downtime_limit = Duration::ZERO;
@@ -150,16 +151,16 @@ fn migrate(how: How) -> Option<LiveStats> {
             scope.spawn(|| {
                 // As soon as the VM runs there, or would if it had been let: QEMU answers the PING in the package just
                 // before that, and one that loses its source in between ends.
-                while progress.read().phase != Phase::PostcopyActive {
+                while handle.progress.read().phase != Phase::PostcopyActive {
                     thread::sleep(Duration::from_millis(2));
                 }
                 vm.wait_run_state("paused", SOON).unwrap();
-                control.stop(Stop::Pause);
+                handle.control.stop(Stop::Pause);
             });
         }
         let asked = (how.hints && how.postcopy.is_some()).then(|| {
             scope.spawn(|| {
-                while progress.read().phase != Phase::PostcopyActive {
+                while handle.progress.read().phase != Phase::PostcopyActive {
                     thread::sleep(Duration::from_millis(2));
                 }
                 vm.wait_run_state("paused", SOON).unwrap();
@@ -170,25 +171,25 @@ fn migrate(how: How) -> Option<LiveStats> {
         source.0.write_on(scope, marker, 5 << 40, Duration::from_micros(90));
         let How { compression, packet_pages, .. } = how;
         let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
-        let mut role = LiveSource::new(&source, logs, main, &control, &progress)
-            .with_params(params)
+        let mut role = LiveSource::new(&source, logs, main, &handle)
+            .options(params)
             .destination_zeroed(how.fresh)
-            .with_channels(pages, options)
+            .channels(pages, options)
             .unwrap()
-            .observe(|round: &RoundReport| {
+            .on_round(|round: &RoundReport| {
                 if how.postcopy == Some(Some(round.number)) {
-                    control.start_postcopy();
+                    handle.control.start_postcopy();
                 }
             });
         if let Some(after) = how.postcopy {
-            role = role.with_postcopy(if after.is_some() { Postcopy::Allowed } else { Postcopy::AtOnce });
+            role = role.postcopy(if after.is_some() { Postcopy::Allowed } else { Postcopy::AtOnce });
         }
         if how.preempt {
             let (uri, deferred) = (uri.clone(), deferred.clone());
-            role = role.with_preempt(Box::new(move || Channel::connect(&uri, &deferred)));
+            role = role.preempt(Box::new(move || Channel::connect(&uri, &deferred)));
         }
         if how.hints {
-            role = role.with_free_pages(Arc::new(Free));
+            role = role.free_pages(Arc::new(Free));
         }
         let outcome = role.run();
         source.0.over.store(true, Ordering::Relaxed);
@@ -207,7 +208,7 @@ fn migrate(how: How) -> Option<LiveStats> {
                 true => Some(Box::new(|| Channel::connect(&again, &Options::default()))),
                 false => None,
             };
-            broken.recover(connect(&again), open, &Control::new(), &Progress::new())
+            broken.recover(connect(&again), open, &Handle::new())
         }
         outcome => {
             assert!(!how.cut, "{how:?}: {outcome:?}");

@@ -10,10 +10,10 @@ use crate::model::vm::Vm;
 use crate::model::{lending_pair, pair};
 use limosa_channel::ZeroCopy;
 use limosa_memory::{BlockOptions, BlockRole};
-use limosa_migrate::{
-    Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, MigrationParams,
-    MultifdOptions, MultifdSourceOptions, Postcopy, Progress, RecordWrite, RoundKind, TimeoutStrategy, ZeroCheck,
-};
+use limosa_migrate::live::{Postcopy, RecordWrite, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
+use limosa_migrate::stats::RoundKind;
+use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket};
 
 /// One migration, of which everything follows from a seed.
@@ -99,19 +99,16 @@ impl Case {
         let (near, far) = pair();
         let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) =
             (0..self.channels).map(|_| lending_pair(self.zero_copy.0, self.zero_copy.1)).unzip();
-        let (control, progress) = (Control::new(), Progress::new());
-        let params = MigrationParams {
-            zero_check: self.zero_check,
-            record_write: self.record_write,
-            // In postcopy never reached: what is restless has always written something.
-            downtime_limit: if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(200) },
-            stalled_rounds: Some(6),
-            timeout_strategy: if self.postcopy.is_some() { TimeoutStrategy::Postcopy } else { TimeoutStrategy::Pause },
-            answer_timeout: Duration::from_secs(20),
-            max_bandwidth: self.hurried.map(|(bandwidth, _)| bandwidth),
-            timeout: self.hurried.map(|(_, time)| time),
-            ..MigrationParams::default()
-        };
+        let handle = Handle::new();
+        let params = MigrationParams::default()
+            .zero_check(self.zero_check)
+            .record_write(self.record_write)
+            .downtime_limit(if self.postcopy.is_some() { Duration::ZERO } else { Duration::from_micros(200) })
+            .stalled_rounds(Some(6))
+            .timeout_strategy(if self.postcopy.is_some() { TimeoutStrategy::Postcopy } else { TimeoutStrategy::Pause })
+            .answer_timeout(Duration::from_secs(20))
+            .max_bandwidth(self.hurried.map(|(bandwidth, _)| bandwidth))
+            .timeout(self.hurried.map(|(_, time)| time));
         let (compression, packet_pages) = (self.compression, self.packet_pages);
         let options = MultifdSourceOptions { compression, packet_pages, ..MultifdSourceOptions::default() };
         let (outcome, arrival) = thread::scope(|scope| {
@@ -122,10 +119,8 @@ impl Case {
                     InitialPacket::decode(&first).unwrap();
                 }
                 let expected = MultifdOptions { compression: self.compression };
-                let (control, progress) = (Control::new(), Progress::new());
-                LiveDestination::new(&destination, far, &control, &progress, LiveDestinationOptions::default())
-                    .with_channels(far_page_channels, expected)
-                    .run()
+                let handle = Handle::new();
+                LiveDestination::new(&destination, far, &handle).channels(far_page_channels, expected).run()
             });
             source.write_on(scope, marker, self.seed | 1, Duration::from_micros(random(self.seed | 1) % 40));
             let postcopy = match self.postcopy {
@@ -133,15 +128,15 @@ impl Case {
                 Some(None) => Postcopy::AtOnce,
                 Some(Some(_)) => Postcopy::Allowed,
             };
-            let outcome = LiveSource::new(&source, logs, near, &control, &progress)
-                .with_params(params)
+            let outcome = LiveSource::new(&source, logs, near, &handle)
+                .options(params)
                 .destination_zeroed(self.fresh)
-                .with_postcopy(postcopy)
-                .with_channels(near_page_channels, options)
+                .postcopy(postcopy)
+                .channels(near_page_channels, options)
                 .unwrap()
-                .observe(|round| {
+                .on_round(|round| {
                     if self.postcopy == Some(Some(round.number)) {
-                        control.start_postcopy();
+                        handle.control.start_postcopy();
                     }
                 })
                 .run();
@@ -232,10 +227,10 @@ fn channels_that_are_to_send_pages_as_they_are_are_refused_where_pages_are_compr
     for zero_copy in ZeroCopy::ALL {
         let source = TestVm::of(vec![BlockOptions::memfd("ram", 1 << 20)]);
         let (logs, _marker) = source.logs();
-        let (control, progress) = (Control::new(), Progress::new());
-        let role = LiveSource::new(&source, logs, pair().0, &control, &progress);
+        let handle = Handle::new();
+        let role = LiveSource::new(&source, logs, pair().0, &handle);
         let options = MultifdSourceOptions { compression: Compression::Zstd, ..MultifdSourceOptions::default() };
-        let taken = role.with_channels(vec![lending_pair(zero_copy, true).0], options);
+        let taken = role.channels(vec![lending_pair(zero_copy, true).0], options);
         assert_eq!(taken.is_err(), matches!(zero_copy, ZeroCopy::Msg | ZeroCopy::Splice), "{zero_copy}");
     }
 }

@@ -13,9 +13,12 @@ use limosa_channel::{Channel, Listener, Shutdown};
 use limosa_memory::{
     BlockOptions, BlockRole, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion, PassedBlock,
 };
+use limosa_migrate::control::{Control, Progress};
+use limosa_migrate::live::{LiveDestinationOptions, Postcopy, SharedMemory, TimeoutStrategy};
+use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
+use limosa_migrate::stats::LiveStats;
 use limosa_migrate::{
-    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveStats,
-    MigrationParams, MultifdOptions, MultifdSourceOptions, Postcopy, Progress, SharedMemory, TimeoutStrategy, VmError,
+    Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, MigrationParams, VmError,
 };
 use limosa_page::{PAGE_LEN, PAGE_SIZE};
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
@@ -120,14 +123,12 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
     let Move { shared: [here, there], ends: (near, far), channels, guest } = how.into();
     let (logs, marker) = source.logs();
     let (near_page_channels, far_page_channels): (Vec<_>, Vec<_>) = (0..channels).map(|_| pair()).unzip();
-    let params = MigrationParams {
-        stalled_rounds: Some(4),
-        timeout_strategy: TimeoutStrategy::Pause,
-        downtime_limit: Duration::from_micros(200),
-        answer_timeout: Duration::from_secs(20),
-        ..MigrationParams::default()
-    };
-    let (control, progress) = (Control::new(), Progress::new());
+    let params = MigrationParams::default()
+        .stalled_rounds(Some(4))
+        .timeout_strategy(TimeoutStrategy::Pause)
+        .downtime_limit(Duration::from_micros(200))
+        .answer_timeout(Duration::from_secs(20));
+    let handle = Handle::new();
     let (there_control, there_progress) = (Control::new(), Progress::new());
     thread::scope(|scope| {
         let arriving = scope.spawn(|| {
@@ -137,8 +138,13 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
                 InitialPacket::decode(&first).unwrap();
             }
             let options = LiveDestinationOptions { shared_memory: there, ..LiveDestinationOptions::default() };
-            let role = LiveDestination::new(heir, far, &there_control, &there_progress, options);
-            match role.with_channels(far_page_channels, MultifdOptions::default()).run() {
+            let role = LiveDestination::new(
+                heir,
+                far,
+                &Handle { control: there_control.clone(), progress: there_progress.clone() },
+            )
+            .options(options);
+            match role.channels(far_page_channels, MultifdOptions::default()).run() {
                 IncomingOutcome::Running(_) => Ok(()),
                 IncomingOutcome::Failed(error) => Err(error.to_string()),
                 other => panic!("{other:?}"),
@@ -147,11 +153,11 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
         if guest.writes {
             source.write_on(scope, marker, 7, Duration::from_micros(20));
         }
-        let mut role = LiveSource::new(source, logs, near, &control, &progress).with_params(params).shared_memory(here);
+        let mut role = LiveSource::new(source, logs, near, &handle).options(params).shared_memory(here);
         if let Some(free) = guest.free {
-            role = role.with_free_pages(free);
+            role = role.free_pages(free);
         }
-        let outcome = role.with_channels(near_page_channels, MultifdSourceOptions::default()).unwrap().run();
+        let outcome = role.channels(near_page_channels, MultifdSourceOptions::default()).unwrap().run();
         source.over.store(true, Ordering::Relaxed);
         let sent = match outcome {
             LiveOutcome::Completed(stats) => Ok(stats),
@@ -256,9 +262,9 @@ fn shared_memory_and_postcopy_exclude_each_other() {
     let source = source();
     let (logs, _) = source.logs();
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
-    let role = LiveSource::new(&source, logs, near, &control, &progress);
-    let outcome = role.shared_memory(SharedMemory::Passed).with_postcopy(Postcopy::Allowed).run();
+    let handle = Handle::new();
+    let role = LiveSource::new(&source, logs, near, &handle);
+    let outcome = role.shared_memory(SharedMemory::Passed).postcopy(Postcopy::Allowed).run();
     let LiveOutcome::Resumed { error, .. } = outcome else { panic!("{outcome:?}") };
     assert!(error.to_string().contains("in postcopy shared memory has to be sent"), "{error}");
     assert_eq!(far.counters().bytes_in, 0);
@@ -306,10 +312,10 @@ fn hostile(descriptors: usize, pages_of: usize, address: u64) -> (Result<(), Str
     let before = source.contents(0);
     let (near, far) = pair();
     let heir = Heir::new();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let options = LiveDestinationOptions { shared_memory: SharedMemory::Passed, ..LiveDestinationOptions::default() };
     let arrived = thread::scope(|scope| {
-        let arriving = scope.spawn(|| LiveDestination::new(&heir, far, &control, &progress, options).run());
+        let arriving = scope.spawn(|| LiveDestination::new(&heir, far, &handle).options(options).run());
         let ram = source.memory.block(0).unwrap().pass().unwrap();
         let null = source.memory.block(1).unwrap().pass().unwrap();
         let passed: Vec<_> = [ram.as_fd(), null.as_fd()].into_iter().cycle().take(descriptors).collect();

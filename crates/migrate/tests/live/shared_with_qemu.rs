@@ -10,10 +10,8 @@ use crate::model::live::{Bare, TestVm};
 use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::{
-    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, Progress,
-    SharedMemory, VmError,
-};
+use limosa_migrate::live::{LiveDestinationOptions, SharedMemory};
+use limosa_migrate::{Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, VmError};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::OpaqueSection;
 use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};
@@ -85,13 +83,13 @@ fn a_qemu_with_a_memory_file_moves_to_a_vm_that_has_mapped_it() {
 
     let uri: Uri = format!("unix:{}", vm.folder().join("shared").display()).parse().unwrap();
     let listener = Listener::bind(&uri, &Options::default()).unwrap();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     thread::scope(|scope| {
         let arriving = scope.spawn(|| {
             let channel = listener.accept(Some(Duration::from_secs(30))).unwrap();
             let options =
                 LiveDestinationOptions { shared_memory: SharedMemory::Mapped, ..LiveDestinationOptions::default() };
-            match LiveDestination::new(&taker, channel, &control, &progress, options).run() {
+            match LiveDestination::new(&taker, channel, &handle).options(options).run() {
                 IncomingOutcome::Running(stats) => stats,
                 other => panic!("{other:?}"),
             }
@@ -126,11 +124,11 @@ fn a_vm_moves_to_a_qemu_that_has_mapped_its_memory_file() {
     let source = Bare(TestVm { machine: "pc", ..TestVm::of(vec![shared_block(&vm).unwrap()]) });
     source.0.fill(0, |page| page >= 256 && page % 5 != 0);
     let (logs, marker) = source.0.logs();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let channel = Channel::connect(&uri, &Options::default()).unwrap();
     let outcome = thread::scope(|scope| {
         source.0.write_on(scope, marker, 3, Duration::from_micros(50));
-        let role = LiveSource::new(&source, logs, channel, &control, &progress);
+        let role = LiveSource::new(&source, logs, channel, &handle);
         let outcome = role.shared_memory(SharedMemory::Mapped).run();
         source.0.over.store(true, Ordering::Relaxed);
         outcome

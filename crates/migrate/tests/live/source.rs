@@ -10,14 +10,14 @@ use std::time::Duration;
 use crate::model::live::{Arrived, At, Destination, Does, TestVm};
 use crate::model::pair;
 use limosa_memory::dirty::{DirtyLogs, LogError, Writers};
-use limosa_migrate::{
-    Control, LiveOutcome, LiveSource, LiveVm as _, MigrateError, MigrationParams, Progress, RecordWrite, RoundKind,
-    RoundReport, Stop, TimeoutStrategy, ZeroCheck,
-};
+use limosa_migrate::control::Stop;
+use limosa_migrate::live::{RecordWrite, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::stats::{RoundKind, RoundReport};
+use limosa_migrate::{Handle, LiveOutcome, LiveSource, LiveVm as _, MigrateError, MigrationParams};
 use limosa_page::ZeroMethod;
 
 fn params() -> MigrationParams {
-    MigrationParams { answer_timeout: Duration::from_secs(20), ..MigrationParams::default() }
+    MigrationParams::default().answer_timeout(Duration::from_secs(20))
 }
 
 /// Everything about one attempt that differs from test to test.
@@ -27,7 +27,7 @@ struct Attempt {
     trouble: Option<(At, Does)>,
     /// What the destination's memory holds before.
     dirt: u8,
-    control: Control,
+    handle: Handle,
     /// Bytes that the destination reads and says before it closes the channel.
     reads: usize,
     says: usize,
@@ -40,7 +40,7 @@ impl Default for Attempt {
             fresh: false,
             trouble: None,
             dirt: 0xdd,
-            control: Control::new(),
+            handle: Handle::new(),
             reads: usize::MAX,
             says: usize::MAX,
         }
@@ -60,10 +60,8 @@ impl Attempt {
             (destination.dirt, destination.reads) = (self.dirt, self.reads);
             destination.says.set(self.says);
             let destination = scope.spawn(move || destination.run());
-            let progress = Progress::new();
-            let source = LiveSource::new(vm, logs, near, &self.control, &progress)
-                .with_params(self.params)
-                .destination_zeroed(self.fresh);
+            let source =
+                LiveSource::new(vm, logs, near, &self.handle).options(self.params).destination_zeroed(self.fresh);
             let outcome = source.run();
             (outcome, destination.join().unwrap())
         })
@@ -142,8 +140,7 @@ fn memory_goes_out_in_whole_batches_with_and_without_a_limit() {
     let vm = TestVm::new(&[2048]);
     vm.fill(0, |_| true);
     let calls = |put, max_bandwidth| {
-        let attempt =
-            Attempt { params: MigrationParams { record_write: put, max_bandwidth, ..params() }, ..Attempt::default() };
+        let attempt = Attempt { params: params().record_write(put).max_bandwidth(max_bandwidth), ..Attempt::default() };
         let (outcome, arrived) = attempt.run(&vm);
         obeys_the_law(&vm, &outcome, &arrived);
         let LiveOutcome::Completed(stats) = outcome else { panic!("{outcome:?}") };
@@ -186,14 +183,11 @@ fn a_page_that_becomes_zero_after_it_was_sent_is_sent_as_zero() {
     let (near, far) = pair();
     let (outcome, arrived) = thread::scope(|scope| {
         let destination = scope.spawn(|| Destination::new(far, None).run());
-        let progress = Progress::new();
-        let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress)
-            .with_params(attempt.params)
-            .destination_zeroed(true);
+        let source = LiveSource::new(&vm, logs, near, &attempt.handle).options(attempt.params).destination_zeroed(true);
         // Behind the first round, whose dirty pages were fetched already: seen by the last one.
         let wrote = Mutex::new(false);
         let outcome = source
-            .observe(|round| {
+            .on_round(|round| {
                 if !std::mem::replace(&mut wrote.lock().unwrap(), true) {
                     assert_eq!((round.kind, round.normal), (RoundKind::Bulk, 32));
                     assert!(vm.write(&marker, 0, 7, 0));
@@ -214,7 +208,7 @@ fn pages_are_looked_at_when_it_was_said() {
         let vm = TestVm::new(&[16]);
         vm.fill(0, |page| page < 4);
         vm.memory.block(0).unwrap().fill_zero(4 * 4096, 4 * 4096).unwrap();
-        let attempt = Attempt { params: MigrationParams { zero_check, ..params() }, ..Attempt::default() };
+        let attempt = Attempt { params: params().zero_check(zero_check), ..Attempt::default() };
         let (outcome, arrived) = attempt.run(&vm);
         obeys_the_law(&vm, &outcome, &arrived);
         assert_eq!((arrived.normal, arrived.zero), (normal, 16 - normal), "{zero_check:?}: holes are zero in any case");
@@ -227,7 +221,7 @@ fn whatever_pages_are_looked_at_with_the_same_ones_are_zero() {
         let vm = TestVm::new(&[300]);
         vm.fill(0, |page| page % 3 == 0);
         vm.memory.block(0).unwrap().fill_zero(0, 100 * 4096).unwrap();
-        let attempt = Attempt { params: MigrationParams { zero_method, ..params() }, ..Attempt::default() };
+        let attempt = Attempt { params: params().zero_method(zero_method), ..Attempt::default() };
         let (outcome, arrived) = attempt.run(&vm);
         obeys_the_law(&vm, &outcome, &arrived);
         assert_eq!((arrived.normal, arrived.zero), (66, 234), "{zero_method}");
@@ -245,7 +239,7 @@ fn trouble_at_any_step_leaves_the_vm_where_the_law_says() {
                     let vm = TestVm::new(&[400]);
                     vm.fill(0, |page| page % 4 != 1);
                     let answer_timeout = Duration::from_secs(2);
-                    let params = MigrationParams { answer_timeout, ..params() };
+                    let params = params().answer_timeout(answer_timeout);
                     let attempt = Attempt { params, trouble: Some((at, does)), ..Attempt::default() };
                     let (outcome, arrived) = attempt.run(&vm);
                     obeys_the_law(&vm, &outcome, &arrived);
@@ -298,14 +292,14 @@ fn a_vmm_that_fails_keeps_its_vm() {
 
 #[test]
 fn a_vm_that_writes_too_fast_is_given_up_slowed_down_or_stopped_as_was_said() {
-    let fast = MigrationParams { downtime_limit: Duration::ZERO, stalled_rounds: Some(5), ..params() };
+    let fast = params().downtime_limit(Duration::ZERO).stalled_rounds(Some(5));
     for (timeout_strategy, auto_converge) in
         [(TimeoutStrategy::Cancel, false), (TimeoutStrategy::Cancel, true), (TimeoutStrategy::Pause, false)]
     {
         let vm = TestVm::new(&[600]);
         vm.fill(0, |_| true);
         let (logs, _) = vm.restless_logs(600);
-        let params = MigrationParams { timeout_strategy, auto_converge, ..fast };
+        let params = fast.timeout_strategy(timeout_strategy).auto_converge(auto_converge);
         let (outcome, arrived) = Attempt { params, ..Attempt::default() }.run_with(&vm, logs);
         obeys_the_law(&vm, &outcome, &arrived);
         let stats = match outcome {
@@ -342,15 +336,14 @@ fn a_vm_that_was_told_to_stay_stays() {
         let (near, far) = pair();
         thread::scope(|scope| {
             let destination = scope.spawn(|| Destination::new(far, None).run());
-            let progress = Progress::new();
-            let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress).with_params(attempt.params);
-            let control = attempt.control.clone();
+            let source = LiveSource::new(&vm, logs, near, &attempt.handle).options(attempt.params);
+            let control = attempt.handle.control.clone();
             let stop = move |round: &RoundReport| {
                 if late == (round.kind == RoundKind::Last) {
                     control.stop(Stop::Cancel);
                 }
             };
-            let outcome = source.observe(stop).run();
+            let outcome = source.on_round(stop).run();
             let cancelled = matches!(outcome, LiveOutcome::Resumed { error: MigrateError::Cancelled, .. });
             assert!(cancelled, "{outcome:?}");
             let arrived = destination.join().unwrap();
@@ -377,7 +370,7 @@ fn a_channel_that_breaks_at_any_byte_leaves_the_vm_on_one_side() {
     let (mut resumed, mut undecided, mut completed) = (0, 0, 0);
     for (reads, says) in cuts {
         let vm = vm();
-        let params = MigrationParams { answer_timeout: Duration::from_secs(10), ..params() };
+        let params = params().answer_timeout(Duration::from_secs(10));
         let (outcome, arrived) = Attempt { reads, says, params, ..Attempt::default() }.run(&vm);
         obeys_the_law(&vm, &outcome, &arrived);
         match outcome {
@@ -403,7 +396,7 @@ fn a_channel_that_breaks_at_any_byte_leaves_the_vm_on_one_side() {
 fn a_destination_that_stops_reading_in_the_middle_of_the_hand_over_has_been_given_the_vm() {
     // A description that no socket buffer holds: the kernel takes the go and the end, and not all of what is behind.
     let vm = TestVm { devices: 15_000, ..TestVm::new(&[4]) };
-    let params = MigrationParams { answer_timeout: Duration::from_millis(1500), ..params() };
+    let params = params().answer_timeout(Duration::from_millis(1500));
     let attempt = Attempt { params, trouble: Some((At::Gone, Does::Deaf)), ..Attempt::default() };
     let (outcome, arrived) = attempt.run(&vm);
     assert!(arrived.ready && !vm.runs());
@@ -421,22 +414,21 @@ fn a_limit_that_is_changed_while_the_vm_moves_decides() {
     vm.fill(0, |_| true);
     let (logs, _) = vm.restless_logs(100);
     let attempt = Attempt::default();
-    attempt.control.set_downtime_limit(Duration::ZERO);
+    attempt.handle.control.set_downtime_limit(Duration::ZERO);
     let (near, far) = pair();
     let rounds = thread::scope(|scope| {
         let destination = scope.spawn(|| Destination::new(far, None).run());
-        let progress = Progress::new();
-        let params = MigrationParams { max_bandwidth: NonZeroU64::new(20 << 20), ..params() };
-        let source = LiveSource::new(&vm, logs, near, &attempt.control, &progress).with_params(params);
+        let params = params().max_bandwidth(NonZeroU64::new(20 << 20));
+        let source = LiveSource::new(&vm, logs, near, &attempt.handle).options(params);
         let change = |round: &RoundReport| {
             // What came through is what is reckoned with, not what the socket's buffer took at a time.
             assert!(round.bandwidth.unwrap() < 40 << 20, "{round:?}");
             if round.number == 3 {
-                attempt.control.set_max_bandwidth(None);
-                attempt.control.set_downtime_limit(Duration::from_secs(60));
+                attempt.handle.control.set_max_bandwidth(None);
+                attempt.handle.control.set_downtime_limit(Duration::from_secs(60));
             }
         };
-        let outcome = source.observe(change).run();
+        let outcome = source.on_round(change).run();
         let LiveOutcome::Completed(stats) = outcome else { panic!("{outcome:?}") };
         destination.join().unwrap();
         stats.rounds

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_channel::{Acceptor, Channel, ChannelError, Listener, Options, Tls, Uri};
-use limosa_migrate::AcceptPreempt;
+use limosa_migrate::live::AcceptPreempt;
 use limosa_testkit::{Authority, scratch};
 use tempfile::TempDir;
 

@@ -17,7 +17,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use limosa_channel::{Channel, Options, ZeroCopy};
-use limosa_migrate::{AcceptPreempt, PageError, PageSink, PageSource, StreamSetup};
+use limosa_migrate::live::AcceptPreempt;
+use limosa_migrate::stored::{PageError, PageSink, PageSource, StreamSetup};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Configuration, Decoder, Event, RamBlock, ReturnMessage, Step};
 

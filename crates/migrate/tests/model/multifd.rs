@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use limosa_channel::Channel;
-use limosa_migrate::PageSource as _;
+use limosa_migrate::stored::PageSource as _;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber};
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 use limosa_stream::{Command, Decoder, Event, ReturnMessage, Step};

@@ -1,9 +1,8 @@
-//! Stored memory, sent and received: precopy, postcopy, multifd, control.
+//! Stored memory, sent and received: precopy, postcopy, multifd.
 
 #[path = "../model/mod.rs"]
 mod model;
 
-mod control;
 mod multifd_destination;
 mod multifd_source;
 mod postcopy;

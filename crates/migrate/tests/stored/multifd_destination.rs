@@ -7,10 +7,11 @@ use std::time::Duration;
 use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Listener, Options, Shutdown, Uri};
-use limosa_migrate::{
-    Control, Destination, DestinationOptions, Incoming, MigrateError, MultifdAccept, MultifdAcceptOptions,
-    MultifdChannels, MultifdOptions, MultifdSourceOptions, PrecopyOptions, PrecopySource, Progress,
+use limosa_migrate::multifd::{
+    MultifdAccept, MultifdAcceptOptions, MultifdChannels, MultifdOptions, MultifdSourceOptions,
 };
+use limosa_migrate::stored::{Destination, DestinationOptions, Incoming, PrecopySource};
+use limosa_migrate::{Handle, MigrateError};
 use limosa_page::PAGE_LEN;
 use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
 use limosa_stream::ram::{FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE};
@@ -145,10 +146,8 @@ fn receive_with(
     assert!(main.len() < 100_000, "more than a socket takes before it is read");
     near.write_all(&main).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
-    let (control, progress) = (Control::new(), Progress::new());
-    Destination::new(far, &control, &progress, options)
-        .with_channels(fars, MultifdOptions { compression })
-        .receive(sink)
+    let handle = Handle::new();
+    Destination::new(sink, far, &handle).options(options).channels(fars, MultifdOptions { compression }).run()
 }
 
 fn contents(sink: &Kept, page: usize) -> Option<u8> {
@@ -198,17 +197,16 @@ fn what_a_source_of_many_channels_sends_a_destination_of_many_channels_has() {
             let (memory, listener) = (&memory, &listener);
             scope.spawn(move || {
                 let connect = || Channel::connect(listener.local_uri(), &Options::default()).unwrap();
-                let (control, progress, options) = (Control::new(), Progress::new(), PrecopyOptions::default());
-                let source = PrecopySource::new(memory, connect(), &control, &progress, options);
+                let source = PrecopySource::new(memory, connect(), &Handle::new());
                 let multifd = MultifdSourceOptions { compression, ..MultifdSourceOptions::default() };
                 let page_channels = (0..channels).map(|_| connect()).collect();
-                source.with_channels(page_channels, multifd).unwrap().run().unwrap()
+                source.channels(page_channels, multifd).unwrap().run().unwrap()
             });
             let set = gather(gathering(listener, channels, 20_000)).unwrap();
-            let (control, progress) = (Control::new(), Progress::new());
-            let incoming = Destination::new(set.main, &control, &progress, DestinationOptions::default())
-                .with_channels(set.pages, MultifdOptions { compression })
-                .receive(&mut kept)
+            let handle = Handle::new();
+            let incoming = Destination::new(&mut kept, set.main, &handle)
+                .channels(set.pages, MultifdOptions { compression })
+                .run()
                 .unwrap();
             incoming.acknowledge().unwrap();
         });

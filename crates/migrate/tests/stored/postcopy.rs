@@ -6,7 +6,9 @@ use std::thread;
 use std::time::Duration;
 
 use crate::model::{Landed, Memory, Records, ask, pair, say};
-use limosa_migrate::{Control, MigrateError, Milestone, PostcopyOptions, PostcopySource, Progress, Stop};
+use limosa_migrate::control::Stop;
+use limosa_migrate::stored::{Milestone, PostcopyOptions, PostcopySource};
+use limosa_migrate::{Handle, MigrateError};
 use limosa_page::PageNumber;
 use limosa_stream::{Decoder, Event, ReturnMessage, postcopy};
 use proptest::prelude::*;
@@ -33,7 +35,7 @@ fn every_third(_: usize, page: u64) -> bool {
 fn every_stored_page_arrives_exactly_once_and_the_stream_ends() {
     let memory = Memory::new(&[5000, 7, 300], every_third);
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let loaded = AtomicBool::new(false);
     thread::scope(|scope| {
         let destination = scope.spawn(|| {
@@ -44,10 +46,10 @@ fn every_stored_page_arrives_exactly_once_and_the_stream_ends() {
             });
             landed
         });
-        let stats = PostcopySource::new(&memory, near, &control, &progress)
-            .with_options(impatient())
+        let stats = PostcopySource::new(&memory, near, &handle)
+            .options(impatient())
             .on_milestone(|milestone| loaded.store(milestone == Milestone::DevicesLoaded, Ordering::Relaxed))
-            .start()
+            .run()
             .unwrap();
         let landed = destination.join().unwrap();
         assert_eq!(landed.wrong, Vec::<String>::new());
@@ -63,10 +65,10 @@ fn a_requested_page_comes_before_the_rest_of_the_background() {
     // A limit of 4 MiB/s makes the background slow: 5,000 pages would take 5 s.
     let memory = Memory::new(&[20_000], |_, _| true);
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
-    control.set_max_bandwidth(std::num::NonZeroU64::new(4 << 20));
+    let handle = Handle::new();
+    handle.control.set_max_bandwidth(std::num::NonZeroU64::new(4 << 20));
     thread::scope(|scope| {
-        let control = &control;
+        let handle = &handle;
         let destination = scope.spawn(|| {
             let mut landed = Landed::new(&memory);
             let mut order = Vec::new();
@@ -77,7 +79,7 @@ fn a_requested_page_comes_before_the_rest_of_the_background() {
                     Event::Page { offset, .. } => {
                         order.push(offset / 4096);
                         if offset / 4096 == 19_000 {
-                            control.set_max_bandwidth(None);
+                            handle.control.set_max_bandwidth(None);
                         }
                     }
                     _ => {}
@@ -86,7 +88,7 @@ fn a_requested_page_comes_before_the_rest_of_the_background() {
             });
             (landed, order)
         });
-        let stats = PostcopySource::new(&memory, near, control, &progress).with_options(impatient()).start().unwrap();
+        let stats = PostcopySource::new(&memory, near, &handle).options(impatient()).run().unwrap();
         let (landed, order) = destination.join().unwrap();
         assert_eq!(landed.wrong, Vec::<String>::new());
         assert_eq!(landed.missing(&memory), 0);
@@ -101,7 +103,7 @@ fn a_requested_page_comes_before_the_rest_of_the_background() {
 fn a_requested_page_that_was_never_stored_is_answered_as_zero() {
     let memory = Memory::new(&[1000], |_, page| page != 500);
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     thread::scope(|scope| {
         let destination = scope.spawn(|| {
             let mut landed = Landed::new(&memory);
@@ -114,7 +116,7 @@ fn a_requested_page_that_was_never_stored_is_answered_as_zero() {
             });
             landed
         });
-        let stats = PostcopySource::new(&memory, near, &control, &progress).with_options(impatient()).start().unwrap();
+        let stats = PostcopySource::new(&memory, near, &handle).options(impatient()).run().unwrap();
         let landed = destination.join().unwrap();
         assert_eq!(landed.wrong, Vec::<String>::new());
         assert_eq!(stats.zero_pages, u64::from(landed.received[0].get(PageNumber(500))));
@@ -126,7 +128,7 @@ fn only_requested_pages_travel_on_the_preempt_channel() {
     let memory = Memory::new(&[30_000, 100], every_third);
     let (near, far) = pair();
     let (near_preempt, far_preempt) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let asked = Mutex::new(Vec::new());
     thread::scope(|scope| {
         let (memory, far, asked) = (&memory, &far, &asked);
@@ -150,10 +152,10 @@ fn only_requested_pages_travel_on_the_preempt_channel() {
             });
             landed
         });
-        let stats = PostcopySource::new(memory, near, &control, &progress)
-            .with_options(impatient())
-            .with_preempt(Box::new(move || Ok(near_preempt)))
-            .start()
+        let stats = PostcopySource::new(memory, near, &handle)
+            .options(impatient())
+            .preempt(Box::new(move || Ok(near_preempt)))
+            .run()
             .unwrap();
         let main = main.join().unwrap();
         let urgent = urgent.join().unwrap();
@@ -174,7 +176,7 @@ fn only_requested_pages_travel_on_the_preempt_channel() {
 }
 
 fn memory_is_covered(memory: &Memory, received: &limosa_page::PageBitmap) -> bool {
-    let mut wanted = limosa_migrate::PageSource::stored(memory, 0).clone();
+    let mut wanted = limosa_migrate::stored::PageSource::stored(memory, 0).clone();
     wanted.subtract(received);
     wanted.count() == 0
 }
@@ -184,7 +186,7 @@ fn a_source_that_cannot_be_read_closes_the_channel_and_never_ends_the_stream() {
     let memory = Memory::new(&[5000], |_, _| true);
     memory.reads_left.store(1000, Ordering::Relaxed);
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     thread::scope(|scope| {
         let destination = scope.spawn(|| {
             let mut landed = Landed::new(&memory);
@@ -194,8 +196,7 @@ fn a_source_that_cannot_be_read_closes_the_channel_and_never_ends_the_stream() {
             });
             landed
         });
-        let error =
-            PostcopySource::new(&memory, near, &control, &progress).with_options(impatient()).start().unwrap_err();
+        let error = PostcopySource::new(&memory, near, &handle).options(impatient()).run().unwrap_err();
         assert!(matches!(error, MigrateError::Source(_)), "{error}");
         let landed = destination.join().unwrap();
         assert!(!landed.ended);
@@ -207,9 +208,9 @@ fn a_source_that_cannot_be_read_closes_the_channel_and_never_ends_the_stream() {
 fn a_pause_breaks_off_and_a_recovery_sends_exactly_the_rest() {
     let memory = Memory::new(&[9000, 64], every_third);
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let mut landed = thread::scope(|scope| {
-        let (control, memory) = (&control, &memory);
+        let (handle, memory) = (&handle, &memory);
         let destination = scope.spawn(move || {
             let mut landed = Landed::new(memory);
             let mut came = 0;
@@ -217,21 +218,20 @@ fn a_pause_breaks_off_and_a_recovery_sends_exactly_the_rest() {
                 answer(&far, event);
                 came += 1;
                 if came == 2000 {
-                    control.stop(Stop::Pause);
+                    handle.control.stop(Stop::Pause);
                 }
                 true
             });
             landed
         });
-        let error =
-            PostcopySource::new(memory, near, control, &progress).with_options(impatient()).start().unwrap_err();
+        let error = PostcopySource::new(memory, near, &handle).options(impatient()).run().unwrap_err();
         assert!(matches!(error, MigrateError::Paused), "{error}");
         destination.join().unwrap()
     });
     assert!(landed.missing(&memory) > 0 && !landed.ended);
 
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     thread::scope(|scope| {
         let memory = &memory;
         let landed = &mut landed;
@@ -255,7 +255,7 @@ fn a_pause_breaks_off_and_a_recovery_sends_exactly_the_rest() {
                 true
             });
         });
-        let source = PostcopySource::new(memory, near, &control, &progress).with_options(impatient());
+        let source = PostcopySource::new(memory, near, &handle).options(impatient());
         assert_eq!(source.recover().unwrap().requests, 0);
         destination.join().unwrap();
     });
@@ -269,7 +269,7 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
     let memory = Memory::new(&[100], |_, _| true);
     for (status, expected) in [(Some(1), "status 1"), (None, "without reporting a result")] {
         let (near, far) = pair();
-        let (control, progress) = (Control::new(), Progress::new());
+        let handle = Handle::new();
         thread::scope(|scope| {
             scope.spawn(|| {
                 let mut landed = Landed::new(&memory);
@@ -285,20 +285,19 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
                     true
                 });
             });
-            let error =
-                PostcopySource::new(&memory, near, &control, &progress).with_options(impatient()).start().unwrap_err();
+            let error = PostcopySource::new(&memory, near, &handle).options(impatient()).run().unwrap_err();
             let said = error.to_string();
             assert!(said.contains(expected) || said.contains("ended before"), "{said}");
         });
     }
     // The destination neither reads nor answers.
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let options = PostcopyOptions { answer_timeout: Duration::from_millis(50), ..PostcopyOptions::default() };
-    let error = PostcopySource::new(&memory, near, &control, &progress)
-        .with_options(options)
-        .with_preempt(Box::new(|| unreachable!("the first PING was not answered")))
-        .start()
+    let error = PostcopySource::new(&memory, near, &handle)
+        .options(options)
+        .preempt(Box::new(|| unreachable!("the first PING was not answered")))
+        .run()
         .unwrap_err();
     assert!(matches!(error, MigrateError::Silent { .. }), "{error}");
     drop(far);
@@ -308,7 +307,7 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
 fn the_stream_does_not_end_before_devices_are_loaded_pages_placed_and_the_gate_is_open() {
     let memory = Memory::new(&[300], every_third);
     let (near, far) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let asked = AtomicBool::new(false);
     thread::scope(|scope| {
         let (memory, far, asked) = (&memory, &far, &asked);
@@ -338,14 +337,14 @@ fn the_stream_does_not_end_before_devices_are_loaded_pages_placed_and_the_gate_i
             (landed, pings)
         });
         let placed = AtomicBool::new(false);
-        PostcopySource::new(memory, near, &control, &progress)
-            .with_options(impatient())
+        PostcopySource::new(memory, near, &handle)
+            .options(impatient())
             .on_milestone(|milestone| placed.store(milestone == Milestone::AllPlaced, Ordering::Relaxed))
-            .with_end_gate(|| {
+            .end_gate(|| {
                 assert!(placed.load(Ordering::Relaxed));
                 asked.swap(true, Ordering::Relaxed)
             })
-            .start()
+            .run()
             .unwrap();
         let (landed, pings) = destination.join().unwrap();
         assert_eq!(pings, [postcopy::PING_PACKAGED]);
@@ -359,8 +358,8 @@ fn a_page_that_the_preempt_channel_cannot_read_keeps_the_stream_from_ending() {
     memory.reads_left.store(63, Ordering::Relaxed);
     let (near, far) = pair();
     let (near_preempt, _far_preempt) = pair();
-    let (control, progress) = (Control::new(), Progress::new());
-    control.set_max_bandwidth(std::num::NonZeroU64::new(256 << 10));
+    let handle = Handle::new();
+    handle.control.set_max_bandwidth(std::num::NonZeroU64::new(256 << 10));
     thread::scope(|scope| {
         let (memory, far) = (&memory, &far);
         let destination = scope.spawn(move || {
@@ -374,10 +373,10 @@ fn a_page_that_the_preempt_channel_cannot_read_keeps_the_stream_from_ending() {
             });
             landed
         });
-        let result = PostcopySource::new(memory, near, &control, &progress)
-            .with_options(PostcopyOptions { batch_pages: 1, ..impatient() })
-            .with_preempt(Box::new(move || Ok(near_preempt)))
-            .start();
+        let result = PostcopySource::new(memory, near, &handle)
+            .options(PostcopyOptions { batch_pages: 1, ..impatient() })
+            .preempt(Box::new(move || Ok(near_preempt)))
+            .run();
         assert!(matches!(result, Err(MigrateError::Source(_))), "{result:?}");
         assert!(!destination.join().unwrap().ended);
     });
@@ -394,7 +393,7 @@ proptest! {
     ) {
         let memory = Memory::new(&[pages, 50], |_, page| holes[usize::try_from(page).unwrap() % holes.len()]);
         let (near, far) = pair();
-        let (control, progress) = (Control::new(), Progress::new());
+        let handle = Handle::new();
         thread::scope(|scope| {
             let destination = scope.spawn(|| {
                 let mut landed = Landed::new(&memory);
@@ -409,7 +408,7 @@ proptest! {
                 });
                 landed
             });
-            PostcopySource::new(&memory, near, &control, &progress).with_options(impatient()).start().unwrap();
+            PostcopySource::new(&memory, near, &handle).options(impatient()).run().unwrap();
             let landed = destination.join().unwrap();
             assert_eq!(landed.wrong, Vec::<String>::new());
             assert_eq!(landed.missing(&memory), 0);

@@ -8,10 +8,9 @@ use std::time::Duration;
 use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Listener, Options, RateLimit, Shutdown};
-use limosa_migrate::{
-    Control, Destination, DestinationOptions, InPlace, MigrateError, PageSource, PrecopyOptions, PrecopySource,
-    Progress, Stop,
-};
+use limosa_migrate::control::Stop;
+use limosa_migrate::stored::{Destination, DestinationOptions, InPlace, PageSource, PrecopyOptions, PrecopySource};
+use limosa_migrate::{Handle, MigrateError};
 use limosa_page::{PageNumber, PageRange};
 use limosa_stream::{Command, RecordEncoder, RecordKind, ram, section};
 use proptest::prelude::*;
@@ -20,9 +19,9 @@ fn every_third(_: usize, page: u64) -> bool {
     page % 3 != 1
 }
 
-fn receive(far: Channel, sink: &mut Kept) -> Result<limosa_migrate::Incoming, MigrateError> {
+fn receive(far: Channel, sink: &mut Kept) -> Result<limosa_migrate::stored::Incoming, MigrateError> {
     let options = DestinationOptions { answer_timeout: Some(Duration::from_secs(10)), ..DestinationOptions::default() };
-    Destination::new(far, &Control::new(), &Progress::new(), options).receive(sink)
+    Destination::new(sink, far, &Handle::new()).options(options).run()
 }
 
 /// A whole stream of one block: `records` are (page, contents) in the order sent.
@@ -67,8 +66,8 @@ fn what_the_source_sends_the_destination_has() {
             incoming.acknowledge().unwrap();
             incoming
         });
-        let (control, progress) = (Control::new(), Progress::new());
-        let stats = PrecopySource::new(&memory, near, &control, &progress, PrecopyOptions::default()).run().unwrap();
+        let handle = Handle::new();
+        let stats = PrecopySource::new(&memory, near, &handle).run().unwrap();
         let incoming = destination.join().unwrap();
         assert_eq!(incoming.stats.normal_pages, stats.normal_pages);
         assert_eq!(incoming.devices.sections.len(), 1);
@@ -88,18 +87,18 @@ fn of_a_block_that_is_in_place_no_page_is_sent() {
     let (near, far) = pair();
     let mut kept = Kept::default();
     let in_place = vec![InPlace::whole("block2"), InPlace::whole("a block that this VM does not have")];
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let stats = thread::scope(|scope| {
         let kept = &mut kept;
         let destination = scope.spawn(move || receive(far, kept).unwrap().acknowledge().unwrap());
         let options = PrecopyOptions { in_place, ..PrecopyOptions::default() };
-        let stats = PrecopySource::new(&memory, near, &control, &progress, options).run().unwrap();
+        let stats = PrecopySource::new(&memory, near, &handle).options(options).run().unwrap();
         destination.join().unwrap();
         stats
     });
     let stored: u64 = (0..2).map(|block| memory.stored(block).count()).sum();
     assert_eq!((stats.normal_pages, stats.zero_pages), (stored, 450 - stored));
-    assert_eq!(progress.read().total_pages, stored);
+    assert_eq!(handle.progress.read().total_pages, stored);
     assert!(kept.pages[2].iter().all(Option::is_none));
     for (block, pages) in [(0, 400), (1, 50)] {
         for page in 0..pages {
@@ -119,12 +118,12 @@ fn pages_that_the_destination_has_changed_of_a_block_in_place_are_sent() {
     let changed = vec![range(0, 1), range(10, 17), range(1_998, 2_005)];
     let is_changed = |page: u64| changed.iter().any(|range| (range.start.0..range.end.0).contains(&page));
     let in_place = vec![InPlace { block: "block1".to_owned(), changed: changed.clone() }];
-    let (control, progress) = (Control::new(), Progress::new());
+    let handle = Handle::new();
     let stats = thread::scope(|scope| {
         let kept = &mut kept;
         let destination = scope.spawn(move || receive(far, kept).unwrap().acknowledge().unwrap());
         let options = PrecopyOptions { in_place, ..PrecopyOptions::default() };
-        let stats = PrecopySource::new(&memory, near, &control, &progress, options).run().unwrap();
+        let stats = PrecopySource::new(&memory, near, &handle).options(options).run().unwrap();
         destination.join().unwrap();
         stats
     });
@@ -132,7 +131,7 @@ fn pages_that_the_destination_has_changed_of_a_block_in_place_are_sent() {
         memory.stored(0).count() + (0..2_000).filter(|page| is_changed(*page) && every_third(1, *page)).count() as u64;
     assert_eq!(stats.normal_pages, stored);
     assert_eq!(stats.zero_pages, 100 + 10 - stored);
-    assert_eq!(progress.read().total_pages, stored);
+    assert_eq!(handle.progress.read().total_pages, stored);
     for page in 0..2_000 {
         // The kept contents of a zero page are none; that it came at all is counted above.
         let expected = (is_changed(page) && every_third(1, page)).then(|| memory.page(1, page).to_vec());
@@ -146,8 +145,8 @@ fn a_destination_that_refuses_is_a_failure_at_the_source() {
     let (near, far) = pair();
     thread::scope(|scope| {
         scope.spawn(move || receive(far, &mut Kept::default()).unwrap().refuse().unwrap());
-        let (control, progress) = (Control::new(), Progress::new());
-        let result = PrecopySource::new(&memory, near, &control, &progress, PrecopyOptions::default()).run();
+        let handle = Handle::new();
+        let result = PrecopySource::new(&memory, near, &handle).run();
         assert!(matches!(result, Err(MigrateError::Refused { status: 1 })));
     });
 }
@@ -214,8 +213,8 @@ fn a_sink_that_fails_closes_the_channel_so_that_the_source_goes_on() {
             let mut kept = Kept { fail_after: Some(1000), ..Kept::default() };
             receive(far, &mut kept).map(|_| ()).unwrap_err()
         });
-        let (control, progress) = (Control::new(), Progress::new());
-        let sent = PrecopySource::new(&memory, near, &control, &progress, PrecopyOptions::default()).run();
+        let handle = Handle::new();
+        let sent = PrecopySource::new(&memory, near, &handle).run();
         assert!(sent.is_err());
         let error = receiving.join().unwrap();
         assert!(error.to_string().contains("no space left"), "{error}");
@@ -230,19 +229,15 @@ fn a_source_that_stalls_or_a_person_who_cancels_ends_the_wait() {
     near.write_all(&bytes[..100]).unwrap();
     let options =
         DestinationOptions { answer_timeout: Some(Duration::from_millis(50)), ..DestinationOptions::default() };
-    let stalled = Destination::new(far, &Control::new(), &Progress::new(), options).receive(&mut Kept::default());
+    let stalled = Destination::new(&mut Kept::default(), far, &Handle::new()).options(options).run();
     assert!(matches!(&stalled, Err(MigrateError::Channel(error)) if error.is_timeout()), "{stalled:?}");
 
     let (near, far) = pair();
     near.write_all(&bytes[..100]).unwrap();
-    let control = Control::new();
+    let handle = Handle::new();
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| {
-            Destination::new(far, &control, &Progress::new(), DestinationOptions::default())
-                .receive(&mut Kept::default())
-                .map(|_| ())
-        });
-        control.stop(Stop::Cancel);
+        let waiting = scope.spawn(|| Destination::new(&mut Kept::default(), far, &handle).run().map(|_| ()));
+        handle.control.stop(Stop::Cancel);
         assert!(matches!(waiting.join().unwrap(), Err(MigrateError::Cancelled)));
     });
 }
@@ -258,14 +253,10 @@ fn a_source_over_tcp_that_waits_for_room_is_told_at_once_that_reading_has_ended(
     let far = listener.accept(None).unwrap();
     let waiting = far.try_clone().unwrap();
     near.set_timeouts(None, Some(Duration::from_secs(30))).unwrap();
-    let control = Control::new();
+    let handle = Handle::new();
     thread::scope(|scope| {
         let sending = scope.spawn(|| near.write_all(&bytes));
-        let receiving = scope.spawn(|| {
-            Destination::new(far, &control, &Progress::new(), DestinationOptions::default())
-                .receive(&mut Kept::default())
-                .map(|_| ())
-        });
+        let receiving = scope.spawn(|| Destination::new(&mut Kept::default(), far, &handle).run().map(|_| ()));
         let mut before = 0;
         loop {
             let now = rustix::io::ioctl_fionread(&waiting).unwrap();
@@ -276,7 +267,7 @@ fn a_source_over_tcp_that_waits_for_room_is_told_at_once_that_reading_has_ended(
             thread::sleep(Duration::from_millis(50));
         }
         drop(waiting);
-        control.stop(Stop::Cancel);
+        handle.control.stop(Stop::Cancel);
         assert!(matches!(receiving.join().unwrap(), Err(MigrateError::Cancelled)));
         let error = sending.join().unwrap().unwrap_err();
         assert!(error.is_closed(), "{error}");

@@ -7,7 +7,7 @@
 use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use limosa_migrate::InPlace;
+use limosa_migrate::stored::InPlace;
 use limosa_page::PageRange;
 use limosa_snapshot::Snapshot;
 

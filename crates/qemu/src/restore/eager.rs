@@ -6,7 +6,11 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use limosa_channel::ZeroCopy;
-use limosa_migrate::{InPlace, MigrateError, MultifdSourceOptions, Phase, PrecopyOptions, PrecopySource, PrecopyStats};
+use limosa_migrate::MigrateError;
+use limosa_migrate::control::Phase;
+use limosa_migrate::multifd::MultifdSourceOptions;
+use limosa_migrate::stats::PrecopyStats;
+use limosa_migrate::stored::{InPlace, PrecopyOptions, PrecopySource};
 use limosa_stream::multifd::Compression;
 use serde_json::Value;
 use uuid::Uuid;
@@ -53,7 +57,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
     let mode = if mapped.is_empty() { RestoreMode::Eager } else { RestoreMode::Mapped };
     job.observer.guest_ready(to_guest, mode);
     lazy::complete(job.monitor, &record)?;
-    job.watch.progress.enter(Phase::Completed);
+    job.watch.handle.progress.enter(Phase::Completed);
     Ok(RestoreReport {
         mode,
         mapped_blocks: mapped.iter().map(|block| block.block.clone()).collect(),
@@ -110,7 +114,7 @@ fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
     } else {
         None
     };
-    let limited = job.watch.control.max_bandwidth().is_some();
+    let limited = job.watch.handle.control.max_bandwidth().is_some();
     let compressed = job.options.channels.is_some_and(|channels| channels.compression != Compression::None);
     let looks = job.options.channels.is_some_and(|channels| channels.detect_zero);
     let named = job.options.channels.is_some_and(|channels| channels.zero_copy != ZeroCopy::Auto);
@@ -187,7 +191,7 @@ fn load(job: &RestoreJob<'_>, record: &mut JobRecord) -> Result<(), JobError> {
     drop(file);
     record.descriptor_sets.push(set.set);
     record.update(job.monitor)?;
-    job.watch.progress.enter(Phase::Active);
+    job.watch.handle.progress.enter(Phase::Active);
     let loaded = job
         .monitor
         .migrate_incoming(&format!("file:{}", set.path()))
@@ -209,7 +213,7 @@ fn wait_loaded(job: &RestoreJob<'_>) -> Result<(), JobError> {
         let _ = qmp.wait_event(&["MIGRATION", "RESUME"], ASK_EVERY)?;
         let asked = qmp.start("query-migrate", Value::Null)?;
         let info = loop {
-            if !cancelled && job.watch.control.stopped().is_some() {
+            if !cancelled && job.watch.handle.control.stopped().is_some() {
                 cancelled = true;
                 (job.watch.notice)("QEMU loads by itself and cannot be called back: waiting, to leave the VM paused");
                 qmp.abandon(qmp.start("stop", Value::Null)?);
@@ -254,9 +258,9 @@ fn send(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<PrecopyStats, JobErr
     let channel = rendezvous.connect()?;
     let beside = rendezvous.connect_beside(channels.map_or(0, |channels| channels.count))?;
     drop(rendezvous);
-    let mut source = PrecopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress, options);
+    let mut source = PrecopySource::new(job.snapshot, channel, job.watch.handle).options(options);
     if let Some(multifd) = multifd {
-        source = source.with_channels(beside, multifd)?;
+        source = source.channels(beside, multifd)?;
     }
     let stats = source.run()?;
     wait_loaded(job)?;

@@ -7,7 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
-use limosa_migrate::{MigrateError, Milestone, PostcopySource, PostcopyStats};
+use limosa_migrate::MigrateError;
+use limosa_migrate::stats::PostcopyStats;
+use limosa_migrate::stored::{Milestone, PostcopySource};
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
@@ -55,8 +57,7 @@ fn transfer(
 ) -> Result<RestoreReport, JobError> {
     let channel = listen(job, settings, &rendezvous).map_err(|error| job.give_up(&record, error))?;
     let ends = Arc::new(KeptChannels::new(&channel)?);
-    let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
-        .with_options(job.postcopy_options());
+    let source = PostcopySource::new(job.snapshot, channel, job.watch.handle).options(job.postcopy_options());
     let served =
         serve(job, with_preempt_channel(source, rendezvous, preempt, &ends), &ends, Beginning::Start, job.runs);
     match served {
@@ -125,7 +126,7 @@ pub(super) fn with_preempt_channel<'a>(
         return source;
     }
     let ends = Arc::clone(ends);
-    source.with_preempt(Box::new(move || {
+    source.preempt(Box::new(move || {
         let channel = rendezvous.connect_preempt();
         rendezvous.leave();
         let channel = channel?;
@@ -183,9 +184,9 @@ pub(super) fn serve(
                 }
                 let _ = say.send(milestone);
             })
-            .with_end_gate(move || gate.load(Ordering::Acquire));
+            .end_gate(move || gate.load(Ordering::Acquire));
         let engine = thread::Builder::new().name("push".into()).spawn_scoped(scope, move || match beginning {
-            Beginning::Start => source.start(),
+            Beginning::Start => source.run(),
             Beginning::Recover => source.recover(),
         });
         let engine = engine.map_err(|source| Unserved {

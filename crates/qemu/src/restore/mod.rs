@@ -23,7 +23,8 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use limosa_channel::{Counters, Uri, ZeroCopy};
-use limosa_migrate::{InPlace, Phase, PostcopyOptions};
+use limosa_migrate::control::Phase;
+use limosa_migrate::stored::{InPlace, PostcopyOptions};
 use limosa_snapshot::Snapshot;
 use limosa_stream::multifd::Compression;
 use serde_json::Value;
@@ -281,7 +282,7 @@ impl RestoreJob<'_> {
         let left = take_over(self.monitor, record, Actor::Watchdog, FAIL_WITHIN);
         if left.is_ok_and(|left| left.outcome == Outcome::NeedsRecovery) {
             // The answer to the package was lost, not the package: the guest runs, on the pages that it has.
-            self.watch.progress.enter(Phase::PostcopyActive);
+            self.watch.handle.progress.enter(Phase::PostcopyActive);
         }
         // Asked when QEMU has come to the end of its failure: before that it may not know yet.
         match self.monitor.migration().ok().and_then(|info| info.error) {

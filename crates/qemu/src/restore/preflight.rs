@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use limosa_migrate::{InPlace, PageSource};
+use limosa_migrate::stored::{InPlace, PageSource};
 use limosa_page::PAGE_SIZE;
 use limosa_snapshot::Snapshot;
 

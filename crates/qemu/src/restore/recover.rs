@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::PostcopySource;
+use limosa_migrate::stored::PostcopySource;
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
@@ -65,8 +65,7 @@ pub(super) fn go_on(
 ) -> Result<RestoreReport, JobError> {
     let channel = rendezvous.connect()?;
     let ends = Arc::new(lazy::KeptChannels::new(&channel)?);
-    let source = PostcopySource::new(job.snapshot, channel, job.watch.control, job.watch.progress)
-        .with_options(job.postcopy_options());
+    let source = PostcopySource::new(job.snapshot, channel, job.watch.handle).options(job.postcopy_options());
     let served = lazy::serve(
         job,
         lazy::with_preempt_channel(source, rendezvous, preempt, &ends),

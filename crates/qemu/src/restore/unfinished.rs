@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use limosa_channel::Uri;
-use limosa_migrate::{Control, Progress};
+use limosa_migrate::Handle;
 use limosa_snapshot::Snapshot;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -76,7 +76,7 @@ impl UnfinishedRestore {
             path: path.as_os_str().as_bytes().to_vec(),
             preempt,
             listen: job.options.listen.as_ref().map(from_anywhere),
-            max_bandwidth: job.watch.control.max_bandwidth(),
+            max_bandwidth: job.watch.handle.control.max_bandwidth(),
             page_sizes: job.page_sizes.clone(),
             negotiated: job.monitor.qmp().negotiated(),
         }
@@ -120,9 +120,9 @@ impl KeptSnapshot {
         let monitor = Monitor::new(Qmp::adopt_held_up(socket, monitor, options, &self.unfinished.negotiated)?);
         let mut record = self.unfinished.record.clone();
         record.process = ProcessIdentity::own();
-        let (control, progress) = (Control::new(), Progress::new());
-        control.set_max_bandwidth(self.unfinished.max_bandwidth);
-        let watch = Watch { control: &control, progress: &progress, notice: &|_| {}, not_converging: None };
+        let handle = Handle::new();
+        handle.control.set_max_bandwidth(self.unfinished.max_bandwidth);
+        let watch = Watch { handle: &handle, notice: &|_| {}, not_converging: None };
         let restore = RestoreOptions {
             listen: self.unfinished.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
             ..RestoreOptions::default()

@@ -4,7 +4,9 @@ use std::os::fd::BorrowedFd;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::{Destination, DestinationOptions, Incoming, MigrateError, MultifdChannels, MultifdOptions};
+use limosa_migrate::MigrateError;
+use limosa_migrate::multifd::{MultifdChannels, MultifdOptions};
+use limosa_migrate::stored::{Destination, DestinationOptions, Incoming};
 use limosa_snapshot::{SnapshotWriter, Transport, UnnamedFile};
 use limosa_stream::ErrorKind;
 
@@ -54,7 +56,7 @@ pub(super) fn run(
                 thread::sleep(Duration::from_millis(1));
             }
             watcher.channels_end();
-            job.watch.control.stop(limosa_migrate::Stop::Cancel);
+            job.watch.handle.control.stop(limosa_migrate::control::Stop::Cancel);
         }
         let received = receiving.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the receiver panicked".into())));
         // A stop that came meanwhile counts from here on.
@@ -76,7 +78,7 @@ pub(super) fn run(
     let counters = (writer.counters(), incoming.stats.channel);
     let finish = |writer: SnapshotWriter, manifest| writer.finish(&incoming.tail, manifest);
     let (published, saved) = if job.options.stop {
-        job.watch.control.check()?;
+        job.watch.handle.control.check()?;
         let published = finish(writer, manifest.clone())?;
         watcher.commit();
         job.published(record, &published)?;
@@ -122,9 +124,9 @@ fn receive(
         options.end_of_stream_timeout = STOPPED_AFTER_THE_END;
     }
     let multifd = MultifdOptions { compression: job.options.compression };
-    let destination = Destination::new(channels.main, job.watch.control, job.watch.progress, options)
-        .with_channels(channels.pages, multifd);
-    let incoming = destination.receive(writer)?;
+    let destination =
+        Destination::new(writer, channels.main, job.watch.handle).options(options).channels(channels.pages, multifd);
+    let incoming = destination.run()?;
     if !job.options.stop {
         incoming.acknowledge()?;
     }

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use limosa_channel::{Channel, Listener, Options, Uri};
-use limosa_migrate::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
+use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
 
 use rustix::net::Shutdown;
 

@@ -185,7 +185,7 @@ fn prepare(
         Transport::File => by_file::channels(monitor, &pending, options.channels, watch.notice)?,
         _ => options.channels.map(usize::from),
     };
-    let bandwidth = watch.control.max_bandwidth();
+    let bandwidth = watch.handle.control.max_bandwidth();
     let bandwidth = if before.waits_for_hints(options) { hints::slow(bandwidth) } else { bandwidth };
     let mut wish = settings(transport, options, channels, !before.overlays.is_empty(), bandwidth);
     if transport == Transport::Socket

@@ -3,7 +3,8 @@
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::{DeferredStop, MigrateError, Phase, ProgressReading};
+use limosa_migrate::MigrateError;
+use limosa_migrate::control::{DeferredStop, Phase, ProgressReading};
 
 use super::hints::{self, HintWait};
 use super::job::{SETTLES_WITHIN, SaveJob};
@@ -69,7 +70,7 @@ impl<'a> Watcher<'a> {
     pub(super) fn new(job: &'a SaveJob<'a>, writes: bool) -> Result<Self, JobError> {
         job.monitor.qmp().take_events()?;
         let state = job.before.manifest.run_state.as_deref().map_or(RunState::Running, RunState::from);
-        let bandwidth = job.watch.control.max_bandwidth();
+        let bandwidth = job.watch.handle.control.max_bandwidth();
         let wait = job.options.hint_wait.filter(|_| job.before.waits_for_hints(job.options));
         Ok(Self {
             job,
@@ -94,7 +95,8 @@ impl<'a> Watcher<'a> {
     /// QEMU is about to make several channels.
     pub(super) fn channels_begin(&mut self) {
         let made_by = Some(Instant::now() + SETUP_PATIENCE);
-        self.channels = Some(Channels { _deferred: self.job.watch.control.defer_stop(), made_by, cancelled_by: None });
+        self.channels =
+            Some(Channels { _deferred: self.job.watch.handle.control.defer_stop(), made_by, cancelled_by: None });
     }
 
     /// The readers of the channels may close them.
@@ -137,7 +139,7 @@ impl<'a> Watcher<'a> {
             }
             let info = monitor.migration()?;
             if let (Some(ram), true) = (&info.ram, self.writes) {
-                self.job.watch.progress.report(&reading(&info.status, ram));
+                self.job.watch.handle.progress.report(&reading(&info.status, ram));
             }
             if self.hints.as_mut().is_some_and(|wait| !wait.goes_on(Instant::now(), info.ram.as_ref())) {
                 self.hints = None;
@@ -218,7 +220,7 @@ impl<'a> Watcher<'a> {
         if let Some(reason) = self.cancelling.take() {
             return reason;
         }
-        if self.job.watch.control.stopped().is_some() {
+        if self.job.watch.handle.control.stopped().is_some() {
             // The channel was shut down, and QEMU noticed before it could be told.
             return MigrateError::Cancelled.into();
         }
@@ -232,11 +234,11 @@ impl<'a> Watcher<'a> {
         if self.cancelling.is_some() || self.committed {
             return Ok(());
         }
-        if watch.control.stopped().is_some() {
+        if watch.handle.control.stopped().is_some() {
             self.cancelling = Some(MigrateError::Cancelled.into());
             return self.cancel();
         }
-        let bandwidth = watch.control.max_bandwidth();
+        let bandwidth = watch.handle.control.max_bandwidth();
         let bandwidth = if self.hints.is_some() { hints::slow(bandwidth) } else { bandwidth };
         if bandwidth != self.applied_bandwidth {
             monitor.set(&Settings::new().parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get)))?;

@@ -3,7 +3,7 @@
 //! Only pages that are stored are read, a megabyte at a time; a page that is not stored is zero, and a stored page that
 //! holds zeros is the same as one that is not stored.
 
-use limosa_migrate::PageSource as _;
+use limosa_migrate::stored::PageSource as _;
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, to_usize};
 use serde::Serialize;
 

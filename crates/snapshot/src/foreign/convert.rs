@@ -5,9 +5,9 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use limosa_channel::{Channel, Counters};
-use limosa_migrate::{
-    Control, Destination, DestinationOptions, MigrateError, Moved, PageSink, PageSource, Phase, Progress,
-};
+use limosa_migrate::control::{Moved, Phase};
+use limosa_migrate::stored::{Destination, DestinationOptions, PageSink, PageSource};
+use limosa_migrate::{Handle, MigrateError};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange, to_usize};
 use rustix::fs::SeekFrom;
 
@@ -50,12 +50,11 @@ impl Foreign {
         self,
         pending: UnnamedFile,
         options: WriteOptions,
-        control: &Control,
-        progress: &Progress,
+        handle: &Handle,
     ) -> Result<Imported, ForeignError> {
         let mut writer = SnapshotWriter::new(pending, options)?;
-        let filled = self.fill(&mut writer, control, progress)?;
-        control.check().map_err(|source| ForeignError::Stream { path: writer.path().to_path_buf(), source })?;
+        let filled = self.fill(&mut writer, handle)?;
+        handle.control.check().map_err(|source| ForeignError::Stream { path: writer.path().to_path_buf(), source })?;
         let file = writer.counters();
         let published = writer.finish(&filled.tail, filled.manifest)?;
         Ok(Imported { published, channel: filled.channel, file })
@@ -65,20 +64,15 @@ impl Foreign {
     ///
     /// # Errors
     /// As [`import`](Self::import).
-    pub fn convert(
-        self,
-        pending: UnnamedFile,
-        control: &Control,
-        progress: &Progress,
-    ) -> Result<Snapshot, ForeignError> {
+    pub fn convert(self, pending: UnnamedFile, handle: &Handle) -> Result<Snapshot, ForeignError> {
         let shown = PathBuf::from(format!("{} (converted)", self.path.display()));
         let mut writer = SnapshotWriter::new(pending, WriteOptions { write_behind: false, ..WriteOptions::default() })?;
-        let filled = self.fill(&mut writer, control, progress)?;
+        let filled = self.fill(&mut writer, handle)?;
         let file = writer.finish_nameless(&filled.tail, filled.manifest)?;
         Ok(Snapshot::from_file(file, &shown)?)
     }
 
-    fn fill(self, writer: &mut SnapshotWriter, control: &Control, progress: &Progress) -> Result<Filled, ForeignError> {
+    fn fill(self, writer: &mut SnapshotWriter, handle: &Handle) -> Result<Filled, ForeignError> {
         let manifest = self.manifest();
         let Self { path, bytes, kind, .. } = self;
         let (fd, head) = match (kind, bytes) {
@@ -93,7 +87,7 @@ impl Foreign {
             (Kind::Mapped { offset }, Bytes::File(file)) => {
                 let snapshot = Snapshot::from_file_at(file, &path, offset)?;
                 snapshot.check_restorable()?;
-                copy(&snapshot, writer, control, progress).map_err(|source| ForeignError::Stream { path, source })?;
+                copy(&snapshot, writer, handle).map_err(|source| ForeignError::Stream { path, source })?;
                 return Ok(Filled { tail: snapshot.device_tail().to_vec(), manifest, channel: None });
             }
             (Kind::Mapped { .. }, Bytes::Pipe { .. }) => {
@@ -114,7 +108,7 @@ impl Foreign {
             }
             _ => (None, fd),
         };
-        let received = receive(fd, head, writer, control, progress);
+        let received = receive(fd, head, writer, handle);
         match (received, unpacking) {
             (Ok((tail, channel)), unpacking) => {
                 unpacking.map_or(Ok(()), |unpacking| unpacking.finish(&path))?;
@@ -147,42 +141,36 @@ fn receive(
     fd: OwnedFd,
     head: Vec<u8>,
     writer: &mut SnapshotWriter,
-    control: &Control,
-    progress: &Progress,
+    handle: &Handle,
 ) -> Result<(Vec<u8>, Counters), MigrateError> {
     let options = DestinationOptions { recorded: true, head, answer_timeout: None, ..DestinationOptions::default() };
-    let incoming = Destination::new(Channel::from_fd(fd)?, control, progress, options).receive(writer)?;
+    let incoming = Destination::new(writer, Channel::from_fd(fd)?, handle).options(options).run()?;
     Ok((incoming.tail, incoming.stats.channel))
 }
 
 /// Copies pages that have places into their new ones.
-fn copy(
-    snapshot: &Snapshot,
-    writer: &mut SnapshotWriter,
-    control: &Control,
-    progress: &Progress,
-) -> Result<(), MigrateError> {
+fn copy(snapshot: &Snapshot, writer: &mut SnapshotWriter, handle: &Handle) -> Result<(), MigrateError> {
     let start = snapshot.start();
     writer.begin(start).map_err(MigrateError::Sink)?;
-    progress.expect_pages(start.blocks.iter().map(|block| block.pages()).sum());
-    progress.enter(Phase::Active);
+    handle.progress.expect_pages(start.blocks.iter().map(|block| block.pages()).sum());
+    handle.progress.enter(Phase::Active);
     let mut buffer = vec![0; to_usize(STRIDE * PAGE_SIZE)];
     for block in 0..start.blocks.len() {
         let stored = PageSource::stored(snapshot, block);
         for pages in stored.runs().flat_map(|run: PageRange| run.chunks(STRIDE)) {
-            control.check()?;
+            handle.control.check()?;
             let length = to_usize(pages.len() * PAGE_SIZE);
             let contents = &mut buffer[..length];
             snapshot.read(block, pages, contents).map_err(MigrateError::Source)?;
             let slices: Vec<_> = contents.chunks(PAGE_LEN).map(IoSlice::new).collect();
             writer.put_pages(block, pages.start, &slices).map_err(MigrateError::Sink)?;
-            progress.moved(Moved { normal: pages.len(), zero: 0, resent: 0 });
+            handle.progress.moved(Moved { normal: pages.len(), zero: 0, resent: 0 });
         }
         for pages in stored.gaps() {
             writer.put_zero(block, pages).map_err(MigrateError::Sink)?;
-            progress.moved(Moved { normal: 0, zero: pages.len(), resent: 0 });
+            handle.progress.moved(Moved { normal: 0, zero: pages.len(), resent: 0 });
         }
     }
-    progress.enter(Phase::Completing);
+    handle.progress.enter(Phase::Completing);
     Ok(())
 }

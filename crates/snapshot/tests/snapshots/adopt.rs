@@ -1,9 +1,9 @@
 //! Files that QEMU wrote itself.
 
+use limosa_migrate::stored::PageSource;
 use std::os::unix::fs::FileExt;
 
 use crate::fixture::{CHECKED, LARGE, QUICK, as_qemu, as_qemu_with, leave_stale, names, page, range, tail};
-use limosa_migrate::PageSource;
 use limosa_page::{PageNumber, PageRange};
 use limosa_snapshot::{Manifest, Snapshot, SnapshotError, Transport, adopt};
 

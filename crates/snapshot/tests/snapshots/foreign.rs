@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use limosa_migrate::{Control, PageSource, Progress};
+use limosa_migrate::Handle;
+use limosa_migrate::stored::PageSource;
 use limosa_page::PageRange;
 use limosa_snapshot::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, SaveHeader, SaveImage, Snapshot,
@@ -24,14 +25,14 @@ fn stream(folder: &Path) -> PathBuf {
 
 fn export(snapshot: &Path, target: &Path) -> PathBuf {
     let pending = UnnamedFile::create(target, false).unwrap();
-    Snapshot::open(snapshot).unwrap().export_file(pending, &Control::new(), &Progress::new()).unwrap();
+    Snapshot::open(snapshot).unwrap().export_file(pending, &Handle::new()).unwrap();
     target.to_path_buf()
 }
 
 fn import(file: &Path, target: &Path) -> Result<Manifest, ForeignError> {
     let pending = UnnamedFile::create(target, false)?;
     let foreign = Foreign::open(file, None)?;
-    Ok(foreign.import(pending, CHECKED, &Control::new(), &Progress::new())?.published.manifest)
+    Ok(foreign.import(pending, CHECKED, &Handle::new())?.published.manifest)
 }
 
 /// Every page, the device state and the layout.
@@ -104,7 +105,7 @@ fn a_stream_behind_zeros_is_found_and_one_in_a_pipe_too() {
     let foreign = Foreign::from_fd(reader.into(), Path::new("pipe")).unwrap();
     let target = folder.path().join("piped");
     let pending = UnnamedFile::create(&target, false).unwrap();
-    foreign.import(pending, QUICK, &Control::new(), &Progress::new()).unwrap();
+    foreign.import(pending, QUICK, &Handle::new()).unwrap();
     writing.join().unwrap();
     assert_eq!(contents(&target), original);
 }
@@ -136,7 +137,7 @@ fn save_images_of_both_byte_orders_become_snapshots_that_know_their_domain() {
         let writing = std::thread::spawn(move || writer.write_all(&bytes).unwrap());
         let foreign = Foreign::from_fd(reader.into(), Path::new("pipe")).unwrap();
         let target = folder.path().join(format!("{order:?} piped"));
-        foreign.import(UnnamedFile::create(&target, false).unwrap(), QUICK, &Control::new(), &Progress::new()).unwrap();
+        foreign.import(UnnamedFile::create(&target, false).unwrap(), QUICK, &Handle::new()).unwrap();
         writing.join().unwrap();
         assert_eq!(contents(&target), original);
     }
@@ -247,12 +248,12 @@ fn a_conversion_for_once_has_no_name_and_is_gone_with_its_owner() {
     let stream = stream(folder.path());
     let before = names(folder.path());
     let pending = UnnamedFile::create(&folder.path().join("once"), false).unwrap();
-    let snapshot = Foreign::open(&stream, None).unwrap().convert(pending, &Control::new(), &Progress::new()).unwrap();
+    let snapshot = Foreign::open(&stream, None).unwrap().convert(pending, &Handle::new()).unwrap();
     assert_eq!(names(folder.path()), before);
     snapshot.lock_serving().unwrap();
     snapshot.check_restorable().unwrap();
     let pending = UnnamedFile::create(&folder.path().join("again"), false).unwrap();
-    snapshot.export_file(pending, &Control::new(), &Progress::new()).unwrap();
+    snapshot.export_file(pending, &Handle::new()).unwrap();
     import(&folder.path().join("again"), &folder.path().join("imported")).unwrap();
     assert_eq!(contents(&folder.path().join("imported")), contents(&folder.path().join("original")));
 }

@@ -1,5 +1,6 @@
 //! Files that were damaged, edited by hand, or change while they are served.
 
+use limosa_migrate::stored::PageSource;
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
@@ -7,7 +8,6 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::fixture::{CHECKED, QUICK, page, put, range, small, tail, writer};
-use limosa_migrate::PageSource;
 use limosa_page::PageNumber;
 use limosa_snapshot::{Manifest, Snapshot, SnapshotError, fuzz_open};
 use proptest::prelude::*;

@@ -1,10 +1,10 @@
 //! Files whose RAM blocks can be mapped as memory: what is not stored reads as zero at its place.
 
+use limosa_migrate::stored::{PageSink, PageSource};
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use limosa_migrate::{PageSink, PageSource};
 use limosa_page::PageNumber;
 use limosa_snapshot::{Durability, Manifest, Snapshot, SnapshotError, adopt, seal_snapshot};
 use proptest::prelude::*;

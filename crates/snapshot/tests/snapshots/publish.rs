@@ -1,6 +1,7 @@
 //! Under the target's name there is nothing new, or a whole file.
 
 use crate::fixture;
+use limosa_migrate::stored::PageSink;
 use limosa_testkit::own_test_name;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -10,7 +11,6 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use crate::fixture::{QUICK, names, page, range, small, tail, writer};
-use limosa_migrate::PageSink;
 use limosa_page::PageNumber;
 use limosa_snapshot::{Durability, Manifest, Snapshot, SnapshotError, UnnamedFile, WriteBehind};
 

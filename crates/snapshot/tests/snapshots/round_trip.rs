@@ -1,10 +1,10 @@
 //! What a writer was given is what a reader gives back.
 
+use limosa_migrate::stored::{PageSink, PageSource};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::fs::PermissionsExt;
 
 use crate::fixture::{CHECKED, QUICK, names, page, put, range, small, start, tail, writer};
-use limosa_migrate::{PageSink, PageSource};
 use limosa_page::{PAGE_LEN, PageNumber};
 use limosa_snapshot::{Disk, Manifest, Snapshot, SnapshotError, SnapshotWriter, Transport, UnnamedFile, WriteOptions};
 use proptest::prelude::*;

@@ -14,10 +14,10 @@ use anyhow::{Context, Result, anyhow, bail};
 use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri, ZeroCopy};
 use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
 use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory};
+use limosa_migrate::live::{LiveDestinationOptions, RecordWrite};
+use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdOptions, MultifdSourceOptions};
 use limosa_migrate::{
-    Control, IncomingOutcome, IncomingVm, LiveDestination, LiveDestinationOptions, LiveOutcome, LiveSource, LiveVm,
-    MigrationParams, MultifdAccept, MultifdAcceptOptions, MultifdOptions, MultifdSourceOptions, Progress, RecordWrite,
-    VmError,
+    Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrationParams, VmError,
 };
 use limosa_page::PAGE_SIZE;
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
@@ -175,7 +175,7 @@ impl PausedVm {
 
     fn send(&self, logs: DirtyLogs, to: &SendOrder, spent: &Spent) -> Result<()> {
         let before = own_cpu();
-        let (control, progress) = (Control::new(), Progress::new());
+        let handle = Handle::new();
         let uri: Uri = to.uri.parse()?;
         let connect = |zero_copy| Channel::connect(&uri, &ChannelOptions { zero_copy, ..ChannelOptions::default() });
         let SendOptions { channels, packet_pages, copied, max_bandwidth, zeros, zero_copy, .. } = to.way;
@@ -183,25 +183,20 @@ impl PausedVm {
         let (zero_check, zero_method) = zeros.params();
         // A guest that writes does so in all of its rounds.
         let downtime_limit = Duration::ZERO;
-        let params = MigrationParams {
-            record_write: put,
-            max_bandwidth,
-            zero_check,
-            zero_method,
-            downtime_limit,
-            hint_wait: LIMIT,
-            ..Default::default()
-        };
-        let source = LiveSource::new(self, logs, connect(ZeroCopy::Off)?, &control, &progress).with_params(params);
+        let params = MigrationParams::default()
+            .record_write(put)
+            .max_bandwidth(max_bandwidth)
+            .zero_check(zero_check)
+            .zero_method(zero_method)
+            .downtime_limit(downtime_limit)
+            .hint_wait(LIMIT);
+        let source = LiveSource::new(self, logs, connect(ZeroCopy::Off)?, &handle).options(params);
         let channels = (0..channels).map(|_| connect(zero_copy)).collect::<Result<Vec<_>, _>>()?;
         let multifd = MultifdSourceOptions::default();
         let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
-        let source = source.destination_zeroed(true).with_channels(channels, multifd)?;
-        let source = if to.free.is_empty() {
-            source
-        } else {
-            source.with_free_pages(Arc::new(ReportedFreePages(to.free.clone())))
-        };
+        let source = source.destination_zeroed(true).channels(channels, multifd)?;
+        let source =
+            if to.free.is_empty() { source } else { source.free_pages(Arc::new(ReportedFreePages(to.free.clone()))) };
         match source.run() {
             LiveOutcome::Completed(stats) => {
                 let all: Counters = stats.channels.iter().copied().chain([stats.main]).sum();
@@ -222,7 +217,7 @@ impl PausedVm {
     }
 
     fn receive(&self, uri: &Uri, channels: u8, populate: bool) -> Result<()> {
-        let (control, progress) = (Control::new(), Progress::new());
+        let handle = Handle::new();
         let listener = Listener::bind(uri, &ChannelOptions::default())?;
         say(&Answer::Listening(listener.local_uri().to_string()))?;
         let before = own_cpu();
@@ -230,8 +225,8 @@ impl PausedVm {
             MultifdAccept::new(&listener, MultifdAcceptOptions { channels, within: LIMIT, main_first: false });
         let channels = gathering.step(LIMIT)?.context("the migration's channels were not connected")?;
         let options = LiveDestinationOptions { populate, ..LiveDestinationOptions::default() };
-        let destination = LiveDestination::new(self, channels.main, &control, &progress, options);
-        match destination.with_channels(channels.pages, MultifdOptions::default()).run() {
+        let destination = LiveDestination::new(self, channels.main, &handle).options(options);
+        match destination.channels(channels.pages, MultifdOptions::default()).run() {
             IncomingOutcome::Running(_) => say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) }),
             other => bail!("{other:?}"),
         }

@@ -11,7 +11,7 @@ use limosa_console::{on_off, one_of, parse};
 use limosa_demo::guest::GuestKind;
 use limosa_demo::guest::LogKind;
 use limosa_demo::settings::{Postcopy, Settings, Transport};
-use limosa_migrate::{TimeoutStrategy, ZeroCheck};
+use limosa_migrate::live::{TimeoutStrategy, ZeroCheck};
 use limosa_page::{ZeroMethod, to_millis};
 use limosa_stream::multifd::Compression;
 

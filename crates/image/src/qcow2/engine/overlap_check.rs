@@ -172,7 +172,11 @@ impl OverlapCheck {
             (0..bits / 64).map(|_| AtomicU64::new(if long > FILTERED_MOST { u64::MAX } else { 0 })).collect();
         let tables = Self { cluster_bits, filter, places: Rank::OverlapCheck.rw_lock(Places::default()), conflict };
         if long <= FILTERED_MOST {
-            places.ranges.iter().flat_map(|(first, (end, _))| each(&(*first..*end))).for_each(|cluster| tables.note(cluster));
+            places
+                .ranges
+                .iter()
+                .flat_map(|(first, (end, _))| each(&(*first..*end)))
+                .for_each(|cluster| tables.note(cluster));
         }
         places.single.keys().for_each(|cluster| tables.note(*cluster));
         Self { places: Rank::OverlapCheck.rw_lock(places), ..tables }

@@ -40,13 +40,12 @@ pub use postcopy::{AcceptPreempt, PostcopyIncomingStats, PostcopyPaused};
 
 use super::shared_memory::passed_blocks;
 use super::{IncomingVm, SharedMemory};
-use crate::control::Control;
+use crate::control::{Handle, Phase, Progress};
 use crate::destination::{
     Broken, Destination, DestinationOptions, Hooks, Incoming, MultifdOptions, Received, SourceNow,
 };
 use crate::error::MigrateError;
 use crate::pages::StreamSetup;
-use crate::progress::{Phase, Progress};
 use postcopy::PreemptListener;
 use ram::{GuestRam, RamSink};
 
@@ -97,16 +96,17 @@ impl Default for LiveDestinationOptions {
 /// ```no_run
 /// # fn receive(vm: &dyn limosa_migrate::IncomingVm) -> Result<(), Box<dyn std::error::Error>> {
 /// use limosa_channel::{Listener, Options, Uri};
-/// use limosa_migrate::{Control, IncomingOutcome, LiveDestination, LiveDestinationOptions, Progress};
+/// use limosa_migrate::{Handle, IncomingOutcome, LiveDestination};
 ///
 /// // `vm`: a VM whose memory is mapped and whose vCPUs wait.
 /// let listener = Listener::bind(&"tcp:0.0.0.0:4444".parse::<Uri>()?, &Options::default())?;
-/// let (control, progress) = (Control::new(), Progress::new());
-/// let options = LiveDestinationOptions::default();
-/// match LiveDestination::new(vm, listener.accept(None)?, &control, &progress, options).run() {
+/// let handle = Handle::new();
+/// match LiveDestination::new(vm, listener.accept(None)?, &handle).run() {
 ///     IncomingOutcome::Running(stats) => println!("runs here after {} pages", stats.received.normal_pages),
 ///     IncomingOutcome::Failed(error) => println!("{error}; the VM goes on at the source"),
-///     IncomingOutcome::PostcopyPaused(paused) => println!("{}: {} pages are missing", paused.why(), paused.missing_pages()),
+///     IncomingOutcome::PostcopyPaused(paused) => {
+///         println!("{}: {} pages are missing", paused.why(), paused.missing_pages());
+///     }
 ///     IncomingOutcome::Undecided(arrived) => println!("{}: look at the source, then decide", arrived.why()),
 /// }
 /// # Ok(()) }
@@ -117,8 +117,7 @@ pub struct LiveDestination<'a, V: IncomingVm + ?Sized> {
     pages: Vec<Channel>,
     multifd: MultifdOptions,
     accept_preempt: Option<AcceptPreempt<'a>>,
-    control: Control,
-    progress: Progress,
+    handle: Handle,
     options: LiveDestinationOptions,
 }
 
@@ -129,23 +128,30 @@ impl<V: IncomingVm + ?Sized> std::fmt::Debug for LiveDestination<'_, V> {
 }
 
 impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
-    /// A destination for `vm` that reads from `channel`. It keeps clones of the two handles.
-    pub fn new(
-        vm: &'a V,
-        channel: Channel,
-        control: &Control,
-        progress: &Progress,
-        options: LiveDestinationOptions,
-    ) -> Self {
-        let (pages, multifd, accept_preempt) = (Vec::new(), MultifdOptions::default(), None);
-        let (control, progress) = (control.clone(), progress.clone());
-        Self { vm, channel, pages, multifd, accept_preempt, control, progress, options }
+    /// A destination for `vm` that reads from `channel`. It keeps a clone of the handle.
+    pub fn new(vm: &'a V, channel: Channel, handle: &Handle) -> Self {
+        Self {
+            vm,
+            channel,
+            pages: Vec::new(),
+            multifd: MultifdOptions::default(),
+            accept_preempt: None,
+            handle: handle.clone(),
+            options: LiveDestinationOptions::default(),
+        }
+    }
+
+    /// Sets the options.
+    #[must_use]
+    pub fn options(mut self, options: LiveDestinationOptions) -> Self {
+        self.options = options;
+        self
     }
 
     /// With multifd channels, in the order of their numbers, their initial packets read: those of a
-    /// [`MultifdChannels`](crate::MultifdChannels).
+    /// [`MultifdChannels`](crate::multifd::MultifdChannels).
     #[must_use]
-    pub fn with_channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
+    pub fn channels(mut self, pages: Vec<Channel>, options: MultifdOptions) -> Self {
         (self.pages, self.multifd) = (pages, options);
         self
     }
@@ -159,7 +165,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     /// only behind it: [`Acceptor`](limosa_channel::Acceptor) does both. A stranger in its place ends the connection,
     /// and the VM waits for its pages until it is recovered.
     #[must_use]
-    pub fn with_preempt(mut self, accept: AcceptPreempt<'a>) -> Self {
+    pub fn preempt(mut self, accept: AcceptPreempt<'a>) -> Self {
         self.accept_preempt = Some(accept);
         self
     }
@@ -174,7 +180,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     }
 
     fn receive(self, listener: Option<PreemptListener>) -> IncomingOutcome<'a, V> {
-        let Self { vm, channel, pages, multifd, accept_preempt: _, control, progress, options } = self;
+        let Self { vm, channel, pages, multifd, accept_preempt: _, handle, options } = self;
         // A thread that has no processor to itself would only take time from those that read.
         let ahead = thread::available_parallelism().is_ok_and(|processors| processors.get() > pages.len() + 1);
         let ram = Arc::new(GuestRam::new(options.populate, ahead));
@@ -190,8 +196,8 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
             end_of_stream_timeout: options.end_of_stream_timeout,
             ..DestinationOptions::default()
         };
-        let role =
-            Destination::new(channel, &control, &progress, role).with_channels(pages, multifd).with_hooks(&hooks);
+        let mut sink = RamSink(&ram);
+        let destination = Destination::new(&mut sink, channel, &handle).options(role).channels(pages, multifd);
         let came = thread::scope(|scope| {
             // Ends it before the memory may be handled by faults, and however this ends.
             let _stop = StopsPopulating(&ram);
@@ -199,10 +205,10 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
                 // Without it pages take a little longer to arrive.
                 let _ = thread::Builder::new().name("populate".into()).spawn_scoped(scope, || ram.populate());
             }
-            role.arrive(&mut RamSink(&ram))
+            destination.hooks(&hooks).arrive()
         });
         match came {
-            Ok(Received::Whole(incoming)) => arrived(vm, &incoming, &progress),
+            Ok(Received::Whole(incoming)) => arrived(vm, &incoming, &handle.progress),
             Ok(Received::PostcopySwitchover(switched)) => {
                 let Some(faults) = hooks.faults.into_inner().unwrap_or_else(PoisonError::into_inner) else {
                     let _ = switched.channel.shutdown(Shutdown::Both);
@@ -210,16 +216,8 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
                     return IncomingOutcome::Failed(MigrateError::SwitchedToPostcopy { offset });
                 };
                 let (answer_timeout, max_device_state) = (options.answer_timeout, options.max_device_state);
-                let role = postcopy::PostcopyIncoming {
-                    vm,
-                    ram,
-                    faults,
-                    listener,
-                    control,
-                    progress,
-                    answer_timeout,
-                    max_device_state,
-                };
+                let role =
+                    postcopy::PostcopyIncoming { vm, ram, faults, listener, handle, answer_timeout, max_device_state };
                 postcopy::run(role, *switched)
             }
             Err(Broken { error, answered: true }) => IncomingOutcome::Undecided(UndecidedIncoming::new(vm, error)),

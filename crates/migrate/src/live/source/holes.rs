@@ -18,8 +18,8 @@ use limosa_page::{PageBitmap, PageNumber, PageRange};
 use super::link::Link;
 use super::round::{BrokenOff, Course, RATE_TICK, Round, RoundResult};
 use super::stats::RoundKind;
+use crate::control::Moved;
 use crate::error::MigrateError;
-use crate::progress::Moved;
 use crate::source::records::{RecordWriter, ZERO_RECORD};
 
 /// Zero pages that are told between two looks at whether that is still wanted.

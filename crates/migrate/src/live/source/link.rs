@@ -13,10 +13,10 @@ use limosa_stream::{Command, PageSizes, RamBlock, postcopy, ram};
 
 use super::guest::GuestSource;
 use crate::control::Control;
+use crate::control::Progress;
 use crate::error::MigrateError;
 use crate::live::MigrationParams;
 use crate::pages::PageSource;
-use crate::progress::Progress;
 use crate::source::dirty_page_queue::DirtyPageQueue;
 use crate::source::host_pages::with_page_sizes;
 use crate::source::multifd::Multifd;
@@ -32,7 +32,7 @@ pub enum Postcopy {
     /// it.
     Allowed,
     /// At once: the VM stops, and all of its memory follows. A guest that is [asked for its free
-    /// pages](super::LiveSource::with_free_pages) runs until it has told them, and those do not follow.
+    /// pages](super::LiveSource::free_pages) runs until it has told them, and those do not follow.
     AtOnce,
 }
 

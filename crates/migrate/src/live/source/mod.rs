@@ -57,11 +57,10 @@ use self::link::{Link, Loaded, Terms};
 use self::outcome::Ended;
 use self::owned::Owned;
 use self::reports::{Observer, Reports};
-use crate::control::Control;
+use crate::control::{Control, Handle, Phase, Progress};
 use crate::error::MigrateError;
 use crate::live::{LiveVm, MigrationParams, SharedMemory, TimeoutStrategy};
 use crate::pages::PageSource;
-use crate::progress::{Phase, Progress};
 use crate::source::dirty_page_queue::DirtyPageQueue;
 use crate::source::multifd::{self, Multifd, MultifdSourceOptions, Parts};
 use crate::source::postcopy::OpenPreempt;
@@ -84,15 +83,14 @@ pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 ///
 /// ```no_run
 /// # use limosa_memory::dirty::DirtyLogs;
-/// # use limosa_migrate::LiveVm;
-/// # fn send(vm: &dyn LiveVm, logs: DirtyLogs) -> Result<(), Box<dyn std::error::Error>> {
+/// # fn send(vm: &dyn limosa_migrate::LiveVm, logs: DirtyLogs) -> Result<(), Box<dyn std::error::Error>> {
 /// use limosa_channel::{Channel, Options, Uri};
-/// use limosa_migrate::{Control, LiveOutcome, LiveSource, Progress};
+/// use limosa_migrate::{Handle, LiveOutcome, LiveSource};
 ///
 /// // `vm`: a VM that runs; `logs`: they see every write to its memory.
 /// let channel = Channel::connect(&"tcp:192.0.2.7:4444".parse::<Uri>()?, &Options::default())?;
-/// let (control, progress) = (Control::new(), Progress::new());
-/// match LiveSource::new(vm, logs, channel, &control, &progress).destination_zeroed(true).run() {
+/// let handle = Handle::new();
+/// match LiveSource::new(vm, logs, channel, &handle).destination_zeroed(true).run() {
 ///     LiveOutcome::Completed(stats) => println!("runs there, {:?} of downtime", stats.downtime),
 ///     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM goes on here"),
 ///     LiveOutcome::Stuck { error, resume, .. } => println!("{error}; and the VM does not go on here: {resume}"),
@@ -126,16 +124,17 @@ impl<V: LiveVm + ?Sized> std::fmt::Debug for LiveSource<'_, '_, V> {
 }
 
 impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
-    /// A source that moves `vm`, whose writes `logs` see, over `channel`, which carries both directions. It keeps
-    /// clones of the two handles. Parameters are QEMU's defaults unless [others are set](Self::with_params).
-    pub fn new(vm: &'v V, logs: DirtyLogs, channel: Channel, control: &Control, progress: &Progress) -> Self {
+    /// A source that moves `vm`, whose writes `logs` see, over `channel`, which carries both directions. It keeps a
+    /// clone of the handle. Parameters are QEMU's defaults unless [others are set](Self::options).
+    pub fn new(vm: &'v V, logs: DirtyLogs, channel: Channel, handle: &Handle) -> Self {
+        let Handle { control, progress } = handle.clone();
         let channel = Arc::new(channel);
         Self {
             vm,
             logs,
             channel,
-            control: control.clone(),
-            progress: progress.clone(),
+            control,
+            progress,
             params: MigrationParams::default(),
             multifd_channels: Vec::new(),
             multifd: MultifdSourceOptions::default(),
@@ -151,7 +150,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
 
     /// Sets the parameters.
     #[must_use]
-    pub fn with_params(mut self, params: MigrationParams) -> Self {
+    pub fn options(mut self, params: MigrationParams) -> Self {
         self.params = params;
         self
     }
@@ -163,11 +162,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// # Errors
     /// More than 16 channels, packets of no page or of more than 128; pages that are to be compressed, on channels that
     /// were made to [send them as they are](limosa_channel::Options::zero_copy).
-    pub fn with_channels(
-        mut self,
-        channels: Vec<Channel>,
-        options: MultifdSourceOptions,
-    ) -> Result<Self, MigrateError> {
+    pub fn channels(mut self, channels: Vec<Channel>, options: MultifdSourceOptions) -> Result<Self, MigrateError> {
         let as_they_are = |channel: &Channel| matches!(channel.zero_copy_setting(), ZeroCopy::Msg | ZeroCopy::Splice);
         if options.compression != Compression::None && channels.iter().any(as_they_are) {
             return Err(MigrateError::ZeroCopy("pages are compressed, so they are made anew"));
@@ -196,7 +191,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// Whether the migration may go on in postcopy, which the destination has to expect. One that is [given
     /// up](crate::live::TimeoutStrategy::Postcopy) for postcopy may in any case. Not with multifd channels.
     #[must_use]
-    pub fn with_postcopy(mut self, postcopy: Postcopy) -> Self {
+    pub fn postcopy(mut self, postcopy: Postcopy) -> Self {
         self.postcopy = postcopy;
         self
     }
@@ -205,7 +200,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// it. Over TLS a destination of this crate's, which takes it when the package has come, wants it
     /// [deferred](limosa_channel::Tls::deferred); stock QEMU takes it at once.
     #[must_use]
-    pub fn with_preempt(mut self, open: OpenPreempt<'o>) -> Self {
+    pub fn preempt(mut self, open: OpenPreempt<'o>) -> Self {
         self.open_preempt = Some(open);
         self
     }
@@ -213,7 +208,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// Bytes of the pages that the destination's memory is made of, by RAM block, if postcopy may follow: those of this
     /// VM's own blocks, unless something else is said here. See [`PostcopyOptions::page_sizes`].
     #[must_use]
-    pub fn with_page_sizes(mut self, page_sizes: BTreeMap<String, u64>) -> Self {
+    pub fn page_sizes(mut self, page_sizes: BTreeMap<String, u64>) -> Self {
         self.page_sizes = page_sizes;
         self
     }
@@ -229,14 +224,14 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// destination. One that is not moved with the VM has to say it by itself there, or the guest goes on holding the
     /// pages back.
     #[must_use]
-    pub fn with_free_pages(mut self, from: Arc<dyn FreePages>) -> Self {
+    pub fn free_pages(mut self, from: Arc<dyn FreePages>) -> Self {
         self.free_pages = Some(from);
         self
     }
 
     /// Calls `observer` after every round, on the engine's thread: it must not block.
     #[must_use]
-    pub fn observe(mut self, observer: impl Fn(&RoundReport) + Send + Sync + 'o) -> Self {
+    pub fn on_round(mut self, observer: impl Fn(&RoundReport) + Send + Sync + 'o) -> Self {
         self.observer = Box::new(observer);
         self
     }

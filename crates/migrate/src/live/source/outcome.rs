@@ -10,10 +10,9 @@ use limosa_memory::dirty::DirtyLogs;
 use super::guest::GuestSource;
 use super::owned::{HandedOver, Owned};
 use super::stats::LiveStats;
-use crate::control::Control;
+use crate::control::Handle;
 use crate::error::MigrateError;
 use crate::live::{LiveVm, VmError};
-use crate::progress::Progress;
 use crate::source::postcopy::{OpenPreempt, PostcopyStats};
 
 /// How a live migration ended.
@@ -132,16 +131,15 @@ impl<'a, V: LiveVm + ?Sized> PostcopyPausedSource<'a, V> {
         Undecided { vm, logs: None, error, stats, recoverable: None }
     }
 
-    /// Goes on over a new channel, to a destination that waits for recovery there, and with a preempt channel if there
-    /// was one before. `control` is a new one if the old one was used to stop.
+    /// Continues over a new channel, to a destination that waits for recovery there, and with a preempt channel if
+    /// there was one before. The control of `handle` must be a new one if the one before was used to stop.
     pub fn recover(
         mut self,
         channel: Channel,
         open_preempt: Option<OpenPreempt<'_>>,
-        control: &Control,
-        progress: &Progress,
+        handle: &Handle,
     ) -> LiveOutcome<'a, V> {
-        match self.go_on(channel, open_preempt, control, progress) {
+        match self.send_rest(channel, open_preempt, handle) {
             Ok(done) => {
                 self.stats.total += done.elapsed;
                 self.stats.postcopy = Some(done);

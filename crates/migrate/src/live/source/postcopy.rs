@@ -15,11 +15,10 @@ use super::owned::{Deciding, Owned, Settled};
 use super::phase::{Phase, Switch, Unmoved};
 use super::sent_bitmap::SentBitmap;
 use super::switch::{self, Known, Plan};
-use crate::control::Control;
+use crate::control::Handle;
 use crate::error::MigrateError;
 use crate::live::LiveVm;
 use crate::pages::PageSource;
-use crate::progress::Progress;
 use crate::source::host_pages::{pages_of, with_page_sizes};
 use crate::source::postcopy::{OpenPreempt, Package, PostcopyOptions, PostcopySource, PostcopyStats};
 
@@ -74,7 +73,7 @@ impl<'v> Switch<'v> {
         link.control.set_max_bandwidth(terms.params.max_postcopy_bandwidth);
         let options = options(terms.params.answer_timeout, terms.page_sizes);
         let source = PostcopySource::over(&guest, Arc::clone(link.channel), link.control, link.progress);
-        let mut source = preempted(source.with_options(options), open_preempt);
+        let mut source = preempted(source.options(options), open_preempt);
         let ready = source.prepare(&already).and_then(|prepared| {
             let package = source.ready_package(link.return_path, &discards, &prepared)?;
             Ok((package, prepared))
@@ -109,24 +108,23 @@ fn preempted<'s, 'v>(
     open_preempt: Option<OpenPreempt<'s>>,
 ) -> PostcopySource<'s, GuestSource<'v>> {
     match open_preempt {
-        Some(open) => source.with_preempt(open),
+        Some(open) => source.preempt(open),
         None => source,
     }
 }
 
 impl<V: LiveVm + ?Sized> PostcopyPausedSource<'_, V> {
-    /// Goes on over `channel` with the destination, which waits for recovery there.
-    pub(super) fn go_on(
+    /// Sends the rest over `channel` to the destination, which waits for recovery there.
+    pub(super) fn send_rest(
         &self,
         channel: Channel,
         open_preempt: Option<OpenPreempt<'_>>,
-        control: &Control,
-        progress: &Progress,
+        handle: &Handle,
     ) -> Result<PostcopyStats, MigrateError> {
         channel.set_timeouts(None, Some(self.answer_timeout))?;
-        control.set_max_bandwidth(self.max_bandwidth);
+        handle.control.set_max_bandwidth(self.max_bandwidth);
         let options = options(self.answer_timeout, &self.page_sizes);
-        let source = PostcopySource::new(&self.guest, channel, control, progress).with_options(options);
+        let source = PostcopySource::new(&self.guest, channel, handle).options(options);
         preempted(source, open_preempt).recover()
     }
 }

@@ -13,9 +13,9 @@ use super::phase::{LastRound, Left, Phase, Unmoved};
 use super::round::{BrokenOff, Round, RoundResult, Rounds};
 use super::sent_bitmap::SentBitmap;
 use super::stats::{RoundKind, RoundReport};
+use crate::control;
 use crate::error::MigrateError;
 use crate::live::{LiveVm, TimeoutStrategy};
-use crate::progress;
 
 /// How long the list of free pages is waited for before it is looked at what else ends that.
 const HINT_TICK: Duration = Duration::from_millis(10);
@@ -34,7 +34,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
             return Ok(Phase::Pause(Left::All));
         }
         self.vm.start_logs()?;
-        link.progress.enter(progress::Phase::Active);
+        link.progress.enter(control::Phase::Active);
         let rounds = Rounds::new(link, terms, sent)?;
         Ok(match terms.postcopy {
             Postcopy::AtOnce => Phase::Hints(Box::new(rounds)),

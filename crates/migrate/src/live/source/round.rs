@@ -12,10 +12,10 @@ use super::guest::GuestSource;
 use super::link::{Link, Terms};
 use super::sent_bitmap::SentBitmap;
 use super::stats::RoundKind;
+use crate::control::Moved;
 use crate::error::MigrateError;
 use crate::live::ZeroCheck;
 use crate::pages::PageSource;
-use crate::progress::Moved;
 use crate::source::multifd::{Multifd, RoundPlan, RoundSent};
 use crate::source::records::{GuestPages, RecordWriter, Sent, ZERO_RECORD, Zeros};
 

@@ -14,9 +14,9 @@ use super::phase::{Commit, LastRound, Left, Phase, Unmoved};
 use super::round::{Round, RoundResult};
 use super::sent_bitmap::SentBitmap;
 use super::stats::{RoundKind, RoundReport};
+use crate::control;
 use crate::error::MigrateError;
 use crate::live::LiveVm;
-use crate::progress;
 use crate::source::multifd::Multifd;
 
 impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
@@ -25,7 +25,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         match left {
             Left::All => {
                 self.vm.pause()?;
-                self.link.progress.enter(progress::Phase::Device);
+                self.link.progress.enter(control::Phase::Device);
                 let round = self.link.bulk(false)?;
                 let mut sent = SentBitmap::new(self.link.source);
                 sent.zero = round.holes;
@@ -51,7 +51,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Stops the VM, and adds what it has written last.
     fn stop(&mut self, rest: &mut [PageBitmap]) -> Result<u64, MigrateError> {
         self.vm.pause()?;
-        self.link.progress.enter(progress::Phase::Device);
+        self.link.progress.enter(control::Phase::Device);
         let mut last = DirtyPages::new(self.link.memory);
         self.vm.fetch(&mut last)?;
         // It has seen the last write. Another attempt begins it anew.
@@ -130,7 +130,7 @@ impl Commit {
             Ok(ready) => ready,
             Err(error) => return Ended::Kept { vm, error },
         };
-        link.progress.enter(progress::Phase::Completing);
+        link.progress.enter(control::Phase::Completing);
         // Once the kernel has taken the end of the stream, the destination may run the VM.
         let deciding = Deciding::new(vm, link.channel, decisive);
         let written = link.channel.write_all(&bytes);

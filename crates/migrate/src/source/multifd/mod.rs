@@ -25,9 +25,9 @@ use limosa_stream::multifd::{Compression, PACKET_PAGES};
 use super::dirty_page_queue::DirtyPageQueue;
 use super::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
 use crate::control::Control;
+use crate::control::{Moved, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
-use crate::progress::{Moved, Progress};
 use sender::ChannelSender;
 
 /// Most multifd channels: more only wait for each other.

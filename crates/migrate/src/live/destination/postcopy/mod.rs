@@ -37,12 +37,11 @@ pub use preempt::AcceptPreempt;
 use super::devices;
 use super::outcome::{IncomingOutcome, IncomingStats};
 use super::ram::GuestRam;
-use crate::control::Control;
+use crate::control::{Control, Handle, Phase, Progress};
 use crate::destination::{DestinationStats, PostcopySwitchover};
 use crate::error::MigrateError;
 use crate::live::{IncomingVm, VmError};
 use crate::pages::StreamSetup;
-use crate::progress::{Phase, Progress};
 use placer::Placer;
 pub(super) use preempt::PreemptListener;
 use records::Records;
@@ -131,8 +130,7 @@ pub(super) struct PostcopyIncoming<'a, V: IncomingVm + ?Sized> {
     pub(super) faults: FaultHandler,
     /// Where the channel for requested pages comes in, if there is to be one.
     pub(super) listener: Option<PreemptListener>,
-    pub(super) control: Control,
-    pub(super) progress: Progress,
+    pub(super) handle: Handle,
     pub(super) answer_timeout: Option<Duration>,
     pub(super) max_device_state: u64,
 }
@@ -142,7 +140,7 @@ pub(super) fn run<'a, V: IncomingVm + ?Sized>(
     role: PostcopyIncoming<'a, V>,
     switched: PostcopySwitchover,
 ) -> IncomingOutcome<'a, V> {
-    let (control, channel) = (role.control.clone(), Arc::clone(&switched.channel));
+    let (control, channel) = (role.handle.control.clone(), Arc::clone(&switched.channel));
     let outcome = begin(role, switched);
     control.unwatch();
     match outcome {
@@ -164,7 +162,8 @@ fn begin<'a, V: IncomingVm + ?Sized>(
     role: PostcopyIncoming<'a, V>,
     switched: PostcopySwitchover,
 ) -> Result<IncomingOutcome<'a, V>, MigrateError> {
-    let PostcopyIncoming { vm, ram, mut faults, listener, control, progress, answer_timeout, max_device_state } = role;
+    let PostcopyIncoming { vm, ram, mut faults, listener, handle, answer_timeout, max_device_state } = role;
+    let Handle { control, progress } = handle;
     let PostcopySwitchover { start, decoder, arrived, length, stats, channel, .. } = switched;
     if u64::from(length) > max_device_state {
         return Err(MigrateError::Protocol(format!(
@@ -260,7 +259,7 @@ fn conclude<'a, V: IncomingVm + ?Sized>(
         }
         Err(error) => {
             live.requests.disconnect();
-            IncomingOutcome::PostcopyPaused(PostcopyPaused::new(vm, live, control, control.explain(error)))
+            IncomingOutcome::PostcopyPaused(PostcopyPaused::new(vm, live, control.explain(error)))
         }
     }
 }

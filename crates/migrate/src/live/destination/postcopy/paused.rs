@@ -7,7 +7,7 @@ use limosa_channel::Channel;
 use limosa_stream::{Command, Decoder, Event, ReturnMessage};
 
 use super::{AcceptPreempt, Connection, PostcopyVm, PreemptListener, Records, conclude};
-use crate::control::Control;
+use crate::control::{Control, Handle};
 use crate::error::MigrateError;
 use crate::live::IncomingVm;
 use crate::live::destination::outcome::IncomingOutcome;
@@ -20,7 +20,6 @@ use crate::live::destination::outcome::IncomingOutcome;
 pub struct PostcopyPaused<'a, V: IncomingVm + ?Sized> {
     vm: &'a V,
     live: Box<PostcopyVm<'a>>,
-    control: Control,
     why: MigrateError,
 }
 
@@ -31,8 +30,8 @@ impl<V: IncomingVm + ?Sized> std::fmt::Debug for PostcopyPaused<'_, V> {
 }
 
 impl<'a, V: IncomingVm + ?Sized> PostcopyPaused<'a, V> {
-    pub(super) fn new(vm: &'a V, live: Box<PostcopyVm<'a>>, control: &Control, why: MigrateError) -> Self {
-        Self { vm, live, control: control.clone(), why }
+    pub(super) fn new(vm: &'a V, live: Box<PostcopyVm<'a>>, why: MigrateError) -> Self {
+        Self { vm, live, why }
     }
 
     /// What broke.
@@ -45,18 +44,19 @@ impl<'a, V: IncomingVm + ?Sized> PostcopyPaused<'a, V> {
         self.live.ram.blocks().iter().map(|block| block.received.len() - block.received.count()).sum()
     }
 
-    /// Goes on under another control: the one before may have been told to stop.
-    #[must_use]
-    pub fn with_control(mut self, control: &Control) -> Self {
-        self.control = control.clone();
-        self
-    }
-
-    /// Goes on over a new connection, on which the source asks what has come. `accept`: as in
-    /// [`with_preempt`](crate::LiveDestination::with_preempt).
-    pub fn recover(self, channel: Channel, accept: Option<AcceptPreempt<'_>>) -> IncomingOutcome<'a, V> {
-        let Self { vm, mut live, control, .. } = self;
+    /// Continues over a new connection, on which the source asks for the pages that have come. `accept`: as in
+    /// [`preempt`](crate::LiveDestination::preempt). The control of `handle` must be a new one if the one before was
+    /// used to stop; its progress may be the one before.
+    pub fn recover(
+        self,
+        channel: Channel,
+        accept: Option<AcceptPreempt<'_>>,
+        handle: &Handle,
+    ) -> IncomingOutcome<'a, V> {
+        let Self { vm, mut live, .. } = self;
+        let Handle { control, progress } = handle.clone();
         live.recoveries += 1;
+        live.progress = progress;
         let channel = Arc::new(channel);
         control.watch(&channel);
         let resumed = thread::scope(|scope| {

@@ -11,8 +11,8 @@
 use limosa_page::{PAGE_LEN, PageNumber, PageRange, broken, invariant, to_usize};
 
 use super::PostcopyVm;
+use crate::control::Moved;
 use crate::error::MigrateError;
-use crate::progress::Moved;
 
 const INSIDE_HUGE_PAGE: &str = "pages that are collected are inside their huge page";
 const KNOWN_BLOCK: &str = "pages are placed in blocks of the stream";

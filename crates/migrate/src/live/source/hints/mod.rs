@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use limosa_memory::{FreePageSink, FreePages, GuestLayout};
 
 use super::stats::HintStats;
-use crate::progress::Progress;
+use crate::control::Progress;
 use crate::source::dirty_page_queue::DirtyPageQueue;
 
 /// The device that is asked for free pages, and what it has said so far.

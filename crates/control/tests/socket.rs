@@ -1,4 +1,4 @@
-//! The control socket: what a program sees of a running job.
+//! The control socket as a program sees it while a job runs.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -6,7 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use limosa_migrate::{Commands, Control, ControlSocket, Job, Moved, Phase, Progress, Stop};
+use limosa_control::{CommandError, Commands, ControlSocket, Job};
+use limosa_migrate::Handle;
+use limosa_migrate::control::{Moved, Phase, Stop};
 use serde_json::{Value, json};
 
 struct Client {
@@ -37,25 +39,25 @@ impl Client {
     }
 }
 
-fn socket(job: Job) -> (tempfile::TempDir, ControlSocket, Control, Progress, Client) {
+fn socket(job: Job) -> (tempfile::TempDir, ControlSocket, Handle, Client) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("control");
-    let (control, progress) = (Control::new(), Progress::new());
-    let socket = ControlSocket::listen(&path, job, control.clone(), progress.clone()).unwrap();
+    let handle = Handle::new();
+    let socket = ControlSocket::listen(&path, job, &handle).unwrap();
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     let mut client = Client::connect(&path);
     assert!(client.hear().get("QMP").is_some());
     assert_eq!(client.say(&json!({ "execute": "qmp_capabilities", "id": 1 })), json!({ "return": {}, "id": 1 }));
-    (directory, socket, control, progress, client)
+    (directory, socket, handle, client)
 }
 
 #[test]
 fn progress_is_told_in_qemus_words() {
-    let (_directory, _socket, _control, progress, mut client) = socket(Job::Save);
-    progress.expect_pages(100);
-    progress.enter(Phase::Active);
-    progress.moved(Moved { normal: 30, zero: 20, resent: 10 });
-    progress.hinted(15);
+    let (_directory, _socket, handle, mut client) = socket(Job::Save);
+    handle.progress.expect_pages(100);
+    handle.progress.enter(Phase::Active);
+    handle.progress.moved(Moved { normal: 30, zero: 20, resent: 10 });
+    handle.progress.hinted(15);
     let told = client.say(&json!({ "execute": "query-migrate" }));
     assert_eq!(told["return"]["status"], "active");
     assert_eq!(told["return"]["ram"]["normal"], 30);
@@ -65,56 +67,56 @@ fn progress_is_told_in_qemus_words() {
 
 #[test]
 fn the_rate_changes_and_unknown_parameters_change_nothing() {
-    let (_directory, _socket, control, _progress, mut client) = socket(Job::Save);
+    let (_directory, _socket, handle, mut client) = socket(Job::Save);
     let set = |arguments: Value| json!({ "execute": "migrate-set-parameters", "arguments": arguments });
     assert_eq!(client.say(&set(json!({ "max-bandwidth": 1 << 20 }))), json!({ "return": {} }));
-    assert_eq!(control.max_bandwidth().map(|rate| rate.get()), Some(1 << 20));
+    assert_eq!(handle.control.max_bandwidth().map(|rate| rate.get()), Some(1 << 20));
     assert!(client.say(&set(json!({ "max-bandwidth": 0, "shoe-size": 43 }))).get("error").is_some());
-    assert_eq!(control.max_bandwidth().map(|rate| rate.get()), Some(1 << 20));
+    assert_eq!(handle.control.max_bandwidth().map(|rate| rate.get()), Some(1 << 20));
     client.say(&set(json!({ "max-bandwidth": 0 })));
-    assert_eq!(control.max_bandwidth(), None);
+    assert_eq!(handle.control.max_bandwidth(), None);
 }
 
 #[test]
 fn the_downtime_of_a_live_migration_and_of_nothing_else_has_a_limit_that_changes() {
     let set = |limit: Value| json!({ "execute": "migrate-set-parameters", "arguments": { "downtime-limit": limit } });
     for job in [Job::Save, Job::Restore] {
-        let (_directory, _socket, control, _progress, mut client) = socket(job);
+        let (_directory, _socket, handle, mut client) = socket(job);
         assert!(client.say(&set(json!(40))).get("error").is_some());
-        assert_eq!(control.downtime_limit(), None);
+        assert_eq!(handle.control.downtime_limit(), None);
     }
-    let (_directory, _socket, control, _progress, mut client) = socket(Job::Live);
+    let (_directory, _socket, handle, mut client) = socket(Job::Live);
     for wrong in [json!("soon"), json!(-1), json!(2_000_001)] {
         assert!(client.say(&set(wrong)).get("error").is_some());
     }
     assert_eq!(client.say(&set(json!(40))), json!({ "return": {} }));
-    assert_eq!(control.downtime_limit(), Some(Duration::from_millis(40)));
+    assert_eq!(handle.control.downtime_limit(), Some(Duration::from_millis(40)));
     let parameters = client.say(&json!({ "execute": "query-migrate-parameters" }));
     assert_eq!(parameters["return"], json!({ "max-bandwidth": 0, "downtime-limit": 40 }));
 }
 
 #[test]
 fn a_job_can_be_cancelled_until_its_guest_runs_and_paused_from_then_on() {
-    let (_directory, _socket, control, progress, mut client) = socket(Job::Restore);
+    let (_directory, _socket, handle, mut client) = socket(Job::Restore);
     assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
-    progress.enter(Phase::PostcopyActive);
+    handle.progress.enter(Phase::PostcopyActive);
     assert!(client.say(&json!({ "execute": "migrate_cancel" })).get("error").is_some());
-    assert_eq!(control.stopped(), None);
+    assert_eq!(handle.control.stopped(), None);
     client.say(&json!({ "execute": "migrate-pause" }));
-    assert_eq!(control.stopped(), Some(Stop::Pause));
+    assert_eq!(handle.control.stopped(), Some(Stop::Pause));
 
-    let (_directory, _socket, control, _progress, mut client) = socket(Job::Save);
+    let (_directory, _socket, handle, mut client) = socket(Job::Save);
     client.say(&json!({ "execute": "migrate_cancel" }));
-    assert_eq!(control.stopped(), Some(Stop::Cancel));
+    assert_eq!(handle.control.stopped(), Some(Stop::Cancel));
 }
 
 #[test]
 fn phases_are_announced_and_the_end_of_the_job_ends_the_conversation() {
-    let (directory, socket, _control, progress, mut client) = socket(Job::Save);
-    progress.enter(Phase::Active);
+    let (directory, socket, handle, mut client) = socket(Job::Save);
+    handle.progress.enter(Phase::Active);
     let event = client.hear();
     assert_eq!((&event["event"], &event["data"]["status"]), (&json!("MIGRATION"), &json!("active")));
-    progress.enter(Phase::Completed);
+    handle.progress.enter(Phase::Completed);
     drop(socket);
     assert_eq!(client.hear()["data"]["status"], "completed");
     assert_eq!(client.hear(), Value::Null);
@@ -123,22 +125,22 @@ fn phases_are_announced_and_the_end_of_the_job_ends_the_conversation() {
 
 #[test]
 fn nothing_is_announced_to_a_client_before_it_has_negotiated() {
-    let (directory, _socket, _control, progress, mut listener) = socket(Job::Save);
+    let (directory, _socket, handle, mut listener) = socket(Job::Save);
     let mut newcomers: Vec<Client> = (0..4).map(|_| Client::connect(&directory.path().join("control"))).collect();
-    progress.enter(Phase::Active);
+    handle.progress.enter(Phase::Active);
     assert_eq!(listener.hear()["data"]["status"], "active");
     for newcomer in &mut newcomers {
         assert!(newcomer.hear().get("QMP").is_some());
         newcomer.lines.get_mut().write_all(b"{\"execute\": \"qmp_capabilities\"}\n").unwrap();
         assert_eq!(newcomer.hear(), json!({ "return": {} }));
     }
-    progress.enter(Phase::Completing);
+    handle.progress.enter(Phase::Completing);
     assert!(newcomers.iter_mut().all(|newcomer| newcomer.hear()["data"]["status"] == "device"));
 }
 
 #[test]
 fn nonsense_is_answered_and_too_much_of_it_hung_up_on() {
-    let (directory, _socket, _control, _progress, mut client) = socket(Job::Save);
+    let (directory, _socket, _handle, mut client) = socket(Job::Save);
     for nonsense in [json!({}), json!([]), json!("x"), json!({ "execute": 3 })] {
         assert!(client.say(&nonsense).get("error").is_some());
     }
@@ -157,7 +159,7 @@ fn nonsense_is_answered_and_too_much_of_it_hung_up_on() {
 struct Vmm;
 
 impl Commands for Vmm {
-    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, String>> {
+    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, CommandError>> {
         match name {
             "query-status" => Some(Ok(json!({ "status": "running", "heard": arguments["word"] }))),
             "cont" => Some(Err("it runs".into())),
@@ -186,13 +188,13 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
     assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
 
     for phase in [Phase::Active, Phase::Device] {
-        let (control, progress) = (Control::new(), Progress::new());
-        progress.enter(phase);
-        socket.set_job(Job::Restore, control.clone(), progress);
+        let handle = Handle::new();
+        handle.progress.enter(phase);
+        socket.set_job(Job::Restore, &handle);
         let status = if phase == Phase::Active { "active" } else { "device" };
         assert_eq!(client.say(&json!({ "execute": "query-migrate" }))["return"]["status"], status);
         client.say(&json!({ "execute": "migrate_cancel" }));
-        assert_eq!(control.stopped(), Some(Stop::Cancel));
+        assert_eq!(handle.control.stopped(), Some(Stop::Cancel));
     }
     socket.emit("STOP", &json!({}));
     let stopped = std::iter::repeat_with(|| client.hear()).find(|heard| heard["event"] != "MIGRATION").unwrap();
@@ -201,10 +203,10 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
 
 #[test]
 fn the_socket_of_another_job_that_took_its_place_is_left_alone() {
-    let (directory, first, control, progress, _client) = socket(Job::Save);
+    let (directory, first, handle, _client) = socket(Job::Save);
     let path = directory.path().join("control");
     std::fs::rename(&path, directory.path().join("away")).unwrap();
-    let _second = ControlSocket::listen(&path, Job::Save, control, progress).unwrap();
+    let _second = ControlSocket::listen(&path, Job::Save, &handle).unwrap();
     drop(first);
     assert!(Client::connect(&path).hear().get("QMP").is_some());
 }
@@ -213,7 +215,7 @@ fn the_socket_of_another_job_that_took_its_place_is_left_alone() {
 struct Quits(mpsc::Sender<()>);
 
 impl Commands for Quits {
-    fn execute(&self, name: &str, _: &Value) -> Option<Result<Value, String>> {
+    fn execute(&self, name: &str, _: &Value) -> Option<Result<Value, CommandError>> {
         (name == "quit").then(|| {
             self.0.send(()).unwrap();
             // The VMM is faster.

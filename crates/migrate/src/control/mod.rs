@@ -11,6 +11,26 @@ use limosa_channel::{Channel, RateLimit, Shutdown};
 
 use crate::error::MigrateError;
 
+mod progress;
+
+pub use progress::{Moved, Phase, Progress, ProgressReading};
+
+/// The handle of an engine: stops and steers it, and shows its progress. Clones belong to the same engine.
+#[derive(Debug, Clone, Default)]
+pub struct Handle {
+    /// Stops the engine and changes its rate.
+    pub control: Control,
+    /// Shows the engine's progress.
+    pub progress: Progress,
+}
+
+impl Handle {
+    /// A handle of an engine that has not begun: no limit, no stop, counters at zero.
+    pub fn new() -> Self {
+        Self::default()
+    }
+}
+
 /// What a running job was told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {

@@ -1,0 +1,259 @@
+//! A control socket for VMMs: programs watch and steer a migration through it as through QEMU's monitor.
+//!
+//! It speaks lines of JSON as QMP does (greeting, `qmp_capabilities`, `execute`/`arguments`/`id`, `return`/`error`,
+//! `MIGRATION` events), on its own threads that use only the [`Handle`] of the engine. So it answers at any moment,
+//! also while the engine waits. A VMM adds its own commands ([`Commands`]), and changes the job of the socket
+//! ([`ControlSocket::set_job`]).
+//!
+//! ```
+//! use limosa_control::{ControlSocket, Job};
+//! use limosa_migrate::Handle;
+//!
+//! # fn main() -> std::io::Result<()> {
+//! # let directory = std::env::temp_dir().join(format!("limosa-control-{}", std::process::id()));
+//! # std::fs::create_dir_all(&directory)?;
+//! let handle = Handle::new();
+//! // `query-migrate` answers from now on, and `migrate_cancel` stops the engine that is given the handle.
+//! let socket = ControlSocket::listen(&directory.join("control"), Job::Live, &handle)?;
+//! # drop(socket);
+//! # std::fs::remove_dir(&directory)
+//! # }
+//! ```
+
+mod answers;
+mod state;
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use limosa_channel::Uri;
+use limosa_socket::SocketFile;
+use parking_lot::{Condvar, Mutex};
+use serde_json::{Value, json};
+
+use answers::{answer, error, status};
+use limosa_migrate::Handle;
+use limosa_migrate::control::Phase;
+use state::{Client, Current, Server};
+pub use state::{CommandError, Commands, Job};
+
+/// Longest line a client may send.
+const LINE_LIMIT: u64 = 64 << 10;
+/// Clients at the same time.
+const CLIENTS: usize = 8;
+/// Clients that may wait to be accepted.
+const BACKLOG: i32 = 64;
+/// How often a change of phase is looked for. Phases last longer; an event may be this late.
+const TICK: Duration = Duration::from_millis(20);
+/// How long commands that were read may take to be answered when the job is over.
+const LAST_REPLIES: Duration = Duration::from_secs(2);
+
+/// The listening socket. Dropping it closes and removes it; the job goes on.
+#[derive(Debug)]
+pub struct ControlSocket {
+    _file: SocketFile,
+    server: Arc<Server>,
+    over: Arc<AtomicBool>,
+    listener: Option<thread::JoinHandle<()>>,
+}
+
+impl ControlSocket {
+    /// Listens at `path`, which only the owner may open.
+    ///
+    /// # Errors
+    /// `path` exists and is not the socket of a killed job; or the kernel refuses.
+    pub fn listen(path: &Path, job: Job, handle: &Handle) -> io::Result<Self> {
+        Self::open(path, Some(Current { job, handle: handle.clone(), begun: Instant::now() }), None)
+    }
+
+    /// Listens at `path` for a VMM that has no job yet: `query-migrate` answers nothing until there is one.
+    ///
+    /// # Errors
+    /// As [`listen`](Self::listen).
+    pub fn listen_for(path: &Path, commands: Arc<dyn Commands>) -> io::Result<Self> {
+        Self::open(path, None, Some(commands))
+    }
+
+    /// Reports this job from now on.
+    pub fn set_job(&self, job: Job, handle: &Handle) {
+        self.clear_listen_address();
+        let next = Current { job, handle: handle.clone(), begun: Instant::now() };
+        *self.server.current.lock() = Some(next);
+    }
+
+    /// Sends an event to all clients, as QMP does: a VMM's `STOP` and `RESUME`.
+    pub fn emit(&self, event: &str, data: &Value) {
+        emit(&self.server, &json!({ "event": event, "data": data, "timestamp": now() }));
+    }
+
+    fn open(path: &Path, current: Option<Current>, commands: Option<Arc<dyn Commands>>) -> io::Result<Self> {
+        let (socket, file) = limosa_socket::listen(path, BACKLOG)?;
+        let listener = UnixListener::from(socket);
+        let over = Arc::new(AtomicBool::new(false));
+        let server = Arc::new(Server {
+            current: Mutex::new(current),
+            commands,
+            clients: Mutex::default(),
+            dismissed: Condvar::new(),
+            addresses: Mutex::default(),
+            admitted: AtomicUsize::new(0),
+        });
+        let (stop, mine) = (Arc::clone(&over), Arc::clone(&server));
+        let thread = thread::Builder::new().name("control".into()).spawn(move || serve(&listener, &mine, &stop))?;
+        Ok(Self { _file: file, server, over, listener: Some(thread) })
+    }
+
+    /// Adds an address at which the job waits for its peer. `query-migrate` reports it as `socket-address`.
+    pub fn set_listen_address(&self, uri: &Uri) {
+        let address = match uri {
+            Uri::Tcp { host, port } => json!({ "type": "inet", "host": host, "port": port.to_string() }),
+            Uri::Unix(path) => json!({ "type": "unix", "path": path.to_string_lossy() }),
+            Uri::Fd(number) => json!({ "type": "fd", "str": number.to_string() }),
+            _ => return,
+        };
+        self.server.addresses.lock().push(address);
+    }
+
+    /// Forgets the addresses: the peer has connected, and no other connection is expected.
+    pub fn clear_listen_address(&self) {
+        self.server.addresses.lock().clear();
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Release);
+        if let Some(thread) = self.listener.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Accepts clients and announces phases until the job is over; then says the last phase and hangs up.
+fn serve(listener: &UnixListener, server: &Arc<Server>, over: &AtomicBool) {
+    let mut announced = Phase::Setup;
+    loop {
+        let ending = over.load(Ordering::Acquire);
+        while let Ok((client, _)) = listener.accept() {
+            admit(server, client);
+        }
+        let phase = server.current().map_or(Phase::Setup, |current| current.handle.progress.read().phase);
+        if phase != announced {
+            announced = phase;
+            emit(server, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
+        }
+        if ending {
+            hang_up(server);
+            return;
+        }
+        thread::sleep(TICK);
+    }
+}
+
+/// Ends all conversations. A command that was read is answered first: a client that ended the job by it gets its reply,
+/// although the process may exit next.
+fn hang_up(server: &Server) {
+    let mut clients = server.clients.lock();
+    for client in clients.iter() {
+        let _ = client.stream.shutdown(Shutdown::Read);
+    }
+    let _ = server.dismissed.wait_while_for(&mut clients, |clients| !clients.is_empty(), LAST_REPLIES);
+    for client in clients.drain(..) {
+        let _ = client.stream.shutdown(Shutdown::Both);
+    }
+}
+
+fn admit(server: &Arc<Server>, client: UnixStream) {
+    // A client that does not read must not hold up the events of the others.
+    let _ = client.set_nonblocking(false);
+    let _ = client.set_write_timeout(Some(Duration::from_secs(1)));
+    let Ok(stream) = client.try_clone() else { return };
+    let number = server.admitted.fetch_add(1, Ordering::Relaxed);
+    {
+        let mut clients = server.clients.lock();
+        if clients.len() >= CLIENTS {
+            return;
+        }
+        clients.push(Client { number, stream, listens: false });
+    }
+    let mine = Arc::clone(server);
+    let spawned = thread::Builder::new().name("control client".into()).spawn(move || {
+        let _ = converse(&mine, &client, number);
+        let _ = client.shutdown(Shutdown::Both);
+        dismiss(&mine, number);
+    });
+    if spawned.is_err() {
+        dismiss(server, number);
+    }
+}
+
+fn dismiss(server: &Server, number: usize) {
+    server.clients.lock().retain(|client| client.number != number);
+    server.dismissed.notify_all();
+}
+
+fn emit(server: &Server, event: &Value) {
+    let mut clients = server.clients.lock();
+    clients.retain_mut(|client| !client.listens || say(&mut client.stream, event).is_ok());
+}
+
+fn say(client: &mut UnixStream, message: &Value) -> io::Result<()> {
+    let mut line = message.to_string();
+    line.push_str("\r\n");
+    client.write_all(line.as_bytes())
+}
+
+fn converse(server: &Server, client: &UnixStream, number: usize) -> io::Result<()> {
+    let mut out = client.try_clone()?;
+    let version = json!({ "qemu": { "major": 0, "minor": 0, "micro": 0 }, "package": concat!("limosa ", env!("CARGO_PKG_VERSION")) });
+    say(&mut out, &json!({ "QMP": { "version": version, "capabilities": [] } }))?;
+    let mut lines = BufReader::new(client);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        if (&mut lines).take(LINE_LIMIT).read_until(b'\n', &mut line)? == 0 {
+            return Ok(());
+        }
+        if !line.ends_with(b"\n") {
+            return say(&mut out, &error("GenericError", "a command is a line of at most 64 KiB"));
+        }
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        let mut negotiated = false;
+        let reply = match serde_json::from_slice::<Value>(&line) {
+            Ok(command) => {
+                negotiated = command.get("execute").and_then(Value::as_str) == Some("qmp_capabilities");
+                let mut reply = answer(server, &command);
+                if let (Some(id), Some(reply)) = (command.get("id"), reply.as_object_mut()) {
+                    reply.insert("id".into(), id.clone());
+                }
+                reply
+            }
+            Err(fault) => error("GenericError", &format!("not JSON: {fault}")),
+        };
+        if !negotiated {
+            say(&mut out, &reply)?;
+            continue;
+        }
+        // Under the lock of those who announce: no event before the reply, and none lost after it.
+        let mut clients = server.clients.lock();
+        say(&mut out, &reply)?;
+        clients.iter_mut().filter(|client| client.number == number).for_each(|client| client.listens = true);
+    }
+}
+
+fn now() -> Value {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    json!({ "seconds": since.as_secs(), "microseconds": since.subsec_micros() })
+}
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
