@@ -225,11 +225,15 @@ impl<'a> Fleet<'a> {
         loop {
             let number = numbers.lock().next();
             let claimed = claims.lock().claim(number);
-            claimed.map_err(|why| Failure { number, error: CloneError::CommandLine { why } })?;
-            match start(self, number) {
-                // Another limosa has taken it meanwhile.
+            let started = claimed.map_err(|why| CloneError::CommandLine { why }).and_then(|()| start(self, number));
+            match started {
+                // Another limosa has taken it meanwhile, with its files.
                 Err(CloneError::Exists { .. }) => {}
-                done => return done.map_err(|error| Failure { number, error }),
+                Err(error) => {
+                    claims.lock().release(number);
+                    return Err(Failure { number, error });
+                }
+                Ok(started) => return Ok(started),
             }
         }
     }

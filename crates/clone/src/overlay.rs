@@ -37,7 +37,7 @@ pub(crate) fn make(path: &Path, disk: &FrozenDisk, backing: Backing) -> Result<(
     let options = CreateOptions {
         size,
         backing_file: Some(name),
-        backing_format: Some(disk.format.clone()),
+        backing_format: Some(image_format(&disk.format).to_owned()),
         ..CreateOptions::default()
     };
     block_on(create(&*storage, None, &options)).map(|_| ()).map_err(failed)
@@ -46,25 +46,38 @@ pub(crate) fn make(path: &Path, disk: &FrozenDisk, backing: Backing) -> Result<(
 /// Whether a disk's file names a backing image. A file that cannot be read may name one.
 pub(crate) fn has_backing(disk: &FrozenDisk) -> bool {
     let Ok(reference) = Reference::named(&disk.path) else { return true };
-    block_on(ImageInfo::of_chain(&reference, &frozen_options(&disk.format))).map_or(true, |chain| chain.len() > 1)
+    let Ok(options) = frozen_options(&disk.path, &disk.format) else { return true };
+    block_on(ImageInfo::of_chain(&reference, &options)).map_or(true, |chain| chain.len() > 1)
 }
 
 /// Returns the length of a disk in bytes.
 fn length(path: &Path, format: &str) -> Result<u64, CloneError> {
     let failed = |source: ImageError| CloneError::Overlay { path: path.to_path_buf(), source };
     let reference = Reference::named(path).map_err(|error| CloneError::Disk { why: error.to_string() })?;
-    Ok(block_on(chain::open(&reference, &frozen_options(format))).map_err(failed)?.len())
+    Ok(block_on(chain::open(&reference, &frozen_options(path, format)?)).map_err(failed)?.len())
+}
+
+/// Returns the format of a disk that QEMU opened with this driver. A disk without a format node has the driver of its
+/// protocol, and is raw.
+fn image_format(driver: &str) -> &str {
+    if matches!(driver, "file" | "host_device") { "raw" } else { driver }
 }
 
 /// Returns how a frozen disk is opened: other clones read it, and nothing writes it, so it needs no lock.
-fn frozen_options(format: &str) -> OpenOptions {
-    OpenOptions {
-        format: format.parse().ok(),
+///
+/// # Errors
+/// A format that limosa-image does not have. It is not probed instead: the guest chooses the first bytes of such a disk.
+fn frozen_options(path: &Path, format: &str) -> Result<OpenOptions, CloneError> {
+    let format = image_format(format)
+        .parse()
+        .map_err(|error| CloneError::Disk { why: format!("{}: {error}", path.display()) })?;
+    Ok(OpenOptions {
+        format: Some(format),
         read_only: true,
         lock: LockPolicy::None,
         policy: Policy::Follow,
         ..OpenOptions::default()
-    }
+    })
 }
 
 /// The path of `to` from the directory `from`; both are absolute.
@@ -104,5 +117,27 @@ mod tests {
             assert!(bytes.windows(name.len()).any(|window| window == name.as_bytes()), "{name}");
             assert!(make(&overlay, &frozen, backing).is_err(), "it is there already");
         }
+    }
+
+    #[test]
+    fn a_frozen_disk_is_never_probed() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = folder.path().join("disk");
+        // A guest has written the header of an image into its disk.
+        let storage = FileStorage::open(&disk, &FileOptions { create: Create::New, ..FileOptions::default() }).unwrap();
+        let header = CreateOptions { size: 1 << 30, ..CreateOptions::default() };
+        block_on(create(&*storage, None, &header)).unwrap();
+        drop(storage);
+        let bytes = std::fs::metadata(&disk).unwrap().len();
+        let frozen = |format: &str| FrozenDisk { path: disk.clone(), format: format.into() };
+        for (number, (format, length_of)) in
+            [("raw", Some(bytes)), ("file", Some(bytes)), ("vpc", None)].into_iter().enumerate()
+        {
+            let overlay = folder.path().join(format!("overlay{number}"));
+            let made = make(&overlay, &frozen(format), Backing::Absolute);
+            assert_eq!(made.is_ok(), length_of.is_some(), "{format}: {made:?}");
+            assert!(length_of.is_none_or(|bytes| length(&overlay, "qcow2").unwrap() == bytes.next_multiple_of(512)));
+        }
+        assert!(has_backing(&frozen("vpc")), "a file that cannot be read may name one");
     }
 }

@@ -35,7 +35,7 @@ const LOG_SHOWN: u64 = 600;
 /// A unix socket's path has at most this many bytes (unix(7)).
 const SOCKET_PATH_MAX: usize = 107;
 
-/// Files and the process made for a clone; removed on drop, unless inherited_fds.
+/// Files and the process made for a clone; removed on drop, unless kept.
 struct Made {
     folder: PathBuf,
     files: Vec<PathBuf>,
@@ -53,7 +53,7 @@ impl Made {
         }
     }
 
-    /// Returns the path of a file in the directory, which is removed if the clone is not inherited_fds.
+    /// Returns the path of a file in the directory, which is removed if the clone is not kept.
     fn file(&mut self, name: &str) -> PathBuf {
         let path = self.folder.join(name);
         self.files.push(path.clone());

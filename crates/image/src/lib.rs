@@ -52,7 +52,7 @@ mod truncation;
 pub use disk::{BlockStatus, Disk, Mapped, Pending};
 pub use error::ImageError;
 pub use gate::{Policy, Purpose};
-pub use new_image::{CreatedFiles, NewFormat, NewImage, Removed, UnfinishedFiles};
+pub use new_image::{CreatedFiles, NewBacking, NewFormat, NewImage, Removed, UnfinishedFiles};
 pub use offset::{GuestOffset, HostOffset};
 pub use operations::{Operation, OperationError, Progress, Watch, bench, compare, convert, info, resize};
 pub use preallocation::{Preallocation, UnknownPreallocation};

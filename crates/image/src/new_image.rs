@@ -73,12 +73,12 @@ impl NewImage {
         }
     }
 
-    /// Opens the backing image and returns its length in bytes; `None` without one. The name is resolved as the new
-    /// image's readers resolve it.
+    /// Returns the backing image; `None` without one. The name is resolved as the new image's readers resolve it.
+    /// Nothing is opened.
     ///
     /// # Errors
-    /// It cannot be opened, or its format is unknown.
-    pub async fn backing_length(&self, options: &OpenOptions) -> Result<Option<u64>, ImageError> {
+    /// Its name or its format is not supported.
+    pub fn backing(&self) -> Result<Option<NewBacking>, ImageError> {
         let NewFormat::Qcow2(new) = &self.format else { return Ok(None) };
         let qcow2::CreateOptions { backing_file: Some(name), backing_format, .. } = &**new else { return Ok(None) };
         let format = backing_format.as_deref().map(str::parse).transpose();
@@ -86,9 +86,7 @@ impl NewImage {
             image: self.path.to_string_lossy().into(),
             what: error.to_string(),
         })?;
-        let reference = Reference::from_image(name, &self.path)?;
-        let options = OpenOptions { format, read_only: true, ..options.clone() };
-        Ok(Some(chain::open(&reference, &options).await?.len()))
+        Ok(Some(NewBacking { reference: Reference::from_image(name, &self.path)?, format }))
     }
 
     /// Creates the image, and its external data file if it has one. Files that did not exist before are removed again
@@ -189,6 +187,24 @@ impl CreatedFiles<'_> {
 impl Drop for CreatedFiles<'_> {
     fn drop(&mut self) {
         self.paths.drain(..).for_each(|path| self.unfinished.forget(&path, true));
+    }
+}
+
+/// The backing image of an image that is to be created.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewBacking {
+    reference: Reference,
+    format: Option<Format>,
+}
+
+impl NewBacking {
+    /// Opens it, read-only, and returns its length in bytes.
+    ///
+    /// # Errors
+    /// It cannot be opened.
+    pub async fn length(&self, options: &OpenOptions) -> Result<u64, ImageError> {
+        let options = OpenOptions { format: self.format, read_only: true, ..options.clone() };
+        Ok(chain::open(&self.reference, &options).await?.len())
     }
 }
 

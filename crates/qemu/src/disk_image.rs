@@ -5,6 +5,9 @@
 //! unallocated, even if a lower one has it. A format that limosa-image does not have is an error, not a guess.
 
 use std::path::Path;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use limosa_image::chain::{OpenOptions, open};
 use limosa_image::reference::{BackingOverride, Reference};
@@ -12,6 +15,9 @@ use limosa_image::{BlockStatus, Format, GuestOffset, ImageError, Policy};
 use limosa_storage::{LockPolicy, block_on};
 
 use crate::job::with_causes;
+
+/// Time that the metadata of an image may take to read.
+const READ_WITHIN: Duration = Duration::from_secs(60);
 
 /// The other processes that may have the image open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +46,13 @@ pub(crate) fn has_data(image: &Path, format: &str, others: Others) -> Result<boo
         policy: Policy::Follow,
         ..OpenOptions::default()
     };
-    block_on(has_own_block(&reference, &options)).map_err(|error| with_causes(&error))
+    // A filesystem that does not answer (NFS, FUSE) must not hold up a VM. The thread is left behind with it.
+    let (sender, result) = mpsc::channel();
+    thread::spawn(move || sender.send(block_on(has_own_block(&reference, &options))));
+    match result.recv_timeout(READ_WITHIN) {
+        Ok(found) => found.map_err(|error| with_causes(&error)),
+        Err(_) => Err(format!("{}: not read within {} s", image.display(), READ_WITHIN.as_secs())),
+    }
 }
 
 /// Returns whether any block of the image is allocated in the image itself.

@@ -74,24 +74,29 @@ impl<'a> Claims<'a> {
         Self { names, folder, paths: HashMap::new(), files: HashMap::new() }
     }
 
-    /// Claims the files of a clone.
+    /// Claims the files of a clone. What another clone has claimed stays that clone's, and the rest is claimed.
     ///
     /// # Errors
-    /// Another clone has one of them: the name, and that clone.
+    /// Another clone has one of them: the first such name, and that clone.
     pub(crate) fn claim(&mut self, number: u64) -> Result<(), String> {
+        let mut conflict = None;
         for name in self.names {
             let path = resolved(&filled(name, number, self.folder));
-            let file = FileId::of_path(&path).ok();
-            let by_file = file.and_then(|file| self.files.insert(file, number));
-            let by_path = self.paths.insert(path.clone(), number);
-            if let Some(other) = by_path.or(by_file).filter(|other| *other != number) {
-                return Err(format!(
-                    "{name}: clones {other:03} and {number:03} would both write to {}",
-                    path.display()
-                ));
+            let by_file = FileId::of_path(&path).ok().map(|file| *self.files.entry(file).or_insert(number));
+            let by_path = *self.paths.entry(path.clone()).or_insert(number);
+            let others = [Some(by_path), by_file].into_iter().flatten().find(|owner| *owner != number);
+            if let Some(other) = others.filter(|_| conflict.is_none()) {
+                let path = path.display();
+                conflict = Some(format!("{name}: clones {other:03} and {number:03} would both write to {path}"));
             }
         }
-        Ok(())
+        conflict.map_or(Ok(()), Err)
+    }
+
+    /// Gives back what a clone has claimed that was not started.
+    pub(crate) fn release(&mut self, number: u64) {
+        self.paths.retain(|_, owner| *owner != number);
+        self.files.retain(|_, owner| *owner != number);
     }
 }
 

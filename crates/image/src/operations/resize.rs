@@ -53,8 +53,6 @@ pub struct Resized {
     pub before: u64,
     /// Its length, in bytes.
     pub size: u64,
-    /// Whether the image was probed as raw, without a given format.
-    pub guessed: bool,
 }
 
 /// Why a disk was not resized.
@@ -98,7 +96,8 @@ pub enum SizeFault {
     NothingAdded,
 }
 
-/// Resizes the disk of an image, as [`qcow2::resize`](crate::qcow2::resize()) and [`Raw::resize`] do.
+/// Resizes the disk of an image, as [`qcow2::resize`](crate::qcow2::resize()) and [`Raw::resize`] do. Calls `on_guess`
+/// before the first change if no format was given and the image was probed as raw.
 ///
 /// # Errors
 /// [`ResizeError::Size`]: no length of a disk, or shorter without [`ResizeOptions::shrink`]; the image cannot be opened
@@ -107,10 +106,13 @@ pub async fn resize(
     reference: &Reference,
     open: &OpenOptions,
     options: &ResizeOptions,
+    on_guess: impl FnOnce(),
 ) -> Result<Resized, ResizeError> {
     let open = OpenOptions { read_only: false, ..open.clone() };
     let file = ImageFile::open(reference, &open).await?;
-    let guessed = file.guessed && file.format == Format::Raw;
+    if file.guessed && file.format == Format::Raw {
+        on_guess();
+    }
     let image = Arc::clone(file.storage.name());
     let length = |before| new_length(before, options).map_err(|fault| ResizeError::Size { image, fault });
     let (before, size) = match file.format {
@@ -136,7 +138,7 @@ pub async fn resize(
             (before, size)
         }
     };
-    Ok(Resized { before, size, guessed })
+    Ok(Resized { before, size })
 }
 
 /// The new length of a disk of `before` bytes.

@@ -25,17 +25,19 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     }
     let mut format = asked(options)?;
     let mut image = new_image(&options.name, options.target.cache, &format)?;
-    if !options.backing_unsafe {
+    if !options.backing_unsafe
+        && let Some(backing) = image.backing()?
+    {
         // Only its length is read, so another process may write it meanwhile; with qemu-img it may, too.
         let (lock, policy) = (LockPolicy::None, open::policy(options.untrusted));
         let open = OpenOptions { lock, policy, ..OpenOptions::default() };
-        let length = block_on(image.backing_length(&open)).with_context(|| {
+        let length = block_on(backing.length(&open)).with_context(|| {
             format!(
                 "{}: cannot open its backing file; to create the image anyway, use -u and give a size",
                 options.name
             )
         })?;
-        if let Some(length) = length.filter(|_| format.number("size").is_none()) {
+        if format.number("size").is_none() {
             format.set("size", length.to_string())?;
             image.set_size(length);
         }

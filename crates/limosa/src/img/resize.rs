@@ -16,10 +16,7 @@ pub(crate) fn run(options: &ResizeOptions) -> anyhow::Result<ExitCode> {
     how.shrink = options.shrink;
     how.preallocation = options.preallocation.parse().context("--preallocation")?;
     let NamedImage { reference, options: open, .. } = open::resolve(&options.source)?;
-    let resized = block_on(resize(&reference, &open, &how)).map_err(with_remedy)?;
-    if resized.guessed {
-        open::warn_of_guess(&options.source);
-    }
+    block_on(resize(&reference, &open, &how, || open::warn_of_guess(&options.source))).map_err(with_remedy)?;
     if !options.quiet {
         print_out!("Image resized.");
     }

@@ -119,14 +119,14 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
         return refused(format!("its topmost node is a '{}', which is no image", disk.format));
     }
     if let Some(override_key) = &disk.override_key {
-        return refused(format!(
-            "QEMU was override_key more about {} than its file says ('{override_key}')",
-            disk.filename
-        ));
+        return refused(format!("QEMU was given more about {} than its file says ('{override_key}')", disk.filename));
     }
     match &disk.path {
         // QEMU's directory, which relative names count from, cannot be read by every user.
-        Some(path) if path.is_relative() => refused(format!("where '{}' is cannot be override_key", path.display())),
+        Some(path) if path.is_relative() => refused(format!(
+            "the place of '{}' is unknown: it is a relative path of QEMU's working directory",
+            path.display()
+        )),
         Some(path) => Ok(path.clone()),
         None => refused(format!("'{}' is no file of this host", disk.filename)),
     }

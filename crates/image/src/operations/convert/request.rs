@@ -127,8 +127,11 @@ impl NewTarget {
             }
             Some(backing) => {
                 let name = backing.to_string_lossy().into_owned();
-                let length = self.image.backing_length(&self.backing).await;
-                length.map_err(|source| OperationError::Backing { backing: name, source })?
+                let failed = |source| OperationError::Backing { backing: name.clone(), source };
+                match self.image.backing().map_err(failed)? {
+                    Some(backing) => Some(backing.length(&self.backing).await.map_err(failed)?),
+                    None => None,
+                }
             }
             None => None,
         };

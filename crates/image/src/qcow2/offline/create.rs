@@ -439,7 +439,10 @@ mod tests {
         let data_file = Some(OsString::from("d"));
         let backing_file = Some(OsString::from("b"));
         let cases = [
-            (CreateOptions { cluster_size: 3000, ..usual() }, "cluster_size=3000: it is a power of two from 512 to 2M"),
+            (
+                CreateOptions { cluster_size: 3000, ..usual() },
+                "cluster_size=3000: must be a power of two from 512 to 2M",
+            ),
             (CreateOptions { cluster_size: 256, ..usual() }, "cluster_size=256: must be a power of two from 512 to 2M"),
             (CreateOptions { refcount_bits: 0, ..usual() }, "refcount_bits=0: must be a power of two from 1 to 64"),
             (CreateOptions { version: 2, extended_l2: true, ..usual() }, "extended_l2 needs compat=1.1"),
