@@ -54,7 +54,7 @@ impl Cell {
 }
 
 fn variant(method: ZeroCopy, channels: u8) -> String {
-    let method = if method == ZeroCopy::Off { "copy" } else { method.name() };
+    let method = if method == ZeroCopy::Off { "copy" } else { method.into() };
     if channels == 1 { format!("{method}, 1 channel") } else { format!("{method}, {channels} channels") }
 }
 

@@ -27,7 +27,7 @@ use crate::rate::RateLimit;
 use crate::tls::{ByKernel, Session, TlsFailure};
 use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
-use crate::zero_copy::{Refusal, ZeroCopy, ZeroCopySender};
+use crate::zero_copy::{Parts, Refusal, ZeroCopy, ZeroCopySender};
 
 type Result<T> = std::result::Result<T, ChannelError>;
 
@@ -442,8 +442,8 @@ impl Channel {
         written.map_err(|stop| self.explain(Operation::Write, stop))
     }
 
-    pub(crate) fn write_all_zero_copy(&self, cursors: [&mut Cursor<'_, Out>; 3], reused: bool) -> Result<()> {
-        let written = self.state.sender.write_all(self.output(), cursors, reused);
+    pub(crate) fn write_all_zero_copy(&self, parts: Parts<'_>) -> Result<()> {
+        let written = self.state.sender.write_all(self.output(), parts);
         written.map_err(|stop| self.explain(Operation::Write, stop))
     }
 

@@ -1,7 +1,6 @@
 //! Errors of channels: the message names the peer, the byte and what was expected; the variants let a program decide
 //! whether to retry or to give up.
 
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -15,40 +14,33 @@ use crate::tls::TlsFailure;
 use crate::uri::UriError;
 
 /// An operation on a channel. Its `Display` begins a sentence that the peer's name completes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, strum::Display)]
 #[non_exhaustive]
 pub enum Operation {
     /// Connecting to a peer.
+    #[strum(to_string = "connecting to")]
     Connect,
     /// Making a listener.
+    #[strum(to_string = "listening on")]
     Listen,
     /// Waiting for a peer to connect.
+    #[strum(to_string = "waiting for a connection on")]
     Accept,
     /// Opening a file.
+    #[strum(to_string = "opening")]
     Open,
     /// Writing.
+    #[strum(to_string = "writing to")]
     Write,
     /// Reading.
+    #[strum(to_string = "reading from")]
     Read,
     /// Shutting down one or both directions.
+    #[strum(to_string = "shutting down")]
     Shutdown,
     /// Setting time-outs, buffers or other properties.
+    #[strum(to_string = "setting up")]
     Configure,
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Connect => "connecting to",
-            Self::Listen => "listening on",
-            Self::Accept => "waiting for a connection on",
-            Self::Open => "opening",
-            Self::Write => "writing to",
-            Self::Read => "reading from",
-            Self::Shutdown => "shutting down",
-            Self::Configure => "setting up",
-        })
-    }
 }
 
 /// A failed operation on a channel, a listener or a file channel.
@@ -183,7 +175,7 @@ pub enum ChannelError {
         why: String,
     },
     /// Any other error of the kernel.
-    #[error("{operation} {peer}{}: {source}", at(*offset))]
+    #[error("{operation} {peer}{}", at(*offset))]
     Io {
         /// The operation.
         operation: Operation,

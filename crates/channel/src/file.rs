@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crate::counters::{Counters, DirectionCounters};
 use crate::error::{ChannelError, Operation};
-use crate::transport;
+use crate::system_call;
 use crate::uri::Uri;
 use crate::vector::{Cursor, In, Out};
 
@@ -152,7 +152,7 @@ impl FileChannel {
         let mut position = self.position(operation, offset)?;
         while let Some(batch) = gather.batch(usize::MAX) {
             counters.called();
-            match transport::write_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
+            match system_call::write_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
                 Ok(0) => return Err(self.failed(operation, position, io::ErrorKind::WriteZero.into())),
                 Ok(moved) => {
                     counters.moved(moved, batch.bytes());
@@ -172,7 +172,7 @@ impl FileChannel {
         let mut position = begin;
         while let Some(batch) = scatter.batch(usize::MAX) {
             counters.called();
-            match transport::read_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
+            match system_call::read_at(self.file.as_fd(), &batch, self.kernel_offset(operation, position)?) {
                 Ok(0) => {
                     let got = position - begin;
                     let wanted = got.saturating_add(scatter.left());

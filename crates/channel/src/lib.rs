@@ -47,6 +47,7 @@ mod listener;
 mod options;
 mod passed_descriptors;
 mod rate;
+mod system_call;
 mod tcp_info;
 mod tls;
 mod transport;

@@ -5,10 +5,11 @@
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use limosa_socket::SocketFile;
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{self, OFlags, Timespec};
 use rustix::io::Errno;
@@ -112,7 +113,7 @@ impl Listener {
         let socket = match &self.source {
             Source::Socket { socket, .. } => socket,
             Source::Connected(fd) => {
-                let taken = fd.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let taken = fd.lock().take();
                 let why = "its only connection was accepted before";
                 let fd = taken.ok_or_else(|| ChannelError::Unsupported { operation, peer: peer(), why })?;
                 return Channel::over(fd, peer(), &self.options);

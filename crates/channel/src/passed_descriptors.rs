@@ -11,9 +11,9 @@ use std::mem;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use libc::{c_int, iovec, msghdr};
+use parking_lot::Mutex;
 
 /// Maximum number of descriptors in one message (`SCM_MAX_FD` of the kernel).
 pub(crate) const PASSED_MAX: usize = 253;
@@ -36,11 +36,7 @@ impl PassedDescriptors {
     }
 
     pub(crate) fn take(&self) -> Vec<OwnedFd> {
-        mem::take(&mut *self.lock())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
-        self.got.lock().unwrap_or_else(PoisonError::into_inner)
+        mem::take(&mut *self.got.lock())
     }
 
     /// Receives as recvmsg(2), with room for the requested descriptors.
@@ -70,7 +66,7 @@ impl PassedDescriptors {
         // Another thread may have requested fewer meanwhile.
         let left = |now: usize| Some(now.saturating_sub(descriptors.len()));
         let _ = self.wanted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left);
-        self.lock().extend(descriptors);
+        self.got.lock().extend(descriptors);
         Ok(got)
     }
 }

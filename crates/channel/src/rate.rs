@@ -5,11 +5,12 @@
 //! most. A change of the rate wakes every waiter, and the remaining debt is paid at the new rate.
 
 use std::num::NonZeroU64;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use limosa_page::to_usize;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 const SECOND: u128 = 1_000_000_000;
 
@@ -118,7 +119,7 @@ impl RateLimit {
                 return Some(waited);
             }
             let pause = bucket.pause(rate).min(PAUSE_MAX);
-            bucket = self.limiter.changed.wait_timeout(bucket, pause).unwrap_or_else(PoisonError::into_inner).0;
+            self.limiter.changed.wait_for(&mut bucket, pause);
         }
     }
 
@@ -140,8 +141,7 @@ impl RateLimit {
     }
 
     fn bucket(&self) -> MutexGuard<'_, Bucket> {
-        // No code panics while it holds the lock, and a bucket is valid with any numbers.
-        self.limiter.bucket.lock().unwrap_or_else(PoisonError::into_inner)
+        self.limiter.bucket.lock()
     }
 }
 

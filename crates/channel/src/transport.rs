@@ -1,18 +1,18 @@
-//! System calls that read and write a descriptor, one a method.
+//! The ways to move bytes through a descriptor, one system call a method.
 //!
 //! [`Transport`] is where other ways of moving bytes are added. TLS is a variant that encrypts a batch into records, or
 //! has the kernel do so. No module above sees which variant it is.
-#![allow(unsafe_code, reason = "the calls take lists of raw memory, because guest memory is never a slice")]
+#![allow(unsafe_code, reason = "passes descriptors, and sets an option that no library has")]
 
 use std::io;
-use std::mem;
 use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use libc::{c_int, iovec};
+use libc::c_int;
 use rustix::io::Errno;
 
 use crate::passed_descriptors::{self, PassedDescriptors};
+use crate::system_call;
 use crate::tls::Session;
 use crate::vector::{Batch, In, Out};
 
@@ -64,14 +64,10 @@ impl Transport {
     /// Writes some of the batch; returns how many bytes.
     pub(crate) fn write(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         match self {
-            Self::Socket(fd, _) => send(fd, batch, 0),
+            Self::Socket(fd, _) => system_call::send(fd, batch, 0),
             Self::Tls(session) => session.write(batch),
-            Self::Pair { output: Half::Socket(fd), .. } => send(fd, batch, libc::MSG_DONTWAIT),
-            Self::Pipe(fd) | Self::Pair { output: Half::Pipe(fd), .. } => {
-                let (list, count) = parts(batch.entries());
-                // SAFETY: the batch's entries are valid for reads; the list has `count` of them.
-                answer(unsafe { libc::writev(fd.as_raw_fd(), list, count) })
-            }
+            Self::Pair { output: Half::Socket(fd), .. } => system_call::send(fd, batch, libc::MSG_DONTWAIT),
+            Self::Pipe(fd) | Self::Pair { output: Half::Pipe(fd), .. } => system_call::write(fd, batch),
         }
     }
 
@@ -88,7 +84,7 @@ impl Transport {
 
     fn send(&self, batch: &Batch<'_, Out>, flags: c_int) -> io::Result<usize> {
         let Self::Socket(fd, _) = self else { return Err(io::ErrorKind::Unsupported.into()) };
-        send(fd, batch, flags)
+        system_call::send(fd, batch, flags)
     }
 
     /// Enables `MSG_ZEROCOPY` on the socket (`SO_ZEROCOPY`, socket(7)).
@@ -142,14 +138,10 @@ impl Transport {
                 // SAFETY: the batch's entries are valid for writes.
                 unsafe { passed.receive(fd.as_raw_fd(), batch.entries(), flags) }
             }
-            Self::Socket(fd, _) => receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
+            Self::Socket(fd, _) => system_call::receive(fd, batch, if whole { libc::MSG_WAITALL } else { 0 }),
             Self::Tls(session) => session.read(batch, whole),
-            Self::Pair { input: Half::Socket(fd), .. } => receive(fd, batch, libc::MSG_DONTWAIT),
-            Self::Pipe(fd) | Self::Pair { input: Half::Pipe(fd), .. } => {
-                let (list, count) = parts(batch.entries());
-                // SAFETY: the batch's entries are valid for writes; the list has `count` of them.
-                answer(unsafe { libc::readv(fd.as_raw_fd(), list, count) })
-            }
+            Self::Pair { input: Half::Socket(fd), .. } => system_call::receive(fd, batch, libc::MSG_DONTWAIT),
+            Self::Pipe(fd) | Self::Pair { input: Half::Pipe(fd), .. } => system_call::read(fd, batch),
         }
     }
 
@@ -189,59 +181,4 @@ impl Transport {
             Self::Pair { output, .. } => output.fd().as_fd(),
         }
     }
-}
-
-/// Sends as sendmsg(2).
-pub(crate) fn send(fd: &OwnedFd, batch: &Batch<'_, Out>, flags: c_int) -> io::Result<usize> {
-    let flags = flags | libc::MSG_NOSIGNAL;
-    if let [entry] = batch.entries() {
-        // Measured: a tenth cheaper than a message of one entry, for small ones.
-        // SAFETY: the batch's entry is valid for reads.
-        return answer(unsafe { libc::send(fd.as_raw_fd(), entry.iov_base, entry.iov_len, flags) });
-    }
-    let message = message(batch.entries());
-    // SAFETY: the message and its list live through the call; the batch's entries are valid for reads.
-    answer(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) })
-}
-
-/// Receives as recvmsg(2).
-pub(crate) fn receive(fd: &OwnedFd, batch: &Batch<'_, In>, flags: c_int) -> io::Result<usize> {
-    if let [entry] = batch.entries() {
-        // SAFETY: the batch's entry is valid for writes.
-        return answer(unsafe { libc::recv(fd.as_raw_fd(), entry.iov_base, entry.iov_len, flags) });
-    }
-    let mut message = message(batch.entries());
-    // SAFETY: the message and its list live through the call; the batch's entries are valid for writes.
-    answer(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, flags) })
-}
-
-/// Writes some of the batch at a file offset.
-pub(crate) fn write_at(fd: BorrowedFd<'_>, batch: &Batch<'_, Out>, offset: i64) -> io::Result<usize> {
-    let (list, count) = parts(batch.entries());
-    // SAFETY: the batch's entries are valid for reads; the list has `count` of them.
-    answer(unsafe { libc::pwritev(fd.as_raw_fd(), list, count, offset) })
-}
-
-/// Reads some of the batch from a file offset.
-pub(crate) fn read_at(fd: BorrowedFd<'_>, batch: &Batch<'_, In>, offset: i64) -> io::Result<usize> {
-    let (list, count) = parts(batch.entries());
-    // SAFETY: the batch's entries are valid for writes; the list has `count` of them.
-    answer(unsafe { libc::preadv(fd.as_raw_fd(), list, count, offset) })
-}
-
-fn parts(entries: &[iovec]) -> (*const iovec, c_int) {
-    // A batch has at most ENTRIES_MAX entries.
-    (entries.as_ptr(), c_int::try_from(entries.len()).unwrap_or(c_int::MAX))
-}
-
-fn message(entries: &[iovec]) -> libc::msghdr {
-    // SAFETY: all zero is the header of an empty message; its fields differ between C libraries, hence no literal.
-    let mut message: libc::msghdr = unsafe { mem::zeroed() };
-    message.msg_iov = entries.as_ptr().cast_mut();
-    message.msg_iovlen = entries.len() as _;
-    message
-}
-
-fn answer(returned: isize) -> io::Result<usize> {
-    usize::try_from(returned).map_err(|_| io::Error::last_os_error())
 }

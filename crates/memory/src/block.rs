@@ -11,7 +11,7 @@ use rustix::fs::{FsWord, MemfdFlags, SealFlags, fcntl_add_seals, fstat, fstatfs,
 use crate::discarding::Discards;
 use crate::error::MemoryError;
 use crate::mapping::Mapping;
-use crate::pin::Pins;
+use crate::pin::{PinnedPages, Pins};
 
 /// `HUGETLBFS_MAGIC`
 const HUGETLBFS: FsWord = 0x9584_58f6;
@@ -232,7 +232,18 @@ impl MemoryBlock {
         self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
     }
 
-    /// What of it the kernel has been lent.
+    /// Pins the block's pages: none is discarded until the result is dropped. `None` while a discard is in progress or
+    /// waits.
+    pub fn pin(&self) -> Option<PinnedPages<'_>> {
+        self.pins.pin()
+    }
+
+    /// Whether `pinned` are pages of this block.
+    pub fn is_pinned_by(&self, pinned: &PinnedPages<'_>) -> bool {
+        pinned.is_of(&self.pins)
+    }
+
+    /// Returns the pins of the block.
     pub(crate) fn pins(&self) -> &Pins {
         &self.pins
     }

@@ -21,6 +21,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
 
 use crate::block::MemoryBlock;
+use crate::discarding::Discarding;
 use crate::error::MemoryError;
 
 /// What became of pages that were discarded: all of them read as zero.
@@ -66,6 +67,11 @@ impl MemoryBlock {
         Ok(done)
     }
 
+    /// Begins to give pages back: the result is held meanwhile, so that dirty logs learn of it.
+    pub(crate) fn discarding(&self, pages: PageRange) -> Discarding<'_> {
+        self.discards().begin(self.covering_host_pages(pages))
+    }
+
     fn discard_whole(&self, pages: PageRange, done: &mut Discarded) -> Result<(), MemoryError> {
         let kernel =
             |operation, source: io::Error| MemoryError::Kernel { block: self.name().to_owned(), operation, source };
@@ -74,10 +80,10 @@ impl MemoryBlock {
             Some((file, offset)) if self.is_shared() => {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 let result = fallocate(file, flags, offset + bytes.start, bytes.end - bytes.start);
-                ("fallocate, to punch a hole", result)
+                ("fallocate to punch a hole", result)
             }
             Some((file, offset)) => {
-                let kernel = |source| kernel("lseek, to find holes", source);
+                let kernel = |source| kernel("lseek for holes", source);
                 let mut from = pages.start;
                 for run in holes::data_pages(file, offset, pages).map_err(kernel)? {
                     let run = self.covering_host_pages(run.map_err(kernel)?).intersect(pages);
@@ -113,7 +119,7 @@ impl MemoryBlock {
             Err(Errno::INVAL | Errno::OPNOTSUPP) => self.write_zeros(pages, done),
             Err(error) => Err(MemoryError::Kernel {
                 block: self.name().to_owned(),
-                operation: "madvise, to discard",
+                operation: "madvise to discard",
                 source: error.into(),
             }),
         }
@@ -126,7 +132,7 @@ impl MemoryBlock {
         // What is zero because it was never populated would get memory by being written.
         let populated = self.populated(pages).map_err(|source| MemoryError::Kernel {
             block: self.name().to_owned(),
-            operation: "lseek, to find holes",
+            operation: "lseek for holes",
             source,
         })?;
         for run in populated.runs_in(pages) {

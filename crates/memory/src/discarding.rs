@@ -11,12 +11,10 @@
 //! lost their protection.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+use std::sync::{Arc, Weak};
 
 use limosa_page::{PageBitmap, PageNumber, PageRange};
-
-use crate::block::MemoryBlock;
-use crate::memory::GuestMemory;
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
 /// What one log has not fetched yet of the discards of a block.
 type Noted = Mutex<PageBitmap>;
@@ -37,14 +35,6 @@ pub(crate) struct Discarding<'b> {
     logs: RwLockReadGuard<'b, Vec<Weak<Noted>>>,
 }
 
-impl MemoryBlock {
-    /// To be held while these pages are given back.
-    pub(crate) fn discarding(&self, pages: PageRange) -> Discarding<'_> {
-        let discards = self.discards();
-        Discarding { pages: self.covering_host_pages(pages), discards, logs: discards.read() }
-    }
-}
-
 impl Discarding<'_> {
     /// Whether a log is on.
     pub(crate) fn is_logged(&self) -> bool {
@@ -60,12 +50,17 @@ impl Discarding<'_> {
 impl Drop for Discarding<'_> {
     fn drop(&mut self) {
         for log in self.logs.iter().filter_map(Weak::upgrade) {
-            lock(&log).set_range(self.pages);
+            log.lock().set_range(self.pages);
         }
     }
 }
 
 impl Discards {
+    /// Begins a discard of whole host pages: the result is held while they are given back.
+    pub(crate) fn begin(&self, pages: PageRange) -> Discarding<'_> {
+        Discarding { pages, discards: self, logs: self.logs.read() }
+    }
+
     /// Whether any discard was lazy since this was asked last.
     pub(crate) fn take_lazy(&self) -> bool {
         self.lazy.swap(false, Ordering::Relaxed)
@@ -74,19 +69,6 @@ impl Discards {
     pub(crate) fn set_lazy(&self) {
         self.lazy.store(true, Ordering::Relaxed);
     }
-
-    // Nothing panics while one of the locks is held.
-    fn read(&self) -> RwLockReadGuard<'_, Vec<Weak<Noted>>> {
-        self.logs.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn write(&self) -> RwLockWriteGuard<'_, Vec<Weak<Noted>>> {
-        self.logs.write().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn lock(noted: &Noted) -> MutexGuard<'_, PageBitmap> {
-    noted.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The blocks of a VM, for a log that has to know of their discards.
@@ -94,15 +76,16 @@ fn lock(noted: &Noted) -> MutexGuard<'_, PageBitmap> {
 pub(crate) struct Discardable(Vec<(Arc<Discards>, u64)>);
 
 impl Discardable {
-    pub(crate) fn new(memory: &GuestMemory) -> Self {
-        Self(memory.blocks().iter().map(|block| (Arc::clone(block.discards()), block.pages().len())).collect())
+    /// Creates a list of blocks: the discards and the number of pages of each.
+    pub(crate) fn new(blocks: impl Iterator<Item = (Arc<Discards>, u64)>) -> Self {
+        Self(blocks.collect())
     }
 
     /// Notes all discards from now on.
     pub(crate) fn watch(&self) -> DiscardWatch {
         let watch = |(discards, pages): &(Arc<Discards>, u64)| {
             let noted = Arc::new(Mutex::new(PageBitmap::new(*pages)));
-            discards.write().push(Arc::downgrade(&noted));
+            discards.logs.write().push(Arc::downgrade(&noted));
             (Arc::clone(discards), noted)
         };
         DiscardWatch(self.0.iter().map(watch).collect())
@@ -117,8 +100,8 @@ impl DiscardWatch {
     /// Hands over what was discarded since the last time, by block. Discards that are under way are waited for.
     pub(crate) fn take(&self, mut discarded: impl FnMut(usize, &PageBitmap)) {
         for (block, (discards, noted)) in self.0.iter().enumerate() {
-            let _none_under_way = discards.write();
-            let mut noted = lock(noted);
+            let _none_in_progress = discards.logs.write();
+            let mut noted = noted.lock();
             if noted.next_set(PageNumber(0)).is_some() {
                 discarded(block, &noted);
                 let all = PageRange::first(noted.len());
@@ -131,7 +114,7 @@ impl DiscardWatch {
 impl Drop for DiscardWatch {
     fn drop(&mut self) {
         for (discards, noted) in &self.0 {
-            discards.write().retain(|other| other.as_ptr() != Arc::as_ptr(noted));
+            discards.logs.write().retain(|other| other.as_ptr() != Arc::as_ptr(noted));
         }
     }
 }

@@ -16,7 +16,7 @@ pub enum MemoryError {
     },
 
     /// The kernel refused.
-    #[error("RAM block {block}: {operation}: {source}")]
+    #[error("RAM block {block}: {operation} failed")]
     Kernel {
         /// The block.
         block: String,

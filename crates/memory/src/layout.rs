@@ -4,7 +4,17 @@ use std::ops::Range;
 
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
-use crate::memory::GuestRegion;
+/// Pages of a block at guest-physical addresses. A block may be seen at several (RAM below and above 4 GiB), or at
+/// none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GuestRegion {
+    /// Guest-physical address of its first byte.
+    pub guest_address: u64,
+    /// Index of the block.
+    pub block: usize,
+    /// Pages of the block.
+    pub pages: PageRange,
+}
 
 /// Which pages of which blocks lie where in guest-physical address space: a copy of what [`GuestMemory`] says, for
 /// users to whom a device gives addresses.

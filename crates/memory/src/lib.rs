@@ -62,8 +62,8 @@ pub use faults::{
     FaultWaker, HeldFaults, Placement,
 };
 pub use free::{FreePageSink, FreePages, FreePagesError};
-pub use layout::GuestLayout;
-pub use memory::{GuestMemory, GuestRegion};
+pub use layout::{GuestLayout, GuestRegion};
+pub use memory::GuestMemory;
 pub use pagemap::copied_pages;
 pub use pin::PinnedPages;
 pub use populate::{MemcgHeadroom, PopulateStats, Populator, PrefaultAhead};

@@ -1,24 +1,14 @@
 //! A VM's RAM blocks, and where the guest sees them.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
 use crate::block::MemoryBlock;
+use crate::discarding::Discardable;
 use crate::error::MemoryError;
-use crate::layout::GuestLayout;
-
-/// Pages of a block at guest-physical addresses. A block may be seen at several (RAM below and above 4 GiB), or at
-/// none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GuestRegion {
-    /// Guest-physical address of its first byte.
-    pub guest_address: u64,
-    /// Index of the block.
-    pub block: usize,
-    /// Pages of the block.
-    pub pages: PageRange,
-}
+use crate::layout::{GuestLayout, GuestRegion};
 
 /// All RAM blocks of a VM, in stream order.
 #[derive(Debug)]
@@ -96,6 +86,12 @@ impl GuestMemory {
     /// The same, to be kept apart from the memory.
     pub fn layout(&self) -> GuestLayout {
         GuestLayout::new(&self.regions)
+    }
+
+    /// Returns the blocks, for a log that must learn of their discards.
+    pub(crate) fn discardable(&self) -> Discardable {
+        let of = |block: &MemoryBlock| (Arc::clone(block.discards()), block.pages().len());
+        Discardable::new(self.blocks.iter().map(of))
     }
 
     /// Pages of all blocks together.

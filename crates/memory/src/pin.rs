@@ -1,15 +1,14 @@
 //! Pages that the kernel still reads although the call that named them has returned.
 //!
 //! **Law: pinned pages are not discarded.** A sender whose pages the kernel reads by itself (`MSG_ZEROCOPY`) holds
-//! [`PinnedPages`] of the block until the kernel is done with them. [`MemoryBlock::discard`] waits for all pins of the
+//! [`PinnedPages`] of the block until the kernel is done with them. [`discard`](crate::MemoryBlock::discard) waits for all pins of the
 //! block, and nothing of it is pinned again before the discard is done: senders copy meanwhile. A sender looks at
 //! [`PinnedPages::is_wanted`] now and then, so that a discard waits for the sends under way and not for the end of a
 //! round.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::block::MemoryBlock;
+use parking_lot::{Condvar, Mutex};
 
 /// The pins of a block.
 #[derive(Debug, Default)]
@@ -25,61 +24,47 @@ pub(crate) struct Pins {
 #[derive(Debug)]
 #[must_use = "pages are pinned only as long as it lives"]
 pub struct PinnedPages<'b> {
-    block: &'b MemoryBlock,
+    pins: &'b Pins,
 }
 
-impl MemoryBlock {
-    /// Pins the block's pages: none is discarded until the result is dropped. `None` while a discard is in progress or
-    /// waits.
-    pub fn pin(&self) -> Option<PinnedPages<'_>> {
-        let pins = self.pins();
-        let mut pinned = pins.lock();
-        if pins.discards.load(Ordering::Relaxed) != 0 {
-            return None;
-        }
-        *pinned += 1;
-        Some(PinnedPages { block: self })
-    }
-}
-
-impl<'b> PinnedPages<'b> {
-    /// The block.
-    pub fn block(&self) -> &'b MemoryBlock {
-        self.block
+impl PinnedPages<'_> {
+    /// Whether these are pages of the block with `pins`.
+    pub(crate) fn is_of(&self, pins: &Pins) -> bool {
+        std::ptr::eq(self.pins, pins)
     }
 
     /// Whether a discard waits for it to end.
     pub fn is_wanted(&self) -> bool {
-        self.block.pins().discards.load(Ordering::Relaxed) != 0
+        self.pins.discards.load(Ordering::Relaxed) != 0
     }
 }
 
 impl Drop for PinnedPages<'_> {
     fn drop(&mut self) {
-        let pins = self.block.pins();
-        *pins.lock() -= 1;
-        pins.changed.notify_all();
+        *self.pins.pinned.lock() -= 1;
+        self.pins.changed.notify_all();
     }
 }
 
 impl Pins {
+    /// Adds a pin, unless a discard is in progress or waits.
+    pub(crate) fn pin(&self) -> Option<PinnedPages<'_>> {
+        let mut pinned = self.pinned.lock();
+        if self.discards.load(Ordering::Relaxed) != 0 {
+            return None;
+        }
+        *pinned += 1;
+        Some(PinnedPages { pins: self })
+    }
+
     /// Waits until nothing is pinned, and keeps it so until the result is dropped.
     pub(crate) fn wait_unpinned(&self) -> Unpinned<'_> {
-        let mut pinned = self.lock();
+        let mut pinned = self.pinned.lock();
         self.discards.fetch_add(1, Ordering::Relaxed);
         while *pinned != 0 {
-            pinned = self.wait(pinned);
+            self.changed.wait(&mut pinned);
         }
         Unpinned(self)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, usize> {
-        // Nothing panics while it is held.
-        self.pinned.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wait<'l>(&self, pinned: MutexGuard<'l, usize>) -> MutexGuard<'l, usize> {
-        self.changed.wait(pinned).unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -88,7 +73,7 @@ pub(crate) struct Unpinned<'l>(&'l Pins);
 
 impl Drop for Unpinned<'_> {
     fn drop(&mut self) {
-        let _pinned = self.0.lock();
+        let _pinned = self.0.pinned.lock();
         self.0.discards.fetch_sub(1, Ordering::Relaxed);
         self.0.changed.notify_all();
     }
@@ -101,8 +86,7 @@ mod tests {
 
     use limosa_page::{PageNumber, PageRange};
 
-    use super::*;
-    use crate::BlockOptions;
+    use crate::{BlockOptions, MemoryBlock};
 
     fn block() -> MemoryBlock {
         let block = BlockOptions::anonymous("pc.ram", 1 << 20).map().unwrap();

@@ -89,7 +89,7 @@ impl MemoryBlock {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 let bytes = pages.bytes();
                 fallocate(file, flags, offset + bytes.start, bytes.end - bytes.start)
-                    .map_err(|error| kernel("fallocate, to punch a hole", error))?;
+                    .map_err(|error| kernel("fallocate to punch a hole", error))?;
                 return Ok(pages.len());
             }
             (ReleaseMethod::DontNeed, _) => Advice::LinuxDontNeed,
@@ -102,7 +102,7 @@ impl MemoryBlock {
         };
         // SAFETY: the pages are of this mapping, and no reference to them exists.
         unsafe { madvise(place.iov_base, place.iov_len, advice) }
-            .map_err(|error| kernel("madvise, to release", error))?;
+            .map_err(|error| kernel("madvise to release", error))?;
         Ok(pages.len())
     }
 

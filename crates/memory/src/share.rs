@@ -25,7 +25,7 @@ impl MemoryBlock {
         match self.file().filter(|_| self.is_passable()) {
             Some((file, offset)) => {
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-                let mut file = open(&path).map_err(|e| kernel("opening its file anew, to pass it", e))?;
+                let mut file = open(&path).map_err(|e| kernel("opening its file again to pass it", e))?;
                 file.seek(SeekFrom::Start(offset)).map_err(|e| kernel("lseek", e))?;
                 Ok(file.into())
             }

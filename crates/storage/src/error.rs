@@ -1,59 +1,51 @@
 //! The error of storage requests.
 
-use std::fmt;
 use std::io;
 use std::sync::Arc;
 
 /// The operation that failed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
 #[non_exhaustive]
 pub enum Operation {
     /// Opening or creating.
+    #[strum(to_string = "open")]
     Open,
     /// Reading.
+    #[strum(to_string = "read")]
     Read,
     /// Writing.
+    #[strum(to_string = "write")]
     Write,
     /// Writing zeros.
+    #[strum(to_string = "write zeros to")]
     WriteZeroes,
     /// Deallocating space.
+    #[strum(to_string = "discard")]
     Discard,
     /// Making written data durable.
+    #[strum(to_string = "flush")]
     Flush,
     /// Allocating space.
+    #[strum(to_string = "allocate space in")]
     Allocate,
     /// Changing the length.
+    #[strum(to_string = "resize")]
     SetLength,
     /// Sharing extents with another file.
+    #[strum(to_string = "clone into")]
     Clone,
     /// Querying holes or the length.
+    #[strum(to_string = "find the extent of")]
     Extents,
     /// Locking.
+    #[strum(to_string = "lock")]
     Lock,
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Open => "open",
-            Self::Read => "read",
-            Self::Write => "write",
-            Self::WriteZeroes => "write zeros to",
-            Self::Discard => "discard",
-            Self::Flush => "flush",
-            Self::SetLength => "resize",
-            Self::Clone => "clone into",
-            Self::Allocate => "allocate space in",
-            Self::Extents => "find the extent of",
-            Self::Lock => "lock",
-        })
-    }
 }
 
 /// Why a request failed.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
-#[error("cannot {operation} {name}{}: {source}", location(*offset, *length))]
+#[error("cannot {operation} {name}{}", location(*offset, *length))]
 pub struct StorageError {
     /// The operation that failed.
     pub operation: Operation,

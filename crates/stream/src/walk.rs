@@ -18,7 +18,7 @@ pub enum WalkError {
     #[error(transparent)]
     Stream(#[from] StreamError),
     /// Reading failed.
-    #[error("reading {wanted} bytes at offset {offset:#x}: {source}")]
+    #[error("cannot read {wanted} bytes at offset {offset:#x}")]
     Read {
         /// File offset of the read.
         offset: u64,

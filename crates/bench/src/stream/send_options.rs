@@ -34,7 +34,7 @@ mod zero_copy {
     use serde::{Deserialize, Deserializer, Serializer};
 
     pub(super) fn serialize<S: Serializer>(zero_copy: &ZeroCopy, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(zero_copy.name())
+        serializer.serialize_str(zero_copy.into())
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ZeroCopy, D::Error> {

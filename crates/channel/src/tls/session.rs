@@ -11,11 +11,12 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use limosa_page::{broken, invariant};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
@@ -112,25 +113,17 @@ struct LockedKeys<'a>(&'a Mutex<Keys>);
 
 impl NewKeys for LockedKeys<'_> {
     fn next_sending(&mut self) -> Result<ConnectionTrafficSecrets, TlsFailure> {
-        lock(self.0).next_sending()
+        self.0.lock().next_sending()
     }
 
     fn next_receiving(&mut self) -> Result<ConnectionTrafficSecrets, TlsFailure> {
-        lock(self.0).next_receiving()
+        self.0.lock().next_receiving()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Locks without waiting for another thread.
 fn try_lock<T>(mutex: &Mutex<T>) -> io::Result<MutexGuard<'_, T>> {
-    match mutex.try_lock() {
-        Ok(guard) => Ok(guard),
-        Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => Err(io::ErrorKind::WouldBlock.into()),
-    }
+    mutex.try_lock().ok_or_else(|| io::ErrorKind::WouldBlock.into())
 }
 
 impl Session {
@@ -166,7 +159,7 @@ impl Session {
         let known = |outcome: &'_ Result<Directions, TlsFailure>| outcome.as_ref().err().cloned();
         if self.outcome.get().is_none() {
             let mut handshake = match wait {
-                Wait::Yes => lock(&self.handshake),
+                Wait::Yes => self.handshake.lock(),
                 Wait::No => try_lock(&self.handshake)?,
             };
             // Another thread may have completed it meanwhile.
@@ -217,7 +210,7 @@ impl Session {
 
     fn write_some(&self, batch: &Batch<'_, Out>) -> io::Result<usize> {
         let directions = self.directions(Wait::Yes)?;
-        let mut sending = lock(&directions.sending);
+        let mut sending = directions.sending.lock();
         if sending.closed {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
@@ -243,7 +236,7 @@ impl Session {
     /// Whether records wait to be sent. With `all` this includes a part of a record that the kernel sends by itself.
     pub(crate) fn is_buffering(&self, all: bool) -> bool {
         let Some(Ok(directions)) = self.outcome.get() else { return false };
-        let sending = lock(&directions.sending);
+        let sending = directions.sending.lock();
         match &sending.encryption {
             Encryption::Userspace(_) => !sending.records.is_empty(),
             Encryption::Kernel(output) => all && output.is_pending(),
@@ -253,7 +246,7 @@ impl Session {
     /// Sends some of the queued records.
     pub(crate) fn flush(&self) -> io::Result<()> {
         let directions = self.directions(Wait::Yes)?;
-        let mut sending = lock(&directions.sending);
+        let mut sending = directions.sending.lock();
         let sent = match &mut sending.encryption {
             // The kernel will not send it any more.
             Encryption::Kernel(_) if self.shut.load(Ordering::Relaxed) => Err(Errno::PIPE),
@@ -304,7 +297,7 @@ impl Session {
 
     fn read_some(&self, batch: &Batch<'_, In>, whole: bool) -> io::Result<usize> {
         let directions = self.directions(Wait::Yes)?;
-        let mut receiving = lock(&directions.receiving);
+        let mut receiving = directions.receiving.lock();
         let mut places = Walk::over(batch);
         let mut moved = 0;
         loop {

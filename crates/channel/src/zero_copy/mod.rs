@@ -23,21 +23,20 @@
 
 mod completions;
 mod error_queue;
-mod memlock;
-mod pipe;
+mod msg;
 mod sender;
+mod splice;
 mod writer;
 
-use std::fmt;
-use std::str::FromStr;
-
+use strum::{Display, EnumString, IntoStaticStr};
 use thiserror::Error;
 
-pub(crate) use sender::{Refusal, ZeroCopySender};
+pub(crate) use sender::{Parts, Refusal, ZeroCopySender};
 pub use writer::ZeroCopyWriter;
 
 /// Method of zero-copy sends. If a named method is unavailable, setting up the channel fails.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, Display, EnumString, IntoStaticStr, PartialEq, Eq, Hash)]
+#[strum(serialize_all = "lowercase", parse_err_ty = UnknownZeroCopy, parse_err_fn = UnknownZeroCopy::new)]
 pub enum ZeroCopy {
     /// Copy, as any write.
     #[default]
@@ -55,22 +54,6 @@ pub enum ZeroCopy {
 impl ZeroCopy {
     /// All methods.
     pub const ALL: [Self; 4] = [Self::Off, Self::Auto, Self::Msg, Self::Splice];
-
-    /// Returns the name, as [`FromStr`] reads it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Auto => "auto",
-            Self::Msg => "msg",
-            Self::Splice => "splice",
-        }
-    }
-}
-
-impl fmt::Display for ZeroCopy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 /// A name that no method has.
@@ -81,11 +64,8 @@ pub struct UnknownZeroCopy {
     pub name: String,
 }
 
-impl FromStr for ZeroCopy {
-    type Err = UnknownZeroCopy;
-
-    fn from_str(name: &str) -> Result<Self, UnknownZeroCopy> {
-        let found = Self::ALL.into_iter().find(|method| method.name() == name);
-        found.ok_or_else(|| UnknownZeroCopy { name: name.to_owned() })
+impl UnknownZeroCopy {
+    fn new(name: &str) -> Self {
+        Self { name: name.to_owned() }
     }
 }

@@ -10,6 +10,7 @@ use libc::iovec;
 use crate::channel::Channel;
 use crate::error::ChannelError;
 use crate::vector::Cursor;
+use crate::zero_copy::Parts;
 
 /// Writes memory without a copy; the kernel references it until a [`flush`](Self::flush).
 ///
@@ -53,8 +54,8 @@ impl<'m> ZeroCopyWriter<'_, 'm> {
     pub fn write_all(&mut self, header: &[u8], referenced: &[IoSlice<'m>]) -> Result<(), ChannelError> {
         let header = [IoSlice::new(header)];
         let all: Vec<IoSlice<'_>> = header.iter().chain(referenced).copied().collect();
-        let cursors = [&mut Cursor::gather(&header), &mut Cursor::gather(referenced), &mut Cursor::gather(&all)];
-        self.channel.write_all_zero_copy(cursors, true)
+        let (copied, pages) = (Cursor::gather(&header), Cursor::gather(referenced));
+        self.channel.write_all_zero_copy(Parts { copied, pages, all: Cursor::gather(&all), reused: true })
     }
 
     /// Writes guest memory without a copy, after a copy of the first `copied` entries of the list.
@@ -71,9 +72,8 @@ impl<'m> ZeroCopyWriter<'_, 'm> {
     pub unsafe fn write_pages(&mut self, list: &[iovec], copied: usize) -> Result<(), ChannelError> {
         let (head, pages) = list.split_at(copied.min(list.len()));
         // SAFETY: the caller promises what the cursors ask for, for as long as this call lasts.
-        let cursors =
-            unsafe { [&mut Cursor::gather_raw(head), &mut Cursor::gather_raw(pages), &mut Cursor::gather_raw(list)] };
-        self.channel.write_all_zero_copy(cursors, false)
+        let [copied, pages, all] = unsafe { [head, pages, list].map(|list| Cursor::gather_raw(list)) };
+        self.channel.write_all_zero_copy(Parts { copied, pages, all, reused: false })
     }
 
     /// Waits until the kernel has sent everything it references. Fails if nothing is sent for the length of the write

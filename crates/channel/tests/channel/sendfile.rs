@@ -64,7 +64,8 @@ fn a_file_that_is_too_short_or_that_the_kernel_cannot_send_is_an_error_that_says
             scope.spawn(|| reader.read_exact(&mut [0; 9_000]).unwrap());
             let error = writer.send_file(&file, 1_000, 9_001).unwrap_err();
             assert_eq!(error.io_kind(), Some(ErrorKind::UnexpectedEof), "{error}");
-            assert!(error.to_string().contains("ends at byte 10000, 1 bytes too early"), "{error}");
+            let cause = std::error::Error::source(&error).unwrap().to_string();
+            assert!(cause.contains("ends at byte 10000, 1 bytes too early"), "{cause}");
         });
         let folder = File::open("/").unwrap();
         let error = writer.send_file(&folder, 0, 100).unwrap_err();

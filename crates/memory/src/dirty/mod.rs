@@ -9,7 +9,7 @@
 //! log may name it in a later fetch; the first one after all vCPUs have left it has named everything. A VM that is
 //! paused has no vCPU inside, and the fetch that decides a switchover is of a paused VM.
 //!
-//! A page that is [discarded](MemoryBlock::discard) or [released](MemoryBlock::release) (a balloon's) has been written,
+//! A page that is [discarded](crate::MemoryBlock::discard) or [released](crate::MemoryBlock::release) (a balloon's) has been written,
 //! to every log: its contents are others. No log sees what is given back in another way, by another process (a balloon
 //! behind vhost-user) or by a VMM's own call, and [`UffdWpSyncLog`] does not even see what is written there next. What
 //! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an
@@ -33,18 +33,19 @@ mod hand_over;
 #[cfg(feature = "kvm")]
 mod kvm;
 mod software;
+mod uffd_wp;
 mod uffd_wp_async;
 mod uffd_wp_sync;
 mod vhost;
 
 use std::io;
-use std::ops::{BitOr, Range};
+use std::ops::BitOr;
 use std::sync::Arc;
 
 use limosa_page::{PageBitmap, PageRange, to_usize};
 
 use crate::discarding::DiscardWatch;
-use crate::{GuestMemory, GuestRegion, MemoryBlock};
+use crate::{GuestMemory, GuestRegion};
 
 #[cfg(feature = "kvm")]
 pub use kvm::{KvmLog, KvmRingLog, KvmRings, KvmSlot, KvmSlots};
@@ -187,7 +188,7 @@ pub enum LogError {
     },
 
     /// A call failed. Pages may have been written that no fetch will name: what was sent is worth nothing.
-    #[error("{log}: {operation}: {source}")]
+    #[error("{log}: {operation} failed")]
     Failed {
         /// The log.
         log: &'static str,
@@ -319,24 +320,4 @@ pub fn best_for(memory: &Arc<GuestMemory>) -> Result<Box<dyn DirtyLog>, LogError
         Ok(log) => Ok(Box::new(log)),
         Err(_) => Ok(Box::new(UffdWpSyncLog::new(Arc::clone(memory))?)),
     }
-}
-
-/// Where pages of a block lie in this process.
-fn addresses(block: &MemoryBlock, pages: PageRange) -> io::Result<Range<u64>> {
-    let place = block.place(pages).ok_or_else(|| io::Error::other(format!("{} has no {pages}", block.name())))?;
-    let start = place.iov_base.addr() as u64;
-    Ok(start..start.saturating_add(place.iov_len as u64))
-}
-
-/// Why a block could not be registered with userfaultfd, for a log's caller.
-fn not_registered(log: &'static str, block: &MemoryBlock, error: &io::Error) -> LogError {
-    let why = match error.raw_os_error() {
-        Some(code) if code == rustix::io::Errno::BUSY.raw_os_error() => {
-            "another userfaultfd has it, a pager or a log: end that first".to_owned()
-        }
-        _ => {
-            format!("it cannot be write-protected ({error}); use KVM's dirty log, or have every writer mark its pages")
-        }
-    };
-    LogError::Unavailable { log, why: format!("RAM block {}: {why}", block.name()) }
 }

@@ -68,7 +68,7 @@ impl SoftwareDirtyLog {
     /// A log for `memory`, kept by writers that are `covers`.
     pub fn new(memory: &GuestMemory, covers: Writers) -> Self {
         let blocks = memory.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages().len())).collect();
-        let marks = Marks { on: AtomicBool::new(false), blocks, discardable: Discardable::new(memory) };
+        let marks = Marks { on: AtomicBool::new(false), blocks, discardable: memory.discardable() };
         Self { marks: Arc::new(marks), covers, discards: None }
     }
 

@@ -16,11 +16,12 @@ use std::sync::Arc;
 
 use limosa_page::PageRange;
 
-use super::{DirtyLog, DirtyPages, LogError, Writers, addresses, not_registered};
-use crate::discarding::{DiscardWatch, Discardable};
+use super::uffd_wp::{WriteProtection, addresses};
+use super::{DirtyLog, DirtyPages, LogError, Writers};
+use crate::discarding::DiscardWatch;
 use crate::faults::FaultAccess;
 use crate::pagemap::PageMap;
-use crate::userfaultfd::{Features, NOT_ALLOWED, RegisterMode, Userfaultfd};
+use crate::userfaultfd::{Features, NOT_ALLOWED, Userfaultfd};
 use crate::{GuestMemory, MemoryBlock};
 
 const NAME: &str = "userfaultfd's asynchronous write protection";
@@ -37,9 +38,9 @@ pub struct UffdWpAsyncLog {
 
 #[derive(Debug)]
 struct Running {
-    uffd: Userfaultfd,
+    protection: WriteProtection,
     map: PageMap,
-    discards: Option<DiscardWatch>,
+    discards: DiscardWatch,
 }
 
 impl UffdWpAsyncLog {
@@ -53,8 +54,8 @@ impl UffdWpAsyncLog {
     }
 }
 
-/// What the log works with, if the kernel has it.
-fn open() -> Result<Running, LogError> {
+/// Opens the descriptors that the log needs.
+fn open() -> Result<(Userfaultfd, PageMap), LogError> {
     let unavailable = |why: String| LogError::Unavailable { log: NAME, why };
     let kernel = |what: &str, source: io::Error| {
         let how = if source.kind() == io::ErrorKind::PermissionDenied { NOT_ALLOWED } else { "use KVM's dirty log" };
@@ -78,17 +79,13 @@ fn open() -> Result<Running, LogError> {
              allow that, keep guest memory out of dumps by MADV_DONTDUMP, as its blocks are, or use UffdWpSyncLog"
         ))
     })?;
-    Ok(Running { uffd, map, discards: None })
+    Ok((uffd, map))
 }
 
 /// Whether a page that has no entry has never been written: what was never touched needs no mark then, which would cost
 /// page tables, and would have it pass for populated.
 fn is_private(block: &MemoryBlock) -> bool {
     !block.is_shared() && block.file().is_none()
-}
-
-fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {
-    move |source| LogError::Failed { log: NAME, operation, source }
 }
 
 impl DirtyLog for UffdWpAsyncLog {
@@ -102,20 +99,18 @@ impl DirtyLog for UffdWpAsyncLog {
 
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
-        let mut running = open()?;
-        running.discards = Some(Discardable::new(&self.memory).watch());
+        let (uffd, map) = open()?;
+        let protection = WriteProtection::new(NAME, Arc::clone(&self.memory), uffd);
+        let mut running = Running { protection, map, discards: self.memory.discardable().watch() };
         for block in self.memory.blocks() {
             // Closing the descriptor undoes what was done before a failure.
-            let all = addresses(block, block.pages()).map_err(failed("addresses"))?;
-            let registered = running.uffd.register(all.clone(), RegisterMode::PROTECT);
-            registered.map_err(|error| not_registered(NAME, block, &error.into()))?;
+            running.protection.register(block)?;
             if is_private(block) {
+                let failed = |operation| running.protection.failed(operation);
+                let all = addresses(block, block.pages()).map_err(failed("computing addresses"))?;
                 running.map.take_written_private(all, |_| {}).map_err(failed("PAGEMAP_SCAN"))?;
-                continue;
-            }
-            for pages in block.pages().chunks(SLICE.max(block.page_size() / limosa_page::PAGE_SIZE)) {
-                let done = addresses(block, pages).and_then(|memory| Ok(running.uffd.protect(memory, true)?));
-                done.map_err(failed("UFFDIO_WRITEPROTECT"))?;
+            } else {
+                running.protection.protect_all(block, SLICE)?;
             }
         }
         self.running = Some(running);
@@ -123,39 +118,42 @@ impl DirtyLog for UffdWpAsyncLog {
     }
 
     fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), LogError> {
-        let running = self.running.as_mut().ok_or(LogError::NotStarted { log: NAME })?;
+        let Running { protection, map, discards } = self.running.as_mut().ok_or(LogError::NotStarted { log: NAME })?;
+        let failed = |operation| protection.failed(operation);
         for (index, block) in self.memory.blocks().iter().enumerate() {
-            let all = addresses(block, block.pages()).map_err(failed("addresses"))?;
+            let all = addresses(block, block.pages()).map_err(failed("computing addresses"))?;
             let start = all.start;
             let mut name = |run: &Range<u64>| {
                 let bytes = run.start.saturating_sub(start)..run.end.saturating_sub(start);
                 into.add(index, PageRange::covering(&bytes));
             };
             if is_private(block) {
-                running.map.take_written_private(all, |run| name(&run)).map_err(failed("PAGEMAP_SCAN"))?;
+                map.take_written_private(all, |run| name(&run)).map_err(failed("PAGEMAP_SCAN"))?;
                 continue;
             }
-            running.map.take_written(all.clone(), |run| name(&run)).map_err(failed("PAGEMAP_SCAN"))?;
+            map.take_written(all.clone(), |run| name(&run)).map_err(failed("PAGEMAP_SCAN"))?;
             if block.page_size() > limosa_page::PAGE_SIZE {
                 // Of the pool's huge pages that does not name what was written and unmapped since. Such a page is
                 // written before it is protected here, and named; or later, and in the next fetch.
                 let mut unmarked = Vec::new();
-                running.map.unmarked(all, |run| unmarked.push(run)).map_err(failed("PAGEMAP_SCAN"))?;
+                map.unmarked(all, |run| unmarked.push(run)).map_err(failed("PAGEMAP_SCAN"))?;
                 for run in unmarked {
-                    running.uffd.protect(run.clone(), true).map_err(|e| failed("UFFDIO_WRITEPROTECT")(e.into()))?;
+                    protection
+                        .uffd()
+                        .protect(run.clone(), true)
+                        .map_err(|e| failed("UFFDIO_WRITEPROTECT")(e.into()))?;
                     name(&run);
                 }
             }
         }
-        into.add_discards(running.discards.as_ref());
+        into.add_discards(Some(discards));
         Ok(())
     }
 
     fn stop(&mut self) -> Result<(), LogError> {
         let Some(running) = self.running.take() else { return Ok(()) };
-        let unregister = |block| Ok(running.uffd.unregister(addresses(block, block.pages())?)?);
-        let done = self.memory.blocks().iter().map(unregister).fold(Ok(()), Result::and);
-        done.map_err(failed("UFFDIO_UNREGISTER"))
+        let protection = running.protection;
+        protection.unregister().map_err(protection.failed("UFFDIO_UNREGISTER"))
     }
 }
 

@@ -7,25 +7,27 @@
 //! If the thread fails, it lets go of all memory: the guest runs on, and the next fetch says that the log is worth
 //! nothing.
 //!
-//! A page that is given back loses its protection. The log learns of it if it is [discarded](MemoryBlock::discard) or
-//! [released](MemoryBlock::release), and protects it anew; of what others give back, another process that punches a
+//! A page that is given back loses its protection. The log learns of it if it is [discarded](crate::MemoryBlock::discard) or
+//! [released](crate::MemoryBlock::release), and protects it anew; of what others give back, another process that punches a
 //! hole into shared memory, it does not learn of it, and what is written there next is lost to it. Else it does not see
 //! what [`UffdWpAsyncLog`](super::UffdWpAsyncLog) does not.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::hand_over::Writable;
-use super::{DirtyLog, DirtyPages, LogError, Writers, addresses, not_registered};
-use crate::discarding::{DiscardWatch, Discardable};
+use super::uffd_wp::{WriteProtection, whole_slice};
+use super::{DirtyLog, DirtyPages, LogError, Writers};
+use crate::GuestMemory;
+use crate::discarding::DiscardWatch;
 use crate::faults::FaultAccess;
-use crate::userfaultfd::{Features, Message, NOT_ALLOWED, RegisterMode, Userfaultfd};
-use crate::{GuestMemory, MemoryBlock};
+use crate::userfaultfd::{Features, Message, NOT_ALLOWED, Userfaultfd};
 
 const NAME: &str = "userfaultfd's write protection with a fault handler";
 
@@ -50,8 +52,7 @@ struct Running {
 
 #[derive(Debug)]
 struct Handler {
-    memory: Arc<GuestMemory>,
-    uffd: Userfaultfd,
+    protection: WriteProtection,
     writable: Vec<Writable>,
     failed: Mutex<Option<io::Error>>,
 }
@@ -100,16 +101,16 @@ impl Handler {
     /// Until `stop` is readable.
     fn run(&self, stop: &OwnedFd) {
         if let Err(error) = self.serve(stop) {
-            *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            *self.failed.lock() = Some(error);
             // Waiting threads must not wait for ever.
-            let _ = self.let_go();
+            let _ = self.protection.unregister();
         }
     }
 
     fn serve(&self, stop: &OwnedFd) -> io::Result<()> {
         let mut messages = Vec::new();
         loop {
-            let mut ready = [PollFd::new(&self.uffd, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+            let mut ready = [PollFd::new(self.protection.uffd(), PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
             match poll(&mut ready, None) {
                 Err(rustix::io::Errno::INTR) => continue,
                 result => result?,
@@ -117,7 +118,7 @@ impl Handler {
             if !ready[1].revents().is_empty() {
                 return Ok(());
             }
-            self.uffd.read(&mut messages)?;
+            self.protection.uffd().read(&mut messages)?;
             for message in messages.drain(..) {
                 if let Message::Fault { address, .. } = message {
                     self.admit(address)?;
@@ -127,25 +128,16 @@ impl Handler {
     }
 
     fn admit(&self, address: u64) -> io::Result<()> {
-        for (block, writable) in self.memory.blocks().iter().zip(&self.writable) {
+        for (block, writable) in self.protection.memory().blocks().iter().zip(&self.writable) {
             let start = block.host_address().addr() as u64;
             if let Some(offset) = address.checked_sub(start).filter(|offset| *offset < block.len()) {
                 let pages_in_one = block.page_size() / PAGE_SIZE;
                 let page = PageNumber::containing(offset);
                 let pages = PageRange::starting_at(PageNumber(page.0 - page.0 % pages_in_one), pages_in_one);
-                return writable.admit(pages, || self.protect(block, pages, false));
+                return writable.admit(pages, || self.protection.protect(block, pages, false));
             }
         }
         Err(io::Error::other(format!("a page fault at {address:#x}, where there is no guest memory")))
-    }
-
-    fn let_go(&self) -> io::Result<()> {
-        let unregister = |block| Ok(self.uffd.unregister(addresses(block, block.pages())?)?);
-        self.memory.blocks().iter().map(unregister).fold(Ok(()), Result::and)
-    }
-
-    fn protect(&self, block: &MemoryBlock, pages: PageRange, protect: bool) -> io::Result<()> {
-        Ok(self.uffd.protect(addresses(block, pages)?, protect)?)
     }
 }
 
@@ -166,12 +158,13 @@ impl DirtyLog for UffdWpSyncLog {
         self.stop()?;
         let memory = Arc::clone(&self.memory);
         // From here on nothing is given back lazily, and what is discarded is noted.
-        let discards = Discardable::new(&memory).watch();
+        let discards = memory.discardable().watch();
         for block in memory.blocks() {
             block.keep_lazily_freed().map_err(failed("keeping what was freed lazily"))?;
         }
         let writable = memory.blocks().iter().map(|block| Writable::none(block.pages().len())).collect();
-        let handler = Arc::new(Handler { uffd: open(&memory)?, memory, writable, failed: Mutex::new(None) });
+        let protection = WriteProtection::new(NAME, Arc::clone(&memory), open(&memory)?);
+        let handler = Arc::new(Handler { protection, writable, failed: Mutex::new(None) });
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| failed("eventfd")(e.into()))?);
         let thread = std::thread::Builder::new().name("dirty-log".into()).spawn({
             let (handler, stop) = (Arc::clone(&handler), Arc::clone(&stop));
@@ -182,16 +175,12 @@ impl DirtyLog for UffdWpSyncLog {
             handler: Arc::clone(&handler),
             discards,
             stop,
-            thread: thread.map_err(failed("a thread"))?,
+            thread: thread.map_err(failed("starting a thread"))?,
         });
         let begin = || {
             for block in self.memory.blocks() {
-                let all = addresses(block, block.pages()).map_err(failed("addresses"))?;
-                let registered = handler.uffd.register(all, RegisterMode::PROTECT);
-                registered.map_err(|error| not_registered(NAME, block, &error.into()))?;
-                for pages in block.pages().chunks(slice(block.page_size())) {
-                    handler.protect(block, pages, true).map_err(failed("UFFDIO_WRITEPROTECT"))?;
-                }
+                handler.protection.register(block)?;
+                handler.protection.protect_all(block, SLICE)?;
             }
             Ok(())
         };
@@ -212,12 +201,12 @@ impl DirtyLog for UffdWpSyncLog {
             }
         });
         for (index, (block, writable)) in self.memory.blocks().iter().zip(&handler.writable).enumerate() {
-            let protect = |pages| handler.protect(block, pages, true);
+            let protect = |pages| handler.protection.protect(block, pages, true);
             let taken = |pages| into.add(index, pages);
-            writable.take(slice(block.page_size()), protect, taken).map_err(failed("UFFDIO_WRITEPROTECT"))?;
+            writable.take(whole_slice(block, SLICE), protect, taken).map_err(failed("UFFDIO_WRITEPROTECT"))?;
         }
         // Looked at last: before that the handler has let no write pass unseen.
-        match &*handler.failed.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*handler.failed.lock() {
             Some(error) => Err(failed("the fault handler")(io::Error::new(error.kind(), error.to_string()))),
             None => Ok(()),
         }
@@ -230,15 +219,10 @@ impl DirtyLog for UffdWpSyncLog {
             Ok(_) => thread.join().map_err(|_| io::Error::other("it panicked")),
             Err(error) => Err(error.into()),
         };
-        let let_go = handler.let_go().map_err(failed("UFFDIO_UNREGISTER"));
+        let unregistered = handler.protection.unregister().map_err(failed("UFFDIO_UNREGISTER"));
         stopped.map_err(failed("the fault handler"))?;
-        let_go
+        unregistered
     }
-}
-
-/// Pages that are protected in one step: at least one page of the block.
-fn slice(page_size: u64) -> u64 {
-    SLICE.max(page_size / PAGE_SIZE)
 }
 
 impl Drop for UffdWpSyncLog {

@@ -19,7 +19,7 @@ use limosa_page::{PAGE_SIZE, holes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::{DirtyLog, DirtyPages, LogError, Writers};
-use crate::discarding::{DiscardWatch, Discardable};
+use crate::discarding::DiscardWatch;
 use crate::mapping::Mapping;
 use crate::{GuestMemory, GuestRegion};
 
@@ -73,7 +73,7 @@ impl VhostLog {
         switch: impl FnMut(Option<LogBase<'_>>) -> io::Result<()> + Send + 'static,
     ) -> Result<Self, LogError> {
         let end = memory.regions().last().map_or(0, |region| first_bit(region) + region.pages.len());
-        let image = Image::new(end).map_err(failed("memory for its bits"))?;
+        let image = Image::new(end).map_err(failed("allocating the bitmap"))?;
         Ok(Self { memory, image, switch: Box::new(switch), discards: None, on: false })
     }
 
@@ -204,9 +204,9 @@ impl DirtyLog for VhostLog {
 
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
-        self.discards = Some(Discardable::new(&self.memory).watch());
+        self.discards = Some(self.memory.discardable().watch());
         let words = 0..self.image.mapping.len() as u64 / 8;
-        self.image.take_all(words, |_, _| {}).map_err(failed("clearing it"))?;
+        self.image.take_all(words, |_, _| {}).map_err(failed("clearing the bitmap"))?;
         let base = LogBase { fd: self.image.file.as_fd(), length: self.image.mapping.len() as u64 };
         if let Err(error) = (self.switch)(Some(base)) {
             // Those that were started already stop again; their errors are of no use.
@@ -221,7 +221,7 @@ impl DirtyLog for VhostLog {
         if !self.on {
             return Err(LogError::NotStarted { log: NAME });
         }
-        self.image.import(self.memory.regions(), into).map_err(failed("reading it"))?;
+        self.image.import(self.memory.regions(), into).map_err(failed("reading the bitmap"))?;
         into.add_discards(self.discards.as_ref());
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::userfaultfd::NOT_ALLOWED;
 #[non_exhaustive]
 pub enum FaultError {
     /// This process may not have a userfaultfd.
-    #[error("this process may not use userfaultfd ({source}): {NOT_ALLOWED}")]
+    #[error("this process may not use userfaultfd: {NOT_ALLOWED}")]
     NotAllowed {
         /// The kernel's reason.
         source: io::Error,
@@ -45,7 +45,7 @@ pub enum FaultError {
     },
 
     /// The kernel refused.
-    #[error("block {block}, {pages}: {operation}: {source}")]
+    #[error("block {block}, {pages}: {operation} failed")]
     Kernel {
         /// Its index.
         block: usize,
@@ -58,7 +58,7 @@ pub enum FaultError {
     },
 
     /// A call that is about no block in particular failed.
-    #[error("{operation}: {source}")]
+    #[error("{operation} failed")]
     Descriptor {
         /// The operation.
         operation: &'static str,

@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use limosa_page::{PAGE_SIZE, to_usize};
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
@@ -218,7 +219,7 @@ impl FaultHandler {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let before = into.len();
         loop {
-            into.extend(self.queue().drain(..));
+            into.extend(self.queue.lock().drain(..));
             self.read(into)?;
             if into.len() > before {
                 return Ok(());
@@ -237,10 +238,10 @@ impl FaultHandler {
             }
             let (faults, woken) = (fds[0].revents(), fds[1].revents());
             if faults.intersects(PollFlags::ERR | PollFlags::NVAL | PollFlags::HUP) {
-                return Err(descriptor("poll: it is no userfaultfd in working order", Errno::BADF));
+                return Err(descriptor("poll on the userfaultfd", Errno::BADF));
             }
             if woken.contains(PollFlags::IN) && rustix::io::read(&*self.wake, &mut [0; 8]).is_ok() {
-                into.extend(self.queue().drain(..));
+                into.extend(self.queue.lock().drain(..));
                 return self.read(into);
             }
         }
@@ -253,7 +254,7 @@ impl FaultHandler {
         let result = self.read(&mut events);
         let any = !events.is_empty();
         if any {
-            self.queue().extend(events);
+            self.queue.lock().extend(events);
             self.waker().wake();
         }
         result.map(|()| any)
@@ -319,11 +320,6 @@ impl FaultHandler {
 
     pub(super) fn fd(&self) -> &Userfaultfd {
         &self.descriptor.fd
-    }
-
-    fn queue(&self) -> std::sync::MutexGuard<'_, VecDeque<FaultEvent>> {
-        // What a thread that panicked has left in the queue is complete: events are added one by one.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// At least `length` zeros that lie in memory that is never written.

@@ -5,10 +5,11 @@ mod piece;
 mod prefault_ahead;
 
 use std::collections::VecDeque;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use limosa_page::{PAGE_SIZE, PageRange};
+use parking_lot::{Condvar, Mutex};
 
 use crate::error::MemoryError;
 use crate::{GuestMemory, MemoryBlock};
@@ -116,7 +117,7 @@ impl<'a> Populator<'a> {
     /// Says whose memory it is. Only the first word counts.
     pub fn bind(&self, memory: &'a GuestMemory) {
         let blocks = memory.blocks().iter().map(|block| (block.pages(), (block.page_size() / PAGE_SIZE).max(1)));
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if self.memory.set(memory).is_ok() {
             state.ahead = PrefaultAhead::new(blocks);
         }
@@ -124,12 +125,12 @@ impl<'a> Populator<'a> {
 
     /// Wants pages populated that are known to come. What the block does not have is passed over.
     pub fn add(&self, block: usize, pages: PageRange) {
-        self.add_to(&mut self.lock(), block, pages);
+        self.add_to(&mut self.state.lock(), block, pages);
     }
 
     /// Says that pages have come, and populates what is likely to come next.
     pub fn arrived(&self, block: usize, pages: PageRange) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(next) = state.ahead.arrived(block, pages) {
             self.add_to(&mut state, block, next);
         }
@@ -169,7 +170,7 @@ impl<'a> Populator<'a> {
 
     /// The next piece, when there is one.
     fn next(&self) -> Option<(usize, PageRange)> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if self.stopped.load(Ordering::SeqCst) {
                 return None;
@@ -186,7 +187,7 @@ impl<'a> Populator<'a> {
             if state.finished {
                 return None;
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
     }
 
@@ -203,13 +204,13 @@ impl<'a> Populator<'a> {
 
     /// Nothing more is added: threads end when all is populated.
     pub fn finish(&self) {
-        self.lock().finished = true;
+        self.state.lock().finished = true;
         self.changed.notify_all();
     }
 
     /// Ends at once: what waits is left out, and threads return after the piece that they are at.
     pub fn stop(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.stopped.store(true, Ordering::SeqCst);
         let waiting: u64 = state.queue.drain(..).map(|(_, pages)| pages.len()).sum();
         self.left_out.fetch_add(waiting, Ordering::Relaxed);
@@ -227,10 +228,5 @@ impl<'a> Populator<'a> {
 
     fn blocks(&self) -> &'a [MemoryBlock] {
         self.memory.get().map(|memory| memory.blocks()).unwrap_or_default()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // The state is whole between any two statements.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

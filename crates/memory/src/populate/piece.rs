@@ -53,7 +53,7 @@ impl MemoryBlock {
                         let _ = unsafe { byte.read_volatile() };
                     }
                 }
-                ("fallocate, to populate", result)
+                ("fallocate to populate", result)
             }
             // A pool without huge pages left answers a touch with a signal, so it is not touched.
             (Way::Touch, _) if self.page_size() != limosa_page::PAGE_SIZE => return Ok(false),

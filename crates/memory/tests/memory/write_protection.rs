@@ -205,7 +205,7 @@ fn memory_that_another_log_watches_is_refused_and_stays_as_it_was() {
     first.start().unwrap();
     for mut second in logs(&memory) {
         let refused = second.start().unwrap_err();
-        assert!(refused.to_string().contains("another userfaultfd has it"), "{refused}");
+        assert!(refused.to_string().contains("registered with another userfaultfd"), "{refused}");
     }
     poke(&memory, 1);
     assert_eq!(fetched(&mut first, &memory), [page(1)]);

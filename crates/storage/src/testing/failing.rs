@@ -151,7 +151,7 @@ mod tests {
         for _ in 0..2 {
             let error = write(b"evil").unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::StorageFull);
-            assert_eq!(error.to_string(), "cannot write disk at 0x0 (4 bytes): No space left on device (os error 28)");
+            assert_eq!(error.to_string(), "cannot write disk at 0x0 (4 bytes)");
         }
         write(b"GOOD").unwrap();
         assert_eq!((memory.contents(), failing.seen()), (b"GOOD".to_vec(), (4, 2)));

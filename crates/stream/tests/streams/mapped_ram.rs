@@ -142,7 +142,7 @@ fn a_failing_read_is_passed_on_with_its_offset() {
     let failing = |_: u64, _: &mut [u8]| Err(io::Error::other("medium error"));
     let error = Layout::decode(failing, 0x1000, 0x2000).unwrap_err();
     assert!(matches!(error, WalkError::Read { offset: 0x1000, .. }));
-    assert!(error.to_string().contains("medium error"));
+    assert!(std::error::Error::source(&error).unwrap().to_string().contains("medium error"));
 }
 
 #[test]

@@ -14,9 +14,9 @@ use rustls::ContentType;
 use super::key::Key;
 use super::option::{self, KeyDirection};
 use super::{record_failure, record_type};
+use crate::system_call;
 use crate::tls::failure::{KernelTlsFailure, TlsFailure};
 use crate::tls::record::{Decrypted, NewKeys, Reader, RecordContent};
-use crate::transport;
 use crate::vector::{Batch, In};
 
 /// The direction of a socket that the kernel decrypts.
@@ -48,7 +48,7 @@ impl Input {
         if self.reader.is_inside_message() {
             return Ok(None);
         }
-        match transport::receive(socket, batch, if whole { libc::MSG_WAITALL } else { 0 }) {
+        match system_call::receive(socket, batch, if whole { libc::MSG_WAITALL } else { 0 }) {
             // The end, or an empty record before a control record.
             Ok(0) => Ok(None),
             Ok(got) => {

@@ -22,13 +22,12 @@ mod option;
 mod output;
 mod record_type;
 
-use std::fmt;
 use std::os::fd::BorrowedFd;
-use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use rustix::fs::{OFlags, fcntl_getfl};
 use rustix::io::Errno;
+use strum::{Display, EnumString, IntoStaticStr};
 use thiserror::Error;
 
 pub(super) use input::{Input, Received};
@@ -39,7 +38,8 @@ use super::failure::{KernelTlsFailure, TlsFailure};
 use option::Support;
 
 /// Whether the kernel or this process encrypts and decrypts the records of a channel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, Display, EnumString, IntoStaticStr, PartialEq, Eq, Hash)]
+#[strum(serialize_all = "lowercase", parse_err_ty = UnknownKernelTls, parse_err_fn = UnknownKernelTls::new)]
 pub enum KernelTls {
     /// This process.
     #[default]
@@ -54,21 +54,6 @@ pub enum KernelTls {
 impl KernelTls {
     /// All settings.
     pub const ALL: [Self; 3] = [Self::Off, Self::Auto, Self::On];
-
-    /// Returns the name, as [`FromStr`] reads it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Auto => "auto",
-            Self::On => "on",
-        }
-    }
-}
-
-impl fmt::Display for KernelTls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 /// A name that no setting has.
@@ -79,12 +64,9 @@ pub struct UnknownKernelTls {
     pub name: String,
 }
 
-impl FromStr for KernelTls {
-    type Err = UnknownKernelTls;
-
-    fn from_str(name: &str) -> Result<Self, UnknownKernelTls> {
-        let found = Self::ALL.into_iter().find(|setting| setting.name() == name);
-        found.ok_or_else(|| UnknownKernelTls { name: name.to_owned() })
+impl UnknownKernelTls {
+    fn new(name: &str) -> Self {
+        Self { name: name.to_owned() }
     }
 }
 

@@ -23,9 +23,9 @@ use rustls::ContentType;
 use super::key::Key;
 use super::option::{self, KeyDirection};
 use super::{record_failure, record_type};
+use crate::system_call;
 use crate::tls::failure::{KernelTlsFailure, TlsFailure};
 use crate::tls::record::{CLOSE, NewKeys, UPDATE};
-use crate::transport;
 use crate::vector::{Batch, Out};
 
 /// A call has at most this fraction of a key's record limit in bytes. As many records may be unused when the key is
@@ -91,7 +91,7 @@ impl Output {
             self.update_key(socket, keys)?;
             requested.store(false, Ordering::Release);
         }
-        let sent = transport::send(socket, &part, libc::MSG_DONTWAIT);
+        let sent = system_call::send(socket, &part, libc::MSG_DONTWAIT);
         let moved = sent.map_err(|error| match Errno::from_io_error(&error) {
             // The kernel also reports errors of the other direction here.
             Some(Errno::BADMSG) => record_failure(Errno::BADMSG).map_or(error, io::Error::from),

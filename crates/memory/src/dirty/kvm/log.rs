@@ -17,7 +17,7 @@ use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
 use super::{KvmSlot, KvmSlots};
 use crate::dirty::{DirtyLog, DirtyPages, LogError, Writers};
-use crate::discarding::{DiscardWatch, Discardable};
+use crate::discarding::DiscardWatch;
 
 const NAME: &str = "KVM's dirty log";
 
@@ -105,7 +105,7 @@ impl DirtyLog for KvmLog {
 
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
-        self.discards = Some(Discardable::new(self.slots.memory()).watch());
+        self.discards = Some(self.slots.memory().discardable().watch());
         self.choose().map_err(failed("KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2"))?;
         self.slots.set_logging(true).map_err(failed("KVM_SET_USER_MEMORY_REGION"))?;
         self.on = true;

@@ -12,20 +12,21 @@
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvm_bindings::{
     KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_DIRTY_LOG_PAGE_OFFSET, kvm_dirty_gfn, kvm_enable_cap,
 };
 use kvm_ioctls::{VcpuFd, VmFd};
 use limosa_page::{PAGE_SIZE, PageRange};
+use parking_lot::Mutex;
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::KvmSlots;
 use crate::dirty::{DirtyLog, DirtyPages, LogError, Writers};
-use crate::discarding::{DiscardWatch, Discardable};
+use crate::discarding::DiscardWatch;
 
 const NAME: &str = "KVM's dirty ring";
 
@@ -104,7 +105,7 @@ impl KvmRings {
         let start = unsafe { mmap(std::ptr::null_mut(), self.bytes, access, flags, fd, offset) };
         let start = start.map_err(|error| failed("mapping a vCPU's ring")(error.into()))?;
         let start = NonNull::new(start.cast()).ok_or_else(|| failed("mmap")(io::ErrorKind::OutOfMemory.into()))?;
-        self.lock().rings.push(Ring { start, entries: self.bytes / size_of::<kvm_dirty_gfn>(), next: 0 });
+        self.state.lock().rings.push(Ring { start, entries: self.bytes / size_of::<kvm_dirty_gfn>(), next: 0 });
         Ok(())
     }
 
@@ -115,7 +116,7 @@ impl KvmRings {
     /// # Errors
     /// KVM does not take the rings back: the log is worth nothing any more, and the vCPU cannot go on while it is on.
     pub fn reap(&self) -> Result<(), LogError> {
-        self.empty(&mut self.lock())
+        self.empty(&mut self.state.lock())
     }
 
     /// Takes what is in the rings and has KVM protect it and go on with empty ones.
@@ -151,10 +152,6 @@ impl KvmRings {
             *given_back = true;
         }
         Ok(())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -235,8 +232,8 @@ impl DirtyLog for KvmRingLog {
 
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
-        self.discards = Some(Discardable::new(self.rings.slots.memory()).watch());
-        let mut state = self.rings.lock();
+        self.discards = Some(self.rings.slots.memory().discardable().watch());
+        let mut state = self.rings.state.lock();
         // What an earlier log left.
         self.rings.empty(&mut state)?;
         state.taken = DirtyPages::new(self.rings.slots.memory());
@@ -251,7 +248,7 @@ impl DirtyLog for KvmRingLog {
         if !self.on {
             return Err(LogError::NotStarted { log: NAME });
         }
-        let mut state = self.rings.lock();
+        let mut state = self.rings.state.lock();
         self.rings.empty(&mut state)?;
         if let Some(why) = state.lost {
             return Err(failed("emptying the rings")(io::Error::other(why)));
@@ -312,14 +309,14 @@ mod tests {
         let mut log = KvmRingLog::new(Arc::clone(&rings));
         log.start().unwrap();
 
-        rings.lock().rings.push(ring(256, 255));
+        rings.state.lock().rings.push(ring(256, 255));
         rings.reap().unwrap();
         let mut dirty = DirtyPages::new(slots.memory());
         log.fetch(&mut dirty).unwrap();
         assert_eq!(dirty.count(), 255);
 
         // Full to the last entry. The guest goes on, and the user of the log gets an error.
-        rings.lock().rings.push(ring(256, 256));
+        rings.state.lock().rings.push(ring(256, 256));
         rings.reap().unwrap();
         for _ in 0..2 {
             let refused = log.fetch(&mut dirty).unwrap_err().to_string();

@@ -218,7 +218,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
 
     /// Whether pages of the block may be lent now. Pins it while the kernel has pages that it gives back.
     fn borrow(&mut self, memory: &'a MemoryBlock) -> Result<bool, MigrateError> {
-        if self.pinned.as_ref().is_some_and(|pinned| !std::ptr::eq(pinned.block(), memory)) {
+        if self.pinned.as_ref().is_some_and(|pinned| !memory.is_pinned_by(pinned)) {
             self.take_back()?;
         }
         self.give_back_if_wanted()?;
