@@ -2,9 +2,10 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use limosa_page::{broken, to_usize};
+use parking_lot::Mutex;
 
 use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
@@ -37,11 +38,7 @@ impl MemoryStorage {
     /// A copy of all its bytes.
     #[must_use]
     pub fn contents(&self) -> Vec<u8> {
-        self.lock().clone()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.bytes.lock().clone()
     }
 
     /// A range as indices. Lengthens `bytes` to its end; fails behind the limit.
@@ -63,7 +60,7 @@ impl MemoryStorage {
     fn write_now(&self, offset: u64, from: &IoVector) -> Result<(), StorageError> {
         let len = from.len() as u64;
         let failed = |error| StorageError::at(Operation::Write, &self.name, offset, len, error);
-        let mut bytes = self.lock();
+        let mut bytes = self.bytes.lock();
         let range = offset..offset.checked_add(len).ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?;
         let room = self.room(&mut bytes, &range).map_err(failed)?;
         let mut place = bytes.get_mut(room).ok_or_else(|| failed(io::Error::other(broken(ROOM))))?;
@@ -75,7 +72,7 @@ impl MemoryStorage {
     }
 
     fn read_now(&self, offset: u64, into: &IoVector) {
-        let bytes = self.lock();
+        let bytes = self.bytes.lock();
         let start = to_usize(offset);
         // Behind the end are zeros.
         let got = bytes.get(start..).map_or(0, |rest| into.copy_from(0, rest));
@@ -93,7 +90,7 @@ impl Storage for MemoryStorage {
     }
 
     fn length(&self) -> Result<u64, StorageError> {
-        Ok(self.lock().len() as u64)
+        Ok(self.bytes.lock().len() as u64)
     }
 
     fn is_read_only(&self) -> bool {
@@ -115,7 +112,7 @@ impl Storage for MemoryStorage {
 
     fn write_zeroes(&self, range: Range<u64>, _how: ZeroHow) -> Request {
         let length = range.end.saturating_sub(range.start);
-        let mut bytes = self.lock();
+        let mut bytes = self.bytes.lock();
         let room = self.room(&mut bytes, &range).map(|room| {
             if let Some(place) = bytes.get_mut(room) {
                 place.fill(0);
@@ -126,7 +123,7 @@ impl Storage for MemoryStorage {
     }
 
     fn discard(&self, range: Range<u64>) -> Request {
-        let range = range.start..range.end.min(self.lock().len() as u64);
+        let range = range.start..range.end.min(self.bytes.lock().len() as u64);
         if range.is_empty() { ready(Ok(())) } else { self.write_zeroes(range, ZeroHow::default()) }
     }
 
@@ -135,18 +132,18 @@ impl Storage for MemoryStorage {
     }
 
     fn set_len(&self, len: u64) -> Request {
-        let mut bytes = self.lock();
+        let mut bytes = self.bytes.lock();
         let room = self.room(&mut bytes, &(0..len)).map(|room| bytes.truncate(room.end));
         ready(room.map_err(|error| StorageError::of(Operation::SetLength, &self.name, error)))
     }
 
     fn allocate(&self, range: Range<u64>) -> Request {
-        let room = self.room(&mut self.lock(), &range).map(drop);
+        let room = self.room(&mut self.bytes.lock(), &range).map(drop);
         ready(room.map_err(|error| StorageError::of(Operation::Allocate, &self.name, error)))
     }
 
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
-        let end = (self.lock().len() as u64).clamp(range.start, range.end.max(range.start));
+        let end = (self.bytes.lock().len() as u64).clamp(range.start, range.end.max(range.start));
         let parts = [(range.start..end, ExtentKind::Data), (end..range.end, ExtentKind::Hole)];
         Ok(parts
             .into_iter()

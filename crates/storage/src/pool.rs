@@ -8,10 +8,12 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
 
 /// Maximum number of threads, and so of concurrent calls.
 pub(crate) const MAX_THREADS: usize = 64;
@@ -36,13 +38,9 @@ struct Queue {
 static POOL: Pool =
     Pool { queue: Mutex::new(Queue { jobs: VecDeque::new(), threads: 0, idle: 0 }), work: Condvar::new() };
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Queues a job. The caller executes it if there is no thread and none can be started.
 fn queue(job: Job) {
-    let mut queue = lock(&POOL.queue);
+    let mut queue = POOL.queue.lock();
     queue.jobs.push_back(job);
     if queue.idle >= queue.jobs.len() || queue.threads >= MAX_THREADS {
         drop(queue);
@@ -53,7 +51,7 @@ fn queue(job: Job) {
     drop(queue);
     let thread = thread::Builder::new().name("limosa-storage".into()).stack_size(STACK);
     if thread.spawn(work).is_err() {
-        let mut queue = lock(&POOL.queue);
+        let mut queue = POOL.queue.lock();
         queue.threads -= 1;
         let left = if queue.threads == 0 { queue.jobs.pop_back() } else { None };
         drop(queue);
@@ -65,17 +63,16 @@ fn queue(job: Job) {
 
 /// Main loop of a thread.
 fn work() {
-    let mut queue = lock(&POOL.queue);
+    let mut queue = POOL.queue.lock();
     loop {
         if let Some(job) = queue.jobs.pop_front() {
             drop(queue);
             job();
-            queue = lock(&POOL.queue);
+            queue = POOL.queue.lock();
             continue;
         }
         queue.idle += 1;
-        let (woken, time) = POOL.work.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner);
-        queue = woken;
+        let time = POOL.work.wait_for(&mut queue, IDLE);
         queue.idle -= 1;
         if time.timed_out() && queue.jobs.is_empty() {
             queue.threads -= 1;
@@ -97,7 +94,7 @@ impl<T> Future for Pooled<T> {
     type Output = T;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
-        let mut outcome = lock(&self.0);
+        let mut outcome = self.0.lock();
         match outcome.result.take() {
             Some(Ok(result)) => Poll::Ready(result),
             Some(Err(panic)) => resume_unwind(panic),
@@ -115,7 +112,7 @@ pub(crate) async fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'sta
     let ours = Arc::clone(&outcome);
     queue(Box::new(move || {
         let result = catch_unwind(AssertUnwindSafe(job));
-        let mut outcome = lock(&ours);
+        let mut outcome = ours.lock();
         outcome.result = Some(result);
         let waker = outcome.waker.take();
         drop(outcome);

@@ -16,7 +16,7 @@ use limosa_page::{AtomicPageBitmap, PageNumber, PageRange};
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicBool, fence};
 
-use super::{DirtyLog, DirtyPages, LogError, Writers};
+use super::log::{DirtyLog, DirtyPages, LogError, Writers};
 use crate::GuestMemory;
 use crate::discarding::{DiscardWatch, Discardable};
 

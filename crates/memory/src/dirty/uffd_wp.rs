@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use limosa_page::{PAGE_SIZE, PageRange};
 
-use super::LogError;
+use super::log::LogError;
 use crate::userfaultfd::{RegisterMode, Userfaultfd};
 use crate::{GuestMemory, MemoryBlock};
 

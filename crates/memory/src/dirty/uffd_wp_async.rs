@@ -16,8 +16,8 @@ use std::sync::Arc;
 
 use limosa_page::PageRange;
 
+use super::log::{DirtyLog, DirtyPages, LogError, Writers};
 use super::uffd_wp::{WriteProtection, addresses};
-use super::{DirtyLog, DirtyPages, LogError, Writers};
 use crate::discarding::DiscardWatch;
 use crate::faults::FaultAccess;
 use crate::pagemap::PageMap;

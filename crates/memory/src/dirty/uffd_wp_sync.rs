@@ -22,8 +22,8 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::hand_over::Writable;
+use super::log::{DirtyLog, DirtyPages, LogError, Writers};
 use super::uffd_wp::{WriteProtection, whole_slice};
-use super::{DirtyLog, DirtyPages, LogError, Writers};
 use crate::GuestMemory;
 use crate::discarding::DiscardWatch;
 use crate::faults::FaultAccess;

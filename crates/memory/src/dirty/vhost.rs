@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use limosa_page::{PAGE_SIZE, holes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::{DirtyLog, DirtyPages, LogError, Writers};
+use super::log::{DirtyLog, DirtyPages, LogError, Writers};
 use crate::discarding::DiscardWatch;
 use crate::mapping::Mapping;
 use crate::{GuestMemory, GuestRegion};

@@ -8,12 +8,16 @@
 #![allow(unsafe_code, reason = "the sizes that direct I/O accepts are probed with pread")]
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::fs::{AtFlags, StatxFlags, fstatfs, ioctl_blksszget, statx};
 
 use crate::buffer::Buffer;
 use crate::storage::Alignment;
+
+/// Maximum offset in a file.
+pub(crate) const MAX_OFFSET: u64 = i64::MAX as u64;
 
 /// Enough for every known device.
 const LARGEST: u32 = 4096;
@@ -66,4 +70,23 @@ fn probed(fd: &OwnedFd) -> u32 {
         read > 0
     };
     TRIED.iter().find(succeeds).copied().unwrap_or(LARGEST)
+}
+
+/// Returns the range of the whole blocks that a range touches.
+pub(crate) fn around(alignment: Alignment, range: &Range<u64>) -> Range<u64> {
+    let block = u64::from(alignment.offset);
+    range.start - range.start % block..range.end.checked_next_multiple_of(block).unwrap_or(MAX_OFFSET)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_blocks_around_a_range_are_whole() {
+        let alignment = Alignment { offset: 512, memory: 4 };
+        assert_eq!(around(alignment, &(0..512)), 0..512);
+        assert_eq!(around(alignment, &(511..513)), 0..1024);
+        assert_eq!(around(alignment, &(600..601)), 512..1024);
+    }
 }

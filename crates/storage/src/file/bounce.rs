@@ -12,8 +12,9 @@ use limosa_page::to_usize;
 
 use crate::buffer::{Buffer, IoVector};
 use crate::error::StorageError;
+use crate::file::align::{MAX_OFFSET, around};
 use crate::file::open::OpenFile;
-use crate::file::transfer::{Direction, MAX_OFFSET, Transfer};
+use crate::file::transfer::{Direction, Transfer};
 use crate::storage::Alignment;
 
 /// How a request fits the alignment.
@@ -40,12 +41,6 @@ pub(crate) fn fit(alignment: Alignment, offset: u64, vector: &IoVector) -> Fit {
     let is_fit =
         |buffer: &Buffer| buffer.start().addr().is_multiple_of(memory) && (buffer.len() as u64).is_multiple_of(block);
     if vector.buffers().iter().all(is_fit) { Fit::Direct } else { Fit::Memory }
-}
-
-/// The blocks that a range touches.
-pub(crate) fn around(alignment: Alignment, range: &Range<u64>) -> Range<u64> {
-    let block = u64::from(alignment.offset);
-    range.start - range.start % block..range.end.checked_next_multiple_of(block).unwrap_or(MAX_OFFSET)
 }
 
 /// Zeroed memory for blocks.
@@ -138,13 +133,5 @@ mod tests {
         assert_eq!(fit(0, &[(0, 511)]), Fit::Parts);
         let odd = vector(&[(3, 4)]);
         assert_eq!(super::fit(Alignment { offset: 1, memory: 1 }, 5, &odd), Fit::Direct);
-    }
-
-    #[test]
-    fn the_blocks_around_a_range_are_whole() {
-        let alignment = Alignment { offset: 512, memory: 4 };
-        assert_eq!(around(alignment, &(0..512)), 0..512);
-        assert_eq!(around(alignment, &(511..513)), 0..1024);
-        assert_eq!(around(alignment, &(600..601)), 512..1024);
     }
 }

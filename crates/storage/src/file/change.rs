@@ -14,9 +14,9 @@ use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 
 use crate::buffer::{Buffer, IoVector};
 use crate::error::StorageError;
+use crate::file::align::MAX_OFFSET;
 use crate::file::bounce;
 use crate::file::open::OpenFile;
-use crate::file::transfer::MAX_OFFSET;
 use crate::storage::ZeroHow;
 
 /// Zeros written by one call, in bytes, where the filesystem has no other way to zero a range.

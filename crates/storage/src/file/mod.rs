@@ -29,9 +29,10 @@ pub use options::{CacheMode, Create, FileOptions, Io, UnknownCacheMode};
 
 use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
+use crate::file::align::MAX_OFFSET;
 use crate::file::bounce::Fit;
 use crate::file::open::OpenFile;
-use crate::file::transfer::{Direction, MAX_OFFSET, Transfer};
+use crate::file::transfer::{Direction, Transfer};
 use crate::pool;
 use crate::request::{FileRequest, Work};
 use crate::ring;
@@ -139,7 +140,7 @@ impl FileStorage {
             let Some(end) = offset.checked_add(into.len() as u64).filter(|end| *end <= MAX_OFFSET) else {
                 return execute(io, Work::Transfer(Transfer::new(file, Direction::Read, offset, into))).await;
             };
-            let around = bounce::around(file.alignment, &(offset..end));
+            let around = align::around(file.alignment, &(offset..end));
             let length = into.len() as u64;
             let memory = bounce::memory(&around)
                 .map_err(|error| StorageError::at(Operation::Read, &file.name, offset, length, error))?;

@@ -6,21 +6,24 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustix::fs::{FileType, OFlags, SeekFrom, fcntl_getfl, fcntl_setfl, fstat, seek};
 use rustix::io::Errno;
 
 use crate::error::{Operation, StorageError};
 use crate::file::align;
 use crate::file::blocks::{Blocks, HeldRange};
-use crate::file::bounce;
 use crate::file::counters::Counters;
 use crate::file::lock::{self, LockPolicy};
 use crate::file::open_error::OpenError;
 use crate::file::options::{CacheMode, Create, FileOptions};
-use crate::ring::Registrations;
+use crate::ring::{Handle, Registrations};
 use crate::storage::Alignment;
+
+/// Number of reads after which a file is registered with a ring: reopening it costs about as much as these reads save.
+const REGISTER_AFTER: u64 = 64;
 
 /// Identity of a file, regardless of its path: equal for two paths of one file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -171,7 +174,14 @@ impl OpenFile {
 
     /// Holds the blocks that a range touches, where partial writes could undo a change to it.
     pub(crate) fn hold(&self, range: &Range<u64>) -> Option<HeldRange<'_>> {
-        self.has_blocks().then(|| self.blocks.hold(bounce::around(self.alignment, range)))
+        self.has_blocks().then(|| self.blocks.hold(align::around(self.alignment, range)))
+    }
+
+    /// Returns the slot in which this ring has the file registered for reading. Registers it if it is due. Only on the
+    /// ring's thread.
+    pub(crate) fn slot(&self, ring: &Arc<Handle>) -> Option<u32> {
+        let is_due = self.counters.reads.operations() >= REGISTER_AFTER;
+        is_due.then(|| self.registrations.slot(ring, self.fd.as_fd(), self.cache.is_direct())).flatten()
     }
 
     /// Whether a flush reaches the kernel.
@@ -211,7 +221,7 @@ impl OpenFile {
     /// caller, and drops them from its cache; every later flush must fail, too. This includes direct I/O: a filesystem
     /// may use its cache for it, and a device that failed to flush its write cache may have lost any of its contents.
     fn remember(&self, answer: io::Result<()>) -> Result<(), Arc<io::Error>> {
-        let mut first = self.flush_error.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = self.flush_error.lock();
         if let (Err(error), None) = (answer, first.as_ref()) {
             *first = Some(Arc::new(error));
         }

@@ -10,14 +10,13 @@ use std::sync::Arc;
 
 use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
+use crate::file::align::MAX_OFFSET;
 use crate::file::open::OpenFile;
 
 /// Maximum number of buffers per call (`IOV_MAX`).
 const MAX_BUFFERS: usize = 1024;
 /// Maximum number of bytes per call: less than the kernel's limit of 2 GiB, and a multiple of every block size.
 const MAX_BYTES: usize = 1 << 30;
-/// Maximum offset in a file.
-pub(crate) const MAX_OFFSET: u64 = i64::MAX as u64;
 
 /// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,20 +11,18 @@
 
 use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use rustix::fs::fstat;
 
-use crate::file::open::OpenFile;
 use crate::ring::handle::Handle;
 
 /// Maximum number of registered files of a ring; most chains of images have fewer.
 pub(crate) const SLOTS: u32 = 64;
-/// Number of reads after which a file is registered: reopening it costs about as much as these reads save.
-const REGISTER_AFTER: u64 = 64;
 /// The owner of a free slot.
 const NO_OWNER: u64 = 0;
 
@@ -77,8 +75,7 @@ impl Default for Registrations {
 
 impl Drop for Registrations {
     fn drop(&mut self) {
-        let rings = self.rings.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for (ring, slot) in rings.drain(..) {
+        for (ring, slot) in self.rings.get_mut().drain(..) {
             // A forked child has copies of the handles, and must not change its parent's rings.
             let Some(ring) = ring.upgrade().filter(|ring| ring.is_ours()) else { continue };
             if ring.uring.submitter().register_files_update(slot, &[-1]).is_ok() {
@@ -88,41 +85,39 @@ impl Drop for Registrations {
     }
 }
 
-/// The slot in which this ring has the file registered for reading. Registers it if it is due. Only on the ring's
-/// thread.
-pub(crate) fn slot(ring: &Arc<Handle>, file: &OpenFile) -> Option<u32> {
-    let (owners, registrations) = (&ring.owners, &file.registrations);
-    if owners.is_refused.load(Ordering::Relaxed) || registrations.is_refused.load(Ordering::Relaxed) {
-        return None;
+impl Registrations {
+    /// Returns the slot in which this ring has the file `fd` registered for reading, and registers it if it is not.
+    pub(crate) fn slot(&self, ring: &Arc<Handle>, fd: BorrowedFd<'_>, is_direct: bool) -> Option<u32> {
+        let owners = &ring.owners;
+        if owners.is_refused.load(Ordering::Relaxed) || self.is_refused.load(Ordering::Relaxed) {
+            return None;
+        }
+        if let Some(slot) = owners.find(self.key, self.key) {
+            return Some(slot);
+        }
+        let slot = owners.find(self.key, NO_OWNER)?;
+        let Ok(reading) = reopen(fd, is_direct) else {
+            self.is_refused.store(true, Ordering::Relaxed);
+            return None;
+        };
+        if ring.uring.submitter().register_files_update(slot, &[reading.as_raw_fd()]).is_err() {
+            owners.is_refused.store(true, Ordering::Relaxed);
+            return None;
+        }
+        owners.assign(slot, self.key);
+        let mut rings = self.rings.lock();
+        rings.retain(|(ring, _)| ring.strong_count() > 0);
+        rings.push((Arc::downgrade(ring), slot));
+        Some(slot)
     }
-    if file.counters.reads.operations() < REGISTER_AFTER {
-        return None;
-    }
-    if let Some(slot) = owners.find(registrations.key, registrations.key) {
-        return Some(slot);
-    }
-    let slot = owners.find(registrations.key, NO_OWNER)?;
-    let Ok(reading) = reopen(file) else {
-        registrations.is_refused.store(true, Ordering::Relaxed);
-        return None;
-    };
-    if ring.uring.submitter().register_files_update(slot, &[reading.as_raw_fd()]).is_err() {
-        owners.is_refused.store(true, Ordering::Relaxed);
-        return None;
-    }
-    owners.assign(slot, registrations.key);
-    let mut rings = registrations.rings.lock().unwrap_or_else(PoisonError::into_inner);
-    rings.retain(|(ring, _)| ring.strong_count() > 0);
-    rings.push((Arc::downgrade(ring), slot));
-    Some(slot)
 }
 
-/// Reopens the file read-only, with a separate open file description.
-fn reopen(file: &OpenFile) -> io::Result<OwnedFd> {
-    let direct = if file.cache.is_direct() { libc::O_DIRECT } else { 0 };
-    let path = format!("/proc/self/fd/{}", file.fd.as_raw_fd());
+/// Reopens a file read-only, with a separate open file description.
+fn reopen(fd: BorrowedFd<'_>, is_direct: bool) -> io::Result<OwnedFd> {
+    let direct = if is_direct { libc::O_DIRECT } else { 0 };
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let reading: OwnedFd = OpenOptions::new().read(true).custom_flags(direct).open(path)?.into();
-    let (ours, found) = (fstat(&file.fd)?, fstat(&reading)?);
+    let (ours, found) = (fstat(fd)?, fstat(&reading)?);
     // /proc may not be the proc filesystem: check that it is the same file.
     let is_same = (ours.st_dev, ours.st_ino, ours.st_rdev, ours.st_mode)
         == (found.st_dev, found.st_ino, found.st_rdev, found.st_mode);

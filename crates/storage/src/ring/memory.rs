@@ -10,7 +10,9 @@
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
 
 use crate::arena;
 use crate::ring::handle::Handle;
@@ -60,7 +62,7 @@ fn register(ring: &Arc<Handle>, pins: bool) -> bool {
     if !ring.has_table() {
         return false;
     }
-    let mut rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut rings = RINGS.lock();
     // A ring of the parent process has the parent's pages registered.
     let others: Vec<_> = rings.iter().filter_map(Weak::upgrade).filter(|other| other.is_ours()).collect();
     // Linux 6.12.

@@ -19,12 +19,13 @@ mod memory;
 use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
 use limosa_page::to_usize;
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::drive::ThreadWaker;
@@ -32,7 +33,7 @@ use crate::error::StorageError;
 use crate::file::transfer::Direction;
 use crate::request::Work;
 pub(crate) use crate::ring::files::Registrations;
-use crate::ring::handle::Handle;
+pub(crate) use crate::ring::handle::Handle;
 
 /// Entries of the submission queue.
 const SUBMISSIONS: u32 = 256;
@@ -112,10 +113,6 @@ impl Slots {
     }
 }
 
-fn lock(slots: &Mutex<Slots>) -> MutexGuard<'_, Slots> {
-    slots.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// A future's handle of a request in a slot.
 pub(crate) struct InFlight {
     slots: Arc<Mutex<Slots>>,
@@ -125,7 +122,7 @@ pub(crate) struct InFlight {
 
 impl InFlight {
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), StorageError>> {
-        let mut slots = lock(&self.slots);
+        let mut slots = self.slots.lock();
         let Some(slot) = slots.slots.get_mut(self.index).filter(|_| !self.is_over) else { return Poll::Pending };
         match &mut slot.stage {
             Stage::InFlight(Some(waker)) if waker.will_wake(context.waker()) => {}
@@ -152,7 +149,7 @@ impl Drop for InFlight {
         if self.is_over {
             return;
         }
-        let mut slots = lock(&self.slots);
+        let mut slots = self.slots.lock();
         let Some(slot) = slots.slots.get_mut(self.index) else { return };
         let stage = match &slot.stage {
             Stage::Complete(_) => {
@@ -244,7 +241,7 @@ impl Ring {
 
     /// Accepts a request. The next call of [`Self::submit_and_reap`] submits it at the latest.
     pub(crate) fn begin(&mut self, work: Work, waker: &Waker) -> InFlight {
-        let index = lock(&self.slots).put(work, waker);
+        let index = self.slots.lock().put(work, waker);
         self.in_flight += 1;
         self.gathered.push(index);
         InFlight { slots: Arc::clone(&self.slots), index, is_over: false }
@@ -253,18 +250,18 @@ impl Ring {
     /// Whether there is only one request, and it is faster as a blocking call.
     pub(crate) fn should_block(&self) -> bool {
         let [index] = *self.gathered.as_slice() else { return false };
-        self.in_flight == 1 && lock(&self.slots).slots.get(index).is_some_and(Slot::is_faster_blocking)
+        self.in_flight == 1 && self.slots.lock().slots.get(index).is_some_and(Slot::is_faster_blocking)
     }
 
     /// Executes that request by a blocking call.
     pub(crate) fn block(&mut self) -> Completed {
         let mut done = mem::take(&mut self.done);
         let Some(index) = self.gathered.pop() else { return done };
-        let work = lock(&self.slots).slots.get_mut(index).and_then(|slot| slot.work.take());
+        let work = self.slots.lock().slots.get_mut(index).and_then(|slot| slot.work.take());
         let Some(work) = work else { return done };
         let outcome = work.block();
         self.in_flight -= 1;
-        lock(&self.slots).complete(index, outcome, &mut done);
+        self.slots.lock().complete(index, outcome, &mut done);
         done
     }
 
@@ -285,7 +282,7 @@ impl Ring {
     pub(crate) fn submit_and_reap(&mut self, wait: bool) -> Completed {
         let mut gathered = mem::take(&mut self.gathered);
         for index in gathered.drain(..) {
-            let entry = lock(&self.slots).slots.get_mut(index).and_then(|slot| entry(&self.handle, slot, index));
+            let entry = self.slots.lock().slots.get_mut(index).and_then(|slot| entry(&self.handle, slot, index));
             entry.into_iter().for_each(|entry| self.push(entry));
         }
         self.gathered = gathered;
@@ -299,7 +296,7 @@ impl Ring {
         _ = self.handle.uring.submit_and_wait(usize::from(wait));
         let mut done = mem::take(&mut self.done);
         let mut again = mem::take(&mut self.waiting);
-        let mut slots = lock(&self.slots);
+        let mut slots = self.slots.lock();
         // SAFETY: only this thread accesses the queues of its ring.
         for answer in unsafe { self.handle.uring.completion_shared() } {
             if answer.user_data() == WAKE_UP {
@@ -352,8 +349,7 @@ fn entry(ring: &Arc<Handle>, slot: &mut Slot, index: usize) -> Option<squeue::En
     let entry = match slot.work.as_ref()? {
         Work::Flush(file) => opcode::Fsync::new(Fd(file.fd.as_raw_fd())).flags(FsyncFlags::DATASYNC).build(),
         Work::Transfer(transfer) => {
-            let registered =
-                if transfer.direction == Direction::Read { files::slot(ring, &transfer.file) } else { None };
+            let registered = if transfer.direction == Direction::Read { transfer.file.slot(ring) } else { None };
             let fixed = registered.and_then(|slot| RawFd::try_from(slot).ok());
             let fd = Fd(fixed.unwrap_or_else(|| transfer.file.fd.as_raw_fd()));
             let (at, flags) = (transfer.at(), transfer.flags());

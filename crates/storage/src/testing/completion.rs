@@ -2,10 +2,11 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use super::lock;
+use parking_lot::Mutex;
+
 use crate::error::StorageError;
 use crate::storage::Request;
 
@@ -24,7 +25,7 @@ pub(super) struct Completion(Arc<Mutex<State>>);
 impl Completion {
     pub(super) fn complete(&self, outcome: Outcome) {
         let waker = {
-            let mut state = lock(&self.0);
+            let mut state = self.0.lock();
             state.outcome = Some(outcome);
             state.waker.take()
         };
@@ -42,7 +43,7 @@ impl Future for CompletionFuture {
     type Output = Outcome;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Outcome> {
-        let mut state = lock(&self.0);
+        let mut state = self.0.lock();
         match state.outcome.take() {
             Some(outcome) => Poll::Ready(outcome),
             None => {

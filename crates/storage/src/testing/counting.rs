@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::{Behaviour, Call, Through, lock};
+use parking_lot::Mutex;
+
+use super::{Behaviour, Call, Through};
 use crate::error::Operation;
 use crate::storage::{Request, Storage};
 
@@ -52,14 +54,14 @@ impl Counting {
 
     /// The requests since the last call.
     pub fn take(&self) -> Vec<SeenRequest> {
-        std::mem::take(&mut *lock(&self.0.0))
+        std::mem::take(&mut *self.0.0.lock())
     }
 
     /// Counts by storage and kind, both by name; the record is kept.
     #[must_use]
     pub fn counts(&self) -> BTreeMap<(Arc<str>, String), Counts> {
         let mut all = BTreeMap::<_, Counts>::new();
-        for seen in &*lock(&self.0.0) {
+        for seen in &*self.0.0.lock() {
             let counts = all.entry((Arc::clone(&seen.storage), seen.operation.to_string())).or_default();
             counts.requests += 1;
             counts.bytes += seen.range.end - seen.range.start;
@@ -70,7 +72,7 @@ impl Counting {
 
 impl RequestLog {
     fn note(&self, storage: &Arc<dyn Storage>, operation: Operation, range: Range<u64>, buffers: usize) {
-        lock(&self.0).push(SeenRequest { storage: Arc::clone(storage.name()), operation, range, buffers });
+        self.0.lock().push(SeenRequest { storage: Arc::clone(storage.name()), operation, range, buffers });
     }
 }
 

@@ -1,11 +1,13 @@
 //! Requests with random delays: they overtake each other.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::chance::Chance;
 use super::scheduler::Scheduler;
-use super::{Behaviour, Call, Through, lock};
+use super::{Behaviour, Call, Through};
 use crate::storage::{Request, Storage};
 
 /// Executes every request after a random delay of at most `most`.
@@ -36,7 +38,7 @@ impl Delayed {
 impl Behaviour for RandomDelay {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let nanos = u64::try_from(self.most.as_nanos()).unwrap_or(u64::MAX);
-        let delay = Duration::from_nanos(lock(&self.chance).below(nanos));
+        let delay = Duration::from_nanos(self.chance.lock().below(nanos));
         self.scheduler.at(Instant::now() + delay, storage, call)
     }
 }

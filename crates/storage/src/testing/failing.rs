@@ -1,11 +1,12 @@
 //! Requests that fail.
 
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use limosa_page::to_usize;
+use parking_lot::Mutex;
 
-use super::{Behaviour, Call, Through, lock};
+use super::{Behaviour, Call, Through};
 use crate::error::Operation;
 use crate::storage::{Request, Storage};
 
@@ -59,7 +60,7 @@ impl Failing {
     #[must_use]
     pub fn only(kinds: &[Operation]) -> Self {
         let this = Self::default();
-        lock(&this.0.0).only = kinds.to_vec();
+        this.0.0.lock().only = kinds.to_vec();
         this
     }
 
@@ -71,26 +72,26 @@ impl Failing {
 
     /// Lets `times` requests fail, after the next `after` that do not.
     pub fn fail(&self, after: u64, times: u64, fault: Fault) {
-        let mut state = lock(&self.0.0);
+        let mut state = self.0.0.lock();
         state.fault = Some((state.seen.saturating_add(after), times, fault));
     }
 
     /// Nothing fails any more.
     pub fn mend(&self) {
-        lock(&self.0.0).fault = None;
+        self.0.0.lock().fault = None;
     }
 
     /// How many requests that count came, and how many of them failed.
     #[must_use]
     pub fn seen(&self) -> (u64, u64) {
-        let state = lock(&self.0.0);
+        let state = self.0.0.lock();
         (state.seen, state.failed)
     }
 }
 
 impl FaultPlan {
     fn fault(&self, operation: Operation) -> Option<Fault> {
-        let mut state = lock(&self.0);
+        let mut state = self.0.lock();
         if !state.only.is_empty() && !state.only.contains(&operation) {
             return None;
         }

@@ -1,10 +1,12 @@
 //! A disk with one head.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 use super::scheduler::Scheduler;
-use super::{Behaviour, Call, Through, lock};
+use super::{Behaviour, Call, Through};
 use crate::storage::{Request, Storage};
 
 /// Simulates a hard disk: one request after the other, each with the same duration, regardless of offset and length.
@@ -38,7 +40,7 @@ impl HardDisk {
 
 impl Behaviour for Disk {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
-        let mut busy_until = lock(&self.busy_until);
+        let mut busy_until = self.busy_until.lock();
         *busy_until = Instant::now().max(*busy_until) + self.each;
         self.scheduler.at(*busy_until, storage, call)
     }

@@ -1,10 +1,12 @@
 //! Requests that wait until a test releases them, in an order of the test's choice.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::completion::Completion;
-use super::{Behaviour, Call, Through, lock};
+use super::{Behaviour, Call, Through};
 use crate::drive::block_on;
 use crate::error::Operation;
 use crate::storage::{Request, Storage};
@@ -60,14 +62,14 @@ impl Held {
     #[must_use]
     pub fn only(kinds: &[Operation]) -> Self {
         let this = Self::default();
-        lock(&this.0.0).only = kinds.to_vec();
+        this.0.0.lock().only = kinds.to_vec();
         this
     }
 
     /// Every other request is begun by its first poll, not by the call: both are allowed.
     #[must_use]
     pub fn lazily(self) -> Self {
-        lock(&self.0.0).lazy = true;
+        self.0.0.lock().lazy = true;
         self
     }
 
@@ -80,13 +82,13 @@ impl Held {
     /// What is held, in the order in which it came.
     #[must_use]
     pub fn waiting(&self) -> Vec<HeldRequest> {
-        lock(&self.0.0).entries.iter().map(|entry| entry.waiting.clone()).collect()
+        self.0.0.lock().entries.iter().map(|entry| entry.waiting.clone()).collect()
     }
 
     /// Carries out the request of this number, on this thread; false if it is not held.
     pub fn let_go(&self, number: u64) -> bool {
         let entry = {
-            let mut state = lock(&self.0.0);
+            let mut state = self.0.0.lock();
             let place = state.entries.iter().position(|entry| entry.waiting.number == number);
             place.map(|place| state.entries.remove(place))
         };
@@ -96,7 +98,7 @@ impl Held {
     /// Carries out all that are held, in the order in which they came; those that come from now on are not held.
     pub fn open(&self) {
         let entries = {
-            let mut state = lock(&self.0.0);
+            let mut state = self.0.0.lock();
             state.open = true;
             std::mem::take(&mut state.entries)
         };
@@ -105,7 +107,7 @@ impl Held {
 
     /// Holds those that come from now on.
     pub fn close(&self) {
-        lock(&self.0.0).open = false;
+        self.0.0.lock().open = false;
     }
 }
 
@@ -117,7 +119,7 @@ impl Entry {
 
 impl Behaviour for HeldRequests {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request {
-        let mut state = lock(&self.0);
+        let mut state = self.0.lock();
         state.calls += 1;
         if state.lazy && state.calls.is_multiple_of(2) {
             drop(state);
@@ -132,7 +134,7 @@ impl Behaviour for HeldRequests {
 impl HeldRequests {
     fn begin(&self, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let operation = call.operation();
-        let mut state = lock(&self.0);
+        let mut state = self.0.lock();
         if state.open || (!state.only.is_empty() && !state.only.contains(&operation)) {
             drop(state);
             return call.begin(&**storage);

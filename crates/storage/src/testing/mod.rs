@@ -38,8 +38,8 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
@@ -236,9 +236,4 @@ impl Storage for Through {
     fn file(&self) -> Option<BorrowedFd<'_>> {
         self.storage.file()
     }
-}
-
-/// Locks; what a panicking test leaves is still looked at.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

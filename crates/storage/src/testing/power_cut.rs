@@ -5,14 +5,15 @@
 //! has completed itself. A request completes when its future returns.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 
 use limosa_page::to_usize;
+use parking_lot::Mutex;
 
 use super::chance::Chance;
 use super::sparse::SparseMemory;
-use super::{Behaviour, Call, Through, lock};
+use super::{Behaviour, Call, Through};
 use crate::buffer::Buffer;
 use crate::drive::block_on;
 use crate::storage::{Request, Storage};
@@ -70,7 +71,7 @@ impl PowerCut {
     #[must_use]
     pub fn storage(&self, name: &str, bytes: Vec<u8>, most: u64) -> Arc<dyn Storage> {
         let memory = Arc::new(SparseMemory::file_with(name, bytes.clone(), most).cloning());
-        let mut record = lock(&self.0);
+        let mut record = self.0.lock();
         record.files.push((name.into(), bytes));
         let file = record.files.len() - 1;
         Through::over(memory, &Arc::new(Recording { record: Arc::clone(&self.0), file }))
@@ -80,13 +81,13 @@ impl PowerCut {
     /// older than every cut at it or later.
     #[must_use]
     pub fn moments(&self) -> usize {
-        lock(&self.0).events.len()
+        self.0.lock().events.len()
     }
 
     /// The contents of all storages, in the order in which they were made, if the power is cut at `moment`.
     #[must_use]
     pub fn cut(&self, moment: usize, loss: Loss) -> Vec<Vec<u8>> {
-        let record = lock(&self.0);
+        let record = self.0.lock();
         let events = record.events.get(..moment).unwrap_or(&record.events);
         let mut chance = Chance::new(if let Loss::Some(seed) = loss { seed } else { 0 });
         let mut contents: Vec<_> = record.files.iter().map(|(_, bytes)| bytes.clone()).collect();
@@ -181,7 +182,7 @@ impl Behaviour for Recording {
             Call::Clone(clone) => (Some(clone.clone()), Call::Clone(clone)),
             call => (None, call),
         };
-        let mut record = lock(&self.record);
+        let mut record = self.record.lock();
         // Carried out under the lock: the order of the record is the order of the bytes.
         let outcome = block_on(call.clone().begin(&**storage));
         if outcome.is_err() {
@@ -205,7 +206,7 @@ impl Behaviour for Recording {
         drop(record);
         let record = Arc::clone(&self.record);
         Box::pin(async move {
-            let mut record = lock(&record);
+            let mut record = record.lock();
             let moments = record.events.len();
             if let Some(event) = record.events.get_mut(number) {
                 event.completed = Some(moments);

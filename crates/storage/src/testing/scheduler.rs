@@ -4,12 +4,14 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
+use parking_lot::{Condvar, Mutex};
+
+use super::Call;
 use super::completion::Completion;
-use super::{Call, lock};
 use crate::drive::block_on;
 use crate::storage::{Request, Storage};
 
@@ -49,7 +51,7 @@ impl Scheduler {
     pub(super) fn at(&self, due: Instant, storage: &Arc<dyn Storage>, call: Call) -> Request {
         let completion = Completion::default();
         let request = completion.request();
-        let mut queue = lock(&self.0.queue);
+        let mut queue = self.0.queue.lock();
         queue.asked += 1;
         let key = Reverse((due, queue.asked));
         queue.jobs.insert(key, Job { storage: Arc::clone(storage), call, completion });
@@ -61,7 +63,7 @@ impl Scheduler {
 
 impl Drop for Scheduler {
     fn drop(&mut self) {
-        lock(&self.0.queue).over = true;
+        self.0.queue.lock().over = true;
         self.0.changed.notify_one();
     }
 }
@@ -75,18 +77,18 @@ impl SharedQueue {
 
     /// Waits for one that is due; `None`: the scheduler was dropped, and no request is left.
     fn next(&self) -> Option<Job> {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         loop {
             let (now, over) = (Instant::now(), queue.over);
-            queue = match queue.jobs.last_entry() {
+            match queue.jobs.last_entry() {
                 Some(job) if job.key().0.0 <= now => return Some(job.remove()),
                 Some(job) => {
                     let wait = job.key().0.0 - now;
-                    self.changed.wait_timeout(queue, wait).unwrap_or_else(PoisonError::into_inner).0
+                    self.changed.wait_for(&mut queue, wait);
                 }
                 None if over => return None,
-                None => self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
-            };
+                None => self.changed.wait(&mut queue),
+            }
         }
     }
 }

@@ -2,12 +2,13 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use limosa_page::to_usize;
+use parking_lot::Mutex;
 
 use super::chance::Chance;
-use super::{Call, lock, memory_under};
+use super::{Call, memory_under};
 use crate::buffer::IoVector;
 use crate::error::StorageError;
 use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
@@ -63,7 +64,7 @@ impl SparseMemory {
         let garbage = Chance::new(seed).bytes(len - bytes.len());
         bytes.extend(garbage);
         let device = Self { device: true, ..Self::file_with(name, bytes, len as u64) };
-        lock(&device.state).blocks.fill(ExtentKind::Data);
+        device.state.lock().blocks.fill(ExtentKind::Data);
         device
     }
 
@@ -83,11 +84,11 @@ impl SparseMemory {
     /// A copy of all its bytes.
     #[must_use]
     pub fn contents(&self) -> Vec<u8> {
-        lock(&self.state).bytes.clone()
+        self.state.lock().bytes.clone()
     }
 
     fn carry_out(&self, call: &Call) -> Result<(), StorageError> {
-        let state = &mut *lock(&self.state);
+        let state = &mut *self.state.lock();
         let failed = |error: io::Error| call.failed(&self.name, error);
         if let Call::Read { offset, into } = call {
             let start = to_usize(*offset);
@@ -147,10 +148,10 @@ impl SparseMemory {
         let index = |at: u64| usize::try_from(at).map_err(io::Error::other);
         let (source, to) = (index(source.start)?..index(source.end)?, index(to.start)?..index(to.end)?);
         let (bytes, blocks) = {
-            let from = lock(&from.state);
+            let from = from.state.lock();
             (from.bytes[source.clone()].to_vec(), from.blocks[source.start / BLOCK..source.end / BLOCK].to_vec())
         };
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.lengthen(to.end);
         state.bytes[to.clone()].copy_from_slice(&bytes);
         state.blocks[to.start / BLOCK..to.end / BLOCK].copy_from_slice(&blocks);
@@ -197,7 +198,7 @@ impl Storage for SparseMemory {
     }
 
     fn length(&self) -> Result<u64, StorageError> {
-        Ok(lock(&self.state).bytes.len() as u64)
+        Ok(self.state.lock().bytes.len() as u64)
     }
 
     fn is_read_only(&self) -> bool {
@@ -237,7 +238,7 @@ impl Storage for SparseMemory {
     }
 
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let known = state.bytes.len() as u64;
         let mut extents = Vec::<Extent>::new();
         let mut at = range.start;

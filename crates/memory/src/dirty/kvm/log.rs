@@ -16,7 +16,7 @@ use limosa_page::{PAGE_SIZE, to_usize};
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
 use super::{KvmSlot, KvmSlots};
-use crate::dirty::{DirtyLog, DirtyPages, LogError, Writers};
+use crate::dirty::log::{DirtyLog, DirtyPages, LogError, Writers};
 use crate::discarding::DiscardWatch;
 
 const NAME: &str = "KVM's dirty log";

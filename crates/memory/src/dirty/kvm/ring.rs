@@ -25,7 +25,7 @@ use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::KvmSlots;
-use crate::dirty::{DirtyLog, DirtyPages, LogError, Writers};
+use crate::dirty::log::{DirtyLog, DirtyPages, LogError, Writers};
 use crate::discarding::DiscardWatch;
 
 const NAME: &str = "KVM's dirty ring";
