@@ -1,7 +1,7 @@
 //! One direction of a channel: repeats system calls until the bytes have moved, or there is a reason to stop.
 //!
 //! The laws of this module: a transfer ends only by completion, by the end of the data, by an error of the kernel, by
-//! the time-out, or by a shutdown on this side; a signal, a partial transfer or an unready descriptor is none of these.
+//! the time-out, or by a shutdown on this side; a signal, a partial transfer or an unready descriptor does not end it.
 //! The time-out counts from the last byte moved. A waiting thread can be woken: in the kernel's socket by
 //! `shutdown(2)`, in `poll` by an event descriptor, in the rate limit by its condition variable.
 

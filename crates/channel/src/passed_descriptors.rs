@@ -85,7 +85,7 @@ pub(crate) unsafe fn send(
     let length = u32::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
     let mut control = vec![0_u64; space(descriptors.len()).div_ceil(8)];
     let mut message = message(entries, &mut control, space(descriptors.len()));
-    // SAFETY: the room is aligned, and as large as one header with so many descriptors takes.
+    // SAFETY: the room is aligned, and as large as one header with these descriptors.
     unsafe {
         let header = libc::CMSG_FIRSTHDR(&raw const message);
         (*header).cmsg_level = libc::SOL_SOCKET;

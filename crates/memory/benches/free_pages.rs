@@ -1,6 +1,6 @@
-//! What it costs to filter a list of free pages into a bitmap of pages to send: the list of an idle guest of 8 GiB,
-//! 2000 ranges of 4 MiB (as Linux reports them), each of them found in the guest's memory, counted and cleared under a
-//! lock, as the engine of live migrations does. `cargo bench -p limosa-memory --bench free_pages`.
+//! Cost of filtering a list of free pages into a bitmap of pages to send: the list of an idle guest of 8 GiB, 2000
+//! ranges of 4 MiB (as Linux reports them), each of them found in the guest's memory, counted and cleared under a lock,
+//! as the engine of live migrations does. `cargo bench -p limosa-memory --bench free_pages`.
 #![allow(missing_docs, reason = "criterion's macros make items without")]
 
 use std::hint::black_box;

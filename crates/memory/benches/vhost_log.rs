@@ -1,5 +1,5 @@
-//! What it costs to take over the log of vhost back ends for a guest of 1 TiB: import, merge and count, on one core.
-//! `cargo bench -p limosa-memory --bench vhost_log`.
+//! Cost of importing the log of vhost back ends for a guest of 1 TiB: import, merge and count, on one core. `cargo
+//! bench -p limosa-memory --bench vhost_log`.
 #![allow(missing_docs, reason = "criterion's macros make items without")]
 #![allow(unsafe_code, reason = "sets the bits as a back end does")]
 

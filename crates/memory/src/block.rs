@@ -16,8 +16,8 @@ use crate::pin::{PinnedPages, Pins};
 /// `HUGETLBFS_MAGIC`
 const HUGETLBFS: FsWord = 0x9584_58f6;
 
-/// What a RAM block is to the guest. It decides whether the block can be taken for zero at a destination that has just
-/// started: firmware fills the others before any page comes.
+/// The role of a RAM block for the guest. Only [`Ram`](Self::Ram) can be assumed to be zero at a destination that has
+/// just started: firmware fills the others before any page arrives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum BlockRole {
     /// Memory.
@@ -31,7 +31,7 @@ pub enum BlockRole {
     Flash,
 }
 
-/// Where a block's memory is to come from.
+/// The source of a block's memory.
 #[derive(Debug)]
 enum Backing {
     Anonymous,
@@ -39,7 +39,7 @@ enum Backing {
     File { file: OwnedFd, offset: u64 },
 }
 
-/// How a block is to be mapped.
+/// Options for mapping a block.
 #[derive(Debug)]
 pub struct BlockOptions {
     name: String,
@@ -57,55 +57,55 @@ impl BlockOptions {
         Self { name: name.into(), length, role, backing, shared, huge_page, region_address }
     }
 
-    /// A block of private memory that starts as zeros.
+    /// Creates options for private memory that starts as zeros.
     pub fn anonymous(name: impl Into<String>, length: u64) -> Self {
         Self::new(name, length, Backing::Anonymous, false)
     }
 
-    /// A block of shared memory that starts as zeros and has a descriptor, which can be passed on.
+    /// Creates options for shared memory that starts as zeros and has a descriptor, which can be passed on.
     pub fn memfd(name: impl Into<String>, length: u64) -> Self {
         Self::new(name, length, Backing::Memfd, true)
     }
 
-    /// A block of a file's bytes from `offset` on, shared with all who map it: of tmpfs, hugetlbfs, a disk, or a memfd
-    /// that another process passed.
+    /// Creates options for a file's bytes from `offset` on, shared with everyone who maps it: of tmpfs, hugetlbfs, a
+    /// disk, or a memfd that another process passed.
     pub fn file(name: impl Into<String>, length: u64, file: OwnedFd, offset: u64) -> Self {
         Self::new(name, length, Backing::File { file, offset }, true)
     }
 
-    /// What the block is to the guest; RAM if nothing is said.
+    /// Sets the role of the block (default: RAM).
     #[must_use]
     pub fn role(mut self, role: BlockRole) -> Self {
         self.role = role;
         self
     }
 
-    /// Where the block's region lies inside the region that contains it; 0 if nothing is said, as for a machine's main
-    /// memory. QEMU compares it for memory that is [shared](crate::PassedBlock) with the other end.
+    /// Sets the address of the block's region inside the region that contains it (default: 0, as for a machine's main
+    /// memory). QEMU compares it for memory that is [shared](crate::PassedBlock) with the other end.
     #[must_use]
     pub fn region_address(mut self, address: u64) -> Self {
         self.region_address = address;
         self
     }
 
-    /// Of huge pages of `size` bytes from the system's pool (2 MiB, 1 GiB). A file has the page size it has.
+    /// Uses huge pages of `size` bytes from the system's pool (2 MiB, 1 GiB). A file keeps its own page size.
     #[must_use]
     pub fn huge_pages(mut self, size: u64) -> Self {
         self.huge_page = Some(size);
         self
     }
 
-    /// Writes go to a copy of this process alone, not to the file.
+    /// Maps the file privately: writes go to a copy of this process, not to the file.
     #[must_use]
     pub fn private(mut self) -> Self {
         self.shared = false;
         self
     }
 
-    /// Maps it.
+    /// Maps the block.
     ///
     /// # Errors
-    /// A length that is 0 or no multiple of the page size, a file that is shorter, or the kernel's refusal.
+    /// A length that is 0 or no multiple of the page size, a file that is shorter, or an error of the kernel.
     pub fn map(self) -> Result<MemoryBlock, MemoryError> {
         let Self { name, length, role, backing, shared, huge_page, region_address } = self;
         let layout = |why: String| MemoryError::Layout { block: name.clone(), why };
@@ -123,8 +123,8 @@ impl BlockOptions {
                 }
                 let file = memfd_create(&*name, flags).map_err(|e| kernel("memfd_create", e.into()))?;
                 ftruncate(&file, length).map_err(|e| kernel("ftruncate", e.into()))?;
-                // Another process that gets the descriptor cannot take away what is mapped here. (Holes can still be
-                // punched.)
+                // Without the seals, a process with the descriptor could truncate the mapped memory. (Holes can still
+                // be punched.)
                 let seals = SealFlags::SHRINK | SealFlags::GROW;
                 fcntl_add_seals(&file, seals).map_err(|e| kernel("sealing its length", e.into()))?;
                 (Some((file, 0)), huge_page.unwrap_or(PAGE_SIZE))
@@ -149,8 +149,9 @@ impl BlockOptions {
     }
 }
 
-/// The page size that the kernel maps a file by: hugetlbfs says it as its block size, every other file is mapped by 4
-/// KiB. (A preferred block size of that order says nothing: tmpfs with transparent huge pages has one, and some disks.)
+/// Returns the page size with which the kernel maps a file: on hugetlbfs its block size, otherwise 4 KiB. (The
+/// preferred block size proves nothing elsewhere: tmpfs with transparent huge pages reports 2 MiB, and so do some
+/// disks.)
 pub(crate) fn file_page_size(file: impl AsFd) -> io::Result<u64> {
     let system = fstatfs(file)?;
     Ok(match u64::try_from(system.f_bsize) {
@@ -174,7 +175,7 @@ pub struct MemoryBlock {
 }
 
 impl MemoryBlock {
-    /// A block over memory that is mapped already.
+    /// Creates a block over memory that is mapped already.
     #[cfg(feature = "vm-memory")]
     pub(crate) fn over(
         name: String,
@@ -187,47 +188,47 @@ impl MemoryBlock {
         Self { name, role, mapping, file, page_size, shared, region_address, pins, discards }
     }
 
-    /// QEMU's idstr of it, e.g. `pc.ram`.
+    /// Returns its name, QEMU's idstr, e.g. `pc.ram`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What it is to the guest.
+    /// Returns its role for the guest.
     pub fn role(&self) -> BlockRole {
         self.role
     }
 
-    /// Bytes.
+    /// Returns its length in bytes.
     pub fn len(&self) -> u64 {
         self.mapping.len() as u64
     }
 
-    /// Never: a block has at least one page.
+    /// Always false: a block has at least one page.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Its pages of 4 KiB.
+    /// Returns its pages of 4 KiB.
     pub fn pages(&self) -> PageRange {
         PageRange::first(self.len() / PAGE_SIZE)
     }
 
-    /// Bytes of the pages that the kernel maps it by.
+    /// Returns the size of its host pages in bytes.
     pub fn page_size(&self) -> u64 {
         self.page_size
     }
 
-    /// Whether others may map the same memory.
+    /// Whether the memory is shared, so that others may map it too.
     pub fn is_shared(&self) -> bool {
         self.shared
     }
 
-    /// What [`BlockOptions::region_address`] said.
+    /// Returns the address set by [`BlockOptions::region_address`].
     pub fn region_address(&self) -> u64 {
         self.region_address
     }
 
-    /// The file behind it, and where in the file it begins.
+    /// Returns the file behind it, and the file offset of its first byte.
     pub fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
         self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
     }
@@ -248,25 +249,26 @@ impl MemoryBlock {
         &self.pins
     }
 
-    /// Who wants to know what of the block is discarded.
+    /// Returns the logs that must learn of discards of the block.
     pub(crate) fn discards(&self) -> &Arc<Discards> {
         &self.discards
     }
 
-    /// The address of its first byte in this process, for the kernel and for KVM. It is valid as long as the block is.
+    /// Returns the address of its first byte in this process, for the kernel and for KVM. It is valid as long as the
+    /// block exists.
     pub fn host_address(&self) -> *mut u8 {
         self.mapping.start()
     }
 
-    /// Its memory, to be looked at.
+    /// Returns its memory for zero detection and scans.
     #[allow(unsafe_code, reason = "vouches for the mapping")]
     pub fn look(&self) -> GuestPages<'_> {
         // SAFETY: the mapping is readable as long as the block is borrowed.
         unsafe { GuestPages::new(self.mapping.start(), self.mapping.len(), PageNumber(0)) }
     }
 
-    /// Where pages of it lie, for a gather or scatter list; `None` if it has not all of them. Valid as long as the
-    /// block is.
+    /// Returns the address and length of pages, for a gather or scatter list; `None` if some are outside the block.
+    /// Valid as long as the block exists.
     pub fn place(&self, pages: PageRange) -> Option<iovec> {
         let bytes = pages.bytes();
         if bytes.end > self.len() {
@@ -276,7 +278,7 @@ impl MemoryBlock {
         Some(iovec { iov_base: self.mapping.start().wrapping_add(start).cast(), iov_len: end.checked_sub(start)? })
     }
 
-    /// Copies bytes out of it.
+    /// Copies bytes out of the block.
     ///
     /// # Errors
     /// [`MemoryError::Outside`].
@@ -286,7 +288,7 @@ impl MemoryBlock {
         done.ok_or_else(|| self.outside(offset, wanted))
     }
 
-    /// Copies bytes into it.
+    /// Copies bytes into the block.
     ///
     /// # Errors
     /// [`MemoryError::Outside`].
@@ -295,7 +297,7 @@ impl MemoryBlock {
         done.ok_or_else(|| self.outside(offset, bytes.len()))
     }
 
-    /// Makes bytes of it zero, by writing them.
+    /// Writes zeros.
     ///
     /// # Errors
     /// [`MemoryError::Outside`].
@@ -305,11 +307,11 @@ impl MemoryBlock {
         done.ok_or_else(|| self.outside(offset, wanted))
     }
 
-    /// Forbids writes by this process (a write raises SIGSEGV), or allows them again: makes sure that what was paused
-    /// is.
+    /// Forbids writes by this process (a write raises SIGSEGV), or allows them again: detects writers that should be
+    /// paused.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// An error of the kernel.
     pub fn set_writable(&self, writable: bool) -> Result<(), MemoryError> {
         self.mapping.protect(writable).map_err(|source| MemoryError::Kernel {
             block: self.name.clone(),

@@ -1,15 +1,15 @@
-//! Giving pages of a block back: they read as zero afterwards, and cost no memory.
+//! Discarding pages of a block: they read as zero afterwards, and use no memory.
 //!
-//! What does that depends on what the memory is, and each kind has one call that does it for a run of pages:
+//! Each kind of memory has one system call that discards a run of pages:
 //!
 //! | memory | call |
 //! |---|---|
-//! | shared, with a file (memfd, tmpfs, hugetlbfs, disk) | `fallocate(PUNCH_HOLE)`: for all who map it |
+//! | shared, with a file (memfd, tmpfs, hugetlbfs, disk) | `fallocate(PUNCH_HOLE)`: for everyone who maps it |
 //! | shared, without a descriptor | `madvise(MADV_REMOVE)`: the same through the mapping |
 //! | private, without a file | `madvise(MADV_DONTNEED)` |
-//! | a private copy of a file | `MADV_DONTNEED` where the file has a hole; elsewhere the file would be seen again |
+//! | a private copy of a file | `MADV_DONTNEED` where the file has a hole; elsewhere the file's bytes would reappear |
 //!
-//! What cannot be given back - parts of a huge page, a file system without holes - is made zero by writing.
+//! Memory that cannot be freed (parts of a huge page, a file system without holes) is overwritten with zeros.
 //! **Law: never a byte outside the pages named.**
 #![allow(unsafe_code, reason = "gives guest memory back")]
 
@@ -24,22 +24,22 @@ use crate::block::MemoryBlock;
 use crate::discarding::Discarding;
 use crate::error::MemoryError;
 
-/// What became of pages that were discarded: all of them read as zero.
+/// Result of a discard: all pages read as zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Discarded {
-    /// Pages whose memory was given back.
+    /// Pages whose memory was freed.
     pub given_back: u64,
-    /// Pages that had to be made zero by writing, and have memory.
+    /// Pages that were overwritten with zeros, and still use memory.
     pub written: u64,
 }
 
 impl MemoryBlock {
-    /// Makes pages read as zero and gives their memory back, with one call for the whole run. They must not be written
-    /// meanwhile.
+    /// Makes pages read as zero and frees their memory, with one system call for the whole run. They must not be
+    /// written meanwhile.
     ///
-    /// If the block is registered with a fault handler that wants to know, this waits until the handler has read of it.
-    /// If pages of the block are [pinned](MemoryBlock::pin), it waits until they are back. To
-    /// [dirty logs](crate::dirty) it is a write to each of the pages.
+    /// Waits until a fault handler with [`removals`](crate::FaultOptions::removals) has read the event, and until no
+    /// page of the block is [pinned](MemoryBlock::pin). For [dirty logs](crate::dirty) it is a write to each of the
+    /// pages.
     ///
     /// # Errors
     /// [`MemoryError::Outside`], and nothing is changed; [`MemoryError::Kernel`].
@@ -106,7 +106,7 @@ impl MemoryBlock {
         }
     }
 
-    /// Gives memory back behind which there is nothing.
+    /// Frees memory that reads as zero afterwards.
     fn advise(&self, pages: PageRange, advice: Advice, done: &mut Discarded) -> Result<(), MemoryError> {
         let Some(place) = self.place(pages).filter(|_| !pages.is_empty()) else { return Ok(()) };
         // SAFETY: the pages are of this mapping, and no reference to them exists.
@@ -115,7 +115,7 @@ impl MemoryBlock {
                 done.given_back += pages.len();
                 Ok(())
             }
-            // Locked memory, and huge pages of the pool before Linux 5.18.
+            // Locked memory, and huge pages of the pool before Linux 5.18, cannot be freed.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => self.write_zeros(pages, done),
             Err(error) => Err(MemoryError::Kernel {
                 block: self.name().to_owned(),
@@ -129,7 +129,7 @@ impl MemoryBlock {
         if pages.is_empty() {
             return Ok(());
         }
-        // What is zero because it was never populated would get memory by being written.
+        // Only populated pages: writing to others would allocate memory.
         let populated = self.populated(pages).map_err(|source| MemoryError::Kernel {
             block: self.name().to_owned(),
             operation: "lseek for holes",
@@ -143,7 +143,7 @@ impl MemoryBlock {
         Ok(())
     }
 
-    /// The host pages that lie in `pages` as a whole; where there is none, an empty range at its start.
+    /// Returns the host pages that are wholly in `pages`; an empty range at its start if there are none.
     pub(crate) fn whole_host_pages(&self, pages: PageRange) -> PageRange {
         let host = (self.page_size() / PAGE_SIZE).max(1);
         let start = PageNumber(pages.start.0.div_ceil(host).saturating_mul(host));
@@ -151,7 +151,7 @@ impl MemoryBlock {
         if whole.is_empty() { PageRange::new(pages.start, pages.start) } else { whole }
     }
 
-    /// The host pages that have any of `pages`.
+    /// Returns the host pages that contain any of `pages`.
     pub(crate) fn covering_host_pages(&self, pages: PageRange) -> PageRange {
         let host = (self.page_size() / PAGE_SIZE).max(1);
         PageRange::new(

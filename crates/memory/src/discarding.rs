@@ -1,14 +1,12 @@
-//! Discards, as dirty logs learn of them.
+//! How dirty logs learn of discards.
 //!
-//! A page that is given back has other contents afterwards, and no processor has written it: no log of writes names it
-//! by itself. Worse, its page table entry is gone, and with it the write protection by which userfaultfd's logs would
-//! notice the next write.
+//! A discarded page changes its contents without a write, so no log of writes reports it. Worse, its page table entry
+//! is gone, and with it the write protection by which userfaultfd's logs would notice the next write.
 //!
-//! **Law: a discard is a write to each of its pages**, in every log that is on, named by the first fetch behind it. A
-//! caller that gives pages of a block back holds what [`MemoryBlock::discarding`] returns from before the call until
-//! behind it; the pages are noted when it is dropped. A fetch waits for discards that are under way, so it never comes
-//! between a page that has gone and its note: a log that has to protect pages anew does that with all pages that have
-//! lost their protection.
+//! **Law: a discard is a write to each of its pages**, in every log that is on, reported by the first fetch after it. A
+//! caller that discards pages holds a [`Discarding`] from before the system call until after it; the pages are noted
+//! when it is dropped. A fetch waits for discards in progress, so it never runs between the discard of a page and its
+//! note: a log that restores write protection does so for every page that has lost it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -16,19 +14,19 @@ use std::sync::{Arc, Weak};
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
-/// What one log has not fetched yet of the discards of a block.
+/// Discards of a block that one log has not fetched yet.
 type Noted = Mutex<PageBitmap>;
 
-/// Who wants to know of a block's discards.
+/// The logs that must learn of a block's discards.
 #[derive(Debug, Default)]
 pub(crate) struct Discards {
-    /// Discards hold it for reading, fetches for writing.
+    /// Discards hold the lock for reading, fetches for writing.
     logs: RwLock<Vec<Weak<Noted>>>,
-    /// Whether the kernel may take pages at any later moment. Set while no log is on.
+    /// Whether the kernel may free pages at any later time. Set while no log is on.
     lazy: AtomicBool,
 }
 
-/// A discard under way.
+/// A discard in progress.
 pub(crate) struct Discarding<'b> {
     pages: PageRange,
     discards: &'b Discards,
@@ -41,8 +39,8 @@ impl Discarding<'_> {
         self.logs.iter().any(|log| log.strong_count() > 0)
     }
 
-    /// The kernel takes the pages later, or not at all.
-    pub(crate) fn is_lazy(&self) {
+    /// Notes that the kernel frees the pages later, or not at all.
+    pub(crate) fn mark_lazy(&self) {
         self.discards.set_lazy();
     }
 }
@@ -61,7 +59,7 @@ impl Discards {
         Discarding { pages, discards: self, logs: self.logs.read() }
     }
 
-    /// Whether any discard was lazy since this was asked last.
+    /// Whether any discard was lazy since the last call.
     pub(crate) fn take_lazy(&self) -> bool {
         self.lazy.swap(false, Ordering::Relaxed)
     }
@@ -71,7 +69,7 @@ impl Discards {
     }
 }
 
-/// The blocks of a VM, for a log that has to know of their discards.
+/// The blocks of a VM, for a log that must learn of their discards.
 #[derive(Debug, Clone)]
 pub(crate) struct Discardable(Vec<(Arc<Discards>, u64)>);
 
@@ -81,7 +79,7 @@ impl Discardable {
         Self(blocks.collect())
     }
 
-    /// Notes all discards from now on.
+    /// Starts to note all discards.
     pub(crate) fn watch(&self) -> DiscardWatch {
         let watch = |(discards, pages): &(Arc<Discards>, u64)| {
             let noted = Arc::new(Mutex::new(PageBitmap::new(*pages)));
@@ -92,12 +90,12 @@ impl Discardable {
     }
 }
 
-/// A log's notes of what was discarded, until it is dropped.
+/// A log's notes of discards; dropping it ends them.
 #[derive(Debug)]
 pub(crate) struct DiscardWatch(Vec<(Arc<Discards>, Arc<Noted>)>);
 
 impl DiscardWatch {
-    /// Hands over what was discarded since the last time, by block. Discards that are under way are waited for.
+    /// Returns the pages discarded since the last call, by block. Waits for discards in progress.
     pub(crate) fn take(&self, mut discarded: impl FnMut(usize, &PageBitmap)) {
         for (block, (discards, noted)) in self.0.iter().enumerate() {
             let _none_in_progress = discards.logs.write();

@@ -1,12 +1,12 @@
-//! What guest memory fails with.
+//! Errors of guest memory.
 
 use std::io;
 
-/// Why guest memory cannot be had, or not be used as asked.
+/// An error of guest memory.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// The layout cannot be.
+    /// The layout is invalid.
     #[error("RAM block {block}: {why}")]
     Layout {
         /// The block.
@@ -15,31 +15,31 @@ pub enum MemoryError {
         why: String,
     },
 
-    /// The kernel refused.
+    /// A system call failed.
     #[error("RAM block {block}: {operation} failed")]
     Kernel {
         /// The block.
         block: String,
         /// The operation.
         operation: &'static str,
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
 
-    /// Bytes that the block does not have.
+    /// Bytes outside the block.
     #[error("RAM block {block} of {length} bytes has no {wanted} bytes at {offset:#x}")]
     Outside {
         /// The block.
         block: String,
         /// Its length in bytes.
         length: u64,
-        /// Bytes into it.
+        /// Offset in the block, in bytes.
         offset: u64,
-        /// Bytes wanted there.
+        /// Number of bytes at that offset.
         wanted: usize,
     },
 
-    /// There is no such block.
+    /// There is no block with this index.
     #[error("RAM block number {index} does not exist")]
     NoBlock {
         /// Its index.

@@ -1,20 +1,18 @@
-//! Which pages the guest has no use for: who can ask it, and who wants to know.
+//! Free-page hinting: asking the guest for its unused pages.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What can ask the guest which of its pages are free: a balloon with free-page hinting.
+/// A device that asks the guest for its free pages: a balloon with free-page hinting.
 ///
-/// None of its methods waits, neither for the guest nor for a sink: they may be called under the lock that a sink
-/// takes.
+/// No method waits for the guest or for a sink: they may be called under a lock that a sink takes.
 ///
 /// **Law: a hint holds until the next write, and only a dirty log knows of writes.** A page was free at some moment
-/// behind the [request](FreePages::request); the guest may take it back and write it at any moment after that, without
-/// a word. So a caller that leaves out what was hinted has begun to watch for writes *before* the request, and takes
-/// nothing more of a list once it has read that log: what the log reports may have been written behind the hint.
+/// after the [request](FreePages::request); the guest may reuse and write it at any later moment without notice. So a
+/// caller that omits hinted pages starts its dirty log *before* the request, and accepts nothing more of a list once it
+/// has fetched that log: the pages reported by the log may have been written after the hint.
 ///
-/// A guest that says more than is so loses what it had in the pages that it called free, and no other guest loses
-/// anything.
+/// A guest that hints pages in use loses their contents; other guests lose nothing.
 ///
 /// # Example
 ///
@@ -52,48 +50,48 @@ use std::sync::Arc;
 /// # Ok::<(), FreePagesError>(())
 /// ```
 pub trait FreePages: Send + Sync {
-    /// Asks for a new list, and ends any request before. Every range of it was free at some moment after this was
-    /// called. The ranges are sent to `to` on another thread until [`stop`](Self::stop), [`done`](Self::done) or the
-    /// end of the list; a few may come even after that.
+    /// Requests a new list, and ends any earlier request. Every range of it was free at some moment after the call. The
+    /// ranges are sent to `to` on another thread until [`stop`](Self::stop), [`done`](Self::done) or the end of the
+    /// list; a few may arrive even after that.
     ///
     /// # Errors
-    /// No guest can be asked now.
+    /// The guest cannot be asked now.
     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError>;
 
-    /// The guest may stop looking; what it has reported it goes on holding back until [`done`](Self::done). Ranges may
-    /// still be on their way: it is the sink that decides, under a lock of its own, what it still takes.
+    /// Ends the list: the guest keeps the reported pages free until [`done`](Self::done). Ranges may still be in
+    /// flight: the sink decides, under a lock of its own, which ones it accepts.
     fn stop(&self);
 
-    /// The guest gets its pages back. Without effect if it has them.
+    /// Returns the pages to the guest. Does nothing if it has them.
     fn done(&self);
 }
 
-/// Where a list of free pages goes. Told by one thread after the other, in the order of the list. A list that is
-/// dropped before it is complete is over: its sender cannot go on, and it must not be waited for.
+/// The receiver of a list of free pages. Called by one thread at a time, in the order of the list. A sink that is
+/// dropped before the list is complete ends it: its sender cannot continue, and nobody must wait for it.
 pub trait FreePageSink: Send + Sync {
-    /// Bytes of guest-physical address space that were free when they were looked at: in any order, and, of a guest
-    /// that is not to be trusted, any numbers.
+    /// Receives a range of guest-physical bytes that were free: in any order, and with any numbers, because the guest
+    /// is not trusted.
     fn free(&self, range: Range<u64>);
 
-    /// That was the whole list.
+    /// Receives the end of the list.
     fn complete(&self);
 }
 
-/// Why the guest cannot be asked for its free pages.
+/// The reason why the guest cannot be asked for its free pages.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FreePagesError {
-    /// The guest has no driver for it, or the one that it has did not take the feature.
+    /// The guest has no driver for it, or its driver did not accept the feature.
     #[error("the guest does not report its free pages: {why}")]
     NotOffered {
-        /// What is missing, and on which side.
+        /// The missing feature, and the side that lacks it.
         why: String,
     },
 
-    /// It could not be asked.
+    /// The request failed.
     #[error("the guest could not be asked for its free pages: {why}")]
     Failed {
-        /// The outcome.
+        /// The reason.
         why: String,
     },
 }

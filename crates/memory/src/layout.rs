@@ -1,10 +1,10 @@
-//! Where the guest sees its pages: what of a VM's memory outlives a borrow of it.
+//! The guest-physical layout of a VM's memory, independent of the memory itself.
 
 use std::ops::Range;
 
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
-/// Pages of a block at guest-physical addresses. A block may be seen at several (RAM below and above 4 GiB), or at
+/// Pages of a block at guest-physical addresses. A block may be mapped at several (RAM below and above 4 GiB), or at
 /// none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestRegion {
@@ -16,24 +16,24 @@ pub struct GuestRegion {
     pub pages: PageRange,
 }
 
-/// Which pages of which blocks lie where in guest-physical address space: a copy of what [`GuestMemory`] says, for
-/// users to whom a device gives addresses.
+/// The guest-physical addresses of blocks: a copy of the regions of a [`GuestMemory`], for code that receives addresses
+/// from a device.
 ///
 /// [`GuestMemory`]: crate::GuestMemory
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GuestLayout {
-    /// Ascending, none over another.
+    /// Ascending, without overlap.
     regions: Vec<GuestRegion>,
 }
 
 impl GuestLayout {
-    /// Of regions as a [`GuestMemory`](crate::GuestMemory) has them.
+    /// Creates a layout of the regions of a [`GuestMemory`](crate::GuestMemory).
     pub(crate) fn new(regions: &[GuestRegion]) -> Self {
         Self { regions: regions.to_vec() }
     }
 
-    /// The pages that lie wholly within a range of guest-physical bytes, by block, ascending by address. What is no
-    /// memory, or a part of a page, is passed over; any numbers will do.
+    /// Returns the pages that are wholly within a range of guest-physical bytes, by block, ascending by address.
+    /// Addresses without memory and partial pages are ignored; any numbers are valid.
     pub fn pages_within(&self, bytes: Range<u64>) -> impl Iterator<Item = (usize, PageRange)> + use<'_> {
         let first = self.regions.partition_point(|region| end(region) <= bytes.start);
         let regions = self.regions[first..].iter();
@@ -47,7 +47,7 @@ impl GuestLayout {
     }
 }
 
-/// The guest-physical address behind a region, which a checked one has.
+/// Returns the guest-physical end address of a region, which a checked region has.
 fn end(region: &GuestRegion) -> u64 {
     region.guest_address.saturating_add(region.pages.len().saturating_mul(PAGE_SIZE))
 }

@@ -1,11 +1,11 @@
-//! Guest RAM: RAM blocks over mmap, and what is written to them.
+//! Guest RAM: RAM blocks over mmap, and dirty logs of them.
 //!
 //! A [`GuestMemory`] is the list of a VM's RAM blocks in stream order, named as QEMU names them; a block's index in it
-//! is its name everywhere above. Its pages are looked at through [`limosa_page::GuestPages`], and named to the kernel
-//! as raw memory: no reference to them is ever made. [`dirty`] logs report what a running guest writes, and
-//! [`FreePages`] what it has no use for.
+//! identifies the block everywhere above. Its pages are read through [`limosa_page::GuestPages`], and passed to the
+//! kernel as raw memory: no reference to them is ever made. [`dirty`] logs report the pages that a running guest
+//! writes, and [`FreePages`] the pages that it does not use.
 //!
-//! A VMM built on rust-vmm's `vm-memory` finds its way in and out in `rust_vmm` (feature `vm-memory`).
+//! A VMM built on rust-vmm's `vm-memory` converts its memory by `rust_vmm` (feature `vm-memory`).
 //!
 //! # Example
 //!

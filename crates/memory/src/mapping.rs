@@ -1,8 +1,8 @@
-//! A mapping of this process, and every way to reach into it.
+//! A mapping of this process, and all accesses to it.
 //!
-//! **Law: no reference to mapped memory is ever made.** A guest, its devices and other processes write it while we
-//! look; so bytes go in and out by raw copies, and the kernel gets addresses. An owner of a [`Mapping`] that hands out
-//! an address keeps the mapping alive as long as the address is used.
+//! **Law: no reference to mapped memory is ever made.** A guest, its devices and other processes write it concurrently;
+//! so bytes go in and out by raw copies, and the kernel gets addresses. An owner of a [`Mapping`] that returns an
+//! address keeps the mapping alive as long as the address is used.
 #![allow(unsafe_code, reason = "maps guest memory and copies from and to it")]
 
 use std::any::Any;
@@ -18,8 +18,8 @@ use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     length: usize,
-    /// The owner, which unmaps it; without one it is unmapped when dropped.
-    lender: Option<Arc<dyn Any + Send + Sync>>,
+    /// The owner, which unmaps the memory; without one it is unmapped on drop.
+    owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 // SAFETY: the mapping is memory, reached by raw copies alone, which any thread may make.
@@ -51,43 +51,43 @@ impl Mapping {
             }
         };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let mapping = Self { start, length, lender: None };
-        // Secrets of the guest do not belong into a core file of its VMM.
+        let mapping = Self { start, length, owner: None };
+        // Keeps secrets of the guest out of core files of its VMM.
         // SAFETY: advice about whether memory is dumped does not change it.
         unsafe { madvise(mapping.start.as_ptr().cast(), length, Advice::LinuxDontDump) }?;
         Ok(mapping)
     }
 
-    /// Memory that was mapped elsewhere.
+    /// Wraps memory that was mapped elsewhere.
     ///
     /// # Safety
-    /// The `length` bytes at `start` are mapped, readable and writable, as long as `lender` lives, and no reference to
+    /// The `length` bytes at `start` are mapped, readable and writable, as long as `owner` lives, and no reference to
     /// them is ever made.
     #[cfg(feature = "vm-memory")]
-    pub(crate) unsafe fn lent(start: NonNull<u8>, length: usize, lender: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { start, length, lender: Some(lender) }
+    pub(crate) unsafe fn over(start: NonNull<u8>, length: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { start, length, owner: Some(owner) }
     }
 
-    /// Its first byte.
+    /// Returns the address of its first byte.
     pub(crate) fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// Bytes.
+    /// Returns its length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.length
     }
 
-    /// Copies out of it; `None` if it has not all of those bytes.
+    /// Copies bytes out; `None` if some are outside.
     pub(crate) fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         let from = self.at(offset, into.len())?;
-        // SAFETY: `at` checked the range. Others may write it: the copy may then be of several moments, which the
-        // reader of guest memory has to live with.
+        // SAFETY: `at` checked the range. Concurrent writers may tear the copy, which readers of guest memory must
+        // tolerate.
         unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
         Some(())
     }
 
-    /// Copies into it; `None` if it has not all of those bytes.
+    /// Copies bytes in; `None` if some are outside.
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Option<()> {
         let to = self.at(offset, bytes.len())?;
         // SAFETY: `at` checked the range, and no reference to it exists.
@@ -95,7 +95,7 @@ impl Mapping {
         Some(())
     }
 
-    /// Makes bytes of it zero; `None` if it has not all of them.
+    /// Writes zeros; `None` if some bytes are outside.
     pub(crate) fn fill_zero(&self, offset: usize, length: usize) -> Option<()> {
         let to = self.at(offset, length)?;
         // SAFETY: as in `write`.
@@ -119,10 +119,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if self.lender.is_some() {
+        if self.owner.is_some() {
             return;
         }
-        // SAFETY: the address has no user any more: those who were lent it borrow the owner.
+        // SAFETY: no user of the address is left: they borrow the owner.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.length) };
     }
 }

@@ -1,4 +1,4 @@
-//! A VM's RAM blocks, and where the guest sees them.
+//! A VM's RAM blocks, and their guest-physical addresses.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -18,27 +18,28 @@ pub struct GuestMemory {
 }
 
 impl GuestMemory {
-    /// The memory of a VM whose guest sees its first block from address 0 on, and no other.
+    /// Creates the memory of a VM with its first block at guest address 0, and the others unmapped.
     ///
     /// # Errors
-    /// No block, or two of one name.
+    /// No block, or two with the same name.
     pub fn new(blocks: Vec<MemoryBlock>) -> Result<Self, MemoryError> {
         let pages = blocks.first().map_or(PageRange::first(0), MemoryBlock::pages);
         Self::with_regions(blocks, vec![GuestRegion { guest_address: 0, block: 0, pages }])
     }
 
-    /// The memory of a VM whose guest sees its blocks at these addresses.
+    /// Creates the memory of a VM with its blocks at these guest addresses.
     ///
     /// # Errors
-    /// No block, two of one name, a region outside its block or not on a page boundary, or two regions that overlap.
+    /// No block, two with the same name, a region outside its block or not on a page boundary, or two regions that
+    /// overlap.
     pub fn with_regions(blocks: Vec<MemoryBlock>, mut regions: Vec<GuestRegion>) -> Result<Self, MemoryError> {
         let layout = |block: &str, why: String| Err(MemoryError::Layout { block: block.to_owned(), why });
         if blocks.is_empty() {
-            return layout("(none)", "a VM has at least one".into());
+            return layout("(none)", "a VM has at least one block".into());
         }
         let mut names = BTreeSet::new();
         if let Some(block) = blocks.iter().find(|block| !names.insert(block.name())) {
-            return layout(block.name(), "there are two of this name".into());
+            return layout(block.name(), "there are two blocks with this name".into());
         }
         regions.sort_by_key(|region| region.guest_address);
         let mut end = 0;
@@ -60,12 +61,12 @@ impl GuestMemory {
         Ok(Self { blocks, regions })
     }
 
-    /// The blocks.
+    /// Returns the blocks.
     pub fn blocks(&self) -> &[MemoryBlock] {
         &self.blocks
     }
 
-    /// A block by its index.
+    /// Returns a block by its index.
     ///
     /// # Errors
     /// [`MemoryError::NoBlock`].
@@ -73,17 +74,17 @@ impl GuestMemory {
         self.blocks.get(index).ok_or(MemoryError::NoBlock { index })
     }
 
-    /// The index of a block by its name.
+    /// Returns the index of a block by its name.
     pub fn index_of(&self, name: &str) -> Option<usize> {
         self.blocks.iter().position(|block| block.name() == name)
     }
 
-    /// Where the guest sees them, ascending by address.
+    /// Returns the guest-physical regions, ascending by address.
     pub fn regions(&self) -> &[GuestRegion] {
         &self.regions
     }
 
-    /// The same, to be kept apart from the memory.
+    /// Returns a copy of the regions that outlives the memory.
     pub fn layout(&self) -> GuestLayout {
         GuestLayout::new(&self.regions)
     }
@@ -94,12 +95,12 @@ impl GuestMemory {
         Discardable::new(self.blocks.iter().map(of))
     }
 
-    /// Pages of all blocks together.
+    /// Returns the number of pages of all blocks.
     pub fn total_pages(&self) -> u64 {
         self.blocks.iter().map(|block| block.pages().len()).sum()
     }
 
-    /// The block and page that the guest sees at an address.
+    /// Returns the block and page at a guest-physical address.
     pub fn page_at(&self, guest_address: u64) -> Option<(usize, PageNumber)> {
         let behind = self.regions.partition_point(|region| region.guest_address <= guest_address);
         let region = self.regions.get(behind.checked_sub(1)?)?;

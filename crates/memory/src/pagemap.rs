@@ -1,8 +1,8 @@
-//! /proc/PID/pagemap: which pages of a process's memory there are, and which were written.
+//! /proc/PID/pagemap: the pages of a process's memory that exist, and those that were written.
 //!
-//! Which there are is found in two ways: the ioctl `PAGEMAP_SCAN` (Linux 6.7), which reports runs and can leave out
-//! what is mapped to the kernel's page of zeros, and the file itself, a word for each page, on older kernels. Facts:
-//! the kernel's admin-guide/mm/pagemap.rst.
+//! Existing pages are found in two ways: the ioctl `PAGEMAP_SCAN` (Linux 6.7), which reports runs and can omit pages
+//! mapped to the kernel's zero page, and the file itself, a word for each page, on older kernels. Facts: the kernel's
+//! admin-guide/mm/pagemap.rst.
 #![allow(unsafe_code, reason = "the ioctl PAGEMAP_SCAN")]
 
 use std::ffi::c_void;
@@ -52,7 +52,7 @@ const ZERO_PAGE: u64 = 1 << 5;
 const PROTECT_MATCHING: u64 = 1 << 0;
 const CHECK_ASYNC: u64 = 1 << 1;
 
-/// Regions that one call can report. The kernel gathers 512 before it copies them out.
+/// Regions that one call can report. The kernel collects 512 before it copies them out.
 const REGIONS: usize = 4096;
 /// Words of the file that one read takes.
 const WORDS: usize = 8192;
@@ -77,7 +77,7 @@ unsafe impl Ioctl for Scan<'_> {
     }
 }
 
-/// The file, and room for what one call finds.
+/// The file, and room for the result of one call.
 #[derive(Debug)]
 pub(crate) struct PageMap {
     file: File,
@@ -86,7 +86,7 @@ pub(crate) struct PageMap {
 
 impl PageMap {
     /// # Errors
-    /// There is no /proc.
+    /// /proc is not mounted.
     pub(crate) fn open() -> io::Result<Self> {
         Self::of("self")
     }
@@ -95,11 +95,11 @@ impl PageMap {
         Ok(Self { file: File::open(format!("/proc/{process}/pagemap"))?, regions: vec![Region::default(); REGIONS] })
     }
 
-    /// Calls `found` with addresses that have a page of their own in memory or in swap, ascending, and not with others,
-    /// except that of a kernel before 6.7 it may be the page of zeros.
+    /// Calls `found` with the addresses of all pages in memory or in swap, ascending. Before Linux 6.7 this includes
+    /// the kernel's zero page.
     ///
     /// # Errors
-    /// The kernel's.
+    /// An error of the kernel.
     pub(crate) fn present(&mut self, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
         let query = ScanArgument {
             inverted: ZERO_PAGE,
@@ -114,10 +114,10 @@ impl PageMap {
         }
     }
 
-    /// Calls `found` with addresses of a private mapping of a file whose pages are not the file's any more, ascending.
+    /// Calls `found` with the addresses of copied pages of a private file mapping, ascending.
     ///
     /// # Errors
-    /// The kernel's.
+    /// An error of the kernel.
     fn copied(&mut self, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
         let query = ScanArgument {
             inverted: FILE,
@@ -132,19 +132,19 @@ impl PageMap {
         }
     }
 
-    /// Calls `written` with addresses that are not write-protected, and protects them again in the same step: a write
-    /// is either before that, and its page among those, or the next call finds it. The memory is registered with an
+    /// Calls `written` with addresses that are not write-protected, and protects them again in the same atomic step: a
+    /// write before that is reported now, and a later one by the next call. The memory is registered with an
     /// asynchronous userfaultfd.
     ///
     /// # Errors
-    /// The kernel's; what was reported until then is protected.
+    /// An error of the kernel; the addresses reported before it are protected.
     pub(crate) fn take_written(
         &mut self,
         addresses: Range<u64>,
         mut written: impl FnMut(Range<u64>),
     ) -> io::Result<()> {
-        // With this mask alone the kernel also names entries that are empty and carry no mark of being protected: pages
-        // of shared memory that were written and have been unmapped since, for swapping.
+        // With this mask alone the kernel also reports empty entries without a protection mark: pages of shared memory
+        // that were written and unmapped since, for swapping.
         let query = ScanArgument {
             flags: PROTECT_MATCHING | CHECK_ASYNC,
             all_of: WRITTEN,
@@ -154,8 +154,8 @@ impl PageMap {
         self.scan(&query, addresses, &mut written)
     }
 
-    /// The same of private memory without a file, where an empty entry is a page that was never written, or that was
-    /// given back: those are not named, and get no mark.
+    /// As [`take_written`](Self::take_written), for private memory without a file. An empty entry there is a page that
+    /// was never written, or was discarded: those are not reported, and get no mark.
     ///
     /// # Errors
     /// As [`take_written`](Self::take_written).
@@ -164,8 +164,8 @@ impl PageMap {
         addresses: Range<u64>,
         mut written: impl FnMut(Range<u64>),
     ) -> io::Result<()> {
-        // Pages of zeros are named: the kernel also puts them where zeros were written (same-page merging, huge pages
-        // that are split).
+        // The zero page is reported: the kernel also maps it where zeros were written (same-page merging, split huge
+        // pages).
         let query = ScanArgument {
             flags: PROTECT_MATCHING | CHECK_ASYNC,
             all_of: WRITTEN,
@@ -176,10 +176,10 @@ impl PageMap {
         self.scan(&query, addresses, &mut written)
     }
 
-    /// Calls `found` with addresses whose entries are empty and carry no mark of being protected.
+    /// Calls `found` with addresses of empty entries without a protection mark.
     ///
     /// # Errors
-    /// The kernel's.
+    /// An error of the kernel.
     pub(crate) fn unmarked(&mut self, addresses: Range<u64>, mut found: impl FnMut(Range<u64>)) -> io::Result<()> {
         let neither = PRESENT | SWAPPED;
         let query = ScanArgument { inverted: neither, all_of: neither, returned: PRESENT, ..ScanArgument::default() };
@@ -208,7 +208,7 @@ impl PageMap {
                 found(region.start..region.end.min(addresses.end));
             }
             if argument.walk_end <= from {
-                return Err(io::Error::other("PAGEMAP_SCAN does not get on"));
+                return Err(io::Error::other("PAGEMAP_SCAN makes no progress"));
             }
             from = argument.walk_end;
         }

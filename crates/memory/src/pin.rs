@@ -1,9 +1,9 @@
-//! Pages that the kernel still reads although the call that named them has returned.
+//! Pages that the kernel still reads after a system call has returned.
 //!
 //! **Law: pinned pages are not discarded.** A sender whose pages the kernel reads by itself (`MSG_ZEROCOPY`) holds
-//! [`PinnedPages`] of the block until the kernel is done with them. [`discard`](crate::MemoryBlock::discard) waits for all pins of the
-//! block, and nothing of it is pinned again before the discard is done: senders copy meanwhile. A sender looks at
-//! [`PinnedPages::is_wanted`] now and then, so that a discard waits for the sends under way and not for the end of a
+//! [`PinnedPages`] of the block until the kernel is done with them. [`discard`](crate::MemoryBlock::discard) waits for
+//! all pins of the block, and no page of it is pinned again before the discard is complete: senders copy meanwhile. A
+//! sender polls [`PinnedPages::is_wanted`], so that a discard waits for the sends in flight and not for the end of a
 //! round.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,9 +13,9 @@ use parking_lot::{Condvar, Mutex};
 /// The pins of a block.
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
-    /// Pins that have not ended.
+    /// Number of pins.
     pinned: Mutex<usize>,
-    /// Discards that wait or are under way. Changed under the lock.
+    /// Discards that wait or are in progress. Changed under the lock.
     discards: AtomicUsize,
     changed: Condvar,
 }
@@ -33,7 +33,7 @@ impl PinnedPages<'_> {
         std::ptr::eq(self.pins, pins)
     }
 
-    /// Whether a discard waits for it to end.
+    /// Whether a discard waits for this pin.
     pub fn is_wanted(&self) -> bool {
         self.pins.discards.load(Ordering::Relaxed) != 0
     }
@@ -57,7 +57,7 @@ impl Pins {
         Some(PinnedPages { pins: self })
     }
 
-    /// Waits until nothing is pinned, and keeps it so until the result is dropped.
+    /// Waits until no page is pinned, and prevents pins until the result is dropped.
     pub(crate) fn wait_unpinned(&self) -> Unpinned<'_> {
         let mut pinned = self.pinned.lock();
         self.discards.fetch_add(1, Ordering::Relaxed);
@@ -68,7 +68,7 @@ impl Pins {
     }
 }
 
-/// A discard under way.
+/// A discard in progress.
 pub(crate) struct Unpinned<'l>(&'l Pins);
 
 impl Drop for Unpinned<'_> {

@@ -1,8 +1,7 @@
-//! Giving back the memory of pages whose contents are not needed, by a method of the caller's choice.
+//! Releasing the memory of pages with unneeded contents, by a method of the caller's choice.
 //!
-//! Unlike a [discard](MemoryBlock::discard), nothing is promised of what the pages read as afterwards, so nothing is
-//! ever written: what cannot be given back is kept. It is for those who have a reason for one method (a balloon, a
-//! measurement).
+//! Unlike after a [discard](MemoryBlock::discard), the contents of the pages are unspecified, so nothing is ever
+//! written: memory that cannot be freed is kept. For callers that need one method (a balloon, a measurement).
 #![allow(unsafe_code, reason = "gives guest memory back")]
 
 use std::io;
@@ -14,24 +13,24 @@ use rustix::mm::{Advice, madvise};
 use crate::block::MemoryBlock;
 use crate::error::MemoryError;
 
-/// A call that gives memory back.
+/// A system call that frees memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReleaseMethod {
-    /// `fallocate(FALLOC_FL_PUNCH_HOLE)` on the block's file: for all who map it. The pages read as zero.
+    /// `fallocate(FALLOC_FL_PUNCH_HOLE)` on the block's file: for everyone who maps it. The pages read as zero.
     PunchHole,
     /// `madvise(MADV_DONTNEED)`: private memory without a file reads as zero. (A private copy of a file would show the
-    /// file again, and of shared memory only this process's mapping goes.)
+    /// file again, and shared memory would only be unmapped from this process.)
     DontNeed,
     /// `madvise(MADV_REMOVE)`: punches the hole through the mapping of shared memory. The pages read as zero.
     Remove,
-    /// `madvise(MADV_FREE)`: of private memory without a file; the kernel takes it when it needs some. Until then, and
-    /// if it is written first, it stays. While a dirty log is on it is `DontNeed`: no log sees when the kernel takes a
-    /// page.
+    /// `madvise(MADV_FREE)`: private memory without a file; the kernel frees it when it needs memory. Until then, or if
+    /// it is written before, it stays. While a dirty log is on this is `DontNeed`, because no log sees when the kernel
+    /// frees a page.
     Free,
 }
 
 impl ReleaseMethod {
-    /// As system calls name it.
+    /// Returns the name of the system call's flag.
     pub fn name(self) -> &'static str {
         match self {
             Self::PunchHole => "punch-hole",
@@ -43,7 +42,7 @@ impl ReleaseMethod {
 }
 
 impl MemoryBlock {
-    /// Whether a method gives back memory of this kind.
+    /// Whether a method supports memory of this kind.
     pub fn takes(&self, method: ReleaseMethod) -> bool {
         match method {
             ReleaseMethod::PunchHole => self.is_shared() && self.file().is_some(),
@@ -53,14 +52,13 @@ impl MemoryBlock {
         }
     }
 
-    /// Gives back the memory of those of the pages that are host pages as a whole, with one call: how many pages of 4
-    /// KiB.
+    /// Frees the memory of the whole host pages among `pages`, with one system call; returns the number of 4 KiB pages.
     ///
-    /// If pages of the block are [pinned](MemoryBlock::pin), it waits until they are back. To
-    /// [dirty logs](crate::dirty) it is a write to each of the pages.
+    /// Waits until no page of the block is [pinned](MemoryBlock::pin). For [dirty logs](crate::dirty) it is a write to
+    /// each of the pages.
     ///
     /// # Errors
-    /// [`MemoryError::Outside`], or the kernel's refusal; [`MemoryError::Layout`]: not [possible](Self::takes) with
+    /// [`MemoryError::Outside`], or an error of the kernel; [`MemoryError::Layout`]: not [supported](Self::takes) by
     /// this memory.
     pub fn release(&self, pages: PageRange, method: ReleaseMethod) -> Result<u64, MemoryError> {
         let kernel = |operation, source: rustix::io::Errno| MemoryError::Kernel {
@@ -69,7 +67,7 @@ impl MemoryBlock {
             source: source.into(),
         };
         if !self.takes(method) {
-            let why = format!("memory of this kind is not given back by {}", method.name());
+            let why = format!("memory of this kind does not support {}", method.name());
             return Err(MemoryError::Layout { block: self.name().to_owned(), why });
         }
         let Some(_inside) = self.place(pages) else {
@@ -95,7 +93,7 @@ impl MemoryBlock {
             (ReleaseMethod::DontNeed, _) => Advice::LinuxDontNeed,
             (ReleaseMethod::Free, _) if discarding.is_logged() => Advice::LinuxDontNeed,
             (ReleaseMethod::Free, _) => {
-                discarding.is_lazy();
+                discarding.mark_lazy();
                 Advice::LinuxFree
             }
             (ReleaseMethod::Remove | ReleaseMethod::PunchHole, _) => Advice::LinuxRemove,
@@ -106,15 +104,15 @@ impl MemoryBlock {
         Ok(pages.len())
     }
 
-    /// Has the kernel keep what was released by [`ReleaseMethod::Free`] and not taken yet, for a log that would lose a
-    /// page's mark when the kernel takes the page. The log [learns of discards](crate::discarding) already.
+    /// Makes the kernel keep pages that were released by [`ReleaseMethod::Free`] and are not freed yet, for a log that
+    /// would lose a page's mark when the kernel frees it. The log [learns of discards](crate::discarding) already.
     pub(crate) fn keep_lazily_freed(&self) -> io::Result<()> {
         if !self.discards().take_lazy() {
             return Ok(());
         }
         let kept = self.keep_populated();
         if kept.is_err() {
-            // Another attempt has to keep them.
+            // The next attempt must keep them.
             self.discards().set_lazy();
         }
         kept
@@ -175,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_is_released_when_it_is_back() {
+    fn pinned_pages_are_released_when_they_are_unpinned() {
         let block = filled(BlockOptions::memfd("ram", 16 << 12));
         let pinned = block.pin().unwrap();
         std::thread::scope(|scope| {
@@ -185,7 +183,7 @@ mod tests {
             }
             let mut byte = [0];
             block.read(0, &mut byte).unwrap();
-            assert_eq!(byte, [7], "it was released while it was lent");
+            assert_eq!(byte, [7], "it was released while it was pinned");
             drop(pinned);
             assert_eq!(release.join().unwrap(), 16);
         });

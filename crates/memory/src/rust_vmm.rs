@@ -1,14 +1,14 @@
-//! Guest memory of VMMs that are built on rust-vmm's `vm-memory`, in both directions.
+//! Conversion from and to rust-vmm's `vm-memory`.
 //!
 //! - [`import`]: the VMM has mapped its memory by `vm-memory`; the same mappings become a [`GuestMemory`].
 //! - [`export`]: the memory was mapped here; device models reach it as a [`GuestMemoryMmap`] over the same mappings.
 //!
-//! Nothing is copied and nothing is mapped twice, so dirty logs and fault handlers see every access. Whichever side
-//! mapped the memory is kept alive by the other one.
+//! Nothing is copied and nothing is mapped twice, so dirty logs and fault handlers see every access. Each side keeps
+//! the mappings of the other alive.
 //!
-//! What device models write through `vm-memory` is marked in a [`SoftwareDirtyLog`](crate::dirty::SoftwareDirtyLog) if
-//! the regions' bitmap is a [`DirtyMarks`] and [`attach`] was called. (Who takes a raw pointer out of `vm-memory` marks
-//! himself, after the write, as `vm-memory` has it.)
+//! Writes of device models through `vm-memory` are marked in a [`SoftwareDirtyLog`](crate::dirty::SoftwareDirtyLog) if
+//! the regions' bitmap is a [`DirtyMarks`] and [`attach`] was called. (Code that writes through a raw pointer marks the
+//! pages itself afterwards, as `vm-memory` requires.)
 //!
 //! ```
 //! use limosa_memory::dirty::{DirtyLogs, DirtyPages, SoftwareDirtyLog, Writers};
@@ -47,12 +47,11 @@ use crate::dirty::SoftwareDirtyBitmap;
 use crate::mapping::Mapping;
 use crate::{GuestMemory, GuestRegion, MemoryBlock, MemoryError};
 
-/// Makes the memory of a VMM that has mapped it by `vm-memory` known here: a block for each region, in the order of
-/// guest addresses, named by `name`, which is given the region's guest address. The names and their order are those of
-/// the other end.
+/// Converts memory that a VMM mapped by `vm-memory`: a block for each region, in the order of guest addresses. `name`
+/// maps a region's guest address to the block's name. Names and order must match the other end.
 ///
 /// # Errors
-/// Two blocks of one name, a region that is no number of whole pages, or a descriptor that cannot be duplicated.
+/// Two blocks with the same name, a region of partial pages, or a descriptor that cannot be duplicated.
 pub fn import<B: Bitmap + Send + Sync + 'static>(
     memory: &GuestMemoryMmap<B>,
     mut name: impl FnMut(GuestAddress) -> String,
@@ -88,7 +87,7 @@ fn block_over<B: Bitmap + Send + Sync + 'static>(
     };
     let (start, length) = (region.as_ptr(), region.size());
     if length == 0 || !(length as u64).is_multiple_of(page_size) || !(start.addr() as u64).is_multiple_of(page_size) {
-        return Err(layout("its region is no number of whole pages"));
+        return Err(layout("its region is not a whole number of pages"));
     }
     if region.prot() & (libc::PROT_READ | libc::PROT_WRITE) != libc::PROT_READ | libc::PROT_WRITE {
         return Err(layout("its region is not mapped for reading and writing"));
@@ -96,11 +95,12 @@ fn block_over<B: Bitmap + Send + Sync + 'static>(
     let start = NonNull::new(start).ok_or_else(|| layout("its region has no address"))?;
     // SAFETY: the region is mapped as long as it lives, which the mapping sees to, and vm-memory makes no references to
     // it.
-    let mapping = unsafe { Mapping::lent(start, length, region) };
+    let mapping = unsafe { Mapping::over(start, length, region) };
     Ok(MemoryBlock::over(name, mapping, file, page_size, shared))
 }
 
-/// mmap(2): the binary logarithm is in six bits from `MAP_HUGE_SHIFT` (26) on; 0 means the system's usual size.
+/// Returns the huge page size of mmap(2) flags: its binary logarithm in six bits from `MAP_HUGE_SHIFT` (26) on; 0 means
+/// the system's default.
 fn huge_page_size(flags: i32) -> u64 {
     match (flags >> 26) & 63 {
         0 => {
@@ -113,11 +113,10 @@ fn huge_page_size(flags: i32) -> u64 {
     }
 }
 
-/// Makes memory that was mapped here known to device models, at the addresses where the guest sees it. It stays mapped
-/// as long as what is returned lives.
+/// Converts memory for device models, at its guest-physical addresses. It stays mapped as long as the result lives.
 ///
 /// # Errors
-/// The guest sees no memory at all, or `vm-memory` refuses a region.
+/// No memory is mapped for the guest, or `vm-memory` rejects a region.
 pub fn export(memory: &Arc<GuestMemory>) -> Result<GuestMemoryMmap<DirtyMarks>, MemoryError> {
     let mut regions = Vec::new();
     for region in memory.regions() {
@@ -138,7 +137,7 @@ pub fn export(memory: &Arc<GuestMemory>) -> Result<GuestMemoryMmap<DirtyMarks>, 
             })?;
             builder = builder.with_file_offset(FileOffset::new(file.into(), offset + region.pages.bytes().start));
         }
-        // SAFETY: the pages are mapped as long as the memory lives, of which the region's bitmap keeps a share.
+        // SAFETY: the pages are mapped as long as the memory lives, and the region's bitmap keeps it alive.
         let built = unsafe { builder.with_raw_mmap_pointer(place.iov_base.cast()) }.build();
         let built = built.map_err(|error| layout(error.to_string()))?;
         let built = GuestRegionMmap::new(built, GuestAddress(region.guest_address));
@@ -148,11 +147,11 @@ pub fn export(memory: &Arc<GuestMemory>) -> Result<GuestMemoryMmap<DirtyMarks>, 
         .map_err(|error| MemoryError::Layout { block: "(all)".into(), why: error.to_string() })
 }
 
-/// From now on what is written through `vm-memory` is marked by `marker`, a log's of `memory`: the two are of one VM. A
-/// region that has a marker keeps it.
+/// Marks writes through `vm-memory` by `marker`, which belongs to a log of `memory`: both are of one VM. A region that
+/// has a marker keeps it.
 ///
 /// # Errors
-/// A region that is not where `memory` has one.
+/// A region that does not match a region of `memory`.
 pub fn attach(
     devices: &GuestMemoryMmap<DirtyMarks>,
     memory: &GuestMemory,
@@ -172,7 +171,7 @@ pub fn attach(
     Ok(())
 }
 
-/// The bitmap of a region of `vm-memory` whose writes are marked in a dirty log, once it is [attached](attach).
+/// The bitmap of a `vm-memory` region that marks writes in a dirty log, once it is [attached](attach).
 #[derive(Debug, Default)]
 pub struct DirtyMarks {
     attached: OnceLock<Attached>,

@@ -1,4 +1,4 @@
-//! Memory that both ends of a move on one host have: passed as descriptors, not as pages.
+//! Memory shared by both ends of a migration on one host: passed as descriptors, not as pages.
 
 use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
@@ -10,15 +10,15 @@ use crate::block::{BlockOptions, MemoryBlock};
 use crate::error::MemoryError;
 
 impl MemoryBlock {
-    /// Whether the descriptor of its file gives access to its memory.
+    /// Whether the memory can be passed by the descriptor of its file.
     pub fn is_passable(&self) -> bool {
         self.is_shared() && self.file().is_some()
     }
 
-    /// A descriptor of its memory to be passed, if the memory is passable, and one of /dev/null else.
+    /// Returns a descriptor of its memory if the memory is passable, otherwise one of /dev/null.
     ///
     /// # Errors
-    /// [`MemoryError::Kernel`]: the file cannot be opened anew (no /proc, or its permissions changed).
+    /// [`MemoryError::Kernel`]: the file cannot be reopened (no /proc, or its permissions changed).
     pub fn pass(&self) -> Result<OwnedFd, MemoryError> {
         let kernel = |operation, source| MemoryError::Kernel { block: self.name().to_owned(), operation, source };
         let open = |path: &str| File::options().read(true).write(true).open(path);
@@ -36,14 +36,13 @@ impl MemoryBlock {
 
 /// The memory of a block that another process passed.
 ///
-/// A block that is shared and has a file is *passable*: a process with the file's descriptor has the memory. A
-/// [`PassedBlock`] is a descriptor on its way: its file offset says where in the file the block begins, so nothing but
-/// the descriptor has to travel. (It is opened anew for that: duplicates of one descriptor share their offset.) In the
-/// place of a block that is not passed travels a descriptor of /dev/null, so that the list is as long as that of the
-/// blocks, which is in the stream.
+/// A block that is shared and has a file is *passable*: a process with the file's descriptor has the memory. The file
+/// offset of the passed descriptor is the start of the block in the file, so only the descriptor is sent. (The file is
+/// reopened for that: duplicates of one descriptor share their offset.) A descriptor of /dev/null stands for a block
+/// that is not passed, so that the list is as long as the list of blocks in the stream.
 ///
-/// Touching memory that its file has not any more is a signal. So memory of a memfd is sealed against being shortened,
-/// by its creator and by its receiver; of a file of another kind its taker trusts the giver.
+/// Touching memory past the end of its file raises SIGBUS. So both the creator and the receiver seal a memfd against
+/// truncation; for other files the receiver trusts the sender.
 #[derive(Debug)]
 pub struct PassedBlock {
     name: String,
@@ -53,10 +52,10 @@ pub struct PassedBlock {
 }
 
 impl PassedBlock {
-    /// What was passed for the block of this name and length; `None`: the block was not passed.
+    /// Converts the descriptor passed for the block with this name and length; `None`: the block was not passed.
     ///
     /// # Errors
-    /// [`MemoryError::Layout`]: it is no memory, or less than the block has.
+    /// [`MemoryError::Layout`]: it is no memory, or shorter than the block.
     pub fn from_fd(name: &str, length: u64, fd: OwnedFd) -> Result<Option<Self>, MemoryError> {
         let layout = |why: String| MemoryError::Layout { block: name.to_owned(), why };
         let kernel = |operation, source: io::Error| MemoryError::Kernel { block: name.to_owned(), operation, source };
@@ -66,7 +65,7 @@ impl PassedBlock {
             FileType::CharacterDevice => return Ok(None),
             other => return Err(layout(format!("what was passed for it is no file ({other:?})"))),
         }
-        // Possible where the file is a memfd that may be sealed; it may be so already.
+        // Succeeds only for a memfd that may be sealed; it may be sealed already.
         let _ = fcntl_add_seals(&fd, SealFlags::SHRINK);
         let stat = fstat(&fd).map_err(|e| kernel("fstat", e.into()))?;
         let mut file = File::from(fd);
@@ -80,22 +79,22 @@ impl PassedBlock {
         Ok(Some(Self { name: name.to_owned(), length, file, offset }))
     }
 
-    /// The block's name.
+    /// Returns the block's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub fn len(&self) -> u64 {
         self.length
     }
 
-    /// Whether it has no bytes, as no block of a VM.
+    /// Always false: a block has at least one page.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// How it is to be mapped: shared with the giver.
+    /// Returns the options to map it, shared with the sender.
     pub fn into_options(self) -> BlockOptions {
         BlockOptions::file(self.name, self.length, self.file.into(), self.offset)
     }

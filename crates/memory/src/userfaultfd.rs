@@ -1,8 +1,8 @@
-//! userfaultfd(2) as a pager needs it: one method a call, addresses of the process whose memory it is.
+//! userfaultfd(2) for a pager: one method for each system call, with addresses of the VM's process.
 //!
-//! **Law: no reference to the memory is made**: ranges are numbers to the kernel, which checks each against what was
-//! registered. A call fills memory that was missing, or maps memory that is there already; none of them changes bytes
-//! that were there. Protecting memory stops writes to it, and changes nothing either.
+//! **Law: no reference to the memory is made**: ranges are numbers for the kernel, which checks each against the
+//! registered memory. A call fills missing memory, or maps memory that is present; none changes present bytes.
+//! Protecting memory stops writes, and changes no bytes either.
 //!
 //! Facts: the man pages userfaultfd(2), `UFFDIO_API`(2const) and those beside it; the kernel's
 //! admin-guide/mm/userfaultfd.rst.
@@ -19,12 +19,12 @@ use rustix::io::Errno;
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, Updater, ioctl, opcode};
 use rustix::mm::UserfaultfdFlags;
 
-/// What a userfaultfd may be able to do (`UFFD_FEATURE_*`): a set.
+/// A set of features of userfaultfd (`UFFD_FEATURE_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Features(u64);
 
 impl Features {
-    /// Nothing beyond missing faults of anonymous memory.
+    /// No feature beyond missing faults of anonymous memory.
     pub(crate) const NONE: Self = Self(0);
     /// `EVENT_FORK`: a fork gives a descriptor for the child's memory.
     pub(crate) const EVENT_FORK: Self = Self(1 << 1);
@@ -50,59 +50,59 @@ impl Features {
     pub(crate) const PROTECT_SHARED: Self = Self(1 << 12);
     /// `WP_UNPOPULATED`: private memory that is not populated can be protected (6.4).
     pub(crate) const PROTECT_UNPOPULATED: Self = Self(1 << 13);
-    /// `WP_ASYNC`: the kernel itself lets the writer through, and remembers that (6.7).
+    /// `WP_ASYNC`: the kernel itself lifts the protection, and records that (6.7).
     pub(crate) const PROTECT_ASYNC: Self = Self(1 << 15);
 
-    /// Both sets.
+    /// Returns both sets.
     #[must_use]
     pub(crate) const fn and(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// Whether all of `others` are in it.
+    /// Whether the set contains all of `others`.
     #[must_use]
     pub(crate) const fn contains(self, others: Self) -> bool {
         self.0 & others.0 == others.0
     }
 
-    /// Those that are in both.
+    /// Returns the features in both.
     #[must_use]
     pub(crate) const fn intersect(self, others: Self) -> Self {
         Self(self.0 & others.0)
     }
 }
 
-/// What to report about registered memory (`UFFDIO_REGISTER_MODE_*`): a set.
+/// A set of faults to report (`UFFDIO_REGISTER_MODE_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RegisterMode(u64);
 
 impl RegisterMode {
-    /// Accesses to pages that are not there.
+    /// Accesses to missing pages.
     pub(crate) const MISSING: Self = Self(1);
-    /// Accesses to pages that are there, and not mapped here.
+    /// Accesses to present pages that are not mapped.
     pub(crate) const MINOR: Self = Self(4);
     /// Writes to protected pages.
     pub(crate) const PROTECT: Self = Self(2);
 
-    /// Both sets.
+    /// Returns both sets.
     #[must_use]
     pub(crate) const fn and(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 }
 
-/// Whose faults are wanted.
+/// The origin of reported faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FaultAccess {
-    /// Those of threads and those that the kernel meets for them: KVM, read(2) into guest memory, vhost.
+    /// Faults of threads and of the kernel: KVM, read(2) into guest memory, vhost.
     #[default]
     Everything,
-    /// Those of threads alone, which any user may have. Where the kernel meets a fault its call fails (`EFAULT`): not
-    /// for a guest under KVM.
+    /// Faults of threads only, which needs no privilege. A fault of the kernel fails its system call (`EFAULT`):
+    /// unsuitable for KVM.
     UserOnly,
 }
 
-/// What a userfaultfd reports. Addresses are of the process whose memory it is.
+/// A message of a userfaultfd. Addresses are of the VM's process.
 #[derive(Debug)]
 pub(crate) enum Message {
     /// A thread waits for a page.
@@ -111,36 +111,36 @@ pub(crate) enum Message {
         address: u64,
         /// A write (`UFFD_PAGEFAULT_FLAG_WRITE`).
         write: bool,
-        /// The page is there and not mapped.
+        /// The page is present and not mapped.
         minor: bool,
-        /// The thread, if asked for.
+        /// The thread, if requested.
         thread: u32,
     },
     /// The process forked; this is the userfaultfd of the child's memory.
     Fork(OwnedFd),
     /// Memory was moved.
     Remap {
-        /// From here.
+        /// Old address.
         from: u64,
-        /// To here.
+        /// New address.
         to: u64,
         /// Bytes.
         length: u64,
     },
-    /// Pages were or will in a moment be given back (`MADV_DONTNEED`, `MADV_REMOVE`).
+    /// Pages are being discarded (`MADV_DONTNEED`, `MADV_REMOVE`).
     Remove(Range<u64>),
     /// Memory was unmapped.
     Unmap(Range<u64>),
-    /// Something that a later kernel reports.
+    /// An event of a later kernel.
     Unknown(u8),
 }
 
-/// How far a call came: bytes done from the start on, and why it stopped there, if it did.
+/// Progress of a call: the bytes done from the start on, and why it stopped, if it did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Progress {
     /// Bytes.
     pub done: u64,
-    /// `AGAIN`: something else changes the memory; `EXIST`: the page behind is there already.
+    /// `AGAIN`: another thread changes the memory; `EXIST`: the next page is present already.
     pub stopped: Option<Errno>,
 }
 
@@ -173,7 +173,7 @@ struct CopyArgument {
     done: i64,
 }
 
-/// Of ZEROPAGE and CONTINUE alike.
+/// The argument of ZEROPAGE and CONTINUE.
 #[repr(C)]
 struct FillArgument {
     range: RangeArgument,
@@ -229,7 +229,7 @@ unsafe impl Ioctl for NewDescriptor {
 pub(crate) struct Userfaultfd(OwnedFd);
 
 impl Userfaultfd {
-    /// The abilities of this kernel.
+    /// Returns the features of this kernel.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -237,17 +237,17 @@ impl Userfaultfd {
         Ok(create(access)?.api(Features::NONE)?)
     }
 
-    /// A new one with these features.
+    /// Opens a userfaultfd with these features.
     ///
     /// # Errors
-    /// `PermissionDenied`: what is missing is in [`NOT_ALLOWED`]; `EINVAL`: the kernel does not have all the features.
+    /// `PermissionDenied`: see [`NOT_ALLOWED`]; `EINVAL`: the kernel does not have all the features.
     pub(crate) fn open(access: FaultAccess, features: Features) -> io::Result<Self> {
         let new = create(access)?;
         new.api(features)?;
         Ok(new)
     }
 
-    /// One that was passed, ready to use.
+    /// Wraps a passed descriptor.
     pub(crate) fn from_fd(fd: OwnedFd) -> Self {
         Self(fd)
     }
@@ -258,7 +258,7 @@ impl Userfaultfd {
         Ok(Features(argument.features))
     }
 
-    /// Begins to report events of memory.
+    /// Registers memory: its events are reported.
     ///
     /// # Errors
     /// `EINVAL`: not possible for this kind of memory; `EBUSY`: another userfaultfd has it.
@@ -266,8 +266,7 @@ impl Userfaultfd {
         self.call::<REGISTER, _>(&mut RegisterArgument { range: memory.into(), mode: mode.0, ioctls: 0 })
     }
 
-    /// Stops reporting events of memory, and lets all threads go on that wait there: *what is not there reads as zero
-    /// from now on*.
+    /// Unregisters memory, and wakes all threads that wait there: *missing pages read as zero from now on*.
     ///
     /// # Errors
     /// `EINVAL`: it is not (all) mapped.
@@ -275,7 +274,7 @@ impl Userfaultfd {
         self.call::<UNREGISTER, _>(&mut RangeArgument::from(memory))
     }
 
-    /// Lets all threads that wait there try again; one that still misses a page waits again, and is reported again.
+    /// Wakes all threads that wait there; one whose page is still missing waits again, and is reported again.
     ///
     /// # Errors
     /// `EINVAL`: no range of whole pages.
@@ -283,23 +282,23 @@ impl Userfaultfd {
         self.call::<WAKE, _>(&mut RangeArgument::from(memory))
     }
 
-    /// Fills missing pages at `to` with a copy of `length` bytes at `from` and wakes who waits for them.
+    /// Fills missing pages at `to` with a copy of `length` bytes at `from`, and wakes threads that wait for them.
     ///
     /// # Safety
     /// The `length` bytes at `from`, in this process, are readable, or the call is to fail.
     ///
     /// # Errors
-    /// All but [`Progress::stopped`].
+    /// Every error but those in [`Progress::stopped`].
     pub(crate) unsafe fn copy(&self, to: u64, from: *const u8, length: u64) -> rustix::io::Result<Progress> {
         let mut argument = CopyArgument { to, from: from.expose_provenance() as u64, length, mode: 0, done: 0 };
         let result = self.call::<COPY, _>(&mut argument);
         progress(result, argument.done, length)
     }
 
-    /// Fills missing pages with zeros and wakes who waits for them; not possible for huge pages of the pool.
+    /// Fills missing pages with zeros, and wakes threads that wait for them. Unsupported for huge pages of the pool.
     ///
     /// # Errors
-    /// All but [`Progress::stopped`].
+    /// Every error but those in [`Progress::stopped`].
     pub(crate) fn zero(&self, memory: Range<u64>) -> rustix::io::Result<Progress> {
         let length = memory.end.saturating_sub(memory.start);
         let mut argument = FillArgument { range: memory.into(), mode: 0, done: 0 };
@@ -307,10 +306,10 @@ impl Userfaultfd {
         progress(result, argument.done, length)
     }
 
-    /// Maps pages that are there and wakes who waits for them.
+    /// Maps present pages, and wakes threads that wait for them.
     ///
     /// # Errors
-    /// All but [`Progress::stopped`]. `EFAULT`: there is no page.
+    /// Every error but those in [`Progress::stopped`]. `EFAULT`: there is no page.
     pub(crate) fn map_present(&self, memory: Range<u64>) -> rustix::io::Result<Progress> {
         let length = memory.end.saturating_sub(memory.start);
         let mut argument = FillArgument { range: memory.into(), mode: 0, done: 0 };
@@ -318,8 +317,8 @@ impl Userfaultfd {
         progress(result, argument.done, length)
     }
 
-    /// Protects memory (whole pages, huge ones too) from being written, or lets it be written and wakes who waits for
-    /// that. When it returns, no processor goes by an older entry for it.
+    /// Write-protects memory (whole pages, huge ones too), or lifts the protection and wakes waiting threads. When it
+    /// returns, no processor uses an older page table entry.
     ///
     /// # Errors
     /// `ENOENT`: it is not (all) registered for that.
@@ -327,17 +326,17 @@ impl Userfaultfd {
         let mut argument = ProtectArgument { range: memory.into(), mode: u64::from(protect) };
         loop {
             match self.call::<WRITEPROTECT, _>(&mut argument) {
-                // Another thread changes the address space.
+                // Another thread is changing the address space.
                 Err(Errno::AGAIN | Errno::INTR) => std::thread::yield_now(),
                 done => return done,
             }
         }
     }
 
-    /// Reads the pending events: up to 32 messages; none if there is nothing at the moment.
+    /// Reads the pending events: up to 32 messages, possibly none.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// An error of the kernel.
     pub(crate) fn read(&self, into: &mut Vec<Message>) -> rustix::io::Result<()> {
         let mut bytes = [MaybeUninit::<u8>::uninit(); MESSAGE * MESSAGES];
         let read = match rustix::io::retry_on_intr(|| rustix::io::read(&self.0, &mut bytes).map(|(read, _)| read.len()))
@@ -372,7 +371,7 @@ impl From<Range<u64>> for RangeArgument {
     }
 }
 
-/// What gives a process userfaultfd (userfaultfd(2)).
+/// The permissions that userfaultfd requires (userfaultfd(2)).
 pub(crate) const NOT_ALLOWED: &str = "it requires read and write access to /dev/userfaultfd, the sysctl \
                                vm.unprivileged_userfaultfd = 1, or the capability CAP_SYS_PTRACE";
 
@@ -387,7 +386,7 @@ fn create(access: FaultAccess) -> io::Result<Userfaultfd> {
         Ok(fd) => return Ok(Userfaultfd(fd)),
         Err(error) => error,
     };
-    // A kernel before 5.11 does not know the flag, and then there is nothing a device could change.
+    // A kernel before 5.11 does not know the flag; the device does not exist there.
     if !matches!(error, Errno::PERM | Errno::ACCESS | Errno::NOSYS) {
         return Err(error.into());
     }
@@ -399,8 +398,8 @@ fn create(access: FaultAccess) -> io::Result<Userfaultfd> {
     Ok(Userfaultfd(unsafe { ioctl(&device, NewDescriptor(flags.bits() as usize)) }?))
 }
 
-/// What came of a call that may stop on its way: the kernel says with EAGAIN that it did part of it (the count is above
-/// 0 then), or nothing (the count is an error or was not written).
+/// Converts the result of a call that may stop early: with EAGAIN the kernel did a part (a count above 0), or nothing
+/// (the count is an error or was not written).
 fn progress(result: rustix::io::Result<()>, done: i64, length: u64) -> rustix::io::Result<Progress> {
     match result {
         Ok(()) => Ok(Progress { done: length, stopped: None }),

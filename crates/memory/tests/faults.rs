@@ -28,7 +28,7 @@ fn range(start: u64, pages: u64) -> PageRange {
     PageRange::starting_at(PageNumber(start), pages)
 }
 
-/// What page `page` of every block holds: never zero, and different in every page.
+/// Contents of page `page` of every block: never zero, and different in every page.
 fn contents(pages: PageRange) -> Vec<u8> {
     pages.iter().flat_map(|page| (page.0 + 1).to_ne_bytes().repeat(PAGE_LEN / 8)).collect()
 }

@@ -348,7 +348,7 @@ impl<'a> Folder<'a> {
             Err(error) => Err(self.wrong(REVOKED, error)),
             Ok(_) => {
                 Err(self
-                    .wrong(REVOKED, "contains no list of revoked certificates (PEM); remove the file if there is none"))
+                    .wrong(REVOKED, "contains no list of revoked certificates (PEM); remove the file if none exists"))
             }
         }
     }

@@ -141,7 +141,7 @@ impl Handshake {
         })
     }
 
-    /// Advances the handshake as far as possible, and returns the keys once it is complete.
+    /// Advances the handshake until it must wait, and returns the keys once it is complete.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if it must not wait; otherwise a [`TlsFailure`], or an error of the kernel.

@@ -45,7 +45,7 @@ impl Walk<'_, Out> {
         let mut done = 0;
         while let Some(room) = into.get_mut(done..).filter(|room| !room.is_empty()) {
             let Some((from, length)) = self.next(room.len()) else { break };
-            // SAFETY: the batch's entries are valid for reads, of which this is a part; the room is a buffer of this
+            // SAFETY: this is a part of the batch's entries, which are valid for reads; the room is a buffer of this
             // process that is at least as long, and not guest memory.
             unsafe { ptr::copy_nonoverlapping(from, room.as_mut_ptr(), length) };
             done += length;
@@ -60,7 +60,7 @@ impl Walk<'_, In> {
         let mut done = 0;
         while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
             let Some((to, length)) = self.next(rest.len()) else { break };
-            // SAFETY: the batch's entries are valid for writes, of which this is a part; the bytes are in a buffer of
+            // SAFETY: this is a part of the batch's entries, which are valid for writes; the bytes are in a buffer of
             // this process, and not guest memory.
             unsafe { ptr::copy_nonoverlapping(rest.as_ptr(), to, length) };
             done += length;

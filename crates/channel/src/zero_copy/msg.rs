@@ -1,13 +1,13 @@
 //! Sends by `MSG_ZEROCOPY`, and the wait for their completions.
 //!
-//! If the kernel has no room to track another send (`ENOBUFS`: `RLIMIT_MEMLOCK`, `net.core.optmem_max`), completions are
-//! read first; then less is offered at a time. If nothing of this channel is in flight that could make room, the rest is
-//! copied, and so are more and more writes before the next attempt. Memory that the kernel can copy but not pin
+//! If the kernel has no room to track another send (`ENOBUFS`: `RLIMIT_MEMLOCK`, `net.core.optmem_max`), completions
+//! are read first; then less is offered at a time. If nothing of this channel is in flight that could make room, the
+//! rest is copied, and so are more and more writes before the next attempt. Memory that the kernel can copy but not pin
 //! (`EFAULT`: secret memory, device memory) is copied too. That is slower, and correct.
 //!
-//! The kernel counts pinned pages against `RLIMIT_MEMLOCK`, for all processes of a user together, unless the process has
-//! `CAP_IPC_LOCK` (net/core/skbuff.c, `mm_account_pinned_pages`). If the limit turns out too small later, less is sent at
-//! a time, so [`check_memlock`] checks only a sensible minimum.
+//! The kernel counts pinned pages against `RLIMIT_MEMLOCK`, for all processes of a user together, unless the process
+//! has `CAP_IPC_LOCK` (net/core/skbuff.c, `mm_account_pinned_pages`). If the limit turns out too small later, less is
+//! sent at a time, so [`check_memlock`] checks only a sensible minimum.
 
 use std::fs;
 use std::io;
@@ -174,8 +174,8 @@ impl Sends {
         Ok(())
     }
 
-    /// Waits at most `within` until all sends are complete, if a filter of system calls forbids cutting the connection. A
-    /// peer that reads slowly must not delay a guest that waits to resume.
+    /// Waits at most `within` until all sends are complete, if a filter of system calls forbids cutting the connection.
+    /// A peer that reads slowly must not delay a guest that waits to resume.
     pub(super) fn drain_within(&mut self, queue: &impl ErrorQueue, within: Duration) {
         let begun = Instant::now();
         while self.completions.outstanding() != 0 && begun.elapsed() < within {

@@ -45,7 +45,7 @@ pub(crate) enum Refusal {
     Failed(io::Error),
 }
 
-/// A write of two parts, of which the second need not be copied.
+/// A write of two parts; the second one need not be copied.
 pub(crate) struct Parts<'l> {
     pub(crate) copied: Cursor<'l, Out>,
     pub(crate) pages: Cursor<'l, Out>,

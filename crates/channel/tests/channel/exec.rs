@@ -85,7 +85,7 @@ fn a_pipe_carries_one_direction_and_a_file_no_answer() {
     assert_eq!([Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| file.carries(how)), [true, true, false]);
 }
 
-/// What the two tests below run in a process of their own: standard input and output have no other user there.
+/// The two tests below run this in a process of their own: standard input and output have no other user there.
 #[test]
 fn as_a_child_it_echoes_what_it_gets() {
     if std::env::var_os("LIMOSA_TEST_CHILD").is_none() {

@@ -1,4 +1,4 @@
-//! What an attacker between the ends, or a peer that does not speak TLS, can do.
+//! Attackers on the path, and peers that do not use TLS.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};

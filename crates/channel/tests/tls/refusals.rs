@@ -9,8 +9,7 @@ use limosa_testkit::{Authority, TlsEnd, Validity};
 
 use crate::bed::{Bed, SOON, connected, listen, look, plain, with};
 
-/// What a client says, and what a server says when it is looked at, one line each; an empty one if nothing is wrong
-/// there.
+/// Returns the errors of a client and of a server that is polled, one line each; empty if nothing is wrong there.
 fn words(server: &Options, client: &Options) -> (String, String) {
     let listener = listen(server);
     let line = |error: ChannelError| {
@@ -68,7 +67,7 @@ fn a_client_of_another_authority_is_refused() {
         error.contains("client-cert.pem: a peer would refuse it: its certificate is not issued by a CA"),
         "{error}"
     );
-    // With its own authority in addition to the server's it goes on, and is refused there.
+    // With its own authority in addition to the server's it continues, and is refused there.
     let both = format!("{}{}", std::fs::read_to_string(bed.folder().join("ca-cert.pem")).unwrap(), {
         let own = Authority::new().unwrap();
         own.issue(&certificates, TlsEnd::Client, &[], Validity::Now).unwrap();

@@ -1,4 +1,4 @@
-//! What goes in comes out, in both directions at once, however it is split.
+//! Data arrives unchanged, in both directions at once, however it is split.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::num::NonZeroU64;

@@ -53,7 +53,7 @@ fn connected(transport: Transport, options: &Options) -> Result<(Channel, Channe
     Ok((Channel::from_fd_with(near, options)?, Channel::from_fd(far)?))
 }
 
-/// Ends of which the far one holds little, so that what is written stays in flight until it is read.
+/// Two ends with a small receive buffer, so that data stays in flight until it is read.
 fn narrow(transport: Transport, zero_copy: ZeroCopy) -> (Channel, Channel) {
     let (near, far) = ends(transport);
     let wide = Options { zero_copy, send_buffer: Some(4 << 20), ..Options::default() };
@@ -245,14 +245,14 @@ fn memory_that_can_be_copied_but_not_lent_is_copied() {
     }
 }
 
-/// What runs in a process of its own, because a limit of the process is changed.
+/// Runs in a process of its own, because a limit of the process is changed.
 mod alone {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
     use super::*;
 
-    /// This thread may pin so many bytes.
+    /// Sets the number of bytes that this thread may pin.
     fn limited(bytes: u64) {
         let mut sets = capabilities(None).unwrap();
         sets.effective.remove(CapabilitySet::IPC_LOCK);

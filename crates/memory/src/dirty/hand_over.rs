@@ -1,17 +1,17 @@
-//! What the fault handler and the fetch of a [`UffdWpSyncLog`](super::UffdWpSyncLog) agree on.
+//! The hand-over of pages between the fault handler and the fetch of a [`UffdWpSyncLog`](super::UffdWpSyncLog).
 //!
 //! **Law: while a block's lock is not held, every page of it that can be written has its bit set.** The handler sets
 //! the bit of a page and then lifts its protection; the fetch protects the pages whose bits are set and then clears the
-//! bits; both do it under the lock. Without it a fetch could come between the handler's two steps: it would protect
-//! what is protected still, clear the bit and give the page out, and the handler would then let in writes without a
+//! bits; both do it under the lock. Without it a fetch could come between the handler's two steps: it would protect a
+//! page that is still protected, clear the bit and report the page, and the handler would then allow writes without a
 //! bit.
 //!
-//! A page that is discarded can be written from then on, and has its bit from the fetch on that learns of it, which
-//! protects it anew: until then the note of the [discard](crate::discarding) replaces the bit.
+//! A discarded page can be written. The next fetch learns of the discard, sets its bit and protects it again; until
+//! then the note of the [discard](crate::discarding) replaces the bit.
 //!
-//! A writer does not know of any lock: it writes while the page can be written and waits while it cannot. If it writes
-//! before the fetch protects the page, the page is in that fetch and is read after the write; if it comes later, it
-//! waits for the handler, which sets the bit again.
+//! A writer takes no lock: it writes while the page can be written and waits otherwise. If it writes before the fetch
+//! protects the page, the page is in that fetch and is read after the write; a later writer waits for the handler,
+//! which sets the bit again.
 
 use std::io;
 use std::sync::PoisonError;
@@ -32,20 +32,20 @@ impl Writable {
         Self(Mutex::new(PageBitmap::new(pages)))
     }
 
-    /// The handler's step: `unprotect` lets them be written.
+    /// The handler's step: marks pages, then `unprotect` lets them be written.
     pub(super) fn admit(&self, pages: PageRange, unprotect: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let mut bits = self.lock();
         bits.set_range(pages);
         unprotect()
     }
 
-    /// Pages that have lost their protection because they were discarded.
+    /// Marks pages that lost their protection because they were discarded.
     pub(super) fn lost(&self, pages: &PageBitmap) {
         self.lock().union_with(pages);
     }
 
-    /// The fetch's step: has all pages that can be written protected, and hands them to `taken`. The lock is let go
-    /// after every `slice` pages, so that a writer does not wait for all of the block.
+    /// The fetch's step: protects all pages that can be written, and passes them to `taken`. The lock is let go after
+    /// every `slice` pages, so that a writer does not wait for all of the block.
     pub(super) fn take(
         &self,
         slice: u64,
@@ -70,7 +70,7 @@ impl Writable {
     }
 
     fn lock(&self) -> MutexGuard<'_, PageBitmap> {
-        // Nothing in here panics half-way.
+        // No code panics while it holds the lock.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -8,7 +8,7 @@ use limosa_page::{PageBitmap, PageRange, to_usize};
 use crate::discarding::DiscardWatch;
 use crate::{GuestMemory, GuestRegion};
 
-/// Who writes guest memory: a set.
+/// A set of writers of guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Writers(u8);
 
@@ -17,18 +17,18 @@ impl Writers {
     pub const NONE: Self = Self(0);
     /// The guest's processors.
     pub const VCPUS: Self = Self(1);
-    /// Device models in the VMM's own process, and what they have the kernel write there (`read` into guest memory).
+    /// Device models in the VMM's own process, and system calls that write guest memory for them (`read`).
     pub const DEVICES: Self = Self(2);
     /// Back ends in other processes that map the memory (vhost-user), and the kernel's own (vhost).
     pub const VHOST: Self = Self(4);
 
-    /// Whether all of `others` are in it.
+    /// Whether the set contains all of `others`.
     #[must_use]
     pub fn contains(self, others: Self) -> bool {
         self.0 & others.0 == others.0
     }
 
-    /// Those that are not in `others`.
+    /// Returns the writers that are not in `others`.
     #[must_use]
     pub fn without(self, others: Self) -> Self {
         Self(self.0 & !others.0)
@@ -51,31 +51,31 @@ impl std::fmt::Display for Writers {
     }
 }
 
-/// Pages of all blocks of a VM: one bitmap a block.
+/// A set of pages of a VM: one bitmap for each block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirtyPages {
     blocks: Vec<PageBitmap>,
 }
 
 impl DirtyPages {
-    /// None of the pages of `memory`.
+    /// Creates a set without pages.
     pub fn new(memory: &GuestMemory) -> Self {
         Self { blocks: memory.blocks().iter().map(|block| PageBitmap::new(block.pages().len())).collect() }
     }
 
-    /// All of the pages of `memory`.
+    /// Creates a set of all pages of `memory`.
     pub fn all(memory: &GuestMemory) -> Self {
         Self { blocks: memory.blocks().iter().map(|block| PageBitmap::full(block.pages().len())).collect() }
     }
 
-    /// Adds pages of a block; what the block does not have is passed over.
+    /// Adds pages of a block; pages outside the block are ignored.
     pub fn add(&mut self, block: usize, pages: PageRange) {
         if let Some(bitmap) = self.blocks.get_mut(block) {
             bitmap.set_range(pages.intersect(PageRange::first(bitmap.len())));
         }
     }
 
-    /// Adds what a log has noted of discards.
+    /// Adds the discards that a log noted.
     pub(in crate::dirty) fn add_discards(&mut self, watch: Option<&DiscardWatch>) {
         if let Some(watch) = watch {
             watch.take(|block, pages| {
@@ -86,7 +86,7 @@ impl DirtyPages {
         }
     }
 
-    /// Adds pages of a region: 64 a word, from its page `first` on. Bits behind the region's end mean nothing.
+    /// Adds pages of a region: 64 a word, from its page `first` on. Bits past the region's end are ignored.
     pub(in crate::dirty) fn add_words(&mut self, region: &GuestRegion, first: u64, words: &[u64]) {
         let Some(bitmap) = self.blocks.get_mut(region.block) else { return };
         let at = region.pages.start.saturating_add(first);
@@ -100,27 +100,27 @@ impl DirtyPages {
         }
     }
 
-    /// The pages of one block.
+    /// Returns the pages of one block.
     pub fn block(&self, block: usize) -> Option<&PageBitmap> {
         self.blocks.get(block)
     }
 
-    /// The pages of one block, to be changed.
+    /// Returns the pages of one block for changes.
     pub fn block_mut(&mut self, block: usize) -> Option<&mut PageBitmap> {
         self.blocks.get_mut(block)
     }
 
-    /// The bitmaps, by block.
+    /// Returns the bitmaps, by block.
     pub fn blocks(&self) -> &[PageBitmap] {
         &self.blocks
     }
 
-    /// Pages in it.
+    /// Returns the number of pages.
     pub fn count(&self) -> u64 {
         self.blocks.iter().map(PageBitmap::count).sum()
     }
 
-    /// Adds all pages of another one, of the same VM.
+    /// Adds all pages of another set of the same VM.
     pub fn union_with(&mut self, other: &Self) {
         for (mine, others) in self.blocks.iter_mut().zip(&other.blocks) {
             mine.union_with(others);
@@ -128,67 +128,67 @@ impl DirtyPages {
     }
 }
 
-/// Why a log cannot be had or does not work.
+/// An error of a dirty log.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LogError {
-    /// The kernel does not have what the log needs.
+    /// The kernel does not support the log.
     #[error("{log} cannot be used: {why}")]
     Unavailable {
         /// The log.
         log: &'static str,
-        /// What is missing, and what to use instead.
+        /// The missing feature, and an alternative.
         why: String,
     },
 
-    /// A call failed. Pages may have been written that no fetch will name: what was sent is worth nothing.
+    /// A call failed. Written pages may be missing from every fetch: data sent so far is useless.
     #[error("{log}: {operation} failed")]
     Failed {
         /// The log.
         log: &'static str,
         /// The operation.
         operation: &'static str,
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
 
-    /// A fetch from a log that is not on.
+    /// The log has not been started.
     #[error("{log} has not been started: writes are not recorded")]
     NotStarted {
         /// The log.
         log: &'static str,
     },
 
-    /// Guest memory has a writer that no log covers.
+    /// No log covers one of the writers.
     #[error("guest memory is written by {0} without a dirty log: the VM cannot be migrated while it runs")]
     Uncovered(Writers),
 }
 
-/// A log of which pages were written. The contract is the law of the [module](super).
+/// A log of the pages that were written. The contract is the law of the [module](super).
 pub trait DirtyLog: Send {
-    /// What it is, for messages: `KVM's dirty log`.
+    /// Returns its name for messages: `KVM's dirty log`.
     fn name(&self) -> &'static str;
 
-    /// Whose writes it sees.
+    /// Returns the writers that it sees.
     fn covers(&self) -> Writers;
 
-    /// Begins to log; nothing is dirty then. When it returns, every write is seen.
+    /// Starts to log; no page is dirty then. Every write after it returns is seen.
     ///
     /// # Errors
-    /// The kernel does not do it; nothing has been changed.
+    /// An error of the kernel; nothing has been changed.
     fn start(&mut self) -> Result<(), LogError>;
 
-    /// Adds to `into` what was written since the last fetch (or the start), and forgets it. Pages that were discarded
-    /// count as written: the logs of this crate are told of them; a log of another crate marks them by itself, or is
-    /// used with a [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
+    /// Adds to `into` the pages written since the last fetch (or the start), and forgets them. Discarded pages count as
+    /// written: the logs of this crate learn of them; a log of another crate marks them by itself, or is used with a
+    /// [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
     ///
     /// # Errors
-    /// What was written is not known any more, or the log is not on.
+    /// Written pages were lost, or the log is not on.
     fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), LogError>;
 
-    /// Ends the log, and with it what it costs the guest. Without effect if it is not on.
+    /// Stops the log and its cost for the guest. Does nothing if it is not on.
     ///
     /// # Errors
-    /// The kernel's; the log is over all the same.
+    /// An error of the kernel; the log is stopped anyway.
     fn stop(&mut self) -> Result<(), LogError>;
 }

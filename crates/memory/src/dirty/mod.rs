@@ -1,19 +1,19 @@
-//! Dirty logs: which pages were written.
+//! Dirty logs: the pages that were written.
 //!
-//! **Law: a write after a fetch is seen by the next fetch.** In every implementation, a page that is written at any
-//! moment after [`DirtyLog::start`] returned is named by the first fetch that begins after the write, or by an earlier
-//! one that ended after the write *and* before the page was read on the strength of that fetch. A log may name pages
-//! that were not written; it may never miss one.
+//! **Law: a write after a fetch is seen by the next fetch.** In every implementation, a page written at any time after
+//! [`DirtyLog::start`] returned is reported by the first fetch that begins after the write, or by an earlier one that
+//! ended after the write *and* before the page was read because of that fetch. A log may report pages that were not
+//! written; it may never miss one.
 //!
-//! One exception: what a vCPU writes while it runs may reach KVM's dirty ring only when it leaves `KVM_RUN`, so such a
-//! log may name it in a later fetch; the first one after all vCPUs have left it has named everything. A VM that is
-//! paused has no vCPU inside, and the fetch that decides a switchover is of a paused VM.
+//! One exception: a write of a running vCPU may reach KVM's dirty ring only when the vCPU leaves `KVM_RUN`, so such a
+//! log may report it in a later fetch; the first fetch after all vCPUs have left it reports everything. A paused VM has
+//! no vCPU inside, and the fetch that decides a switchover is of a paused VM.
 //!
-//! A page that is [discarded](crate::MemoryBlock::discard) or [released](crate::MemoryBlock::release) (a balloon's) has been written,
-//! to every log: its contents are others. No log sees what is given back in another way, by another process (a balloon
-//! behind vhost-user) or by a VMM's own call, and [`UffdWpSyncLog`] does not even see what is written there next. What
-//! a device writes into pages that were pinned before a fetch no page table knows of: it marks them in an
-//! [`SoftwareDirtyLog`].
+//! A page that is [discarded](crate::MemoryBlock::discard) or [released](crate::MemoryBlock::release) (by a balloon)
+//! counts as written in every log, because its contents change. No log sees pages that are discarded in another way, by
+//! another process (a balloon behind vhost-user) or by a VMM's own call, and [`UffdWpSyncLog`] does not even see the
+//! next write to them. A device's write to pages that were pinned before a fetch appears in no page table: its driver
+//! marks them in a [`SoftwareDirtyLog`].
 //!
 //! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd
 //! sees what this process writes through the mapping, not what another process writes through its own. So each log says
@@ -63,24 +63,24 @@ impl std::fmt::Debug for DirtyLogs {
 }
 
 impl DirtyLogs {
-    /// The logs of a VM that `writers` write to.
+    /// Combines the logs of a VM with these writers.
     ///
     /// # Errors
-    /// [`LogError::Uncovered`]: one of the writers is seen by none of the logs.
+    /// [`LogError::Uncovered`]: no log sees one of the writers.
     pub fn new(writers: Writers, logs: Vec<Box<dyn DirtyLog>>) -> Result<Self, LogError> {
         let logs = Self { logs };
         logs.check_covered(writers)?;
         Ok(logs)
     }
 
-    /// These, and one more.
+    /// Adds a log.
     #[must_use]
     pub fn and(mut self, log: Box<dyn DirtyLog>) -> Self {
         self.logs.push(log);
         self
     }
 
-    /// Makes sure that they see what `writers` write.
+    /// Checks that the logs see the writes of `writers`.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -92,10 +92,10 @@ impl DirtyLogs {
         }
     }
 
-    /// Starts all of them; if one refuses, those that have begun are stopped again.
+    /// Starts all logs; if one fails, those that were started are stopped again.
     ///
     /// # Errors
-    /// The first refusal.
+    /// The first failure.
     pub fn start(&mut self) -> Result<(), LogError> {
         for index in 0..self.logs.len() {
             if let Some(Err(error)) = self.logs.get_mut(index).map(|log| log.start()) {
@@ -106,27 +106,28 @@ impl DirtyLogs {
         Ok(())
     }
 
-    /// Adds to `into` what any of them saw since the last fetch.
+    /// Adds to `into` the pages that any log saw since the last fetch.
     ///
     /// # Errors
-    /// The first failure. What was fetched before it is in `into`.
+    /// The first failure. Pages fetched before it are in `into`.
     pub fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), LogError> {
         self.logs.iter_mut().try_for_each(|log| log.fetch(into))
     }
 
-    /// Stops all of them.
+    /// Stops all logs.
     ///
     /// # Errors
-    /// The first failure; the others are stopped all the same.
+    /// The first failure; the others are stopped anyway.
     pub fn stop(&mut self) -> Result<(), LogError> {
         self.logs.iter_mut().map(|log| log.stop()).fold(Ok(()), Result::and)
     }
 }
 
-/// The best log that this kernel has for what this process writes: vCPUs and devices, through the mappings of `memory`.
+/// Returns the best log that this kernel has for writes of this process (vCPUs and devices) through the mappings of
+/// `memory`.
 ///
 /// # Errors
-/// There is none; why the last one that was tried cannot be used.
+/// No log is available; the reason of the last one that was tried.
 pub fn best_for(memory: &Arc<GuestMemory>) -> Result<Box<dyn DirtyLog>, LogError> {
     match UffdWpAsyncLog::new(Arc::clone(memory)) {
         Ok(log) => Ok(Box::new(log)),

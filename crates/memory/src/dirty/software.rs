@@ -1,11 +1,11 @@
-//! A log that writers keep themselves: a writer of guest memory marks the pages, afterwards.
+//! A log that writers keep themselves: a writer of guest memory marks the pages afterwards.
 //!
-//! For device models of the VMM's own process. The order is the writer's duty: **write first, then mark.** A mark
-//! before the write could be fetched, and the page read, before the write happens, which no fetch would report then.
+//! For device models of the VMM's own process. The writer must **write first, then mark.** A mark before the write
+//! could be fetched, and the page read, before the write happens, and no fetch would report that write.
 //!
-//! A mark is a read-modify-write of the word that a fetch takes by another one. If the mark comes first, the fetch has
-//! seen it, and with it the write: a reader of the page then reads what was written. If it comes later, the bit is
-//! still set when the fetch is over.
+//! A mark and a fetch are both read-modify-writes of the same word. If the mark comes first, the fetch sees it and with
+//! it the write, so a reader of the page reads the new contents. If it comes later, the bit is still set after the
+//! fetch.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -35,16 +35,16 @@ pub struct SoftwareDirtyLog {
     discards: Option<DiscardWatch>,
 }
 
-/// A writer's hand on the log. Cheap to clone, for any thread.
+/// A writer's handle to the log. Cheap to clone, for any thread.
 #[derive(Debug, Clone)]
 pub struct SoftwareDirtyBitmap(Arc<Marks>);
 
 impl SoftwareDirtyBitmap {
-    /// Notes that pages of a block were written: call it after the write. What the block does not have is passed over.
-    /// Costs a fence and a load while the log is off.
+    /// Marks pages of a block as written: call it after the write. Pages outside the block are ignored. Costs a fence
+    /// and a load while the log is off.
     pub fn mark(&self, block: usize, pages: PageRange) {
-        // The fence keeps the load behind the write before it. Of this fence and the one in `start` one is first: if it
-        // is this one, a reader of memory after `start` reads what was written; if not, the load finds the log on.
+        // The fence orders the load after the preceding write. If this fence comes before the one in `start`, a reader
+        // of memory after `start` reads the new contents; otherwise the load finds the log on.
         fence(Ordering::SeqCst);
         if self.0.on.load(Ordering::Relaxed)
             && let Some(bitmap) = self.0.blocks.get(block)
@@ -53,26 +53,26 @@ impl SoftwareDirtyBitmap {
         }
     }
 
-    /// A log of the same marks, for another migration than the one that has had the log before: one at a time.
+    /// Creates a log of the same marks for another migration. Use one log at a time.
     pub fn log(&self, covers: Writers) -> SoftwareDirtyLog {
         SoftwareDirtyLog { marks: Arc::clone(&self.0), covers, discards: None }
     }
 
-    /// Whether a page is marked, and no fetch has taken the mark yet.
+    /// Whether a page has a mark that no fetch has taken yet.
     pub fn is_marked(&self, block: usize, page: PageNumber) -> bool {
         self.0.blocks.get(block).is_some_and(|bitmap| bitmap.get(page))
     }
 }
 
 impl SoftwareDirtyLog {
-    /// A log for `memory`, kept by writers that are `covers`.
+    /// Creates a log for `memory`, kept by the writers `covers`.
     pub fn new(memory: &GuestMemory, covers: Writers) -> Self {
         let blocks = memory.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages().len())).collect();
         let marks = Marks { on: AtomicBool::new(false), blocks, discardable: memory.discardable() };
         Self { marks: Arc::new(marks), covers, discards: None }
     }
 
-    /// What writers mark pages with.
+    /// Returns the handle by which writers mark pages.
     pub fn bitmap(&self) -> SoftwareDirtyBitmap {
         SoftwareDirtyBitmap(Arc::clone(&self.marks))
     }
@@ -80,7 +80,7 @@ impl SoftwareDirtyLog {
 
 impl DirtyLog for SoftwareDirtyLog {
     fn name(&self) -> &'static str {
-        "the explicit dirty log"
+        "the software dirty log"
     }
 
     fn covers(&self) -> Writers {

@@ -1,14 +1,14 @@
-//! Write protection that the kernel lifts by itself: userfaultfd's asynchronous mode, read by `PAGEMAP_SCAN`.
+//! userfaultfd-wp in asynchronous mode: the kernel lifts the protection by itself, and `PAGEMAP_SCAN` reads it.
 //!
-//! All memory is write-protected at the start, but for private memory that was never touched: a page of it that there
-//! is later was written, or read and is named for nothing. A write lifts the protection of its page inside the kernel,
-//! at the cost of a page fault without a switch to another thread; a fetch asks which pages are not protected and
-//! protects them again, page by page in one step. So a write is either before its page is protected again, and the page
-//! is in this fetch, or behind it, and the page is in the next one.
+//! All memory is write-protected at the start, except private memory that was never touched: a page that exists there
+//! later was written, or read and is reported without need. A write lifts the protection of its page inside the kernel,
+//! at the cost of a page fault without a switch to another thread. A fetch finds the unprotected pages and protects
+//! them again, each page in one atomic step. So a write is either before that step, and the page is in this fetch, or
+//! after it, and the page is in the next one.
 //!
-//! What it does not see: other processes' writes through their own mappings, and a device's (VFIO, `O_DIRECT`,
-//! `io_uring`'s registered buffers) into pages that were pinned for writing before a fetch. Who completes such a
-//! request marks its pages in a [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
+//! It does not see other processes' writes through their own mappings, nor a device's (VFIO, `O_DIRECT`, `io_uring`'s
+//! registered buffers) into pages that were pinned for writing before a fetch. The code that completes such a request
+//! marks its pages in a [`SoftwareDirtyLog`](super::SoftwareDirtyLog).
 
 use std::io;
 use std::ops::Range;
@@ -26,7 +26,7 @@ use crate::{GuestMemory, MemoryBlock};
 
 const NAME: &str = "userfaultfd's asynchronous write protection";
 
-/// Pages that one call protects at the start: other threads can map memory between two calls.
+/// Pages that one call protects at the start: other threads can change mappings between two calls.
 const SLICE: u64 = (1 << 30) / limosa_page::PAGE_SIZE;
 
 /// The log: kernel 6.7 or newer, memory of any kind, no privilege.
@@ -44,10 +44,10 @@ struct Running {
 }
 
 impl UffdWpAsyncLog {
-    /// A log for all blocks of `memory`. Nothing is protected before it starts.
+    /// Creates a log for all blocks of `memory`. Nothing is protected before it starts.
     ///
     /// # Errors
-    /// [`LogError::Unavailable`]: the kernel is too old or does not let this process.
+    /// [`LogError::Unavailable`]: the kernel is too old, or this process lacks permission.
     pub fn new(memory: Arc<GuestMemory>) -> Result<Self, LogError> {
         open()?;
         Ok(Self { memory, running: None })
@@ -61,8 +61,7 @@ fn open() -> Result<(Userfaultfd, PageMap), LogError> {
         let how = if source.kind() == io::ErrorKind::PermissionDenied { NOT_ALLOWED } else { "use KVM's dirty log" };
         unavailable(format!("{what}: {source}; {how}; or have every writer mark its pages"))
     };
-    // The kernel reports these faults to no process, so it does not matter whose are wanted; those of threads alone are
-    // allowed to more users.
+    // No process receives these faults, so the access mode does not matter; `UserOnly` needs the fewest permissions.
     let access = FaultAccess::UserOnly;
     let features = Userfaultfd::available(access).map_err(|e| kernel("userfaultfd", e))?;
     if !features.contains(Features::PROTECT_ASYNC) {
@@ -75,15 +74,15 @@ fn open() -> Result<(Userfaultfd, PageMap), LogError> {
     let uffd = uffd.map_err(|e| kernel("write protection by userfaultfd", e))?;
     let map = PageMap::open().map_err(|error| {
         unavailable(format!(
-            "/proc/self/pagemap: {error}; the kernel shows it to no process that must not be dumped (prctl PR_SET_DUMPABLE): \
-             allow that, keep guest memory out of dumps by MADV_DONTDUMP, as its blocks are, or use UffdWpSyncLog"
+            "/proc/self/pagemap: {error}; the kernel refuses it to processes that are not dumpable (prctl PR_SET_DUMPABLE): \
+             make the process dumpable (RAM blocks have MADV_DONTDUMP), or use UffdWpSyncLog"
         ))
     })?;
     Ok((uffd, map))
 }
 
-/// Whether a page that has no entry has never been written: what was never touched needs no mark then, which would cost
-/// page tables, and would have it pass for populated.
+/// Whether a page without a page table entry has never been written. Untouched pages then need no mark, which would
+/// cost page tables, and make them look populated.
 fn is_private(block: &MemoryBlock) -> bool {
     !block.is_shared() && block.file().is_none()
 }
@@ -133,8 +132,9 @@ impl DirtyLog for UffdWpAsyncLog {
             }
             map.take_written(all.clone(), |run| name(&run)).map_err(failed("PAGEMAP_SCAN"))?;
             if block.page_size() > limosa_page::PAGE_SIZE {
-                // Of the pool's huge pages that does not name what was written and unmapped since. Such a page is
-                // written before it is protected here, and named; or later, and in the next fetch.
+                // For huge pages of the pool, that does not report pages that were written and unmapped since. A write
+                // to such a page is either before it is protected here, and the page is reported, or later, and in the
+                // next fetch.
                 let mut unmarked = Vec::new();
                 map.unmarked(all, |run| unmarked.push(run)).map_err(failed("PAGEMAP_SCAN"))?;
                 for run in unmarked {
@@ -159,7 +159,7 @@ impl DirtyLog for UffdWpAsyncLog {
 
 impl Drop for UffdWpAsyncLog {
     fn drop(&mut self) {
-        // Closing the descriptor ends it all the same.
+        // Closing the descriptor ends the protection anyway.
         let _ = self.stop();
     }
 }

@@ -1,16 +1,15 @@
-//! Write protection that a thread of ours lifts: userfaultfd for kernels before 6.7.
+//! userfaultfd-wp in synchronous mode, for kernels before 6.7: a thread of this process lifts the protection.
 //!
 //! A write to a protected page makes its writer wait; a thread marks the page, lets it be written and wakes the writer.
-//! A fetch protects the marked pages again *before* it hands them out. How the two are kept apart is in
-//! `hand_over`. Costs two switches of threads for the first write to a page after each fetch.
+//! A fetch protects the marked pages again *before* it reports them; `hand_over` synchronizes the two. The first write
+//! to a page after each fetch costs two thread switches.
 //!
-//! If the thread fails, it lets go of all memory: the guest runs on, and the next fetch says that the log is worth
-//! nothing.
+//! If the thread fails, it unregisters all memory: the guest keeps running, and the next fetch fails.
 //!
-//! A page that is given back loses its protection. The log learns of it if it is [discarded](crate::MemoryBlock::discard) or
-//! [released](crate::MemoryBlock::release), and protects it anew; of what others give back, another process that punches a
-//! hole into shared memory, it does not learn of it, and what is written there next is lost to it. Else it does not see
-//! what [`UffdWpAsyncLog`](super::UffdWpAsyncLog) does not.
+//! A discarded page loses its protection. The log learns of a [discard](crate::MemoryBlock::discard) or a
+//! [release](crate::MemoryBlock::release), and protects the page again. It does not learn of pages that another process
+//! discards, by punching a hole into shared memory, and misses the next write to them. Otherwise it sees the same
+//! writes as [`UffdWpAsyncLog`](super::UffdWpAsyncLog).
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -34,8 +33,8 @@ const NAME: &str = "userfaultfd's write protection with a fault handler";
 /// Pages that a fetch protects before it lets waiting writers in between (64 MiB).
 const SLICE: u64 = (64 << 20) / PAGE_SIZE;
 
-/// The log: kernel 5.19 or newer for shared memory and huge pages, 6.4 for private memory; needs to know of the
-/// kernel's faults.
+/// The log: kernel 5.19 or newer for shared memory and huge pages, 6.4 for private memory; requires permission for
+/// faults of the kernel.
 #[derive(Debug)]
 pub struct UffdWpSyncLog {
     memory: Arc<GuestMemory>,
@@ -58,17 +57,17 @@ struct Handler {
 }
 
 impl UffdWpSyncLog {
-    /// A log for all blocks of `memory`. Nothing is protected before it starts.
+    /// Creates a log for all blocks of `memory`. Nothing is protected before it starts.
     ///
     /// # Errors
-    /// [`LogError::Unavailable`]: the kernel is too old or does not let this process.
+    /// [`LogError::Unavailable`]: the kernel is too old, or this process lacks permission.
     pub fn new(memory: Arc<GuestMemory>) -> Result<Self, LogError> {
         open(&memory)?;
         Ok(Self { memory, running: None })
     }
 }
 
-/// A userfaultfd that can protect `memory`.
+/// Opens a userfaultfd that can protect `memory`.
 fn open(memory: &GuestMemory) -> Result<Userfaultfd, LogError> {
     let unavailable = |why: String| LogError::Unavailable { log: NAME, why };
     let other = "use KVM's dirty log, or have every writer mark its pages";
@@ -76,7 +75,7 @@ fn open(memory: &GuestMemory) -> Result<Userfaultfd, LogError> {
         let how = if error.kind() == io::ErrorKind::PermissionDenied { NOT_ALLOWED } else { "the kernel has none" };
         unavailable(format!("userfaultfd: {error}; {how}; or {other}"))
     };
-    // KVM and system calls write too, and must not fail at a protected page.
+    // KVM and system calls write too, and must not fail with EFAULT at a protected page.
     let features = Userfaultfd::available(FaultAccess::Everything).map_err(kernel)?;
     let mut wanted = Features::PROTECT;
     if !features.contains(wanted) {
@@ -86,7 +85,7 @@ fn open(memory: &GuestMemory) -> Result<Userfaultfd, LogError> {
         let (needed, since) = if block.is_shared() || block.page_size() > PAGE_SIZE {
             (Features::PROTECT_SHARED, "shared memory and huge pages can be write-protected since kernel 5.19")
         } else {
-            // Before that, pages that were never touched could be written unseen.
+            // Before that, writes to untouched pages would be missed.
             (Features::PROTECT_UNPOPULATED, "all of private memory can be write-protected since kernel 6.4")
         };
         if !features.contains(needed) {
@@ -98,7 +97,7 @@ fn open(memory: &GuestMemory) -> Result<Userfaultfd, LogError> {
 }
 
 impl Handler {
-    /// Until `stop` is readable.
+    /// Serves faults until `stop` is readable.
     fn run(&self, stop: &OwnedFd) {
         if let Err(error) = self.serve(stop) {
             *self.failed.lock() = Some(error);
@@ -157,10 +156,10 @@ impl DirtyLog for UffdWpSyncLog {
     fn start(&mut self) -> Result<(), LogError> {
         self.stop()?;
         let memory = Arc::clone(&self.memory);
-        // From here on nothing is given back lazily, and what is discarded is noted.
+        // From here on no page is freed lazily, and discards are noted.
         let discards = memory.discardable().watch();
         for block in memory.blocks() {
-            block.keep_lazily_freed().map_err(failed("keeping what was freed lazily"))?;
+            block.keep_lazily_freed().map_err(failed("keeping lazily freed pages"))?;
         }
         let writable = memory.blocks().iter().map(|block| Writable::none(block.pages().len())).collect();
         let protection = WriteProtection::new(NAME, Arc::clone(&memory), open(&memory)?);
@@ -170,7 +169,7 @@ impl DirtyLog for UffdWpSyncLog {
             let (handler, stop) = (Arc::clone(&handler), Arc::clone(&stop));
             move || handler.run(&stop)
         });
-        // From here on an error stops what has begun, as `stop` does.
+        // From here on an error undoes the start, as `stop` does.
         self.running = Some(Running {
             handler: Arc::clone(&handler),
             discards,
@@ -205,7 +204,7 @@ impl DirtyLog for UffdWpSyncLog {
             let taken = |pages| into.add(index, pages);
             writable.take(whole_slice(block, SLICE), protect, taken).map_err(failed("UFFDIO_WRITEPROTECT"))?;
         }
-        // Looked at last: before that the handler has let no write pass unseen.
+        // Checked last: until then the handler let no write pass unmarked.
         match &*handler.failed.lock() {
             Some(error) => Err(failed("the fault handler")(io::Error::new(error.kind(), error.to_string()))),
             None => Ok(()),
@@ -214,7 +213,7 @@ impl DirtyLog for UffdWpSyncLog {
 
     fn stop(&mut self) -> Result<(), LogError> {
         let Some(Running { handler, stop, thread, .. }) = self.running.take() else { return Ok(()) };
-        // The thread first: who faults meanwhile waits, and goes on when the memory is let go.
+        // The thread first: a thread that faults meanwhile waits, and continues when the memory is unregistered.
         let stopped = match rustix::io::write(stop.as_fd(), &1_u64.to_ne_bytes()) {
             Ok(_) => thread.join().map_err(|_| io::Error::other("it panicked")),
             Err(error) => Err(error.into()),
@@ -227,7 +226,7 @@ impl DirtyLog for UffdWpSyncLog {
 
 impl Drop for UffdWpSyncLog {
     fn drop(&mut self) {
-        // Closing the descriptor ends it all the same.
+        // Closing the descriptor ends the protection anyway.
         let _ = self.stop();
     }
 }

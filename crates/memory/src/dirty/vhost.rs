@@ -1,8 +1,8 @@
-//! The log of vhost back ends: one bit for each guest-physical page, in memory that they share with us.
+//! The log of vhost back ends: one bit for each guest-physical page, in memory that they share.
 //!
 //! A back end sets the bit of a page after it has written the page, by an atomic operation; a fetch takes whole words
-//! of bits by exchanging them with 0. So a bit that is set at that moment is either taken or still there, and what was
-//! written before a bit was taken is seen by a reader of the page then.
+//! of bits by exchanging them with 0. So a bit is either taken or still set, and a reader of the page sees every write
+//! before the bit was taken.
 //!
 //! Facts: the vhost-user specification, "Migration" and `VHOST_USER_SET_LOG_BASE`: pages of 4096 bytes
 //! (`VHOST_LOG_PAGE`), page `n` is bit `n % 8` of byte `n / 8`.
@@ -25,22 +25,22 @@ use crate::{GuestMemory, GuestRegion};
 
 const NAME: &str = "the log of vhost back ends";
 
-/// Words that are looked at together: a cache line.
+/// Words that are checked together: a cache line.
 const LINE: usize = 8;
 
-/// Words that are taken before any of their bits is stored: 1 KiB, which stays in the first cache.
+/// Words that are taken before any of their bits is stored: 1 KiB, which stays in the L1 cache.
 const PIECE: usize = 128;
 
-/// The log as back ends are to have it (`VHOST_USER_SET_LOG_BASE`).
+/// The log's memory for back ends (`VHOST_USER_SET_LOG_BASE`).
 #[derive(Debug, Clone, Copy)]
 pub struct LogBase<'a> {
     /// Its memory.
     pub fd: BorrowedFd<'a>,
-    /// Bytes of it, from its front on.
+    /// Its length in bytes.
     pub length: u64,
 }
 
-/// Has all back ends write the log, or none.
+/// Makes all back ends write the log, or none.
 type Switch = Box<dyn FnMut(Option<LogBase<'_>>) -> io::Result<()> + Send>;
 
 /// The log.
@@ -60,14 +60,14 @@ struct Image {
 }
 
 impl VhostLog {
-    /// A log for all regions of `memory`.
+    /// Creates a log for all regions of `memory`.
     ///
-    /// `switch` has every back end write the log (it sends the log, then sets the features again with
-    /// `VHOST_F_LOG_ALL`, and has the rings logged that lie in guest memory), and returns when each has confirmed it;
-    /// with `None` it ends that.
+    /// `switch` makes every back end write the log: it sends the log, sets the features again with `VHOST_F_LOG_ALL`,
+    /// and enables logging of the rings in guest memory. It returns when each back end has confirmed it. With `None` it
+    /// ends logging.
     ///
     /// # Errors
-    /// There is no memory for it: one bit a page up to the highest address of a region.
+    /// The bitmap cannot be allocated: one bit a page up to the highest address of a region.
     pub fn new(
         memory: Arc<GuestMemory>,
         switch: impl FnMut(Option<LogBase<'_>>) -> io::Result<()> + Send + 'static,
@@ -77,7 +77,7 @@ impl VhostLog {
         Ok(Self { memory, image, switch: Box::new(switch), discards: None, on: false })
     }
 
-    /// The shared bitmap, as it is handed to a back end that comes later.
+    /// Returns the shared bitmap, for a back end that connects later.
     pub fn base(&self) -> LogBase<'_> {
         LogBase { fd: self.image.file.as_fd(), length: self.image.mapping.len() as u64 }
     }
@@ -88,7 +88,7 @@ impl Image {
         let length = bits.div_ceil(8).max(1).next_multiple_of(PAGE_SIZE);
         let file = memfd_create("limosa-vhost-log", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, length)?;
-        // A back end that made it shorter would have us killed for looking at it.
+        // Reading a bitmap that a back end truncated would raise SIGBUS.
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let mapped = usize::try_from(length).map_err(io::Error::other)?;
         let mapping = Mapping::new(Some((file.as_fd(), 0)), mapped, true, None)?;
@@ -108,18 +108,19 @@ impl Image {
         word.map_or(0, |word| u64::from_le(word.swap(0, Ordering::AcqRel)))
     }
 
-    /// Takes the bits of many words, and hands over, in pieces, those that have any: the number of the first word, and
+    /// Takes the bits of many words, and passes on, in pieces, those with set bits: the number of the first word, and
     /// the bits.
     fn take_all(&self, words: std::ops::Range<u64>, mut found: impl FnMut(u64, &[u64])) -> io::Result<()> {
         let all = self.words();
-        // What no back end has touched has no memory, and must not get it by being read.
+        // Untouched parts of the bitmap have no memory, and reading them would allocate it.
         for data in holes::data_ranges(self.file.as_fd(), words.start * 8..words.end * 8)? {
             let data = data?;
             let [first, end] = [data.start / 8, data.end.div_ceil(8).min(words.end)];
             let index = usize::try_from(first).ok().zip(usize::try_from(end).ok());
             let Some(within) = index.and_then(|(first, end)| all.get(first..end)) else { continue };
             for (piece, number) in within.chunks(PIECE).zip((first..).step_by(PIECE)) {
-                // An exchange waits for all stores before it: the bits are stored elsewhere when the piece is done.
+                // An atomic exchange waits for all earlier stores, so the bits are stored elsewhere only after the
+                // piece.
                 let mut taken = [0; PIECE];
                 let mut any = 0;
                 for (line, taken) in piece.chunks(LINE).zip(taken.chunks_mut(LINE)) {
@@ -147,7 +148,7 @@ impl Image {
         for region in regions {
             let (first, end) = (first_bit(region), first_bit(region) + region.pages.len());
             let whole = first.div_ceil(64)..(end / 64).max(first.div_ceil(64));
-            // Words with bits of other regions too, or of none.
+            // Words that also have bits of other regions, or of none.
             if whole.start * 64 != first {
                 shared.insert(first / 64);
             }
@@ -163,7 +164,7 @@ impl Image {
             let bits = self.take(word);
             for region in regions {
                 let first = first_bit(region);
-                // The region's page of the word's lowest bit, or those bits that are before its first.
+                // The region's page of the word's lowest bit, or the number of bits before its first page.
                 match (word * 64).checked_sub(first) {
                     Some(page) => into.add_words(region, page, &[bits]),
                     None => {
@@ -178,7 +179,7 @@ impl Image {
     }
 }
 
-/// The bit of a region's first page.
+/// Returns the bit of a region's first page.
 fn first_bit(region: &GuestRegion) -> u64 {
     region.guest_address / PAGE_SIZE
 }
@@ -209,7 +210,7 @@ impl DirtyLog for VhostLog {
         self.image.take_all(words, |_, _| {}).map_err(failed("clearing the bitmap"))?;
         let base = LogBase { fd: self.image.file.as_fd(), length: self.image.mapping.len() as u64 };
         if let Err(error) = (self.switch)(Some(base)) {
-            // Those that were started already stop again; their errors are of no use.
+            // Back ends that were started stop again; their errors add nothing.
             let _ = (self.switch)(None);
             return Err(failed("having the back ends log")(error));
         }

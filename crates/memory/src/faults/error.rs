@@ -1,4 +1,4 @@
-//! What the fault handler fails with.
+//! Errors of the fault handler.
 
 use std::io;
 
@@ -6,37 +6,37 @@ use limosa_page::PageRange;
 
 use crate::userfaultfd::NOT_ALLOWED;
 
-/// Why missing pages cannot be handled.
+/// An error of the fault handler.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultError {
-    /// This process may not have a userfaultfd.
+    /// This process may not use userfaultfd.
     #[error("this process may not use userfaultfd: {NOT_ALLOWED}")]
     NotAllowed {
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
 
-    /// The kernel cannot do it.
+    /// The kernel does not support it.
     #[error("userfaultfd of this kernel has no {what}")]
     Unsupported {
         /// The missing ability.
         what: &'static str,
     },
 
-    /// The layout is none, or is not that of the memory.
+    /// The layout is invalid, or not that of the memory.
     #[error("fault layout, block {block}: {why}")]
     Layout {
-        /// Its index.
+        /// Index of the block.
         block: usize,
         /// The conflict.
         why: String,
     },
 
-    /// Pages that the block does not have, that are no whole host pages, or of a block that is not registered.
+    /// Pages outside the block, partial host pages, or a block that is not registered.
     #[error("block {block} cannot take {pages}: {why}")]
     Pages {
-        /// Its index.
+        /// Index of the block.
         block: usize,
         /// The pages.
         pages: PageRange,
@@ -44,32 +44,32 @@ pub enum FaultError {
         why: &'static str,
     },
 
-    /// The kernel refused.
+    /// A system call on pages failed.
     #[error("block {block}, {pages}: {operation} failed")]
     Kernel {
-        /// Its index.
+        /// Index of the block.
         block: usize,
         /// The pages.
         pages: PageRange,
         /// The operation.
         operation: &'static str,
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
 
-    /// A call that is about no block in particular failed.
+    /// A system call on the descriptor failed.
     #[error("{operation} failed")]
     Descriptor {
         /// The operation.
         operation: &'static str,
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
 
-    /// There is no memory for a page: the thread that needs it waits on.
+    /// There is no memory for a page: the thread that needs it keeps waiting.
     #[error("block {block}, {pages}: out of memory for the page; the limit of the control group may be too low")]
     NoMemory {
-        /// Its index.
+        /// Index of the block.
         block: usize,
         /// The pages.
         pages: PageRange,
@@ -77,34 +77,34 @@ pub enum FaultError {
 
     /// Other threads kept changing the memory.
     #[error(
-        "block {block}, {pages}: the memory has been changed by others for {seconds} s, and nothing can be placed meanwhile"
+        "block {block}, {pages}: other threads have changed the memory for {seconds} s, and no page can be placed meanwhile"
     )]
     Busy {
-        /// Its index.
+        /// Index of the block.
         block: usize,
-        /// What was not placed.
+        /// Pages that were not placed.
         pages: PageRange,
-        /// How long it was tried.
+        /// Seconds of attempts.
         seconds: u64,
     },
 
-    /// The process whose memory it is has ended.
-    #[error("the process whose memory it is has ended")]
+    /// The process with the memory has ended.
+    #[error("the process with the memory has ended")]
     Gone,
 
-    /// A thread waits for memory that is in no block, so it would wait for ever.
+    /// A thread waits for memory outside all blocks, and would wait for ever.
     #[error(
         "a thread waits for memory at {address:#x}, which is in no block of the layout: the layout is not this VM's"
     )]
     UnknownAddress {
-        /// Where.
+        /// The address.
         address: u64,
     },
 
-    /// The kernel reported something unknown.
+    /// The kernel reported an unknown event.
     #[error("unknown userfaultfd event {event:#x}")]
     UnknownEvent {
-        /// Its number.
+        /// Number of the event.
         event: u8,
     },
 

@@ -17,29 +17,28 @@ use crate::GuestMemory;
 use crate::mapping::Mapping;
 use crate::userfaultfd::{FaultAccess, Features, Message, RegisterMode, Userfaultfd};
 
-/// What is to be reported to a handler.
+/// The events that a handler receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FaultOptions {
-    /// Whose faults.
+    /// Faults of threads only, or of the kernel too.
     pub access: FaultAccess,
-    /// Report pages that are given back. The thread that gives them back waits until the handler has read it, so the
-    /// pager itself must not.
+    /// Report discarded pages. The thread that discards them waits until the handler has read the event, so the pager
+    /// itself must not discard.
     pub removals: bool,
-    /// Report memory that is unmapped or moved. The thread that does so waits until the handler has read it.
+    /// Report memory that is unmapped or moved. The thread that does so waits until the handler has read the event.
     pub mappings: bool,
-    /// Report forks (needs `CAP_SYS_PTRACE`). Without, memory that a child inherits is filled with zeros where it is
-    /// missing.
+    /// Report forks (needs `CAP_SYS_PTRACE`). Otherwise missing pages of a child's memory become zeros.
     pub forks: bool,
 }
 
 impl Default for FaultOptions {
-    /// The faults of all threads, and what is given back.
+    /// Faults of all threads and of the kernel, and discarded pages.
     fn default() -> Self {
         Self { access: FaultAccess::Everything, removals: true, mappings: false, forks: false }
     }
 }
 
-/// The descriptor of all handlers and holds of this process that belong together.
+/// The descriptor that related handlers and holds of this process share.
 #[derive(Debug)]
 struct Descriptor {
     fd: ManuallyDrop<Userfaultfd>,
@@ -51,47 +50,46 @@ impl Drop for Descriptor {
     #[allow(unsafe_code, reason = "closes a descriptor, or leaves it open")]
     fn drop(&mut self) {
         if !self.needed.load(Ordering::SeqCst) {
-            // SAFETY: it is not used after this, the only place where it is dropped.
+            // SAFETY: it is dropped only here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.fd) };
         }
     }
 }
 
-/// Answers those who touch pages that have not come. For any number of threads.
+/// Resolves faults on pages that have not arrived. For any number of threads.
 ///
-/// **Law: a page that has not come is never read as zero.** A thread that touches a missing page stops until the page
-/// is placed, however many pagers end meanwhile. The kernel does the opposite when the last descriptor of a userfaultfd
-/// is closed: it fills what is missing with zeros and lets the guest go on. So a descriptor with registered memory is
-/// not closed by dropping a [`FaultHandler`]: [`FaultHandler::finish`] (nothing is missing any more) or
-/// [`FaultHandler::abandon`] (the guest is gone) say that it may be. A [`HeldFaults`], made by [`FaultHandler::hold`],
-/// makes a new handler when the old one has ended; its descriptor can be passed to another process, which goes on by
+/// **Law: a page that has not arrived is never read as zero.** A thread that touches a missing page stops until the
+/// page is placed, however many pagers end meanwhile. The kernel does the opposite when the last descriptor of a
+/// userfaultfd is closed: it fills missing pages with zeros and lets the guest continue. So dropping a [`FaultHandler`]
+/// does not close a descriptor with registered memory: only [`FaultHandler::finish`] (no page is missing) or
+/// [`FaultHandler::abandon`] (the guest is gone) do. A [`HeldFaults`], made by [`FaultHandler::hold`], creates a new
+/// handler when the old one has ended; its descriptor can be passed to another process, which continues by
 /// [`FaultHandler::from_fd`].
 ///
-/// How pages get there:
-/// - [`FaultMode::Missing`]: a page without memory is placed by a copy that the kernel makes ([`FaultHandler::copy`])
-///   or as zeros ([`FaultHandler::zero`]): whole at once, so that no reader sees half of it.
-/// - [`FaultMode::Minor`], for shared memory: the pager writes the page through a mapping of its own (from a socket
-///   straight to its place) and then lets the guest have it ([`FaultHandler::map_present`]). Nothing is copied.
+/// How pages are placed:
+/// - [`FaultMode::Missing`]: the kernel places a page as a copy ([`FaultHandler::copy`]) or as zeros
+///   ([`FaultHandler::zero`]), atomically, so that no reader sees half of it.
+/// - [`FaultMode::Minor`], for shared memory: the pager writes the page through its own mapping (from a socket straight
+///   to its place) and then maps it for the guest ([`FaultHandler::map_present`]). Nothing is copied.
 ///
-/// **Only what goes through this process's mapping waits.** A missing page of shared memory that another process
-/// touches in its own mapping (a vhost-user back end) becomes zeros for all, and is there when its contents come: a
-/// back end may run only when nothing is missing, or with a userfaultfd of its own.
+/// **Only accesses through this process's mapping wait.** A missing page of shared memory that another process touches
+/// in its own mapping (a vhost-user back end) becomes zeros for everyone, and is present when its contents arrive. A
+/// back end may run only when no page is missing, or with a userfaultfd of its own.
 ///
-/// Which pages have come is not kept here: the caller that places pages knows. A page that is there already is
-/// reported, not overwritten. Populating registered memory (`MADV_POPULATE_WRITE`) would wait for a page that is never
-/// sent: do it before.
+/// The caller tracks which pages have arrived. A page that is present already is reported, not overwritten. Populating
+/// registered memory (`MADV_POPULATE_WRITE`) would wait for a page that is never sent: do it before.
 #[derive(Debug)]
 pub struct FaultHandler {
     descriptor: Arc<Descriptor>,
     layout: FaultLayout,
-    /// Read while a page was to be placed, for the next call that waits.
+    /// Events read while a page was placed, for the next call that waits.
     queue: Mutex<VecDeque<FaultEvent>>,
     wake: Arc<OwnedFd>,
-    /// Zeros for huge pages, mapped and never written.
+    /// Zeros for huge pages, never written.
     zeros: OnceLock<Mapping>,
 }
 
-/// Keeps missing pages missing while no handler lives, and makes a new one.
+/// Keeps missing pages missing while no handler exists, and creates a new one.
 #[derive(Debug)]
 pub struct HeldFaults {
     descriptor: Arc<Descriptor>,
@@ -103,7 +101,7 @@ pub struct HeldFaults {
 pub struct FaultWaker(Arc<OwnedFd>);
 
 impl FaultWaker {
-    /// One [`FaultHandler::wait`], of now or of later, returns with what there is.
+    /// Makes one [`FaultHandler::wait`], current or later, return with the events there are.
     pub fn wake(&self) {
         // It can only fail if it was called 2^64 times.
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
@@ -111,7 +109,7 @@ impl FaultWaker {
 }
 
 impl FaultHandler {
-    /// A handler for which nothing is registered yet.
+    /// Opens a handler without registered memory.
     ///
     /// # Errors
     /// [`FaultError::NotAllowed`], [`FaultError::Unsupported`].
@@ -138,11 +136,10 @@ impl FaultHandler {
         )
     }
 
-    /// A handler that goes on where one of another process ended, over a descriptor that was passed. All waiting faults
-    /// are reported anew.
+    /// Continues a handler of another process, over a passed descriptor. All waiting faults are reported again.
     ///
     /// # Errors
-    /// It is no userfaultfd, or the layout is not that of its memory.
+    /// It is no userfaultfd, or the layout does not match its memory.
     pub fn from_fd(fd: OwnedFd, layout: FaultLayout) -> Result<Self, FaultError> {
         let descriptor = Descriptor { fd: ManuallyDrop::new(Userfaultfd::from_fd(fd)), needed: AtomicBool::new(true) };
         Self::succeeding(Arc::new(descriptor), layout)
@@ -150,7 +147,7 @@ impl FaultHandler {
 
     fn succeeding(descriptor: Arc<Descriptor>, layout: FaultLayout) -> Result<Self, FaultError> {
         let new = Self::over(descriptor, layout)?;
-        // Faults that were reported to the old handler and not answered would not be reported again.
+        // Without a wake, faults that the old handler read and did not resolve would not be reported again.
         for (index, block) in new.layout.registered() {
             new.fd().wake(block.addresses()).map_err(|error| kernel(index, block.pages(), "UFFDIO_WAKE", error))?;
         }
@@ -163,10 +160,10 @@ impl FaultHandler {
         Ok(Self { descriptor, layout, queue: Mutex::default(), wake: Arc::new(wake), zeros: OnceLock::new() })
     }
 
-    /// Registers a block: from now on who touches a page that is not there waits for it. What is there stays.
+    /// Registers a block: from now on a thread that touches a missing page waits for it. Present pages stay.
     ///
     /// # Errors
-    /// The kernel cannot do that for this kind of memory.
+    /// The kernel does not support this kind of memory.
     pub fn register(&mut self, memory: &GuestMemory, index: usize, mode: FaultMode) -> Result<(), FaultError> {
         let block = memory.block(index).map_err(|error| FaultError::Layout { block: index, why: error.to_string() })?;
         let new = FaultBlock {
@@ -180,7 +177,7 @@ impl FaultHandler {
             FaultMode::Missing => RegisterMode::MISSING,
             FaultMode::Minor => RegisterMode::MISSING.and(RegisterMode::MINOR),
         };
-        // From here on, even if the registration is half done, closing could turn missing pages into zeros.
+        // From here on, even if the registration fails halfway, closing could turn missing pages into zeros.
         self.descriptor.needed.store(true, Ordering::SeqCst);
         self.fd().register(new.addresses(), modes).map_err(|error| match (error, mode) {
             (Errno::INVAL, FaultMode::Minor) => {
@@ -195,23 +192,23 @@ impl FaultHandler {
         Ok(())
     }
 
-    /// What is registered.
+    /// Returns the registered blocks.
     pub fn layout(&self) -> &FaultLayout {
         &self.layout
     }
 
-    /// Keeps what is registered up to now as it is if this handler ends, and makes the next one then.
+    /// Creates a hold: it keeps the memory registered when this handler ends, and creates the next one then.
     pub fn hold(&self) -> HeldFaults {
         HeldFaults { descriptor: Arc::clone(&self.descriptor), layout: self.layout.clone() }
     }
 
-    /// What ends a [`wait`](Self::wait).
+    /// Returns a handle that ends a [`wait`](Self::wait).
     pub fn waker(&self) -> FaultWaker {
         FaultWaker(Arc::clone(&self.wake))
     }
 
-    /// Waits until there is an event, the time is over (`None`: as long as it takes) or a waker was used; adds what
-    /// there is to `into`, which stays as it is in the latter cases.
+    /// Waits until there is an event, the timeout expires (`None`: never) or a waker is used. Adds the events to
+    /// `into`, possibly none.
     ///
     /// # Errors
     /// A thread waits for memory outside the layout, the kernel reports an unknown event, or it refuses.
@@ -247,8 +244,8 @@ impl FaultHandler {
         }
     }
 
-    /// Reads the pending events into the queue, for the next call that waits; the thread that changes the memory goes
-    /// on then. Whether there was anything.
+    /// Reads the pending events into the queue, for the next call that waits, so that the thread that changes the
+    /// memory continues. Returns whether there were any.
     pub(super) fn drain(&self) -> Result<bool, FaultError> {
         let mut events = Vec::new();
         let result = self.read(&mut events);
@@ -286,20 +283,19 @@ impl FaultHandler {
         result
     }
 
-    /// Every page has come (or is zero from now on): threads that touch the memory are no longer reported, and pages
-    /// that are missing all the same read as zeros. Closes the descriptor if no hold is left.
+    /// Ends the handler after all pages have arrived: accesses are no longer reported, and pages that are still missing
+    /// read as zeros. Closes the descriptor if no hold is left.
     ///
     /// # Errors
-    /// The kernel's refusal; the memory stays as it was, and so does the law.
+    /// An error of the kernel; the memory stays registered, and the law holds.
     pub fn finish(self) -> Result<(), FaultError> {
         for (index, block) in self.layout.registered() {
             self.fd()
                 .unregister(block.addresses())
                 .map_err(|error| kernel(index, block.pages(), "UFFDIO_UNREGISTER", error))?;
         }
-        // The kernel wakes who waits before it forgets the memory: who began to wait between the two (it can, where a
-        // fault takes the lock of its mapping alone) would sleep until the descriptor is closed, and others may hold
-        // that.
+        // The kernel wakes waiting threads before it unregisters the memory. A thread that begins to wait in between
+        // (possible with per-VMA locks) would sleep until the descriptor is closed, and others may hold that.
         for (index, block) in self.layout.registered() {
             self.fd().wake(block.addresses()).map_err(|error| kernel(index, block.pages(), "UFFDIO_WAKE", error))?;
         }
@@ -307,12 +303,11 @@ impl FaultHandler {
         Ok(())
     }
 
-    /// The guest is gone and its memory will not be looked at: as [`finish`](Self::finish), even if pages are missing
-    /// and whether or not the memory is still mapped. *Who still waits reads zeros.*
+    /// Ends the handler after the guest is gone: as [`finish`](Self::finish), even if pages are missing or the memory
+    /// is unmapped. *Threads that still wait read zeros.*
     pub fn abandon(self) {
         for (_, block) in self.layout.registered() {
-            // What is not mapped any more has no waiting threads. Others may go on giving pages back without being
-            // waited for.
+            // Unmapped memory has no waiting threads.
             let _ = self.fd().unregister(block.addresses());
         }
         self.descriptor.needed.store(false, Ordering::SeqCst);
@@ -322,13 +317,13 @@ impl FaultHandler {
         &self.descriptor.fd
     }
 
-    /// At least `length` zeros that lie in memory that is never written.
+    /// Returns a mapping of at least `length` zeros that is never written.
     pub(super) fn zeros(&self, length: u64) -> Result<&Mapping, FaultError> {
         let largest = self.layout.registered().map(|(_, block)| block.page_size).max().unwrap_or(PAGE_SIZE).max(length);
         if self.zeros.get().is_none() {
             let mapped = to_usize(largest);
             let new = Mapping::new(None, mapped, false, None);
-            // If two threads come here at once, one of the mappings goes again.
+            // If two threads race, one of the mappings is dropped.
             let new = new.map_err(|source| FaultError::Descriptor { operation: "mapping zeros", source })?;
             let _ = self.zeros.set(new);
         }
@@ -337,21 +332,21 @@ impl FaultHandler {
 }
 
 impl HeldFaults {
-    /// A handler that goes on where the last one ended. All waiting faults are reported again.
+    /// Creates a handler that continues the last one. All waiting faults are reported again.
     ///
     /// # Errors
-    /// The kernel's refusal.
+    /// An error of the kernel.
     pub fn handler(&self) -> Result<FaultHandler, FaultError> {
         FaultHandler::succeeding(Arc::clone(&self.descriptor), self.layout.clone())
     }
 
-    /// What is registered, for a pager of another process.
+    /// Returns the registered blocks, for a pager of another process.
     pub fn layout(&self) -> &FaultLayout {
         &self.layout
     }
 }
 
-/// The descriptor, to be passed to a pager in another process.
+/// The descriptor, for a pager in another process.
 impl AsFd for HeldFaults {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.descriptor.fd.as_fd()
@@ -379,7 +374,7 @@ fn descriptor(operation: &'static str, error: Errno) -> FaultError {
 fn not_allowed(source: std::io::Error) -> FaultError {
     match Errno::from_io_error(&source) {
         Some(Errno::NOSYS | Errno::PERM | Errno::ACCESS) => FaultError::NotAllowed { source },
-        Some(Errno::INVAL) => FaultError::Unsupported { what: "such kind of faults" },
+        Some(Errno::INVAL) => FaultError::Unsupported { what: "this kind of faults" },
         _ => FaultError::Descriptor { operation: "opening userfaultfd", source },
     }
 }

@@ -1,6 +1,6 @@
-//! Where registered blocks lie in the process whose memory it is.
+//! Addresses of registered blocks in the VM's process.
 //!
-//! Plain numbers, so that they can be sent to a pager in another process; there they are not memory.
+//! Plain numbers, so that they can be sent to a pager in another process, where they are no addresses.
 
 use std::ops::Range;
 
@@ -13,43 +13,43 @@ use super::{FaultError, FaultMode};
 pub struct FaultBlock {
     /// Address of its first byte in the VM's process.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Bytes of a host page.
+    /// Size of a host page in bytes.
     pub page_size: u64,
-    /// How its pages get there.
+    /// How its pages are placed.
     pub mode: FaultMode,
 }
 
 impl FaultBlock {
-    /// Its pages.
+    /// Returns its pages.
     pub fn pages(&self) -> PageRange {
         PageRange::first(self.length / PAGE_SIZE)
     }
 
-    /// Its addresses.
+    /// Returns its addresses.
     pub fn addresses(&self) -> Range<u64> {
         self.address..self.address.saturating_add(self.length)
     }
 
-    /// Pages of 4 KiB in a host page.
+    /// Returns the number of 4 KiB pages in a host page.
     pub(super) fn host_pages(&self) -> u64 {
         (self.page_size / PAGE_SIZE).max(1)
     }
 
-    /// Addresses of pages; an error in words unless they are whole host pages of it.
+    /// Returns the addresses of pages; fails with a reason unless they are whole host pages of the block.
     pub(super) fn place(&self, pages: PageRange) -> Result<Range<u64>, &'static str> {
         if pages.is_empty() || pages.end > self.pages().end {
-            return Err("it does not have them");
+            return Err("they are outside the block");
         }
         if !pages.start.0.is_multiple_of(self.host_pages()) || !pages.end.0.is_multiple_of(self.host_pages()) {
-            return Err("they are not whole pages of the host");
+            return Err("they are not whole host pages");
         }
         let bytes = pages.bytes();
         Ok(self.address.saturating_add(bytes.start)..self.address.saturating_add(bytes.end))
     }
 
-    /// The host pages that have these addresses.
+    /// Returns the host pages with these addresses.
     fn pages_of(&self, addresses: &Range<u64>) -> PageRange {
         let own = self.addresses();
         let (start, end) = (addresses.start.max(own.start), addresses.end.min(own.end));
@@ -67,17 +67,17 @@ pub struct FaultLayout {
 }
 
 impl FaultLayout {
-    /// A layout of these blocks, `None` for those that are not registered.
+    /// Creates a layout of these blocks, `None` for those that are not registered.
     ///
     /// # Errors
-    /// [`FaultError::Layout`]: a page size that is none, a block that is not whole host pages, or two that overlap.
+    /// [`FaultError::Layout`]: an invalid page size, a block that is not whole host pages, or two blocks that overlap.
     pub fn new(blocks: Vec<Option<FaultBlock>>) -> Result<Self, FaultError> {
         let mut ends = Vec::new();
         for (index, block) in blocks.iter().enumerate() {
             let Some(block) = block else { continue };
             let layout = |why: &str| Err(FaultError::Layout { block: index, why: why.into() });
             if !block.page_size.is_power_of_two() || block.page_size < PAGE_SIZE {
-                return layout("the page size is no power of two from 4096 on");
+                return layout("the page size is not a power of two of at least 4096");
             }
             if !block.length.is_multiple_of(block.page_size) || !block.address.is_multiple_of(block.page_size) {
                 return layout("it does not begin or end with a host page");
@@ -98,17 +98,17 @@ impl FaultLayout {
         Ok(Self { blocks })
     }
 
-    /// The blocks, by index.
+    /// Returns the blocks, by index.
     pub fn blocks(&self) -> &[Option<FaultBlock>] {
         &self.blocks
     }
 
-    /// A registered block.
+    /// Returns a registered block.
     pub fn block(&self, index: usize) -> Option<&FaultBlock> {
         self.blocks.get(index)?.as_ref()
     }
 
-    /// The same layout with one more block.
+    /// Returns the layout with one more block.
     pub(super) fn with(&self, index: usize, block: FaultBlock) -> Result<Self, FaultError> {
         let mut blocks = self.blocks.clone();
         if blocks.len() <= index {
@@ -124,17 +124,17 @@ impl FaultLayout {
         }
     }
 
-    /// The registered blocks with their indexes.
+    /// Returns the registered blocks with their indexes.
     pub(super) fn registered(&self) -> impl Iterator<Item = (usize, &FaultBlock)> {
         self.blocks.iter().enumerate().filter_map(|(index, block)| Some((index, block.as_ref()?)))
     }
 
-    /// The block and host page of an address.
+    /// Returns the block and host page of an address.
     pub(super) fn host_page_at(&self, address: u64) -> Option<(usize, PageRange)> {
         self.pieces(&(address..address.saturating_add(1))).next()
     }
 
-    /// What of the blocks has these addresses.
+    /// Returns the host pages of all blocks with these addresses.
     pub(super) fn pieces(&self, addresses: &Range<u64>) -> impl Iterator<Item = (usize, PageRange)> {
         self.registered()
             .map(|(index, block)| (index, block.pages_of(addresses)))

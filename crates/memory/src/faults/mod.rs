@@ -1,4 +1,4 @@
-//! The fault handler: guest memory whose pages come when they are touched.
+//! The fault handler: guest memory whose pages arrive when they are touched.
 
 mod error;
 mod handler;
@@ -15,32 +15,32 @@ pub use handler::{FaultHandler, FaultOptions, FaultWaker, HeldFaults};
 pub use layout::{FaultBlock, FaultLayout};
 pub use placement::Placement;
 
-/// How a block's pages get there.
+/// How a block's pages are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FaultMode {
-    /// Pages that are not there are placed by the kernel, as copies or zeros.
+    /// The kernel places missing pages, as copies or zeros.
     Missing,
-    /// The same, and pages that are there have to be let in one by one: shared memory that a pager fills through a
-    /// mapping of its own. (After registering, pages that this process has mapped already are not asked for.)
+    /// As `Missing`, and present pages must be mapped one by one: shared memory that a pager fills through its own
+    /// mapping. (Pages that this process mapped before the registration cause no faults.)
     Minor,
 }
 
-/// What the kernel reports to a handler.
+/// An event that the kernel reports to a handler.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum FaultEvent {
     /// A thread waits for a page.
     Fault(Fault),
-    /// Pages were given back by a thread of this process (`MADV_DONTNEED`, `MADV_REMOVE`), which waited until this was
-    /// read. Of private memory they are missing again, whether or not they had come. What is placed there from now on
-    /// is read by the guest; zeros are what it may expect. (Holes punched in the file are not reported.)
+    /// A thread of this process discarded pages (`MADV_DONTNEED`, `MADV_REMOVE`) and waited until this was read. Pages
+    /// of private memory are missing again, whether or not they had arrived. The guest reads the contents placed there
+    /// from now on, and expects zeros. (Holes punched in the file are not reported.)
     Removed {
         /// The block.
         block: usize,
         /// Whole host pages.
         pages: PageRange,
     },
-    /// Memory of a block was unmapped: nothing can be placed there any more.
+    /// Memory of a block was unmapped: no page can be placed there any more.
     Unmapped {
         /// The block.
         block: usize,
@@ -49,15 +49,15 @@ pub enum FaultEvent {
     },
     /// Memory was moved by mremap(2). The layout no longer holds.
     Moved {
-        /// Address that it had.
+        /// Old address.
         from: u64,
-        /// Address that it has.
+        /// New address.
         to: u64,
         /// Bytes.
         length: u64,
     },
-    /// The process forked. This is the userfaultfd of the child's memory: a child that touches missing pages waits as
-    /// long as it is open, and reads zeros once it is closed.
+    /// The process forked. This is the userfaultfd of the child's memory: a child that touches missing pages waits
+    /// while it is open, and reads zeros once it is closed.
     Forked(OwnedFd),
 }
 
@@ -68,11 +68,11 @@ pub struct Fault {
     pub block: usize,
     /// The host page: one page of 4 KiB, or all of a huge page.
     pub pages: PageRange,
-    /// The file has it, and it is to be let in by [`FaultHandler::map_present`], once its contents have come: a page
-    /// that is being written, or lies in one huge page with another that was, is there before that.
+    /// The file has the page, and [`FaultHandler::map_present`] must map it once its contents have arrived. A page that
+    /// is being written, or that shares a huge page with a written one, is present before that.
     pub minor: bool,
-    /// It is to be written.
+    /// The access is a write.
     pub write: bool,
-    /// The kernel's number of the thread, as far as the pager's process sees it; 0: not known.
+    /// The kernel's number of the thread in the pager's PID namespace; 0: unknown.
     pub thread: u32,
 }

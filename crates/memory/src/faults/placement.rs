@@ -1,7 +1,7 @@
-//! Placing pages: as copies, as zeros, or by letting in what is there.
+//! Placing pages: as copies, as zeros, or by mapping pages that are present.
 //!
-//! A call may be cut short because another thread changes the memory (`EAGAIN`): it then goes on *behind* what it has
-//! done, and reads the event that the other one waits for, or both would wait for each other.
+//! A call may stop early because another thread changes the memory (`EAGAIN`). It is then repeated for the rest, after
+//! reading the event that the other thread waits for: otherwise both would wait for each other.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -13,21 +13,21 @@ use super::handler::kernel;
 use super::{FaultBlock, FaultError, FaultHandler};
 use crate::userfaultfd::{Progress, Userfaultfd};
 
-/// How long a change of the memory may keep pages from being placed.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long changes of the memory may prevent placing pages.
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What came of placing pages.
+/// Result of placing pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placement {
-    /// The pages that were placed, from the first one asked for on.
+    /// The pages that were placed, from the first requested one on.
     pub placed: PageRange,
-    /// The host page behind them that was there already, where the call ended; `None`: all were placed.
+    /// The host page behind them that was present already, where the call ended; `None`: all were placed.
     pub present: Option<PageRange>,
 }
 
 impl FaultHandler {
     /// Fills missing pages, `first` and those behind it, with a copy of `contents`, which are whole host pages, and
-    /// wakes who waits for them. Ends at a page that is there already.
+    /// wakes threads that wait for them. Ends at a page that is present already.
     ///
     /// # Errors
     /// Pages that cannot be placed ([`FaultError::Pages`]), [`FaultError::NoMemory`], [`FaultError::Busy`],
@@ -37,17 +37,17 @@ impl FaultHandler {
         let length = contents.len() as u64;
         let pages = PageRange::starting_at(first, length / PAGE_SIZE);
         if !length.is_multiple_of(PAGE_SIZE) {
-            return Err(FaultError::Pages { block, pages, why: "the contents are no whole pages" });
+            return Err(FaultError::Pages { block, pages, why: "the contents are not whole pages" });
         }
         self.place(block, pages, "UFFDIO_COPY", |fd, at, done| {
-            // `place` asks for no more once all addresses have their bytes.
+            // `place` does not call again once all addresses are done.
             let rest = &contents[to_usize(done)..];
             // SAFETY: a slice is readable.
             unsafe { fd.copy(at.start, rest.as_ptr(), rest.len() as u64) }
         })
     }
 
-    /// Fills missing pages with zeros, and wakes who waits for them. Ends at a page that is there already.
+    /// Fills missing pages with zeros, and wakes threads that wait for them. Ends at a page that is present already.
     ///
     /// # Errors
     /// As [`copy`](Self::copy).
@@ -57,7 +57,7 @@ impl FaultHandler {
         if huge == PAGE_SIZE {
             return self.place(block, pages, "UFFDIO_ZEROPAGE", |fd, at, _| fd.zero(at));
         }
-        // The kernel has no call for huge pages of the pool: they are copies of a page of zeros, one by one.
+        // The kernel has no zero call for huge pages of the pool: a page of zeros is copied, one by one.
         let zeros = self.zeros(huge)?;
         self.place(block, pages, "UFFDIO_COPY of zeros", |fd, at, _| {
             let length = (zeros.len() as u64).min(at.end.saturating_sub(at.start));
@@ -66,8 +66,8 @@ impl FaultHandler {
         })
     }
 
-    /// Lets those who wait have pages that were written through another mapping of the same memory: of blocks in
-    /// [`FaultMode::Minor`](super::FaultMode::Minor). Ends at a page that they have already.
+    /// Maps pages that were written through another mapping of the same memory, and wakes threads that wait for them:
+    /// for blocks in [`FaultMode::Minor`](super::FaultMode::Minor). Ends at a page that is mapped already.
     ///
     /// # Errors
     /// As [`copy`](Self::copy); [`FaultError::Kernel`] with `EFAULT` if a page has not been written.
@@ -75,16 +75,16 @@ impl FaultHandler {
         self.place(block, pages, "UFFDIO_CONTINUE", |fd, at, _| fd.map_present(at))
     }
 
-    /// Lets all threads that wait for these pages try again: one that still misses a page is reported again.
+    /// Makes all threads that wait for these pages try again; a page that is still missing is reported again.
     ///
     /// # Errors
-    /// [`FaultError::Pages`], or the kernel's refusal.
+    /// [`FaultError::Pages`], or an error of the kernel.
     pub fn wake(&self, block: usize, pages: PageRange) -> Result<(), FaultError> {
         let (_, addresses) = self.addresses(block, pages)?;
         self.fd().wake(addresses).map_err(|error| kernel(block, pages, "UFFDIO_WAKE", error))
     }
 
-    /// Calls `call` with the addresses of what is left and the bytes that are done until nothing is left.
+    /// Calls `call` with the remaining addresses and the number of bytes done until nothing is left.
     fn place(
         &self,
         block: usize,
@@ -107,8 +107,8 @@ impl FaultHandler {
                 Some(Errno::EXIST) => {
                     let (_, rest) = pages.split_at(placed.end);
                     let (present, _) = rest.split_at(placed.end.saturating_add(layout.host_pages()));
-                    // Who waits for a page that is there was woken when it was placed; but it may have been woken
-                    // before the page was mapped for it. One more look costs nothing.
+                    // Threads that wait for a present page were woken when it was placed, but perhaps before the page
+                    // was mapped for them. Waking again costs nothing.
                     self.wake(block, present)?;
                     return Ok(Placement { placed, present: Some(present) });
                 }
@@ -129,10 +129,10 @@ impl FaultHandler {
     }
 }
 
-/// Waits for a moment in which the memory is not being changed.
+/// Waits for a moment without changes of the memory.
 ///
-/// Who gives back page after page leaves only the time between two calls, a microsecond or so: it is met by trying
-/// without a pause, and by letting the other one go on (that is, reading its event) only now and then.
+/// A thread that discards page after page leaves only the time between two calls, about a microsecond. Retries without
+/// a pause meet it, if the other thread's event is read (which lets it continue) only now and then.
 #[derive(Debug, Default)]
 struct Idle {
     since: Option<Instant>,
@@ -142,18 +142,18 @@ struct Idle {
 impl Idle {
     /// Tries between two reads of events.
     const TRIES: u32 = 64;
-    /// Tries without an event after which there is no hurry.
+    /// Tries without an event after which it sleeps between tries.
     const PATIENT: u32 = 16 * Self::TRIES;
 
     fn is_time_to_look(&self) -> bool {
         self.tries.is_multiple_of(Self::TRIES)
     }
 
-    /// The seconds that have passed, if they are too many.
+    /// Waits before the next try; fails with the seconds passed if they are too many.
     fn wait(&mut self, told: bool) -> Result<(), u64> {
         let since = *self.since.get_or_insert_with(Instant::now);
         self.tries = if told { 1 } else { self.tries.saturating_add(1) };
-        if self.is_time_to_look() && since.elapsed() > PATIENCE {
+        if self.is_time_to_look() && since.elapsed() > CHANGE_TIMEOUT {
             return Err(since.elapsed().as_secs());
         }
         if self.tries > Self::PATIENT {

@@ -1,12 +1,12 @@
-//! How much memory may still be taken before the kernel kills a process for it.
+//! The amount of memory that may be allocated before the kernel's OOM killer acts.
 //!
-//! A control group over its limit gets no `ENOMEM` from the kernel but a process killed. So the limits are looked at
-//! before, of the group of this process and those above it (version 2 or 1), and of the machine.
+//! The kernel answers a control group over its limit not with `ENOMEM` but by killing a process. So the limits are
+//! checked before: of the group of this process and its ancestors (version 2 or 1), and of the machine.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What limits this process.
+/// The memory limits of this process.
 #[derive(Debug, Clone, Default)]
 pub struct MemcgHeadroom {
     groups: Vec<Group>,
@@ -20,12 +20,12 @@ struct Group {
     limit: PathBuf,
     usage: PathBuf,
     stat: PathBuf,
-    /// The line in `stat` that counts cached files which can go at once.
+    /// The line in `stat` that counts reclaimable file cache.
     reclaimable: &'static str,
 }
 
 impl MemcgHeadroom {
-    /// The limits of the control groups of this process, and of the machine.
+    /// Returns the limits of the control groups of this process, and of the machine.
     pub fn of_this_process() -> Self {
         let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let mut groups = Vec::new();
@@ -46,12 +46,12 @@ impl MemcgHeadroom {
         Self { groups, machine: true }
     }
 
-    /// No limit at all.
+    /// Returns no limit.
     pub fn unlimited() -> Self {
         Self::default()
     }
 
-    /// Bytes that may be had, with a reserve left for other processes; `None`: no limit is known.
+    /// Returns the bytes that may be allocated, less a reserve for other processes; `None`: no limit is known.
     pub fn left(&self) -> Option<u64> {
         let machine = || {
             let text = fs::read_to_string("/proc/meminfo").ok()?;
@@ -63,14 +63,14 @@ impl MemcgHeadroom {
     }
 }
 
-/// What is left less a reserve: a 16th of the limit, at most 64 MiB.
+/// Subtracts a reserve: a 16th of the limit, at most 64 MiB.
 fn after_reserve(limit: u64, left: u64) -> u64 {
     left.saturating_sub((limit / 16).min(64 << 20))
 }
 
-/// The group at `path` below `root` and all above it, as far as they are to be seen.
+/// Adds the group at `path` below `root` and all visible ancestors.
 fn add_groups(root: &Path, path: &str, groups: &mut Vec<Group>) {
-    // In a container the path may be one of the host, and then the root is what there is.
+    // In a container the path may be one of the host; then only the root is visible.
     let own = root.join(path.trim_start_matches('/'));
     let own = if own.is_dir() { own } else { root.to_owned() };
     for folder in own.ancestors().take_while(|folder| folder.starts_with(root)) {
@@ -87,7 +87,7 @@ fn add_groups(root: &Path, path: &str, groups: &mut Vec<Group>) {
 }
 
 impl Group {
-    /// Bytes that may be had; `None`: it has no limit, or is gone.
+    /// Returns the bytes that may be allocated; `None`: it has no limit, or is gone.
     fn left(&self) -> Option<u64> {
         let number = |path: &Path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
         let limit = number(&self.limit)?; // "max" is no number.
@@ -97,7 +97,7 @@ impl Group {
     }
 }
 
-/// The number behind a name at the start of a line.
+/// Returns the number after a name at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
     rest.split_ascii_whitespace().next()?.parse().ok()

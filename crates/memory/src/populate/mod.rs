@@ -1,4 +1,4 @@
-//! Populating memory before it is written: page faults kept off the path of arriving pages.
+//! Populating memory before pages arrive, to avoid page faults while they are received.
 
 mod memcg_headroom;
 mod piece;
@@ -17,23 +17,23 @@ use crate::{GuestMemory, MemoryBlock};
 pub use memcg_headroom::MemcgHeadroom;
 pub use prefault_ahead::PrefaultAhead;
 
-/// Pages that one call populates: what a stop waits for.
+/// Pages that one call populates; a stop waits for one call.
 const PIECE: u64 = 512;
-/// Ranges that may wait. What does not fit is left out.
+/// Maximum length of the queue. Further ranges are skipped.
 const QUEUE: usize = 1024;
-/// Bytes between two looks at how much memory is left.
+/// Bytes between two checks of the available memory.
 const ALLOWANCE: u64 = 64 << 20;
 
-/// What populating has done.
+/// Statistics of populating.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PopulateStats {
-    /// Pages that were populated, or were there before.
+    /// Pages that were populated, or were present before.
     pub populated: u64,
-    /// Pages that were left out because memory got short or too many ranges waited.
+    /// Pages that were skipped because memory was short or the queue was full.
     pub left_out: u64,
 }
 
-/// Populates memory with the threads that are lent to it.
+/// Populates memory, on threads of the caller.
 ///
 /// ```
 /// use limosa_memory::{BlockOptions, GuestMemory, Populator};
@@ -54,17 +54,17 @@ pub struct PopulateStats {
 /// # Ok(()) }
 /// ```
 ///
-/// A page that is received into memory that was never touched costs a page fault inside the receiving call. Populating
-/// does the same for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
+/// Receiving a page into untouched memory costs a page fault inside the receiving call. Populating takes these faults
+/// for many pages at once, on other cores, a little ahead. It is an optimization and behaves like one:
 ///
-/// - **It never takes memory for what does not come:** [`PrefaultAhead`] plans at most a 32nd of what has come, less
-///   what was populated in vain before.
-/// - **It never brings the process down:** before memory gets short, of the machine or of a control group, it does
-///   nothing ([`MemcgHeadroom`]); the kernel's killer does not ask who caused it.
+/// - **It allocates almost no memory in vain:** [`PrefaultAhead`] plans at most a 32nd of the arrived pages, less those
+///   populated in vain before.
+/// - **It never causes an OOM kill:** it stops before memory gets short, of the machine or of a control group
+///   ([`MemcgHeadroom`]).
 /// - It can be stopped between any two pieces of 2 MiB.
 ///
 /// Populating changes no contents. Memory that is registered with a fault handler must not be populated: it would wait
-/// for pages that were not requested.
+/// for pages that nobody requested.
 #[derive(Debug)]
 pub struct Populator<'a> {
     memory: OnceLock<&'a GuestMemory>,
@@ -72,7 +72,7 @@ pub struct Populator<'a> {
     state: Mutex<State>,
     changed: Condvar,
     stopped: AtomicBool,
-    /// Bytes that may be taken before the next look at the headroom.
+    /// Bytes that may be allocated before the next check of the headroom.
     allowance: AtomicU64,
     populated: AtomicU64,
     left_out: AtomicU64,
@@ -82,24 +82,24 @@ pub struct Populator<'a> {
 struct State {
     queue: VecDeque<(usize, PageRange)>,
     ahead: PrefaultAhead,
-    /// Nothing is added any more.
+    /// No more ranges are added.
     finished: bool,
 }
 
 impl<'a> Populator<'a> {
-    /// One for `memory`, with the limits of this process.
+    /// Creates a populator for `memory`, with the limits of this process.
     pub fn new(memory: &'a GuestMemory) -> Self {
         Self::within(memory, MemcgHeadroom::of_this_process())
     }
 
-    /// One for `memory`, with these limits.
+    /// Creates a populator for `memory`, with these limits.
     pub fn within(memory: &'a GuestMemory, headroom: MemcgHeadroom) -> Self {
         let new = Self::unbound(headroom);
         new.bind(memory);
         new
     }
 
-    /// One for memory that is not known yet: until it is, threads wait and nothing is taken note of.
+    /// Creates a populator for memory that is not known yet: until it is bound, threads wait and ranges are ignored.
     pub fn unbound(headroom: MemcgHeadroom) -> Self {
         let state = State { queue: VecDeque::new(), ahead: PrefaultAhead::new([]), finished: false };
         Self {
@@ -114,7 +114,7 @@ impl<'a> Populator<'a> {
         }
     }
 
-    /// Says whose memory it is. Only the first word counts.
+    /// Sets the memory. Only the first call counts.
     pub fn bind(&self, memory: &'a GuestMemory) {
         let blocks = memory.blocks().iter().map(|block| (block.pages(), (block.page_size() / PAGE_SIZE).max(1)));
         let mut state = self.state.lock();
@@ -123,12 +123,12 @@ impl<'a> Populator<'a> {
         }
     }
 
-    /// Wants pages populated that are known to come. What the block does not have is passed over.
+    /// Queues pages that are known to arrive. Pages outside the block are ignored.
     pub fn add(&self, block: usize, pages: PageRange) {
         self.add_to(&mut self.state.lock(), block, pages);
     }
 
-    /// Says that pages have come, and populates what is likely to come next.
+    /// Notes that pages have arrived, and queues the pages likely to arrive next.
     pub fn arrived(&self, block: usize, pages: PageRange) {
         let mut state = self.state.lock();
         if let Some(next) = state.ahead.arrived(block, pages) {
@@ -150,14 +150,14 @@ impl<'a> Populator<'a> {
         self.changed.notify_one();
     }
 
-    /// The life of a thread that populates: returns when the populator is stopped, or finished and nothing is left.
+    /// Populates on this thread; returns when the populator is stopped, or finished and the queue is empty.
     ///
     /// # Errors
-    /// The kernel could not populate, for another reason than that memory is short; the other threads go on.
+    /// An error of the kernel other than a lack of memory; other threads continue.
     pub fn work(&self) -> Result<(), MemoryError> {
         while let Some((index, pages)) = self.next() {
             let Some(block) = self.blocks().get(index) else { continue };
-            // A pool of huge pages is no memory that could get short for others.
+            // A pool of huge pages is reserved: using it takes no memory from others.
             let counted = block.page_size() == PAGE_SIZE;
             if (counted && !self.allows(pages.len() * PAGE_SIZE)) || !block.populate(pages)? {
                 self.left_out.fetch_add(pages.len(), Ordering::Relaxed);
@@ -168,7 +168,7 @@ impl<'a> Populator<'a> {
         Ok(())
     }
 
-    /// The next piece, when there is one.
+    /// Waits for the next piece; `None` at the end.
     fn next(&self) -> Option<(usize, PageRange)> {
         let mut state = self.state.lock();
         loop {
@@ -196,19 +196,19 @@ impl<'a> Populator<'a> {
         if self.allowance.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
             return true;
         }
-        // Half of what is left, so that threads which look at the same moment do not take it twice.
+        // Half of the rest, so that threads that check at the same time do not take it twice.
         let new = self.headroom.left().map_or(ALLOWANCE, |left| (left / 2).min(ALLOWANCE));
         self.allowance.store(new.saturating_sub(bytes), Ordering::SeqCst);
         new >= bytes
     }
 
-    /// Nothing more is added: threads end when all is populated.
+    /// Ends the queue: threads return when all is populated.
     pub fn finish(&self) {
         self.state.lock().finished = true;
         self.changed.notify_all();
     }
 
-    /// Ends at once: what waits is left out, and threads return after the piece that they are at.
+    /// Stops: queued ranges are skipped, and threads return after their current piece.
     pub fn stop(&self) {
         let mut state = self.state.lock();
         self.stopped.store(true, Ordering::SeqCst);
@@ -218,7 +218,7 @@ impl<'a> Populator<'a> {
         self.changed.notify_all();
     }
 
-    /// What was done up to now.
+    /// Returns the statistics so far.
     pub fn stats(&self) -> PopulateStats {
         PopulateStats {
             populated: self.populated.load(Ordering::Relaxed),

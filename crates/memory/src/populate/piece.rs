@@ -1,4 +1,4 @@
-//! Populating pages of one block, by the best way the kernel has.
+//! Populating pages of one block, by the best method of the kernel.
 #![allow(unsafe_code, reason = "advises about guest memory and touches it")]
 
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -15,19 +15,18 @@ use crate::error::MemoryError;
 enum Way {
     /// `MADV_POPULATE_WRITE` (Linux 5.14).
     Advise,
-    /// Shared memory: the file gets the pages, and each is touched: before that it passes for a hole, though who waits
-    /// for what is missing is not told of it.
+    /// Shared memory: fallocate adds the pages to the file, and each is read: before that it counts as a hole.
     Allocate,
-    /// Private memory: a zero in each page is written over with a zero.
+    /// Private memory: a zero byte in each page is replaced by a zero.
     Touch,
 }
 
 impl MemoryBlock {
-    /// Populates pages, contents unchanged, if there is memory for them: false if there is none now. It does not look
-    /// at limits that the kernel enforces by killing: [`MemcgHeadroom`](super::MemcgHeadroom) does.
+    /// Populates pages without changing their contents; returns false if memory is short. It does not check limits that
+    /// the kernel enforces by killing: see [`MemcgHeadroom`](super::MemcgHeadroom).
     ///
     /// # Errors
-    /// [`MemoryError::Outside`], or the kernel's refusal.
+    /// [`MemoryError::Outside`], or an error of the kernel.
     pub fn populate(&self, pages: PageRange) -> Result<bool, MemoryError> {
         match self.populate_by(Way::Advise, pages) {
             Err(MemoryError::Kernel { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
@@ -55,16 +54,15 @@ impl MemoryBlock {
                 }
                 ("fallocate to populate", result)
             }
-            // A pool without huge pages left answers a touch with a signal, so it is not touched.
+            // Touching a page of an exhausted pool raises SIGBUS, so it is not touched.
             (Way::Touch, _) if self.page_size() != limosa_page::PAGE_SIZE => return Ok(false),
             (Way::Touch, _) => {
                 for at in (0..place.iov_len).step_by(PAGE_LEN) {
                     let byte = place.iov_base.cast::<u8>().wrapping_add(at);
-                    // SAFETY: `place` checked the range. Zero for zero changes no byte, even if it is written
-                    // meanwhile; as an atomic it may be shared with others who do. A page that has something else there
-                    // is there.
+                    // SAFETY: `place` checked the range. Zero for zero changes no byte, even with a concurrent writer,
+                    // because it is atomic. A page with another byte there is present.
                     let byte = unsafe { AtomicU8::from_ptr(byte) };
-                    // (An atomic "or" of nothing becomes a plain read in the compiler's hands; this does not.)
+                    // (The compiler reduces an atomic "or" of zero to a plain read; this it does not.)
                     let _ = byte.compare_exchange(0, 0, Ordering::SeqCst, Ordering::Relaxed);
                 }
                 ("touching", Ok(()))
@@ -86,8 +84,8 @@ impl MemoryBlock {
     /// Pages of 4 KiB in a transparent huge page: 2 MiB, as on x86-64, and on `AArch64` with pages of 4 KiB.
     pub const HUGE_PIECE: u64 = 512;
 
-    /// The pages that can be made of transparent huge pages, a whole number of [`HUGE_PIECE`](Self::HUGE_PIECE); `None`
-    /// if there are none. Of private memory, that is to say: what shared memory is made of is for the system to say.
+    /// Returns the pages that can become transparent huge pages, a whole number of [`HUGE_PIECE`](Self::HUGE_PIECE);
+    /// `None` if there are none. For private memory only: the system configures huge pages of shared memory.
     pub fn huge_pieces(&self) -> Option<PageRange> {
         if self.is_shared() || self.file().is_some() || self.page_size() != limosa_page::PAGE_SIZE {
             return None;
@@ -98,22 +96,21 @@ impl MemoryBlock {
         (pieces > 0).then(|| PageRange::starting_at(PageNumber(first), pieces * Self::HUGE_PIECE))
     }
 
-    /// As [`populate`](Self::populate), from huge pages where the kernel has them: for pages of
-    /// [`huge_pieces`](Self::huge_pieces).
+    /// As [`populate`](Self::populate), with huge pages if available: for pages of [`huge_pieces`](Self::huge_pieces).
     ///
     /// # Errors
-    /// As `populate`; also if there are too many such ranges apart from each other.
+    /// As `populate`; also if the kernel's limit of separate ranges is reached.
     pub fn populate_huge(&self, pages: PageRange) -> Result<bool, MemoryError> {
         self.advise_huge_pages(pages, true)?;
         self.populate(pages)
     }
 
-    /// Asks for transparent huge pages where the kernel gives them on request (private memory; shared memory if the
-    /// system says so), or for none: pages that are to come on demand need to be of 4 KiB, or a huge page that one
-    /// small page was written to would pass for 511 more that have come. Without effect on huge pages of the pool.
+    /// Requests or forbids transparent huge pages (private memory; shared memory if the system is configured so).
+    /// Memory filled on demand must forbid them: one small page written would populate a huge page, and 511 others
+    /// would look arrived. Does nothing on huge pages of the pool.
     ///
     /// # Errors
-    /// [`MemoryError::Outside`], or the kernel's refusal, other than that it has no such pages.
+    /// [`MemoryError::Outside`], or an error of the kernel, except that it has no such pages.
     pub fn advise_huge_pages(&self, pages: PageRange, wanted: bool) -> Result<(), MemoryError> {
         if self.page_size() != limosa_page::PAGE_SIZE {
             return Ok(());

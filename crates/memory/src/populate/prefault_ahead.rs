@@ -1,41 +1,41 @@
-//! What to populate next, from what has come. Pure.
+//! Plans the pages to populate next from the pages that have arrived. Pure.
 
 use limosa_page::{PageNumber, PageRange};
 
-/// The share of what has come that may be populated in vain.
+/// The share of arrived pages that may be populated in vain.
 const SHARE: u64 = 32;
-/// Most pages ahead: 16 MiB.
+/// Maximum number of pages ahead: 16 MiB.
 const MOST: u64 = 4096;
-/// Fewest pages that are worth a call: 256 KiB.
+/// Minimum number of pages worth a call: 256 KiB.
 const FEWEST: u64 = 64;
 
-/// Plans ahead of the place where pages arrive.
+/// Plans ahead of the position where pages arrive.
 ///
-/// Pages of a block come mostly in order, with gaps where the guest has zeros. **Law: of what is planned, at most as
-/// much is populated in vain as a 32nd of what has come**: a guest of zeros costs nothing, one of short runs next to
-/// nothing, and one that is full is populated 16 MiB ahead.
+/// Pages of a block arrive mostly in order, with gaps where the guest has zeros. **Law: the pages populated in vain are
+/// at most a 32nd of those that have arrived**: a guest of zeros costs nothing, one of short runs almost nothing, and a
+/// full one is populated 16 MiB ahead.
 #[derive(Debug, Clone)]
 pub struct PrefaultAhead {
     blocks: Vec<BlockProgress>,
-    /// Pages that have come.
+    /// Pages that have arrived.
     arrived: u64,
-    /// Pages that were planned and passed by.
+    /// Pages that were planned and skipped by the sender.
     wasted: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct BlockProgress {
     pages: PageRange,
-    /// Pages of 4 KiB in a page of the host.
+    /// Pages of 4 KiB in a host page.
     host: u64,
-    /// Behind the last page that has come.
+    /// Behind the last page that has arrived.
     next: PageNumber,
     /// Behind the last page that was planned.
     planned: PageNumber,
 }
 
 impl PrefaultAhead {
-    /// A plan for blocks of these pages, whose host pages have so many pages of 4 KiB.
+    /// Creates a plan for blocks: the pages of each, and the number of 4 KiB pages in its host pages.
     pub fn new(blocks: impl IntoIterator<Item = (PageRange, u64)>) -> Self {
         let progress = |(pages, host): (PageRange, u64)| BlockProgress {
             pages,
@@ -46,17 +46,17 @@ impl PrefaultAhead {
         Self { blocks: blocks.into_iter().map(progress).collect(), arrived: 0, wasted: 0 }
     }
 
-    /// Pages have come: what to populate now, if anything.
+    /// Notes that pages have arrived; returns the pages to populate now, if any.
     pub fn arrived(&mut self, block: usize, pages: PageRange) -> Option<PageRange> {
         let progress = self.blocks.get_mut(block)?;
         let pages = pages.intersect(progress.pages);
         self.arrived = self.arrived.saturating_add(pages.len());
         if pages.end <= progress.next {
-            // Late, from another channel: what was taken for passed by was not.
+            // Late, from another channel: these pages were not skipped after all.
             self.wasted = self.wasted.saturating_sub(pages.len());
             return None;
         }
-        // What was planned between the last page and this one was for nothing, as far as is known.
+        // Planned pages between the last page and this one were skipped, unless they arrive late.
         let gap = PageRange::new(progress.next, pages.start.min(progress.planned));
         self.wasted = self.wasted.saturating_add(gap.len());
         if pages.start > progress.planned.max(progress.next) {

@@ -1,13 +1,11 @@
-//! A part of a file on tmpfs, looked at without going through the rest of it.
+//! Finding data in a part of a tmpfs file without searching the rest.
 //!
-//! `SEEK_HOLE` (lseek(2)) goes on until it finds a hole, wherever that is: for a page in front of gigabytes that are
-//! full it goes through all of them. cachestat(2), since Linux 6.5, counts the pages of a range that are in memory or
-//! in swap, and looks at nothing else. So it is counted first, and sought only where the count says that there is
-//! something to be found inside.
+//! `SEEK_HOLE` (lseek(2)) searches until it finds a hole, even far past the range: for a page before gigabytes of data
+//! it searches all of them. cachestat(2), since Linux 6.5, counts the pages of a range in memory or in swap, and reads
+//! nothing else. So the pages are counted first, and holes are sought only if the count is not decisive.
 //!
-//! Law: pages are called holes because nothing at all was counted among them, or because a seek has passed over them,
-//! and never because counts add up: another thread may populate a page while this looks, and be counted in place of
-//! another.
+//! Law: pages are holes only if nothing was counted among them, or if a seek skipped them, and never because counts add
+//! up: another thread may populate a page meanwhile, and be counted in place of another.
 
 #![allow(unsafe_code, reason = "the system call cachestat")]
 
@@ -18,7 +16,7 @@ use std::os::fd::AsRawFd;
 use limosa_page::{PAGE_SIZE, PageRange, holes};
 use rustix::fd::BorrowedFd;
 
-/// The number of cachestat, the same on every architecture that was added to Linux since 2011, and on x86-64.
+/// The number of cachestat, the same on all architectures supported here.
 const SYS_CACHESTAT: libc::c_long = 451;
 
 /// `struct cachestat_range`. A length of zero means: up to the end of the file.
@@ -39,10 +37,10 @@ struct Cachestat {
     recently_evicted: u64,
 }
 
-/// Tells `found` of the pages of a run that may hold something, where page 0 is at `offset` of a file on tmpfs.
+/// Calls `found` with the pages of a run that may have data, where page 0 is at `offset` of a file on tmpfs.
 ///
 /// # Errors
-/// The kernel's.
+/// An error of the kernel.
 pub(super) fn look(
     fd: BorrowedFd<'_>,
     offset: u64,
@@ -78,7 +76,7 @@ pub(super) fn look(
     Ok(())
 }
 
-/// How many pages of a range, which is not empty, are in memory or in swap.
+/// Counts the pages of a range that are in memory or in swap. The range is not empty.
 fn count(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
     let asked = CachestatRange { offset: range.start, length: range.end - range.start };
     let mut told = Cachestat::default();
@@ -92,8 +90,7 @@ fn count(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
     }
 }
 
-/// Whether this kernel counts, and does so for a process that has this file open (from 6.15 on it does for those who
-/// may write it).
+/// Whether this kernel has cachestat, and allows it for this file (from 6.15 on it requires write permission).
 pub(super) fn can_count(fd: BorrowedFd<'_>) -> bool {
     count(fd, &(0..PAGE_SIZE)).is_ok()
 }

@@ -1,4 +1,4 @@
-//! Which pages of a block were ever populated: every other page is zero, and is not read to find that out.
+//! Finding the pages of a block that were ever populated: every other page is zero, without being read.
 
 use std::io;
 
@@ -11,11 +11,10 @@ use crate::pagemap::PageMap;
 mod cachestat;
 
 impl MemoryBlock {
-    /// The pages among `pages` that may hold something: any other one of them is zero. The bitmap is as long as the
-    /// block.
+    /// Returns the pages among `pages` that may have data: the others are zero. The bitmap is as long as the block.
     ///
-    /// A page that is populated while this looks may be missing: ask after the dirty log has begun, which then names
-    /// it.
+    /// A page that is populated meanwhile may be missing: call it after the dirty log has started, which reports the
+    /// page.
     /// - Shared memory of a file answers for all who map it (its holes are what was never populated; hugetlbfs does not
     ///   know them, and all of it counts as populated).
     /// - Shared memory without a descriptor cannot be asked: all of it counts as populated.

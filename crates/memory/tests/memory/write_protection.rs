@@ -1,4 +1,5 @@
-//! What both userfaultfd logs see, on every kind of memory. Needs a kernel with userfaultfd and 2 MiB pages (root).
+//! Writes that both userfaultfd logs see, on every kind of memory. Needs a kernel with userfaultfd and 2 MiB pages
+//! (root).
 #![allow(missing_docs, reason = "a test")]
 #![allow(unsafe_code, reason = "writes guest memory, and drops page table entries of it")]
 

@@ -172,8 +172,8 @@ fn a_key_is_used_no_longer_than_it_may() {
     } else {
         let line = error.unwrap().to_string();
         assert!(line.contains("the key has reached its usage limit") && !line.contains('\n'), "{line}");
-        // The bed's write is one as well; and the last ones are not begun, because each might be a record for each of its
-        // bytes.
+        // The bed's write is one as well; and the last ones are not begun, because each might be a record for each of
+        // its bytes.
         assert!(write + 1 < LIMIT && write + 1 >= LIMIT - 1 - PIECE.len() as u64, "{write}");
     }
     // What was written has arrived, all of it; and it is not taken for the end.

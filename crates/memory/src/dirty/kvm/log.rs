@@ -1,9 +1,9 @@
 //! KVM's dirty log: a bitmap for each memory slot.
 //!
-//! Where KVM has it, reading the bitmap changes nothing, and the pages found are protected afterwards, in slices
-//! (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`), so that vCPUs wait for a slice and not for all of it. A page that is written
-//! between the two is among those found, and is read after both; one that was not found is not cleared. Else one call
-//! reads and protects all of a slot.
+//! With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, reading the bitmap changes nothing, and the pages found are protected
+//! afterwards in slices, so that vCPUs wait for a slice and not for the whole slot. A page written between the two is
+//! among those found, and is read after both; other pages are not cleared. Without it one call reads and protects all
+//! of a slot.
 
 use std::io;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ const CLEAR: Opcode = opcode::read_write::<kvm_clear_dirty_log>(0xAE, 0xc0);
 /// Words of the bitmap that are cleared in one step: 256 MiB of memory.
 const SLICE: usize = 1024;
 
-/// The log. Sees vCPUs alone.
+/// The log. It sees vCPUs only.
 #[derive(Debug)]
 pub struct KvmLog {
     slots: Arc<KvmSlots>,
@@ -36,22 +36,22 @@ pub struct KvmLog {
 }
 
 impl KvmLog {
-    /// The log of a VM without a dirty ring. Pages are protected in slices if KVM can do that; this is set for the VM
-    /// as a whole, so another reader of its dirty log has to clear what was read.
+    /// Creates the log of a VM without a dirty ring. Pages are protected in slices if KVM supports it. That is a
+    /// setting of the whole VM, so another reader of its dirty log must clear what it reads.
     pub fn new(slots: Arc<KvmSlots>) -> Self {
         let can = slots.vm().check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into());
         let manual = u64::try_from(can).is_ok_and(|can| can & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0);
         Self { slots, manual, discards: None, on: false }
     }
 
-    /// The same, with all pages of a slot protected in one step, as on a KVM that cannot do otherwise.
+    /// Protects all pages of a slot in one step, as a KVM without the capability does.
     #[must_use]
     pub fn in_one_step(mut self) -> Self {
         self.manual = false;
         self
     }
 
-    /// Says to KVM which of the two it is to be. Only asked where KVM has the choice.
+    /// Sets the mode of protection, if KVM has both.
     fn choose(&self) -> io::Result<()> {
         if self.slots.vm().check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into()) <= 0 {
             return Ok(());
@@ -132,7 +132,7 @@ impl DirtyLog for KvmLog {
 
 impl Drop for KvmLog {
     fn drop(&mut self) {
-        // What is left on costs the guest time and harms nothing.
+        // A log left on costs the guest time and is harmless.
         let _ = self.stop();
     }
 }

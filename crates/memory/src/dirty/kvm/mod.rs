@@ -28,13 +28,13 @@ pub use ring::{KvmRingLog, KvmRings};
 pub struct KvmSlot {
     /// Its number, with the address space in bits 16 to 31.
     pub slot: u32,
-    /// The guest memory that it is.
+    /// Its guest memory.
     pub region: GuestRegion,
-    /// Flags that it has without its log (`KVM_MEM_*`).
+    /// Its flags without logging (`KVM_MEM_*`).
     pub flags: u32,
 }
 
-/// The memory slots of a VM, as its logs need to know them.
+/// The memory slots of a VM, for its logs.
 #[derive(Debug)]
 pub struct KvmSlots {
     vm: Arc<VmFd>,
@@ -43,11 +43,11 @@ pub struct KvmSlots {
 }
 
 impl KvmSlots {
-    /// Gives a VM that has no memory yet all regions of `memory`, in slots numbered from 0. They are taken away again
-    /// when the last owner of the result is gone, before the memory is.
+    /// Adds all regions of `memory` to a VM without memory, in slots numbered from 0. They are removed when the last
+    /// owner of the result is dropped, before the memory is.
     ///
     /// # Errors
-    /// KVM's refusal.
+    /// An error of KVM.
     pub fn map(vm: Arc<VmFd>, memory: Arc<GuestMemory>) -> Result<Arc<Self>, MemoryError> {
         let slots = (0..).zip(memory.regions()).map(|(slot, region)| KvmSlot { slot, region: *region, flags: 0 });
         let slots = Self { vm, slots: slots.collect(), memory: Arc::clone(&memory) };
@@ -61,22 +61,22 @@ impl KvmSlots {
         Ok(Arc::new(slots))
     }
 
-    /// The VM.
+    /// Returns the VM.
     pub fn vm(&self) -> &Arc<VmFd> {
         &self.vm
     }
 
-    /// The slots.
+    /// Returns the slots.
     pub fn slots(&self) -> &[KvmSlot] {
         &self.slots
     }
 
-    /// The slots' memory.
+    /// Returns the slots' memory.
     pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 
-    /// Has KVM log what is written in all slots, or stop; if one slot refuses to begin, none is logged.
+    /// Makes KVM log writes to all slots, or stop; if starting one slot fails, none is logged.
     fn set_logging(&self, on: bool) -> io::Result<()> {
         let flags = |slot: &KvmSlot| if on { slot.flags | KVM_MEM_LOG_DIRTY_PAGES } else { slot.flags };
         let done = self.slots.iter().map(|slot| self.set(slot, flags(slot), true));
@@ -111,7 +111,7 @@ impl KvmSlots {
 impl Drop for KvmSlots {
     fn drop(&mut self) {
         for slot in &self.slots {
-            // It may be one that was refused.
+            // Adding this slot may have failed.
             let _ = self.set(slot, 0, false);
         }
     }

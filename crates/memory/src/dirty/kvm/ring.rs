@@ -1,13 +1,13 @@
-//! KVM's dirty ring: each vCPU lists the pages that it writes, in memory that it shares with us.
+//! KVM's dirty ring: each vCPU lists the pages that it writes, in shared memory.
 //!
-//! A fetch costs what was written, not what the guest has. An entry is taken and given back marked so, and
-//! `KVM_RESET_DIRTY_RINGS` then protects those pages again, before they are handed out: a page that is written in
-//! between is read after that, and one that is written later is listed anew.
+//! A fetch costs time for the written pages, not for all memory. Entries are taken and marked, and
+//! `KVM_RESET_DIRTY_RINGS` then protects their pages again before they are reported: a page written in between is read
+//! after that, and a page written later is listed again.
 //!
-//! **What a vCPU has written while it runs may be listed only when it leaves `KVM_RUN`**: processors gather such pages
-//! before KVM sees them. So a fetch from a running guest may miss pages that a later one names; the one that counts
-//! comes after every vCPU has left `KVM_RUN`, which is what pausing a VM is. A vCPU also leaves it when its ring is
-//! full (`KVM_EXIT_DIRTY_RING_FULL`): its loop calls [`KvmRings::reap`] and goes on.
+//! **A write of a running vCPU may be listed only when the vCPU leaves `KVM_RUN`**: processors buffer such pages before
+//! KVM sees them. So a fetch from a running guest may miss pages that a later one reports. The last fetch comes after
+//! every vCPU has left `KVM_RUN`, that is, after the VM was paused. A vCPU also leaves it when its ring is full
+//! (`KVM_EXIT_DIRTY_RING_FULL`): its loop calls [`KvmRings::reap`] and continues.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -45,12 +45,11 @@ pub struct KvmRings {
 #[derive(Debug)]
 struct State {
     rings: Vec<Ring>,
-    /// What was taken from rings and not fetched yet.
+    /// Pages taken from rings and not fetched yet.
     taken: DirtyPages,
-    /// KVM has all that was taken from its rings back. Without that a vCPU whose ring is full leaves `KVM_RUN` for
-    /// ever.
+    /// KVM has all entries of its rings back. Otherwise a vCPU with a full ring leaves `KVM_RUN` again and again.
     given_back: bool,
-    /// Why what the rings say is worth nothing until a log starts anew. A vCPU's loop may have met it.
+    /// The reason why the rings are incomplete until the log is restarted. A vCPU's loop may have detected it.
     lost: Option<&'static str>,
 }
 
@@ -62,22 +61,24 @@ struct Ring {
     next: usize,
 }
 
-// SAFETY: shared memory, which is looked at under a lock, by atomic and volatile accesses.
+// SAFETY: shared memory, which is accessed under a lock, by atomic and volatile accesses.
 unsafe impl Send for Ring {}
 
 impl KvmRings {
-    /// Gives the vCPUs that the VM is going to have rings of `bytes` each, a power of two; every page written takes 16.
-    /// The VM's memory slots may be there already.
+    /// Enables rings of `bytes` each, a power of two, for all vCPUs that the VM will have; each written page takes 16
+    /// bytes. The VM's memory slots may exist already.
     ///
     /// # Errors
-    /// [`LogError::Unavailable`]: KVM has no rings, not so large ones, or the VM has a vCPU already.
+    /// [`LogError::Unavailable`]: KVM has no rings or only smaller ones, or the VM has a vCPU already.
     pub fn enable(vm: &VmFd, slots: Arc<KvmSlots>, bytes: u32) -> Result<Arc<Self>, LogError> {
         let unavailable = |why: String| LogError::Unavailable { log: NAME, why };
-        // The first one lets processors of weak memory order do it; on x86 both are the same.
+        // The first one is for processors with weak memory order; on x86 both are the same.
         let capabilities = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING];
         let found = capabilities.into_iter().map(|cap| (cap, vm.check_extension_raw(cap.into())));
         let Some((cap, most)) = found.into_iter().find(|(_, most)| *most > 0) else {
-            return Err(unavailable("this KVM has none (kernel 5.11, x86); use its dirty log (KvmLog)".into()));
+            return Err(unavailable(
+                "this KVM has no dirty ring (kernel 5.11, x86); use its dirty log (KvmLog)".into(),
+            ));
         };
         if !bytes.is_power_of_two() || i64::from(bytes) > i64::from(most) {
             return Err(unavailable(format!("a ring has a power of two of bytes up to {most}, and not {bytes}")));
@@ -92,7 +93,7 @@ impl KvmRings {
         Ok(Arc::new(Self { slots, bytes: bytes as usize, state: Mutex::new(state) }))
     }
 
-    /// Takes on a vCPU, before it first runs.
+    /// Adds a vCPU before it first runs.
     ///
     /// # Errors
     /// Its ring cannot be mapped.
@@ -109,17 +110,17 @@ impl KvmRings {
         Ok(())
     }
 
-    /// Empties all rings and keeps what was in them for the next fetch. What a vCPU's loop does on
-    /// `KVM_EXIT_DIRTY_RING_FULL`, before it runs the vCPU again. That pages were lost on the way is what the next
-    /// fetch says: the guest can go on all the same.
+    /// Empties all rings and keeps their pages for the next fetch. A vCPU's loop calls it on
+    /// `KVM_EXIT_DIRTY_RING_FULL`, before it runs the vCPU again. Lost pages are reported by the next fetch: the guest
+    /// can continue.
     ///
     /// # Errors
-    /// KVM does not take the rings back: the log is worth nothing any more, and the vCPU cannot go on while it is on.
+    /// KVM does not take the rings back: the log is useless, and the vCPU cannot continue while it is on.
     pub fn reap(&self) -> Result<(), LogError> {
         self.empty(&mut self.state.lock())
     }
 
-    /// Takes what is in the rings and has KVM protect it and go on with empty ones.
+    /// Takes the entries of all rings, and makes KVM protect their pages and reuse the rings.
     fn empty(&self, State { rings, taken, given_back, lost }: &mut State) -> Result<(), LogError> {
         for ring in rings {
             let mut count = 0;
@@ -132,7 +133,7 @@ impl KvmRings {
                 }
             }
             *given_back &= count == 0;
-            // KVM has a vCPU leave before its ring is full to the last entry. If it is, entries may have been
+            // A vCPU leaves KVM_RUN before its ring is full to the last entry. If it is full, entries may have been
             // overwritten.
             if count >= ring.entries {
                 *lost =
@@ -140,13 +141,13 @@ impl KvmRings {
             }
         }
         if !*given_back {
-            // A signal may stop it half-way.
+            // A signal may interrupt it halfway.
             let done = rustix::io::retry_on_intr(|| {
                 // SAFETY: takes no argument.
                 unsafe { ioctl(self.slots.fd(), ResetRings) }
             });
             done.map_err(|error| {
-                *lost = Some("KVM_RESET_DIRTY_RINGS failed, so pages are not protected: end the log and start it anew");
+                *lost = Some("KVM_RESET_DIRTY_RINGS failed, so pages are not protected: restart the log");
                 failed("KVM_RESET_DIRTY_RINGS")(error.into())
             })?;
             *given_back = true;
@@ -156,11 +157,11 @@ impl KvmRings {
 }
 
 impl Ring {
-    /// The next page of the list: its slot and its number there.
+    /// Takes the next page of the list: its slot and its number there.
     fn take(&mut self) -> Option<(u32, u64)> {
         let entry = self.start.as_ptr().wrapping_add(self.next);
-        // SAFETY: `next` is below `entries`, so this is an entry of the mapping, which is aligned; KVM changes it too,
-        // and is told by atomic accesses to the flags alone whose turn it is.
+        // SAFETY: `next` is below `entries`, so this is an entry of the mapping, which is aligned; KVM changes it too;
+        // atomic accesses to the flags pass the entry back and forth.
         let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
         if flags.load(Ordering::Acquire) & (DIRTY | TAKEN) != DIRTY {
             return None;
@@ -206,7 +207,7 @@ fn failed(operation: &'static str) -> impl Fn(io::Error) -> LogError {
     move |source| LogError::Failed { log: NAME, operation, source }
 }
 
-/// The log over a VM's rings. Sees vCPUs alone; when it names what they wrote is in the module's first lines.
+/// The log over a VM's rings. It sees vCPUs only, and their writes possibly late (see the module).
 #[derive(Debug)]
 pub struct KvmRingLog {
     rings: Arc<KvmRings>,
@@ -215,7 +216,7 @@ pub struct KvmRingLog {
 }
 
 impl KvmRingLog {
-    /// A log over the rings.
+    /// Creates a log over the rings.
     pub fn new(rings: Arc<KvmRings>) -> Self {
         Self { rings, discards: None, on: false }
     }
@@ -234,7 +235,7 @@ impl DirtyLog for KvmRingLog {
         self.stop()?;
         self.discards = Some(self.rings.slots.memory().discardable().watch());
         let mut state = self.rings.state.lock();
-        // What an earlier log left.
+        // Entries of an earlier log.
         self.rings.empty(&mut state)?;
         state.taken = DirtyPages::new(self.rings.slots.memory());
         state.lost = None;
@@ -270,7 +271,7 @@ impl DirtyLog for KvmRingLog {
 
 impl Drop for KvmRingLog {
     fn drop(&mut self) {
-        // What is left on costs the guest time and harms nothing.
+        // A log left on costs the guest time and is harmless.
         let _ = self.stop();
     }
 }
@@ -315,7 +316,7 @@ mod tests {
         log.fetch(&mut dirty).unwrap();
         assert_eq!(dirty.count(), 255);
 
-        // Full to the last entry. The guest goes on, and the user of the log gets an error.
+        // Full to the last entry: the guest continues, and the user of the log gets an error.
         rings.state.lock().rings.push(ring(256, 256));
         rings.reap().unwrap();
         for _ in 0..2 {
