@@ -1,8 +1,8 @@
 //! `cargo xtask demo`: a real Linux guest in stock QEMU is saved while it counts, and restored lazily into a second
 //! QEMU, beside QEMU's own restore of the same file.
 //!
-//! Law: no input, nothing left behind, and no claim without its evidence: the guest's own count goes on, and the guest
-//! itself finds its data unchanged.
+//! Law: no input, nothing left behind, and no claim without its evidence: the guest's own count continues, and the
+//! guest itself finds its data unchanged.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::{program, setup};
 /// The guest's RAM.
 const MEMORY: u64 = 2 << 30;
 
-/// What the guest does before it is saved: fills 1.5 GiB, and 32 MiB with random bytes. A translated CPU is slow, so
+/// The guest's script before the save: fills 1.5 GiB, and 32 MiB with random bytes. A translated CPU is slow, so
 /// most of it are copies of one block, and only the random bytes are summed up to be compared later.
 const FILL: &str = "\
     mkdir /data && mount -t tmpfs -o size=95% data /data && \
@@ -48,7 +48,7 @@ pub(crate) fn run() -> Result<()> {
     let allocated = size.blocks() / 2048;
     say(&format!("Saved in {} while the guest counted; the file takes {allocated} MiB.", seconds(saved)));
     let after = source.wait_counts(2)?;
-    say(&format!("The guest counted {before} before the save and goes on: {after}. Now it is ended."));
+    say(&format!("The guest counted {before} before the save and continues: {after}. Now it is ended."));
     drop(source);
 
     say("The same file, restored by QEMU itself (-incoming defer, mapped-ram):");

@@ -1,4 +1,4 @@
-//! What the documentation states about this repository is so: links, paths, and the drawing of the crates.
+//! Checks of the documentation's statements about this repository: links, paths, and the drawing of the crates.
 
 #![cfg(test)]
 
@@ -80,7 +80,7 @@ fn every_path_of_the_repository_that_the_documentation_names_exists() {
     let mut files = Vec::new();
     sources(&root.join("crates"), &mut files);
     let mut missing = Vec::new();
-    // The changelog and the dated records tell what once was.
+    // The changelog and the dated records describe the past.
     let dated = |page: &Path| {
         page.ends_with("CHANGELOG.md") || page.starts_with("docs/benchmarks") && !page.ends_with("README.md")
     };

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::shell;
 
-/// What cargo-fuzz passes too, but for the address sanitizer.
+/// The flags of cargo-fuzz without the address sanitizer.
 const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks";

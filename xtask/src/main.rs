@@ -38,7 +38,7 @@ usage: cargo xtask COMMAND
                      every fuzz target, or those named, N seconds each (60)
   tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer
   crates             packages of the published crates, and what is in them builds
-  api [--update]     what differs from the public API that docs/api records; --update records it anew
+  api [--update]     what differs from the public API that docs/api records; --update records it again
   style [--lower|RULE...]
                      rules that a program can check: compares what breaks them with xtask/ratchet.txt; lowers the numbers there, or
                      lists what breaks a rule

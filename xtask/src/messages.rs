@@ -160,7 +160,7 @@ fn append(file: &Path, list: &mut String) -> Result<()> {
     Ok(())
 }
 
-/// What a literal is for, and its words.
+/// The purpose of a literal, and its words.
 pub(crate) struct Text {
     pub(crate) kind: String,
     pub(crate) words: String,

@@ -31,7 +31,7 @@ fn file() -> PathBuf {
 /// Compares the counts with the recorded numbers.
 ///
 /// # Errors
-/// The kinds of which there are more, or fewer.
+/// The kinds with more places, or fewer.
 pub(crate) fn check(counts: &[Count]) -> Result<()> {
     let recorded = read()?;
     for count in counts.iter().filter(|count| count.places.len() > allowed(&recorded, count)) {

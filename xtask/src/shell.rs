@@ -38,7 +38,7 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// What the command writes on its standard output; its standard error is shown only when it fails.
+/// Returns the command's standard output; its standard error is shown only when it fails.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot start `{}`", line(command)))?;
     if !output.status.success() {

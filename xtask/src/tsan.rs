@@ -66,7 +66,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     if failed { bail!("see the warnings of the sanitizer, and the tests, above") } else { Ok(()) }
 }
 
-/// Compiles what tells the sanitizer about the standard library; the compiler's flags for everything else.
+/// Compiles the sanitizer's annotations of the standard library; the compiler's flags for everything else.
 fn flags(here: &Path, built: &Path) -> Result<String> {
     let library = library()?;
     let symbols = shell::output(Command::new("nm").args(["-D", "--defined-only"]).arg(&library))?;

@@ -226,7 +226,7 @@ impl FrontEnd {
     }
 }
 
-/// Passes on interrupts and the server's messages, of which there is one kind.
+/// Passes on interrupts and the server's messages: there is one kind.
 fn listen(messages: &UnixStream, inner: &Inner, notifier: &DriverNotifier) {
     let mut buffer = [0; 256];
     let mut gone = false;

@@ -67,7 +67,7 @@ pub struct Heap {
 }
 
 impl Heap {
-    /// Makes a heap of `block`, in pieces of `each` pages, all of which are free.
+    /// Makes a heap of `block`, in free pieces of `each` pages.
     ///
     /// # Errors
     /// The guest does not see that block, or rings or thread cannot be made.
@@ -195,7 +195,7 @@ impl Pieces {
 
 impl Pages for Pieces {
     fn allocate(&mut self, length: u64) -> Option<u64> {
-        // The driver asks for pieces only, as it was told their length.
+        // The driver asks for whole pieces only: `with_blocks_of`.
         let piece = self.owners.iter().position(|owner| *owner == Owner::Free).filter(|_| length == self.bytes)?;
         *self.owners.get_mut(piece)? = Owner::Driver;
         Some(self.range(piece).start)

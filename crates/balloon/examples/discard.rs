@@ -1,4 +1,4 @@
-//! What each way of giving memory back costs, by the kind of memory and the length of a run:
+//! Costs of giving memory back, by method, the kind of memory and the length of a run:
 //!
 //!     cargo run --release -p limosa-balloon --example discard
 //!

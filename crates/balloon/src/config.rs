@@ -137,7 +137,7 @@ impl Config {
     }
 
     /// The driver was attached to another process before, which has received its writes.
-    pub(crate) fn inherit(&self) {
+    pub(crate) fn driver_resumed(&self) {
         // The last values it has read there are unknown: they count as different from these.
         self.know(u32::MAX, STOP);
     }
@@ -225,7 +225,7 @@ mod tests {
         assert!(!config.is_known());
         config.forget_driver();
         assert!(config.is_known());
-        config.inherit();
+        config.driver_resumed();
         assert!(!config.is_known());
     }
 

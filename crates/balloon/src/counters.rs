@@ -68,7 +68,7 @@ counters! {
     odd_arrays,
     /// Refused: arrays with too many numbers.
     long_arrays,
-    /// Refused: arrays and ids that do not lie in guest memory.
+    /// Refused: arrays and ids that are not in guest memory.
     unreadable_buffers,
     /// Refused: buffers of the wrong kind for their queue.
     unexpected_buffers,

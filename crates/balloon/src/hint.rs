@@ -41,7 +41,7 @@ pub enum HintState {
     Done,
 }
 
-/// What an id on the queue means.
+/// The meaning of an id on the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IdMeaning {
     /// The blocks of the command begin.

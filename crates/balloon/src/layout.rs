@@ -105,7 +105,7 @@ impl fmt::Debug for Features {
     }
 }
 
-/// What a queue is for.
+/// The purpose of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Pages go into the balloon.

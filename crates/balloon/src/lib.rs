@@ -2,7 +2,7 @@
 //!
 //! A [`Balloon`] is the device, with any transport to its driver. A VMM passes on what the driver does (features
 //! accepted, configuration read and written, queues kicked: [`Balloon::process_queue`]), gives it the guest's memory as
-//! a [`Reclaim`], and is called through a [`Transport`] when the driver is to be interrupted. Queues are [`Ring`]s: an
+//! a [`Reclaim`], and is called through a [`Transport`] to interrupt the driver. Queues are [`Ring`]s: an
 //! [`OwnRing`] over `virtio-queue`, or a vhost-user server's. Users and programs request another size
 //! ([`Balloon::set_target`]), statistics, and lists of free pages ([`FreePages`](limosa_memory::FreePages)).
 //!

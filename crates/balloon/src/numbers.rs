@@ -49,7 +49,7 @@ pub(crate) fn runs(numbers: &mut Vec<u32>, ram: &[Range<u64>]) -> Runs {
     found
 }
 
-/// A range of bytes from the guest, if it consists of whole pages and lies in one range of `ram` (ascending, not
+/// A range of bytes from the guest, if it consists of whole pages and is in one range of `ram` (ascending, not
 /// adjacent).
 pub(crate) fn inside(address: u64, length: u64, ram: &[Range<u64>]) -> Option<Range<u64>> {
     let end = address.checked_add(length)?;

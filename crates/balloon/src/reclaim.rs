@@ -1,6 +1,6 @@
 //! Returning the memory of pages that the guest does not need to the host.
 //!
-//! **Law: never a byte outside the guest's own blocks.** The device names guest-physical ranges that lie in one range
+//! **Law: never a byte outside the guest's own blocks.** The device names guest-physical ranges that are in one range
 //! of [`Reclaim::ram`]; a [`GuestRam`] finds their block and passes its pages to limosa-memory, which checks them again
 //! and waits for borrowed parts of the block.
 //!
@@ -8,7 +8,7 @@
 //!
 //! | [`Strategy`] | call | for |
 //! |---|---|---|
-//! | `Auto` | what [`MemoryBlock::discard`](limosa_memory::MemoryBlock::discard) does | each kind of memory what frees it for good; of a private copy of a file what lies in the file's holes |
+//! | `Auto` | that of `MemoryBlock::discard` | any memory, freed for good; of a private copy of a file only its holes |
 //! | `By(PunchHole)` | `fallocate(FALLOC_FL_PUNCH_HOLE)` | memfd, tmpfs, hugetlbfs: what vhost-user front ends share |
 //! | `By(Remove)` | `madvise(MADV_REMOVE)` | the same through the mapping |
 //! | `By(DontNeed)` | `madvise(MADV_DONTNEED)` | private memory without a file |
@@ -21,7 +21,7 @@
 //! costs after the others, because the host has not received it: so `Auto` never chooses `MADV_FREE`.
 //!
 //! Discarded pages of a private mapping of a file show the contents of the file again, and a guest that fills its free
-//! pages with zeros (`init_on_free=1`) relies on zeros. Writing zeros would allocate memory where a balloon is to free
+//! pages with zeros (`init_on_free=1`) relies on zeros. Writing zeros would allocate memory where a balloon should free
 //! it. So only pages in holes of the file are discarded, and the rest is unchanged.
 //!
 //! Pages of 4 KiB inside a host's huge page are given back when the huge page is free as a whole, and kept until then.
@@ -42,7 +42,7 @@ pub trait Reclaim: Send + Sync + fmt::Debug {
     /// Size in bytes of the host pages that hold the memory of `ram()[index]`, 4096 or more.
     fn host_page(&self, index: usize) -> u64;
 
-    /// Gives back what it can of `run`: whole pages that lie in one range of [`ram`](Self::ram). They read as zero
+    /// Gives back what it can of `run`: whole pages that are in one range of [`ram`](Self::ram). They read as zero
     /// afterwards, or are unchanged. Returns the number of bytes that were given back. It may wait, but not for the
     /// guest.
     ///

@@ -10,10 +10,10 @@ use anyhow::Result;
 use crate::frame::Frame;
 use crate::raw::Mapping;
 
-/// Assumed where the kernel does not tell, in bytes.
+/// Assumed where the kernel does not report it, in bytes.
 const UNKNOWN: u64 = 32 << 20;
 
-/// What the caches have of memory that is read next.
+/// The state of the caches for memory that is read next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Caches {
     Hot,
@@ -44,7 +44,7 @@ pub(crate) fn last_level() -> u64 {
     known_last_level().unwrap_or(UNKNOWN)
 }
 
-/// Bytes of the largest cache, if the kernel tells. A virtual machine's may be one that others use, too.
+/// Bytes of the largest cache, if the kernel reports it. A virtual machine's may be one that others use, too.
 pub(crate) fn known_last_level() -> Option<u64> {
     sizes().into_iter().map(|(_, bytes)| bytes).max()
 }
@@ -63,7 +63,7 @@ fn sizes() -> Vec<(u32, u64)> {
     (0..8).map_while(one).collect()
 }
 
-/// What the kernel calls `2048K`.
+/// Parses a size as the kernel prints it: `2048K`.
 fn bytes(size: &str) -> Option<u64> {
     size.strip_suffix('K')?.parse::<u64>().ok()?.checked_mul(1024)
 }

@@ -1,4 +1,4 @@
-//! What memory is filled with: bytes that no page detection takes for zeros and that do not compress.
+//! Contents of memory: bytes that no page detection takes for zeros and that do not compress.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -19,7 +19,7 @@ pub(crate) fn fill_random(memory: &mut [u8]) {
     }
 }
 
-/// A file in memory of `bytes` random bytes. It has no name, so nothing is left of it whatever becomes of this process.
+/// Makes a file in memory of `bytes` random bytes. It has no name, so nothing is left of it after this process.
 pub(crate) fn random_memory(bytes: u64) -> Result<File> {
     let fd: OwnedFd = memfd_create("limosa-bench", MemfdFlags::CLOEXEC).context("memfd_create")?;
     let file = File::from(fd);

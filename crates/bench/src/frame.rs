@@ -1,7 +1,7 @@
-//! Contestants and rounds: every contestant runs once per round, in the same order, so that whatever drifts on the
-//! machine drifts for all of them.
+//! Contestants and rounds: every contestant runs once per round, in the same order, so that a drift of the
+//! machine affects all of them.
 //!
-//! Where a virtual machine gives free memory back to its host, the first touch of memory that has lain free for seconds
+//! Where a virtual machine gives free memory back to its host, the first touch of memory that has been free for seconds
 //! costs several times more than the second. [`Frame::touch`] therefore takes and frees as much as a run will need; a
 //! contestant calls it right before its clock starts.
 
@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use crate::measure::Measured;
 use crate::raw::Mapping;
 
-/// What a contestant may ask of the frame.
+/// The services of the frame for a contestant.
 #[derive(Debug, Clone, Copy)]
 pub struct Frame {
     /// Bytes that [`touch`](Self::touch) takes and frees.
@@ -36,7 +36,7 @@ pub type Run<'a> = Box<dyn FnMut(&Frame) -> Result<Measured> + 'a>;
 
 /// One way of doing one thing.
 pub struct Contestant<'a> {
-    /// What is done; contestants of the same case can be compared.
+    /// The work; contestants of the same case can be compared.
     pub case: String,
     /// The way it is done.
     pub variant: String,

@@ -1,6 +1,6 @@
-//! The guest: firmware of a few dozen bytes that sends a beat to the serial port a thousand times a second.
+//! The guest: firmware of a few dozen bytes that sends a heartbeat to the serial port a thousand times a second.
 //!
-//! It sleeps between two beats, so that it costs the host next to nothing, and wakes by a timer interrupt, for which it
+//! It sleeps between two heartbeats, so that it costs the host next to nothing, and wakes by a timer interrupt, which
 //! needs its memory: the vector and the stack are in page 0, its code is in the firmware's own RAM block.
 
 /// Bytes of the firmware's image; QEMU takes multiples of 64 KiB.
@@ -8,7 +8,7 @@ const LEN: usize = 0x1_0000;
 /// Where the CPU starts (with 20 address bits: `f000:fff0`).
 const RESET: usize = 0xfff0;
 
-/// What a beat is on the serial port.
+/// The byte of a heartbeat on the serial port.
 pub(crate) const BEAT: u8 = b'.';
 
 /// The image for QEMU's `-bios`.

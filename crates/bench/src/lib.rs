@@ -1,4 +1,4 @@
-//! What limosa-bench runs.
+//! The benches of limosa-bench.
 //!
 //! A bench is a set of contestants that do the same thing in different ways. They take turns, round after round, and
 //! are compared by the runs of the same round, because a shared machine is never equally fast twice. See [`frame`] for
@@ -10,9 +10,8 @@
 //! ```
 //! use limosa_bench::{Options, run};
 //!
-//! let options = Options { rounds: 1, size: Some(1 << 20), only: Some("cold, zero is_zero".into()), ..Options::default() };
-//! let report = run("zero-page", &options)?;
-//! println!("{report}");
+//! let options = Options { rounds: 1, size: Some(1 << 20), only: Some("cold, zero is_zero".into()),
+//! ..Options::default() }; let report = run("zero-page", &options)?; println!("{report}");
 //! assert!(report.targets_met(), "no target is missed");
 //! assert!(report.to_json()?.starts_with(r#"{"bench":"zero-page","machine":{"#));
 //! # anyhow::Ok(())
@@ -35,7 +34,6 @@ pub mod report;
 mod restore;
 mod save;
 pub mod scratch;
-mod socket_pair;
 pub mod stream;
 mod vm;
 mod zero_copy;

@@ -56,7 +56,7 @@ impl Prepared {
 }
 
 impl Limosa {
-    /// What it has said on stderr so far: the reason if something that it should have done does not happen.
+    /// Returns its stderr so far: the reason if something expected does not happen.
     pub(crate) fn said(&self) -> String {
         fs::read_to_string(self.folder.path().join("stderr")).unwrap_or_default().trim().to_owned()
     }

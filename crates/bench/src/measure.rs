@@ -1,4 +1,4 @@
-//! What a run costs: wall seconds, CPU seconds of all processes that worked for it, and how busy others kept the
+//! The costs of a run: wall seconds, CPU seconds of all processes that worked for it, and how busy others kept the
 //! machine.
 //!
 //! CPU seconds are the steadier figure on a shared machine, so every run has them. They are those of this process, of
@@ -14,7 +14,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::raw;
 
-/// What one run cost.
+/// The costs of one run.
 #[derive(Debug, Clone, Default)]
 pub struct Measured {
     /// From start to the end that the bench defines, such as a file's durability.

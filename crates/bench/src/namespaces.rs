@@ -1,6 +1,6 @@
 //! Two network namespaces and a cable between them: a network for two processes of a bench.
 //!
-//! Law: the machine's own network is not touched, and nothing is left behind, whatever becomes of this process. The
+//! Law: the machine's own network is not touched, and nothing is left behind after this process. The
 //! namespaces have no name: they exist as long as a process holds their descriptors or runs in them, and the cable goes
 //! with them.
 //!
@@ -16,7 +16,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use crate::raw;
 
-/// What the interface is called in either namespace.
+/// The name of the interface in either namespace.
 const CABLE: &str = "cable";
 
 /// An end of a [`Cable`].
@@ -130,7 +130,7 @@ mod tests {
 
     use super::*;
 
-    /// What a command says at an end.
+    /// Returns the output of a command at an end.
     fn said(cable: &Cable, end: End, words: &[&str]) -> String {
         let (program, arguments) = words.split_first().expect("words");
         let mut command = Command::new(program);

@@ -146,7 +146,7 @@ pub(crate) fn leave_network() -> io::Result<()> {
 
 /// CPU time, user and system, of all children that have ended and been waited for.
 pub(crate) fn children_cpu() -> io::Result<Duration> {
-    // SAFETY: `rusage` is plain numbers, for which all zeros is a value.
+    // SAFETY: `rusage` is plain numbers: all zeros is a value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: the pointer is to a live, writable `rusage`.
     if unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &raw mut usage) } != 0 {

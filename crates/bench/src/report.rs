@@ -13,7 +13,7 @@ use crate::frame::Series;
 use crate::machine::Machine;
 use crate::measure::Measured;
 
-/// What a bench found.
+/// The results of a bench.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Name of the bench.
@@ -26,7 +26,7 @@ pub struct Report {
     pub cases: Vec<Case>,
     /// Contestants compared.
     pub ratios: Vec<Ratio>,
-    /// What is asked of the figures.
+    /// The bound of a target.
     pub targets: Vec<Target>,
 }
 
@@ -88,7 +88,7 @@ pub struct Ratio {
 /// Something asked of a figure.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Target {
-    /// What is asked.
+    /// The bound.
     pub name: String,
     /// The bound, such as `<= 1.25`.
     pub want: String,

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use limosa_qemu::monitor::MigrationStatus;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair, sockopt};
 use serde_json::Value;
 
 use crate::content::random_memory;
@@ -22,7 +23,6 @@ use crate::measure::{Measured, Stopwatch, millis, process_cpu};
 use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, ratio};
 use crate::scratch::Scratch;
-use crate::socket_pair::{WIDE, pair};
 use crate::vm::{Ram, Role, Vm};
 
 /// The variant that the others are compared with.
@@ -206,4 +206,21 @@ fn drain(stream: &OwnedFd) -> Result<u64> {
             Err(error) => return Err(error).context("reading QEMU's stream"),
         }
     }
+}
+
+/// The send buffer of the pair that `limosa save` gives to QEMU, in bytes.
+const WIDE: usize = 512 << 10;
+
+/// Two ends of a local stream socket, as limosa makes them for QEMU: the sender's and the receiver's. The send buffer
+/// has this size, or else the system's default.
+fn pair(buffer: Option<usize>) -> Result<(OwnedFd, OwnedFd)> {
+    let (sender, receiver) =
+        socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).context("socketpair")?;
+    if let Some(bytes) = buffer {
+        // The forced form passes the system's limit and needs CAP_NET_ADMIN.
+        if sockopt::set_socket_send_buffer_size_force(&sender, bytes).is_err() {
+            sockopt::set_socket_send_buffer_size(&sender, bytes).context("SO_SNDBUF")?;
+        }
+    }
+    Ok((sender, receiver))
 }

@@ -5,15 +5,15 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
+use parking_lot::{Mutex, MutexGuard};
 use tempfile::TempDir;
 
 static ALL: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 fn all() -> MutexGuard<'static, Vec<PathBuf>> {
-    ALL.lock().unwrap_or_else(PoisonError::into_inner)
+    ALL.lock()
 }
 
 /// A new directory that only this user can enter.

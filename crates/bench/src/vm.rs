@@ -32,7 +32,7 @@ pub(crate) enum Ram<'a> {
     Own { content: Option<&'a Path> },
 }
 
-/// What the VM is started for.
+/// The purpose of the VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     /// To be saved or sent; its CPU waits for `cont`.
@@ -65,7 +65,7 @@ impl Vm {
         ram: Ram<'_>,
         role: Role,
     ) -> Result<Self> {
-        // In the temporary directory whatever `--dir` says, because a socket's path is short.
+        // Always in the temporary directory, because a socket's path is short.
         let folder = Scratch::new_in(&std::env::temp_dir())?;
         let at = |name: &str| folder.path().join(name);
         fs::write(at("firmware"), guest::firmware()).context("writing the guest's firmware")?;
@@ -193,7 +193,7 @@ impl Vm {
     }
 }
 
-/// The status that a `MIGRATION` event tells.
+/// The status in a `MIGRATION` event.
 fn status(event: &Event) -> Option<MigrationStatus> {
     let status = event.data.get("status").filter(|_| event.name == "MIGRATION")?;
     status.as_str().map(MigrationStatus::from)

@@ -32,7 +32,7 @@ const STRESSED: f64 = 0.87;
 /// The ways of sending, the plain one first.
 const METHODS: [ZeroCopy; 3] = [ZeroCopy::Off, ZeroCopy::Msg, ZeroCopy::Splice];
 
-/// What two ways and numbers of channels are compared in.
+/// A case in which two ways and numbers of channels are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cell {
     memory: u64,

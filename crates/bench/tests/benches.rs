@@ -24,7 +24,7 @@ fn by_reno(case: &Value) -> bool {
     case["variant"].as_str().unwrap().contains("by Reno")
 }
 
-/// Runs it and expects these contestants beside those between network namespaces, and a figure for at least so many
+/// Runs it and expects these contestants beside those between network namespaces, and a figure for at least this many
 /// targets. (CPU seconds of so little work can be less than the clock shows, and nothing is divided by them then.)
 #[track_caller]
 fn runs(words: &[&str], contestants: usize, targets: usize) -> Value {

@@ -1,7 +1,7 @@
-//! `MSG_ZEROCOPY` where it pays: out of a Linux guest, whose network card reads the pages from where they lie.
+//! `MSG_ZEROCOPY` where it pays: out of a Linux guest, whose network card reads the pages from where they are.
 //!
-//! Between two processes of one machine the kernel copies what is lent, so its own word that nothing was copied can
-//! only be had from a kernel that has a card. The guest has a virtio one, at the other end of which is a tap device in
+//! Between two processes of one machine the kernel copies what is lent, so only a
+//! kernel with a card can report that nothing was copied. The guest has a virtio card, connected with a tap device in
 //! a network namespace of the test's own.
 
 use std::io::Write as _;

@@ -1,20 +1,21 @@
-//! What a demonstration fails with.
+//! Errors of a demonstration.
 
+use std::error::Error;
 use std::io;
 
 use crate::guest::GuestError;
 use limosa_qemu::qmp::QmpError;
 
-/// Why a demonstration, or one of its ends, does not go on.
+/// Why a demonstration, or one of its ends, cannot continue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DemoError {
-    /// What was asked for does not go together, or not on this machine.
+    /// The settings do not go together, or not on this machine.
     #[error("{0}")]
     Settings(String),
 
     /// A process, file or socket of the demonstration failed.
-    #[error("{what}: {source}")]
+    #[error("{what}")]
     System {
         /// The operation.
         what: String,
@@ -26,7 +27,7 @@ pub enum DemoError {
     #[error("the guest: {0}")]
     Guest(String),
 
-    /// The guest cannot be made, or does not do what it was told.
+    /// The guest cannot be made, or failed.
     #[error(transparent)]
     Built(#[from] GuestError),
 
@@ -40,19 +41,19 @@ pub enum DemoError {
         control: String,
     },
 
-    /// An end does not do what it is told, for the reason that it says.
+    /// An end refuses a request, for the reason that it gives.
     #[error("the end at {control} refuses {command}: {why}")]
     Refused {
         /// Its control socket.
         control: String,
-        /// What it was told.
+        /// The request.
         command: String,
         /// Its words.
         why: String,
     },
 
     /// An end does not answer.
-    #[error("the end at {control}: {source}")]
+    #[error("the end at {control} does not answer")]
     Monitor {
         /// Its control socket.
         control: String,
@@ -67,15 +68,30 @@ pub enum DemoError {
     /// An end makes no progress.
     #[error("an end of the demonstration did not {what} in time; its status is {status}")]
     Late {
-        /// What it did not do.
+        /// The step that it did not do.
         what: &'static str,
-        /// What it says of itself.
+        /// Its own status.
         status: String,
     },
 
     /// The memory at the destination is not what it was.
     #[error("the memory is not the same at both ends: {0}")]
     Differs(String),
+}
+
+/// Returns an error with its causes, in one line.
+pub(crate) fn with_causes(error: &dyn Error) -> String {
+    let (mut line, mut cause) = (error.to_string(), error.source());
+    while let Some(error) = cause {
+        let text = error.to_string();
+        // Some errors of other crates print their cause themselves.
+        if !line.ends_with(&text) {
+            line += ": ";
+            line += &text;
+        }
+        cause = error.source();
+    }
+    line
 }
 
 impl DemoError {

@@ -1,6 +1,5 @@
 //! Built-in guests, and the two processes between which they move: what `limosa-demo` runs.
 
-mod cpu;
 pub mod end;
 pub mod error;
 pub mod guest;

@@ -29,18 +29,18 @@ const CATCH_UP: Duration = Duration::from_secs(30);
 pub struct LiveOptions<'a> {
     /// This program, or a command that becomes it.
     pub program: &'a dyn Fn() -> Command,
-    /// What it is to be.
+    /// Settings of the demonstration.
     pub settings: &'a Settings,
-    /// Where the source's control socket is to be, if somewhere; the destination's is beside it.
+    /// Path of the source's control socket, if it has one; the destination's is beside it.
     pub control: Option<&'a Path>,
     /// Told in a line what happens.
     pub notice: &'a dyn Fn(&str),
 }
 
-/// What a demonstration came to.
+/// The report of a demonstration.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LiveReport {
-    /// What it was to be.
+    /// Its settings.
     pub settings: Settings,
     /// The end that has the guest.
     pub runs_at: Role,
@@ -52,9 +52,9 @@ pub struct LiveReport {
     pub stood_ms: Option<f64>,
     /// Pages that it wrote before it moved, and since.
     pub writes: (u64, u64),
-    /// What it found in the memory that the source kept, if it kept any of its own.
+    /// The check of the memory that the source kept, if it kept any of its own.
     pub memory_at_source: Option<MemoryReport>,
-    /// What it found in the memory it runs in now.
+    /// The check of the memory that the guest runs in now.
     pub memory: MemoryReport,
 }
 

@@ -41,7 +41,7 @@ impl EndMonitor {
         self.qmp.execute(command, arguments).map_err(|error| explain(&self.control, error))
     }
 
-    /// What the end is about.
+    /// The state of the end.
     ///
     /// # Errors
     /// It is gone.
@@ -81,7 +81,7 @@ impl EndMonitor {
         }
     }
 
-    /// Has a destination listen: for a guest (`migrate-incoming`), or for one to go on (`migrate-recover`). Where it
+    /// Has a destination listen: for a guest (`migrate-incoming`), or for one to continue (`migrate-recover`). Where it
     /// listens.
     ///
     /// # Errors
@@ -121,7 +121,7 @@ fn address(told: &Value) -> Option<Uri> {
     }
 }
 
-/// What a monitor's failure says of an end.
+/// Converts a failure of the monitor into an error of the end.
 fn explain(control: &Path, error: QmpError) -> DemoError {
     let control = control.display().to_string();
     match error {

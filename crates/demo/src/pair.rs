@@ -26,12 +26,12 @@ pub struct End {
     control: PathBuf,
 }
 
-/// What an end is started with.
+/// The options of an end.
 #[derive(Debug, Clone)]
 pub struct EndOptions<'a> {
-    /// What the demonstration is to be.
+    /// Settings of the demonstration.
     pub settings: &'a Settings,
-    /// Where the end's control socket is to be.
+    /// Path of the end's control socket.
     pub control: &'a Path,
     /// The witness that both ends share.
     pub witness: &'a Path,

@@ -1,4 +1,4 @@
-//! What a demonstration came to. Times are in milliseconds, memory in bytes, rates per second.
+//! The report of a demonstration. Times are in milliseconds, memory in bytes, rates per second.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ pub struct Round {
     pub last: bool,
 }
 
-/// What an end's channels did.
+/// The counters of an end's channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Calls {
     /// System calls that sent.
@@ -98,21 +98,21 @@ pub struct SourceReport {
     pub rounds: Vec<Round>,
     /// From the beginning to the end.
     pub total_ms: f64,
-    /// From the moment the guest was told to pause until the destination said that it runs there.
+    /// From the request to pause the guest until the destination said that it runs there.
     pub downtime_ms: f64,
-    /// What was expected when it was told so.
+    /// The expectation at that time.
     pub expected_downtime_ms: Option<f64>,
     /// The channels' counters.
     pub channels: Calls,
-    /// CPU time of the process during the migration, without its guest's threads where they can be told apart.
+    /// CPU time of the process during the migration, without its guest's threads where they are known.
     pub cpu_ms: f64,
     /// Pages that followed in postcopy, and those that were asked for.
     pub postcopy: Option<PostcopySent>,
-    /// What came of asking the guest for its free pages.
+    /// The figures of free-page hints.
     pub hints: Option<Hints>,
 }
 
-/// What came of asking the guest for its free pages.
+/// The figures of free-page hints.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Hints {
     /// Times that it was asked.
@@ -121,7 +121,7 @@ pub struct Hints {
     pub complete: u32,
     /// How long the first of those took.
     pub list_ms: Option<f64>,
-    /// Ranges that were told in time.
+    /// Ranges that were reported in time.
     pub ranges: u64,
     /// Ranges that came too late, and were not believed.
     pub late: u64,
@@ -129,7 +129,7 @@ pub struct Hints {
     pub refused: Option<String>,
 }
 
-/// What followed the guest in postcopy.
+/// The pages that followed the guest in postcopy.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PostcopySent {
     /// Pages that were left when the guest changed over.
@@ -161,10 +161,10 @@ pub struct DestinationReport {
     pub faults: Option<FaultLatency>,
 }
 
-/// What a guest has found in its memory.
+/// The result of a guest's check of its memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
 pub struct MemoryReport {
-    /// Pages, each of which holds what it must.
+    /// Pages: each holds what it must.
     pub pages: u64,
     /// Of them, pages that are zero.
     pub zero_pages: u64,
@@ -176,7 +176,7 @@ pub struct MemoryReport {
     pub free_pages: u64,
     /// Pages besides that the driver of its balloon holds back.
     pub held_pages: u64,
-    /// What is wrong, if something is.
+    /// The damage, if there is any.
     pub error: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! What a demonstration is to be: one value that both ends get.
+//! Settings of a demonstration: one value that both ends get.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ pub enum Transport {
 pub enum Postcopy {
     /// Never.
     Off,
-    /// After so many rounds.
+    /// After this number of rounds.
     AfterRounds(u32),
     /// At once.
     AtOnce,
@@ -99,7 +99,7 @@ pub struct Settings {
     pub hint_pages: u64,
     /// How long it may take until the switchover, in milliseconds.
     pub timeout_ms: Option<u64>,
-    /// What becomes of it then.
+    /// The action at the timeout.
     #[serde(with = "named")]
     pub give_up: TimeoutStrategy,
     /// How long an end waits for an answer that the other owes, in milliseconds.
@@ -155,7 +155,7 @@ impl Settings {
         }
     }
 
-    /// What does not go together, in one line.
+    /// Returns the conflict between settings, in one line.
     pub fn contradiction(&self) -> Option<&'static str> {
         let kvm_log = matches!(self.log, LogKind::KvmLog | LogKind::KvmRing);
         if kvm_log && self.guest == GuestKind::Threads {
@@ -231,7 +231,7 @@ impl Settings {
         self.tls_creds.as_ref().map(read).transpose()
     }
 
-    /// What the engine is told.
+    /// Returns the parameters of the engine.
     pub fn params(&self) -> MigrationParams {
         MigrationParams::default()
             .downtime_limit(Duration::from_millis(self.downtime_limit_ms))
@@ -246,7 +246,7 @@ impl Settings {
             .answer_timeout(Duration::from_millis(self.patience_ms))
     }
 
-    /// What becomes of the guest's memory.
+    /// Returns how the guest's memory is moved.
     pub fn shared_memory(&self) -> SharedMemory {
         if self.same_host { SharedMemory::Passed } else { SharedMemory::Sent }
     }

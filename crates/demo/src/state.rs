@@ -1,4 +1,4 @@
-//! What an end is about, as it tells it: to people in words, to programs as the answer of `query-status`.
+//! The status of an end: for people in words, for programs as the answer of `query-status`.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub enum Role {
     /// The guest begins here.
     Source,
-    /// The guest is to go on here.
+    /// The guest should continue here.
     Destination,
 }
 
@@ -22,7 +22,7 @@ impl Role {
     }
 }
 
-/// What an end is about.
+/// The state of an end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
@@ -69,11 +69,11 @@ pub struct Status {
     pub running: bool,
     /// This end.
     pub role: Role,
-    /// What it is about.
+    /// Its state.
     pub state: State,
     /// Why, if something went wrong.
     pub why: Option<String>,
-    /// What the guest has done so far, counted by itself: it grows while it runs.
+    /// The guest's own count of its writes: it grows while the guest runs.
     pub beats: u64,
     /// For how long it was paused on its way here, from its last write there to its first one here: milliseconds.
     pub stood_ms: Option<f64>,
@@ -81,7 +81,7 @@ pub struct Status {
     pub decide: Vec<String>,
 }
 
-/// What is to be typed at an end that has to be decided, with what to look at before.
+/// The commands for an end that has to be decided, with what to look at before.
 pub fn decisions(role: Role, state: State, control: &str) -> Vec<String> {
     let command = |verb: &str| format!("limosa-demo {verb} --control {}", quoted(control));
     match (role, state) {

@@ -38,32 +38,32 @@ pub struct TraceRound {
     pub begin_ms: f64,
     /// When it ended.
     pub end_ms: f64,
-    /// Bytes that were to be sent when it began.
+    /// Bytes left to send when it began.
     pub left: u64,
     /// Bytes of those that were not sent when it ended.
     pub unsent: u64,
     /// Bytes of memory that the guest dirtied a second; `None` until it is known.
     pub dirtied: Option<f64>,
     /// Bytes of the stream sent a second; `None` for a round that is not drawn: what goes into buffers while the guest
-    /// is paused tells nothing of the connection.
+    /// is paused says nothing about the connection.
     pub bandwidth: Option<f64>,
 }
 
-/// What happened at a moment.
+/// An event.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mark {
     /// Milliseconds since the migration began.
     pub at_ms: f64,
-    /// What, in a word or two.
+    /// The event, in a word or two.
     pub what: String,
 }
 
-/// What is drawn.
+/// The data of the picture.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Trace {
-    /// What moved.
+    /// The guest.
     pub title: String,
-    /// What it came to.
+    /// The outcome.
     pub summary: String,
     /// The rounds, by time.
     pub rounds: Vec<TraceRound>,
@@ -272,7 +272,7 @@ fn aligned(style: TextStyle<'static>, side: HPos) -> TextStyle<'static> {
     style.pos(Pos::new(side, VPos::Center))
 }
 
-/// Text of so many pixels, its middle line at the place that is given.
+/// Text of this height in pixels, with its middle line at the given place.
 fn font(pixels: u8, style: FontStyle) -> TextStyle<'static> {
     // plotters makes a font smaller by this factor.
     let size = f64::from(pixels) * 1.24;

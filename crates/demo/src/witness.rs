@@ -26,7 +26,7 @@ pub enum WitnessLine {
     Ran(String),
     /// This end's guest was paused.
     Paused(String),
-    /// This end's guest was to run while another's did: the law was about to be broken.
+    /// This end's guest would run while another's did: the law was about to be broken.
     Refused(String),
 }
 
@@ -67,7 +67,7 @@ impl Witness {
         (&self.file).write_all(format!("{what} {}\n", self.who).as_bytes())
     }
 
-    /// What the file says so far.
+    /// Returns the lines of the file so far.
     ///
     /// # Errors
     /// It cannot be read, or holds what no end writes.

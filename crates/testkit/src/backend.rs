@@ -1,4 +1,4 @@
-//! What a guest's RAM is made of, and how the test gets at it.
+//! The backing of a guest's RAM, and how the test reads it.
 
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
@@ -15,7 +15,7 @@ pub enum MemoryBackend {
     Anonymous,
     /// `memory-backend-memfd,share=on`.
     Memfd,
-    /// `memory-backend-file,share=on` on an unnamed file of the tmpfs at /dev/shm (a memfd where there is none).
+    /// `memory-backend-file,share=on` on an unnamed file of the tmpfs at /dev/shm (a memfd where it does not exist).
     File,
     /// `memory-backend-memfd,hugetlb=on,share=on` with pages of 2 MiB; reserve them with [`HugePages`].
     HugeMemfd,
@@ -104,7 +104,7 @@ impl HugePages {
         Ok(reserved)
     }
 
-    /// What the count was and what it came to: the kernel may reach less than it is told.
+    /// The requested and the actual count: the kernel may reach less than requested.
     fn change_count(&self, new: impl Fn(u64) -> u64) -> Result<(u64, u64)> {
         self.lock.lock().context(HUGE_PAGE_COUNT)?;
         let changed = (|| {

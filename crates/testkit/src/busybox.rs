@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use crate::initrd::Initrd;
 use crate::requirement::guest_folder;
 
-/// What is in it.
+/// Its contents.
 pub(crate) struct System<'a> {
     /// Modules that it loads at once, in this order. What the kernel has built in has no file.
     pub(crate) modules: &'a [&'a str],
@@ -22,7 +22,7 @@ pub(crate) struct System<'a> {
     pub(crate) programs: &'a [PathBuf],
 }
 
-/// What a command says is collected and written at once: something else may say a line between two writes.
+/// The output of a command is collected and written at once: something else may print a line between two writes.
 const INIT: &str = "\
 #!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /tmp
@@ -103,7 +103,7 @@ fn add_programs(initrd: &mut Initrd, programs: &[PathBuf], folder: &Path) -> Res
     Ok(())
 }
 
-/// What a program says that has to succeed.
+/// Returns the output of a program that has to succeed.
 fn said(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?}"))?;
     let error = String::from_utf8_lossy(&output.stderr);

@@ -54,7 +54,7 @@ pub struct Authority {
 }
 
 impl Authority {
-    /// A new one. All have the same name: they are told apart by their keys.
+    /// A new one. All have the same name: their keys differ.
     ///
     /// # Errors
     /// No key can be made.

@@ -1,4 +1,4 @@
-//! A process that may have only so much memory: its own control group, version 2 or 1, whichever the machine has.
+//! A process with a limit of its memory: its own control group, version 2 or 1, whichever the machine has.
 //!
 //! Counted is what is allocated from the moment a process is put in; huge pages of hugetlbfs are not.
 
@@ -51,7 +51,7 @@ impl MemoryGroup {
     /// that they were the first to read.
     ///
     /// # Errors
-    /// The kernel does not tell (version 2 before Linux 5.19).
+    /// The kernel does not report it (version 2 before Linux 5.19).
     pub fn peak(&self) -> Result<u64> {
         let file = if self.version == Version::Two { "memory.peak" } else { "memory.max_usage_in_bytes" };
         self.read(file)?.trim().parse().with_context(|| file.to_owned())
@@ -60,7 +60,7 @@ impl MemoryGroup {
     /// How many processes were killed because the limit was too low.
     ///
     /// # Errors
-    /// The kernel does not tell.
+    /// The kernel does not report it.
     pub fn killed(&self) -> Result<u64> {
         let file = if self.version == Version::Two { "memory.events" } else { "memory.oom_control" };
         let text = self.read(file)?;

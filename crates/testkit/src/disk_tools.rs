@@ -5,7 +5,7 @@ use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Runs `qemu-img`, and says how it ended whatever that is.
+/// Runs `qemu-img`, and returns how it ended, also if it failed.
 ///
 /// # Errors
 /// It is not there; the message names the command that installs it.

@@ -113,31 +113,31 @@ pub fn memory_file(name: &str) -> Arc<dyn Storage> {
     Arc::new(SparseMemory::file(name, 1 << 30))
 }
 
-/// The raw image in `file`, opened to read it: what lies below a qcow2 image.
+/// The raw image in `file`, opened to read it: the backing of a qcow2 image.
 #[must_use]
 pub fn raw(file: Arc<dyn Storage>) -> Arc<dyn Disk> {
     Raw::open(file, &RawOptions { read_only: true, ..RawOptions::default() }).unwrap()
 }
 
-/// A raw image of so many bytes, each of them `byte`, to be read only.
+/// A read-only raw image of `length` bytes, each of them `byte`.
 #[must_use]
 pub fn raw_filled(byte: u8, length: u64) -> Arc<dyn Disk> {
     raw(Arc::new(SparseMemory::file_with("below", vec![byte; index(length)], length)))
 }
 
-/// A buffer of so many bytes, each of them `byte`.
+/// A buffer of `length` bytes, each of them `byte`.
 #[must_use]
 pub fn filled(byte: u8, length: u64) -> Buffer {
     Buffer::copied(&vec![byte; index(length)])
 }
 
-/// What a guest reads at an offset.
+/// Returns what a guest reads at an offset.
 #[must_use]
 pub fn read(disk: &dyn Disk, at: u64, length: u64) -> Vec<u8> {
     try_read(disk, at, length).unwrap()
 }
 
-/// What a guest reads at an offset. What a read leaves out is not zero.
+/// Returns what a guest reads at an offset. Bytes that the read leaves out are not zero.
 ///
 /// # Errors
 /// Those of the disk.

@@ -3,12 +3,12 @@
 //! - [`Machine`] describes a VM once; a source and a destination started from it match.
 //! - [`Vm`] is a running QEMU with two QMP monitors: one for the testkit's own [`Qmp`] client, one left free for
 //!   limosa.
-//! - [`BeatGuest`] is a boot sector that bumps one byte per page, page after page, lap after lap, and beats on the
-//!   serial port once per lap: whatever a migration loses, repeats or mixes up shows in [`check_beat`].
+//! - [`HeartbeatGuest`] is a boot sector that bumps one byte per page, page after page, pass after pass, and prints the
+//!   pass on the serial port: a page that a migration loses, repeats or mixes up fails [`check_heartbeat`].
 //! - [`LinuxGuest`] is the distribution's kernel with busybox that counts on its serial port and takes commands there.
 //! - [`UmlGuest`] is user-mode Linux: a whole kernel as a process, with devices over vhost-user, that takes commands
 //!   too.
-//! - [`pattern`] is what a program in such a guest holds, so that every page of it can be told from any other.
+//! - [`pattern`] is what a program in such a guest holds, so that every page differs from any other.
 //! - [`Prefill`] fills the memory of a VM that never runs with pages that can be recomputed and compared.
 //! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
 //! - [`Authority`] issues certificates, good ones and bad ones, for TLS.
@@ -19,35 +19,36 @@
 //! - [`Poisoning`] is an allocator that shows who reads memory that was freed.
 //! - [`let_usr1_interrupt`] has a signal do nothing but interrupt.
 //!
-//! Laws: whatever is started is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
+//! Laws: every process is ended by its pid, even if the test is killed; sockets are in folders of mode 0700; no
 //! crate of limosa is used here, so that a test checks limosa by independent means. The exception is `image`, which
 //! sets up what a test works on.
 //!
 //! ```no_run
-//! use limosa_testkit::{BeatGuest, Machine};
+//! use limosa_testkit::{HeartbeatGuest, Machine};
 //! use std::time::Duration;
 //!
 //! # fn main() -> anyhow::Result<()> {
 //! // Migrate a running guest from one stock QEMU to another and prove that nothing was lost.
-//! let machine = Machine::beat(BeatGuest::default());
+//! let machine = Machine::heartbeat(HeartbeatGuest::default());
 //! let source = machine.start()?;
-//! source.wait_beats(2)?;
+//! source.wait_heartbeats(2)?;
 //! let destination = machine.start_incoming()?;
 //! source.migrate_to(&destination)?;
-//! destination.wait_beats(2)?;
-//! let beat = destination.check_beat()?;
-//! println!("lap byte {}, {} pages into the lap", beat.ahead, beat.pages_ahead);
+//! destination.wait_heartbeats(2)?;
+//! let heartbeat = destination.check_heartbeat()?;
+//! println!("pass {} (mod 256), {} pages into it", heartbeat.ahead, heartbeat.pages_ahead);
 //! # Ok(())
 //! # }
 //! ```
 
 mod backend;
-mod beat;
 mod busybox;
+#[cfg(feature = "certificates")]
 mod certificates;
 mod cgroup;
 mod disk_tools;
 mod fault;
+mod heartbeat;
 #[cfg(feature = "image")]
 pub mod image;
 mod initrd;
@@ -72,11 +73,12 @@ mod uml;
 mod vm;
 
 pub use backend::{HugePages, MemoryBackend};
-pub use beat::{Beat, BeatError, BeatGuest, check_beat};
+#[cfg(feature = "certificates")]
 pub use certificates::{Authority, TlsEnd, Validity};
 pub use cgroup::MemoryGroup;
 pub use disk_tools::{qemu_img, qemu_img_output, qemu_io};
 pub use fault::{Kill, kill9, kill9_after};
+pub use heartbeat::{Heartbeat, HeartbeatError, HeartbeatGuest, check_heartbeat};
 pub use libvirt::{Libvirt, libvirt_skipped};
 pub use linux::LinuxGuest;
 pub use machine::{Accelerator, Disk, DiskFormat, Machine, VmPair};

@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context as _, Result, bail};
 use tempfile::TempDir;
 
-use crate::beat::BeatGuest;
+use crate::heartbeat::HeartbeatGuest;
 use crate::machine::write_boot_disk;
 use crate::requirement::skipped;
 
@@ -69,13 +69,13 @@ impl Libvirt {
         self.path("root")
     }
 
-    /// The XML of a domain that runs the beat guest, with a monitor for limosa and its serial port in the file
+    /// The XML of a domain that runs the heartbeat guest, with a monitor for limosa and its serial port in the file
     /// `serial`.
     ///
     /// # Errors
     /// The guest's disk cannot be made.
-    pub fn beat_domain(&self, name: &str, guest: &BeatGuest) -> Result<String> {
-        let disk = self.path("beat.img");
+    pub fn heartbeat_domain(&self, name: &str, guest: &HeartbeatGuest) -> Result<String> {
+        let disk = self.path("heartbeat.img");
         if !disk.exists() {
             write_boot_disk(&disk, guest)?;
         }

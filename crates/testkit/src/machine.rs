@@ -1,6 +1,6 @@
 //! The description of a VM: one value, from which a source and a destination are started that match.
 //!
-//! Law: the same value gives the same devices with the same ids at the same addresses, whatever the role.
+//! Law: the same value gives the same devices with the same ids at the same addresses, in each role.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 
 use crate::backend::MemoryBackend;
-use crate::beat::BeatGuest;
+use crate::heartbeat::HeartbeatGuest;
 use crate::linux::LinuxGuest;
 use crate::vm::{Role, Vm};
 
-/// What executes the guest.
+/// The accelerator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Accelerator {
     /// QEMU's own translator: works everywhere.
@@ -27,8 +27,8 @@ pub enum Accelerator {
 }
 
 impl Accelerator {
-    /// Whether a beat guest really beats under KVM here; tried once per process. Where KVM has to emulate a guest's
-    /// instructions one by one, it does, at a beat in minutes: that is no guest to test with.
+    /// Whether a heartbeat guest really runs under KVM here; tried once per process. Where KVM has to emulate a guest's
+    /// instructions one by one, it does, at one pass in minutes: that is no guest to test with.
     pub fn kvm_runs_guests() -> bool {
         static RUNS: OnceLock<bool> = OnceLock::new();
         *RUNS.get_or_init(|| {
@@ -45,7 +45,7 @@ impl Accelerator {
                 true
             };
             Path::new("/dev/kvm").exists()
-                && Machine::beat(BeatGuest::default()).accelerator(Self::Kvm).start().is_ok_and(beats)
+                && Machine::heartbeat(HeartbeatGuest::default()).accelerator(Self::Kvm).start().is_ok_and(beats)
         })
     }
 }
@@ -95,10 +95,10 @@ impl Disk {
     }
 }
 
-/// What runs in the VM.
+/// The guest of the VM.
 #[derive(Debug, Clone)]
 pub(crate) enum Guest {
-    Beat(BeatGuest),
+    Heartbeat(HeartbeatGuest),
     Linux(LinuxGuest),
     /// Nothing: the CPU is never started.
     Paused,
@@ -133,9 +133,9 @@ impl Machine {
         }
     }
 
-    /// A VM that boots the beat guest from a read-only disk, with 64 MiB beyond the end of its span.
-    pub fn beat(guest: BeatGuest) -> Self {
-        Self::new(Guest::Beat(guest), (guest.span().end + (64 << 20)).next_multiple_of(2 << 20))
+    /// A VM that boots the heartbeat guest from a read-only disk, with 64 MiB beyond the end of its span.
+    pub fn heartbeat(guest: HeartbeatGuest) -> Self {
+        Self::new(Guest::Heartbeat(guest), (guest.span().end + (64 << 20)).next_multiple_of(2 << 20))
     }
 
     /// A VM with 256 MiB that boots Linux.
@@ -155,7 +155,7 @@ impl Machine {
         self
     }
 
-    /// What executes the guest; TCG by default.
+    /// Sets the accelerator; TCG by default.
     #[must_use]
     pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
         self.accelerator = accelerator;
@@ -218,9 +218,9 @@ impl Machine {
         self.memory
     }
 
-    /// The beat guest, if that is what the VM boots.
-    pub fn beat_guest(&self) -> Option<BeatGuest> {
-        if let Guest::Beat(guest) = self.guest { Some(guest) } else { None }
+    /// The heartbeat guest, if that is what the VM boots.
+    pub fn heartbeat_guest(&self) -> Option<HeartbeatGuest> {
+        if let Guest::Heartbeat(guest) = self.guest { Some(guest) } else { None }
     }
 
     /// Starts the VM; its CPU runs unless the machine is a paused one.
@@ -303,8 +303,8 @@ impl Machine {
         add("-m", format!("{}B", self.memory));
         add("-object", memory_object.to_owned());
         match &self.guest {
-            Guest::Beat(guest) => {
-                let image = folder.join("beat.img");
+            Guest::Heartbeat(guest) => {
+                let image = folder.join("heartbeat.img");
                 write_boot_disk(&image, guest)?;
                 let boot = Disk { path: image, format: DiskFormat::Raw, writable: false };
                 add_disk(&mut add, "boot", &boot, ",bootindex=0");
@@ -339,7 +339,7 @@ fn add_disk(add: &mut impl FnMut(&str, String), id: &str, disk: &Disk, more: &st
 }
 
 /// A disk of 8 MiB, all hole but for the boot sector: the BIOS reads none of a disk smaller than one cylinder.
-pub(crate) fn write_boot_disk(path: &Path, guest: &BeatGuest) -> Result<()> {
+pub(crate) fn write_boot_disk(path: &Path, guest: &HeartbeatGuest) -> Result<()> {
     let write = || {
         let mut image = File::create_new(path)?;
         image.write_all(&guest.boot_sector())?;

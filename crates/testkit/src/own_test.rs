@@ -26,7 +26,7 @@ pub fn without_crate(path: &'static str) -> &'static str {
     path.split_once("::").map_or(path, |(_, name)| name)
 }
 
-/// What [`own_test!`] is.
+/// The body of [`own_test!`].
 #[must_use]
 pub fn own_test_command(name: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());

@@ -1,4 +1,4 @@
-//! Pages that a program in a guest holds: each can be told from any other, wherever it is found.
+//! Pages that a program in a guest holds: each differs from any other, wherever it is found.
 //!
 //! The program is the test's own executable, started again in the guest ([`crate::UmlGuest::programs`]) with the name
 //! of a test that calls [`hold_if_told`].
@@ -9,9 +9,9 @@ use std::time::Duration;
 
 /// Bytes of a page.
 const LENGTH: usize = 4096;
-/// What each of them begins with.
+/// The first bytes of each page.
 const MAGIC: &[u8; 8] = b"godwits!";
-/// How many MiB of them are to be held.
+/// Variable with the number of MiB to hold.
 const VARIABLE: &str = "LIMOSA_HOLD_MIB";
 /// The file that says that they are held; its removal asks for a check of them.
 const HELD: &str = "/tmp/held";
@@ -34,15 +34,15 @@ pub fn page(number: u64) -> [u8; LENGTH] {
     page
 }
 
-/// Which page it is, if it is one, whole.
+/// Returns the number of the page, if the bytes are a whole page of this pattern.
 pub fn number_of(bytes: &[u8]) -> Option<u64> {
     let rest = bytes.strip_prefix(MAGIC)?;
     let number = u64::from_le_bytes(*rest.first_chunk()?);
     (bytes == page(number)).then_some(number)
 }
 
-/// In a guest that is told so: holds pages, and looks whether they are still the same when it is asked. Does not return
-/// then. Elsewhere it does nothing.
+/// In a guest whose environment says so: holds pages, and looks whether they are still the same when it is asked. Does
+/// not return then. Elsewhere it does nothing.
 pub fn hold_if_told() {
     let Some(mib) = std::env::var(VARIABLE).ok().and_then(|text| text.parse::<u64>().ok()) else { return };
     let length = usize::try_from(mib << 20).expect("less than the address space");
@@ -66,8 +66,8 @@ pub fn hold_if_told() {
     }
 }
 
-/// The shell lines that have a guest's program hold so many MiB, and wait until it does. `test` is the name of the test
-/// that calls [`hold_if_told`].
+/// The shell lines that have a guest's program hold this number of MiB, and wait until it does. `test` is the name of
+/// the test that calls [`hold_if_told`].
 pub fn hold_line(program: &str, test: &str, mib: u64) -> String {
     format!(
         "{VARIABLE}={mib}; export {VARIABLE}; rm -f {HELD}; host {program} --exact {test} --nocapture >/dev/null 2>&1 & \

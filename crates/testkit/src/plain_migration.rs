@@ -1,4 +1,4 @@
-//! What stock QEMU does by itself: migration to another QEMU, save to and load from a mapped-ram file. The yardstick of
+//! Stock QEMU by itself: migration to another QEMU, save to and load from a mapped-ram file. The yardstick of
 //! limosa's tests, and the proof of the testkit's own.
 
 use std::path::Path;

@@ -10,7 +10,7 @@ use std::hint::black_box;
 pub struct Poisoning;
 
 impl Poisoning {
-    /// What freed memory is filled with.
+    /// The byte that freed memory is filled with.
     pub const POISON: u8 = 0xdb;
 }
 

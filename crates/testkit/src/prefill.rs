@@ -14,7 +14,7 @@ const PAGE_LEN: usize = 4096;
 /// Pages per write.
 const BATCH: u64 = 256;
 
-/// What a page is filled with.
+/// The contents of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PageKind {
     /// Not written at all: a hole of the file, reads as zeros.

@@ -8,11 +8,12 @@
 use std::io;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, ExitStatus};
+use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A child process, killed and reaped when dropped.
@@ -93,8 +94,8 @@ impl Process {
         let _ = child.wait();
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Child> {
-        self.child.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, Child> {
+        self.child.lock()
     }
 }
 
@@ -131,7 +132,7 @@ fn fork_from_the_lasting_thread(command: Command) -> Result<Child> {
         Mutex::new(sender)
     });
     let (answer, child) = channel();
-    let send = orders.lock().unwrap_or_else(std::sync::PoisonError::into_inner).send((command, answer));
+    let send = orders.lock().send((command, answer));
     send.map_err(|_| anyhow::anyhow!("the thread that starts processes is gone"))?;
     Ok(child.recv().context("the thread that starts processes is gone")??)
 }

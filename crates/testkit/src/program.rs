@@ -70,13 +70,13 @@ impl Program {
         self.process.try_wait().unwrap().is_none()
     }
 
-    /// What it has printed on standard error so far.
+    /// Returns its standard error so far.
     #[must_use]
     pub fn stderr(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("stderr")).unwrap()
     }
 
-    /// What it, or what it started, has printed on standard output so far.
+    /// Returns the standard output so far, its own and that of the programs it started.
     #[must_use]
     pub fn stdout(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("stdout")).unwrap()

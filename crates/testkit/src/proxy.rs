@@ -7,11 +7,12 @@ use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use limosa_page::to_usize;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// A direction through the proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,8 +105,7 @@ impl Proxy {
     /// Waits until this direction is stalled: false if that does not come about in time.
     pub fn wait_stalled(&self, direction: Direction, within: Duration) -> bool {
         let not_yet = |state: &mut State| !state_of(state, direction).stalled;
-        let waited = self.shared.1.wait_timeout_while(self.lock(), within, not_yet);
-        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+        !self.shared.1.wait_while_for(&mut self.lock(), not_yet, within).timed_out()
     }
 
     /// Ends a stall.
@@ -150,7 +150,7 @@ impl Drop for Proxy {
 }
 
 fn lock(shared: &SharedState) -> MutexGuard<'_, State> {
-    shared.0.lock().unwrap_or_else(PoisonError::into_inner)
+    shared.0.lock()
 }
 
 fn state_of(state: &mut State, direction: Direction) -> &mut DirectionState {
@@ -258,7 +258,7 @@ fn admit(shared: &SharedState, direction: Direction, wanted: usize) -> (usize, D
             let left = flow.stall_at.map_or(left, |at| left.min(at.saturating_sub(flow.passed)));
             return (wanted.min(to_usize(left)), flow.delay);
         }
-        state = shared.1.wait(state).unwrap_or_else(PoisonError::into_inner);
+        shared.1.wait(&mut state);
     }
 }
 

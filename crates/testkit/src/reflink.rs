@@ -58,7 +58,7 @@ impl ReflinkFolder {
         mount_loop(image, &self.path)
     }
 
-    /// Has the contents of a file written, but neither where they lie nor anything else of what the filesystem has in
+    /// Has the contents of a file written, but neither their places nor anything else of what the filesystem has in
     /// its log: before a power cut, what was written last may survive what was written first.
     ///
     /// # Errors
@@ -71,7 +71,7 @@ impl ReflinkFolder {
     /// How many extents of a file of the test's own filesystem are shared with others.
     ///
     /// # Errors
-    /// `xfs_io` cannot tell.
+    /// `xfs_io` fails.
     pub fn shared_extents(&self, file: &Path) -> Result<usize> {
         let words = [OsStr::new("-r"), OsStr::new("-c"), OsStr::new("fiemap -v"), file.as_os_str()];
         Ok(run("xfs_io", words)?.lines().filter(|line| is_shared(line)).count())
@@ -86,10 +86,10 @@ fn is_shared(line: &str) -> bool {
 
 /// Runs a test, on its own thread, in a folder of a filesystem that shares space. `None`: `LIMOSA_SKIP_REFLINK=1`.
 ///
-/// `LIMOSA_REFLINK_DIR` names a folder in which to make the test's, where no loop devices are to be had.
+/// `LIMOSA_REFLINK_DIR` names a folder in which to make the test's, where loop devices are missing.
 ///
 /// # Errors
-/// There is none, and none can be made; the message says what is needed, and how to skip the test.
+/// No such folder exists or can be made; the message names what is missing, and how to skip the test.
 ///
 /// # Panics
 /// As the test does.

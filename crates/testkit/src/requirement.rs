@@ -1,5 +1,5 @@
-//! What a test needs from the machine. Law: a test that cannot run fails and names the line to run; it is skipped only
-//! if the user asked for that.
+//! Requirements of tests on the machine. Law: a test that cannot run fails and names the line to run; it is skipped
+//! only if the user asked for that.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};

@@ -5,10 +5,11 @@
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, ioctl_fionread};
 use rustix::net::{RecvFlags, recv};
@@ -71,10 +72,11 @@ impl Serial {
 
     /// Waits until what is in the socket now has become lines.
     fn so_far(&self) -> MutexGuard<'_, Received> {
-        let received = self.lock();
+        let mut received = self.lock();
         let written = received.taken + ioctl_fionread(&self.stream).unwrap_or(0);
         let not_yet = |received: &mut Received| received.taken < written && !received.closed;
-        self.shared.1.wait_while(received, not_yet).unwrap_or_else(PoisonError::into_inner)
+        self.shared.1.wait_while(&mut received, not_yet);
+        received
     }
 
     /// The first line at or after position `from` that `wanted` accepts, with its position.
@@ -99,7 +101,7 @@ impl Serial {
                 let why = if received.closed { "the serial port was closed" } else { "time is up" };
                 bail!("the line waited for did not come ({why}, limit {limit:?}); last lines: {tail:?}");
             }
-            received = self.shared.1.wait_timeout(received, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.shared.1.wait_for(&mut received, left);
         }
     }
 
@@ -112,7 +114,7 @@ impl Serial {
     }
 
     fn lock(&self) -> MutexGuard<'_, Received> {
-        self.shared.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.0.lock()
     }
 }
 
@@ -128,7 +130,7 @@ fn drain(stream: &UnixStream, shared: &(Mutex<Received>, Condvar)) {
     loop {
         // Any failure shows again at the call below.
         let _ = poll(&mut [PollFd::new(stream, PollFlags::IN)], None);
-        let mut received = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut received = shared.0.lock();
         let length = match recv(stream, &mut buffer, RecvFlags::DONTWAIT) {
             Ok((_, 0)) => break,
             Ok((_, length)) => length,
@@ -149,6 +151,6 @@ fn drain(stream: &UnixStream, shared: &(Mutex<Received>, Condvar)) {
         }
         shared.1.notify_all();
     }
-    shared.0.lock().unwrap_or_else(PoisonError::into_inner).closed = true;
+    shared.0.lock().closed = true;
     shared.1.notify_all();
 }

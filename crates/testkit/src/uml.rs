@@ -29,7 +29,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Where its memory's file may be: a tmpfs, for holes are punched into it.
 const TMPFS: &str = "/dev/shm";
 
-/// What a guest is to be like.
+/// The options of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UmlGuest {
     /// MiB of memory.
@@ -142,7 +142,7 @@ impl Uml {
         self.process.pid()
     }
 
-    /// Pauses its kernel, and resumes it. A program in it that computes at that moment goes on to its next system call.
+    /// Pauses its kernel, and resumes it. A program in it that computes at that moment runs on to its next system call.
     pub fn pause(&self, pause: bool) {
         self.process.signal(if pause { Signal::STOP } else { Signal::CONT });
     }
@@ -184,7 +184,7 @@ const TRIES: u32 = 3;
 ///
 /// On a busy host user-mode Linux 6.1 now and then gets more signals at once than it has stack for; the kernel says
 /// that it "overflowed sigaltstack", and ends it by SIGSEGV. A test that fails *while a guest crashed like that* is run
-/// anew, and says so; any other failure is one.
+/// again, and says so; any other failure is an error.
 pub fn on_uml(test: impl Fn()) {
     if uml_skipped() {
         return;

@@ -5,14 +5,14 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow, bail};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::beat::{Beat, BeatGuest, LAP_ADDRESS, check_beat};
+use crate::heartbeat::{Heartbeat, HeartbeatGuest, PASS_ADDRESS, check_heartbeat};
 use crate::machine::{Guest, Machine};
 use crate::process::Process;
 use crate::qmp::Qmp;
@@ -113,7 +113,7 @@ impl Vm {
 
     /// The testkit's own monitor, also for tests that wait for events.
     pub fn qmp(&self) -> MutexGuard<'_, Qmp> {
-        self.qmp.lock().unwrap_or_else(PoisonError::into_inner)
+        self.qmp.lock()
     }
 
     /// Runs one command on the testkit's own monitor.
@@ -159,7 +159,7 @@ impl Vm {
         self.execute("stop", json!({})).map(drop)
     }
 
-    /// Lets the CPU go on.
+    /// Lets the CPU continue.
     ///
     /// # Errors
     /// QEMU refuses.
@@ -167,7 +167,7 @@ impl Vm {
         self.execute("cont", json!({})).map(drop)
     }
 
-    /// What QEMU has written on its standard output and error.
+    /// Returns QEMU's standard output and error.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
@@ -218,48 +218,49 @@ impl Vm {
         if self.machine.memory >= limit { then } else { self.machine.memory }
     }
 
-    fn beat_guest(&self) -> Result<BeatGuest> {
-        self.machine.beat_guest().context("this VM runs no beat guest")
+    fn heartbeat_guest(&self) -> Result<HeartbeatGuest> {
+        self.machine.heartbeat_guest().context("this VM runs no heartbeat guest")
     }
 
-    /// Waits for `count` beats that have not been there when this was called; returns the last.
+    /// Waits for `count` heartbeats that had not been there when this was called; returns the last.
     ///
     /// # Errors
-    /// The guest does not beat.
-    pub fn wait_beats(&self, count: usize) -> Result<Line> {
-        self.beat_guest()?;
+    /// The guest sends no heartbeat.
+    pub fn wait_heartbeats(&self, count: usize) -> Result<Line> {
+        self.heartbeat_guest()?;
         let mut from = self.serial.mark();
         let mut last = None;
         for _ in 0..count {
-            let (position, line) = self.serial.wait_from(from, LINE, |text| lap_number(text).is_some())?;
+            let (position, line) = self.serial.wait_from(from, LINE, |text| pass_number(text).is_some())?;
             (from, last) = (position + 1, Some(line));
         }
-        last.context("no beat to wait for")
+        last.context("no heartbeat to wait for")
     }
 
-    /// The last lap that the guest has announced on the serial port.
-    pub fn last_lap(&self) -> Option<u32> {
-        self.serial.lines().iter().rev().find_map(|line| lap_number(&line.text))
+    /// The number of the last pass that the guest has announced on the serial port.
+    pub fn last_pass(&self) -> Option<u32> {
+        self.serial.lines().iter().rev().find_map(|line| pass_number(&line.text))
     }
 
-    /// Proves that the beat guest's memory and its CPU are of one instant. A running VM is stopped for that and goes
-    /// on.
+    /// Proves that the heartbeat guest's memory and its CPU are of one instant. A running VM is stopped for that and
+    /// continues.
     ///
     /// # Errors
-    /// A [`crate::BeatError`] (by downcast) if they are not.
-    pub fn check_beat(&self) -> Result<Beat> {
-        let guest = self.beat_guest()?;
+    /// A [`crate::HeartbeatError`] (by downcast) if they are not.
+    pub fn check_heartbeat(&self) -> Result<Heartbeat> {
+        let guest = self.heartbeat_guest()?;
         let running = self.run_state()? == "running";
         if running {
             self.stop()?;
         }
         let span = self.read_memory(guest.span());
-        let lap = self.read_memory(LAP_ADDRESS..LAP_ADDRESS + 4);
+        let pass = self.read_memory(PASS_ADDRESS..PASS_ADDRESS + 4);
         if running {
             self.cont()?;
         }
-        let lap = lap?.try_into().map(u32::from_le_bytes).map_err(|_| anyhow!("the lap number is cut off"))?;
-        Ok(check_beat(&span?, guest.start)?.check_lap(lap, guest.pages)?)
+        let pass =
+            pass?.try_into().map(u32::from_le_bytes).map_err(|_| anyhow!("the number of the pass is cut off"))?;
+        Ok(check_heartbeat(&span?, guest.start)?.check_pass(pass, guest.pages)?)
     }
 
     /// Writes into the guest's RAM from outside: how a test shows that its own check would notice.
@@ -322,7 +323,7 @@ fn connect(process: &Process, qmp: &Path, serial: &Path) -> Result<(Qmp, Serial)
 }
 
 /// `0000002a`: eight hex digits.
-fn lap_number(text: &str) -> Option<u32> {
+fn pass_number(text: &str) -> Option<u32> {
     if text.len() == 8 { u32::from_str_radix(text, 16).ok() } else { None }
 }
 

@@ -14,7 +14,7 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-use crate::fault::{Fault, Faults};
+use crate::fault::{Fault, Faults, WithCauses};
 use crate::message::{HEADER, Header, MAX_BODY, MAX_DESCRIPTORS, Request, reply};
 use crate::session::{Answer, Session};
 
@@ -29,7 +29,7 @@ pub(crate) enum Disconnect {
     Refused,
 }
 
-/// Answers messages until the connection ends; `stop` is readable when the server is to stop.
+/// Answers messages until the connection ends; `stop` is readable when the server must stop.
 pub(crate) fn serve(socket: &OwnedFd, stop: BorrowedFd<'_>, session: &mut Session, faults: &Faults) -> Disconnect {
     let mut body = [0; MAX_BODY];
     loop {
@@ -68,8 +68,8 @@ fn answer_one(
                 return put(socket, stop, &reply(header.request, &body), Some(descriptor.as_fd()));
             }
             Err(refusal) => {
-                faults.note(Fault::Refused, &format_args!("{request}: {refusal}"));
-                // The front end waits for a reply with contents, and there is none.
+                faults.note(Fault::Refused, &format_args!("{request}: {}", WithCauses(&refusal)));
+                // The front end waits for a reply with contents, which does not exist.
                 if request.is_answered() {
                     return Err(Disconnect::Refused);
                 }

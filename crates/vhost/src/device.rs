@@ -18,9 +18,9 @@ pub enum More {
 /// It is called from two threads of the server: [`Device::process_queue`] from the one that processes queues,
 /// everything else from the one that answers messages. The server holds none of its locks during any call.
 ///
-/// **Law: what the message thread calls returns without waiting for `work`, and `work` without waiting for a message.**
-/// A virtual CPU that reads the configuration is stopped until the reply; and the message thread waits for `work` to
-/// return before it replies that a ring has stopped.
+/// **Law: what the message thread calls returns without waiting for `process_queue`, and `process_queue` without
+/// waiting for a message.** A virtual CPU that reads the configuration is stopped until the reply; and the message
+/// thread waits for `process_queue` to return before it replies that a ring has stopped.
 pub trait Device: Send + Sync {
     /// Feature bits of the device type. `VIRTIO_F_VERSION_1`, `VIRTIO_RING_F_EVENT_IDX` and vhost-user's own bit are
     /// added.
@@ -29,8 +29,8 @@ pub trait Device: Send + Sync {
     /// Maximum number of queues; at most [`MAX_QUEUES`](crate::MAX_QUEUES).
     fn queues(&self) -> usize;
 
-    /// What the driver has accepted of [`Device::features`]. Called again after every [reset](Self::reset), before a
-    /// ring runs.
+    /// The driver has acknowledged these of [`Device::features`]. Called again after every [reset](Self::reset), before
+    /// a ring runs.
     fn ack_features(&self, features: u64);
 
     /// Reads the configuration from `offset` on; zeros beyond its end.
@@ -55,17 +55,17 @@ pub trait Device: Send + Sync {
 
     /// The driver was active before this connection, or before it was stopped in another state: it was attached to a
     /// server that was killed, or the VM was loaded. What it has written into the configuration is not written again.
-    /// Called once, when that is detected: with the first of its rings that does not start at the beginning; `work` may
-    /// run on others.
+    /// Called once, when that is detected: with the first of its rings that does not start at the beginning;
+    /// `process_queue` may run on others.
     fn driver_resumed(&self) {}
 
     /// A ring has stopped. Buffers that were taken out of it and not given back belong to the driver again, which may
     /// offer them once more when the ring continues. The driver is the same, and its negotiated state remains valid:
-    /// the rings of a VM that is paused are stopped. `work` does not run on that queue meanwhile.
+    /// the rings of a VM that is paused are stopped. `process_queue` does not run on that queue meanwhile.
     fn stopped(&self, queue: usize);
 
     /// The driver has gone, and with it its negotiated state and every buffer that was taken out and not given back:
-    /// the front end resets the device, negotiates again, attaches another driver or has disconnected. `work` does not
-    /// run meanwhile, and no ring runs.
+    /// the front end resets the device, negotiates again, attaches another driver or has disconnected. `process_queue`
+    /// does not run meanwhile, and no ring runs.
     fn reset(&self);
 }

@@ -12,7 +12,7 @@ pub enum QueueError {
     /// The driver's ring is invalid, or outside the guest's memory. The ring is not processed until it is set up again.
     #[error("the driver's ring is broken: {0}")]
     Broken(#[from] virtio_queue::Error),
-    /// A buffer was to be given back that was not taken out, or was given back before.
+    /// The buffer was not taken out, or was given back before.
     #[error("buffer {head} is not with the device")]
     NotTaken {
         /// The index of its first descriptor.
@@ -41,7 +41,7 @@ pub enum RamError {
         why: String,
     },
     /// The kernel refused to map it.
-    #[error("memory region at guest address {guest_address:#x} of {length:#x} bytes: {operation}: {source}")]
+    #[error("memory region at guest address {guest_address:#x} of {length:#x} bytes: {operation}")]
     Kernel {
         /// Its first byte as the guest sees it.
         guest_address: u64,

@@ -3,6 +3,7 @@
 //! Law: a front end or a guest causes at most one line of the log for each kind of fault, however often the fault
 //! occurs.
 
+use std::error::Error;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,6 +21,19 @@ pub enum Fault {
     Ring,
     /// A device that cannot process a queue.
     Device,
+}
+
+/// An error, with its causes behind it.
+pub(crate) struct WithCauses<'e>(pub(crate) &'e dyn Error);
+
+impl fmt::Display for WithCauses<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)?;
+        match self.0.source() {
+            Some(cause) => write!(f, ": {}", WithCauses(cause)),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Fault {

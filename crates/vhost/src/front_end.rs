@@ -1,9 +1,10 @@
 //! A device's handle to the front end that it is attached to.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send};
@@ -21,7 +22,7 @@ struct FrontEndState {
     connected: AtomicBool,
     /// The socket for requests to the front end (`VHOST_USER_SET_BACKEND_REQ_FD`).
     channel: Mutex<Option<OwnedFd>>,
-    /// One bit for each queue that is to be processed.
+    /// One bit for each queue that waits to be processed.
     kicked: AtomicU64,
     /// One bit for each queue that has run and does not run now.
     idle: AtomicU64,
@@ -99,12 +100,12 @@ impl FrontEnd {
         drop(before);
     }
 
-    /// A descriptor that is readable when a queue is to be processed, or the worker is to check its state.
+    /// A descriptor that is readable when a queue waits to be processed, or the worker must check its state.
     pub(crate) fn wake(&self) -> &OwnedFd {
         &self.state.wake
     }
 
-    /// The queues that are to be processed, one bit each; they are cleared.
+    /// Takes the queues that wait to be processed, one bit each.
     pub(crate) fn take_kicked(&self) -> u64 {
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.state.wake, &mut count);
@@ -112,7 +113,7 @@ impl FrontEnd {
     }
 
     fn channel(&self) -> MutexGuard<'_, Option<OwnedFd>> {
-        self.state.channel.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.channel.lock()
     }
 }
 

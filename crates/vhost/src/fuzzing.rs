@@ -1,8 +1,9 @@
 //! For fuzzers and property tests: a session without a socket, and a device that does a little of everything.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::pwrite;
@@ -43,7 +44,7 @@ impl Device for TestDevice {
     fn attached(&self, _front_end: FrontEnd) {}
 
     fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held.lock();
         for _ in 0..16 {
             let Some(chain) = vring.pop()? else { return Ok(More::No) };
             let head = chain.head_index();
@@ -70,7 +71,7 @@ impl Device for TestDevice {
     }
 
     fn reset(&self) {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.held.lock().clear();
     }
 }
 

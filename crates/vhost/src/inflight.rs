@@ -159,7 +159,7 @@ impl InflightRing {
         self.area.as_volatile_slice().load(self.start + at, Ordering::SeqCst).map_or(0, u16::from_le)
     }
 
-    // `of` has checked that everything lies inside; a store outside has no effect.
+    // `of` has checked that everything is inside; a store outside has no effect.
     fn store_u16(&self, at: usize, value: u16) {
         let _ = self.area.as_volatile_slice().store(value.to_le(), self.start + at, Ordering::SeqCst);
     }
@@ -179,7 +179,7 @@ mod tests {
     use proptest::prelude::*;
 
     const SIZE: u16 = 8;
-    /// What the area has for a ring, where it has more than it needs.
+    /// The part of the area for a ring, where the area is longer than needed.
     const ROOM: u16 = 16;
 
     fn area() -> Arc<MmapRegion> {

@@ -287,7 +287,7 @@ impl VringState {
 pub struct VringAddress {
     /// Index of the ring.
     pub index: u32,
-    /// Whether writes to it are to be logged, and other flags.
+    /// Flags, among them whether writes to it are logged.
     pub flags: u32,
     /// Address of the descriptor table.
     pub descriptors: u64,
@@ -317,7 +317,7 @@ impl VringAddress {
     }
 }
 
-/// Which ring a descriptor is for, and whether there is one: `SET_VRING_KICK`, `SET_VRING_CALL`, `SET_VRING_ERR`.
+/// The ring of a descriptor, and whether a descriptor is sent: `SET_VRING_KICK`, `SET_VRING_CALL`, `SET_VRING_ERR`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VringDescriptor {
     /// Index of the ring.

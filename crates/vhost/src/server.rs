@@ -4,7 +4,7 @@
 //! forever: the front end can make a call descriptor blocking and full at any moment, because that is a property of the
 //! open file description, which is shared; and a page of its memory may never arrive (of a file in user space, or on a
 //! dead network). No call is safe from all of it. So only the threads of a connection use what its front end shares.
-//! The server's own thread waits for those threads, and once it is to stop, for at most [`PATIENCE`].
+//! The server's own thread waits for those threads, and once it must stop, for at most [`STOP_TIMEOUT`].
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,9 +27,9 @@ use crate::session::Session;
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, MAX_QUEUES};
 
-/// How long the threads of a connection may take to end when the server is to stop. The work for an honest front end
+/// How long the threads of a connection may take to end when the server must stop. The work for an honest front end
 /// (discarding some hundred MiB at most) takes a fraction of it.
-const PATIENCE: Duration = Duration::from_secs(5);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Number of front ends that may wait to be served.
 const BACKLOG: i32 = 4;
@@ -39,7 +39,7 @@ const BACKLOG: i32 = 4;
 #[non_exhaustive]
 pub enum ServerError {
     /// The server cannot listen at the socket.
-    #[error("listening on {}: {source}", path.display())]
+    #[error("listening on {}", path.display())]
     Listen {
         /// Its file.
         path: PathBuf,
@@ -53,7 +53,7 @@ pub enum ServerError {
         got: usize,
     },
     /// Serving failed for a reason that no front end caused.
-    #[error("serving {}: {operation}: {source}", path.display())]
+    #[error("serving {}: {operation}", path.display())]
     Kernel {
         /// The socket's file.
         path: PathBuf,
@@ -67,7 +67,7 @@ pub enum ServerError {
         "serving {}: stopped, but the front end blocks it by a descriptor or by memory that never arrives; after {} s its \
          threads are abandoned and end with the process",
         path.display(),
-        PATIENCE.as_secs()
+        STOP_TIMEOUT.as_secs()
     )]
     Held {
         /// The socket's file.
@@ -206,13 +206,13 @@ impl Server {
         disconnect.map_err(failed)
     }
 
-    /// Waits for the end of a connection; for at most [`PATIENCE`] once the server is to stop.
+    /// Waits for the end of a connection; for at most [`STOP_TIMEOUT`] once the server must stop.
     fn has_ended(&self, ended: &OwnedFd) -> Result<bool, Errno> {
         let waited = retry_on_intr(|| {
             poll(&mut [PollFd::new(ended, PollFlags::IN), PollFd::new(&*self.stop, PollFlags::IN)], None)
         });
         waited?;
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + STOP_TIMEOUT;
         loop {
             let left = Timespec::try_from(end.saturating_duration_since(Instant::now())).map_err(|_| Errno::INVAL)?;
             match poll(&mut [PollFd::new(ended, PollFlags::IN)], Some(&left)) {

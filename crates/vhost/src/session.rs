@@ -57,11 +57,11 @@ pub(crate) enum Answer {
 /// Why a message is refused.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Refusal {
-    #[error("{0}")]
+    #[error(transparent)]
     Message(#[from] MessageError),
-    #[error("{0}")]
+    #[error(transparent)]
     Memory(#[from] RamError),
-    #[error("{0}")]
+    #[error(transparent)]
     Ring(#[from] crate::QueueError),
     #[error("{0}")]
     Other(String),
@@ -91,8 +91,8 @@ pub(crate) struct Session {
     front_end: FrontEnd,
     faults: Arc<Faults>,
     features: u64,
-    /// The device has been given the features that its current driver accepted.
-    accepted: bool,
+    /// The device has the features that its current driver has acknowledged.
+    acked: bool,
     protocol: u64,
     regions: Vec<RamRegion>,
     ram: Option<Arc<Ram>>,
@@ -102,8 +102,8 @@ pub(crate) struct Session {
     touched: bool,
     /// All rings were stopped, and the driver that continues may be the same.
     paused: bool,
-    /// The device has been told that the driver was active before.
-    inherited: bool,
+    /// The device was notified that the driver was active before.
+    driver_resumed: bool,
 }
 
 impl Session {
@@ -115,7 +115,7 @@ impl Session {
             front_end,
             faults,
             features: 0,
-            accepted: false,
+            acked: false,
             protocol: 0,
             regions: Vec::new(),
             ram: None,
@@ -123,7 +123,7 @@ impl Session {
             inflight: None,
             touched: false,
             paused: false,
-            inherited: false,
+            driver_resumed: false,
         }
     }
 
@@ -253,13 +253,13 @@ impl Session {
         }
         self.reset();
         self.features = features;
-        self.tell_accepted();
+        self.ack_features();
         Ok(())
     }
 
-    /// Gives the device the accepted features, also of a driver that begins with features negotiated before.
-    fn tell_accepted(&mut self) {
-        if !std::mem::replace(&mut self.accepted, true) {
+    /// Gives the device the acknowledged features, also of a driver that begins with features negotiated before.
+    fn ack_features(&mut self) {
+        if !std::mem::replace(&mut self.acked, true) {
             self.device.ack_features(self.features & self.device.features());
             self.touched = true;
         }
@@ -272,7 +272,7 @@ impl Session {
         }
         self.rings.fill_with(VringSettings::default);
         (0..self.rings.len()).for_each(|index| self.front_end.set_idle(index, false));
-        (self.paused, self.inherited, self.accepted) = (false, false, false);
+        (self.paused, self.driver_resumed, self.acked) = (false, false, false);
         if std::mem::take(&mut self.touched) {
             self.device.reset();
         }
@@ -376,7 +376,7 @@ impl Session {
         let which = VringDescriptor::decode(body)?;
         let (index, _) = self.ring(u32::from(which.index))?;
         if which.none {
-            refuse_if(!descriptors.is_empty(), || "a descriptor with a message that says that there is none".into())?;
+            refuse_if(!descriptors.is_empty(), || "a descriptor with a message that announces no descriptor".into())?;
             return Ok((index, None));
         }
         Ok((index, Some(only(descriptors)?)))
@@ -410,7 +410,7 @@ impl Session {
 
     /// The device forgets the driver; rings that the next driver has already started begin again.
     fn change_driver(&mut self) {
-        (self.paused, self.inherited, self.accepted) = (false, false, false);
+        (self.paused, self.driver_resumed, self.acked) = (false, false, false);
         self.rings.iter_mut().for_each(|settings| settings.known = false);
         let started: Vec<usize> =
             (0..).zip(&self.rings).filter_map(|(index, settings)| settings.started.then_some(index)).collect();
@@ -434,7 +434,7 @@ impl Session {
 
     /// Sets a ring up as the front end has set it.
     fn set_up(&mut self, index: usize) -> Result<(), Refusal> {
-        self.tell_accepted();
+        self.ack_features();
         if let (Some(settings), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) {
             let address =
                 settings.address.ok_or_else(|| Refusal::Other(format!("queue {index} has no address yet")))?;
@@ -463,7 +463,7 @@ impl Session {
             settings.started = true;
             self.touched = true;
             let known = std::mem::replace(&mut settings.known, true);
-            if was_used && !known && !std::mem::replace(&mut self.inherited, true) {
+            if was_used && !known && !std::mem::replace(&mut self.driver_resumed, true) {
                 self.device.driver_resumed();
             }
         }
@@ -520,7 +520,7 @@ impl Session {
         ring.vring.tear_down()
     }
 
-    /// Stops a ring and returns the index at which it is to continue.
+    /// Stops a ring and returns the index at which it continues.
     fn stop(&mut self, index: u32) -> Result<u16, Refusal> {
         let (index, settings) = self.ring(index)?;
         (settings.started, settings.address) = (false, None);

@@ -10,10 +10,11 @@
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use limosa_page::{BrokenInvariant, invariant};
+use parking_lot::{Mutex, MutexGuard};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::{Address as _, Bytes as _, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
@@ -306,7 +307,7 @@ impl Vring {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -338,7 +339,7 @@ fn one_entry(before: u16, after: u16) -> Result<(), BrokenInvariant> {
     invariant(after.wrapping_sub(before) == 1, "a buffer that is given back is one entry of the used ring")
 }
 
-/// A queue as set up, if it is valid and lies in memory.
+/// The queue as set up, if it is valid and in memory.
 fn queue_at(setup: &RingSetup, ram: &Ram) -> Result<Queue, QueueError> {
     let mut queue = Queue::new(MAX_QUEUE_SIZE)?;
     queue.try_set_size(setup.size)?;

@@ -6,9 +6,10 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Condvar, Mutex};
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
 use rustix::io::Errno;
@@ -44,7 +45,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// A worker with this number of rings, none of which is set up.
+    /// A worker with this number of rings, not set up yet.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         front_end: FrontEnd,
@@ -72,7 +73,7 @@ impl Worker {
     /// Sets the queue's kick descriptor.
     pub(crate) fn set_kick(&self, queue: usize, kick: Option<Notifier>) -> io::Result<()> {
         let Some(ring) = self.rings.get(queue) else { return Ok(()) };
-        let mut place = lock(&ring.kick);
+        let mut place = ring.kick.lock();
         if let Some(before) = place.take() {
             // It is no longer in the set if its other end has been closed.
             let _ = epoll::delete(&self.epoll, &before);
@@ -88,14 +89,13 @@ impl Worker {
     /// Sets the descriptor that is notified when the ring is invalid.
     pub(crate) fn set_error(&self, queue: usize, error: Option<Notifier>) {
         if let Some(ring) = self.rings.get(queue) {
-            *lock(&ring.error) = error;
+            *ring.error.lock() = error;
         }
     }
 
     /// Returns when the device is not processing that queue. The caller has ensured that it does not begin again.
     pub(crate) fn wait_until_idle(&self, queue: usize) {
-        let at = lock(&self.at);
-        drop(self.left.wait_while(at, |at| *at == Some(queue)).unwrap_or_else(PoisonError::into_inner));
+        self.left.wait_while(&mut self.at.lock(), |at| *at == Some(queue));
     }
 
     /// Makes [`run`](Self::run) return.
@@ -137,7 +137,7 @@ impl Worker {
             else {
                 continue;
             };
-            let mut place = lock(&ring.kick);
+            let mut place = ring.kick.lock();
             if let Some(kick) = &*place {
                 if !kick.drain() {
                     // Its other end is closed: it would remain readable forever.
@@ -162,7 +162,7 @@ impl Worker {
     }
 
     fn process(&self, index: usize, ring: &Ring) -> More {
-        *lock(&self.at) = Some(index);
+        *self.at.lock() = Some(index);
         // Only now: a thread that stops the ring checks `at` after it has stopped the ring.
         let more = if ring.vring.runs() && !ring.broken.load(Ordering::SeqCst) {
             self.process_queue(index, &ring.vring)
@@ -178,14 +178,14 @@ impl Worker {
                 let kind = if matches!(error, QueueError::Broken(_)) { Fault::Ring } else { Fault::Device };
                 self.faults
                     .note(kind, &format_args!("queue {index}: {error}; it is not processed until it is set up again"));
-                if let Some(error) = &*lock(&ring.error) {
+                if let Some(error) = &*ring.error.lock() {
                     error.notify();
                 }
                 More::No
             }
         };
         // After the reports of an invalid ring: they are about the ring as it was set up at that time.
-        *lock(&self.at) = None;
+        *self.at.lock() = None;
         self.left.notify_all();
         more
     }
@@ -203,8 +203,4 @@ impl Worker {
         let left = vring.enable_notification()?;
         Ok(if left.is_some_and(|left| left != next) { More::Yes } else { more })
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! Which file imports which, and the circles in it.
+//! The graph of imports between files, and its circles.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -75,12 +75,12 @@ impl Mentioned {
             let scoped = matches!(tokens.get(at + 1), Some(TokenTree::Group(scope)) if scope.delimiter() == Delimiter::Parenthesis);
             let next = if scoped { at + 2 } else { at + 1 };
             if ident(tokens, next).is_some_and(|word| word == "use") {
-                return self.import(tokens, next + 1, module, (true, top));
+                return self.import(tokens, next + 1, module, Place { public: true, top });
             }
             return next;
         }
         if word == "use" {
-            return self.import(tokens, at + 1, module, (false, top));
+            return self.import(tokens, at + 1, module, Place { public: false, top });
         }
         let begins = !word.is_empty() && separated(tokens, at + 1) && !(at >= 2 && separated(tokens, at - 2));
         if begins {
@@ -100,15 +100,15 @@ impl Mentioned {
     }
 
     /// The `use` whose tree begins at `at`; a public one gives names and uses nothing.
-    fn import(&mut self, tokens: &[TokenTree], at: usize, module: &[String], (public, top): (bool, bool)) -> usize {
+    fn import(&mut self, tokens: &[TokenTree], at: usize, module: &[String], place: Place) -> usize {
         let mut paths = Vec::new();
         let end = path(tokens, at, &[], &mut paths);
         for (path, name) in paths {
             let Some(path) = self.resolved(&path, module) else { continue };
-            if top {
+            if place.top {
                 self.names.insert(name, path.clone());
             }
-            if !public {
+            if !place.public {
                 self.paths.push(path);
             }
         }
@@ -134,6 +134,15 @@ impl Mentioned {
         }
         Some(from)
     }
+}
+
+/// The place of a `use`.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    /// It is public.
+    public: bool,
+    /// It is at the top of its module.
+    top: bool,
 }
 
 /// The path, or the paths of the group, that begins at `at` and continues `from`, each with the name that a `use` gives

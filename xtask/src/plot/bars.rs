@@ -44,7 +44,7 @@ const WAYS: [RGBColor; 4] =
 #[derive(Debug)]
 pub(super) struct Bar {
     pub(super) label: String,
-    /// Which of the colours, the plain way's first; all beyond the last have the last.
+    /// The colour by its index, the plain way's first; all beyond the last have the last.
     pub(super) colour: usize,
     pub(super) spread: Spread,
 }
@@ -72,7 +72,7 @@ impl Row {
     }
 }
 
-/// What is drawn.
+/// The data of the picture.
 #[derive(Debug)]
 pub(super) struct Picture<'p> {
     pub(super) title: &'p str,
@@ -187,7 +187,7 @@ fn same_scale(rows: &[Row]) -> usize {
     rows.iter().take_while(fits).count().max(1)
 }
 
-/// Text of so many pixels, its middle line at the place that is given.
+/// Text of this height in pixels, with its middle line at the given place.
 fn text(pixels: u8, side: HPos, style: FontStyle) -> TextStyle<'static> {
     // plotters makes a font smaller by this factor.
     let size = f64::from(pixels) * 1.24;

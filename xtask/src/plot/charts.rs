@@ -1,29 +1,29 @@
-//! Which pictures are drawn of which bench.
+//! The pictures of each bench.
 
 /// A picture of some cases of a bench.
 #[derive(Debug)]
 pub(super) struct Chart {
     /// The bench.
     bench: &'static str,
-    /// What the file is called, behind its date.
+    /// The name of the file after its date.
     pub(super) name: &'static str,
     pub(super) title: &'static str,
-    /// What the cases that it shows begin with.
+    /// The prefix of the cases that it shows.
     pub(super) cases: &'static str,
     pub(super) figure: Figure,
 }
 
-/// What the bars are as long as.
+/// The figure that sets the length of the bars.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Figure {
     /// Seconds on the clock.
     Wall,
-    /// A counter, so many of which make a unit.
+    /// A counter, and the number of counts in a unit.
     Counter { name: &'static str, words: &'static str, unit: &'static str, per_unit: f64 },
 }
 
 impl Figure {
-    /// What it is.
+    /// The caption.
     pub(super) fn words(self) -> &'static str {
         match self {
             Self::Wall => "time, less is better",
@@ -31,7 +31,7 @@ impl Figure {
         }
     }
 
-    /// What of so many rounds is shown.
+    /// The value of several rounds that is shown.
     pub(super) fn of_rounds(self, rounds: u32) -> String {
         match self {
             Self::Wall => format!("median of {rounds} rounds, line from the shortest to the longest"),
@@ -92,7 +92,7 @@ const CHARTS: [Chart; 11] = [
     Chart {
         bench: "zero-page",
         name: "zero-guests",
-        title: "A guest of which 31 pages of 32 are zero, migrated as a whole",
+        title: "A guest with 31 of 32 pages zero, migrated as a whole",
         cases: "zero-heavy guest",
         figure: Figure::Wall,
     },

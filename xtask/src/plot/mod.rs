@@ -15,7 +15,7 @@ use serde::Deserialize;
 use crate::shell;
 use charts::{Chart, Figure};
 
-/// What `limosa-bench NAME --json` has printed, as far as it is drawn.
+/// The part of the output of `limosa-bench NAME --json` that is drawn.
 #[derive(Debug, Deserialize)]
 struct Report {
     bench: String,

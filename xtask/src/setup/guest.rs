@@ -1,6 +1,6 @@
 //! The Linux guest's parts: the distribution's cloud kernel, the virtio and TLS modules it does not have built in, and
 //! a static busybox, unpacked (never installed) into a cache folder. It says which modules were looked for, so that one
-//! of an older list is made anew; a kernel may have some of them built in.
+//! of an older list is made again; a kernel may have some of them built in.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! What root has to do, as data: a file to write, then commands. The same plan is executed or printed as one line.
+//! The steps for root, as data: a file to write, then commands. The same plan is executed or printed as one line.
 //!
 //! Law: deciding is pure (an os-release text and the apt sources go in, a plan comes out); only [`Plan::execute`] acts.
 

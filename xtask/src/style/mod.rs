@@ -39,7 +39,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// What `cargo xtask test` runs.
+/// Compares the numbers, for `cargo xtask test`.
 pub(crate) fn check() -> Result<()> {
     ratchet::check(&counts()?)
 }
@@ -69,7 +69,7 @@ fn counts() -> Result<Vec<Count>> {
     Ok(counts)
 }
 
-/// The pages that are kept up to date: not the changelog and the dated records of benchmarks, which tell what once was.
+/// The pages that are kept up to date: not the changelog and the dated records of benchmarks, which describe the past.
 fn pages(root: &Path) -> Result<Vec<PathBuf>> {
     let mut pages: Vec<PathBuf> =
         ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"].map(|name| root.join(name)).into();

@@ -95,7 +95,9 @@ impl Found {
         for ((line, _), text) in messages::texts(source.text)? {
             let place = || format!("{}:{line}: {}", source.path, text.words.replace('\n', "\\n"));
             if source.path.contains("/src/") {
-                self.turns.extend(turns_in(&text.words).map(|turn| format!("{} ({turn})", place())));
+                // The list above is not prose.
+                let turns = turns_in(&text.words).filter(|turn| *turn != text.words);
+                self.turns.extend(turns.map(|turn| format!("{} ({turn})", place())));
             }
             if !source.program && names_option(&text.words) {
                 self.options.push(place());
@@ -175,8 +177,8 @@ mod tests {
 
     #[test]
     fn turns_of_phrase_are_found_in_comments_and_messages_and_not_inside_words() {
-        let text = "//! What is read anew.\n// so many, Whatever\nfn f() -> R { let renew = anew(); g(); // it goes on\n bail!(\"it is to be done\") }";
-        let found = found(text);
+        let text = "//! What is read anew.\n// so many, Whatever\nfn f() -> R { let renew = anew(); g(); #it goes on\n bail!(\"it is to be done\") }";
+        let found = found(&text.replace('#', "// "));
         assert_eq!(found.turns.len(), 5, "{:#?}", found.turns);
         assert!(found.turns.iter().any(|place| place.ends_with("(is to be)")));
         assert_eq!(turns_in("renewed, whatever-like").collect::<Vec<_>>(), ["whatever"]);

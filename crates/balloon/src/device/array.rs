@@ -16,7 +16,7 @@ use crate::ring::Ring;
 const NUMBERS: u64 = 1 << 20;
 
 impl Balloon {
-    pub(super) fn work_on_arrays<R: Ring>(&self, role: Role, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+    pub(super) fn process_arrays<R: Ring>(&self, role: Role, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
         let notifies = self.acked_features().has(Features::MUST_TELL_HOST);
         self.give_back(state, ring, |state, chain| {
             let Some(memory) = self.guest_memory() else { return Vec::new() };

@@ -3,7 +3,7 @@
 //! A huge page can be given back only when all of it is in the balloon, and the guest puts it there in parts. So there
 //! is a bit for each page, which is valid only if the driver notifies the device before it uses a page again. **Law:
 //! where a driver has not promised that ([`MUST_TELL_HOST`](crate::Features::MUST_TELL_HOST)), no bits are kept**: only
-//! the huge pages that lie completely in one array are given back. No bits are kept of ordinary memory, nor of memory
+//! the huge pages that are completely in one array are given back. No bits are kept of ordinary memory, nor of memory
 //! that was removed.
 
 use std::ops::Range;

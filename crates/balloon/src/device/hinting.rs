@@ -18,7 +18,7 @@ impl Balloon {
         HintList { state: hinting.handshake.state(), ..hinting.list }
     }
 
-    pub(super) fn work_on_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+    pub(super) fn process_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
         // A command that is given from here on may have buffers before it that are taken without being counted.
         let given = self.hinting.lock().handshake.unannounced();
         let (mut budget, mut left) = (WorkBudget::default(), 0);

@@ -44,7 +44,7 @@ pub trait Transport: Send + Sync {
     /// Notifies the driver that the configuration has changed. It must not wait for the driver.
     fn config_changed(&self);
 
-    /// Schedules [work](Balloon::process_queue) on a queue. It must not process the queue itself.
+    /// Schedules [processing](Balloon::process_queue) on a queue. It must not process the queue itself.
     fn kick(&self, queue: usize);
 
     /// Whether the driver's end is still connected.
@@ -88,7 +88,7 @@ pub struct Size {
 struct Guest {
     memory: Option<Arc<dyn Reclaim>>,
     transport: Option<Arc<dyn Transport>>,
-    /// Bytes of memory that the guest is to have; `None`: all.
+    /// Bytes of memory that the guest should keep; `None`: all.
     target: Option<u64>,
 }
 
@@ -209,7 +209,7 @@ impl Balloon {
         }
     }
 
-    /// Connects the device. There is a driver once it has [accepted](Self::ack_features) features. If these include
+    /// Connects the device. There is a driver once it has [acknowledged](Self::ack_features) features. If these include
     /// page poison, no reported page is given back and no list is requested until the driver has written the value: a
     /// driver that another process had before has written it there, and may look like a new one.
     pub fn attached(&self, transport: Arc<dyn Transport>) {
@@ -223,7 +223,7 @@ impl Balloon {
     /// server's configuration, so it is notified that the configuration has changed: it takes its hinted pages back,
     /// and resizes its balloon as requested here. The size of its balloon is known after the next change.
     pub fn driver_resumed(&self) {
-        self.config.inherit();
+        self.config.driver_resumed();
         if let Some(mut state) = self.state(Role::Statistics) {
             state.outdated = true;
         }
@@ -233,7 +233,7 @@ impl Balloon {
     /// A queue has stopped, as when the VM is paused: its buffers that are not given back belong to the driver again,
     /// which offers them again when it continues. The driver's state remains valid, and so does a list of free pages
     /// that was requested; statistics that are offered again are not reported, but requested once more. No thread may
-    /// [work](Self::process_queue) on that queue meanwhile.
+    /// [process](Self::process_queue) that queue meanwhile.
     pub fn stopped(&self, queue: usize) {
         let role = self.numbering.role(self.acked_features(), queue);
         if let Some(mut state) = role.and_then(|role| self.state(role)) {
@@ -242,16 +242,16 @@ impl Balloon {
         }
     }
 
-    /// The driver is gone, or starts again: there is none until it has [`accepted`](Self::ack_features) features, the
-    /// balloon is empty, no buffer of the queues is held, no list of free pages is received, there are no statistics.
-    /// The accepted features remain set until then, and the poison value until the next driver that has accepted that
-    /// feature writes it, which it does before it gives any page.
+    /// The driver is gone, or starts again. Until it has [acknowledged](Self::ack_features) features there is no
+    /// driver, the balloon is empty, no buffer of the queues is held, no list of free pages is received, there are no
+    /// statistics. The accepted features remain set until then, and the poison value until the next driver that has
+    /// accepted that feature writes it, which it does before it gives any page.
     ///
     /// After it returns, no page or block of the driver is given back or passed on, and its rings are not changed: it
     /// waits for threads that process a queue, which return after their current call (one discard, for example). So it
-    /// must not be called from within [`work`](Self::process_queue). A guest that reads or writes the configuration
-    /// meanwhile does not wait. The caller must have stopped the rings before: buffers that are taken out of a ring
-    /// later count as the next driver's.
+    /// must not be called from within [`process_queue`](Self::process_queue). A guest that reads or writes the
+    /// configuration meanwhile does not wait. The caller must have stopped the rings before: buffers that are taken out
+    /// of a ring later count as the next driver's.
     pub fn reset(&self) {
         self.has_acked.store(false, Ordering::Release);
         self.epoch.fetch_add(1, Ordering::AcqRel);
@@ -264,7 +264,7 @@ impl Balloon {
         self.changes.fetch_add(had_balloon.into(), Ordering::AcqRel);
     }
 
-    /// Sets the number of bytes that the guest is to have: its driver puts the rest into the balloon. More than its
+    /// Sets the number of bytes that the guest should keep: its driver puts the rest into the balloon. More than its
     /// memory means all of it.
     ///
     /// # Errors
@@ -277,12 +277,12 @@ impl Balloon {
         Ok(())
     }
 
-    /// The [target](Self::set_target); `None`: none, so the guest is to have all of its memory, also after it grows.
+    /// The [target](Self::set_target); `None`: the guest keeps all of its memory, also after it grows.
     pub fn target(&self) -> Option<u64> {
         self.guest.lock().target
     }
 
-    /// The guest is to have all of its memory again, including memory that is plugged later.
+    /// Lets the guest have all of its memory again, including memory that is plugged later.
     pub fn clear_target(&self) {
         self.want(None);
     }
@@ -330,14 +330,14 @@ impl Balloon {
         let Some(role) = self.numbering.role(self.acked_features(), queue) else { return Ok(More::No) };
         let Some(mut state) = self.state(role) else { return Ok(More::No) };
         match role {
-            Role::Inflate | Role::Deflate => self.work_on_arrays(role, &mut state, ring),
-            Role::Statistics => self.work_on_statistics(&mut state, ring),
-            Role::Hint => self.work_on_hints(&mut state, ring).inspect_err(|error| {
+            Role::Inflate | Role::Deflate => self.process_arrays(role, &mut state, ring),
+            Role::Statistics => self.process_statistics(&mut state, ring),
+            Role::Hint => self.process_hints(&mut state, ring).inspect_err(|error| {
                 if !R::is_stopped(error) {
                     self.end_hinting();
                 }
             }),
-            Role::Reporting => self.work_on_reports(&mut state, ring),
+            Role::Reporting => self.process_reports(&mut state, ring),
         }
     }
 
@@ -352,9 +352,9 @@ impl Balloon {
         self.reporting.load(Ordering::Acquire)
     }
 
-    /// Law: a block is given back before its buffer is acknowledged, and never after: with the acknowledgement the guest
-    /// may use it again.
-    fn work_on_reports<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+    /// Law: a block is given back before its buffer is acknowledged, and never after: with the acknowledgement the
+    /// guest may use it again.
+    fn process_reports<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
         self.give_back(state, ring, |_, chain| {
             let memory = self.guest_memory();
             let ram = memory.as_ref().map_or(&[][..], |memory| memory.ram());

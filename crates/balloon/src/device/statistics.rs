@@ -43,7 +43,7 @@ impl Balloon {
         self.statistics.lock().statistics
     }
 
-    pub(super) fn work_on_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+    pub(super) fn process_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
         let (mut budget, mut unread) = (WorkBudget::default(), false);
         let more = loop {
             if budget.is_spent(BUFFERS) || self.is_reset(state.epoch) {

@@ -1,4 +1,4 @@
-//! Memory in huge pages of the host: which pages are given back, for which driver, and which no longer are.
+//! Memory in huge pages of the host: the pages that are given back, by driver, and those that no longer are.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -150,7 +150,7 @@ fn real_huge_pages_of_the_host_are_given_back_completely() {
         let block = BlockOptions::memfd("pc.ram", 16 * MIB).huge_pages(2 * MIB).map().unwrap();
         block.write(0, &vec![7; 16 << 20]).unwrap();
         let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
-        // The rings lie in separate memory, at the guest's addresses.
+        // The rings are in separate memory, at the guest's addresses.
         let bare = Bare::with(|_| Arc::new(GuestRam::new(Arc::clone(&memory), strategy)));
         let block = memory.block(0).unwrap();
         let resident = || fstat(block.file().unwrap().0).unwrap().st_blocks * 512 / (2 << 20);

@@ -78,7 +78,7 @@ pub(crate) fn poll_until_idle(driver: &mut TestDriver) {
     while driver.poll().unwrap() {}
 }
 
-/// What a sink received of a list of free pages.
+/// A sink that keeps the list of free pages that it received.
 #[derive(Debug, Default)]
 pub(crate) struct ReceivedList {
     pub(crate) ranges: Mutex<Vec<Range<u64>>>,

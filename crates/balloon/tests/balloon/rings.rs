@@ -370,7 +370,7 @@ fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call(
     balloon.process_queue(3, &ring).unwrap();
     assert!(bare.command() < 0x8000_0000, "there are buffers before it");
     field(first.checked_add(1).unwrap_or(0x8000_0000));
-    // The call for which the request has kicked.
+    // The call that the request has scheduled by its kick.
     balloon.process_queue(3, &ring).unwrap();
     assert_eq!(*second.0.lock(), [0; 0], "that was free before the request");
     bare.offer(2, 0x4000, 4, 0);

@@ -1,4 +1,4 @@
-//! Which thread waits for which: an access to the configuration for none, a reset for the threads that process a queue.
+//! Waiting threads: an access to the configuration never waits, a reset waits for the threads that process a queue.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};

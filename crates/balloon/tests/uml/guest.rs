@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
 use limosa_memory::{FreePageSink, FreePages as _};
 use limosa_testkit::{Uml, UmlGuest, pattern};
 use limosa_vhost::{Fault, Ram, Server, ServerError, Stopper};
+use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -138,7 +139,7 @@ impl Guest {
         self.uml.meminfo("MemFree").unwrap() * 1024
     }
 
-    /// Ends a list, and waits until the guest has its pages back, of which there were this many free bytes. It needs
+    /// Ends a list, and waits until the guest has as many free bytes as before. It needs
     /// them for what comes next.
     pub(crate) fn done(&self, free: u64) {
         self.balloon.done();
@@ -182,7 +183,7 @@ impl Guest {
         }
     }
 
-    /// Ends the server, whatever it is doing.
+    /// Ends the server at once.
     pub(crate) fn end_server(&mut self) {
         self.stopper.stop();
         self.thread.take().unwrap().join().unwrap().unwrap();
@@ -213,25 +214,25 @@ pub(crate) struct List {
 
 impl List {
     pub(crate) fn is_complete(&self) -> bool {
-        self.got.lock().unwrap().1
+        self.got.lock().1
     }
 
     pub(crate) fn ranges(&self) -> Vec<Range<u64>> {
-        self.got.lock().unwrap().0.clone()
+        self.got.lock().0.clone()
     }
 }
 
 impl FreePageSink for List {
     fn free(&self, range: Range<u64>) {
-        self.got.lock().unwrap().0.push(range);
+        self.got.lock().0.push(range);
     }
 
     fn complete(&self) {
-        self.got.lock().unwrap().1 = true;
+        self.got.lock().1 = true;
     }
 }
 
-/// Bytes in ranges, none of which may be in two.
+/// Bytes in ranges that do not overlap.
 pub(crate) fn bytes(ranges: &[Range<u64>]) -> u64 {
     let mut sorted = ranges.to_vec();
     sorted.sort_unstable_by_key(|range| range.start);

@@ -38,7 +38,7 @@ pub(super) fn can_share(folder: &Path) -> Result<bool> {
     Ok(shared)
 }
 
-/// What is measured on a disk of so many bytes.
+/// The cells that are measured on a disk of `size` bytes.
 pub(super) fn cells(size: u64) -> Vec<Cell> {
     let mut cells = Vec::new();
     for through in [Through::Direct, Through::Warm, Through::Cold] {

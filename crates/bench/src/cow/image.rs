@@ -15,7 +15,7 @@ use limosa_storage::{Buffer, CacheMode, Create, FileCounters, FileOptions, FileS
 use super::split::Split;
 use crate::content::fill_random;
 
-/// What lies under the clusters that are written.
+/// The data below the clusters that are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Under {
     /// Nothing.
@@ -26,7 +26,7 @@ pub(super) enum Under {
     Own,
 }
 
-/// What is between the images' files and those who read and write them.
+/// The layer between the images' files and their users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Through {
     /// Nothing: direct I/O.
@@ -56,7 +56,7 @@ pub(super) enum Copies {
     Split,
 }
 
-/// What kind of image.
+/// The kind of image.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
     pub(super) cluster: u64,
@@ -66,7 +66,7 @@ pub(super) struct Shape {
     pub(super) through: Through,
 }
 
-/// The image that lies under the others, full of random bytes.
+/// The image below the others, full of random bytes.
 #[derive(Debug, Clone)]
 pub(super) struct Base {
     pub(super) folder: Rc<PathBuf>,
@@ -76,7 +76,7 @@ pub(super) struct Base {
 /// An open image, and the files under it.
 pub(super) struct Image {
     image: Arc<Qcow2>,
-    /// What the load goes through, if that is not the image.
+    /// The layer that takes the load, if it is not the image.
     split: Option<Split>,
     files: Vec<Arc<FileStorage>>,
 }
@@ -112,7 +112,7 @@ impl Base {
         Ok(base)
     }
 
-    /// A fresh image of this shape, or the base itself where what is written is to be there; not open.
+    /// Makes a fresh image of this shape, or returns the base itself where the written clusters must exist; not open.
     pub(super) fn fresh(&self, shape: &Shape) -> Result<PathBuf> {
         if shape.under == Under::Own {
             return Ok(self.path());
@@ -175,7 +175,7 @@ impl Base {
 }
 
 impl Image {
-    /// What the load is put on.
+    /// The target of the load.
     pub(super) fn disk(&self) -> &dyn Disk {
         match &self.split {
             Some(split) => split,
@@ -183,12 +183,12 @@ impl Image {
         }
     }
 
-    /// What the image had its files do.
+    /// The operations of the image on its files.
     pub(super) fn counts(&self) -> Counts {
         self.image.counts()
     }
 
-    /// What its files were asked, all together.
+    /// The requests to all of its files.
     pub(super) fn counters(&self) -> FileCounters {
         let mut sum = FileCounters::default();
         for file in &self.files {

@@ -15,7 +15,7 @@ use crate::measure::{Measured, Stopwatch, millis};
 /// Requests a second.
 pub(super) const IOPS: &str = "iops";
 
-/// What a load is put on, and where.
+/// A load and its image.
 #[derive(Debug, Clone)]
 pub(super) struct Cell {
     pub(super) case: String,
@@ -42,7 +42,7 @@ pub(super) struct Load {
     pub(super) step: Option<u64>,
     /// The clock ends when they are durable, not when they are done.
     pub(super) durable: bool,
-    /// Threads that put it on, each every so many requests and so many of its own at once.
+    /// Threads that make the requests in turn, each with `depth` of its own in flight.
     pub(super) queues: u64,
 }
 

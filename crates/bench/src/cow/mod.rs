@@ -112,7 +112,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// Everything that is measured on a disk of so many bytes, with so many sequential requests.
+/// The cells that are measured on a disk of `size` bytes, with this number of sequential requests.
 fn cells(size: u64, sequential: Option<u64>) -> Vec<Cell> {
     let usual = Shape {
         cluster: 64 << 10,

@@ -4,25 +4,26 @@
 //! what is before them in the cluster is read from the backing image and written, and then what is behind them.
 //! Everything else is the image's own work and the same for both twins: allocation, tables, flushes, the files and how
 //! they are read and written. For that the image is opened without its backing image, so that to it a new cluster, on
-//! space that proves zeros, is one write of the guest's bytes; what lies below is read here. A second request to a
+//! space that proves zeros, is one write of the guest's bytes; the data below is read here. A second request to a
 //! cluster waits for the first one.
 //!
 //! It takes what the loads ask for: writes and flushes, of an image that begins empty.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use futures_util::lock::Mutex as Turn;
 use limosa_image::qcow2::Qcow2;
 use limosa_image::{Disk, GuestOffset, ImageError, Mapped, Pending};
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector};
+use parking_lot::Mutex;
 
 /// An image whose new clusters are filled in parts.
 #[derive(Debug)]
 pub(super) struct Split {
     image: Arc<Qcow2>,
-    /// What is seen where the image has nothing.
+    /// The data below clusters that the image does not have.
     backing: Option<Arc<dyn Disk>>,
     /// The clusters, or subclusters, that were written, by their numbers: whether they are filled. Held while they are
     /// being filled.
@@ -30,13 +31,13 @@ pub(super) struct Split {
 }
 
 impl Split {
-    /// Over a fresh image that was opened without what lies below it.
+    /// Over a fresh image that was opened without its backing image.
     pub(super) fn new(image: Arc<Qcow2>, backing: Option<Arc<dyn Disk>>) -> Self {
         Self { image, backing, units: Mutex::default() }
     }
 
     fn unit(&self, number: u64) -> Arc<Turn<bool>> {
-        let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut units = self.units.lock();
         Arc::clone(units.entry(number).or_default())
     }
 

@@ -1,7 +1,7 @@
 //! Whole migrations of a guest that is idle: as it has started, and when seven eighths of its memory were used once and
 //! given back to its kernel. With the list of its free pages and without; looked at for zero pages in both.
 //!
-//! The guest is asked while it runs, and the list is waited for, which is a part of the time. Nothing tells what
+//! The guest is asked while it runs, and the list is waited for, which is a part of the time. Nothing shows what
 //! user-mode Linux writes meanwhile, so what arrives is measured and not run.
 
 use std::cell::RefCell;
@@ -23,10 +23,10 @@ const CHANNELS: u8 = 2;
 const WITH: &str = "with hints";
 const WITHOUT: &str = "without hints";
 
-/// So many times as long without hints, at least.
+/// Least factor by which a migration takes longer without hints.
 const FASTER: f64 = 15.0;
 
-/// What the guest has done before.
+/// The guest's activity before the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Past {
     Nothing,

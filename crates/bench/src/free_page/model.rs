@@ -32,7 +32,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// How the guest reports which pages it gives away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReportFormat {
-    /// In arrays of so many page numbers.
+    /// In arrays of this number of page numbers.
     Arrays(usize),
     /// In arrays of all numbers of a piece of 2 MiB.
     Huge,
@@ -138,7 +138,7 @@ fn inflate(memory: u64, (format, pieces): (ReportFormat, Pieces)) -> Result<Meas
     measured
 }
 
-/// What the time went into: what is none of the others is sending, which is waiting for the other side too.
+/// Splits the time. The rest of all other parts is sending, which includes waiting for the other side.
 fn split(measured: Measured, allocating: Duration, translating: Duration, discarding: Duration) -> Measured {
     let sending = measured.wall.saturating_sub(allocating + translating + discarding);
     measured
@@ -147,8 +147,8 @@ fn split(measured: Measured, allocating: Duration, translating: Duration, discar
         .with("translating_ms", millis(translating))
 }
 
-/// The guest takes all the pages that it is asked for, and tells the host in one message, which virtio-balloon has none
-/// for.
+/// The guest takes all the pages that are requested, and reports them in one message, which virtio-balloon does not
+/// have.
 fn by_bitmap(ram: &Arc<GuestMemory>, free: Range<u64>, discards: &Arc<Discards>) -> Result<Measured> {
     let (mut guest, mut host) = UnixStream::pair()?;
     let timed = Timed { ram: GuestRam::new(ram.clone(), Strategy::Auto), discards: discards.clone() };
@@ -189,7 +189,7 @@ fn by_bitmap(ram: &Arc<GuestMemory>, free: Range<u64>, discards: &Arc<Discards>)
 struct Allocator {
     blocks: Blocks,
     piece: u64,
-    /// What of the last piece is left.
+    /// The rest of the last piece.
     rest: Range<u64>,
     took: Duration,
 }

@@ -59,7 +59,7 @@ fn resident(memory: u64) -> String {
     format!("{} resident and free", gib_or_mib(taken(memory)))
 }
 
-/// The program that runs the guest; or why there is none.
+/// The program that runs the guest, or the reason why it is missing.
 pub(super) fn program() -> Result<PathBuf, String> {
     let program = std::env::var_os(PROGRAM).map(PathBuf::from);
     program.ok_or_else(|| format!("{PROGRAM} names no program that runs a guest; `cargo xtask bench free-page` does"))
@@ -221,7 +221,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Makes so much of the guest's memory resident, and free.
+    /// Makes this number of bytes of the guest's memory resident, and free.
     fn touch(&mut self, bytes: u64) -> Result<()> {
         self.touch_with("zero", bytes)
     }

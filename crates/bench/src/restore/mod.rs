@@ -3,7 +3,7 @@
 //!
 //! Every run takes a fresh destination. The clock begins right before limosa's exec, or before the first command to
 //! QEMU, and three times are taken: when the guest runs (QEMU's own time of its `RESUME` event), when its first beat
-//! has come over the serial port, and when all memory is there (its `MIGRATION` event). The file lies in the page
+//! has come over the serial port, and when all memory is there (its `MIGRATION` event). The file is in the page
 //! cache. A postcopy from QEMU to QEMU needs no file at all: it is the fastest that this QEMU can receive.
 
 mod eager;

@@ -36,7 +36,7 @@ pub(super) fn rate(bytes: u64, time: Duration) -> u64 {
     u64::try_from(rate).unwrap_or(u64::MAX)
 }
 
-/// What one run works with.
+/// The context of one run.
 pub(super) struct Stage<'a> {
     pub(super) options: &'a Options,
     pub(super) stored: &'a Stored,

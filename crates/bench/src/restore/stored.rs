@@ -39,7 +39,7 @@ impl Stored {
         Self::save(options, size, Ram::Shared(&memory))
     }
 
-    /// A VM of which almost nothing has content.
+    /// A VM whose memory is almost all zero.
     pub(super) fn sparse(options: &Options, size: u64, content: u64) -> Result<Self> {
         let folder = Scratch::new_in(&std::env::temp_dir())?;
         let path = folder.path().join("content");
@@ -65,7 +65,7 @@ impl Stored {
         Ok((Self { memory, content: pages * 4096, path, _folder: folder }, vm))
     }
 
-    /// Brings the file into the page cache, whatever the kernel has thrown out of it meanwhile. Holes are left alone:
+    /// Brings the file into the page cache, even if the kernel has dropped parts of it meanwhile. Holes are left alone:
     /// to read them would fill the cache with nothing.
     pub(super) fn warm(&self) -> Result<()> {
         let file = File::open(&self.path).with_context(|| self.path.display().to_string())?;

@@ -5,13 +5,14 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use limosa_memory::dirty::{DirtyLog, DirtyPages, VhostLog};
 use limosa_memory::{BlockOptions, GuestMemory};
 use limosa_page::{PAGE_SIZE, PageRange};
+use parking_lot::Mutex;
 
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::measure::{Measured, thread_cpu};
@@ -24,17 +25,17 @@ const CASE: &str = "dirty log of 1 TiB, 1% set";
 /// Seconds.
 const LIMIT: f64 = 0.025;
 
-/// How the set bits lie: so many next to each other.
+/// Set bits next to each other.
 const RUNS: [(&str, u64); 2] = [("single pages", 1), ("runs of 64", 64)];
 
-/// What a back end has shared: its end of the log.
+/// The log that a back end has shared.
 type SharedLog = Arc<Mutex<Option<OwnedFd>>>;
 
 /// A log that is on, and what is written to it by hand.
 struct Stage {
     log: VhostLog,
     back_end: File,
-    /// What rounds before it left over; nothing.
+    /// The rest of earlier rounds: nothing.
     rest: DirtyPages,
 }
 
@@ -45,11 +46,11 @@ impl Stage {
         let given = Arc::clone(&shared);
         let mut log = VhostLog::new(Arc::clone(&memory), move |base| {
             let fd = base.map(|base| base.fd.try_clone_to_owned()).transpose()?;
-            *given.lock().unwrap_or_else(PoisonError::into_inner) = fd;
+            *given.lock() = fd;
             Ok(())
         })?;
         log.start()?;
-        let fd = shared.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let fd = shared.lock().take();
         let rest = DirtyPages::new(&memory);
         Ok(Self { log, back_end: File::from(fd.context("the log was not shared")?), rest })
     }

@@ -4,8 +4,8 @@
 //! the destination's is private anonymous memory of a fresh process. Multifd with the same number of channels over the
 //! same transport, nothing compressed or limited, pages looked at for zeros as QEMU does by default; the guest is
 //! paused, so that all is sent once. The clock begins with the first command to either side and ends when the
-//! destination has all and the source has been told so. limosa sends as it does between two processes of one machine if
-//! nothing is said, which is by splice; beside it, it copies, as QEMU does.
+//! destination has all and the source has the acknowledgement. limosa sends as it does between two processes of one
+//! machine if nothing is said, which is by splice; beside it, it copies, as QEMU does.
 
 mod ends;
 mod headers;
@@ -86,7 +86,7 @@ impl Pair {
         if channels == 1 { format!("{who}, 1 channel") } else { format!("{who}, {channels} channels") }
     }
 
-    /// Whether it takes part with so many channels.
+    /// Whether it takes part with this number of channels.
     fn has(self, channels: u8) -> bool {
         matches!(self, Self::Limosa | Self::Qemu) || usize::from(channels) == plain::CONNECTIONS
     }

@@ -39,7 +39,7 @@ const WHILE: Duration = Duration::from_secs(1);
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Steps between two looks whether to go on.
+/// Steps between two looks whether to continue.
 const STEPS: u64 = 1 << 16;
 
 fn case(memory: u64) -> String {
@@ -105,7 +105,7 @@ pub(super) fn compare(report: &mut Report, all: &[Series], memory: u64) {
     report.ratios.extend(ratio(all, &case(memory), &variant(GATHERED), &variant(COPIED), STEP));
 }
 
-/// What the process does between two words on its standard input: steps, and what they cost.
+/// The loop of the process between two words on its standard input. Returns its steps and their CPU time.
 pub(super) fn chase(chain: &Mapping, over: &AtomicBool) -> (u64, Duration) {
     let begun = thread_cpu();
     let (mut at, mut steps) = (0, 0);

@@ -13,7 +13,7 @@ use crate::frame::{Contestant, Frame, Series};
 use crate::options::Options;
 use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib, ratio};
 
-/// What a line of 1 Gbit/s carries, bytes a second: limosa's own limit stands for the line.
+/// The throughput of a line of 1 Gbit/s in bytes a second: limosa's own limit stands for the line.
 pub(super) const GIGABIT: Option<NonZeroU64> = NonZeroU64::new(125_000_000);
 
 /// The plain way.
@@ -28,7 +28,7 @@ const FASTEST: f64 = 0.83;
 /// The same in any cell: no more.
 const ANY: f64 = 1.0;
 
-/// What of a memory has contents.
+/// The part of a memory that has contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Contents {
     Full,
@@ -54,7 +54,7 @@ impl Cell {
         format!("records, {}{half}, {}, over {}{limit}", gib_or_mib(memory), caches.name(), link.name())
     }
 
-    /// The cells of such memory. What is larger than all caches cannot be hot, and tells nothing new at 1 Gbit/s or
+    /// The cells of such memory. What is larger than all caches cannot be hot, and shows nothing new at 1 Gbit/s or
     /// where it is half zero.
     pub(super) fn of(memory: u64, contents: Contents, large: bool) -> Vec<Self> {
         let cell = |link, caches, limited| Self { memory, contents, caches, link, limited };
@@ -107,7 +107,7 @@ pub(super) fn judge(report: &mut Report, all: &[Series], cells: &[Cell], no_cabl
     }
 }
 
-/// What is asked of the fastest transport alone: of the first cells, which differ in the transport only.
+/// The target of the fastest transport alone: of the first cells, which differ in the transport only.
 pub(super) fn judge_fastest(report: &mut Report, all: &[Series], cells: &[Cell]) {
     let wall = |cell: &&Cell| figure(all, &cell.case(), GATHERED, "wall").map_or(f64::INFINITY, |wall| wall.median);
     if let Some(cell) = cells.iter().take(Link::ALL.len()).min_by(|one, other| wall(one).total_cmp(&wall(other))) {

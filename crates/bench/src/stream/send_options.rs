@@ -43,7 +43,7 @@ mod zero_copy {
 }
 
 impl SendOptions {
-    /// In packets on so many multifd channels, as it is best there.
+    /// In packets on this number of multifd channels, with the best settings for them.
     pub(crate) fn multifd(channels: u8) -> Self {
         Self { channels, zero_copy: ZeroCopy::Auto, ..Self::default() }
     }
@@ -58,7 +58,7 @@ impl SendOptions {
         Self { faulting: true, ..self }
     }
 
-    /// The same, with pages looked at as is said here.
+    /// The same, with this detection of zero pages.
     pub(crate) fn with_zeros(self, zeros: ZeroPages) -> Self {
         Self { zeros, ..self }
     }

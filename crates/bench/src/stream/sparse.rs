@@ -1,4 +1,4 @@
-//! Memory that is mostly empty, in three sizes: what a page costs must not depend on how much memory lies around it.
+//! Memory that is mostly empty, in three sizes: what a page costs must not depend on how much memory is around it.
 //!
 //! One page of sixteen has contents, scattered, so that every word of a bitmap and every part of a mapping is visited.
 
@@ -21,7 +21,7 @@ use crate::report::{Bound, NOT_RUN, Report, Target, figure, gib_or_mib};
 
 /// How often the size of the full memory.
 const TIMES: [u64; 3] = [1, 4, 16];
-/// Of so many pages one has contents.
+/// One page of this number has contents.
 const EVERY: u64 = 16;
 const VARIANT: &str = "limosa, 2 channels";
 const CHANNELS: u8 = 2;
@@ -58,7 +58,7 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Vec<Series>> {
     interleave(&mut contestants, options.rounds, &Frame { touch: 0 }, &mut |line| options.tell(line))
 }
 
-/// A file in memory of which one page of [`EVERY`] was ever written.
+/// A file in memory in which one page of [`EVERY`] was ever written.
 fn sparse(bytes: u64) -> Result<File> {
     let fd: OwnedFd = memfd_create("limosa-bench", MemfdFlags::CLOEXEC).context("memfd_create")?;
     let file = File::from(fd);

@@ -19,7 +19,7 @@ use crate::raw::Mapping;
 /// Memory that is touched before a run besides what is received, in bytes.
 const SPARE: u64 = 1 << 30;
 
-/// What lies between the two processes.
+/// The connection between the two processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Link {
     /// tcp over the loopback interface.

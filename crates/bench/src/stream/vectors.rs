@@ -39,12 +39,12 @@ impl Group {
     }
 }
 
-/// The cells, and what lies between the ends of some of them.
+/// The cells, and the network between the ends of some of them.
 pub(super) struct Vectors {
     /// Each interleaved separately, since the memory of all at once would be too much. The first one's is that of
     /// headers and the neighbour, too.
     groups: Vec<Group>,
-    /// Or why there is none.
+    /// Or the reason why it is missing.
     cable: Result<Cable, String>,
 }
 
@@ -61,7 +61,7 @@ impl Vectors {
         Self { groups, cable: Cable::lay().map_err(why) }
     }
 
-    /// Whether records are wanted, over whatever link.
+    /// Whether records are wanted, over any link.
     pub(super) fn has_wanted(&self, options: &Options) -> bool {
         self.groups.iter().any(|group| group.has_wanted(options))
     }

@@ -1,10 +1,10 @@
-//! What pages contain, and memory full of them.
+//! Contents of pages, and memory full of them.
 
 use limosa_page::PAGE_LEN;
 
 use crate::content::fill_random;
 
-/// What the pages of a case contain.
+/// The contents of the pages of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Contents {
     /// Zeros.

@@ -21,7 +21,7 @@ use crate::stream::ZeroPages;
 
 /// Rounds at whose end a guest writes.
 const ROUNDS: u64 = 3;
-/// Of a zero-heavy guest's pages one of so many has contents: 128 MiB of 4 GiB, about what Linux takes for itself.
+/// One page of this number has contents in a zero-heavy guest: 128 MiB of 4 GiB, about what Linux takes for itself.
 const HEAVY: u64 = 32;
 
 /// A guest, by what it does.
@@ -32,7 +32,7 @@ pub(crate) enum Guest {
     /// All of its memory has contents. At the end of each of three rounds it frees a quarter of it, and zeroes what it
     /// frees, as Windows does; and it writes contents into an eighth of that.
     Zeroing,
-    /// The same, but that what it frees is written anew at once: nothing ever becomes zero.
+    /// The same, but freed memory is written again at once: nothing ever becomes zero.
     Writing,
 }
 
@@ -47,7 +47,7 @@ impl Guest {
         }
     }
 
-    /// Bytes of its memory, where cold pages take so many, if that was said.
+    /// Bytes of its memory, if the options set them.
     pub(crate) fn memory(self, cold: Option<u64>) -> u64 {
         match (self, cold) {
             (Self::ZeroHeavy, None) => 4 << 30,
@@ -58,7 +58,7 @@ impl Guest {
         .next_multiple_of(2 << 20)
     }
 
-    /// How many bytes of so much memory the receiver will take up.
+    /// The bytes of memory of this size that the receiver will take up.
     pub(super) fn takes(self, memory: u64, zeros: ZeroPages) -> u64 {
         match (self, zeros) {
             (Self::ZeroHeavy, ZeroPages::Always | ZeroPages::Plainly | ZeroPages::Bulk) => memory / HEAVY,
@@ -88,7 +88,7 @@ impl Guest {
         Ok((memory, logs, spent))
     }
 
-    /// What it writes at the end of a round.
+    /// Writes what the guest writes at the end of a round.
     fn writes(self, round: u64, pages: u64) -> Vec<(PageRange, Written)> {
         let quarter = pages / 4;
         let freed = PageRange::starting_at(PageNumber(round * quarter), quarter);
@@ -101,7 +101,7 @@ impl Guest {
     }
 }
 
-/// What a guest has spent on writing, in nanoseconds.
+/// The time that a guest has spent on writing, in nanoseconds.
 #[derive(Debug, Default)]
 pub(crate) struct Spent {
     wall: AtomicU64,
@@ -121,7 +121,7 @@ enum Written {
     Contents,
 }
 
-/// What a guest writes with.
+/// The writer of a guest.
 #[derive(Debug)]
 struct Pen {
     memory: Arc<GuestMemory>,

@@ -1,4 +1,4 @@
-//! What was never populated: asked for first, and read like everything else.
+//! Memory that was never populated: holes are asked for first, or read like everything else.
 //!
 //! The guest's memory is shared, in a memfd, as a VMM has it whose devices run in other processes. Reading a hole of it
 //! makes the kernel fill the hole.
@@ -18,7 +18,7 @@ use crate::report::{Report, ratio};
 
 /// Bytes of the guest, if nothing was said of cold pages: half of those.
 const MEMORY: u64 = 1 << 30;
-/// Of so many pages one is populated.
+/// One page of this number is populated.
 const EVERY: [u64; 3] = [64, 16, 1];
 
 const ASKED: &str = "holes asked for first";

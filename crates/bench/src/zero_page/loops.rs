@@ -1,4 +1,4 @@
-//! What zero detection is measured against: reading memory at the width of its vectors and doing nothing with it, and
+//! The yardsticks of zero detection: reading memory at the width of its vectors and doing nothing with it, and
 //! the loop that the compiler makes.
 //!
 //! A read is a load of every byte, joined into sums of bits that might be used, so that the compiler can leave no load
@@ -7,7 +7,7 @@
 
 use limosa_page::ZeroMethod;
 
-/// Reads all of `memory`, as far as it has whole steps, with the vectors of `method`; whether there is such a read and
+/// Reads the whole steps of `memory` with the vectors of `method`. Returns whether there is such a read and
 /// this processor has it.
 pub(super) fn read(method: ZeroMethod, memory: &[u8]) -> bool {
     #[cfg(target_arch = "x86_64")]

@@ -12,7 +12,7 @@ use crate::stream::{SendOptions, Source, Transport, ZeroPages};
 /// Multifd channels.
 const CHANNELS: [u8; 2] = [0, 2];
 
-/// What a zero-heavy guest may take of the time that it takes with the plain loop.
+/// The share of the time with the plain loop that a zero-heavy guest may take.
 const OF_PLAIN: f64 = 0.78;
 
 fn case(guest: Guest, channels: u8) -> String {

@@ -1,4 +1,4 @@
-//! What it costs to find out which pages are zero, and what it saves.
+//! The cost of finding zero pages, and what it saves.
 //!
 //! Law: everything is compared with its plain twin in one run: zero detection with a read of the same memory at the
 //! same vector width, the compiler's own loop and a loop of 16 bytes at a time; a migration with one that looks at

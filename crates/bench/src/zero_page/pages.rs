@@ -65,7 +65,7 @@ impl CacheState {
 enum PageScan {
     /// All of the memory is read and nothing is said of it.
     Read(ZeroMethod),
-    /// What the compiler makes of an iterator over bytes.
+    /// The loop that the compiler makes of an iterator over bytes.
     Iterator,
     /// [`is_zero`], as a user of the crate calls it: the method is chosen for each page.
     IsZero,
@@ -129,7 +129,7 @@ fn case(cache: CacheState, contents: Contents) -> String {
     format!("{}, {}", cache.name(), contents.name())
 }
 
-/// What was measured, and of how much.
+/// The runs, and the bytes of each.
 pub(super) struct Measurements {
     pub(super) all: Vec<Series>,
     cold: u64,

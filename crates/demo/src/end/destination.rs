@@ -13,15 +13,16 @@ use serde_json::Value;
 use super::orders::Order;
 use super::vm::Vm;
 use super::{End, Migration, REACH, tell};
+use crate::error::with_causes;
 use crate::report::{Calls, DestinationReport, FaultLatency};
 use crate::settings::Postcopy;
 use crate::state::State;
 
-/// How long to wait for a connection before it is checked whether this end goes on at all.
+/// Time limit of one wait for a connection: the end may have been discarded.
 const TICK: Duration = Duration::from_millis(10);
 
 impl End {
-    /// Listens there, and receives the guest. Whether this end goes on.
+    /// Listens there, and receives the guest. Returns whether this end continues.
     pub(super) fn receive(&self, uri: &Uri) -> bool {
         let migration = self.begin();
         let (listener, set) = match self.accept(uri, self.settings.channels, &migration.handle.control) {
@@ -52,7 +53,7 @@ impl End {
         self.settings.postcopy != Postcopy::Off || self.settings.give_up == TimeoutStrategy::Postcopy
     }
 
-    /// What becomes of the guest. Whether this end goes on.
+    /// Acts on the outcome of the migration. Returns whether this end continues.
     fn came_to(&self, migration: &Migration, outcome: IncomingOutcome<'_, Vm>) -> bool {
         match outcome {
             IncomingOutcome::Running(stats) => {
@@ -60,11 +61,11 @@ impl End {
                 true
             }
             IncomingOutcome::Failed(error) => {
-                self.failed(migration, &error.to_string());
+                self.failed(migration, &with_causes(&error));
                 true
             }
             IncomingOutcome::Undecided(arrival) => {
-                let why = arrival.why().to_string();
+                let why = with_causes(arrival.why());
                 self.told_destination(migration, "undecided", None, Some(why.clone()));
                 if self.ask(State::Undecided, &why) != Order::Go {
                     arrival.discard();
@@ -72,7 +73,7 @@ impl End {
                 }
                 match arrival.start() {
                     Ok(()) => self.coordinator.turn(State::Running, None),
-                    Err(error) => self.coordinator.turn(State::Failed, Some(error.to_string())),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(with_causes(&*error))),
                 }
                 true
             }
@@ -80,7 +81,7 @@ impl End {
         }
     }
 
-    /// The guest runs here and waits for its pages, until the source comes back. Whether this end goes on.
+    /// The guest runs here and waits for its pages, until the source comes back. Returns whether this end continues.
     fn recover(&self, migration: &Migration, paused: PostcopyPaused<'_, Vm>) -> bool {
         let mut why = format!("{}; {} pages are missing", paused.why(), paused.missing_pages());
         self.told_destination(migration, "postcopy-paused", None, Some(why.clone()));
@@ -100,7 +101,7 @@ impl End {
         }
     }
 
-    /// Waits for the source, with so many multifd channels.
+    /// Waits for the source, with this number of multifd channels.
     fn accept(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, MultifdChannels), String> {
         let accepted = self.listen(uri, channels, control);
         // Before the next one is asked for: an old address would be taken for the new one.
@@ -109,9 +110,8 @@ impl End {
     }
 
     fn listen(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, MultifdChannels), String> {
-        let words = |error: &dyn std::error::Error| error.to_string();
         let listener = Listener::bind(uri, &Options { tls: self.tls.clone(), ..Options::default() })
-            .map_err(|error| words(&error))?;
+            .map_err(|error| with_causes(&error))?;
         self.socket.set_listen_address(listener.local_uri());
         if channels == 0 {
             let main = wait(&listener, control)?;
@@ -120,8 +120,8 @@ impl End {
         let options = MultifdAcceptOptions { channels, within: REACH, main_first: false };
         let mut gathering = MultifdAccept::new(&listener, options).on_refusal(|why| turned_away(&why.to_string()));
         let set = loop {
-            control.check().map_err(|error| words(&error))?;
-            if let Some(set) = gathering.step(TICK).map_err(|error| words(&error))? {
+            control.check().map_err(|error| with_causes(&error))?;
+            if let Some(set) = gathering.step(TICK).map_err(|error| with_causes(&error))? {
                 break set;
             }
         };
@@ -131,7 +131,8 @@ impl End {
 
     fn arrived(&self, migration: &Migration, stats: &IncomingStats) {
         let unheard = stats.unheard.as_ref().map(|error| {
-            let why = format!("the guest runs here, but the source may not have been notified: {error}");
+            let why =
+                format!("the guest runs here, but the source may not have been notified: {}", with_causes(&error));
             tell(&format!("destination: {why}\n  At the source: limosa-demo discard --control <its socket>"));
             why
         });
@@ -175,8 +176,8 @@ impl End {
 fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
     let mut acceptor = Acceptor::new(listener).on_refusal(turned_away);
     loop {
-        control.check().map_err(|error| error.to_string())?;
-        if let Some(channel) = acceptor.step(TICK).map_err(|error| error.to_string())? {
+        control.check().map_err(|error| with_causes(&error))?;
+        if let Some(channel) = acceptor.step(TICK).map_err(|error| with_causes(&error))? {
             return Ok(channel);
         }
     }

@@ -20,9 +20,9 @@ use limosa_channel::Tls;
 use limosa_control::{ControlSocket, Job};
 use limosa_migrate::Handle;
 use limosa_migrate::control::Control;
+use rustix::time::{ClockId, clock_gettime};
 
-use crate::cpu::CpuTime;
-use crate::error::DemoError;
+use crate::error::{DemoError, with_causes};
 use crate::report::MemoryReport;
 use crate::settings::Settings;
 use crate::state::{Role, State, advice};
@@ -36,7 +36,7 @@ const REACH: Duration = Duration::from_secs(30);
 /// An end.
 struct End {
     settings: Settings,
-    /// What its connections are encrypted with, if they are.
+    /// The encryption of its connections, if they are encrypted.
     tls: Option<Tls>,
     coordinator: Arc<Coordinator>,
     socket: ControlSocket,
@@ -44,7 +44,7 @@ struct End {
     vm: Vm,
 }
 
-/// What belongs to one migration.
+/// The handles of one migration.
 struct Migration {
     handle: Handle,
     cpu: CpuTime,
@@ -71,7 +71,7 @@ pub fn run(arguments: &[String]) -> Result<(), DemoError> {
         Role::Source => settings.client_tls(),
         Role::Destination => settings.server_tls(),
     };
-    let tls = tls.map_err(|error| DemoError::Settings(error.to_string()))?;
+    let tls = tls.map_err(|error| DemoError::Settings(with_causes(&error)))?;
     end_with_input()?;
     let witness = Witness::open(Path::new(witness), role.name()).map_err(DemoError::system("the witness"))?;
     let (coordinator, orders) = Coordinator::new(role, control.clone());
@@ -80,7 +80,7 @@ pub fn run(arguments: &[String]) -> Result<(), DemoError> {
     let socket = ControlSocket::listen_for(Path::new(control), commands)
         .map_err(DemoError::system(format!("cannot listen at {control}")))?;
     if role == Role::Source {
-        vm.run().map_err(|error| DemoError::Guest(error.to_string()))?;
+        vm.run().map_err(|error| DemoError::Guest(with_causes(&*error)))?;
     }
     let end = End { settings, tls, coordinator, socket, orders, vm };
     end.serve()
@@ -120,7 +120,7 @@ impl End {
                 held_pages: free.held_pages,
                 error: None,
             },
-            Err(error) => MemoryReport { error: Some(error.to_string()), ..MemoryReport::default() },
+            Err(error) => MemoryReport { error: Some(with_causes(&*error)), ..MemoryReport::default() },
         };
         self.coordinator.verified(serde_json::to_value(found).unwrap_or_default());
     }
@@ -133,7 +133,7 @@ impl End {
         job
     }
 
-    /// The same migration goes on over another connection.
+    /// The same migration continues over another connection.
     fn begin_again(&self, before: &Migration) -> Migration {
         let handle = Handle { control: Control::new(), progress: before.handle.progress.clone() };
         self.coordinator.begin(&handle.control);
@@ -153,7 +153,7 @@ impl End {
 
 /// A line for people.
 fn tell(line: &str) {
-    // The output may be closed; the guest goes on all the same.
+    // The output may be closed; the guest continues all the same.
     let _ = std::io::Write::write_fmt(&mut std::io::stderr().lock(), format_args!("{line}\n"));
 }
 
@@ -169,4 +169,21 @@ fn end_with_input() -> Result<(), DemoError> {
         .spawn(watch)
         .map(drop)
         .map_err(DemoError::system("cannot start a thread"))
+}
+
+/// A reading of the process's CPU clock.
+#[derive(Debug, Clone, Copy)]
+struct CpuTime(Duration);
+
+impl CpuTime {
+    pub(super) fn now() -> Self {
+        let time = clock_gettime(ClockId::ProcessCPUTime);
+        let seconds = time.tv_sec.cast_unsigned();
+        Self(Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0)))
+    }
+
+    /// CPU time used since, in milliseconds.
+    pub(super) fn since_ms(self) -> f64 {
+        Self::now().0.saturating_sub(self.0).as_secs_f64() * 1e3
+    }
 }

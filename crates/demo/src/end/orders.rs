@@ -4,7 +4,7 @@
 //! together with taking it. The client gets an answer at once whether it was taken; `query-status` returns the result.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use limosa_channel::Uri;
 use limosa_control::{CommandError, Commands};
@@ -12,10 +12,12 @@ use limosa_migrate::control::{Control, Stop};
 use serde_json::{Map, Value, json};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
+
 use crate::guest::Guest;
 use crate::state::{Role, State, Status, decisions};
 
-/// What the thread that has the guest is to do.
+/// An order for the thread that has the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Order {
     /// Send the guest there.
@@ -37,20 +39,20 @@ pub(super) enum Order {
     Discard,
 }
 
-/// What is known of an end.
+/// The known state of an end.
 #[derive(Debug)]
 struct Known {
     state: State,
     running: bool,
     why: Option<String>,
     recoverable: bool,
-    /// Nanoseconds for which the guest was paused on its way here.
+    /// Nanoseconds that the guest was paused on its way here.
     stood: Option<u64>,
-    /// What the last look at all of the memory came to.
+    /// The result of the last look at all of the memory.
     verified: Value,
-    /// What the engine has told of the last migration.
+    /// The engine's figures of the last migration.
     migration: Map<String, Value>,
-    /// What `query-report` answers.
+    /// The answer of `query-report`.
     report: Value,
     /// Of the migration that is under way.
     control: Control,
@@ -110,7 +112,7 @@ impl Coordinator {
         self.lock().stood = Some(nanoseconds);
     }
 
-    /// What a look at all of the memory came to.
+    /// Sets the result of a look at all of the memory.
     pub(super) fn verified(&self, found: Value) {
         self.lock().verified = found;
     }
@@ -125,7 +127,7 @@ impl Coordinator {
         self.lock().recoverable = recoverable;
     }
 
-    /// What the end is about now, and why.
+    /// Sets the state of the end, and its reason.
     pub(super) fn turn(&self, state: State, why: Option<String>) {
         let mut known = self.lock();
         (known.state, known.why) = (state, why);
@@ -143,13 +145,13 @@ impl Coordinator {
         self.lock().migration.insert(key.to_owned(), value);
     }
 
-    /// What `query-report` answers from now on.
+    /// Sets the answer of `query-report`.
     pub(super) fn report(&self, report: Value) {
         self.lock().report = report;
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 
     fn status(&self) -> Status {
@@ -174,7 +176,7 @@ impl Coordinator {
             return Err(format!("not possible now: this end is {}{why}", word(known.state)).into());
         }
         (known.state, known.why) = (next, None);
-        let sent = self.orders.lock().unwrap_or_else(PoisonError::into_inner).send(order);
+        let sent = self.orders.lock().send(order);
         sent.map(|()| json!({})).map_err(|_| "this end is about to end".into())
     }
 
@@ -246,7 +248,7 @@ impl Commands for Coordinator {
             "quit" => Some({
                 // A running migration would not notice it.
                 self.lock().control.stop(Stop::Cancel);
-                let orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
+                let orders = self.orders.lock();
                 orders.send(Order::Discard).map(|()| json!({})).map_err(|_| "this end is about to end".into())
             }),
             _ => None,

@@ -1,6 +1,6 @@
 //! The end that the guest leaves.
 
-use std::sync::Mutex;
+use parking_lot::Mutex;
 
 use limosa_channel::{Channel, ChannelError, Options, Tls, Uri, ZeroCopy};
 use limosa_migrate::control::Control;
@@ -14,12 +14,13 @@ use serde_json::{Value, json};
 use super::orders::{Coordinator, Order};
 use super::vm::Vm;
 use super::{End, Migration, REACH, tell};
+use crate::error::with_causes;
 use crate::report::{Calls, Hints, PostcopySent, Round, SourceReport, millis};
 use crate::settings::Postcopy;
 use crate::state::State;
 
 impl End {
-    /// Sends the guest there. Whether this end goes on.
+    /// Sends the guest there. Returns whether this end continues.
     pub(super) fn send(&self, uri: &Uri, fresh: bool) -> bool {
         let migration = self.begin();
         let (coordinator, seen) = (&*self.coordinator, Mutex::new(0_u32));
@@ -39,7 +40,7 @@ impl End {
         self.left(&migration, outcome)
     }
 
-    /// What becomes of the guest. Whether this end goes on.
+    /// Acts on the outcome of the migration. Returns whether this end continues.
     fn left(&self, migration: &Migration, outcome: LiveOutcome<'_, Vm>) -> bool {
         match outcome {
             LiveOutcome::Completed(stats) => {
@@ -52,29 +53,29 @@ impl End {
                 true
             }
             LiveOutcome::Stuck { error, resume, stats } => {
-                let why = format!("{error}; and the guest cannot continue: {resume}");
+                let why = format!("{}; and the guest cannot continue: {resume}", with_causes(&error));
                 self.told_source(migration, "failed", &stats, Some(why.clone()));
                 self.coordinator.turn(State::Failed, Some(why));
                 true
             }
             LiveOutcome::Undecided(undecided) => self.undecided(migration, undecided),
             LiveOutcome::PostcopyPaused(broken) => {
-                let why = broken.why().to_string();
+                let why = with_causes(broken.why());
                 self.recover_source(migration, broken, why)
             }
         }
     }
 
-    /// The last byte was sent, and no answer has arrived since. Whether this end goes on.
+    /// The last byte was sent, and no answer has arrived since. Returns whether this end continues.
     fn undecided(&self, migration: &Migration, undecided: Undecided<'_, Vm>) -> bool {
-        let why = undecided.why().to_string();
+        let why = with_causes(undecided.why());
         self.told_source(migration, "undecided", undecided.stats(), Some(why.clone()));
         self.coordinator.recoverable(undecided.is_postcopy_paused());
         match self.ask(State::Undecided, &why) {
             Order::Go => {
                 match undecided.resume() {
                     Ok(_) => self.coordinator.turn(State::Running, None),
-                    Err(error) => self.coordinator.turn(State::Failed, Some(error.to_string())),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(with_causes(&*error))),
                 }
                 true
             }
@@ -90,7 +91,7 @@ impl End {
         }
     }
 
-    /// The guest runs at the destination and waits for pages that are here. Whether this end goes on.
+    /// The guest runs at the destination and waits for pages that are here. Returns whether this end continues.
     fn recover_source(&self, migration: &Migration, broken: Box<PostcopyPausedSource<'_, Vm>>, why: String) -> bool {
         self.told_source(migration, "postcopy-paused", broken.stats(), Some(why.clone()));
         match self.ask(State::PostcopyPaused, &why) {
@@ -99,7 +100,7 @@ impl End {
                 // By hand: the operator who ordered this knows that the destination has ended.
                 match broken.vm().run() {
                     Ok(()) => self.coordinator.turn(State::Running, None),
-                    Err(error) => self.coordinator.turn(State::Failed, Some(error.to_string())),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(with_causes(&*error))),
                 }
                 true
             }
@@ -107,7 +108,7 @@ impl End {
         }
     }
 
-    /// Goes on with a postcopy over another connection. Whether this end goes on.
+    /// Continues a postcopy over another connection. Returns whether this end continues.
     fn go_on(&self, before: &Migration, broken: Box<PostcopyPausedSource<'_, Vm>>, uri: &Uri) -> bool {
         let again = self.begin_again(before);
         match self.connect(uri) {
@@ -116,27 +117,27 @@ impl End {
                 let outcome = broken.recover(channel, preempt, &again.handle);
                 self.left(&again, outcome)
             }
-            Err(error) => self.recover_source(&again, broken, error.to_string()),
+            Err(error) => self.recover_source(&again, broken, with_causes(&error)),
         }
     }
 
     /// Reaches the destination, on as many channels as it expects.
     fn prepare<'a>(&'a self, uri: &Uri, migration: &'a Migration) -> Result<LiveSource<'a, 'a, Vm>, String> {
-        let logs = self.vm.logs().map_err(|error| error.to_string())?;
-        // The main one first: who has no other means to tell them apart goes by their order.
-        let main = self.connect(uri).map_err(|error| error.to_string())?;
+        let logs = self.vm.logs().map_err(|error| with_causes(&error))?;
+        // The main one first: an end that cannot distinguish them otherwise uses their order.
+        let main = self.connect(uri).map_err(|error| with_causes(&error))?;
         let zero_copy = self.settings.zero_copy;
         // Over TLS it has shaken hands then; the others do so on their own threads.
         let tls = self.tls.clone().map(Tls::deferred);
         let multifd_channels = (0..self.settings.channels).map(|_| connect(uri, zero_copy, tls.clone()));
         let multifd_channels = multifd_channels.collect::<Result<Vec<_>, _>>();
-        let multifd_channels = multifd_channels.map_err(|error| error.to_string())?;
+        let multifd_channels = multifd_channels.map_err(|error| with_causes(&error))?;
         let multifd =
             MultifdSourceOptions { compression: self.settings.compression, ..MultifdSourceOptions::default() };
         let source = LiveSource::new(&self.vm, logs, main, &migration.handle)
             .options(self.settings.params())
             .shared_memory(self.settings.shared_memory());
-        let source = source.channels(multifd_channels, multifd).map_err(|error| error.to_string())?;
+        let source = source.channels(multifd_channels, multifd).map_err(|error| with_causes(&error))?;
         let source = source.postcopy(match self.settings.postcopy {
             Postcopy::Off => limosa_migrate::live::Postcopy::Off,
             Postcopy::AfterRounds(_) => limosa_migrate::live::Postcopy::Allowed,
@@ -207,19 +208,19 @@ fn with_remedy(error: &MigrateError) -> String {
         MigrateError::NoConvergence(_) => format!(
             "{error}; allow more downtime or bandwidth, slow the vCPUs down (auto-converge), or switch to postcopy"
         ),
-        _ => error.to_string(),
+        _ => with_causes(error),
     }
 }
 
-/// What `query-migrate` tells of a round. After so many of them the guest runs ahead of its pages.
+/// Adds a round to the answer of `query-migrate`, and starts postcopy after the number of rounds that was set.
 fn tell_round(coordinator: &Coordinator, round: &RoundReport, switch: Option<(u32, &Control)>, rounds: &Mutex<u32>) {
-    if let Ok(mut seen) = rounds.lock() {
-        *seen = seen.saturating_add(1);
-        coordinator.tell("dirty-sync-count", json!(*seen));
-        if let Some((_, control)) = switch.filter(|(wanted, _)| *seen >= *wanted) {
-            control.start_postcopy();
-        }
+    let mut seen = rounds.lock();
+    *seen = seen.saturating_add(1);
+    coordinator.tell("dirty-sync-count", json!(*seen));
+    if let Some((_, control)) = switch.filter(|(wanted, _)| *seen >= *wanted) {
+        control.start_postcopy();
     }
+    drop(seen);
     coordinator.tell("dirty-pages-rate", json!(round.dirty_rate() / limosa_page::PAGE_SIZE));
     if let Some(expected) = round.expected_downtime {
         coordinator.tell("expected-downtime", json!(to_millis(expected)));

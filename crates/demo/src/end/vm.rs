@@ -1,6 +1,6 @@
 //! A built-in guest as the engines want a VM, and the witness that it runs at one end only.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -9,6 +9,7 @@ use limosa_memory::{BlockOptions, FreePages, GuestMemory, GuestRegion, PassedBlo
 use limosa_migrate::{IncomingVm, LiveVm, VmError};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
+use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
 
@@ -28,7 +29,7 @@ const RAM: &str = "pc.ram";
 const HEAP_AT: u64 = 4 << 30;
 /// Tells the contents of heaps apart.
 const HEAP_SEED: u32 = 7;
-/// The device sections: the guest's own state, its heap's (whose name is its block's), and when it was told to pause.
+/// The device sections: the guest's own state, its heap's (whose name is its block's), and when it was paused.
 const STATE: &str = "guest";
 const CLOCK: &str = "stood-still-since";
 
@@ -37,7 +38,7 @@ const PATIENCE_NS: u64 = 20_000_000_000;
 
 /// The VM of an end.
 pub(super) struct Vm {
-    /// There is none yet where its memory is to be passed.
+    /// Missing until its memory was passed, where memory is passed.
     guest: OnceLock<Arc<dyn Guest>>,
     heap: Option<Heap>,
     settings: Settings,
@@ -45,7 +46,7 @@ pub(super) struct Vm {
     nothing: GuestMemory,
     witness: Witness,
     coordinator: Arc<Coordinator>,
-    /// When the guest was told to pause, by the clock of this machine in nanoseconds.
+    /// When the guest was paused, by the clock of this machine in nanoseconds.
     stood: Mutex<Option<u64>>,
 }
 
@@ -148,8 +149,8 @@ impl Vm {
         Ok(verified?)
     }
 
-    fn stood_since(&self) -> std::sync::MutexGuard<'_, Option<u64>> {
-        self.stood.lock().unwrap_or_else(PoisonError::into_inner)
+    fn stood_since(&self) -> parking_lot::MutexGuard<'_, Option<u64>> {
+        self.stood.lock()
     }
 
     /// Finds out when the guest first writes here, and with that how long it has been paused: the guest's own measure.
@@ -273,7 +274,7 @@ fn map(block: BlockOptions) -> Result<GuestMemory, GuestError> {
     Ok(GuestMemory::new(vec![block.map()?])?)
 }
 
-/// Memory of which half is the guest's heap.
+/// Memory, half of it the guest's heap.
 fn with_heap(bytes: u64) -> Result<GuestMemory, GuestError> {
     let half = (bytes / 2).next_multiple_of(PAGE_SIZE);
     let blocks = vec![BlockOptions::memfd(RAM, half).map()?, BlockOptions::memfd(HEAP, bytes - half).map()?];

@@ -8,7 +8,7 @@ use limosa_memory::dirty::{DirtyLogs, Writers};
 use super::error::GuestError;
 use super::options::{GuestKind, Rate};
 
-/// What a guest found out about its memory when all is well.
+/// The result of a check that found no damage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verified {
     /// Pages that it has: every one holds what it must.
@@ -23,7 +23,7 @@ pub struct Verified {
 
 /// A built-in guest. It is paused when it is made. Dropping it ends it.
 pub trait Guest: Send + Sync {
-    /// Which it is.
+    /// Returns its kind.
     fn kind(&self) -> GuestKind;
 
     /// Its memory.
@@ -38,7 +38,7 @@ pub trait Guest: Send + Sync {
     /// The kernel lacks what the chosen log needs.
     fn dirty_logs(&self) -> Result<DirtyLogs, GuestError>;
 
-    /// Lets it run, or go on.
+    /// Lets it run, or continue.
     ///
     /// # Errors
     /// It has no state, or a writer has failed.

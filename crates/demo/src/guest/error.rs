@@ -7,14 +7,14 @@ use limosa_memory::dirty::LogError;
 
 use super::options::GuestKind;
 
-/// Why a guest does not do what it was told.
+/// Errors of guests.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuestError {
     /// It cannot be made like that.
     #[error("guest {kind}: {why}")]
     Options {
-        /// Which.
+        /// Its kind.
         kind: GuestKind,
         /// The conflict.
         why: String,
@@ -23,20 +23,20 @@ pub enum GuestError {
     /// This machine cannot run it.
     #[error("guest {kind} cannot run here: {why}")]
     Unavailable {
-        /// Which.
+        /// Its kind.
         kind: GuestKind,
-        /// What is missing, and what to do.
+        /// The missing part, and what to do.
         why: String,
     },
 
     /// The state to be loaded is not one, or is that of another memory.
     #[error("the state of guest {kind} at byte {offset}: {why}")]
     State {
-        /// Which.
+        /// Its kind.
         kind: GuestKind,
         /// Bytes into the state.
         offset: usize,
-        /// What was expected.
+        /// The expectation.
         why: String,
     },
 
@@ -62,9 +62,9 @@ pub enum GuestError {
         offset: usize,
         /// How often the guest has written the page.
         generation: u64,
-        /// What should be there.
+        /// The expected word.
         expected: u32,
-        /// The item found.
+        /// The word found.
         found: u32,
         /// Pages that are wrong.
         found_in: u64,
@@ -73,16 +73,16 @@ pub enum GuestError {
     /// A writer of it has failed.
     #[error("a writer of guest {kind} failed: {why}")]
     Failed {
-        /// Which.
+        /// Its kind.
         kind: GuestKind,
         /// The reason.
         why: String,
     },
 
     /// The kernel refused.
-    #[error("guest {kind}: {operation}: {source}")]
+    #[error("guest {kind}: {operation}")]
     Kernel {
-        /// Which.
+        /// Its kind.
         kind: GuestKind,
         /// The operation.
         operation: &'static str,

@@ -1,12 +1,12 @@
 //! When a guest's writers may write: running or paused, at which rate, throttled or not.
 //!
 //! **Law: when [`Gate::pause`] has returned, every writer waits in [`Gate::admit`], between two pages.** A writer asks
-//! for leave to write so many pages, writes these and asks again.
+//! for leave to write a number of pages, writes these and asks again.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use limosa_page::PAGE_SIZE;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::error::GuestError;
 use super::options::{GuestKind, Rate};
@@ -17,7 +17,7 @@ const BATCH: u64 = 64;
 /// A throttled writer works for a part of this and sleeps for the rest.
 const PERIOD: Duration = Duration::from_millis(10);
 
-/// What a writer is behind its rate by more than this is forgotten, so that it does not come in one burst.
+/// A backlog beyond this is forgotten, so that it does not come in one burst.
 const BACKLOG: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,17 +47,17 @@ pub(super) struct Gate {
     changed: Condvar,
 }
 
-/// What the gate remembers of one writer.
+/// The gate's state of one writer.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
-    /// Since when the rate is reckoned, as of which change, and pages of leave given since.
+    /// Start and change of the present rate, and pages of leave given since.
     since: Option<(Instant, u64)>,
     given: u64,
     /// When the present period of throttling began.
     period: Option<Instant>,
 }
 
-/// What a writer may do now.
+/// The permission of a writer.
 enum Admission {
     Pages(u64),
     Wait(Option<Duration>),
@@ -92,17 +92,16 @@ impl Gate {
                     state.parked += 1;
                     self.changed.notify_all();
                     while state.wanted == Wanted::Pause {
-                        state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                        self.changed.wait(&mut state);
                     }
                     state.parked -= 1;
                 }
                 Wanted::Run => match pace.admit(&state, Instant::now()) {
                     Admission::Pages(pages) => return Some(pages),
                     Admission::Wait(Some(time)) => {
-                        let woken = self.changed.wait_timeout(state, time);
-                        state = woken.unwrap_or_else(PoisonError::into_inner).0;
+                        self.changed.wait_for(&mut state, time);
                     }
-                    Admission::Wait(None) => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                    Admission::Wait(None) => self.changed.wait(&mut state),
                 },
             }
         }
@@ -129,7 +128,7 @@ impl Gate {
         self.change(|state| state.wanted = Wanted::Pause);
         let mut state = self.lock();
         while state.wanted == Wanted::Pause && state.parked < state.writers {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
     }
 
@@ -172,8 +171,7 @@ impl Gate {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Whatever panicked did so between two changes: each is one assignment.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -261,7 +261,7 @@ pub struct FreeHeap {
 }
 
 impl HeapInner {
-    /// The contents of a page after its piece was written so many times.
+    /// The contents of a page after `generation` writes of its piece.
     fn contents(&self, page: u64, generation: u32) -> Contents {
         Contents::of(self.seed ^ 0x4eab, page, generation.into(), 1)
     }

@@ -1,4 +1,4 @@
-//! The guests that limosa brings along: each runs, writes its memory at a set rate, pauses when told to, and can tell
+//! The guests that limosa brings along: each runs, writes its memory at a set rate, pauses on request, and can check
 //! whether any of its memory was lost.
 //!
 //! **Law: a guest's memory follows from its state.** What every page holds is computed from the page's number and from
@@ -13,12 +13,9 @@
 //! use limosa_memory::{BlockOptions, GuestMemory};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let memory = || Ok::<_, limosa_memory::MemoryError>(Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 4 << 20).map()?])?));
-//! let options = GuestOptions { rate: Rate::Max, ..GuestOptions::default() };
-//! let guest = guest::boot(GuestKind::Threads, memory()?, &options)?;
-//! guest.run()?;
-//! guest.pause()?;
-//! let sound = guest.verify()?;
+//! let memory = || Ok::<_, limosa_memory::MemoryError>(Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 4
+//! << 20).map()?])?)); let options = GuestOptions { rate: Rate::Max, ..GuestOptions::default() }; let guest =
+//! guest::boot(GuestKind::Threads, memory()?, &options)?; guest.run()?; guest.pause()?; let sound = guest.verify()?;
 //! assert_eq!(sound.pages, 1024);
 //!
 //! // A guest that takes the state without the memory notices.

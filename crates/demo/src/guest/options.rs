@@ -5,7 +5,7 @@ use std::fmt;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// Which of the built-in guests.
+/// The kind of a built-in guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestKind {
@@ -65,7 +65,8 @@ impl fmt::Display for Rate {
     }
 }
 
-/// What a new guest does. Pages are counted over all blocks, in their order; a kind may keep the first few for itself.
+/// The options of a new guest. Pages are counted over all blocks, in their order; a kind may keep the first few for
+/// itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestOptions {
     /// How fast it writes.
@@ -79,7 +80,7 @@ pub struct GuestOptions {
     pub writers: u16,
     /// Tells the contents of guests apart.
     pub seed: u32,
-    /// The dirty log it is to have.
+    /// The dirty log.
     pub log: LogKind,
 }
 

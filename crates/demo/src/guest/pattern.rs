@@ -1,7 +1,7 @@
-//! What a guest writes where, and in which order: pure arithmetic, which a guest under KVM does too.
+//! Contents and order of a guest's writes: pure arithmetic, which a guest under KVM does too.
 //!
 //! A page is 1024 words of 32 bits. A writer goes round the pages of its share in strides that hit each once a lap; so
-//! its counter alone tells how often each of its pages was written: its *generation*. Page number and generation make
+//! its counter alone says how often each of its pages was written: its *generation*. Page number and generation make
 //! the contents. In one of sixteen generations, another one for neighbouring pages, a page becomes zero.
 
 use limosa_page::PAGE_LEN;
@@ -13,8 +13,8 @@ const PAGE_FACTOR: u32 = 0x9E37_79B1;
 const GENERATION_FACTOR: u32 = 0x85EB_CA6B;
 const WORD_FACTOR: u32 = 0xC2B2_AE35;
 
-/// What a page holds: word `i` is `base + i * WORD_FACTOR` for every `spacing`-th word, and 0 for the others; or all
-/// zero.
+/// The contents of a page: word `i` is `base + i * WORD_FACTOR` for every `spacing`-th word, and 0 for the others; or
+/// all zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Contents {
     base: Option<u32>,
@@ -120,7 +120,7 @@ pub(super) struct Layout {
     pub(super) working: u64,
 }
 
-/// What all of a guest's writers do.
+/// The writes of all of a guest's writers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Plan {
     pub(super) seed: u32,
@@ -139,7 +139,7 @@ impl Plan {
         Self { seed, layout, spacing, shares: shares.collect() }
     }
 
-    /// What a page in its `generation` holds; reserved pages are none of this.
+    /// Returns the contents of a page in its `generation`; not of reserved pages.
     pub(super) fn contents(&self, page: u64, generation: u64) -> Contents {
         if generation == 0 && page >= self.layout.reserved.saturating_add(self.layout.filled) {
             return Contents::ZERO;
@@ -147,7 +147,7 @@ impl Plan {
         Contents::of(self.seed, page, generation, self.spacing)
     }
 
-    /// How often a page has been written, after so many writes of each writer.
+    /// How often a page has been written, after these writes of each writer.
     pub(super) fn generation(&self, page: u64, writes: &[u64]) -> u64 {
         let behind = self.shares.partition_point(|share| share.first <= page);
         let of = behind.checked_sub(1).and_then(|index| self.shares.get(index).zip(writes.get(index)));

@@ -17,7 +17,7 @@ use super::pattern::{Contents, Plan, WORDS};
 /// Name of the RAM block that is the guest's [heap](super::heap), if it has one: the last one.
 pub const HEAP: &str = "heap";
 
-/// What a page should hold and what it holds.
+/// A page's expected and found contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Damage {
     pub(super) page: u64,

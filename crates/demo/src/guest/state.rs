@@ -22,7 +22,7 @@ pub(super) struct State {
     pub(super) rate: Rate,
     /// Pages written by each writer.
     pub(super) writes: Vec<u64>,
-    /// What the kind adds.
+    /// The state that the kind adds.
     pub(super) extra: Vec<u8>,
 }
 
@@ -49,7 +49,7 @@ impl State {
         bytes
     }
 
-    /// Reads the state of a guest with `pages` pages of memory, of which its kind keeps `reserved` for itself.
+    /// Reads the state of a guest with `pages` pages of memory; its kind keeps `reserved` of them for itself.
     pub(super) fn decode(kind: GuestKind, bytes: &[u8], pages: u64, reserved: u64) -> Result<Self, GuestError> {
         let mut reader = Reader { kind, bytes, at: 0 };
         let [version] = reader.take()?;

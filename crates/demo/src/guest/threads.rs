@@ -1,12 +1,13 @@
 //! The guest whose processors are threads of this process.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use limosa_memory::GuestMemory;
 use limosa_memory::dirty::{self, DirtyLog, DirtyLogs, UffdWpAsyncLog, UffdWpSyncLog, Writers};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::built_in::{Guest, Verified};
 use super::error::GuestError;
@@ -38,7 +39,7 @@ struct WriterContext {
     plan: Plan,
     /// Pages written by each writer.
     writes: Vec<AtomicU64>,
-    /// What a writer found where it was about to write.
+    /// The damage that a writer found where it was about to write.
     damage: Mutex<Option<Damage>>,
 }
 
@@ -93,7 +94,7 @@ impl Threads {
     }
 
     fn slot(&self) -> MutexGuard<'_, Option<Arc<RunningWriters>>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+        self.running.lock()
     }
 }
 
@@ -118,7 +119,7 @@ impl WriterContext {
         let expected = self.plan.contents(page, generation - 1).word(0);
         if let Some(found) = self.ram.first_word(page).filter(|found| *found != expected) {
             let damage = Damage { page, offset: 0, generation: generation - 1, expected, found };
-            self.damage.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(damage);
+            self.damage.lock().get_or_insert(damage);
         }
         self.ram.store(page, self.plan.contents(page, generation));
     }
@@ -197,7 +198,7 @@ impl Guest for Threads {
     fn verify(&self) -> Result<Verified, GuestError> {
         let running = self.paused("looking at all memory")?;
         let context = &running.context;
-        if let Some(damage) = *context.damage.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(damage) = *context.damage.lock() {
             return Err(self.ram.damaged(damage, 1));
         }
         self.ram.verify(&context.plan, &context.counters())

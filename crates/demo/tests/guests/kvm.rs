@@ -1,6 +1,6 @@
 //! The guest whose processors are vCPUs: it keeps its memory right, and KVM's logs of its writes miss none.
 //!
-//! Needs /dev/kvm; where there is none, `LIMOSA_SKIP_KVM=1` skips these tests.
+//! Needs /dev/kvm; `LIMOSA_SKIP_KVM=1` skips these tests.
 #![allow(missing_docs, reason = "a test")]
 
 use std::sync::Arc;
@@ -169,7 +169,7 @@ fn a_ring_that_runs_full_stops_no_vcpu_for_good_and_loses_nothing() {
     let mut dirty = DirtyPages::new(guest.memory());
     logs.fetch(&mut dirty).unwrap();
     guest.verify().unwrap();
-    // Whatever is not zero was written.
+    // All pages that are not zero were written.
     let mut page = [0; PAGE_LEN];
     let block = guest.memory().block(0).unwrap();
     for number in block.pages().iter().skip(1) {

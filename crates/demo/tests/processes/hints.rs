@@ -1,4 +1,4 @@
-//! Guests that tell which of their memory is free, moved over and over, and hit on the way: what programs have is whole
+//! Guests that report their free memory, moved over and over, and hit on the way: what programs have is whole
 //! wherever the guest runs, and its balloon's driver holds nothing back.
 //!
 //! Trials follow from their seeds, which are printed. `LIMOSA_CHAOS_TRIALS=N` runs N of each kind,
@@ -19,7 +19,7 @@ use limosa_demo::settings::Postcopy;
 use limosa_demo::state::{Role, State};
 use limosa_testkit::Direction;
 
-/// A guest of which half is a heap, asked in every round, slow enough for lists to come on the way.
+/// A guest whose memory is half a heap, asked in every round, slow enough for lists to come on the way.
 fn hinted(seed: u64) -> Settings {
     let mut dice = Dice::new(seed ^ 0x41e4);
     Settings {
@@ -35,7 +35,7 @@ fn hinted(seed: u64) -> Settings {
     }
 }
 
-/// What programs have is whole, and the driver gives back what it has held, as soon as it runs.
+/// Checks that programs' memory is whole, and that the driver gives back what it held as soon as it runs.
 fn assert_whole(end: &EndProcess) {
     let until = Instant::now() + SOON;
     loop {

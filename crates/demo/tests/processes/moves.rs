@@ -140,11 +140,11 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
     ] {
         let (report, _) = live(&[&creds, more].concat());
         assert_moved(&report, true);
-        // What is encrypted are other bytes, which lie elsewhere.
+        // Encrypted bytes are other ones, in another buffer.
         let channels = &report["source"]["channels"];
         assert_eq!((&channels["lent"], &channels["spliced"]), (&json!(0), &json!(0)), "{channels}");
     }
-    // What an end refuses when it is told to listen is told at once, and not that it did not listen in time.
+    // A refusal to listen is reported at once, and not as a timeout of listening.
     let ended = demo([&["live", "--memory", "16M"][..], &creds, &["--tls-kernel", "on"]].concat());
     assert!(ended.status.success() || ended.stderr.contains("this kernel has no TLS"), "{}", ended.stderr);
     assert!(!ended.stderr.contains("in time"), "{}", ended.stderr);
@@ -164,7 +164,7 @@ fn a_guest_moves_over_tls_on_every_kind_of_channel() {
         assert_eq!(ended.status.code(), Some(2), "{}", ended.stderr);
         assert!(ended.stderr.contains(said), "{}", ended.stderr);
     }
-    // The guest stays where it is, and it is said why.
+    // The guest stays where it is, and the reason is reported.
     let ended = demo([&["live", "--memory", "16M", "--tls-hostname", "other.example"][..], &creds].concat());
     assert!(!ended.status.success());
     let said = "its certificate is for localhost, 127.0.0.1, 0::1, not for other.example";

@@ -1,5 +1,5 @@
 //! A postcopy is hit at any point, and its recoveries as well: the laws are those of `precopy_chaos`, and nothing is
-//! lost when the network is: the guest waits, and goes on over another connection.
+//! lost when the network is: the guest waits, and continues over another connection.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -54,7 +54,7 @@ impl Trial {
         Some(if blow == Blow::KillSource { Role::Source } else { Role::Destination })
     }
 
-    /// Goes on by the command that is printed for that.
+    /// Continues by the command that is printed for that.
     fn recover_by_hand(&self) {
         let (source, destination) = (self.source.control.display(), self.destination.control.display());
         let printed = format!("limosa-demo recover --control {source}");
@@ -64,7 +64,7 @@ impl Trial {
         assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Goes on as often as it is broken off, struck again on the way at first.
+    /// Continues as often as it is broken off, struck again on the way at first.
     fn recover(&mut self, dice: &mut Dice, pages: u64) {
         while can_recover(&mut self.source, &mut self.destination) {
             self.recoveries += 1;

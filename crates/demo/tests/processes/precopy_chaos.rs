@@ -1,5 +1,5 @@
 //! A live migration is hit at hundreds of points: its source is killed, its destination is killed, its network is cut,
-//! stalled or slowed down. Whatever comes: the guest never runs twice, it is never lost while its own process lives,
+//! stalled or slowed down. In every case the guest never runs twice, it is never lost while its own process lives,
 //! what is undecided can be decided by the command that is printed, its memory is right wherever it runs, and another
 //! attempt succeeds.
 //!
@@ -17,7 +17,7 @@ use limosa_demo::guest::LogKind;
 use limosa_demo::state::{Role, State};
 use limosa_testkit::Direction;
 
-/// What happens to a migration.
+/// A failure during a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Blow {
     KillSource,
@@ -26,7 +26,7 @@ enum Blow {
     Cut,
     /// Nothing more arrives in this direction, and neither end gets an error; both have to find out.
     Silence,
-    /// Nothing comes through for so many milliseconds.
+    /// Nothing comes through for this number of milliseconds.
     Delay(u64),
 }
 

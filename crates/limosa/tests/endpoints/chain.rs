@@ -81,7 +81,7 @@ fn a_snapshot_that_has_travelled_runs() {
     needs_qemu!();
     let scene = Scene::new();
     let source = beat().start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     let snapshot = scene.save(&source, "snapshot", &[]);
     let copy = scene.path("copy");
     let script = format!("{LIMOSA} send {} 'exec:{LIMOSA} receive - {} --checksum'", text(&snapshot), text(&copy));

@@ -1,6 +1,6 @@
 //! Pages that come again as what has changed in them: QEMU's capability `xbzrle`.
 
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm};
+use limosa_testkit::{HeartbeatGuest, Machine, MemoryBackend, Vm};
 use serde_json::{Value, json};
 
 use crate::ends::{assert_is_the_instant_of, migrate, source, start_receive};
@@ -15,8 +15,8 @@ const MANY: u64 = 3 * 2048;
 /// A source, and its migration to `uri` with several rounds, of which the later ones are deltas.
 fn sent_in_deltas(uri: &str, return_path: bool) -> Vm {
     // It never rests, so that there is always something to send again.
-    let guest = BeatGuest { rest: 0, ..BeatGuest::over(8 << 20) };
-    let vm = source(&Machine::beat(guest).backend(MemoryBackend::Memfd));
+    let guest = HeartbeatGuest { rest: 0, ..HeartbeatGuest::over(8 << 20) };
+    let vm = source(&Machine::heartbeat(guest).backend(MemoryBackend::Memfd));
     vm.set_capabilities(&[("xbzrle", true)]).unwrap();
     // Slow, so that the guest has written to all of its pages before they are sent again; and little is little enough
     // for QEMU to stop the guest for it.
@@ -61,5 +61,5 @@ fn a_recorded_stream_of_what_changed_in_pages_is_imported() {
     assert_is_the_instant_of(&scene, &snapshot, &vm);
     let destination = vm.machine().start_incoming().unwrap();
     scene.restore(&snapshot, &destination, &["--memory", "lazy", "--paused"]).success();
-    assert_eq!(destination.check_beat().unwrap(), vm.check_beat().unwrap());
+    assert_eq!(destination.check_heartbeat().unwrap(), vm.check_heartbeat().unwrap());
 }

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use limosa_testkit::{Beat, Machine, Vm};
+use limosa_testkit::{Heartbeat, Machine, Vm};
 use serde_json::json;
 
 use crate::scene::{Saved, Scene, assert_ballast, assert_consistent, load_ballast, text, wait_said};
@@ -38,7 +38,7 @@ pub(crate) fn start_receive(scene: &Scene, uri: &str, snapshot: &Path, more: &[&
 /// A source with a beat guest that has begun, and ballast.
 pub(crate) fn source(machine: &Machine) -> Vm {
     let vm = machine.start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     load_ballast(&vm);
     vm.execute("migrate-set-parameters", json!({ "max-bandwidth": 0 })).unwrap();
     vm
@@ -53,11 +53,11 @@ pub(crate) fn migrate(vm: &Vm, uri: &str, return_path: bool) {
 /// Expects the snapshot to be `source` at the instant at which that stopped: by stock QEMU, and by limosa.
 #[track_caller]
 pub(crate) fn assert_is_the_instant_of(scene: &Scene, snapshot: &Path, source: &Vm) {
-    let then: Beat = source.check_beat().unwrap();
+    let then: Heartbeat = source.check_heartbeat().unwrap();
     for via in ["file", "socket"] {
         let vm = source.machine().start_incoming().unwrap();
         scene.restore(snapshot, &vm, &["--memory", "eager", "--via", via, "--paused"]).success();
-        assert_eq!(vm.check_beat().unwrap(), then, "{via}");
+        assert_eq!(vm.check_heartbeat().unwrap(), then, "{via}");
         assert_ballast(&vm);
         vm.cont().unwrap();
         assert_consistent(&vm);

@@ -137,7 +137,7 @@ fn every_machine_type_of_the_last_years_is_received() {
         let machine = small_beat().kind(kind);
         let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &["--json", "--no-sync"]);
         let vm = machine.start().unwrap();
-        vm.wait_beats(2).unwrap();
+        vm.wait_heartbeats(2).unwrap();
         migrate(&vm, &at, true);
         vm.wait_migrated().unwrap();
         assert_eq!(limosa.wait().json()["machine"], kind);
@@ -182,9 +182,9 @@ fn a_background_snapshot_is_received_with_the_instant_at_which_it_began() {
     needs_qemu!();
     let scene = Scene::new();
     let snapshot = scene.path("snapshot");
-    let machine = Machine::beat(beat().beat_guest().unwrap());
+    let machine = Machine::heartbeat(beat().heartbeat_guest().unwrap());
     let vm = machine.start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &["--json", "--no-sync"]);
     vm.execute("migrate-set-parameters", json!({ "max-bandwidth": 0 })).unwrap();
     if let Err(why) = vm.set_capabilities(&[("background-snapshot", true)]) {

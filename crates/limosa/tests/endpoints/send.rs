@@ -144,7 +144,7 @@ fn a_recorded_stream_is_sent_as_it_is() {
     assert!(ended.stderr.contains("limosa import"), "{}", ended.stderr);
     assert_eq!(ended.json()["answered"], true);
     vm.wait_migrated().unwrap();
-    let (beat, lap) = (source.check_beat().unwrap(), source.last_lap().unwrap());
+    let (beat, lap) = (source.check_heartbeat().unwrap(), source.last_pass().unwrap());
     assert_is_back(&vm, &Saved { snapshot: stream.clone(), beat, lap });
     assert_eq!(names(stream.parent().unwrap()), before);
     start_send(&scene, &stream, &uri, &["--mode", "postcopy"]).wait().one_line(&["limosa import"]);

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use limosa_testkit::{BeatGuest, DiskFormat, Machine, Qmp, check_beat, is_alive, kill9, scratch};
+use limosa_testkit::{DiskFormat, HeartbeatGuest, Machine, Qmp, check_heartbeat, is_alive, kill9, scratch};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -21,19 +21,19 @@ struct Scene {
     snapshot: PathBuf,
     line: Vec<String>,
     lap: u32,
-    guest: BeatGuest,
+    guest: HeartbeatGuest,
 }
 
 impl Scene {
     fn new() -> Self {
         let folder = scratch().unwrap();
-        let guest = BeatGuest { rest: 5, ..BeatGuest::over(1 << 20) };
-        let machine = Machine::beat(guest);
+        let guest = HeartbeatGuest { rest: 5, ..HeartbeatGuest::over(1 << 20) };
+        let machine = Machine::heartbeat(guest);
         let source = machine.start().unwrap();
-        source.wait_beats(2).unwrap();
+        source.wait_heartbeats(2).unwrap();
         let snapshot = folder.path().join("snapshot");
         save(&source, &snapshot, &["--stop"]);
-        let lap = source.last_lap().unwrap();
+        let lap = source.last_pass().unwrap();
         let line = Self::line(&machine, folder.path());
         Self { folder, snapshot, line, lap, guest }
     }
@@ -92,7 +92,7 @@ impl Scene {
         let span = self.guest.span();
         let memory = read(span.start, span.end - span.start);
         let lap = u32::from_le_bytes(read(LAP, 4).try_into().unwrap());
-        check_beat(&memory, self.guest.start).unwrap().check_lap(lap, self.guest.pages).unwrap();
+        check_heartbeat(&memory, self.guest.start).unwrap().check_pass(lap, self.guest.pages).unwrap();
         qmp.execute("cont", json!({})).unwrap();
     }
 
@@ -191,8 +191,13 @@ fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
     wait_writes(source.serial(), 2);
     let frozen = std::fs::read(&disk).unwrap();
     let before = sectors_written(&disk, "qcow2");
-    let mut scene =
-        Scene { line: Scene::line(&machine, folder.path()), snapshot, lap: 0, guest: BeatGuest::default(), folder };
+    let mut scene = Scene {
+        line: Scene::line(&machine, folder.path()),
+        snapshot,
+        lap: 0,
+        guest: HeartbeatGuest::default(),
+        folder,
+    };
     for (backing, as_libvirt) in [("absolute", false), ("relative", true)] {
         if as_libvirt {
             scene.line = described_by_libvirt(&scene.line, &disk);
@@ -270,7 +275,7 @@ fn a_program_that_starts_qemu_with_other_memory_gets_no_vm() {
     let mut scene = Scene::new();
     // Called like QEMU, so that its options are read as QEMU's.
     let wrapper = scene.folder.path().join("qemu-wrapper");
-    let size = Machine::beat(scene.guest).memory_bytes();
+    let size = Machine::heartbeat(scene.guest).memory_bytes();
     let script = format!(
         "#!/bin/bash\nfor word; do case $word in *memory-backend-file*) words+=(memory-backend-ram,id=mem,size={size});; *) words+=(\"$word\");; \
          esac; done\nexec qemu-system-x86_64 \"${{words[@]}}\"\n"

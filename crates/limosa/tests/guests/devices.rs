@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 
 use crate::needs_qemu;
 use crate::stage::*;
-use limosa_testkit::{BeatGuest, Disk, DiskFormat, Machine, MemoryBackend, Vm};
+use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, Machine, MemoryBackend, Vm};
 use serde_json::json;
 
 /// A beat guest among all kinds of devices; the images are made in `folder`.
 fn rich(folder: &Path) -> Machine {
     let image = |name: &str, format| Disk::create(&folder.join(name), format, 16 << 20).unwrap();
-    let mut machine = Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(4 << 20) })
+    let mut machine = Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(4 << 20) })
         .kind("pc-q35-10.0")
         .disk(image("blk.qcow2", DiskFormat::Qcow2))
         .balloon();
@@ -59,7 +59,7 @@ fn a_guest_among_all_kinds_of_devices_comes_back() {
     let machine = rich(folder.path());
     for save in [&["--via", "file"][..], &["--via", "socket", "--checksum"], &["--via", "socket", "--channels", "2"]] {
         let source = machine.start().unwrap();
-        source.wait_beats(2).unwrap();
+        source.wait_heartbeats(2).unwrap();
         // So that the device has something to say about its memory; a guest without a driver takes none of it.
         let plug = json!({ "path": "/machine/peripheral/mem0", "property": "requested-size", "value": 128 << 20 });
         source.execute("qom-set", plug).unwrap();
@@ -74,7 +74,7 @@ fn a_guest_among_all_kinds_of_devices_comes_back() {
         ] {
             println!("saved {save:?}, restored {how:?}");
             let destination = restore(&machine, &file, how);
-            destination.check_beat().unwrap();
+            destination.check_heartbeat().unwrap();
             assert_beats(&destination);
             let plugged = json!({ "path": "/machine/peripheral/mem0", "property": "requested-size" });
             assert_eq!(destination.execute("qom-get", plugged).unwrap(), json!(128 << 20));

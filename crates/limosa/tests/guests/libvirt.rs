@@ -6,13 +6,13 @@ use std::process::Command;
 
 use crate::needs_qemu;
 use crate::stage::*;
-use limosa_testkit::{BeatGuest, Libvirt, Process, Qmp, check_beat, libvirt_skipped, require_qemu};
+use limosa_testkit::{HeartbeatGuest, Libvirt, Process, Qmp, check_heartbeat, libvirt_skipped, require_qemu};
 use serde_json::json;
 
 const NAME: &str = "beat";
 
-fn guest() -> BeatGuest {
-    BeatGuest { rest: 2, ..BeatGuest::over(4 << 20) }
+fn guest() -> HeartbeatGuest {
+    HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(4 << 20) }
 }
 
 /// The beats in the domain's serial file.
@@ -25,7 +25,7 @@ fn beats(libvirt: &Libvirt, file: &str) -> usize {
 fn started() -> Libvirt {
     require_qemu().unwrap();
     let mut libvirt = Libvirt::start().unwrap();
-    let xml = libvirt.beat_domain(NAME, &guest()).unwrap();
+    let xml = libvirt.heartbeat_domain(NAME, &guest()).unwrap();
     libvirt.create(NAME, &xml).unwrap();
     wait_for("the guest to beat", || (beats(&libvirt, "serial") >= 2).then_some(()));
     libvirt
@@ -82,7 +82,7 @@ impl Destination {
         let (picture, span) = (libvirt.path("picture"), guest().span());
         let arguments = json!({ "val": span.start, "size": span.end - span.start, "filename": picture });
         self.qmp.execute("pmemsave", arguments).unwrap();
-        check_beat(&std::fs::read(picture).unwrap(), guest().start).unwrap();
+        check_heartbeat(&std::fs::read(picture).unwrap(), guest().start).unwrap();
     }
 }
 

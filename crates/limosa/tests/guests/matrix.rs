@@ -9,7 +9,7 @@ use std::path::Path;
 use crate::needs_qemu;
 use crate::stage::channels::Transport;
 use crate::stage::*;
-use limosa_testkit::{BeatGuest, Machine, Vm};
+use limosa_testkit::{HeartbeatGuest, Machine, Vm};
 
 /// Channels and compression of a column; none: everything on the one channel.
 const COLUMNS: [Option<(&str, &str)>; 13] = [
@@ -43,15 +43,15 @@ fn restore(machine: &Machine, snapshot: &Path, how: &[&str]) {
     let (socket, file) = (destination.qmp_socket(), snapshot.to_str().unwrap());
     let words = [&["restore", file, "--qmp", socket.to_str().unwrap()], how].concat();
     limosa(words).success();
-    destination.check_beat().unwrap();
+    destination.check_heartbeat().unwrap();
     assert_beats(&destination);
 }
 
 /// Saves and restores in every cell of a machine type's row.
 fn row(kind: &str) {
-    let machine = Machine::beat(BeatGuest::over(2 << 20)).kind(kind);
+    let machine = Machine::heartbeat(HeartbeatGuest::over(2 << 20)).kind(kind);
     let source = machine.start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     let found = Found::of(&source);
     let mut last = None;
     for column in COLUMNS {

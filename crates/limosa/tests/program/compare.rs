@@ -26,7 +26,7 @@ fn with(machine: Machine, options: &[&str], devices: &[&str]) -> Machine {
 fn saved(machine: &Machine) -> (TempDir, PathBuf) {
     let (folder, file) = place();
     let vm = machine.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     save(&vm, &file, &[]);
     (folder, file)
 }
@@ -68,7 +68,7 @@ fn subjects(told: &Value, severity: &str, confidence: &str) -> Vec<String> {
 fn saved_with_stream(machine: &Machine) -> (TempDir, PathBuf, PathBuf) {
     let (folder, file) = place();
     let vm = machine.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     save(&vm, &file, &[]);
     vm.stop().unwrap();
     let stream = folder.path().join("stream");
@@ -246,7 +246,7 @@ fn disks_that_are_not_the_saved_ones_are_told() {
     let disk = Disk::create(&folder.path().join("disk"), DiskFormat::Raw, 1 << 20).unwrap();
     let machine = small().disk(disk.clone());
     let vm = machine.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     save(&vm, &file, &["--stop"]);
     drop(vm);
     let destination = machine.start_incoming().unwrap();

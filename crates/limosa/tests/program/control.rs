@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::needs_qemu;
 use crate::stage::*;
-use limosa_testkit::{BeatGuest, Machine, Qmp, QmpFailure, Vm};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, QmpFailure, Vm};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -26,9 +26,9 @@ struct Busy {
 
 impl Busy {
     fn new() -> Self {
-        let machine = Machine::beat(BeatGuest::over(32 << 20));
+        let machine = Machine::heartbeat(HeartbeatGuest::over(32 << 20));
         let vm = machine.start().unwrap();
-        vm.wait_beats(2).unwrap();
+        vm.wait_heartbeats(2).unwrap();
         let (folder, file) = place();
         Self { found: Found::of(&vm), vm, folder, file, machine }
     }

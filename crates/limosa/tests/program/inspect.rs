@@ -22,7 +22,7 @@ fn inspect(file: &Path, more: &[&str]) -> Ended {
 fn stopped() -> (Machine, Vm) {
     let machine = small();
     let vm = machine.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     vm.stop().unwrap();
     (machine, vm)
 }
@@ -46,7 +46,7 @@ fn assert_describes(machine: &Machine, told: &Value) {
         let number = |key: &str| block[key].as_u64().unwrap_or_else(|| panic!("{key} in {block}"));
         assert_eq!(number("stored") + number("zero"), number("pages"), "{block}");
     }
-    assert!(memory["stored"].as_u64() >= Some(machine.beat_guest().unwrap().pages.into()), "{memory}");
+    assert!(memory["stored"].as_u64() >= Some(machine.heartbeat_guest().unwrap().pages.into()), "{memory}");
     let devices = told["devices"].as_array().unwrap();
     for name in ["cpu", "timer", "serial", "globalstate"] {
         let device =
@@ -174,7 +174,7 @@ fn a_snapshot_cut_anywhere_is_refused_unless_only_the_record_is_gone() {
     let (ours, theirs) = (folder.path().join("ours"), folder.path().join("theirs"));
     save(&vm, &ours, &["--via", "file"]);
     vm.cont().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     vm.stop().unwrap();
     vm.save_file(&theirs, 0).unwrap();
 

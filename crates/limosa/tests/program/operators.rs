@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use crate::needs_qemu;
 use crate::stage::*;
-use limosa_testkit::{BeatGuest, Machine, Process, Qmp, check_beat, note_skip, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Process, Qmp, check_heartbeat, note_skip, scratch};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
@@ -53,7 +53,7 @@ impl Scene {
         let (theirs, ours) = (scratch().unwrap(), scratch().unwrap());
         chown(theirs.path(), Some(NOBODY), Some(NOBODY)).unwrap();
         std::fs::create_dir(ours.path().join("tmp")).unwrap();
-        Self { theirs, ours, machine: Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(8 << 20) }) }
+        Self { theirs, ours, machine: Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(8 << 20) }) }
     }
 
     fn snapshot(&self) -> PathBuf {
@@ -135,9 +135,9 @@ impl Qemu {
             self.execute("pmemsave", json!({ "val": from, "size": size, "filename": picture }));
             std::fs::read(&picture).unwrap()
         };
-        let guest = machine.beat_guest().unwrap();
+        let guest = machine.heartbeat_guest().unwrap();
         let memory = read(guest.span().start, guest.span().end - guest.span().start);
-        check_beat(&memory, guest.start).unwrap();
+        check_heartbeat(&memory, guest.start).unwrap();
         self.execute("cont", json!({}));
     }
 }

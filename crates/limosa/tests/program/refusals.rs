@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::needs_qemu;
 use crate::stage::*;
-use limosa_testkit::{BeatGuest, Machine, Qmp, Vm, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Vm, scratch};
 use serde_json::json;
 
 /// A VM that beats, as a refused save has to leave it.
@@ -21,7 +21,7 @@ struct Bystander {
 impl Bystander {
     fn new(machine: &Machine) -> Self {
         let vm = machine.start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         // Settings that differ from QEMU's defaults: a command that leaves the defaults behind is noticed.
         vm.execute("migrate-set-parameters", json!({ "max-bandwidth": 7 << 20, "downtime-limit": 123 })).unwrap();
         let found = Found::of(&vm);
@@ -80,7 +80,7 @@ fn a_file_that_is_being_served_is_not_replaced() {
     needs_qemu!();
     let (folder, file) = place();
     // Memory that the guest does not touch, so that a slow restore lasts.
-    let machine = Machine::beat(BeatGuest::over(8 << 20));
+    let machine = Machine::heartbeat(HeartbeatGuest::over(8 << 20));
     let bystander = Bystander::new(&machine);
     save(&bystander.vm, &file, &[]);
     let destination = machine.start_incoming().unwrap();
@@ -280,7 +280,7 @@ fn a_vm_that_was_migrated_away_is_refused_with_the_way_to_continue_it() {
     needs_qemu!();
     let (folder, file) = place();
     let vm = small().start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     vm.save_file(&folder.path().join("by-qemu"), 0).unwrap();
     vm.wait_run_state("postmigrate", SOON).unwrap();
     let found = Found::of(&vm);
@@ -294,7 +294,7 @@ fn a_migration_that_is_under_way_is_not_disturbed() {
     needs_qemu!();
     let (folder, file) = place();
     let pair = small().pair().unwrap();
-    pair.source.wait_beats(1).unwrap();
+    pair.source.wait_heartbeats(1).unwrap();
     let uri = format!("unix:{}", folder.path().join("incoming").display());
     pair.destination.execute("migrate-incoming", json!({ "uri": uri })).unwrap();
     pair.source.execute("migrate-set-parameters", json!({ "max-bandwidth": 4096 })).unwrap();
@@ -338,7 +338,7 @@ fn a_qemu_that_is_killed_in_the_middle_of_a_save_leaves_no_file() {
     for via in ["socket", "file"] {
         let (folder, file) = place();
         let vm = small().start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         let saving = start(save_arguments(&vm, &file, &["--via", via, "--max-bandwidth", "1M"]));
         wait_moving(&vm);
         let watchdog = watchdog(&saving).unwrap();

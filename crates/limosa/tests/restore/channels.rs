@@ -30,10 +30,10 @@ fn memory_of(vm: &Vm) -> Vec<u8> {
 /// A beat guest of this machine, saved at a known instant, and its memory then.
 fn saved(scene: &Scene, machine: &Machine) -> (Saved, Vec<u8>) {
     let source = machine.start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     load_ballast(&source);
     let snapshot = scene.save(&source, "snapshot", &["--stop"]);
-    let saved = Saved { snapshot, beat: source.check_beat().unwrap(), lap: source.last_lap().unwrap() };
+    let saved = Saved { snapshot, beat: source.check_heartbeat().unwrap(), lap: source.last_pass().unwrap() };
     let memory = memory_of(&source);
     (saved, memory)
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
-use limosa_testkit::{BeatGuest, Machine, PAGE, Vm};
+use limosa_testkit::{HeartbeatGuest, Machine, PAGE, Vm};
 use serde_json::json;
 
 use crate::needs_qemu;
@@ -163,7 +163,7 @@ fn damage_that_shows_before_the_guest_runs_leaves_no_guest() {
 fn a_snapshot_edited_anywhere_outside_its_pages_is_refused_in_one_line_or_comes_back() {
     needs_qemu!();
     let scene = Scene::new();
-    let machine = Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(64 << 10) }).memory(16 << 20);
+    let machine = Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(64 << 10) }).memory(16 << 20);
     let saved = saved_beat(&scene, &machine, &["--checksum"]);
     let intact = std::fs::read(&saved.snapshot).unwrap();
     let edited = scene.path("edited");

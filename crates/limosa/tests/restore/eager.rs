@@ -46,11 +46,11 @@ fn a_file_that_stock_qemu_wrote_comes_back_eagerly() {
     for threads in [0, 2] {
         let scene = Scene::new();
         let source = beat().start().unwrap();
-        source.wait_beats(2).unwrap();
+        source.wait_heartbeats(2).unwrap();
         load_ballast(&source);
         let snapshot = scene.path("snapshot");
         source.save_file(&snapshot, threads).unwrap();
-        let saved = Saved { snapshot, beat: source.check_beat().unwrap(), lap: source.last_lap().unwrap() };
+        let saved = Saved { snapshot, beat: source.check_heartbeat().unwrap(), lap: source.last_pass().unwrap() };
         drop(source);
         comes_back_eagerly(&scene, &saved, &["--via", "file"]);
         comes_back_eagerly(&scene, &saved, &["--via", "socket"]);

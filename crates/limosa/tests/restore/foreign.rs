@@ -21,12 +21,12 @@ fn limosa(scene: &Scene, words: &[&str]) -> Ended {
 /// Runs `machine`'s guest, and has QEMU migrate it, running, to `uri`.
 fn recorded(machine: &Machine, stream: PathBuf, uri: &str, prepare: impl FnOnce(&Vm)) -> Saved {
     let source = machine.start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     load_ballast(&source);
     prepare(&source);
     source.execute("migrate", json!({ "uri": uri })).unwrap();
     source.wait_migrated().unwrap();
-    Saved { snapshot: stream, beat: source.check_beat().unwrap(), lap: source.last_lap().unwrap() }
+    Saved { snapshot: stream, beat: source.check_heartbeat().unwrap(), lap: source.last_pass().unwrap() }
 }
 
 /// Imports, restores lazily and expects the guest to go on from the recorded instant.
@@ -106,7 +106,7 @@ fn a_background_snapshot_which_has_no_end_of_memory_is_imported() {
     drop(probe);
     let stream = scene.path("stream");
     let source = beat().start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     load_ballast(&source);
     source.set_capabilities(&[("background-snapshot", true)]).unwrap();
     source.execute("migrate", json!({ "uri": format!("exec:cat>{}", stream.display()) })).unwrap();

@@ -41,8 +41,8 @@ fn one_vm_saved_and_restored_twenty_times_in_a_row_never_misses_a_beat() {
     let scene = Scene::new();
     let machine = beat();
     let mut vm = machine.start().unwrap();
-    vm.wait_beats(2).unwrap();
-    let mut lap = vm.last_lap().unwrap();
+    vm.wait_heartbeats(2).unwrap();
+    let mut lap = vm.last_pass().unwrap();
     for round in 0..20 {
         let via = if round % 2 == 0 { "socket" } else { "file" };
         // The VM goes on after the save: what comes back is the instant of the save, which may be some laps ago.
@@ -56,12 +56,12 @@ fn one_vm_saved_and_restored_twenty_times_in_a_row_never_misses_a_beat() {
         };
         scene.restore(&snapshot, &vm, how).success();
         assert_beats(&vm);
-        let now = vm.last_lap().unwrap();
+        let now = vm.last_pass().unwrap();
         assert!(now > lap, "round {round}: lap {now} after {lap}");
         lap = now;
         std::fs::remove_file(snapshot).unwrap();
     }
-    vm.check_beat().unwrap();
+    vm.check_heartbeat().unwrap();
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, is_alive, kill9};
+use limosa_testkit::{HeartbeatGuest, Machine, MemoryBackend, Vm, is_alive, kill9};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -18,7 +18,7 @@ use crate::stage::{
 
 /// A walk that is long enough to fault all the time while the rest comes: 16 MiB without rest.
 pub(crate) fn walker() -> Machine {
-    Machine::beat(BeatGuest { rest: 0, ..BeatGuest::over(12 << 20) }).backend(MemoryBackend::Memfd)
+    Machine::heartbeat(HeartbeatGuest { rest: 0, ..HeartbeatGuest::over(12 << 20) }).backend(MemoryBackend::Memfd)
 }
 
 /// Who is killed.

@@ -36,10 +36,10 @@ fn a_sparse_guest_of_256_gib_comes_back_lazily_in_bounded_memory() {
     let scene = Scene::new();
     let machine = machine();
     let source = machine.start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     source.stop().unwrap();
     let snapshot = scene.save(&source, "snapshot", &["--via", "file"]);
-    let at_save = source.check_beat().unwrap();
+    let at_save = source.check_heartbeat().unwrap();
     drop(source);
 
     let destination = machine.start_incoming().unwrap();
@@ -55,7 +55,7 @@ fn a_sparse_guest_of_256_gib_comes_back_lazily_in_bounded_memory() {
     }
     limosa.wait().success();
     assert_consistent(&destination);
-    assert_ne!(destination.check_beat().unwrap(), at_save);
+    assert_ne!(destination.check_heartbeat().unwrap(), at_save);
     // One bit a page is 8 MiB here, and a few such bitmaps are needed; the pages themselves are never all in memory.
     let bitmap = (GIB << 30) / PAGE / 8;
     assert!(most < (64 << 20) + 4 * bitmap, "limosa had {} MiB", most >> 20);

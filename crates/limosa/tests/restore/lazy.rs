@@ -105,15 +105,15 @@ fn a_file_that_stock_qemu_wrote_comes_back_lazily() {
         let scene = Scene::new();
         let machine = beat();
         let source = machine.start().unwrap();
-        source.wait_beats(2).unwrap();
+        source.wait_heartbeats(2).unwrap();
         load_ballast(&source);
         let snapshot = scene.path("written by qemu");
         source.save_file(&snapshot, threads).unwrap();
-        let at_save = source.check_beat().unwrap();
+        let at_save = source.check_heartbeat().unwrap();
         drop(source);
         let destination = machine.start_incoming().unwrap();
         scene.restore(&snapshot, &destination, &["--memory", "lazy", "--paused"]).success();
-        assert_eq!(destination.check_beat().unwrap(), at_save);
+        assert_eq!(destination.check_heartbeat().unwrap(), at_save);
         assert_ballast(&destination);
         destination.cont().unwrap();
         assert_consistent(&destination);

@@ -1,6 +1,6 @@
 //! A guest that is mostly zero goes into less memory than it has: what is zero takes none, whichever way it comes back.
 
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, MemoryGroup, PAGE, Vm, skipped};
+use limosa_testkit::{HeartbeatGuest, Machine, MemoryBackend, MemoryGroup, PAGE, Vm, skipped};
 
 use crate::needs_qemu;
 use crate::scene::{Scene, text};
@@ -12,15 +12,15 @@ const LIMIT: u64 = 600 << 20;
 
 /// A machine with [`GUEST`] bytes of memory, of which a beat guest walks so many.
 fn machine(walk: u64, memory: MemoryBackend) -> Machine {
-    let guest = BeatGuest { rest: 2, ..BeatGuest::over(walk) };
-    Machine::beat(guest).memory(GUEST).backend(memory)
+    let guest = HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(walk) };
+    Machine::heartbeat(guest).memory(GUEST).backend(memory)
 }
 
 /// The snapshot of a guest that walks `walk` bytes, and the bytes of its pages that are not zero.
 fn saved(scene: &Scene, walk: u64) -> (std::path::PathBuf, u64) {
     // Private memory: QEMU looks at every page when it saves, and only there a hole stays one.
     let source = machine(walk, MemoryBackend::Anonymous).start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     let snapshot = scene.path(&format!("{walk}"));
     save(&source, &snapshot, &["--via", "file", "--stop"]);
     let found = crate::stage::limosa(["inspect", "--json", text(&snapshot)]).json();
@@ -55,7 +55,7 @@ fn restored(scene: &Scene, snapshot: &std::path::Path, machine: &Machine, how: &
     scene.restore(snapshot, &vm, &words).json();
     let came = Came { resident: status(&vm, "VmHWM"), peak: group.peak().unwrap() };
     assert_eq!((group.killed().unwrap(), status(&vm, "VmSwap")), (0, 0), "{how:?}: {came:?}");
-    vm.check_beat().unwrap();
+    vm.check_heartbeat().unwrap();
     came
 }
 

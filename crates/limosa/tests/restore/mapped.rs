@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
 
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm};
+use limosa_testkit::{HeartbeatGuest, Machine, MemoryBackend, Vm};
 use serde_json::Value;
 
 use crate::needs_qemu;
@@ -64,10 +64,10 @@ fn every_byte_of_a_mapped_guest_is_the_snapshots() {
         let scene = Scene::new();
         let machine = beat().kind(kind);
         let source = machine.start().unwrap();
-        source.wait_beats(2).unwrap();
+        source.wait_heartbeats(2).unwrap();
         load_ballast(&source);
         let snapshot = scene.save(&source, "snapshot", &["--stop"]);
-        let (memory, lap, beat) = (all_memory(&source), source.last_lap().unwrap(), source.check_beat().unwrap());
+        let (memory, lap, beat) = (all_memory(&source), source.last_pass().unwrap(), source.check_heartbeat().unwrap());
         drop(source);
         let file = std::fs::read(&snapshot).unwrap();
         let destination = mapped(&machine, &snapshot).start_incoming().unwrap();
@@ -162,7 +162,7 @@ fn memory_that_qemu_writes_before_the_restore_is_the_snapshots_all_the_same() {
     let scene = Scene::new();
     let machine = small_beat();
     let source = machine.start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     let snapshot = scene.save(&source, "snapshot", &["--stop"]);
     let memory = all_memory(&source);
     drop(source);
@@ -196,12 +196,12 @@ fn a_file_that_qemu_wrote_is_mapped_once_it_is_sealed() {
     needs_qemu!();
     let scene = Scene::new();
     let source = beat().start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     load_ballast(&source);
     let snapshot = scene.path("snapshot");
     source.save_file(&snapshot, 0).unwrap();
     let saved =
-        Saved { snapshot: snapshot.clone(), beat: source.check_beat().unwrap(), lap: source.last_lap().unwrap() };
+        Saved { snapshot: snapshot.clone(), beat: source.check_heartbeat().unwrap(), lap: source.last_pass().unwrap() };
     let memory = all_memory(&source);
     drop(source);
     let refused = limosa(["inspect", "--qemu-args", text(&snapshot)]);
@@ -264,11 +264,11 @@ fn the_printed_options_start_a_machine_of_its_own_memory() {
     needs_qemu!();
     let scene = Scene::new();
     // Its RAM is the machine's own: QEMU calls it pc.ram.
-    let machine = Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(64 << 10) });
+    let machine = Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(64 << 10) });
     let own = machine.clone().backend(MemoryBackend::Anonymous);
     let source =
         own.memory_object(&format!("memory-backend-ram,id=mem,size={}", machine.memory_bytes())).start().unwrap();
-    source.wait_beats(1).unwrap();
+    source.wait_heartbeats(1).unwrap();
     let snapshot = scene.save(&source, "with, a comma", &["--stop"]);
     let printed = limosa(["inspect", "--qemu-args", text(&snapshot)]).success();
     assert!(

@@ -68,7 +68,7 @@ fn a_qemu_that_does_not_wait_for_a_vm_is_left_alone() {
     let machine = small_beat();
     let saved = saved_beat(&scene, &machine, &[]);
     let running = machine.start().unwrap();
-    running.wait_beats(1).unwrap();
+    running.wait_heartbeats(1).unwrap();
     let found = Found::of(&running);
     scene.restore(&saved.snapshot, &running, &[]).one_line(&[
         "does not wait for an incoming VM",

@@ -28,7 +28,7 @@ fn comes_back(scene: &Scene, snapshot: &Path, words: &[&str], state: &str) {
             if state == "running" {
                 assert_beats(&destination);
             } else {
-                destination.check_beat().unwrap();
+                destination.check_heartbeat().unwrap();
                 destination.cont().unwrap();
                 assert_beats(&destination);
             }
@@ -39,7 +39,7 @@ fn comes_back(scene: &Scene, snapshot: &Path, words: &[&str], state: &str) {
 /// A snapshot of a VM that ran, or was paused, when it was saved.
 fn snapshot(scene: &Scene, paused: bool, via: &str) -> std::path::PathBuf {
     let source = small_beat().start().unwrap();
-    source.wait_beats(1).unwrap();
+    source.wait_heartbeats(1).unwrap();
     if paused {
         source.stop().unwrap();
     }

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use limosa_testkit::{Beat, BeatGuest, HugePages, Machine, MemoryBackend, PAGE, Qmp, Vm, scratch, skipped};
+use limosa_testkit::{Heartbeat, HeartbeatGuest, HugePages, Machine, MemoryBackend, PAGE, Qmp, Vm, scratch, skipped};
 use rustix::process::Signal;
 use serde_json::json;
 use tempfile::TempDir;
@@ -118,7 +118,7 @@ pub(crate) fn assert_failed(ended: &Ended, words: &[&str]) {
 
 /// A beat guest of 8 MiB that rests between its laps, so that several VMs can share a core.
 pub(crate) fn beat() -> Machine {
-    Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(8 << 20) }).backend(MemoryBackend::Memfd)
+    Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(8 << 20) }).backend(MemoryBackend::Memfd)
 }
 
 /// This machine in huge pages, of which there are enough for `vms` at a time; `None` if the user does without.
@@ -133,7 +133,7 @@ pub(crate) fn in_huge_pages(machine: Machine, vms: u64) -> Option<(Machine, Huge
 
 /// A beat guest of 64 KiB, for tests that are about something else than memory.
 pub(crate) fn small_beat() -> Machine {
-    Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(64 << 10) })
+    Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(64 << 10) })
 }
 
 /// Where the ballast lies: above the walk of [`beat`], below what the BIOS uses.
@@ -169,7 +169,7 @@ pub(crate) fn ballast_page(index: u64) -> Vec<u8> {
 #[derive(Debug)]
 pub(crate) struct Saved {
     pub(crate) snapshot: PathBuf,
-    pub(crate) beat: Beat,
+    pub(crate) beat: Heartbeat,
     pub(crate) lap: u32,
 }
 
@@ -177,21 +177,21 @@ pub(crate) struct Saved {
 /// because the guest stays stopped. The source is gone afterwards.
 pub(crate) fn saved_beat(scene: &Scene, machine: &Machine, how: &[&str]) -> Saved {
     let source = machine.start().unwrap();
-    source.wait_beats(2).unwrap();
+    source.wait_heartbeats(2).unwrap();
     if source.memory_file().is_ok() {
         load_ballast(&source);
     }
     let how: Vec<&str> = ["--stop"].iter().chain(how).copied().collect();
     let snapshot = scene.save(&source, "snapshot", &how);
-    let beat = source.check_beat().unwrap();
-    Saved { snapshot, beat, lap: source.last_lap().unwrap() }
+    let beat = source.check_heartbeat().unwrap();
+    Saved { snapshot, beat, lap: source.last_pass().unwrap() }
 }
 
 impl Saved {
     /// Expects the very instant that was saved, still paused, and the guest to go on from there.
     #[track_caller]
     pub(crate) fn assert_is_back(&self, vm: &Vm) {
-        assert_eq!(vm.check_beat().unwrap(), self.beat);
+        assert_eq!(vm.check_heartbeat().unwrap(), self.beat);
         assert_ballast(vm);
         vm.cont().unwrap();
         self.assert_goes_on(vm);
@@ -212,7 +212,7 @@ impl Saved {
 /// Expects memory of one instant now, beats, and memory of one instant again.
 #[track_caller]
 pub(crate) fn assert_consistent(vm: &Vm) {
-    vm.check_beat().unwrap();
+    vm.check_heartbeat().unwrap();
     assert_beats(vm);
 }
 

@@ -19,15 +19,15 @@ fn the_snapshot_is_of_the_moment_at_which_the_save_began() {
     for backend in [MemoryBackend::Anonymous, MemoryBackend::Memfd] {
         let machine = small().backend(backend);
         let vm = machine.start().unwrap();
-        vm.wait_beats(2).unwrap();
+        vm.wait_heartbeats(2).unwrap();
         let (_folder, file) = place();
         let found = Found::of(&vm);
-        let before = vm.last_lap().unwrap();
+        let before = vm.last_pass().unwrap();
         // Slow enough for the guest to change all of its memory meanwhile.
         let saving = start(save_arguments(&vm, &file, &["--background", "--json", "--max-bandwidth", "4M"]));
         wait_moving(&vm);
-        vm.wait_beats(1).unwrap();
-        let meanwhile = vm.last_lap().unwrap();
+        vm.wait_heartbeats(1).unwrap();
+        let meanwhile = vm.last_pass().unwrap();
         let report = saving.wait().json();
         assert_eq!((report["via"].as_str(), report["vm_state"].as_str()), (Some("socket"), Some("running")));
         assert!(report["downtime_ms"].as_f64().is_some(), "{report}");
@@ -40,7 +40,7 @@ fn the_snapshot_is_of_the_moment_at_which_the_save_began() {
         loaded.wait_run_state("paused", SOON).unwrap();
         let lap = u32::from_le_bytes(loaded.read_memory(LAP).unwrap().try_into().unwrap());
         assert!((before..=meanwhile).contains(&lap), "lap {lap}: the save began between {before} and {meanwhile}");
-        loaded.check_beat().unwrap();
+        loaded.check_heartbeat().unwrap();
         drop(loaded);
         let restored = machine.start_incoming().unwrap();
         let socket = restored.qmp_socket().display().to_string();
@@ -55,7 +55,7 @@ fn a_vm_that_is_paused_is_saved_and_stays_so() {
     needs_qemu!();
     let machine = small();
     let vm = machine.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     vm.stop().unwrap();
     let (_folder, file) = place();
     let found = Found::of(&vm);
@@ -66,14 +66,14 @@ fn a_vm_that_is_paused_is_saved_and_stays_so() {
     let socket = restored.qmp_socket().display().to_string();
     limosa(["restore", "--qmp", &socket, &file.display().to_string()]).success();
     assert_eq!(restored.run_state().unwrap(), "paused");
-    restored.check_beat().unwrap();
+    restored.check_heartbeat().unwrap();
 }
 
 #[test]
 fn a_background_save_that_is_killed_or_cancelled_leaves_nothing() {
     needs_qemu!();
     let vm = small().backend(MemoryBackend::Memfd).start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let (folder, file) = place();
     let found = Found::of(&vm);
     for kill in [false, true] {
@@ -101,7 +101,7 @@ fn what_cannot_be_saved_in_the_background_is_refused_in_one_line() {
     needs_qemu!();
     let (folder, file) = place();
     let vm = small().start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let found = Found::of(&vm);
     let refused = |more: &[&str], words: &[&str]| {
         let more: Vec<&str> = ["--background"].iter().chain(more).copied().collect();
@@ -115,7 +115,7 @@ fn what_cannot_be_saved_in_the_background_is_refused_in_one_line() {
 
     let disk = Disk::create(&folder.path().join("disk"), DiskFormat::Raw, 1 << 20).unwrap();
     let vm = small().disk(disk).start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     limosa(save_arguments(&vm, &file, &["--background"])).one_line(&["disk0", "different instants"]);
     assert_beats(&vm);
 }
@@ -136,7 +136,7 @@ fn memory_that_the_host_cannot_protect_is_refused_and_the_vm_untouched() {
     let machine = small().argument("-object").argument(&object).argument("-device").argument("pc-dimm,memdev=more");
     let machine = machine.argument("-m").argument("slots=1,maxmem=1G");
     let vm = machine.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let found = Found::of(&vm);
     limosa(save_arguments(&vm, &file, &["--background"])).one_line(&["background", "QEMU says"]);
     found.assert_same(&vm);

@@ -45,7 +45,7 @@ fn a_q35_with_zero_pages_on_the_main_channel_is_saved_over_channels() {
 fn channels_without_a_route_write_the_file_and_compression_goes_through_a_socket() {
     needs_qemu!();
     let vm = small().start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let settings = json!({ "multifd-channels": 7, "multifd-compression": "zlib", "zero-page-detection": "none" });
     vm.execute("migrate-set-parameters", settings).unwrap();
     let found = Found::of(&vm);
@@ -71,7 +71,7 @@ fn channels_without_a_route_write_the_file_and_compression_goes_through_a_socket
 fn a_stopped_vm_is_saved_over_channels_and_left_stopped() {
     needs_qemu!();
     let vm = small().start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let found = Found::of(&vm);
     let (_folder, file) = place();
     save(&vm, &file, &[&["--via", "socket", "--channels", "4", "--stop"], &STOPPED_WHERE_SLOW[..]].concat());
@@ -83,7 +83,7 @@ fn a_stopped_vm_is_saved_over_channels_and_left_stopped() {
 fn a_save_over_channels_that_is_cancelled_leaves_the_vm_as_it_was_found() {
     needs_qemu!();
     let vm = small().start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let found = Found::of(&vm);
     for _ in 0..6 {
         let (folder, file) = place();

@@ -97,7 +97,7 @@ fn a_guest_of_the_older_machine_type_is_saved() {
 /// Saves a beat guest on this machine by both routes; QEMU loads what came of it.
 fn saves_beat(machine: &Machine) {
     let vm = machine.start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let found = Found::of(&vm);
     for via in ROUTES {
         let (_folder, file) = place();
@@ -136,7 +136,7 @@ fn a_vm_with_name_and_uuid_keeps_them_in_the_record() {
     let (_folder, file) = place();
     let machine = ["-name", "godwit", "-uuid", uuid].iter().fold(small(), |machine, word| machine.argument(word));
     let vm = machine.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     vm.set_capabilities(&[("validate-uuid", true)]).unwrap();
     for via in ROUTES {
         save(&vm, &file, &["--via", via, "--force"]);

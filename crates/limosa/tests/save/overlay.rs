@@ -91,7 +91,7 @@ fn a_restore_refuses_disks_that_would_ruin_what_others_stand_on() {
     let on = |path: &Path, format| small().disk(Disk { path: path.to_owned(), format, writable: true });
     let snapshot = folder.path().join("snapshot");
     let vm = on(&image, DiskFormat::Raw).start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let overlay = text(&save(&vm, &snapshot, &["--disks", "overlay"])["overlays"][0], "overlay").to_owned();
     assert_beats(&vm);
     drop(vm);
@@ -155,7 +155,7 @@ fn disks_of_every_configuration_get_their_overlays() {
         machine = words.into_iter().fold(machine, |machine, word| machine.argument(word));
     }
     let vm = machine.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let found = Found::of(&vm);
     let before = vm.execute("query-block", json!({})).unwrap();
     let snapshot = at("snapshot");
@@ -226,7 +226,7 @@ fn what_cannot_be_frozen_is_refused_with_the_vm_untouched() {
     let again = format!("driver=file,node-name=g,locking=off,filename={}", at("d.raw"));
     let refused = |arguments: &[&str], more: &[&str], words: &[&str]| {
         let vm = arguments.iter().fold(small(), |machine, word| machine.argument(word)).start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         let found = Found::of(&vm);
         let more: Vec<&str> = ["--disks", "overlay"].iter().chain(more).copied().collect();
         limosa(save_arguments(&vm, Path::new(&at("s")), &more)).one_line(words);
@@ -266,7 +266,7 @@ fn when_qemu_ends_the_empty_overlays_are_removed() {
     let disk = Disk::create(&folder.path().join("disk.raw"), DiskFormat::Raw, 16 * MIB).unwrap();
     for via in ["file", "socket"] {
         let vm = small().disk(disk.clone()).start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         let more = ["--disks", "overlay", "--via", via, "--max-bandwidth", "1M"];
         let saving = start(save_arguments(&vm, &folder.path().join("snapshot"), &more));
         wait_active(&vm);

@@ -14,9 +14,9 @@ fn saves_and_goes_on(more: &[&str], via: &str) {
     let (folder, file) = place();
     let machine = small();
     let vm = machine.start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let found = Found::of(&vm);
-    let lap = vm.last_lap().unwrap();
+    let lap = vm.last_pass().unwrap();
 
     let report = save(&vm, &file, more);
 
@@ -31,7 +31,7 @@ fn saves_and_goes_on(more: &[&str], via: &str) {
 
     for channels in [0, 2] {
         let loaded = load_in_stock_qemu(&machine, &file, channels);
-        assert!(loaded.last_lap() > Some(lap), "the beat goes on from where it was, it does not begin again");
+        assert!(loaded.last_pass() > Some(lap), "the beat goes on from where it was, it does not begin again");
     }
 }
 
@@ -95,7 +95,7 @@ fn set_unusual(vm: &Vm) {
 fn settings_of_the_user_do_not_disturb_a_save_and_are_put_back_after_it() {
     needs_qemu!();
     let vm = small().start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     set_unusual(&vm);
     let found = Found::of(&vm);
     for via in ["socket", "file"] {
@@ -141,7 +141,7 @@ fn a_vm_is_saved_many_times_in_a_row() {
 fn a_stopped_vm_is_saved_as_stopped_and_stays_so() {
     needs_qemu!();
     let vm = small().start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     for via in ["socket", "file"] {
         vm.stop().unwrap();
         let found = Found::of(&vm);
@@ -154,7 +154,7 @@ fn a_stopped_vm_is_saved_as_stopped_and_stays_so() {
         let loaded = small().start_incoming().unwrap();
         loaded.load_file(&file, 0).unwrap();
         loaded.wait_run_state("paused", SOON).unwrap();
-        loaded.check_beat().unwrap();
+        loaded.check_heartbeat().unwrap();
         loaded.cont().unwrap();
         assert_beats(&loaded);
         vm.cont().unwrap();
@@ -167,7 +167,7 @@ fn people_are_told_on_stderr_and_programs_on_stdout() {
     needs_qemu!();
     let (_folder, file) = place();
     let vm = small().start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let ended = limosa(save_arguments(&vm, &file, &["--via", "socket"])).success();
     assert_eq!(ended.stdout, "");
     for words in ["saved ", "was stopped for", "system calls"] {
@@ -184,7 +184,7 @@ fn people_are_told_on_stderr_and_programs_on_stdout() {
     }
     let pages = number(&report["pages"]["normal"]) + number(&report["pages"]["zero"]);
     assert_eq!(pages * 4096.0, number(&report["ram_bytes"]));
-    assert!(number(&report["pages"]["normal"]) >= f64::from(small().beat_guest().unwrap().pages));
+    assert!(number(&report["pages"]["normal"]) >= f64::from(small().heartbeat_guest().unwrap().pages));
     assert!(number(&report["channel"]["bytes_in"]) > 8e6 && number(&report["file"]["bytes_out"]) > 8e6, "{report}");
     assert_eq!(report["snapshot"].as_str().map(Path::new), Some(&*file));
 }
@@ -193,9 +193,9 @@ fn people_are_told_on_stderr_and_programs_on_stdout() {
 fn zero_pages_take_no_room_in_the_file() {
     needs_qemu!();
     use std::os::unix::fs::MetadataExt as _;
-    let machine = Machine::beat(limosa_testkit::BeatGuest::over(4 << 20)).memory(512 << 20);
+    let machine = Machine::heartbeat(limosa_testkit::HeartbeatGuest::over(4 << 20)).memory(512 << 20);
     let vm = machine.start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     for via in ["socket", "file"] {
         let (_folder, file) = place();
         let report = save(&vm, &file, &["--via", via]);
@@ -208,7 +208,7 @@ fn zero_pages_take_no_room_in_the_file() {
 fn a_save_that_does_not_converge_says_so_once_with_the_remedy_and_goes_on() {
     needs_qemu!();
     let vm = small().start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let found = Found::of(&vm);
     for (via, channels, background) in [("socket", &[][..], true), ("socket", &["--channels", "2"], false)] {
         let (folder, file) = place();
@@ -242,7 +242,7 @@ fn a_save_that_does_not_converge_says_so_once_with_the_remedy_and_goes_on() {
 fn a_save_with_a_time_limit_says_nothing_of_rounds() {
     needs_qemu!();
     let vm = small().start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let (_folder, file) = place();
     let more = ["--via", "socket", "--max-bandwidth", "4M", "--timeout", "15s"];
     limosa(save_arguments(&vm, &file, &more)).one_line(&["not done within 15 s"]);

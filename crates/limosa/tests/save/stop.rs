@@ -21,8 +21,8 @@ fn inspect(file: &Path) -> Value {
 fn assert_twin(machine: &Machine, vm: &Vm, file: &Path) {
     let twin = machine.start_incoming_stopped().unwrap();
     twin.load_file(file, 0).unwrap();
-    let span = machine.beat_guest().unwrap().span();
-    assert_eq!(twin.check_beat().unwrap(), vm.check_beat().unwrap());
+    let span = machine.heartbeat_guest().unwrap().span();
+    assert_eq!(twin.check_heartbeat().unwrap(), vm.check_heartbeat().unwrap());
     assert!(twin.read_memory(span.clone()).unwrap() == vm.read_memory(span).unwrap(), "the memory differs");
     twin.cont().unwrap();
     assert_beats(&twin);
@@ -34,7 +34,7 @@ fn a_vm_saved_with_stop_stays_stopped_and_the_file_holds_its_last_instant() {
     for via in ["socket", "file"] {
         let (folder, file) = place();
         let vm = small().start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         let found = Found::of(&vm);
         let report = save(&vm, &file, &["--stop", "--via", via]);
         assert_eq!((&report["vm_state"], &report["downtime_ms"]), (&"postmigrate".into(), &Value::Null));
@@ -51,7 +51,7 @@ fn a_vm_saved_with_stop_is_continued_only_on_express_wish() {
     needs_qemu!();
     let (_folder, file) = place();
     let vm = small().start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let found = Found::of(&vm);
     save(&vm, &file, &["--stop"]);
     // The VM may have been restored elsewhere by now: two must not run.
@@ -83,7 +83,7 @@ fn with_stop_the_vm_is_given_up_only_when_the_file_is_in_place() {
     for via in ["socket", "file"] {
         let (folder, file) = place();
         let vm = small().start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         let found = Found::of(&vm);
         let saving = start(save_arguments(&vm, &file, &["--stop", "--via", via, "--max-bandwidth", "1M"]));
         take_the_name(&vm, &file);
@@ -101,7 +101,7 @@ fn a_vm_that_goes_on_outlives_a_file_that_gets_no_name() {
     for via in ["socket", "file"] {
         let (folder, file) = place();
         let vm = small().start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         let found = Found::of(&vm);
         let saving = start(save_arguments(&vm, &file, &["--via", via, "--max-bandwidth", "1M"]));
         take_the_name(&vm, &file);
@@ -133,7 +133,7 @@ fn a_vm_with_writable_disks_that_would_go_on_is_refused_before_anything_starts()
     let disks = scratch().unwrap();
     let (folder, file) = place();
     let vm = with_disks(disks.path()).0.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let found = Found::of(&vm);
     for via in ["socket", "file"] {
         let refused = limosa(save_arguments(&vm, &file, &["--via", via]));
@@ -154,7 +154,7 @@ fn with_stop_the_state_of_each_writable_disk_is_recorded() {
         let (_folder, file) = place();
         let (machine, paths) = with_disks(disks.path());
         let vm = machine.start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         save(&vm, &file, &["--stop", "--via", via]);
         let summary = inspect(&file);
         let recorded = summary["manifest"]["disks"].as_array().unwrap();
@@ -200,7 +200,7 @@ fn a_stopped_vm_with_disks_is_saved_with_their_state() {
     let disks = scratch().unwrap();
     let (_folder, file) = place();
     let vm = with_disks(disks.path()).0.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     vm.stop().unwrap();
     save(&vm, &file, &[]);
     assert_eq!(inspect(&file)["manifest"]["disks"].as_array().unwrap().len(), 2);
@@ -211,7 +211,7 @@ fn disks_that_are_kept_consistent_elsewhere_are_ignored_on_demand() {
     needs_qemu!();
     let disks = scratch().unwrap();
     let vm = with_disks(disks.path()).0.start().unwrap();
-    vm.wait_beats(1).unwrap();
+    vm.wait_heartbeats(1).unwrap();
     let found = Found::of(&vm);
     for via in ["socket", "file"] {
         let (_folder, file) = place();

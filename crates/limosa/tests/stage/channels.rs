@@ -67,7 +67,7 @@ pub(crate) const STOPPED_WHERE_SLOW: [&str; 4] = ["--timeout", "5s", "--on-timeo
 pub(crate) fn saves_over_channels(kind: &str, cells: &[Cell]) {
     let machine: Machine = small().kind(kind);
     let vm = machine.start().unwrap();
-    vm.wait_beats(2).unwrap();
+    vm.wait_heartbeats(2).unwrap();
     let found = Found::of(&vm);
     for cell in cells {
         let (folder, file) = place();

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Qmp, Vm, kill9, kill9_after};
+use limosa_testkit::{HeartbeatGuest, Machine, MemoryBackend, Qmp, Vm, kill9, kill9_after};
 use rustix::process::Signal;
 use serde_json::json;
 use tempfile::TempDir;
@@ -44,9 +44,9 @@ pub(crate) struct KillOutcomes {
 
 impl Victim {
     pub(crate) fn new(more: &[&'static str]) -> Self {
-        let machine = Machine::beat(BeatGuest::over(16 << 20)).memory(MEMORY).backend(MemoryBackend::Memfd);
+        let machine = Machine::heartbeat(HeartbeatGuest::over(16 << 20)).memory(MEMORY).backend(MemoryBackend::Memfd);
         let vm = machine.start().unwrap();
-        vm.wait_beats(1).unwrap();
+        vm.wait_heartbeats(1).unwrap();
         let contents: Vec<u8> = (0..1 << 20).map(|n: u32| n.wrapping_mul(2_654_435_761).to_le_bytes()[3] | 1).collect();
         for offset in FILLED.step_by(1 << 20) {
             vm.memory_file().unwrap().write_all_at(&contents, offset).unwrap();

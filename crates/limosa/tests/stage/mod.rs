@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use limosa_testkit::{BeatGuest, Machine, Vm, kill9, scratch};
 pub(crate) use limosa_testkit::{Ended, Program, wait_for, wait_gone};
+use limosa_testkit::{HeartbeatGuest, Machine, Vm, kill9, scratch};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -169,8 +169,8 @@ pub(crate) fn wait_moving_or_end(vm: &Vm, saving: &Program) {
 /// Expects that the guest beats on and that its memory is of one instant.
 #[track_caller]
 pub(crate) fn assert_beats(vm: &Vm) {
-    vm.wait_beats(2).unwrap();
-    vm.check_beat().unwrap();
+    vm.wait_heartbeats(2).unwrap();
+    vm.check_heartbeat().unwrap();
 }
 
 /// The names in a folder.
@@ -193,7 +193,7 @@ pub(crate) fn load_in_stock_qemu(machine: &Machine, snapshot: &Path, multifd_cha
 
 /// A VM with a small beat guest.
 pub(crate) fn small() -> Machine {
-    Machine::beat(BeatGuest::over(8 << 20))
+    Machine::heartbeat(HeartbeatGuest::over(8 << 20))
 }
 
 /// A folder and a file in it that is not there yet.

@@ -12,7 +12,7 @@ use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChanne
 use limosa_migrate::stats::IncomingStats;
 use limosa_migrate::{Handle, IncomingOutcome, IncomingVm, LiveDestination, VmError};
 use limosa_stream::OpaqueSection;
-use limosa_testkit::{Authority, BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
+use limosa_testkit::{Authority, HeartbeatGuest, Machine, MemoryBackend, Vm, qemu_skipped, scratch};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -74,7 +74,7 @@ impl Meeting {
     }
 
     fn encrypted(credentials: Option<TempDir>) -> Result<Self> {
-        let mut machine = Machine::beat(BeatGuest::default()).backend(MemoryBackend::File);
+        let mut machine = Machine::heartbeat(HeartbeatGuest::default()).backend(MemoryBackend::File);
         let mut options = Options::default();
         if let Some(folder) = &credentials {
             let object = format!("tls-creds-x509,id=tls0,dir={},endpoint=client", folder.path().display());
@@ -85,7 +85,7 @@ impl Meeting {
         if credentials.is_some() {
             vm.execute("migrate-set-parameters", json!({ "tls-creds": "tls0", "tls-hostname": "localhost" }))?;
         }
-        vm.wait_beats(2)?;
+        vm.wait_heartbeats(2)?;
         let text = vm.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
         let mut blocks = Vec::new();
         for line in text.as_str().context("no text")?.lines().skip(1) {
@@ -160,7 +160,7 @@ impl Meeting {
     /// The source's VM is stopped for good, and what is here is what it has.
     fn assert_arrived(&self) -> Result<()> {
         self.vm.wait_run_state("postmigrate", WITHIN)?;
-        self.vm.check_beat()?;
+        self.vm.check_heartbeat()?;
         let mem = self.block();
         let mut here = vec![0; usize::try_from(mem.len())?];
         mem.read(0, &mut here)?;

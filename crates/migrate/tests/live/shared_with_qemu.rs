@@ -14,7 +14,7 @@ use limosa_migrate::live::{LiveDestinationOptions, SharedMemory};
 use limosa_migrate::{Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, VmError};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::OpaqueSection;
-use limosa_testkit::{BeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};
+use limosa_testkit::{HeartbeatGuest, Machine, MemoryBackend, Vm, qemu_skipped};
 use serde_json::json;
 
 /// The memory file of a QEMU, as the block of its name.
@@ -64,8 +64,8 @@ fn a_qemu_with_a_memory_file_moves_to_a_vm_that_has_mapped_it() {
     if qemu_skipped() {
         return;
     }
-    let vm = Machine::beat(BeatGuest::default()).backend(MemoryBackend::File).start().unwrap();
-    vm.wait_beats(2).unwrap();
+    let vm = Machine::heartbeat(HeartbeatGuest::default()).backend(MemoryBackend::File).start().unwrap();
+    vm.wait_heartbeats(2).unwrap();
     vm.set_capabilities(&[("x-ignore-shared", true)]).unwrap();
     let mut blocks = Vec::new();
     let mut others = 0;
@@ -103,7 +103,7 @@ fn a_qemu_with_a_memory_file_moves_to_a_vm_that_has_mapped_it() {
     assert!(taker.started.get().is_some());
     assert!(taker.devices.load(Ordering::SeqCst) > 10, "QEMU's devices were handed over by name");
     // QEMU finds its guest's memory consistent, and it is what the VM here has.
-    vm.check_beat().unwrap();
+    vm.check_heartbeat().unwrap();
     let mem = taker.memory.block(taker.memory.index_of("mem").unwrap()).unwrap();
     let mut here = vec![0; usize::try_from(mem.len()).unwrap()];
     mem.read(0, &mut here).unwrap();

@@ -1,7 +1,6 @@
-//! A guest to try limosa on by hand: `limosa-guest beat|linux [--incoming]` starts it, prints its pid and a free QMP
-//! socket, then its serial port, and ends it on Ctrl-C or end of input.
-//! `limosa-guest uml [--memory MIB] [--balloon SOCKET]` is user-mode Linux, whose lines are shell lines; the benches
-//! use it.
+//! A guest to try limosa on by hand: `limosa-guest heartbeat|linux [--incoming]` starts it, prints its pid and a free
+//! QMP socket, then its serial port, and ends it on Ctrl-C or end of input. `limosa-guest uml [--memory MIB] [--balloon
+//! SOCKET]` is user-mode Linux, whose lines are shell lines; the benches use it.
 
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
@@ -9,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use limosa_testkit::{BeatGuest, LinuxGuest, Machine, UmlGuest};
+use limosa_testkit::{HeartbeatGuest, LinuxGuest, Machine, UmlGuest};
 
 fn main() -> ExitCode {
     match run() {
@@ -30,12 +29,14 @@ fn run() -> Result<()> {
     let (name, incoming) = match words.as_slice() {
         [name] => (*name, false),
         [name, "--incoming"] => (*name, true),
-        _ => bail!("usage: limosa-guest beat|linux [--incoming], limosa-guest uml [--memory MIB] [--balloon SOCKET]"),
+        _ => bail!(
+            "usage: limosa-guest heartbeat|linux [--incoming], limosa-guest uml [--memory MIB] [--balloon SOCKET]"
+        ),
     };
     let machine = match name {
-        "beat" => Machine::beat(BeatGuest { rest: 20, ..BeatGuest::default() }),
+        "heartbeat" => Machine::heartbeat(HeartbeatGuest { rest: 20, ..HeartbeatGuest::default() }),
         "linux" => Machine::linux(LinuxGuest::default()),
-        other => bail!("no guest `{other}`: there are beat, linux and uml"),
+        other => bail!("no guest `{other}`: there are heartbeat, linux and uml"),
     };
     let vm = if incoming { machine.start_incoming()? } else { machine.start()? };
     println!("pid={} qmp={}", vm.pid(), vm.qmp_socket().display());
@@ -86,7 +87,7 @@ fn uml(mut words: &[&str]) -> Result<()> {
     }
 }
 
-/// What is typed; it ends with the input.
+/// Copies the typed lines; ends with the input.
 fn typed_lines() -> Receiver<String> {
     let (typed, lines) = channel();
     std::thread::spawn(move || {

@@ -1,5 +1,5 @@
 //! The guests of the tests, tested.
 
-mod beat;
+mod heartbeat;
 mod linux;
 mod vm;

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use limosa_testkit::{
-    BeatGuest, Direction, HugePages, Machine, MemoryBackend, Prefill, Proxy, Qmp, QmpFailure, is_alive, note_skip,
+    Direction, HeartbeatGuest, HugePages, Machine, MemoryBackend, Prefill, Proxy, Qmp, QmpFailure, is_alive, note_skip,
     qemu_skipped, scratch,
 };
 use serde_json::json;
@@ -15,7 +15,7 @@ use serde_json::json;
 const SOON: Duration = Duration::from_secs(120);
 
 fn small() -> Machine {
-    Machine::beat(BeatGuest::over(4 << 20))
+    Machine::heartbeat(HeartbeatGuest::over(4 << 20))
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn a_killed_owner_leaves_no_qemu_behind() {
     let folder = scratch().unwrap();
     let mut owner = Command::new(env!("CARGO_BIN_EXE_limosa-guest"))
         .env("TMPDIR", folder.path())
-        .arg("beat")
+        .arg("heartbeat")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
@@ -145,10 +145,10 @@ fn a_guest_on_huge_pages_migrates_and_beats_on() {
         }
     };
     let pair = machine.pair().unwrap();
-    pair.source.wait_beats(1).unwrap();
+    pair.source.wait_heartbeats(1).unwrap();
     pair.source.migrate_to(&pair.destination).unwrap();
-    pair.destination.wait_beats(1).unwrap();
-    pair.destination.check_beat().unwrap();
+    pair.destination.wait_heartbeats(1).unwrap();
+    pair.destination.check_heartbeat().unwrap();
     drop(pair);
     drop(reserved);
 }
@@ -160,7 +160,7 @@ fn a_migration_through_a_proxy_that_cuts_fails_and_the_source_can_go_on() {
     }
     let folder = scratch().unwrap();
     let pair = small().pair().unwrap();
-    pair.source.wait_beats(1).unwrap();
+    pair.source.wait_heartbeats(1).unwrap();
     let target = folder.path().join("target");
     let proxy = Proxy::start(&folder.path().join("proxy"), &target).unwrap();
     proxy.cut_at(Direction::Forward, 1_000_000);
@@ -171,6 +171,6 @@ fn a_migration_through_a_proxy_that_cuts_fails_and_the_source_can_go_on() {
     pair.destination.wait_migrated().unwrap_err();
     assert_eq!(proxy.passed(Direction::Forward), 1_000_000);
     pair.source.wait_run_state("running", SOON).unwrap();
-    pair.source.wait_beats(2).unwrap();
-    pair.source.check_beat().unwrap();
+    pair.source.wait_heartbeats(2).unwrap();
+    pair.source.check_heartbeat().unwrap();
 }

@@ -96,7 +96,7 @@ fn a_driver_that_was_unloaded_and_loaded_starts_from_the_beginning() {
     peer.start(&guest, 0, true);
     guest.offer(0, [1, 2, 3, 4]);
     guest.kick();
-    until("the device holds it", || served.device.held.lock().unwrap().len() == 1);
+    until("the device holds it", || served.device.held.lock().len() == 1);
     assert!(peer.enable(&guest, false));
     let before = served.device.resets.load(Ordering::SeqCst);
 
@@ -107,7 +107,7 @@ fn a_driver_that_was_unloaded_and_loaded_starts_from_the_beginning() {
         assert!(peer.done(Request::SetFeatures, &features.to_le_bytes(), &[]));
     }
     assert!(served.device.resets.load(Ordering::SeqCst) > before);
-    assert!(served.device.held.lock().unwrap().is_empty());
+    assert!(served.device.held.lock().is_empty());
     served.device.holds.store(false, Ordering::SeqCst);
     assert!(peer.share(&guest));
     peer.start(&guest, 0, false);
@@ -134,9 +134,9 @@ fn a_ring_that_stops_returns_the_index_of_the_first_buffer_that_was_not_given_ba
         guest.offer(head, [9; 4]);
     }
     guest.kick();
-    until("the device holds three", || served.device.held.lock().unwrap().len() == 3);
+    until("the device holds three", || served.device.held.lock().len() == 3);
     assert_eq!(peer.base(&guest), 1);
-    assert_eq!(*served.device.stops.lock().unwrap(), [1], "the buffers that it held are the driver's again");
+    assert_eq!(*served.device.stops.lock(), [1], "the buffers that it held are the driver's again");
     served.device.holds.store(false, Ordering::SeqCst);
 
     peer.start(&guest, 1, true);
@@ -181,7 +181,7 @@ fn memory_may_change_under_a_ring_that_runs() {
     let added = [peer::longs(&[0]), peer::longs(&other)].concat();
     assert!(peer.done(Request::AddMemReg, &added, &[more.file.as_fd()]));
     guest.round_trip(1);
-    assert_eq!(served.device.memories.lock().unwrap().last().unwrap().regions().len(), 2);
+    assert_eq!(served.device.memories.lock().last().unwrap().regions().len(), 2);
     assert!(!peer.done(Request::AddMemReg, &added, &[more.file.as_fd()]), "it overlaps another region");
     assert!(peer.done(Request::RemMemReg, &added, &[]));
     assert!(!peer.done(Request::RemMemReg, &added, &[]));
@@ -196,7 +196,7 @@ fn memory_may_change_under_a_ring_that_runs() {
     guest.kick();
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
     assert_eq!((guest.used(), served.server.faults(Fault::Ring)), (3, 1));
-    assert_eq!(*served.device.stops.lock().unwrap(), [1], "the device is notified");
+    assert_eq!(*served.device.stops.lock(), [1], "the device is notified");
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn a_vm_that_is_paused_has_the_same_driver_when_it_continues() {
     }
     guest.round_trip(7);
     assert_eq!(served.device.resets.load(Ordering::SeqCst), 0);
-    assert_eq!(*served.device.stops.lock().unwrap(), [1, 1, 1]);
+    assert_eq!(*served.device.stops.lock(), [1, 1, 1]);
     // A ring that stops while another one runs gives no evidence of another driver, wherever it continues.
     peer.start(&Guest::new(0).beside(&guest), 0, true);
     peer.base(&guest);
@@ -398,7 +398,7 @@ fn a_ring_that_ran_when_another_driver_was_detected_loses_nothing() {
     peer.start(&first, 0, true);
     first.offer(0, [5; 4]);
     first.kick();
-    until("the device holds it", || served.device.held.lock().unwrap().len() == 1);
+    until("the device holds it", || served.device.held.lock().len() == 1);
     served.device.holds.store(false, Ordering::SeqCst);
     peer.start(&guest, 0, true);
     assert_eq!(served.device.resets.load(Ordering::SeqCst), 1);

@@ -80,7 +80,7 @@ fn rust_vmms_front_end_sets_everything_up_and_stops_it() {
     served.device.holds.store(true, Ordering::SeqCst);
     guest.offer(0, [0; 4]);
     kick.write(1).unwrap();
-    until("the device holds it", || served.device.held.lock().unwrap().len() == 1);
+    until("the device holds it", || served.device.held.lock().len() == 1);
     assert_eq!(peer.get_vring_base(1).unwrap(), 1);
     peer.reset_owner().unwrap();
 }

@@ -1,8 +1,10 @@
 //! A real driver at the other end: Linux's balloon, in user-mode Linux.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
 
 use crate::peer::until;
 use limosa_testkit::{Uml, UmlGuest, on_uml};
@@ -26,7 +28,7 @@ struct Balloon {
 impl Balloon {
     fn set_target(&self, pages: u32) {
         self.target.store(pages, Ordering::SeqCst);
-        assert!(self.front_end.lock().unwrap().as_ref().unwrap().config_changed());
+        assert!(self.front_end.lock().as_ref().unwrap().config_changed());
     }
 }
 
@@ -55,11 +57,11 @@ impl Device for Balloon {
     }
 
     fn memory(&self, memory: Arc<Ram>) {
-        *self.ram.lock().unwrap() = Some(memory);
+        *self.ram.lock() = Some(memory);
     }
 
     fn attached(&self, front_end: FrontEnd) {
-        *self.front_end.lock().unwrap() = Some(front_end);
+        *self.front_end.lock() = Some(front_end);
     }
 
     fn process_queue(&self, queue: usize, vring: &Vring) -> Result<More, QueueError> {
@@ -133,7 +135,7 @@ fn the_driver_follows_changes_and_comes_back_after_it_was_unloaded() {
     on_uml(|| {
         let mut guest = Guest::start();
         let balloon = guest.balloon.clone();
-        let ram = balloon.ram.lock().unwrap().clone().expect("the guest has shared its memory");
+        let ram = balloon.ram.lock().clone().expect("the guest has shared its memory");
         assert!(ram.regions().iter().all(|region| region.guest_address == region.file_offset));
         let free = guest.uml.meminfo("MemFree").unwrap();
         guest.inflate_to(8192);
@@ -145,7 +147,7 @@ fn the_driver_follows_changes_and_comes_back_after_it_was_unloaded() {
             guest.uml.shell("rmmod virtio_balloon").unwrap();
             balloon.actual.store(0, Ordering::SeqCst);
             // There is no driver to notify, and the rings' memory is the guest's again.
-            balloon.front_end.lock().unwrap().as_ref().unwrap().kick(0);
+            balloon.front_end.lock().as_ref().unwrap().kick(0);
             guest.uml.shell("insmod /modules/virtio_balloon.ko").unwrap();
             until("the driver has started again", || balloon.actual.load(Ordering::SeqCst) == 999 + round);
             guest.inflate_to(1000 + round);
@@ -154,7 +156,7 @@ fn the_driver_follows_changes_and_comes_back_after_it_was_unloaded() {
         assert_eq!(balloon.outside.load(Ordering::SeqCst), 0);
 
         guest.stop();
-        assert!(!balloon.front_end.lock().unwrap().as_ref().unwrap().is_connected());
+        assert!(!balloon.front_end.lock().as_ref().unwrap().is_connected());
         guest.uml.shell("echo alive").unwrap();
         guest.uml.check_alive().unwrap();
     });

@@ -14,7 +14,7 @@ use limosa_image::qcow2::CloneMode;
     after_help = "Sizes: 4K 64M 8G 1T. Exit status: 0 done, 1 failed, or with --check a target was missed, 2 bad usage."
 )]
 pub(crate) struct BenchArgs {
-    /// What to measure
+    /// Bench to run
     #[arg(value_name = "NAME", value_parser = names())]
     pub(crate) name: String,
 

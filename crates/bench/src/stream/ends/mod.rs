@@ -1,8 +1,8 @@
-//! limosa's side: a process that sends and one that receives, each this very program, told what to do on its standard
+//! limosa's side: a process that sends and one that receives, each this very program, with its orders on its standard
 //! input. What they do then is in [`served`].
 //!
 //! Law: the clock is the bench's own, and a process that answers has done what it says. They are processes of their
-//! own, so that what each costs can be told apart.
+//! own, so that the costs of each can be measured.
 
 mod served;
 
@@ -32,11 +32,11 @@ pub const END: &str = "stream-end";
 /// The first line that a process gets.
 #[derive(Debug, Serialize, Deserialize)]
 enum Setup {
-    /// Map so many bytes of the file behind this descriptor, and send them wherever the lines that follow say.
+    /// Map this many bytes of the file behind the descriptor, and send them where the lines that follow say.
     Source { file: String, memory: u64, plain: bool },
-    /// Receive so many bytes, once.
+    /// Receive this many bytes, once.
     Destination { memory: u64, uri: String, channels: u8, plain: bool, faulting: bool },
-    /// Be a guest with so much memory, and send it wherever the line that follows says.
+    /// Be a guest with this much memory, and send it where the line that follows says.
     Guest { guest: Guest, memory: u64 },
     /// Live in the cache of a core from one line to the next.
     Neighbour,
@@ -44,7 +44,7 @@ enum Setup {
     Stress,
 }
 
-/// A line that tells a source where to.
+/// An order to a source to send.
 #[derive(Debug, Serialize, Deserialize)]
 struct SendOrder {
     uri: String,
@@ -54,7 +54,7 @@ struct SendOrder {
     free: Vec<Range<u64>>,
 }
 
-/// What a process answers.
+/// The answer of a process.
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
     /// The source, or the neighbour, has its memory.
@@ -70,7 +70,7 @@ enum Answer {
     Chased { steps: u64, cpu: u64 },
 }
 
-/// What a source's channels did not copy themselves.
+/// The bytes that a source's channels did not copy themselves.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 struct Lent {
     /// Bytes that were spliced.

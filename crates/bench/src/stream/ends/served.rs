@@ -29,16 +29,16 @@ use crate::measure::{nanoseconds, own_cpu};
 use crate::raw::Mapping;
 use crate::zero_page::Spent;
 
-/// What the only block is called.
+/// The name of the only block.
 const RAM: &str = "pc.ram";
 
 /// How long anything may take: for one that hangs, not a measure.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What the hidden command does: one of the processes.
+/// Runs the hidden command: one of the processes.
 ///
 /// # Errors
-/// Whatever fails; the bench is told by the end of its output.
+/// Any failure; the bench sees the end of the output.
 pub fn serve() -> Result<()> {
     let mut lines = io::stdin().lock().lines();
     let mut next = || lines.next().transpose().context("standard input");
@@ -97,7 +97,7 @@ pub fn serve() -> Result<()> {
     }
 }
 
-/// Has so many threads work until the next line comes: what they have done.
+/// Runs this number of threads until the next line comes. Returns what they have done.
 fn until_told<T: Send>(
     next: &mut impl FnMut() -> Result<Option<String>>,
     threads: usize,

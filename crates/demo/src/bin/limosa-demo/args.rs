@@ -143,7 +143,7 @@ pub(crate) struct DemoLiveArgs {
     #[arg(long, value_name = "TIME", value_parser = parse::time)]
     pub(crate) timeout: Option<Duration>,
 
-    /// What to do when --timeout expires
+    /// Action when --timeout expires
     #[arg(long, value_parser = give_up(), default_value = "cancel", requires = "timeout")]
     pub(crate) give_up: TimeoutStrategy,
 
@@ -198,7 +198,7 @@ pub(crate) struct RecoverArgs {
 }
 
 impl DemoLiveArgs {
-    /// What both ends get.
+    /// Returns the settings of both ends.
     pub(crate) fn settings(&self) -> Settings {
         Settings {
             guest: self.guest,
@@ -258,7 +258,7 @@ fn zero_check() -> impl TypedValueParser<Value = ZeroCheck> {
 fn give_up() -> impl TypedValueParser<Value = TimeoutStrategy> {
     one_of([
         (TimeoutStrategy::Cancel, "cancel", "Cancel the migration; the guest stays at the source"),
-        (TimeoutStrategy::Pause, "pause", "Pause the guest, whatever the downtime"),
+        (TimeoutStrategy::Pause, "pause", "Pause the guest, however long the downtime"),
         (TimeoutStrategy::Postcopy, "postcopy", "Continue as postcopy"),
     ])
 }

@@ -21,7 +21,7 @@ pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
     if let Some(why) = settings.contradiction() {
         Cli::command().error(clap::error::ErrorKind::ArgumentConflict, why).exit()
     }
-    // Each end reads its own; what is wrong with them is told once, and before anything runs.
+    // Each end reads its own; errors in them are reported once, before anything runs.
     settings.client_tls()?;
     settings.server_tls()?;
     let options = LiveOptions {
@@ -145,7 +145,7 @@ const FREE_COLUMN: usize = 5;
 fn table(rounds: &[Round]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    // Only a guest that tells its free pages has any.
+    // Only a guest that reports its free pages has any.
     let hinted = rounds.iter().any(|round| round.hinted > 0);
     let row = |mut cells: Vec<String>, free: String| {
         if hinted {
@@ -156,7 +156,7 @@ fn table(rounds: &[Round]) -> Table {
     let header =
         ["  round", "pages", "contents", "zero", "left out", "sent", "took", "dirtied/s", "sent/s", "downtime then"];
     table.set_header(row(header.map(str::to_owned).to_vec(), "free".to_owned()));
-    // Many rounds are alike; the first and the last ones tell.
+    // Many rounds are alike; the first and the last ones differ.
     const SHOWN: usize = 20;
     let hidden = rounds.len().saturating_sub(SHOWN);
     for (at, round) in rounds.iter().enumerate() {

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use args::{Cli, DecideArgs, DemoCommand, RecoverArgs};
 
-/// How long an end may take to do what it was told.
+/// How long an end may take for a request.
 const SOON: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
@@ -42,7 +42,7 @@ fn end(arguments: &[String]) -> ExitCode {
     match limosa_demo::end::run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            print_out!("{error}");
+            print_out!("{}", limosa_console::one_line(&error.into()));
             ExitCode::FAILURE
         }
     }
@@ -62,7 +62,7 @@ fn go(args: &DecideArgs, role: Role) -> anyhow::Result<ExitCode> {
     let ran = status.running;
     let over = |status: &Status| match status.state {
         State::Running => status.running,
-        // Its guest runs a moment before the end has done what it was told; with pages that still come it runs all the
+        // Its guest runs a moment before the end has done what was requested; with pages that still come it runs all the
         // time.
         State::Receiving => ran,
         _ => true,

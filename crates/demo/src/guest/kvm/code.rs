@@ -1,4 +1,4 @@
-//! What the vCPUs run: 133 bytes of 32-bit code, flat and without paging, at guest address 0.
+//! The code of the vCPUs: 133 bytes of 32-bit code, flat and without paging, at guest address 0.
 //!
 //! A vCPU asks for leave by reading a port; the answer is how many pages it may write next. So it pauses only at
 //! the beginning of its loop, and its registers say how far it has come:

@@ -7,8 +7,8 @@ mod code;
 mod vcpu;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use kvm_bindings::kvm_regs;
@@ -17,6 +17,7 @@ use limosa_memory::GuestMemory;
 use limosa_memory::dirty::{DirtyLog, DirtyLogs, UffdWpAsyncLog, UffdWpSyncLog, Writers};
 use limosa_memory::dirty::{KvmLog, KvmRingLog, KvmRings, KvmSlots};
 use limosa_page::{PAGE_LEN, PAGE_SIZE};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::built_in::{Guest, Verified};
 use super::error::GuestError;
@@ -141,7 +142,7 @@ impl KvmGuest {
     }
 
     fn slot(&self) -> MutexGuard<'_, Option<Arc<RunningVm>>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+        self.running.lock()
     }
 }
 

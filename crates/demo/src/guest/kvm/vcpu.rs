@@ -3,12 +3,13 @@
 //! **Law: a paused vCPU is at the beginning of its loop, outside of `KVM_RUN`, with nothing half done in KVM**,
 //! and its registers are in [`VcpuState`]. So saving the state asks no vCPU anything.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use kvm_bindings::{KVM_EXIT_DIRTY_RING_FULL, kvm_regs, kvm_segment};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use limosa_memory::dirty::KvmRings;
+use parking_lot::Mutex;
 
 use super::code::{PARAMETERS, PORT};
 use crate::guest::gate::{Gate, Pace};
@@ -24,7 +25,7 @@ const AT_ONCE_WITH_RING: u64 = 4;
 pub(super) struct VcpuState {
     /// As of its last pause.
     pub(super) registers: Mutex<kvm_regs>,
-    /// Pages that it has been given leave for, all of which it has written when it is paused.
+    /// Pages that it has been given leave for; it has written all of them when it is paused.
     pub(super) writes: AtomicU64,
 }
 
@@ -34,11 +35,11 @@ impl VcpuState {
     }
 
     pub(super) fn registers(&self) -> kvm_regs {
-        *self.registers.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.registers.lock()
     }
 }
 
-/// The registers of a vCPU that has written so many pages of its share.
+/// The registers of a vCPU that has written this number of pages of its share.
 pub(super) fn registers(index: usize, share: &Share, writes: u64) -> kvm_regs {
     let (page, generation) = share.write(writes);
     let parameters = (PARAMETERS + 16 * index) as u64;
@@ -61,11 +62,11 @@ pub(super) struct Vcpu {
     pub(super) vcpu_state: Arc<VcpuState>,
     pub(super) share: Share,
     pub(super) rings: Option<Arc<KvmRings>>,
-    /// Whether it is to run up to its first question before it may be told to run: shows that it can.
+    /// Whether it runs up to its first question before the guest runs: shows that it can.
     pub(super) try_first: bool,
 }
 
-/// What `KVM_RUN` came back with.
+/// The outcome of `KVM_RUN`.
 enum Outcome {
     /// The guest asks for leave and was given it.
     Yield(u64),
@@ -162,7 +163,7 @@ impl Vcpu {
         if !agrees(&registers, self.index, &self.share, writes) {
             return Err(format!("vCPU {}: after {writes} pages its registers are {registers:x?}", self.index));
         }
-        *self.vcpu_state.registers.lock().unwrap_or_else(PoisonError::into_inner) = registers;
+        *self.vcpu_state.registers.lock() = registers;
         Ok(())
     }
 }

@@ -1,11 +1,11 @@
-//! What tests of both guests do.
+//! Steps of the tests of both guests.
 
 use limosa_demo::guest::Guest;
 use limosa_memory::GuestMemory;
 use limosa_memory::dirty::DirtyPages;
 use limosa_page::PAGE_LEN;
 
-/// Lets a guest run until it has written so many pages.
+/// Lets a guest run until it has written this number of pages.
 pub(crate) fn let_it_write(guest: &dyn Guest, pages: u64) {
     let until = guest.writes() + pages;
     guest.run().unwrap();

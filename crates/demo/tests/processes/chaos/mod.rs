@@ -55,7 +55,7 @@ pub(crate) struct EndProcess {
 }
 
 impl EndProcess {
-    /// What it says of itself; `None` if it is gone.
+    /// Returns its status; `None` if it is gone.
     pub(crate) fn status(&mut self) -> Option<Status> {
         if self.dead {
             return None;
@@ -126,7 +126,7 @@ impl Scene {
     }
 }
 
-/// What an end has said on stderr.
+/// Returns an end's stderr.
 pub(crate) fn words(control: &Path) -> String {
     std::fs::read_to_string(control.with_extension("words")).unwrap_or_default()
 }

@@ -9,7 +9,7 @@ use limosa_testkit::{Direction, Proxy};
 
 use super::{EndProcess, Scene, Whereabouts, migrate, operate, words};
 
-/// Both ends, of which the destination listens behind a proxy.
+/// Both ends; the destination listens behind a proxy.
 pub(crate) struct ProxiedMigration {
     pub(crate) scene: Scene,
     pub(crate) source: EndProcess,
@@ -33,7 +33,7 @@ impl ProxiedMigration {
         migrate(&self.source, &Uri::Unix(self.proxy.path().to_owned()), true);
     }
 
-    /// The same, held behind so many bytes: waits until they have gone through, or it is over before.
+    /// The same, held after this number of bytes: waits until they have gone through, or it is over before.
     pub(crate) fn migrate_up_to(&mut self, direction: Direction, byte: u64) {
         self.proxy.stall_at(direction, byte);
         self.migrate();
@@ -59,7 +59,7 @@ impl ProxiedMigration {
     }
 }
 
-/// Waits until a proxy has let so much through as it is to, or the source is stable.
+/// Waits until a proxy has let its limit through, or the source is stable.
 pub(crate) fn wait_for_byte(proxy: &Proxy, direction: Direction, source: &mut EndProcess) {
     let busy = |source: &mut EndProcess| source.status().is_some_and(|status| status.state == State::Sending);
     while !proxy.wait_stalled(direction, Duration::from_millis(5)) && busy(source) {}

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
-use limosa_testkit::{BeatGuest, Machine, Qmp, check_beat, is_alive, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, check_heartbeat, is_alive, scratch};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
@@ -27,12 +27,12 @@ impl Scene {
     pub(crate) fn new() -> Self {
         let folder = scratch().unwrap();
         std::fs::create_dir(folder.path().join("tmp")).unwrap();
-        let machine = Machine::beat(BeatGuest { rest: 2, ..BeatGuest::over(64 << 10) });
+        let machine = Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(64 << 10) });
         let source = machine.start().unwrap();
-        source.wait_beats(2).unwrap();
+        source.wait_heartbeats(2).unwrap();
         let snapshot = folder.path().join("snapshot");
         save(&source, &snapshot, &["--stop"]);
-        let lap = source.last_lap().unwrap();
+        let lap = source.last_pass().unwrap();
         let mut line = machine.command_line(folder.path()).unwrap();
         for monitor in ["qmp", "limosa-qmp"] {
             let path = folder.path().join(monitor);
@@ -44,7 +44,7 @@ impl Scene {
     /// Saves a VM that has a balloon besides.
     pub(crate) fn save_with_balloon(&self) -> PathBuf {
         let source = self.machine.clone().balloon().start().unwrap();
-        source.wait_beats(1).unwrap();
+        source.wait_heartbeats(1).unwrap();
         let snapshot = self.path("balloon");
         save(&source, &snapshot, &["--stop"]);
         snapshot
@@ -167,7 +167,7 @@ impl Run<'_> {
     /// Expects the guest's memory and CPU to be of one instant.
     #[track_caller]
     pub(crate) fn check_memory(&self, qmp: &Mutex<Qmp>) {
-        let guest = self.scene.machine.beat_guest().unwrap();
+        let guest = self.scene.machine.heartbeat_guest().unwrap();
         let mut qmp = qmp.lock().unwrap();
         qmp.execute("stop", json!({})).unwrap();
         let picture = self.scene.path("picture");
@@ -178,7 +178,7 @@ impl Run<'_> {
         let span = guest.span();
         let memory = read(span.start, span.end - span.start);
         let lap = u32::from_le_bytes(read(LAP, 4).try_into().unwrap());
-        check_beat(&memory, guest.start).unwrap().check_lap(lap, guest.pages).unwrap();
+        check_heartbeat(&memory, guest.start).unwrap().check_pass(lap, guest.pages).unwrap();
         qmp.execute("cont", json!({})).unwrap();
     }
 

@@ -8,13 +8,14 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use limosa_vhost::message::Request;
 use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, ServerError, Stopper, Vring};
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{
@@ -59,7 +60,7 @@ pub(crate) struct Incrementer {
 
 impl Incrementer {
     pub(crate) fn front_end(&self) -> FrontEnd {
-        self.front_end.lock().unwrap().clone().expect("a front end is attached")
+        self.front_end.lock().clone().expect("a front end is attached")
     }
 }
 
@@ -83,15 +84,15 @@ impl Device for Incrementer {
     }
 
     fn write_config(&self, offset: u32, bytes: &[u8]) {
-        self.written.lock().unwrap().push((offset, bytes.to_vec()));
+        self.written.lock().push((offset, bytes.to_vec()));
     }
 
     fn memory(&self, memory: Arc<Ram>) {
-        self.memories.lock().unwrap().push(memory);
+        self.memories.lock().push(memory);
     }
 
     fn attached(&self, front_end: FrontEnd) {
-        *self.front_end.lock().unwrap() = Some(front_end);
+        *self.front_end.lock() = Some(front_end);
     }
 
     fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
@@ -101,16 +102,16 @@ impl Device for Incrementer {
         }
         self.working.store(false, Ordering::SeqCst);
         if !self.holds.load(Ordering::SeqCst) {
-            for head in std::mem::take(&mut *self.held.lock().unwrap()) {
+            for head in std::mem::take(&mut *self.held.lock()) {
                 vring.add_used(head, 0)?;
                 vring.notify()?;
             }
         }
         let Some(chain) = vring.pop()? else { return Ok(More::No) };
         let head = chain.head_index();
-        self.seen.lock().unwrap().push(head);
+        self.seen.lock().push(head);
         if self.holds.load(Ordering::SeqCst) {
-            self.held.lock().unwrap().push(head);
+            self.held.lock().push(head);
             return Ok(More::Yes);
         }
         let memory = chain.memory().clone();
@@ -132,12 +133,12 @@ impl Device for Incrementer {
     }
 
     fn stopped(&self, queue: usize) {
-        self.held.lock().unwrap().clear();
-        self.stops.lock().unwrap().push(queue);
+        self.held.lock().clear();
+        self.stops.lock().push(queue);
     }
 
     fn reset(&self) {
-        self.held.lock().unwrap().clear();
+        self.held.lock().clear();
         self.resets.fetch_add(1, Ordering::SeqCst);
     }
 }
@@ -300,7 +301,7 @@ impl Peer {
         self.done(Request::SetVringEnable, &words(&[guest.queue, u32::from(enable)]), &[])
     }
 
-    /// Stops a ring; returns the index at which it is to continue.
+    /// Stops a ring; returns the index at which it continues.
     pub(crate) fn base(&self, guest: &Guest) -> u16 {
         let body = self.ask(Request::GetVringBase, &words(&[guest.queue, 0]));
         u16::from_le_bytes([body[4], body[5]])

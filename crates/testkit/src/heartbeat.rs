@@ -1,48 +1,48 @@
-//! The beat guest: a boot sector that walks memory, and the proof that a picture of that memory is consistent.
+//! The heartbeat guest: a boot sector that walks memory, and the proof that a picture of that memory is consistent.
 //!
 //! What it does once the BIOS has started it: enters flat 32-bit protected mode; writes into every page of its span the
-//! page's own address (at byte 4); then, lap after lap, stores the lap number at [`LAP_ADDRESS`], prints it as eight
-//! hex digits and a newline on the first serial port, and bumps byte 0 of each page in ascending order.
+//! page's own address (at byte 4); then, pass after pass, stores the number of the pass at [`PASS_ADDRESS`], prints it
+//! as eight hex digits and a newline on the first serial port, and bumps byte 0 of each page in ascending order.
 //!
 //! Law: at any instant the bumped bytes are `n+1` from the first page on and `n` from some page to the end (mod 256),
 //! the addresses are right, and all other bytes of the span are zero. A page that was lost, is stale by any number of
-//! laps but a multiple of 256, came twice in the wrong order or to the wrong place breaks that, and [`check_beat`]
-//! names it. The place in the walk is in the CPU's registers alone: devices and memory of different instants break it
-//! too.
+//! passes but a multiple of 256, came twice in the wrong order or to the wrong place breaks that, and
+//! [`check_heartbeat`] names it. The place in the walk is in the CPU's registers alone: devices and memory of different
+//! instants break it too.
 
 use crate::PAGE;
 
-/// Where the guest keeps the number of its lap, a little-endian u32 (guest physical address).
-pub(crate) const LAP_ADDRESS: u64 = 0x7e00;
+/// Where the guest keeps the number of its pass over memory, a little-endian u32 (guest physical address).
+pub(crate) const PASS_ADDRESS: u64 = 0x7e00;
 
 /// Where the BIOS puts a boot sector.
 const ORIGIN: usize = 0x7c00;
 /// Where the guest puts its interrupt descriptor table: memory that the BIOS has no use for any more.
 const IDT: u32 = 0x600;
-/// The interrupt vector of the timer, and the first that the interrupt controller is told to use.
+/// The interrupt vector of the timer, and the first that the interrupt controller is set to use.
 const TIMER_VECTOR: u8 = 0x20;
 
-/// The walk of a beat guest.
+/// The walk of a heartbeat guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BeatGuest {
+pub struct HeartbeatGuest {
     /// First address of the span: a multiple of 4096, at or above 1 MiB.
     pub start: u32,
     /// Pages in the span, at least 2; it has to end below the last 4 MiB of RAM and below 2 GiB.
     pub pages: u32,
     /// Turns of an empty loop after each page; 0 for none. Slows the walk down, not the CPU.
     pub delay: u32,
-    /// Timer ticks of 10 ms that the CPU halts for after each lap; 0 for none. Lets the host's CPU rest.
+    /// Timer ticks of 10 ms that the CPU halts for after each pass; 0 for none. Lets the host's CPU rest.
     pub rest: u32,
 }
 
-impl Default for BeatGuest {
-    /// 16 MiB from 1 MiB on, one tick of rest per lap.
+impl Default for HeartbeatGuest {
+    /// 16 MiB from 1 MiB on, one tick of rest per pass.
     fn default() -> Self {
         Self { start: 1 << 20, pages: 4096, delay: 0, rest: 1 }
     }
 }
 
-impl BeatGuest {
+impl HeartbeatGuest {
     /// A guest that walks `bytes` of memory from 1 MiB on.
     pub fn over(bytes: u64) -> Self {
         Self { pages: u32::try_from(bytes / PAGE).unwrap_or(u32::MAX), ..Self::default() }
@@ -90,10 +90,10 @@ impl BeatGuest {
         a.op(&[0x49]); // dec ecx
         a.op(&[0x75]).near("sign"); // jnz sign
         a.op(&[0x31, 0xed]); // xor ebp, ebp
-        // One lap: count, print, walk, rest.
-        a.label("lap");
+        // One pass: count, print, walk, rest.
+        a.label("walk");
         a.op(&[0x45]); // inc ebp
-        a.op(&[0x89, 0x2d]).long(u32::try_from(LAP_ADDRESS).unwrap_or(0)); // mov [LAP_ADDRESS], ebp
+        a.op(&[0x89, 0x2d]).long(u32::try_from(PASS_ADDRESS).unwrap_or(0)); // mov [PASS_ADDRESS], ebp
         a.op(&[0x89, 0xe8]); // mov eax, ebp
         a.op(&[0xbe]).long(8); // mov esi, 8
         a.label("digit");
@@ -133,7 +133,7 @@ impl BeatGuest {
             a.op(&[0x4e]); // dec esi
             a.op(&[0x75]).near("rest"); // jnz rest
         }
-        a.op(&[0xe9]).far("lap"); // jmp lap
+        a.op(&[0xe9]).far("walk"); // jmp walk
         // put: al to the serial port; changes ah and edx.
         a.label("put");
         a.op(&[0x88, 0xc4]); // mov ah, al
@@ -279,18 +279,18 @@ impl Assembler {
     }
 }
 
-/// What a consistent span shows.
+/// The position in the walk that a consistent span shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Beat {
-    /// Byte 0 of the first page: the current lap's number mod 256.
+pub struct Heartbeat {
+    /// Byte 0 of the first page: the current pass's number mod 256.
     pub ahead: u8,
-    /// Pages that hold `ahead`; the rest is one behind. At least 1; all pages between two laps.
+    /// Pages that hold `ahead`; the rest is one behind. At least 1; all pages between two passes.
     pub pages_ahead: u64,
 }
 
 /// Why a span is not consistent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum BeatError {
+pub enum HeartbeatError {
     /// The picture is empty or ends within a page.
     #[error("the picture of the span has {0} bytes: not a whole number of pages")]
     Length(usize),
@@ -301,7 +301,7 @@ pub enum BeatError {
         page: u64,
         /// Its address.
         expected: u32,
-        /// What it holds.
+        /// The address that it holds.
         found: u32,
     },
     /// Bytes that the guest never writes are not zero.
@@ -323,12 +323,12 @@ pub enum BeatError {
         found: u8,
     },
     /// Memory and the guest's own count are of different instants.
-    #[error("the span is in lap {ahead} (mod 256), the guest counts lap {lap}")]
-    Lap {
+    #[error("the span is in pass {ahead} (mod 256), the guest counts pass {pass}")]
+    Pass {
         /// Byte 0 of the first page.
         ahead: u8,
         /// The guest's count.
-        lap: u32,
+        pass: u32,
     },
 }
 
@@ -336,9 +336,9 @@ pub enum BeatError {
 ///
 /// # Errors
 /// The first page that breaks the law.
-pub fn check_beat(span: &[u8], start: u32) -> Result<Beat, BeatError> {
+pub fn check_heartbeat(span: &[u8], start: u32) -> Result<Heartbeat, HeartbeatError> {
     let (pages, rest) = span.as_chunks::<4096>();
-    let Some(first) = pages.first().filter(|_| rest.is_empty()) else { return Err(BeatError::Length(span.len())) };
+    let Some(first) = pages.first().filter(|_| rest.is_empty()) else { return Err(HeartbeatError::Length(span.len())) };
     let ahead = first[0];
     let mut before = ahead;
     let mut pages_ahead = 0;
@@ -346,34 +346,34 @@ pub fn check_beat(span: &[u8], start: u32) -> Result<Beat, BeatError> {
     for (page, bytes) in (0..).zip(pages) {
         let found = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
         if found != expected {
-            return Err(BeatError::Address { page, expected, found });
+            return Err(HeartbeatError::Address { page, expected, found });
         }
         let foreign = |&(offset, &byte): &(usize, &u8)| byte != 0 && offset != 0 && !(4..8).contains(&offset);
         if bytes[1..4] != ZEROS[1..4] || bytes[8..] != ZEROS[8..] {
             let offset = bytes.iter().enumerate().find(foreign).map_or(0, |(offset, _)| offset);
-            return Err(BeatError::Foreign { page, offset });
+            return Err(HeartbeatError::Foreign { page, offset });
         }
         let found = bytes[0];
         if found != before && !(before == ahead && found == ahead.wrapping_sub(1)) {
-            return Err(BeatError::Order { page, before, found });
+            return Err(HeartbeatError::Order { page, before, found });
         }
         before = found;
         pages_ahead += u64::from(found == ahead);
         expected = expected.wrapping_add(4096);
     }
-    Ok(Beat { ahead, pages_ahead })
+    Ok(Heartbeat { ahead, pages_ahead })
 }
 
 const ZEROS: [u8; 4096] = [0; 4096];
 
-impl Beat {
-    /// Checks the beat against the lap number that the guest keeps itself, at a fixed address; `pages` is the span's
-    /// length.
-    pub fn check_lap(self, lap: u32, pages: u32) -> Result<Self, BeatError> {
-        let [low, ..] = lap.to_le_bytes();
-        // Counted, but the first page not yet bumped: then all pages still show the lap before.
+impl Heartbeat {
+    /// Checks the heartbeat against the number of the pass that the guest keeps itself, at a fixed address; `pages` is
+    /// the span's length.
+    pub fn check_pass(self, pass: u32, pages: u32) -> Result<Self, HeartbeatError> {
+        let [low, ..] = pass.to_le_bytes();
+        // Counted, but the first page not yet bumped: then all pages still show the pass before.
         let just_begun = self.pages_ahead == u64::from(pages) && self.ahead.wrapping_add(1) == low;
-        if self.ahead == low || just_begun { Ok(self) } else { Err(BeatError::Lap { ahead: self.ahead, lap }) }
+        if self.ahead == low || just_begun { Ok(self) } else { Err(HeartbeatError::Pass { ahead: self.ahead, pass }) }
     }
 }
 
@@ -394,52 +394,52 @@ mod tests {
 
     #[test]
     fn one_step_down_is_consistent_wherever_it_is() {
-        assert_eq!(check_beat(&span(&[5, 5, 4, 4]), START), Ok(Beat { ahead: 5, pages_ahead: 2 }));
-        assert_eq!(check_beat(&span(&[5, 5, 5, 5]), START), Ok(Beat { ahead: 5, pages_ahead: 4 }));
-        assert_eq!(check_beat(&span(&[0, 255, 255, 255]), START), Ok(Beat { ahead: 0, pages_ahead: 1 }));
+        assert_eq!(check_heartbeat(&span(&[5, 5, 4, 4]), START), Ok(Heartbeat { ahead: 5, pages_ahead: 2 }));
+        assert_eq!(check_heartbeat(&span(&[5, 5, 5, 5]), START), Ok(Heartbeat { ahead: 5, pages_ahead: 4 }));
+        assert_eq!(check_heartbeat(&span(&[0, 255, 255, 255]), START), Ok(Heartbeat { ahead: 0, pages_ahead: 1 }));
     }
 
     #[test]
     fn a_stale_a_fresh_or_a_swapped_page_is_found() {
-        let order = |page, before, found| Err(BeatError::Order { page, before, found });
-        assert_eq!(check_beat(&span(&[5, 4, 5, 4]), START), order(2, 4, 5));
-        assert_eq!(check_beat(&span(&[5, 4, 3, 3]), START), order(2, 4, 3));
-        assert_eq!(check_beat(&span(&[5, 6, 6, 6]), START), order(1, 5, 6));
-        assert_eq!(check_beat(&span(&[5, 5, 3, 4]), START), order(2, 5, 3));
+        let order = |page, before, found| Err(HeartbeatError::Order { page, before, found });
+        assert_eq!(check_heartbeat(&span(&[5, 4, 5, 4]), START), order(2, 4, 5));
+        assert_eq!(check_heartbeat(&span(&[5, 4, 3, 3]), START), order(2, 4, 3));
+        assert_eq!(check_heartbeat(&span(&[5, 6, 6, 6]), START), order(1, 5, 6));
+        assert_eq!(check_heartbeat(&span(&[5, 5, 3, 4]), START), order(2, 5, 3));
         let mut swapped = span(&[5, 5, 5, 5]);
         let (left, right) = swapped.split_at_mut(8192);
         left[4096..].swap_with_slice(&mut right[..4096]);
-        assert!(matches!(check_beat(&swapped, START), Err(BeatError::Address { page: 1, .. })));
+        assert!(matches!(check_heartbeat(&swapped, START), Err(HeartbeatError::Address { page: 1, .. })));
     }
 
     #[test]
     fn a_page_of_zeros_and_a_single_changed_byte_are_found() {
         let mut lost = span(&[5, 5, 4, 4]);
         lost[8192..12288].fill(0);
-        assert!(matches!(check_beat(&lost, START), Err(BeatError::Address { page: 2, found: 0, .. })));
+        assert!(matches!(check_heartbeat(&lost, START), Err(HeartbeatError::Address { page: 2, found: 0, .. })));
         for offset in [1, 3, 8, 4095] {
             let mut touched = span(&[5, 5, 4, 4]);
             touched[4096 * 3 + offset] = 1;
-            assert_eq!(check_beat(&touched, START), Err(BeatError::Foreign { page: 3, offset }));
+            assert_eq!(check_heartbeat(&touched, START), Err(HeartbeatError::Foreign { page: 3, offset }));
         }
-        assert_eq!(check_beat(&[0; 100], START), Err(BeatError::Length(100)));
-        assert_eq!(check_beat(&[], START), Err(BeatError::Length(0)));
+        assert_eq!(check_heartbeat(&[0; 100], START), Err(HeartbeatError::Length(100)));
+        assert_eq!(check_heartbeat(&[], START), Err(HeartbeatError::Length(0)));
     }
 
     #[test]
-    fn the_lap_that_the_guest_counts_must_be_the_one_the_span_shows() {
-        let beat = |ahead, pages_ahead| Beat { ahead, pages_ahead };
-        assert!(beat(5, 2).check_lap(0x105, 4).is_ok());
-        assert!(beat(5, 2).check_lap(6, 4).is_err(), "the next lap cannot begin before this one ends");
-        assert!(beat(5, 4).check_lap(6, 4).is_ok() && beat(5, 4).check_lap(5, 4).is_ok());
-        assert!(beat(255, 4).check_lap(0x100, 4).is_ok());
-        assert!(beat(5, 4).check_lap(7, 4).is_err());
+    fn the_pass_that_the_guest_counts_must_be_the_one_the_span_shows() {
+        let beat = |ahead, pages_ahead| Heartbeat { ahead, pages_ahead };
+        assert!(beat(5, 2).check_pass(0x105, 4).is_ok());
+        assert!(beat(5, 2).check_pass(6, 4).is_err(), "the next pass cannot begin before this one ends");
+        assert!(beat(5, 4).check_pass(6, 4).is_ok() && beat(5, 4).check_pass(5, 4).is_ok());
+        assert!(beat(255, 4).check_pass(0x100, 4).is_ok());
+        assert!(beat(5, 4).check_pass(7, 4).is_err());
     }
 
     #[test]
     fn every_variant_of_the_guest_fits_into_a_boot_sector() {
         for (delay, rest) in [(0, 0), (0, 3), (1000, 0), (1000, 3)] {
-            let sector = BeatGuest { delay, rest, ..BeatGuest::default() }.boot_sector();
+            let sector = HeartbeatGuest { delay, rest, ..HeartbeatGuest::default() }.boot_sector();
             assert_eq!(sector[510..], [0x55, 0xaa]);
             assert_eq!(sector[0], 0xfa);
         }
