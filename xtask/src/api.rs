@@ -17,7 +17,7 @@ use crate::shell;
 /// The form of rustdoc's JSON that the pinned `public-api` reads: that of Rust 1.93 to 1.95.
 const FORMAT: u64 = 57;
 
-/// What became of a comparison.
+/// The result of a comparison.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Compared {
     /// Everything is as recorded.
@@ -43,6 +43,9 @@ pub(crate) fn run(update: bool) -> Result<()> {
 pub(crate) fn document() -> Command {
     let mut command = Command::new("cargo");
     command.current_dir(shell::workspace()).args(["doc", "--workspace", "--no-deps", "--all-features"]);
+    // With the examples, dependencies have the features that they have for clippy: none is checked again. The other
+    // programs have libraries of their names, which are documented.
+    command.args(["--lib", "--examples", "--bin", "limosa", "--bin", "limosa-guest", "--bin", "xtask"]);
     command.env("RUSTDOC", shell::workspace().join("xtask/rustdoc-json"));
     command.env("RUSTDOCFLAGS", "-D warnings -Z unstable-options --output-format json");
     command

@@ -69,7 +69,7 @@ pub(crate) fn package() -> Result<()> {
     shell::run(&mut command)?;
     let folder = unpack(&crates)?;
     let mut command = Command::new("cargo");
-    command.current_dir(&folder).args(["check", "--workspace", "--all-features", "--lib", "--bins"]);
+    command.current_dir(&folder).args(["check", "--workspace", "--all-features", "--lib", "--bins", "--examples"]);
     shell::run(command.arg("--target-dir").arg(root.join("target")))
 }
 

@@ -1,7 +1,23 @@
 //! `cargo xtask test`: everything that a change has to pass, and one closing line with the sums.
 //!
-//! Law: every step runs even if one before it failed, so that one run shows all there is to mend. Format, style,
+//! Law: every step runs even if one before it failed, so that one run shows everything to fix. Format, style,
 //! lints, documentation, public API and packages count as one check each.
+//!
+//! # Compile time
+//!
+//! Cargo compiles a dependency once for each set of features, and once more to check it only. All steps share these two
+//! sets of compiled dependencies:
+//!
+//! | step | compiles of dependencies |
+//! |---|---|
+//! | `cargo xtask` itself | those of xtask, without what only tests of crates need (`certificates` of limosa-testkit) |
+//! | clippy | all of them, checked |
+//! | documentation, packages | none: `--examples` gives dependencies the features that they have for clippy |
+//! | tests | the rest of them, for programs that run |
+//! | documentation examples | none |
+//! | model checks | none: xtask's own dependencies for tests have the features that the others use |
+//!
+//! `cargo COMMAND --unit-graph -Z unstable-options` (with `RUSTC_BOOTSTRAP=1`) prints what a step compiles, to compare.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::process::{Command, Stdio};
