@@ -113,12 +113,12 @@ fn snapshot() -> Result<Seeds, Box<dyn Error>> {
 
 /// Small images of several sorts, with requests all over them.
 fn images() -> Result<Seeds, Box<dyn Error>> {
-    let usual = CreateOptions { size: 64 << 10, cluster_size: 512, ..CreateOptions::default() };
+    let usual = CreateOptions::default().size(64 << 10).cluster_size(512);
     let sorts = [
         usual.clone(),
-        CreateOptions { version: 2, ..usual.clone() },
-        CreateOptions { refcount_bits: 1, lazy_refcounts: true, ..usual.clone() },
-        CreateOptions { refcount_bits: 64, preallocation: Preallocation::Metadata, size: 8 << 10, ..usual },
+        usual.clone().version(2),
+        usual.clone().refcount_bits(1).lazy_refcounts(true),
+        usual.refcount_bits(64).preallocation(Preallocation::Metadata).size(8 << 10),
     ];
     let mut seeds = Vec::new();
     for options in sorts {

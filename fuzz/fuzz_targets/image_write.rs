@@ -58,7 +58,7 @@ fn fixed(image: &[u8]) -> Vec<u8> {
 /// Whether nothing is wrong except lost space; `None` if that is unknown: it was not closed, or cannot be checked.
 fn in_order(storage: &MemoryStorage) -> Option<bool> {
     block_on(Header::read(storage)).ok().filter(|header| !header.features.dirty())?;
-    let options = CheckOptions { memory: 1 << 20, findings: 0 };
+    let options = CheckOptions::default().memory(1 << 20).findings(0);
     let report = block_on(check(storage, options)).ok()?;
     Some(report.corruptions == 0 && report.check_errors == 0)
 }

@@ -60,8 +60,8 @@ impl Input {
 pub fn open(storage: &MemoryStorage, read_only: bool) -> Option<Arc<Qcow2>> {
     block_on(async {
         let header = Header::read(storage).await.ok()?;
-        let parts = Parts { file: Arc::new(storage.clone()), data_file: None, backing: None, header };
-        let options = Qcow2Options { read_only, cache_size: 64 << 10, ..Qcow2Options::default() };
+        let parts = Parts::new(Arc::new(storage.clone()), header);
+        let options = Qcow2Options::default().read_only(read_only).cache_size(64 << 10);
         Qcow2::open(parts, options).await.ok()
     })
 }

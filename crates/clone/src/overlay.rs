@@ -34,12 +34,8 @@ pub(crate) fn make(path: &Path, disk: &FrozenDisk, backing: Backing) -> Result<(
     let size = length(&frozen, &disk.format)?;
     let options = FileOptions { create: Create::New, ..FileOptions::default() };
     let storage = FileStorage::open(path, &options).map_err(|error| failed(error.into()))?;
-    let options = CreateOptions {
-        size,
-        backing_file: Some(name),
-        backing_format: Some(image_format(&disk.format).to_owned()),
-        ..CreateOptions::default()
-    };
+    let format = Some(image_format(&disk.format).to_owned());
+    let options = CreateOptions::default().size(size).backing_file(Some(name)).backing_format(format);
     block_on(create(&*storage, None, &options)).map(|_| ()).map_err(failed)
 }
 
@@ -71,13 +67,8 @@ fn frozen_options(path: &Path, format: &str) -> Result<OpenOptions, CloneError> 
     let format = image_format(format)
         .parse()
         .map_err(|error| CloneError::Disk { why: format!("{}: {error}", path.display()) })?;
-    Ok(OpenOptions {
-        format: Some(format),
-        read_only: true,
-        lock: LockPolicy::None,
-        policy: Policy::Follow,
-        ..OpenOptions::default()
-    })
+    let options = OpenOptions::default().format(Some(format)).read_only(true);
+    Ok(options.lock(LockPolicy::None).policy(Policy::Follow))
 }
 
 /// The path of `to` from the directory `from`; both are absolute.
@@ -125,7 +116,7 @@ mod tests {
         let disk = folder.path().join("disk");
         // A guest has written the header of an image into its disk.
         let storage = FileStorage::open(&disk, &FileOptions { create: Create::New, ..FileOptions::default() }).unwrap();
-        let header = CreateOptions { size: 1 << 30, ..CreateOptions::default() };
+        let header = CreateOptions::default().size(1 << 30);
         block_on(create(&*storage, None, &header)).unwrap();
         drop(storage);
         let bytes = std::fs::metadata(&disk).unwrap().len();

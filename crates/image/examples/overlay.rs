@@ -14,12 +14,10 @@ use limosa_storage::{Buffer, Create, FileOptions, FileStorage, block_on};
 /// Makes an image of 1 GiB, over `base` if there is one.
 async fn make(path: &Path, base: Option<&str>) -> Result<(), ImageError> {
     let file = FileStorage::open(path, &FileOptions { create: Create::New, ..FileOptions::default() })?;
-    let options = CreateOptions {
-        size: 1 << 30,
-        backing_file: base.map(OsString::from),
-        backing_format: base.map(|_| "qcow2".to_owned()),
-        ..CreateOptions::default()
-    };
+    let options = CreateOptions::default()
+        .size(1 << 30)
+        .backing_file(base.map(OsString::from))
+        .backing_format(base.map(|_| "qcow2".to_owned()));
     create(&*file, None, &options).await?;
     Ok(())
 }
@@ -34,7 +32,7 @@ async fn run(folder: &Path) -> Result<(), ImageError> {
 
     make(&overlay, Some("base.qcow2")).await?;
     // The overlay names its base: whether that is opened is the caller's decision.
-    let options = OpenOptions { policy: Policy::Within(vec![folder.to_owned()]), ..OpenOptions::default() };
+    let options = OpenOptions::default().policy(Policy::Within(vec![folder.to_owned()]));
     let disk = open(&Reference::file(&overlay), &options).await?;
     disk.write(GuestOffset(4096), Buffer::copied(b"hello").into()).await?;
     disk.flush().await?;

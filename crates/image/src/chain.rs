@@ -1,7 +1,7 @@
-//! Opening an image with all that lies below it.
+//! Opening an image with its backing files.
 //!
-//! Law: a chain has an end. No file is in it twice, by device and inode, whatever its names; its length has a limit;
-//! only its first file is written, and every other one is opened only if the [`Policy`] says so.
+//! Law: a chain has an end. No file is in it twice, by device and inode, under any name; its length has a limit; only
+//! its first file is written, and every other one is opened only if the [`Policy`] allows it.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -17,30 +17,43 @@ use crate::probe::{Format, probe};
 use crate::qcow2::{self, CheckOptions, CheckReport, Header, Parts, Qcow2, Qcow2Options, Repair, SnapshotChoice};
 use crate::raw::{Raw, RawOptions};
 use crate::reference::{BackingOverride, Reference};
+use crate::setters::setters;
 
 /// The most files in a chain.
 pub const DEPTH_MOST: usize = 200;
 
 /// How an image is opened.
 #[derive(Debug, Clone, Default)]
+#[non_exhaustive]
 pub struct OpenOptions {
-    /// Its format, if its reference does not say it; `None`: it is guessed.
+    /// Its format, if its reference does not have one; `None`: it is probed.
     pub format: Option<Format>,
-    /// Nothing is written.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// What is between a write and the medium: of all files.
+    /// Cache mode of all files.
     pub cache: CacheMode,
-    /// What carries requests out: of all files.
+    /// I/O backend of all files.
     pub io: Io,
     /// Whether others are kept from its files.
     pub lock: LockPolicy,
-    /// Which other files may be opened.
+    /// The other files that may be opened.
     pub policy: Policy,
-    /// How each qcow2 image is used; whether it is written is not decided here.
+    /// Options of each qcow2 image, but for its `read_only`.
     pub qcow2: Qcow2Options,
     /// The image is read as it was when this snapshot was taken, and not written.
     pub snapshot: Option<SnapshotChoice>,
 }
+
+setters!(OpenOptions {
+    format: Option<Format>,
+    read_only: bool,
+    cache: CacheMode,
+    io: Io,
+    lock: LockPolicy,
+    policy: Policy,
+    qcow2: Qcow2Options,
+    snapshot: Option<SnapshotChoice>,
+});
 
 impl OpenOptions {
     /// Of files below the image, which are not written.
@@ -73,14 +86,15 @@ impl NamedImage {
 
 /// The file of an image, open, without the files that it refers to.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ImageFile {
-    /// How it was named.
+    /// Its name.
     pub reference: Reference,
-    /// What it lies in.
+    /// Its file.
     pub storage: Arc<FileStorage>,
-    /// What it is.
+    /// Its format.
     pub format: Format,
-    /// It was guessed.
+    /// Whether the format was probed.
     pub guessed: bool,
 }
 
@@ -157,8 +171,8 @@ struct Level {
     data_file: Option<Arc<FileStorage>>,
 }
 
-/// Opens an image, with all that lies below it. A qcow2 image that is to be written, and was not closed while its
-/// refcounts were written late, is repaired first: [`Qcow2::repaired`] of [`open_image`]'s tells.
+/// Opens an image with its backing files. A qcow2 image that is opened to be written, and whose lazy refcounts were not
+/// written because it was not closed, is repaired first: [`Image::repaired`] of [`open_image`].
 ///
 /// # Errors
 /// [`ImageError::Refused`]: it refers to a file that may not be opened, that is in the chain already, or that cannot be
@@ -188,7 +202,7 @@ pub async fn open_parts(reference: &Reference, options: &OpenOptions) -> Result<
     parts.map_err(|_| ImageError::Unsupported { image: name, what: "it is not a qcow2 image".into() })
 }
 
-/// The topmost image of a chain, and what is below it, in use.
+/// The topmost image of a chain, and its opened backing image.
 async fn levels(reference: &Reference, options: &OpenOptions) -> Result<(Level, Option<Image>), ImageError> {
     let mut walk = Walk::new(reference, options);
     let mut chain: Vec<Level> = Vec::new();
@@ -247,14 +261,14 @@ impl<'a> Walk<'a> {
         Ok(Some(file))
     }
 
-    /// Goes on with what `image` refers to, if that is allowed.
+    /// Continues with the file that `image` refers to, if that is allowed.
     pub(crate) fn written(&mut self, image: &Arc<str>, mut reference: Reference) -> Result<(), ImageError> {
         admit_all(&self.options.policy, image, &mut reference)?;
         self.next = Some(reference);
         Ok(())
     }
 
-    /// Goes on with what the caller said.
+    /// Continues with the caller's override.
     pub(crate) fn set_next(&mut self, reference: &Reference) {
         self.next = Some(reference.clone());
     }
@@ -295,7 +309,7 @@ impl Level {
         Ok(Self { file, header: Some(header), data_file })
     }
 
-    /// Goes on with what is below it.
+    /// Continues with its backing file.
     fn below(&self, walk: &mut Walk<'_>) -> Result<(), ImageError> {
         let Some(header) = &self.header else { return Ok(()) };
         let (image, reference) = (self.file.storage.name(), &self.file.reference);
@@ -311,7 +325,7 @@ impl Level {
         }
     }
 
-    /// What it consists of, if it is qcow2; else the file as it is.
+    /// The parts of a qcow2 image; any other file as it is.
     fn parts(self, backing: Option<Image>) -> Result<Parts, ImageFile> {
         let Self { file, header, data_file } = self;
         let Some(header) = header else { return Err(file) };
@@ -380,7 +394,7 @@ struct Seen(Vec<FileIdentity>);
 impl Seen {
     /// Before a file is opened: a second time would be in the way of the first one's locks.
     fn look(&self, by: Option<&Arc<str>>, path: &Path) -> Result<(), ImageError> {
-        // Whatever is wrong with it is found out by opening it.
+        // Opening it reports what is wrong.
         let Ok(metadata) = fs::metadata(path) else { return Ok(()) };
         self.check(by, path.as_os_str(), FileIdentity::of(&metadata))
     }

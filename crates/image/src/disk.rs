@@ -9,70 +9,78 @@ use limosa_storage::{IoVector, Storage};
 
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
+use crate::setters::setters;
 
-/// A request under way: a future that needs no runtime. If it is dropped half-way, what it has begun completes by
-/// itself and the image stays consistent; the contents of the range it was to write are undefined, as after a failed
-/// write.
+/// A request in flight: a future that needs no runtime. If it is dropped before it is done, storage requests already
+/// started complete by themselves and the image stays consistent; the contents of the range that it writes are
+/// undefined,
+/// as after a failed write.
 pub type Pending<'a, T = ()> = Pin<Box<dyn Future<Output = Result<T, ImageError>> + Send + 'a>>;
 
-/// A disk at guest offsets: an image of any format, with all that lies below it.
+/// A disk at guest offsets: an image of any format, with its backing files.
 ///
-/// Any number of requests may be under way, from any number of threads. Those that overlap, one of them a write, leave
-/// of each byte one or the other, and have no order: a write that is under way while its bytes are zeroed or discarded
-/// may come after it, at whatever time until it is done. A caller that wants an order waits. A flush makes durable what
-/// had been acknowledged when it began.
+/// Any number of requests may be in flight, from any number of threads. Requests that overlap, one of them a write,
+/// have
+/// no order, and each byte is of one or the other: a write that is in flight while its bytes are zeroed or discarded
+/// may
+/// take effect after that, at any time until it completes. A caller that needs an order waits. A flush makes durable
+/// all
+/// writes that were acknowledged before it began.
 pub trait Disk: Send + Sync + Debug {
-    /// Its name for people: a path.
+    /// Returns its name for people: a path.
     fn name(&self) -> &Arc<str>;
 
-    /// `raw`, `qcow2`.
+    /// Returns `raw` or `qcow2`.
     fn format(&self) -> &'static str;
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     fn len(&self) -> u64;
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether nothing may be written.
+    /// Returns whether writes are refused.
     fn is_read_only(&self) -> bool;
 
-    /// Bytes that are allocated together, a power of two: a cluster, or a subcluster. A write of such a whole
-    /// spares filling it up.
+    /// Returns the bytes that are allocated together, a power of two: a cluster, or a subcluster. A write of all of it
+    /// needs
+    /// no copy-on-write.
     fn granularity(&self) -> u64 {
         512
     }
 
-    /// Fills `into` with what is at `at`. Behind the end: [`ImageError::Outside`], as for all requests.
+    /// Reads `into.len()` bytes at `at`. Past the end: [`ImageError::Outside`], as for all requests.
     fn read(&self, at: GuestOffset, into: IoVector) -> Pending<'_>;
 
     /// Writes all of `from` at `at`.
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_>;
 
-    /// Has `length` bytes read as zeros; `unmap`: their space may be given back.
+    /// Makes `length` bytes read as zeros; `unmap`: their space may be given back.
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_>;
 
-    /// Tells that `length` bytes are not needed any more: as far as whole clusters are concerned they read as zeros
-    /// from now on, also where a backing file has something; the rest stays as it is.
+    /// Discards `length` bytes: whole clusters among them read as zeros from now on, even where a backing file has
+    /// contents; other bytes stay as they are.
     fn discard(&self, at: GuestOffset, length: u64) -> Pending<'_>;
 
-    /// Makes durable what was acknowledged.
+    /// Makes acknowledged writes durable.
     fn flush(&self) -> Pending<'_>;
 
-    /// Where the bytes from `at` on come from: as many as are alike, at most `length`, at least one. A `length` of 0
-    /// counts as 1.
+    /// Returns where the bytes from `at` on come from: a run of one kind, at most `length` bytes, at least one. A
+    /// `length`
+    /// of 0 counts as 1.
     fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped>;
 
-    /// The storage in which contents of a disk `depth` files further down lie as they are, at the offsets that
-    /// [`Disk::map`] tells.
+    /// Returns the storage that has contents of the disk `depth` files further down unchanged, at the offsets that
+    /// [`Disk::map`] returns.
     fn storage(&self, _depth: u32) -> Option<Arc<dyn Storage>> {
         None
     }
 
-    /// Has the kernel copy `length` bytes at `from_offset` of a storage to `at`: false if it cannot, and what is there
-    /// then is undefined, as after a failed write.
+    /// Lets the kernel copy `length` bytes at `from_offset` of a storage to `at`. Returns false if it cannot; the range
+    /// is
+    /// then undefined, as after a failed write.
     fn copy_from(
         &self,
         _at: GuestOffset,
@@ -83,48 +91,64 @@ pub trait Disk: Send + Sync + Debug {
         Box::pin(std::future::ready(Ok(false)))
     }
 
-    /// Makes everything durable and lets go: space taken ahead is given back, the dirty bit cleared. An image that is
-    /// dropped without it is as after a power cut, after the last flush.
+    /// Makes everything durable and closes the disk: space allocated ahead is given back, the dirty bit cleared. An
+    /// image
+    /// that is dropped without it is as after a power cut, after the last flush.
     ///
-    /// It begins with its first poll. Requests that are polled for the first time after that fail; those that had been
-    /// polled before are waited for, until they are done or dropped, so a caller that holds some goes on polling them
-    /// meanwhile, or drops them first: a close that is waited for in place of them never ends.
+    /// It begins with its first poll. Requests that are first polled after that fail. Requests that were polled before
+    /// are waited for until they are done or dropped, so a caller that holds some keeps polling them meanwhile, or
+    /// drops
+    /// them first: otherwise the close never ends.
     fn close(&self) -> Pending<'_>;
 }
 
 /// Where a run of bytes comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Mapped {
-    /// How many bytes are alike.
+    /// Bytes of the run.
     pub length: u64,
-    /// What they are.
+    /// Their kind.
     pub kind: BlockStatus,
-    /// How many files further down the chain than the disk asked: 0 is the disk itself. Of what no file has: the last
-    /// one's.
+    /// Number of files further down the chain than the disk that was asked: 0 is the disk itself. For bytes that no
+    /// file
+    /// has, the number of the last file.
     pub depth: u32,
-    /// The storage they lie in, by its name, and where, if they lie there as they are. What reads as zeros may have
-    /// such a place, too: a cluster that is kept for it.
+    /// The name of the storage that has them unchanged, and their offset. Zeros may have a place, too: a cluster that
+    /// is
+    /// kept for them.
     pub host: Option<(Arc<str>, HostOffset)>,
 }
 
-/// What a run of bytes is.
+impl Mapped {
+    /// A run of the disk itself, without a place in a storage.
+    #[must_use]
+    pub const fn new(length: u64, kind: BlockStatus) -> Self {
+        Self { length, kind, depth: 0, host: None }
+    }
+}
+
+setters!(Mapped { depth: u32, host: Option<(Arc<str>, HostOffset)> });
+
+/// The kind of a run of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockStatus {
     /// Contents.
     Data,
-    /// Contents that are compressed.
+    /// Compressed contents.
     Compressed,
     /// Zeros, because the image says so.
     Zero,
-    /// Zeros, because nothing was ever written there: to the image they are contents, for which space was set aside
-    /// when it was made, and the file has a hole there.
+    /// Zeros, because nothing was ever written there: the image counts them as contents, since their space was
+    /// preallocated,
+    /// and the file has a hole there.
     Preallocated,
-    /// Zeros, because no file of the chain has anything.
+    /// Zeros, because no file of the chain has contents.
     Unallocated,
 }
 
 impl BlockStatus {
-    /// Whether it is known to read as zeros.
+    /// Returns whether it is known to read as zeros.
     #[must_use]
     pub const fn is_zero(self) -> bool {
         matches!(self, Self::Zero | Self::Preallocated | Self::Unallocated)

@@ -1,4 +1,4 @@
-//! What an image fails with.
+//! Errors of images.
 
 use std::sync::Arc;
 
@@ -6,60 +6,58 @@ use limosa_page::BrokenInvariant;
 use limosa_storage::StorageError;
 
 use crate::offset::GuestOffset;
-use crate::qcow2::CreateOptionsError;
-use crate::reference::ReferenceError;
 
 /// Why an image cannot be opened, read, written or checked.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImageError {
-    /// What it lies in failed.
+    /// Its storage failed.
     #[error(transparent)]
     Storage(#[from] StorageError),
 
-    /// A bug of limosa. Nothing that rests on it was done.
+    /// A bug of limosa. Nothing that depends on it was done.
     #[error(transparent)]
     Internal(#[from] BrokenInvariant),
 
-    /// It is not what it should be. Nothing that rests on it was done.
+    /// A structure of it is wrong. Nothing that depends on it was done.
     #[error("{image}: {table}: {why}")]
     Corrupt {
         /// The image: a path.
         image: Arc<str>,
-        /// Which of its structures, with its offset in the file: `L2 table at 0x50000, entry 7`.
+        /// The structure, with its offset in the file: `L2 table at 0x50000, entry 7`.
         table: String,
-        /// What is wrong with it.
+        /// The fault.
         why: String,
     },
 
-    /// It says that it is damaged, and has to be repaired before it is written.
+    /// It is marked as damaged, and must be repaired before it is written.
     #[error("{image}: {what}")]
     Damaged {
         /// The image: a path.
         image: Arc<str>,
-        /// What it says.
+        /// The damage.
         what: String,
     },
 
-    /// It asks for what limosa does not have.
+    /// It needs a feature that limosa does not have.
     #[error("{image}: {what}")]
     Unsupported {
         /// The image: a path.
         image: Arc<str>,
-        /// What that is, and what to do.
+        /// The feature.
         what: String,
     },
 
-    /// It names another file, and may not have it opened.
+    /// It names another file, which may not be opened.
     #[error("{image}: it refers to {reference}, which is not opened: {why}")]
     Refused {
         /// The image: a path.
         image: Arc<str>,
-        /// What it names.
+        /// The file that it names.
         reference: String,
-        /// Why.
+        /// The reason.
         why: String,
-        /// The policy was [`Policy::Refuse`](crate::Policy::Refuse).
+        /// Whether the policy was [`Policy::Refuse`](crate::Policy::Refuse).
         untrusted: bool,
     },
 
@@ -84,14 +82,14 @@ pub enum ImageError {
         image: Arc<str>,
     },
 
-    /// A request behind its end.
+    /// A request past its end.
     #[error("{image} of {length} bytes has no {wanted} bytes at {at}")]
     Outside {
         /// The image: a path.
         image: Arc<str>,
         /// Its length in bytes.
         length: u64,
-        /// Where the request begins.
+        /// Offset of the request.
         at: GuestOffset,
         /// Its length in bytes.
         wanted: u64,
@@ -104,9 +102,61 @@ impl ImageError {
         Self::Options { image: image.into(), source }
     }
 
-    /// Whether the image is damaged: a check tells more, and a repair may help.
+    /// Returns whether the image is damaged: a check reports more, and a repair may help.
     #[must_use]
     pub const fn is_damage(&self) -> bool {
         matches!(self, Self::Corrupt { .. } | Self::Damaged { .. })
     }
+}
+
+/// A name that limosa cannot open.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{name}: {why}")]
+#[non_exhaustive]
+pub struct ReferenceError {
+    /// The name.
+    pub name: String,
+    /// The fault, and what to do.
+    pub why: String,
+}
+
+/// Options that no qcow2 image can have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CreateOptionsError {
+    /// A value outside the limits of the format.
+    #[error("{option}={value}: must be {allowed}")]
+    Range {
+        /// The option.
+        option: &'static str,
+        /// Its value.
+        value: u64,
+        /// The values that the format allows.
+        allowed: &'static str,
+    },
+    /// An unknown version of the format.
+    #[error("version {0}: must be 2 (compat=0.10) or 3 (compat=1.1)")]
+    Version(u32),
+    /// An option without another one that it needs.
+    #[error("{option} needs {needs}")]
+    Missing {
+        /// The option.
+        option: &'static str,
+        /// The option that it needs.
+        needs: &'static str,
+    },
+    /// A raw data file has all contents, so there is nothing to read from a backing file.
+    #[error("data_file_raw and backing_file exclude each other")]
+    RawWithBacking,
+    /// The name of the backing file is empty or too long.
+    #[error("backing_file: a name of {bytes} bytes; must be 1 to {most}")]
+    Name {
+        /// Its length.
+        bytes: usize,
+        /// The longest name that the format allows.
+        most: usize,
+    },
+    /// The name of the backing file's format is too long for any format.
+    #[error("backing_fmt={0}: unknown format")]
+    BackingFormat(String),
 }

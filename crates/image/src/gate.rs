@@ -1,42 +1,35 @@
-//! Which files an image may have opened.
+//! The files that an image may have opened.
 //!
 //! Law: an image opens no other file unless the opener of the image allows it. An image is data from outside; a backing
 //! file's name in it can be that of any file that we can read, and a data file's that of any that we can write.
 
-use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Which files an image may have opened. What the caller itself names is not asked about.
+/// The files that an image may have opened. Files that the caller names are always allowed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Policy {
     /// None.
     #[default]
     Refuse,
-    /// Those in these folders and below, after all symbolic links. Who can exchange folders there while images are
-    /// opened is trusted.
+    /// Those in these folders and below, after all symbolic links. Processes that can replace folders there while
+    /// images are
+    /// opened are trusted.
     Within(Vec<PathBuf>),
-    /// Every one: as stock tools do.
+    /// Every one, as QEMU's tools do.
     Follow,
 }
 
-/// What an image wants a file for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The purpose of a file that an image refers to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
 pub enum Purpose {
-    /// To read what it does not have itself.
+    /// Contents that the image does not have itself.
+    #[strum(to_string = "a backing file")]
     Backing,
-    /// To keep its contents in.
+    /// The image's contents.
+    #[strum(to_string = "a data file")]
     DataFile,
-}
-
-impl fmt::Display for Purpose {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Backing => "a backing file",
-            Self::DataFile => "a data file",
-        })
-    }
 }
 
 /// Why a file may not be opened.

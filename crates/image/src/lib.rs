@@ -1,10 +1,10 @@
-//! Disk images: what a guest sees as a disk, in the formats raw and qcow2.
+//! Disk images in the formats raw and qcow2.
 //!
-//! A [`Disk`] is a disk at guest offsets; it lies in one or more [`limosa_storage::Storage`]s, at host offsets.
+//! A [`Disk`] has guest offsets; it is kept in one or more [`limosa_storage::Storage`]s, at host offsets.
 //!
-//! An image is opened by a [`Reference`](reference::Reference), with all that lies below it ([`chain`]), as far as its
-//! opener's [`Policy`] allows: an image is data from outside, and the files it names are not ours to open without a
-//! word.
+//! An image is opened by a [`Reference`](reference::Reference), with its backing files ([`chain`]), if the caller's
+//! [`Policy`] allows them: an image is data from outside, and the files that it names are not opened unless the caller
+//! agrees.
 //!
 //! ```
 //! use limosa_image::chain::{OpenOptions, open};
@@ -17,10 +17,10 @@
 //! # let folder = tempfile::tempdir().expect("a folder for it");
 //! # let path = folder.path().join("disk.qcow2");
 //! let file = FileStorage::open(&path, &FileOptions { create: Create::New, ..FileOptions::default() })?;
-//! block_on(create(&*file, None, &CreateOptions { size: 1 << 30, ..CreateOptions::default() }))?;
+//! block_on(create(&*file, None, &CreateOptions::default().size(1 << 30)))?;
 //! drop(file);
 //!
-//! let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+//! let options = OpenOptions::default().read_only(true);
 //! let disk = block_on(open(&Reference::file(&path), &options))?;
 //! let found = Buffer::zeroed(4096);
 //! block_on(disk.read(GuestOffset(1 << 20), found.clone().into()))?;
@@ -45,6 +45,7 @@ pub mod qcow2;
 pub mod raw;
 pub mod reference;
 mod requests;
+mod setters;
 #[cfg(test)]
 mod test_disk;
 mod truncation;
@@ -54,7 +55,7 @@ pub use error::ImageError;
 pub use gate::{Policy, Purpose};
 pub use new_image::{CreatedFiles, NewBacking, NewFormat, NewImage, Removed, UnfinishedFiles};
 pub use offset::{GuestOffset, HostOffset};
-pub use operations::{Operation, OperationError, Progress, Watch, bench, compare, convert, info, resize};
+pub use operations::{DiskOperation, OperationError, Progress, Watch, bench, compare, convert, info, resize};
 pub use preallocation::{Preallocation, UnknownPreallocation};
 pub use probe::{Format, Guess, UnknownFormat, guess, probe};
 pub use qcow2::{Qcow2, Qcow2Options};

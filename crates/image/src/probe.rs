@@ -1,11 +1,8 @@
-//! What a file begins with.
+//! Probing the format of a file by its first bytes.
 //!
 //! Law: a guess is never better than what was said. It decides only where nothing was said; what other tools take for a
 //! format that limosa does not have is not taken for raw, and a raw image whose format was guessed never begins like
 //! anything else afterwards (see [`Raw`](crate::raw::Raw)).
-
-use std::fmt;
-use std::str::FromStr;
 
 use limosa_storage::{Buffer, Storage};
 
@@ -13,7 +10,8 @@ use crate::error::ImageError;
 use crate::qcow2::MAGIC;
 
 /// A format that limosa has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
+#[strum(serialize_all = "lowercase", parse_err_ty = UnknownFormat, parse_err_fn = unknown)]
 pub enum Format {
     /// The bytes of the disk, as they are.
     Raw,
@@ -32,33 +30,19 @@ impl Format {
     }
 }
 
-impl fmt::Display for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 /// limosa does not have this format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("format {0:?} is not supported; use raw or qcow2")]
 pub struct UnknownFormat(pub String);
 
-impl FromStr for Format {
-    type Err = UnknownFormat;
-
-    fn from_str(name: &str) -> Result<Self, UnknownFormat> {
-        match name {
-            "raw" => Ok(Self::Raw),
-            "qcow2" => Ok(Self::Qcow2),
-            _ => Err(UnknownFormat(name.to_owned())),
-        }
-    }
+fn unknown(name: &str) -> UnknownFormat {
+    UnknownFormat(name.to_owned())
 }
 
 /// Bytes that are looked at.
 pub(crate) const LOOKED_AT: usize = 512;
 
-/// What other formats have, and where: their names in QEMU.
+/// Signatures of other formats, with their offsets and QEMU's names.
 const FOREIGN: [(usize, &[u8], &str); 11] = [
     (0, b"QFI\xfb\0\0\0\x01", "qcow"),
     (0, b"KDMV", "vmdk"),
@@ -73,7 +57,7 @@ const FOREIGN: [(usize, &[u8], &str); 11] = [
     (0, b"LUKS\xba\xbe", "luks"),
 ];
 
-/// What a file looks like.
+/// The format that a file looks like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guess {
     /// One of limosa's formats; [`Format::Raw`] if it looks like nothing.
@@ -82,7 +66,7 @@ pub enum Guess {
     Foreign(&'static str),
 }
 
-/// What a file looks like that begins with these bytes: the first 512, with zeros behind its end.
+/// Returns the format of a file that begins with these bytes: the first 512, with zeros past its end.
 #[must_use]
 pub fn guess(start: &[u8]) -> Guess {
     let there = |at: usize, bytes: &[u8]| start.get(at..).is_some_and(|rest| rest.starts_with(bytes));
@@ -92,7 +76,7 @@ pub fn guess(start: &[u8]) -> Guess {
     Guess::Known(if there(0, &MAGIC) { Format::Qcow2 } else { Format::Raw })
 }
 
-/// Guesses the format of what lies in a storage.
+/// Guesses the format of the image in a storage.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: it looks like a format that limosa does not have; what the storage says.
@@ -119,7 +103,7 @@ mod tests {
         let probe = |bytes: &[u8]| block_on(probe(&MemoryStorage::with(bytes.to_vec(), 1 << 20)));
         assert_eq!(probe(b"").unwrap(), Format::Raw);
         assert_eq!(probe(b"QFI\xfb\0\0\0\x03").unwrap(), Format::Qcow2);
-        // Whatever its version: other tools try to open it.
+        // Of any version: other tools try to open it.
         assert_eq!(probe(b"QFI\xfb\0\0\0\x09").unwrap(), Format::Qcow2);
         let said = probe(b"KDMV and so on").unwrap_err().to_string();
         assert!(said.starts_with("memory: it looks like vmdk, "), "{said}");

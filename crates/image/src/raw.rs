@@ -1,7 +1,7 @@
 //! Raw images: the bytes of the disk, as they are.
 //!
-//! Law: a raw image whose format was guessed stays one. A guest owns its first sector; if it wrote there what another
-//! format begins with, the next guess would open that, with whatever files it names. Such a write fails.
+//! Law: a raw image whose format was guessed stays one. A guest owns its first sector; if it wrote another format's
+//! signature there, the next guess would open that format, with the files that it names. Such a write fails.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,6 +18,7 @@ use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
 use crate::probe::{Format, Guess, LOOKED_AT, guess};
 use crate::requests::{Inside, Requests};
+use crate::setters::setters;
 use crate::truncation::{TRUNCATED, truncated_to};
 
 /// Disks are whole sectors long, in bytes.
@@ -25,16 +26,19 @@ const SECTOR: u64 = 512;
 
 /// How a raw image is used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RawOptions {
     /// Where in the storage the disk begins, in bytes.
     pub offset: u64,
-    /// The disk's length in bytes, whole sectors; `None`: as far as the storage goes, rounded up to a sector.
+    /// The disk's length in bytes, whole sectors; `None`: up to the end of the storage, rounded up to a sector.
     pub size: Option<u64>,
-    /// Nothing is written.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// It was guessed that it is raw.
+    /// Whether the format was guessed.
     pub guessed: bool,
 }
+
+setters!(RawOptions { offset: u64, size: Option<u64>, read_only: bool, guessed: bool });
 
 /// A raw image in use.
 #[derive(Debug)]
@@ -87,12 +91,12 @@ impl Raw {
         self.first_sector.is_some()
     }
 
-    /// Makes the file `len` bytes long, and the disk as many, rounded up to a sector. What comes to it reads as zeros.
-    /// If the space that is asked for is not there, the file is as long as before.
+    /// Makes the file `len` bytes long, and the disk as many, rounded up to a sector. Added bytes read as zeros. If the
+    /// space that is asked for is not available, the file keeps its length.
     ///
     /// # Errors
-    /// [`ImageError::Unsupported`]: it is a part of a file, or metadata are to be allocated, of which it has none; what
-    /// the storage says.
+    /// [`ImageError::Unsupported`]: it is a part of a file, or metadata are preallocated, which raw images do not have;
+    /// errors of the storage.
     pub async fn resize(&self, len: u64, preallocation: Preallocation) -> Result<(), ImageError> {
         let _inside = self.admit_write(GuestOffset(0), 0)?;
         let old = self.len();
@@ -178,7 +182,7 @@ impl Raw {
     }
 }
 
-/// Takes space for a part of a raw image that is all holes, as far as that is asked for.
+/// Allocates space for a part of a raw image that is all holes.
 async fn reserve(file: &dyn Storage, range: Range<u64>, how: Preallocation) -> Result<(), ImageError> {
     match how {
         Preallocation::Off | Preallocation::Metadata => {}
@@ -208,10 +212,12 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
 }
 
+setters!(CreateOptions { size: u64, preallocation: Preallocation });
+
 /// Creates a raw image in `file`, whose contents are lost. A block device must be large enough, and keeps its contents.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`]: a device is too small, or metadata are to be allocated; what the storage says.
+/// [`ImageError::Unsupported`]: a device is too small, or metadata are preallocated; errors of the storage.
 pub async fn create(file: &dyn Storage, options: &CreateOptions) -> Result<(), ImageError> {
     let CreateOptions { size, preallocation } = *options;
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(file.name()), what };

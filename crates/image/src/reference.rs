@@ -1,7 +1,7 @@
-//! How an image is named: by a file's name, by `json:{...}`, by a list of options.
+//! Names of images: a file's name, `json:{...}`, or a list of options.
 //!
-//! Law: what is said is taken or refused; nothing that is not understood is left out. There are files and block
-//! devices, and nothing that is reached by a protocol.
+//! Law: every option is taken or refused; none is ignored. Images are files and block devices; network protocols are
+//! not supported.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -12,41 +12,54 @@ use std::path::{Path, PathBuf};
 use limosa_storage::{CacheMode, FileOptions, Io, LockPolicy};
 use serde_json::Value;
 
+pub use crate::error::ReferenceError;
 use crate::probe::Format;
+use crate::setters::setters;
 
-/// An image by its name: which file, and how that is understood.
+/// An image by its name: the file, and how it is interpreted.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Reference {
     /// The file or block device.
     pub path: PathBuf,
-    /// Its format, if it was said.
+    /// Its format, if given.
     pub format: Option<Format>,
     /// Where in the file the disk begins, in bytes: only of a raw image.
     pub offset: u64,
     /// The disk's length in bytes: only of a raw image.
     pub size: Option<u64>,
-    /// What is below it.
+    /// Its backing image.
     pub backing: BackingOverride,
-    /// Where its contents lie, in place of the file that the image names.
+    /// The external data file, in place of the one that the image names.
     pub data_file: Option<PathBuf>,
     /// How the file is opened.
     pub settings: Settings,
 }
 
-/// What is below an image.
+setters!(Reference {
+    format: Option<Format>,
+    offset: u64,
+    size: Option<u64>,
+    backing: BackingOverride,
+    data_file: Option<PathBuf>,
+    settings: Settings,
+});
+
+/// The backing image of an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum BackingOverride {
-    /// What the image says.
+    /// The one that the image names.
     #[default]
     AsWritten,
-    /// Nothing, whatever the image says.
+    /// None, even if the image names one.
     Nothing,
-    /// This one, whatever the image says.
+    /// This one, in place of the one that the image names.
     Other(Box<Reference>),
 }
 
-/// How a file is opened, as far as it was said.
+/// Options of a file that were given with its name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Settings {
     /// `read-only`: nothing is written. `off` does not allow more than the caller does.
     pub read_only: bool,
@@ -61,7 +74,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// What comes of it where the caller says `usual`.
+    /// Returns the options of a file, with these in place of the caller's `usual` ones.
     #[must_use]
     pub fn over(&self, usual: FileOptions) -> FileOptions {
         let synchronous = usual.cache.is_synchronous();
@@ -82,16 +95,6 @@ impl Settings {
             ..usual
         }
     }
-}
-
-/// A name that names no image that limosa opens.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{name}: {why}")]
-pub struct ReferenceError {
-    /// What was said.
-    pub name: String,
-    /// What is wrong with it, and what to do.
-    pub why: String,
 }
 
 impl Reference {

@@ -1,12 +1,13 @@
-//! Requests under way, and the end of a disk.
+//! Requests in flight, and the end of a disk.
 //!
 //! Law: once a disk is being closed no request begins, and its end begins when those that had begun are over: done, or
 //! dropped. Whether it is closed and how many there are is one number, so no request slips through between the two.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::task::{Poll, Waker};
+
+use parking_lot::Mutex;
 
 /// Set in the number of requests when no more of them begin.
 const CLOSED: u64 = 1 << 63;
@@ -14,7 +15,7 @@ const CLOSED: u64 = 1 << 63;
 #[derive(Debug, Default)]
 pub(crate) struct Requests {
     state: AtomicU64,
-    /// What waits for the last one.
+    /// Tasks that wait for the last one.
     waiting: Mutex<Vec<Waker>>,
 }
 
@@ -39,7 +40,7 @@ impl Requests {
     /// Waits until those that had begun are over.
     pub(crate) async fn over(&self) {
         poll_fn(|context| {
-            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut waiting = self.waiting.lock();
             if self.state.load(Ordering::Acquire) & !CLOSED == 0 {
                 return Poll::Ready(());
             }
@@ -55,7 +56,7 @@ impl Requests {
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
         if self.0.state.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1 {
-            let waiting = std::mem::take(&mut *self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner));
+            let waiting = std::mem::take(&mut *self.0.waiting.lock());
             waiting.into_iter().for_each(Waker::wake);
         }
     }

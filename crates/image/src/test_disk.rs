@@ -3,10 +3,11 @@
 
 use std::future::poll_fn;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::Poll;
 
 use limosa_storage::{IoVector, Operation, Storage, StorageError};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::disk::{BlockStatus, Disk, Mapped, Pending};
 use crate::error::ImageError;
@@ -14,7 +15,7 @@ use crate::offset::{GuestOffset, HostOffset};
 
 const SECTOR: u64 = 512;
 
-/// What was asked of a disk.
+/// Requests that a disk received.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Asked {
     Read(Range<u64>),
@@ -105,7 +106,7 @@ impl TestDisk {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Carries out a request, in any order among those under way.

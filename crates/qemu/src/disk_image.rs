@@ -36,16 +36,11 @@ pub(crate) fn has_data(image: &Path, format: &str, others: Others) -> Result<boo
     let format: Format = format.parse().map_err(|error| format!("{}: {error}", image.display()))?;
     let mut reference = Reference::file(image);
     reference.backing = BackingOverride::Nothing;
-    let options = OpenOptions {
-        format: Some(format),
-        read_only: true,
-        lock: match others {
-            Others::Allowed => LockPolicy::None,
-            Others::Refused => LockPolicy::Auto,
-        },
-        policy: Policy::Follow,
-        ..OpenOptions::default()
+    let lock = match others {
+        Others::Allowed => LockPolicy::None,
+        Others::Refused => LockPolicy::Auto,
     };
+    let options = OpenOptions::default().format(Some(format)).read_only(true).lock(lock).policy(Policy::Follow);
     // A filesystem that does not answer (NFS, FUSE) must not hold up a VM. The thread is left behind with it.
     let (sender, result) = mpsc::channel();
     thread::spawn(move || sender.send(block_on(has_own_block(&reference, &options))));

@@ -9,7 +9,7 @@
 //! use limosa_storage::block_on;
 //! use limosa_testkit::image::{self, TestImage};
 //!
-//! let made = TestImage::new(&CreateOptions { size: 1 << 20, ..CreateOptions::default() });
+//! let made = TestImage::new(&CreateOptions::default().size(1 << 20));
 //! let disk = made.open();
 //! image::write(&*disk, 4096, &[7; 512]);
 //! assert_eq!(image::read(&*disk, 4096, 512), [7; 512]);
@@ -79,7 +79,7 @@ impl TestImage {
     /// Opens it without a backing image, to read it.
     #[must_use]
     pub fn open_read_only(&self) -> Arc<Qcow2> {
-        self.open_with(Qcow2Options { read_only: true, ..Qcow2Options::default() })
+        self.open_with(Qcow2Options::default().read_only(true))
     }
 
     /// Opens it without a backing image.
@@ -102,7 +102,7 @@ impl TestImage {
         block_on(async {
             let header = Header::read(&*self.file).await?;
             let (file, data_file) = (Arc::clone(&self.file), self.data_file.clone());
-            Qcow2::open(Parts { file, data_file, backing, header }, options).await
+            Qcow2::open(Parts::new(file, header).data_file(data_file).backing(backing), options).await
         })
     }
 }
@@ -116,7 +116,7 @@ pub fn memory_file(name: &str) -> Arc<dyn Storage> {
 /// The raw image in `file`, opened to read it: the backing of a qcow2 image.
 #[must_use]
 pub fn raw(file: Arc<dyn Storage>) -> Arc<dyn Disk> {
-    Raw::open(file, &RawOptions { read_only: true, ..RawOptions::default() }).unwrap()
+    Raw::open(file, &RawOptions::default().read_only(true)).unwrap()
 }
 
 /// A read-only raw image of `length` bytes, each of them `byte`.

@@ -96,13 +96,13 @@ impl Base {
         let base = Self { folder: Rc::new(folder.to_path_buf()), size };
         let path = base.path();
         let file = open(&path, CacheMode::None, false, Create::New)?;
-        let options = CreateOptions { size, ..CreateOptions::default() };
+        let options = CreateOptions::default().size(size);
         let mut memory = vec![0; 2 << 20];
         fill_random(&mut memory);
         let buffer = Buffer::copied(&memory);
         let filled = block_on(async {
             let header = create(&*file, None, &options).await?;
-            let parts = Parts { file, data_file: None, backing: None, header };
+            let parts = Parts::new(file, header);
             let disk = Qcow2::open(parts, Qcow2Options::default()).await?;
             let writes = (0..size).step_by(2 << 20).map(|at| disk.write(GuestOffset(at), buffer.clone().into()));
             stream::iter(writes).buffer_unordered(8).try_collect::<()>().await?;
@@ -124,14 +124,12 @@ impl Base {
         }
         let file = open(&path, CacheMode::None, false, Create::New)?;
         let backed = shape.under == Under::Backing;
-        let options = CreateOptions {
-            size: self.size,
-            cluster_size: shape.cluster,
-            extended_l2: shape.subclusters,
-            backing_file: backed.then(|| self.path().into_os_string()),
-            backing_format: backed.then(|| "qcow2".to_owned()),
-            ..CreateOptions::default()
-        };
+        let options = CreateOptions::default()
+            .size(self.size)
+            .cluster_size(shape.cluster)
+            .extended_l2(shape.subclusters)
+            .backing_file(backed.then(|| self.path().into_os_string()))
+            .backing_format(backed.then(|| "qcow2".to_owned()));
         block_on(create(&*file, None, &options)).with_context(|| format!("making {}", path.display()))?;
         Ok(path)
     }
@@ -159,13 +157,13 @@ impl Base {
                 None => None,
                 Some(file) => {
                     let header = Header::read(&*file).await?;
-                    let parts = Parts { file, data_file: None, backing: None, header };
-                    Some(Qcow2::open(parts, Qcow2Options { read_only: true, ..options.clone() }).await?)
+                    let parts = Parts::new(file, header);
+                    Some(Qcow2::open(parts, options.clone().read_only(true)).await?)
                 }
             };
             let header = Header::read(&*image).await?;
             let (backing, apart) = if copies == Copies::Split { (None, backing) } else { (backing, None) };
-            let image = Qcow2::open(Parts { file: image, data_file: None, backing, header }, options).await?;
+            let image = Qcow2::open(Parts::new(image, header).backing(backing), options).await?;
             let split = (copies == Copies::Split).then(|| Split::new(Arc::clone(&image), apart));
             Ok::<_, ImageError>((image, split))
         });

@@ -78,15 +78,10 @@ fn in_queues(disk: &dyn Disk, load: &Load, step: u64) -> Result<()> {
     let size = usize::try_from(load.size)?;
     std::thread::scope(|scope| {
         let queue = |number: u64| {
-            let options = BenchOptions {
-                count: load.count / load.queues,
-                depth: load.depth,
-                size,
-                offset: load.offset + number * step,
-                step: step * load.queues,
-                write: Some(0x5a),
-                flush: None,
-            };
+            let options = BenchOptions::new(load.count / load.queues, load.depth, size)
+                .offset(load.offset + number * step)
+                .step(step * load.queues)
+                .write(Some(0x5a));
             scope.spawn(move || block_on(bench(disk, &options, &|_| std::ops::ControlFlow::Continue(()))))
         };
         let queues: Vec<_> = (0..load.queues).map(queue).collect();

@@ -54,11 +54,8 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         }
     };
     let usual = Qcow2Options::default();
-    let usual = Qcow2Options {
-        allocate_ahead: options.allocate_ahead.unwrap_or(usual.allocate_ahead),
-        clone: options.clone,
-        ..usual
-    };
+    let usual =
+        usual.clone().allocate_ahead(options.allocate_ahead.unwrap_or(usual.allocate_ahead)).clone_mode(options.clone);
     for cell in &cells {
         for (variant, copies) in [(MERGED, Copies::Merged), (SPLIT, Copies::Split)] {
             let (base, cell) = (base.clone(), cell.clone());
@@ -81,7 +78,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let shared = if clones::can_share(folder.path())? { clones::cells(size) } else { Vec::new() };
     for cell in &shared {
         for (variant, clone) in clones::VARIANTS {
-            let (base, cell, how) = (base.clone(), cell.clone(), Qcow2Options { clone, ..usual.clone() });
+            let (base, cell, how) = (base.clone(), cell.clone(), usual.clone().clone_mode(clone));
             let run = move |_: &_| {
                 clones::prepare(&base, cell.shape.through)?;
                 load::run(&base, &cell.shape, &cell.load, Copies::Merged, how.clone())

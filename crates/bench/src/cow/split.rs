@@ -145,7 +145,7 @@ mod tests {
         let file = Arc::clone(file);
         let disk = block_on(async {
             let header = Header::read(&*file).await?;
-            Qcow2::open(Parts { file, data_file: None, backing, header }, Qcow2Options::default()).await
+            Qcow2::open(Parts::new(file, header).backing(backing), Qcow2Options::default()).await
         });
         disk.unwrap()
     }
@@ -155,10 +155,10 @@ mod tests {
         let counting = Counting::new();
         let bytes: Vec<u8> = (0..SIZE).map(|at| (at / 7 % 251).to_le_bytes()[0]).collect();
         let below = counting.over(Arc::new(SparseMemory::file_with("below", bytes.clone(), 2 << 20)));
-        let options = RawOptions { read_only: true, ..RawOptions::default() };
+        let options = RawOptions::default().read_only(true);
         let below: Arc<dyn Disk> = Raw::open(below, &options).unwrap();
         let file = counting.over(Arc::new(SparseMemory::file("image", 16 << 20)));
-        block_on(create(&*file, None, &CreateOptions { size: SIZE as u64, ..CreateOptions::default() })).unwrap();
+        block_on(create(&*file, None, &CreateOptions::default().size(SIZE as u64))).unwrap();
         let disk = Split::new(opened(&file, None), Some(Arc::clone(&below)));
         let write = |at: u64, length: usize| {
             block_on(disk.write(GuestOffset(at), Buffer::copied(&vec![0xee; length]).into())).unwrap();

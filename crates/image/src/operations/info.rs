@@ -1,7 +1,8 @@
-//! What an image is, for people and programs.
+//! Descriptions of images, for people and programs.
 //!
-//! Law: asking opens no other file. What an image refers to is told as it is written down; only a caller that asks for
-//! the chain has the files below opened, as far as the policy allows.
+//! Law: asking opens no other file. Names of other files are returned as the image has them; only a request for the
+//! chain
+//! opens the backing files, if the policy allows it.
 //!
 //! Source of the names and their meaning: `ImageInfo` in QEMU's qapi/block-core.json; serialized it is what
 //! `qemu-img info --output json` prints.
@@ -21,13 +22,14 @@ use crate::reference::{BackingOverride, Reference};
 /// Disks are whole sectors long, in bytes.
 const SECTOR: u64 = 512;
 
-/// What an image is.
+/// The description of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct ImageInfo {
-    /// What it lies in.
+    /// Its files.
     pub children: Vec<Child>,
-    /// The snapshots that lie in it.
+    /// Its internal snapshots.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotInfo>,
     /// The format of its backing file, as it is written down.
@@ -42,9 +44,9 @@ pub struct ImageInfo {
     pub cluster_size: Option<u64>,
     /// `raw`, `qcow2`.
     pub format: &'static str,
-    /// Bytes that its file takes up.
+    /// Bytes that its file occupies.
     pub actual_size: u64,
-    /// What only images of its format have.
+    /// Properties of its format.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format_specific: Option<FormatSpecific>,
     /// Where its backing file is looked for.
@@ -56,24 +58,26 @@ pub struct ImageInfo {
     /// Whether its contents are encrypted; absent if they are not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encrypted: Option<bool>,
-    /// Its refcounts have to be made anew before it is written.
+    /// Whether its refcounts have to be rebuilt before it is written.
     pub dirty_flag: bool,
 }
 
-/// A file that an image lies in.
+/// A file of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Child {
-    /// What it is for: `file`.
+    /// Its role: `file`.
     pub name: &'static str,
-    /// What it is.
+    /// Its description.
     pub info: FileInfo,
 }
 
-/// What a file is.
+/// The description of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct FileInfo {
-    /// A file lies in nothing.
+    /// Empty: a file has no files below it.
     pub children: [(); 0],
     /// Its length in bytes, rounded up to a sector.
     pub virtual_size: u64,
@@ -81,17 +85,18 @@ pub struct FileInfo {
     pub filename: String,
     /// `file`, `host_device`.
     pub format: &'static str,
-    /// Bytes that it takes up.
+    /// Bytes that it occupies.
     pub actual_size: u64,
-    /// What only such files have: nothing.
+    /// Properties of regular files: always empty.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format_specific: Option<FileSpecific>,
     /// Always false.
     pub dirty_flag: bool,
 }
 
-/// What only files have.
+/// The empty properties of regular files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct FileSpecific {
     #[serde(rename = "type")]
     kind: FileKind,
@@ -108,16 +113,17 @@ enum FileKind {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 struct Empty {}
 
-/// A snapshot that lies in an image.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+/// An internal snapshot of an image.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct SnapshotInfo {
     /// Instructions the guest had executed, if they were counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub icount: Option<u64>,
     /// How long the guest had been running: nanoseconds beyond the seconds.
     pub vm_clock_nsec: u64,
-    /// What people call it.
+    /// Its name.
     pub name: String,
     /// When it was taken: seconds since 1970.
     pub date_sec: u32,
@@ -125,7 +131,7 @@ pub struct SnapshotInfo {
     pub date_nsec: u32,
     /// How long the guest had been running, in seconds.
     pub vm_clock_sec: u64,
-    /// What it is known by.
+    /// Its id.
     pub id: String,
     /// Bytes of the VM's state.
     pub vm_state_size: u64,
@@ -147,7 +153,7 @@ impl From<Snapshot> for SnapshotInfo {
     }
 }
 
-/// What only images of a format have.
+/// Properties of images of one format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", content = "data", rename_all = "lowercase")]
 pub enum FormatSpecific {
@@ -155,9 +161,10 @@ pub enum FormatSpecific {
     Qcow2(Qcow2Info),
 }
 
-/// What only qcow2 images have.
+/// Properties of qcow2 images.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct Qcow2Info {
     /// `0.10` (version 2), `1.1` (version 3).
     pub compat: &'static str,
@@ -166,7 +173,7 @@ pub struct Qcow2Info {
     /// Refcounts may be written late; in version 3.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy_refcounts: Option<bool>,
-    /// The bitmaps that lie in it.
+    /// Its persistent bitmaps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub bitmaps: Vec<BitmapInfo>,
     /// Bits of a refcount.
@@ -188,12 +195,13 @@ pub struct Qcow2Info {
     pub extended_l2: Option<bool>,
 }
 
-/// A bitmap that lies in an image.
+/// A persistent bitmap of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct BitmapInfo {
     /// `in-use`, `auto`.
     pub flags: Vec<&'static str>,
-    /// What it is called.
+    /// Its name.
     pub name: String,
     /// Bytes that a bit is about.
     pub granularity: u64,
@@ -201,6 +209,7 @@ pub struct BitmapInfo {
 
 /// How contents are encrypted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct EncryptInfo {
     /// `aes`, `luks`.
     pub format: &'static str,
@@ -312,7 +321,7 @@ impl ImageInfo {
     }
 }
 
-/// What the file is that an image lies in.
+/// Describes the file of an image.
 fn file_info(storage: &FileStorage) -> Result<FileInfo, StorageError> {
     Ok(FileInfo {
         children: [],

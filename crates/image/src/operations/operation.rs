@@ -1,15 +1,15 @@
-//! What whole-disk operations have in common: how far they are, how they are stopped, and what they fail with.
+//! Progress, cancellation and errors of operations on whole disks.
 
-use std::fmt;
 use std::ops::ControlFlow;
 
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 
-/// How far an operation is.
+/// The progress of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Progress {
-    /// Bytes of the disk that are done with, in whatever way.
+    /// Bytes of the disk that are done: copied, zeroed or skipped.
     pub done: u64,
     /// Bytes of the disk.
     pub total: u64,
@@ -17,37 +17,38 @@ pub struct Progress {
     pub moved: u64,
 }
 
-/// Is told how far an operation is, after every request, and stops it with [`ControlFlow::Break`].
-pub type Watch<'a> = &'a (dyn Fn(Progress) -> ControlFlow<()> + Sync);
-
-/// What was being done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Operation {
-    /// Asking where bytes come from.
-    Mapping,
-    /// Reading.
-    Reading,
-    /// Writing.
-    Writing,
-    /// Writing zeros.
-    Zeroing,
-    /// Making durable.
-    Flushing,
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Mapping => "finding out what is allocated",
-            Self::Reading => "reading",
-            Self::Writing => "writing",
-            Self::Zeroing => "writing zeros",
-            Self::Flushing => "flushing",
-        })
+impl Progress {
+    /// A progress of `done` of `total` bytes, with `moved` bytes written.
+    #[must_use]
+    pub const fn new(done: u64, total: u64, moved: u64) -> Self {
+        Self { done, total, moved }
     }
 }
 
-/// Why an operation did not come to its end.
+/// A function that observes progress after every request, and stops the operation with [`ControlFlow::Break`].
+pub type Watch<'a> = &'a (dyn Fn(Progress) -> ControlFlow<()> + Sync);
+
+/// The operation that failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+pub enum DiskOperation {
+    /// Mapping: finding out what is allocated.
+    #[strum(to_string = "finding out what is allocated")]
+    Mapping,
+    /// Reading.
+    #[strum(to_string = "reading")]
+    Reading,
+    /// Writing.
+    #[strum(to_string = "writing")]
+    Writing,
+    /// Writing zeros.
+    #[strum(to_string = "writing zeros")]
+    Zeroing,
+    /// Making durable.
+    #[strum(to_string = "flushing")]
+    Flushing,
+}
+
+/// Why an operation failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OperationError {
@@ -79,14 +80,14 @@ pub enum OperationError {
     /// A request failed.
     #[error("error while {doing} at byte {}", at.0)]
     Failed {
-        /// What was being done.
-        doing: Operation,
-        /// Where.
+        /// The operation that failed.
+        doing: DiskOperation,
+        /// Its offset.
         at: GuestOffset,
-        /// Why it failed.
+        /// The cause.
         source: ImageError,
     },
-    /// The target has no room.
+    /// The target is too small.
     #[error(
         "{target} of {has} bytes is smaller than what is to be written into it, {needs} bytes: make it larger first"
     )]
@@ -98,17 +99,17 @@ pub enum OperationError {
         /// The sum of the sources' lengths in bytes.
         needs: u64,
     },
-    /// More bytes than an offset can say.
+    /// The sources have more bytes than an offset can express.
     #[error("the sources are larger, one after the other, than a disk can be")]
     TooLarge,
-    /// The watching function said so.
+    /// The observing function stopped it.
     #[error("stopped on request")]
     Stopped,
 }
 
 impl OperationError {
     /// A request that failed there.
-    pub(crate) fn at(doing: Operation, at: u64) -> impl FnOnce(ImageError) -> Self {
+    pub(crate) fn at(doing: DiskOperation, at: u64) -> impl FnOnce(ImageError) -> Self {
         move |source| Self::Failed { doing, at: GuestOffset(at), source }
     }
 }

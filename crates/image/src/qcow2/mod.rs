@@ -7,6 +7,7 @@ mod engine;
 mod format;
 mod offline;
 
+pub use crate::error::CreateOptionsError;
 pub use engine::counters::{Counts, Operations};
 pub use engine::image::{Parts, Qcow2};
 pub use engine::options::{CloneMode, Qcow2Options};
@@ -19,5 +20,5 @@ pub use format::header::{Backing, Compression, Encryption, Header};
 pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
 pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair};
-pub use offline::create::{CreateOptions, CreateOptionsError, create};
+pub use offline::create::{CreateOptions, create};
 pub use offline::resize::{ResizeOptions, resize};

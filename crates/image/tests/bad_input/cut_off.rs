@@ -31,7 +31,7 @@ fn contents() -> Vec<u8> {
 }
 
 fn opened(path: &Path, format: Format, read_only: bool) -> Arc<dyn Disk> {
-    let options = OpenOptions { format: Some(format), read_only, policy: Policy::Follow, ..OpenOptions::default() };
+    let options = OpenOptions::default().format(Some(format)).read_only(read_only).policy(Policy::Follow);
     block_on(open_image(&Reference::file(path), &options)).map(|image| image.disk()).unwrap()
 }
 
@@ -52,7 +52,7 @@ fn made(path: &Path, options: Option<&CreateOptions>) -> Format {
 
 fn kinds() -> [Option<CreateOptions>; 4] {
     let with = |cluster_size, extended_l2| {
-        Some(CreateOptions { size: SIZE as u64, cluster_size, extended_l2, ..CreateOptions::default() })
+        Some(CreateOptions::default().size(SIZE as u64).cluster_size(cluster_size).extended_l2(extended_l2))
     };
     [None, with(512, false), with(64 << 10, false), with(16 << 10, true)]
 }
@@ -99,14 +99,12 @@ fn what_is_read_from_a_data_file_that_was_cut_off_is_right_or_an_error_that_name
         }
         let options = FileOptions { create: Create::New, ..FileOptions::default() };
         let [file, data] = [&path, &contents_path].map(|path| FileStorage::open(path, &options).unwrap());
-        let options = CreateOptions {
-            size: SIZE as u64,
+        let options = CreateOptions::default()
+            .size(SIZE as u64)
             // As is, it would be looked for in the current folder.
-            data_file: Some(contents_path.clone().into()),
-            data_file_raw,
-            extended_l2,
-            ..CreateOptions::default()
-        };
+            .data_file(Some(contents_path.clone().into()))
+            .data_file_raw(data_file_raw)
+            .extended_l2(extended_l2);
         drop(block_on(create(&*file, Some(&*data), &options)).unwrap());
         drop((file, data));
         let disk = opened(&path, Format::Qcow2, false);
@@ -135,12 +133,12 @@ fn what_is_read_from_a_data_file_that_was_cut_off_is_right_or_an_error_that_name
 #[test]
 fn a_file_that_always_ended_within_its_last_cluster_is_read_to_its_end() {
     let memory = MemoryStorage::with(vec![7; 700], 1 << 20);
-    let raw = Raw::open(Arc::new(memory), &RawOptions { read_only: true, ..RawOptions::default() }).unwrap();
+    let raw = Raw::open(Arc::new(memory), &RawOptions::default().read_only(true)).unwrap();
     assert_eq!(read(&*raw, 512, 512).unwrap(), [vec![7; 188], vec![0; 324]].concat());
 
     let folder = scratch().unwrap();
     let path = folder.path().join("image");
-    let options = CreateOptions { size: SIZE as u64, ..CreateOptions::default() };
+    let options = CreateOptions::default().size(SIZE as u64);
     made(&path, Some(&options));
     let length = std::fs::metadata(&path).unwrap().len();
     // The last of its clusters is the last one that was written.
@@ -159,7 +157,7 @@ fn nothing_is_written_behind_what_is_left_of_an_image_and_it_is_marked() {
         for ahead in [false, true] {
             let what = format!("{} bytes, extended: {}, ahead: {ahead}", options.cluster_size, options.extended_l2);
             let _ = std::fs::remove_file(&path);
-            made(&path, Some(&CreateOptions { size: 64 << 20, ..options.clone() }));
+            made(&path, Some(&options.clone().size(64 << 20)));
             let disk = opened(&path, Format::Qcow2, false);
             if ahead {
                 // Clusters have been taken ahead.
@@ -173,7 +171,7 @@ fn nothing_is_written_behind_what_is_left_of_an_image_and_it_is_marked() {
             let said = written.and_then(|()| block_on(disk.flush())).unwrap_err().to_string();
             assert!(said.starts_with(path.to_str().unwrap()), "{what}: {said}");
             assert!(said.contains("file at 0x") || said.contains("the file of 0x"), "{what}: {said}");
-            // Whatever it was that was found first, nothing goes on.
+            // Nothing continues, in any of these cases.
             let _ = block_on(disk.flush());
             let _ = block_on(disk.close());
             drop(disk);

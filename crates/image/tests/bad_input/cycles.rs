@@ -14,12 +14,8 @@ use limosa_testkit::scratch;
 /// An image over another one, named as here.
 fn over(path: &Path, backing: &str) {
     let file = FileStorage::open(path, &FileOptions { create: Create::IfMissing, ..FileOptions::default() }).unwrap();
-    let options = CreateOptions {
-        size: 1 << 20,
-        backing_file: Some(backing.into()),
-        backing_format: Some("qcow2".into()),
-        ..CreateOptions::default()
-    };
+    let options =
+        CreateOptions::default().size(1 << 20).backing_file(Some(backing.into())).backing_format(Some("qcow2".into()));
     block_on(create(&*file, None, &options)).unwrap();
 }
 
@@ -43,7 +39,7 @@ fn a_chain_that_leads_back_into_itself_is_refused_by_whatever_name() {
             fs::hard_link(at(target), at("hard")).unwrap();
             symlink("../symbolic", at("inner/chained")).unwrap();
             for read_only in [true, false] {
-                let options = OpenOptions { read_only, policy: Policy::Follow, ..OpenOptions::default() };
+                let options = OpenOptions::default().read_only(read_only).policy(Policy::Follow);
                 let said = block_on(open(&Reference::file(at("top")), &options)).unwrap_err().to_string();
                 assert!(said.starts_with(at("bottom").to_str().unwrap()), "{name}: {said}");
                 assert!(said.ends_with("that file is already part of the chain"), "{name}: {said}");

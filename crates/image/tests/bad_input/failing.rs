@@ -10,9 +10,9 @@ use limosa_testkit::image::filled;
 
 use crate::{made, opened};
 
-/// A bit of everything, whatever becomes of it; what failed.
+/// Sends some requests of every kind; returns the failures.
 fn session(file: Arc<dyn Storage>) -> Vec<ImageError> {
-    let disk = match opened(&file, Qcow2Options { allocate_ahead: 64 << 10, ..Qcow2Options::default() }) {
+    let disk = match opened(&file, Qcow2Options::default().allocate_ahead(64 << 10)) {
         Ok(disk) => disk,
         Err(error) => return vec![error],
     };
@@ -35,12 +35,10 @@ fn session(file: Arc<dyn Storage>) -> Vec<ImageError> {
 #[test]
 fn whatever_request_fails_it_is_named_and_the_image_stays_sound() {
     for extended_l2 in [false, true] {
-        let options = CreateOptions {
-            size: 64 << 20,
-            cluster_size: if extended_l2 { 16 << 10 } else { 4096 },
-            extended_l2,
-            ..CreateOptions::default()
-        };
+        let options = CreateOptions::default()
+            .size(64 << 20)
+            .cluster_size(if extended_l2 { 16 << 10 } else { 4096 })
+            .extended_l2(extended_l2);
         for fault in Fault::ALL {
             let mut number = 0;
             loop {

@@ -19,11 +19,11 @@ const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Behind the end of every file here.
 const FAR: u64 = 1 << 40;
 
-const READ_ONLY: fn() -> Qcow2Options = || Qcow2Options { read_only: true, ..Qcow2Options::default() };
+const READ_ONLY: fn() -> Qcow2Options = || Qcow2Options::default().read_only(true);
 
 /// An image with five clusters of contents, and where its first L2 table lies.
 fn victim(compression: Compression) -> (Arc<dyn Storage>, u64) {
-    let options = CreateOptions { size: 64 << 20, compression, ..CreateOptions::default() };
+    let options = CreateOptions::default().size(64 << 20).compression(compression);
     let file = made(&options, &vec![7; 5 << 16]);
     let l2 = number(&*file, number(&*file, 40)) & OFFSET;
     (file, l2)
@@ -51,7 +51,7 @@ fn what_is_said_to_lie_behind_the_end_of_the_file_is_named_with_its_place() {
     // The rest of the disk is as it was.
     assert_eq!(read(&*disk, CLUSTER, 512).unwrap(), [7; 512]);
 
-    // Contents of which a part is to be kept.
+    // Contents that are kept in part.
     put(&*file, l2, &FAR.to_be_bytes());
     let disk = opened(&file, Qcow2Options::default()).unwrap();
     let said = block_on(disk.write(GuestOffset(512), Buffer::copied(&[1; 512]).into())).unwrap_err().to_string();
@@ -76,7 +76,7 @@ fn a_cluster_that_is_in_use_and_counted_as_free_has_the_image_marked_when_it_is_
     let cluster = number(&*file, l2 + 8) & OFFSET;
     let block = number(&*file, number(&*file, 48));
     put(&*file, block + cluster / CLUSTER * 2, &[0, 0]);
-    let disk = opened(&file, Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() }).unwrap();
+    let disk = opened(&file, Qcow2Options::default().allocate_ahead(0)).unwrap();
     block_on(disk.discard(GuestOffset(CLUSTER), CLUSTER)).unwrap();
     let said = block_on(disk.flush()).unwrap_err().to_string();
     assert!(said.starts_with(&format!("image: refcount of the cluster at {cluster:#x}: it is 0")), "{said}");
@@ -141,10 +141,10 @@ fn what_takes_memory_or_never_begins_is_an_error_with_its_place() {
     }
 }
 
-/// An image with so many snapshots, as it says, in a table of zeros at 1 MiB.
+/// An image whose header has this number of snapshots, in a table of zeros at 1 MiB.
 fn with_snapshots(count: u32, version: u32) -> (Arc<dyn Storage>, Header) {
     let file: Arc<dyn Storage> = Arc::new(SparseMemory::file("image", 1 << 40));
-    let options = CreateOptions { size: 1 << 20, version, ..CreateOptions::default() };
+    let options = CreateOptions::default().size(1 << 20).version(version);
     let mut header = block_on(create(&*file, None, &options)).unwrap();
     block_on(file.set_len(4 << 20)).unwrap();
     header.snapshots = (limosa_image::HostOffset(1 << 20), count);
@@ -152,7 +152,7 @@ fn with_snapshots(count: u32, version: u32) -> (Arc<dyn Storage>, Header) {
     (file, header)
 }
 
-/// What reading the snapshots says, and how many bytes it read.
+/// The result of reading the snapshots, and the bytes read.
 fn snapshots(file: &Arc<dyn Storage>, header: &Header) -> (Result<usize, String>, u64) {
     let counting = Counting::new();
     let over = counting.over(Arc::clone(file));
@@ -193,7 +193,7 @@ fn snapshot_tables_with_absurd_counts_and_lengths_are_refused_after_little() {
     let said = found.unwrap_err();
     assert!(said.starts_with(&format!("{entry} {}: its {each} bytes at 0x", (64 << 20) / each)), "{said}");
 
-    // An L1 table that is longer than any, or lies in the middle of a cluster.
+    // An L1 table that is longer than any, or begins in the middle of a cluster.
     for (at, entries) in [(0_u64, u32::MAX), (512, 1)] {
         let (file, header) = with_snapshots(1, 3);
         let entry = [&at.to_be_bytes()[..], &entries.to_be_bytes()].concat();

@@ -11,23 +11,24 @@ use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use crate::breaking::Tables;
 use crate::{seed, times, zoo};
 
-/// What a guest reads, in pieces; of clusters that cannot be read, nothing.
+/// The guest's contents, in pieces; nothing for clusters that cannot be read.
 type Contents = Vec<Option<Vec<u8>>>;
 
-/// What a guest reads of an image.
+/// The guest's contents of an image.
 pub(crate) fn contents(bytes: &[u8]) -> Result<Contents, ImageError> {
     let file = MemoryStorage::with(bytes.to_vec(), u64::MAX);
     let header = block_on(Header::read(&file))?;
     seen(file, header, None)
 }
 
-/// What a guest reads of an image, and what it would read of its snapshots.
+/// The guest's contents of an image, and of its snapshots.
 pub(crate) fn views(bytes: &[u8], data: Option<&[u8]>) -> Result<Vec<Contents>, ImageError> {
     let file = MemoryStorage::with(bytes.to_vec(), u64::MAX);
     let header = block_on(Header::read(&file))?;
     let mut all = vec![seen(file.clone(), header.clone(), data)?];
     for snapshot in block_on(read_snapshots(&file, &header))? {
-        let as_then = Header { l1: snapshot.l1, ..header.clone() };
+        let mut as_then = header.clone();
+        as_then.l1 = snapshot.l1;
         all.push(seen(file.clone(), as_then, data)?);
     }
     Ok(all)
@@ -37,8 +38,8 @@ fn seen(file: MemoryStorage, header: Header, data: Option<&[u8]>) -> Result<Cont
     const STEP: usize = 4096;
     let data_file = data.map(|bytes| Arc::new(MemoryStorage::with(bytes.to_vec(), u64::MAX)) as Arc<dyn Storage>);
     block_on(async {
-        let options = Qcow2Options { read_only: true, ..Qcow2Options::default() };
-        let disk = Qcow2::open(Parts { file: Arc::new(file), data_file, backing: None, header }, options).await?;
+        let options = Qcow2Options::default().read_only(true);
+        let disk = Qcow2::open(Parts::new(Arc::new(file), header).data_file(data_file), options).await?;
         let mut all = Vec::new();
         for at in (0..disk.len()).step_by(STEP) {
             let buffer = Buffer::zeroed(STEP);

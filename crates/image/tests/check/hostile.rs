@@ -29,7 +29,7 @@ fn l1_tables_that_thousands_of_snapshots_share_are_read_once() {
     const SNAPSHOTS: u32 = 20_000;
     const CLUSTER: u64 = 64 << 10;
     const L1: u64 = 64 * CLUSTER;
-    let file = empty(&CreateOptions { size: 1 << 30, ..CreateOptions::default() });
+    let file = empty(&CreateOptions::default().size(1 << 30));
     let end = file.length().unwrap();
     // Tables of 1 to 2 MiB that all lie over each other, and are not alike: 30 GiB if each is read.
     let mut table = Vec::new();
@@ -57,7 +57,7 @@ fn l1_tables_that_thousands_of_snapshots_share_are_read_once() {
 fn refcounts_far_apart_are_looked_up_without_reading_their_blocks_again_and_again() {
     const CLUSTER: u64 = 2 << 20;
     const ENTRIES: u64 = 4096;
-    let file = empty(&CreateOptions { size: 1 << 40, cluster_size: CLUSTER, ..CreateOptions::default() });
+    let file = empty(&CreateOptions::default().size(1 << 40).cluster_size(CLUSTER));
     let end = file.length().unwrap().next_multiple_of(CLUSTER);
     let (l1, refcount_table) = (number(&*file, 40), number(&*file, 48));
     // Entries that lead to where two other refcount blocks tell of, by turns: 8 GiB if a block is read for each.
@@ -75,7 +75,7 @@ fn refcounts_far_apart_are_looked_up_without_reading_their_blocks_again_and_agai
 
 #[test]
 fn a_directory_of_bitmaps_is_read_no_further_than_the_header_says() {
-    let file = empty(&CreateOptions { size: 1 << 20, ..CreateOptions::default() });
+    let file = empty(&CreateOptions::default().size(1 << 20));
     let end = file.length().unwrap();
     let entry = |granularity: u8, entries: u32| {
         let mut bytes = (end + (1 << 20)).to_be_bytes().to_vec();
@@ -157,7 +157,7 @@ fn what_the_guest_wrote_is_not_repaired_as_a_table() {
 
 #[test]
 fn what_is_said_after_a_repair_is_true_also_of_a_table_that_lies_over_the_header() {
-    let file = empty(&CreateOptions { size: 1 << 20, cluster_size: 512, ..CreateOptions::default() });
+    let file = empty(&CreateOptions::default().size(1 << 20).cluster_size(512));
     // The whole cluster of the header is an L1 table, and a bit that limosa does not know one of its entries.
     put(&*file, 36, &64_u32.to_be_bytes());
     put(&*file, 40, &0_u64.to_be_bytes());

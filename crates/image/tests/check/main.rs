@@ -87,7 +87,7 @@ fn what_was_repaired_is_clean_for_the_stock_tool() {
             let tables = Tables::of(&bytes);
             let what: Vec<_> = (0..=chance.below(3)).map(|_| tables.break_one(&mut bytes, &mut chance)).collect();
             let storage = MemoryStorage::with(bytes.clone(), u64::MAX);
-            let options = CheckOptions { memory: *chance.of(&MEMORY), ..CheckOptions::default() };
+            let options = CheckOptions::default().memory(*chance.of(&MEMORY));
             // What cannot be gone through at all is left alone.
             let Ok(report) = block_on(repair(&storage, Repair::All, options)) else {
                 assert!(storage.contents() == bytes || what.len() > 1, "{}: {what:#?}", animal.name);

@@ -1,15 +1,15 @@
-//! What else a disk has that becomes longer or shorter: snapshots, bitmaps, a data file, a guest.
+//! Resizing disks with snapshots, bitmaps, a data file, a guest.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use limosa_image::Preallocation;
-use limosa_image::qcow2::{Bitmap, Header, Repair, ResizeOptions, read_bitmaps, repair};
+use limosa_image::qcow2::{Bitmap, Header, Repair, read_bitmaps, repair};
 use limosa_storage::{MemoryStorage, Storage, block_on};
 use limosa_testkit::{qemu_img, qemu_io};
 
 use crate::cuts::contents;
-use crate::resizing::{SHRINK, clean, resized};
+use crate::resizing::{clean, resized, shrink};
 use crate::zoo;
 
 fn memory(path: &Path) -> MemoryStorage {
@@ -17,7 +17,7 @@ fn memory(path: &Path) -> MemoryStorage {
 }
 
 fn alone(file: &MemoryStorage, size: u64) -> Result<(), String> {
-    resized(Arc::new(file.clone()), None, None, size, SHRINK).map_err(|error| error.to_string())
+    resized(Arc::new(file.clone()), None, None, size, shrink()).map_err(|error| error.to_string())
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn data_files_follow_the_size_as_they_do_with_the_stock_tool() {
             let what = format!("raw {raw}, {how}");
             let (file, contents) = (memory(&path), memory(&data));
             for (size, preallocation) in [(1 << 20, Preallocation::Off), (6 << 20, preallocation)] {
-                let options = ResizeOptions { preallocation, ..SHRINK };
+                let options = shrink().preallocation(preallocation);
                 let data_file: Arc<dyn Storage> = Arc::new(contents.clone());
                 resized(Arc::new(file.clone()), None, Some(data_file), size, options).unwrap();
                 assert_eq!(contents.contents().len() as u64, size, "{what}");
@@ -169,7 +169,7 @@ fn what_cannot_be_resized_says_why() {
     let usual = of("usual");
     assert!(alone(&usual, 1000).unwrap_err().contains("no multiple of 512"));
     assert!(alone(&usual, 1 << 62).unwrap_err().contains("too large for clusters of 65536 bytes"));
-    let kept = resized(Arc::new(usual.clone()), None, None, 512, ResizeOptions { shrink: false, ..SHRINK });
+    let kept = resized(Arc::new(usual.clone()), None, None, 512, shrink().shrink(false));
     assert!(kept.unwrap_err().to_string().contains("shrinking has to be asked for"));
 
     // Bit 1 of the incompatible features says corrupt, bit 0 dirty: what was not closed is repaired.
@@ -191,7 +191,7 @@ fn what_cannot_be_resized_says_why() {
     let in_use = MemoryStorage::with(bytes.clone(), 1 << 30);
     assert!(alone(&in_use, 16 << 20).unwrap_err().contains("its bitmap \"one\" was not put away"));
     assert!(in_use.contents() == bytes);
-    assert!(block_on(repair(&in_use, Repair::All, SHRINK.check)).unwrap().is_clean());
+    assert!(block_on(repair(&in_use, Repair::All, shrink().check)).unwrap().is_clean());
 }
 
 #[test]
@@ -208,7 +208,7 @@ fn space_for_what_is_new_of_a_disk_whose_tables_a_snapshot_shares_loses_none() {
         qemu_img(["snapshot", "-c", "one", image]).unwrap();
         for preallocation in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
             let file = memory(&path);
-            let options = ResizeOptions { preallocation, ..SHRINK };
+            let options = shrink().preallocation(preallocation);
             resized(Arc::new(file.clone()), None, None, 20 << 20, options).unwrap();
             let grown = folder.path().join("grown.qcow2");
             std::fs::write(&grown, file.contents()).unwrap();

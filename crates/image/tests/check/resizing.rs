@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_image::qcow2::{Header, Parts, ResizeOptions, resize};
+use limosa_image::qcow2::{CheckOptions, Header, Parts, ResizeOptions, resize};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, ImageError, Preallocation};
 use limosa_storage::testing::{Chance, Loss, PowerCut};
@@ -14,13 +14,11 @@ use crate::cuts::contents;
 use crate::verdict::{ours, stock};
 use crate::{seed, zoo};
 
-pub(crate) const SHRINK: ResizeOptions = ResizeOptions {
-    shrink: true,
-    preallocation: Preallocation::Off,
-    check: limosa_image::qcow2::CheckOptions { memory: 1 << 20, findings: 10 },
-};
+pub(crate) fn shrink() -> ResizeOptions {
+    ResizeOptions::default().shrink(true).check(CheckOptions::default().memory(1 << 20).findings(10))
+}
 
-/// Resizes an image that lies in memory.
+/// Resizes an image in memory.
 pub(crate) fn resized(
     file: Arc<dyn Storage>,
     below: Option<Arc<dyn Disk>>,
@@ -30,7 +28,7 @@ pub(crate) fn resized(
 ) -> Result<(), ImageError> {
     block_on(async {
         let header = Header::read(&*file).await?;
-        resize(Parts { file, data_file, backing: below, header }, size, options).await
+        resize(Parts::new(file, header).data_file(data_file).backing(below), size, options).await
     })
 }
 
@@ -71,7 +69,7 @@ fn a_resized_disk_is_the_one_that_the_stock_tool_makes() {
             }
             let what = format!("{name} of {size} bytes");
             let storage = MemoryStorage::with(std::fs::read(&path).unwrap(), 1 << 30);
-            alone(&storage, size, SHRINK).unwrap_or_else(|error| panic!("{what}: {error}"));
+            alone(&storage, size, shrink()).unwrap_or_else(|error| panic!("{what}: {error}"));
             std::fs::write(&mine, storage.contents()).unwrap();
             std::fs::copy(&path, &theirs).unwrap();
             let [mine_name, theirs_name] = [&mine, &theirs].map(|path| path.to_str().unwrap());
@@ -95,7 +93,7 @@ fn a_disk_that_grows_has_space_where_that_is_asked_for() {
             if options.is_empty() { zoo::one(folder.path(), name) } else { zoo::plain(folder.path(), options) };
         for preallocation in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
             let storage = MemoryStorage::with(std::fs::read(&animal.path).unwrap(), 1 << 30);
-            let options = ResizeOptions { preallocation, ..SHRINK };
+            let options = shrink().preallocation(preallocation);
             alone(&storage, (20 << 20) + 512, options).unwrap();
             std::fs::write(&path, storage.contents()).unwrap();
             clean(&path, name);
@@ -116,7 +114,7 @@ fn what_the_backing_file_has_behind_the_old_end_stays_out_of_sight() {
     let [base, overlay] =
         ["base.raw", "overlay.qcow2"].map(|name| folder.path().join(name).to_str().unwrap().to_owned());
     std::fs::write(&base, vec![7; 2 << 20]).unwrap();
-    let read_only = RawOptions { read_only: true, ..RawOptions::default() };
+    let read_only = RawOptions::default().read_only(true);
     for options in ["cluster_size=4k", "cluster_size=64k", "cluster_size=16k,extended_l2=on", "compat=0.10"] {
         // Ends within a cluster, too: with contents of its own there, or none.
         for (old, write) in [(1 << 20, None), ((1 << 20) - 1536, None), ((1 << 20) + 512, Some("write -P 5 1M 512"))] {
@@ -129,7 +127,7 @@ fn what_the_backing_file_has_behind_the_old_end_stays_out_of_sight() {
                 let what = format!("{options}, {old} bytes, {preallocation:?}");
                 let storage = MemoryStorage::with(std::fs::read(&overlay).unwrap(), 1 << 30);
                 let below = Raw::open(Arc::new(MemoryStorage::with(vec![7; 2 << 20], 2 << 20)), &read_only).unwrap();
-                let options = ResizeOptions { preallocation, ..SHRINK };
+                let options = shrink().preallocation(preallocation);
                 resized(Arc::new(storage.clone()), Some(below), None, 3 << 20, options).unwrap();
                 let path = folder.path().join("grown.qcow2");
                 std::fs::write(&path, storage.contents()).unwrap();
@@ -159,7 +157,7 @@ fn a_resize_that_was_cut_short_leaves_one_size_or_the_other() {
         {
             let power = PowerCut::new();
             let storage = power.storage("image", whole.clone(), 1 << 30);
-            resized(storage, None, None, size, ResizeOptions { preallocation, ..SHRINK }).unwrap();
+            resized(storage, None, None, size, shrink().preallocation(preallocation)).unwrap();
             for moment in 0..=power.moments() {
                 for loss in [Loss::None, Loss::All, Loss::Some(chance.bits())] {
                     let cut = power.cut(moment, loss).remove(0);

@@ -1,4 +1,4 @@
-//! What `qemu-img check` says of an image, and what limosa does, in the same words.
+//! The verdicts of `qemu-img check` and of limosa on an image, in the same words.
 
 use std::path::Path;
 
@@ -62,8 +62,8 @@ pub(crate) fn figures(report: &CheckReport) -> Figures {
     }
 }
 
-/// What limosa says of these bytes, with memory for `memory` bytes.
+/// limosa's verdict on these bytes, with memory for `memory` bytes.
 pub(crate) fn ours(bytes: &[u8], memory: usize) -> Result<CheckReport, limosa_image::ImageError> {
     let storage = MemoryStorage::with(bytes.to_vec(), u64::MAX);
-    block_on(check(&storage, CheckOptions { memory, ..CheckOptions::default() }))
+    block_on(check(&storage, CheckOptions::default().memory(memory)))
 }

@@ -16,7 +16,7 @@ use limosa_testkit::{qemu_img, qemu_skipped, scratch};
 const SIZE: u64 = 1 << 20;
 
 fn options(policy: Policy) -> OpenOptions {
-    OpenOptions { read_only: true, policy, ..OpenOptions::default() }
+    OpenOptions::default().read_only(true).policy(policy)
 }
 
 fn opened(path: &Path, policy: Policy) -> Result<Arc<dyn Disk>, ImageError> {
@@ -32,13 +32,11 @@ fn make(path: &Path, backing: Option<(&str, Option<&str>)>, data_file: Option<&s
     let options = FileOptions { create: Create::IfMissing, ..FileOptions::default() };
     let storage = FileStorage::open(path, &options).unwrap();
     let data = data_file.map(|name| FileStorage::open(path.with_file_name(name), &options).unwrap());
-    let wanted = CreateOptions {
-        size: SIZE,
-        backing_file: backing.map(|(name, _)| name.into()),
-        backing_format: backing.and_then(|(_, format)| format.map(str::to_owned)),
-        data_file: data.as_ref().map(|data| (**data.name()).into()),
-        ..CreateOptions::default()
-    };
+    let wanted = CreateOptions::default()
+        .size(SIZE)
+        .backing_file(backing.map(|(name, _)| name.into()))
+        .backing_format(backing.and_then(|(_, format)| format.map(str::to_owned)))
+        .data_file(data.as_ref().map(|data| (**data.name()).into()));
     block_on(create(&*storage, data.as_deref().map(|data| data as &dyn Storage), &wanted)).unwrap();
 }
 
@@ -82,7 +80,7 @@ fn a_file_in_its_own_chain_is_found_whatever_it_is_called() {
     assert!(said.ends_with("that file is already part of the chain"), "{said}");
     make(&at("self"), Some(("self", Some("qcow2"))), None);
     for read_only in [true, false] {
-        let options = OpenOptions { read_only, ..options(Policy::Follow) };
+        let options = options(Policy::Follow).read_only(read_only);
         let said = block_on(open(&Reference::file(at("self")), &options)).unwrap_err().to_string();
         assert!(said.contains("already part of the chain"), "{said}");
     }
@@ -135,11 +133,11 @@ fn a_format_that_was_said_is_not_guessed() {
     let folder = scratch().unwrap();
     let top = folder.path().join("top");
     make(&top, None, None);
-    let raw = OpenOptions { format: Some(Format::Raw), ..options(Policy::Refuse) };
+    let raw = options(Policy::Refuse).format(Some(Format::Raw));
     let disk = block_on(open(&Reference::file(&top), &raw)).unwrap();
     assert_eq!((disk.format(), byte(&*disk, 0)), ("raw", b'Q'));
     fs::write(&top, [0; 512]).unwrap();
-    let qcow2 = OpenOptions { format: Some(Format::Qcow2), ..options(Policy::Refuse) };
+    let qcow2 = options(Policy::Refuse).format(Some(Format::Qcow2));
     let said = block_on(open(&Reference::file(&top), &qcow2)).unwrap_err().to_string();
     assert!(said.ends_with("header, byte 0: this is not a qcow2 image"), "{said}");
 }

@@ -28,7 +28,7 @@ fn said(folder: &Path, command: &[&str], image: &str) -> Value {
     serde_json::from_str(&qemu_img(arguments).unwrap()).unwrap()
 }
 
-/// What `qemu-img info` says that has to be alike for two images that were made with the same options.
+/// The part of `qemu-img info` that has to be alike for two images that were made with the same options.
 fn described(folder: &Path, image: &str) -> Value {
     let mut info = said(folder, &["info"], image);
     let object = info.as_object_mut().unwrap();
@@ -38,7 +38,7 @@ fn described(folder: &Path, image: &str) -> Value {
     info
 }
 
-/// What `-o` is called for these options, without the data file, which has another name.
+/// The `-o` of these options, without the data file, which has another name.
 fn words(options: &CreateOptions) -> String {
     let on = |set| if set { "on" } else { "off" };
     let mut words = format!(
@@ -57,24 +57,25 @@ fn words(options: &CreateOptions) -> String {
 }
 
 fn matrix() -> Vec<CreateOptions> {
-    let usual = CreateOptions { size: (9 << 20) + 512, ..CreateOptions::default() };
+    let usual = CreateOptions::default().size((9 << 20) + 512);
     let mut all = Vec::new();
     for preallocation in Preallocation::ALL {
         for bits in [9, 11, 14, 16, 19, 21] {
             let cluster_size = 1 << bits;
             // Widths take their turns.
             let refcount_bits = 1 << ((bits + preallocation as u32) % 7);
-            let options = CreateOptions { cluster_size, refcount_bits, preallocation, ..usual.clone() };
+            let options =
+                usual.clone().cluster_size(cluster_size).refcount_bits(refcount_bits).preallocation(preallocation);
             if bits >= 14 {
-                all.push(CreateOptions { extended_l2: true, ..options.clone() });
+                all.push(options.clone().extended_l2(true));
             }
-            all.push(CreateOptions { version: 2, refcount_bits: 16, ..options.clone() });
-            all.push(CreateOptions { compression: Compression::Zstd, lazy_refcounts: bits % 2 == 0, ..options });
+            all.push(options.clone().version(2).refcount_bits(16));
+            all.push(options.compression(Compression::Zstd).lazy_refcounts(bits % 2 == 0));
         }
     }
-    all.push(CreateOptions { size: 0, ..usual.clone() });
-    all.push(CreateOptions { size: 1, ..usual.clone() });
-    all.push(CreateOptions { size: 2 << 30, cluster_size: 512, ..usual });
+    all.push(usual.clone().size(0));
+    all.push(usual.clone().size(1));
+    all.push(usual.size(2 << 30).cluster_size(512));
     all
 }
 
@@ -120,15 +121,13 @@ fn an_external_data_file_is_found_and_read() {
         (true, true, Preallocation::Full),
         (false, true, Preallocation::Falloc),
     ] {
-        let options = CreateOptions {
-            size: 3 << 20,
+        let options = CreateOptions::default()
+            .size(3 << 20)
             // Stock tools look for a name without a folder where they were started.
-            data_file: Some(folder.join("contents.raw").into()),
-            data_file_raw,
-            extended_l2,
-            preallocation,
-            ..CreateOptions::default()
-        };
+            .data_file(Some(folder.join("contents.raw").into()))
+            .data_file_raw(data_file_raw)
+            .extended_l2(extended_l2)
+            .preallocation(preallocation);
         make(folder, &options);
         let theirs = folder.join("theirs");
         let data = folder.join("theirs.raw");
@@ -155,14 +154,12 @@ fn a_backing_file_shows_through_clusters_that_are_allocated_ahead() {
     for extended_l2 in [false, true] {
         make(
             folder,
-            &CreateOptions {
-                size: 1 << 20,
-                backing_file: Some("base".into()),
-                backing_format: Some("raw".into()),
-                extended_l2,
-                preallocation: if extended_l2 { Preallocation::Metadata } else { Preallocation::Off },
-                ..CreateOptions::default()
-            },
+            &CreateOptions::default()
+                .size(1 << 20)
+                .backing_file(Some("base".into()))
+                .backing_format(Some("raw".into()))
+                .extended_l2(extended_l2)
+                .preallocation(if extended_l2 { Preallocation::Metadata } else { Preallocation::Off }),
         );
         let [ours, base] = ["ours", "base"].map(|name| folder.join(name).to_str().unwrap().to_owned());
         assert_eq!(qemu_img(["compare", "-F", "raw", &ours, &base]).unwrap(), "Images are identical.\n");

@@ -1,4 +1,4 @@
-//! What is said about images, beside what stock tools say.
+//! Descriptions of images, compared with stock tools'.
 
 use std::path::Path;
 
@@ -12,11 +12,11 @@ use limosa_testkit::{qemu_img, qemu_io, qemu_skipped, scratch};
 use serde_json::Value;
 
 fn reading(policy: Policy) -> OpenOptions {
-    OpenOptions { read_only: true, policy, ..OpenOptions::default() }
+    OpenOptions::default().read_only(true).policy(policy)
 }
 
 fn ours(reference: &Reference, format: Option<Format>) -> Value {
-    let options = OpenOptions { format, ..reading(Policy::Refuse) };
+    let options = reading(Policy::Refuse).format(format);
     let file = block_on(ImageFile::open(reference, &options)).unwrap();
     serde_json::to_value(block_on(ImageInfo::of(&file)).unwrap()).unwrap()
 }

@@ -1,4 +1,4 @@
-//! What a request costs: operations on the storage, counted.
+//! The cost of a request: operations on the storage, counted.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use limosa_testkit::image::{self, TestImage};
 const SIZE: u64 = 4 << 20;
 
 fn opened(backing: Option<Arc<dyn Disk>>) -> Arc<Qcow2> {
-    let image = TestImage::new(&CreateOptions { size: SIZE, ..CreateOptions::default() });
+    let image = TestImage::new(&CreateOptions::default().size(SIZE));
     image.open_over(backing, Qcow2Options::default())
 }
 

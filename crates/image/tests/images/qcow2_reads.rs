@@ -47,7 +47,7 @@ impl Folder {
 
     fn open(&self, name: &str, data_file: Option<&str>, backing: Option<Arc<dyn Disk>>) -> Arc<dyn Disk> {
         let image = TestImage { file: self.storage(name), data_file: data_file.map(|name| self.storage(name)) };
-        image.open_over(backing, Qcow2Options { read_only: true, cache_size: 0, ..Qcow2Options::default() })
+        image.open_over(backing, Qcow2Options::default().read_only(true).cache_size(0))
     }
 
     /// Reads all of a disk in requests of many sizes, and compares with what the stock tools make of it.

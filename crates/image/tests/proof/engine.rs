@@ -25,13 +25,11 @@ fn as_it_is(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
 
 /// Opens an image, with options that chance decides.
 pub(crate) fn open(storages: Storages, chance: &mut Chance) -> Verdict<Arc<dyn Disk>> {
-    let options = Qcow2Options {
-        cache_size: *chance.of(&[0, 64 << 10, 32 << 20]),
-        clone: *chance.of(&[CloneMode::Off, CloneMode::From(0), CloneMode::From(0), CloneMode::AUTO]),
-        allocate_ahead: *chance.of(&[0, 64 << 10, 4 << 20]),
-        discard: chance.one_in(2),
-        ..Qcow2Options::default()
-    };
+    let options = Qcow2Options::default()
+        .cache_size(*chance.of(&[0, 64 << 10, 32 << 20]))
+        .clone_mode(*chance.of(&[CloneMode::Off, CloneMode::From(0), CloneMode::From(0), CloneMode::AUTO]))
+        .allocate_ahead(*chance.of(&[0, 64 << 10, 4 << 20]))
+        .discard(chance.one_in(2));
     open_as(storages, options)
 }
 
@@ -108,8 +106,7 @@ for_every_sort_of_image! {
 /// The storages of an image, kept to look into.
 struct Kept {
     all: Mutex<Vec<SparseMemory>>,
-    /// Of each, if they are devices, so many bytes: full of what lay there before, without a way to tell that anything
-    /// is zero.
+    /// Bytes of each, if they are devices: full of former contents, without a way to tell that any of them are zero.
     device: Option<usize>,
 }
 
@@ -118,7 +115,7 @@ impl Kept {
         Self { all: Mutex::default(), device: None }
     }
 
-    /// On devices of so many bytes.
+    /// Runs on devices of these bytes.
     fn on_devices(bytes: u64) -> Self {
         Self { device: usize::try_from(bytes).ok(), ..Self::new() }
     }
@@ -175,7 +172,7 @@ fn resized(recipe: &Recipe, seed: u64) -> Verdict {
     model_on(recipe, seed, true, Kept::new)
 }
 
-/// The same, on devices: whatever the guest reads that was never written is what lay on them.
+/// Runs on devices: bytes that were never written read as the device's former contents.
 fn on_devices(recipe: &Recipe, seed: u64) -> Verdict {
     // What a raw data file has is what the guest sees.
     if recipe.data == Data::Raw {
@@ -194,8 +191,8 @@ fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) 
         let resize = |size| {
             let Storages { image, data, below } = kept.again(&bed, &as_it_is);
             let header = block_on(Header::read(&*image)).map_err(|error| error.to_string())?;
-            let parts = Parts { file: image, data_file: data, backing: below, header };
-            let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+            let parts = Parts::new(image, header).data_file(data).backing(below);
+            let options = ResizeOptions::default().shrink(true);
             block_on(resize(parts, size, options)).map_err(|error| error.to_string())
         };
         let plan = Plan { drops, ..plan(recipe, seed, 400) };
@@ -248,7 +245,7 @@ fn meeting_threads(recipe: &Recipe, seed: u64) -> Verdict {
     bed.judge(&kept.contents(), &expected, false)
 }
 
-/// What a storage that fails leaves. `faults`: of each kind, at the first requests and at some later ones.
+/// Runs on a storage that fails. `faults`: of each kind, at the first requests and at some later ones.
 fn faults(recipe: &Recipe, seed: u64) -> Verdict {
     let bed = Bed::new(recipe, seed);
     let plan = plan(recipe, seed, 80);
@@ -267,7 +264,7 @@ fn faults(recipe: &Recipe, seed: u64) -> Verdict {
                     return bed.judge(&kept.contents(), &seen, true);
                 }
                 bed.check(&kept.contents(), true)?;
-                let options = Qcow2Options { read_only: true, ..Qcow2Options::default() };
+                let options = Qcow2Options::default().read_only(true);
                 let seen = read_all(&*open_as(kept.again(&bed, &as_it_is), options)?)?;
                 ended.watched.history.survived(&seen, usize::MAX)
             });
@@ -291,7 +288,7 @@ fn power_cuts(recipe: &Recipe, seed: u64) -> Verdict {
         let mut next =
             |name| all.next().map(|bytes| Arc::new(SparseMemory::file_with(name, bytes, MOST)) as Arc<dyn Storage>);
         let storages = Storages { image: next("image").unwrap(), data: next("data"), below: bed.below(&as_it_is) };
-        read_all(&*open_as(storages, Qcow2Options { read_only: true, ..Qcow2Options::default() })?)
+        read_all(&*open_as(storages, Qcow2Options::default().read_only(true))?)
     };
     let plan = plan(recipe, seed, 200);
     power::run(bed.first.clone(), plan, if recipe.cluster == 2 << 20 { 40 } else { 160 }, &open_under_power, &look)

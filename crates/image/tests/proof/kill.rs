@@ -47,7 +47,7 @@ pub(crate) fn by_a_kill(child: &mut Child) -> Verdict {
     child.kill().and_then(|()| child.wait()).map(drop).map_err(|error| error.to_string())
 }
 
-/// What a line of the record says: `b`egun or `e`nded, the number of the request, what it is, from which byte to which.
+/// A line of the record: `b`egun or `e`nded, the number of the request, its kind, its first byte and its end.
 fn line(done: char, number: u64, what: char, range: &std::ops::Range<u64>) -> String {
     format!("{done} {number} {what} {} {}\n", range.start, range.end)
 }
@@ -55,22 +55,15 @@ fn line(done: char, number: u64, what: char, range: &std::ops::Range<u64>) -> St
 /// The image in the folder as limosa opens it; of the same seed, with the same options.
 fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
     let mut chance = Chance::new(seed);
-    let qcow2 = Qcow2Options {
-        cache_size: *chance.of(&[0, 64 << 10, 32 << 20]),
+    let qcow2 = Qcow2Options::default()
+        .cache_size(*chance.of(&[0, 64 << 10, 32 << 20]))
         // Where the filesystem can: nothing else is asked of it twice.
-        clone: CloneMode::From(0),
-        allocate_ahead: *chance.of(&[0, 64 << 10, 4 << 20]),
-        discard: chance.one_in(2),
-        ..Qcow2Options::default()
-    };
-    let options = ChainOptions {
-        read_only,
-        cache: CacheMode::Writeback,
-        policy: Policy::Follow,
-        qcow2,
-        ..ChainOptions::default()
-    };
-    let reference = Reference { format: Some(limosa_image::Format::Qcow2), ..Reference::file(folder.join("image")) };
+        .clone_mode(CloneMode::From(0))
+        .allocate_ahead(*chance.of(&[0, 64 << 10, 4 << 20]))
+        .discard(chance.one_in(2));
+    let options =
+        ChainOptions::default().read_only(read_only).cache(CacheMode::Writeback).policy(Policy::Follow).qcow2(qcow2);
+    let reference = Reference::file(folder.join("image")).format(Some(limosa_image::Format::Qcow2));
     block_on(chain::open(&reference, &options)).map_err(|error| format!("open: {error}"))
 }
 
@@ -128,7 +121,7 @@ fn write_on(disk: &dyn Disk, mut record: &File, thread: u64, cluster: u64, seed:
     }
 }
 
-/// What the record says, put into a history; how many requests were over.
+/// Puts the record into a history; returns the number of completed requests.
 fn told(record: &str, history: &mut History, recipe: &Recipe, size: u64) -> u64 {
     let cluster = recipe.cluster;
     let mut requests = std::collections::HashMap::new();

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, ImageError, Mapped, Pending};
 use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
 
-/// What a disk may do wrong.
+/// A fault of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Defect {
     /// Every 20th write is not written.
@@ -120,7 +120,7 @@ impl Disk for Plain {
             let (length, zero) = first.map_or((length, false), |(length, kind)| (length, kind.is_zero()));
             let host = Some((Arc::clone(self.name()), HostOffset(at.0)));
             let kind = if zero { BlockStatus::Zero } else { BlockStatus::Data };
-            Ok(Mapped { length, kind, depth: 0, host })
+            Ok(Mapped::new(length, kind).host(host))
         })
     }
 

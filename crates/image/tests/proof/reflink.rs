@@ -1,8 +1,8 @@
 //! Images in files of a filesystem that shares space: new clusters are filled by real clones, under the same models as
 //! everywhere.
 //!
-//! The power cut is a real one, too, as far as software can cut it: the filesystem stops, what it had not written is
-//! lost, and it is recovered from its log. A clone is a change of the filesystem's tables, a table of the image is
+//! The power cut is as real as software can make it: the filesystem stops, bytes that it had not written are lost, and
+//! it is recovered from its log. A clone is a change of the filesystem's tables, a table of the image is
 //! bytes of a file; that the one is durable when the other refers to it is what a flush has to bring about.
 
 use std::cell::{Cell, RefCell};
@@ -39,7 +39,7 @@ fn file(path: &Path, cache: CacheMode, read_only: bool) -> Arc<FileStorage> {
     FileStorage::open(path, &FileOptions { cache, read_only, ..FileOptions::default() }).unwrap()
 }
 
-/// What lies below, as it lies in the folder.
+/// The backing image in the folder.
 fn below(bed: &Bed, cache: CacheMode) -> Option<Arc<dyn Disk>> {
     let open = || file(&bed.folder.path().join("below"), cache, true);
     match bed.recipe.below {
@@ -70,8 +70,7 @@ fn threads_on_files(folder: &ReflinkFolder, recipe: &Recipe, cache: CacheMode, s
     let bed = Bed::new_in(folder_in(folder), recipe, seed);
     let image = file(&bed.folder.path().join("image"), cache, false);
     let storages = Storages { image: Arc::clone(&image) as Arc<dyn Storage>, data: None, below: below(&bed, cache) };
-    let options =
-        Qcow2Options { clone: CloneMode::From(0), discard: seed.is_multiple_of(2), ..Qcow2Options::default() };
+    let options = Qcow2Options::default().clone_mode(CloneMode::From(0)).discard(seed.is_multiple_of(2));
     let disk = open_as(storages, options)?;
     let cloned = blocks(&*disk, bed.first.clone(), seed)?;
     // Parts of blocks, too, which are shared by now.

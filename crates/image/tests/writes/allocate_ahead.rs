@@ -16,11 +16,11 @@ const BYTES: usize = 64 << 10;
 const AHEAD: u64 = 4 << 20;
 
 fn open(file: Arc<dyn Storage>, allocate_ahead: u64) -> Arc<Qcow2> {
-    TestImage::existing(file).open_with(Qcow2Options { allocate_ahead, ..Qcow2Options::default() })
+    TestImage::existing(file).open_with(Qcow2Options::default().allocate_ahead(allocate_ahead))
 }
 
 fn options(extended_l2: bool) -> CreateOptions {
-    CreateOptions { size: 64 << 20, extended_l2, ..CreateOptions::default() }
+    CreateOptions::default().size(64 << 20).extended_l2(extended_l2)
 }
 
 /// Writes to clusters of these numbers, one after the other.
@@ -133,7 +133,7 @@ fn how_much_is_taken_ahead_decides_how_many_clusters_are_counted_before_they_are
 
 #[test]
 fn free_clusters_across_the_end_of_a_slice_of_refcounts_are_used_anew() {
-    let options = CreateOptions { size: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
+    let options = CreateOptions::default().size(1 << 20).cluster_size(512);
     let disk = open(TestImage::new(&options).file, 0);
     let length = 512 << 10;
     image::write(&*disk, 0, &vec![1; length]);

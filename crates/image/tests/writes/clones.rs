@@ -18,7 +18,7 @@ const SIZE: u64 = 8 * M;
 /// A request to a storage, by the name of the storage.
 type LoggedRequest = (String, Operation, Range<u64>);
 
-/// What was asked, without what concerns tables.
+/// The requests, without those of tables.
 fn asked(counting: &Counting) -> Vec<LoggedRequest> {
     let seen = counting.take().into_iter().map(|seen| (seen.storage.to_string(), seen.operation, seen.range));
     seen.filter(|(_, operation, range)| *operation == Operation::Clone || range.end - range.start < 2 * M).collect()
@@ -34,7 +34,7 @@ fn memory(name: &str, bytes: Vec<u8>) -> Arc<dyn Storage> {
 
 /// An image with clusters of 1 MiB in `file`, which has not been made yet.
 fn image(file: Arc<dyn Storage>, backing: Option<Arc<dyn Disk>>, options: &Qcow2Options) -> Arc<Qcow2> {
-    let how = CreateOptions { size: SIZE, cluster_size: M, ..CreateOptions::default() };
+    let how = CreateOptions::default().size(SIZE).cluster_size(M);
     TestImage::create_in(file, &how).open_over(backing, options.clone())
 }
 
@@ -202,7 +202,7 @@ fn a_clone_that_fails_does_not_fail_the_guests_write() {
 #[test]
 fn little_is_copied_and_so_is_everything_with_clones_off() {
     for (options, data) in [
-        (Qcow2Options { clone: CloneMode::Off, ..Qcow2Options::default() }, 4096),
+        (Qcow2Options::default().clone_mode(CloneMode::Off), 4096),
         // Of the cluster's 1 MiB less than 128 KiB have to be kept.
         (Qcow2Options::default(), 920 << 10),
     ] {

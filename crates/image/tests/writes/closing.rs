@@ -1,4 +1,4 @@
-//! What the end of an image says, and to whom.
+//! The errors of a close, and their receivers.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use limosa_testkit::image::{TestImage, contents, leaks, memory_file, poll_once, 
 
 /// An image with a write that was not flushed.
 fn written(over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> (Arc<dyn Storage>, Arc<Qcow2>) {
-    let image = TestImage::new(&CreateOptions { size: 64 << 20, ..CreateOptions::default() });
+    let image = TestImage::new(&CreateOptions::default().size(64 << 20));
     let disk = image.over(over).open();
     write(&*disk, 0, &[1; 512]);
     (image.file, disk)
@@ -79,8 +79,7 @@ fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
                 Raw::open(held.over(contents), &RawOptions::default()).unwrap()
             } else {
                 // With a file for contents alone, what the close itself writes is not held.
-                let options =
-                    CreateOptions { size: 64 << 20, data_file: Some("data".into()), ..CreateOptions::default() };
+                let options = CreateOptions::default().size(64 << 20).data_file(Some("data".into()));
                 let image = TestImage::new(&options);
                 let first = image.open();
                 write(&*first, 0, &[1; 512]);

@@ -81,15 +81,13 @@ fn nothing_that_lay_on_a_device_is_seen_through_a_new_image() {
         for (version, extended_l2, data_file_raw) in
             [(2, false, None), (3, false, None), (3, true, None), (3, false, Some(false)), (3, false, Some(true))]
         {
-            let options = CreateOptions {
-                size: SIZE as u64,
-                version,
-                extended_l2,
-                preallocation,
-                data_file: data_file_raw.map(|_| "data".into()),
-                data_file_raw: data_file_raw.unwrap_or_default(),
-                ..CreateOptions::default()
-            };
+            let options = CreateOptions::default()
+                .size(SIZE as u64)
+                .version(version)
+                .extended_l2(extended_l2)
+                .preallocation(preallocation)
+                .data_file(data_file_raw.map(|_| "data".into()))
+                .data_file_raw(data_file_raw.unwrap_or_default());
             let (file, data) = (device(4 << 20), device(1 << 20));
             let data_file = data_file_raw.map(|_| &data as &dyn Storage);
             block_on(create(&file, data_file, &options)).unwrap();
@@ -109,7 +107,7 @@ fn nothing_that_lay_on_a_device_is_seen_through_a_new_image() {
 #[test]
 fn a_device_that_is_too_small_is_refused_and_keeps_what_it_has() {
     let small = device(200 << 10);
-    let options = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
+    let options = CreateOptions::default().size(1 << 20);
     assert!(block_on(create(&small, None, &options)).is_err());
     assert_eq!(small.0.contents(), vec![0xaa; 200 << 10]);
 }

@@ -22,10 +22,10 @@ fn what_is_flushed_after_a_growth_that_failed_at_any_request_is_there() {
     for (kind, fault) in faults {
         let mut failed = 0;
         for number in 0..20 {
-            let image = TestImage::new(&CreateOptions { size: 64 * K, cluster_size: 512, ..CreateOptions::default() });
+            let image = TestImage::new(&CreateOptions::default().size(64 * K).cluster_size(512));
             let failing = Failing::only(&[kind]);
             let over = image.over(|storage| failing.over(storage));
-            let options = Qcow2Options { cache_size: 0, allocate_ahead: 16 * K, ..Qcow2Options::default() };
+            let options = Qcow2Options::default().cache_size(0).allocate_ahead(16 * K);
             let disk = over.open_with(options);
             block_on(disk.write(GuestOffset(0), filled(1, 32 * K).into())).unwrap();
             block_on(disk.flush()).unwrap();
@@ -51,7 +51,7 @@ fn what_is_flushed_after_a_growth_that_failed_at_any_request_is_there() {
 #[test]
 fn writing_nothing_at_the_end_of_the_disk_is_no_damage() {
     // The L1 table is full: it has no entry for what lies behind the end.
-    let image = TestImage::new(&CreateOptions { size: 512 << 20, ..CreateOptions::default() });
+    let image = TestImage::new(&CreateOptions::default().size(512 << 20));
     let disk = image.open();
     block_on(disk.write(GuestOffset(disk.len()), filled(1, 0).into())).unwrap();
     let end = block_on(disk.map(GuestOffset(disk.len()), 0));

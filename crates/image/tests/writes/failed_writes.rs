@@ -14,7 +14,7 @@ const CLUSTER: u64 = 64 << 10;
 
 /// An empty image, and what it is opened over.
 fn image(extended_l2: bool, over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> (Arc<dyn Storage>, Arc<Qcow2>) {
-    let image = TestImage::new(&CreateOptions { size: 64 << 20, extended_l2, ..CreateOptions::default() });
+    let image = TestImage::new(&CreateOptions::default().size(64 << 20).extended_l2(extended_l2));
     let disk = image.over(over).open();
     (image.file, disk)
 }
@@ -44,7 +44,7 @@ fn the_cluster_of_a_failed_write_stays_allocated_during_other_writes_to_it_and_i
     failing.fail(0, 1, Fault::NoSpace);
     assert!(held.let_go(one.number));
     assert_eq!(poll_once(&mut first), Poll::Ready(false));
-    // The next writes get other clusters, whatever is flushed meanwhile.
+    // The next writes get other clusters, even if there is a flush meanwhile.
     for cluster in 1..4 {
         let from = filled(0x10 + cluster, CLUSTER).into();
         assert!(ends(disk.write(GuestOffset(u64::from(cluster) * CLUSTER), from), &held, Some(other.number)));
@@ -83,8 +83,8 @@ fn a_storage_that_is_full_costs_no_clusters_however_often_it_is_tried() {
 fn clusters_that_no_table_could_be_told_of_are_free_again() {
     let (held, failing) = (Held::only(&[Operation::Write]), Failing::only(&[Operation::Read]));
     held.open();
-    let image = TestImage::new(&CreateOptions { size: 2 << 30, ..CreateOptions::default() });
-    let options = Qcow2Options { cache_size: 0, allocate_ahead: 0, ..Qcow2Options::default() };
+    let image = TestImage::new(&CreateOptions::default().size(2 << 30));
+    let options = Qcow2Options::default().cache_size(0).allocate_ahead(0);
     let disk = image.over(|storage| held.over(failing.over(storage))).open_with(options);
     for table in 0..4 {
         block_on(disk.write(GuestOffset(table << 29), filled(1, 512).into())).unwrap();
@@ -112,11 +112,10 @@ fn a_refcount_table_that_could_not_be_put_in_place_is_not_relied_on() {
     for fault in [Fault::Broken, Fault::Late] {
         for after in 0.. {
             let failing = Failing::only(&[Operation::Write, Operation::Flush]);
-            let options =
-                CreateOptions { size: 4 << 20, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+            let options = CreateOptions::default().size(4 << 20).cluster_size(512).refcount_bits(64);
             let image = TestImage::new(&options);
             let table = image.header().refcount_table;
-            let options = Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() };
+            let options = Qcow2Options::default().allocate_ahead(0);
             let disk = image.over(|storage| failing.over(storage)).open_with(options);
             let mut end = 0;
             while image.file.length().unwrap() < FULL {
@@ -130,7 +129,7 @@ fn a_refcount_table_that_could_not_be_put_in_place_is_not_relied_on() {
                 failed |= block_on(disk.write(GuestOffset(at), filled(2, 4096).into())).is_err();
             }
             failing.mend();
-            // Whatever failed: what is flushed now exists, and is counted, although the image is not closed.
+            // After any failure: flushed contents exist and are counted, although the image is not closed.
             for at in (end..end + (256 << 10)).step_by(4096) {
                 block_on(disk.write(GuestOffset(at), filled(3, 4096).into())).unwrap();
             }

@@ -1,4 +1,4 @@
-//! What a first write to a cluster costs: the exact requests to the storages, and no byte of another cluster.
+//! The cost of a first write to a cluster: the exact requests to the storages, and no byte of another cluster.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ struct Bench {
 }
 
 fn options(allocate_ahead: u64) -> Qcow2Options {
-    Qcow2Options { allocate_ahead, discard: false, ..Qcow2Options::default() }
+    Qcow2Options::default().allocate_ahead(allocate_ahead).discard(false)
 }
 
 /// An image in `file`; its tables are there, because its last cluster was written.
@@ -39,7 +39,7 @@ fn bench(
     over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>,
 ) -> Bench {
     let counting = Counting::new();
-    let image = TestImage::create_in(file, &CreateOptions { size: SIZE, ..CreateOptions::default() });
+    let image = TestImage::create_in(file, &CreateOptions::default().size(SIZE));
     let over = |storage| counting.over(over(storage));
     let disk = image.over(over).open_over(below.map(|below| raw(over(below))), options);
     write(&*disk, SIZE - CLUSTER, &[0xee; BYTES]);
@@ -57,7 +57,7 @@ fn read(disk: &dyn Disk, range: Range<u64>) -> Vec<u8> {
 }
 
 impl Bench {
-    /// What was asked of the storages, offsets of the image in its clusters: all of it.
+    /// All requests to the storages, with offsets in the image's clusters.
     fn asked(&self) -> Vec<(String, Operation, Range<u64>)> {
         let within = |range: Range<u64>, name: &str| {
             let from = if name == "image" { range.start & !(CLUSTER - 1) } else { 0 };
@@ -76,7 +76,7 @@ fn to_image(operation: Operation, range: Range<u64>) -> (String, Operation, Rang
     ("image".into(), operation, range)
 }
 
-/// What a cluster has to contain, of which `data` was written and the rest was there.
+/// The expected contents of a cluster that `data` was written to.
 fn around(cluster: &[u8], at: u64, data: &[u8]) -> Vec<u8> {
     let at = usize::try_from(at).unwrap();
     [&cluster[..at], data, &cluster[at + data.len()..]].concat()
@@ -174,14 +174,14 @@ fn nothing_is_read_where_the_backing_image_has_a_hole() {
 fn nothing_is_read_where_the_backing_image_says_zero_or_has_nothing() {
     let counting = Counting::new();
     let storage = counting.over(Arc::new(SparseMemory::file("below", MOST)));
-    let how = CreateOptions { size: SIZE, ..CreateOptions::default() };
+    let how = CreateOptions::default().size(SIZE);
     let below = TestImage::create_in(storage, &how);
     let base = below.open_with(options(0));
     // Zeros where something was, and still lies.
     write(&*base, 0, &[0xaa; BYTES]);
     block_on(base.write_zeroes(GuestOffset(0), CLUSTER, false)).unwrap();
     block_on(base.close()).unwrap();
-    let base = below.open_with(Qcow2Options { read_only: true, ..options(0) });
+    let base = below.open_with(options(0).read_only(true));
     let disk = TestImage::create_in(counting.over(memory_file("image")), &how).open_over(Some(base), options(1 << 20));
     // The tables of both are in memory from here on.
     write(&*disk, 9 * CLUSTER, &[1; 512]);
@@ -260,7 +260,7 @@ fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_n
     let first = around(&bytes[..BYTES], 12 * K, &[1; 4096]);
     assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&first, 16 * K, &[2; 4096]));
 
-    // One that no request has joined is completed by the next request, whatever its cluster.
+    // One that no request has joined is completed by the next request to any cluster.
     held.close();
     let mut dropped = bench.disk.write(GuestOffset(CLUSTER), Buffer::copied(&[3; 4096]).into());
     assert!(poll_once(&mut dropped).is_pending());

@@ -14,23 +14,23 @@ const KB: u64 = 1 << 10;
 
 /// Images whose L1 table and refcount table are full soon, and others.
 fn kinds() -> Vec<CreateOptions> {
-    let usual = CreateOptions { size: 64 * KB, ..CreateOptions::default() };
+    let usual = CreateOptions::default().size(64 * KB);
     vec![
-        CreateOptions { cluster_size: 512, ..usual.clone() },
-        CreateOptions { cluster_size: 512, refcount_bits: 64, ..usual.clone() },
-        CreateOptions { cluster_size: 512, refcount_bits: 1, lazy_refcounts: true, ..usual.clone() },
-        CreateOptions { cluster_size: 16 * KB, extended_l2: true, ..usual.clone() },
-        CreateOptions { cluster_size: 4 * KB, version: 2, ..usual.clone() },
-        CreateOptions { cluster_size: 512, preallocation: Preallocation::Metadata, ..usual },
+        usual.clone().cluster_size(512),
+        usual.clone().cluster_size(512).refcount_bits(64),
+        usual.clone().cluster_size(512).refcount_bits(1).lazy_refcounts(true),
+        usual.clone().cluster_size(16 * KB).extended_l2(true),
+        usual.clone().cluster_size(4 * KB).version(2),
+        usual.cluster_size(512).preallocation(Preallocation::Metadata),
     ]
 }
 
 fn open(file: Arc<dyn Storage>, below: Option<Arc<dyn Disk>>) -> Arc<Qcow2> {
-    let options = Qcow2Options { cache_size: 0, allocate_ahead: 16 * KB, ..Qcow2Options::default() };
+    let options = Qcow2Options::default().cache_size(0).allocate_ahead(16 * KB);
     TestImage::existing(file).open_over(below, options)
 }
 
-/// What a check finds: leaks.
+/// The leaks that a check finds.
 fn sound(file: &dyn Storage, what: &str) -> u64 {
     let report = block_on(check(file, CheckOptions::default())).unwrap();
     assert_eq!((report.corruptions, report.check_errors), (0, 0), "{what}: {:#?}", report.findings);
@@ -127,7 +127,7 @@ fn a_disk_grows_again_and_again_while_threads_write_and_flush() {
 #[test]
 fn what_the_backing_image_has_behind_the_old_end_is_not_seen_and_what_was_written_is() {
     for options in kinds().into_iter().filter(|options| options.preallocation == Preallocation::Off) {
-        let options = CreateOptions { size: 64 * KB + 512, backing_file: Some("below".into()), ..options };
+        let options = options.size(64 * KB + 512).backing_file(Some("below".into()));
         let TestImage { file, .. } = TestImage::new(&options);
         let below = || Some(raw_filled(7, 200 << 10));
         let disk = open(Arc::clone(&file), below());
@@ -192,7 +192,7 @@ fn a_growth_that_fails_leaves_the_disk_as_it_was_and_can_be_tried_again() {
 fn a_growth_that_fails_while_the_refcount_table_moves_can_be_tried_again() {
     // The table has entries for 4096 clusters; about 4091 are in use, and the longer L1 table needs 6 and blocks of
     // refcounts.
-    let full = CreateOptions { cluster_size: 512, refcount_bits: 64, size: 1981 * KB, ..CreateOptions::default() };
+    let full = CreateOptions::default().cluster_size(512).refcount_bits(64).size(1981 * KB);
     let image = TestImage::new(&full);
     let (disk, old) = (open(Arc::clone(&image.file), None), image.header().refcount_table);
     block_on(disk.write(GuestOffset(0), filled(1, full.size).into())).unwrap();
@@ -215,7 +215,7 @@ fn a_growth_that_fails_while_the_refcount_table_moves_can_be_tried_again() {
 
 #[test]
 fn a_disk_in_use_does_not_become_shorter() {
-    let image = TestImage::new(&CreateOptions { size: 64 * KB, ..CreateOptions::default() });
+    let image = TestImage::new(&CreateOptions::default().size(64 * KB));
     let disk = open(image.file, None);
     let said = |size| block_on(disk.grow(size)).unwrap_err().to_string();
     assert_eq!(said(512), "image: it has 65536 bytes; while it is in use it does not become shorter");

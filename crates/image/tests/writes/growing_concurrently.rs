@@ -1,4 +1,4 @@
-//! Disks that become longer beside requests of which the others do not wait: what is acknowledged stays.
+//! Disks that grow beside other requests, which do not wait: acknowledged writes stay.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -38,14 +38,12 @@ impl Bed {
     /// An image that is full of ones.
     fn new(sort: Sort) -> Self {
         let backed = matches!(sort, Sort::Backed | Sort::BackedVersion2);
-        let options = CreateOptions {
-            size: OLD,
-            version: if sort == Sort::BackedVersion2 { 2 } else { 3 },
-            extended_l2: sort == Sort::Subclusters,
-            backing_file: backed.then(|| "below".into()),
-            data_file: (sort == Sort::DataFile).then(|| "data".into()),
-            ..CreateOptions::default()
-        };
+        let options = CreateOptions::default()
+            .size(OLD)
+            .version(if sort == Sort::BackedVersion2 { 2 } else { 3 })
+            .extended_l2(sort == Sort::Subclusters)
+            .backing_file(backed.then(|| "below".into()))
+            .data_file((sort == Sort::DataFile).then(|| "data".into()));
         let bed = Self { image: TestImage::new(&options), sort };
         let disk = bed.open();
         write(&*disk, 0, 1, OLD);
@@ -181,18 +179,15 @@ fn a_growth_that_is_dropped_keeps_no_other_from_its_end() {
 
 #[test]
 fn a_growth_that_fails_wherever_it_does_leaves_the_file_whole_at_once() {
-    let kinds = [(16, 512), (64, 512), (64, 4096)].map(|(refcount_bits, cluster_size)| CreateOptions {
-        size: 64 << 10,
-        refcount_bits,
-        cluster_size,
-        ..CreateOptions::default()
+    let kinds = [(16, 512), (64, 512), (64, 4096)].map(|(refcount_bits, cluster_size)| {
+        CreateOptions::default().size(64 << 10).refcount_bits(refcount_bits).cluster_size(cluster_size)
     });
     for options in kinds {
         for fault in Fault::ALL {
             for nth in 0.. {
                 let TestImage { file, .. } = TestImage::new(&options);
                 let failing = Failing::only(&[Operation::Write, Operation::Flush]);
-                let usual = Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() };
+                let usual = Qcow2Options::default().allocate_ahead(0);
                 let disk = TestImage::existing(failing.over(Arc::clone(&file))).open_with(usual);
                 write(&*disk, 0, 1, 64 << 10);
                 block_on(disk.flush()).unwrap();

@@ -21,13 +21,13 @@ fn read(disk: &Qcow2, at: u64) -> Vec<u8> {
 }
 
 fn open_over(file: Arc<dyn Storage>, read_only: bool) -> Result<Arc<Qcow2>, ImageError> {
-    TestImage::existing(file).try_open(None, Qcow2Options { read_only, ..Qcow2Options::default() })
+    TestImage::existing(file).try_open(None, Qcow2Options::default().read_only(read_only))
 }
 
 /// An image that was written, flushed, and not closed.
 fn abandoned() -> MemoryStorage {
     let storage = MemoryStorage::new(16 << 20);
-    let options = CreateOptions { size: 64 << 20, lazy_refcounts: true, ..CreateOptions::default() };
+    let options = CreateOptions::default().size(64 << 20).lazy_refcounts(true);
     let disk = TestImage::create_in(Arc::new(storage.clone()), &options).open();
     assert!(disk.repaired().is_none());
     block_on(disk.write(GuestOffset(0), filled(1, 3 * CLUSTER).into())).unwrap();
@@ -118,7 +118,7 @@ fn what_a_killed_qemu_leaves_is_repaired() {
     assert_eq!(killed.signal(), Some(9));
 
     let open = |read_only| {
-        let options = OpenOptions { read_only, ..OpenOptions::default() };
+        let options = OpenOptions::default().read_only(read_only);
         match block_on(open_image(&Reference::file(&path), &options)).unwrap() {
             Image::Qcow2(disk) => disk,
             Image::Raw(_) => panic!("it is qcow2"),

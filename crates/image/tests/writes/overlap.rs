@@ -25,7 +25,7 @@ struct Victim {
 impl Victim {
     fn new(extended_l2: bool) -> Self {
         let storage = MemoryStorage::new(16 << 20);
-        let options = CreateOptions { size: 1 << 30, extended_l2, ..CreateOptions::default() };
+        let options = CreateOptions::default().size(1 << 30).extended_l2(extended_l2);
         let header = block_on(create(&storage, None, &options)).unwrap();
         let mut victim = Self { storage, header };
         let disk = victim.open();
@@ -85,7 +85,7 @@ impl Victim {
         ]
     }
 
-    /// Whatever is asked of the image fails because of this table; the image is marked as corrupt, and has not changed
+    /// Every request to the image fails because of this table; the image is marked as corrupt, and has not changed
     /// otherwise.
     fn refuses(&self, name: &str, at: u64, what: impl FnOnce(&Qcow2) -> Result<(), ImageError>) {
         let before = self.storage.contents();
@@ -154,7 +154,7 @@ fn room_that_is_said_to_lie_on_a_table_is_not_filled() {
         for (extended, bitmap) in [(false, 0), (true, 0), (true, 1 << 32)] {
             let victim = Victim::new(extended);
             let (name, at) = victim.tables()[number];
-            // A cluster that reads as zeros and has its room; subclusters of which some are there, or none.
+            // A cluster that reads as zeros and has its room; subclusters that are there in part, or not at all.
             victim.set_entry(COPIED | at | u64::from(!extended), bitmap);
             victim.refuses(name, at, WRITE_PART);
         }
@@ -204,7 +204,7 @@ fn a_new_table_is_not_given_back_with_contents_that_were_said_to_lie_there_befor
     let victim = Victim::new(false);
     let end = victim.storage.length().unwrap().next_multiple_of(CLUSTER);
     victim.set_entry(end, 0);
-    let disk = victim.open_with(Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() });
+    let disk = victim.open_with(Qcow2Options::default().allocate_ahead(0));
     block_on(disk.discard(HERE, CLUSTER)).unwrap();
     let far = GuestOffset(600 << 20);
     block_on(disk.write(far, filled(7, CLUSTER).into())).unwrap();
@@ -212,7 +212,7 @@ fn a_new_table_is_not_given_back_with_contents_that_were_said_to_lie_there_befor
     assert!(error.to_string().contains(&format!("L2 table at {end:#x}")), "{error}");
     assert!(block_on(Header::read(&victim.storage)).unwrap().features.corrupt());
     block_on(disk.close()).unwrap();
-    let disk = victim.open_with(Qcow2Options { read_only: true, ..Qcow2Options::default() });
+    let disk = victim.open_with(Qcow2Options::default().read_only(true));
     assert_eq!(image::read(&*disk, far.0, 512), [7; 512]);
 }
 
@@ -249,14 +249,14 @@ fn tables_that_lie_on_each_other_are_not_written() {
 fn a_refcount_block_is_not_made_where_a_table_lies() {
     // The refcounts of a block are about 64 clusters of 512 bytes; all are counted, and the L1 table lies behind them.
     let storage = MemoryStorage::new(16 << 20);
-    let options = CreateOptions { size: 64 << 10, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    let options = CreateOptions::default().size(64 << 10).cluster_size(512).refcount_bits(64);
     let mut header = block_on(create(&storage, None, &options)).unwrap();
     let victim = Victim { storage, header: header.clone() };
     let ones: Vec<u8> = (0..64).flat_map(|_| 1_u64.to_be_bytes()).collect();
     put(&victim.storage, victim.block(), &ones);
     let table = header.refcount_table.0.0;
     for behind in [64, 64 * 64] {
-        // At first the second block is missing; then the whole table is full, and a longer one is to be made.
+        // At first the second block is missing; then the whole table is full, and a longer one is needed.
         for entry in 1..behind / 64 {
             let block = (1 << 20) + entry * 512;
             put(&victim.storage, block, &ones);
@@ -294,7 +294,7 @@ fn what_was_acknowledged_is_flushed_although_the_mark_of_corruption_cannot_be_wr
             block_on(disk.flush()).unwrap();
             assert_eq!(corrupt(&victim), flush == failures, "flush {flush} of {failures}");
         }
-        let opened = victim.open_with(Qcow2Options { read_only: true, ..Qcow2Options::default() });
+        let opened = victim.open_with(Qcow2Options::default().read_only(true));
         assert!(image::read(&*opened, there.0, 512) == [7; 512], "what was acknowledged is lost");
         WRITE_PART(&disk).unwrap_err();
         block_on(disk.close()).unwrap();
@@ -304,7 +304,7 @@ fn what_was_acknowledged_is_flushed_although_the_mark_of_corruption_cannot_be_wr
 #[test]
 fn an_image_of_version_2_is_refused_although_it_cannot_be_marked() {
     let storage = MemoryStorage::new(16 << 20);
-    let options = CreateOptions { size: 64 << 20, version: 2, ..CreateOptions::default() };
+    let options = CreateOptions::default().size(64 << 20).version(2);
     let header = block_on(create(&storage, None, &options)).unwrap();
     let victim = Victim { storage, header };
     victim.set_refcount(victim.header.l1.0.0, 0);

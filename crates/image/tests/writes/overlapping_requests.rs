@@ -12,7 +12,7 @@ use limosa_testkit::image::{TestImage, poll_once};
 fn a_write_to_a_zeroed_cluster_is_not_seen_by_an_older_read_before_it_is_seen_by_all() {
     let held = Held::only(&[Operation::Read, Operation::Write]);
     held.open();
-    let image = TestImage::new(&CreateOptions { size: 1 << 20, ..CreateOptions::default() });
+    let image = TestImage::new(&CreateOptions::default().size(1 << 20));
     let disk = image.over(|storage| held.over(storage)).open();
     block_on(disk.write(GuestOffset(0), Buffer::copied(&[1; 64 << 10]).into())).unwrap();
     held.close();

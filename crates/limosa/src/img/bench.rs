@@ -17,18 +17,15 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.count == 0 {
         anyhow::bail!("-c 0: the number of requests must be at least 1");
     }
-    let qcow2 = Qcow2Options { clone: options.clone, ..Qcow2Options::default() };
+    let qcow2 = Qcow2Options::default().clone_mode(options.clone);
     let disk = if options.write { open::to_write(&options.source, qcow2)? } else { open::to_read(&options.source)? };
-    let load = bench::BenchOptions {
-        count: options.count.into(),
-        depth: options.depth.into(),
-        size: usize::try_from(options.buffer_size)?,
-        offset: options.offset,
-        step: options.step_size,
-        write: options.write.then_some(options.pattern),
-        flush: (options.flush_interval > 0)
-            .then_some(FlushEvery { requests: options.flush_interval.into(), drain: options.drain }),
-    };
+    let flush = (options.flush_interval > 0).then(|| FlushEvery::new(options.flush_interval.into(), options.drain));
+    let size = usize::try_from(options.buffer_size)?;
+    let load = bench::BenchOptions::new(options.count.into(), options.depth.into(), size)
+        .offset(options.offset)
+        .step(options.step_size)
+        .write(options.write.then_some(options.pattern))
+        .flush(flush);
     let told = !options.json;
     if told {
         let verb = if options.write { "write" } else { "read" };

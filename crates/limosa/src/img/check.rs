@@ -13,9 +13,9 @@ use super::options::CheckOptions;
 use super::pretty::pretty;
 use limosa_console::{all_printed, print_out, say};
 
-/// The image has references that are wrong, or lacks space that it uses.
+/// The image has wrong references, or uses space that it has not allocated.
 const CORRUPT: u8 = 2;
-/// Space is lost, nothing else.
+/// Only space is lost.
 const LEAKS: u8 = 3;
 /// Images of this format have nothing to check.
 const NOT_CHECKED: u8 = 63;
@@ -106,7 +106,7 @@ fn object(report: &CheckReport, name: &str, format: &str) -> Value {
     Value::Object(object)
 }
 
-/// How bad it is.
+/// Returns the exit status.
 fn status(report: &CheckReport) -> ExitCode {
     if report.check_errors > 0 {
         ExitCode::FAILURE
@@ -142,14 +142,23 @@ pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
 mod tests {
     use super::*;
 
+    fn with(change: impl FnOnce(&mut CheckReport)) -> CheckReport {
+        let mut report = CheckReport::default();
+        change(&mut report);
+        report
+    }
+
     fn report() -> CheckReport {
-        CheckReport {
-            image_end_offset: 2_097_152,
-            total_clusters: 400,
-            allocated_clusters: 19,
-            fragmented_clusters: 1,
-            ..CheckReport::default()
-        }
+        with(|report| {
+            report.image_end_offset = 2_097_152;
+            (report.total_clusters, report.allocated_clusters, report.fragmented_clusters) = (400, 19, 1);
+        })
+    }
+
+    fn faulty(leaks: u64, corruptions: u64, check_errors: u64) -> CheckReport {
+        let mut report = report();
+        (report.leaks, report.corruptions, report.check_errors) = (leaks, corruptions, check_errors);
+        report
     }
 
     #[test]
@@ -162,10 +171,10 @@ mod tests {
                 "Image end offset: 2097152"
             ]
         );
-        assert_eq!(lines(&CheckReport { image_end_offset: 7, ..CheckReport::default() }).len(), 2);
-        let one = lines(&CheckReport { leaks: 1, corruptions: 1, check_errors: 1, ..report() });
+        assert_eq!(lines(&with(|report| report.image_end_offset = 7)).len(), 2);
+        let one = lines(&faulty(1, 1, 1));
         assert!(one[0].starts_with("1 error was") && one[1].starts_with("1 leaked cluster was"), "{one:?}");
-        let bad = CheckReport { leaks: 2, corruptions: 3, check_errors: 4, ..report() };
+        let bad = faulty(2, 3, 4);
         let lines = lines(&bad);
         assert!(
             lines[0].starts_with("3 errors") && lines[1].starts_with("2 leaked") && lines[2].starts_with("4 places")
@@ -185,9 +194,8 @@ mod tests {
 
     #[test]
     fn what_was_not_checked_is_worse_than_what_was_found() {
-        let status = |check_errors, corruptions, leaks| {
-            format!("{:?}", status(&CheckReport { check_errors, corruptions, leaks, ..CheckReport::default() }))
-        };
+        let status =
+            |check_errors, corruptions, leaks| format!("{:?}", status(&faulty(leaks, corruptions, check_errors)));
         let code = |code: u8| format!("{:?}", ExitCode::from(code));
         assert_eq!(status(0, 0, 0), code(0));
         assert_eq!(status(0, 0, 1), code(3));

@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use limosa_image::compare::{self, CompareError, Comparison, Verdict};
-use limosa_image::{Operation, OperationError};
+use limosa_image::{DiskOperation, OperationError};
 use limosa_storage::block_on;
 use serde_json::json;
 
@@ -29,7 +29,7 @@ pub(crate) fn run(options: &CompareOptions) -> anyhow::Result<ExitCode> {
         Err(error) => return Ok(refuse(&error)),
     };
     let meter = Meter::new("compare", options.progress && !options.json, options.quiet, None);
-    let how = compare::CompareOptions { strict: options.strict, ..compare::CompareOptions::default() };
+    let how = compare::CompareOptions::default().strict(options.strict);
     let compared = block_on(compare::compare(&*first, &*second, &how, &|progress| meter.note(progress)));
     meter.hide();
     let code = match compared {
@@ -44,13 +44,15 @@ pub(crate) fn run(options: &CompareOptions) -> anyhow::Result<ExitCode> {
             }
             ExitCode::from(u8::from(comparison.verdict != Verdict::Same))
         }
-        Err(CompareError { image, source }) => failed(&format!("{image}: {}", error_line(&source)), status(&source)),
+        Err(CompareError { image, source, .. }) => {
+            failed(&format!("{image}: {}", error_line(&source)), status(&source))
+        }
     };
     all_printed()?;
     Ok(code)
 }
 
-/// Says why nothing was compared.
+/// Reports an error that prevented the comparison.
 pub(crate) fn refuse(error: &anyhow::Error) -> ExitCode {
     failed(&format!("{}{}", limosa_console::one_line(error), remedy::of_cause(error)), OPEN)
 }
@@ -62,12 +64,12 @@ fn failed(line: &str, status: u8) -> ExitCode {
 
 fn status(error: &OperationError) -> u8 {
     match error {
-        OperationError::Failed { doing: Operation::Mapping, .. } => MAP,
+        OperationError::Failed { doing: DiskOperation::Mapping, .. } => MAP,
         _ => READ,
     }
 }
 
-/// Whether it is said that the lengths differ: not if the difference was found before the `shorter` one ends.
+/// Whether to warn that the lengths differ: not if the difference was found before the end of the `shorter` image.
 fn warns_of_lengths(comparison: &Comparison, shorter: u64) -> bool {
     !comparison.same_length
         && match comparison.verdict {

@@ -44,7 +44,7 @@ const fn shown(options: &ConvertOptions) -> bool {
     options.progress && !options.json
 }
 
-/// An image's own error stays in the chain: it may have a remedy.
+/// Keeps an image's own error in the chain, where its remedy is found.
 fn cause(error: OperationError) -> anyhow::Error {
     match error {
         OperationError::Image(error) => error.into(),
@@ -52,7 +52,7 @@ fn cause(error: OperationError) -> anyhow::Error {
     }
 }
 
-/// Resolves everything that the library needs.
+/// Resolves the options into the library's request.
 fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
     let resolved = |source| {
         let mut named = open::resolve(source)?;
@@ -67,16 +67,14 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
         ConvertTarget::New(new_target(options)?)
     };
     let mut request = ConvertRequest::new(sources, target);
-    request.options = convert::ConvertOptions {
-        requests: options.parallel.into(),
-        sparse: options.sparse_size,
+    request.options = convert::ConvertOptions::default()
+        .requests(options.parallel.into())
+        .sparse(options.sparse_size)
         // Writes into the page cache of one file wait for each other in the kernel: in order, reads continue meanwhile.
-        out_of_order: options.out_of_order && options.target.cache.is_direct(),
-        target_is_zero: options.target_is_zero,
-        salvage: options.salvage,
-        copy_range: options.copy_range,
-        ..convert::ConvertOptions::default()
-    };
+        .out_of_order(options.out_of_order && options.target.cache.is_direct())
+        .target_is_zero(options.target_is_zero)
+        .salvage(options.salvage)
+        .copy_range(options.copy_range);
     Ok(request)
 }
 
@@ -144,12 +142,10 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     }
     let first = options.sources.first();
     let force_share = first.is_some_and(|source| source.force_share);
-    let backing = OpenOptions {
-        cache: target.cache,
-        lock: if force_share { LockPolicy::None } else { LockPolicy::Auto },
-        policy: open::policy(first.is_some_and(|source| source.untrusted)),
-        ..OpenOptions::default()
-    };
+    let backing = OpenOptions::default()
+        .cache(target.cache)
+        .lock(if force_share { LockPolicy::None } else { LockPolicy::Auto })
+        .policy(open::policy(first.is_some_and(|source| source.untrusted)));
     Ok(NewTarget::new(new_image(&options.name, target.cache, &format)?, io(target.cache), backing))
 }
 

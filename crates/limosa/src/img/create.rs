@@ -29,8 +29,7 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
         && let Some(backing) = image.backing()?
     {
         // Only its length is read, so another process may write it meanwhile; with qemu-img it may, too.
-        let (lock, policy) = (LockPolicy::None, open::policy(options.untrusted));
-        let open = OpenOptions { lock, policy, ..OpenOptions::default() };
+        let open = OpenOptions::default().lock(LockPolicy::None).policy(open::policy(options.untrusted));
         let length = block_on(backing.length(&open)).with_context(|| {
             format!(
                 "{}: cannot open its backing file; to create the image anyway, use -u and give a size",
@@ -102,11 +101,7 @@ pub(crate) fn new_image(name: &Name, cache: CacheMode, format: &FormatOptions) -
     let size = format.number("size").unwrap_or_default();
     let preallocation = parsed(format, "preallocation")?.unwrap_or_default();
     let new = match format.format() {
-        Format::Raw => {
-            let mut raw = raw::CreateOptions::default();
-            (raw.size, raw.preallocation) = (size, preallocation);
-            NewFormat::Raw(raw)
-        }
+        Format::Raw => NewFormat::Raw(raw::CreateOptions::default().size(size).preallocation(preallocation)),
         Format::Qcow2 => {
             let qcow2 = qcow2_options(format, size, preallocation)?;
             NewFormat::Qcow2(Box::new(qcow2))
@@ -140,21 +135,22 @@ fn qcow2_options(
         Some("zstd") => Compression::Zstd,
         Some(other) => anyhow::bail!("-o compression_type: {other:?} must be zlib or zstd"),
     };
-    Ok(qcow2::CreateOptions {
-        size,
-        version,
-        cluster_size: format.number("cluster_size").unwrap_or(usual.cluster_size),
-        refcount_bits: match format.number("refcount_bits") {
-            Some(bits) => u32::try_from(bits).context("-o refcount_bits")?,
-            None => usual.refcount_bits,
-        },
-        lazy_refcounts: format.on_off("lazy_refcounts").unwrap_or_default(),
-        extended_l2: format.on_off("extended_l2").unwrap_or_default(),
-        compression,
-        data_file: format.path("data_file").map(Into::into),
-        data_file_raw: format.on_off("data_file_raw").unwrap_or_default(),
-        backing_file: format.path("backing_file").map(Into::into),
-        backing_format: format.text("backing_fmt").map(Into::into),
-        preallocation,
-    })
+    let refcount_bits = match format.number("refcount_bits") {
+        Some(bits) => u32::try_from(bits).context("-o refcount_bits")?,
+        None => usual.refcount_bits,
+    };
+    let cluster_size = format.number("cluster_size").unwrap_or(usual.cluster_size);
+    Ok(usual
+        .size(size)
+        .version(version)
+        .cluster_size(cluster_size)
+        .refcount_bits(refcount_bits)
+        .lazy_refcounts(format.on_off("lazy_refcounts").unwrap_or_default())
+        .extended_l2(format.on_off("extended_l2").unwrap_or_default())
+        .compression(compression)
+        .data_file(format.path("data_file").map(Into::into))
+        .data_file_raw(format.on_off("data_file_raw").unwrap_or_default())
+        .backing_file(format.path("backing_file").map(Into::into))
+        .backing_format(format.text("backing_fmt").map(Into::into))
+        .preallocation(preallocation))
 }

@@ -161,16 +161,10 @@ mod tests {
 
     #[test]
     fn snapshots_are_rows_of_a_table() {
-        let taken = SnapshotInfo {
-            icount: Some(7),
-            vm_clock_nsec: 45_000_000,
-            name: "one".into(),
-            date_sec: 1_795_191_889,
-            date_nsec: 0,
-            vm_clock_sec: 3723,
-            id: "1".into(),
-            vm_state_size: 1 << 20,
-        };
+        let mut taken = SnapshotInfo::default();
+        (taken.id, taken.name, taken.icount) = ("1".into(), "one".into(), Some(7));
+        (taken.vm_clock_sec, taken.vm_clock_nsec) = (3723, 45_000_000);
+        (taken.date_sec, taken.vm_state_size) = (1_795_191_889, 1 << 20);
         assert_eq!(
             snapshot(&taken),
             "1       one                 1 MiB 2026-11-20 16:24:49  0001:02:03.045          7"

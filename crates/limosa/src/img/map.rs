@@ -11,7 +11,7 @@ use super::open;
 use super::options::MapOptions;
 use limosa_console::{all_printed, print_out};
 
-/// Bytes of a disk that are alike.
+/// A run of bytes of one kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Run {
     start: u64,
@@ -19,7 +19,7 @@ struct Run {
 }
 
 impl Run {
-    /// Takes over what follows, if that is more of the same.
+    /// Extends the run by the next one, if that is of the same kind and follows it in the file.
     fn join(&mut self, next: &Self) -> bool {
         let (ours, theirs) = (&self.what, &next.what);
         let follows = match (&ours.host, &theirs.host) {
@@ -36,7 +36,7 @@ impl Run {
 
     /// Describes the range for programs, in qemu-img's form.
     fn json(&self) -> String {
-        let Mapped { length, kind, depth, ref host } = self.what;
+        let Mapped { length, kind, depth, ref host, .. } = self.what;
         let present = kind != BlockStatus::Unallocated;
         let (zero, compressed) = (kind.is_zero(), kind == BlockStatus::Compressed);
         let data = !zero || kind == BlockStatus::Preallocated;
@@ -51,7 +51,7 @@ impl Run {
     /// Describes the range for people; nothing if it has no contents.
     ///
     /// # Errors
-    /// The contents do not lie anywhere as they are.
+    /// The contents are compressed, so they have no plain location.
     fn line(&self) -> anyhow::Result<Option<String>> {
         match (self.what.kind, &self.what.host) {
             (kind, _) if kind.is_zero() => Ok(None),
@@ -72,7 +72,7 @@ fn number(value: u64) -> String {
     if value == 0 { "0".to_owned() } else { format!("{value:#x}") }
 }
 
-/// Hands every run to `tell`, from one that begins at `start` up to one that ends at `end`.
+/// Passes every run between `start` and `end` to `tell`.
 async fn each(
     disk: &dyn Disk,
     start: u64,
@@ -124,7 +124,7 @@ fn print_json(disk: &dyn Disk, start: u64, end: u64) -> anyhow::Result<()> {
         }
         Ok(())
     }))?;
-    // As qemu-img tells of nothing.
+    // qemu-img's line for an empty range.
     let nothing = || {
         format!(
             "{{ \"start\": {start}, \"length\": 0, \"depth\": 0, \"present\": false, \"zero\": false, \"data\": false, \
@@ -143,7 +143,7 @@ mod tests {
 
     fn run(start: u64, length: u64, kind: BlockStatus, depth: u32, host: Option<(&str, u64)>) -> Run {
         let host = host.map(|(file, at)| (Arc::from(file), HostOffset(at)));
-        Run { start, what: Mapped { length, kind, depth, host } }
+        Run { start, what: Mapped::new(length, kind).depth(depth).host(host) }
     }
 
     #[test]

@@ -5,19 +5,19 @@
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use limosa_image::Progress;
+use parking_lot::{Mutex, MutexGuard};
 
-/// The least that a printed line differs from the one before, in hundredths of a percent: qemu-img's.
+/// The smallest difference between two printed lines, in hundredths of a percent: qemu-img's.
 const LEAST: u64 = 100;
-/// All of it, in hundredths of a percent.
+/// 100%, in hundredths of a percent.
 const ALL: u64 = 10_000;
 
-/// Where progress goes.
+/// The display of progress.
 enum Shown {
     Nowhere,
     Bar(ProgressBar),
@@ -52,19 +52,19 @@ impl Shown {
     }
 }
 
-/// The text on the terminal. Locked while it is printed: nothing comes after the end of the line.
+/// The current display. Locked while it is printed: nothing follows the end of the line.
 static NOW: Mutex<Shown> = Mutex::new(Shown::Nowhere);
 
 fn now() -> MutexGuard<'static, Shown> {
-    NOW.lock().unwrap_or_else(PoisonError::into_inner)
+    NOW.lock()
 }
 
-/// Ends what is shown, for the process is to end.
+/// Ends the display before the process ends.
 pub(crate) fn end_line() {
     std::mem::replace(&mut *now(), Shown::Nowhere).end();
 }
 
-/// Is told how far a job is.
+/// Shows the progress of a job, and limits its rate.
 pub(crate) struct Meter {
     /// Most bytes a second.
     rate: Option<u64>,
@@ -72,7 +72,7 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
-    /// `asked`: also without a terminal. `quiet` goes before all.
+    /// A meter. `asked`: progress is shown even without a terminal. `quiet` overrides everything else.
     pub(crate) fn new(verb: &'static str, asked: bool, quiet: bool, rate: Option<u64>) -> Self {
         let shown = if quiet {
             Shown::Nowhere
@@ -85,11 +85,11 @@ impl Meter {
         };
         *now() = shown;
         let meter = Self { rate, started: Instant::now() };
-        now().note(Progress { done: 0, total: 1, moved: 0 });
+        now().note(Progress::new(0, 1, 0));
         meter
     }
 
-    /// Takes note; a job that has moved more than it may waits.
+    /// Shows the progress; waits if the job exceeds its rate.
     pub(crate) fn note(&self, progress: Progress) -> ControlFlow<()> {
         now().note(progress);
         if let Some(rate) = self.rate.filter(|&rate| rate > 0) {
@@ -99,7 +99,7 @@ impl Meter {
         ControlFlow::Continue(())
     }
 
-    /// The job is at its end: there is something else to say.
+    /// Hides the bar, because other output follows.
     pub(crate) fn hide(&self) {
         if let Shown::Bar(bar) = &*now() {
             bar.finish_and_clear();
@@ -113,7 +113,7 @@ impl Drop for Meter {
     }
 }
 
-/// As qemu-img does: each line over the one before.
+/// Prints a line over the one before, as qemu-img does.
 fn print(hundredths: u64) {
     let mut out = std::io::stdout().lock();
     let _ = write!(out, "    ({}.{:02}/100%)\r", hundredths / 100, hundredths % 100).and_then(|()| out.flush());
@@ -124,7 +124,7 @@ fn hundredths(progress: Progress) -> u64 {
     u64::try_from((done * u128::from(ALL) + total / 2) / total).unwrap_or(ALL)
 }
 
-/// When so much may have been moved.
+/// The time that moving these bytes takes at this rate.
 fn due(moved: u64, rate: u64) -> Duration {
     let nanos = u128::from(moved) * 1_000_000_000 / u128::from(rate.max(1));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn progress_is_printed_in_hundredths_of_a_percent() {
-        let at = |done, total| hundredths(Progress { done, total, moved: 0 });
+        let at = |done, total| hundredths(Progress::new(done, total, 0));
         assert_eq!([at(0, 3), at(2, 3), at(3, 3), at(0, 0), at(u64::MAX, u64::MAX)], [0, 6667, 10_000, 0, 10_000]);
     }
 

@@ -18,23 +18,21 @@ use limosa_console::say;
 /// Resolves an image's name and options; it is opened to be read.
 ///
 /// # Errors
-/// It names something else than a file, a format that is not supported, or unknown options.
+/// The name is no file's, the format is not supported, or an option is unknown.
 pub(crate) fn resolve(source: &Source) -> anyhow::Result<NamedImage> {
     let reference =
         if source.image_opts { Reference::from_options(source.name.text()?)? } else { Reference::named(&source.name)? };
-    let options = OpenOptions {
-        format: source.format.as_deref().map(str::parse).transpose()?,
-        read_only: true,
-        cache: source.cache,
-        io: source.io,
-        lock: if source.force_share { LockPolicy::None } else { LockPolicy::Auto },
-        policy: policy(source.untrusted),
-        ..OpenOptions::default()
-    };
+    let options = OpenOptions::default()
+        .format(source.format.as_deref().map(str::parse).transpose()?)
+        .read_only(true)
+        .cache(source.cache)
+        .io(source.io)
+        .lock(if source.force_share { LockPolicy::None } else { LockPolicy::Auto })
+        .policy(policy(source.untrusted));
     Ok(NamedImage::new(reference, options))
 }
 
-/// Which files an image may have opened.
+/// The files that an image may have opened.
 pub(crate) const fn policy(untrusted: bool) -> Policy {
     if untrusted { Policy::Refuse } else { Policy::Follow }
 }
@@ -54,12 +52,12 @@ pub(crate) fn to_read(source: &Source) -> anyhow::Result<Arc<dyn Disk>> {
 /// As of [`to_read`]; another process has it open.
 pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<Arc<dyn Disk>> {
     let NamedImage { reference, options, .. } = resolve(source)?;
-    let image = block_on(chain::open_image(&reference, &OpenOptions { read_only: false, qcow2, ..options }))?;
+    let image = block_on(chain::open_image(&reference, &options.read_only(false).qcow2(qcow2)))?;
     warn(source, &image);
     Ok(image.disk())
 }
 
-/// Warns of what is unexpected in an image that is about to be written.
+/// Warns before writing if the image was repaired or its format was guessed.
 pub(crate) fn warn(source: &Source, image: &Image) {
     if let Some(report) = image.repaired() {
         say!(
@@ -91,5 +89,5 @@ pub(crate) fn warn_of_guess(source: &Source) {
 /// It is not there, or looks like a format that limosa does not have.
 pub(crate) fn file(source: &Source, read_only: bool) -> anyhow::Result<ImageFile> {
     let NamedImage { reference, options, .. } = resolve(source)?;
-    Ok(block_on(ImageFile::open(&reference, &OpenOptions { read_only, ..options }))?)
+    Ok(block_on(ImageFile::open(&reference, &options.read_only(read_only)))?)
 }

@@ -1,4 +1,4 @@
-//! Load of one kind on a disk: so many requests, so many of them under way, a fixed step apart.
+//! Load of one kind on a disk: a number of requests, some of them in flight at a time, a fixed step apart.
 //!
 //! The requests of `qemu-img bench`, so that the same load can be put on the same image by both.
 
@@ -8,50 +8,73 @@ use std::time::{Duration, Instant};
 
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt, TryStreamExt};
+use limosa_page::to_u64;
 use limosa_storage::{Buffer, IoVector};
 
-use super::operation::{Operation, OperationError, Progress, Watch};
+use super::operation::{DiskOperation, OperationError, Progress, Watch};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
+use crate::setters::setters;
 
-/// What load.
+/// A load.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct BenchOptions {
     /// Requests altogether.
     pub count: u64,
-    /// Requests under way at the same time.
+    /// Requests in flight at the same time.
     pub depth: u64,
     /// Bytes of a request.
     pub size: usize,
-    /// Where the first one begins.
+    /// Offset of the first request.
     pub offset: u64,
-    /// Bytes from the beginning of a request to that of the next; behind the end of the disk it goes on at its
+    /// Bytes from the beginning of a request to that of the next; past the end of the disk it continues at the
     /// beginning.
     pub step: u64,
-    /// With what to write; `None`: they read.
+    /// The byte that is written; `None`: requests read.
     pub write: Option<u8>,
-    /// A flush after every so many requests.
+    /// Flushes between requests.
     pub flush: Option<FlushEvery>,
 }
 
+impl BenchOptions {
+    /// Reads of `size` bytes each, one behind the other, from the beginning of the disk on.
+    #[must_use]
+    pub const fn new(count: u64, depth: u64, size: usize) -> Self {
+        Self { count, depth, size, offset: 0, step: to_u64(size), write: None, flush: None }
+    }
+}
+
+setters!(BenchOptions { offset: u64, step: u64, write: Option<u8>, flush: Option<FlushEvery> });
+
 /// When to flush.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FlushEvery {
-    /// After so many requests.
+    /// Requests between two flushes.
     pub requests: u64,
-    /// When nothing else is under way, and before anything else is begun; otherwise while requests are under way.
+    /// Whether a flush waits for the requests in flight, and further requests wait for it.
     pub drain: bool,
 }
 
-/// What was measured.
+impl FlushEvery {
+    /// A flush after every `requests` requests.
+    #[must_use]
+    pub const fn new(requests: u64, drain: bool) -> Self {
+        Self { requests, drain }
+    }
+}
+
+/// The result of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BenchReport {
-    /// How long it took, from the first request's beginning to the last one's end.
+    /// Time from the first request's beginning to the last one's end.
     pub elapsed: Duration,
     /// Requests that were carried out.
     pub requests: u64,
-    /// Flushes besides.
+    /// Flushes.
     pub flushes: u64,
     /// Bytes read or written.
     pub bytes: u64,
@@ -87,13 +110,14 @@ pub async fn bench(disk: &dyn Disk, options: &BenchOptions, watch: Watch<'_>) ->
     let request = |at: u64, buffer: Buffer| async move {
         let vector = IoVector::from(buffer.clone());
         let (doing, done) = match options.write {
-            Some(_) => (Operation::Writing, disk.write(GuestOffset(at), vector).await),
-            None => (Operation::Reading, disk.read(GuestOffset(at), vector).await),
+            Some(_) => (DiskOperation::Writing, disk.write(GuestOffset(at), vector).await),
+            None => (DiskOperation::Reading, disk.read(GuestOffset(at), vector).await),
         };
         done.map(|()| buffer).map_err(OperationError::at(doing, at))
     };
     let flush = || {
-        disk.flush().map(|flushed: Result<(), ImageError>| flushed.map_err(OperationError::at(Operation::Flushing, 0)))
+        disk.flush()
+            .map(|flushed: Result<(), ImageError>| flushed.map_err(OperationError::at(DiskOperation::Flushing, 0)))
     };
     let watched = AtomicU64::new(0);
     let advance = || {
@@ -111,7 +135,7 @@ pub async fn bench(disk: &dyn Disk, options: &BenchOptions, watch: Watch<'_>) ->
     let mut under_way = FuturesUnordered::new();
     let (mut begun, mut ended) = (0_u64, 0_u64);
     while ended < options.count {
-        // Up to the next flush, if nothing is to be under way during it.
+        // Up to the next flush, if it must not have requests in flight.
         let drain = options.flush.filter(|flush| flush.drain && flush.requests > 0);
         let until = drain.map_or(options.count, |flush| {
             (ended / flush.requests + 1).saturating_mul(flush.requests).min(options.count)

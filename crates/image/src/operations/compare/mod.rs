@@ -3,7 +3,7 @@
 //! Law: what both know to be zero is not read; what one of them knows to be zero is read of the other only. The
 //! difference that is named is the first one, however many requests are under way.
 //!
-//! A disk that is longer than the other is the same if it goes on with zeros.
+//! A disk that is longer than the other is the same if the rest of it is zeros.
 
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
@@ -16,20 +16,24 @@ use futures_util::stream::FuturesUnordered;
 use limosa_storage::{Buffer, IoVector};
 
 use super::convert::{SECTOR, index};
-use super::operation::{Operation, OperationError, Progress, Watch};
+use super::operation::{DiskOperation, OperationError, Progress, Watch};
 use crate::disk::{BlockStatus, Disk, Mapped};
 use crate::offset::GuestOffset;
+use crate::setters::setters;
 
 /// How to compare.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct CompareOptions {
     /// Reads of each disk under way at the same time.
     pub requests: usize,
     /// Bytes that are read at once.
     pub piece: u64,
-    /// What is allocated, and how, has to be the same, too, and the length.
+    /// Whether allocation and length have to be the same, too.
     pub strict: bool,
 }
+
+setters!(CompareOptions { requests: usize, piece: u64, strict: bool });
 
 impl Default for CompareOptions {
     fn default() -> Self {
@@ -37,7 +41,7 @@ impl Default for CompareOptions {
     }
 }
 
-/// What came out.
+/// The verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// They are the same.
@@ -50,10 +54,11 @@ pub enum Verdict {
     Length,
 }
 
-/// What a comparison found and did.
+/// The result of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Comparison {
-    /// What came out.
+    /// The verdict.
     pub verdict: Verdict,
     /// Whether they are of one length, in whole sectors.
     pub same_length: bool,
@@ -61,17 +66,18 @@ pub struct Comparison {
     pub bytes_read: u64,
 }
 
-/// Which of the two disks failed, in what.
+/// A failure of one of the two disks.
 #[derive(Debug, thiserror::Error)]
 #[error("{image}: cannot be compared")]
+#[non_exhaustive]
 pub struct CompareError {
     /// The disk: a path.
     pub image: Arc<str>,
-    /// What happened.
+    /// The failure.
     pub source: OperationError,
 }
 
-/// What has to be read of a run in which each disk is of one kind.
+/// The reads that a run needs in which each disk is of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Need {
     /// Nothing: both are zero.
@@ -88,7 +94,7 @@ enum Side {
     Other,
 }
 
-/// What has to be read, seen from the maps of both.
+/// The reads that are needed, by the maps of both.
 fn need(one: BlockStatus, other: BlockStatus) -> Need {
     match (one.is_zero(), other.is_zero()) {
         (true, true) => Need::Nothing,
@@ -128,14 +134,14 @@ pub async fn compare(
         options,
         total,
         feed: Mutex::new(Feed { at: 0, runs: [None, None], differs: false }),
-        first: std::sync::Mutex::new(None),
+        first: parking_lot::Mutex::new(None),
         done: AtomicU64::new(0),
         bytes_read: AtomicU64::new(0),
         watch,
     };
     let workers: FuturesUnordered<_> = (0..options.requests.max(1)).map(|_| work.worker()).collect();
     workers.try_collect::<()>().await?;
-    let first = *work.first.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let first = *work.first.lock();
     let verdict = first.map_or(Verdict::Same, |(_, verdict)| verdict);
     Ok(Comparison { verdict, same_length, bytes_read: work.bytes_read.into_inner() })
 }
@@ -146,16 +152,16 @@ struct Work<'a> {
     total: u64,
     feed: Mutex<Feed>,
     /// The first difference found so far.
-    first: std::sync::Mutex<Option<(u64, Verdict)>>,
+    first: parking_lot::Mutex<Option<(u64, Verdict)>>,
     done: AtomicU64,
     bytes_read: AtomicU64,
     watch: Watch<'a>,
 }
 
-/// What has not been begun.
+/// The part of the disks that is left.
 struct Feed {
     at: u64,
-    /// What is known of each disk: up to where, and what it is.
+    /// The current run of each disk: its end, and its kind.
     runs: [Option<(u64, Mapped)>; 2],
     /// A worker found a difference: nothing behind it matters.
     differs: bool,
@@ -246,7 +252,7 @@ impl Work<'_> {
         let left = disk.len() - at;
         match disk.map(GuestOffset(at), left).await {
             Ok(mapped) => Ok((at + mapped.length.clamp(1, left), mapped)),
-            Err(error) => Err(self.failed(side, OperationError::at(Operation::Mapping, at)(error))),
+            Err(error) => Err(self.failed(side, OperationError::at(DiskOperation::Mapping, at)(error))),
         }
     }
 
@@ -254,18 +260,18 @@ impl Work<'_> {
         self.bytes_read.fetch_add(range.end - range.start, Ordering::Relaxed);
         let Some(disk) = self.disks.get(side) else { return Ok(()) };
         let read = disk.read(GuestOffset(range.start), IoVector::from(into.clone())).await;
-        read.map_err(|error| self.failed(side, OperationError::at(Operation::Reading, range.start)(error)))
+        read.map_err(|error| self.failed(side, OperationError::at(DiskOperation::Reading, range.start)(error)))
     }
 
     fn differs(&self, at: u64, verdict: Verdict) {
-        let mut first = self.first.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut first = self.first.lock();
         if first.is_none_or(|(found, _)| at < found) {
             *first = Some((at, verdict));
         }
     }
 }
 
-/// Where the first sector begins of which it is true.
+/// The beginning of the first sector that satisfies `is_it`.
 fn first_sector(buffer: &Buffer, is_it: impl Fn(Range<usize>, Buffer) -> bool) -> Option<u64> {
     let sector = index(SECTOR);
     let found = (0..buffer.len()).step_by(sector).find(|&at| {

@@ -1,9 +1,9 @@
-//! Copies what is on disks to another disk, whatever their formats.
+//! Copies disks to another disk, of the same or another format.
 //!
-//! Law: what is known to be zero, or to be below the target already, is neither read nor written; at most
-//! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. What to do is computed by
-//! `plan`; this is the layer that does it, with so many workers that each take the next piece, read it, and write it
-//! when its turn has come.
+//! Law: known zeros, and contents that the target's backing image has already, are neither read nor written; at most
+//! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. `plan` computes the steps; this
+//! module carries them out, with one worker for each request: it takes the next piece, reads it, and writes it when its
+//! turn has come.
 //!
 //! The target is not closed, and nothing is made durable: the caller that opened it does that, with
 //! [`crate::Disk::close`].
@@ -26,10 +26,11 @@ use futures_util::future::try_join_all;
 use futures_util::stream::FuturesUnordered;
 use limosa_storage::{Buffer, IoVector, block_on};
 
-use super::operation::{Operation, OperationError, Progress, Watch};
+use super::operation::{DiskOperation, OperationError, Progress, Watch};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
+use crate::setters::setters;
 use plan::{Action, Content, Cutter, Rules, Span, Step};
 pub use request::{ConvertRequest, ConvertTarget, NewTarget, PreparedConversion};
 pub(crate) use source::{SECTOR, Source, index};
@@ -37,30 +38,44 @@ use turn::Turn;
 
 /// How to convert.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ConvertOptions {
-    /// Pieces under way at the same time.
+    /// Pieces in flight at the same time.
     pub requests: usize,
-    /// Bytes of a piece, which are read and written at once as far as they are contents.
+    /// Bytes of a piece; its contents are read and written at once.
     pub piece: u64,
-    /// Runs of zeros between contents are left out from so many bytes on; 0: everything is written, and the target
+    /// The shortest run of zeros between contents, in bytes, that is left out; 0: everything is written, and the target
+    /// is
     /// fully allocated.
     pub sparse: u64,
-    /// Pieces are written as they come; otherwise in the order of the disk, one after the other.
+    /// Whether pieces are written in any order; otherwise in the order of the disk, one after the other.
     pub out_of_order: bool,
-    /// The target is known to read as zeros: it is new, or the caller says so.
+    /// Whether the target is known to read as zeros: it is new, or the caller says so.
     pub target_is_zero: bool,
-    /// The target lies on a disk of so many bytes that has what lies below the source: only what the source itself has
-    /// is copied.
+    /// Length in bytes of the target's backing image, which has the contents of the source's: only contents of the
+    /// source
+    /// itself are copied.
     pub below: Option<u64>,
-    /// Sectors that cannot be read become zeros.
+    /// Whether sectors that cannot be read become zeros.
     pub salvage: bool,
     /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for
     /// then.
     pub copy_range: bool,
 }
 
+setters!(ConvertOptions {
+    requests: usize,
+    piece: u64,
+    sparse: u64,
+    out_of_order: bool,
+    target_is_zero: bool,
+    below: Option<u64>,
+    salvage: bool,
+    copy_range: bool,
+});
+
 impl ConvertOptions {
-    /// What `sparse` usually is, in bytes.
+    /// The default of `sparse`, in bytes.
     pub const SPARSE: u64 = 4096;
     /// Bytes of a piece that measured well: it stays in the processor's cache between being read and written.
     pub const PIECE: u64 = 1 << 20;
@@ -81,8 +96,9 @@ impl Default for ConvertOptions {
     }
 }
 
-/// What a conversion did.
+/// Counts of a conversion.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ConvertCounters {
     /// Reads.
     pub reads: u64,
@@ -175,9 +191,8 @@ pub async fn convert(
     Ok(counters)
 }
 
-/// The same, with a thread for each request, this one among them: what is in the page cache is copied by several
-/// processors, and nothing is handed from one thread to another if storages have their caller wait
-/// ([`limosa_storage::Io::Caller`]).
+/// Copies as [`convert`] does, with a thread for each request, this one included: several processors copy from the page
+/// cache, and no request moves to another thread if storages let their caller wait ([`limosa_storage::Io::Caller`]).
 ///
 /// # Errors
 /// [`OperationError`].
@@ -246,7 +261,7 @@ struct Conversion<'a> {
     watch: Watch<'a>,
 }
 
-/// What has not been begun.
+/// The work that is left.
 struct Feed {
     cutter: Cutter,
     /// Up to where the map of the source is known.
@@ -255,7 +270,7 @@ struct Feed {
     number: u64,
 }
 
-/// What is zeroed at once, in bytes: in between, it may be stopped.
+/// Bytes that are zeroed at once: the conversion may be stopped between two such parts.
 const ZERO_AT_ONCE: u64 = 256 << 20;
 
 impl<'a> Conversion<'a> {
@@ -293,7 +308,7 @@ impl<'a> Conversion<'a> {
         })
     }
 
-    /// Nothing is begun any more.
+    /// Lets the workers start nothing more.
     fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.turn.abandon();
@@ -307,7 +322,7 @@ impl<'a> Conversion<'a> {
         let mut counters = ConvertCounters::default();
         let mut buffer = None;
         while let Some((number, step)) = self.next().await? {
-            // Whatever else it waits for ends by itself.
+            // Nothing else that it waits for needs it.
             if self.is_stopped() {
                 break;
             }
@@ -377,7 +392,7 @@ impl<'a> Conversion<'a> {
                     let end = (at / SECTOR + 1).saturating_mul(SECTOR).min(self.source.len());
                     Span { range: at..end, content: Content::Data }
                 }
-                Err(error) => return Err(OperationError::at(Operation::Mapping, at)(error)),
+                Err(error) => return Err(OperationError::at(DiskOperation::Mapping, at)(error)),
             };
             feed.at = span.range.end;
             feed.cutter.push(span);
@@ -439,7 +454,7 @@ impl<'a> Conversion<'a> {
             let (at, from) = (range.start, IoVector::from(place(range)));
             async move {
                 let write = self.target.write(GuestOffset(at), from).await;
-                write.map_err(OperationError::at(Operation::Writing, at))
+                write.map_err(OperationError::at(DiskOperation::Writing, at))
             }
         };
         let mut together = Vec::new();
@@ -479,7 +494,7 @@ impl<'a> Conversion<'a> {
                 counters.bytes_spared += length;
             } else {
                 let zero = self.target.write_zeroes(GuestOffset(at), length, true).await;
-                zero.map_err(OperationError::at(Operation::Zeroing, at))?;
+                zero.map_err(OperationError::at(DiskOperation::Zeroing, at))?;
                 counters.zeroes += 1;
                 counters.bytes_zeroed += length;
             }
@@ -503,7 +518,8 @@ impl<'a> Conversion<'a> {
         }
         let left = range.end - range.start;
         let mapped = self.target.map(GuestOffset(range.start), left).await;
-        let mapped = mapped.map_err(|error: ImageError| OperationError::at(Operation::Mapping, range.start)(error))?;
+        let mapped =
+            mapped.map_err(|error: ImageError| OperationError::at(DiskOperation::Mapping, range.start)(error))?;
         let end = range.start + mapped.length.clamp(1, left);
         // Space that was set aside stays: it is wanted.
         if mapped.kind.is_zero() { Ok((end, true)) } else { Ok((end.min(at_once), false)) }

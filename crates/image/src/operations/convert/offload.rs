@@ -10,13 +10,13 @@ use super::plan::{Content, Span};
 use super::source::HostRange;
 use super::{Conversion, ConvertCounters};
 use crate::offset::GuestOffset;
-use crate::operations::operation::{Operation, OperationError};
+use crate::operations::operation::{DiskOperation, OperationError};
 
 /// A run of contents, and where it lies.
 pub(super) type Run = (Range<u64>, HostRange);
 
 impl Conversion<'_> {
-    /// Where the contents of a piece lie; `None`: they are to be copied plainly.
+    /// The places of the contents of a piece; `None`: they have to be read and written.
     pub(super) async fn runs(&self, spans: &[Span]) -> Result<Option<Vec<Run>>, OperationError> {
         if !self.options.copy_range || self.plainly.load(Ordering::Relaxed) {
             return Ok(None);
@@ -26,7 +26,9 @@ impl Conversion<'_> {
             let mut at = span.range.start;
             while at < span.range.end {
                 let place = self.source.place(&(at..span.range.end)).await;
-                let Some(place) = place.map_err(OperationError::at(Operation::Mapping, at))? else { return Ok(None) };
+                let Some(place) = place.map_err(OperationError::at(DiskOperation::Mapping, at))? else {
+                    return Ok(None);
+                };
                 let end = at + place.length;
                 runs.push((at..end, place));
                 at = end;

@@ -1,4 +1,4 @@
-//! What is converted: one disk or several, one after the other.
+//! The source of a conversion: one disk or several, one after the other.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,9 +11,9 @@ use super::plan::{Content, Span};
 use crate::disk::{BlockStatus, Disk};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
-use crate::operations::operation::{Operation, OperationError};
+use crate::operations::operation::{DiskOperation, OperationError};
 
-/// What disks are made of: a disk whose length is no multiple of it goes on with zeros.
+/// Bytes of a sector: a disk whose length is no multiple of it ends with zeros.
 pub(crate) const SECTOR: u64 = 512;
 
 /// Disks, one after the other.
@@ -60,7 +60,9 @@ impl Source {
         self.len
     }
 
-    /// What there is from `at` on. `below`: the target lies on a disk of so many bytes with what lies below the source.
+    /// Returns the kind of the bytes from `at` on. `below`: length of the target's backing image, which has the
+    /// contents of
+    /// the source's.
     pub(crate) async fn map(&self, at: u64, below: Option<u64>) -> Result<Span, ImageError> {
         let Some(part) = self.parts.iter().find(|part| part.range.contains(&at)) else {
             return Ok(Span { range: at..self.len.max(at), content: Content::Zero });
@@ -120,7 +122,7 @@ impl Source {
             let whole = if begin < own_end { part.read(begin, place(begin, own_end)).await } else { Ok(()) };
             match whole {
                 Ok(()) => {}
-                Err(error) if !salvage => return Err(OperationError::at(Operation::Reading, begin)(error)),
+                Err(error) if !salvage => return Err(OperationError::at(DiskOperation::Reading, begin)(error)),
                 Err(_) => part.salvage(begin..own_end, place, &mut bad).await,
             }
             Ok(bad)
@@ -160,7 +162,7 @@ impl Part {
     }
 }
 
-/// The end of a sector in the middle of a range; `None`: it lies in one.
+/// The end of a sector in the middle of a range; `None`: the range is within one.
 fn middle(range: &Range<u64>) -> Option<u64> {
     let half = range.start.midpoint(range.end) / SECTOR * SECTOR;
     let middle = if half > range.start { half } else { (range.start / SECTOR + 1) * SECTOR };

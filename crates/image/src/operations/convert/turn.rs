@@ -1,8 +1,9 @@
-//! Which worker may write next, where writes are to come in the order of the disk.
+//! The turns of workers, for writes in the order of the disk.
 
 use std::future::poll_fn;
-use std::sync::{Mutex, PoisonError};
 use std::task::{Poll, Waker};
+
+use parking_lot::Mutex;
 
 /// Numbers are called one after the other.
 #[derive(Debug, Default)]
@@ -14,7 +15,7 @@ impl Turn {
     /// Waits until this number is called.
     pub(super) async fn wait(&self, number: u64) {
         poll_fn(|context| {
-            let mut called = self.called.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut called = self.called.lock();
             if called.0 >= number {
                 return Poll::Ready(());
             }
@@ -26,7 +27,7 @@ impl Turn {
 
     /// Calls the next number.
     pub(super) fn done(&self) {
-        let mut called = self.called.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut called = self.called.lock();
         called.0 = called.0.saturating_add(1);
         let next = called.0;
         called.1.extract_if(.., |(number, _)| *number <= next).for_each(|(_, waker)| waker.wake());
@@ -34,7 +35,7 @@ impl Turn {
 
     /// Calls all numbers: no worker waits any more.
     pub(super) fn abandon(&self) {
-        let mut called = self.called.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut called = self.called.lock();
         called.0 = u64::MAX;
         called.1.drain(..).for_each(|(_, waker)| waker.wake());
     }

@@ -1,8 +1,8 @@
-//! What an image had its storages do, by purpose.
+//! Counts of an image's storage operations, by purpose.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What an operation was for.
+/// The purpose of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OperationKind {
     DataRead,
@@ -25,6 +25,7 @@ const PURPOSES: usize = OperationKind::Flush as usize + 1;
 
 /// Operations of one purpose.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Operations {
     /// How many.
     pub operations: u64,
@@ -32,9 +33,10 @@ pub struct Operations {
     pub bytes: u64,
 }
 
-/// What an image had its storages do since it was opened. Requests that its backing image carried out are counted here
-/// as one operation each, and there as whatever it took.
+/// Storage operations of an image since it was opened. A request to its backing image is counted here as one operation,
+/// and there as the operations that it took.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Counts {
     /// Contents read for the guest.
     pub data_reads: Operations,

@@ -1,4 +1,4 @@
-//! What is written in which order.
+//! The order of writes.
 //!
 //! Law: at any instant the file's refcounts are at least the number of references in it, and every reference leads to
 //! what was written before. A flush therefore has two halves, with a flush of the storage behind each:
@@ -45,6 +45,16 @@ pub(super) struct Flusher {
     turns: RankedMutex<Turns>,
 }
 
+/// The owners that a flusher works with.
+pub(super) struct FlusherParts {
+    pub(super) context: Arc<Context>,
+    pub(super) header: Arc<HeaderOwner>,
+    pub(super) allocator: Arc<Allocator>,
+    pub(super) tables: Arc<Tables>,
+    pub(super) cancelled_writes: Arc<CancelledWrites>,
+    pub(super) lengths: Arc<Lengths>,
+}
+
 /// One flush may be under way, and one wait for it.
 #[derive(Default)]
 struct Turns {
@@ -53,22 +63,10 @@ struct Turns {
 }
 
 impl Flusher {
-    pub(super) fn new(
-        context: Arc<Context>,
-        header: Arc<HeaderOwner>,
-        (allocator, tables): (Arc<Allocator>, Arc<Tables>),
-        cancelled_writes: Arc<CancelledWrites>,
-        lengths: Arc<Lengths>,
-    ) -> Self {
-        Self {
-            context,
-            header,
-            allocator,
-            tables,
-            cancelled_writes,
-            lengths,
-            turns: Rank::Flushes.mutex(Turns::default()),
-        }
+    pub(super) fn new(parts: FlusherParts) -> Self {
+        let FlusherParts { context, header, allocator, tables, cancelled_writes, lengths } = parts;
+        let turns = Rank::Flushes.mutex(Turns::default());
+        Self { context, header, allocator, tables, cancelled_writes, lengths, turns }
     }
 
     pub(super) const fn tables(&self) -> &Arc<Tables> {

@@ -1,9 +1,10 @@
 //! A disk that becomes longer while it is in use.
 //!
 //! Law: the header's size changes last, durably, when everything that it needs is there: a cut leaves the old size or
-//! the new one. What is new reads as zeros, whatever lies behind the old end in its cluster or in the backing image.
-//! Requests go on meanwhile; only flushes wait while the L1 table is moved. Growths are one at a time: what is new to
-//! the first is the guest's when the second begins.
+//! the new one. Added bytes read as zeros, even if the old last cluster or the backing image has contents there.
+//! Requests continue meanwhile; only flushes wait while the L1 table is moved. Growths are one at a time: bytes that
+//! the
+//! first one adds are the guest's when the second begins.
 
 use std::sync::Arc;
 
@@ -14,6 +15,7 @@ use super::context::Context;
 use super::flusher::Flusher;
 use super::header_owner::HeaderOwner;
 use super::locks::Rank;
+use super::owners::Owners;
 use super::shared_future::Serial;
 use super::tables::Tables;
 use super::writer::{Writer, Zeroing};
@@ -45,17 +47,20 @@ pub(super) struct Grower {
 }
 
 impl Grower {
-    pub(super) fn new(
-        context: Arc<Context>,
-        header: Arc<HeaderOwner>,
-        (allocator, tables): (Arc<Allocator>, Arc<Tables>),
-        flusher: Arc<Flusher>,
-        writer: Arc<Writer>,
-    ) -> Self {
-        Self { header, context, allocator, tables, flusher, writer, growths: Serial::new(Rank::Growing) }
+    pub(super) fn new(owners: &Owners, writer: Arc<Writer>) -> Self {
+        let Owners { context, header, allocator, tables, flusher, .. } = owners;
+        Self {
+            header: Arc::clone(header),
+            context: Arc::clone(context),
+            allocator: Arc::clone(allocator),
+            tables: Arc::clone(tables),
+            flusher: Arc::clone(flusher),
+            writer,
+            growths: Serial::new(Rank::Growing),
+        }
     }
 
-    /// Lets go of what is under way.
+    /// Cancels all growths in flight.
     pub(super) fn clear(&self) {
         self.growths.clear();
     }
@@ -94,8 +99,8 @@ impl Grower {
         self.header.exclusively(async move { header.set_size(size).await }.boxed()).await
     }
 
-    /// What a disk that becomes `size` bytes long would show that was never written there becomes zeros: what lies in
-    /// the cluster of the old end behind it, and what the backing image has there. None of it is flushed.
+    /// Zeroes contents that were never written and would be visible in a disk of `size` bytes: the rest of the old last
+    /// cluster, and the backing image's contents past the old end. Nothing is flushed.
     pub(super) async fn zero_tail(&self, old: u64, size: u64) -> Result<(), ImageError> {
         let own = old.next_multiple_of(self.context.geometry().cluster_size()).min(size);
         let below = self.context.backing().map_or(0, |backing| backing.len()).min(size);

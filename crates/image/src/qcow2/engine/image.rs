@@ -20,10 +20,10 @@
 //!
 //! # Requests
 //!
-//! A **read** looks up what its bytes are, and reads everything at once. A **write** to clusters that the image has for
-//! itself is one write to the storage, and takes no lock beyond those for the look (the L1 table, a slice). What
-//! changes where bytes lie claims the clusters (or subclusters) first: a *job*, of which there is one for any cluster
-//! at a time. Requests to different parts of the disk take different locks.
+//! A **read** looks up its clusters, and reads everything at once. A **write** to clusters that the image has
+//! exclusively is one write to the storage, and takes no lock beyond those of the lookup (the L1 table, a slice). A
+//! request that changes where bytes are claims the clusters (or subclusters) first: a *job*, one for any cluster at a
+//! time. Requests to different parts of the disk take different locks.
 //!
 //! * A write that needs a new cluster is a job: it takes clusters, reads what has to be around the guest's bytes,
 //!   writes all of it with one vectored write, and then notes in the L2 table where it lies. A write to the same
@@ -32,26 +32,35 @@
 //!   and the filesystem can share it, the job clones it and writes the guest's bytes over it.
 //! * Zeroing and discarding whole clusters is a job that changes entries only.
 //!
-//! Of requests that overlap each byte is of one or the other: a write in place that was looked up before a discard is
-//! as if it had come before it. A cluster that nothing refers to any more is therefore not used anew before all
-//! requests that may have looked it up are done (the module `epoch`), and not before the file says so durably. One that
-//! is zeroed and stays may be written anew at once: a read that was under way meanwhile reads again. A failed job's
-//! cluster to which others write along counts as dropped, too.
+//! Where requests overlap, each byte is of one or the other: a write in place that was looked up before a discard
+//! counts
+//! as one that came before it. A cluster that nothing refers to any more is therefore not reused before all requests
+//! that
+//! may have looked it up are done (the module `epoch`), and not before the file has no reference to it, durably. A
+//! cluster
+//! that is zeroed and stays may be written again at once: a read that was in flight meanwhile reads again. The cluster
+//! of
+//! a failed job counts as dropped, too, if other requests wrote to it.
 //!
 //! A request that waits for a job, a slice or a flush drives it: there is no thread behind an image, and a request that
-//! is dropped or not polled stops nothing but a close, which waits for those that are polled no more until they are
-//! dropped. A job that is dropped is ended by whatever request comes next, before anything else, so that it is either
-//! over or never was. A write in place that is dropped goes on by itself, and counts as using its cluster until a flush
+//! is dropped or not polled stops nothing but a close, which waits for requests that are no longer polled until they
+//! are
+//! dropped. A job that is dropped is completed by the next request, before anything else, so that it either took effect
+//! or never existed. A write in place that is dropped continues by itself, and counts as using its cluster until a
+//! flush
 //! finds it over.
 //!
-//! # What is not written over
+//! # Protection of tables
 //!
-//! An image may lie about where its contents are, what is free, and where its tables lie. Every cluster that is to be
-//! written, handed out or given back is looked for among the tables first (the module `overlap_check`), and tables that
-//! lie on each other are found when the image is opened to be written. Whatever is found: the image is marked as
-//! corrupt, and nothing more is written or given back.
+//! A hostile image may lie about the places of its contents, free clusters and tables. Every cluster is compared with
+//! the
+//! tables before it is written, handed out or given back (the module `overlap_check`), and tables that overlap each
+//! other
+//! are found when the image is opened to be written. If there is an overlap, the image is marked as corrupt, and
+//! nothing
+//! more is written or given back.
 //!
-//! # What a crash leaves
+//! # Crash consistency
 //!
 //! At any instant, in the file: every refcount is at least the number of references, except under the dirty bit; every
 //! reference leads to something that was written before. So:
@@ -75,7 +84,7 @@ use super::allocator::Allocator;
 use super::cancelled_writes::CancelledWrites;
 use super::context::Context;
 use super::counters::Counts;
-use super::flusher::Flusher;
+use super::flusher::{Flusher, FlusherParts};
 use super::grow::Grower;
 use super::guest_data::GuestData;
 use super::header_owner::HeaderOwner;
@@ -84,13 +93,14 @@ use super::lengths::Lengths;
 use super::locks::{Rank, RankedMutex};
 use super::options::Qcow2Options;
 use super::overlap_check::OverlapCheck;
+use super::owners::Owners;
 use super::preallocated::Preallocated;
 use super::reader::Reader;
 use super::refcounts::Refcounts;
 use super::seams;
 use super::shared_future::SharedFuture;
 use super::tables::{MakeRoom, Tables};
-use super::writer::{Writer, WriterParts, Zeroing};
+use super::writer::{Writer, Zeroing};
 use crate::disk::{Disk, Mapped, Pending};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
@@ -98,19 +108,31 @@ use crate::qcow2::format::header::Header;
 use crate::qcow2::format::snapshot_table;
 use crate::qcow2::offline::check::{CheckOptions, CheckReport, Repair, repair};
 use crate::requests::{Inside, Requests};
+use crate::setters::setters;
 
-/// What an image consists of.
+/// The parts of an image.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Parts {
-    /// Where the image lies.
+    /// The image's file.
     pub file: Arc<dyn Storage>,
-    /// Where its contents lie, if they lie in a file of their own.
+    /// Its external data file, if it has one.
     pub data_file: Option<Arc<dyn Storage>>,
-    /// What is seen where it has nothing. `None`: zeros, whatever the header says.
+    /// The backing image. `None`: zeros, even if the header names one.
     pub backing: Option<Arc<dyn Disk>>,
     /// Its header, as it was read.
     pub header: Header,
 }
+
+impl Parts {
+    /// An image without an external data file and a backing image.
+    #[must_use]
+    pub fn new(file: Arc<dyn Storage>, header: Header) -> Self {
+        Self { file, data_file: None, backing: None, header }
+    }
+}
+
+setters!(Parts { data_file: Option<Arc<dyn Storage>>, backing: Option<Arc<dyn Disk>> });
 
 /// A qcow2 image in use: a [`Disk`].
 ///
@@ -139,13 +161,17 @@ struct Inner {
 }
 
 impl Qcow2 {
-    /// Takes an image into use. One that is to be written, and was not closed while its refcounts were written late, is
-    /// repaired first: [`Qcow2::repaired`]. An image that is opened to be written is not open elsewhere.
+    /// Opens an image. If it is opened to be written, and its lazy refcounts were not written because it was not
+    /// closed, it
+    /// is repaired first: [`Qcow2::repaired`]. The caller makes sure that an image opened to be written is not open
+    /// elsewhere.
     ///
     /// # Errors
-    /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::Damaged`]: it is to be written, and
+    /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::Damaged`]: it is opened to be
+    /// written, and
     /// is marked as corrupt or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data file is needed
-    /// and not there; what the storage says.
+    /// and
+    /// not there; errors of the storage.
     pub async fn open(parts: Parts, options: Qcow2Options) -> Result<Arc<Self>, ImageError> {
         let Parts { file, data_file, backing, mut header } = parts;
         let name = Arc::clone(file.name());
@@ -182,29 +208,30 @@ impl Qcow2 {
         Ok(Arc::new(Self { inner: Arc::new(inner), repaired }))
     }
 
-    /// What the image had its storages do since it was opened.
+    /// Returns the storage operations since the image was opened.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.inner.context.counters().counts()
     }
 
-    /// What was repaired when the image was opened; `None`: it had been closed, or is only read. An image whose
-    /// refcounts are written late and that was not closed has refcounts that mean nothing: nothing is written before
-    /// they are made anew, as [`Repair::Refcounts`] does.
+    /// Returns what was repaired when the image was opened; `None`: it had been closed, or is only read. The refcounts
+    /// of
+    /// an image with lazy refcounts that was not closed are wrong: nothing is written before they are rebuilt, as
+    /// [`Repair::Refcounts`] does.
     #[must_use]
     pub const fn repaired(&self) -> Option<&CheckReport> {
         self.repaired.as_ref()
     }
 
-    /// Its header, as it is now.
+    /// Returns the current header.
     #[must_use]
     pub fn header(&self) -> Header {
         self.inner.header.now()
     }
 
-    /// Makes the disk `size` bytes long, which is no less than it is: what is new reads as zeros. Requests may be under
-    /// way, and those behind the old end are carried out when it is done. Durable in the end. Several at a time are
-    /// carried out one after the other.
+    /// Grows the disk to `size` bytes, durably; added bytes read as zeros. Requests may be in flight; those past the
+    /// old end
+    /// are admitted when it is done. Several growths at a time are carried out one after the other.
     ///
     /// # Errors
     /// [`ImageError::Unsupported`]: shorter; no multiple of 512; larger than the image's clusters allow; version 2 with
@@ -219,8 +246,7 @@ impl Qcow2 {
         }))
     }
 
-    /// Has what lies between the disk's end and `size`, in the cluster of the end, read as zeros when the disk becomes
-    /// longer.
+    /// Zeroes the rest of the last cluster up to `size`, so that it reads as zeros when the disk grows.
     pub(in crate::qcow2) async fn zero_tail(&self, size: u64) -> Result<(), ImageError> {
         self.inner.allocator.begin_writing().await?;
         self.inner.grower.zero_tail(self.inner.header.size(), size).await
@@ -242,14 +268,14 @@ impl Inner {
         let flusher = Arc::new_cyclic(|flusher: &Weak<Flusher>| {
             let room: Weak<dyn MakeRoom> = flusher.clone();
             let tables = Arc::new(Tables::new(Arc::clone(&context), Arc::clone(&allocator), l1, room));
-            let below = (Arc::clone(&allocator), tables);
-            Flusher::new(
-                Arc::clone(&context),
-                Arc::clone(&header),
-                below,
-                Arc::clone(&cancelled_writes),
-                Arc::clone(&lengths),
-            )
+            Flusher::new(FlusherParts {
+                context: Arc::clone(&context),
+                header: Arc::clone(&header),
+                allocator: Arc::clone(&allocator),
+                tables,
+                cancelled_writes: Arc::clone(&cancelled_writes),
+                lengths: Arc::clone(&lengths),
+            })
         });
         let tables = Arc::clone(flusher.tables());
         let guest_data = Arc::new(GuestData::new(Arc::clone(&context), lengths));
@@ -260,7 +286,7 @@ impl Inner {
             Arc::clone(&guest_data),
             Preallocated::new(Arc::clone(&context), Arc::clone(&header)),
         );
-        let writer = Arc::new(Writer::new(&WriterParts {
+        let owners = Owners {
             context: Arc::clone(&context),
             header: Arc::clone(&header),
             allocator: Arc::clone(&allocator),
@@ -268,10 +294,9 @@ impl Inner {
             flusher: Arc::clone(&flusher),
             guest_data,
             cancelled_writes,
-        }));
-        let below = (Arc::clone(&allocator), Arc::clone(&tables));
-        let grower =
-            Grower::new(Arc::clone(&context), Arc::clone(&header), below, Arc::clone(&flusher), Arc::clone(&writer));
+        };
+        let writer = Arc::new(Writer::new(&owners));
+        let grower = Grower::new(&owners, Arc::clone(&writer));
         let (grower, requests, closing) = (Arc::new(grower), Requests::default(), Rank::Closing.mutex(None));
         Ok(Self { context, header, allocator, tables, flusher, reader, writer, grower, requests, closing })
     }

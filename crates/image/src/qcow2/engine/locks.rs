@@ -10,7 +10,10 @@
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+#[cfg(loom)]
+use std::sync::PoisonError;
+
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use self::held::{Held, Ranked};
 
@@ -25,7 +28,7 @@ pub(super) enum Rank {
     CancelledRequests,
     /// Jobs under way.
     InFlight,
-    /// What a job has gathered, or where it writes.
+    /// The state of a job: gathered bytes, or places.
     InFlightAllocation,
     /// The flush under way, and the next one.
     Flushes,
@@ -57,7 +60,7 @@ pub(super) enum Rank {
     Refused,
 }
 
-/// A [`Mutex`] with its place in the order. A poisoned one is used on: nothing panics half-way under it.
+/// A [`Mutex`] with its place in the order.
 pub(super) struct RankedMutex<T> {
     rank: Ranked,
     inner: Mutex<T>,
@@ -115,7 +118,7 @@ impl Rank {
 impl<T> RankedMutex<T> {
     pub(super) fn lock(&self) -> RankedGuard<MutexGuard<'_, T>> {
         let held = self.rank.take();
-        RankedGuard { guard: self.inner.lock().unwrap_or_else(PoisonError::into_inner), _held: held }
+        RankedGuard { guard: self.inner.lock(), _held: held }
     }
 }
 
@@ -129,12 +132,12 @@ impl<T: Default> RankedMutex<T> {
 impl<T> RankedRwLock<T> {
     pub(super) fn read(&self) -> RankedGuard<RwLockReadGuard<'_, T>> {
         let held = self.rank.take();
-        RankedGuard { guard: self.inner.read().unwrap_or_else(PoisonError::into_inner), _held: held }
+        RankedGuard { guard: self.inner.read(), _held: held }
     }
 
     pub(super) fn write(&self) -> RankedGuard<RwLockWriteGuard<'_, T>> {
         let held = self.rank.take();
-        RankedGuard { guard: self.inner.write().unwrap_or_else(PoisonError::into_inner), _held: held }
+        RankedGuard { guard: self.inner.write(), _held: held }
     }
 }
 
@@ -171,7 +174,7 @@ mod held {
     use super::Rank;
 
     thread_local! {
-        /// What this thread holds, in the order in which it was taken.
+        /// The locks that this thread holds, in the order of acquisition.
         static HELD: RefCell<Vec<Rank>> = const { RefCell::new(Vec::new()) };
     }
 

@@ -19,6 +19,7 @@ pub(super) mod locks;
 pub(super) mod lookup;
 pub(super) mod options;
 pub(super) mod overlap_check;
+pub(super) mod owners;
 pub(super) mod pool;
 pub(super) mod preallocated;
 pub(super) mod reader;

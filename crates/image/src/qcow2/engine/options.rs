@@ -1,19 +1,22 @@
-//! How an image is used.
+//! Options of an open image.
+
+use crate::setters::setters;
 
 /// Whether contents that a new cluster takes over are shared, where the filesystem can, in place of being copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloneMode {
     /// They are copied.
     Off,
-    /// Where at least so many bytes would be copied for a write.
+    /// They are shared if a write would copy at least this many bytes.
     From(u64),
 }
 
 impl CloneMode {
     /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-reflinks.md):
     /// clusters of 256 KiB that a small write begins are faster cloned, those of 64 KiB are faster copied, and between
-    /// them what is gained in time is lost in CPU. A clone is a change of the filesystem's own tables, which lasts as
-    /// long whatever its length; and what is then written over it takes space anew.
+    /// them the time gained is lost in CPU. A clone changes the filesystem's own tables, which takes the same time for
+    /// any
+    /// length; and bytes that are then written over it need space again.
     pub const AUTO: Self = Self::From(128 << 10);
 }
 
@@ -25,11 +28,12 @@ impl Default for CloneMode {
 
 /// How an image is used.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Qcow2Options {
     /// The most memory for L2 slices, in bytes; refcount blocks get a quarter of it on top.
     pub cache_size: u64,
     /// Whether new clusters are filled by sharing.
-    pub clone: CloneMode,
+    pub clone_mode: CloneMode,
     /// Nothing is written, the header included.
     pub read_only: bool,
     /// Whether refcounts are written late; `None`: what the image says.
@@ -41,11 +45,20 @@ pub struct Qcow2Options {
     pub discard: bool,
 }
 
+setters!(Qcow2Options {
+    cache_size: u64,
+    clone_mode: CloneMode,
+    read_only: bool,
+    lazy_refcounts: Option<bool>,
+    allocate_ahead: u64,
+    discard: bool,
+});
+
 impl Default for Qcow2Options {
     fn default() -> Self {
         Self {
             cache_size: 32 << 20,
-            clone: CloneMode::default(),
+            clone_mode: CloneMode::default(),
             read_only: false,
             lazy_refcounts: None,
             allocate_ahead: 4 << 20,

@@ -1,12 +1,13 @@
-//! Where an image's own tables lie, and what may not happen there.
+//! The places of an image's own tables, and the requests that may not touch them.
 //!
 //! Law: no cluster is two things. Nothing is handed out, written as contents, given back or discarded where the header,
 //! the L1 table, an L2 table, the refcount table, a refcount block, the snapshots or the bitmap directory lie. An image
 //! whose tables lie on each other is not written at all. So each table is changed by its owner, and by nothing else.
 //!
-//! What the header leads to is known from the beginning; L2 tables and refcount blocks are added as they are made. A
-//! look at clusters of which nothing is known takes no lock: a filter of one bit for each hash of a cluster's number
-//! says so. A bit that is set for something else costs a look, and nothing more.
+//! Tables that the header leads to are known from the beginning; L2 tables and refcount blocks are added as they are
+//! created. A lookup of other clusters takes no lock: a filter has one bit for each hash of a cluster's number. A bit
+//! that
+//! is set for another cluster costs a lookup, and nothing more.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -28,37 +29,30 @@ const FILTER: (u64, u64) = (1 << 12, 1 << 20);
 const FILTERED_MOST: u64 = 1 << 20;
 
 /// A table of the image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
 pub(super) enum TableKind {
+    #[strum(to_string = "header")]
     Header,
+    #[strum(to_string = "L1 table")]
     L1,
+    #[strum(to_string = "refcount table")]
     Refcounts,
     /// The snapshot table, or a snapshot's L1 table.
+    #[strum(to_string = "snapshot table or L1 table of a snapshot")]
     Snapshots,
+    #[strum(to_string = "bitmap directory")]
     BitmapDirectory,
+    #[strum(to_string = "L2 table")]
     L2,
+    #[strum(to_string = "refcount block")]
     RefcountBlock,
 }
 
-impl fmt::Display for TableKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Header => "header",
-            Self::L1 => "L1 table",
-            Self::Refcounts => "refcount table",
-            Self::Snapshots => "snapshot table or L1 table of a snapshot",
-            Self::BitmapDirectory => "bitmap directory",
-            Self::L2 => "L2 table",
-            Self::RefcountBlock => "refcount block",
-        })
-    }
-}
-
-/// A table that lies where something else is said to lie.
+/// A table that overlaps another structure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Overlap {
     pub(super) table: TableKind,
-    /// Where it lies, in the file.
+    /// Offset of the table in the file.
     pub(super) at: HostOffset,
 }
 
@@ -68,27 +62,28 @@ impl fmt::Display for Overlap {
     }
 }
 
-/// Where the tables lie.
+/// The places of all tables.
 #[derive(Debug)]
 pub(super) struct OverlapCheck {
     cluster_bits: u32,
     filter: Box<[AtomicU64]>,
     places: RankedRwLock<Places>,
-    /// Two tables that lie on each other, found at the beginning.
+    /// Two tables that overlap, found when the image was opened.
     conflict: Option<(Overlap, Overlap)>,
 }
 
 /// All in numbers of clusters.
 #[derive(Debug, Default)]
 struct Places {
-    /// Tables that the header or the snapshot table lead to, by where they begin: where they end. None lies on another.
+    /// Tables that the header or the snapshot table lead to: first cluster, and the cluster past the end. They do not
+    /// overlap.
     ranges: BTreeMap<HostCluster, (HostCluster, TableKind)>,
     /// L2 tables and refcount blocks.
     single: HashMap<HostCluster, TableKind>,
 }
 
 impl Places {
-    /// The first table in a range, but for tables of one sort.
+    /// The first table in a range, except tables of the kind `but`.
     fn within(&self, clusters: &Range<HostCluster>, but: Option<TableKind>) -> Option<(HostCluster, TableKind)> {
         let range = self.ranges.range(..clusters.end).next_back().filter(|(_, (end, _))| *end > clusters.start);
         let range = range.map(|(first, (_, table))| (*first, *table));
@@ -118,8 +113,9 @@ impl Default for OverlapCheck {
 }
 
 impl OverlapCheck {
-    /// `ranges`: tables that may be longer than a cluster, in bytes of the file; `l2` and `blocks`: where L2 tables and
-    /// refcount blocks lie. `more`: so many of them may be added.
+    /// `ranges`: tables that may be longer than a cluster, in bytes of the file; `l2` and `blocks`: offsets of L2
+    /// tables and
+    /// refcount blocks. `more`: the number of them that may be added.
     pub(super) fn new(
         cluster_bits: u32,
         ranges: Vec<(TableKind, Range<HostOffset>)>,
@@ -206,7 +202,7 @@ impl OverlapCheck {
         Self::new(header.cluster_bits, ranges, l2, blocks, more)
     }
 
-    /// Two tables that lie on each other: the image is not to be written.
+    /// Two tables that overlap: the image must not be written.
     pub(super) const fn conflict(&self) -> Option<(Overlap, Overlap)> {
         self.conflict
     }
@@ -216,7 +212,7 @@ impl OverlapCheck {
         bytes.start.cluster(self.cluster_bits)..bytes.end.cluster_end(self.cluster_bits)
     }
 
-    /// Where the filter's bit for a cluster is.
+    /// The filter's word and bit for a cluster.
     fn bit(&self, cluster: HostCluster) -> (usize, u64) {
         // The upper bits of the product are the mixed ones.
         let hash = cluster.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
@@ -231,14 +227,14 @@ impl OverlapCheck {
         }
     }
 
-    /// The cluster at this offset is such a table from now on.
+    /// Adds a table of one cluster.
     pub(super) fn add(&self, at: HostOffset, table: TableKind) {
         let cluster = at.cluster(self.cluster_bits);
         self.places.write().single.insert(cluster, table);
         self.note(cluster);
     }
 
-    /// These clusters are no L2 tables any more.
+    /// Removes L2 tables.
     pub(super) fn remove_l2(&self, clusters: &Range<HostCluster>) {
         let mut places = self.places.write();
         for cluster in each(clusters) {
@@ -248,12 +244,12 @@ impl OverlapCheck {
         }
     }
 
-    /// The refcount table now lies here, in bytes, and no longer where it lay.
+    /// New place of the refcount table, in bytes.
     pub(super) fn move_refcount_table(&self, to: &Range<HostOffset>) {
         self.move_only(TableKind::Refcounts, to);
     }
 
-    /// The same of the L1 table.
+    /// New place of the L1 table, in bytes.
     pub(super) fn move_l1_table(&self, to: &Range<HostOffset>) {
         self.move_only(TableKind::L1, to);
     }
@@ -267,7 +263,7 @@ impl OverlapCheck {
         each(&clusters).for_each(|cluster| self.note(cluster));
     }
 
-    /// The table that lies in a range of bytes of the file, if one does; `but`: those of this sort may.
+    /// The first table that overlaps a range of bytes of the file, except tables of the kind `but`.
     pub(super) fn within(&self, bytes: &Range<HostOffset>, but: Option<TableKind>) -> Option<Overlap> {
         let clusters = self.clusters_of(bytes);
         let set = |cluster| {

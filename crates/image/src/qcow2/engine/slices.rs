@@ -5,10 +5,10 @@
 //! change, never across an `await`.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use limosa_page::to_usize;
+use parking_lot::MutexGuard;
 
 use super::locks::{Rank, RankedGuard, RankedMutex};
 use super::shared_future::SharedFuture;
@@ -16,7 +16,7 @@ use crate::offset::HostOffset;
 
 /// The most shards; fewer if the cache is small.
 const SHARDS: usize = 16;
-/// The fewest slices, whatever was asked for: requests under way must not take each other's away all the time.
+/// The fewest slices, even if less was asked for: requests in flight must not evict each other's all the time.
 const FEWEST: usize = 32;
 
 pub(super) struct Slices {
@@ -94,7 +94,7 @@ impl Slices {
         Some(change(&mut slot.words))
     }
 
-    /// Whether so many slices wait to be written that it is time to.
+    /// Whether enough slices are dirty for a flush.
     pub(super) fn needs_flush(&self) -> bool {
         self.dirty.load(Ordering::Relaxed) > self.most * self.shards.len() / 2
     }

@@ -25,10 +25,11 @@ const IN_USE: u32 = 1;
 const AUTO: u32 = 2;
 const EXTRA_COMPATIBLE: u32 = 4;
 
-/// A bitmap that lies in the image.
+/// A persistent bitmap of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Bitmap {
-    /// What it is called.
+    /// Its name.
     pub name: String,
     /// Where its table lies, and how many entries that has.
     pub table: (HostOffset, u32),

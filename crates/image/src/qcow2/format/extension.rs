@@ -21,8 +21,9 @@ const DATA_FILE: u32 = 0x4441_5441;
 /// The longest name of a format, in bytes: QEMU's limit.
 const BACKING_FORMAT_MOST: usize = 15;
 
-/// What the extensions say.
+/// The header extensions.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Extensions {
     /// The format of the backing file.
     pub backing_format: Option<String>,
@@ -32,7 +33,7 @@ pub struct Extensions {
     pub bitmaps: Option<BitmapsExtension>,
     /// Where the encryption's own header lies, and its length in bytes.
     pub encryption: Option<(HostOffset, u64)>,
-    /// What features are called.
+    /// Names of features.
     pub feature_names: Vec<FeatureName>,
     /// All others: their type and their bytes.
     pub unknown: Vec<(u32, Vec<u8>)>,
@@ -40,6 +41,7 @@ pub struct Extensions {
 
 /// Where the bitmaps are listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BitmapsExtension {
     /// The number of bitmaps.
     pub count: u32,

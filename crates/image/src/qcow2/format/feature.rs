@@ -7,12 +7,13 @@ use std::fmt;
 
 /// The three sets of feature bits. Version 2 has none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Features {
-    /// What has to be known before anything is read.
+    /// Features that a reader must know.
     pub incompatible: u64,
-    /// What may be ignored.
+    /// Features that may be ignored.
     pub compatible: u64,
-    /// What has to be cleared before the first write, unless it is kept up.
+    /// Features that a writer clears before the first write, unless it maintains them.
     pub autoclear: u64,
 }
 
@@ -36,7 +37,7 @@ const KNOWN: [Known; 8] = [
 ];
 
 impl Features {
-    /// Incompatible: refcounts may be wrong; they have to be made anew from the tables before anything is written.
+    /// Incompatible: refcounts may be wrong; they have to be rebuilt from the tables before anything is written.
     pub const DIRTY: u64 = 1;
     /// Incompatible: anything may be wrong; only repair may write.
     pub const CORRUPT: u64 = 1 << 1;
@@ -92,7 +93,7 @@ impl Features {
         self.autoclear & Self::BITMAPS != 0
     }
 
-    /// The data file is to be readable as a raw image without the tables. Without a data file the bit means nothing.
+    /// The data file must be readable as a raw image without the tables. Without a data file the bit has no meaning.
     #[must_use]
     pub const fn raw_data_file(&self) -> bool {
         self.data_file() && self.autoclear & Self::RAW_DATA_FILE != 0
@@ -157,12 +158,13 @@ impl FeatureKind {
 
 /// An entry of the feature name table.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FeatureName {
     /// In which set its bit is.
     pub kind: FeatureKind,
-    /// Which bit it is.
+    /// Number of the bit.
     pub bit: u8,
-    /// What it is called, without the zeros behind it: at most 46 bytes.
+    /// Its name, without trailing zeros: at most 46 bytes.
     pub name: Vec<u8>,
 }
 

@@ -9,6 +9,7 @@ use crate::offset::GuestOffset;
 
 /// The sizes that an image was made with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Geometry {
     /// The logarithm of a cluster's bytes: 9 to 21.
     pub cluster_bits: u32,
@@ -107,13 +108,13 @@ impl Geometry {
         (self.cluster_size() * 8) >> self.refcount_order
     }
 
-    /// The number of clusters that so many bytes need.
+    /// The number of clusters for these bytes.
     #[must_use]
     pub const fn clusters(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.cluster_size())
     }
 
-    /// Entries of the L1 table that a disk of so many bytes needs.
+    /// Entries of the L1 table for a disk of these bytes.
     #[must_use]
     pub const fn l1_entries(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.l2_covers())

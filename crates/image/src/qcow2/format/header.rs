@@ -19,7 +19,7 @@ use super::geometry::Geometry;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
 
-/// What an image begins with.
+/// The first bytes of an image.
 pub(crate) const MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// Bytes of the header of version 2.
@@ -74,8 +74,9 @@ pub enum Encryption {
     Luks,
 }
 
-/// What an image is.
+/// The header of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Header {
     /// 2 or 3.
     pub version: u32,
@@ -99,14 +100,15 @@ pub struct Header {
     pub compression: Compression,
     /// The backing file.
     pub backing: Option<Backing>,
-    /// What the header extensions say.
+    /// The header extensions.
     pub extensions: Extensions,
-    /// What is behind the fields that limosa knows, from byte 105 on: kept as it is.
+    /// Fields that limosa does not know, from byte 105 on: kept as they are.
     pub additional: Vec<u8>,
 }
 
 /// The backing file, as it was written down. Its format: [`Extensions::backing_format`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Backing {
     /// Its name.
     pub name: OsString,
@@ -144,7 +146,7 @@ impl Fault {
 }
 
 impl Header {
-    /// Reads the header of an image that is to be used: its tables lie in the file, and its contents are not encrypted.
+    /// Reads the header of an image that is opened: its tables are in the file, and its contents are not encrypted.
     ///
     /// # Errors
     /// [`ImageError::Corrupt`]: a field cannot be; [`ImageError::Unsupported`]: another version, an unknown
@@ -244,7 +246,7 @@ impl Header {
         }
     }
 
-    /// What decides what its entries mean.
+    /// Returns the properties that determine the meaning of its entries.
     #[must_use]
     pub(in crate::qcow2) const fn rules(&self) -> EntryRules {
         EntryRules { version: self.version, data_file: self.features.data_file() }
@@ -330,7 +332,7 @@ impl Header {
         (i64::try_from(end).is_ok()).then_some(end)
     }
 
-    /// What a header has to keep besides for an image to be used: tables lie in the file of `length` bytes.
+    /// Checks the further limits of an image that is opened: tables are in the file of `length` bytes.
     fn check_places(&self, length: u64) -> Result<(), Fault> {
         if self.encryption != Encryption::None {
             let what = "it is encrypted; limosa does not open encrypted images";

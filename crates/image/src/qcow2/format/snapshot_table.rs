@@ -1,4 +1,4 @@
-//! The snapshot table: which snapshots an image has.
+//! The snapshot table of an image.
 //!
 //! Law: lengths before allocation. Entries are as long as they say; a table whose entries say too much is no table.
 
@@ -19,20 +19,21 @@ const EXTRA_LEAST: u64 = 16;
 /// The longest table in bytes: QEMU's limit.
 const TABLE_MOST: u64 = 64 << 20;
 
-/// A snapshot that lies in the image.
+/// An internal snapshot of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Snapshot {
     /// Where its L1 table lies, and how many entries that has.
     pub l1: (HostOffset, u32),
-    /// What it is known by, and unique.
+    /// Its id, which is unique.
     pub id: String,
-    /// What people call it.
+    /// Its name.
     pub name: String,
     /// When it was taken: seconds since 1970, and nanoseconds.
     pub taken: (u32, u32),
     /// How long the guest had been running, in nanoseconds.
     pub vm_clock: u64,
-    /// Bytes of the VM's state: 0 if there is none.
+    /// Bytes of the VM's state; 0 without one.
     pub vm_state_size: u64,
     /// Bytes of the disk, as it was; `None`: as it is.
     pub disk_size: Option<u64>,

@@ -1,7 +1,7 @@
-//! Making an image.
+//! Creating an image.
 //!
-//! Law: the header is written last, behind a flush of all the rest: what is cut off before it is no image, and never an
-//! old one with new tables. Nothing that lay in the storage before is seen through the new image.
+//! Law: the header is written last, after a flush of all the rest: a creation that is interrupted leaves no image, and
+//! never an old one with new tables. Former contents of the storage are not visible through the new image.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use limosa_page::{BrokenInvariant, broken, to_usize};
 use limosa_storage::{Buffer, Storage, StorageError, ZeroHow};
 
 use super::layout::{Layout, TooLarge};
-use crate::error::ImageError;
+use crate::error::{CreateOptionsError, ImageError};
 use crate::offset::HostOffset;
 use crate::preallocation::Preallocation;
 use crate::qcow2::format::entry::{L1Entry, L2Entry, Subclusters};
@@ -19,14 +19,16 @@ use crate::qcow2::format::feature::{FeatureName, Features};
 use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::{BACKING_MOST, Backing, Compression, Encryption, Header};
 use crate::qcow2::format::refcount_array;
+use crate::setters::setters;
 
 /// Bytes that are written at once.
 const PIECE: u64 = 1 << 20;
 /// Bytes of a sector: disks are whole sectors long.
 const SECTOR: u64 = 512;
 
-/// What an image is to be: the options of `-o`, and the size.
+/// The options of a new image: those of `-o`, and the size.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CreateOptions {
     /// Bytes of the disk; it becomes whole sectors of 512 bytes.
     pub size: u64,
@@ -42,17 +44,32 @@ pub struct CreateOptions {
     pub extended_l2: bool,
     /// How clusters are compressed, if ever.
     pub compression: Compression,
-    /// The file for the contents, as it is to be written down. It is opened by the caller.
+    /// The name of the external data file. The caller opens it.
     pub data_file: Option<OsString>,
-    /// That file is to be readable as a raw image.
+    /// Whether that file is readable as a raw image.
     pub data_file_raw: bool,
-    /// The backing file, as it is to be written down. It is not opened.
+    /// The name of the backing file. It is not opened.
     pub backing_file: Option<OsString>,
     /// Its format.
     pub backing_format: Option<String>,
-    /// What is allocated at once.
+    /// The space that is allocated at once.
     pub preallocation: Preallocation,
 }
+
+setters!(CreateOptions {
+    size: u64,
+    version: u32,
+    cluster_size: u64,
+    refcount_bits: u32,
+    lazy_refcounts: bool,
+    extended_l2: bool,
+    compression: Compression,
+    data_file: Option<OsString>,
+    data_file_raw: bool,
+    backing_file: Option<OsString>,
+    backing_format: Option<String>,
+    preallocation: Preallocation,
+});
 
 impl Default for CreateOptions {
     fn default() -> Self {
@@ -71,45 +88,6 @@ impl Default for CreateOptions {
             preallocation: Preallocation::Off,
         }
     }
-}
-
-/// Options that no qcow2 image can have.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum CreateOptionsError {
-    /// A value outside the limits of the format.
-    #[error("{option}={value}: must be {allowed}")]
-    Range {
-        /// The option.
-        option: &'static str,
-        /// Its value.
-        value: u64,
-        /// The values that the format allows.
-        allowed: &'static str,
-    },
-    /// An unknown version of the format.
-    #[error("version {0}: must be 2 (compat=0.10) or 3 (compat=1.1)")]
-    Version(u32),
-    /// An option without another one that it needs.
-    #[error("{option} needs {needs}")]
-    Missing {
-        /// The option.
-        option: &'static str,
-        /// The option that it needs.
-        needs: &'static str,
-    },
-    /// A raw data file has all contents, so there is nothing to read from a backing file.
-    #[error("data_file_raw and backing_file exclude each other")]
-    RawWithBacking,
-    /// The name of the backing file is empty or too long.
-    #[error("backing_file: a name of {bytes} bytes; must be 1 to {BACKING_MOST}")]
-    Name {
-        /// Its length.
-        bytes: usize,
-    },
-    /// The name of the backing file's format is too long for any format.
-    #[error("backing_fmt={0}: unknown format")]
-    BackingFormat(String),
 }
 
 impl CreateOptions {
@@ -154,7 +132,7 @@ impl CreateOptions {
             return Err(Missing { option: "preallocation with backing_file", needs: "extended_l2" });
         }
         if let Some(name) = self.backing_file.as_ref().filter(|name| name.is_empty() || name.len() > BACKING_MOST) {
-            return Err(Name { bytes: name.len() });
+            return Err(Name { bytes: name.len(), most: BACKING_MOST });
         }
         if let Some(format) = self.backing_format.as_ref().filter(|format| format.len() > 15) {
             return Err(CreateOptionsError::BackingFormat(format.clone()));
@@ -170,7 +148,7 @@ impl CreateOptions {
         }
     }
 
-    /// A raw data file is to be what the tables say, and without tables they would say that there are zeros.
+    /// A raw data file must agree with the tables, and without tables they would say that there are zeros.
     const fn tables(&self) -> bool {
         self.data_file_raw || !matches!(self.preallocation, Preallocation::Off)
     }
@@ -212,7 +190,7 @@ impl CreateOptions {
                 },
                 ..Extensions::default()
             },
-            // The byte of the compression is there, whatever it says.
+            // The byte of the compression is always there.
             additional: if self.version > 2 { vec![0; 7] } else { Vec::new() },
         })
     }
@@ -287,7 +265,7 @@ async fn shorten(storage: &dyn Storage, length: u64) -> Result<(), StorageError>
     storage.set_len(length).await
 }
 
-/// Takes space for everything up to `end`, and fills `guest_data`, as far as that is asked for.
+/// Allocates space up to `end`, and fills `contents` with zeros, if the preallocation asks for it.
 async fn reserve(
     storage: &dyn Storage,
     contents: std::ops::Range<u64>,

@@ -22,28 +22,32 @@ use crate::qcow2::engine::options::Qcow2Options;
 use crate::qcow2::format::entry::{COPIED, OFFSET};
 use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::Header;
+use crate::setters::setters;
 
 /// How a disk is made longer or shorter.
 #[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
 pub struct ResizeOptions {
-    /// What lies behind the new end may be lost. Without it a disk does not become shorter.
+    /// Whether contents past the new end may be lost. Without it a disk does not become shorter.
     pub shrink: bool,
-    /// What is taken for the part that is new.
+    /// The part of the added space that is allocated at once.
     pub preallocation: Preallocation,
-    /// Memory for finding out which space is to be given back.
+    /// Limits of the check that finds space to give back.
     pub check: CheckOptions,
 }
 
+setters!(ResizeOptions { shrink: bool, preallocation: Preallocation, check: CheckOptions });
+
 /// Makes the disk of an image `size` bytes long. The image is not used by anything else meanwhile, and is not open as a
 /// disk: one that is in use becomes longer by [`Qcow2::grow`]. Its backing image and its data file have to be there if
-/// it has any. What is new reads as zeros, whatever the backing image has there. An image that was not closed is
+/// it has any. Added bytes read as zeros, even if the backing image has contents there. An image that was not closed is
 /// repaired first.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: shorter without [`ResizeOptions::shrink`]; sizes that are no multiple of 512; images of
 /// version 2 with snapshots, images with bitmaps that were not put away, corrupt images. What the storage says: if
-/// there is no space for what is to be set aside ([`ResizeOptions::preallocation`]) the disk is as long as before, and
-/// what was taken until then is leaked; [`repair`] with [`Repair::Leaks`] gives back what nothing refers to.
+/// there is no space for the preallocation ([`ResizeOptions::preallocation`]) the disk keeps its length, and the space
+/// taken until then is leaked; [`repair`] with [`Repair::Leaks`] gives it back.
 pub async fn resize(parts: Parts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
     let Parts { file, data_file, backing, mut header } = parts;
     if header.features.dirty() && !header.features.corrupt() {
@@ -281,7 +285,7 @@ async fn shrink(parts: Parts, size: u64) -> Result<(), ImageError> {
         tables::put(storage, place, &vec![0; to_usize(length)]).await?;
         place += length;
     }
-    // The one that the new end lies in.
+    // The table of the new last cluster.
     let clusters = geometry.clusters(size);
     if !size.is_multiple_of(geometry.l2_covers()) {
         cut_table(storage, &mut header, kept - 1, clusters % geometry.l2_entries()).await?;
@@ -311,7 +315,7 @@ async fn cut_off(
     Ok(())
 }
 
-/// Takes entries from number `from` on out of the L2 table that the new end lies in.
+/// Removes the entries from number `from` on from the L2 table of the new last cluster.
 async fn cut_table(storage: &dyn Storage, header: &mut Header, number: u64, from: u64) -> Result<(), ImageError> {
     let geometry = header.geometry();
     let cluster_size = geometry.cluster_size();

@@ -19,7 +19,7 @@ use super::plan::{Origin, Plan, Source, Want, whole_blocks};
 use crate::disk::{BlockStatus, Disk};
 use crate::offset::{GuestOffset, HostOffset, Shift, length};
 
-/// Where the contents from `at` on lie, and how many of them together, up to `end`.
+/// The place of the contents from `at` on, and how many of them are contiguous, up to `end`.
 async fn in_backing(
     backing: &dyn Disk,
     at: GuestOffset,
@@ -44,9 +44,9 @@ async fn in_backing(
 /// Shares contents with the data storage, where it can.
 pub(super) struct Sharing {
     context: Arc<Context>,
-    /// What clones are aligned to, once it was asked.
+    /// Alignment of clones, once known.
     block: OnceLock<u64>,
-    /// Those that cannot.
+    /// Storages that cannot.
     refused: RankedMutex<Vec<Arc<dyn Storage>>>,
 }
 
@@ -71,11 +71,11 @@ fn is_same(one: &Arc<dyn Storage>, other: &Arc<dyn Storage>) -> bool {
     std::ptr::addr_eq(Arc::as_ptr(one), Arc::as_ptr(other))
 }
 
-/// Where contents lie that may be shared.
+/// Places of contents that may be shared.
 pub(super) struct Shareable {
     sources: Vec<Source>,
     storages: Vec<Arc<dyn Storage>>,
-    /// What clones are aligned to.
+    /// Alignment of clones.
     block: u64,
 }
 
@@ -87,9 +87,9 @@ impl Shareable {
 }
 
 impl Sharing {
-    /// Where the contents lie, as far as they are in files that may share with ours; `None`: they are copied.
+    /// Finds contents in files that may share with ours; `None`: they are copied.
     pub(super) async fn shareable(&self, want: &Want) -> Option<Shareable> {
-        let CloneMode::From(least) = self.context.options().clone else { return None };
+        let CloneMode::From(least) = self.context.options().clone_mode else { return None };
         if !want.may_clone(least) {
             return None;
         }
@@ -106,7 +106,7 @@ impl Sharing {
                     (Arc::clone(self.context.data()), shift.host(range.start), length(&range))
                 }
                 Origin::Backing => {
-                    // In one that is written clusters go and are used anew.
+                    // Clusters of an image that is written may be reused.
                     let backing = self.context.backing().filter(|backing| backing.is_read_only())?;
                     in_backing(&**backing, range.start, last.min(GuestOffset(backing.len()))).await?
                 }
@@ -139,7 +139,7 @@ impl Sharing {
                     self.context.counters().add(OperationKind::Clone, length);
                     true
                 }
-                // Whatever the reason is: if the copy fails of it, too, the request fails.
+                // For any reason: if the copy fails for the same one, the request fails.
                 Ok(false) | Err(_) => {
                     self.refuse(storage);
                     false

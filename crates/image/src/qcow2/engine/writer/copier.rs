@@ -16,10 +16,10 @@ use super::super::flusher::Flusher;
 use super::super::guest_data::GuestData;
 use super::super::layers::part_of;
 use super::super::lookup::{Extent, Kind, Lookup, extent_in_cluster};
+use super::super::owners::Owners;
 use super::super::seams;
 use super::super::shared_future::SharedFuture;
 use super::super::tables::Tables;
-use super::WriterParts;
 use super::copy::{CopyJobs, CopyWork};
 use super::in_flight::{InFlightAllocation, InFlightAllocations, Segment, State};
 use crate::error::ImageError;
@@ -41,7 +41,7 @@ pub(super) struct Copier {
 /// The rest of a part, to be written once other jobs are done.
 type Left = Option<Segment>;
 
-/// How the bytes from some offset on are written.
+/// The way in which the bytes from some offset on are written.
 enum Claim {
     /// Where they are.
     InPlace { host: HostOffset, length: u64 },
@@ -49,7 +49,7 @@ enum Claim {
     Along { host: HostOffset, length: u64, job: SharedFuture },
     /// By this job, which has them.
     Given { length: u64, job: SharedFuture },
-    /// After this job, whatever became of it.
+    /// After this job, even if it fails.
     Wait { length: u64, job: SharedFuture },
     /// After this job has made room for them.
     After { length: u64, job: SharedFuture },
@@ -57,7 +57,7 @@ enum Claim {
     Load(HostOffset),
 }
 
-/// What some bytes need to be written.
+/// The need of some bytes that are written.
 enum Needed {
     /// Nothing: they have their place.
     InPlace { host: HostOffset, length: u64 },
@@ -65,7 +65,7 @@ enum Needed {
     Allocation { range: Range<GuestOffset>, work: CopyWork },
 }
 
-/// What an entry means for a write.
+/// The meaning of an entry for a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ClusterState {
     /// There is no cluster.
@@ -90,8 +90,8 @@ impl ClusterState {
 }
 
 impl Copier {
-    pub(super) fn new(parts: &WriterParts, in_flight: Arc<InFlightAllocations>) -> Self {
-        let WriterParts { context, allocator, tables, flusher, guest_data, cancelled_writes, .. } = parts;
+    pub(super) fn new(owners: &Owners, in_flight: Arc<InFlightAllocations>) -> Self {
+        let Owners { context, allocator, tables, flusher, guest_data, cancelled_writes, .. } = owners;
         Self {
             context: Arc::clone(context),
             allocator: Arc::clone(allocator),
@@ -100,7 +100,7 @@ impl Copier {
             guest_data: Arc::clone(guest_data),
             cancelled_writes: Arc::clone(cancelled_writes),
             in_flight,
-            jobs: Arc::new(CopyJobs::new(parts)),
+            jobs: Arc::new(CopyJobs::new(owners)),
         }
     }
 
@@ -139,7 +139,7 @@ impl Copier {
             }
         }
         drop(in_use);
-        // What was begun is carried to its end also if the rest could not be begun.
+        // Requests already started run to completion even if starting the rest fails.
         let left: Vec<Left> = join_all(parts).await.into_iter().collect::<Result<_, _>>()?;
         begun.map(|()| left.into_iter().flatten().collect())
     }
@@ -253,7 +253,7 @@ impl Copier {
         Ok(if reserves { Claim::After { length, job: future } } else { Claim::Given { length, job: future } })
     }
 
-    /// What becomes of a write to what a job has claimed.
+    /// How bytes that a job has claimed are written.
     fn along(
         &self,
         job: &InFlightAllocation,
@@ -284,8 +284,8 @@ impl Copier {
         Claim::Wait { length: end.min(job.range.end) - pos, job: future }
     }
 
-    /// What the bytes from `pos` on need to be written, by the entries of their clusters; no more of them are looked at
-    /// than it takes.
+    /// The need of the bytes from `pos` on, by the entries of their clusters; no more of them are examined than
+    /// necessary.
     fn needed(
         &self,
         pos: GuestOffset,
@@ -329,8 +329,9 @@ impl Copier {
         Ok(Needed::Allocation { range, work })
     }
 
-    /// What a job that begins with the byte at `pos` has to claim, and what it does. `entries` are of clusters that one
-    /// job can be about, `first` is the first of them.
+    /// The claim and the work of a job that begins with the byte at `pos`. `entries` are of clusters that one job can
+    /// cover,
+    /// `first` is the first of them.
     fn extent_of(
         &self,
         pos: GuestOffset,
@@ -363,7 +364,7 @@ impl Copier {
         (range, CopyWork::New { start, entries })
     }
 
-    /// What of a job's range will be right when it is done.
+    /// The part of a job's range that will be right when it is done.
     fn filled(&self, range: &Range<GuestOffset>, data: &Range<GuestOffset>, work: &CopyWork) -> Range<GuestOffset> {
         let geometry = self.context.geometry();
         let unit = geometry.subcluster_size();

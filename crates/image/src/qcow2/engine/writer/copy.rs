@@ -15,11 +15,11 @@ use super::super::context::Context;
 use super::super::counters::OperationKind;
 use super::super::guest_data::GuestData;
 use super::super::layers::{Layers, part_of};
+use super::super::owners::Owners;
 use super::super::pool::Run;
 use super::super::seams;
 use super::super::shared_future::all;
 use super::super::tables::Tables;
-use super::WriterParts;
 use super::clones::Sharing;
 use super::in_flight::{InFlightAllocation, NewPlace, Segment, State};
 use super::plan::{Origin, Part, Plan, Want};
@@ -48,12 +48,21 @@ pub(super) enum CopyWork {
     InOwn { host: HostOffset, start: GuestOffset, entries: Vec<L2Entry> },
 }
 
-/// What the clusters of a job have been so far: their entries, from that of `start` on.
+/// The former entries of a job's clusters, from the one of `start` on.
 #[derive(Clone, Copy)]
 struct Old<'a> {
     start: GuestOffset,
     entries: &'a [L2Entry],
     cluster_bits: u32,
+}
+
+/// A part of a cluster.
+struct Units {
+    range: Range<GuestOffset>,
+    /// The place of the cluster, if it has one.
+    shift: Option<Shift>,
+    /// The state of its subclusters.
+    what: Subclusters,
 }
 
 impl Old<'_> {
@@ -66,8 +75,8 @@ impl Old<'_> {
 }
 
 impl CopyJobs {
-    pub(super) fn new(parts: &WriterParts) -> Self {
-        let WriterParts { context, allocator, tables, guest_data, .. } = parts;
+    pub(super) fn new(owners: &Owners) -> Self {
+        let Owners { context, allocator, tables, guest_data, .. } = owners;
         Self {
             context: Arc::clone(context),
             allocator: Arc::clone(allocator),
@@ -130,7 +139,7 @@ impl CopyJobs {
         Ok((runs.iter().map(place).collect(), runs))
     }
 
-    /// Has all of the job's fill, and what else of its clusters has contents, written to its new places.
+    /// Writes the job's fill, and the other contents of its clusters, to the new places.
     async fn fill(&self, job: &InFlightAllocation, old: Old<'_>, places: &[NewPlace]) -> Result<(), ImageError> {
         let data = match &*job.state.lock() {
             State::Gathering(gathered) => union(gathered),
@@ -166,8 +175,7 @@ impl CopyJobs {
         all(plans.iter().flat_map(|(place, plan)| self.writes(place, plan, &segments, &layers)).collect()).await
     }
 
-    /// What is wanted of one new place: the part of the job's fill, of the guest's bytes and of the contents that
-    /// belongs there.
+    /// The parts of the job's fill, of the guest's bytes and of the contents that belong to one new place.
     fn want(&self, job: &InFlightAllocation, place: &NewPlace, data: &Range<GuestOffset>, contents: &[Part]) -> Want {
         let clip = |range: &Range<GuestOffset>| range.start.max(place.guest.start)..range.end.min(place.guest.end);
         let within =
@@ -217,7 +225,7 @@ impl CopyJobs {
         vec![self.write_to(place, from, layers.run(&(from..to), zeros), only_data)]
     }
 
-    /// Writes what belongs at a guest offset to its new place.
+    /// Writes bytes of a guest offset to their new place.
     async fn write_to(
         &self,
         place: &NewPlace,
@@ -246,8 +254,7 @@ impl CopyJobs {
         Ok((at, buffer))
     }
 
-    /// The contents that the job's clusters have around the guest's bytes, as far as they are lost if they are not
-    /// copied.
+    /// The contents around the guest's bytes in the job's clusters that would be lost if they were not copied.
     async fn contents_around(
         &self,
         job: &InFlightAllocation,
@@ -267,7 +274,7 @@ impl CopyJobs {
                     }
                     L2Entry::Standard { host, what, .. } => {
                         let shift = host.map(|host| Shift::between(cluster, host));
-                        self.contents_of_units(pos..end, (shift, what), job, &mut parts).await?;
+                        self.contents_of_units(Units { range: pos..end, shift, what }, job, &mut parts).await?;
                     }
                 }
                 pos = end;
@@ -276,14 +283,14 @@ impl CopyJobs {
         Ok(parts)
     }
 
-    /// The same of a part of a cluster: where it lies, and what of it is there.
+    /// The contents of a part of a cluster, by its units.
     async fn contents_of_units(
         &self,
-        range: Range<GuestOffset>,
-        (shift, what): (Option<Shift>, Subclusters),
+        units: Units,
         job: &InFlightAllocation,
         parts: &mut Vec<Part>,
     ) -> Result<(), ImageError> {
+        let Units { range, shift, what } = units;
         let geometry = self.context.geometry();
         let unit = geometry.subcluster_size();
         let mut pos = range.start;
@@ -302,7 +309,7 @@ impl CopyJobs {
         Ok(())
     }
 
-    /// What the backing image has in a range, and is not known to be zeros.
+    /// The contents of the backing image in a range that are not known to be zeros.
     async fn contents_of_backing(&self, range: Range<GuestOffset>, parts: &mut Vec<Part>) -> Result<(), ImageError> {
         let Some(backing) = self.context.backing() else { return Ok(()) };
         let end = range.end.min(GuestOffset(backing.len()));
@@ -318,7 +325,7 @@ impl CopyJobs {
         Ok(())
     }
 
-    /// Has the tables say where everything is: the entries that are no longer there. If it fails they are as they were.
+    /// Changes the entries to the new places, and returns the replaced ones. If it fails the tables are as they were.
     async fn link(
         &self,
         job: &InFlightAllocation,
@@ -342,7 +349,7 @@ impl CopyJobs {
         Ok(dropped)
     }
 
-    /// Room for clusters whose subclusters are written one by one.
+    /// Allocates clusters whose subclusters are written one by one.
     async fn reserve(&self, job: &InFlightAllocation) -> Result<(), ImageError> {
         let (places, runs) = self.new_places(&job.range).await?;
         seams::parts_cover(places.iter().map(|place| place.guest.clone()), &job.range)?;
@@ -362,7 +369,7 @@ impl CopyJobs {
     }
 }
 
-/// An entry whose cluster now lies at `host`, with these of its subclusters.
+/// An entry whose cluster is now at `host`, with these of its subclusters.
 fn relinked(old: L2Entry, host: Option<HostOffset>, bits: u32) -> L2Entry {
     let before = if let L2Entry::Standard { what, .. } = old { what } else { Subclusters::NONE };
     let what = Subclusters { allocated: before.allocated | bits, zero: before.zero & !bits };
@@ -374,7 +381,7 @@ fn range_of((at, bytes): &Segment) -> Range<GuestOffset> {
     *at..*at + bytes.len() as u64
 }
 
-/// From the first to the last byte of segments, as far as nothing is between them.
+/// From the first to the last byte of segments that follow each other without a gap.
 fn union(segments: &[Segment]) -> Range<GuestOffset> {
     let mut ranges: Vec<Range<GuestOffset>> = segments.iter().map(range_of).collect();
     let Some(first) = ranges.first().cloned() else { return GuestOffset(0)..GuestOffset(0) };
@@ -394,7 +401,7 @@ fn union(segments: &[Segment]) -> Range<GuestOffset> {
     union
 }
 
-/// What segments cover of a range, in order; what touches is one.
+/// The parts of a range that segments cover, in order; neighbours are merged.
 fn runs_of(segments: &[Segment], within: &Range<GuestOffset>) -> Vec<Range<GuestOffset>> {
     let clipped = segments.iter().map(range_of).map(|range| range.start.max(within.start)..range.end.min(within.end));
     let mut ranges: Vec<Range<GuestOffset>> = clipped.filter(|range| !range.is_empty()).collect();

@@ -5,11 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use futures_util::FutureExt;
 use limosa_page::{BrokenInvariant, to_usize};
 use limosa_storage::IoVector;
+use parking_lot::MutexGuard;
 
 use super::super::locks::{Rank, RankedGuard, RankedMutex};
 use super::super::seams;
@@ -26,7 +27,7 @@ pub(super) type Segment = (GuestOffset, IoVector);
 pub(super) struct InFlightAllocation {
     /// Whole clusters or subclusters.
     pub(super) range: Range<GuestOffset>,
-    /// What of it will be right when the job is done: others may write along there.
+    /// The part of it that will be right when the job is done: others may write along there.
     pub(super) fill: Range<GuestOffset>,
     pub(super) state: RankedMutex<State>,
 }
@@ -41,7 +42,7 @@ pub(super) enum State {
     Sealed,
 }
 
-/// Where a part of a job's range comes to lie.
+/// The new place of a part of a job's range.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct NewPlace {
     pub(super) guest: Range<GuestOffset>,
@@ -52,7 +53,7 @@ pub(super) struct NewPlace {
 }
 
 impl NewPlace {
-    /// Where a byte of the range comes to lie. One before it: where it would, if there were as much room.
+    /// The new place of a byte of the range; for a byte before it, the place that it would have if there were room.
     pub(super) const fn host_of(&self, at: GuestOffset) -> HostOffset {
         self.shift().host(at)
     }
@@ -81,8 +82,8 @@ impl InFlightAllocation {
 /// A job claims clusters whose L2 entries are in one slice, so the bytes that such entries are about are a region, and
 /// all jobs of a region are in one shard. A request that wants to change entries holds the shard of their region from
 /// the look at them until its claim is noted: jobs that are under way may change entries of that region meanwhile, but
-/// they let go of their claims only under the same lock, so whatever was seen of their clusters, they are still found
-/// to be claimed.
+/// they release their claims only under the same lock, so clusters whose old entries were seen are still found to be
+/// claimed.
 #[derive(Debug)]
 pub(super) struct InFlightAllocations {
     shards: [RankedMutex<Shard>; SHARDS],
@@ -148,19 +149,19 @@ impl InFlightAllocations {
         if range.is_empty() {
             return false;
         }
-        // After so many all shards have been looked at.
+        // After this many regions all shards were examined.
         regions
             .take(SHARDS)
             .any(|region| self.shard(GuestOffset(region << self.region_bits)).overlapping(range).is_some())
     }
 
-    /// All that are to be waited for.
+    /// All jobs in flight.
     pub(super) fn all(&self) -> Vec<SharedFuture> {
         let all = |shard: &RankedMutex<Shard>| shard.lock().futures().cloned().collect::<Vec<_>>();
         self.shards.iter().flat_map(all).collect()
     }
 
-    /// Those that nothing waits for: there is no handle but that of the list.
+    /// Jobs that nothing waits for: the only handle is the list's.
     pub(super) fn alone(&self) -> Vec<SharedFuture> {
         let alone = |shard: &RankedMutex<Shard>| {
             let shard = shard.lock();
@@ -169,7 +170,7 @@ impl InFlightAllocations {
         self.shards.iter().flat_map(|shard| -> Vec<SharedFuture> { alone(shard) }).collect()
     }
 
-    /// Lets go of all.
+    /// Cancels all jobs.
     pub(super) fn clear(&self) {
         for shard in &self.shards {
             drop(shard.take());

@@ -25,14 +25,9 @@ use self::copier::Copier;
 use self::in_flight::InFlightAllocations;
 use self::zeroer::Zeroer;
 pub(super) use self::zeroer::Zeroing;
-use super::allocator::Allocator;
 use super::cancelled_writes::CancelledWrites;
-use super::context::Context;
-use super::flusher::Flusher;
-use super::guest_data::GuestData;
-use super::header_owner::HeaderOwner;
+use super::owners::Owners;
 use super::seams;
-use super::tables::Tables;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 
@@ -45,23 +40,12 @@ pub(super) struct Writer {
     cancelled_writes: Arc<CancelledWrites>,
 }
 
-/// The owners that a writer works with.
-pub(super) struct WriterParts {
-    pub(super) context: Arc<Context>,
-    pub(super) header: Arc<HeaderOwner>,
-    pub(super) allocator: Arc<Allocator>,
-    pub(super) tables: Arc<Tables>,
-    pub(super) flusher: Arc<Flusher>,
-    pub(super) guest_data: Arc<GuestData>,
-    pub(super) cancelled_writes: Arc<CancelledWrites>,
-}
-
 impl Writer {
-    pub(super) fn new(parts: &WriterParts) -> Self {
-        let in_flight = Arc::new(InFlightAllocations::new(*parts.context.geometry(), parts.context.region()));
-        let copier = Arc::new(Copier::new(parts, Arc::clone(&in_flight)));
-        let zeroer = Arc::new(Zeroer::new(parts, Arc::clone(&in_flight), Arc::clone(&copier)));
-        let cancelled_writes = Arc::clone(&parts.cancelled_writes);
+    pub(super) fn new(owners: &Owners) -> Self {
+        let in_flight = Arc::new(InFlightAllocations::new(*owners.context.geometry(), owners.context.region()));
+        let copier = Arc::new(Copier::new(owners, Arc::clone(&in_flight)));
+        let zeroer = Arc::new(Zeroer::new(owners, Arc::clone(&in_flight), Arc::clone(&copier)));
+        let cancelled_writes = Arc::clone(&owners.cancelled_writes);
         Self { copier, zeroer, in_flight, cancelled: CancelledRequests::default(), cancelled_writes }
     }
 

@@ -1,4 +1,4 @@
-//! Zeroing and discarding: entries change, contents do not, as far as whole clusters or subclusters are concerned.
+//! Zeroing and discarding: entries of whole clusters or subclusters change, contents do not.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use super::super::guest_data::GuestData;
 use super::super::header_owner::HeaderOwner;
 use super::super::layers::push_zeros;
 use super::super::lookup::{Extent, Kind, Lookup};
+use super::super::owners::Owners;
 use super::super::shared_future::SharedFuture;
 use super::super::tables::Tables;
-use super::WriterParts;
 use super::copier::Copier;
 use super::in_flight::{InFlightAllocation, InFlightAllocations, State};
 use crate::error::ImageError;
@@ -25,7 +25,7 @@ use crate::qcow2::format::entry::{L2Entry, Subclusters};
 /// The most zeros that are written at once where entries cannot say it.
 const PIECE: u64 = 2 << 20;
 
-/// What is to become of a part of the disk: it reads as zeros.
+/// How a part of the disk comes to read as zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum Zeroing {
     /// Space stays.
@@ -36,7 +36,7 @@ pub(in super::super) enum Zeroing {
     Discard,
 }
 
-/// What else decides what a zeroed entry looks like.
+/// Properties of the image that determine a zeroed entry.
 #[derive(Debug, Clone, Copy)]
 struct Rules {
     /// Something is seen where there is nothing.
@@ -47,7 +47,7 @@ struct Rules {
     raw_data: bool,
 }
 
-/// How far a zeroing goes.
+/// The ends of a zeroing.
 #[derive(Debug, Clone, Copy)]
 struct Reach {
     /// Where it ends.
@@ -79,8 +79,8 @@ pub(super) struct Zeroer {
 }
 
 impl Zeroer {
-    pub(super) fn new(parts: &WriterParts, in_flight: Arc<InFlightAllocations>, copier: Arc<Copier>) -> Self {
-        let WriterParts { context, header, allocator, tables, flusher, guest_data, .. } = parts;
+    pub(super) fn new(owners: &Owners, in_flight: Arc<InFlightAllocations>, copier: Arc<Copier>) -> Self {
+        let Owners { context, header, allocator, tables, flusher, guest_data, .. } = owners;
         Self {
             context: Arc::clone(context),
             header: Arc::clone(header),
@@ -99,7 +99,7 @@ impl Zeroer {
         Rules { backed, zero_flag: context.rules().version > 2, raw_data }
     }
 
-    /// Has `length` bytes at `at` read as zeros.
+    /// Makes `length` bytes at `at` read as zeros.
     pub(super) async fn zero(
         self: Arc<Self>,
         at: GuestOffset,
@@ -188,7 +188,7 @@ impl Zeroer {
             Begun::Nothing(until) => Ok(until),
             Begun::Load(_) => Ok(pos),
             Begun::Wait(job) => {
-                // Its contents come first, whatever becomes of them.
+                // Its contents come first, even if it fails.
                 let _ = job.await;
                 Ok(pos)
             }
@@ -235,7 +235,7 @@ impl Zeroer {
         Ok(Begun::Entries(future, until))
     }
 
-    /// What has to be done from `pos` on.
+    /// The work from `pos` on.
     fn claim_zeros(
         &self,
         pos: GuestOffset,
@@ -252,7 +252,7 @@ impl Zeroer {
                     Kind::Backing { .. } => !rules.backed && (zeroing == Zeroing::Keep || !kind.is_for_itself()),
                     _ => false,
                 };
-                // As far as whole units are alike; a raw data file is right where nothing was ever written.
+                // Up to the next unit of another kind; a raw data file is right where nothing was ever written.
                 let until = pos + length;
                 if nothing {
                     return Ok(Lookup::Found(ZeroClaim::Nothing(until)));
@@ -341,7 +341,7 @@ impl Zeroer {
     }
 }
 
-/// What was begun to have a part of the disk zeroed.
+/// A step of zeroing that was begun.
 enum Begun {
     /// It is zeros up to here.
     Nothing(GuestOffset),
@@ -355,7 +355,7 @@ enum Begun {
     Entries(SharedFuture, GuestOffset),
 }
 
-/// What zeroing takes.
+/// The claim that zeroing needs.
 enum ZeroClaim {
     /// It is zeros up to here.
     Nothing(GuestOffset),

@@ -11,10 +11,11 @@ use super::stored::{Block, Stored};
 use super::tables;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
+use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::{Header, REFCOUNT_TABLE_MOST};
 use crate::qcow2::format::refcount_array;
 
-/// What new clusters take along, in clusters from the first of them on.
+/// The tables that new clusters need, in clusters from the first of them on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
     /// Clusters of a larger refcount table; 0: the one that there is suffices.
@@ -26,14 +27,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// For `wanted` clusters from `first` on: `there` tells whether a block is there, the table has `entries`. The last
-    /// two: refcounts in a block, entries in a cluster of the table.
-    fn of(
-        (first, wanted): (u64, u64),
-        there: impl Fn(u64) -> bool,
-        entries: u64,
-        (per_block, per_cluster): (u64, u64),
-    ) -> Self {
+    /// The plan for `wanted` clusters from `first` on. `there` tells whether a block exists; the table has `entries`.
+    fn of(first: u64, wanted: u64, there: impl Fn(u64) -> bool, entries: u64, geometry: &Geometry) -> Self {
+        let (per_block, per_cluster) = (geometry.refcounts_per_block(), geometry.cluster_size() / 8);
         let (mut table, mut blocks) = (0, Vec::new());
         loop {
             let end = first + wanted + table + blocks.len() as u64;
@@ -90,7 +86,7 @@ pub(in crate::qcow2) async fn extend_beside(
         }
     }
     let there = |number: u64| number < most && missing.binary_search(&number).is_err();
-    let plan = Plan::of((first, wanted), there, entries, (each, size / 8));
+    let plan = Plan::of(first, wanted, there, entries, &geometry);
     if plan.table << bits > REFCOUNT_TABLE_MOST {
         let why = format!("{} clusters are more than refcounts can be kept for", plan.end);
         return Err(roots::corrupt(storage.name(), "refcount table".into(), why));
@@ -239,15 +235,17 @@ mod tests {
     #[test]
     fn clusters_take_blocks_and_a_table_along_where_there_are_none() {
         let there = |number: u64| number < 2;
-        let plan = |first, wanted| Plan::of((first, wanted), there, 64, (64, 64));
+        // 64 refcounts in a block, 64 entries in a cluster of the table.
+        let small = Geometry { cluster_bits: 9, refcount_order: 6, extended_l2: false };
+        let plan = |first, wanted| Plan::of(first, wanted, there, 64, &small);
         assert_eq!(plan(100, 10), Plan { table: 0, blocks: vec![], end: 110 });
         assert_eq!(plan(100, 28), Plan { table: 0, blocks: vec![], end: 128 });
         assert_eq!(plan(100, 29), Plan { table: 0, blocks: vec![2], end: 130 });
         // With its block it does not fit any more.
         assert_eq!(plan(190, 2), Plan { table: 0, blocks: vec![2, 3], end: 194 });
-        let full = Plan::of((4000, 96), |number| number < 64, 64, (64, 64));
+        let full = Plan::of(4000, 96, |number| number < 64, 64, &small);
         assert_eq!(full, Plan { table: 0, blocks: vec![], end: 4096 });
-        let larger = Plan::of((4000, 97), |number| number < 64, 64, (64, 64));
+        let larger = Plan::of(4000, 97, |number| number < 64, 64, &small);
         assert_eq!(larger, Plan { table: 2, blocks: vec![64], end: 4100 });
     }
 }

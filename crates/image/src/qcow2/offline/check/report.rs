@@ -1,9 +1,12 @@
-//! What a check says.
+//! The report of a check.
 
 use std::fmt;
 
-/// What a check may take.
+use crate::setters::setters;
+
+/// Limits of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CheckOptions {
     /// Bytes of memory for counting references. An image that needs more is gone through several times: of each cluster
     /// of its file 1.25 bytes are taken, 4.25 to repair it or where more than 255 references to a cluster are met.
@@ -13,14 +16,16 @@ pub struct CheckOptions {
     pub findings: usize,
 }
 
+setters!(CheckOptions { memory: usize, findings: usize });
+
 impl Default for CheckOptions {
-    /// 512 MiB, of which usual images take little: 19 TiB in clusters of 64 KiB are checked in one go.
+    /// 512 MiB, enough for 19 TiB in clusters of 64 KiB in one pass.
     fn default() -> Self {
         Self { memory: 512 << 20, findings: 1000 }
     }
 }
 
-/// What is repaired.
+/// The extent of a repair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Repair {
     /// Space that nothing refers to is given back.
@@ -28,12 +33,13 @@ pub enum Repair {
     /// Refcounts, and the flags that say the same: what an image is left with that was not closed while they were
     /// written late. If anything else is wrong, so that something would have to be taken away, nothing is done.
     Refcounts,
-    /// Whatever is wrong.
+    /// Everything.
     All,
 }
 
-/// What is wrong with an image, in the figures of `qemu-img check`.
+/// The faults of an image, in the figures of `qemu-img check`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CheckReport {
     /// Bytes of the file up to the end of its last cluster that is in use.
     pub image_end_offset: u64,
@@ -47,17 +53,17 @@ pub struct CheckReport {
     pub fragmented_clusters: u64,
     /// Clusters whose refcount is higher than it has to be: space is lost, nothing else.
     pub leaks: u64,
-    /// What can cost data.
+    /// Faults that can cost data.
     pub corruptions: u64,
-    /// What could not be checked.
+    /// Structures that could not be checked.
     pub check_errors: u64,
     /// Leaks that were repaired.
     pub leaks_fixed: u64,
     /// Corruptions that were repaired.
     pub corruptions_fixed: u64,
-    /// What was found, as far as it was kept.
+    /// The first findings.
     pub findings: Vec<Finding>,
-    /// How many more there were.
+    /// The number of further findings.
     pub findings_left_out: u64,
 }
 
@@ -71,12 +77,13 @@ impl CheckReport {
 
 /// One thing that is wrong.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Finding {
     /// How bad it is.
     pub kind: FindingKind,
-    /// Which structure, with its offset in the file: `L2 table at 0x50000, entry 7`.
+    /// The structure, with its offset in the file: `L2 table at 0x50000, entry 7`.
     pub table: String,
-    /// What is wrong with it.
+    /// The fault.
     pub why: String,
 }
 

@@ -1,19 +1,19 @@
 //! Where no L2 table can be, because something else is there that the header refers to.
 
 use super::examine::Bounds;
-use super::walk::Area;
 
 /// Areas in which no L2 table may lie: sorted, and none overlaps the next.
 #[derive(Debug, Default)]
 pub(super) struct Taken(Vec<(u64, u64)>);
 
 impl Taken {
-    pub(super) fn of(areas: &[Area], bounds: &Bounds) -> Self {
+    /// `areas`: offset and length in bytes.
+    pub(super) fn of(areas: impl IntoIterator<Item = (u64, u64)>, bounds: &Bounds) -> Self {
         let bits = bounds.geometry.cluster_bits;
         let mut areas: Vec<_> = areas
-            .iter()
-            .filter(|area| area.bytes > 0 && !bounds.outside(area.at, area.bytes))
-            .map(|area| (area.at >> bits, (area.at + area.bytes - 1) >> bits))
+            .into_iter()
+            .filter(|(at, bytes)| *bytes > 0 && !bounds.outside(*at, *bytes))
+            .map(|(at, bytes)| (at >> bits, (at + bytes - 1) >> bits))
             .collect();
         areas.sort_unstable();
         let mut merged: Vec<(u64, u64)> = Vec::new();

@@ -20,7 +20,7 @@ use crate::error::ImageError;
 use crate::qcow2::format::entry::OFFSET;
 use crate::qcow2::format::header::Header;
 
-/// Bytes of memory for an L2 table that is to be read, rounded up: its place, its uses, and the tree around them.
+/// Bytes of memory for each L2 table that will be read, rounded up: its place, its uses, and the tree around them.
 const TABLE_BYTES: usize = 64;
 
 /// Bits of a sector.
@@ -33,7 +33,7 @@ pub(super) struct Uses {
     pub(super) all: u64,
 }
 
-/// An entry of a table that is referred to so many times.
+/// An entry of a table, with the number of references to the table.
 struct Entry<'a> {
     examined: &'a Examined,
     times: u64,
@@ -49,7 +49,7 @@ struct Reference {
     first: bool,
 }
 
-/// An image whose references are to be followed.
+/// An image whose references are followed.
 #[derive(Debug)]
 pub(super) struct Image<'a> {
     pub(super) storage: &'a dyn Storage,
@@ -57,11 +57,11 @@ pub(super) struct Image<'a> {
     pub(super) bounds: Bounds,
     /// The active one first.
     pub(super) l1: Vec<L1Table>,
-    /// What of the file they cover, once, by their numbers in `l1`.
+    /// The parts of the file that they cover, once, by their numbers in `l1`.
     pub(super) l1_runs: Vec<Run>,
     pub(super) snapshots: Snapshots,
     bitmaps: Vec<BitmapTable>,
-    /// What of the file their tables cover, once.
+    /// The parts of the file that their tables cover, once.
     bitmap_runs: Vec<Run>,
     /// Where no L2 table can be.
     pub(super) taken: Taken,
@@ -84,20 +84,20 @@ pub(super) struct Area {
     pub(super) bytes: u64,
 }
 
-/// What can be done about an area that cannot be used.
+/// The repair of an area that cannot be used.
 #[derive(Debug, Clone, Copy)]
 enum AreaKind {
     /// Nothing.
     Fixed,
     /// Snapshots are given up.
     Snapshot,
-    /// It is made anew.
+    /// It is rebuilt.
     Refcounts,
     /// The bitmaps are given up.
     Bitmaps,
 }
 
-/// What is counted besides everything that a rebuild keeps.
+/// References that are counted besides those that a rebuild keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct What {
     /// The refcount table and its blocks.
@@ -114,7 +114,7 @@ impl What {
     pub(super) const ALL: Self = Self { refcounts: true, snapshot_table: true, most: 0, width: Width::Wide };
 }
 
-/// What a pass through the references brings in.
+/// The result of a pass through the references.
 #[derive(Debug)]
 pub(super) struct Pass {
     pub(super) counts: Counts,
@@ -175,7 +175,7 @@ impl<'a> Image<'a> {
             tables,
             memory,
         };
-        image.taken = Taken::of(&image.areas(What::ALL), &image.bounds);
+        image.taken = Taken::of(image.areas(What::ALL).iter().map(|area| (area.at, area.bytes)), &image.bounds);
         Ok(image)
     }
 
@@ -289,7 +289,7 @@ impl<'a> Image<'a> {
         areas
     }
 
-    /// What is referred to by the header, at one remove.
+    /// Counts the references of the header's tables.
     fn count_roots(&self, what: What, first: bool, pass: &mut Pass, findings: &mut Findings) {
         let (mut areas, bits) = (self.areas(what), self.bounds.geometry.cluster_bits);
         areas.retain(|area| area.bytes != 0);
@@ -342,7 +342,7 @@ impl<'a> Image<'a> {
         }
     }
 
-    /// For people: which entry of which L1 table it is that lies at `place`.
+    /// Describes the L1 entry at `place` for people.
     fn l1_entry(&self, run: &Run, place: u64) -> String {
         let Some(l1) = self.l1.get(run.owner) else { return String::new() };
         format!("{}, entry {}", l1.name(), (place - l1.at) / 8)
@@ -484,7 +484,7 @@ impl<'a> Image<'a> {
         self.add(&reference, pass, findings, table);
     }
 
-    /// Counts references to what lies in the file.
+    /// Counts references to clusters of the file.
     fn add(&self, reference: &Reference, pass: &mut Pass, findings: &mut Findings, table: impl Fn() -> String) {
         let Reference { at, bytes, times, .. } = *reference;
         pass.grown |= (at + bytes - 1) >> self.bounds.geometry.cluster_bits >= self.clusters;
