@@ -1,15 +1,15 @@
-//! What a storage has no contents for, and how much space it takes.
+//! Holes of a storage, and the space that it occupies.
 
 use std::ops::Range;
 
 use limosa_storage::{ExtentKind, Storage, StorageError};
 
-/// Bytes of which it is found out what they are, to begin with.
+/// Bytes that are examined first.
 const FIRST_LOOK: u64 = 64 << 10;
 
-/// How many bytes from the beginning of a range on are alike, and whether they are known to be zeros.
+/// Returns how many bytes at the beginning of a range are alike, and whether they are known to be zeros.
 ///
-/// Extents are walked as far as they are asked for: a little at first, and further as long as all is alike.
+/// A few extents are examined first, and more as long as all are alike.
 pub(crate) fn alike(storage: &dyn Storage, range: &Range<u64>) -> Result<(u64, bool), StorageError> {
     let mut alike = range.start;
     let mut kind = None;
@@ -35,16 +35,17 @@ pub(crate) fn alike(storage: &dyn Storage, range: &Range<u64>) -> Result<(u64, b
     Ok((if alike > range.start { alike } else { range.end } - range.start, is_zero))
 }
 
-/// How many of `length` bytes at `at` are in the storage, whose last part of `unit` bytes nothing need fill up. What
-/// lies further behind is no hole, but lost.
+/// Returns how many of `length` bytes at `at` are in the storage, whose last `unit` may be incomplete. Bytes further
+/// back
+/// are no hole, but lost.
 pub(crate) fn inside(storage: &dyn Storage, at: u64, length: u64, unit: u64) -> Result<u64, StorageError> {
     let end = storage.length()?;
     Ok(length.min(end.checked_next_multiple_of(unit).unwrap_or(end).saturating_sub(at)))
 }
 
-/// Bytes that the file of a storage takes up; `None`: it has no file, or lies on a device as a whole.
+/// Returns the bytes that the file of a storage occupies; `None` without a file, or for a device.
 pub(crate) fn taken(storage: &dyn Storage) -> Option<u64> {
-    /// What the kernel counts in: stat(2).
+    /// The unit of `st_blocks`: stat(2).
     const BLOCK: u64 = 512;
     let found = rustix::fs::fstat(storage.file()?).ok()?;
     let is_file = rustix::fs::FileType::from_raw_mode(found.st_mode).is_file();

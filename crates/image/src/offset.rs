@@ -5,7 +5,7 @@ use std::ops::{Add, AddAssign, Range, Sub, SubAssign};
 
 use limosa_page::to_usize;
 
-/// What all positions can do: a distance is added, and the difference of two is a distance.
+/// Arithmetic of all positions: a distance is added, and the difference of two is a distance.
 macro_rules! position {
     ($name:ident, $distance:ty, $number:ident => $plain:expr) => {
         impl Add<$distance> for $name {
@@ -30,7 +30,7 @@ macro_rules! position {
     };
 }
 
-/// What offsets can do besides; `unit` is a power of two.
+/// Arithmetic of offsets; `unit` is a power of two.
 macro_rules! offset {
     ($name:ident) => {
         position!($name, u64, bytes => bytes);
@@ -69,7 +69,7 @@ macro_rules! offset {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestOffset(pub u64);
 
-/// Bytes from the beginning of the storage that an image, or its contents, lie in.
+/// Bytes from the beginning of the storage of an image or of its contents.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostOffset(pub u64);
 
@@ -81,7 +81,7 @@ pub(crate) struct HostCluster(pub(crate) u64);
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ClusterCount(pub(crate) u64);
 
-/// What leads from guest offsets to host offsets, for bytes that lie together on both sides.
+/// The difference between guest and host offsets, for bytes that are contiguous on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shift(u64);
 
@@ -129,7 +129,7 @@ impl ClusterCount {
     pub(crate) const NONE: Self = Self(0);
     pub(crate) const ONE: Self = Self(1);
 
-    /// Bytes of so many clusters.
+    /// Bytes of these clusters.
     pub(crate) const fn bytes(self, cluster_bits: u32) -> u64 {
         self.0 << cluster_bits
     }
@@ -177,12 +177,12 @@ impl HostCluster {
 }
 
 impl Shift {
-    /// What is at `guest` lies at `host`.
+    /// The shift that leads from `guest` to `host`.
     pub(crate) const fn between(guest: GuestOffset, host: HostOffset) -> Self {
         Self(host.0.wrapping_sub(guest.0))
     }
 
-    /// Where what is at `guest` lies.
+    /// The host offset of `guest`.
     pub(crate) const fn host(self, guest: GuestOffset) -> HostOffset {
         HostOffset(guest.0.wrapping_add(self.0))
     }

@@ -6,7 +6,7 @@
 
 use limosa_storage::{IoVector, Storage, StorageError};
 
-/// What has become of contents behind a file's end, and what to do.
+/// The fate of contents past a file's end, and what to do.
 pub(crate) const TRUNCATED: &str = "what lay there is lost: get it back from a copy of the file";
 
 /// How many of the last bytes are looked at.

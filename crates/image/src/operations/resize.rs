@@ -67,7 +67,7 @@ pub enum ResizeError {
     Size {
         /// The image: a path.
         image: Arc<str>,
-        /// What is wrong.
+        /// The fault.
         fault: SizeFault,
     },
 }
@@ -88,10 +88,10 @@ pub enum SizeFault {
     /// It would become shorter, which was not asked for.
     #[error("the last {bytes} bytes would be lost")]
     Shrinks {
-        /// By so many bytes.
+        /// The bytes that would be lost.
         bytes: u64,
     },
-    /// It does not become longer, and added space is to be preallocated.
+    /// It does not become longer, so there is no added space to preallocate.
     #[error("preallocation applies to added space, but the image does not grow")]
     NothingAdded,
 }

@@ -26,7 +26,7 @@ fn opened(file: &Arc<dyn Storage>, options: Qcow2Options) -> Result<Arc<Qcow2>, 
     TestImage::existing(Arc::clone(file)).try_open(None, options)
 }
 
-/// What is read, or what is said in its place.
+/// The bytes read, or the error.
 fn read(disk: &dyn Disk, at: u64, length: usize) -> Result<Vec<u8>, String> {
     try_read(disk, at, length as u64).map_err(|error| error.to_string())
 }

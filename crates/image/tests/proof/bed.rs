@@ -17,7 +17,7 @@ use crate::recipe::{BackingOverride, Data, Recipe, seen};
 pub(crate) struct Storages {
     pub(crate) image: Arc<dyn Storage>,
     pub(crate) data: Option<Arc<dyn Storage>>,
-    /// What lies below, as a disk.
+    /// The backing image, as a disk.
     pub(crate) below: Option<Arc<dyn Disk>>,
 }
 
@@ -31,9 +31,9 @@ pub(crate) type Over<'a> = dyn Fn(Arc<dyn Storage>) -> Arc<dyn Storage> + 'a;
 pub(crate) struct Bed {
     pub(crate) recipe: Recipe,
     pub(crate) folder: TempDir,
-    /// What the guest sees at first.
+    /// The first contents of the disk.
     pub(crate) first: Vec<u8>,
-    /// What it sees in each snapshot.
+    /// The contents of each snapshot.
     snapshots: Vec<Vec<u8>>,
     /// The files as they were made.
     made: Vec<(&'static str, Vec<u8>)>,
@@ -75,7 +75,7 @@ impl Bed {
         }
     }
 
-    /// What lies below, read-only bytes, through `over`.
+    /// The backing image, read-only bytes, through `over`.
     pub(crate) fn below(&self, over: &Over<'_>) -> Option<Arc<dyn Disk>> {
         let bytes = match self.recipe.below {
             BackingOverride::Nothing => return None,

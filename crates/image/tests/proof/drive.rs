@@ -37,7 +37,7 @@ pub(crate) struct Done {
     pub(crate) range: Range<u64>,
     pub(crate) began: Stamp,
     pub(crate) ended: Stamp,
-    /// What was read.
+    /// The bytes read.
     pub(crate) read: Vec<u8>,
     pub(crate) result: Result<(), ImageError>,
 }
@@ -96,10 +96,10 @@ impl Driver {
         [buffer.slice(0..cut), buffer.slice(cut..buffer.len())].into_iter().collect()
     }
 
-    /// Goes on until a request is over, or none is under way.
+    /// Continues until a request is over, or none is in flight.
     ///
     /// # Panics
-    /// Requests are under way, nothing is held, and none of them goes on.
+    /// Requests are in flight, nothing is held, and none of them advances.
     pub(crate) fn next(&mut self) -> Option<Done> {
         let mut idle = 0;
         while !self.in_flight.is_empty() {

@@ -13,17 +13,17 @@ use crate::model::Plan;
 
 /// How it ended.
 pub(crate) struct Ended {
-    /// What the guest saw last; `None`: the disk could not be closed.
+    /// The last contents that the guest saw; `None`: the disk could not be closed.
     pub(crate) seen: Option<Vec<u8>>,
     pub(crate) watched: Watched,
     /// Requests to storages, and how many of them failed.
     pub(crate) requests: (u64, u64),
 }
 
-/// Which requests to storages fail, and how.
+/// The requests to storages that fail, and how.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Failure {
-    /// So many succeed before.
+    /// Number of requests that succeed before.
     pub(crate) after: u64,
     pub(crate) times: u64,
     pub(crate) fault: Fault,

@@ -1,10 +1,10 @@
-//! What guests ask for, by chance.
+//! Random requests of guests.
 
 use std::ops::Range;
 
 use limosa_storage::testing::Chance;
 
-/// What a request asks.
+/// A request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum RequestKind {
     Read,
@@ -25,7 +25,7 @@ pub(crate) struct Guest {
     pub(crate) size: u64,
     /// Bytes of a cluster, around whose boundaries it asks most.
     pub(crate) cluster: u64,
-    /// What offsets and lengths are multiples of.
+    /// The unit of offsets and lengths.
     pub(crate) unit: u64,
     /// The number of the last write.
     pub(crate) written: u64,

@@ -1,4 +1,4 @@
-//! What may be read, if requests overlap or the power was cut.
+//! The contents that may be read if requests overlap or the power was cut.
 //!
 //! The disk is looked at in units; every unit is a separate register. A write takes effect in one instant between its
 //! beginning and its end; so does a read. A value is therefore possible unless it was overwritten before the look
@@ -10,10 +10,10 @@ use crate::Verdict;
 use crate::drive::Stamp;
 use crate::guest::is_content;
 
-/// What was put there.
+/// The bytes that were put there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Value {
-    /// What was there at first.
+    /// The first contents.
     First,
     Zeros,
     /// Of the write of this number.
@@ -23,7 +23,7 @@ pub(crate) enum Value {
 #[derive(Debug, Clone)]
 struct Entry {
     value: Value,
-    /// Which request put it there.
+    /// The request that put it there.
     request: u64,
     began: Stamp,
     ended: Option<Stamp>,

@@ -12,7 +12,7 @@ use crate::guest::{Guest, RequestKind};
 use crate::history::{History, Value};
 use crate::model::{Plan, read_all, whole};
 
-/// What the units of a history are: no write is torn inside one.
+/// The unit of a history: no write is torn inside one.
 pub(crate) const UNIT: u64 = 512;
 
 /// Requests and what they did to a disk.
@@ -34,7 +34,7 @@ impl Watched {
         Self { driver, history: History::new(first, UNIT), plan, guest, may_fail: false, numbers: Default::default() }
     }
 
-    /// So many requests, and waits for all.
+    /// Sends the requests, and waits for all.
     pub(crate) fn run(&mut self) -> Verdict {
         for step in 0..self.plan.steps {
             while self.driver.in_flight.len() < self.plan.depth {

@@ -27,7 +27,7 @@ mod recipe;
 mod reflink;
 mod threads;
 
-/// What a run found: an error says what was wrong, where.
+/// The result of a run: an error says what was wrong, where.
 type Verdict<T = ()> = Result<T, String>;
 
 /// How many times what is usual.

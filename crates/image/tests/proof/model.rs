@@ -19,7 +19,7 @@ use crate::guest::{Guest, RequestKind, content};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plan {
     pub(crate) seed: u64,
-    /// What is discarded as a whole.
+    /// The unit of discards.
     pub(crate) cluster: u64,
     pub(crate) steps: u64,
     /// Requests under way at once.
@@ -30,12 +30,12 @@ pub(crate) struct Plan {
     pub(crate) discards_may_stay: bool,
 }
 
-/// What is not known until nothing is under way.
+/// Bytes that are unknown while requests are in flight.
 #[derive(Debug)]
 enum Loose {
     /// A request was dropped: anything.
     Undefined(Range<u64>),
-    /// What was there, or zeros.
+    /// The former contents, or zeros.
     MayBeZero(Range<u64>),
 }
 
@@ -47,7 +47,7 @@ impl Loose {
     }
 }
 
-/// Makes a closed disk so many bytes long.
+/// Resizes a closed disk.
 pub(crate) type Resize<'a> = dyn Fn(u64) -> Verdict + 'a;
 
 pub(crate) struct Model<'a> {

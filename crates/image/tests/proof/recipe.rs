@@ -6,7 +6,7 @@ use std::path::Path;
 use limosa_storage::testing::Chance;
 use limosa_testkit::{qemu_img, qemu_io};
 
-/// What lies below.
+/// The backing image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BackingOverride {
     Nothing,
@@ -40,7 +40,7 @@ pub(crate) struct Recipe {
     pub(crate) data: Data,
     /// It has contents of its own, and internal snapshots of them, and a bitmap.
     pub(crate) snapshots: u32,
-    /// What of it is compressed: `zlib` or `zstd`.
+    /// Its compression: `zlib` or `zstd`.
     pub(crate) compressed: Option<&'static str>,
     pub(crate) preallocation: &'static str,
     pub(crate) size: u64,
@@ -218,8 +218,7 @@ pub(crate) fn patchwork(chance: &mut Chance, size: u64) -> Vec<u8> {
     bytes
 }
 
-/// What stock QEMU reads from the `image` of a folder; `more`: arguments that choose something else than its present
-/// contents.
+/// The contents of the `image` of a folder as stock QEMU reads it; `more`: arguments that choose other contents.
 pub(crate) fn seen(folder: &Path, more: &[&str]) -> Vec<u8> {
     let [image, raw] = ["image", "seen"].map(|name| folder.join(name).to_str().unwrap().to_owned());
     let mut words = vec!["convert", "-f", "qcow2", "-O", "raw"];

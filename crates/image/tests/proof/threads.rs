@@ -71,7 +71,7 @@ pub(crate) fn run(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, steps: u64, 
     differs(&found, &expected).map_or(Ok(expected), |at| Err(format!("the disk is wrong at {at:#x}")))
 }
 
-/// Has threads ask for whatever guests ask, also for the same bytes at the same time, and looks whether some order of
+/// Lets threads send any requests of guests, also for the same bytes at the same time, and looks whether some order of
 /// the requests explains what each of them read. What the guest has to see in the end.
 pub(crate) fn overlapping(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, plan: Plan) -> Verdict<Vec<u8>> {
     // Every tick is seen by all threads, and orders what has ended before what begins later: what the sanitizer can say

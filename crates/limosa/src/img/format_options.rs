@@ -41,7 +41,7 @@ const fn usually(name: &'static str, kind: Kind, what: &'static str, usual: &'st
 const RAW: [Known; 2] =
     [known("size", Kind::Size, "Virtual size"), known("preallocation", Kind::Text, "Preallocation: off, falloc, full")];
 
-/// In the order in which they are told.
+/// In the order of the printed line.
 const QCOW2: [Known; 12] = [
     usually("cluster_size", Kind::Size, "Cluster size: 512 to 2M, a power of two", "64k"),
     usually("extended_l2", Kind::OnOff, "Extended L2 entries: clusters have 32 subclusters", "off"),
@@ -99,7 +99,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// The options of a format, as far as they were given.
+/// The options of a format that were given.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FormatOptions {
     format: Format,
@@ -108,7 +108,7 @@ pub(crate) struct FormatOptions {
 }
 
 impl FormatOptions {
-    /// None of a format's.
+    /// No options of a format.
     ///
     /// # Errors
     /// limosa has no such format.
@@ -121,7 +121,7 @@ impl FormatOptions {
         Ok(Self { format, known, given: Vec::new() })
     }
 
-    /// Those of `NAME=VALUE,NAME=VALUE`; a comma in a value is written twice. The last one of a name counts.
+    /// Parses `NAME=VALUE,NAME=VALUE`; a comma in a value is written twice. The last value of a name counts.
     ///
     /// # Errors
     /// An option that the format does not have, or a value that it cannot have.
@@ -139,7 +139,7 @@ impl FormatOptions {
         self.format
     }
 
-    /// Gives an option, in place of an earlier one of its name.
+    /// Sets an option, in place of an earlier value.
     ///
     /// # Errors
     /// As of [`parse`](Self::parse).
@@ -160,12 +160,12 @@ impl FormatOptions {
         self.given.iter().find_map(|(given, value)| (*given == name).then_some(value))
     }
 
-    /// A text, if it was given. A path need not be one: see [`path`](Self::path).
+    /// Returns a text, if it was given. A path need not be UTF-8: see [`path`](Self::path).
     pub(crate) fn text(&self, name: &str) -> Option<&str> {
         self.path(name)?.to_str()
     }
 
-    /// A path, if it was given.
+    /// Returns a path, if it was given.
     pub(crate) fn path(&self, name: &str) -> Option<&OsStr> {
         match self.get(name) {
             Some(Value::Text(text)) => Some(text),
@@ -173,7 +173,7 @@ impl FormatOptions {
         }
     }
 
-    /// A size in bytes or a number, if it was given.
+    /// Returns a size in bytes or a number, if it was given.
     pub(crate) fn number(&self, name: &str) -> Option<u64> {
         match self.get(name) {
             Some(Value::Number(number)) => Some(*number),
@@ -181,7 +181,7 @@ impl FormatOptions {
         }
     }
 
-    /// Whether it is on, if it was given.
+    /// Returns whether it is on, if it was given.
     pub(crate) fn on_off(&self, name: &str) -> Option<bool> {
         match self.get(name) {
             Some(Value::OnOff(on)) => Some(*on),

@@ -18,7 +18,7 @@ use signal_hook::iterator::Signals;
 
 use super::meter;
 
-/// Number that a shell adds to that of the signal that ended a process.
+/// The number that a shell adds to the signal's for the exit status.
 const ENDED_BY: i32 = 128;
 
 /// Files of images that are not complete yet.

@@ -1,7 +1,8 @@
 //! The secrets that `--object` defines.
 //!
-//! Law: a secret is checked as far as it can be, and none is kept: nothing needs one before images are encrypted. What
-//! is not a secret is refused by its kind, a property that secrets do not have by its name.
+//! Law: a secret is read and checked, and none is kept: nothing needs one before images are encrypted. Other objects
+//! are
+//! refused by their kind, properties that secrets do not have by their name.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -13,10 +13,10 @@ use limosa_storage::{CacheMode, Io};
 pub(crate) struct Name(pub(crate) OsString);
 
 impl Name {
-    /// As text, which whatever is not a path has to be.
+    /// Returns it as text, which everything but a path has to be.
     ///
     /// # Errors
-    /// It is none.
+    /// It is not UTF-8.
     pub(crate) fn text(&self) -> anyhow::Result<&str> {
         self.0.to_str().with_context(|| format!("{self}: must be UTF-8 unless it is a path"))
     }
@@ -34,26 +34,26 @@ impl fmt::Display for Name {
     }
 }
 
-/// An image that exists, and how it is opened.
+/// An image that exists, with the options that it is opened with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Source {
     /// A file's name, `json:{...}`, or with `image_opts` a list of options.
     pub(crate) name: Name,
     /// The name is a list of options: `driver=qcow2,file.driver=file,file.filename=NAME`.
     pub(crate) image_opts: bool,
-    /// Its format, if it was said.
+    /// Its format, if given.
     pub(crate) format: Option<String>,
     /// How its files are cached.
     pub(crate) cache: CacheMode,
-    /// Who carries out requests to its files.
+    /// The I/O backend of its files.
     pub(crate) io: Io,
-    /// Whether it is opened without asking others (`-U`).
+    /// Whether it is opened without locks (`-U`).
     pub(crate) force_share: bool,
     /// Whether every file that it refers to is refused.
     pub(crate) untrusted: bool,
 }
 
-/// An image that is made, or written over, but for its name.
+/// An image that is created or overwritten, without its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Target {
     /// Its format.
@@ -73,7 +73,7 @@ impl Default for Target {
 }
 
 impl Target {
-    /// Whether the options are asked for, and nothing is to be made (`-o help`).
+    /// Whether only a list of the options is asked for (`-o help`).
     pub(crate) fn asks_for_help(&self) -> bool {
         self.options.split(',').any(|option| matches!(option, "help" | "?"))
     }
@@ -82,14 +82,14 @@ impl Target {
 /// `limosa img create`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CreateOptions {
-    /// Empty if the options are asked for.
+    /// Empty for `-o help`.
     pub(crate) name: Name,
     pub(crate) target: Target,
-    /// Virtual size in bytes, if it was said.
+    /// Virtual size in bytes, if given.
     pub(crate) size: Option<u64>,
     pub(crate) backing: Option<OsString>,
     pub(crate) backing_format: Option<String>,
-    /// The backing file is not looked at.
+    /// The backing file is not opened.
     pub(crate) backing_unsafe: bool,
     /// Whether every file that the backing file refers to is refused.
     pub(crate) untrusted: bool,
@@ -120,7 +120,7 @@ pub(crate) struct MapOptions {
     pub(crate) source: Source,
     /// Start offset in bytes.
     pub(crate) start: u64,
-    /// At most so many bytes.
+    /// The most bytes.
     pub(crate) length: Option<u64>,
     pub(crate) json: bool,
 }
@@ -138,7 +138,7 @@ pub(crate) struct ResizeOptions {
 /// `limosa img convert`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ConvertOptions {
-    /// One or more; none if the options are asked for.
+    /// One or more; none for `-o help`.
     pub(crate) sources: Vec<Source>,
     /// The snapshot of the source that is read.
     pub(crate) snapshot: Option<SnapshotChoice>,
@@ -147,13 +147,13 @@ pub(crate) struct ConvertOptions {
     pub(crate) target: Target,
     pub(crate) backing: Option<OsString>,
     pub(crate) backing_format: Option<String>,
-    /// The target is there.
+    /// The target exists.
     pub(crate) no_create: bool,
     /// It reads as zeros.
     pub(crate) target_is_zero: bool,
-    /// Bytes of zeros in a row that are worth a hole; 0: none.
+    /// The shortest run of zero bytes that becomes a hole; 0: no holes.
     pub(crate) sparse_size: u64,
-    /// Requests under way at the same time.
+    /// Requests in flight at the same time.
     pub(crate) parallel: u8,
     /// Writes need not be in order.
     pub(crate) out_of_order: bool,
@@ -186,7 +186,7 @@ pub(crate) struct CompareOptions {
 pub(crate) struct BenchOptions {
     pub(crate) source: Source,
     pub(crate) count: u32,
-    /// Requests under way at the same time.
+    /// Requests in flight at the same time.
     pub(crate) depth: u32,
     /// Bytes of a request.
     pub(crate) buffer_size: u64,
@@ -197,11 +197,11 @@ pub(crate) struct BenchOptions {
     pub(crate) write: bool,
     /// The value of every byte that is written.
     pub(crate) pattern: u8,
-    /// A flush after each so many requests; 0: none.
+    /// Requests between two flushes; 0: no flushes.
     pub(crate) flush_interval: u32,
-    /// Whether a flush waits for the requests under way.
+    /// Whether a flush waits for the requests in flight.
     pub(crate) drain: bool,
-    /// From where on what is copied is shared.
+    /// The size from which on contents are cloned in place of being copied.
     pub(crate) clone: CloneMode,
     pub(crate) json: bool,
 }

@@ -25,7 +25,7 @@ pub(crate) fn run(options: &ResizeOptions) -> anyhow::Result<ExitCode> {
 
 fn with_remedy(error: ResizeError) -> anyhow::Error {
     match error {
-        // The image's own error stays in the chain: it has remedies too.
+        // The image's own error stays in the chain, where its remedy is found.
         ResizeError::Image(error) => error.into(),
         ResizeError::Size { fault: SizeFault::Shrinks { .. }, .. } => {
             anyhow::anyhow!("{error}; use --shrink if they are not needed")

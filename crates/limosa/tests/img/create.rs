@@ -15,7 +15,8 @@ fn described(bed: &Bed, name: &str) -> Value {
     said
 }
 
-/// Has both make an image of one name, and expects the same line, and the same image as far as stock qemu-img tells.
+/// Lets both create an image of one name, and expects the same line, and the same image in stock qemu-img's
+/// description.
 #[track_caller]
 fn both_make(bed: &Bed, name: &str, words: &[&str]) {
     let make = |answer: Answer| {

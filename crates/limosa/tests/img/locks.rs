@@ -40,7 +40,7 @@ fn what_another_process_writes_is_left_alone_unless_that_is_asked_for() {
     for words in [&["info", "-U", "x"][..], &["map", "-U", "x"]] {
         bed.both_say(words);
     }
-    // Without a lock no command may write, whatever its options.
+    // Without a lock no command may write, with any options.
     for words in [&["bench", "-w", "-c", "1", "x"][..], &["bench", "-U", "-w", "-c", "1", "x"]] {
         let (ours, stock) = (Answer::from(bed.limosa(words)), bed.qemu_img(words));
         assert_eq!((ours.status, stock.status), (Some(1), Some(1)), "{words:?}: {ours:?}");

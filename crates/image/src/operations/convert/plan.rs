@@ -1,24 +1,24 @@
-//! What is to be read, written, zeroed and left alone, computed without I/O.
+//! The plan of reads, writes and zeroings, computed without I/O.
 //!
 //! Law: a byte that the map of the source knows to be zero, or to come from below, is never read; a byte of contents is
 //! read once, and written unless it is part of a run of zeros that is long enough.
 //!
-//! The disk is walked in pieces at multiples of a length. What a piece has of contents is read into one buffer, at its
-//! place in the piece; known zeros between contents are zeros in the buffer, so that what lies in one cluster of the
-//! target is written at once. Where there are no contents from one piece into the next, nothing is cut and no buffer is
-//! needed.
+//! The disk is walked in pieces at multiples of a length. The contents of a piece are read into one buffer, at their
+//! places in the piece; known zeros between contents are zeros in the buffer, so that a cluster of the target is
+//! written
+//! at once. Where there are no contents from one piece into the next, nothing is cut and no buffer is needed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// What the source has.
+/// The kind of a part of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Content {
     /// Bytes that have to be read to be known.
     Data,
     /// Zeros.
     Zero,
-    /// What the target has below itself, too.
+    /// Contents that the target's backing image has, too.
     Below,
 }
 
@@ -27,18 +27,18 @@ pub(crate) enum Content {
 pub(crate) struct Span {
     /// From where to where on the disk.
     pub(super) range: Range<u64>,
-    /// What is there.
+    /// Its kind.
     pub(super) content: Content,
 }
 
-/// What is done as a whole.
+/// A step of the conversion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Step {
     /// There are contents in it: they are read, and then [`actions`] tells what to do.
     Piece(Range<u64>, Vec<Span>),
     /// All of it is zeros.
     Zero(Range<u64>),
-    /// Nothing is to be done.
+    /// Nothing is done.
     Leave(Range<u64>),
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Cutter {
 }
 
 impl Cutter {
-    /// For a disk that ends there, in pieces of so many bytes. `write_zeros`: zeros, too, need a buffer.
+    /// A cutter for a disk that ends at `end`, in pieces of `piece` bytes. `write_zeros`: zeros, too, need a buffer.
     #[must_use]
     pub(super) fn new(piece: u64, end: u64, write_zeros: bool) -> Self {
         Self { piece: piece.max(1), end, write_zeros, held: VecDeque::new() }
@@ -106,10 +106,10 @@ impl Cutter {
     }
 }
 
-/// What zeros are worth.
+/// The treatment of zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rules {
-    /// So many bytes of zeros between contents are left out, at least; 0: everything is written, zeros too.
+    /// The shortest run of zeros between contents that is left out, in bytes; 0: everything is written, zeros too.
     pub(super) sparse: u64,
     /// Bytes that are looked at together, from a multiple of them on: a power of two.
     pub(super) unit: u64,
@@ -120,10 +120,10 @@ pub(super) struct Rules {
     pub(super) target_is_zero: bool,
 }
 
-/// What is done to a part of the target.
+/// The change of a part of the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Action {
-    /// What is in the buffer is written.
+    /// The contents of the buffer are written.
     Write(Range<u64>),
     /// It is made zero.
     Zero(Range<u64>),
@@ -133,7 +133,7 @@ pub(super) enum Action {
 
 #[cfg(test)]
 impl Action {
-    /// What it is done to.
+    /// The part that it changes.
     #[must_use]
     fn range(&self) -> &Range<u64> {
         match self {
@@ -142,7 +142,7 @@ impl Action {
     }
 }
 
-/// What to do with a piece whose contents have been read: `is_zero` tells whether a part of them is all zeros.
+/// Returns the actions for a piece whose contents were read: `is_zero` tells whether a part of them is all zeros.
 pub(super) fn actions(spans: &[Span], is_zero: impl Fn(&Range<u64>) -> bool, rules: &Rules) -> Vec<Action> {
     let mut runs = Runs::default();
     for span in spans {
@@ -173,7 +173,7 @@ pub(super) fn actions(spans: &[Span], is_zero: impl Fn(&Range<u64>) -> bool, rul
         .collect()
 }
 
-/// Spans of which neighbours differ.
+/// Spans, with equal neighbours merged.
 #[derive(Default)]
 struct Runs(Vec<Span>);
 
@@ -187,8 +187,9 @@ impl Runs {
     }
 }
 
-/// Zeros next to contents: as data, unless there are enough of them, and as far as they share a whole with the
-/// contents.
+/// Treats zeros next to contents as data, unless they are a long enough run; zeros in the same unit as contents are
+/// data
+/// in any case.
 fn shrink(runs: &[Span], rules: &Rules) -> Runs {
     let data =
         |index: Option<usize>| index.and_then(|index| runs.get(index)).is_some_and(|run| run.content == Content::Data);

@@ -20,7 +20,7 @@ fn sources(parts: &[&[Part]]) -> Vec<Arc<dyn Disk>> {
     parts.iter().map(|parts| Arc::new(TestDisk::new(parts)) as Arc<dyn Disk>).collect()
 }
 
-/// What it returns may go on on another thread.
+/// The future may move to another thread.
 fn on_any_thread<T: Send>(future: T) -> T {
     future
 }

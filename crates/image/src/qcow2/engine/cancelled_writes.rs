@@ -22,7 +22,7 @@ pub(super) struct CancelledWrites {
     rest: RankedMutex<Vec<Rest>>,
 }
 
-/// A write in place under way. If it is dropped it goes on elsewhere.
+/// A write in place in flight. If it is dropped, [`CancelledWrites`] continue it.
 pub(super) struct InPlace {
     request: Option<(Request, InUse)>,
     cancelled_writes: Arc<CancelledWrites>,
@@ -37,7 +37,7 @@ impl CancelledWrites {
         InPlace { request: Some((request, in_use)), cancelled_writes: Arc::clone(self) }
     }
 
-    /// Goes on with them, as far as that is possible without waiting.
+    /// Polls them once, without waiting.
     pub(super) async fn poll(&self) {
         let mut rest = self.rest.take();
         std::future::poll_fn(|context| {
@@ -54,12 +54,12 @@ impl CancelledWrites {
         join_all(rest).await;
     }
 
-    /// Returns how many are not known to be over.
+    /// Returns the number of writes that are not known to be over.
     pub(super) fn len(&self) -> usize {
         self.rest.lock().len()
     }
 
-    /// Lets go of them.
+    /// Drops them.
     pub(super) fn clear(&self) {
         drop(self.rest.take());
     }

@@ -1,4 +1,4 @@
-//! What does not change while an image is in use: its storages, its geometry, how it is used.
+//! The constants of an image in use: its storages, geometry and options.
 //!
 //! The owners of all that changes (the header, the allocator, the tables, the flusher, the writer) have it in common,
 //! and nothing else.
@@ -78,12 +78,12 @@ impl Context {
         &self.file
     }
 
-    /// Where contents lie.
+    /// The storage of contents.
     pub(super) const fn data(&self) -> &Arc<dyn Storage> {
         &self.data
     }
 
-    /// Whether contents lie in a file of their own.
+    /// Whether contents are in an external data file.
     pub(super) const fn has_data_file(&self) -> bool {
         self.has_data_file
     }
@@ -93,7 +93,7 @@ impl Context {
         self.has_raw_data_file
     }
 
-    /// What is seen where the image has nothing.
+    /// The backing image.
     pub(super) const fn backing(&self) -> Option<&Arc<dyn Disk>> {
         self.backing.as_ref()
     }

@@ -1,8 +1,9 @@
-//! Which requests may still be using a cluster that nothing refers to any more.
+//! Epochs: the requests that may still be using a cluster that nothing refers to any more.
 //!
 //! Law: a request that reads or writes a data cluster enters an epoch before it looks up where the cluster lies, and
-//! leaves it when the storage is done. What was dropped from the tables in an epoch is used anew only when all requests
-//! that entered up to then have left. Nothing waits for that: what cannot be used yet stays where it is.
+//! leaves it when the storage is done. A cluster that was dropped from the tables in an epoch is reused only when all
+//! requests that entered up to then have left. Nothing waits for that: a cluster that cannot be reused yet stays
+//! listed.
 
 use std::sync::Arc;
 #[cfg(not(loom))]

@@ -1,4 +1,4 @@
-//! The guest's data, where it is: in the data storage, in compressed clusters, in the backing image.
+//! The guest's data: in the data storage, in compressed clusters, in the backing image.
 //!
 //! Everything that the guest's bytes are read from or written to goes through here, except what moves them without a
 //! look: clones (`writer/clones.rs`) and copies that a storage makes (`Disk::storage`). What is between the guest's
@@ -43,7 +43,7 @@ impl GuestData {
         Ok(self.context.data().write(host.0, bytes))
     }
 
-    /// Fills `into` with what is at `at`, which is this.
+    /// Reads `into.len()` bytes at `at`, which are of this kind.
     pub(super) fn read(&self, at: GuestOffset, kind: Kind, into: IoVector) -> BoxFuture<'_, Result<(), ImageError>> {
         let length = into.len() as u64;
         let counters = self.context.counters();
@@ -69,7 +69,7 @@ impl GuestData {
         }
     }
 
-    /// Fills `into` with what lies at `host`, which is the disk's at `at`. An error if the file ends before it.
+    /// Reads `into.len()` bytes at `host`, which are the disk's at `at`. Fails if the file ends before them.
     pub(super) async fn read_own(&self, at: GuestOffset, host: HostOffset, into: IoVector) -> Result<(), ImageError> {
         let data = self.context.data();
         // Before its length is looked at: others may make it longer meanwhile.
@@ -93,12 +93,12 @@ impl GuestData {
         })
     }
 
-    /// How many bytes the backing image has from `at` on.
+    /// Returns how many bytes the backing image has from `at` on.
     pub(super) fn backing_holds(&self, at: GuestOffset) -> u64 {
         self.context.backing().map_or(0, |backing| backing.len().saturating_sub(at.0))
     }
 
-    /// Fills `into` with what the backing image has at `at`, and with zeros where it ends.
+    /// Reads `into.len()` bytes at `at` from the backing image; bytes past its end are zero.
     pub(super) async fn read_backing(&self, at: GuestOffset, into: IoVector) -> Result<(), ImageError> {
         let holds = to_usize(self.backing_holds(at)).min(into.len());
         into.slice(holds..into.len()).clear();
@@ -108,7 +108,7 @@ impl GuestData {
         }
     }
 
-    /// Fills `into` with what is at `at`, in the cluster that is compressed in `packed` bytes at `host`.
+    /// Reads `into.len()` bytes at `at` from the cluster that is compressed in `packed` bytes at `host`.
     pub(super) async fn read_compressed(
         &self,
         at: GuestOffset,

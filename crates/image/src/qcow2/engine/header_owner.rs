@@ -24,7 +24,7 @@ use crate::error::ImageError;
 use crate::offset::HostOffset;
 use crate::qcow2::format::header::Header;
 
-/// What follows from an image that is corrupt.
+/// The consequences of a corrupt image.
 pub(super) const REPAIR: &str = "nothing more is written before the image is repaired";
 
 pub(super) struct HeaderOwner {
@@ -110,8 +110,9 @@ impl HeaderOwner {
         self.change(|_| {}).await
     }
 
-    /// Has the file say what memory says, if a change failed before. Whatever the flush writes next is where the header
-    /// leads to.
+    /// Writes the header again if an earlier write of it failed: the tables that the flush writes next are where the
+    /// header
+    /// in memory says.
     pub(super) async fn ascertain(self: &Arc<Self>) -> Result<(), ImageError> {
         let (uncertain, unmarked) = (self.uncertain.load(Ordering::Acquire), self.unmarked.load(Ordering::Acquire));
         if !uncertain && !unmarked {
@@ -214,7 +215,7 @@ impl HeaderOwner {
         if !mark {
             return;
         }
-        // What it was to be marked for is said all the same, and whatever comes next tries again.
+        // The corruption is reported all the same, and the next request tries again to mark the image.
         let failed = self.change(|header| header.features.set_corrupt(true)).await.is_err();
         if failed {
             self.header.lock().features.set_corrupt(true);

@@ -71,7 +71,7 @@ impl L1 {
         Ok(())
     }
 
-    /// It lies at `at` now, and has as many entries as there is room for.
+    /// Moves it to `at`, with an entry for every place there.
     pub(super) fn moved(&self, at: HostOffset, entries: usize) {
         let mut table = self.table.write();
         table.at = at;

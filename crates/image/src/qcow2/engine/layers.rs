@@ -8,7 +8,7 @@ use limosa_storage::{Buffer, IoVector};
 
 use crate::offset::GuestOffset;
 
-/// What is where; what is put later covers what was there.
+/// Pieces of bytes by offset; a later piece covers earlier ones.
 #[derive(Debug, Default)]
 pub(super) struct Layers {
     /// By where they begin: where they end, and the bytes.
@@ -34,7 +34,7 @@ impl Layers {
         }
     }
 
-    /// What remains of a piece that began at `begin`.
+    /// Keeps a part of a piece that began at `begin`.
     fn keep(&mut self, range: Range<GuestOffset>, begin: GuestOffset, bytes: &IoVector) {
         let index = |at: GuestOffset| to_usize(at - begin);
         self.pieces.insert(range.start, (range.end, bytes.slice(index(range.start)..index(range.end))));

@@ -11,7 +11,7 @@ use limosa_storage::{Storage, StorageError};
 pub(super) struct Lengths {
     /// How long the file was when it was opened, in bytes.
     at_open: u64,
-    /// How long it has been since, as far as it was looked at.
+    /// The greatest length that was observed since.
     longest: AtomicU64,
     /// The same of the data file, if there is one.
     longest_data: Option<AtomicU64>,

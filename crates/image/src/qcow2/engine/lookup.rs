@@ -1,4 +1,4 @@
-//! What the entries of L2 tables say about a part of the disk.
+//! The meaning of L2 entries for a part of the disk.
 //!
 //! Law: nothing here reads or waits: what entries mean is a pure function of them.
 
@@ -14,20 +14,20 @@ pub(super) struct Extent {
     pub(super) kind: Kind,
 }
 
-/// What a run of bytes is.
+/// The kind of a run of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Contents, from this offset of the data storage on. `copied`: nothing else refers to them.
     Own { host: HostOffset, copied: bool },
     /// Zeros. If there is a cluster for them: where the bytes would lie. `copied` as above.
     Zero { host: Option<HostOffset>, copied: bool },
-    /// What the backing image has. As above.
+    /// Contents of the backing image. As above.
     Backing { host: Option<HostOffset>, copied: bool },
     /// A part of a cluster that is compressed.
     Compressed { host: HostOffset, packed: u32 },
 }
 
-/// What looking found.
+/// The result of a lookup.
 #[derive(Debug)]
 pub(super) enum Lookup<T> {
     Found(T),
@@ -63,8 +63,8 @@ impl Kind {
     }
 }
 
-/// What the bytes from `at` on are, as many as are alike and lie together, up to `end`: by the entries of their
-/// clusters, as far as there are any.
+/// Returns the extent that begins at `at`: bytes up to `end` of one kind that are contiguous, by the entries of their
+/// clusters; `None` without entries.
 pub(super) fn extent(
     geometry: &Geometry,
     at: GuestOffset,
@@ -94,7 +94,7 @@ pub(super) fn extent(
     Ok(found)
 }
 
-/// What the bytes from `pos` on are, as many as are alike in one cluster, which has this entry, up to `end`.
+/// Returns the extent that begins at `pos` and ends at `end` or before, in one cluster with this entry.
 pub(super) fn extent_in_cluster(geometry: &Geometry, entry: L2Entry, pos: GuestOffset, end: GuestOffset) -> Extent {
     let cluster = geometry.cluster_size();
     let (host, copied, what) = match entry {

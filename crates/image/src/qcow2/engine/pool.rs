@@ -22,7 +22,7 @@ pub(super) struct Pool {
     ahead: VecDeque<Run>,
     /// Below `cursor`, and free: first ones and how many.
     free: BTreeMap<HostCluster, ClusterCount>,
-    /// Where the search for free clusters goes on.
+    /// The cluster where the search for free clusters continues.
     cursor: HostCluster,
 }
 
@@ -72,7 +72,7 @@ impl Pool {
         Some((first, taken))
     }
 
-    /// Where the search for free clusters goes on.
+    /// The cluster where the search for free clusters continues.
     pub(super) const fn cursor(&self) -> HostCluster {
         self.cursor
     }
@@ -82,7 +82,7 @@ impl Pool {
         self.cursor = cursor;
     }
 
-    /// From cluster `first` on it is found out anew which clusters are free, from the refcounts.
+    /// Searches again from cluster `first` on, by the refcounts.
     pub(super) fn forget_free(&mut self, first: HostCluster) {
         self.free.split_off(&first);
         if let Some((before, count)) = self.free.iter_mut().next_back() {

@@ -42,8 +42,8 @@ impl Preallocated {
         Self { context, header, known: OnceCell::new() }
     }
 
-    /// What of contents at `host` is alike: contents, or zeros that the file has nothing for. Behind its end there are
-    /// no zeros: a read fails and says that contents are lost.
+    /// Returns how many of `length` bytes of contents at `host` are alike: contents, or holes of the file. There are no
+    /// holes past the end of the file: a read there fails, since contents are lost.
     pub(super) async fn written(&self, host: HostOffset, length: u64) -> Result<(u64, BlockStatus), ImageError> {
         if !*self.known.get_or_init(|| self.is_preallocated()).await {
             return Ok((length, BlockStatus::Data));
@@ -94,7 +94,7 @@ impl Preallocated {
         Ok(false)
     }
 
-    /// How many of the first clusters of a refcount block are in use, as far as it is `needed` to know.
+    /// Returns how many of the first clusters of a refcount block are in use; counting stops at `needed`.
     async fn count_block(&self, place: HostOffset, clusters: u64, needed: u64) -> Result<u64, ImageError> {
         let order = self.context.geometry().refcount_order;
         let bytes = (clusters << order).div_ceil(8);

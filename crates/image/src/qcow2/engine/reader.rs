@@ -1,4 +1,4 @@
-//! Reading: what the guest's bytes are is looked up, and everything is read at once.
+//! Reading: clusters are looked up, and everything is read at once.
 
 use std::sync::Arc;
 
@@ -36,13 +36,14 @@ impl Reader {
         Self { context, allocator, tables, guest_data, preallocated }
     }
 
-    /// Fills `into` with what is at `at`.
+    /// Reads `into.len()` bytes at `at`.
     pub(super) async fn read(&self, at: GuestOffset, into: IoVector) -> Result<(), ImageError> {
         loop {
             let zeroings = self.tables.zeroings();
             self.read_once(at, into.clone()).await?;
-            // A cluster that was zeroed and kept may have been written anew meanwhile, and that is not to be seen
-            // before the table says so: else a later read would see the zeros again.
+            // A cluster that was zeroed and kept may have been written again meanwhile, and those bytes must not be
+            // seen
+            // before the table has them: otherwise a later read would see the zeros again.
             if self.tables.zeroings() == zeroings {
                 return Ok(());
             }
@@ -71,7 +72,7 @@ impl Reader {
         all(parts).await
     }
 
-    /// Where the bytes from `at` on come from; see [`Disk::map`](crate::disk::Disk::map).
+    /// Returns where the bytes from `at` on come from; see [`Disk::map`](crate::disk::Disk::map).
     pub(super) async fn map(&self, at: GuestOffset, length: u64) -> Result<Mapped, ImageError> {
         let _in_use = self.allocator.enter();
         let mapped = |length: u64, kind, host| Mapped { length, kind, depth: 0, host };

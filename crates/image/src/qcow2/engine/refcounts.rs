@@ -33,9 +33,9 @@ pub(super) struct Refcounts {
 }
 
 struct Cache {
-    /// Where the refcount table lies.
+    /// Offset of the refcount table.
     table_at: HostOffset,
-    /// Where the blocks lie; 0: there is none, and all its refcounts are 0.
+    /// Offsets of the blocks; 0: no block, and all its refcounts are 0.
     blocks: Vec<u64>,
     slots: HashMap<HostOffset, Slot>,
 }
@@ -50,7 +50,7 @@ struct Slot {
 pub(super) struct RefcountAddress {
     /// The slice.
     pub(super) slice: HostOffset,
-    /// Which one in the slice it is.
+    /// Its index in the slice.
     pub(super) index: usize,
     /// How many are in the slice from it on, itself included.
     pub(super) left: ClusterCount,

@@ -40,7 +40,7 @@ impl Serial {
         future
     }
 
-    /// Lets go of the last work.
+    /// Drops the last work.
     pub(super) fn clear(&self) {
         drop(self.last.take());
     }

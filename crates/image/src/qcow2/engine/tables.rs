@@ -48,7 +48,7 @@ pub(super) struct Tables {
     room: Weak<dyn MakeRoom>,
 }
 
-/// What differs from the file, as it was at one moment.
+/// The differences from the file, captured at one moment.
 pub(super) struct CapturedTables {
     pub(super) l1: Vec<CapturedBlock>,
     pub(super) slices: Vec<CapturedSlice>,
@@ -92,7 +92,7 @@ impl Tables {
         self.l1.place()
     }
 
-    /// The L1 table lies at `at` now, and has room for so many entries.
+    /// Moves the L1 table to `at`, with room for `entries`.
     pub(super) fn l1_moved(&self, at: HostOffset, entries: u64) -> Result<(), BrokenInvariant> {
         let (_, old) = self.l1.place();
         seams::l1_grows(old, to_usize(entries))?;
@@ -110,12 +110,12 @@ impl Tables {
         self.zeroings.load(Ordering::Acquire)
     }
 
-    /// Clusters were zeroed that stay where they are: before anything is written there anew.
+    /// Notes that clusters were zeroed in place, before anything is written there again.
     pub(super) fn zeroed_in_place(&self) {
         self.zeroings.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Whether so many slices wait to be written that it is time to.
+    /// Whether enough slices are dirty for a flush.
     pub(super) fn needs_flush(&self) -> bool {
         self.slices.needs_flush()
     }
@@ -174,7 +174,7 @@ impl Tables {
 
 /// Looking up.
 impl Tables {
-    /// What the bytes from `at` on are: as many as are alike and lie together, up to `end`, as far as one slice tells.
+    /// Returns the extent that begins at `at`, up to `end`, by the entries of one slice.
     pub(super) fn look(&self, at: GuestOffset, end: GuestOffset) -> Result<Lookup<Extent>, ImageError> {
         let covers = self.context.geometry().l2_covers();
         let Some(table) = self.l1_entry(self.l1_index(at))?.table else {
@@ -206,8 +206,9 @@ impl Tables {
         }
     }
 
-    /// What `visit` makes of the entries of the clusters from that of `at` on, up to `end`, as many as one slice has:
-    /// each is decoded when it is asked for.
+    /// Passes the entries of the clusters from `at` to `end`, those that one slice has, to `visit`. Each is decoded
+    /// when it
+    /// is asked for.
     pub(super) fn visit<R>(
         &self,
         at: GuestOffset,
@@ -380,8 +381,8 @@ impl Tables {
     pub(super) fn capture(&self) -> Result<CapturedTables, BrokenInvariant> {
         let l1 = self.l1.capture()?;
         let slices = self.slices.capture();
-        // After the slices: a table of which one was captured has to be among them, or it would be written as zeros the
-        // next time.
+        // After the slices: the table of a captured slice must be among them, or it would be written as zeros the next
+        // time.
         let new = self.new.lock().iter().copied().collect();
         Ok(CapturedTables { l1, slices, new })
     }
@@ -394,7 +395,7 @@ impl Tables {
         }
     }
 
-    /// What was captured was written, or could not be.
+    /// Takes note of whether captured slices were written.
     pub(super) fn written(&self, captured: &CapturedTables, fine: bool) {
         self.slices.written(captured.slices.iter().map(|slice| slice.at), fine);
         if !fine {

@@ -1,7 +1,8 @@
 //! Compressed clusters.
 //!
-//! Law: what comes out is one cluster, no more, whatever went in. Behind the stream may be anything, up to the end of
-//! its last sector.
+//! Law: decompression yields one cluster, no more, for any input. Bytes between the end of the stream and the end of
+//! its
+//! last sector are ignored.
 
 use flate2::{Decompress, FlushDecompress, Status};
 use limosa_page::{BrokenInvariant, broken, to_usize};

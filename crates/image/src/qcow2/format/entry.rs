@@ -14,7 +14,7 @@ pub(in crate::qcow2) const ZERO: u64 = 1;
 /// Bits 9 to 55: where a cluster lies.
 pub(in crate::qcow2) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// What else decides what an entry means.
+/// Properties of an image that determine the meaning of its entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::qcow2) struct EntryRules {
     /// The image's version: in version 2 there are no zero clusters.
@@ -40,7 +40,7 @@ pub(in crate::qcow2) enum EntryFault {
 /// An entry of the L1 table: where an L2 table lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::qcow2) struct L1Entry {
-    /// The L2 table; `None` if there is none.
+    /// The L2 table, if there is one.
     pub table: Option<HostOffset>,
     /// Nothing else refers to the L2 table.
     pub copied: bool,
@@ -81,7 +81,7 @@ pub(in crate::qcow2) enum L2Entry {
         host: Option<HostOffset>,
         /// Nothing else refers to the cluster.
         copied: bool,
-        /// What of it is there.
+        /// The state of its subclusters.
         what: Subclusters,
     },
     /// Compressed bytes.
@@ -93,10 +93,10 @@ pub(in crate::qcow2) enum L2Entry {
     },
 }
 
-/// What each of the 32 subclusters of a cluster is; an image without subclusters has all alike.
+/// The state of each of the 32 subclusters of a cluster; all are alike in an image without subclusters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::qcow2) struct Subclusters {
-    /// A bit for each that lies in the cluster.
+    /// A bit for each one with contents in the cluster.
     pub allocated: u32,
     /// A bit for each that reads as zeros.
     pub zero: u32,

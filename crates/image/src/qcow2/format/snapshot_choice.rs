@@ -9,12 +9,12 @@ use super::header::Header;
 use super::snapshot_table::{self, Snapshot};
 use crate::error::ImageError;
 
-/// Which snapshot is meant.
+/// The choice of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SnapshotChoice {
-    /// The one with this id; if there is none, the first one of this name.
+    /// The one with this id; otherwise the first one of this name.
     Either(String),
-    /// The first one of which this is true; at least one of them is said.
+    /// The first one with this id and name; at least one of them is given.
     Both {
         /// Its id.
         id: Option<String>,
@@ -37,7 +37,9 @@ impl SnapshotChoice {
         }
     }
 
-    /// The header of an image as it was when the snapshot was taken: with its L1 table and length. It is only read.
+    /// Returns the header of an image as it was when the snapshot was taken: with its L1 table and length. The image
+    /// may
+    /// only be read.
     pub(crate) async fn apply(&self, storage: &dyn Storage, header: Header) -> Result<Header, ImageError> {
         let snapshots = snapshot_table::read(storage, &header).await?;
         let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(storage.name()), what };

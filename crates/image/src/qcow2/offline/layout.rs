@@ -1,7 +1,7 @@
-//! Where everything lies in a new image.
+//! The layout of a new image.
 //!
 //! Header, refcount table, refcount blocks, L1 table, L2 tables, contents: one behind the other, without a gap, so that
-//! contents that are allocated at once lie in one piece and a refcount is one as far as the image reaches.
+//! contents that are allocated at once are contiguous and the refcount of every cluster up to the end is one.
 
 use crate::offset::HostOffset;
 use crate::qcow2::format::geometry::Geometry;

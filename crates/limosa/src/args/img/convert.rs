@@ -140,7 +140,7 @@ impl ImgConvertArgs {
     /// Resolves the arguments.
     ///
     /// # Errors
-    /// What is asked for is not there yet, or is not complete.
+    /// An option is not supported yet, or an argument is missing.
     pub(crate) fn resolve(self) -> anyhow::Result<ConvertOptions> {
         self.later.refuse()?;
         let source = |name: &OsString| Source {

@@ -49,7 +49,7 @@ impl ImgCreateArgs {
     /// Resolves the arguments.
     ///
     /// # Errors
-    /// Nothing was named.
+    /// No file was given.
     pub(crate) fn resolve(self) -> anyhow::Result<CreateOptions> {
         let target = Target { format: self.format, options: self.options.join(","), ..Target::default() };
         if self.file.is_none() && !target.asks_for_help() {

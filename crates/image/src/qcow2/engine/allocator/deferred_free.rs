@@ -35,7 +35,7 @@ impl Allocator {
         self.drop_reference(at, self.context.geometry().cluster_size(), true);
     }
 
-    /// What former entries of L2 tables referred to is dropped; an error if that is where a table lies.
+    /// Drops the clusters of former L2 entries; fails if one of them is a table.
     pub(in super::super) async fn drop_entries(&self, entries: Vec<L2Entry>) -> Result<(), ImageError> {
         let mut dropped = Ok(());
         if self.context.has_data_file() {
@@ -55,7 +55,7 @@ impl Allocator {
         dropped
     }
 
-    /// What was dropped up to now, for [`Allocator::are_gone`] or [`Allocator::drop_again`].
+    /// Takes all references dropped up to now, for [`Allocator::are_gone`] or [`Allocator::drop_again`].
     pub(in super::super) fn take_drops(&self) -> Vec<Dropped> {
         self.drops.take()
     }
@@ -132,7 +132,7 @@ impl Allocator {
         self.header.exclusively(async move { allocator.refcounts.write().await }.boxed()).await
     }
 
-    /// Checks that tables which are about to be referred to are counted, as far as their refcounts are in memory.
+    /// Checks that tables which are about to be referred to are counted, if their refcounts are in memory.
     ///
     /// No invariant of limosa's: an image whose refcounts are too low, and written late, can have a cluster given back
     /// that a table was put into meanwhile.
@@ -176,7 +176,7 @@ impl Allocator {
         self.header.exclusively(give_back.boxed()).await
     }
 
-    /// Cuts off what is free, as far as the file ends with it and was made longer for it.
+    /// Truncates free clusters at the end of the file that were allocated ahead.
     async fn cut_back(&self) {
         let last = self.pool.lock().last_free().map(|(first, count)| self.bytes_of(&(first..first + count)));
         let (Some(free), Ok(length)) = (last, self.context.file().length()) else { return };

@@ -1,12 +1,11 @@
-//! Where new clusters come from, and where those go that nothing refers to any more.
+//! Allocation of clusters, and their release once nothing refers to them.
 //!
 //! Law: a cluster is handed out once. Its refcount is 1, in memory, before it is handed out; its old references are
 //! gone from the file, durably, and no request that knew them is under way. Clusters are taken ahead, in runs; those
 //! that the storage proves to read as zeros are known as such until they are handed out.
 //!
-//! Law: nothing is written over the image's own tables, and nothing of them given back. Every cluster that is to be
-//! written, handed out or given back is looked for among them first; what finds that it would be marks the image as
-//! corrupt.
+//! Law: nothing is written over the image's own tables, and none of their clusters is given back. Every cluster is
+//! compared with them before it is written, handed out or given back; an overlap marks the image as corrupt.
 
 mod deferred_free;
 mod own_tables;
@@ -83,7 +82,7 @@ impl Allocator {
         }
     }
 
-    /// Before clusters are looked up: what was dropped is not used anew before this is.
+    /// Enters an epoch, before clusters are looked up: clusters that are dropped later are not reused before it ends.
     pub(super) fn enter(&self) -> InUse {
         self.epochs.enter()
     }
@@ -101,7 +100,7 @@ impl Allocator {
 
 /// Handing out.
 impl Allocator {
-    /// So many clusters, in as few runs as possible. They are counted, and belong to the caller.
+    /// Allocates `count` clusters, in as few runs as possible. They are counted, and belong to the caller.
     pub(super) async fn allocate(self: &Arc<Self>, count: ClusterCount) -> Result<Vec<Run>, ImageError> {
         let mut runs: Vec<Run> = Vec::new();
         let mut need = count;
@@ -131,7 +130,7 @@ impl Allocator {
         self.pool.lock().put_back(runs);
     }
 
-    /// The same of clusters to which others may still be writing: they are used anew when those are done.
+    /// Takes back clusters to which others may still be writing: they are reused when those are done.
     pub(super) fn drop_runs(&self, runs: Vec<Run>) {
         for run in runs {
             self.drop_clusters(run.first..run.first + run.count, false);
@@ -153,7 +152,7 @@ impl Allocator {
             let clusters = first..first + count;
             let bytes = allocator.bytes_of(&clusters);
             allocator.admit_free(&bytes).await?;
-            // What lies behind the end of the file is zeros, whatever the storage knows of it afterwards.
+            // Bytes past the end of the file are zeros, even if the storage cannot prove it afterwards.
             let runs = allocator.proven(&clusters);
             if let Err(error) = allocator.lengthen(bytes).await {
                 allocator.pool.lock().give_back(first, count);
@@ -259,7 +258,7 @@ impl Allocator {
     }
 }
 
-/// What of a range a storage proves to read as zeros; neighbours are one.
+/// Returns the parts of a range that a storage proves to read as zeros; neighbours are merged.
 pub(super) fn zero_parts(storage: &dyn Storage, range: &Range<HostOffset>) -> Vec<Range<HostOffset>> {
     let mut zeros: Vec<Range<HostOffset>> = Vec::new();
     let extents = storage.extents(range.start.0..range.end.0).unwrap_or_default();

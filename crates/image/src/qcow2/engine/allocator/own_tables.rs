@@ -130,7 +130,7 @@ impl Allocator {
         self.header.broken(overlap.to_string(), why).await
     }
 
-    /// Clusters that are said to be free, and are to be used. Only within [`HeaderOwner::exclusively`].
+    /// Admits free clusters that are about to be used. Only within [`HeaderOwner::exclusively`].
     pub(super) async fn admit_free(&self, bytes: &Range<HostOffset>) -> Result<(), ImageError> {
         match self.overlap_check.within(bytes, None) {
             None => Ok(()),

@@ -55,7 +55,7 @@ impl<T: Clone> HandOver<T> {
         self.any.store(!works.is_empty(), Ordering::Release);
     }
 
-    /// Lets go of all.
+    /// Drops all.
     pub(super) fn clear(&self) {
         let works = std::mem::take(&mut *self.works.lock());
         drop(works);

@@ -1,4 +1,4 @@
-//! What is read and written for a write that needs new space.
+//! The plan of reads and writes for a write that needs new space.
 //!
 //! Law: a plan is data, and a pure function of what is wanted and what is known: nothing is read, written or asked for
 //! it. Contents that have to be around the guest's bytes are read at once, with what lies between them if that is no
@@ -35,7 +35,7 @@ pub(super) struct Part {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Source {
     pub(super) range: Range<GuestOffset>,
-    /// Which contents: others have their own there.
+    /// The origin: contents of others have their own place there.
     pub(super) origin: Origin,
     pub(super) shift: Shift,
     pub(super) storage: usize,
@@ -47,10 +47,10 @@ impl Source {
     }
 }
 
-/// What is wanted. All offsets are the guest's.
+/// The goal of a plan. All offsets are the guest's.
 #[derive(Debug, Clone)]
 pub(super) struct Want {
-    /// What has to be right afterwards, the guest's bytes among it.
+    /// The range that must be right afterwards, the guest's bytes included.
     pub(super) fill: Range<GuestOffset>,
     /// The guest's bytes.
     pub(super) data: Range<GuestOffset>,
@@ -58,14 +58,14 @@ pub(super) struct Want {
     pub(super) contents: Vec<Part>,
     /// The storage proves that the new place reads as zeros.
     pub(super) zeroed: bool,
-    /// What writes should be aligned to; a power of two.
+    /// Alignment of writes; a power of two.
     pub(super) align: u64,
 }
 
 /// The operations: all clones or all reads at once, and the write when they are over.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// What is shared: then nothing is read, and nothing but the guest's bytes is written.
+    /// Contents that are cloned: then nothing is read, and only the guest's bytes are written.
     pub(super) clones: Vec<Source>,
     pub(super) reads: Vec<Part>,
     pub(super) write: Range<GuestOffset>,
@@ -90,7 +90,7 @@ impl Want {
         Plan { clones: Vec::new(), reads, write, open }
     }
 
-    /// What is written, all in all.
+    /// The range that is written.
     fn written(&self) -> Range<GuestOffset> {
         let mut all = if self.zeroed { self.data.clone() } else { self.fill.clone() };
         for part in &self.contents {
@@ -182,7 +182,7 @@ mod tests {
         }
     }
 
-    /// So many bytes further on.
+    /// A distance in bytes.
     const fn by(bytes: u64) -> Shift {
         Shift::between(GuestOffset(0), HostOffset(bytes))
     }
@@ -207,7 +207,7 @@ mod tests {
         Plan { clones: Vec::new(), reads: Vec::new(), write: range, open }
     }
 
-    /// What is read, and what is written.
+    /// The reads and the write.
     fn steps(want: &Want) -> (Vec<Part>, Range<GuestOffset>) {
         let plan = want.copying();
         (plan.reads, plan.write)
@@ -276,7 +276,7 @@ mod tests {
         let want = Want { data: data.clone(), zeroed: true, align: 4096, ..want() };
         assert_eq!(want.copying(), written(656 * K..660 * K, false));
         assert_eq!(Want { align: 512, ..want.clone() }.copying(), written(data.clone(), true));
-        // Never beyond what is to be filled: small clusters on large blocks.
+        // Never beyond the fill: small clusters on large blocks.
         assert_eq!(steps(&Want { fill: data.clone(), ..want }), (vec![], data));
     }
 

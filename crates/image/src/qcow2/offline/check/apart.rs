@@ -1,8 +1,9 @@
 //! Clusters that are an L2 table to one and something else to another: the table gets a copy.
 //!
-//! Law: what is repaired as a table is nothing but a table. An L1 entry that is wrong can lead into what the guest
-//! wrote, and what would be put right there is the guest's; an L2 entry that is wrong can lead into a table. Which of
-//! the two it is cannot be told, so both keep what they see.
+//! Law: a cluster that is repaired as a table is nothing but a table. A wrong L1 entry can lead into the guest's data,
+//! and a repair there would change them; a wrong L2 entry can lead into a table. The two cases cannot be distinguished,
+//! so
+//! both keep the contents that they see.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,4 @@
-//! Which clusters may be written in place: those whose refcount is one, and whose entry says so.
+//! The COPIED flag: clusters whose refcount is one, and whose entry has the flag, may be written in place.
 //!
 //! Law: it is the refcounts that the image keeps which are compared with, not those that were counted: they are what a
 //! writer goes by.
@@ -90,7 +90,7 @@ impl Image<'_> {
     }
 }
 
-/// What is wrong with the flag of an entry whose cluster's refcount is one, or is not.
+/// The fault of an entry's flag, by whether its cluster's refcount is one.
 pub(super) fn copied_fault(bits: u64, one: Option<bool>) -> Option<&'static str> {
     match (bits & COPIED != 0, one?) {
         (true, false) => Some("it may be written in place, it says, and its refcount is not one"),

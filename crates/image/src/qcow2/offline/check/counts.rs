@@ -12,12 +12,12 @@ use limosa_page::{BrokenInvariant, broken, to_usize};
 pub(super) enum Width {
     /// 255: enough for most images, and a quarter of the memory. Where it is not, counting begins again.
     Narrow,
-    /// 2^32 - 1. A cluster that is referred to more often is not in use, whatever its refcount could say.
+    /// 2^32 - 1. A cluster with more references is not in use, even if its refcount could be larger.
     Wide,
 }
 
 impl Width {
-    /// How many clusters can be counted in so many bytes: a count each, and two bits of [`Flags`].
+    /// The number of clusters that can be counted in these bytes: a count each, and two bits of [`Flags`].
     pub(super) const fn clusters(self, bytes: usize) -> usize {
         match self {
             Self::Narrow => bytes / 5 * 4,
@@ -66,7 +66,7 @@ impl Counts {
         Self { first: window.start, cells, most: most.min(u32::MAX.into()), bits, too_narrow: false }
     }
 
-    /// Whether a count would have become larger than it can: none of them is to be believed.
+    /// Whether a count overflowed: none of them is right.
     pub(super) const fn is_too_narrow(&self) -> bool {
         self.too_narrow
     }
@@ -114,7 +114,7 @@ fn add<C: Cell>(cells: &mut [C], range: Range<usize>, times: u64, most: u64) -> 
     (lost, fits)
 }
 
-/// What is known about the stored refcounts of a window's clusters.
+/// Flags of the stored refcounts of a window's clusters.
 #[derive(Debug)]
 pub(super) struct Flags {
     first: u64,

@@ -1,8 +1,8 @@
-//! What is wrong with one entry of a table, what it refers to all the same, and what it becomes when it is repaired.
+//! The faults of one entry of a table, the clusters that it refers to all the same, and its repaired form.
 //!
 //! Law: nothing is read and nothing is refused here. Other than
 //! [`L2Entry::decode`](crate::qcow2::format::entry::L2Entry::decode), which refuses an entry as a whole, this takes
-//! apart whatever bits there are, because a broken entry still refers to something. A repaired entry has no fault.
+//! apart any bits, because a broken entry still refers to something. A repaired entry has no fault.
 
 use crate::qcow2::format::entry::{COMPRESSED, COPIED, OFFSET, ZERO};
 use crate::qcow2::format::geometry::Geometry;
@@ -18,7 +18,7 @@ const BITMAP_RESERVED: u64 = !(OFFSET | BITMAP_ONES);
 /// A bitmap's cluster that does not exist is all ones.
 const BITMAP_ONES: u64 = 1;
 
-/// What an entry lies in.
+/// The table of an entry.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
     /// The image's sizes.
@@ -75,7 +75,7 @@ impl Fault {
     }
 }
 
-/// What an entry of an L2 table is about.
+/// The reference of an L2 entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Nothing, or zeros without space.
@@ -86,16 +86,16 @@ pub(super) enum Kind {
     Compressed,
 }
 
-/// What is found out about an entry.
+/// The result of examining an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Examined {
-    /// What it is about.
+    /// Its reference.
     pub(super) kind: Kind,
     /// The bytes of the image's file that it refers to: offset and length.
     pub(super) refers: Option<(u64, u64)>,
-    /// What is wrong with it.
+    /// Its faults.
     pub(super) faults: [Option<Fault>; 3],
-    /// What it becomes.
+    /// Its repaired form.
     pub(super) repaired: (u64, u64),
 }
 

@@ -1,4 +1,4 @@
-//! What is wrong with an image.
+//! Checking and repairing an image.
 //!
 //! Law: every reference in the image is counted, and the counts are compared with those that the image keeps. What is
 //! counted as a leak, a corruption or an error of the check is what `qemu-img check` counts, so the figures can be
@@ -46,7 +46,7 @@ pub async fn check(storage: &dyn Storage, options: CheckOptions) -> Result<Check
     Ok(examine_image(storage, &header, options).await?.report)
 }
 
-/// What a check found out.
+/// The result of a check.
 #[derive(Debug, Default)]
 struct Outcome {
     report: CheckReport,
@@ -54,7 +54,7 @@ struct Outcome {
     rebuild: bool,
     /// Refcounts are wrong.
     refcounts_wrong: bool,
-    /// So many entries say wrongly whether their clusters may be written in place.
+    /// Number of entries with a wrong COPIED flag.
     copied_wrong: u64,
     /// Entries of L1 and L2 tables are wrong.
     entries_wrong: bool,
@@ -112,7 +112,7 @@ async fn examine_image(storage: &dyn Storage, header: &Header, options: CheckOpt
     Ok(outcome)
 }
 
-/// What a comparison brings in.
+/// The result of a comparison.
 #[derive(Debug, Default)]
 struct Compared {
     /// There is a reference, and no block for its refcount.

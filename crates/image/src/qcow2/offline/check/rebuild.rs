@@ -1,4 +1,4 @@
-//! Making the refcounts anew, where they cannot be put right in their places.
+//! Rebuilding the refcounts, where they cannot be repaired in place.
 //!
 //! Law: the new refcount table, its blocks and, if need be, a new snapshot table are written behind everything that is
 //! referred to, and made durable; then one write of the header's fields puts them in the place of the old ones. Until

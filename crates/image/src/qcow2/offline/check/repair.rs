@@ -90,7 +90,7 @@ async fn leaks(
     copied(storage, header, options).await
 }
 
-/// The first thing that is to be done: whether something was.
+/// Carries out the first repair that is needed; false if none is.
 async fn step(
     storage: &dyn Storage,
     header: &mut Header,
@@ -247,7 +247,7 @@ async fn l2_entries_of(
     Ok(wrote)
 }
 
-/// Which refcounts are put right.
+/// The refcounts that are repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Change {
     /// Those that are too high.

@@ -1,4 +1,4 @@
-//! What the header refers to, at one remove: L1 tables of the active state and of the snapshots, tables of the bitmaps.
+//! References of the header's tables: L1 tables of the active state and of the snapshots, tables of the bitmaps.
 
 use std::sync::Arc;
 
@@ -66,7 +66,7 @@ pub(super) struct SnapshotEntry {
     pub(super) l1: L1Table,
 }
 
-/// The snapshot table, as far as its lengths can be believed.
+/// The snapshot table, up to the first entry with an impossible length.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Snapshots {
     pub(super) entries: Vec<SnapshotEntry>,

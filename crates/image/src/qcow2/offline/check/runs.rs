@@ -1,6 +1,6 @@
-//! What of a file several tables cover together.
+//! The parts of a file that several tables cover together.
 //!
-//! Law: what lies in more than one of them is gone through once. Snapshots may all name one L1 table of 32 MiB, or
+//! Law: a part that is in more than one of them is examined once. Snapshots may all name one L1 table of 32 MiB, or
 //! tables that overlap in ever other ways: the work is bounded by the file all the same.
 
 use std::collections::BTreeSet;

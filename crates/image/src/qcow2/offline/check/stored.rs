@@ -43,7 +43,7 @@ enum BlockAddress {
 /// A refcount block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Block {
-    /// There is none: all its refcounts are zero.
+    /// No block: all its refcounts are zero.
     None,
     /// The refcount table's entry is unusable.
     Unusable,
@@ -62,7 +62,7 @@ impl Block {
         }
     }
 
-    /// Whether it lies in a file of so many bytes.
+    /// Whether it is in a file of these bytes.
     pub(super) fn is_in(&self, file: u64) -> bool {
         matches!(self, Self::Here(at, bytes) if at.saturating_add(bytes.len() as u64) <= file)
     }
