@@ -6,46 +6,16 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
+use crate::ends::{Endings, Ends, Pair, Vms, after, assert_same, blocks};
 use crate::model::here;
 use crate::model::live::{TestVm, random};
 use crate::model::relay::Relay;
 use crate::model::vm::Vm;
 use limosa_channel::ZeroCopy;
-use limosa_memory::BlockOptions;
-use limosa_memory::dirty::DirtyLogs;
-use limosa_migrate::live::{LiveDestinationOptions, OpenPreempt, Postcopy, PostcopyPaused, PostcopyPausedSource};
+use limosa_migrate::live::{LiveDestinationOptions, OpenPreempt, Postcopy};
 use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
-use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
+use limosa_migrate::{Handle, LiveDestination, LiveSource, MigrationParams};
 use limosa_stream::multifd::INITIAL_LEN;
-
-const PAGES: u64 = 500;
-
-fn blocks() -> Vec<BlockOptions> {
-    vec![BlockOptions::memfd("ram", PAGES * 4096), BlockOptions::anonymous("rom", 20 * 4096)]
-}
-
-/// The VMs of an attempt.
-#[derive(Clone, Copy)]
-struct Vms<'v> {
-    source: &'v TestVm,
-    /// The destination's, if the attempt begins anew.
-    fresh: &'v OnceLock<Vm>,
-}
-
-/// The two ends before an attempt.
-enum Ends<'v> {
-    Whole(DirtyLogs),
-    Broken(Box<PostcopyPausedSource<'v, TestVm>>, PostcopyPaused<'v, Vm>, &'v Vm),
-}
-
-/// How often each thing happened.
-#[derive(Debug, Default)]
-struct Endings {
-    retried: u32,
-    undecided: u32,
-    recovered: u32,
-    completed: u32,
-}
 
 struct Case {
     number: u64,
@@ -84,13 +54,7 @@ impl Case {
                 }
             };
             source.over.store(true, Ordering::Relaxed);
-            for block in 0..2 {
-                let mut there = vec![0; source.contents(block).len()];
-                arrived.memory.block(block).unwrap().read(0, &mut there).unwrap();
-                let here = source.contents(block);
-                let differs = here.chunks(4096).zip(there.chunks(4096)).position(|(here, there)| here != there);
-                assert_eq!(differs, None, "page of block {block}, seed {seed}");
-            }
+            assert_same(source, arrived, seed);
             endings.completed += 1;
         });
     }
@@ -204,49 +168,7 @@ impl Case {
             relays.iter().for_each(Relay::cut);
             (outcome, receiving.join().unwrap(), vm)
         });
-        assert!(!(source.runs() && vm.started() > 0), "two run: {outcome:?}, {arrival:?}");
-        match (outcome, arrival) {
-            (LiveOutcome::Completed(_), IncomingOutcome::Running(_)) => Ok(vm),
-            // It is done, and the last word about that got lost.
-            (LiveOutcome::Undecided(_) | LiveOutcome::PostcopyPaused(_), IncomingOutcome::Running(_)) => {
-                endings.undecided += 1;
-                Ok(vm)
-            }
-            // It never left. What may be at the destination is thrown away.
-            (LiveOutcome::Resumed { logs, .. }, IncomingOutcome::Failed(_) | IncomingOutcome::Undecided(_)) => {
-                assert!(source.runs() && vm.started() == 0);
-                endings.retried += 1;
-                Err(Ends::Whole(logs.expect("the logs come back")))
-            }
-            // Neither has it, and both could: here the test decides.
-            (LiveOutcome::Undecided(undecided), IncomingOutcome::Undecided(arrived)) => {
-                endings.undecided += 1;
-                if coin {
-                    undecided.discard();
-                    arrived.start().unwrap();
-                    return Ok(vm);
-                }
-                arrived.discard();
-                let logs = undecided.resume().unwrap().expect("the logs come back");
-                Err(Ends::Whole(logs))
-            }
-            (LiveOutcome::Undecided(undecided), IncomingOutcome::Failed(_)) => {
-                endings.undecided += 1;
-                assert_eq!(vm.started(), 0);
-                let logs = undecided.resume().unwrap().expect("the logs come back");
-                Err(Ends::Whole(logs))
-            }
-            (LiveOutcome::Undecided(undecided), IncomingOutcome::PostcopyPaused(paused)) => {
-                endings.recovered += 1;
-                let recoverable = undecided.into_postcopy_paused().expect("it was in postcopy");
-                Err(Ends::Broken(Box::new(recoverable), paused, vm))
-            }
-            (LiveOutcome::PostcopyPaused(recoverable), IncomingOutcome::PostcopyPaused(paused)) => {
-                endings.recovered += 1;
-                Err(Ends::Broken(recoverable, paused, vm))
-            }
-            (outcome, arrival) => panic!("{outcome:?}, {arrival:?}"),
-        }
+        after(vms.source, vm, Pair { outcome, arrival }, coin, endings)
     }
 }
 

@@ -8,6 +8,7 @@ pub mod heap;
 pub mod live;
 pub mod live_postcopy;
 pub mod multifd;
+pub mod network;
 pub mod relay;
 pub mod vm;
 
