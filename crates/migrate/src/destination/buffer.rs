@@ -3,8 +3,11 @@
 use limosa_channel::Channel;
 use limosa_page::{BrokenInvariant, broken, invariant};
 
-use super::BUFFER_LEN;
 use crate::error::MigrateError;
+
+/// Size of the receive buffer. It should stay in a core's second-level cache between the read that fills it and the
+/// write that empties it.
+pub(super) const BUFFER_LEN: usize = 1 << 20;
 
 /// The receive buffer: `bytes[start..end]` has arrived and is not decoded yet. What lies before `start` stays in place
 /// until the buffer is given away, so that slices of it can go to the sink.

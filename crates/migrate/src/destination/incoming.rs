@@ -5,7 +5,7 @@ use std::sync::Arc;
 use limosa_channel::{Channel, ChannelError};
 use limosa_stream::{Decoder, DeviceState, ReturnMessage};
 
-use super::{DestinationStats, TAIL_TIMEOUT};
+use super::options::{DestinationStats, TAIL_TIMEOUT};
 use crate::error::MigrateError;
 use crate::pages::StreamSetup;
 
@@ -23,19 +23,30 @@ pub struct Incoming {
     pub(super) channel: Arc<Channel>,
     /// Kept open: the source closes them when it is done.
     pub(super) _pages: Vec<Arc<Channel>>,
+    pub(super) owner: Ownership,
     pub(super) return_path: bool,
-    pub(super) loaded: bool,
 }
 
-/// A source whose stream was taken for whole.
+/// The way in which a source gives its VM away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ownership {
+    /// By its commit, before the end of the stream. The device sections were loaded before that, where there is a VM.
+    Committed,
+    /// With the acknowledgement that it waits for. Without one, stock QEMU takes its VM back.
+    Awaited,
+    /// With the last byte of the stream: stock QEMU without a return path hears no answer.
+    Unanswerable,
+}
+
+/// The state of a source whose stream seems to have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SourceNow {
-    /// For the acknowledgement.
+    /// Waits for the acknowledgement.
     Waits,
-    /// Without it: it has ended, or has its VM back.
+    /// Does not wait for it: it has ended, or has taken its VM back.
     Gone,
-    /// What looked like the end of the stream was none.
-    GoesOn,
+    /// Sends more: the end was none.
+    Sends,
 }
 
 /// A stream that has come to its end, or to the point where the VM runs before its memory is here.
@@ -72,16 +83,16 @@ impl Incoming {
         self.return_path
     }
 
-    /// Whether the source gave its word: the device sections were loaded before, where there is a VM to load them.
-    pub(crate) fn is_loaded(&self) -> bool {
-        self.loaded
+    /// The way in which the source gives its VM away.
+    pub(crate) fn owner(&self) -> Ownership {
+        self.owner
     }
 
-    /// What has become of the source since its stream was taken for whole.
+    /// Looks at the source, whose stream seems to have ended.
     pub(crate) fn source_now(&self) -> SourceNow {
         match self.channel.peek(&mut [0; 1]) {
             Ok(Some(0)) | Err(ChannelError::Broken { .. }) => SourceNow::Gone,
-            Ok(Some(_)) => SourceNow::GoesOn,
+            Ok(Some(_)) => SourceNow::Sends,
             // What is no socket cannot be asked.
             Ok(None) | Err(_) => SourceNow::Waits,
         }

@@ -42,7 +42,7 @@ use super::shared_memory::passed_blocks;
 use super::{IncomingVm, SharedMemory};
 use crate::control::{Handle, Phase, Progress};
 use crate::destination::{
-    Broken, Destination, DestinationOptions, Hooks, Incoming, MultifdOptions, Received, SourceNow,
+    Broken, Destination, DestinationOptions, Hooks, Incoming, MultifdOptions, Ownership, Received, SourceNow,
 };
 use crate::error::MigrateError;
 use crate::pages::StreamSetup;
@@ -235,36 +235,38 @@ impl Drop for StopsPopulating<'_, '_> {
     }
 }
 
-/// Everything is here, and the source has given the VM away.
+/// Loads and starts a VM whose stream has ended.
 fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress: &Progress) -> IncomingOutcome<'a, V> {
-    if !incoming.is_loaded()
+    let owner = incoming.owner();
+    // A stock source that is refused resumes its VM; one without a return path has given it away before.
+    let refused = |error: MigrateError| {
+        let _ = incoming.refuse();
+        IncomingOutcome::Failed(error)
+    };
+    if owner != Ownership::Committed
         && let Err(error) = devices::load_found(vm, &incoming.tail, &incoming.devices)
     {
-        // A stock source that is told resumes its VM; one that has no return path was done before.
-        let _ = incoming.refuse();
-        return IncomingOutcome::Failed(error);
+        return refused(error);
     }
-    // A source that gave no word resumes its VM where it does not hear of this one.
-    let takes_back = !incoming.is_loaded() && incoming.has_return_path();
-    match incoming.source_now() {
-        SourceNow::Gone if takes_back => {
+    match (owner, incoming.source_now()) {
+        (Ownership::Awaited, SourceNow::Gone) => {
             let error = MigrateError::Protocol("the source is gone and was not told that its VM has arrived".into());
             return IncomingOutcome::Undecided(UndecidedIncoming::new(vm, error));
         }
-        SourceNow::GoesOn if takes_back => {
-            let _ = incoming.refuse();
+        (Ownership::Awaited, SourceNow::Sends) => {
             let why = "the stream goes on behind what looked like its end: what was received is incomplete";
-            return IncomingOutcome::Failed(MigrateError::Protocol(why.into()));
+            return refused(MigrateError::Protocol(why.into()));
         }
-        SourceNow::Waits | SourceNow::Gone | SourceNow::GoesOn => {}
+        (Ownership::Awaited, SourceNow::Waits) | (Ownership::Committed | Ownership::Unanswerable, _) => {}
     }
     if let Err(source) = vm.start() {
         let error = MigrateError::Vm { what: "run", source };
-        if takes_back {
-            let _ = incoming.refuse();
-            return IncomingOutcome::Failed(error);
-        }
-        return IncomingOutcome::Undecided(UndecidedIncoming::new(vm, error));
+        return match owner {
+            Ownership::Awaited => refused(error),
+            Ownership::Committed | Ownership::Unanswerable => {
+                IncomingOutcome::Undecided(UndecidedIncoming::new(vm, error))
+            }
+        };
     }
     progress.enter(Phase::Completed);
     // It runs, whether or not the source is told.

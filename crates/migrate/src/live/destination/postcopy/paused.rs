@@ -6,11 +6,14 @@ use std::thread;
 use limosa_channel::Channel;
 use limosa_stream::{Command, Decoder, Event, ReturnMessage};
 
-use super::{AcceptPreempt, Connection, PostcopyVm, PreemptListener, Records, conclude};
-use crate::control::{Control, Handle};
+use super::connection::Connection;
+use super::preempt::{AcceptPreempt, PreemptListener};
+use super::records::Records;
+use super::vm::PostcopyVm;
+use crate::control::{Control, Handle, Phase};
 use crate::error::MigrateError;
 use crate::live::IncomingVm;
-use crate::live::destination::outcome::IncomingOutcome;
+use crate::live::destination::outcome::{IncomingOutcome, IncomingStats};
 
 /// A VM that runs here and whose connection broke: it runs on what has come, and waits where it touches what has not.
 /// [`recover`](Self::recover) goes on; only the source has the rest.
@@ -80,7 +83,31 @@ impl<'a, V: IncomingVm + ?Sized> PostcopyPaused<'a, V> {
     }
 }
 
-/// Tells the source what has come, and agrees to go on.
+/// Returns the outcome of a connection whose VM was started.
+pub(super) fn conclude<'a, V: IncomingVm + ?Sized>(
+    vm: &'a V,
+    live: Box<PostcopyVm<'a>>,
+    control: &Control,
+    followed: Result<(), MigrateError>,
+) -> IncomingOutcome<'a, V> {
+    match followed {
+        Ok(()) => {
+            let unheard = live.requests.say(&ReturnMessage::Shut(0)).err();
+            live.progress.enter(Phase::Completed);
+            IncomingOutcome::Running(IncomingStats {
+                received: live.received,
+                postcopy: Some(Box::new(live.stats())),
+                unheard,
+            })
+        }
+        Err(error) => {
+            live.requests.disconnect();
+            IncomingOutcome::PostcopyPaused(PostcopyPaused::new(vm, live, control.explain(error)))
+        }
+    }
+}
+
+/// Tells the source which pages have come, and agrees to continue.
 fn negotiate(
     live: &PostcopyVm<'_>,
     channel: &Arc<Channel>,

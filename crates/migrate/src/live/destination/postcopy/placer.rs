@@ -10,7 +10,7 @@
 
 use limosa_page::{PAGE_LEN, PageNumber, PageRange, broken, invariant, to_usize};
 
-use super::PostcopyVm;
+use super::vm::PostcopyVm;
 use crate::control::Moved;
 use crate::error::MigrateError;
 

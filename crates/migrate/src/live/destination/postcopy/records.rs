@@ -6,7 +6,7 @@ use limosa_channel::Channel;
 use limosa_page::{BrokenInvariant, PAGE_LEN, PAGE_SIZE, PageNumber, broken};
 use limosa_stream::{Decoder, Event, Step};
 
-use super::Placer;
+use super::placer::Placer;
 use crate::error::MigrateError;
 
 /// Room for what arrives at once. Smaller than a precopy's: a page that the guest waits for should not queue up behind

@@ -1,0 +1,152 @@
+//! A stream that arrives: its buffer, its decoder, and the answers to its source.
+
+use std::sync::Arc;
+
+use limosa_channel::{Channel, Shutdown};
+use limosa_stream::{Command, Decoder, ErrorKind, Event, Feature, PageSizes, ReturnMessage, StreamError};
+
+use super::buffer::Buffer;
+use super::hooks::Hooks;
+use super::multifd::MultifdOptions;
+use super::options::{DestinationOptions, DestinationStats};
+use super::page_writer::{PageWrites, WriterHandle};
+use crate::control::{Control, Phase, Progress};
+use crate::error::MigrateError;
+
+/// All of a destination but its sink.
+pub(super) struct Role<'a> {
+    pub(super) channel: Arc<Channel>,
+    pub(super) pages: Vec<Arc<Channel>>,
+    pub(super) multifd: MultifdOptions,
+    pub(super) control: Control,
+    pub(super) progress: Progress,
+    pub(super) options: DestinationOptions,
+    pub(super) hooks: Option<&'a dyn Hooks>,
+}
+
+impl Role<'_> {
+    /// The main channel and the multifd channels.
+    pub(super) fn channels(&self) -> impl Iterator<Item = &Arc<Channel>> {
+        std::iter::once(&self.channel).chain(&self.pages)
+    }
+}
+
+/// A stream that arrives, and everything that its phases need.
+pub(super) struct Receiver<'a> {
+    pub(super) role: &'a Role<'a>,
+    pub(super) buffer: Buffer,
+    pub(super) orders: PageWrites,
+    pub(super) decoder: Decoder,
+    pub(super) stats: DestinationStats,
+    pub(super) return_path: bool,
+    /// The page sizes that the source announced: postcopy may follow.
+    pub(super) advised: Option<PageSizes>,
+    /// The source was told that everything is in its place: it may have given its word since.
+    pub(super) answered: bool,
+    /// Bytes that had come on the multifd channels when this one was last found silent.
+    pub(super) heard: u64,
+}
+
+impl<'a> Receiver<'a> {
+    pub(super) fn new(role: &'a Role<'a>) -> Self {
+        Self {
+            role,
+            buffer: Buffer::new(&role.options.head),
+            orders: PageWrites::default(),
+            decoder: Decoder::new(),
+            stats: DestinationStats::default(),
+            return_path: false,
+            advised: None,
+            answered: false,
+            heard: 0,
+        }
+    }
+
+    /// The hooks of a VM that may run here before all its pages have come.
+    pub(super) fn postcopy_hooks(&self) -> Option<&'a dyn Hooks> {
+        self.role.hooks.filter(|hooks| self.return_path && hooks.postcopy())
+    }
+
+    pub(super) fn unsupported(&self, event: &Event) -> MigrateError {
+        let offset = self.decoder.offset();
+        if *event == Event::MultifdFlush && self.role.pages.is_empty() {
+            return StreamError::new(offset, "section \"ram\"", ErrorKind::Unsupported(Feature::Multifd)).into();
+        }
+        let what = match event {
+            Event::MappedRamBlock(_) => "mapped-ram, whose pages have places of their own in a file".to_owned(),
+            other => format!("{other:?}"),
+        };
+        MigrateError::Unsupported { what, offset, role: "the precopy destination" }
+    }
+
+    pub(super) fn obey(&mut self, command: &Command, offset: u64) -> Result<(), MigrateError> {
+        match command {
+            Command::OpenReturnPath | Command::Ping(_) if self.role.options.recorded => {}
+            Command::OpenReturnPath if !self.role.channel.carries(Shutdown::Write) => {
+                return Err(MigrateError::OneWay { peer: self.role.channel.peer().to_owned() });
+            }
+            Command::OpenReturnPath => self.return_path = true,
+            // That postcopy may follow binds neither end; a source that finishes before it is asked to switch is
+            // received.
+            Command::PostcopyAdvise(sizes) => self.advised = *sizes,
+            Command::RamDiscard { .. } | Command::PostcopyListen | Command::PostcopyRun => {
+                return Err(MigrateError::SwitchedToPostcopy { offset });
+            }
+            Command::Ping(token) if self.return_path => {
+                let mut bytes = Vec::new();
+                ReturnMessage::Pong(*token).encode(&mut bytes)?;
+                self.role.channel.write_all(&bytes)?;
+            }
+            Command::SwitchoverStart => self.role.progress.enter(Phase::Device),
+            other => {
+                return Err(MigrateError::Unsupported {
+                    what: format!("{other:?}"),
+                    offset,
+                    role: "the precopy destination",
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes sure that `total` bytes have arrived behind the last decoded one, in another buffer if they do not fit.
+    pub(super) fn refill(&mut self, total: usize, handle: &mut WriterHandle<'_>) -> Result<(), MigrateError> {
+        if self.buffer.len() < total && self.buffer.is_short_of(total) {
+            self.exchange(handle)?;
+        }
+        self.fill(total)
+    }
+
+    /// Reads until `total` bytes have arrived behind the last decoded one, or fails at the end of the stream.
+    pub(super) fn fill(&mut self, total: usize) -> Result<(), MigrateError> {
+        while self.buffer.len() < total {
+            if self.buffer.is_short_of(total) {
+                let offset = self.decoder.offset();
+                return Err(MigrateError::Protocol(format!("a record of {total} bytes at stream offset {offset}")));
+            }
+            match self.buffer.fill(&self.role.channel) {
+                Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated(self.buffer.len(), total))),
+                Ok(_) => {}
+                // While pages come on the other channels there may be nothing to say on this one.
+                Err(MigrateError::Channel(error)) if error.is_timeout() && self.others_moved() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether something has come on the other channels since this was last asked.
+    fn others_moved(&mut self) -> bool {
+        let heard = self.role.pages.iter().map(|channel| channel.counters().bytes_in).sum();
+        std::mem::replace(&mut self.heard, heard) != heard
+    }
+
+    /// Gives the buffer away with what is to become of it, and goes on in an empty one.
+    pub(super) fn exchange(&mut self, handle: &mut WriterHandle<'_>) -> Result<(), MigrateError> {
+        let rest = self.buffer.arrived()?.to_vec();
+        let full = std::mem::take(&mut self.buffer.bytes);
+        let (empty, orders) = handle.exchange((full, std::mem::take(&mut self.orders)))?;
+        self.orders = orders;
+        Ok(self.buffer.begin_with(empty, &rest)?)
+    }
+}
