@@ -54,7 +54,7 @@ const TICK: Duration = Duration::from_millis(20);
 /// How long commands that were read may take to be answered when the job is over.
 const LAST_REPLIES: Duration = Duration::from_secs(2);
 
-/// The listening socket. Dropping it closes and removes it; the job goes on.
+/// The listening socket. Dropping it closes and removes it; the job continues.
 #[derive(Debug)]
 pub struct ControlSocket {
     _file: SocketFile,

@@ -55,7 +55,7 @@ impl Toy {
         Ok(state.running)
     }
 
-    /// What the guest's last writes have left: the counter of each page.
+    /// Returns the counter of each page, as the guest's last writes left it.
     fn counters(&self) -> Result<Vec<u64>, Box<dyn Error>> {
         let mut counters = Vec::new();
         for page in PageRange::first(PAGES).iter() {

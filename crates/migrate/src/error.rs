@@ -1,4 +1,4 @@
-//! What a migration fails with.
+//! The errors of migrations.
 
 use std::io;
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub enum MigrateError {
     Multifd {
         /// Its number, counted from 0.
         id: u8,
-        /// What happened to it.
+        /// The failure.
         source: Box<Self>,
     },
 
@@ -59,7 +59,7 @@ pub enum MigrateError {
     #[error("free-page hints cannot be used: {0}")]
     Hints(&'static str),
 
-    /// What connected is not the channels that the migration should have.
+    /// The connections are not the channels that the migration should have.
     #[error("the channels of the migration do not come together: {0}")]
     Channels(String),
 
@@ -72,7 +72,7 @@ pub enum MigrateError {
         refused: Option<Box<MigrateError>>,
     },
 
-    /// What should be sent has no form in the stream: the stored layout is not one that QEMU makes.
+    /// The source cannot be put into a stream: the stored layout is not one that QEMU makes.
     #[error("cannot be put into a migration stream: {0}")]
     Encode(#[from] EncodeError),
 
@@ -87,7 +87,7 @@ pub enum MigrateError {
     /// The stream is valid but this role does not take part in what it asks for.
     #[error("the peer asked for {what} at stream offset {offset}, which {role} does not do")]
     Unsupported {
-        /// What was asked for.
+        /// The request.
         what: String,
         /// Where, in bytes from the start of the stream.
         offset: u64,
@@ -102,7 +102,7 @@ pub enum MigrateError {
         block: String,
         /// Bytes.
         page_size: u64,
-        /// What does not fit.
+        /// The reason.
         why: &'static str,
     },
 
@@ -141,20 +141,20 @@ pub enum MigrateError {
     /// The destination did not say within the time allowed what it was asked.
     #[error("the destination did not answer {what} within {} s", waited.as_secs())]
     Silent {
-        /// What it owes.
+        /// The answer that it owes.
         what: &'static str,
         /// How long it was waited for.
         waited: Duration,
     },
 
-    /// Which pages the guest has written cannot be told.
+    /// The guest's writes cannot be followed.
     #[error("what the guest writes cannot be followed: {0}")]
     Log(#[from] LogError),
 
     /// The VMM did not do what the migration needs.
     #[error("the VM cannot {what}: {source}")]
     Vm {
-        /// What it was to do, to stand behind "cannot".
+        /// The operation, to stand behind "cannot".
         what: &'static str,
         /// Its reason.
         source: VmError,

@@ -1,8 +1,8 @@
 //! Where pages come from and where they go to.
 //!
 //! The engines are written once, over these two traits: guest RAM or a stored file is behind them. A sink is handed
-//! whole pages in whatever order the stream has them, and the *last word about a page wins*; a source is asked for
-//! whole pages in whatever order the destination wants them, from several threads at once.
+//! whole pages in the order of the stream, and the *last contents of a page win*; a source is asked for
+//! whole pages in the order that the destination wants, from several threads at once.
 
 use std::error::Error;
 use std::io::IoSlice;
@@ -13,10 +13,10 @@ use limosa_memory::MemoryBlock;
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Configuration, RamBlock};
 
-/// What a sink or a source failed with; it names its own object (path, block, offset).
+/// An error of a sink or a source. It names its own object (path, block, offset).
 pub type PageError = Box<dyn Error + Send + Sync>;
 
-/// What a stream says before its first page.
+/// The contents of a stream before its first page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StreamSetup {
     /// The machine, and the capabilities both ends must agree on.

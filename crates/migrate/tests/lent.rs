@@ -110,7 +110,7 @@ struct Move<'a> {
     pause: Duration,
     /// Told of each round; the next one waits for it.
     observer: &'a (dyn Fn(&RoundReport, &[Tap]) + Sync),
-    /// What goes on meanwhile.
+    /// Called meanwhile.
     meanwhile: &'a (dyn Fn(&Handle, &[Tap]) + Sync),
 }
 
@@ -290,7 +290,7 @@ fn a_discard_in_the_middle_of_a_round_that_is_held_back_does_not_wait_for_its_en
     assert!(stats.channels[0].zero_copy_calls > 0, "{stats:#?}");
 }
 
-/// A VM of which one block is guest memory and the other is read from somewhere, and a thread that gives a page of the
+/// A VM with one block of guest memory and another that is read from somewhere, and a thread that gives a page of the
 /// first one back when the second is read for the first time.
 struct HalfStored<'a> {
     memory: &'a Memory,

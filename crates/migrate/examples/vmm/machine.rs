@@ -49,7 +49,7 @@ pub(crate) struct Machine {
     vcpu: Option<JoinHandle<()>>,
 }
 
-/// What the vCPU's thread shares with the other threads.
+/// The state that the vCPU's thread shares with the other threads.
 #[derive(Default)]
 struct VcpuControl {
     seat: Mutex<Seat>,

@@ -31,7 +31,7 @@ impl Handle {
     }
 }
 
-/// What a running job was told.
+/// An order to a running job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
     /// Give up: before the switchover the VM stays where it is.
@@ -45,7 +45,7 @@ struct State {
     stop: Option<Stop>,
     /// Nothing is shut down for the time being: an engine says so,
     held: bool,
-    /// or so many who started one.
+    /// or this number of callers that started one.
     deferred: usize,
     /// A live migration is to go on in postcopy.
     postcopy: bool,
@@ -58,7 +58,7 @@ impl State {
         self.held || self.deferred > 0
     }
 
-    /// Carries a stop out, unless it has to wait or there is none.
+    /// Carries out a stop, if there is one that need not wait.
     fn shut_down(&mut self) {
         if self.stop.is_some() && !self.is_held() {
             for channel in self.channels.drain(..) {
@@ -140,7 +140,7 @@ impl Control {
         DeferredStop(self.clone())
     }
 
-    /// What the engine was told, if anything.
+    /// The order that the engine was given, if any.
     pub fn stopped(&self) -> Option<Stop> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).stop
     }

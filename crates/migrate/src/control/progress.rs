@@ -1,4 +1,4 @@
-//! What a running engine has done so far: for progress bars and for answers to `query-migrate`.
+//! The progress of a running engine: for progress bars and for answers to `query-migrate`.
 //!
 //! Relaxed atomics: a reader sees numbers that may be a few microseconds apart from one another, and the engine pays
 //! one uncontended addition for a batch of pages.

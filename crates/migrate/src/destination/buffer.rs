@@ -25,7 +25,7 @@ impl Buffer {
         Self { bytes: bytes.into_boxed_slice(), start: 0, end: head.len() }
     }
 
-    /// What has arrived and is not decoded yet.
+    /// Returns the bytes that have arrived and are not decoded yet.
     pub(super) fn arrived(&self) -> Result<&[u8], BrokenInvariant> {
         self.bytes.get(self.start..self.end).ok_or_else(|| broken("bytes that have arrived are in the buffer"))
     }
@@ -44,7 +44,7 @@ impl Buffer {
         self.bytes.len() - self.start < count
     }
 
-    /// Goes on in another buffer, whose first bytes are those that have arrived and are not decoded.
+    /// Continues in another buffer, whose first bytes are those that have arrived and are not decoded.
     pub(super) fn begin_with(&mut self, bytes: Box<[u8]>, rest: &[u8]) -> Result<(), BrokenInvariant> {
         self.bytes = bytes;
         let begin =

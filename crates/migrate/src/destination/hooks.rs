@@ -1,4 +1,4 @@
-//! What a live destination does at the moments that a stored one has no part in.
+//! The part of a live destination in receiving a stream, which a stored one does not have.
 
 use std::ops::Range;
 

@@ -16,9 +16,9 @@ pub struct Incoming {
     pub start: StreamSetup,
     /// The end of the stream as it came: device sections and their description.
     pub tail: Vec<u8>,
-    /// Where in `tail` each device section lies.
+    /// The place of each device section in `tail`.
     pub devices: DeviceState,
-    /// What was counted.
+    /// Counters of the stream.
     pub stats: DestinationStats,
     pub(super) channel: Arc<Channel>,
     /// Kept open: the source closes them when it is done.
@@ -55,11 +55,11 @@ pub(crate) enum Received {
     PostcopySwitchover(Box<PostcopySwitchover>),
 }
 
-/// A stream that goes on with the package of a postcopy.
+/// A stream that continues with the package of a postcopy.
 pub(crate) struct PostcopySwitchover {
     pub(crate) start: StreamSetup,
     pub(crate) decoder: Decoder,
-    /// What has arrived behind the command PACKAGED.
+    /// Bytes that have arrived behind the command PACKAGED.
     pub(crate) arrived: Vec<u8>,
     /// Bytes of the package.
     pub(crate) length: u32,
@@ -116,7 +116,7 @@ impl Incoming {
             Err(error) if error.is_cut() => Ok(()),
             Err(error) => Err(error.into()),
             Ok(_) => Err(MigrateError::Protocol(
-                "the stream goes on behind what looked like its end: what was received is incomplete".into(),
+                "the stream continues behind what looked like its end: what was received is incomplete".into(),
             )),
         }
     }

@@ -42,7 +42,7 @@ pub(super) fn by_name(blocks: &[RamBlock]) -> Blocks<'_> {
     blocks.iter().enumerate().map(|(index, block)| (block.name.as_str(), (index, block.used_length))).collect()
 }
 
-/// What all channels have in common.
+/// The state that all channels have in common.
 pub(super) struct ReaderContext<'a> {
     pub(super) blocks: Blocks<'a>,
     pub(super) join: MultifdSync,
@@ -266,7 +266,7 @@ impl<'a> PageChannel<'a> {
         Ok(begin)
     }
 
-    /// Gives the buffer away with what is to become of it, and goes on in an empty one.
+    /// Hands the buffer over with its writes, and continues in an empty one.
     fn exchange(&mut self) -> Result<(), MigrateError> {
         let full = (std::mem::take(&mut self.buffer), std::mem::take(&mut self.orders));
         (self.buffer, self.orders) = self.handle.exchange(full)?;
@@ -276,7 +276,8 @@ impl<'a> PageChannel<'a> {
 }
 
 impl Drop for PageChannel<'_> {
-    /// What came behind the last SYNC packet is no less received; and however the thread ended, no thread waits for it.
+    /// Pages behind the last SYNC packet count as received; and in whichever way the thread ended, no thread waits for
+    /// it.
     fn drop(&mut self) {
         let _ = self.exchange();
         self.context.join.ended(self.id);

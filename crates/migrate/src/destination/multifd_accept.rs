@@ -1,10 +1,10 @@
-//! The channels of one migration, told apart among whatever connects.
+//! The channels of one migration, told apart among all connections.
 //!
 //! All channels of a migration connect to one address. Which is which shows in their first bytes: `QEVM` begins the
 //! main channel, an initial packet one of the others. They are looked at without being taken, so order does not matter;
 //! where they cannot be looked at, the main channel is the first to connect.
 //!
-//! The law: **no connection holds up another**, however many there are and whatever they send or do not send.
+//! The law: **no connection holds up another**, with any number of them and in any state.
 //! Connections that have not yet said who they are wait in a short row; when it is full, and none of them has said so
 //! since, the one that has waited longest is closed, over TLS of those who have not shaken hands. What names itself
 //! wrongly ends the gathering with an error that says what is expected. Over TLS the bytes are those inside, so
@@ -27,19 +27,20 @@ use crate::error::MigrateError;
 const ROW: usize = 64;
 /// Connections that are accepted before those that wait are looked at again.
 const AT_ONCE: usize = 256;
-/// How a TLS connection begins: a handshake record of version 3, whatever is in it (RFC 8446, section 5.1).
+/// How a TLS connection begins: a handshake record of version 3, with any contents (RFC 8446, section 5.1).
 const TLS_HELLO: [u8; 2] = [22, 3];
 /// How soon a connection is looked at again that has said a part of who it is.
 const AGAIN_AFTER: Duration = Duration::from_millis(5);
 
-/// Which channels are expected, and how they are told apart.
+/// The channels that are expected, and the signs that tell them apart.
 #[derive(Debug, Clone)]
 pub struct MultifdAcceptOptions {
     /// Multifd channels: QEMU's `multifd-channels`.
     pub channels: u8,
     /// How long they may take to connect, all together.
     pub within: Duration,
-    /// The first connection is the main channel, whatever it sends: for transports that cannot be looked into.
+    /// The first connection is the main channel, also if its bytes look different: for transports that cannot be
+    /// peeked.
     pub main_first: bool,
 }
 
@@ -85,7 +86,7 @@ struct Waiting {
     began: bool,
 }
 
-/// What a connection turned out to be.
+/// The kind of a connection.
 enum Found {
     Unknown {
         began: bool,

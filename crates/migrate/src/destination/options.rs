@@ -20,8 +20,8 @@ pub struct DestinationOptions {
     /// once, so the next piece of it is microseconds away; the VM is stopped meanwhile. The end is certain only after
     /// [`Incoming::confirm_end`](crate::stored::Incoming::confirm_end).
     pub end_of_stream_timeout: Duration,
-    /// Whether the stream was recorded, so that no source listens. Requests for answers are ignored then, and the stream
-    /// ends where the bytes end, however long they take.
+    /// Whether the stream was recorded, so that no source listens. Requests for answers are ignored then, and the
+    /// stream ends where the bytes end, however long they take.
     pub recorded: bool,
     /// The first bytes of the stream, if they were read before to see what it is. At most 1 MiB, the size of the
     /// receive buffer: a longer one is refused.

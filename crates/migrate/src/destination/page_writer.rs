@@ -31,17 +31,17 @@ const BUFFERS: usize = 3;
 
 #[derive(Debug)]
 enum PageWrite {
-    /// So many consecutive pages; where each lies in the buffer is the next of [`PageWrites::places`].
+    /// This number of consecutive pages. The place of each in the buffer is the next of [`PageWrites::places`].
     Pages { block: usize, first: PageNumber, count: usize },
     /// A device section that comes before the pages.
     EarlySection(Vec<u8>),
     /// Pages that are zero.
     Zero { block: usize, pages: PageRange },
-    /// What changed in a page: the delta's place in the buffer, and its offset in the stream.
+    /// The changes of a page: the delta's place in the buffer, and its offset in the stream.
     Delta { block: usize, page: PageNumber, place: Range<usize>, offset: u64 },
 }
 
-/// What is to become of a buffer's records.
+/// The writes that a buffer's records ask for.
 #[derive(Debug, Default)]
 pub(super) struct PageWrites {
     list: Vec<PageWrite>,
@@ -76,7 +76,7 @@ impl PageWrites {
         }
     }
 
-    /// A page that changes: the delta lies at `place` in the buffer and is at `offset` in the stream.
+    /// A page that changes: the delta is at `place` in the buffer and at `offset` in the stream.
     pub(super) fn delta(&mut self, block: usize, page: PageNumber, place: Range<usize>, offset: u64) {
         self.list.push(PageWrite::Delta { block, page, place, offset });
     }
@@ -127,7 +127,7 @@ impl PageWrites {
     }
 }
 
-/// What takes pages; each answer is how many of them had been mentioned before.
+/// The receiver of pages. Each method returns the number of pages that had been mentioned before.
 trait PageTarget {
     fn put_early_sections(&mut self, sections: &[u8]) -> Result<(), PageError>;
     fn put_pages(&mut self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError>;
@@ -188,7 +188,7 @@ impl PageTarget for &dyn PageMemory {
     }
 }
 
-/// What has been taken, by all threads together.
+/// Pages taken by all threads together.
 #[derive(Debug)]
 pub(super) struct PageCounts<'a> {
     normal: AtomicU64,
@@ -232,7 +232,7 @@ pub(super) struct DirectMemory<'a> {
     pub(super) counts: &'a PageCounts<'a>,
 }
 
-/// What one reading thread does with what it has read.
+/// A reading thread's access to the writer.
 pub(super) enum WriterHandle<'a> {
     /// Gives it to the writer thread.
     Handed {

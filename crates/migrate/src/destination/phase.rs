@@ -15,7 +15,8 @@ use crate::pages::StreamSetup;
 ///              └──────► package
 /// ```
 ///
-/// Up to `whole` the source has the VM, whatever fails; with `package` it gives the VM away before its memory has come.
+/// Up to `whole` the source keeps the VM on every failure; with `package` it gives the VM away before its memory has
+/// come.
 pub(super) enum Phase {
     /// The stream begins: header and RAM layout.
     Layout,

@@ -141,7 +141,7 @@ impl<'a> Receiver<'a> {
         std::mem::replace(&mut self.heard, heard) != heard
     }
 
-    /// Gives the buffer away with what is to become of it, and goes on in an empty one.
+    /// Hands the buffer over with its writes, and continues in an empty one.
     pub(super) fn exchange(&mut self, handle: &mut WriterHandle<'_>) -> Result<(), MigrateError> {
         let rest = self.buffer.arrived()?.to_vec();
         let full = std::mem::take(&mut self.buffer.bytes);

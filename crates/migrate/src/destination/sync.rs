@@ -127,7 +127,7 @@ impl MultifdSync {
         self.changed.notify_all();
     }
 
-    /// What a channel has failed with, if that was the first thing to go wrong.
+    /// Takes the failure of a channel, if that was the first thing to go wrong.
     pub(super) fn failure(&self) -> Option<MigrateError> {
         self.lock().failure.take()
     }

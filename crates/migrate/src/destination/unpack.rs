@@ -1,6 +1,6 @@
 //! Pages of a packet out of what they were compressed to.
 //!
-//! The law: **a packet gives exactly the pages that its header says**, whatever its bytes are. The output is bounded by
+//! The law: **a packet gives exactly the pages that its header says**, with any bytes. The output is bounded by
 //! the pages' own room, the window of a decompressor by its method (zlib: 32 KiB; zstd: [`WINDOW_LOG`]).
 
 use flate2::{Decompress, FlushDecompress, Status};
@@ -92,7 +92,7 @@ mod tests {
 
     use super::*;
 
-    /// Packets of one channel, each of so many bytes of `data`.
+    /// Packets of one channel, each with this number of bytes of `data`.
     fn packets(compression: Compression, data: &[u8], length: usize) -> Vec<Vec<u8>> {
         let mut packets = Vec::new();
         match compression {

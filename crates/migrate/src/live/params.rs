@@ -46,7 +46,7 @@ pub enum RecordWrite {
     Buffered,
 }
 
-/// What to do with a migration that does not converge.
+/// The treatment of a migration that does not converge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TimeoutStrategy {
     /// Cancel: the VM runs on at the source.
@@ -155,7 +155,7 @@ pub struct MigrationParams {
     pub timeout: Option<Duration>,
     /// Rounds that may follow each other without the rest getting smaller; `None`: any number.
     pub stalled_rounds: Option<u32>,
-    /// What happens after that time or those rounds.
+    /// The treatment of the migration after that time or those rounds.
     pub timeout_strategy: TimeoutStrategy,
     /// How long the first round may wait for the guest's list of [free pages](crate::LiveSource::free_pages);
     /// zero, and the list takes pages out while the round is sent; [`Duration::MAX`], as long as the list takes.

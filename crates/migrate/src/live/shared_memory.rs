@@ -13,7 +13,7 @@ use limosa_stream::configuration::IGNORE_SHARED;
 use crate::error::MigrateError;
 use crate::pages::StreamSetup;
 
-/// What becomes of memory that both ends can have: blocks of shared memory with a file.
+/// The treatment of memory that both ends can have: blocks of shared memory with a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum SharedMemory {
     /// It is sent like any other: the ends are strangers.
@@ -32,7 +32,7 @@ impl SharedMemory {
         self != Self::Sent && block.is_passable()
     }
 
-    /// What to pass with the first byte of the stream: a descriptor for each block.
+    /// Returns the descriptors to pass with the first byte of the stream, one for each block.
     pub(crate) fn to_pass(self, memory: &GuestMemory) -> Result<Vec<OwnedFd>, MemoryError> {
         if self == Self::Passed { memory.blocks().iter().map(MemoryBlock::pass).collect() } else { Ok(Vec::new()) }
     }
@@ -53,7 +53,7 @@ impl SharedMemory {
     }
 }
 
-/// What was passed, by block of the stream; those that are sent are not among them.
+/// Returns the memory that was passed, by block of the stream. Blocks that are sent are not among them.
 pub(crate) fn passed_blocks(start: &StreamSetup, passed: Vec<OwnedFd>) -> Result<Vec<PassedBlock>, MigrateError> {
     if passed.len() != start.blocks.len() {
         let (count, blocks) = (passed.len(), start.blocks.len());

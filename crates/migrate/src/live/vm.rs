@@ -6,7 +6,7 @@ use limosa_memory::dirty::Writers;
 use limosa_memory::{GuestMemory, PassedBlock};
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 
-/// What a VMM failed with; it names its own object.
+/// An error of a VMM. It names its own object.
 pub type VmError = Box<dyn Error + Send + Sync>;
 
 /// A running VM, as the source's VMM offers it to the engine.
@@ -42,7 +42,7 @@ pub trait LiveVm: Sync {
     /// Slows the vCPUs down: for `percent` (0 to 99) of the time they do not run. 0 lifts it.
     ///
     /// # Errors
-    /// The VM cannot be slowed down: the migration goes on without.
+    /// The VM cannot be slowed down: the migration continues without.
     fn throttle(&self, percent: u8) -> Result<(), VmError> {
         let _ = percent;
         Err("this VMM cannot slow its vCPUs down".into())
@@ -51,7 +51,7 @@ pub trait LiveVm: Sync {
 
 /// A VM that waits for its state, as the destination's VMM offers it to the engine.
 pub trait IncomingVm: Sync {
-    /// Its memory. Nothing runs in it before [`start`](Self::start). Where memory is to be
+    /// Its memory. Nothing runs in it before [`start`](Self::start). Where memory is
     /// [passed](crate::live::SharedMemory::Passed) it is asked for only after [`adopt`](Self::adopt).
     fn memory(&self) -> &GuestMemory;
 
@@ -64,8 +64,8 @@ pub trait IncomingVm: Sync {
         Writers::VCPUS | Writers::DEVICES
     }
 
-    /// Takes memory that the source passes: these blocks are to be mapped as [they say](PassedBlock::into_options), and
-    /// be among [`memory`](Self::memory) from now on. Until the VM is started here, the source's VM runs in them:
+    /// Takes memory that the source passes: the VMM maps these blocks as [they say](PassedBlock::into_options), and
+    /// they are among [`memory`](Self::memory) from now on. Until the VM is started here, the source's VM runs in them:
     /// nothing may write them, [`load_device`](Self::load_device) included.
     ///
     /// # Errors
@@ -77,7 +77,7 @@ pub trait IncomingVm: Sync {
     /// Takes the state of one device, by name. In postcopy guest memory that is touched here is fetched on demand.
     ///
     /// # Errors
-    /// There is no such device, or it does not take the state: the source's VM goes on.
+    /// There is no such device, or it does not take the state: the source's VM continues.
     fn load_device(&self, section: OpaqueSection<'_>) -> Result<(), VmError>;
 
     /// Takes all device sections at once, as stock QEMU packs them for postcopy: they say nothing about their lengths,
@@ -95,6 +95,6 @@ pub trait IncomingVm: Sync {
     ///
     /// # Errors
     /// The VM cannot run, and nothing of it does. A source that waits for the VM's own word stays undecided then, and
-    /// this may be called once more; a stock QEMU source is told, and its VM goes on.
+    /// this may be called once more; a stock QEMU source is told, and its VM continues.
     fn start(&self) -> Result<(), VmError>;
 }

@@ -3,7 +3,7 @@
 //! Law: a window is handed out once, so no page is sent twice in a round; and they go out in order, so that all
 //! channels together read the memory from front to back.
 //!
-//! A page that the guest has called free is taken out while the round goes on. **Law: a list takes pages out only while
+//! A page that the guest has called free is taken out while the round runs. **Law: a list takes pages out only while
 //! it is open, and it is closed before the dirty log is read.** What the guest wrote before that reading is in the log
 //! or was written before the page was free; behind it a late hint would take out what the log has just told. Both are
 //! decided under the lock that hands pages out, so a page is handed out or taken out, never both, and no thread waits
@@ -172,7 +172,7 @@ impl DirtyPageQueue {
         Some(taken)
     }
 
-    /// Which pages of a block are still to be handed out, as runs.
+    /// Pages of a block that are not handed out yet, as runs.
     pub(crate) fn left(&self, block: usize, within: PageRange) -> Vec<PageRange> {
         self.lock().pages.get(block).map_or_else(Vec::new, |pages| pages.runs_in(within).collect())
     }
@@ -193,7 +193,7 @@ impl DirtyPageQueue {
         self.lock().taken
     }
 
-    /// What was taken out of any round, if that was to be remembered; it may have been written, and sent, since.
+    /// Pages taken out of any round, if that is remembered. They may have been written, and sent, since.
     pub(crate) fn take_free(&self) -> Vec<PageBitmap> {
         std::mem::take(&mut self.lock().free)
     }

@@ -11,7 +11,7 @@ use limosa_channel::{Channel, ChannelError, ZeroCopyWriter};
 use limosa_memory::MemoryBlock;
 use limosa_page::PageRange;
 
-/// What one call is to send.
+/// The memory that one call sends.
 #[derive(Debug, Default)]
 pub(crate) struct Gather<'m> {
     list: Vec<iovec>,

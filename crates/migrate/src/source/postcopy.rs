@@ -4,7 +4,8 @@
 //! The order on the wire: header, return path, advice, RAM layout, one discard for each block (a destination that goes
 //! from the advice straight to listening waits for ever on its own memory, so at least one is mandatory), the package
 //! of LISTEN, device sections and RUN; then pages, each exactly once, requested ones first. The stream ends only when
-//! every stored page has been sent, because a destination completes with whatever it has and takes the rest for zero.
+//! every stored page has been sent, because a destination completes with the pages that it has and takes the rest for
+//! zero.
 //!
 //! Where the destination's memory is made of huge pages, a page is such a host page everywhere above: it is claimed,
 //! sent, recovered and asked for as a whole, and its 4 KiB pages follow each other on one channel with nothing between
@@ -40,7 +41,7 @@ const END_TICK: Duration = Duration::from_micros(200);
 /// Longer than any real wait, and short enough to be added to a clock.
 const UNTIL_IT_ENDS: Duration = Duration::from_secs(10 * 365 * 86_400);
 
-/// How a postcopy is to be done.
+/// The settings of a postcopy.
 #[derive(Debug, Clone)]
 pub struct PostcopyOptions {
     /// Longest wait for a handshake message.
@@ -48,7 +49,7 @@ pub struct PostcopyOptions {
     /// Pages of one write of the background push while requests keep coming. Smaller answers requests sooner.
     pub batch_pages: u64,
     /// Bytes of the pages that the *destination's* memory is made of, by RAM block; 4096 for a block that is not named
-    /// here. Powers of two (2 MiB: `2 << 20`) of which the block's length is a multiple.
+    /// here. Powers of two (2 MiB: `2 << 20`) that divide the block's length.
     ///
     /// They must be the destination's own (QEMU's `info ramblock` tells them), both to start and to recover: a
     /// destination refuses other ones before it runs. Where the pages come from has no say: what was saved from 4 KiB
@@ -64,7 +65,7 @@ impl Default for PostcopyOptions {
     }
 }
 
-/// What happened on the way, as it happens.
+/// A point of a postcopy that is reported when it is passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Milestone {
     /// The destination has loaded the device state; the guest starts now.
@@ -74,7 +75,7 @@ pub enum Milestone {
     AllPlaced,
 }
 
-/// What a postcopy came to.
+/// Counters of a postcopy.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct PostcopyStats {
@@ -104,7 +105,7 @@ pub(crate) struct Package {
     pub(crate) preempt: Option<Arc<Channel>>,
 }
 
-/// What is to be sent, to whom.
+/// The pages to send, and the blocks of the destination.
 pub(crate) struct Prepared<'a> {
     begun: Instant,
     blocks: Vec<RamBlock>,
@@ -200,17 +201,18 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// Starts the guest at a fresh destination and sends every page.
     ///
     /// On `Err` before [`Milestone::DevicesLoaded`] the destination's VM has not run and must be thrown away. On `Err`
-    /// after it the destination stalls on the pages it has not got, and [`recover`](Self::recover) goes on from there.
+    /// after it the destination stalls on the pages it has not got, and [`recover`](Self::recover) continues from
+    /// there.
     pub fn run(self) -> Result<PostcopyStats, MigrateError> {
         self.run_from(Opening::Start)
     }
 
-    /// Goes on with a destination whose postcopy was broken off and that waits for recovery on a new channel.
+    /// Continues with a destination whose postcopy was broken off and that waits for recovery on a new channel.
     pub fn recover(self) -> Result<PostcopyStats, MigrateError> {
         self.run_from(Opening::Recovery)
     }
 
-    /// Prepares what is to be sent to a destination that has `already`, whole host pages, by block.
+    /// Prepares the pages for a destination that has `already`, whole host pages, by block.
     pub(crate) fn prepare(&self, already: &[PageBitmap]) -> Result<Prepared<'a>, MigrateError> {
         let begun = Instant::now();
         let blocks = with_page_sizes(&self.source.start().blocks, &self.options.page_sizes)?;
@@ -279,7 +281,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 Opening::Package { preempt, .. } => Ok(preempt),
             };
             let sent = opened.and_then(|preempt| self.drive(scope, &state, preempt));
-            // Whatever the outcome, the reader must end before its borrows do.
+            // With any outcome the reader must end before its borrows do.
             state.return_path.finish();
             if sent.is_err() {
                 let _ = self.channel.shutdown(limosa_channel::Shutdown::Both);

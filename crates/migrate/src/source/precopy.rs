@@ -24,7 +24,7 @@ use crate::control::{Control, Handle, Moved, Phase, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 
-/// How a precopy is to be done.
+/// The settings of a precopy.
 #[derive(Debug, Clone)]
 pub struct PrecopyOptions {
     /// Whether to ask the destination for an acknowledgement. Needs a channel that carries both directions.
@@ -73,7 +73,7 @@ impl Default for PrecopyOptions {
     }
 }
 
-/// What a precopy came to.
+/// Counters of a precopy.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct PrecopyStats {
@@ -317,7 +317,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         found
     }
 
-    /// Whether the destination need not be told which pages of a block are zero.
+    /// Whether the zero pages of a block need not be sent.
     fn has_zeros(&self, block: usize) -> bool {
         let fresh = |block: &RamBlock| self.options.zeroed_blocks.contains(&block.name);
         self.is_in_place(block) || self.source.start().blocks.get(block).is_some_and(fresh)

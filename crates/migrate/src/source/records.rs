@@ -20,7 +20,7 @@ use super::stream_buffer::StreamBuffer;
 use crate::error::MigrateError;
 use crate::live::RecordWrite;
 
-/// Pages with contents that go out in one call, if there are so many: each with its header, as many entries as the
+/// Most pages with contents that go out in one call: each with its header, as many entries as the
 /// kernel takes at a time, 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
 const PAGES_A_CALL: usize = 512;
 
@@ -56,7 +56,7 @@ pub(crate) struct RecordWriter<'a> {
     busy: Duration,
 }
 
-/// What becomes of zero pages of guest memory.
+/// The treatment of zero pages of guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Zeros {
     /// They are looked for, and told.
@@ -88,12 +88,12 @@ impl Zeros {
     }
 }
 
-/// What a source fails with that is asked for pages which its block does not have.
+/// Returns the error of a source that is asked for pages which its block does not have.
 pub(crate) fn no_such_pages(memory: &MemoryBlock, run: PageRange) -> MigrateError {
     MigrateError::Source(format!("RAM block {} has no {run}", memory.name()).into())
 }
 
-/// Runs of pages of guest memory that are to be sent.
+/// Runs of pages of guest memory to send.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GuestPages<'r> {
     /// Index of the RAM block.
@@ -101,11 +101,11 @@ pub(crate) struct GuestPages<'r> {
     /// Its memory.
     pub(crate) memory: &'r MemoryBlock,
     pub(crate) runs: &'r [PageRange],
-    /// What becomes of those that are zero.
+    /// The treatment of zero pages.
     pub(crate) zeros: Zeros,
 }
 
-/// What was sent of some pages.
+/// Counters of some pages that were sent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Sent {
     /// Pages with contents.
@@ -263,7 +263,7 @@ impl<'a> RecordWriter<'a> {
         put
     }
 
-    /// What was placed, from where it lives: one call.
+    /// Sends the records that were placed, from guest memory, in one call.
     fn put_vectored(&mut self, memory: &MemoryBlock) -> Result<(), MigrateError> {
         let mut gather = std::mem::take(&mut self.gather).emptied();
         let last = announce(&self.headers, &self.placed, |headers, page| {
@@ -418,7 +418,7 @@ mod tests {
         })
     }
 
-    /// A block of which the pages that `filled` says have contents.
+    /// A block whose pages have contents where `filled` says so.
     fn block(pages: u64, filled: impl Fn(u64) -> bool) -> MemoryBlock {
         let block = BlockOptions::anonymous("ram", pages * 4096).map().unwrap();
         for page in (0..pages).filter(|page| filled(*page)) {

@@ -1,4 +1,4 @@
-//! What the destination says on the return path, sorted for those who wait for it.
+//! The destination's messages on the return path, sorted for those who wait for them.
 //!
 //! One thread reads the return path and delivers here; the sending threads wait here, never on the socket. So a request
 //! for a page is noticed while a sender is busy, and the time between the two is what the fault histogram counts.
@@ -52,7 +52,7 @@ pub(crate) struct ReturnPath {
     changed: Condvar,
 }
 
-/// What a sender that waits for work gets.
+/// The reason why a waiting sender continues.
 #[derive(Debug)]
 pub(crate) enum Wake {
     /// A page is wanted.
@@ -175,7 +175,7 @@ impl ReturnPath {
         self.lock().ended
     }
 
-    /// Fails if the return path has ended: it goes on as long as the migration does.
+    /// Fails if the return path has ended: it lasts as long as the migration.
     pub(crate) fn still_open(&self) -> Result<(), MigrateError> {
         let state = self.lock();
         let ended = state.ended || state.shut.is_some() || state.failed.is_some();
@@ -255,7 +255,7 @@ impl ReturnPath {
     }
 }
 
-/// The bit of a PING's token. Those that are sent are small; an answer to another one is none.
+/// The bit of a PING's token. Those that are sent are small; an answer to another one is ignored.
 fn bit(token: u32) -> Option<u64> {
     1u64.checked_shl(token)
 }

@@ -19,7 +19,7 @@ use crate::control::{Moved, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 
-/// What the sending threads share.
+/// The state that the sending threads share.
 pub(crate) struct SendState<'a, S: PageSource + ?Sized> {
     pub(crate) source: &'a S,
     /// The RAM blocks, with the page sizes of the destination.

@@ -1,4 +1,4 @@
-//! Which pages are still to be sent, so that each is sent exactly once whichever thread sends it.
+//! The pages that are not sent yet. Each is sent exactly once, by any thread.
 //!
 //! A destination in postcopy takes a page once: a second copy of it breaks the migration off, and a page left out
 //! becomes a silent zero page when the stream ends. So a page is *claimed*, atomically, before it is sent, and the
@@ -31,7 +31,7 @@ struct UnsentBlock<'a> {
     zero_sent: AtomicPageBitmap,
 }
 
-/// What is still to be sent, over all RAM blocks.
+/// The pages that are not sent yet, over all RAM blocks.
 #[derive(Debug)]
 pub(crate) struct UnsentPages<'a> {
     blocks: Vec<UnsentBlock<'a>>,
@@ -40,7 +40,7 @@ pub(crate) struct UnsentPages<'a> {
     claimed: AtomicU64,
 }
 
-/// What became of a claim on one requested host page.
+/// The result of a claim on one requested host page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Claim {
     /// Send its contents.
@@ -51,7 +51,7 @@ pub(crate) enum Claim {
     Taken,
 }
 
-/// Where the background push goes on.
+/// The next page of the background push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cursor {
     /// Index of the RAM block.
@@ -104,14 +104,14 @@ impl<'a> UnsentBlock<'a> {
 }
 
 impl<'a> UnsentPages<'a> {
-    /// All stored pages of `source` are to be sent, to a destination whose blocks are `blocks`.
+    /// All stored pages of `source`, for a destination whose blocks are `blocks`.
     pub(crate) fn new<S: PageSource + ?Sized>(source: &'a S, blocks: &[RamBlock]) -> Self {
         let blocks = blocks.iter().enumerate();
         let unsent = blocks.map(|(index, block)| UnsentBlock::new(source.stored(index), host_pages::pages_of(block)));
         Self { blocks: unsent.collect(), to_claim: AtomicU64::new(0), claimed: AtomicU64::new(0) }
     }
 
-    /// Takes off the pages that the destination has already. A host page of which it has a part was not placed:
+    /// Takes off the pages that the destination has already. A host page that it has in part was not placed:
     /// that part is lost, and it counts as missing.
     pub(crate) fn received(&self, block: usize, received: &PageBitmap) -> Result<(), BrokenInvariant> {
         let unsent = self.block(block)?;
@@ -124,7 +124,7 @@ impl<'a> UnsentPages<'a> {
         Ok(())
     }
 
-    /// Notes how many host pages are to be claimed: when it is known what the destination has, and before the first
+    /// Notes the number of host pages to claim: once the destination's pages are known, and before the first
     /// claim.
     pub(crate) fn begin(&self) {
         self.to_claim.store(self.blocks.iter().map(|block| block.to_send.count()).sum(), Relaxed);
@@ -173,7 +173,7 @@ impl<'a> UnsentPages<'a> {
     }
 
     /// Claims the next run of host pages with contents at or behind the cursor, going round once, and moves the cursor
-    /// behind it; `at_most` so many pages, but one host page at least. `None` if nothing is left anywhere.
+    /// behind it; at most `at_most` pages, but one host page at least. `None` if nothing is left anywhere.
     pub(crate) fn claim_run(&self, cursor: &mut Cursor, at_most: u64) -> Option<(usize, PageRange)> {
         // One more turn than there are blocks: the block that the search starts in is looked at again from its
         // beginning.

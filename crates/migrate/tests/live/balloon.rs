@@ -42,7 +42,7 @@ struct Case {
     /// How long the device takes for each range.
     slow: Duration,
     max_bandwidth: Option<NonZeroU64>,
-    /// The round behind which it goes on in postcopy.
+    /// The round behind which it continues in postcopy.
     postcopy: Option<u32>,
     /// When it is called off.
     stop: Option<Duration>,
@@ -145,7 +145,7 @@ impl Case {
                 sums.moved += 1;
                 sums.postcopy += u64::from(stats.postcopy.is_some());
                 sums.compared += pages;
-                // The guest goes on here: the next one moves it again.
+                // The guest continues here: the next one moves it again.
                 *guest.vm.stopped.write().unwrap() = false;
                 stats
             }

@@ -20,7 +20,7 @@ use limosa_stream::multifd::INITIAL_LEN;
 struct Case {
     number: u64,
     preempt: bool,
-    /// After so many rounds, or at once.
+    /// After this number of rounds, or at once.
     postcopy: Option<Option<u32>>,
     /// Pages go on two multifd channels, in this way.
     page_channels: Option<ZeroCopy>,

@@ -23,7 +23,7 @@ fn blocks() -> Vec<BlockOptions> {
     vec![BlockOptions::memfd("ram", 40 * 4096)]
 }
 
-/// What a migration came to whose source's write panics at an offset.
+/// The result of a migration whose source's write panics at an offset.
 struct Panicked {
     /// Offsets at which the source wrote while its VM stood still.
     writes: Vec<u64>,

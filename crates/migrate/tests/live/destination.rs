@@ -21,7 +21,7 @@ use limosa_stream::{
     section,
 };
 
-/// What a live source sends: up to the PING that is answered, and what it sends after the answer.
+/// The bytes of a live source: up to the PING that is answered, and after the answer.
 struct Script {
     before: Vec<u8>,
     after: Vec<u8>,
@@ -324,7 +324,7 @@ fn stock_stream() -> Vec<u8> {
     stream
 }
 
-/// A VM whose source goes on while its devices are loaded.
+/// A VM whose source continues while its devices are loaded.
 struct Interrupted<'a> {
     vm: Vm,
     near: &'a Channel,
@@ -352,7 +352,7 @@ fn what_looked_like_an_end_and_was_none_does_not_start_the_vm() {
     let vm = Interrupted { vm: vm(), near: &near };
     let outcome = LiveDestination::new(&vm, far, &handle).options(options()).run();
     let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
-    assert!(error.to_string().contains("goes on behind what looked like its end"), "{error}");
+    assert!(error.to_string().contains("continues behind what looked like its end"), "{error}");
     assert_eq!((vm.vm.started(), vm.vm.loaded.lock().unwrap().len()), (0, 1));
     let mut heard = vec![0; said(&[READY[0].clone(), ReturnMessage::Shut(1)]).len()];
     near.read_exact(&mut heard).unwrap();

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 const WITHIN: Duration = Duration::from_secs(120);
 
-/// A VM with QEMU's memory, that takes whatever devices come.
+/// A VM with QEMU's memory, that takes all devices that come.
 struct Taker {
     memory: GuestMemory,
     sections: AtomicU32,
@@ -139,8 +139,8 @@ impl Meeting {
         }
     }
 
-    /// Breaks the postcopy off when the guest has looked at so many pages more. It may look at no others until then, so
-    /// that most of the memory is still at the source.
+    /// Breaks the postcopy off when the guest has looked at this number of pages more. It may look at no others until
+    /// then, so that most of the memory is still at the source.
     fn break_off_after(&self, pages: u64) -> Result<()> {
         let looked = |pages| self.taker.looked.load(Ordering::SeqCst) >= pages;
         let begun = Instant::now();

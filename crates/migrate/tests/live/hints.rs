@@ -1,5 +1,5 @@
-//! Free pages that the guest tells while it is moved: they are not sent, and nothing that it writes is lost, whatever
-//! it does with what it has called free.
+//! Free pages that the guest reports while it is moved: they are not sent, and nothing that it writes is lost, in
+//! whichever way it does with what it has called free.
 //!
 //! Cases follow from their seeds. `LIMOSA_CHAOS_TRIALS=N` runs N of each kind, `LIMOSA_CHAOS_SEED=S` begins with
 //! another seed.
@@ -34,7 +34,7 @@ fn blocks(pages: [u64; 2]) -> Vec<BlockOptions> {
     [("low", pages[0]), ("high", pages[1])].map(|(name, pages)| BlockOptions::memfd(name, pages * PAGE_SIZE)).into()
 }
 
-/// A VM whose guest sees both blocks, all of which have contents.
+/// A VM whose guest sees both blocks; all have contents.
 fn vm(pages: [u64; 2]) -> TestVm {
     let mapped = blocks(pages).into_iter().map(|options| options.map().unwrap()).collect();
     let region =
@@ -63,7 +63,7 @@ fn seeds(usual: u64) -> Range<u64> {
     first..first + number("LIMOSA_CHAOS_TRIALS").unwrap_or(usual)
 }
 
-/// One migration of a guest with a heap, of which everything follows from a seed.
+/// One migration of a guest with a heap. Everything follows from a seed.
 #[derive(Debug)]
 struct Case {
     seed: u64,
@@ -108,7 +108,7 @@ impl Case {
         }
     }
 
-    /// What came of it, and how often the guest was asked.
+    /// The outcome, and how often the guest was asked.
     fn run(&self) -> (LiveStats, u64) {
         let source = Arc::new(vm(self.pages));
         let (logs, marker) = source.restless_logs(self.postcopy.is_some().into());
@@ -256,7 +256,7 @@ fn params() -> MigrationParams {
 /// How an attempt is made.
 struct Setup {
     params: MigrationParams,
-    /// What the destination does wrong, and when.
+    /// The destination's mistake, and its place.
     trouble: Option<(At, Does)>,
     handle: Handle,
 }

@@ -1,5 +1,5 @@
 //! The postcopy source against a destination whose memory is made of huge pages: a host page comes whole, on one
-//! channel, with nothing between its pages, and once; whatever is asked for, wherever it breaks off.
+//! channel, with nothing between its pages, and once; for all requests, wherever it breaks off.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -14,7 +14,7 @@ use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Command, Decoder, Event, ReturnMessage, postcopy};
 use proptest::prelude::*;
 
-/// Options for a destination whose blocks have so many pages a host page.
+/// Options for a destination whose blocks have this number of pages a host page.
 fn options(memory: &Memory, each: &[u64]) -> PostcopyOptions {
     let sizes = memory.start.blocks.iter().zip(each).map(|(block, each)| (block.name.clone(), each * 4096));
     PostcopyOptions {
@@ -24,12 +24,12 @@ fn options(memory: &Memory, each: &[u64]) -> PostcopyOptions {
     }
 }
 
-/// What the destination is to do.
+/// The destination's behaviour.
 #[derive(Debug, Clone, Default)]
 struct Script {
     /// Blocks and host pages to ask for, one at each event.
     asks: Vec<(usize, u64)>,
-    /// Stop the job after so many events.
+    /// Stop the job after this number of events.
     stop_after: Option<usize>,
     preempt: bool,
 }
@@ -109,7 +109,7 @@ fn transfer(
     })
 }
 
-/// What both channels brought; nothing may have come on both.
+/// The pages of both channels; none may have come on both.
 fn together(main: &Landed, urgent: &Landed) -> Vec<PageBitmap> {
     let both = main.received.iter().zip(&urgent.received).map(|(main, urgent)| {
         let mut all = main.clone();
@@ -120,7 +120,7 @@ fn together(main: &Landed, urgent: &Landed) -> Vec<PageBitmap> {
     both.collect()
 }
 
-/// The host pages of which a page is set, as the pages they consist of.
+/// The host pages with a page that is set, as the pages they consist of.
 fn widened(pages: &PageBitmap, each: u64) -> PageBitmap {
     let mut all = PageBitmap::new(pages.len());
     for run in pages.runs() {

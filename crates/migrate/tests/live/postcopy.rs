@@ -53,7 +53,7 @@ fn assert_page(memory: &GuestMemory, source: &Memory, block: usize, page: u64) {
     assert!(bytes == source.page(block, page), "page {page} of block {block} is not the source's");
 }
 
-/// A guest: looks at pages in some order until it has seen so many, and writes some that it alone owns.
+/// A guest: looks at pages in some order until it has seen this number, and writes some that it alone owns.
 fn guest(vm: &Vm, source: &Memory, seed: u64, looks: u64) {
     if !vm.runs() {
         return;
@@ -263,8 +263,8 @@ fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_is_told() {
     assert_eq!(vm.started(), 0);
 }
 
-/// The stream of a source that goes on as a test likes, up to the first page: of block `ram`, 64 pages, which discards
-/// these.
+/// The stream of a source that continues as a test likes, up to the first page: of block `ram`, 64 pages, which
+/// discards these.
 fn opening(discards: std::ops::Range<u64>) -> (Vec<u8>, RecordEncoder) {
     let blocks = [RamBlock::new("ram", 64 * 4096)];
     let mut out = Vec::new();

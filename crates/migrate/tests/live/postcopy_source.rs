@@ -19,7 +19,7 @@ enum When {
     AtOnce,
     /// In the middle of the first round.
     Bulk,
-    /// After so many rounds.
+    /// After this number of rounds.
     Rounds(u32),
     /// When precopy is given up.
     GivenUp,

@@ -26,7 +26,7 @@ const BYTES: u64 = 64 << 20;
 /// For what should take moments on any machine: a limit for the stuck, not a measure.
 const SOON: Duration = Duration::from_secs(120);
 
-/// What a migration is made with.
+/// The settings of a migration.
 #[derive(Debug, Clone, Copy)]
 struct How {
     channels: u8,
@@ -34,7 +34,7 @@ struct How {
     packet_pages: usize,
     record_write: RecordWrite,
     fresh: bool,
-    /// In postcopy: at once, or after so many rounds.
+    /// In postcopy: at once, or after this number of rounds.
     postcopy: Option<Option<u32>>,
     preempt: bool,
     /// Whether it is broken off when the VM runs there, and recovered.
@@ -57,7 +57,7 @@ const PRECOPY: How = How {
     hints: false,
 };
 
-/// What the guest calls free, written or not.
+/// The pages that the guest calls free, written or not.
 const FREE: Range<u64> = 48 << 20..BYTES;
 
 /// A guest that answers at once.

@@ -16,7 +16,7 @@ use limosa_migrate::stats::RoundKind;
 use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
 use limosa_stream::multifd::{Compression, INITIAL_LEN, InitialPacket};
 
-/// One migration, of which everything follows from a seed.
+/// One migration. Everything follows from a seed.
 #[derive(Debug)]
 struct Case {
     seed: u64,
@@ -29,11 +29,11 @@ struct Case {
     private: bool,
     machine: &'static str,
     pages: [u64; 2],
-    /// It goes on in postcopy after so many rounds, or at once.
+    /// It continues in postcopy after this number of rounds, or at once.
     postcopy: Option<Option<u32>>,
     record_write: RecordWrite,
     packet_pages: usize,
-    /// It gets so many bytes a second and so long, and then stops with what is left, or goes on in postcopy.
+    /// It gets this rate and time, and then stops with the rest, or continues in postcopy.
     hurried: Option<(NonZeroU64, Duration)>,
     /// Hardly anything of its memory was ever touched.
     sparse: bool,

@@ -91,7 +91,7 @@ fn source() -> TestVm {
     vm
 }
 
-/// What the guest does meanwhile.
+/// The guest's writes meanwhile.
 struct Guest {
     writes: bool,
     free: Option<Arc<dyn FreePages>>,
@@ -102,7 +102,7 @@ const WRITES: Guest = Guest { writes: true, free: None };
 
 /// How a VM is moved.
 struct Move {
-    /// What becomes of shared memory, at the source and at the destination.
+    /// The treatment of shared memory, at the source and at the destination.
     shared: [SharedMemory; 2],
     /// The two ends of the main channel.
     ends: (Channel, Channel),
@@ -118,7 +118,7 @@ impl From<[SharedMemory; 2]> for Move {
     }
 }
 
-/// What came of a move from `source` to `heir`.
+/// Returns the outcomes of a move from `source` to `heir`.
 fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveStats, String>, Result<(), String>) {
     let Move { shared: [here, there], ends: (near, far), channels, guest } = how.into();
     let (logs, marker) = source.logs();

@@ -37,7 +37,7 @@ fn blocks_of(vm: &Vm) -> Result<Vec<(String, u64)>> {
     Ok(blocks)
 }
 
-/// A VM that takes whatever devices QEMU has.
+/// A VM that takes all devices that QEMU has.
 struct Taker {
     memory: GuestMemory,
     devices: AtomicU32,

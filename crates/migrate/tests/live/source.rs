@@ -1,4 +1,4 @@
-//! The source of a VM that runs: what arrives is what the VM had when it stopped, and whatever happens at most one side
+//! The source of a VM that runs: the VM's memory at the stop arrives, and at any time at most one side
 //! runs it.
 
 use std::num::NonZeroU64;
@@ -25,7 +25,7 @@ struct Attempt {
     params: MigrationParams,
     fresh: bool,
     trouble: Option<(At, Does)>,
-    /// What the destination's memory holds before.
+    /// The destination's memory before.
     dirt: u8,
     handle: Handle,
     /// Bytes that the destination reads and says before it closes the channel.
@@ -115,7 +115,7 @@ fn a_vm_that_writes_all_the_time_arrives_as_it_was_when_it_stopped() {
 
 #[test]
 fn zero_pages_are_left_out_only_of_fresh_ram_and_only_in_the_first_round() {
-    // 64 pages of RAM of which 10 have contents and 5 are populated zeros; 8 of firmware, none populated.
+    // 64 pages of RAM: 10 have contents and 5 are populated zeros; 8 of firmware, none populated.
     for (fresh, dirt) in [(true, 0), (false, 0xdd)] {
         let vm = TestVm::new(&[64, 8]);
         vm.fill(0, |page| page < 10);
@@ -123,7 +123,7 @@ fn zero_pages_are_left_out_only_of_fresh_ram_and_only_in_the_first_round() {
         let attempt = Attempt { fresh, dirt, ..Attempt::default() };
         let (outcome, mut arrived) = attempt.run(&vm);
         if fresh {
-            // Firmware is not fresh, whatever the destination says: it has been told.
+            // Firmware is not fresh, although the destination says so: it was sent.
             assert_eq!(arrived.memory[1], vec![0; 8 * 4096]);
         }
         obeys_the_law(&vm, &outcome, &arrived);

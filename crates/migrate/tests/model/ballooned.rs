@@ -51,7 +51,7 @@ pub struct Ballooned {
 }
 
 impl Ballooned {
-    /// One whose memory is this, all of which has contents.
+    /// One with this memory, all with contents.
     pub fn new(ram: BlockOptions) -> Self {
         let vm = TestVm::of(vec![ram]);
         vm.fill(0, |_| true);
@@ -124,7 +124,7 @@ impl Ballooned {
         self.free.lock()
     }
 
-    /// What a program does next: it writes a page that it has, takes memory, or gives some back.
+    /// A program's next action: it writes a page that it has, takes memory, or gives some back.
     fn act(&self, program: usize, seed: u64) {
         let mut pieces = self.programs[program].lock();
         let has: u64 = pieces.iter().map(|piece| piece.range.end - piece.range.start).sum();
@@ -146,7 +146,7 @@ impl Ballooned {
             }
             _ => {
                 let Some(piece) = pieces.get_mut(index) else { return };
-                // All of it anew, if it is small.
+                // All of it again, if it is small.
                 if piece.range.end - piece.range.start <= 16 * PAGE_SIZE {
                     piece.generation += 1;
                 }
@@ -254,7 +254,7 @@ impl FreePageSink for SlowList {
     }
 }
 
-/// What a page of a piece holds: some are zero.
+/// Returns the contents of a page of a piece. Some are zero.
 fn contents(piece: &Piece, at: u64) -> [u8; PAGE_LEN] {
     let number = random(at / PAGE_SIZE + 1).wrapping_add(piece.generation.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     if number.is_multiple_of(7) {

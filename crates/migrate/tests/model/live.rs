@@ -34,7 +34,7 @@ pub struct TestVm {
 }
 
 impl TestVm {
-    /// Blocks of so many pages: of RAM, and the last one of firmware if there are two or more.
+    /// Blocks of these numbers of pages: of RAM, and the last one of firmware if there are two or more.
     pub fn new(blocks: &[u64]) -> Self {
         let map = |(index, pages): (usize, &u64)| {
             let role = if index > 0 && index + 1 == blocks.len() { BlockRole::Rom } else { BlockRole::Ram };
@@ -68,7 +68,7 @@ impl TestVm {
         (DirtyLogs::new(Writers::VCPUS, vec![Box::new(log)]).unwrap(), marker)
     }
 
-    /// The same of a guest that has written so many pages, besides, whenever it is looked at.
+    /// The same of a guest that has also written this number of pages whenever it is looked at.
     pub fn restless_logs(&self, pages: u64) -> (DirtyLogs, SoftwareDirtyBitmap) {
         let log = SoftwareDirtyLog::new(&self.memory, Writers::VCPUS);
         let marker = log.bitmap();
@@ -145,7 +145,7 @@ impl TestVm {
     }
 }
 
-/// A log that always reports so many pages, and sees no writer.
+/// A log that always reports this number of pages, and sees no writer.
 pub struct Restless(pub u64);
 
 impl DirtyLog for Restless {
@@ -262,7 +262,7 @@ pub enum At {
     Greeting,
     /// Behind the layout.
     Layout,
-    /// After so many pages.
+    /// After this number of pages.
     Pages(u64),
     /// Behind the last page.
     End,
@@ -274,7 +274,7 @@ pub enum At {
     Go,
 }
 
-/// What it does there.
+/// The mistake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Does {
     /// Closes the channel.
@@ -291,7 +291,7 @@ pub enum Does {
     Deaf,
 }
 
-/// What a destination came to.
+/// The result of a destination.
 #[derive(Debug, Default)]
 pub struct Arrived {
     /// The memory, by block.
@@ -315,7 +315,7 @@ pub struct Destination {
     buffer: Vec<u8>,
     trouble: Option<(At, Does)>,
     silent: bool,
-    /// What the destination's memory holds before.
+    /// The destination's memory before.
     pub dirt: u8,
     /// Bytes that it reads and says before it closes the channel.
     pub reads: usize,
@@ -323,7 +323,7 @@ pub struct Destination {
     pub arrived: Arrived,
 }
 
-/// The channel is over, or the destination is as far as it gets.
+/// The channel is over, or the destination has stopped.
 struct Over;
 
 impl Destination {
@@ -375,7 +375,7 @@ impl Destination {
         }
     }
 
-    /// The place for trouble; whether it goes on.
+    /// The place for trouble. Returns whether it continues.
     fn at(&mut self, at: At) -> Result<(), Over> {
         let Some((_, does)) = self.trouble.filter(|(when, _)| *when == at) else { return Ok(()) };
         match does {

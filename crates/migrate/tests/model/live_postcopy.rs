@@ -1,4 +1,4 @@
-//! A destination of a live migration that goes on in postcopy, which keeps the rules as QEMU's does.
+//! A destination of a live migration that continues in postcopy, which keeps the rules as QEMU's does.
 
 use std::sync::Mutex;
 use std::thread;
@@ -11,7 +11,7 @@ use limosa_stream::{Command, Decoder, Event, OpaqueSection, RamBlock, ReturnMess
 use super::live::random;
 use super::say;
 
-/// What the destination has.
+/// The state of the destination.
 #[derive(Debug, Default)]
 pub struct Landed {
     pub blocks: Vec<RamBlock>,
@@ -36,7 +36,7 @@ pub enum Cut {
     Discard,
     /// When the package has come, before anything is said of it.
     Package,
-    /// After so many pages in postcopy.
+    /// After this number of pages in postcopy.
     Pages(u64),
 }
 

@@ -49,7 +49,7 @@ pub fn device_tail() -> (Vec<u8>, Vec<u8>) {
 }
 
 impl Memory {
-    /// `blocks` of so many pages; page `i` of a block has contents where `contents(block, i)` says so.
+    /// `blocks` of these numbers of pages; page `i` of a block has contents where `contents(block, i)` says so.
     pub fn new(blocks: &[u64], contents: impl Fn(usize, u64) -> bool) -> Self {
         let layout =
             blocks.iter().enumerate().map(|(index, pages)| RamBlock::new(format!("block{index}"), pages * 4096));
@@ -167,7 +167,7 @@ impl PageSink for Kept {
     }
 }
 
-/// What a postcopy destination saw.
+/// The pages and messages of a postcopy destination.
 #[derive(Debug)]
 pub struct Landed {
     pub received: Vec<PageBitmap>,
@@ -195,7 +195,7 @@ impl<'a> Records<'a> {
         Self { memory, decoder, buffer: Vec::new(), each, open: None }
     }
 
-    /// With so many pages a host page in each block.
+    /// With this number of pages a host page in each block.
     pub fn with_host_pages(mut self, each: &[u64]) -> Self {
         self.each = each.to_vec();
         self
@@ -326,7 +326,7 @@ pub fn pair() -> (Channel, Channel) {
     with_timeout(near, Channel::from_fd(far).unwrap())
 }
 
-/// Two ends of which the near one lends pages in this way, over TCP or a unix socket.
+/// Two ends; the near one lends pages in this way, over TCP or a unix socket.
 pub fn lending_pair(zero_copy: ZeroCopy, tcp: bool) -> (Channel, Channel) {
     let (near, far): (OwnedFd, OwnedFd) = if tcp {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

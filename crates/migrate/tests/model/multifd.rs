@@ -13,14 +13,15 @@ use limosa_stream::{Command, Decoder, Event, ReturnMessage, Step};
 
 use super::{Memory, say};
 
-/// What a destination does instead of taking everything.
+/// A destination's mistake, instead of taking everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trouble {
-    /// Closes this channel after so many packets.
+    /// Closes this channel after this number of packets.
     Close { id: u8, packets: u32 },
-    /// Takes nothing more from this channel after so many packets.
+    /// Takes nothing more from this channel after this number of packets.
     Stall { id: u8, packets: u32 },
-    /// Says SHUT 1 on the main channel when this channel has brought so many packets, and takes nothing more from it.
+    /// Says SHUT 1 on the main channel when this channel has brought this number of packets, and takes nothing more
+    /// from it.
     TimeoutStrategy { id: u8, packets: u32 },
     /// Takes everything and then says SHUT 1.
     RefuseAtTheEnd,
@@ -34,7 +35,7 @@ struct Ram {
     twice: Vec<String>,
 }
 
-/// What a channel tells the main one.
+/// A channel's message to the main one.
 enum Notice {
     /// It waits at a SYNC.
     Sync(u8),
@@ -42,7 +43,7 @@ enum Notice {
     Ended,
 }
 
-/// What the stream came to.
+/// The result of the stream.
 #[derive(Debug, Default)]
 pub struct Outcome {
     /// Rules that were broken.
@@ -67,12 +68,12 @@ pub struct MultifdModel<'a> {
     memory: &'a Memory,
     compression: Compression,
     trouble: Option<Trouble>,
-    /// What memory outside the fresh blocks holds before.
+    /// The contents of memory outside the fresh blocks before.
     ram: Mutex<Ram>,
     outcome: Mutex<Outcome>,
 }
 
-/// What a channel's thread knows of the main channel.
+/// The main channel as a channel's thread knows it.
 #[derive(Clone, Copy)]
 struct MainLink<'m> {
     main: &'m Channel,
@@ -355,7 +356,7 @@ impl Decompressor {
         }
     }
 
-    /// What this payload holds, which must be so many bytes.
+    /// Returns the contents of this payload, which must have this length.
     fn take(&mut self, mut payload: &[u8], length: usize) -> Result<Vec<u8>, String> {
         let mut out = Vec::new();
         match self {

@@ -8,7 +8,7 @@ use limosa_channel::{Channel, Shutdown, ZeroCopy};
 
 use super::{lending_pair, pair};
 
-/// Passes bytes on in both directions, until so many have gone from `near` to `far`; then cuts both.
+/// Passes bytes on in both directions, until a number of them have gone from `near` to `far`; then cuts both.
 pub struct Relay {
     near: Arc<Channel>,
     far: Arc<Channel>,
@@ -20,7 +20,7 @@ impl Relay {
         Self::between(pair(), pair())
     }
 
-    /// The same, of which the source's lends pages in this way over TCP.
+    /// The same; the source's end lends pages in this way over TCP.
     pub fn lending(zero_copy: ZeroCopy) -> (Channel, Channel, Self) {
         Self::between(lending_pair(zero_copy, true), pair())
     }

@@ -15,7 +15,7 @@ pub struct Vm {
     pub memory: Arc<GuestMemory>,
     pub loaded: Mutex<Vec<(String, u32, Vec<u8>)>>,
     pub started: AtomicU32,
-    /// What it does not do: take the state of a device of this name, or "start".
+    /// The part that it refuses: to take the state of a device of this name, or "start".
     pub refuses: Option<&'static str>,
     /// Whether the VMM panics where it refuses.
     pub panics: bool,
@@ -29,7 +29,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Blocks of private memory, of so many pages.
+    /// Blocks of private memory, of these numbers of pages.
     pub fn new(blocks: &[(&str, u64)]) -> Self {
         Self::of(blocks.iter().map(|(name, pages)| BlockOptions::anonymous(*name, pages * 4096)).collect())
     }

@@ -25,7 +25,7 @@ struct Contents<'a> {
     fill: u8,
 }
 
-/// What a multifd channel sends, in order.
+/// The packets of a multifd channel, in order.
 #[derive(Default)]
 struct Pages(Vec<u8>);
 
@@ -56,7 +56,7 @@ impl Pages {
     }
 }
 
-/// What the main channel sends.
+/// The bytes of the main channel.
 struct Main {
     bytes: Vec<u8>,
     records: RecordEncoder,

@@ -229,7 +229,7 @@ fn without_a_return_path_memory_arrives_as_well() {
     }
 }
 
-/// Memory that gives nothing away before so many threads ask for some: so that every channel has a share. One that
+/// Memory that gives nothing away before a number of threads ask for some: so that every channel has a share. One that
 /// fails before it asks is not waited for for ever.
 struct Shared<'a>(&'a Memory, Mutex<u64>, Condvar);
 

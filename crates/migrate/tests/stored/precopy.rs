@@ -306,7 +306,7 @@ fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_no_an
     }
 }
 
-/// What a destination says to a stream that begins with these commands.
+/// Returns a destination's answers to a stream that begins with these commands.
 fn refusal(commands: &[Command]) -> String {
     let memory = Memory::new(&[4], |_, _| true);
     let mut bytes = Vec::new();

@@ -14,13 +14,13 @@ use limosa_page::{AtomicPageBitmap, PageNumber, PageRange, to_usize};
 
 /// The share of what has come that may be taken for what has not.
 const SHARE: u64 = 32;
-/// Pages that may be taken besides for those that have not come, where so many come at once.
+/// Additional pages that may be taken for those that have not come, where this number comes at once.
 const ADVANCE: u64 = 4 * MemoryBlock::HUGE_PIECE;
 const AT_ONCE: u64 = 64;
 /// Pieces that can be taken at the same time.
 const LOCKS: usize = 16;
 
-/// What may be populated before it has come, in all blocks together, in pages.
+/// Pages that may be populated before they have come, in all blocks together.
 #[derive(Debug, Default)]
 pub(super) struct PopulateBudget {
     came: AtomicU64,
@@ -29,7 +29,7 @@ pub(super) struct PopulateBudget {
 }
 
 impl PopulateBudget {
-    /// Whether so many pages may be taken ahead now, with `coming` about to come; they are counted then.
+    /// Whether this number of pages may be taken ahead now, with `coming` about to come; they are counted then.
     fn reserve(&self, pages: u64, coming: u64) -> bool {
         let advance = if coming >= AT_ONCE { ADVANCE } else { 0 };
         let most = (self.came.load(Relaxed) + coming) / SHARE + advance;
@@ -55,7 +55,7 @@ pub(super) struct Target<'a> {
 /// The huge pages of one block.
 #[derive(Debug)]
 pub(super) struct HugePages {
-    /// Where the first one that lies in the block as a whole begins.
+    /// Start of the first one that is in the block as a whole.
     first: PageNumber,
     /// A bit for each of them that was taken as a whole.
     taken: AtomicPageBitmap,
@@ -75,9 +75,9 @@ impl HugePages {
         Some(Self { first: pieces.start, taken, there, taking: Default::default() })
     }
 
-    /// Makes memory ready for pages that are about to come for the first time, none of which was written.
+    /// Makes memory ready for pages that are about to come for the first time and were not written.
     pub(super) fn make_ready(&self, target: &Target<'_>, run: PageRange) -> Result<(), limosa_memory::MemoryError> {
-        // What is left to be populated page by page, as one range as far as possible.
+        // The rest is populated page by page, as one range where possible.
         let mut small: Option<PageRange> = None;
         let mut rest = run;
         while !rest.is_empty() {
@@ -158,7 +158,7 @@ mod tests {
 
     const PIECE: u64 = MemoryBlock::HUGE_PIECE;
 
-    /// What of a block of so many pieces is there after these runs have come.
+    /// Returns the pieces of a block that are there after these runs have come.
     fn populated(pieces: u64, runs: impl IntoIterator<Item = PageRange>) -> (u64, u64) {
         let block = BlockOptions::anonymous("ram", pieces * PIECE * PAGE_SIZE).map().unwrap();
         let (budget, written) = (PopulateBudget::default(), AtomicPageBitmap::new(block.pages().len()));

@@ -1,6 +1,6 @@
 //! The source's RAM blocks, found among those of the VM here.
 //!
-//! The law: **not a page is accepted before the layouts are known to be the same**: the same names, whatever their
+//! The law: **not a page is accepted before the layouts are known to be the same**: the same names, in any
 //! order, the same lengths, and where the source says what pages its memory is made of, the same sizes.
 
 use limosa_memory::{GuestMemory, MemoryBlock};
@@ -56,7 +56,7 @@ pub enum LayoutDifference {
         size: u64,
     },
 
-    /// Memory that both ends have lies at another address.
+    /// Memory that both ends have is at another address.
     #[error("shared RAM block {name:?} has region address {source_address:#x} at the source and {address:#x} here")]
     Address {
         /// Its name.

@@ -15,7 +15,7 @@ use crate::pages::PageError;
 /// Bytes between two looks.
 const STEP: u64 = 64 << 20;
 
-/// What may still be taken before the next look.
+/// Bytes that may still be taken before the next look.
 pub(super) struct MemoryLimit {
     headroom: MemcgHeadroom,
     granted: AtomicU64,

@@ -49,7 +49,7 @@ use crate::pages::StreamSetup;
 use postcopy::PreemptListener;
 use ram::{GuestRam, RamSink};
 
-/// How a VM is to be received.
+/// The settings of a destination.
 #[derive(Debug, Clone)]
 pub struct LiveDestinationOptions {
     /// Most bytes of device state to accept.
@@ -64,7 +64,7 @@ pub struct LiveDestinationOptions {
     /// Whether the source may switch to postcopy. One that announces it is refused at once where this process cannot
     /// handle faults (userfaultfd).
     pub postcopy: bool,
-    /// What becomes of shared memory; the source's choice has to be the same.
+    /// The treatment of shared memory. The source's has to be the same.
     pub shared_memory: SharedMemory,
     /// Whether memory is populated before pages are read to it, so that they do not fault one by one; where a processor
     /// is left besides those that read the channels, by a thread that keeps ahead of them: at most a 32nd more than
@@ -103,7 +103,7 @@ impl Default for LiveDestinationOptions {
 /// let handle = Handle::new();
 /// match LiveDestination::new(vm, listener.accept(None)?, &handle).run() {
 ///     IncomingOutcome::Running(stats) => println!("runs here after {} pages", stats.received.normal_pages),
-///     IncomingOutcome::Failed(error) => println!("{error}; the VM goes on at the source"),
+///     IncomingOutcome::Failed(error) => println!("{error}; the VM continues at the source"),
 ///     IncomingOutcome::PostcopyPaused(paused) => {
 ///         println!("{}: {} pages are missing", paused.why(), paused.missing_pages());
 ///     }
@@ -160,10 +160,10 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
     /// source's next connection, from when [`run`](Self::run) is called. It is waited for no longer when the VM has
     /// come without it.
     ///
-    /// Nothing comes on it at first, so that it cannot be told apart by its bytes. Over TLS `accept` should take no
-    /// connection that has not completed the handshake, and drive that handshake at once, because a stock QEMU goes on
-    /// only behind it: [`Acceptor`](limosa_channel::Acceptor) does both. A stranger in its place ends the connection,
-    /// and the VM waits for its pages until it is recovered.
+    /// Nothing comes on it at first, so its bytes do not identify it. Over TLS `accept` should take no connection that
+    /// has not completed the handshake, and drive that handshake at once, because a stock QEMU continues only behind
+    /// it: [`Acceptor`](limosa_channel::Acceptor) does both. A stranger in its place ends the connection, and the VM
+    /// waits for its pages until it is recovered.
     #[must_use]
     pub fn preempt(mut self, accept: AcceptPreempt<'a>) -> Self {
         self.accept_preempt = Some(accept);
@@ -254,7 +254,7 @@ fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress:
             return IncomingOutcome::Undecided(UndecidedIncoming::new(vm, error));
         }
         (Ownership::Awaited, SourceNow::Sends) => {
-            let why = "the stream goes on behind what looked like its end: what was received is incomplete";
+            let why = "the stream continues behind what looked like its end: what was received is incomplete";
             return refused(MigrateError::Protocol(why.into()));
         }
         (Ownership::Awaited, SourceNow::Waits) | (Ownership::Committed | Ownership::Unanswerable, _) => {}
@@ -274,14 +274,14 @@ fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress:
     IncomingOutcome::Running(IncomingStats { received: incoming.stats, postcopy: None, unheard })
 }
 
-/// What descriptors of memory will come through, if any are to.
+/// Returns the channel that descriptors of memory will come through, if any are expected.
 fn expect_memory(shared: SharedMemory, channel: &Channel) -> Result<Option<Channel>, MigrateError> {
     if shared != SharedMemory::Passed {
         return Ok(None);
     }
     if !channel.passes_descriptors() {
         return Err(MigrateError::Protocol(
-            "memory is passed through a unix socket alone, and the channel is none".into(),
+            "memory is passed through a unix socket alone, and the channel is another one".into(),
         ));
     }
     channel.accept_descriptors(usize::MAX);
@@ -293,7 +293,7 @@ struct VmHooks<'a, 'r, V: IncomingVm + ?Sized> {
     vm: &'a V,
     ram: &'r GuestRam<'a>,
     shared: SharedMemory,
-    /// What descriptors of memory have come through, until they are taken.
+    /// The channel that descriptors of memory have come through, until they are taken.
     passing: Mutex<Option<Channel>>,
     postcopy: bool,
     /// Had as soon as the source says that it may be needed.

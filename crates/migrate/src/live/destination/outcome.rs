@@ -5,7 +5,8 @@ use crate::destination::DestinationStats;
 use crate::error::MigrateError;
 use crate::live::{IncomingVm, VmError};
 
-/// What came of it. The VM runs here in [`Running`](Self::Running) and [`PostcopyPaused`](Self::PostcopyPaused).
+/// The outcome at the destination. The VM runs here in [`Running`](Self::Running) and
+/// [`PostcopyPaused`](Self::PostcopyPaused).
 #[must_use = "a VM may be waiting for a decision"]
 pub enum IncomingOutcome<'a, V: IncomingVm + ?Sized> {
     /// The VM runs here.
@@ -29,15 +30,15 @@ impl<V: IncomingVm + ?Sized> std::fmt::Debug for IncomingOutcome<'_, V> {
     }
 }
 
-/// What was counted.
+/// Counters of a destination.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct IncomingStats {
     /// Pages and bytes.
     pub received: DestinationStats,
-    /// What came while the VM ran here, if it was started before its memory had come.
+    /// Counters of the postcopy, if the VM was started before its memory had come.
     pub postcopy: Option<Box<PostcopyIncomingStats>>,
-    /// Why the source may not know that its VM runs here, if so: it is undecided then, and must be told to discard
+    /// Why the source may not know that its VM runs here, if so: it is undecided then, and has to discard
     /// its copy.
     pub unheard: Option<MigrateError>,
 }
@@ -73,6 +74,6 @@ impl<'a, V: IncomingVm + ?Sized> UndecidedIncoming<'a, V> {
         self.vm.start()
     }
 
-    /// Gives it up: it goes on at the source. The VMM may be ended.
+    /// Gives it up: it continues at the source. The VMM may be ended.
     pub fn discard(self) {}
 }

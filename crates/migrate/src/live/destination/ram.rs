@@ -2,7 +2,7 @@
 //!
 //! Two laws. **What is zero stays untouched:** a page of a block that starts as zeros, and that nothing has come for,
 //! needs no memory when it is said to be zero. **What has been received is known:** one atomic bitmap a block, set when
-//! a page lies in its place and never before.
+//! a page is in its place and never before.
 #![allow(unsafe_code, reason = "vouches for the places of guest memory")]
 
 use std::io::IoSlice;
@@ -37,7 +37,7 @@ pub(super) struct Block<'a> {
     pub(super) received: AtomicPageBitmap,
     /// Pages that may hold something: every other one is zero.
     written: AtomicPageBitmap,
-    /// What of it comes into huge pages, if that may be.
+    /// Its huge pages, if it may have some.
     huge_pages: Option<HugePages>,
 }
 

@@ -1,4 +1,4 @@
-//! What every phase works with.
+//! A migration under way, as every phase needs it.
 
 use super::link::{Link, Terms};
 use super::owned::Owned;

@@ -1,4 +1,4 @@
-//! Whether a live migration goes on for another round: a pure function of what the rounds so far came to.
+//! The decision about another round of a live migration: a pure function of the results of the rounds so far.
 //!
 //! The promise is the downtime limit: the VM is stopped when what is left of its memory can be sent within it, reckoned
 //! with a bandwidth that was *seen*. So the bandwidth is what the kernel took over the time that sending took: time in
@@ -18,7 +18,7 @@ const MEMORY: Duration = Duration::from_secs(1);
 
 const SECOND: u128 = 1_000_000_000;
 
-/// What a round came to.
+/// The result of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct RoundFigures {
     /// Bytes that the kernel took on all channels.
@@ -28,21 +28,21 @@ pub(super) struct RoundFigures {
     pub(super) busy: Duration,
     /// Pages with contents that were sent.
     pub(super) sent_pages: u64,
-    /// Pages that are to be sent after it: those that were written meanwhile, and those that it did not get to.
+    /// Pages to send after it: those that were written meanwhile, and those that it did not get to.
     pub(super) rest_pages: u64,
 }
 
-/// What is to be done after a round.
+/// The decision after a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// Another round. The vCPUs are to be slowed down to this from now on, if it is given (percent).
+    /// Another round. The vCPUs are slowed down to this from now on, if it is given (percent).
     Continue {
         /// The new throttle.
         throttle: Option<u8>,
     },
     /// The rest fits into the downtime.
     SwitchOver,
-    /// It does not get better: what the parameters say is to be done, and why.
+    /// It does not get better: the treatment by the parameters, and the reason.
     NoConvergence(TimeoutStrategy, Reason),
 }
 
@@ -51,7 +51,7 @@ pub(super) enum Verdict {
 pub(super) enum Reason {
     /// It has taken so long.
     Time(Duration),
-    /// The rest did not get smaller for so many rounds.
+    /// The rest did not get smaller for this number of rounds.
     Stalled(u32),
 }
 
@@ -64,7 +64,7 @@ impl std::fmt::Display for Reason {
     }
 }
 
-/// What is known of the migration so far.
+/// The course of the migration so far.
 #[derive(Debug, Clone)]
 pub(super) struct Convergence {
     params: MigrationParams,
@@ -83,7 +83,7 @@ impl Convergence {
         Self { params, bytes: 0, busy: Duration::ZERO, least: None, stalled: 0, high: 0, throttle: 0 }
     }
 
-    /// Takes in what a round came to, `elapsed` after the beginning of the migration, and says what is to be done.
+    /// Takes in the result of a round, `elapsed` after the beginning of the migration, and returns the decision.
     pub(super) fn after_round(&mut self, round: RoundFigures, elapsed: Duration, downtime_limit: Duration) -> Verdict {
         self.learn(round.bytes, round.busy);
         if self.expected_downtime(round.rest_pages).is_some_and(|downtime| downtime <= downtime_limit) {
@@ -119,7 +119,7 @@ impl Convergence {
             .then(|| u64::try_from(u128::from(self.bytes) * SECOND / busy).unwrap_or(u64::MAX))
     }
 
-    /// How long the VM would have to stand still for so many pages; `None` while the bandwidth is not known.
+    /// Returns the downtime for this number of pages; `None` while the bandwidth is not known.
     pub(super) fn expected_downtime(&self, rest_pages: u64) -> Option<Duration> {
         if rest_pages == 0 {
             return Some(Duration::ZERO);
@@ -129,7 +129,7 @@ impl Convergence {
         Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)))
     }
 
-    /// Percent of the time for which the vCPUs are to stand still at present.
+    /// Percent of the time that the vCPUs stand still at present.
     pub(super) fn throttle(&self) -> u8 {
         self.throttle
     }

@@ -52,7 +52,7 @@ impl<'a> GuestSource<'a> {
         self.shared.leaves_out(block)
     }
 
-    /// What goes with the stream's first byte.
+    /// Returns the descriptors that go with the stream's first byte.
     pub(super) fn to_pass(&self) -> Result<Vec<OwnedFd>, MigrateError> {
         self.shared.to_pass(self.memory).map_err(|error| MigrateError::Source(error.into()))
     }
@@ -64,7 +64,7 @@ impl PageSource for GuestSource<'_> {
     }
 
     fn stored(&self, block: usize) -> &PageBitmap {
-        // Asked for by the indices of `start` alone, of which there are as many.
+        // Only the indices of `start` are asked for, and there are as many.
         &self.stored[block]
     }
 

@@ -1,4 +1,4 @@
-//! Holes: pages that were never populated. They are never read, and a destination that is not zeroed has to be told
+//! Holes: pages that were never populated. They are never read, and a destination that is not zeroed has to know
 //! which they are.
 //!
 //! There may be far more of them than of all others, so they wait for the limit, and for nothing when time is up: what
@@ -25,11 +25,11 @@ use crate::source::records::{RecordWriter, ZERO_RECORD};
 /// Zero pages that are told between two looks at whether that is still wanted.
 const HOLES_A_CHECK: u64 = 1 << 14;
 
-/// Pages of which it is asked at a time which were populated, while the list of free pages comes: 256 MiB.
+/// Pages whose population is read at a time, while the list of free pages comes: 256 MiB.
 const PAGES_A_LOOK: u64 = 1 << 16;
 
 impl Link<'_, '_> {
-    /// The first round: all memory, of which nothing is read that was never populated. If holes are to be
+    /// The first round: all memory, but memory that was never populated is not read. If holes have to be
     /// [found later](Self::find_holes), it has none.
     pub(super) fn bulk(&self, find_later: bool) -> Result<Round, MigrateError> {
         let (mut pages, mut holes) = (Vec::new(), Vec::new());
@@ -111,7 +111,7 @@ impl Course<'_, '_> {
         Ok(())
     }
 
-    /// Waits until the limit lets more holes be told; why they are not to be, if the round is to be broken off.
+    /// Waits until the limit lets more holes out. Returns the reason if the round has to be broken off.
     fn wait_to_tell(&self, last: bool, waited: &mut Duration) -> Result<Option<BrokenOff>, MigrateError> {
         loop {
             self.link.check()?;

@@ -1,4 +1,4 @@
-//! What an attempt is made over and with: nothing in it changes from phase to phase.
+//! The channels, memory and parameters of an attempt: nothing in it changes from phase to phase.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
@@ -22,7 +22,7 @@ use crate::source::host_pages::with_page_sizes;
 use crate::source::multifd::Multifd;
 use crate::source::return_path::ReturnPath;
 
-/// Whether a live migration goes on in postcopy.
+/// The use of postcopy in a live migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Postcopy {
     /// Never.
@@ -44,13 +44,13 @@ pub(super) struct Link<'e, 'v> {
     /// The multifd channels.
     pub(super) multifd: Option<&'e Multifd<'e, GuestSource<'v>>>,
     pub(super) return_path: &'e ReturnPath,
-    /// What hands the pages of a round out, to whichever thread sends them.
+    /// The queue of a round's pages, for every thread that sends them.
     pub(super) queue: &'e DirtyPageQueue,
     pub(super) control: &'e Control,
     pub(super) progress: &'e Progress,
 }
 
-/// What was agreed about the migration.
+/// The parameters of the migration.
 pub(super) struct Terms<'e> {
     pub(super) params: MigrationParams,
     /// The destination's RAM is zero wherever nothing was sent.
@@ -66,7 +66,7 @@ pub(super) struct Terms<'e> {
 /// Whether the destination has loaded the devices of a postcopy: shared with the thread that reads the return path.
 #[derive(Debug, Default)]
 pub(super) struct Loaded {
-    /// The package is about to leave: an answer to its PING that came before is none.
+    /// The package is about to leave: an earlier answer to its PING does not count.
     asked: AtomicBool,
     at: OnceLock<Instant>,
 }
@@ -77,7 +77,7 @@ impl Loaded {
         self.asked.store(true, Ordering::Release);
     }
 
-    /// Notes the answer to the package's PING; false if that is none.
+    /// Notes the answer to the package's PING. Returns false if it came before the package.
     pub(super) fn answered(&self) -> bool {
         self.asked.load(Ordering::Acquire) && {
             let _ = self.at.set(Instant::now());

@@ -6,8 +6,8 @@
 //! and the rest goes out; the device sections; a PING, whose answer says that the destination has placed and loaded all
 //! of it; and in one write the commit, the end of the stream and the description.
 //!
-//! **The ownership law.** Whatever fails before the end of the stream was handed to the kernel lets the VM go on here.
-//! Whatever fails after it and before the destination's confirmation leaves it [undecided](Undecided): it stands still
+//! **The ownership law.** A failure before the end of the stream was handed to the kernel lets the VM continue here.
+//! A failure after it and before the destination's confirmation leaves it [undecided](Undecided): it stands still
 //! here until a person who has looked at the destination decides. An acknowledgement that comes too early is not
 //! believed.
 //!
@@ -75,7 +75,7 @@ pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 /// A VM that runs, on its way to a destination.
 ///
 /// [`run`](Self::run) sends rounds over what the VM writes until the rest fits into the downtime that is allowed, stops
-/// the VM, sends the rest and gives the VM away. **Whatever fails before that lets the VM go on here.** Whatever fails
+/// the VM, sends the rest and gives the VM away. **A failure before that lets the VM continue here.** A failure
 /// after it and before the destination's confirmation leaves it [undecided](Undecided): it stays stopped until a person
 /// who has looked at the destination decides. In [postcopy](Postcopy) the VM is given away with the package of its
 /// devices, and a connection that breaks afterwards is [recovered](PostcopyPausedSource). A failed attempt leaves the
@@ -92,7 +92,7 @@ pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 /// let handle = Handle::new();
 /// match LiveSource::new(vm, logs, channel, &handle).destination_zeroed(true).run() {
 ///     LiveOutcome::Completed(stats) => println!("runs there, {:?} of downtime", stats.downtime),
-///     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM goes on here"),
+///     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM continues here"),
 ///     LiveOutcome::Stuck { error, resume, .. } => println!("{error}; and the VM does not go on here: {resume}"),
 ///     LiveOutcome::Undecided(given) => println!("{}: look at the destination, then decide", given.why()),
 ///     LiveOutcome::PostcopyPaused(waits) => println!("{}: the VM waits there for the rest", waits.why()),
@@ -157,15 +157,15 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
 
     /// Sends the pages on these multifd channels, a thread each, to a destination that expects exactly as many. They
     /// were connected after the main one; their order is that of their numbers. When pages are looked at is said by
-    /// [`MigrationParams::zero_check`], whatever the options say.
+    /// [`MigrationParams::zero_check`], and not by the options.
     ///
     /// # Errors
-    /// More than 16 channels, packets of no page or of more than 128; pages that are to be compressed, on channels that
+    /// More than 16 channels, packets of no page or of more than 128; pages that would be compressed, on channels that
     /// were made to [send them as they are](limosa_channel::Options::zero_copy).
     pub fn channels(mut self, channels: Vec<Channel>, options: MultifdSourceOptions) -> Result<Self, MigrateError> {
         let as_they_are = |channel: &Channel| matches!(channel.zero_copy_setting(), ZeroCopy::Msg | ZeroCopy::Splice);
         if options.compression != Compression::None && channels.iter().any(as_they_are) {
-            return Err(MigrateError::ZeroCopy("pages are compressed, so they are made anew"));
+            return Err(MigrateError::ZeroCopy("compressed pages are copies"));
         }
         self.multifd_channels = multifd::checked(channels, &options)?;
         self.multifd = options;
@@ -181,7 +181,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         self
     }
 
-    /// What becomes of shared memory, which is sent like any other if nothing is said. Not with postcopy.
+    /// Sets the treatment of shared memory, which is sent like any other by default. Not with postcopy.
     #[must_use]
     pub fn shared_memory(mut self, shared: SharedMemory) -> Self {
         self.shared = shared;
@@ -216,12 +216,12 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// Asks the guest for its free pages, which are not sent: when the first round begins, and with every further one
     /// that is [worth it](MigrationParams::hint_pages); in [postcopy at once](Postcopy::AtOnce) before the guest is
     /// stopped, which then runs on for [`hint_wait`](MigrationParams::hint_wait) at most. The dirty logs have to see
-    /// the guest's writes. What was free is at the destination whatever it was there before; in postcopy it is zero. A
+    /// the guest's writes. What was free is at the destination with any contents; in postcopy it is zero. A
     /// guest that cannot be asked is moved without.
     ///
     /// The device is told to [give the pages back](FreePages::done) when the VM has been stopped and before it is asked
     /// for the [state of its devices](LiveVm::device_sections), so that a device that is moved says it at the
-    /// destination. One that is not moved with the VM has to say it by itself there, or the guest goes on holding the
+    /// destination. One that is not moved with the VM has to say it by itself there, or the guest keeps holding the
     /// pages back.
     #[must_use]
     pub fn free_pages(mut self, from: Arc<dyn FreePages>) -> Self {
@@ -394,7 +394,7 @@ fn attempt<'e, 'v, V: LiveVm + ?Sized>(
 ) -> Ended<'v, V> {
     thread::scope(|scope| {
         let reader = scope.spawn(|| read_return_path(link, terms));
-        // A panic in the VMM's code must not leave a thread or the destination waiting: the channel is cut whatever
+        // A panic in the VMM's code must not leave a thread or the destination waiting: the channel is cut in any case.
         // happens.
         let cut = CutOnDrop(link.channel);
         let ended = match link.open(terms) {

@@ -22,7 +22,7 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
     Completed(LiveStats),
     /// The VM runs here, as before: it never left.
     Resumed {
-        /// What ended the migration.
+        /// The failure that ended the migration.
         error: MigrateError,
         /// How far it came.
         stats: LiveStats,
@@ -32,7 +32,7 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
     },
     /// The VM is not at the destination, and the VMM did not let it go on here: it is stopped, and complete.
     Stuck {
-        /// What ended the migration.
+        /// The failure that ended the migration.
         error: MigrateError,
         /// Why the VM cannot go on.
         resume: VmError,
@@ -75,7 +75,7 @@ impl<V: LiveVm + ?Sized> Ended<'_, V> {
 
 /// A VM that was given away without an answer.
 ///
-/// It may run at the destination, so it goes on here only by decision of a person who has looked there:
+/// It may run at the destination, so it continues here only by decision of a person who has looked there:
 /// [`resume`](Self::resume) if it does not run there and never will, [`discard`](Self::discard) if it does.
 #[must_use = "the VM stays stopped until a decision is made"]
 pub struct Undecided<'a, V: LiveVm + ?Sized> {
@@ -102,7 +102,7 @@ pub struct PostcopyPausedSource<'a, V: LiveVm + ?Sized> {
 }
 
 impl<'a, V: LiveVm + ?Sized> PostcopyPausedSource<'a, V> {
-    /// What broke it off.
+    /// The failure that broke it off.
     pub fn why(&self) -> &MigrateError {
         &self.error
     }
@@ -177,7 +177,7 @@ impl<V: LiveVm + ?Sized> std::fmt::Debug for Undecided<'_, V> {
 }
 
 impl<'a, V: LiveVm + ?Sized> Undecided<'a, V> {
-    /// What ended the migration.
+    /// The failure that ended the migration.
     pub fn why(&self) -> &MigrateError {
         &self.error
     }
@@ -202,14 +202,14 @@ impl<'a, V: LiveVm + ?Sized> Undecided<'a, V> {
         self.recoverable.is_some()
     }
 
-    /// The VM waits at the destination for its memory (QEMU calls that `postcopy-paused`): what goes on from there.
+    /// The VM waits at the destination for its memory (QEMU calls that `postcopy-paused`): returns its source.
     /// `None` if the migration was not in postcopy: then it has its memory, or does not run.
     pub fn into_postcopy_paused(self) -> Option<PostcopyPausedSource<'a, V>> {
         let Self { error, stats, recoverable, .. } = self;
         recoverable.map(|recoverable| PostcopyPausedSource { error, stats, ..*recoverable })
     }
 
-    /// The VM runs at the destination, or shall be forgotten: here it never goes on.
+    /// The VM runs at the destination, or is given up: it never continues here.
     pub fn discard(self) -> LiveStats {
         self.stats
     }

@@ -1,7 +1,7 @@
 //! Who has the VM, as a type: [`Owned`] is a VM that still runs here or can, [`HandedOver`] one that the destination
 //! may run.
 //!
-//! **The ownership law.** Until the VM is handed over, whatever ends the migration lets it go on here as it was: not
+//! **The ownership law.** Until the VM is handed over, every end of the migration lets it continue here as it was: not
 //! paused, not slowed down, not logged, with all of its memory; even a panic does. From then on nothing here touches
 //! it: a [`HandedOver`] cannot resume it. Between the two is [`Deciding`], for the write whose bytes give the VM away.
 
@@ -22,11 +22,11 @@ pub(super) struct Owned<'a, V: LiveVm + ?Sized> {
     vm: &'a V,
     /// Until they are handed back.
     logs: Option<DirtyLogs>,
-    /// What the stream goes through: it is cut before the VM goes on.
+    /// The channels of the stream, which are cut before the VM continues.
     channels: Vec<Arc<Channel>>,
-    /// What of its memory is not sent.
+    /// The treatment of shared memory.
     shared: SharedMemory,
-    /// What is asked for free pages, if the guest is to be asked.
+    /// The requests for free pages, if the guest is asked.
     hints: Option<Hints>,
     logging: bool,
     throttled: bool,
@@ -63,9 +63,9 @@ pub(super) struct HandedOver<'a, V: LiveVm + ?Sized> {
     paused: Option<Instant>,
 }
 
-/// A VM that goes on here, or would not.
+/// A VM that was resumed here, or could not be.
 pub(super) struct TakenBack {
-    /// What the VMM said to that.
+    /// The VMM's answer.
     pub(super) resumed: Result<(), VmError>,
     /// The dirty logs, which are off.
     pub(super) logs: Option<DirtyLogs>,
@@ -106,7 +106,7 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         self
     }
 
-    /// Makes sure that every writer of the VM's memory is seen by one of the logs; if the guest is to be asked for free
+    /// Makes sure that every writer of the VM's memory is seen by one of the logs; if the guest is asked for free
     /// pages, that it is seen itself, even if the VMM says that it writes nothing.
     pub(super) fn check_covered(&self) -> Result<(), MigrateError> {
         let Some(logs) = &self.logs else { return Ok(()) };
@@ -168,7 +168,7 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         Ok(())
     }
 
-    /// Slows the vCPUs down. A VMM that cannot is left alone: the migration goes on without.
+    /// Slows the vCPUs down. A VMM that cannot is left alone: the migration continues without.
     pub(super) fn throttle(&mut self, percent: u8) -> bool {
         self.throttled = true;
         self.vm.throttle(percent).is_ok()
@@ -291,7 +291,7 @@ impl<'a, V: LiveVm + ?Sized> HandedOver<'a, V> {
         self.paused.map_or(Duration::ZERO, |since| until.saturating_duration_since(since))
     }
 
-    /// What came of asking for free pages.
+    /// Counters of the requests for free pages.
     pub(super) fn hint_stats(&self) -> Option<HintStats> {
         self.hints.as_ref().map(Hints::stats)
     }

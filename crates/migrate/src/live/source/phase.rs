@@ -20,7 +20,7 @@ use super::sent_bitmap::SentBitmap;
 ///                                        └──────► postcopy
 /// ```
 ///
-/// Up to `pause` the VM runs here; until `commit` or `postcopy` has handed it over it goes on here, whatever fails.
+/// Up to `pause` the VM runs here; until `commit` or `postcopy` has handed it over it continues here on every failure.
 pub(super) enum Phase<'e, 'v> {
     /// The stream is open; the destination has not answered yet.
     Setup,
@@ -28,19 +28,19 @@ pub(super) enum Phase<'e, 'v> {
     Precopy(Box<Rounds<'e, 'v>>),
     /// Postcopy at once, of a guest that is asked for its free pages before.
     Hints(Box<Rounds<'e, 'v>>),
-    /// The VM is to be stopped.
+    /// The VM is stopped next.
     Pause(Left<'e, 'v>),
-    /// What is left is to be sent while the VM stands still.
+    /// The rest is sent next, while the VM stands still.
     LastRound(Box<LastRound<'e, 'v>>),
-    /// The state of the devices is to be sent and loaded.
+    /// The state of the devices is sent and loaded next.
     DeviceState,
     /// The destination has everything, and waits for the word.
     Commit(Commit),
-    /// The VM is to run at the destination before its memory is there.
+    /// The VM runs at the destination next, before its memory is there.
     Postcopy(Switch<'v>),
 }
 
-/// What is left to be sent when the VM is to be stopped.
+/// The pages left when the VM is about to be stopped.
 pub(super) enum Left<'e, 'v> {
     /// All of it, in postcopy.
     All,
@@ -50,7 +50,7 @@ pub(super) enum Left<'e, 'v> {
     LastRound(Box<LastRound<'e, 'v>>),
 }
 
-/// What is left for the last round.
+/// The pages of the last round.
 pub(super) struct LastRound<'e, 'v> {
     pub(super) rounds: Rounds<'e, 'v>,
     pub(super) pages: Vec<PageBitmap>,

@@ -60,7 +60,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         Ok(Phase::Pause(left_to_postcopy(rest, rounds)?))
     }
 
-    /// Sends rounds until the VM is to be stopped.
+    /// Sends rounds until the VM has to stop.
     pub(super) fn precopy(&mut self, mut rounds: Rounds<'e, 'v>) -> Result<Phase<'e, 'v>, MigrateError> {
         let (link, terms) = (self.link, self.terms);
         let mut round = link.bulk(self.vm.has_hints())?;
@@ -135,7 +135,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         if about < least || !self.vm.ask_for_free_pages()? {
             return Ok(());
         }
-        // A time that cannot be told is without end.
+        // A time that does not fit has no end.
         let until = Instant::now().checked_add(terms.params.hint_wait);
         while first && self.vm.wait_for_free_pages(until, HINT_TICK) && rounds.course.breaks_off().is_none() {
             link.check()?;
@@ -144,7 +144,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     }
 }
 
-/// What postcopy has to bring behind these rounds.
+/// Returns the memory that postcopy has to send after these rounds.
 fn left_to_postcopy<'e, 'v>(dirty: Vec<PageBitmap>, rounds: Rounds<'e, 'v>) -> Result<Left<'e, 'v>, MigrateError> {
     let unannounced = || MigrateError::Protocol("postcopy was not announced to the destination".into());
     let sent = rounds.course.sent.ok_or_else(unannounced)?;

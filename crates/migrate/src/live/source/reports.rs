@@ -1,4 +1,4 @@
-//! What is reported while a migration runs.
+//! Reports about a migration while it runs.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use crate::source::records::Sent;
 /// Is called after every round.
 pub(super) type Observer<'o> = Box<dyn Fn(&RoundReport) + Send + Sync + 'o>;
 
-/// What is reported while a migration runs.
+/// Reports about a migration while it runs.
 pub(super) struct Reports<'o> {
     observer: &'o Observer<'o>,
-    /// What was reported so far.
+    /// The reports so far.
     pub(super) stats: LiveStats,
     reported: u32,
 }
@@ -22,7 +22,7 @@ impl<'o> Reports<'o> {
         Self { observer, stats: LiveStats::default(), reported: 0 }
     }
 
-    /// Adds a round, of which `report` says what `result` does not.
+    /// Adds a round. `report` has the values that `result` does not have.
     pub(super) fn add(&mut self, result: &RoundResult, report: RoundReport) {
         let Sent { normal, zero, left_out } = result.sent;
         let number = self.reported;

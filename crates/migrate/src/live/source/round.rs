@@ -33,7 +33,7 @@ pub(super) struct Course<'e, 'v> {
     pub(super) link: &'e Link<'e, 'v>,
     pub(super) terms: &'e Terms<'e>,
     pub(super) convergence: Convergence,
-    /// What was sent, if postcopy may follow.
+    /// The pages that were sent, if postcopy may follow.
     pub(super) sent: Option<SentBitmap>,
 }
 
@@ -53,14 +53,14 @@ pub(super) struct Round {
     pub(super) holes: Vec<PageBitmap>,
 }
 
-/// What came of it.
+/// The result of a round.
 #[derive(Default)]
 pub(super) struct RoundResult {
     pub(super) sent: Sent,
     pub(super) holes: u64,
-    /// What it did not get to, if it was broken off: pages,
+    /// The rest, if it was broken off: pages,
     pub(super) rest: Vec<PageBitmap>,
-    /// and holes that are to be sent.
+    /// and holes.
     pub(super) unsent_holes: Vec<PageBitmap>,
     pub(super) broken_off: Option<BrokenOff>,
     pub(super) busy: Duration,
@@ -209,7 +209,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
 }
 
 impl Course<'_, '_> {
-    /// What becomes of zero pages of a block in such a round.
+    /// Returns the treatment of zero pages of a block in such a round.
     fn zeros(&self, block: usize, kind: RoundKind) -> Zeros {
         match (self.terms.params.zero_check, kind) {
             (ZeroCheck::Off, _) | (ZeroCheck::Bulk, RoundKind::Dirty | RoundKind::Last) => Zeros::Unknown,
@@ -218,7 +218,7 @@ impl Course<'_, '_> {
         }
     }
 
-    /// Whether a round is to be broken off now.
+    /// Whether a round has to be broken off now.
     pub(super) fn breaks_off(&self) -> Option<BrokenOff> {
         if self.link.switches(self.terms) {
             return Some(BrokenOff::Postcopy);

@@ -31,7 +31,7 @@ pub(super) fn run<'e, 'v, V: LiveVm + ?Sized>(
 }
 
 impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
-    /// Everything up to the hand-over. Whatever fails leaves the VM here.
+    /// Runs everything up to the hand-over. A failure leaves the VM here.
     fn prepare(&mut self) -> Result<Ready<'v>, MigrateError> {
         let mut phase = Phase::Setup;
         loop {

@@ -4,7 +4,7 @@ use limosa_page::{BrokenInvariant, PageBitmap, PageRange, broken};
 
 use crate::pages::PageSource;
 
-/// What postcopy needs to know of precopy: one bitmap a block each.
+/// The facts about precopy that postcopy needs: one bitmap a block each.
 #[derive(Debug)]
 pub(super) struct SentBitmap {
     /// Pages sent at least once.

@@ -1,4 +1,4 @@
-//! What a live migration came to, round by round.
+//! Counters of a live migration, round by round.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 
 use crate::source::postcopy::PostcopyStats;
 
-/// What kind of round it was.
+/// The kind of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -21,13 +21,13 @@ pub enum RoundKind {
     Last,
 }
 
-/// What a round came to. Times are serialized in seconds.
+/// The result of a round. Times are serialized in seconds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RoundReport {
     /// Counted from 0.
     pub number: u32,
-    /// What kind of round it was.
+    /// The kind of a round.
     pub kind: RoundKind,
     /// From the beginning of the migration to the beginning of the round.
     #[serde(serialize_with = "seconds")]
@@ -58,7 +58,7 @@ pub struct RoundReport {
     /// How long the VM would have to stand still for the rest.
     #[serde(serialize_with = "maybe_seconds")]
     pub expected_downtime: Option<Duration>,
-    /// Percent of the time for which the vCPUs stood still during the round.
+    /// Percent of the time that the vCPUs stood still during the round.
     pub throttle: u8,
 }
 
@@ -106,7 +106,7 @@ impl RoundReport {
     }
 }
 
-/// What came of asking the guest for its free pages.
+/// Counters of the requests for free pages.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct HintStats {
@@ -127,7 +127,7 @@ pub struct HintStats {
     pub refused: Option<String>,
 }
 
-/// What a live migration came to.
+/// Counters of a live migration.
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct LiveStats {
@@ -140,13 +140,13 @@ pub struct LiveStats {
     /// attempt); zero if it was not stopped.
     #[serde(serialize_with = "seconds")]
     pub downtime: Duration,
-    /// What that was expected to be when the VM was stopped.
+    /// The downtime expected when the VM was stopped.
     #[serde(serialize_with = "maybe_seconds")]
     pub expected_downtime: Option<Duration>,
-    /// What followed when the VM ran at the destination already, if it came to that.
+    /// Counters of the postcopy, if there was one.
     #[serde(serialize_with = "postcopy")]
     pub postcopy: Option<PostcopyStats>,
-    /// What came of asking the guest for its free pages, if it was to be.
+    /// Counters of the requests for free pages, if the guest was asked.
     pub hints: Option<HintStats>,
     /// Of the main channel.
     #[serde(serialize_with = "counters")]

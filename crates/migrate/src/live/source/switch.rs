@@ -1,4 +1,4 @@
-//! What postcopy has to bring: a pure function of what precopy has sent.
+//! The memory that postcopy has to send: a pure function of the pages that precopy has sent.
 //!
 //! The law: **a page is at the destination, or it is sent, or it is zero at both ends, or the guest has no use for it
 //! and it becomes zero; and what is not there is discarded there.** A destination places whole host pages and each of
@@ -7,7 +7,7 @@
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Command, DISCARD_LIMIT, EncodeError, RamBlock};
 
-/// What is known of the pages of a block when the VM has stopped.
+/// The state of a block's pages when the VM has stopped.
 #[derive(Debug)]
 pub(super) struct Known<'a> {
     /// Written since they were sent.
@@ -18,7 +18,7 @@ pub(super) struct Known<'a> {
     pub(super) zero: &'a PageBitmap,
 }
 
-/// What follows for the block.
+/// The plan for the block.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Plan {
     /// Pages that are not known to be zero, and not known to be free.

@@ -54,7 +54,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         self.link.progress.enter(control::Phase::Device);
         let mut last = DirtyPages::new(self.link.memory);
         self.vm.fetch(&mut last)?;
-        // It has seen the last write. Another attempt begins it anew.
+        // It has seen the last write. Another attempt starts it again.
         self.vm.stop_logs();
         // Before the devices tell their state: the balloon's says that the guest has its pages back.
         self.vm.give_pages_back();

@@ -127,7 +127,7 @@ impl MultifdSourceOptions {
     }
 }
 
-/// What the channels share.
+/// The state that the channels share.
 #[derive(Debug)]
 pub(crate) struct Multifd<'a, S: PageSource + ?Sized> {
     pub(super) source: &'a S,
@@ -170,10 +170,10 @@ struct State {
     over: bool,
 }
 
-/// How the pages of a round are to be sent.
+/// The way in which the pages of a round are sent.
 #[derive(Debug, Default)]
 pub(crate) struct RoundPlan {
-    /// What becomes of zero pages, by block.
+    /// The treatment of zero pages, by block.
     pub(crate) zeros: Vec<Zeros>,
     /// How guest memory is looked at.
     pub(crate) method: ZeroMethod,
@@ -184,17 +184,17 @@ pub(crate) struct RoundPlan {
     pub(crate) limited: bool,
 }
 
-/// What came of a round.
+/// The result of a round.
 #[derive(Debug, Default)]
 pub(crate) struct RoundSent {
     pub(crate) sent: Sent,
     /// Time in calls, and held back by the limit, of the channel that was busy longest.
     pub(crate) busy: Duration,
-    /// What was not sent, by block, because time was up.
+    /// Pages that were not sent, by block, because time was up.
     pub(crate) rest: Option<Vec<PageBitmap>>,
 }
 
-/// What a [`Multifd`] is made for.
+/// The parts of a [`Multifd`].
 pub(crate) struct Parts<'a, S: PageSource + ?Sized> {
     pub(crate) source: &'a S,
     pub(crate) control: &'a Control,
@@ -204,7 +204,7 @@ pub(crate) struct Parts<'a, S: PageSource + ?Sized> {
     pub(crate) channels: &'a [Arc<Channel>],
     /// For each block whether its memory is zero at the destination.
     pub(crate) zeroed: Vec<bool>,
-    /// What hands the pages of a round out.
+    /// The queue of a round's pages.
     pub(crate) queue: Arc<DirtyPageQueue>,
     pub(crate) return_path: bool,
 }

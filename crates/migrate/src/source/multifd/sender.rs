@@ -203,7 +203,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         }
         let began = Instant::now();
         let put = match lends {
-            // The header is used anew for the next packet.
+            // The header is reused for the next packet.
             true => gather.lend(&mut self.lending, 1),
             false => gather.put(self.channel),
         };
@@ -252,7 +252,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         Ok(())
     }
 
-    /// Sends runs out of their file, as far as they have a place in one.
+    /// Sends runs out of their file, where they have a place in one.
     fn send_in_place(&mut self, block: usize, runs: &[PageRange]) -> Result<(), MigrateError> {
         self.make_room();
         let mut packet = Vec::new();
@@ -298,7 +298,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                     }
                     Err(ChannelError::Unsupported { .. }) => self.in_place = false,
                     Err(error) => {
-                        // A file that has become shorter is the cause, whatever it led to.
+                        // A file that has become shorter is the cause of all that followed.
                         source.still_whole().map_err(MigrateError::Source)?;
                         let short = error.io_kind() == Some(ErrorKind::UnexpectedEof);
                         return Err(if short { MigrateError::Source(error.into()) } else { self.failed(error) });
@@ -424,7 +424,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         Ok(())
     }
 
-    /// What becomes of zero pages of a block in this round.
+    /// Returns the treatment of zero pages of a block in this round.
     fn zeros(&self, block: usize) -> Result<Zeros, BrokenInvariant> {
         self.plan.zeros.get(block).copied().ok_or_else(|| broken("the plan of a round covers every block"))
     }

@@ -91,7 +91,7 @@ impl<'l, 'a> Connection<'l, 'a> {
             waited.map_err(|error| MigrateError::Sink(error.into()))?;
             for event in &events {
                 if let FaultEvent::Fault(fault) = event {
-                    // Reported once: it goes on the list even where no source can be asked any more.
+                    // Reported once: it is put on the list even where no source can be asked any more.
                     self.live.fault(*fault)?;
                 }
             }

@@ -6,9 +6,9 @@
 //! missing memory as well.
 //!
 //! Three laws. **Missing memory never reads as zeros** as long as the stream has not said its last word: a connection
-//! that breaks leaves the guest waiting ([`IncomingOutcome::PostcopyPaused`]), whatever is dropped. **The VM is started
-//! once or never,** whichever comes first: the thread that has loaded its devices, or a failure before that. **No
-//! request is lost:** a page that is waited for is requested again over every new connection.
+//! that breaks leaves the guest waiting ([`IncomingOutcome::PostcopyPaused`]), also if everything is dropped. **The VM
+//! is started once or never,** whichever comes first: the thread that has loaded its devices, or a failure before that.
+//! **No request is lost:** a page that is waited for is requested again over every new connection.
 //!
 //! What was received as zero before the VM ran has no memory; a guest that touches it is given zeros here, without
 //! asking.
@@ -59,7 +59,7 @@ pub(super) struct PostcopyIncoming<'a, V: IncomingVm + ?Sized> {
     pub(super) vm: &'a V,
     pub(super) ram: Arc<GuestRam<'a>>,
     pub(super) faults: FaultHandler,
-    /// Where the channel for requested pages comes in, if there is to be one.
+    /// The listener for the channel of requested pages, if one is expected.
     pub(super) listener: Option<PreemptListener>,
     pub(super) handle: Handle,
     pub(super) answer_timeout: Option<Duration>,

@@ -48,7 +48,7 @@ fn decode(bytes: &[u8]) -> Result<Option<(Command, usize)>, StreamError> {
     Command::decode(bytes)
 }
 
-/// What follows the last section, if that is an optional PING and RUN.
+/// Returns the PING behind the last section, if only an optional PING and RUN follow it.
 fn end(rest: &[u8]) -> Option<Option<u32>> {
     if rest == RUN {
         return Some(None);

@@ -16,7 +16,7 @@ use crate::live::IncomingVm;
 use crate::live::destination::outcome::{IncomingOutcome, IncomingStats};
 
 /// A VM that runs here and whose connection broke: it runs on what has come, and waits where it touches what has not.
-/// [`recover`](Self::recover) goes on; only the source has the rest.
+/// [`recover`](Self::recover) continues; only the source has the rest.
 ///
 /// Dropping it changes nothing for the VM: what is missing stays missing, and an access to it waits for ever. Only
 /// [`discard`](Self::discard) says that there is no guest any more.
@@ -37,7 +37,7 @@ impl<'a, V: IncomingVm + ?Sized> PostcopyPaused<'a, V> {
         Self { vm, live, why }
     }
 
-    /// What broke.
+    /// The failure.
     pub fn why(&self) -> &MigrateError {
         &self.why
     }

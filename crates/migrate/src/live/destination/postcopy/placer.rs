@@ -94,7 +94,7 @@ impl<'l, 'a> Placer<'l, 'a> {
         }
         let claimed = live.claimed.get(block).ok_or_else(|| broken(KNOWN_BLOCK))?;
         if claimed.set(pages.start) {
-            // The other channel has it in hand. If that fails the connection ends, and the page is asked for anew.
+            // The other channel has it in hand. If that fails the connection ends, and the page is requested again.
             live.counts.repeated(pages.len());
             return Ok(());
         }

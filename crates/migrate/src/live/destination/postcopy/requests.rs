@@ -1,7 +1,7 @@
-//! What the guest waits for, and the way to the source.
+//! The pages that the guest waits for, and the way to the source.
 //!
 //! Two laws. **Each host page is asked for once** on one connection. **No request is lost**: a page that the guest
-//! waits for stays in the list until it has been placed, whatever becomes of the connection, and is asked for again on
+//! waits for stays in the list until it has been placed, also if the connection breaks, and is asked for again on
 //! the next one.
 
 use std::collections::HashMap;
@@ -33,7 +33,7 @@ struct InFlight {
     latency: Histogram<u64>,
 }
 
-/// Pages that were asked for, or are to be.
+/// Pages that were requested, or will be.
 #[derive(Debug)]
 pub(super) struct Requests {
     names: Vec<String>,
@@ -130,7 +130,7 @@ impl Requests {
         *self.path() = ReturnPath::default();
     }
 
-    /// Goes on over a new connection: `first` is said there, and everything that is waited for is requested again.
+    /// Continues over a new connection: sends `first` there, and requests again everything that is waited for.
     pub(super) fn reconnect(&self, channel: Arc<Channel>, first: &ReturnMessage) -> Result<(), MigrateError> {
         let mut bytes = Vec::new();
         first.encode(&mut bytes)?;

@@ -15,7 +15,7 @@ use crate::error::MigrateError;
 use crate::live::destination::ram::GuestRam;
 use crate::pages::StreamSetup;
 
-/// What was counted from the package on.
+/// Counters from the package on.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct PostcopyIncomingStats {
@@ -78,7 +78,7 @@ pub(super) struct PostcopyVm<'a> {
 }
 
 impl PostcopyVm<'_> {
-    /// What is missing is zero from now on.
+    /// Makes missing pages zero from now on.
     pub(super) fn release(&self) -> Result<(), MigrateError> {
         let release = || self.faults.hold().handler()?.finish();
         release().map_err(|error: FaultError| MigrateError::Sink(error.into()))

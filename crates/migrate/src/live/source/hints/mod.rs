@@ -2,15 +2,15 @@
 //! sent.
 //!
 //! **Law: a hint takes a page out only if the dirty log was not read since the guest was asked.** The log is on before
-//! the guest is asked, so whatever the guest writes behind a hint is told by the next reading. What an earlier reading
-//! has told may have been written behind a hint that is still on its way: a guest that needs memory takes back what it
-//! called free without a word (Linux's balloon does, when its memory is short). So [`close`](Hints::close) comes before
-//! every reading, and a list that was closed says nothing any more, however late ([`DirtyPageQueue`]).
+//! the guest is asked, so a page that the guest writes behind a hint is reported by the next reading. What an earlier
+//! reading has told may have been written behind a hint that is still on its way: a guest that needs memory takes back
+//! what it called free without a word (Linux's balloon does, when its memory is short). So [`close`](Hints::close)
+//! comes before every reading, and a list that was closed says nothing any more, however late ([`DirtyPageQueue`]).
 //!
 //! No thread waits: neither the guest's for the engine nor a channel's for the list. What comes when a page has been
 //! handed out already comes too late for this page, which is sent: a hint saves work and promises nothing.
 //!
-//! **Law: the guest gets its pages back, whatever happens.** It holds back what it has named until it is told that this
+//! **Law: the guest always gets its pages back.** It holds back what it has named until it is told that this
 //! is over, so [`end`](Hints::end) is called on every way out, a panic's too: when the VM has been stopped, *before*
 //! its devices are asked for their state, so that the device says so at the destination as well, or when it is let go
 //! on here.
@@ -34,7 +34,7 @@ pub(super) struct Hints {
     asked: bool,
 }
 
-/// What a list goes to.
+/// The receiver of a list.
 struct HintState {
     queue: Arc<DirtyPageQueue>,
     layout: GuestLayout,
@@ -128,7 +128,7 @@ impl Hints {
         }
     }
 
-    /// What was said so far.
+    /// Counters so far.
     pub(super) fn stats(&self) -> HintStats {
         HintStats {
             ranges: self.state.ranges.load(Relaxed),

@@ -69,13 +69,13 @@ impl FreePages for Device {
     }
 }
 
-/// What becomes of the rule.
+/// The treatment of the rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rule {
     Kept,
     /// A list stays open over a reading of the log.
     NotClosed,
-    /// What comes for an old list is taken for the new one's.
+    /// Hints for an old list are taken for hints of the new one.
     AnyList,
 }
 
@@ -103,7 +103,7 @@ struct Model<'v> {
     there: Vec<u64>,
     /// The list that the driver works for: it may be behind.
     list: usize,
-    /// What the driver has told and the device has not.
+    /// Hints that the driver has sent and the device has not.
     under_way: Vec<(usize, usize)>,
 }
 
@@ -141,7 +141,7 @@ impl<'v> Model<'v> {
         self.marker.mark(0, PageRange::starting_at(PageNumber(page as u64), 1));
     }
 
-    /// What may happen, on a page if it is about one.
+    /// An event, on a page if it concerns one.
     fn event(&mut self, kind: u8, page: usize) {
         match (kind % 12, self.owner[page]) {
             (0 | 1, Owner::Guest) => self.write(page),
@@ -175,7 +175,7 @@ impl<'v> Model<'v> {
         lists[list].free(at..at + 4096);
     }
 
-    /// Sends so many pages; whether there were any.
+    /// Sends this number of pages. Returns whether there were any.
     fn send(&mut self, most: u64) -> bool {
         let mut runs = Vec::new();
         let found = self.queue.claim_pages(&mut runs, most.max(1)).is_some();
