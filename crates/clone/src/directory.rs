@@ -49,6 +49,7 @@ pub struct Listed {
 
 /// Options of [`stop`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StopOptions {
     /// Time that the guest has to shut down before its QEMU is ended; `None` does not ask the guest.
     pub power_down: Option<Duration>,

@@ -28,6 +28,13 @@ pub enum CloneError {
         why: String,
     },
 
+    /// The snapshot was not sealed for mapping.
+    #[error("{}: not made to be mapped", path.display())]
+    NotMappable {
+        /// The snapshot.
+        path: PathBuf,
+    },
+
     /// A disk of the command line cannot be given an overlay, or would be shared by the clones.
     #[error("{why}")]
     Disk {

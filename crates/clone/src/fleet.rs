@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use limosa_qemu::command_line::escaped;
 use limosa_qemu::{BlockPlace, MappedCommandLine, check_not_shared, is_same_file, map_memory, name_memory};
-use limosa_snapshot::{Snapshot, check_disks};
+use limosa_snapshot::{Snapshot, check_disks, with_causes};
 use parking_lot::Mutex;
 
 use crate::command_line::{
@@ -26,6 +26,7 @@ use crate::start::start;
 
 /// Options of [`Fleet::new`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FleetOptions {
     /// Number of clones started at a time; `None`: the number of processors.
     pub jobs: Option<NonZeroUsize>,
@@ -123,7 +124,8 @@ impl<'a> Fleet<'a> {
         let mapping = snapshot.mapping_descriptor()?;
         let mut notices = Vec::new();
         let mapped = match snapshot.is_mappable() {
-            false => Err("the snapshot was not made to be mapped; make it so: limosa snapshot seal".to_owned().into()),
+            false if options.must_map => return Err(CloneError::NotMappable { path: snapshot.path().to_path_buf() }),
+            false => Err("the snapshot was not made to be mapped".to_owned().into()),
             // The open file itself: another file may have its name by then.
             true => BlockPlace::guest_memory_of(snapshot)
                 .and_then(|blocks| map_memory(&args, &blocks, &format!("/dev/fd/{}", mapping.as_raw_fd()))),
@@ -146,7 +148,8 @@ impl<'a> Fleet<'a> {
         let snapshot_path = fs::canonicalize(snapshot.path()).map_err(CloneError::path("find", snapshot.path()))?;
         if !mapped.is_empty() {
             if let Err(error) = snapshot.protect() {
-                notices.push(format!("{error}; whoever writes to it changes the memory of running VMs"));
+                notices
+                    .push(format!("{}; whoever writes to it changes the memory of running VMs", with_causes(&error)));
             }
             snapshot.verify_all()?;
         }

@@ -43,10 +43,10 @@ fn bytes(text: &str) -> Option<u64> {
     number.checked_mul(1 << shift).filter(|size| *size > 0)
 }
 
-/// Reads `off`, `auto`, or the smallest size for which something is done.
+/// Reads `off`, `auto`, or the smallest size from which something is done.
 ///
 /// # Errors
-/// The text is none of these.
+/// The text has none of these forms.
 pub fn threshold<T>(text: &str, off: T, auto: T, from: impl FnOnce(u64) -> T) -> Result<T, ParseError> {
     match text {
         "off" => Ok(off),

@@ -51,7 +51,7 @@ pub fn count(number: u64) -> String {
 /// GiB per second.
 #[must_use]
 pub fn rate(moved: u64, within: Duration) -> f64 {
-    // A rate is told with two digits: what the conversion loses beyond 2^53 bytes is not seen.
+    // A rate is printed with two digits: what the conversion loses beyond 2^53 bytes is not seen.
     #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
     let gib = moved as f64 / f64::from(1u32 << 30);
     gib / within.as_secs_f64().max(1e-9)

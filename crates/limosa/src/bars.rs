@@ -57,7 +57,7 @@ fn draw(progress: &Progress, verb: &'static str, over: &AtomicBool) {
     bar.finish_and_clear();
 }
 
-/// Pages that need not move again, as far as is known.
+/// Pages that need not move again, by what is known so far.
 fn done(reading: &ProgressReading) -> u64 {
     (reading.normal_pages + reading.zero_pages).saturating_sub(reading.resent_pages).min(reading.total_pages)
 }

@@ -35,16 +35,21 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     let snapshot = Snapshot::open(&args.snapshot)?;
     snapshot.warnings().iter().for_each(|warning| say!("limosa: {warning}"));
     snapshot.lock_serving()?;
-    let options = FleetOptions {
-        jobs: args.jobs,
-        backing: match args.backing {
-            BackingArg::Absolute => Backing::Absolute,
-            BackingArg::Relative => Backing::Relative,
-        },
-        must_map: args.memory == CloneMemoryArg::Mapped,
+    let mut options = FleetOptions::default();
+    options.jobs = args.jobs;
+    options.backing = match args.backing {
+        BackingArg::Absolute => Backing::Absolute,
+        BackingArg::Relative => Backing::Relative,
     };
+    options.must_map = args.memory == CloneMemoryArg::Mapped;
     let fleet = Fleet::new(&snapshot, &args.dir, CommandTemplate::new(args.command.clone()), options)?;
     fleet.notices().iter().for_each(|notice| say!("limosa: {notice}"));
+    if !snapshot.is_mappable() {
+        say!(
+            "limosa: to share its memory, make the snapshot mappable: limosa snapshot seal {}",
+            args.snapshot.display()
+        );
+    }
     let count = args.count.get();
     tell_estimate(&fleet, count);
     let on_result = |done: &Result<Started, Failure>| {
@@ -152,13 +157,14 @@ fn names(dir: &Path, named: &[String]) -> Result<Vec<String>, CloneError> {
     if !named.is_empty() {
         return Ok(named.to_vec());
     }
-    // The directory's name is what finds it again, whatever the record says.
+    // The directory's name is what finds it again, even if the record says otherwise.
     let own = |clone: &Listed| clone.folder.file_name().map(|name| name.to_string_lossy().into_owned());
     Ok(list(dir)?.iter().filter_map(own).collect())
 }
 
 fn stop_clones(args: &StopClonesArgs) -> anyhow::Result<ExitCode> {
-    let options = StopOptions { power_down: args.power_down, ..StopOptions::default() };
+    let mut options = StopOptions::default();
+    options.power_down = args.power_down;
     let names = names(&args.dir, &args.names)?;
     let mut ended = 0;
     for name in &names {

@@ -87,15 +87,15 @@ fn with_qemu(args: &InspectArgs, monitor: &MonitorAddress) -> anyhow::Result<Com
 fn print(args: &InspectArgs, comparison: &Comparison, memory: Option<MemoryComparison>) -> anyhow::Result<()> {
     if args.json {
         let verdict = if comparison.would_load() { "would-load" } else { "would-not-load" };
-        let mut told = json!({
+        let mut report = json!({
             "verdict": verdict,
             "unknown": comparison.unknown(),
             "findings": comparison.findings,
         });
-        if let (Some(memory), Some(told)) = (memory, told.as_object_mut()) {
-            told.insert("memory".to_owned(), serde_json::to_value(memory)?);
+        if let (Some(memory), Some(report)) = (memory, report.as_object_mut()) {
+            report.insert("memory".to_owned(), serde_json::to_value(memory)?);
         }
-        print_out!("{told}");
+        print_out!("{report}");
         return Ok(());
     }
     for line in lines(&comparison.findings) {
@@ -175,7 +175,7 @@ fn verdict(args: &InspectArgs, comparison: &Comparison) -> String {
         }
         some => format!("; findings that only loading can decide: {some}"),
     };
-    format!("{file} would load {place}, as far as known (options inside a device are not compared){unknown}")
+    format!("{file} would load {place}, by what is known (options inside a device are not compared){unknown}")
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The two ends of a migration without a monitor: a connection, and perhaps a command behind it.
 //!
-//! The law: a command that was started is waited for or ended, and what it failed with is told, because it is the cause
+//! The law: a command that was started is waited for or ended, and its failure is reported, because it is the cause
 //! of what the stream failed with.
 
 use std::fs::File;
@@ -16,9 +16,9 @@ use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChanne
 use crate::args::Cli;
 use crate::job::JobHandles;
 use crate::remedy;
-use limosa_console::say;
+use limosa_console::{error_line, say};
 
-/// How long a command whose stream has broken off may take to end, so that its exit status can be told.
+/// How long a command whose stream has broken off may take to end, so that its exit status can be reported.
 const EXPLAIN_WITHIN: Duration = Duration::from_secs(2);
 
 /// How long a destination that gives no answer is listened to for a refusal: it looks at a certificate as soon as it
@@ -58,7 +58,7 @@ impl Wire {
         Self::new(channel, Some(command), false)
     }
 
-    /// Reaches a destination, with so many multifd channels.
+    /// Reaches a destination, with `channels` multifd channels.
     pub(crate) fn to(uri: &Uri, options: &Options, channels: u8) -> anyhow::Result<Self> {
         if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) {
             anyhow::bail!("{uri}: multifd needs several connections: use tcp:HOST:PORT or unix:PATH");
@@ -79,8 +79,9 @@ impl Wire {
                     let connected = Channel::connect(uri, options);
                     connected.map_err(|error| {
                         anyhow::anyhow!(
-                            "{error}; multifd channel {number} of {channels}: the destination needs multifd on and \
-                             multifd-channels {channels} before it listens"
+                            "{}; multifd channel {number} of {channels}: the destination needs multifd on and \
+                             multifd-channels {channels} before it listens",
+                            error_line(&error)
                         )
                     })
                 };
@@ -94,7 +95,8 @@ impl Wire {
     pub(crate) fn from(
         uri: &Uri,
         options: &Options,
-        (channels, within): (u8, Option<Duration>),
+        channels: u8,
+        within: Option<Duration>,
         handles: &JobHandles,
     ) -> anyhow::Result<Self> {
         if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_) | Uri::Fd(_)) {
@@ -121,7 +123,7 @@ impl Wire {
                 // Strangers that connect are turned away meanwhile.
                 let options = MultifdAcceptOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
                 let mut gathering = MultifdAccept::new(&listener, options)
-                    .on_refusal(|why| say!("limosa: connection rejected: {why}{}", remedy::of(why)));
+                    .on_refusal(|why| say!("limosa: connection rejected: {}{}", error_line(why), remedy::of(why)));
                 loop {
                     handles.engine.control.check()?;
                     let set = gathering.step(TICK).map_err(|error| remedy::with_channels(error, channels))?;
@@ -154,8 +156,8 @@ impl PeerEnd {
 
     /// As [`finish`](Self::finish), where the destination gives no answer. Over TLS this end has shaken hands before
     /// the other one has looked at its certificate, and all may have been put before its refusal comes: so it is
-    /// listened for until the other end has gone, for a while. Stock QEMU refuses without a word, and cannot be told
-    /// from one that has all.
+    /// listened for until the other end has gone, for a while. Stock QEMU refuses without a word, and cannot be
+    /// distinguished from one that has all.
     pub(crate) fn finish_unanswered(self, within: Duration) -> Result<(), ChannelError> {
         if self.channel.is_encrypted() {
             let _ = self.channel.shutdown(Shutdown::Write);

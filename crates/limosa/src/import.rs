@@ -11,9 +11,7 @@ use anyhow::{Context, bail};
 use limosa_channel::Uri;
 use limosa_control::Job;
 use limosa_qemu::is_same_file;
-use limosa_snapshot::{
-    Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile, WriteOptions,
-};
+use limosa_snapshot::{Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile};
 use serde_json::{Value, json};
 
 use crate::args::ImportArgs;
@@ -36,8 +34,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     // Both are refused before anything is read.
     let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
     let xml = args.xml.as_deref().map(|path| UnnamedFile::create(path, args.new.force)).transpose()?;
-    let durability = args.new.durability();
-    let options = WriteOptions { durability, checksum: args.new.checksum, ..WriteOptions::default() };
+    let (durability, options) = (args.new.durability(), args.new.write_options());
     let handles = JobHandles::with_socket(args.control.as_deref(), Job::Save, "importing", false)?;
     let (what, decompressor, image) = (foreign.describe(), foreign.decompressor(), foreign.image().cloned());
     let imported = foreign.import(pending, options, &handles.engine);

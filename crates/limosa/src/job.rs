@@ -61,7 +61,7 @@ impl JobHandles {
 
     pub(crate) fn watch(&self) -> Watch<'_> {
         let notice = &|line: &str| say!("limosa: {line}");
-        Watch { handle: &self.engine, notice, not_converging: None }
+        Watch::new(&self.engine, notice)
     }
 }
 

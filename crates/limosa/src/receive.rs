@@ -1,7 +1,7 @@
 //! `limosa receive`: a migration destination that is a file.
 //!
 //! The law: a source that waits for a word gets it when the file is durable and has its name, and not before; until
-//! then its VM is its own. One that does not wait cannot be helped, and is only told apart.
+//! then its VM is its own. One that does not wait cannot be helped, and is only recognized.
 
 use limosa_console::quantity;
 use std::path::Path;
@@ -16,7 +16,7 @@ use limosa_migrate::control::Phase;
 use limosa_migrate::multifd::MultifdOptions;
 use limosa_migrate::stats::DestinationStats;
 use limosa_migrate::stored::{Destination, DestinationOptions, Incoming};
-use limosa_snapshot::{Manifest, Published, SnapshotWriter, Transport, UnnamedFile, WriteOptions};
+use limosa_snapshot::{Manifest, Published, SnapshotWriter, Transport, UnnamedFile};
 use serde_json::json;
 
 use crate::args::ReceiveArgs;
@@ -24,7 +24,7 @@ use crate::endpoint::{self, PeerEnd, Wire};
 use crate::job::JobHandles;
 use crate::remedy;
 use crate::words;
-use limosa_console::{print_out, say};
+use limosa_console::{error_line, print_out, say};
 
 /// Longest silence of a source that is there.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -57,7 +57,7 @@ struct Received {
     published: Published,
     stats: DestinationStats,
     file: limosa_channel::Counters,
-    /// Whether the source was told that all is well.
+    /// Whether the source got the answer that all is well.
     answered: bool,
     elapsed: Duration,
 }
@@ -69,13 +69,10 @@ fn receive(
     handles: &JobHandles,
 ) -> anyhow::Result<Received> {
     let control = &handles.engine.control;
-    let mut writer = SnapshotWriter::new(
-        pending,
-        WriteOptions { durability: args.new.durability(), checksum: args.new.checksum, write_behind: true },
-    )?;
+    let mut writer = SnapshotWriter::new(pending, args.new.write_options())?;
     let options = Options { read_rate: Some(control.rate().clone()), tls, ..Options::default() };
     let count = args.channels.channels.unwrap_or(0);
-    let Wire { channel, pages, end } = Wire::from(&args.uri, &options, (count, args.endpoint.timeout), handles)?;
+    let Wire { channel, pages, end } = Wire::from(&args.uri, &options, count, args.endpoint.timeout, handles)?;
     let begun = Instant::now();
     let options = DestinationOptions {
         answer_timeout: Some(args.endpoint.timeout.unwrap_or(PATIENCE)),
@@ -101,7 +98,7 @@ fn receive(
     } else {
         // What a command that fails has said is not to be trusted.
         if end.is_command() {
-            end.finish(patience).map_err(|error| anyhow!("{error}; nothing was kept"))?;
+            end.finish(patience).map_err(|error| anyhow!("{}; nothing was kept", error_line(&error)))?;
         }
         publish(&incoming, writer, handles)?
     };
@@ -149,10 +146,11 @@ fn hand_over(incoming: Incoming, path: &Path) -> Result<anyhow::Result<()>, Migr
     Ok(Ok(()))
 }
 
-fn afterwards(path: &Path, error: impl std::fmt::Display) -> anyhow::Error {
+fn afterwards(path: &Path, error: impl std::error::Error + 'static) -> anyhow::Error {
     anyhow!(
-        "the snapshot {} is complete, but then: {error}; check at the source whether its VM still runs",
-        path.display()
+        "the snapshot {} is complete, but then: {}; check at the source whether its VM still runs",
+        path.display(),
+        error_line(&error)
     )
 }
 

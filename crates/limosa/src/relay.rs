@@ -3,12 +3,13 @@
 //! A terminal sends signals to every process of its foreground group, so QEMU has had those already: only what a
 //! process sent to limosa is handed on.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::Context;
 use limosa_qemu::monitor::Monitor;
+use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
 use signal_hook::iterator::exfiltrator::WithOrigin;
@@ -42,7 +43,7 @@ struct State {
     monitor: Weak<Monitor>,
     /// Those that arrived before it was known.
     early: Vec<Signal>,
-    /// Whether QEMU has been asked to end, in whatever way.
+    /// Whether QEMU has been asked to end, in any way.
     end_asked: bool,
 }
 
@@ -63,7 +64,7 @@ impl Relay {
 
     /// Hands signals on to this process, which must not be reaped before [`Relay::rest`].
     pub(crate) fn aim(&self, pid: u32) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.target = i32::try_from(pid).ok().and_then(Pid::from_raw);
         for signal in std::mem::take(&mut state.early) {
             send(&state, signal);
@@ -72,17 +73,17 @@ impl Relay {
 
     /// Has this monitor hold its peace while QEMU ends by a signal.
     pub(crate) fn quiet(&self, monitor: &Arc<Monitor>) {
-        lock(&self.state).monitor = Arc::downgrade(monitor);
+        self.state.lock().monitor = Arc::downgrade(monitor);
     }
 
     /// Hands nothing on any more: the number may become another process's.
     pub(crate) fn rest(&self) {
-        lock(&self.state).target = None;
+        self.state.lock().target = None;
     }
 
     /// Whether a signal has asked QEMU to end.
     pub(crate) fn end_was_asked(&self) -> bool {
-        lock(&self.state).end_asked
+        self.state.lock().end_asked
     }
 }
 
@@ -96,7 +97,7 @@ impl Drop for Relay {
 }
 
 fn heed(origin: &Origin, state: &Mutex<State>) {
-    let mut state = lock(state);
+    let mut state = state.lock();
     state.end_asked |= ![SIGCONT, SIGWINCH].contains(&origin.signal);
     let Some(signal) = Signal::from_named_raw(origin.signal) else { return };
     if origin.cause == Cause::Kernel {
@@ -118,8 +119,4 @@ fn send(state: &State, signal: Signal) {
         // signal.
         let _ = kill_process(pid, signal);
     }
-}
-
-fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
 }

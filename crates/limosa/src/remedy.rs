@@ -4,8 +4,10 @@ use anyhow::anyhow;
 use limosa_balloon::StatisticsError;
 use limosa_channel::{ChannelError, KernelTlsFailure, TlsFailure, TlsRefusal};
 use limosa_clone::CloneError;
+use limosa_console::error_line;
 use limosa_image::ImageError;
 use limosa_migrate::MigrateError;
+use limosa_qemu::qmp::QmpError;
 use limosa_qemu::takeover::Outcome;
 use limosa_qemu::{
     Conflict, DiskConflict, JobError, JobOption, JobRecordError, Permission, RendezvousConflict, ResumeError,
@@ -15,7 +17,7 @@ use limosa_snapshot::SnapshotError;
 use limosa_storage::{OpenError, StorageError};
 use limosa_stream::{Feature, StreamError};
 
-/// The remedy, to be appended to the words of the error; empty if there is none.
+/// Returns the remedy, to be appended to the words of the error; empty if no option helps.
 pub(crate) fn of(error: &MigrateError) -> String {
     match error {
         MigrateError::MainEnded { channels, .. } => {
@@ -30,6 +32,7 @@ pub(crate) fn of(error: &MigrateError) -> String {
         MigrateError::Stream(error) => of_stream(error).into(),
         MigrateError::Channel(error) => of_channel(error),
         MigrateError::Multifd { source, .. } => of(source),
+        MigrateError::Sink(error) => error.downcast_ref().and_then(of_snapshot).unwrap_or_default(),
         MigrateError::WantsTls { .. } => "; both ends have to use TLS (--tls-creds, and tls-creds in QEMU)".into(),
         _ => String::new(),
     }
@@ -237,6 +240,10 @@ fn of_job(error: &JobError) -> Option<String> {
         JobError::Record(error) => of_record(error)?,
         JobError::Channel(error) => of_channel(error),
         JobError::Afterwards { source, .. } => of_job(source)?,
+        JobError::Unwritten { reason, .. } if reason.contains("No space left") || reason.contains("quota") => {
+            ROOM.into()
+        }
+        JobError::Qmp(error) => of_qmp(error)?,
         JobError::TimedOut { .. } => "; give it more time, more bandwidth, or --on-timeout pause".into(),
         _ => return None,
     })
@@ -245,6 +252,9 @@ fn of_job(error: &JobError) -> Option<String> {
 fn of_clone(error: &CloneError) -> Option<String> {
     Some(match error {
         CloneError::Running { .. } => "; end it with limosa clone stop, or give --force".into(),
+        CloneError::NotMappable { .. } => {
+            "; make it so with limosa snapshot seal, or use --memory auto, which gives each clone a copy".into()
+        }
         CloneError::Memory { .. } => "; use --memory auto, which gives each clone a copy".into(),
         CloneError::Unknown { .. } => "; limosa clone list shows those that there are".into(),
         CloneError::Job(error) => of_job(error)?,
@@ -270,9 +280,25 @@ fn of_resume(error: &ResumeError) -> Option<String> {
     })
 }
 
+/// The remedy for a monitor at whose address nothing answers.
+fn of_qmp(error: &QmpError) -> Option<String> {
+    match error {
+        QmpError::Connect { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
+            Some("; run limosa as root or as QEMU's user".into())
+        }
+        QmpError::Connect { .. } => Some("; is its QEMU running, with -qmp unix:PATH,server=on,wait=off?".into()),
+        _ => None,
+    }
+}
+
+/// The remedy for a full disk.
+const ROOM: &str = "; free some space or choose another directory";
+
 fn of_snapshot(error: &SnapshotError) -> Option<String> {
     match error {
         SnapshotError::Exists { .. } => Some("; choose another name, or give --force to replace it".into()),
+        SnapshotError::Full { .. } => Some(ROOM.into()),
+        SnapshotError::Recorded { .. } => Some("; limosa import makes a snapshot of a recorded stream".into()),
         SnapshotError::Structure { feature: Some(feature), .. } => Some(of_feature(feature).into()),
         _ => None,
     }
@@ -286,7 +312,8 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         let resume = || cause.downcast_ref().and_then(of_resume);
         let snapshot = || cause.downcast_ref().and_then(of_snapshot);
         let clone = || cause.downcast_ref().and_then(of_clone);
-        let found = job.or_else(clone).or_else(record).or_else(resume).or_else(snapshot);
+        let qmp = || cause.downcast_ref().and_then(of_qmp);
+        let found = job.or_else(clone).or_else(record).or_else(resume).or_else(snapshot).or_else(qmp);
         if found.is_some() {
             return found;
         }
@@ -306,15 +333,20 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
     error.chain().find_map(of_one).unwrap_or_default()
 }
 
-/// The failure of a listener that expects so many multifd channels, with a remedy where they did not come together.
+/// The failure of a listener that expects `channels` multifd channels, with a remedy where they did not come together.
 pub(crate) fn with_channels(error: MigrateError, channels: u8) -> anyhow::Error {
     match &error {
-        MigrateError::Missing { refused: Some(why), .. } if !of(why).is_empty() => anyhow!("{error}{}", of(why)),
+        MigrateError::Missing { refused: Some(why), .. } if !of(why).is_empty() => {
+            anyhow!("{}{}", error_line(&error), of(why))
+        }
         MigrateError::Channels(_) | MigrateError::Missing { .. } if channels == 0 => {
-            anyhow!("{error}; start it at the source, to this address")
+            anyhow!("{}; start it at the source, to this address", error_line(&error))
         }
         MigrateError::Channels(_) | MigrateError::Missing { .. } => {
-            anyhow!("{error}; set multifd on and multifd-channels to {channels} at the source, and start its migration")
+            anyhow!(
+                "{}; set multifd on and multifd-channels to {channels} at the source, and start its migration",
+                error_line(&error)
+            )
         }
         _ => error.into(),
     }

@@ -20,7 +20,7 @@ use crate::import::Stored;
 use crate::job::{self, JobHandles};
 use crate::remedy;
 use crate::words;
-use limosa_console::{print_out, say};
+use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
@@ -99,7 +99,7 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
         } else {
             "the guest stalls where it accesses missing memory"
         };
-        return anyhow::anyhow!("{error}; {what}; recover with: {how}");
+        return anyhow::anyhow!("{}; {what}; recover with: {how}", error_line(&error));
     }
     if refused || args.recover {
         return error.into();
@@ -115,31 +115,32 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
 }
 
 pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
-    RestoreOptions {
-        mode: match args.memory {
-            // The converted file is gone with this process, so no other could continue from it.
-            _ if converted => RestoreMode::Eager,
-            MemoryArg::Auto => RestoreMode::Auto,
-            MemoryArg::Mapped => RestoreMode::Mapped,
-            MemoryArg::Lazy => RestoreMode::Lazy,
-            MemoryArg::Eager => RestoreMode::Eager,
-        },
-        transport: args.via.into(),
-        listen: args.listen.clone(),
-        channels: args.channels.channels.map(|count| RestoreChannels {
-            count,
-            compression: args.channels.compression,
-            detect_zero: args.zero_page_detection == ZeroPageDetectionArg::Multifd,
-            zero_copy: args.zero_copy,
-        }),
-        preempt: args.preempt,
-        run: match (args.run, args.paused) {
-            (true, _) => RunChoice::Run,
-            (_, true) => RunChoice::Paused,
-            _ => RunChoice::AsSaved,
-        },
-        disks: args.disks.into(),
-    }
+    let mut options = RestoreOptions::default();
+    options.mode = match args.memory {
+        // The converted file is gone with this process, so no other could continue from it.
+        _ if converted => RestoreMode::Eager,
+        MemoryArg::Auto => RestoreMode::Auto,
+        MemoryArg::Mapped => RestoreMode::Mapped,
+        MemoryArg::Lazy => RestoreMode::Lazy,
+        MemoryArg::Eager => RestoreMode::Eager,
+    };
+    options.transport = args.via.into();
+    options.listen = args.listen.clone();
+    options.channels = args.channels.channels.map(|count| {
+        let mut channels = RestoreChannels::new(count);
+        channels.compression = args.channels.compression;
+        channels.detect_zero = args.zero_page_detection == ZeroPageDetectionArg::Multifd;
+        channels.zero_copy = args.zero_copy;
+        channels
+    });
+    options.preempt = args.preempt;
+    options.run = match (args.run, args.paused) {
+        (true, _) => RunChoice::Run,
+        (_, true) => RunChoice::Paused,
+        _ => RunChoice::AsSaved,
+    };
+    options.disks = args.disks.into();
+    options
 }
 
 /// Tells when the guest is there: the moment that a restore is about.

@@ -12,7 +12,9 @@ use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.qmp)?;
-    let resumed = resume(&monitor, &ResumeOptions { force: args.force, ..ResumeOptions::default() })?;
+    let mut options = ResumeOptions::default();
+    options.force = args.force;
+    let resumed = resume(&monitor, &options)?;
     let takeover = &resumed.takeover;
     for remark in &takeover.remarks {
         tracing::info!("{remark}");

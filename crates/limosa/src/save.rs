@@ -5,9 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use limosa_control::Job;
-use limosa_qemu::{
-    DiskPolicy, NotConverging, OnTimeout, SaveOptions, SaveReport, TransportChoice, Watch, Watchdog, save,
-};
+use limosa_qemu::{DiskPolicy, NotConverging, OnTimeout, SaveOptions, SaveReport, TransportChoice, Watchdog, save};
 use limosa_snapshot::{Disk, Transport};
 use serde_json::json;
 
@@ -21,7 +19,8 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let handles = JobHandles::new(&args.job, Job::Save, "saving", false)?;
     let limited = || handles.engine.control.max_bandwidth().is_some();
     let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
-    let watch = Watch { not_converging: Some(&not_converging), ..handles.watch() };
+    let mut watch = handles.watch();
+    watch.not_converging = Some(&not_converging);
     let report = save(&monitor, &args.snapshot, &options(args), watch, || {
         Ok(Some(Watchdog::spawn(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp())?))
     });
@@ -68,22 +67,22 @@ fn options(args: &SaveArgs) -> SaveOptions {
         OnTimeoutArg::Pause => OnTimeout::Pause,
         OnTimeoutArg::Cancel => OnTimeout::Cancel,
     };
-    SaveOptions {
-        transport: args.via.into(),
-        listen: args.listen.clone(),
-        channels: args.channels.channels,
-        compression: args.channels.compression,
-        stop: args.stop,
-        background: args.background,
-        replace: args.new.force,
-        checksum: args.new.checksum,
-        downtime: args.downtime,
-        timeout: args.timeout.map(|limit| (limit, on_timeout)),
-        disks: args.disks.into(),
-        overlay_dir: args.overlay_dir.clone(),
-        durability: args.new.durability(),
-        hint_wait: args.hint_wait,
-    }
+    let mut options = SaveOptions::default();
+    options.transport = args.via.into();
+    options.listen = args.listen.clone();
+    options.channels = args.channels.channels;
+    options.compression = args.channels.compression;
+    options.stop = args.stop;
+    options.background = args.background;
+    options.replace = args.new.force;
+    options.checksum = args.new.checksum;
+    options.downtime = args.downtime;
+    options.timeout = args.timeout.map(|limit| (limit, on_timeout));
+    options.disks = args.disks.into();
+    options.overlay_dir = args.overlay_dir.clone();
+    options.durability = args.new.durability();
+    options.hint_wait = args.hint_wait;
+    options
 }
 
 /// The line about a save that does not converge, with what can be done about it.

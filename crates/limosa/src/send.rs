@@ -22,7 +22,7 @@ use crate::job::JobHandles;
 use crate::remedy;
 use crate::restore;
 use crate::words;
-use limosa_console::{print_out, say};
+use limosa_console::{error_line, print_out, say};
 
 /// How long a destination may take to be reached, and to answer for the first time.
 const REACH_WITHIN: Duration = Duration::from_secs(60);
@@ -143,7 +143,10 @@ fn send(
             let finished = if sent.answered { end.finish(patience) } else { end.finish_unanswered(patience) };
             match finished {
                 Err(error) if sent.answered => {
-                    return Err(anyhow!("everything was sent and the destination reported success, but {error}"));
+                    return Err(anyhow!(
+                        "everything was sent and the destination reported success, but {}",
+                        error_line(&error)
+                    ));
                 }
                 finished => finished?,
             }

@@ -1,4 +1,5 @@
-//! QEMU's command line, as far as it has to be read: options with their values, `key=value` lists, JSON objects, sizes.
+//! The parts of QEMU's command line that limosa reads: options with their values, `key=value` lists, JSON objects,
+//! sizes.
 //!
 //! Facts (QEMU's documentation, "Invocation" and util/keyval): options have one dash or two; a list's first element may
 //! be a value without its key; a comma in a value is written twice; a size without a suffix is in bytes, that of `-m`
@@ -101,7 +102,7 @@ pub fn program(args: &[OsString]) -> usize {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Properties {
     list: Vec<(String, String)>,
-    /// Whether it was, and is to be, a JSON object.
+    /// Whether it was, and will be, a JSON object.
     json: Option<serde_json::Map<String, Value>>,
 }
 

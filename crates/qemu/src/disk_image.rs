@@ -12,9 +12,8 @@ use std::time::Duration;
 use limosa_image::chain::{OpenOptions, open};
 use limosa_image::reference::{BackingOverride, Reference};
 use limosa_image::{BlockStatus, Format, GuestOffset, ImageError, Policy};
+use limosa_snapshot::with_causes;
 use limosa_storage::{LockPolicy, block_on};
-
-use crate::job::with_causes;
 
 /// Time that the metadata of an image may take to read.
 const READ_WITHIN: Duration = Duration::from_secs(60);
@@ -71,7 +70,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs a program of QEMU's; false where there is none.
+    /// Runs a program of QEMU's; false where it is missing.
     fn ran(program: &str, arguments: &[&str], image: &Path) -> bool {
         let status = Command::new(program).args(arguments).arg(image).stdout(Stdio::null()).status();
         status.is_ok_and(|status| status.success())

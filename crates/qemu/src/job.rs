@@ -14,13 +14,22 @@ use crate::watchdog::WatchdogError;
 
 /// The handles by which a running job is watched and reached into.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub struct Watch<'a> {
     /// Stops the job, changes its rate, and shows its progress.
     pub handle: &'a Handle,
-    /// Is told, in a line each, what a person should know while it runs.
+    /// Receives notices for a person while the job runs, one line each.
     pub notice: &'a (dyn Fn(&str) + Sync),
     /// Called at most once, during a save that does not converge and has no time limit.
     pub not_converging: Option<&'a (dyn Fn(&NotConverging) + Sync)>,
+}
+
+impl<'a> Watch<'a> {
+    /// Handles of a job whose convergence nobody watches.
+    #[must_use]
+    pub fn new(handle: &'a Handle, notice: &'a (dyn Fn(&str) + Sync)) -> Self {
+        Self { handle, notice, not_converging: None }
+    }
 }
 
 impl std::fmt::Debug for Watch<'_> {
@@ -37,8 +46,8 @@ pub struct NotConverging {
     pub rounds: u64,
     /// Bytes of memory that were dirty at the beginning of the last one.
     pub remaining: u64,
-    /// Whether the same save in the background ([`SaveOptions::background`](crate::SaveOptions)) is possible, as far as
-    /// QEMU and the other options tell.
+    /// Whether the same save in the background ([`SaveOptions::background`](crate::SaveOptions)) is possible,
+    /// judged by QEMU and the other options.
     pub background: bool,
 }
 
@@ -71,7 +80,7 @@ pub enum JobError {
     Channel(#[from] ChannelError),
 
     /// A file, directory or process that the job needs: what was tried with it failed.
-    #[error("cannot {what} {}: {source}", path.display())]
+    #[error("cannot {what} {}", path.display())]
     Path {
         /// The operation.
         what: &'static str,
@@ -98,7 +107,7 @@ pub enum JobError {
     },
 
     /// QEMU gave up writing the file.
-    #[error("{}: QEMU gave up writing it: {reason}; nothing was kept{}", path.display(), room(reason))]
+    #[error("{}: QEMU gave up writing it: {reason}; nothing was kept", path.display())]
     Unwritten {
         /// The file that there was to be.
         path: PathBuf,
@@ -107,7 +116,7 @@ pub enum JobError {
     },
 
     /// The snapshot is in place, but what was to follow failed.
-    #[error("the snapshot {} is whole and in place, but then: {source}", path.display())]
+    #[error("the snapshot {} is whole and in place, but a later step failed", path.display())]
     Afterwards {
         /// The snapshot.
         path: PathBuf,
@@ -141,30 +150,5 @@ impl JobError {
     /// A refusal because of a conflict that options or another command resolve.
     pub(crate) fn conflict(why: impl Into<String>, conflict: Conflict) -> Self {
         Self::Refused { why: why.into(), conflict: Some(conflict) }
-    }
-}
-
-/// Returns an error with its causes in one line, for messages that are no errors themselves.
-pub(crate) fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let text = error.to_string();
-        // A transparent error shows its cause as its own.
-        if !line.contains(&text) {
-            line.push_str(": ");
-            line.push_str(&text);
-        }
-        cause = error.source();
-    }
-    line
-}
-
-/// Returns advice for QEMU's reason, if a person can act on it.
-fn room(reason: &str) -> &'static str {
-    if reason.contains("No space left") || reason.contains("quota") {
-        ": free some space or choose another directory"
-    } else {
-        ""
     }
 }

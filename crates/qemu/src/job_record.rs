@@ -13,7 +13,6 @@
 //!
 //! Every client of the monitor can read it, so nothing secret may be in it.
 
-use std::fmt;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -46,8 +45,9 @@ pub(crate) fn overlay_digits(snapshot: Uuid) -> String {
 }
 
 /// The kind of a job.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum JobKind {
     /// `limosa save`.
     Save,
@@ -55,16 +55,7 @@ pub enum JobKind {
     Restore,
 }
 
-impl fmt::Display for JobKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Save => "save",
-            Self::Restore => "restore",
-        })
-    }
-}
-
-/// How far a job has come, as far as it matters to the process that takes over.
+/// How far a job has come, for the process that takes over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobPhase {
@@ -215,7 +206,7 @@ impl JobRecord {
         Err(refused.into())
     }
 
-    /// Checks that no job has left a record, so that a second job is told of the first one and not of its traces.
+    /// Checks that no job has left a record, so that a second job reports the first one and not its traces.
     ///
     /// # Errors
     /// [`JobRecordError::Busy`], [`JobRecordError::Elsewhere`] or [`JobRecordError::LeftOver`] if there is one.
@@ -262,7 +253,7 @@ impl JobRecord {
         Ok(())
     }
 
-    /// The record that is there; `None` if there is none.
+    /// Returns the record in QEMU, if there is one.
     ///
     /// # Errors
     /// [`JobRecordError::Unreadable`], the monitor's.
@@ -274,7 +265,7 @@ impl JobRecord {
         }
     }
 
-    /// Takes the record away. It is no error if there is none.
+    /// Removes the record. Its absence is no error.
     ///
     /// # Errors
     /// The monitor's.

@@ -10,6 +10,7 @@ use crate::takeover::{Actor, Outcome, Seen, Takeover, take_over};
 
 /// Options of [`resume`].
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ResumeOptions {
     /// Take over from a job of another host or container, and continue a VM that no job of limosa's has stopped.
     pub force: bool,

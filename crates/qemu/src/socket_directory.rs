@@ -21,7 +21,7 @@ use crate::monitor::Monitor;
 use crate::process;
 use crate::qmp::Peer;
 
-/// The longest name of a socket in the directory. A socket's address has room for 107 bytes, of which `/limosa-`, the
+/// The longest name of a socket in the directory. A socket's address has room for 107 bytes; `/limosa-`, the
 /// directory's number, `/` and this are 57.
 const LONGEST_NAME: usize = 16;
 
@@ -29,7 +29,7 @@ const LONGEST_NAME: usize = 16;
 #[derive(Debug)]
 pub struct SocketDirectory {
     directory: PathBuf,
-    /// The directory itself, whatever has its name by now.
+    /// The directory itself, even if another has its name by now.
     opened: OwnedFd,
     /// User and group of QEMU, where they are not this process's own.
     other: Option<(u32, u32)>,

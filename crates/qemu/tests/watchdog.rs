@@ -1,7 +1,7 @@
 //! The watchdog, with jobs that are killed with SIGKILL at every kind of moment, against stock QEMU.
 //!
 //! This executable plays all parts: started with `watchdog` it is the watchdog, with `job` a limosa that works on a VM,
-//! and otherwise the tests, of which a name or part of one may be given.
+//! and otherwise the tests; the name of one or a part of it may be given.
 
 mod stock;
 

@@ -1,4 +1,4 @@
-//! How long it takes until a file of so many MiB is durable, with and without write-back while it is being written.
+//! How long it takes until a file of N MiB is durable, with and without write-back while it is being written.
 //!
 //! `cargo run --release -p limosa-snapshot --example write_behind -- DIRECTORY MIB [ROUNDS]`
 
@@ -34,7 +34,8 @@ fn main() -> Result<(), Failure> {
 fn run(target: &Path, mib: u64, write_behind: bool) -> Result<(Duration, Duration), Failure> {
     let chunk: Vec<u8> = (0..1_u32 << 18).flat_map(|word| word.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
     let pages: Vec<_> = chunk.chunks_exact(4096).map(IoSlice::new).collect();
-    let options = WriteOptions { write_behind, ..WriteOptions::default() };
+    let mut options = WriteOptions::new();
+    options.write_behind = write_behind;
     let mut writer = SnapshotWriter::new(UnnamedFile::create(target, true)?, options)?;
     writer.begin(&StreamSetup {
         configuration: Configuration::new("pc-q35-10.0"),

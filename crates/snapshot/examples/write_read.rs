@@ -10,7 +10,7 @@ use limosa_stream::{Configuration, RamBlock};
 
 const PAGE: usize = 4096;
 
-/// What a stream has behind the RAM: one device of 8 bytes, the end, and the JSON that describes the device.
+/// The part of a stream behind the RAM: one device of 8 bytes, the end, and the JSON that describes the device.
 fn device_tail() -> Result<Vec<u8>, Box<dyn Error + Send + Sync>> {
     let json = br#"{"devices":[{"name":"timer","instance_id":0,"fields":[{"name":"t","type":"b","size":8}]}]}"#;
     let mut tail = b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x01".to_vec();

@@ -49,7 +49,8 @@ pub fn adopt(pending: UnnamedFile, manifest: Manifest, options: WriteOptions) ->
     manifest.pages =
         PageStatistics { normal, zero: pages - normal, explicit_zero, hinted: None, punched, ..manifest.pages };
     seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
-    let length = seal::append_trailer(&file, &layout, (&memory, &devices), &manifest, options.checksum)?;
+    let contents = seal::Contents { layout: &layout, memory: &memory, devices: &devices };
+    let length = seal::append_trailer(&file, &contents, &manifest, options.checksum)?;
     let path = pending.publish(options.durability)?;
     Ok(Published { path, manifest, length, write_behind_requests: 0 })
 }

@@ -15,12 +15,13 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::panic::resume_unwind;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use limosa_page::{AtomicPageBitmap, PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, to_usize};
 use limosa_stream::mapped_ram::Layout;
+use parking_lot::Mutex;
 
 use crate::error::SnapshotError;
 use crate::layout::Memory;
@@ -44,7 +45,7 @@ pub(crate) fn count(places: &[StoredRange]) -> u64 {
     places.iter().map(|place| place.pages.div_ceil(CHUNK_PAGES)).sum()
 }
 
-/// A RAM block of a snapshot: its number, where it lies, and which of its pages are stored.
+/// A RAM block of a snapshot: its number, its place, and which of its pages are stored.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StoredBlock<'a> {
     pub(crate) index: usize,
@@ -251,7 +252,7 @@ impl Verifier {
                 self.check(file, &whole, self.zeros.of(chunk))?;
                 part.fill(0);
             } else if now == chunk {
-                // A whole chunk is verified where it lies, which costs no reading.
+                // A whole chunk is verified in place, which costs no reading.
                 file.read_pages(place, stored, chunk, part)?;
                 self.check(file, &whole, crc32c::crc32c(part))?;
             } else if let Some(cached) = self.cached(whole.index) {
@@ -318,12 +319,12 @@ impl Verifier {
     }
 
     fn cached(&self, global: u64) -> Option<Arc<[u8]>> {
-        let cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let cache = self.cache.lock();
         cache.iter().find(|(index, _)| *index == global).map(|(_, contents)| Arc::clone(contents))
     }
 
     fn keep(&self, global: u64, contents: Arc<[u8]>) {
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = self.cache.lock();
         if cache.iter().any(|(index, _)| *index == global) {
             return;
         }

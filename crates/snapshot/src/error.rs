@@ -1,4 +1,4 @@
-//! What can go wrong with a stored VM.
+//! Errors of stored VMs.
 //!
 //! Law of this module: an error names the file, what was being done to it, the offset or the RAM block, and, where a
 //! person can do something about it, what that is.
@@ -24,7 +24,7 @@ pub enum SnapshotError {
     Locked {
         /// The file.
         path: PathBuf,
-        /// Who holds it, as far as the lock tells, and what to do.
+        /// Who holds it, according to the lock, and what to do.
         by: &'static str,
     },
     /// The name cannot be that of a snapshot file.
@@ -36,7 +36,7 @@ pub enum SnapshotError {
         why: String,
     },
     /// The file system, the quota or the process's file size limit is exhausted.
-    #[error("{}: no room left ({source}){}; nothing was kept: free some space or choose another directory", path.display(), At(*offset))]
+    #[error("{}: no room left{}; nothing was kept", path.display(), At(*offset))]
     Full {
         /// The file.
         path: PathBuf,
@@ -46,7 +46,7 @@ pub enum SnapshotError {
         source: io::Error,
     },
     /// A system call failed.
-    #[error("{}: cannot {operation}{}: {source}", path.display(), At(*offset))]
+    #[error("{}: cannot {operation}{}", path.display(), At(*offset))]
     Io {
         /// The operation: "write pages", "read the page bitmap of pc.ram".
         operation: String,
@@ -68,6 +68,16 @@ pub enum SnapshotError {
         what: String,
         /// The feature of QEMU's streams that is not supported, if that is what was found.
         feature: Option<Feature>,
+    },
+    /// The file is a recorded migration stream, not a mapped-ram file.
+    #[error("{}: {what} (at offset {offset:#x})", path.display())]
+    Recorded {
+        /// The file.
+        path: PathBuf,
+        /// The offset of the configuration that shows it.
+        offset: u64,
+        /// The value found, and the expected one.
+        what: String,
     },
     /// The contents of a chunk of guest memory are not those that were saved.
     #[error(
@@ -132,7 +142,7 @@ pub enum SnapshotError {
 }
 
 impl SnapshotError {
-    /// The error for a failed system call, told apart by whether room is what is missing.
+    /// Returns the error for a failed system call: `Full` if room is missing, else `Io`.
     pub(crate) fn io(
         operation: impl Into<String>,
         path: &Path,
@@ -163,4 +173,21 @@ impl std::fmt::Display for At {
             None => Ok(()),
         }
     }
+}
+
+/// Returns an error with its causes in one line, for messages that are no errors themselves.
+#[must_use]
+pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        // A transparent error shows its cause as its own.
+        if !line.contains(&text) {
+            line.push_str(": ");
+            line.push_str(&text);
+        }
+        cause = error.source();
+    }
+    line
 }

@@ -19,7 +19,8 @@ const STRIDE: u64 = 300;
 /// Returns the snapshot if all of that went well.
 ///
 /// # Errors
-/// Whatever the first of these steps found wrong. Bytes must never make it panic, or take memory without a bound.
+/// Returns the error of the first of these steps that fails. Bytes must never make it panic, or take memory without a
+/// bound.
 pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
     let path = Path::new("bytes");
     let made = rustix::fs::memfd_create("limosa-fuzz", MemfdFlags::CLOEXEC);

@@ -1,6 +1,6 @@
 //! A mapped-ram file taken apart: its layout, which pages it stores, its device state.
 //!
-//! Law of this module: whatever the bytes are, taking them apart ends in an error or in parts that lie inside the file,
+//! Law of this module: for any bytes, taking them apart ends in an error or in parts that lie inside the file,
 //! do not overlap, and use memory in proportion to what the file says is in it, up to fixed bounds.
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
@@ -106,15 +106,16 @@ impl FileLayout {
             |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
         let layout = Layout::decode(read_at, base, length).map_err(|e| match e {
             WalkError::Stream(e) => {
-                let hint = match (e.place(), e.kind()) {
-                    ("configuration", ErrorKind::Expected { what, .. }) if what.contains("mapped-ram") => {
-                        "; limosa import makes a snapshot of a recorded stream"
+                let what = format!("not a whole mapped-ram file: {}: {}", e.place(), e.kind());
+                let (path, offset, feature) = (file.path().to_path_buf(), e.offset(), e.kind().feature().cloned());
+                match (e.place(), e.kind()) {
+                    ("configuration", ErrorKind::Expected { what: expected, .. })
+                        if expected.contains("mapped-ram") =>
+                    {
+                        SnapshotError::Recorded { path, offset, what }
                     }
-                    _ => "",
-                };
-                let what = format!("not a whole mapped-ram file: {}: {}{hint}", e.place(), e.kind());
-                let (path, feature) = (file.path().to_path_buf(), e.kind().feature().cloned());
-                SnapshotError::Structure { path, offset: e.offset(), what, feature }
+                    _ => SnapshotError::Structure { path, offset, what, feature },
+                }
             }
             WalkError::Read { offset, source, .. } => file.io("read it", Some(offset), source),
             other => file.io("read it", None, std::io::Error::other(other)),
@@ -142,7 +143,7 @@ fn bitmap(file: &StoreFile, block: &MappedBlock) -> Result<PageBitmap, SnapshotE
 
 /// The device tail, and where it ends.
 fn device_bytes(file: &StoreFile, tail_offset: u64, length: u64) -> Result<(DeviceBytes, u64), SnapshotError> {
-    // Room for a trailer behind the longest tail; what lies further out is foreign.
+    // Room for a trailer behind the longest tail; bytes further out are foreign.
     let available = length.saturating_sub(tail_offset).min(TAIL_LIMIT);
     let available = usize::try_from(available)
         .map_err(|_| file.structure(tail_offset, "the device state is larger than memory"))?;

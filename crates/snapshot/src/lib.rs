@@ -10,7 +10,7 @@
 //! - [`adopt`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
 //! - [`compare`]: would it load on another QEMU; [`compare_stored`], [`compare_memory`]: how do two files differ.
-//! - [`Foreign`]: other programs' files, of which snapshots are made; [`Snapshot::export`] goes the other way.
+//! - [`Foreign`]: other programs' files, to make snapshots of; [`Snapshot::export`] goes the other way.
 //! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] tells whether its disks are still the same.
 //!
 //! # Example
@@ -83,7 +83,7 @@ pub use comparison::{
     StoredSections, compare, compare_memory, compare_stored, damage, destination_of,
 };
 pub use disks::{Difference, Disk, DiskChange, check_disks};
-pub use error::SnapshotError;
+pub use error::{SnapshotError, with_causes};
 pub use foreign::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, SaveHeader, SaveImage, XML_LIMIT,
 };

@@ -9,9 +9,9 @@
 //! file that its owner may not write is replaced all the same: that is a matter of its directory. So
 //! [`open_for_exclusive`] opens for writing where that is allowed.
 //!
-//! A mapped file is another matter: who maps it keeps the file that it has, whatever gets its name. So a VM that maps
-//! it holds a second lock, of the open file description (OFD locks, fcntl(2)), which only what writes into the file
-//! takes exclusively.
+//! A mapped file is another matter: who maps it keeps the file that it has, even when another gets its name. So a VM
+//! that maps it holds a second lock, of the open file description (OFD locks, fcntl(2)), which only what writes into
+//! the file takes exclusively.
 //!
 //! A server holds the lock shared for as long as it answers faults. A save that will replace the file holds it
 //! exclusively from before the VM is touched until the new file has the name, so that it is refused at once rather than
@@ -69,7 +69,7 @@ pub(crate) fn writing(file: impl AsFd, path: &Path) -> Result<(), SnapshotError>
 }
 
 fn take_whole(file: impl AsFd, path: &Path, kind: libc::c_int, by: &'static str) -> Result<(), SnapshotError> {
-    // SAFETY: all fields are integers, for which zeros are values: the whole file, from its beginning.
+    // SAFETY: all fields are integers, and zero is a value of each: the whole file, from its beginning.
     let mut range: libc::flock = unsafe { std::mem::zeroed() };
     #[expect(clippy::cast_possible_truncation, reason = "both are small numbers, of which the C library makes ints")]
     {

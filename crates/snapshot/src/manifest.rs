@@ -1,4 +1,4 @@
-//! What limosa knows about a stored VM and QEMU's format has no place for.
+//! Facts about a stored VM that QEMU's format has no place for.
 //!
 //! Law of this module: the manifest informs and guards, it never decides whether memory can be restored. Keys that this
 //! version does not know are kept and written back, so that an older limosa can pass on a newer one's file.
@@ -16,8 +16,9 @@ use crate::disks::Disk;
 ///
 /// Every key but the id may be absent in a file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Manifest {
-    /// The identity of this one snapshot: what an interrupted restore goes on with must have the id it began with.
+    /// The identity of this one snapshot: an interrupted restore continues only with the id it began with.
     pub id: Uuid,
     /// The limosa that wrote it.
     #[serde(default)]
@@ -64,7 +65,7 @@ pub struct Manifest {
     /// The writable disks as they were when the VM stopped; empty if the VM went on or has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
-    /// What this version does not know.
+    /// Keys that this version does not know.
     #[serde(flatten)]
     pub others: Map<String, Value>,
 }
@@ -117,23 +118,24 @@ pub enum Transport {
 /// Where the pages of a save went, in 4 KiB pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
+#[non_exhaustive]
 pub struct PageStatistics {
     /// Pages with contents in the file.
     pub normal: u64,
     /// Pages that are zero and take no room in it; holes are among them, which a source tells as zero pages.
     pub zero: u64,
     /// Pages that the stream never mentioned, as contents or as zero: the guest had hinted that they are free. They
-    /// take no room, and come back as zeros. Where they cannot be told apart this says nothing, and they are in `zero`:
-    /// in a file that QEMU has written, beside virtio-mem (what is not plugged is not mentioned either), and in records
-    /// of older versions.
+    /// take no room, and come back as zeros. Where they cannot be distinguished this says nothing, and they are in
+    /// `zero`: in a file that QEMU has written, beside virtio-mem (what is not plugged is not mentioned either), and in
+    /// records of older versions.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hinted: Option<u64>,
     /// Those of `zero` whose bit is set nevertheless, over a hole of the file: zeros that a loader must write.
     pub explicit_zero: u64,
-    /// Pages that came again after their first time, whatever they brought.
+    /// Pages that came again after their first time, changed or not.
     pub resent: u64,
     /// Pages whose earlier contents had to be taken out of the file because they ended as zero. In a file that QEMU has
-    /// written as far as the filesystem tells: it counts whole blocks of its own.
+    /// written it is the filesystem's count: it counts whole blocks of its own.
     pub punched: u64,
 }
 
@@ -152,7 +154,7 @@ pub(crate) fn now() -> u64 {
 pub struct Published {
     /// Where it is.
     pub path: PathBuf,
-    /// What its trailer says.
+    /// The contents of its trailer.
     pub manifest: Manifest,
     /// Its length in bytes, holes included.
     pub length: u64,

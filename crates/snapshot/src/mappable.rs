@@ -25,13 +25,13 @@ use crate::store::StoreFile;
 /// The bits of a file's mode that let it be written.
 const WRITABLE: Mode = Mode::WUSR.union(Mode::WGRP).union(Mode::WOTH);
 
-/// What [`seal_snapshot`] did.
+/// The result of [`seal_snapshot`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Sealed {
     /// Whether the file said before that it may be mapped: nothing but its mode was changed.
     pub was_mappable: bool,
-    /// Pages of which older contents were taken out of the file.
+    /// Pages whose older contents were taken out of the file.
     pub cleared: u64,
     /// Zero pages of small blocks whose bit was set, over a hole.
     pub explicit_zero: u64,
@@ -115,7 +115,7 @@ pub(crate) fn make_read_only(file: impl AsFd, path: &Path) -> Result<(), Snapsho
     rustix::fs::fchmod(file, mode - WRITABLE).map_err(failed)
 }
 
-/// Takes out of the file whatever lies in the places of pages that are not stored; returns how many pages that were.
+/// Takes all data out of the places of pages that are not stored; returns how many pages that were.
 ///
 /// Changes nothing for a reader that goes by the bitmap, so it may end at any moment and begin again.
 pub(crate) fn clear_unstored(file: &StoreFile, memory: &Memory) -> Result<u64, SnapshotError> {

@@ -1,4 +1,4 @@
-//! What a PCI device was, read from the configuration space that its section begins with.
+//! The identity of a PCI device, read from the configuration space at the beginning of its section.
 //!
 //! QEMU compares the read-only parts of that space when it loads a device, and refuses one that differs: other
 //! identifiers (`disable-legacy` changes them), another number of MSI-X vectors (queues change it, and the number of
@@ -17,7 +17,7 @@ const MSI_X: u8 = 0x11;
 /// Capabilities lie on 4 bytes behind the header's 64.
 const MOST_CAPABILITIES: usize = (SPACE - 64) / 4;
 
-/// What identifies a PCI device to a guest and to QEMU.
+/// The identity of a PCI device to a guest and to QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PciIdentity {
     /// Vendor identifier.
@@ -47,7 +47,7 @@ impl PciIdentity {
     }
 }
 
-/// MSI-X vectors of a configuration space; `None` if its list of capabilities is none.
+/// MSI-X vectors of a configuration space; `None` if its list of capabilities is broken.
 fn vectors(space: &[u8]) -> Option<u32> {
     let has_list = space.get(6)? & 0x10 != 0;
     let mut at = if has_list { usize::from(space.get(0x34)? & 0xfc) } else { 0 };

@@ -42,7 +42,7 @@ pub struct Snapshot {
 
 const DEVICES_DAMAGED: &str = "the device state is not the one that was saved: its checksum differs";
 
-/// What must not change while the file is open.
+/// Facts that must not change while the file is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -86,8 +86,8 @@ impl Snapshot {
         Self::from_file_at(file, path, 0)
     }
 
-    /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. QEMU, told to read such a file
-    /// by itself, would have to be told so.
+    /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. QEMU, ordered to read such a file
+    /// by itself, would have to be given it.
     pub(crate) fn from_file_at(file: File, path: &Path, base: u64) -> Result<Self, SnapshotError> {
         let file = StoreFile::new(file, path);
         let stat = file.stat()?;
@@ -156,9 +156,9 @@ impl Snapshot {
 
     /// Whether the file is still as long as, and not written since, it was opened.
     ///
-    /// That is told by its length and modification time. The change time would also show a write whose modification
+    /// Its length and modification time show that. The change time would also show a write whose modification
     /// time a program set back, but it moves just as well when the file is renamed, linked, or given another owner or
-    /// mode, all of which leave a restore that is under way alone; the kernel has nothing that tells these apart. With
+    /// mode, and these leave a restore that is under way alone; the kernel has nothing that tells these apart. With
     /// checksums such a write is found all the same, because what is read is verified at each reading.
     ///
     /// # Errors
@@ -222,12 +222,12 @@ impl Snapshot {
         self.trailer.manifest.as_ref()
     }
 
-    /// Why there is no manifest, if there is none.
+    /// Returns the reason why the file has no manifest, if it lacks one.
     pub fn without_manifest(&self) -> Option<&str> {
         self.trailer.without.as_deref()
     }
 
-    /// What a person should know about the file before relying on it.
+    /// Returns warnings for a person who relies on the file.
     pub fn warnings(&self) -> &[String] {
         &self.trailer.warnings
     }
@@ -273,7 +273,7 @@ impl Snapshot {
         mappable::make_read_only(self.file.fd(), self.file.path())
     }
 
-    /// Where everything lies in the file; its configuration has the capability `mapped-ram`.
+    /// Returns the places of the file; its configuration has the capability `mapped-ram`.
     pub fn layout(&self) -> &Layout {
         &self.parts.layout
     }
@@ -318,7 +318,7 @@ impl Snapshot {
         Some(Checksums { chunks, devices: checksum::of_devices(&self.parts.layout, self.parts.devices.bytes()) })
     }
 
-    /// Bytes that the file takes on the disk; 0 if that cannot be told.
+    /// Bytes that the file takes on the disk; 0 if that is unknown.
     pub fn allocated(&self) -> u64 {
         let blocks = self.file.stat().map_or(0, |stat| stat.st_blocks);
         blocks.cast_unsigned().saturating_mul(512)
@@ -421,7 +421,7 @@ impl PageSource for Snapshot {
         Ok(Self::still_whole(self)?)
     }
 
-    /// Verifies the checksums of the chunks that the pages are in, as far as that was not done before: a bitmap that
+    /// Verifies the checksums of the chunks that the pages are in, unless that was done before: a bitmap that
     /// lost some bits of a chunk is found so.
     fn confirm_zero(&self, block: usize, pages: PageRange) -> Result<(), PageError> {
         Ok(self.verify(block, pages)?)

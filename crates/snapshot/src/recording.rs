@@ -1,4 +1,5 @@
-//! What is in a file that a migration stream was recorded into (`migrate exec:cat>FILE`, `file:FILE`, `virsh save`).
+//! The contents of a file that a migration stream was recorded into (`migrate exec:cat>FILE`, `file:FILE`, `virsh
+//! save`).
 //!
 //! Such a file has every page in the order it was sent, again and again as the guest wrote to it, so it can only be
 //! read from its beginning: it is summarized here, not served.
@@ -23,13 +24,13 @@ use rustix::fs::SeekFrom;
 /// Summarizes a snapshot, a recorded stream or a libvirt save image.
 ///
 /// # Errors
-/// If the file cannot be read, is none of these, or cannot be unpacked.
+/// If the file cannot be read, is of another kind, or cannot be unpacked.
 pub fn summarize(path: &Path) -> Result<Summary, ForeignError> {
     Foreign::open(path, None)?.summary()
 }
 
 impl Foreign {
-    /// What is in the file.
+    /// The contents of the file.
     ///
     /// # Errors
     /// As [`summarize`]; or if this is a pipe, which can be read only once.
@@ -113,7 +114,7 @@ fn summarize_stream(
     Ok(recording.finish())
 }
 
-/// Reads from `begin` to the end, at most [`TAIL_LIMIT`] bytes, of which `tail` has been read before.
+/// Reads from `begin` to the end, at most [`TAIL_LIMIT`] bytes; `tail` has been read before.
 fn read_tail(
     mut tail: Vec<u8>,
     begin: u64,

@@ -1,4 +1,5 @@
-//! What is written last, when the pages are in place: the frame around them, and the trailer behind the stream.
+//! The parts that are written last, when the pages are in place: the frame around them, and the trailer behind the
+//! stream.
 
 use limosa_page::{BrokenInvariant, PageBitmap, invariant, to_u64};
 use limosa_stream::Configuration;
@@ -47,14 +48,24 @@ pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, m
     }
 }
 
+/// The contents that a trailer describes.
+pub(crate) struct Contents<'a> {
+    /// Places of the file.
+    pub(crate) layout: &'a Layout,
+    /// The stored pages.
+    pub(crate) memory: &'a Memory,
+    /// The device state.
+    pub(crate) devices: &'a DeviceBytes,
+}
+
 /// Writes the trailer behind the stream, which ends with the device state; returns the file's length then.
 pub(crate) fn append_trailer(
     file: &StoreFile,
-    layout: &Layout,
-    (memory, devices): (&Memory, &DeviceBytes),
+    contents: &Contents<'_>,
     manifest: &Manifest,
     checksum: bool,
 ) -> Result<u64, SnapshotError> {
+    let Contents { layout, memory, devices } = *contents;
     let stream_end = layout.tail_offset.saturating_add(devices.bytes().len() as u64);
     is_behind_stream(layout, devices.state().end, stream_end)
         .map_err(|broken| SnapshotError::Internal { path: file.path().to_path_buf(), broken })?;

@@ -20,7 +20,7 @@ use crate::error::SnapshotError;
 /// memory.
 const PREFILLED_BELOW: u64 = 64 << 20;
 
-/// Where a RAM block lies in the file.
+/// Where a RAM block is in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StoredRange {
     /// The block's name.

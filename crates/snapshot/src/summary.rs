@@ -1,4 +1,4 @@
-//! What is in a snapshot file, for people and programs to look at.
+//! The contents of a snapshot file, for people and programs.
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
 use limosa_stream::DeviceSection;
@@ -33,18 +33,18 @@ pub struct Summary {
     pub blocks: Vec<BlockSummary>,
     /// Device sections in stream order.
     pub devices: Vec<DeviceSummary>,
-    /// What the device sections are made of; for comparisons, and too long to print.
+    /// Fields of the device sections; for comparisons, and too long to print.
     #[serde(skip)]
     pub vmdescs: Vec<DeviceVmdesc>,
     /// limosa's record.
     pub manifest: Option<Manifest>,
-    /// Why there is none.
+    /// The reason for its absence.
     pub without_manifest: Option<String>,
     /// Whether checksums of the memory were recorded.
     pub checksums: bool,
-    /// What libvirt recorded, if this is a save image of its.
+    /// libvirt's record, if this is its save image.
     pub libvirt: Option<SaveImageSummary>,
-    /// What a person should know.
+    /// Warnings for a person.
     pub warnings: Vec<String>,
 }
 
@@ -89,7 +89,7 @@ pub struct BlockSummary {
     pub stored: u64,
     /// Pages whose bit is clear: they are zero.
     pub zero: u64,
-    /// Where page 0 lies, or would lie, in the file; none in a recorded stream, where pages have no place of their own.
+    /// Where page 0 is, or would be, in the file; none in a recorded stream, where pages have no place of their own.
     pub pages_offset: Option<u64>,
 }
 
@@ -158,8 +158,8 @@ impl Snapshot {
     }
 }
 
-/// What the sections are made of. The text was proven to describe them when the file was opened; one that is too long
-/// to keep all names of leaves a comparison without them.
+/// Returns the fields of the sections. The text was proven to describe them when the file was opened; one that is too
+/// long to keep all names of leaves a comparison without them.
 pub(crate) fn vmdescs(json: &[u8]) -> Vec<DeviceVmdesc> {
     vmdesc::decode(json).unwrap_or_default()
 }

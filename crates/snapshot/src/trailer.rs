@@ -1,4 +1,4 @@
-//! What stands behind QEMU's stream in the same file.
+//! The trailer: limosa's records behind QEMU's stream in the same file.
 //!
 //! Stock QEMU stops reading at the end of its VM description, so one file holds both and one rename publishes both.
 //! Behind the description follow, without padding:
@@ -128,7 +128,7 @@ fn u64_le(words: &mut &[u8]) -> u64 {
     words.split_off(..8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
-/// What is recorded of a file's contents with `--checksum`.
+/// Checksums of a file's contents, recorded with `--checksum`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Checksums {
     /// crc32c of each chunk of each RAM block, in order.
@@ -157,16 +157,16 @@ pub(crate) fn encode(manifest: &Manifest, checksums: Option<&Checksums>, offset:
     Ok(bytes)
 }
 
-/// What could be made of a file's trailer.
+/// The result of parsing a file's trailer.
 #[derive(Debug, Default)]
 pub(crate) struct Trailer {
     /// The manifest, if it is there and whole.
     pub(crate) manifest: Option<Manifest>,
-    /// Why there is none.
+    /// The reason for its absence.
     pub(crate) without: Option<String>,
     /// The checksums, if they were recorded and are whole.
     pub(crate) checksums: Option<Checksums>,
-    /// What a person should know: each is one sentence without a full stop.
+    /// Warnings for a person: each is one sentence without a full stop.
     pub(crate) warnings: Vec<String>,
 }
 

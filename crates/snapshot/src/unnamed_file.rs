@@ -375,7 +375,7 @@ fn is_temporary_of(found: &[u8], prefix: &[u8]) -> bool {
         && random.iter().skip(1).all(u8::is_ascii_hexdigit)
 }
 
-/// Removes what killed saves to the same target have left; never fails, a stranger's file is none of our business.
+/// Removes what killed saves to the same target have left; never fails, a stranger's file does not concern limosa.
 fn sweep(directory: &OwnedFd, name: &OsStr) {
     let prefix = temporary_prefix(name);
     let Ok(entries) = fs::Dir::read_from(directory) else { return };

@@ -13,10 +13,12 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
 
 /// Bytes between two requests for write-back: large enough for sequential I/O, small against what a disk takes in a
 /// second.
@@ -77,7 +79,7 @@ impl WriteBehind {
         Ok(Self { write_back, thread: Some(thread) })
     }
 
-    /// Says that so many bytes were written; never blocks on the disk.
+    /// Reports that `bytes` were written; never blocks on the disk.
     pub fn wrote(&self, bytes: u64) {
         let before = self.write_back.fresh.fetch_add(bytes, Ordering::Relaxed);
         // Exactly one caller sees the step being crossed.
@@ -105,7 +107,7 @@ impl Drop for WriteBehind {
 
 impl WriteBack {
     fn call(&self) {
-        *self.due.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.due.lock() = true;
         self.wake.notify_one();
     }
 
@@ -115,14 +117,12 @@ impl WriteBack {
 
     /// Sleeps until called, or for the period.
     fn sleep(&self, period: Option<Duration>) {
-        let guard = self.due.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut guard = match period {
-            None => self.wake.wait_while(guard, |due| !*due).unwrap_or_else(PoisonError::into_inner),
-            Some(period) => {
-                self.wake.wait_timeout_while(guard, period, |due| !*due).unwrap_or_else(PoisonError::into_inner).0
-            }
-        };
-        *guard = false;
+        let mut due = self.due.lock();
+        match period {
+            None => self.wake.wait_while(&mut due, |due| !*due),
+            Some(period) => _ = self.wake.wait_while_for(&mut due, |due| !*due, period),
+        }
+        *due = false;
     }
 
     fn follow_reports(&self, file: &File) {

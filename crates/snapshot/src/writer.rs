@@ -30,6 +30,7 @@ use crate::write_behind::WriteBehind;
 
 /// How a snapshot file is finished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WriteOptions {
     /// Whether the file must survive a power cut before it gets its name.
     pub durability: Durability,
@@ -40,9 +41,17 @@ pub struct WriteOptions {
     pub write_behind: bool,
 }
 
+impl WriteOptions {
+    /// The default: synced, without checksums, written back early.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { durability: Durability::Synced, checksum: false, write_behind: true }
+    }
+}
+
 impl Default for WriteOptions {
     fn default() -> Self {
-        Self { durability: Durability::Synced, checksum: false, write_behind: true }
+        Self::new()
     }
 }
 
@@ -60,13 +69,13 @@ pub struct SnapshotWriter {
     resent: u64,
 }
 
-/// What arrived for one RAM block.
+/// Pages that arrived for one RAM block.
 #[derive(Debug)]
 struct Receiving {
     place: StoredRange,
     /// Pages whose last word was contents.
     stored: PageBitmap,
-    /// Pages for which there is, or was, something in the file.
+    /// Pages that have, or had, contents in the file.
     written: PageBitmap,
     /// Pages that were mentioned at all.
     seen: PageBitmap,
@@ -168,7 +177,8 @@ impl SnapshotWriter {
         let mut manifest = manifest;
         manifest.pages = self.statistics();
         seal::complete(&mut manifest, &layout.configuration, &memory, &devices);
-        let length = seal::append_trailer(file, layout, (&memory, &devices), &manifest, options.checksum)?;
+        let contents = seal::Contents { layout, memory: &memory, devices: &devices };
+        let length = seal::append_trailer(file, &contents, &manifest, options.checksum)?;
         Ok((manifest, length))
     }
 }
@@ -196,7 +206,7 @@ impl Receiving {
         stale
     }
 
-    /// Pages of which nothing was said.
+    /// Pages that the stream did not mention.
     fn unmentioned(&self) -> u64 {
         self.place.pages - self.seen.count()
     }

@@ -1,7 +1,7 @@
 //! One node of QEMU's block layer as a command line describes it, in JSON or as a list of keys.
 //!
 //! An overlay is put over a node by making the node the overlay's backing image, as it is described: its driver, its
-//! options and what it was told about the images below it stay. Only its name and how a guest's requests are treated go
+//! options and its references to the images below it stay. Only its name and how a guest's requests are treated go
 //! up to the overlay.
 
 use limosa_qemu::command_line::Properties;

@@ -113,7 +113,7 @@ pub(crate) struct StopClonesArgs {
     #[arg(value_name = "DIR")]
     pub(crate) dir: PathBuf,
 
-    /// Which; all if none is named
+    /// Names of the clones (default: all)
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
 
@@ -128,7 +128,7 @@ pub(crate) struct RemoveClonesArgs {
     #[arg(value_name = "DIR")]
     pub(crate) dir: PathBuf,
 
-    /// Which; all if none is named
+    /// Names of the clones (default: all)
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
 

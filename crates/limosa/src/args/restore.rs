@@ -70,11 +70,11 @@ pub(crate) struct HowArgs {
     #[arg(long, value_parser = preempt(), action = ArgAction::Set, default_value = "off")]
     pub(crate) preempt: bool,
 
-    /// Run the guest, whatever state it was saved in
+    /// Run the guest, even if it was saved in another state
     #[arg(long, conflicts_with = "paused")]
     pub(crate) run: bool,
 
-    /// Leave the guest paused, whatever state it was saved in
+    /// Leave the guest paused, even if it was saved in another state
     #[arg(long)]
     pub(crate) paused: bool,
 

@@ -68,7 +68,7 @@ pub(crate) struct SaveArgs {
     #[arg(long, value_name = "TIME", value_parser = parse::time)]
     pub(crate) timeout: Option<Duration>,
 
-    /// Send memory slowly at first, at most this long, until the guest's balloon has told QEMU which pages are free.
+    /// Send memory slowly at first, at most this long, until QEMU knows from the guest's balloon which pages are free.
     /// Pages sent before that are stored
     #[arg(long, value_name = "TIME", value_parser = parse::time, conflicts_with = "background")]
     pub(crate) hint_wait: Option<Duration>,

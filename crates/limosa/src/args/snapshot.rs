@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use limosa_snapshot::Durability;
+use limosa_snapshot::{Durability, WriteOptions};
 
 #[derive(Debug, Args)]
 pub(crate) struct NewSnapshotArgs {
@@ -24,6 +24,14 @@ impl NewSnapshotArgs {
     /// Whether to wait until a power cut cannot lose the file.
     pub(crate) fn durability(&self) -> Durability {
         if self.no_sync { Durability::Unsynced } else { Durability::Synced }
+    }
+
+    /// Options of a file that limosa writes.
+    pub(crate) fn write_options(&self) -> WriteOptions {
+        let mut options = WriteOptions::new();
+        options.durability = self.durability();
+        options.checksum = self.checksum;
+        options
     }
 }
 

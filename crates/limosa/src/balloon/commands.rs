@@ -44,7 +44,7 @@ impl BalloonCommands {
         if flag(arguments, "refresh")?.unwrap_or(false) {
             self.balloon.request_statistics().map_err(remedy::with_statistics)?;
         }
-        Ok(last.map_or_else(|| json!({ "sequence": 0 }), |statistics| told(&statistics)))
+        Ok(last.map_or_else(|| json!({ "sequence": 0 }), |statistics| statistics_object(&statistics)))
     }
 
     fn begin_list(&self, arguments: &Value) -> Result<Value, CommandError> {
@@ -112,7 +112,7 @@ pub(super) fn counters(balloon: &Balloon) -> Value {
     Value::Object(counters.iter().map(|(name, number)| (name.replace('_', "-"), number.into())).collect())
 }
 
-fn told(statistics: &Statistics) -> Value {
+fn statistics_object(statistics: &Statistics) -> Value {
     let values: Map<_, _> = statistics.iter().map(|(name, value, _)| (name.to_owned(), value.into())).collect();
     json!({
         "sequence": statistics.sequence,

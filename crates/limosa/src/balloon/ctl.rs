@@ -24,7 +24,7 @@ const TICK: Duration = Duration::from_millis(10);
 const ANSWER: Duration = Duration::from_secs(10);
 
 pub(super) fn run(args: &BalloonCtlArgs) -> anyhow::Result<ExitCode> {
-    let qmp = Qmp::connect(&args.control, &Options::default()).map_err(told)?;
+    let qmp = Qmp::connect(&args.control, &Options::default()).map_err(explained)?;
     let ctl = Ctl { qmp, json: args.json };
     match &args.what {
         BalloonCtlCommand::Target { size, wait } => ctl.target(*size, *wait)?,
@@ -44,7 +44,7 @@ struct Ctl {
 
 impl Ctl {
     fn ask(&self, command: &str, arguments: Value) -> anyhow::Result<Value> {
-        self.qmp.execute(command, arguments).map_err(told)
+        self.qmp.execute(command, arguments).map_err(explained)
     }
 
     fn target(&self, size: u64, wait: Option<Duration>) -> anyhow::Result<()> {
@@ -118,7 +118,7 @@ impl Ctl {
                 let actual = number(&self.ask("query-balloon", json!({}))?, "actual");
                 Ok(Progress { driver: true, ram, actual, target: whole_pages(asked).min(ram) })
             }
-            Err(error) => Err(told(error)),
+            Err(error) => Err(explained(error)),
         }
     }
 
@@ -126,7 +126,7 @@ impl Ctl {
         let device = match self.qmp.execute("query-balloon-device", json!({})) {
             // A stock QEMU's own balloon says less.
             Err(error) if error.is_unknown_command() => self.ask("query-balloon", json!({}))?,
-            answer => answer.map_err(told)?,
+            answer => answer.map_err(explained)?,
         };
         if self.json {
             print_out!("{device}");
@@ -276,7 +276,7 @@ struct Progress {
     target: u64,
 }
 
-fn told(error: QmpError) -> anyhow::Error {
+fn explained(error: QmpError) -> anyhow::Error {
     match &error {
         QmpError::Connect { monitor, source } => {
             return anyhow::anyhow!(

@@ -5,12 +5,13 @@
 //! has read that it may have its hinted pages (DONE), and until a balloon that is larger than wanted, as after a
 //! squeeze that was broken off, is as small as it should be: each array of that needs the device's answer.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_balloon::Balloon;
 use limosa_vhost::Stopper;
+use parking_lot::{Condvar, Mutex};
 
 use super::job::Jobs;
 
@@ -31,14 +32,15 @@ pub(super) struct Ending {
 impl Ending {
     /// Ends it.
     pub(super) fn end(&self) {
-        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.over.lock() = true;
         self.changed.notify_all();
     }
 
     /// Waits for the end, at most for `time`.
     pub(super) fn wait(&self, time: Duration) -> bool {
-        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
-        *self.changed.wait_timeout_while(over, time, |over| !*over).unwrap_or_else(PoisonError::into_inner).0
+        let mut over = self.over.lock();
+        self.changed.wait_while_for(&mut over, |over| !*over, time);
+        *over
     }
 }
 
@@ -56,12 +58,12 @@ impl Farewell {
         let mut heard = (begun, None);
         loop {
             let size = self.balloon.size();
-            let told = self.balloon.is_told();
-            if !self.balloon.has_driver() || (told && size.actual >= size.target) {
+            let deflates = self.balloon.is_told();
+            if !self.balloon.has_driver() || (deflates && size.actual >= size.target) {
                 return;
             }
-            if heard.1 != Some((told, size.actual)) {
-                heard = (Instant::now(), Some((told, size.actual)));
+            if heard.1 != Some((deflates, size.actual)) {
+                heard = (Instant::now(), Some((deflates, size.actual)));
             }
             if heard.0.elapsed() >= SILENCE || begun.elapsed() >= PATIENCE {
                 return;

@@ -2,23 +2,24 @@
 //!
 //! Steps are taken on the server's clock, never by the program that asked: it may be killed, and the guest gets its
 //! memory back all the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every
-//! job ends**, whatever the guest says: each step has a time limit, a guest has to come nearer to what it is asked for
-//! all the time, and a list names no more than there is. What people order meanwhile is the target from then on, and
-//! nothing is put back over it.
+//! job ends**, even if the guest never answers: each step has a time limit, a guest has to come nearer to what it is
+//! asked for all the time, and a list names no more than there is. What people order meanwhile is the target from then
+//! on, and nothing is put back over it.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use limosa_balloon::{Balloon, ZeroTarget};
 use limosa_memory::{FreePageSink, FreePages as _};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 
 use crate::remedy;
 
 /// How long a guest may not respond to a request.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a step may take, whatever the guest responds: this long, and for each GiB of the guest's memory
+/// How long a step may take, regardless of the guest's answers: this long, and for each GiB of the guest's memory
 /// [`FOR_A_GIB`] more.
 const LONGEST: Duration = Duration::from_secs(60);
 /// A guest that zeroes what it lists (`init_on_alloc=1`) takes a second for it.
@@ -59,7 +60,7 @@ struct Job {
     step: Instant,
     /// The target that was there before, if there was one.
     before: Option<u64>,
-    /// It is to be the target again.
+    /// It becomes the target again.
     puts_back: bool,
     /// Bytes that the guest had before, and at its smallest.
     squeezed: Option<(u64, u64)>,
@@ -173,7 +174,7 @@ impl Jobs {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Job>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 
@@ -301,7 +302,7 @@ fn longest(balloon: &Balloon) -> Duration {
 #[cfg(test)]
 mod tests {
     use limosa_balloon::{Features, GuestRam, HintState, Options, Strategy, Transport};
-    use limosa_balloon_driver::{self as model, Driver, Machine, Pages, RINGS};
+    use limosa_balloon_driver::{Driver, Machine, Pages, RINGS};
     use limosa_memory::{BlockOptions, GuestMemory};
     use vm_memory::{GuestAddress, GuestMemoryMmap};
 
@@ -418,7 +419,7 @@ mod tests {
         let (jobs, balloon) = (Jobs::default(), Arc::new(silent()));
         let rings = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(1 << 40), RINGS)]).unwrap();
         let machine = Machine::new(Arc::clone(&balloon), Arc::new(rings), 1 << 40);
-        let mut driver = Driver::probe(machine, Arc::new(model::Mutex::new(Same)), Features::default()).unwrap();
+        let mut driver = Driver::probe(machine, Arc::new(Mutex::new(Same)), Features::default()).unwrap();
         jobs.begin(&balloon, LIST).unwrap();
         let rounds = (0..100).take_while(|_| {
             driver.poll().unwrap();

@@ -9,7 +9,7 @@ use crate::scene::{Scene, assert_failed, beat, saved_beat};
 use crate::stage::channels::free_port;
 use crate::stage::{load_in_stock_qemu, wait_for};
 
-/// A destination that expects so many channels at `uri`.
+/// A destination that expects `channels` channels at `uri`.
 fn destination(machine: &Machine, uri: &str, channels: u8, compression: &str) -> Vm {
     let vm = machine.start_incoming_stopped().unwrap();
     vm.set_capabilities(&[("multifd", true)]).unwrap();

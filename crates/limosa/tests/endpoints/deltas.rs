@@ -8,11 +8,11 @@ use crate::needs_qemu;
 use crate::scene::{Scene, text};
 use crate::stage::{start_command, wait_for};
 
-/// So many deltas that some pages got a delta on top of a delta, if the guest was quick enough for QEMU to need so many
+/// Enough deltas for some pages to get a delta on top of a delta, if the guest was quick enough for QEMU to need them
 /// rounds.
 const MANY: u64 = 3 * 2048;
 
-/// A source, and its migration to `uri` with several rounds, of which the later ones are deltas.
+/// A source, and its migration to `uri` with several rounds; the later ones are deltas.
 fn sent_in_deltas(uri: &str, return_path: bool) -> Vm {
     // It never rests, so that there is always something to send again.
     let guest = HeartbeatGuest { rest: 0, ..HeartbeatGuest::over(8 << 20) };

@@ -120,7 +120,7 @@ fn a_recorded_stream_is_received_from_a_file_a_command_and_a_pipe() {
     }
 }
 
-/// A pipe out of which the file comes.
+/// A pipe that the file comes out of.
 fn piped(path: &str) -> std::os::fd::OwnedFd {
     let (reader, mut writer) = std::io::pipe().unwrap();
     let mut file = std::fs::File::open(path).unwrap();

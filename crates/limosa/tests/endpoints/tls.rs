@@ -36,7 +36,7 @@ impl Trust {
     }
 }
 
-/// The machine, with credentials of QEMU's that its migration can be told to use.
+/// The machine, with credentials of QEMU's for its migration.
 fn with_credentials(machine: Machine, folder: &Path, endpoint: &str, more: &str) -> Machine {
     let object = format!("tls-creds-x509,id=tls0,dir={},endpoint={endpoint}{more}", folder.display());
     machine.argument("-object").argument(&object)
@@ -47,7 +47,7 @@ fn encrypts(vm: &Vm, hostname: &str) {
     vm.execute("migrate-set-parameters", json!({ "tls-creds": "tls0", "tls-hostname": hostname })).unwrap();
 }
 
-/// Sets QEMU to use so many multifd channels.
+/// Sets QEMU's number of multifd channels.
 fn channels(vm: &Vm, count: u8) {
     if count > 0 {
         vm.set_capabilities(&[("multifd", true)]).unwrap();

@@ -1,4 +1,4 @@
-//! `limosa clone`: many VMs of one snapshot, each with its own disks, none of which sees another's writes.
+//! `limosa clone`: many VMs of one snapshot, each with its own disks. No clone sees another's writes.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -101,7 +101,7 @@ impl Scene {
         listed["clones"].as_array().unwrap().clone()
     }
 
-    /// The QEMUs that were started for clones, whatever is written down of them.
+    /// The QEMUs that were started for clones, recorded or not.
     fn processes(&self) -> Vec<u32> {
         processes_of(&self.clones())
     }
@@ -186,7 +186,7 @@ fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
     let machine = linux_on(&disk, DiskFormat::Qcow2);
     let source = start_writer(&machine);
     let snapshot = folder.path().join("snapshot");
-    // Memory and disk of one instant; the VM goes on with its overlay.
+    // Memory and disk of one instant; the VM continues on its overlay.
     save(&source, &snapshot, &["--disks", "overlay"]);
     wait_writes(source.serial(), 2);
     let frozen = std::fs::read(&disk).unwrap();

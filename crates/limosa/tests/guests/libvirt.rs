@@ -179,7 +179,7 @@ fn a_domain_is_saved_over_a_second_monitor_while_libvirt_keeps_its_own() {
     for via in ["file", "socket"] {
         let socket = text(&libvirt.path("qmp"));
         limosa(["save", "--qmp", &socket, "--via", via, "--force", "--json", &text(&snapshot)]).json();
-        // libvirt still knows the domain, and its guest goes on. (A virsh that ends while its driver is still
+        // libvirt still knows the domain, and its guest continues. (A virsh that ends while its driver is still
         // connecting to the domain can crash, libvirt 9.0: it is asked again.)
         wait_for("libvirt to call the domain running", || {
             let state = libvirt.virsh(&["domstate", NAME]).ok()?;

@@ -101,7 +101,7 @@ impl Bed {
         ours
     }
 
-    /// Asks both, and expects the same exit status and the same JSON, with keys in any order.
+    /// Asks both, and expects the same exit status and the same JSON, in any order of its keys.
     #[track_caller]
     pub(crate) fn both_tell(&self, words: &[&str]) -> Value {
         let (ours, stock) = (Answer::from(self.limosa(words)), self.qemu_img(words));

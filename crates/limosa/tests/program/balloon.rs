@@ -201,7 +201,7 @@ fn a_guest_says_how_much_memory_it_has() {
     let words = balloon.ctl(&["stats"]).success().stdout;
     assert!(words.lines().any(|line| line == "free-memory 496 MiB"), "{words}");
 
-    // Watching goes on until it is ended, and that is no failure.
+    // Watching continues until it is ended, and that is no failure.
     let watching = start(balloon.arguments(&["stats", "--watch", "10ms", "--json"]));
     wait_for("three reports", || (watching.stdout().lines().count() >= 3).then_some(()));
     watching.signal(Signal::INT);
@@ -409,7 +409,7 @@ fn a_real_guest_outlives_a_balloon_that_is_killed_and_the_next_one_serves_at_onc
             let all = ram.to_string();
             assert_eq!(balloon.json(&["target", &all, "--wait", "60s"])["actual"], ram);
 
-            // It is killed while a list is being sent, or with an array of which an unknown part has been handled.
+            // It is killed while a list is being sent, or with an array that is handled in part.
             let free = guest.meminfo("MemFree").unwrap();
             if inflating {
                 balloon.json(&["target", &(ram - 100 * MIB).to_string()]);

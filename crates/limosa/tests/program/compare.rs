@@ -155,7 +155,7 @@ fn what_is_said_to_refuse_refuses_and_what_is_said_to_load_loads() {
         let (guess, guessed) = verdict(&against(&vm, &file, &["--json"]));
         found.assert_same(&vm);
         assert_eq!(loads, refuses.is_empty(), "{name}: {told:#}");
-        // A guest without an operating system takes more vCPUs; the file does not tell that there is none.
+        // A guest without an operating system takes more vCPUs; the file does not say that it lacks one.
         let unknown: &[&str] = if name.starts_with("more vCPUs") { &["vCPUs"] } else { &[] };
         assert_eq!(subjects(&told, "refuses", "unknown"), unknown, "{name}: {told:#}");
         let named = |told: &Value| {
@@ -288,7 +288,7 @@ fn two_files_are_compared_page_by_page_and_section_by_section() {
     for section in ["section 0000:00:03.0/virtio-rng", "section cpu 1", "section 0000:00:04.0/xhci"] {
         assert!(certain.contains(&section.to_owned()), "{section}: {certain:?}");
     }
-    // The other way round only the disk's queues, of which there are as many as vCPUs, prevent it.
+    // The other way round only the disk's queues, one for each vCPU, prevent it.
     let (loads, told) = verdict(&diff(&poor, &first, &["--json"]));
     assert!(!loads, "{told:#}");
     assert_eq!(subjects(&told, "refuses", "certain"), ["section 0000:00:01.0/virtio-blk"], "{told:#}");

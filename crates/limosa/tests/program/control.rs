@@ -91,7 +91,7 @@ fn a_save_that_takes_too_long_can_pause_the_vm_and_complete() {
         assert!(report["downtime_ms"].as_f64() > Some(0.0), "the whole pause counts: {report}");
         busy.found.assert_same(&busy.vm);
         assert_beats(&busy.vm);
-        // It was running when it was saved, whatever was done to save it.
+        // It was running when it was saved, even though the save stopped it.
         load_in_stock_qemu(&busy.machine, &busy.file, 0);
         let summary = limosa(["inspect", "--json", &busy.file.display().to_string()]).json();
         assert_eq!(summary["run_state"], "running");

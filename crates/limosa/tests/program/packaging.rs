@@ -11,7 +11,7 @@ fn commands() -> Vec<String> {
     let help = limosa(["--help"]).success().stdout;
     let list = help.split_once("Commands:\n").expect("a list of commands").1;
     let lines = list.lines().take_while(|line| !line.is_empty());
-    // A long explanation goes on in lines that are indented further.
+    // A long explanation continues in lines that are indented further.
     let names = lines.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
     let commands: Vec<_> = names.filter_map(|line| line.split_whitespace().next().map(str::to_owned)).collect();
     for expected in ["save", "restore", "inspect", "completions"] {

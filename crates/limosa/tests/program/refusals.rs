@@ -191,7 +191,7 @@ fn a_full_disk_costs_the_snapshot_and_nothing_else() {
             }
             // By file it is QEMU that finds the disk full, and gives its own reason.
             let words = if via == "socket" { "no room left" } else { "No space left" };
-            ended.one_line(&["vm.snapshot", words, "nothing was kept: free some space or choose another directory"]);
+            ended.one_line(&["vm.snapshot", words, "nothing was kept", "free some space or choose another directory"]);
             assert_eq!(names(disk.0.path()), ["other"]);
             bystander.found.assert_same(&bystander.vm);
             assert_beats(&bystander.vm);
@@ -203,7 +203,7 @@ fn a_full_disk_costs_the_snapshot_and_nothing_else() {
 fn a_vm_that_cannot_be_migrated_is_refused_with_qemus_own_reason() {
     needs_qemu!();
     let (_folder, file) = place();
-    // Shared memory of which this VM is a mere peer: QEMU blocks migration while it is there.
+    // Shared memory in which this VM is a mere peer: QEMU blocks migration while it is there.
     let machine = small().argument("-object").argument("memory-backend-ram,id=shm,size=1M,share=on");
     let bystander = Bystander::new(&machine.argument("-device").argument("ivshmem-plain,memdev=shm,master=off"));
     bystander.refuses(&file, &[], &["cannot be saved as it is", "ivshmem"]);

@@ -10,7 +10,7 @@ use crate::scene::{Saved, Scene, assert_ballast, assert_failed, beat, load_balla
 use crate::stage::channels::Transport;
 use crate::stage::{Found, wait_for};
 
-/// The words that make limosa send on so many channels.
+/// The arguments that make limosa send on `count` channels.
 fn words(scene: &Scene, channels: u8, compression: &str, over: Transport) -> Vec<String> {
     let listen = over.of_qemu(&scene.path(""));
     let mut words: Vec<_> =

@@ -45,7 +45,7 @@ fn one_vm_saved_and_restored_twenty_times_in_a_row_never_misses_a_beat() {
     let mut lap = vm.last_pass().unwrap();
     for round in 0..20 {
         let via = if round % 2 == 0 { "socket" } else { "file" };
-        // The VM goes on after the save: what comes back is the instant of the save, which may be some laps ago.
+        // The VM continues after the save: what comes back is the instant of the save, which may be some laps ago.
         let snapshot = scene.save(&vm, &format!("{round}"), &["--via", via]);
         drop(vm);
         vm = machine.start_incoming().unwrap();

@@ -1,5 +1,5 @@
-//! Guests in huge pages: lazily into them, out of them and back, whatever the VM was saved from, and with a pager that
-//! is killed.
+//! Guests in huge pages: lazily into them, out of them and back, from a VM with small or huge pages, and with a pager
+//! that is killed.
 
 use limosa_testkit::{Machine, Prefill};
 

@@ -33,7 +33,7 @@ pub(crate) enum Victims {
 /// The state after a kill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Left {
-    /// QEMU never got the guest: it is to be thrown away.
+    /// QEMU never got the guest: the user ends it.
     Nothing,
     /// The guest was there and had to be recovered.
     Half,
@@ -51,7 +51,7 @@ enum Left {
     HeldUp,
 }
 
-/// Restores with `how`, kills after `delay`, and brings the guest back by what limosa says is to be done.
+/// Restores with `how`, kills after `delay`, and brings the guest back by the command that limosa recommends.
 fn kill_and_bring_back(
     scene: &Scene,
     saved: &Saved,

@@ -10,7 +10,7 @@ const GUEST: u64 = 8 << 30;
 const CONTENTS: u64 = 300 << 20;
 const LIMIT: u64 = 600 << 20;
 
-/// A machine with [`GUEST`] bytes of memory, of which a beat guest walks so many.
+/// A machine with [`GUEST`] bytes of memory; a beat guest walks through a part of it.
 fn machine(walk: u64, memory: MemoryBackend) -> Machine {
     let guest = HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(walk) };
     Machine::heartbeat(guest).memory(GUEST).backend(memory)

@@ -199,7 +199,7 @@ fn memory_is_not_restored_with_a_disk_that_was_written_since() {
     for mode in ["lazy", "eager"] {
         scene.restore(&snapshot, &destination, &["--memory", mode]).one_line(&words);
     }
-    // Gone, as far as its name goes.
+    // Its name is gone.
     std::fs::rename(&path, scene.path("elsewhere")).unwrap();
     scene.restore(&snapshot, &destination, &[]).one_line(&["disk0", text(&path), "is missing"]);
     std::fs::rename(scene.path("elsewhere"), &path).unwrap();

@@ -121,7 +121,7 @@ pub(crate) fn beat() -> Machine {
     Machine::heartbeat(HeartbeatGuest { rest: 2, ..HeartbeatGuest::over(8 << 20) }).backend(MemoryBackend::Memfd)
 }
 
-/// This machine in huge pages, of which there are enough for `vms` at a time; `None` if the user does without.
+/// This machine in huge pages, enough for `vms` at a time; `None` if the user does without.
 pub(crate) fn in_huge_pages(machine: Machine, vms: u64) -> Option<(Machine, HugePages)> {
     if skipped("LIMOSA_SKIP_HUGETLB") {
         return None;

@@ -1,4 +1,4 @@
-//! `save --background`: the VM goes on while its memory is saved, and what is saved is of the instant at which it
+//! `save --background`: the VM continues while its memory is saved, and what is saved is of the instant at which it
 //! began.
 
 use std::os::unix::fs::FileExt as _;

@@ -1,4 +1,4 @@
-//! `save --disks overlay`: the VM goes on, and the snapshot's memory and disks are of one instant.
+//! `save --disks overlay`: the VM continues, and the snapshot's memory and disks are of one instant.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! A running VM is saved by every route: it goes on, nothing is left in QEMU, and stock QEMU loads the file.
+//! A running VM is saved by every route: it continues, nothing is left in QEMU, and stock QEMU loads the file.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::stage::*;
 use limosa_testkit::{Machine, Vm};
 use serde_json::{Value, json};
 
-/// Saves a beating VM with `more` arguments and expects everything that holds for every save of a VM that goes on.
+/// Saves a beating VM with `more` arguments and expects everything that holds for every save of a VM that continues.
 fn saves_and_goes_on(more: &[&str], via: &str) {
     let (folder, file) = place();
     let machine = small();

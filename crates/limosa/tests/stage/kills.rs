@@ -1,6 +1,6 @@
 //! SIGKILL at random moments of a save, by either route.
 //!
-//! Law: whatever was killed and whenever, the VM runs, QEMU is as it was, and under the snapshot's name there is
+//! Law: after every kill, at any moment, the VM runs, QEMU is as it was, and under the snapshot's name there is
 //! nothing or a whole file.
 
 use std::ops::Range;
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 use crate::stage::*;
 
-/// RAM, of which the guest changes 16 MiB all the time and most of the rest is filled once, so that a save lasts.
+/// RAM: the guest changes 16 MiB of it all the time and fills most of the rest once, so that a save lasts.
 const MEMORY: u64 = 256 << 20;
 const FILLED: Range<u64> = 32 << 20..224 << 20;
 /// Makes a save last about a second, so that random moments hit every part of it.
@@ -80,7 +80,7 @@ impl Victim {
         self.lasts.mul_f64(share.start)..self.lasts.mul_f64(share.end)
     }
 
-    /// Kills limosa alone, at a moment in each of so many parts of the save and so often about its beginning and its
+    /// Kills limosa alone, at a moment in each of `times` parts of the save and as often about its beginning and its
     /// end.
     pub(crate) fn survives_kills_of_limosa(&mut self, spread: u32, at_the_ends: u32) -> KillOutcomes {
         let mut outcomes = KillOutcomes::default();
@@ -118,7 +118,7 @@ impl Victim {
         outcomes
     }
 
-    /// Kills the watchdog alone: the save goes on.
+    /// Kills the watchdog alone: the save continues.
     pub(crate) fn survives_the_death_of_the_watchdog(&self) {
         for part in 0..4 {
             let saving = self.start();
@@ -134,7 +134,7 @@ impl Victim {
         }
     }
 
-    /// Waits until the save that runs has moved so many bytes. What QEMU says of an earlier one does not count.
+    /// Waits until the save that runs has moved `bytes` bytes. What QEMU says of an earlier one does not count.
     #[track_caller]
     fn wait_moved(&self, bytes: u64) {
         wait_for("memory to move", || {

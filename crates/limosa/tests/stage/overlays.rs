@@ -1,9 +1,9 @@
 //! A Linux guest that writes to its disk all the time and knows in memory what must be there: the proof that memory and
 //! disk are of one instant.
 //!
-//! Law: the guest writes the number n into sector n, flushes, and goes on only if sector n then holds n and sector n+1
-//! nothing. A disk that is older than the guest's memory breaks the first, one that is newer the second, and either is
-//! `torn` on the serial port from the first turn on.
+//! Law: the guest writes the number n into sector n, flushes, and continues only if sector n then holds n and sector
+//! n+1 nothing. A disk that is older than the guest's memory breaks the first, one that is newer the second, and either
+//! is `torn` on the serial port from the first turn on.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use std::path::{Path, PathBuf};

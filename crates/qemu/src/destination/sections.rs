@@ -13,7 +13,7 @@ use super::vmstate_dump::{Versions, VmstateDump};
 use crate::monitor::Monitor;
 use crate::qmp::QmpError;
 
-/// Sections that every machine has, whatever its options.
+/// Sections that every machine has, with any options.
 const EVERYWHERE: [&str; 2] = ["timer", "globalstate"];
 
 /// Common types whose name is not that of their section, for when the program's list is not at hand: type, section.

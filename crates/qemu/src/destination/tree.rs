@@ -13,12 +13,12 @@ use serde_json::Value;
 use crate::monitor::Monitor;
 use crate::qmp::QmpError;
 
-/// More objects than any machine has; what lies beyond is not read.
+/// More objects than any machine has; the rest is not read.
 const MAX_OBJECTS: usize = 65_536;
 /// Objects lie a few levels deep, and so do PCI bridges.
 const MAX_DEPTH: usize = 32;
 
-/// Where a device sits, as far as its sections' names say.
+/// Where a device sits, according to its sections' names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum BusAddress {
     /// On a bus that does not show in a section's name, or on none.
@@ -108,7 +108,7 @@ impl Tree {
     }
 }
 
-/// A property that is a number; `None` if it is none or cannot be read.
+/// A property that is a number; `None` if it is not a number or cannot be read.
 fn number(monitor: &Monitor, path: &str, property: &str) -> Result<Option<u64>, QmpError> {
     match monitor.qom_get(path, property) {
         Ok(value) => Ok(value.as_ref().and_then(Value::as_u64)),

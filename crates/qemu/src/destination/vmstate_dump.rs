@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[non_exhaustive]
 pub enum VmstateDumpError {
     /// It cannot be run, or its output cannot be read.
-    #[error("cannot run {}: {source}", program.display())]
+    #[error("cannot run {}", program.display())]
     Run {
         /// The program.
         program: PathBuf,

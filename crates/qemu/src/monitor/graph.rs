@@ -105,7 +105,7 @@ impl Monitor {
     /// overlay's name; one that is there already is continued. What is written meanwhile comes along; after an error
     /// the overlay is what it was.
     ///
-    /// `Ok(false)`: not done by `limit`, and cancelled; or it failed on the way, of which QEMU's log tells.
+    /// `Ok(false)`: not done by `limit`, and cancelled; or it failed on the way (QEMU's log says how).
     ///
     /// # Errors
     /// QEMU's, if it does not begin; the connection's.

@@ -11,7 +11,7 @@
 //! * `stop` before `migrate-incoming`, in the state `inmigrate`, makes the VM arrive stopped (`paused`), in precopy as
 //!   in postcopy; `cont` there takes it back, and takes back a `-S`. The state stays `inmigrate` meanwhile.
 //! * While a postcopy destination loads device state and waits for a page, it answers no command, except those executed
-//!   out of band. Cutting the channel there (`migrate-pause`) ends the QEMU process, whatever `exit-on-error` says.
+//!   out of band. Cutting the channel there (`migrate-pause`) ends the QEMU process, even with `exit-on-error` off.
 //! * `migrate_cancel` of a save with multifd and mapped-ram ends the QEMU process every fourtieth time or so
 //!   (segmentation fault): it frees the file's page bitmaps while its threads still set bits in them. With the threads
 //!   idle it does not.
@@ -24,7 +24,7 @@
 //!   any moment, nor does breaking its channels once it is `active`. Channels that break before, in `setup`, can leave
 //!   QEMU waiting for their threads without end: the VM runs, but never migrates again.
 //! * When guest code waits for a page, commands are answered as usual.
-//! * A postcopy channel that breaks after the VM was told to run leaves `postcopy-paused`: `stop` and `cont` work,
+//! * A postcopy channel that breaks after the VM was started leaves `postcopy-paused`: `stop` and `cont` work,
 //!   `migrate_cancel` does nothing. `migrate-recover` only makes it listen: the state stays `postcopy-paused` until a
 //!   source connects (`postcopy-recover`). It may be repeated, each time in place of the one before; a recovery that
 //!   breaks is back in `postcopy-paused`, and may be begun again.
@@ -238,7 +238,8 @@ impl Monitor {
         }
     }
 
-    /// Asks for the end of an outgoing migration. The VM continues if it ran before. Does nothing if there is none.
+    /// Asks for the end of an outgoing migration. The VM continues if it ran before. Without a migration it does
+    /// nothing.
     ///
     /// Not to be used for one that writes a mapped-ram file with multifd: see [`Monitor::cancel_write`].
     ///
@@ -320,7 +321,7 @@ impl Monitor {
         self.order("migrate-start-postcopy", Value::Null)
     }
 
-    /// Goes on from a state in which a migration waits (`pre-switchover`).
+    /// Continues from a state in which a migration waits (`pre-switchover`).
     ///
     /// # Errors
     /// QEMU's.

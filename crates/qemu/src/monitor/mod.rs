@@ -96,7 +96,7 @@ impl Monitor {
     /// Removes an object.
     ///
     /// # Errors
-    /// QEMU's, among others if there is none of that id.
+    /// QEMU's, among others if no object has that id.
     pub fn object_del(&self, id: &str) -> Result<(), QmpError> {
         self.order("object-del", json!({ "id": id }))
     }

@@ -3,7 +3,7 @@
 use super::Monitor;
 use crate::qmp::QmpError;
 
-/// More blocks than any machine has; what lies beyond is not read.
+/// More blocks than any machine has; the rest is not read.
 const MAX_BLOCKS: usize = 4096;
 
 /// A RAM block.
@@ -30,7 +30,7 @@ pub fn parse_ram_blocks(table: &str) -> Vec<RamBlockInfo> {
 
 fn line(line: &str) -> Option<RamBlockInfo> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
-    // A name may hold spaces: find the page size, of which there is exactly one shape.
+    // A name may hold spaces: find the page size, which has exactly one shape.
     words.windows(5).enumerate().skip(1).find_map(|(at, columns)| {
         let [count, unit, offset, used, total] = columns else { return None };
         let host_address = words.get(at + columns.len()).and_then(|word| hexadecimal(word));

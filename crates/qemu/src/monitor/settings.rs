@@ -1,7 +1,7 @@
 //! Migration capabilities and parameters, changed in a way that can be undone.
 //!
-//! Law: **what is to be put back is known before anything is changed.** [`Monitor::plan_settings`] only reads; what it
-//! returns goes into the job's record, and only then [`Monitor::set`] changes QEMU.
+//! Law: **the settings to put back are known before anything is changed.** [`Monitor::plan_settings`] only reads; what
+//! it returns goes into the job's record, and only then [`Monitor::set`] changes QEMU.
 
 use std::collections::BTreeMap;
 
@@ -145,7 +145,7 @@ impl Monitor {
         self.switch(settings, true)
     }
 
-    /// Switches on, or off, those capabilities that are to be so.
+    /// Switches those capabilities on or off.
     fn switch(&self, settings: &Settings, on: bool) -> Result<(), QmpError> {
         let wanted = settings.capabilities.iter().filter(|(_, state)| **state == on);
         let list: Vec<Value> = wanted.map(|(name, state)| json!({ "capability": name, "state": state })).collect();

@@ -1,9 +1,9 @@
 //! The client itself: who reads, who waits, and for what.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -184,7 +184,7 @@ impl Qmp {
     }
 
     /// [`Qmp::adopt`] while QEMU's main loop may be held up: asks nothing, so what the other process had found out has
-    /// to be told. Out of band, commands are answered at once; others when the main loop comes back to life.
+    /// the stop. Out of band, commands are answered at once; others when the main loop comes back to life.
     ///
     /// # Errors
     /// The connection's.
@@ -206,7 +206,7 @@ impl Qmp {
     fn flushed(socket: OwnedFd, monitor: &str, options: &Options) -> Result<Self, QmpError> {
         let mut qmp = Self::bare(socket, monitor.to_owned(), None, options, true);
         // Ids that the other process cannot have used: it counted from 1.
-        *qmp.sender.get_mut().unwrap_or_else(PoisonError::into_inner) = u64::from(u32::MAX) + 1;
+        *qmp.sender.get_mut() = u64::from(u32::MAX) + 1;
         let deadline = Some(Instant::now() + options.reply);
         socket::send(qmp.socket.as_fd(), b"\xff\n", &[], deadline)
             .map_err(|errno| qmp.error(&Broken::Io("send", errno), Some("the flush of the parser")))?;
@@ -248,7 +248,7 @@ impl Qmp {
         &self.monitor
     }
 
-    /// The id of the QEMU process, where it is known: of a unix socket that was reached by its path, or told
+    /// The id of the QEMU process, where it is known: of a unix socket that was reached by its path, or passed
     /// by [`Qmp::of_process`].
     #[must_use]
     pub fn process(&self) -> Option<u32> {
@@ -335,7 +335,7 @@ impl Qmp {
             return Err(QmpError::NoDescriptors { monitor: self.monitor.clone(), command: command.to_owned() });
         }
         let patience = self.options.reply;
-        let mut next = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = self.sender.lock();
         let [pending] = self.send_locked(&mut next, [Command::new(command, arguments)], descriptors, patience)?;
         self.finish(pending, patience)
     }
@@ -410,7 +410,7 @@ impl Qmp {
     }
 
     /// Keeps QEMU undisturbed for so long, for a signal that is about to end it: commands under way are answered first,
-    /// as far as `answers` allows; new ones wait, and fail as soon as QEMU says that it ends. If it does not end they
+    /// within `answers`; new ones wait, and fail as soon as QEMU says that it ends. If it does not end they
     /// continue.
     ///
     /// A QEMU that is ending still reads its monitor, and carries commands out with half of it taken down:
@@ -429,7 +429,7 @@ impl Qmp {
     }
 
     fn send<const N: usize>(&self, commands: [Command<'_>; N], patience: Duration) -> Result<[Pending; N], QmpError> {
-        let mut next = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = self.sender.lock();
         self.send_locked(&mut next, commands, &[], patience)
     }
 
@@ -527,10 +527,10 @@ impl Qmp {
             }
             tried = true;
             if inbox.reading {
-                inbox = match left {
-                    Some(left) => self.arrived.wait_timeout(inbox, left).unwrap_or_else(PoisonError::into_inner).0,
-                    None => self.arrived.wait(inbox).unwrap_or_else(PoisonError::into_inner),
-                };
+                match deadline {
+                    Some(deadline) => _ = self.arrived.wait_until(&mut inbox, deadline),
+                    None => self.arrived.wait(&mut inbox),
+                }
                 continue;
             }
             inbox.reading = true;
@@ -550,7 +550,7 @@ impl Qmp {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inbox.lock()
     }
 
     fn error(&self, broken: &Broken, command: Option<&str>) -> QmpError {

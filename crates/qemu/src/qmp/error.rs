@@ -14,7 +14,7 @@ pub enum QmpError {
         text: String,
     },
     /// Nothing listens there, or it may not be reached.
-    #[error("cannot connect to the monitor {monitor}: {source}; {}", advice_to_connect(source))]
+    #[error("cannot connect to the monitor {monitor}")]
     Connect {
         /// The monitor's address.
         monitor: String,
@@ -81,8 +81,8 @@ pub enum QmpError {
         /// The command that was under way.
         during: Option<String>,
     },
-    /// QEMU was told to end, and has said so: nothing is asked of it any more.
-    #[error("the QEMU behind {monitor} was told to end: {command} is not sent to it")]
+    /// QEMU was asked to end, and has confirmed it: no command is sent to it any more.
+    #[error("the QEMU behind {monitor} is ending: {command} is not sent to it")]
     Ending {
         /// The monitor's address.
         monitor: String,
@@ -90,7 +90,7 @@ pub enum QmpError {
         command: String,
     },
     /// The kernel reported an error for the socket.
-    #[error("the monitor {monitor} fails to {operation}: {source}")]
+    #[error("the monitor {monitor} fails to {operation}")]
     Io {
         /// The monitor's address.
         monitor: String,
@@ -170,7 +170,7 @@ impl QmpError {
         matches!(self, Self::Command { class, .. } if class == "CommandNotFound")
     }
 
-    /// Whether QEMU is gone or going (or has closed the monitor), as far as this connection can tell.
+    /// Whether QEMU is gone or going (or has closed the monitor), judged by this connection.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Closed { .. } | Self::Ending { .. } | Self::Io { .. })
@@ -183,14 +183,6 @@ impl QmpError {
             expected: expected.into(),
             got: excerpt(got.to_string().as_bytes()),
         }
-    }
-}
-
-/// Returns advice for a monitor's address at which nothing answers.
-fn advice_to_connect(error: &io::Error) -> &'static str {
-    match error.kind() {
-        io::ErrorKind::PermissionDenied => "run limosa as root or as QEMU's user",
-        _ => "is its QEMU running, with -qmp unix:PATH,server=on,wait=off?",
     }
 }
 

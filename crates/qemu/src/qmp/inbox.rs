@@ -30,7 +30,7 @@ pub(super) struct Inbox {
     pub(super) broken: Option<Broken>,
     /// No command is sent before that instant.
     pub(super) held_until: Option<Instant>,
-    /// QEMU has said that it ends, whatever its `-action` says: by a signal or `quit`.
+    /// QEMU has said that it ends, regardless of its `-action`: by a signal or `quit`.
     pub(super) ending: bool,
 }
 

@@ -88,7 +88,7 @@ impl Event {
     }
 }
 
-/// One message, told apart by its keys.
+/// One message, recognized by its keys.
 #[derive(Debug)]
 pub(super) enum Message {
     Return {

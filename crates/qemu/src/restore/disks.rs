@@ -79,7 +79,7 @@ fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watc
             top.display()
         )),
         Err(why) => {
-            (watch.notice)(&format!("whether {} is a fresh overlay cannot be told: {why}", top.display()));
+            (watch.notice)(&format!("whether {} is a fresh overlay is unknown: {why}", top.display()));
             Ok(())
         }
     }

@@ -11,21 +11,32 @@ use limosa_migrate::control::Phase;
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::PrecopyStats;
 use limosa_migrate::stored::{InPlace, PrecopyOptions, PrecopySource};
+use limosa_snapshot::with_causes;
 use limosa_stream::multifd::Compression;
 use serde_json::Value;
 use uuid::Uuid;
 
 use super::incoming::{Channels, Rendezvous};
-use super::{RestoreChannels, RestoreJob, RestoreMode, RestoreReport, TransportChoice, identity, lazy};
+use super::job::{RestoreJob, RestoreReport, identity};
+use super::options::{RestoreChannels, RestoreMode};
+use super::serve::complete;
 use crate::conflict::{Conflict, JobOption};
 use crate::job::JobError;
 use crate::job_record::JobRecord;
 use crate::monitor::{MigrationInfo, MigrationStatus, Settings};
 use crate::qmp::Version;
-use crate::save::file_channels;
+use crate::save::{TransportChoice, file_channels};
 
 /// How often QEMU is asked whether it is done; its events end the wait at once.
 const ASK_EVERY: Duration = Duration::from_millis(20);
+
+/// How the memory comes into QEMU.
+enum MemorySource<'a> {
+    /// QEMU reads the snapshot file.
+    File,
+    /// limosa sends a stream, without the pages of the blocks that the destination maps.
+    Stream { mapped: &'a [InPlace] },
+}
 
 /// `mapped` are the RAM blocks that the destination maps.
 pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreReport, JobError> {
@@ -34,7 +45,10 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
     if !mapped.is_empty() {
         // Who may not change the mode may not be able to write either, or knows what is written there.
         if let Err(error) = job.snapshot.protect() {
-            (job.watch.notice)(&format!("{error}; whoever writes to it changes the memory of running VMs"));
+            (job.watch.notice)(&format!(
+                "{}; whoever writes to it changes the memory of running VMs",
+                with_causes(&error)
+            ));
         }
         // No page of theirs will be looked at again.
         job.snapshot.verify_all()?;
@@ -43,7 +57,8 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
     let change = job.monitor.plan_settings(&wish)?;
     let mut record = job.record(change.undo);
     record.place(job.monitor)?;
-    let stats = match fill(job, &change.set, (by_file, mapped), &mut record) {
+    let source = if by_file { MemorySource::File } else { MemorySource::Stream { mapped } };
+    let stats = match fill(job, &change.set, &source, &mut record) {
         Ok(stats) => stats,
         Err(error) => {
             // What was not restored must not run here: it may be restored elsewhere next.
@@ -56,7 +71,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
     let to_guest = job.begun.elapsed();
     let mode = if mapped.is_empty() { RestoreMode::Eager } else { RestoreMode::Mapped };
     job.observer.guest_ready(to_guest, mode);
-    lazy::complete(job.monitor, &record)?;
+    complete(job.monitor, &record)?;
     job.watch.handle.progress.enter(Phase::Completed);
     Ok(RestoreReport {
         mode,
@@ -71,7 +86,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
     })
 }
 
-/// How QEMU must be set: what it needs is on, and whatever would give the stream another form is off.
+/// How QEMU must be set: what it needs is on, and every option that would give the stream another form is off.
 fn settings(by_file: bool, channels: Option<RestoreChannels>) -> Settings {
     let multifd = by_file || channels.is_some();
     let mut wish =
@@ -97,12 +112,15 @@ fn settings(by_file: bool, channels: Option<RestoreChannels>) -> Settings {
 fn fill(
     job: &RestoreJob<'_>,
     settings: &Settings,
-    (by_file, mapped): (bool, &[InPlace]),
+    source: &MemorySource<'_>,
     record: &mut JobRecord,
 ) -> Result<Option<PrecopyStats>, JobError> {
     job.monitor.set(settings)?;
     job.choose_autostart()?;
-    if by_file { load(job, record).map(|()| None) } else { send(job, mapped).map(Some) }
+    match source {
+        MemorySource::File => load(job, record).map(|()| None),
+        MemorySource::Stream { mapped } => send(job, mapped).map(Some),
+    }
 }
 
 /// Whether QEMU is to read the file itself.
@@ -184,8 +202,8 @@ fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
 /// QEMU reads the file through a descriptor.
 fn load(job: &RestoreJob<'_>, record: &mut JobRecord) -> Result<(), JobError> {
     let place = |source| JobError::Path { what: "open", path: job.path.to_owned(), source };
-    // A description of its own, at offset 0; through /proc, so that it is the file that was checked, whatever has its
-    // name.
+    // A description of its own, at offset 0; through /proc, so that it is the file that was checked, even if another
+    // file has its name.
     let file = File::open(format!("/proc/self/fd/{}", job.snapshot.file().as_raw_fd())).map_err(place)?;
     let set = job.monitor.add_fd(file.as_fd(), None, &format!("limosa restore {}", identity(job.snapshot)))?;
     drop(file);

@@ -2,10 +2,10 @@
 //! place or an address that the user chose.
 
 use std::os::fd::AsFd;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use limosa_channel::{Channel, ChannelError, Options, Uri};
+use parking_lot::Mutex;
 
 use crate::conflict::{Conflict, RendezvousConflict};
 use crate::job::JobError;
@@ -29,8 +29,8 @@ const DESCRIPTOR: &str = "limosa-incoming";
 /// How many channels a restore needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Channels {
-    /// QEMU is passed one end of a socket pair, which works as whatever user QEMU runs and whatever it sees of the file
-    /// system.
+    /// QEMU is passed one end of a socket pair, which works for every user that QEMU runs as and for every view that it
+    /// has of the file system.
     One,
     /// QEMU has to listen: it takes a second channel no other way.
     Several,
@@ -84,9 +84,11 @@ impl<'a> Rendezvous<'a> {
         Ok(made)
     }
 
-    /// For a guest that runs before it has its memory. Wherever there is a place QEMU is told to listen, which it can
-    /// be out of band; where there is none, one channel is passed. A watchdog may not do that: a descriptor is taken in
-    /// QEMU's main loop alone, which may be held up for the very memory that is to come.
+    /// Returns the place for a guest that runs before it has its memory.
+    ///
+    /// Where an address is possible QEMU listens, because it takes that command out of band; otherwise it is passed one
+    /// channel. A watchdog may not pass one: QEMU takes a descriptor in its main loop only, and that may wait for the
+    /// memory that the watchdog is about to send.
     pub(super) fn lazy(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
         match Self::new(monitor, listen, Channels::Several) {
             Err(JobError::Refused { .. }) if !preempt => Self::new(monitor, listen, Channels::One),
@@ -94,7 +96,7 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    /// The address, as QEMU is told it.
+    /// The address, in QEMU's notation.
     pub(super) fn uri(&self) -> String {
         match self {
             Self::Passed { .. } => format!("fd:{DESCRIPTOR}"),
@@ -109,11 +111,11 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    /// Connects the first channel; QEMU must have been told the address already.
+    /// Connects the first channel; QEMU must know the address already.
     pub(super) fn connect(&self) -> Result<Channel, ChannelError> {
         match self {
             Self::Passed { near, .. } => {
-                let near = near.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let near = near.lock().take();
                 near.ok_or_else(|| ChannelError::Unsupported {
                     operation: limosa_channel::Operation::Connect,
                     peer: DESCRIPTOR.into(),
@@ -131,7 +133,7 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    /// Connects so many channels beside the first, for memory; QEMU numbers them as they come.
+    /// Connects `count` channels beside the first, for memory; QEMU numbers them as they come.
     pub(super) fn connect_beside(&self, count: u8) -> Result<Vec<Channel>, ChannelError> {
         (0..count).map(|_| self.connect()).collect()
     }
@@ -150,7 +152,7 @@ impl<'a> Rendezvous<'a> {
 impl Drop for Rendezvous<'_> {
     fn drop(&mut self) {
         if let Self::Passed { monitor, near } = self
-            && near.get_mut().unwrap_or_else(PoisonError::into_inner).take().is_some()
+            && near.get_mut().take().is_some()
         {
             // QEMU has not taken its end, so it still keeps it.
             let _ = monitor.closefd(DESCRIPTOR);

@@ -1,27 +1,19 @@
 //! The lazy restore: limosa as a postcopy source, started with all RAM missing.
 
-use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
 use limosa_channel::Channel;
-use limosa_migrate::MigrateError;
-use limosa_migrate::stats::PostcopyStats;
-use limosa_migrate::stored::{Milestone, PostcopySource};
-use limosa_snapshot::Snapshot;
+use limosa_migrate::stored::PostcopySource;
+use limosa_snapshot::with_causes;
 
 use super::incoming::Rendezvous;
+use super::job::{RestoreJob, RestoreReport};
+use super::serve::{Beginning, KeptChannels, Unserved, complete, note_failure, report, serve, with_preempt_channel};
 use super::unfinished::UnfinishedRestore;
-use super::{LazyReport, RestoreJob, RestoreMode, RestoreReport};
 use crate::job::{JobError, Watch};
 use crate::job_record::JobRecord;
-use crate::monitor::{MigrationStatus, Monitor, Settings};
+use crate::monitor::Settings;
 use crate::watchdog::{Watchdog, WatchdogError};
-
-/// How long QEMU may take to say that it has completed, once it has said so on the stream.
-const COMPLETED_WITHIN: Duration = Duration::from_secs(30);
 
 /// How QEMU must be set, except for the preempt channel.
 pub(super) fn settings(preempt: bool) -> Settings {
@@ -92,7 +84,10 @@ impl<'a> OptionalWatchdog<'a> {
             }
         });
         let watchdog = started.unwrap_or_else(|error| {
-            (watch.notice)(&format!("{error}; if this process is killed, the restore has to be recovered"));
+            (watch.notice)(&format!(
+                "{}; if this process is killed, the restore has to be recovered",
+                with_causes(&error)
+            ));
             None
         });
         Self { watchdog, watch }
@@ -112,214 +107,4 @@ fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous<'_>
     job.choose_autostart()?;
     job.monitor.migrate_incoming(&rendezvous.uri())?;
     Ok(rendezvous.connect()?)
-}
-
-/// With a preempt channel, if there is to be one; the place of the rendezvous is left as soon as all have met there.
-pub(super) fn with_preempt_channel<'a>(
-    source: PostcopySource<'a, Snapshot>,
-    rendezvous: Rendezvous<'a>,
-    preempt: bool,
-    ends: &Arc<KeptChannels>,
-) -> PostcopySource<'a, Snapshot> {
-    if !preempt {
-        rendezvous.leave();
-        return source;
-    }
-    let ends = Arc::clone(ends);
-    source.preempt(Box::new(move || {
-        let channel = rendezvous.connect_preempt();
-        rendezvous.leave();
-        let channel = channel?;
-        *ends.preempt.lock().unwrap_or_else(PoisonError::into_inner) = Some(channel.try_clone()?);
-        Ok(channel)
-    }))
-}
-
-/// Limosa's ends of the channels, for QEMU to keep open when the stream ends.
-pub(super) struct KeptChannels {
-    main: Channel,
-    preempt: Mutex<Option<Channel>>,
-}
-
-impl KeptChannels {
-    pub(super) fn new(main: &Channel) -> Result<Self, JobError> {
-        Ok(Self { main: main.try_clone()?, preempt: Mutex::new(None) })
-    }
-}
-
-/// A transfer that was broken off.
-pub(super) struct Unserved {
-    pub(super) error: JobError,
-    /// Whether the guest was started before.
-    pub(super) guest_runs: bool,
-}
-
-/// The two ways in which the engine starts.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Beginning {
-    Start,
-    Recover,
-}
-
-/// Runs the engine, and tells the observer when the guest runs.
-///
-/// The engine has a thread of its own; this one listens to the monitor, because the guest runs when QEMU says so.
-pub(super) fn serve(
-    job: &RestoreJob<'_>,
-    source: PostcopySource<'_, Snapshot>,
-    ends: &KeptChannels,
-    beginning: Beginning,
-    resumes: bool,
-) -> Result<(PostcopyStats, Duration), Unserved> {
-    let loaded = AtomicBool::new(false);
-    let kept = AtomicBool::new(false);
-    let (say, heard) = mpsc::channel();
-    thread::scope(|scope| {
-        let flag = &loaded;
-        let gate = &kept;
-        let source = source
-            .on_milestone(move |milestone| {
-                if milestone == Milestone::DevicesLoaded {
-                    flag.store(true, Ordering::Release);
-                }
-                let _ = say.send(milestone);
-            })
-            .end_gate(move || gate.load(Ordering::Acquire));
-        let engine = thread::Builder::new().name("push".into()).spawn_scoped(scope, move || match beginning {
-            Beginning::Start => source.run(),
-            Beginning::Recover => source.recover(),
-        });
-        let engine = engine.map_err(|source| Unserved {
-            error: JobError::Path { what: "start a thread to serve", path: job.path.to_owned(), source },
-            guest_runs: false,
-        })?;
-        let to_guest = attend(job, &heard, &EndGate { ends, open: &kept }, resumes, || engine.is_finished());
-        let result = engine.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the sender panicked".into())));
-        match result {
-            Ok(stats) => Ok((stats, to_guest.unwrap_or_else(|| job.begun.elapsed()))),
-            Err(error) => Err(Unserved { error: error.into(), guest_runs: loaded.load(Ordering::Acquire) }),
-        }
-    })
-}
-
-/// The gate before the end of the stream, which opens when QEMU has duplicates of limosa's ends of the channels.
-struct EndGate<'a> {
-    ends: &'a KeptChannels,
-    open: &'a AtomicBool,
-}
-
-/// Looks after the monitor while the engine runs: tells when the guest is there, and opens the gate to the stream's
-/// end.
-///
-/// The guest is there when the devices are loaded and, if it is to run, QEMU says that it does. `None` if the engine
-/// ended before the devices were loaded.
-fn attend(
-    job: &RestoreJob<'_>,
-    heard: &mpsc::Receiver<Milestone>,
-    gate: &EndGate<'_>,
-    resumes: bool,
-    over: impl Fn() -> bool,
-) -> Option<Duration> {
-    let tick = Duration::from_millis(20);
-    let (mut loaded, mut to_guest) = (false, None);
-    loop {
-        // Before the look at the messages: what the engine said last is heard all the same.
-        let ended = over();
-        let waits_for_guest = loaded && to_guest.is_none();
-        let message = if waits_for_guest { heard.try_recv().ok() } else { heard.recv_timeout(tick).ok() };
-        match message {
-            Some(Milestone::DevicesLoaded) => loaded = true,
-            Some(Milestone::AllPlaced) => {
-                keep_open(job.monitor, gate.ends);
-                gate.open.store(true, Ordering::Release);
-            }
-            None if ended && (!waits_for_guest || job.is_unloaded()) => return to_guest,
-            None => {}
-        }
-        if loaded && to_guest.is_none() {
-            let runs = !resumes
-                || job
-                    .monitor
-                    .qmp()
-                    .wait_event(&["RESUME"], tick)
-                    .unwrap_or_else(|_| {
-                        // Without a monitor nothing can be heard; the engine will end too.
-                        thread::sleep(tick);
-                        None
-                    })
-                    .is_some();
-            // A guest that sleeps, for one, does not say that it runs; but one that is still to be loaded is not there.
-            if runs || (ended && !job.is_unloaded()) {
-                let after = job.begun.elapsed();
-                to_guest = Some(after);
-                job.observer.guest_ready(after, RestoreMode::Lazy);
-            }
-        }
-    }
-}
-
-/// The names under which QEMU keeps limosa's ends of the channels.
-const KEPT: [&str; 2] = ["limosa-restore", "limosa-restore-preempt"];
-
-/// Gives QEMU a duplicate of limosa's end of the channel, just before the stream ends.
-///
-/// A QEMU that has every page and has read the end still wants to tell its source so. If that is gone, QEMU waits for a
-/// recovery that can never come, because it has left the state in which it could take one (found with QEMU 10.0.2).
-/// With a duplicate of its own it talks to itself and completes. Before the last page is placed this would be wrong: a
-/// pager that dies must be noticed. Without descriptors (a monitor over tcp) that window stays.
-fn keep_open(monitor: &Monitor, ends: &KeptChannels) {
-    if !monitor.qmp().passes_descriptors() {
-        return;
-    }
-    let preempt = ends.preempt.lock().unwrap_or_else(PoisonError::into_inner);
-    for (name, end) in KEPT.into_iter().zip([Some(&ends.main), preempt.as_ref()]) {
-        if let Some(end) = end {
-            let _ = monitor.getfd(name, end.as_fd());
-        }
-    }
-}
-
-/// Writes down why the transfer broke off, for the process that recovers it: a detached pager cannot print it.
-pub(super) fn note_failure(monitor: &Monitor, mut record: JobRecord, error: &JobError) {
-    record.failure = Some(error.to_string());
-    let _ = record.update(monitor);
-}
-
-/// After the last page: waits for QEMU to see it so, then puts its settings back.
-pub(super) fn complete(monitor: &Monitor, record: &JobRecord) -> Result<(), JobError> {
-    let limit = Instant::now() + COMPLETED_WITHIN;
-    loop {
-        match monitor.migration()?.status {
-            MigrationStatus::Completed => break,
-            status if Instant::now() > limit => {
-                return Err(JobError::Failed { reason: format!("every page was sent, but QEMU still says {status}") });
-            }
-            _ => thread::sleep(Duration::from_millis(2)),
-        }
-    }
-    for name in KEPT {
-        monitor.closefd(name)?;
-    }
-    monitor.put_back(&record.undo)?;
-    JobRecord::remove(monitor)?;
-    Ok(())
-}
-
-/// `stats` are those of the transfer, if there was anything left to transfer.
-pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_guest: Duration) -> RestoreReport {
-    RestoreReport {
-        mode: RestoreMode::Lazy,
-        mapped_blocks: Vec::new(),
-        to_guest,
-        to_resident: job.begun.elapsed(),
-        normal_pages: Some(stats.as_ref().map_or(0, |stats| stats.normal_pages)),
-        zero_pages: Some(stats.as_ref().map_or(0, |stats| stats.zero_pages)),
-        lazy: stats.map(|stats| LazyReport {
-            request_latency: stats.request_latency,
-            main: stats.main,
-            preempt: stats.preempt,
-        }),
-        channel: None,
-        vm_state: job.vm_state(),
-    }
 }

@@ -7,11 +7,36 @@ use limosa_page::PAGE_SIZE;
 use limosa_snapshot::Snapshot;
 
 use super::disks;
-use super::{DiskPolicy, PlannedMode, RestoreMode, RestoreOptions, RunChoice};
+use super::options::{RestoreMode, RestoreOptions, RunChoice};
 use crate::conflict::{Conflict, JobOption, Permission, StateConflict};
 use crate::job::{JobError, Watch};
 use crate::mapping::{Mapped, recognize, refuse_shared_snapshot};
 use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
+use crate::save::DiskPolicy;
+
+/// How it is done: the decision for a [`RestoreMode`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum PlannedMode {
+    /// The guest runs when all pages are there.
+    Eager,
+    /// The same, but that these RAM blocks are there already.
+    Mapped(Vec<InPlace>),
+    /// The guest runs at once; its pages follow.
+    Lazy,
+}
+
+impl std::fmt::Display for PlannedMode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Eager => f.write_str("eagerly"),
+            Self::Mapped(blocks) => {
+                let names: Vec<_> = blocks.iter().map(|block| block.block.as_str()).collect();
+                write!(f, "mapped ({})", names.join(", "))
+            }
+            Self::Lazy => f.write_str("lazily"),
+        }
+    }
+}
 
 /// A RAM block that is sent where others are mapped is worth a notice from this length on, in bytes.
 const MAPPED_FROM: u64 = 64 << 20;
@@ -214,7 +239,7 @@ fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobEr
 }
 
 /// Bytes of a page of the destination, by RAM block of the snapshot, where they are more than 4096. What the VM was
-/// saved from has no say: the snapshot holds 4 KiB pages whatever its memory was made of.
+/// saved from has no say: the snapshot holds 4 KiB pages, also of memory in huge pages.
 pub(super) fn page_sizes(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> BTreeMap<String, u64> {
     let saved = |here: &&RamBlockInfo| snapshot.start().blocks.iter().any(|saved| saved.name == here.name);
     let large = blocks.iter().filter(|here| here.page_size > PAGE_SIZE).filter(saved);

@@ -1,14 +1,14 @@
 //! Finishing a lazy restore that was interrupted.
 
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_migrate::stored::PostcopySource;
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
-use super::{Restore, RestoreJob, RestoreReport, identity, lazy, preflight};
+use super::job::{Restore, RestoreJob, RestoreReport, identity};
+use super::lazy::OptionalWatchdog;
+use super::{preflight, serve};
 use crate::conflict::{Conflict, StateConflict};
 use crate::job::JobError;
 use crate::job_record::{JobKind, JobRecord, JobRecordError};
@@ -18,7 +18,7 @@ use crate::process::ProcessIdentity;
 /// How long QEMU may take to notice that its channel is gone.
 const PAUSED_WITHIN: Duration = Duration::from_secs(10);
 
-/// Goes on with a lazy restore whose limosa was killed, or was told to leave the guest paused.
+/// Continues a lazy restore whose limosa was killed, or was asked to leave the guest paused.
 ///
 /// # Errors
 /// If this QEMU does not stand on this snapshot, or is not in need. After a failure it can be tried again.
@@ -42,46 +42,18 @@ pub fn recover(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
     let job = RestoreJob { monitor, snapshot, path, options, watch, observer, start_watchdog, begun, runs, page_sizes };
     if wait_paused(monitor)? == MigrationStatus::Completed {
         (watch.notice)("every page had been sent before the interruption");
-        lazy::complete(monitor, &record)?;
-        return Ok(lazy::report(&job, None, begun.elapsed()));
+        serve::complete(monitor, &record)?;
+        return Ok(serve::report(&job, None, begun.elapsed()));
     }
     let preempt = monitor.settings()?.capabilities.get("postcopy-preempt").copied().unwrap_or(false);
-    let watchdog = lazy::OptionalWatchdog::start(&job, &record, preempt);
+    let watchdog = OptionalWatchdog::start(&job, &record, preempt);
     let rendezvous = Rendezvous::lazy(monitor, options.listen.as_ref(), preempt)?;
     let recovered = monitor
         .migrate_recover(&rendezvous.uri())
         .map_err(JobError::from)
-        .and_then(|()| go_on(&job, &record, preempt, rendezvous));
+        .and_then(|()| serve::serve_rest(&job, &record, preempt, rendezvous));
     watchdog.dismiss();
     recovered
-}
-
-/// Brings the rest of the memory to a QEMU that has been told to expect it.
-pub(super) fn go_on(
-    job: &RestoreJob<'_>,
-    record: &JobRecord,
-    preempt: bool,
-    rendezvous: Rendezvous<'_>,
-) -> Result<RestoreReport, JobError> {
-    let channel = rendezvous.connect()?;
-    let ends = Arc::new(lazy::KeptChannels::new(&channel)?);
-    let source = PostcopySource::new(job.snapshot, channel, job.watch.handle).options(job.postcopy_options());
-    let served = lazy::serve(
-        job,
-        lazy::with_preempt_channel(source, rendezvous, preempt, &ends),
-        &ends,
-        lazy::Beginning::Recover,
-        false,
-    );
-    let (stats, to_guest) = match served {
-        Ok(served) => served,
-        Err(unserved) => {
-            lazy::note_failure(job.monitor, record.clone(), &unserved.error);
-            return Err(unserved.error);
-        }
-    };
-    lazy::complete(job.monitor, record)?;
-    Ok(lazy::report(job, Some(stats), to_guest))
 }
 
 /// The record of the interrupted job, if it is one of this snapshot.

@@ -3,7 +3,7 @@
 //! The law: **a killed pager stalls the guest, and the stall ends.** A client that connects to QEMU afterwards may get
 //! no answer: the monitor answers from QEMU's main loop, and that waits for a page as soon as a device touches one that
 //! is missing. Out of band QEMU still obeys, but only over a connection that was negotiated before. So the watchdog
-//! keeps limosa's, and with it everything that [`super::recover`] would ask QEMU for.
+//! keeps limosa's, and with it everything that [`recover`](super::recover()) would ask QEMU for.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -20,14 +20,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::incoming::{Channels, Rendezvous};
-use super::{RestoreJob, RestoreMode, RestoreObserver, RestoreOptions, identity, lazy, recover};
+use super::job::{RestoreJob, RestoreObserver, identity};
+use super::options::{RestoreMode, RestoreOptions};
+use super::serve::{complete, serve_rest};
 use crate::job::{JobError, Watch};
 use crate::job_record::JobRecord;
 use crate::monitor::{MigrationInfo, MigrationStatus, Monitor};
 use crate::process::ProcessIdentity;
 use crate::qmp::{Negotiated, Options, Qmp, QmpError};
 
-/// How long QEMU may take to notice that its channel is gone before it is told.
+/// How long QEMU may take to notice that its channel is gone before it gets `migrate-pause`.
 const NOTICE_WITHIN: Duration = Duration::from_secs(5);
 /// How long QEMU may not be ready to continue. It notices the end of its channel at once where it can be continued.
 const LOST_AFTER: Duration = Duration::from_secs(15);
@@ -43,8 +45,8 @@ pub(crate) struct UnfinishedRestore {
     preempt: bool,
     listen: Option<String>,
     max_bandwidth: Option<NonZeroU64>,
-    /// Of the destination's memory. QEMU tells them in its main loop, which may wait for the very page that is to be
-    /// sent.
+    /// Of the destination's memory. QEMU reports them in its main loop, which may wait for the very page that limosa
+    /// is about to send.
     page_sizes: BTreeMap<String, u64>,
     negotiated: Negotiated,
 }
@@ -107,8 +109,8 @@ impl KeptSnapshot {
         self.snapshot.path()
     }
 
-    /// Goes on where limosa was killed, over its connection to the monitor.
-    pub(crate) fn go_on(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Recovery, JobError> {
+    /// Continues where limosa was killed, over its connection to the monitor.
+    pub(crate) fn resume(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Recovery, JobError> {
         match self.serve(socket, monitor, options) {
             Err(JobError::Qmp(error)) if error.is_gone() => Ok(Recovery::Gone),
             done => done,
@@ -122,7 +124,7 @@ impl KeptSnapshot {
         record.process = ProcessIdentity::own();
         let handle = Handle::new();
         handle.control.set_max_bandwidth(self.unfinished.max_bandwidth);
-        let watch = Watch { handle: &handle, notice: &|_| {}, not_converging: None };
+        let watch = Watch::new(&handle, &|_| {});
         let restore = RestoreOptions {
             listen: self.unfinished.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
             ..RestoreOptions::default()
@@ -132,7 +134,7 @@ impl KeptSnapshot {
         match expect_again(&monitor, &rendezvous)? {
             Found::Expects => {}
             Found::Complete => {
-                lazy::complete(&monitor, &record)?;
+                complete(&monitor, &record)?;
                 return Ok(Recovery::Whole);
             }
             Found::NeverRan => return Ok(Recovery::NeverRan),
@@ -151,7 +153,7 @@ impl KeptSnapshot {
             runs: record.was_running,
             page_sizes: self.unfinished.page_sizes.clone(),
         };
-        recover::go_on(&job, &record, self.unfinished.preempt, rendezvous).map(|_| Recovery::Whole)
+        serve_rest(&job, &record, self.unfinished.preempt, rendezvous).map(|_| Recovery::Whole)
     }
 }
 

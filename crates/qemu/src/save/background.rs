@@ -1,7 +1,7 @@
 //! QEMU's background snapshot: the memory is protected against writing, and a page that the guest is about to change is
 //! saved first. Each page goes once, and the VM stands still for its devices only.
 //!
-//! Law: **a host that cannot do it is told apart before anything is changed**, because QEMU finds out in two places,
+//! Law: **a host that cannot do it is recognized before anything is changed**, because QEMU finds out in two places,
 //! when the capability is set and when the migration begins.
 //!
 //! Facts found with QEMU 10.0.2:

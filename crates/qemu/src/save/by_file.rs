@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::thread;
 
-use limosa_snapshot::{Transport, UnnamedFile, WriteBehind, adopt};
+use limosa_snapshot::{Transport, UnnamedFile, WriteBehind, adopt, with_causes};
 
 use super::job::{SaveJob, SaveReport, Saved};
 use super::preflight::record_disks_again;
@@ -66,7 +66,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecor
     record.descriptor_sets.push(set.set);
     record.update(job.monitor)?;
     let written = write(job, &pending, &set.path(), record);
-    // QEMU has closed its duplicates when the migration was over; the set itself stays until it is told.
+    // QEMU has closed its duplicates when the migration was over; the set itself stays until `remove-fd`.
     let removed = job.monitor.remove_fd(set.set);
     let saved = written.map_err(|error| match error {
         JobError::Failed { reason } => JobError::Unwritten { path: pending.target().to_owned(), reason },
@@ -77,7 +77,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecor
     let published = adopt(pending, saved.manifest.clone(), job.write_options())?;
     match job.published(record, &published) {
         Err(error) if job.options.stop => return Err(error),
-        Err(error) => (job.watch.notice)(&error.to_string()),
+        Err(error) => (job.watch.notice)(&with_causes(&error)),
         Ok(()) => {}
     }
     Ok(job.report(published, Transport::File, saved))

@@ -148,7 +148,7 @@ fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
     error.into()
 }
 
-/// Whether the receiver saw no more than that the other side went away, or was told to stop.
+/// Whether the receiver saw no more than that the other side went away, or was asked to stop.
 fn is_consequence(error: &MigrateError) -> bool {
     match error {
         MigrateError::Channel(closed) => closed.is_closed(),

@@ -68,7 +68,7 @@ fn accept(
     hold: &mut dyn FnMut(BorrowedFd<'_>),
 ) -> Result<MultifdChannels, JobError> {
     let channels = job.options.channels.unwrap_or(0);
-    // With one channel there is nothing to be told apart.
+    // One channel needs no distinction.
     let options = MultifdAcceptOptions { channels, within: CONNECT_WITHIN, main_first: channels == 0 };
     let mut gathering = MultifdAccept::new(listener, options);
     // Strangers may come too: they are not to be held in any number.

@@ -14,7 +14,7 @@ use crate::job_record::{JobPhase, JobRecord};
 use crate::monitor::{Monitor, RunState};
 use crate::qmp::QmpError;
 
-/// How long QEMU may take to leave the VM as it is to be after the save: for one that hangs, not a measure.
+/// How long QEMU may take to bring the VM into its state after the save: a limit for a QEMU that hangs.
 pub(super) const SETTLES_WITHIN: Duration = Duration::from_secs(10);
 
 /// The result of a save.
@@ -70,7 +70,10 @@ impl SaveJob<'_> {
     }
 
     pub(super) fn write_options(&self) -> WriteOptions {
-        WriteOptions { durability: self.options.durability, checksum: self.options.checksum, write_behind: true }
+        let mut options = WriteOptions::new();
+        options.durability = self.options.durability;
+        options.checksum = self.options.checksum;
+        options
     }
 
     /// Writes down that the file is about to get its name, if it then matters whether it has.

@@ -1,6 +1,6 @@
 //! Saving a VM: from a running QEMU to a published file, with the VM going on.
 //!
-//! The law: **whatever happens, the VM is left as it was found.** Everything that the job changes in QEMU is written
+//! The law: **in every case the VM is left as it was found.** Everything that the job changes in QEMU is written
 //! down in QEMU first (the job's record), so that this code, the watchdog, or `limosa resume` can undo it; and the file
 //! has no name until it is whole, so a failed save leaves none.
 //!
@@ -132,7 +132,7 @@ pub fn save(
                 undone.notices.iter().for_each(|notice| (watch.notice)(notice));
                 undone.outcome.ends_job()
             }
-            // Whatever was changed in it went with QEMU.
+            // All changes went with QEMU.
             Err(JobRecordError::Qmp(gone)) if gone.is_gone() => {
                 abandoned(&record).iter().for_each(|notice| (watch.notice)(notice));
                 true
@@ -144,7 +144,7 @@ pub fn save(
         Some(watchdog) if tidied => watchdog.dismiss(watch.notice),
         Some(watchdog) => {
             (watch.notice)(&format!(
-                "QEMU could not be set right yet; process {} goes on trying, and so does a resume of this VM",
+                "QEMU could not be set right yet; process {} keeps trying, and so does a resume of this VM",
                 watchdog.pid()
             ));
             watchdog.hand_over();

@@ -44,8 +44,9 @@ pub enum DiskPolicy {
     Overlay,
 }
 
-/// How a VM is to be saved.
-#[derive(Debug, Clone)]
+/// How to save a VM.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
 pub struct SaveOptions {
     /// Who writes the pages.
     pub transport: TransportChoice,
@@ -86,7 +87,7 @@ impl SaveOptions {
         let refused = |why: &str, conflict: Conflict| Err(JobError::conflict(why, conflict));
         if self.background && self.stop {
             return refused(
-                "a VM that is saved in the background goes on",
+                "a VM that is saved in the background continues",
                 Conflict::Options(JobOption::Background, JobOption::Stop),
             );
         }

@@ -12,7 +12,7 @@
 //!
 //! The law: **until the snapshot has its name, all of this can be taken back** (`takeover::overlays`): an overlay that
 //! is unused is closed and removed, one that is used is merged back into its disk while the VM runs. From then on the
-//! snapshot stands on the frozen files, and the VM continues with the overlays whatever happens.
+//! snapshot stands on the frozen files, and the VM continues with the overlays in every case.
 
 use std::ffi::OsStr;
 use std::fs::{File, Permissions};

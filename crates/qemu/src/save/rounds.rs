@@ -2,7 +2,7 @@
 //!
 //! QEMU counts its rounds and says how much of the memory is dirty at the beginning of each. A save converges as long
 //! as every few rounds begin with less than all before them. One that does not converge continues for ever, unless the
-//! VM becomes calmer or is stopped: a person has to be told.
+//! VM becomes calmer or is stopped: a person has to know.
 
 use crate::monitor::RamProgress;
 

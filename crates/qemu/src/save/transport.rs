@@ -56,7 +56,8 @@ pub(super) fn choose_transport(monitor: &Monitor, options: &SaveOptions) -> Resu
     Ok(transport)
 }
 
-/// How QEMU must be set for the transport: what it needs is on, and whatever would give the stream another form is off.
+/// How QEMU must be set for the transport: what it needs is on, and every option that would give the stream another
+/// form is off.
 pub(super) fn settings(
     transport: Transport,
     options: &SaveOptions,
@@ -75,7 +76,7 @@ pub(super) fn settings(
         .capability("pause-before-switchover", freezes)
         .parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get))
         .parameter("mode", "normal")
-        // Whatever the user has chosen for other migrations: zero pages take no room in a snapshot.
+        // Regardless of the user's choice for other migrations: zero pages take no room in a snapshot.
         .parameter("zero-page-detection", if channels.is_some() { "multifd" } else { "legacy" })
         // Neither a file nor a socket to this process has a TLS server at its other end.
         .parameter("tls-creds", "");

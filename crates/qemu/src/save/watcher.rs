@@ -61,12 +61,12 @@ struct Channels {
     _deferred: DeferredStop,
     /// QEMU makes them: nothing is cancelled until it is done, or this moment has come.
     made_by: Option<Instant>,
-    /// It was told to cancel, and has until then.
+    /// It was ordered to cancel, and has until then.
     cancelled_by: Option<Instant>,
 }
 
 impl<'a> Watcher<'a> {
-    /// To be called before QEMU is told to migrate: what it says from here on is about this migration.
+    /// To be called before QEMU's command to migrate: its events from here on are about this migration.
     pub(super) fn new(job: &'a SaveJob<'a>, writes: bool) -> Result<Self, JobError> {
         job.monitor.qmp().take_events()?;
         let state = job.before.manifest.run_state.as_deref().map_or(RunState::Running, RunState::from);
@@ -152,7 +152,7 @@ impl<'a> Watcher<'a> {
             self.last = Some(info);
         }
         if let Some(channels) = &mut self.channels {
-            // (It says `setup` from the moment that it was told to migrate.)
+            // (It says `setup` from the moment of the command to migrate.)
             let made = status != Some(MigrationStatus::Setup);
             channels.made_by = channels.made_by.filter(|by| !made && Instant::now() < *by);
             if self.cancelling.is_some() {
@@ -221,7 +221,7 @@ impl<'a> Watcher<'a> {
             return reason;
         }
         if self.job.watch.handle.control.stopped().is_some() {
-            // The channel was shut down, and QEMU noticed before it could be told.
+            // The channel was shut down, and QEMU noticed before the command came.
             return MigrateError::Cancelled.into();
         }
         let said = self.last.as_ref().and_then(|info| info.error.clone());
@@ -281,7 +281,7 @@ impl<'a> Watcher<'a> {
         self.committed = true;
     }
 
-    /// The state in which the VM was when it was stopped for the save, as far as QEMU said.
+    /// The state in which the VM was when it was stopped for the save, if QEMU said so.
     pub(super) fn state(&self) -> &RunState {
         &self.state
     }

@@ -79,7 +79,7 @@ pub(crate) fn take_over_holding(
         }
         let step = match next_step(record, &seen, &progress, actor) {
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
-            // It was told already, and continues being where it has to be told.
+            // The VM is there already, and stays in a state that has to be reported.
             Step::Cancel if progress.cancelled && progress.waited >= patience => Step::Finish(Outcome::GaveUp),
             step => step,
         };

@@ -1,7 +1,7 @@
 //! Taking over a VM whose job died.
 //!
-//! Law: **at most one side runs the VM.** Whatever has been handed over, or may have been, is left stopped for a person
-//! to decide; everything else is undone and the VM continues as it was.
+//! Law: **at most one side runs the VM.** A VM that has been handed over, or may have been, is left stopped for a
+//! person to decide; everything else is undone and the VM continues as it was.
 //!
 //! [`next_step`] decides, from the job's record and what QEMU says, without touching anything; [`take_over`] does it.
 //! The watchdog and `limosa resume` share both.

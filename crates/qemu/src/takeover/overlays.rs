@@ -23,7 +23,7 @@ use crate::qmp::QmpError;
 /// How long a QEMU that has closed its monitor may take to close its images too.
 const CLOSED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Undoes the job's overlays as far as they can and may be undone, by `limit`; adds what a person must know to
+/// Undoes those of the job's overlays that can and may be undone, by `limit`; adds what a person must know to
 /// `notices`.
 pub(super) fn undo_all(
     monitor: &Monitor,
@@ -46,7 +46,7 @@ pub(super) fn undo_all(
                 }
             }
             Some(why) => notices.push(format!(
-                "the disk {} goes on in {}, over {}, because {why}; QEMU's block-commit of node {} merges them",
+                "the disk {} continues in {}, over {}, because {why}; QEMU's block-commit of node {} merges them",
                 overlay.device, overlay.file, overlay.frozen, overlay.node
             )),
         }
@@ -75,10 +75,10 @@ pub(crate) fn abandoned(record: &JobRecord) -> Vec<String> {
                 Err(error) => format!("cannot remove {}, which holds nothing: {error}", overlay.file),
             },
             Ok(false) => format!(
-                "the last writes to the disk {} are in {}, over {}: start the VM anew with the former",
+                "the last writes to the disk {} are in {}, over {}: start the VM again with the former",
                 overlay.device, overlay.file, overlay.frozen
             ),
-            Err(why) => format!("whether {} holds writes to {} cannot be told: {why}", overlay.file, overlay.frozen),
+            Err(why) => format!("whether {} holds writes to {} is unknown: {why}", overlay.file, overlay.frozen),
         });
     }
     notices
@@ -110,7 +110,8 @@ fn undo(monitor: &Monitor, overlay: &Overlay, keep: bool, limit: Instant) -> Res
         Err(error) if error.is_refusal() => error.to_string(),
         Err(other) => return Err(other),
     };
-    // Whatever became of the job, this says whether the disk is below again: it may have been done in the last moment.
+    // The graph says whether the disk is below again, also after a failed job: it may have been done in the last
+    // moment.
     match monitor.remove_node(&overlay.node) {
         Ok(_) => Ok(None),
         Err(error) if error.is_refusal() => Ok(Some(why)),
@@ -132,7 +133,7 @@ fn may_be_published(record: &JobRecord) -> bool {
                     Err(error) => error.kind() != io::ErrorKind::NotFound,
                     Ok(_) => match Snapshot::open(path) {
                         Ok(there) => there.manifest().is_none_or(|manifest| manifest.id == record.snapshot),
-                        // A snapshot is whole before it has its name: a file that is none is not of this job.
+                        // A snapshot is whole before it has its name: a file that is not whole is not of this job.
                         Err(error) => matches!(error, SnapshotError::Io { .. }),
                     },
                 }

@@ -118,7 +118,7 @@ impl fmt::Display for Outcome {
             Self::Undecided => "the VM may already run elsewhere and stays stopped",
             Self::NeedsRecovery => "a part of the VM's memory is still in the snapshot",
             Self::NotLoaded => "no VM was loaded; QEMU still waits for one",
-            Self::LoadFailed => "no VM was loaded, and QEMU accepts no second attempt: start it anew",
+            Self::LoadFailed => "no VM was loaded, and QEMU accepts no second attempt: start a new one",
             Self::Unknown => "QEMU is in a state that this limosa does not know; nothing was changed",
             Self::GaveUp => "QEMU did not come to an end of the migration in time",
         })

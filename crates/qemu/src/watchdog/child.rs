@@ -10,11 +10,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use limosa_snapshot::with_causes;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::{HOLD, Held, signals};
 use crate::conflict::Conflict;
-use crate::job::{JobError, with_causes};
+use crate::job::JobError;
 use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::Monitor;
 use crate::qmp::{Options, Qmp, QmpError};
@@ -64,9 +65,9 @@ enum ChildError {
     Setup(&'static str, #[source] io::Error),
     #[error(transparent)]
     Record(#[from] JobRecordError),
-    #[error("the restore was killed and cannot be gone on with: {0}")]
+    #[error("the restore was killed and cannot be continued")]
     Recovery(#[from] JobError),
-    #[error("cannot remove {path}: {source}")]
+    #[error("cannot remove {path}")]
     Unlink { path: PathBuf, source: io::Error },
 }
 
@@ -180,7 +181,7 @@ fn decode(hexadecimal: &[u8]) -> Option<Vec<u8>> {
 /// limosa is dead, and its guest stands on memory that has not come: brings it.
 fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
     let path = kept.path().display();
-    let what = match kept.go_on(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
+    let what = match kept.resume(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
         Recovery::Whole => "its watchdog has brought the rest of the memory",
         Recovery::NeverRan => "the guest had not been started: end this QEMU and start a new one",
         Recovery::Unended => {

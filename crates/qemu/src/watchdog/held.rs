@@ -3,7 +3,7 @@
 //! Law: **connections of several channels do not break while QEMU sets them up**, as long as that takes less than two
 //! seconds. Fact found with QEMU 10.0.2: it then waits for the thread of each channel, and one that ends because
 //! *another* channel has broken does not say so; QEMU waits for ever, with a migration that cannot be cancelled and
-//! that no other can follow. (It waits in the same way, for a moment, at the end of each round: so it is told to cancel
+//! that no other can follow. (It waits in the same way, for a moment, at the end of each round: so it is ordered to cancel
 //! before they break.) So limosa and its watchdog both hold the connections, and the place where they are accepted; the
 //! process that takes the job over closes them once the migration is past its set-up and cancelled.
 //!
@@ -11,9 +11,11 @@
 //! monitor. So time runs from the beginning, and is given again only by word that QEMU is still setting up.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// How long connections are held without word from QEMU: it may be waiting for a reader.
 pub(crate) const HOLD: Duration = Duration::from_millis(500);
@@ -98,14 +100,14 @@ impl SharedState {
             if left.is_zero() {
                 break;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait_for(&mut state, left);
         }
         state.ends.clear();
         state.until = None;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -128,7 +130,7 @@ mod tests {
         (held, far)
     }
 
-    /// Waits until the near end is gone, but not for a time of which a test says that it has been brought forward.
+    /// Waits until the near end is gone, but not for a time that a test has brought forward.
     fn wait_gone(mut far: &UnixStream) {
         far.set_read_timeout(Some(LONG / 2)).unwrap();
         assert_eq!(far.read(&mut [0]).unwrap(), 0);

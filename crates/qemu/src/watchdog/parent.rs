@@ -34,7 +34,7 @@ pub enum WatchdogError {
 /// How a watchdog ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WatchdogEnd {
-    /// It was told that the job is done, and went.
+    /// It ended at the message that the job is done.
     Dismissed,
     /// It had died before.
     Died(ExitStatus),
@@ -72,7 +72,7 @@ impl Watchdog {
         Ok(watchdog)
     }
 
-    /// The same without waiting: what it is told meanwhile is not lost, and a watchdog that does not come up is found
+    /// The same without waiting: messages to it meanwhile are not lost, and a watchdog that does not come up is found
     /// out by [`Watchdog::finish`]. What it has to say goes to `stderr`.
     ///
     /// # Errors
@@ -134,8 +134,8 @@ impl Watchdog {
         self.control.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"let go\n")
     }
 
-    /// Sends the watchdog what it needs to continue a lazy restore: an `UnfinishedRestore`, which is none of this
-    /// side's business.
+    /// Sends the watchdog what it needs to continue a lazy restore: an `UnfinishedRestore`, which does not belong to
+    /// this side's business.
     pub(crate) fn remember(&mut self, unfinished: &impl Serialize) -> io::Result<()> {
         self.say("restore", &serde_json::to_vec(unfinished)?)
     }

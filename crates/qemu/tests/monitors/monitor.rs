@@ -413,7 +413,8 @@ fn a_record_is_a_lock_and_says_whose_it_is() {
         resume(&monitor, &ResumeOptions::default()),
         Err(ResumeError::Record(JobRecordError::Elsewhere(_)))
     ));
-    let force = ResumeOptions { force: true, ..ResumeOptions::default() };
+    let mut force = ResumeOptions::default();
+    force.force = true;
     assert_eq!(resume(&monitor, &force).unwrap().takeover.outcome, Outcome::StoppedAsBefore);
     assert_eq!(JobRecord::read(&monitor).unwrap(), None);
 }
@@ -444,7 +445,8 @@ fn resume_leaves_a_running_vm_alone_and_asks_before_it_continues_one_that_is_not
     let error = resume(&monitor, &plain).unwrap_err();
     assert!(matches!(&error, ResumeError::NotOurs { why } if why.contains("it was stopped")), "{error}");
     assert_eq!(run_state(&monitor), RunState::Paused);
-    let force = ResumeOptions { force: true, ..plain };
+    let mut force = plain;
+    force.force = true;
     assert_eq!(resume(&monitor, &force).unwrap().takeover.outcome, Outcome::Running);
     assert_eq!(run_state(&monitor), RunState::Running);
 }

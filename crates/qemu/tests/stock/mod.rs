@@ -20,7 +20,7 @@ pub struct Stock {
     pub directory: tempfile::TempDir,
 }
 
-/// Whether the tests that need QEMU are to be left out. Says so.
+/// Whether the tests that need QEMU are left out. Says so.
 pub fn skipped() -> bool {
     let skip = std::env::var_os("LIMOSA_SKIP_QEMU").is_some_and(|value| value == "1");
     if skip {

@@ -1,7 +1,7 @@
 //! Whether a stored VM would load on another QEMU, and what speaks against it.
 //!
 //! Law of this module: **a finding never says more than its source proves.** What QEMU certainly refuses is `Certain`,
-//! what follows from names and habits is `Likely`, and what cannot be told without loading is `Unknown` and counts for
+//! what follows from names and habits is `Likely`, and what cannot be known without loading is `Unknown` and counts for
 //! no verdict. Nothing is read or asked here but what the two sides have put into [`Summary`] and [`Destination`].
 //!
 //! What QEMU 10.0 does, found by loading one stream into altered destinations: another machine type, a RAM block that
@@ -26,7 +26,7 @@ use crate::summary::{DeviceSummary, Summary};
 pub use memory::{MemoryComparison, compare_memory};
 pub use stored::{StoredSections, compare_stored, damage, destination_of};
 
-/// What a finding means for the VM.
+/// The consequence of a finding for the VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
@@ -53,21 +53,21 @@ pub enum Confidence {
 /// One thing that a person deciding on a move should know.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What it means for the VM.
+    /// Its consequence for the VM.
     pub severity: Severity,
     /// How sure it is.
     pub confidence: Confidence,
-    /// What it is about: `machine`, `RAM block pc.ram`, `section cpu 2`.
+    /// Its subject: `machine`, `RAM block pc.ram`, `section cpu 2`.
     pub subject: String,
-    /// What is so, in a sentence without a full stop.
+    /// The difference, in a sentence without a full stop.
     pub what: String,
-    /// What to do about it, if anything can be done.
+    /// The remedy, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
 }
 
 impl Finding {
-    /// A finding that nothing is to be done about.
+    /// A finding without a remedy.
     pub fn new(
         severity: Severity,
         confidence: Confidence,
@@ -89,7 +89,7 @@ impl Finding {
         self.severity == Severity::Refuses && self.confidence != Confidence::Unknown
     }
 
-    /// Whether it might make the load fail, which cannot be told before.
+    /// Whether it might make the load fail, which cannot be known before.
     pub fn may_refuse(&self) -> bool {
         self.severity == Severity::Refuses && self.confidence == Confidence::Unknown
     }
@@ -121,18 +121,18 @@ impl Comparison {
         !self.findings.iter().any(Finding::refuses)
     }
 
-    /// How many findings might end a load, and cannot be told before.
+    /// How many findings might end a load, which cannot be known before.
     pub fn unknown(&self) -> usize {
         self.findings.iter().filter(|finding| finding.may_refuse()).count()
     }
 }
 
-/// A QEMU (or the VM that another file was saved from) as far as a load depends on it.
+/// The properties of a QEMU (or of the VM that another file was saved from) that a load depends on.
 #[derive(Debug)]
 pub struct Destination<S> {
     /// Machine type.
     pub machine: String,
-    /// What to do about another machine type, where more is known than to start QEMU with the right one.
+    /// Returns a remedy for another machine type, where there is a better one than to start QEMU with the right type.
     pub machine_advice: Option<String>,
     /// QEMU's version, as it states it.
     pub qemu: Option<String>,
@@ -157,7 +157,7 @@ pub struct DestinationBlock {
     pub page_size: Option<u64>,
 }
 
-/// What a destination knows about its device sections.
+/// The known device sections of a destination.
 pub trait Sections {
     /// Whether it takes this section.
     fn look_up(&self, section: &DeviceSummary) -> Presence;
@@ -165,10 +165,11 @@ pub trait Sections {
     /// The PCI device at the address that a section's name begins with, if that is known.
     fn pci(&self, section: &DeviceSummary) -> Option<PciIdentity>;
 
-    /// Whether it knows this subsection of a section; `None` if that cannot be told.
+    /// Whether it knows this subsection of a section; `None` if that is unknown.
     fn knows_subsection(&self, section: &str, subsection: &str) -> Option<bool>;
 
-    /// What it has and the stored VM has not, as findings; `saved` are the stored VM's sections.
+    /// Returns a finding for each section of the destination that the stored VM lacks; `saved` are the stored VM's
+    /// sections.
     fn extra(&self, saved: &[DeviceSummary]) -> Vec<Finding>;
 }
 
@@ -189,14 +190,14 @@ pub enum Presence {
         /// How that shows, in a part of a sentence.
         why: String,
     },
-    /// That cannot be told.
+    /// That is unknown.
     Unknown {
         /// Why not, in a part of a sentence.
         why: String,
     },
 }
 
-/// What speaks for and against loading `saved` into `destination`.
+/// Compares a stored VM with a destination that is to load it.
 pub fn compare<S: Sections>(saved: &Summary, destination: &Destination<S>) -> Comparison {
     let mut findings = Vec::new();
     machine::compare(saved, destination, &mut findings);

@@ -50,7 +50,7 @@ fn one(section: &DeviceSummary, presence: Presence) -> Option<Finding> {
             Some(refuses(confidence, format!("the destination does not have it: {why}")).advise(what_to_add(section)))
         }
         Presence::Unknown { why } => {
-            Some(refuses(Confidence::Unknown, format!("whether the destination has it cannot be told: {why}")))
+            Some(refuses(Confidence::Unknown, format!("whether the destination has it is unknown: {why}")))
         }
         Presence::Present { versions: (_, Some(newest)), .. } if section.version > newest => Some(
             refuses(
@@ -70,7 +70,7 @@ fn one(section: &DeviceSummary, presence: Presence) -> Option<Finding> {
     }
 }
 
-/// What QEMU compares in the configuration space of a PCI device before it loads it.
+/// Checks the bytes of a PCI device's configuration space that QEMU compares before it loads the device.
 fn same_device(section: &DeviceSummary, saved: PciIdentity, here: PciIdentity) -> Option<Finding> {
     let refuses = |what: String| Finding::new(Severity::Refuses, Confidence::Certain, subject(section), what);
     if (saved.vendor, saved.device) != (here.vendor, here.device) {

@@ -9,7 +9,7 @@ use limosa_stream::vmdesc::{DeviceVmdesc, FieldVmdesc, SubsectionVmdesc};
 
 use super::sections::subject;
 use super::{Comparison, Confidence, Destination, DestinationBlock, Finding, Presence, Sections, Severity, compare};
-use crate::error::SnapshotError;
+use crate::error::{SnapshotError, with_causes};
 use crate::pci::PciIdentity;
 use crate::reader::Snapshot;
 use crate::summary::{DeviceSummary, Summary};
@@ -24,7 +24,7 @@ pub struct StoredSections {
     sections: BTreeMap<(String, u32), DeviceSummary>,
 }
 
-/// What a file says about the VM that it was saved from, as a destination for others.
+/// The VM that a file was saved from, as a destination for others.
 pub fn destination_of(file: &Summary) -> Destination<StoredSections> {
     let blocks = file.blocks.iter().map(|block| DestinationBlock {
         name: block.name.clone(),
@@ -52,13 +52,13 @@ pub fn compare_stored(saved: &Summary, other: &Summary) -> Comparison {
     Comparison::new(findings)
 }
 
-/// What is wrong with the file itself, so that it is not restored anywhere. That shared memory was left out is another
-/// finding.
+/// Returns the damage of the file itself, so that it is not restored anywhere. That shared memory was left out is
+/// another finding.
 pub fn damage(saved: &Snapshot) -> Option<Finding> {
     match saved.check_restorable() {
         Ok(()) | Err(SnapshotError::Unsupported { .. }) => None,
         Err(error) => {
-            let finding = Finding::new(Severity::Refuses, Confidence::Certain, "file", error.to_string());
+            let finding = Finding::new(Severity::Refuses, Confidence::Certain, "file", with_causes(&error));
             Some(finding.advise("use another copy"))
         }
     }
@@ -177,7 +177,7 @@ fn disks(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
     }
 }
 
-/// What the sections that both have are made of.
+/// Compares the fields of the sections that both have.
 fn vmdescs(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
     let there: HashMap<_, _> = other.vmdescs.iter().map(|vmdesc| ((&vmdesc.name, vmdesc.instance), vmdesc)).collect();
     let newer = |summary: &Summary| summary.manifest.as_ref().and_then(|manifest| manifest.qemu.clone());

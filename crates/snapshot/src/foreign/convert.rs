@@ -22,7 +22,7 @@ use crate::writer::{SnapshotWriter, WriteOptions};
 /// Pages that are copied at once.
 const STRIDE: u64 = 256;
 
-/// What an import came to.
+/// The result of an import.
 #[derive(Debug)]
 pub struct Imported {
     /// The snapshot.
@@ -33,7 +33,7 @@ pub struct Imported {
     pub file: Counters,
 }
 
-/// What is left to be written when all pages are in place.
+/// The part that is written when all pages are in place.
 struct Filled {
     tail: Vec<u8>,
     manifest: Manifest,
@@ -121,7 +121,7 @@ impl Foreign {
         }
     }
 
-    /// What is known about the VM besides its stream.
+    /// Returns the facts about the VM that its stream does not contain.
     fn manifest(&self) -> Manifest {
         let mut manifest = Manifest { transport: Some(Transport::Import), ..Manifest::new() };
         if let Some(modified) = self.modified {

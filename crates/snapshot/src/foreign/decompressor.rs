@@ -19,7 +19,8 @@ const SAID_LIMIT: u64 = 4096;
 const END_WITHIN: Duration = Duration::from_secs(2);
 
 /// A program that packs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr, strum::VariantArray)]
+#[strum(serialize_all = "lowercase")]
 pub enum Decompressor {
     /// `gzip`.
     Gzip,
@@ -35,17 +36,12 @@ pub enum Decompressor {
 
 impl Decompressor {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Gzip, Self::Bzip2, Self::Xz, Self::Lzop, Self::Zstd];
+    pub const ALL: &'static [Self] = <Self as strum::VariantArray>::VARIANTS;
 
     /// The program's name.
+    #[must_use]
     pub fn program(self) -> &'static str {
-        match self {
-            Self::Gzip => "gzip",
-            Self::Bzip2 => "bzip2",
-            Self::Xz => "xz",
-            Self::Lzop => "lzop",
-            Self::Zstd => "zstd",
-        }
+        self.into()
     }
 
     /// The package that has the program, on Debian and Ubuntu.
@@ -56,7 +52,7 @@ impl Decompressor {
         }
     }
 
-    /// What a file of the program begins with.
+    /// The first bytes of a file of the program.
     fn magic(self) -> &'static [u8] {
         match self {
             Self::Gzip => b"\x1f\x8b",
@@ -67,9 +63,9 @@ impl Decompressor {
         }
     }
 
-    /// The program whose file begins so.
+    /// Returns the program whose files begin like this one.
     pub(super) fn of_magic(head: &[u8]) -> Option<Self> {
-        Self::ALL.into_iter().find(|decompressor| head.starts_with(decompressor.magic()))
+        Self::ALL.iter().copied().find(|decompressor| head.starts_with(decompressor.magic()))
     }
 }
 
@@ -156,7 +152,7 @@ impl Decompression {
         None
     }
 
-    /// What it has complained of. It has ended.
+    /// Returns the messages of the program, which has ended.
     fn said(&mut self) -> String {
         let said = self.said.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         String::from_utf8_lossy(&said).into_owned()
@@ -193,7 +189,7 @@ impl Forward {
         Self { output: File::from(OwnedFd::from(output)), position: 0 }
     }
 
-    /// Reads at an offset that is not before the end of the last read; what lies between is passed over.
+    /// Reads at an offset that is not before the end of the last read; bytes between are passed over.
     pub(crate) fn read_at(&mut self, offset: u64, into: &mut [u8]) -> std::io::Result<usize> {
         let Some(skip) = offset.checked_sub(self.position) else {
             return Err(std::io::Error::other("a stream that is packed can only be read forwards"));

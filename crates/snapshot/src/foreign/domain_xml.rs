@@ -126,7 +126,7 @@ fn resolve(mut text: &str, out: &mut String) -> Result<(), String> {
     Ok(())
 }
 
-/// What is left of a document.
+/// The unread rest of a document.
 struct Pieces<'a> {
     rest: &'a str,
 }
@@ -159,7 +159,7 @@ impl<'a> Pieces<'a> {
         }
     }
 
-    /// Goes on behind `end`; returns what stood before it.
+    /// Continues behind `end`; returns the text before it.
     fn skip(&mut self, inside: &'a str, end: &str, what: &str) -> Result<&'a str, String> {
         let (text, rest) = inside.split_once(end).ok_or_else(|| format!("{what} has no end"))?;
         self.rest = rest;

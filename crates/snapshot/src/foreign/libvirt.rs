@@ -167,12 +167,12 @@ pub struct SaveImage {
     pub uuid: Option<Uuid>,
     /// The domain's definition.
     pub xml: String,
-    /// What libvirt keeps for itself, XML too.
+    /// libvirt's own record, XML too.
     pub cookie: Option<String>,
 }
 
 impl SaveImage {
-    /// Takes the image apart: `head` is its beginning, `data` reads so many bytes behind the header.
+    /// Takes the image apart: `head` is its beginning, `data` reads bytes behind the header.
     pub(super) fn read(head: &[u8], data: impl FnOnce(u32) -> Result<Vec<u8>, String>) -> Result<Self, String> {
         let header = SaveHeader::decode(head)?;
         let data = data(header.data_length)?;

@@ -4,8 +4,8 @@
 //! snapshot that restores lazily is made of it once, by the same engine that receives a stream from a QEMU. No process
 //! is at the other end of a recorded stream, so its end is the end of the bytes.
 //!
-//! Law of this module: what a file is, is told by its first bytes and never by its name; whatever is behind them is
-//! believed only as far as it was proven.
+//! Law of this module: a file's kind follows from its first bytes and never from its name; the rest is
+//! believed only where it was proven.
 
 mod convert;
 mod decompressor;
@@ -24,14 +24,14 @@ use limosa_stream::{DecoderOptions, Event, StreamWalk};
 use rustix::fs::SeekFrom;
 use thiserror::Error;
 
-use crate::error::SnapshotError;
+use crate::error::{SnapshotError, with_causes};
 use crate::reader::Snapshot;
 pub use convert::Imported;
 pub use decompressor::Decompressor;
 pub(crate) use decompressor::{Decompression, Forward};
 pub use libvirt::{ByteOrder, Format, HEADER_LENGTH, SaveHeader, SaveImage, XML_LIMIT};
 
-/// What every migration stream begins with.
+/// The first bytes of every migration stream.
 const STREAM_MAGIC: &[u8] = b"QEVM";
 /// Zeros that are read in search of a stream that does not begin at once, in bytes.
 const ZEROS_READ: u64 = 1 << 30;
@@ -44,7 +44,7 @@ pub enum ForeignError {
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
     /// The stream.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: its stream cannot be read", path.display())]
     Stream {
         /// The file it is in.
         path: PathBuf,
@@ -56,7 +56,7 @@ pub enum ForeignError {
     Program {
         /// The file to be unpacked.
         path: PathBuf,
-        /// What happened, and what to do.
+        /// The failure and its remedy.
         what: String,
     },
     /// The file is what it seems to be, but is not whole or not as it should be.
@@ -145,9 +145,10 @@ impl Foreign {
         let head = read(&mut file, HEADER_LENGTH as u64)?;
         let (mut kind, mut image, mut rest) = (Kind::Stream { offset: 0, decompressor: None }, None, head);
         if libvirt::is_image(&rest) {
-            let found =
-                SaveImage::read(&rest, |length| read(&mut file, u64::from(length)).map_err(|error| error.to_string()))
-                    .map_err(|what| ForeignError::Image { path: name.to_path_buf(), what })?;
+            let found = SaveImage::read(&rest, |length| {
+                read(&mut file, u64::from(length)).map_err(|error| with_causes(&error))
+            })
+            .map_err(|what| ForeignError::Image { path: name.to_path_buf(), what })?;
             kind = Self::kind_of(&found);
             if matches!(kind, Kind::Mapped { .. }) {
                 let what =
@@ -156,8 +157,7 @@ impl Foreign {
             }
             (image, rest) = (Some(found), Vec::new());
         } else if let Some(decompressor) = Decompressor::of_magic(&rest) {
-            let what =
-                format!("packed by {0}: unpack it on the way, {0} -dc FILE | limosa import -", decompressor.program());
+            let what = format!("packed by {0}: pipe it through {0} -dc on the way", decompressor.program());
             return Err(ForeignError::Image { path: name.to_path_buf(), what });
         }
         let bytes = Bytes::Pipe { fd: file.into(), head: rest };
@@ -176,7 +176,7 @@ impl Foreign {
         let kind = if libvirt::is_image(&head) {
             let data = |length: u32| {
                 let at = begin.saturating_add(HEADER_LENGTH as u64);
-                read_up_to(&file, at, length as usize).map_err(|error| error.to_string())
+                read_up_to(&file, at, length as usize).map_err(|error| with_causes(&error))
             };
             let found =
                 SaveImage::read(&head, data).map_err(|what| ForeignError::Image { path: path.to_path_buf(), what })?;
@@ -212,7 +212,7 @@ impl Foreign {
         self.kind == Kind::Native
     }
 
-    /// The snapshot that this is, or seems to be: one whose beginning is damaged is told apart from nothing.
+    /// The snapshot that this is, or seems to be: one whose beginning is damaged is not recognized.
     ///
     /// # Errors
     /// As [`Snapshot::from_file`]; also if this is something else.
@@ -227,12 +227,12 @@ impl Foreign {
         matches!(self.kind, Kind::Mapped { .. } | Kind::Stream { .. })
     }
 
-    /// What libvirt says about the VM, if this is a save image of its.
+    /// Returns libvirt's save image, if this is one.
     pub fn image(&self) -> Option<&SaveImage> {
         self.image.as_ref()
     }
 
-    /// What the stream is packed by.
+    /// Returns the program that unpacks the stream.
     pub fn decompressor(&self) -> Option<Decompressor> {
         match self.kind {
             Kind::Stream { decompressor, .. } => decompressor,
@@ -245,7 +245,7 @@ impl Foreign {
         &self.path
     }
 
-    /// What this is, for people: "a recorded migration stream".
+    /// Describes the file for people: "a recorded migration stream".
     pub fn describe(&self) -> &'static str {
         match (&self.image, self.kind) {
             (Some(_), _) => "a libvirt save image",
@@ -316,7 +316,7 @@ fn read_up_to(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Where a stream begins that has nothing but zeros and holes before it; 0 if there is none.
+/// Where a stream begins that has nothing but zeros and holes before it; 0 without a stream.
 fn behind_zeros(file: &File, length: u64) -> io::Result<u64> {
     let mut position = 0;
     let mut read = 0;
@@ -352,7 +352,7 @@ enum Pages {
     InOrder,
 }
 
-/// What stream begins here, if one does.
+/// Returns the kind of the stream that begins here, if one does.
 fn stream_at(file: &File, begin: u64) -> Option<Pages> {
     let read = |offset, into: &mut [u8]| file.read_at(into, offset);
     let options = DecoderOptions { base: begin, ..DecoderOptions::default() };

@@ -47,7 +47,7 @@ fn zeros_of_small_blocks_have_their_bit_over_a_hole_and_nothing_stale_is_left_th
         assert_eq!((statistics.normal, statistics.zero), (4, pages + 16 - 4));
         let snapshot = Snapshot::open(&target).unwrap();
         let file = std::fs::File::open(&target).unwrap();
-        // What a loader that goes by the bits reads, whatever was in the block before.
+        // What a loader that goes by the bits reads, in a block with any earlier contents.
         let load = |block: usize, at: u64| {
             let mut found = [0x77; 4096];
             if let Some(place) = snapshot.locate(block, PageNumber(at)) {

@@ -1,4 +1,4 @@
-//! What speaks against loading a stored VM elsewhere, for sides that no QEMU at hand is.
+//! Findings against loading a stored VM elsewhere, for sides that no QEMU at hand is.
 
 use limosa_snapshot::{
     BlockSummary, Confidence, Destination, DestinationBlock, DeviceSummary, Finding, Manifest, PciIdentity, Presence,
@@ -114,7 +114,7 @@ fn huge_pages_at_the_destination_are_told_and_harmless() {
 #[test]
 fn an_older_qemu_may_refuse_and_a_newer_one_is_harmless() {
     let mut saved = saved();
-    saved.manifest = Some(Manifest { qemu: Some("10.0.2 (Debian)".to_owned()), ..Manifest::new() });
+    saved.manifest.insert(Manifest::new()).qemu = Some("10.0.2 (Debian)".to_owned());
     let mut destination = destination(Everything(None, None));
     destination.qemu = Some("9.2.0".to_owned());
     let older = compare(&saved, &destination);
@@ -134,7 +134,7 @@ fn a_uuid_refuses_only_if_the_stream_itself_carries_it() {
     destination.uuid = Some(other);
     assert!(!compare(&saved, &destination).would_load());
     saved.uuid = None;
-    saved.manifest = Some(Manifest { vm_uuid: Some(mine), ..Manifest::new() });
+    saved.manifest.insert(Manifest::new()).vm_uuid = Some(mine);
     let told = compare(&saved, &destination);
     assert!(told.would_load() && told.findings[0].severity == Severity::Loses, "{told:?}");
 }

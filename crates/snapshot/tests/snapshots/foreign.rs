@@ -9,7 +9,7 @@ use limosa_migrate::stored::PageSource;
 use limosa_page::PageRange;
 use limosa_snapshot::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, SaveHeader, SaveImage, Snapshot,
-    SnapshotError, Transport, UnnamedFile, XML_LIMIT, summarize,
+    SnapshotError, Transport, UnnamedFile, XML_LIMIT, summarize, with_causes,
 };
 use limosa_stream::{Configuration, Feature, SectionHeader, SectionKind};
 use proptest::prelude::*;
@@ -150,7 +150,7 @@ fn refused(folder: &Path, bytes: &[u8], why: &str) {
     std::fs::write(&file, bytes).unwrap();
     let before = names(folder);
     for said in
-        [import(&file, &folder.join("target")).unwrap_err().to_string(), summarize(&file).unwrap_err().to_string()]
+        [with_causes(&import(&file, &folder.join("target")).unwrap_err()), with_causes(&summarize(&file).unwrap_err())]
     {
         assert!(said.contains(why) && said.contains("bad") && said.len() < 600, "{why:?}: {said}");
     }
@@ -211,7 +211,7 @@ fn a_payload_that_is_cut_off_or_has_something_behind_it_is_refused() {
     {
         std::fs::write(&file, bytes).unwrap();
         let before = names(folder.path());
-        let said = import(&file, &folder.path().join("target")).unwrap_err().to_string();
+        let said = with_causes(&import(&file, &folder.path().join("target")).unwrap_err());
         assert!(said.contains("bad"), "{why}: {said}");
         assert_eq!(names(folder.path()), before);
     }
@@ -236,7 +236,7 @@ fn a_payload_that_is_cut_off_or_has_something_behind_it_is_refused() {
 fn what_is_a_snapshot_or_nothing_known_is_not_imported() {
     let folder = tempfile::tempdir().unwrap();
     let snapshot = small(folder.path(), "original", QUICK);
-    let said = import(&snapshot, &folder.path().join("target")).unwrap_err().to_string();
+    let said = with_causes(&import(&snapshot, &folder.path().join("target")).unwrap_err());
     assert!(said.contains("is a snapshot as it is"), "{said}");
     refused(folder.path(), b"Dear Sir or Madam", "");
     refused(folder.path(), &[0; 100_000], "");

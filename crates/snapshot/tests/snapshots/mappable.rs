@@ -11,7 +11,7 @@ use proptest::prelude::*;
 
 use crate::fixture::{CHECKED, LARGE, QUICK, as_qemu_with, leave_stale, names, page, put, range, small, tail, writer};
 
-/// What someone who maps a block sees: the file's bytes, whatever its bitmap says.
+/// Returns the bytes that a process sees that maps a block: the file's, regardless of its bitmap.
 fn mapped(path: &Path, block: usize) -> Vec<u8> {
     let snapshot = Snapshot::open(path).unwrap();
     let place = &snapshot.layout().blocks[block];
@@ -20,7 +20,7 @@ fn mapped(path: &Path, block: usize) -> Vec<u8> {
     bytes
 }
 
-/// What a restore brings.
+/// Returns the page that a restore brings.
 fn restored(path: &Path, block: usize) -> Vec<u8> {
     let snapshot = Snapshot::open(path).unwrap();
     let pages = snapshot.layout().blocks[block].pages;
@@ -168,7 +168,7 @@ fn a_link_to_a_file_seals_the_file() {
     assert!(link.is_symlink());
 }
 
-/// What a stream says of pages.
+/// The pages of a stream.
 #[derive(Debug, Clone)]
 enum Said {
     Contents { first: u64, seeds: Vec<u64> },

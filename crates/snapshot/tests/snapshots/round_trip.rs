@@ -1,4 +1,4 @@
-//! What a writer was given is what a reader gives back.
+//! Tests that a reader returns the pages that a writer was given.
 
 use limosa_migrate::stored::{PageSink, PageSource};
 use std::os::unix::fs::MetadataExt;

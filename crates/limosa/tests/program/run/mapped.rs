@@ -74,7 +74,7 @@ fn what_cannot_be_mapped_is_refused_by_name_or_restored_another_way() {
     assert!(ended.stderr.contains("not mapped: -device virtio-mem-pci"), "{}", ended.stderr);
 }
 
-/// A QEMU from before 8.2, as far as its options go: it refuses `rom` and does not list it.
+/// A QEMU with the options of one before 8.2: it refuses `rom` and does not list it.
 const OLD_QEMU: &str = r#"#!/bin/sh
 for word; do
     case "$word" in

@@ -1,6 +1,6 @@
 //! `limosa balloon`: a virtio-balloon over vhost-user.
 //!
-//! Law: however it ends, the guest is told that it may have its pages back, and both sockets are gone. What it asks of
+//! Law: however it ends, the guest gets the message that it may have its pages back, and both sockets are gone. What it asks of
 //! a guest it asks on its own clock ([`job`]), so a program that ordered a job and was killed leaves nothing
 //! unfinished.
 
@@ -32,7 +32,7 @@ use job::Jobs;
 use limosa_console::{print_out, say};
 use line::StatusLine;
 
-/// How often jobs continue, and changes are told.
+/// How often jobs continue, and changes are reported.
 const TICK: Duration = Duration::from_millis(20);
 /// A balloon that is being filled changes a thousand times a second; events report it this often, and the last change.
 const CHANGES: Duration = Duration::from_millis(200);
@@ -84,10 +84,10 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     say!("limosa: serving a balloon at {} (--vhost-user)", args.vhost_user.display());
 
     let handle = signals.handle();
-    let told = Arc::clone(&ending);
+    let at_signal_ending = Arc::clone(&ending);
     let signals = thread::Builder::new().name("signals".into()).spawn(move || {
         for _signal in signals.forever() {
-            told.end();
+            at_signal_ending.end();
         }
     });
     let signals = signals.context("cannot start a thread for signals")?;
@@ -95,13 +95,13 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     let farewell = Farewell { stopper: server.stopper(), jobs: Arc::clone(&jobs), balloon: Arc::clone(&balloon) };
     let begun = Instant::now();
     let line = StatusLine::show();
-    let (mut announced, mut told) = (Instant::now(), 0);
+    let (mut announced, mut reported) = (Instant::now(), 0);
     while !ending.wait(TICK) {
         jobs.go_on(&balloon, Instant::now());
         line.tell(&balloon, server.connections());
         let changes = balloon.actual_changes();
-        if announced.elapsed() >= CHANGES && changes != told {
-            (announced, told) = (Instant::now(), changes);
+        if announced.elapsed() >= CHANGES && changes != reported {
+            (announced, reported) = (Instant::now(), changes);
             if let Some(socket) = &socket {
                 socket.emit("BALLOON_CHANGE", &json!({ "actual": balloon.size().actual }));
             }

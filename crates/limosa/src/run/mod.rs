@@ -72,7 +72,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
             drop(attempt.monitor);
             let status = qemu.wait()?;
             if has_guest || qemu.relay.end_was_asked() {
-                // It had its VM, or was told to end: that is no failure of the restore.
+                // It had its VM, or was asked to end: that is no failure of the restore.
                 tracing::info!("{}", limosa_console::one_line(&error));
                 status
             } else if greeted {
@@ -138,7 +138,7 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
     let reporter = Reporter::new(false);
     let observer = Observer::new(Instant::now(), &reporter, !notice.shown, paused);
     let tell = |line: &str| notice.tell(line);
-    let watch = Watch { handle: &handle, notice: &tell, not_converging: None };
+    let watch = Watch::new(&handle, &tell);
     let watchdog = || {
         let arguments = ["watchdog", "--"];
         Ok(Some(Watchdog::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))

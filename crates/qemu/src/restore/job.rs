@@ -1,0 +1,193 @@
+//! A restore in progress: its arguments, its state, its report.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use limosa_channel::Counters;
+use limosa_migrate::control::Phase;
+use limosa_migrate::stored::PostcopyOptions;
+use limosa_snapshot::{Snapshot, with_causes};
+use serde_json::Value;
+use uuid::Uuid;
+
+use super::options::{RestoreMode, RestoreOptions};
+use crate::job::{JobError, Watch};
+use crate::job_record::{JobKind, JobRecord};
+use crate::monitor::{Monitor, RunState, Settings};
+use crate::qmp::QmpError;
+use crate::takeover::{Actor, Outcome, take_over};
+use crate::watchdog::Watchdog;
+
+/// Observes a restore while it runs.
+pub trait RestoreObserver: Sync {
+    /// The guest runs (or is ready to, if it is to stay paused) this long after [`restore`] was called.
+    fn guest_ready(&self, after: Duration, mode: RestoreMode);
+}
+
+/// Starts the process that continues with a lazy restore if this one is killed ([`Watchdog::start`]), or declines.
+pub type StartWatchdog<'a> = dyn Fn() -> Result<Option<Watchdog>, JobError> + Sync + 'a;
+
+/// Counters of a lazy restore.
+#[derive(Debug, Clone)]
+pub struct LazyReport {
+    /// From the arrival of a page request to its answer, nanoseconds.
+    pub request_latency: Histogram<u64>,
+    /// Of the main channel.
+    pub main: Counters,
+    /// Of the preempt channel.
+    pub preempt: Option<Counters>,
+}
+
+/// The result of a restore.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct RestoreReport {
+    /// Mapped, lazy or eager.
+    pub mode: RestoreMode,
+    /// RAM blocks that the destination maps from the snapshot.
+    pub mapped_blocks: Vec<String>,
+    /// From the call to the guest running, or being ready to.
+    pub to_guest: Duration,
+    /// From the call to every page being there.
+    pub to_resident: Duration,
+    /// Pages sent with contents; `None` where QEMU read them itself.
+    pub normal_pages: Option<u64>,
+    /// Pages sent as zero.
+    pub zero_pages: Option<u64>,
+    /// Of a lazy restore.
+    pub lazy: Option<LazyReport>,
+    /// Of the channel of an eager restore through the socket.
+    pub channel: Option<Counters>,
+    /// The state that the VM is in now.
+    pub vm_state: String,
+}
+
+/// The arguments of [`restore`].
+#[derive(Clone, Copy)]
+pub struct Restore<'a> {
+    /// The QEMU that takes the VM.
+    pub monitor: &'a Monitor,
+    /// The VM.
+    pub snapshot: &'a Snapshot,
+    /// Where the snapshot was opened.
+    pub path: &'a Path,
+    /// How to restore it.
+    pub options: &'a RestoreOptions,
+    /// Steers and observes the transfer.
+    pub watch: Watch<'a>,
+    /// Learns when the guest runs.
+    pub observer: &'a dyn RestoreObserver,
+    /// Starts the process that brings the rest of a lazy restore if this one is killed.
+    pub start_watchdog: &'a StartWatchdog<'a>,
+}
+
+impl std::fmt::Debug for Restore<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Restore").field("path", &self.path).field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+/// Returns the identity of a snapshot: its id, or one made from its device state if another program wrote it.
+pub(super) fn identity(snapshot: &Snapshot) -> Uuid {
+    snapshot
+        .manifest()
+        .map_or_else(|| Uuid::new_v5(&Uuid::NAMESPACE_OID, snapshot.device_tail()), |manifest| manifest.id)
+}
+
+/// How long QEMU may take to come to the end of a load that failed.
+const FAIL_WITHIN: Duration = Duration::from_secs(5);
+
+/// State shared by all ways of restoring.
+pub(super) struct RestoreJob<'a> {
+    pub(super) monitor: &'a Monitor,
+    pub(super) snapshot: &'a Snapshot,
+    pub(super) path: &'a Path,
+    pub(super) options: &'a RestoreOptions,
+    pub(super) watch: Watch<'a>,
+    pub(super) observer: &'a dyn RestoreObserver,
+    pub(super) start_watchdog: &'a StartWatchdog<'a>,
+    pub(super) begun: Instant,
+    /// Whether the guest is to run.
+    pub(super) runs: bool,
+    /// Bytes of a page of the destination's memory, by RAM block, where they are more than 4096.
+    pub(super) page_sizes: BTreeMap<String, u64>,
+}
+
+impl RestoreJob<'_> {
+    /// Before the incoming migration: makes QEMU start, or not start, the guest by itself. In a QEMU that waits for an
+    /// incoming VM, `cont` and `stop` set just that.
+    pub(super) fn choose_autostart(&self) -> Result<(), JobError> {
+        Ok(if self.runs { self.monitor.cont() } else { self.monitor.stop() }?)
+    }
+
+    /// How the engine is to send lazily.
+    pub(super) fn postcopy_options(&self) -> PostcopyOptions {
+        PostcopyOptions { page_sizes: self.page_sizes.clone(), ..PostcopyOptions::default() }
+    }
+
+    /// The record of this job for QEMU.
+    pub(super) fn record(&self, undo: Settings) -> JobRecord {
+        JobRecord::new(JobKind::Restore, identity(self.snapshot), self.path, self.runs, undo)
+    }
+
+    /// After a failure before the guest ran: puts QEMU's settings back and finds the best reason, QEMU's own if it has
+    /// one.
+    pub(super) fn give_up(&self, record: &JobRecord, error: JobError) -> JobError {
+        // A QEMU that lost its source while it loaded the devices, with a channel for requests, waits for ever for the
+        // page that it has asked for there, and answers nothing (found with QEMU 10.0.2).
+        let answer = self.monitor.qmp().execute_within("query-migrate", Value::Null, FAIL_WITHIN);
+        if let Err(QmpError::NoReply { .. }) = answer {
+            let reason = format!(
+                "{}; this QEMU waits for memory that will not come and answers nothing: kill it",
+                with_causes(&error)
+            );
+            return JobError::Failed { reason };
+        }
+        // The QEMU is lost anyway; what it refuses now changes nothing.
+        let left = take_over(self.monitor, record, Actor::Watchdog, FAIL_WITHIN);
+        if left.is_ok_and(|left| left.outcome == Outcome::NeedsRecovery) {
+            // The answer to the package was lost, not the package: the guest runs, on the pages that it has.
+            self.watch.handle.progress.enter(Phase::PostcopyActive);
+        }
+        // Asked when QEMU has come to the end of its failure: before that it may not know yet.
+        match self.monitor.migration().ok().and_then(|info| info.error) {
+            Some(reason) => JobError::Failed {
+                reason: format!("{reason} (its own log may say more); limosa saw: {}", with_causes(&error)),
+            },
+            None => error,
+        }
+    }
+
+    /// Whether QEMU says that it still waits for its VM.
+    pub(super) fn is_unloaded(&self) -> bool {
+        self.monitor.status().is_ok_and(|status| status.state == RunState::Inmigrate)
+    }
+
+    /// After everything has been handed over: QEMU takes the VM's disks then, and may fail to without a word on the
+    /// stream.
+    pub(super) fn check_loaded(&self) -> Result<(), JobError> {
+        if self.runs && self.is_unloaded() {
+            return Err(JobError::refused(
+                "not restored: QEMU has the VM's memory but could not start it, most likely because another process has its disks \
+                 open (QEMU's log says); end this QEMU, free the disks and start a new one",
+            ));
+        }
+        Ok(())
+    }
+
+    /// The VM's state, for people and programs.
+    pub(super) fn vm_state(&self) -> String {
+        self.monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string())
+    }
+
+    /// Makes sure that the guest runs if it is to: an eager load goes by the state that was saved.
+    pub(super) fn settle_run_state(&self) -> Result<(), JobError> {
+        let status = self.monitor.status()?;
+        if self.runs && !status.running && status.state != RunState::Shutdown {
+            self.monitor.cont()?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,84 @@
+//! Options of a restore.
+
+use limosa_channel::{Uri, ZeroCopy};
+use limosa_stream::multifd::Compression;
+
+use crate::save::{DiskPolicy, TransportChoice};
+
+/// How the guest gets its memory, and so when it runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, strum::IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
+pub enum RestoreMode {
+    /// Mapped where the destination maps the snapshot, lazily where it can, else eagerly, with a notice why.
+    #[default]
+    Auto,
+    /// At once: its memory is the snapshot file, mapped by the destination's memory backends. No page is sent, and
+    /// nothing is left to do afterwards.
+    Mapped,
+    /// At once; its pages follow.
+    Lazy,
+    /// When all pages are there.
+    Eager,
+}
+
+impl RestoreMode {
+    /// Returns its name in options and reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        self.into()
+    }
+}
+
+/// The run state that the VM comes back in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum RunChoice {
+    /// The one it was saved in.
+    #[default]
+    AsSaved,
+    /// Running.
+    Run,
+    /// Paused.
+    Paused,
+}
+
+/// How to restore a VM.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct RestoreOptions {
+    /// When the guest runs.
+    pub mode: RestoreMode,
+    /// Who reads the pages in an eager restore.
+    pub transport: TransportChoice,
+    /// Where QEMU listens; `None`: a socket in a private directory.
+    pub listen: Option<Uri>,
+    /// Move the memory of an eager restore on channels beside the main one.
+    pub channels: Option<RestoreChannels>,
+    /// Answer requested pages on a channel of their own.
+    pub preempt: bool,
+    /// The run state.
+    pub run: RunChoice,
+    /// About disks that changed since the VM was saved.
+    pub disks: DiskPolicy,
+}
+
+/// The channels that the memory of an eager restore comes on: QEMU's multifd.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RestoreChannels {
+    /// How many, 1 to 16.
+    pub count: u8,
+    /// How pages are compressed; only limosa compresses, not a file.
+    pub compression: Compression,
+    /// Whether limosa looks if stored pages are zero.
+    pub detect_zero: bool,
+    /// How stored pages leave the file, where limosa sends them.
+    pub zero_copy: ZeroCopy,
+}
+
+impl RestoreChannels {
+    /// Returns `count` channels, without compression or a look for zero pages.
+    #[must_use]
+    pub fn new(count: u8) -> Self {
+        Self { count, compression: Compression::None, detect_zero: false, zero_copy: ZeroCopy::Auto }
+    }
+}
