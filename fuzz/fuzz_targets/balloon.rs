@@ -1,4 +1,4 @@
-//! The queues of a balloon: whatever a guest writes into its rings and says over its configuration, the device gives
+//! The queues of a balloon: for any rings and any configuration that a guest writes, the device gives
 //! back pages of the guest's memory alone, a bounded number at a time, and comes to an end.
 
 #![no_main]

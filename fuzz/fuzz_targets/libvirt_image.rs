@@ -1,4 +1,4 @@
-//! The header and the XML of a libvirt save image: whatever is accepted lies inside the data and names a domain in
+//! The header and the XML of a libvirt save image: what is accepted is inside the data and names a domain in
 //! text.
 
 #![no_main]

@@ -1,4 +1,4 @@
-//! The layout of a mapped-ram file: whatever is accepted lies inside the file and is nothing twice.
+//! The layout of a mapped-ram file: what is accepted is inside the file, and no two parts overlap.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! What people and QEMU's human monitor write: addresses, and the table of RAM blocks; the description of device
+//! Texts of people and of QEMU's human monitor: addresses, and the table of RAM blocks; the description of device
 //! sections with all its names.
 
 #![no_main]

@@ -13,7 +13,7 @@ pub const MOST: u64 = 4 << 20;
 /// A request of an input.
 #[derive(Debug, Clone, Copy)]
 pub struct Request {
-    /// Which one: what it means is the target's.
+    /// The kind of request; its meaning is up to the target.
     pub kind: u8,
     /// 256ths of the disk.
     part: u8,
@@ -24,19 +24,19 @@ pub struct Request {
 }
 
 impl Request {
-    /// Where it is, on a disk of so many bytes, and how long: inside, mostly.
+    /// The offset and the length in bytes on a disk of `size` bytes; mostly inside it.
     pub fn place(&self, size: u64) -> (GuestOffset, u64) {
         let at = (size / 256 * u64::from(self.part)).saturating_add(u64::from(self.more));
         (GuestOffset(at), u64::from(self.length))
     }
 }
 
-/// What the fuzzer's bytes stand for.
+/// An input, made of the fuzzer's bytes.
 #[derive(Debug)]
 pub struct Input {
     /// The image.
     pub storage: MemoryStorage,
-    /// What is asked of it.
+    /// The requests to it.
     pub requests: Vec<Request>,
 }
 

@@ -1,4 +1,4 @@
-//! What the fuzz targets and their seeds agree on.
+//! The inputs that the fuzz targets and their seeds have in common.
 
 pub mod image;
 

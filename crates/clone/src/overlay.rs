@@ -62,7 +62,8 @@ fn image_format(driver: &str) -> &str {
 /// Returns how a frozen disk is opened: other clones read it, and nothing writes it, so it needs no lock.
 ///
 /// # Errors
-/// A format that limosa-image does not have. It is not probed instead: the guest chooses the first bytes of such a disk.
+/// A format that limosa-image does not have. It is not probed instead, because the guest chooses the first bytes of
+/// such a disk.
 fn frozen_options(path: &Path, format: &str) -> Result<OpenOptions, CloneError> {
     let format = image_format(format)
         .parse()

@@ -190,7 +190,7 @@ impl Drop for CreatedFiles<'_> {
     }
 }
 
-/// The backing image of an image that is to be created.
+/// The backing image of a [`NewImage`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewBacking {
     reference: Reference,

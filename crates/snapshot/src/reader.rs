@@ -86,8 +86,8 @@ impl Snapshot {
         Self::from_file_at(file, path, 0)
     }
 
-    /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. QEMU, ordered to read such a file
-    /// by itself, would have to be given it.
+    /// As [`from_file`](Snapshot::from_file), of a file whose stream begins at `base`. A QEMU that reads such a file
+    /// by itself needs that offset.
     pub(crate) fn from_file_at(file: File, path: &Path, base: u64) -> Result<Self, SnapshotError> {
         let file = StoreFile::new(file, path);
         let stat = file.stat()?;

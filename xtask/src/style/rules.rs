@@ -83,7 +83,8 @@ impl Found {
                 if !in_doc && matches!(first.trim_end_matches([',', ':', '?']), "What" | "Which") {
                     self.questions.push(place());
                 }
-                if line.chars().count() > COLUMNS && !is_unbreakable(doc) {
+                let table = doc.trim_start().starts_with('|');
+                if !table && line.chars().count() > COLUMNS && !is_unbreakable(doc) {
                     self.long_comments.push(place());
                 }
             }
@@ -102,7 +103,7 @@ impl Found {
             if !source.program && names_option(&text.words) {
                 self.options.push(place());
             }
-            if text.kind == "error" && text.words.contains("{source") {
+            if text.kind == "error" && (text.words.contains("{source}") || text.words.contains("{source:")) {
                 self.sources.push(place());
             }
         }

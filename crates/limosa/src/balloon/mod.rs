@@ -1,8 +1,7 @@
 //! `limosa balloon`: a virtio-balloon over vhost-user.
 //!
-//! Law: however it ends, the guest gets the message that it may have its pages back, and both sockets are gone. What it asks of
-//! a guest it asks on its own clock ([`job`]), so a program that ordered a job and was killed leaves nothing
-//! unfinished.
+//! Law: however it ends, the guest gets the message that it may have its pages back, and both sockets are gone.
+//! Jobs run on its own clock ([`job`]), so a program that ordered one and was killed leaves nothing unfinished.
 
 mod commands;
 mod ctl;

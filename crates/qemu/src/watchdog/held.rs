@@ -3,8 +3,8 @@
 //! Law: **connections of several channels do not break while QEMU sets them up**, as long as that takes less than two
 //! seconds. Fact found with QEMU 10.0.2: it then waits for the thread of each channel, and one that ends because
 //! *another* channel has broken does not say so; QEMU waits for ever, with a migration that cannot be cancelled and
-//! that no other can follow. (It waits in the same way, for a moment, at the end of each round: so it is ordered to cancel
-//! before they break.) So limosa and its watchdog both hold the connections, and the place where they are accepted; the
+//! that no other can follow. It waits in the same way, for a moment, at the end of each round, so it is told to cancel
+//! before they break. So limosa and its watchdog both hold the connections, and the place where they are accepted; the
 //! process that takes the job over closes them once the migration is past its set-up and cancelled.
 //!
 //! Not for long: in the last moments of a migration, a QEMU whose connection is not read blocks with its VM and its
