@@ -102,7 +102,7 @@ pub trait Disk: Send + Sync + Debug {
     fn close(&self) -> Pending<'_>;
 }
 
-/// Where a run of bytes comes from.
+/// The origin of a run of bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Mapped {

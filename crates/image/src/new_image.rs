@@ -215,9 +215,7 @@ mod tests {
     use super::*;
 
     fn raw_image(path: PathBuf) -> NewImage {
-        let mut image = NewImage::new(path, CacheMode::Unsafe, NewFormat::Raw(raw::CreateOptions::default()));
-        image.set_size(4096);
-        image
+        NewImage::new(path, CacheMode::Unsafe, NewFormat::Raw(raw::CreateOptions::default().size(4096)))
     }
 
     #[test]
@@ -251,8 +249,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("old");
         fs::write(&path, "contents").unwrap();
-        let mut options = qcow2::CreateOptions::default();
-        options.cluster_size = 3;
+        let options = qcow2::CreateOptions::default().cluster_size(3);
         let image = NewImage::new(&*path, CacheMode::Unsafe, NewFormat::Qcow2(Box::new(options)));
         let unfinished = UnfinishedFiles::new();
         assert!(matches!(block_on(image.create(&unfinished)), Err(ImageError::Options { .. })));

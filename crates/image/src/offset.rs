@@ -170,7 +170,7 @@ impl HostOffset {
 }
 
 impl HostCluster {
-    /// Where it begins.
+    /// The offset of its first byte.
     pub(crate) const fn begin(self, cluster_bits: u32) -> HostOffset {
         HostOffset(self.0 << cluster_bits)
     }

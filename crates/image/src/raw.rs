@@ -1,4 +1,4 @@
-//! Raw images: the bytes of the disk, as they are.
+//! Raw images: a file with the bytes of the disk.
 //!
 //! Law: a raw image whose format was guessed stays one. A guest owns its first sector; if it wrote another format's
 //! signature there, the next guess would open that format, with the files that it names. Such a write fails.
@@ -24,11 +24,11 @@ use crate::truncation::{TRUNCATED, truncated_to};
 /// Disks are whole sectors long, in bytes.
 const SECTOR: u64 = 512;
 
-/// How a raw image is used.
+/// Options of an open raw image.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RawOptions {
-    /// Where in the storage the disk begins, in bytes.
+    /// Offset of the disk in the storage, in bytes.
     pub offset: u64,
     /// The disk's length in bytes, whole sectors; `None`: up to the end of the storage, rounded up to a sector.
     pub size: Option<u64>,
@@ -54,7 +54,7 @@ pub struct Raw {
 }
 
 impl Raw {
-    /// Takes an image into use.
+    /// Opens an image.
     ///
     /// # Errors
     /// [`ImageError::Unsupported`]: the part asked for is not in the storage, or not whole sectors; what the storage
@@ -143,7 +143,7 @@ impl Raw {
         if self.read_only { Err(ImageError::ReadOnly { image: Arc::clone(self.name()) }) } else { Ok(inside) }
     }
 
-    /// Where in the storage a part of the disk lies.
+    /// The place of a part of the disk in the storage.
     fn host(&self, at: GuestOffset, length: u64) -> Range<u64> {
         let start = self.offset.saturating_add(at.0);
         start..start.saturating_add(length)

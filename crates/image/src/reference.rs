@@ -24,7 +24,7 @@ pub struct Reference {
     pub path: PathBuf,
     /// Its format, if given.
     pub format: Option<Format>,
-    /// Where in the file the disk begins, in bytes: only of a raw image.
+    /// Offset of the disk in the file, in bytes: only of a raw image.
     pub offset: u64,
     /// The disk's length in bytes: only of a raw image.
     pub size: Option<u64>,

@@ -12,7 +12,7 @@ pub(crate) const TRUNCATED: &str = "what lay there is lost: get it back from a c
 /// How many of the last bytes are looked at.
 const LOOKED_AT: usize = 512;
 
-/// Where the storage ends, if that is before `end`, up to which `found` was read.
+/// Returns the end of the storage, if it is before `end`, the end of the range that was read into `found`.
 pub(crate) fn truncated_to(storage: &dyn Storage, found: &IoVector, end: u64) -> Result<Option<u64>, StorageError> {
     let tail = found.slice(found.len().saturating_sub(LOOKED_AT)..found.len());
     if tail.is_empty() || !tail.is_zero() {

@@ -32,12 +32,12 @@ pub struct ImageInfo {
     /// Its internal snapshots.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotInfo>,
-    /// The format of its backing file, as it is written down.
+    /// The format of its backing file, as the image has it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_filename_format: Option<String>,
     /// Bytes of the guest's disk.
     pub virtual_size: u64,
-    /// Its name: a path, or `json:{...}` where a path does not say it all.
+    /// Its name: a path, or `json:{...}` if a path is not enough.
     pub filename: String,
     /// Bytes of a cluster.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -49,10 +49,10 @@ pub struct ImageInfo {
     /// Properties of its format.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format_specific: Option<FormatSpecific>,
-    /// Where its backing file is looked for.
+    /// Path at which its backing file is opened.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub full_backing_filename: Option<String>,
-    /// Its backing file, as it is written down.
+    /// Its backing file, as the image has it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_filename: Option<String>,
     /// Whether its contents are encrypted; absent if they are not.
@@ -121,15 +121,15 @@ pub struct SnapshotInfo {
     /// Instructions the guest had executed, if they were counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub icount: Option<u64>,
-    /// How long the guest had been running: nanoseconds beyond the seconds.
+    /// Running time of the guest: nanoseconds beyond the seconds.
     pub vm_clock_nsec: u64,
     /// Its name.
     pub name: String,
-    /// When it was taken: seconds since 1970.
+    /// Time of the snapshot: seconds since 1970.
     pub date_sec: u32,
     /// Nanoseconds beyond those.
     pub date_nsec: u32,
-    /// How long the guest had been running, in seconds.
+    /// Running time of the guest, in seconds.
     pub vm_clock_sec: u64,
     /// Its id.
     pub id: String,
@@ -168,9 +168,9 @@ pub enum FormatSpecific {
 pub struct Qcow2Info {
     /// `0.10` (version 2), `1.1` (version 3).
     pub compat: &'static str,
-    /// How clusters are compressed.
+    /// Method of compression.
     pub compression_type: &'static str,
-    /// Refcounts may be written late; in version 3.
+    /// Whether its refcounts are lazy; in version 3.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy_refcounts: Option<bool>,
     /// Its persistent bitmaps.
@@ -178,19 +178,19 @@ pub struct Qcow2Info {
     pub bitmaps: Vec<BitmapInfo>,
     /// Bits of a refcount.
     pub refcount_bits: u32,
-    /// The file for its contents, as it is written down.
+    /// Its external data file, as the image has it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_file: Option<String>,
-    /// That file is a raw image, too.
+    /// Whether that file is a raw image, too.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_file_raw: Option<bool>,
-    /// How its contents are encrypted.
+    /// Encryption of its contents.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encrypt: Option<EncryptInfo>,
-    /// It was found to be damaged; in version 3.
+    /// Whether it is marked as corrupt; in version 3.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub corrupt: Option<bool>,
-    /// Its clusters have subclusters; in version 3.
+    /// Whether its clusters have subclusters; in version 3.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub extended_l2: Option<bool>,
 }
@@ -203,11 +203,11 @@ pub struct BitmapInfo {
     pub flags: Vec<&'static str>,
     /// Its name.
     pub name: String,
-    /// Bytes that a bit is about.
+    /// Bytes of the disk for each bit.
     pub granularity: u64,
 }
 
-/// How contents are encrypted.
+/// Encryption of contents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EncryptInfo {

@@ -1,7 +1,7 @@
-//! qcow2: images in use ([`Qcow2`]), new ones ([`create()`]), and what is done to an image that is not in use
-//! ([`check()`], [`repair`], [`resize()`]).
+//! qcow2: open images ([`Qcow2`]), new ones ([`create()`]), and operations on an image that is not open ([`check()`],
+//! [`repair`], [`resize()`]).
 //!
-//! An image is opened with what it consists of ([`Parts`]); [`chain`](crate::chain) finds that out by itself.
+//! An image is opened with its [`Parts`]; [`chain`](crate::chain) determines them by itself.
 
 mod engine;
 mod format;

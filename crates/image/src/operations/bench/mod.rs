@@ -80,7 +80,7 @@ pub struct BenchReport {
     pub bytes: u64,
 }
 
-/// Where the requests go: request after request.
+/// The offsets of the requests, one after the other.
 fn places(options: &BenchOptions, len: u64) -> impl FnMut() -> u64 {
     let mut next = options.offset;
     let step = options.step;
@@ -91,7 +91,7 @@ fn places(options: &BenchOptions, len: u64) -> impl FnMut() -> u64 {
     }
 }
 
-/// Puts load on a disk. The progress that is told is in requests.
+/// Puts load on a disk. Progress is counted in requests.
 ///
 /// # Errors
 /// [`OperationError`].

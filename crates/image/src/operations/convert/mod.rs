@@ -116,18 +116,18 @@ pub struct ConvertCounters {
     pub zeroes: u64,
     /// Bytes made zero by them.
     pub bytes_zeroed: u64,
-    /// Bytes that are zero, in the target already.
+    /// Bytes that are zero in the target already.
     pub bytes_spared: u64,
-    /// Bytes left to what is below the target.
+    /// Bytes left to the target's backing image.
     pub bytes_below: u64,
-    /// Bytes that could not be read, and are zeros in the target.
+    /// Bytes that could not be read; they are zeros in the target.
     pub bytes_lost: u64,
-    /// Where they are: the first few of them, in no order.
+    /// Their places: the first few, in no order.
     pub lost: Vec<Range<u64>>,
 }
 
 impl ConvertCounters {
-    /// How many places of lost bytes are named.
+    /// The most places of lost bytes that are listed.
     const PLACES: usize = 1024;
 
     fn add(&mut self, other: Self) {

@@ -23,7 +23,7 @@ pub(crate) struct Source {
     len: u64,
 }
 
-/// Where contents lie as they are.
+/// The place of uncompressed contents.
 #[derive(Debug)]
 pub(super) struct HostRange {
     pub(super) storage: Arc<dyn Storage>,
@@ -35,7 +35,7 @@ pub(super) struct HostRange {
 #[derive(Debug)]
 struct Part {
     disk: Arc<dyn Disk>,
-    /// Where it begins and ends, up to a whole sector.
+    /// Its beginning and end, rounded up to a whole sector.
     range: Range<u64>,
     /// Its own bytes.
     len: u64,
@@ -88,7 +88,7 @@ impl Source {
         Ok(Span { range: at..at + length, content })
     }
 
-    /// Where the beginning of a range of contents lies as it is; `None`: nowhere.
+    /// The place of the beginning of a range of contents; `None`: it has no plain place.
     pub(super) async fn place(&self, range: &Range<u64>) -> Result<Option<HostRange>, ImageError> {
         let Some(part) = self.parts.iter().find(|part| part.range.contains(&range.start)) else { return Ok(None) };
         let inside = range.start - part.range.start;

@@ -26,7 +26,7 @@ const SLICE_BITS: u32 = 12;
 pub(super) struct Context {
     name: Arc<str>,
     file: Arc<dyn Storage>,
-    /// Where contents lie: the file, if there is no other.
+    /// The storage of contents: the file, without an external data file.
     data: Arc<dyn Storage>,
     has_data_file: bool,
     has_raw_data_file: bool,
@@ -169,14 +169,14 @@ impl Context {
         Err(self.corrupt(format!("{name} at {at}"), why))
     }
 
-    /// Bytes of the file.
+    /// Reads bytes of the file.
     pub(super) async fn read_file(&self, at: HostOffset, length: u64) -> Result<Vec<u8>, ImageError> {
         let buffer = Buffer::zeroed(to_usize(length));
         self.file.read(at.0, buffer.clone().into()).await?;
         Ok(buffer.to_vec())
     }
 
-    /// The same, of a table.
+    /// Reads a part of a table.
     pub(super) async fn read_table(
         &self,
         kind: OperationKind,

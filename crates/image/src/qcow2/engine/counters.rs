@@ -62,7 +62,7 @@ pub struct Counts {
     pub header_writes: Operations,
     /// Ranges zeroed by the storage itself.
     pub zeroes: Operations,
-    /// Ranges that the storage was told to forget.
+    /// Ranges that the storage discarded.
     pub discards: Operations,
     /// Flushes of the storages.
     pub flushes: u64,

@@ -73,7 +73,7 @@ impl Flusher {
         &self.tables
     }
 
-    /// Makes durable what was acknowledged before.
+    /// Makes durable all writes that were acknowledged before.
     pub(super) fn flush(self: &Arc<Self>) -> SharedFuture {
         let mut turns = self.turns.lock();
         if let Some(next) = &turns.next {
@@ -150,7 +150,7 @@ impl Flusher {
         drop(done);
     }
 
-    /// Lets go of what is under way.
+    /// Cancels all flushes in flight.
     pub(super) fn clear(&self) {
         drop(self.turns.take());
     }

@@ -80,7 +80,7 @@ impl HeaderOwner {
         self.serial.run(work)
     }
 
-    /// Lets go of what is under way.
+    /// Cancels all changes in flight.
     pub(super) fn clear(&self) {
         self.serial.clear();
     }
@@ -203,7 +203,7 @@ impl HeaderOwner {
         error
     }
 
-    /// The same, within [`HeaderOwner::exclusively`].
+    /// Does so within [`HeaderOwner::exclusively`].
     pub(super) async fn broken_now(&self, table: String, why: impl Into<String>) -> ImageError {
         self.mark_corrupt().await;
         self.context.corrupt(table, why)

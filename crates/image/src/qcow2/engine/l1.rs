@@ -22,7 +22,7 @@ pub(super) struct L1 {
 
 #[derive(Debug, Default)]
 struct Table {
-    /// Where it lies.
+    /// Its offset.
     at: HostOffset,
     words: Vec<u64>,
     /// Blocks that differ from the file.
@@ -51,7 +51,7 @@ impl L1 {
         Self { table: Rank::L1.rw_lock(Table { at, words, dirty: BTreeSet::new() }), geometry }
     }
 
-    /// Where it lies, and how many entries it has.
+    /// Returns its offset, and the number of its entries.
     pub(super) fn place(&self) -> (HostOffset, usize) {
         let table = self.table.read();
         (table.at, table.words.len())

@@ -1,23 +1,23 @@
-//! How long an image's files are, and whether they were cut off.
+//! The lengths of an image's files, and their truncation by others.
 //!
-//! Law: nothing is written behind what is left of a file that was cut off, and what is lost there is not read as zeros.
+//! Law: nothing is written past the end of a truncated file, and lost contents are not read as zeros.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use limosa_storage::{Storage, StorageError};
 
-/// How long files have been.
+/// The greatest observed lengths of an image's files.
 #[derive(Debug)]
 pub(super) struct Lengths {
-    /// How long the file was when it was opened, in bytes.
+    /// Length of the file when it was opened, in bytes.
     at_open: u64,
     /// The greatest length that was observed since.
     longest: AtomicU64,
-    /// The same of the data file, if there is one.
+    /// The greatest observed length of the data file, if there is one.
     longest_data: Option<AtomicU64>,
 }
 
-/// A file that was cut off: to how many bytes, and how many it had.
+/// A file that was truncated: its length, and its length before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CutOff {
     pub(super) length: u64,
@@ -35,7 +35,7 @@ impl Lengths {
         self.at_open
     }
 
-    /// How long the file is, in bytes, unless it has been longer.
+    /// Returns the length of the file in bytes, or an error if it has been longer.
     pub(super) fn now(&self, file: &dyn Storage) -> Result<Result<u64, CutOff>, StorageError> {
         // First how long it has been: others may make it longer meanwhile.
         let before = self.longest.load(Ordering::Acquire);
@@ -44,7 +44,7 @@ impl Lengths {
         Ok(if length >= before { Ok(length) } else { Err(CutOff { length, before }) })
     }
 
-    /// The file has this length.
+    /// Notes a length of the file.
     pub(super) fn is_at_least(&self, length: u64) {
         self.longest.fetch_max(length, Ordering::AcqRel);
     }
@@ -53,12 +53,12 @@ impl Lengths {
         self.longest_data.as_ref().unwrap_or(&self.longest)
     }
 
-    /// How long the storage of contents has been: to be asked before its length is.
+    /// Returns the greatest observed length of the storage of contents: read it before the length itself.
     pub(super) fn data_before(&self) -> u64 {
         self.of_data().load(Ordering::Acquire)
     }
 
-    /// The storage of contents has this length.
+    /// Notes a length of the storage of contents.
     pub(super) fn data_is_at_least(&self, length: u64) {
         self.of_data().fetch_max(length, Ordering::AcqRel);
     }

@@ -50,7 +50,7 @@ pub(super) enum Rank {
     Refcounts,
     /// Clusters to be handed out.
     Pool,
-    /// Where the image's tables lie.
+    /// The places of the image's tables.
     OverlapCheck,
     /// The header.
     Header,
@@ -82,7 +82,7 @@ impl<T> CheckedMutex<T> {
     }
 }
 
-/// The same for many readers or one writer.
+/// A lock for many readers or one writer, with its place in the order.
 pub(super) struct RankedRwLock<T> {
     rank: Ranked,
     inner: RwLock<T>,

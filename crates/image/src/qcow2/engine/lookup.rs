@@ -36,14 +36,14 @@ pub(super) enum Lookup<T> {
 }
 
 impl Extent {
-    /// Bytes that no table says anything about.
+    /// Bytes that no table has an entry for.
     pub(super) const fn nothing(length: u64) -> Self {
         Self { length, kind: Kind::Backing { host: None, copied: false } }
     }
 }
 
 impl Kind {
-    /// The same, `by` bytes further on.
+    /// Returns the kind of the bytes `by` further on in the same run.
     fn advanced(self, by: u64) -> Self {
         match self {
             Self::Own { host, copied } => Self::Own { host: host + by, copied },

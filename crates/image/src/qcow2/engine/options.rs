@@ -2,7 +2,7 @@
 
 use crate::setters::setters;
 
-/// Whether contents that a new cluster takes over are shared, where the filesystem can, in place of being copied.
+/// Whether contents of a new cluster are cloned, where the filesystem can, in place of being copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloneMode {
     /// They are copied.
@@ -26,22 +26,23 @@ impl Default for CloneMode {
     }
 }
 
-/// How an image is used.
+/// Options of an open image.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Qcow2Options {
     /// The most memory for L2 slices, in bytes; refcount blocks get a quarter of it on top.
     pub cache_size: u64,
-    /// Whether new clusters are filled by sharing.
+    /// Whether new clusters are filled by cloning.
     pub clone_mode: CloneMode,
-    /// Nothing is written, the header included.
+    /// Whether nothing is written, the header included.
     pub read_only: bool,
     /// Whether refcounts are written late; `None`: what the image says.
     pub lazy_refcounts: Option<bool>,
-    /// Bytes of clusters that are taken at once, for writes to come, and that the file is made longer by. What is not
-    /// used is given back when the image is closed. More than the usual 4 MiB was measured to gain nothing.
+    /// Bytes of clusters that are allocated at once for later writes; the file grows by them. Unused ones are given
+    /// back
+    /// when the image is closed. More than the default of 4 MiB gained nothing when measured.
     pub allocate_ahead: u64,
-    /// Whether space that is given back is given back to the storage, too.
+    /// Whether freed clusters are discarded in the storage.
     pub discard: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Clusters that were set aside when the image was made, and never written.
+//! Clusters that were preallocated when the image was created, and never written.
 //!
 //! The tables count them as contents (`preallocation=metadata`); that they are zeros, only the file below knows. To ask
 //! it costs a call for every run of clusters, so it is asked where it can say something: in files that take up much
@@ -33,7 +33,7 @@ fn needed(taken: u64, all: u64) -> Option<u64> {
 pub(super) struct Preallocated {
     context: Arc<Context>,
     header: Arc<HeaderOwner>,
-    /// Whether clusters that count as contents may be holes in the file, once that was found out.
+    /// Whether clusters that count as contents may be holes in the file, once known.
     known: OnceCell<bool>,
 }
 

@@ -45,7 +45,7 @@ struct Slot {
     dirty: bool,
 }
 
-/// Where a refcount is found.
+/// The place of a refcount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RefcountAddress {
     /// The slice.
@@ -81,19 +81,19 @@ impl Refcounts {
         Self { context, cache: Rank::Refcounts.mutex(cache), most: most.max(FEWEST) }
     }
 
-    /// Where the refcount table lies, and its entries.
+    /// Returns the offset of the refcount table, and its entries.
     pub(super) fn table(&self) -> (HostOffset, Vec<u64>) {
         let cache = self.cache.lock();
         (cache.table_at, cache.blocks.clone())
     }
 
-    /// Where the refcount table lies, and how many entries it has.
+    /// Returns the offset of the refcount table, and the number of its entries.
     pub(super) fn table_place(&self) -> (HostOffset, usize) {
         let cache = self.cache.lock();
         (cache.table_at, cache.blocks.len())
     }
 
-    /// Where refcount blocks lie.
+    /// Returns the offsets of the refcount blocks.
     pub(super) fn blocks(&self) -> Vec<HostOffset> {
         self.cache.lock().blocks.iter().copied().filter(|at| *at != 0).map(HostOffset).collect()
     }
@@ -125,7 +125,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Where the refcount of a cluster is found; `None`: it has no block.
+    /// Returns the place of a cluster's refcount; `None`: it has no block.
     pub(super) fn address(&self, cluster: HostCluster) -> Result<Option<RefcountAddress>, ImageError> {
         let geometry = self.context.geometry();
         let per_block = geometry.refcounts_per_block();

@@ -131,7 +131,7 @@ impl Slices {
         Ok(())
     }
 
-    /// Where the slices of a table begin.
+    /// Returns the offsets of a table's slices.
     fn keys(&self, table: HostOffset, length: u64) -> impl Iterator<Item = HostOffset> {
         (table.0..table.0.saturating_add(length)).step_by(1 << self.bits).map(HostOffset)
     }
@@ -197,7 +197,7 @@ impl Slices {
         }
     }
 
-    /// Lets go of everything that is being read.
+    /// Cancels all reads in flight.
     pub(super) fn clear(&self) {
         for shard in &self.shards {
             let futures = std::mem::take(&mut shard.lock().loading);

@@ -56,7 +56,7 @@ pub(super) struct CapturedTables {
     pub(super) new: Vec<HostOffset>,
 }
 
-/// Where the L2 entry of an offset is found: in the slice at `slice`, from word `word` on.
+/// The place of the L2 entry of an offset: in the slice at `slice`, from word `word` on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct EntryAddress {
     table: HostOffset,
@@ -81,13 +81,13 @@ impl Tables {
         }
     }
 
-    /// Lets go of what is under way.
+    /// Cancels all reads in flight.
     pub(super) fn clear(&self) {
         self.slices.clear();
         drop(self.making.take());
     }
 
-    /// Where the L1 table lies, and how many entries it has.
+    /// Returns the offset of the L1 table, and the number of its entries.
     pub(super) fn l1_place(&self) -> (HostOffset, usize) {
         self.l1.place()
     }
@@ -135,7 +135,7 @@ impl Tables {
         self.context.geometry().index(at).l1
     }
 
-    /// Where the L2 entry of an offset is found in an L2 table.
+    /// Returns the place of an offset's L2 entry in its L2 table.
     fn address(&self, at: GuestOffset, table: HostOffset) -> EntryAddress {
         let geometry = self.context.geometry();
         let number = geometry.index(at).l2;
@@ -196,7 +196,7 @@ impl Tables {
         }
     }
 
-    /// The same, reading tables as need be.
+    /// Returns the extent that begins at `at`, up to `end`; reads tables if necessary.
     pub(super) async fn extent(self: &Arc<Self>, at: GuestOffset, end: GuestOffset) -> Result<Extent, ImageError> {
         loop {
             match self.look(at, end)? {

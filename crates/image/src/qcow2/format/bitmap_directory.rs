@@ -14,7 +14,7 @@ use crate::offset::HostOffset;
 
 /// Bytes of an entry whose places are fixed.
 const FIXED: u64 = 24;
-/// Where in an entry its flags are.
+/// Offset of the flags in an entry.
 const FLAGS: u64 = 12;
 /// The longest name in bytes: QEMU's limit.
 const NAME_MOST: u64 = 1023;
@@ -31,7 +31,7 @@ const EXTRA_COMPATIBLE: u32 = 4;
 pub struct Bitmap {
     /// Its name.
     pub name: String,
-    /// Where its table lies, and how many entries that has.
+    /// Offset of its table, and the number of its entries.
     pub table: (HostOffset, u32),
     /// It was not stored properly: it need not be what the disk is.
     pub in_use: bool,
@@ -59,7 +59,7 @@ pub async fn read(storage: &dyn Storage, header: &Header) -> Result<Vec<Bitmap>,
 impl Header {
     /// Before the first write into an image: clears the autoclear bits that limosa does not know, durably.
     /// `keep_bitmaps`: the writer keeps the bitmaps up. Otherwise those that follow the disk are marked as in use; if
-    /// their directory cannot be gone through, their bit is cleared, too.
+    /// their directory is unreadable, their bit is cleared, too.
     ///
     /// # Errors
     /// What the storage says.

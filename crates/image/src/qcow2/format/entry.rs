@@ -77,7 +77,7 @@ impl L1Entry {
 pub(in crate::qcow2) enum L2Entry {
     /// A cluster in its own place, or none.
     Standard {
-        /// Where it lies; `None`: nothing is allocated.
+        /// Its offset; `None`: nothing is allocated.
         host: Option<HostOffset>,
         /// Nothing else refers to the cluster.
         copied: bool,
@@ -86,7 +86,7 @@ pub(in crate::qcow2) enum L2Entry {
     },
     /// Compressed bytes.
     Compressed {
-        /// Where they begin.
+        /// Offset of the compressed data.
         host: HostOffset,
         /// How many there are at most: up to the end of the last sector of 512 bytes.
         length: u32,

@@ -29,9 +29,9 @@ pub struct Extensions {
     pub backing_format: Option<String>,
     /// The file that the contents lie in.
     pub data_file: Option<OsString>,
-    /// Where the bitmaps are listed.
+    /// The place of the bitmap directory.
     pub bitmaps: Option<BitmapsExtension>,
-    /// Where the encryption's own header lies, and its length in bytes.
+    /// Offset of the encryption header, and its length in bytes.
     pub encryption: Option<(HostOffset, u64)>,
     /// Names of features.
     pub feature_names: Vec<FeatureName>,
@@ -39,13 +39,13 @@ pub struct Extensions {
     pub unknown: Vec<(u32, Vec<u8>)>,
 }
 
-/// Where the bitmaps are listed.
+/// The place of the bitmap directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BitmapsExtension {
     /// The number of bitmaps.
     pub count: u32,
-    /// Where the directory lies.
+    /// Offset of the directory.
     pub directory: HostOffset,
     /// Its length in bytes.
     pub size: u64,

@@ -1,4 +1,4 @@
-//! Sizes, and where in which table an offset is found.
+//! Sizes of an image's structures, and the places of entries.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use limosa_page::to_usize;
 
 use crate::offset::GuestOffset;
 
-/// The sizes that an image was made with.
+/// The sizes that an image was created with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Geometry {
@@ -23,7 +23,7 @@ pub struct Geometry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(in crate::qcow2) struct L1Index(pub(in crate::qcow2) u64);
 
-/// Where the L2 entry of an offset is found.
+/// The place of the L2 entry of an offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::qcow2) struct EntryIndex {
     /// The entry in the L1 table.
@@ -120,7 +120,7 @@ impl Geometry {
         bytes.div_ceil(self.l2_covers())
     }
 
-    /// Where the entry of an offset is found.
+    /// Returns the place of an offset's entry.
     #[expect(clippy::cast_possible_truncation, reason = "an entry's number is below 2^21")]
     pub(in crate::qcow2) const fn index(&self, at: GuestOffset) -> EntryIndex {
         let l2 = (at.0 >> self.cluster_bits & (self.l2_entries() - 1)) as u32;

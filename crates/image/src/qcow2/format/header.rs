@@ -62,7 +62,7 @@ impl Compression {
     }
 }
 
-/// How contents are encrypted. limosa says so, and does not open them.
+/// Encryption of contents. limosa reports it, and does not open such images.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Encryption {
     /// Not at all.
@@ -88,11 +88,11 @@ pub struct Header {
     pub size: u64,
     /// How contents are encrypted.
     pub encryption: Encryption,
-    /// Where the active L1 table lies, and how many entries it has.
+    /// Offset of the active L1 table, and the number of its entries.
     pub l1: (HostOffset, u32),
-    /// Where the refcount table lies, and how many clusters it has.
+    /// Offset of the refcount table, and the number of its clusters.
     pub refcount_table: (HostOffset, u32),
-    /// Where the snapshot table lies, and how many snapshots there are.
+    /// Offset of the snapshot table, and the number of snapshots.
     pub snapshots: (HostOffset, u32),
     /// The feature bits.
     pub features: Features,
@@ -112,7 +112,7 @@ pub struct Header {
 pub struct Backing {
     /// Its name.
     pub name: OsString,
-    /// Where in the first cluster the name is; [`Header::encode`] finds its place.
+    /// Offset of the name in the first cluster; [`Header::encode`] determines it.
     pub at: u64,
 }
 
@@ -326,7 +326,7 @@ impl Header {
         Ok(())
     }
 
-    /// Where a table ends: offsets in files are below 2^63.
+    /// The end of a table: offsets in files are below 2^63.
     fn table_end(&self, at: HostOffset, bytes: u64) -> Option<u64> {
         let end = at.0.checked_add(bytes)?.checked_next_multiple_of(self.geometry().cluster_size())?;
         (i64::try_from(end).is_ok()).then_some(end)

@@ -23,21 +23,21 @@ const TABLE_MOST: u64 = 64 << 20;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Snapshot {
-    /// Where its L1 table lies, and how many entries that has.
+    /// Offset of its L1 table, and the number of its entries.
     pub l1: (HostOffset, u32),
     /// Its id, which is unique.
     pub id: String,
     /// Its name.
     pub name: String,
-    /// When it was taken: seconds since 1970, and nanoseconds.
+    /// Time of the snapshot: seconds since 1970, and nanoseconds.
     pub taken: (u32, u32),
-    /// How long the guest had been running, in nanoseconds.
+    /// Running time of the guest in nanoseconds.
     pub vm_clock: u64,
     /// Bytes of the VM's state; 0 without one.
     pub vm_state_size: u64,
-    /// Bytes of the disk, as it was; `None`: as it is.
+    /// Bytes of the disk at that time; `None`: its present size.
     pub disk_size: Option<u64>,
-    /// Instructions the guest had executed, if they were counted.
+    /// Instructions that the guest had executed, if they were counted.
     pub icount: Option<u64>,
 }
 
@@ -49,7 +49,7 @@ pub async fn read(storage: &dyn Storage, header: &Header) -> Result<Vec<Snapshot
     Ok(read_to_end(storage, header).await?.0)
 }
 
-/// The same, and where in the file the table ends.
+/// Reads the snapshots of an image; also returns the end of the table in the file.
 pub(in crate::qcow2) async fn read_to_end(
     storage: &dyn Storage,
     header: &Header,

@@ -196,8 +196,8 @@ impl CreateOptions {
     }
 }
 
-/// Makes an image in `storage`, whose contents are lost, and, with an external data file, empties that. Both are grown
-/// as needed; those that cannot grow have to be long enough. What was written is durable in the end.
+/// Creates an image in `storage`, whose contents are lost, and empties the external data file, if it has one. Both grow
+/// as needed; devices, which cannot grow, have to be long enough. The image is durable in the end.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: options that contradict each other ([`CreateOptions::check`]), or a storage that is too

@@ -7,7 +7,7 @@ use crate::offset::HostOffset;
 use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::{L1_MOST, REFCOUNT_TABLE_MOST};
 
-/// Where the parts of a new image lie, in clusters from its beginning.
+/// The places of a new image's parts, in clusters from its beginning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::qcow2) struct Layout {
     pub(in crate::qcow2) geometry: Geometry,
@@ -82,7 +82,7 @@ impl Layout {
         (self.contents_at().0 >> self.geometry.cluster_bits) + self.contents
     }
 
-    /// Where the image ends.
+    /// Returns the end of the image.
     pub(in crate::qcow2) const fn end(&self) -> HostOffset {
         self.at(self.clusters())
     }

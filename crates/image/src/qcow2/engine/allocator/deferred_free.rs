@@ -23,7 +23,7 @@ impl Allocator {
         self.drops.lock().push(Dropped { clusters, table });
     }
 
-    /// The tables refer to these bytes once less. They are given back when the file says so, too.
+    /// Notes that the tables in memory refer to these bytes once less. They are given back when the file's tables do.
     fn drop_reference(&self, host: HostOffset, length: u64, table: bool) {
         let bits = self.context.geometry().cluster_bits;
         let last = HostOffset(host.0 + length - 1).cluster(bits);

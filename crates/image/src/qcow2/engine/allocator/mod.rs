@@ -32,7 +32,7 @@ use crate::error::ImageError;
 use crate::offset::{ClusterCount, HostCluster, HostOffset};
 use crate::qcow2::format::refcount_array;
 
-/// Where no cluster can begin: an entry has no more bits for it.
+/// The first offset that no cluster can have: an entry has no more bits for it.
 const END: u64 = 1 << 56;
 
 /// Bytes of what a file is made longer with; no cluster is smaller.
@@ -57,7 +57,7 @@ pub(super) struct Allocator {
     /// References that the tables in memory have no more, and those in the file may have.
     drops: RankedMutex<Vec<Dropped>>,
     epochs: Arc<Epochs<Dropped>>,
-    /// Where the image's own tables lie; empty if it is only read.
+    /// The places of the image's own tables; empty if it is only read.
     overlap_check: OverlapCheck,
     lengths: Arc<Lengths>,
 }

@@ -43,9 +43,9 @@ type Left = Option<Segment>;
 
 /// The way in which the bytes from some offset on are written.
 enum Claim {
-    /// Where they are.
+    /// In the place that they have.
     InPlace { host: HostOffset, length: u64 },
-    /// Where a job has made room, which is not done yet.
+    /// In the place that a job has allocated, which is not done yet.
     Along { host: HostOffset, length: u64, job: SharedFuture },
     /// By this job, which has them.
     Given { length: u64, job: SharedFuture },

@@ -13,7 +13,7 @@ use crate::offset::{GuestOffset, Shift, length};
 /// The most bytes that are read in vain to save an operation.
 const WASTE: u64 = 16 << 10;
 
-/// Where contents come from. Two parts with the same origin are neighbours there, too, if they are here.
+/// The origin of contents. Two parts with the same origin are neighbours there, too, if they are here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Origin {
     /// The backing image.

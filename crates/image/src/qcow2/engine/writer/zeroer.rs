@@ -50,11 +50,11 @@ struct Rules {
 /// The ends of a zeroing.
 #[derive(Debug, Clone, Copy)]
 struct Reach {
-    /// Where it ends.
+    /// The end of the request.
     end: GuestOffset,
     /// The whole clusters, or subclusters, of it end here; the one behind is cut by `end`.
     whole: GuestOffset,
-    /// The same, with that one, if `end` is the disk's own: what lies behind it is not the guest's.
+    /// The end of whole units with that one included, if `end` is the disk's own: bytes past it are not the guest's.
     last: GuestOffset,
 }
 
@@ -112,7 +112,7 @@ impl Zeroer {
         let end = at + length;
         let first = at.align_up(unit);
         let whole = end.align_down(unit);
-        // What lies behind the end of the disk in its last cluster is not the guest's.
+        // Bytes past the end of the disk in its last cluster are not the guest's.
         let last = if end.0 == self.header.size() { end.align_up(unit) } else { whole };
         if first >= last {
             return self.zero_bytes(at..end, zeroing).await;

@@ -46,7 +46,7 @@ pub(super) async fn shared(
     Ok(found)
 }
 
-/// Copies these tables behind everything. The copies' refcounts are put right later, as all are.
+/// Copies these tables to the end of the file. The copies' refcounts are repaired later, with all others.
 ///
 /// Entries that lead behind the end of the file have been taken away before: they would lead to the copies.
 pub(super) async fn apart(

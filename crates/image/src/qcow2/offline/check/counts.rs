@@ -10,7 +10,7 @@ use limosa_page::{BrokenInvariant, broken, to_usize};
 /// How large a count can become.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Width {
-    /// 255: enough for most images, and a quarter of the memory. Where it is not, counting begins again.
+    /// 255: enough for most images, and a quarter of the memory. If it is too small, counting begins again.
     Narrow,
     /// 2^32 - 1. A cluster with more references is not in use, even if its refcount could be larger.
     Wide,

@@ -13,7 +13,7 @@ const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
 const L1_RESERVED: u64 = !(COPIED | OFFSET);
 /// Bits of an L2 entry of a cluster in its own place that are neither offset nor flag.
 const L2_RESERVED: u64 = !(COPIED | COMPRESSED | OFFSET | ZERO);
-/// The same of an entry of a bitmap's table.
+/// Examines an entry of a bitmap's table.
 const BITMAP_RESERVED: u64 = !(OFFSET | BITMAP_ONES);
 /// A bitmap's cluster that does not exist is all ones.
 const BITMAP_ONES: u64 = 1;

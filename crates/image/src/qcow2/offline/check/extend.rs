@@ -1,4 +1,4 @@
-//! Clusters behind everything that is in use, for tables that need more room.
+//! Clusters at the end of the file, for tables that need more room.
 //!
 //! Law: clusters have their refcounts, durably, before anything refers to them; a cut leaves leaks.
 
@@ -18,11 +18,11 @@ use crate::qcow2::format::refcount_array;
 /// The tables that new clusters need, in clusters from the first of them on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
-    /// Clusters of a larger refcount table; 0: the one that there is suffices.
+    /// Clusters of a larger refcount table; 0: the present one suffices.
     table: u64,
-    /// The numbers of new refcount blocks, which lie behind that.
+    /// The numbers of new refcount blocks, which follow the table.
     blocks: Vec<u64>,
-    /// The first cluster behind all of it.
+    /// The first cluster past all of it.
     end: u64,
 }
 
@@ -44,8 +44,8 @@ impl Plan {
     }
 }
 
-/// Takes `wanted` clusters that lie one behind the other, and returns the first one's number. The header changes if the
-/// refcount table has to grow.
+/// Takes `wanted` contiguous clusters, and returns the first one's number. The header changes if the refcount table has
+/// to grow.
 pub(in crate::qcow2) async fn extend(
     storage: &dyn Storage,
     header: &mut Header,
@@ -61,7 +61,7 @@ pub(in crate::qcow2) async fn extend(
     Ok(first)
 }
 
-/// The same, but a refcount table that was replaced stays counted, so that one can go back to it.
+/// Takes clusters as [`extend`] does, but a replaced refcount table stays counted, so that the caller can return to it.
 pub(in crate::qcow2) async fn extend_beside(
     storage: &dyn Storage,
     header: &mut Header,

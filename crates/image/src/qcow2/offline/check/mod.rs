@@ -4,7 +4,7 @@
 //! counted as a leak, a corruption or an error of the check is what `qemu-img check` counts, so the figures can be
 //! compared.
 //!
-//! The image is gone through in its file, without being opened as a disk: what is broken would not open. Memory is
+//! The image is examined in its file, without being opened as a disk: a broken one would not open. Memory is
 //! bounded by [`CheckOptions::memory`].
 
 use limosa_storage::Storage;
@@ -50,7 +50,7 @@ pub async fn check(storage: &dyn Storage, options: CheckOptions) -> Result<Check
 #[derive(Debug, Default)]
 struct Outcome {
     report: CheckReport,
-    /// Refcounts cannot be put right in place.
+    /// Refcounts cannot be repaired in place.
     rebuild: bool,
     /// Refcounts are wrong.
     refcounts_wrong: bool,
@@ -62,14 +62,14 @@ struct Outcome {
     bitmaps_wrong: bool,
     /// Something of the snapshot table's entries is wrong.
     snapshots_wrong: bool,
-    /// Something lies behind the end of the file that can neither be used nor be given up.
+    /// A structure past the end of the file can neither be used nor be given up.
     lost: bool,
     /// A cluster has more references than its refcount can say.
     overflow: bool,
 }
 
 impl Outcome {
-    /// Whether a repair takes something away that was referred to, or cannot be done.
+    /// Whether a repair is impossible, or removes something that was referred to.
     const fn takes_away(&self) -> bool {
         self.entries_wrong || self.bitmaps_wrong || self.snapshots_wrong || self.lost
     }
@@ -115,7 +115,7 @@ async fn examine_image(storage: &dyn Storage, header: &Header, options: CheckOpt
 /// The result of a comparison.
 #[derive(Debug, Default)]
 struct Compared {
-    /// There is a reference, and no block for its refcount.
+    /// A reference has no block for its refcount.
     rebuild: bool,
     wrong: bool,
     highest: u64,

@@ -17,7 +17,7 @@ use crate::offset::HostOffset;
 use crate::qcow2::format::header::{Header, REFCOUNT_TABLE_MOST};
 use crate::qcow2::format::refcount_array;
 
-/// Where the new parts lie, in clusters.
+/// The places of the new parts, in clusters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Layout {
     /// The snapshot table, if there is a new one.

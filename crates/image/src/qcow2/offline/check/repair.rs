@@ -25,7 +25,7 @@ use crate::qcow2::format::feature::Features;
 use crate::qcow2::format::header::Header;
 use crate::qcow2::format::refcount_array;
 
-/// How often an image is gone through at most. Each step can bring to light what the one before had hidden.
+/// The most passes over an image. Each step can reveal faults that were hidden before.
 const TURNS: usize = 12;
 
 /// Checks a qcow2 image, repairs it, and says what is left: the figures are those of a check afterwards, and how many

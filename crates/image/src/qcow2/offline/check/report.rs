@@ -8,9 +8,11 @@ use crate::setters::setters;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CheckOptions {
-    /// Bytes of memory for counting references. An image that needs more is gone through several times: of each cluster
-    /// of its file 1.25 bytes are taken, 4.25 to repair it or where more than 255 references to a cluster are met.
-    /// Tables that are being read take at most 8 MiB more.
+    /// Bytes of memory for counting references. An image that needs more is read several times. Each cluster of its
+    /// file
+    /// takes 1.25 bytes, or 4.25 for a repair or if a cluster has more than 255 references. Tables that are being read
+    /// take
+    /// at most 8 MiB more.
     pub memory: usize,
     /// The most [`Finding`]s that are kept; all are counted.
     pub findings: usize,

@@ -110,7 +110,7 @@ pub(super) async fn snapshots(storage: &dyn Storage, header: &Header) -> Result<
     Ok(found)
 }
 
-/// Reads the bitmaps' directory. `Err`, with what is wrong with it, if it cannot be gone through.
+/// Reads the bitmap directory. `Err`: the fault that makes it unreadable.
 pub(super) async fn bitmaps(
     storage: &dyn Storage,
     header: &Header,

@@ -33,7 +33,7 @@ pub(super) struct Stored<'a> {
 /// A piece of a table, and where it lies.
 type Piece = Option<(u64, Vec<u8>)>;
 
-/// Where a refcount block lies.
+/// The place of a refcount block.
 enum BlockAddress {
     None,
     Unusable,

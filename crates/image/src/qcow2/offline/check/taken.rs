@@ -1,4 +1,4 @@
-//! Where no L2 table can be, because something else is there that the header refers to.
+//! Areas where no L2 table can be, because the header refers to something else there.
 
 use super::examine::Bounds;
 

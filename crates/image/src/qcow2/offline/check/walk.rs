@@ -63,9 +63,9 @@ pub(super) struct Image<'a> {
     bitmaps: Vec<BitmapTable>,
     /// The parts of the file that their tables cover, once.
     bitmap_runs: Vec<Run>,
-    /// Where no L2 table can be.
+    /// Areas where no L2 table can be.
     pub(super) taken: Taken,
-    /// The bitmaps' directory cannot be gone through: what else it refers to is not known.
+    /// The bitmap directory is unreadable: its references are unknown.
     pub(super) bitmaps_fault: Option<String>,
     /// Clusters that the file has room for, the last one perhaps in part.
     pub(super) clusters: u64,
@@ -104,7 +104,7 @@ pub(super) struct What {
     pub(super) refcounts: bool,
     /// The snapshot table.
     pub(super) snapshot_table: bool,
-    /// Where counting stops, if not at the largest refcount that the image can keep.
+    /// The highest count, if not the largest refcount that the image can keep.
     pub(super) most: u64,
     /// How far counting gets.
     pub(super) width: Width,
@@ -192,7 +192,7 @@ impl<'a> Image<'a> {
         (from < end).then(|| from..end.min(from.saturating_add(clusters)))
     }
 
-    /// Where the clusters of a window end that the file has, the last one perhaps only begun.
+    /// The end of the clusters of a window that the file has; the last one may be incomplete.
     pub(super) fn end(&self, pass: &Pass, window: &Range<u64>) -> u64 {
         window.end.min(if pass.grown { self.clusters + 1 } else { self.clusters })
     }
@@ -515,7 +515,7 @@ pub(super) fn l2_entries(table: &[u8], extended: bool) -> impl Iterator<Item = (
         .filter(|(_, bits, bitmap)| *bits != 0 || *bitmap != 0)
 }
 
-/// Why the L1 table of a snapshot cannot be gone through.
+/// Why the L1 table of a snapshot is unreadable.
 fn l1_fault(l1: &L1Table, bounds: &Bounds) -> Option<String> {
     let most = crate::qcow2::format::header::L1_MOST;
     if l1.at & (bounds.geometry.cluster_size() - 1) != 0 {
