@@ -118,7 +118,8 @@ fn state(record: &Record) -> State {
     }
 }
 
-/// Whether a QEMU says that it has its VM. One that says nothing has none: it opens its monitor before it takes it.
+/// Whether a QEMU reports that it has its VM. One that does not answer has none: it opens its monitor before it takes
+/// it.
 fn has_vm(record: &Record) -> bool {
     let options = Options { greeting: ANSWERED_WITHIN, ..Options::default() };
     let Ok(qmp) = Qmp::connect(&MonitorAddress::Unix(record.monitor.clone()), &options) else { return false };

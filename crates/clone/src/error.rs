@@ -49,7 +49,7 @@ pub enum CloneError {
         why: String,
     },
 
-    /// The QEMU that was started is not what its command line says.
+    /// The QEMU that was started does not match its command line.
     #[error("this QEMU is not what its command line says: {why}")]
     Unproven {
         /// The difference.
@@ -65,7 +65,7 @@ pub enum CloneError {
         source: ImageError,
     },
 
-    /// A file or directory: what was tried with it failed.
+    /// An operation on a file or directory failed.
     #[error("cannot {what} {}", path.display())]
     Path {
         /// The operation.
@@ -104,7 +104,7 @@ pub enum CloneError {
     NoMonitor {
         /// The last failure to connect.
         source: JobError,
-        /// The end of what QEMU said.
+        /// The end of QEMU's log.
         log: String,
     },
 
@@ -113,7 +113,7 @@ pub enum CloneError {
     NotTaken {
         /// The engine's reason.
         source: MigrateError,
-        /// The end of what QEMU said.
+        /// The end of QEMU's log.
         log: String,
     },
 
@@ -122,7 +122,7 @@ pub enum CloneError {
     NotRunning {
         /// Its run state.
         state: String,
-        /// The end of what QEMU said.
+        /// The end of QEMU's log.
         log: String,
     },
 }

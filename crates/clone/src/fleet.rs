@@ -102,7 +102,7 @@ impl<'a> Fleet<'a> {
     /// line. `folder` is created if it does not exist.
     ///
     /// # Errors
-    /// A snapshot or a disk that is not what it was; a command line that cannot be cloned.
+    /// A snapshot or a disk that has changed; a command line that cannot be cloned.
     pub fn new(
         snapshot: &'a Snapshot,
         folder: &Path,

@@ -3,7 +3,7 @@
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 /// A parser of the values of a library's enumeration, each with its name and its line in `--help` (or none). Libraries
-/// do not see clap, so that what an option takes is said where the option is.
+/// do not depend on clap, so the values of an option are listed where the option is.
 pub fn one_of<T, const N: usize>(values: [(T, &'static str, &'static str); N]) -> impl TypedValueParser<Value = T>
 where
     T: Copy + Send + Sync + 'static,

@@ -1,14 +1,14 @@
 //! Lines for people (stderr) and for programs (stdout).
 //!
 //! Law: a job does not fail because its output is not read. A terminal that has hung up or a pipe that was closed loses
-//! output, not VMs; `println!` would panic. But a command whose only work is what it prints has failed if that did not
+//! output, not VMs; `println!` would panic. But a command whose only work is its output has failed if that did not
 //! get out.
 
 use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 
-/// Why standard output could not take a line, the first time that it could not.
+/// The error of the first line that standard output did not take.
 static LOST: OnceLock<io::Error> = OnceLock::new();
 
 /// A line for people.
@@ -19,7 +19,7 @@ macro_rules! say {
     }};
 }
 
-/// A line of what was asked for.
+/// A line of the result that was asked for.
 #[macro_export]
 macro_rules! print_out {
     () => { $crate::print_out!("") };
@@ -37,7 +37,7 @@ pub fn print_line(words: fmt::Arguments<'_>) {
     }
 }
 
-/// Whether everything that was printed got out: for commands that do nothing else.
+/// Fails if a line could not be printed: for commands that do nothing else.
 pub fn all_printed() -> anyhow::Result<()> {
     match LOST.get() {
         None => Ok(()),
@@ -45,7 +45,7 @@ pub fn all_printed() -> anyhow::Result<()> {
     }
 }
 
-/// An error and its causes in one line, none of them said twice.
+/// Returns an error and its causes in one line, without repetitions.
 pub fn one_line(error: &anyhow::Error) -> String {
     one_line_of(error.chain())
 }

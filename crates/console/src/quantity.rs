@@ -1,4 +1,4 @@
-//! Numbers in words that people read.
+//! Numbers with units, for people.
 
 use std::time::Duration;
 

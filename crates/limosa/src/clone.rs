@@ -84,7 +84,7 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     bail!("not started: {}{rest}; nothing is left of them", names.join(", "))
 }
 
-/// Says before anything is started that the host's memory may not do.
+/// Warns before anything is started if the host's memory may be too small.
 fn tell_estimate(fleet: &Fleet<'_>, count: u64) {
     let needed = fleet.estimate(count);
     if let Some(available) = available_memory()
@@ -152,7 +152,7 @@ fn list_clones(args: &ListClonesArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Those that are named, or all.
+/// Returns the named clones, or all.
 fn names(dir: &Path, named: &[String]) -> Result<Vec<String>, CloneError> {
     if !named.is_empty() {
         return Ok(named.to_vec());

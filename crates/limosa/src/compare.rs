@@ -108,7 +108,7 @@ fn print(args: &InspectArgs, comparison: &Comparison, memory: Option<MemoryCompa
     Ok(())
 }
 
-/// One line for each finding; those that say the same of different things share one.
+/// Returns a line for each finding; findings of the same text about different subjects share one.
 fn lines(findings: &[Finding]) -> Vec<String> {
     let mut groups: Vec<Vec<&Finding>> = Vec::new();
     let mut known = HashMap::new();

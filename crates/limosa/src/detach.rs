@@ -1,7 +1,7 @@
 //! `limosa restore --detach`: a pager that stays behind, and a command that returns when the guest runs.
 //!
 //! The command starts itself again as the pager, in its own session, and waits for one line on the pager's stdout. The
-//! pager says it when the guest runs or when it failed, and is silent afterwards.
+//! pager writes it when the guest runs or when it failed, and is silent afterwards.
 
 use limosa_console::quantity;
 use std::ffi::OsString;
@@ -18,12 +18,12 @@ use signal_hook::iterator::Signals;
 use crate::args::RestoreArgs;
 use limosa_console::{print_out, say};
 
-/// The command's side: starts the pager and waits for its word.
+/// The command's side: starts the pager and waits for its line.
 pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     let executable = std::env::current_exe().context("cannot find the limosa program to start the pager")?;
-    // The same words again, but for the first that asks to detach, in whose place another asks to be the pager.
+    // The same arguments again, but for the first that asks to detach, in whose place another asks to be the pager.
     let mut asked = false;
-    let words = std::env::args_os().skip(1).map(|word| {
+    let arguments = std::env::args_os().skip(1).map(|word| {
         let replace = !asked && word == "--detach";
         asked |= replace;
         if replace { OsString::from("--pager") } else { word }
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     // Until the guest runs, what is said to this process is meant for the pager, which has left its session.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
     let mut pager = Command::new(executable)
-        .args(words)
+        .args(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()

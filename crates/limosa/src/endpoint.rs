@@ -27,7 +27,7 @@ const LISTEN_FOR: Duration = Duration::from_secs(10);
 
 /// How long to wait for a connection before checking whether the job was cancelled.
 const TICK: Duration = Duration::from_millis(20);
-/// Longer than any job waits.
+/// A time longer than any job waits.
 const FOR_EVER: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// A connected peer.
@@ -43,7 +43,7 @@ pub(crate) struct Wire {
 pub(crate) struct PeerEnd {
     channel: Channel,
     command: Option<Exec>,
-    /// Whether there are bytes to read only: a file.
+    /// Whether the peer only delivers bytes: a file.
     pub(crate) recorded: bool,
 }
 
@@ -91,7 +91,7 @@ impl Wire {
         }
     }
 
-    /// Waits for a source, for ever or for so long.
+    /// Waits for a source, without a limit or for `within`.
     pub(crate) fn from(
         uri: &Uri,
         options: &Options,
@@ -142,12 +142,12 @@ impl PeerEnd {
         self.channel.carries(Shutdown::Both)
     }
 
-    /// Whether there is a command that has yet to say that all went well.
+    /// Whether there is a command whose exit status is not known yet.
     pub(crate) fn is_command(&self) -> bool {
         self.command.is_some()
     }
 
-    /// Shows the other end that nothing more comes, and waits for the command, if there is one.
+    /// Shuts the sending direction down, and waits for the command, if there is one.
     pub(crate) fn finish(mut self, within: Duration) -> Result<(), ChannelError> {
         // The peer may have gone by itself.
         let _ = self.channel.shutdown(Shutdown::Write);
@@ -155,8 +155,8 @@ impl PeerEnd {
     }
 
     /// As [`finish`](Self::finish), where the destination gives no answer. Over TLS this end has shaken hands before
-    /// the other one has looked at its certificate, and all may have been put before its refusal comes: so it is
-    /// listened for until the other end has gone, for a while. Stock QEMU refuses without a word, and cannot be
+    /// the other one has looked at its certificate, and everything may have been sent before its refusal comes: so it
+    /// is waited for, for a while, until the other end has gone. Stock QEMU refuses without a word, and cannot be
     /// distinguished from one that has all.
     pub(crate) fn finish_unanswered(self, within: Duration) -> Result<(), ChannelError> {
         if self.channel.is_encrypted() {
@@ -199,7 +199,7 @@ pub(crate) fn keep_stdout(uri: &Uri, json: bool) {
     }
 }
 
-/// Ends the program as for any other wrong usage.
+/// Ends the program with a usage error.
 pub(crate) fn misused(why: &str) -> ! {
     Cli::command().error(clap::error::ErrorKind::ArgumentConflict, why).exit()
 }

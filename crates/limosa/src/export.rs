@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::args::ExportArgs;
 use crate::job::JobHandles;
-use crate::words;
+use crate::report;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
@@ -69,6 +69,6 @@ fn object(args: &ExportArgs, stats: &PrecopyStats) -> serde_json::Value {
         "gib_per_s": quantity::rate(stats.normal_pages.saturating_mul(limosa_page::PAGE_SIZE), stats.elapsed),
         "length": stats.channel.bytes_out,
         "pages": { "normal": stats.normal_pages, "zero": stats.zero_pages },
-        "channel": words::counters(&stats.channel),
+        "channel": report::counters(&stats.channel),
     })
 }

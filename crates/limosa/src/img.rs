@@ -53,7 +53,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     done.map_err(|error| if checks { error } else { with_remedy(error) })
 }
 
-/// The error of a command other than `check`, with what helps against it.
+/// Prints the error of a command other than `check`, with its remedy.
 fn with_remedy(error: anyhow::Error) -> anyhow::Error {
     let is_damage = |cause: &(dyn std::error::Error + 'static)| {
         cause.downcast_ref::<ImageError>().is_some_and(ImageError::is_damage)

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::args::ImportArgs;
 use crate::job::JobHandles;
-use crate::words;
+use crate::report;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether the snapshot would take the place of what it is made from.
+/// Whether the snapshot would replace its own source.
 fn is_one_file(stream: &Path, snapshot: &Path) -> bool {
     let uri = stream.to_str().filter(|text| text.starts_with("file:")).and_then(|text| text.parse().ok());
     let path = match &uri {
@@ -65,7 +65,7 @@ fn is_one_file(stream: &Path, snapshot: &Path) -> bool {
     path.exists() && is_same_file(path, snapshot)
 }
 
-/// Opens what is named as QEMU names its files, or standard input.
+/// Opens a file, named in QEMU's way, or standard input.
 fn open(stream: &Path) -> anyhow::Result<Foreign> {
     if stream == Path::new("-") {
         let stdin = std::io::stdin();
@@ -113,7 +113,7 @@ impl Done {
             quantity::rate(stored, self.elapsed),
             self.what,
         );
-        say!("  pages: {}", words::pages(&manifest.pages, "left out by the source", "sent again"));
+        say!("  pages: {}", report::pages(&manifest.pages, "left out by the source", "sent again"));
     }
 
     fn object(&self, xml: Option<&Path>) -> Value {
@@ -133,9 +133,9 @@ impl Done {
             "ram_bytes": manifest.ram_bytes,
             "file_length": published.length,
             "pages": manifest.pages,
-            "bytes": words::page_bytes(&manifest.pages),
-            "channel": self.imported.channel.as_ref().map(words::counters),
-            "file": words::counters(&self.imported.file),
+            "bytes": report::page_bytes(&manifest.pages),
+            "channel": self.imported.channel.as_ref().map(report::counters),
+            "file": report::counters(&self.imported.file),
         })
     }
 }
@@ -195,7 +195,7 @@ impl Stored {
     }
 }
 
-/// A file beside this one, where there is room for what is in it, or in the temporary directory.
+/// Makes a file beside this one, where there is room for its contents, or in the temporary directory.
 fn temporary(path: &Path) -> Result<(UnnamedFile, PathBuf), SnapshotError> {
     let name = format!("{}.limosa-{}", path.file_name().unwrap_or_default().to_string_lossy(), std::process::id());
     let beside = match path.parent() {

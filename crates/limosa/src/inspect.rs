@@ -12,7 +12,7 @@ use limosa_snapshot::{
 
 use crate::args::InspectArgs;
 use crate::compare;
-use crate::words;
+use crate::report;
 use limosa_console::{all_printed, print_out, say};
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
@@ -45,7 +45,7 @@ fn qemu_args(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     let path = std::fs::canonicalize(&args.file).with_context(|| shown.to_string())?;
     let path = path.to_str().with_context(|| format!("{shown}: QEMU takes no file name that is not UTF-8"))?;
     let memory = BlockPlace::guest_memory_of(&snapshot).map_err(|why| anyhow!("{shown}: cannot be mapped: {why}"))?;
-    let mut words = match memory.as_slice() {
+    let mut options = match memory.as_slice() {
         [] => bail!("{shown}: no RAM block of it is known to be the guest's memory; save it again with this version"),
         [main] => vec![
             "-machine".to_owned(),
@@ -64,13 +64,13 @@ fn qemu_args(args: &InspectArgs) -> anyhow::Result<ExitCode> {
         }
     };
     for block in &memory {
-        words.extend(["-object".to_owned(), block.backend_option(path)]);
+        options.extend(["-object".to_owned(), block.backend_option(path)]);
     }
-    words.extend(["-incoming".to_owned(), "defer".to_owned()]);
+    options.extend(["-incoming".to_owned(), "defer".to_owned()]);
     if args.json {
-        print_out!("{}", serde_json::json!({ "arguments": words }));
+        print_out!("{}", serde_json::json!({ "arguments": options }));
     } else {
-        for option in words.chunks(2) {
+        for option in options.chunks(2) {
             print_out!("{}", option.iter().map(|word| shell_word(word)).collect::<Vec<_>>().join(" "));
         }
     }
@@ -78,7 +78,7 @@ fn qemu_args(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A word as a shell takes it.
+/// Quotes a word for a shell.
 fn shell_word(word: &str) -> String {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./,=:+@%".contains(letter);
     if !word.is_empty() && word.chars().all(is_plain) {
@@ -108,7 +108,10 @@ fn show(summary: &Summary) {
     }
     match &summary.manifest {
         Some(manifest) => show_manifest(manifest, summary.checksums),
-        None => print_out!("limosa        {}", summary.without_manifest.as_deref().unwrap_or("no trailer")),
+        None => {
+            let remedy = if summary.importable { "; limosa import makes one of it" } else { "" };
+            print_out!("limosa        {}{remedy}", summary.without_manifest.as_deref().unwrap_or("no trailer"));
+        }
     }
     print_out!("\n{}", blocks(&summary.blocks));
     print_out!("\n{}", devices(&summary.devices));
@@ -146,7 +149,7 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
     print_out!("limosa        {}, checksums {}", manifest.limosa, if checksums { "recorded" } else { "not recorded" });
     print_out!(
         "saved         {}, {} pages sent again",
-        words::date(manifest.finished),
+        report::date(manifest.finished),
         quantity::count(manifest.pages.resent)
     );
     print_out!("mappable      {}", if manifest.mappable { "yes" } else { "no: limosa snapshot seal makes it so" });

@@ -52,7 +52,7 @@ impl JobHandles {
         Ok(Self { engine, socket, _signals: signals, _bar: bar })
     }
 
-    /// Says to programs where the job waits for its peer.
+    /// Publishes the address at which the job waits for its peer.
     pub(crate) fn set_listen_address(&self, uri: &Uri) {
         if let Some(socket) = &self.socket {
             socket.set_listen_address(uri);
@@ -65,7 +65,7 @@ impl JobHandles {
     }
 }
 
-/// Listens where programs are to watch and steer the job.
+/// Opens the control socket at which programs watch and steer the job.
 pub(crate) fn listen(path: &Path, job: Job, engine: &Handle) -> anyhow::Result<ControlSocket> {
     ControlSocket::listen(path, job, engine).with_context(|| format!("cannot listen at {} (--control)", path.display()))
 }

@@ -1,7 +1,7 @@
 //! The command line of limosa: parse, wire, print.
 //!
-//! Each command has a module that turns its arguments into what the libraries take and what they return into words.
-//! People are talked to on stderr, programs (`--json`) on stdout.
+//! Each command has a module that turns its arguments into what the libraries take and what they return into lines.
+//! Messages for people go to stderr, results for programs (`--json`) to stdout.
 
 mod args;
 mod balloon;
@@ -19,6 +19,7 @@ mod packaging;
 mod receive;
 mod relay;
 mod remedy;
+mod report;
 mod restore;
 mod resume;
 mod run;
@@ -26,7 +27,6 @@ mod save;
 mod send;
 mod signals;
 mod snapshot;
-mod words;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -71,11 +71,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// Says what is wrong with the command line, or what was asked about it (`--help`).
+/// Prints the error of the command line, or the help that was asked for.
 fn usage(error: &clap::Error) -> ExitCode {
     let _ = error.print();
-    let words: Vec<_> = std::env::args_os().skip(1).filter(|word| !word.as_encoded_bytes().starts_with(b"-")).collect();
-    match (error.use_stderr(), words.first(), words.get(1)) {
+    let arguments: Vec<_> =
+        std::env::args_os().skip(1).filter(|word| !word.as_encoded_bytes().starts_with(b"-")).collect();
+    match (error.use_stderr(), arguments.first(), arguments.get(1)) {
         (false, ..) => ExitCode::SUCCESS,
         // As in qemu-img: 2 means that an image is corrupt. But for `compare` 1 means that the images differ, which was
         // not checked.

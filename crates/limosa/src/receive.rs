@@ -1,6 +1,6 @@
 //! `limosa receive`: a migration destination that is a file.
 //!
-//! The law: a source that waits for a word gets it when the file is durable and has its name, and not before; until
+//! The law: a source that waits for an answer gets it when the file is durable and has its name, and not before; until
 //! then its VM is its own. One that does not wait cannot be helped, and is only recognized.
 
 use limosa_console::quantity;
@@ -23,7 +23,7 @@ use crate::args::ReceiveArgs;
 use crate::endpoint::{self, PeerEnd, Wire};
 use crate::job::JobHandles;
 use crate::remedy;
-use crate::words;
+use crate::report;
 use limosa_console::{error_line, print_out, say};
 
 /// Longest silence of a source that is there.
@@ -117,7 +117,7 @@ fn unreceived(error: MigrateError, end: PeerEnd) -> anyhow::Error {
     anyhow!("{}{remedy}{hint}", limosa_console::one_line(&explained))
 }
 
-/// Gives the file its name, or tells the source that this side failed.
+/// Gives the file its name, or reports to the source that this side failed.
 fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) -> anyhow::Result<Published> {
     let mut manifest = Manifest::new();
     manifest.transport = Some(Transport::Socket);
@@ -135,7 +135,7 @@ fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) ->
     published
 }
 
-/// Gives the source its word. The outer failure leaves the file, which may be all that there is of the VM; the inner
+/// Answers the source. The outer failure leaves the file, which may be all that there is of the VM; the inner
 /// one has taken it away, because it is not whole.
 fn hand_over(incoming: Incoming, path: &Path) -> Result<anyhow::Result<()>, MigrateError> {
     incoming.acknowledge()?;
@@ -167,7 +167,7 @@ fn tell(args: &ReceiveArgs, received: &Received) {
         quantity::rate(stored, received.elapsed),
         args.uri,
     );
-    say!("  pages: {}", words::pages(pages, "left out by the source", "sent again"));
+    say!("  pages: {}", report::pages(pages, "left out by the source", "sent again"));
     if !received.answered {
         say!("  the source did not wait for an acknowledgement: it took its last write for success");
     }
@@ -186,8 +186,8 @@ fn object(received: &Received) -> serde_json::Value {
         "ram_bytes": manifest.ram_bytes,
         "file_length": received.published.length,
         "pages": manifest.pages,
-        "bytes": words::page_bytes(&manifest.pages),
-        "channel": words::counters(&received.stats.channel),
-        "file": words::counters(&received.file),
+        "bytes": report::page_bytes(&manifest.pages),
+        "channel": report::counters(&received.stats.channel),
+        "file": report::counters(&received.file),
     })
 }

@@ -19,16 +19,16 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 /// Signals that are passed on: those that a QEMU started directly would receive.
 const SIGNALS: [i32; 8] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH];
 
-/// Those that make QEMU end in good order.
+/// Signals that make QEMU end in good order.
 const ENDS: [Signal; 3] = [Signal::HUP, Signal::INT, Signal::TERM];
 
-/// How long nothing is asked of a QEMU that may be ending. One that has not said so by then lives on.
+/// How long no command is sent to a QEMU that may be ending. One that has not reported its end by then keeps running.
 const HELD: Duration = Duration::from_secs(2);
 
 /// How long a signal waits for answers that are under way, which may hang on memory that is still to come.
 const ANSWERS: Duration = Duration::from_millis(500);
 
-/// Takes this process's signals until it is dropped.
+/// Receives this process's signals until it is dropped.
 pub(crate) struct Relay {
     handle: Handle,
     thread: Option<thread::JoinHandle<()>>,
@@ -37,11 +37,11 @@ pub(crate) struct Relay {
 
 #[derive(Default)]
 struct State {
-    /// Whom the signals are for.
+    /// The process that the signals are for.
     target: Option<Pid>,
     /// Its monitor, for further commands; not used while it ends.
     monitor: Weak<Monitor>,
-    /// Those that arrived before it was known.
+    /// Signals that arrived before it was known.
     early: Vec<Signal>,
     /// Whether QEMU has been asked to end, in any way.
     end_asked: bool,
@@ -56,13 +56,13 @@ impl Relay {
         let shared = Arc::clone(&state);
         let thread = thread::Builder::new().name("signals".into()).spawn(move || {
             for origin in &mut signals {
-                heed(&origin, &shared);
+                handle_signal(&origin, &shared);
             }
         });
         Ok(Self { handle, thread: Some(thread.context("cannot start a thread for signals")?), state })
     }
 
-    /// Hands signals on to this process, which must not be reaped before [`Relay::rest`].
+    /// Forwards signals to this process, which must not be reaped before [`Relay::rest`].
     pub(crate) fn aim(&self, pid: u32) {
         let mut state = self.state.lock();
         state.target = i32::try_from(pid).ok().and_then(Pid::from_raw);
@@ -71,12 +71,12 @@ impl Relay {
         }
     }
 
-    /// Has this monitor hold its peace while QEMU ends by a signal.
+    /// Sends no command to this monitor while QEMU ends by a signal.
     pub(crate) fn quiet(&self, monitor: &Arc<Monitor>) {
         self.state.lock().monitor = Arc::downgrade(monitor);
     }
 
-    /// Hands nothing on any more: the number may become another process's.
+    /// Forwards nothing any more: the number may become another process's.
     pub(crate) fn rest(&self) {
         self.state.lock().target = None;
     }
@@ -96,7 +96,7 @@ impl Drop for Relay {
     }
 }
 
-fn heed(origin: &Origin, state: &Mutex<State>) {
+fn handle_signal(origin: &Origin, state: &Mutex<State>) {
     let mut state = state.lock();
     state.end_asked |= ![SIGCONT, SIGWINCH].contains(&origin.signal);
     let Some(signal) = Signal::from_named_raw(origin.signal) else { return };

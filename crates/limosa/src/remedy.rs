@@ -17,7 +17,7 @@ use limosa_snapshot::SnapshotError;
 use limosa_storage::{OpenError, StorageError};
 use limosa_stream::{Feature, StreamError};
 
-/// Returns the remedy, to be appended to the words of the error; empty if no option helps.
+/// Returns the remedy, to be appended to the message of the error; empty if no option helps.
 pub(crate) fn of(error: &MigrateError) -> String {
     match error {
         MigrateError::MainEnded { channels, .. } => {

@@ -19,7 +19,7 @@ use crate::detach::{self, Reporter};
 use crate::import::Stored;
 use crate::job::{self, JobHandles};
 use crate::remedy;
-use crate::words;
+use crate::report;
 use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
@@ -143,7 +143,7 @@ pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
     options
 }
 
-/// Tells when the guest is there: the moment that a restore is about.
+/// Reports when the guest runs.
 pub(crate) struct Observer<'a> {
     begun: Instant,
     reporter: &'a Reporter,
@@ -198,7 +198,7 @@ pub(crate) fn tell(report: &RestoreReport) {
     }
 }
 
-/// How long a guest waited for pages that it asked for.
+/// Describes how long a guest waited for pages that it requested.
 pub(crate) fn tell_requests(lazy: &LazyReport) {
     let latency = &lazy.request_latency;
     let at = |quantile: f64| quantity::time(Duration::from_nanos(latency.value_at_quantile(quantile)));
@@ -222,8 +222,8 @@ pub(crate) fn lazy_object(lazy: &LazyReport) -> Value {
     json!({
         "requests": lazy.request_latency.len(),
         "request_latency_ms": { "p50": at(0.5), "p99": at(0.99), "max": millis(lazy.request_latency.max()) },
-        "main": words::counters(&lazy.main),
-        "preempt": lazy.preempt.as_ref().map(words::counters),
+        "main": report::counters(&lazy.main),
+        "preempt": lazy.preempt.as_ref().map(report::counters),
     })
 }
 
@@ -236,7 +236,7 @@ fn object(report: &RestoreReport) -> Value {
         "to_resident_ms": quantity::millis(report.to_resident),
         "pages": { "normal": report.normal_pages, "zero": report.zero_pages },
         "lazy": report.lazy.as_ref().map(lazy_object),
-        "channel": report.channel.as_ref().map(words::counters),
+        "channel": report.channel.as_ref().map(report::counters),
     })
 }
 

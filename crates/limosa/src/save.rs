@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::args::{DisksArg, OnTimeoutArg, SaveArgs, SaveDisksArg, TransportArg};
 use crate::job::{self, JobHandles};
-use crate::words;
+use crate::report;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
@@ -85,7 +85,7 @@ fn options(args: &SaveArgs) -> SaveOptions {
     options
 }
 
-/// The line about a save that does not converge, with what can be done about it.
+/// Returns the line about a save that does not converge, with its remedies.
 fn endless(save: &NotConverging, limited: bool) -> String {
     let remaining = quantity::bytes(save.remaining);
     let rate = if limited { ", raise --max-bandwidth" } else { "" };
@@ -117,7 +117,7 @@ fn tell(report: &SaveReport) {
         quantity::rate(stored, report.elapsed),
         transport(report),
     );
-    say!("  pages: {}", words::pages(pages, "hinted as free and not sent", "sent again"));
+    say!("  pages: {}", report::pages(pages, "hinted as free and not sent", "sent again"));
     match report.downtime {
         Some(downtime) => say!(
             "  the VM was stopped for {} and resumed after {}; it is {}",
@@ -139,7 +139,7 @@ fn tell(report: &SaveReport) {
     }
 }
 
-/// The disks that were frozen, and what the VM continues with.
+/// Returns the disks that were frozen, with the overlays that the VM continues on.
 fn frozen(report: &SaveReport) -> impl Iterator<Item = (&Disk, &PathBuf)> {
     report.published.manifest.disks.iter().filter_map(|disk| Some((disk, disk.overlay.as_ref()?)))
 }
@@ -158,7 +158,7 @@ fn object(report: &SaveReport) -> serde_json::Value {
         "ram_bytes": manifest.ram_bytes,
         "file_length": report.published.length,
         "pages": manifest.pages,
-        "bytes": words::page_bytes(&manifest.pages),
+        "bytes": report::page_bytes(&manifest.pages),
         "rounds": report.rounds,
         "overlays": frozen(report).map(|(disk, overlay)| json!({
             "device": disk.device,
@@ -167,7 +167,7 @@ fn object(report: &SaveReport) -> serde_json::Value {
             "format": disk.format,
             "overlay": overlay.to_string_lossy(),
         })).collect::<Vec<_>>(),
-        "channel": report.channel.as_ref().map(words::counters),
-        "file": report.file.as_ref().map(words::counters),
+        "channel": report.channel.as_ref().map(report::counters),
+        "file": report.file.as_ref().map(report::counters),
     })
 }

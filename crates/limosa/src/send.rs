@@ -20,8 +20,8 @@ use crate::endpoint::{self, Wire};
 use crate::import::Stored;
 use crate::job::JobHandles;
 use crate::remedy;
+use crate::report;
 use crate::restore;
-use crate::words;
 use limosa_console::{error_line, print_out, say};
 
 /// How long a destination may take to be reached, and to answer for the first time.
@@ -38,7 +38,7 @@ struct Sent {
     channel: limosa_channel::Counters,
     lazy: Option<LazyReport>,
     to_guest: Option<Duration>,
-    /// Whether the destination has said that all is well.
+    /// Whether the destination has reported success.
     answered: bool,
     elapsed: Duration,
 }
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The RAM blocks that the destination maps, as its user says.
+/// Returns the RAM blocks that the destination maps, according to its user.
 fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<InPlace>> {
     if args.memory == SendMemoryArg::Sent {
         return Ok(Vec::new());
@@ -282,6 +282,6 @@ fn object(sent: &Sent) -> serde_json::Value {
         "gib_per_s": quantity::rate(moved, sent.elapsed),
         "pages": { "normal": sent.normal, "zero": sent.zero },
         "lazy": sent.lazy.as_ref().map(restore::lazy_object),
-        "channel": words::counters(&sent.channel),
+        "channel": report::counters(&sent.channel),
     })
 }

@@ -20,7 +20,7 @@ pub(crate) struct SignalWatch {
 }
 
 impl SignalWatch {
-    /// Starts to listen on behalf of a job.
+    /// Starts to listen for a job.
     pub(crate) fn start(job: Job, engine: &limosa_migrate::Handle) -> anyhow::Result<Self> {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
         let handle = signals.handle();
@@ -28,7 +28,7 @@ impl SignalWatch {
         let thread = thread::Builder::new().name("signals".into()).spawn(move || {
             let mut heard = 0;
             for signal in signals.forever() {
-                heed(signal, &mut heard, job, &engine);
+                handle_signal(signal, &mut heard, job, &engine);
             }
         });
         Ok(Self { handle, thread: Some(thread.context("cannot start a thread for signals")?) })
@@ -44,7 +44,7 @@ impl Drop for SignalWatch {
     }
 }
 
-fn heed(signal: i32, heard: &mut u32, job: Job, engine: &limosa_migrate::Handle) {
+fn handle_signal(signal: i32, heard: &mut u32, job: Job, engine: &limosa_migrate::Handle) {
     let (control, phase) = (&engine.control, engine.progress.read().phase);
     match (phase, signal) {
         (Phase::PostcopyActive, SIGHUP) => {}

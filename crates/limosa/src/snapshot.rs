@@ -1,4 +1,4 @@
-//! `limosa snapshot`: what is done to a snapshot file itself.
+//! `limosa snapshot`: operations on a snapshot file itself.
 
 use std::process::ExitCode;
 

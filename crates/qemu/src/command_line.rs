@@ -64,8 +64,8 @@ pub struct CommandOption<'a> {
     pub at: usize,
 }
 
-/// QEMU's own options in a command line that begins with a program. What stands before QEMU (taskset, nice, ...) has
-/// options of its own. Words that are no text are passed over.
+/// QEMU's own options in a command line that begins with a program. A program before QEMU (taskset, nice, ...) has
+/// options of its own. Arguments that are not UTF-8 are skipped.
 #[must_use]
 pub fn options(args: &[OsString]) -> Vec<CommandOption<'_>> {
     let first = program(args) + 1;
@@ -147,7 +147,7 @@ impl From<serde_json::Map<String, Value>> for Properties {
 }
 
 impl Properties {
-    /// Gives a key a value, in place of all that it had.
+    /// Sets a key to a value, in place of all its values.
     pub fn set(&mut self, key: &str, value: &str) {
         match self.list.iter_mut().rev().find(|(name, _)| name == key) {
             Some((_, old)) => value.clone_into(old),
@@ -158,7 +158,7 @@ impl Properties {
         }
     }
 
-    /// As an option's value.
+    /// Returns the list as an option's value.
     #[must_use]
     pub fn to_option(&self) -> String {
         if let Some(object) = &self.json {
@@ -180,12 +180,12 @@ impl Properties {
         self.json.as_ref()
     }
 
-    /// Keys with their values, in order; of a JSON object those at its top.
+    /// Returns keys with their values, in order; of a JSON object those at its top.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.list.iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
-    /// The last value of a key, which is the one that counts.
+    /// Returns the last value of a key, which is the one that counts.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {
         self.list.iter().rev().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
@@ -197,7 +197,7 @@ impl Properties {
         matches!(self.get(key), Some("on" | "yes" | "true" | "y"))
     }
 
-    /// The first key of a set that is there.
+    /// Returns the first key of a set that the list has.
     #[must_use]
     pub fn first_of<'a>(&self, keys: &[&'a str]) -> Option<&'a str> {
         keys.iter().copied().find(|key| self.list.iter().any(|(name, _)| name == key))

@@ -51,7 +51,7 @@ pub struct NotConverging {
     pub background: bool,
 }
 
-/// Why a save or a restore did not come about.
+/// The failure of a save or a restore.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JobError {
@@ -79,7 +79,7 @@ pub enum JobError {
     #[error(transparent)]
     Channel(#[from] ChannelError),
 
-    /// A file, directory or process that the job needs: what was tried with it failed.
+    /// An operation on a file, directory or process that the job needs failed.
     #[error("cannot {what} {}", path.display())]
     Path {
         /// The operation.
@@ -115,7 +115,7 @@ pub enum JobError {
         reason: String,
     },
 
-    /// The snapshot is in place, but what was to follow failed.
+    /// The snapshot is in place, but a later step failed.
     #[error("the snapshot {} is whole and in place, but a later step failed", path.display())]
     Afterwards {
         /// The snapshot.
@@ -133,7 +133,7 @@ pub enum JobError {
 }
 
 impl JobError {
-    /// Whether QEMU was asked something and did not answer: it may be asked again much later, but not by a person who
+    /// Whether QEMU left a command unanswered: it may be asked again much later, but not by a person who
     /// waits.
     pub(crate) fn is_unanswered(&self) -> bool {
         matches!(
@@ -142,12 +142,12 @@ impl JobError {
         )
     }
 
-    /// A refusal that no option resolves.
+    /// Returns a refusal that no option resolves.
     pub(crate) fn refused(why: impl Into<String>) -> Self {
         Self::Refused { why: why.into(), conflict: None }
     }
 
-    /// A refusal because of a conflict that options or another command resolve.
+    /// Returns a refusal because of a conflict that options or another command resolve.
     pub(crate) fn conflict(why: impl Into<String>, conflict: Conflict) -> Self {
         Self::Refused { why: why.into(), conflict: Some(conflict) }
     }

@@ -30,16 +30,16 @@ const ID: &str = "limosa-job";
 const OBJECT: &str = "/objects/limosa-job";
 /// The version of a record without overlays.
 const VERSION: u32 = 1;
-/// The version of a record with overlays, and the newest that this limosa reads: an older one would leave them lying
+/// The version of a record with overlays, and the newest that this limosa reads: an older one would leave them
 /// about.
 const VERSION_WITH_OVERLAYS: u32 = 2;
 
 /// Separates a disk's name from the digits of the snapshot's id in an overlay's file name.
 pub(crate) const OVERLAY_SUFFIX: &str = ".overlay-";
-/// How many of them.
+/// The number of these digits.
 pub(crate) const OVERLAY_DIGITS: usize = 16;
 
-/// The digits by which the overlays of this snapshot are known.
+/// Returns the digits in the names of this snapshot's overlays.
 pub(crate) fn overlay_digits(snapshot: Uuid) -> String {
     snapshot.simple().to_string().chars().take(OVERLAY_DIGITS).collect()
 }
@@ -59,14 +59,14 @@ pub enum JobKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobPhase {
-    /// Nothing has been handed over: if the job ends here it has not happened.
+    /// Nothing has been handed over: a job that ends here has no effect.
     Working,
-    /// The VM may have been handed over; whether it was, is not known. Only a person decides.
+    /// The VM may have been handed over; only a person can find out.
     Undecided,
-    /// The snapshot is being given its name: whether it has it, the file system tells. Only of a save with overlays,
+    /// The snapshot is being given its name: the file system shows whether it has it. Only of a save with overlays,
     /// which are undone without a snapshot and not with one.
     Publishing,
-    /// The result is there: the snapshot stands under its name.
+    /// The snapshot has its name.
     Published,
 }
 
@@ -116,23 +116,23 @@ pub struct JobRecord {
     pub was_running: bool,
     /// Migration settings to put back.
     pub undo: Settings,
-    /// Descriptor sets to take away.
+    /// Descriptor sets to remove.
     #[serde(default)]
     pub descriptor_sets: Vec<u64>,
     /// Named descriptors to close.
     #[serde(default)]
     pub descriptors: Vec<String>,
-    /// Overlays that may be there, over their disks or not yet.
+    /// Overlays that may exist, over their disks or not yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlays: Vec<Overlay>,
     /// When the job began, in seconds since 1970.
     pub begun: u64,
-    /// Why it broke off, if it could still say so.
+    /// The reason of its failure, if it could still be recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<String>,
 }
 
-/// Why a record could not be placed or read.
+/// The failure to place or read a record.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JobRecordError {
@@ -145,7 +145,7 @@ pub enum JobRecordError {
         .0.process, .0.job, .0.path
     )]
     Elsewhere(Box<JobRecord>),
-    /// A job was killed, and its traces are still there.
+    /// A job was killed and has left its traces.
     #[error("a {} of this VM ({}) was interrupted", .0.job, .0.path)]
     LeftOver(Box<JobRecord>),
     /// The record cannot be understood.
@@ -160,7 +160,7 @@ pub enum JobRecordError {
 }
 
 impl JobRecord {
-    /// The record of a job of this process that begins now.
+    /// Returns the record of a job of this process that begins now.
     #[must_use]
     pub fn new(job: JobKind, snapshot: Uuid, path: &Path, was_running: bool, undo: Settings) -> Self {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
@@ -182,7 +182,7 @@ impl JobRecord {
         }
     }
 
-    /// With overlays.
+    /// Adds overlays.
     #[must_use]
     pub fn with_overlays(mut self, overlays: Vec<Overlay>) -> Self {
         if !overlays.is_empty() {
@@ -192,7 +192,7 @@ impl JobRecord {
         self
     }
 
-    /// Puts the record into QEMU; from here on, this job owns the VM.
+    /// Creates the record in QEMU; from here on, this job owns the VM.
     ///
     /// # Errors
     /// [`JobRecordError::Busy`], [`JobRecordError::Elsewhere`] or [`JobRecordError::LeftOver`] if there is one already.
@@ -219,7 +219,7 @@ impl JobRecord {
         })
     }
 
-    /// Makes the record of a dead job that of this process, which continues with it (a recovery).
+    /// Takes the record of a dead job over for this process, which continues the job (a recovery).
     ///
     /// # Errors
     /// [`JobRecordError::Busy`] or [`JobRecordError::Elsewhere`] if the job's process lives or cannot be seen; then
@@ -242,7 +242,7 @@ impl JobRecord {
         Ok(monitor.qom_set(OBJECT, "data", self.to_json().into())?)
     }
 
-    /// Replaces the record as soon as QEMU answers again, without waiting for that.
+    /// Replaces the record as soon as QEMU answers again, without waiting.
     ///
     /// # Errors
     /// The monitor's.

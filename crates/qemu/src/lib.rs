@@ -5,7 +5,7 @@
 //! | the monitor protocol: greeting, commands, events, descriptors | [`qmp`] |
 //! | what is asked of QEMU, as typed calls | [`monitor`] |
 //! | saving a VM | [`save`](fn@save), [`SaveOptions`], [`SaveReport`] |
-//! | restoring it, lazily or eagerly; finishing an interrupted restore | [`Restore`], [`restore`](fn@restore), [`recover`] |
+//! | restoring it; finishing an interrupted restore | [`Restore`], [`restore`](fn@restore), [`recover`] |
 //! | the record of a running job, kept inside the QEMU process | [`JobRecord`] |
 //! | what to do with a VM whose job was killed: a pure plan, and its execution | [`takeover`] |
 //! | the child process that does it at once | [`Watchdog`], [`run_watchdog`] |

@@ -9,7 +9,7 @@ use std::fs;
 
 use serde::{Deserialize, Serialize};
 
-/// A process, for good.
+/// The identity of a process, also after its number is used again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessIdentity {
     /// Its number.
@@ -25,16 +25,16 @@ pub struct ProcessIdentity {
 /// Whether a process lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Liveness {
-    /// It does.
+    /// It lives.
     Alive,
-    /// It does not.
+    /// It is dead.
     Dead,
-    /// It ran on another host, under another boot or in another container: this process cannot tell.
+    /// It ran on another host, under another boot or in another container: unknown here.
     Elsewhere,
 }
 
 impl ProcessIdentity {
-    /// This process.
+    /// Returns the identity of this process.
     #[must_use]
     pub fn own() -> Self {
         let pid = std::process::id();
@@ -42,7 +42,7 @@ impl ProcessIdentity {
         Self { pid, started, place: place(), name }
     }
 
-    /// Another process of this host, if it lives.
+    /// Returns the identity of another process of this host, if it lives.
     #[must_use]
     pub fn of(pid: u32) -> Option<Self> {
         let (name, started) = stat(pid)?;

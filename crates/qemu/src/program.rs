@@ -8,19 +8,19 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Most bytes of a program's complaint that are kept.
+/// Most bytes of a program's error output that are kept.
 const COMPLAINT_LIMIT: u64 = 4096;
 
 /// How a program ended.
 #[derive(Debug)]
 pub(crate) enum Ended {
-    /// By itself; what it said on stderr, in one line.
+    /// By itself; with its error output in one line.
     Itself(ExitStatus, String),
-    /// It was ended, because enough was known.
+    /// limosa ended it, because it had read enough.
     Enough,
 }
 
-/// Ended with its owner.
+/// A program that is ended with its owner.
 struct Running(Child);
 
 impl Drop for Running {
@@ -30,7 +30,7 @@ impl Drop for Running {
     }
 }
 
-/// Runs `command` and hands what it prints to `take`, piece by piece, until it ends or `take` has enough.
+/// Runs `command` and passes its output to `take`, piece by piece, until it ends or `take` has enough.
 ///
 /// # Errors
 /// It cannot be started, its output cannot be read, or, as [`io::ErrorKind::TimedOut`], it takes longer than
@@ -74,7 +74,7 @@ pub(crate) fn run(
     }
 }
 
-/// Waits until there is something to read, or an end of it.
+/// Waits until there is something to read, or the end of the output.
 fn wait(what: &mut [PollFd<'_>], end: Instant) -> io::Result<()> {
     loop {
         let left = end.saturating_duration_since(Instant::now());

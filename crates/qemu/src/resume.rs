@@ -28,7 +28,7 @@ impl Default for ResumeOptions {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Resumed {
-    /// Why the VM was as it was, in a sentence.
+    /// The reason for the VM's state, in a sentence.
     pub why: String,
     /// The interrupted job, if there was one.
     pub record: Option<JobRecord>,
@@ -36,14 +36,14 @@ pub struct Resumed {
     pub takeover: Takeover,
 }
 
-/// Why nothing was done.
+/// The reason why nothing was done.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResumeError {
     /// A job lives, or its record cannot be read.
     #[error(transparent)]
     Record(#[from] JobRecordError),
-    /// The VM has been saved or migrated, and what was made of it may run.
+    /// The VM has been saved or migrated, and may run elsewhere.
     #[error("{why}; it may run elsewhere")]
     Elsewhere {
         /// Why it is stopped.
@@ -69,7 +69,7 @@ impl From<QmpError> for ResumeError {
     }
 }
 
-/// Looks at the VM and does what the watchdog would have done, or what a person alone may decide.
+/// Examines the VM and takes the steps of a watchdog, or those that only a person may decide on.
 ///
 /// # Errors
 /// [`ResumeError`].
@@ -112,7 +112,7 @@ fn without_record(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOpt
     Ok(done(outcome, run, vec!["the VM was continued".to_owned()]))
 }
 
-/// Why a VM is as it is.
+/// Returns the reason for a VM's state.
 #[must_use]
 pub fn explain(record: Option<&JobRecord>, seen: &Seen) -> String {
     let now = format!("the VM is '{}', its migration '{}'", seen.run, seen.migration);

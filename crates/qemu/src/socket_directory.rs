@@ -36,8 +36,8 @@ pub struct SocketDirectory {
 }
 
 impl SocketDirectory {
-    /// A directory in which QEMU is to listen, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's user
-    /// cannot get there.
+    /// Makes a directory for QEMU to listen in, in `$XDG_RUNTIME_DIR`, the temporary directory, or `/tmp` if QEMU's
+    /// user cannot get there.
     ///
     /// # Errors
     /// If QEMU is, or may be, elsewhere, or runs as another user and this process is not root.
@@ -47,7 +47,7 @@ impl SocketDirectory {
         Ok(made)
     }
 
-    /// A directory in which this process listens, under `name`, which has at most 16 bytes, for QEMU to connect.
+    /// Makes a directory in which this process listens, under `name`, which has at most 16 bytes, for QEMU to connect.
     ///
     /// # Errors
     /// As [`new`](Self::new), and the kernel's.
@@ -63,7 +63,7 @@ impl SocketDirectory {
         Ok((made, listener))
     }
 
-    /// Makes the directory; it is this user's own still.
+    /// Makes the directory, which still belongs to this user.
     fn make(monitor: &Monitor) -> Result<Self, JobError> {
         if !monitor.qmp().passes_descriptors() {
             return Err(JobError::conflict(
@@ -97,7 +97,7 @@ impl SocketDirectory {
         Ok(made)
     }
 
-    /// The address of this name there. `name` has at most 16 bytes.
+    /// Returns the address of this name there. `name` has at most 16 bytes.
     #[must_use]
     pub fn uri(&self, name: &str) -> Uri {
         debug_assert!(name.len() <= LONGEST_NAME);

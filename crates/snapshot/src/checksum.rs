@@ -74,7 +74,7 @@ fn length(pages: PageRange) -> usize {
 
 /// The checksums of everything that is stored, in block order.
 ///
-/// Reads what is stored once, by several threads: right behind a save it is in the page cache.
+/// Reads the stored chunks once, by several threads: right after a save they are in the page cache.
 ///
 /// # Errors
 /// The first chunk that cannot be read.

@@ -1,4 +1,4 @@
-//! Whether a stored VM's disks are still what its memory believes they are.
+//! Whether a stored VM's disks are still as its memory expects them.
 //!
 //! A guest that was stopped with file systems mounted holds parts of its disks in memory. Restoring that memory over a
 //! disk that was written since destroys the file system, quietly. Size and modification time recorded at the
@@ -33,7 +33,7 @@ pub struct Disk {
     pub format: String,
     /// Length of the file or block device in bytes.
     pub size: u64,
-    /// Modification time in nanoseconds since 1970; absent for what has none that means anything (block devices).
+    /// Modification time in nanoseconds since 1970; absent where it means nothing (block devices).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtime_ns: Option<i64>,
     /// The overlay that the VM went on with when this disk was frozen; absent if it was not.
@@ -42,7 +42,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Records a disk as it is now.
+    /// Records a disk in its present state.
     ///
     /// # Errors
     /// If the path cannot be looked at, or is neither a regular file nor a block device.
@@ -58,7 +58,7 @@ impl Disk {
     }
 }
 
-/// A disk that is not what it was.
+/// A disk that has changed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DiskChange {
     /// The disk as recorded.
@@ -71,7 +71,7 @@ pub struct DiskChange {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "kind")]
 pub enum Difference {
-    /// Nothing is there.
+    /// The file does not exist.
     Missing,
     /// It cannot be looked at.
     Unreadable {

@@ -24,7 +24,7 @@ pub enum SnapshotError {
     Locked {
         /// The file.
         path: PathBuf,
-        /// Who holds it, according to the lock, and what to do.
+        /// The holder, according to the lock, and the remedy.
         by: &'static str,
     },
     /// The name cannot be that of a snapshot file.
@@ -66,7 +66,7 @@ pub enum SnapshotError {
         offset: u64,
         /// The value found, and the expected one.
         what: String,
-        /// The feature of QEMU's streams that is not supported, if that is what was found.
+        /// The feature of QEMU's streams that is not supported, if that is the reason.
         feature: Option<Feature>,
     },
     /// The file is a recorded migration stream, not a mapped-ram file.
@@ -94,10 +94,10 @@ pub enum SnapshotError {
         offset: u64,
         /// The crc32c in the trailer.
         recorded: u32,
-        /// The crc32c of what the file holds now.
+        /// The crc32c of the file's present contents.
         found: u32,
     },
-    /// The file is not the one that was opened any more.
+    /// The file has changed since it was opened.
     #[error("{}: changed while it was open: {what}", path.display())]
     Changed {
         /// The file.

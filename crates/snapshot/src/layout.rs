@@ -1,7 +1,7 @@
 //! A mapped-ram file taken apart: its layout, which pages it stores, its device state.
 //!
 //! Law of this module: for any bytes, taking them apart ends in an error or in parts that lie inside the file,
-//! do not overlap, and use memory in proportion to what the file says is in it, up to fixed bounds.
+//! do not overlap, and use memory in proportion to the contents that the file claims, up to fixed bounds.
 
 use limosa_page::{PAGE_SIZE, PageBitmap};
 use limosa_stream::devices::{self, TAIL_LIMIT};
@@ -32,7 +32,7 @@ impl Memory {
         self.stored.iter().map(PageBitmap::count).sum()
     }
 
-    /// Whether there is memory, and nothing of it is in the file.
+    /// Whether the VM has memory, but the file has none of it.
     pub(crate) fn is_empty(&self) -> bool {
         self.places.iter().any(|place| place.pages > 0) && self.stored.iter().all(PageBitmap::is_empty)
     }
@@ -56,7 +56,7 @@ impl DeviceBytes {
         Ok(devices)
     }
 
-    /// Finds the device tail at the beginning of the bytes, which stood at `offset`.
+    /// Finds the device tail at the beginning of the bytes, which are from `offset` of the file.
     fn find(bytes: Vec<u8>, offset: u64) -> Result<Self, String> {
         let state = devices::locate(&bytes, offset, TAIL_LIMIT).map_err(|e| {
             format!("the device state is cut, or was saved without its description (-machine suppress-vmdesc=on): {e}")

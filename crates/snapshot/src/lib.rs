@@ -2,7 +2,7 @@
 //! restoring.
 //!
 //! The file is QEMU's own format; stock QEMU loads it with `-incoming file:` and the capability `mapped-ram`. What
-//! limosa adds stands behind the end of QEMU's stream, where QEMU does not look, so that one rename publishes both and
+//! limosa adds is behind the end of QEMU's stream, where QEMU does not read, so that one rename publishes both and
 //! the file is whole or not there.
 //!
 //! - [`UnnamedFile`]: a file without a name, and how it gets one.
@@ -11,7 +11,7 @@
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
 //! - [`compare`]: would it load on another QEMU; [`compare_stored`], [`compare_memory`]: how do two files differ.
 //! - [`Foreign`]: other programs' files, to make snapshots of; [`Snapshot::export`] goes the other way.
-//! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] tells whether its disks are still the same.
+//! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] finds disks that have changed.
 //!
 //! # Example
 //!

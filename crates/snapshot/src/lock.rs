@@ -1,4 +1,4 @@
-//! Who may use a snapshot file: many that serve it, or one that replaces it.
+//! Locks of a snapshot file: many processes may serve it, or one may replace it.
 //!
 //! The lock is `flock`, for three reasons. It belongs to the open file description, so a pager that forks into the
 //! background keeps it by keeping the descriptor, and it is gone when the last holder is, however that one died; a
@@ -63,7 +63,7 @@ pub(crate) fn mapping(file: impl AsFd, path: &Path) -> Result<(), SnapshotError>
     take_whole(file, path, libc::F_RDLCK, WRITTEN)
 }
 
-/// Takes the lock of who writes into the file, on a writable description.
+/// Takes the lock for writing into the file, on a writable description.
 pub(crate) fn writing(file: impl AsFd, path: &Path) -> Result<(), SnapshotError> {
     take_whole(file, path, libc::F_WRLCK, MAPPED)
 }

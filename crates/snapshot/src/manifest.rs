@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use crate::disks::Disk;
 
-/// The record that stands as JSON in a snapshot's trailer.
+/// The record in a snapshot's trailer, as JSON.
 ///
 /// Every key but the id may be absent in a file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -58,7 +58,7 @@ pub struct Manifest {
     #[serde(default, skip_serializing_if = "is_false")]
     pub mappable: bool,
     /// The RAM blocks that are the guest's memory, by name: those that a command line's memory backends make, and not
-    /// those of devices (video memory, firmware, a TPM's). Empty where nobody could say so: a stream that was received
+    /// those of devices (video memory, firmware, a TPM's). Empty where that is unknown: a stream that was received
     /// or imported, a file that QEMU wrote.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub guest_memory: Vec<String>,
@@ -71,7 +71,7 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    /// A manifest with a fresh id that begins now and says nothing else yet.
+    /// Returns a manifest with a fresh id and the present time, and nothing else yet.
     pub fn new() -> Self {
         Self {
             id: Uuid::new_v4(),
@@ -122,7 +122,7 @@ pub enum Transport {
 pub struct PageStatistics {
     /// Pages with contents in the file.
     pub normal: u64,
-    /// Pages that are zero and take no room in it; holes are among them, which a source tells as zero pages.
+    /// Pages that are zero and take no room in it; holes are among them, which a source sends as zero pages.
     pub zero: u64,
     /// Pages that the stream never mentioned, as contents or as zero: the guest had hinted that they are free. They
     /// take no room, and come back as zeros. Where they cannot be distinguished this says nothing, and they are in

@@ -1,8 +1,8 @@
 //! Files that may be mapped: a RAM block's part of the file *is* the block's memory.
 //!
-//! Who maps a block sees the file's bytes and not its bitmap. So the law of this module: **what is not stored reads as
-//! zero**, wherever in the file its place is. limosa's own writer leaves holes there. QEMU (10.0) may leave what the
-//! page held earlier in the save, because its loader goes by the bitmap and never reads such places.
+//! A process that maps a block sees the file's bytes and not its bitmap. So the law of this module: **a page that is
+//! not stored reads as zero**, wherever in the file its place is. limosa's own writer leaves holes there. QEMU (10.0)
+//! may leave what the page held earlier in the save, because its loader goes by the bitmap and never reads such places.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
@@ -29,7 +29,7 @@ const WRITABLE: Mode = Mode::WUSR.union(Mode::WGRP).union(Mode::WOTH);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Sealed {
-    /// Whether the file said before that it may be mapped: nothing but its mode was changed.
+    /// Whether the file was marked as mappable before: only its mode was changed.
     pub was_mappable: bool,
     /// Pages whose older contents were taken out of the file.
     pub cleared: u64,

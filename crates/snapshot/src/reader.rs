@@ -1,4 +1,4 @@
-//! A snapshot file being read: a [`PageSource`] for a restore, and what `limosa inspect` looks at.
+//! A snapshot file being read: a [`PageSource`] for a restore and for `limosa inspect`.
 //!
 //! Law of this module: a page comes back as it was saved or not at all. Reads are positional and whole, checksums that
 //! were recorded are enforced, and after each read the file must still be the one that was opened (length and
@@ -244,7 +244,7 @@ impl Snapshot {
     }
 
     /// A descriptor of the file for a process that maps it as memory. As long as it is open anywhere, limosa does not
-    /// write to the file; replacing it is no harm to who has it mapped.
+    /// write to the file; replacing it does no harm to processes that map it.
     ///
     /// # Errors
     /// The file cannot be opened again, or is being written to.
@@ -283,12 +283,12 @@ impl Snapshot {
         self.parts.devices.state()
     }
 
-    /// The device sections, the end mark and the VM description, as they stand in the file.
+    /// Returns the device sections, the end mark and the VM description, as they are in the file.
     pub fn device_tail(&self) -> &[u8] {
         self.parts.devices.bytes()
     }
 
-    /// The run state before the save, as the manifest or else the device state has it.
+    /// Returns the run state before the save, from the manifest or else from the device state.
     pub fn run_state(&self) -> Option<String> {
         let recorded = self.manifest().and_then(|manifest| manifest.run_state.clone());
         recorded.or_else(|| self.parts.devices.run_state())
@@ -359,7 +359,7 @@ impl Snapshot {
         self.file.channel().counters()
     }
 
-    /// Reads whole pages; what [`PageSource::read`] does, with this crate's error.
+    /// Reads whole pages as [`PageSource::read`] does, with this crate's error.
     ///
     /// # Errors
     /// A page that cannot be returned exactly as it was saved; pages or a buffer that do not fit the block.

@@ -59,7 +59,8 @@ impl Foreign {
             }
         };
         if !matches!(place, VmLocation::Mapped(0)) {
-            summary.without_manifest = Some(format!("{described}, not a snapshot; limosa import makes one of it"));
+            summary.without_manifest = Some(format!("{described}, not a snapshot"));
+            summary.importable = true;
         }
         if let VmLocation::Stream(_, Some(decompressor)) = place
             && image.is_none()
@@ -188,6 +189,7 @@ impl<'a> Recording<'a> {
             vmdescs: Vec::new(),
             manifest: None,
             without_manifest: None,
+            importable: false,
             checksums: false,
             libvirt: None,
             warnings: Vec::new(),

@@ -13,7 +13,7 @@ use crate::manifest::{self, Manifest};
 use crate::store::StoreFile;
 use crate::trailer::{self, Checksums};
 
-/// Writes everything but the pages: what makes the file a stream, and the bitmaps.
+/// Writes everything but the pages: the frame of the stream, and the bitmaps.
 pub(crate) fn write_frame(file: &StoreFile, layout: &Layout, stored: &[PageBitmap]) -> Result<(), SnapshotError> {
     let chunks = layout.chunks().map_err(|e| file.misuse(format!("a layout that has no bytes: {e}")))?;
     for chunk in chunks {
@@ -25,13 +25,13 @@ pub(crate) fn write_frame(file: &StoreFile, layout: &Layout, stored: &[PageBitma
     Ok(())
 }
 
-/// Writes the bitmap that tells which pages of a block are stored.
+/// Writes the bitmap of a block's stored pages.
 pub(crate) fn write_bitmap(file: &StoreFile, block: &MappedBlock, stored: &PageBitmap) -> Result<(), SnapshotError> {
     let what = format!("the page bitmap of RAM block {}", block.block.name);
     file.write(&what, block.bitmap_offset, &stored.to_le_bytes())
 }
 
-/// Fills in what the file itself says and the manifest does not. Nothing but stored pages is in the places of pages:
+/// Adds the facts from the file itself that the manifest lacks. Nothing but stored pages is in the places of pages:
 /// every caller has seen to it.
 pub(crate) fn complete(manifest: &mut Manifest, configuration: &Configuration, memory: &Memory, devices: &DeviceBytes) {
     manifest.ram_bytes = memory.bytes();

@@ -94,12 +94,12 @@ impl StoreFile {
         SnapshotError::Misuse { path: self.path.clone(), what: what.into() }
     }
 
-    /// Length and what else tells whether the file is still the same.
+    /// The length, and the other facts that show whether the file is still the same.
     pub(crate) fn stat(&self) -> Result<rustix::fs::Stat, SnapshotError> {
         rustix::fs::fstat(&self.channel).map_err(|errno| self.io("look at it", None, errno))
     }
 
-    /// Makes durable what was written.
+    /// Makes the written data durable.
     pub(crate) fn sync(&self) -> Result<(), SnapshotError> {
         rustix::fs::fsync(&self.channel).map_err(|errno| self.io("make it durable (fsync)", None, errno))
     }

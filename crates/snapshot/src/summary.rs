@@ -40,6 +40,9 @@ pub struct Summary {
     pub manifest: Option<Manifest>,
     /// The reason for its absence.
     pub without_manifest: Option<String>,
+    /// Whether this is not a snapshot, but a file that can be imported.
+    #[serde(skip)]
+    pub importable: bool,
     /// Whether checksums of the memory were recorded.
     pub checksums: bool,
     /// libvirt's record, if this is its save image.
@@ -110,7 +113,7 @@ pub struct DeviceSummary {
 }
 
 impl DeviceSummary {
-    /// `tail` is what the section's ranges are offsets in.
+    /// `tail` holds the bytes that the section's ranges refer to.
     pub(crate) fn of(section: &DeviceSection, tail: &[u8]) -> Self {
         Self {
             name: section.name.clone(),
@@ -151,6 +154,7 @@ impl Snapshot {
             vmdescs: vmdescs(limosa_migrate::stored::PageSource::description(self)),
             manifest: self.manifest().cloned(),
             without_manifest: self.without_manifest().map(str::to_owned),
+            importable: false,
             checksums: self.has_checksums(),
             libvirt: None,
             warnings: self.warnings().to_vec(),

@@ -22,7 +22,7 @@
 //! | 40 | 4 | log2 of the chunk length, 20 |
 //! | 44 | 4 | crc32c of the manifest |
 //! | 48 | 4 | crc32c of the checksums |
-//! | 52 | 4 | crc32c of the device state: sections before the pages, if any, then first section to end of stream; only with flag bit 0 |
+//! | 52 | 4 | crc32c of the device state: sections before the pages, then those to the end of stream; with flag bit 0 |
 //! | 56 | 4 | 0 |
 //! | 60 | 4 | crc32c of the 60 bytes before |
 //!
@@ -30,7 +30,7 @@
 //! ends in the middle of the newer one and the older one counts. So the manifest begins at the end of QEMU's stream, or
 //! where the trailer before ends.
 //!
-//! Law of this module: a trailer that is missing, foreign or damaged costs what it says and a warning, never the
+//! Law of this module: a trailer that is missing, foreign or damaged costs its contents and a warning, never the
 //! memory. The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
 
 use limosa_page::to_usize;
@@ -137,7 +137,7 @@ pub(crate) struct Checksums {
     pub(crate) devices: u32,
 }
 
-/// The trailer's bytes, to stand at `offset` of the file.
+/// Returns the trailer's bytes, for `offset` of the file.
 pub(crate) fn encode(manifest: &Manifest, checksums: Option<&Checksums>, offset: u64) -> serde_json::Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(manifest)?;
     let manifest_length = bytes.len();
@@ -181,7 +181,7 @@ impl Trailer {
     /// `chunks` is how many checksums the file's blocks have.
     ///
     /// # Errors
-    /// Only those of `read`: what the bytes say is never an error.
+    /// Only those of `read`: the contents of the bytes are never an error.
     pub(crate) fn read<E>(
         stream_end: u64,
         file_length: u64,

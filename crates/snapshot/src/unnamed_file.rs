@@ -1,8 +1,8 @@
 //! A file that has no name yet.
 //!
-//! Law of this module: under the target's name there is either nothing new or a whole file. What is being written has
+//! Law of this module: under the target's name there is either nothing new or a whole file. A file being written has
 //! no name at all (`O_TMPFILE`), so that a kill at any moment leaves nothing; where the file system cannot do that it
-//! has the temporary name `.NAME.limosa-PID-RANDOM`, is removed when dropped, and what a kill leaves behind is removed
+//! has the temporary name `.NAME.limosa-PID-RANDOM`, is removed when dropped, and the remains of a kill are removed
 //! by the next save to the same target. Publishing is fsync, then the name, then fsync of the directory.
 //!
 //! Everything that can refuse a target refuses it in [`UnnamedFile::create`], before a VM is touched.
@@ -273,7 +273,7 @@ impl AsFd for UnnamedFile {
     }
 }
 
-/// Looks at what has the target's name now; the returned file is held exclusively.
+/// Opens the file that has the target's name now; the returned file is locked exclusively.
 fn existing(directory: &OwnedFd, name: &OsStr, target: &Path, replace: bool) -> Result<Option<Held>, SnapshotError> {
     let stat = match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => stat,

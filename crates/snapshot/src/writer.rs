@@ -1,10 +1,10 @@
 //! A snapshot file being filled from a migration stream.
 //!
 //! Law of this module: a page goes from the caller's receive buffer straight to its place in the file, in one vectored
-//! write for a whole run, and what is published says exactly what the stream said last:
+//! write for a whole run, and the published file has exactly the last state of each page in the stream:
 //!
-//! - a page whose last word was contents has its bit set and those contents behind it;
-//! - a page whose last word was zero, or that was never mentioned, is a hole of the file, also if it had contents in
+//! - a page that was last sent with contents has its bit set and those contents;
+//! - a page that was last sent as zero, or that was never mentioned, is a hole of the file, also if it had contents in
 //!   between: old contents are never left in a published file;
 //! - in blocks under 64 MiB (firmware, option ROMs, video memory) a page that *arrived* as zero has its bit set over
 //!   that hole. A destination QEMU fills such blocks itself before it loads, and its loader (10.0) does not clear what
@@ -73,7 +73,7 @@ pub struct SnapshotWriter {
 #[derive(Debug)]
 struct Receiving {
     place: StoredRange,
-    /// Pages whose last word was contents.
+    /// Pages that were last sent with contents.
     stored: PageBitmap,
     /// Pages that have, or had, contents in the file.
     written: PageBitmap,
@@ -93,7 +93,7 @@ impl SnapshotWriter {
         Ok(Self { pending, file, options, write_behind, layout: None, blocks: Vec::new(), resent: 0 })
     }
 
-    /// Where the pages stand now, as they will be in the trailer.
+    /// Returns the page statistics, as they will be in the trailer.
     pub fn statistics(&self) -> PageStatistics {
         // Of a virtio-mem device, memory that is not plugged is not mentioned.
         let all_is_plugged = self.layout.as_ref().is_some_and(|layout| layout.early_sections.is_empty());
@@ -123,7 +123,7 @@ impl SnapshotWriter {
     ///
     /// `tail` is what the stream had from the first FULL section to the end of the VM description, inclusive; it is
     /// stored as it is. The manifest's page statistics, RAM length and finishing time are filled in here; machine, uuid
-    /// and run state are if it does not say them.
+    /// and run state are if it lacks them.
     ///
     /// # Errors
     /// The writer is gone then and nothing is left of the file: the disk is full, the tail is not whole, the stream
@@ -149,7 +149,7 @@ impl SnapshotWriter {
         pending.into_nameless()
     }
 
-    /// Writes everything that is not pages; returns the manifest as it stands in the file, and the file's length.
+    /// Writes everything but the pages; returns the manifest of the file, and the file's length.
     fn seal(&self, tail: &[u8], manifest: Manifest) -> Result<(Manifest, u64), SnapshotError> {
         let Self { file, options, layout, blocks, .. } = self;
         let Some(layout) = layout else { return Err(file.misuse("finished before a stream began")) };
@@ -199,7 +199,7 @@ impl Receiving {
         Some(explicit)
     }
 
-    /// Pages whose contents in the file are not theirs any more.
+    /// Pages whose contents in the file are outdated.
     fn stale(&self) -> PageBitmap {
         let mut stale = self.written.clone();
         stale.subtract(&self.stored);

@@ -31,7 +31,7 @@ pub struct OverlayPlan {
 
 /// Options that take a disk image by its path alone.
 const PLAIN: [&str; 9] = ["hda", "hdb", "hdc", "hdd", "sd", "mtdblock", "pflash", "fda", "fdb"];
-/// Options that change what other options say.
+/// Options that change the meaning of other options.
 const UNSEEN: [(&str, &str); 5] = [
     ("snapshot", "clones have overlays of their own; leave it out"),
     ("readconfig", "disks that are configured there are not seen; give them on the command line"),
@@ -97,7 +97,7 @@ pub(crate) fn behind_overlays(
     }
 }
 
-/// Images that stand on the command line without an option.
+/// Images on the command line without an option.
 fn positional<'a>(args: &'a [OsString], all: &[CommandOption<'_>]) -> Vec<(usize, &'a str)> {
     let images = args.iter().enumerate().skip(program(args) + 1);
     let images = images.filter_map(|(at, arg)| Some((at, arg.to_str()?)));
@@ -126,7 +126,7 @@ impl Rewriting<'_> {
         self.overlays.iter().position(|overlay| (self.same)(name, &overlay.disk.path))
     }
 
-    /// Takes an overlay for the one place where its disk stands.
+    /// Takes an overlay for the one place of its disk.
     fn take(&mut self, overlay: usize) -> Result<String, String> {
         let plan = self.overlays.get(overlay).ok_or("there is no such overlay")?;
         match self.used.get_mut(overlay) {

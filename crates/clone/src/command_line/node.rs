@@ -51,7 +51,7 @@ pub(super) struct Node(Properties);
 /// A file that a description names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct NamedFile {
-    /// Its name, as it stands there.
+    /// Its name on the command line.
     pub(super) name: String,
     /// Whether nothing writes to it.
     pub(super) is_read_only: bool,
@@ -70,7 +70,7 @@ impl Node {
         self.0.get("driver").unwrap_or_default()
     }
 
-    /// Whether it says that nothing is below its image.
+    /// Whether it rules out an image below its own.
     pub(super) fn has_no_backing(&self) -> bool {
         match self.0.json() {
             Some(object) => object.get("backing") == Some(&Value::Null),

@@ -20,7 +20,7 @@ const OLD_CHARDEVS: [&str; 8] =
 /// server, or run in one memory.
 ///
 /// # Errors
-/// Which option, and what it names.
+/// The option, and the object that it names.
 pub(crate) fn check_outputs(args: &[OsString], ownership: &Ownership<'_>) -> Result<(), String> {
     let all = options(args);
     let servers = server_chardevs(&all);

@@ -1,7 +1,7 @@
 //! Commands of the control socket.
 //!
-//! `balloon` and `query-balloon` are QEMU's; the others are limosa's own. None of them waits for the guest: what takes
-//! time is begun, and asked for again.
+//! `balloon` and `query-balloon` are QEMU's; the others are limosa's own. None of them waits for the guest: a request
+//! that takes time is begun, and its result is queried later.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! `limosa balloon ctl`: what people ask of a balloon that is served.
+//! `limosa balloon ctl`: requests of people to a balloon that is served.
 //!
 //! Law: a job whose client interrupts it or disconnects is cancelled; the server restores what was there before.
 
@@ -20,7 +20,7 @@ use limosa_console::{all_printed, print_out, say};
 
 /// How often the server is asked again.
 const TICK: Duration = Duration::from_millis(10);
-/// How long a guest may take to say something of its memory.
+/// How long a guest may take to report its memory.
 const ANSWER: Duration = Duration::from_secs(10);
 
 pub(super) fn run(args: &BalloonCtlArgs) -> anyhow::Result<ExitCode> {
@@ -94,7 +94,7 @@ impl Ctl {
                     quantity::bytes(target)
                 );
             }
-            line.say(format!("guest has {}, target {}", quantity::bytes(actual), quantity::bytes(target)));
+            line.set_message(format!("guest has {}, target {}", quantity::bytes(actual), quantity::bytes(target)));
             broken.pause(TICK)?;
         }
     }
@@ -217,9 +217,9 @@ impl Ctl {
             let bytes = |name| quantity::bytes(number(&job, name));
             match job.get("phase").and_then(Value::as_str) {
                 Some("completed") => break job,
-                Some("inflating") => line.say(format!("squeezing: the guest has {}", bytes("actual"))),
-                Some("deflating") => line.say(format!("giving back: the guest has {}", bytes("actual"))),
-                Some("hinting") => line.say(format!("{} free so far", bytes("bytes"))),
+                Some("inflating") => line.set_message(format!("squeezing: the guest has {}", bytes("actual"))),
+                Some("deflating") => line.set_message(format!("giving back: the guest has {}", bytes("actual"))),
+                Some("hinting") => line.set_message(format!("{} free so far", bytes("bytes"))),
                 Some("asking") => {}
                 _ => {
                     let why = job.get("error").and_then(Value::as_str).unwrap_or("the server no longer knows this job");
@@ -264,15 +264,15 @@ impl Ctl {
     }
 }
 
-/// How far a guest is with what it was asked for.
+/// The progress of a guest with a request.
 struct Progress {
     /// Whether its driver has taken the balloon.
     driver: bool,
-    /// Bytes that it was given,
+    /// Bytes that it was given.
     ram: u64,
-    /// that it has, the balloon taken off,
+    /// Bytes that it has without the balloon.
     actual: u64,
-    /// and is to have when it has done what it was asked for.
+    /// Bytes that it has after the request.
     target: u64,
 }
 
@@ -319,7 +319,7 @@ fn stock_ram(summary: &Value, devices: &Value) -> u64 {
     sizes.fold(number(summary, "base-memory"), u64::saturating_add)
 }
 
-/// Signals that break a command off.
+/// Signals that interrupt a command.
 struct Break(RefCell<Signals>, Cell<bool>);
 
 impl Break {

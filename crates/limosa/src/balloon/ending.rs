@@ -17,9 +17,9 @@ use super::job::Jobs;
 
 /// How long a guest may not answer before the server ends all the same: it may be paused.
 const SILENCE: Duration = Duration::from_millis(500);
-/// How long it may take in all.
+/// How long the end may take in all.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How often it is looked at.
+/// How often the guest is checked.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// The reason for the server's end, and the threads that wait for it.
@@ -44,15 +44,15 @@ impl Ending {
     }
 }
 
-/// Ends the server when it is dropped, however that comes.
-pub(super) struct Farewell {
+/// Ends the server when it is dropped.
+pub(super) struct EndOnDrop {
     pub(super) stopper: Stopper,
     pub(super) jobs: Arc<Jobs>,
     pub(super) balloon: Arc<Balloon>,
 }
 
-impl Farewell {
-    /// Serves on until the guest has what is its own, or does nothing for it.
+impl EndOnDrop {
+    /// Continues serving until the guest has its pages back, or does not take them.
     fn wait(&self) {
         let begun = Instant::now();
         let mut heard = (begun, None);
@@ -73,7 +73,7 @@ impl Farewell {
     }
 }
 
-impl Drop for Farewell {
+impl Drop for EndOnDrop {
     fn drop(&mut self) {
         self.jobs.give_up(&self.balloon);
         self.wait();

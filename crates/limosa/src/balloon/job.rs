@@ -1,10 +1,10 @@
 //! Requests to the guest that take several steps: a list of free pages, after squeezing the guest or not.
 //!
 //! Steps are taken on the server's clock, never by the program that asked: it may be killed, and the guest gets its
-//! memory back all the same. **Law: a job that ends, however it ends, has put the target back and said DONE; and every
-//! job ends**, even if the guest never answers: each step has a time limit, a guest has to come nearer to what it is
-//! asked for all the time, and a list names no more than there is. What people order meanwhile is the target from then
-//! on, and nothing is put back over it.
+//! memory back all the same. **Law: a job that ends, in any way, has put the target back and sent DONE; and every job
+//! ends**, even if the guest never answers: each step has a time limit, a guest has to come nearer to the value that it
+//! is asked for all the time, and a list names no more than there is. What people order meanwhile is the target from
+//! then on, and nothing is put back over it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ const LEAST_RESERVE: u64 = 64 << 20;
 pub(super) struct Wanted {
     /// Take what is available first, and give it back.
     pub(super) squeeze: bool,
-    /// Bytes of it that are left.
+    /// Bytes of it that remain.
     pub(super) reserve: Option<u64>,
 }
 
@@ -64,7 +64,7 @@ struct Job {
     puts_back: bool,
     /// Bytes that the guest had before, and at its smallest.
     squeezed: Option<(u64, u64)>,
-    /// When the guest last came nearer to what is waited for, and how far it is then: the more the nearer.
+    /// When the guest last made progress, and how far it was then: more is nearer.
     heard: (Instant, u64),
     took: Option<Duration>,
     error: Option<String>,
@@ -133,14 +133,14 @@ impl Jobs {
         }
     }
 
-    /// Breaks the present job off, if there is one.
+    /// Cancels the present job, if there is one.
     pub(super) fn give_up(&self, balloon: &Balloon) {
         if let Some(job) = self.lock().as_mut().filter(|job| job.phase != Phase::Over) {
             job.fail(balloon, "it was stopped");
         }
     }
 
-    /// How far it is, for programs.
+    /// Returns its progress, for programs.
     pub(super) fn read(&self, balloon: &Balloon) -> Value {
         let jobs = self.lock();
         let Some(job) = jobs.as_ref() else { return json!({ "phase": "none" }) };
@@ -279,7 +279,7 @@ impl Job {
         self.phase = Phase::Over;
     }
 
-    /// Lets the guest have what it had before it was squeezed.
+    /// Gives the guest the memory back that it had before it was squeezed.
     fn put_back(&mut self, balloon: &Balloon) {
         if std::mem::take(&mut self.puts_back) {
             match self.before {

@@ -16,16 +16,16 @@ impl StatusLine {
         Self(std::io::stderr().is_terminal().then(|| ProgressBar::new_spinner().with_style(style)))
     }
 
-    /// Says how things are.
-    pub(super) fn tell(&self, balloon: &Balloon, front_ends: u64) {
+    /// Shows the status.
+    pub(super) fn update(&self, balloon: &Balloon, front_ends: u64) {
         let Some(bar) = &self.0 else { return };
-        bar.set_message(words_of(balloon, front_ends));
+        bar.set_message(status_of(balloon, front_ends));
     }
 
-    /// Says something else.
-    pub(super) fn say(&self, words: String) {
+    /// Shows this message instead.
+    pub(super) fn set_message(&self, message: String) {
         if let Some(bar) = &self.0 {
-            bar.set_message(words);
+            bar.set_message(message);
         }
     }
 }
@@ -38,7 +38,7 @@ impl Drop for StatusLine {
     }
 }
 
-fn words_of(balloon: &Balloon, front_ends: u64) -> String {
+fn status_of(balloon: &Balloon, front_ends: u64) -> String {
     if !balloon.has_driver() {
         return match front_ends {
             0 => "waiting for a front end".into(),

@@ -26,7 +26,7 @@ use signal_hook::iterator::Signals;
 
 use crate::args::{BalloonArgs, BalloonCommand, BalloonServeArgs};
 use commands::BalloonCommands;
-use ending::{Ending, Farewell};
+use ending::{EndOnDrop, Ending};
 use job::Jobs;
 use limosa_console::{print_out, say};
 use line::StatusLine;
@@ -91,13 +91,13 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     });
     let signals = signals.context("cannot start a thread for signals")?;
     let serving = serving(&server, &ending)?;
-    let farewell = Farewell { stopper: server.stopper(), jobs: Arc::clone(&jobs), balloon: Arc::clone(&balloon) };
+    let end_on_drop = EndOnDrop { stopper: server.stopper(), jobs: Arc::clone(&jobs), balloon: Arc::clone(&balloon) };
     let begun = Instant::now();
     let line = StatusLine::show();
     let (mut announced, mut reported) = (Instant::now(), 0);
     while !ending.wait(TICK) {
         jobs.go_on(&balloon, Instant::now());
-        line.tell(&balloon, server.connections());
+        line.update(&balloon, server.connections());
         let changes = balloon.actual_changes();
         if announced.elapsed() >= CHANGES && changes != reported {
             (announced, reported) = (Instant::now(), changes);
@@ -108,7 +108,7 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     }
     // First the control socket, so that no client orders more.
     drop((line, socket));
-    drop(farewell);
+    drop(end_on_drop);
     let end = serving.join();
     handle.close();
     let _ = signals.join();

@@ -14,7 +14,7 @@ use super::open;
 use super::options::InfoOptions;
 use super::pretty::pretty;
 use super::size::for_people;
-use crate::words;
+use crate::report;
 use limosa_console::{all_printed, print_out};
 
 pub(crate) fn run(options: &InfoOptions) -> anyhow::Result<ExitCode> {
@@ -93,7 +93,7 @@ fn row([id, tag, size, date, clock, icount]: [&str; 6]) -> String {
 
 fn snapshot(snapshot: &SnapshotInfo) -> String {
     let (seconds, millis) = (snapshot.vm_clock_sec, snapshot.vm_clock_nsec / 1_000_000);
-    let date = words::date(snapshot.date_sec.into());
+    let date = report::date(snapshot.date_sec.into());
     row([
         &snapshot.id,
         &snapshot.name,

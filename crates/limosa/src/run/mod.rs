@@ -115,7 +115,7 @@ struct Attempt {
     result: anyhow::Result<RestoreReport>,
     /// Whether there was a guest before all of its memory was there.
     lazy_guest: bool,
-    /// Whether QEMU has said that it has all of its VM: the guest may run, and end, before anything else is said.
+    /// Whether QEMU has reported that it has all of its VM: the guest may run, and end, before the next message.
     loaded: bool,
     monitor: Option<Arc<Monitor>>,
 }
@@ -162,7 +162,7 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
     Attempt { result, lazy_guest, loaded, monitor: Some(monitor) }
 }
 
-/// A QEMU that is not there to be talked to.
+/// Returns the error for a QEMU whose monitor does not answer.
 fn not_greeted(error: QmpError, args: &RunArgs, qemu: &Qemu) -> anyhow::Error {
     match error {
         QmpError::Busy { waited, .. } => anyhow::anyhow!(
@@ -231,7 +231,7 @@ impl Qemu {
         self.child.wait().with_context(|| format!("cannot wait for {}", self.program))
     }
 
-    /// Whether it has ended or is about to, so that what failed is a consequence of that.
+    /// Whether it has ended or is about to, so that a failure is a consequence of that.
     fn is_ending(&self, monitor: Option<&Monitor>, has_guest: bool) -> bool {
         // One that goes takes its channel down before its monitor, and says before that it goes.
         let expected = has_guest || self.relay.end_was_asked();
@@ -268,7 +268,7 @@ impl Qemu {
     }
 }
 
-/// QEMU's status, but never success.
+/// Returns QEMU's status, but never success.
 fn failed(status: ExitStatus) -> ExitCode {
     if status.success() { ExitCode::FAILURE } else { like(status) }
 }

@@ -1,4 +1,4 @@
-//! The QEMU of `limosa run` is started, with the snapshot as its memory where that is possible.
+//! Starting the QEMU of `limosa run`, with the snapshot as its memory where that is possible.
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -55,7 +55,8 @@ fn launched(
     Ok((Qemu { child, relay, program: program(&args.command) }, greeted))
 }
 
-/// The command line by which the snapshot is the memory; `None` if it is not to be, or cannot be and need not.
+/// Returns the command line that makes the snapshot the memory; `None` if it is not wanted, or not possible and not
+/// required.
 fn mapped_command(
     args: &RunArgs,
     snapshot: &Snapshot,

@@ -6,7 +6,7 @@ use crate::command_line::{CommandOption, Properties, size};
 /// The size that QEMU gives a machine without `-m`.
 const DEFAULT_MEMORY: u64 = 128 << 20;
 
-/// Properties of a memory backend that ask for something that a mapped file does not have.
+/// Properties of a memory backend that a mapped file cannot have.
 const UNMAPPABLE: [(&str, &str); 5] = [
     ("host-nodes", "memory of chosen host NUMA nodes"),
     ("policy", "a host NUMA policy"),
@@ -15,14 +15,14 @@ const UNMAPPABLE: [(&str, &str); 5] = [
     ("align", "an alignment of its own"),
 ];
 
-/// Where a command line's main memory comes from.
+/// The source of a command line's main memory.
 #[derive(Debug)]
 pub(super) enum Main<'a> {
     /// From the memory backends of NUMA nodes.
     Nodes,
     /// From a memory backend that has a RAM block's name.
     Named(&'a Object),
-    /// From a memory backend that is to have this block's name.
+    /// From a memory backend that gets this block's name.
     Renamed(&'a Object, &'a BlockPlace),
     /// From the machine itself; this block is its memory.
     Own(&'a BlockPlace),
@@ -85,7 +85,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Reads an option, and refuses what memory that is mapped from a file cannot do.
+    /// Reads an option, and refuses one that memory mapped from a file cannot have.
     pub(super) fn read(&mut self, option: &CommandOption<'_>, notices: &mut Vec<String>) -> Result<(), String> {
         self.read_memory(option)?;
         match option.name {
@@ -124,7 +124,7 @@ impl Machine {
         self.memory.is_none() && self.backend.is_none() && self.objects.is_empty() && !self.has_node_memory
     }
 
-    /// Where the main memory comes from.
+    /// Returns the source of the main memory.
     pub(super) fn main<'a>(&'a self, blocks: &'a [BlockPlace]) -> Result<Main<'a>, String> {
         let is_named = |object: &Object| blocks.iter().any(|place| object.is_of(&place.name));
         let Some(id) = &self.backend else {
@@ -146,7 +146,7 @@ impl Machine {
         self.block_of_size(blocks, memory).map(|place| Main::Renamed(object, place))
     }
 
-    /// The one block that no memory backend of the command line makes.
+    /// Returns the one block that no memory backend of the command line makes.
     fn block_of_size<'a>(&self, blocks: &'a [BlockPlace], memory: u64) -> Result<&'a BlockPlace, String> {
         let is_made = |place: &&BlockPlace| self.objects.iter().any(|object| object.is_of(&place.name));
         let left: Vec<_> = blocks.iter().filter(|place| !is_made(place)).collect();

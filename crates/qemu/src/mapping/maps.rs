@@ -77,7 +77,7 @@ pub(super) fn mappings(pid: u32) -> io::Result<Vec<Mapping>> {
 }
 
 /// Whether a process has this very file open. Two subvolumes of a btrfs have one device number in its mappings, and may
-/// have one inode number; the numbers of its descriptors tell them apart.
+/// have one inode number; the numbers of its descriptors distinguish them.
 ///
 /// # Errors
 /// As [`mappings`].

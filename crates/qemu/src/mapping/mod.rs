@@ -5,8 +5,8 @@
 //! device state and the blocks that are not mapped are sent.
 //!
 //! The law: **no page is left out of the stream unless it is known to be there.** That a QEMU maps the right file at
-//! the right place is read off the process itself, not off its command line or the file's name, which may be another's
-//! by now.
+//! the right place is read from the process itself, not from its command line or the file's name, which may be
+//! another's by now.
 
 mod machine;
 mod maps;
@@ -19,7 +19,7 @@ pub(crate) use recognize::{Mapped, recognize};
 pub use recognize::{prove_mapping, refuse_shared_snapshot};
 pub use rewrite::{MappedCommandLine, check_not_shared, map_memory, name_memory};
 
-/// Why a snapshot cannot be the memory of a command line's VM: which option or which RAM block speaks against it.
+/// The reason why a snapshot cannot be the memory of a command line's VM: an option or a RAM block.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{why}")]
 pub struct MemoryConflict {

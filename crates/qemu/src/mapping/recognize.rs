@@ -22,16 +22,16 @@ use crate::monitor::{FileBackend, Monitor, RamBlockInfo};
 pub(crate) enum Mapped {
     /// It maps these RAM blocks of it, at their places.
     Blocks(Vec<InPlace>),
-    /// It maps nothing, or it cannot be seen what; why. Everything can be sent to it.
+    /// It maps nothing, or its mappings cannot be seen, for this reason. Everything can be sent to it.
     No(String),
-    /// It was started to map a snapshot, and does not map this one as it must; why.
+    /// It was started to map a snapshot, and does not map this one as it must, for this reason.
     Wrong(String),
 }
 
-/// Looks at a QEMU's memory backends and at its process.
+/// Examines a QEMU's memory backends and its process.
 ///
 /// # Errors
-/// The monitor's. What cannot be proven is no error, it is a reason not to rely on it.
+/// The monitor's. A block that cannot be proven is no error, but a reason not to rely on it.
 pub(crate) fn recognize(monitor: &Monitor, snapshot: &Snapshot) -> Result<Mapped, JobError> {
     let backends: Vec<_> = monitor.file_backends()?.into_iter().filter(is_meant).collect();
     if backends.is_empty() {
@@ -167,7 +167,7 @@ impl Seen {
     }
 }
 
-/// The snapshot's RAM block that is this backend's memory, page for page but those that QEMU has written.
+/// Returns the snapshot's RAM block that is this backend's memory, except for the pages that QEMU has written.
 fn block_of(backend: &FileBackend, snapshot: &Snapshot, seen: &Seen, here: &[RamBlockInfo]) -> Result<InPlace, String> {
     let id = &backend.id;
     // Machine types of old name the block by the object's whole path.

@@ -32,7 +32,7 @@ pub(super) fn check(monitor: &Monitor, manifest: &Manifest, watch: Watch<'_>) ->
     Ok(())
 }
 
-/// Looks at one frozen disk.
+/// Checks one frozen disk.
 fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watch<'_>) -> Result<(), JobError> {
     let frozen = &recorded.path;
     let format = if matches!(recorded.format.as_str(), "file" | "host_device") { "raw" } else { &recorded.format };

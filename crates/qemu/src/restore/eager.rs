@@ -108,7 +108,7 @@ fn settings(by_file: bool, channels: Option<RestoreChannels>) -> Settings {
     wish
 }
 
-/// Brings the memory in; what limosa sent, if it was limosa.
+/// Brings the memory in; returns the statistics if limosa sent it.
 fn fill(
     job: &RestoreJob<'_>,
     settings: &Settings,
@@ -123,7 +123,7 @@ fn fill(
     }
 }
 
-/// Whether QEMU is to read the file itself.
+/// Whether QEMU should read the file itself.
 fn by_file(job: &RestoreJob<'_>) -> Result<bool, JobError> {
     let unable = if job.monitor.version() < Version::new(9, 0, 0) {
         Some("this QEMU cannot read mapped-ram files; 9.0 and newer can")

@@ -57,7 +57,7 @@ pub struct RestoreOptions {
     pub preempt: bool,
     /// The run state.
     pub run: RunChoice,
-    /// About disks that changed since the VM was saved.
+    /// The policy for disks that changed since the VM was saved.
     pub disks: DiskPolicy,
 }
 

@@ -1,5 +1,5 @@
 //! QEMU writes the mapped-ram file itself, through a descriptor that it is passed; limosa starts the write-back early,
-//! checks what came of it, and adds its trailer.
+//! checks the file, and adds its trailer.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::job::JobError;
 use crate::job_record::JobRecord;
 use crate::monitor::Monitor;
 
-/// Room for what a snapshot has beside pages: headers, bitmaps, devices.
+/// Room for the parts of a snapshot beside pages: headers, bitmaps, devices.
 const BESIDE_PAGES: u64 = 64 << 20;
 
 /// Channels with which QEMU writes or reads a file in parallel: more than a few only compete for the disk.
@@ -48,7 +48,7 @@ pub(super) fn channels(
     Ok(None)
 }
 
-/// The folder of the file, and the bytes that are free there.
+/// Returns the folder of the file, and the bytes that are free there.
 fn free_beside(pending: &UnnamedFile) -> Result<(&Path, u64), JobError> {
     let path = pending.target();
     let stat = rustix::fs::fstatvfs(pending.file()).map_err(|source| JobError::Path {
@@ -83,7 +83,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecor
     Ok(job.report(published, Transport::File, saved))
 }
 
-/// Has QEMU write the file, and the VM continue if it is to.
+/// Makes QEMU write the file, and continues the VM if that is wanted.
 fn write(job: &SaveJob<'_>, pending: &UnnamedFile, path: &str, record: &mut JobRecord) -> Result<Saved, JobError> {
     let write_back = WriteBehind::watching(pending.file()).map_err(|source| JobError::Path {
         what: "start the write-back of",

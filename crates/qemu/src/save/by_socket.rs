@@ -133,7 +133,7 @@ fn receive(
     Ok(incoming)
 }
 
-/// The reason for a stream that ended early: QEMU's, or why it was cancelled, if the receiver saw no more than a closed
+/// The reason for a stream that ended early: QEMU's, or why it was cancelled, if the receiver only saw a closed
 /// connection.
 fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
     if is_consequence(&error) {
@@ -148,7 +148,7 @@ fn broken_off(watcher: &mut Watcher<'_>, error: MigrateError) -> JobError {
     error.into()
 }
 
-/// Whether the receiver saw no more than that the other side went away, or was asked to stop.
+/// Whether the receiver only saw that the other side went away, or was asked to stop.
 fn is_consequence(error: &MigrateError) -> bool {
     match error {
         MigrateError::Channel(closed) => closed.is_closed(),

@@ -1,9 +1,9 @@
 //! Waiting for the pages that a guest's balloon hints as free.
 //!
-//! QEMU asks the guest when a migration begins, and the list comes while memory is on its way: what has left by then is
-//! stored. Nothing tells that the list is complete, but it can be seen: pages that are left out make less remain of the
-//! first round than was sent of it. So memory goes out slowly until pages have been left out and no more follow, and
-//! then as fast as it may.
+//! QEMU asks the guest when a migration begins, and the list comes while memory is on its way: pages that left by then
+//! are stored. QEMU does not report that the list is complete, but it shows: pages that are left out make less remain
+//! of the first round than was sent of it. So memory goes out slowly until pages have been left out and no more follow,
+//! and then as fast as it may.
 
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ const SLOW: NonZeroU64 = NonZeroU64::new(4 << 20).unwrap();
 /// How often QEMU is asked meanwhile.
 pub(super) const ASK_EVERY: Duration = Duration::from_millis(10);
 
-/// When no page was left out for so long behind others, the list is taken to be complete.
+/// The list counts as complete when no further page was left out for this long.
 const SETTLED: Duration = Duration::from_millis(60);
 
 /// The rate to begin with, of a save that may go at this one.
@@ -37,7 +37,7 @@ impl HintWait {
         Self { until: now.checked_add(longest), left_out: 0, grew: now }
     }
 
-    /// Whether it continues, after QEMU has said so much.
+    /// Whether the wait continues, after these numbers of QEMU's.
     pub(super) fn goes_on(&mut self, now: Instant, ram: Option<&RamProgress>) -> bool {
         if self.until.is_some_and(|until| now >= until) {
             return false;

@@ -29,7 +29,7 @@ pub struct SaveReport {
     pub downtime: Option<Duration>,
     /// The state that the VM is in now.
     pub vm_state: String,
-    /// From the first command to the VM going on.
+    /// From the first command to the VM running again.
     pub to_vm_running: Duration,
     /// From the first command to the published file.
     pub elapsed: Duration,
@@ -37,7 +37,7 @@ pub struct SaveReport {
     pub channel: Option<Counters>,
     /// Of the file, when limosa wrote.
     pub file: Option<Counters>,
-    /// How often QEMU went over its dirty log; `None` if it did not say.
+    /// How often QEMU went over its dirty log; `None` if it did not report it.
     pub rounds: Option<u64>,
 }
 
@@ -76,7 +76,7 @@ impl SaveJob<'_> {
         options
     }
 
-    /// Writes down that the file is about to get its name, if it then matters whether it has.
+    /// Records that the file is about to get its name, if a takeover has to know that.
     pub(super) fn publishing(&self, record: &mut JobRecord) -> Result<(), JobError> {
         if record.overlays.is_empty() {
             return Ok(());
@@ -85,7 +85,7 @@ impl SaveJob<'_> {
         Ok(record.update(self.monitor)?)
     }
 
-    /// Writes down that the file is there, for a process that might have to take over.
+    /// Records that the file is published, for a process that might have to take over.
     pub(super) fn published(&self, record: &mut JobRecord, file: &Published) -> Result<(), JobError> {
         record.phase = JobPhase::Published;
         record.update(self.monitor).map_err(|error| afterwards(file, error.into()))
@@ -102,7 +102,7 @@ impl SaveJob<'_> {
         Ok(self.goes_on() && record.was_running)
     }
 
-    /// The VM's state when QEMU is done with the migration: it says `completed` a moment before it leaves
+    /// Returns the VM's state when QEMU is done with the migration: it reports `completed` a moment before it leaves
     /// `finish-migrate`, and until then refuses every further job of the VM.
     pub(super) fn settled_state(&self) -> String {
         let limit = Instant::now() + SETTLES_WITHIN;

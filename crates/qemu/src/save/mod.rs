@@ -1,4 +1,4 @@
-//! Saving a VM: from a running QEMU to a published file, with the VM going on.
+//! Saving a VM: from a running QEMU to a published file, while the VM continues.
 //!
 //! The law: **in every case the VM is left as it was found.** Everything that the job changes in QEMU is written
 //! down in QEMU first (the job's record), so that this code, the watchdog, or `limosa resume` can undo it; and the file
@@ -35,7 +35,7 @@ use crate::job::{JobError, Watch};
 use crate::job_record::{JobKind, JobRecord, JobRecordError, VmAfter};
 use crate::monitor::{Monitor, SettingChange};
 use crate::takeover::{Actor, abandoned, take_over_holding};
-use crate::watchdog::{Held, Watchdog};
+use crate::watchdog::{HeldConnections, Watchdog};
 pub(crate) use by_file::file_channels;
 use job::SaveJob;
 pub use job::SaveReport;
@@ -101,9 +101,9 @@ pub fn save(
         let _ = watchdog.temporary(Some(&path));
     }
     let job = SaveJob { monitor, options, watch, before, begun };
-    let held = Held::default();
+    let held = HeldConnections::default();
     let mut hold = |end: BorrowedFd<'_>| {
-        held.hold_too(end);
+        held.hold_duplicate(end);
         if let Some(watchdog) = &mut watchdog {
             // One that has died holds nothing; as above.
             let _ = watchdog.hold(end);
@@ -121,7 +121,7 @@ pub fn save(
         && !error.is_unanswered()
     {
         // As long as this process sees to it, it is the one to hold them.
-        let _ = watchdog.let_go();
+        let _ = watchdog.release();
     }
     let tidied = match &done {
         Ok(_) => put_back(monitor, &record).unwrap_or(false),
@@ -154,7 +154,7 @@ pub fn save(
     done
 }
 
-/// After a save: puts the settings back and takes the record of the job away. False if QEMU does not let go of the
+/// Puts the settings back after a save and removes the record of the job. Returns false if QEMU still holds the
 /// migration, so that its settings must stay.
 fn put_back(monitor: &Monitor, record: &JobRecord) -> Result<bool, JobRecordError> {
     if !monitor.wait_released(UNDO_WITHIN)? {
@@ -165,7 +165,7 @@ fn put_back(monitor: &Monitor, record: &JobRecord) -> Result<bool, JobRecordErro
     Ok(true)
 }
 
-/// Everything that only looks: whether the VM can be saved, how, into what, and what has to be changed for it.
+/// Checks, without any change, whether and how the VM can be saved and into which file, and plans the changes for it.
 fn prepare(
     monitor: &Monitor,
     target: &Path,

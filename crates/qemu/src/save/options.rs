@@ -39,7 +39,7 @@ pub enum DiskPolicy {
     Check,
     /// The caller keeps them consistent.
     Ignore,
-    /// A save freezes them at its instant and has the VM continue with overlays over them. A restore checks as with
+    /// A save freezes them at its instant, and the VM continues with overlays over them. A restore checks as with
     /// `Check`.
     Overlay,
 }
@@ -59,7 +59,7 @@ pub struct SaveOptions {
     pub compression: Compression,
     /// Leave the VM stopped.
     pub stop: bool,
-    /// Have QEMU protect the memory against writing and save it while the VM continues.
+    /// QEMU protects the memory against writing and saves it while the VM continues.
     pub background: bool,
     /// Replace the file if it is there.
     pub replace: bool,
@@ -69,20 +69,20 @@ pub struct SaveOptions {
     pub downtime: Option<Duration>,
     /// How long the VM may run on while it is saved, and what happens then.
     pub timeout: Option<(Duration, OnTimeout)>,
-    /// About writable disks.
+    /// The policy for writable disks.
     pub disks: DiskPolicy,
     /// Where overlays go; `None`: each beside its disk.
     pub overlay_dir: Option<PathBuf>,
     /// Whether to wait until a power cut cannot lose the file.
     pub durability: Durability,
     /// How long memory goes out slowly at the beginning until QEMU has heard which pages the guest's balloon hints as
-    /// free; `None`: it goes as fast as it may from the beginning, and what has left before the list has come is
+    /// free; `None`: it goes as fast as it may from the beginning, and pages that left before the list came are
     /// stored.
     pub hint_wait: Option<Duration>,
 }
 
 impl SaveOptions {
-    /// Refuses what contradicts itself.
+    /// Refuses options that contradict each other.
     pub(super) fn check(&self) -> Result<(), JobError> {
         let refused = |why: &str, conflict: Conflict| Err(JobError::conflict(why, conflict));
         if self.background && self.stop {

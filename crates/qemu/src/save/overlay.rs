@@ -5,12 +5,12 @@
 //!
 //! 1. Before anything is changed: which disks there are, whether each can be frozen, where its overlay goes.
 //! 2. The overlays are written down in QEMU (the job's record). Then their files are made and QEMU opens them, unused:
-//!    what QEMU may not open is refused here, with the VM untouched.
+//!    a file that QEMU may not open is refused here, with the VM untouched.
 //! 3. The memory is saved while the VM runs. With `pause-before-switchover` QEMU stops the VM and waits; all overlays
 //!    are put over their disks in one transaction, all or none; the migration continues.
 //! 4. The VM continues with its overlays, and the snapshot is published, with the frozen files in its manifest.
 //!
-//! The law: **until the snapshot has its name, all of this can be taken back** (`takeover::overlays`): an overlay that
+//! The law: **until the snapshot has its name, all of this can be undone** (`takeover::overlays`): an overlay that
 //! is unused is closed and removed, one that is used is merged back into its disk while the VM runs. From then on the
 //! snapshot stands on the frozen files, and the VM continues with the overlays in every case.
 
@@ -99,12 +99,12 @@ pub(super) fn plan(
     Ok(planned)
 }
 
-/// The overlays as the job's record has them.
+/// Returns the overlays for the job's record.
 pub(super) fn records(planned: &[Planned]) -> Vec<Overlay> {
     planned.iter().map(|one| one.overlay.clone()).collect()
 }
 
-/// The disk's file, if the disk can be frozen.
+/// Returns the disk's file, if the disk can be frozen.
 fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
     /// Formats and protocols whose nodes are images; everything else stands between an image and a device.
     const IMAGES: [&str; 12] =
@@ -132,7 +132,7 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
     }
 }
 
-/// Where a disk's overlay goes: beside it, or into `folder`.
+/// Returns the place of a disk's overlay: beside it, or in `folder`.
 fn place_for(disk: &Disk, path: &Path, folder: Option<&Path>, digits: &str, device: bool) -> Result<PathBuf, JobError> {
     if device && folder.is_none() {
         return Err(JobError::conflict(
@@ -153,14 +153,14 @@ fn place_for(disk: &Disk, path: &Path, folder: Option<&Path>, digits: &str, devi
     Ok(folder.join(name))
 }
 
-/// A file's name without what an earlier save added, so that names do not grow from save to save.
+/// Returns a file's name without the part that an earlier save added, so that names do not grow from save to save.
 fn trunk(name: &OsStr) -> &OsStr {
     let Some((trunk, digits)) = name.to_str().and_then(|name| name.rsplit_once(OVERLAY_SUFFIX)) else { return name };
     let ours = digits.len() >= OVERLAY_DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
     if ours && !trunk.is_empty() { OsStr::new(trunk) } else { name }
 }
 
-/// QEMU's monitor takes text.
+/// Returns a path as text, which QEMU's monitor needs.
 fn text(path: &Path) -> Result<String, JobError> {
     path.to_str().map(str::to_owned).ok_or_else(|| {
         JobError::refused(format!(
@@ -170,7 +170,8 @@ fn text(path: &Path) -> Result<String, JobError> {
     })
 }
 
-/// Makes the overlays' files and has QEMU open them. They are in the job's record already, so a failure leaves nothing.
+/// Makes the overlays' files and lets QEMU open them. They are in the job's record already, so a failure leaves
+/// nothing.
 pub(super) fn prepare(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobError> {
     for one in planned {
         create(monitor, one)?;
@@ -188,7 +189,7 @@ pub(super) fn prepare(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobE
     Ok(())
 }
 
-/// An empty overlay, with the owner and the mode of the frozen file; of a device's overlay, with those of QEMU.
+/// Makes an empty overlay, with the owner and the mode of the frozen file, or of QEMU if that is a device.
 fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Result<(), JobError> {
     let target = Path::new(&overlay.file);
     let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(target);
@@ -232,7 +233,7 @@ fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Resul
     }
 }
 
-/// The instant: QEMU has stopped the VM and waits.
+/// Freezes the disks at the instant of the save: QEMU has stopped the VM and waits.
 pub(super) fn put(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobError> {
     Ok(monitor.put_overlays(planned.iter().map(|one| (one.overlay.base.as_str(), one.overlay.node.as_str())))?)
 }

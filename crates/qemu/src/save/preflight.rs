@@ -1,4 +1,4 @@
-//! The look at a VM before anything is changed: whether it can be saved, and what its snapshot will record.
+//! The checks of a VM before anything is changed: whether it can be saved, and the facts for its snapshot's record.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::conflict::{Conflict, DiskConflict, StateConflict};
 use crate::job::JobError;
 use crate::monitor::{Disk, Monitor, RunState};
 
-/// How long QEMU may take to let go of the migration before.
+/// How long QEMU may take to finish with an earlier migration.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 
 /// The VM as it was found.
@@ -21,7 +21,7 @@ pub(super) struct Preflight {
     pub(super) was_running: bool,
     /// The snapshot's record so far.
     pub(super) manifest: Manifest,
-    /// Overlays to be put over the disks.
+    /// Overlays for the disks.
     pub(super) overlays: Vec<Planned>,
 }
 
@@ -31,7 +31,7 @@ impl Preflight {
         options.hint_wait.is_some() && self.was_running
     }
 
-    /// Looks at the VM; refuses one that cannot be saved, or not consistently.
+    /// Checks the VM; refuses one that cannot be saved, or not consistently.
     pub(super) fn check(monitor: &Monitor, options: &SaveOptions) -> Result<Self, JobError> {
         let status = monitor.status()?;
         match status.state {
@@ -84,7 +84,7 @@ impl Preflight {
     }
 }
 
-/// The writable disks, if they may be there.
+/// Returns the writable disks, if the policy allows them.
 fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Disk>, JobError> {
     if policy == DiskPolicy::Ignore {
         return Ok(Vec::new());

@@ -1,12 +1,12 @@
 //! Rounds over the dirty log: whether what remains of the memory gets less.
 //!
-//! QEMU counts its rounds and says how much of the memory is dirty at the beginning of each. A save converges as long
-//! as every few rounds begin with less than all before them. One that does not converge continues for ever, unless the
-//! VM becomes calmer or is stopped: a person has to know.
+//! QEMU counts its rounds and reports how much of the memory is dirty at the beginning of each. A save converges as
+//! long as every few rounds begin with less than all before them. One that does not converge continues for ever, unless
+//! the VM becomes calmer or is stopped: a person has to know.
 
 use crate::monitor::RamProgress;
 
-/// Rounds in a row that begin with no less than one before them, until the save is said not to converge.
+/// Rounds in a row that begin with no less than one before them, until the save counts as not converging.
 const PATIENCE: u32 = 3;
 
 /// The rounds of one save.
@@ -20,7 +20,7 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    /// Takes QEMU's numbers of this moment. True once: when the save turns out not to converge.
+    /// Takes QEMU's numbers of this moment. Returns true once: when the save turns out not to converge.
     pub(super) fn note(&mut self, ram: &RamProgress) -> bool {
         if ram.dirty_sync_count <= self.counted {
             return false;

@@ -22,7 +22,7 @@ const ASK_EVERY: Duration = Duration::from_millis(100);
 /// The events that end the wait: among them the beginning of a round, at which the most of it remains.
 const EVENTS: [&str; 6] = ["STOP", "RESUME", "SHUTDOWN", "GUEST_PANICKED", "MIGRATION", "MIGRATION_PASS"];
 
-/// How long several channels are read on behind a cancel. One that waits for what it cannot have ends when they break.
+/// How long several channels are still read after a cancel. A thread that waits in vain ends when they break.
 const CANCEL_WITHIN: Duration = Duration::from_secs(1);
 
 /// The longest `downtime-limit` that QEMU takes, in milliseconds.
@@ -32,13 +32,13 @@ const LONGEST_DOWNTIME: u64 = 2_000_000;
 pub(super) struct Watcher<'a> {
     job: &'a SaveJob<'a>,
     applied_bandwidth: Option<NonZeroU64>,
-    /// Until it is over memory goes out slowly.
+    /// Memory is sent slowly until this wait is over.
     hints: Option<HintWait>,
     rounds: Rounds,
     deadline: Option<Instant>,
     stopped: Option<Event>,
     resumed: Option<Event>,
-    /// When a VM that is saved in the background ran on, counted from the beginning of the save.
+    /// When a VM that is saved in the background continued, counted from the beginning of the save.
     ran_after: Duration,
     last: Option<MigrationInfo>,
     cancelling: Option<JobError>,
@@ -54,12 +54,13 @@ pub(super) struct Watcher<'a> {
     channels: Option<Channels>,
 }
 
-/// Several channels, which must not break while QEMU waits for one of them ([`Held`](crate::watchdog::Held)): a cancel
-/// is QEMU's to carry out, and they are read until it has.
+/// Several channels, which must not break while QEMU waits for one of them
+/// ([`HeldConnections`](crate::watchdog::HeldConnections)): QEMU carries a cancel out, and they are read until it
+/// has.
 #[derive(Debug)]
 struct Channels {
     _deferred: DeferredStop,
-    /// QEMU makes them: nothing is cancelled until it is done, or this moment has come.
+    /// QEMU sets them up: nothing is cancelled until that is done, or this moment has come.
     made_by: Option<Instant>,
     /// It was ordered to cancel, and has until then.
     cancelled_by: Option<Instant>,
@@ -104,7 +105,7 @@ impl<'a> Watcher<'a> {
         self.channels = None;
     }
 
-    /// Waits for an event or a little while, then looks how the migration stands and does what the moment asks for.
+    /// Waits for an event or a little while, then checks the migration and takes the next step.
     ///
     /// # Errors
     /// The migration failed or was cancelled; it is over then.
@@ -215,7 +216,7 @@ impl<'a> Watcher<'a> {
         }
     }
 
-    /// Why the migration ended early.
+    /// Returns the reason why the migration ended early.
     fn failure(&mut self) -> JobError {
         if let Some(reason) = self.cancelling.take() {
             return reason;
@@ -228,7 +229,7 @@ impl<'a> Watcher<'a> {
         JobError::Failed { reason: said.unwrap_or_else(|| "it does not say why; its own log does".into()) }
     }
 
-    /// Passes on what was asked of this job.
+    /// Applies the requests to this job: a new rate, a cancel.
     fn steer(&mut self) -> Result<(), JobError> {
         let SaveJob { monitor, watch, options, .. } = self.job;
         if self.cancelling.is_some() || self.committed {
@@ -265,7 +266,7 @@ impl<'a> Watcher<'a> {
         Ok(())
     }
 
-    /// Has QEMU give up. If it was too late for that the migration completes, and [`Self::look`] fails all the same.
+    /// Makes QEMU give up. If it was too late for that the migration completes, and [`Self::look`] fails all the same.
     fn cancel(&self) -> Result<(), JobError> {
         let monitor = self.job.monitor;
         if self.writes {
@@ -276,12 +277,12 @@ impl<'a> Watcher<'a> {
         Ok(())
     }
 
-    /// From here on it cannot be cancelled: the snapshot has its name.
+    /// Rules a cancel out from here on: the snapshot has its name.
     pub(super) fn commit(&mut self) {
         self.committed = true;
     }
 
-    /// The state in which the VM was when it was stopped for the save, if QEMU said so.
+    /// Returns the state in which the VM was when it was stopped for the save, if QEMU reported it.
     pub(super) fn state(&self) -> &RunState {
         &self.state
     }
@@ -292,7 +293,7 @@ impl<'a> Watcher<'a> {
         Ok(())
     }
 
-    /// Lets the VM run and waits until it does; how long it stood still.
+    /// Lets the VM run and waits until it does; returns how long it stood still.
     pub(super) fn continue_vm(&mut self) -> Result<Option<Duration>, JobError> {
         let monitor = self.job.monitor;
         let limit = Instant::now() + SETTLES_WITHIN;
@@ -326,7 +327,7 @@ impl<'a> Watcher<'a> {
         })
     }
 
-    /// The end of the freeze with which a background save begins: the first after its first STOP.
+    /// Returns the end of the freeze at the beginning of a background save: the first RESUME after its first STOP.
     fn note_resumed(&mut self, event: Event) {
         if self.stopped.is_some() && self.resumed.is_none() {
             self.resumed = Some(event);
@@ -359,7 +360,7 @@ impl<'a> Watcher<'a> {
     }
 }
 
-/// QEMU's numbers as ours.
+/// Converts QEMU's numbers.
 fn reading(status: &MigrationStatus, ram: &RamProgress) -> ProgressReading {
     let page = ram.page_size.max(1);
     ProgressReading {

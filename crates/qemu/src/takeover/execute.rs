@@ -7,14 +7,14 @@ use super::plan::{Actor, Outcome, Progress, SETUP_PATIENCE, Seen, Step, next_ste
 use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::{MigrationStatus, Monitor, RunState};
 use crate::qmp::QmpError;
-use crate::watchdog::{HOLD, Held};
+use crate::watchdog::{HOLD, HeldConnections};
 
-/// How long they are held behind a cancel, in which QEMU's threads come to rest.
+/// How long they are held behind a cancel, while QEMU's threads end.
 const HOLD_CANCELLED: Duration = Duration::from_millis(100);
 
-/// How often to look while waiting; an event cuts it short.
+/// How often to check while waiting; an event ends the wait at once.
 const LOOK: Duration = Duration::from_millis(100);
-/// The same when no event is to come.
+/// The same when no event is expected.
 const LOOK_SOON: Duration = Duration::from_millis(5);
 
 /// The outcome of taking over a VM whose job died.
@@ -45,22 +45,22 @@ impl Seen {
     }
 }
 
-/// Carries the plan out, for at most `patience`. The record is removed if the job is over with it.
+/// Carries the plan out, for at most `patience`. The record is removed if that ends the job.
 ///
 /// # Errors
-/// The monitor's. What QEMU refuses on the way becomes a remark instead.
+/// The monitor's. A step that QEMU refuses becomes a remark instead.
 pub fn take_over(
     monitor: &Monitor,
     record: &JobRecord,
     actor: Actor,
     patience: Duration,
 ) -> Result<Takeover, JobRecordError> {
-    take_over_holding(&Held::default(), monitor, record, actor, patience)
+    take_over_holding(&HeldConnections::default(), monitor, record, actor, patience)
 }
 
 /// As [`take_over`], with connections of QEMU's that are held until it can do without them.
 pub(crate) fn take_over_holding(
-    held: &Held,
+    held: &HeldConnections,
     monitor: &Monitor,
     record: &JobRecord,
     actor: Actor,
@@ -68,14 +68,14 @@ pub(crate) fn take_over_holding(
 ) -> Result<Takeover, JobRecordError> {
     let begun = Instant::now();
     let mut progress = Progress::default();
-    held.let_go_in(HOLD);
+    held.release_in(HOLD);
     let (mut remarks, mut notices) = (Vec::new(), Vec::new());
     let (outcome, run) = loop {
         progress.waited = begun.elapsed();
         let seen = Seen::of(monitor)?;
         if seen.migration == MigrationStatus::Setup && progress.waited < SETUP_PATIENCE {
             // It writes next to nothing yet.
-            held.let_go_in(SETUP_PATIENCE);
+            held.release_in(SETUP_PATIENCE);
         }
         let step = match next_step(record, &seen, &progress, actor) {
             Step::Wait if progress.waited >= patience => Step::Finish(Outcome::GaveUp),
@@ -91,7 +91,7 @@ pub(crate) fn take_over_holding(
                     pause(monitor)?;
                 }
                 progress.cancelled = true;
-                held.let_go_in(HOLD_CANCELLED);
+                held.release_in(HOLD_CANCELLED);
                 let what = match cancel(monitor, record) {
                     Ok(true) => "the migration was cancelled".to_owned(),
                     Ok(false) => "the migration was about to end by itself".to_owned(),
@@ -133,7 +133,7 @@ pub(crate) fn take_over_holding(
                 }
             }
             Step::Finish(outcome) => {
-                held.let_go();
+                held.release();
                 break (outcome, seen.run);
             }
         }
@@ -144,12 +144,12 @@ pub(crate) fn take_over_holding(
     Ok(Takeover { outcome, run, remarks, notices })
 }
 
-/// Cancels in the way that suits the migration; `Ok(false)` if it is so near its end that it was left alone.
+/// Cancels in the way that suits the migration; returns false if it is so near its end that it was left alone.
 fn cancel(monitor: &Monitor, record: &JobRecord) -> Result<bool, QmpError> {
     if record.descriptor_sets.is_empty() { monitor.migrate_cancel().map(|()| true) } else { monitor.cancel_write() }
 }
 
-/// Takes the job's descriptor sets away: those of the record, and one that was made a moment before its record could
+/// Removes the job's descriptor sets: those of the record, and one that was made a moment before its record could
 /// be, which is known by its remark.
 fn drop_sets(monitor: &Monitor, record: &JobRecord) -> Result<(), QmpError> {
     let id = record.snapshot.to_string();
@@ -165,7 +165,7 @@ fn pause(monitor: &Monitor) -> Result<(), QmpError> {
     monitor.qmp().wait_event(&["MIGRATION", "STOP", "RESUME"], LOOK).map(|_| ())
 }
 
-/// Notes what was done or refused; only a failing connection is an error.
+/// Notes a step or its refusal; only a failing connection is an error.
 fn remark(remarks: &mut Vec<String>, done: &str, result: Result<(), QmpError>) -> Result<(), QmpError> {
     match result {
         Ok(()) => remarks.push(done.to_owned()),

@@ -58,7 +58,7 @@ pub(super) fn undo_all(
 }
 
 /// QEMU has ended in the middle of the job: removes the overlays that hold nothing, because the disks below are all
-/// there is then. What a person must know of the others.
+/// there is then. Returns notices about the others.
 pub(crate) fn abandoned(record: &JobRecord) -> Vec<String> {
     let mut notices = Vec::new();
     for overlay in &record.overlays {
@@ -84,7 +84,7 @@ pub(crate) fn abandoned(record: &JobRecord) -> Vec<String> {
     notices
 }
 
-/// Whether no process has the image open, and it holds nothing. That the monitor is gone does not say that QEMU is: one
+/// Whether no process has the image open, and it holds nothing. A monitor that is gone does not prove that QEMU is: one
 /// that still writes to the image holds QEMU's lock on it.
 fn is_unused_and_empty(file: &Path) -> Result<bool, String> {
     let limit = Instant::now() + CLOSED_WITHIN;
@@ -96,7 +96,7 @@ fn is_unused_and_empty(file: &Path) -> Result<bool, String> {
     }
 }
 
-/// Closes one overlay, after merging it back if need be; otherwise why it stays.
+/// Closes one overlay, after merging it back if need be; otherwise returns why it stays.
 fn undo(monitor: &Monitor, overlay: &Overlay, keep: bool, limit: Instant) -> Result<Option<String>, QmpError> {
     match monitor.remove_node(&overlay.node) {
         Ok(_) => return Ok(None),
@@ -119,7 +119,7 @@ fn undo(monitor: &Monitor, overlay: &Overlay, keep: bool, limit: Instant) -> Res
     }
 }
 
-/// Whether the job's snapshot stands under its name, or may: only a file that is certainly not there says no.
+/// Whether the job's snapshot stands under its name, or may: only a file that is certainly absent counts as no.
 fn may_be_published(record: &JobRecord) -> bool {
     match record.phase {
         JobPhase::Working => false,

@@ -7,7 +7,7 @@ use crate::job_record::{JobKind, JobPhase, JobRecord, VmAfter};
 use crate::monitor::{MigrationStatus, RunState};
 
 /// How long a migration may stay in `setup`: of a restore that has lost its sender, before it is given up; of a save,
-/// before it is cancelled, which is not safe then ([`Held`](crate::watchdog::Held)).
+/// before it is cancelled, which is not safe then ([`HeldConnections`](crate::watchdog::HeldConnections)).
 pub(crate) const SETUP_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often `cont` is tried.
@@ -16,7 +16,7 @@ const CONTINUE_ATTEMPTS: u32 = 50;
 /// Who takes over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Actor {
-    /// The watchdog: no person was asked.
+    /// The watchdog, without a person.
     Watchdog,
     /// A person who wants the VM to run: `limosa resume`.
     Person,
@@ -45,17 +45,17 @@ pub struct Progress {
     pub put_back: bool,
     /// The overlays over the disks were undone, or stay.
     pub overlays_undone: bool,
-    /// The descriptors were taken away.
+    /// The descriptors were removed.
     pub dropped: bool,
     /// Time since the beginning.
     pub waited: Duration,
 }
 
-/// The next thing to do.
+/// The next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
-    /// Look again in a moment.
+    /// Check again in a moment.
     Wait,
     /// `migrate_cancel`.
     Cancel,
@@ -65,7 +65,7 @@ pub enum Step {
     PutBack,
     /// Undo the overlays over the disks.
     UndoOverlays,
-    /// Take the descriptors away.
+    /// Remove the descriptors.
     DropDescriptors,
     /// Nothing more.
     Finish(Outcome),
@@ -81,7 +81,7 @@ pub enum Outcome {
     StoppedAsBefore,
     /// The VM is stopped because that was the job's purpose, which it fulfilled.
     StoppedOnPurpose,
-    /// The VM is stopped for a reason that is no business of limosa's: the guest powered off, panicked, a disk failed.
+    /// The VM is stopped for a reason outside limosa: the guest powered off, panicked, a disk failed.
     StoppedByItself,
     /// QEMU refused to let the VM run.
     ContinueRefused,
@@ -125,7 +125,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// The next thing to do for the VM of `record`.
+/// Returns the next step for the VM of `record`.
 #[must_use]
 pub fn next_step(record: &JobRecord, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
     match record.job {
@@ -212,7 +212,7 @@ fn restore(record: &JobRecord, seen: &Seen, progress: &Progress) -> Step {
     }
 }
 
-/// Returns the next step when the VM is where it belongs. Running comes first, because a stopped VM hurts most.
+/// Returns the next step when the VM is where it belongs. Running comes first, because a stopped VM does most harm.
 fn tidy(outcome: Outcome, progress: &Progress) -> Step {
     if !outcome.ends_job() {
         return Step::Finish(outcome);

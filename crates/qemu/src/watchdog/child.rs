@@ -13,7 +13,7 @@ use std::time::Duration;
 use limosa_snapshot::with_causes;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-use super::{HOLD, Held, signals};
+use super::{HOLD, HeldConnections, signals};
 use crate::conflict::Conflict;
 use crate::job::JobError;
 use crate::job_record::{JobRecord, JobRecordError};
@@ -38,7 +38,7 @@ pub struct Advice {
     pub outcome: fn(Outcome) -> &'static str,
 }
 
-/// The watchdog's life, with the two arguments that [`super::Watchdog::spawn`] appended. Called by the hidden
+/// Runs the watchdog, with the two arguments that [`super::Watchdog::spawn`] appended. Called by the hidden
 /// subcommand; nothing may have been written to stdout before, which is the monitor.
 #[must_use]
 pub fn run(arguments: &[OsString], advice: Advice) -> ExitCode {
@@ -99,7 +99,7 @@ fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
     // limosa may be dead already; what it said before is still there to be read.
     let _ = control.write_all(b"ready\n");
     let mut kept = None;
-    let held = Held::default();
+    let held = HeldConnections::default();
     match listen(BufReader::new(Control { socket: control, held: &held }), &held, |unfinished| {
         kept = Some(unfinished.keep());
     }) {
@@ -129,7 +129,7 @@ fn is_socket(descriptor: &OwnedFd) -> bool {
 /// The control channel, and the connections that come through it, which are held.
 struct Control<'h> {
     socket: UnixStream,
-    held: &'h Held,
+    held: &'h HeldConnections,
 }
 
 impl Read for Control<'_> {
@@ -147,7 +147,7 @@ impl Read for Control<'_> {
     }
 }
 
-fn listen(mut control: impl io::BufRead, held: &Held, mut keep: impl FnMut(UnfinishedRestore)) -> JobEnd {
+fn listen(mut control: impl io::BufRead, held: &HeldConnections, mut keep: impl FnMut(UnfinishedRestore)) -> JobEnd {
     let mut temporary = None;
     let mut line = Vec::new();
     loop {
@@ -163,8 +163,8 @@ fn listen(mut control: impl io::BufRead, held: &Held, mut keep: impl FnMut(Unfin
         } else if let Some(hexadecimal) = line.strip_prefix(b"restore ") {
             let unfinished = decode(hexadecimal).and_then(|object| serde_json::from_slice(&object).ok());
             unfinished.into_iter().for_each(&mut keep);
-        } else if line == b"let go" {
-            held.let_go();
+        } else if line == b"release" {
+            held.release();
         } else if line == b"done" {
             return JobEnd::Done;
         }
@@ -178,7 +178,7 @@ fn decode(hexadecimal: &[u8]) -> Option<Vec<u8>> {
     bytes.filter(|bytes| !bytes.is_empty())
 }
 
-/// limosa is dead, and its guest stands on memory that has not come: brings it.
+/// Brings the missing memory to the guest of a dead limosa.
 fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
     let path = kept.path().display();
     let what = match kept.resume(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
@@ -193,10 +193,10 @@ fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), Child
     Ok(())
 }
 
-/// limosa is dead: does for its VM what has to be done.
-fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &Held, advice: Advice) -> Result<(), ChildError> {
+/// Takes the VM of a dead limosa over.
+fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &HeldConnections, advice: Advice) -> Result<(), ChildError> {
     // Also if the monitor does not answer.
-    held.let_go_in(HOLD);
+    held.release_in(HOLD);
     let qmp = match Qmp::adopt(socket, monitor, &Options { reply: REPLY, ..Options::default() }) {
         Ok(qmp) => qmp,
         // QEMU has gone as well: there is nothing to be done.
@@ -233,15 +233,15 @@ mod tests {
 
     #[test]
     fn only_the_whole_word_done_ends_the_watch_in_peace() {
-        assert_eq!(listen(&b"done\n"[..], &Held::default(), |_| {}), JobEnd::Done);
+        assert_eq!(listen(&b"done\n"[..], &HeldConnections::default(), |_| {}), JobEnd::Done);
         for words in [&b""[..], b"done", b"don\n", b"novel\n"] {
-            assert_eq!(listen(words, &Held::default(), |_| {}), JobEnd::Dead { temporary: None });
+            assert_eq!(listen(words, &HeldConnections::default(), |_| {}), JobEnd::Dead { temporary: None });
         }
     }
 
     #[test]
     fn the_temporary_file_is_the_last_one_named() {
-        let named = |words: &[u8]| match listen(words, &Held::default(), |_| {}) {
+        let named = |words: &[u8]| match listen(words, &HeldConnections::default(), |_| {}) {
             JobEnd::Dead { temporary } => temporary,
             JobEnd::Done => None,
         };

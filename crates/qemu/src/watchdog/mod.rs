@@ -15,11 +15,11 @@
 //! so a state that is read after the flush is the state after limosa's last command.
 
 mod child;
-mod held;
+mod held_connections;
 mod parent;
 #[allow(unsafe_code, reason = "std and rustix offer no safe call to ignore a signal")]
 mod signals;
 
 pub use child::{Advice, run};
-pub(crate) use held::{HOLD, Held};
+pub(crate) use held_connections::{HOLD, HeldConnections};
 pub use parent::{Watchdog, WatchdogEnd, WatchdogError};

@@ -19,7 +19,7 @@ const START: Duration = Duration::from_secs(20);
 /// How long it may take to listen.
 const TELL: Duration = Duration::from_millis(200);
 
-/// Why there is no watchdog.
+/// The reason why there is no watchdog.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WatchdogError {
@@ -40,7 +40,7 @@ pub enum WatchdogEnd {
     Died(ExitStatus),
 }
 
-/// A running watchdog. **Dropping it without [`Watchdog::finish`] makes it take over**, and waits until it has: an
+/// A running watchdog. **Dropping it without [`Watchdog::finish`] makes it take over**, and waits for that: an
 /// error that left the job undone ends as a kill would. The monitor's connection must not be used after that.
 #[derive(Debug)]
 pub struct Watchdog {
@@ -50,7 +50,7 @@ pub struct Watchdog {
 
 impl Watchdog {
     /// Starts `executable` with `arguments` (the hidden subcommand whose implementation calls [`super::run`]) as the
-    /// watchdog of a job of this process on `qmp`, and waits until it stands. Use `/proc/self/exe` for the running
+    /// watchdog of a job of this process on `qmp`, and waits until it is ready. Use `/proc/self/exe` for the running
     /// executable: that works even if its file was replaced meanwhile.
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl Watchdog {
     }
 
     /// The same without waiting: messages to it meanwhile are not lost, and a watchdog that does not come up is found
-    /// out by [`Watchdog::finish`]. What it has to say goes to `stderr`.
+    /// out by [`Watchdog::finish`]. Its messages go to `stderr`.
     ///
     /// # Errors
     /// [`WatchdogError::Spawn`].
@@ -121,7 +121,7 @@ impl Watchdog {
         self.say("temporary", path.as_os_str().as_bytes())
     }
 
-    /// Has the watchdog hold this connection of QEMU's too.
+    /// Makes the watchdog hold this connection of QEMU's too.
     pub(crate) fn hold(&mut self, end: BorrowedFd<'_>) -> io::Result<()> {
         match &self.control {
             Some(control) => Ok(send(control.as_fd(), b"hold\n", &[end], Some(Instant::now() + TELL))?),
@@ -129,9 +129,9 @@ impl Watchdog {
         }
     }
 
-    /// Has the watchdog let go of all connections.
-    pub(crate) fn let_go(&mut self) -> io::Result<()> {
-        self.control.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"let go\n")
+    /// Makes the watchdog close all connections that it holds.
+    pub(crate) fn release(&mut self) -> io::Result<()> {
+        self.control.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"release\n")
     }
 
     /// Sends the watchdog what it needs to continue a lazy restore: an `UnfinishedRestore`, which does not belong to
@@ -140,7 +140,7 @@ impl Watchdog {
         self.say("restore", &serde_json::to_vec(unfinished)?)
     }
 
-    /// Says a word with an object, which is written in hexadecimal, because it may hold line feeds.
+    /// Sends a message with an object, which is written in hexadecimal, because it may hold line feeds.
     fn say(&mut self, word: &str, object: &[u8]) -> io::Result<()> {
         let mut line = format!("{word} ");
         for byte in object {
@@ -160,7 +160,7 @@ impl Watchdog {
         drop(self.control.take());
     }
 
-    /// Tells the watchdog that the job is done, and waits for it to go.
+    /// Reports to the watchdog that the job is done, and waits for its end.
     ///
     /// # Errors
     /// The kernel's.
@@ -170,7 +170,7 @@ impl Watchdog {
         Ok(if sent && status.success() { WatchdogEnd::Dismissed } else { WatchdogEnd::Died(status) })
     }
 
-    /// [`finish`](Self::finish), with what is odd about it said to a person.
+    /// [`finish`](Self::finish), with a notice for a person if something is odd.
     pub(crate) fn dismiss(self, notice: &dyn Fn(&str)) {
         match self.finish() {
             Ok(WatchdogEnd::Dismissed) => {}

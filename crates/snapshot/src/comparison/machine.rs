@@ -1,7 +1,7 @@
 //! Machine type, QEMU's version, uuid, capabilities and RAM blocks.
 //!
 //! A stream with a RAM block of another length is refused by QEMU, and by limosa. (QEMU loading a mapped-ram file by
-//! itself does not compare lengths: it puts a shorter block into a longer one. What the guest then makes of it is its
+//! itself does not compare lengths: it puts a shorter block into a longer one. The guest's reaction is its
 //! affair.)
 
 use limosa_stream::configuration::IGNORE_SHARED;
@@ -50,7 +50,7 @@ fn machine<S>(saved: &Summary, destination: &Destination<S>, findings: &mut Vec<
     findings.push(Finding::new(Severity::Refuses, Confidence::Certain, "machine", what).advise(advice));
 }
 
-/// Major and minor number at the beginning of what QEMU says its version is.
+/// Returns the major and the minor number of QEMU's version text.
 fn release(version: &str) -> Option<(u32, u32)> {
     let mut numbers = version.split(|letter: char| !letter.is_ascii_digit()).map(str::parse);
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))

@@ -29,7 +29,7 @@ pub struct MemoryComparison {
     pub differing: Option<u64>,
 }
 
-/// Compares the pages; `contents` says whether to read them, else only which ones are stored is looked at.
+/// Compares the pages; reads them if `contents` is set, else only compares which ones are stored.
 ///
 /// # Errors
 /// A page that cannot be read as it was saved.
@@ -81,7 +81,7 @@ fn next_stored(a: &PageBitmap, b: &PageBitmap, from: PageNumber) -> Option<PageN
     }
 }
 
-/// The pages' contents; what is not stored is zero and is not read.
+/// Returns the pages' contents; pages that are not stored are zero and are not read.
 fn read((snapshot, block, stored): Side<'_>, pages: PageRange, into: &mut Vec<u8>) -> Result<(), SnapshotError> {
     let length = to_usize(pages.len() * PAGE_SIZE);
     into.clear();

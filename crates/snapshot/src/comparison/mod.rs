@@ -1,7 +1,7 @@
-//! Whether a stored VM would load on another QEMU, and what speaks against it.
+//! Whether a stored VM would load on another QEMU, and the reasons against it.
 //!
-//! Law of this module: **a finding never says more than its source proves.** What QEMU certainly refuses is `Certain`,
-//! what follows from names and habits is `Likely`, and what cannot be known without loading is `Unknown` and counts for
+//! Law of this module: **a finding never says more than its source proves.** A difference that QEMU certainly refuses
+//! is `Certain`, a conclusion from names and habits is `Likely`, and one that needs loading is `Unknown` and counts for
 //! no verdict. Nothing is read or asked here but what the two sides have put into [`Summary`] and [`Destination`].
 //!
 //! What QEMU 10.0 does, found by loading one stream into altered destinations: another machine type, a RAM block that
@@ -32,7 +32,7 @@ pub use stored::{StoredSections, compare_stored, damage, destination_of};
 pub enum Severity {
     /// The load ends with an error.
     Refuses,
-    /// The VM loads, and something about it is not what it was.
+    /// The VM loads, and something about it has changed.
     Loses,
     /// Nothing that the guest would miss.
     Harmless,
@@ -42,9 +42,9 @@ pub enum Severity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Confidence {
-    /// Both sides have said so.
+    /// Both sides report it.
     Certain,
-    /// It follows from names, or from what QEMU commonly does.
+    /// It follows from names, or from QEMU's habits.
     Likely,
     /// It may be so; only loading tells.
     Unknown,
@@ -77,7 +77,7 @@ impl Finding {
         Self { severity, confidence, subject: subject.into(), what: what.into(), advice: None }
     }
 
-    /// The same with what to do.
+    /// Adds a remedy.
     #[must_use]
     pub fn advise(mut self, advice: impl Into<String>) -> Self {
         self.advice = Some(advice.into());
@@ -110,7 +110,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Puts the findings in order: what refuses first, what is sure before what is not.
+    /// Sorts the findings: refusals first, certain ones before others.
     pub fn new(mut findings: Vec<Finding>) -> Self {
         findings.sort_by_key(|finding| (finding.severity, finding.confidence));
         Self { findings }

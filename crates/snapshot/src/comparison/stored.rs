@@ -1,6 +1,6 @@
-//! The other side is a file too: its sections say exactly what the VM had that it was saved from.
+//! The other side is a file too: its sections show exactly which devices its VM had.
 //!
-//! A section that is missing there is not proof: QEMU leaves out what a device has no need to save. It is, where
+//! A section that is missing there is not proof: QEMU leaves out state that a device need not save. It is, where
 //! nothing of the device's place is there, and for the sections of a vCPU, which are always saved.
 
 use std::collections::{BTreeMap, HashMap, HashSet};

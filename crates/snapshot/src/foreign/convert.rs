@@ -136,7 +136,7 @@ impl Foreign {
     }
 }
 
-/// Receives a recorded stream; returns its end and what was counted.
+/// Receives a recorded stream; returns its end and its statistics.
 fn receive(
     fd: OwnedFd,
     head: Vec<u8>,

@@ -1,7 +1,7 @@
 //! Decompression by the programs that packed: gzip, bzip2, xz, lzop and zstd, run as libvirt runs them (`PROGRAM -dc`).
 //!
-//! Law of this module: a program that fails is noticed, also when what it wrote until then was a whole stream; it does
-//! not outlive its owner, and what it says is kept within bounds.
+//! Law of this module: a program that fails is noticed, also after output that is a whole stream; it does
+//! not outlive its owner, and its messages are kept within bounds.
 
 use std::fs::File;
 use std::io::Read;
@@ -15,7 +15,7 @@ use super::ForeignError;
 
 /// Bytes of a program's complaints that are kept.
 const SAID_LIMIT: u64 = 4096;
-/// How long a program may take to end by itself, once what it writes is not read any more.
+/// How long a program may take to end by itself, once its output is not read any more.
 const END_WITHIN: Duration = Duration::from_secs(2);
 
 /// A program that packs.
@@ -78,7 +78,7 @@ pub(crate) struct Decompression {
 }
 
 impl Decompression {
-    /// Starts the program over what `input` has from its present position on; returns also where its output is read.
+    /// Starts the program on `input` from its present position on; returns also its output.
     pub(crate) fn start(
         decompressor: Decompressor,
         input: OwnedFd,
@@ -114,7 +114,7 @@ impl Decompression {
     /// Waits for the end of the program, whose output was read to its end.
     ///
     /// # Errors
-    /// It failed: it was not, or not only, what it unpacks.
+    /// It failed: the file was not, or not only, of its format.
     pub(crate) fn finish(mut self, path: &Path) -> Result<(), ForeignError> {
         match self.child.wait() {
             Ok(status) => {
@@ -177,7 +177,7 @@ impl Drop for Decompression {
     }
 }
 
-/// Reads what a program unpacks at ascending offsets.
+/// Reads a program's output at ascending offsets.
 #[derive(Debug)]
 pub(crate) struct Forward {
     output: File,

@@ -13,7 +13,7 @@ const DEPTH_LIMIT: usize = 256;
 /// Longest name, in bytes.
 const NAME_LIMIT: usize = 1024;
 
-/// Who the domain is.
+/// The identity of a domain.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Identity {
     pub(super) name: Option<String>,
@@ -88,7 +88,7 @@ pub(super) fn identity(xml: &str) -> Result<Identity, String> {
     }
 }
 
-/// So much of a text as a message can hold.
+/// Returns the beginning of a text, for a message.
 fn shortened(text: &str) -> String {
     text.chars().take(40).collect()
 }
@@ -101,7 +101,7 @@ fn printable(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
-/// Puts the characters in that predefined and numbered entities stand for.
+/// Replaces predefined and numbered entities by their characters.
 fn resolve(mut text: &str, out: &mut String) -> Result<(), String> {
     while let Some((before, rest)) = text.split_once('&') {
         out.push_str(before);
@@ -166,7 +166,7 @@ impl<'a> Pieces<'a> {
         Ok(text)
     }
 
-    /// A tag, whose `<` stands first. A `>` in a quoted attribute does not end it.
+    /// A tag from its `<` on. A `>` in a quoted attribute does not end it.
     fn tag(&mut self) -> Result<Piece<'a>, String> {
         let inside = &self.rest[1..];
         let mut quote = None;

@@ -1,4 +1,4 @@
-//! libvirt's save images: what stands before the migration stream in a file of `virsh save` or `managedsave`.
+//! libvirt's save images: the parts before the migration stream in a file of `virsh save` or `managedsave`.
 //!
 //! The layout (facts of libvirt's `qemu_saveimage`, versions 1 and 2, and of files that libvirt 9.0 wrote): 92 bytes of
 //! header, then `data_len` bytes with the domain's XML, a NUL, a cookie with a NUL of its own, and padding; then the
@@ -14,7 +14,7 @@
 //! | 32 | 4 | where the cookie begins in the data, or 0 |
 //! | 36 | 56 | 0 |
 //!
-//! Law of this module: no I/O; a length is believed only after it was compared with what is there and with a bound.
+//! Law of this module: no I/O; a length is believed only after it was compared with the file's length and with a bound.
 
 use serde::Serialize;
 use uuid::Uuid;
@@ -97,7 +97,7 @@ impl SaveHeader {
     /// Decodes the first [`HEADER_LENGTH`] bytes of a file.
     ///
     /// # Errors
-    /// In words: no save image, one that was never completed, lengths that cannot be, a format that is not known.
+    /// A message: no save image, one that was never completed, lengths that cannot be, a format that is not known.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         if bytes.starts_with(MAGIC_PARTIAL) {
             return Err("a libvirt save image that was never completed: the save was broken off".to_owned());
@@ -179,7 +179,7 @@ impl SaveImage {
         Self::decode(header, &data)
     }
 
-    /// Decodes what stands behind the header.
+    /// Decodes the parts behind the header.
     ///
     /// # Errors
     /// In words: too few bytes, XML that does not end, is no text or describes no domain.

@@ -59,7 +59,7 @@ pub enum ForeignError {
         /// The failure and its remedy.
         what: String,
     },
-    /// The file is what it seems to be, but is not whole or not as it should be.
+    /// The file has the expected kind, but is not whole or not valid.
     #[error("{}: {what}", path.display())]
     Image {
         /// The file.
@@ -91,7 +91,7 @@ enum Kind {
     Stream { offset: u64, decompressor: Option<Decompressor> },
 }
 
-/// An open file of another program's, or a pipe, and what is in it.
+/// An open file of another program's, or a pipe, with the kind of its contents.
 #[derive(Debug)]
 pub struct Foreign {
     path: PathBuf,
@@ -103,10 +103,10 @@ pub struct Foreign {
 }
 
 impl Foreign {
-    /// Opens a file and finds out what it is. `offset` is where it begins; `None` looks for a stream behind leading
+    /// Opens a file and determines its kind. `offset` is where it begins; `None` looks for a stream behind leading
     /// zeros, as QEMU leaves them with `file:PATH,offset=N`.
     ///
-    /// What it is if it is nothing of these is said when it is used.
+    /// A file of another kind is refused when it is used.
     ///
     /// # Errors
     /// It cannot be read, is no regular file, or is a libvirt save image that is not whole.
@@ -197,7 +197,7 @@ impl Foreign {
         Ok(Self { path: path.to_path_buf(), bytes: Bytes::File(file), kind, image, modified })
     }
 
-    /// How the VM is stored in this image, which begins at offset 0.
+    /// Returns how the VM is stored in this image, which begins at offset 0.
     fn kind_of(image: &SaveImage) -> Kind {
         let offset = image.payload_offset();
         match image.header.format {

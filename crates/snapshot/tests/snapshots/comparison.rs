@@ -29,6 +29,7 @@ fn saved() -> Summary {
         vmdescs: Vec::new(),
         manifest: None,
         without_manifest: None,
+        importable: false,
         checksums: false,
         libvirt: None,
         warnings: Vec::new(),

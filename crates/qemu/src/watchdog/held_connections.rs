@@ -2,13 +2,13 @@
 //!
 //! Law: **connections of several channels do not break while QEMU sets them up**, as long as that takes less than two
 //! seconds. Fact found with QEMU 10.0.2: it then waits for the thread of each channel, and one that ends because
-//! *another* channel has broken does not say so; QEMU waits for ever, with a migration that cannot be cancelled and
-//! that no other can follow. It waits in the same way, for a moment, at the end of each round, so it is told to cancel
-//! before they break. So limosa and its watchdog both hold the connections, and the place where they are accepted; the
-//! process that takes the job over closes them once the migration is past its set-up and cancelled.
+//! *another* channel has broken does not report it; QEMU waits for ever, with a migration that cannot be cancelled and
+//! that no other can follow. (It waits in the same way, for a moment, at the end of each round: so it is ordered to
+//! cancel before they break.) So limosa and its watchdog both hold the connections, and the place where they are
+//! accepted; the process that takes the job over closes them once the migration is past its set-up and cancelled.
 //!
 //! Not for long: in the last moments of a migration, a QEMU whose connection is not read blocks with its VM and its
-//! monitor. So time runs from the beginning, and is given again only by word that QEMU is still setting up.
+//! monitor. So time runs from the beginning, and is extended only by an event of QEMU's set-up.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// How long connections are held without word from QEMU: it may be waiting for a reader.
+/// How long connections are held without an event from QEMU: it may be waiting for a reader.
 pub(crate) const HOLD: Duration = Duration::from_millis(500);
 
 /// Descriptors that are held at most: all channels there can be, what they come from, and some strangers.
@@ -25,7 +25,7 @@ const MOST: usize = 128;
 
 /// Connections of a job, held open.
 #[derive(Debug, Default)]
-pub(crate) struct Held {
+pub(crate) struct HeldConnections {
     shared: Arc<SharedState>,
 }
 
@@ -41,9 +41,9 @@ struct State {
     until: Option<Instant>,
 }
 
-impl Held {
-    /// Holds a duplicate. One that cannot be made is not held, which costs no more than the protection.
-    pub(crate) fn hold_too(&self, end: BorrowedFd<'_>) {
+impl HeldConnections {
+    /// Holds a duplicate. One that cannot be made is not held: then there is no protection.
+    pub(crate) fn hold_duplicate(&self, end: BorrowedFd<'_>) {
         if let Ok(end) = end.try_clone_to_owned() {
             self.hold(end);
         }
@@ -57,8 +57,8 @@ impl Held {
         }
     }
 
-    /// Lets go of all of them after this time, however late it was to be before.
-    pub(crate) fn let_go_in(&self, time: Duration) {
+    /// Closes all of them after this time, even if a later time was set before.
+    pub(crate) fn release_in(&self, time: Duration) {
         let mut state = self.shared.lock();
         if state.ends.is_empty() {
             return;
@@ -73,27 +73,27 @@ impl Held {
             return;
         }
         let shared = Arc::clone(&self.shared);
-        let started = thread::Builder::new().name("let go".into()).spawn(move || shared.let_go_in_time());
+        let started = thread::Builder::new().name("release".into()).spawn(move || shared.release_in_time());
         if started.is_err() {
             state.ends.clear();
         }
     }
 
-    /// Lets go of all of them.
-    pub(crate) fn let_go(&self) {
-        self.let_go_in(Duration::ZERO);
+    /// Closes all of them.
+    pub(crate) fn release(&self) {
+        self.release_in(Duration::ZERO);
     }
 }
 
-impl Drop for Held {
+impl Drop for HeldConnections {
     fn drop(&mut self) {
-        self.let_go();
+        self.release();
         self.shared.changed.notify_all();
     }
 }
 
 impl SharedState {
-    fn let_go_in_time(&self) {
+    fn release_in_time(&self) {
         let mut state = self.lock();
         while !state.ends.is_empty() {
             let left = state.until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()));
@@ -123,10 +123,10 @@ mod tests {
     const LONG: Duration = Duration::from_secs(240);
 
     /// The other end of a connection whose near end is held and nowhere else open.
-    fn held() -> (Held, UnixStream) {
+    fn held() -> (HeldConnections, UnixStream) {
         let (near, far) = UnixStream::pair().unwrap();
-        let held = Held::default();
-        held.hold_too(near.as_fd());
+        let held = HeldConnections::default();
+        held.hold_duplicate(near.as_fd());
         (held, far)
     }
 
@@ -143,10 +143,10 @@ mod tests {
         assert_eq!((&far).read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
         far.set_nonblocking(false).unwrap();
         let begun = Instant::now();
-        held.let_go_in(Duration::from_millis(30));
+        held.release_in(Duration::from_millis(30));
         wait_gone(&far);
         assert!(begun.elapsed() >= Duration::from_millis(30));
-        held.let_go();
+        held.release();
     }
 
     #[test]
@@ -155,8 +155,8 @@ mod tests {
         let (_later, far, begun) = loop {
             let (later, far) = held();
             let begun = Instant::now();
-            later.let_go_in(Duration::from_millis(20));
-            later.let_go_in(Duration::from_millis(80));
+            later.release_in(Duration::from_millis(20));
+            later.release_in(Duration::from_millis(80));
             if begun.elapsed() < Duration::from_millis(20) {
                 break (later, far, begun);
             }
@@ -164,15 +164,15 @@ mod tests {
         wait_gone(&far);
         assert!(begun.elapsed() >= Duration::from_millis(80));
         let (sooner, far) = held();
-        sooner.let_go_in(LONG);
-        sooner.let_go_in(Duration::from_millis(1));
+        sooner.release_in(LONG);
+        sooner.release_in(Duration::from_millis(1));
         wait_gone(&far);
     }
 
     #[test]
     fn nothing_is_held_by_what_is_dropped() {
         let (held, far) = held();
-        held.let_go_in(LONG);
+        held.release_in(LONG);
         drop(held);
         wait_gone(&far);
     }

@@ -1,4 +1,4 @@
-//! Findings and results in words and JSON.
+//! Results in lines for people and in JSON for programs.
 
 use limosa_channel::Counters;
 use limosa_console::quantity::{bytes, count};
