@@ -11,9 +11,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use limosa_page::with_causes;
 use limosa_qemu::command_line::escaped;
 use limosa_qemu::{BlockPlace, MappedCommandLine, check_not_shared, is_same_file, map_memory, name_memory};
-use limosa_snapshot::{Snapshot, check_disks, with_causes};
+use limosa_snapshot::{Snapshot, check_disks};
 use parking_lot::Mutex;
 
 use crate::command_line::{

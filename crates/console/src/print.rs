@@ -8,6 +8,8 @@ use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 
+use limosa_page::with_causes;
+
 /// The error of the first line that standard output did not take.
 static LOST: OnceLock<io::Error> = OnceLock::new();
 
@@ -47,27 +49,13 @@ pub fn all_printed() -> anyhow::Result<()> {
 
 /// Returns an error and its causes in one line, without repetitions.
 pub fn one_line(error: &anyhow::Error) -> String {
-    one_line_of(error.chain())
+    error_line(error.as_ref())
 }
 
 /// Returns an error and its causes in one line, as [`one_line`] does.
 #[must_use]
 pub fn error_line(error: &(dyn std::error::Error + 'static)) -> String {
-    one_line_of(anyhow::Chain::new(error))
-}
-
-fn one_line_of(chain: anyhow::Chain<'_>) -> String {
-    let mut line = String::new();
-    for cause in chain {
-        let said = cause.to_string();
-        if !line.contains(&said) {
-            if !line.is_empty() {
-                line.push_str(": ");
-            }
-            line.push_str(&said);
-        }
-    }
-    line.replace('\n', " ")
+    with_causes(error).replace('\n', " ")
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! Errors of a demonstration.
 
-use std::error::Error;
 use std::io;
 
 use crate::guest::GuestError;
@@ -77,21 +76,6 @@ pub enum DemoError {
     /// The memory at the destination is not what it was.
     #[error("the memory is not the same at both ends: {0}")]
     Differs(String),
-}
-
-/// Returns an error with its causes, in one line.
-pub(crate) fn with_causes(error: &dyn Error) -> String {
-    let (mut line, mut cause) = (error.to_string(), error.source());
-    while let Some(error) = cause {
-        let text = error.to_string();
-        // Some errors of other crates print their cause themselves.
-        if !line.ends_with(&text) {
-            line += ": ";
-            line += &text;
-        }
-        cause = error.source();
-    }
-    line
 }
 
 impl DemoError {

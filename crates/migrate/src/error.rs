@@ -12,8 +12,8 @@ use crate::live::VmError;
 use crate::live::destination::LayoutDifference;
 use crate::pages::PageError;
 
-/// Why an engine gave up. Each names the object it failed on; what the VM's owner can do about it is the caller's to
-/// say, because only the caller knows who runs the VM now.
+/// The reason why an engine gave up. Each names the object that failed. Only the caller knows who runs the VM now, so
+/// only the caller can say what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
@@ -22,7 +22,7 @@ pub enum MigrateError {
     Channel(#[from] ChannelError),
 
     /// One of the multifd channels failed, and with it the whole job.
-    #[error("multifd channel {id}: {source}")]
+    #[error("multifd channel {id}")]
     Multifd {
         /// Its number, counted from 0.
         id: u8,
@@ -31,11 +31,11 @@ pub enum MigrateError {
     },
 
     /// The main channel ended before its stream did; the source may have another number of multifd channels.
-    #[error("the migration stream is not valid: {source} (multifd channels here: {channels})")]
+    #[error("the migration stream is not valid (multifd channels here: {channels})")]
     MainEnded {
-        /// How many multifd channels there are here.
+        /// Number of multifd channels here.
         channels: usize,
-        /// Where it ended.
+        /// The end of the stream.
         source: StreamError,
     },
 
@@ -66,9 +66,9 @@ pub enum MigrateError {
     /// The channels did not all come in time.
     #[error("the channels of the migration do not come together: {what}")]
     Missing {
-        /// Who has not come, and what came instead.
+        /// The channels that are missing, and the connections that came instead.
         what: String,
-        /// Why the last connection that was turned away was refused, if one was; `what` says it, too.
+        /// Reason for the refusal of the last connection that was refused, if one was; part of `what`.
         refused: Option<Box<MigrateError>>,
     },
 
@@ -76,26 +76,26 @@ pub enum MigrateError {
     #[error("cannot be put into a migration stream: {0}")]
     Encode(#[from] EncodeError),
 
-    /// The place that pages go to failed.
+    /// The sink of the pages failed.
     #[error("cannot store pages: {0}")]
     Sink(#[source] PageError),
 
-    /// The place that pages come from failed.
+    /// The source of the pages failed.
     #[error("cannot read pages: {0}")]
     Source(#[source] PageError),
 
-    /// The stream is valid but this role does not take part in what it asks for.
+    /// The stream is valid but asks for something that this role does not do.
     #[error("the peer asked for {what} at stream offset {offset}, which {role} does not do")]
     Unsupported {
         /// The request.
         what: String,
-        /// Where, in bytes from the start of the stream.
+        /// Offset in bytes from the start of the stream.
         offset: u64,
         /// The role that was asked.
         role: &'static str,
     },
 
-    /// The destination was said to have pages that a RAM block cannot have.
+    /// The page size given for a RAM block is one that it cannot have.
     #[error("RAM block {block} cannot have pages of {page_size} bytes: {why}")]
     PageSize {
         /// The block.
@@ -109,11 +109,11 @@ pub enum MigrateError {
     /// The source let the guest run here before its memory had come.
     #[error("the source switched to postcopy at stream offset {offset}, but no VM runs here that could use its pages")]
     SwitchedToPostcopy {
-        /// Where, in bytes from the start of the stream.
+        /// Offset in bytes from the start of the stream.
         offset: u64,
     },
 
-    /// The source wants answers, and there is no way for them.
+    /// The source wants answers, and the channel carries none.
     #[error("{peer}: the source wants answers (capability return-path), but this channel carries none")]
     OneWay {
         /// The channel.
@@ -138,12 +138,12 @@ pub enum MigrateError {
     #[error("the peer broke the protocol: {0}")]
     Protocol(String),
 
-    /// The destination did not say within the time allowed what it was asked.
+    /// The destination did not answer within the time allowed.
     #[error("the destination did not answer {what} within {} s", waited.as_secs())]
     Silent {
         /// The answer that it owes.
         what: &'static str,
-        /// How long it was waited for.
+        /// Time waited.
         waited: Duration,
     },
 
@@ -152,7 +152,7 @@ pub enum MigrateError {
     Log(#[from] LogError),
 
     /// The VMM did not do what the migration needs.
-    #[error("the VM cannot {what}: {source}")]
+    #[error("the VM cannot {what}")]
     Vm {
         /// The operation, to stand behind "cannot".
         what: &'static str,
@@ -172,7 +172,7 @@ pub enum MigrateError {
     #[error(transparent)]
     Internal(#[from] BrokenInvariant),
 
-    /// The job was cancelled through its [`Control`](crate::Control).
+    /// The job was cancelled through its [`Control`](crate::control::Control).
     #[error("cancelled")]
     Cancelled,
 

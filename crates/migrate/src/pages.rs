@@ -1,4 +1,4 @@
-//! Where pages come from and where they go to.
+//! Sources and sinks of pages.
 //!
 //! The engines are written once, over these two traits: guest RAM or a stored file is behind them. A sink is handed
 //! whole pages in the order of the stream, and the *last contents of a page win*; a source is asked for
@@ -27,7 +27,7 @@ pub struct StreamSetup {
     pub blocks: Vec<RamBlock>,
 }
 
-/// Where received pages go.
+/// A receiver of pages.
 ///
 /// Contract: [`begin`](PageSink::begin) is called once and first. A page that is never mentioned is zero. A page may be
 /// mentioned again, as often as the source's guest dirties it: the last call decides, whether it brings contents or
@@ -52,7 +52,7 @@ pub trait PageSink {
     /// Makes a run of pages of one block zero.
     fn put_zero(&mut self, block: usize, pages: PageRange) -> Result<(), PageError>;
 
-    /// Reads a page as the last word about it left it: zeros if there was none. Only asked for if the source sends
+    /// Reads a page with its last contents: zeros if it has not come. Only asked for if the source sends
     /// deltas of pages (capability `xbzrle`).
     ///
     /// # Errors
@@ -79,7 +79,7 @@ pub trait PageSink {
 /// it may exist.
 #[allow(unsafe_code, reason = "implementations vouch for addresses")]
 pub unsafe trait PageMemory: Sync {
-    /// Told what will be filled next, ascending runs: a chance to make room for all of it at once.
+    /// Announces the runs that are filled next, ascending: a chance to make room for all of them at once.
     ///
     /// # Errors
     /// There is no room: the source keeps the VM.
@@ -88,22 +88,23 @@ pub unsafe trait PageMemory: Sync {
         Ok(())
     }
 
-    /// Where pages of a block lie, to be filled by the kernel.
+    /// Returns the memory of pages of a block, which the kernel fills.
     ///
     /// # Errors
     /// The block has not all of them.
     fn place(&self, block: usize, pages: PageRange) -> Result<iovec, PageError>;
 
-    /// Notes that pages have been filled; how many of them had been mentioned before.
+    /// Notes that pages have been filled. Returns the number of them that had been mentioned before.
     fn filled(&self, block: usize, pages: PageRange) -> u64;
 
-    /// Copies consecutive pages, one slice of 4096 bytes a page; how many of them had been mentioned before.
+    /// Copies consecutive pages, one slice of 4096 bytes a page. Returns the number of them that had been mentioned
+    /// before.
     ///
     /// # Errors
     /// As [`PageSink::put_pages`].
     fn put_pages(&self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError>;
 
-    /// Makes pages zero, without touching those that are; how many of them had been mentioned before.
+    /// Makes pages zero, without touching those that are. Returns the number of them that had been mentioned before.
     ///
     /// # Errors
     /// As [`PageSink::put_zero`].
@@ -116,7 +117,7 @@ pub unsafe trait PageMemory: Sync {
     fn read_back(&self, block: usize, page: PageNumber, into: &mut [u8; PAGE_LEN]) -> Result<(), PageError>;
 }
 
-/// Where pages to be sent come from: immutable while a source role runs.
+/// A source of pages. Immutable while a source role runs.
 pub trait PageSource: Sync {
     /// The layout the pages belong to.
     fn start(&self) -> &StreamSetup;
@@ -131,8 +132,8 @@ pub trait PageSource: Sync {
     /// is silent corruption of a guest.
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError>;
 
-    /// Where the contents of a stored page lie in a file: the descriptor, and the offset of its first byte; the stored
-    /// pages behind it follow there. A sender may pass them on from there without reading them. `None` if they have to
+    /// Returns the place of a stored page in a file: the descriptor, and the offset of its first byte. The stored pages
+    /// behind it follow there. A sender may pass them on from there without reading them. `None` if they have to
     /// be [read](Self::read), for example because that is where they are verified.
     fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
         let _ = (block, page);
@@ -150,7 +151,7 @@ pub trait PageSource: Sync {
     /// then before.
     ///
     /// # Errors
-    /// The file may not have held what was stored: the destination must not go on with what it got.
+    /// The file may not have held what was stored: the destination must not use the pages that it got.
     fn still_whole(&self) -> Result<(), PageError> {
         Ok(())
     }

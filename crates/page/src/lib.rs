@@ -34,6 +34,7 @@
 //! ```
 
 mod bitmap;
+mod causes;
 mod convert;
 mod guest;
 pub mod holes;
@@ -44,6 +45,7 @@ mod scan;
 mod zero;
 
 pub use bitmap::{AtomicPageBitmap, BitmapError, PageBitmap, Runs};
+pub use causes::with_causes;
 pub use convert::{to_micros, to_millis, to_nanos, to_u64, to_usize};
 pub use guest::{GuestPages, is_zero_at};
 pub use invariant::{BrokenInvariant, broken, invariant};

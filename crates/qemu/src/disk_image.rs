@@ -12,7 +12,7 @@ use std::time::Duration;
 use limosa_image::chain::{OpenOptions, open};
 use limosa_image::reference::{BackingOverride, Reference};
 use limosa_image::{BlockStatus, Format, GuestOffset, ImageError, Policy};
-use limosa_snapshot::with_causes;
+use limosa_page::with_causes;
 use limosa_storage::{LockPolicy, block_on};
 
 /// Time that the metadata of an image may take to read.

@@ -174,20 +174,3 @@ impl std::fmt::Display for At {
         }
     }
 }
-
-/// Returns an error with its causes in one line, for messages that are no errors themselves.
-#[must_use]
-pub fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let text = error.to_string();
-        // A transparent error shows its cause as its own.
-        if !line.contains(&text) {
-            line.push_str(": ");
-            line.push_str(&text);
-        }
-        cause = error.source();
-    }
-    line
-}

@@ -83,7 +83,7 @@ pub use comparison::{
     StoredSections, compare, compare_memory, compare_stored, damage, destination_of,
 };
 pub use disks::{Difference, Disk, DiskChange, check_disks};
-pub use error::{SnapshotError, with_causes};
+pub use error::SnapshotError;
 pub use foreign::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, SaveHeader, SaveImage, XML_LIMIT,
 };

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use limosa_channel::{Acceptor, Channel, Listener, Options, Uri};
+use limosa_console::error_line;
 use limosa_migrate::control::Control;
 use limosa_migrate::live::{AcceptPreempt, LiveDestinationOptions, PostcopyPaused, TimeoutStrategy};
 use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChannels, MultifdOptions};
@@ -13,7 +14,6 @@ use serde_json::Value;
 use super::orders::Order;
 use super::vm::Vm;
 use super::{End, Migration, REACH, tell};
-use crate::error::with_causes;
 use crate::report::{Calls, DestinationReport, FaultLatency};
 use crate::settings::Postcopy;
 use crate::state::State;
@@ -61,11 +61,11 @@ impl End {
                 true
             }
             IncomingOutcome::Failed(error) => {
-                self.failed(migration, &with_causes(&error));
+                self.failed(migration, &error_line(&error));
                 true
             }
             IncomingOutcome::Undecided(arrival) => {
-                let why = with_causes(arrival.why());
+                let why = error_line(arrival.why());
                 self.told_destination(migration, "undecided", None, Some(why.clone()));
                 if self.ask(State::Undecided, &why) != Order::Go {
                     arrival.discard();
@@ -73,7 +73,7 @@ impl End {
                 }
                 match arrival.start() {
                     Ok(()) => self.coordinator.turn(State::Running, None),
-                    Err(error) => self.coordinator.turn(State::Failed, Some(with_causes(&*error))),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(error_line(&*error))),
                 }
                 true
             }
@@ -83,7 +83,7 @@ impl End {
 
     /// The guest runs here and waits for its pages, until the source comes back. Returns whether this end continues.
     fn recover(&self, migration: &Migration, paused: PostcopyPaused<'_, Vm>) -> bool {
-        let mut why = format!("{}; {} pages are missing", paused.why(), paused.missing_pages());
+        let mut why = format!("{}; {} pages are missing", error_line(paused.why()), paused.missing_pages());
         self.told_destination(migration, "postcopy-paused", None, Some(why.clone()));
         loop {
             let Order::Recover(uri) = self.ask(State::PostcopyPaused, &why) else {
@@ -111,7 +111,7 @@ impl End {
 
     fn listen(&self, uri: &Uri, channels: u8, control: &Control) -> Result<(Listener, MultifdChannels), String> {
         let listener = Listener::bind(uri, &Options { tls: self.tls.clone(), ..Options::default() })
-            .map_err(|error| with_causes(&error))?;
+            .map_err(|error| error_line(&error))?;
         self.socket.set_listen_address(listener.local_uri());
         if channels == 0 {
             let main = wait(&listener, control)?;
@@ -120,8 +120,8 @@ impl End {
         let options = MultifdAcceptOptions { channels, within: REACH, main_first: false };
         let mut gathering = MultifdAccept::new(&listener, options).on_refusal(|why| turned_away(&why.to_string()));
         let set = loop {
-            control.check().map_err(|error| with_causes(&error))?;
-            if let Some(set) = gathering.step(TICK).map_err(|error| with_causes(&error))? {
+            control.check().map_err(|error| error_line(&error))?;
+            if let Some(set) = gathering.step(TICK).map_err(|error| error_line(&error))? {
                 break set;
             }
         };
@@ -131,8 +131,7 @@ impl End {
 
     fn arrived(&self, migration: &Migration, stats: &IncomingStats) {
         let unheard = stats.unheard.as_ref().map(|error| {
-            let why =
-                format!("the guest runs here, but the source may not have been notified: {}", with_causes(&error));
+            let why = format!("the guest runs here, but the source may not have been notified: {}", error_line(error));
             tell(&format!("destination: {why}\n  At the source: limosa-demo discard --control <its socket>"));
             why
         });
@@ -176,8 +175,8 @@ impl End {
 fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
     let mut acceptor = Acceptor::new(listener).on_refusal(turned_away);
     loop {
-        control.check().map_err(|error| with_causes(&error))?;
-        if let Some(channel) = acceptor.step(TICK).map_err(|error| with_causes(&error))? {
+        control.check().map_err(|error| error_line(&error))?;
+        if let Some(channel) = acceptor.step(TICK).map_err(|error| error_line(&error))? {
             return Ok(channel);
         }
     }

@@ -17,12 +17,13 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use limosa_channel::Tls;
+use limosa_console::error_line;
 use limosa_control::{ControlSocket, Job};
 use limosa_migrate::Handle;
 use limosa_migrate::control::Control;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::error::{DemoError, with_causes};
+use crate::error::DemoError;
 use crate::report::MemoryReport;
 use crate::settings::Settings;
 use crate::state::{Role, State, advice};
@@ -71,7 +72,7 @@ pub fn run(arguments: &[String]) -> Result<(), DemoError> {
         Role::Source => settings.client_tls(),
         Role::Destination => settings.server_tls(),
     };
-    let tls = tls.map_err(|error| DemoError::Settings(with_causes(&error)))?;
+    let tls = tls.map_err(|error| DemoError::Settings(error_line(&error)))?;
     end_with_input()?;
     let witness = Witness::open(Path::new(witness), role.name()).map_err(DemoError::system("the witness"))?;
     let (coordinator, orders) = Coordinator::new(role, control.clone());
@@ -80,7 +81,7 @@ pub fn run(arguments: &[String]) -> Result<(), DemoError> {
     let socket = ControlSocket::listen_for(Path::new(control), commands)
         .map_err(DemoError::system(format!("cannot listen at {control}")))?;
     if role == Role::Source {
-        vm.run().map_err(|error| DemoError::Guest(with_causes(&*error)))?;
+        vm.run().map_err(|error| DemoError::Guest(error_line(&*error)))?;
     }
     let end = End { settings, tls, coordinator, socket, orders, vm };
     end.serve()
@@ -120,7 +121,7 @@ impl End {
                 held_pages: free.held_pages,
                 error: None,
             },
-            Err(error) => MemoryReport { error: Some(with_causes(&*error)), ..MemoryReport::default() },
+            Err(error) => MemoryReport { error: Some(error_line(&*error)), ..MemoryReport::default() },
         };
         self.coordinator.verified(serde_json::to_value(found).unwrap_or_default());
     }

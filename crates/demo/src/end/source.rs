@@ -3,6 +3,7 @@
 use parking_lot::Mutex;
 
 use limosa_channel::{Channel, ChannelError, Options, Tls, Uri, ZeroCopy};
+use limosa_console::error_line;
 use limosa_migrate::control::Control;
 use limosa_migrate::live::{OpenPreempt, PostcopyPausedSource, Undecided};
 use limosa_migrate::multifd::MultifdSourceOptions;
@@ -14,7 +15,6 @@ use serde_json::{Value, json};
 use super::orders::{Coordinator, Order};
 use super::vm::Vm;
 use super::{End, Migration, REACH, tell};
-use crate::error::with_causes;
 use crate::report::{Calls, Hints, PostcopySent, Round, SourceReport, millis};
 use crate::settings::Postcopy;
 use crate::state::State;
@@ -53,14 +53,14 @@ impl End {
                 true
             }
             LiveOutcome::Stuck { error, resume, stats } => {
-                let why = format!("{}; and the guest cannot continue: {resume}", with_causes(&error));
+                let why = format!("{}; and the guest cannot continue: {resume}", error_line(&error));
                 self.told_source(migration, "failed", &stats, Some(why.clone()));
                 self.coordinator.turn(State::Failed, Some(why));
                 true
             }
             LiveOutcome::Undecided(undecided) => self.undecided(migration, undecided),
             LiveOutcome::PostcopyPaused(broken) => {
-                let why = with_causes(broken.why());
+                let why = error_line(broken.why());
                 self.recover_source(migration, broken, why)
             }
         }
@@ -68,14 +68,14 @@ impl End {
 
     /// The last byte was sent, and no answer has arrived since. Returns whether this end continues.
     fn undecided(&self, migration: &Migration, undecided: Undecided<'_, Vm>) -> bool {
-        let why = with_causes(undecided.why());
+        let why = error_line(undecided.why());
         self.told_source(migration, "undecided", undecided.stats(), Some(why.clone()));
         self.coordinator.recoverable(undecided.is_postcopy_paused());
         match self.ask(State::Undecided, &why) {
             Order::Go => {
                 match undecided.resume() {
                     Ok(_) => self.coordinator.turn(State::Running, None),
-                    Err(error) => self.coordinator.turn(State::Failed, Some(with_causes(&*error))),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(error_line(&*error))),
                 }
                 true
             }
@@ -100,7 +100,7 @@ impl End {
                 // By hand: the operator who ordered this knows that the destination has ended.
                 match broken.vm().run() {
                     Ok(()) => self.coordinator.turn(State::Running, None),
-                    Err(error) => self.coordinator.turn(State::Failed, Some(with_causes(&*error))),
+                    Err(error) => self.coordinator.turn(State::Failed, Some(error_line(&*error))),
                 }
                 true
             }
@@ -117,27 +117,27 @@ impl End {
                 let outcome = broken.recover(channel, preempt, &again.handle);
                 self.left(&again, outcome)
             }
-            Err(error) => self.recover_source(&again, broken, with_causes(&error)),
+            Err(error) => self.recover_source(&again, broken, error_line(&error)),
         }
     }
 
     /// Reaches the destination, on as many channels as it expects.
     fn prepare<'a>(&'a self, uri: &Uri, migration: &'a Migration) -> Result<LiveSource<'a, 'a, Vm>, String> {
-        let logs = self.vm.logs().map_err(|error| with_causes(&error))?;
+        let logs = self.vm.logs().map_err(|error| error_line(&error))?;
         // The main one first: an end that cannot distinguish them otherwise uses their order.
-        let main = self.connect(uri).map_err(|error| with_causes(&error))?;
+        let main = self.connect(uri).map_err(|error| error_line(&error))?;
         let zero_copy = self.settings.zero_copy;
         // Over TLS it has shaken hands then; the others do so on their own threads.
         let tls = self.tls.clone().map(Tls::deferred);
         let multifd_channels = (0..self.settings.channels).map(|_| connect(uri, zero_copy, tls.clone()));
         let multifd_channels = multifd_channels.collect::<Result<Vec<_>, _>>();
-        let multifd_channels = multifd_channels.map_err(|error| with_causes(&error))?;
+        let multifd_channels = multifd_channels.map_err(|error| error_line(&error))?;
         let multifd =
             MultifdSourceOptions { compression: self.settings.compression, ..MultifdSourceOptions::default() };
         let source = LiveSource::new(&self.vm, logs, main, &migration.handle)
             .options(self.settings.params())
             .shared_memory(self.settings.shared_memory());
-        let source = source.channels(multifd_channels, multifd).map_err(|error| with_causes(&error))?;
+        let source = source.channels(multifd_channels, multifd).map_err(|error| error_line(&error))?;
         let source = source.postcopy(match self.settings.postcopy {
             Postcopy::Off => limosa_migrate::live::Postcopy::Off,
             Postcopy::AfterRounds(_) => limosa_migrate::live::Postcopy::Allowed,
@@ -208,7 +208,7 @@ fn with_remedy(error: &MigrateError) -> String {
         MigrateError::NoConvergence(_) => format!(
             "{error}; allow more downtime or bandwidth, slow the vCPUs down (auto-converge), or switch to postcopy"
         ),
-        _ => with_causes(error),
+        _ => error_line(error),
     }
 }
 

@@ -4,10 +4,11 @@
 //! the engine finds its call failed, sees that it was told to stop, and reports that instead of a broken channel.
 
 use std::num::NonZeroU64;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use limosa_channel::{Channel, RateLimit, Shutdown};
+use parking_lot::Mutex;
 
 use crate::error::MigrateError;
 
@@ -34,9 +35,9 @@ impl Handle {
 /// An order to a running job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// Give up: before the switchover the VM stays where it is.
+    /// Gives up: before the switchover the VM stays at the source.
     Cancel,
-    /// Break off a postcopy so that it can be recovered later: the guest stalls on pages it has not got.
+    /// Breaks off a postcopy that can be recovered later: the guest stalls on missing pages.
     Pause,
 }
 
@@ -47,7 +48,7 @@ struct State {
     held: bool,
     /// or this number of callers that started one.
     deferred: usize,
-    /// A live migration is to go on in postcopy.
+    /// A live migration continues in postcopy.
     postcopy: bool,
     downtime_limit: Option<Duration>,
     channels: Vec<Arc<Channel>>,
@@ -88,7 +89,7 @@ impl Control {
         Self { state: Arc::default(), rate: RateLimit::default() }
     }
 
-    /// The limit on what engines send by their own will. Requested pages are never held back by it.
+    /// Returns the rate limit of unrequested data. Requested pages are never held back by it.
     pub fn rate(&self) -> &RateLimit {
         &self.rate
     }
@@ -107,60 +108,60 @@ impl Control {
 
     /// Changes how long the VM of a live migration may stand still. Counts from the end of the present round.
     pub fn set_downtime_limit(&self, limit: Duration) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).downtime_limit = Some(limit);
+        self.state.lock().downtime_limit = Some(limit);
     }
 
     /// The limit that was [set](Self::set_downtime_limit), if one was.
     pub fn downtime_limit(&self) -> Option<Duration> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).downtime_limit
+        self.state.lock().downtime_limit
     }
 
-    /// Has a live migration that may do so go on in postcopy, at once; has no effect on one that may not.
+    /// Switches a live migration to postcopy at once. Has no effect where postcopy is off.
     pub fn start_postcopy(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).postcopy = true;
+        self.state.lock().postcopy = true;
     }
 
-    /// Whether that was asked for.
+    /// Whether postcopy was requested.
     pub fn postcopy_wanted(&self) -> bool {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).postcopy
+        self.state.lock().postcopy
     }
 
-    /// Tells the engine to stop. The first word counts; later ones are ignored.
+    /// Tells the engine to stop. The first order counts; later ones are ignored.
     pub fn stop(&self, stop: Stop) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.stop.get_or_insert(stop);
         state.shut_down();
     }
 
-    /// Has a stop wait until what is returned is dropped: the other side is at a point where it must not lose its
+    /// Defers a stop until the returned value is dropped: the other side is at a point where it must not lose its
     /// channels.
     #[must_use]
     pub fn defer_stop(&self) -> DeferredStop {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).deferred += 1;
+        self.state.lock().deferred += 1;
         DeferredStop(self.clone())
     }
 
     /// The order that the engine was given, if any.
     pub fn stopped(&self) -> Option<Stop> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).stop
+        self.state.lock().stop
     }
 
     /// From here until [`release`](Self::release) a stop is only remembered: the other side must not be left in the
     /// middle of what it is doing.
     pub(crate) fn hold(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).held = true;
+        self.state.lock().held = true;
     }
 
     /// A stop takes effect again, also one that came meanwhile.
     pub(crate) fn release(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.held = false;
         state.shut_down();
     }
 
     /// Fails if the engine was told to stop.
     pub fn check(&self) -> Result<(), MigrateError> {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.lock();
         match state.stop {
             Some(stop) if !state.is_held() => Err(stop.into()),
             _ => Ok(()),
@@ -170,7 +171,7 @@ impl Control {
     /// Registers a channel that a later [`stop`](Self::stop) shuts down; shuts it down at once if that has come
     /// already.
     pub(crate) fn watch(&self, channel: &Arc<Channel>) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         if state.stop.is_some() && !state.is_held() {
             let _ = channel.shutdown(Shutdown::Both);
         } else {
@@ -180,10 +181,10 @@ impl Control {
 
     /// Forgets the channels: the engine is done with them.
     pub(crate) fn unwatch(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).channels.clear();
+        self.state.lock().channels.clear();
     }
 
-    /// `error`, unless the engine was told to stop: then that is the reason.
+    /// Returns `error`, or the stop if the engine was told to stop.
     pub(crate) fn explain(&self, error: MigrateError) -> MigrateError {
         self.stopped().map_or(error, MigrateError::from)
     }
@@ -195,7 +196,7 @@ pub struct DeferredStop(Control);
 
 impl Drop for DeferredStop {
     fn drop(&mut self) {
-        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.state.lock();
         state.deferred -= 1;
         state.shut_down();
     }

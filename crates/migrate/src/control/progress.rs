@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
-/// How far a job is. The names are QEMU's migration states where it has one.
+/// The phase of a job. The names are QEMU's migration states where it has one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Phase {
@@ -56,10 +56,10 @@ pub struct Progress(Arc<Numbers>);
 /// One reading of [`Progress`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct ProgressReading {
-    /// How far the job is.
+    /// The phase of the job.
     #[serde(skip)]
     pub phase: Phase,
-    /// Pages that the job is about: of all RAM blocks when receiving, those with contents when sending.
+    /// Pages of the job: of all RAM blocks when receiving, those with contents when sending.
     pub total_pages: u64,
     /// Pages moved with contents, resent ones included.
     pub normal_pages: u64,
@@ -101,7 +101,7 @@ impl Progress {
         self.0.phase.fetch_max(phase as u8, Relaxed);
     }
 
-    /// Says how many pages the job is about.
+    /// Sets the number of pages of the job.
     pub fn expect_pages(&self, total: u64) {
         self.0.total_pages.store(total, Relaxed);
     }
@@ -125,7 +125,7 @@ impl Progress {
         self.0.requests.fetch_add(pages, Relaxed);
     }
 
-    /// Takes over the numbers that another program reports about its own work (QEMU writing a file by itself).
+    /// Takes over the numbers of another program that does the work (QEMU writing a file by itself).
     pub fn report(&self, reading: &ProgressReading) {
         let numbers = &*self.0;
         self.enter(reading.phase);

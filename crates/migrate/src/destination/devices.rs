@@ -52,7 +52,7 @@ impl Receiver<'_> {
         }
         let before = self.role.channel.counters().bytes_out;
         let said = self.obey(&Command::Ping(PING_READY), self.decoder.offset());
-        // From the first byte of the answer on the source may have given its word.
+        // From the first byte of the answer on the source may have committed.
         self.answered = said.is_ok() || self.role.channel.counters().bytes_out != before;
         said?;
         Ok(self.role.channel.set_timeouts(self.role.options.answer_timeout, self.role.options.answer_timeout)?)

@@ -2,15 +2,15 @@
 //!
 //! The stream is read in large pieces into receive buffers and decoded in place. A page is not taken out of them: the
 //! sink gets slices of a buffer, gathered over as many consecutive pages as have arrived, and hands them to the kernel
-//! in one vectored call, while the next buffer fills (`writer`). What user space moves is the tail of a record that the
+//! in one vectored call, while the next buffer fills (`writer`). User space moves only the tail of a record that the
 //! end of a buffer cut in two, at most one page a buffer.
 //!
-//! The role ends with the VM stopped at the source and the source waiting for the destination's word. That word is
-//! given by [`Incoming::acknowledge`], not here: until then the source can resume its VM, and it is the caller who
-//! knows whether what was received has to be durable first.
+//! The role ends with the VM stopped at the source and the source waiting for the acknowledgement. The caller gives
+//! it with [`Incoming::acknowledge`]: until then the source can resume its VM, and only the caller knows whether the
+//! received VM has to be durable first.
 //!
 //! A source that says where its device sections end (PING 6) is answered when every page and every section is in its
-//! place; its stream is whole when its word that the VM may run (PING 7) has come, and the description behind it.
+//! place; its stream is whole when its commit (PING 7) has come, and the description behind it.
 //!
 //! With [multifd channels](Destination::channels) most pages come on these, each read by a thread of its own, and
 //! meet at synchronization points. [`MultifdAccept`] finds out which connection is which channel.

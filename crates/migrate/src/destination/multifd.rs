@@ -13,7 +13,7 @@ use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken, to_usize};
 use limosa_stream::multifd::{Compression, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, Packet};
 use limosa_stream::{ErrorKind, RamBlock, StreamError};
 
-use super::page_writer::{PageWrites, WriterHandle};
+use super::page_writer::{Filled, PageWrites, WriterHandle};
 use super::scatter::Scatter;
 use super::sync::{MultifdSync, Over};
 use super::unpack::Unpacker;
@@ -268,8 +268,8 @@ impl<'a> PageChannel<'a> {
 
     /// Hands the buffer over with its writes, and continues in an empty one.
     fn exchange(&mut self) -> Result<(), MigrateError> {
-        let full = (std::mem::take(&mut self.buffer), std::mem::take(&mut self.orders));
-        (self.buffer, self.orders) = self.handle.exchange(full)?;
+        let full = Filled { bytes: std::mem::take(&mut self.buffer), orders: std::mem::take(&mut self.orders) };
+        Filled { bytes: self.buffer, orders: self.orders } = self.handle.exchange(full)?;
         self.used = 0;
         Ok(())
     }

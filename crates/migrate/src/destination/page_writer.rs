@@ -6,7 +6,7 @@
 //!
 //! Each reading thread has its own buffers and a [`WriterHandle`], so that one that is held up holds up no other. The
 //! law: orders are carried out in the order in which their buffers were handed over, from whichever thread, because the
-//! last word about a page counts.
+//! last contents of a page count.
 //!
 //! A sink that is [memory](PageMemory) has no such thread: every reader carries out its own orders, before its buffer
 //! fills again and before each synchronization point. A page of the main channel goes through the buffer there too,
@@ -215,8 +215,12 @@ impl<'a> PageCounts<'a> {
     }
 }
 
-/// A buffer and what is to become of it.
-pub(super) type Filled = (Box<[u8]>, PageWrites);
+/// A buffer and the writes that its records ask for.
+#[derive(Debug)]
+pub(super) struct Filled {
+    pub(super) bytes: Box<[u8]>,
+    pub(super) orders: PageWrites,
+}
 
 /// A buffer on its way, and the way back.
 #[derive(Debug)]
@@ -264,11 +268,11 @@ impl<'a> WriterHandle<'a> {
                 Ok(filled)
             }
             Self::Placed(DirectMemory { memory, counts }) => {
-                let (bytes, mut orders) = filled;
+                let Filled { bytes, mut orders } = filled;
                 let mut batch = Moved::default();
                 orders.carry_out(&bytes, memory, &mut batch)?;
                 counts.count(batch);
-                Ok((bytes, orders))
+                Ok(Filled { bytes, orders })
             }
         }
     }
@@ -308,13 +312,13 @@ impl<'scope> PageWriter<'scope> {
         // Not bounded by itself: the number of buffers bounds it.
         let (queue, to_empty) = channel::<FullBuffer>();
         let thread = Builder::new().name("land".into()).spawn_scoped(scope, move || {
-            for FullBuffer { filled: (bytes, mut orders), home } in to_empty {
+            for FullBuffer { filled: Filled { bytes, mut orders }, home } in to_empty {
                 let mut batch = Moved::default();
                 orders.carry_out(&bytes, &mut target, &mut batch)?;
                 counts.count(batch);
                 // Its reader takes none back once it has given its last buffer away; there may be others to empty all
                 // the same.
-                let _ = home.send(FullBuffer { filled: (bytes, orders), home: home.clone() });
+                let _ = home.send(FullBuffer { filled: Filled { bytes, orders }, home: home.clone() });
             }
             Ok(())
         });
@@ -328,7 +332,7 @@ impl<'scope> PageWriter<'scope> {
             Self::Thread { queue, .. } => {
                 let (home, emptied) = channel();
                 for _ in 1..BUFFERS {
-                    let filled = (vec![0; length].into_boxed_slice(), PageWrites::default());
+                    let filled = Filled { bytes: vec![0; length].into_boxed_slice(), orders: PageWrites::default() };
                     let _ = home.send(FullBuffer { filled, home: home.clone() });
                 }
                 WriterHandle::Handed { queue: queue.clone(), emptied, home: Some(home) }

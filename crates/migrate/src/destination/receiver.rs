@@ -9,7 +9,7 @@ use super::buffer::Buffer;
 use super::hooks::Hooks;
 use super::multifd::MultifdOptions;
 use super::options::{DestinationOptions, DestinationStats};
-use super::page_writer::{PageWrites, WriterHandle};
+use super::page_writer::{Filled, PageWrites, WriterHandle};
 use crate::control::{Control, Phase, Progress};
 use crate::error::MigrateError;
 
@@ -41,7 +41,7 @@ pub(super) struct Receiver<'a> {
     pub(super) return_path: bool,
     /// The page sizes that the source announced: postcopy may follow.
     pub(super) advised: Option<PageSizes>,
-    /// The source was told that everything is in its place: it may have given its word since.
+    /// The source was told that everything is in its place: it may have committed since.
     pub(super) answered: bool,
     /// Bytes that had come on the multifd channels when this one was last found silent.
     pub(super) heard: u64,
@@ -145,7 +145,8 @@ impl<'a> Receiver<'a> {
     pub(super) fn exchange(&mut self, handle: &mut WriterHandle<'_>) -> Result<(), MigrateError> {
         let rest = self.buffer.arrived()?.to_vec();
         let full = std::mem::take(&mut self.buffer.bytes);
-        let (empty, orders) = handle.exchange((full, std::mem::take(&mut self.orders)))?;
+        let full = Filled { bytes: full, orders: std::mem::take(&mut self.orders) };
+        let Filled { bytes: empty, orders } = handle.exchange(full)?;
         self.orders = orders;
         Ok(self.buffer.begin_with(empty, &rest)?)
     }

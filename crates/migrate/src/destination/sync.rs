@@ -4,18 +4,25 @@
 //! point, and nothing behind the SYNC packet is read before. Between two synchronization points a page travels on one
 //! channel only, so no other order is needed.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use limosa_stream::multifd::PACKET_LEN;
 use limosa_stream::{ErrorKind, StreamError};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::error::MigrateError;
 
+/// A multifd channel, as its thread has reported it.
+#[derive(Debug, Clone, Copy, Default)]
+struct ChannelState {
+    /// SYNC packets that it has come to.
+    arrived: u64,
+    ended: bool,
+}
+
 #[derive(Debug, Default)]
 struct State {
-    /// SYNC packets that each channel has come to, and whether it has ended.
-    channels: Vec<(u64, bool)>,
+    channels: Vec<ChannelState>,
     /// Join points that the main channel has passed.
     passed: u64,
     /// Since when the main channel has been waiting.
@@ -37,27 +44,23 @@ pub(super) struct Over;
 
 impl MultifdSync {
     pub(super) fn new(channels: usize) -> Self {
-        let state = State { channels: vec![(0, false); channels], ..State::default() };
+        let state = State { channels: vec![ChannelState::default(); channels], ..State::default() };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// The channel has come to a SYNC packet: waits until the main channel passes the synchronization point.
     pub(super) fn arrive(&self, channel: usize) -> Result<(), Over> {
         let mut state = self.lock();
-        let Some((arrived, _)) = state.channels.get_mut(channel) else { return Err(Over) };
-        *arrived += 1;
-        let arrived = *arrived;
+        let Some(reported) = state.channels.get_mut(channel) else { return Err(Over) };
+        reported.arrived += 1;
+        let arrived = reported.arrived;
         self.changed.notify_all();
         while !state.over && state.passed < arrived {
-            state = self.wait(state);
+            self.changed.wait(&mut state);
         }
         // That it is over by now does not undo that it was passed.
         if state.passed < arrived { Err(Over) } else { Ok(()) }
@@ -65,8 +68,8 @@ impl MultifdSync {
 
     /// The channel has ended between two packets. That is an error only if something is still expected from it.
     pub(super) fn ended(&self, channel: usize) {
-        if let Some((_, ended)) = self.lock().channels.get_mut(channel) {
-            *ended = true;
+        if let Some(reported) = self.lock().channels.get_mut(channel) {
+            reported.ended = true;
         }
         self.changed.notify_all();
     }
@@ -81,8 +84,8 @@ impl MultifdSync {
                 return Err(state.failure.take().unwrap_or_else(gone));
             }
             let passed = state.passed;
-            let mut behind = state.channels.iter().enumerate().filter(|(_, (arrived, _))| *arrived <= passed);
-            match behind.clone().find(|(_, (_, ended))| *ended) {
+            let mut behind = state.channels.iter().enumerate().filter(|(_, reported)| reported.arrived <= passed);
+            match behind.clone().find(|(_, reported)| reported.ended) {
                 Some((id, _)) => {
                     let what = "its packets, before the join point that the main channel has come to".into();
                     let fault = ErrorKind::Truncated { what, wanted: PACKET_LEN, available: 0 };
@@ -90,7 +93,7 @@ impl MultifdSync {
                     return Err(MigrateError::Multifd { id: u8::try_from(id).unwrap_or(u8::MAX), source });
                 }
                 None if behind.next().is_none() => break,
-                None => state = self.wait(state),
+                None => self.changed.wait(&mut state),
             }
         }
         state.passed += 1;
@@ -102,7 +105,7 @@ impl MultifdSync {
     /// How long the main channel has been waiting for this one.
     pub(super) fn waits_for(&self, channel: usize) -> Duration {
         let state = self.lock();
-        let behind = state.channels.get(channel).is_some_and(|(arrived, _)| *arrived <= state.passed);
+        let behind = state.channels.get(channel).is_some_and(|reported| reported.arrived <= state.passed);
         state.awaited.filter(|_| behind).map_or(Duration::ZERO, |since| since.elapsed())
     }
 

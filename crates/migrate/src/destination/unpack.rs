@@ -18,6 +18,16 @@ pub(super) enum Unpacker {
     Zstd(Box<Decoder<'static>>),
 }
 
+/// The result of a step of a decompressor.
+struct Stepped {
+    /// Bytes taken from the input.
+    taken: usize,
+    /// Bytes made.
+    made: usize,
+    /// Whether the stream has ended.
+    ended: bool,
+}
+
 impl Unpacker {
     pub(super) fn new(compression: Compression) -> Result<Self, String> {
         Ok(match compression {
@@ -44,7 +54,7 @@ impl Unpacker {
             let room =
                 pages.get_mut(made..).ok_or_else(|| broken("a decompressor fills the room that it has").to_string())?;
             let room = if full { &mut beyond[..] } else { room };
-            let (took, gave, ended) = self.run(input, room)?;
+            let Stepped { taken: took, made: gave, ended } = self.step(input, room)?;
             if full && gave > 0 {
                 return Err(format!("more than the {} bytes of its pages come out of it", pages.len()));
             }
@@ -63,8 +73,8 @@ impl Unpacker {
         }
     }
 
-    /// One step: bytes taken, bytes made, whether the stream has ended.
-    fn run(&mut self, input: &[u8], room: &mut [u8]) -> Result<(usize, usize, bool), String> {
+    /// Unpacks some bytes of `input` into `room`.
+    fn step(&mut self, input: &[u8], room: &mut [u8]) -> Result<Stepped, String> {
         match self {
             Self::Plain => Err("it is not compressed".into()),
             Self::Zlib(zlib) => {
@@ -72,13 +82,13 @@ impl Unpacker {
                 let status = zlib.decompress(input, room, FlushDecompress::Sync);
                 let status = status.map_err(|error| format!("it is not a zlib stream: {error}"))?;
                 let moved = |after: u64, before: u64| to_usize(after - before);
-                let (took, gave) = (moved(zlib.total_in(), before.0), moved(zlib.total_out(), before.1));
-                Ok((took, gave, status == Status::StreamEnd))
+                let (taken, made) = (moved(zlib.total_in(), before.0), moved(zlib.total_out(), before.1));
+                Ok(Stepped { taken, made, ended: status == Status::StreamEnd })
             }
             Self::Zstd(zstd) => {
                 let status = zstd.run_on_buffers(input, room);
                 let status = status.map_err(|error| format!("it is not a zstd frame: {error}"))?;
-                Ok((status.bytes_read, status.bytes_written, false))
+                Ok(Stepped { taken: status.bytes_read, made: status.bytes_written, ended: false })
             }
         }
     }

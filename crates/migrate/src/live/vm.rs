@@ -91,10 +91,10 @@ pub trait IncomingVm: Sync {
     }
 
     /// Runs the VM. Called once, when every device section was loaded and the source has given the VM away. It lets
-    /// vCPUs and devices go on and does not touch guest memory itself: in postcopy there may be no source to bring it.
+    /// vCPUs and devices run and does not touch guest memory itself: in postcopy there may be no source to bring it.
     ///
     /// # Errors
-    /// The VM cannot run, and nothing of it does. A source that waits for the VM's own word stays undecided then, and
-    /// this may be called once more; a stock QEMU source is told, and its VM continues.
+    /// The VM cannot run, and nothing of it does. A source that has committed stays undecided then, and this may be
+    /// called once more; a stock QEMU source is told, and its VM continues.
     fn start(&self) -> Result<(), VmError>;
 }

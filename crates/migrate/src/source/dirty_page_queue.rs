@@ -9,9 +9,8 @@
 //! decided under the lock that hands pages out, so a page is handed out or taken out, never both, and no thread waits
 //! for a list.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 use limosa_page::{BrokenInvariant, PageBitmap, PageNumber, PageRange, invariant};
+use parking_lot::{Mutex, MutexGuard};
 
 /// Pages of a window: 1 MiB, aligned to that, which is what a checksum of a snapshot covers.
 pub(crate) const WINDOW_PAGES: u64 = 256;
@@ -199,7 +198,7 @@ impl DirtyPageQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -1,4 +1,4 @@
-//! The source role: pages from a [`PageSource`](crate::PageSource) to a destination.
+//! The source role: pages from a [`PageSource`](crate::stored::PageSource) to a destination.
 
 pub(crate) mod dirty_page_queue;
 mod gather;

@@ -18,8 +18,8 @@
 
 use std::collections::BTreeMap;
 use std::io::IoSlice;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,6 +27,7 @@ use hdrhistogram::Histogram;
 use limosa_channel::{Channel, ChannelError, Counters};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, to_u64};
 use limosa_stream::{Command, RamBlock, ReturnMessage, postcopy, ram, section};
+use parking_lot::Mutex;
 
 use super::host_pages::with_page_sizes;
 use super::return_path::ReturnPath;
@@ -514,7 +515,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 }
                 continue;
             }
-            if let Some(near) = state.near.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            if let Some(near) = state.near.lock().take() {
                 cursor = near;
             }
             let Some((block, pages)) = state.unsent.claim_run(&mut cursor, batch) else { break };

@@ -33,8 +33,8 @@ pub struct PrecopyOptions {
     /// an answer no confirmation can come either, and that is better known before the pages are sent. Multifd channels
     /// begin meanwhile, because QEMU answers nothing before it has been greeted on all of them.
     pub greeting: Option<Duration>,
-    /// Longest wait for that word: the destination loads the device state in that time. On multifd channels also the
-    /// longest time in which the destination takes nothing.
+    /// Longest wait for the acknowledgement: the destination loads the device state in that time. On multifd channels
+    /// also the longest time in which the destination takes nothing.
     pub answer_timeout: Duration,
     /// RAM blocks whose memory is zero at the destination, by name: their zero pages are left out.
     pub zeroed_blocks: Vec<String>,

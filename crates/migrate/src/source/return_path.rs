@@ -5,12 +5,12 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange, broken};
 use limosa_stream::{RamBlock, ReturnDecoder, ReturnMessage};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::error::MigrateError;
 
@@ -65,7 +65,7 @@ pub(crate) enum Wake {
 
 impl ReturnPath {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Reads the return path, of a recovery or not, until SHUT, its end, or an error. Runs on its own thread.
@@ -141,7 +141,7 @@ impl ReturnPath {
             if left.is_zero() {
                 return Wake::Idle;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait_for(&mut state, left);
         }
     }
 
@@ -214,7 +214,7 @@ impl ReturnPath {
             if left.is_zero() {
                 return Err(MigrateError::Silent { what, waited: answer_timeout });
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait_for(&mut state, left);
         }
     }
 

@@ -4,13 +4,13 @@
 //! they share is in [`SendState`].
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use limosa_channel::Channel;
 use limosa_page::{PAGE_LEN, PageRange, broken, to_usize};
 use limosa_stream::RamBlock;
+use parking_lot::Mutex;
 
 use super::records::{GuestPages, RecordWriter, Zeros};
 use super::return_path::{Request, ReturnPath, Wake};
@@ -49,7 +49,7 @@ pub(crate) fn answer_requests<S: PageSource + ?Sized>(
         match state.return_path.next_request(Duration::from_secs(1), &state.unanswered) {
             Wake::Request(request) => {
                 let near = Cursor { block: request.block, page: request.pages.end };
-                *state.near.lock().unwrap_or_else(PoisonError::into_inner) = Some(near);
+                *state.near.lock() = Some(near);
                 let answered = sender.answer(request);
                 if answered.is_ok() {
                     // One that failed stays counted for ever, so that the stream can never end over it.

@@ -4,6 +4,7 @@ use crate::model;
 use std::thread;
 use std::time::Duration;
 
+use crate::model::InOneLine;
 use crate::model::vm::Vm;
 use crate::model::{Kept, Memory, pair, say};
 use limosa_channel::{Channel, Shutdown};
@@ -196,7 +197,7 @@ fn a_device_that_does_not_take_its_state_leaves_the_vm_at_the_source() {
     let vm = Vm { refuses: Some("serial"), ..vm() };
     let (heard, outcome) = run(&vm, &script.before, &READY, &script.after);
     let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
-    assert!(error.to_string().contains("device serial does not take it"), "{error}");
+    assert!(error.in_one_line().contains("device serial does not take it"), "{error}");
     assert!(heard.starts_with(&said(&READY[..1])) && vm.started() == 0);
 }
 
@@ -287,7 +288,7 @@ fn a_vm_that_does_not_start_stays_at_a_source_that_takes_it_back_by_itself() {
         let sending = scope.spawn(|| PrecopySource::new(&memory, near, &Handle::new()).run());
         let outcome = LiveDestination::new(&vm, far, &handle).run();
         let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
-        assert!(error.to_string().contains("a vCPU does not run"), "{error}");
+        assert!(error.in_one_line().contains("a vCPU does not run"), "{error}");
         let heard = sending.join().unwrap();
         assert!(matches!(heard, Err(MigrateError::Refused { status: 1 })), "{heard:?}");
     });

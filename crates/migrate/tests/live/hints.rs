@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::model::InOneLine;
 use crate::model::heap::Heap;
 use crate::model::live::{At, Destination, Does, TestVm, random};
 use crate::model::pair;
@@ -502,7 +503,7 @@ fn hints_are_refused_where_no_log_sees_what_the_guest_writes() {
             let LiveOutcome::Resumed { error, .. } = source.free_pages(Arc::clone(&answers) as _).run() else {
                 panic!("it is not refused")
             };
-            error.to_string()
+            error.in_one_line()
         })
     };
     let vm = vm([16, 16]);

@@ -98,7 +98,7 @@ fn transfer(
             });
             landed
         });
-        let mut source = PostcopySource::new(memory, near, &handle).options(options(memory, each));
+        let mut source = PostcopySource::new(memory, near, handle).options(options(memory, each));
         if script.preempt {
             source = source.preempt(Box::new(move || Ok(near_preempt)));
         } else {

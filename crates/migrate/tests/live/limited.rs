@@ -5,6 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::process::Stdio;
 use std::thread;
 
+use crate::model::InOneLine;
 use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_channel::Channel;
@@ -88,7 +89,7 @@ fn limited_process() {
     });
     if contents == "much" {
         let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
-        assert!(error.to_string().contains("out of memory for RAM block ram"), "{error}");
+        assert!(error.in_one_line().contains("out of memory for RAM block ram"), "{error}");
         assert_eq!(vm.started(), 0);
         return;
     }

@@ -7,6 +7,7 @@ use std::os::fd::AsFd as _;
 use std::thread;
 use std::time::Duration;
 
+use crate::model::InOneLine;
 use crate::model::encrypted::Meeting;
 use crate::model::relay::Relay;
 use crate::model::vm::Vm;
@@ -257,7 +258,7 @@ fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_is_told() {
         let sending = scope.spawn(|| run_source(&source, near, &BTreeMap::new()));
         let outcome = LiveDestination::new(&vm, far, &Handle::new()).options(options()).run();
         let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
-        assert!(error.to_string().contains("device timer does not take it"), "{error}");
+        assert!(error.in_one_line().contains("device timer does not take it"), "{error}");
         assert!(sending.join().unwrap().is_err());
     });
     assert_eq!(vm.started(), 0);
@@ -351,7 +352,7 @@ fn a_page_that_another_mapping_has_touched_is_not_taken_for_one_that_has_come() 
     });
     let IncomingOutcome::PostcopyPaused(paused) = outcome else { panic!("{outcome:?}") };
     assert!(
-        paused.why().to_string().contains("page 5 of RAM block ram is present but was never received"),
+        paused.why().in_one_line().contains("page 5 of RAM block ram is present but was never received"),
         "{paused:?}"
     );
     assert_eq!((paused.missing_pages(), vm.fill_of(0, 4)), (63, 4));
@@ -400,7 +401,7 @@ fn a_vm_whose_memory_others_map_is_refused_as_soon_as_postcopy_is_announced() {
         let sending = scope.spawn(move || run_source(source, near, &BTreeMap::new()));
         let outcome = LiveDestination::new(&vm, far, &Handle::new()).options(options()).run();
         let IncomingOutcome::Failed(error) = outcome else { panic!("{outcome:?}") };
-        assert!(error.to_string().contains("vhost back ends map its memory"), "{error}");
+        assert!(error.in_one_line().contains("vhost back ends map its memory"), "{error}");
         assert!(sending.join().unwrap().is_err());
     });
     assert_eq!((vm.started(), vm.loaded.lock().unwrap().len()), (0, 0));

@@ -43,11 +43,18 @@ struct Case {
     postcopy: Option<Option<u32>>,
     /// The course of every attempt.
     trace: Vec<String>,
+    endings: Endings,
 }
 
 impl Case {
     fn new(seed: u64, postcopy: Option<Option<u32>>) -> Self {
-        Self { seed, drawn: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, postcopy, trace: Vec::new() }
+        Self {
+            seed,
+            drawn: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            postcopy,
+            trace: Vec::new(),
+            endings: Endings::default(),
+        }
     }
 
     fn next(&mut self, below: u64) -> u64 {
@@ -56,7 +63,7 @@ impl Case {
     }
 
     /// Moves a VM until an attempt succeeds.
-    fn run(&mut self, endings: &mut Endings) {
+    fn run(&mut self) {
         let _say = SaySeed(self.seed);
         let vm = Arc::new(TestVm::of(blocks()));
         let seed = self.drawn;
@@ -75,13 +82,13 @@ impl Case {
                 0 => Some(CutAt { way: Way::ToSource, offset: self.next(80) }),
                 _ => Some(CutAt { way: Way::ToDestination, offset: self.next(2 << 20) }),
             };
-            match self.attempt(vms, ends, cut, &guest, endings) {
+            match self.attempt(vms, ends, cut, &guest) {
                 Ok(vm) => break vm,
                 Err(next) => ends = next,
             }
         };
         assert_same(&vm, arrived, self.seed);
-        endings.completed += 1;
+        self.endings.completed += 1;
     }
 
     fn attempt<'v>(
@@ -90,7 +97,6 @@ impl Case {
         ends: Ends<'v>,
         cut: Option<CutAt>,
         guest: &Arc<Guest>,
-        endings: &mut Endings,
     ) -> Result<&'v Vm, Ends<'v>> {
         let source = vms.source;
         let coin = self.next(2) == 0;
@@ -146,27 +152,33 @@ impl Case {
         let kinds = [format!("{outcome:?}"), format!("{arrival:?}")];
         let kinds = kinds.map(|kind| kind.split(|c: char| !c.is_alphanumeric()).next().unwrap().to_owned());
         self.trace.push(format!("{cut:?} {kinds:?} {:?}", rounds.into_inner().unwrap()));
-        after(source, vm, Pair { outcome, arrival }, coin, endings)
+        after(source, vm, Pair { outcome, arrival }, coin, &mut self.endings)
     }
 }
 
 #[test]
 fn a_precopy_that_is_cut_at_any_byte_leaves_the_vm_on_one_side_and_whole() {
-    let mut endings = Endings::default();
-    for seed in seeds(1, 100) {
-        Case::new(seed, None).run(&mut endings);
+    let mut retried = 0;
+    let seeds = seeds(1, 100);
+    for seed in seeds.clone() {
+        let mut case = Case::new(seed, None);
+        case.run();
+        retried += case.endings.retried;
     }
-    assert!(endings.completed > 0, "{endings:?}");
+    assert!(retried > 20 || seeds.count() < 50, "{retried} attempts were repeated");
 }
 
 #[test]
 fn a_postcopy_that_is_cut_at_any_byte_leaves_the_vm_on_one_side_and_whole() {
-    let mut endings = Endings::default();
-    for seed in seeds(1001, 100) {
+    let mut recovered = 0;
+    let seeds = seeds(1001, 100);
+    for seed in seeds.clone() {
         let rounds = u32::try_from(seed % 4).ok().filter(|rounds| *rounds < 2);
-        Case::new(seed, Some(rounds)).run(&mut endings);
+        let mut case = Case::new(seed, Some(rounds));
+        case.run();
+        recovered += case.endings.recovered;
     }
-    assert!(endings.completed > 0, "{endings:?}");
+    assert!(recovered > 10 || seeds.count() < 50, "{recovered} postcopies were recovered");
 }
 
 #[test]
@@ -174,7 +186,7 @@ fn the_course_of_a_cut_precopy_follows_from_its_seed() {
     for seed in seeds(2001, 30) {
         let course = || {
             let mut case = Case::new(seed, None);
-            case.run(&mut Endings::default());
+            case.run();
             case.trace
         };
         assert_eq!(course(), course(), "seed {seed}");

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
+use crate::model::InOneLine;
 use crate::model::live::TestVm;
 use crate::model::pair;
 use limosa_channel::{Channel, Listener, Shutdown};
@@ -146,7 +147,7 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
             .options(options);
             match role.channels(far_page_channels, MultifdOptions::default()).run() {
                 IncomingOutcome::Running(_) => Ok(()),
-                IncomingOutcome::Failed(error) => Err(error.to_string()),
+                IncomingOutcome::Failed(error) => Err(error.in_one_line()),
                 other => panic!("{other:?}"),
             }
         });
@@ -161,7 +162,7 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
         source.over.store(true, Ordering::Relaxed);
         let sent = match outcome {
             LiveOutcome::Completed(stats) => Ok(stats),
-            LiveOutcome::Resumed { error, .. } => Err(error.to_string()),
+            LiveOutcome::Resumed { error, .. } => Err(error.in_one_line()),
             other => panic!("{other:?}"),
         };
         (sent, arriving.join().unwrap())
@@ -324,7 +325,7 @@ fn hostile(descriptors: usize, pages_of: usize, address: u64) -> (Result<(), Str
             near.shutdown(Shutdown::Write).unwrap();
         }
         match arriving.join().unwrap() {
-            IncomingOutcome::Failed(error) => Err(error.to_string()),
+            IncomingOutcome::Failed(error) => Err(error.in_one_line()),
             IncomingOutcome::Undecided(_) => Ok(()),
             other => panic!("{other:?}"),
         }

@@ -23,6 +23,26 @@ use limosa_migrate::stored::{PageError, PageSink, PageSource, StreamSetup};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Configuration, Decoder, Event, RamBlock, ReturnMessage, Step};
 
+/// An error with its causes.
+pub trait InOneLine {
+    fn in_one_line(&self) -> String;
+}
+
+impl<E: std::error::Error> InOneLine for E {
+    fn in_one_line(&self) -> String {
+        let mut line = self.to_string();
+        let mut cause = self.source();
+        while let Some(error) = cause {
+            let said = error.to_string();
+            if !line.contains(&said) {
+                line = format!("{line}: {said}");
+            }
+            cause = error.source();
+        }
+        line
+    }
+}
+
 /// A channel for requested pages that is there already.
 pub fn here(channel: Channel) -> AcceptPreempt<'static> {
     let mut channel = Some(channel);

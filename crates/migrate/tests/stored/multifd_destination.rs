@@ -4,6 +4,7 @@ use std::io::Write as _;
 use std::thread;
 use std::time::Duration;
 
+use crate::model::InOneLine;
 use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Listener, Options, Shutdown, Uri};
@@ -229,7 +230,7 @@ fn a_packet_that_lies_ends_the_job_with_its_channel_named() {
         let main = Main::new(&memory, true).join().end();
         let pages = vec![Pages::default().sync().sync(), Pages(packet.0)];
         let error = receive_with(main, pages, &[0], &mut Kept::default(), compression).unwrap_err();
-        let said = error.to_string();
+        let said = error.in_one_line();
         assert!(said.starts_with("multifd channel 1: "), "{said}");
         said
     };
@@ -263,7 +264,7 @@ fn a_channel_that_ends_early_is_named() {
     for length in [0, 100, PACKET_LEN, PACKET_LEN + 700, 2 * PACKET_LEN + 2000, 2 * PACKET_LEN + PAGE_LEN] {
         let main = Main::new(&memory, true).join().end();
         let pages = vec![Pages(whole[..length].to_vec()), Pages::default().sync().sync()];
-        let error = receive(main, pages, &[1], &mut Kept::default()).unwrap_err().to_string();
+        let error = receive(main, pages, &[1], &mut Kept::default()).unwrap_err().in_one_line();
         assert!(error.starts_with("multifd channel 0: "), "{length}: {error}");
     }
 }
@@ -274,7 +275,7 @@ fn a_channel_that_stalls_while_others_run_is_named() {
     for stalled in [Pages::default(), Pages::default().sync(), Pages::default().sync().bytes(&[0x11, 0x22])] {
         let main = Main::new(&memory, true).join().end();
         let pages = vec![Pages::default().sync().data(&[1], &[], 1).sync(), stalled];
-        let error = receive(main, pages, &[0, 1], &mut Kept::default()).unwrap_err().to_string();
+        let error = receive(main, pages, &[0, 1], &mut Kept::default()).unwrap_err().in_one_line();
         assert!(error.starts_with("multifd channel 1: ") && error.contains("nothing moved"), "{error}");
     }
 }
@@ -284,7 +285,7 @@ fn pages_behind_the_last_join_point_are_not_passed_over() {
     let memory = memory();
     let main = Main::new(&memory, true).join().end();
     let pages = vec![Pages::default().sync().sync().data(&[1], &[], 1)];
-    let error = receive(main, pages, &[0], &mut Kept::default()).unwrap_err().to_string();
+    let error = receive(main, pages, &[0], &mut Kept::default()).unwrap_err().in_one_line();
     assert!(error.contains("multifd channel 0") && error.contains("after the last synchronization point"), "{error}");
 }
 
@@ -294,7 +295,7 @@ fn a_sink_that_fails_is_the_reason_and_wakes_every_channel() {
     let main = Main::new(&memory, true).join().end();
     let pages = (0..4).map(|_| Pages::default().sync().data(&[1], &[], 1).sync()).collect();
     let mut kept = Kept { fail_after: Some(1), ..Kept::default() };
-    let error = receive(main, pages, &[0, 1, 2, 3], &mut kept).unwrap_err().to_string();
+    let error = receive(main, pages, &[0, 1, 2, 3], &mut kept).unwrap_err().in_one_line();
     assert!(error.contains("no space left"), "{error}");
 }
 
@@ -302,7 +303,7 @@ fn a_sink_that_fails_is_the_reason_and_wakes_every_channel() {
 fn a_join_point_without_channels_is_refused_by_name() {
     let memory = memory();
     let main = Main::new(&memory, true).end();
-    let error = receive(main, Vec::new(), &[], &mut Kept::default()).unwrap_err().to_string();
+    let error = receive(main, Vec::new(), &[], &mut Kept::default()).unwrap_err().in_one_line();
     assert!(error.contains("multifd channels") && error.contains("none are open here"), "{error}");
 }
 
@@ -340,7 +341,7 @@ fn deltas_are_applied_to_what_the_page_held_last() {
     assert_eq!(kept.pages[0][4].as_deref(), Some(&page(0, 7)[..]));
     assert_eq!(incoming.stats.resent_pages, 4);
     let wrong = Main::new(&memory, false).delta(3, &[0xff, 0x3f, 1, 1]).end();
-    let error = receive(wrong, Vec::new(), &[], &mut Kept::default()).unwrap_err().to_string();
+    let error = receive(wrong, Vec::new(), &[], &mut Kept::default()).unwrap_err().in_one_line();
     assert!(error.contains("xbzrle page delta") && error.contains("offset 0x"), "{error}");
 }
 

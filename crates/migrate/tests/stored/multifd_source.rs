@@ -9,6 +9,7 @@ use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use crate::model::InOneLine;
 use crate::model::multifd::{MultifdModel, Outcome, Trouble};
 use crate::model::{Memory, pair};
 use limosa_channel::{Channel, Options, ZeroCopy};
@@ -367,7 +368,7 @@ fn a_channel_that_is_closed_ends_everything_and_is_named() {
         let (sent, outcome) = way.send(&memory, &Shared::among(3, &memory), &Handle::new());
         let error = sent.unwrap_err();
         assert!(matches!(error, MigrateError::Multifd { id: 1, .. }), "{error}");
-        assert!(error.to_string().starts_with("multifd channel 1: writing to "), "{error}");
+        assert!(error.in_one_line().starts_with("multifd channel 1: writing to "), "{error}");
         assert!(!outcome.devices);
     }
 }
@@ -379,7 +380,7 @@ fn a_channel_that_takes_nothing_is_named_when_patience_is_over() {
     let (sent, outcome) = way.send(&memory, &Shared::among(3, &memory), &Handle::new());
     let error = sent.unwrap_err();
     assert!(matches!(error, MigrateError::Multifd { id: 2, .. }), "{error}");
-    assert!(error.to_string().contains("nothing moved for 2s"), "{error}");
+    assert!(error.in_one_line().contains("nothing moved for 2s"), "{error}");
     // The others have taken over meanwhile.
     assert!(outcome.packets[0] + outcome.packets[1] > 10, "{outcome:?}");
     assert!(!outcome.devices);
@@ -562,11 +563,11 @@ fn a_way_out_of_the_file_that_is_named_is_taken_or_refused_before_anything_is_se
         (named(ZeroCopy::Splice, Way { return_path: false, ..in_place() }), "no answer that would confirm"),
         (named(ZeroCopy::Msg, in_place()), "in a file"),
     ] {
-        let error = refused(&way, &filed).to_string();
+        let error = refused(&way, &filed).in_one_line();
         assert!(error.starts_with("zero-copy is not available: ") && error.contains(why), "{error}");
     }
     // This memory has no place in a file.
-    let error = refused(&named(ZeroCopy::Splice, in_place()), &memory).to_string();
+    let error = refused(&named(ZeroCopy::Splice, in_place()), &memory).in_one_line();
     assert!(error.contains("checksums"), "{error}");
 }
 
@@ -598,7 +599,7 @@ fn a_file_that_changes_while_it_is_sent_ends_it_before_the_devices() {
     let (sent, outcome) = in_place().send(&memory, &filed, &Handle::new());
     let error = sent.unwrap_err();
     assert!(matches!(error, MigrateError::Source(_)), "{error}");
-    assert!(error.to_string().contains("the file that is sent ends at byte 4"), "{error}");
+    assert!(error.in_one_line().contains("the file that is sent ends at byte 4"), "{error}");
     assert!(!outcome.devices);
 }
 

@@ -88,7 +88,7 @@ fn a_requested_page_comes_before_the_rest_of_the_background() {
             });
             (landed, order)
         });
-        let stats = PostcopySource::new(&memory, near, &handle).options(impatient()).run().unwrap();
+        let stats = PostcopySource::new(&memory, near, handle).options(impatient()).run().unwrap();
         let (landed, order) = destination.join().unwrap();
         assert_eq!(landed.wrong, Vec::<String>::new());
         assert_eq!(landed.missing(&memory), 0);
@@ -224,7 +224,7 @@ fn a_pause_breaks_off_and_a_recovery_sends_exactly_the_rest() {
             });
             landed
         });
-        let error = PostcopySource::new(memory, near, &handle).options(impatient()).run().unwrap_err();
+        let error = PostcopySource::new(memory, near, handle).options(impatient()).run().unwrap_err();
         assert!(matches!(error, MigrateError::Paused), "{error}");
         destination.join().unwrap()
     });

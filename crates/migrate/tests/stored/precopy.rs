@@ -5,6 +5,7 @@ use std::os::fd::AsFd as _;
 use std::thread;
 use std::time::Duration;
 
+use crate::model::InOneLine;
 use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Listener, Options, RateLimit, Shutdown};
@@ -301,7 +302,7 @@ fn an_encrypted_stream_that_is_cut_where_it_seems_to_end_has_ended_only_if_no_an
         let received = receive(far, &mut Kept::default());
         assert_eq!(received.is_ok(), whole, "{what}: {received:?}");
         if let Err(error) = received {
-            assert!(error.to_string().contains("without a TLS close notification"), "{what}: {error}");
+            assert!(error.in_one_line().contains("without a TLS close notification"), "{what}: {error}");
         }
     }
 }

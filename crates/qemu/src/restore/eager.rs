@@ -11,7 +11,7 @@ use limosa_migrate::control::Phase;
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::PrecopyStats;
 use limosa_migrate::stored::{InPlace, PrecopyOptions, PrecopySource};
-use limosa_snapshot::with_causes;
+use limosa_page::with_causes;
 use limosa_stream::multifd::Compression;
 use serde_json::Value;
 use uuid::Uuid;

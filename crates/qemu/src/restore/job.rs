@@ -8,7 +8,8 @@ use hdrhistogram::Histogram;
 use limosa_channel::Counters;
 use limosa_migrate::control::Phase;
 use limosa_migrate::stored::PostcopyOptions;
-use limosa_snapshot::{Snapshot, with_causes};
+use limosa_page::with_causes;
+use limosa_snapshot::Snapshot;
 use serde_json::Value;
 use uuid::Uuid;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use limosa_channel::Channel;
 use limosa_migrate::stored::PostcopySource;
-use limosa_snapshot::with_causes;
+use limosa_page::with_causes;
 
 use super::incoming::Rendezvous;
 use super::job::{RestoreJob, RestoreReport};

@@ -10,7 +10,8 @@ use limosa_channel::Channel;
 use limosa_migrate::MigrateError;
 use limosa_migrate::stats::PostcopyStats;
 use limosa_migrate::stored::{Milestone, PostcopySource};
-use limosa_snapshot::{Snapshot, with_causes};
+use limosa_page::with_causes;
+use limosa_snapshot::Snapshot;
 use parking_lot::Mutex;
 
 use super::incoming::Rendezvous;

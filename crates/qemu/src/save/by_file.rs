@@ -5,7 +5,8 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::thread;
 
-use limosa_snapshot::{Transport, UnnamedFile, WriteBehind, adopt, with_causes};
+use limosa_page::with_causes;
+use limosa_snapshot::{Transport, UnnamedFile, WriteBehind, adopt};
 
 use super::job::{SaveJob, SaveReport, Saved};
 use super::preflight::record_disks_again;

@@ -9,10 +9,11 @@ use limosa_stream::vmdesc::{DeviceVmdesc, FieldVmdesc, SubsectionVmdesc};
 
 use super::sections::subject;
 use super::{Comparison, Confidence, Destination, DestinationBlock, Finding, Presence, Sections, Severity, compare};
-use crate::error::{SnapshotError, with_causes};
+use crate::error::SnapshotError;
 use crate::pci::PciIdentity;
 use crate::reader::Snapshot;
 use crate::summary::{DeviceSummary, Summary};
+use limosa_page::with_causes;
 
 /// Most names that one finding lists.
 const NAMES: usize = 3;

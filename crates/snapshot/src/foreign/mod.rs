@@ -24,12 +24,13 @@ use limosa_stream::{DecoderOptions, Event, StreamWalk};
 use rustix::fs::SeekFrom;
 use thiserror::Error;
 
-use crate::error::{SnapshotError, with_causes};
+use crate::error::SnapshotError;
 use crate::reader::Snapshot;
 pub use convert::Imported;
 pub use decompressor::Decompressor;
 pub(crate) use decompressor::{Decompression, Forward};
 pub use libvirt::{ByteOrder, Format, HEADER_LENGTH, SaveHeader, SaveImage, XML_LIMIT};
+use limosa_page::with_causes;
 
 /// The first bytes of every migration stream.
 const STREAM_MAGIC: &[u8] = b"QEVM";

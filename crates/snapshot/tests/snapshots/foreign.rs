@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use limosa_migrate::Handle;
 use limosa_migrate::stored::PageSource;
 use limosa_page::PageRange;
+use limosa_page::with_causes;
 use limosa_snapshot::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, SaveHeader, SaveImage, Snapshot,
-    SnapshotError, Transport, UnnamedFile, XML_LIMIT, summarize, with_causes,
+    SnapshotError, Transport, UnnamedFile, XML_LIMIT, summarize,
 };
 use limosa_stream::{Configuration, Feature, SectionHeader, SectionKind};
 use proptest::prelude::*;

@@ -7,10 +7,10 @@
 //! none is huge.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use limosa_memory::MemoryBlock;
 use limosa_page::{AtomicPageBitmap, PageNumber, PageRange, to_usize};
+use parking_lot::{Mutex, MutexGuard};
 
 /// The share of what has come that may be taken for what has not.
 const SHARE: u64 = 32;
@@ -137,7 +137,7 @@ impl HugePages {
 
     fn lock(&self, piece: PageNumber) -> MutexGuard<'_, ()> {
         let index = to_usize(piece.0 % LOCKS as u64);
-        self.taking[index].lock().unwrap_or_else(PoisonError::into_inner)
+        self.taking[index].lock()
     }
 
     /// The piece that a page is in: its number, and its pages.

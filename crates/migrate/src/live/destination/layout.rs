@@ -32,7 +32,7 @@ pub enum LayoutDifference {
     },
 
     /// A block has another length.
-    #[error("RAM block {name:?} has {source_length} bytes at the source and {length} here")]
+    #[error("RAM block {name:?} has {} bytes at the source and {length} here", .source_length)]
     Length {
         /// Its name.
         name: String,
@@ -44,8 +44,9 @@ pub enum LayoutDifference {
 
     /// A block is made of other pages.
     #[error(
-        "RAM block {name:?} is made of pages of {source_size} bytes at the source and of {size} here; \
-         postcopy needs the same at both ends"
+        "RAM block {name:?} is made of pages of {} bytes at the source and of {size} here; postcopy needs the same at \
+         both ends",
+        .source_size
     )]
     PageSize {
         /// Its name.
@@ -57,7 +58,7 @@ pub enum LayoutDifference {
     },
 
     /// Memory that both ends have is at another address.
-    #[error("shared RAM block {name:?} has region address {source_address:#x} at the source and {address:#x} here")]
+    #[error("shared RAM block {name:?} has region address {:#x} at the source and {address:#x} here", .source_address)]
     Address {
         /// Its name.
         name: String,
@@ -68,7 +69,7 @@ pub enum LayoutDifference {
     },
 
     /// The guest has other pages.
-    #[error("the source's guest has pages of {source_size} bytes, and 4096 are what can be taken")]
+    #[error("the source's guest has pages of {} bytes, and 4096 are expected", .source_size)]
     TargetPageSize {
         /// Bytes.
         source_size: u64,

@@ -1,19 +1,19 @@
 //! The destination of a live migration: a VM that waits in this process gets its memory and its devices, and runs.
 //!
-//! The law: **the VM is never started here before the source has given it away.** A source of this kind gives its word
-//! (PING 7) when it has been told that every page and every device section is in its place (PING 6); the VM starts when
-//! that word and all that belongs to it, up to the last byte of the description, have come. A stock QEMU source has no
-//! such word: it has given the VM away with the end of its stream, and takes it back by itself if the channel ends
-//! before it is told that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
+//! The law: **the VM is never started here before the source has given it away.** A source of this kind commits
+//! (PING 7) once it knows that every page and every device section is in its place (PING 6). The VM starts when the
+//! commit and the rest of the stream, up to the last byte of the description, have come. A stock QEMU source has no
+//! commit: it has given the VM away with the end of its stream, and takes it back by itself if the channel ends before
+//! it hears that the VM runs. Only a VM that runs is reported to the source as arrived (SHUT 0).
 //!
 //! So there are three ends. Until the source is told that all is in its place, a failure is
-//! [`IncomingOutcome::Failed`]: the source keeps the VM. From then on and without its word, it is not known here
-//! whether the source has given the VM away: [`IncomingOutcome::Undecided`]; all that the VM needs is here, and a
-//! person who has looked at the source decides. With its word the VM runs. A stock QEMU source that is gone before the
-//! VM is started leaves it undecided too; one that is told that the VM does not run (SHUT 1) keeps it.
+//! [`IncomingOutcome::Failed`]: the source keeps the VM. From then on and before its commit, it is not known here
+//! whether the source has given the VM away: [`IncomingOutcome::Undecided`]. The VM is here as a whole, and a person
+//! who has looked at the source decides. With the commit the VM runs. A stock QEMU source that is gone before the VM is
+//! started leaves it undecided too; one that is told that the VM does not run (SHUT 1) keeps it.
 //!
 //! A source that switches to postcopy gives the VM away with the package of its devices: see [`PostcopyPaused`] for
-//! what becomes of a connection that breaks from there on.
+//! a connection that breaks from there on.
 
 mod devices;
 mod huge_pages;
@@ -24,7 +24,7 @@ mod postcopy;
 mod ram;
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -33,6 +33,7 @@ use limosa_memory::dirty::Writers;
 use limosa_memory::{FaultHandler, FaultOptions};
 use limosa_stream::PageSizes;
 use limosa_stream::devices::TAIL_LIMIT;
+use parking_lot::Mutex;
 
 pub use layout::LayoutDifference;
 pub use outcome::{IncomingOutcome, IncomingStats, UndecidedIncoming};
@@ -210,7 +211,7 @@ impl<'a, V: IncomingVm + ?Sized> LiveDestination<'a, V> {
         match came {
             Ok(Received::Whole(incoming)) => arrived(vm, &incoming, &handle.progress),
             Ok(Received::PostcopySwitchover(switched)) => {
-                let Some(faults) = hooks.faults.into_inner().unwrap_or_else(PoisonError::into_inner) else {
+                let Some(faults) = hooks.faults.into_inner() else {
                     let _ = switched.channel.shutdown(Shutdown::Both);
                     let offset = switched.decoder.offset();
                     return IncomingOutcome::Failed(MigrateError::SwitchedToPostcopy { offset });
@@ -302,7 +303,7 @@ struct VmHooks<'a, 'r, V: IncomingVm + ?Sized> {
 
 impl<V: IncomingVm + ?Sized> Hooks for VmHooks<'_, '_, V> {
     fn begin(&self, start: &StreamSetup, advised: Option<PageSizes>) -> Result<(), MigrateError> {
-        let passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let passing = self.passing.lock().take();
         if let Some(channel) = passing {
             channel.accept_descriptors(0);
             // Before anything of the VM is touched.
@@ -322,13 +323,13 @@ impl<V: IncomingVm + ?Sized> Hooks for VmHooks<'_, '_, V> {
             // What the VMM gives back while it runs is zero, which is what a page that has come is taken for.
             let options = FaultOptions { removals: false, ..FaultOptions::default() };
             let faults = FaultHandler::open(options).map_err(|error| MigrateError::Sink(error.into()))?;
-            *self.faults.lock().unwrap_or_else(PoisonError::into_inner) = Some(faults);
+            *self.faults.lock() = Some(faults);
         }
         Ok(())
     }
 
     fn postcopy(&self) -> bool {
-        self.faults.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.faults.lock().is_some()
     }
 
     fn discard(&self, block: usize, ranges: &[Range<u64>]) -> Result<(), MigrateError> {

@@ -13,7 +13,7 @@ pub enum IncomingOutcome<'a, V: IncomingVm + ?Sized> {
     Running(IncomingStats),
     /// It does not, and never will: the source keeps it.
     Failed(MigrateError),
-    /// All of it is here, but the source's word that it may run is not.
+    /// All of it is here, but the source's commit is not.
     Undecided(UndecidedIncoming<'a, V>),
     /// The VM runs here, on a part of its memory; the connection that brought the rest is gone.
     PostcopyPaused(PostcopyPaused<'a, V>),
@@ -61,7 +61,7 @@ impl<'a, V: IncomingVm + ?Sized> UndecidedIncoming<'a, V> {
         Self { vm, why }
     }
 
-    /// Why the source's word is missing.
+    /// Returns the reason why the source's commit is missing.
     pub fn why(&self) -> &MigrateError {
         &self.why
     }

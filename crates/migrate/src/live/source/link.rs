@@ -36,7 +36,7 @@ pub enum Postcopy {
     AtOnce,
 }
 
-/// The memory that is sent, and everything that it is sent through.
+/// The memory that is sent, and the channels, queue and handles of the sending.
 pub(super) struct Link<'e, 'v> {
     pub(super) memory: &'v GuestMemory,
     pub(super) source: &'e GuestSource<'v>,
@@ -85,7 +85,7 @@ impl Loaded {
         }
     }
 
-    /// When the answer came: the VM runs there since.
+    /// Returns the time of the answer. The VM runs there since.
     pub(super) fn at(&self) -> Option<Instant> {
         self.at.get().copied()
     }
@@ -131,7 +131,7 @@ impl Link<'_, '_> {
         self.return_path.still_open()
     }
 
-    /// Bytes that the kernel has taken on all channels.
+    /// Returns the bytes that the kernel has taken on all channels.
     pub(super) fn bytes_out(&self) -> u64 {
         let multifd = self.multifd.map_or(0, Multifd::bytes_out);
         self.channel.counters().bytes_out.wrapping_add(multifd)
@@ -147,13 +147,13 @@ impl Link<'_, '_> {
         terms.postcopy != Postcopy::Off && self.control.postcopy_wanted()
     }
 
-    /// How long the VM may stand still for the rest.
+    /// Returns the longest downtime for the rest.
     pub(super) fn downtime_limit(&self, terms: &Terms<'_>) -> Duration {
         self.control.downtime_limit().unwrap_or(terms.params.downtime_limit)
     }
 }
 
-/// The blocks as a stream lists them that may go on in postcopy: page sizes are named where they are above 4096.
+/// Returns the blocks as a stream lists them if postcopy may follow: with page sizes above 4096.
 fn listed(blocks: &[RamBlock], page_sizes: &BTreeMap<String, u64>) -> Result<Vec<RamBlock>, MigrateError> {
     let mut blocks = with_page_sizes(blocks, page_sizes)?;
     for block in &mut blocks {

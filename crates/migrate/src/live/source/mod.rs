@@ -292,7 +292,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         let all = iter::once(&channel).chain(&multifd_channels).cloned().collect();
         let owned = Owned::new(vm, logs, all).with_shared(shared).with_hints(hints);
         let set = multifd::set_write_timeout(iter::once(&channel).chain(&multifd_channels), params.answer_timeout);
-        let set = set.and_then(|()| check(&owned, postcopy, shared, (&params, multifd.is_some())));
+        let set = set.and_then(|()| check(&owned, postcopy, shared, &params, multifd.is_some()));
         let loaded = Loaded::default();
         let terms = Terms { params, destination_zeroed, postcopy, page_sizes: &page_sizes, loaded: &loaded, begun };
         let link = Link {
@@ -363,7 +363,8 @@ fn check<V: LiveVm + ?Sized>(
     vm: &Owned<'_, V>,
     postcopy: Postcopy,
     shared: SharedMemory,
-    (params, has_multifd): (&MigrationParams, bool),
+    params: &MigrationParams,
+    has_multifd: bool,
 ) -> Result<(), MigrateError> {
     match postcopy {
         Postcopy::Allowed | Postcopy::AtOnce if has_multifd => {
@@ -400,7 +401,7 @@ fn attempt<'e, 'v, V: LiveVm + ?Sized>(
         let ended = match link.open(terms) {
             Ok(()) => {
                 let _ending = link.multifd.map(|multifd| multifd.spawn(scope));
-                let ended = run::run((link, terms), vm, reports, open_preempt);
+                let ended = run::run(link, terms, vm, reports, open_preempt);
                 // What failed on any of the channels first is the cause.
                 ended.map_err(|error| match link.multifd {
                     Some(multifd) => multifd.fail_with(error),

@@ -15,7 +15,7 @@ use crate::error::MigrateError;
 use crate::live::{LiveVm, VmError};
 use crate::source::postcopy::{OpenPreempt, PostcopyStats};
 
-/// How a live migration ended.
+/// The end of a live migration, and the side that has the VM.
 #[must_use = "it says who has the VM"]
 pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
     /// The VM runs at the destination. Here it stays stopped.
@@ -24,19 +24,19 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
     Resumed {
         /// The failure that ended the migration.
         error: MigrateError,
-        /// How far it came.
+        /// Counters until then.
         stats: LiveStats,
         /// The logs, for another attempt. They are off, and what they held is forgotten: an attempt begins with all
         /// pages.
         logs: Option<DirtyLogs>,
     },
-    /// The VM is not at the destination, and the VMM did not let it go on here: it is stopped, and complete.
+    /// The VM is not at the destination, and the VMM did not resume it here: it is stopped, and complete.
     Stuck {
         /// The failure that ended the migration.
         error: MigrateError,
-        /// Why the VM cannot go on.
+        /// The VMM's reason.
         resume: VmError,
-        /// How far it came.
+        /// Counters until then.
         stats: LiveStats,
     },
     /// The VM was given away, and the destination has not said that it has it. It is stopped here, and complete.
@@ -45,7 +45,7 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
     PostcopyPaused(Box<PostcopyPausedSource<'a, V>>),
 }
 
-/// How the phases of a migration ended: who has the VM.
+/// The end of the phases of a migration: the side that has the VM.
 pub(super) enum Ended<'a, V: LiveVm + ?Sized> {
     /// This side, as before.
     Kept { vm: Owned<'a, V>, error: MigrateError },
@@ -107,7 +107,7 @@ impl<'a, V: LiveVm + ?Sized> PostcopyPausedSource<'a, V> {
         &self.error
     }
 
-    /// How far it came.
+    /// Counters until then.
     pub fn stats(&self) -> &LiveStats {
         &self.stats
     }
@@ -182,22 +182,22 @@ impl<'a, V: LiveVm + ?Sized> Undecided<'a, V> {
         &self.error
     }
 
-    /// How far it came.
+    /// Counters until then.
     pub fn stats(&self) -> &LiveStats {
         &self.stats
     }
 
-    /// Lets the VM go on here. **Only if it does not run at the destination, and cannot begin to.** The logs are off,
+    /// Resumes the VM here. **Only if it does not run at the destination, and cannot begin to.** The logs are off,
     /// as after every failure.
     ///
     /// # Errors
-    /// The VMM does not let it go on; it is still stopped.
+    /// The VMM does not resume it; it is still stopped.
     pub fn resume(self) -> Result<Option<DirtyLogs>, VmError> {
         self.vm.resume()?;
         Ok(self.logs)
     }
 
-    /// Whether it was in postcopy: whether [`into_postcopy_paused`](Self::into_postcopy_paused) gives something.
+    /// Whether it was in postcopy, so that [`into_postcopy_paused`](Self::into_postcopy_paused) returns a source.
     pub fn is_postcopy_paused(&self) -> bool {
         self.recoverable.is_some()
     }

@@ -55,7 +55,7 @@ pub(super) enum Settled<'a, V: LiveVm + ?Sized> {
     HandedOver(HandedOver<'a, V>, Result<(), ChannelError>),
 }
 
-/// A VM that was given away: it stands still here, whole, and nothing here lets it go on.
+/// A VM that was given away: it stands still here, whole, and nothing here resumes it.
 pub(super) struct HandedOver<'a, V: LiveVm + ?Sized> {
     vm: &'a V,
     logs: Option<DirtyLogs>,
@@ -135,14 +135,14 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         self.hints.is_some()
     }
 
-    /// The guest is not asked any more, and gets back what it holds.
+    /// Ends the requests, and gives the guest back the pages that it holds.
     pub(super) fn give_pages_back(&mut self) {
         if let Some(hints) = &mut self.hints {
             hints.end();
         }
     }
 
-    /// From here on every write is seen.
+    /// Starts the logs: every write is seen from here on.
     pub(super) fn start_logs(&mut self) -> Result<(), MigrateError> {
         if let Some(logs) = &mut self.logs {
             logs.start()?;
@@ -211,7 +211,7 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
         }
     }
 
-    /// Lets the VM go on here. The stream is cut first: nothing is put any more. What the kernel has by then may still
+    /// Resumes the VM here. The stream is cut first: nothing is written any more. Bytes that the kernel has may still
     /// leave, and its pages may change on the way; no destination runs a VM of a stream that ends so.
     pub(super) fn take_back(mut self) -> TakenBack {
         let (resumed, downtime) = self.undo();

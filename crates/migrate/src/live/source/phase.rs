@@ -34,7 +34,7 @@ pub(super) enum Phase<'e, 'v> {
     LastRound(Box<LastRound<'e, 'v>>),
     /// The state of the devices is sent and loaded next.
     DeviceState,
-    /// The destination has everything, and waits for the word.
+    /// The destination has everything, and waits for the commit.
     Commit(Commit),
     /// The VM runs at the destination next, before its memory is there.
     Postcopy(Switch<'v>),
@@ -54,7 +54,7 @@ pub(super) enum Left<'e, 'v> {
 pub(super) struct LastRound<'e, 'v> {
     pub(super) rounds: Rounds<'e, 'v>,
     pub(super) pages: Vec<PageBitmap>,
-    /// Holes that were not told.
+    /// Holes that were not sent.
     pub(super) holes: Vec<PageBitmap>,
     /// Pages that were written between the last reading of the logs and the pause.
     pub(super) dirty: u64,
@@ -62,7 +62,7 @@ pub(super) struct LastRound<'e, 'v> {
 
 /// A VM that is at the destination as a whole, where it waits for the commit.
 pub(super) struct Commit {
-    /// Of the device sections.
+    /// Description of the device sections.
     pub(super) description: Vec<u8>,
 }
 
@@ -84,7 +84,7 @@ pub(super) struct Switch<'v> {
 }
 
 impl<'e, 'v> LastRound<'e, 'v> {
-    /// Of pages that were written and not sent, and holes that were not told.
+    /// A last round of pages that were written and not sent, and of holes that were not sent.
     pub(super) fn new(rounds: Rounds<'e, 'v>, pages: Vec<PageBitmap>, holes: Vec<PageBitmap>) -> Self {
         Self { rounds, pages, holes, dirty: 0 }
     }

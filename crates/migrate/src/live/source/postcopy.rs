@@ -61,7 +61,8 @@ impl<'v> Switch<'v> {
     /// Lets the VM run there, and sends what it does not have.
     pub(super) fn hand_over<'e, V: LiveVm + ?Sized>(
         self,
-        (link, terms): (&'e Link<'e, 'v>, &'e Terms<'e>),
+        link: &'e Link<'e, 'v>,
+        terms: &'e Terms<'e>,
         vm: Owned<'v, V>,
         open_preempt: Option<OpenPreempt<'e>>,
     ) -> Ended<'v, V> {

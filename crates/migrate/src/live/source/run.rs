@@ -18,14 +18,15 @@ pub(super) enum Ready<'v> {
 
 /// Moves the VM over a stream that is open.
 pub(super) fn run<'e, 'v, V: LiveVm + ?Sized>(
-    (link, terms): (&'e Link<'e, 'v>, &'e Terms<'e>),
+    link: &'e Link<'e, 'v>,
+    terms: &'e Terms<'e>,
     mut vm: Owned<'v, V>,
     reports: &mut Reports<'e>,
     open_preempt: Option<OpenPreempt<'e>>,
 ) -> Ended<'v, V> {
     match (Attempt { link, terms, vm: &mut vm, reports }).prepare() {
         Ok(Ready::Commit(commit)) => commit.hand_over(link, terms, vm),
-        Ok(Ready::Postcopy(switch)) => switch.hand_over((link, terms), vm, open_preempt),
+        Ok(Ready::Postcopy(switch)) => switch.hand_over(link, terms, vm, open_preempt),
         Err(error) => Ended::Kept { vm, error },
     }
 }

@@ -136,7 +136,7 @@ pub struct LiveStats {
     /// From the beginning to the end.
     #[serde(serialize_with = "seconds")]
     pub total: Duration,
-    /// From the moment the VM was told to stop to the destination's word that it runs there (or to the end of the
+    /// From the moment the VM was told to stop to the destination's acknowledgement (or to the end of the
     /// attempt); zero if it was not stopped.
     #[serde(serialize_with = "seconds")]
     pub downtime: Duration,

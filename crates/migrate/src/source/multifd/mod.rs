@@ -12,8 +12,8 @@
 mod compressor;
 mod sender;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,7 @@ use crate::control::Control;
 use crate::control::{Moved, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use sender::ChannelSender;
 
 /// Most multifd channels: more only wait for each other.
@@ -391,7 +392,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             }
             let Some(wait) = deadline.filter(|_| rest.is_none()).map(|at| at.saturating_duration_since(Instant::now()))
             else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut state);
                 continue;
             };
             if wait.is_zero() {
@@ -399,7 +400,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
                 self.hurried.store(true, Relaxed);
                 deadline = None;
             } else {
-                state = self.changed.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_for(&mut state, wait);
             }
         }
     }
@@ -415,7 +416,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
                 *rounds = state.rounds;
                 return Some(Arc::clone(&state.plan));
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
     }
 
@@ -491,7 +492,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -60,7 +60,7 @@ impl<'l, 'a> Connection<'l, 'a> {
         }
     }
 
-    /// Reads to the stream's last word, with faults answered and the other channel read meanwhile.
+    /// Reads to the end of the stream, with faults answered and the other channel read meanwhile.
     pub(super) fn follow(&self, records: Records) -> Result<(), MigrateError> {
         let waker = self.live.faults.waker();
         let spawned = |name: &str| thread::Builder::new().name(name.into());
@@ -136,7 +136,7 @@ impl<'l, 'a> Connection<'l, 'a> {
         }
     }
 
-    /// Behind the main channel's last word: what was asked for on the other one is waited for.
+    /// Waits, behind the end of the main channel, for pages that were requested on the other one.
     fn wait_for_requested(&self) -> Result<(), MigrateError> {
         let over = || self.failure.lock().is_some();
         if self.preempt.is_none() || self.live.requests.wait_until_answered(self.live.answer_timeout, over) {

@@ -1,17 +1,17 @@
 //! A VM that runs here before its memory is here.
 //!
-//! The package of device sections is the source's word: with its last byte the VM is this side's. What has not come is
-//! made missing, and an access to it waits; a thread learns of that and asks the source, the pages that come are placed
+//! The package of device sections is the source's commit: with its last byte the VM is this side's. Pages that have not
+//! come are made missing, and an access to them waits. A thread asks the source for them; pages that come are placed
 //! one host page at a time. The device sections are loaded by a thread of their own, because loading them may touch
 //! missing memory as well.
 //!
-//! Three laws. **Missing memory never reads as zeros** as long as the stream has not said its last word: a connection
+//! Three laws. **Missing memory never reads as zeros** before the end of the stream: a connection
 //! that breaks leaves the guest waiting ([`IncomingOutcome::PostcopyPaused`]), also if everything is dropped. **The VM
 //! is started once or never,** whichever comes first: the thread that has loaded its devices, or a failure before that.
 //! **No request is lost:** a page that is waited for is requested again over every new connection.
 //!
-//! What was received as zero before the VM ran has no memory; a guest that touches it is given zeros here, without
-//! asking.
+//! Pages received as zero before the VM ran have no memory; a guest that touches one is given zeros here, without a
+//! request.
 
 mod connection;
 mod package;
@@ -129,8 +129,8 @@ fn begin<'a, V: IncomingVm + ?Sized>(
         };
         let loading = thread::Builder::new().name("load devices".into()).spawn_scoped(scope, load);
         let followed = loading.map_err(MigrateError::Thread).and_then(|_| connection.follow(records));
-        // The thread that loads the devices may wait for a page. After the stream's last word what has not come is
-        // zero; and where the VM will not run, what is loaded is not used.
+        // The thread that loads the devices may wait for a page. After the end of the stream missing pages are
+        // zero; and where the VM will not run, the loaded state is not used.
         match followed {
             Ok(()) => live.release(),
             Err(error) if vm_start.abort() => {

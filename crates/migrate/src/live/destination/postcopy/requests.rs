@@ -5,14 +5,15 @@
 //! the next one.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, Ordering::Relaxed, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use limosa_channel::Channel;
 use limosa_page::{AtomicPageBitmap, PageNumber, PageRange};
 use limosa_stream::ReturnMessage;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::error::MigrateError;
 use crate::live::destination::ram::Block;
@@ -160,7 +161,7 @@ impl Requests {
                 return false;
             }
             let slice = Duration::from_millis(20);
-            waiting = self.arrived.wait_timeout(waiting, slice).unwrap_or_else(PoisonError::into_inner).0;
+            self.arrived.wait_for(&mut waiting, slice);
         }
     }
 
@@ -170,11 +171,11 @@ impl Requests {
     }
 
     fn waiting(&self) -> MutexGuard<'_, InFlight> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock()
     }
 
     fn path(&self) -> MutexGuard<'_, ReturnPath> {
-        self.path.lock().unwrap_or_else(PoisonError::into_inner)
+        self.path.lock()
     }
 }
 

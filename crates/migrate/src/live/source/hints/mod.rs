@@ -4,7 +4,7 @@
 //! **Law: a hint takes a page out only if the dirty log was not read since the guest was asked.** The log is on before
 //! the guest is asked, so a page that the guest writes behind a hint is reported by the next reading. What an earlier
 //! reading has told may have been written behind a hint that is still on its way: a guest that needs memory takes back
-//! what it called free without a word (Linux's balloon does, when its memory is short). So [`close`](Hints::close)
+//! what it called free without a message (Linux's balloon does, when its memory is short). So [`close`](Hints::close)
 //! comes before every reading, and a list that was closed says nothing any more, however late ([`DirtyPageQueue`]).
 //!
 //! No thread waits: neither the guest's for the engine nor a channel's for the list. What comes when a page has been
@@ -16,11 +16,12 @@
 //! on here.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use limosa_memory::{FreePageSink, FreePages, GuestLayout};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::stats::HintStats;
 use crate::control::Progress;
@@ -101,13 +102,13 @@ impl Hints {
     /// Waits until the list is complete, but not after `until`, if that is a time, nor longer than `tick`; whether that
     /// is worth another look.
     pub(super) fn wait(&self, until: Option<Instant>, tick: Duration) -> bool {
-        let lists = self.state.lock();
+        let mut lists = self.state.lock();
         let left = until.map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
         if lists.over || left.is_zero() {
             return false;
         }
-        let waited = self.state.changed.wait_timeout_while(lists, left.min(tick), |lists| !lists.over);
-        !waited.unwrap_or_else(PoisonError::into_inner).0.over
+        self.state.changed.wait_while_for(&mut lists, |lists| !lists.over, left.min(tick));
+        !lists.over
     }
 
     /// The dirty log is about to be read: what was not reported until now is ignored.
@@ -147,7 +148,7 @@ impl Drop for Hints {
 
 impl HintState {
     fn lock(&self) -> MutexGuard<'_, Lists> {
-        self.lists.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lists.lock()
     }
 }
 

@@ -58,7 +58,7 @@ impl FreePages for Device {
         if self.deaf {
             return Err(FreePagesError::NotOffered { why: "it has no driver".into() });
         }
-        self.lists.lock().unwrap().push(to);
+        self.lists.lock().push(to);
         Ok(())
     }
     fn stop(&self) {
@@ -155,7 +155,7 @@ impl<'v> Model<'v> {
             }
             (8 | 9, _) => self.tell(page),
             (10, _) => {
-                self.list = self.device.lists.lock().unwrap().len() - 1;
+                self.list = self.device.lists.lock().len() - 1;
             }
             (11, _) if page.is_multiple_of(4) => self.next_round(page.is_multiple_of(8)),
             (11, _) => drop(self.send(page as u64)),
@@ -169,7 +169,7 @@ impl<'v> Model<'v> {
             return;
         }
         let (list, page) = self.under_way.swap_remove(at % self.under_way.len());
-        let lists = self.device.lists.lock().unwrap().clone();
+        let lists = self.device.lists.lock().clone();
         let list = if self.rule == Rule::AnyList { lists.len() - 1 } else { list };
         let at = page as u64 * 4096;
         lists[list].free(at..at + 4096);
@@ -277,7 +277,7 @@ fn a_list_is_waited_for_until_it_is_complete_and_a_guest_that_cannot_be_asked_is
     assert!(!asked.wait(Some(now), tick), "the time is over");
     assert!(asked.wait(None, tick), "no time is ever over");
     asked.ask();
-    let lists = device.lists.lock().unwrap().clone();
+    let lists = device.lists.lock().clone();
     lists[0].complete();
     assert!(asked.wait(Some(now + Duration::from_secs(3600)), tick), "the end of an old list is none");
     lists[1].complete();
@@ -300,7 +300,7 @@ fn what_is_no_memory_is_counted_and_passed_over() {
     queue.start(vec![PageBitmap::full(PAGES)]);
     let mut asked = hints(&device, &queue);
     asked.ask();
-    let list = Arc::clone(&device.lists.lock().unwrap()[0]);
+    let list = Arc::clone(&device.lists.lock()[0]);
     let nowhere = [(0, 0), (1, 4096), (u64::MAX - 4096, u64::MAX), (PAGES * 4096, u64::MAX), (8192, 0), (4096, 8191)];
     for (start, end) in nowhere {
         list.free(start..end);
