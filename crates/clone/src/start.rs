@@ -130,13 +130,11 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneErro
     let monitor = connect(&monitor, made.child.as_mut(), &log)?;
     // What it waits for has not come: it answers, and its memory and disks are as they will be.
     let in_place = proof::prove(fleet, &monitor, &folder)?;
-    let control = Control::new();
     let options = PrecopyOptions { in_place, answer_timeout: LOADED_WITHIN, ..PrecopyOptions::default() };
-    let stats =
-        PrecopySource::new(fleet.snapshot, near, &Handle { control: control.clone(), progress: Progress::new() })
-            .options(options)
-            .run()
-            .map_err(|source| not_taken(source, &log))?;
+    let stats = PrecopySource::new(fleet.snapshot, near, &Handle::new())
+        .options(options)
+        .run()
+        .map_err(|source| not_taken(source, &log))?;
     let loaded = begun.elapsed();
     let state = wait_started(&monitor, &log)?;
     record.loaded = true;
