@@ -218,7 +218,7 @@ impl Transfer<'_> {
             gather.advance(moved);
             left = left.saturating_sub(moved as u64);
         }
-        invariant(left == 0, "all bytes of a list are moved")?;
+        check_all_moved(left)?;
         self.drain(&mut idle, true)
     }
 
@@ -339,6 +339,11 @@ impl Transfer<'_> {
     }
 }
 
+/// Asserts that a transfer left nothing of its list behind.
+fn check_all_moved(left: u64) -> std::result::Result<(), BrokenInvariant> {
+    invariant(left == 0, "all bytes of a list are moved")
+}
+
 /// Time since the last progress; reads the clock only if there is a time-out.
 pub(crate) struct IdleTimer {
     limit: Option<Duration>,
@@ -357,5 +362,29 @@ impl IdleTimer {
             Some(rest) if !rest.is_zero() => Ok(Some(rest)),
             _ => Err(Stop::TimedOut(limit)),
         }
+    }
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "no more bytes are moved than were offered")]
+    fn a_call_that_moves_more_than_it_was_offered_is_a_broken_invariant() {
+        let transport = Transport::Socket(UnixStream::pair().unwrap().0.into(), Arc::default());
+        let (direction, rate) = (Direction::new(PollFlags::OUT, None), RateLimit::default());
+        let transfer = Transfer { direction: &direction, transport: &transport, rate: &rate };
+        let _ = transfer.attempt(&mut direction.idle_timer(), 1, || Ok(2));
+    }
+
+    #[test]
+    #[should_panic(expected = "all bytes of a list are moved")]
+    fn bytes_that_a_transfer_leaves_behind_are_a_broken_invariant() {
+        assert_eq!(check_all_moved(0), Ok(()));
+        let _ = check_all_moved(1);
     }
 }

@@ -1,4 +1,4 @@
-//! What it costs to walk the bitmap of an 8 GiB guest: `cargo bench -p limosa-page --bench bitmap`.
+//! Cost of walking the bitmap of an 8 GiB guest: `cargo bench -p limosa-page --bench bitmap`.
 #![allow(missing_docs, reason = "criterion's macros make items without")]
 
 use std::hint::black_box;

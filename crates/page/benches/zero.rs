@@ -1,4 +1,4 @@
-//! What it costs to find out whether a page is zero: `cargo bench -p limosa-page --bench zero`.
+//! Cost of checking whether a page is zero: `cargo bench -p limosa-page --bench zero`.
 //!
 //! Times are for one page in cache, where the loop is what counts, and for 256 MiB of them, where memory is.
 #![allow(missing_docs, reason = "criterion's macros make items without")]

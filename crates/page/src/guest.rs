@@ -97,9 +97,9 @@ impl<'a> GuestPages<'a> {
         Some(unsafe { kernel::is_zero(method, start, len) })
     }
 
-    /// Which of the first pages of `pages` are zero, found out by `method`: a bit each, set where it is, and how many
-    /// pages were looked at. At most 64, and none only if none of `pages` is among [`GuestPages::pages`] at its
-    /// beginning.
+    /// Checks the first pages of `pages` for zeros by `method`: returns a bit for each, set if it is zero, and the
+    /// number of checked pages. That is at most 64, and 0 only if the first of `pages` is outside
+    /// [`GuestPages::pages`].
     #[inline]
     pub(crate) fn zero_pages(&self, method: ZeroMethod, pages: PageRange) -> (u64, u32) {
         let Some((start, len)) = self.locate(pages.start) else { return (0, 0) };
@@ -111,7 +111,7 @@ impl<'a> GuestPages<'a> {
         let whole = (behind - start.addr()) / PAGE_LEN;
         let wanted = to_usize(pages.len()).min(whole);
         let count = wanted.min(kernel::PAGES_A_CALL);
-        // SAFETY: so many whole pages lie between `start` and the end of the memory, which is readable for 'a.
+        // SAFETY: `wanted` whole pages are between `start` and the end of the memory, which is readable for 'a.
         let zero = unsafe { kernel::zero_pages(method, start, count, wanted - count) };
         #[expect(clippy::cast_possible_truncation, reason = "at most 64")]
         (zero, count as u32)

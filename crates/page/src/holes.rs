@@ -1,8 +1,8 @@
-//! What of a file was ever populated, found out without reading it.
+//! Finding the populated parts of a file without reading it.
 //!
-//! Law: what is not populated is not read. Reading a hole of shared memory (a memfd, a file on tmpfs) makes the kernel
-//! allocate the page; `SEEK_DATA` and `SEEK_HOLE` (lseek(2)) ask for the holes instead. The answer is exact about
-//! holes: a byte outside the ranges given is zero. Bytes inside may be zero all the same.
+//! Law: unpopulated parts are not read. Reading a hole of shared memory (a memfd, a file on tmpfs) makes the kernel
+//! allocate the page; `SEEK_DATA` and `SEEK_HOLE` (lseek(2)) find the holes instead. The result is exact about holes: a
+//! byte outside the returned ranges is zero. Bytes inside may be zero too.
 //!
 //! Where this helps and where not:
 //! - tmpfs and memfd know their pages exactly, also those in swap; disk file systems know their extents;
@@ -47,10 +47,10 @@ pub fn data_ranges(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<DataRang
     Ok(ranges)
 }
 
-/// The first range of data in `range` (bytes of the file), if there is any. It is empty if it was punched away between
-/// the two system calls: what comes behind it is not known then.
+/// The first range of data in `range` (bytes of the file), if there is any. It is empty if it was punched between the
+/// two system calls: the bytes behind it are unknown then.
 ///
-/// `SEEK_HOLE` goes on until there is a hole, if need be far beyond `range`.
+/// `SEEK_HOLE` searches until there is a hole, possibly far beyond `range`.
 ///
 /// # Errors
 ///
@@ -112,7 +112,7 @@ pub fn data_pages(fd: BorrowedFd<'_>, file_offset: u64, pages: PageRange) -> io:
 #[derive(Debug)]
 pub struct DataRanges<'fd> {
     fd: BorrowedFd<'fd>,
-    /// What no answer was given about yet.
+    /// The part without a result yet.
     rest: Range<u64>,
     ahead: Option<Range<u64>>,
 }

@@ -1,4 +1,4 @@
-//! What a page of a VM's memory is: numbers, ranges, bitmaps, zero detection, holes.
+//! Pages of a VM's memory: numbers, ranges, bitmaps, zero detection, holes.
 //!
 //! Everything above this crate counts memory in pages of 4 KiB inside a RAM block. A [`PageNumber`] cannot be mistaken
 //! for a byte offset, a [`PageRange`] is half-open, a [`PageBitmap`] holds one bit per page in the layout that QEMU

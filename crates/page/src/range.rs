@@ -74,7 +74,7 @@ impl PageRange {
         self.start.0 <= page.0 && page.0 < self.end.0
     }
 
-    /// The pages that are in both ranges. Where there is none, an empty range.
+    /// Returns the pages that are in both ranges; an empty range if they do not overlap.
     #[must_use]
     pub fn intersect(&self, other: Self) -> Self {
         let start = self.start.max(other.start);

@@ -1,4 +1,4 @@
-//! Which pages have content: memory in, runs of pages out.
+//! Finding the pages with content: memory in, runs of pages out.
 
 use std::io;
 use std::iter::FusedIterator;
@@ -45,11 +45,11 @@ pub struct Scan<'a> {
     memory: GuestPages<'a>,
     method: ZeroMethod,
     rest: PageRange,
-    /// What is known of the first pages of `rest`.
+    /// Results for the first pages of `rest`.
     seen: Seen,
 }
 
-/// Pages that were looked at and not reported yet.
+/// Pages that were checked and not reported yet.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     /// A bit each, set where it is zero, the first in the lowest one.
@@ -74,8 +74,8 @@ impl Seen {
 }
 
 impl<'a> Scan<'a> {
-    /// Scans the pages of `range`, as far as `memory` has them, by `method`. Reads every page: fit for memory that is
-    /// populated. See [`ScanData`] for memory with holes.
+    /// Scans the pages of `range` that are in `memory`, by `method`. Reads every page: suitable for populated memory.
+    /// See [`ScanData`] for memory with holes.
     #[must_use]
     pub fn new(memory: GuestPages<'a>, range: PageRange, method: ZeroMethod) -> Self {
         Self { memory, method, rest: range.intersect(memory.pages()), seen: Seen::default() }
@@ -107,9 +107,8 @@ impl Iterator for Scan<'_> {
 
 impl FusedIterator for Scan<'_> {}
 
-/// The runs of zero and non-zero pages of ranges, one range after the other; each run lies in one of them. Made for
-/// ranges that are short, such as those of a dirty log: the beginning of those to come is fetched while one is looked
-/// at.
+/// The runs of zero and non-zero pages of ranges, one range after the other; each run is within one of them. For short
+/// ranges, such as those of a dirty log: the beginning of the next ones is prefetched while one is scanned.
 #[derive(Clone, Debug)]
 pub struct ScanRanges<'a, 'r> {
     memory: GuestPages<'a>,
@@ -119,7 +118,7 @@ pub struct ScanRanges<'a, 'r> {
 }
 
 impl<'a, 'r> ScanRanges<'a, 'r> {
-    /// Scans the pages of `ranges`, as far as `memory` has them, by `method`. Reads every page, as [`Scan`] does.
+    /// Scans the pages of `ranges` that are in `memory`, by `method`. Reads every page, as [`Scan`] does.
     #[must_use]
     pub fn new(memory: GuestPages<'a>, ranges: &'r [PageRange], method: ZeroMethod) -> Self {
         Self { memory, method, ranges, inside: None }
@@ -146,16 +145,16 @@ impl Iterator for ScanRanges<'_, '_> {
 
 impl FusedIterator for ScanRanges<'_, '_> {}
 
-/// The runs of guest memory of which it is known what was ever populated: reads only pages that `data` names, all
-/// others are [`PageKind::Hole`].
+/// The runs of guest memory whose populated parts are known: reads only the pages of `data`; all others are
+/// [`PageKind::Hole`].
 ///
 /// `data` gives ranges of pages in ascending order that do not touch each other, such as [`crate::holes::data_pages`]
 /// of the file that is mapped there. (Ranges that touch cost nothing but the promise that neighbouring runs differ in
-/// kind; those out of order are cut off where the scan already is.) It is asked for the next range only when the scan
-/// gets there. An error of `data` ends the scan: what was not reached is not reported as a hole.
+/// kind; those out of order are cut off where the scan already is.) The next range is requested only when the scan
+/// reaches it. An error of `data` ends the scan: pages not reached are not reported as holes.
 ///
-/// Memory that is populated after `data` passed it is reported as a hole: as with everything in a running guest, a
-/// dirty log says so later.
+/// Memory that is populated after `data` passed it is reported as a hole; in a running guest the dirty log reports it
+/// later.
 #[derive(Debug)]
 pub struct ScanData<'a, I> {
     memory: GuestPages<'a>,
@@ -166,7 +165,7 @@ pub struct ScanData<'a, I> {
 }
 
 impl<'a, I: Iterator<Item = io::Result<PageRange>>> ScanData<'a, I> {
-    /// Scans the pages of `range`, as far as `memory` has them, by `method`, reading those of `data` only.
+    /// Scans the pages of `range` that are in `memory`, by `method`, and reads those of `data` only.
     pub fn new(memory: GuestPages<'a>, range: PageRange, method: ZeroMethod, data: I) -> Self {
         Self { memory, method, rest: range.intersect(memory.pages()), data, inside: None }
     }

@@ -49,11 +49,10 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`, where nothing may be but a socket that an ended process left behind; so many connections may wait
-/// to be accepted. The socket does not block.
+/// Listens at `path`, where at most the socket of an ended process may exist, with this backlog. The socket does not
+/// block.
 ///
-/// While it is looked at and bound, and no longer, a file of the same name with `.limosa-lock` behind it exists next to
-/// it.
+/// While the path is checked and bound, a file of the same name with the suffix `.limosa-lock` exists next to it.
 ///
 /// # Errors
 /// The path is in use, too long, or cannot be; others were about to listen there for seconds; or the kernel refuses.

@@ -15,10 +15,9 @@ use std::time::{Duration, Instant};
 use rustix::fs::{self, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-/// What the lock's file is called by behind the name of the socket: so that it belongs to this lock alone, as it is
-/// removed.
+/// Suffix of the lock's file name after that of the socket, so that no other program uses the file: it is removed.
 const SUFFIX: &str = ".limosa-lock";
-/// How often a lock that another one holds is asked for again.
+/// Interval of attempts to take a lock that another process holds.
 const TICK: Duration = Duration::from_millis(1);
 
 /// The right to replace what is at a path, until it is dropped.

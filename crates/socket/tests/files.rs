@@ -1,4 +1,4 @@
-//! What becomes of the files of sockets.
+//! The files of sockets: created, replaced, removed.
 
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,4 +1,5 @@
-//! What direct requests of a file cost a thread that waits for them in `block_on`: to compare two builds of this crate.
+//! Cost of direct requests of a file for a thread that waits for them in `block_on`, to compare two builds of this
+//! crate.
 //!
 //! `cargo run --release -p limosa-storage --example requests -- FILE [COUNT]`
 //!

@@ -1,4 +1,4 @@
-//! What settings of `io_uring` cost for direct requests at random offsets of one file.
+//! Cost of `io_uring` settings for direct requests at random offsets of one file.
 //!
 //! `cargo run --release -p limosa-storage --example ring_settings -- FILE [ROUNDS] [COUNT] [SIZE]`
 //!
@@ -68,7 +68,7 @@ struct Used {
     calls: usize,
 }
 
-/// What had been used when a measurement began.
+/// Resources used before a measurement.
 struct Begin {
     wall: Instant,
     cpu: f64,

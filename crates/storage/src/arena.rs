@@ -12,9 +12,9 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Bytes of the arena: a quarter of what the processes of a user without privileges may have pinned by default
-/// (`RLIMIT_MEMLOCK`, 8 MiB since Linux 5.16), of which rings themselves take some 40 KiB each; and 32 requests of 64
-/// KiB at once.
+/// Size of the arena in bytes: a quarter of the memory that an unprivileged user's processes may pin by default
+/// (`RLIMIT_MEMLOCK`, 8 MiB since Linux 5.16; each ring takes some 40 KiB of it). Holds 32 concurrent requests of 64
+/// KiB.
 pub(crate) const LENGTH: usize = WORDS * WORD_BYTES;
 /// Pages are those of the processor's smallest size, or a part of one.
 const PAGE: usize = 4096;
@@ -48,7 +48,7 @@ pub(crate) fn start() -> Option<*mut u8> {
     arena().map(|arena| arena.start)
 }
 
-/// Whether all of this memory lies in the arena.
+/// Whether all of this memory is in the arena.
 pub(crate) fn holds(start: *const u8, len: usize) -> bool {
     let Some(arena) = arena() else { return false };
     let offset = start.addr().wrapping_sub(arena.start.addr());

@@ -32,7 +32,7 @@ const GATHERED: u32 = 16;
 /// made.
 const BACKOFF: u32 = 1000;
 
-/// What a thread in [`block_on`] does at the moment.
+/// The current state of a thread in [`block_on`].
 mod state {
     /// It polls, and will look for wake-ups before it sleeps.
     pub(super) const AWAKE: u32 = 0;
@@ -55,8 +55,8 @@ pub(crate) struct ThreadWaker {
 }
 
 impl ThreadWaker {
-    /// The descriptor that becomes readable when the thread is woken during a sleep in its ring. `event` makes it, if
-    /// there is none yet.
+    /// Returns the descriptor that becomes readable when the thread is woken during a sleep in its ring. `event`
+    /// creates it on the first call.
     pub(crate) fn event(&self, event: impl FnOnce() -> std::io::Result<OwnedFd>) -> std::io::Result<&OwnedFd> {
         match self.event.get() {
             Some(event) => Ok(event),
@@ -95,7 +95,7 @@ thread_local! {
     static DRIVER: Rc<Driver> = Rc::new(Driver::new());
 }
 
-/// What a thread needs to drive futures.
+/// State of a thread that drives futures.
 struct Driver {
     /// Nesting depth of calls of [`block_on`].
     depth: Cell<u32>,
@@ -190,7 +190,7 @@ impl Driver {
         is_woken
     }
 
-    /// Begins a request in this thread's ring. Gives it back if there is none.
+    /// Begins a request in this thread's ring. Returns it if the thread has no ring.
     fn begin(&self, work: Work, waker: &Waker) -> Result<InFlight, Work> {
         if self.depth.get() == 0 || self.ring_refused.get() {
             return Err(work);

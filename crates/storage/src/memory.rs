@@ -63,10 +63,10 @@ impl MemoryStorage {
         let mut bytes = self.bytes.lock();
         let range = offset..offset.checked_add(len).ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?;
         let room = self.room(&mut bytes, &range).map_err(failed)?;
-        let mut place = bytes.get_mut(room).ok_or_else(|| failed(io::Error::other(broken(ROOM))))?;
+        let mut place = bytes.as_mut_slice();
+        split_off(&mut place, room.start).map_err(failed)?;
         for buffer in from.buffers() {
-            let part = place.split_off_mut(..buffer.len()).ok_or_else(|| failed(io::Error::other(broken(ROOM))))?;
-            buffer.copy_to(0, part);
+            buffer.copy_to(0, split_off(&mut place, buffer.len()).map_err(failed)?);
         }
         Ok(())
     }
@@ -78,6 +78,11 @@ impl MemoryStorage {
         let got = bytes.get(start..).map_or(0, |rest| into.copy_from(0, rest));
         into.slice(got..into.len()).clear();
     }
+}
+
+/// Takes bytes that must be there off the front of `place`.
+fn split_off<'b>(place: &mut &'b mut [u8], length: usize) -> io::Result<&'b mut [u8]> {
+    place.split_off_mut(..length).ok_or_else(|| io::Error::other(broken(ROOM)))
 }
 
 fn ready<T: Send + 'static>(result: Result<T, StorageError>) -> Request<T> {
@@ -180,9 +185,18 @@ mod tests {
         let storage = MemoryStorage::new(16);
         let error = block_on(storage.write(14, Buffer::copied(b"abc").into())).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
-        assert_eq!(error.to_string(), "cannot write memory at 0xe (3 bytes): no storage space");
+        assert_eq!(error.to_string(), "cannot write memory at 0xe (3 bytes)");
         assert!(block_on(storage.write(u64::MAX, Buffer::copied(b"abc").into())).is_err());
         assert!(block_on(storage.set_len(17)).is_err());
         assert_eq!(storage.length().unwrap(), 0);
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic(expected = "memory is as long as a write to it")]
+    fn bytes_without_room_are_a_broken_invariant() {
+        let mut place = &mut [0; 4][..];
+        split_off(&mut place, 4).unwrap();
+        let _ = split_off(&mut place, 1);
     }
 }

@@ -67,8 +67,8 @@ pub trait Storage: Any + Send + Sync + Debug {
     /// Allocates space for `range`, and makes the storage longer if needed. Contents stay; new bytes are zeros.
     fn allocate(&self, range: Range<u64>) -> Request;
 
-    /// The extents of `range`, as far as they are known without reading. They cover it without gaps, may reach beyond
-    /// its end, and adjacent ones differ in kind. Unknown contents are [`ExtentKind::Data`].
+    /// Returns the extents of `range` that are known without reading. They cover it without gaps, may reach beyond its
+    /// end, and adjacent ones differ in kind. Unknown contents are [`ExtentKind::Data`].
     ///
     /// # Errors
     /// Errors of the kernel.

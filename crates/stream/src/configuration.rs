@@ -27,7 +27,7 @@ const TARGET_PAGE_BITS: &str = "configuration/target-page-bits";
 const CAPABILITIES: &str = "configuration/capabilities";
 const UUID: &str = "configuration/uuid";
 
-/// What a stream says about the VM as a whole.
+/// The configuration section: properties of the whole VM.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configuration {
     /// Canonical machine type, e.g. `pc-i440fx-10.0`.
@@ -40,7 +40,7 @@ pub struct Configuration {
     pub target_page_bits: Option<u32>,
 }
 
-/// What depends on the machine type in a stream of multifd. The default is that of current types.
+/// Rules of multifd streams that depend on the machine type. The default is that of current types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub struct MultifdRules {

@@ -12,7 +12,7 @@ use crate::error::{ErrorKind, StreamError};
 /// Why reading stopped.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// So many bytes, counted from the cursor's first, are wanted at least.
+    /// At least this number of bytes, from the cursor's first on, is needed.
     Need(usize),
     /// The bytes are wrong, `at` bytes behind the cursor's first.
     Fail { at: usize, error_kind: ErrorKind },
@@ -99,7 +99,7 @@ impl<'a> Cursor<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A length byte and so many bytes of UTF-8, at least one.
+    /// Reads a length byte and that number of bytes of UTF-8, at least one.
     pub(crate) fn name(&mut self, what: &'static str) -> Result<&'a str, Stop> {
         let begin = self.at;
         let length = usize::from(self.u8()?);

@@ -1,8 +1,8 @@
 //! Device sections of a VMM that has formats of its own: written with their description, read without it.
 //!
-//! QEMU's sections carry no length, so without the description that comes last only QEMU's devices know where one
-//! ends; and in a postcopy package there is no description. A VMM that is free to choose puts a length in front: each
-//! body is a be32 and so many opaque bytes. To stock QEMU's tools this is a section like any other.
+//! QEMU's sections carry no length, so without the description that comes last only QEMU's devices know where one ends;
+//! and in a postcopy package there is no description. A VMM that is free to choose puts a length in front: each body is
+//! a be32 length and that number of opaque bytes. To stock QEMU's tools this is a section like any other.
 
 use limosa_page::to_u64;
 use serde_json::json;
@@ -81,8 +81,7 @@ impl DeviceSections {
 }
 
 impl<'a> OpaqueSection<'a> {
-    /// Reads the sections from the front of `input`, as far as there are any: the sections, and how many bytes they
-    /// take.
+    /// Reads all sections from the front of `input`; returns them and their total length in bytes.
     ///
     /// # Errors
     /// A section that is cut off, or whose footer is not where its length says: it was not written by

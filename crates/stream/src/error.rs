@@ -1,4 +1,4 @@
-//! What can be wrong with a stream, and where.
+//! Errors of a stream, with their offset.
 //!
 //! A reader of an error must be able to open the file in a hex viewer and look at the right byte: every decoding error
 //! carries the stream offset, the section (or record) it happened in, and what was expected there. Text from outside
@@ -119,7 +119,7 @@ pub enum ErrorKind {
         start: u64,
         /// First byte behind it.
         end: u64,
-        /// What is wrong with that place.
+        /// The problem at that offset.
         problem: String,
     },
     /// The stream uses a feature that this decoder does not take.

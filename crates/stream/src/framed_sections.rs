@@ -247,7 +247,7 @@ mod tests {
     fn sections_without_lengths_are_some_other_sources() {
         let stock = b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x0112345678\x7e\0\0\0\x03\0";
         let mut search = FramedSections::new(0, 1 << 30);
-        // What looks like a length may say that more is to come: the other search goes on beside this one.
+        // Bytes that look like a length may announce more bytes: the other search continues beside this one.
         assert_ne!(search.look(stock).unwrap(), TailStep::Ready { sections: stock.len() });
         assert_eq!(FramedSections::new(0, 1 << 30).look(b"\0").unwrap(), TailStep::Foreign);
     }

@@ -27,7 +27,7 @@ impl GlobalState {
     /// Reads the body of the section.
     ///
     /// # Errors
-    /// A body that is too short, or a name that is none.
+    /// A body that is too short, or an invalid name.
     pub fn decode(body: &[u8]) -> Result<Self, StreamError> {
         let fail = |at: u64, error_kind| StreamError::new(at, "body of section \"globalstate\"", error_kind);
         let (Some(length), Some(field)) = (body.first_chunk::<4>(), body.get(4..4 + RUN_STATE_FIELD)) else {

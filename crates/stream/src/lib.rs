@@ -16,13 +16,13 @@
 //! | [`multifd`] | packets of the multifd channels |
 //! | [`xbzrle`] | deltas between two states of a page |
 //! | [`ReturnMessage`], [`ReturnDecoder`] | messages of a destination to its source |
-//! | [`mapped_ram`] | where everything lies in a mapped-ram file |
+//! | [`mapped_ram`] | layout of a mapped-ram file |
 //! | [`Vmdesc`] | the JSON description of the device sections |
 //! | [`vmdesc`] | the same in full: fields and subsections by name |
 //! | [`devices`] | the device tail: where it ends, which sections it holds |
 //! | [`DeviceSections`], [`OpaqueSection`], [`FramedSections`] | device sections of a VMM with formats of its own |
 //! | [`GlobalState`] | the section that carries the run state |
-//! | [`postcopy`] | what a postcopy source says before the guest runs |
+//! | [`postcopy`] | commands of a postcopy source before the guest runs |
 //!
 //! # Example
 //!

@@ -1,4 +1,4 @@
-//! Where everything lies in a mapped-ram file.
+//! The layout of a mapped-ram file.
 //!
 //! Fact (QEMU docs: migration/mapped-ram): a mapped-ram file is a stream whose RAM START section has holes. Behind the
 //! name and length of each block follows a header that says where the block's bitmap and its pages are; the next block
@@ -123,7 +123,7 @@ impl MappedBlock {
         (offset < self.block.used_length).then(|| self.pages_offset + offset)
     }
 
-    /// The first byte behind the pages: where the chain goes on.
+    /// Returns the offset behind the pages, where the chain continues.
     pub fn end(&self) -> u64 {
         self.pages_offset + self.block.used_length
     }
@@ -301,7 +301,8 @@ impl Layout {
                 }
                 Event::SectionStart(header) => layout.section_id = header.id,
                 Event::MappedRamBlock(placed) => {
-                    // Before the walk goes on there: a chain that leaves the file is no truncated read.
+                    // Before the walk continues there: a chain that leaves the file must not be reported as a truncated
+                    // read.
                     inside(&placed, file_length)?;
                     chain_end = placed.end();
                     layout.blocks.push(placed);
@@ -336,7 +337,8 @@ impl Layout {
         }
     }
 
-    /// No two parts share a byte, and none lies behind the end of the chain, where the device sections are.
+    /// Checks that no two parts share a byte, and that no part is behind the end of the chain, where the device
+    /// sections are.
     fn check_overlaps(&self, chain_end: u64) -> Result<(), StreamError> {
         let prologue_end = self.blocks.first().map_or(chain_end, |placed| placed.header_offset);
         let mut parts: Vec<(Range<u64>, String)> = vec![(self.base..prologue_end, "file header".to_owned())];

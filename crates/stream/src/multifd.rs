@@ -1,10 +1,9 @@
 //! Packets of a multifd channel, which carries pages.
 //!
-//! A channel begins with one [`InitialPacket`], which says which of the channels it is; then come [`Packet`]s, each a
-//! header of fixed length and so many bytes of pages. The law of this module: **a packet that was decoded keeps its own
-//! counts** (pages, offsets, payload length agree with each other), so the reader of the payload knows its length and
-//! what is in it before the first byte comes. Whether the block exists and holds the pages is known to the main channel
-//! only, and left to the caller.
+//! A channel begins with one [`InitialPacket`], which has its number; then come [`Packet`]s, each a header of fixed
+//! length and its pages. The law of this module: **a decoded packet is consistent** (pages, offsets and payload length
+//! agree), so the reader of the payload knows its length and contents before the first byte arrives. Only the main
+//! channel knows whether the block exists and has the pages; the caller checks that.
 //!
 //! Facts: magic 0x11223344, version 1, big-endian; 128 pages of 4 KiB at most, offsets always sent in full.
 
@@ -18,7 +17,7 @@ use crate::cursor::{Cursor, Stop};
 use crate::error::{EncodeError, ErrorKind, Feature, StreamError};
 use crate::ram::PAGE_SIZE;
 
-/// What both kinds of packets begin with.
+/// The first bytes of both kinds of packets.
 pub const MAGIC: [u8; 4] = [0x11, 0x22, 0x33, 0x44];
 /// The version of both kinds of packets.
 pub const VERSION: u32 = 1;
@@ -321,7 +320,7 @@ fn begin(cursor: &mut Cursor<'_>) -> Result<(), Stop> {
     Ok(())
 }
 
-/// What is wrong with `length` as payload of so many normal pages.
+/// Checks `length` as the payload of `normal` pages; returns the error, if any.
 fn payload_error(compression: Compression, normal: u32, length: u32) -> Option<ErrorKind> {
     match (compression, normal) {
         (_, 0) if length != 0 => Some(ErrorKind::expected("no payload in a packet without normal pages", length)),

@@ -1,4 +1,4 @@
-//! What a postcopy source says before the guest runs at the destination.
+//! The commands of a postcopy source before the guest runs at the destination.
 //!
 //! The recipe for resuming at once from a stored VM, all RAM missing: header, return path, advise, RAM START, at least
 //! one discard, the package of device state. Without a discard a QEMU destination (10.0) deadlocks: its state machine

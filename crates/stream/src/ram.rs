@@ -132,18 +132,18 @@ pub fn encode_ram_layout(section_id: u32, blocks: &[RamBlock], out: &mut Vec<u8>
     Ok(())
 }
 
-/// Appends the word of a join point: the reader goes on when every multifd channel has come to its next SYNC packet.
+/// Appends the flag of a sync point: the reader continues when every multifd channel has reached its next SYNC packet.
 pub fn encode_multifd_flush(out: &mut Vec<u8>) {
     out.extend_from_slice(&FLAG_MULTIFD_FLUSH.to_be_bytes());
 }
 
-/// Appends what ends a RAM section: the EOS word and the footer.
+/// Appends the end of a RAM section: the EOS flag and the footer.
 pub fn encode_eos(section_id: u32, out: &mut Vec<u8>) {
     out.extend_from_slice(&FLAG_EOS.to_be_bytes());
     section::encode_footer(section_id, out);
 }
 
-/// What a RAM record says about its page.
+/// The kind of a RAM record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RecordKind {
     /// 4096 bytes follow.

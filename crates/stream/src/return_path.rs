@@ -10,7 +10,7 @@ use crate::error::{EncodeError, ErrorKind, StreamError};
 
 /// Longest payload of a message, in bytes; QEMU's own limit.
 pub const MESSAGE_LIMIT: u16 = 512;
-/// What follows a bitmap of received pages.
+/// The end mark of a bitmap of received pages.
 pub const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
 
 /// A message from destination to source.
@@ -216,7 +216,7 @@ fn read(cursor: &mut Cursor<'_>, bitmap_limit: u64, block_known: bool) -> Result
     Ok(message)
 }
 
-/// What follows message 5 outside its length.
+/// Reads the bitmap that follows message 5, which is not part of its length.
 fn read_bitmap(cursor: &mut Cursor<'_>, limit: u64) -> Result<Vec<u8>, Stop> {
     let at = cursor.at();
     let size = cursor.be64()?;

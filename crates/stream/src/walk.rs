@@ -2,19 +2,19 @@
 
 use crate::decoder::{Decoder, DecoderOptions, Event, Step};
 use crate::error::StreamError;
-use limosa_page::{invariant, to_u64};
+use limosa_page::{BrokenInvariant, invariant, to_u64};
 use std::io;
 
-/// Reads into the buffer at an offset in the file: how many bytes came, 0 only at the end of the file.
+/// Reads into the buffer at a file offset; returns the number of bytes, 0 only at the end of the file.
 pub trait ReadAt: FnMut(u64, &mut [u8]) -> io::Result<usize> {}
 
 impl<F: FnMut(u64, &mut [u8]) -> io::Result<usize>> ReadAt for F {}
 
-/// Why a walk cannot go on.
+/// The reason why a walk ended.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WalkError {
-    /// The stream is wrong.
+    /// The stream is invalid.
     #[error(transparent)]
     Stream(#[from] StreamError),
     /// Reading failed.
@@ -88,7 +88,7 @@ impl<R: ReadAt> StreamWalk<R> {
             match self.decoder.step(input)? {
                 Step::Need(wanted) => self.fill(wanted)?,
                 Step::Event { consumed, event } => {
-                    invariant(consumed <= available, "a decoder consumes no more than it was given")
+                    check_consumed(consumed, available)
                         .map_err(|broken| StreamError::new(self.position, "window of a walk", broken.into()))?;
                     self.begin += consumed;
                     let target = self.base.saturating_add(self.decoder.offset());
@@ -102,12 +102,12 @@ impl<R: ReadAt> StreamWalk<R> {
         }
     }
 
-    /// Ends the walk: what was read from [`offset`](Self::offset) on, for a source that can be read only once.
+    /// Ends the walk; returns the bytes read from [`offset`](Self::offset) on, for a source that can be read only once.
     pub fn into_ahead(self) -> Vec<u8> {
         self.window[self.begin..self.end].to_vec()
     }
 
-    /// Goes on at file offset `target`, inside the window if it is there.
+    /// Continues at file offset `target`, inside the window if possible.
     fn jump(&mut self, target: u64) {
         let distance = target.checked_sub(self.position).and_then(|distance| usize::try_from(distance).ok());
         match distance.and_then(|distance| self.begin.checked_add(distance)).filter(|begin| *begin <= self.end) {
@@ -140,5 +140,22 @@ impl<R: ReadAt> StreamWalk<R> {
             }
         }
         Ok(())
+    }
+}
+
+/// Asserts that a decoder consumed bytes of the window only.
+fn check_consumed(consumed: usize, available: usize) -> Result<(), BrokenInvariant> {
+    invariant(consumed <= available, "a decoder consumes no more than it was given")
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "a decoder consumes no more than it was given")]
+    fn bytes_consumed_behind_the_window_are_a_broken_invariant() {
+        assert_eq!(check_consumed(8, 8), Ok(()));
+        let _ = check_consumed(9, 8);
     }
 }

@@ -1,9 +1,9 @@
-//! Page deltas of capability `xbzrle`: what changed in a page since it was sent last.
+//! Page deltas of capability `xbzrle`: changes of a page since it was last sent.
 //!
-//! A delta is a row of runs: so many bytes unchanged, so many changed and what they are now. An unchanged run at the
-//! end is left out. Both counts are ULEB128 of one or two bytes; only the very first unchanged run may be empty. The
-//! law: a delta is applied completely or the page is as before, and **what [`encode`] writes, [`decode`] reads back on
-//! the same page**.
+//! A delta is a list of runs: a number of unchanged bytes, a number of changed bytes, and their new contents. An
+//! unchanged run at the end is omitted. Both counts are ULEB128 of one or two bytes; only the very first unchanged run
+//! may be empty. The law: a delta is applied completely or the page is as before, and **what [`encode`] writes,
+//! [`decode`] reads back on the same page**.
 
 use crate::cursor::{Cursor, Stop};
 use crate::error::{ErrorKind, StreamError};

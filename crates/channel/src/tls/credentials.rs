@@ -149,7 +149,7 @@ impl Tls {
         Self { kernel, ..self }
     }
 
-    /// Sends a KeyUpdate after this number of records of up to 16 KiB, if that is before the cipher's own limit.
+    /// Sends a `KeyUpdate` after this number of records of up to 16 KiB, if that is before the cipher's own limit.
     #[must_use]
     pub fn key_update_after(self, records: u64) -> Self {
         Self { key_update_after: records, ..self }

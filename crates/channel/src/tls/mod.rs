@@ -7,6 +7,18 @@
 //! distinguished from a closed one. **An unauthenticated peer gets a bounded time and a bounded buffer**, and no
 //! thread: an accepted channel continues its handshake when it is polled, without waiting.
 //!
+//! # rustls' unbuffered connections (looked at on 2026-11-25, rustls 0.23)
+//!
+//! The handshake uses them, because they accept one record at a time and give up their keys. `record` and `session`
+//! stay:
+//! - One connection object encrypts and decrypts by `&mut self`. The two threads of a channel would share one lock,
+//!   which is held while 16 KiB are encrypted, and a thread that writes would wait for one that reads.
+//! - `dangerous_into_kernel_connection` consumes the connection. For the kernel's TLS the records, `KeyUpdate` and
+//!   alerts after the handshake are ours anyway; without it they would exist twice, once in rustls and once here.
+//! - It would replace numbering, `KeyUpdate` and alerts: about 250 of 3,200 lines. Buffers, partial writes, time-outs,
+//!   the end of the data and gathering from guest memory are the caller's in either case.
+//! - Early data and session tickets, the other things it has, are not for a migration: each channel connects once.
+//!
 //! | file | subject |
 //! |---|---|
 //! | `credentials` | certificates and keys from a folder, as QEMU's `tls-creds-x509` has them |

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use limosa_page::invariant;
 use rustls::crypto::cipher::{
     AeadKey, InboundOpaqueMessage, Iv, MessageDecrypter, MessageEncrypter, OutboundChunks, OutboundPlainMessage,
 };
@@ -25,7 +26,7 @@ pub(super) const PAYLOAD_MAX: usize = 1 << 14;
 pub(super) const BODY_MAX: usize = PAYLOAD_MAX + 256;
 /// Maximum number of consecutive records without data: tickets, key updates, empty ones.
 const IDLE_MAX: u32 = 64;
-/// A KeyUpdate message that does not request one from the peer.
+/// A `KeyUpdate` message that does not request one from the peer.
 pub(super) const UPDATE: [u8; 5] = [0x18, 0, 0, 1, 0];
 /// The close notification: a warning alert, `close_notify`.
 pub(super) const CLOSE: [u8; 2] = [1, 0];
@@ -43,7 +44,7 @@ pub(super) fn cipher(suite: SupportedCipherSuite) -> Result<&'static Tls13Cipher
     suite.tls13().ok_or_else(|| TlsFailure::Protocol("the session is older than TLS 1.3".into()))
 }
 
-/// Returns the number of records that one key encrypts before its last one, the KeyUpdate.
+/// Returns the number of records that one key encrypts before its last one, the `KeyUpdate`.
 fn limit(cipher: &Tls13CipherSuite, records: u64) -> u64 {
     cipher.common.confidentiality_limit.min(records).saturating_sub(1).max(1)
 }
@@ -94,7 +95,7 @@ impl Encrypter {
         Self { limit: limit(self.cipher, records), ..self }
     }
 
-    /// Returns the number of records that one key may encrypt, without the KeyUpdate.
+    /// Returns the number of records that one key may encrypt, without the `KeyUpdate`.
     pub(super) fn limit(&self) -> u64 {
         self.limit
     }
@@ -114,7 +115,7 @@ impl Encrypter {
         self.record(ContentType::Alert, &CLOSE)
     }
 
-    /// Encrypts a KeyUpdate, and changes to the next key.
+    /// Encrypts a `KeyUpdate`, and changes to the next key.
     pub(super) fn update_key(&mut self, keys: &mut dyn NewKeys) -> Result<Vec<u8>> {
         let record = self.record(ContentType::Handshake, &UPDATE)?;
         let (key, iv) = parts(keys.next_sending()?)?;
@@ -149,7 +150,7 @@ pub(super) enum RecordContent {
     Bytes,
     /// No data.
     Nothing,
-    /// A KeyUpdate: the next key follows. `answer`: the peer requests one of this end too.
+    /// A `KeyUpdate`: the next key follows. `answer`: the peer requests one of this end too.
     NewKey { answer: bool },
     /// The close notification.
     Close,
@@ -220,11 +221,13 @@ impl Decrypter {
 
     /// Decrypts the record with this body in place.
     pub(super) fn decrypt(&mut self, body: &mut [u8], keys: &mut dyn NewKeys) -> Result<Decrypted> {
+        let length = body.len();
         let message = InboundOpaqueMessage::new(ContentType::ApplicationData, ProtocolVersion::TLSv1_2, body);
         let decrypted = self.with.decrypt(message, self.numbers.take()?).map_err(|error| match error {
             Error::DecryptError => TlsFailure::BadRecord,
             error => TlsFailure::Protocol(error.to_string()),
         })?;
+        invariant(decrypted.payload.len() <= length, "a decrypted record is no longer than its ciphertext")?;
         Ok(match self.reader.take(decrypted.typ, decrypted.payload)? {
             RecordContent::Bytes => Decrypted::Bytes(decrypted.payload.len()),
             RecordContent::Nothing => Decrypted::Control { update_key: false },
@@ -266,7 +269,7 @@ fn alert(payload: &[u8]) -> Result<RecordContent> {
 #[derive(Debug, PartialEq, Eq)]
 enum PostHandshake {
     Nothing,
-    /// A KeyUpdate: the next key follows. `answer`: the peer requests one of this end too.
+    /// A `KeyUpdate`: the next key follows. `answer`: the peer requests one of this end too.
     NewKey {
         answer: bool,
     },
@@ -387,6 +390,31 @@ mod tests {
         let decrypted = decrypter.decrypt(&mut record[range], keys)?;
         let length = if let Decrypted::Bytes(length) = decrypted { length } else { 0 };
         Ok((decrypted, record[HEADER..HEADER + length].to_vec()))
+    }
+
+    /// A cipher that decrypts more than there is.
+    #[cfg(debug_assertions)]
+    struct Longer;
+
+    #[cfg(debug_assertions)]
+    impl MessageDecrypter for Longer {
+        fn decrypt<'a>(
+            &mut self,
+            message: InboundOpaqueMessage<'a>,
+            _number: u64,
+        ) -> std::result::Result<rustls::crypto::cipher::InboundPlainMessage<'a>, Error> {
+            let (typ, version, payload) = (ContentType::ApplicationData, message.version, &[7; 9][..]);
+            Ok(rustls::crypto::cipher::InboundPlainMessage { typ, version, payload })
+        }
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic(expected = "a decrypted record is no longer than its ciphertext")]
+    fn a_record_that_grows_when_it_is_decrypted_is_a_broken_invariant() {
+        let (_, mut decrypter) = ends();
+        decrypter.with = Box::new(Longer);
+        let _ = decrypter.decrypt(&mut [0; 8], &mut Counting::default());
     }
 
     #[test]

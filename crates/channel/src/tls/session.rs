@@ -15,7 +15,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use limosa_page::{broken, invariant};
+use limosa_page::{BrokenInvariant, broken};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -511,17 +511,11 @@ impl Directions {
 
     fn decrypt_next(&self, receiving: &mut Receiving) -> Result<bool, TlsFailure> {
         let Decryption::Userspace(decrypter) = &mut receiving.decryption else { return Ok(false) };
-        let Some(encrypted) = receiving.buffer.get_mut(receiving.encrypted.clone()) else {
-            return Err(broken("encrypted bytes are inside the receive buffer").into());
-        };
+        let (range, whole) = (receiving.encrypted.clone(), "encrypted bytes are inside the receive buffer");
+        let encrypted = inside(&mut receiving.buffer, range, whole)?;
         let Some(body) = record::body(encrypted)? else { return Ok(false) };
-        let Some(record) = encrypted.get_mut(body.clone()) else {
-            return Err(broken("the body of a record is among the received bytes").into());
-        };
+        let record = inside(encrypted, body.clone(), "the body of a record is among the received bytes")?;
         let decrypted = decrypter.decrypt(record, &mut LockedKeys(&self.keys))?;
-        if let Decrypted::Bytes(length) = decrypted {
-            invariant(length <= body.len(), "a decrypted record is no longer than its ciphertext")?;
-        }
         let start = receiving.encrypted.start + body.start;
         receiving.encrypted.start += body.end;
         self.apply(receiving, decrypted, start);
@@ -596,6 +590,11 @@ impl Directions {
             }
         }
     }
+}
+
+/// Returns a range that must be inside `bytes`; `what` states that.
+fn inside<'b>(bytes: &'b mut [u8], range: Range<usize>, what: &'static str) -> Result<&'b mut [u8], BrokenInvariant> {
+    bytes.get_mut(range).ok_or_else(|| broken(what))
 }
 
 impl Sending {
@@ -714,5 +713,18 @@ impl Receiving {
         if self.buffer.len() < BUFFER {
             self.buffer.resize(BUFFER, 0);
         }
+    }
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "encrypted bytes are inside the receive buffer")]
+    fn bytes_outside_the_receive_buffer_are_a_broken_invariant() {
+        let what = "encrypted bytes are inside the receive buffer";
+        assert_eq!(inside(&mut [7; 4], 1..4, what), Ok(&mut [7; 3][..]));
+        let _ = inside(&mut [7; 4], 1..5, what);
     }
 }

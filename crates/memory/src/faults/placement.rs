@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange, invariant, to_usize};
+use limosa_page::{BrokenInvariant, PAGE_SIZE, PageNumber, PageRange, invariant, to_usize};
 use rustix::io::Errno;
 
 use super::handler::kernel;
@@ -100,7 +100,7 @@ impl FaultHandler {
                 Ok(progress) => progress,
                 Err(error) => return Err(kernel(block, left, operation, error)),
             };
-            invariant(progress.done <= addresses.end - at, "no more is placed than was to be placed")?;
+            check_progress(progress.done, addresses.end - at)?;
             at += progress.done;
             let placed = PageRange::new(pages.start, pages.start.saturating_add((at - addresses.start) / PAGE_SIZE));
             match progress.stopped {
@@ -127,6 +127,11 @@ impl FaultHandler {
         let layout = self.layout().block(block).ok_or_else(|| refused("it is not registered"))?;
         Ok((layout, layout.place(pages).map_err(refused)?))
     }
+}
+
+/// Asserts that the kernel placed no more bytes than requested.
+fn check_progress(done: u64, requested: u64) -> Result<(), BrokenInvariant> {
+    invariant(done <= requested, "no more is placed than was requested")
 }
 
 /// Waits for a moment without changes of the memory.
@@ -162,5 +167,17 @@ impl Idle {
             std::hint::spin_loop();
         }
         Ok(())
+    }
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "no more is placed than was requested")]
+    fn more_pages_placed_than_requested_are_a_broken_invariant() {
+        assert_eq!(check_progress(4096, 4096), Ok(()));
+        let _ = check_progress(8192, 4096);
     }
 }

@@ -141,7 +141,7 @@ impl AtomicPageBitmap {
             let mut before = self.words[word].load(Ordering::Acquire);
             loop {
                 let candidates = before & mask;
-                // A run that was begun goes on at the first bit of this word, a new one begins at the first set bit.
+                // A run in progress continues at the first bit of this word; a new one begins at the first set bit.
                 let first = if run.is_some() { 0 } else { u64::from(candidates.trailing_zeros()) };
                 let room = limit - run.map_or(0, |run| run.len());
                 if candidates == 0 || candidates >> first & 1 == 0 || room == 0 {

@@ -9,7 +9,7 @@ use super::runs::Runs;
 use super::word::{self, Span};
 use crate::{PageNumber, PageRange, to_u64};
 
-/// Bytes that are not the bitmap of so many pages.
+/// Bytes that are not the bitmap of the given number of pages.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum BitmapError {
     /// The length is not that of QEMU's layout.

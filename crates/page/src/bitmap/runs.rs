@@ -64,7 +64,7 @@ impl Iterator for Runs<'_> {
             let end = base + u64::from(carried.trailing_zeros());
             return Some(PageRange::new(PageNumber(start), PageNumber(end)));
         }
-        // The run reaches the end of the word: it goes on through full words into the low bits of another one.
+        // The run reaches the end of the word: it continues through full words into the low bits of another one.
         loop {
             self.at += 1;
             let Some(bits) = self.load(self.at) else {

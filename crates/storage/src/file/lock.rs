@@ -150,7 +150,7 @@ fn failed(fd: BorrowedFd<'_>, read_only: bool, error: io::Error) -> io::Error {
     OpenError::Locked { conflict, processes: holders(fd), read_only }.into()
 }
 
-/// Processes that have the file open, as far as /proc shows them to us; at most four.
+/// Returns the processes that have the file open and are visible in /proc; at most four.
 fn holders(fd: BorrowedFd<'_>) -> Vec<String> {
     let own = std::process::id().to_string();
     let Ok(file) = fs::metadata(format!("/proc/self/fd/{}", fd.as_raw_fd())) else { return Vec::new() };
@@ -183,7 +183,7 @@ const fn short(number: libc::c_int) -> libc::c_short {
 }
 
 fn byte_range(kind: libc::c_int, start: libc::off_t, len: libc::off_t) -> libc::flock {
-    // SAFETY: a structure of numbers, for which zeros are a value.
+    // SAFETY: a structure of numbers, so all zeros is a valid value.
     let mut range: libc::flock = unsafe { std::mem::zeroed() };
     (range.l_type, range.l_whence) = (short(kind), short(libc::SEEK_SET));
     (range.l_start, range.l_len) = (start, len);

@@ -121,7 +121,7 @@ impl FileStorage {
         self.file.cache
     }
 
-    /// What executes requests: [`Io::Uring`], [`Io::Threads`] or [`Io::Caller`].
+    /// Returns the executor of requests: [`Io::Uring`], [`Io::Threads`] or [`Io::Caller`].
     #[must_use]
     pub fn io(&self) -> Io {
         self.io

@@ -290,7 +290,7 @@ mod tests {
             let said = |read_only| {
                 OpenFile::at(path, &FileOptions { read_only, ..FileOptions::default() })
                     .map(drop)
-                    .map_err(|e| e.to_string())
+                    .map_err(|e| e.source.to_string())
             };
             assert!(said(false).unwrap_err().contains("for writing"));
             assert!(said(true).map_or_else(|said| !said.contains("for writing"), |()| true));

@@ -23,7 +23,7 @@ pub enum OpenError {
     Locked {
         /// The conflict.
         conflict: String,
-        /// Names and numbers of processes that have the file open, as far as they are visible; at most four.
+        /// Names and numbers of visible processes that have the file open; at most four.
         processes: Vec<String>,
         /// Whether the file was to be opened read-only: [`LockPolicy::None`](crate::LockPolicy::None) then reads it in
         /// a state that may be inconsistent.
@@ -80,7 +80,7 @@ mod tests {
         let error = StorageError::of(Operation::Lock, &Arc::from("disk"), locked(&["qemu (process 7)"]));
         assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
         assert_eq!(error.open_error(), Some(&locked(&["qemu (process 7)"])));
-        assert!(error.to_string().ends_with("writes it (it is open in qemu (process 7))"), "{error}");
+        assert!(error.source.to_string().ends_with("writes it (it is open in qemu (process 7))"), "{error}");
         assert!(locked(&[]).to_string().ends_with("(no visible process of this machine has it open)"));
         let error = StorageError::of(Operation::Lock, &Arc::from("disk"), io::Error::from_raw_os_error(libc::EIO));
         assert_eq!(error.open_error(), None);

@@ -77,7 +77,7 @@ impl FromStr for CacheMode {
     }
 }
 
-/// What executes requests.
+/// The executor of requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Io {
@@ -112,7 +112,7 @@ pub enum Create {
 pub struct FileOptions {
     /// Cache mode.
     pub cache: CacheMode,
-    /// What executes requests.
+    /// The executor of requests.
     pub io: Io,
     /// Whether the file is opened read-only.
     pub read_only: bool,

@@ -21,20 +21,20 @@ impl Chance {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `end`; 0 if there is none.
+    /// Returns a number below `end`; 0 if `end` is 0.
     pub fn below(&mut self, end: u64) -> u64 {
         self.bits() % end.max(1)
     }
 
-    /// True in one case of `times`.
+    /// Returns true in one case of `times`.
     pub fn one_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }
 
-    /// One of them.
+    /// Returns one of `all`.
     ///
     /// # Panics
-    /// There is none.
+    /// If `all` is empty.
     pub fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
         let number = self.below(all.len() as u64);
         &all[to_usize(number)]

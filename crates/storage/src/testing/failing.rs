@@ -38,7 +38,7 @@ struct State {
     /// From which request on, how many of them, and how.
     fault: Option<(u64, u64, Fault)>,
     failed: u64,
-    /// Which kinds count and can fail; none: all.
+    /// Operations that count and can fail; empty: all.
     only: Vec<Operation>,
 }
 
@@ -64,7 +64,7 @@ impl Failing {
         this
     }
 
-    /// The same storage, as far as it does not fail.
+    /// Wraps a storage so that its requests fail as planned.
     #[must_use]
     pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
         Through::over(storage, &self.0)

@@ -36,7 +36,7 @@ struct Entry {
 struct State {
     came: u64,
     open: bool,
-    /// Which kinds are held; none: all.
+    /// Operations that are held; empty: all.
     only: Vec<Operation>,
     /// Whether every other request is begun by its first poll only, and how many there were.
     lazy: bool,
@@ -79,7 +79,7 @@ impl Held {
         Through::over(storage, &self.0)
     }
 
-    /// What is held, in the order in which it came.
+    /// Returns the held requests in the order of arrival.
     #[must_use]
     pub fn waiting(&self) -> Vec<HeldRequest> {
         self.0.0.lock().entries.iter().map(|entry| entry.waiting.clone()).collect()

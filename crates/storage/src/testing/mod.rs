@@ -89,7 +89,7 @@ impl CloneCall {
 }
 
 impl Call {
-    /// Which kind of request it is.
+    /// Returns the operation of the request.
     fn operation(&self) -> Operation {
         match self {
             Self::Read { .. } => Operation::Read,
@@ -140,7 +140,7 @@ impl Call {
     }
 }
 
-/// What becomes of requests on their way to a storage.
+/// The treatment of requests to a storage.
 trait Behaviour: Send + Sync + Debug {
     fn request(self: Arc<Self>, storage: &Arc<dyn Storage>, call: Call) -> Request;
 }
@@ -163,8 +163,8 @@ impl Through {
     }
 }
 
-/// The memory under all behaviours, if the storage lies in memory: a clone takes its bytes from there and passes no
-/// behaviour, as the clone of a file reads nothing.
+/// Returns the memory below all behaviours, if the storage is in memory: a clone takes its bytes from there without
+/// passing a behaviour, as the clone of a file reads nothing.
 fn memory_under(storage: &dyn Storage) -> Option<&SparseMemory> {
     let any: &dyn Any = storage;
     match any.downcast_ref::<Through>() {

@@ -13,7 +13,7 @@ use crate::buffer::IoVector;
 use crate::error::StorageError;
 use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
 
-/// Space is taken and given back in blocks of so many bytes, as by most filesystems.
+/// Block size in bytes for allocating and freeing space, as in most filesystems.
 const BLOCK: usize = 4096;
 
 /// Bytes in memory that behave as a file does, with holes and unwritten extents, or as a block device, full of what was
@@ -31,19 +31,19 @@ pub struct SparseMemory {
 #[derive(Debug, Default)]
 struct State {
     bytes: Vec<u8>,
-    /// What each block up to the end of `bytes` is. Everything that is not data is zero.
+    /// Kind of each block up to the end of `bytes`. Every block that is not data is zero.
     blocks: Vec<ExtentKind>,
 }
 
 impl SparseMemory {
-    /// An empty file, which cannot grow behind `most` bytes.
+    /// Creates an empty file that cannot grow beyond `most` bytes.
     #[must_use]
     pub fn file(name: &str, most: u64) -> Self {
         let alignment = Alignment { offset: 1, memory: 1 };
         Self { name: name.into(), state: Arc::default(), most, device: false, clones: false, alignment }
     }
 
-    /// A file with these contents; blocks of zeros are holes.
+    /// Creates a file with these contents; blocks of zeros are holes.
     #[must_use]
     pub fn file_with(name: &str, bytes: Vec<u8>, most: u64) -> Self {
         let kind = |block: &[u8]| if block.iter().all(|&byte| byte == 0) { ExtentKind::Hole } else { ExtentKind::Data };
@@ -51,7 +51,7 @@ impl SparseMemory {
         Self { state: Arc::new(Mutex::new(State { bytes, blocks })), ..Self::file(name, most) }
     }
 
-    /// A block device of so many bytes, full of garbage, which knows no holes: what is discarded stays as it is.
+    /// Creates a block device of `len` bytes, full of garbage, without holes: discarded bytes stay unchanged.
     #[must_use]
     pub fn device(name: &str, len: usize, seed: u64) -> Self {
         Self::device_with(name, Vec::new(), len, seed)

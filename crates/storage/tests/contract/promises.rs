@@ -1,4 +1,4 @@
-//! What every storage promises.
+//! The promises of every storage.
 
 use std::future::Future;
 use std::ops::Range;

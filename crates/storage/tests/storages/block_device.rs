@@ -16,7 +16,7 @@ struct Loop {
 }
 
 impl Loop {
-    /// With sectors of so many bytes. None, and a note, where there are none to be had: they take privileges.
+    /// Creates a device with this sector size; `None`, with a note, if this process lacks the privileges.
     fn new(sector: u32) -> Option<Self> {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(SIZE).unwrap();

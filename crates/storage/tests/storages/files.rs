@@ -45,7 +45,7 @@ fn what_is_no_file_and_no_block_device_is_refused() {
     for path in [folder.path(), Path::new("/dev/null"), &pipe] {
         let error = FileStorage::open(path, &FileOptions::reading()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
-        assert!(error.to_string().contains("must be a regular file or a block device, not"), "{error}");
+        assert!(error.source.to_string().contains("must be a regular file or a block device, not"), "{error}");
     }
 }
 
@@ -67,7 +67,7 @@ fn nothing_is_written_to_what_was_opened_for_reading() {
         for request in requests {
             let error = block_on(request).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
-            assert!(error.to_string().contains("open read-only"), "{error}");
+            assert!(error.source.to_string().contains("open read-only"), "{error}");
         }
         block_on(storage.flush()).unwrap();
         assert_eq!((storage.counters().flushes, fs::read(&path).unwrap()), (0, vec![7; 8192]));

@@ -88,7 +88,7 @@ fn open(path: &Path, read_only: bool, lock: LockPolicy) -> Result<Arc<FileStorag
 fn is_refused(path: &Path, read_only: bool, holder: &str) {
     let error = open(path, read_only, LockPolicy::Required).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ResourceBusy, "{error}");
-    assert!(error.to_string().contains(holder), "{error}");
+    assert!(error.source.to_string().contains(holder), "{error}");
     // A reader without locks is not refused.
     open(path, read_only, LockPolicy::None).unwrap();
 }

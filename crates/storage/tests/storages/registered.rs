@@ -1,4 +1,4 @@
-//! What rings know of files and memory beforehand, as the kernel tells it (`/proc/self/fdinfo`).
+//! Files and memory registered with rings, as the kernel reports them (`/proc/self/fdinfo`).
 
 use std::fs;
 use std::io::{Read, Write};
@@ -58,7 +58,7 @@ fn read_often(storage: &Arc<FileStorage>, byte: u8) {
     check().unwrap();
 }
 
-/// What the kernel tells of this process's rings.
+/// Returns the kernel's report of this process's rings.
 fn rings() -> Vec<String> {
     let is_ring = |link: &Path| fs::read_link(link).is_ok_and(|target| target.to_string_lossy().contains("[io_uring]"));
     let tell = |link: fs::DirEntry| {

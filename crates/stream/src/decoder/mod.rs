@@ -21,21 +21,21 @@ const ZERO: u64 = FLAG_ZERO;
 const ZERO_CONTINUE: u64 = FLAG_ZERO | FLAG_CONTINUE;
 const NO_BLOCK: usize = usize::MAX;
 
-/// What one step of a [`Decoder`] did.
+/// Result of one step of a [`Decoder`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step {
-    /// Nothing was consumed: come again with at least so many bytes, those of this call included.
+    /// No byte was consumed: call again with at least this number of bytes, including those of this call.
     Need(usize),
     /// The first `consumed` bytes of the input are used up.
     Event {
         /// Bytes to drop from the front of the input; may be 0.
         consumed: usize,
-        /// What they mean.
+        /// Meaning of these bytes.
         event: Event,
     },
 }
 
-/// What a stream contains.
+/// An element of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
@@ -90,9 +90,9 @@ pub enum Event {
         /// Bytes of the delta, at most 4096.
         length: u16,
     },
-    /// Join point with the [multifd](crate::multifd) channels: what is behind it counts only when every channel has
-    /// come to its next SYNC packet. In a stream of multifd there is one in START, behind [`RamStart`](Self::RamStart);
-    /// if there is none, every [`EndOfSection`](Self::EndOfSection) is a join point, that of START included.
+    /// Sync point with the [multifd](crate::multifd) channels: later data counts only when every channel has reached
+    /// its next SYNC packet. A multifd stream has one in START, behind [`RamStart`](Self::RamStart); otherwise every
+    /// [`EndOfSection`](Self::EndOfSection) is a sync point, including that of START.
     MultifdFlush,
     /// The EOS word: no more records in this section.
     EndOfSection,
@@ -145,17 +145,16 @@ enum State {
 
 /// Decoder of a main channel.
 ///
-/// The decoder never sees page payloads: after [`Event::Page`] the caller takes the page's 4096 bytes by itself, best
-/// straight to where they belong, and goes on with what comes behind them. Its law is that **a page event is always
-/// true**: the block exists and the page lies inside it. The step of a page that continues in its block allocates
-/// nothing and looks nothing up.
+/// The decoder never sees page payloads: after [`Event::Page`] the caller reads the page's 4096 bytes itself, best
+/// straight to their place, and continues behind them. Its law is that **a page event is always valid**: the block
+/// exists and contains the page. The step of a page that continues in its block allocates nothing and looks nothing up.
 ///
 /// It decodes precopy, postcopy and background-snapshot streams up to the device sections, and the RAM part of a
 /// mapped-ram file, where the caller jumps as [`Event::MappedRamBlock`] says.
 #[derive(Debug, Clone)]
 pub struct Decoder {
     state: State,
-    /// Length in bytes of the current block; 0 while there is none. With `current` all that a CONTINUE record needs.
+    /// Length in bytes of the current block, or 0. A CONTINUE record needs only this and `current`.
     current_length: u64,
     current: usize,
     offset: u64,
@@ -222,8 +221,8 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// For a recovery of postcopy: the stream goes on between two sections, on a new connection, without a header, and
-    /// with the layout that the broken one began with.
+    /// Creates a decoder for a postcopy recovery: the stream continues between two sections, on a new connection,
+    /// without a header, and with the layout of the broken one.
     ///
     /// # Errors
     /// A block name that occurs twice.

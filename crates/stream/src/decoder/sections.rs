@@ -1,4 +1,5 @@
-//! What is between the bodies: file header, section headers and footers, commands, the first device section.
+//! Decoding the parts between section bodies: file header, section headers and footers, commands, the first device
+//! section.
 
 use super::{Decoder, Event, State, early, outside};
 use crate::command::Command;

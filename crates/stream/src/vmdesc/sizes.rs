@@ -136,7 +136,7 @@ impl Length for RawSubsection {
     }
 }
 
-/// The bytes of all elements of an array, none of which is kept.
+/// The total size of all elements of an array, without keeping them.
 struct Sum<T> {
     total: u64,
     element: std::marker::PhantomData<T>,

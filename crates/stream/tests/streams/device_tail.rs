@@ -14,7 +14,7 @@ impl Tail {
         Self { bytes: Vec::new(), devices: Vec::new() }
     }
 
-    /// A section whose description has one field of so many bytes.
+    /// Adds a section whose description has one field of `body.len()` bytes.
     fn device(mut self, id: u32, name: &str, body: &[u8]) -> Self {
         let name = name.to_owned();
         let length = body.len();

@@ -4,7 +4,7 @@ use limosa_stream::mapped_ram::Layout;
 use limosa_stream::{Configuration, Decoder, Event, RamBlock, Step, StreamError, ram, section};
 use proptest::prelude::*;
 
-/// What a stock QEMU 10.0.2 sent for a virtio-mem device of 256 MiB in blocks of 2 MiB, of which nothing is plugged.
+/// The bytes that a stock QEMU 10.0.2 sent for a virtio-mem device of 256 MiB in blocks of 2 MiB, with nothing plugged.
 fn captured() -> Vec<u8> {
     let mut bytes = vec![0x04, 0, 0, 0, 0x25, 36];
     bytes.extend(b"0000:00:01.0/virtio-mem-device-early");

@@ -1,4 +1,4 @@
-//! What the decoders refuse, and that they say where and why.
+//! Streams that the decoders refuse, with the offset and the reason.
 
 use limosa_stream::{
     Command, Configuration, Decoder, DecoderOptions, ErrorKind, Event, Feature, PageSizes, RamBlock, RecordEncoder,
@@ -29,7 +29,7 @@ fn word(word: u64) -> [u8; 8] {
     word.to_be_bytes()
 }
 
-/// Decodes until an error (page payloads are left out of these streams); panics if there is none.
+/// Decodes until an error (page payloads are left out of these streams); panics without one.
 fn error_of(stream: &[u8]) -> StreamError {
     run(stream).expect_err("the stream is wrong")
 }

@@ -134,7 +134,7 @@ impl Output {
         Ok(())
     }
 
-    /// Changes to the next key. The last record of this one, a KeyUpdate, announces it to the peer.
+    /// Changes to the next key. The last record of this one, a `KeyUpdate`, announces it to the peer.
     fn update_key(&mut self, socket: &OwnedFd, keys: &mut dyn NewKeys) -> io::Result<()> {
         if !self.renews || self.lost {
             return Err(TlsFailure::Kernel(KernelTlsFailure::KeyUsedUp).into());

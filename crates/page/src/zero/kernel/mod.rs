@@ -31,8 +31,8 @@ pub(crate) const PAGES_A_CALL: usize = 64;
 /// a page takes 19% less time with it; with 2 pages 14%, with 8 17%, with 16 10%.
 pub(crate) const AHEAD: usize = 4;
 
-/// Ahead is fetched as long as one of so many pages, a bit each, was decided by its first line. Where pages are read on
-/// from there the processor fetches ahead by itself, and better: asking for it besides made AVX2 slower by 5% to 20%.
+/// Pages ahead are prefetched as long as one of the last 8 pages, a bit each, was decided by its first line. If pages
+/// are read further, the processor prefetches by itself, and better: prefetching too made AVX2 slower by 5% to 20%.
 const LATELY: u64 = 0xff;
 
 /// Whether the `len` bytes at `start` are zero. `method` falls back to [`ZeroMethod::Portable`] if it is not available.
@@ -60,8 +60,8 @@ pub(crate) unsafe fn is_zero(method: ZeroMethod, start: *const u8, len: usize) -
     }
 }
 
-/// Which of `count` pages at `start` are zero: a bit each, set where it is, the first in the lowest one. `beyond` more
-/// pages will be asked for after them; `method` as in [`is_zero`].
+/// Checks `count` pages at `start` for zeros: returns a bit for each, set if it is zero, the first page in the lowest
+/// bit. `beyond` more pages will be checked after them; `method` as in [`is_zero`].
 ///
 /// # Safety
 ///
@@ -194,7 +194,7 @@ unsafe fn bytes_are_zero(start: *const u8, len: usize) -> bool {
     (0..len).all(|index| unsafe { start.add(index).read_volatile() } == 0)
 }
 
-/// What a look at words has found.
+/// Result of checking words.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Found {
     Zero,
@@ -245,7 +245,7 @@ unsafe fn look<V: Vector, const STEP: usize, const ALIGNED: bool>(start: *const 
             return Found::Early;
         }
         for word in [count / 2, count - 1] {
-            // SAFETY: one of the `count` words, of which there is one, as there is a vector.
+            // SAFETY: one of the `count` words; there is at least one, because there is a vector.
             if unsafe { start.add(word).read_volatile() } != 0 {
                 return Found::Late;
             }

@@ -1,4 +1,4 @@
-//! What a processor compares with zero at once: a word, or a vector of 16, 32 or 64 bytes.
+//! The unit that a processor compares with zero at once: a word, or a vector of 16, 32 or 64 bytes.
 //!
 //! Everything here is inlined into functions that are compiled for the instructions it needs; elsewhere it would be
 //! calls.
