@@ -1,5 +1,5 @@
-//! Device sections with their description: for any end that is believed, the sections fill the tail without a gap. The tail
-//! of a live source is the same once its words have been taken out.
+//! Device sections with their description: for any end that is believed, the sections fill the tail without a gap.
+//! The tail of a live source is the same once its words have been taken out.
 
 #![no_main]
 

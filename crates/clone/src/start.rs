@@ -13,7 +13,6 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use limosa_channel::Channel;
-use limosa_migrate::control::{Control, Progress};
 use limosa_migrate::stored::{PrecopyOptions, PrecopySource};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_qemu::monitor::{Monitor, RunState};

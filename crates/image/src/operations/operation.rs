@@ -89,7 +89,7 @@ pub enum OperationError {
     },
     /// The target is too small.
     #[error(
-        "{target} of {has} bytes is smaller than what is to be written into it, {needs} bytes: make it larger first"
+        "{target} of {has} bytes is smaller than its new contents of {needs} bytes"
     )]
     TargetTooSmall {
         /// The target: a path.

@@ -201,7 +201,7 @@ impl Qcow2 {
                 return Err(damaged("it was not closed, and more is wrong than refcounts that were written late"));
             }
             let (corruptions, leaks) = (report.corruptions_fixed, report.leaks_fixed);
-            tracing::info!(image = &*name, corruptions, leaks, "it was not closed: its refcounts were made anew");
+            tracing::info!(image = &*name, corruptions, leaks, "it was not closed: its refcounts were rebuilt");
             repaired = Some(report);
         }
         let inner = Inner::new(Parts { file, data_file, backing, header }, options).await?;
