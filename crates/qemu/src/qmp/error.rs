@@ -82,7 +82,7 @@ pub enum QmpError {
         during: Option<String>,
     },
     /// QEMU was asked to end, and has confirmed it: no command is sent to it any more.
-    #[error("the QEMU behind {monitor} is ending: {command} is not sent to it")]
+    #[error("the monitor {monitor}: QEMU is ending, so {command} is not sent")]
     Ending {
         /// The monitor's address.
         monitor: String,
