@@ -88,9 +88,7 @@ pub enum OperationError {
         source: ImageError,
     },
     /// The target is too small.
-    #[error(
-        "{target} of {has} bytes is smaller than its new contents of {needs} bytes"
-    )]
+    #[error("{target} of {has} bytes is smaller than its new contents of {needs} bytes")]
     TargetTooSmall {
         /// The target: a path.
         target: String,
