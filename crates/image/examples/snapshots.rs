@@ -2,7 +2,7 @@
 //!
 //! limosa lists the snapshots of a qcow2 image, opens the disk as it was when one was taken, read-only, and keeps their
 //! clusters when the image is written, checked, repaired or resized. It does not create, apply or delete them:
-//! `qemu-img snapshot` does, and [`take`] below stands in for it.
+//! `qemu-img snapshot` does, and `take` below stands in for it.
 //!
 //! `cargo run -p limosa-image --example snapshots`
 

@@ -24,7 +24,7 @@ const WORDS: u64 = 1 << 16;
 pub enum More {
     /// The queue must be processed again after the others.
     Yes,
-    /// The queue has no work until the driver or [`Transport::kick`] kicks it.
+    /// The queue has no work until the driver or [`Transport::kick`](super::Transport::kick) kicks it.
     No,
 }
 

@@ -40,7 +40,7 @@ pub enum GuestError {
         why: String,
     },
 
-    /// It has no state yet: it waits for [`Guest::load`].
+    /// It has no state yet: it waits for [`Guest::load`](super::Guest::load).
     #[error("the guest has not been given its state yet")]
     NoState,
 

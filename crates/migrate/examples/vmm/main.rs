@@ -1,7 +1,7 @@
 //! A VMM in miniature, of rust-vmm's parts, whose guest moves to another process while it runs.
 //!
 //! `cargo run --example vmm` boots a guest under /dev/kvm, starts itself once more as the destination, and migrates the
-//! guest there over a socket. [`machine`] is what a VMM has anyway: memory by `vm-memory`, a vCPU by `kvm-ioctls`, a
+//! guest there over a socket. `machine` is what a VMM has anyway: memory by `vm-memory`, a vCPU by `kvm-ioctls`, a
 //! device. This file is what migration adds to it: two traits, the dirty logs, and a page of glue for each end.
 
 mod machine;

@@ -23,7 +23,7 @@ use crate::watchdog::Watchdog;
 
 /// Observes a restore while it runs.
 pub trait RestoreObserver: Sync {
-    /// The guest runs (or is ready to, if it is to stay paused) this long after [`restore`] was called.
+    /// The guest runs (or is ready to, if it is to stay paused) this long after [`restore`](fn@crate::restore) was called.
     fn guest_ready(&self, after: Duration, mode: RestoreMode);
 }
 
@@ -65,7 +65,7 @@ pub struct RestoreReport {
     pub vm_state: String,
 }
 
-/// The arguments of [`restore`].
+/// The arguments of [`restore`](fn@crate::restore).
 #[derive(Clone, Copy)]
 pub struct Restore<'a> {
     /// The QEMU that takes the VM.
