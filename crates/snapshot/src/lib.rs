@@ -85,7 +85,8 @@ pub use comparison::{
 pub use disks::{Difference, Disk, DiskChange, check_disks};
 pub use error::SnapshotError;
 pub use foreign::{
-    ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, SaveHeader, SaveImage, XML_LIMIT,
+    ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, InvalidSaveImage, SaveHeader,
+    SaveImage, XML_LIMIT,
 };
 pub use fuzz::fuzz_open;
 pub use manifest::{Manifest, PageStatistics, Published, Transport};

@@ -61,7 +61,8 @@ pub trait Guest: Send + Sync {
     /// Pages that it has written since it was booted, wherever that was.
     fn writes(&self) -> u64;
 
-    /// Its state beside memory, a few hundred bytes: the version of the format is [`STATE_VERSION`](super::STATE_VERSION).
+    /// Returns its state beside memory, a few hundred bytes. The format has the version
+    /// [`STATE_VERSION`](super::STATE_VERSION).
     ///
     /// # Errors
     /// It is not paused, or has no state yet.

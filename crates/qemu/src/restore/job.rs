@@ -23,7 +23,8 @@ use crate::watchdog::Watchdog;
 
 /// Observes a restore while it runs.
 pub trait RestoreObserver: Sync {
-    /// The guest runs (or is ready to, if it is to stay paused) this long after [`restore`](fn@crate::restore) was called.
+    /// Called when the guest runs, or is ready to and stays paused. `after` counts from the call of
+    /// [`restore`](fn@crate::restore).
     fn guest_ready(&self, after: Duration, mode: RestoreMode);
 }
 

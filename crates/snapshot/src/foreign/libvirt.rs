@@ -88,6 +88,11 @@ pub struct SaveHeader {
     pub cookie_offset: Option<u32>,
 }
 
+/// The reason why a file is not a valid save image of libvirt.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct InvalidSaveImage(String);
+
 /// Whether a file that begins so is a save image, whole or not.
 pub(super) fn is_image(head: &[u8]) -> bool {
     head.starts_with(MAGIC) || head.starts_with(MAGIC_PARTIAL)
@@ -97,8 +102,12 @@ impl SaveHeader {
     /// Decodes the first [`HEADER_LENGTH`] bytes of a file.
     ///
     /// # Errors
-    /// A message: no save image, one that was never completed, lengths that cannot be, a format that is not known.
-    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
+    /// Not a save image, one that was never completed, lengths that are out of range, or an unknown format.
+    pub fn decode(bytes: &[u8]) -> Result<Self, InvalidSaveImage> {
+        Self::decoded(bytes).map_err(InvalidSaveImage)
+    }
+
+    fn decoded(bytes: &[u8]) -> Result<Self, String> {
         if bytes.starts_with(MAGIC_PARTIAL) {
             return Err("a libvirt save image that was never completed: the save was broken off".to_owned());
         }
@@ -174,16 +183,20 @@ pub struct SaveImage {
 impl SaveImage {
     /// Takes the image apart: `head` is its beginning, `data` reads bytes behind the header.
     pub(super) fn read(head: &[u8], data: impl FnOnce(u32) -> Result<Vec<u8>, String>) -> Result<Self, String> {
-        let header = SaveHeader::decode(head)?;
+        let header = SaveHeader::decoded(head)?;
         let data = data(header.data_length)?;
-        Self::decode(header, &data)
+        Self::decoded(header, &data)
     }
 
     /// Decodes the parts behind the header.
     ///
     /// # Errors
-    /// In words: too few bytes, XML that does not end, is no text or describes no domain.
-    pub fn decode(header: SaveHeader, data: &[u8]) -> Result<Self, String> {
+    /// Too few bytes, or XML that does not end, is not text or does not describe a domain.
+    pub fn decode(header: SaveHeader, data: &[u8]) -> Result<Self, InvalidSaveImage> {
+        Self::decoded(header, data).map_err(InvalidSaveImage)
+    }
+
+    fn decoded(header: SaveHeader, data: &[u8]) -> Result<Self, String> {
         let length = header.data_length as usize;
         let Some(data) = data.get(..length) else {
             return Err(format!(

@@ -29,7 +29,7 @@ use crate::reader::Snapshot;
 pub use convert::Imported;
 pub use decompressor::Decompressor;
 pub(crate) use decompressor::{Decompression, Forward};
-pub use libvirt::{ByteOrder, Format, HEADER_LENGTH, SaveHeader, SaveImage, XML_LIMIT};
+pub use libvirt::{ByteOrder, Format, HEADER_LENGTH, InvalidSaveImage, SaveHeader, SaveImage, XML_LIMIT};
 use limosa_page::with_causes;
 
 /// The first bytes of every migration stream.
