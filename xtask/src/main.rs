@@ -15,7 +15,6 @@ mod messages;
 mod plot;
 mod program;
 mod published;
-mod ratchet;
 mod setup;
 mod shell;
 mod style;
@@ -39,9 +38,7 @@ usage: cargo xtask COMMAND
   tsan [FILTER...]   tests in which threads share storages and images, under the thread sanitizer
   crates             packages of the published crates, and what is in them builds
   api [--update]     what differs from the public API that docs/api records; --update records it again
-  style [--lower|RULE...]
-                     rules that a program can check: compares what breaks them with xtask/ratchet.txt; lowers the numbers there, or
-                     lists what breaks a rule
+  style [RULE...]    rules that a program can check: fails if one is broken; with RULE, lists every place that breaks it
   imports [CRATE...] files that import each other in a circle
   messages [help|CRATE...]
                      every help text and message of the product in one list, for an editor";

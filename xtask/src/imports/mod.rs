@@ -1,9 +1,7 @@
 //! `cargo xtask imports [CRATE...]`: files of a crate that import each other in a circle.
 //!
 //! Law: a module imports what is below it. A circle of two or three files is one thing in several files; a larger one
-//! means that no part of it can be understood, or used, without all others. Two numbers of each crate are recorded
-//! ([`ratchet`](crate::ratchet)) and may only become smaller: the size of its largest circle, and the files in all of
-//! them.
+//! means that no part of it can be understood, or used, without all others, and `cargo xtask style` fails on it.
 //!
 //! `pub use` imports nothing here: a re-export is followed to the file that has the item.
 
@@ -16,7 +14,6 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::ratchet::Count;
 use crate::shell;
 use graph::Graph;
 use paths::{Mentioned, ModulePath};
@@ -46,21 +43,20 @@ pub(crate) fn run(wanted: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// The files in circles of each crate, and the size of its largest one if that has more than three.
-pub(crate) fn counts() -> Result<Vec<Count>> {
-    let mut counts = Vec::new();
+/// Finds the circles that are more than one thing, of all crates: a line for each.
+pub(crate) fn large_circles() -> Result<Vec<String>> {
+    let mut found = Vec::new();
     for folder in crates()? {
-        let graph = graph_of(&folder.join("src"))?;
-        let circles = graph.circles();
-        let largest = circles.iter().max_by_key(|circle| circle.len()).filter(|circle| circle.len() > ONE_THING);
-        let name = name(&folder);
-        let shown = |file: &String| format!("crates/{name}/src/{file}");
-        let places = largest.into_iter().flatten().map(shown).collect();
-        counts.push(Count { kind: format!("circle {name}"), places });
-        let places = circles.iter().flatten().map(shown).collect();
-        counts.push(Count { kind: format!("files in circles {name}"), places });
+        let circles = large(&graph_of(&folder.join("src"))?);
+        found.extend(circles.into_iter().map(|circle| format!("crates/{}/src: {circle}", name(&folder))));
     }
-    Ok(counts)
+    Ok(found)
+}
+
+/// Describes the circles of more than three files.
+fn large(graph: &Graph) -> Vec<String> {
+    let circles = graph.circles().into_iter().filter(|circle| circle.len() > ONE_THING);
+    circles.map(|circle| format!("{} files: {}", circle.len(), Vec::from_iter(circle).join(", "))).collect()
 }
 
 /// The folders of all crates, in order.
@@ -214,6 +210,22 @@ mod tests {
         assert_eq!(graph.imported("a.rs").collect::<Vec<_>>(), ["b.rs"]);
         assert!(graph.circles().is_empty());
         assert_eq!(graph.imported("checks.rs").count(), 0);
+    }
+
+    #[test]
+    fn a_circle_of_three_files_is_one_thing_and_one_of_four_is_not() {
+        let graph = graph(&[
+            ("lib.rs", "mod a; mod b; mod c; mod d; mod e; mod f; mod g;"),
+            ("a.rs", "use crate::b::B; pub struct A;"),
+            ("b.rs", "use crate::c::C; pub struct B;"),
+            ("c.rs", "use crate::a::A; pub struct C;"),
+            ("d.rs", "use crate::e::E; pub struct D;"),
+            ("e.rs", "use crate::f::F; pub struct E;"),
+            ("f.rs", "use crate::g::G; pub struct F;"),
+            ("g.rs", "use crate::d::D; pub struct G;"),
+        ]);
+        assert_eq!(graph.circles().len(), 2);
+        assert_eq!(large(&graph), ["4 files: d.rs, e.rs, f.rs, g.rs"]);
     }
 
     #[test]

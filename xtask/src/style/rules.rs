@@ -3,7 +3,6 @@
 use anyhow::Result;
 
 use crate::messages;
-use crate::ratchet::Count;
 
 /// Turns of phrase that plain English does without, in lower case. Short on purpose: what is right in some places is
 /// not here.
@@ -43,7 +42,14 @@ pub(super) struct Page<'a> {
     pub(super) text: &'a str,
 }
 
-/// The places that break a rule.
+/// A rule, with the places that break it.
+pub(super) struct Rule {
+    pub(super) name: &'static str,
+    /// Where it is broken, one line each; empty if it is kept.
+    pub(super) places: Vec<String>,
+}
+
+/// The places that break the rules on texts.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     turns: Vec<String>,
@@ -56,8 +62,8 @@ pub(super) struct Found {
 }
 
 impl Found {
-    pub(super) fn counts(self) -> Vec<Count> {
-        let kinds = [
+    pub(super) fn by_rule(self) -> Vec<Rule> {
+        let rules = [
             ("turns of phrase", self.turns),
             ("doc comments that begin with What or Which", self.questions),
             ("Result<_, String> in docs/api", self.string_errors),
@@ -66,7 +72,7 @@ impl Found {
             ("doc comments over 120 columns", self.long_comments),
             ("pages over 120 columns", self.long_pages),
         ];
-        kinds.into_iter().map(|(kind, places)| Count { kind: kind.to_owned(), places }).collect()
+        rules.into_iter().map(|(name, places)| Rule { name, places }).collect()
     }
 
     /// Checks a source file: its comments, and the messages of a library or a program.
