@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use limosa_memory::{MemoryError, rust_vmm};
-use limosa_page::PAGE_SIZE;
+use limosa_page::{PAGE_SIZE, with_causes};
 use limosa_vhost::{Chain, Device, FrontEnd, QueueError, Ram, Vring};
 use parking_lot::Mutex;
 use vm_memory::GuestMemoryMmap;
@@ -105,7 +105,7 @@ impl Device for VhostUserBalloon {
             Err(error) => {
                 // A front end may send another table at any time.
                 if !self.was_logged.swap(true, Ordering::Relaxed) {
-                    tracing::warn!("no memory of the guest will be given back: {error} (logged once)");
+                    tracing::warn!("no memory of the guest will be given back: {} (logged once)", with_causes(&error));
                 }
                 None
             }

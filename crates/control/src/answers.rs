@@ -1,10 +1,10 @@
 //! The answers to the commands of a job.
 
-use std::error::Error as _;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
 use limosa_migrate::control::{Phase, Stop};
+use limosa_page::with_causes;
 use serde_json::{Value, json};
 
 use super::state::{CommandError, Current, Job, Server};
@@ -25,7 +25,7 @@ pub(crate) fn answer(server: &Server, command: &Value) -> Value {
     let own = server.commands.as_ref();
     match own.and_then(|own| own.execute(name, command.get("arguments").unwrap_or(&nothing))) {
         Some(Ok(value)) => return json!({ "return": value }),
-        Some(Err(refused)) => return error("GenericError", &in_one_line(&refused)),
+        Some(Err(refused)) => return error("GenericError", &with_causes(&refused)),
         None => {}
     }
     let Some(current) = server.current() else {
@@ -50,7 +50,7 @@ pub(crate) fn answer(server: &Server, command: &Value) -> Value {
         }
         "migrate-set-parameters" => match set_parameters(&current, command.get("arguments")) {
             Ok(()) => done,
-            Err(refused) => error("GenericError", &in_one_line(&refused)),
+            Err(refused) => error("GenericError", &with_causes(&refused)),
         },
         "migrate_cancel" => {
             if current.job != Job::Save && phase >= Phase::PostcopyActive {
@@ -143,17 +143,6 @@ pub(crate) fn status(phase: Phase) -> &'static str {
         Phase::PostcopyActive => "postcopy-active",
         Phase::Completed => "completed",
     }
-}
-
-/// The message of an error and of its causes.
-fn in_one_line(error: &CommandError) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        line = format!("{line}: {error}");
-        cause = error.source();
-    }
-    line
 }
 
 /// The answer to a command that failed.

@@ -151,16 +151,23 @@ pub(crate) struct Observer<'a> {
     paused: bool,
     /// Whether there is a guest whose memory is still to come.
     lazy_guest: AtomicBool,
+    /// Whether QEMU has all of the VM.
+    loaded: AtomicBool,
 }
 
 impl<'a> Observer<'a> {
     pub(crate) fn new(begun: Instant, reporter: &'a Reporter, quiet: bool, paused: bool) -> Self {
-        Self { begun, reporter, quiet, paused, lazy_guest: AtomicBool::new(false) }
+        Self { begun, reporter, quiet, paused, lazy_guest: AtomicBool::new(false), loaded: AtomicBool::new(false) }
     }
 
     /// Whether there is a guest whose memory is still to come.
     pub(crate) fn has_lazy_guest(&self) -> bool {
         self.lazy_guest.load(Ordering::Acquire)
+    }
+
+    /// Whether QEMU has all of the VM.
+    pub(crate) fn has_loaded(&self) -> bool {
+        self.loaded.load(Ordering::Acquire)
     }
 }
 
@@ -173,6 +180,10 @@ impl RestoreObserver for Observer<'_> {
             let what = if self.paused { "the guest is loaded, paused," } else { "the guest runs" };
             say!("{what} after {}; its memory follows", quantity::time(after));
         }
+    }
+
+    fn loaded(&self) {
+        self.loaded.store(true, Ordering::Release);
     }
 }
 

@@ -14,6 +14,8 @@ use crate::pages::PageError;
 
 /// The reason why an engine gave up. Each names the object that failed. Only the caller knows who runs the VM now, so
 /// only the caller can say what to do.
+///
+/// The causes are in [`source`](std::error::Error::source); [`with_causes`](limosa_page::with_causes) prints them too.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {

@@ -234,7 +234,7 @@ mod tests {
         for (name, from, to) in [
             ("qemu", "save/mod.rs", "job.rs"),
             ("qemu", "save/by_socket.rs", "save/watcher.rs"),
-            ("image", "qcow2/engine/writer/mod.rs", "qcow2/engine/flusher.rs"),
+            ("image", "qcow2/engine/writer/mod.rs", "qcow2/engine/writer/copier.rs"),
             ("image", "qcow2/engine/flusher.rs", "qcow2/engine/tables.rs"),
             ("image", "chain.rs", "qcow2/engine/image.rs"),
         ] {

@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use limosa_page::PAGE_SIZE;
+use limosa_page::{PAGE_SIZE, with_causes};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::config::Config;
@@ -458,7 +458,7 @@ impl Balloon {
         match memory.discard(run) {
             Ok(bytes) => self.counters.discarded_bytes.add(bytes),
             Err(error) => {
-                let what = format!("its pages could not be given back: {error}");
+                let what = format!("its pages could not be given back: {}", with_causes(&error));
                 self.counters.failed_discards.refuse(1, &what);
             }
         }

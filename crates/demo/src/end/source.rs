@@ -53,7 +53,7 @@ impl End {
                 true
             }
             LiveOutcome::Stuck { error, resume, stats } => {
-                let why = format!("{}; and the guest cannot continue: {resume}", error_line(&error));
+                let why = format!("{}; and the guest cannot continue: {}", error_line(&error), error_line(&*resume));
                 self.told_source(migration, "failed", &stats, Some(why.clone()));
                 self.coordinator.turn(State::Failed, Some(why));
                 true

@@ -14,6 +14,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use limosa_balloon_driver::{Heap as Pieces, Owner};
+use limosa_console::error_line;
 use limosa_memory::dirty::{DirtyLog, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
 use limosa_memory::{FreePages, GuestMemory};
 use limosa_page::to_usize;
@@ -109,7 +110,7 @@ impl Heap {
         if pages < PIECE {
             return Err(options(format!("its heap has {pages} pages, of at least {PIECE}")));
         }
-        let pieces = Pieces::new(memory, block, PIECE).map_err(|error| options(error.to_string()))?;
+        let pieces = Pieces::new(memory, block, PIECE).map_err(|error| options(error_line(&error)))?;
         let marker = marked.then(|| SoftwareDirtyLog::new(memory, Writers::DEVICES).bitmap());
         let state = State { generations: vec![0; pieces.pieces()], running: false, ended: false, failed: None };
         let shared = Arc::new(HeapInner {
@@ -321,7 +322,7 @@ impl HeapInner {
             let busy = match self.pieces.poll() {
                 Ok(busy) => busy,
                 Err(error) => {
-                    state.failed = Some(error.to_string());
+                    state.failed = Some(error_line(&error));
                     return;
                 }
             };

@@ -110,9 +110,6 @@ pub async fn resize(
 ) -> Result<Resized, ResizeError> {
     let open = OpenOptions { read_only: false, ..open.clone() };
     let file = ImageFile::open(reference, &open).await?;
-    if file.guessed && file.format == Format::Raw {
-        on_guess();
-    }
     let image = Arc::clone(file.storage.name());
     let length = |before| new_length(before, options).map_err(|fault| ResizeError::Size { image, fault });
     let (before, size) = match file.format {
@@ -122,6 +119,9 @@ pub async fn resize(
             let raw = Raw::open(Arc::clone(&file.storage) as Arc<dyn Storage>, &raw)?;
             let before = raw.len();
             let size = length(before)?;
+            if file.guessed {
+                on_guess();
+            }
             raw.resize(size, options.preallocation).await?;
             raw.close().await?;
             (before, size)

@@ -157,7 +157,7 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
         })?)
     });
     let lazy_guest = observer.has_lazy_guest();
-    let loaded = handle.progress.read().phase == Phase::Completed;
+    let loaded = observer.has_loaded() || handle.progress.read().phase == Phase::Completed;
     let result = if lazy_guest { result } else { result.context("not restored; the snapshot is unchanged") };
     Attempt { result, lazy_guest, loaded, monitor: Some(monitor) }
 }

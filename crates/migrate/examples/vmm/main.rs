@@ -22,6 +22,7 @@ use limosa_migrate::live::TimeoutStrategy;
 use limosa_migrate::{
     Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrationParams, VmError,
 };
+use limosa_page::with_causes;
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 use machine::Machine;
 
@@ -109,9 +110,9 @@ fn source() -> Result<()> {
             println!("source: the guest left after {} laps and stood still for {:?}", machine.laps(), stats.downtime);
         }
         // The guest runs on here: another attempt may be made.
-        LiveOutcome::Resumed { error, .. } => bail!("the guest stays here: {error}"),
+        LiveOutcome::Resumed { error, .. } => Err(error).context("the guest stays here")?,
         // Only a look at the destination tells which end has it: `resume` or `discard`.
-        LiveOutcome::Undecided(undecided) => bail!("look at the destination: {}", undecided.why()),
+        LiveOutcome::Undecided(undecided) => bail!("look at the destination: {}", with_causes(undecided.why())),
         other => bail!("{other:?}"),
     }
     let status = destination.wait()?;
@@ -129,8 +130,8 @@ fn destination() -> Result<()> {
             let pages = stats.received.normal_pages;
             println!("destination: the guest came with {pages} pages, {} laps behind it", machine.laps());
         }
-        IncomingOutcome::Failed(error) => bail!("nothing runs here: {error}"),
-        IncomingOutcome::Undecided(arrival) => bail!("look at the source: {}", arrival.why()),
+        IncomingOutcome::Failed(error) => Err(error).context("nothing runs here")?,
+        IncomingOutcome::Undecided(arrival) => bail!("look at the source: {}", with_causes(arrival.why())),
         other => bail!("{other:?}"),
     }
     let arrived = machine.laps();

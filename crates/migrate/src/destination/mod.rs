@@ -64,6 +64,14 @@ impl<S: PageSink + Send + ?Sized> std::fmt::Debug for Destination<'_, S> {
     }
 }
 
+/// The end of what a receiver reads.
+enum End {
+    /// The end of the stream.
+    Whole(Whole),
+    /// A postcopy's package follows: the bytes of it that have arrived.
+    Package(Package, Vec<u8>),
+}
+
 impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
     /// A destination that reads from `channel` and hands pages to `sink`. It keeps a clone of the handle.
     pub fn new(sink: &'a mut S, channel: Channel, handle: &Handle) -> Self {
@@ -121,10 +129,16 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
         let Self { sink, role } = self;
         role.channels().for_each(|channel| role.control.watch(channel));
         let mut receiver = Receiver::new(&role);
-        let result = receiver.run(sink);
+        let result = receiver.run(sink).and_then(|phase| match phase {
+            Phase::Whole(whole) => Ok(End::Whole(whole)),
+            Phase::Package(package) => Ok(End::Package(package, receiver.buffer.arrived()?.to_vec())),
+            Phase::Layout | Phase::Memory(_) | Phase::DeviceState(_) => {
+                Err(broken("a stream that was received has come to its end").into())
+            }
+        });
         let Receiver { answered, return_path, decoder, stats, .. } = receiver;
         match result {
-            Ok(Phase::Whole(Whole { start, tail, devices })) => {
+            Ok(End::Whole(Whole { start, tail, devices })) => {
                 role.control.unwatch();
                 let owner = match (answered, return_path) {
                     (true, _) => Ownership::Committed,
@@ -135,17 +149,10 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
                 let incoming = Incoming { start, tail, devices, stats, channel, _pages: pages, owner, return_path };
                 Ok(Received::Whole(Box::new(incoming)))
             }
-            Ok(Phase::Package(Package { start, length })) => {
-                let arrived = match receiver.buffer.arrived() {
-                    Ok(arrived) => arrived.to_vec(),
-                    Err(error) => return Err(Broken { error: error.into(), answered }),
-                };
+            Ok(End::Package(Package { start, length }, arrived)) => {
                 let (channel, pages) = (role.channel, role.pages);
                 let switched = PostcopySwitchover { start, decoder, arrived, length, stats, channel, _pages: pages };
                 Ok(Received::PostcopySwitchover(Box::new(switched)))
-            }
-            Ok(Phase::Layout | Phase::Memory(_) | Phase::DeviceState(_)) => {
-                Err(Broken { error: broken("a stream that was received has come to its end").into(), answered })
             }
             Err(error) => {
                 role.control.unwatch();

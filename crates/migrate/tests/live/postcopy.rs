@@ -15,6 +15,7 @@ use crate::model::{Memory, here, pair};
 use limosa_channel::Channel;
 use limosa_memory::dirty::Writers;
 use limosa_memory::{BlockOptions, GuestMemory};
+use limosa_migrate::control::Phase;
 use limosa_migrate::live::LiveDestinationOptions;
 use limosa_migrate::stats::IncomingStats;
 use limosa_migrate::stored::{PostcopyOptions, PostcopySource, PrecopySource};
@@ -174,7 +175,12 @@ fn a_stranger_does_not_take_the_place_of_the_channel_for_requests_over_tls_nor_w
                 let outcome = match paused.take() {
                     None => LiveDestination::new(vm, far, &Handle::new()).options(options()).preempt(open).run(),
                     Some(paused) => {
-                        limosa_migrate::live::PostcopyPaused::recover(paused, far, Some(open), &Handle::new())
+                        let handle = Handle::new();
+                        let outcome = limosa_migrate::live::PostcopyPaused::recover(paused, far, Some(open), &handle);
+                        // The guest ran here all the while, also for a handle that is new.
+                        assert!(handle.progress.read().phase >= Phase::PostcopyActive);
+                        assert!(handle.progress.read().total_pages > 0);
+                        outcome
                     }
                 };
                 assert_eq!(sending.join().unwrap().is_err(), cut);

@@ -67,13 +67,12 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
         }
     };
     job.check_loaded()?;
-    // The guest may run and end by now: from here on its end is no failure of the restore.
-    job.watch.handle.progress.enter(Phase::Completed);
     job.settle_run_state()?;
     let to_guest = job.begun.elapsed();
     let mode = if mapped.is_empty() { RestoreMode::Eager } else { RestoreMode::Mapped };
     job.observer.guest_ready(to_guest, mode);
     complete(job.monitor, &record)?;
+    job.watch.handle.progress.enter(Phase::Completed);
     Ok(RestoreReport {
         mode,
         mapped_blocks: mapped.iter().map(|block| block.block.clone()).collect(),

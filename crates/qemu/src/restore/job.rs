@@ -26,6 +26,10 @@ pub trait RestoreObserver: Sync {
     /// Called when the guest runs, or is ready to and stays paused. `after` counts from the call of
     /// [`restore`](fn@crate::restore).
     fn guest_ready(&self, after: Duration, mode: RestoreMode);
+
+    /// Called when QEMU has all of the VM, which is in its run state. From here on an end of QEMU is the guest's doing,
+    /// and not a failure of the restore.
+    fn loaded(&self) {}
 }
 
 /// Starts the process that continues with a lazy restore if this one is killed ([`Watchdog::start`]), or declines.
@@ -186,10 +190,18 @@ impl RestoreJob<'_> {
 
     /// Makes sure that the guest runs if it is to: an eager load goes by the state that was saved.
     pub(super) fn settle_run_state(&self) -> Result<(), JobError> {
-        let status = self.monitor.status()?;
+        let status = match self.monitor.status() {
+            Ok(status) => status,
+            Err(error) => {
+                // QEMU has started the guest by itself, and both may have ended since.
+                self.observer.loaded();
+                return Err(error.into());
+            }
+        };
         if self.runs && !status.running && status.state != RunState::Shutdown {
             self.monitor.cont()?;
         }
+        self.observer.loaded();
         Ok(())
     }
 }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvm_bindings::{KVM_EXIT_DIRTY_RING_FULL, kvm_regs, kvm_segment};
 use kvm_ioctls::{VcpuExit, VcpuFd};
+use limosa_console::error_line;
 use limosa_memory::dirty::KvmRings;
 use parking_lot::Mutex;
 
@@ -140,7 +141,7 @@ impl Vcpu {
             Ok(VcpuExit::Intr) => Ok(Outcome::Handled),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
                 let rings = self.rings.as_ref().ok_or("its dirty ring is full, and it has none")?;
-                rings.reap().map_err(|error| error.to_string())?;
+                rings.reap().map_err(|error| error_line(&error))?;
                 Ok(Outcome::Handled)
             }
             Ok(other) => Err(format!("vCPU {}: {other:?}", self.index)),

@@ -320,7 +320,7 @@ mod tests {
         rings.state.lock().rings.push(ring(256, 256));
         rings.reap().unwrap();
         for _ in 0..2 {
-            let refused = log.fetch(&mut dirty).unwrap_err().to_string();
+            let refused = limosa_page::with_causes(&log.fetch(&mut dirty).unwrap_err());
             assert!(refused.contains("larger rings are needed"), "{refused}");
         }
         log.start().unwrap();

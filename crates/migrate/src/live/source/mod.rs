@@ -396,7 +396,6 @@ fn attempt<'e, 'v, V: LiveVm + ?Sized>(
     thread::scope(|scope| {
         let reader = scope.spawn(|| read_return_path(link, terms));
         // A panic in the VMM's code must not leave a thread or the destination waiting: the channel is cut in any case.
-        // happens.
         let cut = CutOnDrop(link.channel);
         let ended = match link.open(terms) {
             Ok(()) => {

@@ -49,15 +49,21 @@ impl<'a, V: IncomingVm + ?Sized> PostcopyPaused<'a, V> {
 
     /// Continues over a new connection, on which the source asks for the pages that have come. `accept`: as in
     /// [`preempt`](crate::LiveDestination::preempt). The control of `handle` must be a new one if the one before was
-    /// used to stop; its progress may be the one before.
+    /// used to stop; its progress may be the one before, or new: then it counts the pages of the recovery.
     pub fn recover(
         self,
         channel: Channel,
         accept: Option<AcceptPreempt<'_>>,
         handle: &Handle,
     ) -> IncomingOutcome<'a, V> {
+        let missing = self.missing_pages();
         let Self { vm, mut live, .. } = self;
         let Handle { control, progress } = handle.clone();
+        // A handle that is new has seen nothing of the phases before.
+        progress.enter(Phase::PostcopyActive);
+        if progress.read().total_pages == 0 {
+            progress.expect_pages(missing);
+        }
         live.recoveries += 1;
         live.progress = progress;
         let channel = Arc::new(channel);
