@@ -120,7 +120,7 @@ fn memory_that_is_not_whole_pages_or_not_the_same_is_refused() {
     let twice = [(GuestAddress(0), 4096), (GuestAddress(HIGH), 4096)];
     let devices = GuestMemoryMmap::<DirtyMarks>::from_ranges(&twice).unwrap();
     let error = with_causes(&import(&devices, |_| "ram".into()).unwrap_err());
-    assert!(error.contains("of this name"), "{error}");
+    assert!(error.contains("two blocks with this name"), "{error}");
     let other = split_memory();
     let marker = SoftwareDirtyLog::new(&other, Writers::DEVICES).bitmap();
     assert!(attach(&devices, &other, &marker).unwrap_err().to_string().contains("guest address 0x0"));
