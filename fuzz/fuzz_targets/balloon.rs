@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use libfuzzer_sys::fuzz_target;
-use limosa_balloon::{Balloon, Features, More, Numbering, Options, OwnRing, Reclaim, Transport};
+use limosa_balloon::{Balloon, Features, More, Numbering, Options, VirtioQueueRing, Reclaim, Transport};
 use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
 use virtio_queue::{Queue, QueueT as _};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
@@ -29,7 +29,7 @@ impl Reclaim for Ram {
         &self.ram
     }
 
-    fn host_page(&self, index: usize) -> u64 {
+    fn host_page_size(&self, index: usize) -> u64 {
         [4096, 16 << 10][index]
     }
 
@@ -73,9 +73,9 @@ fuzz_target!(|data: &[u8]| {
     let numbering = if data.first().is_some_and(|byte| byte & 1 != 0) { Numbering::Fixed } else { Numbering::Compact };
     let balloon = Arc::new(Balloon::new(Options { numbering, ..Options::default() }));
     let reclaim = Arc::new(Ram { ram: ram.clone(), given_back: AtomicU64::new(0) });
-    balloon.memory(reclaim.clone());
+    balloon.set_memory(reclaim.clone());
     balloon.attached(Arc::new(Bus));
-    balloon.ack_features(Features::default());
+    balloon.ack_features(Features::ALL);
     // Its free pages are filled with zeros, so it may be asked for them.
     balloon.write_config(12, &[0; 4]);
     let rings: Vec<_> = (0..5)
@@ -86,7 +86,7 @@ fuzz_target!(|data: &[u8]| {
             queue.set_avail_ring_address(Some(0x400 * number + 0x200), None);
             queue.set_used_ring_address(Some(0x400 * number + 0x300), None);
             queue.set_ready(true);
-            OwnRing::new(queue, &memory, || {})
+            VirtioQueueRing::new(queue, &memory, || {})
         })
         .collect();
     // Each step: what to do, three bytes more, and for some of them bytes of the guest's.

@@ -64,7 +64,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     /// # Errors
     /// The rings have no room in the machine's memory.
     pub fn probe(machine: Arc<Machine<M>>, pages: Arc<Mutex<P>>, wanted: Features) -> Result<Self, RingError> {
-        let features = machine.features().and(wanted);
+        let features = machine.features().intersection(wanted);
         machine.begin(features);
         if features.has(Features::PAGE_POISON) {
             // Free pages are filled with zeros.

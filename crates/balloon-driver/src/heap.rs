@@ -75,7 +75,7 @@ impl Heap {
         let region = memory.regions().iter().find(|region| region.block == block && region.pages.len() >= each.max(1));
         let region = region.filter(|_| each > 0).ok_or(HeapError::NoBlock(block))?;
         let balloon = Arc::new(Balloon::new(Options::default()));
-        balloon.memory(Arc::new(GuestRam::new(Arc::clone(memory), Strategy::Nothing)));
+        balloon.set_memory(Arc::new(GuestRam::new(Arc::clone(memory), Strategy::Nothing)));
         let rings = GuestMemoryMmap::from_ranges(&[(GuestAddress(RINGS_AT), RINGS)]);
         let rings = rings.map_err(|error| HeapError::Rings(io::Error::other(error)))?;
         let machine = Machine::new(Arc::clone(&balloon), Arc::new(rings), RINGS_AT);

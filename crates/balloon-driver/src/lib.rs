@@ -22,13 +22,13 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let memory = Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 64 << 20).map()?])?);
 //! let balloon = Arc::new(Balloon::new(Options::default()));
-//! balloon.memory(Arc::new(GuestRam::new(memory, Strategy::Auto)));
+//! balloon.set_memory(Arc::new(GuestRam::new(memory, Strategy::Auto)));
 //!
 //! // The rings may be anywhere, here outside of what moves.
 //! let rings = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(1 << 40), RINGS)])?;
 //! let machine = Machine::new(balloon.clone(), Arc::new(rings), 1 << 40);
 //! let free = Arc::new(Mutex::new(Blocks::new(16 << 20..64 << 20)));
-//! let mut driver = Driver::probe(machine, free, Features::default())?;
+//! let mut driver = Driver::probe(machine, free, Features::ALL)?;
 //!
 //! balloon.set_target(48 << 20)?;
 //! while driver.poll()? {}

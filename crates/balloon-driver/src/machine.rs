@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use limosa_balloon::{Balloon, Features, More, OwnRing, Transport};
+use limosa_balloon::{Balloon, Features, More, Transport, VirtioQueueRing};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use virtio_queue::{Queue, QueueT as _};
 use vm_memory::GuestMemory;
 
 use crate::queue::STRIDE;
 
-type DeviceRing<M> = OwnRing<Arc<M>, Box<dyn Fn() + Send + Sync>>;
+type DeviceRing<M> = VirtioQueueRing<Arc<M>, Box<dyn Fn() + Send + Sync>>;
 
 /// A device outside of the machine, as the driver uses it.
 pub trait RemoteDevice: Send + Sync + std::fmt::Debug {
@@ -252,7 +252,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
         }
         let bus = Arc::clone(&self.bus);
         let interrupt: Box<dyn Fn() + Send + Sync> = Box::new(move || bus.interrupt());
-        let ring = OwnRing::new(queue, Arc::clone(&self.memory), interrupt);
+        let ring = VirtioQueueRing::new(queue, Arc::clone(&self.memory), interrupt);
         self.rings().insert(number, Arc::new(ring));
     }
 

@@ -8,7 +8,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use limosa_balloon::{Balloon, Features, GuestRam, More, Options, OwnRing, Strategy, Transport};
+use limosa_balloon::{Balloon, Features, GuestRam, More, Options, Strategy, Transport, VirtioQueueRing};
 use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -37,14 +37,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     block.write(GIVEN.start * PAGE, &vec![7; 4 << 20])?;
 
     let balloon = Balloon::new(Options::default());
-    balloon.memory(Arc::new(GuestRam::new(Arc::clone(&memory), Strategy::Auto)));
+    balloon.set_memory(Arc::new(GuestRam::new(Arc::clone(&memory), Strategy::Auto)));
     balloon.attached(Arc::new(Bus));
     balloon.ack_features(Features::STATS_VQ);
     balloon.set_target(12 * MIB)?;
     println!("device: {:?}", balloon.size());
 
     let guest = rust_vmm::export(&memory)?;
-    let ring = OwnRing::new(offer_pages(&guest)?, &guest, || println!("transport: interrupt"));
+    let ring = VirtioQueueRing::new(offer_pages(&guest)?, &guest, || println!("transport: interrupt"));
     println!("memory: {} pages are populated", block.populated(block.pages())?.count());
     while balloon.process_queue(0, &ring)? == More::Yes {}
     println!("memory: {} pages are populated", block.populated(block.pages())?.count());

@@ -177,7 +177,7 @@ mod tests {
     fn the_driver_writes_its_own_fields_and_no_others() {
         let config = Config::default();
         config.set_num_pages(0x0102_0304);
-        let all = Features::default();
+        let all = Features::ALL;
         assert_eq!(config.poison(), None);
         assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), ConfigWrite { actual_changed: true, refused: false });
         assert_eq!(config.write(all, 4, &7u32.to_le_bytes()), ConfigWrite::default());
@@ -198,12 +198,12 @@ mod tests {
         config.set_hint_command(u32::MAX);
         assert_eq!(read(&config, Features::FREE_PAGE_HINT, 8, 8), [255, 255, 255, 255, 0, 0, 0, 0]);
         assert_eq!(read(&config, Features::NONE, 8, 4), [0; 4]);
-        assert_eq!(read(&config, Features::default(), u32::MAX, 4), [0; 4]);
+        assert_eq!(read(&config, Features::ALL, u32::MAX, 4), [0; 4]);
     }
 
     #[test]
     fn the_driver_knows_what_it_has_read_since_it_became_so() {
-        let (config, all) = (Config::default(), Features::default());
+        let (config, all) = (Config::default(), Features::ALL);
         assert!(config.is_known(), "a driver that has read nothing has nothing");
         let set_target: fn(&Config, u32) = |config, pages| _ = config.set_num_pages(pages);
         for (offset, set) in [(0, set_target), (8, Config::set_hint_command)] {
@@ -235,9 +235,9 @@ mod tests {
             let config = Config::default();
             config.set_num_pages(0x1111_1111);
             config.set_hint_command(0x2222_2222);
-            let before = read(&config, Features::default(), 0, 16);
-            let written = config.write(Features::default(), offset, &bytes);
-            let after = read(&config, Features::default(), 0, 16);
+            let before = read(&config, Features::ALL, 0, 16);
+            let written = config.write(Features::ALL, offset, &bytes);
+            let after = read(&config, Features::ALL, 0, 16);
             for at in 0..16u32 {
                 let given = at.checked_sub(offset).and_then(|index| bytes.get(index as usize));
                 let own = (4..8).contains(&at) || (12..16).contains(&at);

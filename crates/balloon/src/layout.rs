@@ -2,9 +2,8 @@
 //!
 //! The driver numbers the queues, and drivers differ in that. The specification gives each queue a fixed number; Linux
 //! leaves no gaps: without statistics, free-page hinting is queue 2. Where statistics, hinting and reporting are all
-//! accepted the two agree, so [`Features::default`] offers the three together, and a driver that accepts only some of
-//! them is understood by the
-//! [`Numbering`] that was chosen for it: by default Linux's.
+//! accepted the two agree, so [`Features::ALL`] offers the three together. A driver that accepts only some of them is
+//! understood by the [`Numbering`] that was chosen for it: by default Linux's.
 
 use std::fmt;
 use std::ops::BitOr;
@@ -14,7 +13,7 @@ use std::ops::BitOr;
 pub struct Features(u64);
 
 impl Features {
-    /// None.
+    /// No feature.
     pub const NONE: Self = Self(0);
     /// The driver notifies the device before it uses a page that it took out of the balloon. Linux does in any case;
     /// only with this feature is memory in huge pages of the host given back when the balloon takes it in parts.
@@ -30,7 +29,8 @@ impl Features {
     /// The driver reports free pages by itself.
     pub const REPORTING: Self = Self(1 << 5);
 
-    const ALL: Self = Self(0x3f);
+    /// All of these, which limosa offers by default.
+    pub const ALL: Self = Self(0x3f);
 
     /// The bits of a feature word that belong to a balloon.
     #[must_use]
@@ -50,9 +50,9 @@ impl Features {
         self.0 & other.0 == other.0
     }
 
-    /// Those that are in both.
+    /// The features that are in both.
     #[must_use]
-    pub const fn and(self, other: Self) -> Self {
+    pub const fn intersection(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
@@ -72,13 +72,6 @@ impl Features {
         } else {
             8
         }
-    }
-}
-
-impl Default for Features {
-    /// The features that limosa offers.
-    fn default() -> Self {
-        Self::ALL
     }
 }
 
@@ -178,9 +171,9 @@ mod tests {
     fn both_numberings_agree_where_all_queues_exist() {
         for role in Role::ALL {
             for numbering in [Numbering::Compact, Numbering::Fixed] {
-                assert_eq!(numbering.role(Features::default(), role.index()), Some(role));
-                assert_eq!(numbering.number(Features::default(), role), Some(role.index()));
-                assert_eq!(numbering.role(Features::default(), 5), None);
+                assert_eq!(numbering.role(Features::ALL, role.index()), Some(role));
+                assert_eq!(numbering.number(Features::ALL, role), Some(role.index()));
+                assert_eq!(numbering.role(Features::ALL, 5), None);
             }
         }
     }
@@ -204,7 +197,7 @@ mod tests {
         assert_eq!(Features::STATS_VQ.config_len(), 8);
         assert_eq!((Features::FREE_PAGE_HINT | Features::REPORTING).config_len(), 12);
         assert_eq!(Features::PAGE_POISON.config_len(), 16);
-        assert_eq!(Features::default().bits(), 0x3f);
+        assert_eq!(Features::ALL.bits(), 0x3f);
         assert_eq!(format!("{:?}", Features::STATS_VQ | Features::REPORTING), "STATS_VQ | REPORTING");
     }
 }

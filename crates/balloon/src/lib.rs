@@ -3,7 +3,7 @@
 //! A [`Balloon`] is the device, with any transport to its driver. A VMM passes on what the driver does (features
 //! accepted, configuration read and written, queues kicked: [`Balloon::process_queue`]), gives it the guest's memory as
 //! a [`Reclaim`], and is called through a [`Transport`] to interrupt the driver. Queues are [`Ring`]s: an
-//! [`OwnRing`] over `virtio-queue`, or a vhost-user server's. Users and programs request another size
+//! [`VirtioQueueRing`] over `virtio-queue`, or a vhost-user server's. Users and programs request another size
 //! ([`Balloon::set_target`]), statistics, and lists of free pages ([`FreePages`](limosa_memory::FreePages)).
 //!
 //! # Hints are only hints
@@ -26,7 +26,7 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use limosa_balloon::{Balloon, Features, GuestRam, More, Options, OwnRing, Strategy, Transport};
+//! use limosa_balloon::{Balloon, Features, GuestRam, More, Options, VirtioQueueRing, Strategy, Transport};
 //! use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
 //! use virtio_queue::{Queue, QueueT};
 //! use vm_memory::{Bytes, GuestAddress};
@@ -49,7 +49,7 @@
 //! # guest.write_obj(12u32.to_le(), GuestAddress(0x1008))?;
 //! # guest.write_obj(1u16.to_le(), GuestAddress(0x2002))?;
 //! let balloon = Balloon::new(Options::default());
-//! balloon.memory(Arc::new(GuestRam::new(memory.clone(), Strategy::Auto)));
+//! balloon.set_memory(Arc::new(GuestRam::new(memory.clone(), Strategy::Auto)));
 //! balloon.attached(Arc::new(Bus));
 //! balloon.ack_features(Features::STATS_VQ | Features::FREE_PAGE_HINT);
 //!
@@ -58,7 +58,7 @@
 //! queue.set_avail_ring_address(Some(0x2000), None);
 //! queue.set_used_ring_address(Some(0x3000), None);
 //! queue.set_ready(true);
-//! let ring = OwnRing::new(queue, &guest, || { /* an interrupt */ });
+//! let ring = VirtioQueueRing::new(queue, &guest, || { /* an interrupt */ });
 //!
 //! balloon.set_target(8 << 20)?; // The host needs half of the memory back; the driver is notified.
 //! while balloon.process_queue(0, &ring)? == More::Yes {}
@@ -87,7 +87,7 @@ pub use device::{Balloon, HintList, More, Options, Size, Transport, ZeroTarget};
 pub use hint::HintState;
 pub use layout::{Features, Numbering, Role};
 pub use reclaim::{GuestRam, Reclaim, Strategy};
-pub use ring::{OwnRing, Ring};
+pub use ring::{Ring, VirtioQueueRing};
 pub use statistics::{Statistics, StatisticsError};
 #[cfg(feature = "vhost-user")]
 pub use vhost_user::VhostUserBalloon;

@@ -40,7 +40,7 @@ pub trait Reclaim: Send + Sync + fmt::Debug {
     fn ram(&self) -> &[Range<u64>];
 
     /// Size in bytes of the host pages that hold the memory of `ram()[index]`, 4096 or more.
-    fn host_page(&self, index: usize) -> u64;
+    fn host_page_size(&self, index: usize) -> u64;
 
     /// Gives back what it can of `run`: whole pages that are in one range of [`ram`](Self::ram). They read as zero
     /// afterwards, or are unchanged. Returns the number of bytes that were given back. It may wait, but not for the
@@ -90,7 +90,7 @@ impl Reclaim for GuestRam {
         &self.ram
     }
 
-    fn host_page(&self, index: usize) -> u64 {
+    fn host_page_size(&self, index: usize) -> u64 {
         let region = self.memory.regions().get(index);
         let block = region.and_then(|region| self.memory.block(region.block).ok());
         block.map_or(PAGE_SIZE, MemoryBlock::page_size)

@@ -43,13 +43,13 @@ pub trait Ring {
 }
 
 /// A queue over `virtio-queue`, for VMMs that manage their queues themselves.
-pub struct OwnRing<M, N> {
+pub struct VirtioQueueRing<M, N> {
     queue: Mutex<Queue>,
     memory: M,
     interrupt: N,
 }
 
-impl<M, N> OwnRing<M, N>
+impl<M, N> VirtioQueueRing<M, N>
 where
     M: Deref + Clone,
     M::Target: GuestMemory + Sized,
@@ -68,7 +68,7 @@ where
     }
 }
 
-impl<M, N> Ring for OwnRing<M, N>
+impl<M, N> Ring for VirtioQueueRing<M, N>
 where
     M: Deref + Clone,
     M::Target: GuestMemory + Sized,

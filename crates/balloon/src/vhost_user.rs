@@ -114,7 +114,7 @@ impl Device for VhostUserBalloon {
             let mut ram = self.ram.lock();
             std::mem::replace(&mut *ram, shared)
         };
-        self.balloon.memory(reclaim.unwrap_or_else(|| Arc::new(NoReclaim::of(&memory))));
+        self.balloon.set_memory(reclaim.unwrap_or_else(|| Arc::new(NoReclaim::of(&memory))));
         drop(before);
     }
 
@@ -202,7 +202,7 @@ impl Reclaim for NoReclaim {
         &self.0
     }
 
-    fn host_page(&self, _index: usize) -> u64 {
+    fn host_page_size(&self, _index: usize) -> u64 {
         PAGE_SIZE
     }
 

@@ -47,7 +47,7 @@ impl Ballooned {
 
     fn complete(&mut self, memory: &dyn Reclaim, run: Range<u64>, notifies: bool) -> Option<Range<u64>> {
         let (index, range) = memory.ram().iter().enumerate().find(|(_, range)| range.contains(&run.start))?;
-        let host = memory.host_page(index).max(PAGE_SIZE) / PAGE_SIZE;
+        let host = memory.host_page_size(index).max(PAGE_SIZE) / PAGE_SIZE;
         if host == 1 {
             return Some(run);
         }
@@ -110,7 +110,7 @@ mod tests {
             &self.0
         }
 
-        fn host_page(&self, index: usize) -> u64 {
+        fn host_page_size(&self, index: usize) -> u64 {
             [4096, 64 << 10][index]
         }
 

@@ -60,15 +60,21 @@ pub trait Transport: Send + Sync {
 }
 
 /// Options of a device.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// The features that are offered to the driver.
+    /// The features that are offered to the driver; by default all.
     pub features: Features,
     /// How the driver numbers its queues.
     pub numbering: Numbering,
     /// Whether reports of free pages are acknowledged without giving the pages back, until [`Balloon::set_reporting`]
     /// changes that.
     pub reporting_off: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { features: Features::ALL, numbering: Numbering::default(), reporting_off: false }
+    }
 }
 
 /// How much memory the guest has, in bytes.
@@ -162,7 +168,7 @@ impl Balloon {
 
     /// The driver has accepted these features; those that were not offered are left out.
     pub fn ack_features(&self, features: Features) {
-        self.acked.store(features.and(self.offered).bits(), Ordering::Release);
+        self.acked.store(features.intersection(self.offered).bits(), Ordering::Release);
         self.has_acked.store(true, Ordering::Release);
     }
 
@@ -192,7 +198,7 @@ impl Balloon {
 
     /// Sets the guest's memory, initially or after a change. Pages in the balloon of memory that was removed are
     /// forgotten, so this waits for the thread that processes the queue for inflating, as [`reset`](Self::reset) does.
-    pub fn memory(&self, memory: Arc<dyn Reclaim>) {
+    pub fn set_memory(&self, memory: Arc<dyn Reclaim>) {
         let ranges = memory.ram().to_vec();
         let ram = ranges.iter().map(|range| range.end - range.start).sum();
         let (before, news) = {

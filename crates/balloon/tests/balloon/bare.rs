@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use limosa_balloon::{Balloon, Features, GuestRam, Options, OwnRing, Reclaim, Strategy, Transport};
+use limosa_balloon::{Balloon, Features, GuestRam, Options, Reclaim, Strategy, Transport, VirtioQueueRing};
 use limosa_memory::rust_vmm::DirtyMarks;
 use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
 use virtio_queue::{Queue, QueueT as _};
@@ -11,7 +11,7 @@ use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 use crate::machine::MIB;
 
 pub(crate) type Memory = GuestMemoryMmap<DirtyMarks>;
-pub(crate) type BareRing<'m> = OwnRing<&'m Memory, fn()>;
+pub(crate) type BareRing<'m> = VirtioQueueRing<&'m Memory, fn()>;
 
 pub(crate) struct Bus;
 
@@ -43,9 +43,9 @@ impl Bare {
         let memory = Arc::new(GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 16 * MIB).map().unwrap()]).unwrap());
         let guest = rust_vmm::export(&memory).unwrap();
         let balloon = Arc::new(Balloon::new(Options::default()));
-        balloon.memory(reclaim(Arc::clone(&memory)));
+        balloon.set_memory(reclaim(Arc::clone(&memory)));
         balloon.attached(Arc::new(Bus));
-        balloon.ack_features(Features::default());
+        balloon.ack_features(Features::ALL);
         balloon.write_config(POISON, &[0; 4]);
         Self { memory, guest, balloon }
     }
@@ -56,7 +56,7 @@ impl Bare {
         queue.set_avail_ring_address(Some(u32::try_from(AVAILABLE).unwrap()), None);
         queue.set_used_ring_address(Some(u32::try_from(USED).unwrap()), None);
         queue.set_ready(true);
-        OwnRing::new(queue, &self.guest, || {})
+        VirtioQueueRing::new(queue, &self.guest, || {})
     }
 
     /// Makes a buffer available, the `number`th.

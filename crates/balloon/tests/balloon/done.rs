@@ -56,7 +56,7 @@ fn a_ring_that_becomes_invalid_during_a_list_ends_it() {
     let (bare, told, received) =
         (Bare::new(), Arc::new(NotificationCount::default()), Arc::new(ReceivedList::default()));
     bare.balloon.attached(told.clone());
-    bare.balloon.ack_features(Features::default());
+    bare.balloon.ack_features(Features::ALL);
     bare.balloon.write_config(POISON, &[0; 4]);
     bare.balloon.request(received.clone()).unwrap();
     let ring = bare.ring();
@@ -89,7 +89,7 @@ fn a_front_end_that_disconnects_during_a_list_ends_it() {
     let front_end = Arc::new(FrontEnd::connect(&path, memory).unwrap());
     let machine = Machine::over(front_end, Arc::new(guest), MIB);
     let free = Arc::new(parking_lot::Mutex::new(Blocks::new(16 * MIB..RAM)));
-    let mut driver = Driver::probe(machine, free, Features::default()).unwrap();
+    let mut driver = Driver::probe(machine, free, Features::ALL).unwrap();
     let received = Arc::new(ReceivedList::default());
     balloon.request(received.clone()).unwrap();
     let end = Instant::now() + Duration::from_secs(60);

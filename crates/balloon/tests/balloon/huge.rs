@@ -35,7 +35,7 @@ impl Reclaim for RecordingMemory {
         &self.ram
     }
 
-    fn host_page(&self, index: usize) -> u64 {
+    fn host_page_size(&self, index: usize) -> u64 {
         if self.ram[index].start == 8 * MIB { 64 << 10 } else { 4096 }
     }
 
@@ -76,7 +76,7 @@ fn pages_of_a_driver_that_does_not_notify_are_given_back_only_as_complete_huge_p
     for tells in [true, false] {
         let noted = RecordingMemory::of(&both());
         let bare = Bare::with(|_| noted.clone());
-        let features = Features::default();
+        let features = Features::ALL;
         assert!(features.has(Features::MUST_TELL_HOST), "the required feature is offered");
         bare.balloon.ack_features(if tells { features } else { features.without(Features::MUST_TELL_HOST) });
         send(&bare, 0, HUGE..HUGE + 8);
@@ -114,16 +114,16 @@ fn no_bits_are_kept_of_memory_that_was_removed() {
     let (ordinary, noted) = (RecordingMemory::of(&both()[..1]), RecordingMemory::of(&both()));
     let bare = Bare::with(|_| noted.clone());
     send(&bare, 0, HUGE..HUGE + 8);
-    bare.balloon.memory(ordinary.clone());
-    bare.balloon.memory(noted.clone());
+    bare.balloon.set_memory(ordinary.clone());
+    bare.balloon.set_memory(noted.clone());
     send(&bare, 0, HUGE + 8..HUGE + 16);
     assert_eq!(noted.take(), [], "pages that were in the balloon then are not in it now");
     send(&bare, 0, HUGE..HUGE + 8);
     assert_eq!(noted.take(), [bytes(HUGE..HUGE + 16)]);
     // Its bits are kept when other memory is added and removed.
     send(&bare, 0, HUGE + 16..HUGE + 24);
-    bare.balloon.memory(RecordingMemory::of(&both()[1..]));
-    bare.balloon.memory(noted.clone());
+    bare.balloon.set_memory(RecordingMemory::of(&both()[1..]));
+    bare.balloon.set_memory(noted.clone());
     send(&bare, 0, HUGE + 24..HUGE + 32);
     assert_eq!(noted.take(), [bytes(HUGE + 16..HUGE + 32)]);
     bare.balloon.reset();
@@ -134,7 +134,7 @@ fn no_bits_are_kept_of_memory_that_was_removed() {
     let apart = (1024..).step_by(2).take(128);
     let ring = bare.ring();
     assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), More::Yes);
-    bare.balloon.memory(ordinary.clone());
+    bare.balloon.set_memory(ordinary.clone());
     assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::No);
     assert_eq!(ordinary.take(), []);
 }

@@ -38,14 +38,14 @@ impl Guest {
         }
         let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());
         let balloon = Arc::new(Balloon::new(options));
-        balloon.memory(reclaim(Arc::clone(&memory)));
+        balloon.set_memory(reclaim(Arc::clone(&memory)));
         let rings = Rings::from_ranges(&[(GuestAddress(RINGS_AT), RINGS)]).unwrap();
         let machine = Machine::new(Arc::clone(&balloon), Arc::new(rings), RINGS_AT);
         Self { memory, balloon, machine, free: Arc::new(Mutex::new(Blocks::new(USED..RAM))) }
     }
 
     pub(crate) fn probe(&self) -> TestDriver {
-        self.probe_with(Features::default())
+        self.probe_with(Features::ALL)
     }
 
     pub(crate) fn probe_with(&self, features: Features) -> TestDriver {

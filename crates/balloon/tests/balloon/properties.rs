@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::bare::POISON;
 use crate::machine::{Guest, MIB, RAM, ReceivedList, Rings, TestDriver, USED, poll_until_idle};
-use limosa_balloon::{Balloon, Features, HintState, More, Options, OwnRing, Reclaim, Transport};
+use limosa_balloon::{Balloon, Features, HintState, More, Options, Reclaim, Transport, VirtioQueueRing};
 use limosa_balloon_driver::Pages as _;
 use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
 use parking_lot::Mutex;
@@ -221,7 +221,7 @@ impl Reclaim for RecordingMemory {
         &self.ram
     }
 
-    fn host_page(&self, index: usize) -> u64 {
+    fn host_page_size(&self, index: usize) -> u64 {
         // One range is of huge pages.
         if index == 1 { 64 << 10 } else { 4096 }
     }
@@ -263,7 +263,7 @@ proptest! {
         let ram = vec![0..128 << 10, 1 << 20..(1 << 20) + (128 << 10)];
         let noted = Arc::new(RecordingMemory { ram, ..RecordingMemory::default() });
         let balloon = Arc::new(Balloon::new(Options::default()));
-        balloon.memory(noted.clone());
+        balloon.set_memory(noted.clone());
         balloon.attached(Arc::new(SilentBus));
         balloon.ack_features(Features::from_bits(features));
         balloon.write_config(POISON, &[0; 4]);
@@ -280,7 +280,7 @@ proptest! {
             queue.try_set_avail_ring_address(available).unwrap();
             queue.try_set_used_ring_address(GuestAddress(0x1_0000 + 0x200 * number as u64)).unwrap();
             queue.set_ready(true);
-            let ring = OwnRing::new(queue, &memory, || {});
+            let ring = VirtioQueueRing::new(queue, &memory, || {});
             // A ring of 16 gives at most 16 buffers, of at most 128 runs a time: it ends.
             for round in 0.. {
                 prop_assert!(round < 10_000);

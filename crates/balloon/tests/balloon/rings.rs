@@ -107,7 +107,7 @@ fn a_queue_that_stops_and_continues_has_the_same_driver() {
 
     bare.balloon.reset();
     assert_eq!(bare.balloon.size().actual, 16 * MIB);
-    bare.balloon.ack_features(Features::default().without(Features::PAGE_POISON));
+    bare.balloon.ack_features(Features::ALL.without(Features::PAGE_POISON));
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok(), "the next driver has no poison value");
 }
 
@@ -122,7 +122,7 @@ fn statistics_of_an_unknown_time_are_requested_again() {
         let ring = Stopping::over(&bare);
         if inherited {
             bare.balloon.reset();
-            bare.balloon.ack_features(Features::default());
+            bare.balloon.ack_features(Features::ALL);
             bare.balloon.driver_resumed();
         } else {
             // The device holds it when the VM stops.
@@ -188,11 +188,11 @@ fn the_poison_value_may_be_written_before_the_feature_is_accepted() {
     bare.balloon.ack_features(Features::FREE_PAGE_HINT);
     bare.balloon.write_config(POISON, &[0xaa; 4]);
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
-    bare.balloon.ack_features(Features::default());
+    bare.balloon.ack_features(Features::ALL);
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_err());
     // A driver that starts again over the same connection writes it again; the old value is valid until then.
     bare.balloon.reset();
-    bare.balloon.ack_features(Features::default());
+    bare.balloon.ack_features(Features::ALL);
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_err());
     bare.balloon.write_config(POISON, &[0; 4]);
     assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
@@ -204,7 +204,7 @@ fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     let bare = Bare::new();
     bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
     bare.balloon.attached(Arc::new(Bus));
-    bare.balloon.ack_features(Features::default());
+    bare.balloon.ack_features(Features::ALL);
     let refused = bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err();
     assert!(refused.to_string().contains("page_poison"), "{refused}");
     bare.offer(0, 8 * MIB, 4096, WRITABLE);
@@ -238,7 +238,7 @@ fn a_driver_that_another_process_had_is_notified_of_the_configuration() {
     let bare = Bare::new();
     let line = Arc::new(ChangeCount::default());
     bare.balloon.attached(line.clone());
-    bare.balloon.ack_features(Features::default());
+    bare.balloon.ack_features(Features::ALL);
     bare.balloon.driver_resumed();
     assert_eq!(line.0.load(Ordering::SeqCst), 1, "it may hold blocks, and have a balloon that is not requested here");
 }
@@ -258,7 +258,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     let idle = Arc::new(Idle::default());
     let why = || bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err().to_string();
     bare.balloon.attached(idle.clone());
-    bare.balloon.ack_features(Features::default());
+    bare.balloon.ack_features(Features::ALL);
     bare.balloon.write_config(POISON, &[0; 4]);
     idle.0.store(1 << 3, Ordering::SeqCst);
     assert!(why().contains("does not run"), "{}", why());
@@ -271,7 +271,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     bare.balloon.reset();
     assert!(!bare.balloon.has_driver() && why().contains("load virtio_balloon"));
     assert_eq!(bare.balloon.request_statistics(), Err(StatisticsError::NoDriver));
-    bare.balloon.ack_features(Features::default());
+    bare.balloon.ack_features(Features::ALL);
     assert!(bare.balloon.has_driver() && bare.balloon.request_statistics().is_ok());
 }
 

@@ -28,8 +28,8 @@ impl Reclaim for Gate {
         self.inner.ram()
     }
 
-    fn host_page(&self, index: usize) -> u64 {
-        self.inner.host_page(index)
+    fn host_page_size(&self, index: usize) -> u64 {
+        self.inner.host_page_size(index)
     }
 
     fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
@@ -150,7 +150,7 @@ fn no_thread_waits_for_memory_that_is_dropped() {
         fn ram(&self) -> &[Range<u64>] {
             &[]
         }
-        fn host_page(&self, _index: usize) -> u64 {
+        fn host_page_size(&self, _index: usize) -> u64 {
             4096
         }
         fn discard(&self, _run: &Range<u64>) -> Result<u64, MemoryError> {
@@ -167,11 +167,11 @@ fn no_thread_waits_for_memory_that_is_dropped() {
     let balloon = Arc::new(Balloon::new(Options::default()));
     let (going, goes) = mpsc::sync_channel(1);
     let (gone, go) = mpsc::channel();
-    balloon.memory(Arc::new(SlowlyDropped(going, Mutex::new(go))));
+    balloon.set_memory(Arc::new(SlowlyDropped(going, Mutex::new(go))));
     balloon.set_target(MIB).unwrap();
     let memory = GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 2 * MIB).map().unwrap()]).unwrap();
     thread::scope(|scope| {
-        let changing = scope.spawn(|| balloon.memory(Arc::new(GuestRam::new(Arc::new(memory), Strategy::Auto))));
+        let changing = scope.spawn(|| balloon.set_memory(Arc::new(GuestRam::new(Arc::new(memory), Strategy::Auto))));
         goes.recv().unwrap();
         balloon.write_config(4, &3u32.to_le_bytes());
         assert_eq!((balloon.size().actual, balloon.size().target), (2 * MIB - 3 * 4096, MIB));

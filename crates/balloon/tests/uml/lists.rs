@@ -74,7 +74,7 @@ fn a_list_that_is_stopped_halfway_ends_there_and_the_next_one_is_complete() {
 #[test]
 fn pages_given_back_are_zero_for_a_guest_that_zeroes_freed_pages() {
     on_uml(|| {
-        let offered = Options { features: Features::default() | Features::PAGE_POISON, ..Options::default() };
+        let offered = Options { features: Features::ALL | Features::PAGE_POISON, ..Options::default() };
         let guest = Guest::booted(REPORTING_MEMORY, offered, "init_on_alloc=0 init_on_free=1");
         assert!(guest.balloon.acked_features().has(Features::PAGE_POISON));
         guest.hold(60);

@@ -17,7 +17,7 @@ fn holds_a_pattern_if_it_is_told_to() {
 }
 
 fn without(features: Features) -> Options {
-    Options { features: Features::default().without(features), ..Options::default() }
+    Options { features: Features::ALL.without(features), ..Options::default() }
 }
 
 #[test]

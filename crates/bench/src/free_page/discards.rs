@@ -65,8 +65,8 @@ impl Reclaim for Timed {
         self.ram.ram()
     }
 
-    fn host_page(&self, index: usize) -> u64 {
-        self.ram.host_page(index)
+    fn host_page_size(&self, index: usize) -> u64 {
+        self.ram.host_page_size(index)
     }
 
     fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {

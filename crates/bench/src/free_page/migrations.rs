@@ -44,7 +44,7 @@ impl Past {
     }
 
     fn start(self, program: &std::path::Path, memory: u64) -> Result<uml::Guest> {
-        let mut guest = uml::Guest::start(program, memory, Features::default().without(Features::REPORTING))?;
+        let mut guest = uml::Guest::start(program, memory, Features::ALL.without(Features::REPORTING))?;
         if self == Self::Touched {
             guest.touch_with("urandom", taken(memory))?;
         }

@@ -72,7 +72,7 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Result<Vec<Series
         Err(why) => return Ok(Err(why)),
     };
     let (idle, resident) = (idle(memory), resident(memory));
-    let offered = Features::default().without(Features::REPORTING);
+    let offered = Features::ALL.without(Features::REPORTING);
     let guest = RefCell::new(None::<Guest>);
     let with = |run: &dyn Fn(&mut Guest) -> Result<Measured>| -> Result<Measured> {
         let mut place = guest.borrow_mut();
@@ -94,7 +94,7 @@ pub(super) fn rounds(options: &Options, memory: u64) -> Result<Result<Vec<Series
     let reporting = || {
         // The other guest's memory is not needed beside this one's.
         guest.borrow_mut().take();
-        Guest::start(&program, memory, Features::default())?.report(taken(memory))
+        Guest::start(&program, memory, Features::ALL)?.report(taken(memory))
     };
     type Job<'a> = Box<dyn Fn() -> Result<Measured> + 'a>;
     let jobs: Vec<(&str, &str, Job<'_>)> = vec![

@@ -329,9 +329,9 @@ mod tests {
     /// A guest whose driver never answers.
     fn silent() -> Balloon {
         let balloon = Balloon::new(Options::default());
-        balloon.memory(ram(RAM));
+        balloon.set_memory(ram(RAM));
         balloon.attached(Arc::new(Bus));
-        balloon.ack_features(Features::default());
+        balloon.ack_features(Features::ALL);
         // But for what it fills free pages with.
         balloon.write_config(12, &[0; 4]);
         balloon
@@ -419,7 +419,7 @@ mod tests {
         let (jobs, balloon) = (Jobs::default(), Arc::new(silent()));
         let rings = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(1 << 40), RINGS)]).unwrap();
         let machine = Machine::new(Arc::clone(&balloon), Arc::new(rings), 1 << 40);
-        let mut driver = Driver::probe(machine, Arc::new(Mutex::new(Same)), Features::default()).unwrap();
+        let mut driver = Driver::probe(machine, Arc::new(Mutex::new(Same)), Features::ALL).unwrap();
         jobs.begin(&balloon, LIST).unwrap();
         let rounds = (0..100).take_while(|_| {
             driver.poll().unwrap();
@@ -470,7 +470,7 @@ mod tests {
         jobs.give_up(&balloon);
         assert_eq!(balloon.target(), None);
         // Memory is plugged in, or the next guest has more.
-        balloon.memory(ram(2 * RAM));
+        balloon.set_memory(ram(2 * RAM));
         assert_eq!(balloon.size().target, 2 * RAM);
     }
 

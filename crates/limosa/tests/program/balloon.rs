@@ -167,7 +167,7 @@ fn a_guest_gives_memory_back_and_gets_it_again() {
     let balloon = Balloon::start(&[]);
     let none = balloon.ctl(&["query"]).success().stdout;
     assert!(none.contains("no guest has shared its memory"), "{none}");
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     let mut events = Qmp::connect(&balloon.control(), SOON).unwrap();
 
     let told = balloon.json(&["target", "256M", "--wait", "60s"]);
@@ -193,7 +193,7 @@ fn a_guest_gives_memory_back_and_gets_it_again() {
 #[test]
 fn a_guest_says_how_much_memory_it_has() {
     let balloon = Balloon::start(&[]);
-    let _guest = Guest::boot(&balloon, Features::default());
+    let _guest = Guest::boot(&balloon, Features::ALL);
     let first = balloon.json(&["stats"]);
     assert_eq!(first["stats"]["available-memory"], RAM - USED);
     let second = balloon.json(&["stats"]);
@@ -212,7 +212,7 @@ fn a_guest_says_how_much_memory_it_has() {
 #[test]
 fn a_guest_lists_its_free_pages_and_has_them_afterwards() {
     let balloon = Balloon::start(&[]);
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     let list = balloon.json(&["hint"]);
     assert_eq!((&list["blocks"], &list["bytes"]), (&json!((RAM - USED) / (4 * MIB)), &json!(RAM - USED)), "{list}");
     wait_for("the pages to be the guest's again", || (guest.shrinker.held() == 0).then_some(()));
@@ -224,7 +224,7 @@ fn a_guest_lists_its_free_pages_and_has_them_afterwards() {
 #[test]
 fn squeezing_takes_what_is_available_and_gives_it_back_before_the_list() {
     let balloon = Balloon::start(&["--target", "500M"]);
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     wait_for("the first target", || (balloon.json(&["query"])["actual"] == 500 * MIB).then_some(()));
     let list = balloon.json(&["hint", "--squeeze", "--reserve", "100M"]);
     assert_eq!(list["squeezed"], (500 - 16 - 100) * MIB, "{list}");
@@ -270,7 +270,7 @@ fn a_real_guests_page_cache_is_squeezed_out_before_the_list() {
 #[test]
 fn an_interrupted_squeeze_leaves_the_guest_as_it_was() {
     let balloon = Balloon::start(&[]);
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     balloon.json(&["stats"]);
     for signal in [Signal::INT, Signal::TERM] {
         // The guest does not answer, so the job makes no progress.
@@ -297,7 +297,7 @@ fn a_server_that_is_ended_takes_its_sockets_along_and_tells_the_guest() {
         let found = std::fs::symlink_metadata(socket).unwrap();
         assert!(found.file_type().is_socket() && found.permissions().mode() & 0o777 == 0o600);
     }
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     balloon.json(&["target", "400M", "--wait", "60s"]);
     let (ended, folder) = balloon.end();
     let object: Value = serde_json::from_str(&ended.stdout).unwrap();
@@ -319,7 +319,7 @@ fn end_while_squeezed(balloon: Balloon, guest: &Guest) {
 #[test]
 fn a_guest_amid_a_list_has_its_pages_when_the_server_ends() {
     let balloon = Balloon::start(&[]);
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     let shrinker = guest.shrinker.clone();
     guest.pause_when(move || shrinker.held() > 0);
     let asking = start(balloon.arguments(&["hint"]));
@@ -333,7 +333,7 @@ fn a_guest_amid_a_list_has_its_pages_when_the_server_ends() {
 #[test]
 fn a_guest_amid_a_squeeze_has_its_memory_when_the_server_ends() {
     let balloon = Balloon::start(&[]);
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     let free = Arc::clone(&guest.free);
     let half = RAM / 2;
     guest.pause_when(move || free.lock().free_bytes() < half);
@@ -347,7 +347,7 @@ fn a_guest_amid_a_squeeze_has_its_memory_when_the_server_ends() {
 #[test]
 fn a_guest_that_does_nothing_keeps_no_server_from_ending() {
     let balloon = Balloon::start(&[]);
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     guest.pause_when(|| true);
     balloon.ctl(&["target", "256M"]).success();
     let begun = std::time::Instant::now();
@@ -359,7 +359,7 @@ fn a_guest_that_does_nothing_keeps_no_server_from_ending() {
 fn one_guest_after_the_other_is_served_and_the_target_holds_for_all() {
     let mut balloon = Balloon::start(&["--target", "500M"]);
     for _ in 0..2 {
-        let _guest = Guest::boot(&balloon, Features::default());
+        let _guest = Guest::boot(&balloon, Features::ALL);
         wait_for("its size", || (balloon.json(&["query"])["actual"] == 500 * MIB).then_some(()));
     }
     wait_for("no driver", || (balloon.json(&["query"])["driver"] == false).then_some(()));
@@ -367,7 +367,7 @@ fn one_guest_after_the_other_is_served_and_the_target_holds_for_all() {
     balloon.limosa.signal(Signal::KILL);
     wait_for("its end", || (!balloon.limosa.is_running()).then_some(()));
     balloon.again();
-    let _guest = Guest::boot(&balloon, Features::default());
+    let _guest = Guest::boot(&balloon, Features::ALL);
     assert_eq!(balloon.json(&["hint"])["bytes"], RAM - USED);
     balloon.end();
 }
@@ -435,7 +435,7 @@ fn a_real_guest_outlives_a_balloon_that_is_killed_and_the_next_one_serves_at_onc
 #[test]
 fn reports_can_be_left_alone_and_memory_be_kept() {
     let balloon = Balloon::start(&["--reporting", "off", "--discard", "none"]);
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     assert_eq!(balloon.json(&["query"])["reporting"], false);
     assert_eq!(balloon.json(&["reporting", "on"])["reporting"], true);
     let words = balloon.ctl(&["reporting", "off"]).success().stderr;
@@ -485,14 +485,14 @@ fn what_cannot_be_done_is_said_in_one_line() {
 #[test]
 fn a_guest_that_goes_amid_a_list_ends_it() {
     let balloon = Balloon::start(&[]);
-    let guest = Guest::boot(&balloon, Features::default());
+    let guest = Guest::boot(&balloon, Features::ALL);
     let shrinker = guest.shrinker.clone();
     guest.pause_when(move || shrinker.held() > 0);
     let asking = start(balloon.arguments(&["hint"]));
     wait_for("a part of a list", || (guest.shrinker.held() > 0).then_some(()));
     drop(guest);
     asking.wait().one_line(&["has disconnected"]);
-    let _guest = Guest::boot(&balloon, Features::default());
+    let _guest = Guest::boot(&balloon, Features::ALL);
     assert_eq!(balloon.json(&["hint"])["bytes"], RAM - USED, "the next guest's is its own");
 }
 
@@ -572,7 +572,7 @@ fn a_terminal_shows_one_line_of_how_things_are() {
     let ctl = |what: &[&str]| OnTerminal::start([&["balloon", "ctl", &control][..], what].concat());
     server.wait_shown("waiting for a front end");
 
-    let guest = Guest::boot_at(device.as_ref(), Features::default());
+    let guest = Guest::boot_at(device.as_ref(), Features::ALL);
     server.wait_shown("guest has 512 MiB of 512 MiB; 0");
     let shrinker = guest.shrinker.clone();
     guest.pause_when(move || shrinker.held() > 0);

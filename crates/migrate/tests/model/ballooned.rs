@@ -56,12 +56,12 @@ impl Ballooned {
         let vm = TestVm::of(vec![ram]);
         vm.fill(0, |_| true);
         let balloon = Arc::new(Balloon::new(Options::default()));
-        balloon.memory(Arc::new(GuestRam::new(Arc::clone(&vm.memory), Strategy::Auto)));
+        balloon.set_memory(Arc::new(GuestRam::new(Arc::clone(&vm.memory), Strategy::Auto)));
         let rings = Rings::from_ranges(&[(GuestAddress(RINGS_AT), RINGS)]).unwrap();
         let machine = Machine::new(Arc::clone(&balloon), Arc::new(rings), RINGS_AT);
         let free = Arc::new(Mutex::new(Blocks::new(HEAP..RAM)));
         let worker = machine.worker().unwrap();
-        let driver = Driver::probe(machine, Arc::clone(&free), Features::default()).unwrap();
+        let driver = Driver::probe(machine, Arc::clone(&free), Features::ALL).unwrap();
         let marker = SoftwareDirtyLog::new(&vm.memory, Writers::VCPUS).bitmap();
         Self {
             vm,

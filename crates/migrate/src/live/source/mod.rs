@@ -45,7 +45,7 @@ use std::time::Instant;
 
 use limosa_channel::{Channel, Shutdown, ZeroCopy};
 use limosa_memory::dirty::DirtyLogs;
-use limosa_memory::{BlockRole, FreePages};
+use limosa_memory::{BlockRole, FreePages, MemoryBlock};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::ReturnMessage;
 use limosa_stream::multifd::Compression;
@@ -271,6 +271,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         let queue = Arc::new(DirtyPageQueue::default());
         let hints =
             self.free_pages.map(|from| Hints::new(from, Arc::clone(&queue), vm.memory().layout(), progress.clone()));
+        let zeroed = |block: &MemoryBlock| destination_zeroed && block.role() == BlockRole::Ram;
         let multifd = (!multifd_channels.is_empty()).then(|| {
             Multifd::new(Parts {
                 source: &source,
@@ -279,12 +280,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
                 options: &options,
                 main: &channel,
                 channels: &multifd_channels,
-                zeroed: vm
-                    .memory()
-                    .blocks()
-                    .iter()
-                    .map(|block| destination_zeroed && block.role() == BlockRole::Ram)
-                    .collect(),
+                zeroed: vm.memory().blocks().iter().map(zeroed).collect(),
                 queue: Arc::clone(&queue),
                 return_path: true,
             })
@@ -312,49 +308,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         };
         control.unwatch();
         control.release();
-        let counters = |channel: &Arc<Channel>| channel.counters();
-        let mut stats = reports.stats;
-        let finish = |stats: &mut LiveStats| {
-            stats.total = begun.elapsed();
-            stats.main = channel.counters();
-            stats.channels = multifd_channels.iter().map(counters).collect();
-        };
-        match ended {
-            Ended::Kept { vm, error } => {
-                let error = control.explain(error);
-                let taken_back = vm.take_back();
-                (stats.downtime, stats.hints) = (taken_back.downtime, taken_back.hints);
-                finish(&mut stats);
-                match taken_back.resumed {
-                    Ok(()) => LiveOutcome::Resumed { error, stats, logs: taken_back.logs },
-                    Err(resume) => LiveOutcome::Stuck { error, resume, stats },
-                }
-            }
-            // Once it was handed over a stop is not what decides, and may not be what failed.
-            Ended::HandedOver { vm, guest, result } => {
-                stats.downtime = vm.downtime(loaded.at().unwrap_or_else(Instant::now));
-                stats.hints = vm.hint_stats();
-                finish(&mut stats);
-                let (vm, logs) = vm.into_parts();
-                let error = match result {
-                    Ok(postcopy) => {
-                        stats.postcopy = postcopy.map(|postcopy| *postcopy);
-                        progress.enter(Phase::Completed);
-                        return LiveOutcome::Completed(stats);
-                    }
-                    Err(error) => error,
-                };
-                let Some(guest) = guest else {
-                    return LiveOutcome::Undecided(Undecided { vm, logs, error, stats, recoverable: None });
-                };
-                let (answer_timeout, max_bandwidth) = (params.answer_timeout, params.max_postcopy_bandwidth);
-                let waits = PostcopyPausedSource { vm, guest, page_sizes, answer_timeout, max_bandwidth, error, stats };
-                match loaded.at() {
-                    Some(_) => LiveOutcome::PostcopyPaused(Box::new(waits)),
-                    None => LiveOutcome::Undecided(waits.unheard(logs)),
-                }
-            }
-        }
+        link.outcome(&terms, &multifd_channels, reports.stats, ended)
     }
 }
 

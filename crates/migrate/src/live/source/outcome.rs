@@ -2,15 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_memory::dirty::DirtyLogs;
 
 use super::guest::GuestSource;
+use super::link::{Link, Terms};
 use super::owned::{HandedOver, Owned};
 use super::stats::LiveStats;
-use crate::control::Handle;
+use crate::control::{Handle, Phase};
 use crate::error::MigrateError;
 use crate::live::{LiveVm, VmError};
 use crate::source::postcopy::{OpenPreempt, PostcopyStats};
@@ -56,6 +58,60 @@ pub(super) enum Ended<'a, V: LiveVm + ?Sized> {
         guest: Option<GuestSource<'a>>,
         result: Result<Option<Box<PostcopyStats>>, MigrateError>,
     },
+}
+
+impl Link<'_, '_> {
+    /// Takes the VM back, or leaves it to the destination, as the phases have ended. Adds to the counters what is known
+    /// only now.
+    pub(super) fn outcome<'a, V: LiveVm + ?Sized>(
+        &self,
+        terms: &Terms<'_>,
+        multifd_channels: &[Arc<Channel>],
+        mut stats: LiveStats,
+        ended: Ended<'a, V>,
+    ) -> LiveOutcome<'a, V> {
+        let finish = |stats: &mut LiveStats| {
+            stats.total = terms.begun.elapsed();
+            stats.main = self.channel.counters();
+            stats.channels = multifd_channels.iter().map(|channel| channel.counters()).collect();
+        };
+        let (vm, guest, result) = match ended {
+            Ended::Kept { vm, error } => {
+                let error = self.control.explain(error);
+                let taken_back = vm.take_back();
+                (stats.downtime, stats.hints) = (taken_back.downtime, taken_back.hints);
+                finish(&mut stats);
+                return match taken_back.resumed {
+                    Ok(()) => LiveOutcome::Resumed { error, stats, logs: taken_back.logs },
+                    Err(resume) => LiveOutcome::Stuck { error, resume, stats },
+                };
+            }
+            // Once it was handed over, a stop is not what decides, and may not be what failed.
+            Ended::HandedOver { vm, guest, result } => (vm, guest, result),
+        };
+        stats.downtime = vm.downtime(terms.loaded.at().unwrap_or_else(Instant::now));
+        stats.hints = vm.hint_stats();
+        finish(&mut stats);
+        let (vm, logs) = vm.into_parts();
+        let error = match result {
+            Ok(postcopy) => {
+                stats.postcopy = postcopy.map(|postcopy| *postcopy);
+                self.progress.enter(Phase::Completed);
+                return LiveOutcome::Completed(stats);
+            }
+            Err(error) => error,
+        };
+        let Some(guest) = guest else {
+            return LiveOutcome::Undecided(Undecided { vm, logs, error, stats, recoverable: None });
+        };
+        let (answer_timeout, max_bandwidth) = (terms.params.answer_timeout, terms.params.max_postcopy_bandwidth);
+        let page_sizes = terms.page_sizes.clone();
+        let waits = PostcopyPausedSource { vm, guest, page_sizes, answer_timeout, max_bandwidth, error, stats };
+        match terms.loaded.at() {
+            Some(_) => LiveOutcome::PostcopyPaused(Box::new(waits)),
+            None => LiveOutcome::Undecided(waits.unheard(logs)),
+        }
+    }
 }
 
 impl<V: LiveVm + ?Sized> Ended<'_, V> {
