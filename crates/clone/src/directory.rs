@@ -1,6 +1,7 @@
-//! The clones of a directory: which there are, ending and removing them.
+//! The clones of a directory: listing, ending and removing them.
 //!
-//! The law: **exactly what was made is removed.** Other files in a clone's directory stay, and so does the directory.
+//! The law: **one clone does not stop the others.** A damaged record, a clone that does not end or a file that cannot
+//! be removed is an outcome of its own, and the rest is done.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,36 +16,55 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::CloneError;
-use crate::record::{RECORD, Record};
+use crate::home::{Home, clear_left_over};
+use crate::phase::Phase;
+use crate::record::{LOG, MONITOR, Record};
 
-/// How long the monitor of a clone that is starting may take to greet.
+/// How long the monitor of a clone may take to greet when its state is asked.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(1);
 
-/// The state of a clone.
+/// The state of a clone now: its phase, and what its process says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
-    /// It has its VM.
+    /// Its files are made. A limosa is about to start it, or was killed before it did.
+    Prepared,
+    /// Its QEMU waits for the VM. Unless it waits in a pool, it ends by itself if the limosa that started it is killed.
+    Waiting,
+    /// Its QEMU has the VM, which has not run yet.
+    Loaded,
+    /// It runs, or was paused after it ran.
     Running,
-    /// Its QEMU lives and waits for its VM; it ends by itself if the limosa that started it was killed.
-    Starting,
     /// Its QEMU has ended.
     Ended,
-    /// It never had its VM: the limosa that made it was killed.
-    Unfinished,
+    /// Its QEMU was started under another boot, on another host or in another container, and cannot be reached.
+    Unknown,
+    /// Its record cannot be read.
+    Damaged,
 }
 
 /// A clone in a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Listed {
+    /// Its name, which is that of its directory.
+    pub name: String,
     /// Its directory.
     pub folder: PathBuf,
     /// Its state.
     pub state: State,
-    /// Its record.
+    /// Whether a limosa is starting or removing it now.
+    pub busy: bool,
+    /// The socket of its monitor (QMP).
+    pub monitor: PathBuf,
+    /// The file with QEMU's output.
+    pub log: PathBuf,
+    /// Its record, unless it is damaged.
     #[serde(flatten)]
-    pub record: Record,
+    pub record: Option<Record>,
+    /// The reason why the record cannot be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// Options of [`stop`].
@@ -63,92 +83,166 @@ impl Default for StopOptions {
     }
 }
 
+/// Options of [`remove`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct RemoveOptions {
+    /// End a clone that runs, and remove one whose process cannot be reached.
+    pub force: bool,
+}
+
 /// The outcome of removing a clone.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 #[non_exhaustive]
 pub struct Removed {
-    /// Its name.
-    pub name: String,
-    /// Files in its directory that limosa did not make; the directory stays with them.
+    /// Files in its directory that do not belong to it; the directory stays with them.
     pub kept: Vec<PathBuf>,
 }
 
-/// The clones of a directory, by number.
+/// The outcome of [`stop`] or [`remove`] for one clone.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Done<T> {
+    /// The clone's name.
+    pub name: String,
+    /// The outcome.
+    pub result: Result<T, CloneError>,
+}
+
+/// Lists the clones of a directory, by number. One whose record is damaged is listed as [`State::Damaged`].
 ///
 /// # Errors
-/// The directory or a record cannot be read.
+/// The directory cannot be read.
 pub fn list(folder: &Path) -> Result<Vec<Listed>, CloneError> {
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     for entry in fs::read_dir(folder).map_err(CloneError::path("read", folder))? {
-        let path = entry.map_err(CloneError::path("read", folder))?.path();
-        if let Some(record) = Record::read(&path)? {
-            found.push(Listed { state: state(&record), folder: path, record });
-        }
+        paths.push(entry.map_err(CloneError::path("read", folder))?.path());
     }
-    found.sort_by_key(|listed| listed.record.number);
+    let hidden = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'));
+    paths.retain(|path| !hidden(path));
+    let mut found: Vec<_> = paths.iter().filter_map(|path| listed(path)).collect();
+    found.sort_by_key(|listed| (listed.record.as_ref().map(|record| record.number), listed.name.clone()));
     Ok(found)
 }
 
-/// The clone of that name.
-fn find(folder: &Path, name: &str) -> Result<Listed, CloneError> {
+/// Ends the VMs of these clones, side by side. The result is false for one that had ended before.
+///
+/// Each fails on its own: there is no such clone, its record is damaged, its process cannot be reached, or it does not
+/// end.
+#[must_use]
+pub fn stop(folder: &Path, names: &[String], options: StopOptions) -> Vec<Done<bool>> {
+    side_by_side(names, &|name| stop_one(folder, name, options))
+}
+
+/// Removes these clones, side by side: what was made for them, what their command line put into their directories, and
+/// the directories if nothing else is in them.
+///
+/// Each fails on its own: there is no such clone, it runs, or something cannot be removed.
+#[must_use]
+pub fn remove(folder: &Path, names: &[String], options: RemoveOptions) -> Vec<Done<Removed>> {
+    clear_left_over(folder);
+    side_by_side(names, &|name| remove_one(folder, name, options))
+}
+
+/// Calls `work` for each name, up to eight at a time, and returns the outcomes in the order of the names.
+fn side_by_side<T: Send>(names: &[String], work: &(dyn Fn(&str) -> Result<T, CloneError> + Sync)) -> Vec<Done<T>> {
+    /// Ending a VM is mostly waiting, for the guest or for the kernel to free its memory.
+    const AT_A_TIME: usize = 8;
+    let done = |name: &String| Done { name: name.clone(), result: work(name) };
+    let per_thread = names.len().div_ceil(AT_A_TIME).max(1);
+    thread::scope(|scope| {
+        let part = |names| scope.spawn(move || <[String]>::iter(names).map(done).collect::<Vec<_>>());
+        let threads: Vec<_> = names.chunks(per_thread).map(part).collect();
+        threads
+            .into_iter()
+            .flat_map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}
+
+/// The clone in this directory; `None` if it is not one.
+fn listed(path: &Path) -> Option<Listed> {
+    let name = path.file_name()?.to_string_lossy().into_owned();
+    let (monitor, log) = (path.join(MONITOR), path.join(LOG));
+    let busy = matches!(Home::lock(path), Ok(None));
+    let (state, record, error) = match Record::read(path) {
+        Ok(None) => return None,
+        Ok(Some(record)) => (state(&record, &monitor, busy), Some(record), None),
+        Err(error) => (State::Damaged, None, Some(with_reason(&error))),
+    };
+    Some(Listed { name, folder: path.to_path_buf(), state, busy, monitor, log, record, error })
+}
+
+fn with_reason(error: &CloneError) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), |reason| format!("{error}: {reason}"))
+}
+
+/// The clone of that name, and its record.
+fn find(folder: &Path, name: &str) -> Result<(Listed, Record), CloneError> {
     let path = folder.join(name);
     let unknown = || CloneError::Unknown { path: path.clone() };
     // A name is one part of a path, and no way out of the directory.
     if Path::new(name).components().count() != 1 || Path::new(name).file_name().is_none() {
         return Err(unknown());
     }
-    let record = Record::read(&path)?.ok_or_else(unknown)?;
-    Ok(Listed { state: state(&record), folder: path, record })
-}
-
-fn state(record: &Record) -> State {
-    let lives = record.process.as_ref().is_some_and(|process| match process.liveness() {
-        Liveness::Alive => true,
-        Liveness::Dead => false,
-        // Under another boot its socket is dead; in another container or on another host it may answer, or not be seen.
-        Liveness::Elsewhere => std::os::unix::net::UnixStream::connect(&record.monitor).is_ok(),
-    });
-    match (lives, record.loaded) {
-        (true, true) => State::Running,
-        // A limosa that is killed may have sent the last byte, and not have written so down.
-        (true, false) if has_vm(record) => State::Running,
-        (true, false) => State::Starting,
-        (false, true) => State::Ended,
-        (false, false) => State::Unfinished,
+    let found = listed(&path).ok_or_else(unknown)?;
+    match Record::read(&path)? {
+        Some(record) => Ok((found, record)),
+        None => Err(unknown()),
     }
 }
 
-/// Whether a QEMU reports that it has its VM. One that does not answer has none: it opens its monitor before it takes
-/// it.
-fn has_vm(record: &Record) -> bool {
-    let options = Options { greeting: ANSWERED_WITHIN, ..Options::default() };
-    let Ok(qmp) = Qmp::connect(&MonitorAddress::Unix(record.monitor.clone()), &options) else { return false };
-    Monitor::new(qmp).status().is_ok_and(|status| status.state != RunState::Inmigrate)
+fn state(record: &Record, monitor: &Path, busy: bool) -> State {
+    let liveness = record.process.as_ref().map(ProcessIdentity::liveness);
+    match (record.phase, liveness) {
+        (Phase::Prepared, _) | (Phase::Waiting, None | Some(Liveness::Dead)) => State::Prepared,
+        (Phase::Ended, _) | (Phase::Loaded | Phase::Running, None | Some(Liveness::Dead)) => State::Ended,
+        // In another container its socket may answer all the same.
+        (_, Some(Liveness::Elsewhere)) if std::os::unix::net::UnixStream::connect(monitor).is_err() => State::Unknown,
+        // A record is at most one phase behind. The limosa that is at work has the monitor for itself.
+        (Phase::Waiting, _) if busy => State::Waiting,
+        (Phase::Waiting | Phase::Loaded, _) => match run_state(monitor) {
+            Some(RunState::Inmigrate) | None if record.phase == Phase::Waiting => State::Waiting,
+            None | Some(RunState::Prelaunch | RunState::Inmigrate) => State::Loaded,
+            Some(_) if record.phase == Phase::Loaded && busy => State::Loaded,
+            Some(_) => State::Running,
+        },
+        (Phase::Running, _) => State::Running,
+    }
 }
 
-/// Ends a clone's VM; nothing if it has ended. Returns whether it ran.
-///
-/// # Errors
-/// There is no such clone, or it does not end.
-pub fn stop(folder: &Path, name: &str, options: StopOptions) -> Result<bool, CloneError> {
-    let listed = find(folder, name)?;
-    let alive = matches!(listed.state, State::Running | State::Starting);
-    let Some(process) = listed.record.process.as_ref().filter(|_| alive) else { return Ok(false) };
-    let connect = || Qmp::connect(&MonitorAddress::Unix(listed.record.monitor.clone()), &Options::default()).ok();
+/// The run state of a QEMU; `None` if its monitor does not answer.
+fn run_state(monitor: &Path) -> Option<RunState> {
+    let options = Options { greeting: ANSWERED_WITHIN, ..Options::default() };
+    let qmp = Qmp::connect(&MonitorAddress::Unix(monitor.to_path_buf()), &options).ok()?;
+    Some(Monitor::new(qmp).status().ok()?.state)
+}
+
+fn stop_one(folder: &Path, name: &str, options: StopOptions) -> Result<bool, CloneError> {
+    let (listed, mut record) = find(folder, name)?;
+    let process = match (listed.state, record.process.clone()) {
+        (State::Prepared | State::Ended, _) | (_, None) => return Ok(false),
+        (State::Unknown, Some(process)) => {
+            return Err(CloneError::Unreachable { path: listed.folder, pid: process.pid });
+        }
+        (_, Some(process)) => process,
+    };
+    let has_ended = |within| ended_within(&process, &listed.monitor, within);
+    let connect = || Qmp::connect(&MonitorAddress::Unix(listed.monitor.clone()), &Options::default()).ok();
     if let Some(timeout) = options.power_down
         && let Some(qmp) = connect()
         && qmp.execute("system_powerdown", Value::Null).is_ok()
     {
         drop(qmp);
-        if ended_within(process, timeout) {
-            return Ok(true);
+        if has_ended(timeout) {
+            return Ok(end(&listed.folder, &mut record));
         }
     }
     if let Some(qmp) = connect() {
         let _ = qmp.execute_within("quit", Value::Null, options.end_within);
     }
     let mut signals = [Signal::TERM, Signal::KILL].into_iter();
-    while !ended_within(process, options.end_within) {
+    while !has_ended(options.end_within) {
         let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
         match (signals.next(), pid) {
             // Still the very process: its start time is looked at right before.
@@ -159,12 +253,28 @@ pub fn stop(folder: &Path, name: &str, options: StopOptions) -> Result<bool, Clo
             (None, _) => return Err(CloneError::Running { path: listed.folder, pid: process.pid }),
         }
     }
-    Ok(true)
+    Ok(end(&listed.folder, &mut record))
 }
 
-fn ended_within(process: &ProcessIdentity, timeout: Duration) -> bool {
+/// Writes down that a clone has ended, if no other limosa has its record. Without that its process tells.
+fn end(folder: &Path, record: &mut Record) -> bool {
+    if let Ok(Some(home)) = Home::lock_soon(folder)
+        && record.phase != Phase::Ended
+    {
+        let _ = record.enter(Phase::Ended, home.path());
+    }
+    true
+}
+
+/// Waits until a process has ended. One of another container has ended when its monitor does not answer.
+fn ended_within(process: &ProcessIdentity, monitor: &Path, timeout: Duration) -> bool {
     let end = Instant::now() + timeout;
-    while process.liveness() == Liveness::Alive {
+    let lives = || match process.liveness() {
+        Liveness::Alive => true,
+        Liveness::Dead => false,
+        Liveness::Elsewhere => std::os::unix::net::UnixStream::connect(monitor).is_ok(),
+    };
+    while lives() {
         if Instant::now() >= end {
             return false;
         }
@@ -173,36 +283,30 @@ fn ended_within(process: &ProcessIdentity, timeout: Duration) -> bool {
     true
 }
 
-/// Removes an ended clone: its overlays, socket, log and record, and its directory if nothing else is in it.
-///
-/// # Errors
-/// There is no such clone, it runs, or something cannot be removed.
-pub fn remove(folder: &Path, name: &str) -> Result<Removed, CloneError> {
-    let Listed { folder: path, state, record } = find(folder, name)?;
-    if let (State::Running | State::Starting, Some(process)) = (state, &record.process) {
-        return Err(CloneError::Running { path, pid: process.pid });
-    }
-    let own = [record.monitor.clone(), record.log.clone(), path.join(format!(".{RECORD}"))];
-    let overlays = record.overlays.iter().map(|overlay| overlay.path.clone());
-    // The record goes last: until then the rest can be found again.
-    for file in own.into_iter().chain(overlays).chain([path.join(RECORD)]) {
-        // Only files in the clone's own directory were made with it.
-        if file.parent().and_then(|parent| fs::canonicalize(parent).ok()) != fs::canonicalize(&path).ok() {
-            continue;
+fn remove_one(folder: &Path, name: &str, options: RemoveOptions) -> Result<Removed, CloneError> {
+    let (listed, record) = find(folder, name)?;
+    let pid = record.process.as_ref().map_or(0, |process| process.pid);
+    match listed.state {
+        State::Waiting | State::Loaded | State::Running if options.force => {
+            stop_one(folder, name, StopOptions::default())?;
         }
-        match fs::remove_file(&file) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                return Err(CloneError::path("remove", file)(error));
-            }
-            _ => {}
+        State::Waiting | State::Loaded | State::Running => {
+            return Err(CloneError::Running { path: listed.folder, pid });
         }
+        State::Unknown if !options.force => return Err(CloneError::Unreachable { path: listed.folder, pid }),
+        State::Unknown | State::Prepared | State::Ended | State::Damaged => {}
     }
-    let kept = match fs::remove_dir(&path) {
-        Ok(()) => Vec::new(),
-        Err(_) => fs::read_dir(&path)
-            .map_err(CloneError::path("read", &path))?
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .collect(),
+    let busy = || CloneError::Busy { path: listed.folder.clone() };
+    // A limosa that was starting it finds its QEMU ended, and cleans up in moments.
+    let home = match Home::lock_soon(&listed.folder)? {
+        Some(home) => home,
+        None if listed.folder.exists() => return Err(busy()),
+        None => return Ok(Removed::default()),
     };
-    Ok(Removed { name: record.name, kept })
+    // What was read before the lock may be of the moment before.
+    let record = Record::read(home.path())?.unwrap_or(record);
+    if record.process.as_ref().is_some_and(|process| process.liveness() == Liveness::Alive) {
+        return Err(CloneError::Running { path: listed.folder, pid });
+    }
+    Ok(Removed { kept: home.remove(&record)? })
 }

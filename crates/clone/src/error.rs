@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use limosa_image::ImageError;
 use limosa_migrate::MigrateError;
+use limosa_page::BrokenInvariant;
 use limosa_qemu::JobError;
 use limosa_snapshot::SnapshotError;
 use thiserror::Error;
@@ -89,6 +90,26 @@ pub enum CloneError {
         /// Where it would be.
         path: PathBuf,
     },
+
+    /// Another limosa is starting or removing the clone.
+    #[error("{}: another limosa is starting or removing it", path.display())]
+    Busy {
+        /// The clone's directory.
+        path: PathBuf,
+    },
+
+    /// The clone's process was started under another boot, on another host or in another container.
+    #[error("{}: process {pid} was started under another boot, on another host or in another container", path.display())]
+    Unreachable {
+        /// The clone's directory.
+        path: PathBuf,
+        /// Its QEMU, by the number that it had there.
+        pid: u32,
+    },
+
+    /// A bug of limosa.
+    #[error("internal error of limosa")]
+    Internal(#[from] BrokenInvariant),
 
     /// It runs.
     #[error("{}: runs (process {pid})", path.display())]

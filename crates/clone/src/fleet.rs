@@ -21,8 +21,9 @@ use crate::command_line::{
     Claims, CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, plan,
 };
 use crate::error::CloneError;
+use crate::home::clear_left_over;
 use crate::overlay::{self, Backing};
-use crate::record::Record;
+use crate::record::{Record, SnapshotIdentity};
 use crate::start::start;
 
 /// Options of [`Fleet::new`].
@@ -41,6 +42,10 @@ pub struct FleetOptions {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Started {
+    /// Its name, which is that of its directory.
+    pub name: String,
+    /// Its directory.
+    pub folder: PathBuf,
     /// Its record.
     pub record: Record,
     /// The RAM blocks that it maps.
@@ -57,7 +62,7 @@ pub struct Started {
     pub child: Option<Child>,
 }
 
-/// A clone that was not started; nothing is left of it.
+/// A clone that was not started.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Failure {
@@ -65,6 +70,8 @@ pub struct Failure {
     pub number: u64,
     /// Why.
     pub error: CloneError,
+    /// Files that are left of it, because they do not belong to the clone or cannot be removed.
+    pub left: Vec<PathBuf>,
 }
 
 /// The outcome of [`Fleet::start`].
@@ -83,7 +90,7 @@ pub struct FleetReport {
 #[derive(Debug)]
 pub struct Fleet<'a> {
     pub(crate) snapshot: &'a Snapshot,
-    pub(crate) snapshot_path: PathBuf,
+    pub(crate) identity: SnapshotIdentity,
     pub(crate) folder: PathBuf,
     /// The command line of every clone: disks, memory and monitor are in it.
     pub(crate) template: CommandTemplate,
@@ -154,8 +161,11 @@ impl<'a> Fleet<'a> {
             }
             snapshot.verify_all()?;
         }
+        let id = snapshot.manifest().map(|manifest| manifest.id);
+        let identity = SnapshotIdentity::of(&snapshot_path, id, snapshot.file())?;
+        clear_left_over(&folder);
         let template = CommandTemplate::new(args);
-        Ok(Self { snapshot, snapshot_path, folder, template, own_names, overlays, mapped, mapping, options, notices })
+        Ok(Self { snapshot, identity, folder, template, own_names, overlays, mapped, mapping, options, notices })
     }
 
     /// Notices for a person, known before anything is started.
@@ -229,13 +239,13 @@ impl<'a> Fleet<'a> {
         loop {
             let number = numbers.lock().next();
             let claimed = claims.lock().claim(number);
-            let started = claimed.map_err(|why| CloneError::CommandLine { why }).and_then(|()| start(self, number));
-            match started {
+            let claimed = claimed.map_err(|why| (CloneError::CommandLine { why }, Vec::new()));
+            match claimed.and_then(|()| start(self, number)) {
                 // Another limosa has taken it meanwhile, with its files.
-                Err(CloneError::Exists { .. }) => {}
-                Err(error) => {
+                Err((CloneError::Exists { .. }, _)) => {}
+                Err((error, left)) => {
                     claims.lock().release(number);
-                    return Err(Failure { number, error });
+                    return Err(Failure { number, error, left });
                 }
                 Ok(started) => return Ok(started),
             }

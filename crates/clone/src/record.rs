@@ -1,66 +1,117 @@
 //! The record of a clone: `clone.json` in its directory.
 //!
-//! It is replaced by a rename, so a reader finds the old one or the new one.
+//! It is replaced by a rename, so a reader finds the old one or the new one. Its names are relative to the directory,
+//! which may be moved.
 
 use std::fs;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 
+use limosa_page::invariant;
 use limosa_qemu::ProcessIdentity;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::CloneError;
+use crate::phase::Phase;
 
 /// The file's name in a clone's directory.
 pub(crate) const RECORD: &str = "clone.json";
+/// The name that a record has until it is complete.
+pub(crate) const UNFINISHED_RECORD: &str = ".clone.json";
+/// The name of the monitor's socket in a clone's directory.
+pub(crate) const MONITOR: &str = "qmp";
+/// The name of the file with QEMU's output in a clone's directory.
+pub(crate) const LOG: &str = "log";
+/// The version of the record that is written. Others are not read.
+const VERSION: u32 = 1;
 /// Longest record that is read, in bytes: thousands of disks.
 const RECORD_LIMIT: u64 = 4 << 20;
 
-/// A clone.
+/// A clone, as it is written down.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Record {
-    /// Its name, which is that of its directory.
-    pub name: String,
-    /// Its number, from 1.
+    /// The format of the record: 1.
+    version: u32,
+    /// The clone's number, from 1.
     pub number: u64,
-    /// The snapshot's absolute path.
-    pub snapshot: PathBuf,
-    /// The snapshot's id, if it has one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub snapshot_id: Option<Uuid>,
-    /// Its QEMU; none before it was started.
+    /// The last phase that was written down.
+    pub phase: Phase,
+    /// The snapshot.
+    pub snapshot: SnapshotIdentity,
+    /// Its QEMU; `None` before it was started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<ProcessIdentity>,
-    /// The socket of its monitor (QMP).
-    pub monitor: PathBuf,
-    /// The file with QEMU's output.
-    pub log: PathBuf,
     /// The overlays that were made for it.
     #[serde(default)]
     pub overlays: Vec<OverlayRecord>,
-    /// Whether QEMU has its VM.
-    pub loaded: bool,
+    /// Names in its directory that the command line gives to QEMU: serial files, sockets, pid files.
+    #[serde(default)]
+    pub outputs: Vec<PathBuf>,
     /// When it was started, in seconds since 1970.
     pub created: u64,
 }
 
+/// The snapshot of a clone, with what tells its file from another of the same name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct SnapshotIdentity {
+    /// Its absolute path when the clone was made.
+    pub path: PathBuf,
+    /// Its id, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<Uuid>,
+    /// The number of the device that its file is on.
+    pub device: u64,
+    /// The file's inode number.
+    pub inode: u64,
+}
+
 /// An overlay of a clone.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct OverlayRecord {
-    /// The overlay.
-    pub path: PathBuf,
+    /// The overlay's name in the clone's directory.
+    pub name: PathBuf,
     /// The frozen disk below it.
     pub backing: PathBuf,
 }
 
+impl SnapshotIdentity {
+    /// The identity of the open file `file` of this path.
+    pub(crate) fn of(path: &Path, id: Option<Uuid>, file: BorrowedFd<'_>) -> Result<Self, CloneError> {
+        let found = rustix::fs::fstat(file).map_err(|error| CloneError::path("read", path)(error.into()))?;
+        Ok(Self { path: path.to_path_buf(), id, device: found.st_dev, inode: found.st_ino })
+    }
+}
+
 impl Record {
-    /// Reads the record of the clone in `folder`; none if that is no clone.
+    /// The record of a clone that is prepared.
+    pub(crate) fn prepared(
+        number: u64,
+        snapshot: SnapshotIdentity,
+        overlays: Vec<OverlayRecord>,
+        outputs: Vec<PathBuf>,
+    ) -> Self {
+        let created = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let created = created.map_or(0, |elapsed| elapsed.as_secs());
+        let (version, phase, process) = (VERSION, Phase::Prepared, None);
+        Self { version, number, phase, snapshot, process, overlays, outputs, created }
+    }
+
+    /// Reads the record of the clone in `folder`; `None` if that is not a clone.
     pub(crate) fn read(folder: &Path) -> Result<Option<Self>, CloneError> {
+        /// All that is read of a record of another version.
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
         let path = folder.join(RECORD);
         let failed = |error| Err(CloneError::path("read", &path)(error));
         match fs::metadata(&path) {
             Ok(found) if found.len() > RECORD_LIMIT => {
-                return failed(std::io::Error::other(format!("{} bytes are no record of a clone", found.len())));
+                return failed(std::io::Error::other(format!("{} bytes are too long for a record", found.len())));
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => return Ok(None),
@@ -68,43 +119,64 @@ impl Record {
             Ok(_) => {}
         }
         let text = fs::read(&path).map_err(CloneError::path("read", &path))?;
-        serde_json::from_slice(&text).map(Some).or_else(|error| failed(error.into()))
+        match serde_json::from_slice::<Versioned>(&text) {
+            Err(error) => failed(error.into()),
+            Ok(Versioned { version }) if version != VERSION => {
+                failed(std::io::Error::other(format!("record of version {version}, expected version {VERSION}")))
+            }
+            Ok(_) => serde_json::from_slice(&text).map(Some).or_else(|error| failed(error.into())),
+        }
     }
 
-    /// Writes it, in place of an older one.
+    /// Writes it in place of an older one.
     pub(crate) fn write(&self, folder: &Path) -> Result<(), CloneError> {
-        let (path, temporary) = (folder.join(RECORD), folder.join(format!(".{RECORD}")));
+        let (path, temporary) = (folder.join(RECORD), folder.join(UNFINISHED_RECORD));
         let text = serde_json::to_vec_pretty(self).map_err(|error| CloneError::path("write", &path)(error.into()))?;
         fs::write(&temporary, text).map_err(CloneError::path("write", &temporary))?;
         fs::rename(&temporary, &path).map_err(CloneError::path("write", &path))
     }
+
+    /// Writes down that the clone has entered a phase.
+    pub(crate) fn enter(&mut self, phase: Phase, folder: &Path) -> Result<(), CloneError> {
+        invariant(self.phase.can_follow(phase), "the phases of a clone follow each other")?;
+        self.phase = phase;
+        self.write(folder)
+    }
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    pub(crate) fn record() -> Record {
+        let snapshot = SnapshotIdentity { path: "/srv/vm".into(), id: None, device: 1, inode: 2 };
+        let overlays = vec![OverlayRecord { name: "disk0.qcow2".into(), backing: "/srv/disk".into() }];
+        Record::prepared(1, snapshot, overlays, vec!["serial".into()])
+    }
 
     #[test]
     fn a_record_comes_back_and_damaged_or_missing_ones_are_told_apart() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(Record::read(folder.path()).unwrap(), None);
-        let record = Record {
-            name: "001".into(),
-            number: 1,
-            snapshot: "/srv/vm".into(),
-            snapshot_id: None,
-            process: Some(ProcessIdentity::own()),
-            monitor: "/d/001/qmp".into(),
-            log: "/d/001/log".into(),
-            overlays: vec![OverlayRecord { path: "/d/001/disk".into(), backing: "/srv/disk".into() }],
-            loaded: true,
-            created: 7,
-        };
-        record.write(folder.path()).unwrap();
-        assert_eq!(Record::read(folder.path()).unwrap(), Some(record));
+        let mut record = record();
+        record.process = Some(ProcessIdentity::own());
+        record.enter(Phase::Waiting, folder.path()).unwrap();
+        assert_eq!(Record::read(folder.path()).unwrap(), Some(record.clone()));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        record.version = 2;
+        record.write(folder.path()).unwrap();
+        let error = Record::read(folder.path()).unwrap_err();
+        assert!(std::error::Error::source(&error).unwrap().to_string().contains("version 2"), "{error:?}");
         fs::write(folder.path().join(RECORD), "{").unwrap();
         assert!(Record::read(folder.path()).is_err());
         assert_eq!(Record::read(&folder.path().join(RECORD)).unwrap(), None, "a file is no clone");
+    }
+
+    #[test]
+    fn a_phase_that_does_not_follow_is_a_broken_invariant() {
+        let folder = tempfile::tempdir().unwrap();
+        let entered = std::panic::catch_unwind(|| record().enter(Phase::Running, folder.path()));
+        assert!(!matches!(entered, Ok(Ok(()))));
+        assert_eq!(Record::read(folder.path()).unwrap(), None);
     }
 }

@@ -1,16 +1,16 @@
 //! One clone is started.
 //!
-//! The order makes the crate's law true: the directory, the record, the overlays; QEMU, whose process goes into the
-//! record; the proof of its memory and disks; then its VM, through a socket pair. If limosa is killed in between, QEMU
-//! finds the end of its stream and ends.
+//! The order makes the crate's law true: the record and the overlays in a hidden directory, which then gets its name;
+//! QEMU, whose process goes into the record; the proof of its memory and disks; then its VM, through a socket pair. If
+//! limosa is killed in between, QEMU finds the end of its stream and ends.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::File;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
 use limosa_migrate::stored::{PrecopyOptions, PrecopySource};
@@ -19,11 +19,14 @@ use limosa_qemu::monitor::{Monitor, RunState};
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 use limosa_qemu::{JobError, ProcessIdentity, launch_from};
 
+use crate::command_line::OverlayPlan;
 use crate::error::CloneError;
 use crate::fleet::{Fleet, Started};
+use crate::home::Home;
 use crate::overlay;
+use crate::phase::Phase;
 use crate::proof;
-use crate::record::{OverlayRecord, RECORD, Record};
+use crate::record::{LOG, MONITOR, OverlayRecord, Record};
 
 /// Time that QEMU has to open its monitor, and then to load the devices.
 const LOADED_WITHIN: Duration = Duration::from_secs(60);
@@ -34,99 +37,115 @@ const LOG_SHOWN: u64 = 600;
 /// A unix socket's path has at most this many bytes (unix(7)).
 const SOCKET_PATH_MAX: usize = 107;
 
-/// Files and the process made for a clone; removed on drop, unless kept.
-struct Made {
-    folder: PathBuf,
-    files: Vec<PathBuf>,
+/// A clone that is being made. Dropping it ends its QEMU and removes what belongs to it.
+struct Making {
+    /// `None` once the clone is kept or removed.
+    home: Option<Home>,
+    record: Record,
     child: Option<Child>,
 }
 
-impl Made {
-    fn new(folder: &Path) -> Result<Self, CloneError> {
-        match DirBuilder::new().mode(0o700).create(folder) {
-            Ok(()) => Ok(Self { folder: folder.to_path_buf(), files: Vec::new(), child: None }),
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-                Err(CloneError::Exists { path: folder.to_path_buf() })
-            }
-            Err(error) => Err(CloneError::path("make", folder)(error)),
-        }
+impl Making {
+    fn path(&self) -> &Path {
+        self.home.as_ref().map_or(Path::new(""), Home::path)
     }
 
-    /// Returns the path of a file in the directory, which is removed if the clone is not kept.
-    fn file(&mut self, name: &str) -> PathBuf {
-        let path = self.folder.join(name);
-        self.files.push(path.clone());
-        path
+    fn enter(&mut self, phase: Phase) -> Result<(), CloneError> {
+        let folder = self.path().to_path_buf();
+        self.record.enter(phase, &folder)
     }
 
-    /// The clone is there.
-    fn keep(mut self) -> Option<Child> {
-        self.files.clear();
-        self.folder = PathBuf::new();
-        self.child.take()
+    /// Keeps the clone.
+    fn keep(mut self) -> (PathBuf, Record, Option<Child>) {
+        let folder = self.path().to_path_buf();
+        self.home = None;
+        (folder, self.record.clone(), self.child.take())
     }
-}
 
-impl Drop for Made {
-    fn drop(&mut self) {
-        if let Some(child) = &mut self.child {
+    /// Ends its QEMU and removes what belongs to the clone. Returns the files that stay.
+    fn undo(&mut self) -> Vec<PathBuf> {
+        if let Some(mut child) = self.child.take() {
             let _ = child.kill();
             let _ = child.wait();
         }
-        for file in &self.files {
-            let _ = fs::remove_file(file);
-        }
-        if !self.folder.as_os_str().is_empty() {
-            let _ = fs::remove_dir(&self.folder);
-        }
+        let Some(home) = self.home.take() else { return Vec::new() };
+        let folder = home.path().to_path_buf();
+        home.remove(&self.record).unwrap_or_else(|_| vec![folder])
+    }
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        self.undo();
     }
 }
 
 /// Starts the clone of this number.
-pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneError> {
+///
+/// # Errors
+/// With the files that are left, because they do not belong to the clone or cannot be removed.
+pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, (CloneError, Vec<PathBuf>)> {
     let begun = Instant::now();
     let name = format!("{number:03}");
-    let folder = fleet.folder.join(&name);
-    let mut made = Made::new(&folder)?;
-    made.files.extend([folder.join(RECORD), folder.join(format!(".{RECORD}"))]);
-    let monitor = made.file("qmp");
-    let log_path = made.file("log");
+    let mut making = prepare(fleet, number, &name).map_err(|error| (error, Vec::new()))?;
+    match load(fleet, &mut making, &name, begun) {
+        Ok(loaded) => {
+            let (folder, record, child) = making.keep();
+            let Loaded { loaded, running, state, sent_pages } = loaded;
+            let mapped_blocks = fleet.mapped.clone();
+            Ok(Started { name, folder, record, mapped_blocks, loaded, running, state, sent_pages, child })
+        }
+        Err(error) => Err((error, making.undo())),
+    }
+}
+
+/// Makes a clone's files: its record, then its overlays, all under a hidden name; then its own name.
+fn prepare(fleet: &Fleet<'_>, number: u64, name: &str) -> Result<Making, CloneError> {
+    let folder = fleet.folder.join(name);
+    let monitor = folder.join(MONITOR);
     if monitor.as_os_str().len() > SOCKET_PATH_MAX {
         let why = std::io::Error::other(format!("a unix socket's path has at most {SOCKET_PATH_MAX} bytes"));
         return Err(CloneError::path("listen at", monitor)(why));
     }
-    let mut record = Record {
-        name: name.clone(),
-        number,
-        snapshot: fleet.snapshot_path.clone(),
-        snapshot_id: fleet.snapshot.manifest().map(|manifest| manifest.id),
-        process: None,
-        monitor: monitor.clone(),
-        log: log_path.clone(),
-        // Written down before they are made, so that what a kill leaves can be removed.
-        overlays: fleet
-            .overlays
-            .iter()
-            .map(|plan| OverlayRecord { path: folder.join(&plan.name), backing: plan.disk.path.clone() })
-            .collect(),
-        loaded: false,
-        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs()),
-    };
-    record.write(&folder)?;
+    let home = Home::new(&fleet.folder, name)?;
+    let overlay = |plan: &OverlayPlan| OverlayRecord { name: (&plan.name).into(), backing: plan.disk.path.clone() };
+    let overlays = fleet.overlays.iter().map(overlay).collect();
+    let outputs = fleet.template.outputs(number, name);
+    let record = Record::prepared(number, fleet.identity.clone(), overlays, outputs);
+    let mut making = Making { home: Some(home), record, child: None };
+    // Written down before they are made, so that what a kill leaves can be removed.
+    making.record.write(making.path())?;
     for plan in &fleet.overlays {
-        let path = made.file(&plan.name);
-        overlay::make(&path, &plan.disk, fleet.options.backing)?;
+        overlay::make(&making.path().join(&plan.name), &plan.disk, fleet.options.backing)?;
     }
-    let args = fleet.template.fill(number, &name, &folder);
+    if let Some(home) = &mut making.home {
+        home.publish(name)?;
+    }
+    Ok(making)
+}
+
+/// Times and counters of a clone that runs.
+struct Loaded {
+    loaded: Duration,
+    running: Duration,
+    state: String,
+    sent_pages: u64,
+}
+
+/// Starts QEMU, proves its memory and its disks, and gives it the VM.
+fn load(fleet: &Fleet<'_>, making: &mut Making, name: &str, begun: Instant) -> Result<Loaded, CloneError> {
+    let folder = making.path().to_path_buf();
+    let args = fleet.template.fill(making.record.number, name, &folder);
+    let log_path = folder.join(LOG);
     let log = File::create_new(&log_path).map_err(CloneError::path("create", &log_path))?;
     let (near, peer) = Channel::pair().map_err(JobError::from)?;
     let inherited_fds: &[_] = if fleet.is_mapped() { &[fleet.mapping.as_fd()] } else { &[] };
     let child = launch_from(&args, peer.as_fd(), inherited_fds, &log)?;
     drop(peer);
-    record.process = ProcessIdentity::of(child.id());
-    made.child = Some(child);
-    record.write(&folder)?;
-    let monitor = connect(&monitor, made.child.as_mut(), &log)?;
+    making.record.process = ProcessIdentity::of(child.id());
+    making.child = Some(child);
+    making.enter(Phase::Waiting)?;
+    let monitor = connect(&folder.join(MONITOR), making.child.as_mut(), &log)?;
     // What it waits for has not come: it answers, and its memory and disks are as they will be.
     let in_place = proof::prove(fleet, &monitor, &folder)?;
     let options = PrecopyOptions { in_place, answer_timeout: LOADED_WITHIN, ..PrecopyOptions::default() };
@@ -135,19 +154,10 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, CloneErro
         .run()
         .map_err(|source| not_taken(source, &log))?;
     let loaded = begun.elapsed();
+    making.enter(Phase::Loaded)?;
     let state = wait_started(&monitor, &log)?;
-    record.loaded = true;
-    record.write(&folder)?;
-    let child = made.keep();
-    Ok(Started {
-        record,
-        mapped_blocks: fleet.mapped.clone(),
-        loaded,
-        running: begun.elapsed(),
-        state,
-        sent_pages: stats.normal_pages,
-        child,
-    })
+    making.enter(Phase::Running)?;
+    Ok(Loaded { loaded, running: begun.elapsed(), state, sent_pages: stats.normal_pages })
 }
 
 /// Connects to the monitor of a QEMU that was started just now.

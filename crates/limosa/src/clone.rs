@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use anyhow::bail;
 use limosa_clone::{
-    Backing, CloneError, CommandTemplate, Failure, Fleet, FleetOptions, FleetReport, Listed, Started, State,
-    StopOptions, list, remove, stop,
+    Backing, CloneError, CommandTemplate, Done, Failure, Fleet, FleetOptions, FleetReport, Listed, RemoveOptions,
+    Started, State, StopOptions, list, remove, stop,
 };
 use limosa_console::{all_printed, error_line, print_out, quantity, say};
 use limosa_qemu::check_command_line;
@@ -70,8 +70,8 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
             if report.started.len() == 1 { "clone runs" } else { "clones run" },
             args.snapshot.display(),
             quantity::time(begun.elapsed()),
-            first.record.name,
-            last.record.name,
+            first.name,
+            last.name,
             args.dir.display()
         );
     }
@@ -81,7 +81,12 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     let names: Vec<_> = report.failed.iter().map(|failure| format!("{:03}", failure.number)).collect();
     let rest =
         if report.not_tried > 0 { format!(" ({} more were not tried)", report.not_tried) } else { String::new() };
-    bail!("not started: {}{rest}; nothing is left of them", names.join(", "))
+    let left: Vec<_> = report.failed.iter().flat_map(|failure| &failure.left).collect();
+    let left = match left.as_slice() {
+        [] => "nothing is left of them".to_owned(),
+        left => left.iter().map(|path| format!("{} is left", path.display())).collect::<Vec<_>>().join(", "),
+    };
+    bail!("not started: {}{rest}; {left}", names.join(", "))
 }
 
 /// Warns before anything is started if the host's memory may be too small.
@@ -109,13 +114,16 @@ fn object(report: &FleetReport) -> Value {
     let started = report.started.iter().map(|started| {
         let record = &started.record;
         json!({
-            "name": record.name,
+            "name": started.name,
             "number": record.number,
             "pid": record.process.as_ref().map(|process| process.pid),
-            "dir": record.monitor.parent(),
-            "monitor": record.monitor,
-            "log": record.log,
-            "overlays": record.overlays,
+            "dir": started.folder,
+            "monitor": started.folder.join("qmp"),
+            "log": started.folder.join("log"),
+            "overlays": record.overlays.iter().map(|overlay| json!({
+                "path": started.folder.join(&overlay.name),
+                "backing": overlay.backing,
+            })).collect::<Vec<_>>(),
             "mapped_blocks": started.mapped_blocks,
             "sent_pages": started.sent_pages,
             "vm_state": started.state,
@@ -123,8 +131,10 @@ fn object(report: &FleetReport) -> Value {
             "running_ms": quantity::millis(started.running),
         })
     });
-    let failed =
-        report.failed.iter().map(|failure| json!({ "number": failure.number, "error": error_line(&failure.error) }));
+    let failed = report
+        .failed
+        .iter()
+        .map(|failure| json!({ "number": failure.number, "error": error_line(&failure.error), "left": failure.left }));
     json!({
         "clones": started.collect::<Vec<_>>(),
         "failed": failed.collect::<Vec<_>>(),
@@ -137,54 +147,76 @@ fn list_clones(args: &ListClonesArgs) -> anyhow::Result<ExitCode> {
     if args.json {
         print_out!("{}", json!({ "clones": clones }));
     } else {
-        for Listed { state, record, .. } in &clones {
-            let state = match (state, &record.process) {
-                (State::Running, Some(process)) => format!("running  pid {}", process.pid),
-                (State::Running, None) => "running".to_owned(),
-                (State::Starting, _) => "starting".to_owned(),
-                (State::Ended, _) => "ended".to_owned(),
-                (State::Unfinished, _) => "never started; remove it with limosa clone rm".to_owned(),
-            };
-            print_out!("{}  {state}  {}", record.name, record.monitor.display());
+        for clone in &clones {
+            print_out!("{}  {}  {}", clone.name, state_line(clone), clone.monitor.display());
         }
     }
     all_printed()?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the named clones, or all.
+/// The state of a clone, and what can be done about it.
+fn state_line(clone: &Listed) -> String {
+    let pid = clone.record.as_ref().and_then(|record| record.process.as_ref()).map_or(0, |process| process.pid);
+    match clone.state {
+        State::Prepared if clone.busy => "prepared".to_owned(),
+        State::Prepared => "prepared, never started; remove it with limosa clone rm".to_owned(),
+        State::Waiting => format!("waiting  pid {pid}"),
+        State::Loaded => format!("loaded  pid {pid}"),
+        State::Running => format!("running  pid {pid}"),
+        State::Ended => "ended".to_owned(),
+        State::Unknown => {
+            format!("unknown: process {pid} was started under another boot, on another host or in another container")
+        }
+        State::Damaged => format!("damaged: {}", clone.error.as_deref().unwrap_or("its record cannot be read")),
+    }
+}
+
+/// The names on the command line, or those of all clones.
 fn names(dir: &Path, named: &[String]) -> Result<Vec<String>, CloneError> {
     if !named.is_empty() {
         return Ok(named.to_vec());
     }
-    // The directory's name is what finds it again, even if the record says otherwise.
-    let own = |clone: &Listed| clone.folder.file_name().map(|name| name.to_string_lossy().into_owned());
-    Ok(list(dir)?.iter().filter_map(own).collect())
+    Ok(list(dir)?.into_iter().map(|clone| clone.name).collect())
+}
+
+/// Prints each failure. The exit status says whether there was one.
+fn status_of<T>(done: &[Done<T>], what: &str) -> ExitCode {
+    let failed = done.iter().filter_map(|done| Some((&done.name, done.result.as_ref().err()?)));
+    let mut status = ExitCode::SUCCESS;
+    for (name, error) in failed {
+        let remedy = match error {
+            CloneError::Unreachable { .. } => "; if it has ended, remove the clone with limosa clone rm --force",
+            CloneError::Running { .. } => "; end it with limosa clone stop",
+            _ => "",
+        };
+        say!("limosa: clone {name} is not {what}: {}{remedy}", error_line(error));
+        status = ExitCode::FAILURE;
+    }
+    status
 }
 
 fn stop_clones(args: &StopClonesArgs) -> anyhow::Result<ExitCode> {
     let mut options = StopOptions::default();
     options.power_down = args.power_down;
-    let names = names(&args.dir, &args.names)?;
-    let mut ended = 0;
-    for name in &names {
-        ended += u64::from(stop(&args.dir, name, options)?);
+    let done = stop(&args.dir, &names(&args.dir, &args.names)?, options);
+    let count = |ran| done.iter().filter(|done| done.result.as_ref().is_ok_and(|found| *found == ran)).count() as u64;
+    if done.is_empty() || done.iter().any(|done| done.result.is_ok()) {
+        say!("{} ended, {} had ended before", quantity::count(count(true)), quantity::count(count(false)));
     }
-    say!("{} ended, {} had ended before", quantity::count(ended), quantity::count(names.len() as u64 - ended));
-    Ok(ExitCode::SUCCESS)
+    Ok(status_of(&done, "ended"))
 }
 
 fn remove_clones(args: &RemoveClonesArgs) -> anyhow::Result<ExitCode> {
-    let names = names(&args.dir, &args.names)?;
-    for name in &names {
-        if args.force {
-            stop(&args.dir, name, StopOptions::default())?;
-        }
-        let removed = remove(&args.dir, name)?;
-        for kept in &removed.kept {
-            say!("limosa: {} was not made by limosa clone, and stays", kept.display());
-        }
+    let mut options = RemoveOptions::default();
+    options.force = args.force;
+    let done = remove(&args.dir, &names(&args.dir, &args.names)?, options);
+    let removed: Vec<_> = done.iter().filter_map(|done| done.result.as_ref().ok()).collect();
+    for kept in removed.iter().flat_map(|removed| &removed.kept) {
+        say!("limosa: {} does not belong to a clone, and stays", kept.display());
     }
-    say!("{} removed", quantity::count(names.len() as u64));
-    Ok(ExitCode::SUCCESS)
+    if done.is_empty() || !removed.is_empty() {
+        say!("{} removed", quantity::count(removed.len() as u64));
+    }
+    Ok(status_of(&done, "removed"))
 }

@@ -132,7 +132,7 @@ pub(crate) struct RemoveClonesArgs {
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
 
-    /// End those that run
+    /// End those that run, and remove those whose process cannot be reached
     #[arg(long)]
     pub(crate) force: bool,
 }

@@ -168,7 +168,7 @@ fn eight_clones_share_a_snapshot_and_none_sees_anothers_writes() {
     scene.assert_goes_on(&more["clones"][0]);
     std::fs::write(clones_dir.join("003/notes"), "the user's").unwrap();
     let removed = limosa(["clone", "rm", "--force", clones_dir.to_str().unwrap()]).success();
-    assert!(removed.stderr.contains("003/notes was not made by limosa clone"), "{}", removed.stderr);
+    assert!(removed.stderr.contains("003/notes does not belong to a clone"), "{}", removed.stderr);
     assert_eq!(scene.processes(), Vec::<u32>::new());
     assert_eq!(
         (names(&clones_dir), names(&clones_dir.join("003"))),
@@ -341,6 +341,7 @@ fn what_cannot_be_cloned_is_named_and_nothing_is_left() {
         (&[], &["-object", &shared_snapshot], "share=on"),
         (&["--memory", "mapped"], &["-mem-prealloc"], "-mem-prealloc"),
         (&[], &["-incoming", "defer"], "-incoming"),
+        (&[], &["-chardev", "file,id=f,path={dir}/out", "-device", "no-such-device"], "no-such-device"),
     ] {
         let ended = scene.start(3, options, more).wait();
         assert_eq!(ended.status.code(), Some(1), "{more:?}: {}", ended.stderr);
@@ -351,6 +352,52 @@ fn what_cannot_be_cloned_is_named_and_nothing_is_left() {
     }
     let refused = limosa(["clone", "stop", scene.folder.path().to_str().unwrap(), "../clones"]);
     refused.one_line(&["is no clone"]);
+}
+
+#[test]
+fn a_directory_of_clones_may_be_moved_and_what_belongs_to_a_clone_goes_with_it() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let own = ["-pidfile", "{dir}/pid", "-chardev", "socket,id=c,path={dir}/{name}.sock,server=on,wait=off"];
+    scene.start(3, &[], &own).wait().success();
+    let moved = scene.folder.path().join("moved");
+    std::fs::rename(scene.clones(), &moved).unwrap();
+    let directory = moved.to_str().unwrap();
+    std::fs::write(moved.join("002/clone.json"), "{").unwrap();
+    let list = || limosa(["clone", "list", "--json", directory]).json()["clones"].as_array().unwrap().clone();
+    let state = |clone: &Value| clone["state"].as_str().unwrap().to_owned();
+    // A damaged record is listed, and does not stop the others.
+    let mut states: Vec<_> = list().iter().map(state).collect();
+    states.sort();
+    assert_eq!(states, ["damaged", "running", "running"]);
+    let text = limosa(["clone", "list", directory]).success();
+    assert!(
+        text.stdout.contains("002  damaged: cannot read") && text.stdout.contains("003  running"),
+        "{}",
+        text.stdout
+    );
+    for clone in list().iter().filter(|clone| state(clone) == "running") {
+        let mut qmp = Qmp::connect(Path::new(clone["monitor"].as_str().unwrap()), SOON).unwrap();
+        qmp.execute("query-status", json!({})).unwrap();
+        assert_eq!(clone["phase"], "running");
+        assert!(moved.join(clone["name"].as_str().unwrap()).join("pid").exists());
+    }
+    let stopped = limosa(["clone", "stop", directory]);
+    assert_eq!(stopped.status.code(), Some(1));
+    assert!(stopped.stderr.contains("2 ended") && stopped.stderr.contains("002 is not ended"), "{}", stopped.stderr);
+    assert!(list().iter().all(|clone| state(clone) != "running"));
+    // The one whose record is damaged still runs; by its name it is not removed.
+    let removed = limosa(["clone", "rm", directory]);
+    assert_eq!(removed.status.code(), Some(1));
+    assert!(
+        removed.stderr.contains("2 removed") && removed.stderr.contains("002 is not removed"),
+        "{}",
+        removed.stderr
+    );
+    assert_eq!(names(&moved), ["002"]);
+    for pid in processes_of(&scene.clones()) {
+        kill9(pid).unwrap();
+    }
 }
 
 #[test]
