@@ -69,7 +69,7 @@ pub struct Failure {
     /// Its number.
     pub number: u64,
     /// Why.
-    pub error: CloneError,
+    pub error: Box<CloneError>,
     /// Files that are left of it, because they do not belong to the clone or cannot be removed.
     pub left: Vec<PathBuf>,
 }
@@ -239,13 +239,14 @@ impl<'a> Fleet<'a> {
         loop {
             let number = numbers.lock().next();
             let claimed = claims.lock().claim(number);
-            let claimed = claimed.map_err(|why| (CloneError::CommandLine { why }, Vec::new()));
+            let failed = |error| Failure { number, error: Box::new(error), left: Vec::new() };
+            let claimed = claimed.map_err(|why| failed(CloneError::CommandLine { why }));
             match claimed.and_then(|()| start(self, number)) {
                 // Another limosa has taken it meanwhile, with its files.
-                Err((CloneError::Exists { .. }, _)) => {}
-                Err((error, left)) => {
+                Err(failure) if matches!(*failure.error, CloneError::Exists { .. }) => {}
+                Err(failure) => {
                     claims.lock().release(number);
-                    return Err(Failure { number, error, left });
+                    return Err(failure);
                 }
                 Ok(started) => return Ok(started),
             }

@@ -21,7 +21,7 @@ use limosa_qemu::{JobError, ProcessIdentity, launch_from};
 
 use crate::command_line::OverlayPlan;
 use crate::error::CloneError;
-use crate::fleet::{Fleet, Started};
+use crate::fleet::{Failure, Fleet, Started};
 use crate::home::Home;
 use crate::overlay;
 use crate::phase::Phase;
@@ -83,11 +83,12 @@ impl Drop for Making {
 /// Starts the clone of this number.
 ///
 /// # Errors
-/// With the files that are left, because they do not belong to the clone or cannot be removed.
-pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, (CloneError, Vec<PathBuf>)> {
+/// A step failed. What belongs to the clone is removed, and its QEMU is ended.
+pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, Failure> {
     let begun = Instant::now();
     let name = format!("{number:03}");
-    let mut making = prepare(fleet, number, &name).map_err(|error| (error, Vec::new()))?;
+    let failed = |error, left| Failure { number, error: Box::new(error), left };
+    let mut making = prepare(fleet, number, &name).map_err(|error| failed(error, Vec::new()))?;
     match load(fleet, &mut making, &name, begun) {
         Ok(loaded) => {
             let (folder, record, child) = making.keep();
@@ -95,7 +96,7 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, (CloneErr
             let mapped_blocks = fleet.mapped.clone();
             Ok(Started { name, folder, record, mapped_blocks, loaded, running, state, sent_pages, child })
         }
-        Err(error) => Err((error, making.undo())),
+        Err(error) => Err(failed(error, making.undo())),
     }
 }
 

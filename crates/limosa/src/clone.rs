@@ -54,7 +54,7 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     tell_estimate(&fleet, count);
     let on_result = |done: &Result<Started, Failure>| {
         if let Err(failure) = done {
-            say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&failure.error));
+            say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&*failure.error));
         }
     };
     let report = fleet.start(count, &on_result);
@@ -134,7 +134,7 @@ fn object(report: &FleetReport) -> Value {
     let failed = report
         .failed
         .iter()
-        .map(|failure| json!({ "number": failure.number, "error": error_line(&failure.error), "left": failure.left }));
+        .map(|failure| json!({ "number": failure.number, "error": error_line(&*failure.error), "left": failure.left }));
     json!({
         "clones": started.collect::<Vec<_>>(),
         "failed": failed.collect::<Vec<_>>(),
