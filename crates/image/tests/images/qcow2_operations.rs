@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use limosa_image::Disk;
 use limosa_image::qcow2::{Counts, CreateOptions, Operations, Qcow2, Qcow2Options};
-use limosa_storage::block_on;
+use limosa_image::{Disk, GuestOffset};
+use limosa_storage::{Buffer, block_on};
 use limosa_testkit::image::{self, TestImage};
 
 const SIZE: u64 = 4 << 20;
@@ -64,4 +64,12 @@ fn a_run_of_new_clusters_is_one_write_and_a_flush_with_nothing_to_note_is_one_fl
     assert_eq!(disk.counts().flushes, flushes + 1);
     assert_eq!(disk.counts().l2_writes.operations, 1);
     block_on(disk.close()).unwrap();
+}
+
+#[test]
+fn a_read_of_no_bytes_succeeds() {
+    let disk = opened(None);
+    for at in [0, 100 << 10, disk.len()] {
+        block_on(disk.read(GuestOffset(at), Buffer::zeroed(0).into())).unwrap();
+    }
 }
