@@ -21,7 +21,6 @@ const WORDS: u64 = 1 << 16;
 
 /// Whether a queue has more work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use]
 pub enum More {
     /// The queue must be processed again after the others.
     Yes,

@@ -92,7 +92,7 @@ impl DirtyLog for UffdWpAsyncLog {
         NAME
     }
 
-    fn writers(&self) -> Writers {
+    fn covers(&self) -> Writers {
         Writers::VCPUS | Writers::DEVICES
     }
 

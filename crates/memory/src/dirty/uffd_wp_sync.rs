@@ -149,7 +149,7 @@ impl DirtyLog for UffdWpSyncLog {
         NAME
     }
 
-    fn writers(&self) -> Writers {
+    fn covers(&self) -> Writers {
         Writers::VCPUS | Writers::DEVICES
     }
 

@@ -199,7 +199,7 @@ impl DirtyLog for VhostLog {
         NAME
     }
 
-    fn writers(&self) -> Writers {
+    fn covers(&self) -> Writers {
         Writers::VHOST
     }
 

@@ -153,7 +153,7 @@ impl DirtyLog for Restless {
         "a log of a restless guest"
     }
 
-    fn writers(&self) -> Writers {
+    fn covers(&self) -> Writers {
         Writers::VCPUS
     }
 

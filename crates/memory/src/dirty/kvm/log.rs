@@ -99,7 +99,7 @@ impl DirtyLog for KvmLog {
         NAME
     }
 
-    fn writers(&self) -> Writers {
+    fn covers(&self) -> Writers {
         Writers::VCPUS
     }
 

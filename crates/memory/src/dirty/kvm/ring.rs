@@ -227,7 +227,7 @@ impl DirtyLog for KvmRingLog {
         NAME
     }
 
-    fn writers(&self) -> Writers {
+    fn covers(&self) -> Writers {
         Writers::VCPUS
     }
 
