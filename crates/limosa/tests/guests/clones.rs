@@ -154,8 +154,8 @@ fn eight_clones_share_a_snapshot_and_none_sees_anothers_writes() {
     found.sort_unstable();
     known.sort_unstable();
     assert_eq!(found, known);
-    // 001 is killed, 005 is ended by its monitor: the others go on. The QEMUs were started side by side, so the pids
-    // are in no order.
+    // Kill 001 and stop 005; the others keep running. Clones start in parallel, so the lowest pid need not be that of
+    // 001: the record has it.
     let first = pids(&listed[..1])[0];
     kill9(first).unwrap();
     wait_gone(first);
