@@ -31,7 +31,7 @@ pub enum State {
     Prepared,
     /// Its QEMU waits for the VM. Unless it waits in a pool, it ends by itself if the limosa that started it is killed.
     Waiting,
-    /// Its QEMU has the VM, which has not run yet.
+    /// Its QEMU has the VM, paused; limosa has not started it.
     Loaded,
     /// It runs, or was paused after it ran.
     Running,
@@ -97,6 +97,25 @@ pub struct RemoveOptions {
 pub struct Removed {
     /// Files in its directory that do not belong to it; the directory stays with them.
     pub kept: Vec<PathBuf>,
+    /// Disks of the clone that something stands on; they stay as well.
+    pub needed: Vec<NeededDisk>,
+}
+
+impl Removed {
+    /// Everything that stays.
+    pub(crate) fn into_paths(self) -> Vec<PathBuf> {
+        self.needed.into_iter().map(|needed| needed.disk).chain(self.kept).collect()
+    }
+}
+
+/// A disk of a clone that something stands on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct NeededDisk {
+    /// The disk's file.
+    pub disk: PathBuf,
+    /// The snapshots that were saved with it, or the image above it.
+    pub by: Vec<PathBuf>,
 }
 
 /// The outcome of [`stop`] or [`remove`] for one clone.
@@ -203,8 +222,7 @@ fn state(record: &Record, monitor: &Path, busy: bool) -> State {
         (Phase::Waiting, _) if busy => State::Waiting,
         (Phase::Waiting | Phase::Loaded, _) => match run_state(monitor) {
             Some(RunState::Inmigrate) | None if record.phase == Phase::Waiting => State::Waiting,
-            None | Some(RunState::Prelaunch | RunState::Inmigrate) => State::Loaded,
-            Some(_) if record.phase == Phase::Loaded && busy => State::Loaded,
+            None | Some(RunState::Prelaunch | RunState::Inmigrate | RunState::Paused) => State::Loaded,
             Some(_) => State::Running,
         },
         (Phase::Running, _) => State::Running,
@@ -219,8 +237,8 @@ fn run_state(monitor: &Path) -> Option<RunState> {
 }
 
 fn stop_one(folder: &Path, name: &str, options: StopOptions) -> Result<bool, CloneError> {
-    let (listed, mut record) = find(folder, name)?;
-    let process = match (listed.state, record.process.clone()) {
+    let (listed, record) = find(folder, name)?;
+    let process = match (listed.state, record.process) {
         (State::Prepared | State::Ended, _) | (_, None) => return Ok(false),
         (State::Unknown, Some(process)) => {
             return Err(CloneError::Unreachable { path: listed.folder, pid: process.pid });
@@ -235,7 +253,7 @@ fn stop_one(folder: &Path, name: &str, options: StopOptions) -> Result<bool, Clo
     {
         drop(qmp);
         if has_ended(timeout) {
-            return Ok(end(&listed.folder, &mut record));
+            return Ok(end(&listed.folder));
         }
     }
     if let Some(qmp) = connect() {
@@ -253,12 +271,13 @@ fn stop_one(folder: &Path, name: &str, options: StopOptions) -> Result<bool, Clo
             (None, _) => return Err(CloneError::Running { path: listed.folder, pid: process.pid }),
         }
     }
-    Ok(end(&listed.folder, &mut record))
+    Ok(end(&listed.folder))
 }
 
 /// Writes down that a clone has ended, if no other limosa has its record. Without that its process tells.
-fn end(folder: &Path, record: &mut Record) -> bool {
+fn end(folder: &Path) -> bool {
     if let Ok(Some(home)) = Home::lock_soon(folder)
+        && let Ok(Some(mut record)) = Record::read(folder)
         && record.phase != Phase::Ended
     {
         let _ = record.enter(Phase::Ended, home.path());
@@ -308,5 +327,5 @@ fn remove_one(folder: &Path, name: &str, options: RemoveOptions) -> Result<Remov
     if record.process.as_ref().is_some_and(|process| process.liveness() == Liveness::Alive) {
         return Err(CloneError::Running { path: listed.folder, pid });
     }
-    Ok(Removed { kept: home.remove(&record)? })
+    home.remove(&record)
 }

@@ -4,7 +4,6 @@ use std::io;
 use std::path::PathBuf;
 
 use limosa_image::ImageError;
-use limosa_migrate::MigrateError;
 use limosa_page::BrokenInvariant;
 use limosa_qemu::JobError;
 use limosa_snapshot::SnapshotError;
@@ -132,17 +131,17 @@ pub enum CloneError {
     /// QEMU did not take the VM.
     #[error("QEMU did not take the VM{}", said(log))]
     NotTaken {
-        /// The engine's reason.
-        source: MigrateError,
+        /// The reason.
+        source: JobError,
         /// The end of QEMU's log.
         log: String,
     },
 
-    /// QEMU has the VM and does not run it.
-    #[error("QEMU has the VM and does not run it ({state}){}", said(log))]
-    NotRunning {
-        /// Its run state.
-        state: String,
+    /// QEMU has the VM and does not start it.
+    #[error("QEMU does not start the VM{}", said(log))]
+    NotStarted {
+        /// QEMU's reason.
+        source: JobError,
         /// The end of QEMU's log.
         log: String,
     },

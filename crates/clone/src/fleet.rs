@@ -1,30 +1,24 @@
-//! Clones started side by side.
+//! Clones of one snapshot: what is the same for all of them is checked once, before anything is made.
 
-use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use limosa_page::with_causes;
 use limosa_qemu::command_line::escaped;
-use limosa_qemu::{BlockPlace, MappedCommandLine, check_not_shared, is_same_file, map_memory, name_memory};
+use limosa_qemu::{BlockPlace, MappedCommandLine, RunChoice, check_not_shared, is_same_file, map_memory, name_memory};
 use limosa_snapshot::{Snapshot, check_disks};
-use parking_lot::Mutex;
 
-use crate::command_line::{
-    Claims, CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, plan,
-};
+use crate::command_line::{CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, plan};
 use crate::error::CloneError;
 use crate::home::clear_left_over;
 use crate::overlay::{self, Backing};
-use crate::record::{Record, SnapshotIdentity};
-use crate::start::start;
+use crate::record::{PoolRecord, Record, SnapshotIdentity};
 
 /// Options of [`Fleet::new`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -36,6 +30,8 @@ pub struct FleetOptions {
     pub backing: Backing,
     /// Refuse a command line whose memory cannot be mapped, instead of giving each clone a copy.
     pub must_map: bool,
+    /// The run state that the clones come up in.
+    pub run: RunChoice,
 }
 
 /// A clone that runs.
@@ -62,6 +58,20 @@ pub struct Started {
     pub child: Option<Child>,
 }
 
+/// A QEMU that waits in a pool for the next clone.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Waiting {
+    /// The clone's name, which is that of its directory.
+    pub name: String,
+    /// The clone's directory.
+    pub folder: PathBuf,
+    /// The clone's record.
+    pub record: Record,
+    /// The QEMU, which keeps running when this is dropped.
+    pub child: Option<Child>,
+}
+
 /// A clone that was not started.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -74,12 +84,19 @@ pub struct Failure {
     pub left: Vec<PathBuf>,
 }
 
-/// The outcome of [`Fleet::start`].
-#[derive(Debug, Default)]
+impl Failure {
+    /// A failure that leaves nothing.
+    pub(crate) fn new(number: u64, error: CloneError) -> Self {
+        Self { number, error: Box::new(error), left: Vec::new() }
+    }
+}
+
+/// The outcome of [`Fleet::start`] or [`Fleet::fill_pool`].
+#[derive(Debug)]
 #[non_exhaustive]
-pub struct FleetReport {
+pub struct FleetReport<T> {
     /// By number.
-    pub started: Vec<Started>,
+    pub started: Vec<T>,
     /// By number.
     pub failed: Vec<Failure>,
     /// Number of clones that were not tried, because all of the first failed.
@@ -95,12 +112,14 @@ pub struct Fleet<'a> {
     /// The command line of every clone: disks, memory and monitor are in it.
     pub(crate) template: CommandTemplate,
     /// Names in it, with placeholders, of files that each clone must have for itself.
-    own_names: Vec<String>,
+    pub(crate) own_names: Vec<String>,
     pub(crate) overlays: Vec<OverlayPlan>,
     /// The RAM blocks that each clone maps; none if each gets a copy.
     pub(crate) mapped: Vec<String>,
     /// The descriptor that QEMU maps. Its lock on the file lasts as long as a QEMU has it open.
-    pub(crate) mapping: OwnedFd,
+    mapping: OwnedFd,
+    /// The purpose that a waiting QEMU of a pool must have to be taken.
+    pub(crate) pool: PoolRecord,
     pub(crate) options: FleetOptions,
     notices: Vec<String>,
 }
@@ -128,6 +147,7 @@ impl<'a> Fleet<'a> {
         let overlays = plan(&frozen);
         let folder = &std::path::absolute(folder).map_err(CloneError::path("find", folder))?;
         check_folder(folder)?;
+        let command = template.args().iter().map(|arg| arg.to_string_lossy().into_owned()).collect();
         let (args, own_names) = for_all_clones(template.args(), &overlays, folder, snapshot)?;
         let mapping = snapshot.mapping_descriptor()?;
         let mut notices = Vec::new();
@@ -165,7 +185,9 @@ impl<'a> Fleet<'a> {
         let identity = SnapshotIdentity::of(&snapshot_path, id, snapshot.file())?;
         clear_left_over(&folder);
         let template = CommandTemplate::new(args);
-        Ok(Self { snapshot, identity, folder, template, own_names, overlays, mapped, mapping, options, notices })
+        let directory = std::env::current_dir().map_err(CloneError::path("find", "."))?;
+        let pool = PoolRecord { command, directory, mapped: mapped.clone(), backing: options.backing };
+        Ok(Self { snapshot, identity, folder, template, own_names, overlays, mapped, mapping, pool, options, notices })
     }
 
     /// Notices for a person, known before anything is started.
@@ -191,66 +213,14 @@ impl<'a> Fleet<'a> {
         contents.saturating_mul(copies).saturating_add(count.saturating_mul(QEMU_OWN))
     }
 
-    /// Starts `count` clones, each under the first free number, and calls `on_result` with each outcome, on any thread.
-    ///
-    /// One that fails leaves nothing behind and ends no other. If the first ones all fail, as many as are started at a
-    /// time, the rest are not tried.
-    pub fn start(&self, count: u64, on_result: &(dyn Fn(&Result<Started, Failure>) + Sync)) -> FleetReport {
-        let jobs = self.options.jobs.or_else(|| thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
-        let numbers = Mutex::new(FreeNumbers::in_folder(&self.folder));
-        let claims = Mutex::new(Claims::new(&self.own_names, &self.folder));
-        for number in &numbers.lock().taken {
-            // Clones that are there keep their files, also if they were made to share some.
-            let _ = claims.lock().claim(*number);
-        }
-        let report = Mutex::new(FleetReport::default());
-        let left = AtomicU64::new(count);
-        let (good, bad) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let work = || {
-            let take = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
-            while take().is_ok() {
-                if good.load(Ordering::Relaxed) == 0 && bad.load(Ordering::Relaxed) >= jobs {
-                    report.lock().not_tried += 1;
-                    continue;
-                }
-                let done = self.start_one(&numbers, &claims);
-                if done.is_ok() { &good } else { &bad }.fetch_add(1, Ordering::Relaxed);
-                on_result(&done);
-                match done {
-                    Ok(started) => report.lock().started.push(started),
-                    Err(failure) => report.lock().failed.push(failure),
-                }
-            }
-        };
-        let threads = jobs.min(usize::try_from(count).unwrap_or(usize::MAX));
-        thread::scope(|scope| {
-            for _ in 1..threads {
-                scope.spawn(work);
-            }
-            work();
-        });
-        let mut report = report.into_inner();
-        report.started.sort_by_key(|started| started.record.number);
-        report.failed.sort_by_key(|failure| failure.number);
-        report
+    /// The descriptors that a clone's QEMU inherits.
+    pub(crate) fn inherited_fds(&self) -> Vec<BorrowedFd<'_>> {
+        if self.is_mapped() { vec![self.mapping.as_fd()] } else { Vec::new() }
     }
 
-    fn start_one(&self, numbers: &Mutex<FreeNumbers>, claims: &Mutex<Claims<'_>>) -> Result<Started, Failure> {
-        loop {
-            let number = numbers.lock().next();
-            let claimed = claims.lock().claim(number);
-            let failed = |error| Failure { number, error: Box::new(error), left: Vec::new() };
-            let claimed = claimed.map_err(|why| failed(CloneError::CommandLine { why }));
-            match claimed.and_then(|()| start(self, number)) {
-                // Another limosa has taken it meanwhile, with its files.
-                Err(failure) if matches!(*failure.error, CloneError::Exists { .. }) => {}
-                Err(failure) => {
-                    claims.lock().release(number);
-                    return Err(failure);
-                }
-                Ok(started) => return Ok(started),
-            }
-        }
+    /// Number of clones started at a time.
+    pub(crate) fn jobs(&self) -> usize {
+        self.options.jobs.or_else(|| thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get)
     }
 }
 
@@ -284,42 +254,4 @@ fn check_folder(folder: &Path) -> Result<(), CloneError> {
     }
     let why = "the path of clones goes into QEMU's options: no comma, quote, backslash, brace or control character";
     Err(CloneError::path("use", folder)(std::io::Error::other(why)))
-}
-
-/// Numbers that no clone has.
-struct FreeNumbers {
-    taken: BTreeSet<u64>,
-    last: u64,
-}
-
-impl FreeNumbers {
-    fn in_folder(folder: &Path) -> Self {
-        let names =
-            fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-        Self { taken: names.filter_map(|name| name.parse().ok()).collect(), last: 0 }
-    }
-
-    fn next(&mut self) -> u64 {
-        loop {
-            self.last += 1;
-            if !self.taken.contains(&self.last) {
-                return self.last;
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_free_numbers_are_taken() {
-        let folder = tempfile::tempdir().unwrap();
-        for name in ["001", "003", "x"] {
-            fs::create_dir(folder.path().join(name)).unwrap();
-        }
-        let mut numbers = FreeNumbers::in_folder(folder.path());
-        assert_eq!([numbers.next(), numbers.next(), numbers.next()], [2, 4, 5]);
-    }
 }

@@ -18,8 +18,10 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 
+use crate::directory::{NeededDisk, Removed};
 use crate::error::CloneError;
-use crate::record::{LOG, MONITOR, RECORD, Record, UNFINISHED_RECORD};
+use crate::record::{LOG, MONITOR, OverlayRecord, RECORD, Record, UNFINISHED_RECORD};
+use crate::saved_disks::image_above;
 
 /// A clone's directory that no other limosa works on, while this is held.
 #[derive(Debug)]
@@ -100,18 +102,22 @@ impl Home {
         }
     }
 
-    /// Removes everything that belongs to the clone, and the directory if nothing else is in it. Returns what stays.
+    /// Removes everything that belongs to the clone, except for disks that something else stands on, and the directory
+    /// if nothing else is in it. Returns what stays.
     ///
     /// The record goes last: until then the rest can be found again.
-    pub(crate) fn remove(self, record: &Record) -> Result<Vec<PathBuf>, CloneError> {
+    pub(crate) fn remove(self, record: &Record) -> Result<Removed, CloneError> {
+        let needed = self.needed_disks(record);
+        let is_needed = |name: &Path| needed.iter().any(|needed| needed.disk == self.path.join(name));
         let overlays = record.overlays.iter().map(|overlay| overlay.name.as_path());
         let outputs = record.outputs.iter().map(PathBuf::as_path);
         let own = [MONITOR, LOG, UNFINISHED_RECORD].map(Path::new);
-        for name in own.into_iter().chain(overlays).chain(outputs) {
+        // The command line names the overlays too.
+        for name in own.into_iter().chain(overlays).chain(outputs).filter(|name| !is_needed(name)) {
             remove_inside(&self.path, name)?;
         }
-        let entries = || fs::read_dir(&self.path).into_iter().flatten().flatten().map(|entry| entry.path());
-        let kept: Vec<_> = entries().filter(|path| !path.ends_with(RECORD)).collect();
+        let mut kept = self.entries();
+        kept.retain(|path| !path.ends_with(RECORD));
         // An empty directory is not seen as a clone, and its number is free again: it is hidden before it is emptied.
         let name = self.path.file_name().map(|name| hidden(&name.to_string_lossy()));
         let hidden =
@@ -123,7 +129,26 @@ impl Home {
         if kept.is_empty() {
             fs::remove_dir(&last).map_err(CloneError::path("remove", &last))?;
         }
-        Ok(kept)
+        kept.retain(|path| needed.iter().all(|needed| needed.disk != *path));
+        Ok(Removed { kept, needed })
+    }
+
+    fn entries(&self) -> Vec<PathBuf> {
+        fs::read_dir(&self.path).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+    }
+
+    /// The disks of the clone that a snapshot was saved with, or that another image in the directory stands on.
+    fn needed_disks(&self, record: &Record) -> Vec<NeededDisk> {
+        let own = |path: &PathBuf| record.overlays.iter().any(|overlay| path.ends_with(&overlay.name));
+        let mut others = self.entries();
+        others.retain(|path| !own(path));
+        let needed = |overlay: &OverlayRecord| {
+            let disk = self.path.join(&overlay.name);
+            let by = || image_above(&disk, &others).into_iter().collect();
+            let by: Vec<_> = if overlay.snapshots.is_empty() { by() } else { overlay.snapshots.clone() };
+            (!by.is_empty() && disk.exists()).then_some(NeededDisk { disk, by })
+        };
+        record.overlays.iter().filter_map(needed).collect()
     }
 }
 
@@ -141,7 +166,7 @@ fn clear(path: &Path) -> bool {
     match Record::read(path) {
         // A limosa that was killed had written nothing else before its record.
         Ok(None) => remove_inside(path, Path::new(UNFINISHED_RECORD)).is_ok() && fs::remove_dir(path).is_ok(),
-        Ok(Some(record)) => home.remove(&record).is_ok_and(|kept| kept.is_empty()),
+        Ok(Some(record)) => home.remove(&record).is_ok_and(|removed| removed.into_paths().is_empty()),
         Err(_) => false,
     }
 }
@@ -201,7 +226,7 @@ mod tests {
         assert!(matches!(Home::new(clones.path(), "001"), Err(CloneError::Exists { .. })));
         drop(home);
         let home = Home::lock(&clones.path().join("001")).unwrap().unwrap();
-        assert_eq!(home.remove(&record()).unwrap(), Vec::<PathBuf>::new());
+        assert_eq!(home.remove(&record()).unwrap(), Removed::default());
         assert_eq!(fs::read_dir(clones.path()).unwrap().count(), 0);
     }
 
@@ -248,7 +273,7 @@ mod tests {
         for name in ["serial", "sub/pid", "disk0.qcow2", "log", "letter"] {
             fs::write(folder.join(name), name).unwrap();
         }
-        let mut kept = home.remove(&record).unwrap();
+        let mut kept = home.remove(&record).unwrap().kept;
         kept.sort();
         assert_eq!(kept, [folder.join("letter"), folder.join("link")]);
         assert!(outside.join("file").exists());

@@ -3,31 +3,38 @@
 //! | what | where |
 //! |---|---|
 //! | `{n}`, `{name}`, `{dir}` in a command line; its disks behind overlays | [`CommandTemplate`] |
-//! | starting clones, several at a time | [`Fleet`] |
+//! | starting clones, several at a time; QEMUs that wait for the next ones | [`Fleet`] |
 //! | listing, ending and removing clones | [`list`], [`stop`], [`remove`] |
 //! | the record of a clone, and its phase | [`Record`], [`Phase`] |
+//! | disks of clones that a snapshot is saved with | [`SavedDisks`] |
 //!
-//! The law: **a VM either runs and is listed, or does not exist**, also after a kill at any moment. A clone's record
-//! names its process before it gets the first byte of its VM; a QEMU whose stream ends too early ends itself.
+//! The law: **a VM is either there and listed, or does not exist**, also after a kill at any moment. A clone's record
+//! names its process before it gets the first byte of its VM; a QEMU whose stream ends too early ends itself. What a
+//! pool has waits without a VM, and is listed too.
 
 mod command_line;
 mod directory;
 mod error;
 mod fleet;
 mod home;
+mod making;
 mod overlay;
 mod phase;
+mod pool;
 mod proof;
 mod record;
+mod saved_disks;
 mod start;
+mod starting;
 
 pub use command_line::{CommandTemplate, FrozenDisk, OverlayPlan};
-pub use directory::{Done, Listed, RemoveOptions, Removed, State, StopOptions, list, remove, stop};
+pub use directory::{Done, Listed, NeededDisk, RemoveOptions, Removed, State, StopOptions, list, remove, stop};
 pub use error::CloneError;
-pub use fleet::{Failure, Fleet, FleetOptions, FleetReport, Started};
+pub use fleet::{Failure, Fleet, FleetOptions, FleetReport, Started, Waiting};
 pub use overlay::Backing;
 pub use phase::Phase;
-pub use record::{OverlayRecord, Record, SnapshotIdentity};
+pub use record::{OverlayRecord, PoolRecord, Record, SnapshotIdentity};
+pub use saved_disks::SavedDisks;
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

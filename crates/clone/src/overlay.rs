@@ -9,12 +9,14 @@ use limosa_image::qcow2::{CreateOptions, create};
 use limosa_image::reference::Reference;
 use limosa_image::{ImageError, Policy};
 use limosa_storage::{Create, FileOptions, FileStorage, LockPolicy, block_on};
+use serde::{Deserialize, Serialize};
 
 use crate::command_line::FrozenDisk;
 use crate::error::CloneError;
 
 /// How an overlay names the disk below it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Backing {
     /// By its absolute path: the overlay may be moved, the disk may not.
     #[default]

@@ -20,7 +20,7 @@ pub enum Phase {
     Prepared,
     /// Its QEMU runs and waits for the VM.
     Waiting,
-    /// Its QEMU has the VM, which has not run yet.
+    /// Its QEMU has the VM, paused.
     Loaded,
     /// The VM was started.
     Running,

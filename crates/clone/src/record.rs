@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::CloneError;
+use crate::overlay::Backing;
 use crate::phase::Phase;
 
 /// The file's name in a clone's directory.
@@ -46,6 +47,9 @@ pub struct Record {
     /// The overlays that were made for it.
     #[serde(default)]
     pub overlays: Vec<OverlayRecord>,
+    /// The purpose of its QEMU if that waits in a pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<PoolRecord>,
     /// Names in its directory that the command line gives to QEMU: serial files, sockets, pid files.
     #[serde(default)]
     pub outputs: Vec<PathBuf>,
@@ -68,6 +72,20 @@ pub struct SnapshotIdentity {
     pub inode: u64,
 }
 
+/// The purpose of a QEMU in a pool, beside its snapshot: it is taken for a clone of the same purpose.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct PoolRecord {
+    /// The command line that was given, with its placeholders.
+    pub command: Vec<String>,
+    /// The working directory, from which relative paths in the command line start.
+    pub directory: PathBuf,
+    /// The RAM blocks that it maps.
+    pub mapped: Vec<String>,
+    /// How its overlays name the disks below them.
+    pub backing: Backing,
+}
+
 /// An overlay of a clone.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -76,6 +94,9 @@ pub struct OverlayRecord {
     pub name: PathBuf,
     /// The frozen disk below it.
     pub backing: PathBuf,
+    /// Snapshots that were saved with it: it stays when its clone is removed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub snapshots: Vec<PathBuf>,
 }
 
 impl SnapshotIdentity {
@@ -83,6 +104,11 @@ impl SnapshotIdentity {
     pub(crate) fn of(path: &Path, id: Option<Uuid>, file: BorrowedFd<'_>) -> Result<Self, CloneError> {
         let found = rustix::fs::fstat(file).map_err(|error| CloneError::path("read", path)(error.into()))?;
         Ok(Self { path: path.to_path_buf(), id, device: found.st_dev, inode: found.st_ino })
+    }
+
+    /// Whether both are one file, also under different names.
+    pub(crate) fn is_same_file(&self, other: &Self) -> bool {
+        (self.id, self.device, self.inode) == (other.id, other.device, other.inode)
     }
 }
 
@@ -96,8 +122,8 @@ impl Record {
     ) -> Self {
         let created = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let created = created.map_or(0, |elapsed| elapsed.as_secs());
-        let (version, phase, process) = (VERSION, Phase::Prepared, None);
-        Self { version, number, phase, snapshot, process, overlays, outputs, created }
+        let (version, phase, process, pool) = (VERSION, Phase::Prepared, None, None);
+        Self { version, number, phase, snapshot, process, overlays, pool, outputs, created }
     }
 
     /// Reads the record of the clone in `folder`; `None` if that is not a clone.
@@ -136,10 +162,22 @@ impl Record {
         fs::rename(&temporary, &path).map_err(CloneError::path("write", &path))
     }
 
+    /// Writes it in place of an older one, and makes it durable.
+    pub(crate) fn write_durably(&self, folder: &Path) -> Result<(), CloneError> {
+        self.write(folder)?;
+        for path in [folder.join(RECORD), folder.to_path_buf()] {
+            fs::File::open(&path).and_then(|file| file.sync_all()).map_err(CloneError::path("make durable", path))?;
+        }
+        Ok(())
+    }
+
     /// Writes down that the clone has entered a phase.
     pub(crate) fn enter(&mut self, phase: Phase, folder: &Path) -> Result<(), CloneError> {
         invariant(self.phase.can_follow(phase), "the phases of a clone follow each other")?;
         self.phase = phase;
+        if phase != Phase::Waiting {
+            self.pool = None;
+        }
         self.write(folder)
     }
 }
@@ -150,7 +188,8 @@ pub(crate) mod tests {
 
     pub(crate) fn record() -> Record {
         let snapshot = SnapshotIdentity { path: "/srv/vm".into(), id: None, device: 1, inode: 2 };
-        let overlays = vec![OverlayRecord { name: "disk0.qcow2".into(), backing: "/srv/disk".into() }];
+        let overlays =
+            vec![OverlayRecord { name: "disk0.qcow2".into(), backing: "/srv/disk".into(), snapshots: Vec::new() }];
         Record::prepared(1, snapshot, overlays, vec!["serial".into()])
     }
 

@@ -7,78 +7,31 @@
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Child;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
-use limosa_migrate::stored::{PrecopyOptions, PrecopySource};
-use limosa_migrate::{Handle, MigrateError};
-use limosa_qemu::monitor::{Monitor, RunState};
+use limosa_migrate::Handle;
+use limosa_migrate::stored::PrecopyOptions;
+use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
-use limosa_qemu::{JobError, ProcessIdentity, launch_from};
+use limosa_qemu::{IncomingFrom, JobError, Load, ProcessIdentity, Watch, launch_detached};
 
-use crate::command_line::OverlayPlan;
 use crate::error::CloneError;
 use crate::fleet::{Failure, Fleet, Started};
-use crate::home::Home;
-use crate::overlay;
+use crate::making::Making;
 use crate::phase::Phase;
 use crate::proof;
-use crate::record::{LOG, MONITOR, OverlayRecord, Record};
+use crate::record::{LOG, MONITOR};
 
-/// Time that QEMU has to open its monitor, and then to load the devices.
-const LOADED_WITHIN: Duration = Duration::from_secs(60);
-/// Interval between questions to QEMU whether it runs.
-const ASK_EVERY: Duration = Duration::from_micros(500);
+/// Time that QEMU has to open its monitor.
+const GREETED_WITHIN: Duration = Duration::from_secs(60);
+/// Interval between attempts to connect to it.
+const CONNECT_EVERY: Duration = Duration::from_micros(500);
 /// Bytes of QEMU's log in an error.
 const LOG_SHOWN: u64 = 600;
-/// A unix socket's path has at most this many bytes (unix(7)).
-const SOCKET_PATH_MAX: usize = 107;
-
-/// A clone that is being made. Dropping it ends its QEMU and removes what belongs to it.
-struct Making {
-    /// `None` once the clone is kept or removed.
-    home: Option<Home>,
-    record: Record,
-    child: Option<Child>,
-}
-
-impl Making {
-    fn path(&self) -> &Path {
-        self.home.as_ref().map_or(Path::new(""), Home::path)
-    }
-
-    fn enter(&mut self, phase: Phase) -> Result<(), CloneError> {
-        let folder = self.path().to_path_buf();
-        self.record.enter(phase, &folder)
-    }
-
-    /// Keeps the clone.
-    fn keep(mut self) -> (PathBuf, Record, Option<Child>) {
-        let folder = self.path().to_path_buf();
-        self.home = None;
-        (folder, self.record.clone(), self.child.take())
-    }
-
-    /// Ends its QEMU and removes what belongs to the clone. Returns the files that stay.
-    fn undo(&mut self) -> Vec<PathBuf> {
-        if let Some(mut child) = self.child.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-        let Some(home) = self.home.take() else { return Vec::new() };
-        let folder = home.path().to_path_buf();
-        home.remove(&self.record).unwrap_or_else(|_| vec![folder])
-    }
-}
-
-impl Drop for Making {
-    fn drop(&mut self) {
-        self.undo();
-    }
-}
 
 /// Starts the clone of this number.
 ///
@@ -86,117 +39,128 @@ impl Drop for Making {
 /// A step failed. What belongs to the clone is removed, and its QEMU is ended.
 pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, Failure> {
     let begun = Instant::now();
-    let name = format!("{number:03}");
-    let failed = |error, left| Failure { number, error: Box::new(error), left };
-    let mut making = prepare(fleet, number, &name).map_err(|error| failed(error, Vec::new()))?;
-    match load(fleet, &mut making, &name, begun) {
-        Ok(loaded) => {
+    let mut making = Making::prepare(fleet, number, &name_of(number)).map_err(|error| Failure::new(number, error))?;
+    let given = launch(fleet, &mut making).and_then(|qemu| give_vm(fleet, &mut making, qemu, begun));
+    finish(fleet, making, given)
+}
+
+/// Keeps the clone that has its VM, or undoes it.
+pub(crate) fn finish(
+    fleet: &Fleet<'_>,
+    mut making: Making,
+    given: Result<Given, CloneError>,
+) -> Result<Started, Failure> {
+    let number = making.record.number;
+    match given {
+        Ok(Given { loaded, running, state, sent_pages }) => {
             let (folder, record, child) = making.keep();
-            let Loaded { loaded, running, state, sent_pages } = loaded;
+            let name = name_of(number);
             let mapped_blocks = fleet.mapped.clone();
             Ok(Started { name, folder, record, mapped_blocks, loaded, running, state, sent_pages, child })
         }
-        Err(error) => Err(failed(error, making.undo())),
+        Err(error) => Err(Failure { left: making.undo(), ..Failure::new(number, error) }),
     }
 }
 
-/// Makes a clone's files: its record, then its overlays, all under a hidden name; then its own name.
-fn prepare(fleet: &Fleet<'_>, number: u64, name: &str) -> Result<Making, CloneError> {
-    let folder = fleet.folder.join(name);
-    let monitor = folder.join(MONITOR);
-    if monitor.as_os_str().len() > SOCKET_PATH_MAX {
-        let why = std::io::Error::other(format!("a unix socket's path has at most {SOCKET_PATH_MAX} bytes"));
-        return Err(CloneError::path("listen at", monitor)(why));
-    }
-    let home = Home::new(&fleet.folder, name)?;
-    let overlay = |plan: &OverlayPlan| OverlayRecord { name: (&plan.name).into(), backing: plan.disk.path.clone() };
-    let overlays = fleet.overlays.iter().map(overlay).collect();
-    let outputs = fleet.template.outputs(number, name);
-    let record = Record::prepared(number, fleet.identity.clone(), overlays, outputs);
-    let mut making = Making { home: Some(home), record, child: None };
-    // Written down before they are made, so that what a kill leaves can be removed.
-    making.record.write(making.path())?;
-    for plan in &fleet.overlays {
-        overlay::make(&making.path().join(&plan.name), &plan.disk, fleet.options.backing)?;
-    }
-    if let Some(home) = &mut making.home {
-        home.publish(name)?;
-    }
-    Ok(making)
-}
-
-/// Times and counters of a clone that runs.
-struct Loaded {
+/// Times and counters of a clone that has its VM.
+pub(crate) struct Given {
     loaded: Duration,
     running: Duration,
     state: String,
     sent_pages: u64,
 }
 
-/// Starts QEMU, proves its memory and its disks, and gives it the VM.
-fn load(fleet: &Fleet<'_>, making: &mut Making, name: &str, begun: Instant) -> Result<Loaded, CloneError> {
-    let folder = making.path().to_path_buf();
-    let args = fleet.template.fill(making.record.number, name, &folder);
-    let log_path = folder.join(LOG);
-    let log = File::create_new(&log_path).map_err(CloneError::path("create", &log_path))?;
+/// A QEMU that waits for its VM.
+pub(crate) struct WaitingQemu {
+    pub(crate) monitor: Monitor,
+    /// Its output.
+    pub(crate) log: File,
+    /// The channel that it takes its VM from, unless it has to be passed one.
+    pub(crate) channel: Option<Channel>,
+}
+
+/// Starts a QEMU that takes its VM from one channel, and ends with it.
+fn launch(fleet: &Fleet<'_>, making: &mut Making) -> Result<WaitingQemu, CloneError> {
     let (near, peer) = Channel::pair().map_err(JobError::from)?;
-    let inherited_fds: &[_] = if fleet.is_mapped() { &[fleet.mapping.as_fd()] } else { &[] };
-    let child = launch_from(&args, peer.as_fd(), inherited_fds, &log)?;
-    drop(peer);
+    let qemu = launch_with(fleet, making, IncomingFrom::Stream(peer.as_fd()))?;
+    Ok(WaitingQemu { channel: Some(near), ..qemu })
+}
+
+/// Starts a clone's QEMU and waits for its monitor. Its process is written down before that.
+pub(crate) fn launch_with(
+    fleet: &Fleet<'_>,
+    making: &mut Making,
+    incoming: IncomingFrom<'_>,
+) -> Result<WaitingQemu, CloneError> {
+    let folder = making.path().to_path_buf();
+    let number = making.record.number;
+    let args = fleet.template.fill(number, &name_of(number), &folder);
+    let log = new_log(&folder)?;
+    let child = launch_detached(&args, incoming, &fleet.inherited_fds(), &log)?;
     making.record.process = ProcessIdentity::of(child.id());
     making.child = Some(child);
     making.enter(Phase::Waiting)?;
     let monitor = connect(&folder.join(MONITOR), making.child.as_mut(), &log)?;
+    Ok(WaitingQemu { monitor, log, channel: None })
+}
+
+/// The name of the clone of this number, which is that of its directory.
+pub(crate) fn name_of(number: u64) -> String {
+    format!("{number:03}")
+}
+
+/// Makes the file for QEMU's output.
+fn new_log(folder: &Path) -> Result<File, CloneError> {
+    let path = folder.join(LOG);
+    File::options().read(true).append(true).create_new(true).open(&path).map_err(CloneError::path("create", &path))
+}
+
+/// Proves the memory and the disks of a QEMU that waits, gives it the VM, and starts it.
+pub(crate) fn give_vm(
+    fleet: &Fleet<'_>,
+    making: &mut Making,
+    qemu: WaitingQemu,
+    begun: Instant,
+) -> Result<Given, CloneError> {
+    let WaitingQemu { monitor, log, channel } = qemu;
+    let folder = making.path().to_path_buf();
+    let handle = Handle::new();
+    let vm = Load::new(&monitor, Watch::new(&handle, &|_| {}))?;
     // What it waits for has not come: it answers, and its memory and disks are as they will be.
     let in_place = proof::prove(fleet, &monitor, &folder)?;
-    let options = PrecopyOptions { in_place, answer_timeout: LOADED_WITHIN, ..PrecopyOptions::default() };
-    let stats = PrecopySource::new(fleet.snapshot, near, &Handle::new())
-        .options(options)
-        .run()
-        .map_err(|source| not_taken(source, &log))?;
+    let channel = channel.map_or_else(|| vm.connect(), Ok)?;
+    let options = PrecopyOptions { in_place, ..PrecopyOptions::default() };
+    let stats = vm.send(fleet.snapshot, channel, None, options).map_err(|source| not_taken(source, &log))?;
     let loaded = begun.elapsed();
     making.enter(Phase::Loaded)?;
-    let state = wait_started(&monitor, &log)?;
-    making.enter(Phase::Running)?;
-    Ok(Loaded { loaded, running: begun.elapsed(), state, sent_pages: stats.normal_pages })
+    let runs = fleet.options.run.runs(fleet.snapshot);
+    let state = vm.start(runs).map_err(|source| CloneError::NotStarted { source, log: said(&log) })?.state;
+    if runs {
+        making.enter(Phase::Running)?;
+    }
+    Ok(Given { loaded, running: begun.elapsed(), state: state.to_string(), sent_pages: stats.normal_pages })
 }
 
 /// Connects to the monitor of a QEMU that was started just now.
-fn connect(path: &Path, child: Option<&mut Child>, log: &File) -> Result<Monitor, CloneError> {
-    let end = Instant::now() + LOADED_WITHIN;
+pub(crate) fn connect(path: &Path, child: Option<&mut Child>, log: &File) -> Result<Monitor, CloneError> {
+    let end = Instant::now() + GREETED_WITHIN;
     let address = MonitorAddress::Unix(path.to_path_buf());
     let mut child = child;
     loop {
-        match Qmp::connect(&address, &Options { greeting: LOADED_WITHIN, ..Options::default() }) {
+        match Qmp::connect(&address, &Options { greeting: GREETED_WITHIN, ..Options::default() }) {
             Ok(qmp) => return Ok(Monitor::new(qmp)),
             Err(error) => {
                 let has_ended = child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
                 if has_ended || Instant::now() >= end {
                     return Err(CloneError::NoMonitor { source: error.into(), log: said(log) });
                 }
-                thread::sleep(ASK_EVERY);
+                thread::sleep(CONNECT_EVERY);
             }
         }
     }
 }
 
-/// Waits until the VM leaves the state of an incoming migration.
-fn wait_started(monitor: &Monitor, log: &File) -> Result<String, CloneError> {
-    let end = Instant::now() + LOADED_WITHIN;
-    loop {
-        let status = monitor.status().map_err(JobError::from)?;
-        match status.state {
-            RunState::Inmigrate if Instant::now() < end => thread::sleep(ASK_EVERY),
-            // It has the memory and could not take its disks.
-            RunState::Inmigrate => {
-                return Err(CloneError::NotRunning { state: status.state.to_string(), log: said(log) });
-            }
-            state => return Ok(state.to_string()),
-        }
-    }
-}
-
-fn not_taken(source: MigrateError, log: &File) -> CloneError {
+fn not_taken(source: JobError, log: &File) -> CloneError {
     // QEMU says why right before it ends.
     thread::sleep(Duration::from_millis(50));
     CloneError::NotTaken { source, log: said(log) }

@@ -1,13 +1,14 @@
 //! `limosa clone`: many VMs of one snapshot.
 
+use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use limosa_clone::{
     Backing, CloneError, CommandTemplate, Done, Failure, Fleet, FleetOptions, FleetReport, Listed, RemoveOptions,
-    Started, State, StopOptions, list, remove, stop,
+    Started, State, StopOptions, Waiting, list, remove, stop,
 };
 use limosa_console::{all_printed, error_line, print_out, quantity, say};
 use limosa_qemu::check_command_line;
@@ -31,7 +32,7 @@ pub(crate) fn run(args: &CloneArgs) -> anyhow::Result<ExitCode> {
 
 fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
-    check_command_line(&args.command)?;
+    let line = check_command_line(&args.command)?;
     let snapshot = Snapshot::open(&args.snapshot)?;
     snapshot.warnings().iter().for_each(|warning| say!("limosa: {warning}"));
     snapshot.lock_serving()?;
@@ -41,6 +42,7 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
         BackingArg::Absolute => Backing::Absolute,
         BackingArg::Relative => Backing::Relative,
     };
+    options.run = args.state().choice_for(line);
     options.must_map = args.memory == CloneMemoryArg::Mapped;
     let fleet = Fleet::new(&snapshot, &args.dir, CommandTemplate::new(args.command.clone()), options)?;
     fleet.notices().iter().for_each(|notice| say!("limosa: {notice}"));
@@ -50,38 +52,50 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
             args.snapshot.display()
         );
     }
-    let count = args.count.get();
-    tell_estimate(&fleet, count);
-    let on_result = |done: &Result<Started, Failure>| {
-        if let Err(failure) = done {
-            say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&*failure.error));
-        }
+    let (count, pool) = (args.count.map_or(0, NonZeroU64::get), args.pool.map_or(0, NonZeroU64::get));
+    tell_estimate(&fleet, count.saturating_add(pool));
+    let on_failure = |failure: &Failure| {
+        say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&*failure.error));
     };
-    let report = fleet.start(count, &on_result);
+    let mut clones = fleet.start(count, &on_failure);
+    let started_after = begun.elapsed();
+    let mut waiting = fleet.fill_pool(pool, &on_failure);
     if args.json {
-        print_out!("{}", object(&report));
+        print_out!("{}", object(&clones, &waiting));
     }
     all_printed()?;
-    if let (Some(first), Some(last)) = (report.started.first(), report.started.last()) {
-        let how = if first.mapped_blocks.is_empty() { "each with a copy of the memory" } else { "sharing its memory" };
-        say!(
-            "{} {} of {} after {}, {how}; {} to {} in {}",
-            report.started.len(),
-            if report.started.len() == 1 { "clone runs" } else { "clones run" },
-            args.snapshot.display(),
-            quantity::time(begun.elapsed()),
-            first.name,
-            last.name,
-            args.dir.display()
-        );
+    tell_started(args, &clones.started, started_after);
+    if let (Some(first), Some(last)) = (waiting.started.first(), waiting.started.last()) {
+        let (count, dir) = (waiting.started.len(), args.dir.display());
+        say!("{count} more wait for the next clones; {} to {} in {dir}", first.name, last.name);
     }
-    if report.failed.is_empty() {
+    clones.failed.append(&mut waiting.failed);
+    failures(&clones.failed, clones.not_tried + waiting.not_tried)
+}
+
+fn tell_started(args: &MakeClonesArgs, started: &[Started], after: Duration) {
+    let (Some(first), Some(last)) = (started.first(), started.last()) else { return };
+    let how = if first.mapped_blocks.is_empty() { "each with a copy of the memory" } else { "sharing its memory" };
+    say!(
+        "{} of {}: {} after {}, {how}; {} to {} in {}",
+        if started.len() == 1 { "1 clone".to_owned() } else { format!("{} clones", started.len()) },
+        args.snapshot.display(),
+        first.state,
+        quantity::time(after),
+        first.name,
+        last.name,
+        args.dir.display()
+    );
+}
+
+/// Returns the error that names what was not started.
+fn failures(failed: &[Failure], not_tried: u64) -> anyhow::Result<ExitCode> {
+    if failed.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
-    let names: Vec<_> = report.failed.iter().map(|failure| format!("{:03}", failure.number)).collect();
-    let rest =
-        if report.not_tried > 0 { format!(" ({} more were not tried)", report.not_tried) } else { String::new() };
-    let left: Vec<_> = report.failed.iter().flat_map(|failure| &failure.left).collect();
+    let names: Vec<_> = failed.iter().map(|failure| format!("{:03}", failure.number)).collect();
+    let rest = if not_tried > 0 { format!(" ({not_tried} more were not tried)") } else { String::new() };
+    let left: Vec<_> = failed.iter().flat_map(|failure| &failure.left).collect();
     let left = match left.as_slice() {
         [] => "nothing is left of them".to_owned(),
         left => left.iter().map(|path| format!("{} is left", path.display())).collect::<Vec<_>>().join(", "),
@@ -110,8 +124,8 @@ fn available_memory() -> Option<u64> {
     line.split_ascii_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-fn object(report: &FleetReport) -> Value {
-    let started = report.started.iter().map(|started| {
+fn object(clones: &FleetReport<Started>, waiting: &FleetReport<Waiting>) -> Value {
+    let started = clones.started.iter().map(|started| {
         let record = &started.record;
         json!({
             "name": started.name,
@@ -125,20 +139,26 @@ fn object(report: &FleetReport) -> Value {
                 "backing": overlay.backing,
             })).collect::<Vec<_>>(),
             "mapped_blocks": started.mapped_blocks,
+            "from_pool": started.child.is_none(),
             "sent_pages": started.sent_pages,
             "vm_state": started.state,
             "loaded_ms": quantity::millis(started.loaded),
             "running_ms": quantity::millis(started.running),
         })
     });
-    let failed = report
-        .failed
-        .iter()
-        .map(|failure| json!({ "number": failure.number, "error": error_line(&*failure.error), "left": failure.left }));
+    let pool = waiting.started.iter().map(|waiting| {
+        let pid = waiting.record.process.as_ref().map(|process| process.pid);
+        json!({ "name": waiting.name, "number": waiting.record.number, "pid": pid, "dir": waiting.folder })
+    });
+    let failed =
+        clones.failed.iter().chain(&waiting.failed).map(
+            |failure| json!({ "number": failure.number, "error": error_line(&*failure.error), "left": failure.left }),
+        );
     json!({
         "clones": started.collect::<Vec<_>>(),
+        "pool": pool.collect::<Vec<_>>(),
         "failed": failed.collect::<Vec<_>>(),
-        "not_tried": report.not_tried,
+        "not_tried": clones.not_tried + waiting.not_tried,
     })
 }
 
@@ -161,6 +181,9 @@ fn state_line(clone: &Listed) -> String {
     match clone.state {
         State::Prepared if clone.busy => "prepared".to_owned(),
         State::Prepared => "prepared, never started; remove it with limosa clone rm".to_owned(),
+        State::Waiting if clone.record.as_ref().is_some_and(|record| record.pool.is_some()) => {
+            format!("waiting in the pool  pid {pid}")
+        }
         State::Waiting => format!("waiting  pid {pid}"),
         State::Loaded => format!("loaded  pid {pid}"),
         State::Running => format!("running  pid {pid}"),
@@ -214,6 +237,10 @@ fn remove_clones(args: &RemoveClonesArgs) -> anyhow::Result<ExitCode> {
     let removed: Vec<_> = done.iter().filter_map(|done| done.result.as_ref().ok()).collect();
     for kept in removed.iter().flat_map(|removed| &removed.kept) {
         say!("limosa: {} does not belong to a clone, and stays", kept.display());
+    }
+    for needed in removed.iter().flat_map(|removed| &removed.needed) {
+        let by: Vec<_> = needed.by.iter().map(|path| path.display().to_string()).collect();
+        say!("limosa: {} stays: {} needs it", needed.disk.display(), by.join(", "));
     }
     if done.is_empty() || !removed.is_empty() {
         say!("{} removed", quantity::count(removed.len() as u64));

@@ -10,7 +10,7 @@ use limosa_control::Job;
 use limosa_migrate::MigrateError;
 use limosa_qemu::{
     JobError, LazyReport, Restore, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport,
-    RunChoice, Watchdog, recover, restore,
+    Watchdog, recover, restore,
 };
 use serde_json::{Value, json};
 
@@ -53,7 +53,7 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let snapshot = stored.snapshot("and restoring it eagerly", args.pager)?;
     let options = options(&args.how, converted);
     let handles = JobHandles::new(&args.job, Job::Restore, "restoring", args.pager)?;
-    let observer = Observer::new(begun, reporter, args.pager, args.how.paused);
+    let observer = Observer::new(begun, reporter, args.pager, args.how.state.paused);
     let go = if args.recover { recover } else { restore };
     // A detached pager must not hold its caller's terminal open, and neither must its watchdog.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
@@ -134,11 +134,7 @@ pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
         channels
     });
     options.preempt = args.preempt;
-    options.run = match (args.run, args.paused) {
-        (true, _) => RunChoice::Run,
-        (_, true) => RunChoice::Paused,
-        _ => RunChoice::AsSaved,
-    };
+    options.run = args.state.choice();
     options.disks = args.disks.into();
     options
 }

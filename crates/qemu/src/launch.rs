@@ -94,26 +94,43 @@ pub fn launch(args: &[OsString], inherited_fds: &[BorrowedFd<'_>]) -> Result<Lau
     Ok(Launched { child, socket })
 }
 
-/// Starts a QEMU that takes its VM from `stream`, one end of a socket pair, and ends if the stream ends before it is
-/// whole. It has a session of its own and says what it has to say into `log`.
+/// The place from which a QEMU that was started takes its VM.
+#[derive(Debug, Clone, Copy)]
+pub enum IncomingFrom<'a> {
+    /// One end of a socket pair. QEMU ends if the stream ends before it is whole.
+    Stream(BorrowedFd<'a>),
+    /// It waits until its monitor says (`-incoming defer`).
+    Deferred,
+}
+
+/// Starts a QEMU with a session of its own, whose output goes to the end of `log`. It inherits `inherited_fds`, under
+/// the same numbers.
 ///
 /// # Errors
 /// If the program cannot be started.
-pub fn launch_from(
+pub fn launch_detached(
     args: &[OsString],
-    stream: BorrowedFd<'_>,
+    incoming: IncomingFrom<'_>,
     inherited_fds: &[BorrowedFd<'_>],
     log: &File,
 ) -> Result<Child, JobError> {
     let failed = |source: io::Error| JobError::Path { what: "start", path: first(args).into(), source };
     let mut command = command(args);
-    command.arg("-incoming").arg(format!("fd:{}", stream.as_raw_fd()));
+    let mut inherited_fds = inherited_fds.to_vec();
+    match incoming {
+        IncomingFrom::Stream(stream) => {
+            command.arg("-incoming").arg(format!("fd:{}", stream.as_raw_fd()));
+            inherited_fds.push(stream);
+        }
+        IncomingFrom::Deferred => {
+            command.args(["-incoming", "defer"]);
+        }
+    }
     command.stdin(Stdio::null()).stdout(log.try_clone().map_err(failed)?).stderr(log.try_clone().map_err(failed)?);
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; this is one system call.
     unsafe {
         command.pre_exec(|| rustix::process::setsid().map(|_| ()).map_err(io::Error::from));
     }
-    let inherited_fds = [&[stream], inherited_fds].concat();
     spawn(&mut command, &inherited_fds).map_err(failed)
 }
 

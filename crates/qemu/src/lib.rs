@@ -10,7 +10,7 @@
 //! | what to do with a VM whose job was killed: a pure plan, and its execution | [`takeover`] |
 //! | the child process that does it at once | [`Watchdog`], [`run_watchdog`] |
 //! | the same on request | [`resume`](fn@resume) |
-//! | starting a QEMU that waits for a VM | [`launch`](fn@launch) |
+//! | starting a QEMU that waits for a VM; loading one, for a caller that has its own | [`launch`](fn@launch), [`Load`] |
 //! | whether a stored VM would load on a QEMU, asked without changing it | [`examine_destination`] |
 //!
 //! An error says what is wrong. Where other options or another command help, it carries a typed [`Conflict`].
@@ -38,6 +38,7 @@ mod file_identity;
 mod job;
 mod job_record;
 mod launch;
+mod load;
 mod mapping;
 pub mod monitor;
 mod process;
@@ -55,7 +56,10 @@ pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as ex
 pub use file_identity::{FileId, is_same_file};
 pub use job::{JobError, NotConverging, Watch};
 pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfter};
-pub use launch::{CommandLine, Launched, check as check_command_line, launch, launch_from, missing_memory_option};
+pub use launch::{
+    CommandLine, IncomingFrom, Launched, check as check_command_line, launch, launch_detached, missing_memory_option,
+};
+pub use load::Load;
 pub use mapping::{
     BlockPlace, MappedCommandLine, MemoryConflict, check_not_shared, map_memory, name_memory, prove_mapping,
     refuse_shared_snapshot,

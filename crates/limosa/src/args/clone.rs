@@ -8,6 +8,8 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use limosa_console::parse;
 
+use super::RunStateArgs;
+
 /// `{n}` in a help text. clap takes these three characters for a line break; an empty style between them, which is
 /// taken out where no terminal reads it, keeps them apart.
 macro_rules! number {
@@ -58,8 +60,13 @@ pub(crate) struct MakeClonesArgs {
     pub(crate) snapshot: PathBuf,
 
     /// How many VMs to start
+    #[arg(long, value_name = "N", required_unless_present = "pool")]
+    pub(crate) count: Option<NonZeroU64>,
+
+    /// Keep N QEMUs waiting in the directory. Later calls with the same snapshot and command line take them one by one,
+    /// and save the time that QEMU takes to start
     #[arg(long, value_name = "N")]
-    pub(crate) count: NonZeroU64,
+    pub(crate) pool: Option<NonZeroU64>,
 
     /// Where each clone gets a directory, under the first free number
     #[arg(long, value_name = "DIR")]
@@ -73,6 +80,15 @@ pub(crate) struct MakeClonesArgs {
     #[arg(long, value_name = "N")]
     pub(crate) jobs: Option<NonZeroUsize>,
 
+    // Not flattened: clap takes a group with a group in it for absent when it is optional.
+    /// Run the guests, even if they were saved in another state
+    #[arg(long, conflicts_with = "paused")]
+    run: bool,
+
+    /// Leave the guests paused, even if they were saved in another state
+    #[arg(long)]
+    paused: bool,
+
     /// How overlays name the disks below them
     #[arg(long, value_enum, default_value_t = BackingArg::Absolute)]
     pub(crate) backing: BackingArg,
@@ -84,6 +100,12 @@ pub(crate) struct MakeClonesArgs {
     /// The command line that the saved VM was started with; limosa adds -incoming, a monitor and its memory
     #[arg(value_name = "QEMU", last = true, required = true)]
     pub(crate) command: Vec<OsString>,
+}
+
+impl MakeClonesArgs {
+    pub(crate) fn state(&self) -> RunStateArgs {
+        RunStateArgs { run: self.run, paused: self.paused }
+    }
 }
 
 #[derive(Debug, Subcommand)]

@@ -36,7 +36,7 @@ pub(crate) use inspect::InspectArgs;
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use receive::ReceiveArgs;
-pub(crate) use restore::{HowArgs, MemoryArg, RestoreArgs, ResumeArgs, ZeroPageDetectionArg};
+pub(crate) use restore::{HowArgs, MemoryArg, RestoreArgs, ResumeArgs, RunStateArgs, ZeroPageDetectionArg};
 pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};

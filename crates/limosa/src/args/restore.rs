@@ -7,6 +7,7 @@ use clap::{ArgAction, Args, ValueEnum};
 use limosa_channel::{Uri, ZeroCopy};
 use limosa_console::one_of;
 use limosa_qemu::qmp::MonitorAddress;
+use limosa_qemu::{CommandLine, RunChoice};
 
 use super::channels::file_zero_copy;
 use super::{ChannelArgs, DisksArg, JobArgs, TransportArg};
@@ -37,6 +38,36 @@ pub(crate) enum ZeroPageDetectionArg {
     None,
     /// In the thread of each multifd channel
     Multifd,
+}
+
+/// The run state in which a guest is brought back.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct RunStateArgs {
+    /// Run the guest, even if it was saved in another state
+    #[arg(long, conflicts_with = "paused")]
+    pub(crate) run: bool,
+
+    /// Leave the guest paused, even if it was saved in another state
+    #[arg(long)]
+    pub(crate) paused: bool,
+}
+
+impl RunStateArgs {
+    pub(crate) fn choice(self) -> RunChoice {
+        match self {
+            Self { paused: true, .. } => RunChoice::Paused,
+            Self { run: true, .. } => RunChoice::Run,
+            Self { run: false, paused: false } => RunChoice::AsSaved,
+        }
+    }
+
+    /// The choice for a QEMU whose command line may say `-S`.
+    pub(crate) fn choice_for(self, line: CommandLine) -> RunChoice {
+        match self.choice() {
+            RunChoice::AsSaved if line.paused => RunChoice::Paused,
+            choice => choice,
+        }
+    }
 }
 
 /// How a snapshot is brought back.
@@ -70,13 +101,8 @@ pub(crate) struct HowArgs {
     #[arg(long, value_parser = preempt(), action = ArgAction::Set, default_value = "off")]
     pub(crate) preempt: bool,
 
-    /// Run the guest, even if it was saved in another state
-    #[arg(long, conflicts_with = "paused")]
-    pub(crate) run: bool,
-
-    /// Leave the guest paused, even if it was saved in another state
-    #[arg(long)]
-    pub(crate) paused: bool,
+    #[command(flatten)]
+    pub(crate) state: RunStateArgs,
 
     /// Action if disks have changed since the VM was saved
     #[arg(long, value_enum, default_value_t = DisksArg::Check)]

@@ -130,11 +130,9 @@ impl Attempt {
 fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<Monitor>, notice: &Notice) -> Attempt {
     let handle = Handle::new();
     handle.control.set_max_bandwidth(args.steer.max_bandwidth);
-    let paused = args.how.paused || (line.paused && !args.how.run);
     let mut options = options(&args.how, false);
-    if paused {
-        options.run = limosa_qemu::RunChoice::Paused;
-    }
+    options.run = args.how.state.choice_for(line);
+    let paused = options.run == limosa_qemu::RunChoice::Paused;
     let reporter = Reporter::new(false);
     let observer = Observer::new(Instant::now(), &reporter, !notice.shown, paused);
     let tell = |line: &str| notice.tell(line);

@@ -50,9 +50,17 @@ impl Scene {
     }
 
     fn start(&self, count: u32, options: &[&str], more: &[&str]) -> Program {
-        let (count, clones) = (count.to_string(), self.clones());
-        let mut words =
-            vec!["clone", self.snapshot.to_str().unwrap(), "--count", &count, "--dir", clones.to_str().unwrap()];
+        self.clone_with(&[&["--count", &count.to_string()], options].concat(), more)
+    }
+
+    /// Has QEMUs wait in a pool; the report.
+    fn pool(&self, count: u32, more: &[&str]) -> Value {
+        self.clone_with(&["--pool", &count.to_string(), "--json"], more).wait().json()
+    }
+
+    fn clone_with(&self, options: &[&str], more: &[&str]) -> Program {
+        let clones = self.clones();
+        let mut words = vec!["clone", self.snapshot.to_str().unwrap(), "--dir", clones.to_str().unwrap()];
         words.extend(options);
         words.push("--");
         words.extend(self.line.iter().map(String::as_str));
@@ -128,9 +136,14 @@ impl Drop for Scene {
     }
 }
 
+/// Whether a clone has all of its VM, running or not yet.
+fn is_whole(clone: &Value) -> bool {
+    clone["state"] == "running" || clone["state"] == "loaded"
+}
+
 fn pids(clones: &[Value]) -> Vec<u32> {
     let pid = |clone: &Value| u32::try_from(clone["process"]["pid"].as_u64()?).ok();
-    clones.iter().filter(|clone| clone["state"] == "running").filter_map(pid).collect()
+    clones.iter().filter(|clone| is_whole(clone)).filter_map(pid).collect()
 }
 
 #[test]
@@ -180,6 +193,40 @@ fn eight_clones_share_a_snapshot_and_none_sees_anothers_writes() {
 }
 
 #[test]
+fn qemus_of_a_pool_are_taken_by_later_clones_and_by_no_others() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let clones_dir = scene.clones();
+    let dir = clones_dir.to_str().unwrap();
+    let filled = scene.pool(3, &[]);
+    assert_eq!((filled["pool"].as_array().unwrap().len(), filled["clones"].as_array().unwrap().len()), (3, 0));
+    let waiting = scene.list();
+    assert!(waiting.iter().all(|clone| clone["state"] == "waiting"), "{waiting:?}");
+    let pids: Vec<_> = waiting.iter().map(|clone| clone["process"]["pid"].as_u64()).collect();
+    // It is full already.
+    assert_eq!(scene.pool(3, &[])["pool"], json!([]));
+    // One of them is killed: it is not taken, and its directory is free again.
+    kill9(u32::try_from(pids[1].unwrap()).unwrap()).unwrap();
+    wait_gone(u32::try_from(pids[1].unwrap()).unwrap());
+    let report = scene.start(3, &["--json", "--memory", "mapped"], &[]).wait().json();
+    let clones = report["clones"].as_array().unwrap();
+    assert_eq!((clones.len(), report["failed"].as_array().unwrap().len()), (3, 0), "{report}");
+    let taken: Vec<_> = clones.iter().filter(|clone| clone["from_pool"] == true).collect();
+    assert_eq!(taken.iter().map(|clone| clone["pid"].as_u64()).collect::<Vec<_>>(), [pids[0], pids[2]]);
+    clones.iter().for_each(|clone| scene.assert_goes_on(clone));
+    // Another command line takes none of what waits.
+    assert_eq!(scene.pool(1, &[])["pool"].as_array().unwrap().len(), 1);
+    let other = scene.start(1, &["--json", "--paused"], &["-name", "other"]).wait().json();
+    assert_eq!(other["clones"][0]["from_pool"], false, "{other}");
+    assert_eq!(other["clones"][0]["vm_state"], "paused", "{other}");
+    let name = other["clones"][0]["name"].as_str().unwrap();
+    let listed = scene.list().into_iter().find(|clone| clone["name"] == name).unwrap();
+    assert_eq!(listed["state"], "loaded");
+    limosa(["clone", "rm", "--force", dir]).success();
+    assert_eq!((scene.processes(), names(&clones_dir)), (Vec::new(), Vec::new()));
+}
+
+#[test]
 fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
     needs_qemu!();
     let folder = scratch().unwrap();
@@ -216,7 +263,17 @@ fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
             });
         }
         let clones_dir = scene.clones();
+        let branch = scene.folder.path().join("branch");
+        if as_libvirt {
+            let monitor = clones[0]["monitor"].as_str().unwrap();
+            let words = ["save", "--disks", "overlay", "--overlay-dir", scene.folder.path().to_str().unwrap()];
+            limosa(words.into_iter().chain(["--qmp", monitor, branch.to_str().unwrap()])).success();
+        }
         limosa(["clone", "stop", clones_dir.to_str().unwrap()]).success();
+        if as_libvirt {
+            assert_disk_stays_below(&scene, &clones[0], &branch);
+            continue;
+        }
         for clone in &clones {
             let overlay = PathBuf::from(clone["overlays"][0]["path"].as_str().unwrap());
             assert!(sectors_written(&overlay, "qcow2") > before, "{}", overlay.display());
@@ -227,6 +284,18 @@ fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
     assert!(std::fs::read(&disk).unwrap() == frozen, "the frozen disk was written to");
     // The source was no clone's business.
     wait_writes(source.serial(), 2);
+}
+
+/// Removes the clones, one of them saved: the disk that its snapshot stands on stays, and no other.
+fn assert_disk_stays_below(scene: &Scene, saved: &Value, branch: &Path) {
+    let disk = PathBuf::from(saved["overlays"][0]["path"].as_str().unwrap());
+    let contents = std::fs::read(&disk).unwrap();
+    let removed = limosa(["clone", "rm", scene.clones().to_str().unwrap()]);
+    let said = removed.stderr.clone();
+    removed.success();
+    assert!(said.contains(&format!("{} stays: {} needs it", disk.display(), branch.display())), "{said}");
+    assert_eq!(names(&scene.clones()), [saved["name"].as_str().unwrap()]);
+    assert!(std::fs::read(&disk).unwrap() == contents);
 }
 
 /// The disk in one JSON object that says that nothing is below it, as libvirt writes an image without a backing file.
@@ -416,7 +485,7 @@ fn a_clone_whose_memory_cannot_be_mapped_gets_a_copy_and_says_why() {
 }
 
 #[test]
-fn a_limosa_that_is_killed_leaves_vms_that_run_and_are_listed_or_none() {
+fn a_limosa_that_is_killed_leaves_whole_vms_that_are_listed_and_no_others() {
     needs_qemu!();
     let scene = Scene::new();
     let seed = std::process::id();
@@ -430,7 +499,7 @@ fn a_limosa_that_is_killed_leaves_vms_that_run_and_are_listed_or_none() {
         limosa_clone.signal(Signal::KILL);
         wait_gone(limosa_clone.pid());
         // A QEMU without its VM finds the end of its stream.
-        let listed = wait_for("every QEMU to run and be listed, or to end", || {
+        let listed = wait_for("every QEMU to have its VM and be listed, or to end", || {
             let clones = scene.clones();
             let listed = if clones.exists() { scene.list() } else { Vec::new() };
             let (mut found, mut known) = (scene.processes(), pids(&listed));
@@ -438,13 +507,18 @@ fn a_limosa_that_is_killed_leaves_vms_that_run_and_are_listed_or_none() {
             known.sort_unstable();
             (found == known).then_some(listed)
         });
-        let running: Vec<_> = listed.iter().filter(|clone| clone["state"] == "running").collect();
-        if running.len() == 4 {
+        let whole: Vec<_> = listed.iter().filter(|clone| is_whole(clone)).collect();
+        if whole.len() == 4 {
             complete += 1;
         } else {
             partial += 1;
         }
-        for clone in running {
+        for clone in whole {
+            // Killed before it started the VM.
+            if clone["state"] == "loaded" {
+                let monitor = Path::new(clone["monitor"].as_str().unwrap());
+                Qmp::connect(monitor, SOON).unwrap().execute("cont", json!({})).unwrap();
+            }
             let clone = json!({ "number": clone["number"], "monitor": clone["monitor"] });
             scene.assert_goes_on(&clone);
         }

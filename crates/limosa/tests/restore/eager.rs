@@ -1,8 +1,11 @@
 //! Eager restores: by QEMU reading the file, and by limosa sending it.
 
+use limosa_testkit::{Disk, DiskFormat, Qmp};
+use serde_json::json;
+
 use crate::needs_qemu;
 use crate::scene::{Saved, Scene, assert_consistent, beat, load_ballast, migration_status, saved_beat};
-use crate::stage::Found;
+use crate::stage::{Found, SOON};
 
 /// Restores eagerly with `how` and expects the very instant that was saved, and nothing left behind.
 fn comes_back_eagerly(scene: &Scene, saved: &Saved, how: &[&str]) {
@@ -68,5 +71,24 @@ fn a_running_guest_that_comes_back_eagerly_goes_on_by_itself() {
         assert_eq!(destination.run_state().unwrap(), "running");
         saved.assert_goes_on(&destination);
         assert_consistent(&destination);
+    }
+}
+
+#[test]
+fn a_guest_whose_disk_another_vm_has_open_is_not_started_and_qemus_reason_is_told() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let disk = Disk::create(&scene.path("disk"), DiskFormat::Raw, 1 << 20).unwrap();
+    let machine = beat().disk(disk);
+    let source = machine.start().unwrap();
+    source.wait_heartbeats(2).unwrap();
+    let snapshot = scene.save(&source, "snapshot", &["--stop"]);
+    let waiting = [machine.start_incoming().unwrap(), machine.start_incoming().unwrap()];
+    // The source goes on, and has its disk open again.
+    Qmp::connect(&source.qmp_socket(), SOON).unwrap().execute("cont", json!({})).unwrap();
+    for (destination, via) in waiting.iter().zip(["file", "socket"]) {
+        let ended = scene.restore(&snapshot, destination, &["--memory", "eager", "--disks", "ignore", "--via", via]);
+        ended.one_line(&["cannot start it", "lock"]);
+        assert_ne!(destination.run_state().unwrap(), "running");
     }
 }

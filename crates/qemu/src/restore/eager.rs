@@ -3,17 +3,14 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
-use std::time::Duration;
 
 use limosa_channel::ZeroCopy;
-use limosa_migrate::MigrateError;
 use limosa_migrate::control::Phase;
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::PrecopyStats;
-use limosa_migrate::stored::{InPlace, PrecopyOptions, PrecopySource};
+use limosa_migrate::stored::{InPlace, PrecopyOptions};
 use limosa_page::with_causes;
 use limosa_stream::multifd::Compression;
-use serde_json::Value;
 use uuid::Uuid;
 
 use super::incoming::{Channels, Rendezvous};
@@ -23,12 +20,10 @@ use super::serve::complete;
 use crate::conflict::{Conflict, JobOption};
 use crate::job::JobError;
 use crate::job_record::JobRecord;
-use crate::monitor::{MigrationInfo, MigrationStatus, Settings};
+use crate::load::Load;
+use crate::monitor::Settings;
 use crate::qmp::Version;
 use crate::save::{TransportChoice, file_channels};
-
-/// How often QEMU is asked whether it is done; its events end the wait at once.
-const ASK_EVERY: Duration = Duration::from_millis(20);
 
 /// How the memory comes into QEMU.
 enum MemorySource<'a> {
@@ -58,16 +53,19 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
     let mut record = job.record(change.undo);
     record.place(job.monitor)?;
     let source = if by_file { MemorySource::File } else { MemorySource::Stream { mapped } };
-    let stats = match fill(job, &change.set, &source, &mut record) {
-        Ok(stats) => stats,
+    let (load, stats) = match fill(job, &change.set, &source, &mut record) {
+        Ok(filled) => filled,
         Err(error) => {
             // What was not restored must not run here: it may be restored elsewhere next.
             record.was_running = false;
             return Err(job.give_up(&record, error));
         }
     };
-    job.check_loaded()?;
-    job.settle_run_state()?;
+    let started = load.start(job.runs);
+    if !matches!(started, Err(JobError::Refused { .. })) {
+        job.observer.loaded();
+    }
+    let vm_state = started?.state.to_string();
     let to_guest = job.begun.elapsed();
     let mode = if mapped.is_empty() { RestoreMode::Eager } else { RestoreMode::Mapped };
     job.observer.guest_ready(to_guest, mode);
@@ -82,7 +80,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreRep
         zero_pages: stats.map(|stats| stats.zero_pages),
         lazy: None,
         channel: stats.map(|stats| stats.channel),
-        vm_state: job.vm_state(),
+        vm_state,
     })
 }
 
@@ -109,18 +107,19 @@ fn settings(by_file: bool, channels: Option<RestoreChannels>) -> Settings {
 }
 
 /// Brings the memory in; returns the statistics if limosa sent it.
-fn fill(
-    job: &RestoreJob<'_>,
+fn fill<'a>(
+    job: &RestoreJob<'a>,
     settings: &Settings,
     source: &MemorySource<'_>,
     record: &mut JobRecord,
-) -> Result<Option<PrecopyStats>, JobError> {
+) -> Result<(Load<'a>, Option<PrecopyStats>), JobError> {
     job.monitor.set(settings)?;
-    job.choose_autostart()?;
-    match source {
-        MemorySource::File => load(job, record).map(|()| None),
-        MemorySource::Stream { mapped } => send(job, mapped).map(Some),
-    }
+    let load = Load::new(job.monitor, job.watch)?;
+    let stats = match source {
+        MemorySource::File => read_by_qemu(job, &load, record).map(|()| None),
+        MemorySource::Stream { mapped } => send(job, &load, mapped).map(Some),
+    };
+    Ok((load, stats?))
 }
 
 /// Whether QEMU should read the file itself.
@@ -200,7 +199,7 @@ fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
 }
 
 /// QEMU reads the file through a descriptor.
-fn load(job: &RestoreJob<'_>, record: &mut JobRecord) -> Result<(), JobError> {
+fn read_by_qemu(job: &RestoreJob<'_>, load: &Load<'_>, record: &mut JobRecord) -> Result<(), JobError> {
     let place = |source| JobError::Path { what: "open", path: job.path.to_owned(), source };
     // A description of its own, at offset 0; through /proc, so that it is the file that was checked, even if another
     // file has its name.
@@ -214,49 +213,14 @@ fn load(job: &RestoreJob<'_>, record: &mut JobRecord) -> Result<(), JobError> {
         .monitor
         .migrate_incoming(&format!("file:{}", set.path()))
         .map_err(JobError::from)
-        .and_then(|()| wait_loaded(job));
+        .and_then(|()| load.wait(None));
     let removed = job.monitor.remove_fd(set.set);
     loaded?;
     Ok(removed?)
 }
 
-/// Waits until QEMU has loaded the VM or has failed to.
-///
-/// Its main loop answers nothing while it loads, however long that takes, and a load cannot be called back. So a
-/// cancellation orders it to stop the VM as soon as it can, and waits all the same.
-fn wait_loaded(job: &RestoreJob<'_>) -> Result<(), JobError> {
-    let qmp = job.monitor.qmp();
-    let mut cancelled = false;
-    loop {
-        let _ = qmp.wait_event(&["MIGRATION", "RESUME"], ASK_EVERY)?;
-        let asked = qmp.start("query-migrate", Value::Null)?;
-        let info = loop {
-            if !cancelled && job.watch.handle.control.stopped().is_some() {
-                cancelled = true;
-                (job.watch.notice)("QEMU loads by itself and cannot be called back: waiting, to leave the VM paused");
-                qmp.abandon(qmp.start("stop", Value::Null)?);
-            }
-            if let Some(answer) = qmp.wait(&asked, ASK_EVERY)? {
-                break MigrationInfo::of(answer);
-            }
-        };
-        match info.status {
-            MigrationStatus::Completed if cancelled => {
-                job.monitor.stop()?;
-                return Err(MigrateError::Cancelled.into());
-            }
-            MigrationStatus::Completed => return Ok(()),
-            MigrationStatus::Failed => {
-                let reason = info.error.unwrap_or_else(|| "it does not say why; its own log does".into());
-                return Err(JobError::Failed { reason });
-            }
-            _ => {}
-        }
-    }
-}
-
 /// limosa sends a precopy stream, with no page of the RAM blocks that the destination maps.
-fn send(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<PrecopyStats, JobError> {
+fn send(job: &RestoreJob<'_>, load: &Load<'_>, mapped: &[InPlace]) -> Result<PrecopyStats, JobError> {
     // Asked before: while QEMU waits for the first bytes of a connection it answers nothing.
     let fresh = fresh_blocks(job)?;
     let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);
@@ -276,11 +240,5 @@ fn send(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<PrecopyStats, JobErr
     let channel = rendezvous.connect()?;
     let beside = rendezvous.connect_beside(channels.map_or(0, |channels| channels.count))?;
     drop(rendezvous);
-    let mut source = PrecopySource::new(job.snapshot, channel, job.watch.handle).options(options);
-    if let Some(multifd) = multifd {
-        source = source.channels(beside, multifd)?;
-    }
-    let stats = source.run()?;
-    wait_loaded(job)?;
-    Ok(stats)
+    load.send(job.snapshot, channel, multifd.map(|options| (beside, options)), options)
 }

@@ -28,7 +28,7 @@ const DESCRIPTOR: &str = "limosa-incoming";
 
 /// How many channels a restore needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Channels {
+pub(crate) enum Channels {
     /// QEMU is passed one end of a socket pair, which works for every user that QEMU runs as and for every view that it
     /// has of the file system.
     One,
@@ -38,7 +38,7 @@ pub(super) enum Channels {
 
 /// The place at which QEMU takes the stream. Dropping it removes what was made for it.
 #[derive(Debug)]
-pub(super) enum Rendezvous<'a> {
+pub(crate) enum Rendezvous<'a> {
     /// QEMU was passed the other end of this channel.
     Passed {
         /// The monitor over which it was passed.
@@ -57,7 +57,7 @@ pub(super) enum Rendezvous<'a> {
 
 impl<'a> Rendezvous<'a> {
     /// At `listen`, or, if the user does not care, where no other process can connect.
-    pub(super) fn new(monitor: &'a Monitor, listen: Option<&Uri>, channels: Channels) -> Result<Self, JobError> {
+    pub(crate) fn new(monitor: &'a Monitor, listen: Option<&Uri>, channels: Channels) -> Result<Self, JobError> {
         let made = match listen {
             None if channels == Channels::One && monitor.qmp().passes_descriptors() => {
                 let (near, peer) = Channel::pair()?;
@@ -89,7 +89,7 @@ impl<'a> Rendezvous<'a> {
     /// Where an address is possible QEMU listens, because it takes that command out of band; otherwise it is passed one
     /// channel. A watchdog may not pass one: QEMU takes a descriptor in its main loop only, and that may wait for the
     /// memory that the watchdog is about to send.
-    pub(super) fn lazy(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
+    pub(crate) fn lazy(monitor: &'a Monitor, listen: Option<&Uri>, preempt: bool) -> Result<Self, JobError> {
         match Self::new(monitor, listen, Channels::Several) {
             Err(JobError::Refused { .. }) if !preempt => Self::new(monitor, listen, Channels::One),
             made => made,
@@ -97,7 +97,7 @@ impl<'a> Rendezvous<'a> {
     }
 
     /// The address, in QEMU's notation.
-    pub(super) fn uri(&self) -> String {
+    pub(crate) fn uri(&self) -> String {
         match self {
             Self::Passed { .. } => format!("fd:{DESCRIPTOR}"),
             Self::Listening { uri, .. } => uri.to_string(),
@@ -105,14 +105,14 @@ impl<'a> Rendezvous<'a> {
     }
 
     /// Removes a private directory: once connected, the name is not needed any more, and a kill would leave it.
-    pub(super) fn leave(&self) {
+    pub(crate) fn leave(&self) {
         if let Self::Listening { directory: Some(directory), .. } = self {
             directory.remove();
         }
     }
 
     /// Connects the first channel; QEMU must know the address already.
-    pub(super) fn connect(&self) -> Result<Channel, ChannelError> {
+    pub(crate) fn connect(&self) -> Result<Channel, ChannelError> {
         match self {
             Self::Passed { near, .. } => {
                 let near = near.lock().take();
@@ -134,12 +134,12 @@ impl<'a> Rendezvous<'a> {
     }
 
     /// Connects `count` channels beside the first, for memory; QEMU numbers them as they come.
-    pub(super) fn connect_beside(&self, count: u8) -> Result<Vec<Channel>, ChannelError> {
+    pub(crate) fn connect_beside(&self, count: u8) -> Result<Vec<Channel>, ChannelError> {
         (0..count).map(|_| self.connect()).collect()
     }
 
     /// Connects a second channel, for single pages that the guest waits for.
-    pub(super) fn connect_preempt(&self) -> Result<Channel, ChannelError> {
+    pub(crate) fn connect_preempt(&self) -> Result<Channel, ChannelError> {
         match self {
             Self::Passed { .. } => self.connect(),
             Self::Listening { uri, .. } => {

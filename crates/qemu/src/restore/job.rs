@@ -16,6 +16,7 @@ use uuid::Uuid;
 use super::options::{RestoreMode, RestoreOptions};
 use crate::job::{JobError, Watch};
 use crate::job_record::{JobKind, JobRecord};
+use crate::load::not_startable;
 use crate::monitor::{Monitor, RunState, Settings};
 use crate::qmp::QmpError;
 use crate::takeover::{Actor, Outcome, take_over};
@@ -122,8 +123,8 @@ pub(super) struct RestoreJob<'a> {
 }
 
 impl RestoreJob<'_> {
-    /// Before the incoming migration: makes QEMU start, or not start, the guest by itself. In a QEMU that waits for an
-    /// incoming VM, `cont` and `stop` set just that.
+    /// Before the incoming migration of a lazy restore: makes QEMU start, or not start, the guest by itself as soon as
+    /// it has the devices. In a QEMU that waits for an incoming VM, `cont` and `stop` set just that.
     pub(super) fn choose_autostart(&self) -> Result<(), JobError> {
         Ok(if self.runs { self.monitor.cont() } else { self.monitor.stop() }?)
     }
@@ -171,14 +172,11 @@ impl RestoreJob<'_> {
         self.monitor.status().is_ok_and(|status| status.state == RunState::Inmigrate)
     }
 
-    /// After everything has been handed over: QEMU takes the VM's disks then, and may fail to without a word on the
-    /// stream.
-    pub(super) fn check_loaded(&self) -> Result<(), JobError> {
+    /// After everything has been handed over lazily: QEMU takes the VM's disks then, and may fail to without a word on
+    /// the stream.
+    pub(super) fn check_started(&self) -> Result<(), JobError> {
         if self.runs && self.is_unloaded() {
-            return Err(JobError::refused(
-                "not restored: QEMU has the VM's memory but could not start it, most likely because another process has its disks \
-                 open (QEMU's log says); end this QEMU, free the disks and start a new one",
-            ));
+            return Err(not_startable("its own log says why"));
         }
         Ok(())
     }
@@ -186,22 +184,5 @@ impl RestoreJob<'_> {
     /// The VM's state, for people and programs.
     pub(super) fn vm_state(&self) -> String {
         self.monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string())
-    }
-
-    /// Makes sure that the guest runs if it is to: an eager load goes by the state that was saved.
-    pub(super) fn settle_run_state(&self) -> Result<(), JobError> {
-        let status = match self.monitor.status() {
-            Ok(status) => status,
-            Err(error) => {
-                // QEMU has started the guest by itself, and both may have ended since.
-                self.observer.loaded();
-                return Err(error.into());
-            }
-        };
-        if self.runs && !status.running && status.state != RunState::Shutdown {
-            self.monitor.cont()?;
-        }
-        self.observer.loaded();
-        Ok(())
     }
 }

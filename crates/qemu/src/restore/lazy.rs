@@ -55,7 +55,7 @@ fn transfer(
     match served {
         Ok((stats, to_guest)) => {
             complete(job.monitor, &record)?;
-            job.check_loaded()?;
+            job.check_started()?;
             Ok(report(job, Some(stats), to_guest))
         }
         Err(Unserved { error, guest_runs: true }) => {

@@ -11,7 +11,7 @@
 
 mod disks;
 mod eager;
-mod incoming;
+pub(crate) mod incoming;
 mod job;
 mod lazy;
 mod options;

@@ -1,8 +1,10 @@
 //! Options of a restore.
 
 use limosa_channel::{Uri, ZeroCopy};
+use limosa_snapshot::Snapshot;
 use limosa_stream::multifd::Compression;
 
+use crate::monitor::RunState;
 use crate::save::{DiskPolicy, TransportChoice};
 
 /// How the guest gets its memory, and so when it runs.
@@ -39,6 +41,23 @@ pub enum RunChoice {
     Run,
     /// Paused.
     Paused,
+}
+
+impl RunChoice {
+    /// Whether the VM of `snapshot` is to run.
+    ///
+    /// The state of a foreign stream may be missing; a VM that was migrated was running far more often than not. One
+    /// that slept continues sleeping: its devices know.
+    #[must_use]
+    pub fn runs(self, snapshot: &Snapshot) -> bool {
+        match self {
+            Self::Run => true,
+            Self::Paused => false,
+            Self::AsSaved => snapshot
+                .run_state()
+                .is_none_or(|state| state == RunState::Running.as_str() || state == RunState::Suspended.as_str()),
+        }
+    }
 }
 
 /// How to restore a VM.

@@ -7,7 +7,7 @@ use limosa_page::PAGE_SIZE;
 use limosa_snapshot::Snapshot;
 
 use super::disks;
-use super::options::{RestoreMode, RestoreOptions, RunChoice};
+use super::options::{RestoreMode, RestoreOptions};
 use crate::conflict::{Conflict, JobOption, Permission, StateConflict};
 use crate::job::{JobError, Watch};
 use crate::mapping::{Mapped, recognize, refuse_shared_snapshot};
@@ -72,15 +72,7 @@ pub(super) fn check(
     let blocks = monitor.ram_blocks()?;
     same_machine(monitor, snapshot)?;
     same_memory(snapshot, &blocks)?;
-    let runs = match options.run {
-        RunChoice::Run => true,
-        RunChoice::Paused => false,
-        // A foreign stream may lack the state; a VM that was migrated was running far more often than not.
-        // One that slept continues sleeping: its devices know.
-        RunChoice::AsSaved => snapshot
-            .run_state()
-            .is_none_or(|state| state == RunState::Running.as_str() || state == RunState::Suspended.as_str()),
-    };
+    let runs = options.run.runs(snapshot);
     let page_sizes = page_sizes(snapshot, &blocks);
     let mode = plan_mode(monitor, snapshot, options, watch, &page_sizes)?;
     Ok(Plan { mode, runs, page_sizes })
