@@ -4,8 +4,12 @@ use limosa_console::quantity;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use limosa_clone::SavedDisks;
 use limosa_control::Job;
-use limosa_qemu::{DiskPolicy, NotConverging, OnTimeout, SaveOptions, SaveReport, TransportChoice, Watchdog, save};
+use limosa_qemu::monitor::Monitor;
+use limosa_qemu::{
+    DiskPolicy, JobError, NotConverging, OnTimeout, SaveOptions, SaveReport, TransportChoice, Watchdog, save,
+};
 use limosa_snapshot::{Disk, Transport};
 use serde_json::json;
 
@@ -21,16 +25,32 @@ pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
     let mut watch = handles.watch();
     watch.not_converging = Some(&not_converging);
+    let clones_disks = SavedDisks::remember(&images(&monitor)?, &args.snapshot)?;
     let report = save(&monitor, &args.snapshot, &options(args), watch, || {
         Ok(Some(Watchdog::spawn(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp())?))
     });
     drop(handles);
-    let report = report?;
+    let report = match report {
+        Ok(report) => report,
+        Err(error) => {
+            // One that failed after it had its name is a snapshot, and needs the disks.
+            if !args.snapshot.exists() {
+                clones_disks.forget();
+            }
+            return Err(error.into());
+        }
+    };
     tell(&report);
     if args.job.json {
         print_out!("{}", object(&report));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The images that the VM's disks consist of.
+fn images(monitor: &Monitor) -> Result<Vec<PathBuf>, JobError> {
+    let disks = monitor.all_disks()?;
+    Ok(disks.into_iter().flat_map(|disk| disk.backing.into_iter().chain([disk.path])).flatten().collect())
 }
 
 impl From<TransportArg> for TransportChoice {

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::{Monitor, need_list};
+use crate::file_identity::is_same_file;
 use crate::qmp::QmpError;
 
 /// A disk that is attached to a device.
@@ -80,8 +81,13 @@ impl Disk {
         }
         let header = image.and_then(|image| host_path(image.get("full-backing-filename")?.as_str()?)).map(absolute);
         let cache = inserted.get("cache").unwrap_or(&Value::Null);
+        let same_backing = match (&header, backing.first()) {
+            // A header may name the file by a relative path, which QEMU does not shorten.
+            (Some(header), Some(Some(first))) => is_same_file(header, first),
+            (header, first) => header.is_none() && first.is_none_or(Option::is_none),
+        };
         Some(Self {
-            override_key: override_key(&filename, header.as_deref() == backing.first().and_then(Option::as_deref)),
+            override_key: override_key(&filename, same_backing),
             writable: !yes(inserted, "ro"),
             direct: yes(cache, "direct"),
             no_flush: yes(cache, "no-flush"),
