@@ -84,7 +84,7 @@ fn a_guest_whose_disk_another_vm_has_open_is_not_started_and_qemus_reason_is_tol
     source.wait_heartbeats(2).unwrap();
     let snapshot = scene.save(&source, "snapshot", &["--stop"]);
     let waiting = [machine.start_incoming().unwrap(), machine.start_incoming().unwrap()];
-    // The source goes on, and has its disk open again.
+    // The source continues, and has its disk open again.
     Qmp::connect(&source.qmp_socket(), SOON).unwrap().execute("cont", json!({})).unwrap();
     for (destination, via) in waiting.iter().zip(["file", "socket"]) {
         let ended = scene.restore(&snapshot, destination, &["--memory", "eager", "--disks", "ignore", "--via", via]);
