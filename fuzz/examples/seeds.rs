@@ -122,7 +122,7 @@ fn images() -> Result<Seeds, Box<dyn Error>> {
     ];
     let mut seeds = Vec::new();
     for options in sorts {
-        let storage = MemoryStorage::new(1 << 20);
+        let storage = MemoryStorage::growing_to(1 << 20);
         block_on(create(&storage, None, &options))?;
         let image = Buffer::zeroed(usize::try_from(storage.length()?)?);
         block_on(storage.read(0, image.clone().into()))?;

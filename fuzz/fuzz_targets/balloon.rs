@@ -1,5 +1,5 @@
-//! The queues of a balloon: for any rings and any configuration that a guest writes, the device gives
-//! back pages of the guest's memory alone, a bounded number at a time, and comes to an end.
+//! The queues of a balloon: for any rings and any configuration that a guest writes, the device gives back pages of the
+//! guest's memory alone, a bounded number at a time, and comes to an end.
 
 #![no_main]
 

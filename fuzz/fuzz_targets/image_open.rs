@@ -10,7 +10,7 @@ use limosa_image::qcow2::{Header, read_bitmaps, read_snapshots};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 
 fuzz_target!(|data: &[u8]| {
-    let storage = MemoryStorage::with(data.to_vec(), MOST.max(data.len() as u64));
+    let storage = MemoryStorage::with_contents(data.to_vec(), MOST.max(data.len() as u64));
     block_on(async {
         let _ = probe(&storage).await;
         let usable = Header::read(&storage).await;

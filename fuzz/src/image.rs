@@ -52,7 +52,7 @@ impl Input {
             length: u16::from_le_bytes([c, d]),
         });
         let most = MOST.max(image.len() as u64);
-        Some(Self { requests: requests.collect(), storage: MemoryStorage::with(image.to_vec(), most) })
+        Some(Self { requests: requests.collect(), storage: MemoryStorage::with_contents(image.to_vec(), most) })
     }
 }
 

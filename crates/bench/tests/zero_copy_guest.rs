@@ -1,8 +1,8 @@
 //! `MSG_ZEROCOPY` where it pays: out of a Linux guest, whose network card reads the pages from where they are.
 //!
-//! Between two processes of one machine the kernel copies what is lent, so only a
-//! kernel with a card can report that nothing was copied. The guest has a virtio card, connected with a tap device in
-//! a network namespace of the test's own.
+//! Between two processes of one machine the kernel copies what is lent, so only a kernel with a card can report that
+//! nothing was copied. The guest has a virtio card, connected with a tap device in a network namespace of the test's
+//! own.
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};

@@ -110,7 +110,7 @@ pub enum Image {
 impl Image {
     /// Returns it as a disk of any format.
     #[must_use]
-    pub fn disk(&self) -> Arc<dyn Disk> {
+    pub fn as_disk(&self) -> Arc<dyn Disk> {
         match self {
             Self::Raw(raw) => Arc::clone(raw) as Arc<dyn Disk>,
             Self::Qcow2(qcow2) => Arc::clone(qcow2) as Arc<dyn Disk>,
@@ -178,7 +178,7 @@ struct Level {
 /// [`ImageError::Refused`]: it refers to a file that may not be opened, that is in the chain already, or that cannot be
 /// named; what is wrong with any of its images; what the kernel says.
 pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Arc<dyn Disk>, ImageError> {
-    Ok(open_image(reference, options).await?.disk())
+    Ok(open_image(reference, options).await?.as_disk())
 }
 
 /// As [`open`], for what only images of one format can do.
@@ -330,7 +330,7 @@ impl Level {
         let Self { file, header, data_file } = self;
         let Some(header) = header else { return Err(file) };
         let data_file = data_file.map(|storage| storage as Arc<dyn Storage>);
-        Ok(Parts { file: file.storage, data_file, backing: backing.as_ref().map(Image::disk), header })
+        Ok(Parts { file: file.storage, data_file, backing: backing.as_ref().map(Image::as_disk), header })
     }
 
     async fn attach_backing(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {

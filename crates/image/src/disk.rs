@@ -13,19 +13,15 @@ use crate::setters::setters;
 
 /// A request in flight: a future that needs no runtime. If it is dropped before it is done, storage requests already
 /// started complete by themselves and the image stays consistent; the contents of the range that it writes are
-/// undefined,
-/// as after a failed write.
+/// undefined, as after a failed write.
 pub type Pending<'a, T = ()> = Pin<Box<dyn Future<Output = Result<T, ImageError>> + Send + 'a>>;
 
 /// A disk at guest offsets: an image of any format, with its backing files.
 ///
 /// Any number of requests may be in flight, from any number of threads. Requests that overlap, one of them a write,
-/// have
-/// no order, and each byte is of one or the other: a write that is in flight while its bytes are zeroed or discarded
-/// may
-/// take effect after that, at any time until it completes. A caller that needs an order waits. A flush makes durable
-/// all
-/// writes that were acknowledged before it began.
+/// have no order, and each byte is of one or the other: a write that is in flight while its bytes are zeroed or
+/// discarded may take effect after that, at any time until it completes. A caller that needs an order waits. A flush
+/// makes durable all writes that were acknowledged before it began.
 pub trait Disk: Send + Sync + Debug {
     /// Returns its name for people: a path.
     fn name(&self) -> &Arc<str>;
@@ -45,8 +41,7 @@ pub trait Disk: Send + Sync + Debug {
     fn is_read_only(&self) -> bool;
 
     /// Returns the bytes that are allocated together, a power of two: a cluster, or a subcluster. A write of all of it
-    /// needs
-    /// no copy-on-write.
+    /// needs no copy-on-write.
     fn granularity(&self) -> u64 {
         512
     }
@@ -68,8 +63,7 @@ pub trait Disk: Send + Sync + Debug {
     fn flush(&self) -> Pending<'_>;
 
     /// Returns where the bytes from `at` on come from: a run of one kind, at most `length` bytes, at least one. A
-    /// `length`
-    /// of 0 counts as 1.
+    /// `length` of 0 counts as 1.
     fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped>;
 
     /// Returns the storage that has contents of the disk `depth` files further down unchanged, at the offsets that
@@ -79,8 +73,7 @@ pub trait Disk: Send + Sync + Debug {
     }
 
     /// Lets the kernel copy `length` bytes at `from_offset` of a storage to `at`. Returns false if it cannot; the range
-    /// is
-    /// then undefined, as after a failed write.
+    /// is then undefined, as after a failed write.
     fn copy_from(
         &self,
         _at: GuestOffset,
@@ -92,13 +85,11 @@ pub trait Disk: Send + Sync + Debug {
     }
 
     /// Makes everything durable and closes the disk: space allocated ahead is given back, the dirty bit cleared. An
-    /// image
-    /// that is dropped without it is as after a power cut, after the last flush.
+    /// image that is dropped without it is as after a power cut, after the last flush.
     ///
     /// It begins with its first poll. Requests that are first polled after that fail. Requests that were polled before
     /// are waited for until they are done or dropped, so a caller that holds some keeps polling them meanwhile, or
-    /// drops
-    /// them first: otherwise the close never ends.
+    /// drops them first: otherwise the close never ends.
     fn close(&self) -> Pending<'_>;
 }
 
@@ -111,12 +102,10 @@ pub struct Mapped {
     /// Their kind.
     pub kind: BlockStatus,
     /// Number of files further down the chain than the disk that was asked: 0 is the disk itself. For bytes that no
-    /// file
-    /// has, the number of the last file.
+    /// file has, the number of the last file.
     pub depth: u32,
     /// The name of the storage that has them unchanged, and their offset. Zeros may have a place, too: a cluster that
-    /// is
-    /// kept for them.
+    /// is kept for them.
     pub host: Option<(Arc<str>, HostOffset)>,
 }
 
@@ -140,8 +129,7 @@ pub enum BlockStatus {
     /// Zeros, because the image says so.
     Zero,
     /// Zeros, because nothing was ever written there: the image counts them as contents, since their space was
-    /// preallocated,
-    /// and the file has a hole there.
+    /// preallocated, and the file has a hole there.
     Preallocated,
     /// Zeros, because no file of the chain has contents.
     Unallocated,

@@ -14,8 +14,7 @@ pub enum Policy {
     #[default]
     Refuse,
     /// Those in these folders and below, after all symbolic links. Processes that can replace folders there while
-    /// images are
-    /// opened are trusted.
+    /// images are opened are trusted.
     Within(Vec<PathBuf>),
     /// Every one, as QEMU's tools do.
     Follow,

@@ -36,8 +36,7 @@ pub(crate) fn alike(storage: &dyn Storage, range: &Range<u64>) -> Result<(u64, b
 }
 
 /// Returns how many of `length` bytes at `at` are in the storage, whose last `unit` may be incomplete. Bytes further
-/// back
-/// are no hole, but lost.
+/// back are no hole, but lost.
 pub(crate) fn inside(storage: &dyn Storage, at: u64, length: u64, unit: u64) -> Result<u64, StorageError> {
     let end = storage.length()?;
     Ok(length.min(end.checked_next_multiple_of(unit).unwrap_or(end).saturating_sub(at)))

@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn what_looks_like_nothing_is_raw_and_what_looks_foreign_is_not() {
-        let probe = |bytes: &[u8]| block_on(probe(&MemoryStorage::with(bytes.to_vec(), 1 << 20)));
+        let probe = |bytes: &[u8]| block_on(probe(&MemoryStorage::with_contents(bytes.to_vec(), 1 << 20)));
         assert_eq!(probe(b"").unwrap(), Format::Raw);
         assert_eq!(probe(b"QFI\xfb\0\0\0\x03").unwrap(), Format::Qcow2);
         // Of any version: other tools try to open it.

@@ -389,7 +389,7 @@ mod tests {
     use crate::qcow2::MAGIC;
 
     fn disk(bytes: Vec<u8>, options: RawOptions) -> (MemoryStorage, Arc<Raw>) {
-        let storage = MemoryStorage::with(bytes, 1 << 20);
+        let storage = MemoryStorage::with_contents(bytes, 1 << 20);
         (storage.clone(), Raw::open(Arc::new(storage), &options).unwrap())
     }
 
@@ -490,7 +490,7 @@ mod tests {
 
     #[test]
     fn a_disk_for_which_there_is_no_space_stays_as_long_as_it_was() {
-        let storage = MemoryStorage::with(vec![1; 600], 1 << 20);
+        let storage = MemoryStorage::with_contents(vec![1; 600], 1 << 20);
         let failing = Failing::only(&[Operation::Allocate]);
         let disk = Raw::open(failing.over(Arc::new(storage.clone())), &RawOptions::default()).unwrap();
         for how in [Preallocation::Falloc, Preallocation::Full] {

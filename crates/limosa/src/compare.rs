@@ -10,7 +10,7 @@ use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{VmstateDump, examine_destination};
 use limosa_snapshot::{
     Comparison, Confidence, Finding, MemoryComparison, Severity, Snapshot, Summary, compare_memory, compare_stored,
-    damage, summarize,
+    damage, summarize_file,
 };
 use limosa_stream::configuration::MAPPED_RAM;
 use serde_json::json;
@@ -51,7 +51,7 @@ type Compared = (Comparison, Option<MemoryComparison>);
 
 /// Opens a file: its summary, and the snapshot itself if its pages can be read one by one.
 fn open(path: &Path) -> anyhow::Result<(Summary, Option<Snapshot>)> {
-    let summary = summarize(path)?;
+    let summary = summarize_file(path)?;
     let mapped = summary.capabilities.iter().any(|capability| capability == MAPPED_RAM);
     let snapshot = mapped.then(|| Snapshot::open(path)).transpose()?;
     Ok((summary, snapshot))

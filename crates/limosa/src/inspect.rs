@@ -7,7 +7,7 @@ use anyhow::{Context, anyhow, bail};
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use limosa_qemu::BlockPlace;
 use limosa_snapshot::{
-    BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImageSummary, Snapshot, Summary, summarize,
+    BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImageSummary, Snapshot, Summary, summarize_file,
 };
 
 use crate::args::InspectArgs;
@@ -22,7 +22,7 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     if args.qemu_args {
         return qemu_args(args);
     }
-    let summary = summarize(&args.file)?;
+    let summary = summarize_file(&args.file)?;
     if args.json {
         print_out!("{}", serde_json::to_string(&summary)?);
     } else {

@@ -93,7 +93,7 @@ pub use manifest::{Manifest, PageStatistics, Published, Transport};
 pub use mappable::{Sealed, seal_snapshot};
 pub use pci::PciIdentity;
 pub use reader::Snapshot;
-pub use recording::summarize;
+pub use recording::summarize_file;
 pub use summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary};
 pub use unnamed_file::{Durability, UnnamedFile};
 pub use write_behind::WriteBehind;

@@ -25,7 +25,7 @@ use rustix::fs::SeekFrom;
 ///
 /// # Errors
 /// If the file cannot be read, is of another kind, or cannot be unpacked.
-pub fn summarize(path: &Path) -> Result<Summary, ForeignError> {
+pub fn summarize_file(path: &Path) -> Result<Summary, ForeignError> {
     Foreign::open(path, None)?.summary()
 }
 
@@ -33,7 +33,7 @@ impl Foreign {
     /// The contents of the file.
     ///
     /// # Errors
-    /// As [`summarize`]; or if this is a pipe, which can be read only once.
+    /// As [`summarize_file`]; or if this is a pipe, which can be read only once.
     pub fn summary(self) -> Result<Summary, ForeignError> {
         let (path, described) = (self.path().to_path_buf(), self.describe());
         let Parts { file, place, image } = self.into_parts()?;

@@ -8,7 +8,7 @@
 //! use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 //!
 //! # fn main() -> Result<(), limosa_storage::StorageError> {
-//! let storage = MemoryStorage::new(1 << 20);
+//! let storage = MemoryStorage::growing_to(1 << 20);
 //! block_on(storage.write(4096, Buffer::copied(b"contents").into()))?;
 //! let found = Buffer::zeroed(8);
 //! block_on(storage.read(4096, found.clone().into()))?;

@@ -25,14 +25,14 @@ const ROOM: &str = "memory is as long as a write to it";
 impl MemoryStorage {
     /// An empty storage, which can grow to `limit` bytes.
     #[must_use]
-    pub fn new(limit: u64) -> Self {
+    pub fn growing_to(limit: u64) -> Self {
         Self { name: "memory".into(), bytes: Arc::default(), limit }
     }
 
     /// A storage with these contents, which can grow to `limit` bytes.
     #[must_use]
-    pub fn with(bytes: Vec<u8>, limit: u64) -> Self {
-        Self { bytes: Arc::new(Mutex::new(bytes)), ..Self::new(limit) }
+    pub fn with_contents(bytes: Vec<u8>, limit: u64) -> Self {
+        Self { bytes: Arc::new(Mutex::new(bytes)), ..Self::growing_to(limit) }
     }
 
     /// A copy of all its bytes.
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_and_the_rest_is_zeros() {
-        let storage = MemoryStorage::new(1 << 20);
+        let storage = MemoryStorage::growing_to(1 << 20);
         block_on(storage.write(10, Buffer::copied(b"abc").into())).unwrap();
         let found = Buffer::copied(&[1; 8]);
         block_on(storage.read(8, found.clone().into())).unwrap();
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn there_is_no_space_behind_the_limit() {
-        let storage = MemoryStorage::new(16);
+        let storage = MemoryStorage::growing_to(16);
         let error = block_on(storage.write(14, Buffer::copied(b"abc").into())).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
         assert_eq!(error.to_string(), "cannot write memory at 0xe (3 bytes)");

@@ -117,8 +117,8 @@ pub fn encode_ram_start(section_id: u32, blocks: &[RamBlock], out: &mut Vec<u8>)
     Ok(())
 }
 
-/// As [`encode_ram_start`], without the EOS and the footer: the section stays open, for a
-/// [join point](encode_multifd_flush).
+/// As [`encode_ram_start`], without the EOS and the footer: the section stays open, for a [join
+/// point](encode_multifd_flush).
 ///
 /// # Errors
 /// The same.

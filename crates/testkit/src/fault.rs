@@ -46,8 +46,7 @@ impl Drop for Kill {
 }
 
 /// Kills the process at a moment within `window` from now on that `seed` decides. The child must not be waited for
-/// before
-/// [`Kill::wait`] has returned or the value is dropped.
+/// before [`Kill::wait`] has returned or the value is dropped.
 pub fn kill9_after(pid: u32, window: Range<Duration>, seed: u64) -> Kill {
     let width = to_nanos(window.end.saturating_sub(window.start));
     let after = window.start + Duration::from_nanos(if width == 0 { 0 } else { mixed(seed) % width });

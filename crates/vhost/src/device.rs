@@ -6,6 +6,7 @@ use crate::{FrontEnd, QueueError, Ram, Vring};
 
 /// Whether a queue has more work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
 pub enum More {
     /// The queue is processed again after the others.
     Yes,

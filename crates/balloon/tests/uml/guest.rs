@@ -139,8 +139,7 @@ impl Guest {
         self.uml.meminfo("MemFree").unwrap() * 1024
     }
 
-    /// Ends a list, and waits until the guest has as many free bytes as before. It needs
-    /// them for what comes next.
+    /// Ends a list, and waits until the guest has as many free bytes as before. It needs them for what comes next.
     pub(crate) fn done(&self, free: u64) {
         self.balloon.done();
         until("the guest has its pages back", || self.free_memory() > free.saturating_sub(32 * MIB));

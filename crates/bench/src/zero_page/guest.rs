@@ -163,8 +163,8 @@ impl DirtyLog for Scripted {
         "the dirty log of a bench's guest"
     }
 
-    fn covers(&self) -> Writers {
-        self.log.covers()
+    fn writers(&self) -> Writers {
+        self.log.writers()
     }
 
     fn start(&mut self) -> Result<(), LogError> {

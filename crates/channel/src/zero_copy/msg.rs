@@ -272,8 +272,7 @@ mod tests {
     use crate::transport::Transport;
     use crate::zero_copy::completions::Completion;
 
-    /// A kernel that accepts a number of calls and bytes at a time, and completes them in an order
-    /// of its own.
+    /// A kernel that accepts a number of calls and bytes at a time, and completes them in an order of its own.
     struct Kernel {
         /// Maximum number of incomplete calls, and of bytes of each.
         room: usize,

@@ -1,8 +1,7 @@
 //! Descriptions of images, for people and programs.
 //!
 //! Law: asking opens no other file. Names of other files are returned as the image has them; only a request for the
-//! chain
-//! opens the backing files, if the policy allows it.
+//! chain opens the backing files, if the policy allows it.
 //!
 //! Source of the names and their meaning: `ImageInfo` in QEMU's qapi/block-core.json; serialized it is what
 //! `qemu-img info --output json` prints.

@@ -32,7 +32,7 @@ fn contents() -> Vec<u8> {
 
 fn opened(path: &Path, format: Format, read_only: bool) -> Arc<dyn Disk> {
     let options = OpenOptions::default().format(Some(format)).read_only(read_only).policy(Policy::Follow);
-    block_on(open_image(&Reference::file(path), &options)).map(|image| image.disk()).unwrap()
+    block_on(open_image(&Reference::file(path), &options)).map(|image| image.as_disk()).unwrap()
 }
 
 /// An image whose disk is all contents.
@@ -132,7 +132,7 @@ fn what_is_read_from_a_data_file_that_was_cut_off_is_right_or_an_error_that_name
 
 #[test]
 fn a_file_that_always_ended_within_its_last_cluster_is_read_to_its_end() {
-    let memory = MemoryStorage::with(vec![7; 700], 1 << 20);
+    let memory = MemoryStorage::with_contents(vec![7; 700], 1 << 20);
     let raw = Raw::open(Arc::new(memory), &RawOptions::default().read_only(true)).unwrap();
     assert_eq!(read(&*raw, 512, 512).unwrap(), [vec![7; 188], vec![0; 324]].concat());
 

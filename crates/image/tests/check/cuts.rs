@@ -16,14 +16,14 @@ type Contents = Vec<Option<Vec<u8>>>;
 
 /// The guest's contents of an image.
 pub(crate) fn contents(bytes: &[u8]) -> Result<Contents, ImageError> {
-    let file = MemoryStorage::with(bytes.to_vec(), u64::MAX);
+    let file = MemoryStorage::with_contents(bytes.to_vec(), u64::MAX);
     let header = block_on(Header::read(&file))?;
     seen(file, header, None)
 }
 
 /// The guest's contents of an image, and of its snapshots.
 pub(crate) fn views(bytes: &[u8], data: Option<&[u8]>) -> Result<Vec<Contents>, ImageError> {
-    let file = MemoryStorage::with(bytes.to_vec(), u64::MAX);
+    let file = MemoryStorage::with_contents(bytes.to_vec(), u64::MAX);
     let header = block_on(Header::read(&file))?;
     let mut all = vec![seen(file.clone(), header.clone(), data)?];
     for snapshot in block_on(read_snapshots(&file, &header))? {
@@ -36,7 +36,8 @@ pub(crate) fn views(bytes: &[u8], data: Option<&[u8]>) -> Result<Vec<Contents>, 
 
 fn seen(file: MemoryStorage, header: Header, data: Option<&[u8]>) -> Result<Contents, ImageError> {
     const STEP: usize = 4096;
-    let data_file = data.map(|bytes| Arc::new(MemoryStorage::with(bytes.to_vec(), u64::MAX)) as Arc<dyn Storage>);
+    let data_file =
+        data.map(|bytes| Arc::new(MemoryStorage::with_contents(bytes.to_vec(), u64::MAX)) as Arc<dyn Storage>);
     block_on(async {
         let options = Qcow2Options::default().read_only(true);
         let disk = Qcow2::open(Parts::new(Arc::new(file), header).data_file(data_file), options).await?;
@@ -106,7 +107,7 @@ fn a_repair_that_was_cut_short_makes_nothing_worse_and_is_finished_by_the_next_o
                             compared += 1;
                         }
                     }
-                    let again = MemoryStorage::with(cut, 1 << 30);
+                    let again = MemoryStorage::with_contents(cut, 1 << 30);
                     let report = block_on(repair(&again, Repair::All, CheckOptions::default()))
                         .unwrap_or_else(|error| panic!("{said}: {error}"));
                     assert!(report.is_clean(), "{said}: {report:#?}");

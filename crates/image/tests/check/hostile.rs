@@ -86,7 +86,7 @@ fn a_directory_of_bitmaps_is_read_no_further_than_the_header_says() {
         bytes
     };
     let bitmaps = |count: u32, directory: &[u8]| {
-        let storage = MemoryStorage::with(contents(&*file), 1 << 30);
+        let storage = MemoryStorage::with_contents(contents(&*file), 1 << 30);
         // The names of features are the only extension: its place is the bitmaps'.
         let mut extension = 0x2385_2875_u32.to_be_bytes().to_vec();
         extension.extend([24_u32.to_be_bytes(), count.to_be_bytes(), [0; 4]].concat());
@@ -113,7 +113,7 @@ fn what_an_l1_table_refers_to_that_is_lost_is_not_given_back() {
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[40..48].copy_from_slice(&(1_u64 << 40).to_be_bytes());
     std::fs::write(&path, &bytes).unwrap();
-    let storage = MemoryStorage::with(bytes.clone(), 1 << 30);
+    let storage = MemoryStorage::with_contents(bytes.clone(), 1 << 30);
     let found = block_on(check(&storage, CheckOptions::default())).unwrap();
     assert_eq!(Some(figures(&found)), stock(&path).0);
     let said = "corruption: L1 table at 0x10000000000: the 8 bytes at 0x10000000000 are behind the end of the file";
@@ -134,7 +134,7 @@ fn what_the_guest_wrote_is_not_repaired_as_a_table() {
         let path = zoo::one(folder.path(), name).path;
         let mut bytes = std::fs::read(&path).unwrap();
         let before = views(&bytes, None).unwrap();
-        let storage = MemoryStorage::with(bytes.clone(), 1 << 30);
+        let storage = MemoryStorage::with_contents(bytes.clone(), 1 << 30);
         // The cluster in which the guest's 5 MiB lie becomes a table of the first snapshot, which has nothing there.
         let map = limosa_testkit::qemu_img(["map", "--output", "json", path.to_str().unwrap()]).unwrap();
         let map: serde_json::Value = serde_json::from_str(&map).unwrap();
@@ -144,7 +144,7 @@ fn what_the_guest_wrote_is_not_repaired_as_a_table() {
         let (l1, entries) = (number(&storage, snapshots), number(&storage, snapshots + 8) >> 32);
         let at = usize::try_from(l1 + entries * 8 - 8).unwrap();
         bytes[at..at + 8].copy_from_slice(&(place | 1 << 63).to_be_bytes());
-        let storage = MemoryStorage::with(bytes, 1 << 30);
+        let storage = MemoryStorage::with_contents(bytes, 1 << 30);
         assert!(block_on(check(&storage, CheckOptions::default())).unwrap().corruptions > 0);
         assert!(block_on(repair(&storage, Repair::All, CheckOptions::default())).unwrap().is_clean(), "{name}");
         let after = views(&storage.contents(), None).unwrap();

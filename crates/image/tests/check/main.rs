@@ -86,7 +86,7 @@ fn what_was_repaired_is_clean_for_the_stock_tool() {
             let mut bytes = whole.clone();
             let tables = Tables::of(&bytes);
             let what: Vec<_> = (0..=chance.below(3)).map(|_| tables.break_one(&mut bytes, &mut chance)).collect();
-            let storage = MemoryStorage::with(bytes.clone(), u64::MAX);
+            let storage = MemoryStorage::with_contents(bytes.clone(), u64::MAX);
             let options = CheckOptions::default().memory(*chance.of(&MEMORY));
             // What cannot be gone through at all is left alone.
             let Ok(report) = block_on(repair(&storage, Repair::All, options)) else {
@@ -133,7 +133,7 @@ fn leaks_are_given_back_as_by_the_stock_tool() {
                 continue;
             }
             let Some((stock, fixed)) = stock else { continue };
-            let storage = MemoryStorage::with(bytes, u64::MAX);
+            let storage = MemoryStorage::with_contents(bytes, u64::MAX);
             let report = block_on(repair(&storage, Repair::Leaks, CheckOptions::default())).unwrap();
             assert_eq!((figures(&report), report.leaks_fixed), (stock, fixed), "{name} {what:#?}\n{said}");
             compared += 1;
@@ -157,7 +157,7 @@ fn an_image_that_was_not_closed_is_closed_when_it_is_repaired() {
     for flags in [1, 2, 3] {
         let mut bytes = bytes.clone();
         bytes[79] |= flags;
-        let storage = MemoryStorage::with(bytes.clone(), u64::MAX);
+        let storage = MemoryStorage::with_contents(bytes.clone(), u64::MAX);
         let found = block_on(check(&storage, CheckOptions::default())).unwrap();
         assert!(found.corruptions > 0 && storage.contents() == bytes);
         let report = block_on(repair(&storage, Repair::All, CheckOptions::default())).unwrap();

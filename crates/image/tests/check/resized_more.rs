@@ -13,7 +13,7 @@ use crate::resizing::{clean, resized, shrink};
 use crate::zoo;
 
 fn memory(path: &Path) -> MemoryStorage {
-    MemoryStorage::with(std::fs::read(path).unwrap(), 1 << 30)
+    MemoryStorage::with_contents(std::fs::read(path).unwrap(), 1 << 30)
 }
 
 fn alone(file: &MemoryStorage, size: u64) -> Result<(), String> {
@@ -67,7 +67,7 @@ fn what_was_cut_off_does_not_come_back_and_snapshots_keep_it() {
 
 /// The bitmaps of an image: their names, and their bits.
 fn bitmaps(bytes: &[u8]) -> Vec<(String, Vec<u8>)> {
-    let storage = MemoryStorage::with(bytes.to_vec(), 1 << 30);
+    let storage = MemoryStorage::with_contents(bytes.to_vec(), 1 << 30);
     let header = block_on(Header::read(&storage)).unwrap();
     let found = block_on(read_bitmaps(&storage, &header)).unwrap();
     let cluster = usize::try_from(header.geometry().cluster_size()).unwrap();
@@ -175,11 +175,11 @@ fn what_cannot_be_resized_says_why() {
     // Bit 1 of the incompatible features says corrupt, bit 0 dirty: what was not closed is repaired.
     let mut bytes = usual.contents();
     bytes[79] = 2;
-    let corrupt = MemoryStorage::with(bytes.clone(), 1 << 30);
+    let corrupt = MemoryStorage::with_contents(bytes.clone(), 1 << 30);
     assert!(alone(&corrupt, 16 << 20).unwrap_err().contains("check and repair it"));
     assert!(corrupt.contents() == bytes);
     bytes[79] = 1;
-    let dirty = MemoryStorage::with(bytes, 1 << 30);
+    let dirty = MemoryStorage::with_contents(bytes, 1 << 30);
     alone(&dirty, 16 << 20).unwrap();
     assert_eq!(contents(&dirty.contents()).unwrap().len(), 16 << 8);
 
@@ -188,7 +188,7 @@ fn what_cannot_be_resized_says_why() {
     let flags = usize::try_from(header.bitmaps().unwrap().directory.0 + 15).unwrap();
     let mut bytes = bitmaps.contents();
     bytes[flags] |= 1;
-    let in_use = MemoryStorage::with(bytes.clone(), 1 << 30);
+    let in_use = MemoryStorage::with_contents(bytes.clone(), 1 << 30);
     assert!(alone(&in_use, 16 << 20).unwrap_err().contains("its bitmap \"one\" was not put away"));
     assert!(in_use.contents() == bytes);
     assert!(block_on(repair(&in_use, Repair::All, shrink().check)).unwrap().is_clean());

@@ -68,7 +68,7 @@ fn a_resized_disk_is_the_one_that_the_stock_tool_makes() {
                 continue;
             }
             let what = format!("{name} of {size} bytes");
-            let storage = MemoryStorage::with(std::fs::read(&path).unwrap(), 1 << 30);
+            let storage = MemoryStorage::with_contents(std::fs::read(&path).unwrap(), 1 << 30);
             alone(&storage, size, shrink()).unwrap_or_else(|error| panic!("{what}: {error}"));
             std::fs::write(&mine, storage.contents()).unwrap();
             std::fs::copy(&path, &theirs).unwrap();
@@ -92,7 +92,7 @@ fn a_disk_that_grows_has_space_where_that_is_asked_for() {
         let animal =
             if options.is_empty() { zoo::one(folder.path(), name) } else { zoo::plain(folder.path(), options) };
         for preallocation in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
-            let storage = MemoryStorage::with(std::fs::read(&animal.path).unwrap(), 1 << 30);
+            let storage = MemoryStorage::with_contents(std::fs::read(&animal.path).unwrap(), 1 << 30);
             let options = shrink().preallocation(preallocation);
             alone(&storage, (20 << 20) + 512, options).unwrap();
             std::fs::write(&path, storage.contents()).unwrap();
@@ -125,8 +125,9 @@ fn what_the_backing_file_has_behind_the_old_end_stays_out_of_sight() {
             }
             for preallocation in [Preallocation::Off, Preallocation::Metadata] {
                 let what = format!("{options}, {old} bytes, {preallocation:?}");
-                let storage = MemoryStorage::with(std::fs::read(&overlay).unwrap(), 1 << 30);
-                let below = Raw::open(Arc::new(MemoryStorage::with(vec![7; 2 << 20], 2 << 20)), &read_only).unwrap();
+                let storage = MemoryStorage::with_contents(std::fs::read(&overlay).unwrap(), 1 << 30);
+                let below =
+                    Raw::open(Arc::new(MemoryStorage::with_contents(vec![7; 2 << 20], 2 << 20)), &read_only).unwrap();
                 let options = shrink().preallocation(preallocation);
                 resized(Arc::new(storage.clone()), Some(below), None, 3 << 20, options).unwrap();
                 let path = folder.path().join("grown.qcow2");

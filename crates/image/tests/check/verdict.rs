@@ -64,6 +64,6 @@ pub(crate) fn figures(report: &CheckReport) -> Figures {
 
 /// limosa's verdict on these bytes, with memory for `memory` bytes.
 pub(crate) fn ours(bytes: &[u8], memory: usize) -> Result<CheckReport, limosa_image::ImageError> {
-    let storage = MemoryStorage::with(bytes.to_vec(), u64::MAX);
+    let storage = MemoryStorage::with_contents(bytes.to_vec(), u64::MAX);
     block_on(check(&storage, CheckOptions::default().memory(memory)))
 }

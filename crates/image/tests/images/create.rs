@@ -11,8 +11,8 @@ use serde_json::Value;
 
 /// Makes the image in memory and puts it, and its data file, into `folder`.
 fn make(folder: &Path, options: &CreateOptions) -> Header {
-    let storage = MemoryStorage::new(256 << 20);
-    let data = MemoryStorage::new(256 << 20);
+    let storage = MemoryStorage::growing_to(256 << 20);
+    let data = MemoryStorage::growing_to(256 << 20);
     let data_file = options.data_file.as_ref().map(|_| &data as &dyn Storage);
     let header = block_on(create(&storage, data_file, options)).unwrap();
     fs::write(folder.join("ours"), storage.contents()).unwrap();

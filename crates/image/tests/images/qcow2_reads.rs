@@ -77,7 +77,7 @@ impl Folder {
 
 fn memory(path: &Path) -> Arc<dyn Storage> {
     let bytes = std::fs::read(path).unwrap();
-    Arc::new(MemoryStorage::with(bytes, 1 << 30))
+    Arc::new(MemoryStorage::with_contents(bytes, 1 << 30))
 }
 
 const WRITES: &[&str] = &[

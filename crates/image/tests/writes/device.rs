@@ -71,7 +71,7 @@ impl Storage for Device {
 }
 
 fn device(length: usize) -> Device {
-    Device(MemoryStorage::with(vec![0xaa; length], length as u64))
+    Device(MemoryStorage::with_contents(vec![0xaa; length], length as u64))
 }
 
 #[test]

@@ -61,7 +61,8 @@ fn a_power_cut_while_a_disk_grows_leaves_one_size_or_the_other_and_all_that_was_
         for moment in flushed..=power.moments() {
             for loss in [Loss::None, Loss::All, Loss::Some(chance.bits())] {
                 let what = format!("{options:?}, cut at {moment} of {}, {loss:?}", power.moments());
-                let cut: Arc<dyn Storage> = Arc::new(MemoryStorage::with(power.cut(moment, loss).remove(0), 1 << 30));
+                let cut: Arc<dyn Storage> =
+                    Arc::new(MemoryStorage::with_contents(power.cut(moment, loss).remove(0), 1 << 30));
                 let header = block_on(Header::read(&*cut)).unwrap();
                 assert!([64 * KB, 1 << 20, 2 << 20].contains(&header.size), "{what}: {}", header.size);
                 if moment >= grown {

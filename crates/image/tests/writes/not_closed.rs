@@ -26,7 +26,7 @@ fn open_over(file: Arc<dyn Storage>, read_only: bool) -> Result<Arc<Qcow2>, Imag
 
 /// An image that was written, flushed, and not closed.
 fn abandoned() -> MemoryStorage {
-    let storage = MemoryStorage::new(16 << 20);
+    let storage = MemoryStorage::growing_to(16 << 20);
     let options = CreateOptions::default().size(64 << 20).lazy_refcounts(true);
     let disk = TestImage::create_in(Arc::new(storage.clone()), &options).open();
     assert!(disk.repaired().is_none());
@@ -34,7 +34,7 @@ fn abandoned() -> MemoryStorage {
     block_on(disk.write(GuestOffset(32 << 20), filled(2, CLUSTER).into())).unwrap();
     block_on(disk.flush()).unwrap();
     drop(disk);
-    let storage = MemoryStorage::with(storage.contents(), 16 << 20);
+    let storage = MemoryStorage::with_contents(storage.contents(), 16 << 20);
     assert!(block_on(Header::read(&storage)).unwrap().features.dirty());
     assert!(block_on(check(&storage, CheckOptions::default())).unwrap().corruptions > 0);
     storage
@@ -57,7 +57,7 @@ fn an_image_that_was_not_closed_is_repaired_before_it_is_written_and_read_as_it_
 
     let disk = open_over(Arc::new(storage.clone()), false).unwrap();
     assert!(disk.repaired().is_some_and(|report| report.corruptions_fixed > 0 && report.is_clean()));
-    is_whole(&MemoryStorage::with(storage.contents(), 16 << 20));
+    is_whole(&MemoryStorage::with_contents(storage.contents(), 16 << 20));
     block_on(disk.write(GuestOffset(16 << 20), filled(3, CLUSTER).into())).unwrap();
     block_on(disk.close()).unwrap();
     is_whole(&storage);
@@ -92,7 +92,7 @@ fn an_image_with_more_wrong_than_refcounts_is_left_as_it_is() {
     let mut bytes = storage.contents();
     let l2 = usize::from_be_bytes(bytes[l1..l1 + 8].try_into().unwrap()) & 0x00ff_ffff_ffff_fe00;
     bytes[l2 + 800..l2 + 808].copy_from_slice(&(1_u64 << 63 | 0x5_0200).to_be_bytes());
-    let storage = MemoryStorage::with(bytes.clone(), 16 << 20);
+    let storage = MemoryStorage::with_contents(bytes.clone(), 16 << 20);
     let error = open_over(Arc::new(storage.clone()), false).unwrap_err();
     assert!(error.to_string().contains("it has to be repaired before it is written"), "{error}");
     assert!(storage.contents() == bytes);

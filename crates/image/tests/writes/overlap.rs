@@ -24,7 +24,7 @@ struct Victim {
 
 impl Victim {
     fn new(extended_l2: bool) -> Self {
-        let storage = MemoryStorage::new(16 << 20);
+        let storage = MemoryStorage::growing_to(16 << 20);
         let options = CreateOptions::default().size(1 << 30).extended_l2(extended_l2);
         let header = block_on(create(&storage, None, &options)).unwrap();
         let mut victim = Self { storage, header };
@@ -248,7 +248,7 @@ fn tables_that_lie_on_each_other_are_not_written() {
 #[test]
 fn a_refcount_block_is_not_made_where_a_table_lies() {
     // The refcounts of a block are about 64 clusters of 512 bytes; all are counted, and the L1 table lies behind them.
-    let storage = MemoryStorage::new(16 << 20);
+    let storage = MemoryStorage::growing_to(16 << 20);
     let options = CreateOptions::default().size(64 << 10).cluster_size(512).refcount_bits(64);
     let mut header = block_on(create(&storage, None, &options)).unwrap();
     let victim = Victim { storage, header: header.clone() };
@@ -303,7 +303,7 @@ fn what_was_acknowledged_is_flushed_although_the_mark_of_corruption_cannot_be_wr
 
 #[test]
 fn an_image_of_version_2_is_refused_although_it_cannot_be_marked() {
-    let storage = MemoryStorage::new(16 << 20);
+    let storage = MemoryStorage::growing_to(16 << 20);
     let options = CreateOptions::default().size(64 << 20).version(2);
     let header = block_on(create(&storage, None, &options)).unwrap();
     let victim = Victim { storage, header };

@@ -310,8 +310,7 @@ fn number(answer: &Value, name: &str) -> u64 {
 
 /// The bytes of memory that a stock QEMU's balloon reckons with, of its `query-memory-size-summary` and
 /// `query-memory-devices`: what the VM was started with, and DIMMs. NVDIMMs and virtio-mem, `plugged-memory` to QEMU as
-/// well, are no part of it (as 10.0.2 answers
-/// `query-balloon` beside them).
+/// well, are no part of it (as 10.0.2 answers `query-balloon` beside them).
 fn stock_ram(summary: &Value, devices: &Value) -> u64 {
     let devices = devices.as_array().into_iter().flatten();
     let dimms = devices.filter(|device| device.get("type").and_then(Value::as_str) == Some("dimm"));

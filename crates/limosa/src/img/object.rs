@@ -1,8 +1,7 @@
 //! The secrets that `--object` defines.
 //!
 //! Law: a secret is read and checked, and none is kept: nothing needs one before images are encrypted. Other objects
-//! are
-//! refused by their kind, properties that secrets do not have by their name.
+//! are refused by their kind, properties that secrets do not have by their name.
 
 use std::collections::BTreeMap;
 use std::fs::File;

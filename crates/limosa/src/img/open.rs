@@ -54,7 +54,7 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
     let NamedImage { reference, options, .. } = resolve(source)?;
     let image = block_on(chain::open_image(&reference, &options.read_only(false).qcow2(qcow2)))?;
     warn(source, &image);
-    Ok(image.disk())
+    Ok(image.as_disk())
 }
 
 /// Warns before writing if the image was repaired or its format was guessed.

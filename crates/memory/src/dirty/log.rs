@@ -170,7 +170,7 @@ pub trait DirtyLog: Send {
     fn name(&self) -> &'static str;
 
     /// Returns the writers that it sees.
-    fn covers(&self) -> Writers;
+    fn writers(&self) -> Writers;
 
     /// Starts to log; no page is dirty then. Every write after it returns is seen.
     ///

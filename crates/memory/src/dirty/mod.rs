@@ -17,8 +17,7 @@
 //!
 //! No log sees everything: KVM sees what its vCPUs write, not what a device model in this process writes; userfaultfd
 //! sees what this process writes through the mapping, not what another process writes through its own. So each log says
-//! which
-//! [`Writers`] it covers, a VM says which it has, and [`DirtyLogs::new`] refuses what is not covered.
+//! which [`Writers`] it covers, a VM says which it has, and [`DirtyLogs::new`] refuses what is not covered.
 //!
 //! | log | sees | needs |
 //! |---|---|---|
@@ -85,7 +84,7 @@ impl DirtyLogs {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn check_covered(&self, writers: Writers) -> Result<(), LogError> {
-        let covered = self.logs.iter().fold(Writers::NONE, |covered, log| covered | log.covers());
+        let covered = self.logs.iter().fold(Writers::NONE, |covered, log| covered | log.writers());
         match writers.without(covered) {
             Writers::NONE => Ok(()),
             uncovered => Err(LogError::Uncovered(uncovered)),

@@ -31,7 +31,7 @@ struct Marks {
 #[derive(Debug)]
 pub struct SoftwareDirtyLog {
     marks: Arc<Marks>,
-    covers: Writers,
+    writers: Writers,
     discards: Option<DiscardWatch>,
 }
 
@@ -54,8 +54,8 @@ impl SoftwareDirtyBitmap {
     }
 
     /// Creates a log of the same marks for another migration. Use one log at a time.
-    pub fn log(&self, covers: Writers) -> SoftwareDirtyLog {
-        SoftwareDirtyLog { marks: Arc::clone(&self.0), covers, discards: None }
+    pub fn log(&self, writers: Writers) -> SoftwareDirtyLog {
+        SoftwareDirtyLog { marks: Arc::clone(&self.0), writers, discards: None }
     }
 
     /// Whether a page has a mark that no fetch has taken yet.
@@ -65,11 +65,11 @@ impl SoftwareDirtyBitmap {
 }
 
 impl SoftwareDirtyLog {
-    /// Creates a log for `memory`, kept by the writers `covers`.
-    pub fn new(memory: &GuestMemory, covers: Writers) -> Self {
+    /// Creates a log for `memory`, marked by `writers`.
+    pub fn new(memory: &GuestMemory, writers: Writers) -> Self {
         let blocks = memory.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages().len())).collect();
         let marks = Marks { on: AtomicBool::new(false), blocks, discardable: memory.discardable() };
-        Self { marks: Arc::new(marks), covers, discards: None }
+        Self { marks: Arc::new(marks), writers, discards: None }
     }
 
     /// Returns the handle by which writers mark pages.
@@ -83,8 +83,8 @@ impl DirtyLog for SoftwareDirtyLog {
         "the software dirty log"
     }
 
-    fn covers(&self) -> Writers {
-        self.covers
+    fn writers(&self) -> Writers {
+        self.writers
     }
 
     fn start(&mut self) -> Result<(), LogError> {

@@ -92,7 +92,7 @@ impl DirtyLog for UffdWpAsyncLog {
         NAME
     }
 
-    fn covers(&self) -> Writers {
+    fn writers(&self) -> Writers {
         Writers::VCPUS | Writers::DEVICES
     }
 

@@ -149,7 +149,7 @@ impl DirtyLog for UffdWpSyncLog {
         NAME
     }
 
-    fn covers(&self) -> Writers {
+    fn writers(&self) -> Writers {
         Writers::VCPUS | Writers::DEVICES
     }
 

@@ -199,7 +199,7 @@ impl DirtyLog for VhostLog {
         NAME
     }
 
-    fn covers(&self) -> Writers {
+    fn writers(&self) -> Writers {
         Writers::VHOST
     }
 

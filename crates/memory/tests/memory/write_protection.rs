@@ -220,8 +220,8 @@ fn memory_that_another_log_watches_is_refused_and_stays_as_it_was() {
 fn the_best_log_here_covers_all_writers_of_this_process() {
     let memory = memory(BlockOptions::memfd("ram", LENGTH));
     let mut log = best_for(&memory).unwrap();
-    assert!(log.covers().contains(Writers::VCPUS | Writers::DEVICES));
-    assert!(!log.covers().contains(Writers::VHOST));
+    assert!(log.writers().contains(Writers::VCPUS | Writers::DEVICES));
+    assert!(!log.writers().contains(Writers::VHOST));
     log.start().unwrap();
     poke(&memory, 2);
     assert_eq!(fetched(&mut *log, &memory), [page(2)]);

@@ -20,8 +20,8 @@ use super::stream_buffer::StreamBuffer;
 use crate::error::MigrateError;
 use crate::live::RecordWrite;
 
-/// Most pages with contents that go out in one call: each with its header, as many entries as the
-/// kernel takes at a time, 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
+/// Most pages with contents that go out in one call: each with its header, as many entries as the kernel takes at a
+/// time, 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
 const PAGES_A_CALL: usize = 512;
 
 /// With room for fewer pages than this a call is full: what is looked at next, most of it perhaps zero, would be too

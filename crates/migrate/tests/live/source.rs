@@ -1,5 +1,4 @@
-//! The source of a VM that runs: the VM's memory at the stop arrives, and at any time at most one side
-//! runs it.
+//! The source of a VM that runs: the VM's memory at the stop arrives, and at any time at most one side runs it.
 
 use std::num::NonZeroU64;
 use std::sync::Mutex;

@@ -153,7 +153,7 @@ impl DirtyLog for Restless {
         "a log of a restless guest"
     }
 
-    fn covers(&self) -> Writers {
+    fn writers(&self) -> Writers {
         Writers::VCPUS
     }
 

@@ -34,9 +34,8 @@ pub struct PageBitmap {
 impl PageBitmap {
     /// The empty set of a RAM block of `pages` pages.
     ///
-    /// Takes `pages / 8` bytes of memory, which the system fills in as they are touched. A number of
-    /// pages from outside has to be checked first: like every `Vec` this ends the process if the memory is not
-    /// available.
+    /// Takes `pages / 8` bytes of memory, which the system fills in as they are touched. A number of pages from outside
+    /// has to be checked first: like every `Vec` this ends the process if the memory is not available.
     #[must_use]
     pub fn new(pages: u64) -> Self {
         Self { words: vec![0; word::count_for(pages)], pages }

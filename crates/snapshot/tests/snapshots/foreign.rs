@@ -10,7 +10,7 @@ use limosa_page::PageRange;
 use limosa_page::with_causes;
 use limosa_snapshot::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, SaveHeader, SaveImage, Snapshot,
-    SnapshotError, Transport, UnnamedFile, XML_LIMIT, summarize,
+    SnapshotError, Transport, UnnamedFile, XML_LIMIT, summarize_file,
 };
 use limosa_stream::{Configuration, Feature, SectionHeader, SectionKind};
 use proptest::prelude::*;
@@ -98,7 +98,7 @@ fn a_stream_behind_zeros_is_found_and_one_in_a_pipe_too() {
         let target = folder.path().join(format!("{zeros} imported"));
         import(&file, &target).unwrap();
         assert_eq!(contents(&target), original);
-        let told = summarize(&file).unwrap();
+        let told = summarize_file(&file).unwrap();
         assert_eq!((told.blocks.len(), told.devices.len()), (2, 2));
     }
     let (reader, mut writer) = std::io::pipe().unwrap();
@@ -127,7 +127,7 @@ fn save_images_of_both_byte_orders_become_snapshots_that_know_their_domain() {
         assert_eq!(manifest.vm_uuid, Some("3f2504e0-4f89-41d3-9a0c-0305e82c3301".parse().unwrap()));
         let state = if running == 1 { "running" } else { "paused" };
         assert_eq!(Snapshot::open(&target).unwrap().run_state().as_deref(), Some(state));
-        let told = summarize(&file).unwrap();
+        let told = summarize_file(&file).unwrap();
         let libvirt = told.libvirt.unwrap();
         assert_eq!((libvirt.header.byte_order, libvirt.header.was_running), (order, running == 1));
         assert_eq!((told.run_state.as_deref(), told.devices.len()), (Some(state), 2));
@@ -150,9 +150,10 @@ fn refused(folder: &Path, bytes: &[u8], why: &str) {
     let file = folder.join("bad");
     std::fs::write(&file, bytes).unwrap();
     let before = names(folder);
-    for said in
-        [with_causes(&import(&file, &folder.join("target")).unwrap_err()), with_causes(&summarize(&file).unwrap_err())]
-    {
+    for said in [
+        with_causes(&import(&file, &folder.join("target")).unwrap_err()),
+        with_causes(&summarize_file(&file).unwrap_err()),
+    ] {
         assert!(said.contains(why) && said.contains("bad") && said.len() < 600, "{why:?}: {said}");
     }
     assert_eq!(names(folder), before);
@@ -230,7 +231,7 @@ fn a_payload_that_is_cut_off_or_has_something_behind_it_is_refused() {
     std::fs::write(&file, &packed).unwrap();
     assert_eq!(Foreign::open(&file, None).unwrap().decompressor(), Some(Decompressor::Gzip));
     import(&file, &folder.path().join("unpacked again")).unwrap();
-    assert!(summarize(&file).unwrap().warnings.iter().any(|warning| warning.contains("gzip")));
+    assert!(summarize_file(&file).unwrap().warnings.iter().any(|warning| warning.contains("gzip")));
 }
 
 #[test]
@@ -309,7 +310,7 @@ fn a_stream_with_a_feature_that_is_not_supported_is_refused_by_its_name() {
     let name = "dirty-bitmap".to_owned();
     SectionHeader { kind: SectionKind::Start, id: 5, name, instance: 0, version: 1 }.encode(&mut bytes).unwrap();
     std::fs::write(&path, bytes).unwrap();
-    let error = summarize(&path).unwrap_err();
+    let error = summarize_file(&path).unwrap_err();
     let ForeignError::Snapshot(SnapshotError::Structure { feature, .. }) = &error else { panic!("{error:?}") };
     assert_eq!(*feature, Some(Feature::DirtyBitmaps));
     assert!(error.to_string().contains("block dirty bitmaps"), "{error}");

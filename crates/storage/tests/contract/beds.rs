@@ -94,7 +94,7 @@ macro_rules! beds {
 }
 
 fn memory(check: impl Fn(Make<'_>)) {
-    check(&|| Arc::new(MemoryStorage::new(1 << 30)));
+    check(&|| Arc::new(MemoryStorage::growing_to(1 << 30)));
 }
 
 fn disk(cache: CacheMode, io: Io) -> impl Fn(fn(Make<'_>)) {

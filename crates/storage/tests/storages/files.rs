@@ -197,7 +197,7 @@ fn a_clone_shares_extents_or_returns_false_if_the_filesystem_cannot() {
     assert!(block_on((*storage).clone_range(0, &from, 0, 0)).unwrap());
     assert_eq!((storage.counters().clones.operations, storage.counters().clones.bytes), (2, 65636));
     assert!(storage.clone_block().is_power_of_two());
-    let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::new(4096));
+    let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::growing_to(4096));
     assert!(!block_on((*storage).clone_range(0, &memory, 0, 512)).unwrap());
 }
 
@@ -318,6 +318,6 @@ fn the_kernel_copies_from_file_to_file_or_the_call_returns_false() {
     assert_eq!(bytes, [&[4; 5000][..], &[3; 9000], &[4; 6000]].concat());
     // Beyond the end of the other one there are zeros, which the caller writes.
     assert!(!block_on((*into).copy_range(0, &from, 9999, 2)).unwrap());
-    let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::new(4096));
+    let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::growing_to(4096));
     assert!(!block_on((*into).copy_range(0, &memory, 0, 512)).unwrap());
 }

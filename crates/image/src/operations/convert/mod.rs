@@ -45,16 +45,14 @@ pub struct ConvertOptions {
     /// Bytes of a piece; its contents are read and written at once.
     pub piece: u64,
     /// The shortest run of zeros between contents, in bytes, that is left out; 0: everything is written, and the target
-    /// is
-    /// fully allocated.
+    /// is fully allocated.
     pub sparse: u64,
     /// Whether pieces are written in any order; otherwise in the order of the disk, one after the other.
     pub out_of_order: bool,
     /// Whether the target is known to read as zeros: it is new, or the caller says so.
     pub target_is_zero: bool,
     /// Length in bytes of the target's backing image, which has the contents of the source's: only contents of the
-    /// source
-    /// itself are copied.
+    /// source itself are copied.
     pub below: Option<u64>,
     /// Whether sectors that cannot be read become zeros.
     pub salvage: bool,

@@ -5,8 +5,7 @@
 //!
 //! The disk is walked in pieces at multiples of a length. The contents of a piece are read into one buffer, at their
 //! places in the piece; known zeros between contents are zeros in the buffer, so that a cluster of the target is
-//! written
-//! at once. Where there are no contents from one piece into the next, nothing is cut and no buffer is needed.
+//! written at once. Where there are no contents from one piece into the next, nothing is cut and no buffer is needed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -188,8 +187,7 @@ impl Runs {
 }
 
 /// Treats zeros next to contents as data, unless they are a long enough run; zeros in the same unit as contents are
-/// data
-/// in any case.
+/// data in any case.
 fn shrink(runs: &[Span], rules: &Rules) -> Runs {
     let data =
         |index: Option<usize>| index.and_then(|index| runs.get(index)).is_some_and(|run| run.content == Content::Data);

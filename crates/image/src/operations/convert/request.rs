@@ -165,7 +165,7 @@ impl PreparedConversion<'_> {
     /// # Errors
     /// [`OperationError`]. Files that were created for the target are removed.
     pub fn run(self, watch: Watch<'_>) -> Result<ConvertCounters, OperationError> {
-        let target = self.target.disk();
+        let target = self.target.as_disk();
         let counters = convert_on_threads(&self.sources, &*target, &self.options, watch)?;
         let finished = block_on(target.close());
         finished.map_err(|source| OperationError::Finish { target: target.name().to_string(), source })?;

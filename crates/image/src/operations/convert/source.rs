@@ -61,8 +61,7 @@ impl Source {
     }
 
     /// Returns the kind of the bytes from `at` on. `below`: length of the target's backing image, which has the
-    /// contents of
-    /// the source's.
+    /// contents of the source's.
     pub(crate) async fn map(&self, at: u64, below: Option<u64>) -> Result<Span, ImageError> {
         let Some(part) = self.parts.iter().find(|part| part.range.contains(&at)) else {
             return Ok(Span { range: at..self.len.max(at), content: Content::Zero });

@@ -297,7 +297,7 @@ fn what_the_kernel_copies_is_not_read_and_what_it_does_not_copy_is() {
 }
 
 fn raw(bytes: Vec<u8>) -> (MemoryStorage, Arc<dyn Disk>) {
-    let storage = MemoryStorage::with(bytes, 1 << 20);
+    let storage = MemoryStorage::with_contents(bytes, 1 << 20);
     let options = RawOptions { read_only: true, ..RawOptions::default() };
     let disk: Arc<dyn Disk> = Raw::open(Arc::new(storage.clone()), &options).unwrap();
     (storage, disk)

@@ -3,8 +3,7 @@
 //! Law: the header's size changes last, durably, when everything that it needs is there: a cut leaves the old size or
 //! the new one. Added bytes read as zeros, even if the old last cluster or the backing image has contents there.
 //! Requests continue meanwhile; only flushes wait while the L1 table is moved. Growths are one at a time: bytes that
-//! the
-//! first one adds are the guest's when the second begins.
+//! the first one adds are the guest's when the second begins.
 
 use std::sync::Arc;
 

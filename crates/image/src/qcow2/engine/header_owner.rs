@@ -111,8 +111,7 @@ impl HeaderOwner {
     }
 
     /// Writes the header again if an earlier write of it failed: the tables that the flush writes next are where the
-    /// header
-    /// in memory says.
+    /// header in memory says.
     pub(super) async fn ascertain(self: &Arc<Self>) -> Result<(), ImageError> {
         let (uncertain, unmarked) = (self.uncertain.load(Ordering::Acquire), self.unmarked.load(Ordering::Acquire));
         if !uncertain && !unmarked {

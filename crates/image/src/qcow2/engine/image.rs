@@ -33,32 +33,23 @@
 //! * Zeroing and discarding whole clusters is a job that changes entries only.
 //!
 //! Where requests overlap, each byte is of one or the other: a write in place that was looked up before a discard
-//! counts
-//! as one that came before it. A cluster that nothing refers to any more is therefore not reused before all requests
-//! that
-//! may have looked it up are done (the module `epoch`), and not before the file has no reference to it, durably. A
-//! cluster
-//! that is zeroed and stays may be written again at once: a read that was in flight meanwhile reads again. The cluster
-//! of
-//! a failed job counts as dropped, too, if other requests wrote to it.
+//! counts as one that came before it. A cluster that nothing refers to any more is therefore not reused before all
+//! requests that may have looked it up are done (the module `epoch`), and not before the file has no reference to it,
+//! durably. A cluster that is zeroed and stays may be written again at once: a read that was in flight meanwhile reads
+//! again. The cluster of a failed job counts as dropped, too, if other requests wrote to it.
 //!
 //! A request that waits for a job, a slice or a flush drives it: there is no thread behind an image, and a request that
 //! is dropped or not polled stops nothing but a close, which waits for requests that are no longer polled until they
-//! are
-//! dropped. A job that is dropped is completed by the next request, before anything else, so that it either took effect
-//! or never existed. A write in place that is dropped continues by itself, and counts as using its cluster until a
-//! flush
-//! finds it over.
+//! are dropped. A job that is dropped is completed by the next request, before anything else, so that it either took
+//! effect or never existed. A write in place that is dropped continues by itself, and counts as using its cluster until
+//! a flush finds it over.
 //!
 //! # Protection of tables
 //!
 //! A hostile image may lie about the places of its contents, free clusters and tables. Every cluster is compared with
-//! the
-//! tables before it is written, handed out or given back (the module `overlap_check`), and tables that overlap each
-//! other
-//! are found when the image is opened to be written. If there is an overlap, the image is marked as corrupt, and
-//! nothing
-//! more is written or given back.
+//! the tables before it is written, handed out or given back (the module `overlap_check`), and tables that overlap each
+//! other are found when the image is opened to be written. If there is an overlap, the image is marked as corrupt, and
+//! nothing more is written or given back.
 //!
 //! # Crash consistency
 //!
@@ -162,16 +153,13 @@ struct Inner {
 
 impl Qcow2 {
     /// Opens an image. If it is opened to be written, and its lazy refcounts were not written because it was not
-    /// closed, it
-    /// is repaired first: [`Qcow2::repaired`]. The caller makes sure that an image opened to be written is not open
-    /// elsewhere.
+    /// closed, it is repaired first: [`Qcow2::repaired`]. The caller makes sure that an image opened to be written is
+    /// not open elsewhere.
     ///
     /// # Errors
     /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::Damaged`]: it is opened to be
-    /// written, and
-    /// is marked as corrupt or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data file is needed
-    /// and
-    /// not there; errors of the storage.
+    /// written, and is marked as corrupt or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data
+    /// file is needed and not there; errors of the storage.
     pub async fn open(parts: Parts, options: Qcow2Options) -> Result<Arc<Self>, ImageError> {
         let Parts { file, data_file, backing, mut header } = parts;
         let name = Arc::clone(file.name());
@@ -215,8 +203,7 @@ impl Qcow2 {
     }
 
     /// Returns what was repaired when the image was opened; `None`: it had been closed, or is only read. The refcounts
-    /// of
-    /// an image with lazy refcounts that was not closed are wrong: nothing is written before they are rebuilt, as
+    /// of an image with lazy refcounts that was not closed are wrong: nothing is written before they are rebuilt, as
     /// [`Repair::Refcounts`] does.
     #[must_use]
     pub const fn repaired(&self) -> Option<&CheckReport> {
@@ -230,8 +217,7 @@ impl Qcow2 {
     }
 
     /// Grows the disk to `size` bytes, durably; added bytes read as zeros. Requests may be in flight; those past the
-    /// old end
-    /// are admitted when it is done. Several growths at a time are carried out one after the other.
+    /// old end are admitted when it is done. Several growths at a time are carried out one after the other.
     ///
     /// # Errors
     /// [`ImageError::Unsupported`]: shorter; no multiple of 512; larger than the image's clusters allow; version 2 with

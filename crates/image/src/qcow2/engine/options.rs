@@ -15,8 +15,7 @@ impl CloneMode {
     /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-reflinks.md):
     /// clusters of 256 KiB that a small write begins are faster cloned, those of 64 KiB are faster copied, and between
     /// them the time gained is lost in CPU. A clone changes the filesystem's own tables, which takes the same time for
-    /// any
-    /// length; and bytes that are then written over it need space again.
+    /// any length; and bytes that are then written over it need space again.
     pub const AUTO: Self = Self::From(128 << 10);
 }
 
@@ -39,8 +38,7 @@ pub struct Qcow2Options {
     /// Whether refcounts are written late; `None`: what the image says.
     pub lazy_refcounts: Option<bool>,
     /// Bytes of clusters that are allocated at once for later writes; the file grows by them. Unused ones are given
-    /// back
-    /// when the image is closed. More than the default of 4 MiB gained nothing when measured.
+    /// back when the image is closed. More than the default of 4 MiB gained nothing when measured.
     pub allocate_ahead: u64,
     /// Whether freed clusters are discarded in the storage.
     pub discard: bool,

@@ -6,8 +6,7 @@
 //!
 //! Tables that the header leads to are known from the beginning; L2 tables and refcount blocks are added as they are
 //! created. A lookup of other clusters takes no lock: a filter has one bit for each hash of a cluster's number. A bit
-//! that
-//! is set for another cluster costs a lookup, and nothing more.
+//! that is set for another cluster costs a lookup, and nothing more.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -114,8 +113,7 @@ impl Default for OverlapCheck {
 
 impl OverlapCheck {
     /// `ranges`: tables that may be longer than a cluster, in bytes of the file; `l2` and `blocks`: offsets of L2
-    /// tables and
-    /// refcount blocks. `more`: the number of them that may be added.
+    /// tables and refcount blocks. `more`: the number of them that may be added.
     pub(super) fn new(
         cluster_bits: u32,
         ranges: Vec<(TableKind, Range<HostOffset>)>,

@@ -42,8 +42,7 @@ impl Reader {
             let zeroings = self.tables.zeroings();
             self.read_once(at, into.clone()).await?;
             // A cluster that was zeroed and kept may have been written again meanwhile, and those bytes must not be
-            // seen
-            // before the table has them: otherwise a later read would see the zeros again.
+            // seen before the table has them: otherwise a later read would see the zeros again.
             if self.tables.zeroings() == zeroings {
                 return Ok(());
             }

@@ -207,8 +207,7 @@ impl Tables {
     }
 
     /// Passes the entries of the clusters from `at` to `end`, those that one slice has, to `visit`. Each is decoded
-    /// when it
-    /// is asked for.
+    /// when it is asked for.
     pub(super) fn visit<R>(
         &self,
         at: GuestOffset,

@@ -180,7 +180,7 @@ mod tests {
     use crate::qcow2::offline::create::{CreateOptions, create};
 
     fn image(directory: &[u8], count: u32) -> (MemoryStorage, Header) {
-        let storage = MemoryStorage::new(1 << 20);
+        let storage = MemoryStorage::growing_to(1 << 20);
         let options = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
         let mut header = block_on(create(&storage, None, &options)).unwrap();
         let size = directory.len() as u64;

@@ -1,8 +1,7 @@
 //! Compressed clusters.
 //!
 //! Law: decompression yields one cluster, no more, for any input. Bytes between the end of the stream and the end of
-//! its
-//! last sector are ignored.
+//! its last sector are ignored.
 
 use flate2::{Decompress, FlushDecompress, Status};
 use limosa_page::{BrokenInvariant, broken, to_usize};

@@ -545,14 +545,14 @@ mod tests {
     fn stored(header: &Header) -> MemoryStorage {
         let mut bytes = header.clone().encode(&"image".into()).unwrap();
         bytes.resize(0x3_0200, 0);
-        MemoryStorage::with(bytes, 1 << 20)
+        MemoryStorage::with_contents(bytes, 1 << 20)
     }
 
     /// With these bytes at this place: what is said about it.
     fn broken(at: usize, bytes: &[u8]) -> String {
         let mut image = stored(&usual()).contents();
         image[at..at + bytes.len()].copy_from_slice(bytes);
-        block_on(Header::read(&MemoryStorage::with(image, 1 << 20))).unwrap_err().to_string()
+        block_on(Header::read(&MemoryStorage::with_contents(image, 1 << 20))).unwrap_err().to_string()
     }
 
     #[test]
@@ -576,7 +576,7 @@ mod tests {
         let mut bytes = stored(&Header { backing: Some(Backing::new("base".into())), ..usual() }).contents();
         bytes[8..16].copy_from_slice(&0x800_u64.to_be_bytes());
         bytes[0x800..0x804].copy_from_slice(b"away");
-        let storage = MemoryStorage::with(bytes.clone(), 1 << 20);
+        let storage = MemoryStorage::with_contents(bytes.clone(), 1 << 20);
         let header = block_on(Header::read(&storage)).unwrap();
         assert_eq!(header.backing, Some(Backing { name: "away".into(), at: 0x800 }));
         block_on(header.write_fields(&storage)).unwrap();

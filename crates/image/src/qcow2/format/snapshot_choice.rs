@@ -38,8 +38,7 @@ impl SnapshotChoice {
     }
 
     /// Returns the header of an image as it was when the snapshot was taken: with its L1 table and length. The image
-    /// may
-    /// only be read.
+    /// may only be read.
     pub(crate) async fn apply(&self, storage: &dyn Storage, header: Header) -> Result<Header, ImageError> {
         let snapshots = snapshot_table::read(storage, &header).await?;
         let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(storage.name()), what };

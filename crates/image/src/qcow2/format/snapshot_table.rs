@@ -127,7 +127,7 @@ mod tests {
 
     /// An image with a snapshot table of these bytes at 0x40000.
     fn image(table: &[u8], count: u32) -> (MemoryStorage, Header) {
-        let storage = MemoryStorage::new(1 << 20);
+        let storage = MemoryStorage::growing_to(1 << 20);
         let options = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
         let mut header = block_on(create(&storage, None, &options)).unwrap();
         header.snapshots = (HostOffset(0x4_0000), count);

@@ -390,7 +390,7 @@ mod tests {
     use super::*;
 
     fn made(options: &CreateOptions) -> (MemoryStorage, Header) {
-        let storage = MemoryStorage::new(64 << 20);
+        let storage = MemoryStorage::growing_to(64 << 20);
         let header = block_on(create(&storage, None, options)).unwrap();
         (storage, header)
     }
@@ -446,7 +446,7 @@ mod tests {
 
     #[test]
     fn a_storage_that_is_too_small_holds_no_image() {
-        let storage = MemoryStorage::new(100 << 10);
+        let storage = MemoryStorage::growing_to(100 << 10);
         let options = CreateOptions { size: 1 << 30, ..CreateOptions::default() };
         assert!(block_on(create(&storage, None, &options)).is_err());
         assert!(block_on(Header::read(&storage)).is_err());

@@ -99,7 +99,7 @@ impl DirtyLog for KvmLog {
         NAME
     }
 
-    fn covers(&self) -> Writers {
+    fn writers(&self) -> Writers {
         Writers::VCPUS
     }
 

@@ -227,7 +227,7 @@ impl DirtyLog for KvmRingLog {
         NAME
     }
 
-    fn covers(&self) -> Writers {
+    fn writers(&self) -> Writers {
         Writers::VCPUS
     }
 

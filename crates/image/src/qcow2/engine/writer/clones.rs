@@ -1,10 +1,9 @@
 //! Contents of new clusters that are shared with where they lie, in place of being read and written.
 //!
 //! Law: the places of contents are looked up first. A pure plan then decides whether they are cloned; a clone leaves
-//! the
-//! same bytes as the one that copies them, and has no more operations. A clone is over before anything is written to
-//! its place, and the table learns of the place after both: in the order of writes it is a write. Two files that cannot
-//! share are not tried again; the write then copies.
+//! the same bytes as the one that copies them, and has no more operations. A clone is over before anything is written
+//! to its place, and the table learns of the place after both: in the order of writes it is a write. Two files that
+//! cannot share are not tried again; the write then copies.
 
 use std::sync::{Arc, OnceLock};
 

@@ -330,8 +330,7 @@ impl Copier {
     }
 
     /// The claim and the work of a job that begins with the byte at `pos`. `entries` are of clusters that one job can
-    /// cover,
-    /// `first` is the first of them.
+    /// cover, `first` is the first of them.
     fn extent_of(
         &self,
         pos: GuestOffset,

@@ -2,8 +2,7 @@
 //!
 //! Law: a cluster that is repaired as a table is nothing but a table. A wrong L1 entry can lead into the guest's data,
 //! and a repair there would change them; a wrong L2 entry can lead into a table. The two cases cannot be distinguished,
-//! so
-//! both keep the contents that they see.
+//! so both keep the contents that they see.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -9,10 +9,8 @@ use crate::setters::setters;
 #[non_exhaustive]
 pub struct CheckOptions {
     /// Bytes of memory for counting references. An image that needs more is read several times. Each cluster of its
-    /// file
-    /// takes 1.25 bytes, or 4.25 for a repair or if a cluster has more than 255 references. Tables that are being read
-    /// take
-    /// at most 8 MiB more.
+    /// file takes 1.25 bytes, or 4.25 for a repair or if a cluster has more than 255 references. Tables that are being
+    /// read take at most 8 MiB more.
     pub memory: usize,
     /// The most [`Finding`]s that are kept; all are counted.
     pub findings: usize,

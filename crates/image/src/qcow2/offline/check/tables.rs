@@ -51,8 +51,7 @@ pub(in crate::qcow2) fn numbers(bytes: &[u8]) -> impl Iterator<Item = u64> + '_ 
 }
 
 /// The parts in which a table of `bytes` at `at` is read, up to the end of a file of `length` bytes: there are no
-/// entries
-/// past it.
+/// entries past it.
 pub(in crate::qcow2) fn pieces(at: u64, bytes: u64, file: u64) -> impl Iterator<Item = (u64, u64)> {
     let end = at.saturating_add(bytes).min(file.max(at));
     (at..end).step_by(to_usize(PIECE)).map(move |from| (from, PIECE.min(at.saturating_add(bytes) - from)))

@@ -5,10 +5,10 @@
 //! one host page at a time. The device sections are loaded by a thread of their own, because loading them may touch
 //! missing memory as well.
 //!
-//! Three laws. **Missing memory never reads as zeros** before the end of the stream: a connection
-//! that breaks leaves the guest waiting ([`IncomingOutcome::PostcopyPaused`]), also if everything is dropped. **The VM
-//! is started once or never,** whichever comes first: the thread that has loaded its devices, or a failure before that.
-//! **No request is lost:** a page that is waited for is requested again over every new connection.
+//! Three laws. **Missing memory never reads as zeros** before the end of the stream: a connection that breaks leaves
+//! the guest waiting ([`IncomingOutcome::PostcopyPaused`]), also if everything is dropped. **The VM is started once or
+//! never,** whichever comes first: the thread that has loaded its devices, or a failure before that. **No request is
+//! lost:** a page that is waited for is requested again over every new connection.
 //!
 //! Pages received as zero before the VM ran have no memory; a guest that touches one is given zeros here, without a
 //! request.
