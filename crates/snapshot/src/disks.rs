@@ -14,6 +14,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::manifest::Manifest;
 
@@ -39,6 +40,9 @@ pub struct Disk {
     /// The overlay that the VM went on with when this disk was frozen; absent if it was not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<PathBuf>,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Map<String, Value>,
 }
 
 impl Disk {
@@ -54,7 +58,16 @@ impl Disk {
     ) -> io::Result<Self> {
         let path = path.into();
         let (size, mtime_ns) = measure(&path)?;
-        Ok(Self { node: node.into(), device, path, format: format.into(), size, mtime_ns, overlay: None })
+        Ok(Self {
+            node: node.into(),
+            device,
+            path,
+            format: format.into(),
+            size,
+            mtime_ns,
+            overlay: None,
+            others: Map::new(),
+        })
     }
 }
 

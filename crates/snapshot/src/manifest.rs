@@ -1,7 +1,8 @@
 //! Facts about a stored VM that QEMU's format has no place for.
 //!
 //! Law of this module: the manifest informs and guards, it never decides whether memory can be restored. Keys that this
-//! version does not know are kept and written back, so that an older limosa can pass on a newer one's file.
+//! version does not know are kept at every level and written back, so that an older limosa can seal a newer one's file.
+//! Of a number that is not a whole one of 64 bits the nearest 64-bit float is kept.
 
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -101,7 +102,7 @@ impl Default for Manifest {
 }
 
 /// How a VM's pages reached the snapshot file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transport {
     /// QEMU wrote the file itself.
@@ -110,13 +111,13 @@ pub enum Transport {
     Socket,
     /// A recorded stream or another program's file was converted.
     Import,
-    /// A transport that this version does not know.
-    #[serde(other)]
-    Unknown,
+    /// A transport that this version does not know, by its name.
+    #[serde(untagged)]
+    Unknown(String),
 }
 
 /// Where the pages of a save went, in 4 KiB pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct PageStatistics {
@@ -137,6 +138,9 @@ pub struct PageStatistics {
     /// Pages whose earlier contents had to be taken out of the file because they ended as zero. In a file that QEMU has
     /// written it is the filesystem's count: it counts whole blocks of its own.
     pub punched: u64,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Map<String, Value>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]

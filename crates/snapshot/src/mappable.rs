@@ -45,7 +45,7 @@ pub struct Sealed {
 ///
 /// # Errors
 /// [`SnapshotError::Locked`] while it is served or replaced; a file that is not a whole snapshot, or would restore to a
-/// broken guest; that it cannot be written.
+/// broken guest; a trailer of a later version; that it cannot be written.
 pub fn seal_snapshot(path: &Path) -> Result<Sealed, SnapshotError> {
     let path = &std::fs::canonicalize(path).map_err(|error| SnapshotError::io("find it", path, None, error))?;
     let held = lock::open_for_exclusive(CWD, path.as_path())
@@ -57,6 +57,7 @@ pub fn seal_snapshot(path: &Path) -> Result<Sealed, SnapshotError> {
     snapshot.check_restorable()?;
     let mut sealed = Sealed { was_mappable: snapshot.is_mappable(), cleared: 0, explicit_zero: 0 };
     if !sealed.was_mappable {
+        snapshot.check_extensible()?;
         let file = writable(&held, path)?;
         lock::writing(&file, path)?;
         let file = StoreFile::new(file, path);

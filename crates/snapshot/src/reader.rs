@@ -232,6 +232,17 @@ impl Snapshot {
         &self.trailer.warnings
     }
 
+    /// Refuses a file that ends with a trailer of a version that this limosa does not know: one behind it would hide
+    /// the records of that version.
+    pub(crate) fn check_extensible(&self) -> Result<(), SnapshotError> {
+        if self.trailer.is_unknown_version {
+            let why =
+                "its trailer is of a version that this limosa does not know; another behind it would hide its records";
+            return Err(self.file.structure(self.length(), why));
+        }
+        Ok(())
+    }
+
     /// Whether checksums were recorded and are enforced.
     pub fn has_checksums(&self) -> bool {
         self.verifier.is_some()

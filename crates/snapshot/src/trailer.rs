@@ -33,7 +33,7 @@
 //! Law of this module: a trailer that is missing, foreign or damaged costs its contents and a warning, never the
 //! memory. The parts are judged one by one: checksums that are readable are enforced also beside a damaged manifest.
 
-use limosa_page::to_usize;
+use limosa_page::{to_u64, to_usize};
 
 use crate::manifest::Manifest;
 
@@ -46,13 +46,29 @@ pub(crate) const CHUNK: u64 = 1 << CHUNK_BITS;
 
 const MAGIC: [u8; 8] = *b"limosa\x1a\n";
 const VERSION: u32 = 1;
-/// Longest manifest that is read: thousands of disks.
+/// Longest manifest that is read or written: thousands of disks.
 const MANIFEST_MAX: u64 = 16 << 20;
+/// Most values of a manifest that is read. In memory a value takes many times the room of its shortest text, `0`.
+const VALUES_MAX: usize = 1 << 18;
 /// Bytes at a file's end in which a whole trailer is looked for, where the file does not end with one.
 const SEARCHED: u64 = 2 * MANIFEST_MAX;
 
 /// Flag: checksums of the memory and of the device state were recorded.
 const CHECKSUMS: u32 = 1;
+
+/// The reason why bytes are not a footer.
+#[derive(Debug)]
+struct NoFooter {
+    why: String,
+    /// They are a whole footer, of a version or with flags that this limosa does not know.
+    is_unknown_version: bool,
+}
+
+impl From<String> for NoFooter {
+    fn from(why: String) -> Self {
+        Self { why, is_unknown_version: false }
+    }
+}
 
 /// A decoded footer: where the other parts are, and their checksums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,10 +107,12 @@ impl Footer {
 
     /// Reads the 64 bytes before `end` of a file whose QEMU stream ends at `stream_end`; the reason if they are not a
     /// footer for it.
-    fn decode(bytes: &[u8; FOOTER_LEN], stream_end: u64, end: u64) -> Result<Self, String> {
+    fn decode(bytes: &[u8; FOOTER_LEN], stream_end: u64, end: u64) -> Result<Self, NoFooter> {
         let (magic, mut words) = bytes.split_at(MAGIC.len());
         if magic != MAGIC {
-            return Err("what follows QEMU's stream is not limosa's trailer, or is only a part of it".to_owned());
+            return Err("what follows QEMU's stream is not limosa's trailer, or is only a part of it"
+                .to_owned()
+                .into());
         }
         let version = u32_le(&mut words);
         let flags = u32_le(&mut words);
@@ -104,17 +122,19 @@ impl Footer {
         let (manifest_crc, table_crc) = (u32_le(&mut words), u32_le(&mut words));
         let device_crc = (flags & CHECKSUMS != 0).then_some(u32_le(&mut words));
         if crc32c::crc32c(bytes.split_at(FOOTER_LEN - 4).0) != u32_le(&mut bytes.split_at(FOOTER_LEN - 4).1) {
-            return Err("the footer of limosa's trailer is damaged".to_owned());
+            return Err("the footer of limosa's trailer is damaged".to_owned().into());
         }
         if version != VERSION || flags & !CHECKSUMS != 0 || chunk_bits != CHUNK_BITS {
-            return Err(format!("limosa's trailer is of version {version}, which this limosa does not know in full"));
+            let why = format!("limosa's trailer is of version {version}, which this limosa does not know in full");
+            return Err(NoFooter { why, is_unknown_version: true });
         }
         let room = end.checked_sub(FOOTER_LEN as u64).and_then(|end| end.checked_sub(manifest_offset));
         let parts = manifest_length.checked_add(table_length);
         if manifest_offset < stream_end || parts.is_none() || parts != room {
-            return Err(format!(
+            let why = format!(
                 "limosa's trailer belongs to a stream that ends at offset {manifest_offset:#x}, this one ends at {stream_end:#x}",
-            ));
+            );
+            return Err(why.into());
         }
         Ok(Self { manifest_offset, manifest_length, table_length, manifest_crc, table_crc, device_crc })
     }
@@ -137,10 +157,28 @@ pub(crate) struct Checksums {
     pub(crate) devices: u32,
 }
 
+/// A manifest that no trailer can hold.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UnwritableManifest {
+    /// It has no JSON form.
+    #[error("it is not valid JSON")]
+    Json(#[from] serde_json::Error),
+    /// No reader would take it.
+    #[error("it has {length} bytes and {values} values; at most {MANIFEST_MAX} bytes and {VALUES_MAX} values are read")]
+    TooLarge { length: usize, values: usize },
+}
+
 /// Returns the trailer's bytes, for `offset` of the file.
-pub(crate) fn encode(manifest: &Manifest, checksums: Option<&Checksums>, offset: u64) -> serde_json::Result<Vec<u8>> {
+pub(crate) fn encode(
+    manifest: &Manifest,
+    checksums: Option<&Checksums>,
+    offset: u64,
+) -> Result<Vec<u8>, UnwritableManifest> {
     let mut bytes = serde_json::to_vec(manifest)?;
-    let manifest_length = bytes.len();
+    let (manifest_length, values) = (bytes.len(), values_at_most(&bytes));
+    if to_u64(manifest_length) > MANIFEST_MAX || values > VALUES_MAX {
+        return Err(UnwritableManifest::TooLarge { length: manifest_length, values });
+    }
     for checksum in checksums.iter().flat_map(|checksums| &checksums.chunks) {
         bytes.extend_from_slice(&checksum.to_le_bytes());
     }
@@ -168,12 +206,15 @@ pub(crate) struct Trailer {
     pub(crate) checksums: Option<Checksums>,
     /// Warnings for a person: each is one sentence without a full stop.
     pub(crate) warnings: Vec<String>,
+    /// Whether the file ends with a trailer of a version that this limosa does not know. A trailer behind it would hide
+    /// its records from the limosa that does.
+    pub(crate) is_unknown_version: bool,
 }
 
 impl Trailer {
     fn none(why: String, warn: bool) -> Self {
         let warnings = if warn { vec![why.clone()] } else { Vec::new() };
-        Self { manifest: None, without: Some(why), checksums: None, warnings }
+        Self { without: Some(why), warnings, ..Self::default() }
     }
 
     /// Reads the trailer of a file through `read(offset, length)`, which is asked for ranges inside the file only.
@@ -199,15 +240,18 @@ impl Trailer {
         let bytes = read(file_length - FOOTER_LEN as u64, FOOTER_LEN)?;
         let footer = match <&[u8; FOOTER_LEN]>::try_from(bytes.as_slice()) {
             Ok(bytes) => Footer::decode(bytes, stream_end, file_length),
-            Err(_) => Err("the footer of limosa's trailer is cut".to_owned()),
+            Err(_) => Err("the footer of limosa's trailer is cut".to_owned().into()),
         };
         let mut trailer = Self::default();
         let footer = match footer {
             Ok(footer) => footer,
-            Err(why) => {
+            Err(NoFooter { why, is_unknown_version }) => {
                 let start = stream_end.max(file_length.saturating_sub(SEARCHED));
                 let bytes = read(start, to_usize(file_length - start))?;
-                let Some(footer) = last_footer(&bytes, start, stream_end) else { return Ok(Self::none(why, true)) };
+                let Some(footer) = last_footer(&bytes, start, stream_end) else {
+                    return Ok(Self { is_unknown_version, ..Self::none(why, true) });
+                };
+                trailer.is_unknown_version = is_unknown_version;
                 trailer.warnings.push(format!("{why}; limosa's trailer before it is used"));
                 footer
             }
@@ -249,7 +293,16 @@ fn manifest<E>(footer: &Footer, read: &mut impl FnMut(u64, usize) -> Result<Vec<
     if crc32c::crc32c(&bytes) != footer.manifest_crc {
         return Ok(Err("limosa's manifest was edited or is damaged: it is ignored".to_owned()));
     }
+    let values = values_at_most(&bytes);
+    if values > VALUES_MAX {
+        return Ok(Err(format!("limosa's manifest has {values} values: more than it can")));
+    }
     Ok(serde_json::from_slice(&bytes).map_err(|e| format!("limosa's manifest cannot be read: {e}")))
+}
+
+/// An upper bound of the number of values in a JSON text: each but the first follows one of these bytes.
+fn values_at_most(json: &[u8]) -> usize {
+    json.iter().filter(|byte| matches!(byte, b',' | b'[' | b'{')).count().saturating_add(1)
 }
 
 fn table<E>(
@@ -384,7 +437,74 @@ mod tests {
         assert_eq!(read(&bytes, 0).manifest, Some(manifest));
     }
 
+    #[test]
+    fn a_manifest_of_more_values_than_are_read_is_neither_written_nor_read() {
+        let mut manifest = Manifest::new();
+        let many = vec![serde_json::Value::from(0); VALUES_MAX];
+        manifest.others.insert("many".to_owned(), many.into());
+        let error = encode(&manifest, None, STREAM_END).unwrap_err();
+        assert!(matches!(error, UnwritableManifest::TooLarge { values, .. } if values > VALUES_MAX), "{error:?}");
+        // As a hostile writer puts it into a file.
+        let json = serde_json::to_vec(&manifest).unwrap();
+        let footer = Footer {
+            manifest_offset: STREAM_END,
+            manifest_length: json.len() as u64,
+            table_length: 0,
+            manifest_crc: crc32c::crc32c(&json),
+            table_crc: crc32c::crc32c(&[]),
+            device_crc: None,
+        };
+        let bytes = [vec![0x55; 1000], json, footer.encode()].concat();
+        let trailer = read(&bytes, 0);
+        assert!(trailer.manifest.is_none() && trailer.warnings[0].contains("values"), "{:?}", trailer.warnings);
+    }
+
+    /// Values of a key that a later version may write: whole numbers, texts, and lists and objects of them.
+    fn later_value() -> impl Strategy<Value = serde_json::Value> {
+        let leaf = prop_oneof![
+            Just(serde_json::Value::Null),
+            any::<bool>().prop_map(Into::into),
+            any::<i64>().prop_map(Into::into),
+            any::<u64>().prop_map(Into::into),
+            ".{0,12}".prop_map(Into::into),
+        ];
+        leaf.prop_recursive(4, 40, 5, |inner| {
+            prop_oneof![
+                proptest::collection::vec(inner.clone(), 0..5).prop_map(Into::into),
+                proptest::collection::btree_map(".{0,8}", inner, 0..5)
+                    .prop_map(|keys| serde_json::Value::Object(keys.into_iter().collect())),
+            ]
+        })
+    }
+
     proptest! {
+        #[test]
+        fn what_a_later_version_added_anywhere_comes_back_unchanged(
+            top in proptest::collection::btree_map("x-.{0,8}", later_value(), 0..4),
+            pages in proptest::collection::btree_map("x-.{0,8}", later_value(), 0..4),
+            disk in proptest::collection::btree_map("x-.{0,8}", later_value(), 0..4),
+            via in "x-.{0,8}",
+        ) {
+            let mut json = serde_json::json!({
+                "id": "8c1e1b5e-9f05-4d34-8d7d-0f4c6f3e5a11",
+                "limosa": "99.0.0",
+                "created": 1,
+                "finished": 2,
+                "ram_bytes": 3,
+                "via": via,
+                "pages": { "normal": 1, "zero": 2, "explicit_zero": 0, "resent": 4, "punched": 0 },
+                "disks": [{ "node": "drive0", "path": "/srv/disk", "format": "raw", "size": 7 }],
+            });
+            for (place, keys) in [("", top), ("/pages", pages), ("/disks/0", disk)] {
+                json.pointer_mut(place).unwrap().as_object_mut().unwrap().extend(keys);
+            }
+            let manifest: Manifest = serde_json::from_value(json.clone()).unwrap();
+            let mut bytes = vec![0x55; 1000];
+            bytes.extend(encode(&manifest, None, STREAM_END).unwrap());
+            let again = read(&bytes, 0).manifest.unwrap();
+            prop_assert_eq!(serde_json::to_value(&again).unwrap(), json);
+        }
+
         #[test]
         fn any_damage_costs_at_most_what_it_hits(at in 0_usize..4000, flip in 1_u8..) {
             let whole = file(Some(&[1, 2, 3, 4]));

@@ -187,7 +187,7 @@ fn prepare(
     };
     let bandwidth = watch.handle.control.max_bandwidth();
     let bandwidth = if before.waits_for_hints(options) { hints::slow(bandwidth) } else { bandwidth };
-    let mut wish = settings(transport, options, channels, !before.overlays.is_empty(), bandwidth);
+    let mut wish = settings(&transport, options, channels, !before.overlays.is_empty(), bandwidth);
     if transport == Transport::Socket
         && options.channels.is_some()
         && let Some(how) = current.parameters.get("zero-page-detection").filter(|how| **how != "none")

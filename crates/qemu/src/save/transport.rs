@@ -59,13 +59,13 @@ pub(super) fn choose_transport(monitor: &Monitor, options: &SaveOptions) -> Resu
 /// How QEMU must be set for the transport: what it needs is on, and every option that would give the stream another
 /// form is off.
 pub(super) fn settings(
-    transport: Transport,
+    transport: &Transport,
     options: &SaveOptions,
     channels: Option<usize>,
     freezes: bool,
     bandwidth: Option<NonZeroU64>,
 ) -> Settings {
-    let by_file = transport == Transport::File;
+    let by_file = *transport == Transport::File;
     let mut wish = if options.background { background::settings() } else { Settings::new() };
     wish = wish
         .capability("events", true)

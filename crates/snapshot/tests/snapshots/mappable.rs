@@ -78,7 +78,7 @@ fn an_older_or_foreign_file_is_sealed_in_place_and_keeps_what_it_recorded() {
     let snapshot = Snapshot::open(&target).unwrap();
     assert_eq!(snapshot.warnings(), [] as [&str; 0]);
     assert_eq!(snapshot.device_tail(), tail("paused"));
-    let pages = snapshot.manifest().unwrap().pages;
+    let pages = &snapshot.manifest().unwrap().pages;
     assert_eq!((pages.normal, pages.zero, pages.explicit_zero), (2, LARGE - 2 + 16, 16));
     let metadata = target.metadata().unwrap();
     assert_eq!((metadata.ino(), metadata.permissions().mode() & 0o777), (inode, 0o400));
@@ -104,9 +104,29 @@ fn forget_mappable(path: &Path) {
     let (start, length) = (field(16), field(24));
     let crc = crc32c::crc32c(&bytes[start..start + length]);
     bytes[footer + 44..footer + 48].copy_from_slice(&crc.to_le_bytes());
+    sign_footer(&mut bytes);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Makes the checksum of a changed footer right.
+fn sign_footer(bytes: &mut [u8]) {
+    let footer = bytes.len() - 64;
     let crc = crc32c::crc32c(&bytes[footer..footer + 60]);
     bytes[footer + 60..].copy_from_slice(&crc.to_le_bytes());
-    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_trailer_of_a_later_version_is_not_hidden_behind_another() {
+    let directory = tempfile::tempdir().unwrap();
+    let target = small(directory.path(), "vm", QUICK);
+    let mut bytes = std::fs::read(&target).unwrap();
+    let footer = bytes.len() - 64;
+    bytes[footer + 8..footer + 12].copy_from_slice(&2_u32.to_le_bytes());
+    sign_footer(&mut bytes);
+    std::fs::write(&target, &bytes).unwrap();
+    let refused = seal_snapshot(&target);
+    assert!(matches!(&refused, Err(SnapshotError::Structure { what, .. }) if what.contains("version")), "{refused:?}");
+    assert!(std::fs::read(&target).unwrap() == bytes);
 }
 
 #[test]

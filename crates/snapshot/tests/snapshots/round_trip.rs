@@ -42,7 +42,7 @@ fn pages_devices_and_manifest_come_back_as_they_were_given() {
     assert_eq!(found.machine.as_deref(), Some("pc-q35-10.0"));
     assert_eq!(found.run_state.as_deref(), Some("paused"));
     assert_eq!(found.ram_bytes, 616 * 4096);
-    let pages = found.pages;
+    let pages = &found.pages;
     assert_eq!((pages.normal, pages.zero, pages.explicit_zero, pages.resent, pages.punched), (4, 5, 5, 1, 0));
     assert_eq!(pages.hinted, Some(600 - 3 + 16 - 6), "nothing was said of them");
     assert_eq!(published.length, target.metadata().unwrap().len());
