@@ -64,7 +64,7 @@ pub use faults::{
 pub use free::{FreePageSink, FreePages, FreePagesError};
 pub use layout::{GuestLayout, GuestRegion};
 pub use memory::GuestMemory;
-pub use pagemap::copied_pages;
+pub use pagemap::ProcessPages;
 pub use pin::PinnedPages;
 pub use populate::{MemcgHeadroom, PopulateStats, Populator, PrefaultAhead};
 pub use release::ReleaseMethod;

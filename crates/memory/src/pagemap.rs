@@ -220,18 +220,33 @@ fn is_no_such_call(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL | libc::ENOSYS | libc::EPERM))
 }
 
-/// Finds the pages of another process that were copied out of a private mapping of a file because the process wrote to
-/// them: `addresses` are the process's own, of such a mapping, in bytes. Every other page still reads as the file.
-///
-/// # Errors
-/// There is no such process, or it is another user's.
-pub fn copied_pages(pid: u32, addresses: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-    let mut found: Vec<Range<u64>> = Vec::new();
-    PageMap::of(&pid.to_string())?.copied(addresses, |run| match found.last_mut() {
-        Some(last) if last.end == run.start => last.end = run.end,
-        _ => found.push(run),
-    })?;
-    Ok(found)
+/// The page tables of another process, for questions about its private mappings of files. Addresses are the process's
+/// own, in bytes.
+#[derive(Debug)]
+pub struct ProcessPages(PageMap);
+
+impl ProcessPages {
+    /// Opens the page tables of a process. They stay its own, also when its number is used again.
+    ///
+    /// # Errors
+    /// There is no such process, or it is another user's.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        PageMap::of(&pid.to_string()).map(Self)
+    }
+
+    /// Finds the pages that were copied out of a private mapping of a file because the process wrote to them. Every
+    /// other page still reads as the file.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn copied(&mut self, addresses: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let mut found: Vec<Range<u64>> = Vec::new();
+        self.0.copied(addresses, |run| match found.last_mut() {
+            Some(last) if last.end == run.start => last.end = run.end,
+            _ => found.push(run),
+        })?;
+        Ok(found)
+    }
 }
 
 /// Whether a word of the file says that a page is there (bit 63) or swapped (bit 62), and is not a file's (bit 61).
@@ -329,7 +344,8 @@ mod tests {
         let pages = |runs: &[Range<u64>]| {
             runs.iter().map(|run| (run.start - start) >> 12..(run.end - start) >> 12).collect::<Vec<_>>()
         };
-        let found = copied_pages(std::process::id(), start..start + (64 << 12)).unwrap();
+        let mut process = ProcessPages::of(std::process::id()).unwrap();
+        let found = process.copied(start..start + (64 << 12)).unwrap();
         assert_eq!(pages(&found), [3..5, 40..41]);
         let mut old = Vec::new();
         let map = PageMap::open().unwrap();
@@ -337,7 +353,7 @@ mod tests {
         assert_eq!(old, found);
         // SAFETY: the mapping of above, unused from here on.
         unsafe { rustix::mm::munmap(memory.cast(), 64 << 12) }.unwrap();
-        assert!(copied_pages(0, 0..4096).is_err());
+        assert!(ProcessPages::of(0).is_err());
     }
 
     #[test]

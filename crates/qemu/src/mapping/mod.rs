@@ -11,6 +11,7 @@
 mod machine;
 mod maps;
 mod place;
+mod process;
 mod recognize;
 mod rewrite;
 

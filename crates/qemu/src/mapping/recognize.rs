@@ -4,14 +4,13 @@
 //! address that QEMU reports for the block. Pages that QEMU has written there since (by a device `loader`, by a reset)
 //! are found and sent.
 
-use std::os::fd::AsFd as _;
 use std::path::Path;
 
 use limosa_migrate::stored::InPlace;
-use limosa_page::PageRange;
+use limosa_page::with_causes;
 use limosa_snapshot::Snapshot;
 
-use super::maps::{MappedFile, Mapping, has_open, mappings, with_descendants};
+use super::process::{MappingProcess, NotMapping};
 use crate::conflict::{Conflict, JobOption};
 use crate::file_identity::FileId;
 use crate::job::JobError;
@@ -37,14 +36,14 @@ pub(crate) fn recognize(monitor: &Monitor, snapshot: &Snapshot) -> Result<Mapped
     if backends.is_empty() {
         return Ok(Mapped::No("no memory backend of this QEMU maps a snapshot (private, readonly=on)".into()));
     }
-    let seen = match Seen::of(monitor, snapshot) {
-        Ok(seen) => seen,
+    let process = match process_of(monitor, snapshot) {
+        Ok(process) => process,
         Err(why) => return Ok(why),
     };
     let here = monitor.ram_blocks()?;
     let mut blocks = Vec::new();
     for backend in &backends {
-        match block_of(backend, snapshot, &seen, &here) {
+        match block_of(backend, snapshot, &process, &here) {
             Ok(block) => blocks.push(block),
             Err(why) => return Ok(Mapped::Wrong(why)),
         }
@@ -81,7 +80,7 @@ pub fn refuse_shared_snapshot(monitor: &Monitor, snapshot: &Snapshot) -> Result<
         return Ok(());
     }
     let named = |backend: &&FileBackend| is_file(snapshot, &backend.path);
-    let mapped = Seen::of(monitor, snapshot).is_ok_and(|seen| seen.maps_shared());
+    let mapped = process_of(monitor, snapshot).is_ok_and(|process| process.maps_shared());
     match shared.iter().find(named).or_else(|| shared.first().filter(|_| mapped)) {
         None => Ok(()),
         Some(backend) => Err(JobError::conflict(
@@ -106,69 +105,28 @@ fn is_meant(backend: &FileBackend) -> bool {
     !backend.share && (backend.readonly && backend.is_ram || backend.offset.is_some_and(|offset| offset != 0))
 }
 
-/// The kernel's view of the process.
-struct Seen {
-    pid: u32,
-    /// Its mappings of the snapshot's file.
-    mappings: Vec<Mapping>,
-}
-
-impl Seen {
-    fn of(monitor: &Monitor, snapshot: &Snapshot) -> Result<Self, Mapped> {
-        let Some(pid) = monitor.qmp().process() else {
-            let why = "which file this QEMU maps can only be seen on its own host, through a unix socket";
-            return Err(Mapped::No(why.into()));
-        };
-        let unseen = |error| Mapped::No(format!("the mappings of process {pid} cannot be read: {error}"));
-        let file = FileId::of_descriptor(snapshot).map_err(unseen)?;
-        let mapped = MappedFile::of(snapshot.as_fd()).map_err(unseen)?;
-        let mut is_open = false;
-        for (index, pid) in with_descendants(pid).into_iter().enumerate() {
-            let seen = has_open(pid, file).and_then(|open| Ok((open, mappings(pid)?)));
-            let (open, mut mappings) = match seen {
-                // It has ended since it was listed.
-                Err(_) if index > 0 => continue,
-                seen => seen.map_err(unseen)?,
-            };
-            is_open |= open;
-            mappings.retain(|mapping| mapping.file == mapped);
-            if is_open && !mappings.is_empty() {
-                return Ok(Self { pid, mappings });
-            }
-        }
-        if is_open {
-            return Ok(Self { pid, mappings: Vec::new() });
-        }
-        Err(Mapped::Wrong(format!(
+/// The process of a QEMU that is meant to map a snapshot.
+fn process_of(monitor: &Monitor, snapshot: &Snapshot) -> Result<MappingProcess, Mapped> {
+    let Some(pid) = monitor.qmp().process() else {
+        let why = "which file this QEMU maps can only be seen on its own host, through a unix socket";
+        return Err(Mapped::No(why.into()));
+    };
+    MappingProcess::find(pid, snapshot).map_err(|why| match why {
+        NotMapping::Unseen { .. } => Mapped::No(with_causes(&why)),
+        NotMapping::AnotherFile { .. } => Mapped::Wrong(format!(
             "this QEMU maps another file, or one that had the name {} before",
             snapshot.path().display()
-        )))
-    }
-
-    fn maps_shared(&self) -> bool {
-        self.mappings.iter().any(|mapping| mapping.is_shared)
-    }
-
-    /// Returns the address at which the process has these bytes of the file as private memory: the one that QEMU
-    /// reports for the block, or, for a QEMU that reports none, the only one where they are mapped.
-    fn address(&self, said: Option<u64>, offset: u64, length: u64) -> Option<u64> {
-        let mut private = self.mappings.iter().filter(|mapping| !mapping.is_shared);
-        match said {
-            Some(address) => private.any(|mapping| mapping.holds(address, offset, length)).then_some(address),
-            None => {
-                let place = |mapping: &Mapping| {
-                    let address = mapping.address.checked_add(offset.checked_sub(mapping.offset)?)?;
-                    mapping.holds(address, offset, length).then_some(address)
-                };
-                let mut places = private.filter_map(place);
-                places.next().filter(|_| places.next().is_none())
-            }
-        }
-    }
+        )),
+    })
 }
 
 /// Returns the snapshot's RAM block that is this backend's memory, except for the pages that QEMU has written.
-fn block_of(backend: &FileBackend, snapshot: &Snapshot, seen: &Seen, here: &[RamBlockInfo]) -> Result<InPlace, String> {
+fn block_of(
+    backend: &FileBackend,
+    snapshot: &Snapshot,
+    process: &MappingProcess,
+    here: &[RamBlockInfo],
+) -> Result<InPlace, String> {
     let id = &backend.id;
     // Machine types of old name the block by the object's whole path.
     let named = |name: &str| name == id || name.strip_prefix("/objects/") == Some(id);
@@ -186,14 +144,13 @@ fn block_of(backend: &FileBackend, snapshot: &Snapshot, seen: &Seen, here: &[Ram
         return Err(format!("memory backend {id} maps offset {offset} of its file; RAM block {name} is at {place}"));
     }
     let said = here.iter().find(|here| here.name == *name).and_then(|here| here.host_address);
-    let Some(address) = seen.address(said, place, length).filter(|_| backend.size == length) else {
+    let Some(address) = process.address(said, place, length).filter(|_| backend.size == length) else {
         return Err(format!(
             "memory backend {id} does not map the {length} bytes of RAM block {name} at offset {place} of {}",
             snapshot.path().display()
         ));
     };
     let unseen = |error| format!("which pages of RAM block {name} QEMU has written cannot be read: {error}");
-    let copied = limosa_memory::copied_pages(seen.pid, address..address + length).map_err(unseen)?;
-    let page = |run: &std::ops::Range<u64>| PageRange::covering(&(run.start - address..run.end - address));
-    Ok(InPlace { block: name.clone(), changed: copied.iter().map(page).collect() })
+    let changed = process.copied_pages(address, length).map_err(unseen)?;
+    Ok(InPlace { block: name.clone(), changed })
 }
