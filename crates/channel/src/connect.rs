@@ -77,11 +77,8 @@ impl Channel {
         let peer: Arc<str> = "standard input and output".into();
         let failed = |source: io::Error| ChannelError::setup(OPERATION, peer.clone(), source);
         for (fd, why) in [
-            (
-                rustix::stdio::stdin(),
-                "standard input is not a pipe or socket; use fd:1 to send to standard output only",
-            ),
-            (rustix::stdio::stdout(), "standard output is not a pipe or socket; use fd:0 to read standard input only"),
+            (rustix::stdio::stdin(), "standard input is not a pipe or socket"),
+            (rustix::stdio::stdout(), "standard output is not a pipe or socket"),
         ] {
             // A file or /dev/null would not answer, and a stream would garble a terminal.
             let found = rustix::fs::fstat(fd).map_err(|errno| failed(errno.into()))?;

@@ -13,33 +13,33 @@ use thiserror::Error;
 use crate::tls::TlsFailure;
 use crate::uri::UriError;
 
-/// An operation on a channel. Its `Display` begins a sentence that the peer's name completes.
+/// An operation on a channel. Its `Display` says that it failed, and needs the peer's name after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, strum::Display)]
 #[non_exhaustive]
 pub enum Operation {
     /// Connecting to a peer.
-    #[strum(to_string = "connecting to")]
+    #[strum(to_string = "cannot connect to")]
     Connect,
     /// Making a listener.
-    #[strum(to_string = "listening on")]
+    #[strum(to_string = "cannot listen on")]
     Listen,
     /// Waiting for a peer to connect.
-    #[strum(to_string = "waiting for a connection on")]
+    #[strum(to_string = "cannot accept a connection on")]
     Accept,
     /// Opening a file.
-    #[strum(to_string = "opening")]
+    #[strum(to_string = "cannot open")]
     Open,
     /// Writing.
-    #[strum(to_string = "writing to")]
+    #[strum(to_string = "cannot write to")]
     Write,
     /// Reading.
-    #[strum(to_string = "reading from")]
+    #[strum(to_string = "cannot read from")]
     Read,
     /// Shutting down one or both directions.
-    #[strum(to_string = "shutting down")]
+    #[strum(to_string = "cannot shut down")]
     Shutdown,
     /// Setting time-outs, buffers or other properties.
-    #[strum(to_string = "setting up")]
+    #[strum(to_string = "cannot set up")]
     Configure,
 }
 
@@ -54,7 +54,7 @@ pub enum ChannelError {
     #[error(transparent)]
     Uri(#[from] UriError),
     /// No process listens there (yet).
-    #[error("{operation} {peer}: connection refused")]
+    #[error("{operation} {peer}")]
     Refused {
         /// The operation.
         operation: Operation,

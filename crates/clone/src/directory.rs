@@ -50,6 +50,7 @@ pub struct Listed {
     /// Its name, which is that of its directory.
     pub name: String,
     /// Its directory.
+    #[serde(rename = "dir")]
     pub folder: PathBuf,
     /// Its state.
     pub state: State,

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use limosa_image::ImageError;
-use limosa_page::BrokenInvariant;
+use limosa_page::{BrokenInvariant, with_causes};
 use limosa_qemu::JobError;
 use limosa_snapshot::SnapshotError;
 use thiserror::Error;
@@ -120,19 +120,19 @@ pub enum CloneError {
     },
 
     /// QEMU opened no monitor.
-    #[error("QEMU opened no monitor{}", said(log))]
+    #[error("QEMU opened no monitor{}", said_or(log, error))]
     NoMonitor {
-        /// The last failure to connect.
-        source: JobError,
+        /// The last failure to connect: it follows from what QEMU said, if that said anything.
+        error: JobError,
         /// The end of QEMU's log.
         log: String,
     },
 
     /// QEMU did not take the VM.
-    #[error("QEMU did not take the VM{}", said(log))]
+    #[error("QEMU did not take the VM{}", said_or(log, error))]
     NotTaken {
-        /// The reason.
-        source: JobError,
+        /// The failure: it follows from what QEMU said, if that said anything.
+        error: JobError,
         /// The end of QEMU's log.
         log: String,
     },
@@ -154,6 +154,26 @@ impl CloneError {
     }
 }
 
+/// Shows QEMU's own words, which are the cause of the failure, or the failure if it said nothing.
+fn said_or(log: &str, failure: &(dyn std::error::Error + 'static)) -> String {
+    if log.is_empty() { format!(": {}", with_causes(failure)) } else { said(log) }
+}
+
 fn said(log: &str) -> String {
     if log.is_empty() { String::new() } else { format!("; it said: {log}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_follows_from_qemus_own_words_is_not_given_as_their_cause() {
+        let ended = |log: &str| {
+            let (error, log) = (JobError::Failed { reason: "no socket".into() }, log.into());
+            with_causes(&CloneError::NoMonitor { error, log })
+        };
+        assert_eq!(ended("no such device"), "QEMU opened no monitor; it said: no such device");
+        assert_eq!(ended(""), "QEMU opened no monitor: QEMU gave up: no socket");
+    }
 }

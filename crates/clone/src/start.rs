@@ -152,7 +152,7 @@ pub(crate) fn connect(path: &Path, child: Option<&mut Child>, log: &File) -> Res
             Err(error) => {
                 let has_ended = child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
                 if has_ended || Instant::now() >= end {
-                    return Err(CloneError::NoMonitor { source: error.into(), log: said(log) });
+                    return Err(CloneError::NoMonitor { error: error.into(), log: said(log) });
                 }
                 thread::sleep(CONNECT_EVERY);
             }
@@ -163,7 +163,7 @@ pub(crate) fn connect(path: &Path, child: Option<&mut Child>, log: &File) -> Res
 fn not_taken(source: JobError, log: &File) -> CloneError {
     // QEMU says why right before it ends.
     thread::sleep(Duration::from_millis(50));
-    CloneError::NotTaken { source, log: said(log) }
+    CloneError::NotTaken { error: source, log: said(log) }
 }
 
 /// Returns the end of QEMU's log, in one line.

@@ -48,19 +48,25 @@ pub fn count(number: u64) -> String {
     text
 }
 
-/// GiB per second.
+/// GiB per second, to three decimals.
 #[must_use]
 pub fn rate(moved: u64, within: Duration) -> f64 {
     // A rate is printed with two digits: what the conversion loses beyond 2^53 bytes is not seen.
     #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
     let gib = moved as f64 / f64::from(1u32 << 30);
-    gib / within.as_secs_f64().max(1e-9)
+    rounded(gib / within.as_secs_f64().max(1e-9))
 }
 
-/// Milliseconds with their fraction, for programs.
+/// Milliseconds to three decimals, for programs.
 #[must_use]
 pub fn millis(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
+    rounded(time.as_secs_f64() * 1e3)
+}
+
+/// A number to three decimals: more digits of a measurement mean nothing.
+#[must_use]
+pub fn rounded(number: f64) -> f64 {
+    (number * 1e3).round() / 1e3
 }
 
 #[cfg(test)]
@@ -73,6 +79,13 @@ mod tests {
         assert_eq!(bytes(4096), "4 KiB");
         assert_eq!(bytes((3 << 30) / 2), "1.5 GiB");
         assert_eq!(bytes(u64::MAX), "16777215 TiB");
+    }
+
+    #[test]
+    fn measurements_for_programs_have_three_decimals() {
+        assert_eq!(millis(Duration::from_nanos(26_971_605)).to_string(), "26.972");
+        assert_eq!(rate(499_712, Duration::from_millis(51)).to_string(), "0.009");
+        assert_eq!(rounded(1_846.803_921_134).to_string(), "1846.804");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use limosa_clone::{
     Started, State, StopOptions, Waiting, list, remove, stop,
 };
 use limosa_console::{all_printed, error_line, print_out, quantity, say};
-use limosa_qemu::check_command_line;
+use limosa_qemu::{check_command_line, check_program};
 use limosa_snapshot::Snapshot;
 use serde_json::{Value, json};
 
@@ -33,6 +33,7 @@ pub(crate) fn run(args: &CloneArgs) -> anyhow::Result<ExitCode> {
 fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     let line = check_command_line(&args.command)?;
+    check_program(&args.command)?;
     let snapshot = Snapshot::open(&args.snapshot)?;
     snapshot.warnings().iter().for_each(|warning| say!("limosa: {warning}"));
     snapshot.lock_serving()?;

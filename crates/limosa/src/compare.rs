@@ -166,14 +166,15 @@ fn verdict(args: &InspectArgs, comparison: &Comparison) -> String {
     let refusing = comparison.findings.iter().filter(|finding| finding.refuses()).count();
     let place = if args.diff { "where the other was saved" } else { "on this QEMU" };
     if refusing > 0 {
-        return format!("{file} would not load {place}: findings that prevent it: {refusing}");
+        let prevent = if refusing == 1 { "finding prevents" } else { "findings prevent" };
+        return format!("{file} would not load {place}: {refusing} {prevent} it");
     }
     let unknown = match unknown {
         0 => String::new(),
         some if args.qemu.is_none() && !args.diff => {
-            format!("; findings that only loading, or the sections that --qemu lists, can decide: {some}")
+            format!("; only loading, or the sections that --qemu lists, can decide {some} of the findings")
         }
-        some => format!("; findings that only loading can decide: {some}"),
+        some => format!("; only loading can decide {some} of the findings"),
     };
     format!("{file} would load {place}, by what is known (options inside a device are not compared){unknown}")
 }

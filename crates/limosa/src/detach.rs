@@ -52,7 +52,7 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     let _ = passing_on.join();
     heard.context("cannot read from the pager")?;
     let Ok(said) = serde_json::from_str::<Value>(&line) else {
-        bail!("the pager ended before the guest ran; the snapshot is unchanged: start a new QEMU and try again");
+        bail!("the pager ended before the guest ran; the snapshot is unchanged: end this QEMU and start a new one");
     };
     if let Some(why) = said.get("failed").and_then(Value::as_str) {
         bail!("{why}");

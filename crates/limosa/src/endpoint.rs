@@ -7,15 +7,14 @@ use std::fs::File;
 use std::io::Seek as _;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use clap::CommandFactory as _;
+use anyhow::{Context, anyhow};
 use limosa_channel::{Channel, ChannelError, Exec, Listener, Options, Shutdown, Tls, TlsFailure, Uri};
 use limosa_migrate::MigrateError;
 use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
 
-use crate::args::Cli;
 use crate::job::JobHandles;
 use crate::remedy;
+use crate::usage::misused;
 use limosa_console::{error_line, say};
 
 /// How long a command whose stream has broken off may take to end, so that its exit status can be reported.
@@ -58,17 +57,20 @@ impl Wire {
         Self::new(channel, Some(command), false)
     }
 
+    /// Connects to standard input and output; `remedy` is for when they are not both connected.
+    fn stdio(options: &Options, remedy: &str) -> anyhow::Result<Self> {
+        let connected = Channel::connect(&Uri::Stdio, options).map_err(|error| match error {
+            ChannelError::Unsupported { .. } => anyhow!("{error}{remedy}"),
+            error => error.into(),
+        });
+        Self::new(connected?, None, false)
+    }
+
     /// Reaches a destination, with `channels` multifd channels.
     pub(crate) fn to(uri: &Uri, options: &Options, channels: u8) -> anyhow::Result<Self> {
-        if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) {
-            anyhow::bail!("{uri}: multifd needs several connections: use tcp:HOST:PORT or unix:PATH");
-        }
         match uri {
             Uri::Exec(command) => Self::exec(command, options),
-            Uri::File { path, .. } => anyhow::bail!(
-                "limosa send needs a receiver; to write the stream into a file, use --one-way \"exec:cat > {}\"",
-                path.display()
-            ),
+            Uri::Stdio => Self::stdio(options, "; to send to standard output only, use fd:1"),
             _ => {
                 // The main channel first: a destination that has no other means to tell channels apart goes by their
                 // order. Over TLS it has shaken hands then. The others do so on their own threads, because QEMU waits
@@ -78,7 +80,7 @@ impl Wire {
                 let connect = |number| {
                     let connected = Channel::connect(uri, options);
                     connected.map_err(|error| {
-                        anyhow::anyhow!(
+                        anyhow!(
                             "{}; multifd channel {number} of {channels}: the destination needs multifd on and \
                              multifd-channels {channels} before it listens",
                             error_line(&error)
@@ -99,12 +101,9 @@ impl Wire {
         within: Option<Duration>,
         handles: &JobHandles,
     ) -> anyhow::Result<Self> {
-        if channels > 0 && !matches!(uri, Uri::Tcp { .. } | Uri::Unix(_) | Uri::Fd(_)) {
-            anyhow::bail!("{uri}: multifd needs several connections: listen on tcp:HOST:PORT or unix:PATH");
-        }
         match uri {
             Uri::Exec(command) => Self::exec(command, options),
-            Uri::Stdio => Self::new(Channel::connect(uri, options)?, None, false),
+            Uri::Stdio => Self::stdio(options, "; to receive from standard input only, use --one-way fd:0"),
             Uri::File { path, offset } => {
                 let failed = || format!("cannot read {}", path.display());
                 let mut file = File::open(path).with_context(failed)?;
@@ -197,11 +196,6 @@ pub(crate) fn keep_stdout(uri: &Uri, json: bool) {
     if json && matches!(uri, Uri::Stdio | Uri::Fd(1)) {
         misused("--json prints to standard output, which carries the stream");
     }
-}
-
-/// Ends the program with a usage error.
-pub(crate) fn misused(why: &str) -> ! {
-    Cli::command().error(clap::error::ErrorKind::ArgumentConflict, why).exit()
 }
 
 fn is_regular_file(channel: &Channel) -> bool {

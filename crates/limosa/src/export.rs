@@ -9,22 +9,27 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use limosa_control::Job;
 use limosa_migrate::stats::PrecopyStats;
+use limosa_qemu::is_same_file;
 use limosa_snapshot::{Snapshot, UnnamedFile};
 use serde_json::json;
 
 use crate::args::ExportArgs;
 use crate::job::JobHandles;
 use crate::report;
+use crate::usage::misused;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
-    let snapshot = Snapshot::open(&args.snapshot)?;
-    snapshot.lock_serving()?;
     let to_stdout = args.stream == Path::new("-");
     let stdout = std::io::stdout();
     if to_stdout && args.json {
-        bail!("standard output cannot carry both the stream and --json output: omit one of them");
+        misused("--json prints to standard output, which carries the stream");
     }
+    let snapshot = Snapshot::open(&args.snapshot)?;
+    if !to_stdout && is_same_file(&args.stream, &args.snapshot) {
+        bail!("{}: the snapshot and the stream must be different files", args.stream.display());
+    }
+    snapshot.lock_serving()?;
     if to_stdout && stdout.is_terminal() {
         bail!("standard output is a terminal: redirect it, or give a file");
     }

@@ -17,18 +17,19 @@ use serde_json::{Value, json};
 use crate::args::ImportArgs;
 use crate::job::JobHandles;
 use crate::report;
+use crate::usage::misused;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     if args.xml.as_ref() == Some(&args.snapshot) {
-        bail!("{}: the snapshot and the domain XML must be different files", args.snapshot.display());
+        misused(format_args!("{}: the snapshot and the domain XML must be different files", args.snapshot.display()));
     }
     if is_one_file(&args.stream, &args.snapshot) {
         bail!("{}: the source and the snapshot must be different files", args.snapshot.display());
     }
     let foreign = open(&args.stream)?;
-    if args.xml.is_some() && foreign.image().is_none() {
+    if args.xml.is_some() && foreign.is_importable() && foreign.image().is_none() {
         bail!("{}: {}, which has no domain XML: omit --xml", args.stream.display(), foreign.describe());
     }
     // Both are refused before anything is read.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::Context;
+use anyhow::bail;
 use limosa_channel::Uri;
 use limosa_control::{ControlSocket, Job};
 use limosa_migrate::Handle;
@@ -12,11 +12,16 @@ use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 
 use crate::args::JobArgs;
 use crate::bars::Bar;
+use crate::remedy;
 use crate::signals::SignalWatch;
+use crate::usage::misused;
 use limosa_console::say;
 
 /// This program, for watchdogs: through /proc, so that it is this one even if its file was replaced meanwhile.
 pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
+
+/// Longest path of a unix socket, in bytes (unix(7)).
+const SOCKET_PATH_MAX: usize = 107;
 
 /// Connects to QEMU's monitor.
 pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
@@ -65,7 +70,33 @@ impl JobHandles {
     }
 }
 
+/// Checks the address at which QEMU is to listen, where a mistake can be seen without it: a QEMU that cannot listen
+/// there is lost.
+pub(crate) fn check_listen(address: Option<&Uri>) -> anyhow::Result<()> {
+    match address {
+        None | Some(Uri::Tcp { .. }) => {}
+        Some(Uri::Unix(path)) => {
+            let path = std::path::absolute(path)?;
+            if path.as_os_str().len() > SOCKET_PATH_MAX {
+                misused(format_args!(
+                    "--listen {}: the path of a socket has at most {SOCKET_PATH_MAX} bytes",
+                    path.display()
+                ));
+            }
+            if let Some(folder) = path.parent().filter(|folder| !folder.is_dir()) {
+                bail!(
+                    "--listen unix:{}: there is no directory {}; make it, for limosa and QEMU",
+                    path.display(),
+                    folder.display()
+                );
+            }
+        }
+        Some(other) => misused(format_args!("--listen {other}: must be unix:PATH or tcp:HOST:PORT")),
+    }
+    Ok(())
+}
+
 /// Opens the control socket at which programs watch and steer the job.
 pub(crate) fn listen(path: &Path, job: Job, engine: &Handle) -> anyhow::Result<ControlSocket> {
-    ControlSocket::listen(path, job, engine).with_context(|| format!("cannot listen at {} (--control)", path.display()))
+    ControlSocket::listen(path, job, engine).map_err(|error| remedy::without_control(path, &error))
 }

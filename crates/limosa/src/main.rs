@@ -27,6 +27,7 @@ mod save;
 mod send;
 mod signals;
 mod snapshot;
+mod usage;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -39,7 +40,7 @@ use limosa_console::say;
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return usage(&error),
+        Err(error) => return usage::report(&error),
     };
     log(cli.verbose);
     // A core dump would hold pages of the guest. If it cannot be forbidden, the jobs are still worth doing.
@@ -66,22 +67,8 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             say!("limosa: {}{}", limosa_console::one_line(&error), remedy::of_cause(&error));
-            ExitCode::FAILURE
+            if usage::is_misuse(&error) { ExitCode::from(2) } else { ExitCode::FAILURE }
         }
-    }
-}
-
-/// Prints the error of the command line, or the help that was asked for.
-fn usage(error: &clap::Error) -> ExitCode {
-    let _ = error.print();
-    let arguments: Vec<_> =
-        std::env::args_os().skip(1).filter(|word| !word.as_encoded_bytes().starts_with(b"-")).collect();
-    match (error.use_stderr(), arguments.first(), arguments.get(1)) {
-        (false, ..) => ExitCode::SUCCESS,
-        // As in qemu-img: 2 means that an image is corrupt. But for `compare` 1 means that the images differ, which was
-        // not checked.
-        (true, Some(command), of) if command == "img" && of.is_none_or(|of| of != "compare") => ExitCode::FAILURE,
-        _ => ExitCode::from(2),
     }
 }
 

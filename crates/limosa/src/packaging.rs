@@ -11,6 +11,7 @@ use anyhow::Context as _;
 use clap::{Command, CommandFactory as _};
 use clap_complete::Shell;
 use clap_mangen::Man;
+use clap_mangen::roff::{Roff, roman};
 
 use crate::args::{Cli, CompletionsArgs, ManArgs, ShellArg};
 use limosa_console::say;
@@ -45,9 +46,35 @@ fn write_pages(command: &Command, args: &ManArgs) -> anyhow::Result<usize> {
     let page = Man::new(command.clone()).manual("limosa").source(concat!("limosa ", env!("CARGO_PKG_VERSION")));
     let path = args.directory.join(page.get_filename());
     let mut text = Vec::new();
-    page.render(&mut text).context("cannot make a page")?;
+    render(&page, command, &mut text).context("cannot make a page")?;
     fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
     command.get_subcommands().try_fold(1, |pages, below| Ok(pages + write_pages(below, args)?))
+}
+
+/// A page in the order of clap's own, but with the usage of `--help` as its synopsis: clap's leaves out the values of
+/// options.
+fn render(page: &Man, command: &Command, text: &mut Vec<u8>) -> std::io::Result<()> {
+    page.render_title(text)?;
+    page.render_name_section(text)?;
+    let usage = command.clone().render_usage().to_string();
+    let mut synopsis = Roff::new();
+    synopsis.control("SH", ["SYNOPSIS"]);
+    for line in usage.trim_start_matches("Usage:").lines() {
+        synopsis.text([roman(line.trim())]).control("br", []);
+    }
+    synopsis.to_writer(text)?;
+    page.render_description_section(text)?;
+    page.render_options_section(text)?;
+    if command.has_subcommands() {
+        page.render_subcommands_section(text)?;
+    }
+    if command.get_after_help().is_some() || command.get_after_long_help().is_some() {
+        page.render_extra_section(text)?;
+    }
+    if command.get_version().is_some() {
+        page.render_version_section(text)?;
+    }
+    Ok(())
 }
 
 /// The command line as `--help` shows it: the completion scripts would offer hidden commands.

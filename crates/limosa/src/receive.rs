@@ -24,6 +24,7 @@ use crate::endpoint::{self, PeerEnd, Wire};
 use crate::job::JobHandles;
 use crate::remedy;
 use crate::report;
+use crate::usage::misused;
 use limosa_console::{error_line, print_out, say};
 
 /// Longest silence of a source that is there.
@@ -33,8 +34,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const AFTER_THE_END: Duration = Duration::from_millis(100);
 
 pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
-    if let Some(why) = args.tls.contradiction(&args.uri) {
-        endpoint::misused(why);
+    if let Some(why) = args.contradiction() {
+        misused(why);
     }
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
     let tls = args.tls.read()?;

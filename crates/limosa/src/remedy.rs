@@ -1,8 +1,11 @@
 //! Remedies for the engines' failures. The libraries say what is wrong; this says which option helps.
 
+use std::io;
+use std::path::Path;
+
 use anyhow::anyhow;
 use limosa_balloon::StatisticsError;
-use limosa_channel::{ChannelError, KernelTlsFailure, TlsFailure, TlsRefusal};
+use limosa_channel::{ChannelError, KernelTlsFailure, Operation, TlsFailure, TlsRefusal};
 use limosa_clone::CloneError;
 use limosa_console::error_line;
 use limosa_image::ImageError;
@@ -16,6 +19,7 @@ use limosa_qemu::{
 use limosa_snapshot::SnapshotError;
 use limosa_storage::{OpenError, StorageError};
 use limosa_stream::{Feature, StreamError};
+use limosa_vhost::ServerError;
 
 /// Returns the remedy, to be appended to the message of the error; empty if no option helps.
 pub(crate) fn of(error: &MigrateError) -> String {
@@ -63,8 +67,26 @@ fn of_channel(error: &ChannelError) -> String {
             let least = least.div_ceil(1024);
             format!("; raise it (ulimit -l {least}, LimitMEMLOCK={least}K), or grant CAP_IPC_LOCK")
         }
+        ChannelError::Refused { .. } => "; nothing listens there: start the destination first".into(),
+        ChannelError::Io { operation: Operation::Listen, source, .. } => of_listen(source).into(),
         _ => String::new(),
     }
+}
+
+/// The remedy for an address at which a socket cannot listen.
+fn of_listen(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => "; it is in use: choose another address, or end what uses it",
+        io::ErrorKind::AddrNotAvailable => "; use an address of this host, or 0.0.0.0 for all of them",
+        io::ErrorKind::InvalidFilename => "; the path of a socket has at most 107 bytes",
+        io::ErrorKind::NotFound => "; the directory must exist",
+        _ => "",
+    }
+}
+
+/// The failure of a control socket, with its remedy.
+pub(crate) fn without_control(path: &Path, error: &io::Error) -> anyhow::Error {
+    anyhow!("--control: cannot listen on {}: {error}{}", path.display(), of_listen(error))
 }
 
 fn of_tls(failure: &TlsFailure) -> &'static str {
@@ -283,7 +305,7 @@ fn of_resume(error: &ResumeError) -> Option<String> {
 /// The remedy for a monitor at whose address nothing answers.
 fn of_qmp(error: &QmpError) -> Option<String> {
     match error {
-        QmpError::Connect { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
+        QmpError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
             Some("; run limosa as root or as QEMU's user".into())
         }
         QmpError::Connect { .. } => Some("; is its QEMU running, with -qmp unix:PATH,server=on,wait=off?".into()),
@@ -323,6 +345,9 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         }
         if let Some(ImageError::Refused { untrusted: true, .. }) = cause.downcast_ref() {
             return Some("; open it without --untrusted if it is".into());
+        }
+        if let Some(ServerError::Listen { source, .. }) = cause.downcast_ref() {
+            return Some(of_listen(source).into());
         }
         let migrate = cause.downcast_ref().map(of);
         let channel = || cause.downcast_ref().map(of_channel);
@@ -365,7 +390,6 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use limosa_channel::Operation;
     use limosa_stream::ErrorKind;
 
     use super::*;
@@ -451,6 +475,24 @@ mod tests {
             assert!(of(&error).contains(remedy), "{error}: {}", of(&error));
         }
         assert_eq!(of_cause(&tls(TlsFailure::BadRecord).into()), "");
+    }
+
+    #[test]
+    fn an_address_that_cannot_be_used_has_the_remedy_of_its_reason() {
+        for (reason, remedy) in [
+            (io::ErrorKind::AddrInUse, "choose another"),
+            (io::ErrorKind::AddrNotAvailable, "of this host"),
+            (io::ErrorKind::InvalidFilename, "107 bytes"),
+            (io::ErrorKind::NotFound, "the directory must exist"),
+        ] {
+            let (operation, peer) = (Operation::Listen, "unix:a".into());
+            let channel = ChannelError::Io { operation, peer, offset: None, source: reason.into() };
+            let server = ServerError::Listen { path: "a".into(), source: reason.into() };
+            assert!(of_cause(&channel.into()).contains(remedy), "{reason}");
+            assert!(of_cause(&anyhow::Error::from(server).context("--vhost-user")).contains(remedy), "{reason}");
+        }
+        let said = without_control(Path::new("a/b"), &io::ErrorKind::AddrInUse.into()).to_string();
+        assert!(said.starts_with("--control: cannot listen on a/b: ") && said.contains("choose another"), "{said}");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use limosa_control::Job;
 use limosa_migrate::MigrateError;
+use limosa_qemu::qmp::QmpError;
 use limosa_qemu::{
     JobError, LazyReport, Restore, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport,
     Watchdog, recover, restore,
@@ -24,6 +25,7 @@ use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
+    job::check_listen(args.how.listen.as_ref())?;
     if args.detach {
         return detach::run(&args);
     }
@@ -104,14 +106,30 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
     if refused || args.recover {
         return error.into();
     }
-    // A QEMU that cannot load a VM closes its end and says why on its own stderr.
-    let closed = matches!(error, JobError::Channel(_) | JobError::Migrate(MigrateError::Channel(_)));
-    let context = if closed {
-        "not restored; the snapshot is unchanged: check QEMU's own messages, start a new one and try again"
-    } else {
-        "not restored; the snapshot is unchanged: end this QEMU, start a new one and try again"
-    };
-    anyhow::Error::from(error).context(context)
+    let remedy = remedy_before_the_guest(&error, args);
+    let line = format!("not restored; the snapshot is unchanged: {}{remedy}", error_line(&error));
+    // The library's remedies are found in the chain, and follow this line.
+    anyhow::Error::from(error).context(line)
+}
+
+/// Returns the remedy for a QEMU that has not got its VM.
+fn remedy_before_the_guest(error: &JobError, args: &RestoreArgs) -> String {
+    if matches!(error, JobError::Qmp(QmpError::Command { command, .. }) if command == "migrate-incoming")
+        && let Some(address) = &args.how.listen
+    {
+        return format!(
+            "; QEMU cannot listen on {address}: choose another --listen, for a new QEMU in place of this one"
+        );
+    }
+    let compare = format!(
+        "; limosa inspect {} --against-qmp SOCK says what it lacks, if it lacks anything",
+        args.snapshot.display()
+    );
+    match error {
+        JobError::Migrate(MigrateError::Cancelled) => "; end this QEMU, and start a new one for another restore".into(),
+        JobError::Ended => format!("; start a new one{compare}"),
+        _ => format!("; end this QEMU and start a new one{compare}"),
+    }
 }
 
 pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {

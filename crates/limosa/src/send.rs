@@ -22,6 +22,7 @@ use crate::job::JobHandles;
 use crate::remedy;
 use crate::report;
 use crate::restore;
+use crate::usage::misused;
 use limosa_console::{error_line, print_out, say};
 
 /// How long a destination may take to be reached, and to answer for the first time.
@@ -45,7 +46,7 @@ struct Sent {
 
 pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     if let Some(why) = args.contradiction() {
-        endpoint::misused(why);
+        misused(why);
     }
     endpoint::keep_stdout(&args.uri, args.endpoint.json);
     let tls = args.tls.read()?;

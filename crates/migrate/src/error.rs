@@ -42,15 +42,15 @@ pub enum MigrateError {
     },
 
     /// The peer's bytes are not a migration stream that this engine can take.
-    #[error("the migration stream is not valid: {0}")]
+    #[error("the migration stream is not valid")]
     Stream(#[from] StreamError),
 
     /// The pages of a channel could not be compressed.
-    #[error("cannot compress pages: {0}")]
+    #[error("cannot compress pages")]
     Compress(#[source] io::Error),
 
     /// The system has no thread left for a channel.
-    #[error("cannot start the thread of a channel: {0}")]
+    #[error("cannot start the thread of a channel")]
     Thread(#[source] io::Error),
 
     /// Pages cannot leave in the way that was named.
@@ -66,7 +66,7 @@ pub enum MigrateError {
     Channels(String),
 
     /// The channels did not all come in time.
-    #[error("the channels of the migration do not come together: {what}")]
+    #[error("{what}")]
     Missing {
         /// The channels that are missing, and the connections that came instead.
         what: String,
@@ -75,15 +75,15 @@ pub enum MigrateError {
     },
 
     /// The source cannot be put into a stream: the stored layout is not one that QEMU makes.
-    #[error("cannot be put into a migration stream: {0}")]
+    #[error("cannot be put into a migration stream")]
     Encode(#[from] EncodeError),
 
     /// The sink of the pages failed.
-    #[error("cannot store pages: {0}")]
+    #[error("cannot store pages")]
     Sink(#[source] PageError),
 
     /// The source of the pages failed.
-    #[error("cannot read pages: {0}")]
+    #[error("cannot read pages")]
     Source(#[source] PageError),
 
     /// The stream is valid but asks for something that this role does not do.
@@ -150,7 +150,7 @@ pub enum MigrateError {
     },
 
     /// The guest's writes cannot be followed.
-    #[error("what the guest writes cannot be followed: {0}")]
+    #[error("what the guest writes cannot be followed")]
     Log(#[from] LogError),
 
     /// The VMM did not do what the migration needs.
@@ -163,7 +163,7 @@ pub enum MigrateError {
     },
 
     /// The VM here is not the one that the source sends.
-    #[error("the VM here has other memory than the source's: {0}")]
+    #[error("the VM here has other memory than the source's")]
     Layout(#[from] LayoutDifference),
 
     /// The guest writes its memory faster than it can be sent.

@@ -106,6 +106,10 @@ pub enum JobError {
         reason: String,
     },
 
+    /// QEMU ended before it had all of the VM.
+    #[error("QEMU ended while it loaded the VM (its log says why)")]
+    Ended,
+
     /// QEMU gave up writing the file.
     #[error("{}: QEMU gave up writing it: {reason}; nothing was kept", path.display())]
     Unwritten {
@@ -140,6 +144,18 @@ impl JobError {
             self,
             Self::Qmp(QmpError::NoReply { .. }) | Self::Record(JobRecordError::Qmp(QmpError::NoReply { .. }))
         )
+    }
+
+    /// Whether the connection to QEMU, or its monitor, was lost.
+    pub(crate) fn is_lost_connection(&self) -> bool {
+        match self {
+            Self::Qmp(error) => error.is_gone(),
+            Self::Channel(error) | Self::Migrate(MigrateError::Channel(error)) => error.is_closed(),
+            Self::Migrate(MigrateError::Multifd { source, .. }) => {
+                matches!(&**source, MigrateError::Channel(error) if error.is_closed())
+            }
+            _ => false,
+        }
     }
 
     /// Returns a refusal that no option resolves.

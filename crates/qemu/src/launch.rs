@@ -6,12 +6,14 @@
 //! QEMU 10.0.2: the one behind Ctrl-A C of `-nographic`).
 #![allow(unsafe_code)] // between fork and exec there is no safe call
 
+use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -66,6 +68,29 @@ pub fn check(args: &[OsString]) -> Result<CommandLine, JobError> {
         ));
     }
     Ok(CommandLine { paused: has("-S") })
+}
+
+/// Checks that the program of a command line exists: a missing one is found before anything is prepared for it.
+///
+/// # Errors
+/// [`JobError::Path`] if it does not.
+pub fn check_program(args: &[OsString]) -> Result<(), JobError> {
+    let path = env::var_os("PATH");
+    find_program(Path::new(first(args)), path.as_deref()).map_err(|source| JobError::Path {
+        what: "start",
+        path: first(args).into(),
+        source,
+    })
+}
+
+/// Looks for a program as execvp(3) does; `path` is the variable `PATH`.
+fn find_program(program: &Path, path: Option<&OsStr>) -> io::Result<()> {
+    if program.components().count() > 1 {
+        return program.metadata().map(drop);
+    }
+    // Without a search path the system has one of its own.
+    let found = path.is_none_or(|path| env::split_paths(path).any(|folder| folder.join(program).is_file()));
+    if found { Ok(()) } else { Err(io::ErrorKind::NotFound.into()) }
 }
 
 /// Properties of the VM in a command line.
@@ -215,6 +240,20 @@ mod tests {
         for line in ["qemu-system-x86_64 -incoming defer", "nice qemu-kvm --incoming tcp:0:1", "/x/qemu -daemonize"] {
             assert!(matches!(check(&args(line)), Err(JobError::Refused { .. })), "{line}");
         }
+    }
+
+    #[test]
+    fn a_program_is_looked_for_in_the_search_path_unless_it_is_a_path_itself() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("qemu"), "").unwrap();
+        let path = OsString::from(format!("/no/such:{}", folder.path().display()));
+        let find = |program: &Path| find_program(program, Some(&path)).map_err(|error| error.kind());
+        assert_eq!(find(Path::new("qemu")), Ok(()));
+        assert_eq!(find(&folder.path().join("qemu")), Ok(()));
+        for missing in ["qemu-kvm", "./qemu-kvm", "/no/such/qemu", ""] {
+            assert_eq!(find(Path::new(missing)), Err(io::ErrorKind::NotFound), "{missing}");
+        }
+        assert!(find_program(Path::new("qemu-kvm"), None).is_ok());
     }
 
     #[test]

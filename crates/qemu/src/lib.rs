@@ -57,7 +57,8 @@ pub use file_identity::{FileId, is_same_file};
 pub use job::{JobError, NotConverging, Watch};
 pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfter};
 pub use launch::{
-    CommandLine, IncomingFrom, Launched, check as check_command_line, launch, launch_detached, missing_memory_option,
+    CommandLine, IncomingFrom, Launched, check as check_command_line, check_program, launch, launch_detached,
+    missing_memory_option,
 };
 pub use load::Load;
 pub use mapping::{

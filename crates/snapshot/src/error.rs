@@ -6,7 +6,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use limosa_stream::Feature;
+use limosa_stream::{ErrorKind, Feature, StreamError};
 use thiserror::Error;
 
 /// Why a snapshot could not be written, published, opened or served.
@@ -68,6 +68,14 @@ pub enum SnapshotError {
         what: String,
         /// The feature of QEMU's streams that is not supported, if that is the reason.
         feature: Option<Feature>,
+    },
+    /// The file begins like nothing that holds a VM.
+    #[error("{}: neither a snapshot nor a recorded migration stream nor a libvirt save image: {why}", path.display())]
+    Unrecognized {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        why: &'static str,
     },
     /// The file is a recorded migration stream, not a mapped-ram file.
     #[error("{}: {what} (at offset {offset:#x})", path.display())]
@@ -155,6 +163,33 @@ impl SnapshotError {
             Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => Self::Full { path, offset, source },
             _ => Self::Io { operation: operation.into(), path, offset, source },
         }
+    }
+
+    /// Returns the error for a file that holds no VM.
+    pub(crate) fn unrecognized(path: PathBuf, empty: bool) -> Self {
+        Self::Unrecognized { path, why: if empty { "it is empty" } else { "it does not begin with QEVM" } }
+    }
+
+    /// Returns the error for a file whose stream begins at `base` and cannot be decoded; `prefix` is the kind of file
+    /// that it should be.
+    pub(crate) fn undecoded(path: &Path, base: u64, prefix: &str, error: &StreamError) -> Self {
+        let path = path.to_path_buf();
+        match error.kind() {
+            ErrorKind::Truncated { available: 0, .. } if error.offset() == base => {
+                return Self::unrecognized(path, true);
+            }
+            // The magic is all that is checked at the first byte.
+            ErrorKind::Truncated { available: 1..=3, .. } | ErrorKind::Expected { .. } if error.offset() == base => {
+                return Self::unrecognized(path, false);
+            }
+            _ => {}
+        }
+        let what = match error.kind() {
+            ErrorKind::BeyondFile { .. } => format!("the file is cut short: {}", error.kind()),
+            ErrorKind::Truncated { .. } => format!("the file is cut short: {}: {}", error.place(), error.kind()),
+            _ => format!("{prefix}{}: {}", error.place(), error.kind()),
+        };
+        Self::Structure { path, offset: error.offset(), what, feature: error.kind().feature().cloned() }
     }
 
     /// Whether room was missing, so that a caller can suggest another directory.

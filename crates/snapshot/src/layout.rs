@@ -105,18 +105,13 @@ impl FileLayout {
         let read_at =
             |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
         let layout = Layout::decode(read_at, base, length).map_err(|e| match e {
-            WalkError::Stream(e) => {
-                let what = format!("not a whole mapped-ram file: {}: {}", e.place(), e.kind());
-                let (path, offset, feature) = (file.path().to_path_buf(), e.offset(), e.kind().feature().cloned());
-                match (e.place(), e.kind()) {
-                    ("configuration", ErrorKind::Expected { what: expected, .. })
-                        if expected.contains("mapped-ram") =>
-                    {
-                        SnapshotError::Recorded { path, offset, what }
-                    }
-                    _ => SnapshotError::Structure { path, offset, what, feature },
+            WalkError::Stream(e) => match (e.place(), e.kind()) {
+                ("configuration", ErrorKind::Expected { what: expected, .. }) if expected.contains("mapped-ram") => {
+                    let what = format!("a recorded migration stream, not a snapshot: {}", e.kind());
+                    SnapshotError::Recorded { path: file.path().to_path_buf(), offset: e.offset(), what }
                 }
-            }
+                _ => SnapshotError::undecoded(file.path(), base, "not a whole mapped-ram file: ", &e),
+            },
             WalkError::Read { offset, source, .. } => file.io("read it", Some(offset), source),
             other => file.io("read it", None, std::io::Error::other(other)),
         })?;

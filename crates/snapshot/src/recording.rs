@@ -84,7 +84,7 @@ fn summarize_stream(
     end: u64,
     mut read_at: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
 ) -> Result<Summary, SnapshotError> {
-    let wrong = |error: WalkError| walk_error(path, error);
+    let wrong = |error: WalkError| walk_error(path, base, error);
     let options = DecoderOptions { base, ..DecoderOptions::default() };
     let mut walk = StreamWalk::new(&mut read_at, options);
     let configuration = match walk.next_event().map_err(wrong)? {
@@ -152,15 +152,10 @@ fn structure(path: &Path, offset: u64, why: String) -> SnapshotError {
     SnapshotError::Structure { path: path.to_path_buf(), offset, what: why, feature: None }
 }
 
-fn walk_error(path: &Path, error: WalkError) -> SnapshotError {
+fn walk_error(path: &Path, base: u64, error: WalkError) -> SnapshotError {
     match error {
         WalkError::Read { offset, source, .. } => SnapshotError::io("read it", path, Some(offset), source),
-        WalkError::Stream(error) => SnapshotError::Structure {
-            path: path.to_path_buf(),
-            offset: error.offset(),
-            what: format!("{}: {}", error.place(), error.kind()),
-            feature: error.kind().feature().cloned(),
-        },
+        WalkError::Stream(error) => SnapshotError::undecoded(path, base, "", &error),
         other => structure(path, 0, other.to_string()),
     }
 }

@@ -164,8 +164,10 @@ impl Configuration {
     pub(crate) fn read(cursor: &mut Cursor<'_>) -> Result<Self, Stop> {
         let found = cursor.array::<4>()?;
         if found != MAGIC {
-            let error_kind =
-                ErrorKind::expected("the magic \"QEVM\" of a migration stream", format_args!("{:02x?}", found));
+            let error_kind = ErrorKind::expected(
+                "the magic \"QEVM\" of a migration stream",
+                format_args!("\"{}\"", found.escape_ascii()),
+            );
             return Err(Stop::Fail { at: 0, error_kind });
         }
         let version = cursor.be32()?;

@@ -30,7 +30,7 @@ impl Stop {
         let place = place.into();
         match self {
             Self::Need(wanted) => {
-                StreamError::new(base, place.clone(), ErrorKind::Truncated { what: place, wanted, available })
+                StreamError::new(base, place, ErrorKind::Truncated { what: "it".into(), wanted, available })
             }
             Self::Fail { at, error_kind } => StreamError::new(base.saturating_add(to_u64(at)), place, error_kind),
         }

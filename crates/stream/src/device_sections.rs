@@ -99,11 +99,7 @@ impl<'a> OpaqueSection<'a> {
 
 fn decode_one(input: &[u8], offset: u64) -> Result<(OpaqueSection<'_>, usize), StreamError> {
     let fail = |error_kind| StreamError::new(offset, "device section with a length", error_kind);
-    let cut = ErrorKind::Truncated {
-        what: "device section with a length".into(),
-        wanted: input.len().saturating_add(1),
-        available: input.len(),
-    };
+    let cut = ErrorKind::Truncated { what: "it".into(), wanted: input.len().saturating_add(1), available: input.len() };
     match read_one(input) {
         Ok(Some((_, section, length))) => Ok((section, length)),
         Ok(None) => Err(fail(cut)),

@@ -56,6 +56,13 @@ impl std::error::Error for StreamError {
     }
 }
 
+fn ends_inside(what: &str, wanted: usize, available: usize) -> String {
+    match available {
+        0 => format!("the input ends before {what}"),
+        _ => format!("the input ends inside {what}: {wanted} bytes wanted, {available} there"),
+    }
+}
+
 /// The kinds of things that can be wrong with decoded bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -69,7 +76,7 @@ pub enum ErrorKind {
         found: String,
     },
     /// The input ends inside `what`.
-    #[error("the input ends inside {what}: {wanted} bytes wanted, {available} there")]
+    #[error("{}", ends_inside(what, *wanted, *available))]
     Truncated {
         /// The object being read.
         what: Cow<'static, str>,
@@ -77,6 +84,16 @@ pub enum ErrorKind {
         wanted: usize,
         /// Bytes that were there.
         available: usize,
+    },
+    /// A part of a mapped-ram file ends after the file does.
+    #[error("{what} should end at {end:#x}, but the file ends at {file_length:#x}")]
+    BeyondFile {
+        /// The part.
+        what: String,
+        /// Where it should end, in bytes.
+        end: u64,
+        /// The length of the file in bytes.
+        file_length: u64,
     },
     /// A count or length is larger than anything sensible.
     #[error("{what} is {value}, more than the limit of {limit}")]

@@ -373,8 +373,7 @@ impl Layout {
 fn inside(placed: &MappedBlock, file_length: u64) -> Result<(), StreamError> {
     for (range, what) in [(placed.bitmap_range(), placed.bitmap_name()), (placed.pages_range(), placed.pages_name())] {
         if range.end > file_length {
-            let problem = format!("ends behind the end of the file at {file_length:#x}");
-            let error_kind = ErrorKind::Placement { what, start: range.start, end: range.end, problem };
+            let error_kind = ErrorKind::BeyondFile { what, end: range.end, file_length };
             return Err(StreamError::new(placed.header_offset, "mapped-ram block header", error_kind));
         }
     }

@@ -107,6 +107,18 @@ impl Ended {
         value
     }
 
+    /// Expects a refusal of the command line: exit status 2, nothing on stdout, and all of `words` on stderr. Returns
+    /// what was said.
+    #[track_caller]
+    pub fn misused(self, words: &[&str]) -> String {
+        assert_eq!(self.status.code(), Some(2), "{}", self.stderr);
+        assert_eq!(self.stdout, "");
+        for word in words {
+            assert!(self.stderr.contains(word), "{word:?} is not in {:?}", self.stderr);
+        }
+        self.stderr
+    }
+
     /// Expects a failure as users should see it: exit status 1, nothing on stdout, one line on stderr that holds all of
     /// `words`. Returns the line.
     #[track_caller]

@@ -39,7 +39,7 @@ const BACKLOG: i32 = 4;
 #[non_exhaustive]
 pub enum ServerError {
     /// The server cannot listen at the socket.
-    #[error("listening on {}", path.display())]
+    #[error("cannot listen on {}", path.display())]
     Listen {
         /// Its file.
         path: PathBuf,

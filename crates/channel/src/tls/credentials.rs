@@ -121,8 +121,7 @@ impl Tls {
             (builder.with_no_client_auth(), None)
         };
         let own = folder.own("server")?;
-        let (chain, key) =
-            own.ok_or_else(|| folder.wrong("server-cert.pem", "a server requires it, and it is missing"))?;
+        let (chain, key) = own.ok_or_else(|| folder.lacks("server-cert.pem", "the certificate of this server"))?;
         if let Some(authorities) = &authorities {
             folder.check_own("server-cert.pem", &chain, |own, above, now| {
                 let (own, algorithms) =
@@ -255,7 +254,11 @@ impl<'a> Folder<'a> {
     /// Checks that the folder exists.
     fn of(path: &'a Path) -> Result<Self> {
         let folder = Self(path);
-        if path.is_dir() { Ok(folder) } else { Err(folder.wrong("", "no such directory")) }
+        match path.metadata() {
+            Ok(found) if found.is_dir() => Ok(folder),
+            Ok(_) => Err(folder.wrong("", "must be a directory")),
+            Err(error) => Err(folder.wrong("", error)),
+        }
     }
 
     fn wrong_key(self, role: &str, error: &Error) -> ChannelError {
@@ -272,6 +275,15 @@ impl<'a> Folder<'a> {
 
     fn wrong(self, name: &str, why: impl fmt::Display) -> ChannelError {
         ChannelError::Credentials { path: self.file(name), why: why.to_string() }
+    }
+
+    /// Reports a file in which none of the `expected` objects was found: it is missing, or has none.
+    fn lacks(self, name: &str, expected: &str) -> ChannelError {
+        match self.file(name).metadata() {
+            Err(error) => self.wrong(name, format!("must contain {expected}: {error}")),
+            Ok(found) if found.len() == 0 => self.wrong(name, format!("must contain {expected}: the file is empty")),
+            Ok(_) => self.wrong(name, format!("must contain {expected}: the file has none in PEM format")),
+        }
     }
 
     /// Reads a file; `None` if it does not exist. The contents are wiped when dropped, because one of the files
@@ -304,7 +316,7 @@ impl<'a> Folder<'a> {
 
     fn authorities(self) -> Result<Arc<RootCertStore>> {
         let found: Option<Vec<CertificateDer<'static>>> = self.objects(AUTHORITIES)?;
-        let found = found.ok_or_else(|| self.wrong(AUTHORITIES, "expected a CA certificate"))?;
+        let found = found.ok_or_else(|| self.lacks(AUTHORITIES, "a CA certificate"))?;
         let mut store = RootCertStore::empty();
         let (mut good, mut expired) = (false, None);
         for certificate in found {
@@ -361,8 +373,8 @@ impl<'a> Folder<'a> {
         match (chain, keys.and_then(|keys| keys.into_iter().next())) {
             (Some(chain), Some(key)) => Ok(Some((chain, key))),
             (None, None) => Ok(None),
-            (None, _) => Err(self.wrong(&certificate, format!("contains no certificate, and {key} exists"))),
-            (_, None) => Err(self.wrong(&key, "expected the certificate's key, unencrypted")),
+            (None, _) => Err(self.lacks(&certificate, &format!("the certificate of {key}"))),
+            (_, None) => Err(self.lacks(&key, &format!("the key of {certificate}, unencrypted"))),
         }
     }
 

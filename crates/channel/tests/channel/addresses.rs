@@ -79,7 +79,7 @@ fn a_connection_without_a_listener_is_refused() {
     let uri: Uri = format!("tcp:{address}").parse().unwrap();
     let error = Channel::connect(&uri, &options()).unwrap_err();
     assert!(matches!(error, ChannelError::Refused { .. }), "{error:?}");
-    assert_eq!(error.to_string(), format!("connecting to {uri}: connection refused"));
+    assert_eq!(error.to_string(), format!("cannot connect to {uri}"));
 
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("dead");
@@ -225,7 +225,7 @@ fn a_closed_descriptor_is_an_error_that_says_so() {
         assert!(matches!(error, ChannelError::Unsupported { .. }), "{error:?}");
     }
     let error = Channel::connect(&Uri::Fd(1_000_000), &options()).unwrap_err();
-    assert_eq!(error.to_string(), "connecting to fd:1000000: no such descriptor is open in this process");
+    assert_eq!(error.to_string(), "cannot connect to fd:1000000: no such descriptor is open in this process");
 }
 
 #[test]

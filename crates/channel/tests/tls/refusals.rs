@@ -49,7 +49,7 @@ fn a_server_of_another_authority_is_refused() {
     let (bed, other) = (Bed::new(), Bed::new());
     let (client, server) = words(&unverifying(other.folder()), &bed.client());
     assert!(client.contains("its certificate is not issued by a CA in") && client.contains("ca-cert.pem"), "{client}");
-    assert!(client.starts_with("connecting to tcp:127.0.0.1:"), "{client}");
+    assert!(client.starts_with("cannot connect to tcp:127.0.0.1:"), "{client}");
     assert!(server.contains("TLS: it refused: it cannot verify this end's certificate"), "{server}");
 }
 
@@ -176,10 +176,17 @@ fn credentials_that_are_missing_or_damaged_are_named_by_their_file() {
     std::fs::create_dir(&empty).unwrap();
     let said = |tls: Result<Tls, ChannelError>| tls.unwrap_err().to_string();
     for end in [Tls::client(&empty, None), Tls::server(&empty, true)] {
-        assert!(said(end).contains("empty/ca-cert.pem: expected a CA certificate"));
+        assert!(said(end).contains("empty/ca-cert.pem: must contain a CA certificate: No such file or directory"));
     }
-    assert!(said(Tls::server(bed.another("bare"), true)).contains("bare/server-cert.pem: a server requires it"));
-    assert!(said(Tls::server(bed.folder().join("none"), false)).ends_with("none: no such directory"));
+    for (contents, cause) in [("", "the file is empty"), ("not PEM", "the file has none in PEM format")] {
+        std::fs::write(empty.join("ca-cert.pem"), contents).unwrap();
+        assert!(said(Tls::client(&empty, None)).contains(&format!("must contain a CA certificate: {cause}")));
+    }
+    assert!(
+        said(Tls::server(bed.another("bare"), true)).contains("bare/server-cert.pem: must contain the certificate of")
+    );
+    assert!(said(Tls::server(bed.folder().join("none"), false)).contains("none: No such file or directory"));
+    assert!(said(Tls::server(empty.join("ca-cert.pem"), false)).ends_with("ca-cert.pem: must be a directory"));
     for side in ["client", "server"] {
         let (bed, other) = (Bed::new(), Bed::new());
         let key = format!("{side}-key.pem");
@@ -188,8 +195,8 @@ fn credentials_that_are_missing_or_damaged_are_named_by_their_file() {
         assert!(said(end).ends_with(&format!("{key}: not the key of {side}-cert.pem")));
     }
     for (file, damage, wanted) in [
-        ("client-cert.pem", "", "contains no certificate"),
-        ("client-key.pem", "", "expected the certificate's key"),
+        ("client-cert.pem", "", "client-cert.pem: must contain the certificate of client-key.pem: the file is empty"),
+        ("client-key.pem", "", "client-key.pem: must contain the key of client-cert.pem, unencrypted"),
         ("client-key.pem", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "client-key.pem: "),
         ("ca-cert.pem", "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n", "ca-cert.pem: damaged"),
         ("ca-cert.pem", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "ca-cert.pem: "),

@@ -118,7 +118,7 @@ impl End {
             return Ok((listener, MultifdChannels { main, pages: Vec::new() }));
         }
         let options = MultifdAcceptOptions { channels, within: REACH, main_first: false };
-        let mut gathering = MultifdAccept::new(&listener, options).on_refusal(|why| turned_away(&why.to_string()));
+        let mut gathering = MultifdAccept::new(&listener, options).on_refusal(|why| turned_away(&error_line(why)));
         let set = loop {
             control.check().map_err(|error| error_line(&error))?;
             if let Some(set) = gathering.step(TICK).map_err(|error| error_line(&error))? {

@@ -63,6 +63,12 @@ pub enum OperationError {
         /// The cause.
         source: ImageError,
     },
+    /// The target would overwrite a source while that is read.
+    #[error("{target}: source and target are the same file")]
+    SameFile {
+        /// The target: a path.
+        target: String,
+    },
     /// A target cannot share the backing file of several sources.
     #[error("a target with backing file {backing} needs exactly one source")]
     SharedBacking {

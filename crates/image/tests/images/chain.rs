@@ -139,7 +139,7 @@ fn a_format_that_was_said_is_not_guessed() {
     fs::write(&top, [0; 512]).unwrap();
     let qcow2 = options(Policy::Refuse).format(Some(Format::Qcow2));
     let said = block_on(open(&Reference::file(&top), &qcow2)).unwrap_err().to_string();
-    assert!(said.ends_with("header, byte 0: this is not a qcow2 image"), "{said}");
+    assert!(said.ends_with(": it is not a qcow2 image"), "{said}");
 }
 
 #[test]

@@ -53,7 +53,7 @@ pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
 
-    /// Print more on stderr: -v decisions and cleanup, -vv also every message exchanged with QEMU
+    /// Print more on stderr: -v decisions and cleanup, -vv also messages between limosa and QEMU, where there is one
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     pub(crate) verbose: u8,
 }

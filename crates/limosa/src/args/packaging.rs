@@ -20,7 +20,8 @@ pub(crate) struct CompletionsArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ManArgs {
-    /// Directory of the pages: limosa.1 and one for each command; created if missing
+    /// Directory of the pages: limosa.1 and one for each command. It is created if it does not exist, and so are the
+    /// directories above it; pages of the same name are replaced
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
 }

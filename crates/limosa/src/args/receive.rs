@@ -41,3 +41,13 @@ pub(crate) struct ReceiveArgs {
     #[command(flatten)]
     pub(crate) new: NewSnapshotArgs,
 }
+
+impl ReceiveArgs {
+    /// Returns the reason why the arguments contradict each other, if they do.
+    pub(crate) fn contradiction(&self) -> Option<&'static str> {
+        if self.channels.channels.is_some() && !matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_) | Uri::Fd(_)) {
+            return Some("--channels needs several connections: listen on tcp:HOST:PORT or unix:PATH");
+        }
+        self.tls.contradiction(&self.uri)
+    }
+}

@@ -14,8 +14,8 @@ use super::{ChannelArgs, DisksArg, JobArgs, TransportArg};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MemoryArg {
-    /// `mapped` if the destination maps the snapshot, else `lazy` if it supports it, else `eager`; the reason is
-    /// printed
+    /// `mapped` if the destination maps the snapshot, else `lazy` if it supports it, else `eager`; -v prints the
+    /// reasons
     Auto,
     /// The guest runs at once; the snapshot file is its memory, shared with all VMs that map it
     Mapped,

@@ -86,7 +86,10 @@ impl SendArgs {
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
         let postcopy = self.recover || self.mode == SendModeArg::Postcopy;
         let two = self.preempt;
-        if self.memory == SendMemoryArg::Mapped && (postcopy || self.channels.channels.is_some()) {
+        let connects = matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_));
+        if matches!(self.uri, Uri::File { .. }) {
+            Some("limosa send needs a receiver; to write the stream into a file, use limosa export")
+        } else if self.memory == SendMemoryArg::Mapped && (postcopy || self.channels.channels.is_some()) {
             Some("--memory mapped needs --mode precopy and no --channels: there is next to nothing to send")
         } else if !postcopy && (two || !self.page_size.is_empty()) {
             Some("--page-size and --preempt need --mode postcopy")
@@ -94,7 +97,9 @@ impl SendArgs {
             Some("--one-way needs --mode precopy: in postcopy the destination requests pages")
         } else if postcopy && self.channels.channels.is_some() {
             Some("--channels needs --mode precopy: postcopy does not use multifd channels")
-        } else if two && !matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_)) {
+        } else if self.channels.channels.is_some() && !connects {
+            Some("--channels needs several connections: use tcp:HOST:PORT or unix:PATH")
+        } else if two && !connects {
             Some("--preempt on needs a second connection: use tcp:HOST:PORT or unix:PATH")
         } else if self.tls.tls_creds.is_some() && self.zero_copy == ZeroCopy::Splice {
             Some("--zero-copy splice cannot be combined with --tls-creds: splicing sends pages unencrypted")

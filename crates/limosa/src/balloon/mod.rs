@@ -25,6 +25,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::args::{BalloonArgs, BalloonCommand, BalloonServeArgs};
+use crate::remedy;
+use crate::usage::misused;
 use commands::BalloonCommands;
 use ending::{EndOnDrop, Ending};
 use job::Jobs;
@@ -51,9 +53,12 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
             .into_iter()
             .find_map(|(discard, name)| (discard == args.discard).then_some(name))
     {
-        anyhow::bail!(
+        misused(format_args!(
             "--discard {name} does not free memory that a front end shares: use auto, punch-hole, remove or none"
-        );
+        ));
+    }
+    if args.control.as_ref() == Some(&args.vhost_user) {
+        misused("--vhost-user and --control must be different paths");
     }
     let balloon = Arc::new(Balloon::new(Options { reporting_off: !args.reporting, ..Options::default() }));
     if let Some(target) = args.target {
@@ -62,22 +67,11 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     let ending = Arc::new(Ending::default());
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
     let device = VhostUserBalloon::new(Arc::clone(&balloon), args.discard);
-    if args.control.as_ref() == Some(&args.vhost_user) {
-        anyhow::bail!("--vhost-user and --control must be different paths");
-    }
-    let server = Server::bind(&args.vhost_user, Arc::new(device)).with_context(|| {
-        let path = args.vhost_user.display();
-        format!(
-            "cannot listen for a front end at {path} (--vhost-user): the directory must exist, and the path must not \
-            be in use"
-        )
-    });
-    let server = Arc::new(server?);
+    let server = Arc::new(Server::bind(&args.vhost_user, Arc::new(device)).context("--vhost-user")?);
     let jobs = Arc::new(Jobs::default());
     let commands = BalloonCommands::new(Arc::clone(&balloon), Arc::clone(&jobs), Arc::clone(&ending));
     let socket = args.control.as_deref().map(|path| {
-        let socket = ControlSocket::listen_for(path, Arc::new(commands));
-        socket.with_context(|| format!("cannot listen at {} (--control)", path.display()))
+        ControlSocket::listen_for(path, Arc::new(commands)).map_err(|error| remedy::without_control(path, &error))
     });
     let socket = socket.transpose()?;
     say!("limosa: serving a balloon at {} (--vhost-user)", args.vhost_user.display());

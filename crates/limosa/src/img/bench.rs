@@ -11,11 +11,11 @@ use serde_json::json;
 
 use super::open;
 use super::options::BenchOptions;
-use limosa_console::{all_printed, print_out};
+use limosa_console::{all_printed, print_out, quantity};
 
 pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.count == 0 {
-        anyhow::bail!("-c 0: the number of requests must be at least 1");
+        anyhow::bail!("--count 0: must be at least 1");
     }
     let qcow2 = Qcow2Options::default().clone_mode(options.clone);
     let disk = if options.write { open::to_write(&options.source, qcow2)? } else { open::to_read(&options.source)? };
@@ -65,5 +65,5 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
 
 #[expect(clippy::cast_precision_loss, reason = "a rate")]
 fn per_second(count: u64, time: std::time::Duration) -> f64 {
-    count as f64 / time.as_secs_f64().max(1e-9)
+    quantity::rounded(count as f64 / time.as_secs_f64().max(1e-9))
 }

@@ -15,7 +15,7 @@ use super::format_options::FormatOptions;
 use super::interrupt::UNFINISHED;
 use super::open;
 use super::options::{CreateOptions, Name};
-use limosa_console::{all_printed, print_out};
+use limosa_console::{all_printed, error_line, print_out};
 
 pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     if options.target.asks_for_help() {
@@ -30,11 +30,14 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     {
         // Only its length is read, so another process may write it meanwhile; with qemu-img it may, too.
         let open = OpenOptions::default().lock(LockPolicy::None).policy(open::policy(options.untrusted));
-        let length = block_on(backing.length(&open)).with_context(|| {
-            format!(
-                "{}: cannot open its backing file; to create the image anyway, use -u and give a size",
-                options.name
-            )
+        let length = block_on(backing.length(&open)).map_err(|error| {
+            let line = format!(
+                "{}: backing file: {}; to create the image without it, use -u and give a size",
+                options.name,
+                error_line(&error)
+            );
+            // The library's own remedy is found in the chain.
+            anyhow::Error::from(error).context(line)
         })?;
         if format.number("size").is_none() {
             format.set("size", length.to_string())?;

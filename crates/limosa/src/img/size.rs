@@ -16,7 +16,16 @@ fn shift(suffix: char) -> Option<u32> {
 
 /// `512`, `64k`, `1.5G`, `0x10000`: 0 to 2^63 - 1 bytes.
 pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
-    let wrong = || format!("{text:?} is not a size: write 512, 64k, 1.5G or 0x10000 (b k M G T P E)");
+    parse(text, "size")
+}
+
+/// A rate in bytes a second, written as a size.
+pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
+    parse(text, "rate in bytes per second")
+}
+
+fn parse(text: &str, kind: &str) -> Result<u64, String> {
+    let wrong = || format!("{text:?} is not a {kind}: write 512, 64k, 1.5G or 0x10000 (b k M G T P E)");
     let beyond = || format!("{text:?}: must be at most 8E - 1, {} bytes", i64::MAX);
     let size = if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         // A sign would be read as part of the number.
@@ -136,6 +145,13 @@ mod tests {
         ] {
             assert_eq!(for_people(bytes), text, "{bytes}");
         }
+    }
+
+    #[test]
+    fn a_rate_that_is_none_is_not_called_a_size() {
+        assert_eq!(parse_rate("64k"), Ok(65536));
+        assert!(parse_rate("fast").unwrap_err().contains("\"fast\" is not a rate"));
+        assert!(parse_size("big").unwrap_err().contains("\"big\" is not a size"));
     }
 
     #[test]

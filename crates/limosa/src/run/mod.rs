@@ -21,7 +21,7 @@ use limosa_migrate::Handle;
 use limosa_migrate::control::Phase;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::QmpError;
-use limosa_qemu::{CommandLine, Restore, RestoreReport, Watch, Watchdog, check_command_line, restore};
+use limosa_qemu::{CommandLine, Restore, RestoreReport, Watch, Watchdog, check_command_line, check_program, restore};
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
@@ -41,6 +41,8 @@ const GONE_WITHIN: Duration = Duration::from_secs(2);
 
 pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let line = check_command_line(&args.command)?;
+    check_program(&args.command)?;
+    job::check_listen(args.how.listen.as_ref())?;
     let snapshot = Snapshot::open(&args.snapshot)?;
     let relay = Relay::start()?;
     let notice = Notice { shown: verbose > 0 };

@@ -93,7 +93,7 @@ fn a_missing_or_silent_peer_is_waited_for_until_the_timeout() {
     let folder = files(&scene);
     let snapshot = folder.join("snapshot");
     let (limosa, _) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &["--timeout", "300ms"]);
-    assert_failed(&limosa.wait(), &["within 0.3 s", "no migration came", "start it at the source"]);
+    assert_failed(&limosa.wait(), &["limosa: no migration came", "within 0.3 s", "start it at the source"]);
     let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &["--timeout", "1s"]);
     let mut beginner = TcpStream::connect(at.strip_prefix("tcp:").unwrap()).unwrap();
     beginner.write_all(b"QEVM\0\0\0").unwrap();
@@ -187,12 +187,18 @@ fn what_is_no_place_for_a_file_is_refused_before_a_connection_is_waited_for() {
     };
     receive("tcp:127.0.0.1:0", &taken, &[]).one_line(&["taken", "exists already", "--force"]);
     receive("tcp:127.0.0.1:0", &scene.path("missing/vm"), &[]).one_line(&["missing", "does not exist"]);
-    receive("-", &scene.path("vm"), &[]).one_line(&["standard input", "fd:1"]);
+    receive("-", &scene.path("vm"), &[]).one_line(&["standard input", "use --one-way fd:0"]);
     receive("fd:77", &scene.path("vm"), &[]).one_line(&["fd:77", "no such descriptor"]);
     receive("file:/no/such/stream", &scene.path("vm"), &[]).one_line(&["/no/such/stream"]);
     let busy = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = format!("tcp:{}", busy.local_addr().unwrap());
-    receive(&port, &scene.path("vm"), &[]).one_line(&[&port, "in use"]);
+    receive(&port, &scene.path("vm"), &[]).one_line(&["cannot listen on ", &port, "in use", "choose another"]);
+    let (sock, absent) = (scene.path("sock"), scene.path("absent/sock"));
+    let _taken = std::os::unix::net::UnixListener::bind(&sock).unwrap();
+    for (control, remedy) in [(&sock, "choose another"), (&absent, "the directory must exist")] {
+        let ended = receive("tcp:127.0.0.1:0", &scene.path("vm"), &["--control", text(control)]);
+        ended.one_line(&["--control: cannot listen on ", text(control), remedy]);
+    }
     assert_eq!(receive("-", &scene.path("vm"), &["--json"]).status.code(), Some(2));
     assert_eq!(receive("pigeon:x", &scene.path("vm"), &[]).status.code(), Some(2));
     assert_eq!(receive("exec:", &scene.path("vm"), &[]).status.code(), Some(2));

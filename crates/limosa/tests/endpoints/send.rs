@@ -187,8 +187,10 @@ fn what_cannot_be_sent_is_refused_before_it_connects() {
     start_send(&scene, &scene.path("noise"), &port, &[]).wait().one_line(&["noise"]);
     start_send(&scene, &scene.path("absent"), &port, &[]).wait().one_line(&["absent"]);
     let saved = saved_beat(&scene, &beat(), &[]);
-    start_send(&scene, &saved.snapshot, &port, &[]).wait().one_line(&["connection refused", &port]);
-    start_send(&scene, &saved.snapshot, "file:/tmp/x", &[]).wait().one_line(&["--one-way", "exec:cat"]);
+    let refused = start_send(&scene, &saved.snapshot, &port, &[]).wait();
+    let line = refused.one_line(&["cannot connect to ", &port, "start the destination first"]);
+    assert_eq!(line.to_lowercase().matches("refused").count(), 1, "{line}");
+    start_send(&scene, &saved.snapshot, "file:/tmp/x", &[]).wait().misused(&["limosa export"]);
     for words in [
         &["--mode", "postcopy", "--one-way"][..],
         &["--page-size", "mem=2M"],
@@ -205,7 +207,7 @@ fn what_cannot_be_sent_is_refused_before_it_connects() {
     assert_eq!(start_send(&scene, &saved.snapshot, "-", &["--json"]).wait().status.code(), Some(2));
     for uri in ["-", "fd:0", "exec:touch absent"] {
         let ended = start_send(&scene, &saved.snapshot, uri, &["--channels", "2"]).wait();
-        ended.one_line(&[uri, "multifd needs several connections", "tcp:HOST:PORT"]);
+        ended.misused(&["--channels needs several connections", "tcp:HOST:PORT", "Usage: limosa send"]);
     }
     assert!(!std::path::Path::new("absent").exists());
 }

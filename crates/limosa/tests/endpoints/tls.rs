@@ -226,7 +226,7 @@ fn a_sender_says_in_one_line_why_it_does_not_trust_a_qemu() {
         let uri = free_port();
         listen(&vm, &uri);
         let ended = start_send(&scene, &saved.snapshot, &uri, &["--tls-creds", trust.folder()]).wait();
-        ended.one_line(&["connecting to", &uri, "TLS: ", said]);
+        ended.one_line(&["cannot connect to", &uri, "TLS: ", said]);
         assert_ne!(vm.run_state().unwrap(), "running");
     }
     // One that does not encrypt.
@@ -417,7 +417,7 @@ fn what_cannot_be_encrypted_is_refused_before_it_connects() {
     std::fs::create_dir(&empty).unwrap();
     for words in [["receive", "tcp:127.0.0.1:0", text(&snapshot)], ["send", text(&snapshot), "tcp:127.0.0.1:1"]] {
         let ended = crate::stage::limosa([&words[..], &["--tls-creds", text(&empty)]].concat());
-        ended.one_line(&["empty/ca-cert.pem", "expected a CA certificate"]);
+        ended.one_line(&["empty/ca-cert.pem", "must contain a CA certificate: No such file"]);
     }
     assert!(!snapshot.exists());
 }

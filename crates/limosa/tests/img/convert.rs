@@ -230,6 +230,22 @@ fn a_snapshot_is_read_as_the_image_was() {
 }
 
 #[test]
+fn an_image_is_not_converted_onto_itself() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "raw", "disk", "1M"]);
+    bed.qemu_io("disk", &["write -P 7 0 1M"]);
+    std::fs::hard_link(bed.path("disk"), bed.path("link")).unwrap();
+    for target in ["disk", "./disk", "link"] {
+        for new in [&[][..], &["-n"]] {
+            let words = [&["convert", "-f", "raw"], new, &["disk", target]].concat();
+            bed.limosa(&words).one_line(&[target, "source and target are the same file"]);
+        }
+    }
+    assert_eq!(std::fs::read(bed.path("disk")).unwrap(), vec![7; 1 << 20]);
+}
+
+#[test]
 fn a_snapshot_is_as_long_as_the_disk_was() {
     needs_qemu!();
     let bed = Bed::new();

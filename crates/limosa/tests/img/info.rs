@@ -80,7 +80,8 @@ fn what_cannot_be_told_is_refused() {
     let bed = Bed::new();
     images(&bed);
     bed.both_refuse(&["info", "absent"], "absent");
-    bed.both_refuse(&["info", "-f", "qcow2", "raw"], "raw");
+    bed.both_refuse(&["info", "-f", "qcow2", "raw"], "raw: it is not a qcow2 image\n");
+    bed.both_refuse(&["info", "."], "not a directory");
     bed.both_refuse(&["info", "-f", "foo", "raw"], "foo");
     bed.both_refuse(&["info", "foo:bar"], "foo");
     bed.both_refuse(&["info", "--image-opts", "base"], "base");

@@ -456,7 +456,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     }
 
     for method in ["dontneed", "free"] {
-        limosa(["balloon", "--vhost-user", "x", "--discard", method]).one_line(&[method, "use auto"]);
+        limosa(["balloon", "--vhost-user", "x", "--discard", method]).misused(&[method, "use auto"]);
     }
 
     let balloon = Balloon::start(&[]);
@@ -468,9 +468,13 @@ fn what_cannot_be_done_is_said_in_one_line() {
     let later = balloon.ctl(&["target", "1T"]).success();
     assert!(later.stderr.contains("no balloon driver is active in the guest yet"), "{}", later.stderr);
     limosa(["balloon", "ctl", "absent", "query"]).one_line(&["cannot connect", "--control socket"]);
-    limosa(["balloon", "--vhost-user", "x", "--control", "x"]).one_line(&["must be different paths"]);
+    limosa(["balloon", "--vhost-user", "x", "--control", "x"]).misused(&["must be different paths"]);
     let taken = balloon.device().into_os_string().into_string().unwrap();
-    limosa(["balloon", "--vhost-user", &taken]).one_line(&[&taken, "(--vhost-user)", "must not be in use"]);
+    limosa(["balloon", "--vhost-user", &taken]).one_line(&[
+        "--vhost-user: cannot listen on ",
+        &taken,
+        "choose another",
+    ]);
     let guest = Guest::boot(&balloon, Features::NONE);
     balloon.ctl(&["stats"]).one_line(&["no statistics"]);
     balloon.ctl(&["hint"]).one_line(&["free-page-hint"]);

@@ -119,6 +119,11 @@ fn every_command_has_a_manual_page_that_its_readers_accept() {
         };
         assert!(name == "limosa.1" || !name.contains("demo-end") && commands.iter().any(of), "{name}");
     }
+    let send = std::fs::read_to_string(page("limosa-send")).unwrap();
+    let synopsis = send.split(".SH SYNOPSIS").nth(1).unwrap().lines().nth(1).unwrap();
+    assert_eq!(synopsis, r"limosa send [OPTIONS] <SNAPSHOT> <URI>");
+    let save = std::fs::read_to_string(page("limosa-save")).unwrap();
+    assert!(save.contains(r"limosa save [OPTIONS] \-\-qmp <SOCK> <SNAPSHOT>"), "{save}");
     let first = std::fs::read_to_string(page("limosa")).unwrap();
     assert!(first.contains("Exit status") && !first.contains("watchdog"), "{first}");
 }

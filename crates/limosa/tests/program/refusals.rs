@@ -375,7 +375,7 @@ fn bad_usage_is_exit_status_2_and_touches_nothing() {
 fn the_xml_of_an_import_does_not_take_the_snapshots_place() {
     let (folder, file) = place();
     let file = file.to_str().unwrap();
-    limosa(["import", "stream", file, "--xml", file, "--force"]).one_line(&["vm.snapshot", "must be different files"]);
+    limosa(["import", "stream", file, "--xml", file, "--force"]).misused(&["vm.snapshot", "must be different files"]);
     assert!(names(folder.path()).is_empty());
 }
 

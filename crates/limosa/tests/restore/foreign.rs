@@ -69,6 +69,8 @@ fn recorded_streams_of_all_machine_types_are_imported_restored_lazily_and_export
         let snapshot = comes_back_lazily(&scene, &machine, &saved);
         let exported = scene.path("exported");
         let told = limosa(&scene, &["export", text(&snapshot), text(&exported), "--json"]).json();
+        let onto_itself = ["export", text(&snapshot), text(&snapshot), "--force"];
+        limosa(&scene, &onto_itself).one_line(&[text(&snapshot), "must be different files"]);
         assert_eq!(told["length"], std::fs::metadata(&exported).unwrap().len());
         let uri =
             if how == "file:" { format!("exec:cat {}", text(&exported)) } else { format!("file:{}", text(&exported)) };

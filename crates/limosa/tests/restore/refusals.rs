@@ -50,15 +50,37 @@ fn a_device_that_the_destination_lacks_leaves_no_guest_and_qemus_word_for_it() {
         &["--memory", "lazy", "--preempt", "on"][..],
         &["--memory", "lazy", "--preempt", "off"],
         &["--memory", "eager", "--via", "socket"],
+        &["--memory", "eager", "--via", "file"],
     ] {
         let destination = small_beat().start_incoming().unwrap();
         let ended = scene.restore(&saved.snapshot, &destination, how);
         // QEMU names the device in its log alone, and limosa passes on what there is and where to look.
-        assert_failed(&ended, &["its own log", "start a new one"]);
+        assert_failed(&ended, &["log", "start a new one", "limosa inspect ", "--against-qmp SOCK"]);
+        assert!(ended.stderr.matches("QEMU gave up").count() <= 1, "{}", ended.stderr);
         assert!(destination.log().contains("virtio-balloon"), "{how:?}: {}", destination.log());
         assert!(destination.serial().lines().is_empty());
         scene.assert_tidy();
     }
+}
+
+#[test]
+fn an_address_at_which_qemu_cannot_listen_is_refused_before_qemu_is_touched() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let machine = small_beat();
+    let saved = saved_beat(&scene, &machine, &[]);
+    let destination = machine.start_incoming().unwrap();
+    let found = Found::of(&destination);
+    let unix = |path: &str| format!("unix:{}", text(&scene.path(path)));
+    let restore = |address: &str| scene.restore(&saved.snapshot, &destination, &["--listen", address]);
+    restore(&unix("absent/in")).one_line(&["absent/in: there is no directory", "make it"]);
+    restore(&unix(&"a".repeat(110))).misused(&["at most 107 bytes"]);
+    restore("fd:3").misused(&["--listen fd:3", "unix:PATH or tcp:HOST:PORT"]);
+    found.assert_same(&destination);
+    // Only QEMU can tell that a port is in use.
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", taken.local_addr().unwrap());
+    restore(&address).one_line(&[&format!("QEMU cannot listen on {address}: choose another --listen")]);
 }
 
 #[test]
@@ -142,9 +164,12 @@ fn what_is_no_snapshot_is_said_to_be_none() {
         (scene.path("missing"), "No such file"),
         (directory, "is not a regular file"),
         (pipe, "is not a regular file"),
-        (place("empty", b""), "not a whole mapped-ram file"),
-        (place("text", &b"not a snapshot\n".repeat(1000)), "not a whole mapped-ram file"),
-        (place("half a header", b"QEVM\0\0"), "not a whole mapped-ram file"),
+        (
+            place("empty", b""),
+            "neither a snapshot nor a recorded migration stream nor a libvirt save image: it is empty",
+        ),
+        (place("text", &b"not a snapshot\n".repeat(1000)), "it does not begin with QEVM"),
+        (place("half a header", b"QEVM\0\0"), "the file is cut short"),
     ] {
         scene.restore(&path, &destination, &[]).one_line(&[text(&path), word]);
         scene.restore(&path, &destination, &["--recover"]).one_line(&[text(&path), word]);

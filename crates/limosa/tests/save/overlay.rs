@@ -255,7 +255,7 @@ fn what_cannot_be_frozen_is_refused_with_the_vm_untouched() {
         .unwrap();
     limosa(save_arguments(&vm, Path::new(&at("s")), &["--disks", "overlay"])).one_line(&["mirror job (copy)"]);
     limosa(save_arguments(&vm, Path::new(&at("s")), &["--disks", "ignore", "--overlay-dir", "/tmp"]))
-        .one_line(&["add --disks overlay"]);
+        .misused(&["add --disks overlay"]);
     assert_beats(&vm);
 }
 

@@ -16,6 +16,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Listener, RefusalLog};
+use limosa_page::with_causes;
 use limosa_stream::configuration;
 use limosa_stream::multifd::{self, INITIAL_LEN, InitialPacket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -209,7 +210,7 @@ impl<'a> MultifdAccept<'a> {
 
     fn refuse(&mut self, error: MigrateError) {
         self.turned_away += 1;
-        let why = error.to_string();
+        let why = with_causes(&error);
         if let Some(tell) = self.tell.as_mut().filter(|_| self.reasons.is_new(&why)) {
             tell(&error);
         }
@@ -293,7 +294,7 @@ impl<'a> MultifdAccept<'a> {
         let missing: Vec<_> = self.pages.iter().enumerate().filter(|(_, place)| place.is_none()).collect();
         let ids: Vec<_> = missing.iter().map(|(id, _)| id.to_string()).collect();
         let (main, pages) = (self.main.is_none(), !ids.is_empty());
-        let mut what = format!("within {} s ", self.options.within.as_secs_f32());
+        let mut what = String::new();
         match (main, pages) {
             (true, true) => what.push_str("neither the main channel nor multifd channels "),
             (true, false) if self.pages.is_empty() => what.push_str("no migration"),
@@ -301,9 +302,10 @@ impl<'a> MultifdAccept<'a> {
             (false, _) => what.push_str("no multifd channels "),
         }
         what.push_str(&ids.join(", "));
-        what.push_str(&format!(" came to {}", self.listener.local_uri()));
+        let within = self.options.within.as_secs_f32();
+        what.push_str(&format!(" came to {} within {within} s", self.listener.local_uri()));
         if self.turned_away > 0 {
-            let why = self.why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+            let why = self.why.as_ref().map(|why| format!(": {}", with_causes(why))).unwrap_or_default();
             what.push_str(&format!(" ({} other connections were turned away{why})", self.turned_away));
         }
         if !self.row.is_empty() {

@@ -368,7 +368,7 @@ fn a_channel_that_is_closed_ends_everything_and_is_named() {
         let (sent, outcome) = way.send(&memory, &Shared::among(3, &memory), &Handle::new());
         let error = sent.unwrap_err();
         assert!(matches!(error, MigrateError::Multifd { id: 1, .. }), "{error}");
-        assert!(error.in_one_line().starts_with("multifd channel 1: writing to "), "{error}");
+        assert!(error.in_one_line().starts_with("multifd channel 1: cannot write to "), "{error}");
         assert!(!outcome.devices);
     }
 }
@@ -405,7 +405,7 @@ fn a_store_that_fails_ends_everything_and_no_channel_is_blamed() {
         memory.reads_left.store(left, Ordering::Relaxed);
         let (sent, outcome) = Way::new(4).send_plainly(&memory);
         let error = sent.unwrap_err();
-        assert_eq!(error.to_string(), "cannot read pages: the medium has failed");
+        assert_eq!(error.in_one_line(), "cannot read pages: the medium has failed");
         assert!(!outcome.devices);
     }
 }
@@ -591,7 +591,7 @@ fn a_file_that_changes_while_it_is_sent_ends_it_before_the_devices() {
         let filed = Filed::new(&memory);
         filed.whole.store(whole, Ordering::Relaxed);
         let (sent, outcome) = in_place().send(&memory, &filed, &Handle::new());
-        assert_eq!(sent.unwrap_err().to_string(), "cannot read pages: the file was written to", "{whole}");
+        assert_eq!(sent.unwrap_err().in_one_line(), "cannot read pages: the file was written to", "{whole}");
         assert!(!outcome.devices);
     }
     let filed = Filed::new(&memory);

@@ -218,7 +218,7 @@ fn a_sink_that_fails_closes_the_channel_so_that_the_source_goes_on() {
         let sent = PrecopySource::new(&memory, near, &handle).run();
         assert!(sent.is_err());
         let error = receiving.join().unwrap();
-        assert!(error.to_string().contains("no space left"), "{error}");
+        assert!(error.in_one_line().contains("no space left"), "{error}");
     });
 }
 

@@ -72,7 +72,7 @@ fn readiness(monitor: &Monitor) -> Result<Option<Finding>, QmpError> {
         return Ok(None);
     }
     let what = format!(
-        "this QEMU does not wait for a VM (it is {}, its migration {}): only its options were compared",
+        "this QEMU does not wait for a VM (its state is {}, its migration {}): only its options were compared",
         status.state, migration.status
     );
     let finding = Finding::new(Severity::Harmless, Confidence::Certain, "run state", what);
@@ -81,11 +81,15 @@ fn readiness(monitor: &Monitor) -> Result<Option<Finding>, QmpError> {
 
 fn processor(sections: &QemuSections) -> Option<Finding> {
     let what = format!(
-        "{} at the destination; the file does not say what the saved VM had, and QEMU loads it either way",
+        "this QEMU has {}; which one the saved VM had is not recorded, and QEMU does not compare them",
         sections.cpu_kind()?
     );
     let finding = Finding::new(Severity::Loses, Confidence::Unknown, "CPU model", what);
-    Some(finding.advise("use the saved VM's -cpu: a guest crashes on instructions that are gone"))
+    Some(
+        finding.advise(
+            "start QEMU with the -cpu of the saved VM: its guest crashes on an instruction that this CPU lacks",
+        ),
+    )
 }
 
 fn disks(monitor: &Monitor, saved: &Summary, findings: &mut Vec<Finding>) -> Result<(), QmpError> {

@@ -153,7 +153,7 @@ impl Machine {
         match left.as_slice() {
             [place] if place.length == memory => Ok(place),
             [place] => Err(format!(
-                "the machine is to have {} MiB of memory, RAM block {} of the snapshot has {} MiB",
+                "the machine has {} MiB of memory, but RAM block {} of the snapshot has {} MiB: give -m {2}M",
                 memory >> 20,
                 place.name,
                 place.length >> 20

@@ -4,6 +4,7 @@
 //! it returns goes into the job's record, and only then [`Monitor::set`] changes QEMU.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -19,6 +20,20 @@ pub struct Settings {
     pub capabilities: BTreeMap<String, bool>,
     /// Parameters, for example `max-bandwidth`.
     pub parameters: Map<String, Value>,
+}
+
+/// `events=on, max-bandwidth=0`; `none` if there is nothing in it.
+impl fmt::Display for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let on_off = |on: &bool| if *on { "on" } else { "off" };
+        let capabilities = self.capabilities.iter().map(|(name, on)| format!("{name}={}", on_off(on)));
+        let parameters = self.parameters.iter().map(|(name, value)| match value {
+            Value::String(text) => format!("{name}={text}"),
+            other => format!("{name}={other}"),
+        });
+        let all: Vec<_> = capabilities.chain(parameters).collect();
+        if all.is_empty() { f.write_str("none") } else { f.write_str(&all.join(", ")) }
+    }
 }
 
 impl Settings {
@@ -175,6 +190,14 @@ impl Monitor {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn settings_are_shown_by_qemus_names() {
+        let settings = Settings::new().capability("events", true).capability("multifd", false);
+        let settings = settings.parameter("max-bandwidth", 5).parameter("mode", "normal");
+        assert_eq!(settings.to_string(), "events=on, multifd=off, max-bandwidth=5, mode=normal");
+        assert_eq!(Settings::new().to_string(), "none");
+    }
 
     #[test]
     fn only_what_differs_is_set_and_unknown_names_are_told() {

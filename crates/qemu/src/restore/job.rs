@@ -103,6 +103,13 @@ pub(super) fn identity(snapshot: &Snapshot) -> Uuid {
         .map_or_else(|| Uuid::new_v5(&Uuid::NAMESPACE_OID, snapshot.device_tail()), |manifest| manifest.id)
 }
 
+/// The failure with QEMU's own reason, and with what limosa saw of it if that is anything else.
+fn with_reason(reason: &str, error: &JobError) -> JobError {
+    let seen = with_causes(error);
+    let seen = if seen.contains(reason) { String::new() } else { format!("; limosa saw: {seen}") };
+    JobError::Failed { reason: format!("{reason} (its own log may say more){seen}") }
+}
+
 /// How long QEMU may take to come to the end of a load that failed.
 const FAIL_WITHIN: Duration = Duration::from_secs(5);
 
@@ -145,12 +152,16 @@ impl RestoreJob<'_> {
         // A QEMU that lost its source while it loaded the devices, with a channel for requests, waits for ever for the
         // page that it has asked for there, and answers nothing (found with QEMU 10.0.2).
         let answer = self.monitor.qmp().execute_within("query-migrate", Value::Null, FAIL_WITHIN);
-        if let Err(QmpError::NoReply { .. }) = answer {
-            let reason = format!(
-                "{}; this QEMU waits for memory that will not come and answers nothing: kill it",
-                with_causes(&error)
-            );
-            return JobError::Failed { reason };
+        match answer {
+            Err(QmpError::NoReply { .. }) => {
+                let reason = format!(
+                    "{}; this QEMU waits for memory that will not come and answers nothing: kill it",
+                    with_causes(&error)
+                );
+                return JobError::Failed { reason };
+            }
+            Err(gone) if gone.is_gone() && error.is_lost_connection() => return JobError::Ended,
+            _ => {}
         }
         // The QEMU is lost anyway; what it refuses now changes nothing.
         let left = take_over(self.monitor, record, Actor::Watchdog, FAIL_WITHIN);
@@ -160,9 +171,10 @@ impl RestoreJob<'_> {
         }
         // Asked when QEMU has come to the end of its failure: before that it may not know yet.
         match self.monitor.migration().ok().and_then(|info| info.error) {
-            Some(reason) => JobError::Failed {
-                reason: format!("{reason} (its own log may say more); limosa saw: {}", with_causes(&error)),
-            },
+            Some(reason) => with_reason(&reason, &error),
+            None if error.is_lost_connection() && self.monitor.qmp().execute("query-status", Value::Null).is_err() => {
+                JobError::Ended
+            }
             None => error,
         }
     }
@@ -184,5 +196,20 @@ impl RestoreJob<'_> {
     /// The VM's state, for people and programs.
     pub(super) fn vm_state(&self) -> String {
         self.monitor.status().map_or_else(|_| "unknown".into(), |status| status.state.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn qemus_reason_is_given_once() {
+        let failed = JobError::Failed { reason: "no such device".into() };
+        let said = with_reason("no such device", &failed).to_string();
+        assert_eq!(said, "QEMU gave up: no such device (its own log may say more)");
+        let other = JobError::refused("the file is cut");
+        let said = with_reason("no such device", &other).to_string();
+        assert_eq!(said, "QEMU gave up: no such device (its own log may say more); limosa saw: the file is cut");
     }
 }

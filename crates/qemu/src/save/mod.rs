@@ -80,7 +80,7 @@ pub fn save(
         }
     };
     tracing::info!(
-        "saving by {}; QEMU's settings that change: {:?}",
+        "saving by {}; QEMU's settings that change: {}",
         if transport == Transport::File { "file" } else { "socket" },
         change.set
     );

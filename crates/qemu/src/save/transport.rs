@@ -28,7 +28,7 @@ pub(super) fn choose_transport(monitor: &Monitor, options: &SaveOptions) -> Resu
     let transport = match options.transport {
         TransportChoice::File if options.background => {
             return conflict(
-                "QEMU cannot write a file of a VM that continues meanwhile: it would be empty",
+                "QEMU cannot write the file itself in a background save: the file would be empty",
                 JobOption::Background,
             );
         }

@@ -76,9 +76,9 @@ impl Foreign {
         let manifest = self.manifest();
         let Self { path, bytes, kind, .. } = self;
         let (fd, head) = match (kind, bytes) {
-            (Kind::Unknown, _) => {
-                let what = "neither a migration stream nor a libvirt save image".to_owned();
-                return Err(ForeignError::Image { path, what });
+            (Kind::Unknown, bytes) => {
+                let empty = matches!(bytes, Bytes::File(file) if file.metadata().is_ok_and(|found| found.len() == 0));
+                return Err(SnapshotError::unrecognized(path, empty).into());
             }
             (Kind::Native, _) => {
                 let what = "a mapped-ram file, which is a snapshot as it is".to_owned();

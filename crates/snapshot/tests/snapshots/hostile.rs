@@ -64,6 +64,8 @@ fn a_file_cut_anywhere_before_the_end_of_qemus_stream_is_refused() {
     for cut in (0..300).chain((300..tail_offset).step_by(9973)).chain(tail_offset..stream_end) {
         assert!(fuzz_open(&plain[..cut]).is_err(), "cut to {cut}");
     }
+    let error = fuzz_open(&plain[..300]).unwrap_err().to_string();
+    assert!(error.contains("the file is cut short: ") && error.contains("but the file ends at 0x12c"), "{error}");
     for cut in stream_end..plain.len() {
         let snapshot = fuzz_open(&plain[..cut]).unwrap();
         assert_eq!(snapshot.manifest(), None);
@@ -74,10 +76,19 @@ fn a_file_cut_anywhere_before_the_end_of_qemus_stream_is_refused() {
 
 #[test]
 fn what_is_not_such_a_file_at_all_is_refused_with_its_name() {
-    for bytes in [&b""[..], b"QEVM", b"QFI\xfb\0\0\0\x03", &[0; 5000], &[0xff; 5000]] {
-        let error = fuzz_open(bytes).unwrap_err().to_string();
-        assert!(error.starts_with("bytes: not a whole mapped-ram file"), "{error}");
+    for (bytes, why) in [
+        (&b""[..], "it is empty"),
+        (b"QE", "it does not begin with QEVM"),
+        (b"QFI\xfb\0\0\0\x03", "it does not begin with QEVM"),
+        (&[0; 5000], "it does not begin with QEVM"),
+        (&[0xff; 5000], "it does not begin with QEVM"),
+    ] {
+        let error = fuzz_open(bytes).unwrap_err();
+        assert!(matches!(error, SnapshotError::Unrecognized { .. }), "{error:?}");
+        assert!(error.to_string().starts_with("bytes: neither a snapshot nor") && error.to_string().ends_with(why));
     }
+    let error = fuzz_open(b"QEVM").unwrap_err().to_string();
+    assert!(error.contains("the file is cut short: file header: the input ends inside it"), "{error}");
 }
 
 #[test]

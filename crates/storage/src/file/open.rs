@@ -67,6 +67,17 @@ pub(crate) struct OpenFile {
     flush_error: Mutex<Option<Arc<io::Error>>>,
 }
 
+/// The name of a kind of files that hold no image.
+fn name_of(kind: FileType) -> &'static str {
+    match kind {
+        FileType::Directory => "directory",
+        FileType::CharacterDevice => "character device",
+        FileType::Fifo => "pipe",
+        FileType::Socket => "socket",
+        _ => "file of its type",
+    }
+}
+
 /// Adds that the file was opened for writing, where that may be why it failed.
 fn for_writing(error: io::Error) -> io::Error {
     match error.kind() {
@@ -107,7 +118,7 @@ impl OpenFile {
             FileType::RegularFile => false,
             FileType::BlockDevice => true,
             kind => {
-                let reason = format!("must be a regular file or a block device, not {kind:?}");
+                let reason = format!("must be a regular file or a block device, not a {}", name_of(kind));
                 return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, reason)));
             }
         };

@@ -42,10 +42,10 @@ fn what_is_no_file_and_no_block_device_is_refused() {
     let folder = TempDir::new().unwrap();
     let pipe = folder.path().join("pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
-    for path in [folder.path(), Path::new("/dev/null"), &pipe] {
+    for (path, kind) in [(folder.path(), "directory"), (Path::new("/dev/null"), "character device"), (&*pipe, "pipe")] {
         let error = FileStorage::open(path, &FileOptions::reading()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
-        assert!(error.source.to_string().contains("must be a regular file or a block device, not"), "{error}");
+        assert_eq!(error.source.to_string(), format!("must be a regular file or a block device, not a {kind}"));
     }
 }
 

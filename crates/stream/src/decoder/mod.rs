@@ -256,7 +256,8 @@ impl Decoder {
     /// The error to report when the input ends although the decoder needs `wanted` bytes and only `available` are left.
     pub fn truncated(&self, available: usize, wanted: usize) -> StreamError {
         let what = match self.state {
-            State::Header => "file header and configuration",
+            State::Header if available == 0 => "the first byte",
+            State::Header => "it",
             State::Outer => "the row of sections (a section or command has to follow)",
             State::Total | State::Blocks { .. } => "the RAM block list",
             State::Records => "RAM records",

@@ -5,7 +5,8 @@
 //! looks like the copy.
 
 use std::fs;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
 use std::sync::Arc;
 
 use limosa_storage::{Io, block_on};
@@ -39,6 +40,22 @@ pub enum ConvertTarget {
     Existing(NamedImage),
     /// An image that is created.
     New(NewTarget),
+}
+
+impl ConvertTarget {
+    /// Its file.
+    fn path(&self) -> &Path {
+        match self {
+            Self::Existing(named) => &named.reference.path,
+            Self::New(new) => &new.image.path,
+        }
+    }
+}
+
+/// Whether both names lead to one file that exists.
+fn is_same_file(one: &Path, other: &Path) -> bool {
+    let identity = |path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    identity(one).is_some_and(|one| identity(other) == Some(one))
 }
 
 /// A target that is created. It becomes as long as the sources.
@@ -82,9 +99,14 @@ impl ConvertRequest {
     ///
     /// # Errors
     /// [`OperationError::Image`]: an image cannot be opened or created; [`OperationError::Backing`]: nor can the new
-    /// target's backing file; [`OperationError::SharedBacking`]; [`OperationError::TooLarge`].
+    /// target's backing file; [`OperationError::SameFile`]; [`OperationError::SharedBacking`];
+    /// [`OperationError::TooLarge`].
     pub async fn prepare(self, unfinished: &UnfinishedFiles) -> Result<PreparedConversion<'_>, OperationError> {
         let Self { sources: named, target, mut options } = self;
+        let path = target.path();
+        if named.iter().any(|source| is_same_file(&source.reference.path, path)) {
+            return Err(OperationError::SameFile { target: path.to_string_lossy().into_owned() });
+        }
         let mut sources = Vec::with_capacity(named.len());
         for source in &named {
             sources.push(chain::open(&source.reference, &source.options).await?);

@@ -473,7 +473,7 @@ impl Header {
 fn cluster_bits(start: &[u8]) -> Result<u32, Fault> {
     let fields = Fields(start);
     if fields.array(0) != MAGIC {
-        return Err(Fault::at(0, "this is not a qcow2 image"));
+        return Err(Fault::Unsupported("it is not a qcow2 image".into()));
     }
     let version = fields.u32(4);
     if !(2..=3).contains(&version) {
@@ -586,7 +586,7 @@ mod tests {
     #[test]
     fn every_field_is_checked() {
         let cases: [(usize, &[u8], &str); 19] = [
-            (0, b"QFI\0", "memory: header, byte 0: this is not a qcow2 image"),
+            (0, b"QFI\0", "memory: it is not a qcow2 image"),
             (7, &[4], "memory: qcow2 of version 4; limosa knows versions 2 and 3"),
             (
                 8,

@@ -9,7 +9,7 @@ use limosa_storage::CacheMode;
 
 use super::image::{OpenArgs, QuietArg, ShareArg};
 use crate::img::options::{ConvertOptions, Name, Source, Target};
-use crate::img::size::parse_size;
+use crate::img::size::{parse_rate, parse_size};
 
 #[derive(Debug, Args)]
 #[command(override_usage = "limosa img convert [OPTIONS] SOURCE... TARGET")]
@@ -80,7 +80,7 @@ pub(crate) struct ImgConvertArgs {
     copy_range: bool,
 
     /// Maximum bandwidth in bytes per second
-    #[arg(short = 'r', long, value_name = "RATE", value_parser = parse_size)]
+    #[arg(short = 'r', long, value_name = "RATE", value_parser = parse_rate)]
     rate: Option<u64>,
 
     /// Continue after read errors of a source; unreadable parts become zeros

@@ -171,10 +171,10 @@ fn command_lines_that_cannot_work_are_refused_before_anything_is_started() {
     for (words, said) in [
         (&["qemu-system-x86_64", "-incoming", "defer"][..], "-incoming"),
         (&["qemu-system-x86_64", "-daemonize"], "daemonize"),
-        (&["/no/such/qemu"], "/no/such/qemu"),
     ] {
-        scene.run_words(words).one_line(&[said]);
+        scene.run_words(words).misused(&[said]);
     }
+    scene.run_words(&["/no/such/qemu"]).one_line(&["cannot start /no/such/qemu: No such file"]);
     let none = scene.run_words(&[]);
     assert_eq!(none.status.code(), Some(2), "{}", none.stderr);
 }
