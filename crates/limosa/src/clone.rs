@@ -34,6 +34,11 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
+    let forked = args
+        .qmp
+        .as_ref()
+        .map(|address| crate::save::save_to_clone(address, &args.snapshot, args.force, args.overlay_dir.clone()));
+    let forked = forked.transpose()?;
     let snapshot = Snapshot::open(&args.snapshot)?;
     snapshot.warnings().iter().for_each(|warning| say!("limosa: {warning}"));
     snapshot.lock_serving()?;
@@ -62,7 +67,9 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     let started_after = begun.elapsed();
     let mut waiting = fleet.fill_pool(pool, &on_failure);
     if args.json {
-        print_out!("{}", object(&clones, &waiting));
+        let mut object = object(&clones, &waiting);
+        object["saved"] = forked.as_ref().map_or(Value::Null, crate::save::object);
+        print_out!("{object}");
     }
     all_printed()?;
     tell_started(args, &clones.started, started_after);

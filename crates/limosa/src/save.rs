@@ -1,12 +1,13 @@
 //! `limosa save`.
 
 use limosa_console::quantity;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use limosa_clone::SavedDisks;
 use limosa_control::Job;
 use limosa_qemu::monitor::Monitor;
+use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{
     DiskPolicy, JobError, NotConverging, OnTimeout, SaveOptions, SaveReport, TransportChoice, Watchdog, save,
 };
@@ -21,30 +22,52 @@ use limosa_console::{print_out, say};
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.job.qmp)?;
     let handles = JobHandles::new(&args.job, Job::Save, "saving", false)?;
-    let limited = || handles.engine.control.max_bandwidth().is_some();
-    let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
-    let mut watch = handles.watch();
-    watch.not_converging = Some(&not_converging);
-    let clones_disks = SavedDisks::remember(&images(&monitor)?, &args.snapshot)?;
-    let report = save(&monitor, &args.snapshot, &options(args), watch, || {
-        Ok(Some(Watchdog::spawn(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp())?))
-    });
-    drop(handles);
-    let report = match report {
-        Ok(report) => report,
-        Err(error) => {
-            // One that failed after it had its name is a snapshot, and needs the disks.
-            if !args.snapshot.exists() {
-                clones_disks.forget();
-            }
-            return Err(error.into());
-        }
-    };
+    let report = save_with(&monitor, &args.snapshot, &options(args), handles)?;
     tell(&report);
     if args.job.json {
         print_out!("{}", object(&report));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Saves a VM that continues, with its disks of the same instant, so that it can be cloned. `overlay_dir` is the
+/// directory of the overlays that it continues on.
+pub(crate) fn save_to_clone(
+    address: &MonitorAddress,
+    snapshot: &Path,
+    replace: bool,
+    overlay_dir: Option<PathBuf>,
+) -> anyhow::Result<SaveReport> {
+    let monitor = job::connect(address)?;
+    let handles = JobHandles::with_socket(None, Job::Save, "saving", false)?;
+    let mut options = SaveOptions::default();
+    options.disks = DiskPolicy::Overlay;
+    options.replace = replace;
+    options.overlay_dir = overlay_dir;
+    let report = save_with(&monitor, snapshot, &options, handles)?;
+    tell(&report);
+    Ok(report)
+}
+
+fn save_with(
+    monitor: &Monitor,
+    snapshot: &Path,
+    options: &SaveOptions,
+    handles: JobHandles,
+) -> anyhow::Result<SaveReport> {
+    let limited = || handles.engine.control.max_bandwidth().is_some();
+    let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
+    let mut watch = handles.watch();
+    watch.not_converging = Some(&not_converging);
+    let clones_disks = SavedDisks::remember(&images(monitor)?, snapshot)?;
+    let report = save(monitor, snapshot, options, watch, || {
+        Ok(Some(Watchdog::spawn(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp())?))
+    });
+    // One that failed after it had its name is a snapshot, and needs the disks.
+    if report.is_err() && !snapshot.exists() {
+        clones_disks.forget();
+    }
+    Ok(report?)
 }
 
 /// The images that the VM's disks consist of.
@@ -164,7 +187,7 @@ fn frozen(report: &SaveReport) -> impl Iterator<Item = (&Disk, &PathBuf)> {
     report.published.manifest.disks.iter().filter_map(|disk| Some((disk, disk.overlay.as_ref()?)))
 }
 
-fn object(report: &SaveReport) -> serde_json::Value {
+pub(crate) fn object(report: &SaveReport) -> serde_json::Value {
     let manifest = &report.published.manifest;
     json!({
         "snapshot": report.published.path.to_string_lossy(),

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use limosa_console::parse;
+use limosa_qemu::qmp::MonitorAddress;
 
 use super::RunStateArgs;
 
@@ -24,6 +25,7 @@ macro_rules! number {
     subcommand_negates_reqs = true,
     after_long_help = concat!("In QEMU's command line ", number!(), " is the clone's number, {name} its name and {dir} its directory.\n\n  \
 limosa clone vm.limosa --count 8 --dir /run/clones -- qemu-system-x86_64 -m 4G -name vm-", number!(), " ...\n  \
+limosa clone --qmp /run/vm.qmp vm.limosa --count 8 --dir /run/clones -- qemu-system-x86_64 -m 4G ...\n  \
 limosa clone list /run/clones\n  \
 limosa clone stop /run/clones\n  \
 limosa clone rm /run/clones 003\n\n\
@@ -58,6 +60,19 @@ pub(crate) struct MakeClonesArgs {
     /// The snapshot
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
+
+    /// Save the running VM behind this monitor (a unix socket's path) into SNAPSHOT first. It continues; its writable
+    /// disks are frozen, and it continues on overlays
+    #[arg(long, value_name = "SOCK")]
+    pub(crate) qmp: Option<MonitorAddress>,
+
+    /// Replace SNAPSHOT if it exists
+    #[arg(long, requires = "qmp")]
+    pub(crate) force: bool,
+
+    /// Directory of the overlays that the saved VM continues on; by default each disk's own, as NAME.overlay-ID
+    #[arg(long, value_name = "DIR", requires = "qmp")]
+    pub(crate) overlay_dir: Option<PathBuf>,
 
     /// How many VMs to start
     #[arg(long, value_name = "N", required_unless_present = "pool")]

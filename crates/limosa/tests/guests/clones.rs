@@ -3,20 +3,20 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use limosa_testkit::{DiskFormat, HeartbeatGuest, Machine, Qmp, check_heartbeat, is_alive, kill9, scratch};
+use limosa_testkit::{DiskFormat, HeartbeatGuest, Machine, Qmp, Vm, check_heartbeat, is_alive, kill9, scratch};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::needs_qemu;
-use crate::overlays::{linux_on, sectors_written, start_writer, wait_writes};
+use crate::overlays::{assert_never_torn, linux_on, sectors_written, start_writer, wait_writes};
 use crate::stage::*;
 
 /// Where the beat guest keeps the number of its lap.
 const LAP: u64 = 0x7e00;
 
 /// A saved guest and the folder of its clones; what is left of them ends with this.
-struct Scene {
+pub(crate) struct Scene {
     folder: TempDir,
     snapshot: PathBuf,
     line: Vec<String>,
@@ -26,13 +26,20 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
+        Self::saved_by(|source, snapshot| {
+            save(source, snapshot, &["--stop"]);
+        })
+    }
+
+    /// A guest that was saved by `save_vm`, running until then or stopped.
+    pub(crate) fn saved_by(save_vm: impl FnOnce(&Vm, &Path)) -> Self {
         let folder = scratch().unwrap();
         let guest = HeartbeatGuest { rest: 5, ..HeartbeatGuest::over(1 << 20) };
         let machine = Machine::heartbeat(guest);
         let source = machine.start().unwrap();
         source.wait_heartbeats(2).unwrap();
         let snapshot = folder.path().join("snapshot");
-        save(&source, &snapshot, &["--stop"]);
+        save_vm(&source, &snapshot);
         let lap = source.last_pass().unwrap();
         let line = Self::line(&machine, folder.path());
         Self { folder, snapshot, line, lap, guest }
@@ -45,11 +52,11 @@ impl Scene {
         words.into_iter().map(|word| if word == "stdio" { serial.clone() } else { word }).collect()
     }
 
-    fn clones(&self) -> PathBuf {
+    pub(crate) fn clones(&self) -> PathBuf {
         self.folder.path().join("clones")
     }
 
-    fn start(&self, count: u32, options: &[&str], more: &[&str]) -> Program {
+    pub(crate) fn start(&self, count: u32, options: &[&str], more: &[&str]) -> Program {
         self.clone_with(&[&["--count", &count.to_string()], options].concat(), more)
     }
 
@@ -85,7 +92,7 @@ impl Scene {
 
     /// Expects a clone to go on from the saved instant, with its memory and its CPU of one instant.
     #[track_caller]
-    fn assert_goes_on(&self, clone: &Value) {
+    pub(crate) fn assert_goes_on(&self, clone: &Value) {
         let number = clone["number"].as_u64().unwrap();
         let laps = self.laps(number, 3);
         assert!((self.lap + 1..=self.lap + 2).contains(&laps[0]), "{laps:?} after {}", self.lap);
@@ -532,4 +539,36 @@ fn a_limosa_that_is_killed_leaves_whole_vms_that_are_listed_and_no_others() {
         }
     }
     eprintln!("{complete} complete, {partial} partial");
+}
+
+#[test]
+fn a_vm_that_runs_is_forked_and_continues() {
+    needs_qemu!();
+    let folder = scratch().unwrap();
+    let disk = folder.path().join("disk.qcow2");
+    limosa_testkit::Disk::create(&disk, DiskFormat::Qcow2, 16 << 20).unwrap();
+    let machine = linux_on(&disk, DiskFormat::Qcow2);
+    let source = start_writer(&machine);
+    let (line, snapshot) = (Scene::line(&machine, folder.path()), folder.path().join("fork"));
+    let scene = Scene { line, snapshot, lap: 0, guest: HeartbeatGuest::default(), folder };
+    let socket = source.qmp_socket();
+    let report = scene.start(2, &["--json", "--qmp", socket.to_str().unwrap()], &[]).wait().json();
+    assert!(report["saved"]["downtime_ms"].is_number(), "{report}");
+    assert_eq!(report["saved"]["overlays"].as_array().unwrap().len(), 1, "{report}");
+    let clones = report["clones"].as_array().unwrap();
+    assert_eq!(clones.len(), 2, "{report}");
+    for clone in clones {
+        let number = clone["number"].as_u64().unwrap();
+        wait_for("writes of a clone", || {
+            let said = scene.serial(number);
+            assert!(!said.contains("torn"), "memory and disk are of different instants: {said}");
+            (said.matches("disk ").count() >= 5).then_some(())
+        });
+    }
+    wait_writes(source.serial(), 2);
+    assert_never_torn(&source);
+    // A snapshot that exists is not replaced unasked, and nothing is started.
+    scene.start(1, &["--qmp", socket.to_str().unwrap()], &[]).wait().one_line(&["fork", "--force"]);
+    assert_eq!(scene.list().len(), 2);
+    limosa(["clone", "rm", "--force", scene.clones().to_str().unwrap()]).success();
 }

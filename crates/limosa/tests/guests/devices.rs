@@ -88,7 +88,7 @@ fn a_guest_among_all_kinds_of_devices_comes_back() {
 }
 
 /// The firmware and a fresh variable store of it in `folder`.
-fn firmware(folder: &Path) -> (PathBuf, PathBuf) {
+pub(crate) fn firmware(folder: &Path) -> (PathBuf, PathBuf) {
     let find = |names: [&str; 2]| {
         let places = names.map(|name| Path::new("/usr/share/OVMF").join(name));
         places.into_iter().find(|path| path.exists()).expect("no OVMF firmware: run `cargo xtask setup`")

@@ -10,5 +10,6 @@ mod overlays;
 
 mod clones;
 mod devices;
+mod layouts;
 mod libvirt;
 mod matrix;
