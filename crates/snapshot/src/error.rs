@@ -165,9 +165,14 @@ impl SnapshotError {
         }
     }
 
-    /// Returns the error for a file that holds no VM.
-    pub(crate) fn unrecognized(path: PathBuf, empty: bool) -> Self {
-        Self::Unrecognized { path, why: if empty { "it is empty" } else { "it does not begin with QEVM" } }
+    /// Returns the error for a file that holds no VM and begins with these bytes.
+    pub(crate) fn unrecognized(path: PathBuf, head: &[u8]) -> Self {
+        let why = match head {
+            [] => "it is empty",
+            [b'Q', b'E', b'V', b'M', ..] => "it ends inside the header of a migration stream",
+            _ => "it does not begin with QEVM",
+        };
+        Self::Unrecognized { path, why }
     }
 
     /// Returns the error for a file whose stream begins at `base` and cannot be decoded; `prefix` is the kind of file
@@ -176,11 +181,11 @@ impl SnapshotError {
         let path = path.to_path_buf();
         match error.kind() {
             ErrorKind::Truncated { available: 0, .. } if error.offset() == base => {
-                return Self::unrecognized(path, true);
+                return Self::unrecognized(path, b"");
             }
             // The magic is all that is checked at the first byte.
             ErrorKind::Truncated { available: 1..=3, .. } | ErrorKind::Expected { .. } if error.offset() == base => {
-                return Self::unrecognized(path, false);
+                return Self::unrecognized(path, b"?");
             }
             _ => {}
         }

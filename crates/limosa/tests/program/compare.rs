@@ -235,7 +235,7 @@ fn people_get_one_line_for_each_finding_and_the_verdict_last() {
     // A VM that runs can be asked too: only its options count.
     let running = rich().start().unwrap();
     let ended = against(&running, &file, &[]).success();
-    assert!(ended.stdout.contains("does not wait for a VM (it is running"), "{}", ended.stdout);
+    assert!(ended.stdout.contains("does not wait for a VM (its state is running"), "{}", ended.stdout);
     assert_beats(&running);
 }
 

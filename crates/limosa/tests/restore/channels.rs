@@ -162,7 +162,7 @@ fn channels_where_they_have_no_place_are_refused_or_explained() {
     let destination = beat().start_incoming().unwrap();
     let found = Found::of(&destination);
     let refused = |words: &[&str], said: &[&str]| {
-        assert_failed(&scene.restore(&saved.snapshot, &destination, words), said);
+        scene.restore(&saved.snapshot, &destination, words).misused(said);
     };
     refused(&["--memory", "lazy", "--channels", "2"], &["lazy", "multifd excludes postcopy", "--memory eager"]);
     let compressed = ["--memory", "eager", "--via", "file", "--channels", "2", "--compression", "zstd"];

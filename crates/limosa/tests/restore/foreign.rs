@@ -189,7 +189,8 @@ fn bad_words_and_bad_files_are_refused_in_one_line_and_leave_nothing() {
     limosa(&scene, &["import", "/dev/zero", text(&at("new"))]).one_line(&["/dev/zero"]);
     limosa(&scene, &["import", "-", text(&at("new"))]).one_line(&["standard input"]);
     limosa(&scene, &["import", text(&at("header")), text(&at("text"))]).one_line(&["text", "--force"]);
-    limosa(&scene, &["import", text(&at("header")), text(&at("new")), "--xml", text(&at("xml"))]).one_line(&["--xml"]);
+    let cut = ["header", "it ends inside the header of a migration stream"];
+    limosa(&scene, &["import", text(&at("header")), text(&at("new")), "--xml", text(&at("xml"))]).one_line(&cut);
     limosa(&scene, &["export", text(&at("text")), text(&at("new"))]).one_line(&["text"]);
     assert_eq!(names(at("text").parent().unwrap()), before);
     let status = Command::new(env!("CARGO_BIN_EXE_limosa")).args(["import", "only one"]).output().unwrap().status;

@@ -105,7 +105,7 @@ fn what_cannot_be_saved_in_the_background_is_refused_in_one_line() {
     let found = Found::of(&vm);
     let refused = |more: &[&str], words: &[&str]| {
         let more: Vec<&str> = ["--background"].iter().chain(more).copied().collect();
-        limosa(save_arguments(&vm, &file, &more)).one_line(words);
+        limosa(save_arguments(&vm, &file, &more)).misused(words);
         found.assert_same(&vm);
     };
     refused(&["--via", "file"], &["--via socket"]);

@@ -112,7 +112,7 @@ fn what_does_not_go_with_channels_is_said() {
         (&["--channels", "2", "--background"], "--channels"),
     ] {
         let (_folder, file) = place();
-        limosa(save_arguments(&vm, &file, more)).one_line(&[words]);
+        limosa(save_arguments(&vm, &file, more)).misused(&[words]);
     }
     let (_folder, file) = place();
     for more in [&["--channels", "0"][..], &["--channels", "17"], &["--compression", "zlib"]] {

@@ -229,7 +229,13 @@ fn what_cannot_be_frozen_is_refused_with_the_vm_untouched() {
         vm.wait_heartbeats(1).unwrap();
         let found = Found::of(&vm);
         let more: Vec<&str> = ["--disks", "overlay"].iter().chain(more).copied().collect();
-        limosa(save_arguments(&vm, Path::new(&at("s")), &more)).one_line(words);
+        let ended = limosa(save_arguments(&vm, Path::new(&at("s")), &more));
+        // Options that exclude each other are bad usage.
+        if more.iter().any(|option| matches!(*option, "--stop" | "--background")) {
+            ended.misused(words);
+        } else {
+            ended.one_line(words);
+        }
         found.assert_same(&vm);
         assert_beats(&vm);
         assert_eq!(names(folder.path()), ["d.raw"]);

@@ -12,7 +12,7 @@ use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange, to_usize};
 use rustix::fs::SeekFrom;
 
 use super::decompressor::Decompression;
-use super::{Bytes, Foreign, ForeignError, Kind};
+use super::{Bytes, Foreign, ForeignError, Kind, read_up_to};
 use crate::error::SnapshotError;
 use crate::manifest::{Manifest, Published, Transport};
 use crate::reader::Snapshot;
@@ -77,8 +77,11 @@ impl Foreign {
         let Self { path, bytes, kind, .. } = self;
         let (fd, head) = match (kind, bytes) {
             (Kind::Unknown, bytes) => {
-                let empty = matches!(bytes, Bytes::File(file) if file.metadata().is_ok_and(|found| found.len() == 0));
-                return Err(SnapshotError::unrecognized(path, empty).into());
+                let head = match &bytes {
+                    Bytes::File(file) => read_up_to(file, 0, 4).unwrap_or_default(),
+                    Bytes::Pipe { .. } => Vec::new(),
+                };
+                return Err(SnapshotError::unrecognized(path, &head).into());
             }
             (Kind::Native, _) => {
                 let what = "a mapped-ram file, which is a snapshot as it is".to_owned();
