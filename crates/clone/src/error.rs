@@ -56,6 +56,15 @@ pub enum CloneError {
         why: String,
     },
 
+    /// A disk that the snapshot froze cannot be read.
+    #[error("cannot read the frozen disk {}", path.display())]
+    FrozenDisk {
+        /// Its uppermost image.
+        path: PathBuf,
+        /// The image library's reason.
+        source: ImageError,
+    },
+
     /// An overlay cannot be made.
     #[error("cannot make an overlay ({})", path.display())]
     Overlay {

@@ -14,7 +14,7 @@ use limosa_qemu::command_line::escaped;
 use limosa_qemu::{BlockPlace, MappedCommandLine, RunChoice, check_not_shared, is_same_file, map_memory, name_memory};
 use limosa_snapshot::{Snapshot, check_disks};
 
-use crate::command_line::{CommandTemplate, FrozenDisk, OverlayPlan, Ownership, behind_overlays, check_outputs, plan};
+use crate::command_line::{CommandTemplate, OverlayPlan, Ownership, behind_overlays, check_outputs, plan};
 use crate::error::CloneError;
 use crate::home::clear_left_over;
 use crate::overlay::{self, Backing};
@@ -142,9 +142,7 @@ impl<'a> Fleet<'a> {
             return Err(CloneError::Disk { why });
         }
         let recorded = snapshot.manifest().map(|manifest| manifest.disks.as_slice()).unwrap_or_default();
-        let frozen: Vec<_> =
-            recorded.iter().map(|disk| FrozenDisk { path: disk.path.clone(), format: disk.format.clone() }).collect();
-        let overlays = plan(&frozen);
+        let overlays = plan(recorded.iter().map(overlay::read_frozen).collect::<Result<_, _>>()?);
         let folder = &std::path::absolute(folder).map_err(CloneError::path("find", folder))?;
         check_folder(folder)?;
         let command = template.args().iter().map(|arg| arg.to_string_lossy().into_owned()).collect();
@@ -240,8 +238,7 @@ fn for_all_clones(
     check_not_shared(args, &|name| same(name, snapshot.path())).map_err(|conflict| refused(conflict.to_string()))?;
     let ownership = Ownership::new(folder);
     check_outputs(args, &ownership).map_err(refused)?;
-    let mut args = behind_overlays(args, overlays, &ownership, &same, &overlay::has_backing)
-        .map_err(|why| CloneError::Disk { why })?;
+    let mut args = behind_overlays(args, overlays, &ownership, &same).map_err(|why| CloneError::Disk { why })?;
     args.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", escaped("{dir}/qmp")).into()]);
     Ok((args, ownership.into_names()))
 }

@@ -27,7 +27,7 @@ mod saved_disks;
 mod start;
 mod starting;
 
-pub use command_line::{CommandTemplate, FrozenDisk, OverlayPlan};
+pub use command_line::CommandTemplate;
 pub use directory::{Done, Listed, NeededDisk, RemoveOptions, Removed, State, StopOptions, list, remove, stop};
 pub use error::CloneError;
 pub use fleet::{Failure, Fleet, FleetOptions, FleetReport, Started, Waiting};

@@ -39,7 +39,7 @@ impl Making {
         let home = Home::new(&fleet.folder, name)?;
         let overlay = |plan: &OverlayPlan| OverlayRecord {
             name: (&plan.name).into(),
-            backing: plan.disk.path.clone(),
+            backing: plan.disk.path().to_path_buf(),
             snapshots: Vec::new(),
         };
         let overlays = fleet.overlays.iter().map(overlay).collect();

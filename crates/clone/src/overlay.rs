@@ -1,17 +1,18 @@
-//! A clone's overlay on a frozen disk.
+//! A clone's overlay on a frozen disk, and the images that a frozen disk consists of.
 
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 
-use limosa_image::chain::{self, OpenOptions};
+use limosa_image::chain::{self, ImageFile, OpenOptions};
 use limosa_image::info::ImageInfo;
 use limosa_image::qcow2::{CreateOptions, create};
 use limosa_image::reference::Reference;
-use limosa_image::{ImageError, Policy};
+use limosa_image::{Format, ImageError, Policy};
+use limosa_snapshot::Disk;
 use limosa_storage::{Create, FileOptions, FileStorage, LockPolicy, block_on};
 use serde::{Deserialize, Serialize};
 
-use crate::command_line::FrozenDisk;
+use crate::command_line::{FrozenDisk, Layer};
 use crate::error::CloneError;
 
 /// How an overlay names the disk below it.
@@ -28,50 +29,57 @@ pub enum Backing {
 /// Makes an empty overlay at `path`, which must be free.
 pub(crate) fn make(path: &Path, disk: &FrozenDisk, backing: Backing) -> Result<(), CloneError> {
     let failed = |source: ImageError| CloneError::Overlay { path: path.to_path_buf(), source };
-    let frozen = std::path::absolute(&disk.path).map_err(CloneError::path("find", &disk.path))?;
     let name: OsString = match backing {
-        Backing::Absolute => frozen.clone().into(),
-        Backing::Relative => relative(path.parent().unwrap_or(Path::new("/")), &frozen).into(),
+        Backing::Absolute => disk.path().into(),
+        Backing::Relative => relative(path.parent().unwrap_or(Path::new("/")), disk.path()).into(),
     };
-    let size = length(&frozen, &disk.format)?;
     let options = FileOptions { create: Create::New, ..FileOptions::default() };
     let storage = FileStorage::open(path, &options).map_err(|error| failed(error.into()))?;
-    let format = Some(image_format(&disk.format).to_owned());
-    let options = CreateOptions::default().size(size).backing_file(Some(name)).backing_format(format);
+    let format = disk.layers.first().map(|top| top.format.clone());
+    let options = CreateOptions::default().size(disk.length).backing_file(Some(name)).backing_format(format);
     block_on(create(&*storage, None, &options)).map(|_| ()).map_err(failed)
 }
 
-/// Whether a disk's file names a backing image. A file that cannot be read may name one.
-pub(crate) fn has_backing(disk: &FrozenDisk) -> bool {
-    let Ok(reference) = Reference::named(&disk.path) else { return true };
-    let Ok(options) = frozen_options(&disk.path, &disk.format) else { return true };
-    block_on(ImageInfo::of_chain(&reference, &options)).map_or(true, |chain| chain.len() > 1)
+/// Reads the images that a recorded disk consists of.
+///
+/// # Errors
+/// One of them cannot be read, or has a format that limosa-image does not have. The disk's own format is not probed
+/// instead, because the guest chooses the first bytes of such a disk.
+pub(crate) fn read_frozen(recorded: &Disk) -> Result<FrozenDisk, CloneError> {
+    let path = std::path::absolute(&recorded.path).map_err(CloneError::path("find", &recorded.path))?;
+    let format: Format = image_format(&recorded.format)
+        .parse()
+        .map_err(|error| CloneError::Disk { why: format!("{}: {error}", path.display()) })?;
+    // Other clones read them, and nothing writes them, so they need no lock.
+    let options = OpenOptions::default().format(Some(format)).read_only(true);
+    let options = options.lock(LockPolicy::None).policy(Policy::Follow);
+    let read = async {
+        let files = chain::files(&Reference::file(&*path), &options).await?;
+        let length = match files.first() {
+            Some(top) => ImageInfo::of(top).await?.virtual_size,
+            None => 0,
+        };
+        Ok((length, files.iter().map(layer).collect()))
+    };
+    let (length, layers) = block_on(read).map_err(|source| CloneError::FrozenDisk { path: path.clone(), source })?;
+    Ok(FrozenDisk { length, layers })
 }
 
-/// Returns the length of a disk in bytes.
-fn length(path: &Path, format: &str) -> Result<u64, CloneError> {
-    let failed = |source: ImageError| CloneError::Overlay { path: path.to_path_buf(), source };
-    let reference = Reference::named(path).map_err(|error| CloneError::Disk { why: error.to_string() })?;
-    Ok(block_on(chain::open(&reference, &frozen_options(path, format)?)).map_err(failed)?.len())
+fn layer(file: &ImageFile) -> Layer {
+    let reference = &file.reference;
+    let plain = Reference::file(&*reference.path).format(reference.format);
+    Layer {
+        path: reference.path.clone(),
+        format: file.format.name().to_owned(),
+        is_device: file.storage.is_block_device(),
+        is_plain: *reference == plain && reference.path.to_str().is_some(),
+    }
 }
 
 /// Returns the format of a disk that QEMU opened with this driver. A disk without a format node has the driver of its
 /// protocol, and is raw.
 fn image_format(driver: &str) -> &str {
     if matches!(driver, "file" | "host_device") { "raw" } else { driver }
-}
-
-/// Returns how a frozen disk is opened: other clones read it, and nothing writes it, so it needs no lock.
-///
-/// # Errors
-/// A format that limosa-image does not have. It is not probed instead, because the guest chooses the first bytes of
-/// such a disk.
-fn frozen_options(path: &Path, format: &str) -> Result<OpenOptions, CloneError> {
-    let format = image_format(format)
-        .parse()
-        .map_err(|error| CloneError::Disk { why: format!("{}: {error}", path.display()) })?;
-    let options = OpenOptions::default().format(Some(format)).read_only(true);
-    Ok(options.lock(LockPolicy::None).policy(Policy::Follow))
 }
 
 /// The path of `to` from the directory `from`; both are absolute.
@@ -97,16 +105,29 @@ mod tests {
         }
     }
 
+    fn recorded(path: &Path, format: &str) -> Disk {
+        Disk::record("disk", None, path, format).unwrap()
+    }
+
+    /// Makes a qcow2 image of 1 GiB over another, whose name it has as given.
+    fn image(path: &Path, below: Option<(&str, &str)>) {
+        let storage = FileStorage::open(path, &FileOptions { create: Create::New, ..FileOptions::default() }).unwrap();
+        let options = CreateOptions::default().size(1 << 30);
+        let options = options.backing_file(below.map(|(name, _)| name.into()));
+        block_on(create(&*storage, None, &options.backing_format(below.map(|(_, format)| format.to_owned())))).unwrap();
+    }
+
     #[test]
     fn an_overlay_is_as_long_as_its_disk_and_names_it_as_asked() {
         let folder = tempfile::tempdir().unwrap();
         let disk = folder.path().join("disk");
         std::fs::write(&disk, vec![7; 3 << 20]).unwrap();
-        let frozen = FrozenDisk { path: disk.clone(), format: "raw".into() };
+        let frozen = read_frozen(&recorded(&disk, "raw")).unwrap();
         for (backing, name) in [(Backing::Absolute, disk.to_str().unwrap()), (Backing::Relative, "disk")] {
             let overlay = folder.path().join(format!("{backing:?}"));
             make(&overlay, &frozen, backing).unwrap();
-            assert_eq!(length(&overlay, "qcow2").unwrap(), 3 << 20);
+            let made = read_frozen(&recorded(&overlay, "qcow2")).unwrap();
+            assert_eq!((made.length, &made.layers[1..]), (3 << 20, &frozen.layers[..]));
             let bytes = std::fs::read(&overlay).unwrap();
             assert!(bytes.windows(name.len()).any(|window| window == name.as_bytes()), "{name}");
             assert!(make(&overlay, &frozen, backing).is_err(), "it is there already");
@@ -118,20 +139,32 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let disk = folder.path().join("disk");
         // A guest has written the header of an image into its disk.
-        let storage = FileStorage::open(&disk, &FileOptions { create: Create::New, ..FileOptions::default() }).unwrap();
-        let header = CreateOptions::default().size(1 << 30);
-        block_on(create(&*storage, None, &header)).unwrap();
-        drop(storage);
+        image(&disk, None);
         let bytes = std::fs::metadata(&disk).unwrap().len();
-        let frozen = |format: &str| FrozenDisk { path: disk.clone(), format: format.into() };
-        for (number, (format, length_of)) in
-            [("raw", Some(bytes)), ("file", Some(bytes)), ("vpc", None)].into_iter().enumerate()
-        {
-            let overlay = folder.path().join(format!("overlay{number}"));
-            let made = make(&overlay, &frozen(format), Backing::Absolute);
-            assert_eq!(made.is_ok(), length_of.is_some(), "{format}: {made:?}");
-            assert!(length_of.is_none_or(|bytes| length(&overlay, "qcow2").unwrap() == bytes.next_multiple_of(512)));
+        for (format, length) in [("raw", Some(bytes)), ("file", Some(bytes)), ("qcow2", Some(1 << 30)), ("vpc", None)] {
+            let found = read_frozen(&recorded(&disk, format));
+            assert_eq!(found.is_ok(), length.is_some(), "{format}: {found:?}");
+            assert!(length.is_none_or(|bytes| found.unwrap().length == bytes.next_multiple_of(512)), "{format}");
         }
-        assert!(has_backing(&frozen("vpc")), "a file that cannot be read may name one");
+    }
+
+    #[test]
+    fn the_images_of_a_frozen_disk_are_known_by_path_and_format() {
+        let folder = tempfile::tempdir().unwrap();
+        let [base, middle, top, part] = ["base", "middle", "top", "part"].map(|name| folder.path().join(name));
+        std::fs::write(&base, vec![0; 1 << 20]).unwrap();
+        image(&middle, Some(("base", "raw")));
+        image(&top, Some((middle.to_str().unwrap(), "qcow2")));
+        let found = read_frozen(&recorded(&top, "qcow2")).unwrap().layers;
+        let known: Vec<_> = found.iter().map(|layer| (&layer.path, layer.format.as_str(), layer.is_plain)).collect();
+        assert_eq!(known, [(&top, "qcow2", true), (&middle, "qcow2", true), (&base, "raw", true)]);
+        let named = format!(
+            r#"json:{{"driver":"raw","offset":512,"file":{{"driver":"file","filename":"{}"}}}}"#,
+            base.display()
+        );
+        image(&part, Some((&named, "raw")));
+        assert!(!read_frozen(&recorded(&part, "qcow2")).unwrap().layers[1].is_plain);
+        std::fs::remove_file(&base).unwrap();
+        assert!(matches!(read_frozen(&recorded(&top, "qcow2")), Err(CloneError::FrozenDisk { .. })));
     }
 }

@@ -38,16 +38,16 @@ fn prove_disks(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<()
         // A filter above the overlay stands in the chain with the overlay's own file.
         let is_overlay = |below: &Option<PathBuf>| below.as_deref().is_some_and(|below| is_same_file(below, &path));
         let below = disk.backing.iter().find(|below| !is_overlay(below)).and_then(Option::as_deref);
-        if !below.is_some_and(|below| is_same_file(below, &plan.disk.path)) {
+        if !below.is_some_and(|below| is_same_file(below, plan.disk.path())) {
             let found = below.map_or_else(|| "nothing".to_owned(), |below| below.display().to_string());
             return unproven(format!(
                 "below the overlay {} is {found}, and not the frozen disk {}",
                 path.display(),
-                plan.disk.path.display()
+                plan.disk.path().display()
             ));
         }
     }
-    let frozen = |path: &Path| fleet.overlays.iter().any(|plan| is_same_file(path, &plan.disk.path));
+    let frozen = |path: &Path| fleet.overlays.iter().any(|plan| is_same_file(path, plan.disk.path()));
     match disks.iter().find(|disk| disk.writable && disk.path.as_deref().is_some_and(frozen)) {
         Some(disk) => unproven(format!("its disk {} is the frozen disk itself", disk.filename)),
         None => Ok(()),

@@ -9,8 +9,7 @@ use std::fs;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use limosa_image::chain::OpenOptions;
-use limosa_image::info::ImageInfo;
+use limosa_image::chain::{self, OpenOptions};
 use limosa_image::reference::Reference;
 use limosa_image::{Format, Policy};
 use limosa_storage::{LockPolicy, block_on};
@@ -108,8 +107,8 @@ fn is_above(file: &Path, disk: &Path) -> bool {
     let options = OpenOptions::default().format(Some(Format::Qcow2)).read_only(true);
     let options = options.lock(LockPolicy::None).policy(Policy::Follow);
     let Ok(reference) = Reference::named(file) else { return true };
-    let Ok(chain) = block_on(ImageInfo::of_chain(&reference, &options)) else { return true };
-    chain.iter().any(|image| fs::canonicalize(&image.filename).is_ok_and(|path| path == disk))
+    let Ok(chain) = block_on(chain::files(&reference, &options)) else { return true };
+    chain.iter().any(|image| fs::canonicalize(&image.reference.path).is_ok_and(|path| path == disk))
 }
 
 #[cfg(test)]

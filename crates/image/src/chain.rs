@@ -202,6 +202,29 @@ pub async fn open_parts(reference: &Reference, options: &OpenOptions) -> Result<
     parts.map_err(|_| ImageError::Unsupported { image: name, what: "it is not a qcow2 image".into() })
 }
 
+/// Opens the files of an image and of all below it, the topmost first. Data files are not opened.
+///
+/// # Errors
+/// The header of one of them cannot be read; [`ImageError::Refused`]: a file may not be opened, or is in the chain
+/// already.
+pub async fn files(reference: &Reference, options: &OpenOptions) -> Result<Vec<ImageFile>, ImageError> {
+    let mut walk = Walk::new(reference, options);
+    let mut found = Vec::new();
+    while let Some(file) = walk.next().await? {
+        if file.format == Format::Qcow2 && file.reference.backing == BackingOverride::AsWritten {
+            let header = Header::read_to_examine(&*file.storage).await?;
+            let (image, path) = (file.storage.name(), &file.reference.path);
+            if let Some(backing) = &header.backing {
+                walk.written(image, written(&header, &backing.name, image, path)?)?;
+            }
+        } else if let BackingOverride::Other(backing) = &file.reference.backing {
+            walk.set_next(backing);
+        }
+        found.push(file);
+    }
+    Ok(found)
+}
+
 /// The topmost image of a chain, and its opened backing image.
 async fn levels(reference: &Reference, options: &OpenOptions) -> Result<(Level, Option<Image>), ImageError> {
     let mut walk = Walk::new(reference, options);
@@ -222,7 +245,7 @@ async fn levels(reference: &Reference, options: &OpenOptions) -> Result<(Level, 
 }
 
 /// A way down a chain, file by file.
-pub(crate) struct Walk<'a> {
+struct Walk<'a> {
     options: &'a OpenOptions,
     below: OpenOptions,
     seen: Seen,
@@ -233,7 +256,7 @@ pub(crate) struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    pub(crate) fn new(reference: &Reference, options: &'a OpenOptions) -> Self {
+    fn new(reference: &Reference, options: &'a OpenOptions) -> Self {
         let next = Some(reference.clone());
         Self { options, below: options.below(), seen: Seen::default(), next, depth: 0, last: None }
     }
@@ -244,7 +267,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Opens the next image's file: `None` at the end.
-    pub(crate) async fn next(&mut self) -> Result<Option<ImageFile>, ImageError> {
+    async fn next(&mut self) -> Result<Option<ImageFile>, ImageError> {
         let Some(reference) = self.next.take() else { return Ok(None) };
         let by = self.last.as_ref();
         if let Some(by) = by
@@ -262,14 +285,14 @@ impl<'a> Walk<'a> {
     }
 
     /// Continues with the file that `image` refers to, if that is allowed.
-    pub(crate) fn written(&mut self, image: &Arc<str>, mut reference: Reference) -> Result<(), ImageError> {
+    fn written(&mut self, image: &Arc<str>, mut reference: Reference) -> Result<(), ImageError> {
         admit_all(&self.options.policy, image, &mut reference)?;
         self.next = Some(reference);
         Ok(())
     }
 
     /// Continues with the caller's override.
-    pub(crate) fn set_next(&mut self, reference: &Reference) {
+    fn set_next(&mut self, reference: &Reference) {
         self.next = Some(reference.clone());
     }
 }
@@ -354,7 +377,7 @@ impl Level {
 }
 
 /// The reference that an image has to its backing file, with the format that it has for it.
-pub(crate) fn written(header: &Header, name: &OsStr, image: &Arc<str>, path: &Path) -> Result<Reference, ImageError> {
+fn written(header: &Header, name: &OsStr, image: &Arc<str>, path: &Path) -> Result<Reference, ImageError> {
     let mut reference = Reference::from_image(name, path).map_err(|error| refused(image, name, error.why))?;
     if let Some(format) = header.extensions.backing_format.as_ref().filter(|format| !format.is_empty()) {
         let format = format.parse::<Format>().map_err(|error| refused(image, name, error.to_string()))?;

@@ -4,30 +4,14 @@
 //! own is refused. `{dir}` stands for the clone's directory in what is returned.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use limosa_qemu::command_line::{CommandOption, Properties, options, program};
 
 use super::Ownership;
+use super::frozen::{OverlayPlan, Overlays};
+use super::graph::{Covered, cover_nodes};
 use super::node::Node;
-
-/// A writable disk as the snapshot recorded it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FrozenDisk {
-    /// The file or block device.
-    pub path: PathBuf,
-    /// Its format, by QEMU's name.
-    pub format: String,
-}
-
-/// An overlay to be made.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OverlayPlan {
-    /// The frozen disk below it.
-    pub disk: FrozenDisk,
-    /// Its file name, in the clone's directory.
-    pub name: String,
-}
 
 /// Options that take a disk image by its path alone.
 const PLAIN: [&str; 9] = ["hda", "hdb", "hdc", "hdd", "sd", "mtdblock", "pflash", "fda", "fdb"];
@@ -39,24 +23,17 @@ const UNSEEN: [(&str, &str); 5] = [
     ("chroot", "files are looked for before QEMU changes its root"),
     ("plugin", "the files that a plugin writes are not known; leave it out"),
 ];
-/// Names for the overlays of these disks: `disk0.qcow2`, ...
-pub(crate) fn plan(disks: &[FrozenDisk]) -> Vec<OverlayPlan> {
-    let planned = disks.iter().enumerate();
-    planned.map(|(at, disk)| OverlayPlan { disk: disk.clone(), name: format!("disk{at}.qcow2") }).collect()
-}
 
-/// Puts overlays in the place of frozen disks. `same` says whether a name is that of a file, `has_backing` whether the
-/// disk's file names a backing image.
+/// Puts overlays in the place of frozen disks. `same` says whether a name is that of a file.
 ///
 /// # Errors
 /// A frozen disk that the command line does not name, or names in a way that is not understood; another writable one
 /// that is not the clone's own.
 pub(crate) fn behind_overlays(
     args: &[OsString],
-    overlays: &[OverlayPlan],
+    plans: &[OverlayPlan],
     ownership: &Ownership<'_>,
     same: &dyn Fn(&str, &Path) -> bool,
-    has_backing: &dyn Fn(&FrozenDisk) -> bool,
 ) -> Result<Vec<OsString>, String> {
     let all = options(args);
     for (name, why) in UNSEEN {
@@ -64,7 +41,7 @@ pub(crate) fn behind_overlays(
             return Err(format!("-{name}: {why}"));
         }
     }
-    let mut rewriting = Rewriting { overlays, ownership, same, has_backing, used: vec![false; overlays.len()] };
+    let mut overlays = Overlays::new(plans, ownership, same);
     let mut rewritten = args.to_vec();
     let mut replace = |at: usize, value: Option<String>| {
         if let (Some(value), Some(arg)) = (value, rewritten.get_mut(at)) {
@@ -73,25 +50,26 @@ pub(crate) fn behind_overlays(
     };
     for option in &all {
         let value = match option.name {
-            name if PLAIN.contains(&name) => rewriting.image(&format!("-{name}"), option.value)?,
-            "drive" => rewriting.drive(option.value)?,
+            name if PLAIN.contains(&name) => image(&mut overlays, &format!("-{name}"), option.value)?,
+            "drive" => drive(&mut overlays, option.value)?,
             _ => None,
         };
         replace(option.at, value);
     }
     for (at, name) in positional(args, &all) {
-        replace(at, rewriting.image("the disk", name)?);
+        replace(at, image(&mut overlays, "the disk", name)?);
     }
-    let nodes = rewriting.graph(&all)?;
+    let nodes = cover_nodes(&mut overlays, args, &all)?;
     // The last one first: what is put in behind a node moves those that follow.
     for (at, Covered { below, node }) in nodes.into_iter().rev() {
-        let below = below.map(|below| [below.to_option().into(), "-blockdev".into()]);
-        rewritten.splice(at..=at, below.into_iter().flatten().chain([node.to_option().into()]));
+        let below = below.iter().flat_map(|below| [below.to_option().into(), "-blockdev".into()]);
+        let nodes: Vec<OsString> = below.chain([node.to_option().into()]).collect();
+        rewritten.splice(at..=at, nodes);
     }
-    match rewriting.used.iter().zip(overlays).find(|(used, _)| !**used) {
-        Some((_, overlay)) => Err(format!(
+    match overlays.unused() {
+        Some(plan) => Err(format!(
             "the snapshot froze the disk {}, which the command line does not name",
-            overlay.disk.path.display()
+            plan.disk.path().display()
         )),
         None => Ok(rewritten),
     }
@@ -104,235 +82,74 @@ fn positional<'a>(args: &'a [OsString], all: &[CommandOption<'_>]) -> Vec<(usize
     images.filter(|(at, arg)| !arg.starts_with('-') && all.iter().all(|option| option.at != *at)).collect()
 }
 
-/// A node of the block layer, and the frozen one below it if it is an overlay now.
-#[derive(Debug, Clone, PartialEq)]
-struct Covered {
-    below: Option<Node>,
-    node: Node,
+/// An image that is named by its path alone.
+fn image(overlays: &mut Overlays<'_>, option: &str, name: &str) -> Result<Option<String>, String> {
+    match overlays.find(name).map_err(|why| format!("{option} {why}"))? {
+        Some(place) => overlays.take(place.disk).map(Some),
+        None => overlays.own(option, name).map(|()| None),
+    }
 }
 
-struct Rewriting<'a> {
-    overlays: &'a [OverlayPlan],
-    ownership: &'a Ownership<'a>,
-    same: &'a dyn Fn(&str, &Path) -> bool,
-    has_backing: &'a dyn Fn(&FrozenDisk) -> bool,
-    used: Vec<bool>,
-}
-
-impl Rewriting<'_> {
-    /// The number of the overlay for a frozen disk's name.
-    fn frozen(&self, name: &str) -> Option<usize> {
-        let name = name.strip_prefix("file:").unwrap_or(name);
-        self.overlays.iter().position(|overlay| (self.same)(name, &overlay.disk.path))
+fn drive(overlays: &mut Overlays<'_>, value: &str) -> Result<Option<String>, String> {
+    let mut list = Properties::read(value, "file");
+    let is_read_only = ["readonly", "read-only", "snapshot"].iter().any(|key| list.is_on(key))
+        || list.get("media") == Some("cdrom")
+        // A directory as a FAT disk, which is written to with `rw` alone.
+        || list.get("file").is_some_and(|name| name.starts_with("fat:") && !name.contains(":rw"));
+    if is_read_only {
+        return Ok(None);
     }
-
-    /// Takes an overlay for the one place of its disk.
-    fn take(&mut self, overlay: usize) -> Result<String, String> {
-        let plan = self.overlays.get(overlay).ok_or("there is no such overlay")?;
-        match self.used.get_mut(overlay) {
-            Some(used) if !*used => *used = true,
-            _ => return Err(format!("the disk {} is named twice", plan.disk.path.display())),
-        }
-        Ok(format!("{{dir}}/{}", plan.name))
-    }
-
-    /// A writable image that is no frozen disk must be the clone's own.
-    fn own(&self, option: &str, name: &str) -> Result<(), String> {
-        if name.is_empty() || self.ownership.is_own(name) {
-            return Ok(());
-        }
-        Err(format!(
-            "{option} {name}: all clones would write to it, and the snapshot did not freeze it; make it read-only, or give \
-             each clone its own ({{dir}}, {{name}})"
-        ))
-    }
-
-    /// An image that is named by its path alone.
-    fn image(&mut self, option: &str, name: &str) -> Result<Option<String>, String> {
-        match self.frozen(name) {
-            Some(overlay) => self.take(overlay).map(Some),
-            None => self.own(option, name).map(|()| None),
-        }
-    }
-
-    fn drive(&mut self, value: &str) -> Result<Option<String>, String> {
-        let mut list = Properties::read(value, "file");
-        let is_read_only = ["readonly", "read-only", "snapshot"].iter().any(|key| list.is_on(key))
-            || list.get("media") == Some("cdrom")
-            // A directory as a FAT disk, which is written to with `rw` alone.
-            || list.get("file").is_some_and(|name| name.starts_with("fat:") && !name.contains(":rw"));
-        let key = if list.get("file").is_some() { "file" } else { "file.filename" };
-        let name = list.get(key).unwrap_or_default().to_owned();
-        if let Some(overlay) = self.frozen(&name).filter(|_| !is_read_only) {
-            let is_override = |(key, value): &(&str, &str)| {
-                key.starts_with("backing") || matches!(*key, "offset" | "size") && *value != "0"
-            };
-            if let Some((key, _)) = list.iter().find(is_override) {
-                return Err(format!(
-                    "-drive {name}: {key}= says something else than the image; describe it with -blockdev"
-                ));
-            }
-            list.set(key, &self.take(overlay)?);
-            list.set(if list.get("driver").is_some() { "driver" } else { "format" }, "qcow2");
-            return Ok(Some(list.to_option()));
-        }
-        if !is_read_only {
-            self.own("-drive", &name)?;
-            // What a driver of the block layer names in its own way.
-            let files = Node::of_drive(list.clone()).files();
-            for file in files.iter().filter(|file| !file.is_read_only) {
-                self.own("-drive", &file.name)?;
-            }
-            if files.is_empty() && list.iter().any(|(key, _)| key.starts_with("file.")) {
-                return Err(format!("-drive {value}: not understood; describe it with -blockdev"));
-            }
-        }
-        Ok(None)
-    }
-
-    /// Returns the nodes of the block layer that change, by the index of their argument, in order.
-    fn graph(&mut self, all: &[CommandOption<'_>]) -> Result<Vec<(usize, Covered)>, String> {
-        let mut nodes = Vec::new();
-        for option in all.iter().filter(|option| option.name == "blockdev") {
-            let node = Node::read(option.value).ok_or_else(|| format!("-blockdev {}: not understood", option.value))?;
-            nodes.push((option.at, Covered { below: None, node }));
-        }
-        let before = nodes.clone();
-        seal_backing(&mut nodes, all);
-        for at in 0..nodes.len() {
-            self.node(&mut nodes, at)?;
-        }
-        let changed = nodes.into_iter().zip(before).filter(|(now, before)| now != before);
-        Ok(changed.map(|(now, _)| now).collect())
-    }
-
-    /// Looks at the files of one node, and puts an overlay over it, or over the format that it is of.
-    fn node(&mut self, nodes: &mut [(usize, Covered)], at: usize) -> Result<(), String> {
-        let Some((_, Covered { node, .. })) = nodes.get(at) else { return Ok(()) };
-        let mut overlay = None;
-        for file in node.files().into_iter().filter(|file| !file.is_read_only) {
-            match self.frozen(&file.name) {
-                Some(frozen) if file.is_nodes_own => overlay = Some(frozen),
-                Some(_) => {
-                    return Err(format!(
-                        "-blockdev node-name={}: the frozen disk {} is part of something else; give it a node of its own",
-                        node.name(),
-                        file.name
-                    ));
-                }
-                // An overlay that was put there is the clone's own.
-                None => self.own("-blockdev", &file.name)?,
-            }
-        }
-        let Some(overlay) = overlay else { return Ok(()) };
-        let name = node.name().to_owned();
-        if !node.is_protocol() {
-            return self.cover(nodes, at, overlay);
-        }
-        let formats: Vec<_> =
-            nodes.iter().enumerate().filter(|(_, (_, covered))| covered.node.file_node() == Some(&name)).collect();
-        let format = match formats.as_slice() {
-            [(format, (_, covered))] if !covered.node.is_filter() => *format,
-            _ => {
-                return Err(format!(
-                    "-blockdev node-name={name}: a frozen disk needs one format node above its file; add one with driver=raw"
-                ));
-            }
+    let key = if list.get("file").is_some() { "file" } else { "file.filename" };
+    let name = list.get(key).unwrap_or_default().to_owned();
+    if let Some(place) = overlays.find(&name).map_err(|why| format!("-drive {why}"))? {
+        let is_override = |(key, value): &(&str, &str)| {
+            key.starts_with("backing") || matches!(*key, "offset" | "size") && *value != "0"
         };
-        if let Some((_, covered)) = nodes.get_mut(at) {
-            covered.node.set_read_only();
-        }
-        self.cover(nodes, format, overlay)
-    }
-
-    fn cover(&mut self, nodes: &mut [(usize, Covered)], at: usize, overlay: usize) -> Result<(), String> {
-        let Some((_, Covered { below, node })) = nodes.get_mut(at) else { return Ok(()) };
-        if let Some(plan) = self.overlays.get(overlay) {
-            let (path, recorded) = (plan.disk.path.display(), &plan.disk.format);
-            if node.driver() != recorded {
-                return Err(format!(
-                    "-blockdev node-name={}: driver={} reads the frozen disk {path}, whose format is {recorded}",
-                    node.name(),
-                    node.driver()
-                ));
-            }
-            if node.has_no_backing() && (self.has_backing)(&plan.disk) {
-                return Err(format!(
-                    "-blockdev node-name={}: it says that nothing is below the frozen disk {path}, whose file names a \
-                     backing image; leave \"backing\" out",
-                    node.name()
-                ));
-            }
-        }
-        if let Some(key) = node.partial_key() {
+        if let Some((key, _)) = list.iter().find(is_override) {
             return Err(format!(
-                "-blockdev node-name={}: {key}= makes a part of the frozen image the disk",
-                node.name()
+                "-drive {name}: {key}= says something else than the image; describe it with -blockdev"
             ));
         }
-        let path = self.take(overlay)?;
-        if !node.is_read_only() {
-            let (lower, above) = node.behind(&path, &format!("limosa-frozen{overlay}"));
-            (*below, *node) = (Some(lower), above);
-        }
-        Ok(())
+        list.set(key, &overlays.take(place.disk)?);
+        list.set(if list.get("driver").is_some() { "driver" } else { "format" }, "qcow2");
+        return Ok(Some(list.to_option()));
     }
-}
-
-/// Makes nodes read-only that are nothing but backing images of others, as QEMU uses them, and the files below them.
-fn seal_backing(nodes: &mut [(usize, Covered)], all: &[CommandOption<'_>]) {
-    let devices = all.iter().filter(|option| option.name == "device");
-    let mut drives: Vec<_> =
-        devices.filter_map(|option| Properties::read(option.value, "driver").get("drive").map(str::to_owned)).collect();
-    for option in all.iter().filter(|option| matches!(option.name, "machine" | "M")) {
-        let list = Properties::read(option.value, "type");
-        drives.extend(["pflash0", "pflash1"].iter().filter_map(|key| list.get(key).map(str::to_owned)));
+    overlays.own("-drive", &name)?;
+    // What a driver of the block layer names in its own way.
+    let files = Node::of_drive(list.clone()).files();
+    for file in files.iter().filter(|file| !file.is_read_only) {
+        overlays.own("-drive", &file.name)?;
     }
-    let mut below: Vec<String> =
-        nodes.iter().flat_map(|(_, covered)| covered.node.backing_nodes()).map(str::to_owned).collect();
-    let mut next = 0;
-    while let Some(name) = below.get(next).cloned() {
-        next += 1;
-        let mut named = nodes.iter().map(|(_, covered)| &covered.node).filter(|node| node.name() == name);
-        let file = named.next().and_then(Node::file_node);
-        let is_new = |file: &&str| !below.iter().any(|known| known == *file);
-        let file = file.filter(is_new).map(str::to_owned);
-        below.extend(file);
+    if files.is_empty() && list.iter().any(|(key, _)| key.starts_with("file.")) {
+        return Err(format!("-drive {value}: not understood; describe it with -blockdev"));
     }
-    // A file all of whose formats are read-only.
-    let is_of = |covered: &Covered, file: &str| covered.node.file_node() == Some(file);
-    let all_read_only = |file: &str| {
-        let mut above = nodes.iter().map(|(_, covered)| covered).filter(|covered| is_of(covered, file)).peekable();
-        above.peek().is_some() && above.all(|covered| covered.node.is_read_only())
-    };
-    let files: Vec<_> = nodes.iter().map(|(_, covered)| covered.node.name().to_owned()).collect();
-    below.extend(files.into_iter().filter(|name| !name.is_empty() && all_read_only(name)));
-    for (_, Covered { node, .. }) in nodes.iter_mut() {
-        if below.iter().any(|name| name == node.name()) && !drives.iter().any(|drive| drive == node.name()) {
-            node.set_read_only();
-        }
-    }
+    Ok(None)
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::frozen::{FrozenDisk, Layer, plan};
     use super::*;
 
     fn args(line: &str) -> Vec<OsString> {
         line.split(' ').map(OsString::from).collect()
     }
 
+    fn layer(path: &str, format: &str) -> Layer {
+        Layer { path: path.into(), format: format.into(), is_device: path.starts_with("/dev"), is_plain: true }
+    }
+
     fn disks() -> Vec<OverlayPlan> {
-        let disk = |path: &str, format: &str| FrozenDisk { path: path.into(), format: format.into() };
-        plan(&[disk("/srv/root.img", "raw"), disk("/srv/data.qcow2", "qcow2")])
+        let disk = |layers: &[Layer]| FrozenDisk { length: 1 << 30, layers: layers.to_vec() };
+        let data = [layer("/srv/data.qcow2", "qcow2"), layer("/srv/base", "raw")];
+        plan(vec![disk(&[layer("/srv/root.img", "raw")]), disk(&data)])
     }
 
     fn run(line: &str, overlays: &[OverlayPlan]) -> Result<String, String> {
         let same = |name: &str, path: &Path| Path::new(name) == path;
-        let has_backing = |disk: &FrozenDisk| disk.path == Path::new("/srv/data.qcow2");
-        let found = behind_overlays(&args(line), overlays, &Ownership::new(Path::new("/c")), &same, &has_backing)?;
+        let found = behind_overlays(&args(line), overlays, &Ownership::new(Path::new("/c")), &same)?;
         Ok(found.iter().map(|arg| arg.to_str().unwrap()).collect::<Vec<_>>().join(" "))
     }
 
@@ -459,12 +276,116 @@ mod tests {
         }
     }
 
+    /// A disk that was saved twice with overlays since its VM was started with `/srv/root.img`, and one of two images.
+    fn saved_twice() -> Vec<OverlayPlan> {
+        let root = [layer("/srv/two", "qcow2"), layer("/srv/one", "qcow2"), layer("/srv/root.img", "raw")];
+        let data = [layer("/srv/data.qcow2", "qcow2"), layer("/dev/vg/base", "raw")];
+        let disk = |layers: &[Layer]| FrozenDisk { length: 1 << 30, layers: layers.to_vec() };
+        plan(vec![disk(&root), disk(&data)])
+    }
+
+    #[test]
+    fn every_file_of_a_frozen_chain_means_that_disk() {
+        const D0: &str = "{dir}/disk0.qcow2";
+        const D1: &str = "{dir}/disk1.qcow2";
+        for (line, wanted) in [
+            (
+                "-drive file=/srv/root.img,format=raw,if=virtio -hdb /dev/vg/base",
+                format!("-drive file={D0},format=qcow2,if=virtio -hdb {D1}"),
+            ),
+            (
+                "-drive driver=qcow2,file.driver=file,file.filename=/srv/one -hdb /srv/data.qcow2",
+                format!("-drive driver=qcow2,file.driver=file,file.filename={D0} -hdb {D1}"),
+            ),
+            (
+                // The images that were put over the file since stand between it and the overlay.
+                "-blockdev file,node-name=f,filename=/srv/root.img -blockdev raw,node-name=r,file=f,discard=unmap,cache.direct=on -hda /dev/vg/base",
+                format!(
+                    "-blockdev driver=file,node-name=f,filename=/srv/root.img,read-only=on \
+                     -blockdev driver=raw,file=f,cache.direct=on,node-name=limosa-frozen0-2,read-only=on \
+                     -blockdev driver=qcow2,cache.direct=on,file.driver=file,file.filename=/srv/one,backing=limosa-frozen0-2,node-name=limosa-frozen0-1,read-only=on \
+                     -blockdev driver=qcow2,cache.direct=on,file.driver=file,file.filename=/srv/two,backing=limosa-frozen0-1,node-name=limosa-frozen0,read-only=on \
+                     -blockdev driver=qcow2,node-name=r,discard=unmap,cache.direct=on,file.driver=file,file.filename={D0},backing=limosa-frozen0 -hda {D1}"
+                ),
+            ),
+            (
+                // The command line of a clone of the first snapshot, whose names are taken.
+                "-blockdev raw,node-name=limosa-frozen0,read-only=on,file.driver=file,file.filename=/srv/root.img \
+                 -blockdev qcow2,node-name=d,file.driver=file,file.filename=/srv/one,backing=limosa-frozen0 -hda /dev/vg/base",
+                format!(
+                    "-blockdev raw,node-name=limosa-frozen0,read-only=on,file.driver=file,file.filename=/srv/root.img \
+                     -blockdev driver=qcow2,file.driver=file,file.filename=/srv/one,backing=limosa-frozen0,node-name=limosa-frozen0-1,read-only=on \
+                     -blockdev driver=qcow2,file.driver=file,file.filename=/srv/two,backing=limosa-frozen0-1,node-name=limosa-frozen0.1,read-only=on \
+                     -blockdev driver=qcow2,node-name=d,file.driver=file,file.filename={D0},backing=limosa-frozen0.1 -hda {D1}"
+                ),
+            ),
+        ] {
+            assert_eq!(
+                run(&format!("qemu-system-x86_64 {line}"), &saved_twice()).unwrap(),
+                format!("qemu-system-x86_64 {wanted}")
+            );
+        }
+    }
+
+    #[test]
+    fn a_lower_file_as_libvirt_describes_it_stands_below_the_images_over_it() {
+        let line = r#"qemu-system-x86_64 -hda /srv/one -blockdev {"driver":"host_device","filename":"/dev/vg/base","node-name":"s","auto-read-only":true} -blockdev {"node-name":"f","driver":"raw","file":"s","backing":null}"#;
+        let found = run(line, &saved_twice()).unwrap();
+        let nodes: Vec<serde_json::Value> = found
+            .split(' ')
+            .filter(|word| word.starts_with('{'))
+            .filter_map(|word| serde_json::from_str(word).ok())
+            .collect();
+        let file = |path: &str| serde_json::json!({ "driver": "file", "filename": path });
+        assert_eq!(
+            nodes,
+            [
+                serde_json::json!({"driver": "host_device", "filename": "/dev/vg/base", "node-name": "s", "read-only": true}),
+                serde_json::json!({"driver": "raw", "file": "s", "backing": null, "node-name": "limosa-frozen1-1", "read-only": true}),
+                serde_json::json!({"driver": "qcow2", "file": file("/srv/data.qcow2"), "backing": "limosa-frozen1-1", "node-name": "limosa-frozen1", "read-only": true}),
+                serde_json::json!({"driver": "qcow2", "file": file("{dir}/disk1.qcow2"), "backing": "limosa-frozen1", "node-name": "f"}),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_lower_file_that_does_not_say_which_disk_or_how_it_is_read_is_refused() {
+        let mut disks = saved_twice();
+        // Both are below one golden image, and what was put over the second was named with more than its path.
+        disks.iter_mut().for_each(|plan| plan.disk.layers.push(layer("/srv/golden", "raw")));
+        disks[1].disk.layers[0].is_plain = false;
+        for (line, named) in [
+            ("-hda /srv/golden -hdb /srv/one", "/srv/golden is below the frozen disks /srv/two and /srv/data.qcow2"),
+            ("-drive file=/srv/golden,format=raw -hdb /srv/data.qcow2", "-drive /srv/golden is below"),
+            (
+                "-blockdev raw,node-name=g,file.driver=file,file.filename=/srv/golden",
+                "node-name=g: /srv/golden is below",
+            ),
+            ("-hda /srv/root.img -hdb /srv/one", "/srv/two is named twice"),
+            (
+                "-hda /srv/one -blockdev raw,node-name=b,file.driver=host_device,file.filename=/dev/vg/base",
+                "describe /srv/data.qcow2 instead",
+            ),
+            (
+                "-hda /dev/vg/base -blockdev raw,node-name=o,file.driver=file,file.filename=/srv/one",
+                "reads the frozen disk /srv/one, whose format is qcow2",
+            ),
+            (
+                r#"-hda /dev/vg/base -blockdev {"driver":"qcow2","node-name":"o","backing":null,"file":{"driver":"file","filename":"/srv/one"}}"#,
+                "names a backing image",
+            ),
+        ] {
+            let refused = run(&format!("qemu-system-x86_64 {line}"), &disks).expect_err(line);
+            assert!(refused.contains(named), "{line}: {refused}");
+        }
+    }
+
     proptest! {
         #[test]
         fn any_command_line_is_rewritten_or_refused(line in proptest::collection::vec("[-a-z0-9=,{}\":/.]{0,30}", 0..10)) {
             let line: Vec<OsString> = line.into_iter().map(OsString::from).collect();
             let same = |name: &str, path: &Path| Path::new(name) == path;
-            let _ = behind_overlays(&line, &disks(), &Ownership::new(Path::new("/c")), &same, &|_| true);
+            let _ = behind_overlays(&line, &disks(), &Ownership::new(Path::new("/c")), &same);
         }
     }
 }

@@ -7,17 +7,20 @@
 //! |---|---|
 //! | `{n}`, `{name}`, `{dir}` | `template.rs` |
 //! | whether a name leads each clone to a file of its own | `own.rs` |
-//! | disks, behind overlays | `disks.rs`, a node of the block layer at a time in `node.rs` |
+//! | the frozen disk that a name means | `frozen.rs` |
+//! | disks, behind overlays | `disks.rs`, nodes of the block layer in `graph.rs`, one at a time in `node.rs` |
 //! | other options that name files, sockets and directories | `outputs.rs` |
 
 mod disks;
+mod frozen;
+mod graph;
 mod node;
 mod outputs;
 mod own;
 mod template;
 
-pub use disks::{FrozenDisk, OverlayPlan};
-pub(crate) use disks::{behind_overlays, plan};
+pub(crate) use disks::behind_overlays;
+pub(crate) use frozen::{FrozenDisk, Layer, OverlayPlan, plan};
 pub(crate) use outputs::check_outputs;
 pub(crate) use own::{Claims, Ownership};
 pub use template::CommandTemplate;

@@ -5,7 +5,9 @@
 //! up to the overlay.
 
 use limosa_qemu::command_line::Properties;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
+
+use super::frozen::Layer;
 
 /// Block drivers whose node is a file or a device of the host itself.
 const PROTOCOLS: [&str; 3] = ["file", "host_device", "host_cdrom"];
@@ -181,51 +183,78 @@ impl Node {
         }
     }
 
-    /// This node, read-only and under the name `below`, and an overlay over it in the file `overlay`, under its own
-    /// name.
-    pub(super) fn behind(&self, overlay: &str, below: &str) -> (Self, Self) {
-        let file = json!({ "driver": "file", "filename": overlay });
-        match self.0.json() {
+    /// This node, read-only and under another name, to stand below an overlay.
+    pub(super) fn lowered(&self, name: &str) -> Self {
+        let mut lower = Self(match self.0.json() {
             Some(object) => {
-                let is_upper = |key: &str| UPPER.contains(&key) || BOTH.contains(&key);
-                let upper = object.iter().filter(|(key, _)| is_upper(key));
-                let mut above: Map<_, _> = upper.map(|(key, value)| (key.clone(), value.clone())).collect();
-                above.insert("driver".to_owned(), "qcow2".into());
-                above.insert("file".to_owned(), file);
-                above.insert("backing".to_owned(), below.into());
                 let lower = object.iter().filter(|(key, _)| !UPPER.contains(&key.as_str()));
                 let mut lower: Map<_, _> = lower.map(|(key, value)| (key.clone(), value.clone())).collect();
-                lower.insert("node-name".to_owned(), below.into());
                 if let Some(Value::Object(file)) = lower.get_mut("file") {
                     OPENING.iter().for_each(|key| drop(file.remove(*key)));
                 }
-                let mut lower = Self(lower.into());
-                lower.set_read_only();
-                (lower, Self(above.into()))
+                lower.into()
             }
             None => {
-                let (mut lower, mut above) = (Properties::default(), Properties::default());
-                above.set("driver", "qcow2");
-                for (key, value) in self.0.iter() {
-                    let first = key.split('.').next().unwrap_or_default();
-                    if UPPER.contains(&first) || BOTH.contains(&first) {
-                        above.set(key, value);
-                    }
-                    let opens_file = key.strip_prefix("file.").is_some_and(|key| OPENING.contains(&key));
-                    if !UPPER.contains(&first) && !opens_file {
-                        lower.set(key, value);
-                    }
+                let opens_file = |key: &str| key.strip_prefix("file.").is_some_and(|key| OPENING.contains(&key));
+                let mut lower = Properties::default();
+                for (key, value) in self.0.iter().filter(|(key, _)| !is_of(key, &UPPER) && !opens_file(key)) {
+                    lower.set(key, value);
                 }
-                lower.set("node-name", below);
-                let mut lower = Self(lower);
-                lower.set_read_only();
-                above.set("file.driver", "file");
-                above.set("file.filename", overlay);
-                above.set("backing", below);
-                (lower, Self(above))
+                lower
             }
-        }
+        });
+        lower.0.set("node-name", name);
+        lower.set_read_only();
+        lower
     }
+
+    /// An overlay in the file `file`, under this node's own name, over the node `below`.
+    pub(super) fn overlay(&self, file: &str, below: &str) -> Self {
+        let is_kept = |key: &str| is_of(key, &UPPER) || is_of(key, &BOTH);
+        Self(self.image_over("qcow2", [("driver", "file"), ("filename", file)], below, &is_kept))
+    }
+
+    /// A frozen image that was put over this node since, read-only, under the name `name` and over the node `below`.
+    pub(super) fn between(&self, image: &Layer, name: &str, below: &str) -> Self {
+        let protocol = if image.is_device { "host_device" } else { "file" };
+        let file = [("driver", protocol), ("filename", &image.path.to_string_lossy())];
+        let mut node = Self(self.image_over(&image.format, file, below, &|key| is_of(key, &BOTH)));
+        node.0.set("node-name", name);
+        node.set_read_only();
+        node
+    }
+
+    /// An image of this format in this file, over the node `below`, with the keys of this node that are kept.
+    fn image_over(
+        &self,
+        format: &str,
+        file: [(&str, &str); 2],
+        below: &str,
+        is_kept: &dyn Fn(&str) -> bool,
+    ) -> Properties {
+        let Some(object) = self.0.json() else {
+            let mut image = Properties::default();
+            image.set("driver", format);
+            self.0.iter().filter(|(key, _)| is_kept(key)).for_each(|(key, value)| image.set(key, value));
+            file.iter().for_each(|(key, value)| image.set(&format!("file.{key}"), value));
+            image.set("backing", below);
+            return image;
+        };
+        let kept = object.iter().filter(|(key, _)| is_kept(key));
+        let mut image: Map<_, _> = kept.map(|(key, value)| (key.clone(), value.clone())).collect();
+        image.insert("driver".to_owned(), format.into());
+        image.insert(
+            "file".to_owned(),
+            Value::Object(file.map(|(key, value)| (key.to_owned(), value.into())).into_iter().collect()),
+        );
+        image.insert("backing".to_owned(), below.into());
+        image.into()
+    }
+}
+
+/// Whether the first part of a key is one of these.
+fn is_of(key: &str, keys: &[&str]) -> bool {
+    key.split('.').next().is_some_and(|first| keys.contains(&first))
 }
 
 /// Keys whose value is a file, a device or a directory of the host, in any driver.
@@ -267,11 +296,13 @@ fn files_of(object: &Map<String, Value>, is_read_only: bool, depth: usize, found
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn behind(value: &str) -> [String; 2] {
-        let (below, above) = Node::read(value).unwrap().behind("{dir}/disk0.qcow2", "frozen");
-        [below.to_option(), above.to_option()]
+        let node = Node::read(value).unwrap();
+        [node.lowered("frozen"), node.overlay("{dir}/disk0.qcow2", "frozen")].map(|node| node.to_option())
     }
 
     #[test]

@@ -11,12 +11,12 @@ use std::ffi::OsStr;
 use limosa_storage::{FileStorage, Storage, StorageError};
 use serde::Serialize;
 
-use crate::chain::{ImageFile, OpenOptions, Walk, written};
+use crate::chain::{self, ImageFile, OpenOptions};
 use crate::error::ImageError;
 use crate::holes::taken;
 use crate::probe::Format;
 use crate::qcow2::{Encryption, Header, Snapshot, read_bitmaps, read_snapshots};
-use crate::reference::{BackingOverride, Reference};
+use crate::reference::Reference;
 
 /// Disks are whole sectors long, in bytes.
 const SECTOR: u64 = 512;
@@ -302,19 +302,9 @@ impl ImageInfo {
     /// As [`ImageInfo::of`], of any of them; [`ImageError::Refused`]: a file may not be opened, or is in the chain
     /// already.
     pub async fn of_chain(reference: &Reference, options: &OpenOptions) -> Result<Vec<Self>, ImageError> {
-        let mut walk = Walk::new(reference, options);
         let mut found = Vec::new();
-        while let Some(file) = walk.next().await? {
+        for file in chain::files(reference, options).await? {
             found.push(Self::of(&file).await?);
-            if file.format == Format::Qcow2 && file.reference.backing == BackingOverride::AsWritten {
-                let header = Header::read_to_examine(&*file.storage).await?;
-                let (image, path) = (file.storage.name(), &file.reference.path);
-                if let Some(backing) = &header.backing {
-                    walk.written(image, written(&header, &backing.name, image, path)?)?;
-                }
-            } else if let BackingOverride::Other(backing) = &file.reference.backing {
-                walk.set_next(backing);
-            }
         }
         Ok(found)
     }

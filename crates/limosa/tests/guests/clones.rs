@@ -1,15 +1,14 @@
-//! `limosa clone`: many VMs of one snapshot, each with its own disks. No clone sees another's writes.
+//! `limosa clone`: many VMs of one snapshot. No clone sees another's writes.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use limosa_testkit::{DiskFormat, HeartbeatGuest, Machine, Qmp, Vm, check_heartbeat, is_alive, kill9, scratch};
+use limosa_testkit::{HeartbeatGuest, Machine, Qmp, Vm, check_heartbeat, is_alive, kill9, scratch};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::needs_qemu;
-use crate::overlays::{assert_never_torn, linux_on, sectors_written, start_writer, wait_writes};
 use crate::stage::*;
 
 /// Where the beat guest keeps the number of its lap.
@@ -17,11 +16,11 @@ const LAP: u64 = 0x7e00;
 
 /// A saved guest and the folder of its clones; what is left of them ends with this.
 pub(crate) struct Scene {
-    folder: TempDir,
-    snapshot: PathBuf,
-    line: Vec<String>,
-    lap: u32,
-    guest: HeartbeatGuest,
+    pub(crate) folder: TempDir,
+    pub(crate) snapshot: PathBuf,
+    pub(crate) line: Vec<String>,
+    pub(crate) lap: u32,
+    pub(crate) guest: HeartbeatGuest,
 }
 
 impl Scene {
@@ -46,7 +45,7 @@ impl Scene {
     }
 
     /// The machine's command line, with each clone's serial port in a file of its own.
-    fn line(machine: &Machine, folder: &Path) -> Vec<String> {
+    pub(crate) fn line(machine: &Machine, folder: &Path) -> Vec<String> {
         let words = machine.command_line(folder).unwrap();
         let serial = format!("file:{}/serial-{{n}}", folder.display());
         words.into_iter().map(|word| if word == "stdio" { serial.clone() } else { word }).collect()
@@ -75,7 +74,7 @@ impl Scene {
         start(words)
     }
 
-    fn serial(&self, number: u64) -> String {
+    pub(crate) fn serial(&self, number: u64) -> String {
         std::fs::read_to_string(self.folder.path().join(format!("serial-{number}"))).unwrap_or_default()
     }
 
@@ -111,7 +110,7 @@ impl Scene {
         qmp.execute("cont", json!({})).unwrap();
     }
 
-    fn list(&self) -> Vec<Value> {
+    pub(crate) fn list(&self) -> Vec<Value> {
         let listed = limosa(["clone", "list", "--json", self.clones().to_str().unwrap()]).json();
         listed["clones"].as_array().unwrap().clone()
     }
@@ -231,93 +230,6 @@ fn qemus_of_a_pool_are_taken_by_later_clones_and_by_no_others() {
     assert_eq!(listed["state"], "loaded");
     limosa(["clone", "rm", "--force", dir]).success();
     assert_eq!((scene.processes(), names(&clones_dir)), (Vec::new(), Vec::new()));
-}
-
-#[test]
-fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
-    needs_qemu!();
-    let folder = scratch().unwrap();
-    let disk = folder.path().join("disk.qcow2");
-    limosa_testkit::Disk::create(&disk, DiskFormat::Qcow2, 16 << 20).unwrap();
-    let machine = linux_on(&disk, DiskFormat::Qcow2);
-    let source = start_writer(&machine);
-    let snapshot = folder.path().join("snapshot");
-    // Memory and disk of one instant; the VM continues on its overlay.
-    save(&source, &snapshot, &["--disks", "overlay"]);
-    wait_writes(source.serial(), 2);
-    let frozen = std::fs::read(&disk).unwrap();
-    let before = sectors_written(&disk, "qcow2");
-    let mut scene = Scene {
-        line: Scene::line(&machine, folder.path()),
-        snapshot,
-        lap: 0,
-        guest: HeartbeatGuest::default(),
-        folder,
-    };
-    for (backing, as_libvirt) in [("absolute", false), ("relative", true)] {
-        if as_libvirt {
-            scene.line = described_by_libvirt(&scene.line, &disk);
-        }
-        let report = scene.start(2, &["--json", "--backing", backing], &[]).wait().json();
-        let clones = report["clones"].as_array().unwrap().clone();
-        assert_eq!(clones.len(), 2, "{report}");
-        for clone in &clones {
-            let number = clone["number"].as_u64().unwrap();
-            wait_for("writes of a clone", || {
-                let said = scene.serial(number);
-                assert!(!said.contains("torn"), "memory and disk are of different instants: {said}");
-                (said.matches("disk ").count() >= 5).then_some(())
-            });
-        }
-        let clones_dir = scene.clones();
-        let branch = scene.folder.path().join("branch");
-        if as_libvirt {
-            let monitor = clones[0]["monitor"].as_str().unwrap();
-            let words = ["save", "--disks", "overlay", "--overlay-dir", scene.folder.path().to_str().unwrap()];
-            limosa(words.into_iter().chain(["--qmp", monitor, branch.to_str().unwrap()])).success();
-        }
-        limosa(["clone", "stop", clones_dir.to_str().unwrap()]).success();
-        if as_libvirt {
-            assert_disk_stays_below(&scene, &clones[0], &branch);
-            continue;
-        }
-        for clone in &clones {
-            let overlay = PathBuf::from(clone["overlays"][0]["path"].as_str().unwrap());
-            assert!(sectors_written(&overlay, "qcow2") > before, "{}", overlay.display());
-        }
-        limosa(["clone", "rm", clones_dir.to_str().unwrap()]).success();
-        assert_eq!(names(&clones_dir), Vec::<String>::new());
-    }
-    assert!(std::fs::read(&disk).unwrap() == frozen, "the frozen disk was written to");
-    // The source was no clone's business.
-    wait_writes(source.serial(), 2);
-}
-
-/// Removes the clones, one of them saved: the disk that its snapshot stands on stays, and no other.
-fn assert_disk_stays_below(scene: &Scene, saved: &Value, branch: &Path) {
-    let disk = PathBuf::from(saved["overlays"][0]["path"].as_str().unwrap());
-    let contents = std::fs::read(&disk).unwrap();
-    let removed = limosa(["clone", "rm", scene.clones().to_str().unwrap()]);
-    let said = removed.stderr.clone();
-    removed.success();
-    assert!(said.contains(&format!("{} stays: {} needs it", disk.display(), branch.display())), "{said}");
-    assert_eq!(names(&scene.clones()), [saved["name"].as_str().unwrap()]);
-    assert!(std::fs::read(&disk).unwrap() == contents);
-}
-
-/// The disk in one JSON object that says that nothing is below it, as libvirt writes an image without a backing file.
-fn described_by_libvirt(line: &[String], disk: &Path) -> Vec<String> {
-    let file = format!("filename={}", disk.display());
-    let at = line.iter().position(|word| word.ends_with(&file)).unwrap();
-    let mut line = line.to_vec();
-    line.drain(at - 1..=at);
-    let node = json!({
-        "driver": "qcow2", "node-name": "disk0-format", "backing": null, "discard": "unmap",
-        "file": { "driver": "file", "filename": disk }
-    });
-    let format = line.iter_mut().find(|word| word.contains("node-name=disk0-format")).unwrap();
-    *format = node.to_string();
-    line
 }
 
 #[test]
@@ -539,36 +451,4 @@ fn a_limosa_that_is_killed_leaves_whole_vms_that_are_listed_and_no_others() {
         }
     }
     eprintln!("{complete} complete, {partial} partial");
-}
-
-#[test]
-fn a_vm_that_runs_is_forked_and_continues() {
-    needs_qemu!();
-    let folder = scratch().unwrap();
-    let disk = folder.path().join("disk.qcow2");
-    limosa_testkit::Disk::create(&disk, DiskFormat::Qcow2, 16 << 20).unwrap();
-    let machine = linux_on(&disk, DiskFormat::Qcow2);
-    let source = start_writer(&machine);
-    let (line, snapshot) = (Scene::line(&machine, folder.path()), folder.path().join("fork"));
-    let scene = Scene { line, snapshot, lap: 0, guest: HeartbeatGuest::default(), folder };
-    let socket = source.qmp_socket();
-    let report = scene.start(2, &["--json", "--qmp", socket.to_str().unwrap()], &[]).wait().json();
-    assert!(report["saved"]["downtime_ms"].is_number(), "{report}");
-    assert_eq!(report["saved"]["overlays"].as_array().unwrap().len(), 1, "{report}");
-    let clones = report["clones"].as_array().unwrap();
-    assert_eq!(clones.len(), 2, "{report}");
-    for clone in clones {
-        let number = clone["number"].as_u64().unwrap();
-        wait_for("writes of a clone", || {
-            let said = scene.serial(number);
-            assert!(!said.contains("torn"), "memory and disk are of different instants: {said}");
-            (said.matches("disk ").count() >= 5).then_some(())
-        });
-    }
-    wait_writes(source.serial(), 2);
-    assert_never_torn(&source);
-    // A snapshot that exists is not replaced unasked, and nothing is started.
-    scene.start(1, &["--qmp", socket.to_str().unwrap()], &[]).wait().one_line(&["fork", "--force"]);
-    assert_eq!(scene.list().len(), 2);
-    limosa(["clone", "rm", "--force", scene.clones().to_str().unwrap()]).success();
 }

@@ -9,6 +9,7 @@ mod stage;
 mod overlays;
 
 mod clones;
+mod clones_disks;
 mod devices;
 mod layouts;
 mod libvirt;

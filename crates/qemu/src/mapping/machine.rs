@@ -221,7 +221,8 @@ impl Object {
         if list.is_on("prealloc") {
             return Err(format!("memory backend {id} has prealloc=on: preallocated memory shares nothing"));
         }
-        if list.get("qom-type") == Some("memory-backend-file") {
+        // One that is opened read-only is the memory of another snapshot: the command line is that of a clone.
+        if list.get("qom-type") == Some("memory-backend-file") && !list.is_on("readonly") {
             return Err(format!("memory backend {id} is a file already ({})", list.get("mem-path").unwrap_or("?")));
         }
         match UNMAPPABLE.iter().find(|(key, _)| list.get(key).is_some()) {

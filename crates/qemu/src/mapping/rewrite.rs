@@ -255,6 +255,12 @@ mod tests {
         let nodes = "qemu-system-x86_64 -m 1280 -object memory-backend-ram,id=mem,size=1G -object memory-backend-ram,id=dimm1,size=256M \
                      -numa node,memdev=mem -numa node,nodeid=1,memdev=dimm1";
         assert_eq!(mapped(nodes, &blocks).unwrap().blocks, ["mem", "dimm1"]);
+        // The command line of a clone, whose memory is another snapshot.
+        let of_clone = "qemu-system-x86_64 -object memory-backend-file,id=mem,size=1G,mem-path=/dev/fd/5,offset=1048576,\
+                        share=off,readonly=on,rom=off -machine q35,memory-backend=mem";
+        let found = mapped(of_clone, &[place("mem", 1024, 1 << 21)]).unwrap();
+        let object = found.args.iter().find_map(|arg| serde_json::from_str::<Value>(arg.to_str()?).ok()).unwrap();
+        assert_eq!((&object["mem-path"], &object["offset"]), (&json!("/srv/a,b"), &json!(1 << 21)));
         let old = mapped(
             "qemu-system-x86_64 -machine memory-backend=mem -object memory-backend-ram,id=mem,size=1G",
             &[place("/objects/mem", 1024, 1 << 20)],
