@@ -50,9 +50,10 @@ pub(crate) fn run(args: &InspectArgs) -> ExitCode {
 type Compared = (Comparison, Option<MemoryComparison>);
 
 /// Opens a file: its summary, and the snapshot itself if its pages can be read one by one.
-fn open(path: &Path) -> anyhow::Result<(Summary, Option<Snapshot>)> {
+pub(crate) fn open(path: &Path) -> anyhow::Result<(Summary, Option<Snapshot>)> {
     let summary = summarize_file(path)?;
-    let mapped = summary.capabilities.iter().any(|capability| capability == MAPPED_RAM);
+    // A mapped-ram stream inside a save image is no snapshot of its own.
+    let mapped = !summary.importable && summary.capabilities.iter().any(|capability| capability == MAPPED_RAM);
     let snapshot = mapped.then(|| Snapshot::open(path)).transpose()?;
     Ok((summary, snapshot))
 }

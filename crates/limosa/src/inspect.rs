@@ -1,18 +1,20 @@
 //! `limosa inspect`.
 
 use limosa_console::quantity;
+use std::fmt;
 use std::process::ExitCode;
 
 use anyhow::{Context, anyhow, bail};
 use comfy_table::{Cell, CellAlignment, Table, presets};
-use limosa_qemu::BlockPlace;
-use limosa_snapshot::{
-    BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImageSummary, Snapshot, Summary, summarize_file,
-};
+use limosa_qemu::{BlockPlace, Mappers};
+use limosa_snapshot::{BlockSummary, ByteOrder, DeviceSummary, Manifest, SaveImageSummary, Snapshot, Summary};
+use serde::Serialize;
 
 use crate::args::InspectArgs;
+use crate::changed;
 use crate::compare;
 use crate::report;
+use crate::usage::misused;
 use limosa_console::{all_printed, print_out, say};
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
@@ -22,14 +24,36 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     if args.qemu_args {
         return qemu_args(args);
     }
-    let summary = summarize_file(&args.file)?;
+    if args.changed {
+        return changed::run(args);
+    }
+    if args.vm.is_given() {
+        misused("--qmp and --pid name a VM for --changed: add it");
+    }
+    let (summary, snapshot) = compare::open(&args.file)?;
+    let shown = Shown { summary, mapped_by: snapshot.as_ref().and_then(mappers) };
     if args.json {
-        print_out!("{}", serde_json::to_string(&summary)?);
+        print_out!("{}", serde_json::to_string(&shown)?);
     } else {
-        show(&summary);
+        show(&shown);
     }
     all_printed()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The contents of a file, and what is known of those who use it.
+#[derive(Serialize)]
+struct Shown {
+    #[serde(flatten)]
+    summary: Summary,
+    /// The processes that map a snapshot; none if they cannot be looked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mapped_by: Option<Mappers>,
+}
+
+/// Finds the processes that map a snapshot. A host without /proc has none that can be seen.
+fn mappers(snapshot: &Snapshot) -> Option<Mappers> {
+    Mappers::of(snapshot).inspect_err(|error| tracing::info!("processes that map the file: {error}")).ok()
 }
 
 /// Prints the options of a QEMU that maps the snapshot.
@@ -88,7 +112,7 @@ fn shell_word(word: &str) -> String {
     }
 }
 
-fn show(summary: &Summary) {
+fn show(Shown { summary, mapped_by }: &Shown) {
     print_out!(
         "{}: {} ({} on disk)",
         summary.path,
@@ -112,6 +136,9 @@ fn show(summary: &Summary) {
             let remedy = if summary.importable { "; limosa import makes one of it" } else { "" };
             print_out!("limosa        {}{remedy}", summary.without_manifest.as_deref().unwrap_or("no trailer"));
         }
+    }
+    if let Some(mappers) = mapped_by {
+        show_mappers(mappers);
     }
     print_out!("\n{}", blocks(&summary.blocks));
     print_out!("\n{}", devices(&summary.devices));
@@ -174,7 +201,24 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
     }
 }
 
-fn table(header: &[&str], numbers: usize) -> Table {
+fn show_mappers(mappers: &Mappers) {
+    let mut label = "mapped by";
+    for process in &mappers.processes {
+        let writes = if process.shared { ", SHARED: what it writes reaches the file" } else { "" };
+        print_out!("{label:<14}{} (pid {}): {}{writes}", plain(&process.name), process.pid, process.blocks.join(", "));
+        label = "";
+    }
+    if mappers.unseen > 0 {
+        print_out!("{label:<14}unknown: this user may not look at {} processes", quantity::count(mappers.unseen));
+    }
+}
+
+/// The name of a process, with what a terminal would act upon escaped.
+pub(crate) fn plain(name: &str) -> impl fmt::Display {
+    name.escape_debug()
+}
+
+pub(crate) fn table(header: &[&str], numbers: usize) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
     table.set_header(header.iter().enumerate().map(|(at, name)| {
@@ -184,7 +228,7 @@ fn table(header: &[&str], numbers: usize) -> Table {
     table
 }
 
-fn number(value: u64) -> Cell {
+pub(crate) fn number(value: u64) -> Cell {
     Cell::new(quantity::count(value)).set_alignment(CellAlignment::Right)
 }
 

@@ -6,6 +6,7 @@
 mod args;
 mod balloon;
 mod bars;
+mod changed;
 mod clone;
 mod compare;
 mod detach;

@@ -13,8 +13,8 @@ use limosa_migrate::MigrateError;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::takeover::Outcome;
 use limosa_qemu::{
-    Conflict, DiskConflict, JobError, JobOption, JobRecordError, Permission, RendezvousConflict, ResumeError,
-    StateConflict, WatchdogAdvice,
+    Conflict, DiskConflict, JobError, JobOption, JobRecordError, MappedVmError, NotMapping, Permission,
+    RendezvousConflict, ResumeError, StateConflict, WatchdogAdvice,
 };
 use limosa_snapshot::SnapshotError;
 use limosa_storage::{OpenError, StorageError};
@@ -313,6 +313,28 @@ fn of_qmp(error: &QmpError) -> Option<String> {
     }
 }
 
+/// The remedies of errors that show another as their own, which is then not in the chain.
+fn of_mapped_vm(error: &MappedVmError) -> Option<String> {
+    match error {
+        MappedVmError::Qmp(error) => of_qmp(error),
+        MappedVmError::NotMapping(error) => of_not_mapping(error),
+        _ => None,
+    }
+}
+
+/// The remedy for a process that cannot be asked which pages of a snapshot it has.
+fn of_not_mapping(error: &NotMapping) -> Option<String> {
+    match error {
+        NotMapping::Unseen { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+            Some("; run limosa as root or as that process's user".into())
+        }
+        NotMapping::AnotherFile { .. } => {
+            Some("; limosa inspect SNAPSHOT lists the processes that map a snapshot".into())
+        }
+        _ => None,
+    }
+}
+
 /// The remedy for a full disk.
 const ROOM: &str = "; free some space or choose another directory";
 
@@ -335,7 +357,16 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         let snapshot = || cause.downcast_ref().and_then(of_snapshot);
         let clone = || cause.downcast_ref().and_then(of_clone);
         let qmp = || cause.downcast_ref().and_then(of_qmp);
-        let found = job.or_else(clone).or_else(record).or_else(resume).or_else(snapshot).or_else(qmp);
+        let mapping = || cause.downcast_ref().and_then(of_not_mapping);
+        let mapped_vm = || cause.downcast_ref().and_then(of_mapped_vm);
+        let found = job
+            .or_else(clone)
+            .or_else(record)
+            .or_else(resume)
+            .or_else(snapshot)
+            .or_else(qmp)
+            .or_else(mapping)
+            .or_else(mapped_vm);
         if found.is_some() {
             return found;
         }

@@ -234,18 +234,23 @@ impl ProcessPages {
         PageMap::of(&pid.to_string()).map(Self)
     }
 
-    /// Finds the pages that were copied out of a private mapping of a file because the process wrote to them. Every
-    /// other page still reads as the file.
+    /// Calls `found` with the addresses of pages that were copied out of a private mapping of a file because the
+    /// process wrote to them, ascending. Every other page still reads as the file.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn copied(&mut self, addresses: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-        let mut found: Vec<Range<u64>> = Vec::new();
-        self.0.copied(addresses, |run| match found.last_mut() {
-            Some(last) if last.end == run.start => last.end = run.end,
-            _ => found.push(run),
-        })?;
-        Ok(found)
+    pub fn copied(&mut self, addresses: Range<u64>, found: impl FnMut(Range<u64>)) -> io::Result<()> {
+        self.0.copied(addresses, found)
+    }
+
+    /// Calls `found` with the addresses of all pages that the process has in memory or in swap, ascending. Of a
+    /// file's mapping these are the pages that it has read or written, and their neighbours: a fault also maps those
+    /// that are in the page cache, usually up to 64 KiB around it.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn present(&mut self, addresses: Range<u64>, found: impl FnMut(Range<u64>)) -> io::Result<()> {
+        self.0.present(addresses, found)
     }
 }
 
@@ -287,7 +292,7 @@ fn read(
 
 #[cfg(test)]
 mod tests {
-    use limosa_page::PageRange;
+    use limosa_page::{PageBitmap, PageNumber, PageRange};
     use proptest::prelude::*;
 
     use super::*;
@@ -345,8 +350,14 @@ mod tests {
             runs.iter().map(|run| (run.start - start) >> 12..(run.end - start) >> 12).collect::<Vec<_>>()
         };
         let mut process = ProcessPages::of(std::process::id()).unwrap();
-        let found = process.copied(start..start + (64 << 12)).unwrap();
+        let (mut found, mut present) = (Vec::new(), PageBitmap::new(64));
+        process.copied(start..start + (64 << 12), |run| found.push(run)).unwrap();
         assert_eq!(pages(&found), [3..5, 40..41]);
+        let note = |run: Range<u64>| present.set_range(PageRange::within(&(run.start - start..run.end - start)));
+        process.present(start..start + (64 << 12), note).unwrap();
+        for page in [3, 4, 20, 40] {
+            assert!(present.get(PageNumber(page)), "page {page}");
+        }
         let mut old = Vec::new();
         let map = PageMap::open().unwrap();
         read(&map.file, start..start + (64 << 12), is_copied, |run| old.push(run)).unwrap();

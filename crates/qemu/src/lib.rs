@@ -11,6 +11,7 @@
 //! | the child process that does it at once | [`Watchdog`], [`run_watchdog`] |
 //! | the same on request | [`resume`](fn@resume) |
 //! | starting a QEMU that waits for a VM; loading one, for a caller that has its own | [`launch`](fn@launch), [`Load`] |
+//! | the processes that map a snapshot; what a mapped VM has changed | [`Mappers`], [`MappedVm`] |
 //! | whether a stored VM would load on a QEMU, asked without changing it | [`examine_destination`] |
 //!
 //! An error says what is wrong. Where other options or another command help, it carries a typed [`Conflict`].
@@ -62,8 +63,8 @@ pub use launch::{
 };
 pub use load::Load;
 pub use mapping::{
-    BlockPlace, MappedCommandLine, MemoryConflict, check_not_shared, map_memory, name_memory, prove_mapping,
-    refuse_shared_snapshot,
+    BlockPages, BlockPlace, MappedCommandLine, MappedVm, MappedVmError, Mapper, Mappers, MemoryConflict, NotMapping,
+    check_not_shared, map_memory, name_memory, prove_mapping, refuse_shared_snapshot,
 };
 pub use process::{Liveness, ProcessIdentity};
 pub use restore::{

@@ -94,7 +94,8 @@ pub(crate) fn user(pid: u32) -> Option<(u32, u32)> {
 
 /// Name and start time; `None` if there is no such process or it is a zombie.
 fn stat(pid: u32) -> Option<(String, u64)> {
-    parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    // A process may give itself a name that is not UTF-8.
+    parse_stat(&String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/stat")).ok()?))
 }
 
 fn parse_stat(text: &str) -> Option<(String, u64)> {

@@ -5,6 +5,26 @@ use std::path::PathBuf;
 use clap::Args;
 use limosa_qemu::qmp::MonitorAddress;
 
+/// A VM that maps a snapshot.
+#[derive(Debug, Args)]
+#[group(id = "vm", multiple = false)]
+pub(crate) struct MappedVmArgs {
+    /// The VM's monitor
+    #[arg(long, value_name = "SOCK")]
+    pub(crate) qmp: Option<MonitorAddress>,
+
+    /// The VM's process, or one that started it
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) pid: Option<u32>,
+}
+
+impl MappedVmArgs {
+    /// Whether the command line names one.
+    pub(crate) fn is_given(&self) -> bool {
+        self.qmp.is_some() || self.pid.is_some()
+    }
+}
+
 #[derive(Debug, Args)]
 #[command(
     after_help = "With --diff and --against-qmp the exit status is the verdict: 0 no obstacle to loading was found, \
@@ -41,6 +61,13 @@ pub(crate) struct InspectArgs {
     /// --memory mapped
     #[arg(long, conflicts_with_all = ["diff", "against_qmp"])]
     pub(crate) qemu_args: bool,
+
+    /// Count and list the pages that a VM which maps this snapshot has made its own
+    #[arg(long, requires = "vm", conflicts_with_all = ["diff", "against_qmp", "qemu_args"])]
+    pub(crate) changed: bool,
+
+    #[command(flatten)]
+    pub(crate) vm: MappedVmArgs,
 
     /// Print one JSON object on stdout
     #[arg(long)]

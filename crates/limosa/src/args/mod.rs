@@ -32,7 +32,7 @@ pub(crate) use clone::{
 pub(crate) use endpoint::EndpointArgs;
 pub(crate) use img::{ImgArgs, ImgCommand};
 pub(crate) use import::{ExportArgs, ImportArgs};
-pub(crate) use inspect::InspectArgs;
+pub(crate) use inspect::{InspectArgs, MappedVmArgs};
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use receive::ReceiveArgs;

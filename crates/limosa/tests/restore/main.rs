@@ -19,6 +19,7 @@ mod large;
 mod lazy;
 mod limited;
 mod mapped;
+mod mapped_pages;
 mod refusals;
 mod run_state;
 mod steered;

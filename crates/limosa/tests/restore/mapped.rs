@@ -23,11 +23,11 @@ fn object(snapshot: &Path, id: &str) -> String {
 }
 
 /// This machine, as a destination whose memory is the snapshot.
-fn mapped(machine: &Machine, snapshot: &Path) -> Machine {
+pub(crate) fn mapped(machine: &Machine, snapshot: &Path) -> Machine {
     machine.clone().memory_object(&object(snapshot, "mem"))
 }
 
-fn all_memory(vm: &Vm) -> Vec<u8> {
+pub(crate) fn all_memory(vm: &Vm) -> Vec<u8> {
     vm.read_memory(0..vm.machine().memory_bytes()).unwrap()
 }
 

@@ -5,8 +5,8 @@
 
 #![allow(unsafe_code, reason = "a mapping is made, and removed without a look at it")]
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader};
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt as _;
@@ -15,6 +15,10 @@ use limosa_page::{to_u64, to_usize};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::file_identity::FileId;
+
+/// Bytes of a line that are looked at. The columns before the file's name are shorter, and the name, which another
+/// process chooses, is not needed.
+const COLUMNS: usize = 128;
 
 /// A file by the numbers in `/proc/PID/maps`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,12 +38,17 @@ impl MappedFile {
         // SAFETY: a new mapping at an address of the kernel's choice, which no other code knows. Nothing is read
         // through it, so a file that is cut short meanwhile raises no signal.
         let address = unsafe { mmap(std::ptr::null_mut(), length, ProtFlags::READ, MapFlags::PRIVATE, file, 0) }?;
-        let own = fs::read_to_string("/proc/self/maps");
+        let start = to_u64(address.addr());
+        let mut found = None;
+        let listed = for_each_line("self", |line| {
+            // A neighbour of the same file may have been joined to it.
+            if line.range.contains(&start) {
+                found = Some(line.file);
+            }
+        });
         // SAFETY: the mapping made above, which nothing refers to.
         unsafe { munmap(address, length) }?;
-        let start = to_u64(address.addr());
-        // A neighbour of the same file may have been joined to it.
-        let found = own?.lines().filter_map(line).find(|line| line.range.contains(&start)).map(|line| line.file);
+        listed?;
         found.ok_or_else(|| io::Error::other("the mapping of the file is not in /proc/self/maps"))
     }
 }
@@ -68,12 +77,53 @@ impl Mapping {
     }
 }
 
-/// The writable mappings of files of a process, neighbours joined.
+/// The writable mappings of a file by a process, neighbours joined.
 ///
 /// # Errors
 /// There is no such process, or it is another user's.
-pub(super) fn mappings(pid: u32) -> io::Result<Vec<Mapping>> {
-    fs::read_to_string(format!("/proc/{pid}/maps")).map(|text| parse(&text))
+pub(super) fn mappings(pid: u32, file: MappedFile) -> io::Result<Vec<Mapping>> {
+    let mut found = Vec::new();
+    for_each_line(&pid.to_string(), |line| {
+        if let Some(mapping) = writable(line).filter(|mapping| mapping.file == file) {
+            join(&mut found, mapping);
+        }
+    })?;
+    Ok(found)
+}
+
+/// Calls `each` with the lines about files in a process's list, which is read in pieces and never held.
+fn for_each_line(process: &str, mut each: impl FnMut(Line<'_>)) -> io::Result<()> {
+    for_each_head(BufReader::new(File::open(format!("/proc/{process}/maps"))?), |head| {
+        // A name need not be UTF-8, and may be cut within a character.
+        let columns = head.utf8_chunks().next().map_or("", |chunk| chunk.valid());
+        if let Some(line) = line(columns) {
+            each(line);
+        }
+    })
+}
+
+/// Calls `each` with the first bytes of each line, [`COLUMNS`] at most.
+fn for_each_head(mut text: impl BufRead, mut each: impl FnMut(&[u8])) -> io::Result<()> {
+    let mut head = Vec::with_capacity(COLUMNS);
+    loop {
+        let piece = text.fill_buf()?;
+        if piece.is_empty() {
+            break;
+        }
+        let line_end = piece.iter().position(|byte| *byte == b'\n');
+        let part = piece.get(..line_end.unwrap_or(piece.len())).unwrap_or(piece);
+        head.extend(part.iter().take(COLUMNS - head.len()));
+        let used = part.len() + usize::from(line_end.is_some());
+        text.consume(used);
+        if line_end.is_some() {
+            each(&head);
+            head.clear();
+        }
+    }
+    if !head.is_empty() {
+        each(&head);
+    }
+    Ok(())
 }
 
 /// Whether a process has this very file open. Two subvolumes of a btrfs have one device number in its mappings, and may
@@ -109,22 +159,19 @@ pub(super) fn with_descendants(pid: u32) -> Vec<u32> {
     found
 }
 
-fn parse(text: &str) -> Vec<Mapping> {
-    let mut found: Vec<Mapping> = Vec::new();
-    for mapping in text.lines().filter_map(line).filter_map(writable) {
-        match found.last_mut() {
-            Some(last)
-                if last.file == mapping.file
-                    && last.is_shared == mapping.is_shared
-                    && last.address.checked_add(last.length) == Some(mapping.address)
-                    && last.offset.checked_add(last.length) == Some(mapping.offset) =>
-            {
-                last.length = last.length.saturating_add(mapping.length);
-            }
-            _ => found.push(mapping),
+/// Adds a mapping, to the last one if it continues that.
+fn join(found: &mut Vec<Mapping>, mapping: Mapping) {
+    match found.last_mut() {
+        Some(last)
+            if last.file == mapping.file
+                && last.is_shared == mapping.is_shared
+                && last.address.checked_add(last.length) == Some(mapping.address)
+                && last.offset.checked_add(last.length) == Some(mapping.offset) =>
+        {
+            last.length = last.length.saturating_add(mapping.length);
         }
+        _ => found.push(mapping),
     }
-    found
 }
 
 /// A line of `/proc/PID/maps` that is about a file.
@@ -165,6 +212,12 @@ mod tests {
     use std::os::fd::AsFd as _;
 
     use super::*;
+
+    fn parse(text: &str) -> Vec<Mapping> {
+        let mut found = Vec::new();
+        text.lines().filter_map(line).filter_map(writable).for_each(|mapping| join(&mut found, mapping));
+        found
+    }
 
     #[test]
     fn writable_mappings_are_found_and_neighbours_of_one_kind_joined() {
@@ -239,7 +292,17 @@ mod tests {
         assert!(has_open(own, id).unwrap());
         drop(file);
         assert!(!has_open(own, id).unwrap());
-        assert!(mappings(own).unwrap().iter().all(|mapping| mapping.length > 0));
         assert!(has_open(0, id).is_err());
+    }
+
+    #[test]
+    fn lines_of_any_length_and_any_bytes_have_their_columns_read() {
+        let long = vec![0xff; 300];
+        let text = [&b"1-2 rw-p 0 0:0 7 /"[..], &long, b"\n\nrest ", &long[..7]].concat();
+        for capacity in [1, 7, 128, 4096] {
+            let mut heads = Vec::new();
+            for_each_head(BufReader::with_capacity(capacity, &text[..]), |head| heads.push(head.to_vec())).unwrap();
+            assert_eq!(heads, [&text[..COLUMNS], b"", &text[320..]]);
+        }
     }
 }

@@ -9,16 +9,21 @@
 //! another's by now.
 
 mod machine;
+mod mappers;
 mod maps;
 mod place;
 mod process;
 mod recognize;
 mod rewrite;
+mod vm;
 
+pub use mappers::{Mapper, Mappers};
 pub use place::BlockPlace;
+pub use process::NotMapping;
 pub(crate) use recognize::{Mapped, recognize};
 pub use recognize::{prove_mapping, refuse_shared_snapshot};
 pub use rewrite::{MappedCommandLine, check_not_shared, map_memory, name_memory};
+pub use vm::{BlockPages, MappedVm, MappedVmError};
 
 /// The reason why a snapshot cannot be the memory of a command line's VM: an option or a RAM block.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -1,4 +1,4 @@
-//! A process that maps a snapshot: where RAM blocks are in its memory, and which of their pages it has written.
+//! A process that maps a snapshot: where RAM blocks are in its memory, and which of their pages it has.
 
 use std::io;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 
 use limosa_memory::ProcessPages;
-use limosa_page::PageRange;
+use limosa_page::{PAGE_SIZE, PageBitmap, PageRange};
 use limosa_snapshot::Snapshot;
 
 use super::maps::{MappedFile, Mapping, has_open, mappings, with_descendants};
@@ -22,7 +22,11 @@ pub(super) struct MappingProcess {
 
 /// The reason why a process cannot be asked about a snapshot's pages.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum NotMapping {
+#[non_exhaustive]
+pub enum NotMapping {
+    /// The process is not known: its monitor is no unix socket of this host.
+    #[error("QEMU's process can only be found on its own host, through a unix socket")]
+    Remote,
     /// The kernel does not show the process.
     #[error("the mappings of process {pid} cannot be read")]
     Unseen {
@@ -39,6 +43,29 @@ pub(super) enum NotMapping {
         /// The snapshot.
         path: PathBuf,
     },
+    /// It has the file open, and none of the snapshot's RAM blocks is its private memory.
+    #[error("process {pid} has {} open, and maps no RAM block of it as its own memory", path.display())]
+    NoBlock {
+        /// The process.
+        pid: u32,
+        /// The snapshot.
+        path: PathBuf,
+    },
+}
+
+/// The file of a snapshot by its numbers, those of descriptors and those of mappings.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SnapshotFile {
+    id: FileId,
+    mapped: MappedFile,
+}
+
+impl SnapshotFile {
+    /// # Errors
+    /// The kernel's.
+    pub(super) fn of(snapshot: &Snapshot) -> io::Result<Self> {
+        Ok(Self { id: FileId::of_descriptor(snapshot)?, mapped: MappedFile::of(snapshot.as_fd())? })
+    }
 }
 
 impl MappingProcess {
@@ -48,18 +75,18 @@ impl MappingProcess {
     /// The process cannot be seen, or has another file.
     pub(super) fn find(pid: u32, snapshot: &Snapshot) -> Result<Self, NotMapping> {
         let unseen = |source| NotMapping::Unseen { pid, source };
-        let file = FileId::of_descriptor(snapshot).map_err(unseen)?;
-        let mapped = MappedFile::of(snapshot.as_fd()).map_err(unseen)?;
+        let file = SnapshotFile::of(snapshot).map_err(unseen)?;
         let mut is_open = false;
-        for (index, pid) in with_descendants(pid).into_iter().enumerate() {
-            let seen = has_open(pid, file).and_then(|open| Ok((open, mappings(pid)?)));
-            let (open, mut mappings) = match seen {
+        // This process, which has the file open, may have been started by that one.
+        let own = std::process::id();
+        for (index, pid) in with_descendants(pid).into_iter().filter(|pid| *pid != own).enumerate() {
+            let seen = has_open(pid, file.id).and_then(|open| Ok((open, mappings(pid, file.mapped)?)));
+            let (open, mappings) = match seen {
                 // It has ended since it was listed.
                 Err(_) if index > 0 => continue,
                 seen => seen.map_err(unseen)?,
             };
             is_open |= open;
-            mappings.retain(|mapping| mapping.file == mapped);
             if is_open && !mappings.is_empty() {
                 return Ok(Self { pid, mappings });
             }
@@ -70,9 +97,32 @@ impl MappingProcess {
         Err(NotMapping::AnotherFile { pid, path: snapshot.path().to_path_buf() })
     }
 
+    /// Looks at one process; `None` if it does not map the file.
+    ///
+    /// # Errors
+    /// The process has ended, or is another user's.
+    pub(super) fn look(pid: u32, file: SnapshotFile) -> io::Result<Option<Self>> {
+        let mappings = mappings(pid, file.mapped)?;
+        let maps = !mappings.is_empty() && has_open(pid, file.id)?;
+        Ok(maps.then_some(Self { pid, mappings }))
+    }
+
+    /// Its number.
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
     /// Whether it maps a part of the file so that writes reach the file.
     pub(super) fn maps_shared(&self) -> bool {
         self.mappings.iter().any(|mapping| mapping.is_shared)
+    }
+
+    /// Whether it maps any of these bytes of the file.
+    pub(super) fn maps_any(&self, bytes: &Range<u64>) -> bool {
+        let overlaps = |mapping: &Mapping| {
+            mapping.offset < bytes.end && mapping.offset.saturating_add(mapping.length) > bytes.start
+        };
+        self.mappings.iter().any(overlaps)
     }
 
     /// Returns the address at which the process has these bytes of the file as private memory: the one that QEMU
@@ -94,9 +144,15 @@ impl MappingProcess {
 
     /// Returns the pages that the process has written to, and so copied, among `length` bytes of memory; they are
     /// numbered from `address`.
-    pub(super) fn copied_pages(&self, address: u64, length: u64) -> io::Result<Vec<PageRange>> {
-        let found = ProcessPages::of(self.pid)?.copied(address..address.saturating_add(length))?;
-        let run = |run: &Range<u64>| PageRange::covering(&(run.start - address..run.end - address));
-        Ok(found.iter().map(run).collect())
+    pub(super) fn copied_pages(&self, address: u64, length: u64) -> io::Result<PageBitmap> {
+        let mut pages = PageBitmap::new(length.div_ceil(PAGE_SIZE));
+        let note = |run: Range<u64>| pages.set_range(numbered_from(address, &run));
+        ProcessPages::of(self.pid)?.copied(address..address.saturating_add(length), note)?;
+        Ok(pages)
     }
+}
+
+/// Returns the pages at these addresses, numbered from `address`.
+fn numbered_from(address: u64, run: &Range<u64>) -> PageRange {
+    PageRange::covering(&(run.start.saturating_sub(address)..run.end.saturating_sub(address)))
 }

@@ -107,13 +107,10 @@ fn is_meant(backend: &FileBackend) -> bool {
 
 /// The process of a QEMU that is meant to map a snapshot.
 fn process_of(monitor: &Monitor, snapshot: &Snapshot) -> Result<MappingProcess, Mapped> {
-    let Some(pid) = monitor.qmp().process() else {
-        let why = "which file this QEMU maps can only be seen on its own host, through a unix socket";
-        return Err(Mapped::No(why.into()));
-    };
-    MappingProcess::find(pid, snapshot).map_err(|why| match why {
-        NotMapping::Unseen { .. } => Mapped::No(with_causes(&why)),
-        NotMapping::AnotherFile { .. } => Mapped::Wrong(format!(
+    let pid = monitor.qmp().process().ok_or(NotMapping::Remote);
+    pid.and_then(|pid| MappingProcess::find(pid, snapshot)).map_err(|why| match why {
+        NotMapping::Remote | NotMapping::Unseen { .. } => Mapped::No(with_causes(&why)),
+        NotMapping::AnotherFile { .. } | NotMapping::NoBlock { .. } => Mapped::Wrong(format!(
             "this QEMU maps another file, or one that had the name {} before",
             snapshot.path().display()
         )),
@@ -152,5 +149,5 @@ fn block_of(
     };
     let unseen = |error| format!("which pages of RAM block {name} QEMU has written cannot be read: {error}");
     let changed = process.copied_pages(address, length).map_err(unseen)?;
-    Ok(InPlace { block: name.clone(), changed })
+    Ok(InPlace { block: name.clone(), changed: changed.runs().collect() })
 }
