@@ -96,10 +96,11 @@ pub(crate) fn launch_with(
     let number = making.record.number;
     let args = fleet.template.fill(number, &name_of(number), &folder);
     let log = new_log(&folder)?;
-    let child = launch_detached(&args, incoming, &fleet.inherited_fds(), &log)?;
-    making.record.process = ProcessIdentity::of(child.id());
+    let child = launch_detached(&args, incoming, &fleet.inherited_fds(), &log, |pid| {
+        making.record.process = ProcessIdentity::of(pid);
+        making.enter(Phase::Waiting)
+    })?;
     making.child = Some(child);
-    making.enter(Phase::Waiting)?;
     let monitor = connect(&folder.join(MONITOR), making.child.as_mut(), &log)?;
     Ok(WaitingQemu { monitor, log, channel: None })
 }

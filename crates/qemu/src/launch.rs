@@ -119,58 +119,18 @@ pub fn launch(args: &[OsString], inherited_fds: &[BorrowedFd<'_>]) -> Result<Lau
     Ok(Launched { child, socket })
 }
 
-/// The place from which a QEMU that was started takes its VM.
-#[derive(Debug, Clone, Copy)]
-pub enum IncomingFrom<'a> {
-    /// One end of a socket pair. QEMU ends if the stream ends before it is whole.
-    Stream(BorrowedFd<'a>),
-    /// It waits until its monitor says (`-incoming defer`).
-    Deferred,
-}
-
-/// Starts a QEMU with a session of its own, whose output goes to the end of `log`. It inherits `inherited_fds`, under
-/// the same numbers.
-///
-/// # Errors
-/// If the program cannot be started.
-pub fn launch_detached(
-    args: &[OsString],
-    incoming: IncomingFrom<'_>,
-    inherited_fds: &[BorrowedFd<'_>],
-    log: &File,
-) -> Result<Child, JobError> {
-    let failed = |source: io::Error| JobError::Path { what: "start", path: first(args).into(), source };
-    let mut command = command(args);
-    let mut inherited_fds = inherited_fds.to_vec();
-    match incoming {
-        IncomingFrom::Stream(stream) => {
-            command.arg("-incoming").arg(format!("fd:{}", stream.as_raw_fd()));
-            inherited_fds.push(stream);
-        }
-        IncomingFrom::Deferred => {
-            command.args(["-incoming", "defer"]);
-        }
-    }
-    command.stdin(Stdio::null()).stdout(log.try_clone().map_err(failed)?).stderr(log.try_clone().map_err(failed)?);
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed; this is one system call.
-    unsafe {
-        command.pre_exec(|| rustix::process::setsid().map(|_| ()).map_err(io::Error::from));
-    }
-    spawn(&mut command, &inherited_fds).map_err(failed)
-}
-
-fn first(args: &[OsString]) -> &OsStr {
+pub(crate) fn first(args: &[OsString]) -> &OsStr {
     args.first().map_or(OsStr::new(""), OsString::as_os_str)
 }
 
-fn command(args: &[OsString]) -> Command {
+pub(crate) fn command(args: &[OsString]) -> Command {
     let mut command = Command::new(first(args));
     command.args(args.get(1..).unwrap_or_default());
     command
 }
 
 /// Starts a program that inherits descriptors under the numbers that they have.
-fn spawn(command: &mut Command, inherited_fds: &[BorrowedFd<'_>]) -> io::Result<Child> {
+pub(crate) fn spawn(command: &mut Command, inherited_fds: &[BorrowedFd<'_>]) -> io::Result<Child> {
     let inherited: Vec<RawFd> = inherited_fds.iter().map(AsRawFd::as_raw_fd).collect();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed; setting the flags of a descriptor is one
     // system call, and nothing is allocated. Whoever calls this holds the descriptors open until it returns.

@@ -34,6 +34,7 @@
 pub mod command_line;
 mod conflict;
 mod destination;
+mod detached;
 mod disk_image;
 mod file_identity;
 mod job;
@@ -54,13 +55,11 @@ mod watchdog;
 
 pub use conflict::{Conflict, DiskConflict, JobOption, Permission, RendezvousConflict, StateConflict};
 pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
+pub use detached::{IncomingFrom, launch_detached};
 pub use file_identity::{FileId, is_same_file};
 pub use job::{JobError, NotConverging, Watch};
 pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfter};
-pub use launch::{
-    CommandLine, IncomingFrom, Launched, check as check_command_line, check_program, launch, launch_detached,
-    missing_memory_option,
-};
+pub use launch::{CommandLine, Launched, check as check_command_line, check_program, launch, missing_memory_option};
 pub use load::Load;
 pub use mapping::{
     BlockPages, BlockPlace, MappedCommandLine, MappedVm, MappedVmError, Mapper, Mappers, MemoryConflict, NotMapping,
