@@ -195,6 +195,9 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
             disk.format,
             quantity::bytes(disk.size)
         );
+        for below in &disk.backing {
+            print_out!("              on {}", below.path.display());
+        }
         if let Some(overlay) = &disk.overlay {
             print_out!("              frozen; the VM went on in {}", overlay.display());
         }

@@ -2,7 +2,7 @@
 //!
 //! A guest that was stopped with file systems mounted holds parts of its disks in memory. Restoring that memory over a
 //! disk that was written since destroys the file system, quietly. Size and modification time recorded at the
-//! save tell; contents are not compared.
+//! save tell, of the disk's file and of the images below it; contents are not compared.
 //!
 //! The manifest comes from a file, so its paths are only looked at: `stat`, and for block devices an open that reads
 //! nothing.
@@ -40,13 +40,44 @@ pub struct Disk {
     /// The overlay that the VM went on with when this disk was frozen; absent if it was not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<PathBuf>,
+    /// The images that it stands on, the uppermost first; empty in files of older versions, which did not record them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub backing: Vec<BackingFile>,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub others: Map<String, Value>,
 }
 
+/// An image below a disk, as it was when the VM stopped.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct BackingFile {
+    /// The file or block device.
+    pub path: PathBuf,
+    /// Its length in bytes; absent if it could not be looked at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
+    /// Modification time in nanoseconds since 1970; absent for block devices, and if it could not be looked at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtime_ns: Option<i64>,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Map<String, Value>,
+}
+
+impl BackingFile {
+    /// Records an image in its present state. A relative path is one of QEMU's working directory, so it is not looked
+    /// at.
+    pub fn record(path: impl Into<PathBuf>) -> Self {
+        let path = path.into();
+        let found = if path.is_absolute() { measure(&path).ok() } else { None };
+        let (size, mtime_ns) = found.map_or((None, None), |(size, mtime_ns)| (Some(size), mtime_ns));
+        Self { path, size, mtime_ns, others: Map::new() }
+    }
+}
+
 impl Disk {
-    /// Records a disk in its present state.
+    /// Records a disk in its present state, without the images below it.
     ///
     /// # Errors
     /// If the path cannot be looked at, or is neither a regular file nor a block device.
@@ -66,6 +97,7 @@ impl Disk {
             size,
             mtime_ns,
             overlay: None,
+            backing: Vec::new(),
             others: Map::new(),
         })
     }
@@ -76,6 +108,9 @@ impl Disk {
 pub struct DiskChange {
     /// The disk as recorded.
     pub disk: Disk,
+    /// The image below it that has changed, as recorded; absent if it is the disk's own file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing: Option<BackingFile>,
     /// The difference.
     pub difference: Difference,
 }
@@ -105,31 +140,46 @@ pub enum Difference {
 
 impl fmt::Display for DiskChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "disk {} ({}) ", self.disk.node, self.disk.path.display())?;
-        match &self.difference {
+        let Self { disk, backing, difference } = self;
+        write!(f, "disk {} ({}) ", disk.node, disk.path.display())?;
+        if let Some(backing) = backing {
+            write!(f, "stands on {}, which ", backing.path.display())?;
+        }
+        match difference {
             Difference::Missing => write!(f, "is missing"),
             Difference::Unreadable { why } => write!(f, "cannot be looked at: {why}"),
-            Difference::Size { now } => write!(f, "has {now} bytes, {} when the VM was saved", self.disk.size),
+            Difference::Size { now } => {
+                let recorded = backing.as_ref().and_then(|backing| backing.size).unwrap_or(disk.size);
+                write!(f, "has {now} bytes, {recorded} when the VM was saved")
+            }
             Difference::Modified { .. } => write!(f, "was written after the VM was saved"),
         }
     }
 }
 
-/// The manifest's disks that have changed since the save; empty if none has.
+/// The manifest's disks that have changed since the save, each with the first of its files that has; empty if none has.
 pub fn check_disks(manifest: &Manifest) -> Vec<DiskChange> {
-    manifest
-        .disks
-        .iter()
-        .filter_map(|disk| difference(disk).map(|difference| DiskChange { disk: disk.clone(), difference }))
-        .collect()
+    manifest.disks.iter().filter_map(change).collect()
 }
 
-fn difference(disk: &Disk) -> Option<Difference> {
-    match measure(&disk.path) {
+fn change(disk: &Disk) -> Option<DiskChange> {
+    let changed = |backing, difference| DiskChange { disk: disk.clone(), backing, difference };
+    if let Some(difference) = difference(&disk.path, disk.size, disk.mtime_ns) {
+        return Some(changed(None, difference));
+    }
+    disk.backing.iter().find_map(|below| {
+        let difference = difference(&below.path, below.size?, below.mtime_ns)?;
+        Some(changed(Some(below.clone()), difference))
+    })
+}
+
+/// Returns how a file differs from its recorded length and modification time.
+fn difference(path: &Path, size: u64, mtime_ns: Option<i64>) -> Option<Difference> {
+    match measure(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Some(Difference::Missing),
         Err(e) => Some(Difference::Unreadable { why: e.to_string() }),
-        Ok((now, _)) if now != disk.size => Some(Difference::Size { now }),
-        Ok((_, now_ns)) if disk.mtime_ns.is_some() && now_ns != disk.mtime_ns => Some(Difference::Modified { now_ns }),
+        Ok((now, _)) if now != size => Some(Difference::Size { now }),
+        Ok((_, now_ns)) if mtime_ns.is_some() && now_ns != mtime_ns => Some(Difference::Modified { now_ns }),
         Ok(_) => None,
     }
 }
@@ -203,5 +253,30 @@ mod tests {
         assert_eq!(check_disks(&manifest)[0].difference, Difference::Missing);
         std::fs::create_dir(&path).unwrap();
         assert!(matches!(check_disks(&manifest)[0].difference, Difference::Unreadable { .. }));
+    }
+
+    #[test]
+    fn a_lower_file_that_was_written_is_reported_and_one_that_was_never_looked_at_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let [top, link, base] = ["top", "link", "base"].map(|name| directory.path().join(name));
+        std::fs::write(&top, b"top").unwrap();
+        std::fs::write(&base, b"base").unwrap();
+        std::os::unix::fs::symlink("base", &link).unwrap();
+        let mut manifest = manifest_with(&top);
+        let relative = BackingFile::record("no/such/file");
+        assert_eq!(relative.size, None);
+        manifest.disks[0].backing = vec![relative, BackingFile::record(&link)];
+        assert_eq!(check_disks(&manifest), []);
+        let text = serde_json::to_string(&manifest).unwrap();
+        assert_eq!(serde_json::from_str::<Manifest>(&text).unwrap(), manifest);
+        std::fs::write(&base, b"longer than it was").unwrap();
+        let changes = check_disks(&manifest);
+        assert_eq!(changes[0].backing.as_ref().map(|below| &below.path), Some(&link));
+        let said = changes[0].to_string();
+        assert!(said.contains(&format!("stands on {}, which has 18 bytes, 4 when", link.display())), "{said}");
+        std::fs::remove_file(&link).unwrap();
+        assert_eq!(check_disks(&manifest)[0].difference, Difference::Missing);
+        manifest.disks[0].backing.clear();
+        assert_eq!(check_disks(&manifest), [], "an older version's record has no lower files");
     }
 }

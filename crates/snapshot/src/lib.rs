@@ -82,7 +82,7 @@ pub use comparison::{
     Comparison, Confidence, Destination, DestinationBlock, Finding, MemoryComparison, Presence, Sections, Severity,
     StoredSections, compare, compare_memory, compare_stored, damage, destination_of,
 };
-pub use disks::{Difference, Disk, DiskChange, check_disks};
+pub use disks::{BackingFile, Difference, Disk, DiskChange, check_disks};
 pub use error::SnapshotError;
 pub use foreign::{
     ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, InvalidSaveImage, SaveHeader,

@@ -3,8 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
-use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, Vm, scratch};
+use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, Machine, Vm, scratch};
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::clones::Scene;
 use crate::needs_qemu;
@@ -139,12 +140,7 @@ fn names_that_mean_no_disk_or_several_are_refused_once_and_before_anything_is_ma
         let path = fresh_overlay(folder.path(), name, &golden, "raw");
         machine = machine.disk(Disk { path, format: DiskFormat::Qcow2, writable: true });
     }
-    let source = machine.start().unwrap();
-    source.wait_heartbeats(1).unwrap();
-    let snapshot = path("snapshot");
-    save(&source, &snapshot, &["--disks", "overlay"]);
-    let line = Scene::line(&machine, folder.path());
-    let mut scene = Scene { line, snapshot, lap: 0, guest: HeartbeatGuest::default(), folder };
+    let mut scene = frozen_scene(&machine, folder);
     let given = scene.line.clone();
     let instead = |name: &Path, format: &str| {
         let a = format!("filename={}", scene.folder.path().join("a").display());
@@ -228,6 +224,68 @@ fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
     assert!(std::fs::read(&disk).unwrap() == frozen, "the frozen disk was written to");
     // The source was no clone's business.
     wait_writes(source.serial(), 2);
+}
+
+/// A VM that was saved with overlays, and has ended.
+fn frozen_scene(machine: &Machine, folder: TempDir) -> Scene {
+    let source = machine.start().unwrap();
+    source.wait_heartbeats(1).unwrap();
+    let snapshot = folder.path().join("snapshot");
+    save(&source, &snapshot, &["--disks", "overlay"]);
+    let line = Scene::line(machine, folder.path());
+    Scene { line, snapshot, lap: 0, guest: HeartbeatGuest::default(), folder }
+}
+
+#[test]
+fn a_lower_file_that_was_written_since_the_save_is_refused_before_anything_is_made() {
+    needs_qemu!();
+    let folder = scratch().unwrap();
+    let base = folder.path().join("base");
+    Disk::create(&base, DiskFormat::Raw, 1 << 20).unwrap();
+    let path = fresh_overlay(folder.path(), "top", &base, "raw");
+    let scene = frozen_scene(&small().disk(Disk { path, format: DiskFormat::Qcow2, writable: true }), folder);
+    clones_of(&scene.start(1, &["--json"], &[]).wait().json(), 1);
+    limosa(["clone", "rm", "--force", scene.clones().to_str().unwrap()]).success();
+    std::fs::remove_dir(scene.clones()).unwrap();
+    let file = std::fs::File::options().write(true).open(&base).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"x", 0).unwrap();
+    let written = format!("stands on {}, which was written after the VM was saved", base.display());
+    scene.start(4, &[], &[]).wait().one_line(&[&written]);
+    assert!(!scene.clones().exists());
+}
+
+#[test]
+fn a_clone_gets_its_vm_only_on_the_images_that_the_saved_vm_had_below_its_disk() {
+    needs_qemu!();
+    let folder = scratch().unwrap();
+    let [named, used] = ["named", "used"].map(|name| folder.path().join(name));
+    for disk in [&named, &used] {
+        Disk::create(disk, DiskFormat::Raw, 1 << 20).unwrap();
+    }
+    let middle = fresh_overlay(folder.path(), "middle", &named, "raw");
+    let top = fresh_overlay(folder.path(), "top", &middle, "qcow2");
+    let node = |options: &str, path: &Path| format!("{options},file.driver=file,file.filename={}", path.display());
+    let nodes = [
+        node("raw,node-name=u,read-only=on", &used),
+        node("qcow2,node-name=m,read-only=on,backing=u", &middle),
+        node("qcow2,node-name=t,backing=m", &top),
+    ];
+    let mut machine = small();
+    for node in &nodes {
+        machine = machine.argument("-blockdev").argument(node);
+    }
+    let mut scene = frozen_scene(&machine.argument("-device").argument("virtio-blk-pci,drive=t"), folder);
+    clones_of(&scene.start(1, &["--json"], &[]).wait().json(), 1);
+    // By the files alone, another image is at the bottom.
+    for node in &nodes {
+        let at = scene.line.iter().position(|word| word == node).unwrap();
+        scene.line.drain(at - 1..=at);
+    }
+    let drive = format!("file={},format=qcow2,if=none,id=t", top.display());
+    let refused = scene.start(1, &[], &["-drive", &drive]).wait();
+    assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
+    let was = format!("when the VM was saved it was {}, {}", middle.display(), used.display());
+    assert!(refused.stderr.contains(&was), "{}", refused.stderr);
 }
 
 /// Removes the clones, one of them saved: the disk that its snapshot stands on stays, and no other.

@@ -62,6 +62,13 @@ impl Disk {
         Ok(Some(DiskFile { size: found.len(), modified: (found.mtime(), found.mtime_nsec()) }))
     }
 
+    /// The host's files that it stands on, the uppermost first. A filter above an image appears in QEMU's list with the
+    /// image's own file, which comes once.
+    pub fn lower_files(&self) -> impl Iterator<Item = &Path> {
+        let mut last = self.path.as_deref();
+        self.backing.iter().filter_map(Option::as_deref).filter(move |path| last.replace(path) != Some(path))
+    }
+
     fn of(entry: &Value, directory: Option<&Path>) -> Option<Self> {
         let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
         let inserted = entry.get("inserted")?;

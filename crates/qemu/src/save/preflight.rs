@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use limosa_snapshot::{Disk as RecordedDisk, Manifest};
+use limosa_snapshot::{BackingFile, Disk as RecordedDisk, Manifest};
 
 use super::options::{DiskPolicy, SaveOptions};
 use super::overlay::{self, Planned};
@@ -123,15 +123,18 @@ fn record_disk(disk: &Disk) -> Result<RecordedDisk, JobError> {
             Conflict::Disk(DiskConflict::NotFreezable),
         )
     })?;
-    record(&disk.node, Some(disk.device.clone()), path, &disk.format)
+    let mut recorded = record(&disk.node, Some(disk.device.clone()), path, &disk.format)?;
+    recorded.backing = disk.lower_files().map(BackingFile::record).collect();
+    Ok(recorded)
 }
 
 /// Records the disks as they are when the VM has stopped: until then it may have written to them.
 pub(super) fn record_disks_again(manifest: &mut Manifest) -> Result<(), JobError> {
     for disk in &mut manifest.disks {
-        let overlay = disk.overlay.take();
+        let (overlay, backing) = (disk.overlay.take(), std::mem::take(&mut disk.backing));
         *disk = record(&disk.node, disk.device.clone(), disk.path.clone(), &disk.format)?;
         disk.overlay = overlay;
+        disk.backing = backing.into_iter().map(|below| BackingFile::record(below.path)).collect();
     }
     Ok(())
 }
