@@ -18,6 +18,7 @@
 //! ```
 
 mod caches;
+mod clone;
 mod content;
 mod cow;
 pub mod frame;
@@ -34,6 +35,7 @@ pub mod report;
 mod restore;
 mod save;
 pub mod scratch;
+mod stored;
 pub mod stream;
 mod vm;
 mod zero_copy;
@@ -45,7 +47,7 @@ pub use options::Options;
 pub use report::Report;
 
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] = &["cow", "free-page", "restore", "save", "stream", "zero-copy", "zero-page"];
+pub const NAMES: &[&str] = &["clone", "cow", "free-page", "restore", "save", "stream", "zero-copy", "zero-page"];
 
 /// Runs the bench of this name.
 ///
@@ -55,6 +57,7 @@ pub const NAMES: &[&str] = &["cow", "free-page", "restore", "save", "stream", "z
 /// error but a target without a verdict.
 pub fn run(name: &str, options: &Options) -> Result<Report> {
     let mut report = match name {
+        "clone" => clone::run(options)?,
         "cow" => cow::run(options)?,
         "free-page" => free_page::run(options)?,
         "restore" => restore::run(options)?,

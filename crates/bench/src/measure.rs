@@ -63,11 +63,19 @@ impl Stopwatch {
 
     /// Stops the clocks. The processes named at the start must still be there, or be waited-for children of this one.
     pub fn stop(&self) -> Result<Measured> {
+        self.stop_with(&[])
+    }
+
+    /// Stops the clocks. `new` are processes that were started since then and are still there: they count as well.
+    pub fn stop_with(&self, new: &[u32]) -> Result<Measured> {
         let wall = self.start.elapsed();
         let mut cpu = own_cpu().saturating_sub(self.own);
         cpu += raw::children_cpu().context("getrusage of children")?.saturating_sub(self.children);
         for &(pid, before) in &self.pids {
             cpu += process_cpu(pid)?.saturating_sub(before);
+        }
+        for &pid in new {
+            cpu += process_cpu(pid)?;
         }
         // What the machine did besides: other people's programs, and kernel threads such as write-back.
         let others = machine_cpu()?.saturating_sub(self.machine).saturating_sub(cpu);
@@ -103,6 +111,19 @@ fn cpu_clock(clock: ClockId) -> Duration {
 /// `/proc/PID/stat`, the usual source, has ticks of 10 ms, a large part of a run of 200.)
 pub(crate) fn process_cpu(pid: u32) -> Result<Duration> {
     raw::process_cpu(pid).with_context(|| format!("process {pid} ended before it was measured"))
+}
+
+/// A process's memory in KiB; what it shares with others counts in equal parts (its PSS).
+pub(crate) fn pss_kib(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/smaps_rollup");
+    let text = fs::read_to_string(&path).with_context(|| path.clone())?;
+    kib_of(&text, "Pss:").with_context(|| format!("{path}: no line Pss"))
+}
+
+/// The value of a line such as `Pss:     1234 kB`.
+fn kib_of(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_ascii_whitespace().next()?.parse().ok()
 }
 
 /// Time that all cores together were not idle.
@@ -142,5 +163,11 @@ mod tests {
         let [before, named, after] = [own_cpu(), process_cpu(std::process::id()).expect("this process"), own_cpu()];
         assert!(before <= named && named <= after);
         assert!(process_cpu(u32::MAX).is_err());
+    }
+
+    #[test]
+    fn this_process_has_memory() {
+        assert!(pss_kib(std::process::id()).expect("this process") > 100);
+        assert_eq!(kib_of("Rss:    9 kB\nPss:                1234 kB\nPss_Dirty: 7 kB\n", "Pss:"), Some(1234));
     }
 }

@@ -16,6 +16,8 @@ pub struct Options {
     pub allocate_ahead: Option<u64>,
     /// How many requests the sequential cases of `cow` make; `None`: 65,536 on 2 GiB.
     pub sequential: Option<u64>,
+    /// Numbers of VMs that `clone` starts together; none for the usual ones.
+    pub counts: Vec<u32>,
     /// From where on a disk image shares what it would copy.
     pub clone: CloneMode,
     /// Bytes to take and free before each run; none for as much as the run will need.
@@ -41,6 +43,7 @@ impl Default for Options {
             size: None,
             allocate_ahead: None,
             sequential: None,
+            counts: Vec::new(),
             clone: CloneMode::default(),
             touch: None,
             dir: None,

@@ -1,13 +1,17 @@
-//! Child processes that end with us.
+//! Processes that end with us.
 //!
 //! Law: a child is killed when its [`Process`] is dropped, and by the kernel when the thread that started it ends. So
-//! it is started on a thread that outlives it: contestants run on the thread that called the bench.
+//! it is started on a thread that outlives it: contestants run on the thread that called the bench. A process that a
+//! program under test leaves running is no child of ours: it is killed when its [`Detached`] is dropped, and by
+//! [`end_detached`] when a signal ends the program and nothing is dropped.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 
 use anyhow::{Context, Result};
-use rustix::process::Pid;
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::raw;
@@ -71,6 +75,52 @@ impl Drop for Process {
     }
 }
 
+static DETACHED: Mutex<Vec<(u32, OwnedFd)>> = Mutex::new(Vec::new());
+
+/// A process that is no child of this one; killed, and gone, when dropped.
+#[derive(Debug)]
+pub(crate) struct Detached {
+    pid: u32,
+}
+
+impl Detached {
+    /// A process that is known to be there.
+    pub(crate) fn new(pid: Pid) -> Result<Self> {
+        let descriptor = pidfd_open(pid, PidfdFlags::empty()).context("pidfd_open")?;
+        let pid = pid.as_raw_nonzero().get().unsigned_abs();
+        DETACHED.lock().push((pid, descriptor));
+        Ok(Self { pid })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.pid
+    }
+}
+
+impl Drop for Detached {
+    fn drop(&mut self) {
+        let mut all = DETACHED.lock();
+        let Some(at) = all.iter().position(|(pid, _)| *pid == self.pid) else { return };
+        let (_, descriptor) = all.swap_remove(at);
+        kill(&descriptor);
+        // Its memory is gone before this tells, so that the next run meets none of it.
+        let limit = Timespec { tv_sec: 30, tv_nsec: 0 };
+        let _ = poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&limit));
+    }
+}
+
+/// Kills what programs under test have left running: for a handler that ends this program.
+pub(crate) fn end_detached() {
+    for (_, descriptor) in DETACHED.lock().iter() {
+        kill(descriptor);
+    }
+}
+
+fn kill(descriptor: &OwnedFd) {
+    // It may have ended by itself.
+    let _ = pidfd_send_signal(descriptor, Signal::KILL);
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
@@ -86,6 +136,16 @@ mod tests {
         assert!(entry.exists());
         drop(process);
         assert!(!entry.exists());
+    }
+
+    #[test]
+    fn a_dropped_process_of_others_has_ended() {
+        let mut child = Command::new("sleep").arg("1000").spawn().expect("starts");
+        let pid = Pid::from_raw(i32::try_from(child.id()).expect("a pid")).expect("not 0");
+        let detached = Detached::new(pid).expect("it is there");
+        assert_eq!(detached.pid(), child.id());
+        drop(detached);
+        assert!(!child.try_wait().expect("waits").expect("has ended").success());
     }
 
     #[test]

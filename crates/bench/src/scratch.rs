@@ -10,6 +10,8 @@ use anyhow::{Context, Result};
 use parking_lot::{Mutex, MutexGuard};
 use tempfile::TempDir;
 
+use crate::process::end_detached;
+
 static ALL: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 fn all() -> MutexGuard<'static, Vec<PathBuf>> {
@@ -46,9 +48,11 @@ impl Drop for Scratch {
     }
 }
 
-/// Removes the directories of all benches of this process: for a handler that ends it. No new ones can be made then.
+/// Removes the directories of all benches of this process, and ends the processes that were left running in them: for a
+/// handler that ends it. No new ones can be made then.
 pub fn remove_all() {
     let all = all();
+    end_detached();
     for path in all.iter() {
         // A child may still be making files in it.
         for _ in 0..100 {

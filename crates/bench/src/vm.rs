@@ -3,6 +3,7 @@
 //! Law: all VMs of a bench are the same machine, so that what one saves another can load. Every one has two monitors:
 //! the bench's own and one for limosa.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
@@ -28,8 +29,10 @@ const LIMIT: Duration = Duration::from_secs(120);
 pub(crate) enum Ram<'a> {
     /// A file, shared with other processes that map it.
     Shared(&'a File),
-    /// QEMU's own, with this file's bytes at 1 MiB if there is one.
+    /// QEMU's own, with this file's bytes as the guest's contents if there is one.
     Own { content: Option<&'a Path> },
+    /// A memory backend: the value of QEMU's `-object`.
+    Object(&'a str),
 }
 
 /// The purpose of the VM.
@@ -68,20 +71,24 @@ impl Vm {
         // Always in the temporary directory, because a socket's path is short.
         let folder = Scratch::new_in(&std::env::temp_dir())?;
         let at = |name: &str| folder.path().join(name);
-        fs::write(at("firmware"), guest::firmware()).context("writing the guest's firmware")?;
-        let mut command = Command::new(qemu);
-        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
-        command.args(["-machine", "q35,memory-backend=mem", "-accel", "tcg", "-smp", "1"]);
-        command.arg("-m").arg(format!("{memory}B")).arg("-bios").arg(at("firmware"));
-        command.arg("-object").arg(match ram {
+        let object = match ram {
             Ram::Shared(file) => {
                 format!("memory-backend-file,id=mem,size={memory},mem-path=/proc/self/fd/{},share=on", file.as_raw_fd())
             }
-            Ram::Own { .. } => format!("memory-backend-ram,id=mem,size={memory}"),
-        });
+            Ram::Own { .. } => own_memory(memory),
+            Ram::Object(object) => object.to_owned(),
+        };
+        let mut command = Command::new(qemu);
+        command.args(machine(memory, &object, folder.path())?);
         if let Ram::Own { content: Some(path) } = ram {
+            let units = guest::read_units(fs::metadata(path).with_context(|| path.display().to_string())?.len())?;
             let path = path.to_str().context("a temporary directory whose path is not UTF-8")?.replace(',', ",,");
-            command.arg("-device").arg(format!("loader,file={path},addr=0x100000,force-raw=on"));
+            for loaded in [
+                format!("file={path},addr={:#x},force-raw=on", guest::CONTENTS_AT),
+                format!("addr={:#x},data={units:#x},data-len=4", guest::READ_LEN_AT),
+            ] {
+                command.arg("-device").arg(format!("loader,{loaded}"));
+            }
         }
         for monitor in ["qmp", "qmp-limosa"] {
             command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", at(monitor).display()));
@@ -193,6 +200,25 @@ impl Vm {
     }
 }
 
+/// The value of `-object` for memory that is QEMU's own.
+pub(crate) fn own_memory(bytes: u64) -> String {
+    format!("memory-backend-ram,id=mem,size={bytes}")
+}
+
+/// The arguments of the machine that all VMs of a bench are, without its sockets. Writes the firmware into `folder`.
+pub(crate) fn machine(memory: u64, memory_object: &str, folder: &Path) -> Result<Vec<OsString>> {
+    let firmware = folder.join("firmware");
+    fs::write(&firmware, guest::firmware()).context("writing the guest's firmware")?;
+    let mut words: Vec<OsString> = ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+        .into_iter()
+        .chain(["-machine", "q35,memory-backend=mem", "-accel", "tcg", "-smp", "1", "-m"])
+        .map(OsString::from)
+        .collect();
+    words.extend([format!("{memory}B").into(), "-bios".into(), firmware.into()]);
+    words.extend(["-object".into(), memory_object.into()]);
+    Ok(words)
+}
+
 /// The status in a `MIGRATION` event.
 fn status(event: &Event) -> Option<MigrationStatus> {
     let status = event.data.get("status").filter(|_| event.name == "MIGRATION")?;
@@ -205,7 +231,7 @@ fn at(event: &Event) -> Result<SystemTime> {
 }
 
 /// Connects to a socket that a starting process is about to make; `alive` fails if that has ended.
-fn connect(path: &Path, alive: &mut dyn FnMut() -> Result<()>) -> Result<UnixStream> {
+pub(crate) fn connect(path: &Path, alive: &mut dyn FnMut() -> Result<()>) -> Result<UnixStream> {
     let end = Instant::now() + LIMIT;
     loop {
         match UnixStream::connect(path) {
@@ -286,8 +312,8 @@ mod tests {
         if skipped() {
             return;
         }
-        let ram = Ram::Own { content: Some(Path::new("/no/such/file")) };
+        let ram = Ram::Object("memory-backend-file,id=mem,size=16M,mem-path=/no/such/file");
         let error = Vm::start("qemu-system-x86_64", 16 << 20, ram, Role::Source).expect_err("no such file");
-        assert!(error.to_string().contains("/no/such/file"), "{error:#}");
+        assert!(error.to_string().contains("/no/such"), "{error:#}");
     }
 }

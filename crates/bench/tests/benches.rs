@@ -52,6 +52,49 @@ fn both_senders_of_an_eager_restore_are_measured_on_every_number_of_channels() {
 }
 
 #[test]
+fn vms_of_one_snapshot_are_started_in_every_way_and_clones_share_its_memory() {
+    if qemu_skipped() {
+        return;
+    }
+    // Warm: five ways until the first beat, four of them with contents to read.
+    let report = runs(&["clone", "--size", "128M", "--count", "2", "--only", "2 x 128 MiB warm"], 5 + 4, 4);
+    let cases = report["cases"].as_array().unwrap();
+    let kib = |variant: &str, name: &str| {
+        let part = if name == "pss_idle_kib" { "first beats" } else { "reading" };
+        let case = format!("2 x 128 MiB warm: {part}");
+        let found = cases.iter().find(|found| found["case"] == case && found["variant"] == variant);
+        found.unwrap()["counters"][name].as_u64().unwrap()
+    };
+    // Contents of 64 MiB: once for all clones, twice where each has its own.
+    let own = kib("QEMU without a snapshot", "pss_idle_kib");
+    for variant in ["limosa mapped", "limosa mapped, from a pool"] {
+        assert!(kib(variant, "pss_idle_kib") < own + (64 << 10), "{report}");
+        assert!(kib(variant, "pss_read_kib") < own + (96 << 10), "{report}");
+        // Each has 32 MiB of its own then, and nobody those of the file.
+        let written = kib(variant, "pss_written_kib") - kib(variant, "pss_read_kib");
+        assert!(((24 << 10)..(40 << 10)).contains(&written), "{written} KiB: {report}");
+    }
+    for variant in ["QEMU mapped-ram, multifd", "limosa lazy"] {
+        assert!(kib(variant, "pss_read_kib") > own + (96 << 10), "{report}");
+    }
+}
+
+#[test]
+fn a_cold_snapshot_is_read_from_disk() {
+    if qemu_skipped() {
+        return;
+    }
+    // Not in the temporary directory, which may be in memory.
+    let dir = env!("CARGO_TARGET_TMPDIR");
+    let words = ["clone", "--size", "128M", "--count", "1", "--only", "1 x 128 MiB cold", "--dir", dir];
+    let report = runs(&words, 2 * 4, 0);
+    for case in report["cases"].as_array().unwrap() {
+        let reads = case["case"].as_str().unwrap().ends_with("reading");
+        assert!(!reads || case["counters"]["paged_in_mib"].as_u64().unwrap() >= 64, "{case}");
+    }
+}
+
+#[test]
 fn a_save_is_measured_on_several_channels() {
     if qemu_skipped() {
         return;

@@ -12,12 +12,12 @@ use limosa_qemu::monitor::{MigrationStatus, Settings};
 use serde_json::Value;
 
 use super::runs::{RATE, rate};
-use super::stored::Stored;
 use crate::frame::{Frame, Series};
 use crate::limosa::Prepared;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
 use crate::options::Options;
 use crate::report::{Bound, Report, Target, ratio};
+use crate::stored::Stored;
 use crate::vm::{Ram, Role, Vm};
 
 /// Milliseconds of CPU of the sending process.

@@ -8,19 +8,25 @@ use limosa_page::to_micros;
 use limosa_qemu::monitor::{MigrationStatus, Settings};
 use serde_json::Value;
 
-use super::stored::{Stored, wait_beat};
 use crate::frame::Frame;
 use crate::limosa::Prepared;
 use crate::measure::{Measured, Stopwatch, millis, process_cpu};
 use crate::options::Options;
+use crate::stored::{Stored, wait_beat};
 use crate::vm::{Ram, Role, Vm};
 
 /// How the VM gets to its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RestoreMethod {
-    Limosa { preempt: bool },
+    /// The destination's memory is the snapshot file.
+    Mapped,
+    Lazy {
+        preempt: bool,
+    },
     Eager,
-    Postcopy { preempt: bool },
+    Postcopy {
+        preempt: bool,
+    },
 }
 
 /// Microseconds until the guest ran.
@@ -68,7 +74,9 @@ impl Stage<'_> {
     /// Restores into a fresh destination once.
     pub(super) fn run(&self, method: RestoreMethod, frame: &Frame) -> Result<Measured> {
         let Self { options, stored, .. } = self;
-        let vm = Vm::start(&options.qemu, stored.memory, Ram::Own { content: None }, Role::Destination)?;
+        let object = if method == RestoreMethod::Mapped { Some(stored.mapped_object(options)?) } else { None };
+        let ram = object.as_deref().map_or(Ram::Own { content: None }, Ram::Object);
+        let vm = Vm::start(&options.qemu, stored.memory, ram, Role::Destination)?;
         let mut serial = vm.serial()?;
         if !matches!(method, RestoreMethod::Postcopy { .. }) {
             stored.warm()?;
@@ -76,7 +84,11 @@ impl Stage<'_> {
         frame.touch()?;
         let destination_before = process_cpu(vm.pid())?;
         let (measured, times) = match method {
-            RestoreMethod::Limosa { preempt } => self.by_limosa(&vm, &mut serial, preempt)?,
+            RestoreMethod::Mapped => self.by_limosa(&vm, &mut serial, &["--memory", "mapped"], false)?,
+            RestoreMethod::Lazy { preempt } => {
+                let options = ["--memory", "lazy", "--preempt", if preempt { "on" } else { "off" }];
+                self.by_limosa(&vm, &mut serial, &options, true)?
+            }
             RestoreMethod::Eager => self.by_load(&vm, &mut serial)?,
             RestoreMethod::Postcopy { preempt } => self.by_postcopy(&vm, &mut serial, preempt)?,
         };
@@ -91,16 +103,17 @@ impl Stage<'_> {
             .with("destination_cpu_ms", millis(destination)))
     }
 
-    fn by_limosa(&self, vm: &Vm, serial: &mut UnixStream, preempt: bool) -> Result<(Measured, Times)> {
+    fn by_limosa(&self, vm: &Vm, serial: &mut UnixStream, memory: &[&str], lazy: bool) -> Result<(Measured, Times)> {
         let prepared = Prepared::new(self.options, "restore")?
-            .arguments(&["--memory", "lazy", "--run", "--preempt", if preempt { "on" } else { "off" }])
+            .arguments(memory)
+            .arguments(&["--run"])
             .path(Some("--qmp"), &vm.limosa_monitor())
             .path(None, &self.stored.path);
         let watch = Stopwatch::start(&[vm.pid()])?;
         let before = process_cpu(vm.pid())?;
         let begin = SystemTime::now();
         let limosa = prepared.start()?;
-        let times = Times::follow(begin, vm, serial, true).with_context(|| format!("limosa: {}", limosa.said()))?;
+        let times = Times::follow(begin, vm, serial, lazy).with_context(|| format!("limosa: {}", limosa.said()))?;
         let said = limosa.finish()?;
         let mut measured = watch.stop()?;
         let destination = process_cpu(vm.pid())?.saturating_sub(before);

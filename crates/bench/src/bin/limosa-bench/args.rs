@@ -22,11 +22,15 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "PROGRAM", value_parser = ["qemu"])]
     pub(crate) against: Option<String>,
 
-    /// Memory of the VMs; default 2G for save, 4G for restore, 1G for stream and zero-copy, 8G for free-page. For cow:
-    /// size of the disk, default 2G. For zero-page: size of the cold memory, by default more than four times the
-    /// last-level cache
+    /// Memory of the VMs; default 2G for save, 4G for restore, 512M for clone (half of it has contents), 1G for stream
+    /// and zero-copy, 8G for free-page. For cow: size of the disk, default 2G. For zero-page: size of the cold memory,
+    /// by default more than four times the last-level cache
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub(crate) size: Option<u64>,
+
+    /// For clone: how many VMs are started together; several numbers are several cases; default 1,4,16,32
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) count: Vec<u32>,
 
     /// For cow: how much space an image allocates ahead of writes; default 4M
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
@@ -68,11 +72,12 @@ pub(crate) struct BenchArgs {
 }
 
 /// The benches, and what one of them starts as its own child.
-fn names() -> [PossibleValue; 8] {
+fn names() -> [PossibleValue; 9] {
     let hidden = PossibleValue::new(limosa_bench::stream::END).hide(true);
-    let [save, restore, stream, zero_page, zero_copy, cow, free_page] = [
+    let [save, restore, clone, stream, zero_page, zero_copy, cow, free_page] = [
         ("save", "Save a VM into a file, by limosa and by QEMU"),
         ("restore", "Restore a VM from a file, lazily and eagerly, by limosa and by QEMU"),
+        ("clone", "Start many VMs of one snapshot: mapped, lazily, eagerly, and QEMUs without one"),
         ("stream", "Send the memory of a live migration to another process"),
         ("zero-page", "Find zero pages: what it costs and what it saves"),
         ("zero-copy", "Send pages by copy, MSG_ZEROCOPY and splice, with idle and with busy cores"),
@@ -80,7 +85,7 @@ fn names() -> [PossibleValue; 8] {
         ("free-page", "Ask a guest for its free pages, compared with inflating its balloon"),
     ]
     .map(|(name, what)| PossibleValue::new(name).help(what));
-    [save, restore, stream, zero_page, zero_copy, cow, free_page, hidden]
+    [save, restore, clone, stream, zero_page, zero_copy, cow, free_page, hidden]
 }
 
 /// `off`, `auto`, or the size from which on what would be copied is cloned.

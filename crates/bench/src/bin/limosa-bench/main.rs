@@ -29,6 +29,7 @@ fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         size: args.size,
         allocate_ahead: args.allocate_ahead,
         sequential: args.sequential,
+        counts: args.count,
         clone: args.clone.unwrap_or_default(),
         rounds: args.rounds,
         dir: args.dir,

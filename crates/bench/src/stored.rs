@@ -1,0 +1,160 @@
+//! The VMs that are restored: a guest that beats, saved by limosa while it runs.
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use limosa_page::to_usize;
+use rustix::fs::{Advice, SeekFrom, fadvise, fdatasync, seek, sendfile};
+use serde_json::Value;
+
+use crate::content::{fill_random, random_memory};
+use crate::guest::{self, BEAT, Task};
+use crate::limosa::Prepared;
+use crate::options::Options;
+use crate::scratch::Scratch;
+use crate::vm::{Ram, Role, Vm};
+
+/// How long a guest that runs may take for a byte.
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// A saved VM.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    /// Bytes of its memory.
+    pub(crate) memory: u64,
+    /// Bytes of the pages that have content.
+    pub(crate) content: u64,
+    /// Bytes that its guest reads for [`Task::Read`]; 0 for a VM full of random bytes, whose guest has no such task.
+    pub(crate) read: u64,
+    /// The sum that it finds.
+    pub(crate) sum: u32,
+    /// The snapshot.
+    pub(crate) path: PathBuf,
+    _folder: Scratch,
+}
+
+impl Stored {
+    /// A VM full of random bytes, and the QEMU that it was saved from, stopped: it can still send the VM elsewhere.
+    pub(crate) fn full(options: &Options, size: u64) -> Result<(Self, Vm)> {
+        let memory = random_memory(size)?;
+        Self::save(options, size, Ram::Shared(&memory))
+    }
+
+    /// A VM whose memory is all zero but for `content` bytes.
+    pub(crate) fn sparse(options: &Options, size: u64, content: u64) -> Result<Self> {
+        let folder = Scratch::new_in(&std::env::temp_dir())?;
+        let path = folder.path().join("content");
+        let mut bytes = vec![0; usize::try_from(content).context("--size")?];
+        fill_random(&mut bytes);
+        let read = guest::read_len(content);
+        let sum = guest::sum(bytes.get(..to_usize(read)).context("contents to read")?);
+        fs::write(&path, bytes).with_context(|| path.display().to_string())?;
+        let (stored, _) = Self::save(options, size, Ram::Own { content: Some(&path) })?;
+        Ok(Self { read, sum, ..stored })
+    }
+
+    fn save(options: &Options, memory: u64, ram: Ram<'_>) -> Result<(Self, Vm)> {
+        let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
+        let folder = Scratch::new_in(&parent)?;
+        let path = folder.path().join("snapshot");
+        let vm = Vm::start(&options.qemu, memory, ram, Role::Source)?;
+        let mut serial = vm.serial()?;
+        vm.run()?;
+        wait_beat(&mut serial)?;
+        drop(serial);
+        let limosa = Prepared::new(options, "save")?.arguments(&["--via", "file"]);
+        let said = limosa.path(Some("--qmp"), &vm.limosa_monitor()).path(None, &path).start()?.finish()?;
+        vm.stop()?;
+        let pages = said.pointer("/pages/normal").and_then(Value::as_u64).context("limosa's count of pages")?;
+        Ok((Self { memory, content: pages * 4096, read: 0, sum: 0, path, _folder: folder }, vm))
+    }
+
+    /// Has the kernel drop the file from the page cache. Parts that a process maps, or that are not written yet, stay.
+    pub(crate) fn chill(&self) -> Result<()> {
+        let file = File::open(&self.path).with_context(|| self.path.display().to_string())?;
+        fdatasync(&file).context("fdatasync")?;
+        fadvise(&file, 0, None, Advice::DontNeed).context("POSIX_FADV_DONTNEED")
+    }
+
+    /// The value of `-object` for a QEMU whose memory is this snapshot.
+    pub(crate) fn mapped_object(&self, options: &Options) -> Result<String> {
+        let limosa = Prepared::new(options, "inspect")?.arguments(&["--qemu-args"]).path(None, &self.path);
+        let printed = limosa.start()?.finish()?;
+        let words = printed.pointer("/arguments").and_then(Value::as_array).context("QEMU's arguments")?;
+        let words: Vec<&str> = words.iter().filter_map(Value::as_str).collect();
+        let object = words.windows(2).find_map(|pair| match pair {
+            &["-object", object] => Some(object.to_owned()),
+            _ => None,
+        });
+        object.context("no -object in what limosa inspect --qemu-args prints")
+    }
+
+    /// Brings the file into the page cache, even if the kernel has dropped parts of it meanwhile. Holes are left alone:
+    /// to read them would fill the cache with nothing.
+    pub(crate) fn warm(&self) -> Result<()> {
+        let file = File::open(&self.path).with_context(|| self.path.display().to_string())?;
+        let nowhere = File::options().write(true).open("/dev/null").context("/dev/null")?;
+        let mut at = 0;
+        loop {
+            let end = match seek(&file, SeekFrom::Data(at)) {
+                Ok(start) => {
+                    at = start;
+                    seek(&file, SeekFrom::Hole(start)).context("SEEK_HOLE")?
+                }
+                Err(rustix::io::Errno::NXIO) => return Ok(()),
+                Err(error) => return Err(error).context("SEEK_DATA"),
+            };
+            while at < end {
+                // Without a copy, because the bytes are not used.
+                let most = to_usize(end - at).min(1 << 30);
+                if sendfile(&nowhere, &file, Some(&mut at), most).context("reading the snapshot")? == 0 {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+/// Waits for a beat of the guest.
+pub(crate) fn wait_beat(serial: &mut UnixStream) -> Result<()> {
+    let byte = byte(serial).context("no beat from the guest")?;
+    ensure!(byte == BEAT, "the guest sent {byte:#x} instead of a beat");
+    Ok(())
+}
+
+/// Asks the guest for this.
+pub(crate) fn ask(serial: &mut UnixStream, task: Task) -> Result<()> {
+    serial.write_all(&[task.byte()]).context("asking the guest")
+}
+
+/// Waits until the guest has done this; for [`Task::Read`] returns the sum that it found.
+pub(crate) fn wait_answer(serial: &mut UnixStream, task: Task) -> Result<u32> {
+    let answer = loop {
+        let byte = byte(serial).context("no answer from the guest")?;
+        if byte != BEAT {
+            break byte;
+        }
+    };
+    ensure!(answer == task.answer(), "the guest answered {answer:#x} to {task:?}");
+    if task != Task::Read {
+        return Ok(0);
+    }
+    let mut sum = [0; 4];
+    serial.read_exact(&mut sum).context("the rest of the guest's answer")?;
+    Ok(u32::from_le_bytes(sum))
+}
+
+/// The next byte from the serial port.
+fn byte(serial: &mut UnixStream) -> Result<u8> {
+    serial.set_read_timeout(Some(WITHIN)).context("setting a timeout")?;
+    let mut byte = [0];
+    match serial.read_exact(&mut byte) {
+        Ok(()) => Ok(byte[0]),
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => bail!("QEMU closed the serial port"),
+        Err(error) => Err(error.into()),
+    }
+}
