@@ -10,6 +10,7 @@ mod overlays;
 
 mod clones;
 mod clones_disks;
+mod clones_interrupted;
 mod devices;
 mod layouts;
 mod libvirt;

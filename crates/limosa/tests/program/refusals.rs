@@ -150,26 +150,6 @@ fn an_unprivileged_user_saves_a_vm_whose_monitor_is_open_to_it() {
     }
 }
 
-/// A small file system in memory, unmounted when dropped.
-struct Mounted(tempfile::TempDir);
-
-impl Mounted {
-    fn new(size: &str) -> Self {
-        let folder = scratch().unwrap();
-        let mut command = Command::new("mount");
-        command.args(["-t", "tmpfs", "-o", &format!("size={size},mode=0700"), "tmpfs"]).arg(folder.path());
-        assert!(command.status().unwrap().success(), "cannot mount a tmpfs");
-        Self(folder)
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        // Lazily, so that a failed test's limosa does not hold it up.
-        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
-    }
-}
-
 #[test]
 fn a_full_disk_costs_the_snapshot_and_nothing_else() {
     needs_qemu!();
@@ -181,8 +161,8 @@ fn a_full_disk_costs_the_snapshot_and_nothing_else() {
     let sizes = ["64k", "4M", "8M"].map(|size| (size, false)).into_iter();
     for (size, may_fit) in sizes.chain(["8576k", "8640k", "8704k", "10M"].map(|size| (size, true))) {
         let disk = Mounted::new(size);
-        let file = disk.0.path().join("vm.snapshot");
-        std::fs::write(disk.0.path().join("other"), "kept").unwrap();
+        let file = disk.path().join("vm.snapshot");
+        std::fs::write(disk.path().join("other"), "kept").unwrap();
         for via in ["socket", "file"] {
             let ended = limosa(save_arguments(&bystander.vm, &file, &["--via", via]));
             if may_fit && ended.status.success() {
@@ -192,7 +172,7 @@ fn a_full_disk_costs_the_snapshot_and_nothing_else() {
             // By file it is QEMU that finds the disk full, and gives its own reason.
             let words = if via == "socket" { "no room left" } else { "No space left" };
             ended.one_line(&["vm.snapshot", words, "nothing was kept", "free some space or choose another directory"]);
-            assert_eq!(names(disk.0.path()), ["other"]);
+            assert_eq!(names(disk.path()), ["other"]);
             bystander.found.assert_same(&bystander.vm);
             assert_beats(&bystander.vm);
         }

@@ -202,3 +202,27 @@ pub(crate) fn place() -> (TempDir, PathBuf) {
     let file = folder.path().join("vm.snapshot");
     (folder, file)
 }
+
+/// A small file system in memory, unmounted when dropped.
+pub(crate) struct Mounted(TempDir);
+
+impl Mounted {
+    pub(crate) fn new(size: &str) -> Self {
+        let folder = scratch().unwrap();
+        let mut command = Command::new("mount");
+        command.args(["-t", "tmpfs", "-o", &format!("size={size},mode=0700"), "tmpfs"]).arg(folder.path());
+        assert!(command.status().unwrap().success(), "cannot mount a tmpfs");
+        Self(folder)
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // Lazily, so that a failed test's limosa does not hold it up.
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
