@@ -9,7 +9,7 @@ use std::process::Child;
 use std::thread;
 use std::time::Duration;
 
-use limosa_page::with_causes;
+use limosa_page::{PAGE_SIZE, with_causes};
 use limosa_qemu::command_line::escaped;
 use limosa_qemu::{BlockPlace, MappedCommandLine, RunChoice, check_not_shared, is_same_file, map_memory, name_memory};
 use limosa_snapshot::{Snapshot, check_disks};
@@ -28,10 +28,22 @@ pub struct FleetOptions {
     pub jobs: Option<NonZeroUsize>,
     /// How overlays name the disks below them.
     pub backing: Backing,
-    /// Refuse a command line whose memory cannot be mapped, instead of giving each clone a copy.
-    pub must_map: bool,
+    /// How the clones get their memory.
+    pub memory: CloneMemory,
     /// The run state that the clones come up in.
     pub run: RunChoice,
+}
+
+/// How clones get their memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum CloneMemory {
+    /// Mapped if the command line and the snapshot allow it, else copied.
+    #[default]
+    Auto,
+    /// All of them map the snapshot.
+    Mapped,
+    /// Each gets a copy.
+    Copied,
 }
 
 /// A clone that runs.
@@ -150,7 +162,10 @@ impl<'a> Fleet<'a> {
         let mapping = snapshot.mapping_descriptor()?;
         let mut notices = Vec::new();
         let mapped = match snapshot.is_mappable() {
-            false if options.must_map => return Err(CloneError::NotMappable { path: snapshot.path().to_path_buf() }),
+            _ if options.memory == CloneMemory::Copied => Err("it was not asked for".to_owned().into()),
+            false if options.memory == CloneMemory::Mapped => {
+                return Err(CloneError::NotMappable { path: snapshot.path().to_path_buf() });
+            }
             false => Err("the snapshot was not made to be mapped".to_owned().into()),
             // The open file itself: another file may have its name by then.
             true => BlockPlace::guest_memory_of(snapshot)
@@ -161,9 +176,14 @@ impl<'a> Fleet<'a> {
                 notices.extend(found);
                 (args, blocks)
             }
-            Err(conflict) if options.must_map => return Err(CloneError::Memory { why: conflict.to_string() }),
+            Err(conflict) if options.memory == CloneMemory::Mapped => {
+                return Err(CloneError::Memory { why: conflict.to_string() });
+            }
             Err(conflict) => {
-                notices.push(format!("each clone gets a copy of the memory, because it cannot be mapped: {conflict}"));
+                if options.memory == CloneMemory::Auto {
+                    let why = format!("each clone gets a copy of the memory, because it cannot be mapped: {conflict}");
+                    notices.push(why);
+                }
                 let named = name_memory(&args, snapshot);
                 (named.map_err(|conflict| CloneError::CommandLine { why: conflict.to_string() })?, Vec::new())
             }
@@ -200,15 +220,16 @@ impl<'a> Fleet<'a> {
         !self.mapped.is_empty()
     }
 
-    /// Estimates the host memory that `count` clones need, in bytes: the snapshot's contents, once if they are shared
-    /// or for each clone if they are copied, and QEMU's own memory. Pages that guests will write are not included.
+    /// Estimates the host memory that `count` clones need at least, in bytes: QEMU's own, and a copy of the snapshot's
+    /// contents for each that does not share them. Shared contents are page cache, which the kernel can take back.
+    /// Pages that the guests will write are not included.
     #[must_use]
     pub fn estimate(&self, count: u64) -> u64 {
-        /// A QEMU with few devices has 30 to 60 MiB that it shares with no other (docs/benchmarks).
-        const QEMU_OWN: u64 = 48 << 20;
-        let contents = self.snapshot.stored_pages().saturating_mul(4096);
-        let copies = if self.is_mapped() { 1 } else { count };
-        contents.saturating_mul(copies).saturating_add(count.saturating_mul(QEMU_OWN))
+        /// A QEMU with few devices, started from a snapshot, has 17 to 20 MiB that it shares with no other
+        /// (docs/benchmarks).
+        const QEMU_OWN: u64 = 16 << 20;
+        let contents = if self.is_mapped() { 0 } else { self.snapshot.stored_pages().saturating_mul(PAGE_SIZE) };
+        count.saturating_mul(contents.saturating_add(QEMU_OWN))
     }
 
     /// The descriptors that a clone's QEMU inherits.

@@ -30,7 +30,7 @@ mod starting;
 pub use command_line::CommandTemplate;
 pub use directory::{Done, Listed, NeededDisk, RemoveOptions, Removed, State, StopOptions, list, remove, stop};
 pub use error::CloneError;
-pub use fleet::{Failure, Fleet, FleetOptions, FleetReport, Started, Waiting};
+pub use fleet::{CloneMemory, Failure, Fleet, FleetOptions, FleetReport, Started, Waiting};
 pub use overlay::Backing;
 pub use phase::Phase;
 pub use record::{OverlayRecord, PoolRecord, Record, SnapshotIdentity};

@@ -16,25 +16,24 @@ use crate::pool::{Pool, wait_in_pool};
 use crate::start::start;
 
 impl Fleet<'_> {
-    /// Starts `count` clones: with QEMUs that wait in a pool, then each under the first free number. Calls `on_failure`
-    /// with each that fails, on any thread.
+    /// Starts `count` clones: with QEMUs that wait in a pool, then each under the first free number.
     ///
     /// One that fails leaves nothing behind and ends no other. If the first ones all fail, as many as are started at a
     /// time, the rest are not tried.
-    pub fn start(&self, count: u64, on_failure: &(dyn Fn(&Failure) + Sync)) -> FleetReport<Started> {
+    pub fn start(&self, count: u64) -> FleetReport<Started> {
         let pool = Pool::of(self);
         let starting = Starting::new(self);
         let one = || pool.take(self).unwrap_or_else(|| starting.under_free_number(start));
-        side_by_side(count, self.jobs(), &one, on_failure, &|started| started.record.number)
+        side_by_side(count, self.jobs(), &one, &|started| started.record.number)
     }
 
     /// Starts QEMUs until `wanted` of them wait in the directory for clones of this fleet, as [`start`](Self::start)
     /// starts clones.
-    pub fn fill_pool(&self, wanted: u64, on_failure: &(dyn Fn(&Failure) + Sync)) -> FleetReport<Waiting> {
+    pub fn fill_pool(&self, wanted: u64) -> FleetReport<Waiting> {
         let missing = wanted.saturating_sub(to_u64(Pool::of(self).len()));
         let starting = Starting::new(self);
         let one = || starting.under_free_number(wait_in_pool);
-        side_by_side(missing, self.jobs(), &one, on_failure, &|waiting| waiting.record.number)
+        side_by_side(missing, self.jobs(), &one, &|waiting| waiting.record.number)
     }
 }
 
@@ -81,7 +80,6 @@ fn side_by_side<T: Send>(
     count: u64,
     jobs: usize,
     one: &(dyn Fn() -> Result<T, Failure> + Sync),
-    on_failure: &(dyn Fn(&Failure) + Sync),
     number: &dyn Fn(&T) -> u64,
 ) -> FleetReport<T> {
     let outcomes = Mutex::new((Vec::new(), Vec::new()));
@@ -101,7 +99,6 @@ fn side_by_side<T: Send>(
                 }
                 Err(failure) => {
                     bad.fetch_add(1, Ordering::Relaxed);
-                    on_failure(&failure);
                     outcomes.lock().1.push(failure);
                 }
             }

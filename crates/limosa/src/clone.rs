@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use limosa_clone::{
-    Backing, CloneError, CommandTemplate, Done, Failure, Fleet, FleetOptions, FleetReport, Listed, RemoveOptions,
-    Started, State, StopOptions, Waiting, list, remove, stop,
+    Backing, CloneError, CloneMemory, CommandTemplate, Done, Failure, Fleet, FleetOptions, FleetReport, Listed,
+    RemoveOptions, Started, State, StopOptions, Waiting, list, remove, stop,
 };
 use limosa_console::{all_printed, error_line, print_out, quantity, say};
-use limosa_qemu::{check_command_line, check_program};
+use limosa_memory::MemcgHeadroom;
+use limosa_qemu::{check_command_line, check_program, missing_memory_option};
 use limosa_snapshot::Snapshot;
 use serde_json::{Value, json};
 
@@ -49,23 +50,16 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
         BackingArg::Relative => Backing::Relative,
     };
     options.run = args.state().choice_for(line);
-    options.must_map = args.memory == CloneMemoryArg::Mapped;
-    let fleet = Fleet::new(&snapshot, &args.dir, CommandTemplate::new(args.command.clone()), options)?;
-    fleet.notices().iter().for_each(|notice| say!("limosa: {notice}"));
-    if !snapshot.is_mappable() {
-        say!(
-            "limosa: to share its memory, make the snapshot mappable: limosa snapshot seal {}",
-            args.snapshot.display()
-        );
-    }
-    let (count, pool) = (args.count.map_or(0, NonZeroU64::get), args.pool.map_or(0, NonZeroU64::get));
-    tell_estimate(&fleet, count.saturating_add(pool));
-    let on_failure = |failure: &Failure| {
-        say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&*failure.error));
+    options.memory = match args.memory {
+        CloneMemoryArg::Auto => CloneMemory::Auto,
+        CloneMemoryArg::Mapped => CloneMemory::Mapped,
+        CloneMemoryArg::Eager => CloneMemory::Copied,
     };
-    let mut clones = fleet.start(count, &on_failure);
-    let started_after = begun.elapsed();
-    let mut waiting = fleet.fill_pool(pool, &on_failure);
+    let made = Made::mapped_or_copied(args, &snapshot, options, begun)?;
+    let Made { mut clones, started_after, mut waiting } = made;
+    for failure in clones.failed.iter().chain(&waiting.failed) {
+        say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&*failure.error));
+    }
     if args.json {
         let mut object = object(&clones, &waiting);
         object["saved"] = forked.as_ref().map_or(Value::Null, crate::save::object);
@@ -79,6 +73,62 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     }
     clones.failed.append(&mut waiting.failed);
     failures(&clones.failed, clones.not_tried + waiting.not_tried)
+}
+
+/// Clones, and QEMUs that wait for the next ones.
+struct Made {
+    clones: FleetReport<Started>,
+    started_after: Duration,
+    waiting: FleetReport<Waiting>,
+}
+
+impl Made {
+    /// Starts them, again with copies if this QEMU is found to be too old to map the snapshot: it ends at once.
+    fn mapped_or_copied(
+        args: &MakeClonesArgs,
+        snapshot: &Snapshot,
+        mut options: FleetOptions,
+        begun: Instant,
+    ) -> anyhow::Result<Self> {
+        let made = Self::new(args, snapshot, options.clone(), begun)?;
+        if !made.is_nothing() || options.memory == CloneMemory::Copied {
+            return Ok(made);
+        }
+        let Some(option) = missing_memory_option(&args.command) else { return Ok(made) };
+        let program = args.command.first().map_or_else(Default::default, |program| program.to_string_lossy());
+        let why = format!("{program} has no option {option} of memory-backend-file; QEMU 8.2 and newer have it");
+        if options.memory == CloneMemory::Mapped {
+            bail!("the memory cannot be mapped: {why}; use --memory auto");
+        }
+        say!("limosa: each clone gets a copy of the memory, because it cannot be mapped: {why}");
+        options.memory = CloneMemory::Copied;
+        Self::new(args, snapshot, options, begun)
+    }
+
+    fn new(args: &MakeClonesArgs, snapshot: &Snapshot, options: FleetOptions, begun: Instant) -> anyhow::Result<Self> {
+        let fleet = Fleet::new(snapshot, &args.dir, CommandTemplate::new(args.command.clone()), options)?;
+        fleet.notices().iter().for_each(|notice| say!("limosa: {notice}"));
+        if !snapshot.is_mappable() {
+            say!(
+                "limosa: to share its memory, make the snapshot mappable: limosa snapshot seal {}",
+                args.snapshot.display()
+            );
+        }
+        let (count, pool) = (args.count.map_or(0, NonZeroU64::get), args.pool.map_or(0, NonZeroU64::get));
+        if !args.overcommit {
+            check_memory(&fleet, count.saturating_add(pool))?;
+        }
+        let clones = fleet.start(count);
+        let started_after = begun.elapsed();
+        let waiting = fleet.fill_pool(pool);
+        Ok(Self { clones, started_after, waiting })
+    }
+
+    /// Whether all that was tried has failed.
+    fn is_nothing(&self) -> bool {
+        let failed = self.clones.failed.len() + self.waiting.failed.len();
+        failed > 0 && self.clones.started.is_empty() && self.waiting.started.is_empty()
+    }
 }
 
 fn tell_started(args: &MakeClonesArgs, started: &[Started], after: Duration) {
@@ -111,25 +161,18 @@ fn failures(failed: &[Failure], not_tried: u64) -> anyhow::Result<ExitCode> {
     bail!("not started: {}{rest}; {left}", names.join(", "))
 }
 
-/// Warns before anything is started if the host's memory may be too small.
-fn tell_estimate(fleet: &Fleet<'_>, count: u64) {
+/// Refuses, before anything is started, more clones than the host's memory and the control groups' limits allow.
+fn check_memory(fleet: &Fleet<'_>, count: u64) -> anyhow::Result<()> {
     let needed = fleet.estimate(count);
-    if let Some(available) = available_memory()
-        && needed > available
-    {
-        say!(
-            "limosa: {count} clones may need {} before their guests write anything, and {} of memory are available",
+    match MemcgHeadroom::of_this_process().left() {
+        Some(left) if needed > left => bail!(
+            "{count} clones need {} at least, before their guests write anything, and {} of memory can be had here; \
+             start fewer, or use --overcommit",
             quantity::bytes(needed),
-            quantity::bytes(available)
-        );
+            quantity::bytes(left)
+        ),
+        _ => Ok(()),
     }
-}
-
-/// Memory that the kernel can give without swapping (`/proc/meminfo`), in bytes.
-fn available_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.split_ascii_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
 fn object(clones: &FleetReport<Started>, waiting: &FleetReport<Waiting>) -> Value {

@@ -45,6 +45,8 @@ pub(crate) enum CloneMemoryArg {
     Auto,
     /// All clones share the snapshot file as their memory; what they write is their own
     Mapped,
+    /// Each clone gets a copy of the memory
+    Eager,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -90,6 +92,10 @@ pub(crate) struct MakeClonesArgs {
     /// How the clones get their memory
     #[arg(long, value_enum, default_value_t = CloneMemoryArg::Auto)]
     pub(crate) memory: CloneMemoryArg,
+
+    /// Start the VMs even if the host, or the control group, has less memory than they need at least
+    #[arg(long)]
+    pub(crate) overcommit: bool,
 
     /// How many to start at a time; by default as many as there are processors
     #[arg(long, value_name = "N")]

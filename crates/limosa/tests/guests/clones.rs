@@ -401,3 +401,27 @@ fn a_clone_whose_memory_cannot_be_mapped_gets_a_copy_and_says_why() {
         scene.assert_goes_on(clone);
     }
 }
+
+#[test]
+fn a_qemu_that_is_too_old_to_map_gives_each_clone_a_copy_and_says_so() {
+    needs_qemu!();
+    let mut scene = Scene::new();
+    scene.line[0] = old_qemu(&scene.folder.path().join("qemu-old")).to_str().unwrap().to_owned();
+    let refused = scene.start(1, &["--memory", "mapped"], &[]).wait();
+    refused.one_line(&["no option rom", "8.2", "--memory auto"]);
+    let ended = scene.start(2, &["--json"], &[]).wait();
+    let said = ended.stderr.clone();
+    assert!(said.contains("each clone gets a copy") && said.contains("no option rom"), "{said}");
+    let report = ended.json();
+    assert_eq!(report["clones"].as_array().unwrap().len(), 2, "{report}");
+    report["clones"].as_array().unwrap().iter().for_each(|clone| scene.assert_goes_on(clone));
+    limosa(["clone", "rm", "--force", scene.clones().to_str().unwrap()]).success();
+}
+
+#[test]
+fn more_clones_than_the_memory_can_hold_are_refused_before_anything_is_made() {
+    needs_qemu!();
+    let scene = Scene::new();
+    scene.start(1_000_000, &[], &[]).wait().one_line(&["1000000 clones need", "--overcommit"]);
+    assert_eq!(names(&scene.clones()), Vec::<String>::new());
+}

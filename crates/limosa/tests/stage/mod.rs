@@ -226,3 +226,22 @@ impl Drop for Mounted {
         let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
     }
 }
+
+/// A QEMU with the options of one before 8.2: it refuses `rom` and does not list it.
+const OLD_QEMU: &str = r#"#!/bin/sh
+for word; do
+    case "$word" in
+    memory-backend-file,help) qemu-system-x86_64 -object memory-backend-file,help | grep -v rom=; exit 0 ;;
+    *'"rom"'*) echo "qemu-old: Property 'memory-backend-file.rom' not found" >&2; exit 1 ;;
+    esac
+done
+shift 0
+exec qemu-system-x86_64 "$@"
+"#;
+
+/// Makes [`OLD_QEMU`]; its path.
+pub(crate) fn old_qemu(path: &Path) -> PathBuf {
+    std::fs::write(path, OLD_QEMU).unwrap();
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    path.to_owned()
+}

@@ -76,6 +76,8 @@ fn add_groups(root: &Path, path: &str, groups: &mut Vec<Group>) {
     for folder in own.ancestors().take_while(|folder| folder.starts_with(root)) {
         for (limit, usage, reclaimable) in [
             ("memory.max", "memory.current", "inactive_file "),
+            // Over it the group is not killed but held up.
+            ("memory.high", "memory.current", "inactive_file "),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
         ] {
             if folder.join(limit).is_file() {

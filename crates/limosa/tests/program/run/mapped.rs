@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::scene::{Scene, text, words_of};
 use crate::needs_qemu;
-use crate::stage::{limosa, wait_gone};
+use crate::stage::{limosa, old_qemu, wait_gone};
 
 /// Whether a process maps this file.
 fn maps(pid: u32, file: &std::path::Path) -> bool {
@@ -74,26 +74,11 @@ fn what_cannot_be_mapped_is_refused_by_name_or_restored_another_way() {
     assert!(ended.stderr.contains("not mapped: -device virtio-mem-pci"), "{}", ended.stderr);
 }
 
-/// A QEMU with the options of one before 8.2: it refuses `rom` and does not list it.
-const OLD_QEMU: &str = r#"#!/bin/sh
-for word; do
-    case "$word" in
-    memory-backend-file,help) qemu-system-x86_64 -object memory-backend-file,help | grep -v rom=; exit 0 ;;
-    *'"rom"'*) echo "qemu-old: Property 'memory-backend-file.rom' not found" >&2; exit 1 ;;
-    esac
-done
-shift 0
-exec qemu-system-x86_64 "$@"
-"#;
-
 #[test]
 fn a_qemu_that_is_too_old_is_told_by_the_option_it_lacks_or_restored_another_way() {
     needs_qemu!();
     let mut scene = Scene::new();
-    let old = scene.path("qemu-old");
-    std::fs::write(&old, OLD_QEMU).unwrap();
-    std::fs::set_permissions(&old, std::fs::Permissions::from_mode(0o755)).unwrap();
-    scene.line[0] = text(&old).to_owned();
+    scene.line[0] = text(&old_qemu(&scene.path("qemu-old"))).to_owned();
     let refused =
         limosa([&["run", "--memory", "mapped", text(&scene.snapshot), "--"], &words_of(&scene.line)[..]].concat());
     assert_eq!(refused.status.code(), Some(1));
