@@ -70,7 +70,7 @@ fn vms_of_one_snapshot_are_started_in_every_way_and_clones_share_its_memory() {
     for variant in ["limosa mapped", "limosa mapped, from a pool"] {
         assert!(kib(variant, "pss_idle_kib") < own + (64 << 10), "{report}");
         assert!(kib(variant, "pss_read_kib") < own + (96 << 10), "{report}");
-        // Each has 32 MiB of its own then, and nobody those of the file.
+        // What a guest has written is its own, and no longer the file's.
         let written = kib(variant, "pss_written_kib") - kib(variant, "pss_read_kib");
         assert!(((24 << 10)..(40 << 10)).contains(&written), "{written} KiB: {report}");
     }
