@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 use limosa_qemu::monitor::{Monitor, RunState};
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 use limosa_qemu::{Liveness, ProcessIdentity};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::CloneError;
 use crate::home::{Home, clear_left_over};
 use crate::phase::Phase;
-use crate::record::{LOG, MONITOR, Record};
+use crate::record::{LOG, MONITOR, Record, signal};
 
 /// How long the monitor of a clone may take to greet when its state is asked.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(1);
@@ -262,14 +262,9 @@ fn stop_one(folder: &Path, name: &str, options: StopOptions) -> Result<bool, Clo
     }
     let mut signals = [Signal::TERM, Signal::KILL].into_iter();
     while !has_ended(options.end_within) {
-        let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
-        match (signals.next(), pid) {
-            // Still the very process: its start time is looked at right before.
-            (Some(signal), Some(pid)) if process.liveness() == Liveness::Alive => {
-                let _ = kill_process(pid, signal);
-            }
-            (Some(_), _) => {}
-            (None, _) => return Err(CloneError::Running { path: listed.folder, pid: process.pid }),
+        match signals.next() {
+            Some(next) => signal(&process, next),
+            None => return Err(CloneError::Running { path: listed.folder, pid: process.pid }),
         }
     }
     Ok(end(&listed.folder))
@@ -325,7 +320,7 @@ fn remove_one(folder: &Path, name: &str, options: RemoveOptions) -> Result<Remov
     };
     // What was read before the lock may be of the moment before.
     let record = Record::read(home.path())?.unwrap_or(record);
-    if record.process.as_ref().is_some_and(|process| process.liveness() == Liveness::Alive) {
+    if record.is_alive() {
         return Err(CloneError::Running { path: listed.folder, pid });
     }
     home.remove(&record)

@@ -115,6 +115,13 @@ pub struct FleetReport<T> {
     pub not_tried: u64,
 }
 
+impl<T> Default for FleetReport<T> {
+    /// Nothing was wanted.
+    fn default() -> Self {
+        Self { started: Vec::new(), failed: Vec::new(), not_tried: 0 }
+    }
+}
+
 /// Makes clones of one snapshot.
 #[derive(Debug)]
 pub struct Fleet<'a> {

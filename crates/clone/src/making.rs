@@ -3,20 +3,17 @@
 use std::path::{Path, PathBuf};
 use std::process::Child;
 
-use limosa_qemu::{Liveness, ProcessIdentity};
-use rustix::process::{Pid, Signal, kill_process};
+use limosa_qemu::SOCKET_PATH_MAX;
+use rustix::process::Signal;
 
 use crate::command_line::OverlayPlan;
 use crate::directory::Removed;
 use crate::error::CloneError;
-use crate::fleet::Fleet;
+use crate::fleet::{Failure, Fleet};
 use crate::home::Home;
 use crate::overlay;
 use crate::phase::Phase;
-use crate::record::{MONITOR, OverlayRecord, Record};
-
-/// A unix socket's path has at most this many bytes (unix(7)).
-const SOCKET_PATH_MAX: usize = 107;
+use crate::record::{MONITOR, OverlayRecord, Record, signal};
 
 /// A clone that is being made. Dropping it ends its QEMU and removes what belongs to it.
 pub(crate) struct Making {
@@ -78,6 +75,11 @@ impl Making {
         (folder, self.record.clone(), self.child.take())
     }
 
+    /// Undoes the clone because of this error.
+    pub(crate) fn fail(mut self, error: CloneError) -> Failure {
+        Failure { left: self.undo(), ..Failure::new(self.record.number, error) }
+    }
+
     /// Ends its QEMU and removes what belongs to the clone. Returns the files that stay.
     pub(crate) fn undo(&mut self) -> Vec<PathBuf> {
         let Some(home) = self.home.take() else { return Vec::new() };
@@ -86,7 +88,8 @@ impl Making {
                 let _ = child.kill();
                 let _ = child.wait();
             }
-            (None, Some(process)) => end(process),
+            // Another limosa has started it.
+            (None, Some(process)) => signal(process, Signal::KILL),
             (None, None) => {}
         }
         let folder = home.path().to_path_buf();
@@ -97,14 +100,5 @@ impl Making {
 impl Drop for Making {
     fn drop(&mut self) {
         self.undo();
-    }
-}
-
-/// Kills a process that another limosa has started.
-fn end(process: &ProcessIdentity) {
-    let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
-    // Still the very process: its start time is looked at right before.
-    if let (Some(pid), Liveness::Alive) = (pid, process.liveness()) {
-        let _ = kill_process(pid, Signal::KILL);
     }
 }

@@ -50,9 +50,7 @@ pub(crate) fn read_frozen(recorded: &Disk) -> Result<FrozenDisk, CloneError> {
     let format: Format = image_format(&recorded.format)
         .parse()
         .map_err(|error| CloneError::Disk { why: format!("{}: {error}", path.display()) })?;
-    // Other clones read them, and nothing writes them, so they need no lock.
-    let options = OpenOptions::default().format(Some(format)).read_only(true);
-    let options = options.lock(LockPolicy::None).policy(Policy::Follow);
+    let options = read_beside_others(format);
     let read = async {
         let files = chain::files(&Reference::file(&*path), &options).await?;
         let length = match files.first() {
@@ -63,6 +61,11 @@ pub(crate) fn read_frozen(recorded: &Disk) -> Result<FrozenDisk, CloneError> {
     };
     let (length, layers) = block_on(read).map_err(|source| CloneError::FrozenDisk { path: path.clone(), source })?;
     Ok(FrozenDisk { length, layers })
+}
+
+/// Options for an image that others read and nothing writes, so that it needs no lock.
+pub(crate) fn read_beside_others(format: Format) -> OpenOptions {
+    OpenOptions::default().format(Some(format)).read_only(true).lock(LockPolicy::None).policy(Policy::Follow)
 }
 
 fn layer(file: &ImageFile) -> Layer {

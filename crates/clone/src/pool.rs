@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use limosa_qemu::{IncomingFrom, Liveness};
+use limosa_qemu::IncomingFrom;
 use parking_lot::Mutex;
 
 use crate::error::CloneError;
@@ -53,7 +53,7 @@ impl Pool {
             let mut making = Making::waiting(home, record);
             let given = give(fleet, &mut making, begun);
             // It may be killed while it waits, and nothing of a VM is lost with it: another one is taken, or started.
-            if given.is_err() && making.record.phase == Phase::Waiting && !is_alive(&making.record) {
+            if given.is_err() && making.record.phase == Phase::Waiting && !making.record.is_alive() {
                 making.undo();
                 continue;
             }
@@ -64,17 +64,13 @@ impl Pool {
 
 /// Whether a clone's directory has a QEMU that waits for this fleet, and lives.
 fn waits_for(path: &Path, fleet: &Fleet<'_>) -> bool {
-    Record::read(path).ok().flatten().is_some_and(|record| is_for(&record, fleet) && is_alive(&record))
+    Record::read(path).ok().flatten().is_some_and(|record| is_for(&record, fleet) && record.is_alive())
 }
 
 fn is_for(record: &Record, fleet: &Fleet<'_>) -> bool {
     record.phase == Phase::Waiting
         && record.snapshot.is_same_file(&fleet.identity)
         && record.pool.as_ref().is_some_and(|pool| *pool == fleet.pool)
-}
-
-fn is_alive(record: &Record) -> bool {
-    record.process.as_ref().is_some_and(|process| process.liveness() == Liveness::Alive)
 }
 
 fn give(fleet: &Fleet<'_>, making: &mut Making, begun: Instant) -> Result<Given, CloneError> {
@@ -99,6 +95,6 @@ pub(crate) fn wait_in_pool(fleet: &Fleet<'_>, number: u64) -> Result<Waiting, Fa
             let (folder, record, child) = making.keep();
             Ok(Waiting { name, folder, record, child })
         }
-        Err(error) => Err(Failure { left: making.undo(), ..Failure::new(number, error) }),
+        Err(error) => Err(making.fail(error)),
     }
 }

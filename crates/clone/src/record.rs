@@ -8,7 +8,8 @@ use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 
 use limosa_page::invariant;
-use limosa_qemu::ProcessIdentity;
+use limosa_qemu::{Liveness, ProcessIdentity};
+use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -112,6 +113,14 @@ impl SnapshotIdentity {
     }
 }
 
+/// Sends a signal to a process that is still the one with this identity: its start time is looked at right before.
+pub(crate) fn signal(process: &ProcessIdentity, signal: Signal) {
+    let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
+    if let (Some(pid), Liveness::Alive) = (pid, process.liveness()) {
+        let _ = kill_process(pid, signal);
+    }
+}
+
 impl Record {
     /// The record of a clone that is prepared.
     pub(crate) fn prepared(
@@ -124,6 +133,11 @@ impl Record {
         let created = created.map_or(0, |elapsed| elapsed.as_secs());
         let (version, phase, process, pool) = (VERSION, Phase::Prepared, None, None);
         Self { version, number, phase, snapshot, process, overlays, pool, outputs, created }
+    }
+
+    /// Whether its QEMU lives, on this host.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.process.as_ref().is_some_and(|process| process.liveness() == Liveness::Alive)
     }
 
     /// Reads the record of the clone in `folder`; `None` if that is not a clone.

@@ -9,17 +9,15 @@ use std::fs;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use limosa_image::chain::{self, OpenOptions};
+use limosa_image::chain;
 use limosa_image::reference::Reference;
-use limosa_image::{Format, Policy};
-use limosa_storage::{LockPolicy, block_on};
+use limosa_image::{Format, Guess, guess};
+use limosa_storage::block_on;
 
 use crate::error::CloneError;
 use crate::home::Home;
+use crate::overlay::read_beside_others;
 use crate::record::Record;
-
-/// The first bytes of a qcow2 image.
-const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// Disks of clones that are written down as needed by a snapshot.
 #[derive(Debug)]
@@ -100,12 +98,11 @@ fn is_above(file: &Path, disk: &Path) -> bool {
     let mut magic = [0; 4];
     let is_image = fs::metadata(file).is_ok_and(|found| found.is_file())
         && fs::File::open(file).and_then(|mut file| file.read_exact(&mut magic)).is_ok()
-        && magic == QCOW2_MAGIC;
+        && guess(&magic) == Guess::Known(Format::Qcow2);
     if !is_image {
         return false;
     }
-    let options = OpenOptions::default().format(Some(Format::Qcow2)).read_only(true);
-    let options = options.lock(LockPolicy::None).policy(Policy::Follow);
+    let options = read_beside_others(Format::Qcow2);
     let Ok(reference) = Reference::named(file) else { return true };
     let Ok(chain) = block_on(chain::files(&reference, &options)) else { return true };
     chain.iter().any(|image| fs::canonicalize(&image.reference.path).is_ok_and(|path| path == disk))

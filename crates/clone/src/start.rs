@@ -45,11 +45,7 @@ pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, Failure> 
 }
 
 /// Keeps the clone that has its VM, or undoes it.
-pub(crate) fn finish(
-    fleet: &Fleet<'_>,
-    mut making: Making,
-    given: Result<Given, CloneError>,
-) -> Result<Started, Failure> {
+pub(crate) fn finish(fleet: &Fleet<'_>, making: Making, given: Result<Given, CloneError>) -> Result<Started, Failure> {
     let number = making.record.number;
     match given {
         Ok(Given { loaded, running, state, sent_pages }) => {
@@ -58,7 +54,7 @@ pub(crate) fn finish(
             let mapped_blocks = fleet.mapped.clone();
             Ok(Started { name, folder, record, mapped_blocks, loaded, running, state, sent_pages, child })
         }
-        Err(error) => Err(Failure { left: making.undo(), ..Failure::new(number, error) }),
+        Err(error) => Err(making.fail(error)),
     }
 }
 

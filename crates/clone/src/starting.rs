@@ -21,6 +21,9 @@ impl Fleet<'_> {
     /// One that fails leaves nothing behind and ends no other. If the first ones all fail, as many as are started at a
     /// time, the rest are not tried.
     pub fn start(&self, count: u64) -> FleetReport<Started> {
+        if count == 0 {
+            return FleetReport::default();
+        }
         let pool = Pool::of(self);
         let starting = Starting::new(self);
         let one = || pool.take(self).unwrap_or_else(|| starting.under_free_number(start));
@@ -30,6 +33,9 @@ impl Fleet<'_> {
     /// Starts QEMUs until `wanted` of them wait in the directory for clones of this fleet, as [`start`](Self::start)
     /// starts clones.
     pub fn fill_pool(&self, wanted: u64) -> FleetReport<Waiting> {
+        if wanted == 0 {
+            return FleetReport::default();
+        }
         let missing = wanted.saturating_sub(to_u64(Pool::of(self).len()));
         let starting = Starting::new(self);
         let one = || starting.under_free_number(wait_in_pool);

@@ -6,9 +6,9 @@ use anyhow::bail;
 use limosa_channel::Uri;
 use limosa_control::{ControlSocket, Job};
 use limosa_migrate::Handle;
-use limosa_qemu::Watch;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
+use limosa_qemu::{SOCKET_PATH_MAX, Watch};
 
 use crate::args::JobArgs;
 use crate::bars::Bar;
@@ -19,9 +19,6 @@ use limosa_console::say;
 
 /// This program, for watchdogs: through /proc, so that it is this one even if its file was replaced meanwhile.
 pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
-
-/// Longest path of a unix socket, in bytes (unix(7)).
-const SOCKET_PATH_MAX: usize = 107;
 
 /// Connects to QEMU's monitor.
 pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {

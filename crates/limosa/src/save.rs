@@ -73,7 +73,8 @@ fn save_with(
 /// The images that the VM's disks consist of.
 fn images(monitor: &Monitor) -> Result<Vec<PathBuf>, JobError> {
     let disks = monitor.all_disks()?;
-    Ok(disks.into_iter().flat_map(|disk| disk.backing.into_iter().chain([disk.path])).flatten().collect())
+    let files = disks.iter().flat_map(|disk| disk.path.as_deref().into_iter().chain(disk.lower_files()));
+    Ok(files.map(Path::to_path_buf).collect())
 }
 
 impl From<TransportArg> for TransportChoice {

@@ -72,7 +72,7 @@ pub use restore::{
 };
 pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
 pub use save::{DiskPolicy, OnTimeout, SaveOptions, SaveReport, TransportChoice, save};
-pub use socket_directory::SocketDirectory;
+pub use socket_directory::{SOCKET_PATH_MAX, SocketDirectory};
 pub use watchdog::{Advice as WatchdogAdvice, Watchdog, WatchdogEnd, WatchdogError, run as run_watchdog};
 
 /// The example of the README, compiled.

@@ -21,6 +21,9 @@ use crate::monitor::Monitor;
 use crate::process;
 use crate::qmp::Peer;
 
+/// Longest path of a unix socket, in bytes (unix(7)).
+pub const SOCKET_PATH_MAX: usize = 107;
+
 /// The longest name of a socket in the directory. A socket's address has room for 107 bytes; `/limosa-`, the
 /// directory's number, `/` and this are 57.
 const LONGEST_NAME: usize = 16;
@@ -140,7 +143,7 @@ fn parent_for(own_user: bool) -> PathBuf {
     let place = own.unwrap_or_else(std::env::temp_dir);
     let place = std::path::absolute(&place).unwrap_or(place);
     let taken = "/limosa-".len() + 32 + 1 + LONGEST_NAME;
-    let fits = place.as_os_str().len() <= 107 - taken;
+    let fits = place.as_os_str().len() <= SOCKET_PATH_MAX - taken;
     if fits && (own_user || is_open(&place)) { place } else { PathBuf::from("/tmp") }
 }
 
@@ -209,7 +212,7 @@ mod tests {
         for own in [true, false] {
             let longest =
                 parent_for(own).join(format!("limosa-{}", Uuid::nil().simple())).join("x".repeat(LONGEST_NAME));
-            assert!(longest.is_absolute() && longest.as_os_str().len() <= 107, "{}", longest.display());
+            assert!(longest.is_absolute() && longest.as_os_str().len() <= SOCKET_PATH_MAX, "{}", longest.display());
         }
     }
 }
