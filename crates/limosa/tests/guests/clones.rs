@@ -140,14 +140,11 @@ impl Drop for Scene {
     }
 }
 
-/// Whether a clone has all of its VM, running or not yet.
-fn is_whole(clone: &Value) -> bool {
-    clone["state"] == "running" || clone["state"] == "loaded"
-}
-
-fn pids(clones: &[Value]) -> Vec<u32> {
+/// The processes of clones that are there by the list.
+pub(crate) fn pids(listed: &[Value]) -> Vec<u32> {
+    let lives = |clone: &&Value| ["waiting", "loaded", "running"].contains(&clone["state"].as_str().unwrap());
     let pid = |clone: &Value| u32::try_from(clone["process"]["pid"].as_u64()?).ok();
-    clones.iter().filter(|clone| is_whole(clone)).filter_map(pid).collect()
+    listed.iter().filter(lives).filter_map(pid).collect()
 }
 
 #[test]

@@ -6,11 +6,12 @@
 use std::path::Path;
 use std::time::Duration;
 
+use limosa_storage::testing::Chance;
 use limosa_testkit::Qmp;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::clones::{Scene, processes_of};
+use crate::clones::{Scene, pids, processes_of};
 use crate::needs_qemu;
 use crate::stage::*;
 
@@ -19,26 +20,11 @@ fn variable(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
 
-/// The next number of a sequence that follows from its seed (splitmix64).
-fn next(seed: &mut u64) -> u64 {
-    *seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mixed = (*seed ^ (*seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
-}
-
-/// The processes of clones that are there by the list.
-fn listed_processes(listed: &[Value]) -> Vec<u32> {
-    let lives = |clone: &&Value| ["waiting", "loaded", "running"].contains(&clone["state"].as_str().unwrap());
-    let pid = |clone: &Value| u32::try_from(clone["process"]["pid"].as_u64()?).ok();
-    listed.iter().filter(lives).filter_map(pid).collect()
-}
-
 /// Waits until every QEMU of the directory is listed, and no other; the list.
 fn settled(scene: &Scene) -> Vec<Value> {
     wait_for("every QEMU to be listed, or to end", || {
         let listed = if scene.clones().exists() { scene.list() } else { Vec::new() };
-        let (mut found, mut known) = (scene.processes(), listed_processes(&listed));
+        let (mut found, mut known) = (scene.processes(), pids(&listed));
         found.sort_unstable();
         known.sort_unstable();
         (found == known).then_some(listed)
@@ -62,13 +48,14 @@ fn killed_at_any_moment_limosa_leaves_qemus_that_are_listed_and_one_rm_takes_all
     needs_qemu!();
     let scene = Scene::new();
     let file = std::fs::read(&scene.snapshot).unwrap();
-    let mut seed = variable("LIMOSA_CHAOS_SEED").unwrap_or_else(|| u64::from(std::process::id()));
+    let seed = variable("LIMOSA_CHAOS_SEED").unwrap_or_else(|| u64::from(std::process::id()));
     let trials = variable("LIMOSA_CHAOS_TRIALS").unwrap_or(15);
     println!("LIMOSA_CHAOS_SEED={seed} LIMOSA_CHAOS_TRIALS={trials}");
+    let mut chance = Chance::new(seed);
     let clones = scene.clones();
     let clones = clones.to_str().unwrap();
     for trial in 0..trials {
-        let kind = next(&mut seed) % 6;
+        let kind = chance.below(6);
         let limosa_at_work = match kind {
             0 => scene.start(3, &["--jobs", "2"], &[]),
             1 => scene.clone_with(&["--pool", "3"], &[]),
@@ -88,7 +75,7 @@ fn killed_at_any_moment_limosa_leaves_qemus_that_are_listed_and_one_rm_takes_all
             }
         };
         // Each of them takes some 100 to 300 ms on two cores that are idle.
-        std::thread::sleep(Duration::from_micros(next(&mut seed) % if kind < 4 { 300_000 } else { 120_000 }));
+        std::thread::sleep(Duration::from_micros(chance.below(if kind < 4 { 300_000 } else { 120_000 })));
         limosa_at_work.signal(Signal::KILL);
         wait_gone(limosa_at_work.pid());
         let listed = settled(&scene);
@@ -149,7 +136,7 @@ fn a_disk_that_gets_full_at_any_file_of_a_clone_is_named_and_nothing_of_that_clo
             if clones.exists() { limosa(["clone", "list", "--json", dir]).json()["clones"].take() } else { json!([]) };
         let listed = listed.as_array().unwrap();
         let mut found = processes_of(&clones);
-        let mut known = listed_processes(listed);
+        let mut known = pids(listed);
         found.sort_unstable();
         known.sort_unstable();
         assert_eq!(found, known, "{pages} pages");

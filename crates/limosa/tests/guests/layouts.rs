@@ -175,7 +175,7 @@ fn memory_backends_of_all_forms_are_the_snapshots() {
         ("memory-backend-memfd,id=mem,size=192M,share=off", Expected::Mapped),
         // It has a file already, perhaps one of huge pages.
         (&*file, Expected::Copied),
-        // Shared by default, with nobody here.
+        // Shared by default; here no other process has it.
         ("memory-backend-memfd,id=mem,size=192M", Expected::Mapped),
         ("memory-backend-ram,id=mem,size=192M,prealloc=on", Expected::Copied),
         (r#"{"qom-type":"memory-backend-ram","id":"mem","size":201326592}"#, Expected::Mapped),
