@@ -21,7 +21,7 @@ pub(crate) const BEAT: u8 = b'.';
 
 /// Guest physical address of the contents.
 pub(crate) const CONTENTS_AT: u32 = 1 << 20;
-/// Where the guest finds how much of its contents it reads: a little-endian u32, in units of 64 bytes.
+/// The address of the amount of contents that the guest reads: a little-endian u32, in units of 64 bytes.
 pub(crate) const READ_LEN_AT: u32 = 0x500;
 /// Bytes that a turn of the reading loop adds up.
 const UNIT: u64 = 64;

@@ -90,7 +90,7 @@ pub enum ErrorKind {
     BeyondFile {
         /// The part.
         what: String,
-        /// Where it should end, in bytes.
+        /// The offset at which it should end, in bytes.
         end: u64,
         /// The length of the file in bytes.
         file_length: u64,

@@ -1,6 +1,6 @@
 //! The guests of one run: their serial ports, and by these their QEMUs.
 //!
-//! Each QEMU connects its guest's serial port to one socket of the bench, whoever starts it. The kernel names the
+//! Each QEMU connects its guest's serial port to one socket of the bench. The kernel names the
 //! process at the other end of a connection, so a QEMU that limosa leaves running is counted, looked at and ended like
 //! a child.
 

@@ -154,7 +154,7 @@ impl Launched {
     }
 }
 
-/// The command line of every QEMU, whoever runs it.
+/// The command line of every QEMU, of all contestants.
 fn command_line(options: &Options, stored: &Stored, guests: &Guests) -> Result<Vec<OsString>> {
     let mut words = vec![OsString::from(&options.qemu)];
     words.extend(machine(stored.memory, &own_memory(stored.memory), guests.folder().path())?);

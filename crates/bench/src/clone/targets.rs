@@ -44,7 +44,7 @@ fn together(all: &[Series], cell: &Cell) -> Vec<Found> {
     ]
 }
 
-/// Memory of all VMs, compared with what nobody can do without: QEMU itself, the contents once, and what each guest
+/// Memory of all VMs, compared with what every contestant needs: QEMU itself, the contents once, and what each guest
 /// wrote.
 fn memory(all: &[Series], plan: &Plan, cell: &Cell) -> Vec<Found> {
     let kib = |part: &str, variant: &str, name: &str| Some(figure(all, &cell.part(part), variant, name)?.median);

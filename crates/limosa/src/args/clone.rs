@@ -85,7 +85,7 @@ pub(crate) struct MakeClonesArgs {
     #[arg(long, value_name = "N")]
     pub(crate) pool: Option<NonZeroU64>,
 
-    /// Where each clone gets a directory, under the first free number; created if it does not exist
+    /// Directory in which each clone gets its own, under the first free number; created if it does not exist
     #[arg(long, value_name = "DIR")]
     pub(crate) dir: PathBuf,
 
