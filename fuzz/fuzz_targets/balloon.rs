@@ -43,7 +43,7 @@ impl Reclaim for Ram {
 struct Sink([Range<u64>; 2]);
 
 impl FreePageSink for Sink {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         assert_inside(&self.0, &range);
     }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use limosa_balloon::{Balloon, Features, GuestRam, Options, Strategy};
-use limosa_memory::{FreePages, GuestMemory};
+use limosa_memory::{FreePageHinting, GuestMemory};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange, to_usize};
 use parking_lot::Mutex;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
@@ -171,7 +171,7 @@ impl Heap {
     }
 
     /// The same, for a migration engine.
-    pub fn free_pages(&self) -> Arc<dyn FreePages> {
+    pub fn free_pages(&self) -> Arc<dyn FreePageHinting> {
         Arc::new(self.late.clone())
     }
 }
@@ -219,7 +219,7 @@ mod tests {
     struct List(Mutex<(Vec<Range<u64>>, bool)>);
 
     impl FreePageSink for List {
-        fn free(&self, range: Range<u64>) {
+        fn add_range(&self, range: Range<u64>) {
             let mut list = self.0.lock();
             assert!(!list.1, "the end of a list comes behind all of it");
             list.0.push(range);
@@ -238,7 +238,7 @@ mod tests {
 
     fn hinted(heap: &Heap) -> Vec<u64> {
         let list = Arc::new(List::default());
-        heap.free_pages().request(Arc::clone(&list) as _).unwrap();
+        heap.free_pages().request_list(Arc::clone(&list) as _).unwrap();
         while !list.0.lock().1 {
             heap.poll().unwrap();
             heap.hints().pass_on(17);
@@ -255,7 +255,7 @@ mod tests {
         assert_eq!((heap.held(), heap.take(4, false), heap.take(4, true)), (6, None, Some(Owner::Driver)));
         assert!(heap.free(4) && !heap.free(4), "it is free already");
         assert_eq!(heap.held(), 5);
-        heap.free_pages().done();
+        heap.free_pages().return_pages();
         while heap.held() > 0 {
             heap.poll().unwrap();
         }

@@ -5,15 +5,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use limosa_memory::{FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{FreePageHinting, FreePageSink, FreePagesError};
 use limosa_page::to_usize;
 use parking_lot::{Condvar, Mutex};
 
-/// Free pages whose hints wait until they are passed on: in any order, and also after [`stop`](FreePages::stop) and
-/// [`done`](FreePages::done). The end of a list comes behind all hints.
+/// Free pages whose hints wait until they are passed on: in any order, and also after
+/// [`stop_list`](FreePageHinting::stop_list) and [`return_pages`](FreePageHinting::return_pages). The end of a list
+/// comes behind all hints.
 #[derive(Clone)]
 pub struct LateHints {
-    from: Arc<dyn FreePages>,
+    from: Arc<dyn FreePageHinting>,
     queue: Arc<HintQueue>,
 }
 
@@ -36,7 +37,7 @@ impl std::fmt::Debug for LateHints {
 
 impl LateHints {
     /// Hints of `from`, late.
-    pub fn new(from: Arc<dyn FreePages>) -> Self {
+    pub fn new(from: Arc<dyn FreePageHinting>) -> Self {
         Self { from, queue: Arc::default() }
     }
 
@@ -58,7 +59,7 @@ impl LateHints {
         // A sink may ask for the next list.
         drop(hints);
         match hint {
-            Some(QueuedHint::Free(to, range)) => to.free(range),
+            Some(QueuedHint::Free(to, range)) => to.add_range(range),
             Some(QueuedHint::Complete(to)) => to.complete(),
             None => return false,
         }
@@ -66,17 +67,17 @@ impl LateHints {
     }
 }
 
-impl FreePages for LateHints {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
-        self.from.request(Arc::new(LateSink { queue: Arc::clone(&self.queue), to }))
+impl FreePageHinting for LateHints {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+        self.from.request_list(Arc::new(LateSink { queue: Arc::clone(&self.queue), to }))
     }
 
-    fn stop(&self) {
-        self.from.stop();
+    fn stop_list(&self) {
+        self.from.stop_list();
     }
 
-    fn done(&self) {
-        self.from.done();
+    fn return_pages(&self) {
+        self.from.return_pages();
     }
 }
 
@@ -87,7 +88,7 @@ struct LateSink {
 }
 
 impl FreePageSink for LateSink {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         self.queue.add(QueuedHint::Free(Arc::clone(&self.to), range));
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use limosa_balloon::{Balloon, Features, More, Transport, VirtioQueueRing};
+use limosa_balloon::{Balloon, Features, MoreWork, Transport, VirtioQueueRing};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use virtio_queue::{Queue, QueueT as _};
 use vm_memory::GuestMemory;
@@ -316,7 +316,8 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
             for number in (0..u64::BITS).filter(|bit| kicked & (1 << bit) != 0) {
                 let ring = self.rings().get(&(number as usize)).cloned();
                 // An invalid ring is not processed until the driver sets it up again.
-                if ring.is_some_and(|ring| matches!(balloon.process_queue(number as usize, &*ring), Ok(More::Yes))) {
+                if ring.is_some_and(|ring| matches!(balloon.process_queue(number as usize, &*ring), Ok(MoreWork::Yes)))
+                {
                     self.kick(number as usize);
                 }
             }

@@ -26,7 +26,7 @@ fn main() -> Result<(), MemoryError> {
     println!("| memory | method | runs of | giving back | touching again |\n|---|---|---|---|---|");
     for (kind, block) in &kinds {
         for (length, name) in RUNS {
-            let methods: Vec<_> = METHODS.into_iter().filter(|method| block.takes(*method)).collect();
+            let methods: Vec<_> = METHODS.into_iter().filter(|method| block.supports_release(*method)).collect();
             let mut times = vec![(Vec::new(), Vec::new()); methods.len()];
             for _ in 0..ROUNDS {
                 for (method, (given_back, touched)) in methods.iter().zip(&mut times) {
@@ -56,7 +56,7 @@ fn round(block: &MemoryBlock, method: ReleaseMethod, length: u64) -> Result<(Dur
 }
 
 fn touch(block: &MemoryBlock) -> Result<(), MemoryError> {
-    PageRange::first(LENGTH / PAGE_SIZE).iter().try_for_each(|page| block.write(page.offset(), &[1]))
+    PageRange::whole_block(LENGTH / PAGE_SIZE).iter().try_for_each(|page| block.write(page.offset(), &[1]))
 }
 
 fn spread(mut times: Vec<Duration>) -> String {

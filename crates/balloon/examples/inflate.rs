@@ -8,7 +8,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use limosa_balloon::{Balloon, Features, GuestRam, More, Options, Strategy, Transport, VirtioQueueRing};
+use limosa_balloon::{Balloon, Features, GuestRam, MoreWork, Options, Strategy, Transport, VirtioQueueRing};
 use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let guest = rust_vmm::export(&memory)?;
     let ring = VirtioQueueRing::new(offer_pages(&guest)?, &guest, || println!("transport: interrupt"));
     println!("memory: {} pages are populated", block.populated(block.pages())?.count());
-    while balloon.process_queue(0, &ring)? == More::Yes {}
+    while balloon.process_queue(0, &ring)? == MoreWork::Yes {}
     println!("memory: {} pages are populated", block.populated(block.pages())?.count());
     for (name, count) in balloon.counters().iter().filter(|(_, count)| *count > 0) {
         println!("device: {name} {count}");

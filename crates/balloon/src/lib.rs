@@ -4,7 +4,8 @@
 //! accepted, configuration read and written, queues kicked: [`Balloon::process_queue`]), gives it the guest's memory as
 //! a [`Reclaim`], and is called through a [`Transport`] to interrupt the driver. Queues are [`Ring`]s: an
 //! [`VirtioQueueRing`] over `virtio-queue`, or a vhost-user server's. Users and programs request another size
-//! ([`Balloon::set_target`]), statistics, and lists of free pages ([`FreePages`](limosa_memory::FreePages)).
+//! ([`Balloon::set_target`]), statistics, and lists of free pages
+//! ([`FreePageHinting`](limosa_memory::FreePageHinting)).
 //!
 //! # Hints are only hints
 //!
@@ -26,7 +27,7 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use limosa_balloon::{Balloon, Features, GuestRam, More, Options, VirtioQueueRing, Strategy, Transport};
+//! use limosa_balloon::{Balloon, Features, GuestRam, MoreWork, Options, VirtioQueueRing, Strategy, Transport};
 //! use limosa_memory::{BlockOptions, GuestMemory, rust_vmm};
 //! use virtio_queue::{Queue, QueueT};
 //! use vm_memory::{Bytes, GuestAddress};
@@ -61,7 +62,7 @@
 //! let ring = VirtioQueueRing::new(queue, &guest, || { /* an interrupt */ });
 //!
 //! balloon.set_target(8 << 20)?; // The host needs half of the memory back; the driver is notified.
-//! while balloon.process_queue(0, &ring)? == More::Yes {}
+//! while balloon.process_queue(0, &ring)? == MoreWork::Yes {}
 //! assert_eq!(balloon.counters().inflated_pages, 3);
 //! assert_eq!(balloon.counters().discards, 1, "three pages, one run");
 //! assert_eq!(guest.read_obj::<u8>(GuestAddress(8 << 20))?, 0);
@@ -83,7 +84,7 @@ mod statistics;
 mod vhost_user;
 
 pub use counters::Counters;
-pub use device::{Balloon, HintList, More, Options, Size, Transport, ZeroTarget};
+pub use device::{Balloon, HintList, MoreWork, Options, Size, Transport, ZeroTarget};
 pub use hint::HintState;
 pub use layout::{Features, Numbering, Role};
 pub use reclaim::{GuestRam, Reclaim, Strategy};

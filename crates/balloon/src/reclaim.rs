@@ -58,7 +58,8 @@ pub enum Strategy {
     /// According to the kind of memory.
     #[default]
     Auto,
-    /// By this method, where the memory [takes](limosa_memory::MemoryBlock::takes) it; where it does not, not at all.
+    /// By this method, where the memory [takes](limosa_memory::MemoryBlock::supports_release) it; where it does not,
+    /// not at all.
     By(ReleaseMethod),
     /// Not at all.
     Nothing,
@@ -106,7 +107,7 @@ impl Reclaim for GuestRam {
                 Some((file, offset)) if !block.is_shared() => discard_holes(block, pages, file, offset)?,
                 _ => discard_whole(block, pages)?,
             },
-            Strategy::By(method) if block.takes(method) => block.release(pages, method)?,
+            Strategy::By(method) if block.supports_release(method) => block.release(pages, method)?,
             Strategy::By(_) | Strategy::Nothing => 0,
         };
         Ok(given_back.saturating_mul(PAGE_SIZE))
@@ -153,7 +154,7 @@ mod tests {
         }
         let upper = PageRange::new(PageNumber(8), PageNumber(16));
         let regions = vec![
-            GuestRegion { guest_address: 8 * PAGE_SIZE, block: 0, pages: PageRange::first(16) },
+            GuestRegion { guest_address: 8 * PAGE_SIZE, block: 0, pages: PageRange::whole_block(16) },
             GuestRegion { guest_address: 0, block: 1, pages: upper },
         ];
         Arc::new(GuestMemory::with_regions(blocks, regions).unwrap())

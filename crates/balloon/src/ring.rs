@@ -37,7 +37,7 @@ pub trait Ring {
 
     /// Whether the error only means that the ring has stopped, as when the VM is paused: everything that came over it
     /// so far remains valid, and the rest comes when it continues. By default no error means that.
-    fn is_stopped(_error: &Self::Error) -> bool {
+    fn is_stopped_error(_error: &Self::Error) -> bool {
         false
     }
 }

@@ -15,7 +15,7 @@ use limosa_vhost::{Chain, Device, FrontEnd, QueueError, Ram, Vring};
 use parking_lot::Mutex;
 use vm_memory::GuestMemoryMmap;
 
-use crate::device::{Balloon, More, Transport};
+use crate::device::{Balloon, MoreWork, Transport};
 use crate::layout::Features;
 use crate::reclaim::{GuestRam, Reclaim, Strategy};
 use crate::ring::Ring;
@@ -97,7 +97,7 @@ impl Device for VhostUserBalloon {
         self.balloon.write_config(offset, bytes);
     }
 
-    fn memory(&self, memory: Arc<Ram>) {
+    fn set_memory(&self, memory: Arc<Ram>) {
         // A front end may announce that it has none at present.
         let shared = (!memory.regions().is_empty()).then(|| memory.clone());
         let reclaim = shared.as_ref().and_then(|shared| match (self.reclaiming)(shared) {
@@ -122,10 +122,10 @@ impl Device for VhostUserBalloon {
         self.balloon.attached(Arc::new(front_end));
     }
 
-    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<limosa_vhost::More, QueueError> {
+    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<limosa_vhost::MoreWork, QueueError> {
         Ok(match self.balloon.process_queue(queue, vring)? {
-            More::Yes => limosa_vhost::More::Yes,
-            More::No => limosa_vhost::More::No,
+            MoreWork::Yes => limosa_vhost::MoreWork::Yes,
+            MoreWork::No => limosa_vhost::MoreWork::No,
         })
     }
 
@@ -163,7 +163,7 @@ impl Ring for Vring {
         Self::notify(self).map(|_called| ())
     }
 
-    fn is_stopped(error: &QueueError) -> bool {
+    fn is_stopped_error(error: &QueueError) -> bool {
         matches!(error, QueueError::Stopped)
     }
 }
@@ -181,8 +181,8 @@ impl Transport for FrontEnd {
         Self::is_connected(self)
     }
 
-    fn is_idle(&self, queue: usize) -> bool {
-        Self::is_idle(self, queue)
+    fn is_queue_stopped(&self, queue: usize) -> bool {
+        Self::is_queue_stopped(self, queue)
     }
 }
 
@@ -215,7 +215,7 @@ impl Reclaim for NoReclaim {
 mod tests {
     use std::sync::atomic::AtomicU64;
 
-    use limosa_memory::{BlockOptions, FreePageSink, FreePages as _};
+    use limosa_memory::{BlockOptions, FreePageHinting as _, FreePageSink};
     use limosa_vhost::RamRegion;
     use tracing::{Event, Metadata, Subscriber, span};
     use virtio_queue::{Queue, QueueT as _};
@@ -235,7 +235,7 @@ mod tests {
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
         device.ack_features(device.features());
         assert!(device.ram().is_none());
-        device.memory(memory.clone());
+        device.set_memory(memory.clone());
         assert_eq!(device.balloon().size().ram, 2 << 20);
         assert!(device.ram().is_some_and(|ram| Arc::ptr_eq(&ram, &memory)));
 
@@ -252,8 +252,8 @@ mod tests {
         queue.try_set_used_ring_address(at(0x2000)).unwrap();
         queue.set_next_avail(0);
         queue.set_ready(true);
-        let vring = Vring::running(queue, memory.clone(), None);
-        assert_eq!(device.process_queue(0, &vring).unwrap(), limosa_vhost::More::No);
+        let vring = Vring::new_running(queue, memory.clone(), None);
+        assert_eq!(device.process_queue(0, &vring).unwrap(), limosa_vhost::MoreWork::No);
         let counters = device.balloon().counters();
         assert_eq!((counters.inflated_pages, counters.pages_outside, counters.discarded_bytes), (1, 1, 4096));
         let mut bytes = vec![1; 4 << 20];
@@ -265,9 +265,9 @@ mod tests {
 
     #[test]
     fn a_ring_that_is_broken_is_not_one_that_has_stopped() {
-        assert!(<Vring as Ring>::is_stopped(&QueueError::Stopped));
+        assert!(<Vring as Ring>::is_stopped_error(&QueueError::Stopped));
         let broken = QueueError::from(virtio_queue::Error::InvalidDescriptorIndex);
-        assert!(!<Vring as Ring>::is_stopped(&broken));
+        assert!(!<Vring as Ring>::is_stopped_error(&broken));
     }
 
     fn ram() -> Arc<Ram> {
@@ -282,9 +282,9 @@ mod tests {
             assert_eq!(ram.regions().len(), 1, "it is not called for no memory");
             Ok(Arc::new(NoReclaim(vec![0..4096])))
         });
-        device.memory(ram());
+        device.set_memory(ram());
         assert_eq!(device.balloon().size().ram, 4096);
-        device.memory(Arc::new(Ram::new(Vec::new()).unwrap()));
+        device.set_memory(Arc::new(Ram::new(Vec::new()).unwrap()));
         assert!(device.ram().is_none(), "no memory of a front end that has disconnected is kept");
     }
 
@@ -321,7 +321,7 @@ mod tests {
         let said = Arc::new(AtomicU64::new(0));
         tracing::subscriber::with_default(Listener(said.clone()), || {
             for _ in 0..5 {
-                device.memory(ram());
+                device.set_memory(ram());
             }
         });
         assert_eq!((said.load(Ordering::Relaxed), device.balloon().size().ram), (1, 2 << 20));
@@ -335,16 +335,16 @@ mod tests {
         device.driver_resumed();
         struct IgnoringSink;
         impl FreePageSink for IgnoringSink {
-            fn free(&self, _range: Range<u64>) {}
+            fn add_range(&self, _range: Range<u64>) {}
             fn complete(&self) {}
         }
-        assert!(device.balloon().request(Arc::new(IgnoringSink)).is_err());
+        assert!(device.balloon().request_list(Arc::new(IgnoringSink)).is_err());
     }
 
     #[test]
     fn a_front_end_without_memory_is_a_guest_without_memory() {
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
-        device.memory(Arc::new(Ram::new(Vec::new()).unwrap()));
+        device.set_memory(Arc::new(Ram::new(Vec::new()).unwrap()));
         assert_eq!(device.balloon().size().ram, 0);
         assert_eq!(device.queues(), 5);
     }

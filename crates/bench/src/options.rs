@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
-use limosa_image::qcow2::CloneMode;
+use limosa_image::qcow2::ReflinkMode;
 
 /// The options of a run.
 #[derive(Debug, Clone)]
@@ -19,7 +19,7 @@ pub struct Options {
     /// Numbers of VMs that `clone` starts together; none for the usual ones.
     pub counts: Vec<u32>,
     /// From where on a disk image shares what it would copy.
-    pub clone: CloneMode,
+    pub clone: ReflinkMode,
     /// Bytes to take and free before each run; none for as much as the run will need.
     pub touch: Option<u64>,
     /// Directory on the disk to measure; none for the temporary directory.
@@ -44,7 +44,7 @@ impl Default for Options {
             allocate_ahead: None,
             sequential: None,
             counts: Vec::new(),
-            clone: CloneMode::default(),
+            clone: ReflinkMode::default(),
             touch: None,
             dir: None,
             only: None,

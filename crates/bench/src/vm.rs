@@ -111,7 +111,7 @@ impl Vm {
             _ => "QEMU does not answer".to_owned(),
         })?;
         let vm = Self { process, monitor, folder };
-        vm.monitor.set(&Settings::new().capability("events", true))?;
+        vm.monitor.apply_settings(&Settings::new().capability("events", true))?;
         Ok(vm)
     }
 
@@ -149,7 +149,7 @@ impl Vm {
     pub(crate) fn tune(&self, capabilities: &[(&str, bool)]) -> Result<()> {
         let settings = Settings::new().parameter("max-bandwidth", 0).parameter("multifd-channels", 2);
         let settings = capabilities.iter().fold(settings, |settings, (name, on)| settings.capability(name, *on));
-        Ok(self.monitor.set(&settings)?)
+        Ok(self.monitor.apply_settings(&settings)?)
     }
 
     /// Sends the VM to `uri`, as a postcopy from the first moment.

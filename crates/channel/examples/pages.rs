@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 /// Sends the header and the contents of each page with one call, without copying them together.
 fn send(uri: &Uri) -> Result<(), ChannelError> {
-    let options = Options { rate: Some(RateLimit::new(NonZeroU64::new(100 << 20))), ..Options::default() };
+    let options = Options { rate_limit: Some(RateLimit::new(NonZeroU64::new(100 << 20))), ..Options::default() };
     let channel = Channel::connect(uri, &options)?;
     for number in 0..PAGES {
         let page = [number.to_le_bytes()[0]; PAGE];

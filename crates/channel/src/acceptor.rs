@@ -83,7 +83,7 @@ impl<'a> Acceptor<'a> {
     ///
     /// # Errors
     /// As [`Listener::accept`], except its time-out. A failed handshake of a peer is no error.
-    pub fn step(&mut self, wait: Duration) -> Result<Option<Channel>, ChannelError> {
+    pub fn poll(&mut self, wait: Duration) -> Result<Option<Channel>, ChannelError> {
         let begun = Instant::now();
         loop {
             if let Some(channel) = self.accept()? {
@@ -100,14 +100,14 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// Waits as [`step`](Self::step), and fails if no peer is accepted in time.
+    /// Waits as [`poll`](Self::poll), and fails if no peer is accepted in time.
     ///
     /// # Errors
-    /// As `step`; [`ChannelError::TimedOut`] if no peer completes it in time.
+    /// As `poll`; [`ChannelError::TimedOut`] if no peer completes it in time.
     pub fn within(mut self, after: Duration) -> Result<Channel, ChannelError> {
         let peer = Arc::from(self.listener.local_uri().to_string());
         let timed_out = ChannelError::TimedOut { operation: Operation::Accept, peer, offset: None, after };
-        self.step(after)?.ok_or(timed_out)
+        self.poll(after)?.ok_or(timed_out)
     }
 
     /// Accepts new connections into the queue. Returns one that needs no handshake at once.
@@ -179,7 +179,7 @@ impl<'a> Acceptor<'a> {
 /// Whether the handshake is complete and the connection still open: a peer that does not trust this end may close right
 /// after the handshake without an alert, as stock QEMU does.
 fn is_established(channel: &Channel) -> Result<bool, ChannelError> {
-    if !channel.try_establish()? {
+    if !channel.try_complete_handshake()? {
         return Ok(false);
     }
     if channel.peek(&mut [0])? == Some(0) {

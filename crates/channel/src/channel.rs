@@ -18,7 +18,7 @@ use rustix::net::{self, AddressFamily, RecvFlags, SocketFlags, SocketType, socko
 use crate::counters::Counters;
 use crate::descriptor::{self, Kind};
 #[cfg(feature = "testing")]
-use crate::direction::Gate;
+use crate::direction::TransferHook;
 use crate::direction::{Direction, Stop, Transfer};
 use crate::error::{ChannelError, Operation};
 use crate::options::Options;
@@ -180,8 +180,8 @@ impl Channel {
         let state = ChannelState {
             sender,
             peer,
-            rate: options.rate.clone().unwrap_or_default(),
-            read_rate: options.read_rate.clone().unwrap_or_default(),
+            rate: options.rate_limit.clone().unwrap_or_default(),
+            read_rate: options.read_rate_limit.clone().unwrap_or_default(),
             input: Direction::new(PollFlags::IN, wake_input),
             output: Direction::new(PollFlags::OUT, wake_output),
         };
@@ -193,9 +193,9 @@ impl Channel {
 
     /// Asks these before every call to the kernel, for as long as the channel and its clones live. Set once.
     #[cfg(feature = "testing")]
-    pub fn set_gates(&self, read: Gate, write: Gate) {
-        let _ = self.state.input.gate.set(read);
-        let _ = self.state.output.gate.set(write);
+    pub fn set_transfer_hooks(&self, read: TransferHook, write: TransferHook) {
+        let _ = self.state.input.hook.set(read);
+        let _ = self.state.output.hook.set(write);
     }
 
     /// Creates a second handle: a descriptor of its own for the same end, with the same counters, rate limit and
@@ -241,7 +241,7 @@ impl Channel {
     }
 
     /// Writes all of `bytes`, and passes duplicates of `descriptors` with the first of them. A peer that does not
-    /// [accept](Self::accept_descriptors) them receives the bytes alone.
+    /// [accept](Self::allow_descriptors) them receives the bytes alone.
     ///
     /// # Errors
     /// As [`write_all_vectored`](Self::write_all_vectored); [`ChannelError::Unsupported`], before a byte has moved, if
@@ -264,7 +264,7 @@ impl Channel {
     ///
     /// # Errors
     /// [`ChannelError::Tls`]; [`ChannelError::ShutDown`] after a [`shutdown`](Self::shutdown).
-    pub fn establish(&self) -> Result<()> {
+    pub fn complete_handshake(&self) -> Result<()> {
         let Transport::Tls(session) = &self.transport else { return Ok(()) };
         session.establish().map_err(|error| {
             let stop = if self.is_shut() { Stop::ShutDown } else { Stop::Failed(error) };
@@ -276,8 +276,8 @@ impl Channel {
     /// channel that is not encrypted.
     ///
     /// # Errors
-    /// As [`establish`](Self::establish).
-    pub fn try_establish(&self) -> Result<bool> {
+    /// As [`complete_handshake`](Self::complete_handshake).
+    pub fn try_complete_handshake(&self) -> Result<bool> {
         let Transport::Tls(session) = &self.transport else { return Ok(true) };
         match session.try_establish() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
@@ -318,7 +318,7 @@ impl Channel {
     /// Accepts up to `most` descriptors from the peer (at most 253); 0 accepts no more. Bytes are read and written as
     /// before. A read that meets one more descriptor than `most` fails ([`ChannelError::Io`],
     /// [`io::ErrorKind::InvalidData`]). Without this call the kernel closes passed descriptors.
-    pub fn accept_descriptors(&self, most: usize) {
+    pub fn allow_descriptors(&self, most: usize) {
         if let Transport::Socket(_, passed) = &self.transport {
             passed.want(most);
         }
@@ -570,7 +570,7 @@ impl Channel {
 
     /// Whether bytes can be read (`Shutdown::Read`), written (`Shutdown::Write`), or both: a pipe's end and a file
     /// carry one direction.
-    pub fn carries(&self, how: Shutdown) -> bool {
+    pub fn has_direction(&self, how: Shutdown) -> bool {
         let opened = |fd: BorrowedFd<'_>| fcntl_getfl(fd).map_or(OFlags::empty(), |flags| flags & OFlags::RWMODE);
         let (get, put) = match &self.transport {
             Transport::Socket(..) | Transport::Tls(_) => (true, true),
@@ -588,7 +588,7 @@ impl Channel {
     }
 
     /// Returns a handle to the rate limit of writes, to change it while the channel is in use.
-    pub fn rate(&self) -> RateLimit {
+    pub fn rate_limit(&self) -> RateLimit {
         self.state.rate.clone()
     }
 

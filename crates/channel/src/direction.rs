@@ -48,7 +48,7 @@ type Result<T> = std::result::Result<T, Stop>;
 /// Returns how many bytes may move next, at least 1, at an offset in bytes from the direction's first one. An error
 /// ends the transfer as one of the kernel does. Called before every call to the kernel.
 #[cfg(feature = "testing")]
-pub type Gate = Box<dyn Fn(u64) -> io::Result<usize> + Send + Sync>;
+pub type TransferHook = Box<dyn Fn(u64) -> io::Result<usize> + Send + Sync>;
 
 /// The state of one direction, shared by all handles of a channel.
 pub(crate) struct Direction {
@@ -62,7 +62,7 @@ pub(crate) struct Direction {
     /// Becomes readable at shutdown, for descriptors that the kernel cannot shut down.
     wake: Option<OwnedFd>,
     #[cfg(feature = "testing")]
-    pub(crate) gate: OnceLock<Gate>,
+    pub(crate) hook: OnceLock<TransferHook>,
 }
 
 impl std::fmt::Debug for Direction {
@@ -84,16 +84,16 @@ impl Direction {
             under_way,
             wake,
             #[cfg(feature = "testing")]
-            gate: OnceLock::new(),
+            hook: OnceLock::new(),
         }
     }
 
     /// Bytes of the next call, at most `limit`, of a transfer with `left` bytes to move.
     #[cfg(feature = "testing")]
     fn allow(&self, limit: usize, left: impl FnOnce() -> u64) -> Result<usize> {
-        match self.gate.get() {
-            Some(gate) if left() != 0 => {
-                gate(self.counters.bytes()).map(|bytes| limit.min(bytes)).map_err(Stop::Failed)
+        match self.hook.get() {
+            Some(hook) if left() != 0 => {
+                hook(self.counters.bytes()).map(|bytes| limit.min(bytes)).map_err(Stop::Failed)
             }
             _ => Ok(limit),
         }

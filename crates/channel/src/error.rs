@@ -113,7 +113,7 @@ pub enum ChannelError {
     },
     /// The command at the other end failed, or was ended by a signal.
     #[error("{peer}: the command failed ({status})")]
-    Command {
+    CommandFailed {
         /// The command's URI.
         peer: Arc<str>,
         /// How it ended.
@@ -121,7 +121,7 @@ pub enum ChannelError {
     },
     /// The command at the other end did not end in time and was terminated.
     #[error("{peer}: the command did not end within {after:?} and was terminated")]
-    Lingering {
+    CommandTimedOut {
         /// The command's URI.
         peer: Arc<str>,
         /// The time limit.
@@ -229,7 +229,7 @@ impl ChannelError {
     /// Whether an encrypted connection ended without a close notification: it may have been cut. A caller that knows by
     /// other means that everything has arrived may take it as the end; stock QEMU ends its main channel so. False for a
     /// connection that was reset.
-    pub fn is_cut(&self) -> bool {
+    pub fn lacks_close_notify(&self) -> bool {
         matches!(self, Self::Tls { failure, .. } if matches!(**failure, TlsFailure::Truncated { .. }))
     }
 

@@ -75,15 +75,16 @@ impl Exec {
     /// Waits at most `within` for the command to end by itself.
     ///
     /// # Errors
-    /// [`ChannelError::Command`] if it failed; [`ChannelError::Lingering`] if it did not end: it is terminated then.
+    /// [`ChannelError::CommandFailed`] if it failed; [`ChannelError::CommandTimedOut`] if it did not end: it is
+    /// terminated then.
     pub fn finish(&mut self, within: Duration) -> Result<(), ChannelError> {
         let peer = Arc::clone(&self.peer);
         match self.status_within(within) {
             Ok(Some(status)) if status.success() => Ok(()),
-            Ok(Some(status)) => Err(ChannelError::Command { peer, status }),
+            Ok(Some(status)) => Err(ChannelError::CommandFailed { peer, status }),
             Ok(None) => {
                 self.end();
-                Err(ChannelError::Lingering { peer, after: within })
+                Err(ChannelError::CommandTimedOut { peer, after: within })
             }
             Err(source) => Err(ChannelError::setup(Operation::Read, peer, source)),
         }

@@ -59,7 +59,7 @@ pub use acceptor::{Acceptor, RefusalLog};
 pub use channel::{Channel, Shutdown};
 pub use counters::Counters;
 #[cfg(feature = "testing")]
-pub use direction::Gate;
+pub use direction::TransferHook;
 pub use error::{ChannelError, Operation};
 pub use exec::Exec;
 pub use file::{Access, FileChannel};

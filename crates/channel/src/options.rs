@@ -24,9 +24,9 @@ pub struct Options {
     /// Size of the receive buffer in bytes (default: the kernel's).
     pub receive_buffer: Option<usize>,
     /// Shared rate limit of writes (default: the channel's own, unlimited until changed).
-    pub rate: Option<RateLimit>,
+    pub rate_limit: Option<RateLimit>,
     /// Shared rate limit of reads: the peer sees a slow reader (default: none).
-    pub read_rate: Option<RateLimit>,
+    pub read_rate_limit: Option<RateLimit>,
     /// How [`ZeroCopyWriter`](crate::ZeroCopyWriter) sends memory (default: copied). Creating the channel fails if a
     /// named method is unavailable. `MSG_ZEROCOPY` switches the socket to blocking mode.
     pub zero_copy: ZeroCopy,

@@ -46,7 +46,7 @@ pub enum State {
 /// A clone in a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
-pub struct Listed {
+pub struct ListedClone {
     /// Its name, which is that of its directory.
     pub name: String,
     /// Its directory.
@@ -122,7 +122,7 @@ pub struct NeededDisk {
 /// The outcome of [`stop`] or [`remove`] for one clone.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Done<T> {
+pub struct CloneOutcome<T> {
     /// The clone's name.
     pub name: String,
     /// The outcome.
@@ -133,7 +133,7 @@ pub struct Done<T> {
 ///
 /// # Errors
 /// The directory cannot be read.
-pub fn list(folder: &Path) -> Result<Vec<Listed>, CloneError> {
+pub fn list(folder: &Path) -> Result<Vec<ListedClone>, CloneError> {
     let mut paths = Vec::new();
     for entry in fs::read_dir(folder).map_err(CloneError::path("read", folder))? {
         paths.push(entry.map_err(CloneError::path("read", folder))?.path());
@@ -150,7 +150,7 @@ pub fn list(folder: &Path) -> Result<Vec<Listed>, CloneError> {
 /// Each fails on its own: there is no such clone, its record is damaged, its process cannot be reached, or it does not
 /// end.
 #[must_use]
-pub fn stop(folder: &Path, names: &[String], options: StopOptions) -> Vec<Done<bool>> {
+pub fn stop(folder: &Path, names: &[String], options: StopOptions) -> Vec<CloneOutcome<bool>> {
     side_by_side(names, &|name| stop_one(folder, name, options))
 }
 
@@ -159,16 +159,19 @@ pub fn stop(folder: &Path, names: &[String], options: StopOptions) -> Vec<Done<b
 ///
 /// Each fails on its own: there is no such clone, it runs, or something cannot be removed.
 #[must_use]
-pub fn remove(folder: &Path, names: &[String], options: RemoveOptions) -> Vec<Done<Removed>> {
+pub fn remove(folder: &Path, names: &[String], options: RemoveOptions) -> Vec<CloneOutcome<Removed>> {
     clear_left_over(folder);
     side_by_side(names, &|name| remove_one(folder, name, options))
 }
 
 /// Calls `work` for each name, up to eight at a time, and returns the outcomes in the order of the names.
-fn side_by_side<T: Send>(names: &[String], work: &(dyn Fn(&str) -> Result<T, CloneError> + Sync)) -> Vec<Done<T>> {
+fn side_by_side<T: Send>(
+    names: &[String],
+    work: &(dyn Fn(&str) -> Result<T, CloneError> + Sync),
+) -> Vec<CloneOutcome<T>> {
     /// Ending a VM is mostly waiting, for the guest or for the kernel to free its memory.
     const AT_A_TIME: usize = 8;
-    let done = |name: &String| Done { name: name.clone(), result: work(name) };
+    let done = |name: &String| CloneOutcome { name: name.clone(), result: work(name) };
     let per_thread = names.len().div_ceil(AT_A_TIME).max(1);
     thread::scope(|scope| {
         let part = |names| scope.spawn(move || <[String]>::iter(names).map(done).collect::<Vec<_>>());
@@ -181,7 +184,7 @@ fn side_by_side<T: Send>(names: &[String], work: &(dyn Fn(&str) -> Result<T, Clo
 }
 
 /// The clone in this directory; `None` if it is not one.
-fn listed(path: &Path) -> Option<Listed> {
+fn listed(path: &Path) -> Option<ListedClone> {
     let name = path.file_name()?.to_string_lossy().into_owned();
     let (monitor, log) = (path.join(MONITOR), path.join(LOG));
     let busy = matches!(Home::lock(path), Ok(None));
@@ -190,7 +193,7 @@ fn listed(path: &Path) -> Option<Listed> {
         Ok(Some(record)) => (state(&record, &monitor, busy), Some(record), None),
         Err(error) => (State::Damaged, None, Some(with_reason(&error))),
     };
-    Some(Listed { name, folder: path.to_path_buf(), state, busy, monitor, log, record, error })
+    Some(ListedClone { name, folder: path.to_path_buf(), state, busy, monitor, log, record, error })
 }
 
 fn with_reason(error: &CloneError) -> String {
@@ -198,7 +201,7 @@ fn with_reason(error: &CloneError) -> String {
 }
 
 /// The clone of that name, and its record.
-fn find(folder: &Path, name: &str) -> Result<(Listed, Record), CloneError> {
+fn find(folder: &Path, name: &str) -> Result<(ListedClone, Record), CloneError> {
     let path = folder.join(name);
     let unknown = || CloneError::Unknown { path: path.clone() };
     // A name is one part of a path, and no way out of the directory.

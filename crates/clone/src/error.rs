@@ -51,7 +51,7 @@ pub enum CloneError {
 
     /// The QEMU that was started does not match its command line.
     #[error("this QEMU is not what its command line says: {why}")]
-    Unproven {
+    CommandLineMismatch {
         /// The difference.
         why: String,
     },
@@ -139,7 +139,7 @@ pub enum CloneError {
 
     /// QEMU did not take the VM.
     #[error("QEMU did not take the VM{}", said_or(log, error))]
-    NotTaken {
+    LoadFailed {
         /// The failure: it follows from what QEMU said, if that said anything.
         error: JobError,
         /// The end of QEMU's log.

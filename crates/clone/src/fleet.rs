@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use limosa_page::{PAGE_SIZE, with_causes};
 use limosa_qemu::command_line::escaped;
-use limosa_qemu::{BlockPlace, MappedCommandLine, RunChoice, check_not_shared, is_same_file, map_memory, name_memory};
+use limosa_qemu::{
+    BlockPlace, MappedCommandLine, RunChoice, check_not_shared, is_same_file, name_memory, rewrite_for_mapping,
+};
 use limosa_snapshot::{Snapshot, check_disks};
 
 use crate::command_line::{CommandTemplate, OverlayPlan, Ownership, behind_overlays, check_outputs, plan};
@@ -49,7 +51,7 @@ pub enum CloneMemory {
 /// A clone that runs.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Started {
+pub struct StartedClone {
     /// Its name, which is that of its directory.
     pub name: String,
     /// Its directory.
@@ -59,9 +61,9 @@ pub struct Started {
     /// The RAM blocks that it maps.
     pub mapped_blocks: Vec<String>,
     /// From the beginning until QEMU had its VM.
-    pub loaded: Duration,
+    pub time_to_loaded: Duration,
     /// From the beginning until QEMU reported the VM's final run state.
-    pub running: Duration,
+    pub time_to_running: Duration,
     /// Its run state then.
     pub state: String,
     /// Pages that were sent.
@@ -73,7 +75,7 @@ pub struct Started {
 /// A QEMU that waits in a pool for the next clone.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Waiting {
+pub struct PooledClone {
     /// The clone's name, which is that of its directory.
     pub name: String,
     /// The clone's directory.
@@ -87,7 +89,7 @@ pub struct Waiting {
 /// A clone that was not started.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Failure {
+pub struct FailedClone {
     /// Its number.
     pub number: u64,
     /// Why.
@@ -96,7 +98,7 @@ pub struct Failure {
     pub left: Vec<PathBuf>,
 }
 
-impl Failure {
+impl FailedClone {
     /// A failure that leaves nothing.
     pub(crate) fn new(number: u64, error: CloneError) -> Self {
         Self { number, error: Box::new(error), left: Vec::new() }
@@ -110,7 +112,7 @@ pub struct FleetReport<T> {
     /// By number.
     pub started: Vec<T>,
     /// By number.
-    pub failed: Vec<Failure>,
+    pub failed: Vec<FailedClone>,
     /// Number of clones that were not tried, because all of the first failed.
     pub not_tried: u64,
 }
@@ -176,7 +178,7 @@ impl<'a> Fleet<'a> {
             false => Err("the snapshot was not made to be mapped".to_owned().into()),
             // The open file itself: another file may have its name by then.
             true => BlockPlace::guest_memory_of(snapshot)
-                .and_then(|blocks| map_memory(&args, &blocks, &format!("/dev/fd/{}", mapping.as_raw_fd()))),
+                .and_then(|blocks| rewrite_for_mapping(&args, &blocks, &format!("/dev/fd/{}", mapping.as_raw_fd()))),
         };
         let (args, mapped) = match mapped {
             Ok(MappedCommandLine { args, blocks, notices: found, .. }) => {

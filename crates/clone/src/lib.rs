@@ -28,9 +28,11 @@ mod start;
 mod starting;
 
 pub use command_line::CommandTemplate;
-pub use directory::{Done, Listed, NeededDisk, RemoveOptions, Removed, State, StopOptions, list, remove, stop};
+pub use directory::{
+    CloneOutcome, ListedClone, NeededDisk, RemoveOptions, Removed, State, StopOptions, list, remove, stop,
+};
 pub use error::CloneError;
-pub use fleet::{CloneMemory, Failure, Fleet, FleetOptions, FleetReport, Started, Waiting};
+pub use fleet::{CloneMemory, FailedClone, Fleet, FleetOptions, FleetReport, PooledClone, StartedClone};
 pub use overlay::Backing;
 pub use phase::Phase;
 pub use record::{OverlayRecord, PoolRecord, Record, SnapshotIdentity};

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 use crate::command_line::OverlayPlan;
 use crate::directory::Removed;
 use crate::error::CloneError;
-use crate::fleet::{Failure, Fleet};
+use crate::fleet::{FailedClone, Fleet};
 use crate::home::Home;
 use crate::overlay;
 use crate::phase::Phase;
@@ -76,8 +76,8 @@ impl Making {
     }
 
     /// Undoes the clone because of this error.
-    pub(crate) fn fail(mut self, error: CloneError) -> Failure {
-        Failure { left: self.undo(), ..Failure::new(self.record.number, error) }
+    pub(crate) fn fail(mut self, error: CloneError) -> FailedClone {
+        FailedClone { left: self.undo(), ..FailedClone::new(self.record.number, error) }
     }
 
     /// Ends its QEMU and removes what belongs to the clone. Returns the files that stay.

@@ -15,7 +15,7 @@ use limosa_qemu::IncomingFrom;
 use parking_lot::Mutex;
 
 use crate::error::CloneError;
-use crate::fleet::{Failure, Fleet, Started, Waiting};
+use crate::fleet::{FailedClone, Fleet, PooledClone, StartedClone};
 use crate::home::Home;
 use crate::making::Making;
 use crate::phase::Phase;
@@ -41,7 +41,7 @@ impl Pool {
     }
 
     /// Starts a clone with a QEMU that waits; `None` if there is no other.
-    pub(crate) fn take(&self, fleet: &Fleet<'_>) -> Option<Result<Started, Failure>> {
+    pub(crate) fn take(&self, fleet: &Fleet<'_>) -> Option<Result<StartedClone, FailedClone>> {
         loop {
             let path = self.0.lock().pop()?;
             let begun = Instant::now();
@@ -84,16 +84,16 @@ fn give(fleet: &Fleet<'_>, making: &mut Making, begun: Instant) -> Result<Given,
 ///
 /// # Errors
 /// A step failed. What belongs to it is removed, and it is ended.
-pub(crate) fn wait_in_pool(fleet: &Fleet<'_>, number: u64) -> Result<Waiting, Failure> {
+pub(crate) fn wait_in_pool(fleet: &Fleet<'_>, number: u64) -> Result<PooledClone, FailedClone> {
     let name = name_of(number);
-    let mut making = Making::prepare(fleet, number, &name).map_err(|error| Failure::new(number, error))?;
+    let mut making = Making::prepare(fleet, number, &name).map_err(|error| FailedClone::new(number, error))?;
     // Written down with its process: a QEMU that waits and is in no pool would wait for ever.
     making.record.pool = Some(fleet.pool.clone());
     // One that answers is there; the rest is proven when it is taken.
     match launch_with(fleet, &mut making, IncomingFrom::Deferred) {
         Ok(_) => {
             let (folder, record, child) = making.keep();
-            Ok(Waiting { name, folder, record, child })
+            Ok(PooledClone { name, folder, record, child })
         }
         Err(error) => Err(making.fail(error)),
     }

@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use limosa_migrate::stored::InPlace;
+use limosa_migrate::stored::PresentBlock;
 use limosa_qemu::monitor::{Disk, Monitor};
 use limosa_qemu::{JobError, is_same_file, prove_mapping, refuse_shared_snapshot};
 use limosa_snapshot::BackingFile;
@@ -18,7 +18,7 @@ use crate::fleet::Fleet;
 /// # Errors
 /// Memory that is not mapped as planned; an overlay that is missing or has other images below it; a frozen disk that is
 /// attached for writing.
-pub(crate) fn prove(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<Vec<InPlace>, CloneError> {
+pub(crate) fn prove(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<Vec<PresentBlock>, CloneError> {
     refuse_shared_snapshot(monitor, fleet.snapshot)?;
     prove_disks(fleet, monitor, folder)?;
     match fleet.mapped.as_slice() {
@@ -28,7 +28,7 @@ pub(crate) fn prove(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Resu
 }
 
 fn prove_disks(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<(), CloneError> {
-    let unproven = |why: String| Err(CloneError::Unproven { why });
+    let unproven = |why: String| Err(CloneError::CommandLineMismatch { why });
     let disks = monitor.all_disks().map_err(JobError::from)?;
     for (number, plan) in fleet.overlays.iter().enumerate() {
         let path = folder.join(&plan.name);
@@ -73,7 +73,7 @@ fn prove_lower_files(frozen: &Path, disk: &Disk, recorded: &[BackingFile]) -> Re
         [] => "nothing".to_owned(),
         paths => paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "),
     };
-    Err(CloneError::Unproven {
+    Err(CloneError::CommandLineMismatch {
         why: format!(
             "below the frozen disk {} is {}, and when the VM was saved it was {}",
             frozen.display(),

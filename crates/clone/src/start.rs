@@ -17,10 +17,10 @@ use limosa_migrate::Handle;
 use limosa_migrate::stored::PrecopyOptions;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
-use limosa_qemu::{IncomingFrom, JobError, Load, ProcessIdentity, Watch, launch_detached};
+use limosa_qemu::{IncomingFrom, JobContext, JobError, Loader, ProcessIdentity, launch_detached};
 
 use crate::error::CloneError;
-use crate::fleet::{Failure, Fleet, Started};
+use crate::fleet::{FailedClone, Fleet, StartedClone};
 use crate::making::Making;
 use crate::phase::Phase;
 use crate::proof;
@@ -37,22 +37,37 @@ const LOG_SHOWN: u64 = 600;
 ///
 /// # Errors
 /// A step failed. What belongs to the clone is removed, and its QEMU is ended.
-pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<Started, Failure> {
+pub(crate) fn start(fleet: &Fleet<'_>, number: u64) -> Result<StartedClone, FailedClone> {
     let begun = Instant::now();
-    let mut making = Making::prepare(fleet, number, &name_of(number)).map_err(|error| Failure::new(number, error))?;
+    let mut making =
+        Making::prepare(fleet, number, &name_of(number)).map_err(|error| FailedClone::new(number, error))?;
     let given = launch(fleet, &mut making).and_then(|qemu| give_vm(fleet, &mut making, qemu, begun));
     finish(fleet, making, given)
 }
 
 /// Keeps the clone that has its VM, or undoes it.
-pub(crate) fn finish(fleet: &Fleet<'_>, making: Making, given: Result<Given, CloneError>) -> Result<Started, Failure> {
+pub(crate) fn finish(
+    fleet: &Fleet<'_>,
+    making: Making,
+    given: Result<Given, CloneError>,
+) -> Result<StartedClone, FailedClone> {
     let number = making.record.number;
     match given {
         Ok(Given { loaded, running, state, sent_pages }) => {
             let (folder, record, child) = making.keep();
             let name = name_of(number);
             let mapped_blocks = fleet.mapped.clone();
-            Ok(Started { name, folder, record, mapped_blocks, loaded, running, state, sent_pages, child })
+            Ok(StartedClone {
+                name,
+                folder,
+                record,
+                mapped_blocks,
+                time_to_loaded: loaded,
+                time_to_running: running,
+                state,
+                sent_pages,
+                child,
+            })
         }
         Err(error) => Err(making.fail(error)),
     }
@@ -122,7 +137,7 @@ pub(crate) fn give_vm(
     let WaitingQemu { monitor, log, channel } = qemu;
     let folder = making.path().to_path_buf();
     let handle = Handle::new();
-    let vm = Load::new(&monitor, Watch::new(&handle, &|_| {}))?;
+    let vm = Loader::new(&monitor, JobContext::new(&handle, &|_| {}))?;
     // What it waits for has not come: it answers, and its memory and disks are as they will be.
     let in_place = proof::prove(fleet, &monitor, &folder)?;
     let channel = channel.map_or_else(|| vm.connect(), Ok)?;
@@ -160,7 +175,7 @@ pub(crate) fn connect(path: &Path, child: Option<&mut Child>, log: &File) -> Res
 fn not_taken(source: JobError, log: &File) -> CloneError {
     // QEMU says why right before it ends.
     thread::sleep(Duration::from_millis(50));
-    CloneError::NotTaken { error: source, log: said(log) }
+    CloneError::LoadFailed { error: source, log: said(log) }
 }
 
 /// Returns the end of QEMU's log, in one line.

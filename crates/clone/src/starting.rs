@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::command_line::Claims;
 use crate::error::CloneError;
-use crate::fleet::{Failure, Fleet, FleetReport, Started, Waiting};
+use crate::fleet::{FailedClone, Fleet, FleetReport, PooledClone, StartedClone};
 use crate::pool::{Pool, wait_in_pool};
 use crate::start::start;
 
@@ -20,7 +20,7 @@ impl Fleet<'_> {
     ///
     /// One that fails leaves nothing behind and ends no other. If the first ones all fail, as many as are started at a
     /// time, the rest are not tried.
-    pub fn start(&self, count: u64) -> FleetReport<Started> {
+    pub fn start(&self, count: u64) -> FleetReport<StartedClone> {
         if count == 0 {
             return FleetReport::default();
         }
@@ -32,7 +32,7 @@ impl Fleet<'_> {
 
     /// Starts QEMUs until `wanted` of them wait in the directory for clones of this fleet, as [`start`](Self::start)
     /// starts clones.
-    pub fn fill_pool(&self, wanted: u64) -> FleetReport<Waiting> {
+    pub fn fill_pool(&self, wanted: u64) -> FleetReport<PooledClone> {
         if wanted == 0 {
             return FleetReport::default();
         }
@@ -63,11 +63,11 @@ impl<'a> Starting<'a> {
     }
 
     /// Starts something under the first free number.
-    fn under_free_number<T>(&self, start: fn(&Fleet<'_>, u64) -> Result<T, Failure>) -> Result<T, Failure> {
+    fn under_free_number<T>(&self, start: fn(&Fleet<'_>, u64) -> Result<T, FailedClone>) -> Result<T, FailedClone> {
         loop {
             let number = self.numbers.lock().next();
             let claimed = self.claims.lock().claim(number);
-            let claimed = claimed.map_err(|why| Failure::new(number, CloneError::CommandLine { why }));
+            let claimed = claimed.map_err(|why| FailedClone::new(number, CloneError::CommandLine { why }));
             match claimed.and_then(|()| start(self.fleet, number)) {
                 // Another limosa has taken it meanwhile, with its files.
                 Err(failure) if matches!(*failure.error, CloneError::Exists { .. }) => {}
@@ -85,7 +85,7 @@ impl<'a> Starting<'a> {
 fn side_by_side<T: Send>(
     count: u64,
     jobs: usize,
-    one: &(dyn Fn() -> Result<T, Failure> + Sync),
+    one: &(dyn Fn() -> Result<T, FailedClone> + Sync),
     number: &dyn Fn(&T) -> u64,
 ) -> FleetReport<T> {
     let outcomes = Mutex::new((Vec::new(), Vec::new()));

@@ -105,7 +105,7 @@ fn query_migrate(server: &Server, current: &Current) -> Value {
         (reading.normal_pages + reading.zero_pages + reading.hinted_pages).saturating_sub(reading.resent_pages);
     let remaining = reading.total_pages.saturating_sub(unique).saturating_mul(limosa_page::PAGE_SIZE);
     let answer = json!({
-        "status": if current.handle.control.stopped().is_some() { "cancelling" } else { status(reading.phase) },
+        "status": if current.handle.control.stop_requested().is_some() { "cancelling" } else { status(reading.phase) },
         "total-time": u64::try_from(current.begun.elapsed().as_millis()).unwrap_or(u64::MAX),
         "ram": {
             "transferred": reading.bytes,

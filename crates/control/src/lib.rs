@@ -76,7 +76,7 @@ impl ControlSocket {
     ///
     /// # Errors
     /// As [`listen`](Self::listen).
-    pub fn listen_for(path: &Path, commands: Arc<dyn Commands>) -> io::Result<Self> {
+    pub fn listen_without_job(path: &Path, commands: Arc<dyn Commands>) -> io::Result<Self> {
         Self::open(path, None, Some(commands))
     }
 

@@ -56,8 +56,8 @@ fn progress_is_told_in_qemus_words() {
     let (_directory, _socket, handle, mut client) = socket(Job::Save);
     handle.progress.expect_pages(100);
     handle.progress.enter(Phase::Active);
-    handle.progress.moved(Moved { normal: 30, zero: 20, resent: 10 });
-    handle.progress.hinted(15);
+    handle.progress.add_moved(Moved { normal: 30, zero: 20, resent: 10 });
+    handle.progress.add_hinted(15);
     let told = client.say(&json!({ "execute": "query-migrate" }));
     assert_eq!(told["return"]["status"], "active");
     assert_eq!(told["return"]["ram"]["normal"], 30);
@@ -101,13 +101,13 @@ fn a_job_can_be_cancelled_until_its_guest_runs_and_paused_from_then_on() {
     assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
     handle.progress.enter(Phase::PostcopyActive);
     assert!(client.say(&json!({ "execute": "migrate_cancel" })).get("error").is_some());
-    assert_eq!(handle.control.stopped(), None);
+    assert_eq!(handle.control.stop_requested(), None);
     client.say(&json!({ "execute": "migrate-pause" }));
-    assert_eq!(handle.control.stopped(), Some(Stop::Pause));
+    assert_eq!(handle.control.stop_requested(), Some(Stop::Pause));
 
     let (_directory, _socket, handle, mut client) = socket(Job::Save);
     client.say(&json!({ "execute": "migrate_cancel" }));
-    assert_eq!(handle.control.stopped(), Some(Stop::Cancel));
+    assert_eq!(handle.control.stop_requested(), Some(Stop::Cancel));
 }
 
 #[test]
@@ -176,7 +176,7 @@ impl Commands for Vmm {
 fn a_vmm_adds_commands_and_has_one_job_after_another() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("control");
-    let socket = ControlSocket::listen_for(&path, Arc::new(Vmm)).unwrap();
+    let socket = ControlSocket::listen_without_job(&path, Arc::new(Vmm)).unwrap();
     let mut client = Client::connect(&path);
     client.hear();
     client.say(&json!({ "execute": "qmp_capabilities" }));
@@ -194,7 +194,7 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
         let status = if phase == Phase::Active { "active" } else { "device" };
         assert_eq!(client.say(&json!({ "execute": "query-migrate" }))["return"]["status"], status);
         client.say(&json!({ "execute": "migrate_cancel" }));
-        assert_eq!(handle.control.stopped(), Some(Stop::Cancel));
+        assert_eq!(handle.control.stop_requested(), Some(Stop::Cancel));
     }
     socket.emit("STOP", &json!({}));
     let stopped = std::iter::repeat_with(|| client.hear()).find(|heard| heard["event"] != "MIGRATION").unwrap();
@@ -230,7 +230,7 @@ fn a_command_that_ends_the_vmm_is_answered() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("control");
     let (told, quits) = mpsc::channel();
-    let socket = ControlSocket::listen_for(&path, Arc::new(Quits(told))).unwrap();
+    let socket = ControlSocket::listen_without_job(&path, Arc::new(Quits(told))).unwrap();
     let (mut client, mut idle) = (Client::connect(&path), Client::connect(&path));
     assert!(client.hear().get("QMP").is_some() && idle.hear().get("QMP").is_some());
     let ends = std::thread::spawn(move || {

@@ -8,7 +8,7 @@ use crate::guest::{GuestKind, LogKind};
 use clap::ValueEnum;
 use limosa_channel::{ChannelError, KernelTls, Tls, ZeroCopy};
 use limosa_migrate::MigrationParams;
-use limosa_migrate::live::{RecordWrite, SharedMemory, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::live::{RecordWriteMode, SharedMemoryMode, TimeoutStrategy, ZeroCheck};
 use limosa_page::ZeroMethod;
 use limosa_stream::multifd::Compression;
 use serde::{Deserialize, Serialize};
@@ -238,7 +238,7 @@ impl Settings {
             .max_bandwidth(self.max_bandwidth)
             .zero_check(self.zero_check)
             .zero_method(self.zero_method().unwrap_or_else(ZeroMethod::best))
-            .record_write(if self.vectors { RecordWrite::Vectored } else { RecordWrite::Buffered })
+            .record_write(if self.vectors { RecordWriteMode::Vectored } else { RecordWriteMode::Buffered })
             .timeout(self.timeout_ms.map(Duration::from_millis))
             .timeout_strategy(self.give_up)
             .hint_wait(Duration::from_millis(self.hint_wait_ms))
@@ -247,8 +247,8 @@ impl Settings {
     }
 
     /// Returns how the guest's memory is moved.
-    pub fn shared_memory(&self) -> SharedMemory {
-        if self.same_host { SharedMemory::Passed } else { SharedMemory::Sent }
+    pub fn shared_memory(&self) -> SharedMemoryMode {
+        if self.same_host { SharedMemoryMode::Passed } else { SharedMemoryMode::Sent }
     }
 }
 

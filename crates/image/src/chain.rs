@@ -195,7 +195,7 @@ pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<
 ///
 /// # Errors
 /// As [`open`]; it is not qcow2.
-pub async fn open_parts(reference: &Reference, options: &OpenOptions) -> Result<Parts, ImageError> {
+pub async fn open_offline(reference: &Reference, options: &OpenOptions) -> Result<Parts, ImageError> {
     let (top, below) = levels(reference, options).await?;
     let name = Arc::clone(top.file.storage.name());
     let parts = top.parts(below);

@@ -64,7 +64,7 @@ pub trait Disk: Send + Sync + Debug {
 
     /// Returns where the bytes from `at` on come from: a run of one kind, at most `length` bytes, at least one. A
     /// `length` of 0 counts as 1.
-    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped>;
+    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, MapEntry>;
 
     /// Returns the storage that has contents of the disk `depth` files further down unchanged, at the offsets that
     /// [`Disk::map`] returns.
@@ -96,7 +96,7 @@ pub trait Disk: Send + Sync + Debug {
 /// The origin of a run of bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Mapped {
+pub struct MapEntry {
     /// Bytes of the run.
     pub length: u64,
     /// Their kind.
@@ -109,7 +109,7 @@ pub struct Mapped {
     pub host: Option<(Arc<str>, HostOffset)>,
 }
 
-impl Mapped {
+impl MapEntry {
     /// A run of the disk itself, without a place in a storage.
     #[must_use]
     pub const fn new(length: u64, kind: BlockStatus) -> Self {
@@ -117,7 +117,7 @@ impl Mapped {
     }
 }
 
-setters!(Mapped { depth: u32, host: Option<(Arc<str>, HostOffset)> });
+setters!(MapEntry { depth: u32, host: Option<(Arc<str>, HostOffset)> });
 
 /// The kind of a run of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -50,12 +50,14 @@ mod setters;
 mod test_disk;
 mod truncation;
 
-pub use disk::{BlockStatus, Disk, Mapped, Pending};
+pub use disk::{BlockStatus, Disk, MapEntry, Pending};
 pub use error::ImageError;
 pub use gate::{Policy, Purpose};
-pub use new_image::{CreatedFiles, NewBacking, NewFormat, NewImage, Removed, UnfinishedFiles};
+pub use new_image::{CreatedFiles, NewBacking, NewFormat, NewImage, RemovalGuard, UnfinishedFiles};
 pub use offset::{GuestOffset, HostOffset};
-pub use operations::{DiskOperation, OperationError, Progress, Watch, bench, compare, convert, info, resize};
+pub use operations::{
+    DiskOperation, OperationError, Progress, ProgressObserver, bench, compare, convert, info, resize,
+};
 pub use preallocation::{Preallocation, UnknownPreallocation};
 pub use probe::{Format, Guess, UnknownFormat, guess, probe};
 pub use qcow2::{Qcow2, Qcow2Options};

@@ -122,7 +122,7 @@ pub struct UnfinishedFiles(Mutex<Vec<PathBuf>>);
 /// The removal of unfinished files: while it lives, no further file is created.
 #[derive(Debug)]
 #[must_use = "dropping it allows files to be created again"]
-pub struct Removed<'a>(#[expect(dead_code, reason = "held, not read")] MutexGuard<'a, Vec<PathBuf>>);
+pub struct RemovalGuard<'a>(#[expect(dead_code, reason = "held, not read")] MutexGuard<'a, Vec<PathBuf>>);
 
 impl UnfinishedFiles {
     /// No files.
@@ -132,13 +132,13 @@ impl UnfinishedFiles {
     }
 
     /// Removes all of them, for a process that is about to end.
-    pub fn remove_all(&self) -> Removed<'_> {
+    pub fn remove_all(&self) -> RemovalGuard<'_> {
         let mut paths = self.0.lock();
         for path in paths.drain(..) {
             // One that is gone already needs no removal, and there is nobody left to report another failure to.
             let _ = fs::remove_file(path);
         }
-        Removed(paths)
+        RemovalGuard(paths)
     }
 
     fn create(&self, path: &Path, options: &FileOptions) -> Result<Arc<FileStorage>, StorageError> {

@@ -11,7 +11,7 @@ use async_lock::Mutex;
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
 
-use crate::disk::{BlockStatus, Disk, Mapped, Pending};
+use crate::disk::{BlockStatus, Disk, MapEntry, Pending};
 use crate::error::ImageError;
 use crate::holes::{alike, inside};
 use crate::offset::{GuestOffset, HostOffset};
@@ -325,7 +325,7 @@ impl Disk for Raw {
         })
     }
 
-    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped> {
+    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, MapEntry> {
         let length = length.max(1);
         Box::pin(async move {
             let _inside = self.admit(at, length)?;
@@ -341,7 +341,7 @@ impl Disk for Raw {
                     here => length = here,
                 }
             }
-            Ok(Mapped { length, kind, depth: 0, host: Some((Arc::clone(self.name()), HostOffset(host.start))) })
+            Ok(MapEntry { length, kind, depth: 0, host: Some((Arc::clone(self.name()), HostOffset(host.start))) })
         })
     }
 
@@ -492,7 +492,7 @@ mod tests {
     fn a_disk_for_which_there_is_no_space_stays_as_long_as_it_was() {
         let storage = MemoryStorage::with_contents(vec![1; 600], 1 << 20);
         let failing = Failing::only(&[Operation::Allocate]);
-        let disk = Raw::open(failing.over(Arc::new(storage.clone())), &RawOptions::default()).unwrap();
+        let disk = Raw::open(failing.wrap(Arc::new(storage.clone())), &RawOptions::default()).unwrap();
         for how in [Preallocation::Falloc, Preallocation::Full] {
             failing.fail(0, 1, Fault::NoSpace);
             let error = block_on(disk.resize(4096, how)).unwrap_err();

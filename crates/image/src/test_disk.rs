@@ -9,7 +9,7 @@ use std::task::Poll;
 use limosa_storage::{IoVector, Operation, Storage, StorageError};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::disk::{BlockStatus, Disk, Mapped, Pending};
+use crate::disk::{BlockStatus, Disk, MapEntry, Pending};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 
@@ -208,14 +208,14 @@ impl Disk for TestDisk {
         self.request(0..0, Asked::Flush, |_| {})
     }
 
-    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped> {
+    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, MapEntry> {
         let state = self.lock();
         let first = index(at.0 / SECTOR);
         let (kind, depth) = state.kinds[first];
         let sectors = state.kinds[first..].iter().take_while(|&&other| other == (kind, depth)).count();
         let alike = ((first + sectors) as u64 * SECTOR).min(self.len) - at.0;
         let host = (kind == BlockStatus::Data).then(|| (Arc::clone(&self.name), HostOffset(at.0)));
-        Box::pin(std::future::ready(Ok(Mapped { length: alike.min(length), kind, depth, host })))
+        Box::pin(std::future::ready(Ok(MapEntry { length: alike.min(length), kind, depth, host })))
     }
 
     fn copy_from(

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use limosa_clone::{
-    Backing, CloneError, CloneMemory, CommandTemplate, Done, Failure, Fleet, FleetOptions, FleetReport, Listed,
-    RemoveOptions, Started, State, StopOptions, Waiting, list, remove, stop,
+    Backing, CloneError, CloneMemory, CloneOutcome, CommandTemplate, FailedClone, Fleet, FleetOptions, FleetReport,
+    ListedClone, PooledClone, RemoveOptions, StartedClone, State, StopOptions, list, remove, stop,
 };
 use limosa_console::{all_printed, error_line, print_out, quantity, say};
 use limosa_memory::MemcgHeadroom;
@@ -77,9 +77,9 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
 
 /// Clones, and QEMUs that wait for the next ones.
 struct Made {
-    clones: FleetReport<Started>,
+    clones: FleetReport<StartedClone>,
     started_after: Duration,
-    waiting: FleetReport<Waiting>,
+    waiting: FleetReport<PooledClone>,
 }
 
 impl Made {
@@ -131,7 +131,7 @@ impl Made {
     }
 }
 
-fn tell_started(args: &MakeClonesArgs, started: &[Started], after: Duration) {
+fn tell_started(args: &MakeClonesArgs, started: &[StartedClone], after: Duration) {
     let (Some(first), Some(last)) = (started.first(), started.last()) else { return };
     let how = if first.mapped_blocks.is_empty() { "each with a copy of the memory" } else { "sharing its memory" };
     say!(
@@ -147,7 +147,7 @@ fn tell_started(args: &MakeClonesArgs, started: &[Started], after: Duration) {
 }
 
 /// Returns the error that names what was not started.
-fn failures(failed: &[Failure], not_tried: u64) -> anyhow::Result<ExitCode> {
+fn failures(failed: &[FailedClone], not_tried: u64) -> anyhow::Result<ExitCode> {
     if failed.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
@@ -175,7 +175,7 @@ fn check_memory(fleet: &Fleet<'_>, count: u64) -> anyhow::Result<()> {
     }
 }
 
-fn object(clones: &FleetReport<Started>, waiting: &FleetReport<Waiting>) -> Value {
+fn object(clones: &FleetReport<StartedClone>, waiting: &FleetReport<PooledClone>) -> Value {
     let started = clones.started.iter().map(|started| {
         let record = &started.record;
         json!({
@@ -193,8 +193,8 @@ fn object(clones: &FleetReport<Started>, waiting: &FleetReport<Waiting>) -> Valu
             "from_pool": started.child.is_none(),
             "sent_pages": started.sent_pages,
             "vm_state": started.state,
-            "loaded_ms": quantity::millis(started.loaded),
-            "running_ms": quantity::millis(started.running),
+            "loaded_ms": quantity::millis(started.time_to_loaded),
+            "running_ms": quantity::millis(started.time_to_running),
         })
     });
     let pool = waiting.started.iter().map(|waiting| {
@@ -227,7 +227,7 @@ fn list_clones(args: &ListClonesArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// The state of a clone, and what can be done about it.
-fn state_line(clone: &Listed) -> String {
+fn state_line(clone: &ListedClone) -> String {
     let pid = clone.record.as_ref().and_then(|record| record.process.as_ref()).map_or(0, |process| process.pid);
     match clone.state {
         State::Prepared if clone.busy => "prepared".to_owned(),
@@ -255,7 +255,7 @@ fn names(dir: &Path, named: &[String]) -> Result<Vec<String>, CloneError> {
 }
 
 /// Prints each failure. The exit status says whether there was one.
-fn status_of<T>(done: &[Done<T>], what: &str) -> ExitCode {
+fn status_of<T>(done: &[CloneOutcome<T>], what: &str) -> ExitCode {
     let failed = done.iter().filter_map(|done| Some((&done.name, done.result.as_ref().err()?)));
     let mut status = ExitCode::SUCCESS;
     for (name, error) in failed {

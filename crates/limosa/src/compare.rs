@@ -10,7 +10,7 @@ use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{VmstateDump, examine_destination};
 use limosa_snapshot::{
     Comparison, Confidence, Finding, MemoryComparison, Severity, Snapshot, Summary, compare_memory, compare_stored,
-    damage, summarize_file,
+    find_damage, summarize_file,
 };
 use limosa_stream::configuration::MAPPED_RAM;
 use serde_json::json;
@@ -59,7 +59,7 @@ pub(crate) fn open(path: &Path) -> anyhow::Result<(Summary, Option<Snapshot>)> {
 }
 
 fn with_damage(comparison: Comparison, saved: Option<&Snapshot>) -> Comparison {
-    let damaged = saved.and_then(damage);
+    let damaged = saved.and_then(find_damage);
     Comparison::new(comparison.findings.into_iter().chain(damaged).collect())
 }
 

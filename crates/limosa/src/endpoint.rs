@@ -125,8 +125,8 @@ impl Wire {
                     .on_refusal(|why| say!("limosa: connection rejected: {}{}", error_line(why), remedy::of(why)));
                 loop {
                     handles.engine.control.check()?;
-                    let set = gathering.step(TICK).map_err(|error| remedy::with_channels(error, channels))?;
-                    if let Some(MultifdChannels { main, pages }) = set {
+                    let set = gathering.poll(TICK).map_err(|error| remedy::with_channels(error, channels))?;
+                    if let Some(MultifdChannels { main, multifd: pages }) = set {
                         return Ok(Self { pages, ..Self::new(main, None, false)? });
                     }
                 }
@@ -138,7 +138,7 @@ impl Wire {
 impl PeerEnd {
     /// Whether answers can come back.
     pub(crate) fn answers(&self) -> bool {
-        self.channel.carries(Shutdown::Both)
+        self.channel.has_direction(Shutdown::Both)
     }
 
     /// Whether there is a command whose exit status is not known yet.
@@ -183,7 +183,7 @@ impl PeerEnd {
         };
         if broken && let Some(command) = &mut self.command {
             let _ = self.channel.shutdown(Shutdown::Write);
-            if let Err(failure @ ChannelError::Command { .. }) = command.finish(EXPLAIN_WITHIN) {
+            if let Err(failure @ ChannelError::CommandFailed { .. }) = command.finish(EXPLAIN_WITHIN) {
                 return anyhow::Error::from(error).context(failure);
             }
         }
@@ -234,7 +234,7 @@ mod tests {
                 let server = listener.accept(None).unwrap();
                 // A client has shaken hands when it has said its last word; a server answers before it looks at that.
                 while put_all.try_recv().is_err() {
-                    let _ = server.try_establish();
+                    let _ = server.try_complete_handshake();
                 }
                 while let Ok(1..) = server.read(&mut [0; 100]) {}
                 drop(server);

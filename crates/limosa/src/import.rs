@@ -29,7 +29,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
         bail!("{}: the source and the snapshot must be different files", args.snapshot.display());
     }
     let foreign = open(&args.stream)?;
-    if args.xml.is_some() && foreign.is_importable() && foreign.image().is_none() {
+    if args.xml.is_some() && foreign.is_importable() && foreign.save_image().is_none() {
         bail!("{}: {}, which has no domain XML: omit --xml", args.stream.display(), foreign.describe());
     }
     // Both are refused before anything is read.
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let xml = args.xml.as_deref().map(|path| UnnamedFile::create(path, args.new.force)).transpose()?;
     let (durability, options) = (args.new.durability(), args.new.write_options());
     let handles = JobHandles::with_socket(args.control.as_deref(), Job::Save, "importing", false)?;
-    let (what, decompressor, image) = (foreign.describe(), foreign.decompressor(), foreign.image().cloned());
+    let (what, decompressor, image) = (foreign.describe(), foreign.decompressor(), foreign.save_image().cloned());
     let imported = foreign.import(pending, options, &handles.engine);
     drop(handles);
     let done = Done { imported: imported?, what, decompressor, elapsed: begun.elapsed() };
@@ -192,7 +192,7 @@ impl Stored {
             );
         }
         let handles = JobHandles::with_socket(None, Job::Save, "converting", quiet)?;
-        Ok(foreign.convert(pending, &handles.engine)?)
+        Ok(foreign.import_unnamed(pending, &handles.engine)?)
     }
 }
 

@@ -134,7 +134,7 @@ fn show(Shown { summary, mapped_by }: &Shown) {
         Some(manifest) => show_manifest(manifest, summary.checksums),
         None => {
             let remedy = if summary.importable { "; limosa import makes one of it" } else { "" };
-            print_out!("limosa        {}{remedy}", summary.without_manifest.as_deref().unwrap_or("no trailer"));
+            print_out!("limosa        {}{remedy}", summary.missing_manifest_reason.as_deref().unwrap_or("no trailer"));
         }
     }
     if let Some(mappers) = mapped_by {

@@ -8,7 +8,7 @@ use limosa_control::{ControlSocket, Job};
 use limosa_migrate::Handle;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
-use limosa_qemu::{SOCKET_PATH_MAX, Watch};
+use limosa_qemu::{JobContext, SOCKET_PATH_MAX};
 
 use crate::args::JobArgs;
 use crate::bars::Bar;
@@ -61,9 +61,9 @@ impl JobHandles {
         }
     }
 
-    pub(crate) fn watch(&self) -> Watch<'_> {
+    pub(crate) fn watch(&self) -> JobContext<'_> {
         let notice = &|line: &str| say!("limosa: {line}");
-        Watch::new(&self.engine, notice)
+        JobContext::new(&self.engine, notice)
     }
 }
 

@@ -15,7 +15,7 @@ use limosa_migrate::MigrateError;
 use limosa_migrate::control::Phase;
 use limosa_migrate::multifd::MultifdOptions;
 use limosa_migrate::stats::DestinationStats;
-use limosa_migrate::stored::{Destination, DestinationOptions, Incoming};
+use limosa_migrate::stored::{Destination, DestinationOptions, ReceivedStream};
 use limosa_snapshot::{Manifest, Published, SnapshotWriter, Transport, UnnamedFile};
 use serde_json::json;
 
@@ -71,7 +71,7 @@ fn receive(
 ) -> anyhow::Result<Received> {
     let control = &handles.engine.control;
     let mut writer = SnapshotWriter::new(pending, args.new.write_options())?;
-    let options = Options { read_rate: Some(control.rate().clone()), tls, ..Options::default() };
+    let options = Options { read_rate_limit: Some(control.rate_limit().clone()), tls, ..Options::default() };
     let count = args.channels.channels.unwrap_or(0);
     let Wire { channel, pages, end } = Wire::from(&args.uri, &options, count, args.endpoint.timeout, handles)?;
     let begun = Instant::now();
@@ -119,7 +119,7 @@ fn unreceived(error: MigrateError, end: PeerEnd) -> anyhow::Error {
 }
 
 /// Gives the file its name, or reports to the source that this side failed.
-fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) -> anyhow::Result<Published> {
+fn publish(incoming: &ReceivedStream, writer: SnapshotWriter, handles: &JobHandles) -> anyhow::Result<Published> {
     let mut manifest = Manifest::new();
     manifest.transport = Some(Transport::Socket);
     manifest.pages.resent = incoming.stats.resent_pages;
@@ -138,7 +138,7 @@ fn publish(incoming: &Incoming, writer: SnapshotWriter, handles: &JobHandles) ->
 
 /// Answers the source. The outer failure leaves the file, which may be all that there is of the VM; the inner
 /// one has taken it away, because it is not whole.
-fn hand_over(incoming: Incoming, path: &Path) -> Result<anyhow::Result<()>, MigrateError> {
+fn hand_over(incoming: ReceivedStream, path: &Path) -> Result<anyhow::Result<()>, MigrateError> {
     incoming.acknowledge()?;
     if let Err(error @ MigrateError::Protocol(_)) = incoming.confirm_end() {
         let _ = std::fs::remove_file(path);

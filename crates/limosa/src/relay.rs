@@ -113,7 +113,7 @@ fn handle_signal(origin: &Origin, state: &Mutex<State>) {
 fn send(state: &State, signal: Signal) {
     if let Some(pid) = state.target {
         if let Some(monitor) = state.monitor.upgrade().filter(|_| ENDS.contains(&signal)) {
-            monitor.qmp().hold(HELD, ANSWERS);
+            monitor.qmp().quiesce(HELD, ANSWERS);
         }
         // The only failures left are that it has just ended, or has become another user's: then it is not ours to
         // signal.

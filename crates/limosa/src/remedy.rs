@@ -261,7 +261,7 @@ fn of_job(error: &JobError) -> Option<String> {
         JobError::Snapshot(error) => of_snapshot(error)?,
         JobError::Record(error) => of_record(error)?,
         JobError::Channel(error) => of_channel(error),
-        JobError::Afterwards { source, .. } => of_job(source)?,
+        JobError::AfterPublish { source, .. } => of_job(source)?,
         JobError::Unwritten { reason, .. } if reason.contains("No space left") || reason.contains("quota") => {
             ROOM.into()
         }

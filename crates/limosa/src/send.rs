@@ -10,7 +10,7 @@ use limosa_channel::{Channel, Options, Tls};
 use limosa_control::Job;
 use limosa_migrate::MigrateError;
 use limosa_migrate::multifd::MultifdSourceOptions;
-use limosa_migrate::stored::{InPlace, Milestone, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource};
+use limosa_migrate::stored::{Milestone, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource, PresentBlock};
 use limosa_qemu::{BlockPlace, LazyReport};
 use limosa_snapshot::Snapshot;
 use serde_json::json;
@@ -71,7 +71,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Returns the RAM blocks that the destination maps, according to its user.
-fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<InPlace>> {
+fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<PresentBlock>> {
     if args.memory == SendMemoryArg::Sent {
         return Ok(Vec::new());
     }
@@ -82,14 +82,14 @@ fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<InP
     snapshot.verify_all()?;
     snapshot.protect()?;
     let memory = BlockPlace::guest_memory_of(snapshot).map_err(|why| anyhow!("{path}: cannot be mapped: {why}"))?;
-    Ok(memory.into_iter().map(|block| InPlace::whole(block.name)).collect())
+    Ok(memory.into_iter().map(|block| PresentBlock::whole(block.name)).collect())
 }
 
 fn send(
     args: &SendArgs,
     tls: Option<Tls>,
     snapshot: &Snapshot,
-    in_place: Vec<InPlace>,
+    in_place: Vec<PresentBlock>,
     handles: &JobHandles,
 ) -> anyhow::Result<Sent> {
     let begun = Instant::now();
@@ -122,7 +122,7 @@ fn send(
     } else {
         let options = PrecopyOptions {
             return_path: answers,
-            greeting: Some(limit.unwrap_or(REACH_WITHIN)),
+            ping_timeout: Some(limit.unwrap_or(REACH_WITHIN)),
             answer_timeout: limit.unwrap_or(PATIENCE),
             in_place,
             ..PrecopyOptions::default()

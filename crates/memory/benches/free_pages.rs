@@ -19,7 +19,7 @@ const RANGES: u64 = 2000;
 
 fn filter(criterion: &mut Criterion) {
     let block = BlockOptions::memfd("pc.ram", GUEST).map().unwrap();
-    let (below, all) = (PageRange::first(BELOW), block.pages());
+    let (below, all) = (PageRange::whole_block(BELOW), block.pages());
     let above = PageRange::new(PageNumber(BELOW), all.end);
     let regions = [(0, below), (4 << 30, above)];
     let regions = regions.map(|(guest_address, pages)| GuestRegion { guest_address, block: 0, pages });

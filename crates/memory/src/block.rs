@@ -210,7 +210,7 @@ impl MemoryBlock {
 
     /// Returns its pages of 4 KiB.
     pub fn pages(&self) -> PageRange {
-        PageRange::first(self.len() / PAGE_SIZE)
+        PageRange::whole_block(self.len() / PAGE_SIZE)
     }
 
     /// Returns the size of its host pages in bytes.
@@ -262,14 +262,14 @@ impl MemoryBlock {
 
     /// Returns its memory for zero detection and scans.
     #[allow(unsafe_code, reason = "vouches for the mapping")]
-    pub fn look(&self) -> GuestPages<'_> {
+    pub fn guest_pages(&self) -> GuestPages<'_> {
         // SAFETY: the mapping is readable as long as the block is borrowed.
         unsafe { GuestPages::new(self.mapping.start(), self.mapping.len(), PageNumber(0)) }
     }
 
     /// Returns the address and length of pages, for a gather or scatter list; `None` if some are outside the block.
     /// Valid as long as the block exists.
-    pub fn place(&self, pages: PageRange) -> Option<iovec> {
+    pub fn iovec(&self, pages: PageRange) -> Option<iovec> {
         let bytes = pages.bytes();
         if bytes.end > self.len() {
             return None;

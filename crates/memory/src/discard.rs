@@ -108,7 +108,7 @@ impl MemoryBlock {
 
     /// Frees memory that reads as zero afterwards.
     fn advise(&self, pages: PageRange, advice: Advice, done: &mut Discarded) -> Result<(), MemoryError> {
-        let Some(place) = self.place(pages).filter(|_| !pages.is_empty()) else { return Ok(()) };
+        let Some(place) = self.iovec(pages).filter(|_| !pages.is_empty()) else { return Ok(()) };
         // SAFETY: the pages are of this mapping, and no reference to them exists.
         match unsafe { madvise(place.iov_base, place.iov_len, advice) } {
             Ok(()) => {

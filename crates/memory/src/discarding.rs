@@ -102,7 +102,7 @@ impl DiscardWatch {
             let mut noted = noted.lock();
             if noted.next_set(PageNumber(0)).is_some() {
                 discarded(block, &noted);
-                let all = PageRange::first(noted.len());
+                let all = PageRange::whole_block(noted.len());
                 noted.clear_range(all);
             }
         }

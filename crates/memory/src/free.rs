@@ -8,9 +8,9 @@ use std::sync::Arc;
 /// No method waits for the guest or for a sink: they may be called under a lock that a sink takes.
 ///
 /// **Law: a hint holds until the next write, and only a dirty log knows of writes.** A page was free at some moment
-/// after the [request](FreePages::request); the guest may reuse and write it at any later moment without notice. So a
-/// caller that omits hinted pages starts its dirty log *before* the request, and accepts nothing more of a list once it
-/// has fetched that log: the pages reported by the log may have been written after the hint.
+/// after the [request](FreePageHinting::request_list); the guest may reuse and write it at any later moment without
+/// notice. So a caller that omits hinted pages starts its dirty log *before* the request, and accepts nothing more of a
+/// list once it has fetched that log: the pages reported by the log may have been written after the hint.
 ///
 /// A guest that hints pages in use loses their contents; other guests lose nothing.
 ///
@@ -21,49 +21,49 @@ use std::sync::Arc;
 /// ```
 /// use std::ops::Range;
 /// use std::sync::{Arc, Mutex};
-/// use limosa_memory::{FreePageSink, FreePages, FreePagesError};
+/// use limosa_memory::{FreePageSink, FreePageHinting, FreePagesError};
 ///
 /// struct HalfEmpty;
-/// impl FreePages for HalfEmpty {
-///     fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+/// impl FreePageHinting for HalfEmpty {
+///     fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
 ///         std::thread::spawn(move || {
-///             to.free(8 << 20..16 << 20);
+///             to.add_range(8 << 20..16 << 20);
 ///             to.complete();
 ///         });
 ///         Ok(())
 ///     }
-///     fn stop(&self) {}
-///     fn done(&self) {}
+///     fn stop_list(&self) {}
+///     fn return_pages(&self) {}
 /// }
 ///
 /// #[derive(Default)]
 /// struct Sum(Mutex<u64>);
 /// impl FreePageSink for Sum {
-///     fn free(&self, range: Range<u64>) {
+///     fn add_range(&self, range: Range<u64>) {
 ///         *self.0.lock().unwrap() += range.end - range.start;
 ///     }
 ///     fn complete(&self) {}
 /// }
 ///
 /// let sum = Arc::new(Sum::default());
-/// HalfEmpty.request(sum.clone())?;
+/// HalfEmpty.request_list(sum.clone())?;
 /// # Ok::<(), FreePagesError>(())
 /// ```
-pub trait FreePages: Send + Sync {
+pub trait FreePageHinting: Send + Sync {
     /// Requests a new list, and ends any earlier request. Every range of it was free at some moment after the call. The
-    /// ranges are sent to `to` on another thread until [`stop`](Self::stop), [`done`](Self::done) or the end of the
-    /// list; a few may arrive even after that.
+    /// ranges are sent to `to` on another thread until [`stop_list`](Self::stop_list),
+    /// [`return_pages`](Self::return_pages) or the end of the list; a few may arrive even after that.
     ///
     /// # Errors
     /// The guest cannot be asked now.
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError>;
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError>;
 
-    /// Ends the list: the guest keeps the reported pages free until [`done`](Self::done). Ranges may still be in
-    /// flight: the sink decides, under a lock of its own, which ones it accepts.
-    fn stop(&self);
+    /// Ends the list: the guest keeps the reported pages free until [`return_pages`](Self::return_pages). Ranges may
+    /// still be in flight: the sink decides, under a lock of its own, which ones it accepts.
+    fn stop_list(&self);
 
     /// Returns the pages to the guest. Does nothing if it has them.
-    fn done(&self);
+    fn return_pages(&self);
 }
 
 /// The receiver of a list of free pages. Called by one thread at a time, in the order of the list. A sink that is
@@ -71,7 +71,7 @@ pub trait FreePages: Send + Sync {
 pub trait FreePageSink: Send + Sync {
     /// Receives a range of guest-physical bytes that were free: in any order, and with any numbers, because the guest
     /// is not trusted.
-    fn free(&self, range: Range<u64>);
+    fn add_range(&self, range: Range<u64>);
 
     /// Receives the end of the list.
     fn complete(&self);

@@ -3,7 +3,7 @@
 //! A [`GuestMemory`] is the list of a VM's RAM blocks in stream order, named as QEMU names them; a block's index in it
 //! identifies the block everywhere above. Its pages are read through [`limosa_page::GuestPages`], and passed to the
 //! kernel as raw memory: no reference to them is ever made. [`dirty`] logs report the pages that a running guest
-//! writes, and [`FreePages`] the pages that it does not use.
+//! writes, and [`FreePageHinting`] the pages that it does not use.
 //!
 //! A VMM built on rust-vmm's `vm-memory` converts its memory by `rust_vmm` (feature `vm-memory`).
 //!
@@ -58,10 +58,10 @@ pub use block::{BlockOptions, BlockRole, MemoryBlock};
 pub use discard::Discarded;
 pub use error::MemoryError;
 pub use faults::{
-    Fault, FaultAccess, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode, FaultOptions,
-    FaultWaker, HeldFaults, Placement,
+    Fault, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode, FaultOptions, FaultOrigin,
+    FaultWaker, Placement, RegistrationGuard,
 };
-pub use free::{FreePageSink, FreePages, FreePagesError};
+pub use free::{FreePageHinting, FreePageSink, FreePagesError};
 pub use layout::{GuestLayout, GuestRegion};
 pub use memory::GuestMemory;
 pub use pagemap::ProcessPages;

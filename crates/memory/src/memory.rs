@@ -23,7 +23,7 @@ impl GuestMemory {
     /// # Errors
     /// No block, or two with the same name.
     pub fn new(blocks: Vec<MemoryBlock>) -> Result<Self, MemoryError> {
-        let pages = blocks.first().map_or(PageRange::first(0), MemoryBlock::pages);
+        let pages = blocks.first().map_or(PageRange::whole_block(0), MemoryBlock::pages);
         Self::with_regions(blocks, vec![GuestRegion { guest_address: 0, block: 0, pages }])
     }
 
@@ -127,13 +127,13 @@ mod tests {
 
     #[test]
     fn regions_that_no_guest_can_see_are_refused() {
-        let pages = PageRange::first(16);
+        let pages = PageRange::whole_block(16);
         // A log of guest-physical pages would name the wrong ones.
         let unaligned = refused(&[(0, 0x800, pages)]);
         assert!(unaligned.contains("at guest address 0x800 does not begin with a page"), "{unaligned}");
         let overlapping = refused(&[(0, 0, pages), (1, 15 * PAGE_SIZE, pages)]);
         assert!(overlapping.contains("overlaps another"), "{overlapping}");
-        let outside = refused(&[(0, 0, PageRange::first(17))]);
+        let outside = refused(&[(0, 0, PageRange::whole_block(17))]);
         assert!(outside.contains("is not inside it"), "{outside}");
         let behind = refused(&[(0, u64::MAX - 0xfff, pages)]);
         assert!(behind.contains("overlaps another"), "{behind}");

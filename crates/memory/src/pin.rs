@@ -3,8 +3,8 @@
 //! **Law: pinned pages are not discarded.** A sender whose pages the kernel reads by itself (`MSG_ZEROCOPY`) holds
 //! [`PinnedPages`] of the block until the kernel is done with them. [`discard`](crate::MemoryBlock::discard) waits for
 //! all pins of the block, and no page of it is pinned again before the discard is complete: senders copy meanwhile. A
-//! sender polls [`PinnedPages::is_wanted`], so that a discard waits for the sends in flight and not for the end of a
-//! round.
+//! sender polls [`PinnedPages::blocks_discard`], so that a discard waits for the sends in flight and not for the end of
+//! a round.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -34,7 +34,7 @@ impl PinnedPages<'_> {
     }
 
     /// Whether a discard waits for this pin.
-    pub fn is_wanted(&self) -> bool {
+    pub fn blocks_discard(&self) -> bool {
         self.pins.discards.load(Ordering::Relaxed) != 0
     }
 }
@@ -105,10 +105,10 @@ mod tests {
         let block = block();
         let page = PageRange::new(PageNumber(0), PageNumber(1));
         let (one, other) = (block.pin().unwrap(), block.pin().unwrap());
-        assert!(!one.is_wanted());
+        assert!(!one.blocks_discard());
         thread::scope(|scope| {
             let discard = scope.spawn(|| block.discard(page).unwrap());
-            while !one.is_wanted() {
+            while !one.blocks_discard() {
                 thread::yield_now();
             }
             drop(one);
@@ -118,7 +118,7 @@ mod tests {
             discard.join().unwrap();
         });
         assert_eq!(first_byte(&block), 0);
-        assert!(!block.pin().unwrap().is_wanted());
+        assert!(!block.pin().unwrap().blocks_discard());
     }
 
     #[test]

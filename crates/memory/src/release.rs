@@ -43,7 +43,7 @@ impl ReleaseMethod {
 
 impl MemoryBlock {
     /// Whether a method supports memory of this kind.
-    pub fn takes(&self, method: ReleaseMethod) -> bool {
+    pub fn supports_release(&self, method: ReleaseMethod) -> bool {
         match method {
             ReleaseMethod::PunchHole => self.is_shared() && self.file().is_some(),
             ReleaseMethod::Remove => self.is_shared(),
@@ -58,19 +58,19 @@ impl MemoryBlock {
     /// each of the pages.
     ///
     /// # Errors
-    /// [`MemoryError::Outside`], or an error of the kernel; [`MemoryError::Layout`]: not [supported](Self::takes) by
-    /// this memory.
+    /// [`MemoryError::Outside`], or an error of the kernel; [`MemoryError::Layout`]: not
+    /// [supported](Self::supports_release) by this memory.
     pub fn release(&self, pages: PageRange, method: ReleaseMethod) -> Result<u64, MemoryError> {
         let kernel = |operation, source: rustix::io::Errno| MemoryError::Kernel {
             block: self.name().to_owned(),
             operation,
             source: source.into(),
         };
-        if !self.takes(method) {
+        if !self.supports_release(method) {
             let why = format!("memory of this kind does not support {}", method.name());
             return Err(MemoryError::Layout { block: self.name().to_owned(), why });
         }
-        let Some(_inside) = self.place(pages) else {
+        let Some(_inside) = self.iovec(pages) else {
             return Err(MemoryError::Outside {
                 block: self.name().to_owned(),
                 length: self.len(),
@@ -79,7 +79,7 @@ impl MemoryBlock {
             });
         };
         let pages = self.whole_host_pages(pages);
-        let Some(place) = self.place(pages).filter(|_| !pages.is_empty()) else { return Ok(0) };
+        let Some(place) = self.iovec(pages).filter(|_| !pages.is_empty()) else { return Ok(0) };
         let _unpinned = self.pins().wait_unpinned();
         let discarding = self.discarding(pages);
         let advice = match (method, self.file()) {
@@ -120,7 +120,7 @@ impl MemoryBlock {
 
     fn keep_populated(&self) -> io::Result<()> {
         for run in self.populated(self.pages())?.runs() {
-            if let Some(place) = self.place(run) {
+            if let Some(place) = self.iovec(run) {
                 // SAFETY: it changes no contents, and the pages are of this mapping.
                 unsafe { madvise(place.iov_base, place.iov_len, Advice::LinuxPopulateWrite) }?;
             }
@@ -154,7 +154,7 @@ mod tests {
         for (options, possible) in kinds {
             let block = filled(options);
             for (at, (method, possible)) in (0..).zip(METHODS.into_iter().zip(possible)) {
-                assert_eq!(block.takes(method), possible, "{method:?}");
+                assert_eq!(block.supports_release(method), possible, "{method:?}");
                 let pages = PageRange::starting_at(PageNumber(1 + 2 * at), 1);
                 let done = block.release(pages, method);
                 if !possible {
@@ -178,7 +178,7 @@ mod tests {
         let pinned = block.pin().unwrap();
         std::thread::scope(|scope| {
             let release = scope.spawn(|| block.release(block.pages(), ReleaseMethod::PunchHole).unwrap());
-            while !pinned.is_wanted() {
+            while !pinned.blocks_discard() {
                 std::thread::yield_now();
             }
             let mut byte = [0];

@@ -122,7 +122,7 @@ pub fn export(memory: &Arc<GuestMemory>) -> Result<GuestMemoryMmap<DirtyMarks>, 
     for region in memory.regions() {
         let block = memory.block(region.block)?;
         let layout = |why: String| MemoryError::Layout { block: block.name().to_owned(), why };
-        let place = block.place(region.pages).ok_or_else(|| layout("a region is not inside it".into()))?;
+        let place = block.iovec(region.pages).ok_or_else(|| layout("a region is not inside it".into()))?;
         let marks = DirtyMarks { attached: OnceLock::new(), _owner: Some(Arc::clone(memory)) };
         let sharing = if block.is_shared() { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
         let mut builder = MmapRegionBuilder::new_with_bitmap(place.iov_len, marks)

@@ -93,7 +93,7 @@ impl RegisterMode {
 
 /// The origin of reported faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum FaultAccess {
+pub enum FaultOrigin {
     /// Faults of threads and of the kernel: KVM, read(2) into guest memory, vhost.
     #[default]
     Everything,
@@ -233,7 +233,7 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub(crate) fn available(access: FaultAccess) -> io::Result<Features> {
+    pub(crate) fn available(access: FaultOrigin) -> io::Result<Features> {
         Ok(create(access)?.api(Features::NONE)?)
     }
 
@@ -241,7 +241,7 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// `PermissionDenied`: see [`NOT_ALLOWED`]; `EINVAL`: the kernel does not have all the features.
-    pub(crate) fn open(access: FaultAccess, features: Features) -> io::Result<Self> {
+    pub(crate) fn open(access: FaultOrigin, features: Features) -> io::Result<Self> {
         let new = create(access)?;
         new.api(features)?;
         Ok(new)
@@ -375,9 +375,9 @@ impl From<Range<u64>> for RangeArgument {
 pub(crate) const NOT_ALLOWED: &str = "it requires read and write access to /dev/userfaultfd, the sysctl \
                                vm.unprivileged_userfaultfd = 1, or the capability CAP_SYS_PTRACE";
 
-fn create(access: FaultAccess) -> io::Result<Userfaultfd> {
+fn create(access: FaultOrigin) -> io::Result<Userfaultfd> {
     let mut flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
-    if access == FaultAccess::UserOnly {
+    if access == FaultOrigin::UserOnly {
         // UFFD_USER_MODE_ONLY
         flags |= UserfaultfdFlags::from_bits_retain(1);
     }

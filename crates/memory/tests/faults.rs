@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use limosa_memory::{
-    BlockOptions, Fault, FaultAccess, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode,
-    FaultOptions, GuestMemory, MemoryBlock, Placement,
+    BlockOptions, Fault, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode, FaultOptions,
+    FaultOrigin, GuestMemory, MemoryBlock, Placement,
 };
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::{HugePages, note_skip};
@@ -219,7 +219,7 @@ fn what_cannot_be_placed_is_refused_before_the_kernel_is_asked() {
 
 /// Gives pages of private memory back.
 fn give_back(block: &MemoryBlock, pages: PageRange) {
-    let place = block.place(pages).unwrap();
+    let place = block.iovec(pages).unwrap();
     // SAFETY: there is no reference to the memory.
     unsafe { madvise(place.iov_base, place.iov_len, Advice::LinuxDontNeed) }.unwrap();
 }
@@ -291,7 +291,7 @@ fn a_waiting_thread_survives_a_killed_pager_and_reads_what_the_next_one_places()
     let memory = memory(BlockOptions::anonymous("ram", 64 * PAGE_SIZE));
     let block = memory.block(0).unwrap();
     let first = handler(&memory, FaultMode::Missing);
-    let held = first.hold();
+    let held = first.registration_guard();
     std::thread::scope(|scope| {
         let readers = [5, 6, 7].map(|page| scope.spawn(move || number_in(block, PageNumber(page))));
         // The first pager receives at least one, answers nothing, and ends.
@@ -330,7 +330,7 @@ fn the_descriptor_stays_open_without_any_pager_until_finish_is_called() {
         (handler, descriptor)
     };
     let (finished, descriptor) = new();
-    let held = finished.hold();
+    let held = finished.registration_guard();
     finished.finish().unwrap();
     assert!(is_open(&descriptor), "a hold keeps it open");
     drop(held);
@@ -341,7 +341,7 @@ fn the_descriptor_stays_open_without_any_pager_until_finish_is_called() {
     assert!(!is_open(&descriptor));
 
     let (dropped, descriptor) = new();
-    drop(dropped.hold());
+    drop(dropped.registration_guard());
     drop(dropped);
     assert!(is_open(&descriptor), "closing it would let the guest read zeros");
 }
@@ -384,7 +384,7 @@ fn memory_that_has_no_faults_to_handle_is_refused_with_the_reason() {
 fn memory_of_an_abandoned_guest_is_given_back_without_a_reader() {
     let memory = memory(BlockOptions::anonymous("ram", 8 * PAGE_SIZE));
     let handler = handler(&memory, FaultMode::Missing);
-    let held = handler.hold();
+    let held = handler.registration_guard();
     handler.copy(0, PageNumber(0), &contents(range(0, 4))).unwrap();
     handler.abandon();
     // With the event still on, this would wait for ever.
@@ -400,7 +400,7 @@ fn memory_of_an_abandoned_guest_is_given_back_without_a_reader() {
 #[test]
 fn faults_of_threads_alone_can_be_had() {
     let memory = memory(BlockOptions::memfd("ram", 16 * PAGE_SIZE));
-    let options = FaultOptions { access: FaultAccess::UserOnly, ..FaultOptions::default() };
+    let options = FaultOptions { origin: FaultOrigin::UserOnly, ..FaultOptions::default() };
     let mut handler = FaultHandler::open(options).unwrap();
     handler.register(&memory, 0, FaultMode::Missing).unwrap();
     read_everything(&memory, &handler, |fault| handler.copy(0, fault.pages.start, &contents(fault.pages)).unwrap());
@@ -425,7 +425,7 @@ fn unprivileged_process() {
     for said in ["/dev/userfaultfd", "vm.unprivileged_userfaultfd", "CAP_SYS_PTRACE"] {
         assert!(error.to_string().contains(said), "{error}");
     }
-    let options = FaultOptions { access: FaultAccess::UserOnly, ..FaultOptions::default() };
+    let options = FaultOptions { origin: FaultOrigin::UserOnly, ..FaultOptions::default() };
     FaultHandler::open(options).unwrap().abandon();
 }
 
@@ -484,7 +484,7 @@ fn a_pager_in_another_process_goes_on_with_a_passed_descriptor() {
     let memory = memory(BlockOptions::anonymous("ram", 64 * PAGE_SIZE));
     let block = memory.block(0).unwrap();
     let own = handler(&memory, FaultMode::Missing);
-    let held = own.hold();
+    let held = own.registration_guard();
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| block.pages().iter().all(|page| number_in(block, page) == page.0 + 1));
         // One fault is known to this pager alone when it hands over.

@@ -58,7 +58,7 @@ impl Toy {
     /// Returns the counter of each page, as the guest's last writes left it.
     fn counters(&self) -> Result<Vec<u64>, Box<dyn Error>> {
         let mut counters = Vec::new();
-        for page in PageRange::first(PAGES).iter() {
+        for page in PageRange::whole_block(PAGES).iter() {
             let mut bytes = [0; 8];
             self.memory.block(0)?.read(page.offset(), &mut bytes)?;
             counters.push(u64::from_le_bytes(bytes));

@@ -75,7 +75,7 @@ pub trait PageSink {
 /// them only.
 ///
 /// # Safety
-/// What [`place`](Self::place) names must stay mapped and writable as long as `self` is borrowed, and no reference to
+/// What [`iovec`](Self::iovec) names must stay mapped and writable as long as `self` is borrowed, and no reference to
 /// it may exist.
 #[allow(unsafe_code, reason = "implementations vouch for addresses")]
 pub unsafe trait PageMemory: Sync {
@@ -83,7 +83,7 @@ pub unsafe trait PageMemory: Sync {
     ///
     /// # Errors
     /// There is no room: the source keeps the VM.
-    fn expect(&self, block: usize, runs: &[PageRange]) -> Result<(), PageError> {
+    fn prepare(&self, block: usize, runs: &[PageRange]) -> Result<(), PageError> {
         let _ = (block, runs);
         Ok(())
     }
@@ -92,10 +92,10 @@ pub unsafe trait PageMemory: Sync {
     ///
     /// # Errors
     /// The block has not all of them.
-    fn place(&self, block: usize, pages: PageRange) -> Result<iovec, PageError>;
+    fn iovec(&self, block: usize, pages: PageRange) -> Result<iovec, PageError>;
 
     /// Notes that pages have been filled. Returns the number of them that had been mentioned before.
-    fn filled(&self, block: usize, pages: PageRange) -> u64;
+    fn mark_filled(&self, block: usize, pages: PageRange) -> u64;
 
     /// Copies consecutive pages, one slice of 4096 bytes a page. Returns the number of them that had been mentioned
     /// before.
@@ -120,7 +120,7 @@ pub unsafe trait PageMemory: Sync {
 /// A source of pages. Immutable while a source role runs.
 pub trait PageSource: Sync {
     /// The layout the pages belong to.
-    fn start(&self) -> &StreamSetup;
+    fn setup(&self) -> &StreamSetup;
 
     /// The pages of `block` that have contents; every other page of the block is zero. One bit a page of the block's
     /// used length.
@@ -135,7 +135,7 @@ pub trait PageSource: Sync {
     /// Returns the place of a stored page in a file: the descriptor, and the offset of its first byte. The stored pages
     /// behind it follow there. A sender may pass them on from there without reading them. `None` if they have to
     /// be [read](Self::read), for example because that is where they are verified.
-    fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
+    fn file_location(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
         let _ = (block, page);
         None
     }
@@ -147,8 +147,8 @@ pub trait PageSource: Sync {
         None
     }
 
-    /// Called when the destination has taken everything that was passed on from its [`place`](Self::place), and now and
-    /// then before.
+    /// Called when the destination has taken everything that was passed on from its
+    /// [`file_location`](Self::file_location), and now and then before.
     ///
     /// # Errors
     /// The file may not have held what was stored: the destination must not use the pages that it got.

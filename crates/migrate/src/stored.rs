@@ -74,7 +74,7 @@
 //! # Ok(()) }
 //! ```
 
-pub use crate::destination::{Destination, DestinationOptions, Incoming};
+pub use crate::destination::{Destination, DestinationOptions, ReceivedStream};
 pub use crate::pages::{PageError, PageMemory, PageSink, PageSource, StreamSetup};
 pub use crate::source::postcopy::{Milestone, PostcopyOptions, PostcopySource};
-pub use crate::source::precopy::{InPlace, PrecopyOptions, PrecopySource};
+pub use crate::source::precopy::{PrecopyOptions, PrecopySource, PresentBlock};

@@ -308,8 +308,8 @@ impl HalfStored<'_> {
 }
 
 impl PageSource for HalfStored<'_> {
-    fn start(&self) -> &StreamSetup {
-        self.memory.start()
+    fn setup(&self) -> &StreamSetup {
+        self.memory.setup()
     }
     fn stored(&self, block: usize) -> &PageBitmap {
         self.memory.stored(block)

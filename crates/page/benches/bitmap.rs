@@ -10,7 +10,7 @@ const PAGES: u64 = (8 << 30) / 4096;
 
 fn every(step: u64, run: u64) -> PageBitmap {
     let mut bitmap = PageBitmap::new(PAGES);
-    for chunk in PageRange::first(PAGES).chunks(step) {
+    for chunk in PageRange::whole_block(PAGES).chunks(step) {
         bitmap.set_range(PageRange::starting_at(chunk.start, run));
     }
     bitmap
@@ -61,7 +61,7 @@ fn whole(criterion: &mut Criterion) {
     group.bench_function("atomic: refill and take", |bencher| {
         bencher.iter(|| {
             atomic.union_with(black_box(&bitmap));
-            atomic.take(PageRange::first(PAGES))
+            atomic.take(PageRange::whole_block(PAGES))
         });
     });
     group.bench_function("atomic: refill and take_run", |bencher| {

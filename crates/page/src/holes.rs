@@ -37,7 +37,7 @@ const MAX_OFFSET: u64 = i64::MAX as u64;
 /// descriptor is a socket or a pipe.
 pub fn data_ranges(fd: BorrowedFd<'_>, range: Range<u64>) -> io::Result<DataRanges<'_>> {
     let mut ranges = DataRanges { fd, rest: range.start..range.end.min(MAX_OFFSET), ahead: None };
-    match full_length(fd) {
+    match hole_free_length(fd) {
         Some(length) => {
             let data = ranges.rest.start..ranges.rest.end.min(length);
             (ranges.ahead, ranges.rest) = (Some(data).filter(|data| !data.is_empty()), 0..0);
@@ -81,7 +81,7 @@ pub fn next_data(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Option<Ra
 /// How long a file on tmpfs is that has no hole, by the room that it takes; `None` if it has some, or is not there.
 /// What it takes behind its end (`fallocate` can do that) would hide a hole, which then passes for data.
 #[must_use]
-pub fn full_length(fd: BorrowedFd<'_>) -> Option<u64> {
+pub fn hole_free_length(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fstat(fd).ok()?;
     let (length, room) = (u64::try_from(stat.st_size).ok()?, u64::try_from(stat.st_blocks).ok()?.saturating_mul(512));
     let is_full = length > 0 && room == length.next_multiple_of(PAGE_SIZE);

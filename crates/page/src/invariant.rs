@@ -31,7 +31,7 @@ impl std::error::Error for BrokenInvariant {}
 #[track_caller]
 #[inline]
 pub const fn invariant(holds: bool, what: &'static str) -> Result<(), BrokenInvariant> {
-    if holds { Ok(()) } else { Err(broken(what)) }
+    if holds { Ok(()) } else { Err(broken_invariant(what)) }
 }
 
 /// The error of an invariant that is known to be broken, where the value that must be there is not.
@@ -41,7 +41,7 @@ pub const fn invariant(holds: bool, what: &'static str) -> Result<(), BrokenInva
 #[track_caller]
 #[cold]
 #[must_use]
-pub const fn broken(what: &'static str) -> BrokenInvariant {
+pub const fn broken_invariant(what: &'static str) -> BrokenInvariant {
     if cfg!(debug_assertions) {
         panic!("{}", what);
     }

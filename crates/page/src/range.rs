@@ -30,7 +30,7 @@ impl PageRange {
 
     /// The pages of a RAM block of `pages` pages.
     #[must_use]
-    pub const fn first(pages: u64) -> Self {
+    pub const fn whole_block(pages: u64) -> Self {
         Self { start: PageNumber(0), end: PageNumber(pages) }
     }
 

@@ -15,7 +15,7 @@ use crate::watchdog::WatchdogError;
 /// The handles by which a running job is watched and reached into.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
-pub struct Watch<'a> {
+pub struct JobContext<'a> {
     /// Stops the job, changes its rate, and shows its progress.
     pub handle: &'a Handle,
     /// Receives notices for a person while the job runs, one line each.
@@ -24,7 +24,7 @@ pub struct Watch<'a> {
     pub not_converging: Option<&'a (dyn Fn(&NotConverging) + Sync)>,
 }
 
-impl<'a> Watch<'a> {
+impl<'a> JobContext<'a> {
     /// Handles of a job whose convergence nobody watches.
     #[must_use]
     pub fn new(handle: &'a Handle, notice: &'a (dyn Fn(&str) + Sync)) -> Self {
@@ -32,7 +32,7 @@ impl<'a> Watch<'a> {
     }
 }
 
-impl std::fmt::Debug for Watch<'_> {
+impl std::fmt::Debug for JobContext<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Watch").field("handle", &self.handle).finish_non_exhaustive()
     }
@@ -121,7 +121,7 @@ pub enum JobError {
 
     /// The snapshot is in place, but a later step failed.
     #[error("the snapshot {} is whole and in place, but a later step failed", path.display())]
-    Afterwards {
+    AfterPublish {
         /// The snapshot.
         path: PathBuf,
         /// The reason.

@@ -248,7 +248,7 @@ impl JobRecord {
     /// The monitor's.
     pub(crate) fn update_later(&self, monitor: &Monitor) -> Result<(), JobRecordError> {
         let arguments = json!({ "path": OBJECT, "property": "data", "value": self.to_json() });
-        let pending = monitor.qmp().start("qom-set", arguments)?;
+        let pending = monitor.qmp().send_command("qom-set", arguments)?;
         monitor.qmp().abandon(pending);
         Ok(())
     }

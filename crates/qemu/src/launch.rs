@@ -182,7 +182,7 @@ impl Launched {
     /// # Errors
     /// As [`Qmp::connect`].
     pub fn connect(self, options: &Options) -> (Child, Result<Qmp, QmpError>) {
-        let qmp = Qmp::from_socket(self.socket, "of this QEMU", options).map(|qmp| qmp.of_process(self.child.id()));
+        let qmp = Qmp::from_socket(self.socket, "of this QEMU", options).map(|qmp| qmp.with_process(self.child.id()));
         (self.child, qmp)
     }
 }

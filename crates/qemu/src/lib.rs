@@ -10,7 +10,7 @@
 //! | what to do with a VM whose job was killed: a pure plan, and its execution | [`takeover`] |
 //! | the child process that does it at once | [`Watchdog`], [`run_watchdog`] |
 //! | the same on request | [`resume`](fn@resume) |
-//! | starting a QEMU that waits for a VM; loading one, for a caller that has its own | [`launch`](fn@launch), [`Load`] |
+//! | starting a QEMU that waits for a VM; loading one, for a caller that has its own | [`launch`](fn@launch), [`Loader`] |
 //! | the processes that map a snapshot; what a mapped VM has changed | [`Mappers`], [`MappedVm`] |
 //! | whether a stored VM would load on a QEMU, asked without changing it | [`examine_destination`] |
 //!
@@ -57,13 +57,13 @@ pub use conflict::{Conflict, DiskConflict, JobOption, Permission, RendezvousConf
 pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
 pub use detached::{IncomingFrom, launch_detached};
 pub use file_identity::{FileId, is_same_file};
-pub use job::{JobError, NotConverging, Watch};
+pub use job::{JobContext, JobError, NotConverging};
 pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfter};
 pub use launch::{CommandLine, Launched, check as check_command_line, check_program, launch, missing_memory_option};
-pub use load::Load;
+pub use load::Loader;
 pub use mapping::{
     BlockPages, BlockPlace, MappedCommandLine, MappedVm, MappedVmError, Mapper, Mappers, MemoryConflict, NotMapping,
-    check_not_shared, map_memory, name_memory, prove_mapping, refuse_shared_snapshot,
+    check_not_shared, name_memory, prove_mapping, refuse_shared_snapshot, rewrite_for_mapping,
 };
 pub use process::{Liveness, ProcessIdentity};
 pub use restore::{

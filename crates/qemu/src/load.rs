@@ -2,7 +2,7 @@
 //! QEMU one that was there, one that `run` has started, or a clone's.
 //!
 //! Laws:
-//! - **Held until it is complete.** The VM arrives stopped, also if it was saved running; [`Load::start`] starts it.
+//! - **Held until it is complete.** The VM arrives stopped, also if it was saved running; [`Loader::start`] starts it.
 //!   What has to be done before the guest's first instruction is done before that call.
 //! - **Every step has a limit**, except for a QEMU that reads a file by itself: it answers nothing meanwhile.
 //! - **A VM that cannot be started is an error with QEMU's reason**, such as a disk that another process has open.
@@ -17,7 +17,7 @@ use limosa_migrate::stored::{PrecopyOptions, PrecopySource};
 use limosa_snapshot::Snapshot;
 use serde_json::Value;
 
-use crate::job::{JobError, Watch};
+use crate::job::{JobContext, JobError};
 use crate::monitor::{MigrationInfo, MigrationStatus, Monitor, RunState, VmStatus};
 use crate::restore::incoming::{Channels, Rendezvous};
 
@@ -31,17 +31,17 @@ const ASK_AT_LEAST_EVERY: Duration = Duration::from_millis(20);
 
 /// A VM on its way into a QEMU that waits for one.
 #[derive(Debug)]
-pub struct Load<'a> {
+pub struct Loader<'a> {
     monitor: &'a Monitor,
-    watch: Watch<'a>,
+    watch: JobContext<'a>,
 }
 
-impl<'a> Load<'a> {
+impl<'a> Loader<'a> {
     /// Prepares the QEMU behind `monitor`: the VM will arrive stopped.
     ///
     /// # Errors
     /// The monitor's.
-    pub fn new(monitor: &'a Monitor, watch: Watch<'a>) -> Result<Self, JobError> {
+    pub fn new(monitor: &'a Monitor, watch: JobContext<'a>) -> Result<Self, JobError> {
         monitor.stop()?;
         Ok(Self { monitor, watch })
     }
@@ -92,9 +92,9 @@ impl<'a> Load<'a> {
         let mut interval = ASK_FIRST_AFTER;
         let mut cancelled = false;
         loop {
-            let asked = qmp.start("query-migrate", Value::Null)?;
+            let asked = qmp.send_command("query-migrate", Value::Null)?;
             let info = loop {
-                if !cancelled && self.watch.handle.control.stopped().is_some() {
+                if !cancelled && self.watch.handle.control.stop_requested().is_some() {
                     cancelled = true;
                     (self.watch.notice)(
                         "QEMU loads by itself and cannot be called back: waiting, to leave the VM paused",

@@ -17,7 +17,8 @@ pub struct ProcessIdentity {
     /// When it started, in clock ticks after boot (`/proc/PID/stat`, field 22).
     pub started: u64,
     /// The boot id and the pid namespace in which the number counts.
-    pub place: String,
+    #[serde(rename = "place")]
+    pub pid_scope: String,
     /// Its name, for messages.
     pub name: String,
 }
@@ -39,20 +40,20 @@ impl ProcessIdentity {
     pub fn own() -> Self {
         let pid = std::process::id();
         let (name, started) = stat(pid).unwrap_or_else(|| ("limosa".to_owned(), 0));
-        Self { pid, started, place: place(), name }
+        Self { pid, started, pid_scope: place(), name }
     }
 
     /// Returns the identity of another process of this host, if it lives.
     #[must_use]
     pub fn of(pid: u32) -> Option<Self> {
         let (name, started) = stat(pid)?;
-        Some(Self { pid, started, place: place(), name })
+        Some(Self { pid, started, pid_scope: place(), name })
     }
 
     /// Whether the process lives now. A process that has ended but was not reaped counts as dead.
     #[must_use]
     pub fn liveness(&self) -> Liveness {
-        if self.place != place() {
+        if self.pid_scope != place() {
             return Liveness::Elsewhere;
         }
         match stat(self.pid) {
@@ -118,14 +119,14 @@ mod tests {
         let own = ProcessIdentity::own();
         assert_eq!(own.liveness(), Liveness::Alive);
         assert_eq!(ProcessIdentity { started: own.started + 1, ..own.clone() }.liveness(), Liveness::Dead);
-        assert_eq!(ProcessIdentity { place: "another boot".into(), ..own }.liveness(), Liveness::Elsewhere);
+        assert_eq!(ProcessIdentity { pid_scope: "another boot".into(), ..own }.liveness(), Liveness::Elsewhere);
     }
 
     #[test]
     fn a_child_is_dead_as_soon_as_it_has_ended_even_unreaped() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let (name, started) = stat(child.id()).unwrap();
-        let identity = ProcessIdentity { pid: child.id(), started, place: place(), name };
+        let identity = ProcessIdentity { pid: child.id(), started, pid_scope: place(), name };
         assert_eq!(identity.liveness(), Liveness::Alive);
         child.kill().unwrap();
         while identity.liveness() == Liveness::Alive {

@@ -6,7 +6,7 @@ use crate::job_record::{JobKind, JobPhase, JobRecord, JobRecordError, VmAfter};
 use crate::monitor::{Monitor, RunState};
 use crate::process::Liveness;
 use crate::qmp::QmpError;
-use crate::takeover::{Actor, Outcome, Seen, Takeover, take_over};
+use crate::takeover::{Actor, Outcome, QemuState, Takeover, take_over};
 
 /// Options of [`resume`].
 #[derive(Debug, Clone)]
@@ -75,7 +75,7 @@ impl From<QmpError> for ResumeError {
 /// [`ResumeError`].
 pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, ResumeError> {
     let record = JobRecord::read(monitor)?;
-    let seen = Seen::of(monitor)?;
+    let seen = QemuState::of(monitor)?;
     let why = explain(record.as_ref(), &seen);
     let Some(record) = record else {
         let takeover = without_record(monitor, &seen, &why, options)?;
@@ -90,7 +90,12 @@ pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, Res
     Ok(Resumed { why, record: Some(record), takeover })
 }
 
-fn without_record(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOptions) -> Result<Takeover, ResumeError> {
+fn without_record(
+    monitor: &Monitor,
+    seen: &QemuState,
+    why: &str,
+    options: &ResumeOptions,
+) -> Result<Takeover, ResumeError> {
     let done = |outcome, run, remarks| Takeover { outcome, run, remarks, notices: Vec::new() };
     if seen.run == RunState::Running {
         return Ok(done(Outcome::Running, seen.run.clone(), Vec::new()));
@@ -114,7 +119,7 @@ fn without_record(monitor: &Monitor, seen: &Seen, why: &str, options: &ResumeOpt
 
 /// Returns the reason for a VM's state.
 #[must_use]
-pub fn explain(record: Option<&JobRecord>, seen: &Seen) -> String {
+pub fn explain(record: Option<&JobRecord>, seen: &QemuState) -> String {
     let now = format!("the VM is '{}', its migration '{}'", seen.run, seen.migration);
     let Some(record) = record else {
         return match &seen.run {
@@ -151,7 +156,7 @@ mod tests {
     #[test]
     fn the_explanation_names_job_snapshot_and_process() {
         let record = JobRecord::new(JobKind::Save, uuid::Uuid::nil(), Path::new("/snap"), true, Settings::new());
-        let seen = Seen { run: RunState::Postmigrate, migration: "completed".into(), held: false };
+        let seen = QemuState { run: RunState::Postmigrate, migration: "completed".into(), holds_migration: false };
         let text = explain(Some(&record), &seen);
         for part in ["being saved", "/snap", &std::process::id().to_string(), "postmigrate", "completed"] {
             assert!(text.contains(part), "{text}");

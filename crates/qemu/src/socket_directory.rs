@@ -54,7 +54,7 @@ impl SocketDirectory {
     ///
     /// # Errors
     /// As [`new`](Self::new), and the kernel's.
-    pub fn listening(monitor: &Monitor, name: &str, options: &Options) -> Result<(Self, Listener), JobError> {
+    pub fn with_listener(monitor: &Monitor, name: &str, options: &Options) -> Result<(Self, Listener), JobError> {
         let made = Self::make(monitor)?;
         let listener = Listener::bind(&made.uri(name), options)?;
         if let Some((uid, gid)) = made.other {

@@ -102,7 +102,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
     let mut record = JobRecord::new(kind, Uuid::from_u128(1), &file, was_running || restore, change.undo);
     record.descriptors = vec!["limosa".to_owned()];
     record.place(&monitor).unwrap();
-    monitor.set(&change.set).unwrap();
+    monitor.apply_settings(&change.set).unwrap();
     match scenario {
         "restore-early" => arrive(),
         "restore-lazy" => {
@@ -137,7 +137,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
         }
         _ => {}
     }
-    watchdog.temporary(Some(&file)).unwrap();
+    watchdog.set_temporary_file(Some(&file)).unwrap();
     let output = File::options().write(true).create(true).truncate(true).open(&file).unwrap();
     let set = monitor.add_fd(output.as_fd(), None, "limosa").unwrap();
     record.descriptor_sets = vec![set.set];
@@ -171,9 +171,9 @@ fn job(arguments: &[OsString]) -> ExitCode {
         _ => {}
     }
     monitor.cont().unwrap();
-    monitor.put_back(&record.undo).unwrap();
+    monitor.restore_settings(&record.undo).unwrap();
     monitor.remove_fd(set.set).unwrap();
-    watchdog.temporary(None).unwrap();
+    watchdog.set_temporary_file(None).unwrap();
     if scenario == "drop" {
         drop(watchdog);
         return ExitCode::SUCCESS;
@@ -371,7 +371,7 @@ fn lazy_restore_killed() {
     let source = Stock::start(&[]);
     let pager = source.monitor();
     let slow = Settings::new().capability("postcopy-ram", true).parameter("max-bandwidth", 1 << 20);
-    pager.set(&slow.parameter("max-postcopy-bandwidth", 1 << 20)).unwrap();
+    pager.apply_settings(&slow.parameter("max-postcopy-bandwidth", 1 << 20)).unwrap();
     pager.migrate(&format!("unix:{}.in", destination.path("snapshot").display()), false).unwrap();
     pager.migrate_start_postcopy().unwrap();
     job.heard("here");

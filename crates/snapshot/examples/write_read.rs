@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
 
     let mut writer = SnapshotWriter::new(UnnamedFile::create(&target, false)?, WriteOptions::default())?;
     writer.begin(&start)?;
-    writer.put_zero(0, PageRange::first(1))?;
+    writer.put_zero(0, PageRange::whole_block(1))?;
     writer.put_pages(0, PageNumber(1), &[IoSlice::new(&[0x5a; PAGE])])?;
     let published = writer.finish(&device_tail()?, Manifest::new())?;
     println!("stored as {}, {} of {} pages are zero", published.manifest.id, 1, 2);

@@ -22,13 +22,18 @@ use crate::writer::WriteOptions;
 ///
 /// The manifest's page statistics are taken from the file's bitmaps; machine, uuid, run state, RAM length and finishing
 /// time are filled in as [`SnapshotWriter::finish`](crate::SnapshotWriter::finish) does. `options.write_behind` means
-/// nothing here: follow the file with [`WriteBehind::watching`](crate::WriteBehind::watching) while QEMU writes it.
+/// nothing here: follow the file with [`WriteBehind::for_other_writer`](crate::WriteBehind::for_other_writer) while
+/// QEMU writes it.
 ///
 /// # Errors
 /// [`SnapshotError::Structure`] if it is not a whole mapped-ram file that ends with its VM description,
 /// [`SnapshotError::Empty`] if no block has a stored page. That is decided without exception: every machine has
 /// firmware in RAM blocks, so a save without one non-zero page is one whose bitmaps were never written.
-pub fn adopt(pending: UnnamedFile, manifest: Manifest, options: WriteOptions) -> Result<Published, SnapshotError> {
+pub fn publish_qemu_file(
+    pending: UnnamedFile,
+    manifest: Manifest,
+    options: WriteOptions,
+) -> Result<Published, SnapshotError> {
     let file = StoreFile::duplicate(pending.file(), pending.target())?;
     let length = file.stat()?.st_size.cast_unsigned();
     let FileLayout { layout, mut memory, devices, stream_end } = FileLayout::decode(&file, 0, length)?;

@@ -64,7 +64,7 @@ struct Chunk<'a> {
 /// The pages of the `index`-th chunk of a block.
 fn chunk_pages(place: &StoredRange, index: u64) -> PageRange {
     let start = PageNumber(index * CHUNK_PAGES);
-    PageRange::starting_at(start, CHUNK_PAGES).intersect(PageRange::first(place.pages))
+    PageRange::starting_at(start, CHUNK_PAGES).intersect(PageRange::whole_block(place.pages))
 }
 
 /// The bytes in a range of at most a chunk's pages.
@@ -132,7 +132,11 @@ impl ZeroChecksums {
             *so_far = crc32c::crc32c_append(checksum, &[0; PAGE_LEN]);
             Some(checksum)
         };
-        Self(std::iter::repeat_n((), length(PageRange::first(CHUNK_PAGES)) / PAGE_LEN + 1).scan(0, append).collect())
+        Self(
+            std::iter::repeat_n((), length(PageRange::whole_block(CHUNK_PAGES)) / PAGE_LEN + 1)
+                .scan(0, append)
+                .collect(),
+        )
     }
 
     /// That of a chunk of zeros.

@@ -184,7 +184,7 @@ impl SnapshotError {
                 return Self::unrecognized(path, b"");
             }
             // The magic is all that is checked at the first byte.
-            ErrorKind::Truncated { available: 1..=3, .. } | ErrorKind::Expected { .. } if error.offset() == base => {
+            ErrorKind::Truncated { available: 1..=3, .. } | ErrorKind::Unexpected { .. } if error.offset() == base => {
                 return Self::unrecognized(path, b"?");
             }
             _ => {}

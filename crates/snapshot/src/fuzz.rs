@@ -37,7 +37,7 @@ pub fn fuzz_open(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
                 snapshot.read_pages(block, pages, &mut buffer)?;
             }
         }
-        snapshot.verify(block, PageRange::first(stored.len()))?;
+        snapshot.verify(block, PageRange::whole_block(stored.len()))?;
     }
     Ok(snapshot)
 }

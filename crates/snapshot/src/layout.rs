@@ -6,7 +6,7 @@
 use limosa_page::{PAGE_SIZE, PageBitmap};
 use limosa_stream::devices::{self, TAIL_LIMIT};
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
-use limosa_stream::{DeviceState, ErrorKind, WalkError};
+use limosa_stream::{CompleteTail, ErrorKind, WalkError};
 
 use crate::error::SnapshotError;
 use crate::store::{StoreFile, StoredRange};
@@ -42,7 +42,7 @@ impl Memory {
 #[derive(Debug)]
 pub(crate) struct DeviceBytes {
     bytes: Vec<u8>,
-    state: DeviceState,
+    state: CompleteTail,
 }
 
 impl DeviceBytes {
@@ -79,7 +79,7 @@ impl DeviceBytes {
         &self.bytes[self.state.json_range.clone()]
     }
 
-    pub(crate) fn state(&self) -> &DeviceState {
+    pub(crate) fn state(&self) -> &CompleteTail {
         &self.state
     }
 
@@ -106,7 +106,7 @@ impl FileLayout {
             |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
         let layout = Layout::decode(read_at, base, length).map_err(|e| match e {
             WalkError::Stream(e) => match (e.place(), e.kind()) {
-                ("configuration", ErrorKind::Expected { what: expected, .. }) if expected.contains("mapped-ram") => {
+                ("configuration", ErrorKind::Unexpected { what: expected, .. }) if expected.contains("mapped-ram") => {
                     let what = format!("a recorded migration stream, not a snapshot: {}", e.kind());
                     SnapshotError::Recorded { path: file.path().to_path_buf(), offset: e.offset(), what }
                 }

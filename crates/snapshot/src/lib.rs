@@ -7,7 +7,7 @@
 //!
 //! - [`UnnamedFile`]: a file without a name, and how it gets one.
 //! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::stored::PageSink)).
-//! - [`adopt`]: takes over one that QEMU filled itself.
+//! - [`publish_qemu_file`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
 //! - [`compare`]: would it load on another QEMU; [`compare_stored`], [`compare_memory`]: how do two files differ.
 //! - [`Foreign`]: other programs' files, to make snapshots of; [`Snapshot::export`] goes the other way.
@@ -42,7 +42,7 @@
 //! let mut writer = SnapshotWriter::new(UnnamedFile::create(&target, false)?, WriteOptions::default())?;
 //! writer.begin(&start)?;
 //! writer.put_pages(0, PageNumber(1), &[IoSlice::new(&[0x5a; 4096])])?;
-//! writer.put_zero(0, PageRange::first(1))?;
+//! writer.put_zero(0, PageRange::whole_block(1))?;
 //! let published = writer.finish(&tail, Manifest::new())?;
 //!
 //! let snapshot = Snapshot::open(&target)?;
@@ -77,16 +77,16 @@ mod unnamed_file;
 mod write_behind;
 mod writer;
 
-pub use adopt::adopt;
+pub use adopt::publish_qemu_file;
 pub use comparison::{
-    Comparison, Confidence, Destination, DestinationBlock, Finding, MemoryComparison, Presence, Sections, Severity,
-    StoredSections, compare, compare_memory, compare_stored, damage, destination_of,
+    Comparison, Confidence, Finding, LoadTarget, LoadTargetBlock, MemoryComparison, Presence, Sections, Severity,
+    StoredSections, compare, compare_memory, compare_stored, find_damage, load_target_of,
 };
 pub use disks::{BackingFile, Difference, Disk, DiskChange, check_disks};
 pub use error::SnapshotError;
 pub use foreign::{
-    ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Imported, InvalidSaveImage, SaveHeader,
-    SaveImage, XML_LIMIT,
+    ByteOrder, Decompressor, Foreign, ForeignError, Imported, InvalidSaveImage, SAVE_IMAGE_HEADER_LENGTH,
+    SAVE_IMAGE_XML_LIMIT, SaveHeader, SaveImage, SaveImageFormat,
 };
 pub use fuzz::fuzz_open;
 pub use manifest::{Manifest, PageStatistics, Published, Transport};

@@ -123,7 +123,7 @@ pub(crate) fn clear_unstored(file: &StoreFile, memory: &Memory) -> Result<u64, S
     let mut cleared = 0;
     for (place, stored) in memory.places.iter().zip(&memory.stored) {
         let failed = |error| file.io(format!("find the holes in RAM block {}", place.name), None, error);
-        let data = data_pages(file.fd(), place.pages_offset, PageRange::first(place.pages)).map_err(failed)?;
+        let data = data_pages(file.fd(), place.pages_offset, PageRange::whole_block(place.pages)).map_err(failed)?;
         for data in data {
             for stale in stored.gaps_in(data.map_err(failed)?) {
                 file.punch(place, stale)?;
@@ -147,7 +147,7 @@ pub(crate) fn make_zeros_explicit(
         if zero == 0 || !place.may_be_prefilled() {
             continue;
         }
-        stored.set_range(PageRange::first(place.pages));
+        stored.set_range(PageRange::whole_block(place.pages));
         seal::write_bitmap(file, block, stored)?;
         count += zero;
     }

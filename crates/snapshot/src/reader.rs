@@ -12,7 +12,7 @@ use std::path::Path;
 use limosa_channel::Counters;
 use limosa_migrate::stored::{PageError, PageSource, StreamSetup};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
-use limosa_stream::DeviceState;
+use limosa_stream::CompleteTail;
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::Layout;
 use rustix::fs::FileType;
@@ -34,7 +34,7 @@ pub struct Snapshot {
     file: StoreFile,
     identity: Identity,
     parts: FileLayout,
-    start: StreamSetup,
+    setup: StreamSetup,
     trailer: Trailer,
     verifier: Option<Verifier>,
     devices_damaged: bool,
@@ -123,7 +123,7 @@ impl Snapshot {
             section_id: parts.layout.section_id,
             blocks: parts.layout.blocks.iter().map(|block| block.block.clone()).collect(),
         };
-        Ok(Self { file, identity, parts, start, trailer, verifier, devices_damaged })
+        Ok(Self { file, identity, parts, setup: start, trailer, verifier, devices_damaged })
     }
 
     /// Takes the lock of a server, which keeps a save with `--force` from replacing the file.
@@ -217,13 +217,14 @@ impl Snapshot {
         self.identity.length
     }
 
-    /// limosa's record, if there is a whole one; else see [`without_manifest`](Snapshot::without_manifest).
+    /// limosa's record, if there is a whole one; else see
+    /// [`missing_manifest_reason`](Snapshot::missing_manifest_reason).
     pub fn manifest(&self) -> Option<&Manifest> {
         self.trailer.manifest.as_ref()
     }
 
     /// Returns the reason why the file has no manifest, if it lacks one.
-    pub fn without_manifest(&self) -> Option<&str> {
+    pub fn missing_manifest_reason(&self) -> Option<&str> {
         self.trailer.without.as_deref()
     }
 
@@ -273,7 +274,7 @@ impl Snapshot {
     /// As [`verify`](Self::verify).
     pub fn verify_all(&self) -> Result<(), SnapshotError> {
         let mut places = self.parts.memory.places.iter().enumerate();
-        places.try_for_each(|(block, place)| self.verify(block, PageRange::first(place.pages)))
+        places.try_for_each(|(block, place)| self.verify(block, PageRange::whole_block(place.pages)))
     }
 
     /// Makes the file read-only for all users, because it is about to be mapped as memory.
@@ -290,7 +291,7 @@ impl Snapshot {
     }
 
     /// The device sections; their ranges are offsets in [`device_tail`](Snapshot::device_tail).
-    pub fn devices(&self) -> &DeviceState {
+    pub fn devices(&self) -> &CompleteTail {
         self.parts.devices.state()
     }
 
@@ -409,8 +410,8 @@ impl AsFd for Snapshot {
 }
 
 impl PageSource for Snapshot {
-    fn start(&self) -> &StreamSetup {
-        &self.start
+    fn setup(&self) -> &StreamSetup {
+        &self.setup
     }
 
     /// # Panics
@@ -424,7 +425,7 @@ impl PageSource for Snapshot {
     }
 
     /// Where there are checksums, pages come verified or not at all, so they have to be read.
-    fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
+    fn file_location(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
         if self.has_checksums() { None } else { self.locate(block, page).map(|offset| (self.file.fd(), offset)) }
     }
 

@@ -59,7 +59,7 @@ impl Foreign {
             }
         };
         if !matches!(place, VmLocation::Mapped(0)) {
-            summary.without_manifest = Some(format!("{described}, not a snapshot"));
+            summary.missing_manifest_reason = Some(format!("{described}, not a snapshot"));
             summary.importable = true;
         }
         if let VmLocation::Stream(_, Some(decompressor)) = place
@@ -99,7 +99,7 @@ fn summarize_stream(
             Event::Zero { block, offset } => recording.page(block, offset, false),
             Event::DeviceTail => {
                 let begin = walk.offset();
-                let ahead = walk.into_ahead();
+                let ahead = walk.into_read_ahead();
                 let tail = read_tail(ahead, begin, end, read_at)
                     .map_err(|error| SnapshotError::io("read its device sections", path, Some(begin), error))?;
                 recording.devices(&tail, begin)?;
@@ -183,7 +183,7 @@ impl<'a> Recording<'a> {
             devices: Vec::new(),
             vmdescs: Vec::new(),
             manifest: None,
-            without_manifest: None,
+            missing_manifest_reason: None,
             importable: false,
             checksums: false,
             libvirt: None,

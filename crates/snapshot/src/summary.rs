@@ -39,7 +39,8 @@ pub struct Summary {
     /// limosa's record.
     pub manifest: Option<Manifest>,
     /// The reason for its absence.
-    pub without_manifest: Option<String>,
+    #[serde(rename = "without_manifest")]
+    pub missing_manifest_reason: Option<String>,
     /// Whether this is not a snapshot, but a file that can be imported.
     #[serde(skip)]
     pub importable: bool,
@@ -153,7 +154,7 @@ impl Snapshot {
             devices: devices.collect(),
             vmdescs: vmdescs(limosa_migrate::stored::PageSource::description(self)),
             manifest: self.manifest().cloned(),
-            without_manifest: self.without_manifest().map(str::to_owned),
+            missing_manifest_reason: self.missing_manifest_reason().map(str::to_owned),
             importable: false,
             checksums: self.has_checksums(),
             libvirt: None,

@@ -46,19 +46,19 @@ struct WriteBack {
 }
 
 impl WriteBehind {
-    /// Follows a file that this process writes and reports through [`wrote`](WriteBehind::wrote).
+    /// Follows a file that this process writes and reports through [`report_written`](WriteBehind::report_written).
     ///
     /// # Errors
     /// If the descriptor cannot be duplicated or the thread not be started. Going on without is always correct.
-    pub fn reported(file: impl AsFd) -> io::Result<Self> {
+    pub fn for_own_writes(file: impl AsFd) -> io::Result<Self> {
         Self::start(file, None)
     }
 
     /// Follows a file that another process writes, by looking at how much of it is allocated.
     ///
     /// # Errors
-    /// As [`reported`](WriteBehind::reported).
-    pub fn watching(file: impl AsFd) -> io::Result<Self> {
+    /// As [`for_own_writes`](WriteBehind::for_own_writes).
+    pub fn for_other_writer(file: impl AsFd) -> io::Result<Self> {
         Self::start(file, Some(PERIOD))
     }
 
@@ -80,7 +80,7 @@ impl WriteBehind {
     }
 
     /// Reports that `bytes` were written; never blocks on the disk.
-    pub fn wrote(&self, bytes: u64) {
+    pub fn report_written(&self, bytes: u64) {
         let before = self.write_back.fresh.fetch_add(bytes, Ordering::Relaxed);
         // Exactly one caller sees the step being crossed.
         if before < STEP && before.saturating_add(bytes) >= STEP {
@@ -188,19 +188,19 @@ mod tests {
     #[test]
     fn write_back_is_asked_for_once_each_step_and_not_before() {
         let file = tempfile::tempfile().unwrap();
-        let behind = WriteBehind::reported(&file).unwrap();
-        behind.wrote(STEP - 1);
+        let behind = WriteBehind::for_own_writes(&file).unwrap();
+        behind.report_written(STEP - 1);
         assert_eq!(behind.requests(), 0);
-        behind.wrote(1);
+        behind.report_written(1);
         assert!(soon(|| behind.requests() == 1));
-        behind.wrote(STEP);
+        behind.report_written(STEP);
         assert!(soon(|| behind.requests() == 2));
     }
 
     #[test]
     fn a_file_that_somebody_else_writes_is_followed() {
         let mut file = tempfile::tempfile().unwrap();
-        let behind = WriteBehind::watching(&file).unwrap();
+        let behind = WriteBehind::for_other_writer(&file).unwrap();
         let chunk = vec![1; 1 << 20];
         for _ in 0..40 {
             file.write_all(&chunk).unwrap();
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn dropping_it_ends_the_thread_also_without_a_write() {
         let file = tempfile::tempfile().unwrap();
-        drop(WriteBehind::reported(&file).unwrap());
-        drop(WriteBehind::watching(&file).unwrap());
+        drop(WriteBehind::for_own_writes(&file).unwrap());
+        drop(WriteBehind::for_other_writer(&file).unwrap());
     }
 }

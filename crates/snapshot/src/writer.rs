@@ -89,7 +89,7 @@ impl SnapshotWriter {
     pub fn new(pending: UnnamedFile, options: WriteOptions) -> Result<Self, SnapshotError> {
         let file = StoreFile::duplicate(pending.file(), pending.target())?;
         // Without the thread everything is right, only later: no reason to refuse a save.
-        let write_behind = if options.write_behind { WriteBehind::reported(&pending).ok() } else { None };
+        let write_behind = if options.write_behind { WriteBehind::for_own_writes(&pending).ok() } else { None };
         Ok(Self { pending, file, options, write_behind, layout: None, blocks: Vec::new(), resent: 0 })
     }
 
@@ -284,7 +284,7 @@ impl PageSink for SnapshotWriter {
         receiving.stored.set_range(range);
         self.resent += receiving.see(range);
         if let Some(write_behind) = &self.write_behind {
-            write_behind.wrote(range.bytes().end - range.bytes().start);
+            write_behind.report_written(range.bytes().end - range.bytes().start);
         }
         Ok(())
     }

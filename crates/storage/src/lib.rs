@@ -34,7 +34,7 @@ pub use buffer::{Buffer, IoVector};
 pub use drive::block_on;
 pub use error::{Operation, StorageError};
 pub use file::{
-    CacheMode, Count, Create, FileCounters, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, OpenError,
+    CacheMode, Create, FileCounters, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, OpenError, OperationCount,
     UnknownCacheMode,
 };
 pub use memory::MemoryStorage;

@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use limosa_page::{broken, to_usize};
+use limosa_page::{broken_invariant, to_usize};
 use parking_lot::Mutex;
 
 use crate::buffer::IoVector;
@@ -82,7 +82,7 @@ impl MemoryStorage {
 
 /// Takes bytes that must be there off the front of `place`.
 fn split_off<'b>(place: &mut &'b mut [u8], length: usize) -> io::Result<&'b mut [u8]> {
-    place.split_off_mut(..length).ok_or_else(|| io::Error::other(broken(ROOM)))
+    place.split_off_mut(..length).ok_or_else(|| io::Error::other(broken_invariant(ROOM)))
 }
 
 fn ready<T: Send + 'static>(result: Result<T, StorageError>) -> Request<T> {

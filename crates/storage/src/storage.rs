@@ -76,8 +76,8 @@ pub trait Storage: Any + Send + Sync + Debug {
 
     /// Clones `length` bytes at `from_offset` of another storage, or of itself, to `offset`, by sharing extents. False
     /// if the filesystem does not support it; nothing has changed then. Offsets and length should be multiples of
-    /// [`Storage::clone_block`], and the source range within the other storage's length; otherwise the result may be
-    /// false, too.
+    /// [`Storage::clone_alignment`], and the source range within the other storage's length; otherwise the result may
+    /// be false, too.
     fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool>;
 
     /// Has the kernel copy `length` bytes at `from_offset` of another storage to `offset`. False if it cannot; the
@@ -87,7 +87,7 @@ pub trait Storage: Any + Send + Sync + Debug {
     }
 
     /// Alignment of clones in bytes: a power of two.
-    fn clone_block(&self) -> u64 {
+    fn clone_alignment(&self) -> u64 {
         4096
     }
 

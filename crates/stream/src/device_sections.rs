@@ -127,7 +127,7 @@ pub(crate) fn read_one(input: &[u8]) -> Result<Option<(u32, OpaqueSection<'_>, u
     };
     if footer != (section::FOOTER, id) {
         let what = format!("the footer of section {:?} behind {} bytes of state", found.name, found.state.len());
-        return Err(ErrorKind::Expected { what: what.into(), found: format!("{footer:02x?}") });
+        return Err(ErrorKind::Unexpected { what: what.into(), found: format!("{footer:02x?}") });
     }
     Ok(Some((id, found, cursor.at())))
 }

@@ -48,7 +48,7 @@ pub struct DeviceSection {
 /// A tail whose end was proven.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct DeviceState {
+pub struct CompleteTail {
     /// The sections in the order of the stream.
     pub sections: Vec<DeviceSection>,
     /// From the first section's type byte to the last footer: what a postcopy package carries.
@@ -59,7 +59,7 @@ pub struct DeviceState {
     pub end: usize,
 }
 
-impl DeviceState {
+impl CompleteTail {
     /// The section `name` of instance 0.
     pub fn section(&self, name: &str) -> Option<&DeviceSection> {
         self.sections.iter().find(|section| section.name == name && section.instance == 0)
@@ -91,7 +91,7 @@ impl DeviceState {
 
 /// Finds the end of a tail that is still arriving.
 #[derive(Debug, Clone)]
-pub struct DeviceTail {
+pub struct DeviceTailFinder {
     offset: u64,
     limit: u64,
     scanned: usize,
@@ -100,7 +100,7 @@ pub struct DeviceTail {
     parsed: u64,
 }
 
-impl DeviceTail {
+impl DeviceTailFinder {
     /// For a tail that begins at stream offset `offset` (named in errors) and has at most `limit` bytes; see
     /// [`TAIL_LIMIT`].
     pub fn new(offset: u64, limit: u64) -> Self {
@@ -116,7 +116,7 @@ impl DeviceTail {
     ///
     /// # Errors
     /// A tail longer than the limit, or one full of false descriptions.
-    pub fn find(&mut self, tail: &[u8]) -> Result<Option<DeviceState>, StreamError> {
+    pub fn find(&mut self, tail: &[u8]) -> Result<Option<CompleteTail>, StreamError> {
         self.scan(tail)?;
         // What ended before the last byte has bytes behind it: not the end.
         self.candidates = self.candidates.split_off(&(tail.len(), 0));
@@ -166,7 +166,7 @@ impl DeviceTail {
     }
 
     /// Parses and walks one candidate that is there as a whole.
-    fn prove(&mut self, tail: &[u8], begin: usize, end: usize) -> Result<Option<DeviceState>, StreamError> {
+    fn prove(&mut self, tail: &[u8], begin: usize, end: usize) -> Result<Option<CompleteTail>, StreamError> {
         let (Some(sections), Some(json)) = (tail.get(..begin), tail.get(begin + MARK_LENGTH..end)) else {
             return Ok(None);
         };
@@ -178,7 +178,7 @@ impl DeviceTail {
             return Err(self.too_many(begin));
         }
         let proven = Vmdesc::decode(json).and_then(|description| walk_sections(sections, &description));
-        Ok(proven.ok().map(|sections| DeviceState {
+        Ok(proven.ok().map(|sections| CompleteTail {
             sections,
             sections_range: 0..begin,
             json_range: begin + MARK_LENGTH..end,
@@ -200,9 +200,9 @@ impl DeviceTail {
 /// # Errors
 /// No description that fits the sections: the tail is cut off, damaged, or was written without a description
 /// (`suppress-vmdesc`).
-pub fn locate(tail: &[u8], offset: u64, limit: u64) -> Result<DeviceState, StreamError> {
+pub fn locate(tail: &[u8], offset: u64, limit: u64) -> Result<CompleteTail, StreamError> {
     let limited = &tail[..tail.len().min(to_usize(limit))];
-    let mut search = DeviceTail::new(offset, limit);
+    let mut search = DeviceTailFinder::new(offset, limit);
     search.scan(limited)?;
     let mut candidates: Vec<_> = search.candidates.iter().map(|(end, begin)| (*begin, *end)).collect();
     candidates.sort_unstable_by(|a, b| b.cmp(a));

@@ -69,7 +69,7 @@ fn ends_inside(what: &str, wanted: usize, available: usize) -> String {
 pub enum ErrorKind {
     /// Something else is where `what` had to be.
     #[error("expected {what}, found {found}")]
-    Expected {
+    Unexpected {
         /// The expected item.
         what: Cow<'static, str>,
         /// The item found.
@@ -149,7 +149,7 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     pub(crate) fn expected(what: impl Into<Cow<'static, str>>, found: impl fmt::Display) -> Self {
-        Self::Expected { what: what.into(), found: found.to_string() }
+        Self::Unexpected { what: what.into(), found: found.to_string() }
     }
 
     /// The feature that is not supported, if that is what is wrong.

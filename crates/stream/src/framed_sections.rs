@@ -2,9 +2,9 @@
 
 use crate::command::Command;
 use crate::device_sections;
-use crate::devices::{DeviceSection, DeviceState, walk_sections};
+use crate::devices::{CompleteTail, DeviceSection, walk_sections};
 use crate::error::{ErrorKind, StreamError};
-use crate::postcopy::{PING_GO, PING_READY};
+use crate::postcopy::{PING_COMMIT, PING_READY};
 use crate::section::{self, SectionKind};
 use crate::vmdesc::{VMDESC_LIMIT, Vmdesc};
 use limosa_page::{invariant, to_u64};
@@ -25,7 +25,7 @@ pub enum TailStep {
     /// The source has given its word and the tail is there to its last byte.
     Whole {
         /// Where everything lies once `pings` have been taken out of the tail.
-        state: DeviceState,
+        state: CompleteTail,
         /// The two PINGs, between the sections and the end byte.
         pings: Range<usize>,
         /// Bytes of the tail, `pings` included.
@@ -43,10 +43,10 @@ enum Stage {
 
 /// Reads a tail that is still arriving.
 ///
-/// Device sections with [lengths](crate::DeviceSections), PING [`PING_READY`], and after the answer PING [`PING_GO`],
-/// the end byte and the description. Nothing has to be searched for here, and a guest, whose bytes lie inside counted
-/// lengths, cannot forge an end. What does not begin like this is some other source's tail: [`TailStep::Foreign`], for
-/// [`DeviceTail`](crate::devices::DeviceTail).
+/// Device sections with [lengths](crate::DeviceSections), PING [`PING_READY`], and after the answer PING
+/// [`PING_COMMIT`], the end byte and the description. Nothing has to be searched for here, and a guest, whose bytes lie
+/// inside counted lengths, cannot forge an end. What does not begin like this is some other source's tail:
+/// [`TailStep::Foreign`], for [`DeviceTailFinder`](crate::devices::DeviceTailFinder).
 #[derive(Debug, Clone)]
 pub struct FramedSections {
     offset: u64,
@@ -107,7 +107,7 @@ impl FramedSections {
                 (Stage::Sections, _) => return Ok(TailStep::Foreign),
                 (Stage::Go, byte) if byte == section::COMMAND => match Command::decode(rest) {
                     Ok(None) => return Ok(TailStep::More),
-                    Ok(Some((Command::Ping(PING_GO), length))) => {
+                    Ok(Some((Command::Ping(PING_COMMIT), length))) => {
                         self.at += length;
                         self.stage = Stage::End;
                     }
@@ -154,7 +154,7 @@ impl FramedSections {
         self.stage = Stage::Whole;
         let json_range = json_at - pings.len()..json_at - pings.len() + length;
         let end = json_range.end;
-        let state = DeviceState {
+        let state = CompleteTail {
             sections: std::mem::take(&mut self.sections),
             sections_range: 0..self.sections_end,
             json_range,
@@ -165,7 +165,7 @@ impl FramedSections {
 
     fn unexpected(&self, at: usize, found: String) -> StreamError {
         let what = "the source's permission to run the VM (PING 7), the end byte and a description";
-        self.fail(at, ErrorKind::Expected { what: what.into(), found })
+        self.fail(at, ErrorKind::Unexpected { what: what.into(), found })
     }
 
     fn fail(&self, at: usize, error_kind: ErrorKind) -> StreamError {
@@ -189,7 +189,7 @@ mod tests {
         let end = tail.len();
         Command::Ping(PING_READY).encode(&mut tail).unwrap();
         let ready = tail.len();
-        Command::Ping(PING_GO).encode(&mut tail).unwrap();
+        Command::Ping(PING_COMMIT).encode(&mut tail).unwrap();
         section::encode_eof(&mut tail);
         let json = sections.description();
         tail.push(section::DESCRIPTION);

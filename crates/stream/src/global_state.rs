@@ -12,7 +12,7 @@ pub const GLOBAL_STATE: &str = "globalstate";
 /// Bytes of the name field, NUL included.
 pub const RUN_STATE_FIELD: usize = 32;
 /// Bytes of the whole body as QEMU writes it.
-pub const BODY_LENGTH: usize = 104;
+pub const GLOBAL_STATE_LENGTH: usize = 104;
 
 /// The section's contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,8 +57,8 @@ impl GlobalState {
     ///
     /// # Errors
     /// A run state that is no such name.
-    pub fn encode(&self) -> Result<[u8; BODY_LENGTH], EncodeError> {
-        let mut body = [0; BODY_LENGTH];
+    pub fn encode(&self) -> Result<[u8; GLOBAL_STATE_LENGTH], EncodeError> {
+        let mut body = [0; GLOBAL_STATE_LENGTH];
         replace_run_state(&mut body, &self.run_state)?;
         if let Some(suspended) = self.was_suspended {
             body[4 + RUN_STATE_FIELD] = 1;

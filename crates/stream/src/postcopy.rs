@@ -11,17 +11,17 @@ use crate::ram::{self, PAGE_SIZE, RamBlock};
 use limosa_page::to_u64;
 
 /// Token of the PING in the prologue: its PONG proves the return path.
-pub const PING_OPENED: u32 = 1;
+pub const PING_RETURN_PATH: u32 = 1;
 /// Token of the PING inside the package: its PONG says that the devices are loaded.
 pub const PING_LOADED: u32 = 3;
 /// Token of the PING behind the package.
 pub const PING_PACKAGED: u32 = 4;
 /// Token of the PING behind the device sections of a precopy: its PONG says that everything before it is loaded, and a
-/// destination of this kind then waits for [`PING_GO`]. (A stock destination answers it and waits for nothing.)
+/// destination of this kind then waits for [`PING_COMMIT`]. (A stock destination answers it and waits for nothing.)
 pub const PING_READY: u32 = 6;
 /// Token of the last PING of a precopy, which is the source's word that the destination may run the VM once the stream
 /// has ended. It is not waited for.
-pub const PING_GO: u32 = 7;
+pub const PING_COMMIT: u32 = 7;
 
 /// Appends everything from the file header to the last discard: what a postcopy source sends before the package.
 ///
@@ -42,7 +42,7 @@ pub fn encode_postcopy_prologue(
     let blocks = for_postcopy(blocks);
     Configuration { capabilities: Vec::new(), ..configuration.clone() }.encode(out)?;
     Command::OpenReturnPath.encode(out)?;
-    Command::Ping(PING_OPENED).encode(out)?;
+    Command::Ping(PING_RETURN_PATH).encode(out)?;
     let summary = blocks.iter().fold(0, |summary, block| summary | block.page_size.unwrap_or(PAGE_SIZE));
     Command::PostcopyAdvise(Some(PageSizes { summary, target: PAGE_SIZE })).encode(out)?;
     ram::encode_ram_start(section_id, &blocks, out)?;

@@ -114,7 +114,7 @@ impl ReturnDecoder {
 
     /// The same for a return path that takes the place of a broken one: a destination may go on to leave out the name
     /// of the block that it named there, until it agrees to resume.
-    pub fn resuming(bitmap_limit: u64) -> Self {
+    pub fn for_recovery(bitmap_limit: u64) -> Self {
         Self { block_known: true, ..Self::new(bitmap_limit) }
     }
 

@@ -103,7 +103,7 @@ impl<R: ReadAt> StreamWalk<R> {
     }
 
     /// Ends the walk; returns the bytes read from [`offset`](Self::offset) on, for a source that can be read only once.
-    pub fn into_ahead(self) -> Vec<u8> {
+    pub fn into_read_ahead(self) -> Vec<u8> {
         self.window[self.begin..self.end].to_vec()
     }
 

@@ -90,7 +90,7 @@ fn a_length_from_outside_is_not_allocated_before_its_bytes_are_there() {
     assert_eq!(decoder.next_message().unwrap(), None, "a bitmap of 4 GiB is announced");
     assert_eq!(Configuration::decode(b"QEVM\0\0\0\x03\x07\0\0\0\xff").unwrap(), None);
     let mark = b"\x04\x7e\0\0\0\0\0\x06\x03\xff\xff\xff{\"devices\":[";
-    let mut tail = limosa_stream::DeviceTail::new(0, 1 << 30);
+    let mut tail = limosa_stream::DeviceTailFinder::new(0, 1 << 30);
     assert_eq!(tail.find(mark).unwrap(), None, "a description of 64 MiB is announced");
     assert!(LARGEST.with(Cell::get) < 1024);
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::{io, thread};
 
-use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, Vring};
+use limosa_vhost::{Device, FrontEnd, MoreWork, QueueError, Ram, Server, Vring};
 
 struct Sink;
 
@@ -36,18 +36,18 @@ impl Device for Sink {
 
     fn write_config(&self, _offset: u32, _bytes: &[u8]) {}
 
-    fn memory(&self, _memory: Arc<Ram>) {}
+    fn set_memory(&self, _memory: Arc<Ram>) {}
 
     fn attached(&self, front_end: FrontEnd) {
         println!("device: front end connected: {}", front_end.is_connected());
     }
 
-    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
         // One buffer a call, so that the ring can be stopped between two of them.
-        let Some(chain) = vring.pop()? else { return Ok(More::No) };
+        let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
         vring.add_used(chain.head_index(), 0)?;
         vring.notify()?;
-        Ok(More::Yes)
+        Ok(MoreWork::Yes)
     }
 
     fn stopped(&self, _queue: usize) {}

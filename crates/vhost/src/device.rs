@@ -7,7 +7,7 @@ use crate::{FrontEnd, QueueError, Ram, Vring};
 /// Whether a queue has more work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub enum More {
+pub enum MoreWork {
     /// The queue is processed again after the others.
     Yes,
     /// The queue is processed again when the driver or [`FrontEnd::kick`] kicks it.
@@ -42,7 +42,7 @@ pub trait Device: Send + Sync {
 
     /// The guest's memory, initially or after a change. Buffers that were taken out of a ring before still refer to the
     /// memory of that time.
-    fn memory(&self, memory: Arc<Ram>);
+    fn set_memory(&self, memory: Arc<Ram>);
 
     /// A front end has connected; the handle can be used until [`FrontEnd::is_connected`] returns false.
     fn attached(&self, front_end: FrontEnd);
@@ -52,7 +52,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// [`QueueError::Stopped`] is normal. After any other error the queue is not processed until it is set up again.
-    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<More, QueueError>;
+    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError>;
 
     /// The driver was active before this connection, or before it was stopped in another state: it was attached to a
     /// server that was killed, or the VM was loaded. What it has written into the configuration is not written again.

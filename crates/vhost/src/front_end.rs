@@ -53,7 +53,7 @@ impl FrontEnd {
 
     /// Whether a queue has run and does not run now: the front end has stopped or disabled it, or it is invalid. This
     /// may also be the only sign of a driver whose module is unloaded. (A queue that has not run yet is about to.)
-    pub fn is_idle(&self, queue: usize) -> bool {
+    pub fn is_queue_stopped(&self, queue: usize) -> bool {
         self.state.idle.load(Ordering::SeqCst) & bit(queue) != 0
     }
 

@@ -13,7 +13,7 @@ use crate::fault::Faults;
 use crate::message::Request;
 use crate::session::{Answer, Session};
 use crate::worker::Worker;
-use crate::{Device, FrontEnd, More, QueueError, Ram, Vring};
+use crate::{Device, FrontEnd, MoreWork, QueueError, Ram, Vring};
 
 /// Bytes of the guest's memory.
 const MEMORY: u64 = 64 << 10;
@@ -39,14 +39,14 @@ impl Device for TestDevice {
 
     fn write_config(&self, _offset: u32, _bytes: &[u8]) {}
 
-    fn memory(&self, _memory: Arc<Ram>) {}
+    fn set_memory(&self, _memory: Arc<Ram>) {}
 
     fn attached(&self, _front_end: FrontEnd) {}
 
-    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
         let mut held = self.held.lock();
         for _ in 0..16 {
-            let Some(chain) = vring.pop()? else { return Ok(More::No) };
+            let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
             let head = chain.head_index();
             let bytes = chain.fold(0_u32, |sum, descriptor| sum.wrapping_add(descriptor.len()));
             if head % 2 == 0 {
@@ -62,7 +62,7 @@ impl Device for TestDevice {
             }
             vring.notify()?;
         }
-        Ok(More::Yes)
+        Ok(MoreWork::Yes)
     }
 
     fn stopped(&self, _queue: usize) {
@@ -135,7 +135,7 @@ pub fn play(input: &[u8]) -> usize {
         }
     }
     session.end();
-    assert!(worker.rings().iter().all(|ring| !ring.vring.runs()), "no ring runs when the front end has gone");
+    assert!(worker.rings().iter().all(|ring| !ring.vring.is_running()), "no ring runs when the front end has gone");
     followed
 }
 

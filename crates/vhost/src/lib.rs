@@ -15,7 +15,7 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, Vring};
+//! use limosa_vhost::{Device, FrontEnd, MoreWork, QueueError, Ram, Server, Vring};
 //!
 //! struct Sink;
 //!
@@ -32,12 +32,12 @@
 //!     fn write_config(&self, _offset: u32, _bytes: &[u8]) {}
 //!     fn memory(&self, _memory: Arc<Ram>) {}
 //!     fn attached(&self, _front_end: FrontEnd) {}
-//!     fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+//!     fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
 //!         // One buffer a call, so that other queues are processed and the ring can be stopped in between.
-//!         let Some(chain) = vring.pop()? else { return Ok(More::No) };
+//!         let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
 //!         vring.add_used(chain.head_index(), 0)?;
 //!         vring.notify()?;
-//!         Ok(More::Yes)
+//!         Ok(MoreWork::Yes)
 //!     }
 //!     fn stopped(&self, _queue: usize) {}
 //!     fn reset(&self) {}
@@ -72,7 +72,7 @@ mod session;
 mod vring;
 mod worker;
 
-pub use device::{Device, More};
+pub use device::{Device, MoreWork};
 pub use error::{QueueError, RamError};
 pub use fault::Fault;
 pub use front_end::FrontEnd;

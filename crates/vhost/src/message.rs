@@ -253,7 +253,7 @@ fn exactly(body: &[u8], wanted: usize) -> Result<Fields<'_>, MessageError> {
 ///
 /// # Errors
 /// It is of another length.
-pub fn number(body: &[u8]) -> Result<u64, MessageError> {
+pub fn decode_u64(body: &[u8]) -> Result<u64, MessageError> {
     exactly(body, 8)?.u64()
 }
 
@@ -319,22 +319,22 @@ impl VringAddress {
 
 /// The ring of a descriptor, and whether a descriptor is sent: `SET_VRING_KICK`, `SET_VRING_CALL`, `SET_VRING_ERR`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct VringDescriptor {
+pub struct VringFd {
     /// Index of the ring.
     pub index: u8,
     /// The message has no descriptor.
-    pub none: bool,
+    pub no_fd: bool,
 }
 
-impl VringDescriptor {
+impl VringFd {
     /// Decodes it.
     ///
     /// # Errors
     /// A body of another length.
     pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
-        let value = number(body)?;
+        let value = decode_u64(body)?;
         let [index, ..] = value.to_le_bytes();
-        Ok(Self { index, none: value & (1 << 8) != 0 })
+        Ok(Self { index, no_fd: value & (1 << 8) != 0 })
     }
 }
 

@@ -24,8 +24,8 @@ use vm_memory::{FileOffset, MmapRegion};
 use crate::fault::{Fault, Faults};
 use crate::inflight::{InflightRing, bytes_for_ring};
 use crate::message::{
-    ConfigPiece, InflightArea, MAX_CONFIG, MessageError, Request, TableRegion, VringAddress, VringDescriptor,
-    VringState, number,
+    ConfigPiece, InflightArea, MAX_CONFIG, MessageError, Request, TableRegion, VringAddress, VringFd, VringState,
+    decode_u64,
 };
 use crate::notifier::Notifier;
 use crate::ram::{MAX_REGIONS, Ram, RamRegion};
@@ -148,12 +148,12 @@ impl Session {
                 }
                 return answer(self.offered());
             }
-            Request::SetFeatures => self.set_features(number(body)?)?,
+            Request::SetFeatures => self.set_features(decode_u64(body)?)?,
             Request::SetOwner => {}
             Request::ResetOwner | Request::ResetDevice => self.reset(),
             Request::GetProtocolFeatures => return answer(PROTOCOL),
             Request::SetProtocolFeatures => {
-                let protocol = number(body)?;
+                let protocol = decode_u64(body)?;
                 refuse_if(protocol & !PROTOCOL != 0, || format!("protocol features {protocol:#x} were not offered"))?;
                 self.protocol = protocol;
             }
@@ -236,7 +236,7 @@ impl Session {
         self.reset();
         // A device that waits for the next guest must not keep the memory of this one.
         if let Some(Ok(none)) = self.ram.take().map(|_| Ram::new(Vec::new())) {
-            self.device.memory(Arc::new(none));
+            self.device.set_memory(Arc::new(none));
         }
     }
 
@@ -338,7 +338,7 @@ impl Session {
         self.regions = regions;
         self.ram = Some(ram.clone());
         self.touched = true;
-        self.device.memory(ram.clone());
+        self.device.set_memory(ram.clone());
         for index in 0..self.rings.len() {
             let (Some(settings), Some(ring)) = (self.rings.get(index), self.worker.rings().get(index)) else {
                 continue;
@@ -373,9 +373,9 @@ impl Session {
     }
 
     fn ring_descriptor(&mut self, body: &[u8], descriptors: Vec<OwnedFd>) -> Result<(usize, Option<OwnedFd>), Refusal> {
-        let which = VringDescriptor::decode(body)?;
+        let which = VringFd::decode(body)?;
         let (index, _) = self.ring(u32::from(which.index))?;
-        if which.none {
+        if which.no_fd {
             refuse_if(!descriptors.is_empty(), || "a descriptor with a message that announces no descriptor".into())?;
             return Ok((index, None));
         }

@@ -85,7 +85,7 @@ struct Resubmission {
 impl Vring {
     /// A ring that runs: `queue` as it was set up, the memory it is in, and the descriptor for calls of the driver (an
     /// eventfd or a socket).
-    pub fn running(queue: Queue, ram: Arc<Ram>, call: Option<OwnedFd>) -> Self {
+    pub fn new_running(queue: Queue, ram: Arc<Ram>, call: Option<OwnedFd>) -> Self {
         let state = State {
             queue,
             ram: Some(ram),
@@ -287,7 +287,7 @@ impl Vring {
     }
 
     /// Whether it runs.
-    pub fn runs(&self) -> bool {
+    pub fn is_running(&self) -> bool {
         self.lock().running().is_ok()
     }
 

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 
 use crate::fault::{Fault, Faults};
 use crate::notifier::Notifier;
-use crate::{Device, FrontEnd, More, QueueError, Vring};
+use crate::{Device, FrontEnd, MoreWork, QueueError, Vring};
 
 /// The epoll data of the descriptor that wakes; that of a queue is its index.
 const WAKE: u64 = u64::MAX;
@@ -154,24 +154,24 @@ impl Worker {
     pub(crate) fn process_queues(&self, queues: u64) -> u64 {
         let mut again = 0;
         for (index, ring) in self.rings.iter().enumerate() {
-            if queues & (1 << index) != 0 && self.process(index, ring) == More::Yes {
+            if queues & (1 << index) != 0 && self.process(index, ring) == MoreWork::Yes {
                 again |= 1 << index;
             }
         }
         again
     }
 
-    fn process(&self, index: usize, ring: &Ring) -> More {
+    fn process(&self, index: usize, ring: &Ring) -> MoreWork {
         *self.at.lock() = Some(index);
         // Only now: a thread that stops the ring checks `at` after it has stopped the ring.
-        let more = if ring.vring.runs() && !ring.broken.load(Ordering::SeqCst) {
+        let more = if ring.vring.is_running() && !ring.broken.load(Ordering::SeqCst) {
             self.process_queue(index, &ring.vring)
         } else {
-            Ok(More::No)
+            Ok(MoreWork::No)
         };
         let more = match more {
             Ok(more) => more,
-            Err(QueueError::Stopped) => More::No,
+            Err(QueueError::Stopped) => MoreWork::No,
             Err(error) => {
                 ring.broken.store(true, Ordering::SeqCst);
                 self.front_end.set_idle(index, true);
@@ -181,7 +181,7 @@ impl Worker {
                 if let Some(error) = &*ring.error.lock() {
                     error.notify();
                 }
-                More::No
+                MoreWork::No
             }
         };
         // After the reports of an invalid ring: they are about the ring as it was set up at that time.
@@ -190,17 +190,17 @@ impl Worker {
         more
     }
 
-    fn process_queue(&self, index: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, index: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
         vring.disable_notification()?;
-        if self.device.process_queue(index, vring)? == More::Yes {
-            return Ok(More::Yes);
+        if self.device.process_queue(index, vring)? == MoreWork::Yes {
+            return Ok(MoreWork::Yes);
         }
         // Buffers that came since the device last took one are processed now. Buffers that it left on purpose wait for
         // the next kick.
-        let Some(next) = vring.enable_notification()? else { return Ok(More::No) };
+        let Some(next) = vring.enable_notification()? else { return Ok(MoreWork::No) };
         vring.disable_notification()?;
         let more = self.device.process_queue(index, vring)?;
         let left = vring.enable_notification()?;
-        Ok(if left.is_some_and(|left| left != next) { More::Yes } else { more })
+        Ok(if left.is_some_and(|left| left != next) { MoreWork::Yes } else { more })
     }
 }

@@ -7,7 +7,7 @@ use limosa_page::{to_nanos, to_usize};
 use vm_memory::Bytes as _;
 
 use super::Balloon;
-use super::queue::{More, Queue};
+use super::queue::{MoreWork, Queue};
 use crate::layout::{Features, Role};
 use crate::numbers;
 use crate::ring::Ring;
@@ -16,7 +16,12 @@ use crate::ring::Ring;
 const NUMBERS: u64 = 1 << 20;
 
 impl Balloon {
-    pub(super) fn process_arrays<R: Ring>(&self, role: Role, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+    pub(super) fn process_arrays<R: Ring>(
+        &self,
+        role: Role,
+        state: &mut Queue,
+        ring: &R,
+    ) -> Result<MoreWork, R::Error> {
         let notifies = self.acked_features().has(Features::MUST_TELL_HOST);
         self.give_back(state, ring, |state, chain| {
             let Some(memory) = self.guest_memory() else { return Vec::new() };

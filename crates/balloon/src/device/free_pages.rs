@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use limosa_memory::{FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{FreePageHinting, FreePageSink, FreePagesError};
 
 use super::Balloon;
 use super::hint_list::{HintList, Hinting};
 use crate::layout::{Features, Role};
 
-impl FreePages for Balloon {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+impl FreePageHinting for Balloon {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         let not_offered = |why: &str| Err(FreePagesError::NotOffered { why: why.into() });
         if !self.has_driver() {
             return not_offered("no balloon driver is active in it; load virtio_balloon there");
@@ -45,7 +45,7 @@ impl FreePages for Balloon {
         Ok(())
     }
 
-    fn stop(&self) {
+    fn stop_list(&self) {
         let (news, sink) = self.change_hint(|hinting| (hinting.handshake.stop(), hinting.sink.take()));
         drop(sink);
         if news {
@@ -53,7 +53,7 @@ impl FreePages for Balloon {
         }
     }
 
-    fn done(&self) {
+    fn return_pages(&self) {
         self.end_hinting();
     }
 }

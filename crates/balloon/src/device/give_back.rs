@@ -6,7 +6,7 @@ use std::sync::Arc;
 use virtio_queue::DescriptorChain;
 
 use super::Balloon;
-use super::queue::{BUFFERS, More, Pending, Queue, WorkBudget};
+use super::queue::{BUFFERS, MoreWork, Pending, Queue, WorkBudget};
 use crate::numbers;
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
@@ -21,14 +21,14 @@ impl Balloon {
         state: &mut Queue,
         ring: &R,
         runs: impl Fn(&mut Queue, DescriptorChain<R::Handle>) -> Vec<Range<u64>>,
-    ) -> Result<More, R::Error> {
+    ) -> Result<MoreWork, R::Error> {
         let mut left = DISCARDS;
         let mut budget = WorkBudget::default();
         let more = loop {
             if !self.go_on(state, &mut left, ring)? || budget.is_spent(BUFFERS) {
-                break More::Yes;
+                break MoreWork::Yes;
             }
-            let Some(chain) = ring.pop()? else { break More::No };
+            let Some(chain) = ring.pop()? else { break MoreWork::No };
             budget.take(&chain);
             let head = chain.head_index();
             state.pending = Some(Pending::new(head, runs(state, chain)));

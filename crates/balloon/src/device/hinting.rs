@@ -6,7 +6,7 @@ use vm_memory::Bytes as _;
 
 use super::Balloon;
 use super::hint_list::HintList;
-use super::queue::{BUFFERS, More, Pending, Queue, WorkBudget};
+use super::queue::{BUFFERS, MoreWork, Pending, Queue, WorkBudget};
 use crate::hint::IdMeaning;
 use crate::numbers;
 use crate::ring::Ring;
@@ -18,7 +18,7 @@ impl Balloon {
         HintList { state: hinting.handshake.state(), ..hinting.list }
     }
 
-    pub(super) fn process_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+    pub(super) fn process_hints<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<MoreWork, R::Error> {
         // A command that is given from here on may have buffers before it that are taken without being counted.
         let given = self.hinting.lock().handshake.unannounced();
         let (mut budget, mut left) = (WorkBudget::default(), 0);
@@ -26,16 +26,16 @@ impl Balloon {
         self.go_on(state, &mut left, ring)?;
         let more = loop {
             if budget.is_spent(4 * BUFFERS) || self.is_reset(state.epoch) {
-                break More::Yes;
+                break MoreWork::Yes;
             }
-            let Some(chain) = ring.pop()? else { break More::No };
+            let Some(chain) = ring.pop()? else { break MoreWork::No };
             budget.take(&chain);
             state.pending = Some(Pending::new(chain.head_index(), Vec::new()));
             self.hint(chain);
             self.go_on(state, &mut left, ring)?;
         };
         let more = self.leave(state, ring, more)?;
-        if more == More::No
+        if more == MoreWork::No
             && let Some(given) = given
             && self.change_hint(|hinting| hinting.handshake.announce(given))
         {
@@ -115,7 +115,7 @@ impl Balloon {
             Some(sink) => {
                 self.counters.hinted_blocks.add(1);
                 self.counters.hinted_bytes.add(length);
-                sink.free(block);
+                sink.add_range(block);
             }
             None => self.counters.stale_hints.add(1),
         }

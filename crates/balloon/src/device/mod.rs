@@ -36,7 +36,7 @@ use crate::ring::Ring;
 use crate::statistics::LatestStatistics;
 pub use hint_list::HintList;
 use hint_list::Hinting;
-pub use queue::More;
+pub use queue::MoreWork;
 use queue::Queue;
 
 /// Connects the device with its driver: a vhost-user server, a VMM's PCI or MMIO transport.
@@ -54,7 +54,7 @@ pub trait Transport: Send + Sync {
 
     /// Whether the driver's queue has run and does not run now: the VM is paused, the driver was unloaded without
     /// notification, or the ring is invalid. There is no use in waiting for buffers on it.
-    fn is_idle(&self, _queue: usize) -> bool {
+    fn is_queue_stopped(&self, _queue: usize) -> bool {
         false
     }
 }
@@ -317,7 +317,7 @@ impl Balloon {
 
     /// Whether its driver, if there is one, has read the target and the command for free pages since their last change.
     /// Before the device is removed, wait for that: a driver that has not read DONE keeps the pages that it hinted.
-    pub fn is_told(&self) -> bool {
+    pub fn is_driver_up_to_date(&self) -> bool {
         self.config.is_known() || !self.has_driver()
     }
 
@@ -330,16 +330,16 @@ impl Balloon {
     ///
     /// # Errors
     /// The ring cannot be processed. A list of free pages that was received over it has ended, and the guest is
-    /// notified that it may use its pages again; unless the ring has only [stopped](Ring::is_stopped): then the list
-    /// continues with it.
-    pub fn process_queue<R: Ring>(&self, queue: usize, ring: &R) -> Result<More, R::Error> {
-        let Some(role) = self.numbering.role(self.acked_features(), queue) else { return Ok(More::No) };
-        let Some(mut state) = self.state(role) else { return Ok(More::No) };
+    /// notified that it may use its pages again; unless the ring has only [stopped](Ring::is_stopped_error): then the
+    /// list continues with it.
+    pub fn process_queue<R: Ring>(&self, queue: usize, ring: &R) -> Result<MoreWork, R::Error> {
+        let Some(role) = self.numbering.role(self.acked_features(), queue) else { return Ok(MoreWork::No) };
+        let Some(mut state) = self.state(role) else { return Ok(MoreWork::No) };
         match role {
             Role::Inflate | Role::Deflate => self.process_arrays(role, &mut state, ring),
             Role::Statistics => self.process_statistics(&mut state, ring),
             Role::Hint => self.process_hints(&mut state, ring).inspect_err(|error| {
-                if !R::is_stopped(error) {
+                if !R::is_stopped_error(error) {
                     self.end_hinting();
                 }
             }),
@@ -360,7 +360,7 @@ impl Balloon {
 
     /// Law: a block is given back before its buffer is acknowledged, and never after: with the acknowledgement the
     /// guest may use it again.
-    fn process_reports<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+    fn process_reports<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<MoreWork, R::Error> {
         self.give_back(state, ring, |_, chain| {
             let memory = self.guest_memory();
             let ram = memory.as_ref().map_or(&[][..], |memory| memory.ram());
@@ -411,9 +411,9 @@ impl Balloon {
     }
 
     /// Ends the work on a queue.
-    fn leave<R: Ring>(&self, state: &Queue, ring: &R, more: More) -> Result<More, R::Error> {
+    fn leave<R: Ring>(&self, state: &Queue, ring: &R, more: MoreWork) -> Result<MoreWork, R::Error> {
         if self.is_reset(state.epoch) {
-            return Ok(More::No);
+            return Ok(MoreWork::No);
         }
         ring.notify()?;
         Ok(more)
@@ -448,7 +448,7 @@ impl Balloon {
     /// Whether the driver has a queue for this role that does not run any more.
     fn is_idle(&self, role: Role) -> bool {
         let number = self.numbering.number(self.acked_features(), role);
-        number.zip(self.transport()).is_some_and(|(number, transport)| transport.is_idle(number))
+        number.zip(self.transport()).is_some_and(|(number, transport)| transport.is_queue_stopped(number))
     }
 
     /// Schedules work on a queue, if there is such a queue.

@@ -21,7 +21,7 @@ const WORDS: u64 = 1 << 16;
 
 /// Whether a queue has more work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum More {
+pub enum MoreWork {
     /// The queue must be processed again after the others.
     Yes,
     /// The queue has no work until the driver or [`Transport::kick`](super::Transport::kick) kicks it.

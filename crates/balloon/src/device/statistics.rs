@@ -12,7 +12,7 @@ use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestMemory};
 
 use super::Balloon;
-use super::queue::{BUFFERS, More, Queue, WorkBudget};
+use super::queue::{BUFFERS, MoreWork, Queue, WorkBudget};
 use crate::layout::{Features, Role};
 use crate::ring::Ring;
 use crate::statistics::{ENTRIES, ENTRY, Statistics, StatisticsError};
@@ -43,13 +43,13 @@ impl Balloon {
         self.statistics.lock().statistics
     }
 
-    pub(super) fn process_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<More, R::Error> {
+    pub(super) fn process_statistics<R: Ring>(&self, state: &mut Queue, ring: &R) -> Result<MoreWork, R::Error> {
         let (mut budget, mut unread) = (WorkBudget::default(), false);
         let more = loop {
             if budget.is_spent(BUFFERS) || self.is_reset(state.epoch) {
-                break More::Yes;
+                break MoreWork::Yes;
             }
-            let Some(chain) = ring.pop()? else { break More::No };
+            let Some(chain) = ring.pop()? else { break MoreWork::No };
             budget.take(&chain);
             unread = std::mem::take(&mut state.outdated);
             if !unread {

@@ -1,6 +1,6 @@
 //! Rings that are as full as possible: one call reads a bounded part of a queue.
 
-use limosa_balloon::More;
+use limosa_balloon::MoreWork;
 use vm_memory::{Bytes as _, GuestAddress};
 
 use crate::bare::{Bare, WRITABLE};
@@ -35,7 +35,7 @@ fn all_in_bounded_looks(bare: &Bare, queue: usize) {
         looks += 1;
         let taken = bare.used() - before;
         assert!(taken <= 2, "queue {queue}: {taken} buffers at once");
-        if more == More::No {
+        if more == MoreWork::No {
             break;
         }
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::machine::{Guest, MIB, RAM, ReceivedList, USED, poll_until_idle};
 use limosa_balloon::{Features, GuestRam, HintState, Numbering, Options, StatisticsError, Strategy};
 use limosa_balloon_driver::{Driver, Pages as _};
-use limosa_memory::{FreePageSink, FreePages as _, FreePagesError};
+use limosa_memory::{FreePageHinting as _, FreePageSink, FreePagesError};
 use parking_lot::Mutex;
 
 #[test]
@@ -86,13 +86,13 @@ fn a_list_of_free_pages_is_complete_and_can_be_requested_again() {
     let mut driver = guest.probe();
     for round in 1..=3 {
         let received = Arc::new(ReceivedList::default());
-        guest.balloon.request(received.clone()).unwrap();
+        guest.balloon.request_list(received.clone()).unwrap();
         poll_until_idle(&mut driver);
         assert!(received.is_complete());
         assert_eq!(received.joined(), [USED..RAM]);
         assert_eq!(driver.shrinker().held(), 12, "the guest holds them until DONE");
-        guest.balloon.done();
-        guest.balloon.done();
+        guest.balloon.return_pages();
+        guest.balloon.return_pages();
         poll_until_idle(&mut driver);
         assert_eq!((driver.shrinker().held(), guest.free_ranges()), (0, vec![USED..RAM]));
         let list = guest.balloon.hint_list();
@@ -109,11 +109,11 @@ fn a_list_that_is_stopped_half_way_has_no_further_blocks_and_the_next_one_is_com
     /// Stops the list at its third block, from within the sink, under the sink's lock.
     struct Stopper(Mutex<u32>, Arc<limosa_balloon::Balloon>);
     impl FreePageSink for Stopper {
-        fn free(&self, _: Range<u64>) {
+        fn add_range(&self, _: Range<u64>) {
             let mut seen = self.0.lock();
             *seen += 1;
             if *seen == 3 {
-                self.1.stop();
+                self.1.stop_list();
             }
         }
         fn complete(&self) {
@@ -121,7 +121,7 @@ fn a_list_that_is_stopped_half_way_has_no_further_blocks_and_the_next_one_is_com
         }
     }
     let stopper = Arc::new(Stopper(Mutex::new(0), guest.balloon.clone()));
-    guest.balloon.request(stopper.clone()).unwrap();
+    guest.balloon.request_list(stopper.clone()).unwrap();
     poll_until_idle(&mut driver);
     assert_eq!(*stopper.0.lock(), 3);
     let counters = guest.balloon.counters();
@@ -130,9 +130,9 @@ fn a_list_that_is_stopped_half_way_has_no_further_blocks_and_the_next_one_is_com
 
     // Blocks of the first list are still held, so the second one is empty until DONE gives them back.
     let received = Arc::new(ReceivedList::default());
-    guest.balloon.done();
+    guest.balloon.return_pages();
     poll_until_idle(&mut driver);
-    guest.balloon.request(received.clone()).unwrap();
+    guest.balloon.request_list(received.clone()).unwrap();
     poll_until_idle(&mut driver);
     assert_eq!(received.joined(), [USED..RAM]);
 }
@@ -145,15 +145,15 @@ fn a_driver_sends_a_list_without_waiting() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     let (first, second) = (Arc::new(ReceivedList::default()), Arc::new(ReceivedList::default()));
-    guest.balloon.request(first.clone()).unwrap();
+    guest.balloon.request_list(first.clone()).unwrap();
     guest.machine.work_if_no_worker();
     guest.machine.hold(LISTS, true);
     poll_until_idle(&mut driver);
     assert_eq!((driver.shrinker().held(), first.joined()), (12, vec![]), "all of it is on the ring, and not processed");
-    guest.balloon.done();
+    guest.balloon.return_pages();
     poll_until_idle(&mut driver);
     let taken = guest.free.lock().allocate(4 * MIB).unwrap();
-    guest.balloon.request(second.clone()).unwrap();
+    guest.balloon.request_list(second.clone()).unwrap();
     poll_until_idle(&mut driver);
     assert_eq!(second.joined(), []);
     guest.machine.hold(LISTS, false);
@@ -171,8 +171,8 @@ fn a_new_request_ends_the_previous_one() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     let (first, second) = (Arc::new(ReceivedList::default()), Arc::new(ReceivedList::default()));
-    guest.balloon.request(first.clone()).unwrap();
-    guest.balloon.request(second.clone()).unwrap();
+    guest.balloon.request_list(first.clone()).unwrap();
+    guest.balloon.request_list(second.clone()).unwrap();
     poll_until_idle(&mut driver);
     assert_eq!(first.joined(), []);
     assert!(!first.is_complete() && second.is_complete());
@@ -183,14 +183,14 @@ fn the_shrinker_takes_blocks_back_without_notifying_the_device() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     let received = Arc::new(ReceivedList::default());
-    guest.balloon.request(received).unwrap();
+    guest.balloon.request_list(received).unwrap();
     poll_until_idle(&mut driver);
     let before = guest.balloon.counters();
     let back = driver.shrinker().take_back(2);
     assert_eq!(back.len(), 2);
     poll_until_idle(&mut driver);
     assert_eq!(guest.balloon.counters(), before, "the device cannot know");
-    guest.balloon.done();
+    guest.balloon.return_pages();
     poll_until_idle(&mut driver);
     assert_eq!(guest.free.lock().free_bytes(), RAM - USED - 8 * MIB);
 }
@@ -198,7 +198,7 @@ fn the_shrinker_takes_blocks_back_without_notifying_the_device() {
 #[test]
 fn a_request_for_free_pages_that_is_impossible_fails_with_the_reason() {
     let guest = Guest::new();
-    let why = |guest: &Guest| match guest.balloon.request(Arc::new(ReceivedList::default())) {
+    let why = |guest: &Guest| match guest.balloon.request_list(Arc::new(ReceivedList::default())) {
         Err(FreePagesError::NotOffered { why }) => why,
         other => panic!("{other:?}"),
     };
@@ -267,7 +267,7 @@ fn a_driver_that_is_unloaded_and_loaded_again_finds_an_empty_balloon() {
     guest.balloon.set_target(40 * MIB).unwrap();
     poll_until_idle(&mut driver);
     let received = Arc::new(ReceivedList::default());
-    guest.balloon.request(received).unwrap();
+    guest.balloon.request_list(received).unwrap();
     poll_until_idle(&mut driver);
     driver.unload().unwrap();
     assert_eq!(guest.balloon.size().actual, RAM);
@@ -278,7 +278,7 @@ fn a_driver_that_is_unloaded_and_loaded_again_finds_an_empty_balloon() {
     poll_until_idle(&mut driver);
     assert_eq!(guest.balloon.size().actual, 40 * MIB, "the target applies to the next driver");
     let received = Arc::new(ReceivedList::default());
-    guest.balloon.request(received.clone()).unwrap();
+    guest.balloon.request_list(received.clone()).unwrap();
     poll_until_idle(&mut driver);
     assert_eq!(received.joined(), [USED..40 * MIB]);
 }
@@ -296,7 +296,7 @@ fn a_new_device_shows_that_guests_may_use_their_pages() {
     assert_eq!(command(&guest), DONE, "before there is a driver");
     let mut driver = guest.probe();
     assert_eq!(command(&guest), DONE, "and when there is one");
-    guest.balloon.request(Arc::new(ReceivedList::default())).unwrap();
+    guest.balloon.request_list(Arc::new(ReceivedList::default())).unwrap();
     assert_eq!(command(&guest), DONE, "and until its queue was processed");
     poll_until_idle(&mut driver);
     assert!(command(&guest) != DONE && driver.shrinker().held() == 12);
@@ -311,7 +311,7 @@ fn a_driver_that_disappears_during_a_list_leaves_no_state() {
     let guest = Guest::new();
     let mut driver = guest.probe();
     let received = Arc::new(ReceivedList::default());
-    guest.balloon.request(received.clone()).unwrap();
+    guest.balloon.request_list(received.clone()).unwrap();
     // The first poll gives the id and some blocks, and the guest is reset before the end of the list.
     driver.poll().unwrap();
     guest.balloon.reset();
@@ -348,16 +348,16 @@ fn threads_make_no_difference() {
     let _worker = guest.machine.worker().unwrap();
     let mut driver: Driver<_, _> = guest.probe();
     let received = Arc::new(ReceivedList::default());
-    guest.balloon.request(received.clone()).unwrap();
+    guest.balloon.request_list(received.clone()).unwrap();
     guest.balloon.set_target(32 * MIB).unwrap();
     while !(received.is_complete() && guest.balloon.size().actual <= 48 * MIB) {
         driver.poll().unwrap();
         if received.is_complete() {
-            guest.balloon.done();
+            guest.balloon.return_pages();
         }
         driver.wait(Duration::from_millis(1));
     }
-    guest.balloon.done();
+    guest.balloon.return_pages();
     while guest.balloon.size().actual != 32 * MIB {
         driver.poll().unwrap();
         driver.wait(Duration::from_millis(1));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use limosa_balloon::{Balloon, Features, HintState, Options, Ring, Strategy, Transport, VhostUserBalloon};
 use limosa_balloon_driver::{Blocks, Driver, FrontEnd, Machine};
 use limosa_memory::rust_vmm::{DirtyMarks, export};
-use limosa_memory::{BlockOptions, FreePages as _, GuestMemory};
+use limosa_memory::{BlockOptions, FreePageHinting as _, GuestMemory};
 use limosa_vhost::Server;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
@@ -58,7 +58,7 @@ fn a_ring_that_becomes_invalid_during_a_list_ends_it() {
     bare.balloon.attached(told.clone());
     bare.balloon.ack_features(Features::ALL);
     bare.balloon.write_config(POISON, &[0; 4]);
-    bare.balloon.request(received.clone()).unwrap();
+    bare.balloon.request_list(received.clone()).unwrap();
     let ring = bare.ring();
     bare.balloon.process_queue(HINT, &ring).unwrap();
     bare.guest.write_obj(bare.command().to_le(), GuestAddress(0x4000)).unwrap();
@@ -91,7 +91,7 @@ fn a_front_end_that_disconnects_during_a_list_ends_it() {
     let free = Arc::new(parking_lot::Mutex::new(Blocks::new(16 * MIB..RAM)));
     let mut driver = Driver::probe(machine, free, Features::ALL).unwrap();
     let received = Arc::new(ReceivedList::default());
-    balloon.request(received.clone()).unwrap();
+    balloon.request_list(received.clone()).unwrap();
     let end = Instant::now() + Duration::from_secs(60);
     // A part of it: there is no driver to send the rest.
     while balloon.hint_list().blocks == 0 {

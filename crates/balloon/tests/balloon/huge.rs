@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use limosa_balloon::{Features, GuestRam, More, Reclaim, Strategy};
+use limosa_balloon::{Features, GuestRam, MoreWork, Reclaim, Strategy};
 use limosa_memory::{BlockOptions, GuestMemory, MemoryError, ReleaseMethod};
 use limosa_testkit::{HugePages, skipped};
 use parking_lot::Mutex;
@@ -58,11 +58,11 @@ fn both() -> [Range<u64>; 2] {
 }
 
 /// Sends an array over a queue with a new ring, and processes it once.
-fn send(bare: &Bare, queue: usize, pages: impl IntoIterator<Item = u32>) -> More {
+fn send(bare: &Bare, queue: usize, pages: impl IntoIterator<Item = u32>) -> MoreWork {
     send_over(bare, &bare.ring(), queue, pages)
 }
 
-fn send_over(bare: &Bare, ring: &BareRing<'_>, queue: usize, pages: impl IntoIterator<Item = u32>) -> More {
+fn send_over(bare: &Bare, ring: &BareRing<'_>, queue: usize, pages: impl IntoIterator<Item = u32>) -> MoreWork {
     let pages: Vec<u32> = pages.into_iter().collect();
     for (page, at) in pages.iter().zip((0x4000..).step_by(4)) {
         bare.guest.write_obj(page.to_le(), GuestAddress(at)).unwrap();
@@ -95,11 +95,11 @@ fn pages_taken_out_of_the_balloon_are_no_longer_given_back() {
     // More runs than one call gives back; the last is a huge page.
     let apart = (1024..).step_by(2).take(128);
     let ring = bare.ring();
-    assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), More::Yes);
+    assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), MoreWork::Yes);
     assert_eq!(noted.take().len(), 128);
     // Its other queue may be anywhere: here at the same address, which the device has read.
-    assert_eq!(send(&bare, 1, [HUGE + 3]), More::No);
-    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::No);
+    assert_eq!(send(&bare, 1, [HUGE + 3]), MoreWork::No);
+    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), MoreWork::No);
     assert_eq!(
         noted.take(),
         [bytes(HUGE..HUGE + 3), bytes(HUGE + 4..HUGE + 16)],
@@ -133,9 +133,9 @@ fn no_bits_are_kept_of_memory_that_was_removed() {
     // In the middle of an array.
     let apart = (1024..).step_by(2).take(128);
     let ring = bare.ring();
-    assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), More::Yes);
+    assert_eq!(send_over(&bare, &ring, 0, apart.chain(HUGE..HUGE + 16)), MoreWork::Yes);
     bare.balloon.set_memory(ordinary.clone());
-    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::No);
+    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), MoreWork::No);
     assert_eq!(ordinary.take(), []);
 }
 

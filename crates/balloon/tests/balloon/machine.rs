@@ -106,7 +106,7 @@ impl ReceivedList {
 }
 
 impl FreePageSink for ReceivedList {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         self.ranges.lock().push(range);
     }
 

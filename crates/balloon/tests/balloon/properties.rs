@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use crate::bare::POISON;
 use crate::machine::{Guest, MIB, RAM, ReceivedList, Rings, TestDriver, USED, poll_until_idle};
-use limosa_balloon::{Balloon, Features, HintState, More, Options, Reclaim, Transport, VirtioQueueRing};
+use limosa_balloon::{Balloon, Features, HintState, MoreWork, Options, Reclaim, Transport, VirtioQueueRing};
 use limosa_balloon_driver::Pages as _;
-use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
+use limosa_memory::{FreePageHinting as _, FreePageSink, MemoryError};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use virtio_queue::{Queue, QueueT as _};
@@ -75,7 +75,7 @@ type Owned = Arc<Mutex<Vec<Block>>>;
 struct Sink(Owned, u32);
 
 impl FreePageSink for Sink {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         let owned = self.0.lock();
         let meets = |block: &Range<u64>| block.start < range.end && range.start < block.end;
         let taken = owned.iter().find(|block| meets(&block.range) && block.since < self.1);
@@ -117,10 +117,10 @@ impl World {
             Step::PollUntilIdle => poll_until_idle(driver),
             Step::Request => {
                 self.lists += 1;
-                balloon.request(Arc::new(Sink(Arc::clone(&self.owned), self.lists))).unwrap();
+                balloon.request_list(Arc::new(Sink(Arc::clone(&self.owned), self.lists))).unwrap();
             }
-            Step::Stop => balloon.stop(),
-            Step::Done => balloon.done(),
+            Step::Stop => balloon.stop_list(),
+            Step::Done => balloon.return_pages(),
             Step::Shrink(blocks) => {
                 for block in driver.shrinker().take_back(blocks) {
                     self.own(block);
@@ -196,7 +196,7 @@ proptest! {
         world.step(Step::Done);
         world.step(Step::PollUntilIdle);
         let received = Arc::new(ReceivedList::default());
-        world.guest.balloon.request(received.clone()).unwrap();
+        world.guest.balloon.request_list(received.clone()).unwrap();
         world.step(Step::PollUntilIdle);
         prop_assert!(received.is_complete());
         world.step(Step::Done);
@@ -268,7 +268,7 @@ proptest! {
         balloon.ack_features(Features::from_bits(features));
         balloon.write_config(POISON, &[0; 4]);
         let received = Arc::new(ReceivedList::default());
-        let asked = balloon.request(received.clone()).is_ok();
+        let asked = balloon.request_list(received.clone()).is_ok();
         balloon.write_config(POISON, &[u8::from(poison); 4]);
         for (number, count) in counts.into_iter().enumerate() {
             // All rings share the written memory; each announces this number of available buffers.
@@ -290,7 +290,7 @@ proptest! {
                 let told = balloon.counters();
                 prop_assert_eq!(told.hinted_blocks, received.ranges.lock().len() as u64);
                 prop_assert!(asked || told.hinted_blocks == 0);
-                if !matches!(more, Ok(More::Yes)) {
+                if !matches!(more, Ok(MoreWork::Yes)) {
                     break;
                 }
             }

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use limosa_balloon::{Counters, More, Ring};
-use limosa_memory::{FreePageSink, FreePages as _, GuestMemory};
+use limosa_balloon::{Counters, MoreWork, Ring};
+use limosa_memory::{FreePageHinting as _, FreePageSink, GuestMemory};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 use virtio_queue::DescriptorChain;
@@ -89,7 +89,7 @@ fn invalid_input_is_counted_logged_once_and_its_buffer_given_back() {
         tracing::subscriber::with_default(warnings.clone(), || {
             for number in 0..3 {
                 bare.offer(number, address, length, flags);
-                while bare.balloon.process_queue(queue, &ring).unwrap() == More::Yes {}
+                while bare.balloon.process_queue(queue, &ring).unwrap() == MoreWork::Yes {}
             }
         });
         assert_eq!(counted(&bare.balloon.counters()), 3, "{what}");
@@ -167,17 +167,17 @@ fn begin_list(bare: &Bare, ring: &BareRing<'_>) {
 fn a_flood_of_free_blocks_is_taken_a_bounded_number_at_a_time() {
     let bare = bare();
     let received = Arc::new(ReceivedList::default());
-    bare.balloon.request(received.clone()).unwrap();
+    bare.balloon.request_list(received.clone()).unwrap();
     let ring = bare.ring();
     begin_list(&bare, &ring);
     let flood = Flood { ring, bare: &bare, next: Cell::new(1) };
     for look in 1..=5 {
-        assert_eq!(bare.balloon.process_queue(HINT, &flood).unwrap(), More::Yes, "other queues are processed");
+        assert_eq!(bare.balloon.process_queue(HINT, &flood).unwrap(), MoreWork::Yes, "other queues are processed");
         assert_eq!(bare.balloon.counters().hinted_blocks, look * 256);
     }
     assert_eq!(received.ranges.lock().len(), 5 * 256);
-    bare.balloon.done();
-    assert_eq!(bare.balloon.process_queue(HINT, &flood).unwrap(), More::Yes);
+    bare.balloon.return_pages();
+    assert_eq!(bare.balloon.process_queue(HINT, &flood).unwrap(), MoreWork::Yes);
     assert_eq!((bare.balloon.counters().stale_hints, is_untouched(&bare)), (256, true));
 }
 
@@ -185,7 +185,7 @@ fn a_flood_of_free_blocks_is_taken_a_bounded_number_at_a_time() {
 struct TrustingHost(Arc<GuestMemory>);
 
 impl FreePageSink for TrustingHost {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         let zeros = vec![0; usize::try_from(range.end - range.start).unwrap()];
         self.0.block(0).unwrap().write(range.start, &zeros).unwrap();
     }
@@ -197,7 +197,7 @@ impl FreePageSink for TrustingHost {
 fn a_guest_with_wrong_hints_loses_only_its_own_pages() {
     let (liar, honest) = (bare(), bare());
     let listing = |bare: &Bare, blocks: &[(u64, u32)]| {
-        bare.balloon.request(Arc::new(TrustingHost(Arc::clone(&bare.memory)))).unwrap();
+        bare.balloon.request_list(Arc::new(TrustingHost(Arc::clone(&bare.memory)))).unwrap();
         let ring = bare.ring();
         begin_list(bare, &ring);
         for (number, (address, length)) in (1..).zip(blocks) {

@@ -4,8 +4,8 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use limosa_balloon::{Features, HintState, More, Ring, StatisticsError, Transport};
-use limosa_memory::{FreePageSink, FreePages as _};
+use limosa_balloon::{Features, HintState, MoreWork, Ring, StatisticsError, Transport};
+use limosa_memory::{FreePageHinting as _, FreePageSink};
 use parking_lot::Mutex;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes as _, GuestAddress};
@@ -50,7 +50,7 @@ impl<'m> Ring for Stopping<'m> {
         self.ring.notify()
     }
 
-    fn is_stopped(error: &Self::Error) -> bool {
+    fn is_stopped_error(error: &Self::Error) -> bool {
         matches!(error, virtio_queue::Error::QueueNotReady)
     }
 }
@@ -68,7 +68,7 @@ fn a_buffer_whose_ring_was_stopped_is_given_back_when_it_continues() {
         assert!(bare.balloon.process_queue(queue, &ring).is_err());
         assert_eq!(bare.used(), 0);
         ring.stopped.set(false);
-        assert_eq!(bare.balloon.process_queue(queue, &ring).unwrap(), More::No);
+        assert_eq!(bare.balloon.process_queue(queue, &ring).unwrap(), MoreWork::No);
         assert_eq!(bare.used(), 1, "queue {queue}: the driver waits for it");
     }
     let bare = Bare::new();
@@ -98,7 +98,7 @@ fn a_queue_that_stops_and_continues_has_the_same_driver() {
         bare.balloon.stopped(queue);
     }
     assert_eq!(bare.balloon.size().actual, 16 * MIB - 77 * 4096, "the balloon keeps its pages");
-    let refused = bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err();
+    let refused = bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).unwrap_err();
     assert!(refused.to_string().contains("page_poison"), "the poison value is kept: {refused}");
     // The device does not have the buffer for statistics any more, so it is not a second one; and it holds old values.
     bare.balloon.process_queue(2, &bare.ring()).unwrap();
@@ -108,7 +108,10 @@ fn a_queue_that_stops_and_continues_has_the_same_driver() {
     bare.balloon.reset();
     assert_eq!(bare.balloon.size().actual, 16 * MIB);
     bare.balloon.ack_features(Features::ALL.without(Features::PAGE_POISON));
-    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok(), "the next driver has no poison value");
+    assert!(
+        bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_ok(),
+        "the next driver has no poison value"
+    );
 }
 
 /// A buffer that was filled before the VM was paused, or for another process, does not show the current state.
@@ -168,11 +171,11 @@ fn a_queue_that_stops_during_a_buffer_gives_no_more_of_its_pages_back() {
     }
     bare.offer(0, 0x4000, 800, 0);
     let ring = bare.ring();
-    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::Yes);
+    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), MoreWork::Yes);
     let before = bare.balloon.counters().discards;
     assert!((1..200).contains(&before));
     bare.balloon.stopped(0);
-    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), More::No);
+    assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), MoreWork::No);
     assert_eq!((bare.balloon.counters().discards, bare.used()), (before, 0));
     let mut last = [0; 4096];
     bare.memory.block(0).unwrap().read((2048 + 2 * 199) << 12, &mut last).unwrap();
@@ -187,15 +190,15 @@ fn the_poison_value_may_be_written_before_the_feature_is_accepted() {
     bare.balloon.reset();
     bare.balloon.ack_features(Features::FREE_PAGE_HINT);
     bare.balloon.write_config(POISON, &[0xaa; 4]);
-    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
+    assert!(bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_ok());
     bare.balloon.ack_features(Features::ALL);
-    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_err());
+    assert!(bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_err());
     // A driver that starts again over the same connection writes it again; the old value is valid until then.
     bare.balloon.reset();
     bare.balloon.ack_features(Features::ALL);
-    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_err());
+    assert!(bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_err());
     bare.balloon.write_config(POISON, &[0; 4]);
-    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
+    assert!(bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_ok());
 }
 
 /// A driver of another server whose rings have given no buffer back yet looks like a new one.
@@ -205,7 +208,7 @@ fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
     bare.balloon.attached(Arc::new(Bus));
     bare.balloon.ack_features(Features::ALL);
-    let refused = bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err();
+    let refused = bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).unwrap_err();
     assert!(refused.to_string().contains("page_poison"), "{refused}");
     bare.offer(0, 8 * MIB, 4096, WRITABLE);
     bare.balloon.process_queue(4, &bare.ring()).unwrap();
@@ -218,11 +221,14 @@ fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     for queue in 0..5 {
         bare.balloon.stopped(queue);
     }
-    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok(), "the value remains valid over a stop");
+    assert!(
+        bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_ok(),
+        "the value remains valid over a stop"
+    );
     // A driver that has not accepted the feature writes no value.
     bare.balloon.attached(Arc::new(Bus));
     bare.balloon.ack_features(Features::FREE_PAGE_HINT);
-    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
+    assert!(bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_ok());
 }
 
 #[test]
@@ -250,13 +256,13 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     impl Transport for Idle {
         fn config_changed(&self) {}
         fn kick(&self, _queue: usize) {}
-        fn is_idle(&self, queue: usize) -> bool {
+        fn is_queue_stopped(&self, queue: usize) -> bool {
             self.0.load(Ordering::SeqCst) & (1 << queue) != 0
         }
     }
     let bare = Bare::new();
     let idle = Arc::new(Idle::default());
-    let why = || bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap_err().to_string();
+    let why = || bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).unwrap_err().to_string();
     bare.balloon.attached(idle.clone());
     bare.balloon.ack_features(Features::ALL);
     bare.balloon.write_config(POISON, &[0; 4]);
@@ -264,7 +270,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     assert!(why().contains("does not run"), "{}", why());
     assert!(bare.balloon.request_statistics().is_ok());
     idle.0.store(1 << 2, Ordering::SeqCst);
-    assert!(bare.balloon.request(Arc::new(ReceivedBlocks::default())).is_ok());
+    assert!(bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_ok());
     assert_eq!(bare.balloon.request_statistics(), Err(StatisticsError::QueueStopped));
 
     idle.0.store(0, Ordering::SeqCst);
@@ -279,7 +285,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
 struct ReceivedBlocks(Mutex<Vec<u64>>);
 
 impl FreePageSink for ReceivedBlocks {
-    fn free(&self, range: std::ops::Range<u64>) {
+    fn add_range(&self, range: std::ops::Range<u64>) {
         self.0.lock().push(range.start);
     }
 
@@ -292,7 +298,7 @@ fn a_list_whose_ring_stops_continues_with_it() {
     let bare = Bare::new();
     let ring = Stopping::over(&bare);
     let told = Arc::new(ReceivedBlocks::default());
-    bare.balloon.request(told.clone()).unwrap();
+    bare.balloon.request_list(told.clone()).unwrap();
     bare.balloon.process_queue(3, &ring).unwrap();
     let id = bare.command();
     bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
@@ -320,7 +326,7 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
     let ring = Stopping::over(&bare);
     let ask = || {
         let told = Arc::new(ReceivedBlocks::default());
-        bare.balloon.request(told.clone()).unwrap();
+        bare.balloon.request_list(told.clone()).unwrap();
         told
     };
     let first = ask();
@@ -332,7 +338,7 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
     bare.offer(0, 0x4000, 4, 0);
     bare.offer(1, 8 * MIB, 4096, WRITABLE);
     // The queue has not been processed when the list is stopped, and another one requested.
-    bare.balloon.stop();
+    bare.balloon.stop_list();
     let second = ask();
     assert!(bare.command() < 0x8000_0000, "the driver cannot know of it yet");
     field(id + 1);
@@ -352,7 +358,7 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
 fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call() {
     let bare = &Bare::new();
     let ring = Stopping::over(bare);
-    bare.balloon.request(Arc::new(ReceivedBlocks::default())).unwrap();
+    bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).unwrap();
     bare.balloon.process_queue(3, &ring).unwrap();
     let first = bare.command();
     let field = move |id: u32| bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
@@ -363,8 +369,8 @@ fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call(
         bare.offer(0, 0x4000, 4, 0);
         bare.offer(1, 8 * MIB, 4096, WRITABLE);
         // Here the guest takes the block back and writes it, and the engine fetches the dirty log.
-        balloon.stop();
-        balloon.request(told).unwrap();
+        balloon.stop_list();
+        balloon.request_list(told).unwrap();
     };
     ring.at_end.set(Some(Box::new(meanwhile)));
     balloon.process_queue(3, &ring).unwrap();

@@ -6,8 +6,8 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use limosa_balloon::{Balloon, GuestRam, More, Options, Reclaim, Strategy};
-use limosa_memory::{BlockOptions, FreePages as _, GuestMemory, MemoryError};
+use limosa_balloon::{Balloon, GuestRam, MoreWork, Options, Reclaim, Strategy};
+use limosa_memory::{BlockOptions, FreePageHinting as _, GuestMemory, MemoryError};
 use parking_lot::Mutex;
 use vm_memory::{Bytes as _, GuestAddress};
 
@@ -78,9 +78,9 @@ fn a_guest_that_reads_the_configuration_never_waits_for_the_queues() {
     assert_eq!(guest.balloon.size().actual, RAM - 3 * 4096);
     guest.balloon.set_target(50 * MIB).unwrap();
     guest.balloon.request_statistics().unwrap();
-    guest.balloon.request(Arc::new(ReceivedList::default())).unwrap();
-    guest.balloon.stop();
-    guest.balloon.done();
+    guest.balloon.request_list(Arc::new(ReceivedList::default())).unwrap();
+    guest.balloon.stop_list();
+    guest.balloon.return_pages();
     let _ = (guest.balloon.statistics(), guest.balloon.counters(), guest.balloon.hint_list());
     open.send(()).unwrap();
     drop(inflating.join().unwrap());
@@ -126,7 +126,7 @@ fn no_pages_of_a_driver_are_given_back_after_the_reset() {
             open.send(()).unwrap();
             assert!(!early, "pages of the driver were still being given back");
             assert_eq!(resetting.join().unwrap().discards, 1, "the one that had already begun");
-            assert_eq!(worker.join().unwrap(), More::No);
+            assert_eq!(worker.join().unwrap(), MoreWork::No);
         });
         assert_eq!((bare.balloon.counters().discards, bare.used()), (1, 0), "and the rings are not changed");
         let mut pages = vec![0; 12 << 12];
@@ -136,7 +136,7 @@ fn no_pages_of_a_driver_are_given_back_after_the_reset() {
         bare.guest.write_obj(0u16, GuestAddress(0x2002)).unwrap();
         bare.offer(0, 0x4000, 4, 0);
         bare.guest.write_obj(4095u32.to_le(), GuestAddress(0x4000)).unwrap();
-        assert_eq!(bare.balloon.process_queue(0, &bare.ring()).unwrap(), More::No);
+        assert_eq!(bare.balloon.process_queue(0, &bare.ring()).unwrap(), MoreWork::No);
         assert_eq!((bare.balloon.counters().discards, bare.used()), (2, 1));
     }
 }

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
-use limosa_memory::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageHinting as _, FreePageSink};
 use limosa_testkit::{Uml, UmlGuest, pattern};
 use limosa_vhost::{Fault, Ram, Server, ServerError, Stopper};
 use parking_lot::Mutex;
@@ -129,7 +129,7 @@ impl Guest {
     /// Requests a list of free pages and waits for its end.
     pub(crate) fn free_pages(&self) -> Vec<Range<u64>> {
         let list = Arc::new(List::default());
-        self.balloon.request(list.clone()).unwrap();
+        self.balloon.request_list(list.clone()).unwrap();
         until("the list is complete", || list.is_complete());
         list.ranges()
     }
@@ -141,7 +141,7 @@ impl Guest {
 
     /// Ends a list, and waits until the guest has as many free bytes as before. It needs them for what comes next.
     pub(crate) fn done(&self, free: u64) {
-        self.balloon.done();
+        self.balloon.return_pages();
         until("the guest has its pages back", || self.free_memory() > free.saturating_sub(32 * MIB));
     }
 
@@ -222,7 +222,7 @@ impl List {
 }
 
 impl FreePageSink for List {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         self.got.lock().0.push(range);
     }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use limosa_balloon::{Balloon, Features, HintState, Options};
-use limosa_memory::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageHinting as _, FreePageSink};
 use limosa_testkit::on_uml;
 
 use crate::guest::{BLOCK, Guest, List, MIB, REPORTING_MEMORY, bytes, until};
@@ -20,7 +20,7 @@ fn a_list_is_all_that_the_guest_has_in_its_largest_blocks() {
             let told = bytes(&guest.free_pages());
             // The shell itself allocates and frees a block or two.
             assert!(told.abs_diff(free) <= 2 * BLOCK, "{told} of {free} bytes");
-            guest.balloon.done();
+            guest.balloon.return_pages();
             until("the guest has taken its pages back", || guest.in_largest_blocks() + 2 * BLOCK >= free);
         }
         guest.no_faults();
@@ -34,10 +34,10 @@ struct Short {
 }
 
 impl FreePageSink for Short {
-    fn free(&self, range: Range<u64>) {
-        self.list.free(range);
+    fn add_range(&self, range: Range<u64>) {
+        self.list.add_range(range);
         if self.list.ranges().len() == 3 {
-            self.balloon.stop();
+            self.balloon.stop_list();
         }
     }
 
@@ -54,13 +54,13 @@ fn a_list_that_is_stopped_halfway_ends_there_and_the_next_one_is_complete() {
         let mut halfway = 0;
         for round in 1..=5 {
             let short = Arc::new(Short { list: List::default(), balloon: guest.balloon.clone() });
-            guest.balloon.request(short.clone()).unwrap();
+            guest.balloon.request_list(short.clone()).unwrap();
             until("it is stopped", || guest.balloon.hint_list().state == HintState::Stopped);
             // The guest does not know yet, and continues for a moment, or to its end.
             guest.touch(1);
             halfway += u32::from(guest.in_largest_blocks() > 2 * BLOCK);
             assert_eq!((short.list.ranges().len(), short.list.is_complete()), (3, false), "round {round}");
-            guest.balloon.done();
+            guest.balloon.return_pages();
             until("the guest has taken its pages back", || guest.in_largest_blocks() + 2 * BLOCK >= free);
             assert_eq!(short.list.ranges().len(), 3);
         }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use guest::{Guest, List, MIB, REPORTING_MEMORY, bytes, until};
 use limosa_balloon::{Features, HintState, Options};
-use limosa_memory::FreePages as _;
+use limosa_memory::FreePageHinting as _;
 use limosa_testkit::{on_uml, pattern};
 
 #[test]
@@ -142,9 +142,9 @@ fn lists_can_be_requested_repeatedly_and_stopped() {
         for _ in 0..5 {
             // Stopped at some time; the blocks sent before are free nevertheless, and the next list is complete.
             let list = Arc::new(List::default());
-            guest.balloon.request(list.clone()).unwrap();
+            guest.balloon.request_list(list.clone()).unwrap();
             until("it begins", || !list.ranges().is_empty());
-            guest.balloon.stop();
+            guest.balloon.stop_list();
             bytes(&list.ranges());
             guest.done(free);
         }
@@ -153,7 +153,7 @@ fn lists_can_be_requested_repeatedly_and_stopped() {
         assert!(bytes(&guest.free_pages()) < free / 4, "blocks that it holds for a list are not sent again");
         // Three without waiting, each ending the previous one.
         for _ in 0..3 {
-            guest.balloon.request(Arc::new(List::default())).unwrap();
+            guest.balloon.request_list(Arc::new(List::default())).unwrap();
         }
         guest.done(free);
         guest.no_faults();
@@ -207,7 +207,7 @@ fn a_driver_that_is_unloaded_and_loaded_again_gets_its_pages_back_and_starts_aga
             guest.resize(ram - (50 + round) * MIB);
             if round > 0 {
                 // In the middle of a list, and with pages held for one.
-                guest.balloon.request(Arc::new(List::default())).unwrap();
+                guest.balloon.request_list(Arc::new(List::default())).unwrap();
             }
             guest.uml.shell("rmmod virtio_balloon").unwrap();
             let left = guest.free_memory();
@@ -216,7 +216,7 @@ fn a_driver_that_is_unloaded_and_loaded_again_gets_its_pages_back_and_starts_aga
             until("the balloon has the requested size", || guest.balloon.size().actual == ram - (50 + round) * MIB);
             guest.balloon.request_statistics().unwrap();
             guest.free_pages();
-            guest.balloon.done();
+            guest.balloon.return_pages();
         }
         assert_eq!(guest.verify(), "0 of 10240 pages lost");
         guest.no_faults();
@@ -238,7 +238,7 @@ fn a_guest_outlives_its_balloons_server() {
             guest.end_server();
             assert_eq!(guest.verify(), "0 of 15360 pages lost");
             assert!(!guest.balloon.has_driver());
-            assert!(guest.balloon.request(Arc::new(List::default())).is_err());
+            assert!(guest.balloon.request_list(Arc::new(List::default())).is_err());
             guest.uml.check_alive().unwrap();
         }
     });

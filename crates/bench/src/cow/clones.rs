@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
-use limosa_image::qcow2::CloneMode;
+use limosa_image::qcow2::ReflinkMode;
 use limosa_storage::{Buffer, CacheMode, Create, Storage, block_on};
 use rustix::fs::{Advice, fadvise};
 
@@ -20,7 +20,7 @@ pub(super) const COPIED: &str = "copied";
 pub(super) const CLONED: &str = "cloned";
 
 /// The contestants.
-pub(super) const VARIANTS: [(&str, CloneMode); 2] = [(COPIED, CloneMode::Off), (CLONED, CloneMode::From(0))];
+pub(super) const VARIANTS: [(&str, ReflinkMode); 2] = [(COPIED, ReflinkMode::Off), (CLONED, ReflinkMode::AtLeast(0))];
 
 /// Whether files of a folder can share space.
 pub(super) fn can_share(folder: &Path) -> Result<bool> {

@@ -146,7 +146,7 @@ impl Base {
             let file = open(path, cache, read_only, Create::No)?;
             files.push(Arc::clone(&file));
             Ok(match &disk {
-                Some(disk) => disk.over(file),
+                Some(disk) => disk.wrap(file),
                 None => file,
             })
         };

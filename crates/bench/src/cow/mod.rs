@@ -54,8 +54,10 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         }
     };
     let usual = Qcow2Options::default();
-    let usual =
-        usual.clone().allocate_ahead(options.allocate_ahead.unwrap_or(usual.allocate_ahead)).clone_mode(options.clone);
+    let usual = usual
+        .clone()
+        .allocate_ahead(options.allocate_ahead.unwrap_or(usual.allocate_ahead))
+        .reflink_mode(options.clone);
     for cell in &cells {
         for (variant, copies) in [(MERGED, Copies::Merged), (SPLIT, Copies::Split)] {
             let (base, cell) = (base.clone(), cell.clone());
@@ -78,7 +80,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let shared = if clones::can_share(folder.path())? { clones::cells(size) } else { Vec::new() };
     for cell in &shared {
         for (variant, clone) in clones::VARIANTS {
-            let (base, cell, how) = (base.clone(), cell.clone(), usual.clone().clone_mode(clone));
+            let (base, cell, how) = (base.clone(), cell.clone(), usual.clone().reflink_mode(clone));
             let run = move |_: &_| {
                 clones::prepare(&base, cell.shape.through)?;
                 load::run(&base, &cell.shape, &cell.load, Copies::Merged, how.clone())

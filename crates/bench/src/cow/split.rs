@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use futures_util::lock::Mutex as Turn;
 use limosa_image::qcow2::Qcow2;
-use limosa_image::{Disk, GuestOffset, ImageError, Mapped, Pending};
+use limosa_image::{Disk, GuestOffset, ImageError, MapEntry, Pending};
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector};
 use parking_lot::Mutex;
@@ -119,7 +119,7 @@ impl Disk for Split {
         self.image.flush()
     }
 
-    fn map(&self, _: GuestOffset, _: u64) -> Pending<'_, Mapped> {
+    fn map(&self, _: GuestOffset, _: u64) -> Pending<'_, MapEntry> {
         self.refused()
     }
 
@@ -154,10 +154,10 @@ mod tests {
     fn a_first_write_is_five_operations_and_leaves_what_the_merged_one_leaves() {
         let counting = Counting::new();
         let bytes: Vec<u8> = (0..SIZE).map(|at| (at / 7 % 251).to_le_bytes()[0]).collect();
-        let below = counting.over(Arc::new(SparseMemory::file_with("below", bytes.clone(), 2 << 20)));
+        let below = counting.wrap(Arc::new(SparseMemory::file_with("below", bytes.clone(), 2 << 20)));
         let options = RawOptions::default().read_only(true);
         let below: Arc<dyn Disk> = Raw::open(below, &options).unwrap();
-        let file = counting.over(Arc::new(SparseMemory::file("image", 16 << 20)));
+        let file = counting.wrap(Arc::new(SparseMemory::file("image", 16 << 20)));
         block_on(create(&*file, None, &CreateOptions::default().size(SIZE as u64))).unwrap();
         let disk = Split::new(opened(&file, None), Some(Arc::clone(&below)));
         let write = |at: u64, length: usize| {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use limosa_balloon::{Balloon, Features, GuestRam, Options as DeviceOptions, Reclaim as _, Strategy, VhostUserBalloon};
-use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
+use limosa_memory::{FreePageHinting as _, FreePageSink, MemoryError};
 use limosa_page::{PAGE_SIZE, PageBitmap, PageNumber, PageRange};
 use limosa_vhost::{Ram, Server, ServerError, Stopper};
 use parking_lot::{Mutex, MutexGuard};
@@ -253,7 +253,7 @@ impl Guest {
 
     /// Has the guest have its pages back.
     pub(super) fn done(&mut self) -> Result<()> {
-        self.balloon.done();
+        self.balloon.return_pages();
         // It frees them one by one; a line of its shell comes behind, and a moment of nothing.
         thread::sleep(Duration::from_millis(300));
         writeln!(self.input, "true")?;
@@ -264,7 +264,7 @@ impl Guest {
     pub(super) fn ask(&self) -> Result<(Vec<Range<u64>>, Duration)> {
         let list = Arc::new(List::default());
         let began = Instant::now();
-        self.balloon.request(list.clone())?;
+        self.balloon.request_list(list.clone())?;
         self.until("the list is complete", || list.lock().1.is_some())?;
         let (ranges, end) = std::mem::take(&mut *list.lock());
         Ok((ranges, end.map_or(LIMIT, |end| end.duration_since(began))))
@@ -370,7 +370,7 @@ impl List {
 }
 
 impl FreePageSink for List {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         self.lock().0.push(range);
     }
 

@@ -100,7 +100,7 @@ impl Eager {
             let parameters = Settings::new()
                 .parameter("multifd-channels", self.channels.unwrap_or(2))
                 .parameter("zero-page-detection", "none");
-            side.monitor.set(&parameters)?;
+            side.monitor.apply_settings(&parameters)?;
         }
         vm.monitor.migrate_incoming(&uri)?;
         source.monitor.migrate(&uri, false)?;

@@ -138,7 +138,7 @@ impl Stage<'_> {
         let uri = format!("unix:{}", vm.at("incoming").display());
         for side in [source, vm] {
             // Off first: what is on from a round before would forbid the other.
-            side.monitor.set(&Settings::new().capability("postcopy-preempt", false))?;
+            side.monitor.apply_settings(&Settings::new().capability("postcopy-preempt", false))?;
             side.tune(&[("postcopy-ram", true), ("postcopy-preempt", preempt)])?;
         }
         vm.monitor.migrate_incoming(&uri)?;

@@ -60,8 +60,8 @@ impl Stage {
         self.back_end.write_all_at(image, 0).context("setting the bits of a log")?;
         // Also has its memory there, as that of a set that is used round after round.
         if let Some(rest) = self.rest.block_mut(0) {
-            rest.set_range(PageRange::first(rest.len()));
-            rest.clear_range(PageRange::first(rest.len()));
+            rest.set_range(PageRange::whole_block(rest.len()));
+            rest.clear_range(PageRange::whole_block(rest.len()));
         }
         let (begun, cpu) = (Instant::now(), thread_cpu());
         self.log.fetch(&mut self.rest)?;

@@ -42,7 +42,7 @@ pub(super) fn run(options: &Options, sender: Sender<'_>, frame: &Frame) -> Resul
     source.forget_events()?;
     for side in [source, &destination] {
         side.tune(&[("multifd", true)])?;
-        side.monitor.set(&Settings::new().parameter("multifd-channels", sender.channels))?;
+        side.monitor.apply_settings(&Settings::new().parameter("multifd-channels", sender.channels))?;
     }
     frame.touch()?;
     let all = Stopwatch::start(&[destination.pid(), source.pid()])?;

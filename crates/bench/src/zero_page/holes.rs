@@ -74,7 +74,7 @@ fn run(memory: u64, every: u64, asks: bool) -> Result<Measured> {
 }
 
 fn pages_with_contents(block: &MemoryBlock, ranges: &[PageRange]) -> u64 {
-    let runs = ScanRanges::new(block.look(), ranges, ZeroMethod::best());
+    let runs = ScanRanges::new(block.guest_pages(), ranges, ZeroMethod::best());
     runs.filter(|run| run.kind == PageKind::Data).map(|run| run.pages.len()).sum()
 }
 

@@ -155,8 +155,8 @@ impl Tls {
     }
 
     /// Makes a client only start the handshake when it connects, and complete it when its channel is used or
-    /// [established](crate::Channel::establish). For a peer that first waits for something else from this end: stock
-    /// QEMU waits for the first bytes of each multifd channel before it accepts the next.
+    /// [established](crate::Channel::complete_handshake). For a peer that first waits for something else from this end:
+    /// stock QEMU waits for the first bytes of each multifd channel before it accepts the next.
     #[must_use]
     pub fn deferred(mut self) -> Self {
         if let Role::Client { deferred, .. } = &mut self.role {

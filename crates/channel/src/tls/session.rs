@@ -15,7 +15,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use limosa_page::{BrokenInvariant, broken};
+use limosa_page::{BrokenInvariant, broken_invariant};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -189,7 +189,7 @@ impl Session {
         self.directions(Wait::Yes).map(|_| ())
     }
 
-    /// As [`establish`](Self::establish), without waiting.
+    /// As [`complete_handshake`](Self::complete_handshake), without waiting.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if the handshake waits for the peer.
@@ -594,7 +594,7 @@ impl Directions {
 
 /// Returns a range that must be inside `bytes`; `what` states that.
 fn inside<'b>(bytes: &'b mut [u8], range: Range<usize>, what: &'static str) -> Result<&'b mut [u8], BrokenInvariant> {
-    bytes.get_mut(range).ok_or_else(|| broken(what))
+    bytes.get_mut(range).ok_or_else(|| broken_invariant(what))
 }
 
 impl Sending {

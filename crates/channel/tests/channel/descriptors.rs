@@ -54,7 +54,7 @@ fn open_files() -> usize {
 #[test]
 fn descriptors_come_with_their_bytes_in_order() {
     let (source, destination) = pair();
-    destination.accept_descriptors(5);
+    destination.allow_descriptors(5);
     let files = [file(1), file(2), file(3)];
     let sent = vec![7; 3 << 20];
     std::thread::scope(|scope| {
@@ -78,7 +78,7 @@ fn descriptors_come_with_their_bytes_in_order() {
 #[test]
 fn as_many_as_can_be_are_passed_at_once_and_not_one_more() {
     let (source, destination) = pair();
-    destination.accept_descriptors(usize::MAX);
+    destination.allow_descriptors(usize::MAX);
     let one = file(9);
     let most = vec![one.as_fd(); 253];
     source.write_all_with_descriptors(b"x", &most).unwrap();
@@ -102,8 +102,8 @@ fn descriptors_that_were_not_asked_for_are_closed() {
     }
     assert_eq!(open_files(), before);
     assert!(destination.take_descriptors().is_empty());
-    destination.accept_descriptors(3);
-    destination.accept_descriptors(0);
+    destination.allow_descriptors(3);
+    destination.allow_descriptors(0);
     source.write_all_with_descriptors(b"bytes", &borrowed(&files)).unwrap();
     destination.read_exact(&mut [0; 5]).unwrap();
     assert_eq!(open_files(), before);
@@ -115,7 +115,7 @@ fn more_descriptors_than_were_asked_for_are_the_peers_error_and_closed() {
         let (source, destination) = pair();
         let one = file(1);
         let before = open_files();
-        destination.accept_descriptors(asked);
+        destination.allow_descriptors(asked);
         source.write_all_with_descriptors(b"bytes", &vec![one.as_fd(); passed]).unwrap();
         let error = destination.read_exact(&mut [0; 5]).unwrap_err();
         let text = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
@@ -130,7 +130,7 @@ fn descriptors_that_were_not_taken_are_closed_with_the_channel() {
     let (source, destination) = pair();
     let one = file(1);
     let before = open_files();
-    destination.accept_descriptors(10);
+    destination.allow_descriptors(10);
     source.write_all_with_descriptors(b"bytes", &[one.as_fd(); 4]).unwrap();
     destination.read_exact(&mut [0; 5]).unwrap();
     assert_eq!(open_files(), before + 4);

@@ -174,7 +174,7 @@ fn a_shutdown_wakes_a_thread_that_waits_for_a_pipe() {
 #[test]
 fn a_shutdown_wakes_a_thread_that_waits_for_the_rate_limit() {
     for (writer, _far) in [socket_pair(), pipe_to_write()] {
-        writer.rate().set(std::num::NonZeroU64::new(1));
+        writer.rate_limit().set(std::num::NonZeroU64::new(1));
         writer.write_all(&[0; 4096]).unwrap();
         thread::scope(|scope| {
             let write = scope.spawn(|| writer.write_all(b"an hour later"));

@@ -21,7 +21,7 @@ fn is_there(pid: u32) -> bool {
 #[test]
 fn bytes_go_through_a_command_and_come_back() {
     let (channel, mut command) = start("cat");
-    assert!(channel.carries(Shutdown::Both));
+    assert!(channel.has_direction(Shutdown::Both));
     let sent: Vec<u8> = (0..3_000_000_u32).flat_map(u32::to_le_bytes).collect();
     let mut received = vec![0; sent.len()];
     thread::scope(|scope| {
@@ -41,7 +41,7 @@ fn bytes_go_through_a_command_and_come_back() {
 fn a_command_that_fails_is_reported_with_its_status() {
     let (channel, mut command) = start("exit 3");
     let error = command.finish(SOON).unwrap_err();
-    assert!(matches!(error, ChannelError::Command { .. }), "{error:?}");
+    assert!(matches!(error, ChannelError::CommandFailed { .. }), "{error:?}");
     assert_eq!(error.to_string(), "exec:exit 3: the command failed (exit status: 3)");
     assert_eq!(channel.read(&mut [0; 1]).unwrap(), 0);
 
@@ -55,7 +55,7 @@ fn a_command_that_fails_is_reported_with_its_status() {
 fn a_command_that_does_not_end_is_ended_and_reaped() {
     let (_channel, mut command) = start("exec sleep 1000");
     let error = command.finish(Duration::from_millis(10)).unwrap_err();
-    assert!(matches!(error, ChannelError::Lingering { .. }), "{error:?}");
+    assert!(matches!(error, ChannelError::CommandTimedOut { .. }), "{error:?}");
     assert!(!is_there(command.pid()));
     // One that will not listen.
     let (channel, command) = start("trap '' TERM; echo; while read x; do :; done");
@@ -78,11 +78,20 @@ fn a_command_is_neither_connected_to_nor_listened_for() {
 fn a_pipe_carries_one_direction_and_a_file_no_answer() {
     let (reader, writer) = std::io::pipe().unwrap();
     let (reader, writer) = (Channel::from_fd(reader.into()).unwrap(), Channel::from_fd(writer.into()).unwrap());
-    assert_eq!([Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| reader.carries(how)), [true, false, false]);
-    assert_eq!([Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| writer.carries(how)), [false, true, false]);
+    assert_eq!(
+        [Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| reader.has_direction(how)),
+        [true, false, false]
+    );
+    assert_eq!(
+        [Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| writer.has_direction(how)),
+        [false, true, false]
+    );
     let file = File::options().read(true).write(true).open(tempfile::NamedTempFile::new().unwrap().path()).unwrap();
     let file = Channel::from_fd(file.into()).unwrap();
-    assert_eq!([Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| file.carries(how)), [true, true, false]);
+    assert_eq!(
+        [Shutdown::Read, Shutdown::Write, Shutdown::Both].map(|how| file.has_direction(how)),
+        [true, true, false]
+    );
 }
 
 /// The two tests below run this in a process of their own: standard input and output have no other user there.
@@ -98,7 +107,7 @@ fn as_a_child_it_echoes_what_it_gets() {
             std::process::exit(1);
         }
     };
-    assert!(channel.carries(Shutdown::Both));
+    assert!(channel.has_direction(Shutdown::Both));
     let mut bytes = [0; 1000];
     channel.write_all(b">").unwrap();
     loop {

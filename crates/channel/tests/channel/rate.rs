@@ -33,7 +33,7 @@ fn a_blocked_taker_wakes_when_the_rate_is_raised() {
 fn puts_never_run_ahead_of_the_limit() {
     const RATE: u64 = 32 << 20;
     let (near, far) = UnixStream::pair().unwrap();
-    let options = Options { rate: Some(RateLimit::new(rate(RATE))), ..Options::default() };
+    let options = Options { rate_limit: Some(RateLimit::new(rate(RATE))), ..Options::default() };
     let channel = Channel::from_fd_with(near.into(), &options).unwrap();
     let page = [1; 4096];
     let began = Instant::now();
@@ -61,7 +61,7 @@ fn a_limit_breaks_no_batch() {
     let batch: Vec<_> = (0..512).flat_map(|_| [IoSlice::new(&header), IoSlice::new(&page)]).collect();
     for limit in [None, rate(30 << 20), rate(125_000_000)] {
         let (near, far) = UnixStream::pair().unwrap();
-        let options = Options { rate: Some(RateLimit::new(limit)), ..Options::default() };
+        let options = Options { rate_limit: Some(RateLimit::new(limit)), ..Options::default() };
         let channel = Channel::from_fd_with(near.into(), &options).unwrap();
         let drain = thread::spawn(move || std::io::copy(&mut far.take(u64::MAX), &mut std::io::sink()).unwrap());
         let began = Instant::now();
@@ -82,8 +82,8 @@ fn a_limit_breaks_no_batch() {
 fn a_write_in_progress_speeds_up_when_the_limit_is_lifted() {
     let (channel, far) = Channel::pair().unwrap();
     let mut far = UnixStream::from(far);
-    channel.rate().set(rate(1));
-    let limit = channel.rate();
+    channel.rate_limit().set(rate(1));
+    let limit = channel.rate_limit();
     let write = thread::spawn(move || channel.write_all(&vec![3; 8 << 20]));
     let mut first = [0; 4096];
     far.read_exact(&mut first).unwrap();
@@ -98,7 +98,7 @@ fn a_write_in_progress_speeds_up_when_the_limit_is_lifted() {
 #[test]
 fn channels_can_share_one_limit() {
     let limit = RateLimit::new(rate(1));
-    let options = Options { rate: Some(limit.clone()), ..Options::default() };
+    let options = Options { rate_limit: Some(limit.clone()), ..Options::default() };
     let (a, _a) = UnixStream::pair().unwrap();
     let (b, _b) = UnixStream::pair().unwrap();
     let channel = |fd: UnixStream| Channel::from_fd_with(fd.into(), &options).unwrap();
@@ -118,7 +118,7 @@ fn gets_never_run_ahead_of_their_limit_and_wake_at_a_shutdown() {
     const RATE: u64 = 4 << 20;
     let (writer, far) = Channel::pair().unwrap();
     let limit = RateLimit::new(rate(RATE));
-    let options = Options { read_rate: Some(limit.clone()), ..Options::default() };
+    let options = Options { read_rate_limit: Some(limit.clone()), ..Options::default() };
     let channel = Channel::from_fd_with(far, &options).unwrap();
     thread::scope(|scope| {
         let feeder = scope.spawn(|| writer.write_all(&vec![3; 64 << 20]));
@@ -143,7 +143,7 @@ fn what_had_come_before_a_shutdown_is_still_got_under_a_limit() {
     let limit = RateLimit::new(rate(1));
     // A debt of two centuries.
     limit.take(1 << 33);
-    let options = Options { read_rate: Some(limit), ..Options::default() };
+    let options = Options { read_rate_limit: Some(limit), ..Options::default() };
     let channel = Channel::from_fd_with(far, &options).unwrap();
     writer.write_all(b"page").unwrap();
     thread::scope(|scope| {

@@ -15,8 +15,8 @@ const TINY: Options = Options {
     write_timeout: None,
     send_buffer: Some(1),
     receive_buffer: Some(1),
-    rate: None,
-    read_rate: None,
+    rate_limit: None,
+    read_rate_limit: None,
     zero_copy: ZeroCopy::Off,
 };
 

@@ -33,7 +33,7 @@ fn strangers_are_not_taken_for_a_silent_peer_and_delay_no_other() {
         let end = Instant::now() + SOON;
         let far = loop {
             assert!(Instant::now() < end);
-            if let Some(channel) = acceptor.step(Duration::from_millis(10)).unwrap() {
+            if let Some(channel) = acceptor.poll(Duration::from_millis(10)).unwrap() {
                 break channel;
             }
         };
@@ -70,11 +70,11 @@ fn a_peer_that_closes_after_the_handshake_is_not_taken() {
     let mut acceptor = Acceptor::new(&listener).on_refusal(|why| told.push(why.to_owned()));
     // It is answered, and has the last word.
     while rustix::io::ioctl_fionread(&client).unwrap() == 0 {
-        assert!(acceptor.step(Duration::from_millis(1)).unwrap().is_none());
+        assert!(acceptor.poll(Duration::from_millis(1)).unwrap().is_none());
     }
-    client.establish().unwrap();
+    client.complete_handshake().unwrap();
     rustix::net::shutdown(&client, rustix::net::Shutdown::Both).unwrap();
-    assert!(acceptor.step(Duration::from_millis(50)).unwrap().is_none());
+    assert!(acceptor.poll(Duration::from_millis(50)).unwrap().is_none());
     drop(acceptor);
     assert!(told.len() == 1 && told[0].contains("it may not trust this end's certificate"), "{told:?}");
 }

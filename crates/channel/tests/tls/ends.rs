@@ -28,7 +28,7 @@ fn an_end_that_was_announced_is_an_end() {
     assert_eq!(server.read(&mut got).unwrap(), 0);
     assert_eq!(server.peek(&mut got).unwrap(), Some(0));
     let error = server.read_exact(&mut got).unwrap_err();
-    assert!(error.is_closed() && !error.is_cut(), "{error}");
+    assert!(error.is_closed() && !error.lacks_close_notify(), "{error}");
 
     // One direction at a time.
     let (client, server) = bed.pair();
@@ -49,7 +49,7 @@ fn an_end_that_was_not_announced_is_none() {
     assert_eq!(server.read(&mut got).unwrap(), 4);
     for _ in 0..2 {
         let error = server.read(&mut got).unwrap_err();
-        assert!(error.is_cut() && error.is_closed(), "{error}");
+        assert!(error.lacks_close_notify() && error.is_closed(), "{error}");
         assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { first: false }));
         assert!(
             error.to_string().contains("at byte 5: TLS: the connection ended without a TLS close notification"),
@@ -166,7 +166,7 @@ fn dropping_a_channel_waits_for_room_for_the_close_notification_but_not_for_long
             Err(error) => break error,
         }
     };
-    assert!(error.is_cut(), "{error}");
+    assert!(error.lacks_close_notify(), "{error}");
 }
 
 #[test]
@@ -223,6 +223,6 @@ fn a_peer_that_resets_the_connection_has_not_ended_it() {
     let (socket, _kept) = (server.as_fd().try_clone_to_owned().unwrap(), server);
     rustix::net::connect_unspec(socket).unwrap();
     let error = client.read_exact(&mut [0]).unwrap_err();
-    assert!(error.is_closed() && !error.is_cut(), "{error}");
+    assert!(error.is_closed() && !error.lacks_close_notify(), "{error}");
     assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { first: true }), "{error}");
 }

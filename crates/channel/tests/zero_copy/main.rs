@@ -115,8 +115,8 @@ proptest! {
         let list = slices(&data[begin..], &lengths);
         for transport in TRANSPORTS {
             for &zero_copy in methods(transport) {
-                let rate = Some(RateLimit::new(limit));
-                let options = Options { zero_copy, rate, ..Options::default() };
+                let rate_limit = Some(RateLimit::new(limit));
+                let options = Options { zero_copy, rate_limit, ..Options::default() };
                 let (writer, reader) = connected(transport, &options).unwrap();
                 let mut received = vec![0; 2 * (total - begin)];
                 thread::scope(|scope| {

@@ -41,7 +41,7 @@ impl End {
         };
         let multifd = MultifdOptions { compression: self.settings.compression };
         let mut destination =
-            LiveDestination::new(&self.vm, set.main, &migration.handle).options(options).channels(set.pages, multifd);
+            LiveDestination::new(&self.vm, set.main, &migration.handle).options(options).channels(set.multifd, multifd);
         if self.settings.preempt {
             destination = destination.preempt(preempt(&listener));
         }
@@ -115,13 +115,13 @@ impl End {
         self.socket.set_listen_address(listener.local_uri());
         if channels == 0 {
             let main = wait(&listener, control)?;
-            return Ok((listener, MultifdChannels { main, pages: Vec::new() }));
+            return Ok((listener, MultifdChannels { main, multifd: Vec::new() }));
         }
         let options = MultifdAcceptOptions { channels, within: REACH, main_first: false };
         let mut gathering = MultifdAccept::new(&listener, options).on_refusal(|why| turned_away(&error_line(why)));
         let set = loop {
             control.check().map_err(|error| error_line(&error))?;
-            if let Some(set) = gathering.step(TICK).map_err(|error| error_line(&error))? {
+            if let Some(set) = gathering.poll(TICK).map_err(|error| error_line(&error))? {
                 break set;
             }
         };
@@ -130,7 +130,7 @@ impl End {
     }
 
     fn arrived(&self, migration: &Migration, stats: &IncomingStats) {
-        let unheard = stats.unheard.as_ref().map(|error| {
+        let unheard = stats.acknowledge_error.as_ref().map(|error| {
             let why = format!("the guest runs here, but the source may not have been notified: {}", error_line(error));
             tell(&format!("destination: {why}\n  At the source: limosa-demo discard --control <its socket>"));
             why
@@ -176,7 +176,7 @@ fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
     let mut acceptor = Acceptor::new(listener).on_refusal(turned_away);
     loop {
         control.check().map_err(|error| error_line(&error))?;
-        if let Some(channel) = acceptor.step(TICK).map_err(|error| error_line(&error))? {
+        if let Some(channel) = acceptor.poll(TICK).map_err(|error| error_line(&error))? {
             return Ok(channel);
         }
     }
@@ -185,7 +185,7 @@ fn wait(listener: &Listener, control: &Control) -> Result<Channel, String> {
 /// Waits for the channel of requested pages, likewise: it says nothing until a page is asked for.
 fn preempt(listener: &Listener) -> AcceptPreempt<'_> {
     let mut acceptor = Acceptor::new(listener).on_refusal(turned_away);
-    Box::new(move |wait| acceptor.step(wait))
+    Box::new(move |wait| acceptor.poll(wait))
 }
 
 fn turned_away(why: &str) {

@@ -78,7 +78,7 @@ pub fn run(arguments: &[String]) -> Result<(), DemoError> {
     let (coordinator, orders) = Coordinator::new(role, control.clone());
     let vm = Vm::new(&settings, role, witness, Arc::clone(&coordinator))?;
     let commands = Arc::clone(&coordinator);
-    let socket = ControlSocket::listen_for(Path::new(control), commands)
+    let socket = ControlSocket::listen_without_job(Path::new(control), commands)
         .map_err(DemoError::system(format!("cannot listen at {control}")))?;
     if role == Role::Source {
         vm.run().map_err(|error| DemoError::Guest(error_line(&*error)))?;

@@ -139,9 +139,9 @@ impl End {
             .shared_memory(self.settings.shared_memory());
         let source = source.channels(multifd_channels, multifd).map_err(|error| error_line(&error))?;
         let source = source.postcopy(match self.settings.postcopy {
-            Postcopy::Off => limosa_migrate::live::Postcopy::Off,
-            Postcopy::AfterRounds(_) => limosa_migrate::live::Postcopy::Allowed,
-            Postcopy::AtOnce => limosa_migrate::live::Postcopy::AtOnce,
+            Postcopy::Off => limosa_migrate::live::PostcopyMode::Off,
+            Postcopy::AfterRounds(_) => limosa_migrate::live::PostcopyMode::Allowed,
+            Postcopy::AtOnce => limosa_migrate::live::PostcopyMode::AtOnce,
         });
         let source = match self.vm.free_pages() {
             Some(from) => source.free_pages(from),

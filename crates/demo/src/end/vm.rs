@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use limosa_memory::dirty::{DirtyLogs, Writers};
-use limosa_memory::{BlockOptions, FreePages, GuestMemory, GuestRegion, PassedBlock};
+use limosa_memory::{BlockOptions, FreePageHinting, GuestMemory, GuestRegion, PassedBlock};
 use limosa_migrate::{IncomingVm, LiveVm, VmError};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
@@ -89,7 +89,7 @@ impl Vm {
     }
 
     /// The source of the list of the guest's free pages, if there is one.
-    pub(super) fn free_pages(&self) -> Option<Arc<dyn FreePages>> {
+    pub(super) fn free_pages(&self) -> Option<Arc<dyn FreePageHinting>> {
         self.heap.as_ref().map(Heap::free_pages)
     }
 
@@ -129,7 +129,7 @@ impl Vm {
     pub(super) fn logs(&self) -> Result<DirtyLogs, GuestError> {
         let logs = self.guest()?.dirty_logs()?;
         Ok(match self.heap.as_ref().and_then(Heap::log) {
-            Some(log) => logs.and(log),
+            Some(log) => logs.with_log(log),
             None => logs,
         })
     }
@@ -224,11 +224,11 @@ impl IncomingVm for Vm {
         self.guest.get().map_or(&self.nothing, |guest| guest.memory())
     }
 
-    fn users(&self) -> Writers {
+    fn memory_users(&self) -> Writers {
         self.writers()
     }
 
-    fn adopt(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
+    fn map_passed_memory(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
         if self.guest.get().is_some() {
             return Err("this end has received memory before; start another one".into());
         }
@@ -314,10 +314,10 @@ mod tests {
         let vm = Vm::new(&settings, Role::Destination, witness, coordinator).unwrap();
         // What costs the giver nothing would cost this end tables for all of it.
         for bytes in [(16 << 20) + PAGE_SIZE, 16 << 40] {
-            let refused = vm.adopt(passed(bytes)).unwrap_err().to_string();
+            let refused = vm.map_passed_memory(passed(bytes)).unwrap_err().to_string();
             assert!(refused.contains("this end's guest has at most 16777216"), "{refused}");
         }
-        vm.adopt(passed(16 << 20)).unwrap();
+        vm.map_passed_memory(passed(16 << 20)).unwrap();
         assert_eq!(IncomingVm::memory(&vm).blocks()[0].len(), 16 << 20);
     }
 }

@@ -16,7 +16,7 @@ use std::time::Duration;
 use limosa_balloon_driver::{Heap as Pieces, Owner};
 use limosa_console::error_line;
 use limosa_memory::dirty::{DirtyLog, SoftwareDirtyBitmap, SoftwareDirtyLog, Writers};
-use limosa_memory::{FreePages, GuestMemory};
+use limosa_memory::{FreePageHinting, GuestMemory};
 use limosa_page::to_usize;
 use parking_lot::{Condvar, Mutex};
 
@@ -168,7 +168,7 @@ impl Heap {
     }
 
     /// The source of lists of free pages.
-    pub fn free_pages(&self) -> Arc<dyn FreePages> {
+    pub fn free_pages(&self) -> Arc<dyn FreePageHinting> {
         self.shared.pieces.free_pages()
     }
 
@@ -433,7 +433,7 @@ mod tests {
     struct List(Mutex<(Vec<Range<u64>>, bool)>);
 
     impl FreePageSink for List {
-        fn free(&self, range: Range<u64>) {
+        fn add_range(&self, range: Range<u64>) {
             let mut list = self.0.lock();
             assert!(!list.1, "the end of a list comes behind all of it");
             list.0.push(range);
@@ -486,7 +486,7 @@ mod tests {
     fn the_driver_holds_back_what_it_reported_until_the_device_is_done_even_elsewhere() {
         let (_memory, heap) = heap();
         let (balloon, list) = (heap.free_pages(), Arc::new(List::default()));
-        balloon.request(Arc::clone(&list) as _).unwrap();
+        balloon.request_list(Arc::clone(&list) as _).unwrap();
         heap.run();
         let until = Instant::now() + Duration::from_secs(60);
         while !list.0.lock().1 && Instant::now() < until {
@@ -499,12 +499,12 @@ mod tests {
             at..at + PIECE * PAGE_SIZE
         });
         assert_eq!(hinted, pieces);
-        balloon.stop();
+        balloon.stop_list();
         heap.pause();
         let held = |heap: &Heap| verified(heap).unwrap().1.held_pages;
         assert_eq!(held(&heap), 6 * PIECE);
         // The driver is paused too: it gives the pieces back here when it continues, and elsewhere when it is moved.
-        balloon.done();
+        balloon.return_pages();
         let memory = memory();
         let other = Heap::receive(&memory, Rate::BytesPerSecond(0), 3, false).unwrap();
         let mut state = heap.save();

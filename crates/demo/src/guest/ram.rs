@@ -159,7 +159,7 @@ impl Ram {
 
     fn words_of(&self, page: u64) -> Option<*mut u64> {
         let (block, page) = self.locate(page)?;
-        Some(block.place(PageRange::starting_at(page, 1))?.iov_base.cast())
+        Some(block.iovec(PageRange::starting_at(page, 1))?.iov_base.cast())
     }
 }
 

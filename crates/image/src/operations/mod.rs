@@ -7,4 +7,4 @@ pub mod info;
 mod operation;
 pub mod resize;
 
-pub use operation::{DiskOperation, OperationError, Progress, Watch};
+pub use operation::{DiskOperation, OperationError, Progress, ProgressObserver};

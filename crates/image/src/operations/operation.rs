@@ -26,7 +26,7 @@ impl Progress {
 }
 
 /// A function that observes progress after every request, and stops the operation with [`ControlFlow::Break`].
-pub type Watch<'a> = &'a (dyn Fn(Progress) -> ControlFlow<()> + Sync);
+pub type ProgressObserver<'a> = &'a (dyn Fn(Progress) -> ControlFlow<()> + Sync);
 
 /// The operation that failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]

@@ -129,7 +129,7 @@ pub async fn resize(
         Format::Qcow2 => {
             // Its locks would be in the way of the same file's, opened with all that it refers to.
             drop(file);
-            let parts = chain::open_parts(reference, &open).await?;
+            let parts = chain::open_offline(reference, &open).await?;
             let before = parts.header.size;
             let size = length(before)?;
             let (shrink, preallocation) = (options.shrink, options.preallocation);

@@ -8,9 +8,9 @@ mod format;
 mod offline;
 
 pub use crate::error::CreateOptionsError;
-pub use engine::counters::{Counts, Operations};
+pub use engine::counters::{Counts, OperationCount};
 pub use engine::image::{Parts, Qcow2};
-pub use engine::options::{CloneMode, Qcow2Options};
+pub use engine::options::{Qcow2Options, ReflinkMode};
 pub use format::bitmap_directory::{Bitmap, read as read_bitmaps};
 pub use format::extension::{BitmapsExtension, Extensions};
 pub use format::feature::{FeatureKind, FeatureName, Features};

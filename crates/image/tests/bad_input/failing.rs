@@ -45,7 +45,7 @@ fn whatever_request_fails_it_is_named_and_the_image_stays_sound() {
                 let file = made(&options, &[1; 64 << 10]);
                 let failing = Failing::new();
                 failing.fail(number, 1, fault);
-                let errors = session(failing.over(Arc::clone(&file)));
+                let errors = session(failing.wrap(Arc::clone(&file)));
                 if failing.seen().1 == 0 {
                     assert!(errors.is_empty() && number > 20, "{number}: {errors:?}");
                     break;

@@ -155,7 +155,7 @@ fn with_snapshots(count: u32, version: u32) -> (Arc<dyn Storage>, Header) {
 /// The result of reading the snapshots, and the bytes read.
 fn snapshots(file: &Arc<dyn Storage>, header: &Header) -> (Result<usize, String>, u64) {
     let counting = Counting::new();
-    let over = counting.over(Arc::clone(file));
+    let over = counting.wrap(Arc::clone(file));
     let found = block_on(read_snapshots(&*over, header));
     let bytes = counting.take().iter().map(|seen| seen.range.end - seen.range.start).sum();
     (found.map(|found| found.len()).map_err(|error| error.to_string()), bytes)

@@ -1,6 +1,6 @@
 //! Breaking images in every way.
 
-use limosa_storage::testing::Chance;
+use limosa_storage::testing::SeededRandom;
 
 /// Where the tables of an image lie, read as simply as can be.
 pub(crate) struct Tables {
@@ -58,7 +58,7 @@ impl Tables {
     }
 
     /// Breaks one thing, and says which.
-    pub(crate) fn break_one(&self, bytes: &mut [u8], chance: &mut Chance) -> String {
+    pub(crate) fn break_one(&self, bytes: &mut [u8], chance: &mut SeededRandom) -> String {
         let (kind, places) = chance.of(&self.kinds);
         let at = *chance.of(places);
         let before = number(bytes, at);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use limosa_image::GuestOffset;
 use limosa_image::qcow2::{CheckOptions, Header, Parts, Qcow2, Qcow2Options, Repair, read_snapshots, repair};
 use limosa_image::{Disk, ImageError};
-use limosa_storage::testing::{Chance, Loss, PowerCut};
+use limosa_storage::testing::{Loss, PowerCut, SeededRandom};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 
 use crate::breaking::Tables;
@@ -57,7 +57,7 @@ fn a_repair_that_was_cut_short_makes_nothing_worse_and_is_finished_by_the_next_o
         return;
     }
     let folder = limosa_testkit::scratch().unwrap();
-    let mut chance = Chance::new(seed());
+    let mut chance = SeededRandom::new(seed());
     let (mut cuts, mut compared) = (0, 0);
     for name in [
         "usual",

@@ -19,7 +19,7 @@ fn empty(options: &CreateOptions) -> Arc<dyn Storage> {
 /// A check, and the bytes that it read.
 fn checked(file: &Arc<dyn Storage>) -> (CheckReport, u64) {
     let counting = Counting::new();
-    let report = block_on(check(&*counting.over(Arc::clone(file)), CheckOptions::default())).unwrap();
+    let report = block_on(check(&*counting.wrap(Arc::clone(file)), CheckOptions::default())).unwrap();
     let reads = counting.take().into_iter().filter(|seen| seen.operation == Operation::Read);
     (report, reads.map(|seen| seen.range.end - seen.range.start).sum())
 }

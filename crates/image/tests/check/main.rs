@@ -10,7 +10,7 @@ mod zoo;
 
 use breaking::Tables;
 use limosa_image::qcow2::{CheckOptions, Repair, check, repair};
-use limosa_storage::testing::Chance;
+use limosa_storage::testing::SeededRandom;
 use limosa_storage::{MemoryStorage, block_on};
 use verdict::{figures, ours, stock, stock_repair};
 
@@ -39,7 +39,7 @@ fn broken_images_are_told_the_same_of() {
         return;
     }
     let folder = limosa_testkit::scratch().unwrap();
-    let mut chance = Chance::new(seed());
+    let mut chance = SeededRandom::new(seed());
     let mut compared = 0;
     let mut wrong = Vec::new();
     for animal in zoo::all(folder.path()).into_iter().filter(|animal| animal.name != "large") {
@@ -77,7 +77,7 @@ fn what_was_repaired_is_clean_for_the_stock_tool() {
         return;
     }
     let folder = limosa_testkit::scratch().unwrap();
-    let mut chance = Chance::new(seed());
+    let mut chance = SeededRandom::new(seed());
     let (mut repaired, mut wrong) = (0, Vec::new());
     for animal in zoo::all(folder.path()).into_iter().filter(|animal| animal.name != "large") {
         let whole = std::fs::read(&animal.path).unwrap();
@@ -116,7 +116,7 @@ fn leaks_are_given_back_as_by_the_stock_tool() {
         return;
     }
     let folder = limosa_testkit::scratch().unwrap();
-    let mut chance = Chance::new(seed());
+    let mut chance = SeededRandom::new(seed());
     let mut compared = 0;
     for name in ["usual", "tiny", "width2", "width64", "subclusters", "bitmaps", "zlib", "old"] {
         let whole = std::fs::read(zoo::one(folder.path(), name).path).unwrap();

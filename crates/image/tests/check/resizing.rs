@@ -6,7 +6,7 @@ use std::sync::Arc;
 use limosa_image::qcow2::{CheckOptions, Header, Parts, ResizeOptions, resize};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, ImageError, Preallocation};
-use limosa_storage::testing::{Chance, Loss, PowerCut};
+use limosa_storage::testing::{Loss, PowerCut, SeededRandom};
 use limosa_storage::{MemoryStorage, Storage, block_on};
 use limosa_testkit::qemu_img;
 
@@ -149,7 +149,7 @@ fn a_resize_that_was_cut_short_leaves_one_size_or_the_other() {
         return;
     }
     let folder = limosa_testkit::scratch().unwrap();
-    let mut chance = Chance::new(seed());
+    let mut chance = SeededRandom::new(seed());
     for name in ["usual", "tiny", "width1", "width2", "subclusters", "zlib"] {
         let whole = std::fs::read(zoo::one(folder.path(), name).path).unwrap();
         let before = contents(&whole).unwrap();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use limosa_image::qcow2::{Counts, CreateOptions, Operations, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{Counts, CreateOptions, OperationCount, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::{Buffer, block_on};
 use limosa_testkit::image::{self, TestImage};
@@ -26,7 +26,7 @@ fn full() -> Arc<dyn Disk> {
 
 fn contents(counts: Counts) -> [u64; 4] {
     [counts.data_reads, counts.data_writes, counts.cow_reads, counts.cow_writes]
-        .map(|counter: Operations| counter.operations)
+        .map(|counter: OperationCount| counter.operations)
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use limosa_image::{Disk, GuestOffset, ImageError, Pending};
 use limosa_storage::Buffer;
-use limosa_storage::testing::{Chance, Held, PowerCut};
+use limosa_storage::testing::{Held, PowerCut, SeededRandom};
 
 use crate::guest::{RequestKind, content};
 
@@ -46,14 +46,14 @@ pub(crate) struct Driver {
     disk: Arc<dyn Disk>,
     held: Held,
     power: PowerCut,
-    chance: Chance,
+    chance: SeededRandom,
     clock: u64,
     pub(crate) in_flight: Vec<InFlight>,
 }
 
 impl Driver {
     pub(crate) fn new(disk: Arc<dyn Disk>, held: Held, power: PowerCut, seed: u64) -> Self {
-        Self { disk, held, power, chance: Chance::new(seed), clock: 0, in_flight: Vec::new() }
+        Self { disk, held, power, chance: SeededRandom::new(seed), clock: 0, in_flight: Vec::new() }
     }
 
     pub(crate) fn disk(&self) -> Arc<dyn Disk> {

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use limosa_image::Disk;
-use limosa_image::qcow2::{CloneMode, Header, Parts, Qcow2Options, ResizeOptions, resize};
-use limosa_storage::testing::{Chance, Delayed, Fault, Held, PowerCut, SparseMemory};
+use limosa_image::qcow2::{Header, Parts, Qcow2Options, ReflinkMode, ResizeOptions, resize};
+use limosa_storage::testing::{Delayed, Fault, Held, PowerCut, SeededRandom, SparseMemory};
 use limosa_storage::{Storage, block_on};
 use limosa_testkit::image::TestImage;
 
@@ -24,10 +24,15 @@ fn as_it_is(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
 }
 
 /// Opens an image, with options that chance decides.
-pub(crate) fn open(storages: Storages, chance: &mut Chance) -> Verdict<Arc<dyn Disk>> {
+pub(crate) fn open(storages: Storages, chance: &mut SeededRandom) -> Verdict<Arc<dyn Disk>> {
     let options = Qcow2Options::default()
         .cache_size(*chance.of(&[0, 64 << 10, 32 << 20]))
-        .clone_mode(*chance.of(&[CloneMode::Off, CloneMode::From(0), CloneMode::From(0), CloneMode::AUTO]))
+        .reflink_mode(*chance.of(&[
+            ReflinkMode::Off,
+            ReflinkMode::AtLeast(0),
+            ReflinkMode::AtLeast(0),
+            ReflinkMode::AUTO,
+        ]))
         .allocate_ahead(*chance.of(&[0, 64 << 10, 4 << 20]))
         .discard(chance.one_in(2));
     open_as(storages, options)
@@ -150,7 +155,7 @@ pub(crate) fn plan(recipe: &Recipe, seed: u64, steps: u64) -> Plan {
 fn reads_back(recipe: &Recipe, seed: u64) -> Verdict {
     let bed = Bed::new(recipe, seed);
     let kept = Kept::new();
-    let disk = open(bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is), &mut Chance::new(seed))?;
+    let disk = open(bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is), &mut SeededRandom::new(seed))?;
     let found = read_all(&*disk)?;
     if let Some(at) = differs(&found, &bed.first) {
         return Err(format!("read something else at {at:#x}"));
@@ -184,10 +189,10 @@ fn on_devices(recipe: &Recipe, seed: u64) -> Verdict {
 fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) -> Verdict {
     let bed = Bed::new(recipe, seed);
     for drops in [false, true] {
-        let (kept, held) = (make(), Held::all().lazily());
+        let (kept, held) = (make(), Held::new().lazily());
         let _ = bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is);
-        let chance = Mutex::new(Chance::new(seed));
-        let open = || open(kept.again(&bed, &|storage| held.over(storage)), &mut chance.lock().unwrap());
+        let chance = Mutex::new(SeededRandom::new(seed));
+        let open = || open(kept.again(&bed, &|storage| held.wrap(storage)), &mut chance.lock().unwrap());
         let resize = |size| {
             let Storages { image, data, below } = kept.again(&bed, &as_it_is);
             let header = block_on(Header::read(&*image)).map_err(|error| error.to_string())?;
@@ -212,11 +217,11 @@ fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) 
 
 fn linear(recipe: &Recipe, seed: u64) -> Verdict {
     let bed = Bed::new(recipe, seed);
-    let (kept, held) = (Kept::new(), Held::all().lazily());
-    held.open();
-    let storages = bed.storages(&|name, bytes| held.over(kept.make(name, bytes)), &|storage| held.over(storage));
-    let disk = open(storages, &mut Chance::new(seed))?;
-    held.close();
+    let (kept, held) = (Kept::new(), Held::new().lazily());
+    held.release_all();
+    let storages = bed.storages(&|name, bytes| held.wrap(kept.make(name, bytes)), &|storage| held.wrap(storage));
+    let disk = open(storages, &mut SeededRandom::new(seed))?;
+    held.hold_again();
     let plan = Plan { depth: 12, ..plan(recipe, seed, 500) };
     let mut watched = Watched::new(disk, bed.first.clone(), plan, &held, PowerCut::new());
     watched.run()?;
@@ -228,8 +233,8 @@ fn linear(recipe: &Recipe, seed: u64) -> Verdict {
 fn many_threads(recipe: &Recipe, seed: u64) -> Verdict {
     let bed = Bed::new(recipe, seed);
     let (kept, delayed) = (Kept::new(), Delayed::new(seed, Duration::from_micros(60)));
-    let storages = bed.storages(&|name, bytes| delayed.over(kept.make(name, bytes)), &|storage| delayed.over(storage));
-    let disk = open(storages, &mut Chance::new(seed))?;
+    let storages = bed.storages(&|name, bytes| delayed.wrap(kept.make(name, bytes)), &|storage| delayed.wrap(storage));
+    let disk = open(storages, &mut SeededRandom::new(seed))?;
     let expected = threads::run(&disk, &bed.first, 4, 150, seed)?;
     block_on(disk.close()).map_err(|error| format!("close: {error}"))?;
     bed.judge(&kept.contents(), &expected, false)
@@ -238,8 +243,8 @@ fn many_threads(recipe: &Recipe, seed: u64) -> Verdict {
 fn meeting_threads(recipe: &Recipe, seed: u64) -> Verdict {
     let bed = Bed::new(recipe, seed);
     let (kept, delayed) = (Kept::new(), Delayed::new(seed, Duration::from_micros(60)));
-    let storages = bed.storages(&|name, bytes| delayed.over(kept.make(name, bytes)), &|storage| delayed.over(storage));
-    let disk = open(storages, &mut Chance::new(seed))?;
+    let storages = bed.storages(&|name, bytes| delayed.wrap(kept.make(name, bytes)), &|storage| delayed.wrap(storage));
+    let disk = open(storages, &mut SeededRandom::new(seed))?;
     let expected = threads::overlapping(&disk, &bed.first, 4, plan(recipe, seed, 100))?;
     block_on(disk.close()).map_err(|error| format!("close: {error}"))?;
     bed.judge(&kept.contents(), &expected, false)
@@ -249,14 +254,14 @@ fn meeting_threads(recipe: &Recipe, seed: u64) -> Verdict {
 fn faults(recipe: &Recipe, seed: u64) -> Verdict {
     let bed = Bed::new(recipe, seed);
     let plan = plan(recipe, seed, 80);
-    let mut chance = Chance::new(seed);
+    let mut chance = SeededRandom::new(seed);
     let mut most = 1 << 20;
     for number in 0..if recipe.cluster == 2 << 20 { 12 } else { 48 } {
         let (fault, times) = (*chance.of(&Fault::ALL), if chance.one_in(3) { u64::MAX } else { 1 });
         let after = if number == 0 { most } else { chance.below(most) };
         let kept = Kept::new();
         let _ = bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is);
-        let open_over = |over: &Over<'_>| open(kept.again(&bed, over), &mut Chance::new(seed));
+        let open_over = |over: &Over<'_>| open(kept.again(&bed, over), &mut SeededRandom::new(seed));
         let found =
             faults::run(&bed.first, plan, faults::Failure { after, times, fault }, &open_over).and_then(|ended| {
                 most = most.min(ended.requests.0);
@@ -277,7 +282,7 @@ fn faults(recipe: &Recipe, seed: u64) -> Verdict {
 fn power_cuts(recipe: &Recipe, seed: u64) -> Verdict {
     let bed = Bed::new(recipe, seed);
     let number = std::cell::Cell::new(0_u64);
-    let open_under_power = |make: &Make<'_>| open(bed.storages(make, &as_it_is), &mut Chance::new(seed));
+    let open_under_power = |make: &Make<'_>| open(bed.storages(make, &as_it_is), &mut SeededRandom::new(seed));
     let look = |contents: Vec<Vec<u8>>| {
         // The own eyes for every cut; the stock tools' for every fourth one, because they take their time.
         number.set(number.get() + 1);

@@ -38,10 +38,10 @@ pub(crate) fn run(
     failure: Failure,
     open: &dyn Fn(&Over<'_>) -> Verdict<Arc<dyn Disk>>,
 ) -> Verdict<Ended> {
-    let (held, failing) = (Held::all().lazily(), Failing::new());
-    held.open();
-    let disk = open(&|storage| held.over(failing.over(storage)))?;
-    held.close();
+    let (held, failing) = (Held::new().lazily(), Failing::new());
+    held.release_all();
+    let disk = open(&|storage| held.wrap(failing.wrap(storage)))?;
+    held.hold_again();
     failing.fail(failure.after, failure.times, failure.fault);
     let mut watched = Watched::new(disk, first.to_vec(), plan, &held, PowerCut::new());
     watched.may_fail = true;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use limosa_storage::testing::Chance;
+use limosa_storage::testing::SeededRandom;
 
 /// A request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub(crate) enum RequestKind {
 /// Asks.
 #[derive(Debug)]
 pub(crate) struct Guest {
-    pub(crate) chance: Chance,
+    pub(crate) chance: SeededRandom,
     /// Bytes of the disk.
     pub(crate) size: u64,
     /// Bytes of a cluster, around whose boundaries it asks most.
@@ -33,7 +33,7 @@ pub(crate) struct Guest {
 
 impl Guest {
     pub(crate) fn new(seed: u64, size: u64, cluster: u64, unit: u64) -> Self {
-        Self { chance: Chance::new(seed), size, cluster, unit, written: 1 }
+        Self { chance: SeededRandom::new(seed), size, cluster, unit, written: 1 }
     }
 
     /// A request, and the bytes it is about.

@@ -17,10 +17,10 @@ use std::time::Duration;
 
 use limosa_image::Policy;
 use limosa_image::chain::{self, OpenOptions as ChainOptions};
-use limosa_image::qcow2::{CheckOptions, CloneMode, Qcow2Options, Repair, repair};
+use limosa_image::qcow2::{CheckOptions, Qcow2Options, ReflinkMode, Repair, repair};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset};
-use limosa_storage::testing::Chance;
+use limosa_storage::testing::SeededRandom;
 use limosa_storage::{Buffer, CacheMode, FileOptions, FileStorage, block_on};
 use limosa_testkit::scratch;
 
@@ -54,11 +54,11 @@ fn line(done: char, number: u64, what: char, range: &std::ops::Range<u64>) -> St
 
 /// The image in the folder as limosa opens it; of the same seed, with the same options.
 fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
-    let mut chance = Chance::new(seed);
+    let mut chance = SeededRandom::new(seed);
     let qcow2 = Qcow2Options::default()
         .cache_size(*chance.of(&[0, 64 << 10, 32 << 20]))
         // Where the filesystem can: nothing else is asked of it twice.
-        .clone_mode(CloneMode::From(0))
+        .reflink_mode(ReflinkMode::AtLeast(0))
         .allocate_ahead(*chance.of(&[0, 64 << 10, 4 << 20]))
         .discard(chance.one_in(2));
     let options =
@@ -89,7 +89,7 @@ fn the_process_that_is_killed() {
 /// One of its threads, until the end comes. Threads have every fourth sector of the first half of the disk each; the
 /// first one has the second half, for requests that are longer.
 fn write_on(disk: &dyn Disk, mut record: &File, thread: u64, cluster: u64, seed: u64) {
-    let mut chance = Chance::new(seed ^ (thread << 32));
+    let mut chance = SeededRandom::new(seed ^ (thread << 32));
     let (half, sectors) = (disk.len() / SECTOR / 2, disk.len() / SECTOR);
     for step in 1..1 << 20 {
         let number = thread << 20 | step;
@@ -169,7 +169,7 @@ pub(crate) fn run(recipe: &Recipe, seed: u64, times: u64) -> Verdict {
 /// Has the process end in the middle of its work `times` times, and looks at the image after each.
 pub(crate) fn run_on(bed: &Bed, seed: u64, times: u64, end: &End<'_>) -> Verdict {
     let (recipe, folder) = (&bed.recipe, bed.folder.path());
-    let mut chance = Chance::new(seed ^ 0x9111);
+    let mut chance = SeededRandom::new(seed ^ 0x9111);
     let mut before = bed.first.clone();
     for kill in 0..times {
         let seed = chance.bits() >> 1;
@@ -209,7 +209,7 @@ pub(crate) fn run_on(bed: &Bed, seed: u64, times: u64, end: &End<'_>) -> Verdict
 }
 
 /// Runs the process until it has said so much, has it end, and returns what it has said.
-fn kill_one(folder: &Path, seed: u64, cluster: u64, chance: &mut Chance, end: &End<'_>) -> Verdict<String> {
+fn kill_one(folder: &Path, seed: u64, cluster: u64, chance: &mut SeededRandom, end: &End<'_>) -> Verdict<String> {
     let kept = scratch().unwrap();
     let [record, said] = ["record", "said"].map(|name| kept.path().join(name));
     std::fs::write(&record, "").unwrap();

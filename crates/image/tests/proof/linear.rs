@@ -100,9 +100,9 @@ impl Watched {
 
     /// Looks at the whole disk; nothing is under way.
     pub(crate) fn look(&mut self, held: &Held) -> Verdict<Vec<u8>> {
-        held.open();
+        held.release_all();
         let found = read_all(&*self.driver.disk());
-        held.close();
+        held.hold_again();
         let (found, end) = (found?, Stamp { clock: u64::MAX - 1, moment: usize::MAX });
         self.history.saw(&(0..self.guest.size), &found, Stamp { clock: u64::MAX - 2, moment: 0 }, end)?;
         Ok(found)
@@ -119,8 +119,8 @@ mod tests {
     fn found(defect: Option<Defect>, seed: u64) -> Verdict {
         let first = vec![3; 300 << 10];
         let len = first.len() as u64;
-        let held = Held::all().lazily();
-        let storage = held.over(Arc::new(SparseMemory::file_with("disk", first.clone(), 1 << 20)));
+        let held = Held::new().lazily();
+        let storage = held.wrap(Arc::new(SparseMemory::file_with("disk", first.clone(), 1 << 20)));
         let plan = Plan { seed, cluster: UNIT, steps: 600, depth: 8, drops: false, discards_may_stay: false };
         let disk = Plain::disk(storage, len, defect);
         let mut watched = Watched::new(disk, first, plan, &held, PowerCut::new());

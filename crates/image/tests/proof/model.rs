@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use limosa_image::{Disk, GuestOffset};
-use limosa_storage::testing::{Chance, Held, PowerCut};
+use limosa_storage::testing::{Held, PowerCut, SeededRandom};
 use limosa_storage::{Buffer, block_on};
 
 use crate::Verdict;
@@ -82,7 +82,7 @@ impl<'a> Model<'a> {
     }
 
     /// Makes the closed disk longer or shorter: by little or by much, at most to twice its first length.
-    fn resize(&mut self, most: u64, chance: &mut Chance) -> Verdict {
+    fn resize(&mut self, most: u64, chance: &mut SeededRandom) -> Verdict {
         let Some(resize) = self.resize else { return Ok(()) };
         let now = self.bytes.len() as u64;
         let size = match chance.below(4) {
@@ -102,13 +102,13 @@ impl<'a> Model<'a> {
     /// `open` opens the disk again, on the storages as they are, and holds nothing back meanwhile.
     pub(crate) fn run(mut self, held: &Held, open: &dyn Fn() -> Verdict<Arc<dyn Disk>>) -> Verdict<Vec<u8>> {
         let plan = self.plan;
-        let mut chance = Chance::new(plan.seed ^ 0x5eed);
+        let mut chance = SeededRandom::new(plan.seed ^ 0x5eed);
         let most = 2 * self.bytes.len() as u64 / 512 * 512;
         let mut guest = Guest::new(plan.seed, self.bytes.len() as u64, plan.cluster.max(512), 1);
         let begin = |seed| {
-            held.open();
+            held.release_all();
             let disk = open()?;
-            held.close();
+            held.hold_again();
             Ok::<_, String>(Driver::new(disk, held.clone(), PowerCut::new(), seed))
         };
         let mut driver = begin(plan.seed)?;
@@ -137,7 +137,7 @@ impl<'a> Model<'a> {
                 if chance.one_in(2) || step + 1 == plan.steps {
                     driver.close().map_err(|error| format!("step {step}: close: {error}"))?;
                     drop(driver);
-                    held.open();
+                    held.release_all();
                     self.resize(most, &mut chance).map_err(|error| format!("step {step}: resize: {error}"))?;
                     guest.size = self.bytes.len() as u64;
                     driver = begin(chance.bits()).map_err(|error| format!("step {step}: open: {error}"))?;
@@ -187,9 +187,9 @@ impl<'a> Model<'a> {
         }
         driver.release_held();
         let disk = driver.disk();
-        held.open();
+        held.release_all();
         let found = read_all(&*disk);
-        held.close();
+        held.hold_again();
         let found = found?;
         for loose in std::mem::take(&mut self.loose) {
             let range = index(loose.range());
@@ -226,11 +226,11 @@ mod tests {
     use crate::plain::{Defect, Plain};
 
     fn found(defect: Option<Defect>, seed: u64) -> Verdict<Vec<u8>> {
-        let first = Chance::new(9).bytes((300 << 10) + 512);
+        let first = SeededRandom::new(9).bytes((300 << 10) + 512);
         let len = first.len() as u64;
         let memory = SparseMemory::file_with("disk", first.clone(), 1 << 20);
         let held = Held::only(&[Operation::Read, Operation::Write, Operation::WriteZeroes]);
-        let storage = held.over(Arc::new(memory));
+        let storage = held.wrap(Arc::new(memory));
         let plan = Plan { seed, cluster: 1, steps: 400, depth: 6, drops: true, discards_may_stay: false };
         Model::new(first, plan).run(&held, &|| Ok(Plain::disk(Arc::clone(&storage), len, defect)))
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, ImageError, Mapped, Pending};
+use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, ImageError, MapEntry, Pending};
 use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
 
 /// A fault of a disk.
@@ -112,7 +112,7 @@ impl Disk for Plain {
         })
     }
 
-    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped> {
+    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, MapEntry> {
         Box::pin(async move {
             self.inside(at, length)?;
             let extents = self.storage.extents(at.0..at.0 + length)?;
@@ -120,7 +120,7 @@ impl Disk for Plain {
             let (length, zero) = first.map_or((length, false), |(length, kind)| (length, kind.is_zero()));
             let host = Some((Arc::clone(self.name()), HostOffset(at.0)));
             let kind = if zero { BlockStatus::Zero } else { BlockStatus::Data };
-            Ok(Mapped::new(length, kind).host(host))
+            Ok(MapEntry::new(length, kind).host(host))
         })
     }
 

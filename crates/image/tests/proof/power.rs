@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use limosa_image::Disk;
-use limosa_storage::testing::{Chance, Held, Loss, PowerCut};
+use limosa_storage::testing::{Held, Loss, PowerCut, SeededRandom};
 
 use crate::Verdict;
 use crate::bed::Make;
@@ -22,15 +22,15 @@ pub(crate) fn run(
     open: &dyn Fn(&Make<'_>) -> Verdict<Arc<dyn Disk>>,
     look: &dyn Fn(Vec<Vec<u8>>) -> Verdict<Vec<u8>>,
 ) -> Verdict {
-    let (held, power) = (Held::all().lazily(), PowerCut::new());
-    held.open();
-    let disk = open(&|name, bytes| held.over(power.storage(name, bytes, 256 << 20)))?;
-    held.close();
+    let (held, power) = (Held::new().lazily(), PowerCut::new());
+    held.release_all();
+    let disk = open(&|name, bytes| held.wrap(power.storage(name, bytes, 256 << 20)))?;
+    held.hold_again();
     let mut watched = Watched::new(disk, first, plan, &held, power.clone());
     watched.run()?;
     watched.driver.close().map_err(|error| format!("close: {error}"))?;
     let moments = power.moments();
-    let mut chance = Chance::new(plan.seed ^ 0xc07);
+    let mut chance = SeededRandom::new(plan.seed ^ 0xc07);
     for cut in 0..cuts {
         let moment = usize::try_from(if cut <= moments as u64 && cuts > moments as u64 {
             cut

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
-use limosa_storage::testing::Chance;
+use limosa_storage::testing::SeededRandom;
 use limosa_testkit::{qemu_img, qemu_io};
 
 /// The backing image.
@@ -127,7 +127,7 @@ impl Recipe {
 
     /// Makes it in a folder: `image`, and as it has them `data` and `below`. What the guest sees.
     pub(crate) fn make(&self, folder: &Path, seed: u64) -> Vec<u8> {
-        let mut chance = Chance::new(seed);
+        let mut chance = SeededRandom::new(seed);
         let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
         let (image, below, content) = (path("image"), path("below"), path("content"));
         let mut create = vec!["create", "-q", "-f", "qcow2"];
@@ -173,7 +173,7 @@ impl Recipe {
     }
 
     /// Contents of its own, for `qemu-io`: compressed clusters have to be whole ones.
-    fn contents(&self, chance: &mut Chance) -> Vec<String> {
+    fn contents(&self, chance: &mut SeededRandom) -> Vec<String> {
         let clusters = self.size / self.cluster;
         let mut commands = Vec::new();
         // Each once: a cluster that is there already is not compressed.
@@ -204,7 +204,7 @@ fn in_folder(folder: &Path, words: &[&str]) {
 }
 
 /// Random bytes with parts that are zero.
-pub(crate) fn patchwork(chance: &mut Chance, size: u64) -> Vec<u8> {
+pub(crate) fn patchwork(chance: &mut SeededRandom, size: u64) -> Vec<u8> {
     let size = usize::try_from(size).unwrap();
     let mut bytes = Vec::with_capacity(size);
     while bytes.len() < size {

@@ -9,9 +9,9 @@ use std::cell::{Cell, RefCell};
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CloneMode, Qcow2Options};
+use limosa_image::qcow2::{Qcow2Options, ReflinkMode};
 use limosa_image::{Disk, GuestOffset};
-use limosa_storage::testing::Chance;
+use limosa_storage::testing::SeededRandom;
 use limosa_storage::{Buffer, CacheMode, FileOptions, FileStorage, Storage, block_on};
 use limosa_testkit::image::{TestImage, raw};
 use limosa_testkit::{ReflinkFolder, note_skip, on_reflinks};
@@ -52,7 +52,7 @@ fn below(bed: &Bed, cache: CacheMode) -> Option<Arc<dyn Disk>> {
 /// Writes whole blocks of the filesystem, anywhere; what the guest sees then.
 fn blocks(disk: &dyn Disk, mut seen: Vec<u8>, seed: u64) -> Verdict<Vec<u8>> {
     const BLOCK: u64 = 4096;
-    let mut chance = Chance::new(seed ^ 0xb10c);
+    let mut chance = SeededRandom::new(seed ^ 0xb10c);
     for step in 0..40 {
         let at = chance.below(disk.len() / BLOCK) * BLOCK;
         let length = (BLOCK << chance.below(5)).min(disk.len() / BLOCK * BLOCK - at);
@@ -70,7 +70,7 @@ fn threads_on_files(folder: &ReflinkFolder, recipe: &Recipe, cache: CacheMode, s
     let bed = Bed::new_in(folder_in(folder), recipe, seed);
     let image = file(&bed.folder.path().join("image"), cache, false);
     let storages = Storages { image: Arc::clone(&image) as Arc<dyn Storage>, data: None, below: below(&bed, cache) };
-    let options = Qcow2Options::default().clone_mode(CloneMode::From(0)).discard(seed.is_multiple_of(2));
+    let options = Qcow2Options::default().reflink_mode(ReflinkMode::AtLeast(0)).discard(seed.is_multiple_of(2));
     let disk = open_as(storages, options)?;
     let cloned = blocks(&*disk, bed.first.clone(), seed)?;
     // Parts of blocks, too, which are shared by now.
@@ -119,7 +119,7 @@ fn a_power_cut_of_the_filesystem_loses_nothing_that_was_flushed() {
                 files.for_each(|found| std::fs::File::open(found.unwrap().path()).unwrap().sync_all().unwrap());
                 std::fs::File::open(bed.folder.path()).unwrap().sync_all().unwrap();
                 let image = bed.folder.path().join("image");
-                let chance = RefCell::new(Chance::new(seed ^ 0x3e1));
+                let chance = RefCell::new(SeededRandom::new(seed ^ 0x3e1));
                 let cut = kill::run_on(&bed, seed, 3, &|child| {
                     kill::by_a_kill(child)?;
                     let told = |error| format!("{error:#}");

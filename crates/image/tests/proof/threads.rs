@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use limosa_image::{Disk, GuestOffset};
-use limosa_storage::testing::Chance;
+use limosa_storage::testing::SeededRandom;
 use limosa_storage::{Buffer, block_on};
 
 use crate::Verdict;
@@ -26,7 +26,7 @@ pub(crate) fn run(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, steps: u64, 
     let each = |number: u64| {
         let (disk, mut own) = (Arc::clone(disk), first.to_vec());
         move || -> Verdict<Vec<u8>> {
-            let mut chance = Chance::new(seed ^ (number << 32));
+            let mut chance = SeededRandom::new(seed ^ (number << 32));
             for step in 0..steps {
                 let sector = chance.below(sectors / threads) * threads + number;
                 let range = sector * SECTOR..(sector + 1) * SECTOR;
@@ -166,7 +166,7 @@ mod tests {
         let first = vec![3; 64 << 10];
         let found = |defect| {
             let memory = SparseMemory::file_with("disk", first.clone(), 1 << 20);
-            let storage = Delayed::new(1, Duration::from_micros(50)).over(Arc::new(memory));
+            let storage = Delayed::new(1, Duration::from_micros(50)).wrap(Arc::new(memory));
             run(&Plain::disk(storage, first.len() as u64, defect), &first, 4, 200, 1)
         };
         found(None).unwrap();
@@ -178,7 +178,7 @@ mod tests {
         let first = vec![3; 64 << 10];
         let found = |defect, seed| {
             let memory = SparseMemory::file_with("disk", first.clone(), 1 << 20);
-            let storage = Delayed::new(seed, Duration::from_micros(50)).over(Arc::new(memory));
+            let storage = Delayed::new(seed, Duration::from_micros(50)).wrap(Arc::new(memory));
             let plan = Plan { seed, cluster: SECTOR, steps: 200, depth: 1, drops: false, discards_may_stay: false };
             overlapping(&Plain::disk(storage, first.len() as u64, defect), &first, 4, plan)
         };

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::task::Poll;
 
-use limosa_image::qcow2::{CloneMode, CreateOptions, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options, ReflinkMode};
 use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Chance, Counting, Failing, Fault, Held, SparseMemory};
+use limosa_storage::testing::{Counting, Failing, Fault, Held, SeededRandom, SparseMemory};
 use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, Operation, Storage, block_on};
 use limosa_testkit::image::{TestImage, poll_once, raw, read_all, write};
 use limosa_testkit::{on_reflinks, qemu_img, qemu_io, scratch};
@@ -25,7 +25,7 @@ fn asked(counting: &Counting) -> Vec<LoggedRequest> {
 }
 
 fn random(len: u64) -> Vec<u8> {
-    Chance::new(len).bytes(usize::try_from(len).unwrap())
+    SeededRandom::new(len).bytes(usize::try_from(len).unwrap())
 }
 
 fn memory(name: &str, bytes: Vec<u8>) -> Arc<dyn Storage> {
@@ -53,7 +53,7 @@ fn cloned_and_written(host: u64, at: u64, length: u64) -> [LoggedRequest; 2] {
 /// The image's file, watched, and what watches it.
 fn watched() -> (Counting, Arc<dyn Storage>) {
     let counting = Counting::new();
-    let file = counting.over(memory("image", Vec::new()));
+    let file = counting.wrap(memory("image", Vec::new()));
     (counting, file)
 }
 
@@ -66,7 +66,7 @@ fn host(asked: &[LoggedRequest]) -> u64 {
 fn a_write_over_a_raw_image_is_one_clone_and_one_write_and_reads_nothing() {
     let (counting, file) = watched();
     let below = random(SIZE);
-    let backing = raw(counting.over(memory("below", below.clone())));
+    let backing = raw(counting.wrap(memory("below", below.clone())));
     let disk = image(file, Some(backing), &Qcow2Options::default());
     write(&*disk, 5 * M, &[1; 512]);
     counting.take();
@@ -83,7 +83,7 @@ fn a_write_over_a_raw_image_is_one_clone_and_one_write_and_reads_nothing() {
 #[test]
 fn a_cluster_of_a_backing_qcow2_image_that_lies_together_is_cloned_from_where_it_lies() {
     let (counting, file) = watched();
-    let below = counting.over(memory("below", Vec::new()));
+    let below = counting.wrap(memory("below", Vec::new()));
     let base = image(Arc::clone(&below), None, &Qcow2Options::default());
     let contents = random(4 * M);
     write(&*base, 0, &contents);
@@ -122,7 +122,7 @@ fn a_cluster_that_a_snapshot_shares_is_cloned_within_the_image() {
     qemu_img(["snapshot", "-c", "before", path]).unwrap();
     let counting = Counting::new();
     let kept = SparseMemory::file_with("image", std::fs::read(path).unwrap(), 256 * M).cloning();
-    let file = counting.over(Arc::new(kept.clone()));
+    let file = counting.wrap(Arc::new(kept.clone()));
     let disk = TestImage::existing(file).open();
     write(&*disk, 7 * M, &[4; 512]);
     counting.take();
@@ -165,9 +165,9 @@ fn what_a_snapshot_shares_is_not_cloned_from_the_backing_image_below_it() {
 #[test]
 fn a_storage_that_cannot_clone_is_asked_once_and_then_everything_is_copied() {
     let counting = Counting::new();
-    let file = counting.over(Arc::new(SparseMemory::file("image", 256 * M)));
+    let file = counting.wrap(Arc::new(SparseMemory::file("image", 256 * M)));
     let below = random(SIZE);
-    let backing = raw(counting.over(memory("below", below.clone())));
+    let backing = raw(counting.wrap(memory("below", below.clone())));
     let disk = image(file, Some(backing), &Qcow2Options::default());
     counting.take();
     let mut expected = below;
@@ -190,7 +190,7 @@ fn a_clone_that_fails_does_not_fail_the_guests_write() {
         let failing = Failing::only(&[Operation::Clone]);
         let below = random(SIZE);
         let backing = raw(memory("below", below.clone()));
-        let file = failing.over(memory("image", Vec::new()));
+        let file = failing.wrap(memory("image", Vec::new()));
         let disk = image(file, Some(backing), &Qcow2Options::default());
         failing.fail(0, u64::MAX, fault);
         write(&*disk, M + 4096, &[7; 512]);
@@ -202,13 +202,13 @@ fn a_clone_that_fails_does_not_fail_the_guests_write() {
 #[test]
 fn little_is_copied_and_so_is_everything_with_clones_off() {
     for (options, data) in [
-        (Qcow2Options::default().clone_mode(CloneMode::Off), 4096),
+        (Qcow2Options::default().reflink_mode(ReflinkMode::Off), 4096),
         // Of the cluster's 1 MiB less than 128 KiB have to be kept.
         (Qcow2Options::default(), 920 << 10),
     ] {
         let (counting, file) = watched();
         let below = random(SIZE);
-        let disk = image(file, Some(raw(counting.over(memory("below", below.clone())))), &options);
+        let disk = image(file, Some(raw(counting.wrap(memory("below", below.clone())))), &options);
         counting.take();
         let data = vec![7; data];
         write(&*disk, M + 4096, &data);
@@ -222,7 +222,7 @@ fn zeros_behind_a_short_backing_image_are_not_cloned_and_what_is_before_them_is(
     let (counting, file) = watched();
     // It ends in the middle of the second cluster.
     let below = random(M + 512 * 1024);
-    let disk = image(file, Some(raw(counting.over(memory("below", below.clone())))), &Qcow2Options::default());
+    let disk = image(file, Some(raw(counting.wrap(memory("below", below.clone())))), &Qcow2Options::default());
     counting.take();
     write(&*disk, M, &[7; 4096]);
     let seen = asked(&counting);
@@ -239,7 +239,7 @@ fn nothing_is_written_before_the_clone_is_there_and_writes_that_come_meanwhile_s
     let held = Held::only(&[Operation::Clone]);
     let (counting, file) = watched();
     let below = random(SIZE);
-    let disk = image(held.over(file), Some(raw(memory("below", below.clone()))), &Qcow2Options::default());
+    let disk = image(held.wrap(file), Some(raw(memory("below", below.clone()))), &Qcow2Options::default());
     let mut first = disk.write(GuestOffset(M + 65536), Buffer::copied(&[1; 4096]).into());
     assert!(poll_once(&mut first).is_pending());
     counting.take();

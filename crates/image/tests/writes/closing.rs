@@ -20,7 +20,7 @@ fn written(over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> (Arc<dyn Stor
 #[test]
 fn a_close_that_failed_is_not_said_to_be_fine_later() {
     let failing = Failing::only(&[Operation::Flush]);
-    let (_, disk) = written(|storage| failing.over(storage));
+    let (_, disk) = written(|storage| failing.wrap(storage));
     failing.fail(0, u64::MAX, Fault::Broken);
     let first = block_on(disk.close()).unwrap_err().to_string();
     assert_eq!(block_on(disk.close()).unwrap_err().to_string(), first);
@@ -29,12 +29,12 @@ fn a_close_that_failed_is_not_said_to_be_fine_later() {
 #[test]
 fn a_close_that_was_dropped_is_completed_by_the_next_one() {
     let held = Held::only(&[Operation::Flush]);
-    let (file, disk) = written(|storage| held.over(storage));
+    let (file, disk) = written(|storage| held.wrap(storage));
     let mut close = disk.close();
     assert!(poll_once(&mut close).is_pending());
     assert!(block_on(disk.flush()).is_err(), "nothing is begun after a close was");
     drop(close);
-    held.open();
+    held.release_all();
     block_on(disk.close()).unwrap();
     assert_eq!(leaks(&*file), 0);
     // A data cluster and its L2 table behind header, refcount table and block, and L1 table.
@@ -45,13 +45,13 @@ fn a_close_that_was_dropped_is_completed_by_the_next_one() {
 #[test]
 fn a_close_ends_a_growth_that_was_dropped_and_nothing_changes_the_file_after_it() {
     let held = Held::only(&[Operation::Flush, Operation::Read]);
-    held.open();
-    let (file, disk) = written(|storage| held.over(storage));
-    held.close();
+    held.release_all();
+    let (file, disk) = written(|storage| held.wrap(storage));
+    held.hold_again();
     let mut growth = disk.grow(128 << 20);
     assert!(poll_once(&mut growth).is_pending());
     drop(growth);
-    held.open();
+    held.release_all();
     block_on(disk.close()).unwrap();
     let closed = contents(&*file);
     for late in [
@@ -76,7 +76,7 @@ fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
             let disk: Arc<dyn Disk> = if raw {
                 let contents = memory_file("contents");
                 block_on(contents.set_len(64 << 20)).unwrap();
-                Raw::open(held.over(contents), &RawOptions::default()).unwrap()
+                Raw::open(held.wrap(contents), &RawOptions::default()).unwrap()
             } else {
                 // With a file for contents alone, what the close itself writes is not held.
                 let options = CreateOptions::default().size(64 << 20).data_file(Some("data".into()));
@@ -84,7 +84,7 @@ fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
                 let first = image.open();
                 write(&*first, 0, &[1; 512]);
                 block_on(first.close()).unwrap();
-                TestImage { data_file: image.data_file.map(|contents| held.over(contents)), ..image }.open()
+                TestImage { data_file: image.data_file.map(|contents| held.wrap(contents)), ..image }.open()
             };
             let begin = |disk: &Arc<dyn Disk>| match operation {
                 Operation::Read => {
@@ -103,7 +103,7 @@ fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
             assert!(poll_once(&mut close).is_pending(), "raw: {raw}, {operation}: it ended before a request");
             assert!(block_on(begin(&disk)).unwrap_err().to_string().contains("it has been closed"));
             drop(dropped);
-            held.open();
+            held.release_all();
             assert!(poll_once(&mut close).is_pending(), "raw: {raw}, {operation}: it ended before a request");
             block_on(begun).unwrap();
             block_on(close).unwrap();

@@ -24,7 +24,7 @@ fn what_is_flushed_after_a_growth_that_failed_at_any_request_is_there() {
         for number in 0..20 {
             let image = TestImage::new(&CreateOptions::default().size(64 * K).cluster_size(512));
             let failing = Failing::only(&[kind]);
-            let over = image.over(|storage| failing.over(storage));
+            let over = image.over(|storage| failing.wrap(storage));
             let options = Qcow2Options::default().cache_size(0).allocate_ahead(16 * K);
             let disk = over.open_with(options);
             block_on(disk.write(GuestOffset(0), filled(1, 32 * K).into())).unwrap();

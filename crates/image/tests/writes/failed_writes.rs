@@ -33,7 +33,7 @@ fn ends(mut request: Pending<'_>, held: &Held, but: Option<u64>) -> bool {
 #[test]
 fn the_cluster_of_a_failed_write_stays_allocated_during_other_writes_to_it_and_is_free_afterwards() {
     let (held, failing) = (Held::only(&[Operation::Write]), Failing::only(&[Operation::Write]));
-    let (file, disk) = image(false, |storage| held.over(failing.over(storage)));
+    let (file, disk) = image(false, |storage| held.wrap(failing.wrap(storage)));
     assert!(ends(disk.write(GuestOffset(32 << 20), filled(1, 512).into()), &held, None));
     let mut first = disk.write(GuestOffset(0), filled(2, 512).into());
     assert!(poll_once(&mut first).is_pending());
@@ -64,7 +64,7 @@ fn the_cluster_of_a_failed_write_stays_allocated_during_other_writes_to_it_and_i
 fn a_storage_that_is_full_costs_no_clusters_however_often_it_is_tried() {
     for extended_l2 in [false, true] {
         let failing = Failing::only(&[Operation::Write, Operation::Allocate]);
-        let (file, disk) = image(extended_l2, |storage| failing.over(storage));
+        let (file, disk) = image(extended_l2, |storage| failing.wrap(storage));
         block_on(disk.write(GuestOffset(32 << 20), filled(1, 512).into())).unwrap();
         failing.fail(0, u64::MAX, Fault::NoSpace);
         for _ in 0..100 {
@@ -82,15 +82,15 @@ fn a_storage_that_is_full_costs_no_clusters_however_often_it_is_tried() {
 #[test]
 fn clusters_that_no_table_could_be_told_of_are_free_again() {
     let (held, failing) = (Held::only(&[Operation::Write]), Failing::only(&[Operation::Read]));
-    held.open();
+    held.release_all();
     let image = TestImage::new(&CreateOptions::default().size(2 << 30));
     let options = Qcow2Options::default().cache_size(0).allocate_ahead(0);
-    let disk = image.over(|storage| held.over(failing.over(storage))).open_with(options);
+    let disk = image.over(|storage| held.wrap(failing.wrap(storage))).open_with(options);
     for table in 0..4 {
         block_on(disk.write(GuestOffset(table << 29), filled(1, 512).into())).unwrap();
     }
     block_on(disk.flush()).unwrap();
-    held.close();
+    held.hold_again();
     let mut write = disk.write(GuestOffset(8 << 20), filled(2, CLUSTER).into());
     assert!(poll_once(&mut write).is_pending());
     // So much is read meanwhile that the slice that the write has looked at is not in memory any more.
@@ -100,7 +100,7 @@ fn clusters_that_no_table_could_be_told_of_are_free_again() {
     failing.fail(0, u64::MAX, Fault::Broken);
     assert!(!ends(write, &held, None), "the slice was still there");
     failing.mend();
-    held.open();
+    held.release_all();
     block_on(disk.close()).unwrap();
     assert_eq!(leaks(&*image.file), 0);
 }
@@ -116,7 +116,7 @@ fn a_refcount_table_that_could_not_be_put_in_place_is_not_relied_on() {
             let image = TestImage::new(&options);
             let table = image.header().refcount_table;
             let options = Qcow2Options::default().allocate_ahead(0);
-            let disk = image.over(|storage| failing.over(storage)).open_with(options);
+            let disk = image.over(|storage| failing.wrap(storage)).open_with(options);
             let mut end = 0;
             while image.file.length().unwrap() < FULL {
                 block_on(disk.write(GuestOffset(end), filled(1, 4096).into())).unwrap();
@@ -152,7 +152,7 @@ fn writes_that_wait_for_many_that_fail_need_no_deep_stack() {
     let work = || {
         let longer = [Operation::Allocate, Operation::Write];
         let (held, failing) = (Held::only(&longer), Failing::only(&longer));
-        let (_, disk) = image(true, |storage| held.over(failing.over(storage)));
+        let (_, disk) = image(true, |storage| held.wrap(failing.wrap(storage)));
         failing.fail(0, u64::MAX, Fault::NoSpace);
         let mut writes: Vec<Pending<'_>> =
             (0..WRITES).map(|number| disk.write(GuestOffset(number % 128 * 512), filled(4, 512).into())).collect();
@@ -171,14 +171,14 @@ fn writes_that_wait_for_many_that_fail_need_no_deep_stack() {
 #[test]
 fn what_others_wrote_behind_the_end_meanwhile_is_not_cut_off_where_there_is_no_space_ahead() {
     let (held, failing) = (Held::only(&[Operation::Allocate]), Failing::only(&[Operation::Allocate]));
-    let (file, disk) = image(true, |storage| held.over(failing.over(storage)));
+    let (file, disk) = image(true, |storage| held.wrap(failing.wrap(storage)));
     failing.fail(0, u64::MAX, Fault::NoSpace);
     let mut write = disk.write(GuestOffset(0), filled(4, CLUSTER).into());
     assert!(poll_once(&mut write).is_pending());
     let [waiting] = &held.waiting()[..] else { panic!("the file is made longer first") };
     let behind = waiting.range.end + (1 << 20);
     block_on(file.write(behind, filled(5, 512).into())).unwrap();
-    held.open();
+    held.release_all();
     block_on(write).unwrap();
     assert_eq!(file.length().unwrap(), behind + 512);
     assert_eq!(read(&*disk, 0, CLUSTER), filled(4, CLUSTER).to_vec());

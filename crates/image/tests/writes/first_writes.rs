@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Chance, Counting, Held, SparseMemory};
+use limosa_storage::testing::{Counting, Held, SeededRandom, SparseMemory};
 use limosa_storage::{Buffer, Operation, Storage, block_on};
 use limosa_testkit::image::{self, TestImage, leaks, memory_file, poll_once, raw, write};
 
@@ -40,7 +40,7 @@ fn bench(
 ) -> Bench {
     let counting = Counting::new();
     let image = TestImage::create_in(file, &CreateOptions::default().size(SIZE));
-    let over = |storage| counting.over(over(storage));
+    let over = |storage| counting.wrap(over(storage));
     let disk = image.over(over).open_over(below.map(|below| raw(over(below))), options);
     write(&*disk, SIZE - CLUSTER, &[0xee; BYTES]);
     counting.take();
@@ -48,7 +48,7 @@ fn bench(
 }
 
 fn full() -> (Arc<dyn Storage>, Vec<u8>) {
-    let bytes = Chance::new(7).bytes(usize::try_from(SIZE).unwrap());
+    let bytes = SeededRandom::new(7).bytes(usize::try_from(SIZE).unwrap());
     (Arc::new(SparseMemory::file_with("below", bytes.clone(), MOST)), bytes)
 }
 
@@ -173,7 +173,7 @@ fn nothing_is_read_where_the_backing_image_has_a_hole() {
 #[test]
 fn nothing_is_read_where_the_backing_image_says_zero_or_has_nothing() {
     let counting = Counting::new();
-    let storage = counting.over(Arc::new(SparseMemory::file("below", MOST)));
+    let storage = counting.wrap(Arc::new(SparseMemory::file("below", MOST)));
     let how = CreateOptions::default().size(SIZE);
     let below = TestImage::create_in(storage, &how);
     let base = below.open_with(options(0));
@@ -182,7 +182,7 @@ fn nothing_is_read_where_the_backing_image_says_zero_or_has_nothing() {
     block_on(base.write_zeroes(GuestOffset(0), CLUSTER, false)).unwrap();
     block_on(base.close()).unwrap();
     let base = below.open_with(options(0).read_only(true));
-    let disk = TestImage::create_in(counting.over(memory_file("image")), &how).open_over(Some(base), options(1 << 20));
+    let disk = TestImage::create_in(counting.wrap(memory_file("image")), &how).open_over(Some(base), options(1 << 20));
     // The tables of both are in memory from here on.
     write(&*disk, 9 * CLUSTER, &[1; 512]);
     counting.take();
@@ -200,10 +200,10 @@ fn nothing_is_read_where_the_backing_image_says_zero_or_has_nothing() {
 #[test]
 fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
     let held = Held::only(&[READ]);
-    held.open();
+    held.release_all();
     let (storage, bytes) = full();
-    let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| held.over(storage));
-    held.close();
+    let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| held.wrap(storage));
+    held.hold_again();
     let requests = [(12 * K, 1_u8), (16 * K, 2), (14 * K, 3), (40 * K, 4)];
     let begin = |(at, byte): (u64, u8)| bench.disk.write(GuestOffset(at), Buffer::copied(&[byte; 4096]).into());
     let mut writes: Vec<Pending<'_>> = requests.map(begin).into();
@@ -214,7 +214,7 @@ fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
     drop(writes);
     assert_eq!(bench.asked(), [to_below(READ, 0..CLUSTER), to_image(WRITE, 0..CLUSTER)]);
     assert_eq!(bench.disk.counts().joined, 3);
-    held.open();
+    held.release_all();
     let mut expected = bytes[..BYTES].to_vec();
     for (at, byte) in requests {
         expected = around(&expected, at, &[byte; 4096]);
@@ -225,15 +225,15 @@ fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
 #[test]
 fn requests_to_one_new_cluster_on_proven_zeros_are_written_at_the_same_time() {
     let held = Held::only(&[WRITE]);
-    held.open();
-    let bench = bench(memory_file("image"), None, options(1 << 20), |storage| held.over(storage));
-    held.close();
+    held.release_all();
+    let bench = bench(memory_file("image"), None, options(1 << 20), |storage| held.wrap(storage));
+    held.hold_again();
     let begin = |at: u64| bench.disk.write(GuestOffset(at), Buffer::copied(&[7; 4096]).into());
     let mut writes: Vec<Pending<'_>> = [12 * K, 16 * K, 40 * K].map(begin).into();
     assert!(writes.iter_mut().all(|write| poll_once(write).is_pending()));
     let [first, second, third] = &held.waiting()[..] else { panic!("three writes at once") };
     assert_eq!((second.range.start, third.range.start), (first.range.start + 4 * K, first.range.start + 28 * K));
-    held.open();
+    held.release_all();
     assert!(writes.iter_mut().all(|write| poll_once(write) == Poll::Ready(true)));
     drop(writes);
     let written = [12 * K..16 * K, 16 * K..20 * K, 40 * K..44 * K].map(|range| to_image(WRITE, range));
@@ -243,17 +243,17 @@ fn requests_to_one_new_cluster_on_proven_zeros_are_written_at_the_same_time() {
 #[test]
 fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_not_feel_it() {
     let held = Held::only(&[READ, WRITE]);
-    held.open();
+    held.release_all();
     let (storage, bytes) = full();
-    let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| held.over(storage));
-    held.close();
+    let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| held.wrap(storage));
+    held.hold_again();
     let mut dropped = bench.disk.write(GuestOffset(12 * K), Buffer::copied(&[1; 4096]).into());
     assert!(poll_once(&mut dropped).is_pending());
     let mut joined = bench.disk.write(GuestOffset(16 * K), Buffer::copied(&[2; 4096]).into());
     assert!(poll_once(&mut joined).is_pending());
     drop(dropped);
     // Once each is released, the requests that are left continue it.
-    held.open();
+    held.release_all();
     assert_eq!(poll_once(&mut joined), Poll::Ready(true));
     drop(joined);
     assert_eq!(bench.asked(), [to_below(READ, 0..CLUSTER), to_image(WRITE, 0..CLUSTER)]);
@@ -261,11 +261,11 @@ fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_n
     assert_eq!(read(&*bench.disk, 0..CLUSTER), around(&first, 16 * K, &[2; 4096]));
 
     // One that no request has joined is completed by the next request to any cluster.
-    held.close();
+    held.hold_again();
     let mut dropped = bench.disk.write(GuestOffset(CLUSTER), Buffer::copied(&[3; 4096]).into());
     assert!(poll_once(&mut dropped).is_pending());
     drop(dropped);
-    held.open();
+    held.release_all();
     bench.counting.take();
     assert_eq!(read(&*bench.disk, SIZE - 512..SIZE), [0xee; 512]);
     assert_eq!(bench.asked(), [to_image(WRITE, 0..CLUSTER), to_image(READ, CLUSTER - 512..CLUSTER)]);

@@ -6,7 +6,7 @@ use std::thread;
 use futures_util::future::join_all;
 use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Qcow2, Qcow2Options, check};
 use limosa_image::{Disk, GuestOffset, HostOffset, Preallocation};
-use limosa_storage::testing::{Chance, Failing, Fault, Loss, PowerCut};
+use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, SeededRandom};
 use limosa_storage::{MemoryStorage, Storage, block_on};
 use limosa_testkit::image::{TestImage, contents, filled, raw_filled, read_all};
 
@@ -39,7 +39,7 @@ fn sound(file: &dyn Storage, what: &str) -> u64 {
 
 #[test]
 fn a_power_cut_while_a_disk_grows_leaves_one_size_or_the_other_and_all_that_was_flushed() {
-    let mut chance = Chance::new(1);
+    let mut chance = SeededRandom::new(1);
     for options in kinds() {
         let made = TestImage::new(&options);
         let power = PowerCut::new();
@@ -95,7 +95,7 @@ fn a_disk_grows_again_and_again_while_threads_write_and_flush() {
             for writer in 0..3_u8 {
                 let disk = &disk;
                 scope.spawn(move || {
-                    let mut chance = Chance::new(u64::from(writer));
+                    let mut chance = SeededRandom::new(u64::from(writer));
                     for round in 0..150_u64 {
                         // Each has every third kilobyte for itself.
                         let at = (chance.below(disk.len() / (3 * KB)) * 3 + u64::from(writer)) * KB;
@@ -154,7 +154,7 @@ fn fail_and_grow(
     let size = options.size;
     let image = TestImage::new(options);
     let failing = Failing::new();
-    let disk = open(failing.over(Arc::clone(&image.file)), None);
+    let disk = open(failing.wrap(Arc::clone(&image.file)), None);
     block_on(disk.write(GuestOffset(0), filled(1, size).into())).unwrap();
     failing.fail(nth, times, fault);
     let failed = block_on(disk.grow(sizes[0])).is_err();

@@ -53,9 +53,9 @@ impl Bed {
 
     /// The image in use: requests are held from now on.
     fn held(&self, held: &Held) -> Arc<Qcow2> {
-        held.open();
-        let disk = self.open_over(|storage| held.over(storage));
-        held.close();
+        held.release_all();
+        let disk = self.open_over(|storage| held.wrap(storage));
+        held.hold_again();
         disk
     }
 
@@ -94,7 +94,7 @@ fn zeroing_up_to_the_old_end_leaves_what_was_written_behind_it_meanwhile() {
             };
             // It has begun, and waits for a table.
             assert!(poll_once(&mut zeroing).is_pending());
-            held.open();
+            held.release_all();
             block_on(disk.grow(NEW)).unwrap();
             write(&*disk, OLD, 3, CLUSTER);
             block_on(zeroing).unwrap();
@@ -123,7 +123,7 @@ fn a_disk_that_is_made_longer_twice_at_once_keeps_what_was_written_in_between() 
         let disk = bed.held(&held);
         let mut slow = disk.grow(NEW);
         assert!(poll_once(&mut slow).is_pending());
-        held.open();
+        held.release_all();
         let mut quick = disk.grow(NEW);
         let mut is_slow_over = false;
         let grown = loop {
@@ -152,7 +152,7 @@ fn a_dropped_growth_is_ended_by_the_next_request() {
     assert!(poll_once(&mut dropped).is_pending());
     drop(dropped);
     assert_eq!(disk.len(), OLD);
-    held.open();
+    held.release_all();
     read(&*disk, 0..512);
     assert_eq!(disk.len(), NEW);
     assert!(read(&*disk, OLD..NEW).iter().all(|byte| *byte == 0));
@@ -169,7 +169,7 @@ fn a_growth_that_is_dropped_keeps_no_other_from_its_end() {
     let mut dropped = disk.grow(NEW);
     assert!(poll_once(&mut left).is_pending() && poll_once(&mut dropped).is_pending());
     drop(dropped);
-    held.open();
+    held.release_all();
     block_on(disk.grow(2 * NEW)).unwrap();
     assert_eq!(disk.len(), 2 * NEW);
     drop(left);
@@ -188,7 +188,7 @@ fn a_growth_that_fails_wherever_it_does_leaves_the_file_whole_at_once() {
                 let TestImage { file, .. } = TestImage::new(&options);
                 let failing = Failing::only(&[Operation::Write, Operation::Flush]);
                 let usual = Qcow2Options::default().allocate_ahead(0);
-                let disk = TestImage::existing(failing.over(Arc::clone(&file))).open_with(usual);
+                let disk = TestImage::existing(failing.wrap(Arc::clone(&file))).open_with(usual);
                 write(&*disk, 0, 1, 64 << 10);
                 block_on(disk.flush()).unwrap();
                 failing.fail(nth, 1, fault);

@@ -69,7 +69,7 @@ fn a_repair_that_is_cut_short_is_begun_again() {
         let storage = abandoned();
         let failing = Failing::only(&[Operation::Write, Operation::Flush]);
         failing.fail(cut, u64::MAX, Fault::Broken);
-        let opened = open_over(failing.over(Arc::new(storage.clone())), false);
+        let opened = open_over(failing.wrap(Arc::new(storage.clone())), false);
         let whole = opened.is_ok();
         drop(opened);
         let disk = open_over(Arc::new(storage.clone()), false).unwrap();

@@ -283,7 +283,7 @@ fn what_was_acknowledged_is_flushed_although_the_mark_of_corruption_cannot_be_wr
         let victim = Victim::new(false);
         victim.set_entry(COPIED | victim.header.l1.0.0, 0);
         let failing = Failing::only(&[Operation::Write]);
-        let image = TestImage::existing(Arc::new(victim.storage.clone())).over(|storage| failing.over(storage));
+        let image = TestImage::existing(Arc::new(victim.storage.clone())).over(|storage| failing.wrap(storage));
         let disk = image.open();
         block_on(disk.write(there, filled(7, CLUSTER).into())).unwrap();
         failing.fail(0, failures, Fault::Broken);

@@ -11,11 +11,11 @@ use limosa_testkit::image::{TestImage, poll_once};
 #[test]
 fn a_write_to_a_zeroed_cluster_is_not_seen_by_an_older_read_before_it_is_seen_by_all() {
     let held = Held::only(&[Operation::Read, Operation::Write]);
-    held.open();
+    held.release_all();
     let image = TestImage::new(&CreateOptions::default().size(1 << 20));
-    let disk = image.over(|storage| held.over(storage)).open();
+    let disk = image.over(|storage| held.wrap(storage)).open();
     block_on(disk.write(GuestOffset(0), Buffer::copied(&[1; 64 << 10]).into())).unwrap();
-    held.close();
+    held.hold_again();
     let (older, later) = (Buffer::zeroed(512), Buffer::copied(&[9; 512]));
     let mut reads = disk.read(GuestOffset(0), older.clone().into());
     assert!(poll_once(&mut reads).is_pending());
@@ -29,7 +29,7 @@ fn a_write_to_a_zeroed_cluster_is_not_seen_by_an_older_read_before_it_is_seen_by
     block_on(disk.read(GuestOffset(0), later.clone().into())).unwrap();
     assert!(later.is_zero() && older.to_vec() != [2; 512], "who read later saw what was there before");
     assert!(poll_once(&mut writes) == Poll::Ready(true));
-    held.open();
+    held.release_all();
     block_on(disk.read(GuestOffset(0), later.clone().into())).unwrap();
     assert_eq!(later.to_vec(), [2; 512]);
 }

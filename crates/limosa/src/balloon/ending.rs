@@ -58,7 +58,7 @@ impl EndOnDrop {
         let mut heard = (begun, None);
         loop {
             let size = self.balloon.size();
-            let deflates = self.balloon.is_told();
+            let deflates = self.balloon.is_driver_up_to_date();
             if !self.balloon.has_driver() || (deflates && size.actual >= size.target) {
                 return;
             }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use limosa_balloon::{Balloon, ZeroTarget};
-use limosa_memory::{FreePageSink, FreePages as _};
+use limosa_memory::{FreePageHinting as _, FreePageSink};
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 
@@ -74,7 +74,7 @@ struct Job {
 struct Counted;
 
 impl FreePageSink for Counted {
-    fn free(&self, _range: Range<u64>) {}
+    fn add_range(&self, _range: Range<u64>) {}
 
     fn complete(&self) {}
 }
@@ -96,7 +96,7 @@ impl Jobs {
             balloon.request_statistics().map_err(remedy::with_statistics)?;
             Phase::Statistics(before)
         } else {
-            balloon.request(Arc::new(Counted)).map_err(|error| error.to_string())?;
+            balloon.request_list(Arc::new(Counted)).map_err(|error| error.to_string())?;
             Phase::Hinting
         };
         *jobs = Some(Job {
@@ -211,7 +211,7 @@ impl Job {
                 if size.actual < size.target {
                     return self.wait(balloon, now, size.actual, "the guest does not deflate its balloon");
                 }
-                match balloon.request(Arc::new(Counted)) {
+                match balloon.request_list(Arc::new(Counted)) {
                     Ok(()) => self.begin(Phase::Hinting, now),
                     Err(error) => self.fail(balloon, &error.to_string()),
                 }
@@ -219,7 +219,7 @@ impl Job {
             Phase::Hinting => {
                 let list = balloon.hint_list();
                 if list.complete {
-                    balloon.done();
+                    balloon.return_pages();
                     self.took = Some(self.begun.elapsed());
                     self.phase = Phase::Over;
                 } else if list.bytes > balloon.size().ram {
@@ -272,7 +272,7 @@ impl Job {
     }
 
     fn fail(&mut self, balloon: &Balloon, why: &str) {
-        balloon.done();
+        balloon.return_pages();
         self.put_back(balloon);
         self.error = Some(why.to_owned());
         self.took = Some(self.begun.elapsed());

@@ -71,7 +71,8 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     let jobs = Arc::new(Jobs::default());
     let commands = BalloonCommands::new(Arc::clone(&balloon), Arc::clone(&jobs), Arc::clone(&ending));
     let socket = args.control.as_deref().map(|path| {
-        ControlSocket::listen_for(path, Arc::new(commands)).map_err(|error| remedy::without_control(path, &error))
+        ControlSocket::listen_without_job(path, Arc::new(commands))
+            .map_err(|error| remedy::without_control(path, &error))
     });
     let socket = socket.transpose()?;
     say!("limosa: serving a balloon at {} (--vhost-user)", args.vhost_user.display());

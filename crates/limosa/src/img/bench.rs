@@ -17,7 +17,7 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.count == 0 {
         anyhow::bail!("--count 0: must be at least 1");
     }
-    let qcow2 = Qcow2Options::default().clone_mode(options.clone);
+    let qcow2 = Qcow2Options::default().reflink_mode(options.clone);
     let disk = if options.write { open::to_write(&options.source, qcow2)? } else { open::to_read(&options.source)? };
     let flush = (options.flush_interval > 0).then(|| FlushEvery::new(options.flush_interval.into(), options.drain));
     let size = usize::try_from(options.buffer_size)?;

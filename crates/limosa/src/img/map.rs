@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, Mapped};
+use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, MapEntry};
 use limosa_storage::block_on;
 
 use super::open;
@@ -15,7 +15,7 @@ use limosa_console::{all_printed, print_out};
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Run {
     start: u64,
-    what: Mapped,
+    what: MapEntry,
 }
 
 impl Run {
@@ -36,7 +36,7 @@ impl Run {
 
     /// Describes the range for programs, in qemu-img's form.
     fn json(&self) -> String {
-        let Mapped { length, kind, depth, ref host, .. } = self.what;
+        let MapEntry { length, kind, depth, ref host, .. } = self.what;
         let present = kind != BlockStatus::Unallocated;
         let (zero, compressed) = (kind.is_zero(), kind == BlockStatus::Compressed);
         let data = !zero || kind == BlockStatus::Preallocated;
@@ -143,7 +143,7 @@ mod tests {
 
     fn run(start: u64, length: u64, kind: BlockStatus, depth: u32, host: Option<(&str, u64)>) -> Run {
         let host = host.map(|(file, at)| (Arc::from(file), HostOffset(at)));
-        Run { start, what: Mapped::new(length, kind).depth(depth).host(host) }
+        Run { start, what: MapEntry::new(length, kind).depth(depth).host(host) }
     }
 
     #[test]

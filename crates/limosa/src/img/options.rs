@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 
 use anyhow::Context as _;
-use limosa_image::qcow2::{CloneMode, Repair, SnapshotChoice};
+use limosa_image::qcow2::{ReflinkMode, Repair, SnapshotChoice};
 use limosa_image::resize::NewSize;
 use limosa_storage::{CacheMode, Io};
 
@@ -202,6 +202,6 @@ pub(crate) struct BenchOptions {
     /// Whether a flush waits for the requests in flight.
     pub(crate) drain: bool,
     /// The size from which on contents are cloned in place of being copied.
-    pub(crate) clone: CloneMode,
+    pub(crate) clone: ReflinkMode,
     pub(crate) json: bool,
 }

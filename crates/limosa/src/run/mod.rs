@@ -21,7 +21,9 @@ use limosa_migrate::Handle;
 use limosa_migrate::control::Phase;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::QmpError;
-use limosa_qemu::{CommandLine, Restore, RestoreReport, Watch, Watchdog, check_command_line, check_program, restore};
+use limosa_qemu::{
+    CommandLine, JobContext, Restore, RestoreReport, Watchdog, check_command_line, check_program, restore,
+};
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
@@ -138,7 +140,7 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
     let reporter = Reporter::new(false);
     let observer = Observer::new(Instant::now(), &reporter, !notice.shown, paused);
     let tell = |line: &str| notice.tell(line);
-    let watch = Watch::new(&handle, &tell);
+    let watch = JobContext::new(&handle, &tell);
     let watchdog = || {
         let arguments = ["watchdog", "--"];
         Ok(Some(Watchdog::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))

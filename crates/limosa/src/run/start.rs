@@ -7,8 +7,8 @@ use std::path::Path;
 use anyhow::bail;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use limosa_qemu::{
-    BlockPlace, MappedCommandLine, check_not_shared, is_same_file, launch, map_memory, missing_memory_option,
-    name_memory,
+    BlockPlace, MappedCommandLine, check_not_shared, is_same_file, launch, missing_memory_option, name_memory,
+    rewrite_for_mapping,
 };
 use limosa_snapshot::Snapshot;
 
@@ -96,5 +96,5 @@ fn map(args: &RunArgs, snapshot: &Snapshot, file: BorrowedFd<'_>, required: bool
     }
     // The open file itself: another file may have its name by then.
     let file = format!("/dev/fd/{}", file.as_raw_fd());
-    Ok(map_memory(&args.command, &BlockPlace::guest_memory_of(snapshot)?, &file)?)
+    Ok(rewrite_for_mapping(&args.command, &BlockPlace::guest_memory_of(snapshot)?, &file)?)
 }

@@ -16,9 +16,9 @@ use crate::stage::{Ended, load_in_stock_qemu, names, start_command};
 #[track_caller]
 fn assert_same(a: &Path, b: &Path) {
     let (a, b) = (Snapshot::open(a).unwrap(), Snapshot::open(b).unwrap());
-    assert_eq!(a.start().configuration.machine, b.start().configuration.machine);
+    assert_eq!(a.setup().configuration.machine, b.setup().configuration.machine);
     let blocks = |snapshot: &Snapshot| -> Vec<(String, u64)> {
-        snapshot.start().blocks.iter().map(|block| (block.name.clone(), block.used_length)).collect()
+        snapshot.setup().blocks.iter().map(|block| (block.name.clone(), block.used_length)).collect()
     };
     assert_eq!(blocks(&a), blocks(&b));
     for (index, (name, length)) in blocks(&a).into_iter().enumerate() {

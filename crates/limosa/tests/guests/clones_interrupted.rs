@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use limosa_storage::testing::Chance;
+use limosa_storage::testing::SeededRandom;
 use limosa_testkit::Qmp;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -51,7 +51,7 @@ fn killed_at_any_moment_limosa_leaves_qemus_that_are_listed_and_one_rm_takes_all
     let seed = variable("LIMOSA_CHAOS_SEED").unwrap_or_else(|| u64::from(std::process::id()));
     let trials = variable("LIMOSA_CHAOS_TRIALS").unwrap_or(15);
     println!("LIMOSA_CHAOS_SEED={seed} LIMOSA_CHAOS_TRIALS={trials}");
-    let mut chance = Chance::new(seed);
+    let mut chance = SeededRandom::new(seed);
     let clones = scene.clones();
     let clones = clones.to_str().unwrap();
     for trial in 0..trials {

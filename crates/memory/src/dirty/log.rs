@@ -71,7 +71,7 @@ impl DirtyPages {
     /// Adds pages of a block; pages outside the block are ignored.
     pub fn add(&mut self, block: usize, pages: PageRange) {
         if let Some(bitmap) = self.blocks.get_mut(block) {
-            bitmap.set_range(pages.intersect(PageRange::first(bitmap.len())));
+            bitmap.set_range(pages.intersect(PageRange::whole_block(bitmap.len())));
         }
     }
 

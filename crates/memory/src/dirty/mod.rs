@@ -74,7 +74,7 @@ impl DirtyLogs {
 
     /// Adds a log.
     #[must_use]
-    pub fn and(mut self, log: Box<dyn DirtyLog>) -> Self {
+    pub fn with_log(mut self, log: Box<dyn DirtyLog>) -> Self {
         self.logs.push(log);
         self
     }

@@ -49,7 +49,7 @@ impl SoftwareDirtyBitmap {
         if self.0.on.load(Ordering::Relaxed)
             && let Some(bitmap) = self.0.blocks.get(block)
         {
-            bitmap.set_range(pages.intersect(PageRange::first(bitmap.len())));
+            bitmap.set_range(pages.intersect(PageRange::whole_block(bitmap.len())));
         }
     }
 
@@ -90,7 +90,7 @@ impl DirtyLog for SoftwareDirtyLog {
     fn start(&mut self) -> Result<(), LogError> {
         self.discards = Some(self.marks.discardable.watch());
         for bitmap in &self.marks.blocks {
-            bitmap.clear_range(PageRange::first(bitmap.len()));
+            bitmap.clear_range(PageRange::whole_block(bitmap.len()));
         }
         self.marks.on.store(true, Ordering::Relaxed);
         // See `SoftwareDirtyBitmap::mark`.
@@ -103,7 +103,7 @@ impl DirtyLog for SoftwareDirtyLog {
             return Err(LogError::NotStarted { log: self.name() });
         }
         for (index, bitmap) in self.marks.blocks.iter().enumerate() {
-            let taken = bitmap.take(PageRange::first(bitmap.len()));
+            let taken = bitmap.take(PageRange::whole_block(bitmap.len()));
             if let Some(pages) = into.block_mut(index) {
                 pages.union_with(&taken);
             }
@@ -142,7 +142,7 @@ mod models {
                 thread::spawn(move || {
                     for value in 1..3 {
                         page.store(value, Ordering::Relaxed);
-                        marker.mark(0, PageRange::first(1));
+                        marker.mark(0, PageRange::whole_block(1));
                     }
                 })
             };

@@ -82,7 +82,7 @@ impl WriteProtection {
 
 /// Returns the addresses of pages of a block in this process.
 pub(super) fn addresses(block: &MemoryBlock, pages: PageRange) -> io::Result<Range<u64>> {
-    let place = block.place(pages).ok_or_else(|| io::Error::other(format!("{} has no {pages}", block.name())))?;
+    let place = block.iovec(pages).ok_or_else(|| io::Error::other(format!("{} has no {pages}", block.name())))?;
     let start = place.iov_base.addr() as u64;
     Ok(start..start.saturating_add(place.iov_len as u64))
 }

@@ -19,7 +19,7 @@ use limosa_page::PageRange;
 use super::log::{DirtyLog, DirtyPages, LogError, Writers};
 use super::uffd_wp::{WriteProtection, addresses};
 use crate::discarding::DiscardWatch;
-use crate::faults::FaultAccess;
+use crate::faults::FaultOrigin;
 use crate::pagemap::PageMap;
 use crate::userfaultfd::{Features, NOT_ALLOWED, Userfaultfd};
 use crate::{GuestMemory, MemoryBlock};
@@ -62,7 +62,7 @@ fn open() -> Result<(Userfaultfd, PageMap), LogError> {
         unavailable(format!("{what}: {source}; {how}; or have every writer mark its pages"))
     };
     // No process receives these faults, so the access mode does not matter; `UserOnly` needs the fewest permissions.
-    let access = FaultAccess::UserOnly;
+    let access = FaultOrigin::UserOnly;
     let features = Userfaultfd::available(access).map_err(|e| kernel("userfaultfd", e))?;
     if !features.contains(Features::PROTECT_ASYNC) {
         return Err(unavailable(

@@ -25,7 +25,7 @@ use super::log::{DirtyLog, DirtyPages, LogError, Writers};
 use super::uffd_wp::{WriteProtection, whole_slice};
 use crate::GuestMemory;
 use crate::discarding::DiscardWatch;
-use crate::faults::FaultAccess;
+use crate::faults::FaultOrigin;
 use crate::userfaultfd::{Features, Message, NOT_ALLOWED, Userfaultfd};
 
 const NAME: &str = "userfaultfd's write protection with a fault handler";
@@ -76,7 +76,7 @@ fn open(memory: &GuestMemory) -> Result<Userfaultfd, LogError> {
         unavailable(format!("userfaultfd: {error}; {how}; or {other}"))
     };
     // KVM and system calls write too, and must not fail with EFAULT at a protected page.
-    let features = Userfaultfd::available(FaultAccess::Everything).map_err(kernel)?;
+    let features = Userfaultfd::available(FaultOrigin::Everything).map_err(kernel)?;
     let mut wanted = Features::PROTECT;
     if !features.contains(wanted) {
         return Err(unavailable(format!("the kernel is older than 5.7; {other}")));
@@ -93,7 +93,7 @@ fn open(memory: &GuestMemory) -> Result<Userfaultfd, LogError> {
         }
         wanted = wanted.and(needed);
     }
-    Userfaultfd::open(FaultAccess::Everything, wanted).map_err(kernel)
+    Userfaultfd::open(FaultOrigin::Everything, wanted).map_err(kernel)
 }
 
 impl Handler {

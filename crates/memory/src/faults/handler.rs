@@ -15,13 +15,13 @@ use rustix::io::Errno;
 use super::{Fault, FaultBlock, FaultError, FaultEvent, FaultLayout, FaultMode};
 use crate::GuestMemory;
 use crate::mapping::Mapping;
-use crate::userfaultfd::{FaultAccess, Features, Message, RegisterMode, Userfaultfd};
+use crate::userfaultfd::{FaultOrigin, Features, Message, RegisterMode, Userfaultfd};
 
 /// The events that a handler receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FaultOptions {
     /// Faults of threads only, or of the kernel too.
-    pub access: FaultAccess,
+    pub origin: FaultOrigin,
     /// Report discarded pages. The thread that discards them waits until the handler has read the event, so the pager
     /// itself must not discard.
     pub removals: bool,
@@ -34,7 +34,7 @@ pub struct FaultOptions {
 impl Default for FaultOptions {
     /// Faults of all threads and of the kernel, and discarded pages.
     fn default() -> Self {
-        Self { access: FaultAccess::Everything, removals: true, mappings: false, forks: false }
+        Self { origin: FaultOrigin::Everything, removals: true, mappings: false, forks: false }
     }
 }
 
@@ -62,9 +62,9 @@ impl Drop for Descriptor {
 /// page is placed, however many pagers end meanwhile. The kernel does the opposite when the last descriptor of a
 /// userfaultfd is closed: it fills missing pages with zeros and lets the guest continue. So dropping a [`FaultHandler`]
 /// does not close a descriptor with registered memory: only [`FaultHandler::finish`] (no page is missing) or
-/// [`FaultHandler::abandon`] (the guest is gone) do. A [`HeldFaults`], made by [`FaultHandler::hold`], creates a new
-/// handler when the old one has ended; its descriptor can be passed to another process, which continues by
-/// [`FaultHandler::from_fd`].
+/// [`FaultHandler::abandon`] (the guest is gone) do. A [`RegistrationGuard`], made by
+/// [`FaultHandler::registration_guard`], creates a new handler when the old one has ended; its descriptor can be passed
+/// to another process, which continues by [`FaultHandler::from_fd`].
 ///
 /// How pages are placed:
 /// - [`FaultMode::Missing`]: the kernel places a page as a copy ([`FaultHandler::copy`]) or as zeros
@@ -91,7 +91,7 @@ pub struct FaultHandler {
 
 /// Keeps missing pages missing while no handler exists, and creates a new one.
 #[derive(Debug)]
-pub struct HeldFaults {
+pub struct RegistrationGuard {
     descriptor: Arc<Descriptor>,
     layout: FaultLayout,
 }
@@ -114,7 +114,7 @@ impl FaultHandler {
     /// # Errors
     /// [`FaultError::NotAllowed`], [`FaultError::Unsupported`].
     pub fn open(options: FaultOptions) -> Result<Self, FaultError> {
-        let available = Userfaultfd::available(options.access).map_err(not_allowed)?;
+        let available = Userfaultfd::available(options.origin).map_err(not_allowed)?;
         let mappings = Features::EVENT_REMAP.and(Features::EVENT_UNMAP);
         let memory = Features::MISSING_HUGETLBFS.and(Features::MISSING_SHMEM);
         let minor = Features::MINOR_HUGETLBFS.and(Features::MINOR_SHMEM);
@@ -129,7 +129,7 @@ impl FaultHandler {
             }
             features = if wanted { features.and(more) } else { features };
         }
-        let fd = Userfaultfd::open(options.access, features).map_err(not_allowed)?;
+        let fd = Userfaultfd::open(options.origin, features).map_err(not_allowed)?;
         Self::over(
             Arc::new(Descriptor { fd: ManuallyDrop::new(fd), needed: AtomicBool::new(false) }),
             FaultLayout::default(),
@@ -198,8 +198,8 @@ impl FaultHandler {
     }
 
     /// Creates a hold: it keeps the memory registered when this handler ends, and creates the next one then.
-    pub fn hold(&self) -> HeldFaults {
-        HeldFaults { descriptor: Arc::clone(&self.descriptor), layout: self.layout.clone() }
+    pub fn registration_guard(&self) -> RegistrationGuard {
+        RegistrationGuard { descriptor: Arc::clone(&self.descriptor), layout: self.layout.clone() }
     }
 
     /// Returns a handle that ends a [`wait`](Self::wait).
@@ -331,7 +331,7 @@ impl FaultHandler {
     }
 }
 
-impl HeldFaults {
+impl RegistrationGuard {
     /// Creates a handler that continues the last one. All waiting faults are reported again.
     ///
     /// # Errors
@@ -347,7 +347,7 @@ impl HeldFaults {
 }
 
 /// The descriptor, for a pager in another process.
-impl AsFd for HeldFaults {
+impl AsFd for RegistrationGuard {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.descriptor.fd.as_fd()
     }

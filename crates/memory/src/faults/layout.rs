@@ -24,7 +24,7 @@ pub struct FaultBlock {
 impl FaultBlock {
     /// Returns its pages.
     pub fn pages(&self) -> PageRange {
-        PageRange::first(self.length / PAGE_SIZE)
+        PageRange::whole_block(self.length / PAGE_SIZE)
     }
 
     /// Returns its addresses.

@@ -9,9 +9,9 @@ use std::os::fd::OwnedFd;
 
 use limosa_page::PageRange;
 
-pub use crate::userfaultfd::FaultAccess;
+pub use crate::userfaultfd::FaultOrigin;
 pub use error::FaultError;
-pub use handler::{FaultHandler, FaultOptions, FaultWaker, HeldFaults};
+pub use handler::{FaultHandler, FaultOptions, FaultWaker, RegistrationGuard};
 pub use layout::{FaultBlock, FaultLayout};
 pub use placement::Placement;
 

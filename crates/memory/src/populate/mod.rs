@@ -44,7 +44,7 @@ pub struct PopulateStats {
 /// let populator = Populator::new(&memory);
 /// std::thread::scope(|scope| {
 ///     let workers = [(); 2].map(|()| scope.spawn(|| populator.work()));
-///     populator.add(0, PageRange::first(2048));
+///     populator.add(0, PageRange::whole_block(2048));
 ///     // ... while pages arrive:
 ///     populator.arrived(0, PageRange::starting_at(PageNumber(0), 128));
 ///     populator.finish(); // Or `stop`, which leaves out what waits.
@@ -89,11 +89,11 @@ struct State {
 impl<'a> Populator<'a> {
     /// Creates a populator for `memory`, with the limits of this process.
     pub fn new(memory: &'a GuestMemory) -> Self {
-        Self::within(memory, MemcgHeadroom::of_this_process())
+        Self::with_headroom(memory, MemcgHeadroom::of_this_process())
     }
 
     /// Creates a populator for `memory`, with these limits.
-    pub fn within(memory: &'a GuestMemory, headroom: MemcgHeadroom) -> Self {
+    pub fn with_headroom(memory: &'a GuestMemory, headroom: MemcgHeadroom) -> Self {
         let new = Self::unbound(headroom);
         new.bind(memory);
         new

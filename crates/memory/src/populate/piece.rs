@@ -38,7 +38,7 @@ impl MemoryBlock {
     }
 
     fn populate_by(&self, way: Way, pages: PageRange) -> Result<bool, MemoryError> {
-        let place = self.place(pages).ok_or_else(|| self.has_not(pages))?;
+        let place = self.iovec(pages).ok_or_else(|| self.has_not(pages))?;
         let (operation, result) = match (way, self.file()) {
             (Way::Allocate, Some((file, offset))) => {
                 let bytes = pages.bytes();
@@ -116,7 +116,7 @@ impl MemoryBlock {
             return Ok(());
         }
         let advice = if wanted { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
-        let place = self.place(pages).ok_or_else(|| self.has_not(pages))?;
+        let place = self.iovec(pages).ok_or_else(|| self.has_not(pages))?;
         // SAFETY: the advice changes no contents.
         match unsafe { madvise(place.iov_base, place.iov_len, advice) } {
             Ok(()) | Err(Errno::INVAL) => Ok(()),

@@ -44,13 +44,13 @@ impl MemoryBlock {
 
     /// Whether [`populated_among`](Self::populated_among) looks at nothing else than it is asked about; if not, at all
     /// of the block each time. The kernel can report a part of private memory, and of a file on tmpfs since Linux 6.5.
-    pub fn can_be_asked_in_parts(&self) -> bool {
+    pub fn can_query_ranges(&self) -> bool {
         self.file().is_none_or(|(file, _)| is_asked_in_parts(file))
     }
 
     /// Tells `found` which pages of these runs may hold something, as [`populated`](Self::populated) says it of all:
-    /// for a few pages of a block whose others are of no interest, and are [not looked at](Self::can_be_asked_in_parts)
-    /// if possible. The runs ascend; what `found` receives lies within them, some of it perhaps twice.
+    /// for a few pages of a block whose others are of no interest, and are [not looked at](Self::can_query_ranges) if
+    /// possible. The runs ascend; what `found` receives lies within them, some of it perhaps twice.
     ///
     /// # Errors
     /// As [`populated`](Self::populated).
@@ -68,7 +68,7 @@ impl MemoryBlock {
             return Ok(());
         }
         if let Some((file, offset)) = self.file() {
-            if is_asked_in_parts(file) && holes::full_length(file).is_none() {
+            if is_asked_in_parts(file) && holes::hole_free_length(file).is_none() {
                 for run in runs.clone() {
                     cachestat::look(file, offset, within(run), &mut found)?;
                 }

@@ -27,7 +27,7 @@ fn with_workers(populator: &Populator<'_>, wanted: impl FnOnce()) {
 fn all_that_was_wanted_is_populated_and_nothing_else() {
     let blocks = [BlockOptions::anonymous("ram", 5000 * PAGE_SIZE), BlockOptions::memfd("video", 3000 * PAGE_SIZE)];
     let memory = GuestMemory::new(blocks.map(|block| block.map().unwrap()).into()).unwrap();
-    let populator = Populator::within(&memory, MemcgHeadroom::unlimited());
+    let populator = Populator::with_headroom(&memory, MemcgHeadroom::unlimited());
     with_workers(&populator, || {
         populator.add(0, range(3, 2000));
         populator.add(1, range(2990, 500));
@@ -47,7 +47,7 @@ fn all_that_was_wanted_is_populated_and_nothing_else() {
 #[test]
 fn memory_is_there_before_the_pages_of_a_full_guest_come() {
     let memory = GuestMemory::new(vec![BlockOptions::memfd("ram", 20_000 * PAGE_SIZE).map().unwrap()]).unwrap();
-    let populator = Populator::within(&memory, MemcgHeadroom::unlimited());
+    let populator = Populator::with_headroom(&memory, MemcgHeadroom::unlimited());
     with_workers(&populator, || {
         for pages in range(0, 10_000).chunks(100) {
             populator.arrived(0, pages);
@@ -83,7 +83,7 @@ fn memory_may_become_known_while_threads_wait_and_what_came_before_is_forgotten(
 #[test]
 fn a_stop_leaves_out_what_waits() {
     let memory = GuestMemory::new(vec![BlockOptions::memfd("ram", 1 << 30).map().unwrap()]).unwrap();
-    let populator = Populator::within(&memory, MemcgHeadroom::unlimited());
+    let populator = Populator::with_headroom(&memory, MemcgHeadroom::unlimited());
     populator.add(0, range(0, 1 << 18));
     populator.stop();
     populator.add(0, range(0, 100));

@@ -80,8 +80,8 @@ fn a_file_elsewhere_is_asked_as_a_whole() {
     file.set_len(PAGES * PAGE_SIZE).unwrap();
     let is_tmpfs = holes::is_tmpfs(file.as_fd());
     let there = BlockOptions::file("ram", PAGES * PAGE_SIZE, file.into(), 0).map().unwrap();
-    assert!(is_tmpfs || !there.can_be_asked_in_parts());
-    assert!(BlockOptions::anonymous("ram", PAGES * PAGE_SIZE).map().unwrap().can_be_asked_in_parts());
+    assert!(is_tmpfs || !there.can_query_ranges());
+    assert!(BlockOptions::anonymous("ram", PAGES * PAGE_SIZE).map().unwrap().can_query_ranges());
 }
 
 #[test]

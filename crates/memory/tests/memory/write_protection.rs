@@ -82,7 +82,7 @@ fn a_page_that_is_only_read_is_not_named_but_once_if_it_was_never_touched() {
             let named = fetched(&mut *log, &memory);
             if memory.block(0).unwrap().file().is_none() && log.name().contains("asynchronous") {
                 // Of private memory; what was there before the log is distinguished from it.
-                assert_eq!(named, [PageRange::first(9), PageRange::starting_at(PageNumber(10), 54)]);
+                assert_eq!(named, [PageRange::whole_block(9), PageRange::starting_at(PageNumber(10), 54)]);
             } else {
                 assert_eq!(named, [], "{}", log.name());
             }
@@ -116,7 +116,7 @@ fn what_the_kernel_writes_for_this_process_is_seen() {
     for memory in small_pages() {
         for mut log in logs(&memory) {
             log.start().unwrap();
-            let place = memory.block(0).unwrap().place(PageRange::starting_at(PageNumber(20), 2)).unwrap();
+            let place = memory.block(0).unwrap().iovec(PageRange::starting_at(PageNumber(20), 2)).unwrap();
             let source = std::fs::File::open("/dev/zero").unwrap();
             // SAFETY: the memory is there as long as the block is, and no reference to it exists.
             let read = unsafe { libc::read(source.as_raw_fd(), place.iov_base, place.iov_len) };
@@ -132,7 +132,7 @@ fn a_written_page_of_shared_memory_whose_mapping_was_dropped_is_named() {
     for mut log in logs(&memory) {
         log.start().unwrap();
         poke(&memory, 40);
-        let place = memory.block(0).unwrap().place(PageRange::starting_at(PageNumber(32), 32)).unwrap();
+        let place = memory.block(0).unwrap().iovec(PageRange::starting_at(PageNumber(32), 32)).unwrap();
         // As the kernel does when it swaps: the entries of shared memory go, the contents stay in the file.
         // SAFETY: the mapping is shared, so its contents do not change.
         assert_eq!(unsafe { libc::madvise(place.iov_base, place.iov_len, libc::MADV_DONTNEED) }, 0);
@@ -169,7 +169,7 @@ fn a_written_huge_page_whose_mapping_was_dropped_is_named_once() {
     for mut log in logs(&memory) {
         log.start().unwrap();
         poke(&memory, 512 * 3);
-        let place = memory.block(0).unwrap().place(memory.block(0).unwrap().pages()).unwrap();
+        let place = memory.block(0).unwrap().iovec(memory.block(0).unwrap().pages()).unwrap();
         // SAFETY: the mapping is shared, so its contents do not change.
         assert_eq!(unsafe { libc::madvise(place.iov_base, place.iov_len, libc::MADV_DONTNEED) }, 0);
         let first = fetched(&mut *log, &memory);
@@ -241,7 +241,7 @@ fn a_page_that_is_given_back_is_written_and_what_is_written_to_it_next_is_seen()
                     .into_iter()
                     .zip(1..)
             {
-                if block.takes(method) {
+                if block.supports_release(method) {
                     block.release(page(2 * number), method).unwrap();
                     expected.push(page(2 * number));
                 }
@@ -261,15 +261,15 @@ fn what_was_freed_lazily_before_the_log_began_is_not_written_unseen() {
     let block = memory.block(0).unwrap();
     for mut log in logs(&memory) {
         (0..64).for_each(|page| poke(&memory, page));
-        block.release(PageRange::first(64), ReleaseMethod::Free).unwrap();
+        block.release(PageRange::whole_block(64), ReleaseMethod::Free).unwrap();
         log.start().unwrap();
         // The kernel is short of memory, or does as if.
-        let place = block.place(PageRange::first(64)).unwrap();
+        let place = block.iovec(PageRange::whole_block(64)).unwrap();
         // SAFETY: it takes the contents of no page that was written since it was freed, and the pages are of this
         // mapping.
         unsafe { madvise(place.iov_base, place.iov_len, Advice::LinuxPageOut) }.unwrap();
         (0..64).for_each(|page| poke(&memory, page));
-        assert_eq!(fetched(&mut *log, &memory), [PageRange::first(64)], "{}", log.name());
+        assert_eq!(fetched(&mut *log, &memory), [PageRange::whole_block(64)], "{}", log.name());
         log.stop().unwrap();
     }
 }

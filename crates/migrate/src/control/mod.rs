@@ -74,7 +74,7 @@ impl State {
 #[derive(Debug, Clone)]
 pub struct Control {
     state: Arc<Mutex<State>>,
-    rate: RateLimit,
+    rate_limit: RateLimit,
 }
 
 impl Default for Control {
@@ -86,24 +86,24 @@ impl Default for Control {
 impl Control {
     /// A control with no rate limit and no stop requested.
     pub fn new() -> Self {
-        Self { state: Arc::default(), rate: RateLimit::default() }
+        Self { state: Arc::default(), rate_limit: RateLimit::default() }
     }
 
     /// Returns the rate limit of unrequested data. Requested pages are never held back by it.
-    pub fn rate(&self) -> &RateLimit {
-        &self.rate
+    pub fn rate_limit(&self) -> &RateLimit {
+        &self.rate_limit
     }
 
     /// Changes how many bytes per second may move; `None` lifts the limit. Takes effect at once.
     ///
     /// A job whose pages another program sends (QEMU, when it saves) passes the change on to that program.
     pub fn set_max_bandwidth(&self, bytes_per_second: Option<NonZeroU64>) {
-        self.rate.set(bytes_per_second);
+        self.rate_limit.set(bytes_per_second);
     }
 
     /// The limit in bytes per second.
     pub fn max_bandwidth(&self) -> Option<NonZeroU64> {
-        self.rate.get()
+        self.rate_limit.get()
     }
 
     /// Changes how long the VM of a live migration may stand still. Counts from the end of the present round.
@@ -142,7 +142,7 @@ impl Control {
     }
 
     /// The order that the engine was given, if any.
-    pub fn stopped(&self) -> Option<Stop> {
+    pub fn stop_requested(&self) -> Option<Stop> {
         self.state.lock().stop
     }
 
@@ -186,7 +186,7 @@ impl Control {
 
     /// Returns `error`, or the stop if the engine was told to stop.
     pub(crate) fn explain(&self, error: MigrateError) -> MigrateError {
-        self.stopped().map_or(error, MigrateError::from)
+        self.stop_requested().map_or(error, MigrateError::from)
     }
 }
 
@@ -227,7 +227,7 @@ mod tests {
         control.watch(&Arc::new(near));
         let (one, other) = (control.defer_stop(), control.defer_stop());
         control.stop(Stop::Cancel);
-        assert_eq!((control.stopped(), control.check().is_ok()), (Some(Stop::Cancel), true));
+        assert_eq!((control.stop_requested(), control.check().is_ok()), (Some(Stop::Cancel), true));
         drop(one);
         assert_eq!(far.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "it is broken already");
         drop(other);

@@ -107,7 +107,7 @@ impl Progress {
     }
 
     /// Counts a batch that has moved.
-    pub fn moved(&self, batch: Moved) {
+    pub fn add_moved(&self, batch: Moved) {
         let numbers = &*self.0;
         numbers.normal_pages.fetch_add(batch.normal, Relaxed);
         numbers.zero_pages.fetch_add(batch.zero, Relaxed);
@@ -116,17 +116,17 @@ impl Progress {
     }
 
     /// Counts pages that do not move because they are free.
-    pub fn hinted(&self, pages: u64) {
+    pub fn add_hinted(&self, pages: u64) {
         self.0.hinted_pages.fetch_add(pages, Relaxed);
     }
 
     /// Counts a page that the destination asked for.
-    pub fn requested(&self, pages: u64) {
+    pub fn add_requested(&self, pages: u64) {
         self.0.requests.fetch_add(pages, Relaxed);
     }
 
     /// Takes over the numbers of another program that does the work (QEMU writing a file by itself).
-    pub fn report(&self, reading: &ProgressReading) {
+    pub fn set_reading(&self, reading: &ProgressReading) {
         let numbers = &*self.0;
         self.enter(reading.phase);
         numbers.total_pages.store(reading.total_pages, Relaxed);
@@ -164,8 +164,8 @@ mod tests {
     #[test]
     fn batches_add_up_and_bytes_count_contents_only() {
         let progress = Progress::new();
-        progress.moved(Moved { normal: 3, zero: 5, resent: 1 });
-        progress.moved(Moved { normal: 1, zero: 0, resent: 0 });
+        progress.add_moved(Moved { normal: 3, zero: 5, resent: 1 });
+        progress.add_moved(Moved { normal: 1, zero: 0, resent: 0 });
         let reading = progress.read();
         assert_eq!((reading.normal_pages, reading.zero_pages, reading.resent_pages), (4, 5, 1));
         assert_eq!(reading.bytes, 4 * 4096);

@@ -1,7 +1,7 @@
 //! Where bytes of the main channel arrive and are decoded in place.
 
 use limosa_channel::Channel;
-use limosa_page::{BrokenInvariant, broken, invariant};
+use limosa_page::{BrokenInvariant, broken_invariant, invariant};
 
 use crate::error::MigrateError;
 
@@ -27,7 +27,9 @@ impl Buffer {
 
     /// Returns the bytes that have arrived and are not decoded yet.
     pub(super) fn arrived(&self) -> Result<&[u8], BrokenInvariant> {
-        self.bytes.get(self.start..self.end).ok_or_else(|| broken("bytes that have arrived are in the buffer"))
+        self.bytes
+            .get(self.start..self.end)
+            .ok_or_else(|| broken_invariant("bytes that have arrived are in the buffer"))
     }
 
     /// Bytes that have arrived and are not decoded yet.
@@ -47,8 +49,10 @@ impl Buffer {
     /// Continues in another buffer, whose first bytes are those that have arrived and are not decoded.
     pub(super) fn begin_with(&mut self, bytes: Box<[u8]>, rest: &[u8]) -> Result<(), BrokenInvariant> {
         self.bytes = bytes;
-        let begin =
-            self.bytes.get_mut(..rest.len()).ok_or_else(|| broken("bytes not decoded yet fit into a buffer"))?;
+        let begin = self
+            .bytes
+            .get_mut(..rest.len())
+            .ok_or_else(|| broken_invariant("bytes not decoded yet fit into a buffer"))?;
         begin.copy_from_slice(rest);
         (self.start, self.end) = (0, rest.len());
         Ok(())
@@ -57,7 +61,8 @@ impl Buffer {
     pub(super) fn fill(&mut self, channel: &Channel) -> Result<usize, MigrateError> {
         // A read of no bytes would pass for the end of the stream.
         invariant(self.end < self.bytes.len(), "a buffer that is read into has room")?;
-        let room = self.bytes.get_mut(self.end..).ok_or_else(|| broken("a buffer that is read into has room"))?;
+        let room =
+            self.bytes.get_mut(self.end..).ok_or_else(|| broken_invariant("a buffer that is read into has room"))?;
         let got = channel.read(room)?;
         self.end += got;
         Ok(got)

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use limosa_page::{broken, to_u64};
+use limosa_page::{broken_invariant, to_u64};
 use limosa_stream::devices;
 use limosa_stream::postcopy::PING_READY;
-use limosa_stream::{Command, DeviceState, DeviceTail, FramedSections, TailStep};
+use limosa_stream::{Command, CompleteTail, DeviceTailFinder, FramedSections, TailStep};
 
 use super::options::TAIL_TIMEOUT;
 use super::phase::{Phase, Whole};
@@ -67,15 +67,15 @@ impl Receiver<'_> {
     fn more(&mut self) -> Result<usize, MigrateError> {
         (self.buffer.start, self.buffer.end) = (0, 0);
         match self.buffer.fill(&self.role.channel) {
-            Err(MigrateError::Channel(error)) if error.is_cut() && !self.return_path => Ok(0),
+            Err(MigrateError::Channel(error)) if error.lacks_close_notify() && !self.return_path => Ok(0),
             read => read,
         }
     }
 
     /// Collects the sections up to their end.
-    fn read_devices(&mut self, offset: u64) -> Result<(Vec<u8>, DeviceState), MigrateError> {
+    fn read_devices(&mut self, offset: u64) -> Result<(Vec<u8>, CompleteTail), MigrateError> {
         let limit = self.role.options.max_device_state;
-        let mut search = DeviceTail::new(offset, limit);
+        let mut search = DeviceTailFinder::new(offset, limit);
         let mut source = Source::Unknown(FramedSections::new(offset, limit));
         let mut tail = self.buffer.arrived()?.to_vec();
         loop {
@@ -83,7 +83,10 @@ impl Receiver<'_> {
             source = match (source, step) {
                 (Source::Unknown(framed) | Source::Answered(framed), TailStep::Ready { sections }) => {
                     let sections = tail.get(..sections);
-                    self.ready(sections.ok_or_else(|| broken("device sections are among the bytes that have come"))?)?;
+                    self.ready(
+                        sections
+                            .ok_or_else(|| broken_invariant("device sections are among the bytes that have come"))?,
+                    )?;
                     source = Source::Answered(framed);
                     continue;
                 }
@@ -116,7 +119,7 @@ impl Receiver<'_> {
     }
 
     /// Reads on, and returns the end of the sections of a stock source if nothing comes behind it.
-    fn search(&mut self, search: &mut DeviceTail, tail: &[u8]) -> Result<Option<DeviceState>, MigrateError> {
+    fn search(&mut self, search: &mut DeviceTailFinder, tail: &[u8]) -> Result<Option<CompleteTail>, MigrateError> {
         let options = &self.role.options;
         let (offset, limit) = (self.decoder.offset(), options.max_device_state);
         let found = search.find(tail)?;

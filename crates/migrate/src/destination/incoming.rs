@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use limosa_channel::{Channel, ChannelError};
-use limosa_stream::{Decoder, DeviceState, ReturnMessage};
+use limosa_stream::{CompleteTail, Decoder, ReturnMessage};
 
 use super::options::{DestinationStats, TAIL_TIMEOUT};
 use crate::error::MigrateError;
@@ -11,13 +11,13 @@ use crate::pages::StreamSetup;
 
 /// A stream that has arrived completely; its source waits for the confirmation.
 #[derive(Debug)]
-pub struct Incoming {
+pub struct ReceivedStream {
     /// The layout.
-    pub start: StreamSetup,
+    pub setup: StreamSetup,
     /// The end of the stream as it came: device sections and their description.
     pub tail: Vec<u8>,
     /// The place of each device section in `tail`.
-    pub devices: DeviceState,
+    pub devices: CompleteTail,
     /// Counters of the stream.
     pub stats: DestinationStats,
     pub(super) channel: Arc<Channel>,
@@ -51,7 +51,7 @@ pub(crate) enum SourceNow {
 
 /// A stream that has come to its end, or to the point where the VM runs before its memory is here.
 pub(crate) enum Received {
-    Whole(Box<Incoming>),
+    Whole(Box<ReceivedStream>),
     PostcopySwitchover(Box<PostcopySwitchover>),
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct Broken {
     pub(crate) answered: bool,
 }
 
-impl Incoming {
+impl ReceivedStream {
     /// Whether the source waits for [`acknowledge`](Self::acknowledge). One that opened no return path does not: it
     /// took its last write for success, and nothing can call it back.
     pub fn has_return_path(&self) -> bool {
@@ -113,7 +113,7 @@ impl Incoming {
         match self.channel.read(&mut [0; 64]) {
             Ok(0) => Ok(()),
             // Over TLS stock QEMU does not announce the end.
-            Err(error) if error.is_cut() => Ok(()),
+            Err(error) if error.lacks_close_notify() => Ok(()),
             Err(error) => Err(error.into()),
             Ok(_) => Err(MigrateError::Protocol(
                 "the stream continues behind what looked like its end: what was received is incomplete".into(),

@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken_invariant};
 use limosa_stream::{Command, ErrorKind, Event, RamBlock, Step};
 
 use super::buffer::BUFFER_LEN;
@@ -171,11 +171,11 @@ impl Receiver<'_> {
                     joins = Joins::ByRound;
                     self.join(handle, join)?;
                 }
-                (Joins::Unknown | Joins::BySection, Event::EndOfSection) => {
+                (Joins::Unknown | Joins::BySection, Event::RamEos) => {
                     joins = Joins::BySection;
                     self.join(handle, join)?;
                 }
-                (Joins::Never | Joins::ByRound, Event::EndOfSection) => {}
+                (Joins::Never | Joins::ByRound, Event::RamEos) => {}
                 (_, Event::EarlyDevice(section)) => self.orders.early_section(section),
                 (_, Event::Command(Command::RamDiscard { block, ranges })) => {
                     let Some(hooks) = self.postcopy_hooks() else {
@@ -184,8 +184,8 @@ impl Receiver<'_> {
                     // What came before it is discarded with the rest.
                     self.exchange(handle)?;
                     let index = self.decoder.blocks().iter().position(|known| known.name == block);
-                    let index =
-                        index.ok_or_else(|| broken("the decoder lets only discards of known blocks through"))?;
+                    let index = index
+                        .ok_or_else(|| broken_invariant("the decoder lets only discards of known blocks through"))?;
                     hooks.discard(index, &ranges)?;
                 }
                 (_, Event::Command(command)) => self.obey(&command, self.decoder.offset())?,

@@ -5,8 +5,8 @@
 //! in one vectored call, while the next buffer fills (`writer`). User space moves only the tail of a record that the
 //! end of a buffer cut in two, at most one page a buffer.
 //!
-//! The role ends with the VM stopped at the source and the source waiting for the acknowledgement. The caller gives
-//! it with [`Incoming::acknowledge`]: until then the source can resume its VM, and only the caller knows whether the
+//! The role ends with the VM stopped at the source and the source waiting for the acknowledgement. The caller gives it
+//! with [`ReceivedStream::acknowledge`]: until then the source can resume its VM, and only the caller knows whether the
 //! received VM has to be durable first.
 //!
 //! A source that says where its device sections end (PING 6) is answered when every page and every section is in its
@@ -35,7 +35,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use limosa_channel::{Channel, Shutdown};
-use limosa_page::broken;
+use limosa_page::broken_invariant;
 use rustix::net::sockopt;
 
 use crate::control::Handle;
@@ -45,7 +45,7 @@ use phase::{Package, Phase, Whole};
 use receiver::{Receiver, Role};
 
 pub(crate) use hooks::Hooks;
-pub use incoming::Incoming;
+pub use incoming::ReceivedStream;
 pub(crate) use incoming::{Broken, Ownership, PostcopySwitchover, Received, SourceNow};
 pub use multifd::MultifdOptions;
 pub use multifd_accept::{MultifdAccept, MultifdAcceptOptions, MultifdChannels};
@@ -113,7 +113,7 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
     /// Receives a whole stream.
     ///
     /// On `Err` the channel is closed, so that a source with a return path resumes its VM.
-    pub fn run(self) -> Result<Incoming, MigrateError> {
+    pub fn run(self) -> Result<ReceivedStream, MigrateError> {
         match self.arrive() {
             Ok(Received::Whole(incoming)) => Ok(*incoming),
             // Refused where it began, unless there are hooks.
@@ -133,7 +133,7 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
             Phase::Whole(whole) => Ok(End::Whole(whole)),
             Phase::Package(package) => Ok(End::Package(package, receiver.buffer.arrived()?.to_vec())),
             Phase::Layout | Phase::Memory(_) | Phase::DeviceState(_) => {
-                Err(broken("a stream that was received has come to its end").into())
+                Err(broken_invariant("a stream that was received has come to its end").into())
             }
         });
         let Receiver { answered, return_path, decoder, stats, .. } = receiver;
@@ -146,7 +146,8 @@ impl<'a, S: PageSink + Send + ?Sized> Destination<'a, S> {
                     (false, false) => Ownership::Unanswerable,
                 };
                 let (channel, pages) = (role.channel, role.pages);
-                let incoming = Incoming { start, tail, devices, stats, channel, _pages: pages, owner, return_path };
+                let incoming =
+                    ReceivedStream { setup: start, tail, devices, stats, channel, _pages: pages, owner, return_path };
                 Ok(Received::Whole(Box::new(incoming)))
             }
             Ok(End::Package(Package { start, length }, arrived)) => {

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use limosa_channel::{Channel, Shutdown};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken, to_usize};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, broken_invariant, to_usize};
 use limosa_stream::multifd::{Compression, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, Packet};
 use limosa_stream::{ErrorKind, RamBlock, StreamError};
 
@@ -154,7 +154,8 @@ impl<'a> PageChannel<'a> {
     fn get_header(&mut self, header: &mut [u8; PACKET_LEN], position: u64) -> Result<bool, MigrateError> {
         let mut got = 0;
         while got < PACKET_LEN {
-            let missing = header.get_mut(got..).ok_or_else(|| broken("a header that is read is not complete"))?;
+            let missing =
+                header.get_mut(got..).ok_or_else(|| broken_invariant("a header that is read is not complete"))?;
             let more = match self.channel.read(missing) {
                 Ok(more) => more,
                 // Between packets a channel may be silent for as long as the main channel does not wait for it.
@@ -162,7 +163,7 @@ impl<'a> PageChannel<'a> {
                 Err(error) if error.is_shut_down() && got == 0 => return Ok(false),
                 // QEMU before 10.0 does not announce the end over TLS. Whether it was one the synchronization points
                 // tell.
-                Err(error) if error.is_cut() && got == 0 => return Ok(false),
+                Err(error) if error.lacks_close_notify() && got == 0 => return Ok(false),
                 Err(error) => return Err(error.into()),
             };
             if more == 0 {
@@ -180,7 +181,7 @@ impl<'a> PageChannel<'a> {
                 return Ok(false);
             }
             // Its first bytes may say already that the rest will not come.
-            let begun = header.get(..got).ok_or_else(|| broken("a read fills no more than the header"))?;
+            let begun = header.get(..got).ok_or_else(|| broken_invariant("a read fills no more than the header"))?;
             Packet::decode(begun, position, &mut [0; PACKET_PAGES])?;
         }
         Ok(true)
@@ -203,7 +204,7 @@ impl<'a> PageChannel<'a> {
         let wanted = self.context.options.compression;
         if packet.compression != wanted {
             let (what, found) = (format!("pages compressed by {}", wanted.name()), packet.compression.name());
-            let fault = ErrorKind::Expected {
+            let fault = ErrorKind::Unexpected {
                 what: what.into(),
                 found: format!("{found} (multifd-compression at the source)"),
             };
@@ -225,14 +226,14 @@ impl<'a> PageChannel<'a> {
                 *place = (offset, begin + number * PAGE_LEN);
             }
             // Zero pages are sorted out by swapping, so the rest is in no order, and its runs are worth finding.
-            let places = places.get_mut(..packet.normal.len()).ok_or_else(|| broken(PAGES_OF_A_PACKET))?;
+            let places = places.get_mut(..packet.normal.len()).ok_or_else(|| broken_invariant(PAGES_OF_A_PACKET))?;
             places.sort_unstable();
             for (offset, place) in places {
                 self.orders.page(block, PageNumber(*offset / PAGE_SIZE), *place);
             }
         }
         let mut zero = [0; PACKET_PAGES];
-        let zero = zero.get_mut(..packet.zero.len()).ok_or_else(|| broken(PAGES_OF_A_PACKET))?;
+        let zero = zero.get_mut(..packet.zero.len()).ok_or_else(|| broken_invariant(PAGES_OF_A_PACKET))?;
         zero.copy_from_slice(packet.zero);
         zero.sort_unstable();
         for offset in zero {
@@ -249,19 +250,22 @@ impl<'a> PageChannel<'a> {
         }
         let begin = self.used;
         self.used += length;
-        let pages =
-            self.buffer.get_mut(begin..self.used).ok_or_else(|| broken("an empty buffer has room for a packet"))?;
+        let pages = self
+            .buffer
+            .get_mut(begin..self.used)
+            .ok_or_else(|| broken_invariant("an empty buffer has room for a packet"))?;
         if packet.compression == Compression::None {
             self.channel.read_exact(pages)?;
             return Ok(begin);
         }
         // Not more than the limit, which is as much as there is room for.
         let packed = self.packed.get_mut(..to_usize(packet.payload_len.into()));
-        let packed = packed.ok_or_else(|| broken("a packet that was decoded keeps the limit of its payload"))?;
+        let packed =
+            packed.ok_or_else(|| broken_invariant("a packet that was decoded keeps the limit of its payload"))?;
         self.channel.read_exact(packed)?;
         self.unpacker.unpack(packed, pages).map_err(|found| {
             let what = format!("{} pages compressed by {}", packet.normal.len(), packet.compression.name()).into();
-            StreamError::new(position, "packet of a multifd channel", ErrorKind::Expected { what, found })
+            StreamError::new(position, "packet of a multifd channel", ErrorKind::Unexpected { what, found })
         })?;
         Ok(begin)
     }

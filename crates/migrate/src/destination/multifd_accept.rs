@@ -51,7 +51,7 @@ pub struct MultifdChannels {
     /// The main channel; nothing has been read from it.
     pub main: Channel,
     /// The others by their number; their initial packets have been read.
-    pub pages: Vec<Channel>,
+    pub multifd: Vec<Channel>,
 }
 
 /// Receives the reason why a connection was turned away.
@@ -123,15 +123,15 @@ impl<'a> MultifdAccept<'a> {
     /// # Errors
     /// They are not all there in time; a number that occurs twice or is not below the number of channels; channels of
     /// two VMs.
-    pub fn step(&mut self, wait: Duration) -> Result<Option<MultifdChannels>, MigrateError> {
-        self.step_showing(wait, |_| {})
+    pub fn poll(&mut self, wait: Duration) -> Result<Option<MultifdChannels>, MigrateError> {
+        self.poll_observed(wait, |_| {})
     }
 
-    /// As [`step`](Self::step); every connection is shown as soon as it is accepted, before it is known who it is.
+    /// As [`poll`](Self::poll); every connection is shown as soon as it is accepted, before it is known who it is.
     ///
     /// # Errors
-    /// As `step`.
-    pub fn step_showing(
+    /// As `poll`.
+    pub fn poll_observed(
         &mut self,
         wait: Duration,
         mut show: impl FnMut(&Channel),
@@ -142,7 +142,7 @@ impl<'a> MultifdAccept<'a> {
             self.look()?;
             if self.main.is_some() && self.pages.iter().all(Option::is_some) {
                 let pages = std::mem::take(&mut self.pages).into_iter().flatten().collect();
-                return Ok(self.main.take().map(|main| MultifdChannels { main, pages }));
+                return Ok(self.main.take().map(|main| MultifdChannels { main, multifd: pages }));
             }
             let (rest, all) =
                 (wait.saturating_sub(step.elapsed()), self.options.within.saturating_sub(self.begun.elapsed()));
@@ -182,7 +182,7 @@ impl<'a> MultifdAccept<'a> {
         if self.row.len() < ROW {
             return;
         }
-        let is_strange = |waiting: &Waiting| !matches!(waiting.channel.try_establish(), Ok(true));
+        let is_strange = |waiting: &Waiting| !matches!(waiting.channel.try_complete_handshake(), Ok(true));
         let strange: Vec<_> =
             (0..).zip(&self.row).filter(|(_, waiting)| is_strange(waiting)).map(|(at, _)| at).collect();
         // Where every peer may shake hands, those who have and say nothing are no better than others.

@@ -18,7 +18,7 @@ pub struct DestinationOptions {
     pub answer_timeout: Option<Duration>,
     /// Silence after which an end of the device sections counts as the end of the stream. QEMU writes the whole tail at
     /// once, so the next piece of it is microseconds away; the VM is stopped meanwhile. The end is certain only after
-    /// [`Incoming::confirm_end`](crate::stored::Incoming::confirm_end).
+    /// [`ReceivedStream::confirm_end`](crate::stored::ReceivedStream::confirm_end).
     pub end_of_stream_timeout: Duration,
     /// Whether the stream was recorded, so that no source listens. Requests for answers are ignored then, and the
     /// stream ends where the bytes end, however long they take.

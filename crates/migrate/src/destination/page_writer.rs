@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 
-use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, broken, invariant, to_u64};
+use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, broken_invariant, invariant, to_u64};
 use limosa_stream::xbzrle;
 
 use crate::control::{Moved, Progress};
@@ -104,8 +104,9 @@ impl PageWrites {
                     slices.clear();
                     for &place in places.by_ref().take(count) {
                         let page = bytes.get(place..place + PAGE_LEN);
-                        slices
-                            .push(IoSlice::new(page.ok_or_else(|| broken("pages are in the buffer they arrived in"))?));
+                        slices.push(IoSlice::new(
+                            page.ok_or_else(|| broken_invariant("pages are in the buffer they arrived in"))?,
+                        ));
                     }
                     invariant(slices.len() == count, "each page of an order has its place in the buffer")?;
                     batch.resent += target.put_pages(block, first, &slices).map_err(MigrateError::Sink)?;
@@ -114,7 +115,8 @@ impl PageWrites {
                 PageWrite::Delta { block, page, place, offset } => {
                     let mut contents = [0; PAGE_LEN];
                     target.read_back(block, page, &mut contents).map_err(MigrateError::Sink)?;
-                    let delta = bytes.get(place).ok_or_else(|| broken("a delta is in the buffer it arrived in"))?;
+                    let delta =
+                        bytes.get(place).ok_or_else(|| broken_invariant("a delta is in the buffer it arrived in"))?;
                     xbzrle::decode(&mut contents, delta, offset)?;
                     let page = target.put_pages(block, page, &[IoSlice::new(&contents)]);
                     batch.resent += page.map_err(MigrateError::Sink)?;
@@ -206,7 +208,7 @@ impl<'a> PageCounts<'a> {
         self.normal.fetch_add(batch.normal, Relaxed);
         self.zero.fetch_add(batch.zero, Relaxed);
         self.resent.fetch_add(batch.resent, Relaxed);
-        self.progress.moved(batch);
+        self.progress.add_moved(batch);
     }
 
     pub(super) fn total(&self) -> Moved {

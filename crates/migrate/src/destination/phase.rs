@@ -3,7 +3,7 @@
 use std::fmt;
 
 use limosa_page::{BrokenInvariant, invariant};
-use limosa_stream::DeviceState;
+use limosa_stream::CompleteTail;
 
 use crate::pages::StreamSetup;
 
@@ -35,7 +35,7 @@ pub(super) struct Whole {
     pub(super) start: StreamSetup,
     /// Device sections and their description.
     pub(super) tail: Vec<u8>,
-    pub(super) devices: DeviceState,
+    pub(super) devices: CompleteTail,
 }
 
 /// A package that follows.

@@ -82,7 +82,7 @@ impl<'a> Receiver<'a> {
     pub(super) fn obey(&mut self, command: &Command, offset: u64) -> Result<(), MigrateError> {
         match command {
             Command::OpenReturnPath | Command::Ping(_) if self.role.options.recorded => {}
-            Command::OpenReturnPath if !self.role.channel.carries(Shutdown::Write) => {
+            Command::OpenReturnPath if !self.role.channel.has_direction(Shutdown::Write) => {
                 return Err(MigrateError::OneWay { peer: self.role.channel.peer().to_owned() });
             }
             Command::OpenReturnPath => self.return_path = true,

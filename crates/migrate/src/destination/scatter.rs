@@ -47,17 +47,17 @@ impl Scatter {
             }
             follows
         });
-        memory.expect(block, &self.sorted).map_err(MigrateError::Sink)?;
+        memory.prepare(block, &self.sorted).map_err(MigrateError::Sink)?;
         self.list.clear();
         for run in &self.runs {
-            self.list.push(memory.place(block, *run).map_err(MigrateError::Sink)?);
+            self.list.push(memory.iovec(block, *run).map_err(MigrateError::Sink)?);
         }
         // SAFETY: `PageMemory` promises that its places are mapped, writable and without references while it is
         // borrowed.
         let got = unsafe { channel.read_exact_raw(&self.list) };
         self.list.clear();
         got?;
-        let resent = self.runs.iter().map(|run| memory.filled(block, *run)).sum();
+        let resent = self.runs.iter().map(|run| memory.mark_filled(block, *run)).sum();
         counts.count(Moved { normal: self.runs.iter().map(PageRange::len).sum(), zero: 0, resent });
         Ok(())
     }

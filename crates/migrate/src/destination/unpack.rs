@@ -4,7 +4,7 @@
 //! the pages' own room, the window of a decompressor by its method (zlib: 32 KiB; zstd: [`WINDOW_LOG`]).
 
 use flate2::{Decompress, FlushDecompress, Status};
-use limosa_page::{broken, to_usize};
+use limosa_page::{broken_invariant, to_usize};
 use limosa_stream::multifd::Compression;
 use zstd::stream::raw::{DParameter, Decoder, Operation};
 
@@ -46,13 +46,15 @@ impl Unpacker {
     pub(super) fn unpack(&mut self, packed: &[u8], pages: &mut [u8]) -> Result<(), String> {
         let (mut taken, mut made) = (0, 0);
         loop {
-            let input =
-                packed.get(taken..).ok_or_else(|| broken("a decompressor takes what it is given").to_string())?;
+            let input = packed
+                .get(taken..)
+                .ok_or_else(|| broken_invariant("a decompressor takes what it is given").to_string())?;
             // Behind the last page there may be an empty block still, but not a byte.
             let mut beyond = [0];
             let full = made == pages.len();
-            let room =
-                pages.get_mut(made..).ok_or_else(|| broken("a decompressor fills the room that it has").to_string())?;
+            let room = pages
+                .get_mut(made..)
+                .ok_or_else(|| broken_invariant("a decompressor fills the room that it has").to_string())?;
             let room = if full { &mut beyond[..] } else { room };
             let Stepped { taken: took, made: gave, ended } = self.step(input, room)?;
             if full && gave > 0 {

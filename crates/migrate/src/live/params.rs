@@ -38,7 +38,7 @@ impl ZeroCheck {
 /// How records of pages get from guest memory into the main channel. The bytes are the same; multifd channels always
 /// gather.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum RecordWrite {
+pub enum RecordWriteMode {
     /// From where they live: one call sends hundreds of pages, each behind its header.
     #[default]
     Vectored,
@@ -150,7 +150,7 @@ pub struct MigrationParams {
     /// How they are looked at: the fastest way that the processor has, if twins are not to be compared.
     pub zero_method: ZeroMethod,
     /// How page records are written until the switchover, and in the pause.
-    pub record_write: RecordWrite,
+    pub record_write: RecordWriteMode,
     /// How long it may take until the switchover; `None`: as long as it takes.
     pub timeout: Option<Duration>,
     /// Rounds that may follow each other without the rest getting smaller; `None`: any number.
@@ -182,7 +182,7 @@ impl Default for MigrationParams {
             throttle_trigger_threshold: 50,
             zero_check: ZeroCheck::Always,
             zero_method: ZeroMethod::best(),
-            record_write: RecordWrite::Vectored,
+            record_write: RecordWriteMode::Vectored,
             timeout: None,
             stalled_rounds: None,
             timeout_strategy: TimeoutStrategy::Cancel,
@@ -221,7 +221,7 @@ setters! {
     throttle_trigger_threshold: u8,
     zero_check: ZeroCheck,
     zero_method: ZeroMethod,
-    record_write: RecordWrite,
+    record_write: RecordWriteMode,
     timeout: Option<Duration>,
     stalled_rounds: Option<u32>,
     timeout_strategy: TimeoutStrategy,

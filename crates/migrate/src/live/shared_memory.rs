@@ -15,7 +15,7 @@ use crate::pages::StreamSetup;
 
 /// The treatment of memory that both ends can have: blocks of shared memory with a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum SharedMemory {
+pub enum SharedMemoryMode {
     /// It is sent like any other: the ends are strangers.
     #[default]
     Sent,
@@ -26,7 +26,7 @@ pub enum SharedMemory {
     Passed,
 }
 
-impl SharedMemory {
+impl SharedMemoryMode {
     /// Whether a block is left out of the stream.
     pub(crate) fn leaves_out(self, block: &MemoryBlock) -> bool {
         self != Self::Sent && block.is_passable()

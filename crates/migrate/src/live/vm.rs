@@ -52,7 +52,8 @@ pub trait LiveVm: Sync {
 /// A VM that waits for its state, as the destination's VMM offers it to the engine.
 pub trait IncomingVm: Sync {
     /// Its memory. Nothing runs in it before [`start`](Self::start). Where memory is
-    /// [passed](crate::live::SharedMemory::Passed) it is asked for only after [`adopt`](Self::adopt).
+    /// [passed](crate::live::SharedMemoryMode::Passed) it is asked for only after
+    /// [`map_passed_memory`](Self::map_passed_memory).
     fn memory(&self) -> &GuestMemory;
 
     /// Who reads or writes its memory once it runs, or before. Postcopy is refused, as soon as the source announces it,
@@ -60,7 +61,7 @@ pub trait IncomingVm: Sync {
     /// process that maps it finds zeros there.
     ///
     /// By default only the vCPUs and this process's own devices.
-    fn users(&self) -> Writers {
+    fn memory_users(&self) -> Writers {
         Writers::VCPUS | Writers::DEVICES
     }
 
@@ -70,7 +71,7 @@ pub trait IncomingVm: Sync {
     ///
     /// # Errors
     /// By default: that this VM has its own memory.
-    fn adopt(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
+    fn map_passed_memory(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
         Err(format!("this VM has its own memory and takes none ({} blocks were passed)", blocks.len()).into())
     }
 

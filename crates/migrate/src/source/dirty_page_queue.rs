@@ -104,8 +104,8 @@ impl DirtyPageQueue {
         let mut rest = std::mem::take(&mut state.pages);
         for (block, pages) in rest.iter_mut().enumerate() {
             match block.cmp(&state.block) {
-                std::cmp::Ordering::Less => pages.clear_range(PageRange::first(pages.len())),
-                std::cmp::Ordering::Equal => pages.clear_range(PageRange::first(state.page.0.min(pages.len()))),
+                std::cmp::Ordering::Less => pages.clear_range(PageRange::whole_block(pages.len())),
+                std::cmp::Ordering::Equal => pages.clear_range(PageRange::whole_block(state.page.0.min(pages.len()))),
                 std::cmp::Ordering::Greater => {}
             }
         }

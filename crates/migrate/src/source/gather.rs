@@ -35,7 +35,7 @@ impl<'m> Gather<'m> {
 
     /// Adds pages of a block; `false` if it has not all of them.
     pub(crate) fn pages(&mut self, block: &'m MemoryBlock, pages: PageRange) -> bool {
-        let place = block.place(pages);
+        let place = block.iovec(pages);
         self.list.extend(place);
         place.is_some()
     }

@@ -194,7 +194,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// Asks `may_end` again and again between [`Milestone::AllPlaced`] and the end of the stream, which waits until it
     /// says yes. Requests are answered meanwhile.
     #[must_use]
-    pub fn end_gate(mut self, may_end: impl Fn() -> bool + Send + Sync + 'a) -> Self {
+    pub fn end_condition(mut self, may_end: impl Fn() -> bool + Send + Sync + 'a) -> Self {
         self.may_end = Box::new(may_end);
         self
     }
@@ -216,7 +216,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// Prepares the pages for a destination that has `already`, whole host pages, by block.
     pub(crate) fn prepare(&self, already: &[PageBitmap]) -> Result<Prepared<'a>, MigrateError> {
         let begun = Instant::now();
-        let blocks = with_page_sizes(&self.source.start().blocks, &self.options.page_sizes)?;
+        let blocks = with_page_sizes(&self.source.setup().blocks, &self.options.page_sizes)?;
         let unsent = UnsentPages::new(self.source, &blocks);
         for (block, already) in already.iter().enumerate() {
             unsent.received(block, already)?;
@@ -317,7 +317,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let answering = preempt.clone().map(|channel| {
             scope.spawn(move || {
                 // Its peer may wait for that before it takes it.
-                let known = channel.establish().map_err(MigrateError::from);
+                let known = channel.complete_handshake().map_err(MigrateError::from);
                 let answered = known.and_then(|()| answer_requests(state, &channel));
                 if answered.is_err() {
                     // The destination pauses, and the main sender finds its channel closed instead of waiting for SHUT.
@@ -365,7 +365,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         state: &SendState<'_, S>,
         open_preempt: Option<OpenPreempt<'_>>,
     ) -> Result<Option<Arc<Channel>>, MigrateError> {
-        let start = self.source.start();
+        let start = self.source.setup();
         let mut prologue = Vec::new();
         let early = self.source.early_sections();
         postcopy::encode_postcopy_prologue(&start.configuration, start.section_id, state.blocks, early, &mut prologue)?;
@@ -378,7 +378,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         // The destination takes the second connection for the preempt channel, so the main one must have been accepted:
         // the answer to the prologue's PING proves it.
         self.channel.write_all(&prologue)?;
-        state.return_path.wait_pong(postcopy::PING_OPENED, self.options.answer_timeout)?;
+        state.return_path.wait_pong(postcopy::PING_RETURN_PATH, self.options.answer_timeout)?;
         let preempt = self.connect_preempt(open)?;
         self.commit()?;
         self.channel.write_all(&body)?;
@@ -391,7 +391,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         let mut body = Vec::with_capacity(package.len() + 32);
         postcopy::encode_packaged(&package, &mut body)?;
         let length = body.len();
-        section::encode_part(self.source.start().section_id, &mut body);
+        section::encode_part(self.source.setup().section_id, &mut body);
         Ok((body, length))
     }
 
@@ -417,7 +417,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// stop has to wait.
     fn commit(&self) -> Result<(), MigrateError> {
         self.control.hold();
-        match self.control.stopped() {
+        match self.control.stop_requested() {
             None => Ok(()),
             Some(stop) => {
                 self.control.release();
@@ -438,7 +438,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         state: &SendState<'_, S>,
         open_preempt: Option<OpenPreempt<'_>>,
     ) -> Result<Option<Arc<Channel>>, MigrateError> {
-        let start = self.source.start();
+        let start = self.source.setup();
         for (index, block) in start.blocks.iter().enumerate() {
             let mut bytes = Vec::new();
             Command::ReceiveBitmap { block: block.name.clone() }.encode(&mut bytes)?;
@@ -463,7 +463,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.channel.write_all(&bytes)?;
         if let Some(preempt) = &preempt {
             // Over TLS the destination may take the channel only after its handshake, and answers when it has it.
-            preempt.establish()?;
+            preempt.complete_handshake()?;
         }
         state.return_path.wait_resume_ack(self.options.answer_timeout)?;
         self.progress.enter(Phase::PostcopyActive);
@@ -505,7 +505,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 return Err(state.return_path.outcome());
             }
             // A limited rate is waited for where a request can cut the wait short.
-            let pause = self.control.rate().delay();
+            let pause = self.control.rate_limit().delay();
             if !pause.is_zero() {
                 if preempted {
                     thread::sleep(pause.min(Duration::from_millis(10)));
@@ -520,7 +520,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             }
             let Some((block, pages)) = state.unsent.claim_run(&mut cursor, batch) else { break };
             let contents = sender.send(block, pages)?;
-            self.control.rate().spend(contents.saturating_mul(PAGE_SIZE));
+            self.control.rate_limit().spend(contents.saturating_mul(PAGE_SIZE));
         }
         self.end(state, &mut sender, preempted)?;
         Ok(sender.latency)
@@ -532,7 +532,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
     /// page, whether it has come so far; and until it has loaded its devices it may still wait for pages that were
     /// never stored, which are answered meanwhile.
     fn end(&self, state: &SendState<'_, S>, sender: &mut Sender<'_, S>, preempted: bool) -> Result<(), MigrateError> {
-        let start = self.source.start();
+        let start = self.source.setup();
         let mut bytes = Vec::new();
         let (mut asked, mut placed) = (false, false);
         loop {

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Counters, ZeroCopy};
-use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, broken, to_usize};
+use limosa_page::{PAGE_LEN, PAGE_SIZE, PageBitmap, PageNumber, PageRange, broken_invariant, to_usize};
 use limosa_stream::multifd::Compression;
 use limosa_stream::{Command, RamBlock, postcopy, ram, section};
 
@@ -32,7 +32,7 @@ pub struct PrecopyOptions {
     /// How long the destination may take to answer a PING before the first page is sent; `None` sends at once. Without
     /// an answer no confirmation can come either, and that is better known before the pages are sent. Multifd channels
     /// begin meanwhile, because QEMU answers nothing before it has been greeted on all of them.
-    pub greeting: Option<Duration>,
+    pub ping_timeout: Option<Duration>,
     /// Longest wait for the acknowledgement: the destination loads the device state in that time. On multifd channels
     /// also the longest time in which the destination takes nothing.
     pub answer_timeout: Duration,
@@ -40,12 +40,12 @@ pub struct PrecopyOptions {
     pub zeroed_blocks: Vec<String>,
     /// RAM blocks whose memory is at the destination already, because it maps the very file that the pages would come
     /// from.
-    pub in_place: Vec<InPlace>,
+    pub in_place: Vec<PresentBlock>,
 }
 
 /// A RAM block whose memory is at the destination already.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct InPlace {
+pub struct PresentBlock {
     /// Its name.
     pub block: String,
     /// Pages that the destination has written to since it mapped the file, ascending. They are sent, as zero where they
@@ -53,7 +53,7 @@ pub struct InPlace {
     pub changed: Vec<PageRange>,
 }
 
-impl InPlace {
+impl PresentBlock {
     /// Returns a block all of whose pages are at the destination.
     #[must_use]
     pub fn whole(block: impl Into<String>) -> Self {
@@ -65,7 +65,7 @@ impl Default for PrecopyOptions {
     fn default() -> Self {
         Self {
             return_path: true,
-            greeting: None,
+            ping_timeout: None,
             answer_timeout: Duration::from_secs(60),
             zeroed_blocks: Vec::new(),
             in_place: Vec::new(),
@@ -148,7 +148,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         if !self.options.return_path
             && self.multifd.compression == Compression::None
             && self.multifd_channels.iter().any(may_splice)
-            && (0..self.source.start().blocks.len()).any(is_lent)
+            && (0..self.source.setup().blocks.len()).any(is_lent)
         {
             let why = "splicing needs a destination that answers: its answer says that no page is in flight any more";
             return Err(MigrateError::ZeroCopy(why));
@@ -174,7 +174,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         let multifd = (!self.multifd_channels.is_empty()).then(|| self.multifd());
         let result = thread::scope(|scope| {
             let read = || {
-                return_path.read_from(&self.channel, &self.source.start().blocks, false, |_| {});
+                return_path.read_from(&self.channel, &self.source.setup().blocks, false, |_| {});
                 if let Some(multifd) = &multifd {
                     // The channels' threads do not look at the return path, and it is over.
                     multifd.fail_for(|| return_path.outcome());
@@ -214,7 +214,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     }
 
     fn send(&self, return_path: &ReturnPath, multifd: Option<&Multifd<'_, S>>) -> Result<Moved, MigrateError> {
-        let start = self.source.start();
+        let start = self.source.setup();
         let travelling = (0..start.blocks.len()).filter(|block| !self.is_in_place(*block));
         let changed = self.changed().into_iter().filter(|(_, _, stored)| *stored);
         let changed = changed.map(|(_, run, _)| run.len()).sum::<u64>();
@@ -223,12 +223,12 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
         if self.options.return_path {
             Command::OpenReturnPath.encode(&mut bytes)?;
-            if let Some(answer_timeout) = self.options.greeting {
-                Command::Ping(postcopy::PING_OPENED).encode(&mut bytes)?;
+            if let Some(answer_timeout) = self.options.ping_timeout {
+                Command::Ping(postcopy::PING_RETURN_PATH).encode(&mut bytes)?;
                 if multifd.is_none() {
                     self.channel.write_all(&bytes)?;
                     bytes.clear();
-                    return_path.wait_pong(postcopy::PING_OPENED, answer_timeout)?;
+                    return_path.wait_pong(postcopy::PING_RETURN_PATH, answer_timeout)?;
                 }
             }
         }
@@ -249,9 +249,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
                     true => PageBitmap::new(self.source.stored(block).len()),
                     false => self.source.stored(block).clone(),
                 });
-                multifd.send_pages(stored.collect(), || match self.options.greeting {
+                multifd.send_pages(stored.collect(), || match self.options.ping_timeout {
                     Some(answer_timeout) if self.options.return_path => {
-                        return_path.wait_pong(postcopy::PING_OPENED, answer_timeout)
+                        return_path.wait_pong(postcopy::PING_RETURN_PATH, answer_timeout)
                     }
                     _ => Ok(()),
                 })?
@@ -295,15 +295,15 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         self.in_place(block).is_some()
     }
 
-    fn in_place(&self, block: usize) -> Option<&InPlace> {
-        let name = &self.source.start().blocks.get(block)?.name;
+    fn in_place(&self, block: usize) -> Option<&PresentBlock> {
+        let name = &self.source.setup().blocks.get(block)?.name;
         self.options.in_place.iter().find(|in_place| in_place.block == *name)
     }
 
     /// The pages of blocks in place that are sent all the same: block, range, whether they are stored.
     fn changed(&self) -> Vec<(usize, PageRange, bool)> {
         let mut found: Vec<(usize, PageRange, bool)> = Vec::new();
-        for block in 0..self.source.start().blocks.len() {
+        for block in 0..self.source.setup().blocks.len() {
             let Some(in_place) = self.in_place(block) else { continue };
             let stored = self.source.stored(block);
             for page in in_place.changed.iter().flat_map(PageRange::iter).filter(|page| page.0 < stored.len()) {
@@ -320,7 +320,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     /// Whether the zero pages of a block need not be sent.
     fn has_zeros(&self, block: usize) -> bool {
         let fresh = |block: &RamBlock| self.options.zeroed_blocks.contains(&block.name);
-        self.is_in_place(block) || self.source.start().blocks.get(block).is_some_and(fresh)
+        self.is_in_place(block) || self.source.setup().blocks.get(block).is_some_and(fresh)
     }
 
     fn multifd(&self) -> Multifd<'_, S> {
@@ -331,7 +331,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             options: &self.multifd,
             main: &self.channel,
             channels: &self.multifd_channels,
-            zeroed: (0..self.source.start().blocks.len()).map(|block| self.has_zeros(block)).collect(),
+            zeroed: (0..self.source.setup().blocks.len()).map(|block| self.has_zeros(block)).collect(),
             queue: Arc::default(),
             return_path: self.options.return_path,
         })
@@ -344,7 +344,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         if changed.is_empty() {
             return Ok(moved);
         }
-        let mut records = RecordWriter::new(&self.channel, &self.source.start().blocks)?;
+        let mut records = RecordWriter::new(&self.channel, &self.source.setup().blocks)?;
         let mut buffer = vec![0; to_usize(CLAIM_PAGES * PAGE_SIZE)];
         for (block, run, is_stored) in changed {
             if is_stored {
@@ -362,7 +362,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
 
     /// Sends all pages as records of the one channel.
     fn send_pages(&self) -> Result<Moved, MigrateError> {
-        let start = self.source.start();
+        let start = self.source.setup();
         let mut moved = Moved::default();
         let mut records = RecordWriter::new(&self.channel, &start.blocks)?;
         let mut buffer = vec![0; to_usize(CLAIM_PAGES * PAGE_SIZE)];
@@ -397,9 +397,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             let piece = PageRange::new(run.start, PageNumber(run.end.0.min(run.start.0 + CLAIM_PAGES)));
             run.start = piece.end;
             let contents = buffer.get_mut(..to_usize(piece.len()).saturating_mul(PAGE_LEN));
-            let contents = contents.ok_or_else(|| broken("a piece of a run fits into the buffer"))?;
+            let contents = contents.ok_or_else(|| broken_invariant("a piece of a run fits into the buffer"))?;
             wait_for_rate(&self.control, || self.control.check())?;
-            self.control.rate().spend(piece.len().saturating_mul(PAGE_SIZE));
+            self.control.rate_limit().spend(piece.len().saturating_mul(PAGE_SIZE));
             self.source.read(block, piece, contents).map_err(MigrateError::Source)?;
             let (normal, zero) = records.send(block, piece, self.source.stored(block), contents)?;
             self.count(&mut moved, normal, zero);
@@ -410,7 +410,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     fn count(&self, moved: &mut Moved, normal: u64, zero: u64) {
         moved.normal += normal;
         moved.zero += zero;
-        self.progress.moved(Moved { normal, zero, resent: 0 });
+        self.progress.add_moved(Moved { normal, zero, resent: 0 });
     }
 }
 
@@ -418,7 +418,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
 fn wait_for_rate(control: &Control, check: impl Fn() -> Result<(), MigrateError>) -> Result<(), MigrateError> {
     loop {
         check()?;
-        let pause = control.rate().delay();
+        let pause = control.rate_limit().delay();
         if pause.is_zero() {
             return Ok(());
         }

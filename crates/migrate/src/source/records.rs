@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 use limosa_channel::{Channel, ChannelError};
 use limosa_memory::MemoryBlock;
 use limosa_page::{
-    BrokenInvariant, PAGE_LEN, PageBitmap, PageKind, PageNumber, PageRange, PageRun, ScanRanges, ZeroMethod, broken,
-    invariant, to_usize,
+    BrokenInvariant, PAGE_LEN, PageBitmap, PageKind, PageNumber, PageRange, PageRun, ScanRanges, ZeroMethod,
+    broken_invariant, invariant, to_usize,
 };
 use limosa_stream::{RamBlock, RecordEncoder, RecordKind};
 
 use super::gather::Gather;
 use super::stream_buffer::StreamBuffer;
 use crate::error::MigrateError;
-use crate::live::RecordWrite;
+use crate::live::RecordWriteMode;
 
 /// Most pages with contents that go out in one call: each with its header, as many entries as the kernel takes at a
 /// time, 1024 (`UIO_MAXIOV`, include/uapi/linux/uio.h).
@@ -51,7 +51,7 @@ pub(crate) struct RecordWriter<'a> {
     gather: Gather<'static>,
     /// How guest memory is looked at.
     method: ZeroMethod,
-    /// For [`RecordWrite::Buffered`].
+    /// For [`RecordWriteMode::Buffered`].
     buffer: Option<StreamBuffer>,
     busy: Duration,
 }
@@ -84,7 +84,7 @@ impl Zeros {
         }
         let (looked_at, unseen) = if self == Self::Unknown { (&[][..], runs) } else { (runs, &[][..]) };
         let unseen = unseen.iter().map(|pages| PageRun { pages: *pages, kind: PageKind::Data });
-        Ok(ScanRanges::new(memory.look(), looked_at, method).chain(unseen))
+        Ok(ScanRanges::new(memory.guest_pages(), looked_at, method).chain(unseen))
     }
 }
 
@@ -153,10 +153,10 @@ impl<'a> RecordWriter<'a> {
     }
 
     /// Has pages of guest memory go out that way; vectored, if nothing is said.
-    pub(crate) fn writing_by(mut self, record_write: RecordWrite) -> Self {
+    pub(crate) fn writing_by(mut self, record_write: RecordWriteMode) -> Self {
         self.buffer = match record_write {
-            RecordWrite::Vectored => None,
-            RecordWrite::Buffered => Some(StreamBuffer::new()),
+            RecordWriteMode::Vectored => None,
+            RecordWriteMode::Buffered => Some(StreamBuffer::new()),
         };
         self
     }
@@ -326,7 +326,7 @@ impl<'a> RecordWriter<'a> {
 
 #[track_caller]
 fn no_header() -> BrokenInvariant {
-    broken("the header of each record is written before the record is sent")
+    broken_invariant("the header of each record is written before the record is sent")
 }
 
 /// Tells `with`, in order, of each page with contents among what was placed, and of the headers since the one before
@@ -363,8 +363,8 @@ mod tests {
     #[test]
     fn pages_that_a_block_does_not_have_are_refused_whether_they_are_looked_at_or_not() {
         let memory = BlockOptions::anonymous("ram", 4 * PAGE_LEN as u64).map().unwrap();
-        let there = [PageRange::first(2), PageRange::starting_at(PageNumber(2), 2)];
-        let beyond = [PageRange::first(2), PageRange::starting_at(PageNumber(3), 2)];
+        let there = [PageRange::whole_block(2), PageRange::starting_at(PageNumber(2), 2)];
+        let beyond = [PageRange::whole_block(2), PageRange::starting_at(PageNumber(3), 2)];
         for zeros in [Zeros::Told, Zeros::LeftOut, Zeros::Unknown] {
             let found: u64 = zeros.find(&memory, &there, ZeroMethod::best()).unwrap().map(|run| run.pages.len()).sum();
             assert_eq!(found, 4);
@@ -410,7 +410,7 @@ mod tests {
         thread::scope(|scope| {
             let accepting = scope.spawn(|| {
                 let far = listener.accept(Some(Duration::from_secs(20))).unwrap();
-                far.establish().map(|()| far).unwrap()
+                far.complete_handshake().map(|()| far).unwrap()
             });
             let client = with(Tls::client(folder.path(), None).unwrap());
             let near = Channel::connect(listener.local_uri(), &client).unwrap();
@@ -431,7 +431,7 @@ mod tests {
     /// Sends the runs as they are, one call of the writer each; what came out, and how.
     fn sent(
         (near, mut far): Ends,
-        record_write: RecordWrite,
+        record_write: RecordWriteMode,
         memory: &MemoryBlock,
         runs: &[Vec<PageRange>],
     ) -> (Vec<u8>, Counters) {
@@ -460,8 +460,8 @@ mod tests {
         for filled in contents {
             let memory = block(901, filled);
             for ends in [unix, tcp, pipe, tls] {
-                let (gathered, _) = sent(ends(), RecordWrite::Vectored, &memory, &runs);
-                let (copied, _) = sent(ends(), RecordWrite::Buffered, &memory, &runs);
+                let (gathered, _) = sent(ends(), RecordWriteMode::Vectored, &memory, &runs);
+                let (copied, _) = sent(ends(), RecordWriteMode::Buffered, &memory, &runs);
                 assert!(gathered == copied && !gathered.is_empty());
                 let pages: usize =
                     runs.iter().flatten().flat_map(PageRange::iter).filter(|page| filled(page.0)).count();
@@ -475,8 +475,8 @@ mod tests {
         let memory = block(1024, |_| true);
         let runs = [0, 512].map(|start| vec![PageRange::starting_at(PageNumber(start), 512)]);
         for ends in [unix, tcp] {
-            let (bytes, gathered) = sent(ends(), RecordWrite::Vectored, &memory, &runs);
-            let (_, copied) = sent(ends(), RecordWrite::Buffered, &memory, &runs);
+            let (bytes, gathered) = sent(ends(), RecordWriteMode::Vectored, &memory, &runs);
+            let (_, copied) = sent(ends(), RecordWriteMode::Buffered, &memory, &runs);
             assert_eq!(gathered.calls_out, 2);
             // What a batch leaves in the buffer goes out with it.
             let buffers = (bytes.len() / 2).div_ceil(BUFFER_LEN) * 2;

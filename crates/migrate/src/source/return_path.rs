@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use limosa_channel::Channel;
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange, broken};
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange, broken_invariant};
 use limosa_stream::{RamBlock, ReturnDecoder, ReturnMessage};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -95,7 +95,7 @@ impl ReturnPath {
     ) -> Result<(), MigrateError> {
         let largest = blocks.iter().map(|block| block.used_length / PAGE_SIZE / 8 + 8).max();
         let largest = largest.unwrap_or_default();
-        let mut decoder = if recovery { ReturnDecoder::resuming(largest) } else { ReturnDecoder::new(largest) };
+        let mut decoder = if recovery { ReturnDecoder::for_recovery(largest) } else { ReturnDecoder::new(largest) };
         let mut bytes = vec![0; 64 << 10];
         let (mut current, mut first) = (None, true);
         loop {
@@ -107,7 +107,7 @@ impl ReturnPath {
             if std::mem::take(&mut first) && bytes.get(..got).is_some_and(|said| said.starts_with(&TLS_ALERT)) {
                 return Err(MigrateError::WantsTls { peer: channel.peer().to_string() });
             }
-            decoder.push(bytes.get(..got).ok_or_else(|| broken("a read fills no more than its buffer"))?);
+            decoder.push(bytes.get(..got).ok_or_else(|| broken_invariant("a read fills no more than its buffer"))?);
             let arrived = Instant::now();
             let mut state = self.lock();
             let mut over = false;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use limosa_channel::Channel;
-use limosa_page::{PAGE_LEN, PageRange, broken, to_usize};
+use limosa_page::{PAGE_LEN, PageRange, broken_invariant, to_usize};
 use limosa_stream::RamBlock;
 use parking_lot::Mutex;
 
@@ -43,7 +43,7 @@ pub(crate) fn answer_requests<S: PageSource + ?Sized>(
     channel: &Channel,
 ) -> Result<Histogram<u64>, MigrateError> {
     // Over TLS the destination may have waited for the package before it looked at this channel.
-    channel.establish()?;
+    channel.complete_handshake()?;
     let mut sender = Sender::new(state, channel)?;
     loop {
         match state.return_path.next_request(Duration::from_secs(1), &state.unanswered) {
@@ -81,7 +81,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     pub(crate) fn new(state: &'a SendState<'a, S>, channel: &'a Channel) -> Result<Self, MigrateError> {
         Ok(Self {
             state,
-            records: RecordWriter::new(channel, &state.source.start().blocks)?,
+            records: RecordWriter::new(channel, &state.source.setup().blocks)?,
             buffer: Vec::new(),
             latency: new_histogram(),
         })
@@ -104,7 +104,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
             let nanos = u64::try_from(request.arrived.elapsed().as_nanos()).unwrap_or(u64::MAX);
             self.latency.saturating_record(nanos);
         }
-        self.state.progress.requested(request.pages.len());
+        self.state.progress.add_requested(request.pages.len());
         Ok(())
     }
 
@@ -112,7 +112,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     /// and with nothing between them, as the destination demands; holes of it are not read. Guest memory is gathered
     /// from where it lies.
     pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<u64, MigrateError> {
-        let too_long = || broken("a piece of a claim fits into the buffer");
+        let too_long = || broken_invariant("a piece of a claim fits into the buffer");
         let length = |pages: PageRange| to_usize(pages.len()).saturating_mul(PAGE_LEN);
         let (source, stored) = (self.state.source, self.state.source.stored(block));
         let mut contents = 0;
@@ -124,7 +124,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
                 contents += sent.normal;
                 continue;
             }
-            self.buffer.resize(length(PageRange::first(CLAIM_PAGES)), 0);
+            self.buffer.resize(length(PageRange::whole_block(CLAIM_PAGES)), 0);
             let buffer = self.buffer.get_mut(..length(piece)).ok_or_else(too_long)?;
             let mut read = 0;
             for run in stored.runs_in(piece) {
@@ -146,7 +146,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     fn count(&self, normal: u64, zero: u64) {
         self.state.normal.fetch_add(normal, Relaxed);
         self.state.zero.fetch_add(zero, Relaxed);
-        self.state.progress.moved(Moved { normal, zero, resent: 0 });
+        self.state.progress.add_moved(Moved { normal, zero, resent: 0 });
     }
 }
 

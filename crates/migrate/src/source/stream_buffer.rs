@@ -5,7 +5,7 @@ use std::io::IoSlice;
 
 use limosa_channel::Channel;
 use limosa_memory::MemoryBlock;
-use limosa_page::{PAGE_LEN, PageNumber, broken};
+use limosa_page::{PAGE_LEN, PageNumber, broken_invariant};
 
 use crate::error::MigrateError;
 
@@ -55,7 +55,7 @@ impl StreamBuffer {
     /// Writes what is in it.
     pub(crate) fn flush(&mut self, channel: &Channel) -> Result<(), MigrateError> {
         let filled = self.bytes.get(..std::mem::take(&mut self.filled));
-        let filled = filled.ok_or_else(|| broken("a buffer is filled up to its end at most"))?;
+        let filled = filled.ok_or_else(|| broken_invariant("a buffer is filled up to its end at most"))?;
         Ok(channel.write_all_vectored(&[IoSlice::new(filled)])?)
     }
 
@@ -67,6 +67,6 @@ impl StreamBuffer {
         let begin = self.filled;
         self.filled = self.bytes.len().min(begin.saturating_add(wanted));
         let room = self.bytes.get_mut(begin..self.filled);
-        Ok(room.ok_or_else(|| broken("a buffer is filled up to its end at most"))?)
+        Ok(room.ok_or_else(|| broken_invariant("a buffer is filled up to its end at most"))?)
     }
 }

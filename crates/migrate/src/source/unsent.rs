@@ -10,7 +10,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use limosa_page::{AtomicPageBitmap, BrokenInvariant, PageBitmap, PageNumber, PageRange, broken, invariant};
+use limosa_page::{AtomicPageBitmap, BrokenInvariant, PageBitmap, PageNumber, PageRange, broken_invariant, invariant};
 use limosa_stream::RamBlock;
 
 use super::host_pages;
@@ -138,7 +138,7 @@ impl<'a> UnsentPages<'a> {
     }
 
     fn block(&self, block: usize) -> Result<&UnsentBlock<'a>, BrokenInvariant> {
-        self.blocks.get(block).ok_or_else(|| broken("pages that are claimed belong to blocks of the stream"))
+        self.blocks.get(block).ok_or_else(|| broken_invariant("pages that are claimed belong to blocks of the stream"))
     }
 
     /// Pages with contents whose host pages are still to be claimed.
@@ -233,7 +233,7 @@ mod tests {
         let stored = PageBitmap::full(8);
         let pages = unsent(&stored, 1);
         assert!(is_noticed(|| pages.claim(1, PageNumber(0))));
-        assert!(is_noticed(|| pages.host_pages(1, PageRange::first(1)).map(drop)));
+        assert!(is_noticed(|| pages.host_pages(1, PageRange::whole_block(1)).map(drop)));
         assert!(is_noticed(|| pages.received(1, &stored)));
     }
 }

@@ -16,7 +16,7 @@ use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_memory::BlockOptions;
 use limosa_migrate::control::Stop;
-use limosa_migrate::live::{Postcopy, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::live::{PostcopyMode, TimeoutStrategy, ZeroCheck};
 use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
 use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
 use limosa_stream::multifd::{INITIAL_LEN, InitialPacket};
@@ -124,7 +124,7 @@ impl Case {
             let outcome = LiveSource::new(&guest.vm, guest.logs(self.log), near, &handle)
                 .options(params)
                 .destination_zeroed(self.fresh)
-                .postcopy(if self.postcopy.is_some() { Postcopy::Allowed } else { Postcopy::Off })
+                .postcopy(if self.postcopy.is_some() { PostcopyMode::Allowed } else { PostcopyMode::Off })
                 .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
                 .free_pages(Arc::new(Slow { balloon: Arc::clone(&guest.balloon), most: self.slow }))

@@ -12,7 +12,7 @@ use crate::model::live::{TestVm, random};
 use crate::model::relay::Relay;
 use crate::model::vm::Vm;
 use limosa_channel::ZeroCopy;
-use limosa_migrate::live::{LiveDestinationOptions, OpenPreempt, Postcopy};
+use limosa_migrate::live::{LiveDestinationOptions, OpenPreempt, PostcopyMode};
 use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
 use limosa_migrate::{Handle, LiveDestination, LiveSource, MigrationParams};
 use limosa_stream::multifd::INITIAL_LEN;
@@ -147,9 +147,9 @@ impl Case {
                         .channels(page_channels, MultifdSourceOptions::default())
                         .unwrap()
                         .postcopy(match postcopy {
-                            None => Postcopy::Off,
-                            Some(None) => Postcopy::AtOnce,
-                            Some(Some(_)) => Postcopy::Allowed,
+                            None => PostcopyMode::Off,
+                            Some(None) => PostcopyMode::AtOnce,
+                            Some(Some(_)) => PostcopyMode::Allowed,
                         })
                         .on_round(|round| {
                             if postcopy == Some(Some(round.number)) {

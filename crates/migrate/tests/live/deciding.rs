@@ -12,11 +12,11 @@ use crate::model::vm::Vm;
 use crate::model::{pair, say};
 use limosa_channel::Shutdown;
 use limosa_memory::BlockOptions;
-use limosa_migrate::live::{LiveDestinationOptions, Postcopy};
+use limosa_migrate::live::{LiveDestinationOptions, PostcopyMode};
 use limosa_migrate::{
     Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrateError, MigrationParams,
 };
-use limosa_stream::postcopy::{PING_GO, PING_LOADED, PING_OPENED};
+use limosa_stream::postcopy::{PING_COMMIT, PING_LOADED, PING_RETURN_PATH};
 use limosa_stream::{Command, ReturnMessage, postcopy, section};
 
 fn blocks() -> Vec<BlockOptions> {
@@ -34,7 +34,7 @@ struct Panicked {
 }
 
 /// Moves a VM over a channel whose write panics at byte `at`.
-fn migrate(postcopy: Postcopy, at: u64) -> Panicked {
+fn migrate(postcopy: PostcopyMode, at: u64) -> Panicked {
     let (vm, there) = (Arc::new(TestVm::of(blocks())), Vm::of(blocks()));
     vm.fill(0, |page| page % 3 == 0);
     let (logs, _marker) = vm.logs();
@@ -51,7 +51,7 @@ fn migrate(postcopy: Postcopy, at: u64) -> Panicked {
             None => Ok(usize::MAX),
         }
     };
-    near.set_gates(Box::new(|_| Ok(usize::MAX)), Box::new(write));
+    near.set_transfer_hooks(Box::new(|_| Ok(usize::MAX)), Box::new(write));
     let (panicked, arrived) = thread::scope(|scope| {
         let receiving = scope.spawn(|| {
             let handle = Handle::new();
@@ -75,7 +75,7 @@ fn migrate(postcopy: Postcopy, at: u64) -> Panicked {
     Panicked { writes, panicked, runs_here: vm.runs(), runs_there: there.started() > 0 }
 }
 
-fn check_every_byte(postcopy: Postcopy, begin: u64, decisive: usize) {
+fn check_every_byte(postcopy: PostcopyMode, begin: u64, decisive: usize) {
     let last = u64::try_from(decisive).unwrap();
     for n in [0, 1, last / 2, last - 1, last, last + 1] {
         let ended = migrate(postcopy, begin + n);
@@ -87,24 +87,24 @@ fn check_every_byte(postcopy: Postcopy, begin: u64, decisive: usize) {
 
 #[test]
 fn a_panic_in_the_commit_resumes_the_vm_only_before_the_deciding_bytes_have_left() {
-    let whole = migrate(Postcopy::Off, u64::MAX);
+    let whole = migrate(PostcopyMode::Off, u64::MAX);
     assert!(!whole.panicked && !whole.runs_here && whole.runs_there);
     let mut commit = Vec::new();
-    Command::Ping(PING_GO).encode(&mut commit).unwrap();
+    Command::Ping(PING_COMMIT).encode(&mut commit).unwrap();
     section::encode_eof(&mut commit);
-    check_every_byte(Postcopy::Off, *whole.writes.last().unwrap(), commit.len());
+    check_every_byte(PostcopyMode::Off, *whole.writes.last().unwrap(), commit.len());
 }
 
 #[test]
 fn a_panic_in_the_package_of_a_postcopy_resumes_the_vm_only_before_the_deciding_bytes_have_left() {
-    let whole = migrate(Postcopy::AtOnce, u64::MAX);
+    let whole = migrate(PostcopyMode::AtOnce, u64::MAX);
     assert!(!whole.panicked && !whole.runs_here && whole.runs_there);
     let sections = TestVm::of(blocks()).device_sections().unwrap();
     let package = postcopy::postcopy_package(sections.bytes(), Some(PING_LOADED)).unwrap();
     let mut body = Vec::new();
     postcopy::encode_packaged(&package, &mut body).unwrap();
     // The discards are in front of it.
-    check_every_byte(Postcopy::AtOnce, whole.writes[1], body.len());
+    check_every_byte(PostcopyMode::AtOnce, whole.writes[1], body.len());
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn an_answer_that_comes_before_the_package_leaves_the_vm_in_doubt() {
         // It reads the package, and says nothing to it.
         scope.spawn(|| receive(far, &landed, false, Some(Cut::Package), 1));
         LiveSource::new(&vm, logs, near, &handle)
-            .postcopy(Postcopy::AtOnce)
+            .postcopy(PostcopyMode::AtOnce)
             .preempt(Box::new(move || {
                 say(far, &ReturnMessage::Pong(PING_LOADED));
                 // Time enough to be read.
@@ -142,13 +142,13 @@ fn a_destination_that_answers_everything_in_advance_still_owes_the_answer_to_the
     let handle = Handle::new();
     let outcome = thread::scope(|scope| {
         scope.spawn(|| {
-            say(&far, &ReturnMessage::Pong(PING_OPENED));
+            say(&far, &ReturnMessage::Pong(PING_RETURN_PATH));
             say(&far, &ReturnMessage::Pong(PING_LOADED));
             while let Ok(1..) = far.read(&mut [0; 4096]) {}
             let _ = far.shutdown(Shutdown::Both);
         });
         let params = MigrationParams::default().answer_timeout(Duration::from_millis(500));
-        LiveSource::new(&vm, logs, near, &handle).options(params).postcopy(Postcopy::AtOnce).run()
+        LiveSource::new(&vm, logs, near, &handle).options(params).postcopy(PostcopyMode::AtOnce).run()
     });
     let LiveOutcome::Undecided(undecided) = outcome else { panic!("{outcome:?}") };
     assert!(matches!(undecided.why(), MigrateError::Silent { .. }), "{}", undecided.why());

@@ -15,7 +15,7 @@ use limosa_migrate::stored::{Destination, PrecopySource};
 use limosa_migrate::{Handle, IncomingOutcome, IncomingVm, LiveDestination, MigrateError, VmError};
 use limosa_page::{PAGE_LEN, PageNumber};
 use limosa_stream::multifd::{PACKET_LEN, Packet};
-use limosa_stream::postcopy::{PING_GO, PING_READY};
+use limosa_stream::postcopy::{PING_COMMIT, PING_READY};
 use limosa_stream::ram::FLAG_MULTIFD_FLUSH;
 use limosa_stream::{
     Command, Configuration, DeviceSections, OpaqueSection, RamBlock, RecordEncoder, RecordKind, ReturnMessage, ram,
@@ -73,7 +73,7 @@ fn script(join: bool, pages: bool) -> Script {
     before.extend_from_slice(devices.bytes());
     Command::Ping(PING_READY).encode(&mut before).unwrap();
     let mut after = Vec::new();
-    Command::Ping(PING_GO).encode(&mut after).unwrap();
+    Command::Ping(PING_COMMIT).encode(&mut after).unwrap();
     section::encode_eof(&mut after);
     let json = devices.description();
     after.push(section::DESCRIPTION);
@@ -143,7 +143,7 @@ fn a_vm_runs_when_its_source_has_given_its_word() {
     let (heard, outcome) = run(&vm, &script.before, &READY, &script.after);
     let IncomingOutcome::Running(stats) = outcome else { panic!("{outcome:?}") };
     assert_eq!(heard, said(&[READY[0].clone(), READY[1].clone(), ReturnMessage::Shut(0)]));
-    assert_eq!((vm.started(), stats.unheard.is_none()), (1, true));
+    assert_eq!((vm.started(), stats.acknowledge_error.is_none()), (1, true));
     assert_eq!((stats.received.normal_pages, stats.received.zero_pages, stats.received.resent_pages), (5, 2, 2));
     let loaded = vm.loaded.lock().unwrap().clone();
     assert_eq!(loaded, [("timer".into(), 0, b"tick".to_vec()), ("serial".into(), 1, Vec::new())]);

@@ -62,7 +62,7 @@ fn logs(vm: &TestVm, kind: &str) -> (Box<dyn DirtyLog>, Sees) {
 fn live(vm: &TestVm, sees: &Sees, mut seed: u64) {
     let block = vm.memory.block(0).unwrap();
     let host = block.page_size() / PAGE_SIZE;
-    let methods: Vec<_> = METHODS.into_iter().filter(|method| block.takes(*method)).collect();
+    let methods: Vec<_> = METHODS.into_iter().filter(|method| block.supports_release(*method)).collect();
     while !vm.over.load(Ordering::Relaxed) {
         thread::sleep(Duration::from_micros(20));
         seed = random(seed);

@@ -192,11 +192,11 @@ fn a_running_qemu_comes_over_one_channel_or_several() -> Result<()> {
         meeting.migrate(json!({}))?;
         let options = MultifdAcceptOptions { channels, within: WITHIN, main_first: false };
         let mut gathering = MultifdAccept::new(&meeting.listener, options);
-        let MultifdChannels { main, pages } = gathering.step(WITHIN)?.context("not all channels have come")?;
+        let MultifdChannels { main, multifd: pages } = gathering.poll(WITHIN)?.context("not all channels have come")?;
         let handle = Handle::new();
         let role = LiveDestination::new(&meeting.taker, main, &handle);
         let stats = running(role.channels(pages, MultifdOptions::default()).run());
-        assert!(stats.unheard.is_none() && stats.received.normal_pages > 0);
+        assert!(stats.acknowledge_error.is_none() && stats.received.normal_pages > 0);
         assert!(meeting.taker.sections.load(Ordering::SeqCst) > 10, "devices are handed over by name");
         meeting.assert_arrived()?;
     }
@@ -219,7 +219,7 @@ fn postcopy_of(meeting: &Meeting, preempt: bool, cuts: u32) -> Result<()> {
     let (handle, over) = (&Handle::new(), &AtomicBool::new(false));
     let doorkeeper = || -> AcceptPreempt<'_> {
         let mut acceptor = Acceptor::new(&meeting.listener);
-        Box::new(move |wait| acceptor.step(wait))
+        Box::new(move |wait| acceptor.poll(wait))
     };
     let stats = thread::scope(|scope| -> Result<IncomingStats> {
         scope.spawn(|| meeting.look_around(over));

@@ -19,9 +19,9 @@ use crate::model::pair;
 use crate::model::vm::Vm;
 use limosa_channel::Channel;
 use limosa_memory::dirty::{DirtyLogs, Writers};
-use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion};
+use limosa_memory::{BlockOptions, FreePageHinting, FreePageSink, FreePagesError, GuestMemory, GuestRegion};
 use limosa_migrate::control::Stop;
-use limosa_migrate::live::{Postcopy, RecordWrite, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::live::{PostcopyMode, RecordWriteMode, TimeoutStrategy, ZeroCheck};
 use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
 use limosa_migrate::stats::LiveStats;
 use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
@@ -39,7 +39,7 @@ fn blocks(pages: [u64; 2]) -> Vec<BlockOptions> {
 fn vm(pages: [u64; 2]) -> TestVm {
     let mapped = blocks(pages).into_iter().map(|options| options.map().unwrap()).collect();
     let region =
-        |block: usize, guest_address| GuestRegion { guest_address, block, pages: PageRange::first(pages[block]) };
+        |block: usize, guest_address| GuestRegion { guest_address, block, pages: PageRange::whole_block(pages[block]) };
     let memory = GuestMemory::with_regions(mapped, vec![region(0, 0), region(1, ABOVE)]).unwrap();
     let vm = TestVm { memory: Arc::new(memory), ..TestVm::new(&[1]) };
     (0..2).for_each(|block| vm.fill(block, |_| true));
@@ -71,7 +71,7 @@ struct Case {
     channels: usize,
     fresh: bool,
     zero_check: ZeroCheck,
-    record_write: RecordWrite,
+    record_write: RecordWriteMode,
     pages: [u64; 2],
     /// Pages of a piece of the heap.
     each: u64,
@@ -96,7 +96,7 @@ impl Case {
             channels: usize::try_from(next(4)).unwrap(),
             fresh: next(2) == 0,
             zero_check: [ZeroCheck::Always, ZeroCheck::Bulk, ZeroCheck::Off][usize::try_from(next(3)).unwrap()],
-            record_write: [RecordWrite::Vectored, RecordWrite::Buffered][usize::try_from(next(2)).unwrap()],
+            record_write: [RecordWriteMode::Vectored, RecordWriteMode::Buffered][usize::try_from(next(2)).unwrap()],
             pages: [1 + next(300), 200 + next(1200)],
             each: [1, 3, 16][usize::try_from(next(3)).unwrap()],
             hint_wait: Duration::from_millis([0, 0, 1, 5][usize::try_from(next(4)).unwrap()]),
@@ -141,13 +141,13 @@ impl Case {
                 .options(params)
                 .destination_zeroed(self.fresh)
                 .postcopy(match self.postcopy {
-                    _ if self.at_once => Postcopy::AtOnce,
-                    Some(_) => Postcopy::Allowed,
-                    None => Postcopy::Off,
+                    _ if self.at_once => PostcopyMode::AtOnce,
+                    Some(_) => PostcopyMode::Allowed,
+                    None => PostcopyMode::Off,
                 })
                 .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
-                .free_pages(Arc::clone(&heap) as Arc<dyn FreePages>)
+                .free_pages(Arc::clone(&heap) as Arc<dyn FreePageHinting>)
                 .on_round(|round| {
                     if self.postcopy == Some(round.number) {
                         handle.control.start_postcopy();
@@ -160,7 +160,7 @@ impl Case {
         let LiveOutcome::Completed(stats) = outcome else { panic!("{self:?}: {outcome:?}") };
         let IncomingOutcome::Running(_) = arrival else { panic!("{self:?}: {arrival:?}") };
         assert_eq!(heap.held_when_resumed(), 0, "{self:?}: the guest has not got its pages back");
-        let all = PageRange::first(self.pages[0]);
+        let all = PageRange::whole_block(self.pages[0]);
         let mut wrong = Vec::new();
         for (block, pages) in std::iter::once((0, all)).chain(heap.owned().into_iter().map(|pages| (1, pages))) {
             for page in pages.iter() {
@@ -231,10 +231,10 @@ struct Answers {
     sinks: Mutex<Vec<Arc<dyn FreePageSink>>>,
 }
 
-impl FreePages for Answers {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+impl FreePageHinting for Answers {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         let number = self.asked.fetch_add(1, Ordering::SeqCst);
-        self.lists.get(number).into_iter().flatten().for_each(|range| to.free(range.clone()));
+        self.lists.get(number).into_iter().flatten().for_each(|range| to.add_range(range.clone()));
         if self.complete {
             to.complete();
         }
@@ -242,9 +242,9 @@ impl FreePages for Answers {
         Ok(())
     }
 
-    fn stop(&self) {}
+    fn stop_list(&self) {}
 
-    fn done(&self) {
+    fn return_pages(&self) {
         let stands = self.vm.as_ref().is_some_and(|vm| !vm.runs());
         self.done.lock().unwrap().push(stands);
     }
@@ -272,7 +272,7 @@ impl From<MigrationParams> for Setup {
 fn attempt<'v>(
     vm: &'v TestVm,
     logs: DirtyLogs,
-    from: &Arc<impl FreePages + 'static>,
+    from: &Arc<impl FreePageHinting + 'static>,
     setup: impl Into<Setup>,
 ) -> (LiveOutcome<'v, TestVm>, model::live::Arrived) {
     let Setup { params, trouble, handle } = setup.into();
@@ -282,7 +282,7 @@ fn attempt<'v>(
         let outcome = LiveSource::new(vm, logs, near, &handle)
             .options(params)
             .destination_zeroed(true)
-            .free_pages(Arc::clone(from) as Arc<dyn FreePages>)
+            .free_pages(Arc::clone(from) as Arc<dyn FreePageHinting>)
             .run();
         (outcome, destination.join().unwrap())
     })
@@ -320,7 +320,7 @@ fn what_is_free_is_not_sent_and_the_guest_has_its_pages_back_before_its_devices_
     assert_eq!((hints.lists, hints.complete, hints.ranges, hints.outside, hints.late), (1, 1, 3, 1, 0));
     assert!(hints.list_took.is_some() && hints.refused.is_none());
     // What comes later is of no use.
-    answers.sinks.lock().unwrap().iter().for_each(|sink| sink.free(0..u64::MAX));
+    answers.sinks.lock().unwrap().iter().for_each(|sink| sink.add_range(0..u64::MAX));
 }
 
 /// Holes are looked for among what is left: each page is one or the other, and a destination that has something there
@@ -348,7 +348,7 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
                 .destination_zeroed(fresh)
                 .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
-                .free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
+                .free_pages(Arc::clone(&answers) as Arc<dyn FreePageHinting>)
                 .run();
             (outcome, receiving.join().unwrap())
         });
@@ -374,12 +374,12 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
 
 #[test]
 fn a_page_that_was_free_is_zero_at_once_for_a_guest_that_runs_before_its_memory_has_come() {
-    for postcopy in [Postcopy::Allowed, Postcopy::AtOnce] {
+    for postcopy in [PostcopyMode::Allowed, PostcopyMode::AtOnce] {
         zero_at_once(postcopy);
     }
 }
 
-fn zero_at_once(postcopy: Postcopy) {
+fn zero_at_once(postcopy: PostcopyMode) {
     let source = vm([64, 16]);
     let (logs, _marker) = source.restless_logs(1);
     let lists = vec![vec![8 * PAGE_SIZE..16 * PAGE_SIZE, 20 * PAGE_SIZE..21 * PAGE_SIZE]];
@@ -396,7 +396,7 @@ fn zero_at_once(postcopy: Postcopy) {
         let outcome = LiveSource::new(&source, logs, near, &handle)
             .options(params)
             .postcopy(postcopy)
-            .free_pages(Arc::clone(&answers) as Arc<dyn FreePages>)
+            .free_pages(Arc::clone(&answers) as Arc<dyn FreePageHinting>)
             .on_round(|_| handle.control.start_postcopy())
             .run();
         (outcome, receiving.join().unwrap())
@@ -507,15 +507,15 @@ fn hints_are_refused_where_no_log_sees_what_the_guest_writes() {
         })
     };
     let vm = vm([16, 16]);
-    let at_once = refusal(&vm, vm.logs().0, Postcopy::AtOnce);
+    let at_once = refusal(&vm, vm.logs().0, PostcopyMode::AtOnce);
     let expected = "free-page hints cannot be used: hint_wait is zero, and postcopy at once stops the guest before it can \
                     report its free pages";
     assert_eq!(at_once, expected);
-    let unseen = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);
+    let unseen = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), PostcopyMode::Off);
     assert!(unseen.contains("guest memory is written by vCPUs without a dirty log"), "{unseen}");
     // A VM that reports no writers is moved without a log; but a guest that tells its free pages is one that runs.
     let vm = TestVm { writers: Writers::NONE, ..vm };
-    let silent = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), Postcopy::Off);
+    let silent = refusal(&vm, DirtyLogs::new(Writers::NONE, Vec::new()).unwrap(), PostcopyMode::Off);
     assert_eq!(silent, "free-page hints cannot be used: no dirty log sees what the guest's vCPUs write");
     assert!(vm.runs() && answers.asked.load(Ordering::SeqCst) == 0);
 }
@@ -523,16 +523,16 @@ fn hints_are_refused_where_no_log_sees_what_the_guest_writes() {
 /// A guest whose driver goes amid its list.
 struct Vanishing;
 
-impl FreePages for Vanishing {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+impl FreePageHinting for Vanishing {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         thread::spawn(move || {
-            to.free(8 * PAGE_SIZE..16 * PAGE_SIZE);
+            to.add_range(8 * PAGE_SIZE..16 * PAGE_SIZE);
             thread::sleep(Duration::from_millis(30));
         });
         Ok(())
     }
-    fn stop(&self) {}
-    fn done(&self) {}
+    fn stop_list(&self) {}
+    fn return_pages(&self) {}
 }
 
 #[test]
@@ -549,13 +549,13 @@ fn a_list_that_can_come_no_more_is_not_waited_for() {
 /// A guest whose driver is not there.
 struct Deaf(AtomicU64);
 
-impl FreePages for Deaf {
-    fn request(&self, _to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+impl FreePageHinting for Deaf {
+    fn request_list(&self, _to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         self.0.fetch_add(1, Ordering::SeqCst);
         Err(FreePagesError::NotOffered { why: "the balloon has no driver".into() })
     }
-    fn stop(&self) {}
-    fn done(&self) {}
+    fn stop_list(&self) {}
+    fn return_pages(&self) {}
 }
 
 #[test]

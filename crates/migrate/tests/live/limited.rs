@@ -12,7 +12,7 @@ use limosa_channel::Channel;
 use limosa_memory::BlockOptions;
 use limosa_migrate::{Handle, IncomingOutcome, LiveDestination};
 use limosa_page::PAGE_LEN;
-use limosa_stream::postcopy::{PING_GO, PING_READY};
+use limosa_stream::postcopy::{PING_COMMIT, PING_READY};
 use limosa_stream::{Command, Configuration, DeviceSections, RamBlock, RecordEncoder, RecordKind, ram, section};
 use limosa_testkit::MemoryGroup;
 
@@ -53,7 +53,7 @@ fn send(channel: &Channel, run: u64, gap: u64, end: u64) {
         return;
     }
     bytes.clear();
-    Command::Ping(PING_GO).encode(&mut bytes).unwrap();
+    Command::Ping(PING_COMMIT).encode(&mut bytes).unwrap();
     section::encode_eof(&mut bytes);
     let json = devices.description();
     bytes.push(section::DESCRIPTION);

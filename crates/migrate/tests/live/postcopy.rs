@@ -103,7 +103,7 @@ fn a_guest_sees_its_memory_while_it_comes_and_all_of_it_has_come_at_the_end() {
         finished(outcome)
     });
     let postcopy = stats.postcopy.unwrap();
-    assert_eq!((vm.started(), stats.unheard.is_none(), postcopy.repeated_pages), (1, true, 0));
+    assert_eq!((vm.started(), stats.acknowledge_error.is_none(), postcopy.repeated_pages), (1, true, 0));
     assert_eq!(postcopy.normal_pages, 1333 + 16);
     assert!(postcopy.faults > 0 && postcopy.fault_latency.len() <= postcopy.requests);
     assert_eq!(*vm.loaded.lock().unwrap(), [("timer".to_owned(), 0, b"tick".to_vec())]);

@@ -9,7 +9,7 @@ use crate::model::live::{TestVm, random};
 use crate::model::live_postcopy::{Cut, Landed, receive, receive_urgent};
 use crate::model::pair;
 use limosa_memory::BlockOptions;
-use limosa_migrate::live::{Postcopy, TimeoutStrategy};
+use limosa_migrate::live::{PostcopyMode, TimeoutStrategy};
 use limosa_migrate::stats::RoundReport;
 use limosa_migrate::{Handle, LiveOutcome, LiveSource, MigrateError, MigrationParams};
 
@@ -56,15 +56,15 @@ fn run(case: &Case) {
     let handle = Handle::new();
     let mut params = MigrationParams::default().downtime_limit(Duration::ZERO).answer_timeout(Duration::from_secs(20));
     let postcopy = match case.when {
-        When::AtOnce => Postcopy::AtOnce,
+        When::AtOnce => PostcopyMode::AtOnce,
         When::Bulk => {
             handle.control.start_postcopy();
-            Postcopy::Allowed
+            PostcopyMode::Allowed
         }
-        When::Rounds(_) => Postcopy::Allowed,
+        When::Rounds(_) => PostcopyMode::Allowed,
         When::GivenUp => {
             (params.stalled_rounds, params.timeout_strategy) = (Some(2), TimeoutStrategy::Postcopy);
-            Postcopy::Off
+            PostcopyMode::Off
         }
     };
     let landed = Mutex::new(Landed::default());
@@ -185,7 +185,7 @@ fn postcopy_with_multifd_channels_is_refused_before_anything_is_sent() {
     let ((near, _far), (page_channel, _)) = (pair(), pair());
     let handle = Handle::new();
     let outcome = LiveSource::new(&vm, logs, near, &handle)
-        .postcopy(Postcopy::Allowed)
+        .postcopy(PostcopyMode::Allowed)
         .channels(vec![page_channel], limosa_migrate::multifd::MultifdSourceOptions::default())
         .unwrap()
         .run();

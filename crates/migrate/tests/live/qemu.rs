@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use crate::model::live::{Bare, TestVm};
 use limosa_channel::{Channel, Options, Tls, Uri, ZeroCopy};
-use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion};
+use limosa_memory::{BlockOptions, FreePageHinting, FreePageSink, FreePagesError, GuestMemory, GuestRegion};
 use limosa_migrate::control::{Phase, Stop};
-use limosa_migrate::live::{OpenPreempt, Postcopy, RecordWrite};
+use limosa_migrate::live::{OpenPreempt, PostcopyMode, RecordWriteMode};
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::{LiveStats, RoundReport};
 use limosa_migrate::{Handle, LiveOutcome, LiveSource, MigrateError, MigrationParams};
@@ -32,7 +32,7 @@ struct How {
     channels: u8,
     compression: Compression,
     packet_pages: usize,
-    record_write: RecordWrite,
+    record_write: RecordWriteMode,
     fresh: bool,
     /// In postcopy: at once, or after this number of rounds.
     postcopy: Option<Option<u32>>,
@@ -48,7 +48,7 @@ const PRECOPY: How = How {
     channels: 0,
     compression: Compression::None,
     packet_pages: 128,
-    record_write: RecordWrite::Vectored,
+    record_write: RecordWriteMode::Vectored,
     fresh: true,
     postcopy: None,
     preempt: false,
@@ -63,16 +63,16 @@ const FREE: Range<u64> = 48 << 20..BYTES;
 /// A guest that answers at once.
 struct Free;
 
-impl FreePages for Free {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
-        to.free(FREE);
+impl FreePageHinting for Free {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+        to.add_range(FREE);
         to.complete();
         Ok(())
     }
 
-    fn stop(&self) {}
+    fn stop_list(&self) {}
 
-    fn done(&self) {}
+    fn return_pages(&self) {}
 }
 
 fn connect(uri: &Uri) -> Channel {
@@ -182,7 +182,7 @@ fn migrate(how: How) -> Option<LiveStats> {
                 }
             });
         if let Some(after) = how.postcopy {
-            role = role.postcopy(if after.is_some() { Postcopy::Allowed } else { Postcopy::AtOnce });
+            role = role.postcopy(if after.is_some() { PostcopyMode::Allowed } else { PostcopyMode::AtOnce });
         }
         if how.preempt {
             let (uri, deferred) = (uri.clone(), deferred.clone());
@@ -282,7 +282,7 @@ fn a_vm_arrives_over_tls_each_channel_a_session_of_its_own() {
 #[test]
 fn a_vm_arrives_in_packets_of_fewer_pages_and_copied_through_a_buffer() {
     for (channels, packet_pages, put) in
-        [(1, 1, RecordWrite::Vectored), (2, 64, RecordWrite::Vectored), (0, 128, RecordWrite::Buffered)]
+        [(1, 1, RecordWriteMode::Vectored), (2, 64, RecordWriteMode::Vectored), (0, 128, RecordWriteMode::Buffered)]
     {
         let Some(stats) = migrate(How { channels, packet_pages, record_write: put, ..PRECOPY }) else { return };
         let contents = stats.sum(|round| round.normal);

@@ -10,7 +10,7 @@ use crate::model::vm::Vm;
 use crate::model::{lending_pair, pair};
 use limosa_channel::ZeroCopy;
 use limosa_memory::{BlockOptions, BlockRole};
-use limosa_migrate::live::{Postcopy, RecordWrite, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::live::{PostcopyMode, RecordWriteMode, TimeoutStrategy, ZeroCheck};
 use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
 use limosa_migrate::stats::RoundKind;
 use limosa_migrate::{Handle, IncomingOutcome, LiveDestination, LiveOutcome, LiveSource, MigrationParams};
@@ -31,7 +31,7 @@ struct Case {
     pages: [u64; 2],
     /// It continues in postcopy after this number of rounds, or at once.
     postcopy: Option<Option<u32>>,
-    record_write: RecordWrite,
+    record_write: RecordWriteMode,
     packet_pages: usize,
     /// It gets this rate and time, and then stops with the rest, or continues in postcopy.
     hurried: Option<(NonZeroU64, Duration)>,
@@ -68,7 +68,7 @@ impl Case {
             private: next(2) == 0,
             machine: machines[usize::try_from(next(4)).unwrap()],
             pages: [1 + next(1200), 1 + next(300)],
-            record_write: [RecordWrite::Vectored, RecordWrite::Buffered][usize::try_from(next(2)).unwrap()],
+            record_write: [RecordWriteMode::Vectored, RecordWriteMode::Buffered][usize::try_from(next(2)).unwrap()],
             packet_pages: [1, 3, 64, 128][usize::try_from(next(4)).unwrap()],
             postcopy: None,
             hurried: None,
@@ -124,9 +124,9 @@ impl Case {
             });
             source.write_on(scope, marker, self.seed | 1, Duration::from_micros(random(self.seed | 1) % 40));
             let postcopy = match self.postcopy {
-                None => Postcopy::Off,
-                Some(None) => Postcopy::AtOnce,
-                Some(Some(_)) => Postcopy::Allowed,
+                None => PostcopyMode::Off,
+                Some(None) => PostcopyMode::AtOnce,
+                Some(Some(_)) => PostcopyMode::Allowed,
             };
             let outcome = LiveSource::new(&source, logs, near, &handle)
                 .options(params)

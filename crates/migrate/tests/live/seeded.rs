@@ -11,7 +11,7 @@ use crate::model::live::{TestVm, random};
 use crate::model::network::{CutAt, Network, SaySeed, Way, seeds};
 use crate::model::vm::Vm;
 use limosa_memory::dirty::SoftwareDirtyBitmap;
-use limosa_migrate::live::{LiveDestinationOptions, Postcopy, TimeoutStrategy};
+use limosa_migrate::live::{LiveDestinationOptions, PostcopyMode, TimeoutStrategy};
 use limosa_migrate::{Handle, LiveDestination, LiveSource, MigrationParams};
 
 /// A guest that writes its memory whenever the network makes a step.
@@ -131,9 +131,9 @@ impl Case {
                         .options(params)
                         .destination_zeroed(true)
                         .postcopy(match postcopy {
-                            None => Postcopy::Off,
-                            Some(None) => Postcopy::AtOnce,
-                            Some(Some(_)) => Postcopy::Allowed,
+                            None => PostcopyMode::Off,
+                            Some(None) => PostcopyMode::AtOnce,
+                            Some(Some(_)) => PostcopyMode::Allowed,
                         })
                         .on_round(|round| {
                             rounds.lock().unwrap().push((round.normal, round.zero, round.left_out));

@@ -12,10 +12,10 @@ use crate::model::live::TestVm;
 use crate::model::pair;
 use limosa_channel::{Channel, Listener, Shutdown};
 use limosa_memory::{
-    BlockOptions, BlockRole, FreePageSink, FreePages, FreePagesError, GuestMemory, GuestRegion, PassedBlock,
+    BlockOptions, BlockRole, FreePageHinting, FreePageSink, FreePagesError, GuestMemory, GuestRegion, PassedBlock,
 };
 use limosa_migrate::control::{Control, Progress};
-use limosa_migrate::live::{LiveDestinationOptions, Postcopy, SharedMemory, TimeoutStrategy};
+use limosa_migrate::live::{LiveDestinationOptions, PostcopyMode, SharedMemoryMode, TimeoutStrategy};
 use limosa_migrate::multifd::{MultifdOptions, MultifdSourceOptions};
 use limosa_migrate::stats::LiveStats;
 use limosa_migrate::{
@@ -66,7 +66,7 @@ impl IncomingVm for Heir {
         self.memory.get().expect("asked for too early")
     }
 
-    fn adopt(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
+    fn map_passed_memory(&self, blocks: Vec<PassedBlock>) -> Result<(), VmError> {
         let mut mapped = vec![video().map()?];
         for block in blocks {
             self.passed.lock().unwrap().push(block.name().to_owned());
@@ -95,7 +95,7 @@ fn source() -> TestVm {
 /// The guest's writes meanwhile.
 struct Guest {
     writes: bool,
-    free: Option<Arc<dyn FreePages>>,
+    free: Option<Arc<dyn FreePageHinting>>,
 }
 
 /// It writes.
@@ -104,7 +104,7 @@ const WRITES: Guest = Guest { writes: true, free: None };
 /// How a VM is moved.
 struct Move {
     /// The treatment of shared memory, at the source and at the destination.
-    shared: [SharedMemory; 2],
+    shared: [SharedMemoryMode; 2],
     /// The two ends of the main channel.
     ends: (Channel, Channel),
     /// Multifd channels.
@@ -112,9 +112,9 @@ struct Move {
     guest: Guest,
 }
 
-impl From<[SharedMemory; 2]> for Move {
+impl From<[SharedMemoryMode; 2]> for Move {
     /// Over a socket pair, while the guest writes.
-    fn from(shared: [SharedMemory; 2]) -> Self {
+    fn from(shared: [SharedMemoryMode; 2]) -> Self {
         Self { shared, ends: pair(), channels: 0, guest: WRITES }
     }
 }
@@ -192,7 +192,7 @@ fn check_moved(source: &TestVm, heir: &Heir, stats: &LiveStats) {
 fn memory_is_passed_and_no_page_of_it_is_sent() {
     for channels in [0, 2] {
         let (source, heir) = (source(), Heir::new());
-        let (sent, arrived) = migrate(&source, &heir, Move { channels, ..Move::from([SharedMemory::Passed; 2]) });
+        let (sent, arrived) = migrate(&source, &heir, Move { channels, ..Move::from([SharedMemoryMode::Passed; 2]) });
         arrived.unwrap();
         check_moved(&source, &heir, &sent.unwrap());
         assert_eq!(*heir.passed.lock().unwrap(), ["ram"]);
@@ -206,14 +206,15 @@ fn ends_that_have_mapped_the_same_file_need_nothing_passed() {
     let far = listener.accept(None).unwrap();
     let source = source();
     let heir = Heir::with_memory_of(&source);
-    let (sent, arrived) = migrate(&source, &heir, Move { ends: (near, far), ..Move::from([SharedMemory::Mapped; 2]) });
+    let (sent, arrived) =
+        migrate(&source, &heir, Move { ends: (near, far), ..Move::from([SharedMemoryMode::Mapped; 2]) });
     arrived.unwrap();
     check_moved(&source, &heir, &sent.unwrap());
 }
 
 #[test]
 fn ends_that_do_not_share_alike_part_before_a_page() {
-    use SharedMemory::{Mapped, Passed, Sent};
+    use SharedMemoryMode::{Mapped, Passed, Sent};
     for (ends, said) in [
         ([Sent, Mapped], "the source sends shared memory"),
         ([Sent, Passed], "the source sends shared memory"),
@@ -238,7 +239,7 @@ fn ends_that_do_not_share_alike_part_before_a_page() {
 fn a_destination_that_has_the_file_mapped_can_be_passed_it_all_the_same() {
     let source = source();
     let heir = Heir::with_memory_of(&source);
-    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed, SharedMemory::Mapped]);
+    let (sent, arrived) = migrate(&source, &heir, [SharedMemoryMode::Passed, SharedMemoryMode::Mapped]);
     arrived.unwrap();
     check_moved(&source, &heir, &sent.unwrap());
 }
@@ -247,13 +248,13 @@ fn a_destination_that_has_the_file_mapped_can_be_passed_it_all_the_same() {
 fn a_refused_device_leaves_the_vm_at_the_source_and_its_memory_as_the_vm_wrote_it() {
     let source = source();
     let heir = Heir { refuses: true, ..Heir::new() };
-    let (sent, arrived) = migrate(&source, &heir, [SharedMemory::Passed; 2]);
+    let (sent, arrived) = migrate(&source, &heir, [SharedMemoryMode::Passed; 2]);
     assert!(arrived.unwrap_err().contains("does not take it"));
     assert!(sent.is_err() && source.runs());
     // And another attempt succeeds.
     source.over.store(false, Ordering::Relaxed);
     let next = Heir::new();
-    let (sent, arrived) = migrate(&source, &next, [SharedMemory::Passed; 2]);
+    let (sent, arrived) = migrate(&source, &next, [SharedMemoryMode::Passed; 2]);
     arrived.unwrap();
     check_moved(&source, &next, &sent.unwrap());
 }
@@ -265,7 +266,7 @@ fn shared_memory_and_postcopy_exclude_each_other() {
     let (near, far) = pair();
     let handle = Handle::new();
     let role = LiveSource::new(&source, logs, near, &handle);
-    let outcome = role.shared_memory(SharedMemory::Passed).postcopy(Postcopy::Allowed).run();
+    let outcome = role.shared_memory(SharedMemoryMode::Passed).postcopy(PostcopyMode::Allowed).run();
     let LiveOutcome::Resumed { error, .. } = outcome else { panic!("{outcome:?}") };
     assert!(error.to_string().contains("in postcopy shared memory has to be sent"), "{error}");
     assert_eq!(far.counters().bytes_in, 0);
@@ -279,7 +280,7 @@ fn memory_is_not_passed_where_descriptors_cannot_be() {
     let far = listener.accept(None).unwrap();
     let source = source();
     let (sent, arrived) =
-        migrate(&source, &Heir::new(), Move { ends: (near, far), ..Move::from([SharedMemory::Passed; 2]) });
+        migrate(&source, &Heir::new(), Move { ends: (near, far), ..Move::from([SharedMemoryMode::Passed; 2]) });
     assert!(arrived.unwrap_err().contains("unix socket"));
     assert!(sent.is_err() && source.runs());
 }
@@ -314,7 +315,8 @@ fn hostile(descriptors: usize, pages_of: usize, address: u64) -> (Result<(), Str
     let (near, far) = pair();
     let heir = Heir::new();
     let handle = Handle::new();
-    let options = LiveDestinationOptions { shared_memory: SharedMemory::Passed, ..LiveDestinationOptions::default() };
+    let options =
+        LiveDestinationOptions { shared_memory: SharedMemoryMode::Passed, ..LiveDestinationOptions::default() };
     let arrived = thread::scope(|scope| {
         let arriving = scope.spawn(|| LiveDestination::new(&heir, far, &handle).options(options).run());
         let ram = source.memory.block(0).unwrap().pass().unwrap();
@@ -355,22 +357,24 @@ fn a_wrong_number_of_descriptors_and_another_address_are_refused() {
 /// A guest that calls these ranges free, at once, whenever it is asked.
 struct Calls(Vec<Range<u64>>);
 
-impl FreePages for Calls {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
-        self.0.iter().for_each(|range| to.free(range.clone()));
+impl FreePageHinting for Calls {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+        self.0.iter().for_each(|range| to.add_range(range.clone()));
         to.complete();
         Ok(())
     }
 
-    fn stop(&self) {}
+    fn stop_list(&self) {}
 
-    fn done(&self) {}
+    fn return_pages(&self) {}
 }
 
 #[test]
 fn free_pages_are_left_out_of_what_is_sent_and_what_is_shared_is_as_it_was() {
     const ABOVE: u64 = 4 << 30;
-    for (ends, channels) in [(SharedMemory::Passed, 0), (SharedMemory::Passed, 2), (SharedMemory::Mapped, 0)] {
+    for (ends, channels) in
+        [(SharedMemoryMode::Passed, 0), (SharedMemoryMode::Passed, 2), (SharedMemoryMode::Mapped, 0)]
+    {
         let blocks = [BlockOptions::memfd("ram", RAM * PAGE_SIZE), video()].map(|options| options.map().unwrap());
         let region = |block: usize, guest_address| GuestRegion { guest_address, block, pages: blocks[block].pages() };
         let regions = vec![region(0, 0), region(1, ABOVE)];
@@ -378,7 +382,7 @@ fn free_pages_are_left_out_of_what_is_sent_and_what_is_shared_is_as_it_was() {
         let source = TestVm { memory, ..TestVm::new(&[1]) };
         (0..2).for_each(|block| source.fill(block, |_| true));
         let before = source.contents(0);
-        let heir = if ends == SharedMemory::Passed { Heir::new() } else { Heir::with_memory_of(&source) };
+        let heir = if ends == SharedMemoryMode::Passed { Heir::new() } else { Heir::with_memory_of(&source) };
         // All that is shared, and ten pages of what is not.
         let free = Calls(vec![0..RAM * PAGE_SIZE, ABOVE + 10 * PAGE_SIZE..ABOVE + 20 * PAGE_SIZE]);
         let guest = Guest { writes: false, free: Some(Arc::new(free)) };

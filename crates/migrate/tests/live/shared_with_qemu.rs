@@ -10,7 +10,7 @@ use crate::model::live::{Bare, TestVm};
 use anyhow::{Context as _, Result, bail};
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_memory::{BlockOptions, GuestMemory};
-use limosa_migrate::live::{LiveDestinationOptions, SharedMemory};
+use limosa_migrate::live::{LiveDestinationOptions, SharedMemoryMode};
 use limosa_migrate::{Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, VmError};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::OpaqueSection;
@@ -88,7 +88,7 @@ fn a_qemu_with_a_memory_file_moves_to_a_vm_that_has_mapped_it() {
         let arriving = scope.spawn(|| {
             let channel = listener.accept(Some(Duration::from_secs(30))).unwrap();
             let options =
-                LiveDestinationOptions { shared_memory: SharedMemory::Mapped, ..LiveDestinationOptions::default() };
+                LiveDestinationOptions { shared_memory: SharedMemoryMode::Mapped, ..LiveDestinationOptions::default() };
             match LiveDestination::new(&taker, channel, &handle).options(options).run() {
                 IncomingOutcome::Running(stats) => stats,
                 other => panic!("{other:?}"),
@@ -129,7 +129,7 @@ fn a_vm_moves_to_a_qemu_that_has_mapped_its_memory_file() {
     let outcome = thread::scope(|scope| {
         source.0.write_on(scope, marker, 3, Duration::from_micros(50));
         let role = LiveSource::new(&source, logs, channel, &handle);
-        let outcome = role.shared_memory(SharedMemory::Mapped).run();
+        let outcome = role.shared_memory(SharedMemoryMode::Mapped).run();
         source.0.over.store(true, Ordering::Relaxed);
         outcome
     });

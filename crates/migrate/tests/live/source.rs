@@ -10,7 +10,7 @@ use crate::model::live::{Arrived, At, Destination, Does, TestVm};
 use crate::model::pair;
 use limosa_memory::dirty::{DirtyLogs, LogError, Writers};
 use limosa_migrate::control::Stop;
-use limosa_migrate::live::{RecordWrite, TimeoutStrategy, ZeroCheck};
+use limosa_migrate::live::{RecordWriteMode, TimeoutStrategy, ZeroCheck};
 use limosa_migrate::stats::{RoundKind, RoundReport};
 use limosa_migrate::{Handle, LiveOutcome, LiveSource, LiveVm as _, MigrateError, MigrationParams};
 use limosa_page::ZeroMethod;
@@ -147,10 +147,10 @@ fn memory_goes_out_in_whole_batches_with_and_without_a_limit() {
         stats.main.calls_out
     };
     // 512 pages a batch: one call, or 129 buffers of 16 KiB.
-    let free = calls(RecordWrite::Vectored, None);
-    assert_eq!(calls(RecordWrite::Vectored, NonZeroU64::new(40 << 20)), free);
-    assert_eq!(calls(RecordWrite::Buffered, None) - free, 4 * 128);
-    assert_eq!(calls(RecordWrite::Buffered, NonZeroU64::new(40 << 20)) - free, 4 * 128);
+    let free = calls(RecordWriteMode::Vectored, None);
+    assert_eq!(calls(RecordWriteMode::Vectored, NonZeroU64::new(40 << 20)), free);
+    assert_eq!(calls(RecordWriteMode::Buffered, None) - free, 4 * 128);
+    assert_eq!(calls(RecordWriteMode::Buffered, NonZeroU64::new(40 << 20)) - free, 4 * 128);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use limosa_balloon_driver::{Blocks, Driver, Machine, Mutex, MutexGuard, Pages, R
 use limosa_memory::dirty::{
     DirtyLog, DirtyLogs, SoftwareDirtyBitmap, SoftwareDirtyLog, UffdWpAsyncLog, UffdWpSyncLog, Writers,
 };
-use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{BlockOptions, FreePageHinting, FreePageSink, FreePagesError};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
@@ -223,30 +223,30 @@ struct SlowList {
     seed: AtomicU64,
 }
 
-impl FreePages for Slow {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+impl FreePageHinting for Slow {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         let to: Arc<dyn FreePageSink> = match self.most.is_zero() {
             true => to,
             false => Arc::new(SlowList { to, most: self.most, seed: AtomicU64::new(0x51_0e) }),
         };
-        self.balloon.request(to)
+        self.balloon.request_list(to)
     }
 
-    fn stop(&self) {
-        self.balloon.stop();
+    fn stop_list(&self) {
+        self.balloon.stop_list();
     }
 
-    fn done(&self) {
-        self.balloon.done();
+    fn return_pages(&self) {
+        self.balloon.return_pages();
     }
 }
 
 impl FreePageSink for SlowList {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         let seed = random(self.seed.load(Ordering::Relaxed));
         self.seed.store(seed, Ordering::Relaxed);
         thread::sleep(self.most * u32::try_from(seed % 8).unwrap() / 8);
-        self.to.free(range);
+        self.to.add_range(range);
     }
 
     fn complete(&self) {

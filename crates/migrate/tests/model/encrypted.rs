@@ -40,7 +40,7 @@ impl Meeting {
     /// Waits for the next one who is trusted, while the destination does something else.
     pub fn doorkeeper(&self) -> AcceptPreempt<'_> {
         let mut acceptor = Acceptor::new(&self.listener);
-        Box::new(move |wait| acceptor.step(wait))
+        Box::new(move |wait| acceptor.poll(wait))
     }
 
     /// Both ends of a connection.
@@ -48,7 +48,7 @@ impl Meeting {
         thread::scope(|scope| {
             let far = scope.spawn(|| self.accept().unwrap());
             let near = self.connect().unwrap();
-            near.establish().unwrap();
+            near.complete_handshake().unwrap();
             near.set_timeouts(Some(SOON), Some(SOON)).unwrap();
             (near, far.join().unwrap())
         })

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use limosa_balloon_driver::{Heap as Pieces, Owner};
 use limosa_memory::dirty::SoftwareDirtyBitmap;
-use limosa_memory::{FreePageSink, FreePages, FreePagesError};
+use limosa_memory::{FreePageHinting, FreePageSink, FreePagesError};
 use limosa_page::{PAGE_LEN, PageNumber, PageRange};
 
 use super::live::{TestVm, random};
@@ -115,17 +115,17 @@ impl Heap {
     }
 }
 
-impl FreePages for Heap {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+impl FreePageHinting for Heap {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         self.requests.fetch_add(1, Ordering::Relaxed);
-        self.pieces.hints().request(to)
+        self.pieces.hints().request_list(to)
     }
 
-    fn stop(&self) {
-        self.pieces.hints().stop();
+    fn stop_list(&self) {
+        self.pieces.hints().stop_list();
     }
 
-    fn done(&self) {
-        self.pieces.hints().done();
+    fn return_pages(&self) {
+        self.pieces.hints().return_pages();
     }
 }

@@ -162,7 +162,7 @@ impl DirtyLog for Restless {
     }
 
     fn fetch(&mut self, into: &mut DirtyPages) -> Result<(), LogError> {
-        into.add(0, PageRange::first(self.0));
+        into.add(0, PageRange::whole_block(self.0));
         Ok(())
     }
 
@@ -473,7 +473,7 @@ impl Destination {
                     None => self.fill(self.buffer.len() + 1)?,
                     Some((Command::Ping(token), length)) => {
                         self.buffer.drain(..length);
-                        go |= token == postcopy::PING_GO;
+                        go |= token == postcopy::PING_COMMIT;
                         if token == postcopy::PING_READY {
                             self.arrived.ready = true;
                             self.at(At::Devices)?;

@@ -114,7 +114,7 @@ impl Memory {
 }
 
 impl PageSource for Memory {
-    fn start(&self) -> &StreamSetup {
+    fn setup(&self) -> &StreamSetup {
         &self.start
     }
 

@@ -295,8 +295,8 @@ impl<'a> MultifdModel<'a> {
                     self.outcome.lock().unwrap().zero_records += 1;
                 }
                 Event::MultifdFlush if legacy => self.wrong("a join word that this machine does not know".into()),
-                Event::EndOfSection if !legacy => {}
-                Event::MultifdFlush | Event::EndOfSection => {
+                Event::RamEos if !legacy => {}
+                Event::MultifdFlush | Event::RamEos => {
                     joins += 1;
                     if !join(noticed, releases) {
                         return;

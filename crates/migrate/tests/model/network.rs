@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use limosa_channel::{Channel, Gate};
+use limosa_channel::{Channel, TransferHook};
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
 use super::live::random;
@@ -64,15 +64,15 @@ impl Network {
         let (source, destination) = (Channel::from_fd(near).unwrap(), Channel::from_fd(far).unwrap());
         let (clock, ticked) = (Mutex::default(), Condvar::new());
         let network = Self(Arc::new(Wire { seed, cut, clock, ticked, ends: Mutex::new(Some(ends)) }));
-        let free = || -> Gate { Box::new(|_| Ok(usize::MAX)) };
+        let free = || -> TransferHook { Box::new(|_| Ok(usize::MAX)) };
         let there = network.clone();
-        let write: Gate = Box::new(move |offset| {
+        let write: TransferHook = Box::new(move |offset| {
             on_step(offset);
             there.step(Way::ToDestination, offset)
         });
-        source.set_gates(free(), write);
+        source.set_transfer_hooks(free(), write);
         let back = network.clone();
-        destination.set_gates(free(), Box::new(move |offset| back.step(Way::ToSource, offset)));
+        destination.set_transfer_hooks(free(), Box::new(move |offset| back.step(Way::ToSource, offset)));
         (source, destination, network)
     }
 

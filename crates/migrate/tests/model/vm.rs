@@ -84,7 +84,7 @@ impl IncomingVm for Vm {
         &self.memory
     }
 
-    fn users(&self) -> Writers {
+    fn memory_users(&self) -> Writers {
         self.users
     }
 

@@ -11,7 +11,7 @@ use limosa_channel::{Channel, Listener, Options, Shutdown, Uri};
 use limosa_migrate::multifd::{
     MultifdAccept, MultifdAcceptOptions, MultifdChannels, MultifdOptions, MultifdSourceOptions,
 };
-use limosa_migrate::stored::{Destination, DestinationOptions, Incoming, PrecopySource};
+use limosa_migrate::stored::{Destination, DestinationOptions, PrecopySource, ReceivedStream};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_page::PAGE_LEN;
 use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
@@ -122,7 +122,7 @@ fn memory() -> Memory {
 
 /// Receives all of this, which has been sent before that begins: who is waited for is silent for good. The channels in
 /// `open` stay open behind their bytes.
-fn receive(main: Vec<u8>, pages: Vec<Pages>, open: &[usize], sink: &mut Kept) -> Result<Incoming, MigrateError> {
+fn receive(main: Vec<u8>, pages: Vec<Pages>, open: &[usize], sink: &mut Kept) -> Result<ReceivedStream, MigrateError> {
     receive_with(main, pages, open, sink, Compression::None)
 }
 
@@ -132,7 +132,7 @@ fn receive_with(
     open: &[usize],
     sink: &mut Kept,
     compression: Compression,
-) -> Result<Incoming, MigrateError> {
+) -> Result<ReceivedStream, MigrateError> {
     let (near, far) = pair();
     let (nears, fars): (Vec<_>, Vec<_>) = pages.iter().map(|_| pair()).unzip();
     let options =
@@ -206,7 +206,7 @@ fn what_a_source_of_many_channels_sends_a_destination_of_many_channels_has() {
             let set = gather(gathering(listener, channels, 20_000)).unwrap();
             let handle = Handle::new();
             let incoming = Destination::new(&mut kept, set.main, &handle)
-                .channels(set.pages, MultifdOptions { compression })
+                .channels(set.multifd, MultifdOptions { compression })
                 .run()
                 .unwrap();
             incoming.acknowledge().unwrap();
@@ -369,7 +369,7 @@ fn gathering(listener: &Listener, channels: u8, milliseconds: u64) -> MultifdAcc
 
 fn gather(mut gathering: MultifdAccept<'_>) -> Result<MultifdChannels, MigrateError> {
     loop {
-        if let Some(set) = gathering.step(Duration::from_millis(20))? {
+        if let Some(set) = gathering.poll(Duration::from_millis(20))? {
             return Ok(set);
         }
     }
@@ -382,14 +382,14 @@ fn channels_are_told_apart_in_any_order_and_however_slowly_they_say_who_they_are
     let (_one, _main, _zero) =
         (connect(&listener, &initial(1)), connect(&listener, b"QEVMrest"), connect(&listener, &initial(0)));
     let mut gathering = gathering(&listener, 3, 20_000);
-    assert!(gathering.step(Duration::from_millis(50)).unwrap().is_none());
+    assert!(gathering.poll(Duration::from_millis(50)).unwrap().is_none());
     slow.write_all(&initial(2)[5..]).unwrap();
     slow.write_all(b"two").unwrap();
     let set = gather(gathering).unwrap();
     let (mut main, mut two) = ([0; 8], [0; 3]);
     set.main.read_exact(&mut main).unwrap();
-    set.pages[2].read_exact(&mut two).unwrap();
-    assert_eq!((&main, &two, set.pages.len()), (b"QEVMrest", b"two", 3));
+    set.multifd[2].read_exact(&mut two).unwrap();
+    assert_eq!((&main, &two, set.multifd.len()), (b"QEVMrest", b"two", 3));
 }
 
 #[test]
@@ -416,7 +416,7 @@ fn thousands_of_strangers_hold_up_no_channel() {
                 .collect::<Vec<_>>()
         });
         let set = gather(gathering(listener, 4, 60_000)).unwrap();
-        assert_eq!(set.pages.len(), 4);
+        assert_eq!(set.multifd.len(), 4);
         drop(flood.join().unwrap());
     });
 }
@@ -437,18 +437,18 @@ fn who_has_shaken_hands_stays_while_strangers_come_and_go() {
     thread::scope(|scope| {
         let connects = scope.spawn(|| {
             let right = meeting.connect().unwrap();
-            right.establish().unwrap();
+            right.complete_handshake().unwrap();
             right
         });
         while !connects.is_finished() {
-            assert!(gathering.step(Duration::from_millis(5)).unwrap().is_none());
+            assert!(gathering.poll(Duration::from_millis(5)).unwrap().is_none());
         }
         let right = connects.join().unwrap();
         let mut strangers = Vec::new();
         for number in 0..150 {
             strangers.push(meeting.stranger());
             if number % 20 == 0 {
-                assert!(gathering.step(Duration::ZERO).unwrap().is_none());
+                assert!(gathering.poll(Duration::ZERO).unwrap().is_none());
             }
         }
         right.write_all(b"QEVM").unwrap();
@@ -468,12 +468,12 @@ fn reasons_are_told_once_each_and_so_is_a_peer_that_goes_because_it_does_not_tru
             // As stock QEMU, which looks at a certificate behind the handshake.
             let client = meeting.connect().unwrap();
             while rustix::io::ioctl_fionread(&client).unwrap() == 0 {
-                assert!(gathering.step(Duration::from_millis(1)).unwrap().is_none());
+                assert!(gathering.poll(Duration::from_millis(1)).unwrap().is_none());
             }
-            client.establish().unwrap();
+            client.complete_handshake().unwrap();
             rustix::net::shutdown(&client, rustix::net::Shutdown::Both).unwrap();
         }
-        assert!(gathering.step(Duration::from_millis(50)).unwrap().is_none());
+        assert!(gathering.poll(Duration::from_millis(50)).unwrap().is_none());
     }
     drop(gathering);
     assert_eq!(told.len(), 2, "{told:?}");
@@ -507,5 +507,5 @@ fn where_nothing_can_be_looked_into_the_first_connection_is_the_main_channel() {
     let (_folder, listener) = listener();
     let _connected = [connect(&listener, b""), connect(&listener, &initial(1)), connect(&listener, &initial(0))];
     let options = MultifdAcceptOptions { channels: 2, within: Duration::from_secs(20), main_first: true };
-    assert_eq!(gather(MultifdAccept::new(&listener, options)).unwrap().pages.len(), 2);
+    assert_eq!(gather(MultifdAccept::new(&listener, options)).unwrap().multifd.len(), 2);
 }

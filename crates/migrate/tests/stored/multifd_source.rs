@@ -17,7 +17,7 @@ use limosa_memory::{BlockOptions, MemoryBlock};
 use limosa_migrate::control::{Phase, Stop};
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::PrecopyStats;
-use limosa_migrate::stored::{InPlace, PageError, PageSource, PrecopyOptions, PrecopySource, StreamSetup};
+use limosa_migrate::stored::{PageError, PageSource, PrecopyOptions, PrecopySource, PresentBlock, StreamSetup};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::Configuration;
@@ -84,10 +84,10 @@ impl Way {
         let options = PrecopyOptions {
             return_path: self.return_path,
             // On top of one another: the channels begin while the first answer is waited for.
-            greeting: Some(self.answer_timeout),
+            ping_timeout: Some(self.answer_timeout),
             answer_timeout: self.answer_timeout,
             zeroed_blocks: self.fresh.clone(),
-            in_place: self.in_place.iter().map(InPlace::whole).collect(),
+            in_place: self.in_place.iter().map(PresentBlock::whole).collect(),
         };
         let (sent, outcome) = thread::scope(|scope| {
             let destination = scope.spawn(|| model.run(far, far_page_channels));
@@ -138,8 +138,8 @@ impl<'a> WithZeros<'a> {
 }
 
 impl PageSource for WithZeros<'_> {
-    fn start(&self) -> &StreamSetup {
-        self.0.start()
+    fn setup(&self) -> &StreamSetup {
+        self.0.setup()
     }
     fn stored(&self, block: usize) -> &PageBitmap {
         &self.1[block]
@@ -241,8 +241,8 @@ impl<'a> Shared<'a> {
 }
 
 impl PageSource for Shared<'_> {
-    fn start(&self) -> &StreamSetup {
-        self.0.start()
+    fn setup(&self) -> &StreamSetup {
+        self.0.setup()
     }
     fn stored(&self, block: usize) -> &PageBitmap {
         self.0.stored(block)
@@ -270,7 +270,7 @@ fn a_rate_limit_is_charged_with_what_is_sent_and_not_with_zero_pages_nor_what_co
         handle.control.set_max_bandwidth(NonZeroU64::new(1000));
         let stats = source(&way, &handle);
         assert_eq!(stats.normal_pages + stats.zero_pages, 256);
-        handle.control.rate().delay()
+        handle.control.rate_limit().delay()
     };
     for machine in MACHINES {
         let one = memory(machine, &[256], |_, page| page == 7);
@@ -294,7 +294,7 @@ fn a_rate_limit_is_charged_with_what_is_sent_and_not_with_zero_pages_nor_what_co
 
 /// A block as it is mapped in memory.
 fn mapped(memory: &Memory, block: usize) -> MemoryBlock {
-    let mapping = BlockOptions::anonymous("mapped", memory.start().blocks[block].used_length).map().unwrap();
+    let mapping = BlockOptions::anonymous("mapped", memory.setup().blocks[block].used_length).map().unwrap();
     for page in memory.stored(block).runs().flat_map(|run| run.iter().collect::<Vec<_>>()) {
         mapping.write(page.offset(), &memory.page(block, page.0)).unwrap();
     }
@@ -311,8 +311,8 @@ impl<'a> Mixed<'a, Memory> {
 }
 
 impl<S: PageSource> PageSource for Mixed<'_, S> {
-    fn start(&self) -> &StreamSetup {
-        self.0.start()
+    fn setup(&self) -> &StreamSetup {
+        self.0.setup()
     }
     fn stored(&self, block: usize) -> &PageBitmap {
         self.0.stored(block)
@@ -468,8 +468,8 @@ impl<'a> Filed<'a> {
 }
 
 impl PageSource for Filed<'_> {
-    fn start(&self) -> &StreamSetup {
-        self.memory.start()
+    fn setup(&self) -> &StreamSetup {
+        self.memory.setup()
     }
     fn stored(&self, block: usize) -> &PageBitmap {
         self.memory.stored(block)
@@ -481,7 +481,7 @@ impl PageSource for Filed<'_> {
     fn memory(&self, block: usize) -> Option<&MemoryBlock> {
         self.mapped.as_ref().filter(|_| block == 1)
     }
-    fn place(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
+    fn file_location(&self, block: usize, page: PageNumber) -> Option<(BorrowedFd<'_>, u64)> {
         let before: u64 = self.memory.start.blocks.iter().take(block).map(|block| block.used_length).sum();
         Some((self.file.as_fd(), before + page.offset()))
     }
@@ -576,7 +576,7 @@ fn a_destination_that_has_nothing_to_say_once_all_channels_have_begun_is_given_u
     let memory = memory("pc-q35-10.0", &[3000], |_, _| true);
     let (near, _far) = pair();
     let (page_channels, _far_page_channels): (Vec<Channel>, Vec<Channel>) = (0..3).map(|_| pair()).unzip();
-    let options = PrecopyOptions { greeting: Some(Duration::from_millis(50)), ..PrecopyOptions::default() };
+    let options = PrecopyOptions { ping_timeout: Some(Duration::from_millis(50)), ..PrecopyOptions::default() };
     let handle = Handle::new();
     let role = PrecopySource::new(&memory, near, &handle).options(options);
     let error = role.channels(page_channels, MultifdSourceOptions::default()).and_then(PrecopySource::run).unwrap_err();

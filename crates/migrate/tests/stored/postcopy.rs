@@ -340,7 +340,7 @@ fn the_stream_does_not_end_before_devices_are_loaded_pages_placed_and_the_gate_i
         PostcopySource::new(memory, near, &handle)
             .options(impatient())
             .on_milestone(|milestone| placed.store(milestone == Milestone::AllPlaced, Ordering::Relaxed))
-            .end_gate(|| {
+            .end_condition(|| {
                 assert!(placed.load(Ordering::Relaxed));
                 asked.swap(true, Ordering::Relaxed)
             })

@@ -10,7 +10,9 @@ use crate::model::encrypted::Meeting;
 use crate::model::{Kept, Memory, device_tail, pair};
 use limosa_channel::{Channel, Listener, Options, RateLimit, Shutdown};
 use limosa_migrate::control::Stop;
-use limosa_migrate::stored::{Destination, DestinationOptions, InPlace, PageSource, PrecopyOptions, PrecopySource};
+use limosa_migrate::stored::{
+    Destination, DestinationOptions, PageSource, PrecopyOptions, PrecopySource, PresentBlock,
+};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_page::{PageNumber, PageRange};
 use limosa_stream::{Command, RecordEncoder, RecordKind, ram, section};
@@ -20,7 +22,7 @@ fn every_third(_: usize, page: u64) -> bool {
     page % 3 != 1
 }
 
-fn receive(far: Channel, sink: &mut Kept) -> Result<limosa_migrate::stored::Incoming, MigrateError> {
+fn receive(far: Channel, sink: &mut Kept) -> Result<limosa_migrate::stored::ReceivedStream, MigrateError> {
     let options = DestinationOptions { answer_timeout: Some(Duration::from_secs(10)), ..DestinationOptions::default() };
     Destination::new(sink, far, &Handle::new()).options(options).run()
 }
@@ -87,7 +89,7 @@ fn of_a_block_that_is_in_place_no_page_is_sent() {
     let memory = Memory::new(&[400, 50, 2_000], every_third);
     let (near, far) = pair();
     let mut kept = Kept::default();
-    let in_place = vec![InPlace::whole("block2"), InPlace::whole("a block that this VM does not have")];
+    let in_place = vec![PresentBlock::whole("block2"), PresentBlock::whole("a block that this VM does not have")];
     let handle = Handle::new();
     let stats = thread::scope(|scope| {
         let kept = &mut kept;
@@ -118,7 +120,7 @@ fn pages_that_the_destination_has_changed_of_a_block_in_place_are_sent() {
     // The last one reaches past the block's end.
     let changed = vec![range(0, 1), range(10, 17), range(1_998, 2_005)];
     let is_changed = |page: u64| changed.iter().any(|range| (range.start.0..range.end.0).contains(&page));
-    let in_place = vec![InPlace { block: "block1".to_owned(), changed: changed.clone() }];
+    let in_place = vec![PresentBlock { block: "block1".to_owned(), changed: changed.clone() }];
     let handle = Handle::new();
     let stats = thread::scope(|scope| {
         let kept = &mut kept;
@@ -248,7 +250,7 @@ fn a_source_over_tcp_that_waits_for_room_is_told_at_once_that_reading_has_ended(
     // More than the kernel keeps at both ends, for a destination that reads next to nothing.
     let memory = Memory::new(&[8000], |_, _| true);
     let bytes = stream(&memory, &(0..8000).map(|page| (page, true)).collect::<Vec<_>>(), true);
-    let slow = Options { read_rate: Some(RateLimit::new(NonZeroU64::new(1))), ..Options::default() };
+    let slow = Options { read_rate_limit: Some(RateLimit::new(NonZeroU64::new(1))), ..Options::default() };
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &slow).unwrap();
     let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
     let far = listener.accept(None).unwrap();

@@ -87,7 +87,7 @@ impl AtomicPageBitmap {
 
     /// Adds the pages of `other`. Those that this bitmap has no bit for are left out.
     pub fn union_with(&self, other: &PageBitmap) {
-        let all = Span::of(PageRange::first(self.pages), self.pages);
+        let all = Span::of(PageRange::whole_block(self.pages), self.pages);
         for ((word, mask), with) in all.into_iter().flat_map(Span::words).zip(other.words()) {
             if with & mask != 0 {
                 self.words[word].fetch_or(with & mask, Ordering::AcqRel);
@@ -252,11 +252,11 @@ mod models {
                 })
                 .collect();
             let mut shadow = [0; 2];
-            memory.copy(&bits.take(PageRange::first(PAGES)), &mut shadow);
+            memory.copy(&bits.take(PageRange::whole_block(PAGES)), &mut shadow);
             for writer in writers {
                 writer.join().unwrap();
             }
-            memory.copy(&bits.take(PageRange::first(PAGES)), &mut shadow);
+            memory.copy(&bits.take(PageRange::whole_block(PAGES)), &mut shadow);
             assert_eq!(shadow, memory.now());
         });
     }
@@ -267,8 +267,8 @@ mod models {
             let bits = Arc::new(AtomicPageBitmap::from(PageBitmap::full(PAGES)));
             let other = Arc::clone(&bits);
             let thief = thread::spawn(move || u64::from(other.clear(PageNumber(1))));
-            let run = bits.take_run(PageRange::first(PAGES), PAGES).map_or(0, |run| run.len());
-            let rest = bits.take(PageRange::first(PAGES)).count();
+            let run = bits.take_run(PageRange::whole_block(PAGES), PAGES).map_or(0, |run| run.len());
+            let rest = bits.take(PageRange::whole_block(PAGES)).count();
             assert_eq!(run + rest + thief.join().unwrap(), PAGES);
         });
     }

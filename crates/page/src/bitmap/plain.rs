@@ -218,7 +218,7 @@ impl PageBitmap {
     /// The maximal ranges of set bits, ascending.
     #[must_use]
     pub fn runs(&self) -> Runs<'_> {
-        self.runs_in(PageRange::first(self.pages))
+        self.runs_in(PageRange::whole_block(self.pages))
     }
 
     /// The maximal ranges of set bits inside `range`, ascending.
@@ -230,7 +230,7 @@ impl PageBitmap {
     /// The maximal ranges of clear bits, ascending.
     #[must_use]
     pub fn gaps(&self) -> Runs<'_> {
-        self.gaps_in(PageRange::first(self.pages))
+        self.gaps_in(PageRange::whole_block(self.pages))
     }
 
     /// The maximal ranges of clear bits inside `range`, ascending.

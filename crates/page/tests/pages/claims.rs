@@ -26,12 +26,12 @@ fn claim_singly(bitmap: &AtomicPageBitmap, step: u64) -> Vec<PageRange> {
 
 /// Batches of neighbours, as a background push takes them.
 fn claim_runs(bitmap: &AtomicPageBitmap, limit: u64) -> Vec<PageRange> {
-    std::iter::from_fn(|| bitmap.take_run(PageRange::first(PAGES), limit)).collect()
+    std::iter::from_fn(|| bitmap.take_run(PageRange::whole_block(PAGES), limit)).collect()
 }
 
 /// Whole stretches.
 fn claim_stretches(bitmap: &AtomicPageBitmap) -> Vec<PageRange> {
-    PageRange::first(PAGES).chunks(100).flat_map(|chunk| bitmap.take(chunk).runs().collect::<Vec<_>>()).collect()
+    PageRange::whole_block(PAGES).chunks(100).flat_map(|chunk| bitmap.take(chunk).runs().collect::<Vec<_>>()).collect()
 }
 
 #[test]
@@ -79,15 +79,15 @@ fn a_page_dirtied_while_others_are_taken_is_taken_or_still_there() {
         let done = AtomicBool::new(false);
         let mut taken = thread::scope(|scope| {
             scope.spawn(|| {
-                for page in PageRange::first(PAGES).iter() {
+                for page in PageRange::whole_block(PAGES).iter() {
                     bitmap.set(page);
                 }
                 done.store(true, Ordering::Release);
             });
             let mut taken = PageBitmap::new(PAGES);
             while !done.load(Ordering::Acquire) {
-                taken.union_with(&bitmap.take(PageRange::first(PAGES)));
-                if let Some(run) = bitmap.take_run(PageRange::first(PAGES), 10) {
+                taken.union_with(&bitmap.take(PageRange::whole_block(PAGES)));
+                if let Some(run) = bitmap.take_run(PageRange::whole_block(PAGES), 10) {
                     taken.set_range(run);
                 }
             }
@@ -103,7 +103,7 @@ fn a_page_dirtied_while_others_are_taken_is_taken_or_still_there() {
 fn claims_in_one_word_balance_with_the_bits_that_were_set() {
     const STEPS: u64 = 1_000_000;
     let bitmap = AtomicPageBitmap::new(64);
-    let (word, start) = (PageRange::first(64), Barrier::new(3));
+    let (word, start) = (PageRange::whole_block(64), Barrier::new(3));
     let (set, claimed) = thread::scope(|scope| {
         let setter = scope.spawn(|| {
             start.wait();

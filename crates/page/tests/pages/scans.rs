@@ -184,5 +184,5 @@ fn empty_ranges_of_data_do_not_split_a_hole() {
     let data = data.map(|(start, end)| Ok(PageRange::new(PageNumber(start), PageNumber(end))));
     let runs = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data.into_iter());
     let runs: Vec<_> = runs.map(Result::unwrap).collect();
-    assert_eq!(runs, [PageRun { pages: PageRange::first(10), kind: PageKind::Hole }]);
+    assert_eq!(runs, [PageRun { pages: PageRange::whole_block(10), kind: PageKind::Hole }]);
 }

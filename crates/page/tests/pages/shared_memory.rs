@@ -68,7 +68,7 @@ fn a_scan_of_an_empty_memfd_of_8_gib_allocates_nothing() {
     let pages = mapping.pages();
     let data = data_pages(file.as_fd(), 0, pages.pages()).unwrap();
     let runs: Vec<_> = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap).collect();
-    assert_eq!(runs, [PageRun { pages: PageRange::first(len / PAGE_SIZE), kind: PageKind::Hole }]);
+    assert_eq!(runs, [PageRun { pages: PageRange::whole_block(len / PAGE_SIZE), kind: PageKind::Hole }]);
     assert_eq!(file.metadata().unwrap().blocks(), 0);
 }
 
@@ -79,7 +79,7 @@ fn a_scan_that_reads_holes_of_shared_memory_allocates_all_of_it() {
     let file = memfd(len);
     let mapping = Mapping::of(&file, len, 0);
     let runs: Vec<_> = Scan::new(mapping.pages(), mapping.pages().pages(), ZeroMethod::best()).collect();
-    assert_eq!(runs, [PageRun { pages: PageRange::first(256), kind: PageKind::Zero }]);
+    assert_eq!(runs, [PageRun { pages: PageRange::whole_block(256), kind: PageKind::Zero }]);
     assert!(file.metadata().unwrap().blocks() * 512 >= len);
 }
 

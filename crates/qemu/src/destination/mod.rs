@@ -9,7 +9,7 @@ mod tree;
 mod vmstate_dump;
 
 use limosa_snapshot::{
-    Comparison, Confidence, Destination, DestinationBlock, Finding, Severity, Summary, check_disks, compare,
+    Comparison, Confidence, Finding, LoadTarget, LoadTargetBlock, Severity, Summary, check_disks, compare,
 };
 
 use crate::monitor::{Monitor, RunState};
@@ -34,16 +34,16 @@ fn look_at(
     monitor: &Monitor,
     saved: &Summary,
     dump: Option<VmstateDump>,
-) -> Result<Destination<QemuSections>, QmpError> {
+) -> Result<LoadTarget<QemuSections>, QmpError> {
     let machine = monitor.machine()?;
     let machine_advice = if machine == saved.machine { None } else { Some(machine_advice(monitor, &saved.machine)?) };
-    let blocks = monitor.ram_blocks()?.into_iter().map(|block| DestinationBlock {
+    let blocks = monitor.ram_blocks()?.into_iter().map(|block| LoadTargetBlock {
         name: block.name,
         used: block.used_length,
         limit: Some(block.total_length),
         page_size: Some(block.page_size),
     });
-    Ok(Destination {
+    Ok(LoadTarget {
         machine,
         machine_advice,
         qemu: Some(monitor.version().to_string()),

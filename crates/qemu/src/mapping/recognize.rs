@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use limosa_migrate::stored::InPlace;
+use limosa_migrate::stored::PresentBlock;
 use limosa_page::with_causes;
 use limosa_snapshot::Snapshot;
 
@@ -20,7 +20,7 @@ use crate::monitor::{FileBackend, Monitor, RamBlockInfo};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Mapped {
     /// It maps these RAM blocks of it, at their places.
-    Blocks(Vec<InPlace>),
+    Blocks(Vec<PresentBlock>),
     /// It maps nothing, or its mappings cannot be seen, for this reason. Everything can be sent to it.
     No(String),
     /// It was started to map a snapshot, and does not map this one as it must, for this reason.
@@ -59,7 +59,11 @@ pub(crate) fn recognize(monitor: &Monitor, snapshot: &Snapshot) -> Result<Mapped
 ///
 /// # Errors
 /// [`JobError::Refused`] if it does not; the monitor's.
-pub fn prove_mapping(monitor: &Monitor, snapshot: &Snapshot, planned: &[String]) -> Result<Vec<InPlace>, JobError> {
+pub fn prove_mapping(
+    monitor: &Monitor,
+    snapshot: &Snapshot,
+    planned: &[String],
+) -> Result<Vec<PresentBlock>, JobError> {
     let refused = |why: String| Err(JobError::conflict(why, Conflict::Unsupported(JobOption::MappedMode)));
     match recognize(monitor, snapshot)? {
         Mapped::Blocks(blocks) => match planned.iter().find(|name| blocks.iter().all(|block| block.block != **name)) {
@@ -123,7 +127,7 @@ fn block_of(
     snapshot: &Snapshot,
     process: &MappingProcess,
     here: &[RamBlockInfo],
-) -> Result<InPlace, String> {
+) -> Result<PresentBlock, String> {
     let id = &backend.id;
     // Machine types of old name the block by the object's whole path.
     let named = |name: &str| name == id || name.strip_prefix("/objects/") == Some(id);
@@ -149,5 +153,5 @@ fn block_of(
     };
     let unseen = |error| format!("which pages of RAM block {name} QEMU has written cannot be read: {error}");
     let changed = process.copied_pages(address, length).map_err(unseen)?;
-    Ok(InPlace { block: name.clone(), changed: changed.runs().collect() })
+    Ok(PresentBlock { block: name.clone(), changed: changed.runs().collect() })
 }

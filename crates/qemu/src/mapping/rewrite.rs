@@ -33,7 +33,11 @@ const KEPT: [&str; 2] = ["dump", "merge"];
 ///
 /// # Errors
 /// The option, or the RAM block of the snapshot, that rules it out.
-pub fn map_memory(args: &[OsString], blocks: &[BlockPlace], file: &str) -> Result<MappedCommandLine, MemoryConflict> {
+pub fn rewrite_for_mapping(
+    args: &[OsString],
+    blocks: &[BlockPlace],
+    file: &str,
+) -> Result<MappedCommandLine, MemoryConflict> {
     let options = options(args);
     let mut machine = Machine::default();
     let mut notices = Vec::new();
@@ -203,7 +207,7 @@ mod tests {
     }
 
     fn mapped(line: &str, blocks: &[BlockPlace]) -> Result<MappedCommandLine, String> {
-        map_memory(&args(line), blocks, "/srv/a,b").map_err(|conflict| conflict.to_string())
+        rewrite_for_mapping(&args(line), blocks, "/srv/a,b").map_err(|conflict| conflict.to_string())
     }
 
     #[test]
@@ -366,7 +370,7 @@ mod tests {
         #[test]
         fn any_command_line_is_rewritten_or_refused(line in proptest::collection::vec("[-a-z0-9=,{}\"]{0,24}", 0..12)) {
             let line: Vec<OsString> = line.into_iter().map(OsString::from).collect();
-            let _ = map_memory(&line, &vm(), "/srv/vm");
+            let _ = rewrite_for_mapping(&line, &vm(), "/srv/vm");
         }
     }
 }

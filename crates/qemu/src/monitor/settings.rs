@@ -152,7 +152,7 @@ impl Monitor {
     ///
     /// # Errors
     /// QEMU's, for example while a migration runs, or for a combination that it excludes.
-    pub fn set(&self, settings: &Settings) -> Result<(), QmpError> {
+    pub fn apply_settings(&self, settings: &Settings) -> Result<(), QmpError> {
         self.switch(settings, false)?;
         if !settings.parameters.is_empty() {
             self.order("migrate-set-parameters", Value::Object(settings.parameters.clone()))?;
@@ -175,13 +175,14 @@ impl Monitor {
     ///
     /// # Errors
     /// QEMU's first.
-    pub fn put_back(&self, undo: &Settings) -> Result<(), QmpError> {
+    pub fn restore_settings(&self, undo: &Settings) -> Result<(), QmpError> {
         if undo.is_empty() {
             return Ok(());
         }
         let undo = undo.against(&self.settings()?).0;
         let off = self.switch(&undo, false);
-        let parameters = self.set(&Settings { capabilities: BTreeMap::new(), parameters: undo.parameters.clone() });
+        let parameters =
+            self.apply_settings(&Settings { capabilities: BTreeMap::new(), parameters: undo.parameters.clone() });
         let on = self.switch(&undo, true);
         off.and(parameters).and(on)
     }

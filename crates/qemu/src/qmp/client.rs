@@ -136,7 +136,7 @@ impl Qmp {
 
     /// Says which process is at the other end, where the socket cannot tell.
     #[must_use]
-    pub fn of_process(mut self, pid: u32) -> Self {
+    pub fn with_process(mut self, pid: u32) -> Self {
         self.peer_process = Some(pid);
         self
     }
@@ -248,8 +248,8 @@ impl Qmp {
         &self.monitor
     }
 
-    /// The id of the QEMU process, where it is known: of a unix socket that was reached by its path, or passed
-    /// by [`Qmp::of_process`].
+    /// The id of the QEMU process, where it is known: of a unix socket that was reached by its path, or passed by
+    /// [`Qmp::with_process`].
     #[must_use]
     pub fn process(&self) -> Option<u32> {
         self.peer_process
@@ -344,7 +344,7 @@ impl Qmp {
     ///
     /// # Errors
     /// The connection's.
-    pub fn start(&self, command: &str, arguments: Value) -> Result<Pending, QmpError> {
+    pub fn send_command(&self, command: &str, arguments: Value) -> Result<Pending, QmpError> {
         self.send([Command::new(command, arguments)], self.options.reply).map(|[pending]| pending)
     }
 
@@ -416,7 +416,7 @@ impl Qmp {
     /// A QEMU that is ending still reads its monitor, and carries commands out with half of it taken down:
     /// `query-migrate` then aborts, and its exit status and all that it had still to do are lost (found with QEMU
     /// 10.0.2).
-    pub fn hold(&self, how_long: Duration, answers: Duration) {
+    pub fn quiesce(&self, how_long: Duration, answers: Duration) {
         self.lock().held_until = Instant::now().checked_add(how_long);
         // A connection that has failed has nothing under way.
         let _ = self.wait_for(Instant::now().checked_add(answers), |inbox| inbox.awaited.is_empty().then_some(()));

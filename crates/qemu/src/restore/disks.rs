@@ -13,11 +13,11 @@ use limosa_snapshot::{Disk as RecordedDisk, Manifest, check_disks};
 use crate::conflict::{Conflict, DiskConflict};
 use crate::disk_image::{Others, has_data};
 use crate::file_identity::is_same_file;
-use crate::job::{JobError, Watch};
+use crate::job::{JobContext, JobError};
 use crate::monitor::{Disk, Monitor};
 
 /// Refuses disks that are not the snapshot's.
-pub(super) fn check(monitor: &Monitor, manifest: &Manifest, watch: Watch<'_>) -> Result<(), JobError> {
+pub(super) fn check(monitor: &Monitor, manifest: &Manifest, watch: JobContext<'_>) -> Result<(), JobError> {
     if let Some(change) = check_disks(manifest).first() {
         return Err(JobError::conflict(change.to_string(), Conflict::Disk(DiskConflict::Changed)));
     }
@@ -33,7 +33,7 @@ pub(super) fn check(monitor: &Monitor, manifest: &Manifest, watch: Watch<'_>) ->
 }
 
 /// Checks one frozen disk.
-fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: Watch<'_>) -> Result<(), JobError> {
+fn stands_on(recorded: &RecordedDisk, overlay: &Path, here: &[Disk], watch: JobContext<'_>) -> Result<(), JobError> {
     let frozen = &recorded.path;
     let format = if matches!(recorded.format.as_str(), "file" | "host_device") { "raw" } else { &recorded.format };
     let refused = |why: String| {

@@ -8,7 +8,7 @@ use limosa_channel::ZeroCopy;
 use limosa_migrate::control::Phase;
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::PrecopyStats;
-use limosa_migrate::stored::{InPlace, PrecopyOptions};
+use limosa_migrate::stored::{PrecopyOptions, PresentBlock};
 use limosa_page::with_causes;
 use limosa_stream::multifd::Compression;
 use uuid::Uuid;
@@ -20,7 +20,7 @@ use super::serve::complete;
 use crate::conflict::{Conflict, JobOption};
 use crate::job::JobError;
 use crate::job_record::JobRecord;
-use crate::load::Load;
+use crate::load::Loader;
 use crate::monitor::Settings;
 use crate::qmp::Version;
 use crate::save::{TransportChoice, file_channels};
@@ -30,11 +30,11 @@ enum MemorySource<'a> {
     /// QEMU reads the snapshot file.
     File,
     /// limosa sends a stream, without the pages of the blocks that the destination maps.
-    Stream { mapped: &'a [InPlace] },
+    Stream { mapped: &'a [PresentBlock] },
 }
 
 /// `mapped` are the RAM blocks that the destination maps.
-pub(super) fn run(job: &RestoreJob<'_>, mapped: &[InPlace]) -> Result<RestoreReport, JobError> {
+pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<RestoreReport, JobError> {
     job.snapshot.lock_serving()?;
     let by_file = mapped.is_empty() && by_file(job)?;
     if !mapped.is_empty() {
@@ -112,9 +112,9 @@ fn fill<'a>(
     settings: &Settings,
     source: &MemorySource<'_>,
     record: &mut JobRecord,
-) -> Result<(Load<'a>, Option<PrecopyStats>), JobError> {
-    job.monitor.set(settings)?;
-    let load = Load::new(job.monitor, job.watch)?;
+) -> Result<(Loader<'a>, Option<PrecopyStats>), JobError> {
+    job.monitor.apply_settings(settings)?;
+    let load = Loader::new(job.monitor, job.watch)?;
     let stats = match source {
         MemorySource::File => read_by_qemu(job, &load, record).map(|()| None),
         MemorySource::Stream { mapped } => send(job, &load, mapped).map(Some),
@@ -199,7 +199,7 @@ fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
 }
 
 /// QEMU reads the file through a descriptor.
-fn read_by_qemu(job: &RestoreJob<'_>, load: &Load<'_>, record: &mut JobRecord) -> Result<(), JobError> {
+fn read_by_qemu(job: &RestoreJob<'_>, load: &Loader<'_>, record: &mut JobRecord) -> Result<(), JobError> {
     let place = |source| JobError::Path { what: "open", path: job.path.to_owned(), source };
     // A description of its own, at offset 0; through /proc, so that it is the file that was checked, even if another
     // file has its name.
@@ -220,7 +220,7 @@ fn read_by_qemu(job: &RestoreJob<'_>, load: &Load<'_>, record: &mut JobRecord) -
 }
 
 /// limosa sends a precopy stream, with no page of the RAM blocks that the destination maps.
-fn send(job: &RestoreJob<'_>, load: &Load<'_>, mapped: &[InPlace]) -> Result<PrecopyStats, JobError> {
+fn send(job: &RestoreJob<'_>, load: &Loader<'_>, mapped: &[PresentBlock]) -> Result<PrecopyStats, JobError> {
     // Asked before: while QEMU waits for the first bytes of a connection it answers nothing.
     let fresh = fresh_blocks(job)?;
     let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);

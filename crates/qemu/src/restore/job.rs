@@ -14,7 +14,7 @@ use serde_json::Value;
 use uuid::Uuid;
 
 use super::options::{RestoreMode, RestoreOptions};
-use crate::job::{JobError, Watch};
+use crate::job::{JobContext, JobError};
 use crate::job_record::{JobKind, JobRecord};
 use crate::load::not_startable;
 use crate::monitor::{Monitor, RunState, Settings};
@@ -83,7 +83,7 @@ pub struct Restore<'a> {
     /// How to restore it.
     pub options: &'a RestoreOptions,
     /// Steers and observes the transfer.
-    pub watch: Watch<'a>,
+    pub watch: JobContext<'a>,
     /// Learns when the guest runs.
     pub observer: &'a dyn RestoreObserver,
     /// Starts the process that brings the rest of a lazy restore if this one is killed.
@@ -119,7 +119,7 @@ pub(super) struct RestoreJob<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) path: &'a Path,
     pub(super) options: &'a RestoreOptions,
-    pub(super) watch: Watch<'a>,
+    pub(super) watch: JobContext<'a>,
     pub(super) observer: &'a dyn RestoreObserver,
     pub(super) start_watchdog: &'a StartWatchdog<'a>,
     pub(super) begun: Instant,

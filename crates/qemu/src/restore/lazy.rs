@@ -10,7 +10,7 @@ use super::incoming::Rendezvous;
 use super::job::{RestoreJob, RestoreReport};
 use super::serve::{Beginning, KeptChannels, Unserved, complete, note_failure, report, serve, with_preempt_channel};
 use super::unfinished::UnfinishedRestore;
-use crate::job::{JobError, Watch};
+use crate::job::{JobContext, JobError};
 use crate::job_record::JobRecord;
 use crate::monitor::Settings;
 use crate::watchdog::{Watchdog, WatchdogError};
@@ -69,7 +69,7 @@ fn transfer(
 /// The process that continues if this one is killed, if there is one.
 pub(super) struct OptionalWatchdog<'a> {
     watchdog: Option<Watchdog>,
-    watch: Watch<'a>,
+    watch: JobContext<'a>,
 }
 
 impl<'a> OptionalWatchdog<'a> {
@@ -103,7 +103,7 @@ impl<'a> OptionalWatchdog<'a> {
 
 /// Makes QEMU listen for the stream, and connects.
 fn listen(job: &RestoreJob<'_>, settings: &Settings, rendezvous: &Rendezvous<'_>) -> Result<Channel, JobError> {
-    job.monitor.set(settings)?;
+    job.monitor.apply_settings(settings)?;
     job.choose_autostart()?;
     job.monitor.migrate_incoming(&rendezvous.uri())?;
     Ok(rendezvous.connect()?)

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use limosa_migrate::stored::{InPlace, PageSource};
+use limosa_migrate::stored::{PageSource, PresentBlock};
 use limosa_page::PAGE_SIZE;
 use limosa_snapshot::Snapshot;
 
 use super::disks;
 use super::options::{RestoreMode, RestoreOptions};
 use crate::conflict::{Conflict, JobOption, Permission, StateConflict};
-use crate::job::{JobError, Watch};
+use crate::job::{JobContext, JobError};
 use crate::mapping::{Mapped, recognize, refuse_shared_snapshot};
 use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
 use crate::save::DiskPolicy;
@@ -20,7 +20,7 @@ pub(super) enum PlannedMode {
     /// The guest runs when all pages are there.
     Eager,
     /// The same, but that these RAM blocks are there already.
-    Mapped(Vec<InPlace>),
+    Mapped(Vec<PresentBlock>),
     /// The guest runs at once; its pages follow.
     Lazy,
 }
@@ -56,7 +56,7 @@ pub(super) fn check(
     monitor: &Monitor,
     snapshot: &Snapshot,
     options: &RestoreOptions,
-    watch: Watch<'_>,
+    watch: JobContext<'_>,
 ) -> Result<Plan, JobError> {
     for warning in snapshot.warnings() {
         (watch.notice)(warning);
@@ -83,7 +83,7 @@ fn plan_mode(
     monitor: &Monitor,
     snapshot: &Snapshot,
     options: &RestoreOptions,
-    watch: Watch<'_>,
+    watch: JobContext<'_>,
     page_sizes: &BTreeMap<String, u64>,
 ) -> Result<PlannedMode, JobError> {
     let wanted = options.mode;
@@ -142,8 +142,8 @@ fn plan_mode(
 fn mapped(
     monitor: &Monitor,
     snapshot: &Snapshot,
-    blocks: Vec<InPlace>,
-    watch: Watch<'_>,
+    blocks: Vec<PresentBlock>,
+    watch: JobContext<'_>,
 ) -> Result<PlannedMode, JobError> {
     for device in monitor.devices()? {
         if device.is_assigned() {
@@ -161,7 +161,7 @@ fn mapped(
     }
     let is_mapped = |name: &str| blocks.iter().any(|block| block.block == name);
     let large = |block: &&limosa_stream::RamBlock| !is_mapped(&block.name) && block.used_length >= MAPPED_FROM;
-    for block in snapshot.start().blocks.iter().filter(large) {
+    for block in snapshot.setup().blocks.iter().filter(large) {
         (watch.notice)(&format!(
             "RAM block {} ({} MiB) is not mapped: it is sent before the guest runs",
             block.name,
@@ -197,7 +197,7 @@ fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
 }
 
 fn same_machine(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> {
-    let (saved, here) = (&snapshot.start().configuration.machine, monitor.machine()?);
+    let (saved, here) = (&snapshot.setup().configuration.machine, monitor.machine()?);
     if *saved == here {
         return Ok(());
     }
@@ -208,7 +208,7 @@ fn same_machine(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> 
 
 fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobError> {
     const ADVICE: &str = "start QEMU with the options that the saved VM was started with";
-    for saved in &snapshot.start().blocks {
+    for saved in &snapshot.setup().blocks {
         let Some(here) = blocks.iter().find(|block| block.name == saved.name) else {
             return Err(JobError::refused(format!(
                 "the snapshot has a RAM block {} of {} KiB, this QEMU has none; {ADVICE}",
@@ -233,7 +233,7 @@ fn same_memory(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> Result<(), JobEr
 /// Bytes of a page of the destination, by RAM block of the snapshot, where they are more than 4096. What the VM was
 /// saved from has no say: the snapshot holds 4 KiB pages, also of memory in huge pages.
 pub(super) fn page_sizes(snapshot: &Snapshot, blocks: &[RamBlockInfo]) -> BTreeMap<String, u64> {
-    let saved = |here: &&RamBlockInfo| snapshot.start().blocks.iter().any(|saved| saved.name == here.name);
+    let saved = |here: &&RamBlockInfo| snapshot.setup().blocks.iter().any(|saved| saved.name == here.name);
     let large = blocks.iter().filter(|here| here.page_size > PAGE_SIZE).filter(saved);
     large.map(|here| (here.name.clone(), here.page_size)).collect()
 }
@@ -257,7 +257,7 @@ fn why_not_lazy(
     snapshot: &Snapshot,
     page_sizes: &BTreeMap<String, u64>,
 ) -> Result<Option<NotLazy>, JobError> {
-    for saved in &snapshot.start().blocks {
+    for saved in &snapshot.setup().blocks {
         // Its last page would never be whole.
         if let Some(size) = page_sizes.get(&saved.name)
             && !saved.used_length.is_multiple_of(*size)
@@ -284,8 +284,8 @@ fn why_not_lazy(
             .capability("x-ignore-shared", false)
             .capability("postcopy-ram", true),
     )?;
-    let tried = monitor.set(&change.set);
-    monitor.put_back(&change.undo)?;
+    let tried = monitor.apply_settings(&change.set);
+    monitor.restore_settings(&change.undo)?;
     match tried {
         Ok(()) => Ok(None),
         Err(refusal) if refusal.is_refusal() => {

@@ -117,7 +117,7 @@ pub(super) fn serve(
                 }
                 let _ = say.send(milestone);
             })
-            .end_gate(move || gate.load(Ordering::Acquire));
+            .end_condition(move || gate.load(Ordering::Acquire));
         let engine = thread::Builder::new().name("push".into()).spawn_scoped(scope, move || match beginning {
             Beginning::Start => source.run(),
             Beginning::Recover => source.recover(),
@@ -233,7 +233,7 @@ pub(super) fn complete(monitor: &Monitor, record: &JobRecord) -> Result<(), JobE
     for name in KEPT {
         monitor.closefd(name)?;
     }
-    monitor.put_back(&record.undo)?;
+    monitor.restore_settings(&record.undo)?;
     JobRecord::remove(monitor)?;
     Ok(())
 }

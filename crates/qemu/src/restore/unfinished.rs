@@ -23,7 +23,7 @@ use super::incoming::{Channels, Rendezvous};
 use super::job::{RestoreJob, RestoreObserver, identity};
 use super::options::{RestoreMode, RestoreOptions};
 use super::serve::{complete, serve_rest};
-use crate::job::{JobError, Watch};
+use crate::job::{JobContext, JobError};
 use crate::job_record::JobRecord;
 use crate::monitor::{MigrationInfo, MigrationStatus, Monitor};
 use crate::process::ProcessIdentity;
@@ -124,7 +124,7 @@ impl KeptSnapshot {
         record.process = ProcessIdentity::own();
         let handle = Handle::new();
         handle.control.set_max_bandwidth(self.unfinished.max_bandwidth);
-        let watch = Watch::new(&handle, &|_| {});
+        let watch = JobContext::new(&handle, &|_| {});
         let restore = RestoreOptions {
             listen: self.unfinished.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
             ..RestoreOptions::default()
@@ -178,7 +178,7 @@ fn expect_again(monitor: &Monitor, rendezvous: &Rendezvous<'_>) -> Result<Found,
     let begun = Instant::now();
     let (mut pause_sent, mut answers) = (false, false);
     // One question at a time: QEMU stops listening, even out of band, when too many wait for its main loop.
-    let mut asked = qmp.start("query-migrate", Value::Null)?;
+    let mut asked = qmp.send_command("query-migrate", Value::Null)?;
     loop {
         match monitor.migrate_recover(&rendezvous.uri()) {
             Ok(()) => return Ok(Found::Expects),
@@ -190,7 +190,7 @@ fn expect_again(monitor: &Monitor, rendezvous: &Rendezvous<'_>) -> Result<Found,
             match MigrationInfo::of(answer).status {
                 MigrationStatus::Completed => return Ok(Found::Complete),
                 MigrationStatus::None | MigrationStatus::Setup | MigrationStatus::Failed => return Ok(Found::NeverRan),
-                _ => asked = qmp.start("query-migrate", Value::Null)?,
+                _ => asked = qmp.send_command("query-migrate", Value::Null)?,
             }
         }
         // A channel whose other end is gone without a word (a dead host) looks alive to QEMU.

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::thread;
 
 use limosa_page::with_causes;
-use limosa_snapshot::{Transport, UnnamedFile, WriteBehind, adopt};
+use limosa_snapshot::{Transport, UnnamedFile, WriteBehind, publish_qemu_file};
 
 use super::job::{SaveJob, SaveReport, Saved};
 use super::preflight::record_disks_again;
@@ -75,7 +75,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecor
     })?;
     removed?;
     job.publishing(record)?;
-    let published = adopt(pending, saved.manifest.clone(), job.write_options())?;
+    let published = publish_qemu_file(pending, saved.manifest.clone(), job.write_options())?;
     match job.published(record, &published) {
         Err(error) if job.options.stop => return Err(error),
         Err(error) => (job.watch.notice)(&with_causes(&error)),
@@ -86,7 +86,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecor
 
 /// Makes QEMU write the file, and continues the VM if that is wanted.
 fn write(job: &SaveJob<'_>, pending: &UnnamedFile, path: &str, record: &mut JobRecord) -> Result<Saved, JobError> {
-    let write_back = WriteBehind::watching(pending.file()).map_err(|source| JobError::Path {
+    let write_back = WriteBehind::for_other_writer(pending.file()).map_err(|source| JobError::Path {
         what: "start the write-back of",
         path: pending.target().to_owned(),
         source,

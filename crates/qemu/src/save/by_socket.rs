@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use limosa_migrate::MigrateError;
 use limosa_migrate::multifd::{MultifdChannels, MultifdOptions};
-use limosa_migrate::stored::{Destination, DestinationOptions, Incoming};
+use limosa_migrate::stored::{Destination, DestinationOptions, ReceivedStream};
 use limosa_snapshot::{SnapshotWriter, Transport, UnnamedFile};
 use limosa_stream::ErrorKind;
 
@@ -117,7 +117,7 @@ fn receive(
     job: &SaveJob<'_>,
     channels: MultifdChannels,
     writer: &mut SnapshotWriter,
-) -> Result<Incoming, MigrateError> {
+) -> Result<ReceivedStream, MigrateError> {
     let mut options = DestinationOptions::default();
     if job.options.stop {
         // No destination waits for this VM, and the file gets its name before the end of the stream is certain.
@@ -125,7 +125,7 @@ fn receive(
     }
     let multifd = MultifdOptions { compression: job.options.compression };
     let destination =
-        Destination::new(writer, channels.main, job.watch.handle).options(options).channels(channels.pages, multifd);
+        Destination::new(writer, channels.main, job.watch.handle).options(options).channels(channels.multifd, multifd);
     let incoming = destination.run()?;
     if !job.options.stop {
         incoming.acknowledge()?;

@@ -40,10 +40,10 @@ pub(super) fn connect(
                 let _ = job.monitor.closefd(DESCRIPTOR);
                 return Err(error);
             }
-            Ok(MultifdChannels { main, pages: Vec::new() })
+            Ok(MultifdChannels { main, multifd: Vec::new() })
         }
         (None, Some(_)) => {
-            let (_directory, listener) = SocketDirectory::listening(job.monitor, "save", &Options::default())?;
+            let (_directory, listener) = SocketDirectory::with_listener(job.monitor, "save", &Options::default())?;
             accept(job, &listener, watcher, hold)
         }
         (Some(uri @ (Uri::Unix(_) | Uri::Tcp { .. })), _) => {
@@ -80,7 +80,7 @@ fn accept(
     }
     begin(job, &listener.local_uri().to_string())?;
     loop {
-        let set = gathering.step_showing(ACCEPT_TICK, |accepted| {
+        let set = gathering.poll_observed(ACCEPT_TICK, |accepted| {
             if room > 0 {
                 room -= 1;
                 hold(accepted.as_fd());

@@ -9,7 +9,7 @@ use limosa_snapshot::{Manifest, Published, Transport, WriteOptions};
 use super::background;
 use super::options::SaveOptions;
 use super::preflight::{Preflight, is_live};
-use crate::job::{JobError, Watch};
+use crate::job::{JobContext, JobError};
 use crate::job_record::{JobPhase, JobRecord};
 use crate::monitor::{Monitor, RunState};
 use crate::qmp::QmpError;
@@ -53,7 +53,7 @@ pub(super) struct Saved {
 pub(super) struct SaveJob<'a> {
     pub(super) monitor: &'a Monitor,
     pub(super) options: &'a SaveOptions,
-    pub(super) watch: Watch<'a>,
+    pub(super) watch: JobContext<'a>,
     pub(super) before: Preflight,
     pub(super) begun: Instant,
 }
@@ -133,5 +133,5 @@ impl SaveJob<'_> {
 }
 
 pub(super) fn afterwards(file: &Published, error: JobError) -> JobError {
-    JobError::Afterwards { path: file.path.clone(), source: Box::new(error) }
+    JobError::AfterPublish { path: file.path.clone(), source: Box::new(error) }
 }

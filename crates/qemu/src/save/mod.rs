@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 use limosa_snapshot::{Transport, UnnamedFile};
 
-use crate::job::{JobError, Watch};
+use crate::job::{JobContext, JobError};
 use crate::job_record::{JobKind, JobRecord, JobRecordError, VmAfter};
 use crate::monitor::{Monitor, SettingChange};
 use crate::takeover::{Actor, abandoned, take_over_holding};
@@ -57,7 +57,7 @@ pub fn save(
     monitor: &Monitor,
     target: &Path,
     options: &SaveOptions,
-    watch: Watch<'_>,
+    watch: JobContext<'_>,
     start_watchdog: impl FnOnce() -> Result<Option<Watchdog>, JobError> + Send,
 ) -> Result<SaveReport, JobError> {
     let begun = Instant::now();
@@ -98,7 +98,7 @@ pub fn save(
     }
     if let (Some(watchdog), Some(path)) = (&mut watchdog, pending.temporary_path()) {
         // A watchdog that died already is noticed at the end; until then the save is worth going on with.
-        let _ = watchdog.temporary(Some(&path));
+        let _ = watchdog.set_temporary_file(Some(&path));
     }
     let job = SaveJob { monitor, options, watch, before, begun };
     let held = HeldConnections::default();
@@ -110,7 +110,7 @@ pub fn save(
         }
     };
     let done = monitor
-        .set(&change.set)
+        .apply_settings(&change.set)
         .map_err(|error| job.setup_error(error))
         .and_then(|()| overlay::prepare(monitor, &job.before.overlays))
         .and_then(|()| match transport {
@@ -160,7 +160,7 @@ fn put_back(monitor: &Monitor, record: &JobRecord) -> Result<bool, JobRecordErro
     if !monitor.wait_released(UNDO_WITHIN)? {
         return Ok(false);
     }
-    monitor.put_back(&record.undo)?;
+    monitor.restore_settings(&record.undo)?;
     JobRecord::remove(monitor)?;
     Ok(true)
 }
@@ -170,7 +170,7 @@ fn prepare(
     monitor: &Monitor,
     target: &Path,
     options: &SaveOptions,
-    watch: Watch<'_>,
+    watch: JobContext<'_>,
 ) -> Result<(Preflight, Transport, UnnamedFile, SettingChange), JobError> {
     JobRecord::expect_none(monitor)?;
     options.check()?;

@@ -140,7 +140,7 @@ impl<'a> Watcher<'a> {
             }
             let info = monitor.migration()?;
             if let (Some(ram), true) = (&info.ram, self.writes) {
-                self.job.watch.handle.progress.report(&reading(&info.status, ram));
+                self.job.watch.handle.progress.set_reading(&reading(&info.status, ram));
             }
             if self.hints.as_mut().is_some_and(|wait| !wait.goes_on(Instant::now(), info.ram.as_ref())) {
                 self.hints = None;
@@ -221,7 +221,7 @@ impl<'a> Watcher<'a> {
         if let Some(reason) = self.cancelling.take() {
             return reason;
         }
-        if self.job.watch.handle.control.stopped().is_some() {
+        if self.job.watch.handle.control.stop_requested().is_some() {
             // The channel was shut down, and QEMU noticed before the command came.
             return MigrateError::Cancelled.into();
         }
@@ -235,14 +235,15 @@ impl<'a> Watcher<'a> {
         if self.cancelling.is_some() || self.committed {
             return Ok(());
         }
-        if watch.handle.control.stopped().is_some() {
+        if watch.handle.control.stop_requested().is_some() {
             self.cancelling = Some(MigrateError::Cancelled.into());
             return self.cancel();
         }
         let bandwidth = watch.handle.control.max_bandwidth();
         let bandwidth = if self.hints.is_some() { hints::slow(bandwidth) } else { bandwidth };
         if bandwidth != self.applied_bandwidth {
-            monitor.set(&Settings::new().parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get)))?;
+            monitor
+                .apply_settings(&Settings::new().parameter("max-bandwidth", bandwidth.map_or(0, NonZeroU64::get)))?;
             self.applied_bandwidth = bandwidth;
         }
         if (self.stopped.is_none() || options.background)
@@ -255,7 +256,7 @@ impl<'a> Watcher<'a> {
                     (watch.notice)(&format!("not done after {} s: stopping the VM", limit.as_secs_f64()));
                     // Not `stop`: the snapshot would come back stopped. A QEMU that may take its time stops the VM
                     // itself.
-                    monitor.set(&Settings::new().parameter("downtime-limit", LONGEST_DOWNTIME))?;
+                    monitor.apply_settings(&Settings::new().parameter("downtime-limit", LONGEST_DOWNTIME))?;
                 }
                 OnTimeout::Cancel => {
                     self.cancelling = Some(JobError::TimedOut { after: limit });

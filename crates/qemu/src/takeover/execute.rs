@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::overlays;
-use super::plan::{Actor, Outcome, Progress, SETUP_PATIENCE, Seen, Step, next_step};
+use super::plan::{Actor, Outcome, Progress, QemuState, SETUP_PATIENCE, Step, next_step};
 use crate::job_record::{JobRecord, JobRecordError};
 use crate::monitor::{MigrationStatus, Monitor, RunState};
 use crate::qmp::QmpError;
@@ -31,7 +31,7 @@ pub struct Takeover {
     pub notices: Vec<String>,
 }
 
-impl Seen {
+impl QemuState {
     /// QEMU's state afterwards.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ impl Seen {
         // since, to be stopped for the end; and what is not held any more after it was over has come to its end.
         let migration = monitor.migration()?.status;
         let run = monitor.status()?.state;
-        Ok(Self { run, migration, held: monitor.holds_migration()? })
+        Ok(Self { run, migration, holds_migration: monitor.holds_migration()? })
     }
 }
 
@@ -72,7 +72,7 @@ pub(crate) fn take_over_holding(
     let (mut remarks, mut notices) = (Vec::new(), Vec::new());
     let (outcome, run) = loop {
         progress.waited = begun.elapsed();
-        let seen = Seen::of(monitor)?;
+        let seen = QemuState::of(monitor)?;
         if seen.migration == MigrationStatus::Setup && progress.waited < SETUP_PATIENCE {
             // It writes next to nothing yet.
             held.release_in(SETUP_PATIENCE);
@@ -118,7 +118,11 @@ pub(crate) fn take_over_holding(
             Step::PutBack => {
                 progress.put_back = true;
                 if !record.undo.is_empty() {
-                    remark(&mut remarks, "the migration settings were put back", monitor.put_back(&record.undo))?;
+                    remark(
+                        &mut remarks,
+                        "the migration settings were put back",
+                        monitor.restore_settings(&record.undo),
+                    )?;
                 }
             }
             Step::UndoOverlays => {

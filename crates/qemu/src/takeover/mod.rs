@@ -30,4 +30,4 @@ pub(crate) use execute::take_over_holding;
 pub use execute::{Takeover, take_over};
 pub(crate) use overlays::abandoned;
 pub(crate) use plan::SETUP_PATIENCE;
-pub use plan::{Actor, Outcome, Progress, Seen, Step, next_step};
+pub use plan::{Actor, Outcome, Progress, QemuState, Step, next_step};

@@ -24,14 +24,14 @@ pub enum Actor {
 
 /// QEMU's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seen {
+pub struct QemuState {
     /// The VM's state.
     pub run: RunState,
     /// The migration's state.
     pub migration: MigrationStatus,
     /// QEMU still holds on to a migration, also if it says that it is over
     /// ([`crate::monitor::Monitor::holds_migration`]).
-    pub held: bool,
+    pub holds_migration: bool,
 }
 
 /// Steps taken so far.
@@ -127,14 +127,14 @@ impl fmt::Display for Outcome {
 
 /// Returns the next step for the VM of `record`.
 #[must_use]
-pub fn next_step(record: &JobRecord, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
+pub fn next_step(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor) -> Step {
     match record.job {
         JobKind::Save => save(record, seen, progress, actor),
         JobKind::Restore => restore(record, seen, progress),
     }
 }
 
-fn save(record: &JobRecord, seen: &Seen, progress: &Progress, actor: Actor) -> Step {
+fn save(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor) -> Step {
     use MigrationStatus as M;
     match &seen.migration {
         M::Setup | M::Active | M::PreSwitchover | M::Device | M::WaitUnplug => {
@@ -178,12 +178,16 @@ fn save(record: &JobRecord, seen: &Seen, progress: &Progress, actor: Actor) -> S
                 _ => Outcome::StoppedByItself,
             };
             // Some of its threads may still run, with the settings that would be changed.
-            if seen.held && outcome.ends_job() && !progress.put_back { Step::Wait } else { tidy(outcome, progress) }
+            if seen.holds_migration && outcome.ends_job() && !progress.put_back {
+                Step::Wait
+            } else {
+                tidy(outcome, progress)
+            }
         }
     }
 }
 
-fn restore(record: &JobRecord, seen: &Seen, progress: &Progress) -> Step {
+fn restore(record: &JobRecord, seen: &QemuState, progress: &Progress) -> Step {
     use MigrationStatus as M;
     match &seen.migration {
         M::None => tidy(Outcome::NotLoaded, progress),
@@ -247,8 +251,8 @@ mod tests {
         JobRecord::new(job, Uuid::nil(), Path::new("/s"), was_running, Settings::new())
     }
 
-    fn seen(run: &str, migration: &str) -> Seen {
-        Seen { run: run.into(), migration: migration.into(), held: false }
+    fn seen(run: &str, migration: &str) -> QemuState {
+        QemuState { run: run.into(), migration: migration.into(), holds_migration: false }
     }
 
     fn save_step(run: &str, migration: &str) -> Step {
@@ -328,12 +332,12 @@ mod tests {
     fn settings_stay_until_qemu_has_let_go_of_the_migration() {
         for migration in ["failed", "cancelled", "completed", "none"] {
             let over = seen("running", migration);
-            let held = Seen { held: true, ..over.clone() };
+            let held = QemuState { holds_migration: true, ..over.clone() };
             for actor in [Actor::Watchdog, Actor::Person] {
                 let record = record(JobKind::Save, true);
                 assert_eq!(next_step(&record, &held, &Progress::default(), actor), Step::Wait, "{migration}");
                 assert_eq!(next_step(&record, &over, &Progress::default(), actor), Step::PutBack, "{migration}");
-                let stopped = Seen { run: RunState::Paused, ..held.clone() };
+                let stopped = QemuState { run: RunState::Paused, ..held.clone() };
                 let step = next_step(&record, &stopped, &Progress::default(), actor);
                 assert_eq!(step, Step::Continue, "{migration}: the VM does not wait for that");
             }

@@ -116,7 +116,7 @@ impl Watchdog {
     ///
     /// # Errors
     /// The kernel's, for example if the watchdog has died.
-    pub fn temporary(&mut self, path: Option<&Path>) -> io::Result<()> {
+    pub fn set_temporary_file(&mut self, path: Option<&Path>) -> io::Result<()> {
         let path = path.map(std::path::absolute).transpose()?.unwrap_or_default();
         self.say("temporary", path.as_os_str().as_bytes())
     }

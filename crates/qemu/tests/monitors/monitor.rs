@@ -61,7 +61,7 @@ fn a_multifd_migration_that_breaks_is_held_until_its_settings_may_change() {
     for _ in 0..4 {
         let place = stock.path("migration");
         let listener = UnixListener::bind(&place).unwrap();
-        monitor.set(&wish).unwrap();
+        monitor.apply_settings(&wish).unwrap();
         monitor.migrate(&format!("unix:{}", place.display()), false).unwrap();
         let channels: Vec<_> = (0..5).map(|_| listener.accept().unwrap()).collect();
         assert!(monitor.holds_migration().unwrap());
@@ -70,7 +70,7 @@ fn a_multifd_migration_that_breaks_is_held_until_its_settings_may_change() {
         std::fs::remove_file(&place).unwrap();
         eventually("the migration has failed", || monitor.migration().unwrap().status.is_over());
         assert!(monitor.wait_released(PATIENCE).unwrap());
-        monitor.put_back(&undo).unwrap();
+        monitor.restore_settings(&undo).unwrap();
         assert_eq!(run_state(&monitor), RunState::Running);
     }
 }
@@ -222,7 +222,7 @@ fn settings_are_put_back_to_exactly_what_they_were() {
     }
     let stock = Stock::start(&["-S"]);
     let monitor = stock.monitor();
-    monitor.set(&Settings::new().parameter("max-bandwidth", 12_345_678).capability("events", true)).unwrap();
+    monitor.apply_settings(&Settings::new().parameter("max-bandwidth", 12_345_678).capability("events", true)).unwrap();
     let before = monitor.settings().unwrap();
     let wish = Settings::new()
         .capability("events", true)
@@ -234,12 +234,12 @@ fn settings_are_put_back_to_exactly_what_they_were() {
     assert_eq!(monitor.settings().unwrap(), before, "planning changes nothing");
     assert_eq!(change.unknown, ["no-such-thing"]);
     assert!(!change.set.capabilities.contains_key("events"), "it is so already");
-    monitor.set(&change.set).unwrap();
+    monitor.apply_settings(&change.set).unwrap();
     assert_ne!(monitor.settings().unwrap(), before);
-    monitor.put_back(&change.undo).unwrap();
+    monitor.restore_settings(&change.undo).unwrap();
     assert_eq!(monitor.settings().unwrap(), before);
     let excluded = Settings::new().capability("mapped-ram", true).capability("postcopy-ram", true);
-    assert!(monitor.set(&excluded).unwrap_err().is_refusal());
+    assert!(monitor.apply_settings(&excluded).unwrap_err().is_refusal());
     assert_eq!(monitor.settings().unwrap(), before, "QEMU takes a list as a whole or not at all");
 }
 
@@ -276,7 +276,9 @@ fn a_save_through_a_socket_pair_leaves_no_trace_of_the_record_in_the_stream() {
     let job = record(&monitor);
     job.place(&monitor).unwrap();
     monitor
-        .set(&Settings::new().capability("events", true).capability("return-path", true).parameter("max-bandwidth", 0))
+        .apply_settings(
+            &Settings::new().capability("events", true).capability("return-path", true).parameter("max-bandwidth", 0),
+        )
         .unwrap();
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     monitor.getfd("limosa", theirs.as_fd()).unwrap();
@@ -315,7 +317,7 @@ fn a_stored_vm_loads_where_only_one_side_has_a_record() {
     let mapped =
         Settings::new().capability("mapped-ram", true).capability("multifd", true).parameter("max-bandwidth", 0);
     record(&monitor).place(&monitor).unwrap();
-    monitor.set(&mapped).unwrap();
+    monitor.apply_settings(&mapped).unwrap();
     // QEMU looks for a descriptor whose access mode is exactly that of its open: write-only to save.
     let both = File::options().read(true).write(true).create(true).truncate(true).open(&file).unwrap();
     let set = monitor.add_fd(both.as_fd(), None, "").unwrap();
@@ -331,7 +333,7 @@ fn a_stored_vm_loads_where_only_one_side_has_a_record() {
         if has_record {
             record(&monitor).place(&monitor).unwrap();
         }
-        monitor.set(&mapped).unwrap();
+        monitor.apply_settings(&mapped).unwrap();
         // And read-only to load.
         let set = monitor.add_fd(File::open(&file).unwrap().as_fd(), None, "").unwrap();
         monitor.migrate_incoming(&format!("file:{}", set.path())).unwrap();
@@ -366,7 +368,7 @@ fn a_stop_before_the_load_makes_the_vm_arrive_stopped_and_cont_undoes_it() {
     let monitor = source.monitor();
     let file = source.path("stored");
     let uri = format!("file:{}", file.display());
-    monitor.set(&Settings::new().parameter("max-bandwidth", 0)).unwrap();
+    monitor.apply_settings(&Settings::new().parameter("max-bandwidth", 0)).unwrap();
     monitor.migrate(&uri, false).unwrap();
     eventually("completed", || monitor.migration().unwrap().status == MigrationStatus::Completed);
     for undone in [false, true] {
@@ -406,7 +408,7 @@ fn a_record_is_a_lock_and_says_whose_it_is() {
 
     unfinished(first.clone()).update(&monitor).unwrap();
     assert!(matches!(record(&monitor).place(&monitor).unwrap_err(), JobRecordError::LeftOver(_)));
-    first.process.place = "another host".to_owned();
+    first.process.pid_scope = "another host".to_owned();
     first.update(&monitor).unwrap();
     assert!(matches!(record(&monitor).place(&monitor).unwrap_err(), JobRecordError::Elsewhere(_)));
     assert!(matches!(
@@ -465,7 +467,7 @@ fn resume_undoes_an_interrupted_save() {
     let mut job = unfinished(record(&monitor));
     job.undo = change.undo;
     job.place(&monitor).unwrap();
-    monitor.set(&change.set).unwrap();
+    monitor.apply_settings(&change.set).unwrap();
     monitor.migrate(&format!("file:{}", stock.path("half").display()), false).unwrap();
     eventually("active", || monitor.migration().unwrap().status == MigrationStatus::Active);
     let resumed = resume(&monitor, &ResumeOptions::default()).unwrap();
@@ -482,7 +484,7 @@ fn a_client_answers_while_a_migration_runs_and_another_thread_waits_for_its_even
     }
     let stock = Stock::start(&[]);
     let monitor = stock.monitor();
-    monitor.set(&Settings::new().capability("events", true).parameter("max-bandwidth", 20 << 20)).unwrap();
+    monitor.apply_settings(&Settings::new().capability("events", true).parameter("max-bandwidth", 20 << 20)).unwrap();
     std::thread::scope(|scope| {
         let events = scope.spawn(|| {
             let mut states = Vec::new();

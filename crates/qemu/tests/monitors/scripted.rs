@@ -218,13 +218,13 @@ fn while_a_qemu_is_held_commands_under_way_are_answered_and_new_ones_wait_for_wh
         });
         let qmp = result.unwrap();
         std::thread::scope(|scope| {
-            let first = qmp.start("query-status", Value::Null).unwrap();
+            let first = qmp.send_command("query-status", Value::Null).unwrap();
             let begun = std::time::Instant::now();
             // Nothing answers yet, and that is not waited for beyond what is allowed.
-            qmp.hold(Duration::from_secs(60), Duration::ZERO);
+            qmp.quiesce(Duration::from_secs(60), Duration::ZERO);
             go.send(()).unwrap();
             let until = if ends { Duration::from_secs(60) } else { SOON };
-            qmp.hold(until, Duration::from_secs(60));
+            qmp.quiesce(until, Duration::from_secs(60));
             assert_eq!(qmp.wait(&first, Duration::ZERO).unwrap(), Some(json!(1)), "it was waited for");
             let second = scope.spawn(|| qmp.execute("query-migrate", Value::Null));
             let second = second.join().unwrap();
@@ -277,7 +277,7 @@ fn answers_in_any_order_find_their_commands() {
         server.say(&json!({ "return": 1, "id": first["id"] }).to_string());
     });
     let qmp = result.unwrap();
-    let (first, second) = (qmp.start("a", Value::Null).unwrap(), qmp.start("b", json!({})).unwrap());
+    let (first, second) = (qmp.send_command("a", Value::Null).unwrap(), qmp.send_command("b", json!({})).unwrap());
     assert_eq!(qmp.wait(&first, Duration::from_secs(60)).unwrap(), Some(json!(1)));
     assert_eq!(qmp.wait(&second, Duration::ZERO).unwrap(), Some(json!(2)));
     server.join().unwrap();

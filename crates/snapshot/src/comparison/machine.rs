@@ -7,13 +7,13 @@
 use limosa_stream::configuration::IGNORE_SHARED;
 use uuid::Uuid;
 
-use super::{Confidence, Destination, DestinationBlock, Finding, Severity, bytes};
+use super::{Confidence, Finding, LoadTarget, LoadTargetBlock, Severity, bytes};
 use crate::summary::{BlockSummary, Summary};
 
 /// Blocks that QEMU fills from its own tables and lets a stream resize: their names begin so.
 const RESIZABLE: &str = "/rom@";
 
-pub(super) fn compare<S>(saved: &Summary, destination: &Destination<S>, findings: &mut Vec<Finding>) {
+pub(super) fn compare<S>(saved: &Summary, destination: &LoadTarget<S>, findings: &mut Vec<Finding>) {
     machine(saved, destination, findings);
     version(saved, destination, findings);
     configuration(saved, destination, findings);
@@ -33,7 +33,7 @@ fn subject(block: &str) -> String {
     format!("RAM block {block}")
 }
 
-fn machine<S>(saved: &Summary, destination: &Destination<S>, findings: &mut Vec<Finding>) {
+fn machine<S>(saved: &Summary, destination: &LoadTarget<S>, findings: &mut Vec<Finding>) {
     if saved.machine == destination.machine {
         return;
     }
@@ -56,7 +56,7 @@ fn release(version: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
-fn version<S>(saved: &Summary, destination: &Destination<S>, findings: &mut Vec<Finding>) {
+fn version<S>(saved: &Summary, destination: &LoadTarget<S>, findings: &mut Vec<Finding>) {
     let from = saved.manifest.as_ref().and_then(|manifest| manifest.qemu.as_deref());
     let (Some(from), Some(to)) = (from, destination.qemu.as_deref()) else { return };
     match (release(from), release(to)) {
@@ -83,7 +83,7 @@ fn version<S>(saved: &Summary, destination: &Destination<S>, findings: &mut Vec<
     }
 }
 
-fn configuration<S>(saved: &Summary, destination: &Destination<S>, findings: &mut Vec<Finding>) {
+fn configuration<S>(saved: &Summary, destination: &LoadTarget<S>, findings: &mut Vec<Finding>) {
     if saved.capabilities.iter().any(|capability| capability == IGNORE_SHARED) {
         findings.push(
             Finding::new(
@@ -111,7 +111,7 @@ fn configuration<S>(saved: &Summary, destination: &Destination<S>, findings: &mu
     findings.push(finding.advise(format!("start the destination with -uuid {known}")));
 }
 
-fn ram_block(saved: &BlockSummary, here: Option<&DestinationBlock>) -> Option<Finding> {
+fn ram_block(saved: &BlockSummary, here: Option<&LoadTargetBlock>) -> Option<Finding> {
     let refuses = |what: String| Finding::new(Severity::Refuses, Confidence::Certain, subject(&saved.name), what);
     let Some(here) = here else {
         let advice = match saved.name.split_once('/') {

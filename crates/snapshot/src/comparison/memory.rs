@@ -35,12 +35,12 @@ pub struct MemoryComparison {
 /// A page that cannot be read as it was saved.
 pub fn compare_memory(first: &Snapshot, second: &Snapshot, contents: bool) -> Result<MemoryComparison, SnapshotError> {
     let mut sum = MemoryComparison { differing: contents.then_some(0), ..MemoryComparison::default() };
-    for (a, block) in first.start().blocks.iter().enumerate() {
-        let mut others = second.start().blocks.iter().enumerate();
+    for (a, block) in first.setup().blocks.iter().enumerate() {
+        let mut others = second.setup().blocks.iter().enumerate();
         let Some((b, other)) = others.find(|(_, other)| other.name == block.name) else { continue };
         let (stored_a, stored_b) = (first.stored(a), second.stored(b));
         let pages = block.pages().min(other.pages());
-        let whole = PageRange::first(pages);
+        let whole = PageRange::whole_block(pages);
         let mut both = 0;
         for page in stored_a.runs_in(whole).flat_map(|run| run.iter()) {
             both += u64::from(stored_b.get(page));

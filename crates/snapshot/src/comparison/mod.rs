@@ -24,7 +24,7 @@ use crate::pci::PciIdentity;
 use crate::summary::{DeviceSummary, Summary};
 
 pub use memory::{MemoryComparison, compare_memory};
-pub use stored::{StoredSections, compare_stored, damage, destination_of};
+pub use stored::{StoredSections, compare_stored, find_damage, load_target_of};
 
 /// The consequence of a finding for the VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -129,7 +129,7 @@ impl Comparison {
 
 /// The properties of a QEMU (or of the VM that another file was saved from) that a load depends on.
 #[derive(Debug)]
-pub struct Destination<S> {
+pub struct LoadTarget<S> {
     /// Machine type.
     pub machine: String,
     /// Returns a remedy for another machine type, where there is a better one than to start QEMU with the right type.
@@ -139,14 +139,14 @@ pub struct Destination<S> {
     /// The VM's uuid.
     pub uuid: Option<uuid::Uuid>,
     /// RAM blocks.
-    pub blocks: Vec<DestinationBlock>,
+    pub blocks: Vec<LoadTargetBlock>,
     /// Device sections.
     pub sections: S,
 }
 
 /// A RAM block of a destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DestinationBlock {
+pub struct LoadTargetBlock {
     /// Its name.
     pub name: String,
     /// Bytes in use.
@@ -198,7 +198,7 @@ pub enum Presence {
 }
 
 /// Compares a stored VM with a destination that is to load it.
-pub fn compare<S: Sections>(saved: &Summary, destination: &Destination<S>) -> Comparison {
+pub fn compare<S: Sections>(saved: &Summary, destination: &LoadTarget<S>) -> Comparison {
     let mut findings = Vec::new();
     machine::compare(saved, destination, &mut findings);
     sections::compare(saved, &destination.sections, &mut findings);

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use limosa_stream::vmdesc::{DeviceVmdesc, FieldVmdesc, SubsectionVmdesc};
 
 use super::sections::subject;
-use super::{Comparison, Confidence, Destination, DestinationBlock, Finding, Presence, Sections, Severity, compare};
+use super::{Comparison, Confidence, Finding, LoadTarget, LoadTargetBlock, Presence, Sections, Severity, compare};
 use crate::error::SnapshotError;
 use crate::pci::PciIdentity;
 use crate::reader::Snapshot;
@@ -26,14 +26,14 @@ pub struct StoredSections {
 }
 
 /// The VM that a file was saved from, as a destination for others.
-pub fn destination_of(file: &Summary) -> Destination<StoredSections> {
-    let blocks = file.blocks.iter().map(|block| DestinationBlock {
+pub fn load_target_of(file: &Summary) -> LoadTarget<StoredSections> {
+    let blocks = file.blocks.iter().map(|block| LoadTargetBlock {
         name: block.name.clone(),
         used: block.used,
         limit: None,
         page_size: None,
     });
-    Destination {
+    LoadTarget {
         machine: file.machine.clone(),
         machine_advice: None,
         qemu: file.manifest.as_ref().and_then(|manifest| manifest.qemu.clone()),
@@ -45,7 +45,7 @@ pub fn destination_of(file: &Summary) -> Destination<StoredSections> {
 
 /// Whether `saved` would load where `other` was saved, and what else differs between the two files.
 pub fn compare_stored(saved: &Summary, other: &Summary) -> Comparison {
-    let mut findings = compare(saved, &destination_of(other)).findings;
+    let mut findings = compare(saved, &load_target_of(other)).findings;
     capabilities(saved, other, &mut findings);
     run_states(saved, other, &mut findings);
     disks(saved, other, &mut findings);
@@ -55,7 +55,7 @@ pub fn compare_stored(saved: &Summary, other: &Summary) -> Comparison {
 
 /// Returns the damage of the file itself, so that it is not restored anywhere. That shared memory was left out is
 /// another finding.
-pub fn damage(saved: &Snapshot) -> Option<Finding> {
+pub fn find_damage(saved: &Snapshot) -> Option<Finding> {
     match saved.check_restorable() {
         Ok(()) | Err(SnapshotError::Unsupported { .. }) => None,
         Err(error) => {

@@ -64,7 +64,7 @@ impl Foreign {
     ///
     /// # Errors
     /// As [`import`](Self::import).
-    pub fn convert(self, pending: UnnamedFile, handle: &Handle) -> Result<Snapshot, ForeignError> {
+    pub fn import_unnamed(self, pending: UnnamedFile, handle: &Handle) -> Result<Snapshot, ForeignError> {
         let shown = PathBuf::from(format!("{} (converted)", self.path.display()));
         let mut writer = SnapshotWriter::new(pending, WriteOptions { write_behind: false, ..WriteOptions::default() })?;
         let filled = self.fill(&mut writer, handle)?;
@@ -130,7 +130,7 @@ impl Foreign {
         if let Some(modified) = self.modified {
             (manifest.created, manifest.finished) = (modified, modified);
         }
-        if let Some(image) = &self.image {
+        if let Some(image) = &self.save_image {
             manifest.vm_name.clone_from(&image.name);
             manifest.vm_uuid = image.uuid;
             manifest.run_state = Some(image.run_state().to_owned());
@@ -153,7 +153,7 @@ fn receive(
 
 /// Copies pages that have places into their new ones.
 fn copy(snapshot: &Snapshot, writer: &mut SnapshotWriter, handle: &Handle) -> Result<(), MigrateError> {
-    let start = snapshot.start();
+    let start = snapshot.setup();
     writer.begin(start).map_err(MigrateError::Sink)?;
     handle.progress.expect_pages(start.blocks.iter().map(|block| block.pages()).sum());
     handle.progress.enter(Phase::Active);
@@ -167,11 +167,11 @@ fn copy(snapshot: &Snapshot, writer: &mut SnapshotWriter, handle: &Handle) -> Re
             snapshot.read(block, pages, contents).map_err(MigrateError::Source)?;
             let slices: Vec<_> = contents.chunks(PAGE_LEN).map(IoSlice::new).collect();
             writer.put_pages(block, pages.start, &slices).map_err(MigrateError::Sink)?;
-            handle.progress.moved(Moved { normal: pages.len(), zero: 0, resent: 0 });
+            handle.progress.add_moved(Moved { normal: pages.len(), zero: 0, resent: 0 });
         }
         for pages in stored.gaps() {
             writer.put_zero(block, pages).map_err(MigrateError::Sink)?;
-            handle.progress.moved(Moved { normal: 0, zero: pages.len(), resent: 0 });
+            handle.progress.add_moved(Moved { normal: 0, zero: pages.len(), resent: 0 });
         }
     }
     handle.progress.enter(Phase::Completing);

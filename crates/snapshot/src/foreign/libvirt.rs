@@ -23,9 +23,9 @@ use super::decompressor::Decompressor;
 use super::domain_xml;
 
 /// Bytes of the header.
-pub const HEADER_LENGTH: usize = 92;
+pub const SAVE_IMAGE_HEADER_LENGTH: usize = 92;
 /// Longest XML with cookie and padding that is accepted, in bytes.
-pub const XML_LIMIT: u32 = 16 << 20;
+pub const SAVE_IMAGE_XML_LIMIT: u32 = 16 << 20;
 
 const MAGIC: &[u8; 16] = b"LibvirtQemudSave";
 const MAGIC_PARTIAL: &[u8; 16] = b"LibvirtQemudPart";
@@ -44,27 +44,27 @@ pub enum ByteOrder {
 
 /// How the VM's memory and devices are stored in an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub enum SaveImageFormat {
     /// A migration stream.
     Raw,
     /// A migration stream that a program has packed.
-    Packed(Decompressor),
+    Compressed(Decompressor),
     /// A mapped-ram stream, whose pages have places of their own in the file.
     Sparse,
 }
 
-impl Format {
+impl SaveImageFormat {
     /// The name that libvirt gives it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
-            Self::Packed(decompressor) => decompressor.program(),
+            Self::Compressed(decompressor) => decompressor.program(),
             Self::Sparse => "sparse",
         }
     }
 }
 
-impl Serialize for Format {
+impl Serialize for SaveImageFormat {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(self.name())
     }
@@ -80,7 +80,7 @@ pub struct SaveHeader {
     /// Whether the VM ran when it was saved: then it is to run when it comes back.
     pub was_running: bool,
     /// How the VM is stored.
-    pub format: Format,
+    pub format: SaveImageFormat,
     /// Bytes of XML, cookie and padding behind the header.
     pub data_length: u32,
     /// Where the cookie begins in them, if there is one.
@@ -99,7 +99,7 @@ pub(super) fn is_image(head: &[u8]) -> bool {
 }
 
 impl SaveHeader {
-    /// Decodes the first [`HEADER_LENGTH`] bytes of a file.
+    /// Decodes the first [`SAVE_IMAGE_HEADER_LENGTH`] bytes of a file.
     ///
     /// # Errors
     /// Not a save image, one that was never completed, lengths that are out of range, or an unknown format.
@@ -114,7 +114,7 @@ impl SaveHeader {
         if !bytes.starts_with(MAGIC) {
             return Err("not a libvirt save image: it does not begin with LibvirtQemudSave".to_owned());
         }
-        let Some(words) = bytes.get(MAGIC.len()..HEADER_LENGTH) else {
+        let Some(words) = bytes.get(MAGIC.len()..SAVE_IMAGE_HEADER_LENGTH) else {
             return Err(format!("a libvirt save image cut off in its header, after {} bytes", bytes.len()));
         };
         let word = |index: usize, byte_order: ByteOrder| {
@@ -136,13 +136,13 @@ impl SaveHeader {
         let (version, data_length, cookie) = (word(0), word(1), word(4));
         // Before version 2 there was nothing but streams as they are.
         let format = match if version == 1 { 0 } else { word(3) } {
-            0 => Format::Raw,
-            1 => Format::Packed(Decompressor::Gzip),
-            2 => Format::Packed(Decompressor::Bzip2),
-            3 => Format::Packed(Decompressor::Xz),
-            4 => Format::Packed(Decompressor::Lzop),
-            5 => Format::Packed(Decompressor::Zstd),
-            6 => Format::Sparse,
+            0 => SaveImageFormat::Raw,
+            1 => SaveImageFormat::Compressed(Decompressor::Gzip),
+            2 => SaveImageFormat::Compressed(Decompressor::Bzip2),
+            3 => SaveImageFormat::Compressed(Decompressor::Xz),
+            4 => SaveImageFormat::Compressed(Decompressor::Lzop),
+            5 => SaveImageFormat::Compressed(Decompressor::Zstd),
+            6 => SaveImageFormat::Sparse,
             other => {
                 return Err(format!(
                     "a libvirt save image of format {other}, which is not known (0 raw, 1 gzip, 2 bzip2, 3 xz, 4 lzop, 5 zstd, \
@@ -150,9 +150,9 @@ impl SaveHeader {
                 ));
             }
         };
-        if data_length == 0 || data_length > XML_LIMIT {
+        if data_length == 0 || data_length > SAVE_IMAGE_XML_LIMIT {
             return Err(format!(
-                "a libvirt save image whose domain XML is said to take {data_length} bytes: expected 1 to {XML_LIMIT}"
+                "a libvirt save image whose domain XML is said to take {data_length} bytes: expected 1 to {SAVE_IMAGE_XML_LIMIT}"
             ));
         }
         if cookie >= data_length {
@@ -218,7 +218,7 @@ impl SaveImage {
 
     /// Where the VM's stream begins in the file.
     pub fn payload_offset(&self) -> u64 {
-        HEADER_LENGTH as u64 + u64::from(self.header.data_length)
+        SAVE_IMAGE_HEADER_LENGTH as u64 + u64::from(self.header.data_length)
     }
 
     /// The state in which the VM is to come back. In the stream itself it is always paused: libvirt stops it before.

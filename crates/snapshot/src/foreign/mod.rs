@@ -29,7 +29,9 @@ use crate::reader::Snapshot;
 pub use convert::Imported;
 pub use decompressor::Decompressor;
 pub(crate) use decompressor::{Decompression, Forward};
-pub use libvirt::{ByteOrder, Format, HEADER_LENGTH, InvalidSaveImage, SaveHeader, SaveImage, XML_LIMIT};
+pub use libvirt::{
+    ByteOrder, InvalidSaveImage, SAVE_IMAGE_HEADER_LENGTH, SAVE_IMAGE_XML_LIMIT, SaveHeader, SaveImage, SaveImageFormat,
+};
 use limosa_page::with_causes;
 
 /// The first bytes of every migration stream.
@@ -98,7 +100,7 @@ pub struct Foreign {
     path: PathBuf,
     bytes: Bytes,
     kind: Kind,
-    image: Option<SaveImage>,
+    save_image: Option<SaveImage>,
     /// When the file was written, in seconds since 1970; for a pipe, none.
     modified: Option<u64>,
 }
@@ -143,7 +145,7 @@ impl Foreign {
                 .map(|_| bytes)
                 .map_err(|error| SnapshotError::io("read it", name, None, error))
         };
-        let head = read(&mut file, HEADER_LENGTH as u64)?;
+        let head = read(&mut file, SAVE_IMAGE_HEADER_LENGTH as u64)?;
         let (mut kind, mut image, mut rest) = (Kind::Stream { offset: 0, decompressor: None }, None, head);
         if libvirt::is_image(&rest) {
             let found = SaveImage::read(&rest, |length| {
@@ -162,7 +164,7 @@ impl Foreign {
             return Err(ForeignError::Image { path: name.to_path_buf(), what });
         }
         let bytes = Bytes::Pipe { fd: file.into(), head: rest };
-        Ok(Self { path: name.to_path_buf(), bytes, kind, image, modified: None })
+        Ok(Self { path: name.to_path_buf(), bytes, kind, save_image: image, modified: None })
     }
 
     fn of_file(file: File, path: &Path, offset: Option<u64>) -> Result<Self, ForeignError> {
@@ -172,11 +174,11 @@ impl Foreign {
             Some(offset) => offset,
             None => behind_zeros(&file, metadata.len()).map_err(failed)?,
         };
-        let head = read_up_to(&file, begin, HEADER_LENGTH).map_err(failed)?;
+        let head = read_up_to(&file, begin, SAVE_IMAGE_HEADER_LENGTH).map_err(failed)?;
         let mut image = None;
         let kind = if libvirt::is_image(&head) {
             let data = |length: u32| {
-                let at = begin.saturating_add(HEADER_LENGTH as u64);
+                let at = begin.saturating_add(SAVE_IMAGE_HEADER_LENGTH as u64);
                 read_up_to(&file, at, length as usize).map_err(|error| with_causes(&error))
             };
             let found =
@@ -195,16 +197,16 @@ impl Foreign {
             }
         };
         let modified = u64::try_from(metadata.mtime()).ok();
-        Ok(Self { path: path.to_path_buf(), bytes: Bytes::File(file), kind, image, modified })
+        Ok(Self { path: path.to_path_buf(), bytes: Bytes::File(file), kind, save_image: image, modified })
     }
 
     /// Returns how the VM is stored in this image, which begins at offset 0.
     fn kind_of(image: &SaveImage) -> Kind {
         let offset = image.payload_offset();
         match image.header.format {
-            Format::Raw => Kind::Stream { offset, decompressor: None },
-            Format::Packed(decompressor) => Kind::Stream { offset, decompressor: Some(decompressor) },
-            Format::Sparse => Kind::Mapped { offset },
+            SaveImageFormat::Raw => Kind::Stream { offset, decompressor: None },
+            SaveImageFormat::Compressed(decompressor) => Kind::Stream { offset, decompressor: Some(decompressor) },
+            SaveImageFormat::Sparse => Kind::Mapped { offset },
         }
     }
 
@@ -229,8 +231,8 @@ impl Foreign {
     }
 
     /// Returns libvirt's save image, if this is one.
-    pub fn image(&self) -> Option<&SaveImage> {
-        self.image.as_ref()
+    pub fn save_image(&self) -> Option<&SaveImage> {
+        self.save_image.as_ref()
     }
 
     /// Returns the program that unpacks the stream.
@@ -248,7 +250,7 @@ impl Foreign {
 
     /// Describes the file for people: "a recorded migration stream".
     pub fn describe(&self) -> &'static str {
-        match (&self.image, self.kind) {
+        match (&self.save_image, self.kind) {
             (Some(_), _) => "a libvirt save image",
             (None, Kind::Stream { .. }) => "a recorded migration stream",
             (None, Kind::Mapped { .. } | Kind::Native) => "a mapped-ram file",
@@ -266,7 +268,7 @@ impl Foreign {
             Kind::Stream { offset, decompressor } => VmLocation::Stream(offset, decompressor),
         };
         match self.bytes {
-            Bytes::File(file) => Ok(Parts { file, place, image: self.image }),
+            Bytes::File(file) => Ok(Parts { file, place, image: self.save_image }),
             Bytes::Pipe { .. } => {
                 Err(SnapshotError::Target { path: self.path, why: "is a pipe, not a file".to_owned() })
             }

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 
 use crate::fixture::{CHECKED, LARGE, QUICK, as_qemu, as_qemu_with, leave_stale, names, page, range, tail};
 use limosa_page::{PageNumber, PageRange};
-use limosa_snapshot::{Manifest, Snapshot, SnapshotError, Transport, adopt};
+use limosa_snapshot::{Manifest, Snapshot, SnapshotError, Transport, publish_qemu_file};
 
 #[test]
 fn a_file_of_qemus_gets_its_trailer_and_its_name() {
@@ -14,7 +14,7 @@ fn a_file_of_qemus_gets_its_trailer_and_its_name() {
         let target = directory.path().join(name);
         let mut manifest = Manifest::new();
         manifest.transport = Some(Transport::File);
-        let published = adopt(as_qemu(&target, &[3, 4, 500]), manifest, options).unwrap();
+        let published = publish_qemu_file(as_qemu(&target, &[3, 4, 500]), manifest, options).unwrap();
         let snapshot = Snapshot::open(&target).unwrap();
         assert_eq!(snapshot.manifest(), Some(&published.manifest));
         let pages = published.manifest.pages;
@@ -27,7 +27,7 @@ fn a_file_of_qemus_gets_its_trailer_and_its_name() {
         let mut buffer = [0; 3 * 4096];
         snapshot.read_pages(0, range(3, 6), &mut buffer).unwrap();
         assert_eq!(buffer[..], [page(3), page(4), [0; 4096]].concat());
-        snapshot.verify(0, PageRange::first(LARGE)).unwrap();
+        snapshot.verify(0, PageRange::whole_block(LARGE)).unwrap();
     }
 }
 
@@ -42,7 +42,7 @@ fn zeros_of_small_blocks_have_their_bit_over_a_hole_and_nothing_stale_is_left_th
         let pending = as_qemu_with(&target, pages, &stored);
         leave_stale(&pending, pages, 0, &stored);
         leave_stale(&pending, pages, 1, &[]);
-        let published = adopt(pending, Manifest::new(), options).unwrap();
+        let published = publish_qemu_file(pending, Manifest::new(), options).unwrap();
         let statistics = published.manifest.pages;
         assert_eq!((statistics.normal, statistics.zero), (4, pages + 16 - 4));
         let snapshot = Snapshot::open(&target).unwrap();
@@ -70,7 +70,7 @@ fn zeros_of_small_blocks_have_their_bit_over_a_hole_and_nothing_stale_is_left_th
         }
         let room = snapshot.allocated();
         assert!(room < 1 << 20, "the zeros take {room} bytes");
-        snapshot.verify(0, PageRange::first(pages)).unwrap();
+        snapshot.verify(0, PageRange::whole_block(pages)).unwrap();
         assert_eq!(snapshot.warnings(), [] as [&str; 0]);
         assert_eq!(snapshot.device_tail(), tail("paused"));
     }
@@ -84,7 +84,7 @@ fn a_file_of_qemus_opens_without_any_trailer() {
     let snapshot = Snapshot::open(&target).unwrap();
     assert_eq!(snapshot.manifest(), None);
     assert_eq!(snapshot.warnings(), [] as [&str; 0]);
-    assert!(snapshot.without_manifest().unwrap().contains("QEMU wrote it alone"));
+    assert!(snapshot.missing_manifest_reason().unwrap().contains("QEMU wrote it alone"));
     assert_eq!(snapshot.run_state().as_deref(), Some("paused"));
     snapshot.check_restorable().unwrap();
 }
@@ -97,7 +97,7 @@ fn a_file_that_qemu_did_not_finish_is_refused_and_nothing_is_left() {
         let pending = as_qemu(&target, &[3]);
         let length = pending.file().metadata().unwrap().len();
         pending.file().set_len(length - missing).unwrap();
-        let refused = adopt(pending, Manifest::new(), QUICK);
+        let refused = publish_qemu_file(pending, Manifest::new(), QUICK);
         assert!(matches!(refused, Err(SnapshotError::Structure { .. })), "{refused:?}");
         assert_eq!(names(directory.path()), [] as [&str; 0]);
     }
@@ -109,14 +109,14 @@ fn a_file_that_goes_on_behind_qemus_stream_is_refused() {
     let pending = as_qemu(&directory.path().join("vm"), &[3]);
     let length = pending.file().metadata().unwrap().len();
     pending.file().write_all_at(b"leftover", length).unwrap();
-    let error = adopt(pending, Manifest::new(), QUICK).unwrap_err().to_string();
+    let error = publish_qemu_file(pending, Manifest::new(), QUICK).unwrap_err().to_string();
     assert!(error.contains("8 bytes behind QEMU's stream"), "{error}");
 }
 
 #[test]
 fn a_file_whose_bitmaps_were_never_written_is_refused() {
     let directory = tempfile::tempdir().unwrap();
-    let error = adopt(as_qemu(&directory.path().join("vm"), &[]), Manifest::new(), QUICK).unwrap_err();
+    let error = publish_qemu_file(as_qemu(&directory.path().join("vm"), &[]), Manifest::new(), QUICK).unwrap_err();
     assert!(matches!(error, SnapshotError::Empty { .. }), "{error}");
     assert!(error.to_string().contains("background-snapshot"), "{error}");
 }

@@ -1,7 +1,7 @@
 //! Findings against loading a stored VM elsewhere, for sides that no QEMU at hand is.
 
 use limosa_snapshot::{
-    BlockSummary, Confidence, Destination, DestinationBlock, DeviceSummary, Finding, Manifest, PciIdentity, Presence,
+    BlockSummary, Confidence, DeviceSummary, Finding, LoadTarget, LoadTargetBlock, Manifest, PciIdentity, Presence,
     Sections, Severity, Summary, compare, compare_stored,
 };
 use proptest::prelude::*;
@@ -28,7 +28,7 @@ fn saved() -> Summary {
         devices: vec![section("timer", 0, 2), section("cpu", 0, 12), section("0000:00:02.0/nic", 0, 3)],
         vmdescs: Vec::new(),
         manifest: None,
-        without_manifest: None,
+        missing_manifest_reason: None,
         importable: false,
         checksums: false,
         libvirt: None,
@@ -58,14 +58,14 @@ impl Sections for Everything {
     }
 }
 
-fn destination(versions: Everything) -> Destination<Everything> {
-    let here = |name: &str, used: u64, limit| DestinationBlock {
+fn destination(versions: Everything) -> LoadTarget<Everything> {
+    let here = |name: &str, used: u64, limit| LoadTargetBlock {
         name: name.to_owned(),
         used,
         limit: Some(limit),
         page_size: Some(4096),
     };
-    Destination {
+    LoadTarget {
         machine: "pc-q35-9.0".to_owned(),
         machine_advice: None,
         qemu: None,

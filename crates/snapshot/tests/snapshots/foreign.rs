@@ -9,8 +9,8 @@ use limosa_migrate::stored::PageSource;
 use limosa_page::PageRange;
 use limosa_page::with_causes;
 use limosa_snapshot::{
-    ByteOrder, Decompressor, Foreign, ForeignError, Format, HEADER_LENGTH, Manifest, SaveHeader, SaveImage, Snapshot,
-    SnapshotError, Transport, UnnamedFile, XML_LIMIT, summarize_file,
+    ByteOrder, Decompressor, Foreign, ForeignError, Manifest, SAVE_IMAGE_HEADER_LENGTH, SAVE_IMAGE_XML_LIMIT,
+    SaveHeader, SaveImage, SaveImageFormat, Snapshot, SnapshotError, Transport, UnnamedFile, summarize_file,
 };
 use limosa_stream::{Configuration, Feature, SectionHeader, SectionKind};
 use proptest::prelude::*;
@@ -39,12 +39,12 @@ fn import(file: &Path, target: &Path) -> Result<Manifest, ForeignError> {
 /// Every page, the device state and the layout.
 fn contents(path: &Path) -> (Vec<Vec<u8>>, Vec<u8>, String) {
     let snapshot = Snapshot::open(path).unwrap();
-    let memory = snapshot.start().blocks.iter().enumerate().map(|(block, layout)| {
+    let memory = snapshot.setup().blocks.iter().enumerate().map(|(block, layout)| {
         let mut bytes = vec![0; usize::try_from(layout.used_length).unwrap()];
-        snapshot.read(block, PageRange::first(layout.pages()), &mut bytes).unwrap();
+        snapshot.read(block, PageRange::whole_block(layout.pages()), &mut bytes).unwrap();
         bytes
     });
-    (memory.collect(), snapshot.device_tail().to_vec(), format!("{:?}", snapshot.start()))
+    (memory.collect(), snapshot.device_tail().to_vec(), format!("{:?}", snapshot.setup()))
 }
 
 /// The words of a header in this byte order, and what stands behind it.
@@ -56,7 +56,7 @@ fn image(order: ByteOrder, words: [u32; 5], data: &[u8], payload: &[u8]) -> Vec<
             ByteOrder::Big => word.to_be_bytes(),
         });
     }
-    bytes.resize(HEADER_LENGTH, 0);
+    bytes.resize(SAVE_IMAGE_HEADER_LENGTH, 0);
     bytes.extend_from_slice(data);
     bytes.extend_from_slice(payload);
     bytes
@@ -176,8 +176,8 @@ fn images_that_lie_are_refused_with_a_reason_and_leave_nothing() {
         ([0, all, 1, 0, 0], &data, "version 0"),
         ([2, 0, 1, 0, 0], &data, "said to take 0 bytes"),
         ([2, u32::MAX, 1, 0, 0], &data, "said to take 4294967295 bytes"),
-        ([2, XML_LIMIT + 1, 1, 0, 0], &data, "said to take"),
-        ([2, XML_LIMIT, 1, 0, 0], &data, "cut off in its domain XML"),
+        ([2, SAVE_IMAGE_XML_LIMIT + 1, 1, 0, 0], &data, "said to take"),
+        ([2, SAVE_IMAGE_XML_LIMIT, 1, 0, 0], &data, "cut off in its domain XML"),
         ([2, all, 1, 7, 0], &data, "format 7"),
         ([2, all, 1, 0, all], &data, "cookie"),
         ([2, all, 1, 0, u32::MAX], &data, "cookie"),
@@ -195,7 +195,7 @@ fn images_that_lie_are_refused_with_a_reason_and_leave_nothing() {
     let mut unfinished = little([2, all, 1, 0, 0], &data);
     unfinished[..16].copy_from_slice(b"LibvirtQemudPart");
     refused(folder.path(), &unfinished, "never completed");
-    for length in [16, 40, HEADER_LENGTH - 1] {
+    for length in [16, 40, SAVE_IMAGE_HEADER_LENGTH - 1] {
         refused(folder.path(), &little([2, all, 1, 0, 0], &data)[..length], "cut off in its header");
     }
 }
@@ -250,7 +250,7 @@ fn a_conversion_for_once_has_no_name_and_is_gone_with_its_owner() {
     let stream = stream(folder.path());
     let before = names(folder.path());
     let pending = UnnamedFile::create(&folder.path().join("once"), false).unwrap();
-    let snapshot = Foreign::open(&stream, None).unwrap().convert(pending, &Handle::new()).unwrap();
+    let snapshot = Foreign::open(&stream, None).unwrap().import_unnamed(pending, &Handle::new()).unwrap();
     assert_eq!(names(folder.path()), before);
     snapshot.lock_serving().unwrap();
     snapshot.check_restorable().unwrap();
@@ -272,8 +272,8 @@ proptest! {
         let words: [u32; 5] = words.try_into().unwrap();
         let bytes = image(order, words, &[XML.as_bytes(), &data].concat(), &[]);
         if let Ok(header) = SaveHeader::decode(&bytes) {
-            prop_assert!(header.data_length <= XML_LIMIT);
-            let _ = SaveImage::decode(header, &bytes[HEADER_LENGTH..]);
+            prop_assert!(header.data_length <= SAVE_IMAGE_XML_LIMIT);
+            let _ = SaveImage::decode(header, &bytes[SAVE_IMAGE_HEADER_LENGTH..]);
         }
         let _ = SaveHeader::decode(&bytes[..cut.min(bytes.len())]);
     }
@@ -293,8 +293,8 @@ proptest! {
         prop_assert_eq!((header.byte_order, header.was_running), (order, running == 1));
         let formats = ["raw", "gzip", "bzip2", "xz", "lzop", "zstd", "sparse"];
         prop_assert_eq!(header.format.name(), formats[usize::try_from(format).unwrap()]);
-        prop_assert_eq!(header.format == Format::Sparse, format == 6);
-        let image = SaveImage::decode(header, &bytes[HEADER_LENGTH..]).unwrap();
+        prop_assert_eq!(header.format == SaveImageFormat::Sparse, format == 6);
+        let image = SaveImage::decode(header, &bytes[SAVE_IMAGE_HEADER_LENGTH..]).unwrap();
         prop_assert_eq!(image.xml, XML);
         prop_assert_eq!(image.cookie, cookie);
         prop_assert_eq!(image.name.as_deref(), Some("web & db"));

@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 
 use limosa_page::PageNumber;
-use limosa_snapshot::{Durability, Manifest, Snapshot, SnapshotError, adopt, seal_snapshot};
+use limosa_snapshot::{Durability, Manifest, Snapshot, SnapshotError, publish_qemu_file, seal_snapshot};
 use proptest::prelude::*;
 
 use crate::fixture::{CHECKED, LARGE, QUICK, as_qemu_with, leave_stale, names, page, put, range, small, tail, writer};
@@ -56,7 +56,7 @@ fn a_file_that_qemu_wrote_is_mappable_once_it_is_adopted() {
         let pending = as_qemu_with(&target, pages, &stored);
         leave_stale(&pending, pages, 0, &stored);
         leave_stale(&pending, pages, 1, &[]);
-        let published = adopt(pending, Manifest::new(), options).unwrap();
+        let published = publish_qemu_file(pending, Manifest::new(), options).unwrap();
         assert!(published.manifest.mappable);
         assert_eq!(published.manifest.pages.punched, pages + 16 - 4);
         assert_mappable(&target);

@@ -234,7 +234,7 @@ fn qemu_gets_a_write_only_description_of_the_same_file() {
     let directory = tempfile::tempdir().unwrap();
     let target = directory.path().join("vm");
     let pending = UnnamedFile::create(&target, false).unwrap();
-    let behind = WriteBehind::watching(&pending).unwrap();
+    let behind = WriteBehind::for_other_writer(&pending).unwrap();
     let mut theirs = File::from(pending.writer_descriptor(false).unwrap());
     theirs.write_all(b"contents").unwrap();
     assert!(theirs.read_at(&mut [0], 0).is_err(), "the access mode has to be exactly O_WRONLY");

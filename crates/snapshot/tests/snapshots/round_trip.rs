@@ -34,7 +34,7 @@ fn pages_devices_and_manifest_come_back_as_they_were_given() {
     assert_eq!(published.path, target);
 
     let snapshot = Snapshot::open(&target).unwrap();
-    assert_eq!(snapshot.start(), &start(600));
+    assert_eq!(snapshot.setup(), &start(600));
     assert_eq!(snapshot.warnings(), [] as [&str; 0]);
     assert_eq!(snapshot.manifest(), Some(&published.manifest));
     let found = &published.manifest;

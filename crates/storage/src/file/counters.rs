@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Operations and bytes of one kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Count {
+pub struct OperationCount {
     /// Operations begun.
     pub operations: u64,
     /// Their bytes in total.
@@ -16,23 +16,23 @@ pub struct Count {
 #[non_exhaustive]
 pub struct FileCounters {
     /// Reads.
-    pub reads: Count,
+    pub reads: OperationCount,
     /// Writes.
-    pub writes: Count,
+    pub writes: OperationCount,
     /// Ranges zeroed.
-    pub zeroes: Count,
+    pub zeroes: OperationCount,
     /// Ranges discarded.
-    pub discards: Count,
+    pub discards: OperationCount,
     /// Ranges allocated.
-    pub allocations: Count,
+    pub allocations: OperationCount,
     /// Ranges cloned from another file, including attempts.
-    pub clones: Count,
+    pub clones: OperationCount,
     /// Flushes that reached the kernel.
     pub flushes: u64,
     /// Reads and writes that were copied because they were not aligned for direct I/O.
-    pub bounced: Count,
+    pub bounced: OperationCount,
     /// Of those, writes of partial blocks: each reads the surrounding bytes first.
-    pub merged: Count,
+    pub read_modify_writes: OperationCount,
 }
 
 /// A [`Count`] with atomic fields.
@@ -52,8 +52,8 @@ impl Counter {
         self.operations.load(Ordering::Relaxed)
     }
 
-    fn count(&self) -> Count {
-        Count { operations: self.operations(), bytes: self.bytes.load(Ordering::Relaxed) }
+    fn count(&self) -> OperationCount {
+        OperationCount { operations: self.operations(), bytes: self.bytes.load(Ordering::Relaxed) }
     }
 }
 
@@ -82,7 +82,7 @@ impl Counters {
             clones: self.clones.count(),
             flushes: self.flushes.count().operations,
             bounced: self.bounced.count(),
-            merged: self.merged.count(),
+            read_modify_writes: self.merged.count(),
         }
     }
 }

@@ -21,7 +21,7 @@ use std::sync::{Arc, OnceLock};
 
 use limosa_page::to_usize;
 
-pub use counters::{Count, FileCounters};
+pub use counters::{FileCounters, OperationCount};
 pub use lock::LockPolicy;
 pub use open::FileIdentity;
 pub use open_error::OpenError;
@@ -286,7 +286,7 @@ impl Storage for FileStorage {
         self.with_source(Operation::Write, offset..offset.saturating_add(length), from, copy)
     }
 
-    fn clone_block(&self) -> u64 {
+    fn clone_alignment(&self) -> u64 {
         change::block(&self.file)
     }
 

@@ -4,9 +4,9 @@ use limosa_page::to_usize;
 
 /// A generator of numbers (splitmix64, which is public domain).
 #[derive(Debug, Clone)]
-pub struct Chance(u64);
+pub struct SeededRandom(u64);
 
-impl Chance {
+impl SeededRandom {
     /// From this seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
@@ -57,10 +57,10 @@ mod tests {
 
     #[test]
     fn a_seed_repeats_itself_and_another_one_does_not() {
-        let run = |seed| Chance::new(seed).bytes(33);
+        let run = |seed| SeededRandom::new(seed).bytes(33);
         assert_eq!((run(1), run(1).len()), (run(1), 33));
         assert_ne!(run(1), run(2));
-        let mut chance = Chance::new(3);
+        let mut chance = SeededRandom::new(3);
         assert!((0..1000).all(|_| chance.below(7) < 7));
         assert!((0..1000).filter(|_| chance.one_in(4)).count().abs_diff(250) < 60);
         assert_eq!(chance.below(0), 0);

@@ -48,8 +48,8 @@ impl Counting {
 
     /// The same storage, watched.
     #[must_use]
-    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
-        Through::over(storage, &self.0)
+    pub fn wrap(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::wrap(storage, &self.0)
     }
 
     /// The requests since the last call.
@@ -96,7 +96,7 @@ mod tests {
     #[test]
     fn requests_are_kept_in_order_and_counted_by_storage_and_kind() {
         let counting = Counting::new();
-        let [one, other] = ["one", "other"].map(|name| counting.over(Arc::new(SparseMemory::file(name, 1 << 20))));
+        let [one, other] = ["one", "other"].map(|name| counting.wrap(Arc::new(SparseMemory::file(name, 1 << 20))));
         block_on(one.write(4096, Buffer::copied(b"abc").into())).unwrap();
         block_on(other.flush()).unwrap();
         block_on(one.write(9, Buffer::copied(b"d").into())).unwrap();

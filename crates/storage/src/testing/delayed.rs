@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::chance::Chance;
+use super::chance::SeededRandom;
 use super::scheduler::Scheduler;
 use super::{Behaviour, Call, Through};
 use crate::storage::{Request, Storage};
@@ -17,7 +17,7 @@ pub struct Delayed(Arc<RandomDelay>);
 #[derive(Debug)]
 struct RandomDelay {
     scheduler: Scheduler,
-    chance: Mutex<Chance>,
+    chance: Mutex<SeededRandom>,
     most: Duration,
 }
 
@@ -25,13 +25,13 @@ impl Delayed {
     /// With delays up to `most`.
     #[must_use]
     pub fn new(seed: u64, most: Duration) -> Self {
-        Self(Arc::new(RandomDelay { scheduler: Scheduler::new(), chance: Mutex::new(Chance::new(seed)), most }))
+        Self(Arc::new(RandomDelay { scheduler: Scheduler::new(), chance: Mutex::new(SeededRandom::new(seed)), most }))
     }
 
     /// The same storage, with delays.
     #[must_use]
-    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
-        Through::over(storage, &self.0)
+    pub fn wrap(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::wrap(storage, &self.0)
     }
 }
 
@@ -53,7 +53,7 @@ mod tests {
     fn a_dropped_request_is_completed() {
         let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
         let delayed = Delayed::new(1, Duration::from_millis(2));
-        let storage = delayed.over(memory.clone());
+        let storage = delayed.wrap(memory.clone());
         drop(storage.write(0, Buffer::copied(b"dropped").into()));
         block_on(storage.write(7, Buffer::copied(b" kept").into())).unwrap();
         drop((storage, delayed));
@@ -66,7 +66,7 @@ mod tests {
     fn requests_are_not_always_executed_in_order() {
         let order = |seed| {
             let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
-            let storage = Delayed::new(seed, Duration::from_millis(5)).over(memory.clone());
+            let storage = Delayed::new(seed, Duration::from_millis(5)).wrap(memory.clone());
             let both = [b"first ", b"second"].map(|bytes| storage.write(0, Buffer::copied(bytes).into()));
             both.into_iter().for_each(|request| block_on(request).unwrap());
             memory.contents()

@@ -66,8 +66,8 @@ impl Failing {
 
     /// Wraps a storage so that its requests fail as planned.
     #[must_use]
-    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
-        Through::over(storage, &self.0)
+    pub fn wrap(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::wrap(storage, &self.0)
     }
 
     /// Lets `times` requests fail, after the next `after` that do not.
@@ -144,7 +144,7 @@ mod tests {
     fn the_chosen_requests_fail_and_the_others_do_not() {
         let failing = Failing::only(&[Operation::Write]);
         let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
-        let storage = failing.over(memory.clone());
+        let storage = failing.wrap(memory.clone());
         let write = |bytes: &[u8]| block_on(storage.write(0, Buffer::copied(bytes).into()));
         failing.fail(1, 2, Fault::NoSpace);
         write(b"good").unwrap();

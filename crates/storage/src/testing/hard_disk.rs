@@ -33,8 +33,8 @@ impl HardDisk {
 
     /// The same storage, on this disk.
     #[must_use]
-    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
-        Through::over(storage, &self.0)
+    pub fn wrap(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::wrap(storage, &self.0)
     }
 }
 
@@ -55,7 +55,7 @@ mod tests {
     #[test]
     fn requests_wait_for_each_other_and_none_is_faster_than_the_disk() {
         let disk = HardDisk::new(Duration::from_millis(3));
-        let [one, other] = ["one", "other"].map(|name| disk.over(Arc::new(SparseMemory::file(name, 1 << 20))));
+        let [one, other] = ["one", "other"].map(|name| disk.wrap(Arc::new(SparseMemory::file(name, 1 << 20))));
         let start = Instant::now();
         let requests = [one.write(0, Buffer::copied(b"a").into()), other.write(0, Buffer::copied(b"b").into())];
         requests.into_iter().for_each(|request| block_on(request).unwrap());

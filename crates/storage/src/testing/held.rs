@@ -54,7 +54,7 @@ struct HeldRequests(Mutex<State>);
 impl Held {
     /// Holds everything.
     #[must_use]
-    pub fn all() -> Self {
+    pub fn new() -> Self {
         Self::default()
     }
 
@@ -75,8 +75,8 @@ impl Held {
 
     /// The same storage, held.
     #[must_use]
-    pub fn over(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
-        Through::over(storage, &self.0)
+    pub fn wrap(&self, storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+        Through::wrap(storage, &self.0)
     }
 
     /// Returns the held requests in the order of arrival.
@@ -96,7 +96,7 @@ impl Held {
     }
 
     /// Carries out all that are held, in the order in which they came; those that come from now on are not held.
-    pub fn open(&self) {
+    pub fn release_all(&self) {
         let entries = {
             let mut state = self.0.0.lock();
             state.open = true;
@@ -106,7 +106,7 @@ impl Held {
     }
 
     /// Holds those that come from now on.
-    pub fn close(&self) {
+    pub fn hold_again(&self) {
         self.0.0.lock().open = false;
     }
 }
@@ -159,8 +159,8 @@ mod tests {
 
     #[test]
     fn a_lazy_request_is_begun_by_its_first_poll() {
-        let held = Held::all().lazily();
-        let storage = held.over(Arc::new(SparseMemory::file("disk", 1 << 20)));
+        let held = Held::new().lazily();
+        let storage = held.wrap(Arc::new(SparseMemory::file("disk", 1 << 20)));
         let requests = [b"one", b"two"].map(|bytes| storage.write(0, Buffer::copied(bytes).into()));
         assert_eq!(held.waiting().len(), 1);
         let [_, mut second] = requests;
@@ -172,7 +172,7 @@ mod tests {
     fn writes_are_executed_in_the_order_in_which_they_are_released() {
         let held = Held::only(&[Operation::Write]);
         let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
-        let storage = held.over(memory.clone());
+        let storage = held.wrap(memory.clone());
         let mut first = storage.write(0, Buffer::copied(b"first").into());
         let second = storage.write(0, Buffer::copied(b"second").into());
         block_on(storage.flush()).unwrap();
@@ -182,11 +182,11 @@ mod tests {
         drop(second);
         assert!(held.let_go(1) && !held.let_go(1));
         assert_eq!(memory.contents(), b"second", "its future was dropped, and it is executed nevertheless");
-        held.open();
+        held.release_all();
         block_on(first).unwrap();
         assert_eq!(memory.contents(), b"firstd");
         block_on(storage.write(0, Buffer::copied(b"third").into())).unwrap();
-        held.close();
+        held.hold_again();
         drop(storage.write(0, Buffer::copied(b"fourth").into()));
         assert_eq!((memory.contents().as_slice(), held.waiting().len()), (b"thirdd".as_slice(), 1));
     }

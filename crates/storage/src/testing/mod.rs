@@ -45,7 +45,7 @@ use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
 use crate::storage::{Alignment, Extent, Request, Storage, ZeroHow};
 
-pub use chance::Chance;
+pub use chance::SeededRandom;
 pub use counting::{Counting, Counts, SeenRequest};
 pub use delayed::Delayed;
 pub use failing::{Failing, Fault};
@@ -153,7 +153,7 @@ struct Through {
 }
 
 impl Through {
-    fn over<B: Behaviour + 'static>(storage: Arc<dyn Storage>, behaviour: &Arc<B>) -> Arc<dyn Storage> {
+    fn wrap<B: Behaviour + 'static>(storage: Arc<dyn Storage>, behaviour: &Arc<B>) -> Arc<dyn Storage> {
         let behaviour: Arc<dyn Behaviour> = Arc::<B>::clone(behaviour);
         Arc::new(Self { storage, behaviour })
     }
@@ -229,8 +229,8 @@ impl Storage for Through {
         Box::pin(async move { request.await.map(|()| cloned.load(Ordering::Acquire)) })
     }
 
-    fn clone_block(&self) -> u64 {
-        self.storage.clone_block()
+    fn clone_alignment(&self) -> u64 {
+        self.storage.clone_alignment()
     }
 
     fn file(&self) -> Option<BorrowedFd<'_>> {

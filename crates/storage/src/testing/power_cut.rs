@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use limosa_page::to_usize;
 use parking_lot::Mutex;
 
-use super::chance::Chance;
+use super::chance::SeededRandom;
 use super::sparse::SparseMemory;
 use super::{Behaviour, Call, Through};
 use crate::buffer::Buffer;
@@ -74,7 +74,7 @@ impl PowerCut {
         let mut record = self.0.lock();
         record.files.push((name.into(), bytes));
         let file = record.files.len() - 1;
-        Through::over(memory, &Arc::new(Recording { record: Arc::clone(&self.0), file }))
+        Through::wrap(memory, &Arc::new(Recording { record: Arc::clone(&self.0), file }))
     }
 
     /// How many moments there were: a cut can be at any of `0..=moments()`. What is noted together with this number is
@@ -89,7 +89,7 @@ impl PowerCut {
     pub fn cut(&self, moment: usize, loss: Loss) -> Vec<Vec<u8>> {
         let record = self.0.lock();
         let events = record.events.get(..moment).unwrap_or(&record.events);
-        let mut chance = Chance::new(if let Loss::Some(seed) = loss { seed } else { 0 });
+        let mut chance = SeededRandom::new(if let Loss::Some(seed) = loss { seed } else { 0 });
         let mut contents: Vec<_> = record.files.iter().map(|(_, bytes)| bytes.clone()).collect();
         // Per storage: the moment at which the last flush began that has completed.
         let mut flushed = vec![0; contents.len()];

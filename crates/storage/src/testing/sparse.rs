@@ -7,7 +7,7 @@ use std::sync::Arc;
 use limosa_page::to_usize;
 use parking_lot::Mutex;
 
-use super::chance::Chance;
+use super::chance::SeededRandom;
 use super::{Call, memory_under};
 use crate::buffer::IoVector;
 use crate::error::StorageError;
@@ -61,7 +61,7 @@ impl SparseMemory {
     #[must_use]
     pub fn device_with(name: &str, mut bytes: Vec<u8>, len: usize, seed: u64) -> Self {
         bytes.truncate(len);
-        let garbage = Chance::new(seed).bytes(len - bytes.len());
+        let garbage = SeededRandom::new(seed).bytes(len - bytes.len());
         bytes.extend(garbage);
         let device = Self { device: true, ..Self::file_with(name, bytes, len as u64) };
         device.state.lock().blocks.fill(ExtentKind::Data);

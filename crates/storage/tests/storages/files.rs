@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use limosa_storage::{
-    Buffer, CacheMode, Count, Create, ExtentKind, FileOptions, FileStorage, Io, IoVector, LockPolicy, Operation,
-    Storage, ZeroHow, block_on,
+    Buffer, CacheMode, Create, ExtentKind, FileOptions, FileStorage, Io, IoVector, LockPolicy, Operation,
+    OperationCount, Storage, ZeroHow, block_on,
 };
 use tempfile::TempDir;
 
@@ -128,14 +128,14 @@ fn what_was_asked_is_counted() {
         block_on(storage.allocate(0..65536)).unwrap();
         block_on(storage.flush()).unwrap();
         let counters = storage.counters();
-        let count = |operations, bytes| Count { operations, bytes };
+        let count = |operations, bytes| OperationCount { operations, bytes };
         assert_eq!(counters.writes, count(2, 12298));
         assert_eq!(counters.reads, count(2, 8192));
         assert_eq!(counters.zeroes, count(1, 4096));
         assert_eq!(counters.discards, count(1, 4096));
         assert_eq!(counters.allocations, count(1, 65536));
         assert_eq!(counters.flushes, 1);
-        assert_eq!((counters.bounced, counters.merged), (count(2, 4106), count(1, 10)));
+        assert_eq!((counters.bounced, counters.read_modify_writes), (count(2, 4106), count(1, 10)));
     }
     let storage = made(&folder, of(CacheMode::Unsafe, Io::Auto));
     block_on(storage.flush()).unwrap();
@@ -196,7 +196,7 @@ fn a_clone_shares_extents_or_returns_false_if_the_filesystem_cannot() {
     assert!(!block_on((*storage).clone_range(1, &from, 0, 100)).unwrap());
     assert!(block_on((*storage).clone_range(0, &from, 0, 0)).unwrap());
     assert_eq!((storage.counters().clones.operations, storage.counters().clones.bytes), (2, 65636));
-    assert!(storage.clone_block().is_power_of_two());
+    assert!(storage.clone_alignment().is_power_of_two());
     let memory: Arc<dyn Storage> = Arc::new(limosa_storage::MemoryStorage::growing_to(4096));
     assert!(!block_on((*storage).clone_range(0, &memory, 0, 512)).unwrap());
 }

@@ -92,10 +92,10 @@ pub enum Event {
     },
     /// Sync point with the [multifd](crate::multifd) channels: later data counts only when every channel has reached
     /// its next SYNC packet. A multifd stream has one in START, behind [`RamStart`](Self::RamStart); otherwise every
-    /// [`EndOfSection`](Self::EndOfSection) is a sync point, including that of START.
+    /// [`RamEos`](Self::RamEos) is a sync point, including that of START.
     MultifdFlush,
     /// The EOS word: no more records in this section.
-    EndOfSection,
+    RamEos,
     /// The footer behind it.
     SectionFooter {
         /// Section id.

@@ -105,7 +105,7 @@ impl Decoder {
         match flags {
             FLAG_EOS if offset == 0 => {
                 self.state = if self.bare { State::Ended } else { State::Footer };
-                return Ok(if self.bare { Event::EndOfStream } else { Event::EndOfSection });
+                return Ok(if self.bare { Event::EndOfStream } else { Event::RamEos });
             }
             FLAG_MULTIFD_FLUSH if offset == 0 && !self.mapped && !self.bare => return Ok(Event::MultifdFlush),
             PAGE | PAGE_CONTINUE | ZERO | ZERO_CONTINUE if self.mapped => {

@@ -1,7 +1,7 @@
 //! Where the device sections end, when only the description behind them says so.
 
 use limosa_stream::devices::{self, TAIL_LIMIT};
-use limosa_stream::{DeviceTail, GlobalState, SectionHeader, SectionKind, Vmdesc, section};
+use limosa_stream::{DeviceTailFinder, GlobalState, SectionHeader, SectionKind, Vmdesc, section};
 use proptest::prelude::*;
 
 struct Tail {
@@ -98,7 +98,7 @@ fn globalstate_has_the_bytes_qemu_writes() {
 #[test]
 fn the_end_is_found_with_the_last_byte_and_not_before() {
     let tail = plain();
-    let mut arriving = DeviceTail::new(0x1000, TAIL_LIMIT);
+    let mut arriving = DeviceTailFinder::new(0x1000, TAIL_LIMIT);
     for end in 1..tail.len() {
         assert_eq!(arriving.find(&tail[..end]).unwrap(), None, "after {end} bytes");
     }
@@ -134,11 +134,11 @@ fn a_forged_end_inside_a_device_body_is_not_believed() {
     assert_eq!((located.end, located.sections.len()), (tail.len(), 3));
     // It does fit: cut off there, nothing could show it.
     assert_eq!(devices::locate(&tail[..forged_end], 0, TAIL_LIMIT).unwrap().end, forged_end);
-    let mut arriving = DeviceTail::new(0, TAIL_LIMIT);
+    let mut arriving = DeviceTailFinder::new(0, TAIL_LIMIT);
     assert!(arriving.find(&tail[..forged_end]).unwrap().is_some());
     assert_eq!(arriving.find(&tail[..forged_end + 1]).unwrap(), None, "bytes behind it prove it wrong");
     assert_eq!(arriving.find(&tail).unwrap(), Some(located));
-    let mut at_once = DeviceTail::new(0, TAIL_LIMIT);
+    let mut at_once = DeviceTailFinder::new(0, TAIL_LIMIT);
     assert_eq!(at_once.find(&tail).unwrap().unwrap().sections.len(), 3);
 }
 
@@ -148,7 +148,7 @@ fn a_trailer_behind_the_description_is_left_alone() {
     let end = tail.len();
     tail.extend_from_slice(b"limosa's own {\"devices\":[]}");
     assert_eq!(devices::locate(&tail, 0, TAIL_LIMIT).unwrap().end, end);
-    assert_eq!(DeviceTail::new(0, TAIL_LIMIT).find(&tail).unwrap(), None);
+    assert_eq!(DeviceTailFinder::new(0, TAIL_LIMIT).find(&tail).unwrap(), None);
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn a_walk_that_fails_says_which_section() {
 #[test]
 fn a_tail_beyond_the_limit_is_refused() {
     let tail = plain();
-    let error = DeviceTail::new(0, 100).find(&tail).unwrap_err();
+    let error = DeviceTailFinder::new(0, 100).find(&tail).unwrap_err();
     assert!(error.to_string().contains("more than the limit of 100"), "{error}");
     assert!(devices::locate(&tail, 0, 100).is_err());
 }
@@ -240,7 +240,7 @@ proptest! {
             tail = tail.device(id, &format!("dev{id}"), body);
         }
         let tail = tail.finish();
-        let mut arriving = DeviceTail::new(0, TAIL_LIMIT);
+        let mut arriving = DeviceTailFinder::new(0, TAIL_LIMIT);
         let (mut end, mut cuts, mut found) = (0, cuts.into_iter().cycle(), None);
         while end < tail.len() {
             end = tail.len().min(end + cuts.next().unwrap_or(1));

@@ -351,7 +351,7 @@ fn return_messages_are_checked_against_type_and_length() {
     assert!(error(b"\0\x03\x02\x01").to_string().contains("the length that its type asks for"));
     let nameless = b"\0\x04\0\x0c\0\0\0\0\0\0\0\0\0\0\x10\0";
     assert!(error(nameless).to_string().contains("before one without"));
-    let mut resuming = ReturnDecoder::resuming(64);
+    let mut resuming = ReturnDecoder::for_recovery(64);
     resuming.push(nameless);
     assert!(matches!(resuming.next_message(), Ok(Some(ReturnMessage::RequestPages { block: None, .. }))));
     let short = b"\0\x03\0\x0e\0\0\0\0\0\0\0\0\0\0\x10\0\x05a";

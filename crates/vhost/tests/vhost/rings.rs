@@ -268,7 +268,7 @@ fn a_ring_that_has_run_and_does_not_run_is_idle() {
     let served = Served::new();
     let (peer, mut guest) = ready(&served, 0);
     let front_end = served.device.front_end();
-    let is_idle = || front_end.is_idle(1);
+    let is_idle = || front_end.is_queue_stopped(1);
     peer.start(&guest, 0, false);
     assert!(!is_idle(), "it is about to run");
     for enable in [true, false, true] {
@@ -278,7 +278,7 @@ fn a_ring_that_has_run_and_does_not_run_is_idle() {
     assert!(peer.share(&guest));
     assert!(!is_idle(), "it continues in the new memory");
     peer.base(&guest);
-    assert!(is_idle() && !front_end.is_idle(0) && !front_end.is_idle(64));
+    assert!(is_idle() && !front_end.is_queue_stopped(0) && !front_end.is_queue_stopped(64));
     peer.start(&guest, 0, true);
     assert!(!is_idle());
     // More buffers than there are descriptors.

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use crate::peer::until;
 use limosa_testkit::{Uml, UmlGuest, on_uml};
-use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, ServerError, Stopper, Vring};
+use limosa_vhost::{Device, FrontEnd, MoreWork, QueueError, Ram, Server, ServerError, Stopper, Vring};
 use vm_memory::Bytes as _;
 
 /// A minimal balloon: it counts the pages that it gets, and does not give them back to the host.
@@ -56,7 +56,7 @@ impl Device for Balloon {
         }
     }
 
-    fn memory(&self, memory: Arc<Ram>) {
+    fn set_memory(&self, memory: Arc<Ram>) {
         *self.ram.lock() = Some(memory);
     }
 
@@ -64,8 +64,8 @@ impl Device for Balloon {
         *self.front_end.lock() = Some(front_end);
     }
 
-    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<More, QueueError> {
-        let Some(chain) = vring.pop()? else { return Ok(More::No) };
+    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
+        let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
         let head = chain.head_index();
         let memory = chain.memory().clone();
         for descriptor in chain.readable() {
@@ -82,7 +82,7 @@ impl Device for Balloon {
         }
         vring.add_used(head, 0)?;
         vring.notify()?;
-        Ok(More::Yes)
+        Ok(MoreWork::Yes)
     }
 
     fn stopped(&self, _queue: usize) {}

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Parser;
 use clap::builder::PossibleValue;
 use limosa_console::parse;
-use limosa_image::qcow2::CloneMode;
+use limosa_image::qcow2::ReflinkMode;
 
 /// Measure limosa, compared with stock QEMU and with its own simpler methods.
 #[derive(Debug, Parser)]
@@ -43,7 +43,7 @@ pub(crate) struct BenchArgs {
     /// For cow: whether copied data is shared (reflinked) if the file system can: off, auto, or a minimum size; default
     /// auto
     #[arg(long, value_name = "off|auto|SIZE", value_parser = clone_mode)]
-    pub(crate) clone: Option<CloneMode>,
+    pub(crate) clone: Option<ReflinkMode>,
 
     /// How often each contestant runs
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
@@ -89,8 +89,8 @@ fn names() -> [PossibleValue; 9] {
 }
 
 /// `off`, `auto`, or the size from which on what would be copied is cloned.
-fn clone_mode(text: &str) -> Result<CloneMode, parse::ParseError> {
-    parse::threshold(text, CloneMode::Off, CloneMode::AUTO, CloneMode::From)
+fn clone_mode(text: &str) -> Result<ReflinkMode, parse::ParseError> {
+    parse::threshold(text, ReflinkMode::Off, ReflinkMode::AUTO, ReflinkMode::AtLeast)
 }
 
 #[cfg(test)]

@@ -13,8 +13,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use limosa_channel::{Channel, Counters, Listener, Options as ChannelOptions, Uri, ZeroCopy};
 use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
-use limosa_memory::{BlockOptions, FreePageSink, FreePages, FreePagesError, GuestMemory};
-use limosa_migrate::live::{LiveDestinationOptions, RecordWrite};
+use limosa_memory::{BlockOptions, FreePageHinting, FreePageSink, FreePagesError, GuestMemory};
+use limosa_migrate::live::{LiveDestinationOptions, RecordWriteMode};
 use limosa_migrate::multifd::{MultifdAccept, MultifdAcceptOptions, MultifdOptions, MultifdSourceOptions};
 use limosa_migrate::{
     Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrationParams, VmError,
@@ -179,7 +179,7 @@ impl PausedVm {
         let uri: Uri = to.uri.parse()?;
         let connect = |zero_copy| Channel::connect(&uri, &ChannelOptions { zero_copy, ..ChannelOptions::default() });
         let SendOptions { channels, packet_pages, copied, max_bandwidth, zeros, zero_copy, .. } = to.way;
-        let put = if copied { RecordWrite::Buffered } else { RecordWrite::Vectored };
+        let put = if copied { RecordWriteMode::Buffered } else { RecordWriteMode::Vectored };
         let (zero_check, zero_method) = zeros.params();
         // A guest that writes does so in all of its rounds.
         let downtime_limit = Duration::ZERO;
@@ -223,10 +223,10 @@ impl PausedVm {
         let before = own_cpu();
         let mut gathering =
             MultifdAccept::new(&listener, MultifdAcceptOptions { channels, within: LIMIT, main_first: false });
-        let channels = gathering.step(LIMIT)?.context("the migration's channels were not connected")?;
+        let channels = gathering.poll(LIMIT)?.context("the migration's channels were not connected")?;
         let options = LiveDestinationOptions { populate, ..LiveDestinationOptions::default() };
         let destination = LiveDestination::new(self, channels.main, &handle).options(options);
-        match destination.channels(channels.pages, MultifdOptions::default()).run() {
+        match destination.channels(channels.multifd, MultifdOptions::default()).run() {
             IncomingOutcome::Running(_) => say(&Answer::Running { cpu: nanoseconds(own_cpu().saturating_sub(before)) }),
             other => bail!("{other:?}"),
         }
@@ -237,19 +237,19 @@ impl PausedVm {
 #[derive(Debug)]
 struct ReportedFreePages(Vec<Range<u64>>);
 
-impl FreePages for ReportedFreePages {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+impl FreePageHinting for ReportedFreePages {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         let ranges = self.0.clone();
         let told = thread::Builder::new().name("free pages".into()).spawn(move || {
-            ranges.into_iter().for_each(|range| to.free(range));
+            ranges.into_iter().for_each(|range| to.add_range(range));
             to.complete();
         });
         told.map(drop).map_err(|error| FreePagesError::Failed { why: error.to_string() })
     }
 
-    fn stop(&self) {}
+    fn stop_list(&self) {}
 
-    fn done(&self) {}
+    fn return_pages(&self) {}
 }
 
 impl LiveVm for PausedVm {

@@ -82,7 +82,7 @@ fn what_a_write_has_returned_for_arrives_though_the_next_one_times_out() {
                 Err(error) => break error,
             }
         };
-        assert!(error.is_cut() && more <= length, "{error}");
+        assert!(error.lacks_close_notify() && more <= length, "{error}");
     }
 }
 

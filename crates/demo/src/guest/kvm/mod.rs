@@ -224,7 +224,7 @@ impl Guest for KvmGuest {
             (LogKind::Best | LogKind::KvmLog | LogKind::KvmRing, _) => {
                 Box::new(KvmLog::new(Arc::clone(&running.slots)))
             }
-            (LogKind::KvmLogInOneStep, _) => Box::new(KvmLog::new(Arc::clone(&running.slots)).in_one_step()),
+            (LogKind::KvmLogInOneStep, _) => Box::new(KvmLog::new(Arc::clone(&running.slots)).without_manual_protect()),
         };
         Ok(DirtyLogs::new(self.writers(), vec![log])?)
     }

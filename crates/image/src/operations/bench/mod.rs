@@ -11,7 +11,7 @@ use futures_util::{FutureExt, StreamExt, TryStreamExt};
 use limosa_page::to_u64;
 use limosa_storage::{Buffer, IoVector};
 
-use super::operation::{DiskOperation, OperationError, Progress, Watch};
+use super::operation::{DiskOperation, OperationError, Progress, ProgressObserver};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
@@ -95,7 +95,11 @@ fn places(options: &BenchOptions, len: u64) -> impl FnMut() -> u64 {
 ///
 /// # Errors
 /// [`OperationError`].
-pub async fn bench(disk: &dyn Disk, options: &BenchOptions, watch: Watch<'_>) -> Result<BenchReport, OperationError> {
+pub async fn bench(
+    disk: &dyn Disk,
+    options: &BenchOptions,
+    watch: ProgressObserver<'_>,
+) -> Result<BenchReport, OperationError> {
     let mut place = places(options, disk.len());
     let depth = options.depth.clamp(1, options.count.max(1));
     let mut free: Vec<Buffer> = Vec::new();

@@ -16,8 +16,8 @@ use futures_util::stream::FuturesUnordered;
 use limosa_storage::{Buffer, IoVector};
 
 use super::convert::{SECTOR, index};
-use super::operation::{DiskOperation, OperationError, Progress, Watch};
-use crate::disk::{BlockStatus, Disk, Mapped};
+use super::operation::{DiskOperation, OperationError, Progress, ProgressObserver};
+use crate::disk::{BlockStatus, Disk, MapEntry};
 use crate::offset::GuestOffset;
 use crate::setters::setters;
 
@@ -105,7 +105,7 @@ fn need(one: BlockStatus, other: BlockStatus) -> Need {
 }
 
 /// Whether two runs are allocated in the same way: the same kind, and both or neither somewhere in a file as they are.
-fn allocated_alike(one: &Mapped, other: &Mapped) -> bool {
+fn allocated_alike(one: &MapEntry, other: &MapEntry) -> bool {
     one.kind == other.kind && one.host.is_some() == other.host.is_some()
 }
 
@@ -117,7 +117,7 @@ pub async fn compare(
     one: &dyn Disk,
     other: &dyn Disk,
     options: &CompareOptions,
-    watch: Watch<'_>,
+    watch: ProgressObserver<'_>,
 ) -> Result<Comparison, CompareError> {
     let whole = |disk: &dyn Disk| {
         let len = disk.len().checked_next_multiple_of(SECTOR);
@@ -155,14 +155,14 @@ struct Work<'a> {
     first: parking_lot::Mutex<Option<(u64, Verdict)>>,
     done: AtomicU64,
     bytes_read: AtomicU64,
-    watch: Watch<'a>,
+    watch: ProgressObserver<'a>,
 }
 
 /// The part of the disks that is left.
 struct Feed {
     at: u64,
     /// The current run of each disk: its end, and its kind.
-    runs: [Option<(u64, Mapped)>; 2],
+    runs: [Option<(u64, MapEntry)>; 2],
     /// A worker found a difference: nothing behind it matters.
     differs: bool,
 }
@@ -243,10 +243,10 @@ impl Work<'_> {
     }
 
     /// Up to where a disk is alike, and what it is there. Behind its end it is zeros.
-    async fn map(&self, side: usize, at: u64) -> Result<(u64, Mapped), CompareError> {
+    async fn map(&self, side: usize, at: u64) -> Result<(u64, MapEntry), CompareError> {
         let disk = self.disks.get(side).filter(|disk| at < disk.len());
         let Some(disk) = disk else {
-            let nothing = Mapped { length: self.total - at, kind: BlockStatus::Unallocated, depth: 0, host: None };
+            let nothing = MapEntry { length: self.total - at, kind: BlockStatus::Unallocated, depth: 0, host: None };
             return Ok((self.total, nothing));
         };
         let left = disk.len() - at;

@@ -26,7 +26,7 @@ use futures_util::future::try_join_all;
 use futures_util::stream::FuturesUnordered;
 use limosa_storage::{Buffer, IoVector, block_on};
 
-use super::operation::{DiskOperation, OperationError, Progress, Watch};
+use super::operation::{DiskOperation, OperationError, Progress, ProgressObserver};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
@@ -53,7 +53,7 @@ pub struct ConvertOptions {
     pub target_is_zero: bool,
     /// Length in bytes of the target's backing image, which has the contents of the source's: only contents of the
     /// source itself are copied.
-    pub below: Option<u64>,
+    pub backing_length: Option<u64>,
     /// Whether sectors that cannot be read become zeros.
     pub salvage: bool,
     /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for
@@ -67,7 +67,7 @@ setters!(ConvertOptions {
     sparse: u64,
     out_of_order: bool,
     target_is_zero: bool,
-    below: Option<u64>,
+    backing_length: Option<u64>,
     salvage: bool,
     copy_range: bool,
 });
@@ -87,7 +87,7 @@ impl Default for ConvertOptions {
             sparse: Self::SPARSE,
             out_of_order: false,
             target_is_zero: false,
-            below: None,
+            backing_length: None,
             salvage: false,
             copy_range: false,
         }
@@ -175,7 +175,7 @@ pub async fn convert(
     sources: &[Arc<dyn Disk>],
     target: &dyn Disk,
     options: &ConvertOptions,
-    watch: Watch<'_>,
+    watch: ProgressObserver<'_>,
 ) -> Result<ConvertCounters, OperationError> {
     let conversion = Conversion::new(sources, target, options, watch)?;
     let workers: FuturesUnordered<_> = (0..options.requests.max(1)).map(|_| conversion.worker()).collect();
@@ -198,7 +198,7 @@ pub fn convert_on_threads(
     sources: &[Arc<dyn Disk>],
     target: &dyn Disk,
     options: &ConvertOptions,
-    watch: Watch<'_>,
+    watch: ProgressObserver<'_>,
 ) -> Result<ConvertCounters, OperationError> {
     let conversion = Conversion::new(sources, target, options, watch)?;
     let work = || {
@@ -256,7 +256,7 @@ struct Conversion<'a> {
     plainly: AtomicBool,
     /// A worker has failed.
     stopped: AtomicBool,
-    watch: Watch<'a>,
+    watch: ProgressObserver<'a>,
 }
 
 /// The work that is left.
@@ -276,7 +276,7 @@ impl<'a> Conversion<'a> {
         sources: &[Arc<dyn Disk>],
         target: &'a dyn Disk,
         options: &'a ConvertOptions,
-        watch: Watch<'a>,
+        watch: ProgressObserver<'a>,
     ) -> Result<Self, OperationError> {
         let source = Source::new(sources)?;
         let total = source.len();
@@ -383,7 +383,7 @@ impl<'a> Conversion<'a> {
             if at >= self.source.len() {
                 return Ok(None);
             }
-            let span = match self.source.map(at, self.options.below).await {
+            let span = match self.source.map(at, self.options.backing_length).await {
                 Ok(span) => span,
                 // Perhaps it can be read all the same.
                 Err(_) if self.options.salvage => {
@@ -511,7 +511,7 @@ impl<'a> Conversion<'a> {
         }
         let at_once = range.end.min(range.start.saturating_add(ZERO_AT_ONCE));
         // On top of another disk, zeros are said, not supposed: that disk may be exchanged.
-        if self.options.below.is_some() {
+        if self.options.backing_length.is_some() {
             return Ok((at_once, false));
         }
         let left = range.end - range.start;

@@ -16,7 +16,7 @@ use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
 use crate::gate::Policy;
 use crate::new_image::{CreatedFiles, NewImage, UnfinishedFiles};
-use crate::operations::operation::{OperationError, Watch};
+use crate::operations::operation::{OperationError, ProgressObserver};
 use crate::probe::Format;
 use crate::reference::Reference;
 
@@ -28,7 +28,7 @@ pub struct ConvertRequest {
     pub sources: Vec<NamedImage>,
     /// The target.
     pub target: ConvertTarget,
-    /// The way of copying. For a new target, `below` and `target_is_zero` are determined from it.
+    /// The way of copying. For a new target, `backing_length` and `target_is_zero` are determined from it.
     pub options: ConvertOptions,
 }
 
@@ -116,7 +116,7 @@ impl ConvertRequest {
             ConvertTarget::Existing(target) => (target, None),
             ConvertTarget::New(new) => {
                 let made = new.create(sources.len(), length, unfinished).await?;
-                (options.below, options.target_is_zero) = (made.below, made.is_zero);
+                (options.backing_length, options.target_is_zero) = (made.below, made.is_zero);
                 (made.image, Some(made.files))
             }
         };
@@ -186,7 +186,7 @@ impl PreparedConversion<'_> {
     ///
     /// # Errors
     /// [`OperationError`]. Files that were created for the target are removed.
-    pub fn run(self, watch: Watch<'_>) -> Result<ConvertCounters, OperationError> {
+    pub fn run(self, watch: ProgressObserver<'_>) -> Result<ConvertCounters, OperationError> {
         let target = self.target.as_disk();
         let counters = convert_on_threads(&self.sources, &*target, &self.options, watch)?;
         let finished = block_on(target.close());

@@ -104,7 +104,7 @@ fn what_lies_below_the_target_already_is_left_to_it() {
         (4096, BlockStatus::Zero, 0, 0),
     ];
     let target = TestDisk::dirty(20480);
-    let counters = run(&sources(&[parts]), &target, &ConvertOptions { below: Some(16384), ..small() });
+    let counters = run(&sources(&[parts]), &target, &ConvertOptions { backing_length: Some(16384), ..small() });
     assert_eq!(target.asked(), [Asked::Write(0..4096), Asked::Zero(8192..12288)]);
     assert_eq!(counters.bytes_below, 12288);
 }

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 
 use futures_util::FutureExt;
 use futures_util::future::join_all;
-use limosa_page::broken;
+use limosa_page::broken_invariant;
 use limosa_storage::Request;
 
 use super::allocator::InUse;
@@ -70,7 +70,7 @@ impl Future for InPlace {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let Some((request, _)) = &mut self.request else {
-            return Poll::Ready(Err(broken("a write that is over is not polled again").into()));
+            return Poll::Ready(Err(broken_invariant("a write that is over is not polled again").into()));
         };
         let Poll::Ready(done) = request.as_mut().poll(context) else { return Poll::Pending };
         self.request = None;

@@ -26,7 +26,7 @@ const PURPOSES: usize = OperationKind::Flush as usize + 1;
 /// Operations of one purpose.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Operations {
+pub struct OperationCount {
     /// How many.
     pub operations: u64,
     /// Of how many bytes together.
@@ -39,31 +39,31 @@ pub struct Operations {
 #[non_exhaustive]
 pub struct Counts {
     /// Contents read for the guest.
-    pub data_reads: Operations,
+    pub data_reads: OperationCount,
     /// Contents written for the guest, and nothing else with them.
-    pub data_writes: Operations,
+    pub data_writes: OperationCount,
     /// Contents read to fill a new cluster.
-    pub cow_reads: Operations,
+    pub cow_reads: OperationCount,
     /// New clusters written: with the guest's contents what has to be around them.
-    pub cow_writes: Operations,
+    pub cow_writes: OperationCount,
     /// Contents that a new cluster shares with where they were, in place of a copy.
-    pub clones: Operations,
+    pub clones: OperationCount,
     /// Parts of the L1 table written.
-    pub l1_writes: Operations,
+    pub l1_writes: OperationCount,
     /// Slices of L2 tables read.
-    pub l2_reads: Operations,
+    pub l2_reads: OperationCount,
     /// L2 tables written: slices, and new tables as a whole.
-    pub l2_writes: Operations,
+    pub l2_writes: OperationCount,
     /// Slices of refcount blocks read.
-    pub refcount_reads: Operations,
+    pub refcount_reads: OperationCount,
     /// Refcount blocks and parts of the refcount table written.
-    pub refcount_writes: Operations,
+    pub refcount_writes: OperationCount,
     /// Changes of the header.
-    pub header_writes: Operations,
+    pub header_writes: OperationCount,
     /// Ranges zeroed by the storage itself.
-    pub zeroes: Operations,
+    pub zeroes: OperationCount,
     /// Ranges that the storage discarded.
-    pub discards: Operations,
+    pub discards: OperationCount,
     /// Flushes of the storages.
     pub flushes: u64,
     /// Requests that were carried out with the copy of another one.
@@ -95,7 +95,7 @@ impl Counters {
         let operations = |purpose: OperationKind| {
             let load =
                 |from: &[AtomicU64; PURPOSES]| from.get(purpose as usize).map_or(0, |n| n.load(Ordering::Relaxed));
-            Operations { operations: load(&self.operations), bytes: load(&self.bytes) }
+            OperationCount { operations: load(&self.operations), bytes: load(&self.bytes) }
         };
         Counts {
             data_reads: operations(OperationKind::DataRead),

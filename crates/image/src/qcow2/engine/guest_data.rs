@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use limosa_page::{BrokenInvariant, broken, invariant, to_u64, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, invariant, to_u64, to_usize};
 use limosa_storage::{Buffer, IoVector, Request};
 
 use super::context::Context;
@@ -136,7 +136,7 @@ impl GuestData {
         let inside = to_usize(at.within(cluster));
         let wanted = bytes.get(inside..inside.saturating_add(into.len()));
         // Anything less would leave bytes of the buffer as they were, and be taken for the disk's.
-        let wanted = wanted.ok_or_else(|| broken("a read of a compressed cluster is within it"))?;
+        let wanted = wanted.ok_or_else(|| broken_invariant("a read of a compressed cluster is within it"))?;
         Ok(invariant(into.copy_from(0, wanted) == into.len(), "a read fills its buffer")?)
     }
 }

@@ -92,7 +92,7 @@ use super::seams;
 use super::shared_future::SharedFuture;
 use super::tables::{MakeRoom, Tables};
 use super::writer::{Writer, Zeroing};
-use crate::disk::{Disk, Mapped, Pending};
+use crate::disk::{Disk, MapEntry, Pending};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::qcow2::format::header::Header;
@@ -376,7 +376,7 @@ impl Disk for Qcow2 {
         })
     }
 
-    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, Mapped> {
+    fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, MapEntry> {
         let length = length.max(1);
         Box::pin(async move {
             let _inside = self.inner.admit(at, length)?;

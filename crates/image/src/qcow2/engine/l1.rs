@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use limosa_page::{BrokenInvariant, broken, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 
 use super::locks::{Rank, RankedRwLock};
 use crate::offset::HostOffset;
@@ -66,7 +66,7 @@ impl L1 {
     pub(super) fn set(&self, index: L1Index, entry: L1Entry) -> Result<(), BrokenInvariant> {
         let mut table = self.table.write();
         let word = table.words.get_mut(to_usize(index.0));
-        *word.ok_or_else(|| broken("the L1 table has the entry that is changed"))? = entry.encode();
+        *word.ok_or_else(|| broken_invariant("the L1 table has the entry that is changed"))? = entry.encode();
         table.dirty.insert(index.0 / (BLOCK / 8));
         Ok(())
     }
@@ -95,7 +95,8 @@ impl L1 {
         let mut table = self.table.write();
         let block = |block: &u64| {
             let begin = to_usize(block * (BLOCK / 8));
-            let rest = table.words.get(begin..).ok_or_else(|| broken("a changed block is within the L1 table"))?;
+            let rest =
+                table.words.get(begin..).ok_or_else(|| broken_invariant("a changed block is within the L1 table"))?;
             let words = rest.iter().take(BLOCK_ENTRIES);
             let bytes = words.flat_map(|word| word.to_be_bytes()).collect();
             Ok(CapturedBlock { number: *block, at: table.at + block * BLOCK, bytes })

@@ -4,22 +4,22 @@ use crate::setters::setters;
 
 /// Whether contents of a new cluster are cloned, where the filesystem can, in place of being copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CloneMode {
+pub enum ReflinkMode {
     /// They are copied.
     Off,
     /// They are shared if a write would copy at least this many bytes.
-    From(u64),
+    AtLeast(u64),
 }
 
-impl CloneMode {
+impl ReflinkMode {
     /// From where on a clone was measured to be the less of the two, on XFS (docs/benchmarks/2026-11-22-reflinks.md):
     /// clusters of 256 KiB that a small write begins are faster cloned, those of 64 KiB are faster copied, and between
     /// them the time gained is lost in CPU. A clone changes the filesystem's own tables, which takes the same time for
     /// any length; and bytes that are then written over it need space again.
-    pub const AUTO: Self = Self::From(128 << 10);
+    pub const AUTO: Self = Self::AtLeast(128 << 10);
 }
 
-impl Default for CloneMode {
+impl Default for ReflinkMode {
     fn default() -> Self {
         Self::AUTO
     }
@@ -32,7 +32,7 @@ pub struct Qcow2Options {
     /// The most memory for L2 slices, in bytes; refcount blocks get a quarter of it on top.
     pub cache_size: u64,
     /// Whether new clusters are filled by cloning.
-    pub clone_mode: CloneMode,
+    pub reflink_mode: ReflinkMode,
     /// Whether nothing is written, the header included.
     pub read_only: bool,
     /// Whether refcounts are written late; `None`: what the image says.
@@ -46,7 +46,7 @@ pub struct Qcow2Options {
 
 setters!(Qcow2Options {
     cache_size: u64,
-    clone_mode: CloneMode,
+    reflink_mode: ReflinkMode,
     read_only: bool,
     lazy_refcounts: Option<bool>,
     allocate_ahead: u64,
@@ -57,7 +57,7 @@ impl Default for Qcow2Options {
     fn default() -> Self {
         Self {
             cache_size: 32 << 20,
-            clone_mode: CloneMode::default(),
+            reflink_mode: ReflinkMode::default(),
             read_only: false,
             lazy_refcounts: None,
             allocate_ahead: 4 << 20,

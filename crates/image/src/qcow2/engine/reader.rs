@@ -13,7 +13,7 @@ use super::preallocated::Preallocated;
 use super::seams;
 use super::shared_future::all;
 use super::tables::Tables;
-use crate::disk::{BlockStatus, Mapped};
+use crate::disk::{BlockStatus, MapEntry};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 
@@ -75,9 +75,9 @@ impl Reader {
     }
 
     /// Returns where the bytes from `at` on come from; see [`Disk::map`](crate::disk::Disk::map).
-    pub(super) async fn map(&self, at: GuestOffset, length: u64) -> Result<Mapped, ImageError> {
+    pub(super) async fn map(&self, at: GuestOffset, length: u64) -> Result<MapEntry, ImageError> {
         let _in_use = self.allocator.enter();
-        let mapped = |length: u64, kind, host| Mapped { length, kind, depth: 0, host };
+        let mapped = |length: u64, kind, host| MapEntry { length, kind, depth: 0, host };
         let end = at + length;
         let Extent { mut length, kind } = self.tables.extent(at, end).await?;
         let place = |host: HostOffset| Some((Arc::clone(self.context.data().name()), host));
@@ -108,7 +108,7 @@ impl Reader {
                         0 => mapped(length, BlockStatus::Unallocated, host.and_then(place)),
                         holds => {
                             let below = backing.map(at, length.min(holds)).await?;
-                            Mapped { depth: below.depth + 1, ..below }
+                            MapEntry { depth: below.depth + 1, ..below }
                         }
                     },
                 }

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use limosa_page::{BrokenInvariant, broken, invariant, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, invariant, to_usize};
 use limosa_storage::{Buffer, IoVector};
 
 use super::context::Context;
@@ -102,7 +102,7 @@ impl Refcounts {
     pub(super) fn has_block(&self, index: usize, at: HostOffset) -> Result<(), BrokenInvariant> {
         let mut cache = self.cache.lock();
         let block = cache.blocks.get_mut(index);
-        *block.ok_or_else(|| broken("the refcount table has an entry for a new block"))? = at.0;
+        *block.ok_or_else(|| broken_invariant("the refcount table has an entry for a new block"))? = at.0;
         Ok(())
     }
 
@@ -154,7 +154,7 @@ impl Refcounts {
     pub(super) async fn look<R>(&self, slice: HostOffset, look: impl FnOnce(&[u8]) -> R) -> Result<R, ImageError> {
         self.load(slice).await?;
         let cache = self.cache.lock();
-        let slot = cache.slots.get(&slice).ok_or_else(|| broken(STAYS))?;
+        let slot = cache.slots.get(&slice).ok_or_else(|| broken_invariant(STAYS))?;
         Ok(look(&slot.bytes))
     }
 
@@ -171,7 +171,7 @@ impl Refcounts {
     async fn change<R>(&self, slice: HostOffset, change: impl FnOnce(&mut [u8]) -> R) -> Result<R, ImageError> {
         self.load(slice).await?;
         let mut cache = self.cache.lock();
-        let slot = cache.slots.get_mut(&slice).ok_or_else(|| broken(STAYS))?;
+        let slot = cache.slots.get_mut(&slice).ok_or_else(|| broken_invariant(STAYS))?;
         slot.dirty = true;
         Ok(change(&mut slot.bytes))
     }

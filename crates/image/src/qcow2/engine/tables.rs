@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt;
-use limosa_page::{BrokenInvariant, broken, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use limosa_storage::Buffer;
 
 use super::allocator::Allocator;
@@ -152,7 +152,8 @@ impl Tables {
     /// The entry at an address, of a slice's words.
     fn entry(&self, words: &[u64], address: EntryAddress) -> Result<L2Entry, ImageError> {
         let geometry = self.context.geometry();
-        let word = |at: usize| words.get(at).copied().ok_or_else(|| broken("an L2 entry is within its slice"));
+        let word =
+            |at: usize| words.get(at).copied().ok_or_else(|| broken_invariant("an L2 entry is within its slice"));
         let bitmap = if geometry.extended_l2 { word(address.word + 1)? } else { 0 };
         L2Entry::decode(word(address.word)?, bitmap, geometry, self.context.rules()).map_err(|fault| {
             self.context.corrupt(format!("L2 table at {}, entry {}", address.table, address.number), fault.to_string())
@@ -304,7 +305,7 @@ impl Tables {
         }
         let runs = self.allocator.allocate(ClusterCount::ONE).await?;
         let geometry = self.context.geometry();
-        let run = runs.first().ok_or_else(|| broken("an allocation hands out what was asked for"))?;
+        let run = runs.first().ok_or_else(|| broken_invariant("an allocation hands out what was asked for"))?;
         let at = run.first.begin(geometry.cluster_bits);
         let length = geometry.cluster_size();
         // The cluster may have been a table before, whose reading may have been begun.

@@ -3,7 +3,7 @@
 //! Law: bitmaps outlive us. limosa does not keep them up; before it writes for the first time it marks those that would
 //! have to follow the disk as in use, which means that they do not, and leaves the others as they are.
 
-use limosa_page::{broken, to_usize};
+use limosa_page::{broken_invariant, to_usize};
 use limosa_storage::{Buffer, Storage};
 
 use super::feature::Features;
@@ -128,7 +128,7 @@ pub(in crate::qcow2) async fn entries(storage: &dyn Storage, header: &Header) ->
         let at = end - rest.len() as u64;
         let (entry, length) = decode(rest, at, header).map_err(|why| corrupt(Some(number), why))?;
         found.push(entry);
-        rest = rest.get(length..).ok_or_else(|| broken("an entry is within the bitmap directory"))?;
+        rest = rest.get(length..).ok_or_else(|| broken_invariant("an entry is within the bitmap directory"))?;
     }
     if found.len() as u64 != u64::from(extension.count) {
         return Err(corrupt(None, format!("{} bitmaps; the header says {}", found.len(), extension.count)));

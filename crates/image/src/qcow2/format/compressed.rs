@@ -4,7 +4,7 @@
 //! its last sector are ignored.
 
 use flate2::{Decompress, FlushDecompress, Status};
-use limosa_page::{BrokenInvariant, broken, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
 use super::header::Compression;
@@ -43,8 +43,11 @@ fn inflate(packed: &[u8], into: &mut [u8]) -> Result<usize, UnpackFault> {
     let mut stream = Decompress::new(false);
     loop {
         let (taken, made) = (stream.total_in(), stream.total_out());
-        let rest = packed.get(to_usize(taken)..).ok_or_else(|| broken("zlib takes no more than it is given"))?;
-        let room = into.get_mut(to_usize(made)..).ok_or_else(|| broken("zlib makes no more than there is room for"))?;
+        let rest =
+            packed.get(to_usize(taken)..).ok_or_else(|| broken_invariant("zlib takes no more than it is given"))?;
+        let room = into
+            .get_mut(to_usize(made)..)
+            .ok_or_else(|| broken_invariant("zlib makes no more than there is room for"))?;
         let full = room.is_empty();
         let status = stream.decompress(rest, room, FlushDecompress::Finish).map_err(UnpackFault::Zlib)?;
         let stuck = (stream.total_in(), stream.total_out()) == (taken, made);

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-use limosa_page::{BrokenInvariant, broken, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 
 use super::feature::FeatureName;
 use crate::offset::HostOffset;
@@ -143,7 +143,8 @@ impl Extensions {
     pub(in crate::qcow2) fn encode(&self) -> Result<Vec<u8>, BrokenInvariant> {
         let mut area = Vec::new();
         for (kind, data) in self.parts() {
-            let length = u32::try_from(data.len()).map_err(|_| broken("a header extension's length has 32 bits"))?;
+            let length =
+                u32::try_from(data.len()).map_err(|_| broken_invariant("a header extension's length has 32 bits"))?;
             area.extend_from_slice(&kind.to_be_bytes());
             area.extend_from_slice(&length.to_be_bytes());
             area.extend_from_slice(&data);

@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::sync::Arc;
 
-use limosa_page::{broken, to_u64, to_usize};
+use limosa_page::{broken_invariant, to_u64, to_usize};
 use limosa_storage::{Buffer, Storage};
 
 use super::entry::EntryRules;
@@ -378,7 +378,8 @@ impl Header {
     /// # Errors
     /// [`ImageError::Internal`]: a length that has more than 32 bits.
     pub fn encode_fields(&self) -> Result<Vec<u8>, ImageError> {
-        let narrow = |length: usize| u32::try_from(length).map_err(|_| broken("lengths in a header have 32 bits"));
+        let narrow =
+            |length: usize| u32::try_from(length).map_err(|_| broken_invariant("lengths in a header have 32 bits"));
         let (backing_at, backing) = self.backing.as_ref().map_or((0, 0), |backing| (backing.at, backing.name.len()));
         let mut fields = MAGIC.to_vec();
         let mut put = |bytes: &[u8]| fields.extend_from_slice(bytes);

@@ -6,7 +6,7 @@
 use std::ffi::OsString;
 use std::sync::Arc;
 
-use limosa_page::{BrokenInvariant, broken, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use limosa_storage::{Buffer, Storage, StorageError, ZeroHow};
 
 use super::layout::{Layout, TooLarge};
@@ -165,8 +165,9 @@ impl CreateOptions {
     }
 
     fn header(&self, layout: &Layout) -> Result<Header, BrokenInvariant> {
-        let narrow =
-            |number: u64| u32::try_from(number).map_err(|_| broken("a layout's tables are within the format's limits"));
+        let narrow = |number: u64| {
+            u32::try_from(number).map_err(|_| broken_invariant("a layout's tables are within the format's limits"))
+        };
         Ok(Header {
             version: self.version,
             cluster_bits: layout.geometry.cluster_bits,

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use limosa_page::{broken, to_usize};
+use limosa_page::{broken_invariant, to_usize};
 use limosa_storage::{Storage, ZeroHow};
 
 use super::check::extend::{extend, release};
@@ -211,8 +211,9 @@ impl Growth<'_> {
         let width = to_usize(geometry.l2_entry_size());
         for (index, cluster) in part.clone().enumerate() {
             let offset = to_usize(cluster % geometry.l2_entries()) * width;
-            let slot =
-                table.get_mut(offset..offset + width).ok_or_else(|| broken("an entry is within its L2 table"))?;
+            let slot = table
+                .get_mut(offset..offset + width)
+                .ok_or_else(|| broken_invariant("an entry is within its L2 table"))?;
             if slot.iter().all(|byte| *byte == 0) {
                 let host = if data == 0 { cluster } else { first + index as u64 };
                 let (bits, bitmap) = new_entry(host << bits, &geometry);
@@ -328,7 +329,7 @@ async fn cut_table(storage: &dyn Storage, header: &mut Header, number: u64, from
     let mut table = tables::bytes(storage, old, cluster_size).await?;
     let width = to_usize(geometry.l2_entry_size());
     let cut = if from == 0 { table.len() } else { to_usize(from) * width };
-    let gone = table.get_mut(cut..).ok_or_else(|| broken("a table is cut off within it"))?;
+    let gone = table.get_mut(cut..).ok_or_else(|| broken_invariant("a table is cut off within it"))?;
     if gone.iter().all(|byte| *byte == 0) {
         return Ok(());
     }

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::Args;
-use limosa_image::qcow2::CloneMode;
+use limosa_image::qcow2::ReflinkMode;
 use limosa_storage::{CacheMode, Io};
 
 use super::image::{ImageArgs, ShareArg, parse_aio};
@@ -67,7 +67,7 @@ pub(crate) struct ImgBenchArgs {
 
     /// Whether copied data is shared (reflinked) if the file system can: off, auto, or a minimum size
     #[arg(long, value_name = "off|auto|SIZE", default_value = "auto", value_parser = clone_mode)]
-    clone: CloneMode,
+    clone: ReflinkMode,
 
     #[command(flatten)]
     share: ShareArg,
@@ -121,6 +121,6 @@ impl ImgBenchArgs {
 }
 
 /// `off`, `auto`, or the size from which on what would be copied is cloned.
-fn clone_mode(text: &str) -> Result<CloneMode, parse::ParseError> {
-    parse::threshold(text, CloneMode::Off, CloneMode::AUTO, CloneMode::From)
+fn clone_mode(text: &str) -> Result<ReflinkMode, parse::ParseError> {
+    parse::threshold(text, ReflinkMode::Off, ReflinkMode::AUTO, ReflinkMode::AtLeast)
 }

@@ -46,7 +46,7 @@ impl KvmLog {
 
     /// Protects all pages of a slot in one step, as a KVM without the capability does.
     #[must_use]
-    pub fn in_one_step(mut self) -> Self {
+    pub fn without_manual_protect(mut self) -> Self {
         self.manual = false;
         self
     }

@@ -89,7 +89,7 @@ impl KvmSlots {
 
     fn set(&self, slot: &KvmSlot, flags: u32, present: bool) -> io::Result<()> {
         let block = self.memory.block(slot.region.block).map_err(io::Error::other)?;
-        let place = block.place(slot.region.pages).ok_or_else(|| io::Error::other("the region is not in its block"))?;
+        let place = block.iovec(slot.region.pages).ok_or_else(|| io::Error::other("the region is not in its block"))?;
         let region = kvm_userspace_memory_region {
             slot: slot.slot,
             flags,

@@ -1,7 +1,7 @@
 //! Device sections, handed over by name.
 
-use limosa_page::{broken, invariant};
-use limosa_stream::{DeviceState, OpaqueSection};
+use limosa_page::{broken_invariant, invariant};
+use limosa_stream::{CompleteTail, OpaqueSection};
 
 use crate::error::MigrateError;
 use crate::live::IncomingVm;
@@ -27,10 +27,10 @@ pub(super) fn load_each<'s, V: IncomingVm + ?Sized>(
 pub(super) fn load_found<V: IncomingVm + ?Sized>(
     vm: &V,
     tail: &[u8],
-    devices: &DeviceState,
+    devices: &CompleteTail,
 ) -> Result<(), MigrateError> {
     let sections = tail.get(devices.sections_range.clone());
-    let sections = sections.ok_or_else(|| broken("the device sections are part of the tail"))?;
+    let sections = sections.ok_or_else(|| broken_invariant("the device sections are part of the tail"))?;
     if let Ok((found, length)) = OpaqueSection::decode_all(sections)
         && length == sections.len()
     {
@@ -38,7 +38,7 @@ pub(super) fn load_found<V: IncomingVm + ?Sized>(
     }
     devices.sections.iter().try_for_each(|section| {
         let state = tail.get(section.body.clone());
-        let state = state.ok_or_else(|| broken("a device section's state is part of the tail"))?;
+        let state = state.ok_or_else(|| broken_invariant("a device section's state is part of the tail"))?;
         let (instance, version) = (section.instance, section.version);
         load(vm, OpaqueSection { name: &section.name, instance, version, state })
     })

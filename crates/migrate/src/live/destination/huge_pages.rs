@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_full_comes_into_huge_pages_as_soon_as_they_are_paid_for() {
-        let (came, huge) = populated(64, PageRange::first(64 * PIECE).chunks(128));
+        let (came, huge) = populated(64, PageRange::whole_block(64 * PIECE).chunks(128));
         assert_eq!(came, 64 * PIECE);
         assert_eq!(huge, 64);
     }

@@ -40,10 +40,10 @@ pub use outcome::{IncomingOutcome, IncomingStats, UndecidedIncoming};
 pub use postcopy::{AcceptPreempt, PostcopyIncomingStats, PostcopyPaused};
 
 use super::shared_memory::passed_blocks;
-use super::{IncomingVm, SharedMemory};
+use super::{IncomingVm, SharedMemoryMode};
 use crate::control::{Handle, Phase, Progress};
 use crate::destination::{
-    Broken, Destination, DestinationOptions, Hooks, Incoming, MultifdOptions, Ownership, Received, SourceNow,
+    Broken, Destination, DestinationOptions, Hooks, MultifdOptions, Ownership, Received, ReceivedStream, SourceNow,
 };
 use crate::error::MigrateError;
 use crate::pages::StreamSetup;
@@ -66,7 +66,7 @@ pub struct LiveDestinationOptions {
     /// handle faults (userfaultfd).
     pub postcopy: bool,
     /// The treatment of shared memory. The source's has to be the same.
-    pub shared_memory: SharedMemory,
+    pub shared_memory: SharedMemoryMode,
     /// Whether memory is populated before pages are read to it, so that they do not fault one by one; where a processor
     /// is left besides those that read the channels, by a thread that keeps ahead of them: at most a 32nd more than
     /// what comes.
@@ -80,7 +80,7 @@ impl Default for LiveDestinationOptions {
             answer_timeout: Some(Duration::from_secs(60)),
             end_of_stream_timeout: Duration::from_millis(5),
             postcopy: true,
-            shared_memory: SharedMemory::Sent,
+            shared_memory: SharedMemoryMode::Sent,
             populate: true,
         }
     }
@@ -237,7 +237,11 @@ impl Drop for StopsPopulating<'_, '_> {
 }
 
 /// Loads and starts a VM whose stream has ended.
-fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress: &Progress) -> IncomingOutcome<'a, V> {
+fn arrived<'a, V: IncomingVm + ?Sized>(
+    vm: &'a V,
+    incoming: &ReceivedStream,
+    progress: &Progress,
+) -> IncomingOutcome<'a, V> {
     let owner = incoming.owner();
     // A stock source that is refused resumes its VM; one without a return path has given it away before.
     let refused = |error: MigrateError| {
@@ -272,12 +276,12 @@ fn arrived<'a, V: IncomingVm + ?Sized>(vm: &'a V, incoming: &Incoming, progress:
     progress.enter(Phase::Completed);
     // It runs, whether or not the source is told.
     let unheard = incoming.acknowledge().err();
-    IncomingOutcome::Running(IncomingStats { received: incoming.stats, postcopy: None, unheard })
+    IncomingOutcome::Running(IncomingStats { received: incoming.stats, postcopy: None, acknowledge_error: unheard })
 }
 
 /// Returns the channel that descriptors of memory will come through, if any are expected.
-fn expect_memory(shared: SharedMemory, channel: &Channel) -> Result<Option<Channel>, MigrateError> {
-    if shared != SharedMemory::Passed {
+fn expect_memory(shared: SharedMemoryMode, channel: &Channel) -> Result<Option<Channel>, MigrateError> {
+    if shared != SharedMemoryMode::Passed {
         return Ok(None);
     }
     if !channel.passes_descriptors() {
@@ -285,7 +289,7 @@ fn expect_memory(shared: SharedMemory, channel: &Channel) -> Result<Option<Chann
             "memory is passed through a unix socket alone, and the channel is another one".into(),
         ));
     }
-    channel.accept_descriptors(usize::MAX);
+    channel.allow_descriptors(usize::MAX);
     Ok(Some(channel.try_clone()?))
 }
 
@@ -293,7 +297,7 @@ fn expect_memory(shared: SharedMemory, channel: &Channel) -> Result<Option<Chann
 struct VmHooks<'a, 'r, V: IncomingVm + ?Sized> {
     vm: &'a V,
     ram: &'r GuestRam<'a>,
-    shared: SharedMemory,
+    shared: SharedMemoryMode,
     /// The channel that descriptors of memory have come through, until they are taken.
     passing: Mutex<Option<Channel>>,
     postcopy: bool,
@@ -305,15 +309,15 @@ impl<V: IncomingVm + ?Sized> Hooks for VmHooks<'_, '_, V> {
     fn begin(&self, start: &StreamSetup, advised: Option<PageSizes>) -> Result<(), MigrateError> {
         let passing = self.passing.lock().take();
         if let Some(channel) = passing {
-            channel.accept_descriptors(0);
+            channel.allow_descriptors(0);
             // Before anything of the VM is touched.
             self.shared.check(start, advised.is_some())?;
             let blocks = passed_blocks(start, channel.take_descriptors())?;
-            let adopted = self.vm.adopt(blocks);
+            let adopted = self.vm.map_passed_memory(blocks);
             adopted.map_err(|source| MigrateError::Vm { what: "take the memory that the source passes", source })?;
         }
         let postcopy = advised.is_some() && self.postcopy;
-        if postcopy && self.vm.users().contains(Writers::VHOST) {
+        if postcopy && self.vm.memory_users().contains(Writers::VHOST) {
             let why = "its vhost back ends map its memory too, and would find zeros where pages have not come: postcopy is \
                        not possible";
             return Err(MigrateError::Vm { what: "run before its memory has come", source: why.into() });

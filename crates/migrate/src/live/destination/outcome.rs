@@ -40,7 +40,7 @@ pub struct IncomingStats {
     pub postcopy: Option<Box<PostcopyIncomingStats>>,
     /// Why the source may not know that its VM runs here, if so: it is undecided then, and has to discard
     /// its copy.
-    pub unheard: Option<MigrateError>,
+    pub acknowledge_error: Option<MigrateError>,
 }
 
 /// A VM that is here completely and may run at the source: [`start`](Self::start) it only when it is certain that it

@@ -20,7 +20,7 @@ use super::huge_pages::{HugePages, PopulateBudget, Target};
 use super::layout::{blocks_here, check_address};
 use super::memory_limit::MemoryLimit;
 use crate::error::MigrateError;
-use crate::live::SharedMemory;
+use crate::live::SharedMemoryMode;
 use crate::pages::{PageError, PageMemory, PageSink, StreamSetup};
 
 /// Pages from which on a run is given back rather than written over.
@@ -73,7 +73,7 @@ impl<'a> GuestRam<'a> {
     pub(super) fn begin(
         &self,
         memory: &'a GuestMemory,
-        shared: SharedMemory,
+        shared: SharedMemoryMode,
         start: &StreamSetup,
         advised: Option<PageSizes>,
     ) -> Result<(), MigrateError> {
@@ -245,8 +245,8 @@ impl Block<'_> {
             if run.len() >= GIVEN_BACK {
                 self.memory.discard(run)?;
             } else {
-                for found in
-                    Scan::new(self.memory.look(), run, ZeroMethod::best()).filter(|run| run.kind == PageKind::Data)
+                for found in Scan::new(self.memory.guest_pages(), run, ZeroMethod::best())
+                    .filter(|run| run.kind == PageKind::Data)
                 {
                     let bytes = found.pages.bytes();
                     self.memory.fill_zero(bytes.start, bytes.end - bytes.start)?;
@@ -266,7 +266,7 @@ impl Block<'_> {
 
 // SAFETY: the memory is borrowed, stays mapped as long, and is never made a reference to.
 unsafe impl PageMemory for GuestRam<'_> {
-    fn expect(&self, block: usize, runs: &[PageRange]) -> Result<(), PageError> {
+    fn prepare(&self, block: usize, runs: &[PageRange]) -> Result<(), PageError> {
         let known = self.block(block)?;
         // By its first page a run is new or it is not: runs are of one round.
         let new = || runs.iter().filter(|run| !known.received.get(run.start));
@@ -288,13 +288,13 @@ unsafe impl PageMemory for GuestRam<'_> {
         Ok(())
     }
 
-    fn place(&self, block: usize, pages: PageRange) -> Result<iovec, PageError> {
+    fn iovec(&self, block: usize, pages: PageRange) -> Result<iovec, PageError> {
         let block = self.block(block)?;
-        let place = block.memory.place(pages);
+        let place = block.memory.iovec(pages);
         place.ok_or_else(|| format!("RAM block {} has no pages {pages:?}", block.memory.name()).into())
     }
 
-    fn filled(&self, block: usize, pages: PageRange) -> u64 {
+    fn mark_filled(&self, block: usize, pages: PageRange) -> u64 {
         let Some(block) = self.blocks().get(block) else { return 0 };
         block.written.set_range(pages);
         block.receive(pages)
@@ -302,12 +302,12 @@ unsafe impl PageMemory for GuestRam<'_> {
 
     fn put_pages(&self, block: usize, first: PageNumber, pages: &[IoSlice<'_>]) -> Result<u64, PageError> {
         let range = PageRange::starting_at(first, u64::try_from(pages.len())?);
-        self.expect(block, &[range])?;
+        self.prepare(block, &[range])?;
         let memory = self.block(block)?.memory;
         for (page, bytes) in range.iter().zip(pages) {
             memory.write(page.offset(), bytes)?;
         }
-        Ok(self.filled(block, range))
+        Ok(self.mark_filled(block, range))
     }
 
     fn put_zero(&self, block: usize, pages: PageRange) -> Result<u64, PageError> {

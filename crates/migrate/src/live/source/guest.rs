@@ -7,7 +7,7 @@ use limosa_page::{PageBitmap, PageRange};
 use limosa_stream::RamBlock;
 
 use crate::error::MigrateError;
-use crate::live::{LiveVm, SharedMemory};
+use crate::live::{LiveVm, SharedMemoryMode};
 use crate::pages::{PageError, PageSource, StreamSetup};
 
 /// The section id of `ram`; any number that differs from those of the devices, which begin at 16.
@@ -18,7 +18,7 @@ const RAM_SECTION: u32 = 2;
 pub(super) struct GuestSource<'a> {
     memory: &'a GuestMemory,
     start: StreamSetup,
-    shared: SharedMemory,
+    shared: SharedMemoryMode,
     /// Pages that are not known to be zero at both ends.
     pub(super) stored: Vec<PageBitmap>,
     /// The device sections, once the VM is stopped.
@@ -32,13 +32,13 @@ impl<'a> GuestSource<'a> {
         let blocks: Vec<_> = memory.blocks().iter().map(|block| RamBlock::new(block.name(), block.len())).collect();
         let stored = memory.blocks().iter().map(|block| PageBitmap::full(block.pages().len())).collect();
         let start = StreamSetup { configuration: vm.configuration(), section_id: RAM_SECTION, blocks };
-        Self { memory, start, shared: SharedMemory::Sent, stored, devices: Vec::new() }
+        Self { memory, start, shared: SharedMemoryMode::Sent, stored, devices: Vec::new() }
     }
 
     /// The same, with memory that the destination may have too.
-    pub(super) fn with_shared(mut self, shared: SharedMemory) -> Self {
+    pub(super) fn with_shared(mut self, shared: SharedMemoryMode) -> Self {
         self.shared = shared;
-        if shared != SharedMemory::Sent {
+        if shared != SharedMemoryMode::Sent {
             self.start.configuration = self.start.configuration.with_ignore_shared();
             for (listed, block) in self.start.blocks.iter_mut().zip(self.memory.blocks()) {
                 listed.address = Some(block.region_address());
@@ -59,7 +59,7 @@ impl<'a> GuestSource<'a> {
 }
 
 impl PageSource for GuestSource<'_> {
-    fn start(&self) -> &StreamSetup {
+    fn setup(&self) -> &StreamSetup {
         &self.start
     }
 

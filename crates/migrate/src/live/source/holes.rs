@@ -57,7 +57,7 @@ impl Link<'_, '_> {
     /// while the list comes less is left to be asked of each piece.
     pub(super) fn find_holes(&self, round: &mut Round) -> Result<(), MigrateError> {
         for (index, (block, holes)) in self.memory.blocks().iter().zip(&mut round.holes).enumerate() {
-            let most = if block.can_be_asked_in_parts() { PAGES_A_LOOK } else { block.pages().len().max(1) };
+            let most = if block.can_query_ranges() { PAGES_A_LOOK } else { block.pages().len().max(1) };
             for piece in block.pages().chunks(most) {
                 self.check()?;
                 let left = self.queue.left(index, piece);
@@ -98,9 +98,9 @@ impl Course<'_, '_> {
                 }
                 records.send_zero(block, run)?;
                 if !last {
-                    self.link.control.rate().spend(run.len().saturating_mul(ZERO_RECORD));
+                    self.link.control.rate_limit().spend(run.len().saturating_mul(ZERO_RECORD));
                 }
-                self.link.progress.moved(Moved { zero: run.len(), ..Moved::default() });
+                self.link.progress.add_moved(Moved { zero: run.len(), ..Moved::default() });
                 result.holes += run.len();
                 result.sent.zero += run.len();
                 if let Some(bitmap) = &mut self.sent {
@@ -119,7 +119,7 @@ impl Course<'_, '_> {
                 return Ok(None);
             }
             let broken_off = self.breaks_off();
-            let pause = self.link.control.rate().delay();
+            let pause = self.link.control.rate_limit().delay();
             if broken_off.is_some() || pause.is_zero() {
                 return Ok(broken_off);
             }
@@ -140,8 +140,8 @@ impl Course<'_, '_> {
         result.unsent_holes = round.holes.clone();
         for (index, unsent_holes) in result.unsent_holes.iter_mut().enumerate() {
             match index.cmp(&block) {
-                Ordering::Less => unsent_holes.clear_range(PageRange::first(unsent_holes.len())),
-                Ordering::Equal => unsent_holes.clear_range(PageRange::first(from.0)),
+                Ordering::Less => unsent_holes.clear_range(PageRange::whole_block(unsent_holes.len())),
+                Ordering::Equal => unsent_holes.clear_range(PageRange::whole_block(from.0)),
                 Ordering::Greater => {}
             }
             // Postcopy discards them there.

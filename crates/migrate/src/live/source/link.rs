@@ -24,7 +24,7 @@ use crate::source::return_path::ReturnPath;
 
 /// The use of postcopy in a live migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Postcopy {
+pub enum PostcopyMode {
     /// Never.
     #[default]
     Off,
@@ -55,7 +55,7 @@ pub(super) struct Terms<'e> {
     pub(super) params: MigrationParams,
     /// The destination's RAM is zero wherever nothing was sent.
     pub(super) destination_zeroed: bool,
-    pub(super) postcopy: Postcopy,
+    pub(super) postcopy: PostcopyMode,
     /// The page sizes of the destination.
     pub(super) page_sizes: &'e BTreeMap<String, u64>,
     /// Whether the destination has loaded a postcopy's devices.
@@ -94,15 +94,15 @@ impl Loaded {
 impl Link<'_, '_> {
     /// Opens the stream: everything before the first page.
     pub(super) fn open(&self, terms: &Terms<'_>) -> Result<(), MigrateError> {
-        let start = self.source.start();
+        let start = self.source.setup();
         let total = start.blocks.iter().map(RamBlock::pages).sum();
         self.progress.expect_pages(total);
         let mut bytes = Vec::new();
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
         Command::OpenReturnPath.encode(&mut bytes)?;
-        Command::Ping(postcopy::PING_OPENED).encode(&mut bytes)?;
+        Command::Ping(postcopy::PING_RETURN_PATH).encode(&mut bytes)?;
         let mut blocks = start.blocks.clone();
-        if terms.postcopy != Postcopy::Off {
+        if terms.postcopy != PostcopyMode::Off {
             blocks = listed(&blocks, terms.page_sizes)?;
             let summary = blocks.iter().fold(0, |summary, block| summary | block.page_size.unwrap_or(PAGE_SIZE));
             Command::PostcopyAdvise(Some(PageSizes { summary, target: PAGE_SIZE })).encode(&mut bytes)?;
@@ -122,7 +122,7 @@ impl Link<'_, '_> {
         if self.multifd.is_some_and(Multifd::joins_by_word) {
             ram::encode_multifd_flush(bytes);
         }
-        ram::encode_eos(self.source.start().section_id, bytes);
+        ram::encode_eos(self.source.setup().section_id, bytes);
     }
 
     /// Fails if the job was stopped, or the destination has gone.
@@ -144,7 +144,7 @@ impl Link<'_, '_> {
 
     /// Whether the migration continues in postcopy now.
     pub(super) fn switches(&self, terms: &Terms<'_>) -> bool {
-        terms.postcopy != Postcopy::Off && self.control.postcopy_wanted()
+        terms.postcopy != PostcopyMode::Off && self.control.postcopy_wanted()
     }
 
     /// Returns the longest downtime for the rest.

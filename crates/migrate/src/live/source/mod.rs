@@ -11,9 +11,9 @@
 //! here until a person who has looked at the destination decides. An acknowledgement that comes too early is not
 //! believed.
 //!
-//! In postcopy ([`Postcopy`]) the last byte of the package of device state is what the end of the stream is in precopy,
-//! and the answer to the PING in it is the acknowledgement: from then on the VM runs there, and what breaks off is
-//! [recovered](PostcopyPausedSource).
+//! In postcopy ([`PostcopyMode`]) the last byte of the package of device state is what the end of the stream is in
+//! precopy, and the answer to the PING in it is the acknowledgement: from then on the VM runs there, and what breaks
+//! off is [recovered](PostcopyPausedSource).
 //!
 //! A failed attempt leaves nothing behind: the dirty logs are off, what they had fetched is forgotten, and another
 //! attempt starts with all pages.
@@ -45,7 +45,7 @@ use std::time::Instant;
 
 use limosa_channel::{Channel, Shutdown, ZeroCopy};
 use limosa_memory::dirty::DirtyLogs;
-use limosa_memory::{BlockRole, FreePages, MemoryBlock};
+use limosa_memory::{BlockRole, FreePageHinting, MemoryBlock};
 use limosa_page::PAGE_SIZE;
 use limosa_stream::ReturnMessage;
 use limosa_stream::multifd::Compression;
@@ -59,7 +59,7 @@ use self::owned::Owned;
 use self::reports::{Observer, Reports};
 use crate::control::{Control, Handle, Phase, Progress};
 use crate::error::MigrateError;
-use crate::live::{LiveVm, MigrationParams, SharedMemory, TimeoutStrategy};
+use crate::live::{LiveVm, MigrationParams, SharedMemoryMode, TimeoutStrategy};
 use crate::pages::PageSource;
 use crate::source::dirty_page_queue::DirtyPageQueue;
 use crate::source::multifd::{self, Multifd, MultifdSourceOptions, Parts};
@@ -68,16 +68,16 @@ use crate::source::postcopy::OpenPreempt;
 use crate::source::postcopy::PostcopyOptions;
 use crate::source::return_path::ReturnPath;
 
-pub use link::Postcopy;
+pub use link::PostcopyMode;
 pub use outcome::{LiveOutcome, PostcopyPausedSource, Undecided};
 pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 
 /// A VM that runs, on its way to a destination.
 ///
 /// [`run`](Self::run) sends rounds over what the VM writes until the rest fits into the downtime that is allowed, stops
-/// the VM, sends the rest and gives the VM away. **A failure before that lets the VM continue here.** A failure
-/// after it and before the destination's confirmation leaves it [undecided](Undecided): it stays stopped until a person
-/// who has looked at the destination decides. In [postcopy](Postcopy) the VM is given away with the package of its
+/// the VM, sends the rest and gives the VM away. **A failure before that lets the VM continue here.** A failure after
+/// it and before the destination's confirmation leaves it [undecided](Undecided): it stays stopped until a person who
+/// has looked at the destination decides. In [postcopy](PostcopyMode) the VM is given away with the package of its
 /// devices, and a connection that breaks afterwards is [recovered](PostcopyPausedSource). A failed attempt leaves the
 /// dirty logs off; the next one starts with all pages.
 ///
@@ -109,11 +109,11 @@ pub struct LiveSource<'v, 'o, V: LiveVm + ?Sized> {
     multifd_channels: Vec<Arc<Channel>>,
     multifd: MultifdSourceOptions,
     destination_zeroed: bool,
-    shared: SharedMemory,
-    postcopy: Postcopy,
+    shared: SharedMemoryMode,
+    postcopy: PostcopyMode,
     page_sizes: BTreeMap<String, u64>,
     open_preempt: Option<OpenPreempt<'o>>,
-    free_pages: Option<Arc<dyn FreePages>>,
+    free_pages: Option<Arc<dyn FreePageHinting>>,
     observer: Observer<'o>,
 }
 
@@ -139,8 +139,8 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
             multifd_channels: Vec::new(),
             multifd: MultifdSourceOptions::default(),
             destination_zeroed: false,
-            shared: SharedMemory::Sent,
-            postcopy: Postcopy::Off,
+            shared: SharedMemoryMode::Sent,
+            postcopy: PostcopyMode::Off,
             page_sizes: page_sizes(vm),
             open_preempt: None,
             free_pages: None,
@@ -183,7 +183,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
 
     /// Sets the treatment of shared memory, which is sent like any other by default. Not with postcopy.
     #[must_use]
-    pub fn shared_memory(mut self, shared: SharedMemory) -> Self {
+    pub fn shared_memory(mut self, shared: SharedMemoryMode) -> Self {
         self.shared = shared;
         self
     }
@@ -191,7 +191,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// Whether the migration may go on in postcopy, which the destination has to expect. One that is [given
     /// up](crate::live::TimeoutStrategy::Postcopy) for postcopy may in any case. Not with multifd channels.
     #[must_use]
-    pub fn postcopy(mut self, postcopy: Postcopy) -> Self {
+    pub fn postcopy(mut self, postcopy: PostcopyMode) -> Self {
         self.postcopy = postcopy;
         self
     }
@@ -214,17 +214,17 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     }
 
     /// Asks the guest for its free pages, which are not sent: when the first round begins, and with every further one
-    /// that is [worth it](MigrationParams::hint_pages); in [postcopy at once](Postcopy::AtOnce) before the guest is
+    /// that is [worth it](MigrationParams::hint_pages); in [postcopy at once](PostcopyMode::AtOnce) before the guest is
     /// stopped, which then runs on for [`hint_wait`](MigrationParams::hint_wait) at most. The dirty logs have to see
-    /// the guest's writes. What was free is at the destination with any contents; in postcopy it is zero. A
-    /// guest that cannot be asked is moved without.
+    /// the guest's writes. What was free is at the destination with any contents; in postcopy it is zero. A guest that
+    /// cannot be asked is moved without.
     ///
-    /// The device is told to [give the pages back](FreePages::done) when the VM has been stopped and before it is asked
-    /// for the [state of its devices](LiveVm::device_sections), so that a device that is moved says it at the
-    /// destination. One that is not moved with the VM has to say it by itself there, or the guest keeps holding the
-    /// pages back.
+    /// The device is told to [give the pages back](FreePageHinting::return_pages) when the VM has been stopped and
+    /// before it is asked for the [state of its devices](LiveVm::device_sections), so that a device that is moved says
+    /// it at the destination. One that is not moved with the VM has to say it by itself there, or the guest keeps
+    /// holding the pages back.
     #[must_use]
-    pub fn free_pages(mut self, from: Arc<dyn FreePages>) -> Self {
+    pub fn free_pages(mut self, from: Arc<dyn FreePageHinting>) -> Self {
         self.free_pages = Some(from);
         self
     }
@@ -256,7 +256,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         let (page_sizes, open_preempt, shared, observer) =
             (self.page_sizes, self.open_preempt, self.shared, self.observer);
         let postcopy = match self.postcopy {
-            Postcopy::Off if params.timeout_strategy == TimeoutStrategy::Postcopy => Postcopy::Allowed,
+            PostcopyMode::Off if params.timeout_strategy == TimeoutStrategy::Postcopy => PostcopyMode::Allowed,
             postcopy => postcopy,
         };
         let begun = Instant::now();
@@ -315,27 +315,27 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
 /// Refuses what cannot be moved as it is wanted, before anything is sent.
 fn check<V: LiveVm + ?Sized>(
     vm: &Owned<'_, V>,
-    postcopy: Postcopy,
-    shared: SharedMemory,
+    postcopy: PostcopyMode,
+    shared: SharedMemoryMode,
     params: &MigrationParams,
     has_multifd: bool,
 ) -> Result<(), MigrateError> {
     match postcopy {
-        Postcopy::Allowed | Postcopy::AtOnce if has_multifd => {
+        PostcopyMode::Allowed | PostcopyMode::AtOnce if has_multifd => {
             let why = "postcopy brings pages on the main channel and the preempt channel alone";
             Err(MigrateError::Channels(why.into()))
         }
-        Postcopy::Allowed | Postcopy::AtOnce if shared != SharedMemory::Sent => {
+        PostcopyMode::Allowed | PostcopyMode::AtOnce if shared != SharedMemoryMode::Sent => {
             let why = "in postcopy shared memory has to be sent like any other";
             Err(MigrateError::Channels(why.into()))
         }
-        Postcopy::AtOnce if vm.has_hints() && params.hint_wait.is_zero() => {
+        PostcopyMode::AtOnce if vm.has_hints() && params.hint_wait.is_zero() => {
             let why = "hint_wait is zero, and postcopy at once stops the guest before it can report its free pages";
             Err(MigrateError::Hints(why))
         }
         // Of a VM that is stopped when its first page is read no write is missed.
-        Postcopy::AtOnce if !vm.has_hints() => Ok(()),
-        Postcopy::Off | Postcopy::Allowed | Postcopy::AtOnce => vm.check_covered(),
+        PostcopyMode::AtOnce if !vm.has_hints() => Ok(()),
+        PostcopyMode::Off | PostcopyMode::Allowed | PostcopyMode::AtOnce => vm.check_covered(),
     }
 }
 
@@ -376,7 +376,7 @@ fn attempt<'e, 'v, V: LiveVm + ?Sized>(
 
 /// The life of the thread that reads the return path.
 fn read_return_path(link: &Link<'_, '_>, terms: &Terms<'_>) {
-    link.return_path.read_from(link.channel, &link.source.start().blocks, false, |message| {
+    link.return_path.read_from(link.channel, &link.source.setup().blocks, false, |message| {
         if *message == ReturnMessage::Pong(PING_LOADED) && terms.loaded.answered() {
             // The VM runs there from here on.
             link.progress.enter(Phase::PostcopyActive);

@@ -15,7 +15,7 @@ use limosa_page::{BrokenInvariant, invariant};
 use super::hints::Hints;
 use super::stats::HintStats;
 use crate::error::MigrateError;
-use crate::live::{LiveVm, SharedMemory, VmError};
+use crate::live::{LiveVm, SharedMemoryMode, VmError};
 
 /// A VM in migration that this side has. What was done to it is undone when this is dropped.
 pub(super) struct Owned<'a, V: LiveVm + ?Sized> {
@@ -25,7 +25,7 @@ pub(super) struct Owned<'a, V: LiveVm + ?Sized> {
     /// The channels of the stream, which are cut before the VM continues.
     channels: Vec<Arc<Channel>>,
     /// The treatment of shared memory.
-    shared: SharedMemory,
+    shared: SharedMemoryMode,
     /// The requests for free pages, if the guest is asked.
     hints: Option<Hints>,
     logging: bool,
@@ -81,7 +81,7 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
             vm,
             logs: Some(logs),
             channels,
-            shared: SharedMemory::Sent,
+            shared: SharedMemoryMode::Sent,
             hints: None,
             logging: false,
             throttled: false,
@@ -95,7 +95,7 @@ impl<'a, V: LiveVm + ?Sized> Owned<'a, V> {
     }
 
     /// With memory that the destination may have too.
-    pub(super) fn with_shared(mut self, shared: SharedMemory) -> Self {
+    pub(super) fn with_shared(mut self, shared: SharedMemoryMode) -> Self {
         self.shared = shared;
         self
     }

@@ -28,7 +28,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         let Unmoved { dirty, sent: SentBitmap { sent, mut zero } } = unmoved;
         let mut guest = GuestSource::new(self.vm.vm());
         guest.devices = self.device_sections()?.bytes().to_vec();
-        let blocks = with_page_sizes(&guest.start().blocks, self.terms.page_sizes)?;
+        let blocks = with_page_sizes(&guest.setup().blocks, self.terms.page_sizes)?;
         let each: Vec<u64> = blocks.iter().map(pages_of).collect();
         // What is free, and was not sent since nor written, is as good as zero: a request for it is answered at once.
         zero.iter_mut().zip(self.link.queue.take_free()).for_each(|(zero, free)| zero.union_with(&free));

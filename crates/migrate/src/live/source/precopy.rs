@@ -8,7 +8,7 @@ use limosa_stream::postcopy;
 
 use super::attempt::Attempt;
 use super::convergence::{RoundFigures, Verdict};
-use super::link::Postcopy;
+use super::link::PostcopyMode;
 use super::phase::{LastRound, Left, Phase, Unmoved};
 use super::round::{BrokenOff, Round, RoundResult, Rounds};
 use super::sent_bitmap::SentBitmap;
@@ -24,12 +24,12 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Waits for the destination's first answer: it is there, and it can answer. No page is looked at before.
     pub(super) fn setup(&mut self) -> Result<Phase<'e, 'v>, MigrateError> {
         let (link, terms) = (self.link, self.terms);
-        link.return_path.wait_pong(postcopy::PING_OPENED, terms.params.answer_timeout)?;
-        let sent = (terms.postcopy != Postcopy::Off).then(|| SentBitmap::new(link.source));
+        link.return_path.wait_pong(postcopy::PING_RETURN_PATH, terms.params.answer_timeout)?;
+        let sent = (terms.postcopy != PostcopyMode::Off).then(|| SentBitmap::new(link.source));
         if let Some(sent) = sent.as_ref().filter(|_| self.vm.has_hints()) {
             link.queue.remember_free(sent.sent.clone());
         }
-        if terms.postcopy == Postcopy::AtOnce && !self.vm.has_hints() {
+        if terms.postcopy == PostcopyMode::AtOnce && !self.vm.has_hints() {
             // Of a VM that is stopped when its first page is read no write is missed, so nothing is logged.
             return Ok(Phase::Pause(Left::All));
         }
@@ -37,8 +37,8 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         link.progress.enter(control::Phase::Active);
         let rounds = Rounds::new(link, terms, sent)?;
         Ok(match terms.postcopy {
-            Postcopy::AtOnce => Phase::Hints(Box::new(rounds)),
-            Postcopy::Off | Postcopy::Allowed => Phase::Precopy(Box::new(rounds)),
+            PostcopyMode::AtOnce => Phase::Hints(Box::new(rounds)),
+            PostcopyMode::Off | PostcopyMode::Allowed => Phase::Precopy(Box::new(rounds)),
         })
     }
 

@@ -80,7 +80,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
         terms: &'e Terms<'e>,
         sent: Option<SentBitmap>,
     ) -> Result<Self, MigrateError> {
-        let records = RecordWriter::new(link.channel, &link.source.start().blocks)?;
+        let records = RecordWriter::new(link.channel, &link.source.setup().blocks)?;
         let records = records.looking_by(terms.params.zero_method).writing_by(terms.params.record_write);
         Ok(Self { course: Course { link, terms, convergence: Convergence::new(terms.params), sent }, records })
     }
@@ -88,7 +88,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
     /// Sends the round that the queue hands out. One that was not broken off has sent all of it.
     pub(super) fn send(&mut self, round: &Round) -> Result<RoundResult, MigrateError> {
         let link = self.course.link;
-        let start = link.source.start();
+        let start = link.source.setup();
         let last = round.kind == RoundKind::Last;
         let mut bytes = Vec::new();
         match last {
@@ -141,7 +141,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
             {
                 records.put_placed(memory)?;
             }
-            let pause = if last { Duration::ZERO } else { link.control.rate().delay() };
+            let pause = if last { Duration::ZERO } else { link.control.rate_limit().delay() };
             if !pause.is_zero() {
                 let began = Instant::now();
                 thread::sleep(pause.min(RATE_TICK));
@@ -170,9 +170,9 @@ impl<'e, 'v> Rounds<'e, 'v> {
                 // What is not sent costs nothing: or zero pages would hold up those with contents that wait for the
                 // next call.
                 let told = sent.zero.saturating_mul(ZERO_RECORD);
-                link.control.rate().spend(sent.normal.saturating_mul(PAGE_SIZE).saturating_add(told));
+                link.control.rate_limit().spend(sent.normal.saturating_mul(PAGE_SIZE).saturating_add(told));
             }
-            link.progress.moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
+            link.progress.add_moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
             result.sent.add(sent);
         }
         if let Some(memory) = placed {
@@ -192,7 +192,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
         let (link, terms) = (course.link, course.terms);
         let mut result = RoundResult::default();
         let last = round.kind == RoundKind::Last;
-        let zeros = (0..link.source.start().blocks.len()).map(|block| course.zeros(block, round.kind)).collect();
+        let zeros = (0..link.source.setup().blocks.len()).map(|block| course.zeros(block, round.kind)).collect();
         // One for the section that the round is.
         let plan = RoundPlan { zeros, method: terms.params.zero_method, syncs: 1, limited: !last };
         let timeout = terms.params.timeout.filter(|_| !last);

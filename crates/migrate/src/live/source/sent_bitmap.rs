@@ -1,6 +1,6 @@
 //! Pages that were sent at least once, in a migration that may continue in postcopy.
 
-use limosa_page::{BrokenInvariant, PageBitmap, PageRange, broken};
+use limosa_page::{BrokenInvariant, PageBitmap, PageRange, broken_invariant};
 
 use crate::pages::PageSource;
 
@@ -15,7 +15,7 @@ pub(super) struct SentBitmap {
 
 impl SentBitmap {
     pub(super) fn new<S: PageSource>(source: &S) -> Self {
-        let none = || source.start().blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
+        let none = || source.setup().blocks.iter().map(|block| PageBitmap::new(block.pages())).collect();
         Self { sent: none(), zero: none() }
     }
 
@@ -39,7 +39,7 @@ impl SentBitmap {
 
     fn of(&mut self, block: usize) -> Result<(&mut PageBitmap, &mut PageBitmap), BrokenInvariant> {
         let of_block = self.sent.get_mut(block).zip(self.zero.get_mut(block));
-        of_block.ok_or_else(|| broken("pages that were sent belong to blocks of the stream"))
+        of_block.ok_or_else(|| broken_invariant("pages that were sent belong to blocks of the stream"))
     }
 }
 
@@ -51,10 +51,10 @@ mod tests {
     #[test]
     fn pages_of_a_block_that_is_not_of_the_stream_are_noticed() {
         let mut bitmap = SentBitmap { sent: vec![PageBitmap::new(8)], zero: vec![PageBitmap::new(8)] };
-        bitmap.left_out(0, PageRange::first(2)).unwrap();
-        bitmap.sent(0, &[PageRange::first(1)]).unwrap();
+        bitmap.left_out(0, PageRange::whole_block(2)).unwrap();
+        bitmap.sent(0, &[PageRange::whole_block(1)]).unwrap();
         assert_eq!((bitmap.sent[0].count(), bitmap.zero[0].count()), (1, 1));
         assert!(is_noticed(|| bitmap.sent(1, &[])));
-        assert!(is_noticed(|| bitmap.left_out(1, PageRange::first(1))));
+        assert!(is_noticed(|| bitmap.left_out(1, PageRange::whole_block(1))));
     }
 }

@@ -37,7 +37,7 @@ pub(super) fn plan(known: &Known<'_>, each: u64) -> Plan {
     stored.invert();
     if each > 1 {
         // A host page is there as a whole, or zero as a whole, or sent as a whole.
-        let pages = PageRange::first(stored.len());
+        let pages = PageRange::whole_block(stored.len());
         for host_page in pages.chunks(each) {
             if already.count_in(host_page) < host_page.len() {
                 already.clear_range(host_page);

@@ -152,7 +152,7 @@ impl Commit {
         vm: &Owned<'_, V>,
     ) -> Result<(Vec<u8>, u64), MigrateError> {
         let mut bytes = Vec::new();
-        Command::Ping(postcopy::PING_GO).encode(&mut bytes)?;
+        Command::Ping(postcopy::PING_COMMIT).encode(&mut bytes)?;
         section::encode_eof(&mut bytes);
         let decisive = to_u64(bytes.len());
         let length = u32::try_from(self.description.len())
@@ -164,7 +164,7 @@ impl Commit {
         // An acknowledgement before the commit says nothing about the VM.
         link.return_path.still_open()?;
         link.control.hold();
-        match link.control.stopped() {
+        match link.control.stop_requested() {
             Some(stop) => Err(stop.into()),
             None => Ok((bytes, decisive)),
         }

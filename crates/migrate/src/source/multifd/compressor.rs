@@ -6,7 +6,7 @@
 use std::io;
 
 use flate2::{Compress, FlushCompress};
-use limosa_page::{broken, to_usize};
+use limosa_page::{broken_invariant, to_usize};
 use limosa_stream::multifd::Compression;
 use zstd::stream::raw::{InBuffer, Operation, OutBuffer};
 
@@ -84,7 +84,7 @@ impl Compressor {
 
 #[track_caller]
 fn too_much() -> io::Error {
-    io::Error::other(broken("a compressor takes no more than it is given"))
+    io::Error::other(broken_invariant("a compressor takes no more than it is given"))
 }
 
 impl std::fmt::Debug for Compressor {

@@ -77,7 +77,7 @@ pub struct MultifdSourceOptions {
     /// are.
     pub packet_pages: usize,
     /// Whether to look if stored pages are zero. Then every page is read and looked at; otherwise stored pages of a
-    /// source that knows their [place](PageSource::place) are passed on without that.
+    /// source that knows their [location](PageSource::file_location) are passed on without that.
     pub detect_zero: bool,
     /// How stored pages leave that need not be looked at: spliced out of their file (sendfile) where that can be, by
     /// default; read and copied ([`ZeroCopy::Off`]); or spliced or not at all ([`ZeroCopy::Splice`]). Guest memory
@@ -96,14 +96,14 @@ impl MultifdSourceOptions {
     /// Why stored pages have to be read.
     fn why_read<S: PageSource + ?Sized>(&self, source: &S, return_path: bool) -> Option<&'static str> {
         let stored =
-            (0..source.start().blocks.len()).find_map(|block| Some((block, source.stored(block).runs().next()?)));
+            (0..source.setup().blocks.len()).find_map(|block| Some((block, source.stored(block).runs().next()?)));
         if !return_path {
             Some("there is no answer that would confirm arrival before the file changes, so pages are read and copied")
         } else if self.detect_zero {
             Some("pages are looked at if they are zero, so they are read")
         } else if self.compression != Compression::None {
             Some("pages are compressed, so they are read")
-        } else if stored.is_some_and(|(block, run)| source.place(block, run.start).is_none()) {
+        } else if stored.is_some_and(|(block, run)| source.file_location(block, run.start).is_none()) {
             Some("the snapshot's checksums are verified, so its pages are read")
         } else {
             None
@@ -222,7 +222,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             channels,
             zeroed,
             in_place: options.zero_copy != ZeroCopy::Off && options.why_read(source, return_path).is_none(),
-            rules: source.start().configuration.multifd_rules(),
+            rules: source.setup().configuration.multifd_rules(),
             queue,
             packets: AtomicU64::new(0),
             normal: AtomicU64::new(0),
@@ -247,7 +247,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         stored: Vec<PageBitmap>,
         answered: impl FnOnce() -> Result<(), MigrateError>,
     ) -> Result<Moved, MigrateError> {
-        let blocks = &self.source.start().blocks;
+        let blocks = &self.source.setup().blocks;
         let sent = thread::scope(|scope| {
             let _ending = self.spawn(scope);
             answered().map_err(|error| self.fail_with(error))?;
@@ -308,7 +308,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
                 for (block, run) in found {
                     records.send_zero(block, run)?;
                     if limited {
-                        self.control.rate().spend(run.len().saturating_mul(ZERO_RECORD));
+                        self.control.rate_limit().spend(run.len().saturating_mul(ZERO_RECORD));
                     }
                     self.count(Sent { zero: run.len(), ..Sent::default() });
                 }
@@ -488,7 +488,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         self.normal.fetch_add(sent.normal, Relaxed);
         self.zero.fetch_add(sent.zero, Relaxed);
         self.left_out.fetch_add(sent.left_out, Relaxed);
-        self.progress.moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
+        self.progress.add_moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

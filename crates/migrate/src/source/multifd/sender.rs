@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError, ZeroCopy, ZeroCopyWriter};
 use limosa_memory::{MemoryBlock, PinnedPages};
-use limosa_page::{BrokenInvariant, PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun, broken, to_usize};
+use limosa_page::{
+    BrokenInvariant, PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun, broken_invariant, to_usize,
+};
 use limosa_stream::multifd::{InitialPacket, PACKET_LEN, PACKET_PAGES, Packet};
 
 use super::compressor::Compressor;
@@ -91,7 +93,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     }
 
     fn send_rounds(&mut self) -> Result<(), MigrateError> {
-        let configured = self.multifd.source.start().configuration.uuid;
+        let configured = self.multifd.source.setup().configuration.uuid;
         let uuid = self.multifd.options.uuid.or(configured).unwrap_or_default();
         self.put(&[IoSlice::new(&InitialPacket { uuid, id: self.id }.encode())])?;
         self.send_sync()?;
@@ -132,7 +134,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         if self.plan.limited && self.multifd.control.max_bandwidth().is_some() {
             let began = Instant::now();
             loop {
-                let pause = self.multifd.control.rate().delay();
+                let pause = self.multifd.control.rate_limit().delay();
                 if pause.is_zero() || self.multifd.is_hurried() {
                     break;
                 }
@@ -237,7 +239,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
 
     /// Ends a pin that a discard waits for.
     fn give_back_if_wanted(&mut self) -> Result<(), MigrateError> {
-        if self.pinned.as_ref().is_some_and(PinnedPages::is_wanted) { self.take_back() } else { Ok(()) }
+        if self.pinned.as_ref().is_some_and(PinnedPages::blocks_discard) { self.take_back() } else { Ok(()) }
     }
 
     /// Waits until the kernel has given back what it was lent.
@@ -287,7 +289,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
         let (mut header, mut filled) = (true, 0);
         for run in runs {
             let source = self.multifd.source;
-            let place = if run.len() < IN_PLACE_PAGES { None } else { source.place(block, run.start) };
+            let place = if run.len() < IN_PLACE_PAGES { None } else { source.file_location(block, run.start) };
             if let Some((file, offset)) = place.filter(|_| self.in_place) {
                 self.flush(&mut header, &mut filled)?;
                 match self.channel.send_file(file, offset, run.len().saturating_mul(PAGE_SIZE)) {
@@ -397,8 +399,10 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     /// Reads a run into the buffer, from `filled` on; where it ends there.
     fn read(&mut self, block: usize, run: PageRange, filled: usize) -> Result<usize, MigrateError> {
         let end = filled.saturating_add(to_usize(run.len()).saturating_mul(PAGE_LEN));
-        let into =
-            self.buffer.get_mut(filled..end).ok_or_else(|| broken("the runs of a window fit into the buffer"))?;
+        let into = self
+            .buffer
+            .get_mut(filled..end)
+            .ok_or_else(|| broken_invariant("the runs of a window fit into the buffer"))?;
         self.multifd.source.read(block, run, into).map_err(MigrateError::Source)?;
         Ok(end)
     }
@@ -406,8 +410,8 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
     /// Writes the header of a packet with the pages in `normal` and `zero`. The limit is charged with what goes out,
     /// before it does: the other channels are to know of it.
     fn begin_packet(&mut self, block: usize, payload: usize) -> Result<(), MigrateError> {
-        let listed = self.multifd.source.start().blocks.get(block);
-        let listed = listed.ok_or_else(|| broken("pages of a round belong to blocks of the stream"))?;
+        let listed = self.multifd.source.setup().blocks.get(block);
+        let listed = listed.ok_or_else(|| broken_invariant("pages of a round belong to blocks of the stream"))?;
         let packet = Packet {
             sync: false,
             compression: self.multifd.options.compression,
@@ -415,18 +419,19 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             block: &listed.name,
             normal: &self.normal,
             zero: &self.zero,
-            payload_len: u32::try_from(payload).map_err(|_| broken("the payload of a packet has at most 32 bits"))?,
+            payload_len: u32::try_from(payload)
+                .map_err(|_| broken_invariant("the payload of a packet has at most 32 bits"))?,
         };
         packet.encode(&mut self.header)?;
         if self.plan.limited {
-            self.multifd.control.rate().spend((PACKET_LEN + payload) as u64);
+            self.multifd.control.rate_limit().spend((PACKET_LEN + payload) as u64);
         }
         Ok(())
     }
 
     /// Returns the treatment of zero pages of a block in this round.
     fn zeros(&self, block: usize) -> Result<Zeros, BrokenInvariant> {
-        self.plan.zeros.get(block).copied().ok_or_else(|| broken("the plan of a round covers every block"))
+        self.plan.zeros.get(block).copied().ok_or_else(|| broken_invariant("the plan of a round covers every block"))
     }
 
     fn send_sync(&mut self) -> Result<(), MigrateError> {
@@ -445,5 +450,5 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
 
 #[track_caller]
 fn no_contents() -> BrokenInvariant {
-    broken("contents are read before they are sent")
+    broken_invariant("contents are read before they are sent")
 }

@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use limosa_vhost::message::Request;
-use limosa_vhost::{Device, FrontEnd, More, QueueError, Ram, Server, ServerError, Stopper, Vring};
+use limosa_vhost::{Device, FrontEnd, MoreWork, QueueError, Ram, Server, ServerError, Stopper, Vring};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -87,7 +87,7 @@ impl Device for Incrementer {
         self.written.lock().push((offset, bytes.to_vec()));
     }
 
-    fn memory(&self, memory: Arc<Ram>) {
+    fn set_memory(&self, memory: Arc<Ram>) {
         self.memories.lock().push(memory);
     }
 
@@ -95,7 +95,7 @@ impl Device for Incrementer {
         *self.front_end.lock() = Some(front_end);
     }
 
-    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<More, QueueError> {
+    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
         self.working.store(true, Ordering::SeqCst);
         while self.stuck.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(1));
@@ -107,12 +107,12 @@ impl Device for Incrementer {
                 vring.notify()?;
             }
         }
-        let Some(chain) = vring.pop()? else { return Ok(More::No) };
+        let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
         let head = chain.head_index();
         self.seen.lock().push(head);
         if self.holds.load(Ordering::SeqCst) {
             self.held.lock().push(head);
-            return Ok(More::Yes);
+            return Ok(MoreWork::Yes);
         }
         let memory = chain.memory().clone();
         let mut written = 0;
@@ -125,7 +125,7 @@ impl Device for Incrementer {
         }
         vring.add_used(head, written)?;
         vring.notify()?;
-        Ok(More::Yes)
+        Ok(MoreWork::Yes)
     }
 
     fn driver_resumed(&self) {

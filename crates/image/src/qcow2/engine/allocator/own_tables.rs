@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use limosa_page::{broken, invariant, to_usize};
+use limosa_page::{broken_invariant, invariant, to_usize};
 use limosa_storage::Buffer;
 
 use super::super::counters::OperationKind;
@@ -86,13 +86,16 @@ impl Allocator {
             let (from, to) = (at.0.max(counted), end.0.min(counted + per_block));
             self.write_block(host, from - counted, ClusterCount(to - from)).await?;
             let entry = table.get_mut(to_usize(first_block + block));
-            *entry.ok_or_else(|| broken("a longer refcount table has an entry for each of its new blocks"))? = host.0;
+            *entry
+                .ok_or_else(|| broken_invariant("a longer refcount table has an entry for each of its new blocks"))? =
+                host.0;
         }
         let table_at = (at + ClusterCount(blocks)).begin(bits);
         let bytes: Vec<u8> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
         self.context.write_table(OperationKind::RefcountWrite, table_at, Buffer::copied(&bytes).into()).await?;
         self.context.flush_file().await?;
-        let length = u32::try_from(clusters).map_err(|_| broken("a refcount table is within the format's limit"))?;
+        let length =
+            u32::try_from(clusters).map_err(|_| broken_invariant("a refcount table is within the format's limit"))?;
         // If that fails it is unknown to which table the header leads, and both are right: nothing from `at` on is
         // handed out before the search has come to `at` again, and the same has been written there.
         self.header.change(|header| header.refcount_table = (table_at, length)).await?;
@@ -187,7 +190,7 @@ impl Allocator {
         table.resize(to_usize(clusters << geometry.cluster_bits), 0);
         self.context.write_table(OperationKind::L1Write, at, Buffer::copied(&table).into()).await?;
         self.context.flush_file().await?;
-        let count = u32::try_from(entries).map_err(|_| broken("an L1 table is within the format's limit"))?;
+        let count = u32::try_from(entries).map_err(|_| broken_invariant("an L1 table is within the format's limit"))?;
         self.header.change(|header| header.l1 = (at, count)).await?;
         self.overlap_check.move_l1_table(&(at..at + entries * 8));
         Ok(at)

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 use futures_util::future::{BoxFuture, FutureExt, join_all};
-use limosa_page::broken;
+use limosa_page::broken_invariant;
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicBool, Ordering};
 
@@ -121,7 +121,7 @@ impl Future for Whole {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(request) = &mut self.request else {
-            return Poll::Ready(Err(broken("a request that is over is not polled again").into()));
+            return Poll::Ready(Err(broken_invariant("a request that is over is not polled again").into()));
         };
         let done = request.as_mut().poll(context);
         if done.is_ready() {

@@ -13,7 +13,7 @@ use limosa_storage::Storage;
 use super::super::context::Context;
 use super::super::counters::OperationKind;
 use super::super::locks::{Rank, RankedMutex};
-use super::super::options::CloneMode;
+use super::super::options::ReflinkMode;
 use super::in_flight::NewPlace;
 use super::plan::{Origin, Plan, Source, Want, whole_blocks};
 use crate::disk::{BlockStatus, Disk};
@@ -89,11 +89,11 @@ impl Shareable {
 impl Sharing {
     /// Finds contents in files that may share with ours; `None`: they are copied.
     pub(super) async fn shareable(&self, want: &Want) -> Option<Shareable> {
-        let CloneMode::From(least) = self.context.options().clone_mode else { return None };
+        let ReflinkMode::AtLeast(least) = self.context.options().reflink_mode else { return None };
         if !want.may_clone(least) {
             return None;
         }
-        let block = *self.block.get_or_init(|| self.context.data().clone_block().max(1));
+        let block = *self.block.get_or_init(|| self.context.data().clone_alignment().max(1));
         let (mut sources, mut storages): (Vec<Source>, Vec<Arc<dyn Storage>>) = (Vec::new(), Vec::new());
         let last = whole_blocks(&want.contents.last()?.range, block)?.end;
         for part in &want.contents {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use futures_util::future::{BoxFuture, join, join_all};
 use futures_util::{FutureExt, TryFutureExt};
-use limosa_page::{broken, to_u64};
+use limosa_page::{broken_invariant, to_u64};
 use limosa_storage::IoVector;
 
 use super::super::allocator::{Allocator, InUse};
@@ -294,7 +294,7 @@ impl Copier {
     ) -> Result<Needed, ImageError> {
         let geometry = self.context.geometry();
         let cluster = geometry.cluster_size();
-        let first = entries.next().ok_or_else(|| broken("a slice has the entry that was looked for"))??;
+        let first = entries.next().ok_or_else(|| broken_invariant("a slice has the entry that was looked for"))??;
         let Extent { mut length, kind } =
             extent_in_cluster(geometry, first, pos, pos.align_down(cluster).saturating_add(cluster).min(end));
         if let Kind::Own { host, copied: true } = kind {

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use futures_util::future::join_all;
-use limosa_page::{BrokenInvariant, broken, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use limosa_storage::{Buffer, IoVector};
 
 use super::super::allocator::{Allocator, zero_parts};
@@ -70,7 +70,7 @@ impl Old<'_> {
     fn entry(&self, cluster: GuestOffset) -> Result<L2Entry, BrokenInvariant> {
         let index = to_usize((cluster - self.start) >> self.cluster_bits);
         // Taken for one without contents, they would be lost.
-        self.entries.get(index).copied().ok_or_else(|| broken("a job has the former entries of its clusters"))
+        self.entries.get(index).copied().ok_or_else(|| broken_invariant("a job has the former entries of its clusters"))
     }
 }
 
@@ -246,7 +246,7 @@ impl CopyJobs {
             Origin::Host(shift) => self.guest_data.read_own(at, shift.host(at), buffer.clone().into()).await?,
             Origin::Compressed(cluster) => {
                 let L2Entry::Compressed { host, length } = old.entry(cluster)? else {
-                    return Err(broken("a part that is read as compressed is of a compressed cluster").into());
+                    return Err(broken_invariant("a part that is read as compressed is of a compressed cluster").into());
                 };
                 self.guest_data.read_compressed(at, host, length, buffer.clone().into()).await?;
             }

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use limosa_page::{BrokenInvariant, broken, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 
 /// How large a count can become.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl Counts {
 
     /// Returns the count of a cluster of the window.
     pub(super) fn of(&self, cluster: u64) -> Result<u64, BrokenInvariant> {
-        self.get(cluster).ok_or_else(|| broken("clusters are compared in the window that was counted"))
+        self.get(cluster).ok_or_else(|| broken_invariant("clusters are compared in the window that was counted"))
     }
 
     /// The count of a cluster; `None` outside the window.

@@ -4,7 +4,7 @@
 //! referred to, and made durable; then one write of the header's fields puts them in the place of the old ones. Until
 //! then the image is as it was.
 
-use limosa_page::{broken, invariant, to_u64, to_usize};
+use limosa_page::{broken_invariant, invariant, to_u64, to_usize};
 use limosa_storage::Storage;
 
 use super::report::CheckOptions;
@@ -184,7 +184,7 @@ async fn snapshot_table(image: &Image<'_>) -> Result<Option<(Vec<u8>, u32)>, Ima
             extra = [known, header.size.to_be_bytes()].concat();
         }
         let length = tables::narrow(to_u64(extra.len()))?;
-        let field = fields.get_mut(36..40).ok_or_else(|| broken("a snapshot's entry is read whole"))?;
+        let field = fields.get_mut(36..40).ok_or_else(|| broken_invariant("a snapshot's entry is read whole"))?;
         field.copy_from_slice(&length.to_be_bytes());
         table.extend(fields);
         table.extend(extra);

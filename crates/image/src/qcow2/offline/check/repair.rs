@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use limosa_page::{BrokenInvariant, broken, invariant, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, invariant, to_usize};
 use limosa_storage::Storage;
 
 use super::apart::{apart, shared};
@@ -165,7 +165,7 @@ impl Patch {
     /// Changes what is `offset` bytes into the piece.
     fn set(&mut self, offset: usize, new: &[u8]) -> Result<(), BrokenInvariant> {
         let end = offset + new.len();
-        let place = self.bytes.get_mut(offset..end).ok_or_else(|| broken("a change is within its piece"))?;
+        let place = self.bytes.get_mut(offset..end).ok_or_else(|| broken_invariant("a change is within its piece"))?;
         if place != new {
             place.copy_from_slice(new);
             let (first, last) = self.changed.unwrap_or((offset, end));
@@ -178,7 +178,7 @@ impl Patch {
     async fn write(&self, image: &Image<'_>) -> Result<bool, ImageError> {
         let Some((first, last)) = self.changed else { return Ok(false) };
         let at = self.at + first as u64;
-        let changed = self.bytes.get(first..last).ok_or_else(|| broken("a change is within its piece"))?;
+        let changed = self.bytes.get(first..last).ok_or_else(|| broken_invariant("a change is within its piece"))?;
         if at < image.bounds.geometry.cluster_size() || image.bounds.outside(at, changed.len() as u64) {
             return Ok(false);
         }
@@ -279,7 +279,7 @@ async fn refcounts(
                 let counted = pass.counts.of(cluster)?;
                 let index = to_usize(cluster % each);
                 let kept = refcount_array::get(&changed, geometry.refcount_order, index);
-                let kept = kept.ok_or_else(|| broken("a refcount is within its block"))?;
+                let kept = kept.ok_or_else(|| broken_invariant("a refcount is within its block"))?;
                 if kept > counted && change != Change::Raise || kept < counted && change != Change::Lower {
                     let set = refcount_array::set(&mut changed, geometry.refcount_order, index, counted);
                     invariant(set, "a count fits into its refcount")?;

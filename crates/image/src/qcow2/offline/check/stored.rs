@@ -3,7 +3,7 @@
 //! Law: what is looked up costs what it is looked for. A refcount block can have 2 MiB, and entries can name clusters
 //! in any order: a refcount by itself is read with a piece of its block, not with all of it.
 
-use limosa_page::{broken, to_usize};
+use limosa_page::{broken_invariant, to_usize};
 use limosa_storage::Storage;
 
 use super::examine::Bounds;
@@ -82,7 +82,7 @@ impl<'a> Stored<'a> {
         }
         match &self.block {
             Some((_, block)) => Ok(block),
-            None => Err(broken("a block that was loaded is there").into()),
+            None => Err(broken_invariant("a block that was loaded is there").into()),
         }
     }
 
@@ -92,7 +92,7 @@ impl<'a> Stored<'a> {
             return Ok(BlockAddress::None);
         }
         let (piece, offset) = kept(self.storage, &mut self.table_piece, table, number * 8).await?;
-        let at = piece.get(offset..).and_then(<[u8]>::first_chunk).ok_or_else(|| broken(WHOLE))?;
+        let at = piece.get(offset..).and_then(<[u8]>::first_chunk).ok_or_else(|| broken_invariant(WHOLE))?;
         let at = u64::from_be_bytes(*at) & OFFSET;
         let size = self.bounds.geometry.cluster_size();
         Ok(if at == 0 {
@@ -132,8 +132,8 @@ impl<'a> Stored<'a> {
         let begin = bit / 64 * 8;
         let (piece, offset) = kept(self.storage, &mut self.block_piece, at, begin).await?;
         let index = to_usize((bit - begin * 8) >> geometry.refcount_order);
-        let piece = piece.get(offset..).ok_or_else(|| broken(WHOLE))?;
-        Ok(Some(refcount_array::get(piece, geometry.refcount_order, index).ok_or_else(|| broken(WHOLE))?))
+        let piece = piece.get(offset..).ok_or_else(|| broken_invariant(WHOLE))?;
+        Ok(Some(refcount_array::get(piece, geometry.refcount_order, index).ok_or_else(|| broken_invariant(WHOLE))?))
     }
 }
 
@@ -151,6 +151,6 @@ async fn kept<'p>(
     if piece.as_ref().is_none_or(|(kept, _)| *kept != begin) {
         *piece = Some((begin, tables::bytes(storage, begin, PIECE).await?));
     }
-    let (_, bytes) = piece.as_ref().ok_or_else(|| broken(WHOLE))?;
+    let (_, bytes) = piece.as_ref().ok_or_else(|| broken_invariant(WHOLE))?;
     Ok((bytes, to_usize(inside % PIECE)))
 }

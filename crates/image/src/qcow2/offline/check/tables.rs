@@ -1,7 +1,7 @@
 //! Tables of 8-byte entries, read in pieces.
 
 use futures_util::future::try_join_all;
-use limosa_page::{BrokenInvariant, broken, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use limosa_storage::{Buffer, Operation, Storage, StorageError};
 
 /// Bytes of a table that are read at once.
@@ -29,15 +29,18 @@ pub(in crate::qcow2) async fn number(storage: &dyn Storage, at: u64) -> Result<u
 
 /// Changes the entry of this number in a table's bytes.
 pub(super) fn set_number(table: &mut [u8], number: usize, entry: u64) -> Result<(), BrokenInvariant> {
-    let slot =
-        table.as_chunks_mut().0.get_mut(number).ok_or_else(|| broken("a table has the entry that is changed"))?;
+    let slot = table
+        .as_chunks_mut()
+        .0
+        .get_mut(number)
+        .ok_or_else(|| broken_invariant("a table has the entry that is changed"))?;
     *slot = entry.to_be_bytes();
     Ok(())
 }
 
 /// Returns a length that a field of 32 bits has room for.
 pub(in crate::qcow2) fn narrow(length: u64) -> Result<u32, BrokenInvariant> {
-    u32::try_from(length).map_err(|_| broken("a length has the 32 bits of its field"))
+    u32::try_from(length).map_err(|_| broken_invariant("a length has the 32 bits of its field"))
 }
 
 /// Writes bytes.
@@ -103,7 +106,8 @@ impl Reader {
 
     /// The bytes of one of the tables that were read last.
     pub(super) fn table(&mut self, number: usize) -> Result<&[u8], BrokenInvariant> {
-        let buffer = self.buffers.get(number).ok_or_else(|| broken("a table is looked at after it was read"))?;
+        let buffer =
+            self.buffers.get(number).ok_or_else(|| broken_invariant("a table is looked at after it was read"))?;
         self.table.resize(buffer.len(), 0);
         buffer.copy_to(0, &mut self.table);
         Ok(&self.table)

@@ -112,10 +112,7 @@ impl<'l, 'a> Connection<'l, 'a> {
                     return Ok(());
                 }
                 Event::EndOfStream => return Err(MigrateError::Protocol("the stream ends inside a huge page".into())),
-                Event::SectionPart { .. }
-                | Event::SectionEnd { .. }
-                | Event::SectionFooter { .. }
-                | Event::EndOfSection => {}
+                Event::SectionPart { .. } | Event::SectionEnd { .. } | Event::SectionFooter { .. } | Event::RamEos => {}
                 event => records.place(&event, &mut placer, &still)?,
             }
         }

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Shutdown};
 use limosa_memory::FaultHandler;
-use limosa_page::{AtomicPageBitmap, broken, to_usize};
+use limosa_page::{AtomicPageBitmap, broken_invariant, to_usize};
 use limosa_stream::ReturnMessage;
 
 use super::devices;
@@ -182,7 +182,7 @@ fn take_package(channel: &Channel, mut arrived: Vec<u8>, length: u32) -> Result<
         let begin = arrived.len();
         arrived.resize(length.min(begin.saturating_add(PACKAGE_STEP)), 0);
         channel.read_exact(
-            arrived.get_mut(begin..).ok_or_else(|| broken("room for a package grows before it is read"))?,
+            arrived.get_mut(begin..).ok_or_else(|| broken_invariant("room for a package grows before it is read"))?,
         )?;
     }
     Ok((arrived, Vec::new()))

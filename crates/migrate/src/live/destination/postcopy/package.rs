@@ -1,6 +1,6 @@
 //! The package: the device sections of a VM that runs before its memory is there, between LISTEN and RUN.
 
-use limosa_page::broken;
+use limosa_page::broken_invariant;
 use limosa_stream::{Command, OpaqueSection, StreamError, section};
 
 use crate::error::MigrateError;
@@ -26,10 +26,12 @@ pub(super) fn read(package: &[u8]) -> Result<Package<'_>, MigrateError> {
     let Some((Command::PostcopyListen, listen)) = decode(package)? else {
         return Err(wrong("does not begin with LISTEN"));
     };
-    let rest = package.get(listen..).ok_or_else(|| broken("a command that was decoded is part of the package"))?;
+    let rest =
+        package.get(listen..).ok_or_else(|| broken_invariant("a command that was decoded is part of the package"))?;
     if let Ok((sections, length)) = OpaqueSection::decode_all(rest) {
         let parts = rest.split_at_checked(length);
-        let (bytes, last) = parts.ok_or_else(|| broken("sections that were decoded are part of the package"))?;
+        let (bytes, last) =
+            parts.ok_or_else(|| broken_invariant("sections that were decoded are part of the package"))?;
         if let Some(ping) = end(last) {
             return Ok(Package { bytes, sections: Some(sections), ping });
         }

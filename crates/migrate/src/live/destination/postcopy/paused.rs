@@ -103,7 +103,7 @@ pub(super) fn conclude<'a, V: IncomingVm + ?Sized>(
             IncomingOutcome::Running(IncomingStats {
                 received: live.received,
                 postcopy: Some(Box::new(live.stats())),
-                unheard,
+                acknowledge_error: unheard,
             })
         }
         Err(error) => {

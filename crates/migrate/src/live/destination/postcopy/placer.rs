@@ -8,7 +8,7 @@
 //! process that maps the memory or by a write to the file: that access has read zeros, and the contents cannot be put
 //! in their place any more. That is an error, and stays one.
 
-use limosa_page::{PAGE_LEN, PageNumber, PageRange, broken, invariant, to_usize};
+use limosa_page::{PAGE_LEN, PageNumber, PageRange, broken_invariant, invariant, to_usize};
 
 use super::vm::PostcopyVm;
 use crate::control::Moved;
@@ -66,7 +66,10 @@ impl<'l, 'a> Placer<'l, 'a> {
         if self.collected.len() < whole {
             self.collected.resize(whole, 0);
         }
-        let place = self.collected.get_mut(at..at.saturating_add(PAGE_LEN)).ok_or_else(|| broken(INSIDE_HUGE_PAGE))?;
+        let place = self
+            .collected
+            .get_mut(at..at.saturating_add(PAGE_LEN))
+            .ok_or_else(|| broken_invariant(INSIDE_HUGE_PAGE))?;
         match contents {
             Some(contents) => place.copy_from_slice(contents),
             None => place.fill(0),
@@ -78,7 +81,7 @@ impl<'l, 'a> Placer<'l, 'a> {
             return Ok(());
         }
         let collected = std::mem::take(&mut self.collected);
-        let contents = collected.get(..whole).ok_or_else(|| broken(INSIDE_HUGE_PAGE))?;
+        let contents = collected.get(..whole).ok_or_else(|| broken_invariant(INSIDE_HUGE_PAGE))?;
         let placed = self.place(block, open.pages, open.contents.then_some(contents));
         self.collected = collected;
         placed
@@ -87,12 +90,12 @@ impl<'l, 'a> Placer<'l, 'a> {
     /// Places a host page.
     fn place(&self, block: usize, pages: PageRange, contents: Option<&[u8]>) -> Result<(), MigrateError> {
         let live = self.live;
-        let known = live.ram.blocks().get(block).ok_or_else(|| broken(KNOWN_BLOCK))?;
+        let known = live.ram.blocks().get(block).ok_or_else(|| broken_invariant(KNOWN_BLOCK))?;
         if known.received.get(pages.start) {
             live.counts.repeated(pages.len());
             return Ok(());
         }
-        let claimed = live.claimed.get(block).ok_or_else(|| broken(KNOWN_BLOCK))?;
+        let claimed = live.claimed.get(block).ok_or_else(|| broken_invariant(KNOWN_BLOCK))?;
         if claimed.set(pages.start) {
             // The other channel has it in hand. If that fails the connection ends, and the page is requested again.
             live.counts.repeated(pages.len());
@@ -121,7 +124,7 @@ impl<'l, 'a> Placer<'l, 'a> {
         let count = pages.len();
         let (normal, zero) = if contents.is_some() { (count, 0) } else { (0, count) };
         live.counts.moved(normal, zero);
-        live.progress.moved(Moved { normal, zero, resent: 0 });
+        live.progress.add_moved(Moved { normal, zero, resent: 0 });
         known.received.set_range(pages);
         live.requests.placed(block, pages.start);
         Ok(())

@@ -19,7 +19,7 @@ use crate::error::MigrateError;
 /// channel, once there is one. Called again and again, on its own thread, until there is one, it fails, or the VM needs
 /// none any more.
 ///
-/// [`Acceptor::step`](limosa_channel::Acceptor::step) does this on a listener.
+/// [`Acceptor::poll`](limosa_channel::Acceptor::poll) does this on a listener.
 pub type AcceptPreempt<'a> = Box<dyn FnMut(Duration) -> Result<Option<Channel>, ChannelError> + Send + 'a>;
 
 /// How long a connection is waited for before it is checked whether one is still needed: the thread ends that much

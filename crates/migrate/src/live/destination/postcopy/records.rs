@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use limosa_channel::Channel;
-use limosa_page::{BrokenInvariant, PAGE_LEN, PAGE_SIZE, PageNumber, broken};
+use limosa_page::{BrokenInvariant, PAGE_LEN, PAGE_SIZE, PageNumber, broken_invariant};
 use limosa_stream::{Decoder, Event, Step};
 
 use super::placer::Placer;
@@ -95,5 +95,5 @@ impl Records {
 
 #[track_caller]
 fn outside() -> BrokenInvariant {
-    broken("what has arrived on a channel of records is in its buffer")
+    broken_invariant("what has arrived on a channel of records is in its buffer")
 }

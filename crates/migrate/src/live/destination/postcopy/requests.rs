@@ -185,7 +185,7 @@ mod tests {
     use limosa_stream::ReturnDecoder;
 
     use super::*;
-    use crate::live::SharedMemory;
+    use crate::live::SharedMemoryMode;
     use crate::live::destination::ram::GuestRam;
     use crate::pages::StreamSetup;
 
@@ -218,7 +218,7 @@ mod tests {
             section_id: 2,
             blocks: ["ram", "vga"].map(|name| limosa_stream::RamBlock::new(name, 16 * 4096)).into(),
         };
-        ram.begin(&memory, SharedMemory::Sent, &start, None).unwrap();
+        ram.begin(&memory, SharedMemoryMode::Sent, &start, None).unwrap();
         let (source, channel) = pair();
         let requests = Requests::new(ram.blocks(), channel);
         for (block, number) in [(0, 1), (0, 2), (0, 1), (1, 1), (0, 5)] {
@@ -260,7 +260,7 @@ mod tests {
             section_id: 2,
             blocks: vec![limosa_stream::RamBlock::new("ram", PAGES * 4096)],
         };
-        ram.begin(&memory, SharedMemory::Sent, &start, None).unwrap();
+        ram.begin(&memory, SharedMemoryMode::Sent, &start, None).unwrap();
         let (_source, channel) = pair();
         let requests = Requests::new(ram.blocks(), channel);
         requests.disconnect();

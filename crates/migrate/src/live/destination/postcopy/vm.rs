@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use limosa_memory::{Fault, FaultError, FaultHandler};
-use limosa_page::{AtomicPageBitmap, broken};
+use limosa_page::{AtomicPageBitmap, broken_invariant};
 
 use super::requests::Requests;
 use crate::control::Progress;
@@ -80,7 +80,7 @@ pub(super) struct PostcopyVm<'a> {
 impl PostcopyVm<'_> {
     /// Makes missing pages zero from now on.
     pub(super) fn release(&self) -> Result<(), MigrateError> {
-        let release = || self.faults.hold().handler()?.finish();
+        let release = || self.faults.registration_guard().handler()?.finish();
         release().map_err(|error: FaultError| MigrateError::Sink(error.into()))
     }
 
@@ -88,7 +88,8 @@ impl PostcopyVm<'_> {
     pub(super) fn fault(&self, fault: Fault) -> Result<(), MigrateError> {
         self.counts.faults.fetch_add(1, Relaxed);
         let known = self.ram.block_of(fault.block);
-        let (index, block) = known.ok_or_else(|| broken("only blocks of the stream are registered for faults"))?;
+        let (index, block) =
+            known.ok_or_else(|| broken_invariant("only blocks of the stream are registered for faults"))?;
         if block.received.get(fault.pages.start) {
             // It is there, or known to be zero.
             let zero = self.faults.zero(fault.block, fault.pages).map_err(|error| MigrateError::Sink(error.into()))?;

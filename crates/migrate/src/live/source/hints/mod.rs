@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use limosa_memory::{FreePageSink, FreePages, GuestLayout};
+use limosa_memory::{FreePageHinting, FreePageSink, GuestLayout};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::stats::HintStats;
@@ -29,7 +29,7 @@ use crate::source::dirty_page_queue::DirtyPageQueue;
 
 /// The device that is asked for free pages, and what it has said so far.
 pub(super) struct Hints {
-    from: Arc<dyn FreePages>,
+    from: Arc<dyn FreePageHinting>,
     state: Arc<HintState>,
     /// Whether the guest holds pages back.
     asked: bool,
@@ -65,7 +65,7 @@ struct List {
 
 impl Hints {
     pub(super) fn new(
-        from: Arc<dyn FreePages>,
+        from: Arc<dyn FreePageHinting>,
         queue: Arc<DirtyPageQueue>,
         layout: GuestLayout,
         progress: Progress,
@@ -93,7 +93,7 @@ impl Hints {
         drop(lists);
         self.asked = true;
         let list = List { number, state: Arc::clone(&self.state) };
-        if let Err(error) = self.from.request(Arc::new(list)) {
+        if let Err(error) = self.from.request_list(Arc::new(list)) {
             self.close();
             self.state.lock().stats.refused.get_or_insert_with(|| error.to_string());
         }
@@ -116,7 +116,7 @@ impl Hints {
         self.state.queue.close_lists();
         self.state.lock().over = true;
         if self.asked {
-            self.from.stop();
+            self.from.stop_list();
         }
     }
 
@@ -125,7 +125,7 @@ impl Hints {
         if self.asked {
             self.close();
             self.asked = false;
-            self.from.done();
+            self.from.return_pages();
         }
     }
 
@@ -153,7 +153,7 @@ impl HintState {
 }
 
 impl FreePageSink for List {
-    fn free(&self, range: Range<u64>) {
+    fn add_range(&self, range: Range<u64>) {
         let state = &*self.state;
         let (mut found, mut taken) = (false, 0);
         for (block, pages) in state.layout.pages_within(range) {
@@ -166,7 +166,7 @@ impl FreePageSink for List {
         }
         let counter = if found { &state.ranges } else { &state.outside };
         counter.fetch_add(1, Relaxed);
-        state.progress.hinted(taken);
+        state.progress.add_hinted(taken);
     }
 
     fn complete(&self) {

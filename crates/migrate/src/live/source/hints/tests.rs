@@ -53,18 +53,18 @@ struct Device {
     deaf: bool,
 }
 
-impl FreePages for Device {
-    fn request(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
+impl FreePageHinting for Device {
+    fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         if self.deaf {
             return Err(FreePagesError::NotOffered { why: "it has no driver".into() });
         }
         self.lists.lock().push(to);
         Ok(())
     }
-    fn stop(&self) {
+    fn stop_list(&self) {
         self.stopped.fetch_add(1, Relaxed);
     }
-    fn done(&self) {
+    fn return_pages(&self) {
         self.done.fetch_add(1, Relaxed);
     }
 }
@@ -172,7 +172,7 @@ impl<'v> Model<'v> {
         let lists = self.device.lists.lock().clone();
         let list = if self.rule == Rule::AnyList { lists.len() - 1 } else { list };
         let at = page as u64 * 4096;
-        lists[list].free(at..at + 4096);
+        lists[list].add_range(at..at + 4096);
     }
 
     /// Sends this number of pages. Returns whether there were any.
@@ -303,16 +303,16 @@ fn what_is_no_memory_is_counted_and_passed_over() {
     let list = Arc::clone(&device.lists.lock()[0]);
     let nowhere = [(0, 0), (1, 4096), (u64::MAX - 4096, u64::MAX), (PAGES * 4096, u64::MAX), (8192, 0), (4096, 8191)];
     for (start, end) in nowhere {
-        list.free(start..end);
+        list.add_range(start..end);
     }
     assert_eq!((queue.taken(), asked.stats().outside, asked.stats().ranges), (0, 6, 0));
     // Overlapping ones count once.
-    list.free(8192..5 * 4096);
-    list.free(0..6 * 4096);
+    list.add_range(8192..5 * 4096);
+    list.add_range(0..6 * 4096);
     assert_eq!((queue.taken(), asked.stats().ranges), (6, 2));
     asked.close();
-    list.free(0..u64::MAX);
+    list.add_range(0..u64::MAX);
     assert_eq!((queue.taken(), asked.stats().late), (6, 1));
     let free: Vec<_> = queue.take_free()[0].runs().collect();
-    assert_eq!(free, [PageRange::first(6)]);
+    assert_eq!(free, [PageRange::whole_block(6)]);
 }
