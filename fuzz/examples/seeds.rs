@@ -369,7 +369,7 @@ fn mapped_ram() -> Result<Seeds, Box<dyn Error>> {
 fn device_tail() -> Result<Seeds, Box<dyn Error>> {
     let seeds = (0..4).map(tail).collect::<Result<Seeds, _>>()?;
     for seed in &seeds {
-        assert_eq!(devices::locate(seed, 0, devices::TAIL_LIMIT)?.end, seed.len(), "a seed is well-formed");
+        assert_eq!(devices::find_tail_end(seed, 0, devices::TAIL_LIMIT)?.end, seed.len(), "a seed is well-formed");
     }
     Ok(seeds)
 }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use libfuzzer_sys::fuzz_target;
-use limosa_balloon::{Balloon, Features, More, Numbering, Options, VirtioQueueRing, Reclaim, Transport};
-use limosa_memory::{FreePageSink, FreePages as _, MemoryError};
+use limosa_balloon::{Balloon, Features, MoreWork, QueueNumbering, Options, VirtioQueueRing, Reclaim, Transport};
+use limosa_memory::{FreePageSink, FreePageHinting as _, MemoryError};
 use virtio_queue::{Queue, QueueT as _};
 use vm_memory::{Bytes as _, GuestAddress, GuestMemoryMmap};
 
@@ -70,11 +70,11 @@ fuzz_target!(|data: &[u8]| {
         (GuestAddress(SECOND), PIECE as usize),
     ])
     .expect("memory");
-    let numbering = if data.first().is_some_and(|byte| byte & 1 != 0) { Numbering::Fixed } else { Numbering::Compact };
+    let numbering = if data.first().is_some_and(|byte| byte & 1 != 0) { QueueNumbering::Fixed } else { QueueNumbering::Compact };
     let balloon = Arc::new(Balloon::new(Options { numbering, ..Options::default() }));
     let reclaim = Arc::new(Ram { ram: ram.clone(), given_back: AtomicU64::new(0) });
     balloon.set_memory(reclaim.clone());
-    balloon.attached(Arc::new(Bus));
+    balloon.attach(Arc::new(Bus));
     balloon.ack_features(Features::ALL);
     // Its free pages are filled with zeros, so it may be asked for them.
     balloon.write_config(12, &[0; 4]);
@@ -108,7 +108,7 @@ fuzz_target!(|data: &[u8]| {
                     let before = reclaim.given_back.load(Ordering::Relaxed);
                     let more = balloon.process_queue(number, &rings[number]);
                     assert!(reclaim.given_back.load(Ordering::Relaxed) - before <= 128);
-                    if !matches!(more, Ok(More::Yes)) {
+                    if !matches!(more, Ok(MoreWork::Yes)) {
                         break;
                     }
                 }
@@ -123,9 +123,9 @@ fuzz_target!(|data: &[u8]| {
             9 => balloon.reset(),
             10 => drop(balloon.set_target(place * 4096)),
             _ => match a % 5 {
-                0 => drop(balloon.request(Arc::new(Sink(ram.clone())))),
-                1 => balloon.stop(),
-                2 => balloon.done(),
+                0 => drop(balloon.request_list(Arc::new(Sink(ram.clone())))),
+                1 => balloon.stop_list(),
+                2 => balloon.return_pages(),
                 3 => balloon.set_reporting(b & 1 != 0),
                 _ => drop(balloon.request_statistics()),
             },

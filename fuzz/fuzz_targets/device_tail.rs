@@ -4,9 +4,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use limosa_stream::{FramedSections, Vmdesc, DeviceState, DeviceTail, TailStep, devices};
+use limosa_stream::{FramedSections, Vmdesc, CompleteTail, DeviceTailFinder, TailStep, devices};
 
-fn check(state: &DeviceState, tail: &[u8]) {
+fn check(state: &CompleteTail, tail: &[u8]) {
     let mut at = 0;
     for section in &state.sections {
         assert_eq!(section.range.start, at);
@@ -25,7 +25,7 @@ fn check(state: &DeviceState, tail: &[u8]) {
 fn check_delimited(data: &[u8]) {
     let (mut arriving, mut end, mut ready) = (FramedSections::new(0, 1 << 20), 0, false);
     while end <= data.len() {
-        match arriving.look(&data[..end]) {
+        match arriving.parse(&data[..end]) {
             Ok(TailStep::Ready { sections }) => {
                 assert!(!std::mem::replace(&mut ready, true) && sections < end);
                 continue;
@@ -37,7 +37,7 @@ fn check_delimited(data: &[u8]) {
                 assert_eq!(state.end, tail.len());
                 return check(&state, &tail);
             }
-            Ok(TailStep::Foreign) => return assert!(!ready),
+            Ok(TailStep::NotFramed) => return assert!(!ready),
             Ok(TailStep::More) => {}
             Err(_) => return,
         }
@@ -48,11 +48,11 @@ fn check_delimited(data: &[u8]) {
 fuzz_target!(|data: &[u8]| {
     check_delimited(data);
     let _ = Vmdesc::decode(data);
-    let located = devices::locate(data, 0, 1 << 20);
+    let located = devices::find_tail_end(data, 0, 1 << 20);
     if let Ok(state) = &located {
         check(state, data);
     }
-    let mut arriving = DeviceTail::new(0, 1 << 20);
+    let mut arriving = DeviceTailFinder::new(0, 1 << 20);
     let mut step = 1;
     let mut end = 0;
     let mut last = None;

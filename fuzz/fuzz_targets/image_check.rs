@@ -13,7 +13,7 @@ fuzz_target!(|data: &[u8]| {
     let Some(input) = Input::of(data) else { return };
     let storage = &input.storage;
     let before = storage.contents();
-    let (much, little) = (CheckOptions::default().memory(16 << 20).findings(10), CheckOptions::default().memory(0).findings(10));
+    let (much, little) = (CheckOptions::default().memory(16 << 20).max_findings(10), CheckOptions::default().memory(0).max_findings(10));
     let found = block_on(check(storage, much)).ok();
     assert_eq!(storage.contents(), before, "a check wrote");
     assert_eq!(

@@ -11,7 +11,7 @@ use std::path::Path;
 fuzz_target!(|data: &[u8]| {
     let name = OsStr::from_bytes(data);
     for reference in
-        [Reference::named(name), Reference::from_image(name, Path::new("folder/image"))].into_iter().flatten()
+        [Reference::from_name(name), Reference::from_image(name, Path::new("folder/image"))].into_iter().flatten()
     {
         assert!(!reference.path.as_os_str().is_empty());
     }

@@ -22,13 +22,13 @@ fuzz_target!(|data: &[u8]| {
         let _ = read_bitmaps(&storage, &header).await;
         if usable.is_ok() {
             let before = header.clone();
-            header.begin_writing(&storage, false).await.expect("memory has room");
+            header.prepare_autoclear(&storage, false).await.expect("memory has room");
             let now = Header::read(&storage).await.expect("a header that is usable stays so");
             assert_eq!(now, header);
             assert_eq!(header.features.incompatible, before.features.incompatible);
         }
         if let Ok(bytes) = header.encode(storage.name()) {
-            storage.write(0, Buffer::copied(&bytes).into()).await.expect("memory has room");
+            storage.write(0, Buffer::from_slice(&bytes).into()).await.expect("memory has room");
             assert_eq!(Header::read_to_examine(&storage).await.expect("it was written"), header);
         }
     });

@@ -26,7 +26,7 @@ fuzz_target!(|data: &[u8]| {
     for request in &input.requests {
         let (at, length) = request.place(disk.len());
         let _ = match request.kind % 6 {
-            0..=2 => block_on(disk.write(at, Buffer::copied(&vec![request.kind; length as usize]).into())),
+            0..=2 => block_on(disk.write(at, Buffer::from_slice(&vec![request.kind; length as usize]).into())),
             3 => block_on(disk.write_zeroes(at, length, request.kind & 8 != 0)),
             4 => block_on(disk.discard(at, length)),
             _ => block_on(disk.flush()),
@@ -58,7 +58,7 @@ fn fixed(image: &[u8]) -> Vec<u8> {
 /// Whether nothing is wrong except lost space; `None` if that is unknown: it was not closed, or cannot be checked.
 fn in_order(storage: &MemoryStorage) -> Option<bool> {
     block_on(Header::read(storage)).ok().filter(|header| !header.features.dirty())?;
-    let options = CheckOptions::default().memory(1 << 20).findings(0);
+    let options = CheckOptions::default().memory(1 << 20).max_findings(0);
     let report = block_on(check(storage, options)).ok()?;
     Some(report.corruptions == 0 && report.check_errors == 0)
 }

@@ -21,7 +21,7 @@ fn decode(stream: &[u8], piece: usize) -> (Vec<Event>, Option<StreamError>) {
                 assert!(wanted > input.len(), "asked for {wanted} bytes while {} were there", input.len());
                 assert!(wanted <= Decoder::LARGEST_NEED);
                 if end == stream.len() {
-                    assert!(!decoder.truncated(input.len(), wanted).to_string().is_empty());
+                    assert!(!decoder.truncated_error(input.len(), wanted).to_string().is_empty());
                     return (events, None);
                 }
                 shown = wanted.max(shown + piece);

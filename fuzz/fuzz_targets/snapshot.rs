@@ -13,7 +13,7 @@ fuzz_target!(|data: &[u8]| {
     let mut page = [0; PAGE_LEN];
     for (block, described) in summary.blocks.iter().enumerate() {
         assert_eq!(described.stored + described.zero, described.pages);
-        for run in snapshot.stored(block).runs().take(64) {
+        for run in snapshot.stored_bitmap(block).runs().take(64) {
             let _ = snapshot.read(block, PageRange::starting_at(run.start, 1), &mut page);
         }
     }

@@ -3,7 +3,7 @@
 //! An input is a number of requests, the requests, six bytes each, and the image.
 
 use limosa_image::GuestOffset;
-use limosa_image::qcow2::{Header, Parts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{Header, ImageParts, Qcow2, Qcow2Options};
 use limosa_storage::{MemoryStorage, block_on};
 use std::sync::Arc;
 
@@ -60,7 +60,7 @@ impl Input {
 pub fn open(storage: &MemoryStorage, read_only: bool) -> Option<Arc<Qcow2>> {
     block_on(async {
         let header = Header::read(storage).await.ok()?;
-        let parts = Parts::new(Arc::new(storage.clone()), header);
+        let parts = ImageParts::new(Arc::new(storage.clone()), header);
         let options = Qcow2Options::default().read_only(read_only).cache_size(64 << 10);
         Qcow2::open(parts, options).await.ok()
     })

@@ -27,7 +27,7 @@ usage: cargo xtask COMMAND
   setup              install what the tests and the demo need (QEMU, libvirt's client, XFS's tools, Linux guests);
                      LIMOSA_SKIP_LIBVIRT=1 does without libvirt, LIMOSA_SKIP_REFLINK=1 without XFS's tools,
                      LIMOSA_SKIP_UML=1 without user-mode Linux
-  test               format, style, lints, documentation, public API, packages, all tests and model checks;
+  test               format, style, lints, fuzz targets, documentation, public API, packages, all tests and model checks;
                      LIMOSA_SKIP_QEMU=1 leaves out what needs QEMU, LIMOSA_SKIP_KVM=1 what needs /dev/kvm, LIMOSA_SKIP_REFLINK=1 what mounts XFS
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
   bench NAME ...     release builds, then `limosa-bench NAME ...`

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything that a change has to pass, and one closing line with the sums.
 //!
 //! Law: every step runs even if one before it failed, so that one run shows everything to fix. Format, style,
-//! lints, documentation, public API and packages count as one check each.
+//! lints, fuzz targets, documentation, public API and packages count as one check each.
 //!
 //! # Compile time
 //!
@@ -12,6 +12,7 @@
 //! |---|---|
 //! | `cargo xtask` itself | those of xtask, without what only tests of crates need (`certificates` of limosa-testkit) |
 //! | clippy | all of them, checked |
+//! | fuzz targets | those of the fuzzers' own workspace, checked: half a minute |
 //! | documentation, packages | none: `--examples` gives dependencies the features that they have for clippy |
 //! | tests | the rest of them, for programs that run |
 //! | documentation examples | none |
@@ -67,6 +68,19 @@ pub(crate) fn run() -> Result<()> {
     note("format", check(cargo(&["fmt", "--all", "--check"])));
     note("style", checked(style::check()));
     note("clippy", check(cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])));
+    // A workspace of its own, which the line above does not see.
+    note(
+        "fuzz targets",
+        check(cargo(&[
+            "check",
+            "--manifest-path",
+            "fuzz/Cargo.toml",
+            "--target-dir",
+            "target/fuzz",
+            "--bins",
+            "--examples",
+        ])),
+    );
     note("documentation", check(api::document()));
     note("public API", compared(api::compare()));
     note("packages", checked(published::package()));

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use limosa_balloon::{Features, Role};
+use limosa_balloon::{Features, QueueRole};
 use limosa_page::PAGE_SIZE;
 use parking_lot::{Mutex, MutexGuard};
 use vm_memory::GuestMemory;
@@ -43,7 +43,7 @@ pub struct Driver<M, P> {
     machine: Arc<Machine<M>>,
     pages: Arc<Mutex<P>>,
     features: Features,
-    queues: [Option<DriverQueue<M>>; Role::ALL.len()],
+    queues: [Option<DriverQueue<M>>; QueueRole::ALL.len()],
     /// Page numbers in the balloon.
     balloon: Vec<u32>,
     array: usize,
@@ -70,8 +70,8 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
             // Free pages are filled with zeros.
             machine.write_config(POISON, 0);
         }
-        let mut queues = Role::ALL.map(|_| None);
-        let roles = Role::ALL.into_iter().filter(|role| features.has(role.feature()));
+        let mut queues = QueueRole::ALL.map(|_| None);
+        let roles = QueueRole::ALL.into_iter().filter(|role| features.has(role.feature()));
         for (number, role) in roles.enumerate() {
             let queue = DriverQueue::new(machine.memory().clone(), machine.ring_address(number), number)?;
             machine.start(number, queue.for_device()?);
@@ -150,7 +150,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     /// # Errors
     /// As [`poll`](Self::poll).
     pub fn report(&mut self, length: u64) -> Result<usize, RingError> {
-        if self.queue(Role::Reporting).is_none() {
+        if self.queue(QueueRole::Reporting).is_none() {
             return Ok(0);
         }
         let mut blocks = Vec::new();
@@ -161,7 +161,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         }
         if !blocks.is_empty() {
             let buffers: Vec<_> = blocks.iter().map(|block| Buffer::writable(block.start, length)).collect();
-            self.send(Role::Reporting, &buffers)?;
+            self.send(QueueRole::Reporting, &buffers)?;
             let mut pages = self.pages();
             blocks.iter().for_each(|block| pages.free(block.clone()));
         }
@@ -188,7 +188,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         self.pages.lock()
     }
 
-    fn queue(&mut self, role: Role) -> Option<&mut DriverQueue<M>> {
+    fn queue(&mut self, role: QueueRole) -> Option<&mut DriverQueue<M>> {
         self.queues.get_mut(role.index())?.as_mut()
     }
 
@@ -197,7 +197,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     }
 
     /// Makes buffers available and waits until the device has used them.
-    fn send(&mut self, role: Role, buffers: &[Buffer]) -> Result<(), RingError> {
+    fn send(&mut self, role: QueueRole, buffers: &[Buffer]) -> Result<(), RingError> {
         let machine = Arc::clone(&self.machine);
         let Some(queue) = self.queue(role) else { return Ok(()) };
         let Some(head) = queue.add(buffers)? else { return Ok(()) };
@@ -232,7 +232,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         if numbers.is_empty() {
             return Ok(false);
         }
-        self.send_array(Role::Inflate, &numbers)?;
+        self.send_array(QueueRole::Inflate, &numbers)?;
         self.balloon.extend(numbers);
         self.write_actual();
         Ok(true)
@@ -244,7 +244,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         if numbers.is_empty() {
             return Ok(false);
         }
-        self.send_array(Role::Deflate, &numbers)?;
+        self.send_array(QueueRole::Deflate, &numbers)?;
         let mut pages = self.pages();
         for number in numbers {
             let start = u64::from(number) * PAGE_SIZE;
@@ -255,7 +255,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
         Ok(true)
     }
 
-    fn send_array(&mut self, role: Role, numbers: &[u32]) -> Result<(), RingError> {
+    fn send_array(&mut self, role: QueueRole, numbers: &[u32]) -> Result<(), RingError> {
         let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         let Some(queue) = self.queue(role) else { return Ok(()) };
         let buffer = queue.fill(0, &bytes)?;
@@ -269,7 +269,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
 
     /// Fills the statistics buffer again and gives it to the device, if the device has requested that.
     fn statistics(&mut self) -> Result<bool, RingError> {
-        let Some(queue) = self.queue(Role::Statistics) else { return Ok(false) };
+        let Some(queue) = self.queue(QueueRole::Statistics) else { return Ok(false) };
         if queue.used()?.is_none() {
             return Ok(false);
         }
@@ -280,7 +280,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     fn give_statistics(&mut self) -> Result<(), RingError> {
         let entries = self.pages().statistics();
         let machine = Arc::clone(&self.machine);
-        let Some(queue) = self.queue(Role::Statistics) else { return Ok(()) };
+        let Some(queue) = self.queue(QueueRole::Statistics) else { return Ok(()) };
         let bytes: Vec<u8> =
             entries.iter().flat_map(|(tag, value)| tag.to_le_bytes().into_iter().chain(value.to_le_bytes())).collect();
         let buffer = queue.fill(0, &bytes)?;
@@ -333,7 +333,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     /// Returns whether there was room for it.
     fn send_block(&mut self, start: u64) -> Result<bool, RingError> {
         let (machine, block) = (Arc::clone(&self.machine), self.block);
-        let Some(queue) = self.queue(Role::Hint) else { return Ok(false) };
+        let Some(queue) = self.queue(QueueRole::Hint) else { return Ok(false) };
         // The last descriptor is for the end of the list.
         let room = queue.room()? > 1;
         if room {
@@ -351,7 +351,7 @@ impl<M: GuestMemory + Send + Sync + 'static, P: Pages> Driver<M, P> {
     /// Sends one of the two fields for ids without waiting. An id that has no room in the ring is not sent.
     fn send_id(&mut self, field: u64, id: u32) -> Result<(), RingError> {
         let machine = Arc::clone(&self.machine);
-        let Some(queue) = self.queue(Role::Hint) else { return Ok(()) };
+        let Some(queue) = self.queue(QueueRole::Hint) else { return Ok(()) };
         let buffer = queue.fill(field, &id.to_le_bytes())?;
         if queue.room()? > 0 {
             queue.add(&[buffer])?;

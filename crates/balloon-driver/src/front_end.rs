@@ -14,7 +14,7 @@ use std::time::Duration;
 use limosa_balloon::Features;
 use limosa_memory::GuestMemory;
 use limosa_page::PAGE_SIZE;
-use limosa_vhost::message::{ConfigPiece, HEADER, Request, VringState};
+use limosa_vhost::message::{ConfigPiece, HEADER_LENGTH, Request, VringState};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -119,7 +119,7 @@ impl FrontEnd {
     }
 
     fn answer(mut stream: &UnixStream, request: Request) -> io::Result<Vec<u8>> {
-        let mut header = [0; HEADER];
+        let mut header = [0; HEADER_LENGTH];
         stream.read_exact(&mut header)?;
         let field =
             |at: usize| header.get(at..at + 4).and_then(|field| Some(u32::from_le_bytes(field.try_into().ok()?)));

@@ -221,7 +221,7 @@ impl<M: GuestMemory + Send + Sync + 'static> Machine<M> {
             Device::Local(balloon) => {
                 self.stop();
                 balloon.reset();
-                balloon.attached(Arc::clone(&self.bus) as _);
+                balloon.attach(Arc::clone(&self.bus) as _);
                 balloon.ack_features(features);
             }
             Device::Remote(remote) => remote.begin(features, DriverNotifier(Arc::clone(&self.bus))),

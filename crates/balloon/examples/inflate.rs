@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let balloon = Balloon::new(Options::default());
     balloon.set_memory(Arc::new(GuestRam::new(Arc::clone(&memory), Strategy::Auto)));
-    balloon.attached(Arc::new(Bus));
+    balloon.attach(Arc::new(Bus));
     balloon.ack_features(Features::STATS_VQ);
     balloon.set_target(12 * MIB)?;
     println!("device: {:?}", balloon.size());

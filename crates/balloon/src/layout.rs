@@ -3,7 +3,7 @@
 //! The driver numbers the queues, and drivers differ in that. The specification gives each queue a fixed number; Linux
 //! leaves no gaps: without statistics, free-page hinting is queue 2. Where statistics, hinting and reporting are all
 //! accepted the two agree, so [`Features::ALL`] offers the three together. A driver that accepts only some of them is
-//! understood by the [`Numbering`] that was chosen for it: by default Linux's.
+//! understood by the [`QueueNumbering`] that was chosen for it: by default Linux's.
 
 use std::fmt;
 use std::ops::BitOr;
@@ -100,7 +100,7 @@ impl fmt::Debug for Features {
 
 /// The purpose of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Role {
+pub enum QueueRole {
     /// Pages go into the balloon.
     Inflate,
     /// Pages come out of the balloon.
@@ -113,7 +113,7 @@ pub enum Role {
     Reporting,
 }
 
-impl Role {
+impl QueueRole {
     /// All of them, in the order of the specification.
     pub const ALL: [Self; 5] = [Self::Inflate, Self::Deflate, Self::Statistics, Self::Hint, Self::Reporting];
 
@@ -137,7 +137,7 @@ impl Role {
 
 /// How a driver numbers its queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Numbering {
+pub enum QueueNumbering {
     /// Without gaps, by the features that were accepted: Linux.
     #[default]
     Compact,
@@ -145,21 +145,21 @@ pub enum Numbering {
     Fixed,
 }
 
-impl Numbering {
+impl QueueNumbering {
     /// The role of queue `number`, after these features were accepted; `None`: there is no such queue.
     #[must_use]
-    pub fn role(self, acked: Features, number: usize) -> Option<Role> {
-        let exists = |role: &Role| acked.has(role.feature());
+    pub fn role(self, acked: Features, number: usize) -> Option<QueueRole> {
+        let exists = |role: &QueueRole| acked.has(role.feature());
         match self {
-            Self::Compact => Role::ALL.into_iter().filter(exists).nth(number),
-            Self::Fixed => Role::ALL.get(number).copied().filter(exists),
+            Self::Compact => QueueRole::ALL.into_iter().filter(exists).nth(number),
+            Self::Fixed => QueueRole::ALL.get(number).copied().filter(exists),
         }
     }
 
     /// The number of a queue, after these features were accepted; `None`: there is no such queue.
     #[must_use]
-    pub fn number(self, acked: Features, role: Role) -> Option<usize> {
-        (0..Role::ALL.len()).find(|number| self.role(acked, *number) == Some(role))
+    pub fn number(self, acked: Features, role: QueueRole) -> Option<usize> {
+        (0..QueueRole::ALL.len()).find(|number| self.role(acked, *number) == Some(role))
     }
 }
 
@@ -169,8 +169,8 @@ mod tests {
 
     #[test]
     fn both_numberings_agree_where_all_queues_exist() {
-        for role in Role::ALL {
-            for numbering in [Numbering::Compact, Numbering::Fixed] {
+        for role in QueueRole::ALL {
+            for numbering in [QueueNumbering::Compact, QueueNumbering::Fixed] {
                 assert_eq!(numbering.role(Features::ALL, role.index()), Some(role));
                 assert_eq!(numbering.number(Features::ALL, role), Some(role.index()));
                 assert_eq!(numbering.role(Features::ALL, 5), None);
@@ -181,15 +181,15 @@ mod tests {
     #[test]
     fn linux_leaves_no_gap_for_a_queue_that_does_not_exist() {
         let without_statistics = Features::FREE_PAGE_HINT | Features::REPORTING;
-        assert_eq!(Numbering::Compact.role(without_statistics, 2), Some(Role::Hint));
-        assert_eq!(Numbering::Compact.role(without_statistics, 3), Some(Role::Reporting));
-        assert_eq!(Numbering::Compact.role(without_statistics, 4), None);
+        assert_eq!(QueueNumbering::Compact.role(without_statistics, 2), Some(QueueRole::Hint));
+        assert_eq!(QueueNumbering::Compact.role(without_statistics, 3), Some(QueueRole::Reporting));
+        assert_eq!(QueueNumbering::Compact.role(without_statistics, 4), None);
         let without_hints = Features::STATS_VQ | Features::REPORTING;
-        assert_eq!(Numbering::Compact.role(without_hints, 3), Some(Role::Reporting));
-        assert_eq!(Numbering::Fixed.role(without_hints, 3), None);
-        assert_eq!(Numbering::Fixed.role(without_hints, 4), Some(Role::Reporting));
-        assert_eq!(Numbering::Compact.role(Features::NONE, 2), None);
-        assert_eq!(Numbering::Fixed.number(Features::NONE, Role::Deflate), Some(1));
+        assert_eq!(QueueNumbering::Compact.role(without_hints, 3), Some(QueueRole::Reporting));
+        assert_eq!(QueueNumbering::Fixed.role(without_hints, 3), None);
+        assert_eq!(QueueNumbering::Fixed.role(without_hints, 4), Some(QueueRole::Reporting));
+        assert_eq!(QueueNumbering::Compact.role(Features::NONE, 2), None);
+        assert_eq!(QueueNumbering::Fixed.number(Features::NONE, QueueRole::Deflate), Some(1));
     }
 
     #[test]

@@ -84,9 +84,9 @@ mod statistics;
 mod vhost_user;
 
 pub use counters::Counters;
-pub use device::{Balloon, HintList, MoreWork, Options, Size, Transport, ZeroTarget};
+pub use device::{Balloon, HintList, MemorySize, MoreWork, Options, TargetTooSmall, Transport};
 pub use hint::HintState;
-pub use layout::{Features, Numbering, Role};
+pub use layout::{Features, QueueNumbering, QueueRole};
 pub use reclaim::{GuestRam, Reclaim, Strategy};
 pub use ring::{Ring, VirtioQueueRing};
 pub use statistics::{Statistics, StatisticsError};

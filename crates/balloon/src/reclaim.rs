@@ -60,7 +60,7 @@ pub enum Strategy {
     Auto,
     /// By this method, where the memory [takes](limosa_memory::MemoryBlock::supports_release) it; where it does not,
     /// not at all.
-    By(ReleaseMethod),
+    Method(ReleaseMethod),
     /// Not at all.
     Nothing,
 }
@@ -98,7 +98,7 @@ impl Reclaim for GuestRam {
     }
 
     fn discard(&self, run: &Range<u64>) -> Result<u64, MemoryError> {
-        let pages = PageRange::within(run).len();
+        let pages = PageRange::inside_bytes(run).len();
         let Some((index, first)) = self.memory.page_at(run.start).filter(|_| pages > 0) else { return Ok(0) };
         let block = self.memory.block(index)?;
         let pages = PageRange::starting_at(first, pages);
@@ -107,8 +107,8 @@ impl Reclaim for GuestRam {
                 Some((file, offset)) if !block.is_shared() => discard_holes(block, pages, file, offset)?,
                 _ => discard_whole(block, pages)?,
             },
-            Strategy::By(method) if block.supports_release(method) => block.release(pages, method)?,
-            Strategy::By(_) | Strategy::Nothing => 0,
+            Strategy::Method(method) if block.supports_release(method) => block.release(pages, method)?,
+            Strategy::Method(_) | Strategy::Nothing => 0,
         };
         Ok(given_back.saturating_mul(PAGE_SIZE))
     }
@@ -185,12 +185,12 @@ mod tests {
     #[test]
     fn a_method_that_the_memory_does_not_take_and_none_leave_it_alone() {
         let memory = memory();
-        for strategy in [Strategy::By(ReleaseMethod::DontNeed), Strategy::Nothing] {
+        for strategy in [Strategy::Method(ReleaseMethod::DontNeed), Strategy::Nothing] {
             let ram = GuestRam::new(Arc::clone(&memory), strategy);
             assert_eq!(ram.discard(&(8 * PAGE_SIZE..12 * PAGE_SIZE)).unwrap(), 0);
         }
         assert!(zeros(&memory, 0).is_empty());
-        let ram = GuestRam::new(Arc::clone(&memory), Strategy::By(ReleaseMethod::Remove));
+        let ram = GuestRam::new(Arc::clone(&memory), Strategy::Method(ReleaseMethod::Remove));
         assert_eq!(ram.discard(&(8 * PAGE_SIZE..12 * PAGE_SIZE)).unwrap(), 4 * PAGE_SIZE);
         assert_eq!(zeros(&memory, 0), [0, 1, 2, 3]);
     }
@@ -212,7 +212,7 @@ mod tests {
                 byte[0]
             })
         };
-        for strategy in [Strategy::By(ReleaseMethod::DontNeed), Strategy::By(ReleaseMethod::Free)] {
+        for strategy in [Strategy::Method(ReleaseMethod::DontNeed), Strategy::Method(ReleaseMethod::Free)] {
             let ram = GuestRam::new(Arc::clone(&memory), strategy);
             assert_eq!(ram.discard(&(0..16 * PAGE_SIZE)).unwrap(), 0, "the file would be seen again");
         }

@@ -35,7 +35,7 @@ pub(crate) const ENTRIES: usize = 64;
 pub struct Statistics {
     values: [Option<u64>; TAGS.len()],
     /// When it was received.
-    pub at: Instant,
+    pub received_at: Instant,
     /// Counts reports of this device, from 1 on.
     pub sequence: u64,
 }
@@ -44,7 +44,7 @@ impl Statistics {
     /// Decodes little-endian entries; an incomplete entry at the end is ignored. Also returns how many had unknown
     /// tags.
     pub(crate) fn decode(bytes: &[u8], sequence: u64) -> (Self, u64) {
-        let mut statistics = Self { values: [None; TAGS.len()], at: Instant::now(), sequence };
+        let mut statistics = Self { values: [None; TAGS.len()], received_at: Instant::now(), sequence };
         let mut unknown = 0;
         for entry in bytes.as_chunks::<ENTRY>().0 {
             let [tag_low, tag_high, value @ ..] = *entry;

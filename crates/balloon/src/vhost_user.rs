@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use limosa_memory::{MemoryError, rust_vmm};
-use limosa_page::{PAGE_SIZE, with_causes};
+use limosa_page::{PAGE_SIZE, error_with_causes};
 use limosa_vhost::{Chain, Device, FrontEnd, QueueError, Ram, Vring};
 use parking_lot::Mutex;
 use vm_memory::GuestMemoryMmap;
@@ -41,13 +41,13 @@ impl fmt::Debug for VhostUserBalloon {
 impl VhostUserBalloon {
     /// The device `balloon`; the front end's memory is given back by `strategy`.
     pub fn new(balloon: Arc<Balloon>, strategy: Strategy) -> Self {
-        Self::with(balloon, move |ram| Ok(Arc::new(GuestRam::shared(ram, strategy)?)))
+        Self::with_reclaim(balloon, move |ram| Ok(Arc::new(GuestRam::from_front_end(ram, strategy)?)))
     }
 
     /// The device `balloon`; the front end's memory is given back by the [`Reclaim`] that `reclaiming` creates for it,
     /// each time the front end shares other memory. If it fails, no memory is given back, and that is logged the first
     /// time.
-    pub fn with(
+    pub fn with_reclaim(
         balloon: Arc<Balloon>,
         reclaiming: impl Fn(&Ram) -> Result<Arc<dyn Reclaim>, MemoryError> + Send + Sync + 'static,
     ) -> Self {
@@ -70,7 +70,7 @@ impl GuestRam {
     ///
     /// # Errors
     /// It shares none, or memory in pages that are larger than its regions allow.
-    pub fn shared(ram: &Ram, strategy: Strategy) -> Result<Self, MemoryError> {
+    pub fn from_front_end(ram: &Ram, strategy: Strategy) -> Result<Self, MemoryError> {
         let memory = rust_vmm::import(ram.memory(), |address| format!("ram@{:#x}", address.0))?;
         Ok(Self::new(Arc::new(memory), strategy))
     }
@@ -81,8 +81,8 @@ impl Device for VhostUserBalloon {
         self.balloon.features().bits()
     }
 
-    fn queues(&self) -> usize {
-        self.balloon.queues()
+    fn num_queues(&self) -> usize {
+        self.balloon.num_queues()
     }
 
     fn ack_features(&self, features: u64) {
@@ -105,7 +105,10 @@ impl Device for VhostUserBalloon {
             Err(error) => {
                 // A front end may send another table at any time.
                 if !self.was_logged.swap(true, Ordering::Relaxed) {
-                    tracing::warn!("no memory of the guest will be given back: {} (logged once)", with_causes(&error));
+                    tracing::warn!(
+                        "no memory of the guest will be given back: {} (logged once)",
+                        error_with_causes(&error)
+                    );
                 }
                 None
             }
@@ -118,8 +121,8 @@ impl Device for VhostUserBalloon {
         drop(before);
     }
 
-    fn attached(&self, front_end: FrontEnd) {
-        self.balloon.attached(Arc::new(front_end));
+    fn front_end_connected(&self, front_end: FrontEnd) {
+        self.balloon.attach(Arc::new(front_end));
     }
 
     fn process_queue(&self, queue: usize, vring: &Vring) -> Result<limosa_vhost::MoreWork, QueueError> {
@@ -133,8 +136,8 @@ impl Device for VhostUserBalloon {
         self.balloon.driver_resumed();
     }
 
-    fn stopped(&self, queue: usize) {
-        self.balloon.stopped(queue);
+    fn queue_stopped(&self, queue: usize) {
+        self.balloon.queue_stopped(queue);
     }
 
     fn reset(&self) {
@@ -278,7 +281,7 @@ mod tests {
 
     #[test]
     fn memory_is_given_back_by_the_callers_reclaim() {
-        let device = VhostUserBalloon::with(Arc::new(Balloon::new(Options::default())), |ram| {
+        let device = VhostUserBalloon::with_reclaim(Arc::new(Balloon::new(Options::default())), |ram| {
             assert_eq!(ram.regions().len(), 1, "it is not called for no memory");
             Ok(Arc::new(NoReclaim(vec![0..4096])))
         });
@@ -315,7 +318,7 @@ mod tests {
 
     #[test]
     fn that_no_memory_is_given_back_is_logged_once() {
-        let device = VhostUserBalloon::with(Arc::new(Balloon::new(Options::default())), |_| {
+        let device = VhostUserBalloon::with_reclaim(Arc::new(Balloon::new(Options::default())), |_| {
             Err(MemoryError::Layout { block: "ram".into(), why: "of no use".into() })
         });
         let said = Arc::new(AtomicU64::new(0));
@@ -330,7 +333,7 @@ mod tests {
     #[test]
     fn a_driver_that_another_server_had_gets_no_request_for_pages_that_must_keep_their_contents() {
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
-        device.attached(FrontEnd::new().unwrap());
+        device.front_end_connected(FrontEnd::new().unwrap());
         device.ack_features(device.features());
         device.driver_resumed();
         struct IgnoringSink;
@@ -346,6 +349,6 @@ mod tests {
         let device = VhostUserBalloon::new(Arc::new(Balloon::new(Options::default())), Strategy::Auto);
         device.set_memory(Arc::new(Ram::new(Vec::new()).unwrap()));
         assert_eq!(device.balloon().size().ram, 0);
-        assert_eq!(device.queues(), 5);
+        assert_eq!(device.num_queues(), 5);
     }
 }

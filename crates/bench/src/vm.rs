@@ -249,7 +249,12 @@ pub(crate) fn connect(path: &Path, alive: &mut dyn FnMut() -> Result<()>) -> Res
 
 /// A monitor over a new connection.
 fn negotiate(stream: UnixStream) -> Result<Monitor> {
-    let options = qmp::Options { greeting: LIMIT, negotiation: LIMIT, reply: LIMIT, ..qmp::Options::default() };
+    let options = qmp::Options {
+        greeting_timeout: LIMIT,
+        negotiation_timeout: LIMIT,
+        reply_timeout: LIMIT,
+        ..qmp::Options::default()
+    };
     Ok(Monitor::new(Qmp::from_socket(stream.into(), "of the bench's QEMU", &options)?))
 }
 

@@ -104,7 +104,7 @@ impl<'a> Acceptor<'a> {
     ///
     /// # Errors
     /// As `poll`; [`ChannelError::TimedOut`] if no peer completes it in time.
-    pub fn within(mut self, after: Duration) -> Result<Channel, ChannelError> {
+    pub fn accept_within(mut self, after: Duration) -> Result<Channel, ChannelError> {
         let peer = Arc::from(self.listener.local_uri().to_string());
         let timed_out = ChannelError::TimedOut { operation: Operation::Accept, peer, offset: None, after };
         self.poll(after)?.ok_or(timed_out)
@@ -153,7 +153,7 @@ impl<'a> Acceptor<'a> {
 
     fn refuse(&mut self, error: &ChannelError) {
         // A peer that closes the connection without an alert, such as a port scanner, is not worth a report.
-        if error.tls_failure().is_none_or(|failure| *failure == TlsFailure::Ended) {
+        if error.tls_failure().is_none_or(|failure| *failure == TlsFailure::HandshakeClosed) {
             return;
         }
         let why = error.to_string();

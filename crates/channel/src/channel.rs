@@ -664,7 +664,7 @@ fn of_tls(operation: Operation, peer: &Arc<str>, offset: Option<u64>, error: io:
 
 /// Whether the peer closed the connection during the handshake.
 fn is_ended(error: &io::Error) -> bool {
-    error.get_ref().and_then(|error| error.downcast_ref()) == Some(&TlsFailure::Ended)
+    error.get_ref().and_then(|error| error.downcast_ref()) == Some(&TlsFailure::HandshakeClosed)
 }
 
 /// Whether the error says that sendfile(2) cannot send from this file to this descriptor.

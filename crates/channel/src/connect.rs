@@ -26,8 +26,8 @@ impl Channel {
     /// `fd:N` takes possession of number N: it must be open, inherited by this process, and not taken before.
     ///
     /// With [`Options::tls`] of a client the handshake is complete when this returns, unless it is
-    /// [deferred](crate::Tls::deferred): stock QEMU takes the first channel that completes the handshake as the main
-    /// one.
+    /// [deferred](crate::Tls::with_deferred_handshake): stock QEMU takes the first channel that completes the handshake
+    /// as the main one.
     ///
     /// # Errors
     /// [`ChannelError::Refused`] if no process listens, [`ChannelError::TimedOut`] after `options.connect_timeout`,

@@ -220,7 +220,10 @@ impl ChannelError {
         match self {
             Self::Closed { .. } | Self::Broken { .. } => true,
             Self::Tls { failure, .. } => {
-                matches!(**failure, TlsFailure::Ended | TlsFailure::Truncated { .. } | TlsFailure::Reset { .. })
+                matches!(
+                    **failure,
+                    TlsFailure::HandshakeClosed | TlsFailure::Truncated { .. } | TlsFailure::Reset { .. }
+                )
             }
             _ => false,
         }

@@ -23,7 +23,7 @@ pub enum Access {
     /// Reading a file that exists.
     Read,
     /// Reading and writing; created with mode 0600 if it does not exist, never truncated.
-    Write,
+    ReadWrite,
 }
 
 /// An open file, or block device, from a base offset on.
@@ -63,7 +63,7 @@ impl FileChannel {
         let (file, base) = match uri {
             Uri::File { path, offset } => {
                 let mut options = File::options();
-                options.read(true).write(access == Access::Write).create(access == Access::Write).mode(0o600);
+                options.read(true).write(access == Access::ReadWrite).create(access == Access::ReadWrite).mode(0o600);
                 // Without it, opening a named pipe would wait for its other end.
                 options.custom_flags(libc::O_NONBLOCK);
                 (options.open(path).map_err(failed)?, *offset)

@@ -66,7 +66,7 @@ pub use file::{Access, FileChannel};
 pub use listener::Listener;
 pub use options::Options;
 pub use rate::RateLimit;
-pub use tls::{KernelTls, KernelTlsFailure, Tls, TlsFailure, TlsRefusal, UnknownKernelTls};
+pub use tls::{KernelTls, KernelTlsFailure, Tls, TlsAlert, TlsFailure, UnknownKernelTls};
 pub use uri::{Uri, UriError};
 pub use zero_copy::{ZeroCopy, ZeroCopyWriter};
 

@@ -73,14 +73,14 @@ pub struct ListedClone {
 #[non_exhaustive]
 pub struct StopOptions {
     /// Time that the guest has to shut down before its QEMU is ended; `None` does not ask the guest.
-    pub power_down: Option<Duration>,
+    pub power_down_timeout: Option<Duration>,
     /// Time that QEMU has to end.
-    pub end_within: Duration,
+    pub end_timeout: Duration,
 }
 
 impl Default for StopOptions {
     fn default() -> Self {
-        Self { power_down: None, end_within: Duration::from_secs(5) }
+        Self { power_down_timeout: None, end_timeout: Duration::from_secs(5) }
     }
 }
 
@@ -95,14 +95,14 @@ pub struct RemoveOptions {
 /// The outcome of removing a clone.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 #[non_exhaustive]
-pub struct Removed {
+pub struct RemoveReport {
     /// Files in its directory that do not belong to it; the directory stays with them.
     pub kept: Vec<PathBuf>,
     /// Disks of the clone that something stands on; they stay as well.
-    pub needed: Vec<NeededDisk>,
+    pub needed: Vec<DiskInUse>,
 }
 
-impl Removed {
+impl RemoveReport {
     /// Everything that stays.
     pub(crate) fn into_paths(self) -> Vec<PathBuf> {
         self.needed.into_iter().map(|needed| needed.disk).chain(self.kept).collect()
@@ -112,11 +112,12 @@ impl Removed {
 /// A disk of a clone that something stands on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
-pub struct NeededDisk {
+pub struct DiskInUse {
     /// The disk's file.
     pub disk: PathBuf,
     /// The snapshots that were saved with it, or the image above it.
-    pub by: Vec<PathBuf>,
+    #[serde(rename = "by")]
+    pub needed_by: Vec<PathBuf>,
 }
 
 /// The outcome of [`stop`] or [`remove`] for one clone.
@@ -159,7 +160,7 @@ pub fn stop(folder: &Path, names: &[String], options: StopOptions) -> Vec<CloneO
 ///
 /// Each fails on its own: there is no such clone, it runs, or something cannot be removed.
 #[must_use]
-pub fn remove(folder: &Path, names: &[String], options: RemoveOptions) -> Vec<CloneOutcome<Removed>> {
+pub fn remove(folder: &Path, names: &[String], options: RemoveOptions) -> Vec<CloneOutcome<RemoveReport>> {
     clear_left_over(folder);
     side_by_side(names, &|name| remove_one(folder, name, options))
 }
@@ -203,7 +204,7 @@ fn with_reason(error: &CloneError) -> String {
 /// The clone of that name, and its record.
 fn find(folder: &Path, name: &str) -> Result<(ListedClone, Record), CloneError> {
     let path = folder.join(name);
-    let unknown = || CloneError::Unknown { path: path.clone() };
+    let unknown = || CloneError::NotFound { path: path.clone() };
     // A name is one part of a path, and no way out of the directory.
     if Path::new(name).components().count() != 1 || Path::new(name).file_name().is_none() {
         return Err(unknown());
@@ -235,7 +236,7 @@ fn state(record: &Record, monitor: &Path, busy: bool) -> State {
 
 /// The run state of a QEMU; `None` if its monitor does not answer.
 fn run_state(monitor: &Path) -> Option<RunState> {
-    let options = Options { greeting: ANSWERED_WITHIN, ..Options::default() };
+    let options = Options { greeting_timeout: ANSWERED_WITHIN, ..Options::default() };
     let qmp = Qmp::connect(&MonitorAddress::Unix(monitor.to_path_buf()), &options).ok()?;
     Some(Monitor::new(qmp).status().ok()?.state)
 }
@@ -251,7 +252,7 @@ fn stop_one(folder: &Path, name: &str, options: StopOptions) -> Result<bool, Clo
     };
     let has_ended = |within| ended_within(&process, &listed.monitor, within);
     let connect = || Qmp::connect(&MonitorAddress::Unix(listed.monitor.clone()), &Options::default()).ok();
-    if let Some(timeout) = options.power_down
+    if let Some(timeout) = options.power_down_timeout
         && let Some(qmp) = connect()
         && qmp.execute("system_powerdown", Value::Null).is_ok()
     {
@@ -261,10 +262,10 @@ fn stop_one(folder: &Path, name: &str, options: StopOptions) -> Result<bool, Clo
         }
     }
     if let Some(qmp) = connect() {
-        let _ = qmp.execute_within("quit", Value::Null, options.end_within);
+        let _ = qmp.execute_within("quit", Value::Null, options.end_timeout);
     }
     let mut signals = [Signal::TERM, Signal::KILL].into_iter();
-    while !has_ended(options.end_within) {
+    while !has_ended(options.end_timeout) {
         match signals.next() {
             Some(next) => signal(&process, next),
             None => return Err(CloneError::Running { path: listed.folder, pid: process.pid }),
@@ -301,7 +302,7 @@ fn ended_within(process: &ProcessIdentity, monitor: &Path, timeout: Duration) ->
     true
 }
 
-fn remove_one(folder: &Path, name: &str, options: RemoveOptions) -> Result<Removed, CloneError> {
+fn remove_one(folder: &Path, name: &str, options: RemoveOptions) -> Result<RemoveReport, CloneError> {
     let (listed, record) = find(folder, name)?;
     let pid = record.process.as_ref().map_or(0, |process| process.pid);
     match listed.state {
@@ -319,7 +320,7 @@ fn remove_one(folder: &Path, name: &str, options: RemoveOptions) -> Result<Remov
     let home = match Home::lock_soon(&listed.folder)? {
         Some(home) => home,
         None if listed.folder.exists() => return Err(busy()),
-        None => return Ok(Removed::default()),
+        None => return Ok(RemoveReport::default()),
     };
     // What was read before the lock may be of the moment before.
     let record = Record::read(home.path())?.unwrap_or(record);

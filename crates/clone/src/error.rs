@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use limosa_image::ImageError;
-use limosa_page::{BrokenInvariant, with_causes};
+use limosa_page::{BrokenInvariant, error_with_causes};
 use limosa_qemu::JobError;
 use limosa_snapshot::SnapshotError;
 use thiserror::Error;
@@ -76,7 +76,7 @@ pub enum CloneError {
 
     /// An operation on a file or directory failed.
     #[error("cannot {what} {}", path.display())]
-    Path {
+    Io {
         /// The operation.
         what: &'static str,
         /// Where.
@@ -94,7 +94,7 @@ pub enum CloneError {
 
     /// There is no clone of that name.
     #[error("{}: is no clone", path.display())]
-    Unknown {
+    NotFound {
         /// Where it would be.
         path: PathBuf,
     },
@@ -159,13 +159,13 @@ pub enum CloneError {
 impl CloneError {
     pub(crate) fn path(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
-        move |source| Self::Path { what, path, source }
+        move |source| Self::Io { what, path, source }
     }
 }
 
 /// Shows QEMU's own words, which are the cause of the failure, or the failure if it said nothing.
 fn said_or(log: &str, failure: &(dyn std::error::Error + 'static)) -> String {
-    if log.is_empty() { format!(": {}", with_causes(failure)) } else { said(log) }
+    if log.is_empty() { format!(": {}", error_with_causes(failure)) } else { said(log) }
 }
 
 fn said(log: &str) -> String {
@@ -180,7 +180,7 @@ mod tests {
     fn what_follows_from_qemus_own_words_is_not_given_as_their_cause() {
         let ended = |log: &str| {
             let (error, log) = (JobError::Failed { reason: "no socket".into() }, log.into());
-            with_causes(&CloneError::NoMonitor { error, log })
+            error_with_causes(&CloneError::NoMonitor { error, log })
         };
         assert_eq!(ended("no such device"), "QEMU opened no monitor; it said: no such device");
         assert_eq!(ended(""), "QEMU opened no monitor: QEMU gave up: no socket");

@@ -9,10 +9,11 @@ use std::process::Child;
 use std::thread;
 use std::time::Duration;
 
-use limosa_page::{PAGE_SIZE, with_causes};
+use limosa_page::{PAGE_SIZE, error_with_causes};
 use limosa_qemu::command_line::escaped;
 use limosa_qemu::{
-    BlockPlace, MappedCommandLine, RunChoice, check_not_shared, is_same_file, name_memory, rewrite_for_mapping,
+    BlockPlace, MappedCommandLine, RunChoice, check_snapshot_not_shared, is_same_file, name_memory_backend,
+    rewrite_for_mapping,
 };
 use limosa_snapshot::{Snapshot, check_disks};
 
@@ -20,7 +21,7 @@ use crate::command_line::{CommandTemplate, OverlayPlan, Ownership, behind_overla
 use crate::error::CloneError;
 use crate::home::clear_left_over;
 use crate::overlay::{self, Backing};
-use crate::record::{PoolRecord, Record, SnapshotIdentity};
+use crate::record::{PoolPurpose, Record, SnapshotIdentity};
 
 /// Options of [`Fleet::new`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -95,13 +96,13 @@ pub struct FailedClone {
     /// Why.
     pub error: Box<CloneError>,
     /// Files that are left of it, because they do not belong to the clone or cannot be removed.
-    pub left: Vec<PathBuf>,
+    pub leftover_files: Vec<PathBuf>,
 }
 
 impl FailedClone {
     /// A failure that leaves nothing.
     pub(crate) fn new(number: u64, error: CloneError) -> Self {
-        Self { number, error: Box::new(error), left: Vec::new() }
+        Self { number, error: Box::new(error), leftover_files: Vec::new() }
     }
 }
 
@@ -140,7 +141,7 @@ pub struct Fleet<'a> {
     /// The descriptor that QEMU maps. Its lock on the file lasts as long as a QEMU has it open.
     mapping: OwnedFd,
     /// The purpose that a waiting QEMU of a pool must have to be taken.
-    pub(crate) pool: PoolRecord,
+    pub(crate) pool: PoolPurpose,
     pub(crate) options: FleetOptions,
     notices: Vec<String>,
 }
@@ -193,7 +194,7 @@ impl<'a> Fleet<'a> {
                     let why = format!("each clone gets a copy of the memory, because it cannot be mapped: {conflict}");
                     notices.push(why);
                 }
-                let named = name_memory(&args, snapshot);
+                let named = name_memory_backend(&args, snapshot);
                 (named.map_err(|conflict| CloneError::CommandLine { why: conflict.to_string() })?, Vec::new())
             }
         };
@@ -202,9 +203,11 @@ impl<'a> Fleet<'a> {
         check_folder(&folder)?;
         let snapshot_path = fs::canonicalize(snapshot.path()).map_err(CloneError::path("find", snapshot.path()))?;
         if !mapped.is_empty() {
-            if let Err(error) = snapshot.protect() {
-                notices
-                    .push(format!("{}; whoever writes to it changes the memory of running VMs", with_causes(&error)));
+            if let Err(error) = snapshot.make_read_only() {
+                notices.push(format!(
+                    "{}; whoever writes to it changes the memory of running VMs",
+                    error_with_causes(&error)
+                ));
             }
             snapshot.verify_all()?;
         }
@@ -213,7 +216,7 @@ impl<'a> Fleet<'a> {
         clear_left_over(&folder);
         let template = CommandTemplate::new(args);
         let directory = std::env::current_dir().map_err(CloneError::path("find", "."))?;
-        let pool = PoolRecord { command, directory, mapped: mapped.clone(), backing: options.backing };
+        let pool = PoolPurpose { command, directory, mapped: mapped.clone(), backing: options.backing };
         Ok(Self { snapshot, identity, folder, template, own_names, overlays, mapped, mapping, pool, options, notices })
     }
 
@@ -233,7 +236,7 @@ impl<'a> Fleet<'a> {
     /// contents for each that does not share them. Shared contents are page cache, which the kernel can take back.
     /// Pages that the guests will write are not included.
     #[must_use]
-    pub fn estimate(&self, count: u64) -> u64 {
+    pub fn estimate_memory(&self, count: u64) -> u64 {
         /// A QEMU with few devices, started from a snapshot, has 17 to 20 MiB that it shares with no other
         /// (docs/benchmarks).
         const QEMU_OWN: u64 = 16 << 20;
@@ -265,7 +268,8 @@ fn for_all_clones(
     if let Some(arg) = args.iter().find(|arg| arg.to_str().is_none()) {
         return Err(refused(format!("{}: not valid UTF-8, so it cannot be read", arg.to_string_lossy())));
     }
-    check_not_shared(args, &|name| same(name, snapshot.path())).map_err(|conflict| refused(conflict.to_string()))?;
+    check_snapshot_not_shared(args, &|name| same(name, snapshot.path()))
+        .map_err(|conflict| refused(conflict.to_string()))?;
     let ownership = Ownership::new(folder);
     check_outputs(args, &ownership).map_err(refused)?;
     let mut args = behind_overlays(args, overlays, &ownership, &same).map_err(|why| CloneError::Disk { why })?;

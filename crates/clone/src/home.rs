@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::directory::{NeededDisk, Removed};
+use crate::directory::{DiskInUse, RemoveReport};
 use crate::error::CloneError;
 use crate::record::{LOG, MONITOR, OverlayRecord, RECORD, Record, UNFINISHED_RECORD};
 use crate::saved_disks::image_above;
@@ -106,7 +106,7 @@ impl Home {
     /// if nothing else is in it. Returns what stays.
     ///
     /// The record goes last: until then the rest can be found again.
-    pub(crate) fn remove(self, record: &Record) -> Result<Removed, CloneError> {
+    pub(crate) fn remove(self, record: &Record) -> Result<RemoveReport, CloneError> {
         let needed = self.needed_disks(record);
         let is_needed = |name: &Path| needed.iter().any(|needed| needed.disk == self.path.join(name));
         let overlays = record.overlays.iter().map(|overlay| overlay.name.as_path());
@@ -130,7 +130,7 @@ impl Home {
             fs::remove_dir(&last).map_err(CloneError::path("remove", &last))?;
         }
         kept.retain(|path| needed.iter().all(|needed| needed.disk != *path));
-        Ok(Removed { kept, needed })
+        Ok(RemoveReport { kept, needed })
     }
 
     fn entries(&self) -> Vec<PathBuf> {
@@ -138,7 +138,7 @@ impl Home {
     }
 
     /// The disks of the clone that a snapshot was saved with, or that another image in the directory stands on.
-    fn needed_disks(&self, record: &Record) -> Vec<NeededDisk> {
+    fn needed_disks(&self, record: &Record) -> Vec<DiskInUse> {
         let own = |path: &PathBuf| record.overlays.iter().any(|overlay| path.ends_with(&overlay.name));
         let mut others = self.entries();
         others.retain(|path| !own(path));
@@ -146,7 +146,7 @@ impl Home {
             let disk = self.path.join(&overlay.name);
             let by = || image_above(&disk, &others).into_iter().collect();
             let by: Vec<_> = if overlay.snapshots.is_empty() { by() } else { overlay.snapshots.clone() };
-            (!by.is_empty() && disk.exists()).then_some(NeededDisk { disk, by })
+            (!by.is_empty() && disk.exists()).then_some(DiskInUse { disk, needed_by: by })
         };
         record.overlays.iter().filter_map(needed).collect()
     }
@@ -226,7 +226,7 @@ mod tests {
         assert!(matches!(Home::new(clones.path(), "001"), Err(CloneError::Exists { .. })));
         drop(home);
         let home = Home::lock(&clones.path().join("001")).unwrap().unwrap();
-        assert_eq!(home.remove(&record()).unwrap(), Removed::default());
+        assert_eq!(home.remove(&record()).unwrap(), RemoveReport::default());
         assert_eq!(fs::read_dir(clones.path()).unwrap().count(), 0);
     }
 

@@ -29,13 +29,13 @@ mod starting;
 
 pub use command_line::CommandTemplate;
 pub use directory::{
-    CloneOutcome, ListedClone, NeededDisk, RemoveOptions, Removed, State, StopOptions, list, remove, stop,
+    CloneOutcome, DiskInUse, ListedClone, RemoveOptions, RemoveReport, State, StopOptions, list, remove, stop,
 };
 pub use error::CloneError;
 pub use fleet::{CloneMemory, FailedClone, Fleet, FleetOptions, FleetReport, PooledClone, StartedClone};
 pub use overlay::Backing;
 pub use phase::Phase;
-pub use record::{OverlayRecord, PoolRecord, Record, SnapshotIdentity};
+pub use record::{OverlayRecord, PoolPurpose, Record, SnapshotIdentity};
 pub use saved_disks::SavedDisks;
 
 /// The example of the README, compiled.

@@ -7,7 +7,7 @@ use limosa_qemu::SOCKET_PATH_MAX;
 use rustix::process::Signal;
 
 use crate::command_line::OverlayPlan;
-use crate::directory::Removed;
+use crate::directory::RemoveReport;
 use crate::error::CloneError;
 use crate::fleet::{FailedClone, Fleet};
 use crate::home::Home;
@@ -40,7 +40,7 @@ impl Making {
             snapshots: Vec::new(),
         };
         let overlays = fleet.overlays.iter().map(overlay).collect();
-        let outputs = fleet.template.outputs(number, name);
+        let outputs = fleet.template.file_names(number, name);
         let record = Record::prepared(number, fleet.identity.clone(), overlays, outputs);
         let mut making = Self { home: Some(home), record, child: None };
         // Written down before they are made, so that what a kill leaves can be removed.
@@ -77,7 +77,7 @@ impl Making {
 
     /// Undoes the clone because of this error.
     pub(crate) fn fail(mut self, error: CloneError) -> FailedClone {
-        FailedClone { left: self.undo(), ..FailedClone::new(self.record.number, error) }
+        FailedClone { leftover_files: self.undo(), ..FailedClone::new(self.record.number, error) }
     }
 
     /// Ends its QEMU and removes what belongs to the clone. Returns the files that stay.
@@ -93,7 +93,7 @@ impl Making {
             (None, None) => {}
         }
         let folder = home.path().to_path_buf();
-        home.remove(&self.record).map_or_else(|_| vec![folder], Removed::into_paths)
+        home.remove(&self.record).map_or_else(|_| vec![folder], RemoveReport::into_paths)
     }
 }
 

@@ -109,7 +109,7 @@ mod tests {
     }
 
     fn recorded(path: &Path, format: &str) -> Disk {
-        Disk::record("disk", None, path, format).unwrap()
+        Disk::from_file("disk", None, path, format).unwrap()
     }
 
     /// Makes a qcow2 image of 1 GiB over another, whose name it has as given.

@@ -50,7 +50,7 @@ pub struct Record {
     pub overlays: Vec<OverlayRecord>,
     /// The purpose of its QEMU if that waits in a pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pool: Option<PoolRecord>,
+    pub pool: Option<PoolPurpose>,
     /// Names in its directory that the command line gives to QEMU: serial files, sockets, pid files.
     #[serde(default)]
     pub outputs: Vec<PathBuf>,
@@ -76,7 +76,7 @@ pub struct SnapshotIdentity {
 /// The purpose of a QEMU in a pool, beside its snapshot: it is taken for a clone of the same purpose.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct PoolRecord {
+pub struct PoolPurpose {
     /// The command line that was given, with its placeholders.
     pub command: Vec<String>,
     /// The working directory, from which relative paths in the command line start.

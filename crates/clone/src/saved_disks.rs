@@ -34,7 +34,7 @@ impl SavedDisks {
     ///
     /// # Errors
     /// The record of a clone cannot be read or written, or another limosa works on the clone.
-    pub fn remember(images: &[PathBuf], snapshot: &Path) -> Result<Self, CloneError> {
+    pub fn mark_needed(images: &[PathBuf], snapshot: &Path) -> Result<Self, CloneError> {
         let snapshot = std::path::absolute(snapshot).map_err(CloneError::path("find", snapshot))?;
         let mut by_clone: BTreeMap<PathBuf, Vec<PathBuf>> = BTreeMap::new();
         for image in images.iter().filter_map(|image| fs::canonicalize(image).ok()) {
@@ -47,7 +47,7 @@ impl SavedDisks {
             match saved.remember_in(&folder, &names) {
                 Ok(()) => {}
                 Err(error) => {
-                    saved.forget();
+                    saved.unmark_needed();
                     return Err(error);
                 }
             }
@@ -76,7 +76,7 @@ impl SavedDisks {
     }
 
     /// Takes it back: there is no such snapshot. Where that fails, the disks stay when their clone is removed.
-    pub fn forget(self) {
+    pub fn unmark_needed(self) {
         for folder in &self.clones {
             let Ok(Some(home)) = Home::lock_soon(folder) else { continue };
             let Ok(Some(mut record)) = Record::read(home.path()) else { continue };
@@ -103,7 +103,7 @@ fn is_above(file: &Path, disk: &Path) -> bool {
         return false;
     }
     let options = read_beside_others(Format::Qcow2);
-    let Ok(reference) = Reference::named(file) else { return true };
+    let Ok(reference) = Reference::from_name(file) else { return true };
     let Ok(chain) = block_on(chain::files(&reference, &options)) else { return true };
     chain.iter().any(|image| fs::canonicalize(&image.reference.path).is_ok_and(|path| path == disk))
 }
@@ -140,16 +140,16 @@ mod tests {
         let snapshot = clones.path().join("branch");
         make();
         let images = [disk.clone(), clones.path().join("no-clones-disk")];
-        SavedDisks::remember(&images, &snapshot).unwrap().forget();
+        SavedDisks::mark_needed(&images, &snapshot).unwrap().unmark_needed();
         assert_eq!(remove().needed, []);
         assert!(!folder.exists());
         make();
-        let first = SavedDisks::remember(&images, &snapshot).unwrap();
+        let first = SavedDisks::mark_needed(&images, &snapshot).unwrap();
         // A later save under the same name fails: the first one needs the disk all the same.
-        SavedDisks::remember(&images, &snapshot).unwrap().forget();
+        SavedDisks::mark_needed(&images, &snapshot).unwrap().unmark_needed();
         let removed = remove();
         assert_eq!((removed.needed.len(), removed.kept.len()), (1, 0));
-        assert_eq!((&removed.needed[0].disk, &removed.needed[0].by), (&disk, &vec![snapshot]));
+        assert_eq!((&removed.needed[0].disk, &removed.needed[0].needed_by), (&disk, &vec![snapshot]));
         assert!(disk.exists());
         assert!(!folder.join("clone.json").exists());
         drop(first);

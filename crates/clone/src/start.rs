@@ -159,7 +159,7 @@ pub(crate) fn connect(path: &Path, child: Option<&mut Child>, log: &File) -> Res
     let address = MonitorAddress::Unix(path.to_path_buf());
     let mut child = child;
     loop {
-        match Qmp::connect(&address, &Options { greeting: GREETED_WITHIN, ..Options::default() }) {
+        match Qmp::connect(&address, &Options { greeting_timeout: GREETED_WITHIN, ..Options::default() }) {
             Ok(qmp) => return Ok(Monitor::new(qmp)),
             Err(error) => {
                 let has_ended = child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));

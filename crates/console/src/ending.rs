@@ -10,7 +10,7 @@ use signal_hook::iterator::Signals;
 ///
 /// # Errors
 /// The signals cannot be caught, or the thread that waits for them cannot be started.
-pub fn at_signal(cleanup: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
+pub fn exit_on_signal(cleanup: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot catch signals")?;
     let wait = move || {
         if let Some(signal) = signals.forever().next() {

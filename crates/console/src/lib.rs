@@ -1,8 +1,8 @@
 //! Terminal output that the programs of limosa share.
 //!
 //! [`parse`] reads sizes, rates and times from the command line, [`quantity`] writes them for people, [`say!`] and
-//! [`print_out!`] print lines for people (standard error) and for programs (standard output), [`one_of`] is an option
-//! with named values, and [`at_signal`] cleans up when a signal ends the program.
+//! [`print_out!`] print lines for people (standard error) and for programs (standard output), [`named_values`] is an
+//! option with named values, and [`exit_on_signal`] cleans up when a signal ends the program.
 //!
 //! # Example
 //!
@@ -19,6 +19,6 @@ pub mod parse;
 mod print;
 pub mod quantity;
 
-pub use ending::at_signal;
-pub use named::{on_off, one_of};
-pub use print::{all_printed, error_line, one_line, print_line};
+pub use ending::exit_on_signal;
+pub use named::{named_values, on_off_parser};
+pub use print::{anyhow_error_line, check_stdout, error_line, print_line};

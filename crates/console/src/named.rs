@@ -4,7 +4,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 /// A parser of the values of a library's enumeration, each with its name and its line in `--help` (or none). Libraries
 /// do not depend on clap, so the values of an option are listed where the option is.
-pub fn one_of<T, const N: usize>(values: [(T, &'static str, &'static str); N]) -> impl TypedValueParser<Value = T>
+pub fn named_values<T, const N: usize>(values: [(T, &'static str, &'static str); N]) -> impl TypedValueParser<Value = T>
 where
     T: Copy + Send + Sync + 'static,
 {
@@ -20,8 +20,8 @@ where
 }
 
 /// `on` and `off`.
-pub fn on_off() -> impl TypedValueParser<Value = bool> {
-    one_of([(true, "on", ""), (false, "off", "")])
+pub fn on_off_parser() -> impl TypedValueParser<Value = bool> {
+    named_values([(true, "on", ""), (false, "off", "")])
 }
 
 #[cfg(test)]
@@ -33,7 +33,7 @@ mod tests {
     #[test]
     fn a_value_is_found_by_its_name_and_any_other_name_is_refused() {
         let command =
-            || Command::new("x").arg(Arg::new("way").value_parser(one_of([(1, "one", "First"), (2, "two", "")])));
+            || Command::new("x").arg(Arg::new("way").value_parser(named_values([(1, "one", "First"), (2, "two", "")])));
         let found =
             |name: &str| command().try_get_matches_from(["x", name]).map(|found| *found.get_one::<i32>("way").unwrap());
         assert_eq!(found("two").unwrap(), 2);

@@ -8,7 +8,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 
 /// The error of the first line that standard output did not take.
 static LOST: OnceLock<io::Error> = OnceLock::new();
@@ -40,7 +40,7 @@ pub fn print_line(words: fmt::Arguments<'_>) {
 }
 
 /// Fails if a line could not be printed: for commands that do nothing else.
-pub fn all_printed() -> anyhow::Result<()> {
+pub fn check_stdout() -> anyhow::Result<()> {
     match LOST.get() {
         None => Ok(()),
         Some(error) => Err(anyhow::anyhow!("standard output: {error}")),
@@ -48,14 +48,14 @@ pub fn all_printed() -> anyhow::Result<()> {
 }
 
 /// Returns an error and its causes in one line, without repetitions.
-pub fn one_line(error: &anyhow::Error) -> String {
+pub fn anyhow_error_line(error: &anyhow::Error) -> String {
     error_line(error.as_ref())
 }
 
-/// Returns an error and its causes in one line, as [`one_line`] does.
+/// Returns an error and its causes in one line, as [`anyhow_error_line`] does.
 #[must_use]
 pub fn error_line(error: &(dyn std::error::Error + 'static)) -> String {
-    with_causes(error).replace('\n', " ")
+    error_with_causes(error).replace('\n', " ")
 }
 
 #[cfg(test)]
@@ -66,8 +66,8 @@ mod tests {
     fn an_error_is_one_line_and_says_nothing_twice() {
         let inner = anyhow::anyhow!("no space left");
         let error = inner.context("cannot write x: no space left");
-        assert_eq!(one_line(&error), "cannot write x: no space left");
+        assert_eq!(anyhow_error_line(&error), "cannot write x: no space left");
         let inner = anyhow::anyhow!("no space left");
-        assert_eq!(one_line(&inner.context("x: no space left; free some")), "x: no space left; free some");
+        assert_eq!(anyhow_error_line(&inner.context("x: no space left; free some")), "x: no space left; free some");
     }
 }

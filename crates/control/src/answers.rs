@@ -4,10 +4,10 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use limosa_migrate::control::{Phase, Stop};
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use serde_json::{Value, json};
 
-use super::state::{CommandError, Current, Job, Server};
+use super::state::{CommandError, Current, JobKind, Server};
 
 /// QEMU's own limit, in milliseconds.
 const DOWNTIME_LIMIT_MAX: u64 = 2_000_000;
@@ -25,7 +25,7 @@ pub(crate) fn answer(server: &Server, command: &Value) -> Value {
     let own = server.commands.as_ref();
     match own.and_then(|own| own.execute(name, command.get("arguments").unwrap_or(&nothing))) {
         Some(Ok(value)) => return json!({ "return": value }),
-        Some(Err(refused)) => return error("GenericError", &with_causes(&refused)),
+        Some(Err(refused)) => return error("GenericError", &error_with_causes(&refused)),
         None => {}
     }
     let Some(current) = server.current() else {
@@ -50,10 +50,10 @@ pub(crate) fn answer(server: &Server, command: &Value) -> Value {
         }
         "migrate-set-parameters" => match set_parameters(&current, command.get("arguments")) {
             Ok(()) => done,
-            Err(refused) => error("GenericError", &with_causes(&refused)),
+            Err(refused) => error("GenericError", &error_with_causes(&refused)),
         },
         "migrate_cancel" => {
-            if current.job != Job::Save && phase >= Phase::PostcopyActive {
+            if current.job != JobKind::Save && phase >= Phase::PostcopyActive {
                 let why = "the guest runs already and cannot be taken back; migrate-pause breaks the transfer off \
                            recoverably";
                 return error("GenericError", why);
@@ -82,7 +82,7 @@ fn set_parameters(current: &Current, arguments: Option<&Value>) -> Result<(), Co
                 bandwidth =
                     Some(value.as_u64().ok_or("max-bandwidth is a number of bytes per second, 0 for no limit")?);
             }
-            "downtime-limit" if current.job == Job::Live => {
+            "downtime-limit" if current.job == JobKind::Live => {
                 let limit = value.as_u64().filter(|limit| *limit <= DOWNTIME_LIMIT_MAX);
                 downtime = Some(limit.ok_or("downtime-limit is a number of milliseconds, at most 2000000")?);
             }
@@ -129,7 +129,7 @@ fn query_migrate(server: &Server, current: &Current) -> Value {
 
 fn amended(server: &Server, mut answer: serde_json::Map<String, Value>) -> Value {
     if let Some(own) = &server.commands {
-        own.amend(&mut answer);
+        own.amend_query_migrate(&mut answer);
     }
     Value::Object(answer)
 }

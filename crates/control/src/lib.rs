@@ -41,7 +41,7 @@ use answers::{answer, error, status};
 use limosa_migrate::Handle;
 use limosa_migrate::control::Phase;
 use state::{Client, Current, Server};
-pub use state::{CommandError, Commands, Job};
+pub use state::{CommandError, Commands, JobKind};
 
 /// Longest line a client may send.
 const LINE_LIMIT: u64 = 64 << 10;
@@ -68,7 +68,7 @@ impl ControlSocket {
     ///
     /// # Errors
     /// `path` exists and is not the socket of a killed job; or the kernel refuses.
-    pub fn listen(path: &Path, job: Job, handle: &Handle) -> io::Result<Self> {
+    pub fn listen(path: &Path, job: JobKind, handle: &Handle) -> io::Result<Self> {
         Self::open(path, Some(Current { job, handle: handle.clone(), begun: Instant::now() }), None)
     }
 
@@ -81,7 +81,7 @@ impl ControlSocket {
     }
 
     /// Reports this job from now on.
-    pub fn set_job(&self, job: Job, handle: &Handle) {
+    pub fn set_job(&self, job: JobKind, handle: &Handle) {
         self.clear_listen_address();
         let next = Current { job, handle: handle.clone(), begun: Instant::now() };
         *self.server.current.lock() = Some(next);

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 /// The kind of a job. It decides the effect of a cancellation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Job {
+pub enum JobKind {
     /// The VM is at this side's peer until the job ends: it can be cancelled at any moment.
     Save,
     /// Once the guest runs, the job can only be paused.
@@ -30,7 +30,7 @@ pub trait Commands: Send + Sync {
     fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, CommandError>>;
 
     /// Adds to the answer to `query-migrate`, or corrects it: the socket does not know how a job ended.
-    fn amend(&self, answer: &mut serde_json::Map<String, Value>) {
+    fn amend_query_migrate(&self, answer: &mut serde_json::Map<String, Value>) {
         let _ = answer;
     }
 }
@@ -62,7 +62,7 @@ impl From<&str> for CommandError {
 /// The job that the socket reports.
 #[derive(Debug, Clone)]
 pub(crate) struct Current {
-    pub(crate) job: Job,
+    pub(crate) job: JobKind,
     pub(crate) handle: Handle,
     pub(crate) begun: Instant,
 }

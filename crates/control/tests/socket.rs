@@ -6,9 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use limosa_control::{CommandError, Commands, ControlSocket, Job};
+use limosa_control::{CommandError, Commands, ControlSocket, JobKind};
 use limosa_migrate::Handle;
-use limosa_migrate::control::{Moved, Phase, Stop};
+use limosa_migrate::control::{MovedPages, Phase, Stop};
 use serde_json::{Value, json};
 
 struct Client {
@@ -39,7 +39,7 @@ impl Client {
     }
 }
 
-fn socket(job: Job) -> (tempfile::TempDir, ControlSocket, Handle, Client) {
+fn socket(job: JobKind) -> (tempfile::TempDir, ControlSocket, Handle, Client) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("control");
     let handle = Handle::new();
@@ -53,10 +53,10 @@ fn socket(job: Job) -> (tempfile::TempDir, ControlSocket, Handle, Client) {
 
 #[test]
 fn progress_is_told_in_qemus_words() {
-    let (_directory, _socket, handle, mut client) = socket(Job::Save);
+    let (_directory, _socket, handle, mut client) = socket(JobKind::Save);
     handle.progress.expect_pages(100);
-    handle.progress.enter(Phase::Active);
-    handle.progress.add_moved(Moved { normal: 30, zero: 20, resent: 10 });
+    handle.progress.set_phase(Phase::Active);
+    handle.progress.add_moved(MovedPages { normal: 30, zero: 20, resent: 10 });
     handle.progress.add_hinted(15);
     let told = client.say(&json!({ "execute": "query-migrate" }));
     assert_eq!(told["return"]["status"], "active");
@@ -67,7 +67,7 @@ fn progress_is_told_in_qemus_words() {
 
 #[test]
 fn the_rate_changes_and_unknown_parameters_change_nothing() {
-    let (_directory, _socket, handle, mut client) = socket(Job::Save);
+    let (_directory, _socket, handle, mut client) = socket(JobKind::Save);
     let set = |arguments: Value| json!({ "execute": "migrate-set-parameters", "arguments": arguments });
     assert_eq!(client.say(&set(json!({ "max-bandwidth": 1 << 20 }))), json!({ "return": {} }));
     assert_eq!(handle.control.max_bandwidth().map(|rate| rate.get()), Some(1 << 20));
@@ -80,12 +80,12 @@ fn the_rate_changes_and_unknown_parameters_change_nothing() {
 #[test]
 fn the_downtime_of_a_live_migration_and_of_nothing_else_has_a_limit_that_changes() {
     let set = |limit: Value| json!({ "execute": "migrate-set-parameters", "arguments": { "downtime-limit": limit } });
-    for job in [Job::Save, Job::Restore] {
+    for job in [JobKind::Save, JobKind::Restore] {
         let (_directory, _socket, handle, mut client) = socket(job);
         assert!(client.say(&set(json!(40))).get("error").is_some());
         assert_eq!(handle.control.downtime_limit(), None);
     }
-    let (_directory, _socket, handle, mut client) = socket(Job::Live);
+    let (_directory, _socket, handle, mut client) = socket(JobKind::Live);
     for wrong in [json!("soon"), json!(-1), json!(2_000_001)] {
         assert!(client.say(&set(wrong)).get("error").is_some());
     }
@@ -97,26 +97,26 @@ fn the_downtime_of_a_live_migration_and_of_nothing_else_has_a_limit_that_changes
 
 #[test]
 fn a_job_can_be_cancelled_until_its_guest_runs_and_paused_from_then_on() {
-    let (_directory, _socket, handle, mut client) = socket(Job::Restore);
+    let (_directory, _socket, handle, mut client) = socket(JobKind::Restore);
     assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
-    handle.progress.enter(Phase::PostcopyActive);
+    handle.progress.set_phase(Phase::PostcopyActive);
     assert!(client.say(&json!({ "execute": "migrate_cancel" })).get("error").is_some());
     assert_eq!(handle.control.stop_requested(), None);
     client.say(&json!({ "execute": "migrate-pause" }));
     assert_eq!(handle.control.stop_requested(), Some(Stop::Pause));
 
-    let (_directory, _socket, handle, mut client) = socket(Job::Save);
+    let (_directory, _socket, handle, mut client) = socket(JobKind::Save);
     client.say(&json!({ "execute": "migrate_cancel" }));
     assert_eq!(handle.control.stop_requested(), Some(Stop::Cancel));
 }
 
 #[test]
 fn phases_are_announced_and_the_end_of_the_job_ends_the_conversation() {
-    let (directory, socket, handle, mut client) = socket(Job::Save);
-    handle.progress.enter(Phase::Active);
+    let (directory, socket, handle, mut client) = socket(JobKind::Save);
+    handle.progress.set_phase(Phase::Active);
     let event = client.hear();
     assert_eq!((&event["event"], &event["data"]["status"]), (&json!("MIGRATION"), &json!("active")));
-    handle.progress.enter(Phase::Completed);
+    handle.progress.set_phase(Phase::Completed);
     drop(socket);
     assert_eq!(client.hear()["data"]["status"], "completed");
     assert_eq!(client.hear(), Value::Null);
@@ -125,22 +125,22 @@ fn phases_are_announced_and_the_end_of_the_job_ends_the_conversation() {
 
 #[test]
 fn nothing_is_announced_to_a_client_before_it_has_negotiated() {
-    let (directory, _socket, handle, mut listener) = socket(Job::Save);
+    let (directory, _socket, handle, mut listener) = socket(JobKind::Save);
     let mut newcomers: Vec<Client> = (0..4).map(|_| Client::connect(&directory.path().join("control"))).collect();
-    handle.progress.enter(Phase::Active);
+    handle.progress.set_phase(Phase::Active);
     assert_eq!(listener.hear()["data"]["status"], "active");
     for newcomer in &mut newcomers {
         assert!(newcomer.hear().get("QMP").is_some());
         newcomer.lines.get_mut().write_all(b"{\"execute\": \"qmp_capabilities\"}\n").unwrap();
         assert_eq!(newcomer.hear(), json!({ "return": {} }));
     }
-    handle.progress.enter(Phase::Completing);
+    handle.progress.set_phase(Phase::Completing);
     assert!(newcomers.iter_mut().all(|newcomer| newcomer.hear()["data"]["status"] == "device"));
 }
 
 #[test]
 fn nonsense_is_answered_and_too_much_of_it_hung_up_on() {
-    let (directory, _socket, _handle, mut client) = socket(Job::Save);
+    let (directory, _socket, _handle, mut client) = socket(JobKind::Save);
     for nonsense in [json!({}), json!([]), json!("x"), json!({ "execute": 3 })] {
         assert!(client.say(&nonsense).get("error").is_some());
     }
@@ -167,7 +167,7 @@ impl Commands for Vmm {
         }
     }
 
-    fn amend(&self, answer: &mut serde_json::Map<String, Value>) {
+    fn amend_query_migrate(&self, answer: &mut serde_json::Map<String, Value>) {
         answer.insert("error-desc".into(), "the network was cut".into());
     }
 }
@@ -189,8 +189,8 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
 
     for phase in [Phase::Active, Phase::Device] {
         let handle = Handle::new();
-        handle.progress.enter(phase);
-        socket.set_job(Job::Restore, &handle);
+        handle.progress.set_phase(phase);
+        socket.set_job(JobKind::Restore, &handle);
         let status = if phase == Phase::Active { "active" } else { "device" };
         assert_eq!(client.say(&json!({ "execute": "query-migrate" }))["return"]["status"], status);
         client.say(&json!({ "execute": "migrate_cancel" }));
@@ -203,10 +203,10 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
 
 #[test]
 fn the_socket_of_another_job_that_took_its_place_is_left_alone() {
-    let (directory, first, handle, _client) = socket(Job::Save);
+    let (directory, first, handle, _client) = socket(JobKind::Save);
     let path = directory.path().join("control");
     std::fs::rename(&path, directory.path().join("away")).unwrap();
-    let _second = ControlSocket::listen(&path, Job::Save, &handle).unwrap();
+    let _second = ControlSocket::listen(&path, JobKind::Save, &handle).unwrap();
     drop(first);
     assert!(Client::connect(&path).hear().get("QMP").is_some());
 }

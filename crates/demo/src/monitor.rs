@@ -27,7 +27,7 @@ impl EndMonitor {
     /// # Errors
     /// No process listens there.
     pub fn connect(control: &Path) -> Result<Self, DemoError> {
-        let options = Options { reply: Duration::from_secs(60), ..Options::default() };
+        let options = Options { reply_timeout: Duration::from_secs(60), ..Options::default() };
         let address = MonitorAddress::Unix(control.to_owned());
         let qmp = Qmp::connect(&address, &options).map_err(|error| explain(control, error))?;
         Ok(Self { qmp, control: control.to_owned() })

@@ -218,7 +218,7 @@ impl Settings {
     /// # Errors
     /// They are missing, or of no use.
     pub fn client_tls(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.kernel(self.tls_kernel));
+        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.with_kernel_tls(self.tls_kernel));
         self.tls_creds.as_ref().map(read).transpose()
     }
 
@@ -227,7 +227,7 @@ impl Settings {
     /// # Errors
     /// As [`client_tls`](Self::client_tls).
     pub fn server_tls(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::server(folder, true)?.kernel(self.tls_kernel));
+        let read = |folder| Ok(Tls::server(folder, true)?.with_kernel_tls(self.tls_kernel));
         self.tls_creds.as_ref().map(read).transpose()
     }
 

@@ -26,7 +26,7 @@ async fn run(folder: &Path) -> Result<(), ImageError> {
     let (base, overlay) = (folder.join("base.qcow2"), folder.join("overlay.qcow2"));
     make(&base, None).await?;
     let disk = open(&Reference::file(&base), &OpenOptions::default()).await?;
-    disk.write(GuestOffset(0), Buffer::copied(&[b'a'; 64 << 10]).into()).await?;
+    disk.write(GuestOffset(0), Buffer::from_slice(&[b'a'; 64 << 10]).into()).await?;
     disk.close().await?;
     drop(disk);
 
@@ -34,7 +34,7 @@ async fn run(folder: &Path) -> Result<(), ImageError> {
     // The overlay names its base: whether that is opened is the caller's decision.
     let options = OpenOptions::default().policy(Policy::Within(vec![folder.to_owned()]));
     let disk = open(&Reference::file(&overlay), &options).await?;
-    disk.write(GuestOffset(4096), Buffer::copied(b"hello").into()).await?;
+    disk.write(GuestOffset(4096), Buffer::from_slice(b"hello").into()).await?;
     disk.flush().await?;
     let found = Buffer::zeroed(16);
     disk.read(GuestOffset(4092), found.clone().into()).await?;

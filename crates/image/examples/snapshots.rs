@@ -19,7 +19,7 @@ use limosa_storage::{Buffer, Create, FileOptions, FileStorage, Storage, block_on
 /// Writes `text` at the beginning of the disk.
 async fn write(path: &Path, text: &str) -> Result<(), ImageError> {
     let disk = open(&Reference::file(path), &OpenOptions::default()).await?;
-    disk.write(GuestOffset(0), Buffer::copied(text.as_bytes()).into()).await?;
+    disk.write(GuestOffset(0), Buffer::from_slice(text.as_bytes()).into()).await?;
     disk.close().await
 }
 
@@ -63,10 +63,10 @@ async fn take(path: &Path, name: &str) -> Result<(), ImageError> {
     entry.extend(b"1");
     entry.extend(name.as_bytes());
     file.write(copy_at, l1.into()).await?;
-    file.write(table_at, Buffer::copied(&entry).into()).await?;
+    file.write(table_at, Buffer::from_slice(&entry).into()).await?;
     file.set_len((table_at + entry.len() as u64).next_multiple_of(cluster)).await?;
     let place = [&1_u32.to_be_bytes()[..], &table_at.to_be_bytes()].concat();
-    file.write(60, Buffer::copied(&place).into()).await?;
+    file.write(60, Buffer::from_slice(&place).into()).await?;
     repair(&*file, Repair::All, CheckOptions::default()).await?;
     Ok(())
 }
@@ -82,7 +82,7 @@ async fn run(folder: &Path) -> Result<[String; 2], ImageError> {
 
     println!("snapshots: {:?}", list(path).await?);
     let now = read(path, None).await?;
-    let then = read(path, Some(SnapshotChoice::Either("installed".into()))).await?;
+    let then = read(path, Some(SnapshotChoice::IdOrName("installed".into()))).await?;
     println!("now {now:?}, then {then:?}");
     Ok([now, then])
 }

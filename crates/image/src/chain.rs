@@ -12,15 +12,15 @@ use limosa_storage::{CacheMode, Create, FileIdentity, FileOptions, FileStorage, 
 
 use crate::disk::Disk;
 use crate::error::ImageError;
-use crate::gate::{Policy, Purpose};
+use crate::gate::{FilePurpose, Policy};
 use crate::probe::{Format, probe};
-use crate::qcow2::{self, CheckOptions, CheckReport, Header, Parts, Qcow2, Qcow2Options, Repair, SnapshotChoice};
+use crate::qcow2::{self, CheckOptions, CheckReport, Header, ImageParts, Qcow2, Qcow2Options, Repair, SnapshotChoice};
 use crate::raw::{Raw, RawOptions};
 use crate::reference::{BackingOverride, Reference};
 use crate::setters::setters;
 
 /// The most files in a chain.
-pub const DEPTH_MOST: usize = 200;
+pub const MAX_CHAIN_DEPTH: usize = 200;
 
 /// How an image is opened.
 #[derive(Debug, Clone, Default)]
@@ -126,12 +126,12 @@ impl Image {
         }
     }
 
-    /// Returns what was repaired when it was opened: [`Qcow2::repaired`].
+    /// Returns what was repaired when it was opened: [`Qcow2::repair_report`].
     #[must_use]
-    pub fn repaired(&self) -> Option<&CheckReport> {
+    pub fn repair_report(&self) -> Option<&CheckReport> {
         match self {
             Self::Raw(_) => None,
-            Self::Qcow2(qcow2) => qcow2.repaired(),
+            Self::Qcow2(qcow2) => qcow2.repair_report(),
         }
     }
 }
@@ -142,7 +142,7 @@ impl ImageFile {
     /// # Errors
     /// The kernel's; it looks like a format that limosa does not have.
     pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Self, ImageError> {
-        let storage = FileStorage::open(&reference.path, &reference.settings.over(options.file()))?;
+        let storage = FileStorage::open(&reference.path, &reference.settings.override_options(options.file()))?;
         let (format, guessed) = match reference.format.or(options.format) {
             Some(format) => (format, false),
             None => (probe(&*storage).await?, true),
@@ -172,7 +172,7 @@ struct Level {
 }
 
 /// Opens an image with its backing files. A qcow2 image that is opened to be written, and whose lazy refcounts were not
-/// written because it was not closed, is repaired first: [`Image::repaired`] of [`open_image`].
+/// written because it was not closed, is repaired first: [`Image::repair_report`] of [`open_image`].
 ///
 /// # Errors
 /// [`ImageError::Refused`]: it refers to a file that may not be opened, that is in the chain already, or that cannot be
@@ -195,7 +195,7 @@ pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<
 ///
 /// # Errors
 /// As [`open`]; it is not qcow2.
-pub async fn open_offline(reference: &Reference, options: &OpenOptions) -> Result<Parts, ImageError> {
+pub async fn open_offline(reference: &Reference, options: &OpenOptions) -> Result<ImageParts, ImageError> {
     let (top, below) = levels(reference, options).await?;
     let name = Arc::clone(top.file.storage.name());
     let parts = top.parts(below);
@@ -271,9 +271,9 @@ impl<'a> Walk<'a> {
         let Some(reference) = self.next.take() else { return Ok(None) };
         let by = self.last.as_ref();
         if let Some(by) = by
-            && self.depth >= DEPTH_MOST
+            && self.depth >= MAX_CHAIN_DEPTH
         {
-            let why = format!("a chain has at most {DEPTH_MOST} files; merge some of them");
+            let why = format!("a chain has at most {MAX_CHAIN_DEPTH} files; merge some of them");
             return Err(refused(by, reference.path.as_os_str(), why));
         }
         self.depth += 1;
@@ -315,15 +315,16 @@ impl Level {
             (Some(path), _) => Some(path.clone()),
             (None, Some(name)) => {
                 // Unlike a backing file's, the name is one from where we were started: so stock tools have it.
-                let named = Reference::named(name).map_err(|error| refused(image, name, error.why))?;
-                Some(admit(&walk.options.policy, Purpose::DataFile, image, &named.path)?)
+                let named = Reference::from_name(name).map_err(|error| refused(image, name, error.why))?;
+                Some(admit(&walk.options.policy, FilePurpose::DataFile, image, &named.path)?)
             }
             (None, None) => return Err(unsupported("it does not name its data file; use data-file.filename=NAME")),
         };
         let data_file = match data_file {
             Some(path) => {
                 walk.seen.look(Some(image), &path)?;
-                let storage = FileStorage::open(&path, &file.reference.settings.over(walk.options().file()))?;
+                let storage =
+                    FileStorage::open(&path, &file.reference.settings.override_options(walk.options().file()))?;
                 walk.seen.take(Some(image), &storage)?;
                 Some(storage)
             }
@@ -349,11 +350,11 @@ impl Level {
     }
 
     /// The parts of a qcow2 image; any other file as it is.
-    fn parts(self, backing: Option<Image>) -> Result<Parts, ImageFile> {
+    fn parts(self, backing: Option<Image>) -> Result<ImageParts, ImageFile> {
         let Self { file, header, data_file } = self;
         let Some(header) = header else { return Err(file) };
         let data_file = data_file.map(|storage| storage as Arc<dyn Storage>);
-        Ok(Parts { file: file.storage, data_file, backing: backing.as_ref().map(Image::as_disk), header })
+        Ok(ImageParts { file: file.storage, data_file, backing: backing.as_ref().map(Image::as_disk), header })
     }
 
     async fn attach_backing(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {
@@ -388,9 +389,9 @@ fn written(header: &Header, name: &OsStr, image: &Arc<str>, path: &Path) -> Resu
 
 /// Asks for everything that a reference names that an image has.
 fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Result<(), ImageError> {
-    reference.path = admit(policy, Purpose::Backing, image, &reference.path)?;
+    reference.path = admit(policy, FilePurpose::Backing, image, &reference.path)?;
     if let Some(path) = &mut reference.data_file {
-        *path = admit(policy, Purpose::DataFile, image, path)?;
+        *path = admit(policy, FilePurpose::DataFile, image, path)?;
     }
     match &mut reference.backing {
         BackingOverride::Other(backing) => admit_all(policy, image, backing),
@@ -398,7 +399,12 @@ fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Re
     }
 }
 
-fn admit(policy: &Policy, purpose: Purpose, image: &Arc<str>, path: &Path) -> Result<std::path::PathBuf, ImageError> {
+fn admit(
+    policy: &Policy,
+    purpose: FilePurpose,
+    image: &Arc<str>,
+    path: &Path,
+) -> Result<std::path::PathBuf, ImageError> {
     policy.admit(purpose, path).map_err(|refusal| {
         let (reference, why) = (path.to_string_lossy().into_owned(), refusal.to_string());
         ImageError::Refused { image: Arc::clone(image), reference, why, untrusted: matches!(policy, Policy::Refuse) }

@@ -42,11 +42,11 @@ pub trait Disk: Send + Sync + Debug {
 
     /// Returns the bytes that are allocated together, a power of two: a cluster, or a subcluster. A write of all of it
     /// needs no copy-on-write.
-    fn granularity(&self) -> u64 {
+    fn allocation_unit(&self) -> u64 {
         512
     }
 
-    /// Reads `into.len()` bytes at `at`. Past the end: [`ImageError::Outside`], as for all requests.
+    /// Reads `into.len()` bytes at `at`. Past the end: [`ImageError::PastEnd`], as for all requests.
     fn read(&self, at: GuestOffset, into: IoVector) -> Pending<'_>;
 
     /// Writes all of `from` at `at`.

@@ -32,7 +32,7 @@ pub enum ImageError {
 
     /// It is marked as damaged, and must be repaired before it is written.
     #[error("{image}: {what}")]
-    Damaged {
+    NeedsRepair {
         /// The image: a path.
         image: Arc<str>,
         /// The damage.
@@ -84,7 +84,7 @@ pub enum ImageError {
 
     /// A request past its end.
     #[error("{image} of {length} bytes has no {wanted} bytes at {at}")]
-    Outside {
+    PastEnd {
         /// The image: a path.
         image: Arc<str>,
         /// Its length in bytes.
@@ -105,7 +105,7 @@ impl ImageError {
     /// Returns whether the image is damaged: a check reports more, and a repair may help.
     #[must_use]
     pub const fn is_damage(&self) -> bool {
-        matches!(self, Self::Corrupt { .. } | Self::Damaged { .. })
+        matches!(self, Self::Corrupt { .. } | Self::NeedsRepair { .. })
     }
 }
 

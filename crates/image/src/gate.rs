@@ -22,7 +22,7 @@ pub enum Policy {
 
 /// The purpose of a file that an image refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
-pub enum Purpose {
+pub enum FilePurpose {
     /// Contents that the image does not have itself.
     #[strum(to_string = "a backing file")]
     Backing,
@@ -36,18 +36,18 @@ pub enum Purpose {
 pub(crate) enum Refusal {
     /// The image may not have any file opened.
     #[error("it is not trusted to have {0}")]
-    Untrusted(Purpose),
+    Untrusted(FilePurpose),
     /// The file is not there, or cannot be looked for.
     #[error("{0}")]
     Absent(io::Error),
     /// The file is outside of the allowed directories.
     #[error("{0} must be in one of the allowed directories")]
-    Outside(Purpose),
+    Outside(FilePurpose),
 }
 
 impl Policy {
     /// Returns the path by which the file may be opened.
-    pub(crate) fn admit(&self, purpose: Purpose, path: &Path) -> Result<PathBuf, Refusal> {
+    pub(crate) fn admit(&self, purpose: FilePurpose, path: &Path) -> Result<PathBuf, Refusal> {
         match self {
             Self::Follow => Ok(path.to_owned()),
             Self::Refuse => Err(Refusal::Untrusted(purpose)),
@@ -78,7 +78,7 @@ mod tests {
         fs::write(folder.path().join("secret"), "").unwrap();
         symlink("../secret", inner.join("link")).unwrap();
         let policy = Policy::Within(vec![inner.clone()]);
-        let admit = |name: &str| policy.admit(Purpose::Backing, &inner.join(name));
+        let admit = |name: &str| policy.admit(FilePurpose::Backing, &inner.join(name));
         assert_eq!(admit("base").unwrap(), fs::canonicalize(inner.join("base")).unwrap());
         assert_eq!(admit("../inner/base").unwrap(), fs::canonicalize(inner.join("base")).unwrap());
         for outside in ["link", "../secret"] {
@@ -94,11 +94,11 @@ mod tests {
     fn nothing_is_allowed_unless_it_is_said() {
         assert!(
             Policy::default()
-                .admit(Purpose::DataFile, Path::new("/dev/null"))
+                .admit(FilePurpose::DataFile, Path::new("/dev/null"))
                 .unwrap_err()
                 .to_string()
                 .contains("a data file")
         );
-        assert_eq!(Policy::Follow.admit(Purpose::Backing, Path::new("a")).unwrap(), Path::new("a"));
+        assert_eq!(Policy::Follow.admit(FilePurpose::Backing, Path::new("a")).unwrap(), Path::new("a"));
     }
 }

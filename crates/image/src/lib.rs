@@ -52,8 +52,8 @@ mod truncation;
 
 pub use disk::{BlockStatus, Disk, MapEntry, Pending};
 pub use error::ImageError;
-pub use gate::{Policy, Purpose};
-pub use new_image::{CreatedFiles, NewBacking, NewFormat, NewImage, RemovalGuard, UnfinishedFiles};
+pub use gate::{FilePurpose, Policy};
+pub use new_image::{CreatedFiles, NewBacking, NewImage, NewImageFormat, RemovalGuard, UnfinishedFiles};
 pub use offset::{GuestOffset, HostOffset};
 pub use operations::{
     DiskOperation, OperationError, Progress, ProgressObserver, bench, compare, convert, info, resize,

@@ -27,13 +27,13 @@ pub struct NewImage {
     /// Cache mode of its files while they are written.
     pub cache: CacheMode,
     /// The format, with its options.
-    pub format: NewFormat,
+    pub format: NewImageFormat,
 }
 
 /// The format of a new image, with its options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum NewFormat {
+pub enum NewImageFormat {
     /// A raw image.
     Raw(raw::CreateOptions),
     /// A qcow2 image.
@@ -43,7 +43,7 @@ pub enum NewFormat {
 impl NewImage {
     /// A new image of this format.
     #[must_use]
-    pub fn new(path: impl Into<PathBuf>, cache: CacheMode, format: NewFormat) -> Self {
+    pub fn new(path: impl Into<PathBuf>, cache: CacheMode, format: NewImageFormat) -> Self {
         Self { path: path.into(), cache, format }
     }
 
@@ -51,16 +51,16 @@ impl NewImage {
     #[must_use]
     pub const fn format(&self) -> Format {
         match self.format {
-            NewFormat::Raw(_) => Format::Raw,
-            NewFormat::Qcow2(_) => Format::Qcow2,
+            NewImageFormat::Raw(_) => Format::Raw,
+            NewImageFormat::Qcow2(_) => Format::Qcow2,
         }
     }
 
     /// Sets the virtual size in bytes.
     pub const fn set_size(&mut self, bytes: u64) {
         match &mut self.format {
-            NewFormat::Raw(options) => options.size = bytes,
-            NewFormat::Qcow2(options) => options.size = bytes,
+            NewImageFormat::Raw(options) => options.size = bytes,
+            NewImageFormat::Qcow2(options) => options.size = bytes,
         }
     }
 
@@ -68,8 +68,8 @@ impl NewImage {
     #[must_use]
     pub fn backing_file(&self) -> Option<&OsString> {
         match &self.format {
-            NewFormat::Raw(_) => None,
-            NewFormat::Qcow2(options) => options.backing_file.as_ref(),
+            NewImageFormat::Raw(_) => None,
+            NewImageFormat::Qcow2(options) => options.backing_file.as_ref(),
         }
     }
 
@@ -79,7 +79,7 @@ impl NewImage {
     /// # Errors
     /// Its name or its format is not supported.
     pub fn backing(&self) -> Result<Option<NewBacking>, ImageError> {
-        let NewFormat::Qcow2(new) = &self.format else { return Ok(None) };
+        let NewImageFormat::Qcow2(new) = &self.format else { return Ok(None) };
         let qcow2::CreateOptions { backing_file: Some(name), backing_format, .. } = &**new else { return Ok(None) };
         let format = backing_format.as_deref().map(str::parse).transpose();
         let format = format.map_err(|error: crate::UnknownFormat| ImageError::Unsupported {
@@ -97,13 +97,13 @@ impl NewImage {
     pub async fn create<'a>(&self, unfinished: &'a UnfinishedFiles) -> Result<CreatedFiles<'a>, ImageError> {
         let mut files = CreatedFiles { unfinished, paths: Vec::new() };
         match &self.format {
-            NewFormat::Raw(options) => raw::create(&*files.create(&self.path, self.cache)?, options).await?,
-            NewFormat::Qcow2(options) => {
+            NewImageFormat::Raw(options) => raw::create(&*files.create(&self.path, self.cache)?, options).await?,
+            NewImageFormat::Qcow2(options) => {
                 // Before anything is overwritten.
                 options.check().map_err(|source| ImageError::options(self.path.to_string_lossy(), source))?;
                 let data_file = match &options.data_file {
                     // Relative to the working directory, not to the image's: readers of the image resolve it like this.
-                    Some(name) => Some(files.create(&Reference::path_named(name)?, self.cache)?),
+                    Some(name) => Some(files.create(&Reference::path_from_name(name)?, self.cache)?),
                     None => None,
                 };
                 let file = files.create(&self.path, self.cache)?;
@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     fn raw_image(path: PathBuf) -> NewImage {
-        NewImage::new(path, CacheMode::Unsafe, NewFormat::Raw(raw::CreateOptions::default().size(4096)))
+        NewImage::new(path, CacheMode::Unsafe, NewImageFormat::Raw(raw::CreateOptions::default().size(4096)))
     }
 
     #[test]
@@ -250,7 +250,7 @@ mod tests {
         let path = folder.path().join("old");
         fs::write(&path, "contents").unwrap();
         let options = qcow2::CreateOptions::default().cluster_size(3);
-        let image = NewImage::new(&*path, CacheMode::Unsafe, NewFormat::Qcow2(Box::new(options)));
+        let image = NewImage::new(&*path, CacheMode::Unsafe, NewImageFormat::Qcow2(Box::new(options)));
         let unfinished = UnfinishedFiles::new();
         assert!(matches!(block_on(image.create(&unfinished)), Err(ImageError::Options { .. })));
         assert_eq!(fs::read(&path).unwrap(), b"contents");

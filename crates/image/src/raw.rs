@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_lock::Mutex;
 use limosa_page::to_usize;
-use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
+use limosa_storage::{Buffer, IoVector, Storage, ZeroOptions};
 
 use crate::disk::{BlockStatus, Disk, MapEntry, Pending};
 use crate::error::ImageError;
@@ -134,7 +134,7 @@ impl Raw {
         };
         match at.0.checked_add(wanted) {
             Some(end) if end <= length => Ok(inside),
-            _ => Err(ImageError::Outside { image: Arc::clone(self.name()), length, at, wanted }),
+            _ => Err(ImageError::PastEnd { image: Arc::clone(self.name()), length, at, wanted }),
         }
     }
 
@@ -299,7 +299,7 @@ impl Disk for Raw {
             }
             let rest = host.start + first..host.end;
             if !rest.is_empty() {
-                self.file.write_zeroes(rest, ZeroHow { unmap, only_fast: false }).await?;
+                self.file.write_zeroes(rest, ZeroOptions { unmap, only_fast: false }).await?;
             }
             Ok(())
         })
@@ -403,9 +403,9 @@ mod tests {
     fn the_last_sector_is_filled_up_with_zeros() {
         let (storage, disk) = disk(vec![1; 700], RawOptions::default());
         assert_eq!((disk.len(), found(&disk, 690, 30)), (1024, [vec![1; 10], vec![0; 20]].concat()));
-        block_on(disk.write(GuestOffset(1000), Buffer::copied(&[2; 24]).into())).unwrap();
+        block_on(disk.write(GuestOffset(1000), Buffer::from_slice(&[2; 24]).into())).unwrap();
         assert_eq!(storage.contents().len(), 1024);
-        let error = block_on(disk.write(GuestOffset(1001), Buffer::copied(&[2; 24]).into())).unwrap_err();
+        let error = block_on(disk.write(GuestOffset(1001), Buffer::from_slice(&[2; 24]).into())).unwrap_err();
         assert_eq!(error.to_string(), "memory of 1024 bytes has no 24 bytes at 0x3e9");
     }
 
@@ -415,7 +415,7 @@ mod tests {
         let options = RawOptions { offset: 512, size: Some(1024), ..RawOptions::default() };
         let (storage, disk) = disk(bytes.clone(), options);
         assert_eq!((disk.len(), found(&disk, 511, 2)), (1024, vec![1, 2]));
-        block_on(disk.write(GuestOffset(1023), Buffer::copied(&[9]).into())).unwrap();
+        block_on(disk.write(GuestOffset(1023), Buffer::from_slice(&[9]).into())).unwrap();
         block_on(disk.write_zeroes(GuestOffset(0), 1, true)).unwrap();
         let mut expected = bytes;
         (expected[1535], expected[512]) = (9, 0);
@@ -434,7 +434,7 @@ mod tests {
     #[test]
     fn a_raw_image_that_was_guessed_never_looks_like_another_format() {
         let (storage, guessed) = disk(vec![0; 4096], RawOptions { guessed: true, ..RawOptions::default() });
-        let write = |at, bytes: &[u8]| block_on(guessed.write(GuestOffset(at), Buffer::copied(bytes).into()));
+        let write = |at, bytes: &[u8]| block_on(guessed.write(GuestOffset(at), Buffer::from_slice(bytes).into()));
         let said = write(0, &[&MAGIC[..], &[1; 1000]].concat()).unwrap_err().to_string();
         assert!(said.starts_with("memory: a write to its first sector would make it look like qcow2, "), "{said}");
         assert_eq!(storage.contents(), [0; 4096]);
@@ -451,7 +451,7 @@ mod tests {
         assert_eq!(storage.contents()[500..516], [&[7; 12], &MAGIC[..]].concat());
 
         let (_, said) = disk(vec![0; 4096], RawOptions::default());
-        block_on(said.write(GuestOffset(0), Buffer::copied(&MAGIC).into())).unwrap();
+        block_on(said.write(GuestOffset(0), Buffer::from_slice(&MAGIC).into())).unwrap();
     }
 
     #[test]

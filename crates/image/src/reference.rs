@@ -76,7 +76,7 @@ pub struct Settings {
 impl Settings {
     /// Returns the options of a file, with these in place of the caller's `usual` ones.
     #[must_use]
-    pub fn over(&self, usual: FileOptions) -> FileOptions {
+    pub fn override_options(&self, usual: FileOptions) -> FileOptions {
         let synchronous = usual.cache.is_synchronous();
         let direct = self.direct.unwrap_or(usual.cache.is_direct());
         let no_flush = self.no_flush.unwrap_or(usual.cache.ignores_flush());
@@ -116,15 +116,15 @@ impl Reference {
     ///
     /// # Errors
     /// It names a protocol, or options that limosa does not have.
-    pub fn named(name: impl AsRef<OsStr>) -> Result<Self, ReferenceError> {
+    pub fn from_name(name: impl AsRef<OsStr>) -> Result<Self, ReferenceError> {
         Self::beside(name.as_ref(), None)
     }
 
     /// By the name that an image has for its backing file: a path is one from the folder of the image's own file; what
-    /// is said otherwise is as in [`named`](Self::named).
+    /// is said otherwise is as in [`from_name`](Self::from_name).
     ///
     /// # Errors
-    /// As [`named`](Self::named).
+    /// As [`from_name`](Self::from_name).
     pub fn from_image(name: &OsStr, image: &Path) -> Result<Self, ReferenceError> {
         Self::beside(name, image.parent())
     }
@@ -132,14 +132,14 @@ impl Reference {
     /// The path of a file that is created, by its name.
     ///
     /// # Errors
-    /// As [`named`](Self::named); it is `json:{...}`.
-    pub fn path_named(name: impl AsRef<OsStr>) -> Result<PathBuf, ReferenceError> {
+    /// As [`from_name`](Self::from_name); it is `json:{...}`.
+    pub fn path_from_name(name: impl AsRef<OsStr>) -> Result<PathBuf, ReferenceError> {
         let name = name.as_ref();
         if name.as_bytes().starts_with(b"json:") {
             let why = "a new image must be given by the path of its file".to_owned();
             return Err(ReferenceError { name: name.to_string_lossy().into_owned(), why });
         }
-        Ok(Self::named(name)?.path)
+        Ok(Self::from_name(name)?.path)
     }
 
     fn beside(name: &OsStr, folder: Option<&Path>) -> Result<Self, ReferenceError> {
@@ -178,7 +178,7 @@ impl Reference {
     pub fn from_options(list: &str) -> Result<Self, ReferenceError> {
         let fault = |why: String| ReferenceError { name: list.to_owned(), why };
         let mut options = Options::default();
-        for option in split(list) {
+        for option in split_options(list) {
             let (name, value) = option
                 .split_once('=')
                 .ok_or_else(|| fault(format!("{option:?} is not an option; use file.filename=NAME to name a file")))?;
@@ -203,7 +203,7 @@ fn protocol(name: &[u8]) -> Option<(&[u8], &[u8])> {
 
 /// Cuts a list of options at commas; two of them are one that belongs to the value.
 #[must_use]
-pub fn split(list: &str) -> Vec<String> {
+pub fn split_options(list: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut letters = list.chars().peekable();
     while let Some(letter) = letters.next() {
@@ -324,7 +324,7 @@ impl Options {
         self.settings(node, &mut settings)?;
         let path = match self.take(node, "filename")? {
             Some(name) if !self.has(&format!("{node}file.")) => {
-                Reference::named(name).map_err(|error| error.to_string())?.path
+                Reference::from_name(name).map_err(|error| error.to_string())?.path
             }
             Some(_) => return Err(format!("{node}filename and {node}file exclude each other")),
             None => self.file(&format!("{node}file."), &mut settings)?,
@@ -399,7 +399,7 @@ mod tests {
     use super::*;
 
     fn refused(name: &str) -> String {
-        Reference::named(name).unwrap_err().to_string()
+        Reference::from_name(name).unwrap_err().to_string()
     }
 
     #[test]
@@ -407,7 +407,7 @@ mod tests {
         for (name, path) in
             [("a.img", "a.img"), ("/a/b:c", "/a/b:c"), ("./a:b", "./a:b"), ("file:a", "a"), ("file:/a", "/a")]
         {
-            assert_eq!(Reference::named(name), Ok(Reference::file(path)), "{name}");
+            assert_eq!(Reference::from_name(name), Ok(Reference::file(path)), "{name}");
         }
         assert!(refused("nbd://host/disk").contains(r#"protocol "nbd" is not supported"#));
         assert!(refused("a:b").contains("./NAME"));
@@ -445,8 +445,8 @@ mod tests {
             settings: Settings { unlocked: true, io: Some(Io::Threads), ..Settings::default() },
             ..Reference::file("top")
         };
-        assert_eq!(Reference::named(json), Ok(top));
-        let alone = Reference::named(r#"json:{"file.filename":"top","backing":null}"#).unwrap();
+        assert_eq!(Reference::from_name(json), Ok(top));
+        let alone = Reference::from_name(r#"json:{"file.filename":"top","backing":null}"#).unwrap();
         assert_eq!(alone.backing, BackingOverride::Nothing);
 
         let said = |list: &str| Reference::from_options(list).unwrap_err().why;
@@ -468,22 +468,22 @@ mod tests {
     #[test]
     fn settings_say_more_than_who_opens() {
         let usual = FileOptions { cache: CacheMode::Writethrough, ..FileOptions::default() };
-        let cache = |settings: Settings| settings.over(usual).cache;
+        let cache = |settings: Settings| settings.override_options(usual).cache;
         assert_eq!(cache(Settings::default()), CacheMode::Writethrough);
         assert_eq!(cache(Settings { direct: Some(true), ..Settings::default() }), CacheMode::Directsync);
         assert_eq!(cache(Settings { no_flush: Some(true), ..Settings::default() }), CacheMode::Unsafe);
         for cache in CacheMode::ALL {
             let usual = FileOptions { cache, ..usual };
-            assert_eq!(Settings::default().over(usual), usual);
+            assert_eq!(Settings::default().override_options(usual), usual);
         }
-        assert!(Settings { read_only: true, ..Settings::default() }.over(usual).read_only);
+        assert!(Settings { read_only: true, ..Settings::default() }.override_options(usual).read_only);
     }
 
     proptest! {
         #[test]
         fn any_name_is_taken_or_refused(name in any::<Vec<u8>>(), list: String) {
-            let _ = Reference::named(OsStr::from_bytes(&name));
-            let _ = Reference::named(OsStr::from_bytes(&[b"json:", &name[..]].concat()));
+            let _ = Reference::from_name(OsStr::from_bytes(&name));
+            let _ = Reference::from_name(OsStr::from_bytes(&[b"json:", &name[..]].concat()));
             let _ = Reference::from_options(&list);
         }
     }

@@ -132,7 +132,7 @@ impl TestDisk {
             let mut state = self.lock();
             state.under_way -= 1;
             if range.end > self.len {
-                return Err(ImageError::Outside {
+                return Err(ImageError::PastEnd {
                     image: Arc::clone(&self.name),
                     length: self.len,
                     at: GuestOffset(range.start),
@@ -142,7 +142,14 @@ impl TestDisk {
             if state.broken.iter().any(|broken| broken.start < range.end && range.start < broken.end) {
                 let operation = if matches!(asked, Asked::Read(_)) { Operation::Read } else { Operation::Write };
                 let error = std::io::Error::from_raw_os_error(5);
-                return Err(StorageError::at(operation, &self.name, range.start, range.end - range.start, error).into());
+                return Err(StorageError::for_request(
+                    operation,
+                    &self.name,
+                    range.start,
+                    range.end - range.start,
+                    error,
+                )
+                .into());
             }
             work(&mut state);
             Ok(())
@@ -175,7 +182,7 @@ impl Disk for TestDisk {
         false
     }
 
-    fn granularity(&self) -> u64 {
+    fn allocation_unit(&self) -> u64 {
         self.granularity
     }
 

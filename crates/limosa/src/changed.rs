@@ -4,7 +4,7 @@ use std::fmt;
 use std::process::ExitCode;
 
 use comfy_table::Cell;
-use limosa_console::{all_printed, print_out, quantity};
+use limosa_console::{check_stdout, print_out, quantity};
 use limosa_page::{PAGE_SIZE, PageRange};
 use limosa_qemu::{BlockPages, MappedVm, ProcessIdentity};
 use limosa_snapshot::Snapshot;
@@ -26,7 +26,7 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     } else {
         show(&changed, &args.file.display());
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -10,7 +10,7 @@ use limosa_clone::{
     Backing, CloneError, CloneMemory, CloneOutcome, CommandTemplate, FailedClone, Fleet, FleetOptions, FleetReport,
     ListedClone, PooledClone, RemoveOptions, StartedClone, State, StopOptions, list, remove, stop,
 };
-use limosa_console::{all_printed, error_line, print_out, quantity, say};
+use limosa_console::{check_stdout, error_line, print_out, quantity, say};
 use limosa_memory::MemcgHeadroom;
 use limosa_qemu::{check_command_line, check_program, missing_memory_option};
 use limosa_snapshot::Snapshot;
@@ -65,7 +65,7 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
         object["saved"] = forked.as_ref().map_or(Value::Null, crate::save::object);
         print_out!("{object}");
     }
-    all_printed()?;
+    check_stdout()?;
     tell_started(args, &clones.started, started_after);
     if let (Some(first), Some(last)) = (waiting.started.first(), waiting.started.last()) {
         let (count, dir) = (waiting.started.len(), args.dir.display());
@@ -153,7 +153,7 @@ fn failures(failed: &[FailedClone], not_tried: u64) -> anyhow::Result<ExitCode> 
     }
     let names: Vec<_> = failed.iter().map(|failure| format!("{:03}", failure.number)).collect();
     let rest = if not_tried > 0 { format!(" ({not_tried} more were not tried)") } else { String::new() };
-    let left: Vec<_> = failed.iter().flat_map(|failure| &failure.left).collect();
+    let left: Vec<_> = failed.iter().flat_map(|failure| &failure.leftover_files).collect();
     let left = match left.as_slice() {
         [] => "nothing is left of them".to_owned(),
         left => left.iter().map(|path| format!("{} is left", path.display())).collect::<Vec<_>>().join(", "),
@@ -163,7 +163,7 @@ fn failures(failed: &[FailedClone], not_tried: u64) -> anyhow::Result<ExitCode> 
 
 /// Refuses, before anything is started, more clones than the host's memory and the control groups' limits allow.
 fn check_memory(fleet: &Fleet<'_>, count: u64) -> anyhow::Result<()> {
-    let needed = fleet.estimate(count);
+    let needed = fleet.estimate_memory(count);
     match MemcgHeadroom::of_this_process().left() {
         Some(left) if needed > left => bail!(
             "{count} clones need {} at least, before their guests write anything, and {} of memory can be had here; \
@@ -203,7 +203,7 @@ fn object(clones: &FleetReport<StartedClone>, waiting: &FleetReport<PooledClone>
     });
     let failed =
         clones.failed.iter().chain(&waiting.failed).map(
-            |failure| json!({ "number": failure.number, "error": error_line(&*failure.error), "left": failure.left }),
+            |failure| json!({ "number": failure.number, "error": error_line(&*failure.error), "left": failure.leftover_files }),
         );
     json!({
         "clones": started.collect::<Vec<_>>(),
@@ -222,7 +222,7 @@ fn list_clones(args: &ListClonesArgs) -> anyhow::Result<ExitCode> {
             print_out!("{}  {}  {}", clone.name, state_line(clone), clone.monitor.display());
         }
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -272,7 +272,7 @@ fn status_of<T>(done: &[CloneOutcome<T>], what: &str) -> ExitCode {
 
 fn stop_clones(args: &StopClonesArgs) -> anyhow::Result<ExitCode> {
     let mut options = StopOptions::default();
-    options.power_down = args.power_down;
+    options.power_down_timeout = args.power_down;
     let done = stop(&args.dir, &names(&args.dir, &args.names)?, options);
     let count = |ran| done.iter().filter(|done| done.result.as_ref().is_ok_and(|found| *found == ran)).count() as u64;
     if done.is_empty() || done.iter().any(|done| done.result.is_ok()) {
@@ -290,7 +290,7 @@ fn remove_clones(args: &RemoveClonesArgs) -> anyhow::Result<ExitCode> {
         say!("limosa: {} does not belong to a clone, and stays", kept.display());
     }
     for needed in removed.iter().flat_map(|removed| &removed.needed) {
-        let by: Vec<_> = needed.by.iter().map(|path| path.display().to_string()).collect();
+        let by: Vec<_> = needed.needed_by.iter().map(|path| path.display().to_string()).collect();
         say!("limosa: {} stays: {} needs it", needed.disk.display(), by.join(", "));
     }
     if done.is_empty() || !removed.is_empty() {

@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{VmstateDump, examine_destination};
 use limosa_snapshot::{
-    Comparison, Confidence, Finding, MemoryComparison, Severity, Snapshot, Summary, compare_memory, compare_stored,
+    Comparison, Confidence, Finding, MemoryComparison, Severity, Snapshot, Summary, compare_memory, compare_snapshots,
     find_damage, summarize_file,
 };
 use limosa_stream::configuration::MAPPED_RAM;
@@ -18,7 +18,7 @@ use serde_json::json;
 use crate::args::InspectArgs;
 use crate::job;
 use crate::remedy;
-use limosa_console::{all_printed, print_out, say};
+use limosa_console::{check_stdout, print_out, say};
 
 /// Status of "no verdict", as of diff(1) and of bad usage.
 const NO_VERDICT: u8 = 2;
@@ -34,14 +34,14 @@ pub(crate) fn run(args: &InspectArgs) -> ExitCode {
     };
     let printed = compared.and_then(|(comparison, memory)| {
         print(args, &comparison, memory)?;
-        all_printed()?;
+        check_stdout()?;
         Ok(comparison.would_load())
     });
     match printed {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            say!("limosa: {}{}", limosa_console::one_line(&error), remedy::of_cause(&error));
+            say!("limosa: {}{}", limosa_console::anyhow_error_line(&error), remedy::of_cause(&error));
             ExitCode::from(NO_VERDICT)
         }
     }
@@ -73,7 +73,7 @@ fn with_file(args: &InspectArgs, other: &Path) -> anyhow::Result<Compared> {
         }
         _ => None,
     };
-    Ok((with_damage(compare_stored(&saved, &other), snapshot.as_ref()), memory))
+    Ok((with_damage(compare_snapshots(&saved, &other), snapshot.as_ref()), memory))
 }
 
 fn with_qemu(args: &InspectArgs, monitor: &MonitorAddress) -> anyhow::Result<Compared> {
@@ -90,7 +90,7 @@ fn print(args: &InspectArgs, comparison: &Comparison, memory: Option<MemoryCompa
         let verdict = if comparison.would_load() { "would-load" } else { "would-not-load" };
         let mut report = json!({
             "verdict": verdict,
-            "unknown": comparison.unknown(),
+            "unknown": comparison.uncertain_refusals(),
             "findings": comparison.findings,
         });
         if let (Some(memory), Some(report)) = (memory, report.as_object_mut()) {
@@ -140,9 +140,9 @@ fn class(finding: &Finding) -> &'static str {
         (Severity::Refuses, Confidence::Certain) => "refuses",
         (Severity::Refuses, Confidence::Likely) => "likely refuses",
         (Severity::Refuses, Confidence::Unknown) => "may refuse",
-        (Severity::Loses, Confidence::Certain) => "loses",
-        (Severity::Loses, Confidence::Likely) => "likely loses",
-        (Severity::Loses, Confidence::Unknown) => "may lose",
+        (Severity::ChangesVm, Confidence::Certain) => "loses",
+        (Severity::ChangesVm, Confidence::Likely) => "likely loses",
+        (Severity::ChangesVm, Confidence::Unknown) => "may lose",
         (Severity::Harmless, _) => "harmless",
     }
 }
@@ -163,7 +163,7 @@ fn memory_line(memory: MemoryComparison) -> String {
 }
 
 fn verdict(args: &InspectArgs, comparison: &Comparison) -> String {
-    let (file, unknown) = (args.file.display(), comparison.unknown());
+    let (file, unknown) = (args.file.display(), comparison.uncertain_refusals());
     let refusing = comparison.findings.iter().filter(|finding| finding.refuses()).count();
     let place = if args.diff { "where the other was saved" } else { "on this QEMU" };
     if refusing > 0 {

@@ -76,7 +76,8 @@ impl Wire {
                 // order. Over TLS it has shaken hands then. The others do so on their own threads, because QEMU waits
                 // for what each has to say before it looks at the next.
                 let main = Channel::connect(uri, options)?;
-                let options = &Options { tls: options.tls.clone().map(Tls::deferred), ..options.clone() };
+                let options =
+                    &Options { tls: options.tls.clone().map(Tls::with_deferred_handshake), ..options.clone() };
                 let connect = |number| {
                     let connected = Channel::connect(uri, options);
                     connected.map_err(|error| {
@@ -120,7 +121,7 @@ impl Wire {
                 handles.set_listen_address(listener.local_uri());
                 say!("limosa: listening on {}", listener.local_uri());
                 // Strangers that connect are turned away meanwhile.
-                let options = MultifdAcceptOptions { channels, within: within.unwrap_or(FOR_EVER), main_first: false };
+                let options = MultifdAcceptOptions { channels, timeout: within.unwrap_or(FOR_EVER), main_first: false };
                 let mut gathering = MultifdAccept::new(&listener, options)
                     .on_refusal(|why| say!("limosa: connection rejected: {}{}", error_line(why), remedy::of(why)));
                 loop {

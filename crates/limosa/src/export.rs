@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
-use limosa_control::Job;
+use limosa_control::JobKind;
 use limosa_migrate::stats::PrecopyStats;
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Snapshot, UnnamedFile};
@@ -33,7 +33,7 @@ pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
     if to_stdout && stdout.is_terminal() {
         bail!("standard output is a terminal: redirect it, or give a file");
     }
-    let handles = JobHandles::with_socket(None, Job::Save, "exporting", to_stdout)?;
+    let handles = JobHandles::with_socket(None, JobKind::Save, "exporting", to_stdout)?;
     let stats = if to_stdout {
         let own = stdout.as_fd().try_clone_to_owned().context("standard output")?;
         snapshot.export(own, Path::new("standard output"), &handles.engine)

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use limosa_channel::Uri;
-use limosa_control::Job;
+use limosa_control::JobKind;
 use limosa_qemu::is_same_file;
 use limosa_snapshot::{Decompressor, Durability, Foreign, Imported, SaveImage, Snapshot, SnapshotError, UnnamedFile};
 use serde_json::{Value, json};
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
     let xml = args.xml.as_deref().map(|path| UnnamedFile::create(path, args.new.force)).transpose()?;
     let (durability, options) = (args.new.durability(), args.new.write_options());
-    let handles = JobHandles::with_socket(args.control.as_deref(), Job::Save, "importing", false)?;
+    let handles = JobHandles::with_socket(args.control.as_deref(), JobKind::Save, "importing", false)?;
     let (what, decompressor, image) = (foreign.describe(), foreign.decompressor(), foreign.save_image().cloned());
     let imported = foreign.import(pending, options, &handles.engine);
     drop(handles);
@@ -191,7 +191,7 @@ impl Stored {
                 folder.display()
             );
         }
-        let handles = JobHandles::with_socket(None, Job::Save, "converting", quiet)?;
+        let handles = JobHandles::with_socket(None, JobKind::Save, "converting", quiet)?;
         Ok(foreign.import_unnamed(pending, &handles.engine)?)
     }
 }

@@ -15,7 +15,7 @@ use crate::changed;
 use crate::compare;
 use crate::report;
 use crate::usage::misused;
-use limosa_console::{all_printed, print_out, say};
+use limosa_console::{check_stdout, print_out, say};
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     if args.diff || args.against_qmp.is_some() {
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     } else {
         show(&shown);
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -98,7 +98,7 @@ fn qemu_args(args: &InspectArgs) -> anyhow::Result<ExitCode> {
             print_out!("{}", option.iter().map(|word| shell_word(word)).collect::<Vec<_>>().join(" "));
         }
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -172,8 +172,12 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
     if let Some(uuid) = &manifest.vm_uuid {
         print_out!("VM uuid       {uuid}");
     }
-    print_out!("QEMU          {}", manifest.qemu.as_deref().unwrap_or("unknown"));
-    print_out!("limosa        {}, checksums {}", manifest.limosa, if checksums { "recorded" } else { "not recorded" });
+    print_out!("QEMU          {}", manifest.qemu_version.as_deref().unwrap_or("unknown"));
+    print_out!(
+        "limosa        {}, checksums {}",
+        manifest.limosa_version,
+        if checksums { "recorded" } else { "not recorded" }
+    );
     print_out!(
         "saved         {}, {} pages sent again",
         report::date(manifest.finished),

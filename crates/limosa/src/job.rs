@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::bail;
 use limosa_channel::Uri;
-use limosa_control::{ControlSocket, Job};
+use limosa_control::{ControlSocket, JobKind};
 use limosa_migrate::Handle;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
@@ -34,7 +34,7 @@ pub(crate) struct JobHandles {
 }
 
 impl JobHandles {
-    pub(crate) fn new(args: &JobArgs, job: Job, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
+    pub(crate) fn new(args: &JobArgs, job: JobKind, verb: &'static str, quiet: bool) -> anyhow::Result<Self> {
         let handles = Self::with_socket(args.steer.control.as_deref(), job, verb, quiet)?;
         handles.engine.control.set_max_bandwidth(args.steer.max_bandwidth);
         Ok(handles)
@@ -43,7 +43,7 @@ impl JobHandles {
     /// For a job without a QEMU monitor; `socket` is the path of its control socket.
     pub(crate) fn with_socket(
         socket: Option<&Path>,
-        job: Job,
+        job: JobKind,
         verb: &'static str,
         quiet: bool,
     ) -> anyhow::Result<Self> {
@@ -94,6 +94,6 @@ pub(crate) fn check_listen(address: Option<&Uri>) -> anyhow::Result<()> {
 }
 
 /// Opens the control socket at which programs watch and steer the job.
-pub(crate) fn listen(path: &Path, job: Job, engine: &Handle) -> anyhow::Result<ControlSocket> {
+pub(crate) fn listen(path: &Path, job: JobKind, engine: &Handle) -> anyhow::Result<ControlSocket> {
     ControlSocket::listen(path, job, engine).map_err(|error| remedy::without_control(path, &error))
 }

@@ -67,7 +67,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            say!("limosa: {}{}", limosa_console::one_line(&error), remedy::of_cause(&error));
+            say!("limosa: {}{}", limosa_console::anyhow_error_line(&error), remedy::of_cause(&error));
             if usage::is_misuse(&error) { ExitCode::from(2) } else { ExitCode::FAILURE }
         }
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
 use limosa_channel::{Options, Tls};
-use limosa_control::Job;
+use limosa_control::JobKind;
 use limosa_migrate::MigrateError;
 use limosa_migrate::control::Phase;
 use limosa_migrate::multifd::MultifdOptions;
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &ReceiveArgs) -> anyhow::Result<ExitCode> {
     let tls = args.tls.read()?;
     // Refused before it waits for a connection.
     let pending = UnnamedFile::create(&args.snapshot, args.new.force)?;
-    let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Save, "receiving", false)?;
+    let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), JobKind::Save, "receiving", false)?;
     handles.engine.control.set_max_bandwidth(args.endpoint.max_bandwidth);
     let received = receive(args, tls, pending, &handles);
     drop(handles);
@@ -103,19 +103,19 @@ fn receive(
         }
         publish(&incoming, writer, handles)?
     };
-    handles.engine.progress.enter(Phase::Completed);
+    handles.engine.progress.set_phase(Phase::Completed);
     Ok(Received { published, stats, file, answered, elapsed: begun.elapsed() })
 }
 
 fn unreceived(error: MigrateError, end: PeerEnd) -> anyhow::Error {
     let hint = match &error {
-        MigrateError::OneWay { .. } => "; to receive a recorded stream, use --one-way",
+        MigrateError::NoReturnPath { .. } => "; to receive a recorded stream, use --one-way",
         MigrateError::Sink(_) => "",
         _ => "; nothing was kept",
     };
     let remedy = remedy::of(&error);
     let explained = end.explain(error);
-    anyhow!("{}{remedy}{hint}", limosa_console::one_line(&explained))
+    anyhow!("{}{remedy}{hint}", limosa_console::anyhow_error_line(&explained))
 }
 
 /// Gives the file its name, or reports to the source that this side failed.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::anyhow;
 use limosa_balloon::StatisticsError;
-use limosa_channel::{ChannelError, KernelTlsFailure, Operation, TlsFailure, TlsRefusal};
+use limosa_channel::{ChannelError, KernelTlsFailure, Operation, TlsAlert, TlsFailure};
 use limosa_clone::CloneError;
 use limosa_console::error_line;
 use limosa_image::ImageError;
@@ -13,12 +13,12 @@ use limosa_migrate::MigrateError;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::takeover::Outcome;
 use limosa_qemu::{
-    Conflict, DiskConflict, JobError, JobOption, JobRecordError, MappedVmError, NotMapping, Permission,
+    Conflict, DiskConflict, JobError, JobOption, JobRecordError, MappedVmError, MissingPermission, NotMapping,
     RendezvousConflict, ResumeError, StateConflict, WatchdogAdvice,
 };
 use limosa_snapshot::SnapshotError;
 use limosa_storage::{OpenError, StorageError};
-use limosa_stream::{Feature, StreamError};
+use limosa_stream::{StreamError, UnsupportedFeature};
 use limosa_vhost::ServerError;
 
 /// Returns the remedy, to be appended to the message of the error; empty if no option helps.
@@ -30,7 +30,7 @@ pub(crate) fn of(error: &MigrateError) -> String {
         MigrateError::SwitchedToPostcopy { .. } => {
             "; migrate with the capability postcopy-ram off, or without migrate-start-postcopy".into()
         }
-        MigrateError::OneWay { .. } => {
+        MigrateError::NoReturnPath { .. } => {
             "; turn the source's capability return-path off, or connect both directions".into()
         }
         MigrateError::Stream(error) => of_stream(error).into(),
@@ -46,16 +46,18 @@ fn of_stream(error: &StreamError) -> &'static str {
     error.kind().feature().map_or("", of_feature)
 }
 
-fn of_feature(feature: &Feature) -> &'static str {
+fn of_feature(feature: &UnsupportedFeature) -> &'static str {
     match feature {
-        Feature::Multifd => {
+        UnsupportedFeature::Multifd => {
             "; receive it with --channels, as many as the source's multifd-channels, or turn the capability multifd off at \
              the source"
         }
-        Feature::MultifdCompression { .. } => "; set multifd-compression to none, zlib or zstd at the source",
-        Feature::Xbzrle => "; turn the capability xbzrle off at the source",
-        Feature::CompressedPage => "; turn the capability compress off at the source",
-        Feature::DirtyBitmaps => "; turn the capability dirty-bitmaps off at the source",
+        UnsupportedFeature::MultifdCompression { .. } => {
+            "; set multifd-compression to none, zlib or zstd at the source"
+        }
+        UnsupportedFeature::Xbzrle => "; turn the capability xbzrle off at the source",
+        UnsupportedFeature::CompressedPage => "; turn the capability compress off at the source",
+        UnsupportedFeature::DirtyBitmaps => "; turn the capability dirty-bitmaps off at the source",
         _ => "",
     }
 }
@@ -91,7 +93,7 @@ pub(crate) fn without_control(path: &Path, error: &io::Error) -> anyhow::Error {
 
 fn of_tls(failure: &TlsFailure) -> &'static str {
     match failure {
-        TlsFailure::UnknownAuthority { .. } | TlsFailure::Refused(TlsRefusal::Unverifiable) => {
+        TlsFailure::UnknownAuthority { .. } | TlsFailure::Refused(TlsAlert::Unverifiable) => {
             "; both ends need certificates of the same CA"
         }
         TlsFailure::Expired { .. } | TlsFailure::Revoked => "; it needs a new one",
@@ -99,13 +101,13 @@ fn of_tls(failure: &TlsFailure) -> &'static str {
         TlsFailure::WrongName { .. } => "; if that name is correct, set --tls-hostname (tls-hostname in QEMU)",
         TlsFailure::NoHostName => "; set --tls-hostname",
         TlsFailure::NoCertificate => "; it needs client-cert.pem and client-key.pem of this end's authority",
-        TlsFailure::Refused(TlsRefusal::CertificateRequired) => {
+        TlsFailure::Refused(TlsAlert::CertificateRequired) => {
             "; put client-cert.pem and client-key.pem next to ca-cert.pem"
         }
         TlsFailure::NotTls => "; enable TLS there as well (tls-creds)",
-        TlsFailure::Ended | TlsFailure::Truncated { first: true } | TlsFailure::Reset { first: true } => {
-            "; the log of the other end says why"
-        }
+        TlsFailure::HandshakeClosed
+        | TlsFailure::Truncated { before_first_byte: true }
+        | TlsFailure::Reset { before_first_byte: true } => "; the log of the other end says why",
         TlsFailure::Kernel(KernelTlsFailure::Missing) => {
             "; load the module (modprobe tls), or use --tls-kernel auto, which falls back to TLS in this process"
         }
@@ -189,17 +191,19 @@ fn name_of(option: JobOption) -> &'static str {
     }
 }
 
-fn of_permission(permission: Permission) -> &'static str {
+fn of_permission(permission: MissingPermission) -> &'static str {
     match permission {
-        Permission::OverlayDirectory => {
+        MissingPermission::OverlayDirectory => {
             "; the VM is untouched; choose with --overlay-dir a folder in which QEMU may open files"
         }
-        Permission::SocketDirectory => "; run limosa as that user or as root, or say with --listen where to meet",
-        Permission::Userfaultfd => {
+        MissingPermission::SocketDirectory => {
+            "; run limosa as that user or as root, or say with --listen where to meet"
+        }
+        MissingPermission::Userfaultfd => {
             "; let QEMU use userfaultfd (/dev/userfaultfd for its user, or vm.unprivileged_userfaultfd=1), or use --memory \
              eager"
         }
-        Permission::WriteProtection => {
+        MissingPermission::WriteProtection => {
             "; it takes userfaultfd with write protection for all of the VM's memory (docs/operating.md); or save without \
              --background"
         }
@@ -229,7 +233,7 @@ fn of_state(conflict: StateConflict) -> &'static str {
         StateConflict::RestoreInterrupted => "; finish it with limosa restore --recover",
         StateConflict::NothingToRecover => "; restore without --recover, into a QEMU started with -incoming defer",
         StateConflict::SaveInterrupted => "; run limosa resume",
-        StateConflict::Served => "; end the limosa that does, or try again",
+        StateConflict::AlreadyServed => "; end the limosa that does, or try again",
         StateConflict::HandedOver => "; if it runs nowhere else, continue it first: limosa resume --force",
         _ => "",
     }
@@ -262,7 +266,7 @@ fn of_job(error: &JobError) -> Option<String> {
         JobError::Record(error) => of_record(error)?,
         JobError::Channel(error) => of_channel(error),
         JobError::AfterPublish { source, .. } => of_job(source)?,
-        JobError::Unwritten { reason, .. } if reason.contains("No space left") || reason.contains("quota") => {
+        JobError::FileNotWritten { reason, .. } if reason.contains("No space left") || reason.contains("quota") => {
             ROOM.into()
         }
         JobError::Qmp(error) => of_qmp(error)?,
@@ -278,7 +282,7 @@ fn of_clone(error: &CloneError) -> Option<String> {
             "; make it so with limosa snapshot seal, or use --memory auto, which gives each clone a copy".into()
         }
         CloneError::Memory { .. } => "; use --memory auto, which gives each clone a copy".into(),
-        CloneError::Unknown { .. } => "; limosa clone list shows those that there are".into(),
+        CloneError::NotFound { .. } => "; limosa clone list shows those that there are".into(),
         CloneError::Job(error) => of_job(error)?,
         CloneError::Snapshot(error) => of_snapshot(error)?,
         _ => return None,
@@ -342,7 +346,7 @@ fn of_snapshot(error: &SnapshotError) -> Option<String> {
     match error {
         SnapshotError::Exists { .. } => Some("; choose another name, or give --force to replace it".into()),
         SnapshotError::Full { .. } => Some(ROOM.into()),
-        SnapshotError::Recorded { .. } => Some("; limosa import makes a snapshot of a recorded stream".into()),
+        SnapshotError::RecordedStream { .. } => Some("; limosa import makes a snapshot of a recorded stream".into()),
         SnapshotError::Structure { feature: Some(feature), .. } => Some(of_feature(feature).into()),
         _ => None,
     }
@@ -392,13 +396,13 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
 /// The failure of a listener that expects `channels` multifd channels, with a remedy where they did not come together.
 pub(crate) fn with_channels(error: MigrateError, channels: u8) -> anyhow::Error {
     match &error {
-        MigrateError::Missing { refused: Some(why), .. } if !of(why).is_empty() => {
+        MigrateError::MissingChannels { refused: Some(why), .. } if !of(why).is_empty() => {
             anyhow!("{}{}", error_line(&error), of(why))
         }
-        MigrateError::Channels(_) | MigrateError::Missing { .. } if channels == 0 => {
+        MigrateError::Channels(_) | MigrateError::MissingChannels { .. } if channels == 0 => {
             anyhow!("{}; start it at the source, to this address", error_line(&error))
         }
-        MigrateError::Channels(_) | MigrateError::Missing { .. } => {
+        MigrateError::Channels(_) | MigrateError::MissingChannels { .. } => {
             anyhow!(
                 "{}; set multifd on and multifd-channels to {channels} at the source, and start its migration",
                 error_line(&error)
@@ -453,17 +457,17 @@ mod tests {
 
     #[test]
     fn a_stream_with_multifd_channels_is_to_be_received_with_them() {
-        let error = StreamError::new(7, "section \"ram\"", ErrorKind::Unsupported(Feature::Multifd));
+        let error = StreamError::new(7, "section \"ram\"", ErrorKind::Unsupported(UnsupportedFeature::Multifd));
         assert!(of(&MigrateError::Stream(error)).contains("--channels"));
     }
 
     #[test]
     fn features_of_the_source_that_are_not_supported_can_be_turned_off() {
         for (feature, remedy) in [
-            (Feature::Xbzrle, "xbzrle off"),
-            (Feature::CompressedPage, "compress off"),
-            (Feature::DirtyBitmaps, "dirty-bitmaps off"),
-            (Feature::MultifdCompression { method: "qpl" }, "none, zlib or zstd"),
+            (UnsupportedFeature::Xbzrle, "xbzrle off"),
+            (UnsupportedFeature::CompressedPage, "compress off"),
+            (UnsupportedFeature::DirtyBitmaps, "dirty-bitmaps off"),
+            (UnsupportedFeature::MultifdCompression { method: "qpl" }, "none, zlib or zstd"),
         ] {
             let error = StreamError::new(7, "section \"ram\"", ErrorKind::Unsupported(feature));
             let feature = error.kind().feature().cloned();
@@ -477,7 +481,8 @@ mod tests {
     fn channels_that_were_refused_have_the_remedy_of_that() {
         let refused = MigrateError::WantsTls { peer: "tcp:a:1".into() };
         let what = format!("no main channel (1 other connections were turned away: {refused})");
-        let missing = |refused| with_channels(MigrateError::Missing { what: what.clone(), refused }, 2).to_string();
+        let missing =
+            |refused| with_channels(MigrateError::MissingChannels { what: what.clone(), refused }, 2).to_string();
         assert!(missing(Some(Box::new(refused))).ends_with("(--tls-creds, and tls-creds in QEMU)"));
         assert!(missing(None).ends_with("start its migration"));
     }
@@ -495,10 +500,10 @@ mod tests {
             (TlsFailure::NotYetValid { ahead: Duration::from_secs(1) }, "check the clocks"),
             (TlsFailure::WrongName { expected: "b".into(), presented: vec![] }, "--tls-hostname"),
             (TlsFailure::NoCertificate, "client-cert.pem and client-key.pem"),
-            (TlsFailure::Refused(TlsRefusal::CertificateRequired), "next to ca-cert.pem"),
-            (TlsFailure::Refused(TlsRefusal::Unverifiable), "certificates of the same CA"),
+            (TlsFailure::Refused(TlsAlert::CertificateRequired), "next to ca-cert.pem"),
+            (TlsFailure::Refused(TlsAlert::Unverifiable), "certificates of the same CA"),
             (TlsFailure::NotTls, "tls-creds"),
-            (TlsFailure::Ended, "the log of the other end"),
+            (TlsFailure::HandshakeClosed, "the log of the other end"),
             (TlsFailure::Kernel(KernelTlsFailure::Missing), "modprobe tls"),
             (TlsFailure::Kernel(KernelTlsFailure::NotTcp), "--tls-kernel auto"),
         ] {
@@ -537,7 +542,7 @@ mod tests {
     fn a_file_that_another_process_writes_can_be_read_without_a_lock() {
         let locked = |read_only| {
             let reason = OpenError::Locked { conflict: "locked".into(), processes: Vec::new(), read_only };
-            StorageError::of(limosa_storage::Operation::Lock, &Arc::from("disk"), reason)
+            StorageError::for_storage(limosa_storage::Operation::Lock, &Arc::from("disk"), reason)
         };
         for error in [locked(true).into(), anyhow::Error::from(ImageError::from(locked(true))).context("not opened")] {
             assert!(of_cause(&error).ends_with("use -U"), "{error:?}");
@@ -547,8 +552,9 @@ mod tests {
 
     #[test]
     fn what_the_kernel_or_the_filesystem_lacks_is_replaced_by_an_option() {
-        let remedy =
-            |reason| of_cause(&StorageError::of(limosa_storage::Operation::Open, &Arc::from("disk"), reason).into());
+        let remedy = |reason| {
+            of_cause(&StorageError::for_storage(limosa_storage::Operation::Open, &Arc::from("disk"), reason).into())
+        };
         assert!(remedy(OpenError::UringUnavailable("not built in".into())).contains("threads"));
         assert!(remedy(OpenError::DirectIoUnsupported).contains("writeback"));
     }

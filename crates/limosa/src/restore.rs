@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
-use limosa_control::Job;
+use limosa_control::JobKind;
 use limosa_migrate::MigrateError;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::{
-    JobError, LazyReport, Restore, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport,
+    JobError, LazyReport, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RestoreRequest,
     Watchdog, recover, restore,
 };
 use serde_json::{Value, json};
@@ -35,7 +35,7 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let reporter = Reporter::new(args.pager);
     let result = work(&args, begun, &reporter);
     if let Err(error) = &result
-        && reporter.failed(&format!("{}{}", limosa_console::one_line(error), remedy::of_cause(error)))
+        && reporter.failed(&format!("{}{}", limosa_console::anyhow_error_line(error), remedy::of_cause(error)))
     {
         return Ok(ExitCode::FAILURE);
     }
@@ -54,14 +54,20 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let monitor = job::connect(&args.job.qmp)?;
     let snapshot = stored.snapshot("and restoring it eagerly", args.pager)?;
     let options = options(&args.how, converted);
-    let handles = JobHandles::new(&args.job, Job::Restore, "restoring", args.pager)?;
+    let handles = JobHandles::new(&args.job, JobKind::Restore, "restoring", args.pager)?;
     let observer = Observer::new(begun, reporter, args.pager, args.how.state.paused);
     let go = if args.recover { recover } else { restore };
     // A detached pager must not hold its caller's terminal open, and neither must its watchdog.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
-    let watchdog =
-        || Ok(Some(Watchdog::start(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp(), stderr())?));
-    let done = go(Restore {
+    let watchdog = || {
+        Ok(Some(Watchdog::spawn_without_waiting(
+            job::THIS_PROGRAM.as_ref(),
+            ["watchdog", "--"],
+            monitor.qmp(),
+            stderr(),
+        )?))
+    };
+    let done = go(RestoreRequest {
         monitor: &monitor,
         snapshot: &snapshot,
         path: snapshot.path(),
@@ -127,7 +133,7 @@ fn remedy_before_the_guest(error: &JobError, args: &RestoreArgs) -> String {
     );
     match error {
         JobError::Migrate(MigrateError::Cancelled) => "; end this QEMU, and start a new one for another restore".into(),
-        JobError::Ended => format!("; start a new one{compare}"),
+        JobError::QemuEnded => format!("; start a new one{compare}"),
         _ => format!("; end this QEMU and start a new one{compare}"),
     }
 }
@@ -203,10 +209,10 @@ impl RestoreObserver for Observer<'_> {
 
 pub(crate) fn tell(report: &RestoreReport) {
     if let Some(lazy) = &report.lazy {
-        say!("restored: all memory after {}; the VM is {}", quantity::time(report.to_resident), report.vm_state);
+        say!("restored: all memory after {}; the VM is {}", quantity::time(report.time_to_resident), report.vm_state);
         tell_requests(lazy);
     } else {
-        say!("restored after {}; the VM is {}", quantity::time(report.to_guest), report.vm_state);
+        say!("restored after {}; the VM is {}", quantity::time(report.time_to_guest), report.vm_state);
     }
     if !report.mapped_blocks.is_empty() {
         say!("  mapped from the snapshot, and shared with every VM that maps it: {}", report.mapped_blocks.join(", "));
@@ -218,7 +224,7 @@ pub(crate) fn tell(report: &RestoreReport) {
             quantity::count(normal),
             quantity::count(zero),
             quantity::bytes(moved),
-            quantity::rate(moved, report.to_resident)
+            quantity::rate(moved, report.time_to_resident)
         );
     }
 }
@@ -257,8 +263,8 @@ fn object(report: &RestoreReport) -> Value {
         "mode": report.mode.name(),
         "mapped_blocks": report.mapped_blocks,
         "vm_state": report.vm_state,
-        "to_guest_ms": quantity::millis(report.to_guest),
-        "to_resident_ms": quantity::millis(report.to_resident),
+        "to_guest_ms": quantity::millis(report.time_to_guest),
+        "to_resident_ms": quantity::millis(report.time_to_resident),
         "pages": { "normal": report.normal_pages, "zero": report.zero_pages },
         "lazy": report.lazy.as_ref().map(lazy_object),
         "channel": report.channel.as_ref().map(report::counters),

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use limosa_clone::SavedDisks;
-use limosa_control::Job;
+use limosa_control::JobKind;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{
-    DiskPolicy, JobError, NotConverging, OnTimeout, SaveOptions, SaveReport, TransportChoice, Watchdog, save,
+    DiskPolicy, JobError, NotConverging, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, Watchdog,
+    save,
 };
 use limosa_snapshot::{Disk, Transport};
 use serde_json::json;
@@ -21,7 +22,7 @@ use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &SaveArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.job.qmp)?;
-    let handles = JobHandles::new(&args.job, Job::Save, "saving", false)?;
+    let handles = JobHandles::new(&args.job, JobKind::Save, "saving", false)?;
     let report = save_with(&monitor, &args.snapshot, &options(args), handles)?;
     tell(&report);
     if args.job.json {
@@ -39,7 +40,7 @@ pub(crate) fn save_to_clone(
     overlay_dir: Option<PathBuf>,
 ) -> anyhow::Result<SaveReport> {
     let monitor = job::connect(address)?;
-    let handles = JobHandles::with_socket(None, Job::Save, "saving", false)?;
+    let handles = JobHandles::with_socket(None, JobKind::Save, "saving", false)?;
     let mut options = SaveOptions::default();
     options.disks = DiskPolicy::Overlay;
     options.replace = replace;
@@ -59,13 +60,13 @@ fn save_with(
     let not_converging = |save: &NotConverging| say!("limosa: {}", endless(save, limited()));
     let mut watch = handles.watch();
     watch.not_converging = Some(&not_converging);
-    let clones_disks = SavedDisks::remember(&images(monitor)?, snapshot)?;
+    let clones_disks = SavedDisks::mark_needed(&images(monitor)?, snapshot)?;
     let report = save(monitor, snapshot, options, watch, || {
         Ok(Some(Watchdog::spawn(job::THIS_PROGRAM.as_ref(), ["watchdog", "--"], monitor.qmp())?))
     });
     // One that failed after it had its name is a snapshot, and needs the disks.
     if report.is_err() && !snapshot.exists() {
-        clones_disks.forget();
+        clones_disks.unmark_needed();
     }
     Ok(report?)
 }
@@ -121,7 +122,7 @@ fn options(args: &SaveArgs) -> SaveOptions {
     options.replace = args.new.force;
     options.checksum = args.new.checksum;
     options.downtime = args.downtime;
-    options.timeout = args.timeout.map(|limit| (limit, on_timeout));
+    options.timeout = args.timeout.map(|limit| SaveTimeout { limit, action: on_timeout });
     options.disks = args.disks.into();
     options.overlay_dir = args.overlay_dir.clone();
     options.durability = args.new.durability();
@@ -166,7 +167,7 @@ fn tell(report: &SaveReport) {
         Some(downtime) => say!(
             "  the VM was stopped for {} and resumed after {}; it is {}",
             quantity::time(downtime),
-            quantity::time(report.to_vm_running),
+            quantity::time(report.time_to_vm_running),
             report.vm_state
         ),
         None => say!("  the VM is {}", report.vm_state),
@@ -196,7 +197,7 @@ pub(crate) fn object(report: &SaveReport) -> serde_json::Value {
         "via": transport(report),
         "vm_state": report.vm_state,
         "downtime_ms": report.downtime.map(quantity::millis),
-        "to_vm_running_ms": quantity::millis(report.to_vm_running),
+        "to_vm_running_ms": quantity::millis(report.time_to_vm_running),
         "elapsed_ms": quantity::millis(report.elapsed),
         "gib_per_s": quantity::rate(manifest.pages.normal * limosa_page::PAGE_SIZE, report.elapsed),
         "ram_bytes": manifest.ram_bytes,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, bail};
 use limosa_channel::{Channel, Options, Tls};
-use limosa_control::Job;
+use limosa_control::JobKind;
 use limosa_migrate::MigrateError;
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stored::{Milestone, PostcopyOptions, PostcopySource, PrecopyOptions, PrecopySource, PresentBlock};
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &SendArgs) -> anyhow::Result<ExitCode> {
     snapshot.check_restorable()?;
     snapshot.lock_serving()?;
     let mapped = mapped_blocks(args, &snapshot)?;
-    let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), Job::Restore, "sending", false)?;
+    let handles = JobHandles::with_socket(args.endpoint.control.as_deref(), JobKind::Restore, "sending", false)?;
     handles.engine.control.set_max_bandwidth(args.endpoint.max_bandwidth);
     let sent = send(args, tls, &snapshot, mapped, &handles);
     drop(handles);
@@ -80,9 +80,9 @@ fn mapped_blocks(args: &SendArgs, snapshot: &Snapshot) -> anyhow::Result<Vec<Pre
         bail!("{path}: was not made to be mapped; make it so: limosa snapshot seal {path}");
     }
     snapshot.verify_all()?;
-    snapshot.protect()?;
+    snapshot.make_read_only()?;
     let memory = BlockPlace::guest_memory_of(snapshot).map_err(|why| anyhow!("{path}: cannot be mapped: {why}"))?;
-    Ok(memory.into_iter().map(|block| PresentBlock::whole(block.name)).collect())
+    Ok(memory.into_iter().map(|block| PresentBlock::unchanged(block.name)).collect())
 }
 
 fn send(
@@ -156,7 +156,7 @@ fn send(
         }
         Err(error) => {
             let advice = advice(args, &error, start.after.get().is_some());
-            Err(anyhow!("{}{advice}", limosa_console::one_line(&end.explain(error))))
+            Err(anyhow!("{}{advice}", limosa_console::anyhow_error_line(&end.explain(error))))
         }
     }
 }
@@ -215,7 +215,7 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
         (
             MigrateError::Channel(_)
             | MigrateError::Multifd { .. }
-            | MigrateError::Silent { .. }
+            | MigrateError::AnswerTimedOut { .. }
             | MigrateError::Protocol(_)
             | MigrateError::Refused { .. },
             Some(count),
@@ -224,12 +224,12 @@ fn advice(args: &SendArgs, error: &MigrateError, guest_runs: bool) -> String {
              multifd-compression {})",
             args.channels.compression.name()
         ),
-        (MigrateError::Silent { .. }, _) if args.mode == SendModeArg::Precopy => {
+        (MigrateError::AnswerTimedOut { .. }, _) if args.mode == SendModeArg::Precopy => {
             "; if the other end cannot answer, use --one-way".into()
         }
         (
             MigrateError::Channel(_)
-            | MigrateError::Silent { .. }
+            | MigrateError::AnswerTimedOut { .. }
             | MigrateError::Protocol(_)
             | MigrateError::Refused { .. },
             _,

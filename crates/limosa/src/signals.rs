@@ -8,7 +8,7 @@ use std::thread;
 
 use anyhow::Context;
 use limosa_console::say;
-use limosa_control::Job;
+use limosa_control::JobKind;
 use limosa_migrate::control::{Phase, Stop};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
@@ -21,7 +21,7 @@ pub(crate) struct SignalWatch {
 
 impl SignalWatch {
     /// Starts to listen for a job.
-    pub(crate) fn start(job: Job, engine: &limosa_migrate::Handle) -> anyhow::Result<Self> {
+    pub(crate) fn start(job: JobKind, engine: &limosa_migrate::Handle) -> anyhow::Result<Self> {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
         let handle = signals.handle();
         let engine = engine.clone();
@@ -44,7 +44,7 @@ impl Drop for SignalWatch {
     }
 }
 
-fn handle_signal(signal: i32, heard: &mut u32, job: Job, engine: &limosa_migrate::Handle) {
+fn handle_signal(signal: i32, heard: &mut u32, job: JobKind, engine: &limosa_migrate::Handle) {
     let (control, phase) = (&engine.control, engine.progress.read().phase);
     match (phase, signal) {
         (Phase::PostcopyActive, SIGHUP) => {}
@@ -61,7 +61,7 @@ fn handle_signal(signal: i32, heard: &mut u32, job: Job, engine: &limosa_migrate
             }
         }
         // Everything has been handed over; what is left takes a moment and cannot be taken back.
-        (Phase::Completing | Phase::Completed, _) if job == Job::Restore => {}
+        (Phase::Completing | Phase::Completed, _) if job == JobKind::Restore => {}
         _ => control.stop(Stop::Cancel),
     }
 }

@@ -30,7 +30,7 @@ pub struct Discarded {
     /// Pages whose memory was freed.
     pub given_back: u64,
     /// Pages that were overwritten with zeros, and still use memory.
-    pub written: u64,
+    pub overwritten: u64,
 }
 
 impl MemoryBlock {
@@ -138,7 +138,7 @@ impl MemoryBlock {
         for run in populated.runs_in(pages) {
             let bytes = run.bytes();
             self.fill_zero(bytes.start, bytes.end - bytes.start)?;
-            done.written += run.len();
+            done.overwritten += run.len();
         }
         Ok(())
     }

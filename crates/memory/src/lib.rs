@@ -59,12 +59,12 @@ pub use discard::Discarded;
 pub use error::MemoryError;
 pub use faults::{
     Fault, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode, FaultOptions, FaultOrigin,
-    FaultWaker, Placement, RegistrationGuard,
+    FaultWaker, PlacedPages, RegistrationGuard,
 };
 pub use free::{FreePageHinting, FreePageSink, FreePagesError};
 pub use layout::{GuestLayout, GuestRegion};
 pub use memory::GuestMemory;
-pub use pagemap::ProcessPages;
+pub use pagemap::ProcessPagemap;
 pub use pin::PinnedPages;
 pub use populate::{MemcgHeadroom, PopulateStats, Populator, PrefaultAhead};
 pub use release::ReleaseMethod;

@@ -223,9 +223,9 @@ fn is_no_such_call(error: &io::Error) -> bool {
 /// The page tables of another process, for questions about its private mappings of files. Addresses are the process's
 /// own, in bytes.
 #[derive(Debug)]
-pub struct ProcessPages(PageMap);
+pub struct ProcessPagemap(PageMap);
 
-impl ProcessPages {
+impl ProcessPagemap {
     /// Opens the page tables of a process. They stay its own, also when its number is used again.
     ///
     /// # Errors
@@ -239,7 +239,7 @@ impl ProcessPages {
     ///
     /// # Errors
     /// The kernel's.
-    pub fn copied(&mut self, addresses: Range<u64>, found: impl FnMut(Range<u64>)) -> io::Result<()> {
+    pub fn copied_ranges(&mut self, addresses: Range<u64>, found: impl FnMut(Range<u64>)) -> io::Result<()> {
         self.0.copied(addresses, found)
     }
 
@@ -312,7 +312,7 @@ mod tests {
             for old in [false, true] {
                 let mut named = Vec::new();
                 let note = |run: Range<u64>| {
-                    named.extend(PageRange::within(&(run.start - start..run.end - start)).iter().map(|page| page.0));
+                    named.extend(PageRange::inside_bytes(&(run.start - start..run.end - start)).iter().map(|page| page.0));
                 };
                 let all = start..start + block.len();
                 if old { read(&map.file, all, |word| word >> 62 != 0, note) } else { map.present(all, note) }.unwrap();
@@ -349,11 +349,11 @@ mod tests {
         let pages = |runs: &[Range<u64>]| {
             runs.iter().map(|run| (run.start - start) >> 12..(run.end - start) >> 12).collect::<Vec<_>>()
         };
-        let mut process = ProcessPages::of(std::process::id()).unwrap();
+        let mut process = ProcessPagemap::of(std::process::id()).unwrap();
         let (mut found, mut present) = (Vec::new(), PageBitmap::new(64));
-        process.copied(start..start + (64 << 12), |run| found.push(run)).unwrap();
+        process.copied_ranges(start..start + (64 << 12), |run| found.push(run)).unwrap();
         assert_eq!(pages(&found), [3..5, 40..41]);
-        let note = |run: Range<u64>| present.set_range(PageRange::within(&(run.start - start..run.end - start)));
+        let note = |run: Range<u64>| present.set_range(PageRange::inside_bytes(&(run.start - start..run.end - start)));
         process.present(start..start + (64 << 12), note).unwrap();
         for page in [3, 4, 20, 40] {
             assert!(present.get(PageNumber(page)), "page {page}");
@@ -364,7 +364,7 @@ mod tests {
         assert_eq!(old, found);
         // SAFETY: the mapping of above, unused from here on.
         unsafe { rustix::mm::munmap(memory.cast(), 64 << 12) }.unwrap();
-        assert!(ProcessPages::of(0).is_err());
+        assert!(ProcessPagemap::of(0).is_err());
     }
 
     #[test]

@@ -7,8 +7,8 @@
 //! the mappings of the other alive.
 //!
 //! Writes of device models through `vm-memory` are marked in a [`SoftwareDirtyLog`](crate::dirty::SoftwareDirtyLog) if
-//! the regions' bitmap is a [`DirtyMarks`] and [`attach`] was called. (Code that writes through a raw pointer marks the
-//! pages itself afterwards, as `vm-memory` requires.)
+//! the regions' bitmap is a [`DirtyMarks`] and [`attach_dirty_bitmap`] was called. (Code that writes through a raw
+//! pointer marks the pages itself afterwards, as `vm-memory` requires.)
 //!
 //! ```
 //! use limosa_memory::dirty::{DirtyLogs, DirtyPages, SoftwareDirtyLog, Writers};
@@ -152,7 +152,7 @@ pub fn export(memory: &Arc<GuestMemory>) -> Result<GuestMemoryMmap<DirtyMarks>, 
 ///
 /// # Errors
 /// A region that does not match a region of `memory`.
-pub fn attach(
+pub fn attach_dirty_bitmap(
     devices: &GuestMemoryMmap<DirtyMarks>,
     memory: &GuestMemory,
     marker: &SoftwareDirtyBitmap,
@@ -171,7 +171,7 @@ pub fn attach(
     Ok(())
 }
 
-/// The bitmap of a `vm-memory` region that marks writes in a dirty log, once it is [attached](attach).
+/// The bitmap of a `vm-memory` region that marks writes in a dirty log, once it is [attached](attach_dirty_bitmap).
 #[derive(Debug, Default)]
 pub struct DirtyMarks {
     attached: OnceLock<Attached>,
@@ -203,7 +203,7 @@ impl DirtyMarks {
 }
 
 impl<'a> WithBitmapSlice<'a> for DirtyMarks {
-    type S = DirtyMarksFrom<'a>;
+    type S = DirtyMarksSlice<'a>;
 }
 
 impl Bitmap for DirtyMarks {
@@ -215,8 +215,8 @@ impl Bitmap for DirtyMarks {
         self.is_marked(offset)
     }
 
-    fn slice_at(&self, offset: usize) -> DirtyMarksFrom<'_> {
-        DirtyMarksFrom { marks: self, offset }
+    fn slice_at(&self, offset: usize) -> DirtyMarksSlice<'_> {
+        DirtyMarksSlice { marks: self, offset }
     }
 }
 
@@ -228,18 +228,18 @@ impl NewBitmap for DirtyMarks {
 
 /// The part of a [`DirtyMarks`] from an offset on.
 #[derive(Debug, Clone, Copy)]
-pub struct DirtyMarksFrom<'a> {
+pub struct DirtyMarksSlice<'a> {
     marks: &'a DirtyMarks,
     offset: usize,
 }
 
-impl<'a> WithBitmapSlice<'_> for DirtyMarksFrom<'a> {
-    type S = DirtyMarksFrom<'a>;
+impl<'a> WithBitmapSlice<'_> for DirtyMarksSlice<'a> {
+    type S = DirtyMarksSlice<'a>;
 }
 
-impl BitmapSlice for DirtyMarksFrom<'_> {}
+impl BitmapSlice for DirtyMarksSlice<'_> {}
 
-impl<'a> Bitmap for DirtyMarksFrom<'a> {
+impl<'a> Bitmap for DirtyMarksSlice<'a> {
     fn mark_dirty(&self, offset: usize, len: usize) {
         self.marks.mark(self.offset.saturating_add(offset), len);
     }
@@ -248,7 +248,7 @@ impl<'a> Bitmap for DirtyMarksFrom<'a> {
         self.marks.is_marked(self.offset.saturating_add(offset))
     }
 
-    fn slice_at(&self, offset: usize) -> DirtyMarksFrom<'a> {
-        DirtyMarksFrom { offset: self.offset.saturating_add(offset), ..*self }
+    fn slice_at(&self, offset: usize) -> DirtyMarksSlice<'a> {
+        DirtyMarksSlice { offset: self.offset.saturating_add(offset), ..*self }
     }
 }

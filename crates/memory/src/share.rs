@@ -19,7 +19,7 @@ impl MemoryBlock {
     ///
     /// # Errors
     /// [`MemoryError::Kernel`]: the file cannot be reopened (no /proc, or its permissions changed).
-    pub fn pass(&self) -> Result<OwnedFd, MemoryError> {
+    pub fn descriptor_to_pass(&self) -> Result<OwnedFd, MemoryError> {
         let kernel = |operation, source| MemoryError::Kernel { block: self.name().to_owned(), operation, source };
         let open = |path: &str| File::options().read(true).write(true).open(path);
         match self.file().filter(|_| self.is_passable()) {
@@ -112,7 +112,7 @@ mod tests {
         let file = file.file().unwrap().0.try_clone_to_owned().unwrap();
         let block = BlockOptions::file("pc.ram", 8 * PAGE_SIZE, file, 16 * PAGE_SIZE).map().unwrap();
         block.write(5, b"contents").unwrap();
-        let passed = PassedBlock::from_fd("pc.ram", block.len(), block.pass().unwrap()).unwrap().unwrap();
+        let passed = PassedBlock::from_fd("pc.ram", block.len(), block.descriptor_to_pass().unwrap()).unwrap().unwrap();
         let other = passed.into_options().map().unwrap();
         let mut bytes = [0; 8];
         other.read(5, &mut bytes).unwrap();
@@ -138,9 +138,10 @@ mod tests {
     fn private_memory_is_not_passed_and_what_is_no_memory_is_refused() {
         let private = BlockOptions::anonymous("ram", 4 * PAGE_SIZE).map().unwrap();
         assert!(!private.is_passable());
-        assert!(PassedBlock::from_fd("ram", private.len(), private.pass().unwrap()).unwrap().is_none());
+        assert!(PassedBlock::from_fd("ram", private.len(), private.descriptor_to_pass().unwrap()).unwrap().is_none());
         let shared = BlockOptions::memfd("ram", 4 * PAGE_SIZE).map().unwrap();
-        let short = PassedBlock::from_fd("ram", 5 * PAGE_SIZE, shared.pass().unwrap()).unwrap_err().to_string();
+        let short =
+            PassedBlock::from_fd("ram", 5 * PAGE_SIZE, shared.descriptor_to_pass().unwrap()).unwrap_err().to_string();
         assert!(short.contains("has 16384 bytes, 20480 at 0 are wanted"), "{short}");
         let (pipe, _writer) = io::pipe().unwrap();
         let pipe = PassedBlock::from_fd("ram", 4096, pipe.into()).unwrap_err().to_string();

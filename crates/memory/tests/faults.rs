@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use limosa_memory::{
     BlockOptions, Fault, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode, FaultOptions,
-    FaultOrigin, GuestMemory, MemoryBlock, Placement,
+    FaultOrigin, GuestMemory, MemoryBlock, PlacedPages,
 };
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::{HugePages, note_skip};
@@ -62,7 +62,7 @@ fn faults(handler: &FaultHandler) -> Vec<Fault> {
 }
 
 /// Four threads read all pages, each in an order of its own, while `answer` places what they wait for.
-fn read_everything(memory: &GuestMemory, handler: &FaultHandler, answer: impl Fn(Fault) -> Placement + Sync) {
+fn read_everything(memory: &GuestMemory, handler: &FaultHandler, answer: impl Fn(Fault) -> PlacedPages + Sync) {
     let block = memory.block(0).unwrap();
     let pages = block.pages().len();
     let done = AtomicBool::new(false);
@@ -172,7 +172,7 @@ fn pages_are_filled_with_zeros_in_runs() {
         let memory = memory(block);
         let handler = handler(&memory, FaultMode::Missing);
         let run = range(512, 2048);
-        assert_eq!(handler.zero(0, run).unwrap(), Placement { placed: run, present: None });
+        assert_eq!(handler.zero(0, run).unwrap(), PlacedPages { placed: run, present: None });
         for page in run.iter() {
             assert_eq!(number_in(memory.block(0).unwrap(), page), 0);
         }
@@ -188,11 +188,11 @@ fn a_page_that_is_there_ends_a_run_and_is_not_overwritten() {
     let handler = handler(&memory, FaultMode::Missing);
 
     let first = handler.copy(0, PageNumber(4), &contents(range(4, 20))).unwrap();
-    assert_eq!(first, Placement { placed: range(4, 6), present: Some(range(10, 1)) });
+    assert_eq!(first, PlacedPages { placed: range(4, 6), present: Some(range(10, 1)) });
     let again = handler.zero(0, range(9, 8)).unwrap();
-    assert_eq!(again, Placement { placed: range(9, 0), present: Some(range(9, 1)) });
+    assert_eq!(again, PlacedPages { placed: range(9, 0), present: Some(range(9, 1)) });
     let behind = handler.copy(0, PageNumber(11), &contents(range(11, 13))).unwrap();
-    assert_eq!(behind, Placement { placed: range(11, 13), present: None });
+    assert_eq!(behind, PlacedPages { placed: range(11, 13), present: None });
 
     assert_eq!(number_in(block, PageNumber(10)), 7777);
     for page in range(4, 20).iter().filter(|page| page.0 != 10) {
@@ -207,7 +207,7 @@ fn what_cannot_be_placed_is_refused_before_the_kernel_is_asked() {
     let _pages = HugePages::reserve(2 * HUGE).unwrap();
     let memory = memory(BlockOptions::memfd("ram", 2 * HUGE).huge_pages(HUGE));
     let handler = handler(&memory, FaultMode::Missing);
-    let refused = |result: Result<Placement, FaultError>| matches!(result, Err(FaultError::Pages { .. }));
+    let refused = |result: Result<PlacedPages, FaultError>| matches!(result, Err(FaultError::Pages { .. }));
     assert!(refused(handler.copy(0, PageNumber(0), &vec![1; PAGE_LEN])), "a part of a huge page");
     assert!(refused(handler.copy(0, PageNumber(0), &vec![1; 1000])), "a part of a page");
     assert!(refused(handler.copy(0, PageNumber(1024), &vec![1; 2 << 20])), "behind the end");
@@ -243,7 +243,7 @@ fn pages_are_placed_while_others_are_given_back_and_every_removal_is_reported() 
         });
         // No thread waits for events meanwhile: the one that places pages has to read what the giver waits for.
         for run in guest.chunks(50) {
-            assert_eq!(handler.copy(0, run.start, &contents(run)).unwrap(), Placement { placed: run, present: None });
+            assert_eq!(handler.copy(0, run.start, &contents(run)).unwrap(), PlacedPages { placed: run, present: None });
         }
         placed.store(true, Ordering::SeqCst);
         while !giver.is_finished() {
@@ -512,6 +512,6 @@ fn what_another_mapping_touches_does_not_wait_and_is_there_when_its_contents_com
     let handler = handler(&memory, FaultMode::Missing);
     assert_eq!(number_in(&other, PageNumber(3)), 0);
     let placement = handler.copy(0, PageNumber(2), &contents(range(2, 2))).unwrap();
-    assert_eq!(placement, Placement { placed: range(2, 1), present: Some(range(3, 1)) });
+    assert_eq!(placement, PlacedPages { placed: range(2, 1), present: Some(range(3, 1)) });
     handler.finish().unwrap();
 }

@@ -15,7 +15,8 @@ use crate::pages::PageError;
 /// The reason why an engine gave up. Each names the object that failed. Only the caller knows who runs the VM now, so
 /// only the caller can say what to do.
 ///
-/// The causes are in [`source`](std::error::Error::source); [`with_causes`](limosa_page::with_causes) prints them too.
+/// The causes are in [`source`](std::error::Error::source); [`error_with_causes`](limosa_page::error_with_causes)
+/// prints them too.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
@@ -67,7 +68,7 @@ pub enum MigrateError {
 
     /// The channels did not all come in time.
     #[error("{what}")]
-    Missing {
+    MissingChannels {
         /// The channels that are missing, and the connections that came instead.
         what: String,
         /// Reason for the refusal of the last connection that was refused, if one was; part of `what`.
@@ -117,7 +118,7 @@ pub enum MigrateError {
 
     /// The source wants answers, and the channel carries none.
     #[error("{peer}: the source wants answers (capability return-path), but this channel carries none")]
-    OneWay {
+    NoReturnPath {
         /// The channel.
         peer: String,
     },
@@ -142,7 +143,7 @@ pub enum MigrateError {
 
     /// The destination did not answer within the time allowed.
     #[error("the destination did not answer {what} within {} s", waited.as_secs())]
-    Silent {
+    AnswerTimedOut {
         /// The answer that it owes.
         what: &'static str,
         /// Time waited.
@@ -151,7 +152,7 @@ pub enum MigrateError {
 
     /// The guest's writes cannot be followed.
     #[error("what the guest writes cannot be followed")]
-    Log(#[from] LogError),
+    DirtyLog(#[from] LogError),
 
     /// The VMM did not do what the migration needs.
     #[error("the VM cannot {what}")]

@@ -124,7 +124,7 @@ pub trait PageSource: Sync {
 
     /// The pages of `block` that have contents; every other page of the block is zero. One bit a page of the block's
     /// used length.
-    fn stored(&self, block: usize) -> &PageBitmap;
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap;
 
     /// Reads whole pages of one block into `into`, which is exactly as long as the range.
     ///
@@ -152,7 +152,7 @@ pub trait PageSource: Sync {
     ///
     /// # Errors
     /// The file may not have held what was stored: the destination must not use the pages that it got.
-    fn still_whole(&self) -> Result<(), PageError> {
+    fn check_unchanged(&self) -> Result<(), PageError> {
         Ok(())
     }
 

@@ -311,8 +311,8 @@ impl PageSource for HalfStored<'_> {
     fn setup(&self) -> &StreamSetup {
         self.memory.setup()
     }
-    fn stored(&self, block: usize) -> &PageBitmap {
-        self.memory.stored(block)
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap {
+        self.memory.stored_bitmap(block)
     }
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
         match self.reads.fetch_add(1, Ordering::SeqCst) {

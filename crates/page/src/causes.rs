@@ -6,7 +6,7 @@ use std::error::Error;
 ///
 /// A cause whose text is already there is left out: a transparent error shows its cause as its own.
 #[must_use]
-pub fn with_causes(error: &(dyn Error + 'static)) -> String {
+pub fn error_with_causes(error: &(dyn Error + 'static)) -> String {
     let mut line = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn causes_follow_once() {
-        assert_eq!(with_causes(&Outer("cannot open x", io::Error::other("no file"))), "cannot open x: no file");
-        assert_eq!(with_causes(&Outer("no file", io::Error::other("no file"))), "no file");
+        assert_eq!(error_with_causes(&Outer("cannot open x", io::Error::other("no file"))), "cannot open x: no file");
+        assert_eq!(error_with_causes(&Outer("no file", io::Error::other("no file"))), "no file");
     }
 }

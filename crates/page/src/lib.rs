@@ -45,13 +45,13 @@ mod scan;
 mod zero;
 
 pub use bitmap::{AtomicPageBitmap, BitmapError, PageBitmap, Runs};
-pub use causes::with_causes;
+pub use causes::error_with_causes;
 pub use convert::{to_micros, to_millis, to_nanos, to_u64, to_usize};
 pub use guest::{GuestPages, is_zero_at};
 pub use invariant::{BrokenInvariant, broken_invariant, invariant};
 pub use number::{PAGE_BITS, PAGE_LEN, PAGE_SIZE, PageNumber};
 pub use range::PageRange;
-pub use scan::{PageKind, PageRun, Scan, ScanData, ScanRanges, scan};
+pub use scan::{PageKind, PageRun, Scan, ScanPopulated, ScanRanges, scan};
 pub use zero::{UnknownZeroMethod, ZeroMethod, is_zero, is_zero_with};
 
 /// The example of the README, compiled.

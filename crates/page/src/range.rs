@@ -46,7 +46,7 @@ impl PageRange {
 
     /// Every page all of whose bytes are among these.
     #[must_use]
-    pub const fn within(bytes: &Range<u64>) -> Self {
+    pub const fn inside_bytes(bytes: &Range<u64>) -> Self {
         Self { start: PageNumber(bytes.start.div_ceil(PAGE_SIZE)), end: PageNumber::containing(bytes.end) }
     }
 
@@ -137,8 +137,8 @@ mod tests {
     #[test]
     fn bytes_are_rounded_outwards_by_covering_and_inwards_by_within() {
         assert_eq!(PageRange::covering(&(4095..4097)), range(0, 2));
-        assert!(PageRange::within(&(4095..4097)).is_empty());
-        assert_eq!(PageRange::within(&(4095..12288)), range(1, 3));
+        assert!(PageRange::inside_bytes(&(4095..4097)).is_empty());
+        assert_eq!(PageRange::inside_bytes(&(4095..12288)), range(1, 3));
         assert_eq!(PageRange::covering(&(8192..12288)), range(2, 3));
         assert!(PageRange::covering(&(5000..5000)).is_empty());
         assert_eq!(PageRange::covering(&(0..u64::MAX)).len(), 1 << 52);

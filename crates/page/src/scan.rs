@@ -75,7 +75,7 @@ impl Seen {
 
 impl<'a> Scan<'a> {
     /// Scans the pages of `range` that are in `memory`, by `method`. Reads every page: suitable for populated memory.
-    /// See [`ScanData`] for memory with holes.
+    /// See [`ScanPopulated`] for memory with holes.
     #[must_use]
     pub fn new(memory: GuestPages<'a>, range: PageRange, method: ZeroMethod) -> Self {
         Self { memory, method, rest: range.intersect(memory.pages()), seen: Seen::default() }
@@ -156,7 +156,7 @@ impl FusedIterator for ScanRanges<'_, '_> {}
 /// Memory that is populated after `data` passed it is reported as a hole; in a running guest the dirty log reports it
 /// later.
 #[derive(Debug)]
-pub struct ScanData<'a, I> {
+pub struct ScanPopulated<'a, I> {
     memory: GuestPages<'a>,
     method: ZeroMethod,
     rest: PageRange,
@@ -164,14 +164,14 @@ pub struct ScanData<'a, I> {
     inside: Option<Scan<'a>>,
 }
 
-impl<'a, I: Iterator<Item = io::Result<PageRange>>> ScanData<'a, I> {
+impl<'a, I: Iterator<Item = io::Result<PageRange>>> ScanPopulated<'a, I> {
     /// Scans the pages of `range` that are in `memory`, by `method`, and reads those of `data` only.
     pub fn new(memory: GuestPages<'a>, range: PageRange, method: ZeroMethod, data: I) -> Self {
         Self { memory, method, rest: range.intersect(memory.pages()), data, inside: None }
     }
 }
 
-impl<I: Iterator<Item = io::Result<PageRange>>> Iterator for ScanData<'_, I> {
+impl<I: Iterator<Item = io::Result<PageRange>>> Iterator for ScanPopulated<'_, I> {
     type Item = io::Result<PageRun>;
 
     fn next(&mut self) -> Option<io::Result<PageRun>> {

@@ -61,14 +61,14 @@ pub struct CommandOption<'a> {
     /// Its value; empty for one without.
     pub value: &'a str,
     /// Index of the value among all arguments.
-    pub at: usize,
+    pub index: usize,
 }
 
 /// QEMU's own options in a command line that begins with a program. A program before QEMU (taskset, nice, ...) has
 /// options of its own. Arguments that are not UTF-8 are skipped.
 #[must_use]
 pub fn options(args: &[OsString]) -> Vec<CommandOption<'_>> {
-    let first = program(args) + 1;
+    let first = program_index(args) + 1;
     let mut found = Vec::new();
     let mut rest = args.iter().enumerate().skip(first);
     while let Some((at, arg)) = rest.next() {
@@ -78,9 +78,9 @@ pub fn options(args: &[OsString]) -> Vec<CommandOption<'_>> {
             continue;
         }
         if FLAGS.contains(&name) {
-            found.push(CommandOption { name, value: "", at });
+            found.push(CommandOption { name, value: "", index: at });
         } else if let Some((at, value)) = rest.next() {
-            found.push(CommandOption { name, value: value.to_str().unwrap_or_default(), at });
+            found.push(CommandOption { name, value: value.to_str().unwrap_or_default(), index: at });
         }
     }
     found
@@ -88,7 +88,7 @@ pub fn options(args: &[OsString]) -> Vec<CommandOption<'_>> {
 
 /// The index of QEMU's own name in a command line; 0 if none looks like it.
 #[must_use]
-pub fn program(args: &[OsString]) -> usize {
+pub fn program_index(args: &[OsString]) -> usize {
     let begins = |arg: &OsString, start: &[u8]| {
         Path::new(arg).file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(start))
     };
@@ -109,7 +109,7 @@ pub struct Properties {
 impl Properties {
     /// Reads a list whose first element may be a value of `first` without its key.
     #[must_use]
-    pub fn read(text: &str, first: &str) -> Self {
+    pub fn parse(text: &str, first: &str) -> Self {
         if text.starts_with('{') {
             return Self::read_json(text);
         }
@@ -233,7 +233,7 @@ pub fn escaped(value: &str) -> String {
 
 /// A size in bytes; `unit` bytes where it has no suffix.
 #[must_use]
-pub fn size(text: &str, unit: u64) -> Option<u64> {
+pub fn parse_size(text: &str, unit: u64) -> Option<u64> {
     let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let unit = match text.get(digits.len()..)? {
         "" => unit,
@@ -274,22 +274,22 @@ mod tests {
         let found = options(&line);
         let found: Vec<_> = found.iter().map(|option| (option.name, option.value)).collect();
         assert_eq!(found, [("nographic", ""), ("m", "1G"), ("append", "-m"), ("S", ""), ("machine", "q35")]);
-        assert_eq!(line[options(&line)[1].at], "1G");
-        assert_eq!(program(&args("sudo -u qemu /usr/bin/qemu-system-x86_64 -m 1G")), 3);
-        assert_eq!((program(&args("nice qemu-wrapper -m 1G")), program(&args("start-my-vm"))), (1, 0));
+        assert_eq!(line[options(&line)[1].index], "1G");
+        assert_eq!(program_index(&args("sudo -u qemu /usr/bin/qemu-system-x86_64 -m 1G")), 3);
+        assert_eq!((program_index(&args("nice qemu-wrapper -m 1G")), program_index(&args("start-my-vm"))), (1, 0));
     }
 
     #[test]
     fn lists_have_a_first_value_switches_and_escaped_commas() {
-        let list = Properties::read("memory-backend-file,id=a,mem-path=/x,,y,share,noreadonly,id=b", "qom-type");
+        let list = Properties::parse("memory-backend-file,id=a,mem-path=/x,,y,share,noreadonly,id=b", "qom-type");
         assert_eq!(list.get("qom-type"), Some("memory-backend-file"));
         assert_eq!((list.get("id"), list.get("mem-path")), (Some("b"), Some("/x,y")));
         assert!(list.is_on("share") && !list.is_on("readonly"));
         assert_eq!(list.first_of(&["policy", "share"]), Some("share"));
         let json =
-            Properties::read(r#"{"qom-type":"memory-backend-ram","id":"m","size":1048576,"share":true}"#, "qom-type");
+            Properties::parse(r#"{"qom-type":"memory-backend-ram","id":"m","size":1048576,"share":true}"#, "qom-type");
         assert_eq!((json.get("size"), json.is_on("share")), (Some("1048576"), true));
-        assert_eq!(Properties::read("{nonsense", "x"), Properties::default());
+        assert_eq!(Properties::parse("{nonsense", "x"), Properties::default());
     }
 
     #[test]
@@ -305,19 +305,19 @@ mod tests {
             ("-1", 1, None),
             ("99999999999999999999T", 1, None),
         ] {
-            assert_eq!(size(text, unit), bytes, "{text}");
+            assert_eq!(parse_size(text, unit), bytes, "{text}");
         }
     }
 
     proptest! {
         #[test]
         fn any_text_is_read_without_panic(text in ".{0,60}") {
-            let _ = (Properties::read(&text, "first"), size(&text, 1), options(&[text.clone().into(), text.into()]));
+            let _ = (Properties::parse(&text, "first"), parse_size(&text, 1), options(&[text.clone().into(), text.into()]));
         }
 
         #[test]
         fn what_was_escaped_comes_back(value in "[a-z,=/]{1,20}") {
-            let list = Properties::read(&format!("kind,id=1,path={}", escaped(&value)), "qom-type");
+            let list = Properties::parse(&format!("kind,id=1,path={}", escaped(&value)), "qom-type");
             prop_assert_eq!(list.get("path"), Some(value.as_str()));
         }
     }

@@ -13,7 +13,7 @@ pub enum Conflict {
     /// QEMU's command line has an option that limosa adds itself or does not support.
     CommandLine(&'static str),
     /// QEMU or limosa lacks a right.
-    Permission(Permission),
+    Permission(MissingPermission),
     /// QEMU and limosa have no socket at which both can meet.
     Rendezvous(RendezvousConflict),
     /// Memory and a disk would not be consistent.
@@ -61,7 +61,7 @@ pub enum JobOption {
 /// A right that QEMU or limosa lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Permission {
+pub enum MissingPermission {
     /// QEMU may not open files in the overlays' directory.
     OverlayDirectory,
     /// limosa may not give QEMU's user a private directory for sockets.
@@ -109,7 +109,7 @@ pub enum StateConflict {
     /// A save of this VM was interrupted.
     SaveInterrupted,
     /// Another process still serves the VM's memory.
-    Served,
+    AlreadyServed,
     /// The VM was stopped by an earlier save or migration and may run elsewhere.
     HandedOver,
 }

@@ -44,7 +44,7 @@ pub fn launch_detached<E: From<JobError>>(
     log: &File,
     record: impl FnOnce(u32) -> Result<(), E>,
 ) -> Result<Child, E> {
-    let failed = |source: io::Error| JobError::Path { what: "start", path: first(args).into(), source };
+    let failed = |source: io::Error| JobError::Io { what: "start", path: first(args).into(), source };
     let mut command = command(args);
     let mut inherited_fds = inherited_fds.to_vec();
     match incoming {
@@ -156,6 +156,6 @@ mod tests {
     #[test]
     fn a_program_that_does_not_exist_is_an_error() {
         let missing = launch(&["/nowhere/qemu"], |_| Ok(())).unwrap_err();
-        assert!(matches!(missing, JobError::Path { what: "start", .. }), "{missing:?}");
+        assert!(matches!(missing, JobError::Io { what: "start", .. }), "{missing:?}");
     }
 }

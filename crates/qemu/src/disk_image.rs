@@ -12,7 +12,7 @@ use std::time::Duration;
 use limosa_image::chain::{OpenOptions, open};
 use limosa_image::reference::{BackingOverride, Reference};
 use limosa_image::{BlockStatus, Format, GuestOffset, ImageError, Policy};
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_storage::{LockPolicy, block_on};
 
 /// Time that the metadata of an image may take to read.
@@ -44,7 +44,7 @@ pub(crate) fn has_data(image: &Path, format: &str, others: Others) -> Result<boo
     let (sender, result) = mpsc::channel();
     thread::spawn(move || sender.send(block_on(has_own_block(&reference, &options))));
     match result.recv_timeout(READ_WITHIN) {
-        Ok(found) => found.map_err(|error| with_causes(&error)),
+        Ok(found) => found.map_err(|error| error_with_causes(&error)),
         Err(_) => Err(format!("{}: not read within {} s", image.display(), READ_WITHIN.as_secs())),
     }
 }

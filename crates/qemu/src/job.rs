@@ -81,7 +81,7 @@ pub enum JobError {
 
     /// An operation on a file, directory or process that the job needs failed.
     #[error("cannot {what} {}", path.display())]
-    Path {
+    Io {
         /// The operation.
         what: &'static str,
         /// Where.
@@ -108,11 +108,11 @@ pub enum JobError {
 
     /// QEMU ended before it had all of the VM.
     #[error("QEMU ended while it loaded the VM (its log says why)")]
-    Ended,
+    QemuEnded,
 
     /// QEMU gave up writing the file.
     #[error("{}: QEMU gave up writing it: {reason}; nothing was kept", path.display())]
-    Unwritten {
+    FileNotWritten {
         /// The file that there was to be.
         path: PathBuf,
         /// QEMU's own message.

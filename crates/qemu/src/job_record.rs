@@ -73,7 +73,7 @@ pub enum JobPhase {
 /// The VM's fate after a job that succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum VmAfter {
+pub enum VmAfterJob {
     /// It continues as it was.
     AsBefore,
     /// It stays stopped.
@@ -105,7 +105,7 @@ pub struct JobRecord {
     /// How far it is.
     pub phase: JobPhase,
     /// The VM's fate afterwards.
-    pub vm_after: VmAfter,
+    pub vm_after: VmAfterJob,
     /// The snapshot's id.
     pub snapshot: Uuid,
     /// The snapshot's path, absolute; for messages (not every path is text).
@@ -168,7 +168,7 @@ impl JobRecord {
             version: VERSION,
             job,
             phase: JobPhase::Working,
-            vm_after: VmAfter::AsBefore,
+            vm_after: VmAfterJob::AsBefore,
             snapshot,
             path: path.to_string_lossy().into_owned(),
             process: ProcessIdentity::own(),
@@ -196,7 +196,7 @@ impl JobRecord {
     ///
     /// # Errors
     /// [`JobRecordError::Busy`], [`JobRecordError::Elsewhere`] or [`JobRecordError::LeftOver`] if there is one already.
-    pub fn place(&self, monitor: &Monitor) -> Result<(), JobRecordError> {
+    pub fn create(&self, monitor: &Monitor) -> Result<(), JobRecordError> {
         let refused = match monitor.object_add("secret", ID, json!({ "data": self.to_json() })) {
             Ok(()) => return Ok(()),
             Err(error) if error.is_refusal() => error,

@@ -51,8 +51,8 @@ pub struct Launched {
 ///
 /// # Errors
 /// [`JobError::Refused`] if it says itself what it waits for, or leaves its terminal.
-pub fn check(args: &[OsString]) -> Result<CommandLine, JobError> {
-    let own = args.get(command_line::program(args)..).unwrap_or_default();
+pub fn check(args: &[OsString]) -> Result<CommandLineProperties, JobError> {
+    let own = args.get(command_line::program_index(args)..).unwrap_or_default();
     // QEMU takes its options with one dash and with two.
     let has = |option: &str| own.iter().any(|arg| arg == option || *arg == *format!("-{option}"));
     if has("-incoming") {
@@ -67,16 +67,16 @@ pub fn check(args: &[OsString]) -> Result<CommandLine, JobError> {
             Conflict::CommandLine("-daemonize"),
         ));
     }
-    Ok(CommandLine { paused: has("-S") })
+    Ok(CommandLineProperties { paused: has("-S") })
 }
 
 /// Checks that the program of a command line exists: a missing one is found before anything is prepared for it.
 ///
 /// # Errors
-/// [`JobError::Path`] if it does not.
+/// [`JobError::Io`] if it does not.
 pub fn check_program(args: &[OsString]) -> Result<(), JobError> {
     let path = env::var_os("PATH");
-    find_program(Path::new(first(args)), path.as_deref()).map_err(|source| JobError::Path {
+    find_program(Path::new(first(args)), path.as_deref()).map_err(|source| JobError::Io {
         what: "start",
         path: first(args).into(),
         source,
@@ -96,7 +96,7 @@ fn find_program(program: &Path, path: Option<&OsStr>) -> io::Result<()> {
 /// Properties of the VM in a command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct CommandLine {
+pub struct CommandLineProperties {
     /// The VM is to stay paused (`-S`).
     pub paused: bool,
 }
@@ -108,7 +108,7 @@ pub struct CommandLine {
 /// # Errors
 /// If the program cannot be started.
 pub fn launch(args: &[OsString], inherited_fds: &[BorrowedFd<'_>]) -> Result<Launched, JobError> {
-    let failed = |source: io::Error| JobError::Path { what: "start", path: first(args).into(), source };
+    let failed = |source: io::Error| JobError::Io { what: "start", path: first(args).into(), source };
     let (socket, peer) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
         .map_err(|errno| failed(errno.into()))?;
     let configuration = configuration(peer.as_raw_fd()).map_err(failed)?;
@@ -149,7 +149,7 @@ pub(crate) fn spawn(command: &mut Command, inherited_fds: &[BorrowedFd<'_>]) -> 
 /// no guest for it.
 #[must_use]
 pub fn missing_memory_option(args: &[OsString]) -> Option<&'static str> {
-    let own = args.get(..=command_line::program(args))?;
+    let own = args.get(..=command_line::program_index(args))?;
     let mut command = Command::new(own.first()?);
     command.args(own.get(1..)?).args(["-object", "memory-backend-file,help"]).stdin(Stdio::null());
     let mut help = Vec::new();

@@ -5,7 +5,7 @@
 //! | the monitor protocol: greeting, commands, events, descriptors | [`qmp`] |
 //! | what is asked of QEMU, as typed calls | [`monitor`] |
 //! | saving a VM | [`save`](fn@save), [`SaveOptions`], [`SaveReport`] |
-//! | restoring it; finishing an interrupted restore | [`Restore`], [`restore`](fn@restore), [`recover`] |
+//! | restoring it; finishing an interrupted restore | [`RestoreRequest`], [`restore`](fn@restore), [`recover`] |
 //! | the record of a running job, kept inside the QEMU process | [`JobRecord`] |
 //! | what to do with a VM whose job was killed: a pure plan, and its execution | [`takeover`] |
 //! | the child process that does it at once | [`Watchdog`], [`run_watchdog`] |
@@ -53,25 +53,27 @@ mod socket_directory;
 pub mod takeover;
 mod watchdog;
 
-pub use conflict::{Conflict, DiskConflict, JobOption, Permission, RendezvousConflict, StateConflict};
+pub use conflict::{Conflict, DiskConflict, JobOption, MissingPermission, RendezvousConflict, StateConflict};
 pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
 pub use detached::{IncomingFrom, launch_detached};
 pub use file_identity::{FileId, is_same_file};
 pub use job::{JobContext, JobError, NotConverging};
-pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfter};
-pub use launch::{CommandLine, Launched, check as check_command_line, check_program, launch, missing_memory_option};
+pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfterJob};
+pub use launch::{
+    CommandLineProperties, Launched, check as check_command_line, check_program, launch, missing_memory_option,
+};
 pub use load::Loader;
 pub use mapping::{
     BlockPages, BlockPlace, MappedCommandLine, MappedVm, MappedVmError, Mapper, Mappers, MemoryConflict, NotMapping,
-    check_not_shared, name_memory, prove_mapping, refuse_shared_snapshot, rewrite_for_mapping,
+    check_snapshot_not_shared, name_memory_backend, prove_mapping, refuse_shared_snapshot, rewrite_for_mapping,
 };
 pub use process::{Liveness, ProcessIdentity};
 pub use restore::{
-    LazyReport, Restore, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RunChoice,
-    StartWatchdog, recover, restore,
+    LazyReport, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RestoreRequest,
+    RunChoice, StartWatchdog, recover, restore,
 };
 pub use resume::{ResumeError, ResumeOptions, Resumed, explain as explain_pause, resume};
-pub use save::{DiskPolicy, OnTimeout, SaveOptions, SaveReport, TransportChoice, save};
+pub use save::{DiskPolicy, OnTimeout, SaveOptions, SaveReport, SaveTimeout, TransportChoice, save};
 pub use socket_directory::{SOCKET_PATH_MAX, SocketDirectory};
 pub use watchdog::{Advice as WatchdogAdvice, Watchdog, WatchdogEnd, WatchdogError, run as run_watchdog};
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::job_record::{JobKind, JobPhase, JobRecord, JobRecordError, VmAfter};
+use crate::job_record::{JobKind, JobPhase, JobRecord, JobRecordError, VmAfterJob};
 use crate::monitor::{Monitor, RunState};
 use crate::process::Liveness;
 use crate::qmp::QmpError;
@@ -15,12 +15,12 @@ pub struct ResumeOptions {
     /// Take over from a job of another host or container, and continue a VM that no job of limosa's has stopped.
     pub force: bool,
     /// How long a migration may take to end.
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 impl Default for ResumeOptions {
     fn default() -> Self {
-        Self { force: false, patience: Duration::from_secs(600) }
+        Self { force: false, timeout: Duration::from_secs(600) }
     }
 }
 
@@ -86,7 +86,7 @@ pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, Res
         Liveness::Elsewhere if !options.force => return Err(JobRecordError::Elsewhere(Box::new(record)).into()),
         Liveness::Elsewhere | Liveness::Dead => {}
     }
-    let takeover = take_over(monitor, &record, Actor::Person, options.patience)?;
+    let takeover = take_over(monitor, &record, Actor::Person, options.timeout)?;
     Ok(Resumed { why, record: Some(record), takeover })
 }
 
@@ -132,8 +132,8 @@ pub fn explain(record: Option<&JobRecord>, seen: &QemuState) -> String {
         };
     };
     let what = match (record.job, record.phase, record.vm_after) {
-        (JobKind::Save, JobPhase::Published, VmAfter::Stopped) => "was saved and was to stay stopped",
-        (JobKind::Save, JobPhase::Published, VmAfter::AsBefore) => "was saved, but not continued",
+        (JobKind::Save, JobPhase::Published, VmAfterJob::Stopped) => "was saved and was to stay stopped",
+        (JobKind::Save, JobPhase::Published, VmAfterJob::AsBefore) => "was saved, but not continued",
         (JobKind::Save, JobPhase::Undecided, _) => "was being handed over, and may run elsewhere",
         (JobKind::Save, JobPhase::Working | JobPhase::Publishing, _) => "was being saved",
         (JobKind::Restore, ..) => "was being restored",

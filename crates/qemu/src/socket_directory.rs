@@ -15,7 +15,7 @@ use limosa_channel::{Listener, Options, Uri};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags};
 use uuid::Uuid;
 
-use crate::conflict::{Conflict, Permission, RendezvousConflict};
+use crate::conflict::{Conflict, MissingPermission, RendezvousConflict};
 use crate::job::JobError;
 use crate::monitor::Monitor;
 use crate::process;
@@ -86,7 +86,7 @@ impl SocketDirectory {
         let directory = parent_for(other.is_none()).join(format!("limosa-{}", Uuid::new_v4().simple()));
         let failed = |what| {
             let path = directory.clone();
-            move |source| JobError::Path { what, path, source }
+            move |source| JobError::Io { what, path, source }
         };
         DirBuilder::new().mode(0o700).create(&directory).map_err(failed("make the directory"))?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -117,7 +117,7 @@ impl SocketDirectory {
         let own = rustix::process::geteuid().as_raw();
         JobError::conflict(
             format!("QEMU runs as user {uid} and limosa as user {own}, who cannot give it a private directory"),
-            Conflict::Permission(Permission::SocketDirectory),
+            Conflict::Permission(MissingPermission::SocketDirectory),
         )
     }
 

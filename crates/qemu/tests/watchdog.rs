@@ -18,7 +18,7 @@ use limosa_qemu::monitor::{MigrationStatus, Monitor, RunState, Settings};
 use limosa_qemu::qmp::{Options, Qmp};
 use limosa_qemu::takeover::Outcome;
 use limosa_qemu::{
-    JobKind, JobPhase, JobRecord, JobRecordError, Liveness, ResumeError, ResumeOptions, VmAfter, Watchdog,
+    JobKind, JobPhase, JobRecord, JobRecordError, Liveness, ResumeError, ResumeOptions, VmAfterJob, Watchdog,
     WatchdogAdvice, WatchdogEnd, resume, run_watchdog,
 };
 use serde_json::Value;
@@ -83,7 +83,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
     let [_, socket, scenario, file] = arguments else { return ExitCode::FAILURE };
     let (scenario, file) = (scenario.to_str().unwrap(), PathBuf::from(file));
     let address = limosa_qemu::qmp::MonitorAddress::Unix(socket.into());
-    let patient = Options { greeting: Duration::from_secs(60), ..Options::default() };
+    let patient = Options { greeting_timeout: Duration::from_secs(60), ..Options::default() };
     let monitor = Monitor::new(Qmp::connect(&address, &patient).unwrap());
     let mut watchdog = Watchdog::spawn(Path::new("/proc/self/exe"), ["watchdog"], monitor.qmp()).unwrap();
     if scenario == "before-record" {
@@ -101,7 +101,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
     let kind = if restore { JobKind::Restore } else { JobKind::Save };
     let mut record = JobRecord::new(kind, Uuid::from_u128(1), &file, was_running || restore, change.undo);
     record.descriptors = vec!["limosa".to_owned()];
-    record.place(&monitor).unwrap();
+    record.create(&monitor).unwrap();
     monitor.apply_settings(&change.set).unwrap();
     match scenario {
         "restore-early" => arrive(),
@@ -140,7 +140,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
     watchdog.set_temporary_file(Some(&file)).unwrap();
     let output = File::options().write(true).create(true).truncate(true).open(&file).unwrap();
     let set = monitor.add_fd(output.as_fd(), None, "limosa").unwrap();
-    record.descriptor_sets = vec![set.set];
+    record.descriptor_sets = vec![set.id];
     record.update(&monitor).unwrap();
     if scenario == "random" {
         announce();
@@ -155,7 +155,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
         "completed" => arrive(),
         "published-stop" => {
             record.phase = JobPhase::Published;
-            record.vm_after = VmAfter::Stopped;
+            record.vm_after = VmAfterJob::Stopped;
             record.update(&monitor).unwrap();
             arrive();
         }
@@ -172,7 +172,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
     }
     monitor.cont().unwrap();
     monitor.restore_settings(&record.undo).unwrap();
-    monitor.remove_fd(set.set).unwrap();
+    monitor.remove_fd(set.id).unwrap();
     watchdog.set_temporary_file(None).unwrap();
     if scenario == "drop" {
         drop(watchdog);
@@ -441,7 +441,7 @@ fn both_killed() {
     let record = JobRecord::read(&monitor).unwrap().unwrap();
     assert_eq!(record.process.liveness(), Liveness::Dead);
     let another = JobRecord::new(JobKind::Save, Uuid::from_u128(2), Path::new("/other"), true, Settings::new());
-    assert!(matches!(another.place(&monitor).unwrap_err(), JobRecordError::LeftOver(_)));
+    assert!(matches!(another.create(&monitor).unwrap_err(), JobRecordError::LeftOver(_)));
     let resumed = resume(&monitor, &ResumeOptions::default()).unwrap();
     assert_eq!(resumed.takeover.outcome, Outcome::Running);
     assert!(resumed.why.contains("being saved") && resumed.why.contains("snapshot"), "{}", resumed.why);

@@ -81,7 +81,7 @@ impl Disk {
     ///
     /// # Errors
     /// If the path cannot be looked at, or is neither a regular file nor a block device.
-    pub fn record(
+    pub fn from_file(
         node: impl Into<String>,
         device: Option<String>,
         path: impl Into<PathBuf>,
@@ -112,13 +112,13 @@ pub struct DiskChange {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing: Option<BackingFile>,
     /// The difference.
-    pub difference: Difference,
+    pub difference: DiskDifference,
 }
 
 /// How a disk differs from its record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "kind")]
-pub enum Difference {
+pub enum DiskDifference {
     /// The file does not exist.
     Missing,
     /// It cannot be looked at.
@@ -146,13 +146,13 @@ impl fmt::Display for DiskChange {
             write!(f, "stands on {}, which ", backing.path.display())?;
         }
         match difference {
-            Difference::Missing => write!(f, "is missing"),
-            Difference::Unreadable { why } => write!(f, "cannot be looked at: {why}"),
-            Difference::Size { now } => {
+            DiskDifference::Missing => write!(f, "is missing"),
+            DiskDifference::Unreadable { why } => write!(f, "cannot be looked at: {why}"),
+            DiskDifference::Size { now } => {
                 let recorded = backing.as_ref().and_then(|backing| backing.size).unwrap_or(disk.size);
                 write!(f, "has {now} bytes, {recorded} when the VM was saved")
             }
-            Difference::Modified { .. } => write!(f, "was written after the VM was saved"),
+            DiskDifference::Modified { .. } => write!(f, "was written after the VM was saved"),
         }
     }
 }
@@ -174,12 +174,12 @@ fn change(disk: &Disk) -> Option<DiskChange> {
 }
 
 /// Returns how a file differs from its recorded length and modification time.
-fn difference(path: &Path, size: u64, mtime_ns: Option<i64>) -> Option<Difference> {
+fn difference(path: &Path, size: u64, mtime_ns: Option<i64>) -> Option<DiskDifference> {
     match measure(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Some(Difference::Missing),
-        Err(e) => Some(Difference::Unreadable { why: e.to_string() }),
-        Ok((now, _)) if now != size => Some(Difference::Size { now }),
-        Ok((_, now_ns)) if mtime_ns.is_some() && now_ns != mtime_ns => Some(Difference::Modified { now_ns }),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Some(DiskDifference::Missing),
+        Err(e) => Some(DiskDifference::Unreadable { why: e.to_string() }),
+        Ok((now, _)) if now != size => Some(DiskDifference::Size { now }),
+        Ok((_, now_ns)) if mtime_ns.is_some() && now_ns != mtime_ns => Some(DiskDifference::Modified { now_ns }),
         Ok(_) => None,
     }
 }
@@ -209,7 +209,7 @@ mod tests {
 
     fn manifest_with(path: &Path) -> Manifest {
         let mut manifest = Manifest::new();
-        manifest.disks.push(Disk::record("drive0", None, path, "raw").unwrap());
+        manifest.disks.push(Disk::from_file("drive0", None, path, "raw").unwrap());
         manifest
     }
 
@@ -229,7 +229,7 @@ mod tests {
         let manifest = manifest_with(file.path());
         std::fs::write(file.path(), b"other contents").unwrap();
         let changes = check_disks(&manifest);
-        assert_eq!(changes[0].difference, Difference::Size { now: 14 });
+        assert_eq!(changes[0].difference, DiskDifference::Size { now: 14 });
         assert!(changes[0].to_string().contains("14 bytes, 8 when"), "{}", changes[0]);
     }
 
@@ -240,7 +240,7 @@ mod tests {
         let manifest = manifest_with(file.path());
         let later = std::time::SystemTime::now() + std::time::Duration::from_secs(5);
         file.as_file().set_modified(later).unwrap();
-        assert!(matches!(check_disks(&manifest)[0].difference, Difference::Modified { now_ns: Some(_) }));
+        assert!(matches!(check_disks(&manifest)[0].difference, DiskDifference::Modified { now_ns: Some(_) }));
     }
 
     #[test]
@@ -250,9 +250,9 @@ mod tests {
         std::fs::write(&path, b"contents").unwrap();
         let manifest = manifest_with(&path);
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(check_disks(&manifest)[0].difference, Difference::Missing);
+        assert_eq!(check_disks(&manifest)[0].difference, DiskDifference::Missing);
         std::fs::create_dir(&path).unwrap();
-        assert!(matches!(check_disks(&manifest)[0].difference, Difference::Unreadable { .. }));
+        assert!(matches!(check_disks(&manifest)[0].difference, DiskDifference::Unreadable { .. }));
     }
 
     #[test]
@@ -275,7 +275,7 @@ mod tests {
         let said = changes[0].to_string();
         assert!(said.contains(&format!("stands on {}, which has 18 bytes, 4 when", link.display())), "{said}");
         std::fs::remove_file(&link).unwrap();
-        assert_eq!(check_disks(&manifest)[0].difference, Difference::Missing);
+        assert_eq!(check_disks(&manifest)[0].difference, DiskDifference::Missing);
         manifest.disks[0].backing.clear();
         assert_eq!(check_disks(&manifest), [], "an older version's record has no lower files");
     }

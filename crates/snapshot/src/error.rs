@@ -6,7 +6,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use limosa_stream::{ErrorKind, Feature, StreamError};
+use limosa_stream::{ErrorKind, StreamError, UnsupportedFeature};
 use thiserror::Error;
 
 /// Why a snapshot could not be written, published, opened or served.
@@ -67,7 +67,7 @@ pub enum SnapshotError {
         /// The value found, and the expected one.
         what: String,
         /// The feature of QEMU's streams that is not supported, if that is the reason.
-        feature: Option<Feature>,
+        feature: Option<UnsupportedFeature>,
     },
     /// The file begins like nothing that holds a VM.
     #[error("{}: neither a snapshot nor a recorded migration stream nor a libvirt save image: {why}", path.display())]
@@ -79,7 +79,7 @@ pub enum SnapshotError {
     },
     /// The file is a recorded migration stream, not a mapped-ram file.
     #[error("{}: {what} (at offset {offset:#x})", path.display())]
-    Recorded {
+    RecordedStream {
         /// The file.
         path: PathBuf,
         /// The offset of the configuration that shows it.
@@ -191,8 +191,8 @@ impl SnapshotError {
         }
         let what = match error.kind() {
             ErrorKind::BeyondFile { .. } => format!("the file is cut short: {}", error.kind()),
-            ErrorKind::Truncated { .. } => format!("the file is cut short: {}: {}", error.place(), error.kind()),
-            _ => format!("{prefix}{}: {}", error.place(), error.kind()),
+            ErrorKind::Truncated { .. } => format!("the file is cut short: {}: {}", error.context(), error.kind()),
+            _ => format!("{prefix}{}: {}", error.context(), error.kind()),
         };
         Self::Structure { path, offset: error.offset(), what, feature: error.kind().feature().cloned() }
     }

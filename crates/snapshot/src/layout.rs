@@ -58,7 +58,7 @@ impl DeviceBytes {
 
     /// Finds the device tail at the beginning of the bytes, which are from `offset` of the file.
     fn find(bytes: Vec<u8>, offset: u64) -> Result<Self, String> {
-        let state = devices::locate(&bytes, offset, TAIL_LIMIT).map_err(|e| {
+        let state = devices::find_tail_end(&bytes, offset, TAIL_LIMIT).map_err(|e| {
             format!("the device state is cut, or was saved without its description (-machine suppress-vmdesc=on): {e}")
         })?;
         Ok(Self { bytes, state })
@@ -105,10 +105,10 @@ impl FileLayout {
         let read_at =
             |offset: u64, into: &mut [u8]| rustix::io::pread(file.fd(), into, offset).map_err(std::io::Error::from);
         let layout = Layout::decode(read_at, base, length).map_err(|e| match e {
-            WalkError::Stream(e) => match (e.place(), e.kind()) {
+            WalkError::Stream(e) => match (e.context(), e.kind()) {
                 ("configuration", ErrorKind::Unexpected { what: expected, .. }) if expected.contains("mapped-ram") => {
                     let what = format!("a recorded migration stream, not a snapshot: {}", e.kind());
-                    SnapshotError::Recorded { path: file.path().to_path_buf(), offset: e.offset(), what }
+                    SnapshotError::RecordedStream { path: file.path().to_path_buf(), offset: e.offset(), what }
                 }
                 _ => SnapshotError::undecoded(file.path(), base, "not a whole mapped-ram file: ", &e),
             },

@@ -9,7 +9,7 @@
 //! - [`SnapshotWriter`]: fills it from a migration stream (a [`PageSink`](limosa_migrate::stored::PageSink)).
 //! - [`publish_qemu_file`]: takes over one that QEMU filled itself.
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
-//! - [`compare`]: would it load on another QEMU; [`compare_stored`], [`compare_memory`]: how do two files differ.
+//! - [`compare`]: would it load on another QEMU; [`compare_snapshots`], [`compare_memory`]: how do two files differ.
 //! - [`Foreign`]: other programs' files, to make snapshots of; [`Snapshot::export`] goes the other way.
 //! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] finds disks that have changed.
 //!
@@ -80,9 +80,9 @@ mod writer;
 pub use adopt::publish_qemu_file;
 pub use comparison::{
     Comparison, Confidence, Finding, LoadTarget, LoadTargetBlock, MemoryComparison, Presence, Sections, Severity,
-    StoredSections, compare, compare_memory, compare_stored, find_damage, load_target_of,
+    StoredSections, compare, compare_memory, compare_snapshots, find_damage, load_target_of,
 };
-pub use disks::{BackingFile, Difference, Disk, DiskChange, check_disks};
+pub use disks::{BackingFile, Disk, DiskChange, DiskDifference, check_disks};
 pub use error::SnapshotError;
 pub use foreign::{
     ByteOrder, Decompressor, Foreign, ForeignError, Imported, InvalidSaveImage, SAVE_IMAGE_HEADER_LENGTH,

@@ -23,10 +23,12 @@ pub struct Manifest {
     pub id: Uuid,
     /// The limosa that wrote it.
     #[serde(default)]
-    pub limosa: String,
+    #[serde(rename = "limosa")]
+    pub limosa_version: String,
     /// The source QEMU's version, as it states it ("10.0.2").
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub qemu: Option<String>,
+    #[serde(rename = "qemu")]
+    pub qemu_version: Option<String>,
     /// The machine type, versioned ("pc-q35-10.0").
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
@@ -68,7 +70,7 @@ pub struct Manifest {
     pub disks: Vec<Disk>,
     /// Keys that this version does not know.
     #[serde(flatten)]
-    pub others: Map<String, Value>,
+    pub unknown_keys: Map<String, Value>,
 }
 
 impl Manifest {
@@ -76,8 +78,8 @@ impl Manifest {
     pub fn new() -> Self {
         Self {
             id: Uuid::new_v4(),
-            limosa: env!("CARGO_PKG_VERSION").to_owned(),
-            qemu: None,
+            limosa_version: env!("CARGO_PKG_VERSION").to_owned(),
+            qemu_version: None,
             machine: None,
             vm_uuid: None,
             vm_name: None,
@@ -90,7 +92,7 @@ impl Manifest {
             mappable: false,
             guest_memory: Vec::new(),
             disks: Vec::new(),
-            others: Map::new(),
+            unknown_keys: Map::new(),
         }
     }
 }

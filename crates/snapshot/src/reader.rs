@@ -163,7 +163,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`SnapshotError::Changed`] if not.
-    pub fn still_whole(&self) -> Result<(), SnapshotError> {
+    pub fn check_unchanged(&self) -> Result<(), SnapshotError> {
         let now = Identity::of(&self.file.stat()?);
         if now == self.identity {
             return Ok(());
@@ -281,7 +281,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// It is writable, and this process may not change that.
-    pub fn protect(&self) -> Result<(), SnapshotError> {
+    pub fn make_read_only(&self) -> Result<(), SnapshotError> {
         mappable::make_read_only(self.file.fd(), self.file.path())
     }
 
@@ -358,7 +358,7 @@ impl Snapshot {
         let Some(verifier) = &self.verifier else { return Ok(()) };
         let (place, stored) = self.block(block, pages)?;
         verifier.verify(&self.file, StoredBlock { index: block, place, stored }, pages)?;
-        self.still_whole()
+        self.check_unchanged()
     }
 
     /// Chunks of 1 MiB whose checksum was verified so far; those without a stored page are when the file is opened.
@@ -384,7 +384,7 @@ impl Snapshot {
             Some(verifier) => verifier.read(&self.file, StoredBlock { index: block, place, stored }, pages, into)?,
             None => self.file.read_pages(place, stored, pages, into)?,
         }
-        self.still_whole()
+        self.check_unchanged()
     }
 
     fn block(
@@ -416,7 +416,7 @@ impl PageSource for Snapshot {
 
     /// # Panics
     /// If there is no such block, as the trait has no other way to say so.
-    fn stored(&self, block: usize) -> &PageBitmap {
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap {
         &self.parts.memory.stored[block]
     }
 
@@ -429,8 +429,8 @@ impl PageSource for Snapshot {
         if self.has_checksums() { None } else { self.locate(block, page).map(|offset| (self.file.fd(), offset)) }
     }
 
-    fn still_whole(&self) -> Result<(), PageError> {
-        Ok(Self::still_whole(self)?)
+    fn check_unchanged(&self) -> Result<(), PageError> {
+        Ok(Self::check_unchanged(self)?)
     }
 
     /// Verifies the checksums of the chunks that the pages are in, unless that was done before: a bitmap that

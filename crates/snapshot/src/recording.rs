@@ -224,7 +224,7 @@ impl<'a> Recording<'a> {
     }
 
     fn devices(&mut self, tail: &[u8], offset: u64) -> Result<(), SnapshotError> {
-        let state = devices::locate(tail, offset, TAIL_LIMIT)
+        let state = devices::find_tail_end(tail, offset, TAIL_LIMIT)
             .map_err(|error| structure(self.path, error.offset(), error.to_string()))?;
         self.summary.run_state = state.global_state(tail).ok().flatten().map(|found| found.run_state);
         self.summary.vmdescs = vmdescs(&tail[state.json_range.clone()]);

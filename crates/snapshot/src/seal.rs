@@ -1,7 +1,7 @@
 //! The parts that are written last, when the pages are in place: the frame around them, and the trailer behind the
 //! stream.
 
-use limosa_page::{BrokenInvariant, PageBitmap, invariant, to_u64, with_causes};
+use limosa_page::{BrokenInvariant, PageBitmap, error_with_causes, invariant, to_u64};
 use limosa_stream::Configuration;
 use limosa_stream::mapped_ram::{Layout, MappedBlock};
 use uuid::Uuid;
@@ -95,7 +95,7 @@ pub(crate) fn write_trailer(
     checksums: Option<&Checksums>,
 ) -> Result<u64, SnapshotError> {
     let bytes = trailer::encode(manifest, checksums, offset)
-        .map_err(|e| file.misuse(format!("a manifest that cannot be written: {}", with_causes(&e))))?;
+        .map_err(|e| file.misuse(format!("a manifest that cannot be written: {}", error_with_causes(&e))))?;
     file.write("limosa's trailer", offset, &bytes)?;
     Ok(offset.saturating_add(bytes.len() as u64))
 }

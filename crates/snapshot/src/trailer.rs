@@ -431,7 +431,7 @@ mod tests {
     #[test]
     fn keys_that_a_later_version_added_are_kept() {
         let mut manifest = Manifest::new();
-        manifest.others.insert("colour".to_owned(), serde_json::json!({"a": [1, 2]}));
+        manifest.unknown_keys.insert("colour".to_owned(), serde_json::json!({"a": [1, 2]}));
         let mut bytes = vec![0x55; 1000];
         bytes.extend(encode(&manifest, None, STREAM_END).unwrap());
         assert_eq!(read(&bytes, 0).manifest, Some(manifest));
@@ -441,7 +441,7 @@ mod tests {
     fn a_manifest_of_more_values_than_are_read_is_neither_written_nor_read() {
         let mut manifest = Manifest::new();
         let many = vec![serde_json::Value::from(0); VALUES_MAX];
-        manifest.others.insert("many".to_owned(), many.into());
+        manifest.unknown_keys.insert("many".to_owned(), many.into());
         let error = encode(&manifest, None, STREAM_END).unwrap_err();
         assert!(matches!(error, UnwritableManifest::TooLarge { values, .. } if values > VALUES_MAX), "{error:?}");
         // As a hostile writer puts it into a file.

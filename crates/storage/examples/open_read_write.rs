@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Requests are futures: several may be in flight. Each begins with its first poll.
     block_on(async {
         storage.set_len(16 << 20).await?;
-        storage.write(1 << 20, Buffer::copied(&[7; 65536]).into()).await?;
+        storage.write(1 << 20, Buffer::from_slice(&[7; 65536]).into()).await?;
         storage.flush().await
     })?;
 
@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 
     // QEMU's image locks: while this process may write the file, it is not opened a second time.
-    let reason = FileStorage::open(&path, &FileOptions::reading()).map(drop);
+    let reason = FileStorage::open(&path, &FileOptions::read_only_default()).map(drop);
     println!("opened a second time: {}", reason.err().map_or("yes".into(), |error| error.to_string()));
     println!("{:?}", storage.counters());
     Ok(())

@@ -74,7 +74,7 @@ impl Buffer {
 
     /// A copy of these bytes.
     #[must_use]
-    pub fn copied(bytes: &[u8]) -> Self {
+    pub fn from_slice(bytes: &[u8]) -> Self {
         let buffer = Self::zeroed(bytes.len());
         buffer.copy_from(0, bytes);
         buffer
@@ -104,7 +104,7 @@ impl Buffer {
 
     /// Its address, for the kernel.
     #[must_use]
-    pub fn start(&self) -> *mut u8 {
+    pub fn address(&self) -> *mut u8 {
         self.start
     }
 
@@ -133,7 +133,7 @@ impl Buffer {
     }
 
     /// Copies bytes into another buffer, from the beginning of both. Returns how many fitted.
-    pub fn copy_into(&self, into: &Self) -> usize {
+    pub fn copy_to_buffer(&self, into: &Self) -> usize {
         let len = self.len.min(into.len);
         // SAFETY: both are memory that its `keep` keeps, which may be the same.
         unsafe { std::ptr::copy(self.start, into.start, len) };
@@ -253,7 +253,7 @@ impl IoVector {
         for buffer in &self.buffers {
             let mut from = 0;
             for part in into.slice(done..into.len.min(done + buffer.len())).buffers {
-                from += buffer.slice(from..buffer.len()).copy_into(&part);
+                from += buffer.slice(from..buffer.len()).copy_to_buffer(&part);
             }
             done += from;
         }
@@ -300,7 +300,7 @@ mod tests {
 
     #[test]
     fn parts_of_a_vector_are_the_same_memory() {
-        let buffers: Vec<_> = [b"abc".as_slice(), b"", b"defgh", b"i"].into_iter().map(Buffer::copied).collect();
+        let buffers: Vec<_> = [b"abc".as_slice(), b"", b"defgh", b"i"].into_iter().map(Buffer::from_slice).collect();
         let vector: IoVector = buffers.iter().cloned().collect();
         assert_eq!((vector.len(), vector.to_vec()), (9, b"abcdefghi".to_vec()));
         for begin in 0..=9 {
@@ -317,14 +317,14 @@ mod tests {
 
     #[test]
     fn buffers_are_compared_by_their_bytes() {
-        let buffer = Buffer::copied(b"abcabcd");
+        let buffer = Buffer::from_slice(b"abcabcd");
         assert!(buffer.slice(0..3).same_as(&buffer.slice(3..6)) && Buffer::zeroed(0).same_as(&Buffer::zeroed(0)));
         assert!(!buffer.slice(0..3).same_as(&buffer.slice(3..7)) && !buffer.slice(0..3).same_as(&buffer.slice(4..7)));
     }
 
     #[test]
     fn buffers_are_copied_into_buffers_of_other_lengths() {
-        let from: IoVector = [b"abc".as_slice(), b"defgh"].into_iter().map(Buffer::copied).collect();
+        let from: IoVector = [b"abc".as_slice(), b"defgh"].into_iter().map(Buffer::from_slice).collect();
         for len in 0..12 {
             let into: IoVector = [len / 2, 0, len - len / 2].map(Buffer::zeroed).into_iter().collect();
             assert_eq!(from.copy_into(&into), len.min(8));
@@ -346,11 +346,11 @@ mod tests {
     #[test]
     fn buffers_lie_apart_also_when_the_arena_is_used_up() {
         let buffers: Vec<_> =
-            (1..300u32).map(|number| Buffer::copied(&number.to_le_bytes().repeat(arena::LENGTH / 800))).collect();
-        assert!(buffers.iter().any(|it| arena::holds(it.start(), it.len())));
-        assert!(buffers.iter().any(|it| !arena::holds(it.start(), it.len())));
+            (1..300u32).map(|number| Buffer::from_slice(&number.to_le_bytes().repeat(arena::LENGTH / 800))).collect();
+        assert!(buffers.iter().any(|it| arena::holds(it.address(), it.len())));
+        assert!(buffers.iter().any(|it| !arena::holds(it.address(), it.len())));
         for (buffer, number) in buffers.iter().zip(1u32..) {
-            assert!(buffer.start().addr().is_multiple_of(ALIGN));
+            assert!(buffer.address().addr().is_multiple_of(ALIGN));
             assert!(buffer.to_vec().chunks(4).all(|bytes| bytes == number.to_le_bytes()));
         }
     }

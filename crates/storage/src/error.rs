@@ -62,12 +62,18 @@ pub struct StorageError {
 
 impl StorageError {
     /// A failure of a request for `length` bytes at `offset`.
-    pub fn at(operation: Operation, name: &Arc<str>, offset: u64, length: u64, source: impl Into<io::Error>) -> Self {
+    pub fn for_request(
+        operation: Operation,
+        name: &Arc<str>,
+        offset: u64,
+        length: u64,
+        source: impl Into<io::Error>,
+    ) -> Self {
         Self { operation, name: Arc::clone(name), offset: Some(offset), length, source: Arc::new(source.into()) }
     }
 
     /// A failure that concerns the whole storage.
-    pub fn of(operation: Operation, name: &Arc<str>, source: impl Into<io::Error>) -> Self {
+    pub fn for_storage(operation: Operation, name: &Arc<str>, source: impl Into<io::Error>) -> Self {
         Self { operation, name: Arc::clone(name), offset: None, length: 0, source: Arc::new(source.into()) }
     }
 

@@ -9,7 +9,7 @@
 //!
 //! # fn main() -> Result<(), limosa_storage::StorageError> {
 //! let storage = MemoryStorage::growing_to(1 << 20);
-//! block_on(storage.write(4096, Buffer::copied(b"contents").into()))?;
+//! block_on(storage.write(4096, Buffer::from_slice(b"contents").into()))?;
 //! let found = Buffer::zeroed(8);
 //! block_on(storage.read(4096, found.clone().into()))?;
 //! assert_eq!(found.to_vec(), b"contents");
@@ -38,7 +38,7 @@ pub use file::{
     UnknownCacheMode,
 };
 pub use memory::MemoryStorage;
-pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
+pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
-use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
+use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
 
 /// Bytes in memory. Writes make it longer, up to a limit; beyond it they fail with [`io::ErrorKind::StorageFull`].
 #[derive(Debug, Clone)]
@@ -59,7 +59,7 @@ impl MemoryStorage {
 
     fn write_now(&self, offset: u64, from: &IoVector) -> Result<(), StorageError> {
         let len = from.len() as u64;
-        let failed = |error| StorageError::at(Operation::Write, &self.name, offset, len, error);
+        let failed = |error| StorageError::for_request(Operation::Write, &self.name, offset, len, error);
         let mut bytes = self.bytes.lock();
         let range = offset..offset.checked_add(len).ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?;
         let room = self.room(&mut bytes, &range).map_err(failed)?;
@@ -115,7 +115,7 @@ impl Storage for MemoryStorage {
         ready(self.write_now(offset, &from))
     }
 
-    fn write_zeroes(&self, range: Range<u64>, _how: ZeroHow) -> Request {
+    fn write_zeroes(&self, range: Range<u64>, _how: ZeroOptions) -> Request {
         let length = range.end.saturating_sub(range.start);
         let mut bytes = self.bytes.lock();
         let room = self.room(&mut bytes, &range).map(|room| {
@@ -123,13 +123,13 @@ impl Storage for MemoryStorage {
                 place.fill(0);
             }
         });
-        let failed = |error| StorageError::at(Operation::WriteZeroes, &self.name, range.start, length, error);
+        let failed = |error| StorageError::for_request(Operation::WriteZeroes, &self.name, range.start, length, error);
         ready(room.map_err(failed))
     }
 
     fn discard(&self, range: Range<u64>) -> Request {
         let range = range.start..range.end.min(self.bytes.lock().len() as u64);
-        if range.is_empty() { ready(Ok(())) } else { self.write_zeroes(range, ZeroHow::default()) }
+        if range.is_empty() { ready(Ok(())) } else { self.write_zeroes(range, ZeroOptions::default()) }
     }
 
     fn flush(&self) -> Request {
@@ -139,12 +139,12 @@ impl Storage for MemoryStorage {
     fn set_len(&self, len: u64) -> Request {
         let mut bytes = self.bytes.lock();
         let room = self.room(&mut bytes, &(0..len)).map(|room| bytes.truncate(room.end));
-        ready(room.map_err(|error| StorageError::of(Operation::SetLength, &self.name, error)))
+        ready(room.map_err(|error| StorageError::for_storage(Operation::SetLength, &self.name, error)))
     }
 
     fn allocate(&self, range: Range<u64>) -> Request {
         let room = self.room(&mut self.bytes.lock(), &range).map(drop);
-        ready(room.map_err(|error| StorageError::of(Operation::Allocate, &self.name, error)))
+        ready(room.map_err(|error| StorageError::for_storage(Operation::Allocate, &self.name, error)))
     }
 
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
@@ -170,8 +170,8 @@ mod tests {
     #[test]
     fn what_is_written_is_read_and_the_rest_is_zeros() {
         let storage = MemoryStorage::growing_to(1 << 20);
-        block_on(storage.write(10, Buffer::copied(b"abc").into())).unwrap();
-        let found = Buffer::copied(&[1; 8]);
+        block_on(storage.write(10, Buffer::from_slice(b"abc").into())).unwrap();
+        let found = Buffer::from_slice(&[1; 8]);
         block_on(storage.read(8, found.clone().into())).unwrap();
         assert_eq!(found.to_vec(), b"\0\0abc\0\0\0");
         assert_eq!(storage.length().unwrap(), 13);
@@ -183,10 +183,10 @@ mod tests {
     #[test]
     fn there_is_no_space_behind_the_limit() {
         let storage = MemoryStorage::growing_to(16);
-        let error = block_on(storage.write(14, Buffer::copied(b"abc").into())).unwrap_err();
+        let error = block_on(storage.write(14, Buffer::from_slice(b"abc").into())).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
         assert_eq!(error.to_string(), "cannot write memory at 0xe (3 bytes)");
-        assert!(block_on(storage.write(u64::MAX, Buffer::copied(b"abc").into())).is_err());
+        assert!(block_on(storage.write(u64::MAX, Buffer::from_slice(b"abc").into())).is_err());
         assert!(block_on(storage.set_len(17)).is_err());
         assert_eq!(storage.length().unwrap(), 0);
     }

@@ -143,8 +143,8 @@ mod tests {
             })
             .collect();
         let count = pool::MAX_THREADS as u64;
-        let parts = (0..count).map(|part| storage.write(part * 8, Buffer::copied(&[7; 8]).into()));
-        let whole = storage.write(8192, Buffer::copied(&[8; 4096]).into());
+        let parts = (0..count).map(|part| storage.write(part * 8, Buffer::from_slice(&[7; 8]).into()));
+        let whole = storage.write(8192, Buffer::from_slice(&[8; 4096]).into());
         let mut writes: Vec<_> = parts.chain([whole]).collect();
         for write in &mut writes {
             assert!(write.as_mut().poll(&mut no_waker).is_pending());

@@ -52,7 +52,7 @@ pub trait Storage: Any + Send + Sync + Debug {
     fn write(&self, offset: u64, from: IoVector) -> Request;
 
     /// Makes `range` read as zeros.
-    fn write_zeroes(&self, range: Range<u64>, how: ZeroHow) -> Request;
+    fn write_zeroes(&self, range: Range<u64>, how: ZeroOptions) -> Request;
 
     /// Declares that the contents of `range` are not needed: it reads as zeros or as before. Where discard is not
     /// supported, nothing changes.
@@ -99,7 +99,7 @@ pub trait Storage: Any + Send + Sync + Debug {
 
 /// How a range may be zeroed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ZeroHow {
+pub struct ZeroOptions {
     /// Space may be deallocated.
     pub unmap: bool,
     /// Fail with [`std::io::ErrorKind::Unsupported`] rather than write zeros.

@@ -22,10 +22,10 @@ fn the_pool_carries_out_what_a_thread_without_a_ring_asks_for() {
     let outcome = std::thread::spawn(move || {
         let found = Buffer::zeroed(4096);
         block_on(async {
-            ours.write(4096, Buffer::copied(&[6; 4096]).into()).await?;
+            ours.write(4096, Buffer::from_slice(&[6; 4096]).into()).await?;
             ours.flush().await?;
             ours.read(4096, found.clone().into()).await?;
-            ours.write(1, Buffer::copied(b"part").into()).await
+            ours.write(1, Buffer::from_slice(b"part").into()).await
         })
         .map(|()| found.to_vec())
     });

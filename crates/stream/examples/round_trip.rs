@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     loop {
         match decoder.step(stream.get(at..).unwrap_or_default())? {
             // A stream that comes from a socket would be read further here.
-            Step::Need(wanted) => return Err(decoder.truncated(stream.len() - at, wanted).into()),
+            Step::Need(wanted) => return Err(decoder.truncated_error(stream.len() - at, wanted).into()),
             Step::Event { consumed, event } => {
                 println!("{at:6}: {event:?}");
                 at += consumed;

@@ -158,7 +158,7 @@ mod tests {
             tail.push(section::DESCRIPTION);
             tail.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
             tail.extend_from_slice(&json);
-            let located = devices::locate(&tail, 0, 1 << 20).unwrap();
+            let located = devices::find_tail_end(&tail, 0, 1 << 20).unwrap();
             prop_assert_eq!(located.sections.len(), states.len());
             prop_assert_eq!(located.sections_range, 0..length);
         }

@@ -12,7 +12,7 @@ use limosa_page::{to_u64, to_usize};
 
 use crate::cursor::{Cursor, Stop};
 use crate::error::{EncodeError, ErrorKind, StreamError};
-use crate::global_state::{self, GLOBAL_STATE, GlobalState};
+use crate::global_state::{self, GLOBAL_STATE_SECTION, GlobalState};
 use crate::section::{self, FOOTER_LENGTH, SectionHeader, SectionKind};
 use crate::vmdesc::{DeviceSize, VMDESC_LIMIT, Vmdesc};
 use std::collections::{BTreeSet, HashMap};
@@ -70,7 +70,7 @@ impl CompleteTail {
     /// # Errors
     /// A section that is malformed, or a `tail` that is not the one this was found in.
     pub fn global_state(&self, tail: &[u8]) -> Result<Option<GlobalState>, StreamError> {
-        let Some(section) = self.section(GLOBAL_STATE) else { return Ok(None) };
+        let Some(section) = self.section(GLOBAL_STATE_SECTION) else { return Ok(None) };
         let body = tail.get(section.body.clone()).ok_or_else(|| {
             let (wanted, available) = (section.body.end, tail.len());
             let error_kind = ErrorKind::Truncated { what: "section \"globalstate\"".into(), wanted, available };
@@ -84,7 +84,7 @@ impl CompleteTail {
     /// # Errors
     /// No such section, or a name that is no run state.
     pub fn replace_run_state(&self, tail: &mut [u8], run_state: &str) -> Result<(), EncodeError> {
-        let body = self.section(GLOBAL_STATE).and_then(|section| tail.get_mut(section.body.clone()));
+        let body = self.section(GLOBAL_STATE_SECTION).and_then(|section| tail.get_mut(section.body.clone()));
         global_state::replace_run_state(body.unwrap_or(&mut []), run_state)
     }
 }
@@ -200,7 +200,7 @@ impl DeviceTailFinder {
 /// # Errors
 /// No description that fits the sections: the tail is cut off, damaged, or was written without a description
 /// (`suppress-vmdesc`).
-pub fn locate(tail: &[u8], offset: u64, limit: u64) -> Result<CompleteTail, StreamError> {
+pub fn find_tail_end(tail: &[u8], offset: u64, limit: u64) -> Result<CompleteTail, StreamError> {
     let limited = &tail[..tail.len().min(to_usize(limit))];
     let mut search = DeviceTailFinder::new(offset, limit);
     search.scan(limited)?;

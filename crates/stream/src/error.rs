@@ -34,7 +34,7 @@ impl StreamError {
     }
 
     /// The section, record or file part in which it happened.
-    pub fn place(&self) -> &str {
+    pub fn context(&self) -> &str {
         &self.0.place
     }
 
@@ -129,7 +129,7 @@ pub enum ErrorKind {
     },
     /// The parts of a mapped-ram file contradict each other or the file's length.
     #[error("{what} at {start:#x}..{end:#x} {problem}")]
-    Placement {
+    LayoutConflict {
         /// The part, e.g. `bitmap of RAM block "pc.ram"`.
         what: String,
         /// First byte in the file.
@@ -141,7 +141,7 @@ pub enum ErrorKind {
     },
     /// The stream uses a feature that this decoder does not take.
     #[error("{0}")]
-    Unsupported(Feature),
+    Unsupported(UnsupportedFeature),
     /// A bug of limosa; the stream may be right.
     #[error(transparent)]
     Internal(#[from] BrokenInvariant),
@@ -154,7 +154,7 @@ impl ErrorKind {
 
     /// The feature that is not supported, if that is what is wrong.
     #[must_use]
-    pub fn feature(&self) -> Option<&Feature> {
+    pub fn feature(&self) -> Option<&UnsupportedFeature> {
         if let Self::Unsupported(feature) = self { Some(feature) } else { None }
     }
 }
@@ -162,7 +162,7 @@ impl ErrorKind {
 /// Features of the format that a decoder recognizes and refuses.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Feature {
+pub enum UnsupportedFeature {
     /// Records of capability `xbzrle` (flag 0x40): page deltas.
     #[error("the stream carries xbzrle page deltas")]
     Xbzrle,

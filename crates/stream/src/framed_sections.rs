@@ -16,7 +16,7 @@ pub enum TailStep {
     /// Bytes are missing.
     More,
     /// It is not a tail of this kind. Said before [`Ready`](Self::Ready) or never.
-    Foreign,
+    NotFramed,
     /// The sections are there as a whole, and the source waits for the answer to its PING. Said once.
     Ready {
         /// Bytes of the sections, from the front of the tail.
@@ -46,7 +46,7 @@ enum Stage {
 /// Device sections with [lengths](crate::DeviceSections), PING [`PING_READY`], and after the answer PING
 /// [`PING_COMMIT`], the end byte and the description. Nothing has to be searched for here, and a guest, whose bytes lie
 /// inside counted lengths, cannot forge an end. What does not begin like this is some other source's tail:
-/// [`TailStep::Foreign`], for [`DeviceTailFinder`](crate::devices::DeviceTailFinder).
+/// [`TailStep::NotFramed`], for [`DeviceTailFinder`](crate::devices::DeviceTailFinder).
 #[derive(Debug, Clone)]
 pub struct FramedSections {
     offset: u64,
@@ -69,7 +69,7 @@ impl FramedSections {
     /// # Errors
     /// A tail longer than the limit. After [`TailStep::Ready`]: anything but the source's word, the end byte and a
     /// description that fits the sections.
-    pub fn look(&mut self, tail: &[u8]) -> Result<TailStep, StreamError> {
+    pub fn parse(&mut self, tail: &[u8]) -> Result<TailStep, StreamError> {
         if to_u64(tail.len()) > self.limit {
             let (what, value) = ("length of the device sections", to_u64(tail.len()));
             return Err(self.fail(0, ErrorKind::TooLarge { what, value, limit: self.limit }));
@@ -89,7 +89,7 @@ impl FramedSections {
                         self.at += length;
                     }
                     Ok(None) => return Ok(TailStep::More),
-                    Err(_) => return Ok(TailStep::Foreign),
+                    Err(_) => return Ok(TailStep::NotFramed),
                 },
                 (Stage::Sections, byte) if byte == section::COMMAND => match Command::decode(rest) {
                     Ok(None) => return Ok(TailStep::More),
@@ -102,9 +102,9 @@ impl FramedSections {
                         self.stage = Stage::Go;
                         return Ok(TailStep::Ready { sections: self.sections_end });
                     }
-                    _ => return Ok(TailStep::Foreign),
+                    _ => return Ok(TailStep::NotFramed),
                 },
-                (Stage::Sections, _) => return Ok(TailStep::Foreign),
+                (Stage::Sections, _) => return Ok(TailStep::NotFramed),
                 (Stage::Go, byte) if byte == section::COMMAND => match Command::decode(rest) {
                     Ok(None) => return Ok(TailStep::More),
                     Ok(Some((Command::Ping(PING_COMMIT), length))) => {
@@ -208,22 +208,22 @@ mod tests {
             let (mut said, mut end) = (None, 0);
             while end < tail.len() {
                 end = tail.len().min(end + step);
-                match search.look(&tail[..end]).unwrap() {
+                match search.parse(&tail[..end]).unwrap() {
                     TailStep::Ready { sections: found } => {
                         prop_assert!(end >= ready && said.replace(found).is_none());
-                        if search.look(&tail[..end]).unwrap() != TailStep::More {
+                        if search.parse(&tail[..end]).unwrap() != TailStep::More {
                             prop_assert_eq!(end, tail.len());
                             return Ok(());
                         }
                     }
                     TailStep::More => prop_assert!(end < tail.len()),
-                    TailStep::Foreign => prop_assert!(false, "foreign at {end}"),
+                    TailStep::NotFramed => prop_assert!(false, "foreign at {end}"),
                     TailStep::Whole { state, pings, length } => {
                         prop_assert_eq!((end, length), (tail.len(), tail.len()));
                         let mut kept = tail.clone();
                         kept.drain(pings);
                         prop_assert_eq!(state.end, kept.len());
-                        let located = crate::devices::locate(&kept, 0, 1 << 20);
+                        let located = crate::devices::find_tail_end(&kept, 0, 1 << 20);
                         prop_assert!(states.is_empty() || located.unwrap() == state);
                     }
                 }
@@ -239,7 +239,7 @@ mod tests {
             let at = at.index(tail.len());
             tail[at] ^= flip;
             let mut search = FramedSections::new(0, 1 << 20);
-            while let Ok(TailStep::Ready { .. }) = search.look(&tail) {}
+            while let Ok(TailStep::Ready { .. }) = search.parse(&tail) {}
         }
     }
 
@@ -248,8 +248,8 @@ mod tests {
         let stock = b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x0112345678\x7e\0\0\0\x03\0";
         let mut search = FramedSections::new(0, 1 << 30);
         // Bytes that look like a length may announce more bytes: the other search continues beside this one.
-        assert_ne!(search.look(stock).unwrap(), TailStep::Ready { sections: stock.len() });
-        assert_eq!(FramedSections::new(0, 1 << 30).look(b"\0").unwrap(), TailStep::Foreign);
+        assert_ne!(search.parse(stock).unwrap(), TailStep::Ready { sections: stock.len() });
+        assert_eq!(FramedSections::new(0, 1 << 30).parse(b"\0").unwrap(), TailStep::NotFramed);
     }
 
     #[test]
@@ -258,8 +258,8 @@ mod tests {
         tail.truncate(ready);
         section::encode_eof(&mut tail);
         let mut search = FramedSections::new(0, 1 << 20);
-        assert!(matches!(search.look(&tail), Ok(TailStep::Ready { .. })));
-        assert!(search.look(&tail).unwrap_err().to_string().contains("the source's permission"));
+        assert!(matches!(search.parse(&tail), Ok(TailStep::Ready { .. })));
+        assert!(search.parse(&tail).unwrap_err().to_string().contains("the source's permission"));
     }
 
     #[test]
@@ -270,6 +270,6 @@ mod tests {
         Command::Ping(PING_READY).encode(&mut tail).unwrap();
         let mut search = FramedSections::new(0, 1 << 20);
         search.at = 3;
-        let _ = search.look(&tail);
+        let _ = search.parse(&tail);
     }
 }

@@ -8,9 +8,9 @@ use limosa_page::to_u64;
 use crate::error::{EncodeError, ErrorKind, StreamError};
 
 /// Name of the section.
-pub const GLOBAL_STATE: &str = "globalstate";
+pub const GLOBAL_STATE_SECTION: &str = "globalstate";
 /// Bytes of the name field, NUL included.
-pub const RUN_STATE_FIELD: usize = 32;
+pub const RUN_STATE_FIELD_LENGTH: usize = 32;
 /// Bytes of the whole body as QEMU writes it.
 pub const GLOBAL_STATE_LENGTH: usize = 104;
 
@@ -30,9 +30,12 @@ impl GlobalState {
     /// A body that is too short, or an invalid name.
     pub fn decode(body: &[u8]) -> Result<Self, StreamError> {
         let fail = |at: u64, error_kind| StreamError::new(at, "body of section \"globalstate\"", error_kind);
-        let (Some(length), Some(field)) = (body.first_chunk::<4>(), body.get(4..4 + RUN_STATE_FIELD)) else {
+        let (Some(length), Some(field)) = (body.first_chunk::<4>(), body.get(4..4 + RUN_STATE_FIELD_LENGTH)) else {
             let what = "the run state".into();
-            return Err(fail(0, ErrorKind::Truncated { what, wanted: 4 + RUN_STATE_FIELD, available: body.len() }));
+            return Err(fail(
+                0,
+                ErrorKind::Truncated { what, wanted: 4 + RUN_STATE_FIELD_LENGTH, available: body.len() },
+            ));
         };
         let length = u32::from_be_bytes(*length) as usize;
         let name = length.checked_sub(1).and_then(|end| field.split_at_checked(end));
@@ -46,7 +49,7 @@ impl GlobalState {
             ));
         }
         let run_state = name.iter().copied().map(char::from).collect();
-        let was_suspended = match body.get(4 + RUN_STATE_FIELD..6 + RUN_STATE_FIELD) {
+        let was_suspended = match body.get(4 + RUN_STATE_FIELD_LENGTH..6 + RUN_STATE_FIELD_LENGTH) {
             Some([1, suspended]) => Some(*suspended != 0),
             _ => None,
         };
@@ -61,8 +64,8 @@ impl GlobalState {
         let mut body = [0; GLOBAL_STATE_LENGTH];
         replace_run_state(&mut body, &self.run_state)?;
         if let Some(suspended) = self.was_suspended {
-            body[4 + RUN_STATE_FIELD] = 1;
-            body[5 + RUN_STATE_FIELD] = u8::from(suspended);
+            body[4 + RUN_STATE_FIELD_LENGTH] = 1;
+            body[5 + RUN_STATE_FIELD_LENGTH] = u8::from(suspended);
         }
         Ok(body)
     }
@@ -73,12 +76,12 @@ impl GlobalState {
 /// # Errors
 /// A name that is empty, has more than 31 bytes or other letters than QEMU's names; a body that is too short.
 pub fn replace_run_state(body: &mut [u8], run_state: &str) -> Result<(), EncodeError> {
-    let (what, limit) = ("run state", RUN_STATE_FIELD - 1);
+    let (what, limit) = ("run state", RUN_STATE_FIELD_LENGTH - 1);
     let plain = run_state.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-');
     let length = u32::try_from(run_state.len()).ok().filter(|length| *length > 0 && *length < 32 && plain);
     let length = length.ok_or_else(|| EncodeError::Name { what, name: run_state.to_owned(), limit })?;
     let value = to_u64(body.len());
-    let Some(front) = body.first_chunk_mut::<{ 4 + RUN_STATE_FIELD }>() else {
+    let Some(front) = body.first_chunk_mut::<{ 4 + RUN_STATE_FIELD_LENGTH }>() else {
         let rule = "must have 36 bytes or more";
         return Err(EncodeError::Number { what: "length of the globalstate body", value, rule });
     };

@@ -90,11 +90,13 @@ pub use configuration::{Configuration, MultifdRules};
 pub use decoder::{Decoder, DecoderOptions, Event, Step};
 pub use device_sections::{DeviceSections, OpaqueSection};
 pub use devices::{CompleteTail, DeviceSection, DeviceTailFinder};
-pub use error::{EncodeError, ErrorKind, Feature, StreamError};
+pub use error::{EncodeError, ErrorKind, StreamError, UnsupportedFeature};
 pub use framed_sections::{FramedSections, TailStep};
-pub use global_state::{GLOBAL_STATE, GLOBAL_STATE_LENGTH, GlobalState, RUN_STATE_FIELD, replace_run_state};
+pub use global_state::{
+    GLOBAL_STATE_LENGTH, GLOBAL_STATE_SECTION, GlobalState, RUN_STATE_FIELD_LENGTH, replace_run_state,
+};
 pub use ram::{RamBlock, RecordEncoder, RecordKind};
-pub use return_path::{BITMAP_END, MESSAGE_LIMIT, ReturnDecoder, ReturnMessage};
+pub use return_path::{RECEIVED_BITMAP_END, RETURN_MESSAGE_LIMIT, ReturnDecoder, ReturnMessage};
 pub use section::{SectionHeader, SectionKind};
 pub use vmdesc::{DEVICES_LIMIT, DeviceSize, VMDESC_LIMIT, Vmdesc};
 pub use walk::{ReadAt, StreamWalk, WalkError};

@@ -62,7 +62,7 @@ impl MappedHeader {
             pages_offset: self.pages_offset,
             pages: block.pages(),
         };
-        let bad = |what: String, start: u64, length: u64, problem: &str| ErrorKind::Placement {
+        let bad = |what: String, start: u64, length: u64, problem: &str| ErrorKind::LayoutConflict {
             what,
             start,
             end: start.saturating_add(length),
@@ -361,7 +361,7 @@ impl Layout {
             };
             if let Some(problem) = problem {
                 let error_kind =
-                    ErrorKind::Placement { what: what.clone(), start: range.start, end: range.end, problem };
+                    ErrorKind::LayoutConflict { what: what.clone(), start: range.start, end: range.end, problem };
                 return Err(StreamError::new(range.start, "mapped-ram layout", error_kind));
             }
             before = Some(part);

@@ -14,7 +14,7 @@ use limosa_page::to_u64;
 use thiserror::Error;
 
 use crate::cursor::{Cursor, Stop};
-use crate::error::{EncodeError, ErrorKind, Feature, StreamError};
+use crate::error::{EncodeError, ErrorKind, StreamError, UnsupportedFeature};
 use crate::ram::PAGE_SIZE;
 
 /// The first bytes of both kinds of packets.
@@ -116,9 +116,9 @@ impl Compression {
             0 => Ok(Self::None),
             0x02 => Ok(Self::Zlib),
             0x04 => Ok(Self::Zstd),
-            0x08 => Err(ErrorKind::Unsupported(Feature::MultifdCompression { method: "qpl" })),
-            0x10 => Err(ErrorKind::Unsupported(Feature::MultifdCompression { method: "uadk" })),
-            0x20 => Err(ErrorKind::Unsupported(Feature::MultifdCompression { method: "qatzip" })),
+            0x08 => Err(ErrorKind::Unsupported(UnsupportedFeature::MultifdCompression { method: "qpl" })),
+            0x10 => Err(ErrorKind::Unsupported(UnsupportedFeature::MultifdCompression { method: "uadk" })),
+            0x20 => Err(ErrorKind::Unsupported(UnsupportedFeature::MultifdCompression { method: "qatzip" })),
             other => Err(ErrorKind::expected("at most one compression method", format_args!("flags {other:#x}"))),
         }
     }
@@ -252,7 +252,7 @@ impl<'a> Packet<'a> {
             return fail(8, ErrorKind::expected("flags of a packet (0x01, 0x3e, 0x40)", format_args!("{flags:#x}")));
         }
         if flags & FLAG_DEVICE_STATE != 0 {
-            return fail(8, ErrorKind::Unsupported(Feature::MultifdDeviceState));
+            return fail(8, ErrorKind::Unsupported(UnsupportedFeature::MultifdDeviceState));
         }
         let compression = Compression::from_flags(flags).map_err(|error_kind| Stop::Fail { at: 8, error_kind })?;
         let [allocated, normal, length] = [cursor.be32()?, cursor.be32()?, cursor.be32()?];

@@ -9,9 +9,9 @@ use crate::cursor::{Cursor, Stop, put_name};
 use crate::error::{EncodeError, ErrorKind, StreamError};
 
 /// Longest payload of a message, in bytes; QEMU's own limit.
-pub const MESSAGE_LIMIT: u16 = 512;
+pub const RETURN_MESSAGE_LIMIT: u16 = 512;
 /// The end mark of a bitmap of received pages.
-pub const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
+pub const RECEIVED_BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
 
 /// A message from destination to source.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,7 +74,7 @@ impl ReturnMessage {
                 frame(5, &[&name], out);
                 out.extend_from_slice(&to_u64(bitmap.len()).to_be_bytes());
                 out.extend_from_slice(bitmap);
-                out.extend_from_slice(&BITMAP_END.to_be_bytes());
+                out.extend_from_slice(&RECEIVED_BITMAP_END.to_be_bytes());
             }
             Self::ResumeAck(value) => frame(6, &[&value.to_be_bytes()], out),
             Self::SwitchoverAck => frame(7, &[], out),
@@ -175,7 +175,7 @@ fn read(cursor: &mut Cursor<'_>, bitmap_limit: u64, block_known: bool) -> Result
     };
     match (kind, length) {
         (1 | 2 | 6, 4) | (4, 12) | (7, 0) => {}
-        (3, 14..=MESSAGE_LIMIT) | (5, 2..=MESSAGE_LIMIT) => {}
+        (3, 14..=RETURN_MESSAGE_LIMIT) | (5, 2..=RETURN_MESSAGE_LIMIT) => {}
         (1..=7, _) => return Err(wrong("a message of the length that its type asks for")),
         _ => return Err(wrong("a message type from 1 to 7")),
     }
@@ -231,7 +231,7 @@ fn read_bitmap(cursor: &mut Cursor<'_>, limit: u64) -> Result<Vec<u8>, Stop> {
     let bitmap = cursor.take(size)?;
     let at = cursor.at();
     let end = cursor.be64()?;
-    if end != BITMAP_END {
+    if end != RECEIVED_BITMAP_END {
         let error_kind = ErrorKind::expected("0x0123456789abcdef behind the bitmap", format_args!("{end:#x}"));
         return Err(Stop::Fail { at, error_kind });
     }

@@ -129,11 +129,11 @@ impl<R: ReadAt> StreamWalk<R> {
         while self.end < wanted {
             let offset = self.position.saturating_add(to_u64(self.end));
             let Some(free) = self.window.get_mut(self.end..goal).filter(|free| !free.is_empty()) else {
-                return Err(self.decoder.truncated(self.end, wanted).into());
+                return Err(self.decoder.truncated_error(self.end, wanted).into());
             };
             let asked = free.len();
             match (self.source)(offset, free) {
-                Ok(0) => return Err(self.decoder.truncated(self.end, wanted).into()),
+                Ok(0) => return Err(self.decoder.truncated_error(self.end, wanted).into()),
                 Ok(came) => self.end += came.min(asked),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(source) => return Err(WalkError::Read { offset, wanted: asked, source }),

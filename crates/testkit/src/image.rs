@@ -20,7 +20,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, Parts, Qcow2, Qcow2Options, check, create};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, ImageParts, Qcow2, Qcow2Options, check, create};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, ImageError, Pending};
 use limosa_storage::testing::SparseMemory;
@@ -102,7 +102,7 @@ impl TestImage {
         block_on(async {
             let header = Header::read(&*self.file).await?;
             let (file, data_file) = (Arc::clone(&self.file), self.data_file.clone());
-            Qcow2::open(Parts::new(file, header).data_file(data_file).backing(backing), options).await
+            Qcow2::open(ImageParts::new(file, header).data_file(data_file).backing(backing), options).await
         })
     }
 }
@@ -128,7 +128,7 @@ pub fn raw_filled(byte: u8, length: u64) -> Arc<dyn Disk> {
 /// A buffer of `length` bytes, each of them `byte`.
 #[must_use]
 pub fn filled(byte: u8, length: u64) -> Buffer {
-    Buffer::copied(&vec![byte; index(length)])
+    Buffer::from_slice(&vec![byte; index(length)])
 }
 
 /// Returns what a guest reads at an offset.
@@ -155,7 +155,7 @@ pub fn read_all(disk: &dyn Disk) -> Vec<u8> {
 
 /// Writes at an offset as a guest does.
 pub fn write(disk: &dyn Disk, at: u64, bytes: &[u8]) {
-    block_on(disk.write(GuestOffset(at), Buffer::copied(bytes).into())).unwrap();
+    block_on(disk.write(GuestOffset(at), Buffer::from_slice(bytes).into())).unwrap();
 }
 
 /// Polls a request once: whether it succeeded, if it has completed.
@@ -173,7 +173,7 @@ pub fn contents(file: &dyn Storage) -> Vec<u8> {
 
 /// Overwrites bytes of a storage: a field of an image, for instance.
 pub fn put(file: &dyn Storage, at: u64, bytes: &[u8]) {
-    block_on(file.write(at, Buffer::copied(bytes).into())).unwrap();
+    block_on(file.write(at, Buffer::from_slice(bytes).into())).unwrap();
 }
 
 /// The big-endian number of eight bytes at an offset of a storage.

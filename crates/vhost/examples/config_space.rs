@@ -19,7 +19,7 @@ impl Device for Sink {
         0
     }
 
-    fn queues(&self) -> usize {
+    fn num_queues(&self) -> usize {
         1
     }
 
@@ -38,7 +38,7 @@ impl Device for Sink {
 
     fn set_memory(&self, _memory: Arc<Ram>) {}
 
-    fn attached(&self, front_end: FrontEnd) {
+    fn front_end_connected(&self, front_end: FrontEnd) {
         println!("device: front end connected: {}", front_end.is_connected());
     }
 
@@ -50,7 +50,7 @@ impl Device for Sink {
         Ok(MoreWork::Yes)
     }
 
-    fn stopped(&self, _queue: usize) {}
+    fn queue_stopped(&self, _queue: usize) {}
 
     fn reset(&self) {}
 }

@@ -14,8 +14,8 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-use crate::fault::{Fault, Faults, WithCauses};
-use crate::message::{HEADER, Header, MAX_BODY, MAX_DESCRIPTORS, Request, reply};
+use crate::fault::{FaultKind, Faults, WithCauses};
+use crate::message::{HEADER_LENGTH, Header, MAX_BODY, MAX_DESCRIPTORS, Request, reply};
 use crate::session::{Answer, Session};
 
 /// Why a connection is over.
@@ -47,10 +47,10 @@ fn answer_one(
     body: &mut [u8; MAX_BODY],
 ) -> Result<(), Disconnect> {
     let mut incoming = Incoming { socket, stop, faults, descriptors: Vec::new() };
-    let mut header = [0; HEADER];
+    let mut header = [0; HEADER_LENGTH];
     incoming.get(&mut header)?;
     let header = Header::decode(&header).map_err(|error| {
-        faults.note(Fault::Message, &error);
+        faults.note(FaultKind::Message, &error);
         Disconnect::Refused
     })?;
     // `decode` has checked that it fits.
@@ -60,7 +60,7 @@ fn answer_one(
 
     let mut done = Err(());
     match Request::from_number(header.request) {
-        None => faults.note(Fault::Unknown, &format_args!("request {} is not known", header.request)),
+        None => faults.note(FaultKind::Unknown, &format_args!("request {} is not known", header.request)),
         Some(request) => match session.handle(request, body, descriptors) {
             Ok(Answer::Done) => done = Ok(()),
             Ok(Answer::Body(body)) => return put(socket, stop, &reply(header.request, &body), None),
@@ -68,7 +68,7 @@ fn answer_one(
                 return put(socket, stop, &reply(header.request, &body), Some(descriptor.as_fd()));
             }
             Err(refusal) => {
-                faults.note(Fault::Refused, &format_args!("{request}: {}", WithCauses(&refusal)));
+                faults.note(FaultKind::Refused, &format_args!("{request}: {}", WithCauses(&refusal)));
                 // The front end waits for a reply with contents, which does not exist.
                 if request.is_answered() {
                     return Err(Disconnect::Refused);
@@ -110,7 +110,7 @@ impl Incoming<'_> {
                     }
                     if self.descriptors.len() > MAX_DESCRIPTORS || got.flags.contains(ReturnFlags::CTRUNC) {
                         self.faults.note(
-                            Fault::Message,
+                            FaultKind::Message,
                             &format_args!(
                                 "a message has more than {MAX_DESCRIPTORS} descriptors, or this process has none left"
                             ),

@@ -28,7 +28,7 @@ pub trait Device: Send + Sync {
     fn features(&self) -> u64;
 
     /// Maximum number of queues; at most [`MAX_QUEUES`](crate::MAX_QUEUES).
-    fn queues(&self) -> usize;
+    fn num_queues(&self) -> usize;
 
     /// The driver has acknowledged these of [`Device::features`]. Called again after every [reset](Self::reset), before
     /// a ring runs.
@@ -45,7 +45,7 @@ pub trait Device: Send + Sync {
     fn set_memory(&self, memory: Arc<Ram>);
 
     /// A front end has connected; the handle can be used until [`FrontEnd::is_connected`] returns false.
-    fn attached(&self, front_end: FrontEnd);
+    fn front_end_connected(&self, front_end: FrontEnd);
 
     /// Processes a queue and returns after a bounded amount of work: stopping the ring, or the server, waits for it. A
     /// buffer may have some hundred thousand descriptors, so the bound must count descriptors, not buffers.
@@ -63,7 +63,7 @@ pub trait Device: Send + Sync {
     /// A ring has stopped. Buffers that were taken out of it and not given back belong to the driver again, which may
     /// offer them once more when the ring continues. The driver is the same, and its negotiated state remains valid:
     /// the rings of a VM that is paused are stopped. `process_queue` does not run on that queue meanwhile.
-    fn stopped(&self, queue: usize);
+    fn queue_stopped(&self, queue: usize);
 
     /// The driver has gone, and with it its negotiated state and every buffer that was taken out and not given back:
     /// the front end resets the device, negotiates again, attaches another driver or has disconnected. `process_queue`

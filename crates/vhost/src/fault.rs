@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum FaultKind {
     /// A message that cannot be parsed; the connection ends.
     Message,
     /// A request that is unknown, or was not offered.
@@ -36,37 +36,37 @@ impl fmt::Display for WithCauses<'_> {
     }
 }
 
-impl Fault {
+impl FaultKind {
     const ALL: [Self; 5] = [Self::Message, Self::Unknown, Self::Refused, Self::Ring, Self::Device];
 }
 
 /// How often each kind occurred.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
-    counts: [AtomicU64; Fault::ALL.len()],
+    counts: [AtomicU64; FaultKind::ALL.len()],
 }
 
 impl Faults {
     /// Counts one, and logs it if it is the first of its kind.
-    pub(crate) fn note(&self, fault: Fault, what: &dyn fmt::Display) {
+    pub(crate) fn note(&self, fault: FaultKind, what: &dyn fmt::Display) {
         if self.count_of(fault).fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::warn!("vhost-user: {what} (further faults of this kind are only counted)");
         }
     }
 
     /// How often a kind occurred.
-    pub(crate) fn count(&self, fault: Fault) -> u64 {
+    pub(crate) fn count(&self, fault: FaultKind) -> u64 {
         self.count_of(fault).load(Ordering::Relaxed)
     }
 
-    fn count_of(&self, fault: Fault) -> &AtomicU64 {
+    fn count_of(&self, fault: FaultKind) -> &AtomicU64 {
         let [message, unknown, refused, ring, device] = &self.counts;
         match fault {
-            Fault::Message => message,
-            Fault::Unknown => unknown,
-            Fault::Refused => refused,
-            Fault::Ring => ring,
-            Fault::Device => device,
+            FaultKind::Message => message,
+            FaultKind::Unknown => unknown,
+            FaultKind::Refused => refused,
+            FaultKind::Ring => ring,
+            FaultKind::Device => device,
         }
     }
 }

@@ -29,7 +29,7 @@ impl Device for TestDevice {
         0x2e
     }
 
-    fn queues(&self) -> usize {
+    fn num_queues(&self) -> usize {
         3
     }
 
@@ -41,7 +41,7 @@ impl Device for TestDevice {
 
     fn set_memory(&self, _memory: Arc<Ram>) {}
 
-    fn attached(&self, _front_end: FrontEnd) {}
+    fn front_end_connected(&self, _front_end: FrontEnd) {}
 
     fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
         let mut held = self.held.lock();
@@ -65,7 +65,7 @@ impl Device for TestDevice {
         Ok(MoreWork::Yes)
     }
 
-    fn stopped(&self, _queue: usize) {
+    fn queue_stopped(&self, _queue: usize) {
         // Of all queues: a buffer that is not given back is lost to its driver only.
         self.reset();
     }
@@ -104,7 +104,9 @@ pub fn play(input: &[u8]) -> usize {
         return 0;
     }
     let (device, faults): (Arc<dyn Device>, _) = (Arc::new(TestDevice::default()), Arc::new(Faults::default()));
-    let Ok(worker) = Worker::new(device.clone(), front_end.clone(), device.queues(), faults.clone()) else { return 0 };
+    let Ok(worker) = Worker::new(device.clone(), front_end.clone(), device.num_queues(), faults.clone()) else {
+        return 0;
+    };
     let worker = Arc::new(worker);
     let mut session = Session::new(device, worker.clone(), front_end, faults);
     let (mut input, mut followed) = (Input(input), 0);

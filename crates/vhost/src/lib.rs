@@ -74,7 +74,7 @@ mod worker;
 
 pub use device::{Device, MoreWork};
 pub use error::{QueueError, RamError};
-pub use fault::Fault;
+pub use fault::FaultKind;
 pub use front_end::FrontEnd;
 pub use ram::{MAX_REGIONS, Ram, RamRegion};
 pub use server::{Server, ServerError, Stopper};

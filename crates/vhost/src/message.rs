@@ -7,7 +7,7 @@
 use std::fmt;
 
 /// Bytes of a header.
-pub const HEADER: usize = 12;
+pub const HEADER_LENGTH: usize = 12;
 
 /// Maximum length of a body: a configuration (256 bytes and their header) and a table of eight regions both fit.
 pub const MAX_BODY: usize = 4096;
@@ -16,7 +16,7 @@ pub const MAX_BODY: usize = 4096;
 pub const MAX_DESCRIPTORS: usize = 8;
 
 /// Maximum number of regions in one `SET_MEM_TABLE`.
-pub const MAX_TABLE: usize = 8;
+pub const MAX_TABLE_REGIONS: usize = 8;
 
 /// Maximum number of bytes of configuration that one message reads or writes.
 pub const MAX_CONFIG: usize = 256;
@@ -152,7 +152,7 @@ pub enum MessageError {
         wanted: usize,
     },
     /// Too many regions in a table.
-    #[error("{regions} memory regions in one table, at most {MAX_TABLE} are possible")]
+    #[error("{regions} memory regions in one table, at most {MAX_TABLE_REGIONS} are possible")]
     Regions {
         /// Their number.
         regions: u32,
@@ -181,7 +181,7 @@ impl Header {
     ///
     /// # Errors
     /// Flags that a front end does not send, or a body that is too long.
-    pub fn decode(bytes: &[u8; HEADER]) -> Result<Self, MessageError> {
+    pub fn decode(bytes: &[u8; HEADER_LENGTH]) -> Result<Self, MessageError> {
         let mut fields = Fields(bytes);
         let (request, flags, length) = (fields.u32()?, fields.u32()?, fields.u32()?);
         if flags & VERSION_MASK != VERSION || flags & REPLY != 0 {
@@ -195,14 +195,14 @@ impl Header {
     }
 
     /// Encodes a header.
-    pub fn encode(&self) -> [u8; HEADER] {
+    pub fn encode(&self) -> [u8; HEADER_LENGTH] {
         let flags = VERSION | if self.needs_reply { NEED_REPLY } else { 0 };
         header(self.request, flags, self.length)
     }
 }
 
-fn header(request: u32, flags: u32, length: usize) -> [u8; HEADER] {
-    let mut bytes = [0; HEADER];
+fn header(request: u32, flags: u32, length: usize) -> [u8; HEADER_LENGTH] {
+    let mut bytes = [0; HEADER_LENGTH];
     let length = u32::try_from(length).unwrap_or(u32::MAX);
     for (place, field) in bytes.chunks_exact_mut(4).zip([request, flags, length]) {
         place.copy_from_slice(&field.to_le_bytes());
@@ -218,7 +218,7 @@ pub fn reply(request: u32, body: &[u8]) -> Vec<u8> {
 }
 
 /// The message that the configuration has changed, for the socket of `SET_BACKEND_REQ_FD`.
-pub fn config_change() -> [u8; HEADER] {
+pub fn config_change() -> [u8; HEADER_LENGTH] {
     header(BACKEND_CONFIG_CHANGE, VERSION, 0)
 }
 
@@ -377,16 +377,16 @@ impl TableRegion {
     /// user-mode Linux always sends space for two.
     ///
     /// # Errors
-    /// More than [`MAX_TABLE`] regions, or a body that is too short for them or too long for a table.
+    /// More than [`MAX_TABLE_REGIONS`] regions, or a body that is too short for them or too long for a table.
     pub fn decode_table(body: &[u8]) -> Result<Vec<Self>, MessageError> {
         let mut fields = Fields(body);
         let regions = fields.u32()?;
         fields.u32()?;
         let count = usize::try_from(regions)
             .ok()
-            .filter(|&count| count <= MAX_TABLE)
+            .filter(|&count| count <= MAX_TABLE_REGIONS)
             .ok_or(MessageError::Regions { regions })?;
-        if body.len() > 8 + MAX_TABLE * Self::LENGTH {
+        if body.len() > 8 + MAX_TABLE_REGIONS * Self::LENGTH {
             return Err(MessageError::Length { got: body.len(), wanted: 8 + count * Self::LENGTH });
         }
         (0..count).map(|_| Self::take(&mut fields)).collect()
@@ -417,7 +417,7 @@ impl<'a> ConfigPiece<'a> {
             .filter(|size| (1..=MAX_CONFIG).contains(size))
             .ok_or(MessageError::ConfigSize { size })?;
         if fields.0.len() != wanted {
-            return Err(MessageError::Length { got: body.len(), wanted: HEADER + wanted });
+            return Err(MessageError::Length { got: body.len(), wanted: HEADER_LENGTH + wanted });
         }
         Ok(Self { offset, flags, bytes: fields.0 })
     }
@@ -509,7 +509,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_decoded_encodes_to_the_same_bytes(bytes in any::<[u8; HEADER]>(), body in prop::collection::vec(any::<u8>(), 0..300)) {
+        fn what_was_decoded_encodes_to_the_same_bytes(bytes in any::<[u8; HEADER_LENGTH]>(), body in prop::collection::vec(any::<u8>(), 0..300)) {
             if let Ok(header) = Header::decode(&bytes) {
                 prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
             }
@@ -523,7 +523,7 @@ mod tests {
                 prop_assert_eq!(InflightArea::decode(&area.encode(body.len())), Ok(area));
             }
             let regions = TableRegion::decode_table(&body).map_or(0, |regions| regions.len());
-            prop_assert!(regions <= MAX_TABLE);
+            prop_assert!(regions <= MAX_TABLE_REGIONS);
         }
     }
 }

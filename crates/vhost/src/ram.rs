@@ -160,7 +160,7 @@ impl Ram {
     }
 
     /// The guest address of a byte in the front end's address space.
-    pub fn guest_address(&self, user_address: u64) -> Option<GuestAddress> {
+    pub fn to_guest_address(&self, user_address: u64) -> Option<GuestAddress> {
         self.regions.iter().find_map(|region| {
             let within = user_address.checked_sub(region.user_address)?;
             (within < region.length).then(|| GuestAddress(region.guest_address + within))

@@ -22,7 +22,7 @@ use rustix::net::{SocketFlags, accept_with};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::connection::{self, Disconnect};
-use crate::fault::{Fault, Faults};
+use crate::fault::{FaultKind, Faults};
 use crate::session::Session;
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, MAX_QUEUES};
@@ -69,7 +69,7 @@ pub enum ServerError {
         path.display(),
         STOP_TIMEOUT.as_secs()
     )]
-    Held {
+    StopBlocked {
         /// The socket's file.
         path: PathBuf,
     },
@@ -104,8 +104,9 @@ impl Stopper {
     /// Makes [`Server::serve`] return, regardless of what a front end does. It cannot be undone.
     ///
     /// If a front end blocks the server by a descriptor, or by a page of its memory that never arrives, the server
-    /// waits for some seconds. Then `serve` returns [`ServerError::Held`] and abandons the blocked threads with the
-    /// device: they may still call [`Device::process_queue`] and [`Device::reset`] if the front end ever unblocks them.
+    /// waits for some seconds. Then `serve` returns [`ServerError::StopBlocked`] and abandons the blocked threads with
+    /// the device: they may still call [`Device::process_queue`] and [`Device::reset`] if the front end ever unblocks
+    /// them.
     pub fn stop(&self) {
         // It cannot be full: that takes more writes than are possible.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
@@ -118,7 +119,7 @@ impl Server {
     /// # Errors
     /// The path is in use or invalid, or the device has more than [`MAX_QUEUES`] queues.
     pub fn bind(path: &Path, device: Arc<dyn Device>) -> Result<Self, ServerError> {
-        let queues = device.queues();
+        let queues = device.num_queues();
         if queues > MAX_QUEUES {
             return Err(ServerError::Queues { got: queues });
         }
@@ -143,20 +144,19 @@ impl Server {
     }
 
     /// How often this kind of fault of front ends and guests occurred.
-    pub fn faults(&self, fault: Fault) -> u64 {
+    pub fn fault_count(&self, fault: FaultKind) -> u64 {
         self.faults.count(fault)
     }
 
     /// How many front ends have connected.
-    pub fn connections(&self) -> u64 {
+    pub fn connection_count(&self) -> u64 {
         self.connections.load(Ordering::Relaxed)
     }
 
     /// Serves one front end after the other until it is [stopped](Stopper::stop).
     ///
-    /// # Errors
-    /// The kernel has no descriptor or thread left for a front end, or one [blocks](ServerError::Held) a server that is
-    /// stopped.
+    /// # Errors The kernel has no descriptor or thread left for a front end, or one [blocks](ServerError::StopBlocked)
+    /// a server that is stopped.
     pub fn serve(&self) -> Result<(), ServerError> {
         let failed = |operation| move |source| ServerError::Kernel { path: self.path.clone(), operation, source };
         loop {
@@ -200,7 +200,7 @@ impl Server {
         });
         let thread = thread.map_err(failed)?;
         if !self.has_ended(&ended).map_err(|errno| failed(errno.into()))? {
-            return Err(ServerError::Held { path: self.path.clone() });
+            return Err(ServerError::StopBlocked { path: self.path.clone() });
         }
         let disconnect = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         disconnect.map_err(failed)
@@ -242,7 +242,7 @@ impl Connection {
             thread::Builder::new().name("vhost-queues".into()).spawn_scoped(scope, || worker.run())?;
             // Also on a panic: the scope would otherwise wait for a thread that does not end.
             let _ends = EndsOnDrop(&worker);
-            self.device.attached(front_end.clone());
+            self.device.front_end_connected(front_end.clone());
             let mut session = Session::new(self.device.clone(), worker.clone(), front_end, self.faults.clone());
             let disconnect = connection::serve(&self.socket, self.stop.as_fd(), &mut session, &self.faults);
             session.end();

@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{FileType, MemfdFlags, fstat, ftruncate, memfd_create};
 use vm_memory::{FileOffset, MmapRegion};
 
-use crate::fault::{Fault, Faults};
+use crate::fault::{FaultKind, Faults};
 use crate::inflight::{InflightRing, bytes_for_ring};
 use crate::message::{
     ConfigPiece, InflightArea, MAX_CONFIG, MessageError, Request, TableRegion, VringAddress, VringFd, VringState,
@@ -288,7 +288,7 @@ impl Session {
                 ConfigPiece { bytes, ..piece }.encode()
             }
             Err(error) => {
-                self.faults.note(Fault::Refused, &format_args!("GetConfig: {error}"));
+                self.faults.note(FaultKind::Refused, &format_args!("GetConfig: {error}"));
                 Vec::new()
             }
         }
@@ -349,13 +349,13 @@ impl Session {
                 let moved =
                     moved.and_then(|addresses| ring.vring.remap(addresses, &ram).map_err(|error| error.to_string()));
                 if let Err(why) = moved {
-                    self.faults.note(Fault::Ring, &format_args!("queue {index}: {why}; it stops"));
+                    self.faults.note(FaultKind::Ring, &format_args!("queue {index}: {why}; it stops"));
                     let next = self.tear_down(index);
                     if let Some(settings) = self.rings.get_mut(index) {
                         (settings.started, settings.address) = (false, None);
                         settings.base = next.unwrap_or(settings.base);
                     }
-                    self.device.stopped(index);
+                    self.device.queue_stopped(index);
                 }
             }
             self.apply_enabled(index);
@@ -426,7 +426,7 @@ impl Session {
         for index in started {
             // It has just succeeded for this ring.
             if let Err(error) = self.set_up(index) {
-                self.faults.note(Fault::Ring, &format_args!("queue {index}: {error}; it stops"));
+                self.faults.note(FaultKind::Ring, &format_args!("queue {index}: {error}; it stops"));
             }
             self.apply_enabled(index);
         }
@@ -532,7 +532,7 @@ impl Session {
             settings.stopped_at = next;
             self.paused = !self.rings.iter().any(|settings| settings.started);
             self.apply_enabled(index);
-            self.device.stopped(index);
+            self.device.queue_stopped(index);
         }
         Ok(base)
     }
@@ -578,9 +578,9 @@ fn map(region: TableRegion, descriptor: OwnedFd) -> Result<RamRegion, RamError> 
 
 fn addresses(ram: &Ram, address: &VringAddress) -> Option<RingAddresses> {
     Some(RingAddresses {
-        descriptors: ram.guest_address(address.descriptors)?,
-        available: ram.guest_address(address.available)?,
-        used: ram.guest_address(address.used)?,
+        descriptors: ram.to_guest_address(address.descriptors)?,
+        available: ram.to_guest_address(address.available)?,
+        used: ram.to_guest_address(address.used)?,
     })
 }
 

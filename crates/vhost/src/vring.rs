@@ -282,7 +282,7 @@ impl Vring {
     }
 
     /// Number of buffers that the device has.
-    pub fn taken(&self) -> usize {
+    pub fn taken_count(&self) -> usize {
         self.lock().taken.len()
     }
 

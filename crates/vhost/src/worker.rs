@@ -14,7 +14,7 @@ use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
 use rustix::io::Errno;
 
-use crate::fault::{Fault, Faults};
+use crate::fault::{FaultKind, Faults};
 use crate::notifier::Notifier;
 use crate::{Device, FrontEnd, MoreWork, QueueError, Vring};
 
@@ -121,7 +121,7 @@ impl Worker {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => {
                 // No front end or guest can make it fail; without it no queue is processed any more.
-                self.faults.note(Fault::Device, &format_args!("epoll_wait: {errno}"));
+                self.faults.note(FaultKind::Device, &format_args!("epoll_wait: {errno}"));
                 self.ends.store(true, Ordering::SeqCst);
             }
         }
@@ -175,7 +175,7 @@ impl Worker {
             Err(error) => {
                 ring.broken.store(true, Ordering::SeqCst);
                 self.front_end.set_idle(index, true);
-                let kind = if matches!(error, QueueError::Broken(_)) { Fault::Ring } else { Fault::Device };
+                let kind = if matches!(error, QueueError::Broken(_)) { FaultKind::Ring } else { FaultKind::Device };
                 self.faults
                     .note(kind, &format_args!("queue {index}: {error}; it is not processed until it is set up again"));
                 if let Some(error) = &*ring.error.lock() {

@@ -8,7 +8,7 @@ use vm_memory::Bytes as _;
 
 use super::Balloon;
 use super::queue::{MoreWork, Queue};
-use crate::layout::{Features, Role};
+use crate::layout::{Features, QueueRole};
 use crate::numbers;
 use crate::ring::Ring;
 
@@ -18,7 +18,7 @@ const NUMBERS: u64 = 1 << 20;
 impl Balloon {
     pub(super) fn process_arrays<R: Ring>(
         &self,
-        role: Role,
+        role: QueueRole,
         state: &mut Queue,
         ring: &R,
     ) -> Result<MoreWork, R::Error> {
@@ -26,7 +26,7 @@ impl Balloon {
         self.give_back(state, ring, |state, chain| {
             let Some(memory) = self.guest_memory() else { return Vec::new() };
             let runs = self.array(role, memory.ram(), chain);
-            if role == Role::Inflate {
+            if role == QueueRole::Inflate {
                 return state.ballooned.inflate(&*memory, runs, notifies);
             }
             // Pages taken out of the balloon are the guest's after the acknowledgement, also those that were still to
@@ -41,7 +41,7 @@ impl Balloon {
     }
 
     /// The pages of an array, which are in `ram`.
-    fn array<M>(&self, role: Role, ram: &[Range<u64>], chain: virtio_queue::DescriptorChain<M>) -> Vec<Range<u64>>
+    fn array<M>(&self, role: QueueRole, ram: &[Range<u64>], chain: virtio_queue::DescriptorChain<M>) -> Vec<Range<u64>>
     where
         M: std::ops::Deref + Clone,
         M::Target: vm_memory::GuestMemory + Sized,
@@ -89,7 +89,7 @@ impl Balloon {
         counters.translating_ns.add(to_nanos(began.elapsed()));
         counters.pages_outside.refuse(found.outside, "page numbers outside of its memory");
         match role {
-            Role::Inflate => counters.inflated_pages.add(found.pages),
+            QueueRole::Inflate => counters.inflated_pages.add(found.pages),
             _ => counters.deflated_pages.add(found.pages),
         }
         found.runs

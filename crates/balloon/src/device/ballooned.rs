@@ -92,7 +92,7 @@ fn bitmap_end(range: &Range<u64>) -> PageNumber {
 
 /// The pages of a run in the range's bitmap.
 fn pages_of(range: &Range<u64>, run: &Range<u64>) -> PageRange {
-    PageRange::within(&(run.start - range.start..run.end - range.start))
+    PageRange::inside_bytes(&(run.start - range.start..run.end - range.start))
 }
 
 #[cfg(test)]

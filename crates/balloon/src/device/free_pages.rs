@@ -7,7 +7,7 @@ use limosa_memory::{FreePageHinting, FreePageSink, FreePagesError};
 
 use super::Balloon;
 use super::hint_list::{HintList, Hinting};
-use crate::layout::{Features, Role};
+use crate::layout::{Features, QueueRole};
 
 impl FreePageHinting for Balloon {
     fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
@@ -27,21 +27,21 @@ impl FreePageHinting for Balloon {
                 }
             });
         }
-        if self.is_idle(Role::Hint) {
+        if self.is_idle(QueueRole::Hint) {
             return not_offered(
                 "the queue for them does not run: it is stopped, or virtio_balloon was unloaded or is broken",
             );
         }
         let before = self.change_hint(|hinting| {
             let id = hinting.handshake.request();
-            hinting.list = HintList { id, asked: Some(Instant::now()), ..HintList::default() };
+            hinting.list = HintList { id, requested_at: Some(Instant::now()), ..HintList::default() };
             hinting.sink.replace(to)
         });
         // Dropping a sink may run any code, so not under the lock.
         drop(before);
         self.counters.hint_requests.add(1);
         // The driver is notified when the buffers on the queue have been taken.
-        self.kick(Role::Hint);
+        self.kick(QueueRole::Hint);
         Ok(())
     }
 

@@ -30,7 +30,7 @@ pub struct HintList {
     /// Their bytes.
     pub bytes: u64,
     /// When it was requested.
-    pub asked: Option<Instant>,
+    pub requested_at: Option<Instant>,
     /// When its last buffer was received.
-    pub last: Option<Instant>,
+    pub last_buffer_at: Option<Instant>,
 }

@@ -71,11 +71,11 @@ impl Balloon {
             let mut hinting = self.hinting.lock();
             match hinting.handshake.id(id) {
                 IdMeaning::Begin => {
-                    hinting.list.last = Some(Instant::now());
+                    hinting.list.last_buffer_at = Some(Instant::now());
                     None
                 }
                 IdMeaning::Complete => {
-                    hinting.list.last = Some(Instant::now());
+                    hinting.list.last_buffer_at = Some(Instant::now());
                     hinting.list.complete = true;
                     self.config.set_hint_command(hinting.handshake.command());
                     hinting.sink.take()
@@ -105,7 +105,7 @@ impl Balloon {
             if hinting.handshake.takes_blocks() {
                 hinting.list.blocks += 1;
                 hinting.list.bytes += length;
-                hinting.list.last = Some(Instant::now());
+                hinting.list.last_buffer_at = Some(Instant::now());
                 hinting.sink.clone()
             } else {
                 None

@@ -4,7 +4,7 @@
 //! 1. The configuration has none ([`crate::config`]), nor has the size of the memory ([`Balloon::size`]): a guest's
 //!    read or write of the configuration waits for no other thread.
 //! 2. Work on a queue takes that queue's lock for one call, which may last as long as a discard. Otherwise only calls
-//!    that end the queue's state take it ([`Balloon::reset`], [`Balloon::stopped`], [`Balloon::driver_resumed`],
+//!    that end the queue's state take it ([`Balloon::reset`], [`Balloon::queue_stopped`], [`Balloon::driver_resumed`],
 //!    [`Balloon::memory`]), to know that no thread works on it any more; so work must not wait for a guest. Work on
 //!    deflating takes its own lock and then that of inflating, in this order.
 //! 3. Every other lock is held for a few assignments, never two at once, and never during a call of foreign code: a
@@ -24,12 +24,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use limosa_page::{PAGE_SIZE, with_causes};
+use limosa_page::{PAGE_SIZE, error_with_causes};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::config::Config;
 use crate::counters::{AtomicCounters, Counters};
-use crate::layout::{Features, Numbering, Role};
+use crate::layout::{Features, QueueNumbering, QueueRole};
 use crate::numbers;
 use crate::reclaim::Reclaim;
 use crate::ring::Ring;
@@ -65,7 +65,7 @@ pub struct Options {
     /// The features that are offered to the driver; by default all.
     pub features: Features,
     /// How the driver numbers its queues.
-    pub numbering: Numbering,
+    pub numbering: QueueNumbering,
     /// Whether reports of free pages are acknowledged without giving the pages back, until [`Balloon::set_reporting`]
     /// changes that.
     pub reporting_off: bool,
@@ -73,14 +73,14 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { features: Features::ALL, numbering: Numbering::default(), reporting_off: false }
+        Self { features: Features::ALL, numbering: QueueNumbering::default(), reporting_off: false }
     }
 }
 
 /// How much memory the guest has, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub struct Size {
+pub struct MemorySize {
     /// Without a balloon.
     pub ram: u64,
     /// With the requested balloon.
@@ -101,7 +101,7 @@ struct Guest {
 /// The device. It is shared by the threads that serve the driver, process the queues, and send requests to the guest.
 pub struct Balloon {
     offered: Features,
-    numbering: Numbering,
+    numbering: QueueNumbering,
     config: Config,
     /// Bytes of the guest's memory.
     ram: AtomicU64,
@@ -117,7 +117,7 @@ pub struct Balloon {
     statistics: Mutex<LatestStatistics>,
     guest: Mutex<Guest>,
     hinting: Mutex<Hinting>,
-    queues: [Mutex<Queue>; Role::ALL.len()],
+    queues: [Mutex<Queue>; QueueRole::ALL.len()],
     counters: AtomicCounters,
 }
 
@@ -159,10 +159,10 @@ impl Balloon {
     }
 
     /// Number of queues that it has if all of them are accepted.
-    pub fn queues(&self) -> usize {
-        Role::ALL.iter().filter(|role| self.offered.has(role.feature())).count().max(match self.numbering {
-            Numbering::Compact => 0,
-            Numbering::Fixed => Role::ALL.len(),
+    pub fn num_queues(&self) -> usize {
+        QueueRole::ALL.iter().filter(|role| self.offered.has(role.feature())).count().max(match self.numbering {
+            QueueNumbering::Compact => 0,
+            QueueNumbering::Fixed => QueueRole::ALL.len(),
         })
     }
 
@@ -190,9 +190,9 @@ impl Balloon {
         self.changes.fetch_add(written.actual_changed.into(), Ordering::AcqRel);
     }
 
-    /// How often the guest's size ([`Size::actual`]) has changed. Callers poll this: there is no callback, because the
-    /// guest's virtual CPU waits until its write is accepted.
-    pub fn actual_changes(&self) -> u64 {
+    /// How often the guest's size ([`MemorySize::actual`]) has changed. Callers poll this: there is no callback,
+    /// because the guest's virtual CPU waits until its write is accepted.
+    pub fn actual_change_count(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
 
@@ -218,7 +218,7 @@ impl Balloon {
     /// Connects the device. There is a driver once it has [acknowledged](Self::ack_features) features. If these include
     /// page poison, no reported page is given back and no list is requested until the driver has written the value: a
     /// driver that another process had before has written it there, and may look like a new one.
-    pub fn attached(&self, transport: Arc<dyn Transport>) {
+    pub fn attach(&self, transport: Arc<dyn Transport>) {
         self.has_acked.store(false, Ordering::Release);
         self.config.forget_poison();
         let before = self.guest.lock().transport.replace(transport);
@@ -230,7 +230,7 @@ impl Balloon {
     /// and resizes its balloon as requested here. The size of its balloon is known after the next change.
     pub fn driver_resumed(&self) {
         self.config.driver_resumed();
-        if let Some(mut state) = self.state(Role::Statistics) {
+        if let Some(mut state) = self.state(QueueRole::Statistics) {
             state.outdated = true;
         }
         self.config_changed();
@@ -240,7 +240,7 @@ impl Balloon {
     /// which offers them again when it continues. The driver's state remains valid, and so does a list of free pages
     /// that was requested; statistics that are offered again are not reported, but requested once more. No thread may
     /// [process](Self::process_queue) that queue meanwhile.
-    pub fn stopped(&self, queue: usize) {
+    pub fn queue_stopped(&self, queue: usize) {
         let role = self.numbering.role(self.acked_features(), queue);
         if let Some(mut state) = role.and_then(|role| self.state(role)) {
             let ballooned = std::mem::take(&mut state.ballooned);
@@ -275,9 +275,9 @@ impl Balloon {
     ///
     /// # Errors
     /// Less than one page: no guest runs without memory.
-    pub fn set_target(&self, bytes: u64) -> Result<(), ZeroTarget> {
+    pub fn set_target(&self, bytes: u64) -> Result<(), TargetTooSmall> {
         if bytes < PAGE_SIZE {
-            return Err(ZeroTarget);
+            return Err(TargetTooSmall);
         }
         self.want(Some(bytes));
         Ok(())
@@ -303,10 +303,10 @@ impl Balloon {
     }
 
     /// How much memory the guest has. Takes no lock.
-    pub fn size(&self) -> Size {
+    pub fn size(&self) -> MemorySize {
         let ram = self.ram.load(Ordering::Acquire);
         let without = |pages: u32| ram.saturating_sub(u64::from(pages) * PAGE_SIZE);
-        Size { ram, target: without(self.config.num_pages()), actual: without(self.config.actual()) }
+        MemorySize { ram, target: without(self.config.num_pages()), actual: without(self.config.actual()) }
     }
 
     /// Whether a driver is connected that has accepted features.
@@ -336,14 +336,14 @@ impl Balloon {
         let Some(role) = self.numbering.role(self.acked_features(), queue) else { return Ok(MoreWork::No) };
         let Some(mut state) = self.state(role) else { return Ok(MoreWork::No) };
         match role {
-            Role::Inflate | Role::Deflate => self.process_arrays(role, &mut state, ring),
-            Role::Statistics => self.process_statistics(&mut state, ring),
-            Role::Hint => self.process_hints(&mut state, ring).inspect_err(|error| {
+            QueueRole::Inflate | QueueRole::Deflate => self.process_arrays(role, &mut state, ring),
+            QueueRole::Statistics => self.process_statistics(&mut state, ring),
+            QueueRole::Hint => self.process_hints(&mut state, ring).inspect_err(|error| {
                 if !R::is_stopped_error(error) {
                     self.end_hinting();
                 }
             }),
-            Role::Reporting => self.process_reports(&mut state, ring),
+            QueueRole::Reporting => self.process_reports(&mut state, ring),
         }
     }
 
@@ -390,7 +390,7 @@ impl Balloon {
     }
 
     /// The state of a queue of the current driver.
-    fn state(&self, role: Role) -> Option<MutexGuard<'_, Queue>> {
+    fn state(&self, role: QueueRole) -> Option<MutexGuard<'_, Queue>> {
         let mut state = self.queues.get(role.index())?.lock();
         let epoch = self.epoch.load(Ordering::Acquire);
         if state.epoch != epoch {
@@ -446,13 +446,13 @@ impl Balloon {
     }
 
     /// Whether the driver has a queue for this role that does not run any more.
-    fn is_idle(&self, role: Role) -> bool {
+    fn is_idle(&self, role: QueueRole) -> bool {
         let number = self.numbering.number(self.acked_features(), role);
         number.zip(self.transport()).is_some_and(|(number, transport)| transport.is_queue_stopped(number))
     }
 
     /// Schedules work on a queue, if there is such a queue.
-    fn kick(&self, role: Role) {
+    fn kick(&self, role: QueueRole) {
         let number = self.numbering.number(self.acked_features(), role);
         if let (Some(number), Some(transport)) = (number, self.transport()) {
             transport.kick(number);
@@ -464,7 +464,7 @@ impl Balloon {
         match memory.discard(run) {
             Ok(bytes) => self.counters.discarded_bytes.add(bytes),
             Err(error) => {
-                let what = format!("its pages could not be given back: {}", with_causes(&error));
+                let what = format!("its pages could not be given back: {}", error_with_causes(&error));
                 self.counters.failed_discards.refuse(1, &what);
             }
         }
@@ -480,4 +480,4 @@ impl Drop for Balloon {
 /// The target is less than one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a guest needs memory: the target must be at least 4096 bytes, in practice hundreds of MiB")]
-pub struct ZeroTarget;
+pub struct TargetTooSmall;

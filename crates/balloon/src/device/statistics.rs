@@ -13,7 +13,7 @@ use vm_memory::{Bytes as _, GuestMemory};
 
 use super::Balloon;
 use super::queue::{BUFFERS, MoreWork, Queue, WorkBudget};
-use crate::layout::{Features, Role};
+use crate::layout::{Features, QueueRole};
 use crate::ring::Ring;
 use crate::statistics::{ENTRIES, ENTRY, Statistics, StatisticsError};
 
@@ -30,11 +30,11 @@ impl Balloon {
         if !self.acked_features().has(Features::STATS_VQ) {
             return Err(StatisticsError::NotAccepted);
         }
-        if self.is_idle(Role::Statistics) {
+        if self.is_idle(QueueRole::Statistics) {
             return Err(StatisticsError::QueueStopped);
         }
         self.statistics_wanted.store(true, Ordering::Release);
-        self.kick(Role::Statistics);
+        self.kick(QueueRole::Statistics);
         Ok(())
     }
 

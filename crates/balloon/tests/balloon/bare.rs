@@ -44,7 +44,7 @@ impl Bare {
         let guest = rust_vmm::export(&memory).unwrap();
         let balloon = Arc::new(Balloon::new(Options::default()));
         balloon.set_memory(reclaim(Arc::clone(&memory)));
-        balloon.attached(Arc::new(Bus));
+        balloon.attach(Arc::new(Bus));
         balloon.ack_features(Features::ALL);
         balloon.write_config(POISON, &[0; 4]);
         Self { memory, guest, balloon }

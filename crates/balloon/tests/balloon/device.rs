@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::machine::{Guest, MIB, RAM, ReceivedList, USED, poll_until_idle};
-use limosa_balloon::{Features, GuestRam, HintState, Numbering, Options, StatisticsError, Strategy};
+use limosa_balloon::{Features, GuestRam, HintState, Options, QueueNumbering, StatisticsError, Strategy};
 use limosa_balloon_driver::{Driver, Pages as _};
 use limosa_memory::{FreePageHinting as _, FreePageSink, FreePagesError};
 use parking_lot::Mutex;
@@ -256,7 +256,7 @@ fn queues_are_numbered_as_linux_numbers_them() {
             assert!(driver.report(MIB).unwrap() > 0);
             assert!(guest.balloon.counters().reported_blocks > 0, "{features:?}");
         }
-        assert_eq!(Numbering::Compact.role(features, 0), Some(limosa_balloon::Role::Inflate));
+        assert_eq!(QueueNumbering::Compact.role(features, 0), Some(limosa_balloon::QueueRole::Inflate));
     }
 }
 
@@ -327,16 +327,16 @@ fn changes_of_the_size_are_counted() {
     guest.balloon.set_target(62 * MIB).unwrap();
     poll_until_idle(&mut driver);
     assert_eq!(
-        (guest.balloon.actual_changes(), guest.balloon.size().actual),
+        (guest.balloon.actual_change_count(), guest.balloon.size().actual),
         (2, 62 * MIB),
         "one array after the other"
     );
     guest.balloon.write_config(4, &512u32.to_le_bytes());
-    assert_eq!(guest.balloon.actual_changes(), 2, "writing the same value is no change");
+    assert_eq!(guest.balloon.actual_change_count(), 2, "writing the same value is no change");
     guest.balloon.reset();
     guest.balloon.reset();
     assert_eq!(
-        (guest.balloon.actual_changes(), guest.balloon.size().actual),
+        (guest.balloon.actual_change_count(), guest.balloon.size().actual),
         (3, RAM),
         "a balloon is emptied with its driver"
     );

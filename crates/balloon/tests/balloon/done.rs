@@ -55,7 +55,7 @@ impl<'m> Ring for Broken<'m> {
 fn a_ring_that_becomes_invalid_during_a_list_ends_it() {
     let (bare, told, received) =
         (Bare::new(), Arc::new(NotificationCount::default()), Arc::new(ReceivedList::default()));
-    bare.balloon.attached(told.clone());
+    bare.balloon.attach(told.clone());
     bare.balloon.ack_features(Features::ALL);
     bare.balloon.write_config(POISON, &[0; 4]);
     bare.balloon.request_list(received.clone()).unwrap();

@@ -146,7 +146,9 @@ fn real_huge_pages_of_the_host_are_given_back_completely() {
     }
     let _pages = HugePages::reserve(16 * MIB)
         .unwrap_or_else(|error| panic!("no huge pages: {error:#}; LIMOSA_SKIP_HUGETLB=1 skips this test"));
-    for strategy in [Strategy::Auto, Strategy::By(ReleaseMethod::PunchHole), Strategy::By(ReleaseMethod::Remove)] {
+    for strategy in
+        [Strategy::Auto, Strategy::Method(ReleaseMethod::PunchHole), Strategy::Method(ReleaseMethod::Remove)]
+    {
         let block = BlockOptions::memfd("pc.ram", 16 * MIB).huge_pages(2 * MIB).map().unwrap();
         block.write(0, &vec![7; 16 << 20]).unwrap();
         let memory = Arc::new(GuestMemory::new(vec![block]).unwrap());

@@ -264,7 +264,7 @@ proptest! {
         let noted = Arc::new(RecordingMemory { ram, ..RecordingMemory::default() });
         let balloon = Arc::new(Balloon::new(Options::default()));
         balloon.set_memory(noted.clone());
-        balloon.attached(Arc::new(SilentBus));
+        balloon.attach(Arc::new(SilentBus));
         balloon.ack_features(Features::from_bits(features));
         balloon.write_config(POISON, &[0; 4]);
         let received = Arc::new(ReceivedList::default());

@@ -95,7 +95,7 @@ fn a_queue_that_stops_and_continues_has_the_same_driver() {
     bare.balloon.process_queue(2, &bare.ring()).unwrap();
     let before = bare.balloon.statistics().unwrap().sequence;
     for queue in 0..6 {
-        bare.balloon.stopped(queue);
+        bare.balloon.queue_stopped(queue);
     }
     assert_eq!(bare.balloon.size().actual, 16 * MIB - 77 * 4096, "the balloon keeps its pages");
     let refused = bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).unwrap_err();
@@ -131,7 +131,7 @@ fn statistics_of_an_unknown_time_are_requested_again() {
             // The device holds it when the VM stops.
             bare.offer(0, 0x4000, 10, 0);
             bare.balloon.process_queue(2, &bare.ring()).unwrap();
-            bare.balloon.stopped(2);
+            bare.balloon.queue_stopped(2);
         }
         let before = told();
         free(1 << 20);
@@ -174,7 +174,7 @@ fn a_queue_that_stops_during_a_buffer_gives_no_more_of_its_pages_back() {
     assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), MoreWork::Yes);
     let before = bare.balloon.counters().discards;
     assert!((1..200).contains(&before));
-    bare.balloon.stopped(0);
+    bare.balloon.queue_stopped(0);
     assert_eq!(bare.balloon.process_queue(0, &ring).unwrap(), MoreWork::No);
     assert_eq!((bare.balloon.counters().discards, bare.used()), (before, 0));
     let mut last = [0; 4096];
@@ -206,7 +206,7 @@ fn the_poison_value_may_be_written_before_the_feature_is_accepted() {
 fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
     let bare = Bare::new();
     bare.memory.block(0).unwrap().write(8 * MIB, &vec![7; 4096]).unwrap();
-    bare.balloon.attached(Arc::new(Bus));
+    bare.balloon.attach(Arc::new(Bus));
     bare.balloon.ack_features(Features::ALL);
     let refused = bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).unwrap_err();
     assert!(refused.to_string().contains("page_poison"), "{refused}");
@@ -219,14 +219,14 @@ fn a_driver_that_has_not_written_its_poison_value_here_keeps_its_free_pages() {
 
     bare.balloon.write_config(POISON, &[0; 4]);
     for queue in 0..5 {
-        bare.balloon.stopped(queue);
+        bare.balloon.queue_stopped(queue);
     }
     assert!(
         bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_ok(),
         "the value remains valid over a stop"
     );
     // A driver that has not accepted the feature writes no value.
-    bare.balloon.attached(Arc::new(Bus));
+    bare.balloon.attach(Arc::new(Bus));
     bare.balloon.ack_features(Features::FREE_PAGE_HINT);
     assert!(bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).is_ok());
 }
@@ -243,7 +243,7 @@ fn a_driver_that_another_process_had_is_notified_of_the_configuration() {
     }
     let bare = Bare::new();
     let line = Arc::new(ChangeCount::default());
-    bare.balloon.attached(line.clone());
+    bare.balloon.attach(line.clone());
     bare.balloon.ack_features(Features::ALL);
     bare.balloon.driver_resumed();
     assert_eq!(line.0.load(Ordering::SeqCst), 1, "it may hold blocks, and have a balloon that is not requested here");
@@ -263,7 +263,7 @@ fn a_driver_that_is_gone_or_whose_queue_does_not_run_gets_no_requests() {
     let bare = Bare::new();
     let idle = Arc::new(Idle::default());
     let why = || bare.balloon.request_list(Arc::new(ReceivedBlocks::default())).unwrap_err().to_string();
-    bare.balloon.attached(idle.clone());
+    bare.balloon.attach(idle.clone());
     bare.balloon.ack_features(Features::ALL);
     bare.balloon.write_config(POISON, &[0; 4]);
     idle.0.store(1 << 3, Ordering::SeqCst);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use limosa_balloon::{Balloon, Options, Strategy, VhostUserBalloon};
 use limosa_memory::{FreePageHinting as _, FreePageSink};
 use limosa_testkit::{Uml, UmlGuest, pattern};
-use limosa_vhost::{Fault, Ram, Server, ServerError, Stopper};
+use limosa_vhost::{FaultKind, Ram, Server, ServerError, Stopper};
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 
@@ -190,8 +190,8 @@ impl Guest {
 
     /// No fault was counted.
     pub(crate) fn no_faults(&self) {
-        for fault in [Fault::Message, Fault::Unknown, Fault::Refused, Fault::Ring, Fault::Device] {
-            assert_eq!(self.server.faults(fault), 0, "{fault:?}");
+        for fault in [FaultKind::Message, FaultKind::Unknown, FaultKind::Refused, FaultKind::Ring, FaultKind::Device] {
+            assert_eq!(self.server.fault_count(fault), 0, "{fault:?}");
         }
         let counters = self.balloon.counters();
         assert_eq!((counters.pages_outside, counters.blocks_outside, counters.failed_discards), (0, 0, 0));

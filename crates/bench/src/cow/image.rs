@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
-use limosa_image::qcow2::{Counts, CreateOptions, Header, Parts, Qcow2, Qcow2Options, create};
+use limosa_image::qcow2::{Counts, CreateOptions, Header, ImageParts, Qcow2, Qcow2Options, create};
 use limosa_image::{Disk, GuestOffset, ImageError};
 use limosa_storage::testing::HardDisk;
 use limosa_storage::{Buffer, CacheMode, Create, FileCounters, FileOptions, FileStorage, Io, Storage, block_on};
@@ -99,10 +99,10 @@ impl Base {
         let options = CreateOptions::default().size(size);
         let mut memory = vec![0; 2 << 20];
         fill_random(&mut memory);
-        let buffer = Buffer::copied(&memory);
+        let buffer = Buffer::from_slice(&memory);
         let filled = block_on(async {
             let header = create(&*file, None, &options).await?;
-            let parts = Parts::new(file, header);
+            let parts = ImageParts::new(file, header);
             let disk = Qcow2::open(parts, Qcow2Options::default()).await?;
             let writes = (0..size).step_by(2 << 20).map(|at| disk.write(GuestOffset(at), buffer.clone().into()));
             stream::iter(writes).buffer_unordered(8).try_collect::<()>().await?;
@@ -137,7 +137,7 @@ impl Base {
     /// A fresh image of this shape, open.
     pub(super) fn open(&self, shape: &Shape, copies: Copies, options: Qcow2Options) -> Result<Image> {
         let path = self.fresh(shape)?;
-        let disk = shape.hard_disk.then(|| HardDisk::new(HardDisk::USUAL));
+        let disk = shape.hard_disk.then(|| HardDisk::new(HardDisk::TYPICAL_LATENCY));
         // The page cache takes no time compared with 8 ms.
         let direct = !shape.hard_disk && shape.through == Through::Direct;
         let cache = if direct { CacheMode::None } else { CacheMode::Writeback };
@@ -157,13 +157,13 @@ impl Base {
                 None => None,
                 Some(file) => {
                     let header = Header::read(&*file).await?;
-                    let parts = Parts::new(file, header);
+                    let parts = ImageParts::new(file, header);
                     Some(Qcow2::open(parts, options.clone().read_only(true)).await?)
                 }
             };
             let header = Header::read(&*image).await?;
             let (backing, apart) = if copies == Copies::Split { (None, backing) } else { (backing, None) };
-            let image = Qcow2::open(Parts::new(image, header).backing(backing), options).await?;
+            let image = Qcow2::open(ImageParts::new(image, header).backing(backing), options).await?;
             let split = (copies == Copies::Split).then(|| Split::new(Arc::clone(&image), apart));
             Ok::<_, ImageError>((image, split))
         });

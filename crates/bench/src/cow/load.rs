@@ -81,7 +81,7 @@ fn in_queues(disk: &dyn Disk, load: &Load, step: u64) -> Result<()> {
             let options = BenchOptions::new(load.count / load.queues, load.depth, size)
                 .offset(load.offset + number * step)
                 .step(step * load.queues)
-                .write(Some(0x5a));
+                .write_pattern(Some(0x5a));
             scope.spawn(move || block_on(bench(disk, &options, &|_| std::ops::ControlFlow::Continue(()))))
         };
         let queues: Vec<_> = (0..load.queues).map(queue).collect();
@@ -94,7 +94,7 @@ fn in_queues(disk: &dyn Disk, load: &Load, step: u64) -> Result<()> {
 
 /// One after the other, each anywhere: the same places every time.
 async fn anywhere(disk: &dyn Disk, load: &Load) -> Result<()> {
-    let buffer = Buffer::copied(&vec![0x5a; usize::try_from(load.size)?]);
+    let buffer = Buffer::from_slice(&vec![0x5a; usize::try_from(load.size)?]);
     let mut state = 0x2545_f491_4f6c_dd1d_u64;
     for _ in 0..load.count {
         state ^= state << 13;
@@ -114,7 +114,7 @@ pub(super) fn device(base: &Base, load: &Load) -> Result<Measured> {
     block_on(file.set_len(load.count << 16))?;
     let watch = Stopwatch::start(&[])?;
     block_on(async {
-        let buffer = Buffer::copied(&[0x5a; 64 << 10]);
+        let buffer = Buffer::from_slice(&[0x5a; 64 << 10]);
         let writes = (0..load.count).map(|number| file.write(number << 16, buffer.clone().into()));
         stream::iter(writes).buffer_unordered(usize::try_from(load.depth).unwrap_or(1)).try_collect::<()>().await
     })?;

@@ -42,7 +42,7 @@ impl Split {
     }
 
     async fn write_parts(&self, at: u64, bytes: IoVector) -> Result<(), ImageError> {
-        let (unit, end) = (self.image.granularity(), at + bytes.len() as u64);
+        let (unit, end) = (self.image.allocation_unit(), at + bytes.len() as u64);
         let (first, last) = (at / unit, (end - 1) / unit);
         let units: Vec<_> = (first..=last).map(|number| self.unit(number)).collect();
         // In their order, so that two requests do not wait for each other.
@@ -95,8 +95,8 @@ impl Disk for Split {
         false
     }
 
-    fn granularity(&self) -> u64 {
-        self.image.granularity()
+    fn allocation_unit(&self) -> u64 {
+        self.image.allocation_unit()
     }
 
     fn read(&self, _: GuestOffset, _: IoVector) -> Pending<'_> {
@@ -130,9 +130,9 @@ impl Disk for Split {
 
 #[cfg(test)]
 mod tests {
-    use limosa_image::qcow2::{CreateOptions, Header, Parts, Qcow2Options, create};
+    use limosa_image::qcow2::{CreateOptions, Header, ImageParts, Qcow2Options, create};
     use limosa_image::raw::{Raw, RawOptions};
-    use limosa_storage::testing::{Counting, SparseMemory};
+    use limosa_storage::testing::{RequestRecorder, SparseMemory};
     use limosa_storage::{Operation, Storage, block_on};
 
     use super::*;
@@ -145,14 +145,14 @@ mod tests {
         let file = Arc::clone(file);
         let disk = block_on(async {
             let header = Header::read(&*file).await?;
-            Qcow2::open(Parts::new(file, header).backing(backing), Qcow2Options::default()).await
+            Qcow2::open(ImageParts::new(file, header).backing(backing), Qcow2Options::default()).await
         });
         disk.unwrap()
     }
 
     #[test]
     fn a_first_write_is_five_operations_and_leaves_what_the_merged_one_leaves() {
-        let counting = Counting::new();
+        let counting = RequestRecorder::new();
         let bytes: Vec<u8> = (0..SIZE).map(|at| (at / 7 % 251).to_le_bytes()[0]).collect();
         let below = counting.wrap(Arc::new(SparseMemory::file_with("below", bytes.clone(), 2 << 20)));
         let options = RawOptions::default().read_only(true);
@@ -161,7 +161,7 @@ mod tests {
         block_on(create(&*file, None, &CreateOptions::default().size(SIZE as u64))).unwrap();
         let disk = Split::new(opened(&file, None), Some(Arc::clone(&below)));
         let write = |at: u64, length: usize| {
-            block_on(disk.write(GuestOffset(at), Buffer::copied(&vec![0xee; length]).into())).unwrap();
+            block_on(disk.write(GuestOffset(at), Buffer::from_slice(&vec![0xee; length]).into())).unwrap();
         };
         // The tables are there afterwards.
         write(960 * K, 64 << 10);

@@ -102,8 +102,8 @@ fn inflate(memory: u64, (format, pieces): (ReportFormat, Pieces)) -> Result<Meas
     };
     let balloon = Arc::new(Balloon::new(DeviceOptions::default()));
     let timed = discards.clone();
-    let device = VhostUserBalloon::with(balloon.clone(), move |ram| {
-        Ok(Arc::new(Timed { ram: GuestRam::shared(ram, Strategy::Auto)?, discards: timed.clone() }))
+    let device = VhostUserBalloon::with_reclaim(balloon.clone(), move |ram| {
+        Ok(Arc::new(Timed { ram: GuestRam::from_front_end(ram, Strategy::Auto)?, discards: timed.clone() }))
     });
     let folder = Scratch::new_in(&std::env::temp_dir())?;
     let path = folder.path().join("balloon.sock");

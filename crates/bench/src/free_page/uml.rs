@@ -170,7 +170,7 @@ impl Guest {
         let balloon = Arc::new(Balloon::new(DeviceOptions { features: offered, ..DeviceOptions::default() }));
         let discards = Arc::<Discards>::default();
         let timing = discards.clone();
-        let device = VhostUserBalloon::with(balloon.clone(), move |ram| Ok(Arc::new(timed(ram, &timing)?)));
+        let device = VhostUserBalloon::with_reclaim(balloon.clone(), move |ram| Ok(Arc::new(timed(ram, &timing)?)));
         let device = Arc::new(device);
         let server = Server::bind(&path, device.clone())?;
         let stopper = server.stopper();
@@ -286,7 +286,9 @@ impl Guest {
         let (ranges, wall) = self.ask()?;
         let began = Instant::now();
         for range in &ranges {
-            bitmap.clear_range(PageRange::within(&(range.start.saturating_sub(base)..range.end.saturating_sub(base))));
+            bitmap.clear_range(PageRange::inside_bytes(
+                &(range.start.saturating_sub(base)..range.end.saturating_sub(base)),
+            ));
         }
         let filtering = began.elapsed();
         let measured = Measured { wall: wall + filtering, ..watch.stop()? };
@@ -351,7 +353,7 @@ impl Drop for Guest {
 
 /// Its memory, whose discards are timed.
 fn timed(ram: &Ram, discards: &Arc<Discards>) -> Result<Timed, MemoryError> {
-    Ok(Timed { ram: GuestRam::shared(ram, Strategy::Auto)?, discards: discards.clone() })
+    Ok(Timed { ram: GuestRam::from_front_end(ram, Strategy::Auto)?, discards: discards.clone() })
 }
 
 fn told(measured: Measured, ranges: &[Range<u64>]) -> Measured {

@@ -144,7 +144,7 @@ impl Tls {
 
     /// Sets whether the [kernel](KernelTls) encrypts and decrypts records.
     #[must_use]
-    pub fn kernel(self, kernel: KernelTls) -> Self {
+    pub fn with_kernel_tls(self, kernel: KernelTls) -> Self {
         Self { kernel, ..self }
     }
 
@@ -158,7 +158,7 @@ impl Tls {
     /// [established](crate::Channel::complete_handshake). For a peer that first waits for something else from this end:
     /// stock QEMU waits for the first bytes of each multifd channel before it accepts the next.
     #[must_use]
-    pub fn deferred(mut self) -> Self {
+    pub fn with_deferred_handshake(mut self) -> Self {
         if let Role::Client { deferred, .. } = &mut self.role {
             *deferred = true;
         }

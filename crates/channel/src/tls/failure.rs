@@ -52,7 +52,7 @@ pub enum TlsFailure {
     BadCertificate(String),
     /// The peer's alert.
     #[error("it refused: {0}")]
-    Refused(TlsRefusal),
+    Refused(TlsAlert),
     /// A client does not know which name the server's certificate must have.
     #[error("the expected host name is not given")]
     NoHostName,
@@ -64,22 +64,22 @@ pub enum TlsFailure {
         "it closed the connection during the TLS handshake: it may not use TLS, or not trust this end's \
          certificate"
     )]
-    Ended,
+    HandshakeClosed,
     /// The handshake took too long.
     #[error("no TLS handshake within {0:?}; it may not use TLS")]
-    Late(Duration),
+    HandshakeTimedOut(Duration),
     /// The connection ended without a close notification.
-    #[error("the connection ended without a TLS close notification{}", early(*first))]
+    #[error("the connection ended without a TLS close notification{}", early(*before_first_byte))]
     Truncated {
         /// No byte had arrived. Many servers refuse a client's certificate this way.
-        first: bool,
+        before_first_byte: bool,
     },
     /// The connection was reset, which is no intended end: a peer that closes with unread bytes causes it, and so can
     /// an attacker on the path.
-    #[error("the connection was reset without a TLS close notification{}", early(*first))]
+    #[error("the connection was reset without a TLS close notification{}", early(*before_first_byte))]
     Reset {
         /// As for [`Truncated`](Self::Truncated).
-        first: bool,
+        before_first_byte: bool,
     },
     /// A record failed authentication: the peer did not send it in this form.
     #[error("a record failed authentication: it was changed in transit")]
@@ -98,7 +98,7 @@ pub enum TlsFailure {
 /// The meaning of a peer's alert (RFC 8446, section 6.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum TlsRefusal {
+pub enum TlsAlert {
     /// `unknown_ca`.
     #[error("this end's certificate is not issued by a CA that it trusts")]
     UnknownAuthority,
@@ -125,7 +125,7 @@ pub enum TlsRefusal {
     NoCommonCipher,
     /// Any other alert, by its number.
     #[error("alert {0}")]
-    Alert(u8),
+    Other(u8),
 }
 
 /// The reason why the kernel does not encrypt or decrypt the records of a connection.
@@ -149,16 +149,16 @@ pub enum KernelTlsFailure {
     Key(Errno),
     /// The kernel rejected a later key.
     #[error("a new key was rejected: {0}")]
-    NewKey(Errno),
+    RekeyRejected(Errno),
     /// The kernel has no such cipher.
     #[error("a new key was rejected: unsupported cipher")]
-    NewCipher,
+    UnsupportedCipher,
     /// The sending key has reached its usage limit.
     #[error("the key has reached its usage limit, and this kernel cannot renew keys (Linux 6.14 can)")]
     KeyUsedUp,
     /// The kernel cannot take the peer's new key.
     #[error("the peer renewed its key, and this kernel cannot renew keys (Linux 6.14 can)")]
-    KeyRenewed,
+    PeerRekeyUnsupported,
     /// The peer split a key update over two records.
     #[error("the peer split a key update over two records, which the kernel cannot open")]
     SplitKeyUpdate,
@@ -206,17 +206,17 @@ impl TlsFailure {
     /// Converts a fatal alert of the peer.
     pub(super) fn of_alert(alert: AlertDescription) -> Self {
         Self::Refused(match alert {
-            AlertDescription::UnknownCA => TlsRefusal::UnknownAuthority,
-            AlertDescription::CertificateRequired => TlsRefusal::CertificateRequired,
-            AlertDescription::DecryptError => TlsRefusal::Unverifiable,
-            AlertDescription::CertificateExpired => TlsRefusal::Expired,
-            AlertDescription::CertificateRevoked => TlsRefusal::Revoked,
+            AlertDescription::UnknownCA => TlsAlert::UnknownAuthority,
+            AlertDescription::CertificateRequired => TlsAlert::CertificateRequired,
+            AlertDescription::DecryptError => TlsAlert::Unverifiable,
+            AlertDescription::CertificateExpired => TlsAlert::Expired,
+            AlertDescription::CertificateRevoked => TlsAlert::Revoked,
             AlertDescription::BadCertificate
             | AlertDescription::CertificateUnknown
-            | AlertDescription::UnsupportedCertificate => TlsRefusal::BadCertificate,
-            AlertDescription::ProtocolVersion => TlsRefusal::Version,
-            AlertDescription::HandshakeFailure => TlsRefusal::NoCommonCipher,
-            alert => TlsRefusal::Alert(u8::from(alert)),
+            | AlertDescription::UnsupportedCertificate => TlsAlert::BadCertificate,
+            AlertDescription::ProtocolVersion => TlsAlert::Version,
+            AlertDescription::HandshakeFailure => TlsAlert::NoCommonCipher,
+            alert => TlsAlert::Other(u8::from(alert)),
         })
     }
 }
@@ -224,7 +224,9 @@ impl TlsFailure {
 impl From<TlsFailure> for io::Error {
     fn from(failure: TlsFailure) -> Self {
         let kind = match failure {
-            TlsFailure::Truncated { .. } | TlsFailure::Reset { .. } | TlsFailure::Ended => io::ErrorKind::UnexpectedEof,
+            TlsFailure::Truncated { .. } | TlsFailure::Reset { .. } | TlsFailure::HandshakeClosed => {
+                io::ErrorKind::UnexpectedEof
+            }
             _ => io::ErrorKind::InvalidData,
         };
         Self::new(kind, failure)
@@ -269,9 +271,9 @@ mod tests {
             TlsFailure::UnknownAuthority { authorities: "/etc/pki/qemu/ca-cert.pem".into() },
             TlsFailure::Expired { ago: Duration::from_secs(3 * 86_400) },
             TlsFailure::WrongName { expected: "b".into(), presented: vec![] },
-            TlsFailure::Ended,
-            TlsFailure::Truncated { first: true },
-            TlsFailure::Reset { first: false },
+            TlsFailure::HandshakeClosed,
+            TlsFailure::Truncated { before_first_byte: true },
+            TlsFailure::Reset { before_first_byte: false },
             TlsFailure::of_alert(AlertDescription::CertificateRequired),
         ];
         for failure in some {

@@ -153,7 +153,7 @@ impl Handshake {
             // In every iteration: a peer that keeps sending single bytes gets no more time than a silent one.
             let rest = self.within.saturating_sub(self.begun.map_or(Duration::ZERO, |begun| begun.elapsed()));
             if rest.is_zero() {
-                return Err(TlsFailure::Late(self.within).into());
+                return Err(TlsFailure::HandshakeTimedOut(self.within).into());
             }
             if let Err(failure) = self.process() {
                 self.queue_alert(&failure);
@@ -279,7 +279,7 @@ impl Handshake {
         };
         self.incoming.truncate(got.map_or(have, |got| have + got));
         match got {
-            Ok(0) | Err(Errno::CONNRESET | Errno::PIPE) => Err(TlsFailure::Ended.into()),
+            Ok(0) | Err(Errno::CONNRESET | Errno::PIPE) => Err(TlsFailure::HandshakeClosed.into()),
             Ok(_) => Ok(true),
             Err(Errno::AGAIN) => Ok(false),
             Err(errno) => Err(errno.into()),

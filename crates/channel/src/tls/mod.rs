@@ -38,7 +38,7 @@ mod record;
 mod session;
 
 pub use credentials::Tls;
-pub use failure::{KernelTlsFailure, TlsFailure, TlsRefusal};
+pub use failure::{KernelTlsFailure, TlsAlert, TlsFailure};
 pub(crate) use kernel::ByKernel;
 pub use kernel::{KernelTls, UnknownKernelTls};
 pub(crate) use session::Session;

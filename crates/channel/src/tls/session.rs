@@ -177,7 +177,7 @@ impl Session {
         }
         match self.outcome.get() {
             Some(Ok(directions)) => Ok(directions),
-            outcome => Err(outcome.and_then(known).unwrap_or(TlsFailure::Ended).into()),
+            outcome => Err(outcome.and_then(known).unwrap_or(TlsFailure::HandshakeClosed).into()),
         }
     }
 
@@ -686,11 +686,13 @@ impl Receiving {
     fn note_end(&mut self, answer: io::Result<usize>) -> io::Result<bool> {
         let first = !self.begun;
         let failure = match answer {
-            Ok(_) => TlsFailure::Truncated { first },
+            Ok(_) => TlsFailure::Truncated { before_first_byte: first },
             Err(error) => match error.get_ref().and_then(|error| error.downcast_ref::<TlsFailure>()) {
                 Some(failure) => failure.clone(),
                 // A peer that closes with unread bytes of this end; or an attacker on the path.
-                None if error.kind() == io::ErrorKind::ConnectionReset => TlsFailure::Reset { first },
+                None if error.kind() == io::ErrorKind::ConnectionReset => {
+                    TlsFailure::Reset { before_first_byte: first }
+                }
                 None => return Err(error),
             },
         };

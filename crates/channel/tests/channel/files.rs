@@ -71,11 +71,11 @@ fn a_file_is_made_private_and_never_truncated() {
     let uri: Uri = format!("file:{},offset=0x10", path.display()).parse().unwrap();
     assert_eq!(FileChannel::open(&uri, Access::Read).unwrap_err().io_kind(), Some(std::io::ErrorKind::NotFound));
     assert!(!path.exists());
-    let file = FileChannel::open(&uri, Access::Write).unwrap();
+    let file = FileChannel::open(&uri, Access::ReadWrite).unwrap();
     file.write_all_at(b"abc", 1).unwrap();
     drop(file);
     assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-    let file = FileChannel::open(&uri, Access::Write).unwrap();
+    let file = FileChannel::open(&uri, Access::ReadWrite).unwrap();
     let mut word = [0; 4];
     file.read_exact_at(&mut word, 0).unwrap();
     assert_eq!((&word, file.base(), file.peer()), (b"\0abc", 16, uri.to_string().as_str()));

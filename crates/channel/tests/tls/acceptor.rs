@@ -56,7 +56,7 @@ fn no_trusted_peer_in_time_is_a_time_out() {
     let listener = listen(&bed.server());
     let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
     let _silent = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    let error = Acceptor::new(&listener).within(Duration::from_millis(50)).unwrap_err();
+    let error = Acceptor::new(&listener).accept_within(Duration::from_millis(50)).unwrap_err();
     assert!(error.is_timeout(), "{error}");
 }
 
@@ -64,7 +64,7 @@ fn no_trusted_peer_in_time_is_a_time_out() {
 fn a_peer_that_closes_after_the_handshake_is_not_taken() {
     let bed = Bed::new();
     let listener = listen(&bed.server());
-    let deferred = with(Tls::client(bed.folder(), None).unwrap().deferred());
+    let deferred = with(Tls::client(bed.folder(), None).unwrap().with_deferred_handshake());
     let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
     let mut told = Vec::new();
     let mut acceptor = Acceptor::new(&listener).on_refusal(|why| told.push(why.to_owned()));
@@ -83,7 +83,7 @@ fn a_peer_that_closes_after_the_handshake_is_not_taken() {
 fn without_tls_the_first_to_come_is_taken() {
     let listener = listen(&Options::default());
     let near = Channel::connect(listener.local_uri(), &Options::default()).unwrap();
-    let far = Acceptor::new(&listener).within(SOON).unwrap();
+    let far = Acceptor::new(&listener).accept_within(SOON).unwrap();
     near.write_all(b"!").unwrap();
     far.read_exact(&mut [0]).unwrap();
 }

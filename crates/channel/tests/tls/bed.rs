@@ -51,8 +51,8 @@ impl Bed {
 
     /// The same, on whose sockets a test may do what a kernel that has their keys would not let through as it is.
     pub(crate) fn pair_without_kernel(&self) -> (Channel, Channel) {
-        let server = Tls::server(self.folder(), true).unwrap().kernel(KernelTls::Off);
-        let client = Tls::client(self.folder(), None).unwrap().kernel(KernelTls::Off);
+        let server = Tls::server(self.folder(), true).unwrap().with_kernel_tls(KernelTls::Off);
+        let client = Tls::client(self.folder(), None).unwrap().with_kernel_tls(KernelTls::Off);
         connected(&with(server), &with(client)).unwrap()
     }
 }

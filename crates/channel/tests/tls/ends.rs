@@ -50,7 +50,7 @@ fn an_end_that_was_not_announced_is_none() {
     for _ in 0..2 {
         let error = server.read(&mut got).unwrap_err();
         assert!(error.lacks_close_notify() && error.is_closed(), "{error}");
-        assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { first: false }));
+        assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { before_first_byte: false }));
         assert!(
             error.to_string().contains("at byte 5: TLS: the connection ended without a TLS close notification"),
             "{error}"
@@ -177,13 +177,13 @@ fn a_handshake_that_takes_too_long_is_given_up_by_both_ends() {
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &Options::default()).unwrap();
     let error =
         Channel::connect(listener.local_uri(), &Options { connect_timeout: short, ..bed.client() }).unwrap_err();
-    assert_eq!(error.tls_failure(), Some(&TlsFailure::Late(Duration::from_millis(100))), "{error}");
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::HandshakeTimedOut(Duration::from_millis(100))), "{error}");
     // A client that says nothing.
     let (_near, far) = plain();
     let server = Channel::from_fd_with(far.into(), &Options { connect_timeout: short, ..bed.server() }).unwrap();
     let begun = Instant::now();
     let error = look(&server).unwrap_err();
-    assert_eq!(error.tls_failure(), Some(&TlsFailure::Late(Duration::from_millis(100))), "{error}");
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::HandshakeTimedOut(Duration::from_millis(100))), "{error}");
     assert!(begun.elapsed() < SOON);
 }
 
@@ -191,8 +191,10 @@ fn a_handshake_that_takes_too_long_is_given_up_by_both_ends() {
 fn the_time_for_a_handshake_runs_from_the_wait_at_a_client_and_from_accept_at_a_server() {
     let bed = Bed::new();
     let short = Duration::from_secs(1);
-    let deferred =
-        Options { connect_timeout: Some(short), ..with(Tls::client(bed.folder(), None).unwrap().deferred()) };
+    let deferred = Options {
+        connect_timeout: Some(short),
+        ..with(Tls::client(bed.folder(), None).unwrap().with_deferred_handshake())
+    };
     let listener = listen(&bed.server());
     let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
     // It has something else to do first.
@@ -208,7 +210,7 @@ fn the_time_for_a_handshake_runs_from_the_wait_at_a_client_and_from_accept_at_a_
     let server = listener.accept(Some(SOON)).unwrap();
     thread::sleep(short + short / 5);
     let error = look(&server).unwrap_err();
-    assert_eq!(error.tls_failure(), Some(&TlsFailure::Late(short)), "{error}");
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::HandshakeTimedOut(short)), "{error}");
     assert_eq!(rustix::io::ioctl_fionread(&client).unwrap(), 0);
 }
 
@@ -224,5 +226,5 @@ fn a_peer_that_resets_the_connection_has_not_ended_it() {
     rustix::net::connect_unspec(socket).unwrap();
     let error = client.read_exact(&mut [0]).unwrap_err();
     assert!(error.is_closed() && !error.lacks_close_notify(), "{error}");
-    assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { first: true }), "{error}");
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { before_first_byte: true }), "{error}");
 }

@@ -164,7 +164,7 @@ fn a_server_that_hangs_up_on_the_handshake_is_named() {
     let named = with(Tls::client(bed.folder(), Some("localhost")).unwrap());
     let reads = thread::spawn(move || far.read(&mut [0; 2000]).map(drop));
     let error = Channel::from_fd_with(near.into(), &named).unwrap_err();
-    assert_eq!(error.tls_failure(), Some(&TlsFailure::Ended), "{error}");
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::HandshakeClosed), "{error}");
     assert!(error.is_closed());
     reads.join().unwrap().unwrap();
 }

@@ -218,7 +218,7 @@ fn a_unix_socket_is_encrypted_if_the_expected_host_name_is_given() {
 fn a_client_that_defers_its_handshake_does_not_wait_for_the_server() {
     let bed = Bed::new();
     let listener = listen(&bed.server());
-    let deferred = with(Tls::client(bed.folder(), None).unwrap().deferred());
+    let deferred = with(Tls::client(bed.folder(), None).unwrap().with_deferred_handshake());
     // It was not accepted.
     let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
     let server = listener.accept(Some(SOON)).unwrap();

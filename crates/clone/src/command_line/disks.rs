@@ -6,7 +6,7 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use limosa_qemu::command_line::{CommandOption, Properties, options, program};
+use limosa_qemu::command_line::{CommandOption, Properties, options, program_index};
 
 use super::Ownership;
 use super::frozen::{OverlayPlan, Overlays};
@@ -54,7 +54,7 @@ pub(crate) fn behind_overlays(
             "drive" => drive(&mut overlays, option.value)?,
             _ => None,
         };
-        replace(option.at, value);
+        replace(option.index, value);
     }
     for (at, name) in positional(args, &all) {
         replace(at, image(&mut overlays, "the disk", name)?);
@@ -77,9 +77,9 @@ pub(crate) fn behind_overlays(
 
 /// Images on the command line without an option.
 fn positional<'a>(args: &'a [OsString], all: &[CommandOption<'_>]) -> Vec<(usize, &'a str)> {
-    let images = args.iter().enumerate().skip(program(args) + 1);
+    let images = args.iter().enumerate().skip(program_index(args) + 1);
     let images = images.filter_map(|(at, arg)| Some((at, arg.to_str()?)));
-    images.filter(|(at, arg)| !arg.starts_with('-') && all.iter().all(|option| option.at != *at)).collect()
+    images.filter(|(at, arg)| !arg.starts_with('-') && all.iter().all(|option| option.index != *at)).collect()
 }
 
 /// An image that is named by its path alone.
@@ -91,7 +91,7 @@ fn image(overlays: &mut Overlays<'_>, option: &str, name: &str) -> Result<Option
 }
 
 fn drive(overlays: &mut Overlays<'_>, value: &str) -> Result<Option<String>, String> {
-    let mut list = Properties::read(value, "file");
+    let mut list = Properties::parse(value, "file");
     let is_read_only = ["readonly", "read-only", "snapshot"].iter().any(|key| list.is_on(key))
         || list.get("media") == Some("cdrom")
         // A directory as a FAT disk, which is written to with `rw` alone.

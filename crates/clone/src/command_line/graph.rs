@@ -34,7 +34,7 @@ pub(super) fn cover_nodes(
     let mut nodes = Vec::new();
     for option in all.iter().filter(|option| option.name == "blockdev") {
         let node = Node::read(option.value).ok_or_else(|| format!("-blockdev {}: not understood", option.value))?;
-        nodes.push((option.at, Covered { below: Vec::new(), node }));
+        nodes.push((option.index, Covered { below: Vec::new(), node }));
     }
     let before = nodes.clone();
     seal_backing(&mut nodes, all);
@@ -150,10 +150,11 @@ fn free_name(args: &[OsString], Place { disk, layer }: Place) -> Result<String, 
 /// Makes nodes read-only that are nothing but backing images of others, as QEMU uses them, and the files below them.
 fn seal_backing(nodes: &mut [(usize, Covered)], all: &[CommandOption<'_>]) {
     let devices = all.iter().filter(|option| option.name == "device");
-    let mut drives: Vec<_> =
-        devices.filter_map(|option| Properties::read(option.value, "driver").get("drive").map(str::to_owned)).collect();
+    let mut drives: Vec<_> = devices
+        .filter_map(|option| Properties::parse(option.value, "driver").get("drive").map(str::to_owned))
+        .collect();
     for option in all.iter().filter(|option| matches!(option.name, "machine" | "M")) {
-        let list = Properties::read(option.value, "type");
+        let list = Properties::parse(option.value, "type");
         drives.extend(["pflash0", "pflash1"].iter().filter_map(|key| list.get(key).map(str::to_owned)));
     }
     let mut below: Vec<String> =

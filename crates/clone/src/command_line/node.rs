@@ -82,7 +82,7 @@ impl Node {
 
     /// Reads the value of a `-blockdev`; `None` if it cannot be understood.
     pub(super) fn read(value: &str) -> Option<Self> {
-        let list = Properties::read(value, "driver");
+        let list = Properties::parse(value, "driver");
         list.get("driver").is_some().then_some(Self(list))
     }
 

@@ -56,7 +56,7 @@ fn shared_global(option: &CommandOption<'_>) -> Option<&'static str> {
         return None;
     }
     // `driver.property=value`, or `driver=,property=,value=`.
-    let list = Properties::read(option.value, "driver");
+    let list = Properties::parse(option.value, "driver");
     let short = option.value.split_once('=').and_then(|(name, _)| name.rsplit_once('.'));
     let property = list.get("property").or_else(|| short.map(|(_, property)| property))?;
     SHARING.into_iter().find(|known| *known == property)
@@ -93,10 +93,12 @@ impl How {
 /// Ids of the character devices behind which a server of a device is: it keeps a disk, a file system or a TPM.
 fn server_chardevs(all: &[CommandOption<'_>]) -> Vec<String> {
     let user = |option: &CommandOption<'_>| match option.name {
-        "device" => Some(Properties::read(option.value, "driver")).filter(|list| kind_is(list, "driver", "vhost-user")),
-        "netdev" | "tpmdev" => Some(Properties::read(option.value, "type")),
+        "device" => {
+            Some(Properties::parse(option.value, "driver")).filter(|list| kind_is(list, "driver", "vhost-user"))
+        }
+        "netdev" | "tpmdev" => Some(Properties::parse(option.value, "type")),
         "object" => {
-            Some(Properties::read(option.value, "qom-type")).filter(|list| kind_is(list, "qom-type", "cryptodev"))
+            Some(Properties::parse(option.value, "qom-type")).filter(|list| kind_is(list, "qom-type", "cryptodev"))
         }
         _ => None,
     };
@@ -111,7 +113,7 @@ fn kind_is(list: &Properties, key: &str, start: &str) -> bool {
 /// The paths of an option that clones must not share.
 fn outputs(option: &CommandOption<'_>, servers: &[String]) -> Vec<Output> {
     let value = option.value;
-    let list = |first| Properties::read(value, first);
+    let list = |first| Properties::parse(value, first);
     let of = |list: &Properties, key: &str, how: How| {
         let path = list.get(key).filter(|path| !path.is_empty());
         path.map(|path| Output { path: path.to_owned(), how })
@@ -177,7 +179,7 @@ fn old_chardev(value: &str) -> Option<Output> {
             return Some(Output { path: path.split(',').next()?.to_owned(), how: How::Written });
         }
     }
-    let list = Properties::read(value.strip_prefix("unix:")?, "path");
+    let list = Properties::parse(value.strip_prefix("unix:")?, "path");
     let path = list.get("path").filter(|_| list.is_on("server"))?;
     Some(Output { path: path.to_owned(), how: How::Listened })
 }

@@ -37,7 +37,7 @@ impl CommandTemplate {
     ///
     /// A name ends where an option's value ends: at a comma (two stand for one in the name) or a quote.
     #[must_use]
-    pub fn outputs(&self, number: u64, name: &str) -> Vec<PathBuf> {
+    pub fn file_names(&self, number: u64, name: &str) -> Vec<PathBuf> {
         const BEGIN: &str = "{dir}/";
         let number = number.to_string();
         let values: [(&[u8], &[u8]); 2] = [(b"{n}", number.as_bytes()), (b"{name}", name.as_bytes())];
@@ -125,6 +125,6 @@ mod tests {
             "{dir}",
         ];
         let template = CommandTemplate::new(args.map(OsString::from).to_vec());
-        assert_eq!(template.outputs(7, "007"), ["serial-7", "a,b", "sub/007.raw"].map(PathBuf::from));
+        assert_eq!(template.file_names(7, "007"), ["serial-7", "a,b", "sub/007.raw"].map(PathBuf::from));
     }
 }

@@ -117,7 +117,7 @@ impl End {
             let main = wait(&listener, control)?;
             return Ok((listener, MultifdChannels { main, multifd: Vec::new() }));
         }
-        let options = MultifdAcceptOptions { channels, within: REACH, main_first: false };
+        let options = MultifdAcceptOptions { channels, timeout: REACH, main_first: false };
         let mut gathering = MultifdAccept::new(&listener, options).on_refusal(|why| turned_away(&error_line(why)));
         let set = loop {
             control.check().map_err(|error| error_line(&error))?;

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use limosa_channel::Tls;
 use limosa_console::error_line;
-use limosa_control::{ControlSocket, Job};
+use limosa_control::{ControlSocket, JobKind};
 use limosa_migrate::Handle;
 use limosa_migrate::control::Control;
 use rustix::time::{ClockId, clock_gettime};
@@ -130,7 +130,7 @@ impl End {
     fn begin(&self) -> Migration {
         let job = Migration { handle: Handle::new(), cpu: CpuTime::now() };
         self.coordinator.begin(&job.handle.control);
-        self.socket.set_job(Job::Live, &job.handle);
+        self.socket.set_job(JobKind::Live, &job.handle);
         job
     }
 
@@ -138,7 +138,7 @@ impl End {
     fn begin_again(&self, before: &Migration) -> Migration {
         let handle = Handle { control: Control::new(), progress: before.handle.progress.clone() };
         self.coordinator.begin(&handle.control);
-        self.socket.set_job(Job::Live, &handle);
+        self.socket.set_job(JobKind::Live, &handle);
         Migration { handle, cpu: before.cpu }
     }
 

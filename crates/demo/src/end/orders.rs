@@ -255,7 +255,7 @@ impl Commands for Coordinator {
         }
     }
 
-    fn amend(&self, answer: &mut Map<String, Value>) {
+    fn amend_query_migrate(&self, answer: &mut Map<String, Value>) {
         let known = self.lock();
         answer.extend(known.migration.iter().map(|(key, value)| (key.clone(), value.clone())));
         if known.state == State::PostcopyPaused {

@@ -52,7 +52,7 @@ impl End {
                 self.resumed(migration, &stats, &with_remedy(&error));
                 true
             }
-            LiveOutcome::Stuck { error, resume, stats } => {
+            LiveOutcome::ResumeFailed { error, resume, stats } => {
                 let why = format!("{}; and the guest cannot continue: {}", error_line(&error), error_line(&*resume));
                 self.told_source(migration, "failed", &stats, Some(why.clone()));
                 self.coordinator.turn(State::Failed, Some(why));
@@ -128,7 +128,7 @@ impl End {
         let main = self.connect(uri).map_err(|error| error_line(&error))?;
         let zero_copy = self.settings.zero_copy;
         // Over TLS it has shaken hands then; the others do so on their own threads.
-        let tls = self.tls.clone().map(Tls::deferred);
+        let tls = self.tls.clone().map(Tls::with_deferred_handshake);
         let multifd_channels = (0..self.settings.channels).map(|_| connect(uri, zero_copy, tls.clone()));
         let multifd_channels = multifd_channels.collect::<Result<Vec<_>, _>>();
         let multifd_channels = multifd_channels.map_err(|error| error_line(&error))?;
@@ -144,7 +144,7 @@ impl End {
             Postcopy::AtOnce => limosa_migrate::live::PostcopyMode::AtOnce,
         });
         let source = match self.vm.free_pages() {
-            Some(from) => source.free_pages(from),
+            Some(from) => source.hint_free_pages(from),
             None => source,
         };
         Ok(if self.settings.preempt { source.preempt(self.preempt_to(uri)) } else { source })
@@ -157,7 +157,7 @@ impl End {
 
     /// The channel of requested pages: the destination takes it when it has the package, which comes behind this.
     fn preempt_to(&self, uri: &Uri) -> OpenPreempt<'static> {
-        let (uri, tls) = (uri.clone(), self.tls.clone().map(Tls::deferred));
+        let (uri, tls) = (uri.clone(), self.tls.clone().map(Tls::with_deferred_handshake));
         Box::new(move || connect(&uri, ZeroCopy::Off, tls))
     }
 
@@ -176,7 +176,7 @@ impl End {
             outcome: outcome.to_owned(),
             error,
             rounds: stats.rounds.iter().map(round).collect(),
-            total_ms: millis(stats.total),
+            total_ms: millis(stats.total_time),
             downtime_ms: millis(stats.downtime),
             expected_downtime_ms: stats.expected_downtime.map(millis),
             channels,
@@ -185,7 +185,7 @@ impl End {
                 pages: sent.normal_pages.saturating_add(sent.zero_pages),
                 requested: sent.requests,
                 took_ms: millis(sent.elapsed),
-                begin_ms: millis(stats.total.saturating_sub(sent.elapsed)),
+                begin_ms: millis(stats.total_time.saturating_sub(sent.elapsed)),
             }),
             hints: stats.hints.as_ref().map(|hints| Hints {
                 lists: hints.lists,
@@ -234,7 +234,7 @@ fn connect(uri: &Uri, zero_copy: ZeroCopy, tls: Option<Tls>) -> Result<Channel, 
 fn round(round: &RoundReport) -> Round {
     Round {
         number: round.number.saturating_add(1),
-        begin_ms: millis(round.begun),
+        begin_ms: millis(round.start_time),
         took_ms: millis(round.duration),
         pages: round.pages,
         normal: round.normal,

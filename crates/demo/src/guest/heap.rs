@@ -164,7 +164,7 @@ impl Heap {
 
     /// A dirty log of the heap, if the guest's own log does not see it.
     pub fn log(&self) -> Option<Box<dyn DirtyLog>> {
-        self.shared.marker.as_ref().map(|marker| Box::new(marker.log(Writers::DEVICES)) as _)
+        self.shared.marker.as_ref().map(|marker| Box::new(marker.new_log(Writers::DEVICES)) as _)
     }
 
     /// The source of lists of free pages.

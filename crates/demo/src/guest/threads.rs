@@ -147,7 +147,7 @@ impl Guest for Threads {
         let log: Box<dyn DirtyLog> = match self.log {
             LogKind::WpAsync => Box::new(UffdWpAsyncLog::new(memory)?),
             LogKind::WpThread => Box::new(UffdWpSyncLog::new(memory)?),
-            _ => dirty::best_for(&memory)?,
+            _ => dirty::best_uffd_log(&memory)?,
         };
         Ok(DirtyLogs::new(self.writers(), vec![log])?)
     }

@@ -54,7 +54,7 @@ fn a_guest_goes_on_in_copied_memory_and_a_changed_page_is_noticed() {
     let state = source.save().unwrap();
     let target = guest::receive(GuestKind::Kvm, memory(), LogKind::KvmRing).unwrap();
     assert!(matches!(target.save(), Err(GuestError::NoState)));
-    copy(source.memory(), target.memory(), &DirtyPages::all(source.memory()));
+    copy(source.memory(), target.memory(), &DirtyPages::full(source.memory()));
     target.load(&state).unwrap();
     assert_eq!(target.verify().unwrap(), source.verify().unwrap());
     let_it_write(&*target, 500);
@@ -98,7 +98,7 @@ fn shadow_of(log: LogKind, rounds: u64) {
     let mut logs = guest.dirty_logs().unwrap();
     logs.start().unwrap();
     let copied = memory();
-    copy(guest.memory(), &copied, &DirtyPages::all(guest.memory()));
+    copy(guest.memory(), &copied, &DirtyPages::full(guest.memory()));
     for round in 0..rounds {
         guest.run().unwrap();
         // One fetch while it writes, one while it does not. In between it writes a part of its memory only: a write

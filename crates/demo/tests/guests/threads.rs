@@ -44,7 +44,7 @@ fn a_guest_goes_on_in_copied_memory_and_notices_memory_that_lacks_one_page() {
 
     let target = guest::receive(GuestKind::Threads, memory(), LogKind::Best).unwrap();
     assert!(matches!(target.verify(), Err(GuestError::NoState)));
-    copy(source.memory(), target.memory(), &DirtyPages::all(source.memory()));
+    copy(source.memory(), target.memory(), &DirtyPages::full(source.memory()));
     target.load(&state).unwrap();
     assert_eq!(target.verify().unwrap(), source.verify().unwrap());
     let_it_write(&*target, 5000);
@@ -92,7 +92,7 @@ fn a_shadow_kept_by_fetched_pages_alone_is_equal_at_every_pause_of_the_guest() {
         let shadow = guest::receive(GuestKind::Threads, memory_of(256 << 10, 128 << 10), log).unwrap();
         let mut logs = guest.dirty_logs().unwrap();
         logs.start().unwrap();
-        copy(guest.memory(), shadow.memory(), &DirtyPages::all(guest.memory()));
+        copy(guest.memory(), shadow.memory(), &DirtyPages::full(guest.memory()));
         for round in 0..1000 {
             guest.run().unwrap();
             // Some fetches while it writes, the last one while it does not.

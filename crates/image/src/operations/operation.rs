@@ -77,17 +77,17 @@ pub enum OperationError {
     },
     /// The target cannot be closed.
     #[error("cannot finish {target}")]
-    Finish {
+    CloseTarget {
         /// The target: a path.
         target: String,
         /// The cause.
         source: ImageError,
     },
     /// A request failed.
-    #[error("error while {doing} at byte {}", at.0)]
+    #[error("error while {operation} at byte {}", at.0)]
     Failed {
         /// The operation that failed.
-        doing: DiskOperation,
+        operation: DiskOperation,
         /// Its offset.
         at: GuestOffset,
         /// The cause.
@@ -114,6 +114,6 @@ pub enum OperationError {
 impl OperationError {
     /// A request that failed there.
     pub(crate) fn at(doing: DiskOperation, at: u64) -> impl FnOnce(ImageError) -> Self {
-        move |source| Self::Failed { doing, at: GuestOffset(at), source }
+        move |source| Self::Failed { operation: doing, at: GuestOffset(at), source }
     }
 }

@@ -81,7 +81,7 @@ pub enum SizeFault {
     TooLarge,
     /// Nothing would be left.
     #[error("cannot shrink {before} bytes to 0 or less: the new size must be more than 0")]
-    Nothing {
+    NothingLeft {
         /// The length so far.
         before: u64,
     },
@@ -150,7 +150,7 @@ fn new_length(before: u64, options: &ResizeOptions) -> Result<u64, SizeFault> {
     };
     let new = new.filter(|size| i64::try_from(*size).is_ok()).ok_or(SizeFault::TooLarge)?;
     if new == 0 {
-        return Err(SizeFault::Nothing { before });
+        return Err(SizeFault::NothingLeft { before });
     }
     if new < before && !options.shrink {
         return Err(SizeFault::Shrinks { bytes: before - new });
@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(length(NewSize::More(0), false, off), Ok(1000));
         assert_eq!(length(NewSize::Less(400), true, off), Ok(600));
         for nothing in [NewSize::Less(1000), NewSize::Less(2000), NewSize::Exactly(0)] {
-            assert_eq!(length(nothing, true, off), Err(SizeFault::Nothing { before: 1000 }));
+            assert_eq!(length(nothing, true, off), Err(SizeFault::NothingLeft { before: 1000 }));
         }
         for more in [i64::MAX as u64, u64::MAX] {
             assert_eq!(length(NewSize::More(more), false, off), Err(SizeFault::TooLarge));

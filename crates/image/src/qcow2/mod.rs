@@ -1,7 +1,7 @@
 //! qcow2: open images ([`Qcow2`]), new ones ([`create()`]), and operations on an image that is not open ([`check()`],
 //! [`repair`], [`resize()`]).
 //!
-//! An image is opened with its [`Parts`]; [`chain`](crate::chain) determines them by itself.
+//! An image is opened with its [`ImageParts`]; [`chain`](crate::chain) determines them by itself.
 
 mod engine;
 mod format;
@@ -9,7 +9,7 @@ mod offline;
 
 pub use crate::error::CreateOptionsError;
 pub use engine::counters::{Counts, OperationCount};
-pub use engine::image::{Parts, Qcow2};
+pub use engine::image::{ImageParts, Qcow2};
 pub use engine::options::{Qcow2Options, ReflinkMode};
 pub use format::bitmap_directory::{Bitmap, read as read_bitmaps};
 pub use format::extension::{BitmapsExtension, Extensions};

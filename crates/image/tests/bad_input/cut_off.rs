@@ -167,7 +167,7 @@ fn nothing_is_written_behind_what_is_left_of_an_image_and_it_is_marked() {
             let left = 600 << 10;
             cut(&path, left);
             let before = file_bytes(&path).unwrap();
-            let written = block_on(disk.write(GuestOffset(9 << 20), Buffer::copied(&[8; 512]).into()));
+            let written = block_on(disk.write(GuestOffset(9 << 20), Buffer::from_slice(&[8; 512]).into()));
             let said = written.and_then(|()| block_on(disk.flush())).unwrap_err().to_string();
             assert!(said.starts_with(path.to_str().unwrap()), "{what}: {said}");
             assert!(said.contains("file at 0x") || said.contains("the file of 0x"), "{what}: {said}");

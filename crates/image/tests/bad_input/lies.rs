@@ -6,7 +6,7 @@ use std::sync::Arc;
 use limosa_image::Disk;
 use limosa_image::GuestOffset;
 use limosa_image::qcow2::{Compression, CreateOptions, Header, Qcow2Options, create, read_snapshots};
-use limosa_storage::testing::{Counting, SparseMemory};
+use limosa_storage::testing::{RequestRecorder, SparseMemory};
 use limosa_storage::{Buffer, Storage, block_on};
 use limosa_testkit::image::{number, put};
 
@@ -39,7 +39,7 @@ fn what_is_said_to_lie_behind_the_end_of_the_file_is_named_with_its_place() {
     let there = format!("image: L2 table at {FAR:#x}: the file of {length:#x} bytes ends before {:#x}", FAR + 4096);
     assert!(said.starts_with(&there), "{said}");
     let disk = opened(&file, Qcow2Options::default()).unwrap();
-    block_on(disk.write(GuestOffset(0), Buffer::copied(&[1; 512]).into())).unwrap_err();
+    block_on(disk.write(GuestOffset(0), Buffer::from_slice(&[1; 512]).into())).unwrap_err();
 
     // Contents.
     let (file, l2) = victim(Compression::Zlib);
@@ -54,7 +54,7 @@ fn what_is_said_to_lie_behind_the_end_of_the_file_is_named_with_its_place() {
     // Contents that are kept in part.
     put(&*file, l2, &FAR.to_be_bytes());
     let disk = opened(&file, Qcow2Options::default()).unwrap();
-    let said = block_on(disk.write(GuestOffset(512), Buffer::copied(&[1; 512]).into())).unwrap_err().to_string();
+    let said = block_on(disk.write(GuestOffset(512), Buffer::from_slice(&[1; 512]).into())).unwrap_err().to_string();
     assert!(said.starts_with(&format!("image: contents at {FAR:#x} of guest offset 0x0: ")), "{said}");
 
     // Compressed contents.
@@ -66,7 +66,8 @@ fn what_is_said_to_lie_behind_the_end_of_the_file_is_named_with_its_place() {
     let (file, _) = victim(Compression::Zlib);
     put(&*file, number(&*file, 48), &FAR.to_be_bytes());
     let disk = opened(&file, Qcow2Options::default()).unwrap();
-    let said = block_on(disk.write(GuestOffset(32 << 20), Buffer::copied(&[1; 512]).into())).unwrap_err().to_string();
+    let said =
+        block_on(disk.write(GuestOffset(32 << 20), Buffer::from_slice(&[1; 512]).into())).unwrap_err().to_string();
     assert!(said.starts_with(&format!("image: refcount block at {FAR:#x}: ")), "{said}");
 }
 
@@ -137,7 +138,7 @@ fn what_takes_memory_or_never_begins_is_an_error_with_its_place() {
         assert!(said.contains(why), "{said}");
         // Nor is it taken for something when a part of it is written over.
         let disk = opened(&file, Qcow2Options::default()).unwrap();
-        block_on(disk.write(GuestOffset(0), Buffer::copied(&[1; 512]).into())).unwrap_err();
+        block_on(disk.write(GuestOffset(0), Buffer::from_slice(&[1; 512]).into())).unwrap_err();
     }
 }
 
@@ -154,7 +155,7 @@ fn with_snapshots(count: u32, version: u32) -> (Arc<dyn Storage>, Header) {
 
 /// The result of reading the snapshots, and the bytes read.
 fn snapshots(file: &Arc<dyn Storage>, header: &Header) -> (Result<usize, String>, u64) {
-    let counting = Counting::new();
+    let counting = RequestRecorder::new();
     let over = counting.wrap(Arc::clone(file));
     let found = block_on(read_snapshots(&*over, header));
     let bytes = counting.take().iter().map(|seen| seen.range.end - seen.range.start).sum();

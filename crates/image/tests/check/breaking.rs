@@ -59,8 +59,8 @@ impl Tables {
 
     /// Breaks one thing, and says which.
     pub(crate) fn break_one(&self, bytes: &mut [u8], chance: &mut SeededRandom) -> String {
-        let (kind, places) = chance.of(&self.kinds);
-        let at = *chance.of(places);
+        let (kind, places) = chance.choose(&self.kinds);
+        let at = *chance.choose(places);
         let before = number(bytes, at);
         let somewhere = chance.below(bytes.len() as u64 / self.cluster + 2) * self.cluster;
         let after = match chance.below(12) {
@@ -73,7 +73,7 @@ impl Tables {
             6 => somewhere | 1 << 63,
             7 => somewhere + 512,
             8 => before.wrapping_add(self.cluster),
-            9 => number(bytes, *chance.of(places)),
+            9 => number(bytes, *chance.choose(places)),
             10 => (bytes.len() as u64 + chance.below(3) * self.cluster) | before & 1 << 63,
             _ => chance.bits(),
         };

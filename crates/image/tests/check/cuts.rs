@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use limosa_image::GuestOffset;
-use limosa_image::qcow2::{CheckOptions, Header, Parts, Qcow2, Qcow2Options, Repair, read_snapshots, repair};
+use limosa_image::qcow2::{CheckOptions, Header, ImageParts, Qcow2, Qcow2Options, Repair, read_snapshots, repair};
 use limosa_image::{Disk, ImageError};
 use limosa_storage::testing::{Loss, PowerCut, SeededRandom};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
@@ -40,7 +40,7 @@ fn seen(file: MemoryStorage, header: Header, data: Option<&[u8]>) -> Result<Cont
         data.map(|bytes| Arc::new(MemoryStorage::with_contents(bytes.to_vec(), u64::MAX)) as Arc<dyn Storage>);
     block_on(async {
         let options = Qcow2Options::default().read_only(true);
-        let disk = Qcow2::open(Parts::new(Arc::new(file), header).data_file(data_file), options).await?;
+        let disk = Qcow2::open(ImageParts::new(Arc::new(file), header).data_file(data_file), options).await?;
         let mut all = Vec::new();
         for at in (0..disk.len()).step_by(STEP) {
             let buffer = Buffer::zeroed(STEP);
@@ -81,7 +81,7 @@ fn a_repair_that_was_cut_short_makes_nothing_worse_and_is_finished_by_the_next_o
             let tables = Tables::of(&bytes);
             let what: Vec<_> = (0..=chance.below(3)).map(|_| tables.break_one(&mut bytes, &mut chance)).collect();
             let power = PowerCut::new();
-            let storage = power.storage("image", bytes.clone(), 1 << 30);
+            let storage = power.add_storage("image", bytes.clone(), 1 << 30);
             let Ok(report) = block_on(repair(&*storage, Repair::All, CheckOptions::default())) else { continue };
             if !report.is_clean() {
                 continue;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use limosa_image::qcow2::{CheckOptions, CheckReport, CreateOptions, Repair, check, repair};
-use limosa_storage::testing::Counting;
+use limosa_storage::testing::RequestRecorder;
 use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
 use limosa_testkit::image::{TestImage, contents, number, put};
 
@@ -18,7 +18,7 @@ fn empty(options: &CreateOptions) -> Arc<dyn Storage> {
 
 /// A check, and the bytes that it read.
 fn checked(file: &Arc<dyn Storage>) -> (CheckReport, u64) {
-    let counting = Counting::new();
+    let counting = RequestRecorder::new();
     let report = block_on(check(&*counting.wrap(Arc::clone(file)), CheckOptions::default())).unwrap();
     let reads = counting.take().into_iter().filter(|seen| seen.operation == Operation::Read);
     (report, reads.map(|seen| seen.range.end - seen.range.start).sum())

@@ -51,7 +51,7 @@ fn broken_images_are_told_the_same_of() {
             let what: Vec<_> = (0..=chance.below(3)).map(|_| tables.break_one(&mut bytes, &mut chance)).collect();
             std::fs::write(&broken, &bytes).unwrap();
             let (stock, said) = stock(&broken);
-            let report = ours(&bytes, *chance.of(&MEMORY));
+            let report = ours(&bytes, *chance.choose(&MEMORY));
             let found = report.as_ref().ok().map(figures);
             if stock.is_some() {
                 compared += 1;
@@ -87,7 +87,7 @@ fn what_was_repaired_is_clean_for_the_stock_tool() {
             let tables = Tables::of(&bytes);
             let what: Vec<_> = (0..=chance.below(3)).map(|_| tables.break_one(&mut bytes, &mut chance)).collect();
             let storage = MemoryStorage::with_contents(bytes.clone(), u64::MAX);
-            let options = CheckOptions::default().memory(*chance.of(&MEMORY));
+            let options = CheckOptions::default().memory(*chance.choose(&MEMORY));
             // What cannot be gone through at all is left alone.
             let Ok(report) = block_on(repair(&storage, Repair::All, options)) else {
                 assert!(storage.contents() == bytes || what.len() > 1, "{}: {what:#?}", animal.name);

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_image::qcow2::{CheckOptions, Header, Parts, ResizeOptions, resize};
+use limosa_image::qcow2::{CheckOptions, Header, ImageParts, ResizeOptions, resize};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, ImageError, Preallocation};
 use limosa_storage::testing::{Loss, PowerCut, SeededRandom};
@@ -15,7 +15,7 @@ use crate::verdict::{ours, stock};
 use crate::{seed, zoo};
 
 pub(crate) fn shrink() -> ResizeOptions {
-    ResizeOptions::default().shrink(true).check(CheckOptions::default().memory(1 << 20).findings(10))
+    ResizeOptions::default().shrink(true).check(CheckOptions::default().memory(1 << 20).max_findings(10))
 }
 
 /// Resizes an image in memory.
@@ -28,7 +28,7 @@ pub(crate) fn resized(
 ) -> Result<(), ImageError> {
     block_on(async {
         let header = Header::read(&*file).await?;
-        resize(Parts::new(file, header).data_file(data_file).backing(below), size, options).await
+        resize(ImageParts::new(file, header).data_file(data_file).backing(below), size, options).await
     })
 }
 
@@ -157,7 +157,7 @@ fn a_resize_that_was_cut_short_leaves_one_size_or_the_other() {
             [(3 << 20, Preallocation::Off), (40 << 20, Preallocation::Off), (9 << 20, Preallocation::Metadata)]
         {
             let power = PowerCut::new();
-            let storage = power.storage("image", whole.clone(), 1 << 30);
+            let storage = power.add_storage("image", whole.clone(), 1 << 30);
             resized(storage, None, None, size, shrink().preallocation(preallocation)).unwrap();
             for moment in 0..=power.moments() {
                 for loss in [Loss::None, Loss::All, Loss::Some(chance.bits())] {

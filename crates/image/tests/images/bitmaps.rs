@@ -35,7 +35,7 @@ fn bitmaps_that_do_not_follow_the_disk_stay_valid_when_it_is_written() {
     };
     assert_eq!(flags(&path), named(&["auto"]));
     let disk = block_on(open(&Reference::file(&path), &OpenOptions::default())).unwrap();
-    block_on(disk.write(GuestOffset(1 << 20), Buffer::copied(&[7; 512]).into())).unwrap();
+    block_on(disk.write(GuestOffset(1 << 20), Buffer::from_slice(&[7; 512]).into())).unwrap();
     block_on(disk.close()).unwrap();
     drop(disk);
     assert_eq!(flags(&path), named(&["in-use", "auto"]));

@@ -65,7 +65,8 @@ fn what_an_image_does_not_have_is_read_from_below_if_that_is_allowed() {
     let said = refused(&top, Policy::Within(vec![elsewhere.path().to_owned()]));
     assert!(said.ends_with("a backing file must be in one of the allowed directories"), "{said}");
     // What the caller names is not asked about.
-    let alone = Reference::named(format!(r#"json:{{"file.filename":"{}","backing":null}}"#, top.display())).unwrap();
+    let alone =
+        Reference::from_name(format!(r#"json:{{"file.filename":"{}","backing":null}}"#, top.display())).unwrap();
     assert_eq!(byte(&*block_on(open(&alone, &options(Policy::Refuse))).unwrap(), 0), 0);
 }
 
@@ -107,11 +108,11 @@ fn a_chain_without_end_is_refused_at_its_limit() {
     let folder = scratch().unwrap();
     let name = |number: usize| format!("{number}");
     fs::write(folder.path().join("0"), [0; 512]).unwrap();
-    for number in 1..=limosa_image::chain::DEPTH_MOST {
+    for number in 1..=limosa_image::chain::MAX_CHAIN_DEPTH {
         make(&folder.path().join(name(number)), Some((&name(number - 1), None)), None);
     }
-    assert!(opened(&folder.path().join(name(limosa_image::chain::DEPTH_MOST - 1)), Policy::Follow).is_ok());
-    let said = refused(&folder.path().join(name(limosa_image::chain::DEPTH_MOST)), Policy::Follow);
+    assert!(opened(&folder.path().join(name(limosa_image::chain::MAX_CHAIN_DEPTH - 1)), Policy::Follow).is_ok());
+    let said = refused(&folder.path().join(name(limosa_image::chain::MAX_CHAIN_DEPTH)), Policy::Follow);
     assert!(said.contains("a chain has at most 200 files"), "{said}");
 }
 

@@ -89,7 +89,7 @@ fn snapshots_and_bitmaps_are_listed() {
     // Marked before a write, by us, and read by them.
     let storage = limosa_storage::FileStorage::open(&image, &limosa_storage::FileOptions::default()).unwrap();
     let mut header = block_on(limosa_image::qcow2::Header::read(&*storage)).unwrap();
-    block_on(header.begin_writing(&*storage, false)).unwrap();
+    block_on(header.prepare_autoclear(&*storage, false)).unwrap();
     drop(storage);
     let info = ours(&Reference::file(&image), None);
     assert_eq!(info, theirs(&[&image]));

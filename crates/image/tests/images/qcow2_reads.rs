@@ -59,7 +59,7 @@ impl Folder {
             let mut at = 0;
             while at < expected.len() {
                 let length = size.min(expected.len() - at);
-                let buffer = Buffer::copied(&vec![0x5a; length]);
+                let buffer = Buffer::from_slice(&vec![0x5a; length]);
                 block_on(disk.read(GuestOffset(at as u64), buffer.clone().into())).unwrap();
                 assert!(buffer.to_vec() == expected[at..at + length], "{name}: {size} bytes at {at:#x}");
                 // Small requests look at samples.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use limosa_image::{Disk, GuestOffset, ImageError, Pending};
 use limosa_storage::Buffer;
-use limosa_storage::testing::{Held, PowerCut, SeededRandom};
+use limosa_storage::testing::{PowerCut, RequestHolder, SeededRandom};
 
 use crate::guest::{RequestKind, content};
 
@@ -44,7 +44,7 @@ pub(crate) struct Done {
 
 pub(crate) struct Driver {
     disk: Arc<dyn Disk>,
-    held: Held,
+    held: RequestHolder,
     power: PowerCut,
     chance: SeededRandom,
     clock: u64,
@@ -52,7 +52,7 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    pub(crate) fn new(disk: Arc<dyn Disk>, held: Held, power: PowerCut, seed: u64) -> Self {
+    pub(crate) fn new(disk: Arc<dyn Disk>, held: RequestHolder, power: PowerCut, seed: u64) -> Self {
         Self { disk, held, power, chance: SeededRandom::new(seed), clock: 0, in_flight: Vec::new() }
     }
 
@@ -70,8 +70,8 @@ impl Driver {
         let began = self.stamp();
         let bytes = range.end - range.start;
         let buffer = match asked {
-            RequestKind::Read => Buffer::copied(&vec![0xa5; usize::try_from(bytes).unwrap()]),
-            RequestKind::Write(number) => Buffer::copied(&content(number, &range)),
+            RequestKind::Read => Buffer::from_slice(&vec![0xa5; usize::try_from(bytes).unwrap()]),
+            RequestKind::Write(number) => Buffer::from_slice(&content(number, &range)),
             _ => Buffer::zeroed(0),
         };
         let (disk, at, vector) = (Arc::clone(&self.disk), GuestOffset(range.start), self.scattered(&buffer));
@@ -121,8 +121,8 @@ impl Driver {
                 continue;
             }
             idle = 0;
-            let number = self.chance.of(&waiting).number;
-            self.held.let_go(number);
+            let number = self.chance.choose(&waiting).number;
+            self.held.release(number);
         }
         None
     }
@@ -147,7 +147,7 @@ impl Driver {
     pub(crate) fn release_held(&mut self) {
         assert!(self.in_flight.is_empty(), "requests are under way");
         while let Some(first) = self.held.waiting().first() {
-            self.held.let_go(first.number);
+            self.held.release(first.number);
         }
     }
 

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use limosa_image::Disk;
-use limosa_image::qcow2::{Header, Parts, Qcow2Options, ReflinkMode, ResizeOptions, resize};
-use limosa_storage::testing::{Delayed, Fault, Held, PowerCut, SeededRandom, SparseMemory};
+use limosa_image::qcow2::{Header, ImageParts, Qcow2Options, ReflinkMode, ResizeOptions, resize};
+use limosa_storage::testing::{Delayed, Fault, PowerCut, RequestHolder, SeededRandom, SparseMemory};
 use limosa_storage::{Storage, block_on};
 use limosa_testkit::image::TestImage;
 
@@ -26,14 +26,14 @@ fn as_it_is(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
 /// Opens an image, with options that chance decides.
 pub(crate) fn open(storages: Storages, chance: &mut SeededRandom) -> Verdict<Arc<dyn Disk>> {
     let options = Qcow2Options::default()
-        .cache_size(*chance.of(&[0, 64 << 10, 32 << 20]))
-        .reflink_mode(*chance.of(&[
+        .cache_size(*chance.choose(&[0, 64 << 10, 32 << 20]))
+        .reflink_mode(*chance.choose(&[
             ReflinkMode::Off,
             ReflinkMode::AtLeast(0),
             ReflinkMode::AtLeast(0),
             ReflinkMode::AUTO,
         ]))
-        .allocate_ahead(*chance.of(&[0, 64 << 10, 4 << 20]))
+        .allocate_ahead(*chance.choose(&[0, 64 << 10, 4 << 20]))
         .discard(chance.one_in(2));
     open_as(storages, options)
 }
@@ -130,7 +130,7 @@ impl Kept {
             Some(len) => SparseMemory::device_with(name, bytes, len, len as u64),
             None => SparseMemory::file_with(name, bytes, MOST),
         };
-        let memory = memory.cloning();
+        let memory = memory.with_cloning();
         self.all.lock().unwrap().push(memory.clone());
         Arc::new(memory)
     }
@@ -189,14 +189,14 @@ fn on_devices(recipe: &Recipe, seed: u64) -> Verdict {
 fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) -> Verdict {
     let bed = Bed::new(recipe, seed);
     for drops in [false, true] {
-        let (kept, held) = (make(), Held::new().lazily());
+        let (kept, held) = (make(), RequestHolder::new().lazily());
         let _ = bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is);
         let chance = Mutex::new(SeededRandom::new(seed));
         let open = || open(kept.again(&bed, &|storage| held.wrap(storage)), &mut chance.lock().unwrap());
         let resize = |size| {
             let Storages { image, data, below } = kept.again(&bed, &as_it_is);
             let header = block_on(Header::read(&*image)).map_err(|error| error.to_string())?;
-            let parts = Parts::new(image, header).data_file(data).backing(below);
+            let parts = ImageParts::new(image, header).data_file(data).backing(below);
             let options = ResizeOptions::default().shrink(true);
             block_on(resize(parts, size, options)).map_err(|error| error.to_string())
         };
@@ -217,7 +217,7 @@ fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) 
 
 fn linear(recipe: &Recipe, seed: u64) -> Verdict {
     let bed = Bed::new(recipe, seed);
-    let (kept, held) = (Kept::new(), Held::new().lazily());
+    let (kept, held) = (Kept::new(), RequestHolder::new().lazily());
     held.release_all();
     let storages = bed.storages(&|name, bytes| held.wrap(kept.make(name, bytes)), &|storage| held.wrap(storage));
     let disk = open(storages, &mut SeededRandom::new(seed))?;
@@ -257,7 +257,7 @@ fn faults(recipe: &Recipe, seed: u64) -> Verdict {
     let mut chance = SeededRandom::new(seed);
     let mut most = 1 << 20;
     for number in 0..if recipe.cluster == 2 << 20 { 12 } else { 48 } {
-        let (fault, times) = (*chance.of(&Fault::ALL), if chance.one_in(3) { u64::MAX } else { 1 });
+        let (fault, times) = (*chance.choose(&Fault::ALL), if chance.one_in(3) { u64::MAX } else { 1 });
         let after = if number == 0 { most } else { chance.below(most) };
         let kept = Kept::new();
         let _ = bed.storages(&|name, bytes| kept.make(name, bytes), &as_it_is);

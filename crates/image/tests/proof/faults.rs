@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use limosa_image::Disk;
-use limosa_storage::testing::{Failing, Fault, Held, PowerCut};
+use limosa_storage::testing::{Failing, Fault, PowerCut, RequestHolder};
 
 use crate::Verdict;
 use crate::bed::Over;
@@ -38,7 +38,7 @@ pub(crate) fn run(
     failure: Failure,
     open: &dyn Fn(&Over<'_>) -> Verdict<Arc<dyn Disk>>,
 ) -> Verdict<Ended> {
-    let (held, failing) = (Held::new().lazily(), Failing::new());
+    let (held, failing) = (RequestHolder::new().lazily(), Failing::new());
     held.release_all();
     let disk = open(&|storage| held.wrap(failing.wrap(storage)))?;
     held.hold_again();

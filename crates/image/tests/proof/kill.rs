@@ -56,10 +56,10 @@ fn line(done: char, number: u64, what: char, range: &std::ops::Range<u64>) -> St
 fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
     let mut chance = SeededRandom::new(seed);
     let qcow2 = Qcow2Options::default()
-        .cache_size(*chance.of(&[0, 64 << 10, 32 << 20]))
+        .cache_size(*chance.choose(&[0, 64 << 10, 32 << 20]))
         // Where the filesystem can: nothing else is asked of it twice.
         .reflink_mode(ReflinkMode::AtLeast(0))
-        .allocate_ahead(*chance.of(&[0, 64 << 10, 4 << 20]))
+        .allocate_ahead(*chance.choose(&[0, 64 << 10, 4 << 20]))
         .discard(chance.one_in(2));
     let options =
         ChainOptions::default().read_only(read_only).cache(CacheMode::Writeback).policy(Policy::Follow).qcow2(qcow2);
@@ -111,7 +111,7 @@ fn write_on(disk: &dyn Disk, mut record: &File, thread: u64, cluster: u64, seed:
         let at = GuestOffset(range.start);
         let length = range.end - range.start;
         let result = match what {
-            'w' => block_on(disk.write(at, Buffer::copied(&content(number, &range)).into())),
+            'w' => block_on(disk.write(at, Buffer::from_slice(&content(number, &range)).into())),
             'f' => block_on(disk.flush()),
             'd' => block_on(disk.discard(at, length)),
             _ => block_on(disk.write_zeroes(at, length, chance.one_in(2))),
@@ -196,7 +196,7 @@ pub(crate) fn run_on(bed: &Bed, seed: u64, times: u64, end: &End<'_>) -> Verdict
         before = found;
         let (at, bytes) = (chance.below(disk.len() / SECTOR) * SECTOR, chance.bytes(512));
         let write = block_on(async {
-            disk.write(GuestOffset(at), Buffer::copied(&bytes).into()).await?;
+            disk.write(GuestOffset(at), Buffer::from_slice(&bytes).into()).await?;
             disk.close().await
         });
         write.map_err(|error| failed(format!("written on: {error}")))?;

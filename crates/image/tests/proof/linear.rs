@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use limosa_image::Disk;
-use limosa_storage::testing::{Held, PowerCut};
+use limosa_storage::testing::{PowerCut, RequestHolder};
 
 use crate::Verdict;
 use crate::drive::{Done, Driver, Stamp};
@@ -28,7 +28,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    pub(crate) fn new(disk: Arc<dyn Disk>, first: Vec<u8>, plan: Plan, held: &Held, power: PowerCut) -> Self {
+    pub(crate) fn new(disk: Arc<dyn Disk>, first: Vec<u8>, plan: Plan, held: &RequestHolder, power: PowerCut) -> Self {
         let guest = Guest::new(plan.seed, first.len() as u64, plan.cluster.max(UNIT), UNIT);
         let driver = Driver::new(disk, held.clone(), power, plan.seed);
         Self { driver, history: History::new(first, UNIT), plan, guest, may_fail: false, numbers: Default::default() }
@@ -99,7 +99,7 @@ impl Watched {
     }
 
     /// Looks at the whole disk; nothing is under way.
-    pub(crate) fn look(&mut self, held: &Held) -> Verdict<Vec<u8>> {
+    pub(crate) fn look(&mut self, held: &RequestHolder) -> Verdict<Vec<u8>> {
         held.release_all();
         let found = read_all(&*self.driver.disk());
         held.hold_again();
@@ -119,7 +119,7 @@ mod tests {
     fn found(defect: Option<Defect>, seed: u64) -> Verdict {
         let first = vec![3; 300 << 10];
         let len = first.len() as u64;
-        let held = Held::new().lazily();
+        let held = RequestHolder::new().lazily();
         let storage = held.wrap(Arc::new(SparseMemory::file_with("disk", first.clone(), 1 << 20)));
         let plan = Plan { seed, cluster: UNIT, steps: 600, depth: 8, drops: false, discards_may_stay: false };
         let disk = Plain::disk(storage, len, defect);

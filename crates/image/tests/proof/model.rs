@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use limosa_image::{Disk, GuestOffset};
-use limosa_storage::testing::{Held, PowerCut, SeededRandom};
+use limosa_storage::testing::{PowerCut, RequestHolder, SeededRandom};
 use limosa_storage::{Buffer, block_on};
 
 use crate::Verdict;
@@ -100,7 +100,7 @@ impl<'a> Model<'a> {
     /// Does it. What the guest has to see in the end.
     ///
     /// `open` opens the disk again, on the storages as they are, and holds nothing back meanwhile.
-    pub(crate) fn run(mut self, held: &Held, open: &dyn Fn() -> Verdict<Arc<dyn Disk>>) -> Verdict<Vec<u8>> {
+    pub(crate) fn run(mut self, held: &RequestHolder, open: &dyn Fn() -> Verdict<Arc<dyn Disk>>) -> Verdict<Vec<u8>> {
         let plan = self.plan;
         let mut chance = SeededRandom::new(plan.seed ^ 0x5eed);
         let most = 2 * self.bytes.len() as u64 / 512 * 512;
@@ -181,7 +181,7 @@ impl<'a> Model<'a> {
     }
 
     /// Waits until nothing is under way, and looks at every byte.
-    fn quiet(&mut self, driver: &mut Driver, held: &Held) -> Verdict {
+    fn quiet(&mut self, driver: &mut Driver, held: &RequestHolder) -> Verdict {
         while let Some(done) = driver.next() {
             self.over(&done)?;
         }
@@ -209,7 +209,7 @@ pub(crate) fn read_all(disk: &dyn Disk) -> Verdict<Vec<u8>> {
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < disk.len() {
         let at = bytes.len() as u64;
-        let part = Buffer::copied(&vec![0xa5; usize::try_from((disk.len() - at).min(1 << 20)).unwrap()]);
+        let part = Buffer::from_slice(&vec![0xa5; usize::try_from((disk.len() - at).min(1 << 20)).unwrap()]);
         block_on(disk.read(GuestOffset(at), part.clone().into()))
             .map_err(|error| format!("reading at {at:#x}: {error}"))?;
         bytes.extend(part.to_vec());
@@ -229,7 +229,7 @@ mod tests {
         let first = SeededRandom::new(9).bytes((300 << 10) + 512);
         let len = first.len() as u64;
         let memory = SparseMemory::file_with("disk", first.clone(), 1 << 20);
-        let held = Held::only(&[Operation::Read, Operation::Write, Operation::WriteZeroes]);
+        let held = RequestHolder::only(&[Operation::Read, Operation::Write, Operation::WriteZeroes]);
         let storage = held.wrap(Arc::new(memory));
         let plan = Plan { seed, cluster: 1, steps: 400, depth: 6, drops: true, discards_may_stay: false };
         Model::new(first, plan).run(&held, &|| Ok(Plain::disk(Arc::clone(&storage), len, defect)))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, ImageError, MapEntry, Pending};
-use limosa_storage::{Buffer, IoVector, Storage, ZeroHow};
+use limosa_storage::{Buffer, IoVector, Storage, ZeroOptions};
 
 /// A fault of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl Plain {
         if at.0.checked_add(wanted).is_some_and(|end| end <= self.len) {
             return Ok(());
         }
-        Err(ImageError::Outside { image: Arc::clone(self.name()), length: self.len, at, wanted })
+        Err(ImageError::PastEnd { image: Arc::clone(self.name()), length: self.len, at, wanted })
     }
 }
 
@@ -94,7 +94,7 @@ impl Disk for Plain {
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_> {
         Box::pin(async move {
             self.inside(at, length)?;
-            let how = ZeroHow { unmap, only_fast: false };
+            let how = ZeroOptions { unmap, only_fast: false };
             Ok(self.storage.write_zeroes(at.0..at.0 + length, how).await?)
         })
     }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use limosa_image::Disk;
-use limosa_storage::testing::{Held, Loss, PowerCut, SeededRandom};
+use limosa_storage::testing::{Loss, PowerCut, RequestHolder, SeededRandom};
 
 use crate::Verdict;
 use crate::bed::Make;
@@ -22,9 +22,9 @@ pub(crate) fn run(
     open: &dyn Fn(&Make<'_>) -> Verdict<Arc<dyn Disk>>,
     look: &dyn Fn(Vec<Vec<u8>>) -> Verdict<Vec<u8>>,
 ) -> Verdict {
-    let (held, power) = (Held::new().lazily(), PowerCut::new());
+    let (held, power) = (RequestHolder::new().lazily(), PowerCut::new());
     held.release_all();
-    let disk = open(&|name, bytes| held.wrap(power.storage(name, bytes, 256 << 20)))?;
+    let disk = open(&|name, bytes| held.wrap(power.add_storage(name, bytes, 256 << 20)))?;
     held.hold_again();
     let mut watched = Watched::new(disk, first, plan, &held, power.clone());
     watched.run()?;

@@ -58,7 +58,7 @@ fn blocks(disk: &dyn Disk, mut seen: Vec<u8>, seed: u64) -> Verdict<Vec<u8>> {
         let length = (BLOCK << chance.below(5)).min(disk.len() / BLOCK * BLOCK - at);
         let (bytes, place) = (chance.bytes(usize::try_from(length).unwrap()), usize::try_from(at).unwrap());
         seen[place..place + bytes.len()].copy_from_slice(&bytes);
-        let write = block_on(disk.write(GuestOffset(at), Buffer::copied(&bytes).into()));
+        let write = block_on(disk.write(GuestOffset(at), Buffer::from_slice(&bytes).into()));
         write.map_err(|error| format!("step {step}, at {at:#x}: {error}"))?;
     }
     let found = read_all(disk)?;

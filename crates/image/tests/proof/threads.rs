@@ -37,7 +37,7 @@ pub(crate) fn run(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, steps: u64, 
                     0..=3 => {
                         let bytes = content(number << 24 | step, &range);
                         own[place].copy_from_slice(&bytes);
-                        block_on(disk.write(at, Buffer::copied(&bytes).into())).map_err(failed)?;
+                        block_on(disk.write(at, Buffer::from_slice(&bytes).into())).map_err(failed)?;
                     }
                     4 => {
                         own[place].fill(0);
@@ -104,7 +104,7 @@ pub(crate) fn overlapping(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, plan
 fn ask(disk: &dyn Disk, (asked, range): (RequestKind, Range<u64>), tick: &dyn Fn() -> Stamp) -> Done {
     let (at, length) = (GuestOffset(range.start), range.end - range.start);
     let buffer = match asked {
-        RequestKind::Write(number) => Buffer::copied(&content(number, &range)),
+        RequestKind::Write(number) => Buffer::from_slice(&content(number, &range)),
         _ => Buffer::zeroed(usize::try_from(length).unwrap()),
     };
     let began = tick();

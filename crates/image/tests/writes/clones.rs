@@ -7,7 +7,7 @@ use std::task::Poll;
 
 use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options, ReflinkMode};
 use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Counting, Failing, Fault, Held, SeededRandom, SparseMemory};
+use limosa_storage::testing::{Failing, Fault, RequestHolder, RequestRecorder, SeededRandom, SparseMemory};
 use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, Operation, Storage, block_on};
 use limosa_testkit::image::{TestImage, poll_once, raw, read_all, write};
 use limosa_testkit::{on_reflinks, qemu_img, qemu_io, scratch};
@@ -19,7 +19,7 @@ const SIZE: u64 = 8 * M;
 type LoggedRequest = (String, Operation, Range<u64>);
 
 /// The requests, without those of tables.
-fn asked(counting: &Counting) -> Vec<LoggedRequest> {
+fn asked(counting: &RequestRecorder) -> Vec<LoggedRequest> {
     let seen = counting.take().into_iter().map(|seen| (seen.storage.to_string(), seen.operation, seen.range));
     seen.filter(|(_, operation, range)| *operation == Operation::Clone || range.end - range.start < 2 * M).collect()
 }
@@ -29,7 +29,7 @@ fn random(len: u64) -> Vec<u8> {
 }
 
 fn memory(name: &str, bytes: Vec<u8>) -> Arc<dyn Storage> {
-    Arc::new(SparseMemory::file_with(name, bytes, 256 * M).cloning())
+    Arc::new(SparseMemory::file_with(name, bytes, 256 * M).with_cloning())
 }
 
 /// An image with clusters of 1 MiB in `file`, which has not been made yet.
@@ -51,8 +51,8 @@ fn cloned_and_written(host: u64, at: u64, length: u64) -> [LoggedRequest; 2] {
 }
 
 /// The image's file, watched, and what watches it.
-fn watched() -> (Counting, Arc<dyn Storage>) {
-    let counting = Counting::new();
+fn watched() -> (RequestRecorder, Arc<dyn Storage>) {
+    let counting = RequestRecorder::new();
     let file = counting.wrap(memory("image", Vec::new()));
     (counting, file)
 }
@@ -120,8 +120,8 @@ fn a_cluster_that_a_snapshot_shares_is_cloned_within_the_image() {
     qemu_img(["create", "-q", "-f", "qcow2", "-o", "cluster_size=1M", path, "8M"]).unwrap();
     qemu_io(["-f", "qcow2", "-c", "write -q -P 3 0 8M", path]).unwrap();
     qemu_img(["snapshot", "-c", "before", path]).unwrap();
-    let counting = Counting::new();
-    let kept = SparseMemory::file_with("image", std::fs::read(path).unwrap(), 256 * M).cloning();
+    let counting = RequestRecorder::new();
+    let kept = SparseMemory::file_with("image", std::fs::read(path).unwrap(), 256 * M).with_cloning();
     let file = counting.wrap(Arc::new(kept.clone()));
     let disk = TestImage::existing(file).open();
     write(&*disk, 7 * M, &[4; 512]);
@@ -164,7 +164,7 @@ fn what_a_snapshot_shares_is_not_cloned_from_the_backing_image_below_it() {
 
 #[test]
 fn a_storage_that_cannot_clone_is_asked_once_and_then_everything_is_copied() {
-    let counting = Counting::new();
+    let counting = RequestRecorder::new();
     let file = counting.wrap(Arc::new(SparseMemory::file("image", 256 * M)));
     let below = random(SIZE);
     let backing = raw(counting.wrap(memory("below", below.clone())));
@@ -236,22 +236,22 @@ fn zeros_behind_a_short_backing_image_are_not_cloned_and_what_is_before_them_is(
 
 #[test]
 fn nothing_is_written_before_the_clone_is_there_and_writes_that_come_meanwhile_share_it() {
-    let held = Held::only(&[Operation::Clone]);
+    let held = RequestHolder::only(&[Operation::Clone]);
     let (counting, file) = watched();
     let below = random(SIZE);
     let disk = image(held.wrap(file), Some(raw(memory("below", below.clone()))), &Qcow2Options::default());
-    let mut first = disk.write(GuestOffset(M + 65536), Buffer::copied(&[1; 4096]).into());
+    let mut first = disk.write(GuestOffset(M + 65536), Buffer::from_slice(&[1; 4096]).into());
     assert!(poll_once(&mut first).is_pending());
     counting.take();
     let mut others: Vec<Pending<'_>> = [(M, 2), (M + 66560, 3), (M + 900_096, 4)]
         .into_iter()
-        .map(|(at, byte)| disk.write(GuestOffset(at), Buffer::copied(&[byte; 4096]).into()))
+        .map(|(at, byte)| disk.write(GuestOffset(at), Buffer::from_slice(&[byte; 4096]).into()))
         .collect();
     assert!(others.iter_mut().all(|write| poll_once(write).is_pending()));
     assert!(counting.take().is_empty(), "nothing is written before");
     let [clone] = &held.waiting()[..] else { panic!("one clone for all") };
     let host = clone.range.start;
-    assert!(held.let_go(clone.number));
+    assert!(held.release(clone.number));
     assert_eq!(poll_once(&mut first), Poll::Ready(true));
     assert!(others.iter_mut().all(|write| poll_once(write) == Poll::Ready(true)));
     let mut seen = asked(&counting);
@@ -277,7 +277,7 @@ fn on_files(folder: &Path, cache: CacheMode) -> u64 {
     };
     let below = random(SIZE);
     let file = make("below");
-    block_on(file.write(0, Buffer::copied(&below).into())).unwrap();
+    block_on(file.write(0, Buffer::from_slice(&below).into())).unwrap();
     let target = make("image");
     let disk = image(target.clone(), Some(raw(file)), &Qcow2Options::default());
     let mut expected = below;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use limosa_image::qcow2::{CreateOptions, Qcow2};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Failing, Fault, Held};
+use limosa_storage::testing::{Failing, Fault, RequestHolder};
 use limosa_storage::{Buffer, Operation, Storage, block_on};
 use limosa_testkit::image::{TestImage, contents, leaks, memory_file, poll_once, write};
 
@@ -28,7 +28,7 @@ fn a_close_that_failed_is_not_said_to_be_fine_later() {
 
 #[test]
 fn a_close_that_was_dropped_is_completed_by_the_next_one() {
-    let held = Held::only(&[Operation::Flush]);
+    let held = RequestHolder::only(&[Operation::Flush]);
     let (file, disk) = written(|storage| held.wrap(storage));
     let mut close = disk.close();
     assert!(poll_once(&mut close).is_pending());
@@ -44,7 +44,7 @@ fn a_close_that_was_dropped_is_completed_by_the_next_one() {
 
 #[test]
 fn a_close_ends_a_growth_that_was_dropped_and_nothing_changes_the_file_after_it() {
-    let held = Held::only(&[Operation::Flush, Operation::Read]);
+    let held = RequestHolder::only(&[Operation::Flush, Operation::Read]);
     held.release_all();
     let (file, disk) = written(|storage| held.wrap(storage));
     held.hold_again();
@@ -56,7 +56,7 @@ fn a_close_ends_a_growth_that_was_dropped_and_nothing_changes_the_file_after_it(
     let closed = contents(&*file);
     for late in [
         disk.grow(256 << 20),
-        disk.write(GuestOffset(0), Buffer::copied(&[2; 512]).into()),
+        disk.write(GuestOffset(0), Buffer::from_slice(&[2; 512]).into()),
         disk.discard(GuestOffset(0), 1 << 20),
     ] {
         assert!(block_on(late).is_err());
@@ -72,7 +72,7 @@ fn a_close_ends_a_growth_that_was_dropped_and_nothing_changes_the_file_after_it(
 fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
     for raw in [false, true] {
         for operation in [Operation::Read, Operation::Write] {
-            let held = Held::only(&[operation]);
+            let held = RequestHolder::only(&[operation]);
             let disk: Arc<dyn Disk> = if raw {
                 let contents = memory_file("contents");
                 block_on(contents.set_len(64 << 20)).unwrap();
@@ -94,7 +94,7 @@ fn a_close_waits_for_requests_that_had_begun_and_refuses_those_that_had_not() {
                 }
                 _ => {
                     let disk = Arc::clone(disk);
-                    Box::pin(async move { disk.write(GuestOffset(0), Buffer::copied(&[2; 512]).into()).await })
+                    Box::pin(async move { disk.write(GuestOffset(0), Buffer::from_slice(&[2; 512]).into()).await })
                 }
             };
             let (mut begun, mut dropped) = (begin(&disk), begin(&disk));

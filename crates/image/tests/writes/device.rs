@@ -6,7 +6,7 @@ use std::sync::Arc;
 use limosa_image::Preallocation;
 use limosa_image::qcow2::{CreateOptions, create};
 use limosa_storage::{
-    Alignment, Extent, IoVector, MemoryStorage, Operation, Request, Storage, StorageError, ZeroHow, block_on,
+    Alignment, Extent, IoVector, MemoryStorage, Operation, Request, Storage, StorageError, ZeroOptions, block_on,
 };
 use limosa_testkit::image::{TestImage, read_all};
 
@@ -39,7 +39,7 @@ impl Storage for Device {
         self.0.write(offset, from)
     }
 
-    fn write_zeroes(&self, range: Range<u64>, how: ZeroHow) -> Request {
+    fn write_zeroes(&self, range: Range<u64>, how: ZeroOptions) -> Request {
         self.0.write_zeroes(range, how)
     }
 
@@ -52,8 +52,11 @@ impl Storage for Device {
     }
 
     fn set_len(&self, _len: u64) -> Request {
-        let error =
-            StorageError::of(Operation::SetLength, self.name(), std::io::Error::from(std::io::ErrorKind::InvalidInput));
+        let error = StorageError::for_storage(
+            Operation::SetLength,
+            self.name(),
+            std::io::Error::from(std::io::ErrorKind::InvalidInput),
+        );
         Box::pin(std::future::ready(Err(error)))
     }
 

@@ -14,9 +14,9 @@ const K: u64 = 1 << 10;
 fn what_is_flushed_after_a_growth_that_failed_at_any_request_is_there() {
     let faults = [
         (Operation::Flush, Fault::Broken),
-        (Operation::Flush, Fault::Late),
+        (Operation::Flush, Fault::AfterCompletion),
         (Operation::Write, Fault::Broken),
-        (Operation::Write, Fault::Late),
+        (Operation::Write, Fault::AfterCompletion),
         (Operation::Write, Fault::HalfWay),
     ];
     for (kind, fault) in faults {
@@ -55,7 +55,7 @@ fn writing_nothing_at_the_end_of_the_disk_is_no_damage() {
     let disk = image.open();
     block_on(disk.write(GuestOffset(disk.len()), filled(1, 0).into())).unwrap();
     let end = block_on(disk.map(GuestOffset(disk.len()), 0));
-    assert!(matches!(end, Err(ImageError::Outside { .. })), "{end:?}");
+    assert!(matches!(end, Err(ImageError::PastEnd { .. })), "{end:?}");
     assert_eq!(block_on(disk.map(GuestOffset(0), 0)).unwrap().length, 1);
     block_on(disk.close()).unwrap();
 }

@@ -6,7 +6,7 @@ use std::thread;
 
 use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Failing, Fault, Held};
+use limosa_storage::testing::{Failing, Fault, RequestHolder};
 use limosa_storage::{Operation, Storage, block_on};
 use limosa_testkit::image::{TestImage, filled, leaks, poll_once, read};
 
@@ -20,19 +20,19 @@ fn image(extended_l2: bool, over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>)
 }
 
 /// Carries a request to its end, and of what is held everything but one.
-fn ends(mut request: Pending<'_>, held: &Held, but: Option<u64>) -> bool {
+fn ends(mut request: Pending<'_>, held: &RequestHolder, but: Option<u64>) -> bool {
     loop {
         if let Poll::Ready(fine) = poll_once(&mut request) {
             return fine;
         }
         let waiting = held.waiting().into_iter().find(|waiting| Some(waiting.number) != but);
-        assert!(waiting.is_some_and(|waiting| held.let_go(waiting.number)), "nothing is held, and it does not go on");
+        assert!(waiting.is_some_and(|waiting| held.release(waiting.number)), "nothing is held, and it does not go on");
     }
 }
 
 #[test]
 fn the_cluster_of_a_failed_write_stays_allocated_during_other_writes_to_it_and_is_free_afterwards() {
-    let (held, failing) = (Held::only(&[Operation::Write]), Failing::only(&[Operation::Write]));
+    let (held, failing) = (RequestHolder::only(&[Operation::Write]), Failing::only(&[Operation::Write]));
     let (file, disk) = image(false, |storage| held.wrap(failing.wrap(storage)));
     assert!(ends(disk.write(GuestOffset(32 << 20), filled(1, 512).into()), &held, None));
     let mut first = disk.write(GuestOffset(0), filled(2, 512).into());
@@ -42,7 +42,7 @@ fn the_cluster_of_a_failed_write_stays_allocated_during_other_writes_to_it_and_i
     let [one, other] = &held.waiting()[..] else { panic!("both are written to the new cluster at once") };
     assert_eq!(other.range.start, one.range.start + 4096);
     failing.fail(0, 1, Fault::NoSpace);
-    assert!(held.let_go(one.number));
+    assert!(held.release(one.number));
     assert_eq!(poll_once(&mut first), Poll::Ready(false));
     // The next writes get other clusters, even if there is a flush meanwhile.
     for cluster in 1..4 {
@@ -50,7 +50,7 @@ fn the_cluster_of_a_failed_write_stays_allocated_during_other_writes_to_it_and_i
         assert!(ends(disk.write(GuestOffset(u64::from(cluster) * CLUSTER), from), &held, Some(other.number)));
         assert!(ends(disk.flush(), &held, Some(other.number)));
     }
-    assert!(held.let_go(other.number));
+    assert!(held.release(other.number));
     assert_eq!(poll_once(&mut other_write), Poll::Ready(false), "its cluster is not the disk's");
     for cluster in 1..4 {
         assert_eq!(read(&*disk, u64::from(cluster) * CLUSTER, CLUSTER), vec![0x10 + cluster; 64 << 10]);
@@ -81,7 +81,7 @@ fn a_storage_that_is_full_costs_no_clusters_however_often_it_is_tried() {
 
 #[test]
 fn clusters_that_no_table_could_be_told_of_are_free_again() {
-    let (held, failing) = (Held::only(&[Operation::Write]), Failing::only(&[Operation::Read]));
+    let (held, failing) = (RequestHolder::only(&[Operation::Write]), Failing::only(&[Operation::Read]));
     held.release_all();
     let image = TestImage::new(&CreateOptions::default().size(2 << 30));
     let options = Qcow2Options::default().cache_size(0).allocate_ahead(0);
@@ -109,7 +109,7 @@ fn clusters_that_no_table_could_be_told_of_are_free_again() {
 fn a_refcount_table_that_could_not_be_put_in_place_is_not_relied_on() {
     // A table of one cluster is about 4096 clusters of 512 bytes: the disk needs a longer one.
     const FULL: u64 = 4000 * 512;
-    for fault in [Fault::Broken, Fault::Late] {
+    for fault in [Fault::Broken, Fault::AfterCompletion] {
         for after in 0.. {
             let failing = Failing::only(&[Operation::Write, Operation::Flush]);
             let options = CreateOptions::default().size(4 << 20).cluster_size(512).refcount_bits(64);
@@ -151,7 +151,7 @@ fn writes_that_wait_for_many_that_fail_need_no_deep_stack() {
     const WRITES: u64 = 300;
     let work = || {
         let longer = [Operation::Allocate, Operation::Write];
-        let (held, failing) = (Held::only(&longer), Failing::only(&longer));
+        let (held, failing) = (RequestHolder::only(&longer), Failing::only(&longer));
         let (_, disk) = image(true, |storage| held.wrap(failing.wrap(storage)));
         failing.fail(0, u64::MAX, Fault::NoSpace);
         let mut writes: Vec<Pending<'_>> =
@@ -160,7 +160,7 @@ fn writes_that_wait_for_many_that_fail_need_no_deep_stack() {
         while !writes.is_empty() {
             // Each of them tries for itself, after those before it.
             writes.retain_mut(|write| poll_once(write).is_pending());
-            held.waiting().iter().for_each(|waiting| assert!(held.let_go(waiting.number)));
+            held.waiting().iter().for_each(|waiting| assert!(held.release(waiting.number)));
             rounds += 1;
         }
         assert!(rounds > WRITES, "{rounds}");
@@ -170,7 +170,7 @@ fn writes_that_wait_for_many_that_fail_need_no_deep_stack() {
 
 #[test]
 fn what_others_wrote_behind_the_end_meanwhile_is_not_cut_off_where_there_is_no_space_ahead() {
-    let (held, failing) = (Held::only(&[Operation::Allocate]), Failing::only(&[Operation::Allocate]));
+    let (held, failing) = (RequestHolder::only(&[Operation::Allocate]), Failing::only(&[Operation::Allocate]));
     let (file, disk) = image(true, |storage| held.wrap(failing.wrap(storage)));
     failing.fail(0, u64::MAX, Fault::NoSpace);
     let mut write = disk.write(GuestOffset(0), filled(4, CLUSTER).into());

@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use limosa_image::qcow2::{CreateOptions, Qcow2, Qcow2Options};
 use limosa_image::{Disk, GuestOffset, Pending};
-use limosa_storage::testing::{Counting, Held, SeededRandom, SparseMemory};
+use limosa_storage::testing::{RequestHolder, RequestRecorder, SeededRandom, SparseMemory};
 use limosa_storage::{Buffer, Operation, Storage, block_on};
 use limosa_testkit::image::{self, TestImage, leaks, memory_file, poll_once, raw, write};
 
@@ -22,7 +22,7 @@ const WRITE: Operation = Operation::Write;
 
 /// An image whose storages are watched, or held.
 struct Bench {
-    counting: Counting,
+    counting: RequestRecorder,
     file: Arc<dyn Storage>,
     disk: Arc<Qcow2>,
 }
@@ -38,7 +38,7 @@ fn bench(
     options: Qcow2Options,
     over: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>,
 ) -> Bench {
-    let counting = Counting::new();
+    let counting = RequestRecorder::new();
     let image = TestImage::create_in(file, &CreateOptions::default().size(SIZE));
     let over = |storage| counting.wrap(over(storage));
     let disk = image.over(over).open_over(below.map(|below| raw(over(below))), options);
@@ -172,7 +172,7 @@ fn nothing_is_read_where_the_backing_image_has_a_hole() {
 
 #[test]
 fn nothing_is_read_where_the_backing_image_says_zero_or_has_nothing() {
-    let counting = Counting::new();
+    let counting = RequestRecorder::new();
     let storage = counting.wrap(Arc::new(SparseMemory::file("below", MOST)));
     let how = CreateOptions::default().size(SIZE);
     let below = TestImage::create_in(storage, &how);
@@ -199,17 +199,17 @@ fn nothing_is_read_where_the_backing_image_says_zero_or_has_nothing() {
 
 #[test]
 fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
-    let held = Held::only(&[READ]);
+    let held = RequestHolder::only(&[READ]);
     held.release_all();
     let (storage, bytes) = full();
     let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| held.wrap(storage));
     held.hold_again();
     let requests = [(12 * K, 1_u8), (16 * K, 2), (14 * K, 3), (40 * K, 4)];
-    let begin = |(at, byte): (u64, u8)| bench.disk.write(GuestOffset(at), Buffer::copied(&[byte; 4096]).into());
+    let begin = |(at, byte): (u64, u8)| bench.disk.write(GuestOffset(at), Buffer::from_slice(&[byte; 4096]).into());
     let mut writes: Vec<Pending<'_>> = requests.map(begin).into();
     assert!(writes.iter_mut().all(|write| poll_once(write).is_pending()));
     let [copy] = &held.waiting()[..] else { panic!("one read for all") };
-    assert!(held.let_go(copy.number));
+    assert!(held.release(copy.number));
     assert!(writes.iter_mut().all(|write| poll_once(write) == Poll::Ready(true)));
     drop(writes);
     assert_eq!(bench.asked(), [to_below(READ, 0..CLUSTER), to_image(WRITE, 0..CLUSTER)]);
@@ -224,11 +224,11 @@ fn neighbouring_and_overlapping_requests_to_one_new_cluster_share_one_copy() {
 
 #[test]
 fn requests_to_one_new_cluster_on_proven_zeros_are_written_at_the_same_time() {
-    let held = Held::only(&[WRITE]);
+    let held = RequestHolder::only(&[WRITE]);
     held.release_all();
     let bench = bench(memory_file("image"), None, options(1 << 20), |storage| held.wrap(storage));
     held.hold_again();
-    let begin = |at: u64| bench.disk.write(GuestOffset(at), Buffer::copied(&[7; 4096]).into());
+    let begin = |at: u64| bench.disk.write(GuestOffset(at), Buffer::from_slice(&[7; 4096]).into());
     let mut writes: Vec<Pending<'_>> = [12 * K, 16 * K, 40 * K].map(begin).into();
     assert!(writes.iter_mut().all(|write| poll_once(write).is_pending()));
     let [first, second, third] = &held.waiting()[..] else { panic!("three writes at once") };
@@ -242,14 +242,14 @@ fn requests_to_one_new_cluster_on_proven_zeros_are_written_at_the_same_time() {
 
 #[test]
 fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_not_feel_it() {
-    let held = Held::only(&[READ, WRITE]);
+    let held = RequestHolder::only(&[READ, WRITE]);
     held.release_all();
     let (storage, bytes) = full();
     let bench = bench(memory_file("image"), Some(storage), options(1 << 20), |storage| held.wrap(storage));
     held.hold_again();
-    let mut dropped = bench.disk.write(GuestOffset(12 * K), Buffer::copied(&[1; 4096]).into());
+    let mut dropped = bench.disk.write(GuestOffset(12 * K), Buffer::from_slice(&[1; 4096]).into());
     assert!(poll_once(&mut dropped).is_pending());
-    let mut joined = bench.disk.write(GuestOffset(16 * K), Buffer::copied(&[2; 4096]).into());
+    let mut joined = bench.disk.write(GuestOffset(16 * K), Buffer::from_slice(&[2; 4096]).into());
     assert!(poll_once(&mut joined).is_pending());
     drop(dropped);
     // Once each is released, the requests that are left continue it.
@@ -262,7 +262,7 @@ fn a_dropped_request_settles_with_what_it_had_begun_and_those_who_joined_it_do_n
 
     // One that no request has joined is completed by the next request to any cluster.
     held.hold_again();
-    let mut dropped = bench.disk.write(GuestOffset(CLUSTER), Buffer::copied(&[3; 4096]).into());
+    let mut dropped = bench.disk.write(GuestOffset(CLUSTER), Buffer::from_slice(&[3; 4096]).into());
     assert!(poll_once(&mut dropped).is_pending());
     drop(dropped);
     held.release_all();

@@ -43,7 +43,7 @@ fn a_power_cut_while_a_disk_grows_leaves_one_size_or_the_other_and_all_that_was_
     for options in kinds() {
         let made = TestImage::new(&options);
         let power = PowerCut::new();
-        let storage = power.storage("image", contents(&*made.file), 1 << 30);
+        let storage = power.add_storage("image", contents(&*made.file), 1 << 30);
         let disk = open(Arc::clone(&storage), None);
         block_on(disk.write(GuestOffset(0), filled(1, 64 * KB).into())).unwrap();
         block_on(disk.flush()).unwrap();

@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use limosa_image::qcow2::{CheckOptions, CreateOptions, Qcow2, Qcow2Options, check};
 use limosa_image::{Disk, GuestOffset};
-use limosa_storage::testing::{Failing, Fault, Held};
+use limosa_storage::testing::{Failing, Fault, RequestHolder};
 use limosa_storage::{Operation, Storage, block_on};
 use limosa_testkit::image::{self, TestImage, filled, poll_once, raw_filled};
 
@@ -52,7 +52,7 @@ impl Bed {
     }
 
     /// The image in use: requests are held from now on.
-    fn held(&self, held: &Held) -> Arc<Qcow2> {
+    fn held(&self, held: &RequestHolder) -> Arc<Qcow2> {
         held.release_all();
         let disk = self.open_over(|storage| held.wrap(storage));
         held.hold_again();
@@ -86,7 +86,7 @@ fn zeroing_up_to_the_old_end_leaves_what_was_written_behind_it_meanwhile() {
     for sort in Sort::ALL {
         for how in ["discard", "unmap", "keep"] {
             let bed = Bed::new(sort);
-            let held = Held::only(&[Operation::Read]);
+            let held = RequestHolder::only(&[Operation::Read]);
             let disk = bed.held(&held);
             let mut zeroing = match how {
                 "discard" => disk.discard(GuestOffset(512), OLD - 512),
@@ -119,7 +119,7 @@ fn zeroing_up_to_the_old_end_leaves_what_was_written_behind_it_meanwhile() {
 fn a_disk_that_is_made_longer_twice_at_once_keeps_what_was_written_in_between() {
     for sort in Sort::ALL {
         let bed = Bed::new(sort);
-        let held = Held::only(&[Operation::Flush, Operation::Read]);
+        let held = RequestHolder::only(&[Operation::Flush, Operation::Read]);
         let disk = bed.held(&held);
         let mut slow = disk.grow(NEW);
         assert!(poll_once(&mut slow).is_pending());
@@ -146,7 +146,7 @@ fn a_disk_that_is_made_longer_twice_at_once_keeps_what_was_written_in_between() 
 #[test]
 fn a_dropped_growth_is_ended_by_the_next_request() {
     let bed = Bed::new(Sort::Usual);
-    let held = Held::only(&[Operation::Flush, Operation::Read]);
+    let held = RequestHolder::only(&[Operation::Flush, Operation::Read]);
     let disk = bed.held(&held);
     let mut dropped = disk.grow(NEW);
     assert!(poll_once(&mut dropped).is_pending());
@@ -163,7 +163,7 @@ fn a_dropped_growth_is_ended_by_the_next_request() {
 #[test]
 fn a_growth_that_is_dropped_keeps_no_other_from_its_end() {
     let bed = Bed::new(Sort::Usual);
-    let held = Held::only(&[Operation::Flush, Operation::Read]);
+    let held = RequestHolder::only(&[Operation::Flush, Operation::Read]);
     let disk = bed.held(&held);
     let mut left = disk.grow(NEW);
     let mut dropped = disk.grow(NEW);

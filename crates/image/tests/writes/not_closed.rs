@@ -29,7 +29,7 @@ fn abandoned() -> MemoryStorage {
     let storage = MemoryStorage::growing_to(16 << 20);
     let options = CreateOptions::default().size(64 << 20).lazy_refcounts(true);
     let disk = TestImage::create_in(Arc::new(storage.clone()), &options).open();
-    assert!(disk.repaired().is_none());
+    assert!(disk.repair_report().is_none());
     block_on(disk.write(GuestOffset(0), filled(1, 3 * CLUSTER).into())).unwrap();
     block_on(disk.write(GuestOffset(32 << 20), filled(2, CLUSTER).into())).unwrap();
     block_on(disk.flush()).unwrap();
@@ -52,11 +52,11 @@ fn an_image_that_was_not_closed_is_repaired_before_it_is_written_and_read_as_it_
     let storage = abandoned();
     let before = storage.contents();
     let disk = open_over(Arc::new(storage.clone()), true).unwrap();
-    assert_eq!((read(&disk, CLUSTER), disk.repaired()), (vec![1; 512], None));
+    assert_eq!((read(&disk, CLUSTER), disk.repair_report()), (vec![1; 512], None));
     assert!(storage.contents() == before);
 
     let disk = open_over(Arc::new(storage.clone()), false).unwrap();
-    assert!(disk.repaired().is_some_and(|report| report.corruptions_fixed > 0 && report.is_clean()));
+    assert!(disk.repair_report().is_some_and(|report| report.corruptions_fixed > 0 && report.is_clean()));
     is_whole(&MemoryStorage::with_contents(storage.contents(), 16 << 20));
     block_on(disk.write(GuestOffset(16 << 20), filled(3, CLUSTER).into())).unwrap();
     block_on(disk.close()).unwrap();
@@ -73,7 +73,7 @@ fn a_repair_that_is_cut_short_is_begun_again() {
         let whole = opened.is_ok();
         drop(opened);
         let disk = open_over(Arc::new(storage.clone()), false).unwrap();
-        assert!(!whole || disk.repaired().is_none());
+        assert!(!whole || disk.repair_report().is_none());
         block_on(disk.close()).unwrap();
         is_whole(&storage);
         if whole {
@@ -125,11 +125,11 @@ fn what_a_killed_qemu_leaves_is_repaired() {
         }
     };
     let disk = open(true);
-    assert!(disk.header().features.dirty() && disk.repaired().is_none());
+    assert!(disk.header().features.dirty() && disk.repair_report().is_none());
     assert_eq!((read(&disk, CLUSTER), read(&disk, 32 << 20)), (vec![1; 512], vec![2; 512]));
     drop(disk);
     let disk = open(false);
-    assert!(disk.repaired().is_some_and(|report| report.corruptions_fixed > 0 && report.is_clean()));
+    assert!(disk.repair_report().is_some_and(|report| report.corruptions_fixed > 0 && report.is_clean()));
     block_on(disk.write(GuestOffset(16 << 20), filled(3, CLUSTER).into())).unwrap();
     block_on(disk.close()).unwrap();
     drop(disk);

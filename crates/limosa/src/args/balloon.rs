@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::builder::TypedValueParser;
 use clap::{ArgAction, Args, Subcommand};
 use limosa_balloon::Strategy;
-use limosa_console::{one_of, parse};
+use limosa_console::{named_values, parse};
 use limosa_memory::ReleaseMethod;
 use limosa_qemu::qmp::MonitorAddress;
 
@@ -64,21 +64,21 @@ pub(crate) struct BalloonServeArgs {
 }
 
 fn discard() -> impl TypedValueParser<Value = Strategy> {
-    one_of([
+    named_values([
         (Strategy::Auto, "auto", "Chosen by the kind of memory"),
         (
-            Strategy::By(ReleaseMethod::PunchHole),
+            Strategy::Method(ReleaseMethod::PunchHole),
             "punch-hole",
             "`fallocate(PUNCH_HOLE)` on the file that backs the memory",
         ),
         (
-            Strategy::By(ReleaseMethod::DontNeed),
+            Strategy::Method(ReleaseMethod::DontNeed),
             "dontneed",
             "`madvise(MADV_DONTNEED)`, for private memory; not possible with a front end",
         ),
-        (Strategy::By(ReleaseMethod::Remove), "remove", "`madvise(MADV_REMOVE)`, for shared memory"),
+        (Strategy::Method(ReleaseMethod::Remove), "remove", "`madvise(MADV_REMOVE)`, for shared memory"),
         (
-            Strategy::By(ReleaseMethod::Free),
+            Strategy::Method(ReleaseMethod::Free),
             "free",
             "`madvise(MADV_FREE)`, for private memory; not possible with a front end",
         ),
@@ -87,7 +87,7 @@ fn discard() -> impl TypedValueParser<Value = Strategy> {
 }
 
 fn reporting() -> impl TypedValueParser<Value = bool> {
-    one_of([(true, "on", "Return them to the host"), (false, "off", "Keep them")])
+    named_values([(true, "on", "Return them to the host"), (false, "off", "Keep them")])
 }
 
 #[derive(Debug, Args)]

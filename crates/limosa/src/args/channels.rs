@@ -3,12 +3,12 @@
 use clap::Args;
 use clap::builder::TypedValueParser;
 use limosa_channel::ZeroCopy;
-use limosa_console::one_of;
+use limosa_console::named_values;
 use limosa_stream::multifd::Compression;
 
 /// Methods by which pages of a file leave on multifd channels: [`ZeroCopy`] without what only memory can.
 pub(super) fn file_zero_copy() -> impl TypedValueParser<Value = ZeroCopy> {
-    one_of([
+    named_values([
         (ZeroCopy::Off, "off", "Read and copied"),
         (ZeroCopy::Auto, "auto", "Spliced if possible, else read and copied"),
         (
@@ -20,7 +20,7 @@ pub(super) fn file_zero_copy() -> impl TypedValueParser<Value = ZeroCopy> {
 }
 
 fn compression() -> impl TypedValueParser<Value = Compression> {
-    one_of([
+    named_values([
         (Compression::None, "none", "No compression"),
         (Compression::Zlib, "zlib", "zlib"),
         (Compression::Zstd, "zstd", "Zstandard"),

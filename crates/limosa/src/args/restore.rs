@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::builder::TypedValueParser;
 use clap::{ArgAction, Args, ValueEnum};
 use limosa_channel::{Uri, ZeroCopy};
-use limosa_console::one_of;
+use limosa_console::named_values;
 use limosa_qemu::qmp::MonitorAddress;
-use limosa_qemu::{CommandLine, RunChoice};
+use limosa_qemu::{CommandLineProperties, RunChoice};
 
 use super::channels::file_zero_copy;
 use super::{ChannelArgs, DisksArg, JobArgs, TransportArg};
@@ -26,7 +26,7 @@ pub(crate) enum MemoryArg {
 }
 
 pub(super) fn preempt() -> impl TypedValueParser<Value = bool> {
-    one_of([
+    named_values([
         (true, "on", "Answer page requests on a second channel"),
         (false, "off", "Answer page requests on the main channel, between other pages"),
     ])
@@ -62,7 +62,7 @@ impl RunStateArgs {
     }
 
     /// The choice for a QEMU whose command line may say `-S`.
-    pub(crate) fn choice_for(self, line: CommandLine) -> RunChoice {
+    pub(crate) fn choice_for(self, line: CommandLineProperties) -> RunChoice {
         match self.choice() {
             RunChoice::AsSaved if line.paused => RunChoice::Paused,
             choice => choice,

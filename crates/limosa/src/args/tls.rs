@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::builder::TypedValueParser;
 use clap::{ArgAction, Args};
 use limosa_channel::{ChannelError, KernelTls, Tls, Uri};
-use limosa_console::{on_off, one_of};
+use limosa_console::{named_values, on_off_parser};
 
 /// Said where a connection cannot be encrypted.
 const NOT_THERE: &str =
@@ -16,7 +16,7 @@ const NO_TCP: &str = "--tls-kernel on needs tcp:HOST:PORT: the kernel encrypts o
 
 /// Whether the kernel encrypts and decrypts.
 fn kernel_tls() -> impl TypedValueParser<Value = KernelTls> {
-    one_of([
+    named_values([
         (KernelTls::Off, "off", "No: limosa does"),
         (KernelTls::Auto, "auto", "Over TCP, if the kernel has TLS and can renew keys (Linux 6.14); else limosa does"),
         (KernelTls::On, "on", "Yes; fails if that is not possible"),
@@ -49,7 +49,7 @@ pub(crate) struct TlsServerArgs {
     pub(crate) tls_creds: Option<PathBuf>,
 
     /// Whether clients must present a certificate (the verify-peer of QEMU's tls-creds-x509)
-    #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "TLS_VERIFY_PEER", default_value = "on", requires = "tls_creds")]
+    #[arg(long, value_parser = on_off_parser(), action = ArgAction::Set, value_name = "TLS_VERIFY_PEER", default_value = "on", requires = "tls_creds")]
     pub(crate) tls_verify_peer: bool,
 
     /// Whether the kernel encrypts and decrypts the connection
@@ -72,7 +72,7 @@ impl TlsClientArgs {
 
     /// The credentials, read and found to be good.
     pub(crate) fn read(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.kernel(self.tls_kernel));
+        let read = |folder| Ok(Tls::client(folder, self.tls_hostname.as_deref())?.with_kernel_tls(self.tls_kernel));
         self.tls_creds.as_ref().map(read).transpose()
     }
 }
@@ -90,7 +90,7 @@ impl TlsServerArgs {
 
     /// The credentials, read and found to be good.
     pub(crate) fn read(&self) -> Result<Option<Tls>, ChannelError> {
-        let read = |folder| Ok(Tls::server(folder, self.tls_verify_peer)?.kernel(self.tls_kernel));
+        let read = |folder| Ok(Tls::server(folder, self.tls_verify_peer)?.with_kernel_tls(self.tls_kernel));
         self.tls_creds.as_ref().map(read).transpose()
     }
 }

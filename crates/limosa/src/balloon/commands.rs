@@ -116,7 +116,7 @@ fn statistics_object(statistics: &Statistics) -> Value {
     let values: Map<_, _> = statistics.iter().map(|(name, value, _)| (name.to_owned(), value.into())).collect();
     json!({
         "sequence": statistics.sequence,
-        "age-ms": u64::try_from(statistics.at.elapsed().as_millis()).unwrap_or(u64::MAX),
+        "age-ms": u64::try_from(statistics.received_at.elapsed().as_millis()).unwrap_or(u64::MAX),
         "stats": values,
     })
 }

@@ -16,7 +16,7 @@ use signal_hook::iterator::Signals;
 
 use super::line::StatusLine;
 use crate::args::{BalloonCtlArgs, BalloonCtlCommand};
-use limosa_console::{all_printed, print_out, say};
+use limosa_console::{check_stdout, print_out, say};
 
 /// How often the server is asked again.
 const TICK: Duration = Duration::from_millis(10);
@@ -33,7 +33,7 @@ pub(super) fn run(args: &BalloonCtlArgs) -> anyhow::Result<ExitCode> {
         BalloonCtlCommand::Hint { squeeze, reserve } => ctl.hint(*squeeze, *reserve)?,
         BalloonCtlCommand::Reporting { what } => ctl.reporting(*what)?,
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -179,7 +179,7 @@ impl Ctl {
                 print_out!("{}", if watch.is_some() { parts.join(", ") } else { parts.join("\n") });
             }
             let Some(every) = watch else { return Ok(()) };
-            all_printed()?;
+            check_stdout()?;
             if broken.pause(every).is_err() {
                 return Ok(());
             }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use limosa_balloon::{Balloon, ZeroTarget};
+use limosa_balloon::{Balloon, TargetTooSmall};
 use limosa_memory::{FreePageHinting as _, FreePageSink};
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
@@ -116,7 +116,7 @@ impl Jobs {
 
     /// Sets the target that a client ordered. It applies at once, and again when a job that has squeezed the guest
     /// ends; a guest that is being squeezed is squeezed no further.
-    pub(super) fn set_target(&self, balloon: &Balloon, bytes: u64) -> Result<(), ZeroTarget> {
+    pub(super) fn set_target(&self, balloon: &Balloon, bytes: u64) -> Result<(), TargetTooSmall> {
         let mut jobs = self.lock();
         balloon.set_target(bytes)?;
         if let Some(job) = jobs.as_mut().filter(|job| job.phase == Phase::Inflating) {
@@ -156,7 +156,7 @@ impl Jobs {
         let mut answer = json!({ "phase": phase, "actual": balloon.size().actual });
         let Some(fields) = answer.as_object_mut() else { return answer };
         if job.phase == Phase::Hinting || (job.phase == Phase::Over && job.error.is_none()) {
-            let took = list.asked.zip(list.last).map(|(asked, last)| last.duration_since(asked));
+            let took = list.requested_at.zip(list.last_buffer_at).map(|(asked, last)| last.duration_since(asked));
             fields.insert("blocks".into(), list.blocks.into());
             fields.insert("bytes".into(), list.bytes.into());
             fields.insert("list-ms".into(), took.map_or(0.0, limosa_console::quantity::millis).into());
@@ -330,7 +330,7 @@ mod tests {
     fn silent() -> Balloon {
         let balloon = Balloon::new(Options::default());
         balloon.set_memory(ram(RAM));
-        balloon.attached(Arc::new(Bus));
+        balloon.attach(Arc::new(Bus));
         balloon.ack_features(Features::ALL);
         // But for what it fills free pages with.
         balloon.write_config(12, &[0; 4]);
@@ -372,7 +372,7 @@ mod tests {
                 jobs.give_up(&balloon);
             } else {
                 // The driver goes.
-                balloon.attached(Arc::new(Bus));
+                balloon.attach(Arc::new(Bus));
                 jobs.go_on(&balloon, now);
             }
             assert_eq!((said(&jobs, &balloon).0.as_str(), balloon.size().target), ("failed", RAM / 2));

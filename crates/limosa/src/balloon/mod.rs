@@ -49,7 +49,7 @@ pub(crate) fn run(args: &BalloonArgs) -> anyhow::Result<ExitCode> {
 
 fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     if let Some(name) =
-        [(Strategy::By(ReleaseMethod::DontNeed), "dontneed"), (Strategy::By(ReleaseMethod::Free), "free")]
+        [(Strategy::Method(ReleaseMethod::DontNeed), "dontneed"), (Strategy::Method(ReleaseMethod::Free), "free")]
             .into_iter()
             .find_map(|(discard, name)| (discard == args.discard).then_some(name))
     {
@@ -92,8 +92,8 @@ fn serve(args: &BalloonServeArgs) -> anyhow::Result<ExitCode> {
     let (mut announced, mut reported) = (Instant::now(), 0);
     while !ending.wait(TICK) {
         jobs.go_on(&balloon, Instant::now());
-        line.update(&balloon, server.connections());
-        let changes = balloon.actual_changes();
+        line.update(&balloon, server.connection_count());
+        let changes = balloon.actual_change_count();
         if announced.elapsed() >= CHANGES && changes != reported {
             (announced, reported) = (Instant::now(), changes);
             if let Some(socket) = &socket {
@@ -133,7 +133,7 @@ fn tell(args: &BalloonServeArgs, balloon: &Balloon, server: &Server, begun: Inst
     let counters = balloon.counters();
     say!(
         "limosa: {} front ends served in {}; {} returned to the host in {} calls, {} free pages hinted in {} lists",
-        quantity::count(server.connections()),
+        quantity::count(server.connection_count()),
         quantity::time(begun.elapsed()),
         quantity::bytes(counters.discarded_bytes),
         quantity::count(counters.discards),
@@ -141,6 +141,6 @@ fn tell(args: &BalloonServeArgs, balloon: &Balloon, server: &Server, begun: Inst
         quantity::count(counters.hint_lists),
     );
     if args.json {
-        print_out!("{}", json!({ "front-ends": server.connections(), "counters": commands::counters(balloon) }));
+        print_out!("{}", json!({ "front-ends": server.connection_count(), "counters": commands::counters(balloon) }));
     }
 }

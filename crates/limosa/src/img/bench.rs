@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::open;
 use super::options::BenchOptions;
-use limosa_console::{all_printed, print_out, quantity};
+use limosa_console::{check_stdout, print_out, quantity};
 
 pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.count == 0 {
@@ -24,7 +24,7 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     let load = bench::BenchOptions::new(options.count.into(), options.depth.into(), size)
         .offset(options.offset)
         .step(options.step_size)
-        .write(options.write.then_some(options.pattern))
+        .write_pattern(options.write.then_some(options.pattern))
         .flush(flush);
     let told = !options.json;
     if told {
@@ -59,7 +59,7 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
         });
         print_out!("{report}");
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 

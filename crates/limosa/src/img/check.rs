@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use super::open;
 use super::options::CheckOptions;
 use super::pretty::pretty;
-use limosa_console::{all_printed, print_out, say};
+use limosa_console::{check_stdout, print_out, say};
 
 /// The image has wrong references, or uses space that it has not allocated.
 const CORRUPT: u8 = 2;
@@ -134,7 +134,7 @@ pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
             print_out!("{line}");
         }
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(status(&report))
 }
 

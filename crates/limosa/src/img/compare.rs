@@ -13,7 +13,7 @@ use super::meter::Meter;
 use super::open;
 use super::options::CompareOptions;
 use crate::remedy;
-use limosa_console::{all_printed, error_line, print_out, say};
+use limosa_console::{check_stdout, error_line, print_out, say};
 
 /// An image cannot be opened.
 const OPEN: u8 = 2;
@@ -48,13 +48,13 @@ pub(crate) fn run(options: &CompareOptions) -> anyhow::Result<ExitCode> {
             failed(&format!("{image}: {}", error_line(&source)), status(&source))
         }
     };
-    all_printed()?;
+    check_stdout()?;
     Ok(code)
 }
 
 /// Reports an error that prevented the comparison.
 pub(crate) fn refuse(error: &anyhow::Error) -> ExitCode {
-    failed(&format!("{}{}", limosa_console::one_line(error), remedy::of_cause(error)), OPEN)
+    failed(&format!("{}{}", limosa_console::anyhow_error_line(error), remedy::of_cause(error)), OPEN)
 }
 
 fn failed(line: &str, status: u8) -> ExitCode {
@@ -64,7 +64,7 @@ fn failed(line: &str, status: u8) -> ExitCode {
 
 fn status(error: &OperationError) -> u8 {
     match error {
-        OperationError::Failed { doing: DiskOperation::Mapping, .. } => MAP,
+        OperationError::Failed { operation: DiskOperation::Mapping, .. } => MAP,
         _ => READ,
     }
 }
@@ -73,27 +73,27 @@ fn status(error: &OperationError) -> u8 {
 fn warns_of_lengths(comparison: &Comparison, shorter: u64) -> bool {
     !comparison.same_length
         && match comparison.verdict {
-            Verdict::Contents(at) => at.0 >= shorter,
-            Verdict::Same | Verdict::Allocation(_) => true,
-            Verdict::Length => false,
+            Verdict::ContentsDiffer(at) => at.0 >= shorter,
+            Verdict::Same | Verdict::AllocationDiffers(_) => true,
+            Verdict::LengthDiffers => false,
         }
 }
 
 fn sentence(verdict: Verdict) -> String {
     match verdict {
         Verdict::Same => "Images are identical.".to_owned(),
-        Verdict::Contents(at) => format!("Content mismatch at offset {}!", at.0),
-        Verdict::Allocation(at) => format!("Strict mode: Offset {} block status mismatch!", at.0),
-        Verdict::Length => "Strict mode: Image size mismatch!".to_owned(),
+        Verdict::ContentsDiffer(at) => format!("Content mismatch at offset {}!", at.0),
+        Verdict::AllocationDiffers(at) => format!("Strict mode: Offset {} block status mismatch!", at.0),
+        Verdict::LengthDiffers => "Strict mode: Image size mismatch!".to_owned(),
     }
 }
 
 fn object(comparison: &Comparison) -> serde_json::Value {
     let (differs, offset) = match comparison.verdict {
         Verdict::Same => (None, None),
-        Verdict::Contents(at) => (Some("contents"), Some(at.0)),
-        Verdict::Allocation(at) => (Some("allocation"), Some(at.0)),
-        Verdict::Length => (Some("length"), None),
+        Verdict::ContentsDiffer(at) => (Some("contents"), Some(at.0)),
+        Verdict::AllocationDiffers(at) => (Some("allocation"), Some(at.0)),
+        Verdict::LengthDiffers => (Some("length"), None),
     };
     json!({
         "identical": comparison.verdict == Verdict::Same,

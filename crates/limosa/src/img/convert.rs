@@ -14,7 +14,7 @@ use super::interrupt::UNFINISHED;
 use super::meter::Meter;
 use super::open;
 use super::options::{ConvertOptions, Source};
-use limosa_console::{all_printed, print_out, say};
+use limosa_console::{check_stdout, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
 const SPARSE_MOST: u64 = 16 << 20;
@@ -22,7 +22,7 @@ const SPARSE_MOST: u64 = 16 << 20;
 pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     if options.target.asks_for_help() {
         print_out!("{}", FormatOptions::of(&options.target.format)?.help());
-        all_printed()?;
+        check_stdout()?;
         return Ok(ExitCode::SUCCESS);
     }
     check(options)?;
@@ -35,7 +35,7 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     if options.json {
         print_out!("{}", object(&counters, length));
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -68,7 +68,7 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
     };
     let mut request = ConvertRequest::new(sources, target);
     request.options = convert::ConvertOptions::default()
-        .requests(options.parallel.into())
+        .max_in_flight(options.parallel.into())
         .sparse(options.sparse_size)
         // Writes into the page cache of one file wait for each other in the kernel: in order, reads continue meanwhile.
         .out_of_order(options.out_of_order && options.target.cache.is_direct())
@@ -100,7 +100,7 @@ fn check(options: &ConvertOptions) -> anyhow::Result<()> {
 
 /// Cached pages are copied by the thread that requests them, and each request has one.
 fn io(cache: CacheMode) -> Io {
-    if cache.is_direct() { Io::Auto } else { Io::Caller }
+    if cache.is_direct() { Io::Auto } else { Io::CallerThread }
 }
 
 /// The target, as one that exists.
@@ -150,13 +150,13 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
 }
 
 fn warn(counters: &ConvertCounters) {
-    for place in &counters.lost {
+    for place in &counters.unreadable_ranges {
         let bytes = place.end - place.start;
         say!("limosa: warning: {bytes} bytes at {} could not be read; written as zeros to the target", place.start);
     }
-    let named: u64 = counters.lost.iter().map(|place| place.end - place.start).sum();
-    if named < counters.bytes_lost {
-        say!("limosa: warning: {} further bytes could not be read", counters.bytes_lost - named);
+    let named: u64 = counters.unreadable_ranges.iter().map(|place| place.end - place.start).sum();
+    if named < counters.bytes_unreadable {
+        say!("limosa: warning: {} further bytes could not be read", counters.bytes_unreadable - named);
     }
 }
 
@@ -171,8 +171,8 @@ fn object(counters: &ConvertCounters, length: u64) -> serde_json::Value {
         "bytes-copied": counters.bytes_copied,
         "zeroes": counters.zeroes,
         "bytes-zeroed": counters.bytes_zeroed,
-        "bytes-spared": counters.bytes_spared,
-        "bytes-below": counters.bytes_below,
-        "bytes-lost": counters.bytes_lost,
+        "bytes-spared": counters.bytes_already_zero,
+        "bytes-below": counters.bytes_in_backing,
+        "bytes-lost": counters.bytes_unreadable,
     })
 }

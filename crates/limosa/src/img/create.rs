@@ -8,19 +8,19 @@ use anyhow::Context as _;
 use limosa_image::chain::OpenOptions;
 use limosa_image::qcow2::Compression;
 use limosa_image::reference::Reference;
-use limosa_image::{Format, NewFormat, NewImage, Preallocation, qcow2, raw};
+use limosa_image::{Format, NewImage, NewImageFormat, Preallocation, qcow2, raw};
 use limosa_storage::{CacheMode, LockPolicy, block_on};
 
 use super::format_options::FormatOptions;
 use super::interrupt::UNFINISHED;
 use super::open;
 use super::options::{CreateOptions, Name};
-use limosa_console::{all_printed, error_line, print_out};
+use limosa_console::{check_stdout, error_line, print_out};
 
 pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     if options.target.asks_for_help() {
         print_out!("{}", FormatOptions::of(&options.target.format)?.help());
-        all_printed()?;
+        check_stdout()?;
         return Ok(ExitCode::SUCCESS);
     }
     let mut format = asked(options)?;
@@ -104,13 +104,13 @@ pub(crate) fn new_image(name: &Name, cache: CacheMode, format: &FormatOptions) -
     let size = format.number("size").unwrap_or_default();
     let preallocation = parsed(format, "preallocation")?.unwrap_or_default();
     let new = match format.format() {
-        Format::Raw => NewFormat::Raw(raw::CreateOptions::default().size(size).preallocation(preallocation)),
+        Format::Raw => NewImageFormat::Raw(raw::CreateOptions::default().size(size).preallocation(preallocation)),
         Format::Qcow2 => {
             let qcow2 = qcow2_options(format, size, preallocation)?;
-            NewFormat::Qcow2(Box::new(qcow2))
+            NewImageFormat::Qcow2(Box::new(qcow2))
         }
     };
-    Ok(NewImage::new(Reference::path_named(name)?, cache, new))
+    Ok(NewImage::new(Reference::path_from_name(name)?, cache, new))
 }
 
 /// A text with few values, if it was given.

@@ -7,7 +7,7 @@ use std::fmt;
 
 use anyhow::Context as _;
 use limosa_image::Format;
-use limosa_image::reference::split;
+use limosa_image::reference::split_options;
 
 use super::size::parse_size;
 
@@ -127,7 +127,7 @@ impl FormatOptions {
     /// An option that the format does not have, or a value that it cannot have.
     pub(crate) fn parse(format: &str, text: &str) -> anyhow::Result<Self> {
         let mut options = Self::of(format)?;
-        for option in split(text) {
+        for option in split_options(text) {
             let (name, value) = option.split_once('=').unwrap_or((&option, "on"));
             options.set(name, value)?;
         }

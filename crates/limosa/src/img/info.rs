@@ -15,7 +15,7 @@ use super::options::InfoOptions;
 use super::pretty::pretty;
 use super::size::for_people;
 use crate::report;
-use limosa_console::{all_printed, print_out};
+use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &InfoOptions) -> anyhow::Result<ExitCode> {
     let chain = if options.backing_chain {
@@ -34,7 +34,7 @@ pub(crate) fn run(options: &InfoOptions) -> anyhow::Result<ExitCode> {
         let told = chain.iter().map(text).collect::<anyhow::Result<Vec<_>>>()?;
         print_out!("{}", told.join("\n\n"));
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -9,7 +9,7 @@ use limosa_storage::block_on;
 
 use super::open;
 use super::options::MapOptions;
-use limosa_console::{all_printed, print_out};
+use limosa_console::{check_stdout, print_out};
 
 /// A run of bytes of one kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,7 +109,7 @@ pub(crate) fn run(options: &MapOptions) -> anyhow::Result<ExitCode> {
             Ok(())
         }))?;
     }
-    all_printed()?;
+    check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 

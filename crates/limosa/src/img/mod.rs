@@ -59,7 +59,10 @@ fn with_remedy(error: anyhow::Error) -> anyhow::Error {
         cause.downcast_ref::<ImageError>().is_some_and(ImageError::is_damage)
     };
     if error.chain().any(is_damage) {
-        return anyhow::anyhow!("{}; `limosa img check -r all` repairs images", limosa_console::one_line(&error));
+        return anyhow::anyhow!(
+            "{}; `limosa img check -r all` repairs images",
+            limosa_console::anyhow_error_line(&error)
+        );
     }
     error
 }

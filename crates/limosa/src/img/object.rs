@@ -9,7 +9,7 @@ use std::io::Read as _;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, bail};
-use limosa_image::reference::split;
+use limosa_image::reference::split_options;
 use serde_json::Value;
 
 /// The most bytes of a secret in a file.
@@ -120,7 +120,7 @@ pub(crate) fn check(secrets: &[Secret]) -> anyhow::Result<()> {
 /// `KIND,NAME=VALUE,...`; the last value of a name counts.
 fn from_list(text: &str) -> Result<BTreeMap<String, String>, String> {
     let mut properties = BTreeMap::new();
-    for (index, item) in split(text).iter().enumerate() {
+    for (index, item) in split_options(text).iter().enumerate() {
         let (name, value) = match item.split_once('=') {
             Some(pair) => pair,
             None if index == 0 => ("qom-type", item.as_str()),

@@ -20,8 +20,11 @@ use limosa_console::say;
 /// # Errors
 /// The name is no file's, the format is not supported, or an option is unknown.
 pub(crate) fn resolve(source: &Source) -> anyhow::Result<NamedImage> {
-    let reference =
-        if source.image_opts { Reference::from_options(source.name.text()?)? } else { Reference::named(&source.name)? };
+    let reference = if source.image_opts {
+        Reference::from_options(source.name.text()?)?
+    } else {
+        Reference::from_name(&source.name)?
+    };
     let options = OpenOptions::default()
         .format(source.format.as_deref().map(str::parse).transpose()?)
         .read_only(true)
@@ -59,7 +62,7 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
 
 /// Warns before writing if the image was repaired or its format was guessed.
 pub(crate) fn warn(source: &Source, image: &Image) {
-    if let Some(report) = image.repaired() {
+    if let Some(report) = image.repair_report() {
         say!(
             "limosa: {}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
              corruptions)",

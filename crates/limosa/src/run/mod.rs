@@ -16,13 +16,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use limosa_control::Job;
+use limosa_control::JobKind;
 use limosa_migrate::Handle;
 use limosa_migrate::control::Phase;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::{
-    CommandLine, JobContext, Restore, RestoreReport, Watchdog, check_command_line, check_program, restore,
+    CommandLineProperties, JobContext, RestoreReport, RestoreRequest, Watchdog, check_command_line, check_program,
+    restore,
 };
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
@@ -77,7 +78,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
             let status = qemu.wait()?;
             if has_guest || qemu.relay.end_was_asked() {
                 // It had its VM, or was asked to end: that is no failure of the restore.
-                tracing::info!("{}", limosa_console::one_line(&error));
+                tracing::info!("{}", limosa_console::anyhow_error_line(&error));
                 status
             } else if greeted {
                 // A QEMU that cannot load a VM may crash over it (found with QEMU 10.0.2); why it could not says more.
@@ -89,7 +90,7 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         }
         Err(error) if attempt.lazy_guest => {
             drop(attempt.monitor);
-            say!("limosa: {}", limosa_console::one_line(&stalled(error, args)));
+            say!("limosa: {}", limosa_console::anyhow_error_line(&stalled(error, args)));
             return Ok(failed(qemu.wait()?));
         }
         Err(error) => {
@@ -131,7 +132,13 @@ impl Attempt {
     }
 }
 
-fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<Monitor>, notice: &Notice) -> Attempt {
+fn attempt(
+    args: &RunArgs,
+    line: CommandLineProperties,
+    snapshot: &Snapshot,
+    monitor: Arc<Monitor>,
+    notice: &Notice,
+) -> Attempt {
     let handle = Handle::new();
     handle.control.set_max_bandwidth(args.steer.max_bandwidth);
     let mut options = options(&args.how, false);
@@ -143,12 +150,17 @@ fn attempt(args: &RunArgs, line: CommandLine, snapshot: &Snapshot, monitor: Arc<
     let watch = JobContext::new(&handle, &tell);
     let watchdog = || {
         let arguments = ["watchdog", "--"];
-        Ok(Some(Watchdog::start(job::THIS_PROGRAM.as_ref(), arguments, monitor.qmp(), Stdio::inherit())?))
+        Ok(Some(Watchdog::spawn_without_waiting(
+            job::THIS_PROGRAM.as_ref(),
+            arguments,
+            monitor.qmp(),
+            Stdio::inherit(),
+        )?))
     };
-    let listen = |path: &Path| job::listen(path, Job::Restore, &handle);
+    let listen = |path: &Path| job::listen(path, JobKind::Restore, &handle);
     let result = args.steer.control.as_deref().map(listen).transpose().and_then(|_socket| {
         let (monitor, path, options) = (&monitor, &args.snapshot, &options);
-        Ok(restore(Restore {
+        Ok(restore(RestoreRequest {
             monitor,
             snapshot,
             path,

@@ -7,8 +7,8 @@ use std::path::Path;
 use anyhow::bail;
 use limosa_qemu::qmp::{Options, Qmp, QmpError};
 use limosa_qemu::{
-    BlockPlace, MappedCommandLine, check_not_shared, is_same_file, launch, missing_memory_option, name_memory,
-    rewrite_for_mapping,
+    BlockPlace, MappedCommandLine, check_snapshot_not_shared, is_same_file, launch, missing_memory_option,
+    name_memory_backend, rewrite_for_mapping,
 };
 use limosa_snapshot::Snapshot;
 
@@ -23,11 +23,11 @@ type Greeted = (Qemu, Result<Qmp, QmpError>);
 pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &Notice) -> anyhow::Result<Greeted> {
     let file = snapshot.mapping_descriptor()?;
     let same = |name: &str| is_same_file(Path::new(name), &args.snapshot);
-    if let Err(why) = check_not_shared(&args.command, &same) {
+    if let Err(why) = check_snapshot_not_shared(&args.command, &same) {
         bail!("{why}; use share=off, or let limosa map it: --memory mapped without a memory backend");
     }
     let Some(mapped) = mapped_command(args, snapshot, file.as_fd(), notice)? else {
-        return launched(args, &name_memory(&args.command, snapshot)?, &[], relay);
+        return launched(args, &name_memory_backend(&args.command, snapshot)?, &[], relay);
     };
     let (mut qemu, greeted) = launched(args, &mapped, &[file.as_fd()], relay)?;
     if greeted.is_ok() || qemu.relay.end_was_asked() || !qemu.ended_within(GONE_WITHIN)? {
@@ -40,7 +40,7 @@ pub(super) fn start(args: &RunArgs, snapshot: &Snapshot, relay: Relay, notice: &
         bail!("the memory cannot be mapped: {why}; use --memory auto");
     }
     notice.tell(&format!("the memory is not mapped: {why}"));
-    launched(args, &name_memory(&args.command, snapshot)?, &[], qemu.relay)
+    launched(args, &name_memory_backend(&args.command, snapshot)?, &[], qemu.relay)
 }
 
 fn launched(
@@ -51,7 +51,7 @@ fn launched(
 ) -> anyhow::Result<Greeted> {
     let launched = launch(command, inherited_fds)?;
     relay.aim(launched.child.id());
-    let (child, greeted) = launched.connect(&Options { greeting: args.start_within, ..Options::default() });
+    let (child, greeted) = launched.connect(&Options { greeting_timeout: args.start_within, ..Options::default() });
     Ok((Qemu { child, relay, program: program(&args.command) }, greeted))
 }
 

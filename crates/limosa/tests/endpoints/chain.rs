@@ -25,7 +25,7 @@ fn assert_same(a: &Path, b: &Path) {
         let length = usize::try_from(length).unwrap();
         let read = |snapshot: &Snapshot| {
             let mut bytes = vec![0; length];
-            for run in snapshot.stored(index).runs() {
+            for run in snapshot.stored_bitmap(index).runs() {
                 let (from, to) = (run.start.offset(), run.end.offset());
                 let place = usize::try_from(from).unwrap()..usize::try_from(to).unwrap();
                 snapshot.read(index, PageRange::new(run.start, run.end), &mut bytes[place]).unwrap();

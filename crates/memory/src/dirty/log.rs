@@ -64,7 +64,7 @@ impl DirtyPages {
     }
 
     /// Creates a set of all pages of `memory`.
-    pub fn all(memory: &GuestMemory) -> Self {
+    pub fn full(memory: &GuestMemory) -> Self {
         Self { blocks: memory.blocks().iter().map(|block| PageBitmap::full(block.pages().len())).collect() }
     }
 

@@ -127,7 +127,7 @@ impl DirtyLogs {
 ///
 /// # Errors
 /// No log is available; the reason of the last one that was tried.
-pub fn best_for(memory: &Arc<GuestMemory>) -> Result<Box<dyn DirtyLog>, LogError> {
+pub fn best_uffd_log(memory: &Arc<GuestMemory>) -> Result<Box<dyn DirtyLog>, LogError> {
     match UffdWpAsyncLog::new(Arc::clone(memory)) {
         Ok(log) => Ok(Box::new(log)),
         Err(_) => Ok(Box::new(UffdWpSyncLog::new(Arc::clone(memory))?)),

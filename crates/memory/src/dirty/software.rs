@@ -54,7 +54,7 @@ impl SoftwareDirtyBitmap {
     }
 
     /// Creates a log of the same marks for another migration. Use one log at a time.
-    pub fn log(&self, writers: Writers) -> SoftwareDirtyLog {
+    pub fn new_log(&self, writers: Writers) -> SoftwareDirtyLog {
         SoftwareDirtyLog { marks: Arc::clone(&self.0), writers, discards: None }
     }
 

@@ -13,7 +13,7 @@ pub use crate::userfaultfd::FaultOrigin;
 pub use error::FaultError;
 pub use handler::{FaultHandler, FaultOptions, FaultWaker, RegistrationGuard};
 pub use layout::{FaultBlock, FaultLayout};
-pub use placement::Placement;
+pub use placement::PlacedPages;
 
 /// How a block's pages are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -18,7 +18,7 @@ const CHANGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Result of placing pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placement {
+pub struct PlacedPages {
     /// The pages that were placed, from the first requested one on.
     pub placed: PageRange,
     /// The host page behind them that was present already, where the call ended; `None`: all were placed.
@@ -33,7 +33,7 @@ impl FaultHandler {
     /// Pages that cannot be placed ([`FaultError::Pages`]), [`FaultError::NoMemory`], [`FaultError::Busy`],
     /// [`FaultError::Gone`].
     #[allow(unsafe_code, reason = "names a slice to the kernel")]
-    pub fn copy(&self, block: usize, first: PageNumber, contents: &[u8]) -> Result<Placement, FaultError> {
+    pub fn copy(&self, block: usize, first: PageNumber, contents: &[u8]) -> Result<PlacedPages, FaultError> {
         let length = contents.len() as u64;
         let pages = PageRange::starting_at(first, length / PAGE_SIZE);
         if !length.is_multiple_of(PAGE_SIZE) {
@@ -52,7 +52,7 @@ impl FaultHandler {
     /// # Errors
     /// As [`copy`](Self::copy).
     #[allow(unsafe_code, reason = "names a mapping of zeros to the kernel")]
-    pub fn zero(&self, block: usize, pages: PageRange) -> Result<Placement, FaultError> {
+    pub fn zero(&self, block: usize, pages: PageRange) -> Result<PlacedPages, FaultError> {
         let huge = self.layout().block(block).map_or(PAGE_SIZE, |block| block.page_size);
         if huge == PAGE_SIZE {
             return self.place(block, pages, "UFFDIO_ZEROPAGE", |fd, at, _| fd.zero(at));
@@ -71,7 +71,7 @@ impl FaultHandler {
     ///
     /// # Errors
     /// As [`copy`](Self::copy); [`FaultError::Kernel`] with `EFAULT` if a page has not been written.
-    pub fn map_present(&self, block: usize, pages: PageRange) -> Result<Placement, FaultError> {
+    pub fn map_present(&self, block: usize, pages: PageRange) -> Result<PlacedPages, FaultError> {
         self.place(block, pages, "UFFDIO_CONTINUE", |fd, at, _| fd.map_present(at))
     }
 
@@ -91,7 +91,7 @@ impl FaultHandler {
         pages: PageRange,
         operation: &'static str,
         call: impl Fn(&Userfaultfd, Range<u64>, u64) -> rustix::io::Result<Progress>,
-    ) -> Result<Placement, FaultError> {
+    ) -> Result<PlacedPages, FaultError> {
         let (layout, addresses) = self.addresses(block, pages)?;
         let (mut at, mut idle) = (addresses.start, Idle::default());
         while at < addresses.end {
@@ -110,7 +110,7 @@ impl FaultHandler {
                     // Threads that wait for a present page were woken when it was placed, but perhaps before the page
                     // was mapped for them. Waking again costs nothing.
                     self.wake(block, present)?;
-                    return Ok(Placement { placed, present: Some(present) });
+                    return Ok(PlacedPages { placed, present: Some(present) });
                 }
                 Some(_) if progress.done == 0 => {
                     let told = idle.is_time_to_look() && self.drain()?;
@@ -119,7 +119,7 @@ impl FaultHandler {
                 _ => idle = Idle::default(),
             }
         }
-        Ok(Placement { placed: pages, present: None })
+        Ok(PlacedPages { placed: pages, present: None })
     }
 
     fn addresses(&self, block: usize, pages: PageRange) -> Result<(&FaultBlock, Range<u64>), FaultError> {

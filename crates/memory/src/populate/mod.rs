@@ -129,9 +129,9 @@ impl<'a> Populator<'a> {
     }
 
     /// Notes that pages have arrived, and queues the pages likely to arrive next.
-    pub fn arrived(&self, block: usize, pages: PageRange) {
+    pub fn note_arrived(&self, block: usize, pages: PageRange) {
         let mut state = self.state.lock();
-        if let Some(next) = state.ahead.arrived(block, pages) {
+        if let Some(next) = state.ahead.note_arrived(block, pages) {
             self.add_to(&mut state, block, next);
         }
     }
@@ -154,7 +154,7 @@ impl<'a> Populator<'a> {
     ///
     /// # Errors
     /// An error of the kernel other than a lack of memory; other threads continue.
-    pub fn work(&self) -> Result<(), MemoryError> {
+    pub fn run(&self) -> Result<(), MemoryError> {
         while let Some((index, pages)) = self.next() {
             let Some(block) = self.blocks().get(index) else { continue };
             // A pool of huge pages is reserved: using it takes no memory from others.

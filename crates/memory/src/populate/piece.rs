@@ -82,21 +82,23 @@ impl MemoryBlock {
     }
 
     /// Pages of 4 KiB in a transparent huge page: 2 MiB, as on x86-64, and on `AArch64` with pages of 4 KiB.
-    pub const HUGE_PIECE: u64 = 512;
+    pub const PAGES_PER_HUGE_PAGE: u64 = 512;
 
-    /// Returns the pages that can become transparent huge pages, a whole number of [`HUGE_PIECE`](Self::HUGE_PIECE);
-    /// `None` if there are none. For private memory only: the system configures huge pages of shared memory.
-    pub fn huge_pieces(&self) -> Option<PageRange> {
+    /// Returns the pages that can become transparent huge pages, a whole number of
+    /// [`PAGES_PER_HUGE_PAGE`](Self::PAGES_PER_HUGE_PAGE); `None` if there are none. For private memory only: the
+    /// system configures huge pages of shared memory.
+    pub fn huge_page_range(&self) -> Option<PageRange> {
         if self.is_shared() || self.file().is_some() || self.page_size() != limosa_page::PAGE_SIZE {
             return None;
         }
         let before = self.host_address().addr() as u64 / limosa_page::PAGE_SIZE;
-        let first = before.next_multiple_of(Self::HUGE_PIECE) - before;
-        let pieces = self.pages().len().checked_sub(first)? / Self::HUGE_PIECE;
-        (pieces > 0).then(|| PageRange::starting_at(PageNumber(first), pieces * Self::HUGE_PIECE))
+        let first = before.next_multiple_of(Self::PAGES_PER_HUGE_PAGE) - before;
+        let pieces = self.pages().len().checked_sub(first)? / Self::PAGES_PER_HUGE_PAGE;
+        (pieces > 0).then(|| PageRange::starting_at(PageNumber(first), pieces * Self::PAGES_PER_HUGE_PAGE))
     }
 
-    /// As [`populate`](Self::populate), with huge pages if available: for pages of [`huge_pieces`](Self::huge_pieces).
+    /// As [`populate`](Self::populate), with huge pages if available: for pages of
+    /// [`huge_page_range`](Self::huge_page_range).
     ///
     /// # Errors
     /// As `populate`; also if the kernel's limit of separate ranges is reached.

@@ -47,7 +47,7 @@ impl PrefaultAhead {
     }
 
     /// Notes that pages have arrived; returns the pages to populate now, if any.
-    pub fn arrived(&mut self, block: usize, pages: PageRange) -> Option<PageRange> {
+    pub fn note_arrived(&mut self, block: usize, pages: PageRange) -> Option<PageRange> {
         let progress = self.blocks.get_mut(block)?;
         let pages = pages.intersect(progress.pages);
         self.arrived = self.arrived.saturating_add(pages.len());
@@ -96,7 +96,7 @@ mod tests {
         let (mut planned, mut behind) = (BTreeSet::new(), 0);
         for chunk in run(0, 1 << 18).chunks(128) {
             behind += u64::from(chunk.iter().any(|page| !planned.contains(&page)));
-            if let Some(plan) = ahead.arrived(0, chunk) {
+            if let Some(plan) = ahead.note_arrived(0, chunk) {
                 assert!(plan.start >= chunk.end, "{plan} was there when {chunk} came");
                 planned.extend(plan.iter());
             }
@@ -108,14 +108,15 @@ mod tests {
     #[test]
     fn a_guest_of_scattered_pages_is_not_populated() {
         let mut ahead = PrefaultAhead::new([(run(0, 1 << 20), 1)]);
-        let planned: u64 = (0..5000).filter_map(|i| ahead.arrived(0, run(i * 200, 3))).map(|plan| plan.len()).sum();
+        let planned: u64 =
+            (0..5000).filter_map(|i| ahead.note_arrived(0, run(i * 200, 3))).map(|plan| plan.len()).sum();
         assert!(planned <= 15_000 / SHARE + FEWEST, "{planned}");
     }
 
     #[test]
     fn whole_host_pages_are_planned() {
         let mut ahead = PrefaultAhead::new([(run(0, 1 << 18), 512)]);
-        let plans: Vec<_> = run(0, 1 << 17).chunks(512).filter_map(|chunk| ahead.arrived(0, chunk)).collect();
+        let plans: Vec<_> = run(0, 1 << 17).chunks(512).filter_map(|chunk| ahead.note_arrived(0, chunk)).collect();
         assert!(!plans.is_empty());
         assert!(plans.iter().all(|plan| plan.start.0 % 512 == 0 && plan.end.0 % 512 == 0), "{plans:?}");
     }
@@ -136,7 +137,7 @@ mod tests {
                 at[index] = pages.end.0;
                 for chunk in pages.chunks(128) {
                     came.extend(chunk.intersect(blocks[index]).iter().map(|page| (block, page)));
-                    if let Some(plan) = ahead.arrived(index, chunk) {
+                    if let Some(plan) = ahead.note_arrived(index, chunk) {
                         prop_assert!(!plan.is_empty() && plan.end <= blocks[index].end);
                         planned.extend(plan.iter().map(|page| (block, page)));
                     }

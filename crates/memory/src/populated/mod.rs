@@ -42,8 +42,9 @@ impl MemoryBlock {
         Ok(found)
     }
 
-    /// Whether [`populated_among`](Self::populated_among) looks at nothing else than it is asked about; if not, at all
-    /// of the block each time. The kernel can report a part of private memory, and of a file on tmpfs since Linux 6.5.
+    /// Whether [`for_each_populated`](Self::for_each_populated) looks at nothing else than it is asked about; if not,
+    /// at all of the block each time. The kernel can report a part of private memory, and of a file on tmpfs since
+    /// Linux 6.5.
     pub fn can_query_ranges(&self) -> bool {
         self.file().is_none_or(|(file, _)| is_asked_in_parts(file))
     }
@@ -54,7 +55,7 @@ impl MemoryBlock {
     ///
     /// # Errors
     /// As [`populated`](Self::populated).
-    pub fn populated_among(
+    pub fn for_each_populated(
         &self,
         runs: impl IntoIterator<Item = PageRange> + Clone,
         mut found: impl FnMut(PageRange),

@@ -48,7 +48,7 @@ fn check(block: &MemoryBlock, discards: &[PageRange]) {
     let mut zero = PageBitmap::new(block.pages().len());
     for pages in discards {
         let done = block.discard(*pages).unwrap();
-        assert_eq!(done, Discarded { given_back: pages.len(), written: 0 });
+        assert_eq!(done, Discarded { given_back: pages.len(), overwritten: 0 });
         zero.set_range(*pages);
     }
     // Looked at before anything is read: reading a hole of shared memory gives it a page.
@@ -105,7 +105,7 @@ fn huge_pages_go_back_to_their_pool_and_parts_of_them_are_written() {
         let block = options.huge_pages(HUGE).map().unwrap();
         fill(&block);
         let done = block.discard(range(500, 1100)).unwrap();
-        assert_eq!(done, Discarded { given_back: 1024, written: 12 + 64 });
+        assert_eq!(done, Discarded { given_back: 1024, overwritten: 12 + 64 });
         for page in block.pages().iter() {
             assert_eq!(is_zero(&block, page), range(500, 1100).contains(page), "page {page}");
         }
@@ -129,7 +129,7 @@ fn a_private_copy_of_a_file_reads_as_zero_too() {
     let block = BlockOptions::file("rom", 32 * PAGE_SIZE, file.into(), 0).private().map().unwrap();
     fill(&block);
     let done = block.discard(range(2, 26)).unwrap();
-    assert_eq!(done.given_back + done.written, 26);
+    assert_eq!(done.given_back + done.overwritten, 26);
     assert!(done.given_back >= 12, "{done:?}: the hole can be given back");
     for page in block.pages().iter() {
         assert_eq!(is_zero(&block, page), range(2, 26).contains(page), "page {page}");

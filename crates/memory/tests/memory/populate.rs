@@ -15,7 +15,7 @@ fn range(start: u64, pages: u64) -> PageRange {
 
 fn with_workers(populator: &Populator<'_>, wanted: impl FnOnce()) {
     std::thread::scope(|scope| {
-        let workers = [(); 3].map(|()| scope.spawn(|| populator.work()));
+        let workers = [(); 3].map(|()| scope.spawn(|| populator.run()));
         wanted();
         for worker in workers {
             worker.join().unwrap().unwrap();
@@ -50,7 +50,7 @@ fn memory_is_there_before_the_pages_of_a_full_guest_come() {
     let populator = Populator::with_headroom(&memory, MemcgHeadroom::unlimited());
     with_workers(&populator, || {
         for pages in range(0, 10_000).chunks(100) {
-            populator.arrived(0, pages);
+            populator.note_arrived(0, pages);
         }
         populator.finish();
     });
@@ -69,7 +69,7 @@ fn memory_may_become_known_while_threads_wait_and_what_came_before_is_forgotten(
     let populator = Populator::unbound(MemcgHeadroom::unlimited());
     with_workers(&populator, || {
         populator.add(0, range(0, 100));
-        populator.arrived(0, range(0, 5000));
+        populator.note_arrived(0, range(0, 5000));
         populator.bind(&memory);
         populator.add(0, range(4000, 100));
         populator.finish();
@@ -87,7 +87,7 @@ fn a_stop_leaves_out_what_waits() {
     populator.add(0, range(0, 1 << 18));
     populator.stop();
     populator.add(0, range(0, 100));
-    populator.work().unwrap();
+    populator.run().unwrap();
     assert_eq!(populator.stats(), PopulateStats { populated: 0, left_out: (1 << 18) + 100 });
     assert_eq!(memory.block(0).unwrap().populated(range(0, 1 << 18)).unwrap().count(), 0);
 }
@@ -102,7 +102,7 @@ fn a_pool_without_huge_pages_left_ends_it_and_not_the_process() {
     populator.add(0, range(0, 512));
     // The last one is at the end of an address range that no machine has memory for; only its own page is asked for.
     populator.finish();
-    populator.work().unwrap();
+    populator.run().unwrap();
     assert_eq!(populator.stats(), PopulateStats { populated: 512, left_out: 0 });
     drop(populator);
     let free = |name: &str| {
@@ -113,7 +113,7 @@ fn a_pool_without_huge_pages_left_ends_it_and_not_the_process() {
     let populator = Populator::new(&memory);
     populator.add(0, range(512, (free("HugePages_Total:") + 4) * 512));
     populator.finish();
-    populator.work().unwrap();
+    populator.run().unwrap();
     assert!(populator.stats().left_out >= 512, "{:?}", populator.stats());
 }
 

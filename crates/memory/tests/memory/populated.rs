@@ -16,7 +16,7 @@ fn range(start: u64, pages: u64) -> PageRange {
 
 fn among(block: &MemoryBlock, wanted: &PageBitmap) -> PageBitmap {
     let mut found = PageBitmap::new(block.pages().len());
-    block.populated_among(wanted.runs(), |run| found.set_range(run)).unwrap();
+    block.for_each_populated(wanted.runs(), |run| found.set_range(run)).unwrap();
     found
 }
 

@@ -5,9 +5,9 @@ use std::fs::File;
 use std::sync::Arc;
 
 use limosa_memory::dirty::{DirtyLog, DirtyPages, SoftwareDirtyLog, Writers};
-use limosa_memory::rust_vmm::{DirtyMarks, attach, export, import};
+use limosa_memory::rust_vmm::{DirtyMarks, attach_dirty_bitmap, export, import};
 use limosa_memory::{BlockOptions, GuestMemory, GuestRegion, MemoryError};
-use limosa_page::{PAGE_SIZE, PageNumber, PageRange, with_causes};
+use limosa_page::{PAGE_SIZE, PageNumber, PageRange, error_with_causes};
 use limosa_testkit::HugePages;
 use proptest::prelude::*;
 use vm_memory::bitmap::Bitmap as _;
@@ -119,11 +119,11 @@ fn memory_that_is_not_whole_pages_or_not_the_same_is_refused() {
     assert!(matches!(import(&odd, |_| "ram".into()), Err(MemoryError::Layout { .. })));
     let twice = [(GuestAddress(0), 4096), (GuestAddress(HIGH), 4096)];
     let devices = GuestMemoryMmap::<DirtyMarks>::from_ranges(&twice).unwrap();
-    let error = with_causes(&import(&devices, |_| "ram".into()).unwrap_err());
+    let error = error_with_causes(&import(&devices, |_| "ram".into()).unwrap_err());
     assert!(error.contains("two blocks with this name"), "{error}");
     let other = split_memory();
     let marker = SoftwareDirtyLog::new(&other, Writers::DEVICES).bitmap();
-    assert!(attach(&devices, &other, &marker).unwrap_err().to_string().contains("guest address 0x0"));
+    assert!(attach_dirty_bitmap(&devices, &other, &marker).unwrap_err().to_string().contains("guest address 0x0"));
 }
 
 proptest! {
@@ -135,7 +135,7 @@ proptest! {
         let memory = split_memory();
         let devices = export(&memory).unwrap();
         let mut log = SoftwareDirtyLog::new(&memory, Writers::DEVICES);
-        attach(&devices, &memory, &log.bitmap()).unwrap();
+        attach_dirty_bitmap(&devices, &memory, &log.bitmap()).unwrap();
         devices.write_slice(&[1], GuestAddress(0)).unwrap();
         log.start().unwrap();
         let mut expected = DirtyPages::new(&memory);

@@ -6,7 +6,7 @@
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
-use limosa_memory::dirty::{DirtyLog, DirtyPages, LogError, UffdWpAsyncLog, UffdWpSyncLog, Writers, best_for};
+use limosa_memory::dirty::{DirtyLog, DirtyPages, LogError, UffdWpAsyncLog, UffdWpSyncLog, Writers, best_uffd_log};
 use limosa_memory::{BlockOptions, GuestMemory, ReleaseMethod};
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 use limosa_testkit::HugePages;
@@ -219,7 +219,7 @@ fn memory_that_another_log_watches_is_refused_and_stays_as_it_was() {
 #[test]
 fn the_best_log_here_covers_all_writers_of_this_process() {
     let memory = memory(BlockOptions::memfd("ram", LENGTH));
-    let mut log = best_for(&memory).unwrap();
+    let mut log = best_uffd_log(&memory).unwrap();
     assert!(log.writers().contains(Writers::VCPUS | Writers::DEVICES));
     assert!(!log.writers().contains(Writers::VHOST));
     log.start().unwrap();

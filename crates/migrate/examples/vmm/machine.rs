@@ -79,7 +79,7 @@ impl Machine {
         let vm = Arc::new(Kvm::new().context("/dev/kvm")?.create_vm().context("KVM_CREATE_VM")?);
         let devices = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY)]).context("memory")?;
         let memory = Arc::new(import(&devices, |_| "ram".into())?);
-        let slots = KvmSlots::map(Arc::clone(&vm), Arc::clone(&memory))?;
+        let slots = KvmSlots::register_memory(Arc::clone(&vm), Arc::clone(&memory))?;
         let vcpu = vm.create_vcpu(0).context("KVM_CREATE_VCPU")?;
         flat(&vcpu)?;
         let control = Arc::new(VcpuControl::default());

@@ -17,12 +17,12 @@ use limosa_channel::Channel;
 use limosa_memory::GuestMemory;
 use limosa_memory::dirty::KvmLog;
 use limosa_memory::dirty::{DirtyLogs, SoftwareDirtyLog, Writers};
-use limosa_memory::rust_vmm::attach;
+use limosa_memory::rust_vmm::attach_dirty_bitmap;
 use limosa_migrate::live::TimeoutStrategy;
 use limosa_migrate::{
     Handle, IncomingOutcome, IncomingVm, LiveDestination, LiveOutcome, LiveSource, LiveVm, MigrationParams, VmError,
 };
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_stream::{Configuration, DeviceSections, OpaqueSection};
 use machine::Machine;
 
@@ -90,7 +90,7 @@ fn source() -> Result<()> {
 
     // The logs: every writer of memory is covered by one of them, or this is refused.
     let marks = SoftwareDirtyLog::new(&machine.memory, Writers::DEVICES);
-    attach(&machine.devices, &machine.memory, &marks.bitmap())?;
+    attach_dirty_bitmap(&machine.devices, &machine.memory, &marks.bitmap())?;
     let logs = vec![Box::new(KvmLog::new(machine.slots.clone())) as _, Box::new(marks) as _];
     let logs = DirtyLogs::new(machine.writers(), logs)?;
 
@@ -112,7 +112,7 @@ fn source() -> Result<()> {
         // The guest runs on here: another attempt may be made.
         LiveOutcome::Resumed { error, .. } => Err(error).context("the guest stays here")?,
         // Only a look at the destination tells which end has it: `resume` or `discard`.
-        LiveOutcome::Undecided(undecided) => bail!("look at the destination: {}", with_causes(undecided.why())),
+        LiveOutcome::Undecided(undecided) => bail!("look at the destination: {}", error_with_causes(undecided.why())),
         other => bail!("{other:?}"),
     }
     let status = destination.wait()?;
@@ -131,7 +131,7 @@ fn destination() -> Result<()> {
             println!("destination: the guest came with {pages} pages, {} laps behind it", machine.laps());
         }
         IncomingOutcome::Failed(error) => Err(error).context("nothing runs here")?,
-        IncomingOutcome::Undecided(arrival) => bail!("look at the source: {}", with_causes(arrival.why())),
+        IncomingOutcome::Undecided(arrival) => bail!("look at the source: {}", error_with_causes(arrival.why())),
         other => bail!("{other:?}"),
     }
     let arrived = machine.laps();

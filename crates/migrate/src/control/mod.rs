@@ -14,7 +14,7 @@ use crate::error::MigrateError;
 
 mod progress;
 
-pub use progress::{Moved, Phase, Progress, ProgressReading};
+pub use progress::{MovedPages, Phase, Progress, ProgressReading};
 
 /// The handle of an engine: stops and steers it, and shows its progress. Clones belong to the same engine.
 #[derive(Debug, Clone, Default)]

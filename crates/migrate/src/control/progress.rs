@@ -97,7 +97,7 @@ impl Progress {
     }
 
     /// Moves on to a later phase; never back.
-    pub fn enter(&self, phase: Phase) {
+    pub fn set_phase(&self, phase: Phase) {
         self.0.phase.fetch_max(phase as u8, Relaxed);
     }
 
@@ -107,7 +107,7 @@ impl Progress {
     }
 
     /// Counts a batch that has moved.
-    pub fn add_moved(&self, batch: Moved) {
+    pub fn add_moved(&self, batch: MovedPages) {
         let numbers = &*self.0;
         numbers.normal_pages.fetch_add(batch.normal, Relaxed);
         numbers.zero_pages.fetch_add(batch.zero, Relaxed);
@@ -128,7 +128,7 @@ impl Progress {
     /// Takes over the numbers of another program that does the work (QEMU writing a file by itself).
     pub fn set_reading(&self, reading: &ProgressReading) {
         let numbers = &*self.0;
-        self.enter(reading.phase);
+        self.set_phase(reading.phase);
         numbers.total_pages.store(reading.total_pages, Relaxed);
         numbers.normal_pages.store(reading.normal_pages, Relaxed);
         numbers.zero_pages.store(reading.zero_pages, Relaxed);
@@ -140,7 +140,7 @@ impl Progress {
 
 /// A batch of pages, by kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Moved {
+pub struct MovedPages {
     /// With contents.
     pub normal: u64,
     /// As zero.
@@ -156,16 +156,16 @@ mod tests {
     #[test]
     fn a_phase_never_goes_back() {
         let progress = Progress::new();
-        progress.enter(Phase::Device);
-        progress.enter(Phase::Active);
+        progress.set_phase(Phase::Device);
+        progress.set_phase(Phase::Active);
         assert_eq!(progress.read().phase, Phase::Device);
     }
 
     #[test]
     fn batches_add_up_and_bytes_count_contents_only() {
         let progress = Progress::new();
-        progress.add_moved(Moved { normal: 3, zero: 5, resent: 1 });
-        progress.add_moved(Moved { normal: 1, zero: 0, resent: 0 });
+        progress.add_moved(MovedPages { normal: 3, zero: 5, resent: 1 });
+        progress.add_moved(MovedPages { normal: 1, zero: 0, resent: 0 });
         let reading = progress.read();
         assert_eq!((reading.normal_pages, reading.zero_pages, reading.resent_pages), (4, 5, 1));
         assert_eq!(reading.bytes, 4 * 4096);

@@ -28,7 +28,7 @@ impl Source {
     /// Looks at the sections that have come.
     fn look(&mut self, tail: &[u8]) -> Result<TailStep, MigrateError> {
         match self {
-            Self::Unknown(sections) | Self::Answered(sections) => Ok(sections.look(tail)?),
+            Self::Unknown(sections) | Self::Answered(sections) => Ok(sections.parse(tail)?),
             Self::Stock => Ok(TailStep::More),
         }
     }
@@ -41,7 +41,7 @@ impl Receiver<'_> {
         let (tail, devices) = self.read_devices(self.decoder.offset())?;
         self.stats.device_bytes = to_u64(tail.len());
         self.stats.device_elapsed = begun.elapsed();
-        self.role.progress.enter(control::Phase::Completing);
+        self.role.progress.set_phase(control::Phase::Completing);
         Ok(Phase::Whole(Whole { start, tail, devices }))
     }
 
@@ -108,8 +108,8 @@ impl Receiver<'_> {
                     continue;
                 }
                 (Source::Unknown(framed), TailStep::More) => Source::Unknown(framed),
-                (Source::Unknown(_) | Source::Answered(_), TailStep::Foreign) => Source::Stock,
-                (Source::Stock, TailStep::Ready { .. } | TailStep::Foreign | TailStep::More) => Source::Stock,
+                (Source::Unknown(_) | Source::Answered(_), TailStep::NotFramed) => Source::Stock,
+                (Source::Stock, TailStep::Ready { .. } | TailStep::NotFramed | TailStep::More) => Source::Stock,
             };
             if let Some(devices) = self.search(&mut search, &tail)? {
                 return Ok((tail, devices));
@@ -137,12 +137,12 @@ impl Receiver<'_> {
             (Err(MigrateError::Channel(error)), None) if error.is_timeout() => {
                 // What is wrong with the bytes that came says more than the silence: a stream without a description,
                 // for one, has no end that can be found.
-                devices::locate(tail, offset, limit)?;
+                devices::find_tail_end(tail, offset, limit)?;
                 Err(error.into())
             }
             (Ok(0), None) => {
                 // With nothing to come, the search's own error says what is wrong with the bytes that came.
-                let devices = devices::locate(tail, offset, limit)?;
+                let devices = devices::find_tail_end(tail, offset, limit)?;
                 Err(MigrateError::Protocol(format!("{} bytes behind the description", tail.len() - devices.end)))
             }
             (Err(error), _) => Err(error),

@@ -37,7 +37,7 @@ impl Receiver<'_> {
         }
         sink.begin(&start).map_err(MigrateError::Sink)?;
         self.role.progress.expect_pages(start.blocks.iter().map(RamBlock::pages).sum());
-        self.role.progress.enter(control::Phase::Active);
+        self.role.progress.set_phase(control::Phase::Active);
         Ok(Phase::Memory(start))
     }
 
@@ -133,7 +133,7 @@ impl Receiver<'_> {
         self.stats.normal_pages = moved.normal;
         self.stats.zero_pages = moved.zero;
         self.stats.resent_pages = moved.resent;
-        self.role.progress.enter(control::Phase::Device);
+        self.role.progress.set_phase(control::Phase::Device);
         Ok(match package {
             Some(length) => Phase::Package(Package { start, length }),
             None => Phase::DeviceState(start),

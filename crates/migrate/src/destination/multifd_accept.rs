@@ -16,7 +16,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, Listener, RefusalLog};
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_stream::configuration;
 use limosa_stream::multifd::{self, INITIAL_LEN, InitialPacket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -39,7 +39,7 @@ pub struct MultifdAcceptOptions {
     /// Multifd channels: QEMU's `multifd-channels`.
     pub channels: u8,
     /// How long they may take to connect, all together.
-    pub within: Duration,
+    pub timeout: Duration,
     /// The first connection is the main channel, also if its bytes look different: for transports that cannot be
     /// peeked.
     pub main_first: bool,
@@ -145,9 +145,12 @@ impl<'a> MultifdAccept<'a> {
                 return Ok(self.main.take().map(|main| MultifdChannels { main, multifd: pages }));
             }
             let (rest, all) =
-                (wait.saturating_sub(step.elapsed()), self.options.within.saturating_sub(self.begun.elapsed()));
+                (wait.saturating_sub(step.elapsed()), self.options.timeout.saturating_sub(self.begun.elapsed()));
             if all.is_zero() {
-                return Err(MigrateError::Missing { what: self.missing(), refused: self.why.take().map(Box::new) });
+                return Err(MigrateError::MissingChannels {
+                    what: self.missing(),
+                    refused: self.why.take().map(Box::new),
+                });
             }
             if rest.is_zero() {
                 return Ok(None);
@@ -210,7 +213,7 @@ impl<'a> MultifdAccept<'a> {
 
     fn refuse(&mut self, error: MigrateError) {
         self.turned_away += 1;
-        let why = with_causes(&error);
+        let why = error_with_causes(&error);
         if let Some(tell) = self.tell.as_mut().filter(|_| self.reasons.is_new(&why)) {
             tell(&error);
         }
@@ -302,10 +305,10 @@ impl<'a> MultifdAccept<'a> {
             (false, _) => what.push_str("no multifd channels "),
         }
         what.push_str(&ids.join(", "));
-        let within = self.options.within.as_secs_f32();
+        let within = self.options.timeout.as_secs_f32();
         what.push_str(&format!(" came to {} within {within} s", self.listener.local_uri()));
         if self.turned_away > 0 {
-            let why = self.why.as_ref().map(|why| format!(": {}", with_causes(why))).unwrap_or_default();
+            let why = self.why.as_ref().map(|why| format!(": {}", error_with_causes(why))).unwrap_or_default();
             what.push_str(&format!(" ({} other connections were turned away{why})", self.turned_away));
         }
         if !self.row.is_empty() {

@@ -25,7 +25,7 @@ pub struct DestinationOptions {
     pub recorded: bool,
     /// The first bytes of the stream, if they were read before to see what it is. At most 1 MiB, the size of the
     /// receive buffer: a longer one is refused.
-    pub head: Vec<u8>,
+    pub first_bytes: Vec<u8>,
 }
 
 impl Default for DestinationOptions {
@@ -35,7 +35,7 @@ impl Default for DestinationOptions {
             answer_timeout: Some(Duration::from_secs(60)),
             end_of_stream_timeout: Duration::from_millis(1),
             recorded: false,
-            head: Vec::new(),
+            first_bytes: Vec::new(),
         }
     }
 }

@@ -22,7 +22,7 @@ use std::thread::{Builder, Scope, ScopedJoinHandle};
 use limosa_page::{PAGE_LEN, PageBitmap, PageNumber, PageRange, broken_invariant, invariant, to_u64};
 use limosa_stream::xbzrle;
 
-use crate::control::{Moved, Progress};
+use crate::control::{MovedPages, Progress};
 use crate::error::MigrateError;
 use crate::pages::{PageError, PageMemory, PageSink, StreamSetup};
 
@@ -90,7 +90,12 @@ impl PageWrites {
     }
 
     /// Hands everything to `target`, and forgets it.
-    fn carry_out(&mut self, bytes: &[u8], target: &mut impl PageTarget, batch: &mut Moved) -> Result<(), MigrateError> {
+    fn carry_out(
+        &mut self,
+        bytes: &[u8],
+        target: &mut impl PageTarget,
+        batch: &mut MovedPages,
+    ) -> Result<(), MigrateError> {
         let mut places = self.places.iter();
         let mut slices = Vec::new();
         for order in self.list.drain(..) {
@@ -204,16 +209,16 @@ impl<'a> PageCounts<'a> {
         Self { normal: AtomicU64::new(0), zero: AtomicU64::new(0), resent: AtomicU64::new(0), progress }
     }
 
-    pub(super) fn count(&self, batch: Moved) {
+    pub(super) fn count(&self, batch: MovedPages) {
         self.normal.fetch_add(batch.normal, Relaxed);
         self.zero.fetch_add(batch.zero, Relaxed);
         self.resent.fetch_add(batch.resent, Relaxed);
         self.progress.add_moved(batch);
     }
 
-    pub(super) fn total(&self) -> Moved {
+    pub(super) fn total(&self) -> MovedPages {
         let read = |count: &AtomicU64| count.load(Relaxed);
-        Moved { normal: read(&self.normal), zero: read(&self.zero), resent: read(&self.resent) }
+        MovedPages { normal: read(&self.normal), zero: read(&self.zero), resent: read(&self.resent) }
     }
 }
 
@@ -271,7 +276,7 @@ impl<'a> WriterHandle<'a> {
             }
             Self::Placed(DirectMemory { memory, counts }) => {
                 let Filled { bytes, mut orders } = filled;
-                let mut batch = Moved::default();
+                let mut batch = MovedPages::default();
                 orders.carry_out(&bytes, memory, &mut batch)?;
                 counts.count(batch);
                 Ok(Filled { bytes, orders })
@@ -315,7 +320,7 @@ impl<'scope> PageWriter<'scope> {
         let (queue, to_empty) = channel::<FullBuffer>();
         let thread = Builder::new().name("land".into()).spawn_scoped(scope, move || {
             for FullBuffer { filled: Filled { bytes, mut orders }, home } in to_empty {
-                let mut batch = Moved::default();
+                let mut batch = MovedPages::default();
                 orders.carry_out(&bytes, &mut target, &mut batch)?;
                 counts.count(batch);
                 // Its reader takes none back once it has given its last buffer away; there may be others to empty all

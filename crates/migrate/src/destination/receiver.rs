@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use limosa_channel::{Channel, Shutdown};
-use limosa_stream::{Command, Decoder, ErrorKind, Event, Feature, PageSizes, ReturnMessage, StreamError};
+use limosa_stream::{Command, Decoder, ErrorKind, Event, PageSizes, ReturnMessage, StreamError, UnsupportedFeature};
 
 use super::buffer::Buffer;
 use super::hooks::Hooks;
@@ -51,7 +51,7 @@ impl<'a> Receiver<'a> {
     pub(super) fn new(role: &'a Role<'a>) -> Self {
         Self {
             role,
-            buffer: Buffer::new(&role.options.head),
+            buffer: Buffer::new(&role.options.first_bytes),
             orders: PageWrites::default(),
             decoder: Decoder::new(),
             stats: DestinationStats::default(),
@@ -70,7 +70,8 @@ impl<'a> Receiver<'a> {
     pub(super) fn unsupported(&self, event: &Event) -> MigrateError {
         let offset = self.decoder.offset();
         if *event == Event::MultifdFlush && self.role.pages.is_empty() {
-            return StreamError::new(offset, "section \"ram\"", ErrorKind::Unsupported(Feature::Multifd)).into();
+            return StreamError::new(offset, "section \"ram\"", ErrorKind::Unsupported(UnsupportedFeature::Multifd))
+                .into();
         }
         let what = match event {
             Event::MappedRamBlock(_) => "mapped-ram, whose pages have places of their own in a file".to_owned(),
@@ -83,7 +84,7 @@ impl<'a> Receiver<'a> {
         match command {
             Command::OpenReturnPath | Command::Ping(_) if self.role.options.recorded => {}
             Command::OpenReturnPath if !self.role.channel.has_direction(Shutdown::Write) => {
-                return Err(MigrateError::OneWay { peer: self.role.channel.peer().to_owned() });
+                return Err(MigrateError::NoReturnPath { peer: self.role.channel.peer().to_owned() });
             }
             Command::OpenReturnPath => self.return_path = true,
             // That postcopy may follow binds neither end; a source that finishes before it is asked to switch is
@@ -97,7 +98,7 @@ impl<'a> Receiver<'a> {
                 ReturnMessage::Pong(*token).encode(&mut bytes)?;
                 self.role.channel.write_all(&bytes)?;
             }
-            Command::SwitchoverStart => self.role.progress.enter(Phase::Device),
+            Command::SwitchoverStart => self.role.progress.set_phase(Phase::Device),
             other => {
                 return Err(MigrateError::Unsupported {
                     what: format!("{other:?}"),
@@ -125,7 +126,7 @@ impl<'a> Receiver<'a> {
                 return Err(MigrateError::Protocol(format!("a record of {total} bytes at stream offset {offset}")));
             }
             match self.buffer.fill(&self.role.channel) {
-                Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated(self.buffer.len(), total))),
+                Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated_error(self.buffer.len(), total))),
                 Ok(_) => {}
                 // While pages come on the other channels there may be nothing to say on this one.
                 Err(MigrateError::Channel(error)) if error.is_timeout() && self.others_moved() => {}

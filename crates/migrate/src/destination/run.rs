@@ -35,8 +35,8 @@ impl Receiver<'_> {
         for channel in self.role.channels() {
             channel.set_timeouts(options.answer_timeout, options.answer_timeout)?;
         }
-        if options.head.len() > BUFFER_LEN {
-            let length = options.head.len();
+        if options.first_bytes.len() > BUFFER_LEN {
+            let length = options.first_bytes.len();
             return Err(MigrateError::Protocol(format!("a head of {length} bytes, of at most {BUFFER_LEN}")));
         }
         Ok(())

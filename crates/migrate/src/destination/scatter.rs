@@ -9,7 +9,7 @@ use limosa_channel::Channel;
 use limosa_page::{PAGE_SIZE, PageNumber, PageRange};
 
 use super::page_writer::DirectMemory;
-use crate::control::Moved;
+use crate::control::MovedPages;
 use crate::error::MigrateError;
 
 /// The lists of one channel, kept for the next packet.
@@ -58,7 +58,7 @@ impl Scatter {
         self.list.clear();
         got?;
         let resent = self.runs.iter().map(|run| memory.mark_filled(block, *run)).sum();
-        counts.count(Moved { normal: self.runs.iter().map(PageRange::len).sum(), zero: 0, resent });
+        counts.count(MovedPages { normal: self.runs.iter().map(PageRange::len).sum(), zero: 0, resent });
         Ok(())
     }
 }

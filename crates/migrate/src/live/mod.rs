@@ -15,7 +15,7 @@ pub use destination::{
     AcceptPreempt, IncomingOutcome, LayoutDifference, LiveDestination, LiveDestinationOptions, PostcopyPaused,
     UndecidedIncoming,
 };
-pub use params::{MigrationParams, RecordWriteMode, TimeoutStrategy, UnknownName, ZeroCheck};
+pub use params::{MigrationParams, RecordWriteMode, TimeoutStrategy, UnknownSettingName, ZeroCheck};
 pub use shared_memory::SharedMemoryMode;
 pub use source::{LiveOutcome, LiveSource, PostcopyMode, PostcopyPausedSource, Undecided};
 pub use vm::{IncomingVm, LiveVm, VmError};

@@ -76,7 +76,7 @@ impl TimeoutStrategy {
 /// A name that no value of a setting has.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 #[error("{name:?}: expected {expected}")]
-pub struct UnknownName {
+pub struct UnknownSettingName {
     /// The name.
     pub name: String,
     /// The names that there are.
@@ -90,11 +90,11 @@ impl fmt::Display for ZeroCheck {
 }
 
 impl FromStr for ZeroCheck {
-    type Err = UnknownName;
+    type Err = UnknownSettingName;
 
-    fn from_str(name: &str) -> Result<Self, UnknownName> {
+    fn from_str(name: &str) -> Result<Self, UnknownSettingName> {
         let found = Self::ALL.into_iter().find(|value| value.name() == name);
-        found.ok_or_else(|| UnknownName { name: name.to_owned(), expected: "always, bulk or off" })
+        found.ok_or_else(|| UnknownSettingName { name: name.to_owned(), expected: "always, bulk or off" })
     }
 }
 
@@ -105,11 +105,11 @@ impl fmt::Display for TimeoutStrategy {
 }
 
 impl FromStr for TimeoutStrategy {
-    type Err = UnknownName;
+    type Err = UnknownSettingName;
 
-    fn from_str(name: &str) -> Result<Self, UnknownName> {
+    fn from_str(name: &str) -> Result<Self, UnknownSettingName> {
         let found = Self::ALL.into_iter().find(|value| value.name() == name);
-        found.ok_or_else(|| UnknownName { name: name.to_owned(), expected: "cancel, pause or postcopy" })
+        found.ok_or_else(|| UnknownSettingName { name: name.to_owned(), expected: "cancel, pause or postcopy" })
     }
 }
 
@@ -157,7 +157,7 @@ pub struct MigrationParams {
     pub stalled_rounds: Option<u32>,
     /// The treatment of the migration after that time or those rounds.
     pub timeout_strategy: TimeoutStrategy,
-    /// How long the first round may wait for the guest's list of [free pages](crate::LiveSource::free_pages);
+    /// How long the first round may wait for the guest's list of [free pages](crate::LiveSource::hint_free_pages);
     /// zero, and the list takes pages out while the round is sent; [`Duration::MAX`], as long as the list takes.
     pub hint_wait: Duration,
     /// Pages of a later round from which on the guest is asked again. A list takes a guest of 8 GiB 20 ms (measured),

@@ -34,7 +34,11 @@ impl SharedMemoryMode {
 
     /// Returns the descriptors to pass with the first byte of the stream, one for each block.
     pub(crate) fn to_pass(self, memory: &GuestMemory) -> Result<Vec<OwnedFd>, MemoryError> {
-        if self == Self::Passed { memory.blocks().iter().map(MemoryBlock::pass).collect() } else { Ok(Vec::new()) }
+        if self == Self::Passed {
+            memory.blocks().iter().map(MemoryBlock::descriptor_to_pass).collect()
+        } else {
+            Ok(Vec::new())
+        }
     }
 
     /// Whether a stream leaves out what this end does.

@@ -269,7 +269,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             let read = || {
                 state.return_path.read_from(&self.channel, &blocks, recovery, |message| {
                     if *message == ReturnMessage::Pong(postcopy::PING_LOADED) {
-                        self.progress.enter(Phase::PostcopyActive);
+                        self.progress.set_phase(Phase::PostcopyActive);
                         (self.observer)(Milestone::DevicesLoaded);
                         self.control.release();
                     }
@@ -295,7 +295,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.control.unwatch();
         self.control.release();
         let (latency, preempt) = result.map_err(|error| self.control.explain(error))?;
-        self.progress.enter(Phase::Completed);
+        self.progress.set_phase(Phase::Completed);
         Ok(PostcopyStats {
             normal_pages: state.normal.load(Relaxed),
             zero_pages: state.zero.load(Relaxed),
@@ -466,7 +466,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             preempt.complete_handshake()?;
         }
         state.return_path.wait_resume_ack(self.options.answer_timeout)?;
-        self.progress.enter(Phase::PostcopyActive);
+        self.progress.set_phase(Phase::PostcopyActive);
         (self.observer)(Milestone::DevicesLoaded);
         bytes.clear();
         section::encode_part(start.section_id, &mut bytes);
@@ -480,7 +480,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             Some((since, answer_timeout))
                 if since.elapsed() >= answer_timeout && !state.return_path.has_pong(postcopy::PING_LOADED) =>
             {
-                Err(MigrateError::Silent { what: "the package of device state", waited: answer_timeout })
+                Err(MigrateError::AnswerTimedOut { what: "the package of device state", waited: answer_timeout })
             }
             _ => Ok(()),
         }
@@ -578,7 +578,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         ram::encode_eos(start.section_id, &mut bytes);
         section::encode_eof(&mut bytes);
         state.ending.store(true, Ordering::Release);
-        self.progress.enter(Phase::Completing);
+        self.progress.set_phase(Phase::Completing);
         Ok(self.channel.write_all(&bytes)?)
     }
 }

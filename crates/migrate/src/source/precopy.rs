@@ -20,7 +20,7 @@ use super::multifd::{self, Multifd, MultifdSourceOptions, Parts};
 use super::records::RecordWriter;
 use super::return_path::ReturnPath;
 use super::unsent::CLAIM_PAGES;
-use crate::control::{Control, Handle, Moved, Phase, Progress};
+use crate::control::{Control, Handle, MovedPages, Phase, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 
@@ -56,7 +56,7 @@ pub struct PresentBlock {
 impl PresentBlock {
     /// Returns a block all of whose pages are at the destination.
     #[must_use]
-    pub fn whole(block: impl Into<String>) -> Self {
+    pub fn unchanged(block: impl Into<String>) -> Self {
         Self { block: block.into(), changed: Vec::new() }
     }
 }
@@ -199,7 +199,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         });
         self.control.unwatch();
         let moved = result.map_err(|error| self.control.explain(error))?;
-        self.progress.enter(Phase::Completed);
+        self.progress.set_phase(Phase::Completed);
         Ok(PrecopyStats {
             normal_pages: moved.normal,
             zero_pages: moved.zero,
@@ -213,12 +213,13 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         std::iter::once(&self.channel).chain(&self.multifd_channels)
     }
 
-    fn send(&self, return_path: &ReturnPath, multifd: Option<&Multifd<'_, S>>) -> Result<Moved, MigrateError> {
+    fn send(&self, return_path: &ReturnPath, multifd: Option<&Multifd<'_, S>>) -> Result<MovedPages, MigrateError> {
         let start = self.source.setup();
         let travelling = (0..start.blocks.len()).filter(|block| !self.is_in_place(*block));
         let changed = self.changed().into_iter().filter(|(_, _, stored)| *stored);
         let changed = changed.map(|(_, run, _)| run.len()).sum::<u64>();
-        self.progress.expect_pages(travelling.map(|block| self.source.stored(block).count()).sum::<u64>() + changed);
+        self.progress
+            .expect_pages(travelling.map(|block| self.source.stored_bitmap(block).count()).sum::<u64>() + changed);
         let mut bytes = Vec::new();
         start.configuration.clone().without_mapped_ram().encode(&mut bytes)?;
         if self.options.return_path {
@@ -241,13 +242,13 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         bytes.extend_from_slice(self.source.early_sections());
         section::encode_part(start.section_id, &mut bytes);
         self.channel.write_all(&bytes)?;
-        self.progress.enter(Phase::Active);
+        self.progress.set_phase(Phase::Active);
         let changed = self.send_changed()?;
         let mut moved = match multifd {
             Some(multifd) => {
                 let stored = (0..start.blocks.len()).map(|block| match self.is_in_place(block) {
-                    true => PageBitmap::new(self.source.stored(block).len()),
-                    false => self.source.stored(block).clone(),
+                    true => PageBitmap::new(self.source.stored_bitmap(block).len()),
+                    false => self.source.stored_bitmap(block).clone(),
                 });
                 multifd.send_pages(stored.collect(), || match self.options.ping_timeout {
                     Some(answer_timeout) if self.options.return_path => {
@@ -284,9 +285,9 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             bytes.extend_from_slice(&length.to_be_bytes());
             bytes.extend_from_slice(description);
         }
-        self.progress.enter(Phase::Device);
+        self.progress.set_phase(Phase::Device);
         self.channel.write_all(&bytes)?;
-        self.progress.enter(Phase::Completing);
+        self.progress.set_phase(Phase::Completing);
         Ok(moved)
     }
 
@@ -305,7 +306,7 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         let mut found: Vec<(usize, PageRange, bool)> = Vec::new();
         for block in 0..self.source.setup().blocks.len() {
             let Some(in_place) = self.in_place(block) else { continue };
-            let stored = self.source.stored(block);
+            let stored = self.source.stored_bitmap(block);
             for page in in_place.changed.iter().flat_map(PageRange::iter).filter(|page| page.0 < stored.len()) {
                 let is_stored = stored.get(page);
                 match found.last_mut() {
@@ -338,8 +339,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     }
 
     /// Sends what the destination has changed of blocks in place, as records of the main channel.
-    fn send_changed(&self) -> Result<Moved, MigrateError> {
-        let mut moved = Moved::default();
+    fn send_changed(&self) -> Result<MovedPages, MigrateError> {
+        let mut moved = MovedPages::default();
         let changed = self.changed();
         if changed.is_empty() {
             return Ok(moved);
@@ -361,13 +362,13 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
     }
 
     /// Sends all pages as records of the one channel.
-    fn send_pages(&self) -> Result<Moved, MigrateError> {
+    fn send_pages(&self) -> Result<MovedPages, MigrateError> {
         let start = self.source.setup();
-        let mut moved = Moved::default();
+        let mut moved = MovedPages::default();
         let mut records = RecordWriter::new(&self.channel, &start.blocks)?;
         let mut buffer = vec![0; to_usize(CLAIM_PAGES * PAGE_SIZE)];
         for block in (0..start.blocks.len()).filter(|block| !self.is_in_place(*block)) {
-            let stored = self.source.stored(block);
+            let stored = self.source.stored_bitmap(block);
             for run in stored.runs() {
                 let sent = self.send_run(&mut records, block, run, &mut buffer)?;
                 moved.normal += sent.normal;
@@ -390,8 +391,8 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
         block: usize,
         mut run: PageRange,
         buffer: &mut [u8],
-    ) -> Result<Moved, MigrateError> {
-        let mut moved = Moved::default();
+    ) -> Result<MovedPages, MigrateError> {
+        let mut moved = MovedPages::default();
         while !run.is_empty() {
             self.control.check()?;
             let piece = PageRange::new(run.start, PageNumber(run.end.0.min(run.start.0 + CLAIM_PAGES)));
@@ -401,16 +402,16 @@ impl<'a, S: PageSource + ?Sized> PrecopySource<'a, S> {
             wait_for_rate(&self.control, || self.control.check())?;
             self.control.rate_limit().spend(piece.len().saturating_mul(PAGE_SIZE));
             self.source.read(block, piece, contents).map_err(MigrateError::Source)?;
-            let (normal, zero) = records.send(block, piece, self.source.stored(block), contents)?;
+            let (normal, zero) = records.send(block, piece, self.source.stored_bitmap(block), contents)?;
             self.count(&mut moved, normal, zero);
         }
         Ok(moved)
     }
 
-    fn count(&self, moved: &mut Moved, normal: u64, zero: u64) {
+    fn count(&self, moved: &mut MovedPages, normal: u64, zero: u64) {
         moved.normal += normal;
         moved.zero += zero;
-        self.progress.add_moved(Moved { normal, zero, resent: 0 });
+        self.progress.add_moved(MovedPages { normal, zero, resent: 0 });
     }
 }
 

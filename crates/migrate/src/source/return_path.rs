@@ -212,7 +212,7 @@ impl ReturnPath {
             }
             let left = answer_timeout.saturating_sub(begun.elapsed());
             if left.is_zero() {
-                return Err(MigrateError::Silent { what, waited: answer_timeout });
+                return Err(MigrateError::AnswerTimedOut { what, waited: answer_timeout });
             }
             self.changed.wait_for(&mut state, left);
         }

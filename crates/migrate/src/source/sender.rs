@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::records::{GuestPages, RecordWriter, Zeros};
 use super::return_path::{Request, ReturnPath, Wake};
 use super::unsent::{CLAIM_PAGES, Claim, Cursor, UnsentPages};
-use crate::control::{Moved, Progress};
+use crate::control::{MovedPages, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 
@@ -114,7 +114,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     pub(crate) fn send(&mut self, block: usize, pages: PageRange) -> Result<u64, MigrateError> {
         let too_long = || broken_invariant("a piece of a claim fits into the buffer");
         let length = |pages: PageRange| to_usize(pages.len()).saturating_mul(PAGE_LEN);
-        let (source, stored) = (self.state.source, self.state.source.stored(block));
+        let (source, stored) = (self.state.source, self.state.source.stored_bitmap(block));
         let mut contents = 0;
         for piece in pages.chunks(CLAIM_PAGES) {
             if let Some(memory) = source.memory(block) {
@@ -146,7 +146,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
     fn count(&self, normal: u64, zero: u64) {
         self.state.normal.fetch_add(normal, Relaxed);
         self.state.zero.fetch_add(zero, Relaxed);
-        self.state.progress.add_moved(Moved { normal, zero, resent: 0 });
+        self.state.progress.add_moved(MovedPages { normal, zero, resent: 0 });
     }
 }
 

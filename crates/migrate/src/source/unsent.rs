@@ -107,7 +107,8 @@ impl<'a> UnsentPages<'a> {
     /// All stored pages of `source`, for a destination whose blocks are `blocks`.
     pub(crate) fn new<S: PageSource + ?Sized>(source: &'a S, blocks: &[RamBlock]) -> Self {
         let blocks = blocks.iter().enumerate();
-        let unsent = blocks.map(|(index, block)| UnsentBlock::new(source.stored(index), host_pages::pages_of(block)));
+        let unsent =
+            blocks.map(|(index, block)| UnsentBlock::new(source.stored_bitmap(index), host_pages::pages_of(block)));
         Self { blocks: unsent.collect(), to_claim: AtomicU64::new(0), claimed: AtomicU64::new(0) }
     }
 

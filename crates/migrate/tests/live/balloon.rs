@@ -127,7 +127,7 @@ impl Case {
                 .postcopy(if self.postcopy.is_some() { PostcopyMode::Allowed } else { PostcopyMode::Off })
                 .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
-                .free_pages(Arc::new(Slow { balloon: Arc::clone(&guest.balloon), most: self.slow }))
+                .hint_free_pages(Arc::new(Slow { balloon: Arc::clone(&guest.balloon), most: self.slow }))
                 .on_round(|round| {
                     if self.postcopy == Some(round.number) {
                         handle.control.start_postcopy();

@@ -151,7 +151,7 @@ fn a_destination_that_answers_everything_in_advance_still_owes_the_answer_to_the
         LiveSource::new(&vm, logs, near, &handle).options(params).postcopy(PostcopyMode::AtOnce).run()
     });
     let LiveOutcome::Undecided(undecided) = outcome else { panic!("{outcome:?}") };
-    assert!(matches!(undecided.why(), MigrateError::Silent { .. }), "{}", undecided.why());
+    assert!(matches!(undecided.why(), MigrateError::AnswerTimedOut { .. }), "{}", undecided.why());
     assert!(!vm.runs());
     undecided.resume().unwrap();
 }

@@ -390,7 +390,7 @@ fn a_live_vm_is_received_into_a_file_without_the_words_between() {
     });
     let incoming = incoming.unwrap();
     assert_eq!(incoming.devices.sections.len(), 2);
-    let located = limosa_stream::devices::locate(&incoming.tail, 0, 1 << 20).unwrap();
+    let located = limosa_stream::devices::find_tail_end(&incoming.tail, 0, 1 << 20).unwrap();
     assert_eq!(located, incoming.devices);
     say(&near, &ReturnMessage::Shut(0));
 }

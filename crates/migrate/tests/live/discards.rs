@@ -49,10 +49,10 @@ fn logs(vm: &TestVm, kind: &str) -> (Box<dyn DirtyLog>, Sees) {
             (Box::new(log), Sees::Marked(marker))
         }
         "vhost" => (Box::new(VhostLog::new(memory(), |_| Ok(())).unwrap()), Sees::NoWriter),
-        "kvm" => (Box::new(KvmLog::new(KvmSlots::map(kvm(), memory()).unwrap())), Sees::NoWriter),
+        "kvm" => (Box::new(KvmLog::new(KvmSlots::register_memory(kvm(), memory()).unwrap())), Sees::NoWriter),
         _ => {
             let vm = kvm();
-            let slots = KvmSlots::map(Arc::clone(&vm), memory()).unwrap();
+            let slots = KvmSlots::register_memory(Arc::clone(&vm), memory()).unwrap();
             (Box::new(KvmRingLog::new(KvmRings::enable(&vm, slots, 64 << 10).unwrap())), Sees::NoWriter)
         }
     }

@@ -190,7 +190,7 @@ fn a_running_qemu_comes_over_one_channel_or_several() -> Result<()> {
             meeting.bandwidth("multifd-channels", channels.into())?;
         }
         meeting.migrate(json!({}))?;
-        let options = MultifdAcceptOptions { channels, within: WITHIN, main_first: false };
+        let options = MultifdAcceptOptions { channels, timeout: WITHIN, main_first: false };
         let mut gathering = MultifdAccept::new(&meeting.listener, options);
         let MultifdChannels { main, multifd: pages } = gathering.poll(WITHIN)?.context("not all channels have come")?;
         let handle = Handle::new();

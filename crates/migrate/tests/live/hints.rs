@@ -147,7 +147,7 @@ impl Case {
                 })
                 .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
-                .free_pages(Arc::clone(&heap) as Arc<dyn FreePageHinting>)
+                .hint_free_pages(Arc::clone(&heap) as Arc<dyn FreePageHinting>)
                 .on_round(|round| {
                     if self.postcopy == Some(round.number) {
                         handle.control.start_postcopy();
@@ -282,7 +282,7 @@ fn attempt<'v>(
         let outcome = LiveSource::new(vm, logs, near, &handle)
             .options(params)
             .destination_zeroed(true)
-            .free_pages(Arc::clone(from) as Arc<dyn FreePageHinting>)
+            .hint_free_pages(Arc::clone(from) as Arc<dyn FreePageHinting>)
             .run();
         (outcome, destination.join().unwrap())
     })
@@ -348,7 +348,7 @@ fn a_hole_that_was_called_free_counts_as_free_and_every_page_counts_once() {
                 .destination_zeroed(fresh)
                 .channels(near_page_channels, MultifdSourceOptions::default())
                 .unwrap()
-                .free_pages(Arc::clone(&answers) as Arc<dyn FreePageHinting>)
+                .hint_free_pages(Arc::clone(&answers) as Arc<dyn FreePageHinting>)
                 .run();
             (outcome, receiving.join().unwrap())
         });
@@ -396,7 +396,7 @@ fn zero_at_once(postcopy: PostcopyMode) {
         let outcome = LiveSource::new(&source, logs, near, &handle)
             .options(params)
             .postcopy(postcopy)
-            .free_pages(Arc::clone(&answers) as Arc<dyn FreePageHinting>)
+            .hint_free_pages(Arc::clone(&answers) as Arc<dyn FreePageHinting>)
             .on_round(|_| handle.control.start_postcopy())
             .run();
         (outcome, receiving.join().unwrap())
@@ -500,7 +500,7 @@ fn hints_are_refused_where_no_log_sees_what_the_guest_writes() {
         thread::scope(|scope| {
             scope.spawn(move || Destination::new(far, None).run());
             let source = LiveSource::new(vm, logs, near, &handle).options(params()).postcopy(postcopy);
-            let LiveOutcome::Resumed { error, .. } = source.free_pages(Arc::clone(&answers) as _).run() else {
+            let LiveOutcome::Resumed { error, .. } = source.hint_free_pages(Arc::clone(&answers) as _).run() else {
                 panic!("it is not refused")
             };
             error.in_one_line()

@@ -49,7 +49,7 @@ fn transfer(
         let (far, handle) = (&far, &handle);
         let urgent = scope.spawn(move || {
             let mut landed = Landed::new(memory);
-            let decoder = Decoder::for_records(&memory.start.blocks).unwrap();
+            let decoder = Decoder::for_preempt_channel(&memory.start.blocks).unwrap();
             Records::new(memory, decoder).with_host_pages(each).run(&far_preempt, &mut landed, |_| true);
             landed
         });
@@ -238,7 +238,7 @@ proptest! {
         }
         for (block, received) in received.iter().enumerate() {
             prop_assert!(*received == widened(received, each[block]), "parts of host pages came");
-            let mut missing = memory.stored(block).clone();
+            let mut missing = memory.stored_bitmap(block).clone();
             missing.subtract(received);
             prop_assert_eq!(missing.count(), 0);
         }

@@ -127,7 +127,7 @@ fn run(case: &Case) {
             assert!(!vm.runs(), "{case:?}");
             assert_same(&vm, &landed.into_inner().unwrap(), case);
         }
-        LiveOutcome::Stuck { error, .. } => panic!("{case:?} {error}"),
+        LiveOutcome::ResumeFailed { error, .. } => panic!("{case:?} {error}"),
     }
 }
 

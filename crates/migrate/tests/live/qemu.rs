@@ -127,7 +127,8 @@ fn migrate(how: How) -> Option<LiveStats> {
     let tls = how.tls.then(|| Tls::client(folder.path(), Some("localhost")).unwrap());
     let encrypted = Options { tls: tls.clone(), ..Options::default() };
     // QEMU shakes hands with one after the other, each when its first bytes have come.
-    let deferred = Options { tls: tls.map(Tls::deferred), zero_copy: ZeroCopy::Auto, ..Options::default() };
+    let deferred =
+        Options { tls: tls.map(Tls::with_deferred_handshake), zero_copy: ZeroCopy::Auto, ..Options::default() };
     let block = BlockOptions::memfd("mem", BYTES).map().unwrap();
     let region = GuestRegion { guest_address: 0, block: 0, pages: block.pages() };
     let memory = GuestMemory::with_regions(vec![block], vec![region]).unwrap();
@@ -189,7 +190,7 @@ fn migrate(how: How) -> Option<LiveStats> {
             role = role.preempt(Box::new(move || Channel::connect(&uri, &deferred)));
         }
         if how.hints {
-            role = role.free_pages(Arc::new(Free));
+            role = role.hint_free_pages(Arc::new(Free));
         }
         let outcome = role.run();
         source.0.over.store(true, Ordering::Relaxed);

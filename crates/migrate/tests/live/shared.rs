@@ -156,7 +156,7 @@ fn migrate(source: &TestVm, heir: &Heir, how: impl Into<Move>) -> (Result<LiveSt
         }
         let mut role = LiveSource::new(source, logs, near, &handle).options(params).shared_memory(here);
         if let Some(free) = guest.free {
-            role = role.free_pages(free);
+            role = role.hint_free_pages(free);
         }
         let outcome = role.channels(near_page_channels, MultifdSourceOptions::default()).unwrap().run();
         source.over.store(true, Ordering::Relaxed);
@@ -319,8 +319,8 @@ fn hostile(descriptors: usize, pages_of: usize, address: u64) -> (Result<(), Str
         LiveDestinationOptions { shared_memory: SharedMemoryMode::Passed, ..LiveDestinationOptions::default() };
     let arrived = thread::scope(|scope| {
         let arriving = scope.spawn(|| LiveDestination::new(&heir, far, &handle).options(options).run());
-        let ram = source.memory.block(0).unwrap().pass().unwrap();
-        let null = source.memory.block(1).unwrap().pass().unwrap();
+        let ram = source.memory.block(0).unwrap().descriptor_to_pass().unwrap();
+        let null = source.memory.block(1).unwrap().descriptor_to_pass().unwrap();
         let passed: Vec<_> = [ram.as_fd(), null.as_fd()].into_iter().cycle().take(descriptors).collect();
         near.write_all_with_descriptors(&bytes, &passed).unwrap();
         if pages_of == 1 {

@@ -72,7 +72,7 @@ fn obeys_the_law(vm: &TestVm, outcome: &LiveOutcome<'_, TestVm>, arrived: &Arriv
     match outcome {
         LiveOutcome::Completed(_) => assert!(!vm.runs() && arrived.runs, "{outcome:?}"),
         LiveOutcome::Resumed { .. } => assert!(vm.runs() && !arrived.runs, "{outcome:?}"),
-        LiveOutcome::Stuck { .. } => assert!(!vm.runs() && !arrived.runs, "{outcome:?}"),
+        LiveOutcome::ResumeFailed { .. } => assert!(!vm.runs() && !arrived.runs, "{outcome:?}"),
         LiveOutcome::PostcopyPaused(_) => panic!("{outcome:?}"),
         LiveOutcome::Undecided(_) => assert!(!vm.runs() && arrived.ready, "{outcome:?}"),
     }
@@ -286,7 +286,7 @@ fn a_vmm_that_fails_keeps_its_vm() {
     let attempt = Attempt { trouble: Some((At::Devices, Does::Close)), ..Attempt::default() };
     let (outcome, arrived) = attempt.run(&vm);
     obeys_the_law(&vm, &outcome, &arrived);
-    assert!(matches!(outcome, LiveOutcome::Stuck { .. }), "{outcome:?}");
+    assert!(matches!(outcome, LiveOutcome::ResumeFailed { .. }), "{outcome:?}");
 }
 
 #[test]
@@ -318,7 +318,8 @@ fn a_vm_with_a_writer_that_no_log_sees_is_refused_before_anything_is_sent() {
     let logs = DirtyLogs::new(Writers::NONE, Vec::new()).unwrap();
     let (outcome, arrived) = Attempt::default().run_with(&vm, logs);
     obeys_the_law(&vm, &outcome, &arrived);
-    let LiveOutcome::Resumed { error: MigrateError::Log(LogError::Uncovered(writers)), stats, .. } = outcome else {
+    let LiveOutcome::Resumed { error: MigrateError::DirtyLog(LogError::Uncovered(writers)), stats, .. } = outcome
+    else {
         panic!("{outcome:?}")
     };
     assert_eq!((writers, stats.main.bytes_out), (Writers::VCPUS, 0));

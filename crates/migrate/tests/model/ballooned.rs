@@ -80,7 +80,7 @@ impl Ballooned {
     pub fn logs(&self, kind: u64) -> DirtyLogs {
         let memory = || Arc::clone(&self.vm.memory);
         let log: Box<dyn DirtyLog> = match kind % 3 {
-            0 => Box::new(self.marker.log(Writers::VCPUS)),
+            0 => Box::new(self.marker.new_log(Writers::VCPUS)),
             1 => Box::new(UffdWpAsyncLog::new(memory()).unwrap()),
             _ => Box::new(UffdWpSyncLog::new(memory()).unwrap()),
         };

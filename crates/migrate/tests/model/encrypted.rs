@@ -28,13 +28,13 @@ impl Meeting {
 
     /// One that shakes hands when it is used.
     pub fn connect(&self) -> Result<Channel, ChannelError> {
-        let tls = Tls::client(self.folder.path(), None).unwrap().deferred();
+        let tls = Tls::client(self.folder.path(), None).unwrap().with_deferred_handshake();
         Channel::connect(self.listener.local_uri(), &Options { tls: Some(tls), ..Options::default() })
     }
 
     /// The next one who is trusted.
     pub fn accept(&self) -> Result<Channel, ChannelError> {
-        Acceptor::new(&self.listener).within(SOON)
+        Acceptor::new(&self.listener).accept_within(SOON)
     }
 
     /// Waits for the next one who is trusted, while the destination does something else.

@@ -57,7 +57,7 @@ pub fn receive_urgent(channel: &Channel, state: &Mutex<Landed>, cut: Option<Cut>
     while state.lock().unwrap().blocks.is_empty() {
         thread::sleep(Duration::from_millis(1));
     }
-    let decoder = Decoder::for_records(&state.lock().unwrap().blocks).unwrap();
+    let decoder = Decoder::for_preempt_channel(&state.lock().unwrap().blocks).unwrap();
     let _ = read(channel, state, decoder, cut, 0);
     let _ = channel.shutdown(limosa_channel::Shutdown::Both);
 }
@@ -179,7 +179,7 @@ fn obey(channel: &Channel, state: &Mutex<Landed>, command: &Command) {
         Command::RamDiscard { block, ranges } => {
             let block = index(&state, block);
             for range in ranges {
-                let pages = PageRange::within(range);
+                let pages = PageRange::inside_bytes(range);
                 state.received[block].clear_range(pages);
                 let place = usize::try_from(range.start).unwrap()..usize::try_from(range.end).unwrap();
                 state.memory[block][place].fill(0);

@@ -118,7 +118,7 @@ impl PageSource for Memory {
         &self.start
     }
 
-    fn stored(&self, block: usize) -> &PageBitmap {
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap {
         &self.stored[block]
     }
 
@@ -313,7 +313,7 @@ impl Landed {
     pub fn missing(&self, memory: &Memory) -> u64 {
         let mut missing = 0;
         for (block, received) in self.received.iter().enumerate() {
-            let mut wanted = memory.stored(block).clone();
+            let mut wanted = memory.stored_bitmap(block).clone();
             wanted.subtract(received);
             missing += wanted.count();
         }

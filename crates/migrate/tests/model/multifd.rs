@@ -94,7 +94,7 @@ impl<'a> MultifdModel<'a> {
         let blocks = &memory.start.blocks;
         let bytes = blocks.iter().enumerate().map(|(index, block)| {
             if in_place.contains(&block.name) {
-                let stored = memory.stored(index);
+                let stored = memory.stored_bitmap(index);
                 let page = |page| if stored.get(PageNumber(page)) { memory.page(index, page) } else { [0; PAGE_LEN] };
                 return (0..block.pages()).flat_map(page).collect();
             }

@@ -364,7 +364,7 @@ fn initial(id: u8) -> [u8; 64] {
 
 fn gathering(listener: &Listener, channels: u8, milliseconds: u64) -> MultifdAccept<'_> {
     let within = Duration::from_millis(milliseconds);
-    MultifdAccept::new(listener, MultifdAcceptOptions { channels, within, main_first: false })
+    MultifdAccept::new(listener, MultifdAcceptOptions { channels, timeout: within, main_first: false })
 }
 
 fn gather(mut gathering: MultifdAccept<'_>) -> Result<MultifdChannels, MigrateError> {
@@ -506,6 +506,6 @@ fn channels_that_are_wrong_or_missing_are_named() {
 fn where_nothing_can_be_looked_into_the_first_connection_is_the_main_channel() {
     let (_folder, listener) = listener();
     let _connected = [connect(&listener, b""), connect(&listener, &initial(1)), connect(&listener, &initial(0))];
-    let options = MultifdAcceptOptions { channels: 2, within: Duration::from_secs(20), main_first: true };
+    let options = MultifdAcceptOptions { channels: 2, timeout: Duration::from_secs(20), main_first: true };
     assert_eq!(gather(MultifdAccept::new(&listener, options)).unwrap().multifd.len(), 2);
 }

@@ -87,7 +87,7 @@ impl Way {
             ping_timeout: Some(self.answer_timeout),
             answer_timeout: self.answer_timeout,
             zeroed_blocks: self.fresh.clone(),
-            in_place: self.in_place.iter().map(PresentBlock::whole).collect(),
+            in_place: self.in_place.iter().map(PresentBlock::unchanged).collect(),
         };
         let (sent, outcome) = thread::scope(|scope| {
             let destination = scope.spawn(|| model.run(far, far_page_channels));
@@ -141,7 +141,7 @@ impl PageSource for WithZeros<'_> {
     fn setup(&self) -> &StreamSetup {
         self.0.setup()
     }
-    fn stored(&self, block: usize) -> &PageBitmap {
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap {
         &self.1[block]
     }
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
@@ -244,8 +244,8 @@ impl PageSource for Shared<'_> {
     fn setup(&self) -> &StreamSetup {
         self.0.setup()
     }
-    fn stored(&self, block: usize) -> &PageBitmap {
-        self.0.stored(block)
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap {
+        self.0.stored_bitmap(block)
     }
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
         let mut left = self.1.lock().unwrap();
@@ -295,7 +295,7 @@ fn a_rate_limit_is_charged_with_what_is_sent_and_not_with_zero_pages_nor_what_co
 /// A block as it is mapped in memory.
 fn mapped(memory: &Memory, block: usize) -> MemoryBlock {
     let mapping = BlockOptions::anonymous("mapped", memory.setup().blocks[block].used_length).map().unwrap();
-    for page in memory.stored(block).runs().flat_map(|run| run.iter().collect::<Vec<_>>()) {
+    for page in memory.stored_bitmap(block).runs().flat_map(|run| run.iter().collect::<Vec<_>>()) {
         mapping.write(page.offset(), &memory.page(block, page.0)).unwrap();
     }
     mapping
@@ -314,8 +314,8 @@ impl<S: PageSource> PageSource for Mixed<'_, S> {
     fn setup(&self) -> &StreamSetup {
         self.0.setup()
     }
-    fn stored(&self, block: usize) -> &PageBitmap {
-        self.0.stored(block)
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap {
+        self.0.stored_bitmap(block)
     }
     fn memory(&self, block: usize) -> Option<&MemoryBlock> {
         (block == 0).then_some(&self.1)
@@ -471,8 +471,8 @@ impl PageSource for Filed<'_> {
     fn setup(&self) -> &StreamSetup {
         self.memory.setup()
     }
-    fn stored(&self, block: usize) -> &PageBitmap {
-        self.memory.stored(block)
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap {
+        self.memory.stored_bitmap(block)
     }
     fn read(&self, block: usize, pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
         self.reads.fetch_add(pages.len(), Ordering::Relaxed);
@@ -485,7 +485,7 @@ impl PageSource for Filed<'_> {
         let before: u64 = self.memory.start.blocks.iter().take(block).map(|block| block.used_length).sum();
         Some((self.file.as_fd(), before + page.offset()))
     }
-    fn still_whole(&self) -> Result<(), PageError> {
+    fn check_unchanged(&self) -> Result<(), PageError> {
         let left = self.whole.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         left.map(drop).map_err(|_| "the file was written to".into())
     }
@@ -580,7 +580,7 @@ fn a_destination_that_has_nothing_to_say_once_all_channels_have_begun_is_given_u
     let handle = Handle::new();
     let role = PrecopySource::new(&memory, near, &handle).options(options);
     let error = role.channels(page_channels, MultifdSourceOptions::default()).and_then(PrecopySource::run).unwrap_err();
-    assert!(matches!(error, MigrateError::Silent { .. }), "{error}");
+    assert!(matches!(error, MigrateError::AnswerTimedOut { .. }), "{error}");
 }
 
 #[test]

@@ -134,7 +134,7 @@ fn only_requested_pages_travel_on_the_preempt_channel() {
         let (memory, far, asked) = (&memory, &far, &asked);
         let urgent = scope.spawn(move || {
             let mut landed = Landed::new(memory);
-            let mut records = Records::new(memory, Decoder::for_records(&memory.start.blocks).unwrap());
+            let mut records = Records::new(memory, Decoder::for_preempt_channel(&memory.start.blocks).unwrap());
             records.run(&far_preempt, &mut landed, |_| true);
             landed
         });
@@ -176,7 +176,7 @@ fn only_requested_pages_travel_on_the_preempt_channel() {
 }
 
 fn memory_is_covered(memory: &Memory, received: &limosa_page::PageBitmap) -> bool {
-    let mut wanted = limosa_migrate::stored::PageSource::stored(memory, 0).clone();
+    let mut wanted = limosa_migrate::stored::PageSource::stored_bitmap(memory, 0).clone();
     wanted.subtract(received);
     wanted.count() == 0
 }
@@ -299,7 +299,7 @@ fn a_destination_that_fails_or_vanishes_or_stalls_is_an_error_of_its_own() {
         .preempt(Box::new(|| unreachable!("the first PING was not answered")))
         .run()
         .unwrap_err();
-    assert!(matches!(error, MigrateError::Silent { .. }), "{error}");
+    assert!(matches!(error, MigrateError::AnswerTimedOut { .. }), "{error}");
     drop(far);
 }
 

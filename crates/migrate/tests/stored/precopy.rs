@@ -89,7 +89,8 @@ fn of_a_block_that_is_in_place_no_page_is_sent() {
     let memory = Memory::new(&[400, 50, 2_000], every_third);
     let (near, far) = pair();
     let mut kept = Kept::default();
-    let in_place = vec![PresentBlock::whole("block2"), PresentBlock::whole("a block that this VM does not have")];
+    let in_place =
+        vec![PresentBlock::unchanged("block2"), PresentBlock::unchanged("a block that this VM does not have")];
     let handle = Handle::new();
     let stats = thread::scope(|scope| {
         let kept = &mut kept;
@@ -99,7 +100,7 @@ fn of_a_block_that_is_in_place_no_page_is_sent() {
         destination.join().unwrap();
         stats
     });
-    let stored: u64 = (0..2).map(|block| memory.stored(block).count()).sum();
+    let stored: u64 = (0..2).map(|block| memory.stored_bitmap(block).count()).sum();
     assert_eq!((stats.normal_pages, stats.zero_pages), (stored, 450 - stored));
     assert_eq!(handle.progress.read().total_pages, stored);
     assert!(kept.pages[2].iter().all(Option::is_none));
@@ -130,8 +131,8 @@ fn pages_that_the_destination_has_changed_of_a_block_in_place_are_sent() {
         destination.join().unwrap();
         stats
     });
-    let stored =
-        memory.stored(0).count() + (0..2_000).filter(|page| is_changed(*page) && every_third(1, *page)).count() as u64;
+    let stored = memory.stored_bitmap(0).count()
+        + (0..2_000).filter(|page| is_changed(*page) && every_third(1, *page)).count() as u64;
     assert_eq!(stats.normal_pages, stored);
     assert_eq!(stats.zero_pages, 100 + 10 - stored);
     assert_eq!(handle.progress.read().total_pages, stored);

@@ -3,7 +3,7 @@
 use std::io;
 
 use limosa_page::{
-    GuestPages, PAGE_LEN, PageKind, PageNumber, PageRange, PageRun, Scan, ScanData, ScanRanges, ZeroMethod, scan,
+    GuestPages, PAGE_LEN, PageKind, PageNumber, PageRange, PageRun, Scan, ScanPopulated, ScanRanges, ZeroMethod, scan,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -131,7 +131,7 @@ proptest! {
                 false => (page, PageKind::Hole),
             })
             .collect();
-        let runs = ScanData::new(pages, range, ZeroMethod::best(), data.iter().copied().map(Ok));
+        let runs = ScanPopulated::new(pages, range, ZeroMethod::best(), data.iter().copied().map(Ok));
         let runs: Vec<_> = runs.collect::<io::Result<_>>().unwrap();
         prop_assert_eq!(spell_out(&runs), expected);
     }
@@ -143,7 +143,7 @@ proptest! {
     ) {
         let data = data.into_iter().map(|(start, end)| Ok(PageRange::new(PageNumber(start), PageNumber(end))));
         let pages = GuestPages::from(&memory[..]);
-        let runs: Vec<_> = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).collect::<io::Result<_>>().unwrap();
+        let runs: Vec<_> = ScanPopulated::new(pages, pages.pages(), ZeroMethod::best(), data).collect::<io::Result<_>>().unwrap();
         let seen: Vec<_> = runs.iter().flat_map(|run| run.pages.iter()).collect();
         prop_assert_eq!(seen, pages.pages().iter().collect::<Vec<_>>());
     }
@@ -154,7 +154,7 @@ fn an_error_of_what_names_the_data_ends_the_scan_without_calling_the_rest_a_hole
     let memory = vec![1; 10 * PAGE_LEN];
     let pages = GuestPages::from(&memory[..]);
     let data = [Ok(PageRange::new(PageNumber(2), PageNumber(4))), Err(io::Error::other("no answer"))];
-    let mut runs = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data.into_iter());
+    let mut runs = ScanPopulated::new(pages, pages.pages(), ZeroMethod::best(), data.into_iter());
     let hole = runs.next().unwrap().unwrap();
     assert_eq!((hole.pages.len(), hole.kind), (2, PageKind::Hole));
     let data = runs.next().unwrap().unwrap();
@@ -182,7 +182,7 @@ fn empty_ranges_of_data_do_not_split_a_hole() {
     let pages = GuestPages::from(&memory[..]);
     let data = [(3, 3), (5, 2), (7, 7), (20, 30)];
     let data = data.map(|(start, end)| Ok(PageRange::new(PageNumber(start), PageNumber(end))));
-    let runs = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data.into_iter());
+    let runs = ScanPopulated::new(pages, pages.pages(), ZeroMethod::best(), data.into_iter());
     let runs: Vec<_> = runs.map(Result::unwrap).collect();
     assert_eq!(runs, [PageRun { pages: PageRange::whole_block(10), kind: PageKind::Hole }]);
 }

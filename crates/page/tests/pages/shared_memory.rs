@@ -11,7 +11,7 @@ use std::thread;
 
 use limosa_page::holes::{data_pages, data_ranges};
 use limosa_page::{
-    GuestPages, PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun, Scan, ScanData, ZeroMethod,
+    GuestPages, PAGE_LEN, PAGE_SIZE, PageKind, PageNumber, PageRange, PageRun, Scan, ScanPopulated, ZeroMethod,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -67,7 +67,7 @@ fn a_scan_of_an_empty_memfd_of_8_gib_allocates_nothing() {
     let mapping = Mapping::of(&file, len, 0);
     let pages = mapping.pages();
     let data = data_pages(file.as_fd(), 0, pages.pages()).unwrap();
-    let runs: Vec<_> = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap).collect();
+    let runs: Vec<_> = ScanPopulated::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap).collect();
     assert_eq!(runs, [PageRun { pages: PageRange::whole_block(len / PAGE_SIZE), kind: PageKind::Hole }]);
     assert_eq!(file.metadata().unwrap().blocks(), 0);
 }
@@ -94,7 +94,7 @@ fn a_sparse_memfd_of_8_gib_is_scanned_where_it_has_data_only() {
     let mapping = Mapping::of(&file, len, 0);
     let pages = mapping.pages();
     let data = data_pages(file.as_fd(), 0, pages.pages()).unwrap();
-    let runs: Vec<_> = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap).collect();
+    let runs: Vec<_> = ScanPopulated::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap).collect();
     let found: Vec<_> = runs.iter().map(|run| (run.kind, run.pages.start.0, run.pages.len())).collect();
     let (far, last) = ((5 << 30) / PAGE_SIZE, len / PAGE_SIZE - 1);
     assert_eq!(
@@ -117,7 +117,7 @@ fn pages_are_counted_from_where_the_mapping_begins_in_the_file() {
     let mapping = Mapping::of(&file, 48 * PAGE_SIZE, 16 * PAGE_SIZE);
     let pages = mapping.pages();
     let data = data_pages(file.as_fd(), 16 * PAGE_SIZE, pages.pages()).unwrap();
-    let runs = ScanData::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap);
+    let runs = ScanPopulated::new(pages, pages.pages(), ZeroMethod::best(), data).map(Result::unwrap);
     let stored: Vec<_> = runs.filter(|run| run.kind == PageKind::Data).map(|run| run.pages).collect();
     assert_eq!(stored, [PageRange::starting_at(PageNumber(4), 1)]);
 }

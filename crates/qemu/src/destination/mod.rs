@@ -84,7 +84,7 @@ fn processor(sections: &QemuSections) -> Option<Finding> {
         "this QEMU has {}; which one the saved VM had is not recorded, and QEMU does not compare them",
         sections.cpu_kind()?
     );
-    let finding = Finding::new(Severity::Loses, Confidence::Unknown, "CPU model", what);
+    let finding = Finding::new(Severity::ChangesVm, Confidence::Unknown, "CPU model", what);
     Some(
         finding.advise(
             "start QEMU with the -cpu of the saved VM: its guest crashes on an instruction that this CPU lacks",
@@ -116,7 +116,7 @@ fn disks(monitor: &Monitor, saved: &Summary, findings: &mut Vec<Finding>) -> Res
         } else if !here.iter().any(|here| here.path.as_ref() == Some(&disk.path)) {
             let about = format!("disk {}", disk.device.as_deref().unwrap_or(&disk.node));
             let what = format!("the destination has no writable disk on {}", disk.path.display());
-            let finding = Finding::new(Severity::Loses, Confidence::Likely, about, what);
+            let finding = Finding::new(Severity::ChangesVm, Confidence::Likely, about, what);
             findings.push(finding.advise("attach the disk that belongs to this memory"));
         }
     }

@@ -242,7 +242,7 @@ impl Sections for QemuSections {
         self.dump.as_ref()?.knows_subsection(name, subsection)
     }
 
-    fn extra(&self, saved: &[DeviceSummary]) -> Vec<Finding> {
+    fn surplus_findings(&self, saved: &[DeviceSummary]) -> Vec<Finding> {
         let mut findings = Vec::new();
         let vcpus = saved.iter().filter(|section| section.name == "cpu").count();
         if vcpus > 0 && self.cpus.len() > vcpus {
@@ -359,7 +359,7 @@ mod tests {
     #[test]
     fn what_only_the_destination_has_is_told_once_for_each_address() {
         let here = sections(machine(), None);
-        let extra = here.extra(&[section("cpu", 0), section("0000:00:02.0/xhci", 0)]);
+        let extra = here.surplus_findings(&[section("cpu", 0), section("0000:00:02.0/xhci", 0)]);
         let about: Vec<&str> = extra.iter().map(|finding| finding.subject.as_str()).collect();
         assert_eq!(about, ["vCPUs", "PCI address 0000:00:01.0"]);
     }

@@ -1,7 +1,7 @@
 //! The machine's memory as a command line describes it, and the options that rule out a mapped file.
 
 use super::BlockPlace;
-use crate::command_line::{CommandOption, Properties, size};
+use crate::command_line::{CommandOption, Properties, parse_size};
 
 /// The size that QEMU gives a machine without `-m`.
 const DEFAULT_MEMORY: u64 = 128 << 20;
@@ -54,27 +54,27 @@ impl Machine {
     pub(super) fn read_memory(&mut self, option: &CommandOption<'_>) -> Result<(), String> {
         match option.name {
             "machine" | "M" => {
-                let list = Properties::read(option.value, "type");
+                let list = Properties::parse(option.value, "type");
                 if let Some(id) = list.get("memory-backend") {
                     self.backend = Some(id.to_owned());
                 }
             }
             "m" => {
-                let list = Properties::read(option.value, "size");
+                let list = Properties::parse(option.value, "size");
                 if let Some(text) = list.get("size") {
-                    let memory = size(text, 1 << 20).ok_or_else(|| format!("-m {}: not a size", option.value))?;
+                    let memory = parse_size(text, 1 << 20).ok_or_else(|| format!("-m {}: not a size", option.value))?;
                     self.memory = Some(memory);
                 }
             }
             "object" => {
-                let properties = Properties::read(option.value, "qom-type");
+                let properties = Properties::parse(option.value, "qom-type");
                 if properties.get("qom-type").is_some_and(|kind| kind.starts_with("memory-backend-")) {
                     let id = properties.get("id").unwrap_or_default().to_owned();
-                    self.objects.push(Object { id, properties, at: option.at });
+                    self.objects.push(Object { id, properties, at: option.index });
                 }
             }
             "numa" | "device" => {
-                let list = Properties::read(option.value, if option.name == "numa" { "type" } else { "driver" });
+                let list = Properties::parse(option.value, if option.name == "numa" { "type" } else { "driver" });
                 if let Some(id) = list.get("memdev") {
                     self.used.push(id.to_owned());
                     self.has_node_memory |= option.name == "numa";
@@ -90,26 +90,26 @@ impl Machine {
         self.read_memory(option)?;
         match option.name {
             "machine" | "M" => {
-                let list = Properties::read(option.value, "type");
+                let list = Properties::parse(option.value, "type");
                 if let Some(key) = list.first_of(&["confidential-guest-support", "memory-encryption"]) {
                     return Err(format!("-machine {key}: encrypted memory cannot be mapped from a file"));
                 }
             }
             "object" => {
-                let list = Properties::read(option.value, "qom-type");
+                let list = Properties::parse(option.value, "qom-type");
                 if let Some(kind) = list.get("qom-type").filter(|kind| kind.contains("vhost-user")) {
                     return Err(format!("-object {kind}: it needs memory with share=on"));
                 }
             }
-            "numa" if Properties::read(option.value, "type").get("mem").is_some() => {
+            "numa" if Properties::parse(option.value, "type").get("mem").is_some() => {
                 return Err("-numa with mem=: only nodes with memdev= can be mapped".to_owned());
             }
-            "netdev" if Properties::read(option.value, "type").get("type") == Some("vhost-user") => {
+            "netdev" if Properties::parse(option.value, "type").get("type") == Some("vhost-user") => {
                 return Err("-netdev vhost-user: it needs memory with share=on".to_owned());
             }
             "mem-path" => return Err("-mem-path: the guest's memory would be another file".to_owned()),
             "mem-prealloc" => return Err("-mem-prealloc: preallocated memory shares nothing".to_owned()),
-            "overcommit" if Properties::read(option.value, "").is_on("mem-lock") => {
+            "overcommit" if Properties::parse(option.value, "").is_on("mem-lock") => {
                 return Err("-overcommit mem-lock=on: locked memory shares nothing".to_owned());
             }
             "readconfig" => return Err("-readconfig: memory that is configured there is not seen".to_owned()),
@@ -171,7 +171,7 @@ impl Machine {
 }
 
 fn device(option: &CommandOption<'_>, notices: &mut Vec<String>) -> Result<(), String> {
-    let list = Properties::read(option.value, "driver");
+    let list = Properties::parse(option.value, "driver");
     let kind = list.get("driver").unwrap_or_default();
     if kind.starts_with("vfio-") || kind.starts_with("vhost-vdpa") {
         return Err(format!("-device {kind}: an assigned host device pins all memory, so nothing would be shared"));
@@ -195,7 +195,7 @@ impl Object {
     }
 
     pub(super) fn size(&self) -> Option<u64> {
-        self.properties.get("size").and_then(|text| size(text, 1))
+        self.properties.get("size").and_then(|text| parse_size(text, 1))
     }
 
     pub(super) fn check(&self, place: &BlockPlace) -> Result<(), String> {

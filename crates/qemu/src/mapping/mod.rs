@@ -22,7 +22,7 @@ pub use place::BlockPlace;
 pub use process::NotMapping;
 pub(crate) use recognize::{Mapped, recognize};
 pub use recognize::{prove_mapping, refuse_shared_snapshot};
-pub use rewrite::{MappedCommandLine, check_not_shared, name_memory, rewrite_for_mapping};
+pub use rewrite::{MappedCommandLine, check_snapshot_not_shared, name_memory_backend, rewrite_for_mapping};
 pub use vm::{BlockPages, MappedVm, MappedVmError};
 
 /// The reason why a snapshot cannot be the memory of a command line's VM: an option or a RAM block.

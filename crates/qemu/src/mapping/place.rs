@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn the_printed_option_names_file_and_place() {
         let option = place("/objects/a,b", 1).backend_option("/srv/x,y");
-        let list = Properties::read(&option, "qom-type");
+        let list = Properties::parse(&option, "qom-type");
         assert_eq!(
             (list.get("id"), list.get("mem-path"), list.get("size")),
             (Some("a,b"), Some("/srv/x,y"), Some("1048576"))

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 
-use limosa_memory::ProcessPages;
+use limosa_memory::ProcessPagemap;
 use limosa_page::{PAGE_SIZE, PageBitmap, PageRange};
 use limosa_snapshot::Snapshot;
 
@@ -147,7 +147,7 @@ impl MappingProcess {
     pub(super) fn copied_pages(&self, address: u64, length: u64) -> io::Result<PageBitmap> {
         let mut pages = PageBitmap::new(length.div_ceil(PAGE_SIZE));
         let note = |run: Range<u64>| pages.set_range(numbered_from(address, &run));
-        ProcessPages::of(self.pid)?.copied(address..address.saturating_add(length), note)?;
+        ProcessPagemap::of(self.pid)?.copied_ranges(address..address.saturating_add(length), note)?;
         Ok(pages)
     }
 }

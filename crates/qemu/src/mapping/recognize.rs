@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use limosa_migrate::stored::PresentBlock;
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_snapshot::Snapshot;
 
 use super::process::{MappingProcess, NotMapping};
@@ -106,14 +106,14 @@ fn is_file(snapshot: &Snapshot, name: &str) -> bool {
 /// Whether a backend is meant to map a snapshot: other memory is neither writable over a read-only file nor does it
 /// begin in the middle of a file.
 fn is_meant(backend: &FileBackend) -> bool {
-    !backend.share && (backend.readonly && backend.is_ram || backend.offset.is_some_and(|offset| offset != 0))
+    !backend.share && (backend.readonly && backend.has_rom_off || backend.offset.is_some_and(|offset| offset != 0))
 }
 
 /// The process of a QEMU that is meant to map a snapshot.
 fn process_of(monitor: &Monitor, snapshot: &Snapshot) -> Result<MappingProcess, Mapped> {
     let pid = monitor.qmp().process().ok_or(NotMapping::Remote);
     pid.and_then(|pid| MappingProcess::find(pid, snapshot)).map_err(|why| match why {
-        NotMapping::Remote | NotMapping::Unseen { .. } => Mapped::No(with_causes(&why)),
+        NotMapping::Remote | NotMapping::Unseen { .. } => Mapped::No(error_with_causes(&why)),
         NotMapping::AnotherFile { .. } | NotMapping::NoBlock { .. } => Mapped::Wrong(format!(
             "this QEMU maps another file, or one that had the name {} before",
             snapshot.path().display()

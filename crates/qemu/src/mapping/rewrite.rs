@@ -95,7 +95,7 @@ pub fn rewrite_for_mapping(
 ///
 /// # Errors
 /// The command line has no memory for a block: its name, and the option that makes it.
-pub fn name_memory(args: &[OsString], snapshot: &Snapshot) -> Result<Vec<OsString>, MemoryConflict> {
+pub fn name_memory_backend(args: &[OsString], snapshot: &Snapshot) -> Result<Vec<OsString>, MemoryConflict> {
     let is_recorded = snapshot.manifest().is_some_and(|manifest| !manifest.guest_memory.is_empty());
     match BlockPlace::guest_memory_of(snapshot) {
         Ok(blocks) if is_recorded => name_blocks(args, &blocks),
@@ -140,9 +140,9 @@ fn name_blocks(args: &[OsString], blocks: &[BlockPlace]) -> Result<Vec<OsString>
 ///
 /// # Errors
 /// Such a backend, by its id.
-pub fn check_not_shared(args: &[OsString], same: &dyn Fn(&str) -> bool) -> Result<(), MemoryConflict> {
+pub fn check_snapshot_not_shared(args: &[OsString], same: &dyn Fn(&str) -> bool) -> Result<(), MemoryConflict> {
     for option in options(args).iter().filter(|option| option.name == "object") {
-        let list = Properties::read(option.value, "qom-type");
+        let list = Properties::parse(option.value, "qom-type");
         if let Some(path) = list.get("mem-path").filter(|path| list.is_on("share") && same(path)) {
             return Err(format!(
                 "memory backend {} maps {path} with share=on: the guest would write into the snapshot",
@@ -354,7 +354,7 @@ mod tests {
             ("memory-backend-file,id=m,size=1G,mem-path=/srv/other,share=on", false),
             (r#"{"qom-type":"memory-backend-file","id":"m","mem-path":"/srv/vm","share":true}"#, true),
         ] {
-            let refused = check_not_shared(&args(&format!("qemu-system-x86_64 -object {line}")), &same);
+            let refused = check_snapshot_not_shared(&args(&format!("qemu-system-x86_64 -object {line}")), &same);
             assert_eq!(refused.is_err(), is_refused, "{line}: {refused:?}");
         }
     }

@@ -31,7 +31,7 @@ use crate::qmp::QmpError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DescriptorSet {
     /// The set's number.
-    pub set: u64,
+    pub id: u64,
     /// The descriptor's number inside the QEMU process.
     pub descriptor: u64,
 }
@@ -40,7 +40,7 @@ impl DescriptorSet {
     /// The path by which QEMU opens it.
     #[must_use]
     pub fn path(&self) -> String {
-        format!("/dev/fdset/{}", self.set)
+        format!("/dev/fdset/{}", self.id)
     }
 }
 
@@ -85,7 +85,7 @@ impl Monitor {
             let value = need(COMMAND, &answer, key)?;
             value.as_u64().ok_or_else(|| QmpError::unexpected(COMMAND, format!("a number in '{key}'"), &answer))
         };
-        Ok(DescriptorSet { set: number("fdset-id")?, descriptor: number("fd")? })
+        Ok(DescriptorSet { id: number("fdset-id")?, descriptor: number("fd")? })
     }
 
     /// Takes a set away. Duplicates that QEMU has open stay open until it closes them. A set that is not there (any

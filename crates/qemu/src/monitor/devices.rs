@@ -27,7 +27,7 @@ impl Device {
 
     /// A disk that another process serves: QEMU's list of disks does not show it.
     #[must_use]
-    pub fn is_foreign_disk(&self) -> bool {
+    pub fn is_external_disk(&self) -> bool {
         ["vhost-user-blk", "vhost-user-scsi", "vhost-scsi", "vhost-user-fs", "vhost-vdpa-device", "virtio-9p"]
             .iter()
             .any(|kind| self.kind.starts_with(kind))
@@ -113,7 +113,7 @@ mod tests {
     fn assigned_hardware_and_foreign_disks_are_told_from_ordinary_devices() {
         let device = |kind: &str| Device { id: "d".into(), kind: kind.into() };
         assert!(device("vfio-pci").is_assigned() && device("vfio-pci-nohotplug").is_assigned());
-        assert!(!device("virtio-blk-pci").is_assigned() && !device("virtio-blk-pci").is_foreign_disk());
-        assert!(device("vhost-user-blk-pci").is_foreign_disk());
+        assert!(!device("virtio-blk-pci").is_assigned() && !device("virtio-blk-pci").is_external_disk());
+        assert!(device("vhost-user-blk-pci").is_external_disk());
     }
 }

@@ -1,7 +1,7 @@
 //! The VM's disks: what a stored VM depends on besides its memory.
 //!
 //! `query-block` lists every block device front end with its top node, pflash of firmware variables included. Disks
-//! that another process serves (vhost-user) are not in it: see [`super::Device::is_foreign_disk`].
+//! that another process serves (vhost-user) are not in it: see [`super::Device::is_external_disk`].
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -39,7 +39,7 @@ pub struct Disk {
     pub backing: Vec<Option<PathBuf>>,
     /// The first option given to QEMU that is not part of the image file (`offset`, `data-file`, another backing
     /// file, ...).
-    pub override_key: Option<String>,
+    pub overriding_option: Option<String>,
 }
 
 /// A disk's file as it is on the host at this moment.
@@ -94,7 +94,7 @@ impl Disk {
             (header, first) => header.is_none() && first.is_none_or(Option::is_none),
         };
         Some(Self {
-            override_key: override_key(&filename, same_backing),
+            overriding_option: override_key(&filename, same_backing),
             writable: !yes(inserted, "ro"),
             direct: yes(cache, "direct"),
             no_flush: yes(cache, "no-flush"),

@@ -36,7 +36,7 @@ pub struct FileBackend {
     /// (`rom=off`, QEMU 8.2).
     pub readonly: bool,
     /// Whether it is writable memory over a file that is only read (`rom=off`).
-    pub is_ram: bool,
+    pub has_rom_off: bool,
 }
 
 /// A machine type that a QEMU can be started with.
@@ -102,7 +102,7 @@ impl Monitor {
     ///
     /// # Errors
     /// The connection's.
-    pub fn name(&self) -> Result<Option<String>, QmpError> {
+    pub fn vm_name(&self) -> Result<Option<String>, QmpError> {
         let answer = self.qmp().execute("query-name", Value::Null)?;
         Ok(answer.get("name").and_then(Value::as_str).map(str::to_owned))
     }
@@ -137,7 +137,7 @@ impl Monitor {
                 size: backend.size,
                 offset: get("offset")?.and_then(|offset| offset.as_u64()),
                 share: backend.share,
-                is_ram: get("rom")?.is_some_and(|rom| rom == "off"),
+                has_rom_off: get("rom")?.is_some_and(|rom| rom == "off"),
                 readonly: get("readonly")?.and_then(|readonly| readonly.as_bool()).unwrap_or_default(),
                 id: backend.id,
             });

@@ -194,7 +194,7 @@ impl Monitor {
     ///
     /// # Errors
     /// The connection's.
-    pub fn wait_released(&self, within: Duration) -> Result<bool, QmpError> {
+    pub fn wait_migration_released(&self, within: Duration) -> Result<bool, QmpError> {
         const LOOK: Duration = Duration::from_millis(2);
         let begun = Instant::now();
         while self.holds_migration()? {
@@ -241,7 +241,7 @@ impl Monitor {
     /// Asks for the end of an outgoing migration. The VM continues if it ran before. Without a migration it does
     /// nothing.
     ///
-    /// Not to be used for one that writes a mapped-ram file with multifd: see [`Monitor::cancel_write`].
+    /// Not to be used for one that writes a mapped-ram file with multifd: see [`Monitor::cancel_file_migration`].
     ///
     /// # Errors
     /// QEMU's, for example once the VM has been handed over by postcopy.
@@ -258,7 +258,7 @@ impl Monitor {
     ///
     /// # Errors
     /// QEMU's.
-    pub fn cancel_write(&self) -> Result<bool, QmpError> {
+    pub fn cancel_file_migration(&self) -> Result<bool, QmpError> {
         // Slowed down, QEMU has its threads handle a few pages every tenth of a second, and nothing in between: the
         // time to act is soon after such a burst.
         const SLOW: u64 = 4096;

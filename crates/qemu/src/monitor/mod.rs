@@ -70,7 +70,7 @@ impl Monitor {
     ///
     /// # Errors
     /// The command's or the connection's.
-    pub fn human(&self, line: &str) -> Result<String, QmpError> {
+    pub fn hmp(&self, line: &str) -> Result<String, QmpError> {
         const COMMAND: &str = "human-monitor-command";
         let answer = self.qmp.execute(COMMAND, json!({ "command-line": line }))?;
         match answer {

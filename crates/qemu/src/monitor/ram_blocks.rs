@@ -63,7 +63,7 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn ram_blocks(&self) -> Result<Vec<RamBlockInfo>, QmpError> {
-        self.human("info ramblock").map(|table| parse_ram_blocks(&table))
+        self.hmp("info ramblock").map(|table| parse_ram_blocks(&table))
     }
 }
 

@@ -21,13 +21,13 @@ const READ_SIZE: usize = 64 * 1024;
 #[derive(Debug, Clone)]
 pub struct Options {
     /// How long to wait for the greeting before saying that another client holds the monitor. 5 s.
-    pub greeting: Duration,
+    pub greeting_timeout: Duration,
     /// How long to wait for the first answer, after the greeting. QEMU greets from a thread of its own, but answers
     /// from its main loop, which is held up for ever where it waits for memory that no process brings any more. 20 s.
-    pub negotiation: Duration,
+    pub negotiation_timeout: Duration,
     /// How long to wait for the answer to a command. QEMU answers from its main loop, which a slow disk or the loading
     /// of device state can hold up. 120 s.
-    pub reply: Duration,
+    pub reply_timeout: Duration,
     /// The longest message to accept, in bytes. 64 MiB.
     pub message_limit: usize,
 }
@@ -35,9 +35,9 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            greeting: Duration::from_secs(5),
-            negotiation: Duration::from_secs(20),
-            reply: Duration::from_secs(120),
+            greeting_timeout: Duration::from_secs(5),
+            negotiation_timeout: Duration::from_secs(20),
+            reply_timeout: Duration::from_secs(120),
             message_limit: 64 * 1024 * 1024,
         }
     }
@@ -111,15 +111,14 @@ pub struct Qmp {
 impl Qmp {
     /// Connects, takes the greeting and negotiates capabilities (out-of-band execution where it is offered).
     ///
-    /// # Errors
-    /// [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::HeldUp`] without an answer
-    /// after it, [`QmpError::NotQmp`].
+    /// # Errors [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::Unresponsive`]
+    /// without an answer after it, [`QmpError::NotQmp`].
     pub fn connect(address: &MonitorAddress, options: &Options) -> Result<Self, QmpError> {
         let monitor = address.to_string();
         let begun = Instant::now();
-        let socket = socket::connect_within(address, options.greeting)
+        let socket = socket::connect_within(address, options.greeting_timeout)
             .map_err(|source| QmpError::Connect { monitor: monitor.clone(), source })?
-            .ok_or_else(|| QmpError::Busy { monitor: monitor.clone(), waited: options.greeting })?;
+            .ok_or_else(|| QmpError::Busy { monitor: monitor.clone(), waited: options.greeting_timeout })?;
         // The peer of a socket that was reached by its name is the process that listens.
         let process = Peer::of(socket.as_fd()).ok().and_then(|peer| peer.pid);
         Self::negotiate(socket, monitor, process, options, begun)
@@ -149,17 +148,17 @@ impl Qmp {
         begun: Instant,
     ) -> Result<Self, QmpError> {
         let mut qmp = Self::bare(socket, monitor, process, options, false);
-        match qmp.wait_for(Some(begun + options.greeting), |inbox| inbox.greeting.take()) {
+        match qmp.wait_for(Some(begun + options.greeting_timeout), |inbox| inbox.greeting.take()) {
             Ok(Some(greeting)) => qmp.greeting = greeting,
-            Ok(None) => return Err(QmpError::Busy { monitor: qmp.monitor, waited: options.greeting }),
+            Ok(None) => return Err(QmpError::Busy { monitor: qmp.monitor, waited: options.greeting_timeout }),
             Err(QmpError::Garbage { monitor, got }) => return Err(QmpError::NotQmp { monitor, got }),
             Err(other) => return Err(other),
         }
         qmp.oob = qmp.greeting.capabilities.iter().any(|capability| capability == "oob");
         let enable = if qmp.oob { vec!["oob"] } else { Vec::new() };
-        match qmp.execute_within("qmp_capabilities", json!({ "enable": enable }), options.negotiation) {
+        match qmp.execute_within("qmp_capabilities", json!({ "enable": enable }), options.negotiation_timeout) {
             Ok(_) => Ok(qmp),
-            Err(QmpError::NoReply { monitor, waited, .. }) => Err(QmpError::HeldUp { monitor, waited }),
+            Err(QmpError::NoReply { monitor, waited, .. }) => Err(QmpError::Unresponsive { monitor, waited }),
             Err(other) => Err(other),
         }
     }
@@ -188,7 +187,7 @@ impl Qmp {
     ///
     /// # Errors
     /// The connection's.
-    pub fn adopt_held_up(
+    pub fn adopt_unresponsive(
         socket: OwnedFd,
         monitor: &str,
         options: &Options,
@@ -207,7 +206,7 @@ impl Qmp {
         let mut qmp = Self::bare(socket, monitor.to_owned(), None, options, true);
         // Ids that the other process cannot have used: it counted from 1.
         *qmp.sender.get_mut() = u64::from(u32::MAX) + 1;
-        let deadline = Some(Instant::now() + options.reply);
+        let deadline = Some(Instant::now() + options.reply_timeout);
         socket::send(qmp.socket.as_fd(), b"\xff\n", &[], deadline)
             .map_err(|errno| qmp.error(&Broken::Io("send", errno), Some("the flush of the parser")))?;
         Ok(qmp)
@@ -284,7 +283,7 @@ impl Qmp {
     /// # Errors
     /// [`QmpError::Command`] with QEMU's words, [`QmpError::NoReply`], or the connection's failure.
     pub fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        self.execute_within(command, arguments, self.options.reply)
+        self.execute_within(command, arguments, self.options.reply_timeout)
     }
 
     /// [`Qmp::execute`] with a time limit of its own.
@@ -303,10 +302,10 @@ impl Qmp {
     /// As [`Qmp::execute`], of the first command that failed. The second is executed even where the first is refused.
     pub fn execute_both(&self, first: (&str, Value), second: (&str, Value)) -> Result<(Value, Value), QmpError> {
         let commands = [Command::new(first.0, first.1), Command::new(second.0, second.1)];
-        let [first, second] = self.send(commands, self.options.reply)?;
-        let first = self.finish(first, self.options.reply);
+        let [first, second] = self.send(commands, self.options.reply_timeout)?;
+        let first = self.finish(first, self.options.reply_timeout);
         // Waited for even if the first failed, so that no answer is left over.
-        let second = self.finish(second, self.options.reply);
+        let second = self.finish(second, self.options.reply_timeout);
         Ok((first?, second?))
     }
 
@@ -317,8 +316,8 @@ impl Qmp {
     /// As [`Qmp::execute`].
     pub fn execute_oob(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let verb = if self.oob { "exec-oob" } else { "execute" };
-        let [pending] = self.send([Command { verb, name: command, arguments }], self.options.reply)?;
-        self.finish(pending, self.options.reply)
+        let [pending] = self.send([Command { verb, name: command, arguments }], self.options.reply_timeout)?;
+        self.finish(pending, self.options.reply_timeout)
     }
 
     /// Executes a command that takes descriptors (`getfd`, `add-fd`). QEMU gets duplicates.
@@ -334,7 +333,7 @@ impl Qmp {
         if !self.descriptors {
             return Err(QmpError::NoDescriptors { monitor: self.monitor.clone(), command: command.to_owned() });
         }
-        let patience = self.options.reply;
+        let patience = self.options.reply_timeout;
         let mut next = self.sender.lock();
         let [pending] = self.send_locked(&mut next, [Command::new(command, arguments)], descriptors, patience)?;
         self.finish(pending, patience)
@@ -345,7 +344,7 @@ impl Qmp {
     /// # Errors
     /// The connection's.
     pub fn send_command(&self, command: &str, arguments: Value) -> Result<Pending, QmpError> {
-        self.send([Command::new(command, arguments)], self.options.reply).map(|[pending]| pending)
+        self.send([Command::new(command, arguments)], self.options.reply_timeout).map(|[pending]| pending)
     }
 
     /// Waits for the answer to a started command; `None` if it has not come within `patience`.

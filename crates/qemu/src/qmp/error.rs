@@ -39,7 +39,7 @@ pub enum QmpError {
          for memory that an interrupted restore has not brought (then end this QEMU)",
         waited.as_secs_f32()
     )]
-    HeldUp {
+    Unresponsive {
         /// The monitor's address.
         monitor: String,
         /// How long the answer was waited for.

@@ -9,7 +9,7 @@ use limosa_migrate::control::Phase;
 use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::PrecopyStats;
 use limosa_migrate::stored::{PrecopyOptions, PresentBlock};
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_stream::multifd::Compression;
 use uuid::Uuid;
 
@@ -39,10 +39,10 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<Resto
     let by_file = mapped.is_empty() && by_file(job)?;
     if !mapped.is_empty() {
         // Who may not change the mode may not be able to write either, or knows what is written there.
-        if let Err(error) = job.snapshot.protect() {
+        if let Err(error) = job.snapshot.make_read_only() {
             (job.watch.notice)(&format!(
                 "{}; whoever writes to it changes the memory of running VMs",
-                with_causes(&error)
+                error_with_causes(&error)
             ));
         }
         // No page of theirs will be looked at again.
@@ -51,7 +51,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<Resto
     let wish = settings(by_file, job.options.channels);
     let change = job.monitor.plan_settings(&wish)?;
     let mut record = job.record(change.undo);
-    record.place(job.monitor)?;
+    record.create(job.monitor)?;
     let source = if by_file { MemorySource::File } else { MemorySource::Stream { mapped } };
     let (load, stats) = match fill(job, &change.set, &source, &mut record) {
         Ok(filled) => filled,
@@ -70,12 +70,12 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<Resto
     let mode = if mapped.is_empty() { RestoreMode::Eager } else { RestoreMode::Mapped };
     job.observer.guest_ready(to_guest, mode);
     complete(job.monitor, &record)?;
-    job.watch.handle.progress.enter(Phase::Completed);
+    job.watch.handle.progress.set_phase(Phase::Completed);
     Ok(RestoreReport {
         mode,
         mapped_blocks: mapped.iter().map(|block| block.block.clone()).collect(),
-        to_guest,
-        to_resident: to_guest,
+        time_to_guest: to_guest,
+        time_to_resident: to_guest,
         normal_pages: stats.map(|stats| stats.normal_pages),
         zero_pages: stats.map(|stats| stats.zero_pages),
         lazy: None,
@@ -200,21 +200,21 @@ fn fresh_blocks(job: &RestoreJob<'_>) -> Result<Vec<String>, JobError> {
 
 /// QEMU reads the file through a descriptor.
 fn read_by_qemu(job: &RestoreJob<'_>, load: &Loader<'_>, record: &mut JobRecord) -> Result<(), JobError> {
-    let place = |source| JobError::Path { what: "open", path: job.path.to_owned(), source };
+    let place = |source| JobError::Io { what: "open", path: job.path.to_owned(), source };
     // A description of its own, at offset 0; through /proc, so that it is the file that was checked, even if another
     // file has its name.
     let file = File::open(format!("/proc/self/fd/{}", job.snapshot.file().as_raw_fd())).map_err(place)?;
     let set = job.monitor.add_fd(file.as_fd(), None, &format!("limosa restore {}", identity(job.snapshot)))?;
     drop(file);
-    record.descriptor_sets.push(set.set);
+    record.descriptor_sets.push(set.id);
     record.update(job.monitor)?;
-    job.watch.handle.progress.enter(Phase::Active);
+    job.watch.handle.progress.set_phase(Phase::Active);
     let loaded = job
         .monitor
         .migrate_incoming(&format!("file:{}", set.path()))
         .map_err(JobError::from)
         .and_then(|()| load.wait(None));
-    let removed = job.monitor.remove_fd(set.set);
+    let removed = job.monitor.remove_fd(set.id);
     loaded?;
     Ok(removed?)
 }

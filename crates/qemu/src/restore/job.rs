@@ -8,7 +8,7 @@ use hdrhistogram::Histogram;
 use limosa_channel::Counters;
 use limosa_migrate::control::Phase;
 use limosa_migrate::stored::PostcopyOptions;
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_snapshot::Snapshot;
 use serde_json::Value;
 use uuid::Uuid;
@@ -33,7 +33,8 @@ pub trait RestoreObserver: Sync {
     fn loaded(&self) {}
 }
 
-/// Starts the process that continues with a lazy restore if this one is killed ([`Watchdog::start`]), or declines.
+/// Starts the process that continues with a lazy restore if this one is killed ([`Watchdog::spawn_without_waiting`]),
+/// or declines.
 pub type StartWatchdog<'a> = dyn Fn() -> Result<Option<Watchdog>, JobError> + Sync + 'a;
 
 /// Counters of a lazy restore.
@@ -56,9 +57,9 @@ pub struct RestoreReport {
     /// RAM blocks that the destination maps from the snapshot.
     pub mapped_blocks: Vec<String>,
     /// From the call to the guest running, or being ready to.
-    pub to_guest: Duration,
+    pub time_to_guest: Duration,
     /// From the call to every page being there.
-    pub to_resident: Duration,
+    pub time_to_resident: Duration,
     /// Pages sent with contents; `None` where QEMU read them itself.
     pub normal_pages: Option<u64>,
     /// Pages sent as zero.
@@ -73,7 +74,7 @@ pub struct RestoreReport {
 
 /// The arguments of [`restore`](fn@crate::restore).
 #[derive(Clone, Copy)]
-pub struct Restore<'a> {
+pub struct RestoreRequest<'a> {
     /// The QEMU that takes the VM.
     pub monitor: &'a Monitor,
     /// The VM.
@@ -90,7 +91,7 @@ pub struct Restore<'a> {
     pub start_watchdog: &'a StartWatchdog<'a>,
 }
 
-impl std::fmt::Debug for Restore<'_> {
+impl std::fmt::Debug for RestoreRequest<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Restore").field("path", &self.path).field("options", &self.options).finish_non_exhaustive()
     }
@@ -105,7 +106,7 @@ pub(super) fn identity(snapshot: &Snapshot) -> Uuid {
 
 /// The failure with QEMU's own reason, and with what limosa saw of it if that is anything else.
 fn with_reason(reason: &str, error: &JobError) -> JobError {
-    let seen = with_causes(error);
+    let seen = error_with_causes(error);
     let seen = if seen.contains(reason) { String::new() } else { format!("; limosa saw: {seen}") };
     JobError::Failed { reason: format!("{reason} (its own log may say more){seen}") }
 }
@@ -156,24 +157,24 @@ impl RestoreJob<'_> {
             Err(QmpError::NoReply { .. }) => {
                 let reason = format!(
                     "{}; this QEMU waits for memory that will not come and answers nothing: kill it",
-                    with_causes(&error)
+                    error_with_causes(&error)
                 );
                 return JobError::Failed { reason };
             }
-            Err(gone) if gone.is_gone() && error.is_lost_connection() => return JobError::Ended,
+            Err(gone) if gone.is_gone() && error.is_lost_connection() => return JobError::QemuEnded,
             _ => {}
         }
         // The QEMU is lost anyway; what it refuses now changes nothing.
         let left = take_over(self.monitor, record, Actor::Watchdog, FAIL_WITHIN);
         if left.is_ok_and(|left| left.outcome == Outcome::NeedsRecovery) {
             // The answer to the package was lost, not the package: the guest runs, on the pages that it has.
-            self.watch.handle.progress.enter(Phase::PostcopyActive);
+            self.watch.handle.progress.set_phase(Phase::PostcopyActive);
         }
         // Asked when QEMU has come to the end of its failure: before that it may not know yet.
         match self.monitor.migration().ok().and_then(|info| info.error) {
             Some(reason) => with_reason(&reason, &error),
             None if error.is_lost_connection() && self.monitor.qmp().execute("query-status", Value::Null).is_err() => {
-                JobError::Ended
+                JobError::QemuEnded
             }
             None => error,
         }

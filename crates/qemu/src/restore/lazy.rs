@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use limosa_channel::Channel;
 use limosa_migrate::stored::PostcopySource;
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 
 use super::incoming::Rendezvous;
 use super::job::{RestoreJob, RestoreReport};
@@ -32,7 +32,7 @@ pub(super) fn run(job: &RestoreJob<'_>) -> Result<RestoreReport, JobError> {
     let preempt = job.options.preempt && !change.unknown.iter().any(|name| name == "postcopy-preempt");
     let rendezvous = Rendezvous::lazy(monitor, job.options.listen.as_ref(), preempt)?;
     let record = job.record(change.undo);
-    record.place(monitor)?;
+    record.create(monitor)?;
     let watchdog = OptionalWatchdog::start(job, &record, preempt);
     let restored = transfer(job, &change.set, rendezvous, preempt, record);
     watchdog.dismiss();
@@ -86,7 +86,7 @@ impl<'a> OptionalWatchdog<'a> {
         let watchdog = started.unwrap_or_else(|error| {
             (watch.notice)(&format!(
                 "{}; if this process is killed, the restore has to be recovered",
-                with_causes(&error)
+                error_with_causes(&error)
             ));
             None
         });

@@ -22,7 +22,7 @@ pub(crate) mod unfinished;
 
 use std::time::Instant;
 
-pub use job::{LazyReport, Restore, RestoreObserver, RestoreReport, StartWatchdog};
+pub use job::{LazyReport, RestoreObserver, RestoreReport, RestoreRequest, StartWatchdog};
 pub use options::{RestoreChannels, RestoreMode, RestoreOptions, RunChoice};
 pub use recover::recover;
 
@@ -35,8 +35,8 @@ use preflight::PlannedMode;
 /// # Errors
 /// Before the guest runs: the QEMU has to be thrown away, and a fresh one can be tried with; the snapshot is untouched.
 /// After: the guest stalls on missing pages, and [`recover`] continues.
-pub fn restore(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
-    let Restore { monitor, snapshot, path, options, watch, observer, start_watchdog } = restore;
+pub fn restore(restore: RestoreRequest<'_>) -> Result<RestoreReport, JobError> {
+    let RestoreRequest { monitor, snapshot, path, options, watch, observer, start_watchdog } = restore;
     let begun = Instant::now();
     let plan = preflight::check(monitor, snapshot, options, watch)?;
     let preflight::Plan { runs, page_sizes, mode } = plan;

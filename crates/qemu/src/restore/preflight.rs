@@ -8,7 +8,7 @@ use limosa_snapshot::Snapshot;
 
 use super::disks;
 use super::options::{RestoreMode, RestoreOptions};
-use crate::conflict::{Conflict, JobOption, Permission, StateConflict};
+use crate::conflict::{Conflict, JobOption, MissingPermission, StateConflict};
 use crate::job::{JobContext, JobError};
 use crate::mapping::{Mapped, recognize, refuse_shared_snapshot};
 use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
@@ -292,7 +292,7 @@ fn why_not_lazy(
             let why = refusal.desc().unwrap_or("QEMU refuses postcopy").to_owned();
             // "Postcopy is not supported" is QEMU's word for a host whose userfaultfd it may not use.
             Ok(Some(if why.to_lowercase().contains("postcopy") {
-                NotLazy { why, conflict: Conflict::Permission(Permission::Userfaultfd) }
+                NotLazy { why, conflict: Conflict::Permission(MissingPermission::Userfaultfd) }
             } else {
                 NotLazy::unsupported(why)
             }))

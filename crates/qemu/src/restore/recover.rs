@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
-use super::job::{Restore, RestoreJob, RestoreReport, identity};
+use super::job::{RestoreJob, RestoreReport, RestoreRequest, identity};
 use super::lazy::OptionalWatchdog;
 use super::{preflight, serve};
 use crate::conflict::{Conflict, StateConflict};
@@ -22,8 +22,8 @@ const PAUSED_WITHIN: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// If this QEMU does not stand on this snapshot, or is not in need. After a failure it can be tried again.
-pub fn recover(restore: Restore<'_>) -> Result<RestoreReport, JobError> {
-    let Restore { monitor, snapshot, path, options, watch, observer, start_watchdog } = restore;
+pub fn recover(restore: RestoreRequest<'_>) -> Result<RestoreReport, JobError> {
+    let RestoreRequest { monitor, snapshot, path, options, watch, observer, start_watchdog } = restore;
     let begun = Instant::now();
     let mut record = own_record(monitor, snapshot)?;
     match record.claim(monitor) {
@@ -105,7 +105,7 @@ fn wait_paused(monitor: &Monitor) -> Result<MigrationStatus, JobError> {
         if Instant::now() > limit {
             return Err(JobError::conflict(
                 "QEMU still considers its restore served",
-                Conflict::State(StateConflict::Served),
+                Conflict::State(StateConflict::AlreadyServed),
             ));
         }
         thread::sleep(Duration::from_millis(10));

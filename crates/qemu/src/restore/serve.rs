@@ -10,7 +10,7 @@ use limosa_channel::Channel;
 use limosa_migrate::MigrateError;
 use limosa_migrate::stats::PostcopyStats;
 use limosa_migrate::stored::{Milestone, PostcopySource};
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_snapshot::Snapshot;
 use parking_lot::Mutex;
 
@@ -123,7 +123,7 @@ pub(super) fn serve(
             Beginning::Recover => source.recover(),
         });
         let engine = engine.map_err(|source| Unserved {
-            error: JobError::Path { what: "start a thread to serve", path: job.path.to_owned(), source },
+            error: JobError::Io { what: "start a thread to serve", path: job.path.to_owned(), source },
             guest_runs: false,
         })?;
         let to_guest = attend(job, &heard, &EndGate { ends, open: &kept }, resumes, || engine.is_finished());
@@ -214,7 +214,7 @@ fn keep_open(monitor: &Monitor, ends: &KeptChannels) {
 
 /// Writes down why the transfer broke off, for the process that recovers it: a detached pager cannot print it.
 pub(super) fn note_failure(monitor: &Monitor, mut record: JobRecord, error: &JobError) {
-    record.failure = Some(with_causes(error));
+    record.failure = Some(error_with_causes(error));
     let _ = record.update(monitor);
 }
 
@@ -243,8 +243,8 @@ pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_gues
     RestoreReport {
         mode: RestoreMode::Lazy,
         mapped_blocks: Vec::new(),
-        to_guest,
-        to_resident: job.begun.elapsed(),
+        time_to_guest: to_guest,
+        time_to_resident: job.begun.elapsed(),
         normal_pages: Some(stats.as_ref().map_or(0, |stats| stats.normal_pages)),
         zero_pages: Some(stats.as_ref().map_or(0, |stats| stats.zero_pages)),
         lazy: stats.map(|stats| LazyReport {

@@ -119,7 +119,7 @@ impl KeptSnapshot {
 
     fn serve(&self, socket: OwnedFd, monitor: &str, options: &Options) -> Result<Recovery, JobError> {
         let begun = Instant::now();
-        let monitor = Monitor::new(Qmp::adopt_held_up(socket, monitor, options, &self.unfinished.negotiated)?);
+        let monitor = Monitor::new(Qmp::adopt_unresponsive(socket, monitor, options, &self.unfinished.negotiated)?);
         let mut record = self.unfinished.record.clone();
         record.process = ProcessIdentity::own();
         let handle = Handle::new();

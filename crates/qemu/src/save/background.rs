@@ -13,7 +13,7 @@
 //!   huge pages on 5.19. Where QEMU may not open userfaultfd, the capability is refused.
 //! * The state `paused` while the devices are saved is QEMU's own doing; the stream says which one it was before.
 
-use crate::conflict::{Conflict, JobOption, Permission};
+use crate::conflict::{Conflict, JobOption, MissingPermission};
 use crate::job::JobError;
 use crate::monitor::{Monitor, Settings};
 use crate::qmp::QmpError;
@@ -42,7 +42,7 @@ pub(super) fn explain(error: QmpError) -> JobError {
     match error.desc() {
         Some(said) => JobError::conflict(
             format!("this host cannot save this VM in the background: QEMU says: {said}"),
-            Conflict::Permission(Permission::WriteProtection),
+            Conflict::Permission(MissingPermission::WriteProtection),
         ),
         None => error.into(),
     }

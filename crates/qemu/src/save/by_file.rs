@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::thread;
 
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_snapshot::{Transport, UnnamedFile, WriteBehind, publish_qemu_file};
 
 use super::job::{SaveJob, SaveReport, Saved};
@@ -52,7 +52,7 @@ pub(super) fn channels(
 /// Returns the folder of the file, and the bytes that are free there.
 fn free_beside(pending: &UnnamedFile) -> Result<(&Path, u64), JobError> {
     let path = pending.target();
-    let stat = rustix::fs::fstatvfs(pending.file()).map_err(|source| JobError::Path {
+    let stat = rustix::fs::fstatvfs(pending.file()).map_err(|source| JobError::Io {
         what: "determine the free space of",
         path: path.to_owned(),
         source: source.into(),
@@ -64,13 +64,13 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecor
     let descriptor = pending.writer_descriptor(false)?;
     let set = job.monitor.add_fd(descriptor.as_fd(), None, &format!("limosa save {}", job.before.manifest.id))?;
     drop(descriptor);
-    record.descriptor_sets.push(set.set);
+    record.descriptor_sets.push(set.id);
     record.update(job.monitor)?;
     let written = write(job, &pending, &set.path(), record);
     // QEMU has closed its duplicates when the migration was over; the set itself stays until `remove-fd`.
-    let removed = job.monitor.remove_fd(set.set);
+    let removed = job.monitor.remove_fd(set.id);
     let saved = written.map_err(|error| match error {
-        JobError::Failed { reason } => JobError::Unwritten { path: pending.target().to_owned(), reason },
+        JobError::Failed { reason } => JobError::FileNotWritten { path: pending.target().to_owned(), reason },
         other => other,
     })?;
     removed?;
@@ -78,7 +78,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecor
     let published = publish_qemu_file(pending, saved.manifest.clone(), job.write_options())?;
     match job.published(record, &published) {
         Err(error) if job.options.stop => return Err(error),
-        Err(error) => (job.watch.notice)(&with_causes(&error)),
+        Err(error) => (job.watch.notice)(&error_with_causes(&error)),
         Ok(()) => {}
     }
     Ok(job.report(published, Transport::File, saved))
@@ -86,7 +86,7 @@ pub(super) fn run(job: &SaveJob<'_>, pending: UnnamedFile, record: &mut JobRecor
 
 /// Makes QEMU write the file, and continues the VM if that is wanted.
 fn write(job: &SaveJob<'_>, pending: &UnnamedFile, path: &str, record: &mut JobRecord) -> Result<Saved, JobError> {
-    let write_back = WriteBehind::for_other_writer(pending.file()).map_err(|source| JobError::Path {
+    let write_back = WriteBehind::for_other_writer(pending.file()).map_err(|source| JobError::Io {
         what: "start the write-back of",
         path: pending.target().to_owned(),
         source,

@@ -35,7 +35,7 @@ pub(super) fn run(
     let incoming = thread::scope(|scope| {
         let receiving =
             thread::Builder::new().name("receive".into()).spawn_scoped(scope, || receive(job, channels, &mut writer));
-        let receiving = receiving.map_err(|source| JobError::Path {
+        let receiving = receiving.map_err(|source| JobError::Io {
             what: "start a thread for",
             path: job.before.manifest.id.to_string().into(),
             source,

@@ -69,7 +69,7 @@ fn accept(
 ) -> Result<MultifdChannels, JobError> {
     let channels = job.options.channels.unwrap_or(0);
     // One channel needs no distinction.
-    let options = MultifdAcceptOptions { channels, within: CONNECT_WITHIN, main_first: channels == 0 };
+    let options = MultifdAcceptOptions { channels, timeout: CONNECT_WITHIN, main_first: channels == 0 };
     let mut gathering = MultifdAccept::new(listener, options);
     // Strangers may come too: they are not to be held in any number.
     let mut room = if channels > 0 { u32::from(channels) + 1 } else { 0 };

@@ -30,7 +30,7 @@ pub struct SaveReport {
     /// The state that the VM is in now.
     pub vm_state: String,
     /// From the first command to the VM running again.
-    pub to_vm_running: Duration,
+    pub time_to_vm_running: Duration,
     /// From the first command to the published file.
     pub elapsed: Duration,
     /// Of the channel, when limosa wrote.
@@ -123,7 +123,7 @@ impl SaveJob<'_> {
             transport,
             downtime: saved.downtime,
             vm_state: self.settled_state(),
-            to_vm_running: saved.to_vm_running,
+            time_to_vm_running: saved.to_vm_running,
             elapsed: self.begun.elapsed(),
             channel: None,
             file: None,

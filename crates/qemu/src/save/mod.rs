@@ -32,14 +32,14 @@ use std::time::{Duration, Instant};
 use limosa_snapshot::{Transport, UnnamedFile};
 
 use crate::job::{JobContext, JobError};
-use crate::job_record::{JobKind, JobRecord, JobRecordError, VmAfter};
+use crate::job_record::{JobKind, JobRecord, JobRecordError, VmAfterJob};
 use crate::monitor::{Monitor, SettingChange};
 use crate::takeover::{Actor, abandoned, take_over_holding};
 use crate::watchdog::{HeldConnections, Watchdog};
 pub(crate) use by_file::file_channels;
 use job::SaveJob;
 pub use job::SaveReport;
-pub use options::{DiskPolicy, OnTimeout, SaveOptions, TransportChoice};
+pub use options::{DiskPolicy, OnTimeout, SaveOptions, SaveTimeout, TransportChoice};
 use preflight::Preflight;
 use transport::{choose_transport, settings};
 
@@ -87,10 +87,10 @@ pub fn save(
     let mut record = JobRecord::new(JobKind::Save, before.manifest.id, target, before.was_running, change.undo.clone())
         .with_overlays(overlay::records(&before.overlays));
     if options.stop {
-        record.vm_after = VmAfter::Stopped;
+        record.vm_after = VmAfterJob::Stopped;
     }
     record.descriptors.push(connection::DESCRIPTOR.to_owned());
-    if let Err(error) = record.place(monitor) {
+    if let Err(error) = record.create(monitor) {
         if let Some(watchdog) = watchdog {
             let _ = watchdog.finish();
         }
@@ -157,7 +157,7 @@ pub fn save(
 /// Puts the settings back after a save and removes the record of the job. Returns false if QEMU still holds the
 /// migration, so that its settings must stay.
 fn put_back(monitor: &Monitor, record: &JobRecord) -> Result<bool, JobRecordError> {
-    if !monitor.wait_released(UNDO_WITHIN)? {
+    if !monitor.wait_migration_released(UNDO_WITHIN)? {
         return Ok(false);
     }
     monitor.restore_settings(&record.undo)?;

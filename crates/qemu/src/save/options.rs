@@ -31,6 +31,15 @@ pub enum OnTimeout {
     Cancel,
 }
 
+/// How long a VM may run while it is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SaveTimeout {
+    /// Counted from the beginning of the save.
+    pub limit: Duration,
+    /// How the save ends after that time.
+    pub action: OnTimeout,
+}
+
 /// Handling of writable disks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DiskPolicy {
@@ -67,8 +76,8 @@ pub struct SaveOptions {
     pub checksum: bool,
     /// QEMU's `downtime-limit`; `None` leaves it as it is.
     pub downtime: Option<Duration>,
-    /// How long the VM may run on while it is saved, and what happens then.
-    pub timeout: Option<(Duration, OnTimeout)>,
+    /// Ends a save that does not converge; `None`: the VM runs until its memory is saved.
+    pub timeout: Option<SaveTimeout>,
     /// The policy for writable disks.
     pub disks: DiskPolicy,
     /// Where overlays go; `None`: each beside its disk.
@@ -127,7 +136,7 @@ impl SaveOptions {
                 Conflict::Options(JobOption::Overlays, JobOption::Background),
             );
         }
-        if self.background && matches!(self.timeout, Some((_, OnTimeout::Pause))) {
+        if self.background && matches!(self.timeout, Some(SaveTimeout { action: OnTimeout::Pause, .. })) {
             return refused(
                 "a background save is not late because the VM changes its memory: stopping it would not help",
                 Conflict::Options(JobOption::Background, JobOption::PauseOnTimeout),

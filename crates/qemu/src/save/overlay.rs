@@ -26,7 +26,7 @@ use limosa_snapshot::Manifest;
 use uuid::Uuid;
 
 use super::options::{DiskPolicy, SaveOptions};
-use crate::conflict::{Conflict, DiskConflict, JobOption, Permission};
+use crate::conflict::{Conflict, DiskConflict, JobOption, MissingPermission};
 use crate::job::JobError;
 use crate::job_record::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay, overlay_digits};
 use crate::monitor::{Disk, Monitor};
@@ -118,7 +118,7 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
     if !IMAGES.contains(&disk.format.as_str()) {
         return refused(format!("its topmost node is a '{}', which is no image", disk.format));
     }
-    if let Some(override_key) = &disk.override_key {
+    if let Some(override_key) = &disk.overriding_option {
         return refused(format!("QEMU was given more about {} than its file says ('{override_key}')", disk.filename));
     }
     match &disk.path {
@@ -180,7 +180,7 @@ pub(super) fn prepare(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobE
             match error.desc() {
                 Some(said) => JobError::conflict(
                     format!("QEMU cannot open the overlay of the disk {}: {said}", disk.device),
-                    Conflict::Permission(Permission::OverlayDirectory),
+                    Conflict::Permission(MissingPermission::OverlayDirectory),
                 ),
                 None => error.into(),
             }
@@ -248,7 +248,7 @@ pub(super) fn note(manifest: &mut Manifest, planned: &[Planned]) {
 
 fn place(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> JobError {
     let path = path.to_owned();
-    move |source| JobError::Path { what, path, source }
+    move |source| JobError::Io { what, path, source }
 }
 
 #[cfg(test)]

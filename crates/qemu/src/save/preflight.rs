@@ -56,7 +56,7 @@ impl Preflight {
             )));
         }
         // A migration that is begun before that is refused, and leaves QEMU in `setup` for good.
-        if !monitor.wait_released(RELEASED_WITHIN)? {
+        if !monitor.wait_migration_released(RELEASED_WITHIN)? {
             return Err(JobError::refused("QEMU has not let go of the migration before; try again in a moment"));
         }
         if !migration.blocked_reasons.is_empty() {
@@ -74,11 +74,11 @@ impl Preflight {
         let overlays = overlay::plan(monitor, options, disks, manifest.id)?;
         overlay::note(&mut manifest, &overlays);
         let version = monitor.version();
-        manifest.qemu = Some(version.to_string());
+        manifest.qemu_version = Some(version.to_string());
         manifest.machine = Some(monitor.machine()?);
         manifest.guest_memory = monitor.guest_memory()?;
         manifest.vm_uuid = monitor.uuid()?;
-        manifest.vm_name = monitor.name()?;
+        manifest.vm_name = monitor.vm_name()?;
         manifest.run_state = Some(status.state.to_string());
         Ok(Self { was_running, manifest, overlays })
     }
@@ -90,7 +90,7 @@ fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Dis
         return Ok(Vec::new());
     }
     let disks = monitor.disks()?;
-    let foreign: Vec<_> = monitor.devices()?.into_iter().filter(|device| device.is_foreign_disk()).collect();
+    let foreign: Vec<_> = monitor.devices()?.into_iter().filter(|device| device.is_external_disk()).collect();
     if policy == DiskPolicy::Check && goes_on && (!disks.is_empty() || !foreign.is_empty()) {
         let names =
             disks.iter().map(|disk| disk.device.clone()).chain(foreign.iter().map(|device| device.kind.clone()));
@@ -140,7 +140,7 @@ pub(super) fn record_disks_again(manifest: &mut Manifest) -> Result<(), JobError
 }
 
 fn record(node: &str, device: Option<String>, path: PathBuf, format: &str) -> Result<RecordedDisk, JobError> {
-    RecordedDisk::record(node, device, &path, format).map_err(|source| JobError::Path {
+    RecordedDisk::from_file(node, device, &path, format).map_err(|source| JobError::Io {
         what: "look at the disk",
         path,
         source,

@@ -8,7 +8,7 @@ use limosa_migrate::control::{DeferredStop, Phase, ProgressReading};
 
 use super::hints::{self, HintWait};
 use super::job::{SETTLES_WITHIN, SaveJob};
-use super::options::OnTimeout;
+use super::options::{OnTimeout, SaveTimeout};
 use super::rounds::Rounds;
 use super::{background, overlay};
 use crate::job::{JobError, NotConverging};
@@ -78,7 +78,7 @@ impl<'a> Watcher<'a> {
             applied_bandwidth: if wait.is_some() { hints::slow(bandwidth) } else { bandwidth },
             hints: wait.map(|longest| HintWait::begin(Instant::now(), longest)),
             rounds: Rounds::default(),
-            deadline: job.options.timeout.map(|(limit, _)| job.begun + limit),
+            deadline: job.options.timeout.map(|timeout| job.begun + timeout.limit),
             stopped: None,
             resumed: None,
             ran_after: Duration::ZERO,
@@ -248,10 +248,10 @@ impl<'a> Watcher<'a> {
         }
         if (self.stopped.is_none() || options.background)
             && self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
-            && let Some((limit, then)) = options.timeout
+            && let Some(SaveTimeout { limit, action }) = options.timeout
         {
             self.deadline = None;
-            match then {
+            match action {
                 OnTimeout::Pause => {
                     (watch.notice)(&format!("not done after {} s: stopping the VM", limit.as_secs_f64()));
                     // Not `stop`: the snapshot would come back stopped. A QEMU that may take its time stops the VM
@@ -271,7 +271,7 @@ impl<'a> Watcher<'a> {
     fn cancel(&self) -> Result<(), JobError> {
         let monitor = self.job.monitor;
         if self.writes {
-            monitor.cancel_write()?
+            monitor.cancel_file_migration()?
         } else {
             monitor.migrate_cancel().map(|()| true)?
         };

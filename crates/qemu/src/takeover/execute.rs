@@ -150,7 +150,11 @@ pub(crate) fn take_over_holding(
 
 /// Cancels in the way that suits the migration; returns false if it is so near its end that it was left alone.
 fn cancel(monitor: &Monitor, record: &JobRecord) -> Result<bool, QmpError> {
-    if record.descriptor_sets.is_empty() { monitor.migrate_cancel().map(|()| true) } else { monitor.cancel_write() }
+    if record.descriptor_sets.is_empty() {
+        monitor.migrate_cancel().map(|()| true)
+    } else {
+        monitor.cancel_file_migration()
+    }
 }
 
 /// Removes the job's descriptor sets: those of the record, and one that was made a moment before its record could

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::job_record::{JobKind, JobPhase, JobRecord, VmAfter};
+use crate::job_record::{JobKind, JobPhase, JobRecord, VmAfterJob};
 use crate::monitor::{MigrationStatus, RunState};
 
 /// How long a migration may stay in `setup`: of a restore that has lost its sender, before it is given up; of a save,
@@ -161,7 +161,7 @@ fn save(record: &JobRecord, seen: &QemuState, progress: &Progress, actor: Actor)
                 RunState::Paused | RunState::Postmigrate => {
                     let stays = match (record.phase, actor) {
                         (JobPhase::Undecided, Actor::Watchdog) => Some(Outcome::Undecided),
-                        (JobPhase::Published, Actor::Watchdog) if record.vm_after == VmAfter::Stopped => {
+                        (JobPhase::Published, Actor::Watchdog) if record.vm_after == VmAfterJob::Stopped => {
                             Some(Outcome::StoppedOnPurpose)
                         }
                         _ if !record.was_running => Some(Outcome::StoppedAsBefore),
@@ -378,7 +378,7 @@ mod tests {
 
     #[test]
     fn a_published_save_that_was_to_stop_the_vm_leaves_it_stopped_until_a_person_resumes_it() {
-        let base = JobRecord { vm_after: VmAfter::Stopped, ..record(JobKind::Save, true) };
+        let base = JobRecord { vm_after: VmAfterJob::Stopped, ..record(JobKind::Save, true) };
         let seen = seen("postmigrate", "completed");
         assert_eq!(next_step(&base, &seen, &TIDY, Actor::Watchdog), Step::Continue);
         let published = JobRecord { phase: JobPhase::Published, ..base };

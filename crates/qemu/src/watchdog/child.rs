@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::{HOLD, HeldConnections, signals};
@@ -51,7 +51,7 @@ pub fn run(arguments: &[OsString], advice: Advice) -> ExitCode {
                 ChildError::Recovery(JobError::Refused { conflict: Some(conflict), .. }) => (advice.conflict)(conflict),
                 _ => String::new(),
             };
-            drop(writeln!(io::stderr(), "limosa watchdog: {}{advice}", with_causes(&error)));
+            drop(writeln!(io::stderr(), "limosa watchdog: {}{advice}", error_with_causes(&error)));
             ExitCode::FAILURE
         }
     }
@@ -181,7 +181,7 @@ fn decode(hexadecimal: &[u8]) -> Option<Vec<u8>> {
 /// Brings the missing memory to the guest of a dead limosa.
 fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), ChildError> {
     let path = kept.path().display();
-    let what = match kept.resume(socket, monitor, &Options { reply: REPLY, ..Options::default() })? {
+    let what = match kept.resume(socket, monitor, &Options { reply_timeout: REPLY, ..Options::default() })? {
         Recovery::Whole => "its watchdog has brought the rest of the memory",
         Recovery::NeverRan => "the guest had not been started: end this QEMU and start a new one",
         Recovery::Unended => {
@@ -197,7 +197,7 @@ fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), Child
 fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &HeldConnections, advice: Advice) -> Result<(), ChildError> {
     // Also if the monitor does not answer.
     held.release_in(HOLD);
-    let qmp = match Qmp::adopt(socket, monitor, &Options { reply: REPLY, ..Options::default() }) {
+    let qmp = match Qmp::adopt(socket, monitor, &Options { reply_timeout: REPLY, ..Options::default() }) {
         Ok(qmp) => qmp,
         // QEMU has gone as well: there is nothing to be done.
         Err(error) if error.is_gone() => return Ok(()),

@@ -60,7 +60,7 @@ impl Watchdog {
         arguments: impl IntoIterator<Item = S>,
         qmp: &Qmp,
     ) -> Result<Self, WatchdogError> {
-        let mut watchdog = Self::start(executable, arguments, qmp, Stdio::inherit())?;
+        let mut watchdog = Self::spawn_without_waiting(executable, arguments, qmp, Stdio::inherit())?;
         let ready = watchdog.wait_ready();
         if let Err(error) = ready {
             // It has not taken over anything and must not.
@@ -77,7 +77,7 @@ impl Watchdog {
     ///
     /// # Errors
     /// [`WatchdogError::Spawn`].
-    pub fn start<S: AsRef<OsStr>>(
+    pub fn spawn_without_waiting<S: AsRef<OsStr>>(
         executable: &Path,
         arguments: impl IntoIterator<Item = S>,
         qmp: &Qmp,

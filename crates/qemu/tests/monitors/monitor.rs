@@ -65,11 +65,11 @@ fn a_multifd_migration_that_breaks_is_held_until_its_settings_may_change() {
         monitor.migrate(&format!("unix:{}", place.display()), false).unwrap();
         let channels: Vec<_> = (0..5).map(|_| listener.accept().unwrap()).collect();
         assert!(monitor.holds_migration().unwrap());
-        assert!(!monitor.wait_released(Duration::from_millis(20)).unwrap());
+        assert!(!monitor.wait_migration_released(Duration::from_millis(20)).unwrap());
         drop((channels, listener));
         std::fs::remove_file(&place).unwrap();
         eventually("the migration has failed", || monitor.migration().unwrap().status.is_over());
-        assert!(monitor.wait_released(PATIENCE).unwrap());
+        assert!(monitor.wait_migration_released(PATIENCE).unwrap());
         monitor.restore_settings(&undo).unwrap();
         assert_eq!(run_state(&monitor), RunState::Running);
     }
@@ -82,7 +82,7 @@ fn a_second_client_is_told_that_the_monitor_is_held() {
     }
     let stock = Stock::start(&["-S"]);
     let first = stock.monitor();
-    let impatient = Options { greeting: Duration::from_millis(300), ..Options::default() };
+    let impatient = Options { greeting_timeout: Duration::from_millis(300), ..Options::default() };
     assert!(matches!(Qmp::connect(&stock.address(), &impatient).unwrap_err(), QmpError::Busy { .. }));
     drop(first);
     assert_eq!(run_state(&stock.monitor()), RunState::Prelaunch);
@@ -116,7 +116,7 @@ fn the_vm_is_described_as_it_was_started() {
     let uuid = "12345678-1234-1234-1234-123456789abc";
     let stock = Stock::start(&["-S", "-name", "a name", "-uuid", uuid, "-device", "virtio-balloon-pci,id=b"]);
     let monitor = stock.monitor();
-    assert_eq!(monitor.name().unwrap().as_deref(), Some("a name"));
+    assert_eq!(monitor.vm_name().unwrap().as_deref(), Some("a name"));
     assert_eq!(monitor.uuid().unwrap(), Some(uuid.parse().unwrap()));
     assert!(monitor.machine().unwrap().starts_with("pc-i440fx-"), "aliases are resolved");
     let blocks = monitor.ram_blocks().unwrap();
@@ -127,7 +127,7 @@ fn the_vm_is_described_as_it_was_started() {
     assert_eq!((backend.kind.as_str(), backend.size, backend.share), ("memory-backend-file", MEMORY, true));
     let devices = monitor.devices().unwrap();
     assert!(devices.iter().any(|device| device.id == "b" && device.kind == "virtio-balloon-pci"), "{devices:?}");
-    assert!(!devices.iter().any(|device| device.is_assigned() || device.is_foreign_disk()));
+    assert!(!devices.iter().any(|device| device.is_assigned() || device.is_external_disk()));
     assert_eq!(monitor.migration().unwrap().blocked_reasons, Vec::<String>::new());
 }
 
@@ -138,7 +138,7 @@ fn a_vm_without_uuid_and_name_says_none() {
     }
     let stock = Stock::start(&["-S"]);
     let monitor = stock.monitor();
-    assert_eq!((monitor.uuid().unwrap(), monitor.name().unwrap()), (None, None));
+    assert_eq!((monitor.uuid().unwrap(), monitor.vm_name().unwrap()), (None, None));
 }
 
 #[test]
@@ -252,14 +252,14 @@ fn descriptors_reach_qemu_and_can_be_taken_away() {
     let monitor = stock.monitor();
     let null = File::open("/dev/null").unwrap();
     let first = monitor.add_fd(null.as_fd(), None, "one").unwrap();
-    let second = monitor.add_fd(null.as_fd(), Some(first.set), "two").unwrap();
-    assert_eq!(first.set, second.set);
+    let second = monitor.add_fd(null.as_fd(), Some(first.id), "two").unwrap();
+    assert_eq!(first.id, second.id);
     assert_ne!(first.descriptor, second.descriptor);
     let sets = monitor.descriptor_sets().unwrap();
     assert_eq!(sets.len(), 1);
     assert!(sets[0].1.contains(&"one".to_owned()) && sets[0].1.contains(&"two".to_owned()));
-    monitor.remove_fd(first.set).unwrap();
-    monitor.remove_fd(first.set).unwrap();
+    monitor.remove_fd(first.id).unwrap();
+    monitor.remove_fd(first.id).unwrap();
     assert_eq!(monitor.descriptor_sets().unwrap(), []);
     monitor.getfd("name", null.as_fd()).unwrap();
     monitor.closefd("name").unwrap();
@@ -274,7 +274,7 @@ fn a_save_through_a_socket_pair_leaves_no_trace_of_the_record_in_the_stream() {
     let stock = Stock::start(&[]);
     let monitor = stock.monitor();
     let job = record(&monitor);
-    job.place(&monitor).unwrap();
+    job.create(&monitor).unwrap();
     monitor
         .apply_settings(
             &Settings::new().capability("events", true).capability("return-path", true).parameter("max-bandwidth", 0),
@@ -316,13 +316,13 @@ fn a_stored_vm_loads_where_only_one_side_has_a_record() {
     let file = source.path("stored");
     let mapped =
         Settings::new().capability("mapped-ram", true).capability("multifd", true).parameter("max-bandwidth", 0);
-    record(&monitor).place(&monitor).unwrap();
+    record(&monitor).create(&monitor).unwrap();
     monitor.apply_settings(&mapped).unwrap();
     // QEMU looks for a descriptor whose access mode is exactly that of its open: write-only to save.
     let both = File::options().read(true).write(true).create(true).truncate(true).open(&file).unwrap();
     let set = monitor.add_fd(both.as_fd(), None, "").unwrap();
     assert!(monitor.migrate(&format!("file:{}", set.path()), false).unwrap_err().is_refusal());
-    monitor.remove_fd(set.set).unwrap();
+    monitor.remove_fd(set.id).unwrap();
     let set = monitor.add_fd(File::options().write(true).open(&file).unwrap().as_fd(), None, "").unwrap();
     monitor.migrate(&format!("file:{}", set.path()), false).unwrap();
     eventually("completed", || monitor.migration().unwrap().status == MigrationStatus::Completed);
@@ -331,7 +331,7 @@ fn a_stored_vm_loads_where_only_one_side_has_a_record() {
         let destination = Stock::start(&["-incoming", "defer"]);
         let monitor = destination.monitor();
         if has_record {
-            record(&monitor).place(&monitor).unwrap();
+            record(&monitor).create(&monitor).unwrap();
         }
         monitor.apply_settings(&mapped).unwrap();
         // And read-only to load.
@@ -395,8 +395,8 @@ fn a_record_is_a_lock_and_says_whose_it_is() {
     assert_eq!(JobRecord::read(&monitor).unwrap(), None);
     JobRecord::remove(&monitor).unwrap();
     let mut first = record(&monitor);
-    first.place(&monitor).unwrap();
-    let error = record(&monitor).place(&monitor).unwrap_err();
+    first.create(&monitor).unwrap();
+    let error = record(&monitor).create(&monitor).unwrap_err();
     assert!(matches!(error, JobRecordError::Busy(_)));
     let text = error.to_string();
     assert!(text.contains(&std::process::id().to_string()) && text.contains("/snapshot"), "{text}");
@@ -407,10 +407,10 @@ fn a_record_is_a_lock_and_says_whose_it_is() {
     assert_eq!(JobRecord::read(&monitor).unwrap(), Some(first.clone()));
 
     unfinished(first.clone()).update(&monitor).unwrap();
-    assert!(matches!(record(&monitor).place(&monitor).unwrap_err(), JobRecordError::LeftOver(_)));
+    assert!(matches!(record(&monitor).create(&monitor).unwrap_err(), JobRecordError::LeftOver(_)));
     first.process.pid_scope = "another host".to_owned();
     first.update(&monitor).unwrap();
-    assert!(matches!(record(&monitor).place(&monitor).unwrap_err(), JobRecordError::Elsewhere(_)));
+    assert!(matches!(record(&monitor).create(&monitor).unwrap_err(), JobRecordError::Elsewhere(_)));
     assert!(matches!(
         resume(&monitor, &ResumeOptions::default()),
         Err(ResumeError::Record(JobRecordError::Elsewhere(_)))
@@ -429,9 +429,9 @@ fn an_object_of_that_name_that_is_no_record_is_reported_and_not_trusted() {
     let stock = Stock::start(&["-S"]);
     let monitor = stock.monitor();
     monitor.object_add("secret", "limosa-job", json!({ "data": "nonsense" })).unwrap();
-    assert!(matches!(record(&monitor).place(&monitor).unwrap_err(), JobRecordError::Unreadable { .. }));
+    assert!(matches!(record(&monitor).create(&monitor).unwrap_err(), JobRecordError::Unreadable { .. }));
     JobRecord::remove(&monitor).unwrap();
-    record(&monitor).place(&monitor).unwrap();
+    record(&monitor).create(&monitor).unwrap();
 }
 
 #[test]
@@ -466,7 +466,7 @@ fn resume_undoes_an_interrupted_save() {
         .unwrap();
     let mut job = unfinished(record(&monitor));
     job.undo = change.undo;
-    job.place(&monitor).unwrap();
+    job.create(&monitor).unwrap();
     monitor.apply_settings(&change.set).unwrap();
     monitor.migrate(&format!("file:{}", stock.path("half").display()), false).unwrap();
     eventually("active", || monitor.migration().unwrap().status == MigrationStatus::Active);

@@ -53,7 +53,7 @@ fn against(
 }
 
 fn impatient() -> Options {
-    Options { greeting: Duration::from_millis(200), ..Options::default() }
+    Options { greeting_timeout: Duration::from_millis(200), ..Options::default() }
 }
 
 #[test]

@@ -91,7 +91,7 @@ impl Stock {
 
     /// Connects; waits for the client that holds the monitor.
     pub fn monitor(&self) -> Monitor {
-        let patient = Options { greeting: Duration::from_secs(60), ..Options::default() };
+        let patient = Options { greeting_timeout: Duration::from_secs(60), ..Options::default() };
         loop {
             match Qmp::connect(&self.address(), &patient) {
                 Ok(qmp) => return Monitor::new(qmp),

@@ -57,7 +57,7 @@ fn release(version: &str) -> Option<(u32, u32)> {
 }
 
 fn version<S>(saved: &Summary, destination: &LoadTarget<S>, findings: &mut Vec<Finding>) {
-    let from = saved.manifest.as_ref().and_then(|manifest| manifest.qemu.as_deref());
+    let from = saved.manifest.as_ref().and_then(|manifest| manifest.qemu_version.as_deref());
     let (Some(from), Some(to)) = (from, destination.qemu.as_deref()) else { return };
     match (release(from), release(to)) {
         (Some(old), Some(new)) if old > new => findings.push(
@@ -87,7 +87,7 @@ fn configuration<S>(saved: &Summary, destination: &LoadTarget<S>, findings: &mut
     if saved.capabilities.iter().any(|capability| capability == IGNORE_SHARED) {
         findings.push(
             Finding::new(
-                Severity::Loses,
+                Severity::ChangesVm,
                 Confidence::Certain,
                 "capability x-ignore-shared",
                 "shared memory was left out of the file: it comes from the memory's own file, or not at all",
@@ -106,7 +106,12 @@ fn configuration<S>(saved: &Summary, destination: &LoadTarget<S>, findings: &mut
     let finding = if recorded.is_some() {
         Finding::new(Severity::Refuses, Confidence::Certain, "uuid", format!("{what}, and the stream asks to compare"))
     } else {
-        Finding::new(Severity::Loses, Confidence::Certain, "uuid", format!("{what}: QEMU does not compare them here"))
+        Finding::new(
+            Severity::ChangesVm,
+            Confidence::Certain,
+            "uuid",
+            format!("{what}: QEMU does not compare them here"),
+        )
     };
     findings.push(finding.advise(format!("start the destination with -uuid {known}")));
 }

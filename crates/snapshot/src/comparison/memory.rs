@@ -38,7 +38,7 @@ pub fn compare_memory(first: &Snapshot, second: &Snapshot, contents: bool) -> Re
     for (a, block) in first.setup().blocks.iter().enumerate() {
         let mut others = second.setup().blocks.iter().enumerate();
         let Some((b, other)) = others.find(|(_, other)| other.name == block.name) else { continue };
-        let (stored_a, stored_b) = (first.stored(a), second.stored(b));
+        let (stored_a, stored_b) = (first.stored_bitmap(a), second.stored_bitmap(b));
         let pages = block.pages().min(other.pages());
         let whole = PageRange::whole_block(pages);
         let mut both = 0;

@@ -24,7 +24,7 @@ use crate::pci::PciIdentity;
 use crate::summary::{DeviceSummary, Summary};
 
 pub use memory::{MemoryComparison, compare_memory};
-pub use stored::{StoredSections, compare_stored, find_damage, load_target_of};
+pub use stored::{StoredSections, compare_snapshots, find_damage, load_target_of};
 
 /// The consequence of a finding for the VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -33,7 +33,7 @@ pub enum Severity {
     /// The load ends with an error.
     Refuses,
     /// The VM loads, and something about it has changed.
-    Loses,
+    ChangesVm,
     /// Nothing that the guest would miss.
     Harmless,
 }
@@ -122,7 +122,7 @@ impl Comparison {
     }
 
     /// How many findings might end a load, which cannot be known before.
-    pub fn unknown(&self) -> usize {
+    pub fn uncertain_refusals(&self) -> usize {
         self.findings.iter().filter(|finding| finding.may_refuse()).count()
     }
 }
@@ -170,7 +170,7 @@ pub trait Sections {
 
     /// Returns a finding for each section of the destination that the stored VM lacks; `saved` are the stored VM's
     /// sections.
-    fn extra(&self, saved: &[DeviceSummary]) -> Vec<Finding>;
+    fn surplus_findings(&self, saved: &[DeviceSummary]) -> Vec<Finding>;
 }
 
 /// Whether a destination has a device section.

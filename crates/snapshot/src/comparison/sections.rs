@@ -32,7 +32,7 @@ pub(super) fn compare<S: Sections>(saved: &Summary, sections: &S, findings: &mut
             }
         }
     }
-    findings.extend(sections.extra(&saved.devices));
+    findings.extend(sections.surplus_findings(&saved.devices));
 }
 
 /// How findings name a section.

@@ -13,7 +13,7 @@ use crate::error::SnapshotError;
 use crate::pci::PciIdentity;
 use crate::reader::Snapshot;
 use crate::summary::{DeviceSummary, Summary};
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 
 /// Most names that one finding lists.
 const NAMES: usize = 3;
@@ -36,7 +36,7 @@ pub fn load_target_of(file: &Summary) -> LoadTarget<StoredSections> {
     LoadTarget {
         machine: file.machine.clone(),
         machine_advice: None,
-        qemu: file.manifest.as_ref().and_then(|manifest| manifest.qemu.clone()),
+        qemu: file.manifest.as_ref().and_then(|manifest| manifest.qemu_version.clone()),
         uuid: file.manifest.as_ref().and_then(|manifest| manifest.vm_uuid),
         blocks: blocks.collect(),
         sections: StoredSections::of(&file.devices),
@@ -44,7 +44,7 @@ pub fn load_target_of(file: &Summary) -> LoadTarget<StoredSections> {
 }
 
 /// Whether `saved` would load where `other` was saved, and what else differs between the two files.
-pub fn compare_stored(saved: &Summary, other: &Summary) -> Comparison {
+pub fn compare_snapshots(saved: &Summary, other: &Summary) -> Comparison {
     let mut findings = compare(saved, &load_target_of(other)).findings;
     capabilities(saved, other, &mut findings);
     run_states(saved, other, &mut findings);
@@ -59,7 +59,7 @@ pub fn find_damage(saved: &Snapshot) -> Option<Finding> {
     match saved.check_restorable() {
         Ok(()) | Err(SnapshotError::Unsupported { .. }) => None,
         Err(error) => {
-            let finding = Finding::new(Severity::Refuses, Confidence::Certain, "file", with_causes(&error));
+            let finding = Finding::new(Severity::Refuses, Confidence::Certain, "file", error_with_causes(&error));
             Some(finding.advise("use another copy"))
         }
     }
@@ -122,7 +122,7 @@ impl Sections for StoredSections {
         None
     }
 
-    fn extra(&self, saved: &[DeviceSummary]) -> Vec<Finding> {
+    fn surplus_findings(&self, saved: &[DeviceSummary]) -> Vec<Finding> {
         let known: HashSet<_> = saved.iter().map(|section| (section.name.as_str(), section.instance)).collect();
         let extra = self.sections.values().filter(|here| !known.contains(&(here.name.as_str(), here.instance)));
         extra
@@ -172,7 +172,7 @@ fn disks(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
             Some(_) => continue,
         };
         findings.push(
-            Finding::new(Severity::Loses, Confidence::Certain, about, what)
+            Finding::new(Severity::ChangesVm, Confidence::Certain, about, what)
                 .advise("memory belongs to the disks of its own instant: keep them together"),
         );
     }
@@ -181,7 +181,7 @@ fn disks(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
 /// Compares the fields of the sections that both have.
 fn vmdescs(saved: &Summary, other: &Summary, findings: &mut Vec<Finding>) {
     let there: HashMap<_, _> = other.vmdescs.iter().map(|vmdesc| ((&vmdesc.name, vmdesc.instance), vmdesc)).collect();
-    let newer = |summary: &Summary| summary.manifest.as_ref().and_then(|manifest| manifest.qemu.clone());
+    let newer = |summary: &Summary| summary.manifest.as_ref().and_then(|manifest| manifest.qemu_version.clone());
     // The same QEMU and machine knows the state that it did not need to save this time.
     let same_program = newer(saved).is_some() && newer(saved) == newer(other) && saved.machine == other.machine;
     for vmdesc in &saved.vmdescs {

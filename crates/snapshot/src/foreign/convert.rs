@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use limosa_channel::{Channel, Counters};
-use limosa_migrate::control::{Moved, Phase};
+use limosa_migrate::control::{MovedPages, Phase};
 use limosa_migrate::stored::{Destination, DestinationOptions, PageSink, PageSource};
 use limosa_migrate::{Handle, MigrateError};
 use limosa_page::{PAGE_LEN, PAGE_SIZE, PageRange, to_usize};
@@ -146,7 +146,8 @@ fn receive(
     writer: &mut SnapshotWriter,
     handle: &Handle,
 ) -> Result<(Vec<u8>, Counters), MigrateError> {
-    let options = DestinationOptions { recorded: true, head, answer_timeout: None, ..DestinationOptions::default() };
+    let options =
+        DestinationOptions { recorded: true, first_bytes: head, answer_timeout: None, ..DestinationOptions::default() };
     let incoming = Destination::new(writer, Channel::from_fd(fd)?, handle).options(options).run()?;
     Ok((incoming.tail, incoming.stats.channel))
 }
@@ -156,10 +157,10 @@ fn copy(snapshot: &Snapshot, writer: &mut SnapshotWriter, handle: &Handle) -> Re
     let start = snapshot.setup();
     writer.begin(start).map_err(MigrateError::Sink)?;
     handle.progress.expect_pages(start.blocks.iter().map(|block| block.pages()).sum());
-    handle.progress.enter(Phase::Active);
+    handle.progress.set_phase(Phase::Active);
     let mut buffer = vec![0; to_usize(STRIDE * PAGE_SIZE)];
     for block in 0..start.blocks.len() {
-        let stored = PageSource::stored(snapshot, block);
+        let stored = PageSource::stored_bitmap(snapshot, block);
         for pages in stored.runs().flat_map(|run: PageRange| run.chunks(STRIDE)) {
             handle.control.check()?;
             let length = to_usize(pages.len() * PAGE_SIZE);
@@ -167,13 +168,13 @@ fn copy(snapshot: &Snapshot, writer: &mut SnapshotWriter, handle: &Handle) -> Re
             snapshot.read(block, pages, contents).map_err(MigrateError::Source)?;
             let slices: Vec<_> = contents.chunks(PAGE_LEN).map(IoSlice::new).collect();
             writer.put_pages(block, pages.start, &slices).map_err(MigrateError::Sink)?;
-            handle.progress.add_moved(Moved { normal: pages.len(), zero: 0, resent: 0 });
+            handle.progress.add_moved(MovedPages { normal: pages.len(), zero: 0, resent: 0 });
         }
         for pages in stored.gaps() {
             writer.put_zero(block, pages).map_err(MigrateError::Sink)?;
-            handle.progress.add_moved(Moved { normal: 0, zero: pages.len(), resent: 0 });
+            handle.progress.add_moved(MovedPages { normal: 0, zero: pages.len(), resent: 0 });
         }
     }
-    handle.progress.enter(Phase::Completing);
+    handle.progress.set_phase(Phase::Completing);
     Ok(())
 }

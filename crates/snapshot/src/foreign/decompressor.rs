@@ -88,7 +88,7 @@ impl Decompression {
         let mut command = Command::new(program);
         command.arg("-dc").env("LC_ALL", "C");
         command.stdin(Stdio::from(input)).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let failed = |what: String| ForeignError::Program { path: path.to_path_buf(), what };
+        let failed = |what: String| ForeignError::DecompressorFailed { path: path.to_path_buf(), what };
         let mut child = command.spawn().map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => failed(format!(
                 "it is packed by {program}, which is not installed here: install the package {}",
@@ -128,7 +128,7 @@ impl Decompression {
                 }
                 Err(self.failed(path, status, &said))
             }
-            Err(error) => Err(ForeignError::Program {
+            Err(error) => Err(ForeignError::DecompressorFailed {
                 path: path.to_path_buf(),
                 what: format!("{}: {error}", self.decompressor.program()),
             }),
@@ -162,7 +162,7 @@ impl Decompression {
         let line = said.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("it gives no reason");
         let line: String = line.chars().filter(|character| !character.is_control()).collect();
         let program = self.decompressor.program();
-        ForeignError::Program {
+        ForeignError::DecompressorFailed {
             path: path.to_path_buf(),
             what: format!("{program} cannot unpack it ({status}): {line}"),
         }

@@ -32,7 +32,7 @@ pub(crate) use decompressor::{Decompression, Forward};
 pub use libvirt::{
     ByteOrder, InvalidSaveImage, SAVE_IMAGE_HEADER_LENGTH, SAVE_IMAGE_XML_LIMIT, SaveHeader, SaveImage, SaveImageFormat,
 };
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 
 /// The first bytes of every migration stream.
 const STREAM_MAGIC: &[u8] = b"QEVM";
@@ -56,7 +56,7 @@ pub enum ForeignError {
     },
     /// A program that unpacks is missing, or failed.
     #[error("{}: {what}", path.display())]
-    Program {
+    DecompressorFailed {
         /// The file to be unpacked.
         path: PathBuf,
         /// The failure and its remedy.
@@ -149,7 +149,7 @@ impl Foreign {
         let (mut kind, mut image, mut rest) = (Kind::Stream { offset: 0, decompressor: None }, None, head);
         if libvirt::is_image(&rest) {
             let found = SaveImage::read(&rest, |length| {
-                read(&mut file, u64::from(length)).map_err(|error| with_causes(&error))
+                read(&mut file, u64::from(length)).map_err(|error| error_with_causes(&error))
             })
             .map_err(|what| ForeignError::Image { path: name.to_path_buf(), what })?;
             kind = Self::kind_of(&found);
@@ -179,7 +179,7 @@ impl Foreign {
         let kind = if libvirt::is_image(&head) {
             let data = |length: u32| {
                 let at = begin.saturating_add(SAVE_IMAGE_HEADER_LENGTH as u64);
-                read_up_to(&file, at, length as usize).map_err(|error| with_causes(&error))
+                read_up_to(&file, at, length as usize).map_err(|error| error_with_causes(&error))
             };
             let found =
                 SaveImage::read(&head, data).map_err(|what| ForeignError::Image { path: path.to_path_buf(), what })?;

@@ -60,7 +60,7 @@ fn zeros_of_small_blocks_have_their_bit_over_a_hole_and_nothing_stale_is_left_th
         }
         if pages == LARGE {
             assert_eq!(statistics.explicit_zero, 16);
-            assert_eq!(snapshot.stored(0).count(), 4);
+            assert_eq!(snapshot.stored_bitmap(0).count(), 4);
             continue;
         }
         assert_eq!(statistics.explicit_zero, pages - 4 + 16);

@@ -2,7 +2,7 @@
 
 use limosa_snapshot::{
     BlockSummary, Confidence, DeviceSummary, Finding, LoadTarget, LoadTargetBlock, Manifest, PciIdentity, Presence,
-    Sections, Severity, Summary, compare, compare_stored,
+    Sections, Severity, Summary, compare, compare_snapshots,
 };
 use proptest::prelude::*;
 
@@ -53,7 +53,7 @@ impl Sections for Everything {
         None
     }
 
-    fn extra(&self, _saved: &[DeviceSummary]) -> Vec<Finding> {
+    fn surplus_findings(&self, _saved: &[DeviceSummary]) -> Vec<Finding> {
         Vec::new()
     }
 }
@@ -115,14 +115,14 @@ fn huge_pages_at_the_destination_are_told_and_harmless() {
 #[test]
 fn an_older_qemu_may_refuse_and_a_newer_one_is_harmless() {
     let mut saved = saved();
-    saved.manifest.insert(Manifest::new()).qemu = Some("10.0.2 (Debian)".to_owned());
+    saved.manifest.insert(Manifest::new()).qemu_version = Some("10.0.2 (Debian)".to_owned());
     let mut destination = destination(Everything(None, None));
     destination.qemu = Some("9.2.0".to_owned());
     let older = compare(&saved, &destination);
-    assert_eq!((older.would_load(), older.unknown()), (true, 1));
+    assert_eq!((older.would_load(), older.uncertain_refusals()), (true, 1));
     destination.qemu = Some("10.1.0".to_owned());
     let newer = compare(&saved, &destination);
-    assert_eq!((newer.unknown(), newer.findings[0].severity), (0, Severity::Harmless));
+    assert_eq!((newer.uncertain_refusals(), newer.findings[0].severity), (0, Severity::Harmless));
 }
 
 #[test]
@@ -137,17 +137,17 @@ fn a_uuid_refuses_only_if_the_stream_itself_carries_it() {
     saved.uuid = None;
     saved.manifest.insert(Manifest::new()).vm_uuid = Some(mine);
     let told = compare(&saved, &destination);
-    assert!(told.would_load() && told.findings[0].severity == Severity::Loses, "{told:?}");
+    assert!(told.would_load() && told.findings[0].severity == Severity::ChangesVm, "{told:?}");
 }
 
 #[test]
 fn a_file_without_its_sections_or_without_shared_memory_is_not_called_fit() {
     let mut saved = saved();
     saved.devices.clear();
-    assert_eq!(compare(&saved, &destination(Everything(None, None))).unknown(), 1);
+    assert_eq!(compare(&saved, &destination(Everything(None, None))).uncertain_refusals(), 1);
     saved.capabilities = vec!["x-ignore-shared".to_owned()];
     let told = compare(&saved, &destination(Everything(None, None)));
-    assert!(told.findings.iter().any(|finding| finding.severity == Severity::Loses), "{told:?}");
+    assert!(told.findings.iter().any(|finding| finding.severity == Severity::ChangesVm), "{told:?}");
 }
 
 #[test]
@@ -155,11 +155,11 @@ fn pci_devices_of_two_files_are_held_against_each_other() {
     let identity = |device, vectors| Some(PciIdentity { vendor: 0x1af4, device, vectors: Some(vectors) });
     let (mut a, mut b) = (saved(), saved());
     (a.devices[2].pci, b.devices[2].pci) = (identity(0x1000, 3), identity(0x1000, 3));
-    assert_eq!(compare_stored(&a, &b).findings, []);
+    assert_eq!(compare_snapshots(&a, &b).findings, []);
     b.devices[2].pci = identity(0x1041, 3);
-    assert!(compare_stored(&a, &b).findings[0].what.contains("1af4:1041"));
+    assert!(compare_snapshots(&a, &b).findings[0].what.contains("1af4:1041"));
     b.devices[2].pci = identity(0x1000, 5);
-    assert!(compare_stored(&a, &b).findings[0].what.contains("3 MSI-X vectors"));
+    assert!(compare_snapshots(&a, &b).findings[0].what.contains("3 MSI-X vectors"));
 }
 
 proptest! {
@@ -176,8 +176,8 @@ proptest! {
             side.blocks.push(BlockSummary { used: long, ..block(&format!("{name}/{at}"), 4096) });
             side.machine.clone_from(name);
         }
-        let there = compare_stored(&a, &b);
-        prop_assert!(there.unknown() <= there.findings.len());
-        prop_assert!(compare_stored(&a, &a).would_load());
+        let there = compare_snapshots(&a, &b);
+        prop_assert!(there.uncertain_refusals() <= there.findings.len());
+        prop_assert!(compare_snapshots(&a, &a).would_load());
     }
 }

@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use limosa_migrate::Handle;
 use limosa_migrate::stored::PageSource;
 use limosa_page::PageRange;
-use limosa_page::with_causes;
+use limosa_page::error_with_causes;
 use limosa_snapshot::{
     ByteOrder, Decompressor, Foreign, ForeignError, Manifest, SAVE_IMAGE_HEADER_LENGTH, SAVE_IMAGE_XML_LIMIT,
     SaveHeader, SaveImage, SaveImageFormat, Snapshot, SnapshotError, Transport, UnnamedFile, summarize_file,
 };
-use limosa_stream::{Configuration, Feature, SectionHeader, SectionKind};
+use limosa_stream::{Configuration, SectionHeader, SectionKind, UnsupportedFeature};
 use proptest::prelude::*;
 
 use crate::fixture::{CHECKED, QUICK, names, small};
@@ -151,8 +151,8 @@ fn refused(folder: &Path, bytes: &[u8], why: &str) {
     std::fs::write(&file, bytes).unwrap();
     let before = names(folder);
     for said in [
-        with_causes(&import(&file, &folder.join("target")).unwrap_err()),
-        with_causes(&summarize_file(&file).unwrap_err()),
+        error_with_causes(&import(&file, &folder.join("target")).unwrap_err()),
+        error_with_causes(&summarize_file(&file).unwrap_err()),
     ] {
         assert!(said.contains(why) && said.contains("bad") && said.len() < 600, "{why:?}: {said}");
     }
@@ -213,7 +213,7 @@ fn a_payload_that_is_cut_off_or_has_something_behind_it_is_refused() {
     {
         std::fs::write(&file, bytes).unwrap();
         let before = names(folder.path());
-        let said = with_causes(&import(&file, &folder.path().join("target")).unwrap_err());
+        let said = error_with_causes(&import(&file, &folder.path().join("target")).unwrap_err());
         assert!(said.contains("bad"), "{why}: {said}");
         assert_eq!(names(folder.path()), before);
     }
@@ -238,7 +238,7 @@ fn a_payload_that_is_cut_off_or_has_something_behind_it_is_refused() {
 fn what_is_a_snapshot_or_nothing_known_is_not_imported() {
     let folder = tempfile::tempdir().unwrap();
     let snapshot = small(folder.path(), "original", QUICK);
-    let said = with_causes(&import(&snapshot, &folder.path().join("target")).unwrap_err());
+    let said = error_with_causes(&import(&snapshot, &folder.path().join("target")).unwrap_err());
     assert!(said.contains("is a snapshot as it is"), "{said}");
     refused(folder.path(), b"Dear Sir or Madam", "");
     refused(folder.path(), &[0; 100_000], "");
@@ -312,6 +312,6 @@ fn a_stream_with_a_feature_that_is_not_supported_is_refused_by_its_name() {
     std::fs::write(&path, bytes).unwrap();
     let error = summarize_file(&path).unwrap_err();
     let ForeignError::Snapshot(SnapshotError::Structure { feature, .. }) = &error else { panic!("{error:?}") };
-    assert_eq!(*feature, Some(Feature::DirtyBitmaps));
+    assert_eq!(*feature, Some(UnsupportedFeature::DirtyBitmaps));
     assert!(error.to_string().contains("block dirty bitmaps"), "{error}");
 }

@@ -181,7 +181,7 @@ fn a_chunk_that_lost_all_its_bits_is_not_taken_for_zeros() {
 fn a_chunk_that_lost_some_of_its_bits_is_found_before_anybody_is_told_of_zeros() {
     let (_directory, target) = as_file(&forget(&files()[1], 0, 303..304));
     let snapshot = Snapshot::open(&target).unwrap();
-    assert!(!snapshot.stored(0).get(PageNumber(303)));
+    assert!(!snapshot.stored_bitmap(0).get(PageNumber(303)));
     let error = snapshot.confirm_zero(0, range(303, 304)).unwrap_err().downcast::<SnapshotError>().unwrap();
     assert!(matches!(&*error, SnapshotError::Checksum { offset: 0x10_0000, .. }), "{error}");
     assert!(snapshot.confirm_zero(0, range(0, 600)).is_err(), "a longer claim with that page in it");
@@ -227,7 +227,7 @@ fn a_chunk_that_is_read_again_is_verified_again() {
     let modified = file.metadata().unwrap().modified().unwrap();
     file.write_all_at(b"damage", snapshot.locate(0, PageNumber(0)).unwrap()).unwrap();
     file.set_modified(modified).unwrap();
-    snapshot.still_whole().unwrap();
+    snapshot.check_unchanged().unwrap();
     let error = snapshot.read_pages(0, range(0, 1), &mut buffer).unwrap_err();
     assert!(matches!(error, SnapshotError::Checksum { offset: 0, .. }), "{error}");
 }
@@ -269,14 +269,14 @@ fn a_file_that_is_cut_or_written_while_it_is_served_is_an_error_and_never_zeros(
     let change = |name: &str, options, change: &dyn Fn(&std::fs::File, u64)| {
         let target = small(directory.path(), name, options);
         let snapshot = Snapshot::open(&target).unwrap();
-        snapshot.still_whole().unwrap();
+        snapshot.check_unchanged().unwrap();
         // File times are only as fine as the kernel's clock tick.
         std::thread::sleep(Duration::from_millis(20));
         change(&OpenOptions::new().write(true).open(&target).unwrap(), snapshot.length());
         let mut buffer = vec![0xee; 10 * 4096];
         let read = snapshot.read_pages(0, range(300, 310), &mut buffer);
         assert!(read.is_err(), "{name}");
-        let changed = snapshot.still_whole().unwrap_err();
+        let changed = snapshot.check_unchanged().unwrap_err();
         assert!(matches!(changed, SnapshotError::Changed { .. }), "{changed}");
     };
     for options in [QUICK, CHECKED] {
@@ -306,7 +306,7 @@ fn a_file_that_is_renamed_linked_or_given_another_mode_while_it_is_served_is_sti
     std::fs::remove_file(at("renamed")).unwrap();
     let after = at("linked").metadata().unwrap();
     assert_ne!((before.ctime(), before.ctime_nsec()), (after.ctime(), after.ctime_nsec()));
-    snapshot.still_whole().unwrap();
+    snapshot.check_unchanged().unwrap();
     let mut buffer = [0; 4096];
     snapshot.read_pages(0, range(300, 301), &mut buffer).unwrap();
     assert_eq!(buffer, page(1));

@@ -141,7 +141,7 @@ fn sealing_keeps_the_record_and_the_checksums() {
     let after = Snapshot::open(&target).unwrap();
     assert!(after.is_mappable() && after.has_checksums());
     assert_eq!(after.manifest().unwrap().id, id);
-    assert!(after.manifest().unwrap().others.contains_key("oldstyle"));
+    assert!(after.manifest().unwrap().unknown_keys.contains_key("oldstyle"));
     for (block, pages) in [(0, 600), (1, 16)] {
         after.verify(block, range(0, pages)).unwrap();
     }
@@ -223,7 +223,7 @@ proptest! {
         // What is stored is there, too.
         let snapshot = Snapshot::open(&target).unwrap();
         for (at, bytes) in mapped(&target, 0).chunks(4096).enumerate() {
-            prop_assert_eq!(snapshot.stored(0).get(PageNumber(at as u64)), bytes.iter().any(|byte| *byte != 0));
+            prop_assert_eq!(snapshot.stored_bitmap(0).get(PageNumber(at as u64)), bytes.iter().any(|byte| *byte != 0));
         }
     }
 

@@ -20,11 +20,11 @@ fn pages_devices_and_manifest_come_back_as_they_were_given() {
     let directory = tempfile::tempdir().unwrap();
     let target = directory.path().join("vm");
     let mut manifest = Manifest::new();
-    manifest.qemu = Some("10.0.2".to_owned());
+    manifest.qemu_version = Some("10.0.2".to_owned());
     manifest.transport = Some(Transport::Socket);
     let disk = directory.path().join("disk");
     std::fs::write(&disk, b"contents").unwrap();
-    manifest.disks.push(Disk::record("drive0", None, disk, "raw").unwrap());
+    manifest.disks.push(Disk::from_file("drive0", None, disk, "raw").unwrap());
     let mut writer = writer(&target, 600, WriteOptions::default());
     put(&mut writer, 0, 300, &[1, 2, 3]);
     put(&mut writer, 0, 301, &[9]);
@@ -38,7 +38,7 @@ fn pages_devices_and_manifest_come_back_as_they_were_given() {
     assert_eq!(snapshot.warnings(), [] as [&str; 0]);
     assert_eq!(snapshot.manifest(), Some(&published.manifest));
     let found = &published.manifest;
-    assert_eq!((found.id, &found.qemu, &found.disks), (manifest.id, &manifest.qemu, &manifest.disks));
+    assert_eq!((found.id, &found.qemu_version, &found.disks), (manifest.id, &manifest.qemu_version, &manifest.disks));
     assert_eq!(found.machine.as_deref(), Some("pc-q35-10.0"));
     assert_eq!(found.run_state.as_deref(), Some("paused"));
     assert_eq!(found.ram_bytes, 616 * 4096);
@@ -90,7 +90,7 @@ fn zeros_that_arrive_in_a_small_block_have_their_bit_over_a_hole() {
     let directory = tempfile::tempdir().unwrap();
     let target = small(directory.path(), "vm", QUICK);
     let snapshot = Snapshot::open(&target).unwrap();
-    let bios = snapshot.stored(1);
+    let bios = snapshot.stored_bitmap(1);
     assert!((0..8).all(|page| bios.get(PageNumber(page))));
     assert!(!bios.get(PageNumber(8)), "this one was never mentioned");
     assert_eq!(read(&snapshot, 1, 0, 2), [0; 8192]);
@@ -109,7 +109,7 @@ fn zeros_that_arrive_in_a_large_block_are_not_stored_and_old_contents_are_gone()
     let published = writer.finish(&tail("running"), Manifest::new()).unwrap();
     assert_eq!(published.manifest.pages.punched, 2);
     let snapshot = Snapshot::open(&target).unwrap();
-    assert_eq!(snapshot.stored(0).count(), 2);
+    assert_eq!(snapshot.stored_bitmap(0).count(), 2);
     assert_eq!(snapshot.locate(0, PageNumber(101)), None);
     let place = snapshot.locate(0, PageNumber(102)).unwrap();
     let file = std::fs::read(&target).unwrap();
@@ -328,7 +328,7 @@ proptest! {
         }
         for (block, pages) in model.iter().enumerate() {
             for (at, seed) in pages.iter().enumerate() {
-                let bit = snapshot.stored(block).get(PageNumber(at as u64));
+                let bit = snapshot.stored_bitmap(block).get(PageNumber(at as u64));
                 prop_assert!(bit || seed.is_none(), "page {} of block {} is lost", at, block);
                 let small = lengths[block] < 16384;
                 prop_assert!(small || bit == seed.is_some());

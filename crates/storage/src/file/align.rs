@@ -66,7 +66,7 @@ fn probed(fd: &OwnedFd) -> u32 {
     let buffer = Buffer::zeroed(LARGEST as usize);
     let succeeds = |len: &&u32| {
         // SAFETY: reads into the buffer, which is as long as the longest.
-        let read = unsafe { libc::pread(fd.as_raw_fd(), buffer.start().cast(), **len as usize, 0) };
+        let read = unsafe { libc::pread(fd.as_raw_fd(), buffer.address().cast(), **len as usize, 0) };
         read > 0
     };
     TRIED.iter().find(succeeds).copied().unwrap_or(LARGEST)

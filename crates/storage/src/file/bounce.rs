@@ -39,7 +39,7 @@ pub(crate) fn fit(alignment: Alignment, offset: u64, vector: &IoVector) -> Fit {
     }
     // Each buffer must be whole blocks: some devices accept no others.
     let is_fit =
-        |buffer: &Buffer| buffer.start().addr().is_multiple_of(memory) && (buffer.len() as u64).is_multiple_of(block);
+        |buffer: &Buffer| buffer.address().addr().is_multiple_of(memory) && (buffer.len() as u64).is_multiple_of(block);
     if vector.buffers().iter().all(is_fit) { Fit::Direct } else { Fit::Memory }
 }
 

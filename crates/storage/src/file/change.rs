@@ -17,7 +17,7 @@ use crate::error::StorageError;
 use crate::file::align::MAX_OFFSET;
 use crate::file::bounce;
 use crate::file::open::OpenFile;
-use crate::storage::ZeroHow;
+use crate::storage::ZeroOptions;
 
 /// Zeros written by one call, in bytes, where the filesystem has no other way to zero a range.
 const ZEROS: u64 = 1 << 20;
@@ -61,7 +61,7 @@ fn punch(file: &OpenFile, range: &Range<u64>) -> io::Result<()> {
 }
 
 /// Makes a range read as zeros.
-pub(crate) fn write_zeroes(file: &Arc<OpenFile>, range: Range<u64>, how: ZeroHow) -> io::Result<()> {
+pub(crate) fn write_zeroes(file: &Arc<OpenFile>, range: Range<u64>, how: ZeroOptions) -> io::Result<()> {
     let Some(length) = changeable(file, &range)? else { return Ok(()) };
     file.counters.zeroes.add(range.end - range.start);
     let held = file.hold(&range);
@@ -76,7 +76,7 @@ pub(crate) fn write_zeroes(file: &Arc<OpenFile>, range: Range<u64>, how: ZeroHow
     file.sync_if_synchronous()
 }
 
-fn zero_file(file: &OpenFile, range: &Range<u64>, length: u64, how: ZeroHow) -> io::Result<()> {
+fn zero_file(file: &OpenFile, range: &Range<u64>, length: u64, how: ZeroOptions) -> io::Result<()> {
     if how.unmap {
         punch(file, &(range.start..range.end.min(length)))?;
         return if range.end > length {
@@ -95,7 +95,7 @@ fn zero_file(file: &OpenFile, range: &Range<u64>, length: u64, how: ZeroHow) -> 
 }
 
 /// Zeroes a range of a block device: by a command of the device, or, unless it has to be fast, by writes of the kernel.
-fn zero_device(file: &OpenFile, range: &Range<u64>, how: ZeroHow) -> io::Result<()> {
+fn zero_device(file: &OpenFile, range: &Range<u64>, how: ZeroOptions) -> io::Result<()> {
     // A discarded range of a device may have no space behind it.
     if how.unmap {
         match punch(file, range) {

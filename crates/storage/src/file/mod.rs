@@ -36,7 +36,7 @@ use crate::file::transfer::{Direction, Transfer};
 use crate::pool;
 use crate::request::{FileRequest, Work};
 use crate::ring;
-use crate::storage::{Alignment, Extent, Request, Storage, ZeroHow};
+use crate::storage::{Alignment, Extent, Request, Storage, ZeroOptions};
 
 /// Length in bytes from which copying dominates a request through the page cache. In a ring the waiting thread copies
 /// for one request after the other; a pool copies for several at a time.
@@ -84,7 +84,7 @@ impl FileStorage {
 
     fn with(file: OpenFile, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
         let io = match options.io {
-            Io::Threads | Io::Caller => options.io,
+            Io::Threads | Io::CallerThread => options.io,
             io => match (has_ring(), io) {
                 (Ok(()), _) => Io::Uring,
                 (Err(_), Io::Auto) => Io::Threads,
@@ -121,7 +121,7 @@ impl FileStorage {
         self.file.cache
     }
 
-    /// Returns the executor of requests: [`Io::Uring`], [`Io::Threads`] or [`Io::Caller`].
+    /// Returns the executor of requests: [`Io::Uring`], [`Io::Threads`] or [`Io::CallerThread`].
     #[must_use]
     pub fn io(&self) -> Io {
         self.io
@@ -143,7 +143,7 @@ impl FileStorage {
             let around = align::around(file.alignment, &(offset..end));
             let length = into.len() as u64;
             let memory = bounce::memory(&around)
-                .map_err(|error| StorageError::at(Operation::Read, &file.name, offset, length, error))?;
+                .map_err(|error| StorageError::for_request(Operation::Read, &file.name, offset, length, error))?;
             let from = to_usize(offset - around.start);
             let part = memory.slice(from..from + into.len());
             let read = Transfer::new(file, Direction::Read, around.start, memory.into());
@@ -183,7 +183,7 @@ impl FileStorage {
             Ok(from) => self.change(operation, range, move |file| transfer(file, &from)),
             Err(error) => {
                 let length = range.end - range.start;
-                let error = StorageError::at(operation, &self.file.name, range.start, length, error);
+                let error = StorageError::for_request(operation, &self.file.name, range.start, length, error);
                 Box::pin(ready(Err(error)))
             }
         }
@@ -199,7 +199,7 @@ impl FileStorage {
         let file = Arc::clone(&self.file);
         Box::pin(pool::run(move || {
             let length = range.end.saturating_sub(range.start);
-            change(&file).map_err(|error| StorageError::at(operation, &file.name, range.start, length, error))
+            change(&file).map_err(|error| StorageError::for_request(operation, &file.name, range.start, length, error))
         }))
     }
 }
@@ -207,7 +207,7 @@ impl FileStorage {
 fn execute(io: Io, work: Work) -> Request {
     match io {
         Io::Threads => Box::pin(pool::run(move || work.block())),
-        Io::Caller => Box::pin(async move { work.block() }),
+        Io::CallerThread => Box::pin(async move { work.block() }),
         Io::Uring | Io::Auto => Box::pin(FileRequest::new(work)),
     }
 }
@@ -246,7 +246,7 @@ impl Storage for FileStorage {
         }
     }
 
-    fn write_zeroes(&self, range: Range<u64>, how: ZeroHow) -> Request {
+    fn write_zeroes(&self, range: Range<u64>, how: ZeroOptions) -> Request {
         self.change(Operation::WriteZeroes, range.clone(), move |file| change::write_zeroes(file, range, how))
     }
 
@@ -272,7 +272,7 @@ impl Storage for FileStorage {
 
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
         let length = range.end.saturating_sub(range.start);
-        let failed = |error| StorageError::at(Operation::Extents, &self.file.name, range.start, length, error);
+        let failed = |error| StorageError::for_request(Operation::Extents, &self.file.name, range.start, length, error);
         extents::extents(&self.file, range.clone()).map_err(failed)
     }
 

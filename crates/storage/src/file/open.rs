@@ -92,7 +92,7 @@ impl OpenFile {
     /// Opens the file at a path.
     pub(crate) fn at(path: &Path, options: &FileOptions) -> Result<Self, StorageError> {
         let name: Arc<str> = path.to_string_lossy().into();
-        let failed = |error| StorageError::of(Operation::Open, &name, error);
+        let failed = |error| StorageError::for_storage(Operation::Open, &name, error);
         let mut open = OpenOptions::new();
         open.read(true).write(!options.read_only);
         match options.create {
@@ -112,7 +112,7 @@ impl OpenFile {
 
     /// Uses an open file.
     pub(crate) fn of(fd: OwnedFd, name: Arc<str>, options: &FileOptions) -> Result<Self, StorageError> {
-        let failed = |error: io::Error| StorageError::of(Operation::Open, &name, error);
+        let failed = |error: io::Error| StorageError::for_storage(Operation::Open, &name, error);
         let found = fstat(&fd).map_err(|error| failed(error.into()))?;
         let is_block_device = match FileType::from_raw_mode(found.st_mode) {
             FileType::RegularFile => false,
@@ -139,7 +139,7 @@ impl OpenFile {
             Alignment { offset: 1, memory: 1 }
         };
         lock::lock(fd.as_fd(), options.read_only, options.lock)
-            .map_err(|error| StorageError::of(Operation::Lock, &name, error))?;
+            .map_err(|error| StorageError::for_storage(Operation::Lock, &name, error))?;
         let identity = if is_block_device {
             FileIdentity { device: found.st_rdev, inode: 0 }
         } else {
@@ -162,7 +162,7 @@ impl OpenFile {
     }
 
     pub(crate) fn failed(&self, operation: Operation, error: impl Into<io::Error>) -> StorageError {
-        StorageError::of(operation, &self.name, error)
+        StorageError::for_storage(operation, &self.name, error)
     }
 
     /// Its length in bytes, now.

@@ -77,12 +77,13 @@ mod tests {
             processes: processes.iter().map(ToString::to_string).collect(),
             read_only: true,
         };
-        let error = StorageError::of(Operation::Lock, &Arc::from("disk"), locked(&["qemu (process 7)"]));
+        let error = StorageError::for_storage(Operation::Lock, &Arc::from("disk"), locked(&["qemu (process 7)"]));
         assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
         assert_eq!(error.open_error(), Some(&locked(&["qemu (process 7)"])));
         assert!(error.source.to_string().ends_with("writes it (it is open in qemu (process 7))"), "{error}");
         assert!(locked(&[]).to_string().ends_with("(no visible process of this machine has it open)"));
-        let error = StorageError::of(Operation::Lock, &Arc::from("disk"), io::Error::from_raw_os_error(libc::EIO));
+        let error =
+            StorageError::for_storage(Operation::Lock, &Arc::from("disk"), io::Error::from_raw_os_error(libc::EIO));
         assert_eq!(error.open_error(), None);
     }
 }

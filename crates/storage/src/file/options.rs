@@ -91,7 +91,7 @@ pub enum Io {
     Threads,
     /// Blocking calls on the thread that polls. For callers that have a thread per request: it saves a switch to
     /// another thread.
-    Caller,
+    CallerThread,
 }
 
 /// Whether a file is created.
@@ -125,7 +125,7 @@ pub struct FileOptions {
 impl FileOptions {
     /// Options to open a file read-only.
     #[must_use]
-    pub fn reading() -> Self {
+    pub fn read_only_default() -> Self {
         Self { read_only: true, ..Self::default() }
     }
 }

@@ -48,7 +48,7 @@ impl Transfer {
             Direction::Read => Operation::Read,
             Direction::Write => Operation::Write,
         };
-        StorageError::at(operation, &self.file.name, self.offset, self.vector.len() as u64, error)
+        StorageError::for_request(operation, &self.file.name, self.offset, self.vector.len() as u64, error)
     }
 
     /// The outcome, if it is known without a call.
@@ -95,7 +95,7 @@ impl Transfer {
         match self.vector.buffers() {
             [buffer] => {
                 let len = u32::try_from((buffer.len() - self.done).min(MAX_BYTES)).ok()?;
-                Some((buffer.start().wrapping_add(self.done), len))
+                Some((buffer.address().wrapping_add(self.done), len))
             }
             _ => None,
         }
@@ -115,7 +115,7 @@ impl Transfer {
             skip -= begin;
             let len = (buffer.len() - begin).min(room);
             if len > 0 {
-                pieces.push(libc::iovec { iov_base: buffer.start().wrapping_add(begin).cast(), iov_len: len });
+                pieces.push(libc::iovec { iov_base: buffer.address().wrapping_add(begin).cast(), iov_len: len });
                 room -= len;
             }
             if room == 0 || pieces.len() == MAX_BUFFERS {

@@ -35,7 +35,7 @@ impl SeededRandom {
     ///
     /// # Panics
     /// If `all` is empty.
-    pub fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
+    pub fn choose<'a, T>(&mut self, all: &'a [T]) -> &'a T {
         let number = self.below(all.len() as u64);
         &all[to_usize(number)]
     }

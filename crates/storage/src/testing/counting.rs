@@ -34,12 +34,12 @@ pub struct Counts {
 
 /// Records requests, in order, and passes them on unchanged.
 #[derive(Debug, Clone, Default)]
-pub struct Counting(Arc<RequestLog>);
+pub struct RequestRecorder(Arc<RequestLog>);
 
 #[derive(Debug, Default)]
 struct RequestLog(Mutex<Vec<SeenRequest>>);
 
-impl Counting {
+impl RequestRecorder {
     /// An empty record.
     #[must_use]
     pub fn new() -> Self {
@@ -95,11 +95,11 @@ mod tests {
 
     #[test]
     fn requests_are_kept_in_order_and_counted_by_storage_and_kind() {
-        let counting = Counting::new();
+        let counting = RequestRecorder::new();
         let [one, other] = ["one", "other"].map(|name| counting.wrap(Arc::new(SparseMemory::file(name, 1 << 20))));
-        block_on(one.write(4096, Buffer::copied(b"abc").into())).unwrap();
+        block_on(one.write(4096, Buffer::from_slice(b"abc").into())).unwrap();
         block_on(other.flush()).unwrap();
-        block_on(one.write(9, Buffer::copied(b"d").into())).unwrap();
+        block_on(one.write(9, Buffer::from_slice(b"d").into())).unwrap();
         let counts = counting.counts();
         assert_eq!(counts[&("one".into(), "write".into())], Counts { requests: 2, bytes: 4 });
         assert_eq!(counts[&("other".into(), "flush".into())], Counts { requests: 1, bytes: 0 });

@@ -54,8 +54,8 @@ mod tests {
         let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
         let delayed = Delayed::new(1, Duration::from_millis(2));
         let storage = delayed.wrap(memory.clone());
-        drop(storage.write(0, Buffer::copied(b"dropped").into()));
-        block_on(storage.write(7, Buffer::copied(b" kept").into())).unwrap();
+        drop(storage.write(0, Buffer::from_slice(b"dropped").into()));
+        block_on(storage.write(7, Buffer::from_slice(b" kept").into())).unwrap();
         drop((storage, delayed));
         while memory.contents() != b"dropped kept" {
             std::thread::yield_now();
@@ -67,7 +67,7 @@ mod tests {
         let order = |seed| {
             let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
             let storage = Delayed::new(seed, Duration::from_millis(5)).wrap(memory.clone());
-            let both = [b"first ", b"second"].map(|bytes| storage.write(0, Buffer::copied(bytes).into()));
+            let both = [b"first ", b"second"].map(|bytes| storage.write(0, Buffer::from_slice(bytes).into()));
             both.into_iter().for_each(|request| block_on(request).unwrap());
             memory.contents()
         };

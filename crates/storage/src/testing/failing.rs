@@ -20,12 +20,12 @@ pub enum Fault {
     /// `EIO` after half of it: of a read or a write the first half of its sectors; of others nothing.
     HalfWay,
     /// `EIO`, although all of it was done.
-    Late,
+    AfterCompletion,
 }
 
 impl Fault {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Broken, Self::NoSpace, Self::HalfWay, Self::Late];
+    pub const ALL: [Self; 4] = [Self::Broken, Self::NoSpace, Self::HalfWay, Self::AfterCompletion];
 
     fn error(self) -> io::Error {
         io::Error::from_raw_os_error(if self == Self::NoSpace { libc::ENOSPC } else { libc::EIO })
@@ -119,7 +119,7 @@ impl Behaviour for FaultPlan {
         };
         let error = call.failed(storage.name(), fault.error());
         let done = match (fault, call) {
-            (Fault::Late, call) => call.begin(&**storage),
+            (Fault::AfterCompletion, call) => call.begin(&**storage),
             (Fault::HalfWay, Call::Read { offset, into }) => {
                 let half = half(offset, into.len());
                 storage.read(offset, into.slice(0..half))
@@ -145,7 +145,7 @@ mod tests {
         let failing = Failing::only(&[Operation::Write]);
         let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
         let storage = failing.wrap(memory.clone());
-        let write = |bytes: &[u8]| block_on(storage.write(0, Buffer::copied(bytes).into()));
+        let write = |bytes: &[u8]| block_on(storage.write(0, Buffer::from_slice(bytes).into()));
         failing.fail(1, 2, Fault::NoSpace);
         write(b"good").unwrap();
         block_on(storage.flush()).unwrap();
@@ -159,7 +159,7 @@ mod tests {
         failing.fail(0, 1, Fault::HalfWay);
         write(&[b'x'; 1025]).unwrap_err();
         assert_eq!(memory.contents(), [b'x'; 512]);
-        failing.fail(0, 1, Fault::Late);
+        failing.fail(0, 1, Fault::AfterCompletion);
         write(b"late").unwrap_err();
         assert_eq!(memory.contents()[..5], *b"latex");
     }

@@ -23,7 +23,7 @@ struct Disk {
 
 impl HardDisk {
     /// Duration of a request on a disk with 7,200 rotations per minute: half a rotation and a short seek.
-    pub const USUAL: Duration = Duration::from_millis(8);
+    pub const TYPICAL_LATENCY: Duration = Duration::from_millis(8);
 
     /// With so much time for each request.
     #[must_use]
@@ -57,7 +57,7 @@ mod tests {
         let disk = HardDisk::new(Duration::from_millis(3));
         let [one, other] = ["one", "other"].map(|name| disk.wrap(Arc::new(SparseMemory::file(name, 1 << 20))));
         let start = Instant::now();
-        let requests = [one.write(0, Buffer::copied(b"a").into()), other.write(0, Buffer::copied(b"b").into())];
+        let requests = [one.write(0, Buffer::from_slice(b"a").into()), other.write(0, Buffer::from_slice(b"b").into())];
         requests.into_iter().for_each(|request| block_on(request).unwrap());
         assert!(start.elapsed() >= Duration::from_millis(6));
     }

@@ -46,12 +46,12 @@ struct State {
 
 /// Holds requests until they are released, also those whose future was dropped.
 #[derive(Debug, Clone, Default)]
-pub struct Held(Arc<HeldRequests>);
+pub struct RequestHolder(Arc<HeldRequests>);
 
 #[derive(Debug, Default)]
 struct HeldRequests(Mutex<State>);
 
-impl Held {
+impl RequestHolder {
     /// Holds everything.
     #[must_use]
     pub fn new() -> Self {
@@ -86,7 +86,7 @@ impl Held {
     }
 
     /// Carries out the request of this number, on this thread; false if it is not held.
-    pub fn let_go(&self, number: u64) -> bool {
+    pub fn release(&self, number: u64) -> bool {
         let entry = {
             let mut state = self.0.0.lock();
             let place = state.entries.iter().position(|entry| entry.waiting.number == number);
@@ -159,9 +159,9 @@ mod tests {
 
     #[test]
     fn a_lazy_request_is_begun_by_its_first_poll() {
-        let held = Held::new().lazily();
+        let held = RequestHolder::new().lazily();
         let storage = held.wrap(Arc::new(SparseMemory::file("disk", 1 << 20)));
-        let requests = [b"one", b"two"].map(|bytes| storage.write(0, Buffer::copied(bytes).into()));
+        let requests = [b"one", b"two"].map(|bytes| storage.write(0, Buffer::from_slice(bytes).into()));
         assert_eq!(held.waiting().len(), 1);
         let [_, mut second] = requests;
         assert!(second.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
@@ -170,24 +170,24 @@ mod tests {
 
     #[test]
     fn writes_are_executed_in_the_order_in_which_they_are_released() {
-        let held = Held::only(&[Operation::Write]);
+        let held = RequestHolder::only(&[Operation::Write]);
         let memory = Arc::new(SparseMemory::file("disk", 1 << 20));
         let storage = held.wrap(memory.clone());
-        let mut first = storage.write(0, Buffer::copied(b"first").into());
-        let second = storage.write(0, Buffer::copied(b"second").into());
+        let mut first = storage.write(0, Buffer::from_slice(b"first").into());
+        let second = storage.write(0, Buffer::from_slice(b"second").into());
         block_on(storage.flush()).unwrap();
         assert_eq!(held.waiting().iter().map(|waiting| waiting.range.end).collect::<Vec<_>>(), [5, 6]);
         assert!(memory.contents().is_empty());
         assert!(first.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
         drop(second);
-        assert!(held.let_go(1) && !held.let_go(1));
+        assert!(held.release(1) && !held.release(1));
         assert_eq!(memory.contents(), b"second", "its future was dropped, and it is executed nevertheless");
         held.release_all();
         block_on(first).unwrap();
         assert_eq!(memory.contents(), b"firstd");
-        block_on(storage.write(0, Buffer::copied(b"third").into())).unwrap();
+        block_on(storage.write(0, Buffer::from_slice(b"third").into())).unwrap();
         held.hold_again();
-        drop(storage.write(0, Buffer::copied(b"fourth").into()));
+        drop(storage.write(0, Buffer::from_slice(b"fourth").into()));
         assert_eq!((memory.contents().as_slice(), held.waiting().len()), (b"thirdd".as_slice(), 1));
     }
 }

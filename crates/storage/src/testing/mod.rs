@@ -4,9 +4,9 @@
 //! Law: each keeps the contract of [`Storage`], and uses up what freedom it leaves. What a test of an image finds on
 //! one of these can happen on a disk.
 //!
-//! A behaviour ([`Held`], [`Delayed`], [`Failing`], [`Counting`], [`HardDisk`]) goes *over* any number of storages,
-//! which then share it: an image, its data file and its backing file lie on one disk. [`SparseMemory`] and [`PowerCut`]
-//! are what they go over.
+//! A behaviour ([`RequestHolder`], [`Delayed`], [`Failing`], [`RequestRecorder`], [`HardDisk`]) goes *over* any number
+//! of storages, which then share it: an image, its data file and its backing file lie on one disk. [`SparseMemory`] and
+//! [`PowerCut`] are what they go over.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -16,7 +16,7 @@
 //! # fn main() -> Result<(), limosa_storage::StorageError> {
 //! let counting = Counting::new();
 //! let storage = counting.over(Arc::new(SparseMemory::file("disk", 1 << 20)));
-//! block_on(storage.write(4096, Buffer::copied(b"contents").into()))?;
+//! block_on(storage.write(4096, Buffer::from_slice(b"contents").into()))?;
 //! let seen = counting.take();
 //! assert_eq!((seen[0].operation, seen[0].range.clone()), (Operation::Write, 4096..4104));
 //! # Ok(())
@@ -43,14 +43,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
-use crate::storage::{Alignment, Extent, Request, Storage, ZeroHow};
+use crate::storage::{Alignment, Extent, Request, Storage, ZeroOptions};
 
 pub use chance::SeededRandom;
-pub use counting::{Counting, Counts, SeenRequest};
+pub use counting::{Counts, RequestRecorder, SeenRequest};
 pub use delayed::Delayed;
 pub use failing::{Failing, Fault};
 pub use hard_disk::HardDisk;
-pub use held::{Held, HeldRequest};
+pub use held::{HeldRequest, RequestHolder};
 pub use power_cut::{Loss, PowerCut};
 pub use sparse::SparseMemory;
 
@@ -59,7 +59,7 @@ pub use sparse::SparseMemory;
 enum Call {
     Read { offset: u64, into: IoVector },
     Write { offset: u64, from: IoVector },
-    WriteZeroes { range: Range<u64>, how: ZeroHow },
+    WriteZeroes { range: Range<u64>, how: ZeroOptions },
     Discard { range: Range<u64> },
     Flush,
     SetLength { len: u64 },
@@ -134,8 +134,14 @@ impl Call {
     fn failed(&self, name: &Arc<str>, source: impl Into<std::io::Error>) -> StorageError {
         let range = self.range();
         match self {
-            Self::Flush | Self::SetLength { .. } => StorageError::of(self.operation(), name, source),
-            _ => StorageError::at(self.operation(), name, range.start, range.end.saturating_sub(range.start), source),
+            Self::Flush | Self::SetLength { .. } => StorageError::for_storage(self.operation(), name, source),
+            _ => StorageError::for_request(
+                self.operation(),
+                name,
+                range.start,
+                range.end.saturating_sub(range.start),
+                source,
+            ),
         }
     }
 }
@@ -198,7 +204,7 @@ impl Storage for Through {
         self.request(Call::Write { offset, from })
     }
 
-    fn write_zeroes(&self, range: Range<u64>, how: ZeroHow) -> Request {
+    fn write_zeroes(&self, range: Range<u64>, how: ZeroOptions) -> Request {
         self.request(Call::WriteZeroes { range, how })
     }
 

@@ -69,8 +69,8 @@ impl PowerCut {
     /// A file with these contents, all of them durable, which cannot grow behind `most` bytes. A clone into it is lost,
     /// in whole or in part, as a write is.
     #[must_use]
-    pub fn storage(&self, name: &str, bytes: Vec<u8>, most: u64) -> Arc<dyn Storage> {
-        let memory = Arc::new(SparseMemory::file_with(name, bytes.clone(), most).cloning());
+    pub fn add_storage(&self, name: &str, bytes: Vec<u8>, most: u64) -> Arc<dyn Storage> {
+        let memory = Arc::new(SparseMemory::file_with(name, bytes.clone(), most).with_cloning());
         let mut record = self.0.lock();
         record.files.push((name.into(), bytes));
         let file = record.files.len() - 1;
@@ -175,7 +175,7 @@ impl Behaviour for Recording {
         // A copy, because the buffers may change as soon as the request is over.
         let call = match call {
             Call::Read { .. } => return call.begin(&**storage),
-            Call::Write { offset, from } => Call::Write { offset, from: Buffer::copied(&from.to_vec()).into() },
+            Call::Write { offset, from } => Call::Write { offset, from: Buffer::from_slice(&from.to_vec()).into() },
             other => other,
         };
         let (clone, mut call) = match call {
@@ -221,13 +221,13 @@ mod tests {
     use super::*;
 
     fn write(storage: &Arc<dyn Storage>, offset: u64, bytes: &[u8]) -> Request {
-        storage.write(offset, Buffer::copied(bytes).into())
+        storage.write(offset, Buffer::from_slice(bytes).into())
     }
 
     #[test]
     fn what_was_flushed_stays_and_the_rest_may_go() {
         let power = PowerCut::new();
-        let storage = power.storage("disk", b"..........".to_vec(), 1 << 20);
+        let storage = power.add_storage("disk", b"..........".to_vec(), 1 << 20);
         block_on(write(&storage, 0, b"ab")).unwrap();
         block_on(storage.flush()).unwrap();
         block_on(write(&storage, 2, b"cd")).unwrap();
@@ -244,7 +244,7 @@ mod tests {
     #[test]
     fn a_flush_covers_only_what_had_completed_on_its_own_storage_when_it_began() {
         let power = PowerCut::new();
-        let [one, other] = ["one", "other"].map(|name| power.storage(name, Vec::new(), 1 << 20));
+        let [one, other] = ["one", "other"].map(|name| power.add_storage(name, Vec::new(), 1 << 20));
         let under_way = write(&one, 0, b"a");
         block_on(write(&other, 0, b"b")).unwrap();
         let flush = one.flush();
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn a_clone_is_lost_as_a_write_is_and_one_that_was_refused_never_was() {
         let power = PowerCut::new();
-        let storage = power.storage("disk", vec![b'.'; 4096], 1 << 20);
+        let storage = power.add_storage("disk", vec![b'.'; 4096], 1 << 20);
         let from: Arc<dyn Storage> = Arc::new(SparseMemory::file_with("from", vec![b'a'; 4096], 1 << 20));
         assert!(!block_on((*storage).clone_range(512, &from, 0, 512)).unwrap());
         assert_eq!(power.moments(), 0);
@@ -276,7 +276,7 @@ mod tests {
     #[test]
     fn writes_are_torn_between_sectors_and_overtaken_by_later_ones() {
         let power = PowerCut::new();
-        let storage = power.storage("disk", vec![b'.'; 1536], 1 << 20);
+        let storage = power.add_storage("disk", vec![b'.'; 1536], 1 << 20);
         block_on(write(&storage, 0, &[b'a'; 1536])).unwrap();
         block_on(write(&storage, 512, &[b'b'; 512])).unwrap();
         block_on(storage.set_len(1024)).unwrap();

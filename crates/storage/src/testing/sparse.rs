@@ -11,7 +11,7 @@ use super::chance::SeededRandom;
 use super::{Call, memory_under};
 use crate::buffer::IoVector;
 use crate::error::StorageError;
-use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroHow};
+use crate::storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
 
 /// Block size in bytes for allocating and freeing space, as in most filesystems.
 const BLOCK: usize = 4096;
@@ -70,14 +70,14 @@ impl SparseMemory {
 
     /// The same bytes, with another alignment.
     #[must_use]
-    pub fn aligned(self, alignment: Alignment) -> Self {
+    pub fn with_alignment(self, alignment: Alignment) -> Self {
         Self { alignment, ..self }
     }
 
     /// The same bytes, which can be cloned from any other memory here, in whole blocks of 4 KiB, as on a filesystem
     /// that shares extents.
     #[must_use]
-    pub fn cloning(self) -> Self {
+    pub fn with_cloning(self) -> Self {
         Self { clones: !self.device, ..self }
     }
 
@@ -217,7 +217,7 @@ impl Storage for SparseMemory {
         self.request(&Call::Write { offset, from })
     }
 
-    fn write_zeroes(&self, range: Range<u64>, how: ZeroHow) -> Request {
+    fn write_zeroes(&self, range: Range<u64>, how: ZeroOptions) -> Request {
         self.request(&Call::WriteZeroes { range, how })
     }
 
@@ -265,7 +265,7 @@ impl Storage for SparseMemory {
             Some(from) => self.clone_now(from, from_offset, to),
             None => Ok(false),
         };
-        let failed = |error| StorageError::at(crate::Operation::Clone, &self.name, offset, length, error);
+        let failed = |error| StorageError::for_request(crate::Operation::Clone, &self.name, offset, length, error);
         Box::pin(std::future::ready(cloned.map_err(failed)))
     }
 }
@@ -283,12 +283,12 @@ mod tests {
     fn a_file_knows_its_holes_and_unwritten_extents() {
         use ExtentKind::{Data, Hole, Unwritten};
         let file = SparseMemory::file("disk", 1 << 20);
-        block_on(file.write(0x5001, Buffer::copied(b"abc").into())).unwrap();
+        block_on(file.write(0x5001, Buffer::from_slice(b"abc").into())).unwrap();
         assert_eq!(kinds(&file, 0..0x8000), [(0x5000, Hole), (0x5004, Data), (0x8000, Hole)]);
         block_on(file.allocate(0x2000..0x8800)).unwrap();
         let allocated = [(0x2000, Hole), (0x5000, Unwritten), (0x6000, Data), (0x8800, Unwritten), (0x9000, Hole)];
         assert_eq!(kinds(&file, 0..0x9000), allocated);
-        block_on(file.write_zeroes(0x5002..0x8000, ZeroHow::default())).unwrap();
+        block_on(file.write_zeroes(0x5002..0x8000, ZeroOptions::default())).unwrap();
         assert_eq!(kinds(&file, 0x4800..0x8000), [(0x5000, Unwritten), (0x6000, Data), (0x8000, Unwritten)]);
         assert_eq!(&file.contents()[0x5000..0x5004], b"\0a\0\0");
         block_on(file.discard(0x3800..1 << 30)).unwrap();
@@ -301,9 +301,9 @@ mod tests {
 
     #[test]
     fn blocks_are_cloned_with_their_holes_and_parts_of_blocks_are_not() {
-        let file = SparseMemory::file("disk", 1 << 20).cloning();
+        let file = SparseMemory::file("disk", 1 << 20).with_cloning();
         let other: Arc<dyn Storage> = Arc::new(SparseMemory::file("other", 1 << 20));
-        block_on(other.write(0x1000, Buffer::copied(&[7; 0x2000]).into())).unwrap();
+        block_on(other.write(0x1000, Buffer::from_slice(&[7; 0x2000]).into())).unwrap();
         let clone = |at, from: &Arc<dyn Storage>, from_offset, length| {
             block_on(Storage::clone_range(&file, at, from, from_offset, length)).unwrap()
         };
@@ -325,10 +325,10 @@ mod tests {
         block_on(device.discard(0..0x2000)).unwrap();
         assert_eq!(device.contents(), before);
         assert_eq!(kinds(&device, 0..0x4000), [(0x4000, ExtentKind::Data)]);
-        block_on(device.write_zeroes(0x1000..0x2000, ZeroHow { unmap: true, only_fast: false })).unwrap();
+        block_on(device.write_zeroes(0x1000..0x2000, ZeroOptions { unmap: true, only_fast: false })).unwrap();
         assert!(device.contents()[0x1000..0x2000].iter().all(|&byte| byte == 0));
         assert_eq!(kinds(&device, 0..0x4000), [(0x4000, ExtentKind::Data)]);
         assert!(block_on(device.set_len(0x4000)).is_err());
-        assert!(block_on(device.write(0x3fff, Buffer::copied(b"ab").into())).is_err());
+        assert!(block_on(device.write(0x3fff, Buffer::from_slice(b"ab").into())).is_err());
     }
 }

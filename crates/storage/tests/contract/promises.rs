@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
 use futures_util::future::join_all;
-use limosa_storage::{Buffer, ExtentKind, IoVector, Request, Storage, StorageError, ZeroHow, block_on};
+use limosa_storage::{Buffer, ExtentKind, IoVector, Request, Storage, StorageError, ZeroOptions, block_on};
 
 type Make<'a> = &'a dyn Fn() -> Arc<dyn Storage>;
 
@@ -21,11 +21,11 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 fn write(storage: &dyn Storage, offset: u64, bytes: &[u8]) {
-    block_on(storage.write(offset, Buffer::copied(bytes).into())).unwrap();
+    block_on(storage.write(offset, Buffer::from_slice(bytes).into())).unwrap();
 }
 
 fn read(storage: &dyn Storage, range: Range<u64>) -> Vec<u8> {
-    let into = Buffer::copied(&vec![0xee; usize::try_from(range.end - range.start).unwrap()]);
+    let into = Buffer::from_slice(&vec![0xee; usize::try_from(range.end - range.start).unwrap()]);
     block_on(storage.read(range.start, into.clone().into())).unwrap();
     into.to_vec()
 }
@@ -73,7 +73,7 @@ pub(crate) fn parts_of_blocks_leave_their_neighbours_alone(make: Make<'_>) {
         assert_eq!(read(&*storage, *offset..*offset + *len as u64), bytes);
     }
     // At the same time, each in the same block.
-    let requests = (0..64).map(|part| storage.write(4096 + part * 8, Buffer::copied(&pattern(part, 8)).into()));
+    let requests = (0..64).map(|part| storage.write(4096 + part * 8, Buffer::from_slice(&pattern(part, 8)).into()));
     join_all(requests.collect::<Vec<_>>()).now().into_iter().collect::<Result<(), _>>().unwrap();
     for part in 0..64 {
         let at = 4096 + part * 8;
@@ -94,24 +94,24 @@ impl<F: Future> Now for F {}
 
 pub(crate) fn a_vector_is_scattered_and_gathered_however_many_its_parts(make: Make<'_>) {
     let storage = make();
-    let parts: Vec<_> = [512, 4096, 1, 511, 8192, 3, 1021].map(|len| Buffer::copied(&pattern(7, len))).into();
+    let parts: Vec<_> = [512, 4096, 1, 511, 8192, 3, 1021].map(|len| Buffer::from_slice(&pattern(7, len))).into();
     let vector: IoVector = parts.into_iter().collect();
     block_on(storage.write(512, vector.clone())).unwrap();
     assert_eq!(read(&*storage, 512..512 + vector.len() as u64), vector.to_vec());
     // More than the kernel takes at a time.
-    let many: IoVector = (0..3000).map(|part| Buffer::copied(&pattern(part, 16))).collect();
+    let many: IoVector = (0..3000).map(|part| Buffer::from_slice(&pattern(part, 16))).collect();
     block_on(storage.write(1 << 20, many.clone())).unwrap();
     let into: IoVector = (0..6000).map(|_| Buffer::zeroed(8)).collect();
     block_on(storage.read(1 << 20, into.clone())).unwrap();
     assert!(into.to_vec() == many.to_vec());
     // More than is done in one go.
-    let large = Buffer::copied(&pattern(6, 3 << 20));
+    let large = Buffer::from_slice(&pattern(6, 3 << 20));
     block_on(storage.write(1 << 20, large.clone().into())).unwrap();
     let into = Buffer::zeroed(3 << 20);
     block_on(storage.read(1 << 20, into.clone().into())).unwrap();
     assert!(into.to_vec() == large.to_vec());
     // Memory that is aligned to nothing.
-    let odd = Buffer::copied(&pattern(5, 5000)).slice(13..13 + 4096);
+    let odd = Buffer::from_slice(&pattern(5, 5000)).slice(13..13 + 4096);
     block_on(storage.write(8192, odd.clone().into())).unwrap();
     let into = Buffer::zeroed(5000).slice(77..77 + 4096);
     block_on(storage.read(8192, into.clone().into())).unwrap();
@@ -122,7 +122,7 @@ pub(crate) fn empty_requests_change_nothing(make: Make<'_>) {
     let storage = make();
     block_on(storage.write(4096, IoVector::new())).unwrap();
     block_on(storage.read(4096, IoVector::new())).unwrap();
-    block_on(storage.write_zeroes(4096..4096, ZeroHow::default())).unwrap();
+    block_on(storage.write_zeroes(4096..4096, ZeroOptions::default())).unwrap();
     block_on(storage.discard(4096..4096)).unwrap();
     block_on(storage.allocate(4096..4096)).unwrap();
     block_on(storage.flush()).unwrap();
@@ -137,7 +137,7 @@ pub(crate) fn zeroes_are_read_where_they_were_asked_for_and_nowhere_else(make: M
             let storage = make();
             let mut model = pattern(1, 64 << 10);
             write(&*storage, 0, &model);
-            block_on(storage.write_zeroes(start..end, ZeroHow { unmap, only_fast: false })).unwrap();
+            block_on(storage.write_zeroes(start..end, ZeroOptions { unmap, only_fast: false })).unwrap();
             let length = end.max(64 << 10);
             assert_eq!(storage.length().unwrap(), length);
             model.resize(usize::try_from(length).unwrap(), 0);
@@ -147,7 +147,7 @@ pub(crate) fn zeroes_are_read_where_they_were_asked_for_and_nowhere_else(make: M
     }
     let storage = make();
     write(&*storage, 0, &pattern(1, 8192));
-    match block_on(storage.write_zeroes(0..4096, ZeroHow { unmap: false, only_fast: true })) {
+    match block_on(storage.write_zeroes(0..4096, ZeroOptions { unmap: false, only_fast: true })) {
         Ok(()) => assert_eq!(read(&*storage, 0..4096), [0; 4096]),
         Err(error) => {
             assert_eq!(error.kind(), std::io::ErrorKind::Unsupported);
@@ -155,7 +155,7 @@ pub(crate) fn zeroes_are_read_where_they_were_asked_for_and_nowhere_else(make: M
         }
     }
     #[expect(clippy::reversed_empty_ranges, reason = "what a caller could get wrong")]
-    block_on(storage.write_zeroes(4096..0, ZeroHow::default())).unwrap();
+    block_on(storage.write_zeroes(4096..0, ZeroOptions::default())).unwrap();
 }
 
 pub(crate) fn a_discard_leaves_zeros_or_what_was_there(make: Make<'_>) {
@@ -206,7 +206,7 @@ pub(crate) fn extents_cover_what_was_asked_and_promise_only_zeros(make: Make<'_>
     write(&*storage, 3 << 20, &pattern(1, 64 << 10));
     block_on(storage.allocate((4 << 20)..(5 << 20))).unwrap();
     write(&*storage, (4 << 20) + 4096, &pattern(1, 4096));
-    block_on(storage.write_zeroes((3 << 20)..(3 << 20) + 4096, ZeroHow { unmap: true, only_fast: false })).unwrap();
+    block_on(storage.write_zeroes((3 << 20)..(3 << 20) + 4096, ZeroOptions { unmap: true, only_fast: false })).unwrap();
     for range in [0..6 << 20, 5000..(5 << 20) + 1, (1 << 20)..(1 << 20) + 1, (9 << 20)..(10 << 20)] {
         let extents = storage.extents(range.clone()).unwrap();
         let (first, last) = (extents.first().unwrap(), extents.last().unwrap());
@@ -228,7 +228,7 @@ pub(crate) fn many_requests_at_once_leave_each_byte_one_or_the_other(make: Make<
     let requests = (0..64u64).map(|number| {
         let (offset, len) = place(number);
         let byte = 2 + u8::try_from(number).unwrap();
-        let buffer = Buffer::copied(&vec![byte; usize::try_from(len).unwrap()]);
+        let buffer = Buffer::from_slice(&vec![byte; usize::try_from(len).unwrap()]);
         storage.write(offset, buffer.into())
     });
     let results = block_on(join_all(requests.collect::<Vec<_>>()));
@@ -260,14 +260,14 @@ pub(crate) fn dropped_requests_complete(make: Make<'_>) {
                 let mut reading = storage.read(part * 4096 + round * 100, into.into());
                 _ = begin(&mut reading, Waker::noop());
                 let byte = u8::try_from(2 + round).unwrap();
-                let mut writing = storage.write(part * 4096 + round * 7, Buffer::copied(&[byte; 2048]).into());
+                let mut writing = storage.write(part * 4096 + round * 7, Buffer::from_slice(&[byte; 2048]).into());
                 _ = begin(&mut writing, Waker::noop());
             }
         }
-        let mut zeroing = storage.write_zeroes((60 << 10)..(64 << 10), ZeroHow::default());
+        let mut zeroing = storage.write_zeroes((60 << 10)..(64 << 10), ZeroOptions::default());
         _ = begin(&mut zeroing, Waker::noop());
         // Never begun, or begun by the call.
-        drop(storage.write(0, Buffer::copied(&[1]).into()));
+        drop(storage.write(0, Buffer::from_slice(&[1]).into()));
     });
     for (at, byte) in read(&*storage, 0..64 << 10).into_iter().enumerate() {
         assert!((1..=5).contains(&byte) || byte == 0 && at >= 60 << 10, "{at}: {byte}");
@@ -297,7 +297,7 @@ fn foreign_block_on<F: Future>(future: F) -> F::Output {
 pub(crate) fn a_request_may_be_polled_by_whoever_has_a_waker(make: Make<'_>) {
     let storage = make();
     let bytes = pattern(8, 10000);
-    foreign_block_on(storage.write(5000, Buffer::copied(&bytes).into())).unwrap();
+    foreign_block_on(storage.write(5000, Buffer::from_slice(&bytes).into())).unwrap();
     foreign_block_on(storage.flush()).unwrap();
     let into = Buffer::zeroed(10000);
     foreign_block_on(storage.read(5000, into.clone().into())).unwrap();
@@ -307,7 +307,7 @@ pub(crate) fn a_request_may_be_polled_by_whoever_has_a_waker(make: Make<'_>) {
 pub(crate) fn a_request_may_be_begun_on_one_thread_and_finished_on_another(make: Make<'_>) {
     let storage = make();
     for round in 0..8 {
-        let mut request = storage.write(4096, Buffer::copied(&pattern(round, 8192)).into());
+        let mut request = storage.write(4096, Buffer::from_slice(&pattern(round, 8192)).into());
         // The first thread leaves at once, or stays.
         let begun = block_on(async { begin(&mut request, Waker::noop()) });
         match begun {
@@ -321,7 +321,7 @@ pub(crate) fn a_request_may_be_begun_on_one_thread_and_finished_on_another(make:
     let other = thread::spawn(move || receive.into_iter().map(block_on).collect::<Result<Vec<()>, _>>());
     block_on(async {
         for part in 0..32u64 {
-            let mut request = storage.write(part * 4096, Buffer::copied(&pattern(77, 4096)).into());
+            let mut request = storage.write(part * 4096, Buffer::from_slice(&pattern(77, 4096)).into());
             if begin(&mut request, Waker::noop()).is_pending() {
                 send.send(request).unwrap();
             }
@@ -342,8 +342,9 @@ pub(crate) fn several_threads_have_requests_under_way(make: Make<'_>) {
             thread::spawn(move || {
                 for round in 0..8u64 {
                     let place = move |part: u64| (round * 64 + part * 4 + thread) * 2048;
-                    let requests = (0..16)
-                        .map(|part| storage.write(place(part), Buffer::copied(&pattern(part ^ thread, 2048)).into()));
+                    let requests = (0..16).map(|part| {
+                        storage.write(place(part), Buffer::from_slice(&pattern(part ^ thread, 2048)).into())
+                    });
                     block_on(join_all(requests.collect::<Vec<_>>())).into_iter().for_each(Result::unwrap);
                     for part in 0..16 {
                         let found = read(&*storage, place(part)..place(part) + 2048);
@@ -360,12 +361,12 @@ pub(crate) fn offsets_that_no_file_has_are_errors_or_zeros(make: Make<'_>) {
     let storage = make();
     write(&*storage, 0, b"there");
     for offset in [u64::MAX, u64::MAX - 4096, 1 << 63, (1 << 63) - 1] {
-        block_on(storage.write(offset, Buffer::copied(&[1; 4096]).into())).unwrap_err();
-        let into = Buffer::copied(&[1; 4096]);
+        block_on(storage.write(offset, Buffer::from_slice(&[1; 4096]).into())).unwrap_err();
+        let into = Buffer::from_slice(&[1; 4096]);
         if block_on(storage.read(offset, into.clone().into())).is_ok() {
             assert!(into.is_zero());
         }
-        block_on(storage.write_zeroes(offset - 1..u64::MAX, ZeroHow::default())).unwrap_err();
+        block_on(storage.write_zeroes(offset - 1..u64::MAX, ZeroOptions::default())).unwrap_err();
         block_on(storage.discard(offset..u64::MAX)).unwrap();
         block_on(storage.allocate(offset - 1..u64::MAX)).unwrap_err();
     }
@@ -397,7 +398,7 @@ pub(crate) fn random_requests_are_as_in_memory(make: Make<'_>) {
                 model[range].copy_from_slice(&bytes);
             }
             3 if start < end => {
-                let how = ZeroHow { unmap: random(2) == 0, only_fast: false };
+                let how = ZeroOptions { unmap: random(2) == 0, only_fast: false };
                 block_on(storage.write_zeroes(start..end, how)).unwrap();
                 room(&mut model);
                 model[range].fill(0);

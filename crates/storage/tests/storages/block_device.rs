@@ -4,7 +4,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
-use limosa_storage::{Buffer, CacheMode, ExtentKind, FileOptions, FileStorage, Io, Storage, ZeroHow, block_on};
+use limosa_storage::{Buffer, CacheMode, ExtentKind, FileOptions, FileStorage, Io, Storage, ZeroOptions, block_on};
 use tempfile::NamedTempFile;
 
 const SIZE: u64 = 4 << 20;
@@ -61,13 +61,13 @@ fn keeps_the_contract(sector: u32) {
         assert_eq!(storage.alignment().offset, if cache.is_direct() { sector } else { 1 });
         assert_eq!(storage.length().unwrap(), SIZE);
         let mut model: Vec<u8> = (0..SIZE).map(|at| u8::try_from(at % 250).unwrap() + 1).collect();
-        block_on(storage.write(0, Buffer::copied(&model).into())).unwrap();
-        block_on(storage.write(1001, Buffer::copied(&[77; 3000]).into())).unwrap();
+        block_on(storage.write(0, Buffer::from_slice(&model).into())).unwrap();
+        block_on(storage.write(1001, Buffer::from_slice(&[77; 3000]).into())).unwrap();
         model[1001..4001].fill(77);
         for (unmap, start, end) in
             [(false, 8192, 16384), (true, 65536, 131_072), (true, 200_001, 210_100), (false, 511, 513)]
         {
-            block_on(storage.write_zeroes(start..end, ZeroHow { unmap, only_fast: false })).unwrap();
+            block_on(storage.write_zeroes(start..end, ZeroOptions { unmap, only_fast: false })).unwrap();
             model[usize::try_from(start).unwrap()..usize::try_from(end).unwrap()].fill(0);
         }
         block_on(storage.flush()).unwrap();
@@ -83,13 +83,13 @@ fn keeps_the_contract(sector: u32) {
         let extents = storage.extents(0..SIZE + 4096).unwrap();
         let kinds: Vec<_> = extents.into_iter().map(|extent| (extent.range, extent.kind)).collect();
         assert_eq!(kinds, [(0..SIZE, ExtentKind::Data), (SIZE..SIZE + 4096, ExtentKind::Hole)]);
-        let tail = Buffer::copied(&[1; 2048]);
+        let tail = Buffer::from_slice(&[1; 2048]);
         block_on(storage.read(SIZE - 1024, tail.clone().into())).unwrap();
         assert!(tail.slice(1024..2048).is_zero());
         for refused in [
             storage.write(SIZE - 512, Buffer::zeroed(1024).into()),
             storage.write(SIZE, Buffer::zeroed(512).into()),
-            storage.write_zeroes(SIZE - 512..SIZE + 512, ZeroHow::default()),
+            storage.write_zeroes(SIZE - 512..SIZE + 512, ZeroOptions::default()),
             storage.allocate(0..SIZE + 1),
         ] {
             let error = block_on(refused).unwrap_err();
@@ -104,12 +104,12 @@ fn keeps_the_contract(sector: u32) {
 fn zeros_on_a_device_give_space_back_only_if_they_may() {
     let Some(device) = Loop::new(512) else { return };
     let storage = FileStorage::open(&device.path, &FileOptions::default()).unwrap();
-    let contents = Buffer::copied(&vec![5; usize::try_from(SIZE).unwrap()]);
+    let contents = Buffer::from_slice(&vec![5; usize::try_from(SIZE).unwrap()]);
     block_on(storage.write(0, contents.clone().into())).unwrap();
     block_on(storage.flush()).unwrap();
     let space = || device.file.as_file().metadata().unwrap().blocks() * 512;
     let full = space();
-    let zero = |unmap, only_fast| block_on(storage.write_zeroes(0..1 << 20, ZeroHow { unmap, only_fast }));
+    let zero = |unmap, only_fast| block_on(storage.write_zeroes(0..1 << 20, ZeroOptions { unmap, only_fast }));
     zero(false, false).unwrap();
     block_on(storage.read(0, contents.clone().into())).unwrap();
     assert!(contents.slice(0..1 << 20).is_zero() && !contents.is_zero());

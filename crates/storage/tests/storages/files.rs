@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use limosa_storage::{
     Buffer, CacheMode, Create, ExtentKind, FileOptions, FileStorage, Io, IoVector, LockPolicy, Operation,
-    OperationCount, Storage, ZeroHow, block_on,
+    OperationCount, Storage, ZeroOptions, block_on,
 };
 use tempfile::TempDir;
 
@@ -30,7 +30,7 @@ fn a_file_is_made_only_if_it_may_be() {
     assert_eq!((error.kind(), error.operation), (io::ErrorKind::NotFound, Operation::Open));
     assert!(open(Create::IfMissing, true).is_err() && !path.exists());
     let storage = open(Create::New, false).unwrap();
-    block_on(storage.write(0, Buffer::copied(b"kept").into())).unwrap();
+    block_on(storage.write(0, Buffer::from_slice(b"kept").into())).unwrap();
     drop(storage);
     assert_eq!(open(Create::New, false).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
     drop(open(Create::IfMissing, false).unwrap());
@@ -43,7 +43,7 @@ fn what_is_no_file_and_no_block_device_is_refused() {
     let pipe = folder.path().join("pipe");
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
     for (path, kind) in [(folder.path(), "directory"), (Path::new("/dev/null"), "character device"), (&*pipe, "pipe")] {
-        let error = FileStorage::open(path, &FileOptions::reading()).unwrap_err();
+        let error = FileStorage::open(path, &FileOptions::read_only_default()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
         assert_eq!(error.source.to_string(), format!("must be a regular file or a block device, not a {kind}"));
     }
@@ -55,11 +55,11 @@ fn nothing_is_written_to_what_was_opened_for_reading() {
     for io in [Io::Uring, Io::Threads] {
         let path = folder.path().join("disk.raw");
         fs::write(&path, [7; 8192]).unwrap();
-        let storage = FileStorage::open(&path, &FileOptions { io, ..FileOptions::reading() }).unwrap();
+        let storage = FileStorage::open(&path, &FileOptions { io, ..FileOptions::read_only_default() }).unwrap();
         assert!(storage.is_read_only());
         let requests = [
-            storage.write(0, Buffer::copied(b"x").into()),
-            storage.write_zeroes(0..512, ZeroHow::default()),
+            storage.write(0, Buffer::from_slice(b"x").into()),
+            storage.write_zeroes(0..512, ZeroOptions::default()),
             storage.discard(0..512),
             storage.set_len(0),
             storage.allocate(0..512),
@@ -78,7 +78,7 @@ fn nothing_is_written_to_what_was_opened_for_reading() {
 fn a_descriptor_has_to_allow_what_it_is_for() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let reading = || fs::File::open(file.path()).unwrap();
-    FileStorage::from_fd(reading().into(), "disk", &FileOptions::reading()).unwrap();
+    FileStorage::from_fd(reading().into(), "disk", &FileOptions::read_only_default()).unwrap();
     let error = FileStorage::from_fd(reading().into(), "disk", &FileOptions::default()).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
     let writing = fs::File::options().write(true).open(file.path()).unwrap();
@@ -89,7 +89,7 @@ fn a_descriptor_has_to_allow_what_it_is_for() {
 fn a_descriptor_is_used_directly_or_not_whatever_it_was_before() {
     let folder = TempDir::new().unwrap();
     let storage = made(&folder, of(CacheMode::None, Io::Auto));
-    block_on(storage.write(0, Buffer::copied(&[5; 4096]).into())).unwrap();
+    block_on(storage.write(0, Buffer::from_slice(&[5; 4096]).into())).unwrap();
     assert!(storage.alignment().offset > 1, "{:?}", storage.alignment());
     let file = storage.file().unwrap().try_clone_to_owned().unwrap();
     let options = FileOptions { lock: LockPolicy::None, ..of(CacheMode::Writeback, Io::Auto) };
@@ -105,7 +105,7 @@ fn two_names_of_one_file_have_one_identity() {
     let folder = TempDir::new().unwrap();
     let storage = made(&folder, FileOptions::default());
     fs::hard_link(folder.path().join("disk.raw"), folder.path().join("other.raw")).unwrap();
-    let options = FileOptions { lock: LockPolicy::None, ..FileOptions::reading() };
+    let options = FileOptions { lock: LockPolicy::None, ..FileOptions::read_only_default() };
     let other = FileStorage::open(folder.path().join("other.raw"), &options).unwrap();
     assert_eq!(storage.identity(), other.identity());
     fs::write(folder.path().join("third.raw"), b"").unwrap();
@@ -123,7 +123,7 @@ fn what_was_asked_is_counted() {
         block_on(storage.write(100, Buffer::zeroed(10).into())).unwrap();
         block_on(storage.read(0, Buffer::zeroed(4096).into())).unwrap();
         block_on(storage.read(4096, Buffer::zeroed(8192).slice(1..4097).into())).unwrap();
-        block_on(storage.write_zeroes(0..4096, ZeroHow::default())).unwrap();
+        block_on(storage.write_zeroes(0..4096, ZeroOptions::default())).unwrap();
         block_on(storage.discard(4096..8192)).unwrap();
         block_on(storage.allocate(0..65536)).unwrap();
         block_on(storage.flush()).unwrap();
@@ -152,7 +152,7 @@ fn unwritten_space_is_distinguished_from_holes_and_from_data() {
         block_on(storage.allocate((1 << 20)..(2 << 20))).unwrap();
         let data = (1 << 20) + 65536..(1 << 20) + 2 * 65536;
         // Not durable: bytes that are only in the cache are data, too.
-        block_on(storage.write(data.start, Buffer::copied(&[1; 65536]).into())).unwrap();
+        block_on(storage.write(data.start, Buffer::from_slice(&[1; 65536]).into())).unwrap();
         let found: Vec<_> =
             storage.extents(0..8 << 20).unwrap().into_iter().map(|extent| (extent.range, extent.kind)).collect();
         let expected = [
@@ -164,12 +164,12 @@ fn unwritten_space_is_distinguished_from_holes_and_from_data() {
         ];
         assert_eq!(found, expected, "{cache}");
         // Given back.
-        block_on(storage.write_zeroes(1 << 20..2 << 20, ZeroHow { unmap: true, only_fast: true })).unwrap();
+        block_on(storage.write_zeroes(1 << 20..2 << 20, ZeroOptions { unmap: true, only_fast: true })).unwrap();
         assert_eq!(storage.extents(0..4 << 20).unwrap().len(), 1);
         assert_eq!(fs::metadata(folder.path().join("disk.raw")).unwrap().blocks(), 0);
         // Kept.
-        block_on(storage.write(0, Buffer::copied(&[1; 65536]).into())).unwrap();
-        block_on(storage.write_zeroes(0..65536, ZeroHow { unmap: false, only_fast: true })).unwrap();
+        block_on(storage.write(0, Buffer::from_slice(&[1; 65536]).into())).unwrap();
+        block_on(storage.write_zeroes(0..65536, ZeroOptions { unmap: false, only_fast: true })).unwrap();
         assert_eq!(storage.extents(0..65536).unwrap()[0].kind, ExtentKind::Unwritten);
         block_on(storage.discard(0..65536)).unwrap();
         assert_eq!(storage.extents(0..65536).unwrap()[0].kind, ExtentKind::Hole);
@@ -185,8 +185,8 @@ fn a_clone_shares_extents_or_returns_false_if_the_filesystem_cannot() {
         &FileOptions { create: Create::New, ..FileOptions::default() },
     )
     .unwrap();
-    block_on(from.write(0, Buffer::copied(&[3; 65536]).into())).unwrap();
-    block_on(storage.write(0, Buffer::copied(&[4; 131_072]).into())).unwrap();
+    block_on(from.write(0, Buffer::from_slice(&[3; 65536]).into())).unwrap();
+    block_on(storage.write(0, Buffer::from_slice(&[4; 131_072]).into())).unwrap();
     let from: Arc<dyn Storage> = from;
     let is_shared = block_on((*storage).clone_range(65536, &from, 0, 65536)).unwrap();
     let found = Buffer::zeroed(65536);
@@ -205,7 +205,7 @@ fn a_clone_shares_extents_or_returns_false_if_the_filesystem_cannot() {
 fn a_request_keeps_its_file_open_and_locked_until_it_is_done() {
     let folder = TempDir::new().unwrap();
     let storage = made(&folder, of(CacheMode::Writeback, Io::Threads));
-    let request = storage.write(0, Buffer::copied(b"late").into());
+    let request = storage.write(0, Buffer::from_slice(b"late").into());
     drop(storage);
     let options = FileOptions { lock: LockPolicy::Required, ..FileOptions::default() };
     let path = folder.path().join("disk.raw");
@@ -235,7 +235,7 @@ fn writes_of_parts_and_of_whole_blocks_from_several_threads_lose_nothing() {
                                 2 => (part * 2048 + 1124, 412),
                                 _ => (SIZE + part * 300, 300),
                             };
-                            storage.write(at, Buffer::copied(&vec![thread * 16 + round; len]).into())
+                            storage.write(at, Buffer::from_slice(&vec![thread * 16 + round; len]).into())
                         });
                         let writes = futures_util::future::join_all(writes.collect::<Vec<_>>());
                         block_on(writes).into_iter().for_each(Result::unwrap);
@@ -265,7 +265,7 @@ fn more_requests_than_a_ring_has_room_for_are_carried_out() {
     let folder = TempDir::new().unwrap();
     for cache in [CacheMode::None, CacheMode::Writeback] {
         let storage = made(&folder, of(cache, Io::Uring));
-        let buffers: Vec<_> = (0..COUNT).map(|number| Buffer::copied(&number.to_le_bytes().repeat(64))).collect();
+        let buffers: Vec<_> = (0..COUNT).map(|number| Buffer::from_slice(&number.to_le_bytes().repeat(64))).collect();
         let writes = buffers.iter().zip(0..).map(|(buffer, number)| storage.write(number * 512, buffer.clone().into()));
         let writes = futures_util::future::join_all(writes.collect::<Vec<_>>());
         block_on(writes).into_iter().for_each(Result::unwrap);
@@ -293,8 +293,8 @@ fn a_write_that_is_waited_for_alone_does_not_keep_others_waiting_for_good() {
             send.send(context.waker().clone()).unwrap();
             std::task::Poll::Pending
         });
-        let write = storage.write(round * 4096, Buffer::copied(&[9; 4096]).into());
-        let zero = storage.write_zeroes(0..512, ZeroHow::default());
+        let write = storage.write(round * 4096, Buffer::from_slice(&[9; 4096]).into());
+        let zero = storage.write_zeroes(0..512, ZeroOptions::default());
         let ((), written, zeroed) = block_on(futures_util::future::join3(woken, write, zero));
         written.and(zeroed).unwrap();
     }

@@ -47,7 +47,7 @@ fn made(path: &Path) -> Arc<FileStorage> {
 /// Writes a block and reads it again and again.
 fn read_often(storage: &Arc<FileStorage>, byte: u8) {
     let check = || -> Result<(), StorageError> {
-        block_on(storage.write(0, Buffer::copied(&[byte; BLOCK]).into()))?;
+        block_on(storage.write(0, Buffer::from_slice(&[byte; BLOCK]).into()))?;
         for _ in 0..OFTEN {
             let found = Buffer::zeroed(BLOCK);
             block_on(storage.read(0, found.clone().into()))?;
@@ -200,7 +200,7 @@ fn files_are_dropped_while_others_are_read_in_the_same_rings() {
     }
     let folder = TempDir::new().unwrap();
     let kept = made(&folder.path().join("kept.raw"));
-    block_on(kept.write(0, Buffer::copied(&[9; BLOCK]).into())).unwrap();
+    block_on(kept.write(0, Buffer::from_slice(&[9; BLOCK]).into())).unwrap();
     let workers: Vec<_> = (0..3).map(|_| Worker::new()).collect();
     let begin = Arc::new(Barrier::new(workers.len()));
     for (number, worker) in workers.iter().enumerate() {
@@ -254,7 +254,7 @@ fn knows_buffers(path: &Path) -> bool {
 /// Makes a ring execute more requests than are needed to register the memory of buffers.
 fn use_buffers(storage: &Arc<FileStorage>) {
     for round in 0..50u8 {
-        let writes = (0..100u64).map(|at| storage.write(at * 4096, Buffer::copied(&[round; BLOCK]).into()));
+        let writes = (0..100u64).map(|at| storage.write(at * 4096, Buffer::from_slice(&[round; BLOCK]).into()));
         let writes: Vec<_> = writes.collect();
         block_on(futures_util::future::join_all(writes)).into_iter().for_each(Result::unwrap);
         let found: Vec<_> = (0..100).map(|_| Buffer::zeroed(BLOCK)).collect();
@@ -301,7 +301,7 @@ fn requests_are_the_same_when_there_is_no_memory_left_that_rings_know() {
         use_buffers(&storage);
         // More than there is of it, some larger than its largest piece, and slices that are no whole pieces.
         let sizes = [4096, 12288, 65536, 262_144, 1 << 20];
-        let held: Vec<_> = (0..60usize).map(|number| Buffer::copied(&vec![1; sizes[number % 5]])).collect();
+        let held: Vec<_> = (0..60usize).map(|number| Buffer::from_slice(&vec![1; sizes[number % 5]])).collect();
         let write = |buffer: &Buffer, at: u64| storage.write(at, buffer.slice(0..8192).into());
         let writes = held.iter().zip(0u64..).map(|(buffer, at)| write(buffer, at * 8192)).collect::<Vec<_>>();
         block_on(futures_util::future::join_all(writes)).into_iter().for_each(Result::unwrap);

@@ -213,7 +213,7 @@ impl Decoder {
     ///
     /// # Errors
     /// A block name that occurs twice.
-    pub fn for_records(blocks: &[RamBlock]) -> Result<Self, StreamError> {
+    pub fn for_preempt_channel(blocks: &[RamBlock]) -> Result<Self, StreamError> {
         let mut decoder = Self { state: State::Records, bare: true, ..Self::new() };
         for block in blocks {
             decoder.add_block(block.clone()).map_err(|error_kind| StreamError::new(0, "RAM block list", error_kind))?;
@@ -233,7 +233,7 @@ impl Decoder {
             ram_id: ram_section_id,
             ram_started: true,
             ram_listed: true,
-            ..Self::for_records(blocks)?
+            ..Self::for_preempt_channel(blocks)?
         })
     }
 
@@ -254,7 +254,7 @@ impl Decoder {
     }
 
     /// The error to report when the input ends although the decoder needs `wanted` bytes and only `available` are left.
-    pub fn truncated(&self, available: usize, wanted: usize) -> StreamError {
+    pub fn truncated_error(&self, available: usize, wanted: usize) -> StreamError {
         let what = match self.state {
             State::Header if available == 0 => "the first byte",
             State::Header => "it",
@@ -372,7 +372,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "a page of an event is inside its block")]
     fn an_event_of_a_page_outside_its_block_is_a_broken_invariant() {
-        let mut decoder = Decoder::for_records(&[RamBlock::new("pc.ram", PAGE_SIZE)]).unwrap();
+        let mut decoder = Decoder::for_preempt_channel(&[RamBlock::new("pc.ram", PAGE_SIZE)]).unwrap();
         (decoder.current, decoder.current_length) = (0, 3 * PAGE_SIZE);
         let _ = decoder.step(&((2 * PAGE_SIZE) | PAGE_CONTINUE).to_be_bytes());
     }

@@ -2,7 +2,7 @@
 
 use super::{Decoder, Event, NO_BLOCK, PAGE, PAGE_CONTINUE, State, ZERO, ZERO_CONTINUE, outside};
 use crate::cursor::{Cursor, Stop};
-use crate::error::{ErrorKind, Feature};
+use crate::error::{ErrorKind, UnsupportedFeature};
 use crate::mapped_ram::MappedHeader;
 use crate::ram::{
     self, BLOCKS_LIMIT, FLAG_CONTINUE, FLAG_EOS, FLAG_MULTIFD_FLUSH, FLAG_XBZRLE, FLAG_ZERO, FLAGS_MASK, PAGE_LEN,
@@ -116,10 +116,10 @@ impl Decoder {
             XBZRLE | XBZRLE_CONTINUE if self.pages_begun && !self.mapped => {}
             _ => {
                 return fail(match flags & !FLAG_CONTINUE {
-                    FLAG_XBZRLE => ErrorKind::Unsupported(Feature::Xbzrle),
-                    ram::FLAG_HOOK => ErrorKind::Unsupported(Feature::RdmaHook),
-                    ram::FLAG_COMPRESS_PAGE => ErrorKind::Unsupported(Feature::CompressedPage),
-                    FLAG_MULTIFD_FLUSH => ErrorKind::Unsupported(Feature::Multifd),
+                    FLAG_XBZRLE => ErrorKind::Unsupported(UnsupportedFeature::Xbzrle),
+                    ram::FLAG_HOOK => ErrorKind::Unsupported(UnsupportedFeature::RdmaHook),
+                    ram::FLAG_COMPRESS_PAGE => ErrorKind::Unsupported(UnsupportedFeature::CompressedPage),
+                    FLAG_MULTIFD_FLUSH => ErrorKind::Unsupported(UnsupportedFeature::Multifd),
                     _ if self.pages_begun || self.bare => ErrorKind::expected(
                         "a RAM record (flags 0x002, 0x008, each with or without 0x020, or the word 0x010)",
                         format_args!("word {word:#x}"),

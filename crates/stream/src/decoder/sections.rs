@@ -5,7 +5,7 @@ use super::{Decoder, Event, State, early, outside};
 use crate::command::Command;
 use crate::configuration::{Configuration, IGNORE_SHARED, MAPPED_RAM};
 use crate::cursor::{Cursor, Stop};
-use crate::error::{ErrorKind, Feature};
+use crate::error::{ErrorKind, UnsupportedFeature};
 use crate::ram::{self, PAGE_SIZE};
 use crate::section::{self, SectionHeader, SectionKind};
 
@@ -13,7 +13,10 @@ impl Decoder {
     pub(super) fn header(&mut self, cursor: &mut Cursor<'_>) -> Result<Event, Stop> {
         let configuration = Configuration::read(cursor)?;
         if let Some(bits) = configuration.target_page_bits.filter(|bits| *bits != 12) {
-            return Err(Stop::Fail { at: 8, error_kind: ErrorKind::Unsupported(Feature::TargetPageBits { bits }) });
+            return Err(Stop::Fail {
+                at: 8,
+                error_kind: ErrorKind::Unsupported(UnsupportedFeature::TargetPageBits { bits }),
+            });
         }
         self.mapped = configuration.has_capability(MAPPED_RAM);
         self.addresses = configuration.has_capability(IGNORE_SHARED);
@@ -76,8 +79,8 @@ impl Decoder {
                 self.state = State::Total;
                 return Ok(Event::SectionStart(header));
             }
-            "dirty-bitmap" => ErrorKind::Unsupported(Feature::DirtyBitmaps),
-            _ => ErrorKind::Unsupported(Feature::IterableSection { name: header.name }),
+            "dirty-bitmap" => ErrorKind::Unsupported(UnsupportedFeature::DirtyBitmaps),
+            _ => ErrorKind::Unsupported(UnsupportedFeature::IterableSection { name: header.name }),
         };
         Err(Stop::Fail { at: 0, error_kind })
     }
@@ -117,7 +120,9 @@ impl Decoder {
                 }
                 return Ok(Event::Package { length: *length });
             }
-            Command::EnableColo => return Err(Stop::Fail { at: 0, error_kind: ErrorKind::Unsupported(Feature::Colo) }),
+            Command::EnableColo => {
+                return Err(Stop::Fail { at: 0, error_kind: ErrorKind::Unsupported(UnsupportedFeature::Colo) });
+            }
             Command::PostcopyAdvise(Some(sizes)) => self.page_sizes = sizes.summary & !PAGE_SIZE,
             Command::RamDiscard { block, ranges } => {
                 let known = self.indices.get(block.as_str()).and_then(|index| self.blocks.get(*index));

@@ -54,7 +54,7 @@ fn plain() -> Vec<u8> {
 #[test]
 fn sections_are_cut_where_the_description_says() {
     let tail = plain();
-    let found = devices::locate(&tail, 0, TAIL_LIMIT).unwrap();
+    let found = devices::find_tail_end(&tail, 0, TAIL_LIMIT).unwrap();
     assert_eq!(found.end, tail.len());
     assert_eq!(found.sections.len(), 2);
     let timer = found.section("timer").unwrap();
@@ -69,14 +69,14 @@ fn sections_are_cut_where_the_description_says() {
 #[test]
 fn the_run_state_can_be_replaced_in_place() {
     let mut tail = plain();
-    let found = devices::locate(&tail, 0, TAIL_LIMIT).unwrap();
+    let found = devices::find_tail_end(&tail, 0, TAIL_LIMIT).unwrap();
     found.replace_run_state(&mut tail, "running").unwrap();
     let wanted = Tail::new().device(0, "timer", &[1; 24]).device(44, "globalstate", &state("running")).finish();
     assert_eq!(tail, wanted);
     assert!(found.replace_run_state(&mut tail, "no such state").is_err());
     assert_eq!(tail, wanted);
     let mut without = Tail::new().device(0, "timer", &[1; 24]).finish();
-    let found = devices::locate(&without, 0, TAIL_LIMIT).unwrap();
+    let found = devices::find_tail_end(&without, 0, TAIL_LIMIT).unwrap();
     assert_eq!(found.global_state(&without).unwrap(), None);
     assert!(found.replace_run_state(&mut without, "running").is_err());
 }
@@ -103,7 +103,7 @@ fn the_end_is_found_with_the_last_byte_and_not_before() {
         assert_eq!(arriving.find(&tail[..end]).unwrap(), None, "after {end} bytes");
     }
     let found = arriving.find(&tail).unwrap().unwrap();
-    assert_eq!(found, devices::locate(&tail, 0, TAIL_LIMIT).unwrap());
+    assert_eq!(found, devices::find_tail_end(&tail, 0, TAIL_LIMIT).unwrap());
     assert_eq!(arriving.find(&tail).unwrap(), Some(found), "asking twice does no harm");
 }
 
@@ -130,10 +130,10 @@ fn a_forged_end_inside_a_device_body_is_not_believed() {
     let body = forged_body(&prefix, 7);
     let forged_end = prefix.bytes.len() + 19 + body.len();
     let tail = prefix.device(7, "e1000", &body).device(44, "globalstate", &state("running")).finish();
-    let located = devices::locate(&tail, 0, TAIL_LIMIT).unwrap();
+    let located = devices::find_tail_end(&tail, 0, TAIL_LIMIT).unwrap();
     assert_eq!((located.end, located.sections.len()), (tail.len(), 3));
     // It does fit: cut off there, nothing could show it.
-    assert_eq!(devices::locate(&tail[..forged_end], 0, TAIL_LIMIT).unwrap().end, forged_end);
+    assert_eq!(devices::find_tail_end(&tail[..forged_end], 0, TAIL_LIMIT).unwrap().end, forged_end);
     let mut arriving = DeviceTailFinder::new(0, TAIL_LIMIT);
     assert!(arriving.find(&tail[..forged_end]).unwrap().is_some());
     assert_eq!(arriving.find(&tail[..forged_end + 1]).unwrap(), None, "bytes behind it prove it wrong");
@@ -147,7 +147,7 @@ fn a_trailer_behind_the_description_is_left_alone() {
     let mut tail = plain();
     let end = tail.len();
     tail.extend_from_slice(b"limosa's own {\"devices\":[]}");
-    assert_eq!(devices::locate(&tail, 0, TAIL_LIMIT).unwrap().end, end);
+    assert_eq!(devices::find_tail_end(&tail, 0, TAIL_LIMIT).unwrap().end, end);
     assert_eq!(DeviceTailFinder::new(0, TAIL_LIMIT).find(&tail).unwrap(), None);
 }
 
@@ -160,7 +160,7 @@ fn sizes_that_do_not_fit_the_sections_prove_nothing() {
     for wrong in [b"\"size\":23", b"\"size\":25", b"\"size\":99"] {
         let mut damaged = tail.clone();
         damaged[at..at + 9].copy_from_slice(wrong);
-        let error = devices::locate(&damaged, 0x77, TAIL_LIMIT).unwrap_err();
+        let error = devices::find_tail_end(&damaged, 0x77, TAIL_LIMIT).unwrap_err();
         assert_eq!(error.offset(), 0x77);
         assert!(error.to_string().contains("sizes match the device sections"), "{error}");
     }
@@ -169,7 +169,7 @@ fn sizes_that_do_not_fit_the_sections_prove_nothing() {
 #[test]
 fn a_walk_that_fails_says_which_section() {
     let tail = plain();
-    let found = devices::locate(&tail, 0, TAIL_LIMIT).unwrap();
+    let found = devices::find_tail_end(&tail, 0, TAIL_LIMIT).unwrap();
     let mut description = Vmdesc::decode(&tail[found.json_range.clone()]).unwrap();
     let sections = &tail[found.sections_range];
     description.devices[1].body_length += 1;
@@ -189,7 +189,7 @@ fn a_tail_beyond_the_limit_is_refused() {
     let tail = plain();
     let error = DeviceTailFinder::new(0, 100).find(&tail).unwrap_err();
     assert!(error.to_string().contains("more than the limit of 100"), "{error}");
-    assert!(devices::locate(&tail, 0, 100).is_err());
+    assert!(devices::find_tail_end(&tail, 0, 100).is_err());
 }
 
 #[test]
@@ -248,7 +248,7 @@ proptest! {
             prop_assert_eq!(found.is_some(), end == tail.len());
         }
         let found = found.unwrap();
-        prop_assert_eq!(&found, &devices::locate(&tail, 0, TAIL_LIMIT).unwrap());
+        prop_assert_eq!(&found, &devices::find_tail_end(&tail, 0, TAIL_LIMIT).unwrap());
         let cut: Vec<_> = found.sections.iter().map(|section| tail[section.body.clone()].to_vec()).collect();
         prop_assert_eq!(cut, bodies);
     }

@@ -32,7 +32,7 @@ fn events(mut input: &[u8]) -> Result<Vec<Event>, StreamError> {
     let mut events = Vec::new();
     while !input.is_empty() {
         match decoder.step(input)? {
-            Step::Need(wanted) => return Err(decoder.truncated(input.len(), wanted)),
+            Step::Need(wanted) => return Err(decoder.truncated_error(input.len(), wanted)),
             Step::Event { consumed, event } => {
                 input = &input[consumed..];
                 let over = matches!(event, Event::DeviceTail | Event::EndOfStream);

@@ -3,7 +3,7 @@
 use limosa_stream::multifd::{
     Compression, INITIAL_LEN, InitialPacket, MAGIC, PACKET_LEN, PACKET_PAGES, PAYLOAD_LIMIT, PREFIX_LEN, Packet,
 };
-use limosa_stream::{Configuration, ErrorKind, Feature, StreamError};
+use limosa_stream::{Configuration, ErrorKind, StreamError, UnsupportedFeature};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -112,7 +112,7 @@ fn a_packet_is_awaited_whole_but_its_beginning_is_judged_at_once() {
         assert_eq!(decode(&packet[..length], &mut [0; PACKET_PAGES]).unwrap(), None);
     }
     packet[11] |= 0x40;
-    assert_eq!(*refused(&packet[..PREFIX_LEN]).kind(), ErrorKind::Unsupported(Feature::MultifdDeviceState));
+    assert_eq!(*refused(&packet[..PREFIX_LEN]).kind(), ErrorKind::Unsupported(UnsupportedFeature::MultifdDeviceState));
 }
 
 #[test]

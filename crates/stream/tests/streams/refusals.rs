@@ -1,8 +1,8 @@
 //! Streams that the decoders refuse, with the offset and the reason.
 
 use limosa_stream::{
-    Command, Configuration, Decoder, DecoderOptions, ErrorKind, Event, Feature, PageSizes, RamBlock, RecordEncoder,
-    RecordKind, ReturnDecoder, ReturnMessage, SectionHeader, SectionKind, Step, StreamError, ram, section,
+    Command, Configuration, Decoder, DecoderOptions, ErrorKind, Event, PageSizes, RamBlock, RecordEncoder, RecordKind,
+    ReturnDecoder, ReturnMessage, SectionHeader, SectionKind, Step, StreamError, UnsupportedFeature, ram, section,
 };
 
 fn start() -> Vec<u8> {
@@ -39,14 +39,14 @@ fn run(stream: &[u8]) -> Result<(), StreamError> {
     let mut at = 0;
     loop {
         match decoder.step(&stream[at..])? {
-            Step::Need(wanted) => return Err(decoder.truncated(stream.len() - at, wanted)),
+            Step::Need(wanted) => return Err(decoder.truncated_error(stream.len() - at, wanted)),
             Step::Event { event: Event::DeviceTail | Event::EndOfStream, .. } => return Ok(()),
             Step::Event { consumed, .. } => at += consumed,
         }
     }
 }
 
-fn unsupported(stream: &[u8]) -> Feature {
+fn unsupported(stream: &[u8]) -> UnsupportedFeature {
     match error_of(stream).kind() {
         ErrorKind::Unsupported(feature) => feature.clone(),
         other => panic!("{other}"),
@@ -97,7 +97,7 @@ fn a_block_listed_twice_is_refused_by_name() {
     let error = error_of(&stream);
     assert_eq!(*error.kind(), ErrorKind::DuplicateBlock { name: "pc.ram".into() });
     assert_eq!(error.offset(), stream.len() as u64 - 15);
-    assert_eq!(error.place(), "section \"ram\" (id 2)");
+    assert_eq!(error.context(), "section \"ram\" (id 2)");
 }
 
 #[test]
@@ -222,9 +222,9 @@ fn a_page_delta_is_inside_its_block_of_method_1_and_no_longer_than_a_page() {
 #[test]
 fn other_features_are_named() {
     let flagged = |flag: u64| unsupported(&with(part(), &word(0x1000 | flag)));
-    assert_eq!(flagged(ram::FLAG_HOOK), Feature::RdmaHook);
-    assert_eq!(flagged(ram::FLAG_COMPRESS_PAGE), Feature::CompressedPage);
-    assert_eq!(flagged(ram::FLAG_MULTIFD_FLUSH), Feature::Multifd, "the join word has no address");
+    assert_eq!(flagged(ram::FLAG_HOOK), UnsupportedFeature::RdmaHook);
+    assert_eq!(flagged(ram::FLAG_COMPRESS_PAGE), UnsupportedFeature::CompressedPage);
+    assert_eq!(flagged(ram::FLAG_MULTIFD_FLUSH), UnsupportedFeature::Multifd, "the join word has no address");
     assert!(error_of(&with(part(), &word(0x400))).to_string().contains("expected a RAM record"));
     assert!(error_of(&with(part(), &word(ram::FLAG_PAGE | ram::FLAG_ZERO))).to_string().contains("a RAM record"));
     let section = |name: &str, kind| {
@@ -233,15 +233,15 @@ fn other_features_are_named() {
         SectionHeader { kind, id: 5, name, instance: 0, version: 1 }.encode(&mut header).unwrap();
         unsupported(&with(start(), &header))
     };
-    assert_eq!(section("dirty-bitmap", SectionKind::Start), Feature::DirtyBitmaps);
+    assert_eq!(section("dirty-bitmap", SectionKind::Start), UnsupportedFeature::DirtyBitmaps);
     let name = "0000:00:02.0/vfio".to_owned();
-    assert_eq!(section(&name, SectionKind::Start), Feature::IterableSection { name });
+    assert_eq!(section(&name, SectionKind::Start), UnsupportedFeature::IterableSection { name });
     let mut colo = Vec::new();
     Command::EnableColo.encode(&mut colo).unwrap();
-    assert_eq!(unsupported(&with(start(), &colo)), Feature::Colo);
+    assert_eq!(unsupported(&with(start(), &colo)), UnsupportedFeature::Colo);
     let mut bits = Vec::new();
     Configuration { target_page_bits: Some(16), ..Configuration::new("virt") }.encode(&mut bits).unwrap();
-    assert_eq!(unsupported(&with(bits, &[1])), Feature::TargetPageBits { bits: 16 });
+    assert_eq!(unsupported(&with(bits, &[1])), UnsupportedFeature::TargetPageBits { bits: 16 });
 }
 
 #[test]
@@ -328,7 +328,7 @@ fn the_preempt_channel_is_bare_records() {
     records.append(RecordKind::Page, 0, 0x1000, &mut wire).unwrap();
     records.append(RecordKind::Zero, 0, 0, &mut wire).unwrap();
     wire.extend(word(ram::FLAG_EOS));
-    let mut decoder = Decoder::for_records(&blocks).unwrap();
+    let mut decoder = Decoder::for_preempt_channel(&blocks).unwrap();
     let mut at = 0;
     for wanted in [Event::Page { block: 0, offset: 0x1000 }, Event::Zero { block: 0, offset: 0 }, Event::EndOfStream] {
         let Step::Event { consumed, event } = decoder.step(&wire[at..]).unwrap() else { panic!("incomplete") };
@@ -336,7 +336,7 @@ fn the_preempt_channel_is_bare_records() {
         at += consumed;
     }
     assert_eq!(at, wire.len());
-    assert!(Decoder::for_records(&[blocks[0].clone(), blocks[0].clone()]).is_err());
+    assert!(Decoder::for_preempt_channel(&[blocks[0].clone(), blocks[0].clone()]).is_err());
 }
 
 #[test]

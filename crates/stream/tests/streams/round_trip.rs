@@ -86,7 +86,7 @@ fn drive(file: &[u8], options: DecoderOptions, pieces: &[usize]) -> Vec<Event> {
         match decoder.step(&file[at..end]).unwrap() {
             Step::Need(wanted) => {
                 assert!(wanted > end - at && wanted <= Decoder::LARGEST_NEED);
-                assert!(end < file.len(), "{}", decoder.truncated(end - at, wanted));
+                assert!(end < file.len(), "{}", decoder.truncated_error(end - at, wanted));
                 shown = (end - at) + pieces.next().unwrap_or(1);
             }
             Step::Event { consumed, event } => {

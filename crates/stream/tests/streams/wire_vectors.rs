@@ -31,7 +31,7 @@ fn events(stream: &[u8]) -> Vec<Event> {
     loop {
         match decoder.step(&stream[at..]).expect("a stream that QEMU would write") {
             Step::Need(_) if at == stream.len() => return events,
-            Step::Need(wanted) => panic!("{} after {events:?}", decoder.truncated(stream.len() - at, wanted)),
+            Step::Need(wanted) => panic!("{} after {events:?}", decoder.truncated_error(stream.len() - at, wanted)),
             Step::Event { consumed, event } => {
                 at += consumed;
                 match event {

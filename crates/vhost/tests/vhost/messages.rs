@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::peer::{Guest, Incrementer, Peer, Served, longs, table, until, words};
 use limosa_vhost::message::Request;
-use limosa_vhost::{Fault, Server};
+use limosa_vhost::{FaultKind, Server};
 
 #[test]
 fn a_piece_of_configuration_has_the_requested_length() {
@@ -80,7 +80,7 @@ fn memory_that_does_not_match_its_description_is_refused() {
     }
     assert!(peer.share(&guest));
     assert_eq!(served.device.memories.lock().len(), 1);
-    assert!(served.server.faults(Fault::Refused) >= 12);
+    assert!(served.server.fault_count(FaultKind::Refused) >= 12);
 }
 
 #[test]
@@ -124,13 +124,13 @@ fn a_front_end_with_invalid_messages_is_disconnected_and_the_next_one_is_served(
         say(&peer);
         assert!(peer.answer(Request::GetFeatures).is_none(), "{what}");
     }
-    assert_eq!((served.server.faults(Fault::Message), served.server.faults(Fault::Unknown)), (4, 1));
+    assert_eq!((served.server.fault_count(FaultKind::Message), served.server.fault_count(FaultKind::Unknown)), (4, 1));
     let peer = Peer::connect(&served.path);
     peer.negotiate(0);
     peer.send_raw(4711, 1 | 8, &[], &[]);
     assert_ne!(peer.answer_to(4711), [0; 8], "a front end that gets acknowledgements stays connected");
     assert_eq!(served.device.accepted.load(Ordering::SeqCst), 0b10);
-    assert_eq!(served.server.connections(), 7);
+    assert_eq!(served.server.connection_count(), 7);
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn a_call_descriptor_that_blocks_does_not_keep_a_server_from_stopping() {
     let device = served.device.clone();
     let (ended, took) = stop_anyway(served);
     if let Err(error) = ended {
-        assert!(matches!(error, limosa_vhost::ServerError::Held { .. }), "{error}");
+        assert!(matches!(error, limosa_vhost::ServerError::StopBlocked { .. }), "{error}");
         assert!(took >= Duration::from_secs(5));
     }
     // The blocked threads continue and end when the front end unblocks them.
@@ -221,7 +221,7 @@ fn work_that_does_not_end_does_not_keep_a_server_from_stopping() {
     let (device, path) = (served.device.clone(), served.path.clone());
     let (ended, _) = stop_anyway(served);
     let error = ended.unwrap_err();
-    assert!(matches!(error, limosa_vhost::ServerError::Held { .. }), "{error}");
+    assert!(matches!(error, limosa_vhost::ServerError::StopBlocked { .. }), "{error}");
     assert!(error.to_string().contains(&path.display().to_string()), "{error}");
     assert!(!path.exists(), "no front end can connect any more");
     assert_eq!(device.resets.load(Ordering::SeqCst), 0, "not while it works");

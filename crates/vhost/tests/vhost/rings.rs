@@ -5,7 +5,7 @@ use std::os::fd::AsFd as _;
 use std::sync::atomic::Ordering;
 
 use crate::peer::{Guest, Peer, Served, until, words};
-use limosa_vhost::Fault;
+use limosa_vhost::FaultKind;
 use limosa_vhost::message::Request;
 
 const PROTOCOL_FEATURES: u64 = 1 << 30;
@@ -195,7 +195,7 @@ fn memory_may_change_under_a_ring_that_runs() {
     guest.offer(3, [1, 2, 3, 4]);
     guest.kick();
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
-    assert_eq!((guest.used(), served.server.faults(Fault::Ring)), (3, 1));
+    assert_eq!((guest.used(), served.server.fault_count(FaultKind::Ring)), (3, 1));
     assert_eq!(*served.device.stops.lock(), [1], "the device is notified");
 }
 
@@ -209,12 +209,12 @@ fn an_invalid_ring_is_not_processed_and_the_other_continues() {
     // More buffers than there are descriptors.
     vm_memory::Bytes::write_obj(&broken.memory, 100_u16, Guest::at(0x2002)).unwrap();
     broken.kick();
-    until("it is noticed", || served.server.faults(Fault::Ring) == 1);
+    until("it is noticed", || served.server.fault_count(FaultKind::Ring) == 1);
     until("the front end is notified", || rustix::io::read(&error, &mut [0; 8]).is_ok());
     broken.kick();
     broken.kick();
     assert_eq!(peer.ask_number(Request::GetQueueNum), 2);
-    assert_eq!(served.server.faults(Fault::Ring), 1);
+    assert_eq!(served.server.fault_count(FaultKind::Ring), 1);
     assert_eq!(peer.base(&broken), 0);
     broken.clear();
     peer.start(&broken, 0, true);

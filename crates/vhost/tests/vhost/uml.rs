@@ -37,7 +37,7 @@ impl Device for Balloon {
         0
     }
 
-    fn queues(&self) -> usize {
+    fn num_queues(&self) -> usize {
         2
     }
 
@@ -60,7 +60,7 @@ impl Device for Balloon {
         *self.ram.lock() = Some(memory);
     }
 
-    fn attached(&self, front_end: FrontEnd) {
+    fn front_end_connected(&self, front_end: FrontEnd) {
         *self.front_end.lock() = Some(front_end);
     }
 
@@ -85,7 +85,7 @@ impl Device for Balloon {
         Ok(MoreWork::Yes)
     }
 
-    fn stopped(&self, _queue: usize) {}
+    fn queue_stopped(&self, _queue: usize) {}
 
     fn reset(&self) {
         self.resets.fetch_add(1, Ordering::SeqCst);

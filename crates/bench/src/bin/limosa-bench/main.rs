@@ -5,7 +5,7 @@ mod args;
 use std::process::ExitCode;
 
 use clap::Parser as _;
-use limosa_console::{at_signal, print_out, say};
+use limosa_console::{exit_on_signal, print_out, say};
 
 use args::BenchArgs;
 
@@ -13,7 +13,7 @@ fn main() -> ExitCode {
     let args = BenchArgs::try_parse().unwrap_or_else(|error| error.exit());
     tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).without_time().init();
     run(args).unwrap_or_else(|error| {
-        say!("limosa-bench: {}", limosa_console::one_line(&error));
+        say!("limosa-bench: {}", limosa_console::anyhow_error_line(&error));
         ExitCode::FAILURE
     })
 }
@@ -24,7 +24,7 @@ fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     // The processes of a bench end with it in any case; its files do not.
-    at_signal(limosa_bench::scratch::remove_all)?;
+    exit_on_signal(limosa_bench::scratch::remove_all)?;
     let options = limosa_bench::Options {
         size: args.size,
         allocate_ahead: args.allocate_ahead,

@@ -195,8 +195,11 @@ impl PausedVm {
         let multifd = MultifdSourceOptions::default();
         let multifd = MultifdSourceOptions { packet_pages: packet_pages.unwrap_or(multifd.packet_pages), ..multifd };
         let source = source.destination_zeroed(true).channels(channels, multifd)?;
-        let source =
-            if to.free.is_empty() { source } else { source.free_pages(Arc::new(ReportedFreePages(to.free.clone()))) };
+        let source = if to.free.is_empty() {
+            source
+        } else {
+            source.hint_free_pages(Arc::new(ReportedFreePages(to.free.clone())))
+        };
         match source.run() {
             LiveOutcome::Completed(stats) => {
                 let all: Counters = stats.channels.iter().copied().chain([stats.main]).sum();
@@ -222,7 +225,7 @@ impl PausedVm {
         say(&Answer::Listening(listener.local_uri().to_string()))?;
         let before = own_cpu();
         let mut gathering =
-            MultifdAccept::new(&listener, MultifdAcceptOptions { channels, within: LIMIT, main_first: false });
+            MultifdAccept::new(&listener, MultifdAcceptOptions { channels, timeout: LIMIT, main_first: false });
         let channels = gathering.poll(LIMIT)?.context("the migration's channels were not connected")?;
         let options = LiveDestinationOptions { populate, ..LiveDestinationOptions::default() };
         let destination = LiveDestination::new(self, channels.main, &handle).options(options);

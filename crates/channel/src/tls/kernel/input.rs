@@ -85,7 +85,7 @@ impl Input {
             RecordContent::Nothing => Decrypted::Control { update_key: false },
             RecordContent::Close => Decrypted::Close,
             RecordContent::NewKey { answer } => {
-                let refused = || TlsFailure::Kernel(KernelTlsFailure::KeyRenewed);
+                let refused = || TlsFailure::Kernel(KernelTlsFailure::PeerRekeyUnsupported);
                 let key = Key::new(&keys.next_receiving()?, 0).ok_or_else(refused)?;
                 option::set(socket.as_fd(), KeyDirection::Receiving, &key).map_err(|_| refused())?;
                 Decrypted::Control { update_key: answer }

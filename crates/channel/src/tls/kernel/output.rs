@@ -144,9 +144,9 @@ impl Output {
         self.given = self.given.wrapping_add(self.record_overhead(socket)?);
         self.first = 0;
         let refused = TlsFailure::Kernel;
-        let key = Key::new(&keys.next_sending()?, 0).ok_or(refused(KernelTlsFailure::NewCipher))?;
+        let key = Key::new(&keys.next_sending()?, 0).ok_or(refused(KernelTlsFailure::UnsupportedCipher))?;
         option::set(socket.as_fd(), KeyDirection::Sending, &key)
-            .map_err(|errno| refused(KernelTlsFailure::NewKey(errno)))?;
+            .map_err(|errno| refused(KernelTlsFailure::RekeyRejected(errno)))?;
         self.lost = false;
         self.room = self.limit;
         Ok(())

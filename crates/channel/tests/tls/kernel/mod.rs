@@ -27,11 +27,11 @@ const MUCH: usize = 12 << 20;
 
 /// The options of one end.
 fn client(bed: &Bed, kernel: KernelTls) -> Options {
-    with(Tls::client(bed.folder(), None).unwrap().kernel(kernel))
+    with(Tls::client(bed.folder(), None).unwrap().with_kernel_tls(kernel))
 }
 
 fn server(bed: &Bed, kernel: KernelTls) -> Options {
-    with(Tls::server(bed.folder(), true).unwrap().kernel(kernel))
+    with(Tls::server(bed.folder(), true).unwrap().with_kernel_tls(kernel))
 }
 
 fn pair(bed: &Bed, at_client: KernelTls, at_server: KernelTls) -> (Channel, Channel) {
@@ -155,7 +155,7 @@ fn a_key_is_used_no_longer_than_it_may() {
     // Less than a sixteenth, so that each is a record.
     const PIECE: [u8; 20] = [7; 20];
     let bed = Bed::new();
-    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::On).key_update_after(LIMIT);
+    let tls = Tls::client(bed.folder(), None).unwrap().with_kernel_tls(KernelTls::On).key_update_after(LIMIT);
     let (client, server) = connected(&server(&bed, KernelTls::On), &with(tls)).unwrap();
     let mut write = 0;
     let error = loop {
@@ -194,7 +194,7 @@ fn both_ends_renew_their_keys_while_they_write_and_read() {
         return;
     }
     let bed = Bed::new();
-    let with = |tls: Tls| with(tls.kernel(KernelTls::On).key_update_after(2048));
+    let with = |tls: Tls| with(tls.with_kernel_tls(KernelTls::On).key_update_after(2048));
     let (at_client, at_server) = (Tls::client(bed.folder(), None), Tls::server(bed.folder(), true));
     let (client, server) = connected(&with(at_server.unwrap()), &with(at_client.unwrap())).unwrap();
     exchange(&client, &server, 1 << 20);
@@ -207,7 +207,7 @@ fn a_large_write_is_counted_by_what_the_kernel_says() {
     needs_kernel_tls!();
     let bed = Bed::new();
     // A record for each of its bytes it would not be allowed.
-    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::On).key_update_after(1 << 19);
+    let tls = Tls::client(bed.folder(), None).unwrap().with_kernel_tls(KernelTls::On).key_update_after(1 << 19);
     let (client, server) = connected(&server(&bed, KernelTls::Off), &with(tls)).unwrap();
     let data = pattern(4 << 20);
     thread::scope(|scope| {
@@ -222,7 +222,7 @@ fn a_large_write_is_counted_by_what_the_kernel_says() {
 fn a_peer_that_renews_its_key_is_followed_or_refused_in_plain_words() {
     needs_kernel_tls!();
     let bed = Bed::new();
-    let tls = Tls::client(bed.folder(), None).unwrap().kernel(KernelTls::Off).key_update_after(20);
+    let tls = Tls::client(bed.folder(), None).unwrap().with_kernel_tls(KernelTls::Off).key_update_after(20);
     let (client, server) = connected(&server(&bed, KernelTls::On), &with(tls)).unwrap();
     let data = pattern(100 * 1000);
     for piece in data.chunks(1000) {
@@ -275,7 +275,7 @@ fn an_end_is_distinguished_from_a_cut() {
         assert_eq!(server.read(&mut got).unwrap(), 4);
         for _ in 0..2 {
             let error = server.read(&mut got).unwrap_err();
-            assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { first: false }), "{error}");
+            assert_eq!(error.tls_failure(), Some(&TlsFailure::Truncated { before_first_byte: false }), "{error}");
         }
         assert_eq!(server.peek(&mut got).unwrap(), Some(0));
     }
@@ -292,7 +292,7 @@ fn a_connection_that_is_reset_has_not_ended() {
     // Not by dropping the channel, which would say that this is the end.
     rustix::net::connect_unspec(client.as_fd()).unwrap();
     let error = server.read_exact(&mut [0]).unwrap_err();
-    assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { first: false }), "{error}");
+    assert_eq!(error.tls_failure(), Some(&TlsFailure::Reset { before_first_byte: false }), "{error}");
     assert!(error.is_closed() && !error.lacks_close_notify(), "{error}");
 }
 
@@ -581,7 +581,7 @@ fn a_socket_that_does_not_wait_is_sealed_here() {
     let bed = Bed::new();
     let (near, far) = plain();
     near.set_nonblocking(true).unwrap();
-    let named = |kernel| with(Tls::client(bed.folder(), Some("localhost")).unwrap().kernel(kernel));
+    let named = |kernel| with(Tls::client(bed.folder(), Some("localhost")).unwrap().with_kernel_tls(kernel));
     let again = near.try_clone().unwrap();
     let error = Channel::from_fd_with(again.into(), &named(KernelTls::On)).unwrap_err().to_string();
     assert!(error.contains("non-blocking mode"), "{error}");
@@ -621,7 +621,7 @@ fn kernel_tls_that_is_demanded_and_missing_is_refused_before_connecting() {
     refused(Channel::connect(&unused, &client(&bed, KernelTls::On)).unwrap_err());
     refused(Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), &server(&bed, KernelTls::On)).unwrap_err());
     let (near, _far) = plain();
-    let named = Tls::client(bed.folder(), Some("localhost")).unwrap().kernel(KernelTls::On);
+    let named = Tls::client(bed.folder(), Some("localhost")).unwrap().with_kernel_tls(KernelTls::On);
     refused(Channel::from_fd_with(near.into(), &with(named)).unwrap_err());
     // Who does not demand it does without.
     let (client, server) = pair(&bed, KernelTls::Auto, KernelTls::Auto);
@@ -638,7 +638,7 @@ fn what_is_no_tcp_connection_is_refused_if_the_kernel_is_demanded() {
     needs_kernel_tls!();
     let bed = Bed::new();
     let (near, _far) = std::os::unix::net::UnixStream::pair().unwrap();
-    let named = Tls::client(bed.folder(), Some("localhost")).unwrap().kernel(KernelTls::On);
+    let named = Tls::client(bed.folder(), Some("localhost")).unwrap().with_kernel_tls(KernelTls::On);
     let line = Channel::from_fd_with(near.into(), &with(named)).unwrap_err().to_string();
     assert!(line.contains("its socket is not a TCP connection") && !line.contains('\n'), "{line}");
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::builder::TypedValueParser;
 use clap::{ArgAction, Args, Parser, Subcommand};
 use limosa_channel::{KernelTls, ZeroCopy};
-use limosa_console::{on_off, one_of, parse};
+use limosa_console::{named_values, on_off_parser, parse};
 use limosa_demo::guest::GuestKind;
 use limosa_demo::guest::LogKind;
 use limosa_demo::settings::{Postcopy, Settings, Transport};
@@ -117,7 +117,7 @@ pub(crate) struct DemoLiveArgs {
 
     /// Send hundreds of pages of the main channel in one call, without copying them first; off copies them into a
     /// buffer of 16 KiB
-    #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "VECTORS", default_value = "on")]
+    #[arg(long, value_parser = on_off_parser(), action = ArgAction::Set, value_name = "VECTORS", default_value = "on")]
     pub(crate) vectors: bool,
 
     /// Instructions that check pages for zeros: plain (16 bytes at a time), portable, sse2, avx2, avx512, neon;
@@ -126,12 +126,12 @@ pub(crate) struct DemoLiveArgs {
     pub(crate) zero_method: Option<ZeroMethod>,
 
     /// Populate memory of the destination ahead of arriving pages
-    #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "POPULATE", default_value = "on")]
+    #[arg(long, value_parser = on_off_parser(), action = ArgAction::Set, value_name = "POPULATE", default_value = "on")]
     pub(crate) populate: bool,
 
     /// Ask the guest for its free pages, and do not send these. Half of the memory is then a heap that programs
     /// allocate, write and free, and a balloon driver reports what is free
-    #[arg(long, value_parser = on_off(), action = ArgAction::Set, value_name = "HINTS", default_value = "off")]
+    #[arg(long, value_parser = on_off_parser(), action = ArgAction::Set, value_name = "HINTS", default_value = "off")]
     pub(crate) hints: bool,
 
     /// How long the first round, or the stop of `--postcopy at-once`, may wait for the list of free pages; by default
@@ -231,7 +231,7 @@ impl DemoLiveArgs {
 }
 
 fn compression() -> impl TypedValueParser<Value = Compression> {
-    one_of([
+    named_values([
         (Compression::None, "none", "No compression"),
         (Compression::Zlib, "zlib", "zlib"),
         (Compression::Zstd, "zstd", "Zstandard"),
@@ -239,7 +239,7 @@ fn compression() -> impl TypedValueParser<Value = Compression> {
 }
 
 fn zero_copy() -> impl TypedValueParser<Value = ZeroCopy> {
-    one_of([
+    named_values([
         (ZeroCopy::Off, "off", "Copied into the kernel"),
         (ZeroCopy::Auto, "auto", "The best method that the connection allows"),
         (ZeroCopy::Msg, "msg", "Lent to the kernel by `MSG_ZEROCOPY`, over TCP"),
@@ -248,7 +248,7 @@ fn zero_copy() -> impl TypedValueParser<Value = ZeroCopy> {
 }
 
 fn zero_check() -> impl TypedValueParser<Value = ZeroCheck> {
-    one_of([
+    named_values([
         (ZeroCheck::Always, "always", "In every round"),
         (ZeroCheck::Bulk, "bulk", "In the first round only: a page that was written is rarely zero"),
         (ZeroCheck::Off, "off", "Never"),
@@ -256,7 +256,7 @@ fn zero_check() -> impl TypedValueParser<Value = ZeroCheck> {
 }
 
 fn give_up() -> impl TypedValueParser<Value = TimeoutStrategy> {
-    one_of([
+    named_values([
         (TimeoutStrategy::Cancel, "cancel", "Cancel the migration; the guest stays at the source"),
         (TimeoutStrategy::Pause, "pause", "Pause the guest, however long the downtime"),
         (TimeoutStrategy::Postcopy, "postcopy", "Continue as postcopy"),
@@ -264,7 +264,7 @@ fn give_up() -> impl TypedValueParser<Value = TimeoutStrategy> {
 }
 
 fn kernel_tls() -> impl TypedValueParser<Value = KernelTls> {
-    one_of([
+    named_values([
         (KernelTls::Off, "off", "No: the two processes do"),
         (
             KernelTls::Auto,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::CommandFactory as _;
 use comfy_table::{CellAlignment, Table, presets};
-use limosa_console::{all_printed, at_signal, print_out, quantity, say};
+use limosa_console::{check_stdout, exit_on_signal, print_out, quantity, say};
 use limosa_demo::live::{LiveOptions, LiveReport, run as demonstrate};
 use limosa_demo::report::Round;
 use limosa_demo::state::Role;
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
         control: args.control.as_deref(),
         notice: &|line| say!("limosa-demo: {line}"),
     };
-    at_signal(limosa_demo::live::remove_folders)?;
+    exit_on_signal(limosa_demo::live::remove_folders)?;
     // Before anything runs: if the picture cannot be written, this is reported now.
     let picture = args.write_trace.as_deref().map(|path| {
         let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &DemoLiveArgs) -> anyhow::Result<ExitCode> {
     }
     if args.json {
         print_out!("{}", json!(report));
-        all_printed()?;
+        check_stdout()?;
     }
     Ok(if report.succeeded() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -32,7 +32,7 @@ fn main() -> ExitCode {
         DemoCommand::End { arguments } => return end(&arguments),
     };
     result.unwrap_or_else(|error| {
-        say!("limosa-demo: {}", limosa_console::one_line(&error));
+        say!("limosa-demo: {}", limosa_console::anyhow_error_line(&error));
         ExitCode::FAILURE
     })
 }
@@ -42,7 +42,7 @@ fn end(arguments: &[String]) -> ExitCode {
     match limosa_demo::end::run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            print_out!("{}", limosa_console::one_line(&error.into()));
+            print_out!("{}", limosa_console::anyhow_error_line(&error.into()));
             ExitCode::FAILURE
         }
     }

@@ -99,7 +99,7 @@ impl KvmGuest {
         // The one before goes first: a VM of its own would still map the memory.
         *self.slot() = None;
         let vm = Arc::new(open()?.create_vm().map_err(|error| unavailable("KVM_CREATE_VM", error))?);
-        let slots = KvmSlots::map(Arc::clone(&vm), Arc::clone(self.memory()))?;
+        let slots = KvmSlots::register_memory(Arc::clone(&vm), Arc::clone(self.memory()))?;
         let rings = match self.log {
             LogKind::KvmRing => Some(KvmRings::enable(&vm, Arc::clone(&slots), RING)?),
             _ => None,

@@ -33,7 +33,7 @@ pub struct BenchOptions {
     /// beginning.
     pub step: u64,
     /// The byte that is written; `None`: requests read.
-    pub write: Option<u8>,
+    pub write_pattern: Option<u8>,
     /// Flushes between requests.
     pub flush: Option<FlushEvery>,
 }
@@ -42,11 +42,11 @@ impl BenchOptions {
     /// Reads of `size` bytes each, one behind the other, from the beginning of the disk on.
     #[must_use]
     pub const fn new(count: u64, depth: u64, size: usize) -> Self {
-        Self { count, depth, size, offset: 0, step: to_u64(size), write: None, flush: None }
+        Self { count, depth, size, offset: 0, step: to_u64(size), write_pattern: None, flush: None }
     }
 }
 
-setters!(BenchOptions { offset: u64, step: u64, write: Option<u8>, flush: Option<FlushEvery> });
+setters!(BenchOptions { offset: u64, step: u64, write_pattern: Option<u8>, flush: Option<FlushEvery> });
 
 /// When to flush.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,7 +105,7 @@ pub async fn bench(
     let mut free: Vec<Buffer> = Vec::new();
     let buffer = || {
         let buffer = Buffer::zeroed(options.size);
-        if let Some(pattern) = options.write {
+        if let Some(pattern) = options.write_pattern {
             buffer.copy_from(0, &vec![pattern; options.size]);
         }
         buffer
@@ -113,7 +113,7 @@ pub async fn bench(
     free.extend((0..depth).map(|_| buffer()));
     let request = |at: u64, buffer: Buffer| async move {
         let vector = IoVector::from(buffer.clone());
-        let (doing, done) = match options.write {
+        let (doing, done) = match options.write_pattern {
             Some(_) => (DiskOperation::Writing, disk.write(GuestOffset(at), vector).await),
             None => (DiskOperation::Reading, disk.read(GuestOffset(at), vector).await),
         };

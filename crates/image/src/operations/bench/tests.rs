@@ -8,7 +8,7 @@ fn go_on(_: Progress) -> ControlFlow<()> {
 }
 
 const READS: BenchOptions =
-    BenchOptions { count: 5, depth: 1, size: 512, offset: 1024, step: 1536, write: None, flush: None };
+    BenchOptions { count: 5, depth: 1, size: 512, offset: 1024, step: 1536, write_pattern: None, flush: None };
 
 #[test]
 fn requests_go_step_by_step_and_begin_again_at_the_end() {
@@ -28,7 +28,7 @@ fn so_many_requests_are_under_way() {
 
 #[test]
 fn a_flush_waits_for_what_is_under_way_if_asked_to() {
-    let options = BenchOptions { count: 10, depth: 3, write: Some(0x5a), step: 512, offset: 0, ..READS };
+    let options = BenchOptions { count: 10, depth: 3, write_pattern: Some(0x5a), step: 512, offset: 0, ..READS };
     let with = |drain| BenchOptions { flush: Some(FlushEvery { requests: 4, drain }), ..options.clone() };
     let disk = TestDisk::dirty(1 << 20);
     let report = block_on(bench(&disk, &with(true), &go_on)).unwrap();

@@ -26,18 +26,18 @@ use crate::setters::setters;
 #[non_exhaustive]
 pub struct CompareOptions {
     /// Reads of each disk under way at the same time.
-    pub requests: usize,
+    pub max_in_flight: usize,
     /// Bytes that are read at once.
-    pub piece: u64,
+    pub chunk_size: u64,
     /// Whether allocation and length have to be the same, too.
     pub strict: bool,
 }
 
-setters!(CompareOptions { requests: usize, piece: u64, strict: bool });
+setters!(CompareOptions { max_in_flight: usize, chunk_size: u64, strict: bool });
 
 impl Default for CompareOptions {
     fn default() -> Self {
-        Self { requests: 8, piece: 1 << 20, strict: false }
+        Self { max_in_flight: 8, chunk_size: 1 << 20, strict: false }
     }
 }
 
@@ -47,11 +47,11 @@ pub enum Verdict {
     /// They are the same.
     Same,
     /// Contents differ first there: the beginning of a sector of 512 bytes.
-    Contents(GuestOffset),
+    ContentsDiffer(GuestOffset),
     /// Asked for strictly: something is allocated, or zero, in another way there.
-    Allocation(GuestOffset),
+    AllocationDiffers(GuestOffset),
     /// Asked for strictly: they are not of one length.
-    Length,
+    LengthDiffers,
 }
 
 /// The result of a comparison.
@@ -126,7 +126,7 @@ pub async fn compare(
     let (one_len, other_len) = (whole(one)?, whole(other)?);
     let same_length = one_len == other_len;
     if options.strict && !same_length {
-        return Ok(Comparison { verdict: Verdict::Length, same_length, bytes_read: 0 });
+        return Ok(Comparison { verdict: Verdict::LengthDiffers, same_length, bytes_read: 0 });
     }
     let total = one_len.max(other_len);
     let work = Work {
@@ -139,7 +139,7 @@ pub async fn compare(
         bytes_read: AtomicU64::new(0),
         watch,
     };
-    let workers: FuturesUnordered<_> = (0..options.requests.max(1)).map(|_| work.worker()).collect();
+    let workers: FuturesUnordered<_> = (0..options.max_in_flight.max(1)).map(|_| work.worker()).collect();
     workers.try_collect::<()>().await?;
     let first = *work.first.lock();
     let verdict = first.map_or(Verdict::Same, |(_, verdict)| verdict);
@@ -178,7 +178,7 @@ impl Work<'_> {
         while let Some((range, need)) = self.next().await? {
             let length = range.end - range.start;
             if need != Need::Nothing {
-                let piece = index(self.options.piece.max(SECTOR));
+                let piece = index(self.options.chunk_size.max(SECTOR));
                 let [one, other] = buffers.get_or_insert_with(|| [Buffer::zeroed(piece), Buffer::zeroed(piece)]);
                 let (one, other) = (one.slice(0..index(length)), other.slice(0..index(length)));
                 let inside = match need {
@@ -198,7 +198,7 @@ impl Work<'_> {
                 };
                 if let Some(inside) = inside {
                     let at = range.start + inside;
-                    self.differs(at, Verdict::Contents(GuestOffset(at)));
+                    self.differs(at, Verdict::ContentsDiffer(GuestOffset(at)));
                     self.feed.lock().await.differs = true;
                     return Ok(());
                 }
@@ -229,14 +229,14 @@ impl Work<'_> {
         }
         let [Some((one_end, one)), Some((other_end, other))] = &feed.runs else { return Ok(None) };
         if self.options.strict && !allocated_alike(one, other) {
-            self.differs(at, Verdict::Allocation(GuestOffset(at)));
+            self.differs(at, Verdict::AllocationDiffers(GuestOffset(at)));
             feed.differs = true;
             return Ok(None);
         }
         let need = need(one.kind, other.kind);
         let mut end = (*one_end).min(*other_end);
         if need != Need::Nothing {
-            end = end.min(at + self.options.piece.max(SECTOR));
+            end = end.min(at + self.options.chunk_size.max(SECTOR));
         }
         feed.at = end;
         Ok(Some((at..end, need)))

@@ -9,7 +9,7 @@ fn go_on(_: Progress) -> ControlFlow<()> {
 }
 
 fn run(one: &TestDisk, other: &TestDisk, strict: bool) -> Comparison {
-    let options = CompareOptions { requests: 4, piece: 4096, strict };
+    let options = CompareOptions { max_in_flight: 4, chunk_size: 4096, strict };
     block_on(compare(one, other, &options, &go_on)).unwrap()
 }
 
@@ -33,7 +33,7 @@ fn the_difference_named_is_the_first_one_in_its_sector() {
             (TestDisk::new(&[(16384, BlockStatus::Data, 0, 0)]), TestDisk::new(&[(16384, BlockStatus::Data, 0, 0)]));
         one.set(at, b"x");
         one.set(16383, b"y");
-        let at = Verdict::Contents(GuestOffset(at / 512 * 512));
+        let at = Verdict::ContentsDiffer(GuestOffset(at / 512 * 512));
         assert_eq!(run(&one, &other, false).verdict, at);
         assert_eq!(run(&other, &one, false).verdict, at);
         assert_eq!(run(&one, &TestDisk::zero(16384), false).verdict, at);
@@ -47,10 +47,10 @@ fn a_longer_disk_is_the_same_if_it_goes_on_with_zeros() {
     let longer = TestDisk::new(&[PARTS, &[(4096, BlockStatus::Data, 0, 0)]].concat());
     let found = run(&one, &longer, false);
     assert_eq!((found.verdict, found.same_length), (Verdict::Same, false));
-    assert_eq!(run(&longer, &one, true).verdict, Verdict::Length);
+    assert_eq!(run(&longer, &one, true).verdict, Verdict::LengthDiffers);
     longer.set(20000, b"x");
-    assert_eq!(run(&one, &longer, false).verdict, Verdict::Contents(GuestOffset(19968)));
-    assert_eq!(run(&longer, &one, false).verdict, Verdict::Contents(GuestOffset(19968)));
+    assert_eq!(run(&one, &longer, false).verdict, Verdict::ContentsDiffer(GuestOffset(19968)));
+    assert_eq!(run(&longer, &one, false).verdict, Verdict::ContentsDiffer(GuestOffset(19968)));
 }
 
 #[test]
@@ -68,9 +68,9 @@ fn asked_for_strictly_allocation_counts() {
     assert_eq!(run(&one, &TestDisk::new(PARTS), true).verdict, Verdict::Same);
     let other = TestDisk::new(&[PARTS[0], (8192, BlockStatus::Zero, 0, 0)]);
     assert_eq!(run(&one, &other, false).verdict, Verdict::Same);
-    assert_eq!(run(&one, &other, true).verdict, Verdict::Allocation(GuestOffset(12288)));
+    assert_eq!(run(&one, &other, true).verdict, Verdict::AllocationDiffers(GuestOffset(12288)));
     let other = TestDisk::new(&[(8192, BlockStatus::Compressed, 0, 1), PARTS[1], PARTS[2]]);
-    assert_eq!(run(&one, &other, true).verdict, Verdict::Allocation(GuestOffset(0)));
+    assert_eq!(run(&one, &other, true).verdict, Verdict::AllocationDiffers(GuestOffset(0)));
 }
 
 #[test]
@@ -95,7 +95,7 @@ proptest! {
     #[test]
     fn the_first_difference_is_found_whatever_is_known(
         parts in prop::collection::vec((1_u64..20, any::<bool>(), any::<bool>(), 0_u8..2), 1..30),
-        requests in 1_usize..6,
+        max_in_flight in 1_usize..6,
     ) {
         let disk = |which: bool| {
             let parts: Vec<Part> = parts.iter().map(|&(sectors, one, other, byte)| {
@@ -107,8 +107,8 @@ proptest! {
         };
         let (one, other) = (disk(true), disk(false));
         let wanted = one.bytes().iter().zip(&other.bytes()).position(|(one, other)| one != other);
-        let wanted = wanted.map_or(Verdict::Same, |at| Verdict::Contents(GuestOffset(at as u64 / 512 * 512)));
-        let options = CompareOptions { requests, piece: 2048, strict: false };
+        let wanted = wanted.map_or(Verdict::Same, |at| Verdict::ContentsDiffer(GuestOffset(at as u64 / 512 * 512)));
+        let options = CompareOptions { max_in_flight, chunk_size: 2048, strict: false };
         prop_assert_eq!(block_on(compare(&one, &other, &options, &go_on)).unwrap().verdict, wanted);
     }
 }

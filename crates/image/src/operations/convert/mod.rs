@@ -1,9 +1,9 @@
 //! Copies disks to another disk, of the same or another format.
 //!
 //! Law: known zeros, and contents that the target's backing image has already, are neither read nor written; at most
-//! [`ConvertOptions::requests`] buffers of [`ConvertOptions::piece`] bytes are in use. `plan` computes the steps; this
-//! module carries them out, with one worker for each request: it takes the next piece, reads it, and writes it when its
-//! turn has come.
+//! [`ConvertOptions::max_in_flight`] buffers of [`ConvertOptions::chunk_size`] bytes are in use. `plan` computes the
+//! steps; this module carries them out, with one worker for each request: it takes the next piece, reads it, and writes
+//! it when its turn has come.
 //!
 //! The target is not closed, and nothing is made durable: the caller that opened it does that, with
 //! [`crate::Disk::close`].
@@ -41,9 +41,9 @@ use turn::Turn;
 #[non_exhaustive]
 pub struct ConvertOptions {
     /// Pieces in flight at the same time.
-    pub requests: usize,
+    pub max_in_flight: usize,
     /// Bytes of a piece; its contents are read and written at once.
-    pub piece: u64,
+    pub chunk_size: u64,
     /// The shortest run of zeros between contents, in bytes, that is left out; 0: everything is written, and the target
     /// is fully allocated.
     pub sparse: u64,
@@ -62,8 +62,8 @@ pub struct ConvertOptions {
 }
 
 setters!(ConvertOptions {
-    requests: usize,
-    piece: u64,
+    max_in_flight: usize,
+    chunk_size: u64,
     sparse: u64,
     out_of_order: bool,
     target_is_zero: bool,
@@ -82,8 +82,8 @@ impl ConvertOptions {
 impl Default for ConvertOptions {
     fn default() -> Self {
         Self {
-            requests: 8,
-            piece: Self::PIECE,
+            max_in_flight: 8,
+            chunk_size: Self::PIECE,
             sparse: Self::SPARSE,
             out_of_order: false,
             target_is_zero: false,
@@ -115,13 +115,13 @@ pub struct ConvertCounters {
     /// Bytes made zero by them.
     pub bytes_zeroed: u64,
     /// Bytes that are zero in the target already.
-    pub bytes_spared: u64,
+    pub bytes_already_zero: u64,
     /// Bytes left to the target's backing image.
-    pub bytes_below: u64,
+    pub bytes_in_backing: u64,
     /// Bytes that could not be read; they are zeros in the target.
-    pub bytes_lost: u64,
+    pub bytes_unreadable: u64,
     /// Their places: the first few, in no order.
-    pub lost: Vec<Range<u64>>,
+    pub unreadable_ranges: Vec<Range<u64>>,
 }
 
 impl ConvertCounters {
@@ -137,20 +137,20 @@ impl ConvertCounters {
         self.bytes_copied += other.bytes_copied;
         self.zeroes += other.zeroes;
         self.bytes_zeroed += other.bytes_zeroed;
-        self.bytes_spared += other.bytes_spared;
-        self.bytes_below += other.bytes_below;
-        self.bytes_lost += other.bytes_lost;
-        let room = Self::PLACES.saturating_sub(self.lost.len());
-        self.lost.extend(other.lost.into_iter().take(room));
+        self.bytes_already_zero += other.bytes_already_zero;
+        self.bytes_in_backing += other.bytes_in_backing;
+        self.bytes_unreadable += other.bytes_unreadable;
+        let room = Self::PLACES.saturating_sub(self.unreadable_ranges.len());
+        self.unreadable_ranges.extend(other.unreadable_ranges.into_iter().take(room));
     }
 
     fn lose(&mut self, places: Vec<Range<u64>>) {
         for place in places {
-            self.bytes_lost += place.end - place.start;
-            let room = self.lost.len() < Self::PLACES;
-            match self.lost.last_mut() {
+            self.bytes_unreadable += place.end - place.start;
+            let room = self.unreadable_ranges.len() < Self::PLACES;
+            match self.unreadable_ranges.last_mut() {
                 Some(last) if last.end == place.start => last.end = place.end,
-                _ if room => self.lost.push(place),
+                _ if room => self.unreadable_ranges.push(place),
                 _ => {}
             }
         }
@@ -178,7 +178,7 @@ pub async fn convert(
     watch: ProgressObserver<'_>,
 ) -> Result<ConvertCounters, OperationError> {
     let conversion = Conversion::new(sources, target, options, watch)?;
-    let workers: FuturesUnordered<_> = (0..options.requests.max(1)).map(|_| conversion.worker()).collect();
+    let workers: FuturesUnordered<_> = (0..options.max_in_flight.max(1)).map(|_| conversion.worker()).collect();
     let mut counters = ConvertCounters::default();
     workers
         .try_for_each(|part| {
@@ -190,7 +190,8 @@ pub async fn convert(
 }
 
 /// Copies as [`convert`] does, with a thread for each request, this one included: several processors copy from the page
-/// cache, and no request moves to another thread if storages let their caller wait ([`limosa_storage::Io::Caller`]).
+/// cache, and no request moves to another thread if storages let their caller wait
+/// ([`limosa_storage::Io::CallerThread`]).
 ///
 /// # Errors
 /// [`OperationError`].
@@ -210,7 +211,8 @@ pub fn convert_on_threads(
     let outcomes = thread::scope(|scope| {
         let named = || thread::Builder::new().name("convert".into());
         // Without the memory for as many, there are fewer.
-        let threads: Vec<_> = (1..options.requests).map_while(|_| named().spawn_scoped(scope, work).ok()).collect();
+        let threads: Vec<_> =
+            (1..options.max_in_flight).map_while(|_| named().spawn_scoped(scope, work).ok()).collect();
         let mut outcomes = vec![work()];
         outcomes.extend(threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))));
         outcomes
@@ -287,8 +289,8 @@ impl<'a> Conversion<'a> {
                 needs: total,
             });
         }
-        let granularity = target.granularity().max(1);
-        let piece = options.piece.max(granularity).max(SECTOR).next_multiple_of(granularity);
+        let granularity = target.allocation_unit().max(1);
+        let piece = options.chunk_size.max(granularity).max(SECTOR).next_multiple_of(granularity);
         let unit = options.sparse.checked_ilog2().map_or(SECTOR, |bits| 1 << bits).max(SECTOR);
         Ok(Conversion {
             feed: Mutex::new(Feed { cutter: Cutter::new(piece, total, options.sparse == 0), at: 0, number: 0 }),
@@ -326,7 +328,7 @@ impl<'a> Conversion<'a> {
             }
             match step {
                 Step::Leave(range) => {
-                    counters.bytes_below += range.end - range.start;
+                    counters.bytes_in_backing += range.end - range.start;
                     self.advance(range.end - range.start)?;
                     continue;
                 }
@@ -343,7 +345,7 @@ impl<'a> Conversion<'a> {
                             break;
                         }
                         if self.offload(runs, &spans, &mut counters).await? {
-                            counters.bytes_below += bytes(&spans, Content::Below);
+                            counters.bytes_in_backing += bytes(&spans, Content::Below);
                             self.advance(range.end - range.start)?;
                             self.turn.done();
                             continue;
@@ -361,7 +363,7 @@ impl<'a> Conversion<'a> {
                         break;
                     }
                     self.carry_out(&actions, place, &rules, &mut counters).await?;
-                    counters.bytes_below += bytes(&spans, Content::Below);
+                    counters.bytes_in_backing += bytes(&spans, Content::Below);
                     self.advance(range.end - range.start)?;
                 }
             }
@@ -469,7 +471,7 @@ impl<'a> Conversion<'a> {
                     }
                 }
                 Action::Zero(range) => self.zero(range, counters, rules, false).await?,
-                Action::Spare(range) => counters.bytes_spared += range.end - range.start,
+                Action::Spare(range) => counters.bytes_already_zero += range.end - range.start,
             }
         }
         try_join_all(together).await?;
@@ -489,7 +491,7 @@ impl<'a> Conversion<'a> {
             let (end, spare) = self.zero_at(at..range.end, rules).await?;
             let length = end - at;
             if spare {
-                counters.bytes_spared += length;
+                counters.bytes_already_zero += length;
             } else {
                 let zero = self.target.write_zeroes(GuestOffset(at), length, true).await;
                 zero.map_err(OperationError::at(DiskOperation::Zeroing, at))?;

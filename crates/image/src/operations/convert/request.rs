@@ -190,7 +190,7 @@ impl PreparedConversion<'_> {
         let target = self.target.as_disk();
         let counters = convert_on_threads(&self.sources, &*target, &self.options, watch)?;
         let finished = block_on(target.close());
-        finished.map_err(|source| OperationError::Finish { target: target.name().to_string(), source })?;
+        finished.map_err(|source| OperationError::CloseTarget { target: target.name().to_string(), source })?;
         if let Some(created) = self.created {
             created.keep();
         }

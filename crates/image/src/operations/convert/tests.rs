@@ -31,7 +31,7 @@ fn run(sources: &[Arc<dyn Disk>], target: &TestDisk, options: &ConvertOptions) -
 
 /// Small enough for small disks.
 fn small() -> ConvertOptions {
-    ConvertOptions { requests: 3, piece: 4096, sparse: 1024, ..ConvertOptions::default() }
+    ConvertOptions { max_in_flight: 3, chunk_size: 4096, sparse: 1024, ..ConvertOptions::default() }
 }
 
 const HOLES: &[Part] = &[
@@ -53,7 +53,7 @@ fn holes_are_neither_read_nor_written() {
     assert_eq!(target.asked(), [Asked::Write(0..4096), Asked::Write(12800..13824), Asked::Write(54784..55296)]);
     assert_eq!((counters.reads, counters.writes, counters.zeroes), (3, 3, 0));
     assert_eq!((counters.bytes_read, counters.bytes_written), (5632, 5632));
-    assert_eq!(counters.bytes_spared, source.len() - 5632);
+    assert_eq!(counters.bytes_already_zero, source.len() - 5632);
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn zeros_are_written_only_where_the_target_has_something_else() {
     ]);
     let counters = run(&sources(&[parts]), &target, &small());
     assert_eq!(target.asked(), [Asked::Zero(0..4096), Asked::Zero(8192..12288)]);
-    assert_eq!((counters.bytes_zeroed, counters.bytes_spared), (8192, 8192));
+    assert_eq!((counters.bytes_zeroed, counters.bytes_already_zero), (8192, 8192));
     assert!(target.bytes().iter().all(|&byte| byte == 0));
 }
 
@@ -90,7 +90,7 @@ fn without_a_sparse_size_everything_is_written() {
     let target = TestDisk::zero(55296);
     let options = ConvertOptions { target_is_zero: true, sparse: 0, ..small() };
     let counters = run(&sources(&[HOLES]), &target, &options);
-    assert_eq!((counters.bytes_read, counters.bytes_written, counters.bytes_spared), (5632, 55296, 0));
+    assert_eq!((counters.bytes_read, counters.bytes_written, counters.bytes_already_zero), (5632, 55296, 0));
     assert_eq!(target.bytes(), TestDisk::new(HOLES).bytes());
 }
 
@@ -106,7 +106,7 @@ fn what_lies_below_the_target_already_is_left_to_it() {
     let target = TestDisk::dirty(20480);
     let counters = run(&sources(&[parts]), &target, &ConvertOptions { backing_length: Some(16384), ..small() });
     assert_eq!(target.asked(), [Asked::Write(0..4096), Asked::Zero(8192..12288)]);
-    assert_eq!(counters.bytes_below, 12288);
+    assert_eq!(counters.bytes_in_backing, 12288);
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn threads_that_wait_for_one_that_fails_end_too() {
     let parts: &[Part] = &[(1 << 20, BlockStatus::Data, 0, 5)];
     for _ in 0..20 {
         let target = TestDisk::zero(1 << 20).breaking(40960..40961);
-        let options = ConvertOptions { requests: 8, ..small() };
+        let options = ConvertOptions { max_in_flight: 8, ..small() };
         let error = convert_on_threads(&sources(&[parts]), &target, &options, &go_on).unwrap_err();
         assert!(error.to_string().starts_with("error while writing at byte 40960"), "{error}");
         assert!(target.asked().iter().all(|asked| *asked != Asked::Write(45056..49152)));
@@ -185,10 +185,10 @@ fn what_can_be_read_is_saved_and_the_rest_named() {
     let source: Vec<Arc<dyn Disk>> = vec![Arc::new(TestDisk::dirty(65536).breaking(20480..21504).breaking(0..1))];
     let target = TestDisk::zero(65536);
     let counters = run(&source, &target, &ConvertOptions { salvage: true, ..small() });
-    let mut lost = counters.lost;
+    let mut lost = counters.unreadable_ranges;
     lost.sort_by_key(|place| place.start);
     assert_eq!(lost, [0..512, 20480..21504]);
-    assert_eq!(counters.bytes_lost, 1536);
+    assert_eq!(counters.bytes_unreadable, 1536);
     let mut wanted = vec![0xdd; 65536];
     wanted[..512].fill(0);
     wanted[20480..21504].fill(0);
@@ -198,10 +198,13 @@ fn what_can_be_read_is_saved_and_the_rest_named() {
 #[test]
 fn one_bad_sector_costs_few_reads() {
     let source = Arc::new(TestDisk::dirty(1 << 20).breaking(500_000..500_001));
-    let options = ConvertOptions { salvage: true, piece: 1 << 20, ..small() };
+    let options = ConvertOptions { salvage: true, chunk_size: 1 << 20, ..small() };
     let disks: Vec<Arc<dyn Disk>> = vec![Arc::clone(&source) as Arc<dyn Disk>];
     let counters = run(&disks, &TestDisk::zero(1 << 20), &options);
-    assert_eq!(counters.lost.iter().map(|lost| (lost.start, lost.end)).collect::<Vec<_>>(), [(499_712, 500_224)]);
+    assert_eq!(
+        counters.unreadable_ranges.iter().map(|lost| (lost.start, lost.end)).collect::<Vec<_>>(),
+        [(499_712, 500_224)]
+    );
     // The whole, and two halves of what has it, eleven times: 2048 sectors are 2^11.
     assert_eq!(source.asked().len(), 1 + 2 * 11);
 }
@@ -247,7 +250,7 @@ proptest! {
     #[test]
     fn the_target_has_what_the_sources_have(
         disks in prop::collection::vec(prop::collection::vec(part(), 1..12), 1..4),
-        requests in 1_usize..6,
+        max_in_flight in 1_usize..6,
         sparse in prop::sample::select(vec![0_u64, 512, 1536, 4096]),
         bits in 9_u32..14,
         out_of_order: bool,
@@ -256,7 +259,7 @@ proptest! {
         let disks: Vec<Arc<dyn Disk>> = disks.iter().map(|parts| Arc::new(TestDisk::new(parts)) as _).collect();
         let len = length(&disks).unwrap();
         let target = if is_zero { TestDisk::zero(len) } else { TestDisk::dirty(len) }.with_granularity(1 << bits);
-        let options = ConvertOptions { requests, sparse, out_of_order, target_is_zero: is_zero, piece: 4096, ..ConvertOptions::default() };
+        let options = ConvertOptions { max_in_flight, sparse, out_of_order, target_is_zero: is_zero, chunk_size: 4096, ..ConvertOptions::default() };
         let counters = block_on(convert(&disks, &target, &options, &go_on)).unwrap();
         let wanted: Vec<u8> = disks.iter().flat_map(|disk| {
             let buffer = Buffer::zeroed(index(disk.len()));
@@ -264,7 +267,7 @@ proptest! {
             buffer.to_vec()
         }).collect();
         prop_assert!(target.bytes() == wanted);
-        prop_assert_eq!(counters.bytes_written + counters.bytes_zeroed + counters.bytes_spared, len);
+        prop_assert_eq!(counters.bytes_written + counters.bytes_zeroed + counters.bytes_already_zero, len);
     }
 }
 
@@ -280,7 +283,7 @@ fn what_the_kernel_copies_is_not_read_and_what_it_does_not_copy_is() {
     };
     let bytes: Vec<u8> = (1..=200).cycle().take(100 << 10).collect();
     let sources: Vec<Arc<dyn Disk>> = vec![file("source", &bytes, 1 << 20), Arc::new(TestDisk::dirty(4096))];
-    let options = ConvertOptions { copy_range: true, piece: 64 << 10, ..small() };
+    let options = ConvertOptions { copy_range: true, chunk_size: 64 << 10, ..small() };
     let target = file("target", &[7; 2 << 20], 2 << 20);
     let counters = block_on(convert(&sources, &*target, &options, &go_on)).unwrap();
     block_on(target.close()).unwrap();
@@ -307,7 +310,7 @@ fn raw(bytes: Vec<u8>) -> (MemoryStorage, Arc<dyn Disk>) {
 fn what_a_copy_left_that_came_to_nothing_is_not_taken_for_zeros() {
     let bytes = [vec![0; 8192], vec![7; 1024], vec![0; 3072]].concat();
     let target = TestDisk::zero(bytes.len() as u64).copying_half();
-    let options = ConvertOptions { target_is_zero: true, copy_range: true, piece: 12288, ..small() };
+    let options = ConvertOptions { target_is_zero: true, copy_range: true, chunk_size: 12288, ..small() };
     run(&[raw(bytes.clone()).1], &target, &options);
     assert!(target.bytes() == bytes);
 }

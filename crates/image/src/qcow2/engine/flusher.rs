@@ -201,7 +201,7 @@ impl Flusher {
         if linked.is_empty() && l1.is_empty() {
             return Ok(());
         }
-        let blocks = l1.iter().map(|block| (block.at, Buffer::copied(&block.bytes).into())).collect();
+        let blocks = l1.iter().map(|block| (block.at, Buffer::from_slice(&block.bytes).into())).collect();
         let (l2, l1) = join(
             self.context.write_tables(OperationKind::L2Write, neighbours(&linked)),
             self.context.write_tables(OperationKind::L1Write, blocks),
@@ -217,7 +217,7 @@ impl Flusher {
         for slice in slices {
             let before = slice.at - at - run.len() as u64;
             push_zeros(&mut run, before, self.context.zeros());
-            run.push(Buffer::copied(&slice.bytes));
+            run.push(Buffer::from_slice(&slice.bytes));
         }
         let rest = self.context.geometry().cluster_size() - run.len() as u64;
         push_zeros(&mut run, rest, self.context.zeros());
@@ -237,8 +237,8 @@ fn neighbours(slices: &[&CapturedSlice]) -> Vec<(HostOffset, IoVector)> {
     let mut writes: Vec<(HostOffset, IoVector)> = Vec::new();
     for slice in slices {
         match writes.last_mut() {
-            Some((at, bytes)) if *at + bytes.len() as u64 == slice.at => bytes.push(Buffer::copied(&slice.bytes)),
-            _ => writes.push((slice.at, Buffer::copied(&slice.bytes).into())),
+            Some((at, bytes)) if *at + bytes.len() as u64 == slice.at => bytes.push(Buffer::from_slice(&slice.bytes)),
+            _ => writes.push((slice.at, Buffer::from_slice(&slice.bytes).into())),
         }
     }
     writes

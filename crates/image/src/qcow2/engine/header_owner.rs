@@ -168,7 +168,7 @@ impl HeaderOwner {
         if self.is_marked_corrupt() {
             let (image, what) =
                 (Arc::clone(self.context.name()), "it is corrupt: nothing is written before it is repaired");
-            return Err(ImageError::Damaged { image, what: what.to_owned() });
+            return Err(ImageError::NeedsRepair { image, what: what.to_owned() });
         }
         if self.has_begun() {
             return Ok(());
@@ -183,7 +183,7 @@ impl HeaderOwner {
         let owner = Arc::clone(self);
         let work = async move {
             let mut header = owner.now();
-            header.begin_writing(&**owner.context.file(), false).await?;
+            header.prepare_autoclear(&**owner.context.file(), false).await?;
             *owner.header.lock() = header;
             owner.begun.store(true, Ordering::Release);
             Ok(())

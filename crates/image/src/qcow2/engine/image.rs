@@ -104,7 +104,7 @@ use crate::setters::setters;
 /// The parts of an image.
 #[derive(Debug)]
 #[non_exhaustive]
-pub struct Parts {
+pub struct ImageParts {
     /// The image's file.
     pub file: Arc<dyn Storage>,
     /// Its external data file, if it has one.
@@ -115,7 +115,7 @@ pub struct Parts {
     pub header: Header,
 }
 
-impl Parts {
+impl ImageParts {
     /// An image without an external data file and a backing image.
     #[must_use]
     pub fn new(file: Arc<dyn Storage>, header: Header) -> Self {
@@ -123,7 +123,7 @@ impl Parts {
     }
 }
 
-setters!(Parts { data_file: Option<Arc<dyn Storage>>, backing: Option<Arc<dyn Disk>> });
+setters!(ImageParts { data_file: Option<Arc<dyn Storage>>, backing: Option<Arc<dyn Disk>> });
 
 /// A qcow2 image in use: a [`Disk`].
 ///
@@ -153,22 +153,22 @@ struct Inner {
 
 impl Qcow2 {
     /// Opens an image. If it is opened to be written, and its lazy refcounts were not written because it was not
-    /// closed, it is repaired first: [`Qcow2::repaired`]. The caller makes sure that an image opened to be written is
-    /// not open elsewhere.
+    /// closed, it is repaired first: [`Qcow2::repair_report`]. The caller makes sure that an image opened to be written
+    /// is not open elsewhere.
     ///
     /// # Errors
-    /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::Damaged`]: it is opened to be
+    /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::NeedsRepair`]: it is opened to be
     /// written, and is marked as corrupt or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data
     /// file is needed and not there; errors of the storage.
-    pub async fn open(parts: Parts, options: Qcow2Options) -> Result<Arc<Self>, ImageError> {
-        let Parts { file, data_file, backing, mut header } = parts;
+    pub async fn open(parts: ImageParts, options: Qcow2Options) -> Result<Arc<Self>, ImageError> {
+        let ImageParts { file, data_file, backing, mut header } = parts;
         let name = Arc::clone(file.name());
         let geometry = header.geometry();
         let read_only = options.read_only || file.is_read_only();
         let unsupported = |what: &str| ImageError::Unsupported { image: Arc::clone(&name), what: what.to_owned() };
         let damaged = |why: &str| {
             let what = format!("{why}: it has to be repaired before it is written; it can be read as it is");
-            ImageError::Damaged { image: Arc::clone(&name), what }
+            ImageError::NeedsRepair { image: Arc::clone(&name), what }
         };
         if header.features.data_file() != data_file.is_some() {
             return Err(unsupported("it has to be opened with its data file, or has none and was given one"));
@@ -192,7 +192,7 @@ impl Qcow2 {
             tracing::info!(image = &*name, corruptions, leaks, "it was not closed: its refcounts were rebuilt");
             repaired = Some(report);
         }
-        let inner = Inner::new(Parts { file, data_file, backing, header }, options).await?;
+        let inner = Inner::new(ImageParts { file, data_file, backing, header }, options).await?;
         Ok(Arc::new(Self { inner: Arc::new(inner), repaired }))
     }
 
@@ -206,7 +206,7 @@ impl Qcow2 {
     /// of an image with lazy refcounts that was not closed are wrong: nothing is written before they are rebuilt, as
     /// [`Repair::Refcounts`] does.
     #[must_use]
-    pub const fn repaired(&self) -> Option<&CheckReport> {
+    pub const fn repair_report(&self) -> Option<&CheckReport> {
         self.repaired.as_ref()
     }
 
@@ -240,8 +240,8 @@ impl Qcow2 {
 }
 
 impl Inner {
-    async fn new(parts: Parts, options: Qcow2Options) -> Result<Self, ImageError> {
-        let Parts { file, data_file, backing, header } = parts;
+    async fn new(parts: ImageParts, options: Qcow2Options) -> Result<Self, ImageError> {
+        let ImageParts { file, data_file, backing, header } = parts;
         let lengths = Arc::new(Lengths::new(&*file, data_file.as_deref())?);
         let context = Arc::new(Context::new(file, data_file, backing, &header, options));
         let l1 = context.read_file(header.l1.0, u64::from(header.l1.1) * 8).await?;
@@ -310,7 +310,7 @@ impl Inner {
         let Some(inside) = self.requests.enter() else { return Err(self.context.unsupported("it has been closed")) };
         match at.0.checked_add(wanted) {
             Some(end) if end <= length => Ok(inside),
-            _ => Err(ImageError::Outside { image: Arc::clone(self.context.name()), length, at, wanted }),
+            _ => Err(ImageError::PastEnd { image: Arc::clone(self.context.name()), length, at, wanted }),
         }
     }
 }
@@ -332,7 +332,7 @@ impl Disk for Qcow2 {
         self.inner.context.is_read_only()
     }
 
-    fn granularity(&self) -> u64 {
+    fn allocation_unit(&self) -> u64 {
         self.inner.context.geometry().subcluster_size().max(512)
     }
 

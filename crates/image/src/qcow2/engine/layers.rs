@@ -93,7 +93,7 @@ mod tests {
             let mut model = [0_u8; 128];
             for (value, (at, len)) in (1..).zip(puts) {
                 let bytes = vec![value; len];
-                layers.put(GuestOffset(at as u64), Buffer::copied(&bytes).into());
+                layers.put(GuestOffset(at as u64), Buffer::from_slice(&bytes).into());
                 model[at..at + len].copy_from_slice(&bytes);
             }
             let run = layers.run(&(GuestOffset(start as u64)..GuestOffset((start + len) as u64)), &Buffer::zeroed(7));

@@ -206,7 +206,7 @@ impl Refcounts {
         let mut captured: Vec<(HostOffset, IoVector)> = Vec::new();
         for (slice, slot) in self.cache.lock().slots.iter_mut().filter(|(_, slot)| slot.dirty) {
             slot.dirty = false;
-            captured.push((*slice, Buffer::copied(&slot.bytes).into()));
+            captured.push((*slice, Buffer::from_slice(&slot.bytes).into()));
         }
         let writes = captured
             .iter()

@@ -334,7 +334,7 @@ impl Tables {
         let copy = async {
             self.context.admit_table("L2 table", from, &(from..from.saturating_add(length)))?;
             let bytes = self.context.read_table(OperationKind::L2Read, from, length).await?;
-            self.context.write_table(OperationKind::L2Write, to, Buffer::copied(&bytes).into()).await
+            self.context.write_table(OperationKind::L2Write, to, Buffer::from_slice(&bytes).into()).await
         };
         let copied = copy.await;
         if copied.is_err() {

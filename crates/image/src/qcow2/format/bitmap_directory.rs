@@ -63,7 +63,7 @@ impl Header {
     ///
     /// # Errors
     /// What the storage says.
-    pub async fn begin_writing(&mut self, storage: &dyn Storage, keep_bitmaps: bool) -> Result<(), ImageError> {
+    pub async fn prepare_autoclear(&mut self, storage: &dyn Storage, keep_bitmaps: bool) -> Result<(), ImageError> {
         let mut clear = self.features.unknown_autoclear();
         if !keep_bitmaps {
             match mark_in_use(storage, self).await {
@@ -90,7 +90,7 @@ async fn mark_in_use(storage: &dyn Storage, header: &Header) -> Result<(), Image
     for entry in entries(storage, header).await?.into_iter().filter(|entry| entry.bitmap.auto && !entry.bitmap.in_use) {
         // Four bytes in one sector: they are written or not. Marked without need is no harm.
         let flags = (entry.flags | IN_USE).to_be_bytes();
-        storage.write(entry.at + FLAGS, Buffer::copied(&flags).into()).await?;
+        storage.write(entry.at + FLAGS, Buffer::from_slice(&flags).into()).await?;
         marked = true;
     }
     if marked {
@@ -186,7 +186,7 @@ mod tests {
         let size = directory.len() as u64;
         header.extensions.bitmaps = Some(BitmapsExtension { count, directory: HostOffset(0x4_0000), size });
         header.features.autoclear |= Features::BITMAPS;
-        block_on(storage.write(0x4_0000, Buffer::copied(directory).into())).unwrap();
+        block_on(storage.write(0x4_0000, Buffer::from_slice(directory).into())).unwrap();
         (storage, header)
     }
 
@@ -207,7 +207,7 @@ mod tests {
         let before = block_on(read(&storage, &header)).unwrap();
         let names: Vec<_> = before.iter().map(|bitmap| (&*bitmap.name, bitmap.auto, bitmap.in_use)).collect();
         assert_eq!(names, [("follows", true, false), ("stands still", false, false)]);
-        block_on(header.begin_writing(&storage, false)).unwrap();
+        block_on(header.prepare_autoclear(&storage, false)).unwrap();
         let after = block_on(read(&storage, &header)).unwrap();
         assert_eq!(after, [Bitmap { in_use: true, ..before[0].clone() }, before[1].clone()]);
     }
@@ -217,7 +217,7 @@ mod tests {
         let (storage, mut header) = image(&entry(AUTO, "follows"), 2);
         let said = block_on(read(&storage, &header)).unwrap_err().to_string();
         assert_eq!(said, "memory: bitmap directory at 0x40000: 1 bitmaps; the header says 2");
-        block_on(header.begin_writing(&storage, false)).unwrap();
+        block_on(header.prepare_autoclear(&storage, false)).unwrap();
         assert_eq!(header.bitmaps(), None);
         let (storage, header) = image(&entry(8, "strange"), 1);
         let said = block_on(read(&storage, &header)).unwrap_err().to_string();

@@ -213,7 +213,7 @@ mod tests {
                     size,
                 }),
                 encryption: encryption.map(|(offset, length)| (HostOffset(offset), length)),
-                feature_names: if names { FeatureName::known() } else { Vec::new() },
+                feature_names: if names { FeatureName::all_known() } else { Vec::new() },
                 unknown,
             })
     }

@@ -175,7 +175,7 @@ impl FeatureName {
 
     /// The names of all features that limosa knows, as they are written into a new image.
     #[must_use]
-    pub fn known() -> Vec<Self> {
+    pub fn all_known() -> Vec<Self> {
         KNOWN.iter().map(|known| Self { kind: known.kind, bit: known.bit, name: known.name.into() }).collect()
     }
 
@@ -228,8 +228,8 @@ mod tests {
 
     #[test]
     fn unknown_bits_are_named_by_the_image_s_own_table() {
-        let table: Vec<u8> = FeatureName::known().iter().flat_map(FeatureName::encode).chain([0, 9]).collect();
-        assert_eq!(FeatureName::decode(&table), FeatureName::known());
+        let table: Vec<u8> = FeatureName::all_known().iter().flat_map(FeatureName::encode).chain([0, 9]).collect();
+        assert_eq!(FeatureName::decode(&table), FeatureName::all_known());
         let names = [FeatureName { kind: FeatureKind::Incompatible, bit: 40, name: b"time\ntravel".to_vec() }];
         assert_eq!(Named { bits: 1 << 40 | 1 << 9, names: &names }.to_string(), r#"bit 9, "time\ntravel""#);
     }

@@ -103,7 +103,7 @@ pub struct Header {
     /// The header extensions.
     pub extensions: Extensions,
     /// Fields that limosa does not know, from byte 105 on: kept as they are.
-    pub additional: Vec<u8>,
+    pub unknown_fields: Vec<u8>,
 }
 
 /// The backing file, as it was written down. Its format: [`Extensions::backing_format`].
@@ -113,14 +113,14 @@ pub struct Backing {
     /// Its name.
     pub name: OsString,
     /// Offset of the name in the first cluster; [`Header::encode`] determines it.
-    pub at: u64,
+    pub name_offset: u64,
 }
 
 impl Backing {
     /// Of a header that has yet to be encoded.
     #[must_use]
     pub const fn new(name: OsString) -> Self {
-        Self { name, at: 0 }
+        Self { name, name_offset: 0 }
     }
 }
 
@@ -230,7 +230,7 @@ impl Header {
             backing: backing(cluster, backing_at, fields.u32(16))?,
             extensions: extensions.map_err(|(table, why)| Fault::Corrupt(table, why))?,
             // Version 2 has none, and version 3 none if its header ends where they would begin.
-            additional: cluster.get(LENGTH_3 + 1..length).map(<[u8]>::to_vec).unwrap_or_default(),
+            unknown_fields: cluster.get(LENGTH_3 + 1..length).map(<[u8]>::to_vec).unwrap_or_default(),
         };
         header.check_limits()?;
         Ok(header)
@@ -380,7 +380,8 @@ impl Header {
     pub fn encode_fields(&self) -> Result<Vec<u8>, ImageError> {
         let narrow =
             |length: usize| u32::try_from(length).map_err(|_| broken_invariant("lengths in a header have 32 bits"));
-        let (backing_at, backing) = self.backing.as_ref().map_or((0, 0), |backing| (backing.at, backing.name.len()));
+        let (backing_at, backing) =
+            self.backing.as_ref().map_or((0, 0), |backing| (backing.name_offset, backing.name.len()));
         let mut fields = MAGIC.to_vec();
         let mut put = |bytes: &[u8]| fields.extend_from_slice(bytes);
         put(&self.version.to_be_bytes());
@@ -430,7 +431,7 @@ impl Header {
         let extensions = self.extensions.encode()?;
         let length = self.length();
         if let Some(backing) = &mut self.backing {
-            backing.at = (length + extensions.len()) as u64;
+            backing.name_offset = (length + extensions.len()) as u64;
         }
         let mut bytes = self.encode_fields()?;
         if self.version > 2 {
@@ -438,7 +439,7 @@ impl Header {
                 Compression::Zlib => 0,
                 Compression::Zstd => 1,
             });
-            bytes.extend_from_slice(&self.additional);
+            bytes.extend_from_slice(&self.unknown_fields);
             bytes.resize(length, 0);
         }
         bytes.extend_from_slice(&extensions);
@@ -455,7 +456,7 @@ impl Header {
     /// # Errors
     /// What the storage says.
     pub async fn write_fields(&self, storage: &dyn Storage) -> Result<(), ImageError> {
-        Ok(storage.write(0, Buffer::copied(&self.encode_fields()?).into()).await?)
+        Ok(storage.write(0, Buffer::from_slice(&self.encode_fields()?).into()).await?)
     }
 
     /// Bytes of the header without its extensions.
@@ -463,10 +464,10 @@ impl Header {
         if self.version == 2 {
             return LENGTH_2;
         }
-        if self.compression == Compression::Zlib && self.additional.is_empty() {
+        if self.compression == Compression::Zlib && self.unknown_fields.is_empty() {
             return LENGTH_3;
         }
-        (LENGTH_3 + 1 + self.additional.len()).next_multiple_of(8)
+        (LENGTH_3 + 1 + self.unknown_fields.len()).next_multiple_of(8)
     }
 }
 
@@ -511,7 +512,7 @@ fn backing(cluster: &[u8], at: usize, length: u32) -> Result<Option<Backing>, Fa
     if name.is_empty() {
         return Err(Fault::at(16, "the backing file's name is empty"));
     }
-    Ok(Some(Backing { name, at: at as u64 }))
+    Ok(Some(Backing { name, name_offset: at as u64 }))
 }
 
 #[cfg(test)]
@@ -536,10 +537,10 @@ mod tests {
             compression: Compression::Zlib,
             backing: None,
             extensions: Extensions {
-                feature_names: super::super::feature::FeatureName::known(),
+                feature_names: super::super::feature::FeatureName::all_known(),
                 ..Extensions::default()
             },
-            additional: vec![0; 7],
+            unknown_fields: vec![0; 7],
         }
     }
 
@@ -568,7 +569,7 @@ mod tests {
         let bytes = backed.encode(&"image".into()).unwrap();
         assert!(bytes.ends_with(b"../base.raw"));
         assert_eq!(block_on(Header::read(&stored(&backed))).unwrap(), backed);
-        let old = Header { version: 2, additional: Vec::new(), ..usual() };
+        let old = Header { version: 2, unknown_fields: Vec::new(), ..usual() };
         assert_eq!(block_on(Header::read(&stored(&old))).unwrap(), old);
     }
 
@@ -579,7 +580,7 @@ mod tests {
         bytes[0x800..0x804].copy_from_slice(b"away");
         let storage = MemoryStorage::with_contents(bytes.clone(), 1 << 20);
         let header = block_on(Header::read(&storage)).unwrap();
-        assert_eq!(header.backing, Some(Backing { name: "away".into(), at: 0x800 }));
+        assert_eq!(header.backing, Some(Backing { name: "away".into(), name_offset: 0x800 }));
         block_on(header.write_fields(&storage)).unwrap();
         assert_eq!(storage.contents(), bytes);
     }
@@ -636,7 +637,7 @@ mod tests {
         let mut header = usual();
         header.features.autoclear = 1 << 9 | Features::RAW_DATA_FILE;
         let storage = stored(&header);
-        block_on(header.begin_writing(&storage, false)).unwrap();
+        block_on(header.prepare_autoclear(&storage, false)).unwrap();
         assert_eq!(block_on(Header::read(&storage)).unwrap(), usual());
     }
 

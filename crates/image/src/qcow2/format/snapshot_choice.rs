@@ -13,9 +13,9 @@ use crate::error::ImageError;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SnapshotChoice {
     /// The one with this id; otherwise the first one of this name.
-    Either(String),
+    IdOrName(String),
     /// The first one with this id and name; at least one of them is given.
-    Both {
+    IdAndName {
         /// Its id.
         id: Option<String>,
         /// Its name.
@@ -26,11 +26,11 @@ pub enum SnapshotChoice {
 impl SnapshotChoice {
     fn find<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
         match self {
-            Self::Either(word) => {
+            Self::IdOrName(word) => {
                 let first = snapshots.iter().find(|snapshot| snapshot.id == *word);
                 first.or_else(|| snapshots.iter().find(|snapshot| snapshot.name == *word))
             }
-            Self::Both { id, name } => snapshots.iter().find(|snapshot| {
+            Self::IdAndName { id, name } => snapshots.iter().find(|snapshot| {
                 id.as_ref().is_none_or(|id| *id == snapshot.id)
                     && name.as_ref().is_none_or(|name| *name == snapshot.name)
             }),
@@ -61,10 +61,10 @@ impl SnapshotChoice {
 impl fmt::Display for SnapshotChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Either(word) => write!(f, "the id or name {word:?}"),
-            Self::Both { id: Some(id), name: Some(name) } => write!(f, "the id {id:?} and the name {name:?}"),
-            Self::Both { id: Some(id), name: None } => write!(f, "the id {id:?}"),
-            Self::Both { id: None, name } => write!(f, "the name {:?}", name.as_deref().unwrap_or_default()),
+            Self::IdOrName(word) => write!(f, "the id or name {word:?}"),
+            Self::IdAndName { id: Some(id), name: Some(name) } => write!(f, "the id {id:?} and the name {name:?}"),
+            Self::IdAndName { id: Some(id), name: None } => write!(f, "the id {id:?}"),
+            Self::IdAndName { id: None, name } => write!(f, "the name {:?}", name.as_deref().unwrap_or_default()),
         }
     }
 }
@@ -91,10 +91,10 @@ mod tests {
     fn an_id_goes_before_a_name() {
         let snapshots = [snapshot("1", "2"), snapshot("2", "old"), snapshot("3", "old")];
         let found = |choice: SnapshotChoice| choice.find(&snapshots).map(|snapshot| snapshot.id.as_str());
-        let either = |word: &str| found(SnapshotChoice::Either(word.into()));
+        let either = |word: &str| found(SnapshotChoice::IdOrName(word.into()));
         assert_eq!([either("1"), either("2"), either("old"), either("new")], [Some("1"), Some("2"), Some("2"), None]);
         let both = |id: Option<&str>, name: Option<&str>| {
-            found(SnapshotChoice::Both { id: id.map(Into::into), name: name.map(Into::into) })
+            found(SnapshotChoice::IdAndName { id: id.map(Into::into), name: name.map(Into::into) })
         };
         assert_eq!(
             [both(Some("3"), Some("old")), both(None, Some("2")), both(Some("1"), Some("old"))],

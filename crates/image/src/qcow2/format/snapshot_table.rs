@@ -131,7 +131,7 @@ mod tests {
         let options = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
         let mut header = block_on(create(&storage, None, &options)).unwrap();
         header.snapshots = (HostOffset(0x4_0000), count);
-        block_on(storage.write(0x4_0000, Buffer::copied(table).into())).unwrap();
+        block_on(storage.write(0x4_0000, Buffer::from_slice(table).into())).unwrap();
         (storage, header)
     }
 

@@ -7,7 +7,7 @@ use std::ffi::OsString;
 use std::sync::Arc;
 
 use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
-use limosa_storage::{Buffer, Storage, StorageError, ZeroHow};
+use limosa_storage::{Buffer, Storage, StorageError, ZeroOptions};
 
 use super::layout::{Layout, TooLarge};
 use crate::error::{CreateOptionsError, ImageError};
@@ -185,14 +185,14 @@ impl CreateOptions {
                 data_file: self.data_file.clone(),
                 // QEMU's names take more than a cluster of 512 bytes has.
                 feature_names: if self.version > 2 && self.cluster_size > 512 {
-                    FeatureName::known()
+                    FeatureName::all_known()
                 } else {
                     Vec::new()
                 },
                 ..Extensions::default()
             },
             // The byte of the compression is always there.
-            additional: if self.version > 2 { vec![0; 7] } else { Vec::new() },
+            unknown_fields: if self.version > 2 { vec![0; 7] } else { Vec::new() },
         })
     }
 }
@@ -226,7 +226,7 @@ pub async fn create(
     if let Some(data_file) = data_file {
         old_contents = !empty(data_file, size, 0).await?;
         if old_contents && options.data_file_raw {
-            data_file.write_zeroes(0..size, ZeroHow { unmap: true, only_fast: false }).await?;
+            data_file.write_zeroes(0..size, ZeroOptions { unmap: true, only_fast: false }).await?;
             old_contents = false;
         }
         reserve(data_file, 0..size, size, options.preallocation).await?;
@@ -236,12 +236,12 @@ pub async fn create(
     reserve(storage, contents.0..layout.end().0, layout.end().0, options.preallocation).await?;
     if old_contents && options.version == 2 {
         // It has no clusters that are allocated and read as zeros.
-        storage.write_zeroes(contents.0..layout.end().0, ZeroHow::default()).await?;
+        storage.write_zeroes(contents.0..layout.end().0, ZeroOptions::default()).await?;
         old_contents = false;
     }
     Tables { layout, options, old_contents }.write(storage).await?;
     storage.flush().await?;
-    storage.write(0, Buffer::copied(&start).into()).await?;
+    storage.write(0, Buffer::from_slice(&start).into()).await?;
     storage.flush().await?;
     Ok(header)
 }
@@ -252,9 +252,9 @@ async fn empty(storage: &dyn Storage, length: u64, tables: u64) -> Result<bool, 
     match shorten(storage, length).await {
         Ok(()) => Ok(true),
         Err(_) if storage.length()? >= length => {
-            storage.write_zeroes(0..tables.min(SECTOR), ZeroHow::default()).await?;
+            storage.write_zeroes(0..tables.min(SECTOR), ZeroOptions::default()).await?;
             storage.flush().await?;
-            storage.write_zeroes(0..tables, ZeroHow::default()).await?;
+            storage.write_zeroes(0..tables, ZeroOptions::default()).await?;
             Ok(false)
         }
         Err(error) => Err(error.into()),
@@ -378,7 +378,7 @@ async fn put(
         let end = count.min(next + each);
         let mut bytes = Vec::new();
         (next..end).for_each(|number| entry(number, &mut bytes));
-        storage.write(at.0 + next * size, Buffer::copied(&bytes).into()).await?;
+        storage.write(at.0 + next * size, Buffer::from_slice(&bytes).into()).await?;
         next = end;
     }
     Ok(())

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use limosa_page::{broken_invariant, to_usize};
-use limosa_storage::{Storage, ZeroHow};
+use limosa_storage::{Storage, ZeroOptions};
 
 use super::check::extend::{extend, release};
 use super::check::{CheckOptions, Repair, fit_bitmaps, repair, tables};
@@ -17,7 +17,7 @@ use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
 use crate::qcow2::engine::grow;
-use crate::qcow2::engine::image::{Parts, Qcow2};
+use crate::qcow2::engine::image::{ImageParts, Qcow2};
 use crate::qcow2::engine::options::Qcow2Options;
 use crate::qcow2::format::entry::{COPIED, OFFSET};
 use crate::qcow2::format::geometry::Geometry;
@@ -48,8 +48,8 @@ setters!(ResizeOptions { shrink: bool, preallocation: Preallocation, check: Chec
 /// version 2 with snapshots, images with bitmaps that were not put away, corrupt images. What the storage says: if
 /// there is no space for the preallocation ([`ResizeOptions::preallocation`]) the disk keeps its length, and the space
 /// taken until then is leaked; [`repair`] with [`Repair::Leaks`] gives it back.
-pub async fn resize(parts: Parts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
-    let Parts { file, data_file, backing, mut header } = parts;
+pub async fn resize(parts: ImageParts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
+    let ImageParts { file, data_file, backing, mut header } = parts;
     if header.features.dirty() && !header.features.corrupt() {
         repair(&*file, Repair::Refcounts, options.check).await?;
         header = Header::read(&*file).await?;
@@ -59,9 +59,9 @@ pub async fn resize(parts: Parts, size: u64, options: ResizeOptions) -> Result<(
     if size == old {
         return Ok(());
     }
-    header.begin_writing(&*file, true).await?;
+    header.prepare_autoclear(&*file, true).await?;
     let bitmaps = fit_bitmaps::lay_aside(&*file, &mut header, size).await?;
-    let parts = Parts { file: Arc::clone(&file), data_file: data_file.clone(), backing, header };
+    let parts = ImageParts { file: Arc::clone(&file), data_file: data_file.clone(), backing, header };
     if size < old {
         shrink(parts, size).await?;
     } else if options.preallocation == Preallocation::Off && !parts.header.features.raw_data_file() {
@@ -95,12 +95,12 @@ fn refuse(storage: &dyn Storage, header: &Header, size: u64, options: ResizeOpti
 }
 
 /// The image as a disk, which takes no more space than it needs.
-async fn in_use(parts: Parts) -> Result<Arc<Qcow2>, ImageError> {
+async fn in_use(parts: ImageParts) -> Result<Arc<Qcow2>, ImageError> {
     Qcow2::open(parts, Qcow2Options { allocate_ahead: 0, ..Qcow2Options::default() }).await
 }
 
 /// Makes the disk longer, with space for what is new.
-async fn grow(parts: Parts, size: u64, how: Preallocation) -> Result<(), ImageError> {
+async fn grow(parts: ImageParts, size: u64, how: Preallocation) -> Result<(), ImageError> {
     let (file, data_file, old) = (Arc::clone(&parts.file), parts.data_file.clone(), parts.header.size);
     let end = old.next_multiple_of(parts.header.geometry().cluster_size()).min(size);
     let disk = in_use(parts).await?;
@@ -154,7 +154,7 @@ impl Growth<'_> {
     async fn grow_data(&self, data_file: &dyn Storage, how: Preallocation) -> Result<(), ImageError> {
         let length = data_file.length()?;
         if length > self.old {
-            let how = ZeroHow { unmap: how != Preallocation::Falloc, only_fast: false };
+            let how = ZeroOptions { unmap: how != Preallocation::Falloc, only_fast: false };
             data_file.write_zeroes(self.old..length.min(self.size), how).await?;
         }
         if length < self.size {
@@ -226,7 +226,7 @@ impl Growth<'_> {
             // What was there before must not come to light.
             how if !range.is_empty() => {
                 let unmap = how != Preallocation::Falloc;
-                self.storage.write_zeroes(range.clone(), ZeroHow { unmap, only_fast: false }).await?;
+                self.storage.write_zeroes(range.clone(), ZeroOptions { unmap, only_fast: false }).await?;
                 if !unmap {
                     self.storage.allocate(range).await?;
                 }
@@ -262,7 +262,7 @@ const fn new_entry(host: u64, geometry: &Geometry) -> (u64, u64) {
 }
 
 /// Makes the disk shorter. Space that nothing refers to any more is not given back yet.
-async fn shrink(parts: Parts, size: u64) -> Result<(), ImageError> {
+async fn shrink(parts: ImageParts, size: u64) -> Result<(), ImageError> {
     let (file, old) = (Arc::clone(&parts.file), parts.header.size);
     let storage = &*file;
     let inside = size.next_multiple_of(parts.header.geometry().cluster_size()).min(old) - size;

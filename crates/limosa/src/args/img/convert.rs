@@ -4,7 +4,7 @@ use std::ffi::OsString;
 
 use clap::Args;
 use limosa_image::qcow2::SnapshotChoice;
-use limosa_image::reference::split;
+use limosa_image::reference::split_options;
 use limosa_storage::CacheMode;
 
 use super::image::{OpenArgs, QuietArg, ShareArg};
@@ -184,17 +184,17 @@ impl ImgConvertArgs {
 /// Parses the name of a snapshot by qemu-img's rules.
 fn parse_snapshot(text: &str) -> Result<SnapshotChoice, String> {
     if !text.starts_with("snapshot.") {
-        return Ok(SnapshotChoice::Either(text.to_owned()));
+        return Ok(SnapshotChoice::IdOrName(text.to_owned()));
     }
     let (mut id, mut name) = (None, None);
-    for option in split(text) {
+    for option in split_options(text) {
         match option.split_once('=') {
             Some(("snapshot.id", value)) => id = Some(value.to_owned()),
             Some(("snapshot.name", value)) => name = Some(value.to_owned()),
             _ => return Err(format!("{option:?}: write snapshot.id=ID, snapshot.name=NAME, or an id or a name alone")),
         }
     }
-    Ok(SnapshotChoice::Both { id, name })
+    Ok(SnapshotChoice::IdAndName { id, name })
 }
 
 #[cfg(test)]
@@ -204,9 +204,9 @@ mod tests {
     #[test]
     fn a_snapshot_is_meant_by_id_or_by_name_or_by_both() {
         let both = |id: Option<&str>, name: Option<&str>| {
-            Ok(SnapshotChoice::Both { id: id.map(Into::into), name: name.map(Into::into) })
+            Ok(SnapshotChoice::IdAndName { id: id.map(Into::into), name: name.map(Into::into) })
         };
-        assert_eq!(parse_snapshot("a=b,c"), Ok(SnapshotChoice::Either("a=b,c".into())));
+        assert_eq!(parse_snapshot("a=b,c"), Ok(SnapshotChoice::IdOrName("a=b,c".into())));
         assert_eq!(parse_snapshot("snapshot.id=1"), both(Some("1"), None));
         assert_eq!(parse_snapshot("snapshot.name=a,,b,snapshot.id="), both(Some(""), Some("a,b")));
         for wrong in ["snapshot.", "snapshot.id", "snapshot.date=1", "snapshot.id=1,name=2"] {

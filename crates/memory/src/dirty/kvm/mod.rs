@@ -48,7 +48,7 @@ impl KvmSlots {
     ///
     /// # Errors
     /// An error of KVM.
-    pub fn map(vm: Arc<VmFd>, memory: Arc<GuestMemory>) -> Result<Arc<Self>, MemoryError> {
+    pub fn register_memory(vm: Arc<VmFd>, memory: Arc<GuestMemory>) -> Result<Arc<Self>, MemoryError> {
         let slots = (0..).zip(memory.regions()).map(|(slot, region)| KvmSlot { slot, region: *region, flags: 0 });
         let slots = Self { vm, slots: slots.collect(), memory: Arc::clone(&memory) };
         for slot in &slots.slots {
@@ -135,7 +135,7 @@ mod tests {
             for options in [BlockOptions::memfd("pc.ram", 64 << 12), BlockOptions::anonymous("pc.ram", 64 << 12)] {
                 let vm = Arc::new(Kvm::new().expect("without /dev/kvm, set LIMOSA_SKIP_KVM=1").create_vm().unwrap());
                 let memory = Arc::new(GuestMemory::new(vec![options.map().unwrap()]).unwrap());
-                let slots = KvmSlots::map(Arc::clone(&vm), Arc::clone(&memory)).unwrap();
+                let slots = KvmSlots::register_memory(Arc::clone(&vm), Arc::clone(&memory)).unwrap();
                 let mut log: Box<dyn DirtyLog> = match ring {
                     true => Box::new(KvmRingLog::new(KvmRings::enable(&vm, slots, 64 << 10).unwrap())),
                     false => Box::new(KvmLog::new(slots)),

@@ -305,7 +305,8 @@ mod tests {
         }
         let vm = Arc::new(Kvm::new().expect("without /dev/kvm, set LIMOSA_SKIP_KVM=1").create_vm().unwrap());
         let memory = BlockOptions::memfd("pc.ram", 4096 * PAGE_SIZE).map().unwrap();
-        let slots = KvmSlots::map(Arc::clone(&vm), Arc::new(GuestMemory::new(vec![memory]).unwrap())).unwrap();
+        let slots =
+            KvmSlots::register_memory(Arc::clone(&vm), Arc::new(GuestMemory::new(vec![memory]).unwrap())).unwrap();
         let rings = KvmRings::enable(&vm, Arc::clone(&slots), 64 << 10).unwrap();
         let mut log = KvmRingLog::new(Arc::clone(&rings));
         log.start().unwrap();
@@ -320,7 +321,7 @@ mod tests {
         rings.state.lock().rings.push(ring(256, 256));
         rings.reap().unwrap();
         for _ in 0..2 {
-            let refused = limosa_page::with_causes(&log.fetch(&mut dirty).unwrap_err());
+            let refused = limosa_page::error_with_causes(&log.fetch(&mut dirty).unwrap_err());
             assert!(refused.contains("larger rings are needed"), "{refused}");
         }
         log.start().unwrap();

@@ -96,7 +96,7 @@ mod tests {
         tail.extend_from_slice(&[section::EOF, section::DESCRIPTION]);
         tail.extend_from_slice(&u32::try_from(sections.description().len()).unwrap().to_be_bytes());
         tail.extend_from_slice(&sections.description());
-        let state = devices::locate(&tail, 0, 1 << 20).unwrap();
+        let state = devices::find_tail_end(&tail, 0, 1 << 20).unwrap();
         let shorter = &tail[..state.sections_range.end - 1];
         assert!(is_noticed(|| load_found(&machine, shorter, &state)));
         assert_eq!(machine.1.lock().unwrap().len(), 2, "nothing of a wrong range is loaded");

@@ -15,7 +15,7 @@ use parking_lot::{Mutex, MutexGuard};
 /// The share of what has come that may be taken for what has not.
 const SHARE: u64 = 32;
 /// Additional pages that may be taken for those that have not come, where this number comes at once.
-const ADVANCE: u64 = 4 * MemoryBlock::HUGE_PIECE;
+const ADVANCE: u64 = 4 * MemoryBlock::PAGES_PER_HUGE_PAGE;
 const AT_ONCE: u64 = 64;
 /// Pieces that can be taken at the same time.
 const LOCKS: usize = 16;
@@ -69,8 +69,8 @@ pub(super) struct HugePages {
 impl HugePages {
     /// None yet; `None` if the block cannot have any.
     pub(super) fn new(memory: &MemoryBlock) -> Option<Self> {
-        let pieces = memory.huge_pieces()?;
-        let count = pieces.len() / MemoryBlock::HUGE_PIECE;
+        let pieces = memory.huge_page_range()?;
+        let count = pieces.len() / MemoryBlock::PAGES_PER_HUGE_PAGE;
         let [taken, there] = [(); 2].map(|()| AtomicPageBitmap::new(count));
         Some(Self { first: pieces.start, taken, there, taking: Default::default() })
     }
@@ -142,10 +142,10 @@ impl HugePages {
 
     /// The piece that a page is in: its number, and its pages.
     fn piece_of(&self, page: PageNumber) -> Option<(PageNumber, PageRange)> {
-        let number = page.0.checked_sub(self.first.0)? / MemoryBlock::HUGE_PIECE;
-        let start = PageNumber(self.first.0 + number * MemoryBlock::HUGE_PIECE);
+        let number = page.0.checked_sub(self.first.0)? / MemoryBlock::PAGES_PER_HUGE_PAGE;
+        let start = PageNumber(self.first.0 + number * MemoryBlock::PAGES_PER_HUGE_PAGE);
         (number < self.taken.len())
-            .then(|| (PageNumber(number), PageRange::starting_at(start, MemoryBlock::HUGE_PIECE)))
+            .then(|| (PageNumber(number), PageRange::starting_at(start, MemoryBlock::PAGES_PER_HUGE_PAGE)))
     }
 }
 
@@ -156,7 +156,7 @@ mod tests {
 
     use super::*;
 
-    const PIECE: u64 = MemoryBlock::HUGE_PIECE;
+    const PIECE: u64 = MemoryBlock::PAGES_PER_HUGE_PAGE;
 
     /// Returns the pieces of a block that are there after these runs have come.
     fn populated(pieces: u64, runs: impl IntoIterator<Item = PageRange>) -> (u64, u64) {

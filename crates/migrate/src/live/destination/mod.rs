@@ -273,7 +273,7 @@ fn arrived<'a, V: IncomingVm + ?Sized>(
             }
         };
     }
-    progress.enter(Phase::Completed);
+    progress.set_phase(Phase::Completed);
     // It runs, whether or not the source is told.
     let unheard = incoming.acknowledge().err();
     IncomingOutcome::Running(IncomingStats { received: incoming.stats, postcopy: None, acknowledge_error: unheard })

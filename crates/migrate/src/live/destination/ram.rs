@@ -102,7 +102,7 @@ impl<'a> GuestRam<'a> {
     pub(super) fn populate(&self) {
         if let Some(populator) = &self.populator {
             // Where it fails, pages take a little longer to arrive.
-            let _ = populator.work();
+            let _ = populator.run();
         }
     }
 
@@ -278,7 +278,7 @@ unsafe impl PageMemory for GuestRam<'_> {
                 continue;
             }
             if let Some(populator) = &self.populator {
-                populator.arrived(known.index, *run);
+                populator.note_arrived(known.index, *run);
             }
             // Faults of private memory cost more one by one than all at once; those of a file do not.
             if known.memory.file().is_none() && run.len() > 1 {

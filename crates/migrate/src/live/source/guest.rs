@@ -63,7 +63,7 @@ impl PageSource for GuestSource<'_> {
         &self.start
     }
 
-    fn stored(&self, block: usize) -> &PageBitmap {
+    fn stored_bitmap(&self, block: usize) -> &PageBitmap {
         // Only the indices of `start` are asked for, and there are as many.
         &self.stored[block]
     }

@@ -18,7 +18,7 @@ use limosa_page::{PageBitmap, PageNumber, PageRange};
 use super::link::Link;
 use super::round::{BrokenOff, Course, RATE_TICK, Round, RoundResult};
 use super::stats::RoundKind;
-use crate::control::Moved;
+use crate::control::MovedPages;
 use crate::error::MigrateError;
 use crate::source::records::{RecordWriter, ZERO_RECORD};
 
@@ -62,7 +62,7 @@ impl Link<'_, '_> {
                 self.check()?;
                 let left = self.queue.left(index, piece);
                 left.iter().for_each(|run| holes.set_range(*run));
-                let looked = block.populated_among(left.iter().copied(), |run| holes.clear_range(run));
+                let looked = block.for_each_populated(left.iter().copied(), |run| holes.clear_range(run));
                 looked.map_err(|error| not_found(block, &error))?;
             }
             self.queue.drop_pages(index, holes);
@@ -100,7 +100,7 @@ impl Course<'_, '_> {
                 if !last {
                     self.link.control.rate_limit().spend(run.len().saturating_mul(ZERO_RECORD));
                 }
-                self.link.progress.add_moved(Moved { zero: run.len(), ..Moved::default() });
+                self.link.progress.add_moved(MovedPages { zero: run.len(), ..MovedPages::default() });
                 result.holes += run.len();
                 result.sent.zero += run.len();
                 if let Some(bitmap) = &mut self.sent {

@@ -93,7 +93,7 @@ pub use stats::{HintStats, LiveStats, RoundKind, RoundReport};
 /// match LiveSource::new(vm, logs, channel, &handle).destination_zeroed(true).run() {
 ///     LiveOutcome::Completed(stats) => println!("runs there, {:?} of downtime", stats.downtime),
 ///     LiveOutcome::Resumed { error, .. } => println!("{error}; the VM continues here"),
-///     LiveOutcome::Stuck { error, resume, .. } => println!("{error}; and the VM does not go on here: {resume}"),
+///     LiveOutcome::ResumeFailed { error, resume, .. } => println!("{error}; the VM does not run here: {resume}"),
 ///     LiveOutcome::Undecided(given) => println!("{}: look at the destination, then decide", given.why()),
 ///     LiveOutcome::PostcopyPaused(waits) => println!("{}: the VM waits there for the rest", waits.why()),
 /// }
@@ -198,7 +198,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
 
     /// In postcopy, answers requests on a channel of their own, which `open` connects. The destination has to expect
     /// it. Over TLS a destination of this crate's, which takes it when the package has come, wants it
-    /// [deferred](limosa_channel::Tls::deferred); stock QEMU takes it at once.
+    /// [deferred](limosa_channel::Tls::with_deferred_handshake); stock QEMU takes it at once.
     #[must_use]
     pub fn preempt(mut self, open: OpenPreempt<'o>) -> Self {
         self.open_preempt = Some(open);
@@ -224,7 +224,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// it at the destination. One that is not moved with the VM has to say it by itself there, or the guest keeps
     /// holding the pages back.
     #[must_use]
-    pub fn free_pages(mut self, from: Arc<dyn FreePageHinting>) -> Self {
+    pub fn hint_free_pages(mut self, from: Arc<dyn FreePageHinting>) -> Self {
         self.free_pages = Some(from);
         self
     }
@@ -379,7 +379,7 @@ fn read_return_path(link: &Link<'_, '_>, terms: &Terms<'_>) {
     link.return_path.read_from(link.channel, &link.source.setup().blocks, false, |message| {
         if *message == ReturnMessage::Pong(PING_LOADED) && terms.loaded.answered() {
             // The VM runs there from here on.
-            link.progress.enter(Phase::PostcopyActive);
+            link.progress.set_phase(Phase::PostcopyActive);
             link.control.release();
         }
     });

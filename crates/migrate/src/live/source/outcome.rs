@@ -33,7 +33,7 @@ pub enum LiveOutcome<'a, V: LiveVm + ?Sized> {
         logs: Option<DirtyLogs>,
     },
     /// The VM is not at the destination, and the VMM did not resume it here: it is stopped, and complete.
-    Stuck {
+    ResumeFailed {
         /// The failure that ended the migration.
         error: MigrateError,
         /// The VMM's reason.
@@ -71,7 +71,7 @@ impl Link<'_, '_> {
         ended: Ended<'a, V>,
     ) -> LiveOutcome<'a, V> {
         let finish = |stats: &mut LiveStats| {
-            stats.total = terms.begun.elapsed();
+            stats.total_time = terms.begun.elapsed();
             stats.main = self.channel.counters();
             stats.channels = multifd_channels.iter().map(|channel| channel.counters()).collect();
         };
@@ -83,7 +83,7 @@ impl Link<'_, '_> {
                 finish(&mut stats);
                 return match taken_back.resumed {
                     Ok(()) => LiveOutcome::Resumed { error, stats, logs: taken_back.logs },
-                    Err(resume) => LiveOutcome::Stuck { error, resume, stats },
+                    Err(resume) => LiveOutcome::ResumeFailed { error, resume, stats },
                 };
             }
             // Once it was handed over, a stop is not what decides, and may not be what failed.
@@ -96,7 +96,7 @@ impl Link<'_, '_> {
         let error = match result {
             Ok(postcopy) => {
                 stats.postcopy = postcopy.map(|postcopy| *postcopy);
-                self.progress.enter(Phase::Completed);
+                self.progress.set_phase(Phase::Completed);
                 return LiveOutcome::Completed(stats);
             }
             Err(error) => error,
@@ -197,7 +197,7 @@ impl<'a, V: LiveVm + ?Sized> PostcopyPausedSource<'a, V> {
     ) -> LiveOutcome<'a, V> {
         match self.send_rest(channel, open_preempt, handle) {
             Ok(done) => {
-                self.stats.total += done.elapsed;
+                self.stats.total_time += done.elapsed;
                 self.stats.postcopy = Some(done);
                 LiveOutcome::Completed(self.stats)
             }
@@ -217,7 +217,7 @@ impl<V: LiveVm + ?Sized> std::fmt::Debug for LiveOutcome<'_, V> {
         match self {
             Self::Completed(stats) => f.debug_tuple("Completed").field(stats).finish(),
             Self::Resumed { error, .. } => f.debug_struct("Resumed").field("error", error).finish_non_exhaustive(),
-            Self::Stuck { error, resume, .. } => {
+            Self::ResumeFailed { error, resume, .. } => {
                 f.debug_struct("Stuck").field("error", error).field("resume", resume).finish_non_exhaustive()
             }
             Self::Undecided(undecided) => undecided.fmt(f),

@@ -34,7 +34,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
             return Ok(Phase::Pause(Left::All));
         }
         self.vm.start_logs()?;
-        link.progress.enter(control::Phase::Active);
+        link.progress.set_phase(control::Phase::Active);
         let rounds = Rounds::new(link, terms, sent)?;
         Ok(match terms.postcopy {
             PostcopyMode::AtOnce => Phase::Hints(Box::new(rounds)),
@@ -52,7 +52,8 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         let left = rest.iter().map(PageBitmap::count).sum();
         let duration = terms.begun.elapsed().saturating_sub(begun);
         let kind = RoundKind::Bulk;
-        let report = RoundReport { kind, begun, duration, pages: about, hinted, rest: left, ..RoundReport::empty() };
+        let report =
+            RoundReport { kind, start_time: begun, duration, pages: about, hinted, rest: left, ..RoundReport::empty() };
         self.reports.add(&RoundResult::default(), report);
         if let Some(sent) = &mut rounds.course.sent {
             sent.zero = round.holes;
@@ -90,7 +91,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
                 &result,
                 RoundReport {
                     kind,
-                    begun,
+                    start_time: begun,
                     duration,
                     pages: about,
                     hinted,

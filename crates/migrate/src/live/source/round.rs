@@ -12,7 +12,7 @@ use super::guest::GuestSource;
 use super::link::{Link, Terms};
 use super::sent_bitmap::SentBitmap;
 use super::stats::RoundKind;
-use crate::control::Moved;
+use crate::control::MovedPages;
 use crate::error::MigrateError;
 use crate::live::ZeroCheck;
 use crate::pages::PageSource;
@@ -172,7 +172,7 @@ impl<'e, 'v> Rounds<'e, 'v> {
                 let told = sent.zero.saturating_mul(ZERO_RECORD);
                 link.control.rate_limit().spend(sent.normal.saturating_mul(PAGE_SIZE).saturating_add(told));
             }
-            link.progress.add_moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
+            link.progress.add_moved(MovedPages { normal: sent.normal, zero: sent.zero, resent: 0 });
             result.sent.add(sent);
         }
         if let Some(memory) = placed {

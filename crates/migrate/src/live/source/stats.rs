@@ -30,8 +30,8 @@ pub struct RoundReport {
     /// The kind of a round.
     pub kind: RoundKind,
     /// From the beginning of the migration to the beginning of the round.
-    #[serde(serialize_with = "seconds")]
-    pub begun: Duration,
+    #[serde(rename = "begun", serialize_with = "seconds")]
+    pub start_time: Duration,
     /// How long it took.
     #[serde(serialize_with = "seconds")]
     pub duration: Duration,
@@ -69,7 +69,7 @@ impl RoundReport {
         Self {
             number: 0,
             kind: RoundKind::Bulk,
-            begun,
+            start_time: begun,
             duration,
             pages: 0,
             normal: 0,
@@ -88,15 +88,15 @@ impl RoundReport {
 
     /// Takes the round that followed in.
     fn join(&mut self, next: Self) {
-        let begun = self.begun;
+        let begun = self.start_time;
         let sum = |of: fn(&Self) -> u64| of(self).saturating_add(of(&next));
         let [pages, normal, zero] = [sum(|round| round.pages), sum(|round| round.normal), sum(|round| round.zero)];
         let [left_out, holes] = [sum(|round| round.left_out), sum(|round| round.holes)];
         let hinted = sum(|round| round.hinted);
         let [bytes, dirty] = [sum(|round| round.bytes), sum(|round| round.dirty)];
-        let duration = (next.begun + next.duration).saturating_sub(begun);
+        let duration = (next.start_time + next.duration).saturating_sub(begun);
         let counts = Self { pages, normal, zero, left_out, hinted, holes, bytes, dirty, ..next };
-        *self = Self { number: self.number, begun, duration, ..counts };
+        *self = Self { number: self.number, start_time: begun, duration, ..counts };
     }
 
     /// Pages written per second of the round.
@@ -134,8 +134,8 @@ pub struct LiveStats {
     /// The rounds, in order. Of a migration of thousands of them, neighbours are joined.
     pub rounds: Vec<RoundReport>,
     /// From the beginning to the end.
-    #[serde(serialize_with = "seconds")]
-    pub total: Duration,
+    #[serde(rename = "total", serialize_with = "seconds")]
+    pub total_time: Duration,
     /// From the moment the VM was told to stop to the destination's acknowledgement (or to the end of the
     /// attempt); zero if it was not stopped.
     #[serde(serialize_with = "seconds")]
@@ -254,7 +254,7 @@ mod tests {
             stats.push(RoundReport {
                 number,
                 kind,
-                begun,
+                start_time: begun,
                 duration,
                 normal: 2,
                 rest: number.into(),
@@ -265,7 +265,7 @@ mod tests {
         assert_eq!(stats.sum(|round| round.normal), 200_000);
         assert_eq!((stats.rounds[0].kind, stats.rounds[0].normal), (RoundKind::Bulk, 2));
         assert_eq!(stats.rounds.last().map(|round| round.rest), Some(99_999));
-        assert!(stats.rounds.windows(2).all(|two| two[0].begun + two[0].duration == two[1].begun));
+        assert!(stats.rounds.windows(2).all(|two| two[0].start_time + two[0].duration == two[1].start_time));
         assert!(stats.rounds.windows(2).all(|two| two[0].number < two[1].number));
     }
 }

@@ -111,7 +111,7 @@ mod tests {
         encode_discards(&[RamBlock::new("a", 20_000 * 4096)], std::slice::from_ref(&plan), &mut out).unwrap();
         let (mut at, mut found) = (0, PageBitmap::new(20_000));
         while let Some((Command::RamDiscard { ranges, .. }, length)) = Command::decode(&out[at..]).unwrap() {
-            ranges.iter().for_each(|range| found.set_range(PageRange::within(range)));
+            ranges.iter().for_each(|range| found.set_range(PageRange::inside_bytes(range)));
             at += length;
         }
         found.invert();

@@ -25,7 +25,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         match left {
             Left::All => {
                 self.vm.pause()?;
-                self.link.progress.enter(control::Phase::Device);
+                self.link.progress.set_phase(control::Phase::Device);
                 let round = self.link.bulk(false)?;
                 let mut sent = SentBitmap::new(self.link.source);
                 sent.zero = round.holes;
@@ -51,7 +51,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
     /// Stops the VM, and adds what it has written last.
     fn stop(&mut self, rest: &mut [PageBitmap]) -> Result<u64, MigrateError> {
         self.vm.pause()?;
-        self.link.progress.enter(control::Phase::Device);
+        self.link.progress.set_phase(control::Phase::Device);
         let mut last = DirtyPages::new(self.link.memory);
         self.vm.fetch(&mut last)?;
         // It has seen the last write. Another attempt starts it again.
@@ -76,7 +76,7 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
             &result,
             RoundReport {
                 kind: RoundKind::Last,
-                begun,
+                start_time: begun,
                 duration: terms.begun.elapsed().saturating_sub(begun),
                 pages: about,
                 bytes: link.bytes_out() - bytes,
@@ -130,7 +130,7 @@ impl Commit {
             Ok(ready) => ready,
             Err(error) => return Ended::Kept { vm, error },
         };
-        link.progress.enter(control::Phase::Completing);
+        link.progress.set_phase(control::Phase::Completing);
         // Once the kernel has taken the end of the stream, the destination may run the VM.
         let deciding = Deciding::new(vm, link.channel, decisive);
         let written = link.channel.write_all(&bytes);

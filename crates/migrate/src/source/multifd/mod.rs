@@ -25,7 +25,7 @@ use limosa_stream::multifd::{Compression, PACKET_PAGES};
 use super::dirty_page_queue::DirtyPageQueue;
 use super::records::{RecordWriter, Sent, ZERO_RECORD, Zeros};
 use crate::control::Control;
-use crate::control::{Moved, Progress};
+use crate::control::{MovedPages, Progress};
 use crate::error::MigrateError;
 use crate::pages::PageSource;
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -95,8 +95,8 @@ impl Default for MultifdSourceOptions {
 impl MultifdSourceOptions {
     /// Why stored pages have to be read.
     fn why_read<S: PageSource + ?Sized>(&self, source: &S, return_path: bool) -> Option<&'static str> {
-        let stored =
-            (0..source.setup().blocks.len()).find_map(|block| Some((block, source.stored(block).runs().next()?)));
+        let stored = (0..source.setup().blocks.len())
+            .find_map(|block| Some((block, source.stored_bitmap(block).runs().next()?)));
         if !return_path {
             Some("there is no answer that would confirm arrival before the file changes, so pages are read and copied")
         } else if self.detect_zero {
@@ -246,7 +246,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         &self,
         stored: Vec<PageBitmap>,
         answered: impl FnOnce() -> Result<(), MigrateError>,
-    ) -> Result<Moved, MigrateError> {
+    ) -> Result<MovedPages, MigrateError> {
         let blocks = &self.source.setup().blocks;
         let sent = thread::scope(|scope| {
             let _ending = self.spawn(scope);
@@ -263,7 +263,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             Ok::<_, MigrateError>(sent)
         });
         let Sent { normal, zero, .. } = sent?.sent;
-        Ok(Moved { normal, zero, resent: 0 })
+        Ok(MovedPages { normal, zero, resent: 0 })
     }
 
     /// Starts a thread for each channel, which send rounds until what is returned is dropped.
@@ -338,7 +338,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
                 return Err(MigrateError::Multifd { id, source: Box::new(MigrateError::Protocol(why)) });
             }
         }
-        if self.in_place { self.source.still_whole().map_err(MigrateError::Source) } else { Ok(()) }
+        if self.in_place { self.source.check_unchanged().map_err(MigrateError::Source) } else { Ok(()) }
     }
 
     /// Bytes that the kernel has taken on these channels.
@@ -363,7 +363,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             if *zeroed {
                 continue;
             }
-            for run in self.source.stored(block).gaps() {
+            for run in self.source.stored_bitmap(block).gaps() {
                 self.check()?;
                 self.source.confirm_zero(block, run).map_err(MigrateError::Source)?;
                 records.send_zero(block, run)?;
@@ -488,7 +488,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         self.normal.fetch_add(sent.normal, Relaxed);
         self.zero.fetch_add(sent.zero, Relaxed);
         self.left_out.fetch_add(sent.left_out, Relaxed);
-        self.progress.add_moved(Moved { normal: sent.normal, zero: sent.zero, resent: 0 });
+        self.progress.add_moved(MovedPages { normal: sent.normal, zero: sent.zero, resent: 0 });
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

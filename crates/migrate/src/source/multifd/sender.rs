@@ -278,7 +278,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
             self.send_packet_in_place(block, &packet)?;
         }
         // At the end of all this decides; here it is a matter of noticing early.
-        self.multifd.source.still_whole().map_err(MigrateError::Source)
+        self.multifd.source.check_unchanged().map_err(MigrateError::Source)
     }
 
     fn send_packet_in_place(&mut self, block: usize, runs: &[PageRange]) -> Result<(), MigrateError> {
@@ -301,7 +301,7 @@ impl<'a, S: PageSource + ?Sized> ChannelSender<'a, S> {
                     Err(ChannelError::Unsupported { .. }) => self.in_place = false,
                     Err(error) => {
                         // A file that has become shorter is the cause of all that followed.
-                        source.still_whole().map_err(MigrateError::Source)?;
+                        source.check_unchanged().map_err(MigrateError::Source)?;
                         let short = error.io_kind() == Some(ErrorKind::UnexpectedEof);
                         return Err(if short { MigrateError::Source(error.into()) } else { self.failed(error) });
                     }

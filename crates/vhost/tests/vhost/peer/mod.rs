@@ -69,7 +69,7 @@ impl Device for Incrementer {
         0b10
     }
 
-    fn queues(&self) -> usize {
+    fn num_queues(&self) -> usize {
         2
     }
 
@@ -91,7 +91,7 @@ impl Device for Incrementer {
         self.memories.lock().push(memory);
     }
 
-    fn attached(&self, front_end: FrontEnd) {
+    fn front_end_connected(&self, front_end: FrontEnd) {
         *self.front_end.lock() = Some(front_end);
     }
 
@@ -132,7 +132,7 @@ impl Device for Incrementer {
         self.inherited.fetch_add(1, Ordering::SeqCst);
     }
 
-    fn stopped(&self, queue: usize) {
+    fn queue_stopped(&self, queue: usize) {
         self.held.lock().clear();
         self.stops.lock().push(queue);
     }

@@ -34,7 +34,7 @@ impl Allocator {
         self.write_block(host, at.0 % per_block, ClusterCount::ONE).await?;
         // The table refers to it: its contents have to be there before.
         self.context.flush_file().await?;
-        let entry = Buffer::copied(&host.0.to_be_bytes());
+        let entry = Buffer::from_slice(&host.0.to_be_bytes());
         self.context.write_table(OperationKind::RefcountWrite, table_at + number * 8, entry.into()).await?;
         self.refcounts.has_block(index, host)?;
         self.overlap_check.add(host, TableKind::RefcountBlock);
@@ -51,7 +51,7 @@ impl Allocator {
             let set = refcount_array::set(&mut bytes, geometry.refcount_order, index, 1);
             invariant(set, "a new refcount block has a place for what it counts")?;
         }
-        self.context.write_table(OperationKind::RefcountWrite, host, Buffer::copied(&bytes).into()).await
+        self.context.write_table(OperationKind::RefcountWrite, host, Buffer::from_slice(&bytes).into()).await
     }
 
     /// Makes a longer refcount table, with blocks that count it and themselves, in clusters from `at` on, which no
@@ -92,7 +92,7 @@ impl Allocator {
         }
         let table_at = (at + ClusterCount(blocks)).begin(bits);
         let bytes: Vec<u8> = table.iter().flat_map(|word| word.to_be_bytes()).collect();
-        self.context.write_table(OperationKind::RefcountWrite, table_at, Buffer::copied(&bytes).into()).await?;
+        self.context.write_table(OperationKind::RefcountWrite, table_at, Buffer::from_slice(&bytes).into()).await?;
         self.context.flush_file().await?;
         let length =
             u32::try_from(clusters).map_err(|_| broken_invariant("a refcount table is within the format's limit"))?;
@@ -188,7 +188,7 @@ impl Allocator {
         let mut table =
             if old.is_empty() { Vec::new() } else { self.context.read_file(old.start, length(&old)).await? };
         table.resize(to_usize(clusters << geometry.cluster_bits), 0);
-        self.context.write_table(OperationKind::L1Write, at, Buffer::copied(&table).into()).await?;
+        self.context.write_table(OperationKind::L1Write, at, Buffer::from_slice(&table).into()).await?;
         self.context.flush_file().await?;
         let count = u32::try_from(entries).map_err(|_| broken_invariant("an L1 table is within the format's limit"))?;
         self.header.change(|header| header.l1 = (at, count)).await?;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use limosa_storage::{IoVector, ZeroHow};
+use limosa_storage::{IoVector, ZeroOptions};
 
 use super::super::allocator::Allocator;
 use super::super::context::Context;
@@ -330,7 +330,7 @@ impl Zeroer {
         let (counters, data) = (self.context.counters(), self.context.data());
         if rules.raw_data {
             counters.add(OperationKind::WriteZeroes, length);
-            let how = ZeroHow { unmap: zeroing != Zeroing::Keep, only_fast: false };
+            let how = ZeroOptions { unmap: zeroing != Zeroing::Keep, only_fast: false };
             data.write_zeroes(bytes, how).await?;
         } else if zeroing != Zeroing::Keep && self.context.options().discard {
             counters.add(OperationKind::Discard, length);

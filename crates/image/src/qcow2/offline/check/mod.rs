@@ -77,7 +77,7 @@ impl Outcome {
 
 async fn examine_image(storage: &dyn Storage, header: &Header, options: CheckOptions) -> Result<Outcome, ImageError> {
     let image = Image::open(storage, header, options).await?;
-    let mut findings = Findings::new(options.findings);
+    let mut findings = Findings::new(options.max_findings);
     let mut stored = Stored::new(storage, header, image.bounds);
     let mut outcome = Outcome::default();
     let mut highest = 0;

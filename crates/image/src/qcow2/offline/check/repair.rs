@@ -79,14 +79,14 @@ async fn leaks(
     let report = &outcome.report;
     let uncertain = outcome.rebuild || outcome.bitmaps_wrong || outcome.snapshots_wrong || outcome.lost;
     if report.leaks > 0 && !uncertain {
-        header.begin_writing(storage, true).await?;
+        header.prepare_autoclear(storage, true).await?;
         return refcounts(storage, header, options, Change::Lower).await;
     }
     let flags = outcome.copied_wrong > 0 && report.corruptions == outcome.copied_wrong;
     if !flags || report.leaks > 0 || report.check_errors > 0 {
         return Ok(false);
     }
-    header.begin_writing(storage, true).await?;
+    header.prepare_autoclear(storage, true).await?;
     copied(storage, header, options).await
 }
 
@@ -101,7 +101,7 @@ async fn step(
     if outcome.report.is_clean() {
         return Ok(false);
     }
-    header.begin_writing(storage, true).await?;
+    header.prepare_autoclear(storage, true).await?;
     if outcome.bitmaps_wrong && header.features.bitmaps() {
         header.features.autoclear &= !Features::BITMAPS;
         header.write_fields(storage).await?;

@@ -13,15 +13,15 @@ pub struct CheckOptions {
     /// read take at most 8 MiB more.
     pub memory: usize,
     /// The most [`Finding`]s that are kept; all are counted.
-    pub findings: usize,
+    pub max_findings: usize,
 }
 
-setters!(CheckOptions { memory: usize, findings: usize });
+setters!(CheckOptions { memory: usize, max_findings: usize });
 
 impl Default for CheckOptions {
     /// 512 MiB, enough for 19 TiB in clusters of 64 KiB in one pass.
     fn default() -> Self {
-        Self { memory: 512 << 20, findings: 1000 }
+        Self { memory: 512 << 20, max_findings: 1000 }
     }
 }
 

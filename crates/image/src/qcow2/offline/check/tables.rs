@@ -12,7 +12,13 @@ const AHEAD: u64 = 8 << 20;
 /// The bytes at a place; zeros behind the end.
 pub(in crate::qcow2) async fn bytes(storage: &dyn Storage, at: u64, length: u64) -> Result<Vec<u8>, StorageError> {
     if length > AHEAD {
-        return Err(StorageError::at(Operation::Read, storage.name(), at, length, std::io::ErrorKind::InvalidInput));
+        return Err(StorageError::for_request(
+            Operation::Read,
+            storage.name(),
+            at,
+            length,
+            std::io::ErrorKind::InvalidInput,
+        ));
     }
     let buffer = Buffer::zeroed(to_usize(length));
     storage.read(at, buffer.clone().into()).await?;
@@ -45,7 +51,7 @@ pub(in crate::qcow2) fn narrow(length: u64) -> Result<u32, BrokenInvariant> {
 
 /// Writes bytes.
 pub(in crate::qcow2) async fn put(storage: &dyn Storage, at: u64, bytes: &[u8]) -> Result<(), StorageError> {
-    storage.write(at, Buffer::copied(bytes).into()).await
+    storage.write(at, Buffer::from_slice(bytes).into()).await
 }
 
 /// The numbers in a table's bytes.

@@ -120,7 +120,8 @@ impl<'l, 'a> Connection<'l, 'a> {
 
     fn read_preempt(&self, channel: &Arc<Channel>) -> Result<(), MigrateError> {
         let mut placer = Placer::new(self.live);
-        let mut records = Records::new(Arc::clone(channel), Decoder::for_records(&self.live.start.blocks)?, &[]);
+        let mut records =
+            Records::new(Arc::clone(channel), Decoder::for_preempt_channel(&self.live.start.blocks)?, &[]);
         let done = || *self.stage.lock() != Stage::Open;
         loop {
             match records.next(&|| true) {

@@ -165,7 +165,7 @@ fn bring_up<V: IncomingVm + ?Sized>(
         vm_start.abort();
     })?;
     vm_start.start(|| vm.start())?;
-    live.progress.enter(Phase::PostcopyActive);
+    live.progress.set_phase(Phase::PostcopyActive);
     live.counts.load_nanos.store(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX), Relaxed);
     // The VM runs, whether or not the source is told.
     package.ping.map_or(Ok(()), |token| live.requests.say(&ReturnMessage::Pong(token)))

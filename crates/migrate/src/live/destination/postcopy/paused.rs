@@ -60,7 +60,7 @@ impl<'a, V: IncomingVm + ?Sized> PostcopyPaused<'a, V> {
         let Self { vm, mut live, .. } = self;
         let Handle { control, progress } = handle.clone();
         // A handle that is new has seen nothing of the phases before.
-        progress.enter(Phase::PostcopyActive);
+        progress.set_phase(Phase::PostcopyActive);
         if progress.read().total_pages == 0 {
             progress.expect_pages(missing);
         }
@@ -99,7 +99,7 @@ pub(super) fn conclude<'a, V: IncomingVm + ?Sized>(
     match followed {
         Ok(()) => {
             let unheard = live.requests.say(&ReturnMessage::Shut(0)).err();
-            live.progress.enter(Phase::Completed);
+            live.progress.set_phase(Phase::Completed);
             IncomingOutcome::Running(IncomingStats {
                 received: live.received,
                 postcopy: Some(Box::new(live.stats())),

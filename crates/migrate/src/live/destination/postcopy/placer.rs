@@ -11,7 +11,7 @@
 use limosa_page::{PAGE_LEN, PageNumber, PageRange, broken_invariant, invariant, to_usize};
 
 use super::vm::PostcopyVm;
-use crate::control::Moved;
+use crate::control::MovedPages;
 use crate::error::MigrateError;
 
 const INSIDE_HUGE_PAGE: &str = "pages that are collected are inside their huge page";
@@ -124,7 +124,7 @@ impl<'l, 'a> Placer<'l, 'a> {
         let count = pages.len();
         let (normal, zero) = if contents.is_some() { (count, 0) } else { (0, count) };
         live.counts.moved(normal, zero);
-        live.progress.add_moved(Moved { normal, zero, resent: 0 });
+        live.progress.add_moved(MovedPages { normal, zero, resent: 0 });
         known.received.set_range(pages);
         live.requests.placed(block, pages.start);
         Ok(())

@@ -83,7 +83,7 @@ impl Records {
                 }
             }
             match self.channel.read(self.bytes.get_mut(self.end..).ok_or_else(outside)?) {
-                Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated(self.end - self.begin, total))),
+                Ok(0) => return Err(MigrateError::Stream(self.decoder.truncated_error(self.end - self.begin, total))),
                 Ok(got) => self.end += got,
                 Err(error) if error.is_timeout() && still() => {}
                 Err(error) => return Err(error.into()),
