@@ -154,8 +154,10 @@ impl Vm {
 
     /// Sends the VM to `uri`, as a postcopy from the first moment.
     pub(crate) fn postcopy_to(&self, uri: &str) -> Result<()> {
-        let commands = (("migrate", json!({ "uri": uri })), ("migrate-start-postcopy", Value::Null));
-        Ok(self.monitor.qmp().execute_both(commands.0, commands.1).map(drop)?)
+        let commands = [("migrate", json!({ "uri": uri })), ("migrate-start-postcopy", Value::Null)];
+        let [begun, switched] = self.monitor.qmp().execute_all(commands)?;
+        begun?;
+        Ok(switched.map(drop)?)
     }
 
     /// Drops the events that have come so far.

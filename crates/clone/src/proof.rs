@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use limosa_migrate::stored::PresentBlock;
 use limosa_qemu::monitor::{Disk, Monitor};
-use limosa_qemu::{JobError, is_same_file, prove_mapping, refuse_shared_snapshot};
+use limosa_qemu::{JobError, is_same_file, prove_mapping};
 use limosa_snapshot::BackingFile;
 
 use crate::error::CloneError;
@@ -19,12 +19,8 @@ use crate::fleet::Fleet;
 /// Memory that is not mapped as planned; an overlay that is missing or has other images below it; a frozen disk that is
 /// attached for writing.
 pub(crate) fn prove(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<Vec<PresentBlock>, CloneError> {
-    refuse_shared_snapshot(monitor, fleet.snapshot)?;
     prove_disks(fleet, monitor, folder)?;
-    match fleet.mapped.as_slice() {
-        [] => Ok(Vec::new()),
-        planned => Ok(prove_mapping(monitor, fleet.snapshot, planned)?),
-    }
+    Ok(prove_mapping(monitor, fleet.snapshot, &fleet.mapped)?)
 }
 
 fn prove_disks(fleet: &Fleet<'_>, monitor: &Monitor, folder: &Path) -> Result<(), CloneError> {

@@ -34,7 +34,7 @@ impl<'a> JobContext<'a> {
 
 impl std::fmt::Debug for JobContext<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Watch").field("handle", &self.handle).finish_non_exhaustive()
+        f.debug_struct("JobContext").field("handle", &self.handle).finish_non_exhaustive()
     }
 }
 

@@ -51,6 +51,7 @@ mod resume;
 mod save;
 mod socket_directory;
 pub mod takeover;
+mod threads;
 mod watchdog;
 
 pub use conflict::{Conflict, DiskConflict, JobOption, MissingPermission, RendezvousConflict, StateConflict};
@@ -65,7 +66,7 @@ pub use launch::{
 pub use load::Loader;
 pub use mapping::{
     BlockPages, BlockPlace, MappedCommandLine, MappedVm, MappedVmError, Mapper, Mappers, MemoryConflict, NotMapping,
-    check_snapshot_not_shared, name_memory_backend, prove_mapping, refuse_shared_snapshot, rewrite_for_mapping,
+    check_snapshot_not_shared, name_memory_backend, prove_mapping, rewrite_for_mapping,
 };
 pub use process::{Liveness, ProcessIdentity};
 pub use restore::{

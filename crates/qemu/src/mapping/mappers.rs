@@ -29,8 +29,9 @@ pub struct Mapper {
     pub name: String,
     /// The RAM blocks that it maps, or parts of them.
     pub blocks: Vec<String>,
-    /// Whether a part is mapped so that writes reach the file.
-    pub shared: bool,
+    /// Whether a part is mapped shared, so that writes reach the file.
+    #[serde(rename = "shared")]
+    pub writes_reach_file: bool,
 }
 
 impl Mappers {
@@ -60,6 +61,6 @@ impl Mapper {
         let blocks = snapshot.layout().blocks.iter().filter(|block| process.maps_any(&block.pages_range()));
         let blocks = blocks.map(|block| block.block.name.clone()).collect();
         let name = ProcessIdentity::of(process.pid()).map_or_else(String::new, |identity| identity.name);
-        Self { pid: process.pid(), name, blocks, shared: process.maps_shared() }
+        Self { pid: process.pid(), name, blocks, writes_reach_file: process.maps_shared() }
     }
 }

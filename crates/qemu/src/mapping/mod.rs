@@ -20,8 +20,8 @@ mod vm;
 pub use mappers::{Mapper, Mappers};
 pub use place::BlockPlace;
 pub use process::NotMapping;
-pub(crate) use recognize::{Mapped, recognize};
-pub use recognize::{prove_mapping, refuse_shared_snapshot};
+pub use recognize::prove_mapping;
+pub(crate) use recognize::{Mapped, recognize, refuse_shared_snapshot};
 pub use rewrite::{MappedCommandLine, check_snapshot_not_shared, name_memory_backend, rewrite_for_mapping};
 pub use vm::{BlockPages, MappedVm, MappedVmError};
 

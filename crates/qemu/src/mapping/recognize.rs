@@ -27,35 +27,38 @@ pub(crate) enum Mapped {
     Wrong(String),
 }
 
-/// Examines a QEMU's memory backends and its process.
-///
-/// # Errors
-/// The monitor's. A block that cannot be proven is no error, but a reason not to rely on it.
-pub(crate) fn recognize(monitor: &Monitor, snapshot: &Snapshot) -> Result<Mapped, JobError> {
-    let backends: Vec<_> = monitor.file_backends()?.into_iter().filter(is_meant).collect();
+/// Examines a QEMU's memory backends ([`Monitor::file_backends`]), RAM blocks ([`Monitor::ram_blocks`]) and process. A
+/// block that cannot be proven is a reason not to rely on it.
+pub(crate) fn recognize(
+    monitor: &Monitor,
+    backends: &[FileBackend],
+    here: &[RamBlockInfo],
+    snapshot: &Snapshot,
+) -> Mapped {
+    let backends: Vec<_> = backends.iter().filter(|backend| is_meant(backend)).collect();
     if backends.is_empty() {
-        return Ok(Mapped::No("no memory backend of this QEMU maps a snapshot (private, readonly=on)".into()));
+        return Mapped::No("no memory backend of this QEMU maps a snapshot (private, readonly=on)".into());
     }
     let process = match process_of(monitor, snapshot) {
         Ok(process) => process,
-        Err(why) => return Ok(why),
+        Err(why) => return why,
     };
-    let here = monitor.ram_blocks()?;
     let mut blocks = Vec::new();
-    for backend in &backends {
-        match block_of(backend, snapshot, &process, &here) {
+    for backend in backends {
+        match block_of(backend, snapshot, &process, here) {
             Ok(block) => blocks.push(block),
-            Err(why) => return Ok(Mapped::Wrong(why)),
+            Err(why) => return Mapped::Wrong(why),
         }
     }
     if !snapshot.is_mappable() {
         let why = "the snapshot was not made to be mapped: places of zero pages in it may hold old contents";
-        return Ok(Mapped::No(why.into()));
+        return Mapped::No(why.into());
     }
-    Ok(Mapped::Blocks(blocks))
+    Mapped::Blocks(blocks)
 }
 
-/// Proves that a QEMU maps these RAM blocks of a snapshot, all of them and as they must be.
+/// Proves that a QEMU maps these RAM blocks of a snapshot, all of them and as they must be, and nothing of it shared.
+/// Without such blocks it proves the latter alone.
 ///
 /// # Errors
 /// [`JobError::Refused`] if it does not; the monitor's.
@@ -65,7 +68,12 @@ pub fn prove_mapping(
     planned: &[String],
 ) -> Result<Vec<PresentBlock>, JobError> {
     let refused = |why: String| Err(JobError::conflict(why, Conflict::Unsupported(JobOption::MappedMode)));
-    match recognize(monitor, snapshot)? {
+    let backends = monitor.file_backends()?;
+    refuse_shared_snapshot(monitor, &backends, snapshot)?;
+    if planned.is_empty() {
+        return Ok(Vec::new());
+    }
+    match recognize(monitor, &backends, &monitor.ram_blocks()?, snapshot) {
         Mapped::Blocks(blocks) => match planned.iter().find(|name| blocks.iter().all(|block| block.block != **name)) {
             Some(name) => refused(format!("this QEMU does not map RAM block {name}, as its command line says")),
             None => Ok(blocks),
@@ -77,13 +85,17 @@ pub fn prove_mapping(
 /// Refuses a QEMU that would write what its guest writes into the snapshot.
 ///
 /// # Errors
-/// [`JobError::Refused`] if it maps the file shared; the monitor's.
-pub fn refuse_shared_snapshot(monitor: &Monitor, snapshot: &Snapshot) -> Result<(), JobError> {
-    let shared: Vec<_> = monitor.file_backends()?.into_iter().filter(|backend| backend.share).collect();
+/// [`JobError::Refused`] if it maps the file shared.
+pub(crate) fn refuse_shared_snapshot(
+    monitor: &Monitor,
+    backends: &[FileBackend],
+    snapshot: &Snapshot,
+) -> Result<(), JobError> {
+    let shared: Vec<_> = backends.iter().filter(|backend| backend.share).collect();
     if shared.is_empty() {
         return Ok(());
     }
-    let named = |backend: &&FileBackend| is_file(snapshot, &backend.path);
+    let named = |backend: &&&FileBackend| is_file(snapshot, &backend.path);
     let mapped = process_of(monitor, snapshot).is_ok_and(|process| process.maps_shared());
     match shared.iter().find(named).or_else(|| shared.first().filter(|_| mapped)) {
         None => Ok(()),

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::{Monitor, need_list};
+use super::{Monitor, QOM_LIST, need_list, property_list};
 use crate::qmp::QmpError;
 
 /// A device that the command line or a hot-plug added.
@@ -62,8 +62,10 @@ impl Monitor {
     /// The connection's.
     pub fn devices(&self) -> Result<Vec<Device>, QmpError> {
         let mut devices = Vec::new();
-        for place in ["/machine/peripheral", "/machine/peripheral-anon"] {
-            for (id, kind) in self.qom_list(place)? {
+        let places = ["/machine/peripheral", "/machine/peripheral-anon"];
+        let lists = self.qmp().execute_all(places.map(|path| (QOM_LIST, json!({ "path": path }))))?;
+        for list in lists {
+            for (id, kind) in property_list(list)? {
                 if let Some(kind) = kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')) {
                     devices.push(Device { id, kind: kind.to_owned() });
                 }

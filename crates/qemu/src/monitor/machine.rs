@@ -1,8 +1,8 @@
 //! The VM's name, uuid, machine type and memory backends.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::{Monitor, need_list, need_text};
+use super::{Monitor, QOM_LIST, need_list, need_text, property_list};
 use crate::qmp::QmpError;
 
 /// A memory backend object of the VM.
@@ -55,6 +55,8 @@ pub struct Cpu {
     pub index: u64,
     /// Its object.
     pub path: String,
+    /// The id of its thread, as QEMU sees it (its pid namespace).
+    pub thread: Option<u64>,
 }
 
 impl Monitor {
@@ -82,7 +84,11 @@ impl Monitor {
         const COMMAND: &str = "query-cpus-fast";
         let answer = self.qmp().execute(COMMAND, Value::Null)?;
         let cpus = need_list(COMMAND, &answer)?.iter().filter_map(|entry| {
-            Some(Cpu { index: entry.get("cpu-index")?.as_u64()?, path: entry.get("qom-path")?.as_str()?.to_owned() })
+            Some(Cpu {
+                index: entry.get("cpu-index")?.as_u64()?,
+                path: entry.get("qom-path")?.as_str()?.to_owned(),
+                thread: entry.get("thread-id").and_then(Value::as_u64),
+            })
         });
         Ok(cpus.collect())
     }
@@ -127,18 +133,16 @@ impl Monitor {
         let mut found = Vec::new();
         for backend in self.memory_backends()?.into_iter().filter(|backend| backend.kind == "memory-backend-file") {
             let object = format!("/objects/{}", backend.id);
-            let get = |property| match self.qom_get(&object, property) {
-                // A property that this version does not have.
-                Err(error) if error.is_refusal() => Ok(None),
-                answer => answer,
-            };
+            // A version of QEMU may not have all of them.
+            let properties = ["mem-path", "offset", "rom", "readonly"];
+            let [path, offset, rom, readonly] = self.qom_get_all(&object, properties)?;
             found.push(FileBackend {
-                path: get("mem-path")?.and_then(|path| path.as_str().map(str::to_owned)).unwrap_or_default(),
+                path: path.and_then(|path| path.as_str().map(str::to_owned)).unwrap_or_default(),
                 size: backend.size,
-                offset: get("offset")?.and_then(|offset| offset.as_u64()),
+                offset: offset.and_then(|offset| offset.as_u64()),
                 share: backend.share,
-                has_rom_off: get("rom")?.is_some_and(|rom| rom == "off"),
-                readonly: get("readonly")?.and_then(|readonly| readonly.as_bool()).unwrap_or_default(),
+                has_rom_off: rom.is_some_and(|rom| rom == "off"),
+                readonly: readonly.and_then(|readonly| readonly.as_bool()).unwrap_or_default(),
                 id: backend.id,
             });
         }
@@ -164,8 +168,9 @@ impl Monitor {
     /// The connection's.
     pub fn memory_backends(&self) -> Result<Vec<MemoryBackend>, QmpError> {
         const COMMAND: &str = "query-memdev";
-        let kinds = self.qom_list("/objects")?;
-        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let [kinds, answer] =
+            self.qmp().execute_all([(QOM_LIST, json!({ "path": "/objects" })), (COMMAND, Value::Null)])?;
+        let (kinds, answer) = (property_list(kinds)?, answer?);
         let mut backends = Vec::new();
         for entry in need_list(COMMAND, &answer)? {
             let id = entry.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();

@@ -14,7 +14,7 @@
 //!   out of band. Cutting the channel there (`migrate-pause`) ends the QEMU process, even with `exit-on-error` off.
 //! * `migrate_cancel` of a save with multifd and mapped-ram ends the QEMU process every fourtieth time or so
 //!   (segmentation fault): it frees the file's page bitmaps while its threads still set bits in them. With the threads
-//!   idle it does not.
+//!   idle it does not, if no page reaches them before the order is carried out.
 //! * QEMU says `failed`, and `completed`, before it is done with a migration: the first thread that finds its channel
 //!   broken says so while the others still run. Until QEMU has let go of it ([`Monitor::holds_migration`]) settings
 //!   must not change and no other migration may begin. With multifd switched off or `multifd-channels` lowered in
@@ -36,6 +36,9 @@ use serde_json::{Value, json};
 
 use super::{Monitor, RunState, named_states};
 use crate::qmp::{QmpError, Version};
+use crate::threads;
+
+pub(super) const QUERY_MIGRATE: &str = "query-migrate";
 
 named_states! {
     /// The states of a migration (QEMU docs: QMP reference, `MigrationStatus`).
@@ -171,7 +174,7 @@ impl Monitor {
     /// # Errors
     /// The connection's.
     pub fn migration(&self) -> Result<MigrationInfo, QmpError> {
-        self.qmp().execute("query-migrate", Value::Null).map(MigrationInfo::of)
+        self.qmp().execute(QUERY_MIGRATE, Value::Null).map(MigrationInfo::of)
     }
 
     /// Whether QEMU still holds on to a migration, although it may have said that it is over. False where QEMU cannot
@@ -262,36 +265,53 @@ impl Monitor {
         // Slowed down, QEMU has its threads handle a few pages every tenth of a second, and nothing in between: the
         // time to act is soon after such a burst.
         const SLOW: u64 = 4096;
-        const AFTER_A_BURST: Range<Duration> = Duration::from_millis(20)..Duration::from_millis(60);
+        const AFTER_A_BURST: Range<Duration> = Duration::from_millis(5)..Duration::from_millis(45);
         const NO_BURST: Duration = Duration::from_millis(300);
-        const LOOK: Duration = Duration::from_millis(5);
-        const PATIENCE: Duration = Duration::from_secs(3);
+        // On a busy host a thread may have its pages for longer than that, and QEMU may be late to carry out the
+        // order. So the threads have to sleep, and QEMU has to answer promptly; but not for ever.
+        const PROMPT: Duration = Duration::from_millis(10);
+        const DEMANDING: Duration = Duration::from_secs(2);
+        const GIVE_UP: Duration = Duration::from_secs(4);
+        const INTERVAL: Duration = Duration::from_millis(5);
         let moves = |info: &MigrationInfo| matches!(info.status, MigrationStatus::Setup | MigrationStatus::Active);
         let waits = MigrationStatus::PreSwitchover;
         if self.migration()?.status == waits {
             return self.migrate_continue(&waits).map(|()| false);
         }
+        let vcpus = match self.cpus() {
+            Err(error) if error.is_refusal() => Vec::new(),
+            cpus => cpus?.into_iter().filter_map(|cpu| cpu.thread).collect(),
+        };
         self.order("migrate-set-parameters", json!({ "max-bandwidth": SLOW }))?;
+        let threads_sleep =
+            || self.qmp().process().and_then(|pid| threads::all_sleep_except(pid, &vcpus)).unwrap_or(true);
         let begun = Instant::now();
         let mut counted = None;
         let (mut changed, mut bursts) = (begun, 0u32);
-        while begun.elapsed() < PATIENCE {
-            let info = self.migration()?;
-            if !moves(&info) {
+        while begun.elapsed() < GIVE_UP {
+            let asked = Instant::now();
+            let (status, info) = self.status_and_migration()?;
+            if !moves(&info) || status.state == RunState::FinishMigrate {
                 return Ok(false);
             }
+            let is_prompt = asked.elapsed() < PROMPT;
             let now = info.ram.map(|ram| (ram.transferred, ram.normal, ram.duplicate));
             let quiet = changed.elapsed();
             if counted != Some(now) {
                 bursts += u32::from(counted.is_some());
                 (counted, changed) = (Some(now), Instant::now());
-            } else if bursts > 0 && AFTER_A_BURST.contains(&quiet) || quiet >= NO_BURST {
+            } else if (bursts > 0 && AFTER_A_BURST.contains(&quiet) || quiet >= NO_BURST)
+                && (begun.elapsed() >= DEMANDING || is_prompt && threads_sleep())
+            {
                 break;
             }
-            std::thread::sleep(LOOK);
-        }
-        if !moves(&self.migration()?) || self.status()?.state == RunState::FinishMigrate {
-            return Ok(false);
+            std::thread::sleep(INTERVAL);
+            if begun.elapsed() >= GIVE_UP {
+                let (status, info) = self.status_and_migration()?;
+                if !moves(&info) || status.state == RunState::FinishMigrate {
+                    return Ok(false);
+                }
+            }
         }
         self.migrate_cancel().map(|()| true)
     }

@@ -30,6 +30,9 @@ use serde_json::{Value, json};
 
 use crate::qmp::{Qmp, QmpError, Version};
 
+const QOM_GET: &str = "qom-get";
+const QOM_LIST: &str = "qom-list";
+
 /// A QEMU process, seen through its monitor. All methods take `&self` and may be called from several threads.
 #[derive(Debug)]
 pub struct Monitor {
@@ -106,11 +109,30 @@ impl Monitor {
     /// # Errors
     /// QEMU's, among others if the object has no such property.
     pub fn qom_get(&self, path: &str, property: &str) -> Result<Option<Value>, QmpError> {
-        match self.qmp.execute("qom-get", json!({ "path": path, "property": property })) {
-            Ok(value) => Ok(Some(value)),
-            Err(QmpError::Command { class, .. }) if class == "DeviceNotFound" => Ok(None),
-            Err(other) => Err(other),
-        }
+        property_of(self.qmp.execute(QOM_GET, json!({ "path": path, "property": property })))
+    }
+
+    /// Properties of an object, asked at once; `None` for those that QEMU refuses, because the object or the property
+    /// does not exist.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn qom_get_all<const N: usize>(
+        &self,
+        path: &str,
+        properties: [&str; N],
+    ) -> Result<[Option<Value>; N], QmpError> {
+        let commands = properties.map(|property| (QOM_GET, json!({ "path": path, "property": property })));
+        let mut failed = None;
+        let values = self.qmp.execute_all(commands)?.map(|answer| match property_of(answer) {
+            Ok(value) => value,
+            Err(error) if error.is_refusal() => None,
+            Err(error) => {
+                failed.get_or_insert(error);
+                None
+            }
+        });
+        failed.map_or(Ok(values), Err)
     }
 
     /// Sets a property of an object.
@@ -126,15 +148,25 @@ impl Monitor {
     /// # Errors
     /// QEMU's or the connection's.
     pub fn qom_list(&self, path: &str) -> Result<Vec<(String, String)>, QmpError> {
-        const COMMAND: &str = "qom-list";
-        let answer = match self.qmp.execute(COMMAND, json!({ "path": path })) {
-            Err(QmpError::Command { class, .. }) if class == "DeviceNotFound" => return Ok(Vec::new()),
-            other => other?,
-        };
-        let list = answer.as_array().ok_or_else(|| QmpError::unexpected(COMMAND, "a list", &answer))?;
-        let text = |item: &Value, key: &str| item.get(key).and_then(Value::as_str).map(str::to_owned);
-        Ok(list.iter().filter_map(|item| Some((text(item, "name")?, text(item, "type")?))).collect())
+        property_list(self.qmp.execute(QOM_LIST, json!({ "path": path })))
     }
+}
+
+/// The answer to [`QOM_GET`]; `None`: there is no such object.
+fn property_of(answer: Result<Value, QmpError>) -> Result<Option<Value>, QmpError> {
+    match answer {
+        Ok(value) => Ok(Some(value)),
+        Err(QmpError::Command { class, .. }) if class == "DeviceNotFound" => Ok(None),
+        Err(other) => Err(other),
+    }
+}
+
+/// The answer to [`QOM_LIST`]; empty if there is no such object.
+fn property_list(answer: Result<Value, QmpError>) -> Result<Vec<(String, String)>, QmpError> {
+    let Some(answer) = property_of(answer)? else { return Ok(Vec::new()) };
+    let list = answer.as_array().ok_or_else(|| QmpError::unexpected(QOM_LIST, "a list", &answer))?;
+    let text = |item: &Value, key: &str| item.get(key).and_then(Value::as_str).map(str::to_owned);
+    Ok(list.iter().filter_map(|item| Some((text(item, "name")?, text(item, "type")?))).collect())
 }
 
 /// A field of an answer that must be there.

@@ -1,7 +1,7 @@
 //! Migration capabilities and parameters, changed in a way that can be undone.
 //!
 //! Law: **the settings to put back are known before anything is changed.** [`Monitor::plan_settings`] only reads; what
-//! it returns goes into the job's record, and only then [`Monitor::set`] changes QEMU.
+//! it returns goes into the job's record, and only then [`Monitor::apply_settings`] changes QEMU.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -123,14 +123,16 @@ impl Monitor {
         const CAPABILITIES: &str = "query-migrate-capabilities";
         const PARAMETERS: &str = "query-migrate-parameters";
         let mut settings = Settings::new();
-        let answer = self.qmp().execute(CAPABILITIES, Value::Null)?;
+        let [capabilities, parameters] =
+            self.qmp().execute_all([(CAPABILITIES, Value::Null), (PARAMETERS, Value::Null)])?;
+        let answer = capabilities?;
         for entry in need_list(CAPABILITIES, &answer)? {
             let name = need_text(CAPABILITIES, entry, "capability")?;
             let on = entry.get("state").and_then(Value::as_bool);
             let on = on.ok_or_else(|| QmpError::unexpected(CAPABILITIES, "a 'state'", entry))?;
             settings.capabilities.insert(name.to_owned(), on);
         }
-        settings.parameters = match self.qmp().execute(PARAMETERS, Value::Null)? {
+        settings.parameters = match parameters? {
             Value::Object(map) => map,
             other => return Err(QmpError::unexpected(PARAMETERS, "an object", &other)),
         };

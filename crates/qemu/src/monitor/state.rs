@@ -2,8 +2,11 @@
 
 use serde_json::Value;
 
+use super::migration::{MigrationInfo, QUERY_MIGRATE};
 use super::{Monitor, named_states, need_text};
 use crate::qmp::QmpError;
+
+const QUERY_STATUS: &str = "query-status";
 
 named_states! {
     /// QEMU's run states (QEMU docs: QMP reference, `RunState`).
@@ -55,17 +58,31 @@ pub struct VmStatus {
     pub raw: Value,
 }
 
+impl VmStatus {
+    fn of(raw: Value) -> Result<Self, QmpError> {
+        let state = need_text(QUERY_STATUS, &raw, "status")?.into();
+        let running = raw.get("running").and_then(Value::as_bool).unwrap_or(state == RunState::Running);
+        Ok(Self { state, running, raw })
+    }
+}
+
 impl Monitor {
     /// How the VM is.
     ///
     /// # Errors
     /// The connection's.
     pub fn status(&self) -> Result<VmStatus, QmpError> {
-        const COMMAND: &str = "query-status";
-        let raw = self.qmp().execute(COMMAND, Value::Null)?;
-        let state = need_text(COMMAND, &raw, "status")?.into();
-        let running = raw.get("running").and_then(Value::as_bool).unwrap_or(state == RunState::Running);
-        Ok(VmStatus { state, running, raw })
+        VmStatus::of(self.qmp().execute(QUERY_STATUS, Value::Null)?)
+    }
+
+    /// The state that the VM is in, and its migration: asked at once.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn status_and_migration(&self) -> Result<(VmStatus, MigrationInfo), QmpError> {
+        let [status, migration] =
+            self.qmp().execute_all([(QUERY_STATUS, Value::Null), (QUERY_MIGRATE, Value::Null)])?;
+        Ok((VmStatus::of(status?)?, MigrationInfo::of(migration?)))
     }
 
     /// Stops the virtual CPUs and drains the disks.

@@ -111,8 +111,9 @@ pub struct Qmp {
 impl Qmp {
     /// Connects, takes the greeting and negotiates capabilities (out-of-band execution where it is offered).
     ///
-    /// # Errors [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::Unresponsive`]
-    /// without an answer after it, [`QmpError::NotQmp`].
+    /// # Errors
+    /// [`QmpError::Connect`], [`QmpError::Busy`] without a greeting in time, [`QmpError::Unresponsive`] without an
+    /// answer after it, [`QmpError::NotQmp`].
     pub fn connect(address: &MonitorAddress, options: &Options) -> Result<Self, QmpError> {
         let monitor = address.to_string();
         let begun = Instant::now();
@@ -182,8 +183,9 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// [`Qmp::adopt`] while QEMU's main loop may be held up: asks nothing, so what the other process had found out has
-    /// the stop. Out of band, commands are answered at once; others when the main loop comes back to life.
+    /// [`Qmp::adopt`] while QEMU's main loop may be held up: asks nothing, and relies on what the other process had
+    /// found out (`negotiated`). Out of band, commands are answered at once; others when the main loop comes back to
+    /// life.
     ///
     /// # Errors
     /// The connection's.
@@ -295,18 +297,24 @@ impl Qmp {
         self.finish(pending, patience)
     }
 
-    /// Executes two commands that are sent as one: QEMU has the second when it begins with the first, so that no time
-    /// passes between them but QEMU's own.
+    /// Executes commands that are sent as one: QEMU has the next one when it is done with the one before, so that no
+    /// time passes between them but QEMU's own. All are executed, also where one before is refused. At most four: QEMU
+    /// stops reading its monitor, also for commands out of band, while eight wait in it.
     ///
     /// # Errors
-    /// As [`Qmp::execute`], of the first command that failed. The second is executed even where the first is refused.
-    pub fn execute_both(&self, first: (&str, Value), second: (&str, Value)) -> Result<(Value, Value), QmpError> {
-        let commands = [Command::new(first.0, first.1), Command::new(second.0, second.1)];
-        let [first, second] = self.send(commands, self.options.reply_timeout)?;
-        let first = self.finish(first, self.options.reply_timeout);
-        // Waited for even if the first failed, so that no answer is left over.
-        let second = self.finish(second, self.options.reply_timeout);
-        Ok((first?, second?))
+    /// They cannot be sent. Each command has an answer of its own, as from [`Qmp::execute`]; one limit of time holds
+    /// for all of them.
+    pub fn execute_all<const N: usize>(
+        &self,
+        commands: [(&str, Value); N],
+    ) -> Result<[Result<Value, QmpError>; N], QmpError> {
+        const { assert!(N <= 4, "QEMU's monitor has little room for commands that wait") };
+        let commands = commands.map(|(name, arguments)| Command::new(name, arguments));
+        let limit = self.options.reply_timeout;
+        let begun = Instant::now();
+        let pending = self.send(commands, limit)?;
+        // Waited for even if one failed, so that no answer is left over.
+        Ok(pending.map(|pending| self.finish(pending, limit.saturating_sub(begun.elapsed()))))
     }
 
     /// Executes a command out of band: QEMU answers it even while its main loop is held up. Only a few commands allow

@@ -223,8 +223,9 @@ fn read_by_qemu(job: &RestoreJob<'_>, load: &Loader<'_>, record: &mut JobRecord)
 fn send(job: &RestoreJob<'_>, load: &Loader<'_>, mapped: &[PresentBlock]) -> Result<PrecopyStats, JobError> {
     // Asked before: while QEMU waits for the first bytes of a connection it answers nothing.
     let fresh = fresh_blocks(job)?;
-    let uuid = job.monitor.uuid()?.map(Uuid::into_bytes);
     let channels = job.options.channels;
+    // Multifd channels name the VM.
+    let uuid = channels.map(|_| job.monitor.uuid()).transpose()?.flatten().map(Uuid::into_bytes);
     let multifd = channels.map(|RestoreChannels { compression, detect_zero, zero_copy, .. }| MultifdSourceOptions {
         compression,
         uuid,

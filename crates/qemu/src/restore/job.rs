@@ -93,7 +93,10 @@ pub struct RestoreRequest<'a> {
 
 impl std::fmt::Debug for RestoreRequest<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Restore").field("path", &self.path).field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("RestoreRequest")
+            .field("path", &self.path)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
     }
 }
 

@@ -11,7 +11,7 @@ use super::options::{RestoreMode, RestoreOptions};
 use crate::conflict::{Conflict, JobOption, MissingPermission, StateConflict};
 use crate::job::{JobContext, JobError};
 use crate::mapping::{Mapped, recognize, refuse_shared_snapshot};
-use crate::monitor::{Monitor, RamBlockInfo, RunState, Settings};
+use crate::monitor::{FileBackend, Monitor, RamBlockInfo, RunState, Settings};
 use crate::save::DiskPolicy;
 
 /// How it is done: the decision for a [`RestoreMode`].
@@ -51,6 +51,12 @@ pub(super) struct Plan {
     pub(super) page_sizes: BTreeMap<String, u64>,
 }
 
+/// The memory of the QEMU that takes the VM.
+struct Memory {
+    backends: Vec<FileBackend>,
+    blocks: Vec<RamBlockInfo>,
+}
+
 /// Looks at both sides.
 pub(super) fn check(
     monitor: &Monitor,
@@ -68,13 +74,13 @@ pub(super) fn check(
         disks::check(monitor, manifest, watch)?;
     }
     waits_for_a_vm(monitor)?;
-    refuse_shared_snapshot(monitor, snapshot)?;
-    let blocks = monitor.ram_blocks()?;
+    let memory = Memory { backends: monitor.file_backends()?, blocks: monitor.ram_blocks()? };
+    refuse_shared_snapshot(monitor, &memory.backends, snapshot)?;
     same_machine(monitor, snapshot)?;
-    same_memory(snapshot, &blocks)?;
+    same_memory(snapshot, &memory.blocks)?;
     let runs = options.run.runs(snapshot);
-    let page_sizes = page_sizes(snapshot, &blocks);
-    let mode = plan_mode(monitor, snapshot, options, watch, &page_sizes)?;
+    let page_sizes = page_sizes(snapshot, &memory.blocks);
+    let mode = plan_mode(monitor, snapshot, options, watch, &memory)?;
     Ok(Plan { mode, runs, page_sizes })
 }
 
@@ -84,7 +90,7 @@ fn plan_mode(
     snapshot: &Snapshot,
     options: &RestoreOptions,
     watch: JobContext<'_>,
-    page_sizes: &BTreeMap<String, u64>,
+    memory: &Memory,
 ) -> Result<PlannedMode, JobError> {
     let wanted = options.mode;
     if options.channels.is_some() {
@@ -105,7 +111,7 @@ fn plan_mode(
         };
     }
     if matches!(wanted, RestoreMode::Mapped | RestoreMode::Auto) {
-        match recognize(monitor, snapshot)? {
+        match recognize(monitor, &memory.backends, &memory.blocks, snapshot) {
             Mapped::Blocks(blocks) => return mapped(monitor, snapshot, blocks, watch),
             // It was started to map a snapshot: sending all of another one would hide the mistake.
             Mapped::Wrong(why) => {
@@ -126,7 +132,7 @@ fn plan_mode(
     if wanted == RestoreMode::Eager {
         return Ok(PlannedMode::Eager);
     }
-    match why_not_lazy(monitor, snapshot, page_sizes)? {
+    match why_not_lazy(monitor, snapshot, memory)? {
         None => Ok(PlannedMode::Lazy),
         Some(NotLazy { why, conflict }) if wanted == RestoreMode::Lazy => {
             Err(JobError::conflict(format!("cannot restore lazily: {why}"), conflict))
@@ -172,8 +178,7 @@ fn mapped(
 }
 
 fn waits_for_a_vm(monitor: &Monitor) -> Result<(), JobError> {
-    let status = monitor.status()?;
-    let migration = monitor.migration()?;
+    let (status, migration) = monitor.status_and_migration()?;
     let over = matches!(migration.status.as_str(), "none");
     if status.state == RunState::Inmigrate && over {
         return Ok(());
@@ -252,11 +257,8 @@ impl NotLazy {
 }
 
 /// Returns the reason that rules out a lazy restore, if there is one.
-fn why_not_lazy(
-    monitor: &Monitor,
-    snapshot: &Snapshot,
-    page_sizes: &BTreeMap<String, u64>,
-) -> Result<Option<NotLazy>, JobError> {
+fn why_not_lazy(monitor: &Monitor, snapshot: &Snapshot, memory: &Memory) -> Result<Option<NotLazy>, JobError> {
+    let page_sizes = page_sizes(snapshot, &memory.blocks);
     for saved in &snapshot.setup().blocks {
         // Its last page would never be whole.
         if let Some(size) = page_sizes.get(&saved.name)
@@ -267,9 +269,7 @@ fn why_not_lazy(
             return Ok(Some(NotLazy::unsupported(why)));
         }
     }
-    if let Some(backend) =
-        monitor.memory_backends()?.into_iter().find(|backend| backend.kind == "memory-backend-file" && !backend.share)
-    {
+    if let Some(backend) = memory.backends.iter().find(|backend| !backend.share) {
         return Ok(Some(NotLazy::unsupported(format!("memory backend {} maps a file privately", backend.id))));
     }
     if let Some(device) = monitor.devices()?.into_iter().find(crate::monitor::Device::is_assigned) {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use limosa_page::error_with_causes;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-use super::{HOLD, HeldConnections, signals};
+use super::{HOLD, HeldConnections, UNKNOWN_PROCESS, signals};
 use crate::conflict::Conflict;
 use crate::job::JobError;
 use crate::job_record::{JobRecord, JobRecordError};
@@ -78,10 +78,22 @@ enum JobEnd {
     Dead { temporary: Option<PathBuf> },
 }
 
+/// The QEMU of the job.
+struct Peer<'a> {
+    /// Its monitor, for messages.
+    monitor: &'a str,
+    /// Its process, if it is known.
+    process: Option<u32>,
+}
+
 fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
-    let [monitor, pid] = arguments else { return Err(ChildError::Usage) };
+    let [monitor, qemu, pid] = arguments else { return Err(ChildError::Usage) };
     let monitor = monitor.to_string_lossy().into_owned();
     let pid = pid.to_str().and_then(|pid| pid.parse().ok()).ok_or(ChildError::Usage)?;
+    let qemu = match qemu.to_str().ok_or(ChildError::Usage)? {
+        UNKNOWN_PROCESS => None,
+        qemu => Some(qemu.parse().map_err(|_| ChildError::Usage)?),
+    };
     let setup = |what: &'static str| move |error: io::Error| ChildError::Setup(what, error);
     let control = io::stdin().as_fd().try_clone_to_owned().map_err(setup("keep the control channel"))?;
     let socket = io::stdout().as_fd().try_clone_to_owned().map_err(setup("keep the monitor"))?;
@@ -107,7 +119,7 @@ fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
         JobEnd::Dead { temporary } => {
             let result = match kept {
                 Some(kept) => adopt(kept?, socket, &monitor),
-                None => rescue(socket, &monitor, pid, &held, advice),
+                None => rescue(socket, Peer { monitor: &monitor, process: qemu }, pid, &held, advice),
             };
             if let Some(path) = temporary {
                 match std::fs::remove_file(&path) {
@@ -194,16 +206,19 @@ fn adopt(kept: KeptSnapshot, socket: OwnedFd, monitor: &str) -> Result<(), Child
 }
 
 /// Takes the VM of a dead limosa over.
-fn rescue(socket: OwnedFd, monitor: &str, pid: u32, held: &HeldConnections, advice: Advice) -> Result<(), ChildError> {
+fn rescue(socket: OwnedFd, peer: Peer<'_>, pid: u32, held: &HeldConnections, advice: Advice) -> Result<(), ChildError> {
     // Also if the monitor does not answer.
     held.release_in(HOLD);
-    let qmp = match Qmp::adopt(socket, monitor, &Options { reply_timeout: REPLY, ..Options::default() }) {
+    let qmp = match Qmp::adopt(socket, peer.monitor, &Options { reply_timeout: REPLY, ..Options::default() }) {
         Ok(qmp) => qmp,
         // QEMU has gone as well: there is nothing to be done.
         Err(error) if error.is_gone() => return Ok(()),
         Err(other) => return Err(JobRecordError::from(other).into()),
     };
-    let monitor = Monitor::new(qmp);
+    let monitor = Monitor::new(match peer.process {
+        Some(pid) => qmp.with_process(pid),
+        None => qmp,
+    });
     let record = match JobRecord::read(&monitor) {
         // The job had not begun, or was over; or the monitor's QEMU belongs to another's job.
         Ok(None) => return Ok(()),

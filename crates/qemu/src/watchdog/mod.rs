@@ -20,6 +20,9 @@ mod parent;
 #[allow(unsafe_code, reason = "std and rustix offer no safe call to ignore a signal")]
 mod signals;
 
+/// The argument in place of the id of QEMU's process, if it is not known.
+const UNKNOWN_PROCESS: &str = "-";
+
 pub use child::{Advice, run};
 pub(crate) use held_connections::{HOLD, HeldConnections};
 pub use parent::{Watchdog, WatchdogEnd, WatchdogError};

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::UNKNOWN_PROCESS;
 use crate::qmp::{Qmp, send};
 
 /// How long a watchdog may take to start.
@@ -88,6 +89,7 @@ impl Watchdog {
         let child = Command::new(executable)
             .args(arguments)
             .arg(qmp.monitor())
+            .arg(qmp.process().map_or_else(|| UNKNOWN_PROCESS.to_owned(), |pid| pid.to_string()))
             .arg(std::process::id().to_string())
             .stdin(Stdio::from(OwnedFd::from(peer)))
             .stdout(Stdio::from(monitor))

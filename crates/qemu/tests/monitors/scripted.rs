@@ -69,9 +69,11 @@ fn two_commands_sent_as_one_have_both_arrived_before_the_first_is_answered() {
         server.say(&json!({ "return": 4, "id": second["id"] }).to_string());
     });
     let qmp = qmp.unwrap();
-    let both = || qmp.execute_both(("migrate", json!({ "uri": "x" })), ("migrate-start-postcopy", Value::Null));
-    assert_eq!(both().unwrap_err().desc(), Some("too late"));
-    assert_eq!(both().unwrap(), (json!(3), json!(4)));
+    let both =
+        || qmp.execute_all([("migrate", json!({ "uri": "x" })), ("migrate-start-postcopy", Value::Null)]).unwrap();
+    let [first, second] = both();
+    assert_eq!((first.unwrap_err().desc(), second.unwrap()), (Some("too late"), json!(2)));
+    assert_eq!(both().map(Result::unwrap), [json!(3), json!(4)]);
     server.join().unwrap();
 }
 
