@@ -51,7 +51,7 @@
 //! # guest.write_obj(1u16.to_le(), GuestAddress(0x2002))?;
 //! let balloon = Balloon::new(Options::default());
 //! balloon.set_memory(Arc::new(GuestRam::new(memory.clone(), Strategy::Auto)));
-//! balloon.attached(Arc::new(Bus));
+//! balloon.attach(Arc::new(Bus));
 //! balloon.ack_features(Features::STATS_VQ | Features::FREE_PAGE_HINT);
 //!
 //! let mut queue = Queue::new(256)?;

@@ -9,10 +9,10 @@
 //! | [`Strategy`] | call | for |
 //! |---|---|---|
 //! | `Auto` | that of `MemoryBlock::discard` | any memory, freed for good; of a private copy of a file only its holes |
-//! | `By(PunchHole)` | `fallocate(FALLOC_FL_PUNCH_HOLE)` | memfd, tmpfs, hugetlbfs: what vhost-user front ends share |
-//! | `By(Remove)` | `madvise(MADV_REMOVE)` | the same through the mapping |
-//! | `By(DontNeed)` | `madvise(MADV_DONTNEED)` | private memory without a file |
-//! | `By(Free)` | `madvise(MADV_FREE)` | private memory without a file, taken only when the host is short of it |
+//! | `Method(PunchHole)` | `fallocate(FALLOC_FL_PUNCH_HOLE)` | memfd, tmpfs, hugetlbfs: what vhost-user front ends share |
+//! | `Method(Remove)` | `madvise(MADV_REMOVE)` | the same through the mapping |
+//! | `Method(DontNeed)` | `madvise(MADV_DONTNEED)` | private memory without a file |
+//! | `Method(Free)` | `madvise(MADV_FREE)` | private memory without a file, taken only when the host is short of it |
 //! | `Nothing` | none | memory that may not move: pinned for a device that is passed through |
 //!
 //! Measured (`examples/discard.rs`; 256 MiB of touched memory, least of five rounds, two virtual cores, Linux 6.18): a

@@ -6,7 +6,7 @@
 //! ([`ControlSocket::set_job`]).
 //!
 //! ```
-//! use limosa_control::{ControlSocket, Job};
+//! use limosa_control::{ControlSocket, JobKind};
 //! use limosa_migrate::Handle;
 //!
 //! # fn main() -> std::io::Result<()> {
@@ -14,7 +14,7 @@
 //! # std::fs::create_dir_all(&directory)?;
 //! let handle = Handle::new();
 //! // `query-migrate` answers from now on, and `migrate_cancel` stops the engine that is given the handle.
-//! let socket = ControlSocket::listen(&directory.join("control"), Job::Live, &handle)?;
+//! let socket = ControlSocket::listen(&directory.join("control"), JobKind::Live, &handle)?;
 //! # drop(socket);
 //! # std::fs::remove_dir(&directory)
 //! # }

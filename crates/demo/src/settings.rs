@@ -103,7 +103,7 @@ pub struct Settings {
     #[serde(with = "named")]
     pub give_up: TimeoutStrategy,
     /// How long an end waits for an answer that the other owes, in milliseconds.
-    pub patience_ms: u64,
+    pub answer_timeout_ms: u64,
     /// The folder with both ends' certificates and keys, if the connections are encrypted.
     pub tls_creds: Option<PathBuf>,
     /// Whom the destination's certificate names.
@@ -138,7 +138,7 @@ impl Default for Settings {
             hint_pages: MigrationParams::default().hint_pages,
             timeout_ms: None,
             give_up: TimeoutStrategy::Cancel,
-            patience_ms: 10_000,
+            answer_timeout_ms: 10_000,
             tls_creds: None,
             tls_hostname: None,
             tls_kernel: KernelTls::Off,
@@ -243,7 +243,7 @@ impl Settings {
             .timeout_strategy(self.give_up)
             .hint_wait(Duration::from_millis(self.hint_wait_ms))
             .hint_pages(self.hint_pages)
-            .answer_timeout(Duration::from_millis(self.patience_ms))
+            .answer_timeout(Duration::from_millis(self.answer_timeout_ms))
     }
 
     /// Returns how the guest's memory is moved.

@@ -211,7 +211,7 @@ fn show_manifest(manifest: &Manifest, checksums: bool) {
 fn show_mappers(mappers: &Mappers) {
     let mut label = "mapped by";
     for process in &mappers.processes {
-        let writes = if process.shared { ", SHARED: what it writes reaches the file" } else { "" };
+        let writes = if process.writes_reach_file { ", SHARED: what it writes reaches the file" } else { "" };
         print_out!("{label:<14}{} (pid {}): {}{writes}", plain(&process.name), process.pid, process.blocks.join(", "));
         label = "";
     }

@@ -28,7 +28,7 @@ use crate::usage::misused;
 use limosa_console::{error_line, print_out, say};
 
 /// Longest silence of a source that is there.
-const PATIENCE: Duration = Duration::from_secs(60);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long nothing may come behind the end of the stream. The VM waits at its source, and the file gets its name
 /// before the end is certain.
 const AFTER_THE_END: Duration = Duration::from_millis(100);
@@ -76,7 +76,7 @@ fn receive(
     let Wire { channel, pages, end } = Wire::from(&args.uri, &options, count, args.endpoint.timeout, handles)?;
     let begun = Instant::now();
     let options = DestinationOptions {
-        answer_timeout: Some(args.endpoint.timeout.unwrap_or(PATIENCE)),
+        answer_timeout: Some(args.endpoint.timeout.unwrap_or(ANSWER_TIMEOUT)),
         end_of_stream_timeout: AFTER_THE_END,
         recorded: end.recorded || args.endpoint.one_way,
         ..DestinationOptions::default()
@@ -90,16 +90,16 @@ fn receive(
     let file = writer.counters();
     let answered = incoming.has_return_path();
     let stats = incoming.stats;
-    let patience = args.endpoint.timeout.unwrap_or(PATIENCE);
+    let timeout = args.endpoint.timeout.unwrap_or(ANSWER_TIMEOUT);
     let published = if answered {
         let published = publish(&incoming, writer, handles)?;
         hand_over(incoming, &published.path).map_err(|error| afterwards(&published.path, error))??;
-        end.finish(patience).map_err(|error| afterwards(&published.path, error))?;
+        end.finish(timeout).map_err(|error| afterwards(&published.path, error))?;
         published
     } else {
         // What a command that fails has said is not to be trusted.
         if end.is_command() {
-            end.finish(patience).map_err(|error| anyhow!("{}; nothing was kept", error_line(&error)))?;
+            end.finish(timeout).map_err(|error| anyhow!("{}; nothing was kept", error_line(&error)))?;
         }
         publish(&incoming, writer, handles)?
     };

@@ -28,7 +28,7 @@ use limosa_console::{error_line, print_out, say};
 /// How long a destination may take to be reached, and to answer for the first time.
 const REACH_WITHIN: Duration = Duration::from_secs(60);
 /// How long a destination may take to make room for the next byte, or to finish: it may have gigabytes to make durable.
-const PATIENCE: Duration = Duration::from_secs(600);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(600);
 /// Send buffer to ask for: a few batches of pages.
 const SEND_BUFFER: usize = 512 << 10;
 
@@ -96,7 +96,7 @@ fn send(
     let limit = args.endpoint.timeout;
     let options = Options {
         connect_timeout: Some(limit.unwrap_or(REACH_WITHIN)),
-        write_timeout: Some(limit.unwrap_or(PATIENCE)),
+        write_timeout: Some(limit.unwrap_or(ANSWER_TIMEOUT)),
         send_buffer: Some(SEND_BUFFER),
         tls,
         ..Options::default()
@@ -123,7 +123,7 @@ fn send(
         let options = PrecopyOptions {
             return_path: answers,
             ping_timeout: Some(limit.unwrap_or(REACH_WITHIN)),
-            answer_timeout: limit.unwrap_or(PATIENCE),
+            answer_timeout: limit.unwrap_or(ANSWER_TIMEOUT),
             in_place,
             ..PrecopyOptions::default()
         };
@@ -140,8 +140,8 @@ fn send(
     };
     match sent {
         Ok(mut sent) => {
-            let patience = limit.unwrap_or(PATIENCE);
-            let finished = if sent.answered { end.finish(patience) } else { end.finish_unanswered(patience) };
+            let timeout = limit.unwrap_or(ANSWER_TIMEOUT);
+            let finished = if sent.answered { end.finish(timeout) } else { end.finish_unanswered(timeout) };
             match finished {
                 Err(error) if sent.answered => {
                     return Err(anyhow!(

@@ -12,14 +12,14 @@
 //!
 //! ```
 //! use limosa_memory::dirty::{DirtyLogs, DirtyPages, SoftwareDirtyLog, Writers};
-//! use limosa_memory::rust_vmm::{DirtyMarks, attach, import};
+//! use limosa_memory::rust_vmm::{DirtyMarks, attach_dirty_bitmap, import};
 //! use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let devices = GuestMemoryMmap::<DirtyMarks>::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
 //! let memory = import(&devices, |_| "pc.ram".into())?;
 //! let log = SoftwareDirtyLog::new(&memory, Writers::DEVICES);
-//! attach(&devices, &memory, &log.bitmap())?;
+//! attach_dirty_bitmap(&devices, &memory, &log.bitmap())?;
 //! let mut logs = DirtyLogs::new(Writers::DEVICES, vec![Box::new(log)])?;
 //!
 //! logs.start()?;

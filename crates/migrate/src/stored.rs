@@ -26,8 +26,8 @@
 //! struct Guest(StreamSetup, PageBitmap);
 //!
 //! impl PageSource for Guest {
-//!     fn start(&self) -> &StreamSetup { &self.0 }
-//!     fn stored(&self, _block: usize) -> &PageBitmap { &self.1 }
+//!     fn setup(&self) -> &StreamSetup { &self.0 }
+//!     fn stored_bitmap(&self, _block: usize) -> &PageBitmap { &self.1 }
 //!     fn read(&self, _block: usize, _pages: PageRange, into: &mut [u8]) -> Result<(), PageError> {
 //!         into.fill(0x5a);
 //!         Ok(())

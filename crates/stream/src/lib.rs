@@ -47,7 +47,7 @@
 //! let (mut at, mut pages, mut zeros) = (0, 0, 0);
 //! loop {
 //!     match decoder.step(&stream[at..])? {
-//!         Step::Need(wanted) => panic!("{}", decoder.truncated(stream.len() - at, wanted)),
+//!         Step::Need(wanted) => panic!("{}", decoder.truncated_error(stream.len() - at, wanted)),
 //!         Step::Event { consumed, event } => {
 //!             at += consumed;
 //!             match event {

@@ -21,7 +21,7 @@
 //!
 //! impl Device for Sink {
 //!     fn features(&self) -> u64 { 0 }
-//!     fn queues(&self) -> usize { 1 }
+//!     fn num_queues(&self) -> usize { 1 }
 //!     fn ack_features(&self, _features: u64) {}
 //!     fn read_config(&self, offset: u32, into: &mut [u8]) {
 //!         into.fill(0);
@@ -30,8 +30,8 @@
 //!         }
 //!     }
 //!     fn write_config(&self, _offset: u32, _bytes: &[u8]) {}
-//!     fn memory(&self, _memory: Arc<Ram>) {}
-//!     fn attached(&self, _front_end: FrontEnd) {}
+//!     fn set_memory(&self, _memory: Arc<Ram>) {}
+//!     fn front_end_connected(&self, _front_end: FrontEnd) {}
 //!     fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
 //!         // One buffer a call, so that other queues are processed and the ring can be stopped in between.
 //!         let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
@@ -39,7 +39,7 @@
 //!         vring.notify()?;
 //!         Ok(MoreWork::Yes)
 //!     }
-//!     fn stopped(&self, _queue: usize) {}
+//!     fn queue_stopped(&self, _queue: usize) {}
 //!     fn reset(&self) {}
 //! }
 //!

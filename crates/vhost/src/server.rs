@@ -155,8 +155,9 @@ impl Server {
 
     /// Serves one front end after the other until it is [stopped](Stopper::stop).
     ///
-    /// # Errors The kernel has no descriptor or thread left for a front end, or one [blocks](ServerError::StopBlocked)
-    /// a server that is stopped.
+    /// # Errors
+    /// The kernel has no descriptor or thread left for a front end, or one [blocks](ServerError::StopBlocked) a server
+    /// that is stopped.
     pub fn serve(&self) -> Result<(), ServerError> {
         let failed = |operation| move |source| ServerError::Kernel { path: self.path.clone(), operation, source };
         loop {

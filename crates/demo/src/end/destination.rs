@@ -33,7 +33,7 @@ impl End {
             }
         };
         let options = LiveDestinationOptions {
-            answer_timeout: Some(Duration::from_millis(self.settings.patience_ms)),
+            answer_timeout: Some(Duration::from_millis(self.settings.answer_timeout_ms)),
             postcopy: self.may_postcopy(),
             shared_memory: self.settings.shared_memory(),
             populate: self.settings.populate,

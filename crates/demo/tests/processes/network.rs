@@ -20,7 +20,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 /// A migration of 16 MiB that takes a quarter of a second, whose ends wait for each other for two thirds of one.
 fn settings() -> Settings {
     let max_bandwidth = NonZeroU64::new(64 << 20);
-    Settings { transport: Transport::Tcp, max_bandwidth, dirty_rate: 20 << 20, patience_ms: 700, ..small() }
+    Settings { transport: Transport::Tcp, max_bandwidth, dirty_rate: 20 << 20, answer_timeout_ms: 700, ..small() }
 }
 
 /// Has the source send its guest over the cable.

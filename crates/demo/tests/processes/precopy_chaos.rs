@@ -166,7 +166,7 @@ fn answers_are_cut_off_behind_every_byte() {
 
 #[test]
 fn a_network_that_falls_silent_is_found_out() {
-    let settings = Settings { patience_ms: 700, ..idle() };
+    let settings = Settings { answer_timeout_ms: 700, ..idle() };
     let (forward, backward) = undisturbed(&settings);
     for seed in trials(8) {
         let mut dice = Dice::new(seed ^ 0x51e7);

@@ -18,7 +18,7 @@ use super::job::Jobs;
 /// How long a guest may not answer before the server ends all the same: it may be paused.
 const SILENCE: Duration = Duration::from_millis(500);
 /// How long the end may take in all.
-const PATIENCE: Duration = Duration::from_secs(5);
+const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the guest is checked.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -55,17 +55,17 @@ impl EndOnDrop {
     /// Continues serving until the guest has its pages back, or does not take them.
     fn wait(&self) {
         let begun = Instant::now();
-        let mut heard = (begun, None);
+        let mut progress = (begun, None);
         loop {
             let size = self.balloon.size();
             let deflates = self.balloon.is_driver_up_to_date();
             if !self.balloon.has_driver() || (deflates && size.actual >= size.target) {
                 return;
             }
-            if heard.1 != Some((deflates, size.actual)) {
-                heard = (Instant::now(), Some((deflates, size.actual)));
+            if progress.1 != Some((deflates, size.actual)) {
+                progress = (Instant::now(), Some((deflates, size.actual)));
             }
-            if heard.0.elapsed() >= SILENCE || begun.elapsed() >= PATIENCE {
+            if progress.0.elapsed() >= SILENCE || begun.elapsed() >= END_TIMEOUT {
                 return;
             }
             thread::sleep(LOOK);

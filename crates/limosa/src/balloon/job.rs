@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::remedy;
 
 /// How long a guest may not respond to a request.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a step may take, regardless of the guest's answers: this long, and for each GiB of the guest's memory
 /// [`FOR_A_GIB`] more.
 const LONGEST: Duration = Duration::from_secs(60);
@@ -65,7 +65,7 @@ struct Job {
     /// Bytes that the guest had before, and at its smallest.
     squeezed: Option<(u64, u64)>,
     /// When the guest last made progress, and how far it was then: more is nearer.
-    heard: (Instant, u64),
+    progress: (Instant, u64),
     took: Option<Duration>,
     error: Option<String>,
 }
@@ -107,7 +107,7 @@ impl Jobs {
             before: None,
             puts_back: false,
             squeezed: None,
-            heard: (now, 0),
+            progress: (now, 0),
             took: None,
             error: None,
         });
@@ -180,7 +180,7 @@ impl Jobs {
 
 impl Job {
     fn begin(&mut self, phase: Phase, now: Instant) {
-        (self.phase, self.step, self.heard) = (phase, now, (now, 0));
+        (self.phase, self.step, self.progress) = (phase, now, (now, 0));
     }
 
     fn go_on(&mut self, balloon: &Balloon, now: Instant) {
@@ -250,9 +250,9 @@ impl Job {
     }
 
     /// Fails if the guest has come no nearer for too long, or takes too long altogether.
-    fn wait(&mut self, balloon: &Balloon, now: Instant, heard: u64, why: &str) {
-        if self.is_silent(now, heard) {
-            let why = format!("{why}; no answer for {} s", PATIENCE.as_secs());
+    fn wait(&mut self, balloon: &Balloon, now: Instant, reached: u64, why: &str) {
+        if self.is_silent(now, reached) {
+            let why = format!("{why}; no answer for {} s", ANSWER_TIMEOUT.as_secs());
             self.fail(balloon, &why);
         } else if self.is_late(balloon, now) {
             let why = format!("{why} within {} s", longest(balloon).as_secs());
@@ -260,11 +260,11 @@ impl Job {
         }
     }
 
-    fn is_silent(&mut self, now: Instant, heard: u64) -> bool {
-        if heard > self.heard.1 {
-            self.heard = (now, heard);
+    fn is_silent(&mut self, now: Instant, reached: u64) -> bool {
+        if reached > self.progress.1 {
+            self.progress = (now, reached);
         }
-        now.saturating_duration_since(self.heard.0) >= PATIENCE
+        now.saturating_duration_since(self.progress.0) >= ANSWER_TIMEOUT
     }
 
     fn is_late(&self, balloon: &Balloon, now: Instant) -> bool {
@@ -351,7 +351,7 @@ mod tests {
             let now = Instant::now();
             jobs.go_on(&balloon, now);
             assert!(!["failed", "completed"].contains(&&*said(&jobs, &balloon).0));
-            jobs.go_on(&balloon, now + PATIENCE * 2);
+            jobs.go_on(&balloon, now + ANSWER_TIMEOUT * 2);
             let (phase, error) = said(&jobs, &balloon);
             assert!(phase == "failed" && error.contains("no answer for 10 s"), "{phase}: {error}");
             assert_eq!((balloon.hint_list().state, balloon.size().target), (HintState::Done, RAM));
@@ -394,7 +394,7 @@ mod tests {
                     _ => 1000 + round % 2,
                 };
                 balloon.write_config(4, &pages.to_le_bytes());
-                now += PATIENCE / 2;
+                now += ANSWER_TIMEOUT / 2;
                 jobs.go_on(&balloon, now);
             }
             let (phase, error) = said(&jobs, &balloon);
@@ -455,7 +455,7 @@ mod tests {
             jobs.set_target(&balloon, RAM / 2).unwrap();
             assert_eq!(balloon.size().target, RAM / 2, "it holds at once");
             jobs.go_on(&balloon, now);
-            jobs.go_on(&balloon, now + PATIENCE * 2);
+            jobs.go_on(&balloon, now + ANSWER_TIMEOUT * 2);
             jobs.give_up(&balloon);
             assert_eq!((said(&jobs, &balloon).0.as_str(), balloon.size().target), ("failed", RAM / 2), "{phase:?}");
         }

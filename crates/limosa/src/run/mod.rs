@@ -249,11 +249,11 @@ impl Qemu {
     fn is_ending(&self, monitor: Option<&Monitor>, has_guest: bool) -> bool {
         // One that goes takes its channel down before its monitor, and says before that it goes.
         let expected = has_guest || self.relay.end_was_asked();
-        let patience = if expected { GONE_WITHIN } else { Duration::ZERO };
-        let end = Instant::now() + patience;
+        let timeout = if expected { GONE_WITHIN } else { Duration::ZERO };
+        let end = Instant::now() + timeout;
         loop {
-            let heard = monitor.map(|monitor| monitor.qmp().take_events());
-            match heard {
+            let events = monitor.map(|monitor| monitor.qmp().take_events());
+            match events {
                 Some(Ok(events)) if events.iter().any(|event| event.name == "SHUTDOWN") => return true,
                 Some(Ok(_)) if Instant::now() < end => thread::sleep(Duration::from_millis(20)),
                 Some(Ok(_)) => return false,

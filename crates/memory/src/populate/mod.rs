@@ -43,10 +43,10 @@ pub struct PopulateStats {
 /// let memory = GuestMemory::new(vec![BlockOptions::memfd("pc.ram", 16 << 20).map()?])?;
 /// let populator = Populator::new(&memory);
 /// std::thread::scope(|scope| {
-///     let workers = [(); 2].map(|()| scope.spawn(|| populator.work()));
+///     let workers = [(); 2].map(|()| scope.spawn(|| populator.run()));
 ///     populator.add(0, PageRange::whole_block(2048));
 ///     // ... while pages arrive:
-///     populator.arrived(0, PageRange::starting_at(PageNumber(0), 128));
+///     populator.note_arrived(0, PageRange::starting_at(PageNumber(0), 128));
 ///     populator.finish(); // Or `stop`, which leaves out what waits.
 ///     workers.into_iter().try_for_each(|worker| worker.join().unwrap_or(Ok(())))
 /// })?;

@@ -49,7 +49,7 @@ pub enum RecordWriteMode {
 /// The treatment of a migration that does not converge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TimeoutStrategy {
-    /// Cancel: the VM runs on at the source.
+    /// Cancel: the VM continues at the source.
     #[default]
     Cancel,
     /// Switch over however long the pause gets.
@@ -145,9 +145,9 @@ pub struct MigrationParams {
     pub max_cpu_throttle: u8,
     /// `throttle-trigger-threshold`: percent of what was sent in a round that has to get dirty meanwhile, twice.
     pub throttle_trigger_threshold: u8,
-    /// When pages are looked at.
+    /// When pages are compared with zero.
     pub zero_check: ZeroCheck,
-    /// How they are looked at: the fastest way that the processor has, if twins are not to be compared.
+    /// How zero pages are detected. The default is the fastest method that the processor supports.
     pub zero_method: ZeroMethod,
     /// How page records are written until the switchover, and in the pause.
     pub record_write: RecordWriteMode,

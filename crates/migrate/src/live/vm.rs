@@ -24,7 +24,7 @@ pub trait LiveVm: Sync {
     /// is in the dirty logs: rings are drained, requests in flight are completed.
     ///
     /// # Errors
-    /// The VM cannot be stopped; it runs on as before.
+    /// The VM cannot be stopped; it continues as before.
     fn pause(&self) -> Result<(), VmError>;
 
     /// Lets the VM go on where [`pause`](Self::pause) stopped it. Also called when `pause` has failed half-way.

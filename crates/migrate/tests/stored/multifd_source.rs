@@ -448,7 +448,7 @@ fn all_channels_together_keep_to_one_rate_and_are_counted_together() {
 struct Filed<'a> {
     memory: &'a Memory,
     file: File,
-    /// Calls of `still_whole` that find everything in order.
+    /// Calls of `check_unchanged` that find everything in order.
     whole: AtomicU64,
     reads: AtomicU64,
     /// The second block, if it is mapped as well.

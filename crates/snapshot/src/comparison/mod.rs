@@ -2,7 +2,7 @@
 //!
 //! Law of this module: **a finding never says more than its source proves.** A difference that QEMU certainly refuses
 //! is `Certain`, a conclusion from names and habits is `Likely`, and one that needs loading is `Unknown` and counts for
-//! no verdict. Nothing is read or asked here but what the two sides have put into [`Summary`] and [`Destination`].
+//! no verdict. Nothing is read or asked here but what the two sides have put into [`Summary`] and [`LoadTarget`].
 //!
 //! What QEMU 10.0 does, found by loading one stream into altered destinations: another machine type, a RAM block that
 //! is missing or of another size, a device section (or instance) that the destination does not have, and a section of a
@@ -33,6 +33,7 @@ pub enum Severity {
     /// The load ends with an error.
     Refuses,
     /// The VM loads, and something about it has changed.
+    #[serde(rename = "loses")]
     ChangesVm,
     /// Nothing that the guest would miss.
     Harmless,
@@ -211,5 +212,16 @@ fn bytes(count: u64) -> String {
         count if count >= 1 << 20 && count.is_multiple_of(1 << 20) => format!("{} MiB", count >> 20),
         count if count >= 1 << 10 && count.is_multiple_of(1 << 10) => format!("{} KiB", count >> 10),
         count => format!("{count} bytes"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Severity;
+
+    #[test]
+    fn programs_read_the_severities_by_these_names() {
+        let names = [Severity::Refuses, Severity::ChangesVm, Severity::Harmless];
+        assert_eq!(serde_json::to_string(&names).unwrap(), r#"["refuses","loses","harmless"]"#);
     }
 }

@@ -35,7 +35,7 @@ pub struct FileCounters {
     pub read_modify_writes: OperationCount,
 }
 
-/// A [`Count`] with atomic fields.
+/// An [`OperationCount`] with atomic fields.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
     operations: AtomicU64,

@@ -10,12 +10,12 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use limosa_storage::testing::{Counting, SparseMemory};
+//! use limosa_storage::testing::{RequestRecorder, SparseMemory};
 //! use limosa_storage::{Buffer, Operation, Storage, block_on};
 //!
 //! # fn main() -> Result<(), limosa_storage::StorageError> {
-//! let counting = Counting::new();
-//! let storage = counting.over(Arc::new(SparseMemory::file("disk", 1 << 20)));
+//! let counting = RequestRecorder::new();
+//! let storage = counting.wrap(Arc::new(SparseMemory::file("disk", 1 << 20)));
 //! block_on(storage.write(4096, Buffer::from_slice(b"contents").into()))?;
 //! let seen = counting.take();
 //! assert_eq!((seen[0].operation, seen[0].range.clone()), (Operation::Write, 4096..4104));

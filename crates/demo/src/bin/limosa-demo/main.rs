@@ -62,8 +62,8 @@ fn go(args: &DecideArgs, role: Role) -> anyhow::Result<ExitCode> {
     let ran = status.running;
     let over = |status: &Status| match status.state {
         State::Running => status.running,
-        // Its guest runs a moment before the end has done what was requested; with pages that still come it runs all the
-        // time.
+        // Its guest runs a moment before the end has done what was requested; with pages that still come it runs all
+        // the time.
         State::Receiving => ran,
         _ => true,
     };

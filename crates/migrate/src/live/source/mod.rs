@@ -188,8 +188,9 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
         self
     }
 
-    /// Whether the migration may go on in postcopy, which the destination has to expect. One that is [given
-    /// up](crate::live::TimeoutStrategy::Postcopy) for postcopy may in any case. Not with multifd channels.
+    /// Whether the migration may switch to postcopy. The destination has to expect it. With
+    /// [`TimeoutStrategy::Postcopy`](crate::live::TimeoutStrategy::Postcopy) it may switch in any case. Not with
+    /// multifd channels.
     #[must_use]
     pub fn postcopy(mut self, postcopy: PostcopyMode) -> Self {
         self.postcopy = postcopy;
@@ -215,7 +216,7 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
 
     /// Asks the guest for its free pages, which are not sent: when the first round begins, and with every further one
     /// that is [worth it](MigrationParams::hint_pages); in [postcopy at once](PostcopyMode::AtOnce) before the guest is
-    /// stopped, which then runs on for [`hint_wait`](MigrationParams::hint_wait) at most. The dirty logs have to see
+    /// stopped, which then continues for [`hint_wait`](MigrationParams::hint_wait) at most. The dirty logs have to see
     /// the guest's writes. What was free is at the destination with any contents; in postcopy it is zero. A guest that
     /// cannot be asked is moved without.
     ///

@@ -15,8 +15,8 @@ use crate::error::MigrateError;
 use crate::live::IncomingVm;
 use crate::live::destination::outcome::{IncomingOutcome, IncomingStats};
 
-/// A VM that runs here and whose connection broke: it runs on what has come, and waits where it touches what has not.
-/// [`recover`](Self::recover) continues; only the source has the rest.
+/// A VM that runs here without all of its pages, and whose connection to the source broke. An access to a page that
+/// has not arrived waits. [`recover`](Self::recover) continues the transfer; only the source has the missing pages.
 ///
 /// Dropping it changes nothing for the VM: what is missing stays missing, and an access to it waits for ever. Only
 /// [`discard`](Self::discard) says that there is no guest any more.
