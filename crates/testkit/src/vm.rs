@@ -17,10 +17,7 @@ use crate::machine::{Guest, Machine};
 use crate::process::Process;
 use crate::qmp::Qmp;
 use crate::requirement::require_qemu;
-use crate::serial::{Line, Serial};
-
-/// How long a guest may take for a line on its serial port: generous, because tests run in parallel.
-const LINE: Duration = Duration::from_secs(120);
+use crate::serial::{LINE, Line, Serial};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
@@ -271,39 +268,23 @@ impl Vm {
         self.memory_file()?.write_all_at(bytes, offset).context("writing guest memory")
     }
 
-    /// Waits for the Linux guest's count to go up `times` times from now on; returns the last number.
+    /// Waits for the Linux guest's count, as [`Serial::wait_counts`].
     ///
     /// # Errors
-    /// It does not.
+    /// It does not count.
     pub fn wait_counts(&self, times: usize) -> Result<u64> {
-        let mut from = self.serial.mark();
-        let mut last = None;
-        for _ in 0..times {
-            let (position, line) = self.serial.wait_from(from, LINE, |text| count_number(text).is_some())?;
-            (from, last) = (position + 1, count_number(&line.text));
-        }
-        last.context("no count to wait for")
+        self.serial.wait_counts(times)
     }
 
-    /// Runs one shell line in the Linux guest; returns what it printed. Lines of the counter are left out.
+    /// Runs one shell line in the Linux guest, as [`Serial::shell`].
     ///
     /// # Errors
-    /// It fails or does not end.
+    /// It fails or does not end, or the guest is another one.
     pub fn shell(&self, line: &str) -> Result<Vec<String>> {
         if !matches!(self.machine.guest, Guest::Linux(_)) {
             bail!("this VM runs no Linux guest");
         }
-        let from = self.serial.mark();
-        self.serial.send(line)?;
-        let (end, status) = self.serial.wait_from(from, LINE, |text| text.starts_with("done "))?;
-        let lines = self.serial.lines();
-        let said = lines.get(from..end).unwrap_or_default().iter();
-        let said: Vec<String> =
-            said.map(|line| line.text.clone()).filter(|text| count_number(text).is_none() && text != line).collect();
-        if status.text != "done 0" {
-            bail!("`{line}` in the guest: {} after {said:?}", status.text);
-        }
-        Ok(said)
+        self.serial.shell(line)
     }
 }
 
@@ -325,9 +306,4 @@ fn connect(process: &Process, qmp: &Path, serial: &Path) -> Result<(Qmp, Serial)
 /// `0000002a`: eight hex digits.
 fn pass_number(text: &str) -> Option<u32> {
     if text.len() == 8 { u32::from_str_radix(text, 16).ok() } else { None }
-}
-
-/// `count 42`.
-fn count_number(text: &str) -> Option<u64> {
-    text.strip_prefix("count ")?.parse().ok()
 }

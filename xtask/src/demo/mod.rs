@@ -1,8 +1,10 @@
-//! `cargo xtask demo`: a real Linux guest in stock QEMU is saved while it counts, and restored lazily into a second
-//! QEMU, beside QEMU's own restore of the same file.
+//! `cargo xtask demo`: a real Linux guest in stock QEMU is saved while it counts, and brought back: by QEMU itself,
+//! mapped and lazily by limosa, and then eight times at once.
 //!
 //! Law: no input, nothing left behind, and no claim without its evidence: the guest's own count continues, and the
 //! guest itself finds its data unchanged.
+
+mod clones;
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -44,9 +46,8 @@ pub(crate) fn run() -> Result<()> {
 
     command_line(&["limosa", "save", "--qmp", "QMP", "linux.limosa"]);
     let saved = save(&limosa, &source, &snapshot)?;
-    let size = std::fs::metadata(&snapshot).context("the snapshot")?;
-    let allocated = size.blocks() / 2048;
-    say(&format!("Saved in {} while the guest counted; the file takes {allocated} MiB.", seconds(saved)));
+    let takes = allocated(&snapshot)? >> 20;
+    say(&format!("Saved in {} while the guest counted; the file takes {takes} MiB.", seconds(saved)));
     let after = source.wait_counts(2)?;
     say(&format!("The guest counted {before} before the save and continues: {after}. Now it is ended."));
     drop(source);
@@ -55,18 +56,31 @@ pub(crate) fn run() -> Result<()> {
     let eager = restore_by_qemu(&machine, &snapshot)?;
     report("QEMU", &eager, &digest)?;
 
-    command_line(&["limosa", "restore", "linux.limosa", "--qmp", "QMP"]);
-    let lazy = restore_by_limosa(&limosa, &machine, &snapshot)?;
+    command_line(&["limosa", "inspect", "linux.limosa", "--qemu-args"]);
+    let object = mapped_object(&limosa, &snapshot)?;
+    say(&format!("-object {object}"));
+    say("A QEMU that was started with this has the file as its memory:");
+    command_line(&["limosa", "restore", "linux.limosa", "--memory", "mapped", "--qmp", "QMP"]);
+    let mapped = restore_by_limosa(&limosa, &machine.clone().memory_object(&object), &snapshot, "mapped")?;
+    report("limosa", &mapped, &digest)?;
+
+    say("And one with memory of its own:");
+    command_line(&["limosa", "restore", "linux.limosa", "--memory", "lazy", "--qmp", "QMP"]);
+    let lazy = restore_by_limosa(&limosa, &machine, &snapshot, "lazy")?;
     report("limosa", &lazy, &digest)?;
 
     println!();
-    println!("                              QEMU      limosa");
-    row("guest runs after", eager.running, lazy.running);
-    row("first line on its console", eager.first_count, lazy.first_count);
-    row("all of its memory there", eager.resident, lazy.resident);
-    let factor = eager.running.as_secs_f64() / lazy.running.as_secs_f64().max(1e-6);
-    println!("\nThe guest was back {factor:.0} times sooner.");
-    Ok(())
+    println!("                              {:>8}  {:>8}  {:>8}", "QEMU", "mapped", "lazy");
+    let row = |name: &str, time: &dyn Fn(&Restored) -> Duration| {
+        let [eager, mapped, lazy] = [&eager, &mapped, &lazy].map(|restored| seconds(time(restored)));
+        println!("  {name:<26}  {eager:>8}  {mapped:>8}  {lazy:>8}");
+    };
+    row("guest runs after", &|restored| restored.running);
+    row("first line on its console", &|restored| restored.first_count);
+    row("all of its memory there", &|restored| restored.resident);
+    drop([eager, mapped, lazy]);
+
+    clones::run(&limosa, &machine, &snapshot, &digest)
 }
 
 fn say(text: &str) {
@@ -85,10 +99,6 @@ fn seconds(time: Duration) -> String {
     }
 }
 
-fn row(name: &str, qemu: Duration, limosa: Duration) {
-    println!("  {name:<26} {:>8}  {:>8}", seconds(qemu), seconds(limosa));
-}
-
 /// Starts limosa; what it says goes where our own words go.
 fn start(limosa: &Path, arguments: &[&Path]) -> Result<Process> {
     let mut command = Command::new(limosa);
@@ -103,6 +113,11 @@ fn finish(process: &Process, started: Instant) -> Result<Duration> {
         bail!("limosa failed: {status}");
     }
     Ok(started.elapsed())
+}
+
+/// Bytes of the disk that the file takes.
+fn allocated(snapshot: &Path) -> Result<u64> {
+    Ok(std::fs::metadata(snapshot).context("the snapshot")?.blocks() * 512)
 }
 
 fn save(limosa: &Path, source: &Vm, snapshot: &Path) -> Result<Duration> {
@@ -128,12 +143,22 @@ fn restore_by_qemu(machine: &Machine, snapshot: &Path) -> Result<Restored> {
     restored(vm, started, clock, None)
 }
 
-fn restore_by_limosa(limosa: &Path, machine: &Machine, snapshot: &Path) -> Result<Restored> {
+/// Restores into a new QEMU of this machine; `memory` is how.
+fn restore_by_limosa(limosa: &Path, machine: &Machine, snapshot: &Path, memory: &str) -> Result<Restored> {
     let vm = machine.start_incoming()?;
     let (started, clock) = (Instant::now(), SystemTime::now());
     let monitor = vm.qmp_socket();
-    let process = start(limosa, &["restore".as_ref(), snapshot, "--qmp".as_ref(), monitor.as_path()])?;
+    let words = ["restore".as_ref(), snapshot, "--memory".as_ref(), memory.as_ref(), "--qmp".as_ref()];
+    let process = start(limosa, &[&words[..], &[monitor.as_path()]].concat())?;
     restored(vm, started, clock, Some(process))
+}
+
+/// The value of `-object` for a QEMU that is to map the snapshot.
+fn mapped_object(limosa: &Path, snapshot: &Path) -> Result<String> {
+    let output = Command::new(limosa).args(["inspect", "--qemu-args"]).arg(snapshot).output().context("limosa")?;
+    let text = String::from_utf8(output.stdout).context("what limosa inspect printed")?;
+    let object = text.lines().find_map(|line| line.strip_prefix("-object "));
+    object.map(str::to_owned).with_context(|| format!("no -object in what limosa inspect printed: {text:?}"))
 }
 
 /// Waits for the guest to run, to count, and to have all of its memory. `pager` is the process that brings the memory.
