@@ -1,5 +1,6 @@
 //! `limosa clone`: many VMs of one snapshot.
 
+use std::collections::BTreeSet;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
@@ -249,7 +250,8 @@ fn state_line(clone: &ListedClone) -> String {
 /// The names on the command line, or those of all clones.
 fn names(dir: &Path, named: &[String]) -> Result<Vec<String>, CloneError> {
     if !named.is_empty() {
-        return Ok(named.to_vec());
+        let mut seen = BTreeSet::new();
+        return Ok(named.iter().filter(|name| seen.insert(*name)).cloned().collect());
     }
     Ok(list(dir)?.into_iter().map(|clone| clone.name).collect())
 }
@@ -262,6 +264,7 @@ fn status_of<T>(done: &[CloneOutcome<T>], what: &str) -> ExitCode {
         let remedy = match error {
             CloneError::Unreachable { .. } => "; if it has ended, remove the clone with limosa clone rm --force",
             CloneError::Running { .. } => "; end it with limosa clone stop",
+            CloneError::Io { .. } => "; if its record is damaged, end its QEMU and remove its directory",
             _ => "",
         };
         say!("limosa: clone {name} is not {what}: {}{remedy}", error_line(error));

@@ -216,7 +216,8 @@ fn show_mappers(mappers: &Mappers) {
         label = "";
     }
     if mappers.unseen > 0 {
-        print_out!("{label:<14}unknown: this user may not look at {} processes", quantity::count(mappers.unseen));
+        let others = quantity::count(mappers.unseen);
+        print_out!("{label:<14}other processes may: {others} cannot be looked at by this user");
     }
 }
 

@@ -78,7 +78,9 @@ fn of_channel(error: &ChannelError) -> String {
 /// The remedy for an address at which a socket cannot listen.
 fn of_listen(error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::AddrInUse => "; it is in use: choose another address, or end what uses it",
+        io::ErrorKind::AddrInUse => {
+            "; choose another address, end what uses this one, or remove a file that has its name"
+        }
         io::ErrorKind::AddrNotAvailable => "; use an address of this host, or 0.0.0.0 for all of them",
         io::ErrorKind::InvalidFilename => "; the path of a socket has at most 107 bytes",
         io::ErrorKind::NotFound => "; the directory must exist",
@@ -312,9 +314,27 @@ fn of_qmp(error: &QmpError) -> Option<String> {
         QmpError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
             Some("; run limosa as root or as QEMU's user".into())
         }
+        QmpError::Busy { monitor, .. } => Some(match watchdogs_of(monitor).as_slice() {
+            [] => "; close that client, or give QEMU a second -qmp".into(),
+            [pid, ..] => {
+                format!("; it is limosa's watchdog (process {pid}), which completes a job: wait until it ends")
+            }
+        }),
         QmpError::Connect { .. } => Some("; is its QEMU running, with -qmp unix:PATH,server=on,wait=off?".into()),
         _ => None,
     }
+}
+
+/// The watchdogs of this machine that hold a monitor.
+fn watchdogs_of(monitor: &str) -> Vec<u32> {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let is_watchdog = |pid: &u32| {
+        let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else { return false };
+        let words: Vec<_> = line.split(|byte| *byte == 0).collect();
+        matches!(words.as_slice(), [_, b"watchdog", b"--", held, ..] if *held == monitor.as_bytes())
+    };
+    pids.filter(is_watchdog).collect()
 }
 
 /// The remedies of errors that show another as their own, which is then not in the chain.

@@ -3,7 +3,7 @@
 use limosa_console::quantity;
 use std::process::{ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::bail;
 use limosa_control::JobKind;
@@ -13,6 +13,7 @@ use limosa_qemu::{
     JobError, LazyReport, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RestoreRequest,
     Watchdog, recover, restore,
 };
+use limosa_snapshot::SnapshotError;
 use serde_json::{Value, json};
 
 use crate::args::{HowArgs, MemoryArg, RestoreArgs, ZeroPageDetectionArg};
@@ -24,7 +25,6 @@ use crate::report;
 use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
-    let begun = Instant::now();
     job::check_listen(args.how.listen.as_ref())?;
     if args.detach {
         return detach::run(&args);
@@ -33,7 +33,7 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
         detach::leave_session();
     }
     let reporter = Reporter::new(args.pager);
-    let result = work(&args, begun, &reporter);
+    let result = work(&args, &reporter);
     if let Err(error) = &result
         && reporter.failed(&format!("{}{}", limosa_console::anyhow_error_line(error), remedy::of_cause(error)))
     {
@@ -42,7 +42,7 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
 }
 
-fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Result<()> {
+fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
     let stored = Stored::open(&args.snapshot)?;
     let converted = stored.is_foreign();
     if converted && (args.recover || matches!(args.how.memory, MemoryArg::Lazy | MemoryArg::Mapped)) {
@@ -55,7 +55,7 @@ fn work(args: &RestoreArgs, begun: Instant, reporter: &Reporter) -> anyhow::Resu
     let snapshot = stored.snapshot("and restoring it eagerly", args.pager)?;
     let options = options(&args.how, converted);
     let handles = JobHandles::new(&args.job, JobKind::Restore, "restoring", args.pager)?;
-    let observer = Observer::new(begun, reporter, args.pager, args.how.state.paused);
+    let observer = Observer::new(reporter, args.pager, args.how.state.paused);
     let go = if args.recover { recover } else { restore };
     // A detached pager must not hold its caller's terminal open, and neither must its watchdog.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
@@ -113,7 +113,9 @@ fn with_advice(error: JobError, args: &RestoreArgs, guest_runs: bool) -> anyhow:
         return error.into();
     }
     let remedy = remedy_before_the_guest(&error, args);
-    let line = format!("not restored; the snapshot is unchanged: {}{remedy}", error_line(&error));
+    let is_damaged = causes(&error).any(|cause| cause.is::<SnapshotError>());
+    let unchanged = if is_damaged { "" } else { "; the snapshot is unchanged" };
+    let line = format!("not restored{unchanged}: {}{remedy}", error_line(&error));
     // The library's remedies are found in the chain, and follow this line.
     anyhow::Error::from(error).context(line)
 }
@@ -134,8 +136,17 @@ fn remedy_before_the_guest(error: &JobError, args: &RestoreArgs) -> String {
     match error {
         JobError::Migrate(MigrateError::Cancelled) => "; end this QEMU, and start a new one for another restore".into(),
         JobError::QemuEnded => format!("; start a new one{compare}"),
+        JobError::QemuHangs { .. } => "; end this QEMU with kill -9, and start a new one".into(),
+        _ if causes(error).any(|cause| cause.is::<SnapshotError>()) => {
+            "; end this QEMU, and restore another copy of the snapshot into a new one".into()
+        }
         _ => format!("; end this QEMU and start a new one{compare}"),
     }
+}
+
+/// The error and its causes.
+fn causes(error: &JobError) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
+    std::iter::successors(Some(error as &(dyn std::error::Error + 'static)), |error| error.source())
 }
 
 pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
@@ -165,7 +176,6 @@ pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
 
 /// Reports when the guest runs.
 pub(crate) struct Observer<'a> {
-    begun: Instant,
     reporter: &'a Reporter,
     quiet: bool,
     paused: bool,
@@ -176,8 +186,8 @@ pub(crate) struct Observer<'a> {
 }
 
 impl<'a> Observer<'a> {
-    pub(crate) fn new(begun: Instant, reporter: &'a Reporter, quiet: bool, paused: bool) -> Self {
-        Self { begun, reporter, quiet, paused, lazy_guest: AtomicBool::new(false), loaded: AtomicBool::new(false) }
+    pub(crate) fn new(reporter: &'a Reporter, quiet: bool, paused: bool) -> Self {
+        Self { reporter, quiet, paused, lazy_guest: AtomicBool::new(false), loaded: AtomicBool::new(false) }
     }
 
     /// Whether there is a guest whose memory is still to come.
@@ -192,9 +202,8 @@ impl<'a> Observer<'a> {
 }
 
 impl RestoreObserver for Observer<'_> {
-    fn guest_ready(&self, _after: Duration, mode: RestoreMode) {
+    fn guest_ready(&self, after: Duration, mode: RestoreMode) {
         self.lazy_guest.store(mode == RestoreMode::Lazy, Ordering::Release);
-        let after = self.begun.elapsed();
         self.reporter.guest_ready(after, mode.name());
         if !self.quiet && mode == RestoreMode::Lazy {
             let what = if self.paused { "the guest is loaded, paused," } else { "the guest runs" };

@@ -106,6 +106,13 @@ pub enum JobError {
         reason: String,
     },
 
+    /// A lazy restore failed while QEMU loaded the devices, and QEMU waits for a page that will not come.
+    #[error("QEMU waits for memory that will not come, and answers nothing")]
+    QemuHangs {
+        /// Why the restore failed.
+        source: Box<JobError>,
+    },
+
     /// QEMU ended before it had all of the VM.
     #[error("QEMU ended while it loaded the VM (its log says why)")]
     QemuEnded,

@@ -90,7 +90,7 @@ fn find_program(program: &Path, path: Option<&OsStr>) -> io::Result<()> {
     }
     // Without a search path the system has one of its own.
     let found = path.is_none_or(|path| env::split_paths(path).any(|folder| folder.join(program).is_file()));
-    if found { Ok(()) } else { Err(io::ErrorKind::NotFound.into()) }
+    if found { Ok(()) } else { Err(rustix::io::Errno::NOENT.into()) }
 }
 
 /// Properties of the VM in a command line.

@@ -99,7 +99,7 @@ pub(crate) struct BalloonCtlArgs {
     #[command(subcommand)]
     pub(crate) what: BalloonCtlCommand,
 
-    /// Print one JSON object on stdout (with --watch one a line)
+    /// Print JSON on stdout, one object a line
     #[arg(long, global = true)]
     pub(crate) json: bool,
 }

@@ -76,12 +76,12 @@ pub(crate) struct MakeClonesArgs {
     #[arg(long, value_name = "DIR", requires = "qmp")]
     pub(crate) overlay_dir: Option<PathBuf>,
 
-    /// How many VMs to start
+    /// How many VMs to start; --count, --pool or both must be given
     #[arg(long, value_name = "N", required_unless_present = "pool")]
     pub(crate) count: Option<NonZeroU64>,
 
     /// Keep N QEMUs waiting in the directory. Later calls with the same snapshot and command line take them one by one,
-    /// and save the time that QEMU takes to start
+    /// and save the time that QEMU takes to start. --pool, --count or both must be given
     #[arg(long, value_name = "N")]
     pub(crate) pool: Option<NonZeroU64>,
 

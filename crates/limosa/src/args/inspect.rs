@@ -57,8 +57,8 @@ pub(crate) struct InspectArgs {
     #[arg(long, value_name = "BINARY", requires = "against_qmp")]
     pub(crate) qemu: Option<PathBuf>,
 
-    /// Print QEMU's options for a VM whose memory is this snapshot, mapped and shared; then restore into it with
-    /// --memory mapped
+    /// Print QEMU's options for a VM whose memory is this snapshot, mapped privately: what the VM writes does not reach
+    /// the file. Then restore into it with --memory mapped
     #[arg(long, conflicts_with_all = ["diff", "against_qmp"])]
     pub(crate) qemu_args: bool,
 

@@ -8,13 +8,15 @@ use limosa_qemu::qmp::MonitorAddress;
 
 use limosa_console::parse;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+/// Who writes or reads the pages of a snapshot. Its values are described where the option is: a save writes and a
+/// restore reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TransportArg {
-    /// `file` if QEMU supports it (9.0 or newer, on this host), else `socket`
+    /// `File` where it is possible, else `Socket`.
     Auto,
-    /// QEMU writes or reads the file itself through a file descriptor that limosa passes
+    /// QEMU itself, through a file descriptor that limosa passes.
     File,
-    /// limosa receives or sends the migration stream
+    /// limosa, at the other end of a migration stream.
     Socket,
 }
 

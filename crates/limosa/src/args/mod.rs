@@ -60,9 +60,9 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Save a running VM to a file; the VM keeps running
+    /// Save a running VM to a file; the VM then continues, unless --stop is given
     Save(SaveArgs),
-    /// Restore a VM into a QEMU started with -incoming defer; lazily if possible
+    /// Restore a VM into a QEMU started with -incoming defer: mapped if it maps the file, else lazily, else eagerly
     Restore(RestoreArgs),
     /// Receive a migrating VM into a file as a migration destination; needs no QEMU monitor
     Receive(ReceiveArgs),
@@ -80,7 +80,7 @@ pub(crate) enum Command {
     Export(ExportArgs),
     /// Show the contents of a snapshot, a recorded migration stream or a libvirt save image
     Inspect(InspectArgs),
-    /// Prepare a snapshot for many VMs
+    /// Make an older snapshot, or one that QEMU wrote, mappable as the memory of VMs
     Snapshot(SnapshotArgs),
     /// Create, inspect, check and convert disk images; compatible with qemu-img
     Img(ImgArgs),

@@ -25,6 +25,14 @@ pub(crate) enum MemoryArg {
     Eager,
 }
 
+fn read_via() -> impl TypedValueParser<Value = TransportArg> {
+    named_values([
+        (TransportArg::Auto, "auto", "`file` if QEMU supports it (9.0 or newer, on this host), else `socket`"),
+        (TransportArg::File, "file", "QEMU reads the file itself through a file descriptor that limosa passes"),
+        (TransportArg::Socket, "socket", "limosa reads the file and sends QEMU a migration stream"),
+    ])
+}
+
 pub(super) fn preempt() -> impl TypedValueParser<Value = bool> {
     named_values([
         (true, "on", "Answer page requests on a second channel"),
@@ -78,7 +86,7 @@ pub(crate) struct HowArgs {
     pub(crate) memory: MemoryArg,
 
     /// Who reads the pages in an eager restore
-    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    #[arg(long, value_parser = read_via(), default_value = "auto")]
     pub(crate) via: TransportArg,
 
     /// Where QEMU listens: unix:PATH or tcp:HOST:PORT; by default a private socket or a passed file descriptor

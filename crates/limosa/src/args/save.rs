@@ -3,11 +3,20 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::TypedValueParser;
 use clap::{Args, ValueEnum};
 use limosa_channel::Uri;
 
 use super::{ChannelArgs, JobArgs, NewSnapshotArgs, TransportArg};
-use limosa_console::parse;
+use limosa_console::{named_values, parse};
+
+fn write_via() -> impl TypedValueParser<Value = TransportArg> {
+    named_values([
+        (TransportArg::Auto, "auto", "`file` if QEMU supports it (9.0 or newer, on this host), else `socket`"),
+        (TransportArg::File, "file", "QEMU writes the file itself through a file descriptor that limosa passes"),
+        (TransportArg::Socket, "socket", "limosa receives a migration stream from QEMU and writes the file"),
+    ])
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnTimeoutArg {
@@ -37,7 +46,7 @@ pub(crate) struct SaveArgs {
     pub(crate) snapshot: PathBuf,
 
     /// Who writes the pages
-    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    #[arg(long, value_parser = write_via(), default_value = "auto")]
     pub(crate) via: TransportArg,
 
     /// Where QEMU connects with --via socket: unix:PATH or tcp:HOST:PORT. Default: a socket passed through the monitor,
@@ -48,7 +57,7 @@ pub(crate) struct SaveArgs {
     #[command(flatten)]
     pub(crate) channels: ChannelArgs,
 
-    /// Leave the VM stopped; acknowledge to QEMU only when the file is durable
+    /// Leave the VM stopped. It continues if the save fails before the file is safe on disk
     #[arg(long, conflicts_with = "no_sync")]
     pub(crate) stop: bool,
 

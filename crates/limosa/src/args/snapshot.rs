@@ -43,7 +43,7 @@ pub(crate) struct SnapshotArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum SnapshotCommand {
-    /// Make an older snapshot, or one that QEMU wrote, mappable as the memory of VMs; in place
+    /// Make the file mappable, in place
     Seal(SealArgs),
 }
 

@@ -145,7 +145,7 @@ fn attempt(
     options.run = args.how.state.choice_for(line);
     let paused = options.run == limosa_qemu::RunChoice::Paused;
     let reporter = Reporter::new(false);
-    let observer = Observer::new(Instant::now(), &reporter, !notice.shown, paused);
+    let observer = Observer::new(&reporter, !notice.shown, paused);
     let tell = |line: &str| notice.tell(line);
     let watch = JobContext::new(&handle, &tell);
     let watchdog = || {

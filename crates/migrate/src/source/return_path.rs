@@ -206,7 +206,7 @@ impl ReturnPath {
             }
             if state.ended {
                 return Err(match state.shut {
-                    None | Some(0) => MigrateError::Protocol(format!("the return path ended before {what}")),
+                    None | Some(0) => MigrateError::Protocol(format!("it closed the return path before {what}")),
                     Some(status) => MigrateError::Refused { status },
                 });
             }
@@ -248,9 +248,7 @@ impl ReturnPath {
             (Some(error), _) => error,
             (None, Some(0)) => MigrateError::Protocol("the destination ended before it had every page".into()),
             (None, Some(status)) => MigrateError::Refused { status },
-            (None, None) => {
-                MigrateError::Protocol("the destination closed the return path without reporting a result".into())
-            }
+            (None, None) => MigrateError::Protocol("it closed the return path without reporting a result".into()),
         }
     }
 }

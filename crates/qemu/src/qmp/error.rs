@@ -23,9 +23,8 @@ pub enum QmpError {
     },
     /// The connection was accepted but QEMU did not greet: a monitor serves one client at a time.
     #[error(
-        "no greeting from the monitor {monitor} within {} s: another client holds this monitor; \
-         close that client, or give QEMU a second -qmp",
-        waited.as_secs_f32()
+        "no greeting from the monitor {monitor} within {} s: another client holds this monitor, or it is none",
+        waited.as_secs_f32().round()
     )]
     Busy {
         /// The monitor's address.
@@ -37,7 +36,7 @@ pub enum QmpError {
     #[error(
         "QEMU greets on {monitor} but answers nothing within {} s: its main loop is held up, by a slow disk (then try again) or \
          for memory that an interrupted restore has not brought (then end this QEMU)",
-        waited.as_secs_f32()
+        waited.as_secs_f32().round()
     )]
     Unresponsive {
         /// The monitor's address.
@@ -64,7 +63,7 @@ pub enum QmpError {
         desc: String,
     },
     /// A command was not answered in time. It may still be carried out.
-    #[error("QEMU did not answer {command} on {monitor} within {} s", waited.as_secs_f32())]
+    #[error("QEMU did not answer {command} on {monitor} within {} s", waited.as_secs_f32().round())]
     NoReply {
         /// The monitor's address.
         monitor: String,

@@ -157,13 +157,7 @@ impl RestoreJob<'_> {
         // page that it has asked for there, and answers nothing (found with QEMU 10.0.2).
         let answer = self.monitor.qmp().execute_within("query-migrate", Value::Null, FAIL_WITHIN);
         match answer {
-            Err(QmpError::NoReply { .. }) => {
-                let reason = format!(
-                    "{}; this QEMU waits for memory that will not come and answers nothing: kill it",
-                    error_with_causes(&error)
-                );
-                return JobError::Failed { reason };
-            }
+            Err(QmpError::NoReply { .. }) => return JobError::QemuHangs { source: Box::new(error) },
             Err(gone) if gone.is_gone() && error.is_lost_connection() => return JobError::QemuEnded,
             _ => {}
         }
