@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use crate::busybox::System;
 use crate::requirement::guest_folder;
+use crate::serial::{LINE, Serial};
 
 /// In the order in which they can be loaded; a kernel that has one built in has no file for it.
 const MODULES: [&str; 10] = [
@@ -20,6 +21,9 @@ const MODULES: [&str; 10] = [
     "net_failover",
     "virtio_net",
 ];
+
+/// The ports of virtio-serial.
+const AGENT_MODULES: [&str; 1] = ["virtio_console"];
 
 /// The kernel's TLS and the ciphers of TLS 1.3, likewise.
 const TLS_MODULES: [&str; 13] = [
@@ -47,6 +51,11 @@ pub struct LinuxGuest {
     pub modules: bool,
     /// Whether the kernel gets TLS, if its module was unpacked.
     pub tls: bool,
+    /// Whether QEMU's guest agent runs, on the port `org.qemu.guest_agent.0` of a virtio-serial device. Its process id
+    /// is in `/tmp/qemu-ga.pid`.
+    pub agent: bool,
+    /// Whether it has a kernel with a driver of vmgenid, which has no modules.
+    pub vmgenid: bool,
     /// More words for the kernel's command line.
     pub kernel_words: String,
     /// Programs of the host that it has too, by their names, in `/host`; run there by `host NAME ...` with the host's
@@ -56,7 +65,8 @@ pub struct LinuxGuest {
 
 impl Default for LinuxGuest {
     fn default() -> Self {
-        Self { modules: true, tls: false, kernel_words: String::new(), programs: Vec::new() }
+        let (kernel_words, programs) = (String::new(), Vec::new());
+        Self { modules: true, tls: false, agent: false, vmgenid: false, kernel_words, programs }
     }
 }
 
@@ -64,28 +74,71 @@ impl Default for LinuxGuest {
 const CONSOLE: &str = "mount -t devtmpfs dev /dev 2>/dev/null
 exec 0</dev/ttyS0 1>/dev/ttyS0 2>&1";
 const COUNTER: &str = "( n=0; while :; do n=$((n+1)); echo \"count $n\"; sleep 0.1; done ) &";
+/// The agent sets the hardware clock too, by a program that it looks for where Linux has it.
+const AGENT: &str = "mkdir -p /sbin && ln -s /bin/hwclock /sbin/hwclock
+for port in /sys/class/virtio-ports/*; do
+    if [ \"$(cat \"$port/name\")\" = org.qemu.guest_agent.0 ]; then
+        agent=\"/host/ld.so --library-path /host /host/qemu-ga -m virtio-serial -t /tmp\"
+        $agent -p \"/dev/${port##*/}\" > /tmp/qemu-ga.log 2>&1 &
+        echo $! > /tmp/qemu-ga.pid
+    fi
+done";
 
 impl LinuxGuest {
     /// QEMU's arguments; the initrd is written into `folder`.
     pub(crate) fn arguments(&self, folder: &Path) -> Result<Vec<(&'static str, String)>> {
         let parts = guest_folder()?;
         let virtio: &[&str] = if self.modules { &MODULES } else { &[] };
+        let agent: &[&str] = if self.agent { &AGENT_MODULES } else { &[] };
         let tls: &[&str] = if self.tls { &TLS_MODULES } else { &[] };
-        let modules = [virtio, tls].concat();
+        let modules = if self.vmgenid { Vec::new() } else { [virtio, agent, tls].concat() };
+        let mut programs = self.programs.clone();
+        let mut beside = COUNTER.to_owned();
+        if self.agent {
+            programs.push(parts.join("qemu-ga"));
+            beside = format!("{AGENT}\n{COUNTER}");
+        }
         let system = System {
             modules: &modules,
             modules_in: &parts.join("modules"),
             first: CONSOLE,
-            beside: COUNTER,
-            programs: &self.programs,
+            beside: &beside,
+            programs: &programs,
         };
         let path = system.write_initrd(folder)?;
         let words = format!("console=ttyS0 quiet panic=-1 init_on_alloc=0 {}", self.kernel_words);
+        let kernel = if self.vmgenid { "vmlinuz-vmgenid" } else { "vmlinuz" };
         Ok(vec![
-            ("-kernel", parts.join("vmlinuz").to_string_lossy().into_owned()),
+            ("-kernel", parts.join(kernel).to_string_lossy().into_owned()),
             ("-initrd", path.to_string_lossy().into_owned()),
             ("-append", words.trim().to_owned()),
             ("-cpu", "max".to_owned()),
         ])
     }
+}
+
+impl Serial {
+    /// Runs one shell line in the Linux guest behind this port; returns what it printed. Lines of the counter are left
+    /// out.
+    ///
+    /// # Errors
+    /// It fails or does not end.
+    pub fn shell(&self, line: &str) -> Result<Vec<String>> {
+        let from = self.mark();
+        self.send(line)?;
+        let (end, status) = self.wait_from(from, LINE, |text| text.starts_with("done "))?;
+        let lines = self.lines();
+        let said = lines.get(from..end).unwrap_or_default().iter();
+        let said: Vec<String> =
+            said.map(|line| line.text.clone()).filter(|text| count_number(text).is_none() && text != line).collect();
+        if status.text != "done 0" {
+            bail!("`{line}` in the guest: {} after {said:?}", status.text);
+        }
+        Ok(said)
+    }
+}
+
+/// `count 42`.
+pub(crate) fn count_number(text: &str) -> Option<u64> {
+    text.strip_prefix("count ")?.parse().ok()
 }

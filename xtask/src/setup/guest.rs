@@ -1,6 +1,7 @@
-//! The Linux guest's parts: the distribution's cloud kernel, the virtio and TLS modules it does not have built in, and
-//! a static busybox, unpacked (never installed) into a cache folder. It says which modules were looked for, so that one
-//! of an older list is made again; a kernel may have some of them built in.
+//! The Linux guest's parts: the distribution's cloud kernel, the virtio and TLS modules it does not have built in, a
+//! static busybox, QEMU's guest agent, and a kernel that knows vmgenid, unpacked (never installed) into a cache folder.
+//! It says which modules were looked for, so that one of an older list is made again; a kernel may have some of them
+//! built in.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use super::plan::Machine;
 use crate::shell;
 
 /// The modules a guest may load, by file name without the extension.
-const MODULES: [&str; 23] = [
+const MODULES: [&str; 24] = [
     "virtio",
     "virtio_ring",
     "virtio_pci_legacy_dev",
@@ -24,6 +25,7 @@ const MODULES: [&str; 23] = [
     "failover",
     "net_failover",
     "virtio_net",
+    "virtio_console",
     "tls",
     "crypto_null",
     "gf128mul",
@@ -42,7 +44,13 @@ const MODULES: [&str; 23] = [
 /// The file that lists them.
 const CONTENTS: &str = "contents";
 
-/// Where limosa-testkit looks for `vmlinuz`, `busybox` and `modules/NAME.ko`.
+/// The other files.
+const FILES: [&str; 4] = ["vmlinuz", "vmlinuz-vmgenid", "busybox", "qemu-ga"];
+
+/// The package of the guest agent, whose libraries QEMU needs as well.
+const AGENT: &str = "qemu-guest-agent";
+
+/// Where limosa-testkit looks for [`FILES`] and `modules/NAME.ko`.
 pub(crate) fn folder() -> PathBuf {
     shell::workspace().join("target/guest/linux")
 }
@@ -50,14 +58,18 @@ pub(crate) fn folder() -> PathBuf {
 /// Whether all is there.
 pub(crate) fn is_complete() -> bool {
     let contents = std::fs::read_to_string(folder().join(CONTENTS));
-    folder().join("vmlinuz").is_file()
-        && folder().join("busybox").is_file()
+    FILES.iter().all(|name| folder().join(name).is_file())
         && contents.is_ok_and(|contents| contents == MODULES.join("\n"))
 }
 
 /// The package that depends on the smallest kernel of the distribution.
 fn kernel_package(machine: &Machine) -> &'static str {
     if machine.is_ubuntu() { "linux-image-virtual" } else { "linux-image-cloud-amd64" }
+}
+
+/// The package that depends on another kernel, where that one has no driver of vmgenid: Debian 12's cloud kernel.
+fn vmgenid_kernel_package(machine: &Machine) -> Option<&'static str> {
+    (machine.id == "debian" && machine.version == "12").then_some("linux-image-amd64")
 }
 
 /// The program, and its package, that unpacks the modules of this distribution's kernel; Debian 12 packs none.
@@ -73,8 +85,14 @@ pub(crate) fn module_unpacker(machine: &Machine) -> Option<(&'static str, &'stat
 
 /// Whether apt has lists that name what we need.
 pub(crate) fn packages_are_known(machine: &Machine) -> bool {
-    kernel_closure(kernel_package(machine)).is_ok_and(|names| names.len() > 1)
-        && shell::output(Command::new("apt-cache").args(["show", "busybox-static"])).is_ok_and(|text| !text.is_empty())
+    let is_known = |package: &str| {
+        shell::output(Command::new("apt-cache").args(["show", package])).is_ok_and(|text| !text.is_empty())
+    };
+    [Some(kernel_package(machine)), vmgenid_kernel_package(machine)]
+        .into_iter()
+        .flatten()
+        .all(|package| kernel_closure(package).is_ok_and(|names| names.len() > 1))
+        && ["busybox-static", AGENT].into_iter().all(is_known)
 }
 
 /// The kernel package and those of its dependencies that carry kernel or modules.
@@ -116,18 +134,29 @@ pub(crate) fn fetch(machine: &Machine) -> Result<()> {
 
 fn fill(machine: &Machine, work: &Path, guest: &Path) -> Result<()> {
     let mut names = kernel_closure(kernel_package(machine))?;
-    names.insert("busybox-static".to_owned());
+    names.extend(["busybox-static".to_owned(), AGENT.to_owned()]);
     let files = unpacked(&names, work)?;
-    let starts = |file: &Path, prefix: &str| {
-        file.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(prefix))
-    };
-    let kernel = files.iter().find(|file| starts(file, "vmlinuz-")).context("the kernel package has no vmlinuz")?;
+    let kernel = kernel_in(&files)?;
     copy(kernel, &guest.join("vmlinuz"))?;
-    let busybox = files.iter().find(|file| file.ends_with("bin/busybox")).context("no busybox in busybox-static")?;
-    copy(busybox, &guest.join("busybox"))?;
+    let program =
+        |end: &str| files.iter().find(|file| file.ends_with(end)).with_context(|| format!("no {end} in the packages"));
+    copy(program("bin/busybox")?, &guest.join("busybox"))?;
+    copy(program("sbin/qemu-ga")?, &guest.join("qemu-ga"))?;
     take_modules(&files, &MODULES, &guest.join("modules"))?;
+    let with_vmgenid = guest.join("vmlinuz-vmgenid");
+    match vmgenid_kernel_package(machine) {
+        Some(package) => copy(kernel_in(&unpacked(&kernel_closure(package)?, &work.join("vmgenid"))?)?, &with_vmgenid)?,
+        None => copy(kernel, &with_vmgenid)?,
+    }
     let contents = guest.join(CONTENTS);
     std::fs::write(&contents, MODULES.join("\n")).with_context(|| format!("writing {}", contents.display()))
+}
+
+/// The kernel among the files of its packages.
+fn kernel_in(files: &[PathBuf]) -> Result<&PathBuf> {
+    let is_kernel =
+        |file: &Path| file.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("vmlinuz-"));
+    files.iter().find(|file| is_kernel(file)).context("the kernel package has no vmlinuz")
 }
 
 #[cfg(test)]

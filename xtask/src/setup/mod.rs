@@ -106,6 +106,10 @@ fn missing_packages() -> Vec<&'static str> {
     if shell::find_program("openssl").is_none() {
         missing.push("openssl");
     }
+    // A guest makes its host keys with it.
+    if shell::find_program("ssh-keygen").is_none() {
+        missing.push("openssh-client");
+    }
     for (program, package) in PACKERS {
         if shell::find_program(program).is_none() {
             missing.push(package);

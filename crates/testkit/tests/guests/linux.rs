@@ -1,6 +1,6 @@
 //! The Linux guest under plain QEMU.
 
-use limosa_testkit::{Disk, DiskFormat, LinuxGuest, Machine, qemu_skipped, scratch};
+use limosa_testkit::{Disk, DiskFormat, LinuxGuest, Machine, qemu_skipped, scratch, wait_for};
 
 #[test]
 fn linux_counts_takes_commands_and_goes_on_counting_after_a_migration() {
@@ -39,4 +39,23 @@ fn linux_sees_its_disks_and_its_balloon() {
     for wanted in ["disk0-format", "disk1-format", "disk2-format"] {
         assert!(names.contains(&wanted), "{names:?}");
     }
+}
+
+#[test]
+fn linux_has_an_agent_that_opens_its_port() {
+    if qemu_skipped() {
+        return;
+    }
+    let folder = scratch().unwrap();
+    let chardev = format!("socket,id=qga,path={}/qga,server=on,wait=off", folder.path().display());
+    let port = "virtserialport,chardev=qga,name=org.qemu.guest_agent.0";
+    let machine = Machine::linux(LinuxGuest { agent: true, ..LinuxGuest::default() });
+    let words = ["-device", "virtio-serial-pci", "-chardev", &chardev, "-device", port];
+    let vm = words.into_iter().fold(machine, Machine::argument).start().unwrap();
+    wait_for("the guest agent", || {
+        let chardevs = vm.execute("query-chardev", serde_json::json!({})).unwrap();
+        let is_open = |chardev: &serde_json::Value| chardev["label"] == "qga" && chardev["frontend-open"] == true;
+        chardevs.as_array().unwrap().iter().any(is_open).then_some(())
+    });
+    vm.shell("kill -0 $(cat /tmp/qemu-ga.pid)").unwrap();
 }
