@@ -24,6 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("command", command()?),
         ("mapped_ram", mapped_ram()?),
         ("device_tail", device_tail()?),
+        ("guest_agent", vec![b"{\"return\": [1,\xff{\"return\": 7}\n\n{\"error\": {\"desc\": \"no\"}}\n".to_vec()]),
         ("libvirt_image", libvirt_image()),
         ("snapshot", snapshot()?),
         ("text", text()?),

@@ -12,7 +12,7 @@ use std::time::Duration;
 use limosa_page::{PAGE_SIZE, error_with_causes};
 use limosa_qemu::command_line::escaped;
 use limosa_qemu::{
-    BlockPlace, MappedCommandLine, RunChoice, check_snapshot_not_shared, is_same_file, name_memory_backend,
+    BlockPlace, GuestClock, MappedCommandLine, RunChoice, check_snapshot_not_shared, is_same_file, name_memory_backend,
     rewrite_for_mapping,
 };
 use limosa_snapshot::{Snapshot, check_disks};
@@ -35,6 +35,8 @@ pub struct FleetOptions {
     pub memory: CloneMemory,
     /// The run state that the clones come up in.
     pub run: RunChoice,
+    /// Whether the clocks of clones that run are set to the host's, through their guest agents.
+    pub set_clock: bool,
 }
 
 /// How clones get their memory.
@@ -71,6 +73,8 @@ pub struct StartedClone {
     pub sent_pages: u64,
     /// Its QEMU, which keeps running when this is dropped.
     pub child: Option<Child>,
+    /// The clock of its guest, which is still being set; `None` if that was not asked for, or the VM does not run.
+    pub clock: Option<GuestClock>,
 }
 
 /// A QEMU that waits in a pool for the next clone.

@@ -17,7 +17,7 @@ use limosa_migrate::Handle;
 use limosa_migrate::stored::PrecopyOptions;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
-use limosa_qemu::{IncomingFrom, JobContext, JobError, Loader, ProcessIdentity, launch_detached};
+use limosa_qemu::{GuestClock, IncomingFrom, JobContext, JobError, Loader, ProcessIdentity, launch_detached};
 
 use crate::error::CloneError;
 use crate::fleet::{FailedClone, Fleet, StartedClone};
@@ -53,7 +53,7 @@ pub(crate) fn finish(
 ) -> Result<StartedClone, FailedClone> {
     let number = making.record.number;
     match given {
-        Ok(Given { loaded, running, state, sent_pages }) => {
+        Ok(Given { loaded, running, state, sent_pages, clock }) => {
             let (folder, record, child) = making.keep();
             let name = name_of(number);
             let mapped_blocks = fleet.mapped.clone();
@@ -67,6 +67,7 @@ pub(crate) fn finish(
                 state,
                 sent_pages,
                 child,
+                clock,
             })
         }
         Err(error) => Err(making.fail(error)),
@@ -79,6 +80,7 @@ pub(crate) struct Given {
     running: Duration,
     state: String,
     sent_pages: u64,
+    clock: Option<GuestClock>,
 }
 
 /// A QEMU that waits for its VM.
@@ -146,11 +148,14 @@ pub(crate) fn give_vm(
     let loaded = begun.elapsed();
     making.enter(Phase::Loaded)?;
     let runs = fleet.options.run.runs(fleet.snapshot);
-    let state = vm.start(runs).map_err(|source| CloneError::NotStarted { source, log: said(&log) })?.state;
+    let status = vm.start(runs).map_err(|source| CloneError::NotStarted { source, log: said(&log) })?;
     if runs {
         making.enter(Phase::Running)?;
     }
-    Ok(Given { loaded, running: begun.elapsed(), state: state.to_string(), sent_pages: stats.normal_pages })
+    let (state, running, sent_pages) = (status.state.to_string(), begun.elapsed(), stats.normal_pages);
+    // After the clone has its phase: an agent that fails undoes nothing.
+    let clock = (fleet.options.set_clock && status.running).then(|| GuestClock::begin(&monitor));
+    Ok(Given { loaded, running, state, sent_pages, clock })
 }
 
 /// Connects to the monitor of a QEMU that was started just now.

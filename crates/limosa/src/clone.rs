@@ -13,14 +13,16 @@ use limosa_clone::{
 };
 use limosa_console::{check_stdout, error_line, print_out, quantity, say};
 use limosa_memory::MemcgHeadroom;
-use limosa_qemu::{check_command_line, check_program, missing_memory_option};
+use limosa_qemu::{GuestClock, RunChoice, check_command_line, check_program, missing_memory_option};
 use limosa_snapshot::Snapshot;
 use serde_json::{Value, json};
 
 use crate::args::{
-    BackingArg, CloneArgs, CloneCommand, CloneMemoryArg, ListClonesArgs, MakeClonesArgs, RemoveClonesArgs,
+    BackingArg, CloneArgs, CloneCommand, CloneMemoryArg, ListClonesArgs, MakeClonesArgs, RemoveClonesArgs, SetClockArg,
     StopClonesArgs,
 };
+use crate::clock::{self, ClockOutcome};
+use crate::usage::misused;
 
 pub(crate) fn run(args: &CloneArgs) -> anyhow::Result<ExitCode> {
     match (&args.command, &args.make) {
@@ -36,6 +38,9 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
+    if args.set_clock == SetClockArg::On && args.state().choice_for(line) == RunChoice::Paused {
+        misused("--set-clock on cannot be used for clones that stay paused");
+    }
     let forked = args
         .qmp
         .as_ref()
@@ -51,6 +56,7 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
         BackingArg::Relative => Backing::Relative,
     };
     options.run = args.state().choice_for(line);
+    options.set_clock = args.set_clock != SetClockArg::Off;
     options.memory = match args.memory {
         CloneMemoryArg::Auto => CloneMemory::Auto,
         CloneMemoryArg::Mapped => CloneMemory::Mapped,
@@ -58,22 +64,50 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     };
     let made = Made::mapped_or_copied(args, &snapshot, options, begun)?;
     let Made { mut clones, started_after, mut waiting } = made;
+    // They are being set side by side.
+    let clocks: Vec<_> =
+        clones.started.iter_mut().map(|started| started.clock.take().map(GuestClock::finish)).collect();
     for failure in clones.failed.iter().chain(&waiting.failed) {
         say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&*failure.error));
     }
     if args.json {
-        let mut object = object(&clones, &waiting);
+        let mut object = object(&clones, &clocks, &waiting);
         object["saved"] = forked.as_ref().map_or(Value::Null, crate::save::object);
         print_out!("{object}");
     }
     check_stdout()?;
     tell_started(args, &clones.started, started_after);
+    let clocks_not_set = tell_clocks(args, &clones.started, &clocks);
     if let (Some(first), Some(last)) = (waiting.started.first(), waiting.started.last()) {
         let (count, dir) = (waiting.started.len(), args.dir.display());
         say!("{count} more wait for the next clones; {} to {} in {dir}", first.name, last.name);
     }
     clones.failed.append(&mut waiting.failed);
-    failures(&clones.failed, clones.not_tried + waiting.not_tried)
+    failures(&clones.failed, clones.not_tried + waiting.not_tried)?;
+    if !clocks_not_set.is_empty() {
+        bail!("the clocks of clones that run are not set: {}", clocks_not_set.join(", "));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Tells about the clones' clocks. Returns the names of those whose clocks must be set and are not.
+fn tell_clocks<'a>(args: &MakeClonesArgs, started: &'a [StartedClone], clocks: &[ClockOutcome]) -> Vec<&'a str> {
+    let mut not_set = Vec::new();
+    let mut set: u64 = 0;
+    for (started, outcome) in started.iter().zip(clocks) {
+        if let Some(why) = clock::failure(outcome, args.set_clock) {
+            say!("limosa: clone {}: {why}", started.name);
+            not_set.push(started.name.as_str());
+        } else if matches!(outcome, Some(Ok(_))) {
+            set += 1;
+        } else {
+            clock::tell(outcome, &format!("clone {}: ", started.name));
+        }
+    }
+    if set > 0 {
+        say!("  clocks set to the host's: {}", quantity::count(set));
+    }
+    not_set
 }
 
 /// Clones, and QEMUs that wait for the next ones.
@@ -148,9 +182,9 @@ fn tell_started(args: &MakeClonesArgs, started: &[StartedClone], after: Duration
 }
 
 /// Returns the error that names what was not started.
-fn failures(failed: &[FailedClone], not_tried: u64) -> anyhow::Result<ExitCode> {
+fn failures(failed: &[FailedClone], not_tried: u64) -> anyhow::Result<()> {
     if failed.is_empty() {
-        return Ok(ExitCode::SUCCESS);
+        return Ok(());
     }
     let names: Vec<_> = failed.iter().map(|failure| format!("{:03}", failure.number)).collect();
     let rest = if not_tried > 0 { format!(" ({not_tried} more were not tried)") } else { String::new() };
@@ -176,8 +210,8 @@ fn check_memory(fleet: &Fleet<'_>, count: u64) -> anyhow::Result<()> {
     }
 }
 
-fn object(clones: &FleetReport<StartedClone>, waiting: &FleetReport<PooledClone>) -> Value {
-    let started = clones.started.iter().map(|started| {
+fn object(clones: &FleetReport<StartedClone>, clocks: &[ClockOutcome], waiting: &FleetReport<PooledClone>) -> Value {
+    let started = clones.started.iter().zip(clocks).map(|(started, clock)| {
         let record = &started.record;
         json!({
             "name": started.name,
@@ -194,6 +228,7 @@ fn object(clones: &FleetReport<StartedClone>, waiting: &FleetReport<PooledClone>
             "from_pool": started.child.is_none(),
             "sent_pages": started.sent_pages,
             "vm_state": started.state,
+            "clock": clock::object(clock),
             "loaded_ms": quantity::millis(started.time_to_loaded),
             "running_ms": quantity::millis(started.time_to_running),
         })

@@ -7,6 +7,7 @@ mod args;
 mod balloon;
 mod bars;
 mod changed;
+mod clock;
 mod clone;
 mod compare;
 mod detach;

@@ -16,16 +16,19 @@ use limosa_qemu::{
 use limosa_snapshot::SnapshotError;
 use serde_json::{Value, json};
 
-use crate::args::{HowArgs, MemoryArg, RestoreArgs, ZeroPageDetectionArg};
+use crate::args::{HowArgs, MemoryArg, RestoreArgs, SetClockArg, ZeroPageDetectionArg};
+use crate::clock::{self, ClockOutcome, RestoredClock};
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
 use crate::job::{self, JobHandles};
 use crate::remedy;
 use crate::report;
+use crate::usage::misused;
 use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     job::check_listen(args.how.listen.as_ref())?;
+    check_clock(&args);
     if args.detach {
         return detach::run(&args);
     }
@@ -42,6 +45,14 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
 }
 
+/// Refuses options with which a clock that must be set could not be set, or a failure would not be reported.
+fn check_clock(args: &RestoreArgs) {
+    let against = [(args.detach, "--detach"), (args.recover, "--recover"), (args.how.state.paused, "--paused")];
+    if let Some((_, option)) = against.into_iter().find(|(given, _)| *given && args.how.set_clock == SetClockArg::On) {
+        misused(format!("--set-clock on cannot be used with {option}"));
+    }
+}
+
 fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
     let stored = Stored::open(&args.snapshot)?;
     let converted = stored.is_foreign();
@@ -55,7 +66,10 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
     let snapshot = stored.snapshot("and restoring it eagerly", args.pager)?;
     let options = options(&args.how, converted);
     let handles = JobHandles::new(&args.job, JobKind::Restore, "restoring", args.pager)?;
-    let observer = Observer::new(reporter, args.pager, args.how.state.paused);
+    // A recovered guest has run before.
+    let wish = if args.recover { SetClockArg::Off } else { args.how.set_clock };
+    let clock = RestoredClock::new(&monitor, wish);
+    let observer = Observer::new(reporter, args.pager, args.how.state.paused, clock);
     let go = if args.recover { recover } else { restore };
     // A detached pager must not hold its caller's terminal open, and neither must its watchdog.
     let stderr = || if args.pager { Stdio::null() } else { Stdio::inherit() };
@@ -90,8 +104,13 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
     };
     if !args.pager {
         tell(&report);
+        let outcome = observer.clock.outcome();
+        if let Some(why) = clock::failure(&outcome, wish) {
+            bail!("the VM is restored, but {why}");
+        }
+        clock::tell(&outcome, "");
         if args.job.json {
-            print_out!("{}", object(&report));
+            print_out!("{}", object(&report, &outcome));
         }
     }
     Ok(())
@@ -183,11 +202,19 @@ pub(crate) struct Observer<'a> {
     lazy_guest: AtomicBool,
     /// Whether QEMU has all of the VM.
     loaded: AtomicBool,
+    /// The guest's clock.
+    pub(crate) clock: RestoredClock<'a>,
 }
 
 impl<'a> Observer<'a> {
-    pub(crate) fn new(reporter: &'a Reporter, quiet: bool, paused: bool) -> Self {
-        Self { reporter, quiet, paused, lazy_guest: AtomicBool::new(false), loaded: AtomicBool::new(false) }
+    pub(crate) fn new(
+        reporter: &'a Reporter,
+        quiet: bool,
+        paused: bool,
+        clock: RestoredClock<'a>,
+    ) -> Self {
+        let (lazy_guest, loaded) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { reporter, quiet, paused, lazy_guest, loaded, clock }
     }
 
     /// Whether there is a guest whose memory is still to come.
@@ -209,6 +236,7 @@ impl RestoreObserver for Observer<'_> {
             let what = if self.paused { "the guest is loaded, paused," } else { "the guest runs" };
             say!("{what} after {}; its memory follows", quantity::time(after));
         }
+        self.clock.guest_ready();
     }
 
     fn loaded(&self) {
@@ -267,7 +295,7 @@ pub(crate) fn lazy_object(lazy: &LazyReport) -> Value {
     })
 }
 
-fn object(report: &RestoreReport) -> Value {
+fn object(report: &RestoreReport, clock: &ClockOutcome) -> Value {
     json!({
         "mode": report.mode.name(),
         "mapped_blocks": report.mapped_blocks,
@@ -275,6 +303,7 @@ fn object(report: &RestoreReport) -> Value {
         "to_guest_ms": quantity::millis(report.time_to_guest),
         "to_resident_ms": quantity::millis(report.time_to_resident),
         "pages": { "normal": report.normal_pages, "zero": report.zero_pages },
+        "clock": clock::object(clock),
         "lazy": report.lazy.as_ref().map(lazy_object),
         "channel": report.channel.as_ref().map(report::counters),
     })

@@ -11,6 +11,7 @@
 //! | the child process that does it at once | [`Watchdog`], [`run_watchdog`] |
 //! | the same on request | [`resume`](fn@resume) |
 //! | starting a QEMU that waits for a VM; loading one, for a caller that has its own | [`launch`](fn@launch), [`Loader`] |
+//! | setting the guest's clock through its agent | [`GuestClock`] |
 //! | the processes that map a snapshot; what a mapped VM has changed | [`Mappers`], [`MappedVm`] |
 //! | whether a stored VM would load on a QEMU, asked without changing it | [`examine_destination`] |
 //!
@@ -37,6 +38,7 @@ mod destination;
 mod detached;
 mod disk_image;
 mod file_identity;
+mod guest_agent;
 mod job;
 mod job_record;
 mod launch;
@@ -58,6 +60,7 @@ pub use conflict::{Conflict, DiskConflict, JobOption, MissingPermission, Rendezv
 pub use destination::{QemuSections, VmstateDump, VmstateDumpError, examine as examine_destination};
 pub use detached::{IncomingFrom, launch_detached};
 pub use file_identity::{FileId, is_same_file};
+pub use guest_agent::{AgentAnswers, ClockSet, GuestAgentError, GuestClock, TooManyBytes};
 pub use job::{JobContext, JobError, NotConverging};
 pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfterJob};
 pub use launch::{

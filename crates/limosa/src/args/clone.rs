@@ -9,7 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use limosa_console::parse;
 use limosa_qemu::qmp::MonitorAddress;
 
-use super::RunStateArgs;
+use super::{RunStateArgs, SetClockArg};
 
 /// `{n}` in a help text. clap takes these three characters for a line break; an empty style between them, which is
 /// taken out where no terminal reads it, keeps them apart.
@@ -109,6 +109,10 @@ pub(crate) struct MakeClonesArgs {
     /// Leave the guests paused, even if they were saved in another state
     #[arg(long)]
     paused: bool,
+
+    /// Set the guests' clocks to the host's when they run, through their guest agents
+    #[arg(long, value_enum, default_value_t = SetClockArg::Auto, value_name = "WHEN")]
+    pub(crate) set_clock: SetClockArg,
 
     /// How overlays name the disks below them
     #[arg(long, value_enum, default_value_t = BackingArg::Absolute)]

@@ -36,7 +36,9 @@ pub(crate) use inspect::{InspectArgs, MappedVmArgs};
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
 pub(crate) use packaging::{CompletionsArgs, ManArgs, ShellArg};
 pub(crate) use receive::ReceiveArgs;
-pub(crate) use restore::{HowArgs, MemoryArg, RestoreArgs, ResumeArgs, RunStateArgs, ZeroPageDetectionArg};
+pub(crate) use restore::{
+    HowArgs, MemoryArg, RestoreArgs, ResumeArgs, RunStateArgs, SetClockArg, ZeroPageDetectionArg,
+};
 pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};

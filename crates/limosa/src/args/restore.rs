@@ -78,6 +78,17 @@ impl RunStateArgs {
     }
 }
 
+/// Whether a guest's clock is set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SetClockArg {
+    /// If a QEMU guest agent runs in the guest, and no other program is connected to it
+    Auto,
+    /// As auto, but it is a failure if the clock is not set; the VM runs all the same
+    On,
+    /// The guest continues with the time at which it was saved
+    Off,
+}
+
 /// How a snapshot is brought back.
 #[derive(Debug, Args)]
 pub(crate) struct HowArgs {
@@ -111,6 +122,10 @@ pub(crate) struct HowArgs {
 
     #[command(flatten)]
     pub(crate) state: RunStateArgs,
+
+    /// Set the guest's clock to the host's when it runs, through its guest agent
+    #[arg(long, value_enum, default_value_t = SetClockArg::Auto, value_name = "WHEN")]
+    pub(crate) set_clock: SetClockArg,
 
     /// Action if disks have changed since the VM was saved
     #[arg(long, value_enum, default_value_t = DisksArg::Check)]

@@ -22,18 +22,20 @@ use limosa_migrate::control::Phase;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::{
-    CommandLineProperties, JobContext, RestoreReport, RestoreRequest, Watchdog, check_command_line, check_program,
-    restore,
+    CommandLineProperties, JobContext, RestoreReport, RestoreRequest, RunChoice, Watchdog, check_command_line,
+    check_program, restore,
 };
 use limosa_snapshot::Snapshot;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::Value;
 
-use crate::args::RunArgs;
+use crate::args::{RunArgs, SetClockArg};
+use crate::clock::{self, ClockOutcome, RestoredClock};
 use crate::detach::Reporter;
 use crate::job;
 use crate::relay::Relay;
 use crate::restore::{Observer, options, tell};
+use crate::usage::misused;
 use limosa_console::say;
 
 /// How long a QEMU may take to end, once it has been asked to.
@@ -46,6 +48,9 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
     job::check_listen(args.how.listen.as_ref())?;
+    if args.how.set_clock == SetClockArg::On && args.how.state.choice_for(line) == RunChoice::Paused {
+        misused("--set-clock on cannot be used for a VM that stays paused");
+    }
     let snapshot = Snapshot::open(&args.snapshot)?;
     let relay = Relay::start()?;
     let notice = Notice { shown: verbose > 0 };
@@ -57,7 +62,8 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
             attempt(args, line, &snapshot, monitor, &notice)
         }
         Err(error) => {
-            Attempt { result: Err(not_greeted(error, args, &qemu)), lazy_guest: false, loaded: false, monitor: None }
+            let result = Err(not_greeted(error, args, &qemu));
+            Attempt { result, clock: None, lazy_guest: false, loaded: false, monitor: None }
         }
     };
     // The restore has read all of this file, or has failed.
@@ -67,6 +73,11 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
         Ok(report) => {
             if verbose > 0 {
                 tell(&report);
+                clock::tell(&attempt.clock, "");
+            }
+            // The guest runs, so the exit status is QEMU's all the same.
+            if let Some(why) = clock::failure(&attempt.clock, args.how.set_clock) {
+                say!("limosa: {why}");
             }
             // QEMU keeps what it has to say for a monitor that does not listen; one that has gone costs nothing.
             drop(attempt.monitor);
@@ -118,6 +129,7 @@ impl Notice {
 /// The outcome of the restore.
 struct Attempt {
     result: anyhow::Result<RestoreReport>,
+    clock: ClockOutcome,
     /// Whether there was a guest before all of its memory was there.
     lazy_guest: bool,
     /// Whether QEMU has reported that it has all of its VM: the guest may run, and end, before the next message.
@@ -143,9 +155,10 @@ fn attempt(
     handle.control.set_max_bandwidth(args.steer.max_bandwidth);
     let mut options = options(&args.how, false);
     options.run = args.how.state.choice_for(line);
-    let paused = options.run == limosa_qemu::RunChoice::Paused;
+    let paused = options.run == RunChoice::Paused;
     let reporter = Reporter::new(false);
-    let observer = Observer::new(&reporter, !notice.shown, paused);
+    let clock = RestoredClock::new(&monitor, args.how.set_clock);
+    let observer = Observer::new(&reporter, !notice.shown, paused, clock);
     let tell = |line: &str| notice.tell(line);
     let watch = JobContext::new(&handle, &tell);
     let watchdog = || {
@@ -173,7 +186,9 @@ fn attempt(
     let lazy_guest = observer.has_lazy_guest();
     let loaded = observer.has_loaded() || handle.progress.read().phase == Phase::Completed;
     let result = if lazy_guest { result } else { result.context("not restored; the snapshot is unchanged") };
-    Attempt { result, lazy_guest, loaded, monitor: Some(monitor) }
+    let clock = observer.clock.outcome();
+    drop(observer);
+    Attempt { result, clock, lazy_guest, loaded, monitor: Some(monitor) }
 }
 
 /// Returns the error for a QEMU whose monitor does not answer.

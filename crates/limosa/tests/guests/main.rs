@@ -12,6 +12,7 @@ mod clones;
 mod clones_disks;
 mod clones_interrupted;
 mod devices;
+mod identity;
 mod layouts;
 mod libvirt;
 mod matrix;

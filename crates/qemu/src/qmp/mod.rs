@@ -24,6 +24,6 @@ pub use client::{Negotiated, Options, Pending, Qmp};
 pub use error::QmpError;
 pub use message::{Event, Greeting, Version};
 pub(crate) use peer::Peer;
-pub(crate) use socket::send;
+pub(crate) use socket::{Received, connect_unix, receive, send};
 
 pub(crate) use error::excerpt;

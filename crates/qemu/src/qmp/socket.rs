@@ -24,7 +24,7 @@ use super::MonitorAddress;
 const MAX_DESCRIPTORS: usize = 4;
 
 /// The result of a bounded receive.
-pub(super) enum Received {
+pub(crate) enum Received {
     Bytes(usize),
     Closed,
     TimedOut,
@@ -38,7 +38,8 @@ pub(super) fn connect_within(address: &MonitorAddress, patience: Duration) -> io
     }
 }
 
-fn connect_unix(path: &Path, patience: Duration) -> io::Result<Option<OwnedFd>> {
+/// Connects to a unix socket. `Ok(None)`: a process listens but does not accept the connection within `patience`.
+pub(crate) fn connect_unix(path: &Path, patience: Duration) -> io::Result<Option<OwnedFd>> {
     let deadline = Instant::now() + patience;
     // A socket's path may be longer than the 107 bytes that fit into an address: then name it through its directory.
     let directory;
@@ -88,7 +89,7 @@ pub(super) fn is_unix(socket: BorrowedFd<'_>) -> bool {
 }
 
 /// Waits for bytes until `deadline` (none: for ever) and takes what is there. Tries at least once.
-pub(super) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], deadline: Option<Instant>) -> Result<Received, Errno> {
+pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], deadline: Option<Instant>) -> Result<Received, Errno> {
     loop {
         match recv(socket, &mut *buffer, RecvFlags::DONTWAIT) {
             Ok((0, _)) => return Ok(Received::Closed),

@@ -402,3 +402,50 @@ fn an_adopted_connection_skips_what_was_meant_for_another() {
     assert_eq!(qmp.wait_event(&["STOP"], Duration::ZERO).unwrap().unwrap().name, "STOP");
     server.join().unwrap();
 }
+
+#[test]
+fn a_guest_agents_socket_at_which_another_process_listens_is_not_written_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("qga");
+    let listener = UnixListener::bind(&path).unwrap();
+    let description = format!("disconnected:unix:{},server=on", path.display());
+    let clock_of = |process: Option<u32>| {
+        let description = description.clone();
+        let (qmp, server) = against(&impatient(), move |server| {
+            server.begin();
+            loop {
+                let command = server.hear();
+                let arguments = &command["arguments"];
+                let answer = match (command["execute"].as_str(), arguments["property"].as_str()) {
+                    (Some("qom-list"), _) => json!([{ "name": "port", "type": "child<virtserialport>" }]),
+                    (Some("qom-get"), Some("name")) => json!("org.qemu.guest_agent.0"),
+                    (Some("qom-get"), _) => json!("agent"),
+                    (Some(_), _) => json!([{ "label": "agent", "frontend-open": true, "filename": description }]),
+                    (None, _) => break,
+                };
+                server.say(&json!({ "return": answer, "id": command["id"] }).to_string());
+            }
+        });
+        let qmp = qmp.unwrap();
+        let qmp = if let Some(process) = process { qmp.with_process(process) } else { qmp };
+        let monitor = limosa_qemu::monitor::Monitor::new(qmp);
+        let clock = limosa_qemu::GuestClock::begin(&monitor);
+        drop(monitor);
+        server.join().unwrap();
+        clock
+    };
+    // This process listens, and process 1 is said to be the QEMU.
+    let other = clock_of(Some(1));
+    let (mut agent, _) = listener.accept().unwrap();
+    assert_eq!(std::io::Read::read(&mut agent, &mut [0; 1]).unwrap(), 0);
+    assert!(matches!(other.finish(), Err(limosa_qemu::GuestAgentError::OtherProcess { .. })));
+    for process in [Some(std::process::id()), None] {
+        let own = clock_of(process);
+        let (mut agent, _) = listener.accept().unwrap();
+        let mut first = [0; 1];
+        std::io::Read::read_exact(&mut agent, &mut first).unwrap();
+        assert_eq!(first, [0xff]);
+        drop(agent);
+        assert!(matches!(own.finish(), Err(limosa_qemu::GuestAgentError::Closed { .. })));
+    }
+}
