@@ -1,6 +1,9 @@
-//! The identity of clones and restored VMs: the clock.
+//! The identity of clones and restored VMs: clock, random numbers, names, network. Runs the recipes of docs/clones.md.
 
 mod clock;
+mod names;
+mod network;
+mod random_numbers;
 
 use std::path::{Path, PathBuf};
 
