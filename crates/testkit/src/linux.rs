@@ -106,7 +106,9 @@ impl LinuxGuest {
             programs: &programs,
         };
         let path = system.write_initrd(folder)?;
-        let words = format!("console=ttyS0 quiet panic=-1 init_on_alloc=0 {}", self.kernel_words);
+        // A host that is busy is late with the ticks that the kernel counts at boot to see whether its timer works; the
+        // kernel panics over it.
+        let words = format!("console=ttyS0 quiet panic=-1 no_timer_check init_on_alloc=0 {}", self.kernel_words);
         let kernel = if self.vmgenid { "vmlinuz-vmgenid" } else { "vmlinuz" };
         Ok(vec![
             ("-kernel", parts.join(kernel).to_string_lossy().into_owned()),
