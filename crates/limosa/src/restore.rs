@@ -207,12 +207,7 @@ pub(crate) struct Observer<'a> {
 }
 
 impl<'a> Observer<'a> {
-    pub(crate) fn new(
-        reporter: &'a Reporter,
-        quiet: bool,
-        paused: bool,
-        clock: RestoredClock<'a>,
-    ) -> Self {
+    pub(crate) fn new(reporter: &'a Reporter, quiet: bool, paused: bool, clock: RestoredClock<'a>) -> Self {
         let (lazy_guest, loaded) = (AtomicBool::new(false), AtomicBool::new(false));
         Self { reporter, quiet, paused, lazy_guest, loaded, clock }
     }

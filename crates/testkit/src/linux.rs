@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail};
 
 use crate::busybox::System;
 use crate::requirement::guest_folder;
@@ -120,6 +120,21 @@ impl LinuxGuest {
 }
 
 impl Serial {
+    /// Waits for the count of the Linux guest behind this port to go up `times` times from now on; returns the last
+    /// number.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn wait_counts(&self, times: usize) -> Result<u64> {
+        let mut from = self.mark();
+        let mut last = None;
+        for _ in 0..times {
+            let (position, line) = self.wait_from(from, LINE, |text| count_number(text).is_some())?;
+            (from, last) = (position + 1, count_number(&line.text));
+        }
+        last.context("no count to wait for")
+    }
+
     /// Runs one shell line in the Linux guest behind this port; returns what it printed. Lines of the counter are left
     /// out.
     ///
@@ -141,6 +156,6 @@ impl Serial {
 }
 
 /// `count 42`.
-pub(crate) fn count_number(text: &str) -> Option<u64> {
+fn count_number(text: &str) -> Option<u64> {
     text.strip_prefix("count ")?.parse().ok()
 }

@@ -116,38 +116,6 @@ impl Serial {
         (&self.stream).write_all(format!("{line}\n").as_bytes()).context("writing to the serial port")
     }
 
-    /// Waits for a [`crate::LinuxGuest`]'s count to go up `times` times from now on; returns the last number.
-    ///
-    /// # Errors
-    /// It does not.
-    pub fn wait_counts(&self, times: usize) -> Result<u64> {
-        let mut from = self.mark();
-        let mut last = None;
-        for _ in 0..times {
-            let (position, line) = self.wait_from(from, LINE, |text| count_number(text).is_some())?;
-            (from, last) = (position + 1, count_number(&line.text));
-        }
-        last.context("no count to wait for")
-    }
-
-    /// Runs one shell line in a [`crate::LinuxGuest`]; returns what it printed. Lines of the counter are left out.
-    ///
-    /// # Errors
-    /// It fails or does not end.
-    pub fn shell(&self, line: &str) -> Result<Vec<String>> {
-        let from = self.mark();
-        self.send(line)?;
-        let (end, status) = self.wait_from(from, LINE, |text| text.starts_with("done "))?;
-        let lines = self.lines();
-        let said = lines.get(from..end).unwrap_or_default().iter();
-        let said: Vec<String> =
-            said.map(|line| line.text.clone()).filter(|text| count_number(text).is_none() && text != line).collect();
-        if status.text != "done 0" {
-            bail!("`{line}` in the guest: {} after {said:?}", status.text);
-        }
-        Ok(said)
-    }
-
     fn lock(&self) -> MutexGuard<'_, Received> {
         self.shared.0.lock()
     }
@@ -158,11 +126,6 @@ impl Drop for Serial {
         // Ends the reading thread; it fails only if the VM is gone already.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
-}
-
-/// `count 42`.
-fn count_number(text: &str) -> Option<u64> {
-    text.strip_prefix("count ")?.parse().ok()
 }
 
 fn drain(stream: &UnixStream, shared: &(Mutex<Received>, Condvar)) {

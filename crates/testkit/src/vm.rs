@@ -13,7 +13,6 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::heartbeat::{Heartbeat, HeartbeatGuest, PASS_ADDRESS, check_heartbeat};
-use crate::linux::count_number;
 use crate::machine::{Guest, Machine};
 use crate::process::Process;
 use crate::qmp::Qmp;

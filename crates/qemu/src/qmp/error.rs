@@ -23,7 +23,7 @@ pub enum QmpError {
     },
     /// The connection was accepted but QEMU did not greet: a monitor serves one client at a time.
     #[error(
-        "no greeting from the monitor {monitor} within {} s: another client holds this monitor, or it is none",
+        "no greeting from the monitor {monitor} within {} s: another client holds this monitor, or no QEMU serves it",
         waited.as_secs_f32().round()
     )]
     Busy {
