@@ -194,6 +194,34 @@ fn eight_clones_share_a_snapshot_and_none_sees_anothers_writes() {
 }
 
 #[test]
+fn a_clone_that_was_saved_is_restored_in_every_way_and_cloned_again() {
+    needs_qemu!();
+    let mut scene = Scene::new();
+    let parent = scene.start(1, &["--json", "--memory", "mapped"], &[]).wait().json()["clones"][0].clone();
+    scene.assert_goes_on(&parent);
+    let again = scene.folder.path().join("again");
+    limosa(["save", "--stop", "--qmp", parent["monitor"].as_str().unwrap(), again.to_str().unwrap()]).success();
+    scene.lap = *scene.laps(1, 3).last().unwrap();
+    let words = limosa(["inspect", "--qemu-args", "--json", again.to_str().unwrap()]).json()["arguments"].clone();
+    let words: Vec<String> = serde_json::from_value(words).unwrap();
+    let object = words.windows(2).find(|pair| pair[0] == "-object").map(|pair| pair[1].clone()).unwrap();
+    let machine = Machine::heartbeat(scene.guest);
+    for memory in ["mapped", "lazy", "eager"] {
+        let machine = if memory == "mapped" { machine.clone().memory_object(&object) } else { machine.clone() };
+        let vm = machine.start_incoming().unwrap();
+        let monitor = vm.qmp_socket();
+        let words = ["restore", again.to_str().unwrap(), "--memory", memory, "--qmp", monitor.to_str().unwrap()];
+        limosa(words).success();
+        vm.wait_heartbeats(2).unwrap();
+        vm.check_heartbeat().unwrap();
+        assert!(vm.last_pass().unwrap() > scene.lap, "{memory}");
+    }
+    scene.snapshot = again;
+    let report = scene.start(2, &["--json", "--memory", "mapped"], &[]).wait().json();
+    report["clones"].as_array().unwrap().iter().for_each(|clone| scene.assert_goes_on(clone));
+}
+
+#[test]
 fn qemus_of_a_pool_are_taken_by_later_clones_and_by_no_others() {
     needs_qemu!();
     let scene = Scene::new();
