@@ -157,7 +157,7 @@ fn remedy_before_the_guest(error: &JobError, args: &RestoreArgs) -> String {
         JobError::QemuEnded => format!("; start a new one{compare}"),
         JobError::QemuHangs { .. } => "; end this QEMU with kill -9, and start a new one".into(),
         _ if causes(error).any(|cause| cause.is::<SnapshotError>()) => {
-            "; end this QEMU, and restore another copy of the snapshot into a new one".into()
+            "; end this QEMU, start a new one, and restore another copy of the snapshot into it".into()
         }
         _ => format!("; end this QEMU and start a new one{compare}"),
     }
