@@ -22,6 +22,8 @@ fn stopped_twin(scene: &Scene, saved: &Saved) -> Vm {
     let twin = mapped(&beat(), &saved.snapshot).start_incoming().unwrap();
     scene.restore(&saved.snapshot, &twin, &["--memory", "mapped"]).success();
     saved.assert_goes_on(&twin);
+    // Between two heartbeats it writes to each of its pages.
+    twin.wait_heartbeats(2).unwrap();
     twin.stop().unwrap();
     twin
 }
