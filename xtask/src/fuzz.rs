@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seconds_and_targets_are_told_apart() {
+    fn seconds_and_targets_are_distinguished() {
         let parsed = |words: &[&str]| parse(&words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>());
         assert_eq!(parsed(&[]).unwrap(), (60, Vec::new()));
         assert_eq!(parsed(&["a", "--seconds", "5", "b"]).unwrap(), (5, vec!["a".to_owned(), "b".to_owned()]));

@@ -47,7 +47,7 @@ unsafe extern "Rust" {
 
 /// A lock that another thread had.
 #[unsafe(export_name = env!("WRAP_MUTEX_LOCK_CONTENDED"))]
-unsafe fn told_lock_contended(mutex: *const c_void) {
+unsafe fn announced_lock_contended(mutex: *const c_void) {
     // SAFETY: the caller's arguments, passed on.
     unsafe {
         lock_contended(mutex);
@@ -56,7 +56,7 @@ unsafe fn told_lock_contended(mutex: *const c_void) {
 }
 
 #[unsafe(export_name = env!("WRAP_RWLOCK_READ_CONTENDED"))]
-unsafe fn told_read_contended(lock: *const c_void) {
+unsafe fn announced_read_contended(lock: *const c_void) {
     // SAFETY: as above.
     unsafe {
         read_contended(lock);
@@ -65,7 +65,7 @@ unsafe fn told_read_contended(lock: *const c_void) {
 }
 
 #[unsafe(export_name = env!("WRAP_RWLOCK_WRITE_CONTENDED"))]
-unsafe fn told_write_contended(lock: *const c_void) {
+unsafe fn announced_write_contended(lock: *const c_void) {
     // SAFETY: as above.
     unsafe {
         write_contended(lock);
@@ -75,7 +75,7 @@ unsafe fn told_write_contended(lock: *const c_void) {
 
 /// Gives the lock back, waits, and takes it again.
 #[unsafe(export_name = env!("WRAP_CONDVAR_WAIT"))]
-unsafe fn told_wait(condition: *const c_void, mutex: *const c_void) {
+unsafe fn announced_wait(condition: *const c_void, mutex: *const c_void) {
     // SAFETY: as above.
     unsafe {
         __tsan_release(mutex);
@@ -85,7 +85,7 @@ unsafe fn told_wait(condition: *const c_void, mutex: *const c_void) {
 }
 
 #[unsafe(export_name = env!("WRAP_CONDVAR_WAIT_TIMEOUT"))]
-unsafe fn told_wait_timeout(condition: *const c_void, mutex: *const c_void, timeout: Duration) -> bool {
+unsafe fn announced_wait_timeout(condition: *const c_void, mutex: *const c_void, timeout: Duration) -> bool {
     // SAFETY: as above.
     unsafe {
         __tsan_release(mutex);
@@ -97,7 +97,7 @@ unsafe fn told_wait_timeout(condition: *const c_void, mutex: *const c_void, time
 
 /// A value that is made once: reported before any thread can see that it exists.
 #[unsafe(export_name = env!("WRAP_ONCE_CALL"))]
-unsafe fn told_call(once: *const c_void, ignore_poisoning: bool, make: &mut dyn FnMut(*const c_void)) {
+unsafe fn announced_call(once: *const c_void, ignore_poisoning: bool, make: &mut dyn FnMut(*const c_void)) {
     // SAFETY: as above.
     unsafe {
         call(once, ignore_poisoning, &mut |state| {
@@ -110,7 +110,7 @@ unsafe fn told_call(once: *const c_void, ignore_poisoning: bool, make: &mut dyn 
 
 /// A thread of a scope ends: the scope's owner reads the count of them, in one of the first three words.
 #[unsafe(export_name = env!("WRAP_SCOPE_DECREMENT"))]
-unsafe fn told_decrement(scope: *const c_void, panicked: bool) {
+unsafe fn announced_decrement(scope: *const c_void, panicked: bool) {
     // SAFETY: as above; the addresses are names here and not read.
     unsafe {
         for word in 0..3 {

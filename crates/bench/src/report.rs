@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_bench_that_ran_in_part_those_targets_are_told_that_belong_to_what_ran() {
+    fn of_a_bench_that_ran_in_part_only_targets_of_the_cases_that_ran_are_reported() {
         let target = |name: &str, got, why| Target::new(name, Bound::AtMost(1.0), got, why);
         let mut part = report(vec![
             target("worst of all", Some(0.5), ""),

@@ -208,10 +208,7 @@ impl<'a> Fleet<'a> {
         let snapshot_path = fs::canonicalize(snapshot.path()).map_err(CloneError::path("find", snapshot.path()))?;
         if !mapped.is_empty() {
             if let Err(error) = snapshot.make_read_only() {
-                notices.push(format!(
-                    "{}; whoever writes to it changes the memory of running VMs",
-                    error_with_causes(&error)
-                ));
+                notices.push(format!("{}; a write to it changes the memory of running VMs", error_with_causes(&error)));
             }
             snapshot.verify_all()?;
         }

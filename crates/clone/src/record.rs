@@ -208,7 +208,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_record_comes_back_and_damaged_or_missing_ones_are_told_apart() {
+    fn a_record_comes_back_and_damaged_or_missing_ones_are_distinguished() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(Record::read(folder.path()).unwrap(), None);
         let mut record = record();

@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use limosa_migrate::control::{Phase, Stop};
-use limosa_page::error_with_causes;
+use limosa_page::{error_with_causes, to_millis};
 use serde_json::{Value, json};
 
 use super::state::{CommandError, Current, JobKind, Server};
@@ -44,7 +44,7 @@ pub(crate) fn answer(server: &Server, command: &Value) -> Value {
             if let (Some(limit), Some(parameters)) =
                 (current.handle.control.downtime_limit(), parameters.as_object_mut())
             {
-                parameters.insert("downtime-limit".into(), u64::try_from(limit.as_millis()).unwrap_or(u64::MAX).into());
+                parameters.insert("downtime-limit".into(), to_millis(limit).into());
             }
             json!({ "return": parameters })
         }
@@ -106,7 +106,7 @@ fn query_migrate(server: &Server, current: &Current) -> Value {
     let remaining = reading.total_pages.saturating_sub(unique).saturating_mul(limosa_page::PAGE_SIZE);
     let answer = json!({
         "status": if current.handle.control.stop_requested().is_some() { "cancelling" } else { status(reading.phase) },
-        "total-time": u64::try_from(current.begun.elapsed().as_millis()).unwrap_or(u64::MAX),
+        "total-time": to_millis(current.begun.elapsed()),
         "ram": {
             "transferred": reading.bytes,
             "remaining": remaining,

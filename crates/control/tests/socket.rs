@@ -58,11 +58,11 @@ fn progress_is_told_in_qemus_words() {
     handle.progress.set_phase(Phase::Active);
     handle.progress.add_moved(MovedPages { normal: 30, zero: 20, resent: 10 });
     handle.progress.add_hinted(15);
-    let told = client.say(&json!({ "execute": "query-migrate" }));
-    assert_eq!(told["return"]["status"], "active");
-    assert_eq!(told["return"]["ram"]["normal"], 30);
-    assert_eq!(told["return"]["ram"]["hinted"], 15);
-    assert_eq!(told["return"]["ram"]["remaining"], 45 * 4096);
+    let report = client.say(&json!({ "execute": "query-migrate" }));
+    assert_eq!(report["return"]["status"], "active");
+    assert_eq!(report["return"]["ram"]["normal"], 30);
+    assert_eq!(report["return"]["ram"]["hinted"], 15);
+    assert_eq!(report["return"]["ram"]["remaining"], 45 * 4096);
 }
 
 #[test]
@@ -180,11 +180,11 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
     let mut client = Client::connect(&path);
     client.hear();
     client.say(&json!({ "execute": "qmp_capabilities" }));
-    let told = client.say(&json!({ "execute": "query-status", "arguments": { "word": 3 } }));
-    assert_eq!(told, json!({ "return": { "status": "running", "heard": 3 } }));
+    let report = client.say(&json!({ "execute": "query-status", "arguments": { "word": 3 } }));
+    assert_eq!(report, json!({ "return": { "status": "running", "heard": 3 } }));
     assert_eq!(client.say(&json!({ "execute": "cont" }))["error"]["desc"], "it runs");
-    let told = client.say(&json!({ "execute": "query-migrate" }));
-    assert_eq!(told, json!({ "return": { "error-desc": "the network was cut" } }));
+    let report = client.say(&json!({ "execute": "query-migrate" }));
+    assert_eq!(report, json!({ "return": { "error-desc": "the network was cut" } }));
     assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
 
     for phase in [Phase::Active, Phase::Device] {
@@ -211,7 +211,7 @@ fn the_socket_of_another_job_that_took_its_place_is_left_alone() {
     assert!(Client::connect(&path).hear().get("QMP").is_some());
 }
 
-/// A VMM that ends when it is told to.
+/// A VMM that quits on request.
 struct Quits(mpsc::Sender<()>);
 
 impl Commands for Quits {
@@ -229,8 +229,8 @@ impl Commands for Quits {
 fn a_command_that_ends_the_vmm_is_answered() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("control");
-    let (told, quits) = mpsc::channel();
-    let socket = ControlSocket::listen_without_job(&path, Arc::new(Quits(told))).unwrap();
+    let (report, quits) = mpsc::channel();
+    let socket = ControlSocket::listen_without_job(&path, Arc::new(Quits(report))).unwrap();
     let (mut client, mut idle) = (Client::connect(&path), Client::connect(&path));
     assert!(client.hear().get("QMP").is_some() && idle.hear().get("QMP").is_some());
     let ends = std::thread::spawn(move || {

@@ -90,8 +90,8 @@ impl EndMonitor {
         self.execute(command, json!({ "uri": at.to_string() }))?;
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
-            let told = self.execute("query-migrate", Value::Null)?;
-            if let Some(uri) = told.pointer("/socket-address/0").and_then(address) {
+            let report = self.execute("query-migrate", Value::Null)?;
+            if let Some(uri) = report.pointer("/socket-address/0").and_then(address) {
                 return Ok(uri);
             }
             // Its state changed together with taking the order, so this is what came of this order and of none before.
@@ -104,7 +104,7 @@ impl EndMonitor {
                 });
             }
             if Instant::now() >= deadline {
-                return Err(DemoError::Late { what: "listen", status: told.to_string() });
+                return Err(DemoError::Late { what: "listen", status: report.to_string() });
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -112,8 +112,8 @@ impl EndMonitor {
 }
 
 /// An address as QEMU writes it.
-fn address(told: &Value) -> Option<Uri> {
-    let text = |key: &str| told.get(key).and_then(Value::as_str);
+fn address(report: &Value) -> Option<Uri> {
+    let text = |key: &str| report.get(key).and_then(Value::as_str);
     match text("type")? {
         "inet" => Some(Uri::Tcp { host: text("host")?.to_owned(), port: text("port")?.parse().ok()? }),
         "unix" => Some(Uri::Unix(text("path")?.into())),

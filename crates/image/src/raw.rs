@@ -117,8 +117,8 @@ impl Raw {
         if len > old
             && let Err(error) = reserve(&*self.file, old..len, preallocation).await
         {
-            // Longer without the space that was asked for, it would look like one that has it. What failed is what is
-            // told.
+            // Longer without the space that was asked for, it would look like one that has it.
+            // The first failure is returned.
             let _ = self.file.set_len(before).await;
             return Err(error);
         }
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_are_told_and_what_is_closed_is_closed() {
+    fn holes_are_reported_and_a_closed_image_stays_closed() {
         let (storage, disk) = disk(vec![1; 600], RawOptions::default());
         let map = |at, length| block_on(disk.map(GuestOffset(at), length)).unwrap();
         assert_eq!((map(0, 1024).kind, map(0, 1024).length), (BlockStatus::Data, 600));

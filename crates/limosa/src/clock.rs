@@ -1,4 +1,4 @@
-//! `--set-clock`: guests' clocks are set, and people and programs are told.
+//! `--set-clock`: sets guests' clocks and reports the result to people and programs.
 
 use std::time::Duration;
 

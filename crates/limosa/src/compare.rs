@@ -186,11 +186,11 @@ mod tests {
 
     #[test]
     fn findings_that_say_the_same_share_a_line() {
-        let finding = |subject: &str| Finding::new(Severity::Refuses, Confidence::Unknown, subject, "cannot be told");
+        let finding = |subject: &str| Finding::new(Severity::Refuses, Confidence::Unknown, subject, "is unknown");
         let mut findings: Vec<_> = ["a", "b", "c", "d", "e", "f"].map(finding).into();
         findings.push(Finding::new(Severity::Harmless, Confidence::Certain, "x", "is so").advise("leave it"));
         let lines = lines(&findings);
-        assert_eq!(lines[0], "may refuse      a, b, c, d, 2 more: cannot be told");
+        assert_eq!(lines[0], "may refuse      a, b, c, d, 2 more: is unknown");
         assert_eq!(lines[1], "harmless        x: is so; leave it");
         assert_eq!(lines.len(), 2);
     }

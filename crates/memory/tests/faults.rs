@@ -231,7 +231,7 @@ fn pages_are_placed_while_others_are_given_back_and_every_removal_is_reported() 
     let handler = handler(&memory, FaultMode::Missing);
     let (guest, balloon) = (range(0, 4000), range(4050, 8));
     let placed = AtomicBool::new(false);
-    let mut told = Vec::new();
+    let mut report = Vec::new();
     let rounds = std::thread::scope(|scope| {
         let giver = scope.spawn(|| {
             let mut rounds = 0;
@@ -247,13 +247,13 @@ fn pages_are_placed_while_others_are_given_back_and_every_removal_is_reported() 
         }
         placed.store(true, Ordering::SeqCst);
         while !giver.is_finished() {
-            handler.wait(&mut told, Some(Duration::from_millis(1))).unwrap();
+            handler.wait(&mut report, Some(Duration::from_millis(1))).unwrap();
         }
         giver.join().unwrap()
     });
-    handler.wait(&mut told, Some(Duration::ZERO)).unwrap();
-    assert_eq!(told.len(), rounds);
-    assert!(told.iter().all(|event| matches!(event, FaultEvent::Removed { block: 0, pages } if *pages == balloon)));
+    handler.wait(&mut report, Some(Duration::ZERO)).unwrap();
+    assert_eq!(report.len(), rounds);
+    assert!(report.iter().all(|event| matches!(event, FaultEvent::Removed { block: 0, pages } if *pages == balloon)));
     for page in guest.iter() {
         assert_eq!(number_in(block, page), page.0 + 1);
     }
@@ -266,13 +266,13 @@ fn pages_that_the_guest_gave_back_are_missing_again() {
     let block = memory.block(0).unwrap();
     let handler = handler(&memory, FaultMode::Missing);
     handler.copy(0, PageNumber(0), &contents(range(0, 16))).unwrap();
-    let mut told = Vec::new();
+    let mut report = Vec::new();
     std::thread::scope(|scope| {
         let giver = scope.spawn(|| give_back(block, range(3, 2)));
-        handler.wait(&mut told, None).unwrap();
+        handler.wait(&mut report, None).unwrap();
         giver.join().unwrap();
     });
-    assert!(matches!(told[..], [FaultEvent::Removed { block: 0, pages }] if pages == range(3, 2)));
+    assert!(matches!(report[..], [FaultEvent::Removed { block: 0, pages }] if pages == range(3, 2)));
     assert_eq!(handler.zero(0, range(3, 2)).unwrap().present, None);
     assert_eq!(number_in(block, PageNumber(4)), 0);
     assert_eq!(number_in(block, PageNumber(5)), 6);

@@ -75,8 +75,8 @@ pub trait PageSink {
 /// them only.
 ///
 /// # Safety
-/// What [`iovec`](Self::iovec) names must stay mapped and writable as long as `self` is borrowed, and no reference to
-/// it may exist.
+/// The memory that [`iovec`](Self::iovec) returns must stay mapped and writable as long as `self` is borrowed, and no
+/// reference to it may exist.
 #[allow(unsafe_code, reason = "implementations vouch for addresses")]
 pub unsafe trait PageMemory: Sync {
     /// Announces the runs that are filled next, ascending: a chance to make room for all of them at once.

@@ -170,7 +170,7 @@ impl Move<'_> {
 }
 
 #[test]
-fn what_a_round_lends_is_back_before_its_end_is_told() {
+fn what_a_round_lends_is_back_before_its_end_is_reported() {
     let pages = 1600;
     let vm = TestVm::of(blocks(pages));
     vm.fill(0, |page| page % 3 != 1);

@@ -62,7 +62,7 @@ pub fn launch_detached<E: From<JobError>>(
         command.pre_exec(|| rustix::process::setsid().map(|_| ()).map_err(io::Error::from));
     }
     let _one_at_a_time = FORKED.lock();
-    let (mut gate, told) = wait_before_exec(&mut command).map_err(failed)?;
+    let (mut gate, report) = wait_before_exec(&mut command).map_err(failed)?;
     // Forking returns when the program has begun, or has failed to.
     thread::scope(|scope| {
         let spawned = scope.spawn(|| {
@@ -72,7 +72,7 @@ pub fn launch_detached<E: From<JobError>>(
             spawned
         });
         let mut pid = [0; 4];
-        let recorded = match File::from(told).read_exact(&mut pid) {
+        let recorded = match File::from(report).read_exact(&mut pid) {
             Ok(()) => record(u32::from_ne_bytes(pid)),
             // It was not forked; spawning says why.
             Err(_) => Ok(()),
@@ -92,7 +92,7 @@ pub fn launch_detached<E: From<JobError>>(
 /// gate, which takes that byte, and the end that gives the id. The command holds the other ends.
 fn wait_before_exec(command: &mut Command) -> io::Result<(File, OwnedFd)> {
     let (gate_end, gate) = pipe_with(PipeFlags::CLOEXEC)?;
-    let (told, tell) = pipe_with(PipeFlags::CLOEXEC)?;
+    let (report, tell) = pipe_with(PipeFlags::CLOEXEC)?;
     let gate = File::from(gate);
     let raw_gate = gate.as_raw_fd();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed: these are system calls, and nothing is
@@ -116,7 +116,7 @@ fn wait_before_exec(command: &mut Command) -> io::Result<(File, OwnedFd)> {
             }
         });
     }
-    Ok((gate, told))
+    Ok((gate, report))
 }
 
 #[cfg(test)]

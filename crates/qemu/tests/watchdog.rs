@@ -40,7 +40,7 @@ const TESTS: &[(&str, fn())] = &[
     ("a_job_killed_before_it_placed_its_record_changes_nothing", killed_before_record),
     ("a_restore_killed_before_it_began_leaves_a_usable_qemu", restore_killed_early),
     ("a_lazy_restore_killed_half_way_is_kept_for_recovery", lazy_restore_killed),
-    ("a_watchdog_that_is_told_goes_and_touches_nothing", told),
+    ("a_watchdog_that_is_told_goes_and_touches_nothing", report),
     ("a_watchdog_that_is_dropped_takes_over", dropped),
     ("a_watchdog_ignores_the_signals_of_the_terminal", signals),
     ("when_the_watchdog_dies_too_resume_does_its_work", both_killed),
@@ -179,7 +179,7 @@ fn job(arguments: &[OsString]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     JobRecord::remove(&monitor).unwrap();
-    if scenario == "told" {
+    if scenario == "report" {
         // What comes after the job is limosa's own affair.
         monitor.stop().unwrap();
     }
@@ -389,10 +389,10 @@ fn lazy_restore_killed() {
     assert!(matches!(resume(&monitor, &ResumeOptions::default()), Err(ResumeError::Record(JobRecordError::Busy(_)))));
 }
 
-fn told() {
+fn report() {
     let stock = Stock::start(&[]);
     let before = before(&stock);
-    let mut job = start(&stock, "told");
+    let mut job = start(&stock, "report");
     assert!(job.child.wait().unwrap().success());
     let monitor = stock.monitor();
     assert_eq!(run_state(&monitor), RunState::Paused, "the watchdog has not continued what limosa stopped");

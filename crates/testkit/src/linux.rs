@@ -145,7 +145,8 @@ impl Serial {
         self.send(line)?;
         let (end, status) = self.wait_from(from, LINE, |text| text.starts_with("done "))?;
         let lines = self.lines();
-        let said = lines.get(from..end).unwrap_or_default().iter();
+        let said =
+            lines.get(from..end).context("the line that ended is not among the lines of the serial port")?.iter();
         let said: Vec<String> =
             said.map(|line| line.text.clone()).filter(|text| count_number(text).is_none() && text != line).collect();
         if status.text != "done 0" {

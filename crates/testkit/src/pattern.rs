@@ -1,7 +1,7 @@
 //! Pages that a program in a guest holds: each differs from any other, wherever it is found.
 //!
 //! The program is the test's own executable, started again in the guest ([`crate::UmlGuest::programs`]) with the name
-//! of a test that calls [`hold_if_told`].
+//! of a test that calls [`hold_when_asked`].
 
 use std::hint::black_box;
 use std::path::Path;
@@ -43,7 +43,7 @@ pub fn number_of(bytes: &[u8]) -> Option<u64> {
 
 /// In a guest whose environment says so: holds pages, and looks whether they are still the same when it is asked. Does
 /// not return then. Elsewhere it does nothing.
-pub fn hold_if_told() {
+pub fn hold_when_asked() {
     let Some(mib) = std::env::var(VARIABLE).ok().and_then(|text| text.parse::<u64>().ok()) else { return };
     let length = usize::try_from(mib << 20).expect("less than the address space");
     let mut memory = vec![0_u8; length + LENGTH];
@@ -67,7 +67,7 @@ pub fn hold_if_told() {
 }
 
 /// The shell lines that have a guest's program hold this number of MiB, and wait until it does. `test` is the name of
-/// the test that calls [`hold_if_told`].
+/// the test that calls [`hold_when_asked`].
 pub fn hold_line(program: &str, test: &str, mib: u64) -> String {
     format!(
         "{VARIABLE}={mib}; export {VARIABLE}; rm -f {HELD}; host {program} --exact {test} --nocapture >/dev/null 2>&1 & \

@@ -74,8 +74,8 @@ impl FrontEnd {
     pub fn config_changed(&self) -> bool {
         let channel = self.channel();
         let Some(socket) = channel.as_ref() else { return false };
-        let told = send(socket, &message::config_change(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
-        matches!(told, Ok(_) | Err(Errno::AGAIN))
+        let report = send(socket, &message::config_change(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        matches!(report, Ok(_) | Err(Errno::AGAIN))
     }
 
     /// Has the worker process a queue, as if the driver had kicked it. The number of a queue that does not exist is

@@ -50,7 +50,7 @@ const FILES: [&str; 4] = ["vmlinuz", "vmlinuz-vmgenid", "busybox", "qemu-ga"];
 /// The package of the guest agent, whose libraries QEMU needs as well.
 const AGENT: &str = "qemu-guest-agent";
 
-/// Where limosa-testkit looks for [`FILES`] and `modules/NAME.ko`.
+/// The directory in which limosa-testkit expects [`FILES`] and `modules/NAME.ko`.
 pub(crate) fn folder() -> PathBuf {
     shell::workspace().join("target/guest/linux")
 }

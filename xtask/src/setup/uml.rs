@@ -15,7 +15,7 @@ const PACKAGE: &str = "user-mode-linux";
 /// The modules a guest may load, by file name without the extension; `virtio_uml` itself is built in.
 const MODULES: [&str; 2] = ["virtio_balloon", "virtio_blk"];
 
-/// Where limosa-testkit looks for `linux.uml` and `modules/NAME.ko`.
+/// The directory in which limosa-testkit expects `linux.uml` and `modules/NAME.ko`.
 fn folder() -> PathBuf {
     shell::workspace().join("target/guest/uml")
 }

@@ -53,9 +53,9 @@ impl<'m> Ring for Broken<'m> {
 
 #[test]
 fn a_ring_that_becomes_invalid_during_a_list_ends_it() {
-    let (bare, told, received) =
+    let (bare, report, received) =
         (Bare::new(), Arc::new(NotificationCount::default()), Arc::new(ReceivedList::default()));
-    bare.balloon.attach(told.clone());
+    bare.balloon.attach(report.clone());
     bare.balloon.ack_features(Features::ALL);
     bare.balloon.write_config(POISON, &[0; 4]);
     bare.balloon.request_list(received.clone()).unwrap();
@@ -66,9 +66,9 @@ fn a_ring_that_becomes_invalid_during_a_list_ends_it() {
     bare.offer(1, 8 * MIB, 4 << 20, WRITABLE);
     bare.balloon.process_queue(HINT, &ring).unwrap();
     assert_eq!((received.joined(), bare.balloon.hint_list().state), (vec![8 * MIB..12 * MIB], HintState::Started));
-    let before = told.0.load(Ordering::Relaxed);
+    let before = report.0.load(Ordering::Relaxed);
     assert!(bare.balloon.process_queue(HINT, &Broken(ring)).is_err());
-    assert_eq!((bare.command(), told.0.load(Ordering::Relaxed)), (DONE, before + 1));
+    assert_eq!((bare.command(), report.0.load(Ordering::Relaxed)), (DONE, before + 1));
     assert_eq!((bare.balloon.hint_list().state, Arc::strong_count(&received)), (HintState::Done, 1));
     assert!(!received.is_complete());
 }

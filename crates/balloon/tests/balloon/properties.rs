@@ -287,9 +287,9 @@ proptest! {
                 let before = *noted.given_back.lock();
                 let more = balloon.process_queue(number, &ring);
                 prop_assert!(*noted.given_back.lock() - before <= 128);
-                let told = balloon.counters();
-                prop_assert_eq!(told.hinted_blocks, received.ranges.lock().len() as u64);
-                prop_assert!(asked || told.hinted_blocks == 0);
+                let answer = balloon.counters();
+                prop_assert_eq!(answer.hinted_blocks, received.ranges.lock().len() as u64);
+                prop_assert!(asked || answer.hinted_blocks == 0);
                 if !matches!(more, Ok(MoreWork::Yes)) {
                     break;
                 }

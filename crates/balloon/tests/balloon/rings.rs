@@ -120,7 +120,7 @@ fn statistics_of_an_unknown_time_are_requested_again() {
     for inherited in [false, true] {
         let bare = Bare::new();
         let free = |bytes: u64| bare.guest.write_obj(bytes.to_le(), GuestAddress(0x4002)).unwrap();
-        let told = || bare.balloon.statistics().map(|told| (told.sequence, told.free_memory().unwrap()));
+        let report = || bare.balloon.statistics().map(|report| (report.sequence, report.free_memory().unwrap()));
         bare.guest.write_obj(4u16.to_le(), GuestAddress(0x4000)).unwrap();
         let ring = Stopping::over(&bare);
         if inherited {
@@ -133,17 +133,17 @@ fn statistics_of_an_unknown_time_are_requested_again() {
             bare.balloon.process_queue(2, &bare.ring()).unwrap();
             bare.balloon.queue_stopped(2);
         }
-        let before = told();
+        let before = report();
         free(1 << 20);
         bare.offer(0, 0x4000, 10, 0);
         bare.balloon.request_statistics().unwrap();
         ring.stopped.set(true);
         assert!(bare.balloon.process_queue(2, &ring).is_err());
-        assert_eq!((told(), bare.used()), (before, 0));
+        assert_eq!((report(), bare.used()), (before, 0));
         ring.stopped.set(false);
         bare.balloon.process_queue(2, &ring).unwrap();
         assert_eq!(
-            (told(), bare.used()),
+            (report(), bare.used()),
             (before, 1),
             "it is given back unread, also over a ring that stopped briefly"
         );
@@ -153,7 +153,7 @@ fn statistics_of_an_unknown_time_are_requested_again() {
         bare.balloon.process_queue(2, &ring).unwrap();
         let sequence = before.map_or(0, |(sequence, _)| sequence) + 1;
         assert_eq!(
-            (told(), bare.used()),
+            (report(), bare.used()),
             (Some((sequence, 2 << 20)), 1),
             "that is the reply, and the device keeps the buffer"
         );
@@ -297,8 +297,8 @@ impl FreePageSink for ReceivedBlocks {
 fn a_list_whose_ring_stops_continues_with_it() {
     let bare = Bare::new();
     let ring = Stopping::over(&bare);
-    let told = Arc::new(ReceivedBlocks::default());
-    bare.balloon.request_list(told.clone()).unwrap();
+    let report = Arc::new(ReceivedBlocks::default());
+    bare.balloon.request_list(report.clone()).unwrap();
     bare.balloon.process_queue(3, &ring).unwrap();
     let id = bare.command();
     bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
@@ -316,7 +316,7 @@ fn a_list_whose_ring_stops_continues_with_it() {
     bare.offer(2, 12 * MIB, 4096, WRITABLE);
     bare.offer(3, 0x4008, 4, 0);
     bare.balloon.process_queue(3, &ring).unwrap();
-    assert_eq!(*told.0.lock(), [8 * MIB, 12 * MIB]);
+    assert_eq!(*report.0.lock(), [8 * MIB, 12 * MIB]);
     assert!(bare.balloon.hint_list().complete && bare.used() == 4);
 }
 
@@ -325,9 +325,9 @@ fn buffers_on_the_queue_when_a_list_was_requested_do_not_belong_to_that_list() {
     let bare = Bare::new();
     let ring = Stopping::over(&bare);
     let ask = || {
-        let told = Arc::new(ReceivedBlocks::default());
-        bare.balloon.request_list(told.clone()).unwrap();
-        told
+        let report = Arc::new(ReceivedBlocks::default());
+        bare.balloon.request_list(report.clone()).unwrap();
+        report
     };
     let first = ask();
     bare.balloon.process_queue(3, &ring).unwrap();
@@ -363,14 +363,14 @@ fn a_list_that_is_requested_after_the_last_buffer_is_announced_by_the_next_call(
     let first = bare.command();
     let field = move |id: u32| bare.guest.write_obj(id.to_le(), GuestAddress(0x4000)).unwrap();
     let second = Arc::new(ReceivedBlocks::default());
-    let (balloon, told) = (&bare.balloon, second.clone());
+    let (balloon, report) = (&bare.balloon, second.clone());
     let meanwhile = move || {
         field(first);
         bare.offer(0, 0x4000, 4, 0);
         bare.offer(1, 8 * MIB, 4096, WRITABLE);
         // Here the guest takes the block back and writes it, and the engine fetches the dirty log.
         balloon.stop_list();
-        balloon.request_list(told).unwrap();
+        balloon.request_list(report).unwrap();
     };
     ring.at_end.set(Some(Box::new(meanwhile)));
     balloon.process_queue(3, &ring).unwrap();

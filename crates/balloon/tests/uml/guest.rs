@@ -75,7 +75,7 @@ impl Guest {
     pub(crate) fn hold(&self, mib: u64) {
         let program = std::env::current_exe().unwrap();
         let name = program.file_name().unwrap().to_string_lossy().into_owned();
-        self.uml.shell(&pattern::hold_line(&name, "holds_a_pattern_if_it_is_told_to", mib)).unwrap();
+        self.uml.shell(&pattern::hold_line(&name, "holds_a_pattern_when_asked", mib)).unwrap();
     }
 
     /// The program's check of its pages.

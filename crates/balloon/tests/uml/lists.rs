@@ -17,9 +17,9 @@ fn a_list_is_all_that_the_guest_has_in_its_largest_blocks() {
         for _ in 0..3 {
             let free = guest.in_largest_blocks();
             assert!(free > 100 * MIB, "{free}");
-            let told = bytes(&guest.free_pages());
+            let report = bytes(&guest.free_pages());
             // The shell itself allocates and frees a block or two.
-            assert!(told.abs_diff(free) <= 2 * BLOCK, "{told} of {free} bytes");
+            assert!(report.abs_diff(free) <= 2 * BLOCK, "{report} of {free} bytes");
             guest.balloon.return_pages();
             until("the guest has taken its pages back", || guest.in_largest_blocks() + 2 * BLOCK >= free);
         }
@@ -65,8 +65,8 @@ fn a_list_that_is_stopped_halfway_ends_there_and_the_next_one_is_complete() {
             assert_eq!(short.list.ranges().len(), 3);
         }
         assert!(halfway > 0, "the guest is never notified in time");
-        let told = bytes(&guest.free_pages());
-        assert!(told.abs_diff(free) <= 2 * BLOCK, "{told} of {free} bytes");
+        let report = bytes(&guest.free_pages());
+        assert!(report.abs_diff(free) <= 2 * BLOCK, "{report} of {free} bytes");
         guest.no_faults();
     });
 }

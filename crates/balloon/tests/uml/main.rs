@@ -12,8 +12,8 @@ use limosa_memory::FreePageHinting as _;
 use limosa_testkit::{on_uml, pattern};
 
 #[test]
-fn holds_a_pattern_if_it_is_told_to() {
-    pattern::hold_if_told();
+fn holds_a_pattern_when_asked() {
+    pattern::hold_when_asked();
 }
 
 fn without(features: Features) -> Options {
@@ -55,7 +55,7 @@ fn statistics_match_those_in_the_guest() {
         let said = guest.balloon.statistics().unwrap();
         assert_eq!(said.total_memory(), Some(guest.uml.meminfo("MemTotal").unwrap() * 1024));
         let free = guest.uml.meminfo("MemFree").unwrap() * 1024;
-        assert!(said.free_memory().is_some_and(|told| told.abs_diff(free) < 16 * MIB));
+        assert!(said.free_memory().is_some_and(|report| report.abs_diff(free) < 16 * MIB));
         assert!(said.available_memory().is_some() && said.get("major-faults").is_some());
         assert_eq!(guest.balloon.counters().unknown_statistics, 0);
         guest.no_faults();

@@ -275,7 +275,7 @@ impl Guest {
         let (ranges, wall) = self.ask()?;
         let measured = Measured { wall, ..watch.stop()? };
         self.done()?;
-        Ok(told(measured, &ranges))
+        Ok(with_hints(measured, &ranges))
     }
 
     fn bitmap(&mut self, memory: u64) -> Result<Measured> {
@@ -294,7 +294,7 @@ impl Guest {
         let measured = Measured { wall: wall + filtering, ..watch.stop()? };
         let left = bitmap.count();
         self.done()?;
-        Ok(told(measured, &ranges).with(FILTERING, nanoseconds(filtering) / 1000).with("pages_left", left))
+        Ok(with_hints(measured, &ranges).with(FILTERING, nanoseconds(filtering) / 1000).with("pages_left", left))
     }
 
     fn inflate(&mut self, bytes: u64, pieces: Pieces) -> Result<Measured> {
@@ -327,7 +327,7 @@ impl Guest {
         }
         let measured = self.discards.end(watch.stop()?);
         self.done()?;
-        Ok(told(measured, &ranges).with("listing_us", nanoseconds(listing) / 1000))
+        Ok(with_hints(measured, &ranges).with("listing_us", nanoseconds(listing) / 1000))
     }
 
     /// Until nine tenths of it have gone by themselves.
@@ -336,8 +336,8 @@ impl Guest {
         let before = self.balloon.counters().reported_bytes;
         self.touch(bytes)?;
         let watch = self.watch()?;
-        let told = || self.balloon.counters().reported_bytes - before;
-        self.until("the guest has reported its free pages", || told() > bytes / 10 * 9)?;
+        let reported = || self.balloon.counters().reported_bytes - before;
+        self.until("the guest has reported its free pages", || reported() > bytes / 10 * 9)?;
         Ok(self.discards.end(watch.stop()?))
     }
 }
@@ -356,7 +356,7 @@ fn timed(ram: &Ram, discards: &Arc<Discards>) -> Result<Timed, MemoryError> {
     Ok(Timed { ram: GuestRam::from_front_end(ram, Strategy::Auto)?, discards: discards.clone() })
 }
 
-fn told(measured: Measured, ranges: &[Range<u64>]) -> Measured {
+fn with_hints(measured: Measured, ranges: &[Range<u64>]) -> Measured {
     let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
     measured.with("blocks", ranges.len() as u64).with("hinted_mib", bytes >> 20)
 }

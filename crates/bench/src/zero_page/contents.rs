@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_differs_in_one_byte_is_not_told_by_its_first_middle_or_last_word() {
+    fn a_page_that_differs_in_one_byte_is_not_found_by_its_first_middle_or_last_word() {
         for at in Contents::ALL.into_iter().filter_map(Contents::odd_byte) {
             for word in [0, PAGE_LEN / 2, PAGE_LEN - 8] {
                 assert!(!(word..word + 8).contains(&at), "byte {at}");

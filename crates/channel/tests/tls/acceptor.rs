@@ -28,8 +28,8 @@ fn strangers_are_not_taken_for_a_silent_peer_and_delay_no_other() {
             assert!(refused.join().unwrap().is_err());
             Channel::connect(uri, &bed.client()).unwrap()
         });
-        let mut told = Vec::new();
-        let mut acceptor = Acceptor::new(&listener).on_refusal(|why| told.push(why.to_owned()));
+        let mut refusals = Vec::new();
+        let mut acceptor = Acceptor::new(&listener).on_refusal(|why| refusals.push(why.to_owned()));
         let end = Instant::now() + SOON;
         let far = loop {
             assert!(Instant::now() < end);
@@ -44,9 +44,9 @@ fn strangers_are_not_taken_for_a_silent_peer_and_delay_no_other() {
         far.read_exact(&mut got).unwrap();
         assert_eq!(&got, b"me");
         // Each reason once.
-        assert_eq!(told.len(), 2, "{told:?}");
-        assert!(told.iter().any(|why| why.contains("it presented no certificate")), "{told:?}");
-        assert!(told.iter().any(|why| why.contains("its data is not TLS")), "{told:?}");
+        assert_eq!(refusals.len(), 2, "{refusals:?}");
+        assert!(refusals.iter().any(|why| why.contains("it presented no certificate")), "{refusals:?}");
+        assert!(refusals.iter().any(|why| why.contains("its data is not TLS")), "{refusals:?}");
     });
 }
 
@@ -66,8 +66,8 @@ fn a_peer_that_closes_after_the_handshake_is_not_taken() {
     let listener = listen(&bed.server());
     let deferred = with(Tls::client(bed.folder(), None).unwrap().with_deferred_handshake());
     let client = Channel::connect(listener.local_uri(), &deferred).unwrap();
-    let mut told = Vec::new();
-    let mut acceptor = Acceptor::new(&listener).on_refusal(|why| told.push(why.to_owned()));
+    let mut refusals = Vec::new();
+    let mut acceptor = Acceptor::new(&listener).on_refusal(|why| refusals.push(why.to_owned()));
     // It is answered, and has the last word.
     while rustix::io::ioctl_fionread(&client).unwrap() == 0 {
         assert!(acceptor.poll(Duration::from_millis(1)).unwrap().is_none());
@@ -76,7 +76,7 @@ fn a_peer_that_closes_after_the_handshake_is_not_taken() {
     rustix::net::shutdown(&client, rustix::net::Shutdown::Both).unwrap();
     assert!(acceptor.poll(Duration::from_millis(50)).unwrap().is_none());
     drop(acceptor);
-    assert!(told.len() == 1 && told[0].contains("it may not trust this end's certificate"), "{told:?}");
+    assert!(refusals.len() == 1 && refusals[0].contains("it may not trust this end's certificate"), "{refusals:?}");
 }
 
 #[test]
@@ -91,6 +91,6 @@ fn without_tls_the_first_to_come_is_taken() {
 #[test]
 fn reasons_are_reported_once_and_in_a_bounded_number() {
     let mut reasons = RefusalLog::default();
-    let told = (0..1000).filter(|number| reasons.is_new(&format!("reason {}", number % 100))).count();
-    assert!((2..100).contains(&told), "{told}");
+    let refusals = (0..1000).filter(|number| reasons.is_new(&format!("reason {}", number % 100))).count();
+    assert!((2..100).contains(&refusals), "{refusals}");
 }

@@ -158,12 +158,12 @@ fn a_rate_limit_and_time_outs_hold() {
     let error = client.write_all(&vec![7; 64 << 20]).unwrap_err();
     assert!(error.is_timeout(), "{error}");
     // What was begun goes out in front of what comes next: nothing is lost or twice.
-    let told = client.counters().bytes_out;
+    let sent = client.counters().bytes_out;
     client.set_timeouts(None, Some(SOON)).unwrap();
     server.set_timeouts(Some(SOON), None).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| client.write_all(b"end").unwrap());
-        let mut got = vec![0; usize::try_from(told).unwrap() - 1 - (8 << 20)];
+        let mut got = vec![0; usize::try_from(sent).unwrap() - 1 - (8 << 20)];
         server.read_exact(&mut got).unwrap();
         assert!(got.iter().all(|byte| *byte == 7));
         let mut end = [0; 3];

@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_becomes_the_backing_image_of_its_overlay_and_keeps_what_it_was_told() {
+    fn a_node_becomes_the_backing_image_of_its_overlay_and_keeps_its_options() {
         let libvirt = r#"{"driver":"qcow2","node-name":"d","discard":"unmap","cache":{"direct":true},
             "file":{"driver":"file","filename":"/srv/d","auto-read-only":true},"backing":null}"#;
         let found = behind(libvirt).map(|text| serde_json::from_str::<Value>(&text).unwrap());

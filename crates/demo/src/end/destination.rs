@@ -66,7 +66,7 @@ impl End {
             }
             IncomingOutcome::Undecided(arrival) => {
                 let why = error_line(arrival.why());
-                self.told_destination(migration, "undecided", None, Some(why.clone()));
+                self.report_destination(migration, "undecided", None, Some(why.clone()));
                 if self.ask(State::Undecided, &why) != Order::Go {
                     arrival.discard();
                     return false;
@@ -84,7 +84,7 @@ impl End {
     /// The guest runs here and waits for its pages, until the source comes back. Returns whether this end continues.
     fn recover(&self, migration: &Migration, paused: PostcopyPaused<'_, Vm>) -> bool {
         let mut why = format!("{}; {} pages are missing", error_line(paused.why()), paused.missing_pages());
-        self.told_destination(migration, "postcopy-paused", None, Some(why.clone()));
+        self.report_destination(migration, "postcopy-paused", None, Some(why.clone()));
         loop {
             let Order::Recover(uri) = self.ask(State::PostcopyPaused, &why) else {
                 paused.discard();
@@ -135,18 +135,18 @@ impl End {
             tell(&format!("destination: {why}\n  At the source: limosa-demo discard --control <its socket>"));
             why
         });
-        self.told_destination(migration, "running", Some(stats), unheard.clone());
+        self.report_destination(migration, "running", Some(stats), unheard.clone());
         self.coordinator.turn(State::Running, unheard);
     }
 
     fn failed(&self, migration: &Migration, why: &str) {
-        self.told_destination(migration, "failed", None, Some(why.to_owned()));
+        self.report_destination(migration, "failed", None, Some(why.to_owned()));
         tell(&format!("destination: the guest was not received, and stays at the source: {why}"));
         self.coordinator.turn(State::Failed, Some(why.to_owned()));
     }
 
     /// Makes the report of a migration that is over.
-    fn told_destination(
+    fn report_destination(
         &self,
         migration: &Migration,
         outcome: &str,

@@ -183,14 +183,14 @@ impl Coordinator {
     fn migrate(&self, arguments: &Value) -> Result<Value, CommandError> {
         let uri = uri(arguments)?;
         let flag = |key: &str, usual| arguments.get(key).map_or(Some(usual), Value::as_bool);
-        let told = || "resume and fresh must be true or false";
-        if flag("resume", false).ok_or_else(told)? {
+        let not_bools = || "resume and fresh must be true or false";
+        if flag("resume", false).ok_or_else(not_bools)? {
             // An undecided one too: the package may have come, and its answer not.
             let from = [State::PostcopyPaused, State::Undecided];
             let from = if self.lock().recoverable { &from[..] } else { &from[..1] };
             return self.order(Order::Recover(uri), from, State::Sending);
         }
-        let fresh = flag("fresh", true).ok_or_else(told)?;
+        let fresh = flag("fresh", true).ok_or_else(not_bools)?;
         self.order(Order::Send { uri, fresh }, &[State::Running], State::Sending)
     }
 

@@ -44,7 +44,7 @@ impl End {
     fn left(&self, migration: &Migration, outcome: LiveOutcome<'_, Vm>) -> bool {
         match outcome {
             LiveOutcome::Completed(stats) => {
-                self.told_source(migration, "completed", &stats, None);
+                self.report_source(migration, "completed", &stats, None);
                 self.coordinator.turn(State::Gone, None);
                 true
             }
@@ -54,7 +54,7 @@ impl End {
             }
             LiveOutcome::ResumeFailed { error, resume, stats } => {
                 let why = format!("{}; and the guest cannot continue: {}", error_line(&error), error_line(&*resume));
-                self.told_source(migration, "failed", &stats, Some(why.clone()));
+                self.report_source(migration, "failed", &stats, Some(why.clone()));
                 self.coordinator.turn(State::Failed, Some(why));
                 true
             }
@@ -69,7 +69,7 @@ impl End {
     /// The last byte was sent, and no answer has arrived since. Returns whether this end continues.
     fn undecided(&self, migration: &Migration, undecided: Undecided<'_, Vm>) -> bool {
         let why = error_line(undecided.why());
-        self.told_source(migration, "undecided", undecided.stats(), Some(why.clone()));
+        self.report_source(migration, "undecided", undecided.stats(), Some(why.clone()));
         self.coordinator.recoverable(undecided.is_postcopy_paused());
         match self.ask(State::Undecided, &why) {
             Order::Go => {
@@ -93,7 +93,7 @@ impl End {
 
     /// The guest runs at the destination and waits for pages that are here. Returns whether this end continues.
     fn recover_source(&self, migration: &Migration, broken: Box<PostcopyPausedSource<'_, Vm>>, why: String) -> bool {
-        self.told_source(migration, "postcopy-paused", broken.stats(), Some(why.clone()));
+        self.report_source(migration, "postcopy-paused", broken.stats(), Some(why.clone()));
         match self.ask(State::PostcopyPaused, &why) {
             Order::Recover(uri) => self.go_on(migration, broken, &uri),
             Order::Go => {
@@ -163,13 +163,13 @@ impl End {
 
     /// The guest never left.
     fn resumed(&self, migration: &Migration, stats: &LiveStats, why: &str) {
-        self.told_source(migration, "resumed", stats, Some(why.to_owned()));
+        self.report_source(migration, "resumed", stats, Some(why.to_owned()));
         tell(&format!("source: the migration failed, and the guest continues here: {why}"));
         self.coordinator.turn(State::Running, Some(why.to_owned()));
     }
 
     /// Makes the report of a migration that is over.
-    fn told_source(&self, migration: &Migration, outcome: &str, stats: &LiveStats, error: Option<String>) {
+    fn report_source(&self, migration: &Migration, outcome: &str, stats: &LiveStats, error: Option<String>) {
         let mut channels = Calls::default();
         stats.channels.iter().chain([&stats.main]).for_each(|counters| channels.add(counters));
         let report = SourceReport {

@@ -225,8 +225,8 @@ fn endless() -> (tempfile::TempDir, Program, Qmp) {
     let running = start([&["live", "--json", "--control", &socket][..], &slow].concat());
     let mut source = wait_for("the source", || Qmp::connect(&control, SOON).ok());
     wait_for("pages", || {
-        let told = source.execute("query-migrate", json!({})).unwrap();
-        (told["ram"]["transferred"].as_u64() > Some(0)).then_some(())
+        let output = source.execute("query-migrate", json!({})).unwrap();
+        (output["ram"]["transferred"].as_u64() > Some(0)).then_some(())
     });
     (folder, running, source)
 }

@@ -122,7 +122,7 @@ fn write_on(disk: &dyn Disk, mut record: &File, thread: u64, cluster: u64, seed:
 }
 
 /// Puts the record into a history; returns the number of completed requests.
-fn told(record: &str, history: &mut History, recipe: &Recipe, size: u64) -> u64 {
+fn report(record: &str, history: &mut History, recipe: &Recipe, size: u64) -> u64 {
     let cluster = recipe.cluster;
     let mut requests = std::collections::HashMap::new();
     let (mut clock, mut over) = (0, 0);
@@ -175,7 +175,7 @@ pub(crate) fn run_on(bed: &Bed, seed: u64, times: u64, end: &End<'_>) -> Verdict
         let seed = chance.bits() >> 1;
         let record = kill_one(folder, seed, recipe.cluster, &mut chance, end)?;
         let mut history = History::new(before.clone(), SECTOR);
-        let over = told(&record, &mut history, recipe, before.len() as u64);
+        let over = report(&record, &mut history, recipe, before.len() as u64);
         let failed = |error| format!("kill {kill}, seed {seed}, after {over} requests: {error}");
         if recipe.lazy && chance.one_in(2) {
             // Its refcounts are late, which only a repair can make up for: limosa's own, for a change.
@@ -250,7 +250,7 @@ mod tests {
     fn the_record_of_a_killed_process_says_what_has_to_be_there() {
         let record = "b 1 w 0 512\ne 1 w 0 512\nb 2 f 0 0\nb 3 w 512 1024\ne 2 f 0 0\ne 3 w 512 1024\nb 4 w 0 512\ne 4";
         let mut history = History::new(vec![7; 1024], SECTOR);
-        assert_eq!(told(record, &mut history, &Recipe::usual(65536), 1024), 3);
+        assert_eq!(report(record, &mut history, &Recipe::usual(65536), 1024), 3);
         let found = |first: &[u8], second: &[u8]| history.survived(&[first, second].concat(), 1);
         let [one, three, four] =
             [(1, 0..512), (3, 512..1024), (4, 0..512)].map(|(number, range)| content(number, &range));

@@ -122,12 +122,12 @@ fn a_power_cut_of_the_filesystem_loses_nothing_that_was_flushed() {
                 let chance = RefCell::new(SeededRandom::new(seed ^ 0x3e1));
                 let cut = kill::run_on(&bed, seed, 3, &|child| {
                     kill::by_a_kill(child)?;
-                    let told = |error| format!("{error:#}");
+                    let report = |error| format!("{error:#}");
                     if chance.borrow_mut().one_in(2) {
-                        folder.write_back(&image).map_err(told)?;
+                        folder.write_back(&image).map_err(report)?;
                     }
-                    folder.cut_power().map_err(told)?;
-                    shared.set(shared.get() + folder.shared_extents(&image).map_err(told)?);
+                    folder.cut_power().map_err(report)?;
+                    shared.set(shared.get() + folder.shared_extents(&image).map_err(report)?);
                     Ok(())
                 });
                 cut.unwrap_or_else(|error| panic!("{recipe:?}, seed {seed}: {error}"));

@@ -26,7 +26,7 @@ fn ends(mut request: Pending<'_>, held: &RequestHolder, but: Option<u64>) -> boo
             return fine;
         }
         let waiting = held.waiting().into_iter().find(|waiting| Some(waiting.number) != but);
-        assert!(waiting.is_some_and(|waiting| held.release(waiting.number)), "nothing is held, and it does not go on");
+        assert!(waiting.is_some_and(|waiting| held.release(waiting.number)), "no request is held, and none completes");
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use limosa_balloon::{Balloon, Statistics, StatisticsError};
 use limosa_control::{CommandError, Commands};
+use limosa_page::to_millis;
 use serde_json::{Map, Value, json};
 
 use super::Ending;
@@ -116,7 +117,7 @@ fn statistics_object(statistics: &Statistics) -> Value {
     let values: Map<_, _> = statistics.iter().map(|(name, value, _)| (name.to_owned(), value.into())).collect();
     json!({
         "sequence": statistics.sequence,
-        "age-ms": u64::try_from(statistics.received_at.elapsed().as_millis()).unwrap_or(u64::MAX),
+        "age-ms": to_millis(statistics.received_at.elapsed()),
         "stats": values,
     })
 }

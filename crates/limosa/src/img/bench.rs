@@ -26,8 +26,8 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
         .step(options.step_size)
         .write_pattern(options.write.then_some(options.pattern))
         .flush(flush);
-    let told = !options.json;
-    if told {
+    let for_people = !options.json;
+    if for_people {
         let verb = if options.write { "write" } else { "read" };
         print_out!(
             "Sending {} {verb} requests, {} bytes each, {} in parallel (starting at offset {}, step size {})",
@@ -44,7 +44,7 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
     }
     let report = block_on(bench::bench(&*disk, &load, &|_| ControlFlow::Continue(())))?;
     block_on(disk.close()).with_context(|| format!("cannot close {}", options.source.name))?;
-    if told {
+    if for_people {
         print_out!("Run completed in {:.3} seconds.", report.elapsed.as_secs_f64());
     }
     if options.json {

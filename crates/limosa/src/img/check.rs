@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_told_in_qemu_imgs_lines() {
+    fn figures_are_printed_in_qemu_imgs_lines() {
         assert_eq!(
             lines(&report()),
             [

@@ -31,8 +31,8 @@ pub(crate) fn run(options: &InfoOptions) -> anyhow::Result<ExitCode> {
         };
         print_out!("{text}");
     } else {
-        let told = chain.iter().map(text).collect::<anyhow::Result<Vec<_>>>()?;
-        print_out!("{}", told.join("\n\n"));
+        let texts = chain.iter().map(text).collect::<anyhow::Result<Vec<_>>>()?;
+        print_out!("{}", texts.join("\n\n"));
     }
     check_stdout()?;
     Ok(ExitCode::SUCCESS)

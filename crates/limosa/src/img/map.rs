@@ -165,10 +165,10 @@ mod tests {
     }
 
     #[test]
-    fn people_are_told_contents_with_a_place_and_nothing_else() {
+    fn people_see_only_data_that_has_an_offset() {
         let line = |run: Run| run.line();
-        let told = line(run(0, 65536, BlockStatus::Data, 1, Some(("a.qcow2", 327_680)))).unwrap();
-        assert_eq!(told.as_deref(), Some("0               0x10000         0x50000         a.qcow2"));
+        let shown = line(run(0, 65536, BlockStatus::Data, 1, Some(("a.qcow2", 327_680)))).unwrap();
+        assert_eq!(shown.as_deref(), Some("0               0x10000         0x50000         a.qcow2"));
         assert_eq!(line(run(0, 1, BlockStatus::Zero, 0, Some(("a", 0)))).unwrap(), None);
         assert_eq!(line(run(0, 1, BlockStatus::Preallocated, 0, Some(("a", 0)))).unwrap(), None);
         assert_eq!(line(run(0, 1, BlockStatus::Unallocated, 0, None)).unwrap(), None);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_told_everything() {
+    fn programs_see_everything() {
         assert_eq!(
             run(1, 2, BlockStatus::Compressed, 3, None).json(),
             r#"{ "start": 1, "length": 2, "depth": 3, "present": true, "zero": false, "data": true, "compressed": true}"#

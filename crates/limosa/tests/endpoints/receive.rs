@@ -57,9 +57,9 @@ fn programs_learn_over_the_control_socket_where_it_listens() {
     let more = ["--control", text(&steering), "--json", "--checksum"];
     let (limosa, at) = start_receive(&scene, "tcp:127.0.0.1:0", &snapshot, &more);
     let mut programs = control(&steering);
-    let told = programs.execute("query-migrate", json!({})).unwrap();
+    let answer = programs.execute("query-migrate", json!({})).unwrap();
     let (_, port) = at.rsplit_once(':').unwrap();
-    assert_eq!(told["socket-address"], json!([{ "type": "inet", "host": "127.0.0.1", "port": port }]), "{told}");
+    assert_eq!(answer["socket-address"], json!([{ "type": "inet", "host": "127.0.0.1", "port": port }]), "{answer}");
     let vm = source(&beat());
     migrate(&vm, &at, true);
     vm.wait_migrated().unwrap();

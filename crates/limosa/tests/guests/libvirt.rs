@@ -101,11 +101,11 @@ fn domains_that_virsh_has_saved_come_back_however_they_are_packed() {
     let image = libvirt.path("image");
     libvirt.virsh(&["save", NAME, &text(&image)]).unwrap();
 
-    let told = limosa(["inspect", &text(&image), "--json"]).json();
-    let found = &told["libvirt"];
+    let answer = limosa(["inspect", &text(&image), "--json"]).json();
+    let found = &answer["libvirt"];
     assert_eq!((&found["name"], &found["format"], &found["was_running"]), (&json!(NAME), &json!("raw"), &json!(true)));
-    assert_eq!(told["run_state"], "running");
-    assert!(told["devices"].as_array().unwrap().iter().any(|device| device["name"] == "globalstate"));
+    assert_eq!(answer["run_state"], "running");
+    assert!(answer["devices"].as_array().unwrap().iter().any(|device| device["name"] == "globalstate"));
     assert!(limosa(["inspect", &text(&image)]).success().stdout.contains("domain        beat"));
 
     // Imported and lazy.
@@ -153,8 +153,8 @@ fn domains_that_virsh_has_saved_come_back_however_they_are_packed() {
         let file = libvirt.path(program);
         std::fs::write(&file, [header.as_slice(), &packed].concat()).unwrap();
         let target = libvirt.path(&format!("{program}.snapshot"));
-        let told = limosa(["import", &text(&file), &text(&target), "--json", "--no-sync"]).json();
-        assert_eq!((&told["packer"], &told["pages"]), (&json!(program), &imported["pages"]));
+        let answer = limosa(["import", &text(&file), &text(&target), "--json", "--no-sync"]).json();
+        assert_eq!((&answer["packer"], &answer["pages"]), (&json!(program), &imported["pages"]));
         assert_eq!(limosa(["inspect", &text(&file), "--json"]).json()["libvirt"]["format"], program);
         std::fs::write(&file, [header.as_slice(), &packed, b"something"].concat()).unwrap();
         let none = libvirt.path("none");

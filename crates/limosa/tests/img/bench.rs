@@ -37,13 +37,13 @@ fn a_request_behind_the_end_fails() {
 }
 
 #[test]
-fn programs_are_told_figures() {
+fn programs_see_figures() {
     let bed = Bed::new();
     bed.create(&["-f", "raw", "disk", "1M"]);
-    let told = bed.limosa(&["bench", "--json", "-f", "raw", "-c", "10", "-w", "disk"]).success().stdout;
-    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
-    assert_eq!((&told["requests"], &told["bytes"], &told["flushes"]), (&10.into(), &40_960.into(), &0.into()));
-    assert!(told["requests-per-second"].as_f64().unwrap() > 0.0);
+    let report = bed.limosa(&["bench", "--json", "-f", "raw", "-c", "10", "-w", "disk"]).success().stdout;
+    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    assert_eq!((&report["requests"], &report["bytes"], &report["flushes"]), (&10.into(), &40_960.into(), &0.into()));
+    assert!(report["requests-per-second"].as_f64().unwrap() > 0.0);
 }
 
 #[test]

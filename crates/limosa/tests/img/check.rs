@@ -56,8 +56,8 @@ fn the_exit_status_says_how_bad_it_is() {
     // The refcount table's first entry points behind the end of the file.
     poke(&bed.path("refcount"), 0x1_0000, &0x7000_0000_u64.to_be_bytes());
     for (name, status) in [("leaks", 3), ("corrupt", 2), ("refcount", 2)] {
-        let told = bed.both_tell(&["check", "--output", "json", name]);
-        assert!(told.get("leaks").is_some() || told.get("corruptions").is_some(), "{told}");
+        let report = bed.both_tell(&["check", "--output", "json", name]);
+        assert!(report.get("leaks").is_some() || report.get("corruptions").is_some(), "{report}");
         let people = Answer::from(bed.limosa(&["check", name]));
         assert_eq!(people.status, Some(status), "{people:?}");
         assert!(!people.stdout.contains("No errors") && !people.stderr.is_empty(), "{people:?}");
@@ -78,9 +78,9 @@ fn leaks_and_corruptions_are_repaired_if_that_is_asked_for() {
 
     // Corruptions are not what -r leaks is about.
     assert_eq!(bed.limosa(&["check", "-q", "-r", "leaks", "corrupt"]).status.code(), Some(2));
-    let told: Value =
+    let report: Value =
         serde_json::from_str(&bed.limosa(&["check", "--json", "-r", "leaks", "leaks"]).success().stdout).unwrap();
-    assert_eq!((&told["leaks-fixed"], told.get("leaks")), (&json!(1), None), "{told}");
+    assert_eq!((&report["leaks-fixed"], report.get("leaks")), (&json!(1), None), "{report}");
     let said = bed.limosa(&["check", "-r", "all", "corrupt"]).success().stdout;
     assert!(said.starts_with("Repaired: ") && said.contains("\nNo errors were found on the image.\n"), "{said}");
     bed.limosa(&["check", "-r", "all", "other"]).success();

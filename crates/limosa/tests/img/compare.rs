@@ -77,10 +77,10 @@ fn the_first_difference_is_named() {
         assert_eq!(bed.both_say(&[&["compare"], &pair(one, other)[..]].concat()).status, Some(1));
         bed.both_say(&[&["compare", "-q"], &pair(one, other)[..]].concat());
     }
-    let told = bed.limosa(&["compare", "--json", "-f", "raw", "hole.raw", "zeros.raw"]);
-    let told: serde_json::Value = serde_json::from_str(&told.stdout).unwrap();
-    assert_eq!((&told["identical"], &told["differs"]), (&false.into(), &"contents".into()));
-    assert_eq!(told["offset"], 70_001 / 512 * 512);
+    let report = bed.limosa(&["compare", "--json", "-f", "raw", "hole.raw", "zeros.raw"]);
+    let report: serde_json::Value = serde_json::from_str(&report.stdout).unwrap();
+    assert_eq!((&report["identical"], &report["differs"]), (&false.into(), &"contents".into()));
+    assert_eq!(report["offset"], 70_001 / 512 * 512);
 }
 
 #[test]

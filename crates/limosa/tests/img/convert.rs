@@ -175,21 +175,21 @@ fn a_target_that_is_not_trusted_has_nothing_written_for_it() {
 }
 
 #[test]
-fn progress_and_figures_are_told() {
+fn progress_and_figures_are_reported() {
     needs_qemu!();
     let bed = Bed::new();
     images(&bed);
-    let told = bed.limosa(&["convert", "-p", "holes", "new"]).success().stdout;
-    assert!(told.starts_with("    (0.00/100%)\r") && told.ends_with("    (100.00/100%)\r\n"), "{told:?}");
-    let told = bed.limosa(&["convert", "--json", "-f", "qcow2", "base", "new"]).success().stdout;
-    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
-    assert_eq!((&told["length"], &told["bytes-zeroed"]), (&(10 << 20).into(), &0.into()));
+    let report = bed.limosa(&["convert", "-p", "holes", "new"]).success().stdout;
+    assert!(report.starts_with("    (0.00/100%)\r") && report.ends_with("    (100.00/100%)\r\n"), "{report:?}");
+    let report = bed.limosa(&["convert", "--json", "-f", "qcow2", "base", "new"]).success().stdout;
+    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    assert_eq!((&report["length"], &report["bytes-zeroed"]), (&(10 << 20).into(), &0.into()));
     let spared = bed.limosa(&["convert", "--json", "-f", "qcow2", "aside", "new"]).success().stdout;
     let spared: serde_json::Value = serde_json::from_str(&spared).unwrap();
     assert!(spared["bytes-read"].as_u64().unwrap() <= 120 << 10, "holes were read: {spared}");
     // 100 KiB, 4 KiB and 300 KiB of zeros, in whole clusters.
-    assert_eq!(told["bytes-read"], (128 + 64 + 320) << 10);
-    assert!(told["bytes-written"].as_u64().unwrap() <= 128 << 10);
+    assert_eq!(report["bytes-read"], (128 + 64 + 320) << 10);
+    assert!(report["bytes-written"].as_u64().unwrap() <= 128 << 10);
 }
 
 #[test]
@@ -289,15 +289,15 @@ fn the_kernel_copies_what_lies_as_it_is() {
         for target in ["raw", "qcow2"] {
             for more in [&["-C"][..], &["-C", "-W", "-m", "16"], &["-C", "-T", "none", "-t", "none"]] {
                 let words = |new| [&["convert", "-f", format, "-O", target], more, &[name, new]].concat();
-                let told = bed.limosa(&[&words("ours")[..], &["--json"]].concat()).success().stdout;
+                let report = bed.limosa(&[&words("ours")[..], &["--json"]].concat()).success().stdout;
                 bed.qemu_img(&words("stock")).success();
                 bed.qemu_img(&["compare", "-f", target, "-F", target, "ours", "stock"]).success();
-                let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+                let report: serde_json::Value = serde_json::from_str(&report).unwrap();
                 // What is compressed cannot be copied so, nor, past the page cache, a part of a sector.
                 let in_part = name == "odd" && more.contains(&"none");
                 let all = target == "raw" && name != "packed" && !in_part;
-                assert_eq!(told["bytes-copied"].as_u64().unwrap() > 0, all, "{name} {target} {more:?}: {told}");
-                assert_eq!(told["bytes-read"] == 0, all, "{name} {target} {more:?}: {told}");
+                assert_eq!(report["bytes-copied"].as_u64().unwrap() > 0, all, "{name} {target} {more:?}: {report}");
+                assert_eq!(report["bytes-read"] == 0, all, "{name} {target} {more:?}: {report}");
             }
         }
     }

@@ -30,7 +30,7 @@ fn images(bed: &Bed) -> Vec<&'static str> {
 }
 
 #[test]
-fn people_and_programs_are_told_what_qemu_img_tells() {
+fn people_and_programs_see_what_qemu_img_prints() {
     needs_qemu!();
     let bed = Bed::new();
     for name in images(&bed) {
@@ -75,7 +75,7 @@ fn asking_opens_no_other_file() {
 }
 
 #[test]
-fn what_cannot_be_told_is_refused() {
+fn an_image_that_cannot_be_described_is_refused() {
     needs_qemu!();
     let bed = Bed::new();
     images(&bed);

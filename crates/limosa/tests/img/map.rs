@@ -56,7 +56,7 @@ fn space_that_was_never_written_is_mapped_as_zeros_where_stock_asks_the_file_bel
 }
 
 #[test]
-fn places_are_told_of_clusters_that_are_kept_for_what_is_zero_or_below() {
+fn places_are_shown_of_clusters_that_are_kept_for_what_is_zero_or_below() {
     needs_qemu!();
     let bed = Bed::new();
     bed.create(&["-f", "qcow2", "shared", "1M"]);
@@ -83,7 +83,7 @@ fn places_are_told_of_clusters_that_are_kept_for_what_is_zero_or_below() {
 }
 
 #[test]
-fn programs_are_told_where_everything_lies() {
+fn programs_see_where_everything_lies() {
     needs_qemu!();
     let bed = Bed::new();
     for name in images(&bed) {
@@ -93,13 +93,13 @@ fn programs_are_told_where_everything_lies() {
 }
 
 #[test]
-fn people_are_told_where_contents_lie() {
+fn people_see_where_contents_lie() {
     needs_qemu!();
     let bed = Bed::new();
     for name in images(&bed) {
-        let told = bed.both_say(&["map", name]);
+        let report = bed.both_say(&["map", name]);
         if name == "compressed" {
-            assert_one_line(&told, &["map", name], "compressed");
+            assert_one_line(&report, &["map", name], "compressed");
         }
     }
 }

@@ -14,10 +14,10 @@ fn both_resize(bed: &Bed, name: &str, words: &[&str], size: u64) {
     let said = bed.qemu_img(&words("stock")).success().stdout;
     let answer = Answer::from(bed.limosa(&words("ours")));
     assert_eq!((answer.status, &answer.stdout), (Some(0), &said), "{words:?}: {answer:?}", words = words("ours"));
-    let told = bed.qemu_img(&["info", "--output", "json", "ours"]).success().json();
-    assert_eq!(told["virtual-size"], size);
+    let report = bed.qemu_img(&["info", "--output", "json", "ours"]).success().json();
+    assert_eq!(report["virtual-size"], size);
     bed.qemu_img(&["compare", "stock", "ours"]).success();
-    if told["format"] == "qcow2" {
+    if report["format"] == "qcow2" {
         bed.qemu_img(&["check", "-q", "ours"]).success();
     }
 }

@@ -170,8 +170,8 @@ fn a_guest_gives_memory_back_and_gets_it_again() {
     let guest = Guest::boot(&balloon, Features::ALL);
     let mut events = Qmp::connect(&balloon.control(), SOON).unwrap();
 
-    let told = balloon.json(&["target", "256M", "--wait", "60s"]);
-    assert_eq!(told["actual"], 256 * MIB);
+    let report = balloon.json(&["target", "256M", "--wait", "60s"]);
+    assert_eq!(report["actual"], 256 * MIB);
     assert_eq!(guest.byte(RAM - MIB), 0, "the host has the page again");
     assert_eq!(guest.byte(100 * MIB), 7);
     let event = events.wait_event("BALLOON_CHANGE", SOON).unwrap();
@@ -373,8 +373,8 @@ fn one_guest_after_the_other_is_served_and_the_target_holds_for_all() {
 }
 
 #[test]
-fn holds_a_pattern_if_it_is_told_to() {
-    pattern::hold_if_told();
+fn holds_a_pattern_when_asked() {
+    pattern::hold_when_asked();
 }
 
 /// User-mode Linux 6.1 removes its device when the back end is gone, and never looks for another one: so the balloon
@@ -395,7 +395,7 @@ fn a_real_guest_outlives_a_balloon_that_is_killed_and_the_next_one_serves_at_onc
             wait_for("its driver", || (balloon.json(&["query"])["driver"] == true).then_some(()));
             let name = std::env::current_exe().unwrap().file_name().unwrap().to_string_lossy().into_owned();
             guest
-                .shell(&pattern::hold_line(&name, limosa_testkit::own_test_name!(holds_a_pattern_if_it_is_told_to), 60))
+                .shell(&pattern::hold_line(&name, limosa_testkit::own_test_name!(holds_a_pattern_when_asked), 60))
                 .unwrap();
             let ram = balloon.json(&["query"])["ram"].as_u64().unwrap();
             // What the one before it served for is done for this guest, too.
@@ -519,8 +519,8 @@ fn a_stock_qemus_own_balloon_is_resized_and_waited_for() {
     assert_eq!(ram, base + 128 * MIB);
     // Not whole pages: what a balloon of whole pages comes to.
     let asked = (ram - 32 * MIB - 1).to_string();
-    let told = ctl(&["target", &asked, "--wait", "120s", "--json"]).json();
-    assert_eq!((&told["actual"], &told["target"]), (&json!(ram - 32 * MIB), &json!(ram - 32 * MIB)));
+    let report = ctl(&["target", &asked, "--wait", "120s", "--json"]).json();
+    assert_eq!((&report["actual"], &report["target"]), (&json!(ram - 32 * MIB), &json!(ram - 32 * MIB)));
     assert_eq!(vm.execute("query-balloon", json!({})).unwrap()["actual"], ram - 32 * MIB);
     assert_eq!(ctl(&["target", "1T", "--wait", "120s", "--json"]).json()["actual"], ram);
     ctl(&["stats"]).one_line(&["not a balloon of limosa"]);

@@ -47,19 +47,19 @@ fn diff(first: &Path, second: &Path, more: &[&str]) -> Ended {
 /// The verdict with status and `--json` in agreement, and what was found.
 #[track_caller]
 fn verdict(ended: &Ended) -> (bool, Value) {
-    let told: Value = serde_json::from_str(&ended.stdout).unwrap_or_else(|error| panic!("{error}: {ended:?}"));
-    let loads = match told["verdict"].as_str() {
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap_or_else(|error| panic!("{error}: {ended:?}"));
+    let loads = match report["verdict"].as_str() {
         Some("would-load") => true,
         Some("would-not-load") => false,
         other => panic!("{other:?}"),
     };
     assert_eq!(ended.status.code(), Some(i32::from(!loads)), "{ended:?}");
-    (loads, told)
+    (loads, report)
 }
 
 /// The findings of this severity and confidence, as subjects.
-fn subjects(told: &Value, severity: &str, confidence: &str) -> Vec<String> {
-    let findings = told["findings"].as_array().unwrap().iter();
+fn subjects(report: &Value, severity: &str, confidence: &str) -> Vec<String> {
+    let findings = report["findings"].as_array().unwrap().iter();
     let these = findings.filter(|finding| finding["severity"] == severity && finding["confidence"] == confidence);
     these.map(|finding| finding["subject"].as_str().unwrap().to_owned()).collect()
 }
@@ -151,17 +151,17 @@ fn what_is_said_to_refuse_refuses_and_what_is_said_to_load_loads() {
     for Altered { name, machine, refuses, without_list } in cases {
         let vm = machine.start_incoming().unwrap();
         let found = Found::of(&vm);
-        let (loads, told) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
+        let (loads, report) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
         let (guess, guessed) = verdict(&against(&vm, &file, &["--json"]));
         found.assert_same(&vm);
-        assert_eq!(loads, refuses.is_empty(), "{name}: {told:#}");
+        assert_eq!(loads, refuses.is_empty(), "{name}: {report:#}");
         // A guest without an operating system takes more vCPUs; the file does not say that it lacks one.
         let unknown: &[&str] = if name.starts_with("more vCPUs") { &["vCPUs"] } else { &[] };
-        assert_eq!(subjects(&told, "refuses", "unknown"), unknown, "{name}: {told:#}");
-        let named = |told: &Value| {
-            ["certain", "likely"].iter().any(|how| subjects(told, "refuses", how).contains(&refuses.to_owned()))
+        assert_eq!(subjects(&report, "refuses", "unknown"), unknown, "{name}: {report:#}");
+        let named = |report: &Value| {
+            ["certain", "likely"].iter().any(|how| subjects(report, "refuses", how).contains(&refuses.to_owned()))
         };
-        assert!(loads || named(&told), "{name}: {told:#}");
+        assert!(loads || named(&report), "{name}: {report:#}");
         // Without the list less is sure, but nothing that loads is said to be refused.
         assert!(guess == loads || (guess && !without_list), "{name}: {guessed:#}");
         assert!(!without_list || loads || named(&guessed), "{name}: {guessed:#}");
@@ -179,9 +179,9 @@ fn more_vcpus_end_the_load_of_a_guest_that_has_booted_and_may_refuse_is_what_is_
     save(&source, &file, &[]);
     drop(source);
     let vm = machine.argument("-smp").argument("2").start_incoming().unwrap();
-    let (loads, told) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
-    assert!(loads, "{told:#}");
-    assert_eq!(subjects(&told, "refuses", "unknown"), ["vCPUs"], "{told:#}");
+    let (loads, report) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
+    assert!(loads, "{report:#}");
+    assert_eq!(subjects(&report, "refuses", "unknown"), ["vCPUs"], "{report:#}");
     assert!(vm.load_file(&file, 0).is_err(), "{}", vm.log());
 }
 
@@ -198,14 +198,14 @@ fn a_section_of_a_newer_version_than_the_program_reads_is_refused_by_both() {
     let handle = std::fs::File::options().write(true).open(&file).unwrap();
     handle.write_all_at(&[3], u64::try_from(at + header.len() - 1).unwrap()).unwrap();
     let vm = machine.start_incoming().unwrap();
-    let (loads, told) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
-    assert!(!loads && subjects(&told, "refuses", "certain").contains(&"section hpet".to_owned()), "{told:#}");
-    assert!(told.to_string().contains("of version 3, the destination reads up to 2"), "{told:#}");
+    let (loads, report) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
+    assert!(!loads && subjects(&report, "refuses", "certain").contains(&"section hpet".to_owned()), "{report:#}");
+    assert!(report.to_string().contains("of version 3, the destination reads up to 2"), "{report:#}");
     assert!(vm.load_file(&file, 0).is_err());
 }
 
 #[test]
-fn pages_of_another_size_are_told_and_harmless() {
+fn pages_of_another_size_are_reported_and_harmless() {
     needs_qemu!();
     if skipped("LIMOSA_SKIP_HUGETLB") {
         return;
@@ -214,8 +214,8 @@ fn pages_of_another_size_are_told_and_harmless() {
     let _pages = HugePages::reserve(rich().memory_bytes())
         .unwrap_or_else(|error| panic!("no huge pages: {error:#}; LIMOSA_SKIP_HUGETLB=1 skips this test"));
     let vm = rich().backend(MemoryBackend::HugeMemfd).start_incoming().unwrap();
-    let (loads, told) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
-    assert!(loads && told.to_string().contains("in pages of 2 MiB"), "{told:#}");
+    let (loads, report) = verdict(&against(&vm, &file, &["--json", "--qemu", QEMU]));
+    assert!(loads && report.to_string().contains("in pages of 2 MiB"), "{report:#}");
     assert!(really_loads(&vm, &stream), "{}", vm.log());
 }
 
@@ -240,7 +240,7 @@ fn people_get_one_line_for_each_finding_and_the_verdict_last() {
 }
 
 #[test]
-fn disks_that_are_not_the_saved_ones_are_told() {
+fn disks_that_are_not_the_saved_ones_are_reported() {
     needs_qemu!();
     let (folder, file) = place();
     let disk = Disk::create(&folder.path().join("disk"), DiskFormat::Raw, 1 << 20).unwrap();
@@ -250,16 +250,16 @@ fn disks_that_are_not_the_saved_ones_are_told() {
     save(&vm, &file, &["--stop"]);
     drop(vm);
     let destination = machine.start_incoming().unwrap();
-    let (loads, told) = verdict(&against(&destination, &file, &["--json"]));
-    assert!(loads, "{told:#}");
+    let (loads, report) = verdict(&against(&destination, &file, &["--json"]));
+    assert!(loads, "{report:#}");
     drop(destination);
     let other = Disk::create(&folder.path().join("other"), DiskFormat::Raw, 1 << 20).unwrap();
     let destination = small().disk(other).start_incoming().unwrap();
-    let (loads, told) = verdict(&against(&destination, &file, &["--json"]));
-    assert!(loads && told.to_string().contains("no writable disk on"), "{told:#}");
+    let (loads, report) = verdict(&against(&destination, &file, &["--json"]));
+    assert!(loads && report.to_string().contains("no writable disk on"), "{report:#}");
     std::fs::File::options().write(true).open(&disk.path).unwrap().set_len(2 << 20).unwrap();
-    let (loads, told) = verdict(&against(&destination, &file, &["--json"]));
-    assert!(!loads && told.to_string().contains("2097152 bytes, 1048576 when"), "{told:#}");
+    let (loads, report) = verdict(&against(&destination, &file, &["--json"]));
+    assert!(!loads && report.to_string().contains("2097152 bytes, 1048576 when"), "{report:#}");
 }
 
 #[test]
@@ -267,10 +267,10 @@ fn two_files_are_compared_page_by_page_and_section_by_section() {
     needs_qemu!();
     let (_folder, first) = saved(&rich());
     let (_other_folder, second) = saved(&rich());
-    let (loads, told) = verdict(&diff(&first, &second, &["--json", "--memory"]));
-    assert!(loads && told["unknown"] == 0, "{told:#}");
+    let (loads, report) = verdict(&diff(&first, &second, &["--json", "--memory"]));
+    assert!(loads && report["unknown"] == 0, "{report:#}");
     // Two guests beat alike, but not to the same instant; most of their memory is the BIOS's and equal.
-    let memory = &told["memory"];
+    let memory = &report["memory"];
     let number = |key: &str| memory[key].as_u64().unwrap_or_else(|| panic!("{key}: {memory}"));
     assert!((1..number("both")).contains(&number("differing")), "{memory}");
     let (_, same) = verdict(&diff(&first, &first, &["--json", "--memory"]));
@@ -282,21 +282,21 @@ fn two_files_are_compared_page_by_page_and_section_by_section() {
 
     let poorer = with(small(), &["-smp", "1"], &["virtio-net-pci,id=net"]);
     let (_poor_folder, poor, stream) = saved_with_stream(&poorer);
-    let (loads, told) = verdict(&diff(&first, &poor, &["--json"]));
-    let certain = subjects(&told, "refuses", "certain");
-    assert!(!loads, "{told:#}");
+    let (loads, report) = verdict(&diff(&first, &poor, &["--json"]));
+    let certain = subjects(&report, "refuses", "certain");
+    assert!(!loads, "{report:#}");
     for section in ["section 0000:00:03.0/virtio-rng", "section cpu 1", "section 0000:00:04.0/xhci"] {
         assert!(certain.contains(&section.to_owned()), "{section}: {certain:?}");
     }
     // The other way round only the disk's queues, one for each vCPU, prevent it.
-    let (loads, told) = verdict(&diff(&poor, &first, &["--json"]));
-    assert!(!loads, "{told:#}");
-    assert_eq!(subjects(&told, "refuses", "certain"), ["section 0000:00:01.0/virtio-blk"], "{told:#}");
+    let (loads, report) = verdict(&diff(&poor, &first, &["--json"]));
+    assert!(!loads, "{report:#}");
+    assert_eq!(subjects(&report, "refuses", "certain"), ["section 0000:00:01.0/virtio-blk"], "{report:#}");
     assert!(!really_loads(&rich().start_incoming().unwrap(), &stream));
     let richer = with(small(), &["-smp", "1"], &["virtio-net-pci,id=net", "virtio-rng-pci"]);
     let (_richer_folder, more) = saved(&richer);
-    let (loads, told) = verdict(&diff(&poor, &more, &["--json"]));
-    assert!(loads, "{told:#}");
+    let (loads, report) = verdict(&diff(&poor, &more, &["--json"]));
+    assert!(loads, "{report:#}");
     assert!(really_loads(&richer.start_incoming().unwrap(), &stream));
 }
 
@@ -305,9 +305,9 @@ fn a_recorded_stream_is_accepted_on_either_side_but_has_no_pages_to_compare() {
     needs_qemu!();
     let (_folder, file, stream) = saved_with_stream(&rich());
     for (a, b) in [(&stream, &file), (&file, &stream)] {
-        let (loads, told) = verdict(&diff(a, b, &["--json"]));
-        assert!(loads && told.get("memory").is_none(), "{told:#}");
-        assert_eq!(subjects(&told, "harmless", "certain"), ["capability mapped-ram", "run state"], "{told:#}");
+        let (loads, report) = verdict(&diff(a, b, &["--json"]));
+        assert!(loads && report.get("memory").is_none(), "{report:#}");
+        assert_eq!(subjects(&report, "harmless", "certain"), ["capability mapped-ram", "run state"], "{report:#}");
     }
     let vm = rich().start_incoming().unwrap();
     assert!(verdict(&against(&vm, &stream, &["--json", "--qemu", QEMU])).0);

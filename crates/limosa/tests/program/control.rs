@@ -174,10 +174,10 @@ fn the_control_socket_tells_how_far_the_save_is_and_steers_it() {
 
         let mut transferred = 0;
         wait_for("progress", || {
-            let told = steer.execute("query-migrate", json!({})).unwrap();
-            assert!(["setup", "active"].contains(&told["status"].as_str().unwrap()), "{told}");
-            let now = told["ram"]["transferred"].as_u64().unwrap();
-            assert!(now >= transferred && told["ram"]["total"].is_u64() && told["total-time"].is_u64(), "{told}");
+            let output = steer.execute("query-migrate", json!({})).unwrap();
+            assert!(["setup", "active"].contains(&output["status"].as_str().unwrap()), "{output}");
+            let now = output["ram"]["transferred"].as_u64().unwrap();
+            assert!(now >= transferred && output["ram"]["total"].is_u64() && output["total-time"].is_u64(), "{output}");
             transferred = now;
             (transferred > 1 << 20).then_some(())
         });

@@ -35,10 +35,10 @@ fn record(vm: &Vm, file: &Path) {
 
 /// Expects what is true of every description of such a VM, be the file limosa's or QEMU's.
 #[track_caller]
-fn assert_describes(machine: &Machine, told: &Value) {
-    assert!(told["machine"].as_str().unwrap().starts_with("pc-q35-"), "{told}");
-    assert_eq!(told["run_state"], "paused");
-    let blocks = told["blocks"].as_array().unwrap();
+fn assert_describes(machine: &Machine, report: &Value) {
+    assert!(report["machine"].as_str().unwrap().starts_with("pc-q35-"), "{report}");
+    assert_eq!(report["run_state"], "paused");
+    let blocks = report["blocks"].as_array().unwrap();
     let memory = blocks.iter().find(|block| block["name"] == "mem").expect("the guest's RAM");
     assert_eq!(memory["used"], machine.memory_bytes());
     assert_eq!(memory["pages"], machine.memory_bytes() / 4096);
@@ -47,7 +47,7 @@ fn assert_describes(machine: &Machine, told: &Value) {
         assert_eq!(number("stored") + number("zero"), number("pages"), "{block}");
     }
     assert!(memory["stored"].as_u64() >= Some(machine.heartbeat_guest().unwrap().pages.into()), "{memory}");
-    let devices = told["devices"].as_array().unwrap();
+    let devices = report["devices"].as_array().unwrap();
     for name in ["cpu", "timer", "serial", "globalstate"] {
         let device =
             devices.iter().find(|device| device["name"] == name).unwrap_or_else(|| panic!("{name}: {devices:?}"));
@@ -65,20 +65,20 @@ fn a_snapshot_of_limosa_is_shown_with_its_record() {
         let (_folder, file) = place();
         let (machine, vm) = stopped();
         let saved = save(&vm, &file, &["--via", via, "--checksum"]);
-        let told = inspect(&file, &["--json"]).json();
-        assert_describes(&machine, &told);
-        assert_eq!(told["capabilities"], json!(["mapped-ram"]));
-        assert_eq!(told["length"], std::fs::metadata(&file).unwrap().len());
-        assert_eq!(told["checksums"], true);
-        assert_eq!((&told["warnings"], &told["without_manifest"]), (&json!([]), &Value::Null));
-        let manifest = &told["manifest"];
+        let report = inspect(&file, &["--json"]).json();
+        assert_describes(&machine, &report);
+        assert_eq!(report["capabilities"], json!(["mapped-ram"]));
+        assert_eq!(report["length"], std::fs::metadata(&file).unwrap().len());
+        assert_eq!(report["checksums"], true);
+        assert_eq!((&report["warnings"], &report["without_manifest"]), (&json!([]), &Value::Null));
+        let manifest = &report["manifest"];
         assert_eq!((&manifest["id"], &manifest["via"]), (&saved["id"], &json!(via)));
         assert_eq!((&manifest["pages"], &manifest["ram_bytes"]), (&saved["pages"], &saved["ram_bytes"]));
-        assert_eq!(manifest["machine"], told["machine"]);
+        assert_eq!(manifest["machine"], report["machine"]);
         let version = vm.execute("query-version", json!({})).unwrap();
         let version = format!("{}.{}.{}", version["qemu"]["major"], version["qemu"]["minor"], version["qemu"]["micro"]);
         assert!(manifest["qemu"].as_str().unwrap().starts_with(&version), "{manifest}");
-        for block in told["blocks"].as_array().unwrap() {
+        for block in report["blocks"].as_array().unwrap() {
             assert_eq!(block["pages_offset"].as_u64().unwrap() % 4096, 0);
         }
 
@@ -98,10 +98,10 @@ fn a_snapshot_that_qemu_wrote_is_shown_without_a_record() {
         let (_folder, file) = place();
         let (machine, vm) = stopped();
         vm.save_file(&file, channels).unwrap();
-        let told = inspect(&file, &["--json"]).json();
-        assert_describes(&machine, &told);
-        assert_eq!((&told["manifest"], &told["checksums"]), (&Value::Null, &json!(false)));
-        assert!(told["without_manifest"].is_string(), "{told}");
+        let report = inspect(&file, &["--json"]).json();
+        assert_describes(&machine, &report);
+        assert_eq!((&report["manifest"], &report["checksums"]), (&Value::Null, &json!(false)));
+        assert!(report["without_manifest"].is_string(), "{report}");
         assert!(inspect(&file, &[]).success().stdout.contains("globalstate"));
     }
 }
@@ -128,10 +128,10 @@ fn a_recorded_stream_is_shown_too() {
     let (_folder, file) = place();
     let (machine, vm) = stopped();
     record(&vm, &file);
-    let told = inspect(&file, &["--json"]).json();
-    assert_describes(&machine, &told);
-    assert!(told["without_manifest"].as_str().unwrap().contains("recorded"), "{told}");
-    assert!(told["blocks"][0]["pages_offset"].is_null());
+    let report = inspect(&file, &["--json"]).json();
+    assert_describes(&machine, &report);
+    assert!(report["without_manifest"].as_str().unwrap().contains("recorded"), "{report}");
+    assert!(report["blocks"][0]["pages_offset"].is_null());
     inspect(&file, &[]).success();
 }
 
@@ -178,9 +178,9 @@ fn a_snapshot_cut_anywhere_is_refused_unless_only_the_record_is_gone() {
     vm.stop().unwrap();
     vm.save_file(&theirs, 0).unwrap();
 
-    let told = inspect(&theirs, &["--json"]).json();
-    let length = told["length"].as_u64().unwrap();
-    let places = told["blocks"].as_array().unwrap().iter().map(|block| block["pages_offset"].as_u64().unwrap());
+    let report = inspect(&theirs, &["--json"]).json();
+    let length = report["length"].as_u64().unwrap();
+    let places = report["blocks"].as_array().unwrap().iter().map(|block| block["pages_offset"].as_u64().unwrap());
     let mut lengths: Vec<u64> = places.flat_map(|place| [place - 1, place, place + 1, place + 4096]).collect();
     lengths.extend([0, 1, 3, 4, 7, 8, 9, 12, 13, 40, 64, 100, 4095, 4096, length - 1, length - 2, length - 100]);
     lengths.extend(scattered(length, 25));

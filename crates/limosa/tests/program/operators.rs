@@ -232,7 +232,7 @@ fn limosa_without_the_right_to_give_qemu_a_private_place_says_what_to_do() {
 }
 
 #[test]
-fn a_qemu_that_sees_other_files_needs_none_for_one_channel_and_is_told_apart_for_more() {
+fn a_qemu_that_sees_other_files_needs_none_for_one_channel_and_is_distinguished_for_more() {
     needs_root!();
     let scene = Scene::new();
     scene.save(&[]);

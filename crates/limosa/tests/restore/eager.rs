@@ -75,7 +75,7 @@ fn a_running_guest_that_comes_back_eagerly_goes_on_by_itself() {
 }
 
 #[test]
-fn a_guest_whose_disk_another_vm_has_open_is_not_started_and_qemus_reason_is_told() {
+fn a_guest_whose_disk_another_vm_has_open_is_not_started_and_qemus_reason_is_reported() {
     needs_qemu!();
     let scene = Scene::new();
     let disk = Disk::create(&scene.path("disk"), DiskFormat::Raw, 1 << 20).unwrap();

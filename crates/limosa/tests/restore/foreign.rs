@@ -32,9 +32,9 @@ fn recorded(machine: &Machine, stream: PathBuf, uri: &str, prepare: impl FnOnce(
 /// Imports, restores lazily and expects the guest to go on from the recorded instant.
 fn comes_back_lazily(scene: &Scene, machine: &Machine, saved: &Saved) -> PathBuf {
     let snapshot = scene.path("imported");
-    let told =
+    let answer =
         limosa(scene, &["import", text(&saved.snapshot), text(&snapshot), "--json", "--force", "--no-sync"]).json();
-    assert!(told["pages"]["normal"].as_u64() > Some(0), "{told}");
+    assert!(answer["pages"]["normal"].as_u64() > Some(0), "{answer}");
     let destination = machine.start_incoming().unwrap();
     let report = scene.restore(&snapshot, &destination, &["--memory", "lazy", "--json"]).json();
     assert_eq!(report["mode"], "lazy");
@@ -68,10 +68,10 @@ fn recorded_streams_of_all_machine_types_are_imported_restored_lazily_and_export
         let saved = recorded(&machine, stream.clone(), &format!("{how}{}", stream.display()), |_| {});
         let snapshot = comes_back_lazily(&scene, &machine, &saved);
         let exported = scene.path("exported");
-        let told = limosa(&scene, &["export", text(&snapshot), text(&exported), "--json"]).json();
+        let answer = limosa(&scene, &["export", text(&snapshot), text(&exported), "--json"]).json();
         let onto_itself = ["export", text(&snapshot), text(&snapshot), "--force"];
         limosa(&scene, &onto_itself).one_line(&[text(&snapshot), "must be different files"]);
-        assert_eq!(told["length"], std::fs::metadata(&exported).unwrap().len());
+        assert_eq!(answer["length"], std::fs::metadata(&exported).unwrap().len());
         let uri =
             if how == "file:" { format!("exec:cat {}", text(&exported)) } else { format!("file:{}", text(&exported)) };
         loads_in_stock_qemu(&machine, &saved, &uri);
@@ -140,8 +140,8 @@ fn a_mapped_ram_file_inside_another_file_is_imported_as_libvirt_writes_it() {
     header.resize(92, 0);
     header.extend_from_slice(b"<domain><name>sparse one</name></domain>\0");
     File::options().write(true).open(&stream).unwrap().write_all_at(&header, 0).unwrap();
-    let told = limosa(&scene, &["inspect", text(&stream), "--json"]).json();
-    assert_eq!((&told["libvirt"]["format"], &told["libvirt"]["name"]), (&json!("sparse"), &json!("sparse one")));
+    let answer = limosa(&scene, &["inspect", text(&stream), "--json"]).json();
+    assert_eq!((&answer["libvirt"]["format"], &answer["libvirt"]["name"]), (&json!("sparse"), &json!("sparse one")));
     comes_back_lazily(&scene, &beat(), &saved);
     let piped = format!("{} import - {} <{}", env!("CARGO_BIN_EXE_limosa"), text(&scene.path("a")), text(&stream));
     assert!(Command::new("sh").args(["-c", &piped]).status().unwrap().success());

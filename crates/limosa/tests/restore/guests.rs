@@ -141,8 +141,8 @@ fn free_pages_that_a_guest_hints_are_not_stored_and_what_it_holds_comes_back() {
         assert!(normal * 4096 < TOUCHED && hinted * 4096 > TOUCHED / 2, "{report}");
         let inspected = limosa(["inspect", text(&snapshot)]).success();
         assert!(inspected.stdout.contains("that were never sent"), "{}", inspected.stdout);
-        let told = limosa(["inspect", "--json", text(&snapshot)]).json();
-        assert_eq!(told["manifest"]["pages"]["hinted"], hinted);
+        let answer = limosa(["inspect", "--json", text(&snapshot)]).json();
+        assert_eq!(answer["manifest"]["pages"]["hinted"], hinted);
         snapshots.push(snapshot);
     }
     // QEMU says nothing of why it has not written a page.

@@ -90,8 +90,8 @@ fn the_processes_that_map_a_snapshot_are_named_as_long_as_they_do() {
     let other = beat().start_incoming().unwrap();
     scene.restore(&saved.snapshot, &other, &["--memory", "eager"]).success();
 
-    let told = inspect(&saved.snapshot, &[])["mapped_by"].clone();
-    let processes = told["processes"].as_array().unwrap();
+    let answer = inspect(&saved.snapshot, &[])["mapped_by"].clone();
+    let processes = answer["processes"].as_array().unwrap();
     let mut pids = twins.each_ref().map(Vm::pid);
     pids.sort_unstable();
     assert_eq!(processes.iter().map(|process| process["pid"].clone()).collect::<Vec<_>>(), pids);
@@ -125,8 +125,8 @@ fn processes_that_a_user_may_not_look_at_are_counted() {
     let ended = command.output().unwrap();
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert!(ended.status.success(), "{said}");
-    let told: Value = serde_json::from_slice(&ended.stdout).unwrap();
-    assert!(told["mapped_by"]["unseen"].as_u64() > Some(0), "{told}");
+    let answer: Value = serde_json::from_slice(&ended.stdout).unwrap();
+    assert!(answer["mapped_by"]["unseen"].as_u64() > Some(0), "{answer}");
 }
 
 #[test]

@@ -55,8 +55,8 @@ fn channels_without_a_route_write_the_file_and_compression_goes_through_a_socket
         (&["--channels", "3", "--stop"], "file"),
     ] {
         let (_folder, file) = place();
-        let told = save(&vm, &file, &[more, &STOPPED_WHERE_SLOW].concat());
-        assert_eq!(told["via"], via);
+        let report = save(&vm, &file, &[more, &STOPPED_WHERE_SLOW].concat());
+        assert_eq!(report["via"], via);
         if more.contains(&"--stop") {
             found.assert_same_but(&vm, "postmigrate");
         } else {

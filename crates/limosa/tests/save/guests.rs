@@ -55,8 +55,8 @@ fn free_pages_that_are_waited_for_are_not_stored_however_fast_memory_goes() {
     for options in [&[][..], &["--channels", "2"]] {
         let (_folder, file) = place();
         save(&vm, &file, &[&["--via", "socket", "--hint-wait", "20s"], options].concat());
-        let told = limosa(["inspect", "--json", &file.display().to_string()]).json();
-        let pages = &told["manifest"]["pages"];
+        let report = limosa(["inspect", "--json", &file.display().to_string()]).json();
+        let pages = &report["manifest"]["pages"];
         assert!(pages["hinted"].as_u64().unwrap() > 32_768 * 9 / 10, "{options:?}: {pages}");
         vm.wait_counts(1).unwrap();
     }
@@ -140,9 +140,9 @@ fn a_vm_with_name_and_uuid_keeps_them_in_the_record() {
     vm.set_capabilities(&[("validate-uuid", true)]).unwrap();
     for via in ROUTES {
         save(&vm, &file, &["--via", via, "--force"]);
-        let told = limosa(["inspect", "--json", &file.display().to_string()]).json();
-        assert_eq!(told["manifest"]["vm_name"], "godwit");
-        assert_eq!(told["manifest"]["vm_uuid"], json!(uuid));
+        let report = limosa(["inspect", "--json", &file.display().to_string()]).json();
+        assert_eq!(report["manifest"]["vm_name"], "godwit");
+        assert_eq!(report["manifest"]["vm_uuid"], json!(uuid));
     }
     let output =
         Command::new(env!("CARGO_BIN_EXE_limosa")).args(["inspect".as_ref(), file.as_os_str()]).output().unwrap();

@@ -76,8 +76,8 @@ pub(crate) fn saves_over_channels(kind: &str, cells: &[Cell]) {
         more.extend(STOPPED_WHERE_SLOW);
         let listen = cell.transport.of_limosa(folder.path());
         more.extend(listen.iter().flat_map(|uri| ["--listen", uri]));
-        let told = limosa(save_arguments(&vm, &file, &more)).json();
-        assert_eq!(told["via"], "socket", "{kind} {cell:?}");
+        let answer = limosa(save_arguments(&vm, &file, &more)).json();
+        assert_eq!(answer["via"], "socket", "{kind} {cell:?}");
         found.assert_same(&vm);
         assert_beats(&vm);
         drop(load_in_stock_qemu(&machine, &file, 0));

@@ -113,8 +113,8 @@ impl FaultHandler {
                     return Ok(PlacedPages { placed, present: Some(present) });
                 }
                 Some(_) if progress.done == 0 => {
-                    let told = idle.is_time_to_look() && self.drain()?;
-                    idle.wait(told).map_err(|seconds| FaultError::Busy { block, pages: left, seconds })?;
+                    let busy = idle.is_time_to_look() && self.drain()?;
+                    idle.wait(busy).map_err(|seconds| FaultError::Busy { block, pages: left, seconds })?;
                 }
                 _ => idle = Idle::default(),
             }
@@ -155,9 +155,9 @@ impl Idle {
     }
 
     /// Waits before the next try; fails with the seconds passed if they are too many.
-    fn wait(&mut self, told: bool) -> Result<(), u64> {
+    fn wait(&mut self, busy: bool) -> Result<(), u64> {
         let since = *self.since.get_or_insert_with(Instant::now);
-        self.tries = if told { 1 } else { self.tries.saturating_add(1) };
+        self.tries = if busy { 1 } else { self.tries.saturating_add(1) };
         if self.is_time_to_look() && since.elapsed() > CHANGE_TIMEOUT {
             return Err(since.elapsed().as_secs());
         }

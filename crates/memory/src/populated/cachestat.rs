@@ -79,13 +79,13 @@ pub(super) fn look(
 /// Counts the pages of a range that are in memory or in swap. The range is not empty.
 fn count(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
     let asked = CachestatRange { offset: range.start, length: range.end - range.start };
-    let mut told = Cachestat::default();
+    let mut found = Cachestat::default();
     // SAFETY: the kernel reads the one and writes the other, each of the layout that it knows; the descriptor is open.
     let done = unsafe {
-        libc::syscall(SYS_CACHESTAT, fd.as_raw_fd(), std::ptr::from_ref(&asked), std::ptr::from_mut(&mut told), 0)
+        libc::syscall(SYS_CACHESTAT, fd.as_raw_fd(), std::ptr::from_ref(&asked), std::ptr::from_mut(&mut found), 0)
     };
     match done {
-        0 => Ok(told.cached.saturating_add(told.evicted)),
+        0 => Ok(found.cached.saturating_add(found.evicted)),
         _ => Err(io::Error::last_os_error()),
     }
 }

@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_get_the_sizes_of_the_destination_and_4_kib_where_none_is_told() {
+    fn blocks_get_the_sizes_of_the_destination_and_4_kib_where_none_is_reported() {
         let here = RamBlock { page_size: Some(1 << 30), ..RamBlock::new("mem", 4 << 20) };
         let blocks = with_page_sizes(&[here, RamBlock::new("vga", 0x3000)], &sizes(&[("mem", 2 << 20)])).unwrap();
         assert_eq!(blocks.iter().map(|block| block.page_size).collect::<Vec<_>>(), [Some(2 << 20), Some(4096)]);

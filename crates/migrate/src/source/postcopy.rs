@@ -446,7 +446,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             let (name, bitmap) = state.return_path.wait_bitmap(self.options.answer_timeout)?;
             if name != block.name {
                 return Err(MigrateError::Protocol(format!(
-                    "asked for the received pages of RAM block {}, the destination told those of {name:?}",
+                    "asked for the received pages of RAM block {}, the destination report those of {name:?}",
                     block.name
                 )));
             }

@@ -210,7 +210,7 @@ fn a_guest_that_is_slowed_down_is_asked_in_every_round_and_loses_nothing() {
 }
 
 #[test]
-fn a_guest_that_is_stopped_at_once_has_told_its_free_pages_before() {
+fn a_guest_that_is_stopped_at_once_has_named_its_free_pages_before() {
     many(seeds(60).map(|seed| {
         let hint_wait = Duration::from_millis([1, 5, 100][usize::try_from(seed % 3).unwrap()]);
         Case { at_once: true, channels: 0, hint_wait, max_bandwidth: None, ..Case::new(seed) }

@@ -212,21 +212,21 @@ proptest! {
             Err(MigrateError::Paused) if main.ended => {}
             Err(MigrateError::Paused) => {
                 // Parts of host pages are told as well: they were never placed, and count for nothing.
-                let told = Mutex::new(received.clone());
+                let report = Mutex::new(received.clone());
                 for (index, page) in torn.iter().enumerate() {
                     let block = index % shape.len();
                     let page = PageNumber(page % lengths[block]);
                     if each[block] > 1 && !received[block].get(page) {
-                        told.lock().unwrap()[block].set(page);
+                        report.lock().unwrap()[block].set(page);
                         let whole = PageRange::starting_at(PageNumber(page.0 / each[block] * each[block]), each[block]);
-                        if told.lock().unwrap()[block].count_in(whole) == each[block] {
-                            told.lock().unwrap()[block].clear(page);
+                        if report.lock().unwrap()[block].count_in(whole) == each[block] {
+                            report.lock().unwrap()[block].clear(page);
                         }
                     }
                 }
-                let told = told.into_inner().unwrap();
+                let report = report.into_inner().unwrap();
                 let script = Script { asks, stop_after: None, preempt: preempt_again };
-                let (result, main, urgent) = transfer(&memory, &each, &script, Some(&told));
+                let (result, main, urgent) = transfer(&memory, &each, &script, Some(&report));
                 prop_assert!(result.is_ok(), "{:?}", result.err());
                 prop_assert_eq!((&main.wrong, &urgent.wrong), (&vec![], &vec![]));
                 prop_assert!(main.ended);

@@ -256,7 +256,7 @@ fn sections_of_stock_qemu_go_to_the_vmm_as_a_whole() {
 }
 
 #[test]
-fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_is_told() {
+fn a_vm_that_cannot_load_its_devices_never_runs_and_the_source_is_reported() {
     let source = Memory::new(&[64], |_, _| true);
     let vm = Vm { refuses: Some("timer"), ..Vm::new(&[("block0", 64)]) };
     let (near, far) = pair();

@@ -236,8 +236,8 @@ fn free_pages_there(source: &TestVm, vm: &Vm) {
     // Every seventh page has contents here.
     for page in (FREE.start / 4096..FREE.end / 4096).filter(|page| page % 7 == 0).take(200) {
         let line = format!("xp /1gx {:#x}", page * 4096);
-        let told = vm.execute("human-monitor-command", json!({ "command-line": line })).unwrap();
-        let (_, word) = told.as_str().unwrap().trim().split_once(": 0x").unwrap();
+        let report = vm.execute("human-monitor-command", json!({ "command-line": line })).unwrap();
+        let (_, word) = report.as_str().unwrap().trim().split_once(": 0x").unwrap();
         let mut here = [0; 8];
         source.memory.block(0).unwrap().read(page * 4096, &mut here).unwrap();
         match u64::from_str_radix(word, 16).unwrap() {

@@ -212,7 +212,7 @@ fn a_vm_whose_time_is_up_in_the_middle_of_a_round_takes_the_rest_with_it() {
 }
 
 #[test]
-fn a_vm_whose_time_is_up_while_holes_are_told_goes_on_as_was_said_with_the_others_zero() {
+fn a_vm_whose_time_is_up_while_holes_are_announced_goes_on_as_was_said_with_the_others_zero() {
     for seed in 0..4 {
         let hurried = NonZeroU64::new(1 << 16).map(|bandwidth| (bandwidth, Duration::from_millis(5)));
         let (channels, postcopy) =

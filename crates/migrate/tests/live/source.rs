@@ -327,7 +327,7 @@ fn a_vm_with_a_writer_that_no_log_sees_is_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn a_vm_that_was_told_to_stay_stays() {
+fn a_vm_that_must_stay_stays() {
     for late in [false, true] {
         let vm = TestVm::new(&[3000]);
         vm.fill(0, |_| true);

@@ -202,7 +202,7 @@ impl LiveVm for TestVm {
     fn resume(&self) -> Result<(), VmError> {
         self.resumes.fetch_add(1, Ordering::SeqCst);
         if self.fail == Some("resume") {
-            return Err("a vCPU does not go on".into());
+            return Err("a vCPU does not continue".into());
         }
         *self.stopped.write().unwrap() = false;
         Ok(())

@@ -376,7 +376,7 @@ fn gather(mut gathering: MultifdAccept<'_>) -> Result<MultifdChannels, MigrateEr
 }
 
 #[test]
-fn channels_are_told_apart_in_any_order_and_however_slowly_they_say_who_they_are() {
+fn channels_are_distinguished_in_any_order_and_however_slowly_they_say_who_they_are() {
     let (_folder, listener) = listener();
     let slow = connect(&listener, &initial(2)[..5]);
     let (_one, _main, _zero) =
@@ -457,10 +457,10 @@ fn who_has_shaken_hands_stays_while_strangers_come_and_go() {
 }
 
 #[test]
-fn reasons_are_told_once_each_and_so_is_a_peer_that_goes_because_it_does_not_trust_this_end() {
+fn reasons_are_reported_once_each_and_so_is_a_peer_that_goes_because_it_does_not_trust_this_end() {
     let meeting = Meeting::new();
-    let mut told = Vec::new();
-    let mut gathering = gathering(&meeting.listener, 0, 30_000).on_refusal(|why| told.push(why.to_string()));
+    let mut report = Vec::new();
+    let mut gathering = gathering(&meeting.listener, 0, 30_000).on_refusal(|why| report.push(why.to_string()));
     for number in 0..6 {
         if number % 2 == 0 {
             meeting.stranger().write_all(b"QEVM, and no TLS").unwrap();
@@ -476,9 +476,9 @@ fn reasons_are_told_once_each_and_so_is_a_peer_that_goes_because_it_does_not_tru
         assert!(gathering.poll(Duration::from_millis(50)).unwrap().is_none());
     }
     drop(gathering);
-    assert_eq!(told.len(), 2, "{told:?}");
-    assert!(told[0].contains("its data is not TLS"), "{told:?}");
-    assert!(told[1].contains("it may not trust this end's certificate"), "{told:?}");
+    assert_eq!(report.len(), 2, "{report:?}");
+    assert!(report[0].contains("its data is not TLS"), "{report:?}");
+    assert!(report[1].contains("it may not trust this end's certificate"), "{report:?}");
 }
 
 #[test]

@@ -247,7 +247,7 @@ fn a_source_that_stalls_or_a_person_who_cancels_ends_the_wait() {
 }
 
 #[test]
-fn a_source_over_tcp_that_waits_for_room_is_told_at_once_that_reading_has_ended() {
+fn a_source_over_tcp_that_waits_for_room_learns_at_once_that_reading_has_ended() {
     // More than the kernel keeps at both ends, for a destination that reads next to nothing.
     let memory = Memory::new(&[8000], |_, _| true);
     let bytes = stream(&memory, &(0..8000).map(|page| (page, true)).collect::<Vec<_>>(), true);

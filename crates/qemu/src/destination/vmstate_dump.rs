@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_that_are_no_qemu_are_told_apart() {
+    fn programs_that_are_no_qemu_are_distinguished() {
         let version = Version::new(10, 0, 2);
         let error = |program: &str| VmstateDump::of(Path::new(program), version).unwrap_err().to_string();
         assert!(error("/nonexistent/qemu").contains("cannot run /nonexistent/qemu"));

@@ -1,8 +1,10 @@
 //! A conversation with an agent: commands and their answers, one at a time, within a time and a number of bytes.
 
+use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use limosa_page::broken_invariant;
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
@@ -95,10 +97,14 @@ impl Conversation {
                 return Err(no_answer);
             }
             match receive(self.socket.as_fd(), &mut buffer, Some(self.deadline)) {
-                Ok(Received::Bytes(count)) => self
-                    .answers
-                    .push(buffer.get(..count).unwrap_or_default())
-                    .map_err(|_| GuestAgentError::TooManyBytes { limit: BYTES_LIMIT })?,
+                Ok(Received::Bytes(count)) => {
+                    let bytes = buffer.get(..count).ok_or_else(|| GuestAgentError::Io {
+                        what: "receive from the guest agent",
+                        source: io::Error::other(broken_invariant("at most a buffer's length is received into it")),
+                    })?;
+                    let pushed = self.answers.push(bytes);
+                    pushed.map_err(|_| GuestAgentError::TooManyBytes { limit: BYTES_LIMIT })?;
+                }
                 Ok(Received::TimedOut) => return Err(no_answer),
                 Ok(Received::Closed) => return Err(GuestAgentError::Closed { command }),
                 Err(errno) => {

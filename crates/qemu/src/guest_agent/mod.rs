@@ -4,8 +4,8 @@
 //!
 //! Laws:
 //! - **The guest is hostile.** A conversation has a time limit and a limit of bytes, which no agent can extend.
-//! - **Nobody is disturbed.** A chardev that another program is connected to is left alone, and limosa's own connection
-//!   ends with the conversation.
+//! - **Other programs keep their connection.** A chardev that another program is connected to is not used, and limosa's
+//!   own connection ends with the conversation.
 
 mod answers;
 mod clock;

@@ -4,7 +4,7 @@
 //! address that QEMU reports for the block. Pages that QEMU has written there since (by a device `loader`, by a reset)
 //! are found and sent.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use limosa_migrate::stored::PresentBlock;
 use limosa_page::error_with_causes;
@@ -27,6 +27,24 @@ pub(crate) enum Mapped {
     Wrong(String),
 }
 
+/// A memory backend that is meant to map a snapshot and does not map it as it must.
+#[derive(Debug, thiserror::Error)]
+enum WrongBackend {
+    #[error("memory backend {id} maps a file, and the snapshot has no RAM block of that name")]
+    NoBlock { id: String },
+    #[error("memory backend {id} opens the file for writing; it must have readonly=on and rom=off")]
+    Writable { id: String },
+    #[error("memory backend {id} maps offset {offset} of its file; RAM block {block} is at {place}")]
+    Offset { id: String, offset: u64, block: String, place: u64 },
+    #[error(
+        "memory backend {id} does not map the {length} bytes of RAM block {block} at offset {place} of {}",
+        snapshot.display()
+    )]
+    NotMapped { id: String, length: u64, block: String, place: u64, snapshot: PathBuf },
+    #[error("failed to read which pages of RAM block {block} QEMU has written")]
+    Unseen { block: String, source: std::io::Error },
+}
+
 /// Examines a QEMU's memory backends ([`Monitor::file_backends`]), RAM blocks ([`Monitor::ram_blocks`]) and process. A
 /// block that cannot be proven is a reason not to rely on it.
 pub(crate) fn recognize(
@@ -47,7 +65,7 @@ pub(crate) fn recognize(
     for backend in backends {
         match block_of(backend, snapshot, &process, here) {
             Ok(block) => blocks.push(block),
-            Err(why) => return Mapped::Wrong(why),
+            Err(why) => return Mapped::Wrong(error_with_causes(&why)),
         }
     }
     if !snapshot.is_mappable() {
@@ -139,31 +157,29 @@ fn block_of(
     snapshot: &Snapshot,
     process: &MappingProcess,
     here: &[RamBlockInfo],
-) -> Result<PresentBlock, String> {
-    let id = &backend.id;
+) -> Result<PresentBlock, WrongBackend> {
+    let id = || backend.id.clone();
     // Machine types of old name the block by the object's whole path.
-    let named = |name: &str| name == id || name.strip_prefix("/objects/") == Some(id);
+    let named = |name: &str| name == backend.id || name.strip_prefix("/objects/") == Some(&backend.id);
     let Some(block) = snapshot.layout().blocks.iter().find(|block| named(&block.block.name)) else {
-        return Err(format!("memory backend {id} maps a file, and the snapshot has no RAM block of that name"));
+        return Err(WrongBackend::NoBlock { id: id() });
     };
     let name = &block.block.name;
     // Discarding such memory (a balloon) would punch holes into a file that is open for writing.
     if !backend.readonly {
-        return Err(format!("memory backend {id} opens the file for writing; it must have readonly=on and rom=off"));
+        return Err(WrongBackend::Writable { id: id() });
     }
     let (place, length) = (block.pages_offset, block.pages_range().end - block.pages_offset);
     let offset = backend.offset.unwrap_or(0);
     if offset != place {
-        return Err(format!("memory backend {id} maps offset {offset} of its file; RAM block {name} is at {place}"));
+        return Err(WrongBackend::Offset { id: id(), offset, block: name.clone(), place });
     }
     let said = here.iter().find(|here| here.name == *name).and_then(|here| here.host_address);
     let Some(address) = process.address(said, place, length).filter(|_| backend.size == length) else {
-        return Err(format!(
-            "memory backend {id} does not map the {length} bytes of RAM block {name} at offset {place} of {}",
-            snapshot.path().display()
-        ));
+        let snapshot = snapshot.path().to_owned();
+        return Err(WrongBackend::NotMapped { id: id(), length, block: name.clone(), place, snapshot });
     };
-    let unseen = |error| format!("which pages of RAM block {name} QEMU has written cannot be read: {error}");
+    let unseen = |source| WrongBackend::Unseen { block: name.clone(), source };
     let changed = process.copied_pages(address, length).map_err(unseen)?;
     Ok(PresentBlock { block: name.clone(), changed: changed.runs().collect() })
 }

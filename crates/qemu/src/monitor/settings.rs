@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_differs_is_set_and_unknown_names_are_told() {
+    fn only_what_differs_is_set_and_unknown_names_are_reported() {
         let current =
             Settings::new().capability("events", true).capability("multifd", false).parameter("max-bandwidth", 5);
         let wish = Settings::new()

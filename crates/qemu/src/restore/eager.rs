@@ -41,7 +41,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<Resto
         // Who may not change the mode may not be able to write either, or knows what is written there.
         if let Err(error) = job.snapshot.make_read_only() {
             (job.watch.notice)(&format!(
-                "{}; whoever writes to it changes the memory of running VMs",
+                "{}; a write to it changes the memory of running VMs",
                 error_with_causes(&error)
             ));
         }

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU64;
 
+use limosa_page::to_millis;
 use limosa_snapshot::Transport;
 use limosa_stream::multifd::Compression;
 
@@ -105,7 +106,7 @@ pub(super) fn settings(
         wish = wish.parameter("direct-io", false);
     }
     if let Some(downtime) = options.downtime {
-        wish = wish.parameter("downtime-limit", u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX));
+        wish = wish.parameter("downtime-limit", to_millis(downtime));
     }
     wish
 }

@@ -105,7 +105,7 @@ fn a_monitor_that_does_not_greet_is_held_by_another_client() {
 }
 
 #[test]
-fn a_socket_that_is_not_there_or_not_served_is_told_apart_from_a_busy_one() {
+fn a_socket_that_is_not_there_or_not_served_is_distinguished_from_a_busy_one() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
     let connect = || Qmp::connect(&MonitorAddress::Unix(path.clone()), &impatient()).unwrap_err();

@@ -104,7 +104,7 @@ fn blocks_are_resized_only_where_the_destination_has_room() {
 }
 
 #[test]
-fn huge_pages_at_the_destination_are_told_and_harmless() {
+fn huge_pages_at_the_destination_are_reported_and_harmless() {
     let mut destination = destination(Everything(None, None));
     destination.blocks[0].page_size = Some(2 << 20);
     let comparison = compare(&saved(), &destination);
@@ -136,8 +136,8 @@ fn a_uuid_refuses_only_if_the_stream_itself_carries_it() {
     assert!(!compare(&saved, &destination).would_load());
     saved.uuid = None;
     saved.manifest.insert(Manifest::new()).vm_uuid = Some(mine);
-    let told = compare(&saved, &destination);
-    assert!(told.would_load() && told.findings[0].severity == Severity::ChangesVm, "{told:?}");
+    let report = compare(&saved, &destination);
+    assert!(report.would_load() && report.findings[0].severity == Severity::ChangesVm, "{report:?}");
 }
 
 #[test]
@@ -146,8 +146,8 @@ fn a_file_without_its_sections_or_without_shared_memory_is_not_called_fit() {
     saved.devices.clear();
     assert_eq!(compare(&saved, &destination(Everything(None, None))).uncertain_refusals(), 1);
     saved.capabilities = vec!["x-ignore-shared".to_owned()];
-    let told = compare(&saved, &destination(Everything(None, None)));
-    assert!(told.findings.iter().any(|finding| finding.severity == Severity::ChangesVm), "{told:?}");
+    let report = compare(&saved, &destination(Everything(None, None)));
+    assert!(report.findings.iter().any(|finding| finding.severity == Severity::ChangesVm), "{report:?}");
 }
 
 #[test]

@@ -98,8 +98,8 @@ fn a_stream_behind_zeros_is_found_and_one_in_a_pipe_too() {
         let target = folder.path().join(format!("{zeros} imported"));
         import(&file, &target).unwrap();
         assert_eq!(contents(&target), original);
-        let told = summarize_file(&file).unwrap();
-        assert_eq!((told.blocks.len(), told.devices.len()), (2, 2));
+        let summary = summarize_file(&file).unwrap();
+        assert_eq!((summary.blocks.len(), summary.devices.len()), (2, 2));
     }
     let (reader, mut writer) = std::io::pipe().unwrap();
     let writing = std::thread::spawn(move || writer.write_all(&bytes).unwrap());
@@ -127,10 +127,10 @@ fn save_images_of_both_byte_orders_become_snapshots_that_know_their_domain() {
         assert_eq!(manifest.vm_uuid, Some("3f2504e0-4f89-41d3-9a0c-0305e82c3301".parse().unwrap()));
         let state = if running == 1 { "running" } else { "paused" };
         assert_eq!(Snapshot::open(&target).unwrap().run_state().as_deref(), Some(state));
-        let told = summarize_file(&file).unwrap();
-        let libvirt = told.libvirt.unwrap();
+        let summary = summarize_file(&file).unwrap();
+        let libvirt = summary.libvirt.unwrap();
         assert_eq!((libvirt.header.byte_order, libvirt.header.was_running), (order, running == 1));
-        assert_eq!((told.run_state.as_deref(), told.devices.len()), (Some(state), 2));
+        assert_eq!((summary.run_state.as_deref(), summary.devices.len()), (Some(state), 2));
 
         // The same through a pipe.
         let bytes = std::fs::read(&file).unwrap();

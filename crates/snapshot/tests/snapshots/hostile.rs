@@ -178,7 +178,7 @@ fn a_chunk_that_lost_all_its_bits_is_not_taken_for_zeros() {
 }
 
 #[test]
-fn a_chunk_that_lost_some_of_its_bits_is_found_before_anybody_is_told_of_zeros() {
+fn a_chunk_that_lost_some_of_its_bits_is_found_before_zeros_are_reported() {
     let (_directory, target) = as_file(&forget(&files()[1], 0, 303..304));
     let snapshot = Snapshot::open(&target).unwrap();
     assert!(!snapshot.stored_bitmap(0).get(PageNumber(303)));

@@ -27,13 +27,13 @@ fn files(folder: &Path, cache: CacheMode, io: Io, check: impl Fn(Make<'_>)) {
 fn keep_a_ring_that_knows_buffers() {
     static KEPT: OnceLock<()> = OnceLock::new();
     KEPT.get_or_init(|| {
-        let (told, done) = channel();
+        let (report, done) = channel();
         thread::spawn(move || {
             tmpfs(CacheMode::Writeback, Io::Uring)(|make| {
                 let storage = make();
                 (0..5000).for_each(|_| block_on(storage.read(0, Buffer::zeroed(512).into())).unwrap());
             });
-            told.send(()).unwrap();
+            report.send(()).unwrap();
             // With the process.
             loop {
                 thread::park();

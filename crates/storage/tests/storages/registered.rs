@@ -67,9 +67,9 @@ fn rings() -> Vec<String> {
         }
         // The tables are left out while the ring is in use.
         for _ in 0..1000 {
-            let told = fs::read_to_string(Path::new("/proc/self/fdinfo").join(link.file_name())).ok()?;
-            if told.contains("UserBufs") {
-                return Some(told);
+            let answer = fs::read_to_string(Path::new("/proc/self/fdinfo").join(link.file_name())).ok()?;
+            if answer.contains("UserBufs") {
+                return Some(answer);
             }
             thread::sleep(Duration::from_millis(1));
         }
@@ -245,9 +245,9 @@ fn alone(test: &str, variable: &str, value: &str) -> Command {
 /// The ring that knows a file: whether it knows the memory of buffers.
 fn knows_buffers(path: &Path) -> bool {
     let path = path.to_string_lossy().into_owned();
-    let told: Vec<_> = rings().into_iter().filter(|ring| ring.contains(&path)).collect();
-    assert_eq!(told.len(), 1, "{told:?}");
-    let count = told.iter().flat_map(|ring| ring.lines()).find_map(|line| line.strip_prefix("UserBufs:"));
+    let answer: Vec<_> = rings().into_iter().filter(|ring| ring.contains(&path)).collect();
+    assert_eq!(answer.len(), 1, "{answer:?}");
+    let count = answer.iter().flat_map(|ring| ring.lines()).find_map(|line| line.strip_prefix("UserBufs:"));
     count.unwrap().trim() == "1"
 }
 
@@ -359,11 +359,11 @@ fn a_process_that_is_killed_leaves_no_lock() {
         let mut child = alone(own_test_name!(a_process_that_is_killed_leaves_no_lock), FILE, &path.to_string_lossy())
             .spawn()
             .unwrap();
-        let (mut told, mut byte) = (Vec::new(), [0]);
+        let (mut answer, mut byte) = (Vec::new(), [0]);
         let stdout = child.stdout.as_mut().unwrap();
-        while !told.ends_with(b"\nready\n") {
-            assert_eq!(stdout.read(&mut byte).unwrap(), 1, "{}", String::from_utf8_lossy(&told));
-            told.push(byte[0]);
+        while !answer.ends_with(b"\nready\n") {
+            assert_eq!(stdout.read(&mut byte).unwrap(), 1, "{}", String::from_utf8_lossy(&answer));
+            answer.push(byte[0]);
         }
         child.kill().unwrap();
         child.wait().unwrap();

@@ -75,7 +75,7 @@ pub fn serve() -> Result<()> {
             while next()?.is_some() {
                 let cores = thread::available_parallelism().map_or(1, usize::from);
                 let begun = || say(&Answer::Ready);
-                until_told(&mut next, cores, begun, |over| {
+                until_asked_to_end(&mut next, cores, begun, |over| {
                     while !over.load(Ordering::Relaxed) {
                         std::hint::spin_loop();
                     }
@@ -88,7 +88,7 @@ pub fn serve() -> Result<()> {
             let chain = neighbour::chain()?;
             say(&Answer::Ready)?;
             while next()?.is_some() {
-                let chased = until_told(&mut next, 1, || Ok(()), |over| neighbour::chase(&chain, over))?;
+                let chased = until_asked_to_end(&mut next, 1, || Ok(()), |over| neighbour::chase(&chain, over))?;
                 let (steps, cpu) = chased.into_iter().next().context("the neighbour has not run")?;
                 say(&Answer::Chased { steps, cpu: nanoseconds(cpu) })?;
             }
@@ -98,7 +98,7 @@ pub fn serve() -> Result<()> {
 }
 
 /// Runs this number of threads until the next line comes. Returns what they have done.
-fn until_told<T: Send>(
+fn until_asked_to_end<T: Send>(
     next: &mut impl FnMut() -> Result<Option<String>>,
     threads: usize,
     begun: impl FnOnce() -> Result<()>,
@@ -107,10 +107,10 @@ fn until_told<T: Send>(
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
         let working: Vec<_> = (0..threads).map(|_| scope.spawn(|| work(&over))).collect();
-        let told = begun().and_then(|()| next());
+        let result = begun().and_then(|()| next());
         over.store(true, Ordering::Relaxed);
         let done: Result<Vec<T>, _> = working.into_iter().map(thread::ScopedJoinHandle::join).collect();
-        told.and_then(|_| done.map_err(|_| anyhow!("a thread panicked")))
+        result.and_then(|_| done.map_err(|_| anyhow!("a thread panicked")))
     })
 }
 
@@ -243,11 +243,11 @@ struct ReportedFreePages(Vec<Range<u64>>);
 impl FreePageHinting for ReportedFreePages {
     fn request_list(&self, to: Arc<dyn FreePageSink>) -> Result<(), FreePagesError> {
         let ranges = self.0.clone();
-        let told = thread::Builder::new().name("free pages".into()).spawn(move || {
+        let result = thread::Builder::new().name("free pages".into()).spawn(move || {
             ranges.into_iter().for_each(|range| to.add_range(range));
             to.complete();
         });
-        told.map(drop).map_err(|error| FreePagesError::Failed { why: error.to_string() })
+        result.map(drop).map_err(|error| FreePagesError::Failed { why: error.to_string() })
     }
 
     fn stop_list(&self) {}

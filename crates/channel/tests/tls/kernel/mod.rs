@@ -433,7 +433,7 @@ fn in_two_pieces(bed: &Bed, cut: impl FnOnce(&[u8]) -> usize + Send) -> (Vec<u8>
     let Uri::Tcp { port, .. } = *listener.local_uri() else { unreachable!() };
     let between = TcpListener::bind("127.0.0.1:0").unwrap();
     let uri = format!("tcp:{}", between.local_addr().unwrap()).parse().unwrap();
-    let (tell, told) = mpsc::channel();
+    let (tell, report) = mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(move || {
             let mut near = between.accept().unwrap().0;
@@ -451,7 +451,7 @@ fn in_two_pieces(bed: &Bed, cut: impl FnOnce(&[u8]) -> usize + Send) -> (Vec<u8>
             near.read_to_end(&mut rest).unwrap();
             let at = cut(&rest);
             far.write_all(&rest[..at]).unwrap();
-            let _ = told.recv_timeout(Duration::from_secs(2));
+            let _ = report.recv_timeout(Duration::from_secs(2));
             far.write_all(&rest[at..]).unwrap();
             far.shutdown(std::net::Shutdown::Write).unwrap();
             let _ = back.join();

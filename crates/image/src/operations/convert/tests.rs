@@ -210,7 +210,7 @@ fn one_bad_sector_costs_few_reads() {
 }
 
 #[test]
-fn it_stops_when_it_is_told_to_and_says_how_far_it_is() {
+fn it_stops_when_asked_and_reports_its_progress() {
     let seen = std::sync::Mutex::new(Vec::new());
     let watch = |progress: Progress| {
         let mut seen = seen.lock().unwrap();

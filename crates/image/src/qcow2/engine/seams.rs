@@ -103,12 +103,12 @@ mod tests {
 
     /// Panics in debug builds, and is an error in others.
     fn fires(check: impl FnOnce() -> Checked + std::panic::UnwindSafe, says: &str) {
-        let told = match std::panic::catch_unwind(check) {
+        let message = match std::panic::catch_unwind(check) {
             Ok(checked) if cfg!(debug_assertions) => panic!("{checked:?}: {says}"),
             Ok(checked) => checked.unwrap_err().to_string(),
             Err(panic) => panic.downcast_ref::<String>().cloned().unwrap_or_default(),
         };
-        assert!(told.contains(says), "{told}");
+        assert!(message.contains(says), "{message}");
     }
 
     fn range(range: Range<u64>) -> Range<GuestOffset> {

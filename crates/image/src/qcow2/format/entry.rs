@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kinds_of_clusters_are_told_apart() {
+    fn the_kinds_of_clusters_are_distinguished() {
         let decode = |bits| L2Entry::decode(bits, 0, &USUAL, RULES);
         let standard = |host, copied, what| Ok(L2Entry::Standard { host, copied, what });
         assert_eq!(decode(0), Ok(L2Entry::NONE));

@@ -39,17 +39,17 @@ fn a_guest_goes_on_with_the_snapshot_as_its_memory_and_needs_limosa_no_more() {
 }
 
 #[test]
-fn what_it_does_is_told_and_the_other_ways_are_kept() {
+fn what_it_does_is_reported_and_the_other_ways_are_kept() {
     needs_qemu!();
     let scene = Scene::new();
-    for (how, told, mapped) in [
+    for (how, report, mapped) in [
         ("mapped", "mapped from the snapshot", true),
         ("lazy", "all memory after", false),
         ("eager", "restored after", false),
     ] {
         let run = scene.start(&["-v", "--memory", how], &[]);
         run.wait_laps(1);
-        crate::stage::wait_for(told, || run.limosa.stderr().contains(told).then_some(()));
+        crate::stage::wait_for(report, || run.limosa.stderr().contains(report).then_some(()));
         assert_eq!(maps(run.qemu(), &scene.snapshot), mapped, "{how}");
         run.limosa.signal(Signal::TERM);
         run.wait();
@@ -75,7 +75,7 @@ fn what_cannot_be_mapped_is_refused_by_name_or_restored_another_way() {
 }
 
 #[test]
-fn a_qemu_that_is_too_old_is_told_by_the_option_it_lacks_or_restored_another_way() {
+fn a_qemu_that_is_too_old_is_named_by_the_option_it_lacks_or_restored_another_way() {
     needs_qemu!();
     let mut scene = Scene::new();
     scene.line[0] = text(&old_qemu(&scene.path("qemu-old"))).to_owned();

@@ -181,11 +181,11 @@ fn the_monitor_that_qemu_gives_itself_and_its_keys_are_there() {
     });
     terminal.type_keys("\u{1}c");
     terminal.wait_shown("(qemu)");
-    let told = |shown: &str| shown.matches("VM status: ").count();
+    let report = |shown: &str| shown.matches("VM status: ").count();
     wait_for("a running guest", || {
-        let before = told(&terminal.shown());
+        let before = report(&terminal.shown());
         terminal.type_keys("info status\n");
-        wait_for("an answer", || (told(&terminal.shown()) > before).then_some(()));
+        wait_for("an answer", || (report(&terminal.shown()) > before).then_some(()));
         terminal.shown().contains("VM status: running").then_some(())
     });
     terminal.type_keys("\u{1}x");

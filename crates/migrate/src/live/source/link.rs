@@ -32,7 +32,7 @@ pub enum PostcopyMode {
     /// it.
     Allowed,
     /// At once: the VM stops, and all of its memory follows. A guest that is [asked for its free
-    /// pages](super::LiveSource::hint_free_pages) runs until it has told them, and those do not follow.
+    /// pages](super::LiveSource::hint_free_pages) runs until its list is complete; the pages in the list are not sent.
     AtOnce,
 }
 

@@ -220,9 +220,9 @@ impl<'v, 'o, V: LiveVm + ?Sized> LiveSource<'v, 'o, V> {
     /// the guest's writes. What was free is at the destination with any contents; in postcopy it is zero. A guest that
     /// cannot be asked is moved without.
     ///
-    /// The device is told to [give the pages back](FreePageHinting::return_pages) when the VM has been stopped and
-    /// before it is asked for the [state of its devices](LiveVm::device_sections), so that a device that is moved says
-    /// it at the destination. One that is not moved with the VM has to say it by itself there, or the guest keeps
+    /// The device [gives the pages back](FreePageHinting::return_pages) when the VM has been stopped and before it is
+    /// asked for the [state of its devices](LiveVm::device_sections), so that a device that is moved says it at the
+    /// destination. One that is not moved with the VM has to say it by itself there, or the guest keeps
     /// holding the pages back.
     #[must_use]
     pub fn hint_free_pages(mut self, from: Arc<dyn FreePageHinting>) -> Self {

@@ -42,7 +42,8 @@ impl<'e, 'v, V: LiveVm + ?Sized> Attempt<'_, 'e, 'v, V> {
         })
     }
 
-    /// Nothing is sent before postcopy; the guest runs until it has told its free pages, or has not in time.
+    /// Waits for the free pages of the guest, which runs meanwhile, within their time limit. Nothing is sent before
+    /// postcopy.
     pub(super) fn ask_for_hints(&mut self, mut rounds: Rounds<'e, 'v>) -> Result<Phase<'e, 'v>, MigrateError> {
         let (link, terms) = (self.link, self.terms);
         let mut round = link.bulk(true)?;

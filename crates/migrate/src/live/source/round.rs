@@ -169,8 +169,8 @@ impl<'e, 'v> Rounds<'e, 'v> {
             if !last {
                 // What is not sent costs nothing: or zero pages would hold up those with contents that wait for the
                 // next call.
-                let told = sent.zero.saturating_mul(ZERO_RECORD);
-                link.control.rate_limit().spend(sent.normal.saturating_mul(PAGE_SIZE).saturating_add(told));
+                let report = sent.zero.saturating_mul(ZERO_RECORD);
+                link.control.rate_limit().spend(sent.normal.saturating_mul(PAGE_SIZE).saturating_add(report));
             }
             link.progress.add_moved(MovedPages { normal: sent.normal, zero: sent.zero, resent: 0 });
             result.sent.add(sent);

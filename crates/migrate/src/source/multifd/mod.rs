@@ -256,9 +256,9 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             let syncs = if self.rules.sync_at_every_section { 2 } else { 1 };
             let plan = RoundPlan { zeros: vec![zeros; blocks.len()], method: ZeroMethod::best(), syncs, limited: true };
             let mut records = RecordWriter::new(self.main, blocks)?;
-            let told = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
+            let report = |records: &mut RecordWriter<'_>| self.tell_gaps(records);
             self.queue.start(stored);
-            let sent = self.send_round(plan, &mut records, told, None)?;
+            let sent = self.send_round(plan, &mut records, report, None)?;
             self.queue.check_spent()?;
             Ok::<_, MigrateError>(sent)
         });
@@ -303,7 +303,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
         drop(state);
         self.changed.notify_all();
         let mut rest = None;
-        let told = tell(records).and_then(|()| {
+        let report = tell(records).and_then(|()| {
             while let Some(found) = self.next_zeros(deadline, &mut rest) {
                 for (block, run) in found {
                     records.send_zero(block, run)?;
@@ -316,7 +316,7 @@ impl<'a, S: PageSource + ?Sized> Multifd<'a, S> {
             self.check()
         });
         // What failed first is the cause, whichever thread noticed.
-        told.map_err(|error| self.fail_with(error))?;
+        report.map_err(|error| self.fail_with(error))?;
         let [normal, zero, left_out] = [&self.normal, &self.zero, &self.left_out].map(|counter| counter.load(Relaxed));
         let busy = Duration::from_nanos(self.busy.load(Relaxed)).max(records.take_busy());
         Ok(RoundSent { sent: Sent { normal, zero, left_out }, busy, rest: rest.transpose()? })

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_refcount_cannot_hold_is_told() {
+    fn a_refcount_that_is_too_large_is_reported() {
         for width in [Width::Narrow, Width::Wide] {
             let mut counts = Counts::new(&(0..2), 3, 9, width);
             let lost = (counts.add(0, 1024, 2), counts.add(0, 512, 4), counts.add(0, 1024, u64::MAX));
