@@ -6,12 +6,14 @@
 //! [`end_detached`] when a signal ends the program and nothing is dropped.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 
 use anyhow::{Context, Result};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::raw;
@@ -116,6 +118,22 @@ pub(crate) fn end_detached() {
     }
 }
 
+/// Kills the processes whose command lines name this path: what programs under test had started before they could
+/// report it. For a handler that ends this program.
+pub(crate) fn end_naming(path: &Path) {
+    let name = path.as_os_str().as_bytes();
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let number = entry.file_name().to_str().and_then(|number| number.parse().ok());
+        let Some(pid) = number.and_then(Pid::from_raw).filter(|pid| *pid != getpid()) else { continue };
+        // Opened before its command line is read: its number is not used again meanwhile.
+        let Ok(descriptor) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        if line.windows(name.len()).any(|part| part == name) {
+            kill(&descriptor);
+        }
+    }
+}
+
 fn kill(descriptor: &OwnedFd) {
     // It may have ended by itself.
     let _ = pidfd_send_signal(descriptor, Signal::KILL);
@@ -146,6 +164,20 @@ mod tests {
         assert_eq!(detached.pid(), child.id());
         drop(detached);
         assert!(!child.try_wait().expect("waits").expect("has ended").success());
+    }
+
+    #[test]
+    fn processes_that_name_a_directory_end_and_no_others() {
+        let directory = tempfile::tempdir().expect("makes");
+        let file = directory.path().join("file");
+        std::fs::write(&file, "").expect("writes");
+        let mut named = Command::new("tail").arg("-f").arg(&file).spawn().expect("starts");
+        let mut other = Command::new("sleep");
+        other.arg("1000");
+        let mut other = Process::start(other, None).expect("starts");
+        end_naming(directory.path());
+        assert!(!named.wait().expect("waits").success());
+        assert!(other.ended().expect("is asked").is_none());
     }
 
     #[test]

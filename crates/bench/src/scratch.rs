@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use parking_lot::{Mutex, MutexGuard};
 use tempfile::TempDir;
 
-use crate::process::end_detached;
+use crate::process::{end_detached, end_naming};
 
 static ALL: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
@@ -54,6 +54,7 @@ pub fn remove_all() {
     let all = all();
     end_detached();
     for path in all.iter() {
+        end_naming(path);
         // A child may still be making files in it.
         for _ in 0..100 {
             if fs::remove_dir_all(path).is_ok() || !path.exists() {

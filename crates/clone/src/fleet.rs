@@ -12,8 +12,8 @@ use std::time::Duration;
 use limosa_page::{PAGE_SIZE, error_with_causes};
 use limosa_qemu::command_line::escaped;
 use limosa_qemu::{
-    BlockPlace, GuestClock, MappedCommandLine, RunChoice, check_snapshot_not_shared, is_same_file, name_memory_backend,
-    rewrite_for_mapping,
+    BlockPlace, GuestClock, MappedCommandLine, RunChoice, SOCKET_PATH_MAX, check_snapshot_not_shared, is_same_file,
+    name_memory_backend, rewrite_for_mapping,
 };
 use limosa_snapshot::{Snapshot, check_disks};
 
@@ -21,7 +21,10 @@ use crate::command_line::{CommandTemplate, OverlayPlan, Ownership, behind_overla
 use crate::error::CloneError;
 use crate::home::clear_left_over;
 use crate::overlay::{self, Backing};
-use crate::record::{PoolPurpose, Record, SnapshotIdentity};
+use crate::record::{MONITOR, PoolPurpose, Record, SnapshotIdentity, name_of};
+
+/// The largest number of a clone whose monitor's path is sure to fit.
+const LARGEST_NUMBER: u64 = 999_999;
 
 /// Options of [`Fleet::new`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -278,12 +281,22 @@ fn for_all_clones(
     Ok((args, ownership.into_names()))
 }
 
-/// Refuses a directory whose path would say something else inside an option of QEMU.
+/// Refuses a directory whose path would say something else inside an option of QEMU, or that is too long for the
+/// monitors' sockets.
 fn check_folder(folder: &Path) -> Result<(), CloneError> {
     let is_plain = |letter: char| !letter.is_control() && !matches!(letter, ',' | '"' | '\\' | '{' | '}');
-    if folder.to_str().is_some_and(|text| text.chars().all(is_plain)) {
-        return Ok(());
+    let refused = |why: String| Err(CloneError::path("use", folder)(std::io::Error::other(why)));
+    if !folder.to_str().is_some_and(|text| text.chars().all(is_plain)) {
+        let why = "the path of clones goes into QEMU's options: no comma, quote, backslash, brace or control character";
+        return refused(why.into());
     }
-    let why = "the path of clones goes into QEMU's options: no comma, quote, backslash, brace or control character";
-    Err(CloneError::path("use", folder)(std::io::Error::other(why)))
+    // Once for all clones, and before any is made.
+    let monitor = folder.join(name_of(LARGEST_NUMBER)).join(MONITOR);
+    match monitor.as_os_str().len().checked_sub(SOCKET_PATH_MAX) {
+        None | Some(0) => Ok(()),
+        Some(over) => refused(format!(
+            "the path is {over} bytes too long: a clone's monitor is a unix socket in it, whose path has at most \
+             {SOCKET_PATH_MAX} bytes"
+        )),
+    }
 }

@@ -19,8 +19,8 @@ use crate::fleet::{FailedClone, Fleet, PooledClone, StartedClone};
 use crate::home::Home;
 use crate::making::Making;
 use crate::phase::Phase;
-use crate::record::{LOG, MONITOR, Record};
-use crate::start::{Given, WaitingQemu, connect, finish, give_vm, launch_with, name_of};
+use crate::record::{LOG, MONITOR, Record, name_of};
+use crate::start::{Given, WaitingQemu, connect, finish, give_vm, launch_with};
 
 /// The QEMUs of a directory that wait for clones of a fleet.
 #[derive(Debug)]

@@ -58,6 +58,11 @@ pub struct Record {
     pub created: u64,
 }
 
+/// The name of the clone of this number, which is that of its directory.
+pub(crate) fn name_of(number: u64) -> String {
+    format!("{number:03}")
+}
+
 /// The snapshot of a clone, with what tells its file from another of the same name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]

@@ -24,7 +24,7 @@ use crate::fleet::{FailedClone, Fleet, StartedClone};
 use crate::making::Making;
 use crate::phase::Phase;
 use crate::proof;
-use crate::record::{LOG, MONITOR};
+use crate::record::{LOG, MONITOR, name_of};
 
 /// Time that QEMU has to open its monitor.
 const GREETED_WITHIN: Duration = Duration::from_secs(60);
@@ -113,14 +113,11 @@ pub(crate) fn launch_with(
         making.record.process = ProcessIdentity::of(pid);
         making.enter(Phase::Waiting)
     })?;
+    // Written down before it began, its process still had limosa's name.
+    making.record.process = ProcessIdentity::of(child.id());
     making.child = Some(child);
     let monitor = connect(&folder.join(MONITOR), making.child.as_mut(), &log)?;
     Ok(WaitingQemu { monitor, log, channel: None })
-}
-
-/// The name of the clone of this number, which is that of its directory.
-pub(crate) fn name_of(number: u64) -> String {
-    format!("{number:03}")
 }
 
 /// Makes the file for QEMU's output.

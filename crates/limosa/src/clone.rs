@@ -141,9 +141,10 @@ impl Made {
     }
 
     fn new(args: &MakeClonesArgs, snapshot: &Snapshot, options: FleetOptions, begun: Instant) -> anyhow::Result<Self> {
+        let wants_mapping = options.memory != CloneMemory::Copied;
         let fleet = Fleet::new(snapshot, &args.dir, CommandTemplate::new(args.command.clone()), options)?;
         fleet.notices().iter().for_each(|notice| say!("limosa: {notice}"));
-        if !snapshot.is_mappable() {
+        if wants_mapping && !snapshot.is_mappable() {
             say!(
                 "limosa: to share its memory, make the snapshot mappable: limosa snapshot seal {}",
                 args.snapshot.display()

@@ -22,7 +22,12 @@ pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// Connects to QEMU's monitor.
 pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
-    Ok(Monitor::new(Qmp::connect(address, &Options::default())?))
+    let qmp = Qmp::connect(address, &Options::default())?;
+    let package = &qmp.greeting().package;
+    if package.starts_with("limosa ") {
+        bail!("{address} is a control socket of {package}, not the monitor of a QEMU (its -qmp socket)");
+    }
+    Ok(Monitor::new(qmp))
 }
 
 /// The handles that watch and steer a job while it runs.

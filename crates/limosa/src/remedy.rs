@@ -143,7 +143,7 @@ pub(crate) fn of_conflict(conflict: &Conflict) -> String {
         Conflict::Options(first, second) => format!("; leave {} or {} out", name_of(*first), name_of(*second)),
         Conflict::Missing(option) => format!("; add {}", name_of(*option)),
         Conflict::Unsupported(JobOption::FileTransport) => "; use --via socket".into(),
-        Conflict::Unsupported(JobOption::LazyMode) => "; use --memory eager, or auto".into(),
+        Conflict::Unsupported(JobOption::LazyMode) => "; use --memory eager".into(),
         Conflict::Unsupported(JobOption::MappedMode) => {
             "; limosa inspect SNAPSHOT --qemu-args prints the options for QEMU; or use --memory eager".into()
         }

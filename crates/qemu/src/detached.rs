@@ -67,7 +67,7 @@ pub fn launch_detached<E: From<JobError>>(
     thread::scope(|scope| {
         let spawned = scope.spawn(|| {
             let spawned = spawn(&mut command, &inherited_fds);
-            // The other end of `told` is open in the command: closed here, a fork that failed ends the wait below.
+            // The other end of `report` is open in the command: closed here, a fork that failed ends the wait below.
             drop(command);
             spawned
         });

@@ -100,16 +100,16 @@ fn without_record(
     if seen.run == RunState::Running {
         return Ok(done(Outcome::Running, seen.run.clone(), Vec::new()));
     }
+    if matches!(seen.run, RunState::Inmigrate | RunState::Shutdown | RunState::GuestPanicked | RunState::InternalError)
+    {
+        return Err(ResumeError::NothingToContinue { why: why.to_owned() });
+    }
     if !options.force {
         let why = why.to_owned();
         return Err(match seen.run {
             RunState::Postmigrate => ResumeError::Elsewhere { why },
             _ => ResumeError::NotOurs { why },
         });
-    }
-    if matches!(seen.run, RunState::Inmigrate | RunState::Shutdown | RunState::GuestPanicked | RunState::InternalError)
-    {
-        return Err(ResumeError::NothingToContinue { why: why.to_owned() });
     }
     monitor.cont()?;
     let run = monitor.status()?.state;

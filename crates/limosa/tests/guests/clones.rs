@@ -369,6 +369,17 @@ fn what_cannot_be_cloned_is_named_and_nothing_is_left() {
 }
 
 #[test]
+fn a_directory_that_is_too_long_for_sockets_is_refused_once_and_before_anything_is_made() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let long = scene.folder.path().join("d".repeat(90));
+    let words = ["clone", scene.snapshot.to_str().unwrap(), "--count", "3", "--dir", long.to_str().unwrap(), "--"];
+    let line: Vec<_> = words.iter().copied().chain(scene.line.iter().map(String::as_str)).collect();
+    limosa(line).one_line(&["bytes too long", "at most 107 bytes"]);
+    assert!(!long.exists());
+}
+
+#[test]
 fn a_directory_of_clones_may_be_moved_and_what_belongs_to_a_clone_goes_with_it() {
     needs_qemu!();
     let scene = Scene::new();

@@ -79,6 +79,19 @@ fn a_save_that_takes_too_long_is_cancelled_and_says_so() {
 }
 
 #[test]
+fn the_control_socket_of_a_job_is_not_taken_for_a_qemu() {
+    needs_qemu!();
+    let busy = Busy::new();
+    let control = busy.control().display().to_string();
+    let saving = busy.endless(&["--control", &control]);
+    wait_for("a control socket", || Path::new(&control).exists().then_some(()));
+    limosa(["resume", "--qmp", &control]).one_line(&["is a control socket of limosa", "not the monitor of a QEMU"]);
+    busy.steer().execute("migrate_cancel", json!({})).unwrap();
+    saving.wait().one_line(&["cancelled"]);
+    busy.assert_untouched();
+}
+
+#[test]
 fn a_save_that_takes_too_long_can_pause_the_vm_and_complete() {
     needs_qemu!();
     for via in ROUTES {

@@ -1,6 +1,7 @@
 //! Guests and memory of every kind are saved: Linux that counts, a balloon that hints free pages, memfd, huge pages.
 
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use crate::needs_qemu;
 use crate::stage::*;
@@ -60,6 +61,19 @@ fn free_pages_that_are_waited_for_are_not_stored_however_fast_memory_goes() {
         assert!(pages["hinted"].as_u64().unwrap() > 32_768 * 9 / 10, "{options:?}: {pages}");
         vm.wait_counts(1).unwrap();
     }
+}
+
+#[test]
+fn a_vm_without_a_balloon_that_hints_is_saved_at_once() {
+    needs_qemu!();
+    let vm = small().start().unwrap();
+    vm.wait_heartbeats(1).unwrap();
+    let (_folder, file) = place();
+    let begun = Instant::now();
+    let saved = limosa(save_arguments(&vm, &file, &["--hint-wait", "10m"])).success();
+    assert!(saved.stderr.contains("no balloon of it has free-page-hint=on"), "{saved:?}");
+    assert!(begun.elapsed() < Duration::from_mins(5));
+    assert_beats(&vm);
 }
 
 #[test]

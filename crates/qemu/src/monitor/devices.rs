@@ -18,6 +18,11 @@ pub struct Device {
 }
 
 impl Device {
+    /// A balloon, of any bus.
+    pub(crate) fn is_balloon(&self) -> bool {
+        self.kind.starts_with("virtio-balloon")
+    }
+
     /// Host hardware given to the guest: it writes guest memory behind QEMU's back and needs all of it present, so the
     /// memory cannot be filled lazily.
     #[must_use]
@@ -34,10 +39,26 @@ impl Device {
     }
 }
 
+/// The QOM parents of devices that were added: those with an id, and those without.
+const DEVICE_PLACES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
 /// Bridges lie a few levels deep.
 const MAX_BRIDGES: usize = 16;
 
 impl Monitor {
+    /// Whether a balloon of the VM hints which pages its guest has free (`free-page-hint=on`).
+    pub(crate) fn has_free_page_hints(&self) -> Result<bool, QmpError> {
+        for balloon in self.devices()?.iter().filter(|device| device.is_balloon()) {
+            for place in DEVICE_PLACES {
+                let hints = self.qom_get(&format!("{place}/{}", balloon.id), "free-page-hint")?;
+                if hints.and_then(|hints| hints.as_bool()) == Some(true) {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
     /// Vendor and device identifiers of the PCI devices below the first root, by the address that sections' names begin
     /// with: `0000:00:05.0`, and `0000:00:05.0:00.0` behind a bridge.
     ///
@@ -62,8 +83,7 @@ impl Monitor {
     /// The connection's.
     pub fn devices(&self) -> Result<Vec<Device>, QmpError> {
         let mut devices = Vec::new();
-        let places = ["/machine/peripheral", "/machine/peripheral-anon"];
-        let lists = self.qmp().execute_all(places.map(|path| (QOM_LIST, json!({ "path": path }))))?;
+        let lists = self.qmp().execute_all(DEVICE_PLACES.map(|path| (QOM_LIST, json!({ "path": path }))))?;
         for list in lists {
             for (id, kind) in property_list(list)? {
                 if let Some(kind) = kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')) {

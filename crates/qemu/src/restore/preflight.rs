@@ -158,7 +158,7 @@ fn mapped(
                 device.kind
             ));
         }
-        if device.kind.starts_with("virtio-balloon") {
+        if device.is_balloon() {
             (watch.notice)(&format!(
                 "{}: memory that is mapped from a snapshot cannot be given back to the host",
                 device.kind

@@ -175,6 +175,10 @@ fn prepare(
     JobRecord::expect_none(monitor)?;
     options.check()?;
     let before = Preflight::check(monitor, options)?;
+    if options.hint_wait.is_some() && !before.waits_for_hints {
+        let why = if before.was_running { "no balloon of it has free-page-hint=on" } else { "the VM is stopped" };
+        (watch.notice)(&format!("the save does not wait for the guest's free pages: {why}"));
+    }
     let transport = choose_transport(monitor, options)?;
     let pending = UnnamedFile::create(target, options.replace)?;
     let current = monitor.settings()?;
@@ -186,7 +190,7 @@ fn prepare(
         _ => options.channels.map(usize::from),
     };
     let bandwidth = watch.handle.control.max_bandwidth();
-    let bandwidth = if before.waits_for_hints(options) { hints::slow(bandwidth) } else { bandwidth };
+    let bandwidth = if before.waits_for_hints { hints::slow(bandwidth) } else { bandwidth };
     let mut wish = settings(&transport, options, channels, !before.overlays.is_empty(), bandwidth);
     if transport == Transport::Socket
         && options.channels.is_some()

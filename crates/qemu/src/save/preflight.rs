@@ -19,6 +19,8 @@ const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 pub(super) struct Preflight {
     /// Whether its virtual CPUs were running.
     pub(super) was_running: bool,
+    /// Whether memory goes out slowly at first, until QEMU has heard which pages are free.
+    pub(super) waits_for_hints: bool,
     /// The snapshot's record so far.
     pub(super) manifest: Manifest,
     /// Overlays for the disks.
@@ -26,11 +28,6 @@ pub(super) struct Preflight {
 }
 
 impl Preflight {
-    /// Whether memory goes out slowly at first. QEMU does not ask the balloon of a stopped VM.
-    pub(super) fn waits_for_hints(&self, options: &SaveOptions) -> bool {
-        options.hint_wait.is_some() && self.was_running
-    }
-
     /// Checks the VM; refuses one that cannot be saved, or not consistently.
     pub(super) fn check(monitor: &Monitor, options: &SaveOptions) -> Result<Self, JobError> {
         let status = monitor.status()?;
@@ -67,6 +64,8 @@ impl Preflight {
         }
         // A guest that sleeps is woken by its devices: its CPUs are stopped, but the VM is not.
         let was_running = status.running || is_live(&status.state);
+        // QEMU does not ask the balloon of a stopped VM.
+        let waits_for_hints = options.hint_wait.is_some() && was_running && monitor.has_free_page_hints()?;
         let goes_on = was_running && !options.stop;
         let disks = disks(monitor, options.disks, goes_on)?;
         let mut manifest = Manifest::new();
@@ -80,7 +79,7 @@ impl Preflight {
         manifest.vm_uuid = monitor.uuid()?;
         manifest.vm_name = monitor.vm_name()?;
         manifest.run_state = Some(status.state.to_string());
-        Ok(Self { was_running, manifest, overlays })
+        Ok(Self { was_running, waits_for_hints, manifest, overlays })
     }
 }
 

@@ -72,7 +72,7 @@ impl<'a> Watcher<'a> {
         job.monitor.qmp().take_events()?;
         let state = job.before.manifest.run_state.as_deref().map_or(RunState::Running, RunState::from);
         let bandwidth = job.watch.handle.control.max_bandwidth();
-        let wait = job.options.hint_wait.filter(|_| job.before.waits_for_hints(job.options));
+        let wait = job.options.hint_wait.filter(|_| job.before.waits_for_hints);
         Ok(Self {
             job,
             applied_bandwidth: if wait.is_some() { hints::slow(bandwidth) } else { bandwidth },
