@@ -36,6 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("image_name", image_names()),
         ("image_read", images()?),
         ("image_write", images()?),
+        ("working_set", working_set()),
         ("vhost_user", vec![limosa_vhost::fuzzing::seed()]),
     ] {
         let folder = corpus.join(target);
@@ -110,6 +111,16 @@ fn snapshot() -> Result<Seeds, Box<dyn Error>> {
     seed.extend(device_tail()?.into_iter().next().unwrap_or_default());
     assert!(limosa_snapshot::fuzz_open(&seed).is_ok(), "a seed is well-formed");
     Ok(vec![seed])
+}
+
+/// Two ranges of two RAM blocks: magic, version, mode, id, times, number, ranges, and room for the checksum.
+fn working_set() -> Seeds {
+    let mut seed = [&b"limosa\x1aw\x01\0\0\0\x02\0\0\0"[..], &[7; 16], &[0; 16], &2_u64.to_le_bytes()].concat();
+    for (first, block, pages) in [(3_u64, 1_u32, 2_u32), (4000, 0, 1000)] {
+        seed.extend([&first.to_le_bytes()[..], &block.to_le_bytes(), &pages.to_le_bytes(), &[]].concat());
+    }
+    seed.extend([0; 4]);
+    vec![seed]
 }
 
 /// Small images of several sorts, with requests all over them.

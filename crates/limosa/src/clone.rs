@@ -6,15 +6,15 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::bail;
+use anyhow::{Context as _, bail};
 use limosa_clone::{
     Backing, CloneError, CloneMemory, CloneOutcome, CommandTemplate, FailedClone, Fleet, FleetOptions, FleetReport,
     ListedClone, PooledClone, RemoveOptions, StartedClone, State, StopOptions, list, remove, stop,
 };
 use limosa_console::{check_stdout, error_line, print_out, quantity, say};
 use limosa_memory::MemcgHeadroom;
-use limosa_qemu::{GuestClock, RunChoice, check_command_line, check_program, missing_memory_option};
-use limosa_snapshot::Snapshot;
+use limosa_qemu::{GuestClock, MappedVm, RunChoice, check_command_line, check_program, missing_memory_option};
+use limosa_snapshot::{ReadAhead, Snapshot};
 use serde_json::{Value, json};
 
 use crate::args::{
@@ -23,6 +23,7 @@ use crate::args::{
 };
 use crate::clock::{self, ClockOutcome};
 use crate::usage::misused;
+use crate::working_set::{Recorded, Recording, WorkingSetUse, read_ahead_object, tell_read_ahead};
 
 pub(crate) fn run(args: &CloneArgs) -> anyhow::Result<ExitCode> {
     match (&args.command, &args.make) {
@@ -41,6 +42,10 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     if args.set_clock == SetClockArg::On && args.state().choice_for(line) == RunChoice::Paused {
         misused("--set-clock on cannot be used for clones that stay paused");
     }
+    if args.working_set().record_working_set.is_some() && (args.memory == CloneMemoryArg::Eager || args.count.is_none())
+    {
+        misused("--record-working-set is for clones that are started and whose memory is mapped");
+    }
     let forked = args
         .qmp
         .as_ref()
@@ -49,6 +54,7 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     let snapshot = Snapshot::open(&args.snapshot)?;
     snapshot.warnings().iter().for_each(|warning| say!("limosa: {warning}"));
     snapshot.lock_serving()?;
+    let working_set = WorkingSetUse::prepare(&args.working_set(), &snapshot, &|line| say!("limosa: {line}"))?;
     let mut options = FleetOptions::default();
     options.jobs = args.jobs;
     options.backing = match args.backing {
@@ -62,21 +68,28 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
         CloneMemoryArg::Mapped => CloneMemory::Mapped,
         CloneMemoryArg::Eager => CloneMemory::Copied,
     };
-    let made = Made::mapped_or_copied(args, &snapshot, options, begun)?;
-    let Made { mut clones, started_after, mut waiting } = made;
+    let made = Made::mapped_or_copied(args, &snapshot, options, &working_set, begun)?;
+    let Made { mut clones, started_after, mut waiting, read_ahead } = made;
+    let recording = begin_recording(working_set, &clones.started, &snapshot);
     // They are being set side by side.
     let clocks: Vec<_> =
         clones.started.iter_mut().map(|started| started.clock.take().map(GuestClock::finish)).collect();
     for failure in clones.failed.iter().chain(&waiting.failed) {
         say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&*failure.error));
     }
+    tell_started(args, &clones.started, started_after);
+    let recorded = recording.and_then(|recording| recording.map(Recording::finish_or_signal).transpose());
+    let read_ahead = read_ahead.map(ReadAhead::finish);
     if args.json {
         let mut object = object(&clones, &clocks, &waiting);
         object["saved"] = forked.as_ref().map_or(Value::Null, crate::save::object);
+        object["recorded_working_set"] = recorded.iter().flatten().next().map_or(Value::Null, Recorded::object);
+        object["read_ahead"] = read_ahead.as_ref().map_or(Value::Null, read_ahead_object);
         print_out!("{object}");
     }
     check_stdout()?;
-    tell_started(args, &clones.started, started_after);
+    recorded.iter().flatten().for_each(Recorded::tell);
+    read_ahead.iter().for_each(tell_read_ahead);
     let clocks_not_set = tell_clocks(args, &clones.started, &clocks);
     if let (Some(first), Some(last)) = (waiting.started.first(), waiting.started.last()) {
         let (count, dir) = (waiting.started.len(), args.dir.display());
@@ -87,7 +100,24 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     if !clocks_not_set.is_empty() {
         bail!("the clocks of clones that run are not set: {}", clocks_not_set.join(", "));
     }
+    recorded.context("the clones run, but no working set is recorded")?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Begins to record the first clone, if that was asked for.
+fn begin_recording(
+    working_set: WorkingSetUse,
+    started: &[StartedClone],
+    snapshot: &Snapshot,
+) -> anyhow::Result<Option<Recording>> {
+    // That none was started is an error already.
+    let Some(first) = started.first() else { return Ok(None) };
+    let pid = first.record.process.as_ref().map(|process| process.pid);
+    working_set.begin(snapshot, None, || match pid {
+        _ if first.mapped_blocks.is_empty() => bail!("nothing shows what a guest with a copy of the memory touches"),
+        None => bail!("the process of clone {} is not known", first.name),
+        Some(pid) => Ok(MappedVm::of_process(pid, snapshot)?),
+    })
 }
 
 /// Tells about the clones' clocks. Returns the names of those whose clocks must be set and are not.
@@ -115,6 +145,8 @@ struct Made {
     clones: FleetReport<StartedClone>,
     started_after: Duration,
     waiting: FleetReport<PooledClone>,
+    /// The working set that is still being read ahead.
+    read_ahead: Option<ReadAhead>,
 }
 
 impl Made {
@@ -123,9 +155,10 @@ impl Made {
         args: &MakeClonesArgs,
         snapshot: &Snapshot,
         mut options: FleetOptions,
+        working_set: &WorkingSetUse,
         begun: Instant,
     ) -> anyhow::Result<Self> {
-        let made = Self::new(args, snapshot, options.clone(), begun)?;
+        let made = Self::new(args, snapshot, options.clone(), working_set, begun)?;
         if !made.is_nothing() || options.memory == CloneMemory::Copied {
             return Ok(made);
         }
@@ -137,10 +170,16 @@ impl Made {
         }
         say!("limosa: each clone gets a copy of the memory, because it cannot be mapped: {why}");
         options.memory = CloneMemory::Copied;
-        Self::new(args, snapshot, options, begun)
+        Self::new(args, snapshot, options, working_set, begun)
     }
 
-    fn new(args: &MakeClonesArgs, snapshot: &Snapshot, options: FleetOptions, begun: Instant) -> anyhow::Result<Self> {
+    fn new(
+        args: &MakeClonesArgs,
+        snapshot: &Snapshot,
+        options: FleetOptions,
+        working_set: &WorkingSetUse,
+        begun: Instant,
+    ) -> anyhow::Result<Self> {
         let wants_mapping = options.memory != CloneMemory::Copied;
         let fleet = Fleet::new(snapshot, &args.dir, CommandTemplate::new(args.command.clone()), options)?;
         fleet.notices().iter().for_each(|notice| say!("limosa: {notice}"));
@@ -154,10 +193,13 @@ impl Made {
         if !args.overcommit {
             check_memory(&fleet, count.saturating_add(pool))?;
         }
+        // Their first touches are not far.
+        let read_ahead = working_set.set.as_ref().filter(|_| working_set.reads_ahead && fleet.is_mapped() && count > 0);
+        let read_ahead = read_ahead.map(|set| ReadAhead::start(snapshot, set)).transpose()?;
         let clones = fleet.start(count);
         let started_after = begun.elapsed();
         let waiting = fleet.fill_pool(pool);
-        Ok(Self { clones, started_after, waiting })
+        Ok(Self { clones, started_after, waiting, read_ahead })
     }
 
     /// Whether all that was tried has failed.

@@ -15,6 +15,7 @@ use crate::changed;
 use crate::compare;
 use crate::report;
 use crate::usage::misused;
+use crate::working_set::ShownWorkingSet;
 use limosa_console::{check_stdout, print_out, say};
 
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
@@ -31,7 +32,8 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
         misused("--qmp and --pid name a VM for --changed: add it");
     }
     let (summary, snapshot) = compare::open(&args.file)?;
-    let shown = Shown { summary, mapped_by: snapshot.as_ref().and_then(mappers) };
+    let working_set = snapshot.as_ref().and_then(ShownWorkingSet::of);
+    let shown = Shown { summary, working_set, mapped_by: snapshot.as_ref().and_then(mappers) };
     if args.json {
         print_out!("{}", serde_json::to_string(&shown)?);
     } else {
@@ -46,6 +48,9 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
 struct Shown {
     #[serde(flatten)]
     summary: Summary,
+    /// The working set beside a snapshot, if there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    working_set: Option<ShownWorkingSet>,
     /// The processes that map a snapshot; none if they cannot be looked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     mapped_by: Option<Mappers>,
@@ -112,7 +117,7 @@ fn shell_word(word: &str) -> String {
     }
 }
 
-fn show(Shown { summary, mapped_by }: &Shown) {
+fn show(Shown { summary, working_set, mapped_by }: &Shown) {
     print_out!(
         "{}: {} ({} on disk)",
         summary.path,
@@ -136,6 +141,9 @@ fn show(Shown { summary, mapped_by }: &Shown) {
             let remedy = if summary.importable { "; limosa import makes one of it" } else { "" };
             print_out!("limosa        {}{remedy}", summary.missing_manifest_reason.as_deref().unwrap_or("no trailer"));
         }
+    }
+    if let Some(set) = working_set {
+        print_out!("working set   {set}");
     }
     if let Some(mappers) = mapped_by {
         show_mappers(mappers);

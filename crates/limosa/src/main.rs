@@ -30,6 +30,7 @@ mod send;
 mod signals;
 mod snapshot;
 mod usage;
+mod working_set;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;

@@ -5,18 +5,19 @@ use std::process::{ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use limosa_control::JobKind;
 use limosa_migrate::MigrateError;
+use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::{
-    JobError, LazyReport, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport, RestoreRequest,
-    Watchdog, recover, restore,
+    JobError, LazyReport, MappedVm, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport,
+    RestoreRequest, Watchdog, recover, restore,
 };
-use limosa_snapshot::SnapshotError;
+use limosa_snapshot::{ReadAhead, Snapshot, SnapshotError};
 use serde_json::{Value, json};
 
-use crate::args::{HowArgs, MemoryArg, RestoreArgs, SetClockArg, ZeroPageDetectionArg};
+use crate::args::{HowArgs, MemoryArg, ReadAheadArg, RestoreArgs, SetClockArg, ZeroPageDetectionArg};
 use crate::clock::{self, ClockOutcome, RestoredClock};
 use crate::detach::{self, Reporter};
 use crate::import::Stored;
@@ -24,11 +25,13 @@ use crate::job::{self, JobHandles};
 use crate::remedy;
 use crate::report;
 use crate::usage::misused;
+use crate::working_set::{Recorded, Recording, WorkingSetUse, read_ahead_object, tell_read_ahead};
 use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     job::check_listen(args.how.listen.as_ref())?;
     check_clock(&args);
+    check_recording(&args.how);
     if args.detach {
         return detach::run(&args);
     }
@@ -43,6 +46,14 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::FAILURE);
     }
     result.map(|()| ExitCode::SUCCESS)
+}
+
+/// Refuses to record the guest of an eager restore: nothing shows what it touches.
+pub(crate) fn check_recording(how: &HowArgs) {
+    let is_eager = how.memory == MemoryArg::Eager || how.channels.channels.is_some();
+    if how.working_set.record_working_set.is_some() && is_eager {
+        misused("--record-working-set cannot be used with an eager restore: nothing shows what its guest touches");
+    }
 }
 
 /// Refuses options with which a clock that must be set could not be set, or a failure would not be reported.
@@ -64,7 +75,9 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
     }
     let monitor = job::connect(&args.job.qmp)?;
     let snapshot = stored.snapshot("and restoring it eagerly", args.pager)?;
-    let options = options(&args.how, converted);
+    let notice = |line: &str| say!("limosa: {line}");
+    let working_set = working_set(args, &snapshot, converted, &notice)?;
+    let options = options(&args.how, converted, &working_set);
     let handles = JobHandles::new(&args.job, JobKind::Restore, "restoring", args.pager)?;
     // A recovered guest has run before.
     let wish = if args.recover { SetClockArg::Off } else { args.how.set_clock };
@@ -92,7 +105,7 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
     });
     let phase = handles.engine.progress.read().phase;
     drop(handles);
-    let report = match done {
+    let mut report = match done {
         Ok(report) => report,
         Err(error) => {
             // Everything may have been sent to a QEMU that could not load the devices, so the phase alone proves
@@ -102,18 +115,69 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
             return Err(with_advice(error, args, guest_runs));
         }
     };
+    let recording = begin_recording(working_set, &mut report, &monitor, &snapshot);
+    let mut outcome = None;
     if !args.pager {
         tell(&report);
-        let outcome = observer.clock.outcome();
-        if let Some(why) = clock::failure(&outcome, wish) {
-            bail!("the VM is restored, but {why}");
-        }
-        clock::tell(&outcome, "");
-        if args.job.json {
-            print_out!("{}", object(&report, &outcome));
+        outcome = observer.clock.outcome();
+        if clock::failure(&outcome, wish).is_none() {
+            clock::tell(&outcome, "");
         }
     }
-    Ok(())
+    drop(observer);
+    // The guest runs, and other programs may want its monitor.
+    drop(monitor);
+    let recorded = recording.and_then(|recording| recording.map(Recording::finish_or_signal).transpose());
+    let read_ahead = report.read_ahead.take().map(ReadAhead::finish);
+    if args.pager {
+        return Ok(());
+    }
+    recorded.iter().flatten().for_each(Recorded::tell);
+    read_ahead.iter().for_each(tell_read_ahead);
+    if args.job.json && recorded.is_ok() && clock::failure(&outcome, wish).is_none() {
+        let mut object = object(&report, &outcome);
+        object["recorded_working_set"] = recorded.iter().flatten().next().map_or(Value::Null, Recorded::object);
+        object["read_ahead"] = read_ahead.as_ref().map_or(Value::Null, read_ahead_object);
+        print_out!("{object}");
+    }
+    if let Some(why) = clock::failure(&outcome, wish) {
+        bail!("the VM is restored, but {why}");
+    }
+    recorded.map(drop).context("the VM is restored, but its working set is not recorded")
+}
+
+/// The part that working sets have in a restore. A file that was converted has none.
+fn working_set(
+    args: &RestoreArgs,
+    snapshot: &Snapshot,
+    converted: bool,
+    notice: &dyn Fn(&str),
+) -> anyhow::Result<WorkingSetUse> {
+    let wanted = &args.how.working_set;
+    if !converted {
+        return WorkingSetUse::prepare(wanted, snapshot, notice);
+    }
+    if wanted.record_working_set.is_some() || wanted.read_ahead == ReadAheadArg::On {
+        bail!(
+            "{}: not a snapshot, and only snapshots have working sets: convert it with limosa import",
+            args.snapshot.display()
+        );
+    }
+    Ok(WorkingSetUse::none())
+}
+
+/// Begins to record a restored guest, if that was asked for.
+pub(crate) fn begin_recording(
+    working_set: WorkingSetUse,
+    report: &mut RestoreReport,
+    monitor: &Monitor,
+    snapshot: &Snapshot,
+) -> anyhow::Result<Option<Recording>> {
+    if working_set.record_for().is_some() && report.mode == RestoreMode::Eager {
+        bail!("nothing shows what the guest of an eager restore touches; use --memory mapped or lazy");
+    }
+    let requested = report.recorded.take();
+    working_set.begin(snapshot, requested, || Ok(MappedVm::of_monitor(monitor, snapshot)?))
 }
 
 /// The remedy after a failure depends on whether the guest had been started.
@@ -168,7 +232,7 @@ fn causes(error: &JobError) -> impl Iterator<Item = &(dyn std::error::Error + 's
     std::iter::successors(Some(error as &(dyn std::error::Error + 'static)), |error| error.source())
 }
 
-pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
+pub(crate) fn options(args: &HowArgs, converted: bool, working_set: &WorkingSetUse) -> RestoreOptions {
     let mut options = RestoreOptions::default();
     options.mode = match args.memory {
         // The converted file is gone with this process, so no other could continue from it.
@@ -190,6 +254,9 @@ pub(crate) fn options(args: &HowArgs, converted: bool) -> RestoreOptions {
     options.preempt = args.preempt;
     options.run = args.state.choice();
     options.disks = args.disks.into();
+    options.working_set = working_set.set.clone();
+    options.read_ahead = working_set.reads_ahead;
+    options.record_for = working_set.record_for();
     options
 }
 

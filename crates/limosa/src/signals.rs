@@ -1,8 +1,8 @@
 //! Signals to a running job.
 //!
 //! Before a guest runs, SIGINT, SIGTERM and SIGHUP cancel. Once a lazily restored guest runs, limosa is its pager:
-//! SIGHUP is survived, the first SIGINT or SIGTERM lifts the rate limit so that the rest is there soon, the second
-//! leaves the guest paused, to be recovered.
+//! SIGHUP is survived, the first SIGINT or SIGTERM lifts the rate limit and ends a recording, so that the rest is there
+//! soon, the second leaves the guest paused, to be recovered.
 
 use std::thread;
 
@@ -56,6 +56,7 @@ fn handle_signal(signal: i32, heard: &mut u32, job: JobKind, engine: &limosa_mig
                      of its memory"
                 );
                 control.set_max_bandwidth(None);
+                control.push_rest();
             } else {
                 control.stop(Stop::Pause);
             }

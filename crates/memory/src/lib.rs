@@ -67,6 +67,7 @@ pub use memory::GuestMemory;
 pub use pagemap::ProcessPagemap;
 pub use pin::PinnedPages;
 pub use populate::{MemcgHeadroom, PopulateStats, Populator, PrefaultAhead};
+pub use populated::cached_pages;
 pub use release::ReleaseMethod;
 pub use share::PassedBlock;
 

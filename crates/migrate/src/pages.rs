@@ -27,6 +27,15 @@ pub struct StreamSetup {
     pub blocks: Vec<RamBlock>,
 }
 
+/// Consecutive pages of a RAM block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockRange {
+    /// The block's index in [`StreamSetup::blocks`].
+    pub block: usize,
+    /// The pages.
+    pub pages: PageRange,
+}
+
 /// A receiver of pages.
 ///
 /// Contract: [`begin`](PageSink::begin) is called once and first. A page that is never mentioned is zero. A page may be

@@ -75,6 +75,6 @@
 //! ```
 
 pub use crate::destination::{Destination, DestinationOptions, ReceivedStream};
-pub use crate::pages::{PageError, PageMemory, PageSink, PageSource, StreamSetup};
+pub use crate::pages::{BlockRange, PageError, PageMemory, PageSink, PageSource, StreamSetup};
 pub use crate::source::postcopy::{Milestone, PostcopyOptions, PostcopySource};
 pub use crate::source::precopy::{PrecopyOptions, PrecopySource, PresentBlock};

@@ -12,7 +12,7 @@
 //! | the same on request | [`resume`](fn@resume) |
 //! | starting a QEMU that waits for a VM; loading one, for a caller that has its own | [`launch`](fn@launch), [`Loader`] |
 //! | setting the guest's clock through its agent | [`GuestClock`] |
-//! | the processes that map a snapshot; what a mapped VM has changed | [`Mappers`], [`MappedVm`] |
+//! | the processes that map a snapshot; what a mapped VM has changed or touched | [`Mappers`], [`MappedVm`], [`MappedRecording`] |
 //! | whether a stored VM would load on a QEMU, asked without changing it | [`examine_destination`] |
 //!
 //! An error says what is wrong. Where other options or another command help, it carries a typed [`Conflict`].
@@ -68,8 +68,8 @@ pub use launch::{
 };
 pub use load::Loader;
 pub use mapping::{
-    BlockPages, BlockPlace, MappedCommandLine, MappedVm, MappedVmError, Mapper, Mappers, MemoryConflict, NotMapping,
-    check_snapshot_not_shared, name_memory_backend, prove_mapping, rewrite_for_mapping,
+    BlockPages, BlockPlace, MappedCommandLine, MappedRecording, MappedVm, MappedVmError, Mapper, Mappers,
+    MemoryConflict, NotMapping, check_snapshot_not_shared, name_memory_backend, prove_mapping, rewrite_for_mapping,
 };
 pub use process::{Liveness, ProcessIdentity};
 pub use restore::{

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use limosa_stream::{ErrorKind, StreamError, UnsupportedFeature};
 use thiserror::Error;
+use uuid::Uuid;
 
 /// Why a snapshot could not be written, published, opened or served.
 #[derive(Debug, Error)]
@@ -139,6 +140,14 @@ pub enum SnapshotError {
         /// The request.
         what: String,
     },
+    /// The file beside a snapshot is not its working set.
+    #[error("{}: cannot be used: {why}", path.display())]
+    WorkingSet {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        why: InvalidWorkingSet,
+    },
     /// A bug of limosa, found before the file got its name.
     #[error("{}: {broken}", path.display())]
     Internal {
@@ -147,6 +156,24 @@ pub enum SnapshotError {
         /// The invariant that does not hold.
         broken: limosa_page::BrokenInvariant,
     },
+}
+
+/// The reason why a file is not the working set of a snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum InvalidWorkingSet {
+    /// It does not begin as one.
+    #[error("it is not a working set")]
+    Foreign,
+    /// A later limosa wrote it.
+    #[error("its version is {0}, and this limosa reads version 1")]
+    Version(u32),
+    /// It is cut short, or its contents have changed.
+    #[error("it is damaged: {0}")]
+    Damaged(&'static str),
+    /// It was recorded from a guest of another snapshot.
+    #[error("it is of another snapshot, {0}")]
+    OfAnother(Uuid),
 }
 
 impl SnapshotError {

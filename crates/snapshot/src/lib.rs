@@ -11,6 +11,7 @@
 //! - [`Snapshot`]: reads it (a [`PageSource`](limosa_migrate::stored::PageSource)).
 //! - [`compare`]: would it load on another QEMU; [`compare_snapshots`], [`compare_memory`]: how do two files differ.
 //! - [`Foreign`]: other programs' files, to make snapshots of; [`Snapshot::export`] goes the other way.
+//! - [`WorkingSet`]: the pages that a guest touched after its start, recorded beside the file and read ahead.
 //! - [`Manifest`]: what limosa knows about the VM; [`check_disks`] finds disks that have changed.
 //!
 //! # Example
@@ -70,10 +71,12 @@ mod pci;
 mod reader;
 mod recording;
 mod seal;
+mod sidecar;
 mod store;
 mod summary;
 mod trailer;
 mod unnamed_file;
+mod working_set;
 mod write_behind;
 mod writer;
 
@@ -83,7 +86,7 @@ pub use comparison::{
     StoredSections, compare, compare_memory, compare_snapshots, find_damage, load_target_of,
 };
 pub use disks::{BackingFile, Disk, DiskChange, DiskDifference, check_disks};
-pub use error::SnapshotError;
+pub use error::{InvalidWorkingSet, SnapshotError};
 pub use foreign::{
     ByteOrder, Decompressor, Foreign, ForeignError, Imported, InvalidSaveImage, SAVE_IMAGE_HEADER_LENGTH,
     SAVE_IMAGE_XML_LIMIT, SaveHeader, SaveImage, SaveImageFormat,
@@ -96,6 +99,7 @@ pub use reader::Snapshot;
 pub use recording::summarize_file;
 pub use summary::{BlockSummary, DeviceSummary, SaveImageSummary, Summary};
 pub use unnamed_file::{Durability, UnnamedFile};
+pub use working_set::{ReadAhead, ReadAheadReport, RecordedMode, WorkingSet, WorkingSetFile, WorkingSetRecorder};
 pub use write_behind::WriteBehind;
 pub use writer::{SnapshotWriter, WriteOptions};
 

@@ -16,6 +16,7 @@ use limosa_stream::CompleteTail;
 use limosa_stream::configuration::IGNORE_SHARED;
 use limosa_stream::mapped_ram::Layout;
 use rustix::fs::FileType;
+use uuid::Uuid;
 
 use crate::checksum::{self, StoredBlock, Verifier};
 use crate::error::SnapshotError;
@@ -215,6 +216,12 @@ impl Snapshot {
     /// The file's length in bytes, holes included.
     pub fn length(&self) -> u64 {
         self.identity.length
+    }
+
+    /// Returns the snapshot's identity: the id in its manifest, or one made from its device state if another program
+    /// wrote it.
+    pub fn id(&self) -> Uuid {
+        self.manifest().map_or_else(|| Uuid::new_v5(&Uuid::NAMESPACE_OID, self.device_tail()), |manifest| manifest.id)
     }
 
     /// limosa's record, if there is a whole one; else see

@@ -18,6 +18,7 @@ use rustix::io::Errno;
 
 use crate::error::SnapshotError;
 use crate::lock;
+use crate::sidecar;
 
 /// Guest memory is the owner's alone.
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
@@ -147,7 +148,8 @@ impl UnnamedFile {
         opened.map_err(|errno| SnapshotError::io(operation, &self.target, None, errno))
     }
 
-    /// Makes the file durable (or not), gives it its name, and makes the name durable.
+    /// Makes the file durable (or not), gives it its name, and makes the name durable. A
+    /// [working set](crate::WorkingSet) of a snapshot that had this name before is removed.
     ///
     /// # Errors
     /// [`SnapshotError::Exists`] if another process took the name meanwhile and `replace` was not given;
@@ -162,6 +164,7 @@ impl UnnamedFile {
         } else {
             self.name_it()?;
         }
+        sidecar::remove_stale(&self.directory, &self.name);
         lock::release(&self.file);
         if durability == Durability::Synced {
             let synced = fs::fsync(&self.directory);

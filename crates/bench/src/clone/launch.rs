@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::guests::Guests;
+use crate::guest::Task;
 use crate::limosa::{Limosa, Prepared};
 use crate::options::Options;
 use crate::process::Process;
@@ -25,7 +26,9 @@ pub(super) enum CloneMethod {
     Lazy,
     /// One `limosa clone` for all.
     Mapped,
-    /// The same, of QEMUs that wait already.
+    /// The same, with the working set read ahead.
+    ReadAhead,
+    /// As mapped, of QEMUs that wait already.
     Pool,
 }
 
@@ -66,9 +69,10 @@ impl Launches {
         vms: usize,
     ) -> Result<Self> {
         let line = command_line(options, stored, guests)?;
+        let read_ahead = if method == CloneMethod::ReadAhead { "on" } else { "off" };
         let clones = |option: &str| -> Result<Prepared> {
             Ok(Prepared::new(options, "clone")?
-                .arguments(&["--memory", "mapped", option, &vms.to_string()])
+                .arguments(&["--memory", "mapped", "--read-ahead", read_ahead, option, &vms.to_string()])
                 .path(Some("--dir"), &guests.folder().path().join("clones"))
                 .path(None, &stored.path)
                 .command_line(&line))
@@ -83,12 +87,17 @@ impl Launches {
             }
             CloneMethod::Lazy => {
                 let one = || -> Result<Launch> {
-                    let limosa = Prepared::without_report(options, "run")?.arguments(&["--memory", "lazy"]);
+                    let limosa = Prepared::without_report(options, "run")?.arguments(&[
+                        "--memory",
+                        "lazy",
+                        "--read-ahead",
+                        "off",
+                    ]);
                     Ok(Launch::Limosa(limosa.path(None, &stored.path).command_line(&line)))
                 };
                 (1, (0..vms).map(|_| one()).collect::<Result<_>>()?)
             }
-            CloneMethod::Mapped => (vms, vec![Launch::Limosa(clones("--count")?)]),
+            CloneMethod::Mapped | CloneMethod::ReadAhead => (vms, vec![Launch::Limosa(clones("--count")?)]),
             CloneMethod::Pool => {
                 clones("--pool")?.start()?.finish()?;
                 let take = clones("--count")?;
@@ -124,7 +133,7 @@ impl Launches {
 
     /// Waits for the end of the `limosa clone` that has started all VMs, and proves that they are what is measured.
     pub(super) fn finish_clones(&mut self, method: CloneMethod, vms: usize) -> Result<()> {
-        if !matches!(method, CloneMethod::Mapped | CloneMethod::Pool) {
+        if !matches!(method, CloneMethod::Mapped | CloneMethod::ReadAhead | CloneMethod::Pool) {
             return Ok(());
         }
         let Some(Launched::Limosa(limosa)) = self.launched.pop() else { bail!("no limosa clone was started") };
@@ -139,6 +148,23 @@ impl Launches {
         }
         Ok(())
     }
+}
+
+/// Records the working set of a guest that beats and reads its contents once.
+pub(super) fn record(options: &Options, stored: &Stored) -> Result<()> {
+    let mut guests = Guests::new()?;
+    let line = command_line(options, stored, &guests)?;
+    let mut limosa = Prepared::new(options, "clone")?
+        .arguments(&["--memory", "mapped", "--record-working-set=3s", "--count", "1"])
+        .path(Some("--dir"), &guests.folder().path().join("clones"))
+        .path(None, &stored.path)
+        .command_line(&line)
+        .start()?;
+    stored.warm()?;
+    guests.wait_beats(1, &mut |_| limosa.check())?;
+    guests.wait_slow()?;
+    guests.all_do(Task::Read, stored.sum)?;
+    limosa.finish().map(drop)
 }
 
 impl Launched {

@@ -30,6 +30,7 @@ const BARE: &str = "QEMU without a snapshot";
 const EAGER: &str = "QEMU mapped-ram, multifd";
 const LAZY: &str = "limosa lazy";
 const MAPPED: &str = "limosa mapped";
+const READ_AHEAD: &str = "limosa mapped, working set";
 const POOL: &str = "limosa mapped, from a pool";
 
 const METHODS: &[(&str, CloneMethod)] = &[
@@ -37,6 +38,7 @@ const METHODS: &[(&str, CloneMethod)] = &[
     (EAGER, CloneMethod::Eager),
     (LAZY, CloneMethod::Lazy),
     (MAPPED, CloneMethod::Mapped),
+    (READ_AHEAD, CloneMethod::ReadAhead),
     (POOL, CloneMethod::Pool),
 ];
 
@@ -85,7 +87,7 @@ impl Plan {
         let each = match method {
             CloneMethod::Bare => 0,
             CloneMethod::Eager | CloneMethod::Lazy => self.contents,
-            CloneMethod::Mapped | CloneMethod::Pool => WRITTEN,
+            CloneMethod::Mapped | CloneMethod::ReadAhead | CloneMethod::Pool => WRITTEN,
         };
         u64::from(cell.vms).saturating_mul(each + OWN).saturating_add(self.contents)
     }
@@ -137,6 +139,10 @@ fn rounds(options: &Options, plan: &Plan, available: u64) -> Result<Vec<Series>>
     ensure!(!taking_part.is_empty(), "{}", options.none_selected());
     options.tell("saving the VM");
     let stored = &Stored::sparse(options, plan.memory, plan.contents)?;
+    if taking_part.iter().any(|(_, _, method)| *method == CloneMethod::ReadAhead) {
+        options.tell("recording the working set");
+        launch::record(options, stored)?;
+    }
     let contestant = |(cell, name, method): (&Cell, &str, CloneMethod)| -> Result<Contestant<'_>> {
         let stage = Stage { options, stored, vms: usize::try_from(cell.vms)?, cold: cell.cold };
         let frame = Frame { touch: options.touch.unwrap_or(plan.needs(cell, method)) };
@@ -182,6 +188,9 @@ fn compare(report: &mut Report, all: &[Series], cell: &Cell) {
             report.ratios.extend(ratio(all, &cell.part(part), of, to, "wall"));
         }
         report.ratios.extend(ratio(all, &cell.part(READING), of, to, PSS_READ));
+    }
+    for part in [FIRST_BEATS, READING] {
+        report.ratios.extend(ratio(all, &cell.part(part), READ_AHEAD, MAPPED, "wall"));
     }
     report.ratios.extend(ratio(all, &cell.part(FIRST_BEATS), POOL, MAPPED, "wall"));
     report.ratios.extend(ratio(all, &cell.part(FIRST_BEATS), MAPPED, BARE, "wall"));

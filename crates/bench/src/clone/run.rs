@@ -58,8 +58,12 @@ impl Stage<'_> {
         let watch = Stopwatch::start(&waiting)?;
         let begin = Instant::now();
         guests.wait_beats(vms, &mut |beating| launches.proceed(beating, at_once))?;
-        launches.finish_clones(method, vms)?;
-        let processes = self.processes(&guests, &launches);
+        // A limosa that reads ahead stays until it has.
+        let reads_ahead = method == CloneMethod::ReadAhead;
+        if !reads_ahead {
+            launches.finish_clones(method, vms)?;
+        }
+        let processes = if reads_ahead { guests.pids() } else { self.processes(&guests, &launches) };
         let new: Vec<u32> = processes.iter().copied().filter(|pid| !waiting.contains(pid)).collect();
         let up = watch.stop_with(&new)?;
         guests.wait_slow()?;
@@ -72,6 +76,9 @@ impl Stage<'_> {
             let watch = Stopwatch::start(&processes)?;
             let time = guests.all_do(Task::Read, stored.sum)?;
             let cpu = watch.stop()?.cpu;
+            if reads_ahead {
+                launches.finish_clones(method, vms)?;
+            }
             let read = (paged_in_kib()?.saturating_sub(paged_in)) >> 10;
             ensure!(!cold || read >= stored.read >> 20, "the snapshot was not cold: name a --dir on a disk");
             measured = measured.with(WORK, to_micros(time)).with(WORK_CPU, to_micros(cpu)).with(PAGED_IN, read);

@@ -1,13 +1,17 @@
 //! The targets of clones.
 
 use super::run::{PSS_IDLE, PSS_WRITTEN};
-use super::{BARE, Cell, EAGER, FIRST_BEATS, LAZY, MAPPED, POOL, Plan, READING, WRITTEN};
+use super::{BARE, Cell, EAGER, FIRST_BEATS, LAZY, MAPPED, POOL, Plan, READ_AHEAD, READING, WRITTEN};
 use crate::frame::Series;
 use crate::report::{Bound, Report, Target, figure, ratio};
 
-/// Judges a warm cell. What a cold one takes is the disk's.
+/// Judges a cell. What a cold one takes is the disk's, so that only the working set is judged there.
 pub(super) fn judge(report: &mut Report, all: &[Series], plan: &Plan, cell: &Cell, why: &str) {
     if cell.cold {
+        let reads = cell.part(READING);
+        let got = ratio(all, &reads, READ_AHEAD, MAPPED, "wall").map(|ratio| ratio.median);
+        let name = format!("{reads}: wall of {READ_AHEAD} / {MAPPED}");
+        report.targets.push(Target::new(name, Bound::AtMost(0.6), got, why));
         return;
     }
     let found = if cell.vms == 1 { alone(all, cell) } else { together(all, cell) };
@@ -99,7 +103,14 @@ mod tests {
         let found = judged(1, &all);
         assert_eq!(found[..3], expected);
         assert_eq!(found[3], (None, None));
-        assert_eq!(found[4..], [(Some(1.0), Some(true)); 2]);
+        assert_eq!(found[4..6], [(Some(1.0), Some(true)); 2]);
+    }
+
+    #[test]
+    fn a_cold_guest_with_a_working_set_is_judged_by_one_without() {
+        let reads = "1 x 512 MiB cold: reading";
+        let all = [series(reads, MAPPED, 1000, PSS_WRITTEN, 0), series(reads, READ_AHEAD, 500, PSS_WRITTEN, 0)];
+        assert_eq!(judged(1, &all).last(), Some(&(Some(0.5), Some(true))));
     }
 
     #[test]

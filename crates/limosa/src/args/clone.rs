@@ -9,7 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use limosa_console::parse;
 use limosa_qemu::qmp::MonitorAddress;
 
-use super::{RunStateArgs, SetClockArg};
+use super::{RECORDED_BY_DEFAULT, ReadAheadArg, RunStateArgs, SetClockArg, WorkingSetArgs};
 
 /// `{n}` in a help text. clap takes these three characters for a line break; an empty style between them, which is
 /// taken out where no terminal reads it, keeps them apart.
@@ -114,6 +114,22 @@ pub(crate) struct MakeClonesArgs {
     #[arg(long, value_enum, default_value_t = SetClockArg::Auto, value_name = "WHEN")]
     pub(crate) set_clock: SetClockArg,
 
+    /// Record which pages the first clone's guest touches within TIME (10s by default) after its start, in
+    /// SNAPSHOT.working-set. SIGINT ends the recording
+    #[arg(
+        long,
+        value_name = "TIME",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = RECORDED_BY_DEFAULT,
+        value_parser = parse::time
+    )]
+    record_working_set: Option<Duration>,
+
+    /// Read the pages of the recorded working set into the page cache, beside the start; by default not
+    #[arg(long, value_enum, default_value_t = ReadAheadArg::Auto, value_name = "WHEN")]
+    read_ahead: ReadAheadArg,
+
     /// How overlays name the disks below them
     #[arg(long, value_enum, default_value_t = BackingArg::Absolute)]
     pub(crate) backing: BackingArg,
@@ -130,6 +146,10 @@ pub(crate) struct MakeClonesArgs {
 impl MakeClonesArgs {
     pub(crate) fn state(&self) -> RunStateArgs {
         RunStateArgs { run: self.run, paused: self.paused }
+    }
+
+    pub(crate) fn working_set(&self) -> WorkingSetArgs {
+        WorkingSetArgs { record_working_set: self.record_working_set, read_ahead: self.read_ahead }
     }
 }
 

@@ -18,6 +18,7 @@ mod save;
 mod send;
 mod snapshot;
 mod tls;
+mod working_set;
 
 use std::ffi::OsString;
 
@@ -44,6 +45,7 @@ pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};
 pub(crate) use snapshot::{NewSnapshotArgs, SealArgs, SnapshotArgs, SnapshotCommand};
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};
+pub(crate) use working_set::{RECORDED_BY_DEFAULT, ReadAheadArg, WorkingSetArgs};
 
 /// Save a running QEMU VM and restore it in milliseconds.
 #[derive(Debug, Parser)]

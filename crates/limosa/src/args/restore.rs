@@ -10,7 +10,7 @@ use limosa_qemu::qmp::MonitorAddress;
 use limosa_qemu::{CommandLineProperties, RunChoice};
 
 use super::channels::file_zero_copy;
-use super::{ChannelArgs, DisksArg, JobArgs, TransportArg};
+use super::{ChannelArgs, DisksArg, JobArgs, TransportArg, WorkingSetArgs};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MemoryArg {
@@ -130,6 +130,9 @@ pub(crate) struct HowArgs {
     /// Action if disks have changed since the VM was saved
     #[arg(long, value_enum, default_value_t = DisksArg::Check)]
     pub(crate) disks: DisksArg,
+
+    #[command(flatten)]
+    pub(crate) working_set: WorkingSetArgs,
 }
 
 #[derive(Debug, Args)]
@@ -149,7 +152,7 @@ pub(crate) struct RestoreArgs {
     pub(crate) detach: bool,
 
     /// Resume an interrupted lazy restore
-    #[arg(long, conflicts_with_all = ["memory", "run", "paused", "channels"])]
+    #[arg(long, conflicts_with_all = ["memory", "run", "paused", "channels", "record_working_set"])]
     pub(crate) recover: bool,
 
     /// Set for the process that --detach leaves behind: report on stdout when the guest runs, then be silent

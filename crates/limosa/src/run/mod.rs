@@ -12,6 +12,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, ExitCode, ExitStatus, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -34,8 +35,9 @@ use crate::clock::{self, ClockOutcome, RestoredClock};
 use crate::detach::Reporter;
 use crate::job;
 use crate::relay::Relay;
-use crate::restore::{Observer, options, tell};
+use crate::restore::{Observer, begin_recording, check_recording, options, tell};
 use crate::usage::misused;
+use crate::working_set::{Recording, WorkingSetUse};
 use limosa_console::say;
 
 /// How long a QEMU may take to end, once it has been asked to.
@@ -48,22 +50,24 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     let line = check_command_line(&args.command)?;
     check_program(&args.command)?;
     job::check_listen(args.how.listen.as_ref())?;
+    check_recording(&args.how);
     if args.how.set_clock == SetClockArg::On && args.how.state.choice_for(line) == RunChoice::Paused {
         misused("--set-clock on cannot be used for a VM that stays paused");
     }
     let snapshot = Snapshot::open(&args.snapshot)?;
     let relay = Relay::start()?;
     let notice = Notice { shown: verbose > 0 };
+    let working_set = WorkingSetUse::prepare(&args.how.working_set, &snapshot, &|line| notice.tell(line))?;
     let (mut qemu, greeted) = start::start(args, &snapshot, relay, &notice)?;
     let attempt = match greeted {
         Ok(qmp) => {
             let monitor = Arc::new(Monitor::new(qmp));
             qemu.relay.quiet(&monitor);
-            attempt(args, line, &snapshot, monitor, &notice)
+            attempt(args, line, StoredVm { snapshot: &snapshot, working_set }, monitor, &notice)
         }
         Err(error) => {
             let result = Err(not_greeted(error, args, &qemu));
-            Attempt { result, clock: None, lazy_guest: false, loaded: false, monitor: None }
+            Attempt { result, clock: None, lazy_guest: false, loaded: false, recording: Ok(None), monitor: None }
         }
     };
     // The restore has read all of this file, or has failed.
@@ -79,9 +83,14 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
             if let Some(why) = clock::failure(&attempt.clock, args.how.set_clock) {
                 say!("limosa: {why}");
             }
+            let recording = BackgroundRecording::start(attempt.recording, &notice);
             // QEMU keeps what it has to say for a monitor that does not listen; one that has gone costs nothing.
             drop(attempt.monitor);
-            qemu.wait()?
+            let status = qemu.wait()?;
+            recording.end();
+            // It is read ahead for as long as there is a guest.
+            drop(report.read_ahead);
+            status
         }
         Err(error) if qemu.is_ending(attempt.monitor.as_deref(), has_guest) => {
             let greeted = attempt.monitor.is_some();
@@ -113,6 +122,12 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
     Ok(like(status))
 }
 
+/// The VM that is restored, and the part that working sets have in it.
+struct StoredVm<'a> {
+    snapshot: &'a Snapshot,
+    working_set: WorkingSetUse,
+}
+
 /// Notices shown with `-v` only.
 struct Notice {
     shown: bool,
@@ -134,7 +149,51 @@ struct Attempt {
     lazy_guest: bool,
     /// Whether QEMU has reported that it has all of its VM: the guest may run, and end, before the next message.
     loaded: bool,
+    /// The recording of the guest's working set, if it was asked for.
+    recording: anyhow::Result<Option<Recording>>,
     monitor: Option<Arc<Monitor>>,
+}
+
+/// A recording that is finished while this program waits for QEMU.
+struct BackgroundRecording {
+    is_ended: Arc<AtomicBool>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl BackgroundRecording {
+    fn start(recording: anyhow::Result<Option<Recording>>, notice: &Notice) -> Self {
+        let (is_ended, shown) = (Arc::new(AtomicBool::new(false)), notice.shown);
+        let ended = Arc::clone(&is_ended);
+        let finish = move |recording: Recording| match recording.finish(&ended) {
+            Ok(recorded) if shown => recorded.tell(),
+            Ok(_) => {}
+            Err(error) => not_recorded(&error),
+        };
+        let thread = match recording {
+            Ok(None) => None,
+            Ok(Some(recording)) => {
+                let thread = thread::Builder::new().name("recording".into()).spawn(move || finish(recording));
+                thread.inspect_err(|error| say!("limosa: the working set is not recorded: {error}")).ok()
+            }
+            Err(error) => {
+                not_recorded(&error);
+                None
+            }
+        };
+        Self { is_ended, thread }
+    }
+
+    /// Ends it with its QEMU.
+    fn end(self) {
+        self.is_ended.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn not_recorded(error: &anyhow::Error) {
+    say!("limosa: the working set is not recorded: {}", limosa_console::anyhow_error_line(error));
 }
 
 impl Attempt {
@@ -147,13 +206,14 @@ impl Attempt {
 fn attempt(
     args: &RunArgs,
     line: CommandLineProperties,
-    snapshot: &Snapshot,
+    vm: StoredVm<'_>,
     monitor: Arc<Monitor>,
     notice: &Notice,
 ) -> Attempt {
+    let StoredVm { snapshot, working_set } = vm;
     let handle = Handle::new();
     handle.control.set_max_bandwidth(args.steer.max_bandwidth);
-    let mut options = options(&args.how, false);
+    let mut options = options(&args.how, false, &working_set);
     options.run = args.how.state.choice_for(line);
     let paused = options.run == RunChoice::Paused;
     let reporter = Reporter::new(false);
@@ -186,9 +246,16 @@ fn attempt(
     let lazy_guest = observer.has_lazy_guest();
     let loaded = observer.has_loaded() || handle.progress.read().phase == Phase::Completed;
     let result = if lazy_guest { result } else { result.context("not restored; the snapshot is unchanged") };
+    let (result, recording) = match result {
+        Ok(mut report) => {
+            let recording = begin_recording(working_set, &mut report, &monitor, snapshot);
+            (Ok(report), recording)
+        }
+        Err(error) => (Err(error), Ok(None)),
+    };
     let clock = observer.clock.outcome();
     drop(observer);
-    Attempt { result, clock, lazy_guest, loaded, monitor: Some(monitor) }
+    Attempt { result, clock, lazy_guest, loaded, recording, monitor: Some(monitor) }
 }
 
 /// Returns the error for a QEMU whose monitor does not answer.

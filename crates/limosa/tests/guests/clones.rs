@@ -461,3 +461,20 @@ fn more_clones_than_the_memory_can_hold_are_refused_before_anything_is_made() {
     scene.start(1_000_000, &[], &[]).wait().one_line(&["1000000 clones need", "--overcommit"]);
     assert_eq!(names(&scene.clones()), Vec::<String>::new());
 }
+
+#[test]
+fn the_first_clones_working_set_is_recorded_and_read_ahead_for_the_next() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let report = scene.start(2, &["--json", "--record-working-set=500ms"], &[]).wait().json();
+    let pages = report["recorded_working_set"]["pages"].as_u64().unwrap();
+    assert!(pages > 64, "{report}");
+    let report = scene.start(2, &["--json", "--read-ahead", "on"], &[]).wait().json();
+    let read = &report["read_ahead"];
+    assert!(read["bytes"].as_u64().unwrap() + read["cached_bytes"].as_u64().unwrap() >= pages * 4096, "{report}");
+    for clone in report["clones"].as_array().unwrap() {
+        scene.assert_goes_on(clone);
+    }
+    let misused = scene.start(1, &["--memory", "eager", "--record-working-set"], &[]).wait();
+    assert_eq!(misused.status.code(), Some(2), "{}", misused.stderr);
+}

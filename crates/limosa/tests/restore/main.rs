@@ -23,3 +23,4 @@ mod mapped_pages;
 mod refusals;
 mod run_state;
 mod steered;
+mod working_set;

@@ -78,6 +78,20 @@ pub(super) fn look(
 
 /// Counts the pages of a range that are in memory or in swap. The range is not empty.
 fn count(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
+    stat(fd, range).map(|found| found.cached.saturating_add(found.evicted))
+}
+
+/// Counts the pages of a range of a file that are in the page cache, also those that are being read. Nothing is read.
+/// Linux 6.5 and newer; from 6.15 on for a file that this user owns or may write.
+///
+/// # Errors
+/// An error of the kernel.
+pub fn cached_pages(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
+    if range.is_empty() { Ok(0) } else { stat(fd, range).map(|found| found.cached) }
+}
+
+/// The range is not empty.
+fn stat(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Cachestat> {
     let asked = CachestatRange { offset: range.start, length: range.end - range.start };
     let mut found = Cachestat::default();
     // SAFETY: the kernel reads the one and writes the other, each of the layout that it knows; the descriptor is open.
@@ -85,7 +99,7 @@ fn count(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<u64> {
         libc::syscall(SYS_CACHESTAT, fd.as_raw_fd(), std::ptr::from_ref(&asked), std::ptr::from_mut(&mut found), 0)
     };
     match done {
-        0 => Ok(found.cached.saturating_add(found.evicted)),
+        0 => Ok(found),
         _ => Err(io::Error::last_os_error()),
     }
 }

@@ -10,6 +10,8 @@ use crate::pagemap::PageMap;
 
 mod cachestat;
 
+pub use cachestat::cached_pages;
+
 impl MemoryBlock {
     /// Returns the pages among `pages` that may have data: the others are zero. The bitmap is as long as the block.
     ///

@@ -50,6 +50,8 @@ struct State {
     deferred: usize,
     /// A live migration continues in postcopy.
     postcopy: bool,
+    /// Pages that were not requested are no longer held back by a recording.
+    rest_wanted: bool,
     downtime_limit: Option<Duration>,
     channels: Vec<Arc<Channel>>,
 }
@@ -124,6 +126,16 @@ impl Control {
     /// Whether postcopy was requested.
     pub fn postcopy_wanted(&self) -> bool {
         self.state.lock().postcopy
+    }
+
+    /// Ends what keeps a postcopy from sending pages that were not requested: its recording.
+    pub fn push_rest(&self) {
+        self.state.lock().rest_wanted = true;
+    }
+
+    /// Whether [`push_rest`](Self::push_rest) was called.
+    pub fn rest_wanted(&self) -> bool {
+        self.state.lock().rest_wanted
     }
 
     /// Tells the engine to stop. The first order counts; later ones are ignored.

@@ -10,4 +10,5 @@ pub(crate) mod records;
 pub(crate) mod return_path;
 pub(crate) mod sender;
 mod stream_buffer;
+mod touched;
 mod unsent;

@@ -32,13 +32,16 @@ use parking_lot::Mutex;
 use super::host_pages::with_page_sizes;
 use super::return_path::ReturnPath;
 use super::sender::{SendState, Sender, answer_requests, new_histogram};
+use super::touched::{FirstPages, RequestRecorder};
 use super::unsent::{CLAIM_PAGES, Cursor, UnsentPages};
 use crate::control::{Control, Handle, Phase, Progress};
 use crate::error::MigrateError;
-use crate::pages::PageSource;
+use crate::pages::{BlockRange, PageSource};
 
 /// How often the end of the stream is tried for.
 const END_TICK: Duration = Duration::from_micros(200);
+/// How often a recording asks whether it is over.
+const RECORDING_TICK: Duration = Duration::from_millis(10);
 /// Longer than any real wait, and short enough to be added to a clock.
 const UNTIL_IT_ENDS: Duration = Duration::from_secs(10 * 365 * 86_400);
 
@@ -58,11 +61,22 @@ pub struct PostcopyOptions {
     /// least that a limited rate and [`batch_pages`](Self::batch_pages) apply to, and what a requested page waits for
     /// at most.
     pub page_sizes: BTreeMap<String, u64>,
+    /// Pages that are sent before all others that are not requested, in this order.
+    pub first: Vec<BlockRange>,
+    /// Record the guest's requests for this long after its start. Meanwhile no other page is sent, so that every page
+    /// that the guest touches is one that it requests.
+    pub record_for: Option<Duration>,
 }
 
 impl Default for PostcopyOptions {
     fn default() -> Self {
-        Self { answer_timeout: Duration::from_secs(30), batch_pages: 64, page_sizes: BTreeMap::new() }
+        Self {
+            answer_timeout: Duration::from_secs(30),
+            batch_pages: 64,
+            page_sizes: BTreeMap::new(),
+            first: Vec::new(),
+            record_for: None,
+        }
     }
 }
 
@@ -88,6 +102,9 @@ pub struct PostcopyStats {
     pub requests: u64,
     /// From the arrival of a request on the return path to the moment its page was in the kernel's hands, nanoseconds.
     pub request_latency: Histogram<u64>,
+    /// The pages with contents that were requested while [`record_for`](PostcopyOptions::record_for) said so, in the
+    /// order of the answers.
+    pub recorded: Vec<BlockRange>,
     /// From the first byte to the destination's acknowledgement.
     pub elapsed: Duration,
     /// Of the main channel, both directions.
@@ -261,6 +278,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             zero: AtomicU64::new(0),
             unanswered: AtomicU64::new(0),
             near: Mutex::new(None),
+            recorder: RequestRecorder::new(self.options.record_for),
             ending: AtomicBool::new(false),
         };
         self.progress.expect_pages(state.unsent.left());
@@ -270,6 +288,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 state.return_path.read_from(&self.channel, &blocks, recovery, |message| {
                     if *message == ReturnMessage::Pong(postcopy::PING_LOADED) {
                         self.progress.set_phase(Phase::PostcopyActive);
+                        state.recorder.begin();
                         (self.observer)(Milestone::DevicesLoaded);
                         self.control.release();
                     }
@@ -301,6 +320,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             zero_pages: state.zero.load(Relaxed),
             requests: latency.len(),
             request_latency: latency,
+            recorded: state.recorder.into_requests(),
             elapsed: begun.elapsed(),
             main: self.channel.counters(),
             preempt,
@@ -486,12 +506,13 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         }
     }
 
-    /// The main channel's sender: requests first (unless the preempt channel has them), then everything else, then the
-    /// end.
+    /// The main channel's sender: requests first (unless the preempt channel has them), then the pages that are wanted
+    /// first, then everything else, then the end.
     fn push(&self, state: &SendState<'_, S>, preempted: bool) -> Result<Histogram<u64>, MigrateError> {
         let mut sender = Sender::new(state, &self.channel)?;
         let mut cursor = Cursor { block: 0, page: PageNumber(0) };
         let batch = self.options.batch_pages.clamp(1, CLAIM_PAGES);
+        let mut first = FirstPages::new(&self.options.first);
         loop {
             self.control.check()?;
             self.check_loaded(state)?;
@@ -504,6 +525,14 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             if state.return_path.has_ended() {
                 return Err(state.return_path.outcome());
             }
+            if state.recorder.is_recording(&self.control) {
+                if preempted {
+                    thread::sleep(RECORDING_TICK);
+                } else if let Some(request) = state.return_path.wait_request(RECORDING_TICK) {
+                    sender.answer(request)?;
+                }
+                continue;
+            }
             // A limited rate is waited for where a request can cut the wait short.
             let pause = self.control.rate_limit().delay();
             if !pause.is_zero() {
@@ -515,10 +544,13 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
                 }
                 continue;
             }
-            if let Some(near) = state.near.lock().take() {
-                cursor = near;
-            }
-            let Some((block, pages)) = state.unsent.claim_run(&mut cursor, batch) else { break };
+            let claimed = first.claim(&state.unsent, batch).or_else(|| {
+                if let Some(near) = state.near.lock().take() {
+                    cursor = near;
+                }
+                state.unsent.claim_run(&mut cursor, batch)
+            });
+            let Some((block, pages)) = claimed else { break };
             let contents = sender.send(block, pages)?;
             self.control.rate_limit().spend(contents.saturating_mul(PAGE_SIZE));
         }

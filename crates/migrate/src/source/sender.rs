@@ -14,10 +14,11 @@ use parking_lot::Mutex;
 
 use super::records::{GuestPages, RecordWriter, Zeros};
 use super::return_path::{Request, ReturnPath, Wake};
+use super::touched::RequestRecorder;
 use super::unsent::{CLAIM_PAGES, Claim, Cursor, UnsentPages};
 use crate::control::{MovedPages, Progress};
 use crate::error::MigrateError;
-use crate::pages::PageSource;
+use crate::pages::{BlockRange, PageSource};
 
 /// The state that the sending threads share.
 pub(crate) struct SendState<'a, S: PageSource + ?Sized> {
@@ -33,6 +34,8 @@ pub(crate) struct SendState<'a, S: PageSource + ?Sized> {
     pub(crate) unanswered: AtomicU64,
     /// Where the last request was, for the background to go on near it.
     pub(crate) near: Mutex<Option<Cursor>>,
+    /// Requests that are recorded.
+    pub(crate) recorder: RequestRecorder,
     /// The stream's end is on its way: the destination may close the preempt channel at any moment.
     pub(crate) ending: AtomicBool,
 }
@@ -92,6 +95,7 @@ impl<'a, S: PageSource + ?Sized> Sender<'a, S> {
         for host_page in self.state.unsent.host_pages(request.block, request.pages)? {
             match self.state.unsent.claim(request.block, host_page.start)? {
                 Claim::Contents => {
+                    self.state.recorder.note(BlockRange { block: request.block, pages: host_page });
                     self.send(request.block, host_page)?;
                 }
                 Claim::Zero => {

@@ -14,7 +14,7 @@ use limosa_page::{AtomicPageBitmap, BrokenInvariant, PageBitmap, PageNumber, Pag
 use limosa_stream::RamBlock;
 
 use super::host_pages;
-use crate::pages::PageSource;
+use crate::pages::{BlockRange, PageSource};
 
 /// Pages that one claim of the background push covers at most, 1 MiB, unless a single host page is larger.
 pub(crate) const CLAIM_PAGES: u64 = 256;
@@ -173,6 +173,17 @@ impl<'a> UnsentPages<'a> {
         })
     }
 
+    /// Claims the next run of host pages with contents of these pages; at most `at_most` pages, but one host page at
+    /// least. `None` if nothing of them is left, or there is no such block.
+    pub(crate) fn claim_within(&self, range: BlockRange, at_most: u64) -> Option<PageRange> {
+        let unsent = self.blocks.get(range.block)?;
+        let end = range.pages.end.0.div_ceil(unsent.each).min(unsent.to_send.len());
+        let host_pages = PageRange::new(PageNumber((range.pages.start.0 / unsent.each).min(end)), PageNumber(end));
+        let run = unsent.to_send.take_run(host_pages, (at_most / unsent.each).max(1))?;
+        self.claimed.fetch_add(run.len(), Relaxed);
+        Some(unsent.pages(run))
+    }
+
     /// Claims the next run of host pages with contents at or behind the cursor, going round once, and moves the cursor
     /// behind it; at most `at_most` pages, but one host page at least. `None` if nothing is left anywhere.
     pub(crate) fn claim_run(&self, cursor: &mut Cursor, at_most: u64) -> Option<(usize, PageRange)> {
@@ -226,6 +237,25 @@ mod tests {
             pages.blocks[0].to_send.set(PageNumber(0));
             assert_eq!(pages.claim(0, PageNumber(0)).unwrap(), Claim::Contents);
             assert!(is_noticed(|| pages.check_claimed()), "one was claimed twice");
+        }
+    }
+
+    #[test]
+    fn pages_that_are_wanted_first_are_claimed_once_and_only_within_their_block() {
+        let stored = PageBitmap::full(64);
+        let range = |start, end| PageRange::new(PageNumber(start), PageNumber(end));
+        for each in [1, 8] {
+            let pages = unsent(&stored, each);
+            let first = |block, start, end| BlockRange { block, pages: range(start, end) };
+            assert_eq!(pages.claim(0, PageNumber(16)).unwrap(), Claim::Contents);
+            assert_eq!(pages.claim_within(first(0, 8, 16), 256), Some(range(8, 16)));
+            assert_eq!(pages.claim_within(first(0, 8, 16), 256), None);
+            assert_eq!(pages.claim_within(first(0, 56, u64::MAX), 256), Some(range(56, 64)));
+            assert_eq!(pages.claim_within(first(0, 900, 1000), 256), None);
+            assert_eq!(pages.claim_within(first(1, 0, 8), 256), None);
+            let mut cursor = Cursor { block: 0, page: PageNumber(0) };
+            while pages.claim_run(&mut cursor, 16).is_some() {}
+            pages.check_claimed().unwrap();
         }
     }
 

@@ -14,6 +14,7 @@ mod maps;
 mod place;
 mod process;
 mod recognize;
+mod recording;
 mod rewrite;
 mod vm;
 
@@ -22,6 +23,7 @@ pub use place::BlockPlace;
 pub use process::NotMapping;
 pub use recognize::prove_mapping;
 pub(crate) use recognize::{Mapped, recognize, refuse_shared_snapshot};
+pub use recording::MappedRecording;
 pub use rewrite::{MappedCommandLine, check_snapshot_not_shared, name_memory_backend, rewrite_for_mapping};
 pub use vm::{BlockPages, MappedVm, MappedVmError};
 

@@ -150,6 +150,15 @@ impl MappingProcess {
         ProcessPagemap::of(self.pid)?.copied_ranges(address..address.saturating_add(length), note)?;
         Ok(pages)
     }
+
+    /// Returns the pages that the kernel has mapped for the process among `length` bytes of memory, numbered from
+    /// `address`: those that it has touched, and their neighbours that were in the page cache.
+    pub(super) fn present_pages(&self, address: u64, length: u64) -> io::Result<PageBitmap> {
+        let mut pages = PageBitmap::new(length.div_ceil(PAGE_SIZE));
+        let note = |run: Range<u64>| pages.set_range(numbered_from(address, &run));
+        ProcessPagemap::of(self.pid)?.present(address..address.saturating_add(length), note)?;
+        Ok(pages)
+    }
 }
 
 /// Returns the pages at these addresses, numbered from `address`.

@@ -94,8 +94,21 @@ impl MappedVm {
     /// # Errors
     /// The kernel's, for example because the process has ended.
     pub fn changed(&self) -> io::Result<Vec<BlockPages>> {
+        self.pages(MappingProcess::copied_pages)
+    }
+
+    /// Returns the pages that the kernel has mapped for the VM: those that the guest, or QEMU, has touched. A fault
+    /// also maps neighbours that are in the page cache, usually up to 64 KiB around it.
+    ///
+    /// # Errors
+    /// As [`changed`](Self::changed).
+    pub fn present(&self) -> io::Result<Vec<BlockPages>> {
+        self.pages(MappingProcess::present_pages)
+    }
+
+    fn pages(&self, find: impl Fn(&MappingProcess, u64, u64) -> io::Result<PageBitmap>) -> io::Result<Vec<BlockPages>> {
         let pages = |block: &Placed| {
-            let pages = self.process.copied_pages(block.address, block.length)?;
+            let pages = find(&self.process, block.address, block.length)?;
             Ok(BlockPages { index: block.index, name: block.name.clone(), pages })
         };
         self.blocks.iter().map(pages).collect()

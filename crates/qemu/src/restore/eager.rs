@@ -10,11 +10,12 @@ use limosa_migrate::multifd::MultifdSourceOptions;
 use limosa_migrate::stats::PrecopyStats;
 use limosa_migrate::stored::{PrecopyOptions, PresentBlock};
 use limosa_page::error_with_causes;
+use limosa_snapshot::ReadAhead;
 use limosa_stream::multifd::Compression;
 use uuid::Uuid;
 
 use super::incoming::{Channels, Rendezvous};
-use super::job::{RestoreJob, RestoreReport, identity};
+use super::job::{RestoreJob, RestoreReport};
 use super::options::{RestoreChannels, RestoreMode};
 use super::serve::complete;
 use crate::conflict::{Conflict, JobOption};
@@ -48,6 +49,7 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<Resto
         // No page of theirs will be looked at again.
         job.snapshot.verify_all()?;
     }
+    let read_ahead = if mapped.is_empty() || !job.options.read_ahead { None } else { read_ahead(job) };
     let wish = settings(by_file, job.options.channels);
     let change = job.monitor.plan_settings(&wish)?;
     let mut record = job.record(change.undo);
@@ -81,7 +83,15 @@ pub(super) fn run(job: &RestoreJob<'_>, mapped: &[PresentBlock]) -> Result<Resto
         lazy: None,
         channel: stats.map(|stats| stats.channel),
         vm_state,
+        read_ahead,
+        recorded: None,
     })
+}
+
+/// Begins to read the working set ahead, if there is one: the guest's first touches are not far.
+fn read_ahead(job: &RestoreJob<'_>) -> Option<ReadAhead> {
+    let started = ReadAhead::start(job.snapshot, job.options.working_set.as_ref()?);
+    started.inspect_err(|error| (job.watch.notice)(&error_with_causes(error))).ok()
 }
 
 /// How QEMU must be set: what it needs is on, and every option that would give the stream another form is off.
@@ -204,7 +214,7 @@ fn read_by_qemu(job: &RestoreJob<'_>, load: &Loader<'_>, record: &mut JobRecord)
     // A description of its own, at offset 0; through /proc, so that it is the file that was checked, even if another
     // file has its name.
     let file = File::open(format!("/proc/self/fd/{}", job.snapshot.file().as_raw_fd())).map_err(place)?;
-    let set = job.monitor.add_fd(file.as_fd(), None, &format!("limosa restore {}", identity(job.snapshot)))?;
+    let set = job.monitor.add_fd(file.as_fd(), None, &format!("limosa restore {}", job.snapshot.id()))?;
     drop(file);
     record.descriptor_sets.push(set.id);
     record.update(job.monitor)?;

@@ -9,9 +9,8 @@ use limosa_channel::Counters;
 use limosa_migrate::control::Phase;
 use limosa_migrate::stored::PostcopyOptions;
 use limosa_page::error_with_causes;
-use limosa_snapshot::Snapshot;
+use limosa_snapshot::{ReadAhead, Snapshot, WorkingSet};
 use serde_json::Value;
-use uuid::Uuid;
 
 use super::options::{RestoreMode, RestoreOptions};
 use crate::job::{JobContext, JobError};
@@ -70,6 +69,10 @@ pub struct RestoreReport {
     pub channel: Option<Counters>,
     /// The state that the VM is in now.
     pub vm_state: String,
+    /// The working set that is still being read ahead, if the memory is mapped. Dropping it ends that.
+    pub read_ahead: Option<ReadAhead>,
+    /// The working set that was recorded of a lazy guest.
+    pub recorded: Option<WorkingSet>,
 }
 
 /// The arguments of [`restore`](fn@crate::restore).
@@ -98,13 +101,6 @@ impl std::fmt::Debug for RestoreRequest<'_> {
             .field("options", &self.options)
             .finish_non_exhaustive()
     }
-}
-
-/// Returns the identity of a snapshot: its id, or one made from its device state if another program wrote it.
-pub(super) fn identity(snapshot: &Snapshot) -> Uuid {
-    snapshot
-        .manifest()
-        .map_or_else(|| Uuid::new_v5(&Uuid::NAMESPACE_OID, snapshot.device_tail()), |manifest| manifest.id)
 }
 
 /// The failure with QEMU's own reason, and with what limosa saw of it if that is anything else.
@@ -142,12 +138,17 @@ impl RestoreJob<'_> {
 
     /// How the engine is to send lazily.
     pub(super) fn postcopy_options(&self) -> PostcopyOptions {
-        PostcopyOptions { page_sizes: self.page_sizes.clone(), ..PostcopyOptions::default() }
+        PostcopyOptions {
+            page_sizes: self.page_sizes.clone(),
+            first: self.options.working_set.as_ref().map_or_else(Vec::new, |set| set.ranges.clone()),
+            record_for: self.options.record_for,
+            ..PostcopyOptions::default()
+        }
     }
 
     /// The record of this job for QEMU.
     pub(super) fn record(&self, undo: Settings) -> JobRecord {
-        JobRecord::new(JobKind::Restore, identity(self.snapshot), self.path, self.runs, undo)
+        JobRecord::new(JobKind::Restore, self.snapshot.id(), self.path, self.runs, undo)
     }
 
     /// After a failure before the guest ran: puts QEMU's settings back and finds the best reason, QEMU's own if it has

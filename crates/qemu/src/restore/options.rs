@@ -1,7 +1,9 @@
 //! Options of a restore.
 
+use std::time::Duration;
+
 use limosa_channel::{Uri, ZeroCopy};
-use limosa_snapshot::Snapshot;
+use limosa_snapshot::{Snapshot, WorkingSet};
 use limosa_stream::multifd::Compression;
 
 use crate::monitor::RunState;
@@ -78,6 +80,13 @@ pub struct RestoreOptions {
     pub run: RunChoice,
     /// The policy for disks that changed since the VM was saved.
     pub disks: DiskPolicy,
+    /// Pages that are sent first if the memory comes lazily.
+    pub working_set: Option<WorkingSet>,
+    /// Whether the working set is read into the page cache if the memory is mapped.
+    pub read_ahead: bool,
+    /// Record the pages that the guest requests within this time of a lazy restore, during which no other page is sent.
+    /// [`MappedRecording`](crate::MappedRecording) records mapped guests.
+    pub record_for: Option<Duration>,
 }
 
 /// The channels that the memory of an eager restore comes on: QEMU's multifd.

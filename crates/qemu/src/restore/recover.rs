@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use limosa_snapshot::Snapshot;
 
 use super::incoming::Rendezvous;
-use super::job::{RestoreJob, RestoreReport, RestoreRequest, identity};
+use super::job::{RestoreJob, RestoreReport, RestoreRequest};
 use super::lazy::OptionalWatchdog;
 use super::{preflight, serve};
 use crate::conflict::{Conflict, StateConflict};
@@ -70,7 +70,7 @@ fn own_record(monitor: &Monitor, snapshot: &Snapshot) -> Result<JobRecord, JobEr
             Conflict::State(StateConflict::SaveInterrupted),
         ));
     }
-    if record.snapshot != identity(snapshot) {
+    if record.snapshot != snapshot.id() {
         return Err(JobError::refused(format!(
             "this VM stands on another snapshot, {} ({}); recover from that file: any other would mix two memories",
             record.path, record.snapshot

@@ -11,7 +11,7 @@ use limosa_migrate::MigrateError;
 use limosa_migrate::stats::PostcopyStats;
 use limosa_migrate::stored::{Milestone, PostcopySource};
 use limosa_page::error_with_causes;
-use limosa_snapshot::Snapshot;
+use limosa_snapshot::{RecordedMode, Snapshot, WorkingSet, WorkingSetRecorder};
 use parking_lot::Mutex;
 
 use super::incoming::Rendezvous;
@@ -247,6 +247,8 @@ pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_gues
         time_to_resident: job.begun.elapsed(),
         normal_pages: Some(stats.as_ref().map_or(0, |stats| stats.normal_pages)),
         zero_pages: Some(stats.as_ref().map_or(0, |stats| stats.zero_pages)),
+        recorded: stats.as_ref().and_then(|stats| recorded(job, stats)),
+        read_ahead: None,
         lazy: stats.map(|stats| LazyReport {
             request_latency: stats.request_latency,
             main: stats.main,
@@ -255,4 +257,15 @@ pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_gues
         channel: None,
         vm_state: job.vm_state(),
     }
+}
+
+/// Returns the working set that the guest's requests are, if they were to be recorded.
+fn recorded(job: &RestoreJob<'_>, stats: &PostcopyStats) -> Option<WorkingSet> {
+    let length = job.options.record_for?;
+    let mut recorder = WorkingSetRecorder::new(job.snapshot, RecordedMode::Lazy);
+    stats.recorded.iter().for_each(|request| recorder.note(*request));
+    let mut set = recorder.finish();
+    set.begun = set.begun.saturating_sub(job.begun.elapsed().as_secs());
+    set.duration = length.min(job.begun.elapsed());
+    Some(set)
 }

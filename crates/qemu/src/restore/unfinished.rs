@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 
 use limosa_channel::Uri;
 use limosa_migrate::Handle;
-use limosa_snapshot::Snapshot;
+use limosa_snapshot::{Snapshot, WorkingSet};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::incoming::{Channels, Rendezvous};
-use super::job::{RestoreJob, RestoreObserver, identity};
+use super::job::{RestoreJob, RestoreObserver};
 use super::options::{RestoreMode, RestoreOptions};
 use super::serve::{complete, serve_rest};
 use crate::job::{JobContext, JobError};
@@ -49,6 +49,9 @@ pub(crate) struct UnfinishedRestore {
     /// is about to send.
     page_sizes: BTreeMap<String, u64>,
     negotiated: Negotiated,
+    /// Whether the pages of a working set are sent first.
+    #[serde(default)]
+    working_set: bool,
 }
 
 /// The snapshot that the guest of a dead limosa stands on, opened and locked while limosa still lived.
@@ -81,13 +84,14 @@ impl UnfinishedRestore {
             max_bandwidth: job.watch.handle.control.max_bandwidth(),
             page_sizes: job.page_sizes.clone(),
             negotiated: job.monitor.qmp().negotiated(),
+            working_set: job.options.working_set.is_some(),
         }
     }
 
     /// Opens the snapshot and locks it, so that nothing replaces it while the guest needs it.
     pub(crate) fn keep(self) -> Result<KeptSnapshot, JobError> {
         let snapshot = Snapshot::open(&PathBuf::from(OsString::from_vec(self.path.clone())))?;
-        if identity(&snapshot) != self.record.snapshot {
+        if snapshot.id() != self.record.snapshot {
             return Err(JobError::refused("another snapshot has its name now; recover from the one that was restored"));
         }
         snapshot.lock_serving()?;
@@ -127,6 +131,8 @@ impl KeptSnapshot {
         let watch = JobContext::new(&handle, &|_| {});
         let restore = RestoreOptions {
             listen: self.unfinished.listen.as_deref().and_then(|uri| uri.parse::<Uri>().ok()),
+            // A hint, which may be gone by now.
+            working_set: self.unfinished.working_set.then(|| WorkingSet::of(&self.snapshot).ok().flatten()).flatten(),
             ..RestoreOptions::default()
         };
         // Never by a descriptor: QEMU takes one in its main loop alone, so waiting for that could wait for ever.

@@ -9,3 +9,4 @@ mod hostile;
 mod mappable;
 mod publish;
 mod round_trip;
+mod working_set;

@@ -89,3 +89,30 @@ fn a_qemu_that_is_too_old_is_named_by_the_option_it_lacks_or_restored_another_wa
     let qmp = run.qmp();
     run.check_memory(&qmp);
 }
+
+#[test]
+fn what_the_guest_touches_is_recorded_while_it_runs_also_if_it_ends_early() {
+    needs_qemu!();
+    for memory in ["mapped", "lazy"] {
+        let scene = Scene::new();
+        let set = scene.path("snapshot.working-set");
+        let run = scene.start(&["--memory", memory, "--record-working-set=500ms"], &[]);
+        run.assert_goes_on();
+        crate::stage::wait_for("the working set", || set.exists().then_some(()));
+        assert!(run.limosa.is_running());
+        run.limosa.signal(Signal::TERM);
+        run.wait();
+        std::fs::remove_file(&set).unwrap();
+        if memory == "mapped" {
+            let run = scene.start(&["--memory", memory, "--record-working-set=5m"], &[]);
+            run.wait_laps(20);
+            run.limosa.signal(Signal::TERM);
+            run.wait();
+            assert!(set.exists());
+        }
+        let run = scene.start(&["--memory", memory], &[]);
+        run.assert_goes_on();
+        run.limosa.signal(Signal::TERM);
+        run.wait();
+    }
+}

@@ -1,0 +1,211 @@
+//! Working sets on the command line: the one beside a snapshot is shown, read ahead, and recorded.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use limosa_console::{quantity, say};
+use limosa_page::{PAGE_SIZE, error_with_causes};
+use limosa_qemu::{MappedRecording, MappedVm};
+use limosa_snapshot::{ReadAheadReport, Snapshot, SnapshotError, WorkingSet, WorkingSetFile};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::args::{ReadAheadArg, WorkingSetArgs};
+use crate::report;
+use crate::usage::misused;
+
+/// How often a recording is asked whether it is over.
+const RECORDING_TICK: Duration = Duration::from_millis(20);
+
+/// The part that working sets have in a command, decided before a VM is touched.
+pub(crate) struct WorkingSetUse {
+    /// The recorded set that is read first.
+    pub(crate) set: Option<WorkingSet>,
+    /// Whether it is also read ahead for mapped memory: on fast disks that costs more than it gains
+    /// (docs/benchmarks/2026-11-26-working-sets.md).
+    pub(crate) reads_ahead: bool,
+    /// Where a new one is recorded, and how long.
+    record: Option<(WorkingSetFile, Duration)>,
+}
+
+impl WorkingSetUse {
+    /// Nothing is read ahead or recorded.
+    pub(crate) fn none() -> Self {
+        Self { set: None, reads_ahead: false, record: None }
+    }
+
+    /// Reads the working set beside a snapshot, or prepares the file for a new one.
+    pub(crate) fn prepare(args: &WorkingSetArgs, snapshot: &Snapshot, notice: &dyn Fn(&str)) -> anyhow::Result<Self> {
+        let (on, off) = (args.read_ahead == ReadAheadArg::On, args.read_ahead == ReadAheadArg::Off);
+        if let Some(length) = args.record_working_set {
+            if on {
+                misused(
+                    "--read-ahead on cannot be used with --record-working-set: pages that were read count as touched",
+                );
+            }
+            let file = WorkingSetFile::create(snapshot).context("the working set cannot be recorded")?;
+            return Ok(Self { record: Some((file, length)), ..Self::none() });
+        }
+        let found = if off { Ok(None) } else { WorkingSet::of(snapshot) };
+        let set = match found {
+            Ok(None) if on => {
+                bail!("{}: has no working set; record one with --record-working-set", snapshot.path().display());
+            }
+            Err(error) if on => return Err(anyhow::Error::from(error).context("the working set cannot be read ahead")),
+            Err(error) => {
+                notice(&format!("nothing is read ahead: {}", error_with_causes(&error)));
+                None
+            }
+            Ok(set) => set,
+        };
+        Ok(Self { set, reads_ahead: on, record: None })
+    }
+
+    /// How long the requests of a lazy guest are recorded.
+    pub(crate) fn record_for(&self) -> Option<Duration> {
+        self.record.as_ref().map(|(_, length)| *length)
+    }
+
+    /// Begins to record a guest that runs, if that was asked for. `requested` was recorded of a lazy guest; `vm` finds
+    /// a mapped one.
+    pub(crate) fn begin(
+        self,
+        snapshot: &Snapshot,
+        requested: Option<WorkingSet>,
+        vm: impl FnOnce() -> anyhow::Result<MappedVm>,
+    ) -> anyhow::Result<Option<Recording>> {
+        let Some((file, length)) = self.record else { return Ok(None) };
+        let source = match requested {
+            Some(set) => Source::Requested(set),
+            None => Source::Mapped(MappedRecording::begin(vm()?, snapshot, length)?),
+        };
+        Ok(Some(Recording { file, source }))
+    }
+}
+
+/// A working set that is being recorded.
+pub(crate) struct Recording {
+    file: WorkingSetFile,
+    source: Source,
+}
+
+enum Source {
+    Requested(WorkingSet),
+    Mapped(MappedRecording),
+}
+
+impl Recording {
+    /// Waits until the time is over, the VM has ended, or `is_stopped` is set; then publishes the file.
+    pub(crate) fn finish(self, is_stopped: &AtomicBool) -> anyhow::Result<Recorded> {
+        let set = match self.source {
+            Source::Requested(set) => set,
+            Source::Mapped(recording) => {
+                while !recording.is_finished() && !is_stopped.load(Ordering::Relaxed) {
+                    thread::sleep(RECORDING_TICK);
+                }
+                recording.stop().context("the thread that recorded it has panicked")?
+            }
+        };
+        if set.ranges.is_empty() {
+            bail!("the guest has touched no page of the snapshot");
+        }
+        let path = self.file.publish(&set)?;
+        Ok(Recorded { path, pages: set.pages(), duration: set.duration })
+    }
+
+    /// As [`finish`](Self::finish); SIGINT and SIGTERM end the recording, and not this program.
+    pub(crate) fn finish_or_signal(self) -> anyhow::Result<Recorded> {
+        let is_stopped = std::sync::Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            signal_hook::flag::register(signal, std::sync::Arc::clone(&is_stopped))?;
+        }
+        self.finish(&is_stopped)
+    }
+}
+
+/// A working set that was recorded.
+pub(crate) struct Recorded {
+    path: PathBuf,
+    pages: u64,
+    duration: Duration,
+}
+
+impl Recorded {
+    pub(crate) fn tell(&self) {
+        say!(
+            "  working set: {} pages ({}) touched within {}, recorded in {}",
+            quantity::count(self.pages),
+            quantity::bytes(self.pages.saturating_mul(PAGE_SIZE)),
+            quantity::time(self.duration),
+            self.path.display()
+        );
+    }
+
+    pub(crate) fn object(&self) -> Value {
+        json!({ "path": self.path, "pages": self.pages, "recorded_ms": quantity::millis(self.duration) })
+    }
+}
+
+/// Tells what was read ahead; nothing if all of it was in the page cache.
+pub(crate) fn tell_read_ahead(report: &ReadAheadReport) {
+    if report.bytes > 0 {
+        say!("  working set: {} read ahead within {}", quantity::bytes(report.bytes), quantity::time(report.elapsed));
+    }
+}
+
+/// The same, for programs.
+pub(crate) fn read_ahead_object(report: &ReadAheadReport) -> Value {
+    json!({
+        "bytes": report.bytes,
+        "requests": report.requests,
+        "cached_bytes": report.cached_bytes,
+        "elapsed_ms": quantity::millis(report.elapsed),
+    })
+}
+
+/// The working set beside a snapshot, for people and programs.
+pub(crate) struct ShownWorkingSet(Result<WorkingSet, SnapshotError>);
+
+impl ShownWorkingSet {
+    /// Looks beside a snapshot.
+    pub(crate) fn of(snapshot: &Snapshot) -> Option<Self> {
+        WorkingSet::of(snapshot).transpose().map(Self)
+    }
+}
+
+impl fmt::Display for ShownWorkingSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Ok(set) => write!(
+                f,
+                "{} pages ({}), recorded {} from a {} guest within {}",
+                quantity::count(set.pages()),
+                quantity::bytes(set.pages().saturating_mul(PAGE_SIZE)),
+                report::date(set.begun),
+                <&str>::from(set.mode),
+                quantity::time(set.duration)
+            ),
+            Err(error) => write!(f, "none: {}", error_with_causes(error)),
+        }
+    }
+}
+
+impl Serialize for ShownWorkingSet {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let value = match &self.0 {
+            Ok(set) => json!({
+                "pages": set.pages(),
+                "ranges": set.ranges.len(),
+                "mode": <&str>::from(set.mode),
+                "recorded": set.begun,
+                "recorded_ms": quantity::millis(set.duration),
+            }),
+            Err(error) => json!({ "error": error_with_causes(error) }),
+        };
+        value.serialize(serializer)
+    }
+}

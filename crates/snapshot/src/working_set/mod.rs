@@ -1,0 +1,163 @@
+//! The working set of a snapshot: the pages that a guest touched after its start, in a file beside the snapshot.
+//!
+//! It is a file of its own (`SNAPSHOT.working-set`), because VMs may map the snapshot when it is recorded, and a mapped
+//! file is never written to. It names the snapshot that it is of.
+//!
+//! Law of this module: **a working set is a hint.** It cannot make a page wrong: it decides the order in which pages
+//! are read, and nothing else. One that is missing, damaged or of another snapshot costs that order alone. What
+//! it asks for is bounded: each page at most once.
+
+mod format;
+mod plan;
+mod read_ahead;
+mod recorder;
+
+use std::io::Read as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use limosa_migrate::stored::BlockRange;
+use limosa_page::{PageBitmap, PageRange};
+use strum::IntoStaticStr;
+use uuid::Uuid;
+
+use crate::error::{InvalidWorkingSet, SnapshotError};
+use crate::reader::Snapshot;
+use crate::sidecar;
+use crate::unnamed_file::{Durability, UnnamedFile};
+
+pub use read_ahead::{ReadAhead, ReadAheadReport};
+pub use recorder::WorkingSetRecorder;
+
+/// The restore mode of the guest whose working set was recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
+pub enum RecordedMode {
+    /// Its memory was mapped: pages are those that the kernel had mapped for it, neighbours of touched ones included.
+    Mapped,
+    /// Its memory came lazily: pages are those that it requested.
+    Lazy,
+}
+
+/// Pages of a snapshot that a guest touched after its start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WorkingSet {
+    /// The snapshot's id ([`Snapshot::id`]).
+    pub snapshot: Uuid,
+    /// How the guest was restored.
+    pub mode: RecordedMode,
+    /// When the recording began, in seconds since 1970.
+    pub begun: u64,
+    /// How long it took.
+    pub duration: Duration,
+    /// The pages in about the order of their first touch. No page is in it twice.
+    pub ranges: Vec<BlockRange>,
+}
+
+impl WorkingSet {
+    /// Reads the working set beside a snapshot; `None` if no file has its name.
+    ///
+    /// # Errors
+    /// [`SnapshotError::WorkingSet`] if the file there is not this snapshot's working set; that it cannot be read.
+    pub fn of(snapshot: &Snapshot) -> Result<Option<Self>, SnapshotError> {
+        let path = Self::path_of(snapshot)?;
+        let failed = |source| SnapshotError::io("read it", &path, None, source);
+        let invalid = |why| SnapshotError::WorkingSet { path: path.clone(), why };
+        let Some(mut file) = sidecar::open(rustix::fs::CWD, path.as_os_str()).map_err(failed)? else { return Ok(None) };
+        let length = file.metadata().map_err(failed)?.len();
+        if length > format::LENGTH_MAX {
+            return Err(invalid(InvalidWorkingSet::Damaged("it is too long")));
+        }
+        let mut bytes = Vec::new();
+        file.by_ref().take(format::LENGTH_MAX).read_to_end(&mut bytes).map_err(failed)?;
+        Self::decode(&bytes, snapshot.id(), &snapshot.memory().stored).map(Some).map_err(invalid)
+    }
+
+    /// Decodes a working set of the snapshot with this id and these RAM blocks; a bitmap of each is given, whose length
+    /// alone counts.
+    ///
+    /// # Errors
+    /// The bytes are not its working set.
+    pub fn decode(bytes: &[u8], snapshot: Uuid, blocks: &[PageBitmap]) -> Result<Self, InvalidWorkingSet> {
+        format::decode(bytes, snapshot, blocks)
+    }
+
+    /// Returns its bytes in a file. [`decode`](Self::decode) takes up to 262,144 ranges.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        format::encode(self)
+    }
+
+    /// The name that the working set of a snapshot has: the snapshot's own, links resolved, and `.working-set`.
+    ///
+    /// # Errors
+    /// The snapshot's name cannot be resolved.
+    pub fn path_of(snapshot: &Snapshot) -> Result<PathBuf, SnapshotError> {
+        let path = snapshot.path();
+        let resolved = std::fs::canonicalize(path).map_err(|error| SnapshotError::io("find it", path, None, error))?;
+        Ok(PathBuf::from(sidecar::name_for(resolved.as_os_str())))
+    }
+
+    /// Number of its pages.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.ranges.iter().map(|range| range.pages.len()).sum()
+    }
+}
+
+/// A working set's file that is prepared before a recording: what would refuse it refuses it then. Dropped without
+/// [`publish`](Self::publish), it leaves nothing.
+#[derive(Debug)]
+pub struct WorkingSetFile(UnnamedFile);
+
+impl WorkingSetFile {
+    /// Prepares the file beside a snapshot, mode 0600. It will replace an older working set.
+    ///
+    /// # Errors
+    /// As [`UnnamedFile::create`]: for example, the directory is not writable.
+    pub fn create(snapshot: &Snapshot) -> Result<Self, SnapshotError> {
+        UnnamedFile::create(&WorkingSet::path_of(snapshot)?, true).map(Self)
+    }
+
+    /// Writes a working set, makes it durable, and gives it its name, which is returned.
+    ///
+    /// # Errors
+    /// As [`UnnamedFile::publish`], and that it cannot be written.
+    pub fn publish(self, set: &WorkingSet) -> Result<PathBuf, SnapshotError> {
+        let failed = |error| SnapshotError::io("write it", self.0.target(), None, error);
+        self.0.file().write_all_at(&set.encode(), 0).map_err(failed)?;
+        self.0.publish(Durability::Synced)
+    }
+}
+
+/// Notes a range of pages in a bitmap of those that were noted; false if one of them was already.
+fn note_once(seen: &mut PageBitmap, pages: PageRange) -> bool {
+    let is_new = seen.count_in(pages) == 0;
+    seen.set_range(pages);
+    is_new
+}
+
+/// Bitmaps as long as these, without a page in them.
+fn empty_like(blocks: &[PageBitmap]) -> Vec<PageBitmap> {
+    blocks.iter().map(|block| PageBitmap::new(block.len())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_page::PageNumber;
+
+    use super::*;
+
+    #[test]
+    fn a_range_is_new_only_if_none_of_its_pages_was_seen() {
+        let mut seen = PageBitmap::new(100);
+        let range = |start, end| PageRange::new(PageNumber(start), PageNumber(end));
+        assert!(note_once(&mut seen, range(10, 20)));
+        assert!(note_once(&mut seen, range(20, 30)));
+        assert!(!note_once(&mut seen, range(5, 11)));
+        assert_eq!(seen.count(), 25);
+        assert_eq!(empty_like(&[seen])[0].count(), 0);
+    }
+}
