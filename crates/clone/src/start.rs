@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use limosa_channel::Channel;
 use limosa_migrate::Handle;
 use limosa_migrate::stored::PrecopyOptions;
+use limosa_page::to_usize;
 use limosa_qemu::monitor::Monitor;
 use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
 use limosa_qemu::{GuestClock, IncomingFrom, JobContext, JobError, Loader, ProcessIdentity, launch_detached};
@@ -184,7 +185,7 @@ fn not_taken(source: JobError, log: &File) -> CloneError {
 fn said(log: &File) -> String {
     let length = log.metadata().map_or(0, |found| found.len());
     let start = length.saturating_sub(LOG_SHOWN);
-    let mut bytes = vec![0; usize::try_from(length - start).unwrap_or(0)];
+    let mut bytes = vec![0; to_usize(length - start)];
     let got = log.read_at(&mut bytes, start).unwrap_or(0);
     bytes.truncate(got);
     String::from_utf8_lossy(&bytes).trim().replace('\n', " | ")

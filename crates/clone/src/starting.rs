@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 
-use limosa_page::to_u64;
+use limosa_page::{to_u64, to_usize};
 use parking_lot::Mutex;
 
 use crate::command_line::Claims;
@@ -110,7 +110,7 @@ fn side_by_side<T: Send>(
             }
         }
     };
-    let threads = jobs.min(usize::try_from(count).unwrap_or(usize::MAX));
+    let threads = jobs.min(to_usize(count));
     thread::scope(|scope| {
         for _ in 1..threads {
             scope.spawn(work);

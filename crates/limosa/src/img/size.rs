@@ -58,9 +58,9 @@ fn parse(text: &str, kind: &str) -> Result<u64, String> {
 /// `0.fraction` of 2^shift, to the nearest byte.
 fn part(fraction: &str, shift: u32) -> u64 {
     // 20 digits are more than 2^60 can tell apart, and with 60 bits behind them they fit.
-    let digits: String = fraction.chars().take(20).collect();
-    let scale = 10_u128.pow(u32::try_from(digits.len()).unwrap_or(0));
-    let number: u128 = digits.parse().unwrap_or(0);
+    let (number, scale) = fraction.bytes().take(20).fold((0_u128, 1_u128), |(number, scale), digit| {
+        (number * 10 + u128::from(digit.saturating_sub(b'0')), scale * 10)
+    });
     u64::try_from(((number << shift) + scale / 2) / scale).unwrap_or(u64::MAX)
 }
 

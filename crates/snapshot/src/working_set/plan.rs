@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use limosa_page::{PAGE_SIZE, to_u64};
+use limosa_page::{PAGE_SIZE, to_u64, to_usize};
 
 use super::WorkingSet;
 use crate::layout::Memory;
@@ -52,7 +52,7 @@ fn merged(mut window: Vec<Range<u64>>) -> Vec<Range<u64>> {
 }
 
 fn pieces(range: Range<u64>, piece: u64) -> impl Iterator<Item = Range<u64>> {
-    let step = usize::try_from(piece.max(PAGE_SIZE)).unwrap_or(usize::MAX);
+    let step = to_usize(piece.max(PAGE_SIZE));
     let end = range.end;
     range.step_by(step).map(move |start| start..start.saturating_add(to_u64(step)).min(end))
 }
