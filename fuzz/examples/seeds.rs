@@ -36,6 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("image_name", image_names()),
         ("image_read", images()?),
         ("image_write", images()?),
+        ("nbd", limosa_fuzz::nbd::seeds()),
         ("working_set", working_set()),
         ("vhost_user", vec![limosa_vhost::fuzzing::seed()]),
     ] {

@@ -1,6 +1,7 @@
 //! The inputs that the fuzz targets and their seeds have in common.
 
 pub mod image;
+pub mod nbd;
 
 /// Length of the file that a mapped-ram input stands for.
 pub const FILE_LENGTH: u64 = 1 << 34;

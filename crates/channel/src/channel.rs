@@ -24,7 +24,7 @@ use crate::error::{ChannelError, Operation};
 use crate::options::Options;
 use crate::passed_descriptors::PASSED_MAX;
 use crate::rate::RateLimit;
-use crate::tls::{ByKernel, Session, TlsFailure};
+use crate::tls::{ByKernel, Session, Tls, TlsFailure};
 use crate::transport::{Half, Transport};
 use crate::vector::{Cursor, In, Out};
 use crate::zero_copy::{Parts, Refusal, ZeroCopy, ZeroCopySender};
@@ -404,6 +404,74 @@ impl Channel {
         self.input().read(&mut Cursor::scatter(list)).map_err(|stop| self.explain(Operation::Read, stop))
     }
 
+    /// Switches a socket to non-blocking mode, so that [`try_read_raw`](Self::try_read_raw) and
+    /// [`try_write_raw`](Self::try_write_raw) do not wait. Calls that wait work as before. The mode belongs to the open
+    /// socket: other processes that have it see it, too.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn set_nonblocking(&self) -> Result<()> {
+        let Some(socket) = self.transport.socket() else { return Ok(()) };
+        let set = fcntl_getfl(socket).and_then(|flags| fcntl_setfl(socket, flags | OFlags::NONBLOCK));
+        set.map_err(|errno| self.failed(Operation::Configure, errno.into()))
+    }
+
+    /// Reads bytes that have arrived, without waiting: returns how many, 0 at the end of the data, `None` if there are
+    /// none yet. The rate limit does not apply. A socket must be in [non-blocking mode](Self::set_nonblocking).
+    ///
+    /// # Errors
+    /// As [`read`](Self::read), except the time-out.
+    ///
+    /// # Safety
+    /// Every entry must name memory that stays mapped and writable until the call returns.
+    #[allow(unsafe_code, reason = "passes its own contract on")]
+    pub unsafe fn try_read_raw(&self, list: &[libc::iovec]) -> Result<Option<usize>> {
+        // SAFETY: the caller promises what the cursor asks for, for as long as this call lasts.
+        let read = self.input().try_read(&mut unsafe { Cursor::scatter_raw(list) });
+        read.map_err(|stop| self.explain(Operation::Read, stop))
+    }
+
+    /// Writes bytes from the beginning of a list, without waiting: returns how many, `None` if none can be written now.
+    /// The rate limit does not apply. A socket must be in [non-blocking mode](Self::set_nonblocking). An encrypted
+    /// channel may keep bytes that count as written: [`try_flush`](Self::try_flush).
+    ///
+    /// # Errors
+    /// As [`write_all_vectored`](Self::write_all_vectored), except the time-out.
+    ///
+    /// # Safety
+    /// Every entry must name memory that stays mapped and readable until the call returns.
+    #[allow(unsafe_code, reason = "passes its own contract on")]
+    pub unsafe fn try_write_raw(&self, list: &[libc::iovec]) -> Result<Option<usize>> {
+        // SAFETY: the caller promises what the cursor asks for, for as long as this call lasts.
+        let written = self.output().try_write(&mut unsafe { Cursor::gather_raw(list) });
+        written.map_err(|stop| self.explain(Operation::Write, stop))
+    }
+
+    /// Hands bytes that an encrypted channel keeps to the kernel, without waiting. Returns whether none is left.
+    ///
+    /// # Errors
+    /// As [`try_write_raw`](Self::try_write_raw).
+    pub fn try_flush(&self) -> Result<bool> {
+        self.output().try_drain().map_err(|stop| self.explain(Operation::Write, stop))
+    }
+
+    /// Begins TLS on a connected socket: for protocols that agree on it with their first messages. What the peer sends
+    /// from now on must be TLS; bytes that were read before are the caller's, who must not use any that came after that
+    /// agreement. The handshake may take `within` (default: 30 s). Rate limits, time-outs and counters begin again.
+    ///
+    /// # Errors
+    /// [`ChannelError::Unsupported`] for anything but a socket that is not encrypted yet; [`ChannelError::Tls`].
+    pub fn encrypt(self, tls: &Tls, within: Option<Duration>) -> Result<Self> {
+        let peer = Arc::clone(&self.state.peer);
+        let Self { transport: Transport::Socket(socket, _), .. } = self else {
+            let why = "TLS needs a stream socket that is not encrypted";
+            return Err(ChannelError::Unsupported { operation: Operation::Configure, peer, why });
+        };
+        let options = Options { tls: Some(tls.clone()), connect_timeout: within, ..Options::default() };
+        options.check(Operation::Configure, &peer)?;
+        Self::over(socket, peer, &options)
+    }
+
     /// Copies the first bytes that have arrived, without consuming them and without waiting. Returns how many, 0 at the
     /// end of the data, `None` if nothing has arrived yet. Not counted. An accepted encrypted channel continues its
     /// handshake here. Only a read detects an end that an encrypted peer did not announce.
@@ -601,6 +669,11 @@ impl Channel {
             (counters.encrypted_by_kernel, counters.decrypted_by_kernel) = by_kernel.bytes();
         }
         counters
+    }
+
+    /// Returns the descriptor that is written, as [`as_fd`](AsFd::as_fd) returns the one that is read.
+    pub fn output_fd(&self) -> BorrowedFd<'_> {
+        self.transport.output()
     }
 
     /// Returns the name of the other end, for messages.

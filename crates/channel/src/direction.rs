@@ -294,6 +294,58 @@ impl Transfer<'_> {
         Ok(Some(moved))
     }
 
+    /// Writes some of the next batch without waiting; `None` if nothing can be written now. Bytes that the transport
+    /// buffers go out first.
+    pub(crate) fn try_write(&self, gather: &mut Cursor<'_, Out>) -> Result<Option<usize>> {
+        if self.direction.is_shut() {
+            return Err(Stop::ShutDown);
+        }
+        if !self.try_drain()? {
+            return Ok(None);
+        }
+        let limit = self.direction.allow(self.rate.batch(), || gather.left())?;
+        let Some(batch) = gather.batch(limit) else { return Ok(Some(0)) };
+        self.try_once(batch.bytes(), || self.transport.write(&batch))
+    }
+
+    /// Writes buffered bytes without waiting. Returns whether none is left.
+    pub(crate) fn try_drain(&self) -> Result<bool> {
+        while self.transport.is_buffering(false) {
+            if self.try_once(0, || self.transport.flush())?.is_none() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Reads the bytes that are there, without waiting; `None` if there are none yet, 0 at the end of the data.
+    pub(crate) fn try_read(&self, scatter: &mut Cursor<'_, In>) -> Result<Option<usize>> {
+        let limit = self.direction.allow(self.rate.chunk(), || scatter.left())?;
+        let Some(batch) = scatter.batch(limit) else { return Ok(Some(0)) };
+        match self.try_once(batch.bytes(), || self.transport.read(&batch, false))? {
+            Some(0) if self.direction.is_shut() => Err(Stop::ShutDown),
+            moved => Ok(moved),
+        }
+    }
+
+    /// Calls `call` until it is not interrupted; `None` if it would wait.
+    fn try_once(&self, offered: usize, mut call: impl FnMut() -> io::Result<usize>) -> Result<Option<usize>> {
+        loop {
+            self.direction.counters.called();
+            match call() {
+                Ok(moved) => {
+                    self.direction.counters.moved(moved, offered);
+                    invariant(moved <= offered, "no more bytes are moved than were offered")?;
+                    return Ok(Some(moved));
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => self.direction.counters.interrupted(),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(_) if self.direction.is_shut() => return Err(Stop::ShutDown),
+                Err(error) => return Err(Stop::Failed(error)),
+            }
+        }
+    }
+
     /// Repeats `call` until bytes move, the data ends, or there is a reason to stop.
     pub(crate) fn attempt(
         &self,

@@ -55,6 +55,12 @@ pub trait Disk: Send + Sync + Debug {
     /// Makes `length` bytes read as zeros; `unmap`: their space may be given back.
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_>;
 
+    /// As [`write_zeroes`](Self::write_zeroes), but only if no zeros have to be written for it. Returns false if some
+    /// would have to; nothing has changed then.
+    fn write_zeroes_fast(&self, _at: GuestOffset, _length: u64, _unmap: bool) -> Pending<'_, bool> {
+        Box::pin(std::future::ready(Ok(false)))
+    }
+
     /// Discards `length` bytes: whole clusters among them read as zeros from now on, even where a backing file has
     /// contents; other bytes stay as they are.
     fn discard(&self, at: GuestOffset, length: u64) -> Pending<'_>;

@@ -3,6 +3,7 @@
 //! Law: a raw image whose format was guessed stays one. A guest owns its first sector; if it wrote another format's
 //! signature there, the next guess would open that format, with the files that it names. Such a write fails.
 
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -302,6 +303,20 @@ impl Disk for Raw {
                 self.file.write_zeroes(rest, ZeroOptions { unmap, only_fast: false }).await?;
             }
             Ok(())
+        })
+    }
+
+    fn write_zeroes_fast(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_, bool> {
+        Box::pin(async move {
+            let _inside = self.admit_write(at, length)?;
+            let host = self.host(at, length);
+            if self.guarded(&host) > 0 {
+                return Ok(false);
+            }
+            match self.file.write_zeroes(host, ZeroOptions { unmap, only_fast: true }).await {
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(false),
+                zeroed => Ok(zeroed.map(|()| true)?),
+            }
         })
     }
 

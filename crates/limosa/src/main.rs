@@ -27,6 +27,7 @@ mod resume;
 mod run;
 mod save;
 mod send;
+mod serve;
 mod signals;
 mod snapshot;
 mod usage;
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Snapshot(args) => snapshot::run(&args),
         Command::Img(args) => img::run(args),
+        Command::Serve(args) => serve::run(&args),
         Command::Balloon(args) => balloon::run(&args),
         Command::Completions(args) => packaging::completions(&args),
         Command::Man(args) => packaging::man(&args),

@@ -401,6 +401,9 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         if let Some(ImageError::Refused { untrusted: true, .. }) = cause.downcast_ref() {
             return Some("; open it without --untrusted if it is".into());
         }
+        if let Some(remedy) = cause.downcast_ref().and_then(crate::serve::remedy) {
+            return Some(remedy.into());
+        }
         if let Some(ServerError::Listen { source, .. }) = cause.downcast_ref() {
             return Some(of_listen(source).into());
         }

@@ -3,11 +3,11 @@
 //! **Law: a thread in [`block_on`] sleeps only when nothing can make progress, and then in one system call, which
 //! submits the gathered requests, waits, and reaps completions.** File requests that its future polls go into the
 //! thread's own ring. It returns with none in flight, so a future may move to another thread afterwards, or be dropped,
-//! without this thread's help.
+//! without this thread's help. Waits for descriptors ([`Pollable`](crate::Pollable)) share that sleep.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::pin::pin;
 use std::rc::Rc;
 #[cfg(not(loom))]
@@ -17,6 +17,8 @@ use std::task::{Context, Poll, Wake, Waker};
 #[cfg(not(loom))]
 use std::thread::{self, Thread};
 
+use rustix::event::{EventfdFlags, eventfd};
+
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU32, Ordering};
 #[cfg(loom)]
@@ -24,6 +26,7 @@ use loom::thread::{self, Thread};
 
 use crate::request::Work;
 use crate::ring::{Completed, InFlight, Ring};
+use crate::watch::{Watch, Watches};
 
 /// Consecutive polls after which gathered requests are submitted although more may follow.
 const GATHERED: u32 = 16;
@@ -40,7 +43,7 @@ mod state {
     pub(super) const WOKEN: u32 = 1;
     /// It sleeps without a ring.
     pub(super) const PARKED: u32 = 2;
-    /// It sleeps in its ring.
+    /// It sleeps in its ring, or in poll(2).
     pub(super) const IN_RING: u32 = 3;
     /// It is in a blocking call that a wake-up cannot interrupt.
     pub(super) const IN_CALL: u32 = 4;
@@ -55,13 +58,13 @@ pub(crate) struct ThreadWaker {
 }
 
 impl ThreadWaker {
-    /// Returns the descriptor that becomes readable when the thread is woken during a sleep in its ring. `event`
-    /// creates it on the first call.
-    pub(crate) fn event(&self, event: impl FnOnce() -> std::io::Result<OwnedFd>) -> std::io::Result<&OwnedFd> {
+    /// Returns the descriptor that becomes readable when the thread is woken during a sleep in its ring or in poll(2);
+    /// the first call creates it.
+    pub(crate) fn event(&self) -> std::io::Result<&OwnedFd> {
         match self.event.get() {
             Some(event) => Ok(event),
             None => {
-                let event = event()?;
+                let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
                 Ok(self.event.get_or_init(|| event))
             }
         }
@@ -106,6 +109,7 @@ struct Driver {
     ring_refused: Cell<bool>,
     /// Sleeps that must be interruptible before a blocking call may be made again.
     backoff: Cell<u32>,
+    watches: RefCell<Watches>,
 }
 
 impl Driver {
@@ -123,6 +127,7 @@ impl Driver {
             ring: RefCell::new(None),
             ring_refused: Cell::new(false),
             backoff: Cell::new(0),
+            watches: RefCell::default(),
         }
     }
 
@@ -149,8 +154,12 @@ impl Driver {
 
     /// Sleeps until something happened.
     fn sleep(&self) {
-        let (has_requests, should_block) =
-            self.ring.borrow().as_ref().map_or((false, false), |ring| (ring.has_requests(), ring.should_block()));
+        let watching = self.watches.borrow_mut().purge();
+        let (has_requests, should_block) = self
+            .ring
+            .borrow()
+            .as_ref()
+            .map_or((false, false), |ring| (ring.has_requests(), ring.should_block(watching)));
         let backoff = self.backoff.get();
         self.backoff.set(backoff.saturating_sub(1));
         if should_block && backoff == 0 {
@@ -161,6 +170,12 @@ impl Driver {
             if self.wake.transition(state::AWAKE, state::IN_RING) {
                 self.submit_and_reap(true);
             }
+        } else if watching && let Ok(event) = self.wake.event() {
+            if self.wake.transition(state::AWAKE, state::IN_RING) {
+                let woken = self.watches.borrow_mut().sleep(event.as_fd());
+                self.wake.transition(state::IN_RING, state::AWAKE);
+                woken.into_iter().for_each(Waker::wake);
+            }
         } else if self.wake.transition(state::AWAKE, state::PARKED) {
             thread::park();
             self.wake.transition(state::PARKED, state::AWAKE);
@@ -168,9 +183,26 @@ impl Driver {
     }
 
     /// Submits gathered requests, waits for a completion if `wait` is set, and wakes the tasks whose requests are
-    /// complete.
+    /// complete. While it waits the ring polls the descriptors that are waited for.
     fn submit_and_reap(&self, wait: bool) {
-        self.with_ring(|ring| ring.submit_and_reap(wait));
+        let polls = if wait { self.watches.borrow_mut().for_ring(false) } else { Vec::new() };
+        self.with_ring(|ring| {
+            polls.iter().for_each(|poll| ring.poll(*poll));
+            ring.submit_and_reap(wait)
+        });
+    }
+
+    /// Ends the ring's polls of descriptors.
+    fn end_polls(&self) {
+        while self.watches.borrow().are_in_ring() {
+            let polls = self.watches.borrow_mut().for_ring(true);
+            self.with_ring(|ring| {
+                polls.iter().for_each(|poll| ring.poll(*poll));
+                ring.submit_and_reap(true)
+            });
+        }
+        let ended = self.watches.borrow_mut().finish_all();
+        ended.into_iter().for_each(Waker::wake);
     }
 
     /// Calls `call` with the ring, and wakes the tasks whose requests are complete. Returns whether the thread was
@@ -182,7 +214,12 @@ impl Driver {
             call(ring)
         };
         let is_woken = ![state::IN_RING, state::IN_CALL].iter().any(|from| self.wake.transition(*from, state::AWAKE));
+        let ready: Vec<_> = {
+            let mut watches = self.watches.borrow_mut();
+            done.polled.drain(..).filter_map(|entry| watches.completed(entry)).collect()
+        };
         // The borrow of the ring has ended: tasks that are woken, or dropped, may use it.
+        ready.into_iter().for_each(Waker::wake);
         done.wake_all();
         if let Some(ring) = self.ring.borrow_mut().as_mut() {
             ring.reuse(done);
@@ -226,6 +263,7 @@ impl Drop for Inside<'_> {
             while driver.ring.borrow().as_ref().is_some_and(Ring::has_requests) {
                 driver.submit_and_reap(true);
             }
+            driver.end_polls();
         } else {
             // A wake-up of the outer call may have been consumed by this one: let the outer call poll again.
             driver.wake.state.store(state::WOKEN, Ordering::Release);
@@ -240,6 +278,17 @@ pub(crate) fn begin(work: Work, waker: &Waker) -> Result<InFlight, Work> {
         Ok(driver) => driver.begin(work, waker),
         Err(_) => Err(work),
     }
+}
+
+/// Has this thread wait for a descriptor when it sleeps. Returns false if it is not in [`block_on`].
+pub(crate) fn watch(watch: &Arc<Watch>) -> bool {
+    DRIVER.try_with(Rc::clone).is_ok_and(|driver| {
+        let inside = driver.depth.get() > 0;
+        if inside {
+            driver.watches.borrow_mut().add(Arc::clone(watch));
+        }
+        inside
+    })
 }
 
 /// Runs a future to completion on this thread. File requests that it polls are executed by this thread's ring; requests

@@ -23,12 +23,14 @@ mod drive;
 mod error;
 mod file;
 mod memory;
+mod pollable;
 mod pool;
 mod request;
 mod ring;
 mod storage;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod watch;
 
 pub use buffer::{Buffer, IoVector};
 pub use drive::block_on;
@@ -38,6 +40,7 @@ pub use file::{
     UnknownCacheMode,
 };
 pub use memory::MemoryStorage;
+pub use pollable::{Pollable, Ready};
 pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
 
 /// The example of the README, compiled.

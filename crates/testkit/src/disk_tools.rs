@@ -29,6 +29,14 @@ pub fn qemu_io<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Resul
     printed("qemu-io", arguments)
 }
 
+/// Runs a client of NBD of libnbd's (`nbdinfo`, `nbdcopy`, a script), and returns what it prints.
+///
+/// # Errors
+/// As of [`qemu_img`].
+pub fn nbd_tool<S: AsRef<OsStr>>(tool: &str, arguments: impl IntoIterator<Item = S>) -> Result<String> {
+    printed(tool, arguments)
+}
+
 fn printed<S: AsRef<OsStr>>(tool: &str, arguments: impl IntoIterator<Item = S>) -> Result<String> {
     let arguments: Vec<S> = arguments.into_iter().collect();
     let output = output(tool, &arguments)?;

@@ -14,6 +14,7 @@
 //! - [`Authority`] issues certificates, good ones and bad ones, for TLS.
 //! - `image` (feature `image`) makes qcow2 images in memory, for tests of `limosa-image`.
 //! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them.
+//! - [`NbdClient`] speaks NBD, also what no honest client says.
 //! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
 //! - [`Poisoning`] is an allocator that shows who reads memory that was freed.
@@ -55,6 +56,7 @@ mod initrd;
 mod libvirt;
 mod linux;
 mod machine;
+mod nbd;
 mod own_test;
 pub mod pattern;
 mod plain_migration;
@@ -76,12 +78,13 @@ pub use backend::{HugePages, MemoryBackend};
 #[cfg(feature = "certificates")]
 pub use certificates::{Authority, TlsEnd, Validity};
 pub use cgroup::MemoryGroup;
-pub use disk_tools::{qemu_img, qemu_img_output, qemu_io};
+pub use disk_tools::{nbd_tool, qemu_img, qemu_img_output, qemu_io};
 pub use fault::{Kill, kill9, kill9_after};
 pub use heartbeat::{Heartbeat, HeartbeatError, HeartbeatGuest, check_heartbeat};
 pub use libvirt::{Libvirt, libvirt_skipped};
 pub use linux::LinuxGuest;
 pub use machine::{Accelerator, Disk, DiskFormat, Machine, VmPair};
+pub use nbd::{NbdChunk, NbdClient, NbdCommand, NbdReply};
 pub use own_test::{own_test_command, without_crate};
 pub use poisoning::Poisoning;
 pub use prefill::{PageKind, Prefill};

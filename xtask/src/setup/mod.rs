@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: QEMU, libvirt's client and driver, XFS's tools, and the parts of two Linux guests, on Debian
+//! `cargo xtask setup`: QEMU, libnbd's and libvirt's clients, XFS's tools, and the parts of two Linux guests, on Debian
 //! and Ubuntu.
 //!
 //! Law: what exists already is not touched, only checked. What needs root is planned first ([`plan`]); root executes
@@ -97,6 +97,13 @@ fn missing_packages() -> Vec<&'static str> {
     }
     if shell::find_program("qemu-img").is_none() {
         missing.push("qemu-utils");
+    }
+    // Clients of NBD that have nothing of QEMU's, and their library for Python.
+    if ["nbdinfo", "nbdcopy"].iter().any(|tool| shell::find_program(tool).is_none()) {
+        missing.push("libnbd-bin");
+    }
+    if !Path::new("/usr/lib/python3/dist-packages/nbd.py").exists() {
+        missing.push("python3-libnbd");
     }
     // UEFI firmware, in either of the sizes that distributions build it in.
     if !["OVMF_CODE_4M.fd", "OVMF_CODE.fd"].iter().any(|name| Path::new("/usr/share/OVMF").join(name).exists()) {

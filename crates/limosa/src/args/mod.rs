@@ -16,6 +16,7 @@ mod restore;
 mod run;
 mod save;
 mod send;
+mod serve;
 mod snapshot;
 mod tls;
 mod working_set;
@@ -43,6 +44,7 @@ pub(crate) use restore::{
 pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};
+pub(crate) use serve::ServeArgs;
 pub(crate) use snapshot::{NewSnapshotArgs, SealArgs, SnapshotArgs, SnapshotCommand};
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};
 pub(crate) use working_set::{RECORDED_BY_DEFAULT, ReadAheadArg, WorkingSetArgs};
@@ -88,6 +90,8 @@ pub(crate) enum Command {
     Snapshot(SnapshotArgs),
     /// Create, inspect, check and convert disk images; compatible with qemu-img
     Img(ImgArgs),
+    /// Serve disk images to QEMU and other clients over NBD
+    Serve(Box<ServeArgs>),
     /// Serve a virtio-balloon device over vhost-user; take memory from guests and learn their free pages
     Balloon(BalloonArgs),
     /// Print a shell completion script

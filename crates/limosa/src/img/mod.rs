@@ -14,7 +14,7 @@ mod interrupt;
 mod map;
 mod meter;
 pub(crate) mod object;
-mod open;
+pub(crate) mod open;
 pub(crate) mod options;
 mod pretty;
 mod resize;

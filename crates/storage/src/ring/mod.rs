@@ -26,7 +26,6 @@ use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{IoUring, opcode, squeue};
 use limosa_page::to_usize;
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, eventfd};
 
 use crate::drive::ThreadWaker;
 use crate::error::StorageError;
@@ -34,6 +33,7 @@ use crate::file::transfer::Direction;
 use crate::request::Work;
 pub(crate) use crate::ring::files::Registrations;
 pub(crate) use crate::ring::handle::Handle;
+use crate::watch::RingPoll;
 
 /// Entries of the submission queue.
 const SUBMISSIONS: u32 = 256;
@@ -41,6 +41,10 @@ const SUBMISSIONS: u32 = 256;
 const COMPLETIONS: u32 = 1024;
 /// User data of the poll for wake-ups.
 const WAKE_UP: u64 = u64::MAX;
+/// User data of a request to end a poll.
+const END_POLL: u64 = u64::MAX - 1;
+/// User data of the poll of a descriptor: this bit, and the number of its entry.
+const POLL: u64 = 1 << 62;
 
 /// State of a slot.
 enum Stage {
@@ -166,6 +170,8 @@ impl Drop for InFlight {
 /// Completions of one call. Tasks are woken, and requests dropped, when the ring is no longer borrowed.
 #[derive(Default)]
 pub(crate) struct Completed {
+    /// Entries of descriptors that the ring polls no more.
+    pub(crate) polled: Vec<usize>,
     wakers: Vec<Waker>,
     works: Vec<Work>,
 }
@@ -219,7 +225,7 @@ impl Ring {
     /// A ring for this thread. A wake-up ends its sleep in the ring.
     pub(crate) fn new(waker: &Arc<ThreadWaker>) -> io::Result<Self> {
         let uring = build()?;
-        let event = waker.event(|| Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))?.as_raw_fd();
+        let event = waker.event()?.as_raw_fd();
         let slots = Arc::new(Mutex::new(Slots { slots: Vec::new(), free: None }));
         Ok(Self {
             handle: Arc::new(Handle::new(uring)),
@@ -247,10 +253,24 @@ impl Ring {
         InFlight { slots: Arc::clone(&self.slots), index, is_over: false }
     }
 
-    /// Whether there is only one request, and it is faster as a blocking call.
-    pub(crate) fn should_block(&self) -> bool {
+    /// Whether there is only one request, and it is faster as a blocking call. A thread that is `watching` descriptors
+    /// gets more requests through them: it does not block for a flush, which may take long.
+    pub(crate) fn should_block(&self, watching: bool) -> bool {
         let [index] = *self.gathered.as_slice() else { return false };
-        self.in_flight == 1 && self.slots.lock().slots.get(index).is_some_and(Slot::is_faster_blocking)
+        let blocks =
+            |slot: &Slot| slot.is_faster_blocking() && !(watching && matches!(slot.work, Some(Work::Flush(_))));
+        self.in_flight == 1 && self.slots.lock().slots.get(index).is_some_and(blocks)
+    }
+
+    /// Begins or ends the poll of a descriptor with the next call.
+    pub(crate) fn poll(&mut self, poll: RingPoll) {
+        let entry = match poll {
+            RingPoll::Begin { entry, fd, events } => {
+                opcode::PollAdd::new(Fd(fd), events).build().user_data(POLL | entry as u64)
+            }
+            RingPoll::End { entry } => opcode::PollRemove::new(POLL | entry as u64).build().user_data(END_POLL),
+        };
+        self.push(entry);
     }
 
     /// Executes that request by a blocking call.
@@ -266,7 +286,8 @@ impl Ring {
     }
 
     fn push(&mut self, entry: squeue::Entry) {
-        // SAFETY: the slot in the entry's user data keeps its memory and file alive until its completion is reaped.
+        // SAFETY: the slot in the entry's user data keeps its memory and file alive until its completion is reaped. The
+        // kernel keeps a descriptor that it polls.
         // Only this thread accesses the queues of its ring.
         if unsafe { self.handle.uring.submission_shared().push(&entry) }.is_err() {
             // Full: submit the queue. If the kernel has no room either, the next call submits.
@@ -305,6 +326,12 @@ impl Ring {
                 // SAFETY: the descriptor is open as long as `_waker`.
                 let event = unsafe { std::os::fd::BorrowedFd::borrow_raw(self.event) };
                 _ = rustix::io::read(event, &mut count);
+                continue;
+            }
+            if answer.user_data() & POLL != 0 {
+                if answer.user_data() != END_POLL {
+                    done.polled.push(to_usize(answer.user_data() & !POLL));
+                }
                 continue;
             }
             let index = to_usize(answer.user_data());

@@ -182,7 +182,7 @@ impl ImgConvertArgs {
 }
 
 /// Parses the name of a snapshot by qemu-img's rules.
-fn parse_snapshot(text: &str) -> Result<SnapshotChoice, String> {
+pub(crate) fn parse_snapshot(text: &str) -> Result<SnapshotChoice, String> {
     if !text.starts_with("snapshot.") {
         return Ok(SnapshotChoice::IdOrName(text.to_owned()));
     }

@@ -1,0 +1,33 @@
+//! Servers for disk images.
+//!
+//! An [`Export`] is a disk under a name. The server of the module [`nbd`] gives exports to clients of the network block
+//! device protocol: stock QEMU, libnbd's tools, the Linux kernel.
+//!
+//! ```no_run
+//! use limosa_channel::{Listener, Options};
+//! use limosa_export::{Export, Exports};
+//! use limosa_export::nbd::{Server, ServerOptions};
+//! use limosa_image::chain::{OpenOptions, open};
+//! use limosa_image::reference::Reference;
+//! use limosa_storage::block_on;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let disk = block_on(open(&Reference::file("disk.qcow2"), &OpenOptions::default()))?;
+//! let exports = Exports::new();
+//! exports.add(Export::new("", disk)?)?;
+//! let listener = Listener::bind(&"unix:/run/disk.sock".parse()?, &Options::default())?;
+//! let server = Server::new(exports, ServerOptions::default())?;
+//! // Until another thread calls `server.stopper().stop()`.
+//! server.serve(&listener)?;
+//! # Ok(()) }
+//! ```
+
+mod export;
+pub mod nbd;
+
+pub use export::{Export, ExportCounters, ExportError, Exports};
+
+/// The example of the README, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,0 +1,193 @@
+//! One client, from its first byte to its last.
+//!
+//! The law: whoever makes a thread of a connection wait can be made to end: the server cuts the socket of a handshake
+//! that takes too long and of a client that makes no progress, and wakes a thread that serves requests.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use futures_util::task::AtomicWaker;
+use limosa_channel::{Channel, ChannelError, Tls};
+use limosa_page::to_millis;
+use limosa_storage::block_on;
+use rustix::net::{Shutdown, shutdown};
+
+use super::handshake::{Established, HandshakeError, shake_hands};
+use super::limits::{Counting, Limits};
+use super::negotiation::Encryption;
+use super::transmission::{Ending, Transmission};
+use crate::export::Exports;
+
+/// The stage of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Handshake,
+    Requests,
+}
+
+/// The part of a server that all connections share.
+#[derive(Debug)]
+pub(super) struct Common {
+    pub(super) exports: Exports,
+    pub(super) limits: Limits,
+    pub(super) tls: Option<(Tls, Encryption)>,
+    pub(super) counting: Counting,
+    /// The zero of all deadlines.
+    pub(super) begun: Instant,
+}
+
+/// The part of a connection that its thread and the server share.
+#[derive(Debug)]
+pub(super) struct Connection {
+    common: Arc<Common>,
+    /// A socket; `None`: two pipes, which cannot be cut.
+    socket: Option<OwnedFd>,
+    in_handshake: AtomicBool,
+    /// Milliseconds since the server's beginning at which the connection is cut; 0: never.
+    deadline: AtomicU64,
+    cut: AtomicBool,
+    stopping: AtomicBool,
+    waker: AtomicWaker,
+}
+
+impl Connection {
+    /// Begins one, with its handshake.
+    ///
+    /// # Errors
+    /// The kernel has no descriptors left.
+    pub(super) fn new(common: &Arc<Common>, channel: &Channel) -> std::io::Result<Self> {
+        let is_socket = rustix::net::sockopt::socket_type(channel.as_fd()).is_ok();
+        let socket = is_socket.then(|| channel.as_fd().try_clone_to_owned()).transpose()?;
+        let connection = Self {
+            common: Arc::clone(common),
+            socket,
+            in_handshake: AtomicBool::new(true),
+            deadline: AtomicU64::new(0),
+            cut: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            waker: AtomicWaker::new(),
+        };
+        connection.expect_within(common.limits.handshake);
+        Ok(connection)
+    }
+
+    pub(super) fn limits(&self) -> &Limits {
+        &self.common.limits
+    }
+
+    pub(super) fn counting(&self) -> &Counting {
+        &self.common.counting
+    }
+
+    /// Has `waker` woken when the server stops.
+    pub(super) fn register(&self, waker: &Waker) {
+        self.waker.register(waker);
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    fn stage(&self) -> Stage {
+        if self.in_handshake.load(Ordering::Acquire) { Stage::Handshake } else { Stage::Requests }
+    }
+
+    fn expect_within(&self, time: Duration) {
+        let at = to_millis(self.common.begun.elapsed().saturating_add(time)).max(1);
+        self.deadline.store(at, Ordering::Release);
+    }
+
+    /// Notes whether the client has to do something, and whether it has.
+    pub(super) fn note_progress(&self, waits_for_client: bool, moved: bool) {
+        let watched = self.deadline.load(Ordering::Relaxed) != 0;
+        if !waits_for_client {
+            if watched {
+                self.deadline.store(0, Ordering::Release);
+            }
+        } else if moved || !watched {
+            self.expect_within(self.common.limits.stall);
+        }
+    }
+
+    /// Cuts the connection if its time is over.
+    pub(super) fn cut_if_late(&self) {
+        let deadline = self.deadline.load(Ordering::Acquire);
+        if deadline == 0 || to_millis(self.common.begun.elapsed()) < deadline || self.cut.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let counting = &self.common.counting;
+        let counter = match self.stage() {
+            Stage::Handshake => &counting.handshake_timeouts,
+            Stage::Requests => &counting.stalled,
+        };
+        Counting::add(counter, 1);
+        self.cut();
+    }
+
+    /// Cuts the connection.
+    pub(super) fn cut(&self) {
+        if let Some(socket) = &self.socket {
+            // The client may be gone.
+            let _ = shutdown(socket, Shutdown::Both);
+        }
+    }
+
+    /// Has the connection end: requests in flight are carried out, further ones refused.
+    pub(super) fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        if self.stage() == Stage::Handshake {
+            self.cut();
+        }
+        self.waker.wake();
+    }
+
+    /// Serves the client until it or the server ends.
+    pub(super) fn serve(&self, channel: Channel) {
+        let common = &*self.common;
+        let tls = common.tls.as_ref().map(|(tls, encryption)| (tls, *encryption));
+        let Established { channel, agreement } = match shake_hands(channel, &common.exports, tls, self) {
+            Ok(established) => established,
+            Err(error) => return self.report_handshake(&error),
+        };
+        self.deadline.store(0, Ordering::Release);
+        self.in_handshake.store(false, Ordering::Release);
+        let export = Arc::clone(&agreement.export);
+        let begun = channel.set_nonblocking().map_err(Ending::Channel);
+        let begun = begun.and_then(|()| Transmission::new(&channel, self, agreement).map_err(Ending::Wait));
+        let ending = match begun {
+            Ok(transmission) => block_on(transmission.run()),
+            Err(ending) => ending,
+        };
+        let export = export.name();
+        match ending {
+            Ending::Orderly | Ending::Stopped => {}
+            Ending::Protocol(why) => {
+                Counting::add(&common.counting.protocol_errors, 1);
+                tracing::info!(export, why, "a client broke the protocol");
+            }
+            Ending::Channel(error) => {
+                if !self.cut.load(Ordering::Acquire) && !error.is_closed() {
+                    Counting::add(&common.counting.protocol_errors, 1);
+                }
+                tracing::info!(export, %error, "a connection ended");
+            }
+            Ending::Wait(error) => tracing::warn!(export, %error, "a connection cannot be waited for"),
+        }
+    }
+
+    fn report_handshake(&self, error: &HandshakeError) {
+        match error {
+            HandshakeError::Aborted => {}
+            // A client that closes between two options has seen enough: nbdinfo does so.
+            HandshakeError::Channel(ChannelError::Closed { got: 0, .. } | ChannelError::Broken { .. }) => {}
+            HandshakeError::Channel(_) if self.cut.load(Ordering::Acquire) || self.is_stopping() => {}
+            error => {
+                Counting::add(&self.common.counting.protocol_errors, 1);
+                tracing::info!(%error, "a handshake failed");
+            }
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! A request, carried out on the export's disk.
+//!
+//! Laws: a reply has all bytes of the request exactly once. A request that has to be durable is flushed after it is
+//! done. Where zeros are known they are not read, and not sent.
+
+use std::sync::Arc;
+
+use futures_util::future::try_join_all;
+use limosa_image::ImageError;
+use limosa_page::to_usize;
+use limosa_storage::{Buffer, IoVector};
+
+use super::input::Incoming;
+use super::negotiation::Agreement;
+use super::protocol::admission::Action;
+use super::protocol::context::{Context, Contexts};
+use super::protocol::error::ErrorCode;
+use super::protocol::reply::Subject;
+use super::protocol::{Headers, split_u32, split_u64};
+use crate::export::{Export, ExportCounters};
+
+/// The shortest read that looks for holes first; a shorter one reads, and looks at the bytes.
+const HOLES_FROM: usize = 64 << 10;
+/// Most chunks of a reply to a read.
+const PARTS_MAX: usize = 256;
+/// Most extents of a reply to `BLOCK_STATUS`, for one context.
+const EXTENTS_MAX: usize = 16 << 10;
+/// Most runs that are looked up for one `BLOCK_STATUS`: runs of one status are one extent, however many they are.
+const RUNS_MAX: usize = 64 << 10;
+/// Most bytes that are prefetched for one request, and at once.
+const CACHE_MAX: (u64, u64) = (32 << 20, 1 << 20);
+/// The longest extent of a compact reply: whole blocks of any size.
+const COMPACT_EXTENT_MAX: u64 = (1 << 32) - (1 << 20);
+
+/// A part of what was read.
+#[derive(Debug)]
+pub(super) enum Part {
+    Data { offset: u64, buffer: Buffer },
+    Hole { offset: u64, length: u32 },
+}
+
+/// The contents of a reply.
+#[derive(Debug)]
+pub(super) enum Body {
+    Done,
+    Failed(ErrorCode),
+    /// The bytes that were read, without gaps; of a simple reply in one piece.
+    Read(Vec<Part>),
+    /// Numbers of contexts, and the extents of each: lengths and statuses.
+    Status(Vec<(u32, Vec<(u64, u32)>)>),
+}
+
+/// A request that is done.
+#[derive(Debug)]
+pub(super) struct Finished {
+    pub(super) subject: Subject,
+    pub(super) body: Body,
+    /// Bytes that it keeps in memory until its reply is handed over.
+    pub(super) held: usize,
+}
+
+/// Why a request failed.
+enum Failure {
+    Code(ErrorCode),
+    Image(ImageError),
+}
+
+impl From<ImageError> for Failure {
+    fn from(error: ImageError) -> Self {
+        Self::Image(error)
+    }
+}
+
+impl From<ErrorCode> for Failure {
+    fn from(code: ErrorCode) -> Self {
+        Self::Code(code)
+    }
+}
+
+/// Carries out a request.
+pub(super) async fn execute(agreement: Arc<Agreement>, incoming: Incoming) -> Finished {
+    let subject = subject(agreement.headers, &incoming);
+    let held = incoming.held();
+    let body = match run(&agreement, incoming).await {
+        Ok(body) => body,
+        Err(Failure::Code(code)) => Body::Failed(code),
+        Err(Failure::Image(error)) => {
+            tracing::warn!(export = agreement.export.name(), error = error_line(&error), "a request failed");
+            Body::Failed(ErrorCode::of_image(&error))
+        }
+    };
+    Finished { subject, body, held }
+}
+
+/// Returns the error and its causes.
+fn error_line(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        line.push_str(": ");
+        line.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    line
+}
+
+/// Returns what the reply to a request is about.
+pub(super) const fn subject(headers: Headers, incoming: &Incoming) -> Subject {
+    Subject { headers, cookie: incoming.header.cookie, offset: incoming.header.offset }
+}
+
+/// Counts a request that is done, by what was asked.
+pub(super) fn count(counters: &mut ExportCounters, action: Option<&Action>, length: u64, failed: bool) {
+    let pair = match action {
+        _ if failed => {
+            counters.failures += 1;
+            return;
+        }
+        Some(Action::Read { .. }) => (&mut counters.reads, &mut counters.read_bytes),
+        Some(Action::Write { .. }) => (&mut counters.writes, &mut counters.written_bytes),
+        Some(Action::WriteZeroes { .. } | Action::Trim { .. }) => (&mut counters.zeroes, &mut counters.zeroed_bytes),
+        Some(Action::Flush) => {
+            counters.flushes += 1;
+            return;
+        }
+        _ => {
+            counters.others += 1;
+            return;
+        }
+    };
+    *pair.0 += 1;
+    *pair.1 += length;
+}
+
+async fn run(agreement: &Agreement, incoming: Incoming) -> Result<Body, Failure> {
+    let Incoming { header, action, payload } = incoming;
+    let export = &agreement.export;
+    let (disk, offset) = (export.disk(), header.offset);
+    let at = export.place(offset);
+    let fua = match action? {
+        Action::Read { length, whole } => return read(agreement, offset, length, whole).await,
+        Action::BlockStatus { length, one } => return block_status(agreement, offset, length, one, payload).await,
+        Action::Write { fua } => {
+            if let Some(payload) = payload {
+                disk.write(at, payload.into()).await?;
+            }
+            fua
+        }
+        Action::Flush => {
+            disk.flush().await?;
+            false
+        }
+        Action::Trim { length, fua } => {
+            if length > 0 {
+                disk.discard(at, length).await?;
+            }
+            fua
+        }
+        Action::Cache { length } => {
+            prefetch(export, offset, length.min(CACHE_MAX.0)).await?;
+            false
+        }
+        Action::WriteZeroes { length, fua, unmap, fast } => {
+            if length > 0 && fast {
+                if !disk.write_zeroes_fast(at, length, unmap).await? {
+                    return Err(ErrorCode::NotSupported.into());
+                }
+            } else if length > 0 {
+                disk.write_zeroes(at, length, unmap).await?;
+            }
+            fua
+        }
+    };
+    if fua {
+        disk.flush().await?;
+    }
+    Ok(Body::Done)
+}
+
+async fn read(agreement: &Agreement, offset: u64, length: usize, whole: bool) -> Result<Body, Failure> {
+    let export = &agreement.export;
+    if length == 0 {
+        return Ok(Body::Done);
+    }
+    if agreement.headers.has_chunks() && !whole && length >= HOLES_FROM {
+        let parts = parts(export, offset, length).await?;
+        let parts = parts.into_iter().map(|(offset, length, zero)| read_part(export, offset, length, zero));
+        return Ok(Body::Read(try_join_all(parts).await?));
+    }
+    let buffer = Buffer::zeroed(length);
+    export.disk().read(export.place(offset), buffer.clone().into()).await?;
+    if agreement.headers.has_chunks() && buffer.is_zero() {
+        // At most `MAX_PAYLOAD`.
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        return Ok(Body::Read(vec![Part::Hole { offset, length }]));
+    }
+    Ok(Body::Read(vec![Part::Data { offset, buffer }]))
+}
+
+async fn read_part(export: &Export, offset: u64, length: u64, zero: bool) -> Result<Part, ImageError> {
+    if zero {
+        return Ok(Part::Hole { offset, length: u32::try_from(length).unwrap_or(u32::MAX) });
+    }
+    let buffer = Buffer::zeroed(to_usize(length));
+    export.disk().read(export.place(offset), buffer.clone().into()).await?;
+    Ok(Part::Data { offset, buffer })
+}
+
+/// Cuts a range into runs of contents and runs of zeros: offset, length, and whether it is zeros.
+async fn parts(export: &Export, offset: u64, length: usize) -> Result<Vec<(u64, u64, bool)>, ImageError> {
+    let end = offset + length as u64;
+    let mut parts: Vec<(u64, u64, bool)> = Vec::new();
+    let mut at = offset;
+    while at < end {
+        let run = if parts.len() < PARTS_MAX {
+            let entry = export.disk().map(export.place(at), end - at).await?;
+            (at, entry.length.clamp(1, end - at), entry.kind.is_zero())
+        } else {
+            (at, end - at, false)
+        };
+        at += run.1;
+        match parts.last_mut() {
+            Some(last) if last.2 == run.2 => last.1 += run.1,
+            _ => parts.push(run),
+        }
+    }
+    Ok(parts)
+}
+
+/// Reads a range, so that what is below the disk has it in its cache.
+async fn prefetch(export: &Export, offset: u64, length: u64) -> Result<(), ImageError> {
+    let scratch = Buffer::zeroed(to_usize(length.min(CACHE_MAX.1)));
+    let (mut at, end) = (offset, offset.saturating_add(length));
+    while at < end {
+        let piece = scratch.slice(0..to_usize(end - at));
+        at += piece.len() as u64;
+        export.disk().read(export.place(at - piece.len() as u64), IoVector::from(piece)).await?;
+    }
+    Ok(())
+}
+
+/// The extents of a context.
+struct Extents {
+    context: Context,
+    found: Vec<(u64, u32)>,
+    /// It is full, or has the one extent that was asked for.
+    ended: bool,
+}
+
+impl Extents {
+    /// Adds a run. `most`: extents, and bytes of one.
+    fn add(&mut self, length: u64, status: u32, most: (usize, u64)) {
+        if self.ended {
+            return;
+        }
+        let full = self.found.len() >= most.0;
+        match self.found.last_mut() {
+            Some((before, same)) if *same == status && *before + length <= most.1 => *before += length,
+            _ if full => self.ended = true,
+            _ => self.found.push((length, status)),
+        }
+    }
+}
+
+async fn block_status(
+    agreement: &Agreement,
+    offset: u64,
+    length: Option<u64>,
+    one: bool,
+    payload: Option<Buffer>,
+) -> Result<Body, Failure> {
+    let (export, extended) = (&agreement.export, agreement.headers == Headers::Extended);
+    let (length, contexts) = match (length, payload) {
+        (Some(length), _) => (length, agreement.contexts),
+        (None, Some(payload)) => {
+            let (length, contexts) = filter(agreement.contexts, &payload).ok_or(ErrorCode::Invalid)?;
+            let inside = offset.checked_add(length).is_some_and(|end| end <= export.size());
+            (if inside && length > 0 { Ok(length) } else { Err(ErrorCode::Invalid) }?, contexts)
+        }
+        (None, None) => return Err(ErrorCode::Invalid.into()),
+    };
+    let most = (if one { 1 } else { EXTENTS_MAX }, if extended { u64::MAX } else { COMPACT_EXTENT_MAX });
+    let new = |context| Extents { context, found: Vec::new(), ended: false };
+    let mut extents: Vec<_> = contexts.iter().map(new).collect();
+    let (mut at, end) = (offset, offset + length);
+    for _ in 0..RUNS_MAX {
+        if at >= end || extents.iter().all(|extents| extents.ended) {
+            break;
+        }
+        let mut entry = export.disk().map(export.place(at), end - at).await?;
+        entry.length = entry.length.clamp(1, (end - at).min(most.1));
+        at += entry.length;
+        extents.iter_mut().for_each(|extents| extents.add(entry.length, extents.context.status(&entry), most));
+    }
+    Ok(Body::Status(extents.into_iter().map(|extents| (extents.context.id(), extents.found)).collect()))
+}
+
+/// The length and the contexts that a payload asks for. `None`: it is wrong.
+fn filter(contexts: Contexts, payload: &Buffer) -> Option<(u64, Contexts)> {
+    // One number for each context at most.
+    if payload.len() > 8 + 4 * Context::ALL.len() || !payload.len().is_multiple_of(4) {
+        return None;
+    }
+    let bytes = payload.to_vec();
+    let mut bytes = bytes.as_slice();
+    let length = split_u64(&mut bytes)?;
+    let ids = std::iter::from_fn(|| split_u32(&mut bytes));
+    let chosen = contexts.subset(ids)?;
+    (!chosen.is_empty()).then_some((length, chosen))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_payload_chooses_among_the_contexts() {
+        let all: Contexts = Context::ALL.into_iter().collect();
+        let payload = |length: u64, ids: &[u32]| {
+            let mut bytes = length.to_be_bytes().to_vec();
+            ids.iter().for_each(|id| bytes.extend_from_slice(&id.to_be_bytes()));
+            filter(all, &Buffer::from_slice(&bytes))
+        };
+        assert_eq!(payload(7, &[2]), Some((7, [Context::AllocationDepth].into_iter().collect())));
+        assert_eq!(payload(7, &[2, 1]), Some((7, all)));
+        for wrong in [&[][..], &[3], &[1, 1], &[1, 2, 1]] {
+            assert_eq!(payload(7, wrong), None, "{wrong:?}");
+        }
+        assert_eq!(filter(all, &Buffer::from_slice(&[0; 7])), None);
+        assert_eq!(filter(all, &Buffer::from_slice(&[0; 13])), None);
+    }
+
+    #[test]
+    fn runs_of_one_status_are_one_extent_up_to_its_limit() {
+        let mut extents = Extents { context: Context::Allocation, found: Vec::new(), ended: false };
+        for (length, status) in [(1, 0), (2, 0), (4, 3), (1, 3), (1, 0)] {
+            extents.add(length, status, (2, 4));
+        }
+        assert_eq!((extents.found, extents.ended), (vec![(3, 0), (4, 3)], true));
+    }
+}

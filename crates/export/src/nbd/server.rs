@@ -1,0 +1,279 @@
+//! Accepting clients, time limits, the end.
+//!
+//! Laws: a client never delays another one: each has a thread, and the one that accepts waits for nobody. Stopping
+//! waits for the clients, but not longer than they are given.
+
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_channel::{Channel, ChannelError, Listener, Tls};
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use super::connection::{Common, Connection};
+use super::limits::{Counting, Limits, ServerCounters};
+use super::negotiation::Encryption;
+use crate::export::Exports;
+
+/// Interval at which deadlines are looked at.
+const TICK: Duration = Duration::from_millis(250);
+/// Time after which connections are accepted again when the kernel had no room for one.
+const PAUSE: Duration = Duration::from_millis(50);
+/// Connections that are accepted before anything else is done.
+const AT_ONCE: usize = 64;
+
+/// Why a server cannot start or continue.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServerError {
+    /// The kernel has no room for the server.
+    #[error("cannot start the server")]
+    Start(#[source] io::Error),
+    /// The listener failed.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    /// A thread for a client cannot be started.
+    #[error("cannot start a thread for a client")]
+    Thread(#[source] io::Error),
+}
+
+/// Options of a server.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct ServerOptions {
+    /// Limits on clients.
+    pub limits: Limits,
+    /// Credentials for clients that ask for TLS.
+    pub tls: Option<Tls>,
+    /// Whether a client without TLS is refused. Without credentials it has no effect.
+    pub tls_required: bool,
+}
+
+impl ServerOptions {
+    /// Sets the limits.
+    #[must_use]
+    pub fn limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// Sets the credentials, and whether a client without TLS is refused.
+    #[must_use]
+    pub fn tls(mut self, tls: Tls, required: bool) -> Self {
+        (self.tls, self.tls_required) = (Some(tls), required);
+        self
+    }
+}
+
+/// A server of exports over NBD.
+#[derive(Debug)]
+pub struct Server {
+    common: Arc<Common>,
+    connections: Arc<Connections>,
+    stop: Arc<OwnedFd>,
+}
+
+/// The connections that exist.
+#[derive(Debug, Default)]
+struct Connections {
+    all: Mutex<Vec<Arc<Connection>>>,
+    fewer: Condvar,
+}
+
+impl Connections {
+    fn len(&self) -> usize {
+        self.all.lock().len()
+    }
+
+    fn remove(&self, connection: &Arc<Connection>) {
+        self.all.lock().retain(|other| !Arc::ptr_eq(other, connection));
+        self.fewer.notify_all();
+    }
+
+    /// Waits until there are none, at most for `time`. Returns whether there are none.
+    fn wait_for_none(&self, time: Duration) -> bool {
+        let mut all = self.all.lock();
+        self.fewer.wait_while_for(&mut all, |all| !all.is_empty(), time);
+        all.is_empty()
+    }
+}
+
+/// A connection in the list, for as long as its thread lives.
+struct Registered {
+    connections: Arc<Connections>,
+    connection: Arc<Connection>,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.connections.remove(&self.connection);
+    }
+}
+
+/// Stops a server from any thread.
+#[derive(Debug, Clone)]
+pub struct Stopper(Arc<OwnedFd>);
+
+impl Stopper {
+    /// Makes [`Server::serve`] return: no client is accepted any more, requests in flight are carried out and answered,
+    /// further ones are refused. It cannot be undone.
+    pub fn stop(&self) {
+        // It cannot be full: that takes more writes than are possible.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Server {
+    /// Creates a server of these exports.
+    ///
+    /// # Errors
+    /// The kernel has no descriptors left.
+    pub fn new(exports: Exports, options: ServerOptions) -> Result<Self, ServerError> {
+        let ServerOptions { limits, tls, tls_required } = options;
+        let encryption = if tls_required { Encryption::Required } else { Encryption::Allowed };
+        let common = Common {
+            exports,
+            limits,
+            tls: tls.map(|tls| (tls, encryption)),
+            counting: Counting::default(),
+            begun: Instant::now(),
+        };
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let stop = stop.map_err(|errno| ServerError::Start(errno.into()))?;
+        Ok(Self { common: Arc::new(common), connections: Arc::default(), stop: Arc::new(stop) })
+    }
+
+    /// Returns a handle that stops it.
+    #[must_use]
+    pub fn stopper(&self) -> Stopper {
+        Stopper(Arc::clone(&self.stop))
+    }
+
+    /// Returns its counters.
+    #[must_use]
+    pub fn counters(&self) -> ServerCounters {
+        self.common.counting.counters(self.connections.len())
+    }
+
+    /// Serves clients of a listener until it is [stopped](Stopper::stop); of an inherited connection, until its client
+    /// is gone. Several threads may call it, each with a listener.
+    ///
+    /// # Errors
+    /// The listener fails for a reason that no client caused.
+    pub fn serve(&self, listener: &Listener) -> Result<(), ServerError> {
+        let served = match listener.socket() {
+            Some(_) => self.accept_all(listener),
+            None => listener.accept(None).map_err(ServerError::from).and_then(|channel| self.serve_channel(channel)),
+        };
+        self.end_all();
+        served
+    }
+
+    /// Serves one client that is connected already, until it is gone or the server is [stopped](Stopper::stop).
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn serve_channel(&self, channel: Channel) -> Result<(), ServerError> {
+        self.begin(channel)?;
+        while !self.connections.wait_for_none(TICK) {
+            self.cut_late();
+            if self.is_stopped() {
+                self.end_all();
+            }
+        }
+        Ok(())
+    }
+
+    fn accept_all(&self, listener: &Listener) -> Result<(), ServerError> {
+        let mut paused = false;
+        while let Some(socket) = listener.socket() {
+            let events = if paused { PollFlags::empty() } else { PollFlags::IN };
+            let mut fds =
+                [PollFd::from_borrowed_fd(self.stop.as_fd(), PollFlags::IN), PollFd::from_borrowed_fd(socket, events)];
+            let time = if paused { PAUSE } else { TICK };
+            // Without clients there are no deadlines.
+            let time = (paused || self.connections.len() > 0).then(|| Timespec::try_from(time).ok()).flatten();
+            match poll(&mut fds, time.as_ref()) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(ServerError::Start(errno.into())),
+            }
+            if self.is_stopped() {
+                return Ok(());
+            }
+            self.cut_late();
+            paused = !self.accept_some(listener)?;
+        }
+        Ok(())
+    }
+
+    /// Accepts clients that wait. Returns false if the kernel has no room for one.
+    fn accept_some(&self, listener: &Listener) -> Result<bool, ServerError> {
+        for _ in 0..AT_ONCE {
+            let channel = match listener.accept(Some(Duration::ZERO)) {
+                Ok(channel) => channel,
+                Err(error) if error.is_timeout() => break,
+                Err(ChannelError::Io { source, .. }) if is_passing(&source) => return Ok(false),
+                // A client's own fault: it is gone already.
+                Err(error @ (ChannelError::Io { .. } | ChannelError::Broken { .. })) => {
+                    tracing::info!(%error, "a client was not accepted");
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            };
+            if self.connections.len() >= self.common.limits.connections {
+                Counting::add(&self.common.counting.refused, 1);
+                continue;
+            }
+            match self.begin(channel) {
+                Err(ServerError::Thread(source)) => {
+                    Counting::add(&self.common.counting.refused, 1);
+                    tracing::warn!(%source, "no thread can be started for a client");
+                    return Ok(false);
+                }
+                begun => begun?,
+            }
+        }
+        Ok(true)
+    }
+
+    /// Starts a thread for a client.
+    fn begin(&self, channel: Channel) -> Result<(), ServerError> {
+        let connection = Arc::new(Connection::new(&self.common, &channel).map_err(ServerError::Thread)?);
+        Counting::add(&self.common.counting.connections, 1);
+        self.connections.all.lock().push(Arc::clone(&connection));
+        let registered = Registered { connections: Arc::clone(&self.connections), connection };
+        let serve = move || registered.connection.serve(channel);
+        thread::Builder::new().name("nbd-client".into()).spawn(serve).map_err(ServerError::Thread)?;
+        Ok(())
+    }
+
+    fn cut_late(&self) {
+        self.connections.all.lock().iter().for_each(|connection| connection.cut_if_late());
+    }
+
+    fn is_stopped(&self) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(self.stop.as_fd(), PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    }
+
+    /// Ends all connections: after the time that they are given, without their last replies.
+    fn end_all(&self) {
+        self.connections.all.lock().iter().for_each(|connection| connection.stop());
+        if self.connections.wait_for_none(self.common.limits.drain) {
+            return;
+        }
+        self.connections.all.lock().iter().for_each(|connection| connection.cut());
+        // Requests in flight are carried out by the kernel, which may take its time.
+        while !self.connections.wait_for_none(TICK) {}
+    }
+}
+
+/// Whether the kernel may have room for another connection in a moment.
+fn is_passing(error: &io::Error) -> bool {
+    let number = error.raw_os_error();
+    [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM].into_iter().any(|known| number == Some(known))
+}

@@ -1,0 +1,296 @@
+//! The requests of a connection, from the end of its handshake on.
+//!
+//! Laws: one thread does everything, and waits for its client, its disk and the end of the server in one place. It
+//! never waits for the client alone while requests are in flight: others may wait for what they have begun. No request
+//! is dropped: a connection that is gone waits for its requests, whose replies nobody gets.
+
+use std::future::{Future, poll_fn};
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use limosa_channel::{Channel, ChannelError};
+use limosa_storage::{Pollable, Ready};
+
+use super::connection::Connection;
+use super::execute::{Body, Finished, count, execute, subject};
+use super::input::{Incoming, Input, InputError, Next};
+use super::limits::Counting;
+use super::negotiation::Agreement;
+use super::output::{Output, Released};
+use super::protocol::admission::{Action, Disconnect, Facts};
+use super::protocol::error::ErrorCode;
+use crate::export::ExportCounters;
+
+/// How a connection ended.
+#[derive(Debug)]
+pub(super) enum Ending {
+    /// The client has disconnected, or closed the connection between two requests.
+    Orderly,
+    /// The server is stopped.
+    Stopped,
+    /// The client broke the protocol.
+    Protocol(String),
+    /// The channel failed, or was closed in the middle of a message.
+    Channel(ChannelError),
+    /// The kernel has no room to wait for the client.
+    Wait(std::io::Error),
+}
+
+/// A request in flight: what was asked, and how it ended.
+type InFlight = Pin<Box<dyn Future<Output = Done> + Send>>;
+
+struct Done {
+    finished: Finished,
+    action: Option<Action>,
+    length: u64,
+}
+
+/// The readiness of one direction of the channel.
+struct Readiness {
+    pollable: Pollable,
+    wait: Option<Ready>,
+    /// A call is worth trying.
+    ready: bool,
+}
+
+impl Readiness {
+    fn new(fd: BorrowedFd<'_>) -> std::io::Result<Self> {
+        Ok(Self { pollable: Pollable::new(fd.try_clone_to_owned()?), wait: None, ready: true })
+    }
+
+    /// Waits, unless it is ready.
+    fn poll(&mut self, context: &mut Context<'_>, begin: fn(&Pollable) -> Ready) -> Poll<std::io::Result<()>> {
+        while !self.ready {
+            let wait = self.wait.get_or_insert_with(|| begin(&self.pollable));
+            let ended = ready!(Pin::new(wait).poll(context));
+            self.wait = None;
+            ended?;
+            self.ready = true;
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// The requests of a connection.
+pub(super) struct Transmission<'a> {
+    channel: &'a Channel,
+    connection: &'a Connection,
+    agreement: Arc<Agreement>,
+    facts: Facts,
+    input: Input,
+    output: Output,
+    requests: FuturesUnordered<InFlight>,
+    /// Requests, and their bytes, whose replies were not handed over.
+    held: Released,
+    counters: ExportCounters,
+    readable: Readiness,
+    writable: Readiness,
+    /// Nothing more is taken from the client.
+    ending: Option<Ending>,
+    /// Requests wait for room.
+    full: bool,
+}
+
+impl<'a> Transmission<'a> {
+    /// Begins with the first request.
+    ///
+    /// # Errors
+    /// The kernel has no descriptors left.
+    pub(super) fn new(channel: &'a Channel, connection: &'a Connection, agreement: Agreement) -> std::io::Result<Self> {
+        let Agreement { export, headers, contexts } = &agreement;
+        let facts = Facts {
+            headers: *headers,
+            size: export.size(),
+            read_only: export.is_read_only(),
+            has_contexts: !contexts.is_empty(),
+        };
+        Ok(Self {
+            channel,
+            connection,
+            facts,
+            agreement: Arc::new(agreement),
+            input: Input::default(),
+            output: Output::default(),
+            requests: FuturesUnordered::new(),
+            held: Released::default(),
+            counters: ExportCounters::default(),
+            readable: Readiness::new(channel.as_fd())?,
+            writable: Readiness::new(channel.output_fd())?,
+            ending: None,
+            full: false,
+        })
+    }
+
+    /// Serves requests until the client or the server ends.
+    pub(super) async fn run(mut self) -> Ending {
+        poll_fn(|context| self.poll(context)).await
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Ending> {
+        self.connection.register(context.waker());
+        let mut moved = false;
+        loop {
+            let mut progress = self.collect(context);
+            progress |= self.send(context);
+            progress |= self.receive(context);
+            moved |= progress;
+            if !progress {
+                break;
+            }
+        }
+        self.agreement.export.activity.add(&std::mem::take(&mut self.counters));
+        if self.requests.is_empty()
+            && self.output.is_empty()
+            && let Some(ending) = self.ending.take()
+        {
+            return Poll::Ready(ending);
+        }
+        let waits_for_client = !self.output.is_empty() || (self.input.is_amid() && !self.full);
+        self.connection.note_progress(waits_for_client, moved);
+        Poll::Pending
+    }
+
+    /// Takes requests that are done.
+    fn collect(&mut self, context: &mut Context<'_>) -> bool {
+        let mut progress = false;
+        while let Poll::Ready(Some(Done { finished, action, length })) = self.requests.poll_next_unpin(context) {
+            progress = true;
+            count(&mut self.counters, action.as_ref(), length, matches!(finished.body, Body::Failed(_)));
+            self.reply(finished);
+        }
+        progress
+    }
+
+    fn reply(&mut self, finished: Finished) {
+        if self.is_deaf() {
+            // Nobody receives it.
+            self.release(Released { requests: 1, bytes: finished.held });
+        } else {
+            self.output.push(finished);
+        }
+    }
+
+    fn release(&mut self, released: Released) {
+        self.held.requests = self.held.requests.saturating_sub(released.requests);
+        self.held.bytes = self.held.bytes.saturating_sub(released.bytes);
+    }
+
+    /// Whether the client receives nothing any more.
+    fn is_deaf(&self) -> bool {
+        matches!(self.ending, Some(Ending::Channel(_) | Ending::Wait(_)))
+    }
+
+    fn fail(&mut self, ending: Ending) {
+        self.ending = Some(ending);
+        self.output.clear();
+    }
+
+    fn send(&mut self, context: &mut Context<'_>) -> bool {
+        if self.output.is_empty() {
+            return false;
+        }
+        match self.writable.poll(context, Pollable::writable) {
+            Poll::Pending => return false,
+            Poll::Ready(Err(error)) => {
+                self.fail(Ending::Wait(error));
+                return true;
+            }
+            Poll::Ready(Ok(())) => {}
+        }
+        let mut released = Released::default();
+        Counting::add(&self.connection.counting().sends, 1);
+        match self.output.send(self.channel, &mut released) {
+            Ok(moved) => {
+                self.release(released);
+                self.writable.ready = self.output.is_empty();
+                // If it is not ready, the next round begins to wait.
+                moved || !self.writable.ready
+            }
+            Err(error) => {
+                self.fail(Ending::Channel(error));
+                true
+            }
+        }
+    }
+
+    /// Takes requests from the client, as many as there is room for.
+    fn receive(&mut self, context: &mut Context<'_>) -> bool {
+        let mut progress = false;
+        while self.ending.is_none() {
+            let limits = self.connection.limits();
+            let (held, most) = (self.held, limits.bytes);
+            let has_room = |bytes: usize| {
+                held.requests == 0 || (held.requests < limits.requests && held.bytes.saturating_add(bytes) <= most)
+            };
+            match self.input.next(&self.facts, has_room) {
+                Ok(Next::Request(request)) => {
+                    self.full = false;
+                    self.begin(request);
+                    progress = true;
+                    continue;
+                }
+                Ok(Next::NoRoom) => {
+                    self.full = true;
+                    break;
+                }
+                Ok(Next::Incomplete) => self.full = false,
+                Err(InputError::Disconnect(Disconnect::Orderly)) => {
+                    self.ending = Some(Ending::Orderly);
+                    return true;
+                }
+                Err(error) => {
+                    self.ending = Some(Ending::Protocol(error.to_string()));
+                    return true;
+                }
+            }
+            let stopping = self.connection.is_stopping();
+            match self.readable.poll(context, Pollable::readable) {
+                Poll::Ready(Ok(())) => {}
+                Poll::Pending if stopping => {
+                    self.ending = Some(Ending::Stopped);
+                    return true;
+                }
+                Poll::Pending => break,
+                Poll::Ready(Err(error)) => {
+                    self.fail(Ending::Wait(error));
+                    return true;
+                }
+            }
+            Counting::add(&self.connection.counting().receives, 1);
+            match self.input.receive(self.channel) {
+                Ok(Some((0, _))) => {
+                    self.ending = Some(if self.input.is_amid() {
+                        Ending::Protocol("the connection was closed in the middle of a request".to_owned())
+                    } else {
+                        Ending::Orderly
+                    });
+                    return true;
+                }
+                // An encrypted channel may have more although it filled a part of the room only.
+                Ok(Some((_, filled))) => self.readable.ready = filled || self.channel.is_encrypted(),
+                Ok(None) => self.readable.ready = false,
+                Err(error) => self.fail(Ending::Channel(error)),
+            }
+            progress = true;
+        }
+        progress
+    }
+
+    fn begin(&mut self, request: Incoming) {
+        self.held.requests += 1;
+        self.held.bytes += request.held();
+        if self.connection.is_stopping() {
+            let subject = subject(self.facts.headers, &request);
+            let finished = Finished { subject, body: Body::Failed(ErrorCode::Shutdown), held: request.held() };
+            return self.reply(finished);
+        }
+        let action = request.action.ok();
+        let length = request.header.length;
+        let request = execute(Arc::clone(&self.agreement), request);
+        self.requests.push(Box::pin(async move { Done { finished: request.await, action, length } }));
+    }
+}

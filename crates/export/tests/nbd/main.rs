@@ -1,0 +1,7 @@
+//! The NBD server, asked by a client of its own, by stock clients, and by what is no client at all.
+
+mod bad_input;
+mod bed;
+mod limits;
+mod model;
+mod requests;

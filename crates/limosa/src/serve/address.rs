@@ -1,0 +1,81 @@
+//! Addresses of the server, and of its clients.
+
+use std::fmt::Write as _;
+use std::os::fd::AsFd as _;
+use std::os::unix::ffi::OsStrExt as _;
+
+use anyhow::Context as _;
+use limosa_channel::{Channel, Options, Uri};
+
+use crate::args::ServeArgs;
+use crate::usage::misused;
+
+/// The first descriptor that systemd passes (sd_listen_fds(3)).
+const LISTEN_FDS_START: i32 = 3;
+
+/// Returns the addresses to serve at: those of the command line, or the sockets that systemd passes.
+pub(super) fn all(args: &ServeArgs) -> Vec<Uri> {
+    if !args.nbd.is_empty() {
+        return args.nbd.clone();
+    }
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
+    let passed = number("LISTEN_FDS").filter(|_| number("LISTEN_PID") == Some(std::process::id()));
+    match passed.and_then(|count| i32::try_from(count).ok()) {
+        Some(count @ 1..=1024) => (LISTEN_FDS_START..LISTEN_FDS_START + count).map(Uri::Fd).collect(),
+        _ => misused("--nbd URI is missing, and systemd passes no socket (LISTEN_FDS)"),
+    }
+}
+
+/// Returns a channel over standard input and output. A socket, which inetd and its successors pass as both, is used as
+/// one, so that it can be encrypted and cut.
+///
+/// # Errors
+/// They are not connected to a client.
+pub(super) fn standard_streams(options: &Options) -> anyhow::Result<Channel> {
+    let input = std::io::stdin();
+    if rustix::net::sockopt::socket_type(&input).is_ok() {
+        let socket = input.as_fd().try_clone_to_owned().context("standard input")?;
+        return Ok(Channel::from_fd_with(socket, options)?);
+    }
+    Channel::connect(&Uri::Stdio, options).context("--nbd - needs a client on standard input and output")
+}
+
+/// Returns the URI by which clients reach an export (doc/uri.md of the protocol's repository).
+pub(super) fn client_uri(listener: &Uri, export: &str) -> String {
+    let name = escaped(export.as_bytes());
+    match listener {
+        Uri::Unix(path) => format!("nbd+unix:///{name}?socket={}", escaped(path.as_os_str().as_bytes())),
+        Uri::Tcp { host, port } if host.contains(':') => format!("nbd://[{host}]:{port}/{name}"),
+        Uri::Tcp { host, port } => format!("nbd://{host}:{port}/{name}"),
+        other => other.to_string(),
+    }
+}
+
+/// Escapes all but unreserved characters and slashes (RFC 3986, section 2).
+fn escaped(bytes: &[u8]) -> String {
+    let mut text = String::new();
+    for &byte in bytes {
+        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
+            text.push(char::from(byte));
+        } else {
+            // Writing into a string does not fail.
+            let _ = write!(text, "%{byte:02X}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_get_an_address_that_they_understand() {
+        let uri = |listener: &str, export| client_uri(&listener.parse().unwrap(), export);
+        assert_eq!(uri("unix:/run/a b.sock", ""), "nbd+unix:///?socket=/run/a%20b.sock");
+        assert_eq!(uri("unix:x", "disk?1"), "nbd+unix:///disk%3F1?socket=x");
+        assert_eq!(uri("tcp:localhost:10809", "a"), "nbd://localhost:10809/a");
+        assert_eq!(uri("tcp:[::1]:1", ""), "nbd://[::1]:1/");
+        assert_eq!(uri("fd:3", ""), "fd:3");
+    }
+}

@@ -1,0 +1,120 @@
+//! A folder with images, and servers of them.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use limosa_testkit::{Ended, NbdClient, Program, nbd_tool, qemu_img, scratch, wait_for};
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// The folder.
+#[derive(Debug)]
+pub(crate) struct Bed {
+    folder: TempDir,
+}
+
+/// A running server.
+#[derive(Debug)]
+pub(crate) struct Serving {
+    program: Program,
+    socket: PathBuf,
+}
+
+impl Bed {
+    pub(crate) fn new() -> Self {
+        // Asked once, so that a program that is missing is said with the line that installs it.
+        nbd_tool("nbdinfo", ["--version"]).unwrap();
+        qemu_img(["--version"]).unwrap();
+        Self { folder: scratch().unwrap() }
+    }
+
+    /// A file in it.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `qemu-img WORDS`, run there; `@NAME` is a file in it.
+    #[track_caller]
+    pub(crate) fn qemu_img(&self, words: &[&str]) -> String {
+        let words = words.iter().map(|word| match word.strip_prefix('@') {
+            Some(name) => self.path(name).to_str().unwrap().to_owned(),
+            None => (*word).to_owned(),
+        });
+        qemu_img(words).unwrap()
+    }
+
+    /// The command `limosa serve WORDS`, run there.
+    pub(crate) fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+        command.arg("serve").args(words).current_dir(self.folder.path());
+        command
+    }
+
+    /// `limosa serve WORDS`, run there to its end.
+    pub(crate) fn refused(&self, words: &[&str]) -> Ended {
+        crate::stage::start_command(self.command(words)).wait()
+    }
+
+    /// Starts `limosa serve WORDS --nbd unix:SOCKET`, and waits until clients can connect.
+    #[track_caller]
+    pub(crate) fn serve(&self, socket: &str, words: &[&str]) -> Serving {
+        let uri = format!("unix:{}", self.path(socket).display());
+        let program = crate::stage::start_command(self.command(&[words, &["--nbd", &uri]].concat()));
+        let serving = Serving { program, socket: self.path(socket) };
+        wait_for("the server", || {
+            let said = serving.program.stderr();
+            assert!(serving.program.is_running(), "{said}");
+            said.contains("limosa: serving ").then_some(())
+        });
+        serving
+    }
+}
+
+impl Serving {
+    /// The address for stock clients.
+    pub(crate) fn uri(&self, export: &str) -> String {
+        format!("nbd+unix:///{export}?socket={}", self.socket.display())
+    }
+
+    /// A client of the testkit.
+    #[track_caller]
+    pub(crate) fn client(&self) -> NbdClient {
+        NbdClient::open(&self.socket, "", &[]).unwrap()
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.program.pid()
+    }
+
+    /// Its messages so far.
+    pub(crate) fn said(&self) -> String {
+        self.program.stderr()
+    }
+
+    /// Its standard output so far.
+    pub(crate) fn printed(&self) -> String {
+        self.program.stdout()
+    }
+
+    /// Ends it by SIGTERM.
+    #[track_caller]
+    pub(crate) fn stop(self) -> Ended {
+        self.program.signal(Signal::TERM);
+        let ended = self.program.wait().success();
+        assert!(!self.socket.exists(), "the socket is gone");
+        ended
+    }
+}
+
+/// Runs a client of libnbd's.
+#[track_caller]
+pub(crate) fn tool(name: &str, words: &[&str]) -> String {
+    nbd_tool(name, words).unwrap()
+}
+
+/// Runs `nbdinfo --json`.
+#[track_caller]
+pub(crate) fn nbdinfo(words: &[&str]) -> Value {
+    serde_json::from_str(&tool("nbdinfo", &[&["--json"], words].concat())).unwrap()
+}

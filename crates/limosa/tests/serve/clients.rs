@@ -1,0 +1,199 @@
+//! Stock clients do their work.
+
+use std::fs;
+
+use limosa_testkit::qemu_io;
+use serde_json::{Value, json};
+
+use crate::bed::{Bed, nbdinfo, tool};
+use crate::needs_qemu;
+
+/// Bytes that differ from block to block, with holes.
+fn contents() -> Vec<u8> {
+    let block = |number: u32| if number.is_multiple_of(3) { vec![0; 65536] } else { number.to_le_bytes().repeat(16384) };
+    (0..160).flat_map(block).collect()
+}
+
+#[test]
+fn nbdinfo_is_told_all_that_it_asks() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "10M"]);
+    let serving = bed.serve("nbd", &["disk", "--description", "a disk for tests"]);
+    let info = nbdinfo(&[&serving.uri("")]);
+    let export = &info["exports"][0];
+    assert_eq!((&info["protocol"], &info["structured"]), (&json!("newstyle-fixed"), &json!(true)));
+    assert_eq!(export["export-size"], 10 << 20);
+    assert_eq!(export["description"], "a disk for tests");
+    assert_eq!(export["contexts"], json!(["base:allocation", "qemu:allocation-depth"]));
+    for flag in ["is_read_only", "is_rotational"] {
+        assert_eq!(export[flag], false, "{flag}");
+    }
+    for flag in
+        ["can_cache", "can_df", "can_fast_zero", "can_flush", "can_fua", "can_multi_conn", "can_trim", "can_zero"]
+    {
+        assert_eq!(export[flag], true, "{flag}");
+    }
+    let sizes = ["block_size_minimum", "block_size_preferred", "block_size_maximum"].map(|size| export[size].as_u64());
+    assert_eq!(sizes, [Some(1), Some(65536), Some(32 << 20)]);
+    serving.stop();
+}
+
+#[test]
+fn nbdcopy_copies_in_and_out_over_several_connections() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let contents = contents();
+    fs::write(bed.path("in.raw"), &contents).unwrap();
+    for (number, create) in
+        [&["-f", "qcow2"][..], &["-f", "qcow2", "-o", "extended_l2=on"], &["-f", "raw"]].iter().enumerate()
+    {
+        let disk = format!("disk{number}");
+        bed.qemu_img(&[&["create", "-q"], *create, &[&format!("@{disk}"), "10M"]].concat());
+        let serving = bed.serve(&format!("nbd{number}"), &["-f", create[1], &disk]);
+        let out = format!("out{number}.raw");
+        let [from, to] = ["in.raw", &out].map(|name| bed.path(name).to_str().unwrap().to_owned());
+        tool("nbdcopy", &["--connections=4", "--requests=16", "--flush", &from, &serving.uri("")]);
+        tool("nbdcopy", &["--connections=4", &serving.uri(""), &to]);
+        assert!(fs::read(&to).unwrap() == contents, "{create:?}");
+        let ended = serving.stop();
+        assert!(ended.stderr.contains("connections served"), "{}", ended.stderr);
+        if create[1] == "qcow2" {
+            bed.qemu_img(&["check", "-q", &format!("@{disk}")]);
+        }
+        bed.qemu_img(&["compare", "-q", "-F", "raw", "-f", create[1], &format!("@{disk}"), "@in.raw"]);
+    }
+}
+
+#[test]
+fn qemus_tools_convert_compare_and_map_over_it() {
+    needs_qemu!();
+    let bed = Bed::new();
+    fs::write(bed.path("in.raw"), contents()).unwrap();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "10M"]);
+    let serving = bed.serve("nbd", &["disk"]);
+    let uri = serving.uri("");
+    bed.qemu_img(&["convert", "-n", "-W", "-f", "raw", "-O", "raw", "@in.raw", &uri]);
+    bed.qemu_img(&["compare", "-q", "-f", "raw", "-F", "raw", "@in.raw", &uri]);
+    bed.qemu_img(&["convert", "-f", "raw", "-O", "qcow2", &uri, "@out.qcow2"]);
+    bed.qemu_img(&["compare", "-q", "-f", "raw", "-F", "qcow2", "@in.raw", "@out.qcow2"]);
+    let runs = |text: &str| -> Vec<_> {
+        let runs: Vec<Value> = serde_json::from_str(text).unwrap();
+        let mut merged: Vec<(u64, u64, bool, bool)> = Vec::new();
+        for run in runs {
+            let (zero, data) = (run["zero"] == true, run["data"] == true);
+            let (start, length) = (run["start"].as_u64().unwrap(), run["length"].as_u64().unwrap());
+            match merged.last_mut() {
+                Some(last) if (last.2, last.3) == (zero, data) => last.1 += length,
+                _ => merged.push((start, length, zero, data)),
+            }
+        }
+        merged
+    };
+    let over_nbd = bed.qemu_img(&["map", "--output=json", "-f", "raw", &uri]);
+    let depth = tool("nbdinfo", &["--map=qemu:allocation-depth", &uri]);
+    assert!(depth.contains("local") && depth.contains("absent"), "{depth}");
+    serving.stop();
+    let direct = bed.qemu_img(&["map", "--output=json", "-f", "qcow2", "@disk"]);
+    assert_eq!(runs(&over_nbd), runs(&direct));
+    bed.qemu_img(&["check", "-q", "@disk"]);
+}
+
+#[test]
+fn qemu_io_writes_zeroes_and_discards_of_every_kind() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "10M"]);
+    let serving = bed.serve("nbd", &["disk"]);
+    let uri = serving.uri("");
+    let commands = [
+        "write -P 1 0 4M",
+        "write -P 2 -f 1000 3000",
+        "write -z 1M 64k",
+        "write -z -u 2M 64k",
+        "write -z -n 3M 64k",
+        "discard 3584k 64k",
+        "flush",
+        "aio_write -P 3 5M 1M",
+        "aio_write -P 4 6M 1M",
+        "aio_flush",
+        "read -P 1 0 1000",
+        "read -P 2 1000 3000",
+        "read -P 0 1M 64k",
+        "read -P 0 2M 64k",
+        "read -P 0 3M 64k",
+        "read -P 0 3584k 64k",
+        "read -P 3 5M 1M",
+        "read -P 4 6M 1M",
+        "read -P 0 7M 1M",
+    ];
+    let words = commands.iter().flat_map(|command| ["-c", command]);
+    let said = qemu_io(["-f", "raw", "-d", "unmap"].into_iter().chain(words).chain([uri.as_str()])).unwrap();
+    assert!(!said.contains("failed"), "{said}");
+    serving.stop();
+    let path = bed.path("disk");
+    bed.qemu_img(&["check", "-q", "@disk"]);
+    let words = commands[10..].iter().flat_map(|command| ["-c", command]);
+    let said = qemu_io(["-r", "-f", "qcow2"].into_iter().chain(words).chain([path.to_str().unwrap()])).unwrap();
+    assert!(!said.contains("failed"), "{said}");
+}
+
+#[test]
+fn a_script_over_libnbd_uses_what_other_clients_do_not() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "10M"]);
+    let serving = bed.serve("nbd", &["disk"]);
+    let script = "
+import nbd
+h = nbd.NBD()
+h.add_meta_context('base:allocation')
+h.add_meta_context('qemu:allocation-depth')
+h.connect_uri(uri)
+assert h.get_structured_replies_negotiated()
+assert h.can_meta_context('qemu:allocation-depth')
+h.pwrite(b'x' * 65536, 1 << 20, nbd.CMD_FLAG_FUA)
+chunks = []
+def chunk(buf, offset, status, error):
+    chunks.append((offset, len(buf), status))
+buf = h.pread_structured(3 << 20, 0, chunk)
+assert bytes(buf) == bytes(1 << 20) + b'x' * 65536 + bytes((2 << 20) - 65536)
+assert [c[2] for c in sorted(chunks)] == [nbd.READ_HOLE, nbd.READ_DATA, nbd.READ_HOLE], chunks
+chunks.clear()
+h.pread_structured(3 << 20, 0, chunk, nbd.CMD_FLAG_DF)
+assert len(chunks) == 1
+extents = {}
+def extent(context, offset, entries, error):
+    extents[context] = list(entries)
+h.block_status(10 << 20, 0, extent)
+assert extents['base:allocation'][:4] == [1 << 20, 3, 65536, 0], extents
+assert extents['qemu:allocation-depth'][:4] == [1 << 20, 0, 65536, 1], extents
+h.zero(65536, 1 << 20, nbd.CMD_FLAG_FAST_ZERO)
+try:
+    h.zero(100, (1 << 20) + 7, nbd.CMD_FLAG_FAST_ZERO)
+    assert False
+except nbd.Error as error:
+    assert error.errno == 'ENOTSUP', error
+h.cache(1 << 20, 0)
+h.trim(1 << 20, 0, nbd.CMD_FLAG_FUA)
+h.flush()
+h.set_strict_mode(0)
+for call, expected in [
+    (lambda: h.pread(512, (10 << 20) - 511), 'EINVAL'),
+    (lambda: h.pwrite(bytes(512), (10 << 20) - 511), 'ENOSPC'),
+    (lambda: h.zero(512, 10 << 20), 'ENOSPC'),
+    (lambda: h.trim(512, 10 << 20), 'EINVAL'),
+]:
+    try:
+        call()
+        assert False
+    except nbd.Error as error:
+        assert error.errno == expected, error
+h.shutdown()
+";
+    let script = format!("uri = {:?}\n{script}", serving.uri(""));
+    // The distribution's Python, which has the library.
+    tool("/usr/bin/python3", &["-c", &script]);
+    serving.stop();
+    bed.qemu_img(&["check", "-q", "@disk"]);
+}

@@ -1,0 +1,103 @@
+//! Images that are in use elsewhere, and parts of images.
+
+use std::fs;
+
+use limosa_testkit::{NbdClient, qemu_img_output, qemu_io};
+
+use crate::bed::{Bed, nbdinfo};
+use crate::needs_qemu;
+
+#[test]
+fn an_image_that_is_served_is_locked_as_qemu_locks_it() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "1M"]);
+    let path = bed.path("disk");
+    let info = |words: &[&str]| {
+        let output = qemu_img_output([&["info"], words, &[path.to_str().unwrap()]].concat()).unwrap();
+        output.status.success()
+    };
+    let serving = bed.serve("nbd", &["disk"]);
+    assert!(!info(&[]) && info(&["-U"]));
+    let said = bed.refused(&["disk", "--nbd", "unix:other"]).one_line(&["disk", "another process has it open"]);
+    assert!(said.contains(&format!("limosa (process {})", serving.pid())), "{said}");
+    let mut reader = NbdClient::open(&bed.path("nbd"), "", &[]).unwrap();
+    assert_eq!(reader.write(0, 0, &[1; 512]).unwrap(), 0);
+    assert_eq!(reader.simple(limosa_testkit::NbdCommand::Flush, 0, 0, 0).unwrap(), 0);
+    // Without locks it can be read meanwhile.
+    let shared = bed.serve("shared", &["--read-only", "--shared", "disk"]);
+    assert_eq!(shared.client().read(0, 512).unwrap(), vec![1; 512]);
+    shared.stop();
+    drop(reader);
+    serving.stop();
+    // Readers share it, and keep writers out.
+    let one = bed.serve("one", &["--read-only", "disk"]);
+    let other = bed.serve("other", &["--read-only", "disk"]);
+    assert!(info(&[]));
+    assert!(qemu_io(["-c", "write 0 512", path.to_str().unwrap()]).is_err());
+    bed.refused(&["disk", "--nbd", "unix:writer"]).one_line(&["another process has it open"]);
+    assert_eq!(one.client().write(0, 0, &[2; 512]).unwrap(), 1);
+    assert!(nbdinfo(&[&other.uri("")])["exports"][0]["is_read_only"] == true);
+    one.stop();
+    other.stop();
+    bed.refused(&["--shared", "disk", "--nbd", "unix:x"]).misused(&["--read-only"]);
+}
+
+#[test]
+fn parts_snapshots_and_chains_are_served() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@base", "4M"]);
+    let io = |name: &str, command: &str| qemu_io(["-c", command, bed.path(name).to_str().unwrap()]).unwrap();
+    io("base", "write -P 1 0 4M");
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "@disk"]);
+    io("disk", "write -P 2 1M 1M");
+    bed.qemu_img(&["snapshot", "-c", "before", "@disk"]);
+    io("disk", "write -P 3 1M 512k");
+
+    let disk = bed.serve("nbd", &["disk"]);
+    let read = |client: &mut NbdClient, at| client.read(at, 1).unwrap()[0];
+    let mut client = disk.client();
+    assert_eq!([0, 1 << 20, 3 << 19].map(|at| read(&mut client, at)), [1, 3, 2]);
+    drop(client);
+    disk.stop();
+
+    let part = bed.serve("nbd", &["disk", "--offset", "1M", "--size", "1M"]);
+    let mut client = part.client();
+    assert_eq!((client.size, read(&mut client, 0), read(&mut client, 1 << 19)), (1 << 20, 3, 2));
+    assert_eq!(client.write(0, (1 << 20) - 1, &[9]).unwrap(), 0);
+    assert_eq!(client.write(0, (1 << 20) - 1, &[9; 2]).unwrap(), 28);
+    drop(client);
+    part.stop();
+
+    let snapshot = bed.serve("nbd", &["disk", "--snapshot", "before"]);
+    let mut client = snapshot.client();
+    assert_eq!(([0, 1 << 20, (2 << 20) - 1].map(|at| read(&mut client, at))), [1, 2, 2]);
+    assert_eq!(client.write(0, 0, &[1]).unwrap(), 1);
+    drop(client);
+    snapshot.stop();
+    bed.qemu_img(&["check", "-q", "@disk"]);
+
+    bed.refused(&["disk", "--snapshot", "after", "--nbd", "unix:x"]).one_line(&["after"]);
+    bed.refused(&["disk", "--offset", "5M", "--nbd", "unix:x"]).one_line(&["disk", "no 0 bytes at offset 5242880"]);
+    bed.refused(&["--untrusted", "disk", "--nbd", "unix:x"]).one_line(&["--untrusted"]);
+}
+
+#[test]
+fn several_images_have_names() {
+    needs_qemu!();
+    let bed = Bed::new();
+    fs::write(bed.path("a.raw"), vec![1; 1 << 20]).unwrap();
+    fs::write(bed.path("b.raw"), vec![2; 2 << 20]).unwrap();
+    let serving = bed.serve("nbd", &["-f", "raw", "a.raw", "b.raw", "--name", "first"]);
+    let list = nbdinfo(&["--list", &serving.uri("")]);
+    let names: Vec<_> = list["exports"].as_array().unwrap().iter().map(|export| &export["export-name"]).collect();
+    assert_eq!(names, ["first", "b.raw"]);
+    let mut second = NbdClient::open(&bed.path("nbd"), "b.raw", &[]).unwrap();
+    assert_eq!((second.size, second.read(0, 1).unwrap()), (2 << 20, vec![2]));
+    assert!(NbdClient::open(&bed.path("nbd"), "", &[]).is_err());
+    drop(second);
+    serving.stop();
+    let said = bed.refused(&["-f", "raw", "--read-only", "a.raw", "./a.raw", "--nbd", "unix:x"]);
+    said.one_line(&["two exports have the name \"a.raw\"", "--name"]);
+}
