@@ -28,6 +28,7 @@ use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
 use webpki::{BorrowedCertRevocationList, CertRevocationList, EndEntityCert, KeyUsage, anchor_from_trusted_cert};
 use zeroize::Zeroizing;
 
+use super::allowed::AllowedClients;
 use super::failure::TlsFailure;
 use super::kernel::KernelTls;
 use crate::error::ChannelError;
@@ -104,7 +105,19 @@ impl Tls {
     /// # Errors
     /// As for [`client`](Self::client); `server-cert.pem` and `server-key.pem` are required.
     pub fn server(folder: impl AsRef<Path>, verify_peer: bool) -> Result<Self> {
-        let folder = Folder::of(folder.as_ref())?;
+        Self::server_of(Folder::of(folder.as_ref())?, verify_peer, None)
+    }
+
+    /// As [`server`](Self::server) with `verify_peer`, and a client's certificate must have one of these names: as a
+    /// DNS name of its `subjectAltName`, or as the common name of its subject.
+    ///
+    /// # Errors
+    /// As for [`server`](Self::server).
+    pub fn server_for(folder: impl AsRef<Path>, clients: Vec<String>) -> Result<Self> {
+        Self::server_of(Folder::of(folder.as_ref())?, true, Some(clients))
+    }
+
+    fn server_of(folder: Folder<'_>, verify_peer: bool, allowed: Option<Vec<String>>) -> Result<Self> {
         let builder = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(|error| folder.wrong("", error))?;
@@ -116,6 +129,10 @@ impl Tls {
                 .enforce_revocation_expiration()
                 .build()
                 .map_err(|error| folder.wrong(REVOKED, error))?;
+            let verifier = match allowed {
+                Some(names) => Arc::new(AllowedClients { verifier, names }),
+                None => verifier,
+            };
             (builder.with_client_cert_verifier(verifier), Some(authorities))
         } else {
             (builder.with_no_client_auth(), None)

@@ -47,6 +47,9 @@ pub enum TlsFailure {
     /// The peer presented no certificate although one is required.
     #[error("it presented no certificate")]
     NoCertificate,
+    /// The peer's certificate has none of the names that are allowed.
+    #[error("its certificate has no name that is allowed")]
+    NotAllowed,
     /// The peer's certificate is invalid for another reason.
     #[error("its certificate is invalid: {0}")]
     BadCertificate(String),
@@ -199,6 +202,7 @@ impl TlsFailure {
                 Self::WrongName { expected: expected.to_str().into_owned(), presented }
             }
             CertificateError::Revoked => Self::Revoked,
+            CertificateError::ApplicationVerificationFailure => Self::NotAllowed,
             error => Self::BadCertificate(error.to_string()),
         }
     }

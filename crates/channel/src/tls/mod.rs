@@ -22,6 +22,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `credentials` | certificates and keys from a folder, as QEMU's `tls-creds-x509` has them |
+//! | `allowed` | clients that are allowed by name |
 //! | `handshake` | the handshake: from a connected socket to keys |
 //! | `record` | encrypting bytes into records, and decrypting records |
 //! | `session` | both directions of one connection |
@@ -29,6 +30,7 @@
 //! | `plaintext` | between records and memory that is no slice |
 //! | `failure` | errors |
 
+mod allowed;
 mod credentials;
 mod failure;
 mod handshake;

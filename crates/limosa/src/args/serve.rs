@@ -1,11 +1,12 @@
 //! The arguments of `limosa serve`.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
-use limosa_channel::Uri;
-use limosa_console::parse;
+use clap::{ArgAction, Args};
+use limosa_channel::{ChannelError, Tls, Uri};
+use limosa_console::{named_values, on_off_parser, parse};
 use limosa_image::qcow2::SnapshotChoice;
 use limosa_storage::{CacheMode, Io};
 
@@ -19,6 +20,7 @@ use crate::img::size::parse_size;
                              and answered, images are flushed and closed.\n\n  \
   limosa serve disk.qcow2 --nbd unix:/run/vm/disk.sock\n  \
   limosa serve --read-only --snapshot before-update disk.qcow2 --nbd tcp:localhost:10809\n  \
+  limosa serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --tls-creds /etc/pki/qemu --tls-allow host2.example\n  \
   limosa serve a.qcow2 b.raw -f raw --name system --name data --nbd unix:/run/disks.sock\n  \
   nbdinfo nbd+unix:///?socket=/run/vm/disk.sock\n  \
   qemu-system-x86_64 ... -drive file=nbd+unix:///?socket=/run/vm/disk.sock,format=raw,if=virtio"
@@ -80,6 +82,9 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) open: OpenArgs,
 
+    #[command(flatten)]
+    pub(crate) tls: ServeTlsArgs,
+
     /// Most connections at a time; a further one is closed
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) max_connections: u32,
@@ -95,4 +100,57 @@ pub(crate) struct ServeArgs {
     /// Print JSON objects on stdout, one a line: when clients can connect, and at the end
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Encryption of the connections.
+#[derive(Debug, Args)]
+pub(crate) struct ServeTlsArgs {
+    /// Encrypt connections by TLS; DIR has ca-cert.pem, server-cert.pem and server-key.pem (the dir of QEMU's
+    /// tls-creds-x509)
+    #[arg(long, value_name = "DIR")]
+    tls_creds: Option<PathBuf>,
+
+    /// Whether a client without TLS is refused
+    #[arg(long = "tls", value_name = "WHEN", default_value = "require", requires = "tls_creds", action = ArgAction::Set,
+        value_parser = named_values([(true, "require", "It is refused"), (false, "allow", "It is served as well")]))]
+    required: bool,
+
+    /// Whether clients must present a certificate (the verify-peer of QEMU's tls-creds-x509)
+    #[arg(long, value_parser = on_off_parser(), action = ArgAction::Set, value_name = "TLS_VERIFY_PEER", default_value = "on", requires = "tls_creds")]
+    tls_verify_peer: bool,
+
+    /// Serve only clients whose certificate has this name, as a DNS name or as the common name of its subject.
+    /// Repeatable
+    #[arg(long, value_name = "NAME", requires = "tls_creds")]
+    tls_allow: Vec<String>,
+}
+
+impl ServeTlsArgs {
+    /// Returns the reason why the options contradict each other, if they do.
+    pub(crate) fn contradiction(&self, addresses: &[Uri]) -> Option<&'static str> {
+        if !self.tls_allow.is_empty() && (!self.tls_verify_peer || !self.required) {
+            return Some("--tls-allow needs --tls require and --tls-verify-peer on: others would be served as well");
+        }
+        let is_pipe = |uri: &Uri| matches!(uri, Uri::Exec(_) | Uri::File { .. });
+        (self.tls_creds.is_some() && addresses.iter().any(is_pipe)).then_some("--tls-creds needs a socket")
+    }
+
+    /// Whether a client without TLS is refused.
+    pub(crate) fn is_required(&self) -> bool {
+        self.tls_creds.is_some() && self.required
+    }
+
+    /// The credentials, read and found to be good, and whether a client without TLS is refused.
+    ///
+    /// # Errors
+    /// A file is missing or unusable.
+    pub(crate) fn read(&self) -> Result<Option<(Tls, bool)>, ChannelError> {
+        let Some(folder) = &self.tls_creds else { return Ok(None) };
+        let tls = if self.tls_allow.is_empty() {
+            Tls::server(folder, self.tls_verify_peer)?
+        } else {
+            Tls::server_for(folder, self.tls_allow.clone())?
+        };
+        Ok(Some((tls, self.required)))
+    }
 }

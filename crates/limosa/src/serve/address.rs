@@ -10,7 +10,7 @@ use limosa_channel::{Channel, Options, Uri};
 use crate::args::ServeArgs;
 use crate::usage::misused;
 
-/// The first descriptor that systemd passes (sd_listen_fds(3)).
+/// The first descriptor that systemd passes (`sd_listen_fds(3)`).
 const LISTEN_FDS_START: i32 = 3;
 
 /// Returns the addresses to serve at: those of the command line, or the sockets that systemd passes.
@@ -41,12 +41,13 @@ pub(super) fn standard_streams(options: &Options) -> anyhow::Result<Channel> {
 }
 
 /// Returns the URI by which clients reach an export (doc/uri.md of the protocol's repository).
-pub(super) fn client_uri(listener: &Uri, export: &str) -> String {
+pub(super) fn client_uri(listener: &Uri, export: &str, encrypted: bool) -> String {
+    let scheme = if encrypted { "nbds" } else { "nbd" };
     let name = escaped(export.as_bytes());
     match listener {
-        Uri::Unix(path) => format!("nbd+unix:///{name}?socket={}", escaped(path.as_os_str().as_bytes())),
-        Uri::Tcp { host, port } if host.contains(':') => format!("nbd://[{host}]:{port}/{name}"),
-        Uri::Tcp { host, port } => format!("nbd://{host}:{port}/{name}"),
+        Uri::Unix(path) => format!("{scheme}+unix:///{name}?socket={}", escaped(path.as_os_str().as_bytes())),
+        Uri::Tcp { host, port } if host.contains(':') => format!("{scheme}://[{host}]:{port}/{name}"),
+        Uri::Tcp { host, port } => format!("{scheme}://{host}:{port}/{name}"),
         other => other.to_string(),
     }
 }
@@ -71,11 +72,12 @@ mod tests {
 
     #[test]
     fn clients_get_an_address_that_they_understand() {
-        let uri = |listener: &str, export| client_uri(&listener.parse().unwrap(), export);
+        let uri = |listener: &str, export| client_uri(&listener.parse().unwrap(), export, false);
         assert_eq!(uri("unix:/run/a b.sock", ""), "nbd+unix:///?socket=/run/a%20b.sock");
         assert_eq!(uri("unix:x", "disk?1"), "nbd+unix:///disk%3F1?socket=x");
         assert_eq!(uri("tcp:localhost:10809", "a"), "nbd://localhost:10809/a");
         assert_eq!(uri("tcp:[::1]:1", ""), "nbd://[::1]:1/");
         assert_eq!(uri("fd:3", ""), "fd:3");
+        assert_eq!(client_uri(&"unix:x".parse().unwrap(), "", true), "nbds+unix:///?socket=x");
     }
 }

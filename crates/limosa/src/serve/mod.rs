@@ -36,6 +36,10 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     if args.name.len() > args.images.len() {
         misused(format_args!("--name is given {} times for {} images", args.name.len(), args.images.len()));
     }
+    if let Some(why) = args.tls.contradiction(&addresses) {
+        misused(why);
+    }
+    let tls = args.tls.read()?;
     // Before anything is open that they would leave behind.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
     let exports = images::open(args)?;
@@ -43,7 +47,11 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         .connections(usize::try_from(args.max_connections).unwrap_or(usize::MAX))
         .handshake(args.handshake_timeout)
         .stall(args.stall_timeout);
-    let server = Server::new(exports.clone(), ServerOptions::default().limits(limits))?;
+    let mut options = ServerOptions::default().limits(limits);
+    if let Some((tls, required)) = tls {
+        options = options.tls(tls, required);
+    }
+    let server = Server::new(exports.clone(), options)?;
     let stopper = server.stopper();
     let handle = signals.handle();
     let begun = Instant::now();
@@ -93,7 +101,10 @@ fn serve(args: &ServeArgs, addresses: &[Uri], server: &Server, exports: &Exports
 fn announce(args: &ServeArgs, listeners: &[Listener], exports: &Exports) -> anyhow::Result<()> {
     let exports = exports.all();
     let name = exports.first().filter(|_| exports.len() == 1).map_or("", |export| export.name());
-    let uris: Vec<_> = listeners.iter().map(|listener| address::client_uri(listener.local_uri(), name)).collect();
+    let uris: Vec<_> = listeners
+        .iter()
+        .map(|listener| address::client_uri(listener.local_uri(), name, args.tls.is_required()))
+        .collect();
     let what = match exports.as_slice() {
         [export] => format!("{} ({})", export.disk().name(), quantity::bytes(export.size())),
         exports => format!("{} images", exports.len()),

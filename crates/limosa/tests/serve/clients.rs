@@ -10,7 +10,8 @@ use crate::needs_qemu;
 
 /// Bytes that differ from block to block, with holes.
 fn contents() -> Vec<u8> {
-    let block = |number: u32| if number.is_multiple_of(3) { vec![0; 65536] } else { number.to_le_bytes().repeat(16384) };
+    let block =
+        |number: u32| if number.is_multiple_of(3) { vec![0; 65536] } else { number.to_le_bytes().repeat(16384) };
     (0..160).flat_map(block).collect()
 }
 

@@ -8,3 +8,4 @@ mod clients;
 mod kills;
 mod locks;
 mod program;
+mod tls;
