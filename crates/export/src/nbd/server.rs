@@ -89,8 +89,12 @@ impl Connections {
         self.all.lock().len()
     }
 
-    fn remove(&self, connection: &Arc<Connection>) {
-        self.all.lock().retain(|other| !Arc::ptr_eq(other, connection));
+    /// Removes a connection, and with it all that its thread has of the server.
+    fn remove(&self, connection: Arc<Connection>) {
+        let address = Arc::as_ptr(&connection);
+        // The one in the list is the last: when the list is empty no thread holds an export any more.
+        drop(connection);
+        self.all.lock().retain(|other| Arc::as_ptr(other) != address);
         self.fewer.notify_all();
     }
 
@@ -105,12 +109,23 @@ impl Connections {
 /// A connection in the list, for as long as its thread lives.
 struct Registered {
     connections: Arc<Connections>,
-    connection: Arc<Connection>,
+    /// There until it is dropped.
+    connection: Option<Arc<Connection>>,
+}
+
+impl Registered {
+    fn serve(&self, channel: Channel) {
+        if let Some(connection) = &self.connection {
+            connection.serve(channel);
+        }
+    }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.connections.remove(&self.connection);
+        if let Some(connection) = self.connection.take() {
+            self.connections.remove(connection);
+        }
     }
 }
 
@@ -245,8 +260,8 @@ impl Server {
         let connection = Arc::new(Connection::new(&self.common, &channel).map_err(ServerError::Thread)?);
         Counting::add(&self.common.counting.connections, 1);
         self.connections.all.lock().push(Arc::clone(&connection));
-        let registered = Registered { connections: Arc::clone(&self.connections), connection };
-        let serve = move || registered.connection.serve(channel);
+        let registered = Registered { connections: Arc::clone(&self.connections), connection: Some(connection) };
+        let serve = move || registered.serve(channel);
         thread::Builder::new().name("nbd-client".into()).spawn(serve).map_err(ServerError::Thread)?;
         Ok(())
     }

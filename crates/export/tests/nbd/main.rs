@@ -4,4 +4,5 @@ mod bad_input;
 mod bed;
 mod limits;
 mod model;
+mod power;
 mod requests;
