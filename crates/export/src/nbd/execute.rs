@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use futures_util::future::try_join_all;
 use limosa_image::ImageError;
-use limosa_page::to_usize;
+use limosa_page::{error_with_causes, to_usize};
 use limosa_storage::{Buffer, IoVector};
 
 use super::input::Incoming;
@@ -85,23 +85,11 @@ pub(super) async fn execute(agreement: Arc<Agreement>, incoming: Incoming) -> Fi
         Ok(body) => body,
         Err(Failure::Code(code)) => Body::Failed(code),
         Err(Failure::Image(error)) => {
-            tracing::warn!(export = agreement.export.name(), error = error_line(&error), "a request failed");
+            tracing::warn!(export = agreement.export.name(), error = error_with_causes(&error), "a request failed");
             Body::Failed(ErrorCode::of_image(&error))
         }
     };
     Finished { subject, body, held }
-}
-
-/// Returns the error and its causes.
-fn error_line(error: &dyn std::error::Error) -> String {
-    let mut line = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        line.push_str(": ");
-        line.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    line
 }
 
 /// Returns what the reply to a request is about.
