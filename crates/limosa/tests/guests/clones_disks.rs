@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, Machine, Vm, scratch};
+use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, Machine, Vm, kill9, scratch};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -224,6 +224,40 @@ fn clones_of_a_linux_that_writes_to_its_disk_have_their_own_disks() {
     assert!(std::fs::read(&disk).unwrap() == frozen, "the frozen disk was written to");
     // The source was no clone's business.
     wait_writes(source.serial(), 2);
+}
+
+/// Also by hand, with many: `LIMOSA_CLONES=200`.
+#[test]
+fn clones_that_are_killed_disturb_no_others_and_not_what_they_share() {
+    needs_qemu!();
+    let count = std::env::var("LIMOSA_CLONES").map_or(5, |count| count.parse().unwrap());
+    let (scene, source, disk) = writing_vm(DiskFormat::Qcow2);
+    save(&source, &scene.snapshot, &["--disks", "overlay"]);
+    drop(source);
+    let shared = || [&disk, &scene.snapshot].map(|path| std::fs::read(path).unwrap());
+    let (before, frozen) = (shared(), sectors_written(&disk, "qcow2"));
+    let clones = clones_of(&scene.start(count, &["--json"], &[]).wait().json(), usize::try_from(count).unwrap());
+    let (killed, alive): (Vec<_>, Vec<_>) = clones.iter().enumerate().partition(|(place, _)| place % 10 == 3);
+    for (_, clone) in &killed {
+        kill9(u32::try_from(clone["pid"].as_u64().unwrap()).unwrap()).unwrap();
+    }
+    for (_, clone) in &alive {
+        // Its guest reads back what it has written, and compares it with its memory.
+        assert_writes_on(&scene, clone, frozen);
+    }
+    let folder = scene.clones().display().to_string();
+    let ended = limosa(["clone", "list", &folder, "--json"]).json();
+    let ended = ended["clones"].as_array().unwrap().iter().filter(|clone| clone["state"] == "ended").count();
+    assert_eq!(ended, killed.len());
+    limosa(["clone", "stop", &folder]).success();
+    for (_, clone) in &alive {
+        let overlay = overlay_of(clone).display().to_string();
+        assert!(sectors_written(Path::new(&overlay), "qcow2") > frozen, "{overlay}");
+        qemu_img(&["check", "-f", "qcow2", &overlay]);
+    }
+    assert!(shared() == before, "the frozen disk or the snapshot was written to");
+    limosa(["clone", "rm", &folder]).success();
+    assert_eq!(names(&scene.clones()), Vec::<String>::new());
 }
 
 /// A VM that was saved with overlays, and has ended.
