@@ -3,7 +3,7 @@
 //! The law: whoever makes a thread of a connection wait can be made to end: the server cuts the socket of a handshake
 //! that takes too long and of a client that makes no progress, and wakes a thread that serves requests.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Waker;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use futures_util::task::AtomicWaker;
 use limosa_channel::{Channel, ChannelError, Tls};
 use limosa_page::to_millis;
-use limosa_storage::block_on;
+use limosa_storage::{Pollable, block_on};
 use rustix::net::{Shutdown, shutdown};
 
 use super::handshake::{Established, HandshakeError, shake_hands};
@@ -43,8 +43,11 @@ pub(super) struct Common {
 #[derive(Debug)]
 pub(super) struct Connection {
     common: Arc<Common>,
-    /// A socket; `None`: two pipes, which cannot be cut.
-    socket: Option<OwnedFd>,
+    /// The descriptor that is read, and the one that is written: the same of a socket.
+    pub(super) input: Pollable,
+    pub(super) output: Pollable,
+    /// Pipes cannot be cut.
+    is_socket: bool,
     in_handshake: AtomicBool,
     /// Milliseconds since the server's beginning at which the connection is cut; 0: never.
     deadline: AtomicU64,
@@ -59,11 +62,15 @@ impl Connection {
     /// # Errors
     /// The kernel has no descriptors left.
     pub(super) fn new(common: &Arc<Common>, channel: &Channel) -> std::io::Result<Self> {
-        let is_socket = rustix::net::sockopt::socket_type(channel.as_fd()).is_ok();
-        let socket = is_socket.then(|| channel.as_fd().try_clone_to_owned()).transpose()?;
+        let (read, written) = (channel.as_fd(), channel.output_fd());
+        let input = Pollable::new(read.try_clone_to_owned()?);
+        let shared = read.as_raw_fd() == written.as_raw_fd();
+        let output = if shared { input.clone() } else { Pollable::new(written.try_clone_to_owned()?) };
         let connection = Self {
             common: Arc::clone(common),
-            socket,
+            input,
+            output,
+            is_socket: rustix::net::sockopt::socket_type(read).is_ok(),
             in_handshake: AtomicBool::new(true),
             deadline: AtomicU64::new(0),
             cut: AtomicBool::new(false),
@@ -129,9 +136,9 @@ impl Connection {
 
     /// Cuts the connection.
     pub(super) fn cut(&self) {
-        if let Some(socket) = &self.socket {
+        if self.is_socket {
             // The client may be gone.
-            let _ = shutdown(socket, Shutdown::Both);
+            let _ = shutdown(&self.input, Shutdown::Both);
         }
     }
 
@@ -156,9 +163,8 @@ impl Connection {
         self.in_handshake.store(false, Ordering::Release);
         let export = Arc::clone(&agreement.export);
         let begun = channel.set_nonblocking().map_err(Ending::Channel);
-        let begun = begun.and_then(|()| Transmission::new(&channel, self, agreement).map_err(Ending::Wait));
         let ending = match begun {
-            Ok(transmission) => block_on(transmission.run()),
+            Ok(()) => block_on(Transmission::new(&channel, self, agreement).run()),
             Err(ending) => ending,
         };
         let export = export.name();

@@ -27,8 +27,12 @@ const PARTS_MAX: usize = 256;
 const EXTENTS_MAX: usize = 16 << 10;
 /// Most runs that are looked up for one `BLOCK_STATUS`: runs of one status are one extent, however many they are.
 const RUNS_MAX: usize = 64 << 10;
-/// Most bytes that are prefetched for one request, and at once.
-const CACHE_MAX: (u64, u64) = (32 << 20, 1 << 20);
+/// Most bytes of a reply to `BLOCK_STATUS`.
+pub(super) const STATUS_MAX: usize = EXTENTS_MAX * 16 * Context::ALL.len();
+/// Most bytes that are prefetched for one request.
+const CACHE_MAX: u64 = 32 << 20;
+/// Bytes that are prefetched at once.
+pub(super) const CACHE_PIECE: usize = 1 << 20;
 /// The longest extent of a compact reply: whole blocks of any size.
 const COMPACT_EXTENT_MAX: u64 = (1 << 32) - (1 << 20);
 
@@ -145,7 +149,7 @@ async fn run(agreement: &Agreement, incoming: Incoming) -> Result<Body, Failure>
             fua
         }
         Action::Cache { length } => {
-            prefetch(export, offset, length.min(CACHE_MAX.0)).await?;
+            prefetch(export, offset, length.min(CACHE_MAX)).await?;
             false
         }
         Action::WriteZeroes { length, fua, unmap, fast } => {
@@ -217,7 +221,7 @@ async fn parts(export: &Export, offset: u64, length: usize) -> Result<Vec<(u64, 
 
 /// Reads a range, so that what is below the disk has it in its cache.
 async fn prefetch(export: &Export, offset: u64, length: u64) -> Result<(), ImageError> {
-    let scratch = Buffer::zeroed(to_usize(length.min(CACHE_MAX.1)));
+    let scratch = Buffer::zeroed(to_usize(length).min(CACHE_PIECE));
     let (mut at, end) = (offset, offset.saturating_add(length));
     while at < end {
         let piece = scratch.slice(0..to_usize(end - at));

@@ -7,6 +7,7 @@
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::Buffer;
 
+use super::execute::{CACHE_PIECE, STATUS_MAX};
 use super::output;
 use super::protocol::admission::{Action, Admission, Disconnect, Facts, admit};
 use super::protocol::error::ErrorCode;
@@ -33,6 +34,8 @@ impl Incoming {
 fn held(action: &Result<Action, ErrorCode>, payload: usize) -> usize {
     match action {
         Ok(Action::Read { length, .. }) => *length,
+        Ok(Action::BlockStatus { one: false, .. }) => STATUS_MAX,
+        Ok(Action::Cache { .. }) => CACHE_PIECE,
         _ => payload,
     }
 }

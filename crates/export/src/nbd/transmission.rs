@@ -5,7 +5,6 @@
 //! is dropped: a connection that is gone waits for its requests, whose replies nobody gets.
 
 use std::future::{Future, poll_fn};
-use std::os::fd::{AsFd as _, BorrowedFd};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -58,8 +57,8 @@ struct Readiness {
 }
 
 impl Readiness {
-    fn new(fd: BorrowedFd<'_>) -> std::io::Result<Self> {
-        Ok(Self { pollable: Pollable::new(fd.try_clone_to_owned()?), wait: None, ready: true })
+    fn new(pollable: &Pollable, ready: bool) -> Self {
+        Self { pollable: pollable.clone(), wait: None, ready }
     }
 
     /// Waits, unless it is ready.
@@ -97,10 +96,7 @@ pub(super) struct Transmission<'a> {
 
 impl<'a> Transmission<'a> {
     /// Begins with the first request.
-    ///
-    /// # Errors
-    /// The kernel has no descriptors left.
-    pub(super) fn new(channel: &'a Channel, connection: &'a Connection, agreement: Agreement) -> std::io::Result<Self> {
+    pub(super) fn new(channel: &'a Channel, connection: &'a Connection, agreement: Agreement) -> Self {
         let Agreement { export, headers, contexts } = &agreement;
         let facts = Facts {
             headers: *headers,
@@ -108,7 +104,7 @@ impl<'a> Transmission<'a> {
             read_only: export.is_read_only(),
             has_contexts: !contexts.is_empty(),
         };
-        Ok(Self {
+        Self {
             channel,
             connection,
             facts,
@@ -118,11 +114,13 @@ impl<'a> Transmission<'a> {
             requests: FuturesUnordered::new(),
             held: Released::default(),
             counters: ExportCounters::default(),
-            readable: Readiness::new(channel.as_fd())?,
-            writable: Readiness::new(channel.output_fd())?,
+            // An encrypted channel may have decrypted what came with the end of its handshake. Of any other one nothing
+            // has been received, and an idle client needs no buffer.
+            readable: Readiness::new(&connection.input, channel.is_encrypted()),
+            writable: Readiness::new(&connection.output, true),
             ending: None,
             full: false,
-        })
+        }
     }
 
     /// Serves requests until the client or the server ends.

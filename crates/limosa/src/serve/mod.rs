@@ -17,6 +17,7 @@ use limosa_console::{check_stdout, print_out, quantity, say};
 use limosa_export::nbd::{Limits, Server, ServerCounters, ServerError, ServerOptions};
 use limosa_export::{Export, ExportCounters, Exports};
 use limosa_storage::block_on;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -43,6 +44,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     // Before anything is open that they would leave behind.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
     let exports = images::open(args)?;
+    allow_descriptors();
     let limits = Limits::default()
         .connections(usize::try_from(args.max_connections).unwrap_or(usize::MAX))
         .handshake(args.handshake_timeout)
@@ -69,6 +71,12 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     report(args, &server.counters(), &exports, begun);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Takes as many descriptors as this process may have: a client needs four. If that fails there is room for fewer.
+fn allow_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// Serves clients at all addresses until the server is stopped.
