@@ -1,9 +1,9 @@
 //! One client, from its first byte to its last.
 //!
-//! The law: whoever makes a thread of a connection wait can be made to end: the server cuts the socket of a handshake
-//! that takes too long and of a client that makes no progress, and wakes a thread that serves requests.
+//! The law: whoever makes a thread of a connection wait can be made to end: the server cuts the connection of a
+//! handshake that takes too long and of a client that makes no progress, and wakes a thread that serves requests.
 
-use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Waker;
@@ -13,6 +13,8 @@ use futures_util::task::AtomicWaker;
 use limosa_channel::{Channel, ChannelError, Tls};
 use limosa_page::to_millis;
 use limosa_storage::{Pollable, block_on};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, socket_type};
 use rustix::net::{Shutdown, shutdown};
 
 use super::handshake::{Established, HandshakeError, shake_hands};
@@ -27,6 +29,17 @@ enum Stage {
     Handshake,
     Requests,
 }
+
+/// The kind of a connection, by which it is cut.
+#[derive(Debug)]
+enum Way {
+    Socket,
+    /// A clone of the channel: to shut it down wakes its waits.
+    Pipes(Channel),
+}
+
+/// Time for a client to receive the last replies and close the connection.
+const LINGER: Duration = Duration::from_secs(1);
 
 /// The part of a server that all connections share.
 #[derive(Debug)]
@@ -46,8 +59,7 @@ pub(super) struct Connection {
     /// The descriptor that is read, and the one that is written: the same of a socket.
     pub(super) input: Pollable,
     pub(super) output: Pollable,
-    /// Pipes cannot be cut.
-    is_socket: bool,
+    way: Way,
     in_handshake: AtomicBool,
     /// Milliseconds since the server's beginning at which the connection is cut; 0: never.
     deadline: AtomicU64,
@@ -66,11 +78,16 @@ impl Connection {
         let input = Pollable::new(read.try_clone_to_owned()?);
         let shared = read.as_raw_fd() == written.as_raw_fd();
         let output = if shared { input.clone() } else { Pollable::new(written.try_clone_to_owned()?) };
+        let way = match socket_type(read) {
+            Ok(_) => Way::Socket,
+            Err(_) => Way::Pipes(channel.try_clone().map_err(std::io::Error::other)?),
+        };
+        keep_alive(read);
         let connection = Self {
             common: Arc::clone(common),
             input,
             output,
-            is_socket: rustix::net::sockopt::socket_type(read).is_ok(),
+            way,
             in_handshake: AtomicBool::new(true),
             deadline: AtomicU64::new(0),
             cut: AtomicBool::new(false),
@@ -136,9 +153,36 @@ impl Connection {
 
     /// Cuts the connection.
     pub(super) fn cut(&self) {
-        if self.is_socket {
-            // The client may be gone.
-            let _ = shutdown(&self.input, Shutdown::Both);
+        self.cut.store(true, Ordering::Release);
+        // The client may be gone.
+        let _ = match &self.way {
+            Way::Socket => shutdown(&self.input, Shutdown::Both).map_err(drop),
+            Way::Pipes(channel) => channel.shutdown(limosa_channel::Shutdown::Both).map_err(drop),
+        };
+        self.waker.wake();
+    }
+
+    pub(super) fn is_cut(&self) -> bool {
+        self.cut.load(Ordering::Acquire)
+    }
+
+    /// Lets the client receive its last replies. A socket that is closed with unread bytes in it is reset, and its peer
+    /// loses what it has not received yet (RFC 1122, 4.2.2.13).
+    fn linger(&self, channel: &Channel) {
+        if !matches!(self.way, Way::Socket) || channel.shutdown(limosa_channel::Shutdown::Write).is_err() {
+            return;
+        }
+        let until = Instant::now() + LINGER;
+        let mut scratch = [0; 4096];
+        loop {
+            let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).unwrap_or_default();
+            let mut fds = [PollFd::new(&self.input, PollFlags::IN)];
+            // Nothing arrives in time, or the client has closed it.
+            if !poll(&mut fds, Some(&left)).is_ok_and(|ready| ready > 0)
+                || !rustix::io::read(&self.input, &mut scratch).is_ok_and(|count| count > 0)
+            {
+                return;
+            }
         }
     }
 
@@ -167,15 +211,18 @@ impl Connection {
             Ok(()) => block_on(Transmission::new(&channel, self, agreement).run()),
             Err(ending) => ending,
         };
+        if matches!(ending, Ending::Stopped | Ending::Protocol(_)) {
+            self.linger(&channel);
+        }
         let export = export.name();
         match ending {
-            Ending::Orderly | Ending::Stopped => {}
+            Ending::Orderly | Ending::Stopped | Ending::Cut => {}
             Ending::Protocol(why) => {
                 Counting::add(&common.counting.protocol_errors, 1);
                 tracing::info!(export, why, "a client broke the protocol");
             }
             Ending::Channel(error) => {
-                if !self.cut.load(Ordering::Acquire) && !error.is_closed() {
+                if !self.is_cut() && !error.is_closed() {
                     Counting::add(&common.counting.protocol_errors, 1);
                 }
                 tracing::info!(export, %error, "a connection ended");
@@ -189,11 +236,19 @@ impl Connection {
             HandshakeError::Aborted => {}
             // A client that closes between two options has seen enough: nbdinfo does so.
             HandshakeError::Channel(ChannelError::Closed { got: 0, .. } | ChannelError::Broken { .. }) => {}
-            HandshakeError::Channel(_) if self.cut.load(Ordering::Acquire) || self.is_stopping() => {}
+            HandshakeError::Channel(_) if self.is_cut() || self.is_stopping() => {}
             error => {
                 Counting::add(&self.common.counting.protocol_errors, 1);
                 tracing::info!(%error, "a handshake failed");
             }
         }
     }
+}
+
+/// Has the kernel end the connection of a host that has gone without a word, two minutes later. Only TCP needs that.
+fn keep_alive(socket: BorrowedFd<'_>) {
+    let _ = set_socket_keepalive(socket, true)
+        .and_then(|()| set_tcp_keepidle(socket, Duration::from_secs(60)))
+        .and_then(|()| set_tcp_keepintvl(socket, Duration::from_secs(10)))
+        .and_then(|()| set_tcp_keepcnt(socket, 6));
 }

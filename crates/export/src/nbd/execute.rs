@@ -3,7 +3,9 @@
 //! Laws: a reply has all bytes of the request exactly once. A request that has to be durable is flushed after it is
 //! done. Where zeros are known they are not read, and not sent.
 
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 
 use futures_util::future::try_join_all;
 use limosa_image::ImageError;
@@ -27,6 +29,8 @@ const PARTS_MAX: usize = 256;
 const EXTENTS_MAX: usize = 16 << 10;
 /// Most runs that are looked up for one `BLOCK_STATUS`: runs of one status are one extent, however many they are.
 const RUNS_MAX: usize = 64 << 10;
+/// Runs after which the connection's other requests have their turn: those of a raw image are found without waiting.
+const RUNS_AT_ONCE: usize = 256;
 /// Most bytes of a reply to `BLOCK_STATUS`.
 pub(super) const STATUS_MAX: usize = EXTENTS_MAX * 16 * Context::ALL.len();
 /// Most bytes that are prefetched for one request.
@@ -275,9 +279,12 @@ async fn block_status(
     let new = |context| Extents { context, found: Vec::new(), ended: false };
     let mut extents: Vec<_> = contexts.iter().map(new).collect();
     let (mut at, end) = (offset, offset + length);
-    for _ in 0..RUNS_MAX {
+    for run in 1..=RUNS_MAX {
         if at >= end || extents.iter().all(|extents| extents.ended) {
             break;
+        }
+        if run % RUNS_AT_ONCE == 0 {
+            let_others_run().await;
         }
         let mut entry = export.disk().map(export.place(at), end - at).await?;
         entry.length = entry.length.clamp(1, (end - at).min(most.1));
@@ -285,6 +292,20 @@ async fn block_status(
         extents.iter_mut().for_each(|extents| extents.add(entry.length, extents.context.status(&entry), most));
     }
     Ok(Body::Status(extents.into_iter().map(|extents| (extents.context.id(), extents.found)).collect()))
+}
+
+/// Lets the other requests of the connection run.
+async fn let_others_run() {
+    let mut has_waited = false;
+    poll_fn(|context| {
+        if has_waited {
+            return Poll::Ready(());
+        }
+        has_waited = true;
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
 
 /// The length and the contexts that a payload asks for. `None`: it is wrong.

@@ -232,6 +232,7 @@ impl Server {
                 Ok(channel) => channel,
                 Err(error) if error.is_timeout() => break,
                 Err(ChannelError::Io { source, .. }) if is_passing(&source) => return Ok(false),
+                Err(error @ ChannelError::Io { .. }) if is_lasting(&error) => return Err(error.into()),
                 // A client's own fault: it is gone already.
                 Err(error @ (ChannelError::Io { .. } | ChannelError::Broken { .. })) => {
                     tracing::info!(%error, "a client was not accepted");
@@ -285,6 +286,13 @@ impl Server {
         // Requests in flight are carried out by the kernel, which may take its time.
         while !self.connections.wait_for_none(TICK) {}
     }
+}
+
+/// Whether a listener will never accept a client again: its descriptor is none, or was shut down by another process.
+fn is_lasting(error: &ChannelError) -> bool {
+    let ChannelError::Io { source, .. } = error else { return false };
+    let number = source.raw_os_error();
+    [libc::EBADF, libc::EINVAL, libc::ENOTSOCK, libc::EOPNOTSUPP].into_iter().any(|known| number == Some(known))
 }
 
 /// Whether the kernel may have room for another connection in a moment.

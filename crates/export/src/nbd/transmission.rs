@@ -31,6 +31,8 @@ pub(super) enum Ending {
     Orderly,
     /// The server is stopped.
     Stopped,
+    /// The server has cut the connection.
+    Cut,
     /// The client broke the protocol.
     Protocol(String),
     /// The channel failed, or was closed in the middle of a message.
@@ -38,6 +40,10 @@ pub(super) enum Ending {
     /// The kernel has no room to wait for the client.
     Wait(std::io::Error),
 }
+
+/// Rounds of receiving and sending after which requests that were begun are handed to the kernel, although the client
+/// sends more: other clients may wait for them.
+const ROUNDS_MAX: u32 = 8;
 
 /// A request in flight: what was asked, and how it ended.
 type InFlight = Pin<Box<dyn Future<Output = Done> + Send>>;
@@ -130,13 +136,20 @@ impl<'a> Transmission<'a> {
 
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Ending> {
         self.connection.register(context.waker());
+        if self.connection.is_cut() && !self.is_deaf() {
+            self.fail(Ending::Cut);
+        }
         let mut moved = false;
-        loop {
+        for round in 1.. {
             let mut progress = self.collect(context);
             progress |= self.send(context);
             progress |= self.receive(context);
             moved |= progress;
             if !progress {
+                break;
+            }
+            if round == ROUNDS_MAX {
+                context.waker().wake_by_ref();
                 break;
             }
         }
@@ -179,7 +192,7 @@ impl<'a> Transmission<'a> {
 
     /// Whether the client receives nothing any more.
     fn is_deaf(&self) -> bool {
-        matches!(self.ending, Some(Ending::Channel(_) | Ending::Wait(_)))
+        matches!(self.ending, Some(Ending::Channel(_) | Ending::Wait(_) | Ending::Cut))
     }
 
     fn fail(&mut self, ending: Ending) {
@@ -261,7 +274,9 @@ impl<'a> Transmission<'a> {
             Counting::add(&self.connection.counting().receives, 1);
             match self.input.receive(self.channel) {
                 Ok(Some((0, _))) => {
-                    self.ending = Some(if self.input.is_amid() {
+                    self.ending = Some(if self.connection.is_cut() {
+                        Ending::Cut
+                    } else if self.input.is_amid() {
                         Ending::Protocol("the connection was closed in the middle of a request".to_owned())
                     } else {
                         Ending::Orderly

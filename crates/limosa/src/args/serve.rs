@@ -16,8 +16,8 @@ use crate::img::size::parse_size;
 #[derive(Debug, Args)]
 #[command(
     after_long_help = "One image is the default export, whose name is empty; of several, each has its file's name. \
-                             --name changes that. SIGTERM and SIGINT end the server: requests in flight are carried out \
-                             and answered, images are flushed and closed.\n\n  \
+                             --name changes that. SIGTERM, SIGINT and SIGHUP end the server: requests in flight are \
+                             carried out and answered, images are flushed and closed.\n\n  \
   limosa serve disk.qcow2 --nbd unix:/run/vm/disk.sock\n  \
   limosa serve --read-only --snapshot before-update disk.qcow2 --nbd tcp:localhost:10809\n  \
   limosa serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --tls-creds /etc/pki/qemu --tls-allow host2.example\n  \

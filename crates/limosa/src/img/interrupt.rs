@@ -29,9 +29,7 @@ pub(crate) static UNFINISHED: UnfinishedFiles = UnfinishedFiles::new();
 /// # Errors
 /// The kernel's.
 pub(crate) fn listen() -> anyhow::Result<()> {
-    let ignored = ignored().unwrap_or(0);
-    let heard = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored >> (signal - 1) & 1 == 0);
-    let heard: Vec<_> = heard.collect();
+    let heard = signals();
     // If what has to be done first does not come to its end, the second signal ends it.
     let again = Arc::new(AtomicBool::new(false));
     for &signal in &heard {
@@ -49,6 +47,12 @@ pub(crate) fn listen() -> anyhow::Result<()> {
     };
     thread::Builder::new().name("signals".into()).spawn(wait).context("cannot start a thread for signals")?;
     Ok(())
+}
+
+/// Returns the signals that end a program in order, without those that were ignored when it was started (nohup).
+pub(crate) fn signals() -> Vec<i32> {
+    let ignored = ignored().unwrap_or(0);
+    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored >> (signal - 1) & 1 == 0).collect()
 }
 
 /// The signals that are ignored, a bit each: `proc_pid_status(5)`.

@@ -10,7 +10,7 @@ mod convert;
 mod create;
 mod format_options;
 mod info;
-mod interrupt;
+pub(crate) mod interrupt;
 mod map;
 mod meter;
 pub(crate) mod object;

@@ -1,7 +1,7 @@
 //! Addresses of the server, and of its clients.
 
 use std::fmt::Write as _;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 
 use anyhow::Context as _;
@@ -26,14 +26,33 @@ pub(super) fn all(args: &ServeArgs) -> Vec<Uri> {
     }
 }
 
+/// Puts `/dev/null` in the place of standard error, if it is the client's socket: inetd passes it as all three.
+pub(super) fn keep_messages_from_client() {
+    let error = std::io::stderr();
+    let is_client =
+        is_same(error.as_fd(), std::io::stdin().as_fd()) || is_same(error.as_fd(), std::io::stdout().as_fd());
+    if is_client
+        && rustix::net::sockopt::socket_type(&error).is_ok()
+        && let Ok(null) = std::fs::File::options().write(true).open("/dev/null")
+    {
+        let _ = rustix::stdio::dup2_stderr(null);
+    }
+}
+
+/// Whether two descriptors are of one file or socket.
+fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
+    let identity = |fd| rustix::fs::fstat(fd).map(|found| (found.st_dev, found.st_ino));
+    identity(one).is_ok_and(|one| identity(other) == Ok(one))
+}
+
 /// Returns a channel over standard input and output. A socket, which inetd and its successors pass as both, is used as
-/// one, so that it can be encrypted and cut.
+/// one, so that it can be encrypted.
 ///
 /// # Errors
 /// They are not connected to a client.
 pub(super) fn standard_streams(options: &Options) -> anyhow::Result<Channel> {
     let input = std::io::stdin();
-    if rustix::net::sockopt::socket_type(&input).is_ok() {
+    if rustix::net::sockopt::socket_type(&input).is_ok() && is_same(input.as_fd(), std::io::stdout().as_fd()) {
         let socket = input.as_fd().try_clone_to_owned().context("standard input")?;
         return Ok(Channel::from_fd_with(socket, options)?);
     }

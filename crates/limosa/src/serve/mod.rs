@@ -19,10 +19,10 @@ use limosa_export::{Export, ExportCounters, Exports};
 use limosa_storage::block_on;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::args::ServeArgs;
+use crate::img::interrupt;
 use crate::usage::misused;
 
 pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
@@ -42,7 +42,10 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     }
     let tls = args.tls.read()?;
     // Before anything is open that they would leave behind.
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot handle signals")?;
+    let mut signals = Signals::new(interrupt::signals()).context("cannot handle signals")?;
+    if piped {
+        address::keep_messages_from_client();
+    }
     let exports = images::open(args)?;
     allow_descriptors();
     let limits = Limits::default()
@@ -67,6 +70,9 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     handle.close();
     let _ = listening.join();
     let closed = close(&exports);
+    if let (Err(_), Err(error)) = (&served, &closed) {
+        say!("limosa: {}", limosa_console::anyhow_error_line(error));
+    }
     served.and(closed)?;
     report(args, &server.counters(), &exports, begun);
     check_stdout()?;
@@ -96,13 +102,29 @@ fn serve(args: &ServeArgs, addresses: &[Uri], server: &Server, exports: &Exports
             server.stopper().stop();
             served
         };
-        let threads: Vec<_> = listeners.iter().map(|listener| scope.spawn(move || serve(listener))).collect();
-        threads.into_iter().map(thread::ScopedJoinHandle::join).collect::<Vec<_>>()
+        let start =
+            |listener| thread::Builder::new().name("nbd-listener".into()).spawn_scoped(scope, move || serve(listener));
+        let threads: Vec<_> = listeners.iter().map(start).collect();
+        if threads.iter().any(Result::is_err) {
+            server.stopper().stop();
+        }
+        threads
+            .into_iter()
+            .map(|thread| Ok(thread.context("cannot start a thread for clients")?.join()))
+            .collect::<Vec<_>>()
     });
+    let mut first = Ok(());
     for served in ended {
-        served.map_err(|_| anyhow::anyhow!("a thread of the server failed; this is a bug in limosa"))??;
+        let served = served.and_then(|served| {
+            Ok(served.map_err(|_| anyhow::anyhow!("a thread of the server failed; this is a bug in limosa"))??)
+        });
+        match (served, &first) {
+            (Err(error), Err(_)) => say!("limosa: {}", limosa_console::anyhow_error_line(&error)),
+            (Err(error), Ok(())) => first = Err(error),
+            (Ok(()), _) => {}
+        }
     }
-    Ok(())
+    first
 }
 
 /// Says that clients can connect.
