@@ -23,9 +23,6 @@ use crate::home::clear_left_over;
 use crate::overlay::{self, Backing};
 use crate::record::{MONITOR, PoolPurpose, Record, SnapshotIdentity, name_of};
 
-/// The largest number of a clone whose monitor's path is sure to fit.
-const LARGEST_NUMBER: u64 = 999_999;
-
 /// Options of [`Fleet::new`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -174,6 +171,7 @@ impl<'a> Fleet<'a> {
         let overlays = plan(recorded.iter().map(overlay::read_frozen).collect::<Result<_, _>>()?);
         let folder = &std::path::absolute(folder).map_err(CloneError::path("find", folder))?;
         check_folder(folder)?;
+        check_length(&resolved(folder))?;
         let command = template.args().iter().map(|arg| arg.to_string_lossy().into_owned()).collect();
         let (args, own_names) = for_all_clones(template.args(), &overlays, folder, snapshot)?;
         let mapping = snapshot.mapping_descriptor()?;
@@ -281,22 +279,30 @@ fn for_all_clones(
     Ok((args, ownership.into_names()))
 }
 
-/// Refuses a directory whose path would say something else inside an option of QEMU, or that is too long for the
-/// monitors' sockets.
+/// Refuses a directory whose path would say something else inside an option of QEMU.
 fn check_folder(folder: &Path) -> Result<(), CloneError> {
     let is_plain = |letter: char| !letter.is_control() && !matches!(letter, ',' | '"' | '\\' | '{' | '}');
-    let refused = |why: String| Err(CloneError::path("use", folder)(std::io::Error::other(why)));
-    if !folder.to_str().is_some_and(|text| text.chars().all(is_plain)) {
-        let why = "the path of clones goes into QEMU's options: no comma, quote, backslash, brace or control character";
-        return refused(why.into());
+    if folder.to_str().is_some_and(|text| text.chars().all(is_plain)) {
+        return Ok(());
     }
-    // Once for all clones, and before any is made.
-    let monitor = folder.join(name_of(LARGEST_NUMBER)).join(MONITOR);
+    let why = "the path of clones goes into QEMU's options: no comma, quote, backslash, brace or control character";
+    Err(CloneError::path("use", folder)(std::io::Error::other(why)))
+}
+
+/// Returns the path that a directory will have: links are resolved in the part of it that exists.
+fn resolved(folder: &Path) -> PathBuf {
+    let with_rest = |top: &Path| Some(fs::canonicalize(top).ok()?.join(folder.strip_prefix(top).ok()?));
+    folder.ancestors().find_map(with_rest).unwrap_or_else(|| folder.to_owned())
+}
+
+/// Refuses a directory that is too long for the sockets of monitors: once for all clones, and before any is made.
+fn check_length(folder: &Path) -> Result<(), CloneError> {
+    let monitor = folder.join(name_of(0)).join(MONITOR);
     match monitor.as_os_str().len().checked_sub(SOCKET_PATH_MAX) {
         None | Some(0) => Ok(()),
-        Some(over) => refused(format!(
+        Some(over) => Err(CloneError::path("use", folder)(std::io::Error::other(format!(
             "the path is {over} bytes too long: a clone's monitor is a unix socket in it, whose path has at most \
              {SOCKET_PATH_MAX} bytes"
-        )),
+        )))),
     }
 }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Child;
 
+use limosa_qemu::SOCKET_PATH_MAX;
 use rustix::process::Signal;
 
 use crate::command_line::OverlayPlan;
@@ -12,7 +13,7 @@ use crate::fleet::{FailedClone, Fleet};
 use crate::home::Home;
 use crate::overlay;
 use crate::phase::Phase;
-use crate::record::{OverlayRecord, Record, signal};
+use crate::record::{MONITOR, OverlayRecord, Record, signal};
 
 /// A clone that is being made. Dropping it ends its QEMU and removes what belongs to it.
 pub(crate) struct Making {
@@ -26,6 +27,12 @@ pub(crate) struct Making {
 impl Making {
     /// Makes a clone's files: its record, then its overlays, all under a hidden name; then its own name.
     pub(crate) fn prepare(fleet: &Fleet<'_>, number: u64, name: &str) -> Result<Self, CloneError> {
+        // Of the first numbers all fit; later ones are longer.
+        let monitor = fleet.folder.join(name).join(MONITOR);
+        if monitor.as_os_str().len() > SOCKET_PATH_MAX {
+            let why = std::io::Error::other(format!("a unix socket's path has at most {SOCKET_PATH_MAX} bytes"));
+            return Err(CloneError::path("listen at", monitor)(why));
+        }
         let home = Home::new(&fleet.folder, name)?;
         let overlay = |plan: &OverlayPlan| OverlayRecord {
             name: (&plan.name).into(),

@@ -229,8 +229,8 @@ impl Commands for Quits {
 fn a_command_that_ends_the_vmm_is_answered() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("control");
-    let (report, quits) = mpsc::channel();
-    let socket = ControlSocket::listen_without_job(&path, Arc::new(Quits(report))).unwrap();
+    let (quit, quits) = mpsc::channel();
+    let socket = ControlSocket::listen_without_job(&path, Arc::new(Quits(quit))).unwrap();
     let (mut client, mut idle) = (Client::connect(&path), Client::connect(&path));
     assert!(client.hear().get("QMP").is_some() && idle.hear().get("QMP").is_some());
     let ends = std::thread::spawn(move || {

@@ -22,8 +22,9 @@ use crate::args::{
     StopClonesArgs,
 };
 use crate::clock::{self, ClockOutcome};
+use crate::restore::PAUSED;
 use crate::usage::misused;
-use crate::working_set::{Recorded, Recording, WorkingSetUse, read_ahead_object, tell_read_ahead};
+use crate::working_set::{Recorded, Recording, StopSignals, WorkingSetUse, read_ahead_object, tell_read_ahead};
 
 pub(crate) fn run(args: &CloneArgs) -> anyhow::Result<ExitCode> {
     match (&args.command, &args.make) {
@@ -45,6 +46,9 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     if args.working_set().record_working_set.is_some() && (args.memory == CloneMemoryArg::Eager || args.count.is_none())
     {
         misused("--record-working-set is for clones that are started and whose memory is mapped");
+    }
+    if args.working_set().record_working_set.is_some() && args.state().choice_for(line) == RunChoice::Paused {
+        misused(PAUSED);
     }
     let forked = args
         .qmp
@@ -70,6 +74,7 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
     };
     let made = Made::mapped_or_copied(args, &snapshot, options, &working_set, begun)?;
     let Made { mut clones, started_after, mut waiting, read_ahead } = made;
+    let signals = StopSignals::register(&working_set)?;
     let recording = begin_recording(working_set, &clones.started, &snapshot);
     // They are being set side by side.
     let clocks: Vec<_> =
@@ -78,8 +83,9 @@ fn make(args: &MakeClonesArgs) -> anyhow::Result<ExitCode> {
         say!("limosa: clone {:03} was not started: {}", failure.number, error_line(&*failure.error));
     }
     tell_started(args, &clones.started, started_after);
-    let recorded = recording.and_then(|recording| recording.map(Recording::finish_or_signal).transpose());
-    let read_ahead = read_ahead.map(ReadAhead::finish);
+    let recorded =
+        recording.and_then(|recording| recording.map(|recording| recording.finish_or_signal(&signals)).transpose());
+    let read_ahead = read_ahead.map(|read_ahead| signals.finish(read_ahead));
     if args.json {
         let mut object = object(&clones, &clocks, &waiting);
         object["saved"] = forked.as_ref().map_or(Value::Null, crate::save::object);

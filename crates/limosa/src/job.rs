@@ -7,7 +7,7 @@ use limosa_channel::Uri;
 use limosa_control::{ControlSocket, JobKind};
 use limosa_migrate::Handle;
 use limosa_qemu::monitor::Monitor;
-use limosa_qemu::qmp::{MonitorAddress, Options, Qmp};
+use limosa_qemu::qmp::{MonitorAddress, Options, Qmp, Version};
 use limosa_qemu::{JobContext, SOCKET_PATH_MAX};
 
 use crate::args::JobArgs;
@@ -24,7 +24,7 @@ pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
 pub(crate) fn connect(address: &MonitorAddress) -> anyhow::Result<Monitor> {
     let qmp = Qmp::connect(address, &Options::default())?;
     let package = &qmp.greeting().package;
-    if package.starts_with("limosa ") {
+    if qmp.version() == Version::new(0, 0, 0) && package.starts_with("limosa ") {
         bail!("{address} is a control socket of {package}, not the monitor of a QEMU (its -qmp socket)");
     }
     Ok(Monitor::new(qmp))

@@ -14,7 +14,7 @@ use limosa_qemu::{
     JobError, LazyReport, MappedVm, RestoreChannels, RestoreMode, RestoreObserver, RestoreOptions, RestoreReport,
     RestoreRequest, Watchdog, recover, restore,
 };
-use limosa_snapshot::{ReadAhead, Snapshot, SnapshotError};
+use limosa_snapshot::{Snapshot, SnapshotError};
 use serde_json::{Value, json};
 
 use crate::args::{HowArgs, MemoryArg, ReadAheadArg, RestoreArgs, SetClockArg, ZeroPageDetectionArg};
@@ -25,7 +25,7 @@ use crate::job::{self, JobHandles};
 use crate::remedy;
 use crate::report;
 use crate::usage::misused;
-use crate::working_set::{Recorded, Recording, WorkingSetUse, read_ahead_object, tell_read_ahead};
+use crate::working_set::{Recorded, Recording, StopSignals, WorkingSetUse, read_ahead_object, tell_read_ahead};
 use limosa_console::{error_line, print_out, say};
 
 pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
@@ -48,11 +48,17 @@ pub(crate) fn run(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
 }
 
-/// Refuses to record the guest of an eager restore: nothing shows what it touches.
+/// The reason why a guest that does not run is not recorded.
+pub(crate) const PAUSED: &str = "--record-working-set cannot be used with --paused: the guest touches nothing";
+
+/// Refuses to record a guest that does not run, and that of an eager restore, where nothing shows what it touches.
 pub(crate) fn check_recording(how: &HowArgs) {
     let is_eager = how.memory == MemoryArg::Eager || how.channels.channels.is_some();
     if how.working_set.record_working_set.is_some() && is_eager {
         misused("--record-working-set cannot be used with an eager restore: nothing shows what its guest touches");
+    }
+    if how.working_set.record_working_set.is_some() && how.state.paused {
+        misused(PAUSED);
     }
 }
 
@@ -104,6 +110,7 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
         start_watchdog: &watchdog,
     });
     let phase = handles.engine.progress.read().phase;
+    let signals = StopSignals::register(&working_set)?;
     drop(handles);
     let mut report = match done {
         Ok(report) => report,
@@ -127,8 +134,9 @@ fn work(args: &RestoreArgs, reporter: &Reporter) -> anyhow::Result<()> {
     drop(observer);
     // The guest runs, and other programs may want its monitor.
     drop(monitor);
-    let recorded = recording.and_then(|recording| recording.map(Recording::finish_or_signal).transpose());
-    let read_ahead = report.read_ahead.take().map(ReadAhead::finish);
+    let recorded =
+        recording.and_then(|recording| recording.map(|recording| recording.finish_or_signal(&signals)).transpose());
+    let read_ahead = report.read_ahead.take().map(|read_ahead| signals.finish(read_ahead));
     if args.pager {
         return Ok(());
     }
@@ -175,6 +183,9 @@ pub(crate) fn begin_recording(
 ) -> anyhow::Result<Option<Recording>> {
     if working_set.record_for().is_some() && report.mode == RestoreMode::Eager {
         bail!("nothing shows what the guest of an eager restore touches; use --memory mapped or lazy");
+    }
+    if working_set.record_for().is_some() && report.vm_state != "running" {
+        bail!("the guest does not run: it was saved paused (use --run)");
     }
     let requested = report.recorded.take();
     working_set.begin(snapshot, requested, || Ok(MappedVm::of_monitor(monitor, snapshot)?))

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -10,9 +11,11 @@ use anyhow::{Context, bail};
 use limosa_console::{quantity, say};
 use limosa_page::{PAGE_SIZE, error_with_causes};
 use limosa_qemu::{MappedRecording, MappedVm};
-use limosa_snapshot::{ReadAheadReport, Snapshot, SnapshotError, WorkingSet, WorkingSetFile};
+use limosa_snapshot::{ReadAhead, ReadAheadReport, Snapshot, SnapshotError, WorkingSet, WorkingSetFile};
 use serde::Serialize;
 use serde_json::{Value, json};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
 
 use crate::args::{ReadAheadArg, WorkingSetArgs};
 use crate::report;
@@ -117,13 +120,33 @@ impl Recording {
         Ok(Recorded { path, pages: set.pages(), duration: set.duration })
     }
 
-    /// As [`finish`](Self::finish); SIGINT and SIGTERM end the recording, and not this program.
-    pub(crate) fn finish_or_signal(self) -> anyhow::Result<Recorded> {
-        let is_stopped = std::sync::Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, std::sync::Arc::clone(&is_stopped))?;
+    /// As [`finish`](Self::finish), until one of the signals arrives.
+    pub(crate) fn finish_or_signal(self, signals: &StopSignals) -> anyhow::Result<Recorded> {
+        self.finish(&signals.0)
+    }
+}
+
+/// SIGINT and SIGTERM, which end a recording and a read-ahead, and not this program.
+pub(crate) struct StopSignals(Arc<AtomicBool>);
+
+impl StopSignals {
+    /// Handles them from now on, if working sets have a part in the command.
+    pub(crate) fn register(working_set: &WorkingSetUse) -> anyhow::Result<Self> {
+        let is_stopped = Arc::new(AtomicBool::new(false));
+        if working_set.record.is_some() || working_set.reads_ahead {
+            for signal in [SIGINT, SIGTERM] {
+                flag::register(signal, Arc::clone(&is_stopped)).context("cannot handle signals")?;
+            }
         }
-        self.finish(&is_stopped)
+        Ok(Self(is_stopped))
+    }
+
+    /// Waits until all is read ahead, or one of the signals arrives.
+    pub(crate) fn finish(&self, read_ahead: ReadAhead) -> ReadAheadReport {
+        while !read_ahead.is_finished() && !self.0.load(Ordering::Relaxed) {
+            thread::sleep(RECORDING_TICK);
+        }
+        read_ahead.stop()
     }
 }
 

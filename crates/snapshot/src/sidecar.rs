@@ -27,7 +27,8 @@ pub(crate) fn open(directory: impl AsFd, name: &OsStr) -> io::Result<Option<File
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = match rustix::fs::openat(directory, name, flags, Mode::empty()) {
         Ok(file) => File::from(file),
-        Err(Errno::NOENT) => return Ok(None),
+        // No file can have a name that is too long.
+        Err(Errno::NOENT | Errno::NAMETOOLONG) => return Ok(None),
         Err(errno) => return Err(errno.into()),
     };
     match FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) {
@@ -36,13 +37,21 @@ pub(crate) fn open(directory: impl AsFd, name: &OsStr) -> io::Result<Option<File
     }
 }
 
+/// Returns whether the name is free, or that of a working set, so that a new one may take it.
+pub(crate) fn is_free(directory: impl AsFd, name: &OsStr) -> io::Result<bool> {
+    Ok(open(directory, name)?.is_none_or(|file| is_working_set(&file)))
+}
+
+fn is_working_set(file: &File) -> bool {
+    let mut magic = [0; MAGIC.len()];
+    file.read_exact_at(&mut magic, 0).is_ok_and(|()| magic == MAGIC)
+}
+
 /// Removes the working set of a file that had this name before: the name is a new snapshot's now. A file of another
 /// program with that name stays. No failure counts, because a working set of another snapshot is never used.
 pub(crate) fn remove_stale(directory: impl AsFd + Copy, snapshot: &OsStr) {
     let name = name_for(snapshot);
-    let mut magic = [0; MAGIC.len()];
-    let is_one = |file: File| file.read_exact_at(&mut magic, 0).is_ok_and(|()| magic == MAGIC);
-    if open(directory, &name).ok().flatten().is_some_and(is_one) {
+    if open(directory, &name).ok().flatten().is_some_and(|file| is_working_set(&file)) {
         let _ = rustix::fs::unlinkat(directory, name.as_os_str(), AtFlags::empty());
     }
 }

@@ -23,7 +23,7 @@ pub(crate) const RECORDED_BY_DEFAULT: &str = "10s";
 #[derive(Debug, Args)]
 pub(crate) struct WorkingSetArgs {
     /// Record which pages the guest touches within TIME (10s by default) after its start, in SNAPSHOT.working-set.
-    /// SIGINT ends the recording. A lazy restore sends only requested pages meanwhile
+    /// SIGINT ends the recording (of limosa run: the VM). A lazy restore sends only requested pages meanwhile
     #[arg(
         long,
         value_name = "TIME",

@@ -466,7 +466,7 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             let (name, bitmap) = state.return_path.wait_bitmap(self.options.answer_timeout)?;
             if name != block.name {
                 return Err(MigrateError::Protocol(format!(
-                    "asked for the received pages of RAM block {}, the destination report those of {name:?}",
+                    "asked for the received pages of RAM block {}, the destination reports those of {name:?}",
                     block.name
                 )));
             }
@@ -486,6 +486,8 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
             preempt.complete_handshake()?;
         }
         state.return_path.wait_resume_ack(self.options.answer_timeout)?;
+        // Its guest has run before.
+        state.recorder.begin();
         self.progress.set_phase(Phase::PostcopyActive);
         (self.observer)(Milestone::DevicesLoaded);
         bytes.clear();

@@ -4,9 +4,10 @@
 //! The law: **a request that is recorded is the guest's touch.** While requests are recorded no other page is sent,
 //! because a page that has come already is touched without a request.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use limosa_page::PageRange;
+use limosa_page::{PageNumber, PageRange};
 use parking_lot::Mutex;
 
 use super::unsent::UnsentPages;
@@ -18,20 +19,27 @@ const REQUESTS_MAX: usize = 1 << 18;
 
 /// Pages that are sent before all others, in this order.
 #[derive(Debug)]
-pub(crate) struct FirstPages<'a>(&'a [BlockRange]);
+pub(crate) struct FirstPages<'a> {
+    ranges: &'a [BlockRange],
+    /// All pages of the first range before this one are claimed: they are not looked at again.
+    from: PageNumber,
+}
 
 impl<'a> FirstPages<'a> {
     pub(crate) fn new(ranges: &'a [BlockRange]) -> Self {
-        Self(ranges)
+        Self { ranges, from: PageNumber(0) }
     }
 
     /// Claims the next of them, at most `at_most` pages but a whole host page at least; `None` if none is left.
     pub(crate) fn claim(&mut self, unsent: &UnsentPages<'_>, at_most: u64) -> Option<(usize, PageRange)> {
-        while let Some((range, rest)) = self.0.split_first() {
-            if let Some(pages) = unsent.claim_within(*range, at_most) {
+        while let Some((range, rest)) = self.ranges.split_first() {
+            let start = range.pages.start.max(self.from).min(range.pages.end);
+            let left = BlockRange { block: range.block, pages: PageRange::new(start, range.pages.end) };
+            if let Some(pages) = unsent.claim_within(left, at_most) {
+                self.from = pages.end;
                 return Some((range.block, pages));
             }
-            self.0 = rest;
+            (self.ranges, self.from) = (rest, PageNumber(0));
         }
         None
     }
@@ -42,13 +50,15 @@ impl<'a> FirstPages<'a> {
 pub(crate) struct RequestRecorder {
     length: Option<Duration>,
     begun: Mutex<Option<Instant>>,
+    /// Other pages are sent by now.
+    ended: AtomicBool,
     requests: Mutex<Vec<BlockRange>>,
 }
 
 impl RequestRecorder {
     /// `length` from the guest's start on; `None`: nothing is recorded.
     pub(crate) fn new(length: Option<Duration>) -> Self {
-        Self { length, begun: Mutex::new(None), requests: Mutex::new(Vec::new()) }
+        Self { length, begun: Mutex::new(None), ended: AtomicBool::new(false), requests: Mutex::new(Vec::new()) }
     }
 
     /// The guest starts now.
@@ -59,13 +69,18 @@ impl RequestRecorder {
     /// Whether requests are recorded, so that nothing else is sent.
     pub(crate) fn is_recording(&self, control: &Control) -> bool {
         let Some(length) = self.length else { return false };
-        !control.rest_wanted() && self.begun.lock().is_none_or(|begun| begun.elapsed() < length)
+        let is_recording = !control.rest_wanted() && self.begun.lock().is_none_or(|begun| begun.elapsed() < length);
+        if !is_recording {
+            self.ended.store(true, Ordering::Relaxed);
+        }
+        is_recording
     }
 
-    /// Notes a request whose pages are sent now.
+    /// Notes a request whose pages are sent now, while requests are recorded.
     pub(crate) fn note(&self, request: BlockRange) {
         let Some(length) = self.length else { return };
-        let is_over = self.begun.lock().is_some_and(|begun| begun.elapsed() >= length);
+        let is_over =
+            self.ended.load(Ordering::Relaxed) || self.begun.lock().is_some_and(|begun| begun.elapsed() >= length);
         let mut requests = self.requests.lock();
         if !is_over && requests.len() < REQUESTS_MAX {
             requests.push(request);
@@ -80,8 +95,6 @@ impl RequestRecorder {
 
 #[cfg(test)]
 mod tests {
-    use limosa_page::PageNumber;
-
     use super::*;
 
     fn range(start: u64, end: u64) -> BlockRange {
@@ -99,6 +112,7 @@ mod tests {
         assert!(recorder.is_recording(&control));
         control.push_rest();
         assert!(!recorder.is_recording(&control));
+        recorder.note(range(7, 8));
         assert_eq!(recorder.into_requests(), [range(3, 4), range(1, 2)]);
 
         let over = RequestRecorder::new(Some(Duration::ZERO));

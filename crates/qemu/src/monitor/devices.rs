@@ -50,7 +50,7 @@ impl Monitor {
     pub(crate) fn has_free_page_hints(&self) -> Result<bool, QmpError> {
         for balloon in self.devices()?.iter().filter(|device| device.is_balloon()) {
             for place in DEVICE_PLACES {
-                let hints = self.qom_get(&format!("{place}/{}", balloon.id), "free-page-hint")?;
+                let [hints] = self.qom_get_all(&format!("{place}/{}", balloon.id), ["free-page-hint"])?;
                 if hints.and_then(|hints| hints.as_bool()) == Some(true) {
                     return Ok(true);
                 }

@@ -14,7 +14,7 @@ mod recorder;
 
 use std::io::Read as _;
 use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use limosa_migrate::stored::BlockRange;
@@ -116,20 +116,33 @@ impl WorkingSetFile {
     /// Prepares the file beside a snapshot, mode 0600. It will replace an older working set.
     ///
     /// # Errors
-    /// As [`UnnamedFile::create`]: for example, the directory is not writable.
+    /// [`SnapshotError::WorkingSet`] if another file has the name; as [`UnnamedFile::create`]: for example, the directory
+    /// is not writable.
     pub fn create(snapshot: &Snapshot) -> Result<Self, SnapshotError> {
-        UnnamedFile::create(&WorkingSet::path_of(snapshot)?, true).map(Self)
+        let path = WorkingSet::path_of(snapshot)?;
+        check_free(&path)?;
+        UnnamedFile::create(&path, true).map(Self)
     }
 
     /// Writes a working set, makes it durable, and gives it its name, which is returned.
     ///
     /// # Errors
-    /// As [`UnnamedFile::publish`], and that it cannot be written.
+    /// As [`create`](Self::create) and [`UnnamedFile::publish`], and that it cannot be written.
     pub fn publish(self, set: &WorkingSet) -> Result<PathBuf, SnapshotError> {
         let failed = |error| SnapshotError::io("write it", self.0.target(), None, error);
         self.0.file().write_all_at(&set.encode(), 0).map_err(failed)?;
+        check_free(self.0.target())?;
         self.0.publish(Durability::Synced)
     }
+}
+
+/// Refuses to replace a file that is no working set.
+fn check_free(path: &Path) -> Result<(), SnapshotError> {
+    let is_free = sidecar::is_free(rustix::fs::CWD, path.as_os_str());
+    if is_free.map_err(|error| SnapshotError::io("look at it", path, None, error))? {
+        return Ok(());
+    }
+    Err(SnapshotError::WorkingSet { path: path.to_owned(), why: InvalidWorkingSet::Foreign })
 }
 
 /// Notes a range of pages in a bitmap of those that were noted; false if one of them was already.

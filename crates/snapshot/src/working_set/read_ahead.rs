@@ -66,6 +66,19 @@ impl ReadAhead {
         Ok(Self { is_stopped, thread: Some(thread) })
     }
 
+    /// Returns whether all of it has been read.
+    #[must_use]
+    pub fn is_finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Ends the reading after the requests in flight.
+    #[must_use]
+    pub fn stop(self) -> ReadAheadReport {
+        self.is_stopped.store(true, Ordering::Relaxed);
+        self.finish()
+    }
+
     /// Waits until all of it has been read.
     #[must_use]
     pub fn finish(mut self) -> ReadAheadReport {
