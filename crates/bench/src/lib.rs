@@ -35,6 +35,7 @@ pub mod report;
 mod restore;
 mod save;
 pub mod scratch;
+mod serve;
 mod stored;
 pub mod stream;
 mod vm;
@@ -47,7 +48,8 @@ pub use options::Options;
 pub use report::Report;
 
 /// The benches that [`run`] knows.
-pub const NAMES: &[&str] = &["clone", "cow", "free-page", "restore", "save", "stream", "zero-copy", "zero-page"];
+pub const NAMES: &[&str] =
+    &["clone", "cow", "free-page", "restore", "save", "serve", "stream", "zero-copy", "zero-page"];
 
 /// Runs the bench of this name.
 ///
@@ -62,6 +64,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report> {
         "free-page" => free_page::run(options)?,
         "restore" => restore::run(options)?,
         "save" => save::run(options)?,
+        "serve" => serve::run(options)?,
         "stream" => stream::run(options)?,
         "zero-copy" => zero_copy::run(options)?,
         "zero-page" => zero_page::run(options)?,
