@@ -12,6 +12,7 @@ use limosa_image::ImageError;
 use limosa_page::{error_with_causes, to_usize};
 use limosa_storage::{Buffer, IoVector};
 
+use super::buffers::Buffers;
 use super::input::Incoming;
 use super::negotiation::Agreement;
 use super::protocol::admission::Action;
@@ -86,10 +87,10 @@ impl From<ErrorCode> for Failure {
 }
 
 /// Carries out a request.
-pub(super) async fn execute(agreement: Arc<Agreement>, incoming: Incoming) -> Finished {
+pub(super) async fn execute(agreement: Arc<Agreement>, buffers: Buffers, incoming: Incoming) -> Finished {
     let subject = subject(agreement.headers, &incoming);
     let held = incoming.held();
-    let body = match run(&agreement, incoming).await {
+    let body = match run(&agreement, &buffers, incoming).await {
         Ok(body) => body,
         Err(Failure::Code(code)) => Body::Failed(code),
         Err(Failure::Image(error)) => {
@@ -128,17 +129,18 @@ pub(super) fn count(counters: &mut ExportCounters, action: Option<&Action>, leng
     *pair.1 += length;
 }
 
-async fn run(agreement: &Agreement, incoming: Incoming) -> Result<Body, Failure> {
+async fn run(agreement: &Agreement, buffers: &Buffers, incoming: Incoming) -> Result<Body, Failure> {
     let Incoming { header, action, payload } = incoming;
     let export = &agreement.export;
     let (disk, offset) = (export.disk(), header.offset);
     let at = export.place(offset);
     let fua = match action? {
-        Action::Read { length, whole } => return read(agreement, offset, length, whole).await,
+        Action::Read { length, whole } => return read(agreement, buffers, offset, (length, whole)).await,
         Action::BlockStatus { length, one } => return block_status(agreement, offset, length, one, payload).await,
         Action::Write { fua } => {
             if let Some(payload) = payload {
-                disk.write(at, payload.into()).await?;
+                disk.write(at, payload.clone().into()).await?;
+                buffers.give_back(payload);
             }
             fua
         }
@@ -173,17 +175,22 @@ async fn run(agreement: &Agreement, incoming: Incoming) -> Result<Body, Failure>
     Ok(Body::Done)
 }
 
-async fn read(agreement: &Agreement, offset: u64, length: usize, whole: bool) -> Result<Body, Failure> {
+async fn read(
+    agreement: &Agreement,
+    buffers: &Buffers,
+    offset: u64,
+    (length, whole): (usize, bool),
+) -> Result<Body, Failure> {
     let export = &agreement.export;
     if length == 0 {
         return Ok(Body::Done);
     }
     if agreement.headers.has_chunks() && !whole && length >= HOLES_FROM {
         let parts = parts(export, offset, length).await?;
-        let parts = parts.into_iter().map(|(offset, length, zero)| read_part(export, offset, length, zero));
+        let parts = parts.into_iter().map(|(offset, length, zero)| read_part(export, buffers, offset, (length, zero)));
         return Ok(Body::Read(try_join_all(parts).await?));
     }
-    let buffer = Buffer::zeroed(length);
+    let buffer = buffers.take(length);
     export.disk().read(export.place(offset), buffer.clone().into()).await?;
     if agreement.headers.has_chunks() && buffer.is_zero() {
         // At most `MAX_PAYLOAD`.
@@ -193,11 +200,16 @@ async fn read(agreement: &Agreement, offset: u64, length: usize, whole: bool) ->
     Ok(Body::Read(vec![Part::Data { offset, buffer }]))
 }
 
-async fn read_part(export: &Export, offset: u64, length: u64, zero: bool) -> Result<Part, ImageError> {
+async fn read_part(
+    export: &Export,
+    buffers: &Buffers,
+    offset: u64,
+    (length, zero): (u64, bool),
+) -> Result<Part, ImageError> {
     if zero {
         return Ok(Part::Hole { offset, length: u32::try_from(length).unwrap_or(u32::MAX) });
     }
-    let buffer = Buffer::zeroed(to_usize(length));
+    let buffer = buffers.take(to_usize(length));
     export.disk().read(export.place(offset), buffer.clone().into()).await?;
     Ok(Part::Data { offset, buffer })
 }

@@ -7,6 +7,7 @@
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::Buffer;
 
+use super::buffers::Buffers;
 use super::execute::{CACHE_PIECE, STATUS_MAX};
 use super::output;
 use super::protocol::admission::{Action, Admission, Disconnect, Facts, admit};
@@ -84,9 +85,15 @@ pub(super) struct Input {
     start: usize,
     end: usize,
     payload: Option<Payload>,
+    buffers: Buffers,
 }
 
 impl Input {
+    /// Nothing has arrived yet.
+    pub(super) fn new(buffers: Buffers) -> Self {
+        Self { buffers, ..Self::default() }
+    }
+
     /// Returns whether a request has begun to arrive.
     pub(super) fn is_amid(&self) -> bool {
         self.start < self.end || self.payload.is_some()
@@ -110,7 +117,7 @@ impl Input {
                 return Ok(Next::Request(Incoming { header, action, payload }));
             }
             self.payload = Some(match action {
-                Ok(action) => Payload::Wanted { header, action, buffer: Buffer::zeroed(payload), filled: 0 },
+                Ok(action) => Payload::Wanted { header, action, buffer: self.buffers.take(payload), filled: 0 },
                 Err(error) => Payload::Refused { header, error, left: payload },
             });
         }

@@ -9,6 +9,7 @@
 //! | `protocol` | messages, without I/O |
 //! | `negotiation` | the state of a handshake, without I/O |
 //! | `handshake` | a handshake over a channel |
+//! | `buffers` | long buffers, used again |
 //! | `input`, `output` | received bytes, and replies on their way |
 //! | `execute` | a request, carried out on a disk |
 //! | `transmission` | the requests of a connection |
@@ -16,6 +17,7 @@
 //! | `limits` | limits, and counters of a server |
 //! | `server` | accepting clients, time limits, the end |
 
+mod buffers;
 mod connection;
 mod execute;
 mod handshake;

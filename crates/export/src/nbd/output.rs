@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::Buffer;
 
+use super::buffers::Buffers;
 use super::execute::{Body, Finished, Part};
 use super::protocol::reply::Head;
 
@@ -54,9 +55,15 @@ pub(super) struct Output {
     sent: usize,
     /// Whether an encrypted channel keeps bytes.
     buffered: bool,
+    buffers: Buffers,
 }
 
 impl Output {
+    /// Nothing is on its way yet.
+    pub(super) fn new(buffers: Buffers) -> Self {
+        Self { buffers, ..Self::default() }
+    }
+
     /// Returns whether everything was handed over.
     pub(super) fn is_empty(&self) -> bool {
         self.pieces.is_empty() && !self.buffered
@@ -94,7 +101,7 @@ impl Output {
 
     /// Drops all replies: nobody is there to receive them.
     pub(super) fn clear(&mut self) {
-        *self = Self::default();
+        *self = Self::new(self.buffers.clone());
     }
 
     /// Sends as much as the client takes now. Returns whether bytes moved, and adds to `released`.
@@ -134,7 +141,9 @@ impl Output {
             } else {
                 sent -= len;
             }
-            self.pieces.pop_front();
+            if let Some(Piece::Data(buffer)) = self.pieces.pop_front() {
+                self.buffers.give_back(buffer);
+            }
         }
         self.sent = sent;
     }

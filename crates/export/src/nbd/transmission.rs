@@ -14,6 +14,7 @@ use futures_util::stream::FuturesUnordered;
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::{Pollable, Ready};
 
+use super::buffers::Buffers;
 use super::connection::Connection;
 use super::execute::{Body, Finished, count, execute, subject};
 use super::input::{Incoming, Input, InputError, Next};
@@ -86,6 +87,7 @@ pub(super) struct Transmission<'a> {
     connection: &'a Connection,
     agreement: Arc<Agreement>,
     facts: Facts,
+    buffers: Buffers,
     input: Input,
     output: Output,
     requests: FuturesUnordered<InFlight>,
@@ -110,13 +112,15 @@ impl<'a> Transmission<'a> {
             read_only: export.is_read_only(),
             has_contexts: !contexts.is_empty(),
         };
+        let buffers = Buffers::default();
         Self {
             channel,
             connection,
             facts,
             agreement: Arc::new(agreement),
-            input: Input::default(),
-            output: Output::default(),
+            input: Input::new(buffers.clone()),
+            output: Output::new(buffers.clone()),
+            buffers,
             requests: FuturesUnordered::new(),
             held: Released::default(),
             counters: ExportCounters::default(),
@@ -303,7 +307,7 @@ impl<'a> Transmission<'a> {
         }
         let action = request.action.ok();
         let length = request.header.length;
-        let request = execute(Arc::clone(&self.agreement), request);
+        let request = execute(Arc::clone(&self.agreement), self.buffers.clone(), request);
         self.requests.push(Box::pin(async move { Done { finished: request.await, action, length } }));
     }
 }

@@ -78,17 +78,18 @@ fn many_requests_are_in_flight_and_answered_in_any_order() {
     let folder = scratch().unwrap();
     let bed = Bed::new(qcow2(&folder, 64 << 20));
     for mut client in bed.clients() {
-        // More than there is room for, so that some wait.
+        // More than there is room for, so that some wait; not more than a client may send that reads nothing meanwhile:
+        // replies that wait for it fill its socket, and then the room.
         let data = |number: u64| pattern(number, 4096);
         let mut asked: HashMap<_, _> =
-            (0..600).map(|number| (client.send_write(0, number * 8192, &data(number)).unwrap(), number)).collect();
+            (0..400).map(|number| (client.send_write(0, number * 8192, &data(number)).unwrap(), number)).collect();
         while !asked.is_empty() {
             let reply = client.receive().unwrap();
             assert_eq!(reply.error, 0);
             asked.remove(&reply.cookie).unwrap();
         }
         let read = |client: &mut NbdClient, number| client.send(NbdCommand::Read, 0, number * 8192, 4096).unwrap();
-        let mut asked: HashMap<_, _> = (0..600).map(|number| (read(&mut client, number), number)).collect();
+        let mut asked: HashMap<_, _> = (0..400).map(|number| (read(&mut client, number), number)).collect();
         while !asked.is_empty() {
             let reply = client.receive().unwrap();
             let number = asked.remove(&reply.cookie).unwrap();

@@ -23,8 +23,8 @@ pub(crate) struct BenchArgs {
     pub(crate) against: Option<String>,
 
     /// Memory of the VMs; default 2G for save, 4G for restore, 512M for clone (half of it has contents), 1G for stream
-    /// and zero-copy, 8G for free-page. For cow: size of the disk, default 2G; for serve: 512M. For zero-page: size of the cold memory,
-    /// by default more than four times the last-level cache
+    /// and zero-copy, 8G for free-page. For cow and serve: size of the disk, default 2G and 512M. For zero-page: size
+    /// of the cold memory, by default more than four times the last-level cache
     #[arg(long, value_name = "SIZE", value_parser = parse::size)]
     pub(crate) size: Option<u64>,
 
