@@ -288,7 +288,7 @@ impl Server {
     }
 }
 
-/// Whether a listener will never accept a client again: its descriptor is none, or was shut down by another process.
+/// Whether a listener will never accept a client again: its socket was closed or shut down by another process.
 fn is_lasting(error: &ChannelError) -> bool {
     let ChannelError::Io { source, .. } = error else { return false };
     let number = source.raw_os_error();

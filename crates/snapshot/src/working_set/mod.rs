@@ -116,8 +116,8 @@ impl WorkingSetFile {
     /// Prepares the file beside a snapshot, mode 0600. It will replace an older working set.
     ///
     /// # Errors
-    /// [`SnapshotError::WorkingSet`] if another file has the name; as [`UnnamedFile::create`]: for example, the directory
-    /// is not writable.
+    /// [`SnapshotError::WorkingSet`] if another file has the name; as [`UnnamedFile::create`], for example if the
+    /// directory is not writable.
     pub fn create(snapshot: &Snapshot) -> Result<Self, SnapshotError> {
         let path = WorkingSet::path_of(snapshot)?;
         check_free(&path)?;
