@@ -82,12 +82,15 @@ fn what_is_not_the_snapshots_working_set_is_an_error_that_names_it() {
     assert_eq!(refused(), InvalidWorkingSet::OfAnother(other.id()));
     std::fs::write(&place, "Dear Sir or Madam").unwrap();
     assert_eq!(refused(), InvalidWorkingSet::Foreign);
+    let foreign = WorkingSetFile::create(&snapshot).unwrap_err();
+    assert!(matches!(foreign, SnapshotError::WorkingSet { why: InvalidWorkingSet::Foreign, .. }), "{foreign}");
+    assert_eq!(std::fs::read(&place).unwrap(), b"Dear Sir or Madam");
     std::fs::File::create(&place).unwrap().set_len(1 << 40).unwrap();
     assert!(matches!(refused(), InvalidWorkingSet::Damaged(_)));
     std::fs::remove_file(&place).unwrap();
     std::fs::create_dir(&place).unwrap();
     assert!(matches!(WorkingSet::of(&snapshot), Err(SnapshotError::Io { .. })));
-    assert!(matches!(WorkingSetFile::create(&snapshot), Err(SnapshotError::Target { .. })));
+    assert!(matches!(WorkingSetFile::create(&snapshot), Err(SnapshotError::Io { .. })));
 }
 
 #[test]
