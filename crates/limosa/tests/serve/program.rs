@@ -2,7 +2,8 @@
 
 use std::process::Stdio;
 
-use limosa_testkit::{NbdClient, NbdCommand};
+use limosa_testkit::{NbdClient, NbdCommand, wait_for};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::bed::{Bed, nbdinfo, tool};
@@ -89,6 +90,32 @@ fn a_client_on_standard_input_and_output_is_served_and_ends_it() {
     bed.qemu_img(&["check", "-q", "@disk"]);
     bed.refused(&["disk", "--json", "--nbd", "-"]).misused(&["--json"]);
     bed.refused(&["disk", "--nbd", "-", "--nbd", "unix:x"]).misused(&["--nbd -"]);
+}
+
+#[test]
+fn a_server_over_pipes_ends_by_its_signal_although_its_client_is_silent() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "1M"]);
+    for has_agreed in [false, true] {
+        let mut command = bed.command(&["disk", "--nbd", "-"]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        let pipes = Pipes(child.stdout.take().unwrap(), child.stdin.take().unwrap());
+        let mut client = NbdClient::over(pipes).unwrap();
+        if has_agreed {
+            client.go("").unwrap();
+            // It reads none of what it asks for.
+            for _ in 0..4 {
+                client.send(NbdCommand::Read, 0, 0, 1 << 20).unwrap();
+            }
+        }
+        let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
+        kill_process(pid, Signal::TERM).unwrap();
+        let ended = wait_for("the server's end", || child.try_wait().unwrap());
+        assert!(ended.success(), "{has_agreed}: {ended}");
+        drop(client);
+    }
 }
 
 /// The output and the input of a child.
