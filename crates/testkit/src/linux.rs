@@ -1,6 +1,7 @@
 //! The Linux guest: the distribution's kernel with a busybox whose init counts and takes commands.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 
@@ -141,9 +142,17 @@ impl Serial {
     /// # Errors
     /// It fails or does not end.
     pub fn shell(&self, line: &str) -> Result<Vec<String>> {
+        self.shell_within(line, LINE)
+    }
+
+    /// Runs one shell line as [`shell`](Self::shell) does, which may take this long.
+    ///
+    /// # Errors
+    /// It fails or does not end.
+    pub fn shell_within(&self, line: &str, limit: Duration) -> Result<Vec<String>> {
         let from = self.mark();
         self.send(line)?;
-        let (end, status) = self.wait_from(from, LINE, |text| text.starts_with("done "))?;
+        let (end, status) = self.wait_from(from, limit, |text| text.starts_with("done "))?;
         let lines = self.lines();
         let said =
             lines.get(from..end).context("the line that ended is not among the lines of the serial port")?.iter();

@@ -286,6 +286,17 @@ impl Vm {
         }
         self.serial.shell(line)
     }
+
+    /// Runs one shell line in the Linux guest, as [`Serial::shell_within`].
+    ///
+    /// # Errors
+    /// It fails or does not end in time, or the guest is another one.
+    pub fn shell_within(&self, line: &str, limit: Duration) -> Result<Vec<String>> {
+        if !matches!(self.machine.guest, Guest::Linux(_)) {
+            bail!("this VM runs no Linux guest");
+        }
+        self.serial.shell_within(line, limit)
+    }
 }
 
 /// Waits until QEMU listens; a QEMU that has ended is noticed at once.
