@@ -21,8 +21,8 @@ use crate::args::{ReadAheadArg, WorkingSetArgs};
 use crate::report;
 use crate::usage::misused;
 
-/// How often a recording is asked whether it is over.
-const RECORDING_TICK: Duration = Duration::from_millis(20);
+/// How often a recording or a read-ahead is asked whether it is over.
+const TICK: Duration = Duration::from_millis(20);
 
 /// The part that working sets have in a command, decided before a VM is touched.
 pub(crate) struct WorkingSetUse {
@@ -31,7 +31,7 @@ pub(crate) struct WorkingSetUse {
     /// Whether it is also read ahead for mapped memory: on fast disks that costs more than it gains
     /// (docs/benchmarks/2026-11-26-working-sets.md).
     pub(crate) reads_ahead: bool,
-    /// Where a new one is recorded, and how long.
+    /// The file and the length of a new recording.
     record: Option<(WorkingSetFile, Duration)>,
 }
 
@@ -107,9 +107,7 @@ impl Recording {
         let set = match self.source {
             Source::Requested(set) => set,
             Source::Mapped(recording) => {
-                while !recording.is_finished() && !is_stopped.load(Ordering::Relaxed) {
-                    thread::sleep(RECORDING_TICK);
-                }
+                wait(|| recording.is_finished(), is_stopped);
                 recording.stop().context("the thread that recorded it has panicked")?
             }
         };
@@ -143,10 +141,15 @@ impl StopSignals {
 
     /// Waits until all is read ahead, or one of the signals arrives.
     pub(crate) fn finish(&self, read_ahead: ReadAhead) -> ReadAheadReport {
-        while !read_ahead.is_finished() && !self.0.load(Ordering::Relaxed) {
-            thread::sleep(RECORDING_TICK);
-        }
+        wait(|| read_ahead.is_finished(), &self.0);
         read_ahead.stop()
+    }
+}
+
+/// Waits until `is_finished`, or `is_stopped` is set.
+fn wait(is_finished: impl Fn() -> bool, is_stopped: &AtomicBool) {
+    while !is_finished() && !is_stopped.load(Ordering::Relaxed) {
+        thread::sleep(TICK);
     }
 }
 

@@ -276,15 +276,12 @@ impl Vm {
         self.serial.wait_counts(times)
     }
 
-    /// Runs one shell line in the Linux guest, as [`Serial::shell`].
+    /// Runs one shell line in the Linux guest, as [`shell_within`](Self::shell_within), in the time that a line has.
     ///
     /// # Errors
     /// It fails or does not end, or the guest is another one.
     pub fn shell(&self, line: &str) -> Result<Vec<String>> {
-        if !matches!(self.machine.guest, Guest::Linux(_)) {
-            bail!("this VM runs no Linux guest");
-        }
-        self.serial.shell(line)
+        self.shell_within(line, LINE)
     }
 
     /// Runs one shell line in the Linux guest, as [`Serial::shell_within`].

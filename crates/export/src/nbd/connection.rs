@@ -1,6 +1,6 @@
 //! One client, from its first byte to its last.
 //!
-//! The law: whoever makes a thread of a connection wait can be made to end: the server cuts the connection of a
+//! The law: no client can make a thread of a connection wait without end: the server cuts the connection of a
 //! handshake that takes too long and of a client that makes no progress, and wakes a thread that serves requests.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};

@@ -4,6 +4,7 @@
 //! what is needed, so bytes behind a request for TLS are TLS, or break it.
 
 use limosa_channel::{Channel, ChannelError, Tls};
+use limosa_page::to_usize;
 
 use super::connection::Connection;
 use super::negotiation::{Agreement, Encryption, Negotiation, OPTION_MAX, Step};
@@ -59,7 +60,7 @@ pub(super) fn shake_hands(
             negotiation.too_long(option, &mut replies)
         } else {
             // At most `OPTION_MAX`.
-            let mut data = vec![0; usize::try_from(length).unwrap_or(0)];
+            let mut data = vec![0; to_usize(length.into())];
             channel.read_exact(&mut data)?;
             negotiation.option(option, &data, &mut replies)
         };
@@ -89,7 +90,7 @@ fn skip(channel: &Channel, length: u32) -> Result<(), HandshakeError> {
     if length > SKIPPED_MAX {
         return Err(HandshakeError::Protocol("the data of an option is too long"));
     }
-    let mut left = usize::try_from(length).unwrap_or(0);
+    let mut left = to_usize(length.into());
     let mut room = [0; 4096];
     while left > 0 {
         let piece = left.min(room.len());

@@ -99,7 +99,7 @@ impl Output {
         self.pieces.push_back(Piece::End { held });
     }
 
-    /// Drops all replies: nobody is there to receive them.
+    /// Drops all replies: their client is gone.
     pub(super) fn clear(&mut self) {
         *self = Self::new(self.buffers.clone());
     }

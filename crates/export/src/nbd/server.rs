@@ -1,6 +1,6 @@
 //! Accepting clients, time limits, the end.
 //!
-//! Laws: a client never delays another one: each has a thread, and the one that accepts waits for nobody. Stopping
+//! Laws: a client never delays another one: each has a thread, and the one that accepts waits for no client. Stopping
 //! waits for the clients, but not longer than they are given.
 
 use std::io;
@@ -291,12 +291,14 @@ impl Server {
 /// Whether a listener will never accept a client again: its socket was closed or shut down by another process.
 fn is_lasting(error: &ChannelError) -> bool {
     let ChannelError::Io { source, .. } = error else { return false };
-    let number = source.raw_os_error();
-    [libc::EBADF, libc::EINVAL, libc::ENOTSOCK, libc::EOPNOTSUPP].into_iter().any(|known| number == Some(known))
+    is_one_of(source, &[libc::EBADF, libc::EINVAL, libc::ENOTSOCK, libc::EOPNOTSUPP])
 }
 
 /// Whether the kernel may have room for another connection in a moment.
 fn is_passing(error: &io::Error) -> bool {
-    let number = error.raw_os_error();
-    [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM].into_iter().any(|known| number == Some(known))
+    is_one_of(error, &[libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM])
+}
+
+fn is_one_of(error: &io::Error, numbers: &[i32]) -> bool {
+    error.raw_os_error().is_some_and(|number| numbers.contains(&number))
 }

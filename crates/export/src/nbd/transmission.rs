@@ -2,7 +2,7 @@
 //!
 //! Laws: one thread does everything, and waits for its client, its disk and the end of the server in one place. It
 //! never waits for the client alone while requests are in flight: others may wait for what they have begun. No request
-//! is dropped: a connection that is gone waits for its requests, whose replies nobody gets.
+//! is dropped: a connection whose client is gone waits for its requests, and drops their replies.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -182,7 +182,7 @@ impl<'a> Transmission<'a> {
 
     fn reply(&mut self, finished: Finished) {
         if self.is_deaf() {
-            // Nobody receives it.
+            // Its client is gone.
             self.release(Released { requests: 1, bytes: finished.held });
         } else {
             self.output.push(finished);

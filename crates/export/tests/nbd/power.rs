@@ -97,10 +97,10 @@ fn survives(seed: u64, cuts: u64) {
             1 => Loss::All,
             _ => Loss::Some(chance.bits()),
         };
-        let told = format!("seed {seed}: power cut at {moment}, {loss:?}");
+        let case = format!("seed {seed}: power cut at {moment}, {loss:?}");
         let file = Arc::new(MemoryStorage::with_contents(power.cut(moment, loss).remove(0), 64 << 20));
         let report = block_on(check(&*file, CheckOptions::default())).unwrap();
-        assert_eq!((report.corruptions, report.check_errors), (0, 0), "{told}: {report:?}");
+        assert_eq!((report.corruptions, report.check_errors), (0, 0), "{case}: {report:?}");
         let disk = open(file);
         let found = Buffer::zeroed(4096);
         for (number, Written { sent, durable }) in (0_u64..).zip(&written) {
@@ -112,7 +112,7 @@ fn survives(seed: u64, cuts: u64) {
                 let sectors = found.to_vec();
                 for (at, sector) in sectors.chunks(512).enumerate() {
                     let is = |version: u64| sector == &contents(block, version)[at * 512..][..512];
-                    assert!((*durable..=*sent).any(is), "{told}: block {block}, sector {at}, {durable} to {sent}");
+                    assert!((*durable..=*sent).any(is), "{case}: block {block}, sector {at}, {durable} to {sent}");
                 }
             }
         }

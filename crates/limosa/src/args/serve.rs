@@ -93,7 +93,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "10s")]
     pub(crate) handshake_timeout: Duration,
 
-    /// Time that a client gets to go on with a message that it has begun, or to take its replies
+    /// Time that a client gets to send more of an incomplete message, or to take its replies
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "60s")]
     pub(crate) stall_timeout: Duration,
 

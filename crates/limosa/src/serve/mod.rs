@@ -16,6 +16,7 @@ use limosa_channel::{Listener, Options, Uri};
 use limosa_console::{check_stdout, print_out, quantity, say};
 use limosa_export::nbd::{Limits, Server, ServerCounters, ServerError, ServerOptions};
 use limosa_export::{Export, ExportCounters, Exports};
+use limosa_page::to_usize;
 use limosa_storage::block_on;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
@@ -49,7 +50,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     let exports = images::open(args)?;
     allow_descriptors();
     let limits = Limits::default()
-        .connections(usize::try_from(args.max_connections).unwrap_or(usize::MAX))
+        .connections(to_usize(args.max_connections.into()))
         .handshake(args.handshake_timeout)
         .stall(args.stall_timeout);
     let mut options = ServerOptions::default().limits(limits);
@@ -70,10 +71,7 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     handle.close();
     let _ = listening.join();
     let closed = close(&exports);
-    if let (Err(_), Err(error)) = (&served, &closed) {
-        say!("limosa: {}", limosa_console::anyhow_error_line(error));
-    }
-    served.and(closed)?;
+    first_failure([served, closed])?;
     report(args, &server.counters(), &exports, begun);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
@@ -113,18 +111,11 @@ fn serve(args: &ServeArgs, addresses: &[Uri], server: &Server, exports: &Exports
             .map(|thread| Ok(thread.context("cannot start a thread for clients")?.join()))
             .collect::<Vec<_>>()
     });
-    let mut first = Ok(());
-    for served in ended {
-        let served = served.and_then(|served| {
+    first_failure(ended.into_iter().map(|served| {
+        served.and_then(|served| {
             Ok(served.map_err(|_| anyhow::anyhow!("a thread of the server failed; this is a bug in limosa"))??)
-        });
-        match (served, &first) {
-            (Err(error), Err(_)) => say!("limosa: {}", limosa_console::anyhow_error_line(&error)),
-            (Err(error), Ok(())) => first = Err(error),
-            (Ok(()), _) => {}
-        }
-    }
-    first
+        })
+    }))
 }
 
 /// Says that clients can connect.
@@ -159,19 +150,25 @@ fn description(export: &Export) -> Value {
     })
 }
 
-/// Flushes and closes all images. The first failure is returned, the others are printed.
+/// Flushes and closes all images.
 fn close(exports: &Exports) -> anyhow::Result<()> {
-    let mut failed = Ok(());
-    for export in exports.all() {
+    first_failure(exports.all().into_iter().map(|export| {
         let disk = Arc::clone(export.disk());
-        let closed = block_on(disk.close()).with_context(|| format!("cannot close {}", disk.name()));
-        match (closed, &failed) {
+        block_on(disk.close()).with_context(|| format!("cannot close {}", disk.name()))
+    }))
+}
+
+/// Returns the first failure of all results, and prints the others.
+fn first_failure(results: impl IntoIterator<Item = anyhow::Result<()>>) -> anyhow::Result<()> {
+    let mut first = Ok(());
+    for result in results {
+        match (result, &first) {
             (Err(error), Err(_)) => say!("limosa: {}", limosa_console::anyhow_error_line(&error)),
-            (Err(error), Ok(())) => failed = Err(error),
+            (Err(error), Ok(())) => first = Err(error),
             (Ok(()), _) => {}
         }
     }
-    failed
+    first
 }
 
 fn report(args: &ServeArgs, server: &ServerCounters, exports: &Exports, begun: Instant) {

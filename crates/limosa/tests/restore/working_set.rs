@@ -54,7 +54,7 @@ fn the_pages_that_a_lazy_guest_requests_are_recorded_and_no_others() {
         let set = set_of(&saved.snapshot);
         assert_eq!((set.mode, set.duration.as_millis()), (RecordedMode::Lazy, 400));
         assert!(set.pages() > 16, "{report}");
-        assert_eq!(ballast_pages(&saved.snapshot, &set), 0, "pages that nobody touched came meanwhile");
+        assert_eq!(ballast_pages(&saved.snapshot, &set), 0, "pages came that the guest had not touched");
         let recorded = &report["recorded_working_set"];
         assert_eq!((&recorded["pages"], &recorded["path"]), (&json!(set.pages()), &json!(path_of(&saved.snapshot))));
 

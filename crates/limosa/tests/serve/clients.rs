@@ -16,7 +16,7 @@ fn contents() -> Vec<u8> {
 }
 
 #[test]
-fn nbdinfo_is_told_all_that_it_asks() {
+fn nbdinfo_shows_all_properties() {
     needs_qemu!();
     let bed = Bed::new();
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "10M"]);

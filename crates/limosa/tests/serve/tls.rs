@@ -148,7 +148,7 @@ fn bytes_behind_the_request_for_tls_do_not_count_after_it() {
     // It is no TLS, so the handshake fails: an alert, and no answer to the option.
     let rest = client.wait_closed().unwrap();
     assert!(rest.len() <= 7 && !rest.windows(8).any(|window| window == b"IHAVEOPT"), "{rest:?}");
-    // A handshake of TLS that stops midway delays nobody.
+    // A handshake of TLS that stops midway delays no other client.
     let mut stuck = NbdClient::over(TcpStream::connect(("127.0.0.1", encrypted.port)).unwrap()).unwrap();
     stuck.send_option(5, b"").unwrap();
     assert_eq!(stuck.option_reply(5).unwrap().0, 1);

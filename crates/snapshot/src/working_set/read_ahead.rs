@@ -74,14 +74,8 @@ impl ReadAhead {
 
     /// Ends the reading after the requests in flight.
     #[must_use]
-    pub fn stop(self) -> ReadAheadReport {
+    pub fn stop(mut self) -> ReadAheadReport {
         self.is_stopped.store(true, Ordering::Relaxed);
-        self.finish()
-    }
-
-    /// Waits until all of it has been read.
-    #[must_use]
-    pub fn finish(mut self) -> ReadAheadReport {
         self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default()
     }
 }
