@@ -72,8 +72,9 @@ fn vms_of_one_snapshot_are_started_in_every_way_and_clones_share_its_memory() {
         assert!(kib(variant, "pss_read_kib") < own + (96 << 10), "{report}");
         // What a guest has written is its own, and no longer the file's.
         let written = kib(variant, "pss_written_kib") - kib(variant, "pss_read_kib");
-        // Shares of QEMU's own files depend on the other QEMUs of this host.
-        assert!(((16 << 10)..(48 << 10)).contains(&written), "{written} KiB: {report}");
+        // 32 MiB, less up to 4 MiB for each of the two QEMUs, which give memory of their own back meanwhile. Measured
+        // alone: 24.3, 28.7 or 32.7 MiB.
+        assert!(((20 << 10)..(40 << 10)).contains(&written), "{written} KiB: {report}");
     }
     for variant in ["QEMU mapped-ram, multifd", "limosa lazy"] {
         assert!(kib(variant, "pss_read_kib") > own + (96 << 10), "{report}");
