@@ -19,6 +19,12 @@ pub(crate) fn build_unstripped() -> Result<PathBuf> {
     build_one("limosa", "limosa", cargo)
 }
 
+/// Builds a package whose library other programs load; returns where it is.
+pub(crate) fn build_library(package: &str) -> Result<PathBuf> {
+    shell::run(cargo().current_dir(shell::workspace()).args(["build", "--release", "--package", package]))?;
+    built(&format!("lib{}.so", package.replace('-', "_")))
+}
+
 fn cargo() -> Command {
     Command::new("cargo")
 }
@@ -26,6 +32,11 @@ fn cargo() -> Command {
 fn build_one(package: &str, name: &str, mut cargo: Command) -> Result<PathBuf> {
     let arguments = ["build", "--release", "--package", package, "--bin", name];
     shell::run(cargo.current_dir(shell::workspace()).args(arguments))?;
+    built(name)
+}
+
+/// Returns where a file of a release build is.
+fn built(name: &str) -> Result<PathBuf> {
     // We are TARGET/debug/xtask ourselves, wherever TARGET is.
     let own = std::env::current_exe().context("the path of xtask itself")?;
     let target = own.parent().and_then(|folder| folder.parent()).context("xtask is in no target folder")?;

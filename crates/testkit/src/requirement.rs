@@ -76,6 +76,9 @@ pub fn uml_skipped() -> bool {
     skipped("LIMOSA_SKIP_UML")
 }
 
+/// The library that is preloaded into user-mode Linux (`crates/uml-xstate`).
+pub(crate) const UML_LIBRARY: &str = "libxstate.so";
+
 /// The folder with user-mode Linux and its modules, filled by `cargo xtask setup`; `LIMOSA_UML_DIR` names another.
 ///
 /// # Errors
@@ -85,7 +88,7 @@ pub fn uml_folder() -> Result<PathBuf> {
         Some(folder) => PathBuf::from(folder),
         None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest/uml"),
     };
-    if !folder.join("linux.uml").is_file() {
+    if !folder.join("linux.uml").is_file() || !folder.join(UML_LIBRARY).is_file() {
         bail!("no user-mode Linux in {}: run `cargo xtask setup` (or skip with LIMOSA_SKIP_UML=1)", folder.display());
     }
     Ok(folder)

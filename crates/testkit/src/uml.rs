@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 use crate::busybox::System;
 use crate::process::Process;
-use crate::requirement::{uml_folder, uml_skipped};
+use crate::requirement::{UML_LIBRARY, uml_folder, uml_skipped};
 use crate::serial::Serial;
 
 /// How long the guest may take to boot, or to answer a line.
@@ -82,6 +82,7 @@ impl UmlGuest {
         command.args(self.kernel_words.split_whitespace());
         // What it makes besides its memory (a folder for its consoles) goes there, too.
         command.env_clear().env("TMPDIR", folder.path()).env("HOME", folder.path()).env("PATH", "/usr/bin:/bin");
+        command.env("LD_PRELOAD", parts.join(UML_LIBRARY));
         command.process_group(0).stdin(theirs()?).stdout(theirs()?).stderr(theirs()?);
         let process = Process::spawn("user-mode Linux", command)?;
         let guard = Guard::over(process.pid(), folder.path())?;

@@ -69,6 +69,7 @@ pub(crate) fn run() -> Result<()> {
             as_root(&Plan::update_lists())?;
         }
         uml::fetch().context("fetching user-mode Linux (LIMOSA_SKIP_UML=1 does without)")?;
+        uml::build_library()?;
     }
     Ok(())
 }

@@ -8,14 +8,17 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use super::packages::{copy, fill_folder, take_modules, unpacked};
-use crate::shell;
+use crate::{program, shell};
 
 const PACKAGE: &str = "user-mode-linux";
 
 /// The modules a guest may load, by file name without the extension; `virtio_uml` itself is built in.
 const MODULES: [&str; 2] = ["virtio_balloon", "virtio_blk"];
 
-/// The directory in which limosa-testkit expects `linux.uml` and `modules/NAME.ko`.
+/// The library that is preloaded.
+const LIBRARY: &str = "libxstate.so";
+
+/// The directory in which limosa-testkit expects `linux.uml`, [`LIBRARY`] and `modules/NAME.ko`.
 fn folder() -> PathBuf {
     shell::workspace().join("target/guest/uml")
 }
@@ -27,7 +30,13 @@ pub(crate) fn is_skipped() -> bool {
 
 /// Whether all is there.
 pub(crate) fn is_complete() -> bool {
-    folder().join("linux.uml").is_file()
+    ["linux.uml", LIBRARY].iter().all(|name| folder().join(name).is_file())
+}
+
+/// Builds the library that the guest needs on processors with many registers, and puts it beside the kernel.
+pub(crate) fn build_library() -> Result<()> {
+    let built = program::build_library("limosa-uml-xstate")?;
+    copy(&built, &folder().join(LIBRARY))
 }
 
 /// Whether apt has a list that names it.
