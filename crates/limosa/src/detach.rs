@@ -60,15 +60,26 @@ pub(crate) fn run(args: &RestoreArgs) -> anyhow::Result<ExitCode> {
     let after = said.get("to_guest_ms").and_then(Value::as_f64).unwrap_or_default();
     let mode = said.get("mode").and_then(Value::as_str).unwrap_or("lazy");
     let after_words = quantity::time(Duration::from_secs_f64(after / 1e3));
-    let pager = if mode == "lazy" {
-        say!("the guest runs after {after_words}; process {} restores its memory", pager.id());
-        Some(pager.id())
-    } else {
-        say!("restored eagerly after {after_words}; all memory is restored");
-        None
-    };
+    let process = pager.id();
+    let pager = (mode == "lazy").then_some(process);
+    let recorder = args.how.working_set.record_working_set.map(|_| process);
+    match mode {
+        "lazy" => say!("the guest runs after {after_words}; process {process} restores its memory"),
+        "mapped" => say!("restored after {after_words}; the snapshot file is its memory"),
+        _ => say!("restored eagerly after {after_words}; all memory is restored"),
+    }
+    if recorder.is_some() {
+        say!("process {process} records the working set");
+    }
     if args.job.json {
-        print_out!("{}", json!({ "mode": mode, "detached": true, "pager": pager, "to_guest_ms": after }));
+        let report = json!({
+            "mode": mode,
+            "detached": true,
+            "pager": pager,
+            "recorder": recorder,
+            "to_guest_ms": after,
+        });
+        print_out!("{report}");
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -174,6 +174,9 @@ pub enum InvalidWorkingSet {
     /// It was recorded from a guest of another snapshot.
     #[error("it is of another snapshot, {0}")]
     OfAnother(Uuid),
+    /// Its snapshot's name is another file's by now.
+    #[error("its snapshot was replaced or removed during the recording")]
+    SnapshotGone,
 }
 
 impl SnapshotError {

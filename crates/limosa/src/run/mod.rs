@@ -86,11 +86,11 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> anyhow::Result<ExitCode> {
             let recording = BackgroundRecording::start(attempt.recording, &notice);
             // QEMU keeps what it has to say for a monitor that does not listen; one that has gone costs nothing.
             drop(attempt.monitor);
-            let status = qemu.wait()?;
+            let status = qemu.wait();
             recording.end();
             // It is read ahead for as long as there is a guest.
             drop(report.read_ahead);
-            status
+            status?
         }
         Err(error) if qemu.is_ending(attempt.monitor.as_deref(), has_guest) => {
             let greeted = attempt.monitor.is_some();

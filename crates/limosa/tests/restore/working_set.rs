@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use limosa_page::PageRange;
 use limosa_snapshot::{RecordedMode, Snapshot, WorkingSet};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::mapped::mapped;
@@ -124,6 +124,30 @@ fn the_pages_that_a_mapped_guest_touches_are_recorded_and_read_ahead() {
     }
     assert_eq!(set_of(&saved.snapshot), set);
     assert!(std::fs::read(&saved.snapshot).unwrap() == file, "the snapshot was written to");
+}
+
+#[test]
+fn a_detached_mapped_restore_names_the_process_that_records() {
+    needs_qemu!();
+    let scene = Scene::new();
+    let saved = saved_beat(&scene, &beat(), &[]);
+    for recorded in [false, true] {
+        let destination = mapped(&beat(), &saved.snapshot).start_incoming().unwrap();
+        let record: &[&str] = if recorded { &["--record-working-set=5m"] } else { &[] };
+        let ended = scene.restore(&saved.snapshot, &destination, &[&["--detach", "--json"], record].concat()).success();
+        let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+        assert_eq!((&report["mode"], &report["pager"]), (&json!("mapped"), &Value::Null), "{report}");
+        assert!(ended.stderr.contains("the snapshot file is its memory"), "{}", ended.stderr);
+        saved.assert_goes_on(&destination);
+        let Some(recorder) = report["recorder"].as_u64() else {
+            assert!(!recorded, "{report}");
+            continue;
+        };
+        assert!(recorded && ended.stderr.contains("records the working set"), "{}", ended.stderr);
+        kill_process(Pid::from_raw(i32::try_from(recorder).unwrap()).unwrap(), Signal::INT).unwrap();
+        crate::stage::wait_for("the working set", || path_of(&saved.snapshot).exists().then_some(()));
+        assert!(set_of(&saved.snapshot).pages() > 64);
+    }
 }
 
 #[test]

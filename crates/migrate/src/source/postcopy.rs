@@ -105,6 +105,8 @@ pub struct PostcopyStats {
     /// The pages with contents that were requested while [`record_for`](PostcopyOptions::record_for) said so, in the
     /// order of the answers.
     pub recorded: Vec<BlockRange>,
+    /// How long they were recorded.
+    pub recorded_for: Duration,
     /// From the first byte to the destination's acknowledgement.
     pub elapsed: Duration,
     /// Of the main channel, both directions.
@@ -315,12 +317,14 @@ impl<'a, S: PageSource + ?Sized> PostcopySource<'a, S> {
         self.control.release();
         let (latency, preempt) = result.map_err(|error| self.control.explain(error))?;
         self.progress.set_phase(Phase::Completed);
+        let (recorded, recorded_for) = state.recorder.finish();
         Ok(PostcopyStats {
             normal_pages: state.normal.load(Relaxed),
             zero_pages: state.zero.load(Relaxed),
             requests: latency.len(),
             request_latency: latency,
-            recorded: state.recorder.into_requests(),
+            recorded,
+            recorded_for,
             elapsed: begun.elapsed(),
             main: self.channel.counters(),
             preempt,

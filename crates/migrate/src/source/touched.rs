@@ -4,7 +4,7 @@
 //! The law: **a request that is recorded is the guest's touch.** While requests are recorded no other page is sent,
 //! because a page that has come already is touched without a request.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use limosa_page::{PageNumber, PageRange};
@@ -50,15 +50,15 @@ impl<'a> FirstPages<'a> {
 pub(crate) struct RequestRecorder {
     length: Option<Duration>,
     begun: Mutex<Option<Instant>>,
-    /// Other pages are sent by now.
-    ended: AtomicBool,
+    /// How long they were recorded, once other pages are sent.
+    ended: OnceLock<Duration>,
     requests: Mutex<Vec<BlockRange>>,
 }
 
 impl RequestRecorder {
     /// `length` from the guest's start on; `None`: nothing is recorded.
     pub(crate) fn new(length: Option<Duration>) -> Self {
-        Self { length, begun: Mutex::new(None), ended: AtomicBool::new(false), requests: Mutex::new(Vec::new()) }
+        Self { length, begun: Mutex::new(None), ended: OnceLock::new(), requests: Mutex::new(Vec::new()) }
     }
 
     /// The guest starts now.
@@ -69,9 +69,10 @@ impl RequestRecorder {
     /// Whether requests are recorded, so that nothing else is sent.
     pub(crate) fn is_recording(&self, control: &Control) -> bool {
         let Some(length) = self.length else { return false };
-        let is_recording = !control.rest_wanted() && self.begun.lock().is_none_or(|begun| begun.elapsed() < length);
+        let since = self.elapsed();
+        let is_recording = !control.rest_wanted() && since.is_none_or(|since| since < length);
         if !is_recording {
-            self.ended.store(true, Ordering::Relaxed);
+            self.ended.get_or_init(|| since.unwrap_or_default().min(length));
         }
         is_recording
     }
@@ -79,17 +80,23 @@ impl RequestRecorder {
     /// Notes a request whose pages are sent now, while requests are recorded.
     pub(crate) fn note(&self, request: BlockRange) {
         let Some(length) = self.length else { return };
-        let is_over =
-            self.ended.load(Ordering::Relaxed) || self.begun.lock().is_some_and(|begun| begun.elapsed() >= length);
+        let is_over = self.ended.get().is_some() || self.elapsed().is_some_and(|since| since >= length);
         let mut requests = self.requests.lock();
         if !is_over && requests.len() < REQUESTS_MAX {
             requests.push(request);
         }
     }
 
-    /// The requests in the order in which they were answered.
-    pub(crate) fn into_requests(self) -> Vec<BlockRange> {
-        self.requests.into_inner()
+    /// The requests in the order in which they were answered, and how long they were recorded.
+    pub(crate) fn finish(self) -> (Vec<BlockRange>, Duration) {
+        let until_now = self.elapsed().min(self.length).unwrap_or_default();
+        let duration = self.ended.into_inner().unwrap_or(until_now);
+        (self.requests.into_inner(), duration)
+    }
+
+    /// Time since the guest's start; `None` before.
+    fn elapsed(&self) -> Option<Duration> {
+        self.begun.lock().map(|begun| begun.elapsed())
     }
 }
 
@@ -113,13 +120,15 @@ mod tests {
         control.push_rest();
         assert!(!recorder.is_recording(&control));
         recorder.note(range(7, 8));
-        assert_eq!(recorder.into_requests(), [range(3, 4), range(1, 2)]);
+        let (requests, duration) = recorder.finish();
+        assert_eq!(requests, [range(3, 4), range(1, 2)]);
+        assert!(duration < Duration::from_secs(3600), "{duration:?}");
 
         let over = RequestRecorder::new(Some(Duration::ZERO));
         over.begin();
         over.note(range(1, 2));
         assert!(!over.is_recording(&Control::new()));
-        assert_eq!(over.into_requests(), []);
+        assert_eq!(over.finish(), (vec![], Duration::ZERO));
         assert!(!RequestRecorder::new(None).is_recording(&Control::new()));
     }
 }

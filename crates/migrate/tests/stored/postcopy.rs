@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use crate::model::{Landed, Memory, Records, ask, pair, say};
 use limosa_migrate::control::Stop;
-use limosa_migrate::stored::{Milestone, PostcopyOptions, PostcopySource};
+use limosa_migrate::stored::{BlockRange, Milestone, PostcopyOptions, PostcopySource};
 use limosa_migrate::{Handle, MigrateError};
-use limosa_page::PageNumber;
+use limosa_page::{PageBitmap, PageNumber, PageRange};
 use limosa_stream::{Decoder, Event, ReturnMessage, postcopy};
 use proptest::prelude::*;
 
@@ -24,6 +24,21 @@ fn answer(channel: &limosa_channel::Channel, event: &Event) {
         Event::Package { .. } => say(channel, &ReturnMessage::Pong(postcopy::PING_LOADED)),
         Event::EndOfStream => say(channel, &ReturnMessage::Shut(0)),
         _ => {}
+    }
+}
+
+/// As [`answer`], of a destination that has these pages already.
+fn answer_recovery(channel: &limosa_channel::Channel, memory: &Memory, had: &[PageBitmap], event: &Event) {
+    match event {
+        Event::Command(limosa_stream::Command::ReceiveBitmap { block }) => {
+            let index = memory.start.blocks.iter().position(|known| known.name == *block).unwrap();
+            let bitmap = had[index].to_le_bytes();
+            // QEMU's fault thread may still leave out the name that the broken channel was told.
+            say(channel, &ReturnMessage::RequestPages { block: None, start: 0, length: 4096 });
+            say(channel, &ReturnMessage::ReceivedBitmap { block: block.clone(), bitmap });
+        }
+        Event::Command(limosa_stream::Command::PostcopyResume) => say(channel, &ReturnMessage::ResumeAck(1)),
+        event => answer(channel, event),
     }
 }
 
@@ -55,7 +70,7 @@ fn every_stored_page_arrives_exactly_once_and_the_stream_ends() {
         assert_eq!(landed.wrong, Vec::<String>::new());
         assert!(landed.ended);
         assert_eq!(landed.missing(&memory), 0);
-        assert_eq!(stats.normal_pages, landed.received.iter().map(limosa_page::PageBitmap::count).sum::<u64>());
+        assert_eq!(stats.normal_pages, landed.received.iter().map(PageBitmap::count).sum::<u64>());
         assert_eq!(stats.requests, 0);
     });
 }
@@ -175,7 +190,7 @@ fn only_requested_pages_travel_on_the_preempt_channel() {
     });
 }
 
-fn memory_is_covered(memory: &Memory, received: &limosa_page::PageBitmap) -> bool {
+fn memory_is_covered(memory: &Memory, received: &PageBitmap) -> bool {
     let mut wanted = limosa_migrate::stored::PageSource::stored_bitmap(memory, 0).clone();
     wanted.subtract(received);
     wanted.count() == 0
@@ -239,19 +254,7 @@ fn a_pause_breaks_off_and_a_recovery_sends_exactly_the_rest() {
             let had = landed.received.clone();
             let mut records = Records::new(memory, Decoder::for_recovery(&memory.start.blocks, 2).unwrap());
             records.run(&far, landed, |event| {
-                match event {
-                    Event::Command(limosa_stream::Command::ReceiveBitmap { block }) => {
-                        let index = memory.start.blocks.iter().position(|known| known.name == *block).unwrap();
-                        let bitmap = had[index].to_le_bytes();
-                        // QEMU's fault thread may still leave out the name that the broken channel was told.
-                        say(&far, &ReturnMessage::RequestPages { block: None, start: 0, length: 4096 });
-                        say(&far, &ReturnMessage::ReceivedBitmap { block: block.clone(), bitmap });
-                    }
-                    Event::Command(limosa_stream::Command::PostcopyResume) => {
-                        say(&far, &ReturnMessage::ResumeAck(1));
-                    }
-                    event => answer(&far, event),
-                }
+                answer_recovery(&far, memory, &had, event);
                 true
             });
         });
@@ -262,6 +265,67 @@ fn a_pause_breaks_off_and_a_recovery_sends_exactly_the_rest() {
     assert_eq!(landed.wrong, Vec::<String>::new());
     assert_eq!(landed.missing(&memory), 0);
     assert!(landed.ended);
+}
+
+#[test]
+fn the_first_pages_come_before_all_others_in_their_order_also_after_a_recovery() {
+    let memory = Memory::new(&[20_000, 64], |_, page| page % 5 != 4);
+    let ranges = [(0, 15_000, 15_300), (1, 10, 20), (0, 7, 9), (0, 19_998, 20_000)];
+    let first = ranges
+        .map(|(block, start, end)| BlockRange { block, pages: PageRange::new(PageNumber(start), PageNumber(end)) });
+    let wanted: Vec<_> = ranges
+        .iter()
+        .flat_map(|&(block, start, end)| (start..end).map(move |page| (block, page)))
+        .filter(|(_, page)| page % 5 != 4)
+        .collect();
+    let options = || PostcopyOptions { batch_pages: 16, first: first.to_vec(), ..impatient() };
+    let pages = |event: &Event| match event {
+        Event::Page { block, offset } => Some((*block, offset / 4096)),
+        _ => None,
+    };
+    let (near, far) = pair();
+    let handle = Handle::new();
+    let (mut landed, before) = thread::scope(|scope| {
+        let (handle, memory) = (&handle, &memory);
+        let destination = scope.spawn(move || {
+            let (mut landed, mut order) = (Landed::new(memory), Vec::new());
+            Records::new(memory, Decoder::new()).run(&far, &mut landed, |event| {
+                answer(&far, event);
+                order.extend(pages(event));
+                if order.len() == 100 {
+                    handle.control.stop(Stop::Pause);
+                }
+                true
+            });
+            (landed, order)
+        });
+        let error = PostcopySource::new(memory, near, handle).options(options()).run().unwrap_err();
+        assert!(matches!(error, MigrateError::Paused), "{error}");
+        destination.join().unwrap()
+    });
+    let sent_first = before.len().min(wanted.len());
+    assert_eq!(before[..sent_first], wanted[..sent_first]);
+
+    let (near, far) = pair();
+    let handle = Handle::new();
+    let left: Vec<_> = wanted.into_iter().filter(|page| !before.contains(page)).collect();
+    let after = thread::scope(|scope| {
+        let (memory, landed) = (&memory, &mut landed);
+        let destination = scope.spawn(move || {
+            let (had, mut order) = (landed.received.clone(), Vec::new());
+            let mut records = Records::new(memory, Decoder::for_recovery(&memory.start.blocks, 2).unwrap());
+            records.run(&far, landed, |event| {
+                order.extend(pages(event));
+                answer_recovery(&far, memory, &had, event);
+                true
+            });
+            order
+        });
+        PostcopySource::new(memory, near, &handle).options(options()).recover().unwrap();
+        destination.join().unwrap()
+    });
+    assert_eq!(after[..left.len()], left);
+    assert_eq!((landed.wrong.len(), landed.missing(&memory), landed.ended), (0, 0, true));
 }
 
 #[test]

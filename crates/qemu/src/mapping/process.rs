@@ -8,14 +8,17 @@ use std::path::PathBuf;
 use limosa_memory::ProcessPagemap;
 use limosa_page::{PAGE_SIZE, PageBitmap, PageRange};
 use limosa_snapshot::Snapshot;
+use rustix::io::Errno;
 
 use super::maps::{MappedFile, Mapping, has_open, mappings, with_descendants};
 use crate::file_identity::FileId;
+use crate::process::{Liveness, ProcessIdentity};
 
 /// A process that has the file of a snapshot open, and the places where it maps it.
 #[derive(Debug)]
 pub(super) struct MappingProcess {
-    pid: u32,
+    /// Noted before its mappings were read.
+    identity: ProcessIdentity,
     /// Its writable mappings of the snapshot's file.
     mappings: Vec<Mapping>,
 }
@@ -80,19 +83,21 @@ impl MappingProcess {
         // This process, which has the file open, may have been started by that one.
         let own = std::process::id();
         for (index, pid) in with_descendants(pid).into_iter().filter(|pid| *pid != own).enumerate() {
-            let seen = has_open(pid, file.id).and_then(|open| Ok((open, mappings(pid, file.mapped)?)));
-            let (open, mappings) = match seen {
+            let seen = identity(pid).and_then(|identity| {
+                Ok((has_open(pid, file.id)?, Self { identity, mappings: mappings(pid, file.mapped)? }))
+            });
+            let (open, process) = match seen {
                 // It has ended since it was listed.
                 Err(_) if index > 0 => continue,
                 seen => seen.map_err(unseen)?,
             };
             is_open |= open;
-            if is_open && !mappings.is_empty() {
-                return Ok(Self { pid, mappings });
+            if is_open && !process.mappings.is_empty() {
+                return Ok(process);
             }
         }
         if is_open {
-            return Ok(Self { pid, mappings: Vec::new() });
+            return Ok(Self { identity: identity(pid).map_err(unseen)?, mappings: Vec::new() });
         }
         Err(NotMapping::AnotherFile { pid, path: snapshot.path().to_path_buf() })
     }
@@ -102,14 +107,14 @@ impl MappingProcess {
     /// # Errors
     /// The process has ended, or is another user's.
     pub(super) fn look(pid: u32, file: SnapshotFile) -> io::Result<Option<Self>> {
-        let mappings = mappings(pid, file.mapped)?;
-        let maps = !mappings.is_empty() && has_open(pid, file.id)?;
-        Ok(maps.then_some(Self { pid, mappings }))
+        let process = Self { identity: identity(pid)?, mappings: mappings(pid, file.mapped)? };
+        let maps = !process.mappings.is_empty() && has_open(pid, file.id)?;
+        Ok(maps.then_some(process))
     }
 
     /// Its number.
     pub(super) fn pid(&self) -> u32 {
-        self.pid
+        self.identity.pid
     }
 
     /// Whether it maps a part of the file so that writes reach the file.
@@ -147,7 +152,7 @@ impl MappingProcess {
     pub(super) fn copied_pages(&self, address: u64, length: u64) -> io::Result<PageBitmap> {
         let mut pages = PageBitmap::new(length.div_ceil(PAGE_SIZE));
         let note = |run: Range<u64>| pages.set_range(numbered_from(address, &run));
-        ProcessPagemap::of(self.pid)?.copied_ranges(address..address.saturating_add(length), note)?;
+        self.pagemap()?.copied_ranges(address..address.saturating_add(length), note)?;
         Ok(pages)
     }
 
@@ -156,9 +161,26 @@ impl MappingProcess {
     pub(super) fn present_pages(&self, address: u64, length: u64) -> io::Result<PageBitmap> {
         let mut pages = PageBitmap::new(length.div_ceil(PAGE_SIZE));
         let note = |run: Range<u64>| pages.set_range(numbered_from(address, &run));
-        ProcessPagemap::of(self.pid)?.present(address..address.saturating_add(length), note)?;
+        self.pagemap()?.present(address..address.saturating_add(length), note)?;
         Ok(pages)
     }
+
+    /// Opens the list of the process's pages.
+    ///
+    /// # Errors
+    /// The process has ended. Its number may be another's by now.
+    fn pagemap(&self) -> io::Result<ProcessPagemap> {
+        let pagemap = ProcessPagemap::of(self.identity.pid)?;
+        // After the list was opened: a process that lives on had its number at that time, too.
+        match self.identity.liveness() {
+            Liveness::Alive => Ok(pagemap),
+            Liveness::Dead | Liveness::Elsewhere => Err(Errno::SRCH.into()),
+        }
+    }
+}
+
+fn identity(pid: u32) -> io::Result<ProcessIdentity> {
+    ProcessIdentity::of(pid).ok_or_else(|| Errno::SRCH.into())
 }
 
 /// Returns the pages at these addresses, numbered from `address`.

@@ -30,9 +30,10 @@ impl MappedRecording {
     /// Begins to record what `vm`, a VM of `snapshot`, touches within `length`.
     ///
     /// # Errors
-    /// No thread can be started.
+    /// The pages that it has touched so far cannot be seen, or no thread can be started.
     pub fn begin(vm: MappedVm, snapshot: &Snapshot, length: Duration) -> io::Result<Self> {
-        let recorder = WorkingSetRecorder::new(snapshot, RecordedMode::Mapped);
+        let mut recorder = WorkingSetRecorder::new(snapshot, RecordedMode::Mapped);
+        look(&vm, &mut recorder)?;
         let (stop, stopped) = mpsc::channel();
         let thread = thread::Builder::new().name("working-set".into());
         let thread = thread.spawn(move || record(&vm, recorder, length, &stopped))?;
@@ -61,18 +62,21 @@ fn record(
 ) -> WorkingSet {
     let begun = Instant::now();
     let (mut interval, mut is_over) = (LOOK_FIRST_AFTER, false);
-    // An error is the end of the process: what was seen before counts.
-    while let Ok(blocks) = vm.present() {
-        for block in &blocks {
-            block.pages.runs().for_each(|pages| recorder.note(BlockRange { block: block.index, pages }));
-        }
-        if is_over {
-            break;
-        }
+    while !is_over {
         let left = length.saturating_sub(begun.elapsed());
         let waited = stopped.recv_timeout(interval.min(left));
         is_over = left <= interval || matches!(waited, Err(RecvTimeoutError::Disconnected) | Ok(()));
         interval = (interval * 3 / 2).min(LOOK_AT_LEAST_EVERY);
+        // It is the end of the process: what was seen before counts.
+        is_over |= look(vm, &mut recorder).is_err();
     }
     recorder.finish()
+}
+
+/// Notes the pages that the kernel has mapped for a VM by now.
+fn look(vm: &MappedVm, recorder: &mut WorkingSetRecorder) -> io::Result<()> {
+    for block in vm.present()? {
+        block.pages.runs().for_each(|pages| recorder.note(BlockRange { block: block.index, pages }));
+    }
+    Ok(())
 }

@@ -261,11 +261,11 @@ pub(super) fn report(job: &RestoreJob<'_>, stats: Option<PostcopyStats>, to_gues
 
 /// Returns the working set that the guest's requests are, if they were to be recorded.
 fn recorded(job: &RestoreJob<'_>, stats: &PostcopyStats) -> Option<WorkingSet> {
-    let length = job.options.record_for?;
+    job.options.record_for?;
     let mut recorder = WorkingSetRecorder::new(job.snapshot, RecordedMode::Lazy);
     stats.recorded.iter().for_each(|request| recorder.note(*request));
     let mut set = recorder.finish();
     set.begun = set.begun.saturating_sub(job.begun.elapsed().as_secs());
-    set.duration = length.min(job.begun.elapsed());
+    set.duration = stats.recorded_for;
     Some(set)
 }

@@ -95,9 +95,7 @@ impl WorkingSet {
     /// # Errors
     /// The snapshot's name cannot be resolved.
     pub fn path_of(snapshot: &Snapshot) -> Result<PathBuf, SnapshotError> {
-        let path = snapshot.path();
-        let resolved = std::fs::canonicalize(path).map_err(|error| SnapshotError::io("find it", path, None, error))?;
-        Ok(PathBuf::from(sidecar::name_for(resolved.as_os_str())))
+        Ok(PathBuf::from(sidecar::name_for(resolved_path(snapshot)?.as_os_str())))
     }
 
     /// Number of its pages.
@@ -110,7 +108,14 @@ impl WorkingSet {
 /// A working set's file that is prepared before a recording: what would refuse it refuses it then. Dropped without
 /// [`publish`](Self::publish), it leaves nothing.
 #[derive(Debug)]
-pub struct WorkingSetFile(UnnamedFile);
+pub struct WorkingSetFile {
+    file: UnnamedFile,
+    /// The snapshot's name, links resolved, and the file that has it.
+    snapshot: (PathBuf, FileNumbers),
+}
+
+/// Numbers of a file: device and inode.
+type FileNumbers = (u64, u64);
 
 impl WorkingSetFile {
     /// Prepares the file beside a snapshot, mode 0600. It will replace an older working set.
@@ -119,22 +124,43 @@ impl WorkingSetFile {
     /// [`SnapshotError::WorkingSet`] if another file has the name; as [`UnnamedFile::create`], for example if the
     /// directory is not writable.
     pub fn create(snapshot: &Snapshot) -> Result<Self, SnapshotError> {
+        let failed = |error: std::io::Error| SnapshotError::io("look at it", snapshot.path(), None, error);
         let path = WorkingSet::path_of(snapshot)?;
+        let stat = rustix::fs::fstat(snapshot).map_err(|errno| failed(errno.into()))?;
         check_free(&path)?;
-        UnnamedFile::create(&path, true).map(Self)
+        let file = UnnamedFile::create(&path, true).map_err(|error| match error {
+            SnapshotError::Locked { path, .. } => SnapshotError::Locked { path, by: RECORDED },
+            error => error,
+        })?;
+        Ok(Self { file, snapshot: (resolved_path(snapshot)?, (stat.st_dev, stat.st_ino)) })
     }
 
     /// Writes a working set, makes it durable, and gives it its name, which is returned.
     ///
     /// # Errors
-    /// As [`create`](Self::create) and [`UnnamedFile::publish`], and that it cannot be written.
+    /// As [`create`](Self::create) and [`UnnamedFile::publish`]; [`InvalidWorkingSet::SnapshotGone`]; that it cannot be
+    /// written.
     pub fn publish(self, set: &WorkingSet) -> Result<PathBuf, SnapshotError> {
-        let failed = |error| SnapshotError::io("write it", self.0.target(), None, error);
-        self.0.file().write_all_at(&set.encode(), 0).map_err(failed)?;
-        check_free(self.0.target())?;
-        self.0.publish(Durability::Synced)
+        let Self { file, snapshot: (snapshot, numbers) } = self;
+        let failed = |error| SnapshotError::io("write it", file.target(), None, error);
+        file.file().write_all_at(&set.encode(), 0).map_err(failed)?;
+        check_free(file.target())?;
+        if rustix::fs::stat(&snapshot).map_or(true, |stat| (stat.st_dev, stat.st_ino) != numbers) {
+            let path = file.target().to_owned();
+            return Err(SnapshotError::WorkingSet { path, why: InvalidWorkingSet::SnapshotGone });
+        }
+        file.publish(Durability::Synced)
     }
 }
+
+/// The snapshot's name, links resolved.
+fn resolved_path(snapshot: &Snapshot) -> Result<PathBuf, SnapshotError> {
+    let path = snapshot.path();
+    std::fs::canonicalize(path).map_err(|error| SnapshotError::io("find it", path, None, error))
+}
+
+/// The holder of the lock of a working set that will be replaced.
+const RECORDED: &str = "another recording will replace it; wait for that to end";
 
 /// Refuses to replace a file that is no working set.
 fn check_free(path: &Path) -> Result<(), SnapshotError> {

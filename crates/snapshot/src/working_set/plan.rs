@@ -27,10 +27,10 @@ impl WorkingSet {
                 let length = run.len().saturating_mul(PAGE_SIZE);
                 window.push(start..start.saturating_add(length));
                 bytes += length;
-            }
-            if bytes >= SORTED {
-                planned.extend(merged(std::mem::take(&mut window)));
-                bytes = 0;
+                if bytes >= SORTED {
+                    planned.extend(merged(std::mem::take(&mut window)));
+                    bytes = 0;
+                }
             }
         }
         planned.extend(merged(window));

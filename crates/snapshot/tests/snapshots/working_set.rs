@@ -58,6 +58,10 @@ fn a_working_set_is_read_back_replaced_whole_and_the_owners_alone() {
     }
     let mode = std::fs::metadata(directory.path().join("vm.working-set")).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
+    let recording = WorkingSetFile::create(&snapshot).unwrap();
+    let refused = WorkingSetFile::create(&snapshot).unwrap_err().to_string();
+    assert!(refused.contains("another recording"), "{refused}");
+    drop(recording);
     // A link to the snapshot has the same.
     symlink(directory.path().join("vm"), directory.path().join("link")).unwrap();
     let linked = Snapshot::open(&directory.path().join("link")).unwrap();
@@ -107,6 +111,25 @@ fn a_new_snapshot_of_a_name_removes_the_old_ones_working_set_and_no_other_file()
     std::fs::write(directory.path().join("vm.working-set"), "somebody's notes").unwrap();
     replace(&path, true);
     assert_eq!(names(directory.path()), ["vm", "vm.working-set"]);
+}
+
+#[test]
+fn a_recording_of_a_snapshot_that_is_replaced_or_removed_meanwhile_leaves_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    for (name, is_replaced) in [("replaced", true), ("removed", false)] {
+        let path = small(directory.path(), name, QUICK);
+        let snapshot = Snapshot::open(&path).unwrap();
+        let file = WorkingSetFile::create(&snapshot).unwrap();
+        if is_replaced {
+            replace(&path, true);
+        } else {
+            std::fs::remove_file(&path).unwrap();
+        }
+        let refused = file.publish(&record(&snapshot, &[(300, 301)])).unwrap_err();
+        let SnapshotError::WorkingSet { why, .. } = &refused else { panic!("{refused}") };
+        assert_eq!(*why, InvalidWorkingSet::SnapshotGone);
+    }
+    assert_eq!(names(directory.path()), ["replaced"]);
 }
 
 fn replace(path: &Path, replace: bool) {
