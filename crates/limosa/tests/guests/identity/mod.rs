@@ -4,6 +4,7 @@ mod clock;
 mod names;
 mod network;
 mod random_numbers;
+mod recipes;
 
 use std::path::{Path, PathBuf};
 
