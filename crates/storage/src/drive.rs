@@ -143,7 +143,7 @@ impl Driver {
             }
             polls += 1;
             if polls % GATHERED == 0 {
-                self.submit_and_reap(false);
+                self.submit();
             }
             while self.wake.state.load(Ordering::Acquire) == state::AWAKE {
                 self.sleep();
@@ -154,6 +154,7 @@ impl Driver {
 
     /// Sleeps until something happened.
     fn sleep(&self) {
+        self.write_small();
         let watching = self.watches.borrow_mut().purge();
         let (has_requests, should_block) = self
             .ring
@@ -179,6 +180,21 @@ impl Driver {
         } else if self.wake.transition(state::AWAKE, state::PARKED) {
             thread::park();
             self.wake.transition(state::PARKED, state::AWAKE);
+        }
+    }
+
+    /// Executes gathered requests that are only short calls. If there were any, their tasks are woken.
+    fn write_small(&self) {
+        if self.ring.borrow().as_ref().is_some_and(Ring::has_gathered) {
+            self.with_ring(Ring::write_small);
+        }
+    }
+
+    /// Submits gathered requests, and wakes the tasks whose requests are complete.
+    fn submit(&self) {
+        self.write_small();
+        if self.ring.borrow().as_ref().is_some_and(Ring::has_requests) {
+            self.submit_and_reap(false);
         }
     }
 
@@ -289,6 +305,16 @@ pub(crate) fn watch(watch: &Arc<Watch>) -> bool {
         }
         inside
     })
+}
+
+/// Submits the requests that this thread has gathered, and takes those that are complete, without waiting: for a task
+/// that uses what is complete before it begins more. Outside [`block_on`] it does nothing.
+pub fn submit_gathered() {
+    if let Ok(driver) = DRIVER.try_with(Rc::clone)
+        && driver.depth.get() > 0
+    {
+        driver.submit();
+    }
 }
 
 /// Runs a future to completion on this thread. File requests that it polls are executed by this thread's ring; requests

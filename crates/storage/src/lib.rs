@@ -33,7 +33,7 @@ pub mod testing;
 mod watch;
 
 pub use buffer::{Buffer, IoVector};
-pub use drive::block_on;
+pub use drive::{block_on, submit_gathered};
 pub use error::{Operation, StorageError};
 pub use file::{
     CacheMode, Create, FileCounters, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, OpenError, OperationCount,

@@ -40,9 +40,9 @@ impl Piece {
     }
 }
 
-/// Requests whose replies were handed over.
+/// A number of requests, and the bytes that they keep in memory.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Released {
+pub(super) struct Load {
     pub(super) requests: usize,
     pub(super) bytes: usize,
 }
@@ -105,7 +105,7 @@ impl Output {
     }
 
     /// Sends as much as the client takes now. Returns whether bytes moved, and adds to `released`.
-    pub(super) fn send(&mut self, channel: &Channel, released: &mut Released) -> Result<bool, ChannelError> {
+    pub(super) fn send(&mut self, channel: &Channel, released: &mut Load) -> Result<bool, ChannelError> {
         let mut moved = false;
         let mut list = Vec::with_capacity(self.pieces.len().min(PIECES_MAX));
         while !self.pieces.is_empty() {
@@ -129,7 +129,7 @@ impl Output {
     }
 
     /// Passes bytes that were sent, and the ends of replies among them.
-    fn advance(&mut self, sent: usize, released: &mut Released) {
+    fn advance(&mut self, sent: usize, released: &mut Load) {
         let mut sent = self.sent + sent;
         while let Some(piece) = self.pieces.front() {
             let len = piece.iovec().iov_len;
@@ -188,7 +188,7 @@ mod tests {
         let (near, far) = Channel::pair().unwrap();
         let far = Channel::from_fd(far).unwrap();
         near.set_nonblocking().unwrap();
-        let (mut output, mut released) = (Output::default(), Released::default());
+        let (mut output, mut released) = (Output::default(), Load::default());
         let lengths = [0, 1 << 20, 0, 3 << 20, 7, 2 << 20];
         let expected: Vec<u8> = (1..)
             .zip(lengths)
@@ -213,7 +213,7 @@ mod tests {
             found.extend_from_slice(&buffer[..got]);
         }
         assert!(found == expected);
-        assert_eq!(released, Released { requests: 6, bytes: lengths.iter().sum() });
+        assert_eq!(released, Load { requests: 6, bytes: lengths.iter().sum() });
         assert!(steps[0].requests < 6 && steps.is_sorted_by_key(|step| step.requests));
     }
 }

@@ -12,7 +12,7 @@ use std::task::{Context, Poll, ready};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use limosa_channel::{Channel, ChannelError};
-use limosa_storage::{Pollable, Ready};
+use limosa_storage::{Pollable, Ready, submit_gathered};
 
 use super::buffers::Buffers;
 use super::connection::Connection;
@@ -20,7 +20,7 @@ use super::execute::{Body, Finished, count, execute, subject};
 use super::input::{Incoming, Input, InputError, Next};
 use super::limits::Counting;
 use super::negotiation::Agreement;
-use super::output::{Output, Released};
+use super::output::{Load, Output};
 use super::protocol::admission::{Action, Disconnect, Facts};
 use super::protocol::error::ErrorCode;
 use crate::export::ExportCounters;
@@ -45,6 +45,12 @@ pub(super) enum Ending {
 /// Rounds of receiving and sending after which requests that were begun are handed to the kernel, although the client
 /// sends more: other clients may wait for them.
 const ROUNDS_MAX: u32 = 8;
+
+/// Requests, and their bytes, that are handed to the kernel before more are taken from the client. What the page cache
+/// has, or takes, is done at once, so the client can take these replies while the next requests are carried out. In
+/// larger pieces, server and client wait for each other in turn; in smaller ones, each system call does less.
+const REQUESTS_AT_ONCE: usize = 8;
+const BYTES_AT_ONCE: usize = 128 << 10;
 
 /// A request in flight: what was asked, and how it ended.
 type InFlight = Pin<Box<dyn Future<Output = Done> + Send>>;
@@ -91,8 +97,10 @@ pub(super) struct Transmission<'a> {
     input: Input,
     output: Output,
     requests: FuturesUnordered<InFlight>,
+    /// The last requests, and their bytes, that are not handed to the kernel yet.
+    gathered: Load,
     /// Requests, and their bytes, whose replies were not handed over.
-    held: Released,
+    held: Load,
     counters: ExportCounters,
     readable: Readiness,
     writable: Readiness,
@@ -122,7 +130,8 @@ impl<'a> Transmission<'a> {
             output: Output::new(buffers.clone()),
             buffers,
             requests: FuturesUnordered::new(),
-            held: Released::default(),
+            gathered: Load::default(),
+            held: Load::default(),
             counters: ExportCounters::default(),
             // An encrypted channel may have decrypted what came with the end of its handshake. Of any other one nothing
             // has been received, and an idle client needs no buffer.
@@ -148,6 +157,12 @@ impl<'a> Transmission<'a> {
             let mut progress = self.collect(context);
             progress |= self.send(context);
             progress |= self.receive(context);
+            if self.has_gathered() {
+                // Only now are they polled for the first time.
+                progress |= self.collect(context);
+                submit_gathered();
+            }
+            self.gathered = Load::default();
             moved |= progress;
             if !progress {
                 break;
@@ -169,6 +184,11 @@ impl<'a> Transmission<'a> {
         Poll::Pending
     }
 
+    /// Whether enough requests are gathered.
+    const fn has_gathered(&self) -> bool {
+        self.gathered.requests >= REQUESTS_AT_ONCE || self.gathered.bytes >= BYTES_AT_ONCE
+    }
+
     /// Takes requests that are done.
     fn collect(&mut self, context: &mut Context<'_>) -> bool {
         let mut progress = false;
@@ -183,13 +203,13 @@ impl<'a> Transmission<'a> {
     fn reply(&mut self, finished: Finished) {
         if self.is_deaf() {
             // Its client is gone.
-            self.release(Released { requests: 1, bytes: finished.held });
+            self.release(Load { requests: 1, bytes: finished.held });
         } else {
             self.output.push(finished);
         }
     }
 
-    fn release(&mut self, released: Released) {
+    fn release(&mut self, released: Load) {
         self.held.requests = self.held.requests.saturating_sub(released.requests);
         self.held.bytes = self.held.bytes.saturating_sub(released.bytes);
     }
@@ -216,7 +236,7 @@ impl<'a> Transmission<'a> {
             }
             Poll::Ready(Ok(())) => {}
         }
-        let mut released = Released::default();
+        let mut released = Load::default();
         Counting::add(&self.connection.counting().sends, 1);
         match self.output.send(self.channel, &mut released) {
             Ok(moved) => {
@@ -244,8 +264,13 @@ impl<'a> Transmission<'a> {
             match self.input.next(&self.facts, has_room) {
                 Ok(Next::Request(request)) => {
                     self.full = false;
+                    self.gathered.requests += 1;
+                    self.gathered.bytes += request.held();
                     self.begin(request);
                     progress = true;
+                    if self.has_gathered() {
+                        break;
+                    }
                     continue;
                 }
                 Ok(Next::NoRoom) => {

@@ -85,6 +85,11 @@ impl Transfer {
         }
     }
 
+    /// Length of all of it.
+    pub(crate) fn bytes(&self) -> usize {
+        self.vector.len()
+    }
+
     /// Offset of the next call.
     pub(crate) fn at(&self) -> u64 {
         self.offset + self.done as u64
