@@ -2,15 +2,15 @@
 //!
 //! It speaks the oldest form of the protocol, which all servers have: its replies are the smallest.
 
-use std::io::{Read as _, Write as _};
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::servers::EXPORT;
+use super::servers::{Address, EXPORT};
 
 /// Time for a server to listen.
 const SOON: Duration = Duration::from_secs(20);
@@ -30,7 +30,21 @@ pub(super) struct Load {
     /// Requests on all connections.
     pub(super) count: u64,
     pub(super) connections: u64,
+    /// Over TCP, or else a unix socket.
+    pub(super) tcp: bool,
 }
+
+impl Load {
+    /// Writes of 4 KiB anywhere on a disk of `size` bytes, 16 in flight on one connection; none yet.
+    pub(super) const fn new(size: u64) -> Self {
+        Self { size, length: 4096, step: None, write: true, depth: 16, count: 0, connections: 1, tcp: false }
+    }
+}
+
+/// A connection.
+pub(super) trait Stream: Read + Write + Send {}
+
+impl<S: Read + Write + Send> Stream for S {}
 
 /// The result of a load.
 #[derive(Debug)]
@@ -41,14 +55,25 @@ pub(super) struct Outcome {
 }
 
 /// Connects as often as the load asks for, and uses the export.
-pub(super) fn connect(socket: &Path, load: &Load) -> Result<Vec<UnixStream>> {
-    (0..load.connections).map(|_| connect_one(socket)).collect()
+pub(super) fn connect(address: &Address, load: &Load) -> Result<Vec<Box<dyn Stream>>> {
+    (0..load.connections).map(|_| connect_one(address)).collect()
 }
 
-fn connect_one(socket: &Path) -> Result<UnixStream> {
+fn open(address: &Address) -> io::Result<Box<dyn Stream>> {
+    match address {
+        Address::Unix(path) => Ok(Box::new(UnixStream::connect(path)?)),
+        Address::Tcp(port) => {
+            let stream = TcpStream::connect(("127.0.0.1", *port))?;
+            stream.set_nodelay(true)?;
+            Ok(Box::new(stream))
+        }
+    }
+}
+
+fn connect_one(address: &Address) -> Result<Box<dyn Stream>> {
     let begun = Instant::now();
     let mut stream = loop {
-        match UnixStream::connect(socket) {
+        match open(address) {
             Ok(stream) => break stream,
             Err(error) if begun.elapsed() > SOON => return Err(error).context("the server does not listen"),
             Err(_) => thread::sleep(Duration::from_millis(1)),
@@ -64,11 +89,13 @@ fn connect_one(socket: &Path) -> Result<UnixStream> {
 }
 
 /// Puts the load on the connections, each from a thread.
-pub(super) fn run(connections: &mut [UnixStream], load: &Load) -> Result<Outcome> {
+pub(super) fn run(connections: &mut [Box<dyn Stream>], load: &Load) -> Result<Outcome> {
     let begun = Instant::now();
     let results = thread::scope(|scope| {
-        let spawn = |(number, stream)| scope.spawn(move || one(stream, load, number));
-        let threads: Vec<_> = (0_u64..).zip(connections).map(spawn).collect();
+        let mut threads = Vec::new();
+        for (number, stream) in (0_u64..).zip(connections) {
+            threads.push(scope.spawn(move || one(stream, load, number)));
+        }
         threads.into_iter().map(thread::ScopedJoinHandle::join).collect::<Vec<_>>()
     });
     let wall = begun.elapsed();
@@ -83,7 +110,7 @@ pub(super) fn run(connections: &mut [UnixStream], load: &Load) -> Result<Outcome
 }
 
 /// The requests of one connection. Returns their latencies in nanoseconds.
-fn one(stream: &mut UnixStream, load: &Load, number: u64) -> Result<Vec<u64>> {
+fn one(stream: &mut Box<dyn Stream>, load: &Load, number: u64) -> Result<Vec<u64>> {
     let count = load.count / load.connections;
     let length = usize::try_from(load.length)?;
     let places = (load.size / u64::from(load.length)).max(1);

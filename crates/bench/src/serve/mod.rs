@@ -1,7 +1,8 @@
 //! Disks served over NBD: by limosa, by QEMU's storage daemon, and raw ones by nbdkit.
 //!
-//! Law: the servers of a case serve files that were made the same way, through the page cache, at a unix socket; one
-//! client puts the same requests on each, and its clock begins with the first one. CPU time is the server's alone.
+//! Law: the servers of a case serve files that were made the same way, through the page cache, at the same kind of
+//! socket; one client puts the same requests on each, and its clock begins with the first one. CPU time is the server's
+//! alone. What the client and the socket allow at most is shown by devices that keep nothing.
 
 mod client;
 mod servers;
@@ -12,18 +13,21 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 use self::client::Load;
-use self::servers::Server;
-use crate::frame::{Contestant, Frame, interleave};
+use self::servers::{Address, LIMOSA, NBDKIT, QEMU, Server};
+use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::measure::{Measured, process_cpu};
 use crate::options::Options;
-use crate::report::{Report, ratio};
+use crate::report::{Bound, NOT_RUN, Report, Target, figure, ratio};
 use crate::scratch::Scratch;
 
 const IOPS: &str = "iops";
 const CPU: &str = "server_cpu_ns_per_request";
 const MEDIAN: &str = "latency_median_ns";
 const TAIL: &str = "latency_99_ns";
+
+/// The case whose time is that of a server's start.
+const START: &str = "from exec to the first reply";
 
 /// The images of a bench.
 #[derive(Debug, Clone)]
@@ -40,6 +44,8 @@ enum Disk {
     Qcow2,
     /// A new qcow2 image over a raw one, for each run.
     Overlay,
+    /// QEMU's and nbdkit's null devices; of limosa, which has none, an empty raw file.
+    Null,
 }
 
 impl Images {
@@ -52,6 +58,8 @@ impl Images {
             std::io::Write::write_all(&mut file, &block).context("filling a disk")?;
         }
         qemu_img(&["convert", "-f", "raw", "-O", "qcow2"], &[&raw, &this.path(Disk::Qcow2)])?;
+        let null = std::fs::File::create(this.path(Disk::Null)).and_then(|file| file.set_len(size));
+        null.context("an empty file")?;
         Ok(this)
     }
 
@@ -60,7 +68,20 @@ impl Images {
             Disk::Raw => "disk.raw",
             Disk::Qcow2 => "disk.qcow2",
             Disk::Overlay => "overlay.qcow2",
+            Disk::Null => "null.raw",
         })
+    }
+
+    /// An address that is free.
+    fn address(&self, tcp: bool) -> Result<Address> {
+        if tcp {
+            // It is closed here, and stays free for a while: ports are given in turn.
+            let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+            return Ok(Address::Tcp(port));
+        }
+        let socket = self.folder.join("nbd");
+        let _ = std::fs::remove_file(&socket);
+        Ok(Address::Unix(socket))
     }
 
     /// The file that is served, made if each run has a new one.
@@ -106,49 +127,99 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         }
     }
     let frame = Frame { touch: options.touch.unwrap_or(0) };
+    for server in servers.iter().filter(|server| server.serves(Disk::Qcow2) && options.wants(START, server.name())) {
+        let (images, server) = (images.clone(), server.clone());
+        let variant = server.name().to_owned();
+        let run = Box::new(move |_: &Frame| measure_start(&images, &server));
+        contestants.push(Contestant { case: START.to_owned(), variant, run });
+    }
     let all = interleave(&mut contestants, options.rounds, &frame, &mut |line| options.tell(line))?;
     ensure!(!all.is_empty(), "{}", options.none_selected());
     let mut report = Report::new("serve", machine, options.rounds, &all);
     for (case, _, _) in &cases {
-        for other in [servers::QEMU, servers::NBDKIT] {
+        for other in [QEMU, NBDKIT] {
             for figure in [IOPS, CPU, MEDIAN, TAIL] {
-                report.ratios.extend(ratio(&all, case, servers::LIMOSA, other, figure));
+                report.ratios.extend(ratio(&all, case, LIMOSA, other, figure));
             }
         }
     }
+    report.targets = targets(&all, &cases);
     Ok(report)
+}
+
+/// The targets, against QEMU's storage daemon and nbdkit.
+fn targets(all: &[Series], cases: &[(String, Disk, Load)]) -> Vec<Target> {
+    let mut targets = Vec::new();
+    let mut add = |case: &str, other, of: &'static str, bound| {
+        let got = ratio(all, case, LIMOSA, other, of).map(|ratio| ratio.median);
+        targets.push(Target::new(format!("{case}: {of} of limosa / {other}"), bound, got, NOT_RUN));
+    };
+    for (case, disk, load) in cases.iter().filter(|(_, disk, _)| *disk != Disk::Null) {
+        add(case, QEMU, CPU, Bound::AtMost(0.8));
+        match (disk, load) {
+            (Disk::Overlay, _) => add(case, QEMU, IOPS, Bound::AtLeast(1.5)),
+            (_, Load { step: Some(_), .. }) => {
+                add(case, QEMU, IOPS, Bound::AtLeast(1.0));
+                if *disk == Disk::Raw {
+                    add(case, NBDKIT, IOPS, Bound::AtLeast(1.0));
+                }
+            }
+            (_, Load { depth: 1, .. }) => {
+                add(case, QEMU, MEDIAN, Bound::AtMost(1.0));
+                add(case, QEMU, TAIL, Bound::AtMost(1.0));
+            }
+            _ => add(case, QEMU, IOPS, Bound::AtLeast(1.3)),
+        }
+    }
+    let median = |variant| figure(all, START, variant, "wall").map(|wall| wall.median * 1e3);
+    let got = median(LIMOSA).zip(median(QEMU)).map(|(limosa, qemu)| limosa - qemu);
+    let name = format!("{START}: milliseconds of limosa more than of {QEMU}");
+    targets.push(Target::new(name, Bound::AtMost(10.0), got, NOT_RUN));
+    for verb in ["read", "write"] {
+        let median = |disk: &str| Some(figure(all, &format!("{disk}, 4 KiB {verb}, depth 16"), LIMOSA, IOPS)?.median);
+        let got = median("qcow2").zip(median("raw")).map(|(qcow2, raw)| qcow2 / raw);
+        let name = format!("4 KiB {verb}, depth 16: {IOPS} of qcow2 / raw");
+        targets.push(Target::new(name, Bound::AtLeast(0.9), got, NOT_RUN));
+    }
+    targets
 }
 
 /// The cases on disks of `size` bytes.
 fn cases(size: u64) -> Vec<(String, Disk, Load)> {
     let mut cases = Vec::new();
+    let load = Load::new(size);
     for (write, verb) in [(false, "read"), (true, "write")] {
         for (depth, count) in [(1, 20_000), (16, 60_000), (64, 60_000)] {
-            let load = Load { size, length: 4096, step: None, write, depth, count, connections: 1 };
-            cases.push((format!("qcow2, 4 KiB {verb}, depth {depth}"), Disk::Qcow2, load.clone()));
+            let load = Load { length: 4096, write, depth, count, ..load.clone() };
+            let case = format!("4 KiB {verb}, depth {depth}");
+            cases.push((format!("qcow2, {case}"), Disk::Qcow2, load.clone()));
             if depth == 16 {
-                cases.push((format!("raw, 4 KiB {verb}, depth {depth}"), Disk::Raw, load.clone()));
-                let load = Load { connections: 4, ..load };
-                cases.push((format!("qcow2, 4 KiB {verb}, depth {depth}, 4 connections"), Disk::Qcow2, load));
+                cases.push((format!("raw, {case}"), Disk::Raw, load.clone()));
+                cases.push((format!("null, {case}"), Disk::Null, load.clone()));
+                cases.push((format!("qcow2, {case}, tcp"), Disk::Qcow2, Load { tcp: true, ..load.clone() }));
+                cases.push((format!("qcow2, {case}, 4 connections"), Disk::Qcow2, Load { connections: 4, ..load }));
             }
         }
-        let count = (size >> 20).min(2048);
-        let load = Load { size, length: 1 << 20, step: Some(1 << 20), write, depth: 4, count, connections: 1 };
-        cases.push((format!("raw, 1 MiB {verb}"), Disk::Raw, load.clone()));
-        cases.push((format!("qcow2, 1 MiB {verb}"), Disk::Qcow2, load));
+        for (length, name, most) in [(64_u32 << 10, "64 KiB", 16_384), (1 << 20, "1 MiB", 2048)] {
+            let (step, count) = (u64::from(length), (size / u64::from(length)).min(most));
+            let load = Load { length, step: Some(step), write, depth: 4, count, ..load.clone() };
+            cases.push((format!("raw, {name} {verb}, in order"), Disk::Raw, load.clone()));
+            cases.push((format!("qcow2, {name} {verb}, in order"), Disk::Qcow2, load.clone()));
+            cases.push((format!("null, {name} {verb}, in order"), Disk::Null, load));
+        }
     }
     // Each in a cluster of its own.
     let (step, count) = (64 << 10, (size >> 16).min(8192));
-    let load = Load { size, length: 4096, step: Some(step), write: true, depth: 16, count, connections: 1 };
+    let load = Load { step: Some(step), count, ..load };
     cases.push(("overlay, first 4 KiB writes, depth 16".to_owned(), Disk::Overlay, load));
     cases
 }
 
 fn measure(images: &Images, server: &Server, disk: Disk, load: &Load) -> Result<Measured> {
     let file = images.prepare(disk)?;
-    let socket = images.folder.join("nbd");
-    let running = server.start(disk, &file, &socket)?;
-    let mut connections = client::connect(&socket, load)?;
+    let address = images.address(load.tcp)?;
+    let running = server.start(disk, &file, &address)?;
+    let mut connections = client::connect(&address, load)?;
     let before = process_cpu(running.pid())?;
     let mut result = client::run(&mut connections, load)?;
     let cpu = process_cpu(running.pid())?.saturating_sub(before);
@@ -164,4 +235,17 @@ fn measure(images: &Images, server: &Server, disk: Disk, load: &Load) -> Result<
         .with(CPU, crate::measure::nanoseconds(cpu) / requests)
         .with(MEDIAN, at(50))
         .with(TAIL, at(99)))
+}
+
+fn measure_start(images: &Images, server: &Server) -> Result<Measured> {
+    let file = images.prepare(Disk::Qcow2)?;
+    let address = images.address(false)?;
+    let load = Load { count: 1, depth: 1, write: false, ..Load::new(4096) };
+    let begun = std::time::Instant::now();
+    let running = server.start(Disk::Qcow2, &file, &address)?;
+    let mut connections = client::connect(&address, &load)?;
+    client::run(&mut connections, &load)?;
+    let wall = begun.elapsed();
+    let cpu = process_cpu(running.pid())?;
+    Ok(Measured { wall, cpu, ..Measured::default() })
 }

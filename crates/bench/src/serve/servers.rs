@@ -15,6 +15,14 @@ pub(super) const NBDKIT: &str = "nbdkit";
 /// The name of the export.
 pub(super) const EXPORT: &str = "disk";
 
+/// Where a server listens.
+#[derive(Debug, Clone)]
+pub(super) enum Address {
+    Unix(PathBuf),
+    /// A port of the loopback address.
+    Tcp(u16),
+}
+
 /// A server that can be started.
 #[derive(Debug, Clone)]
 pub(super) struct Server {
@@ -39,32 +47,54 @@ impl Server {
 
     /// nbdkit has no plugin that writes qcow2 images.
     pub(super) fn serves(&self, disk: Disk) -> bool {
-        self.name != NBDKIT || disk == Disk::Raw
+        self.name != NBDKIT || matches!(disk, Disk::Raw | Disk::Null)
     }
 
     /// Starts it.
-    pub(super) fn start(&self, disk: Disk, file: &Path, socket: &Path) -> Result<Process> {
-        let _ = std::fs::remove_file(socket);
+    pub(super) fn start(&self, disk: Disk, file: &Path, address: &Address) -> Result<Process> {
         let text = |path: &Path| path.to_str().map(str::to_owned).context("a folder whose path is UTF-8");
-        let (file, socket) = (text(file)?, text(socket)?);
-        let format = if disk == Disk::Raw { "raw" } else { "qcow2" };
+        let (file, size) = (text(file)?, std::fs::metadata(file)?.len());
+        let format = if matches!(disk, Disk::Raw | Disk::Null) { "raw" } else { "qcow2" };
         let mut command = Command::new(&self.program);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         match self.name {
             LIMOSA => {
-                command.args(["serve", "-f", format, &file, "--name", EXPORT, "--nbd", &format!("unix:{socket}")])
+                let address = match address {
+                    Address::Unix(socket) => format!("unix:{}", text(socket)?),
+                    Address::Tcp(port) => format!("tcp:127.0.0.1:{port}"),
+                };
+                command.args(["serve", "-f", format, &file, "--name", EXPORT, "--nbd", &address])
             }
-            NBDKIT => command.args(["-f", "-U", &socket, "file", &file]),
-            _ => command.args([
-                "--blockdev",
-                &format!("driver=file,node-name=file,filename={file},aio=io_uring,discard=unmap"),
-                "--blockdev",
-                &format!("driver={format},node-name=disk,file=file,discard=unmap"),
-                "--nbd-server",
-                &format!("addr.type=unix,addr.path={socket},max-connections=0"),
-                "--export",
-                &format!("type=nbd,id=export,node-name=disk,name={EXPORT},writable=on"),
-            ]),
+            NBDKIT => {
+                match address {
+                    Address::Unix(socket) => command.args(["-f", "-U", &text(socket)?]),
+                    Address::Tcp(port) => command.args(["-f", "-i", "127.0.0.1", "-p", &port.to_string()]),
+                };
+                match disk {
+                    Disk::Null => command.args(["null", &size.to_string()]),
+                    _ => command.args(["file", &file]),
+                }
+            }
+            _ => {
+                let address = match address {
+                    Address::Unix(socket) => format!("addr.type=unix,addr.path={}", text(socket)?),
+                    Address::Tcp(port) => format!("addr.type=inet,addr.host=127.0.0.1,addr.port={port}"),
+                };
+                let nodes = match disk {
+                    Disk::Null => vec![format!("driver=null-co,node-name=disk,size={size},read-zeroes=off")],
+                    _ => vec![
+                        format!("driver=file,node-name=file,filename={file},aio=io_uring,discard=unmap"),
+                        format!("driver={format},node-name=disk,file=file,discard=unmap"),
+                    ],
+                };
+                nodes.iter().for_each(|node| _ = command.args(["--blockdev", node]));
+                command.args([
+                    "--nbd-server",
+                    &format!("{address},max-connections=0"),
+                    "--export",
+                    &format!("type=nbd,id=export,node-name=disk,name={EXPORT},writable=on"),
+                ])
+            }
         };
         Process::start(command, None)
     }

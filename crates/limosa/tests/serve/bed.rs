@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use limosa_testkit::{Ended, NbdClient, Program, nbd_tool, qemu_img, scratch, wait_for};
+use limosa_testkit::{Ended, NbdClient, Program, nbd_tool, qemu_img, qemu_img_output, scratch, wait_for};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -42,6 +42,25 @@ impl Bed {
             None => (*word).to_owned(),
         });
         qemu_img(words).unwrap()
+    }
+
+    /// Waits until an image can be opened whose server was killed: the kernel ends what a ring has in flight, and only
+    /// then unlocks the file.
+    #[track_caller]
+    pub(crate) fn wait_unlocked(&self, image: &str) {
+        let path = self.path(image);
+        wait_for("the image's locks", || {
+            let info = qemu_img_output(["info", path.to_str().unwrap()]).unwrap();
+            info.status.success().then_some(())
+        });
+    }
+
+    /// Expects an image whose server was killed to be sound. Leaked clusters are allowed: they cost space and nothing
+    /// else.
+    #[track_caller]
+    pub(crate) fn assert_sound(&self, image: &str) {
+        let check = qemu_img_output(["check", self.path(image).to_str().unwrap()]).unwrap();
+        assert!([Some(0), Some(3)].contains(&check.status.code()), "{check:?}");
     }
 
     /// The command `limosa serve WORDS`, run there.

@@ -5,6 +5,7 @@ mod stage;
 
 mod bed;
 mod clients;
+mod guest;
 mod kills;
 mod locks;
 mod program;
