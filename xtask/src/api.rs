@@ -78,18 +78,22 @@ pub(crate) fn compare() -> Result<Compared> {
 }
 
 fn record() -> Result<()> {
-    let folder = shell::workspace().join("docs/api");
-    if folder.exists() {
-        fs::remove_dir_all(&folder).with_context(|| folder.display().to_string())?;
-    }
-    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    let mut records = Vec::new();
     for library in libraries()? {
         let json = json_of(&library);
         if let Some(why) = unreadable(&json)? {
             bail!("{why}");
         }
-        let path = record_of(&library);
-        fs::write(&path, api(&json)?).with_context(|| path.display().to_string())?;
+        records.push((record_of(&library), api(&json)?));
+    }
+    // Only now: the old records stay if the new ones cannot be made.
+    let folder = shell::workspace().join("docs/api");
+    if folder.exists() {
+        fs::remove_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    }
+    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    for (path, text) in records {
+        fs::write(&path, text).with_context(|| path.display().to_string())?;
     }
     println!("recorded in docs/api");
     Ok(())
