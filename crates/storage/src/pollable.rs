@@ -41,6 +41,12 @@ impl Pollable {
     }
 }
 
+impl From<Arc<OwnedFd>> for Pollable {
+    fn from(fd: Arc<OwnedFd>) -> Self {
+        Self(fd)
+    }
+}
+
 impl AsFd for Pollable {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()

@@ -1,7 +1,9 @@
 //! The interface of a device to the server.
 
 use std::sync::Arc;
+use std::task::Context;
 
+use crate::worker::QueueThread;
 use crate::{FrontEnd, QueueError, Ram, Vring};
 
 /// Whether a queue has more work.
@@ -14,14 +16,39 @@ pub enum MoreWork {
     No,
 }
 
+/// The requests of a queue that are in flight, after they were polled.
+#[derive(Debug)]
+#[must_use]
+pub struct Requests {
+    /// Whether some are still in flight. Stopping the ring waits for them.
+    pub in_flight: bool,
+    /// Whether there is room for buffers that [`Device::process_queue`] left in the ring; or why buffers could not be
+    /// given back.
+    pub ring: Result<MoreWork, QueueError>,
+}
+
+impl Requests {
+    /// No request is in flight.
+    pub const NONE: Self = Self { in_flight: false, ring: Ok(MoreWork::No) };
+}
+
 /// A virtio device behind a vhost-user server.
 ///
-/// It is called from two threads of the server: [`Device::process_queue`] from the one that processes queues,
-/// everything else from the one that answers messages. The server holds none of its locks during any call.
+/// The queues are spread over [`Device::num_threads`] threads, which call [`Device::process_queue`] and
+/// [`Device::poll_requests`], those of one queue always from the same thread. Everything else is called from the thread
+/// that answers messages. The server holds none of its locks during any call.
 ///
-/// **Law: what the message thread calls returns without waiting for `process_queue`, and `process_queue` without
-/// waiting for a message.** A virtual CPU that reads the configuration is stopped until the reply; and the message
-/// thread waits for `process_queue` to return before it replies that a ring has stopped.
+/// A device either completes a buffer inside `process_queue`, or keeps it; a buffer that it keeps is a request in
+/// flight if `poll_requests` says so, and otherwise waits for something that may never come (a balloon's statistics).
+///
+/// **Law: what the message thread calls returns without waiting for a queue's thread, and a queue's thread continues
+/// without waiting for a message.** A virtual CPU that reads the configuration is stopped until the reply; and before
+/// the message thread replies that a ring has stopped, it waits for `process_queue` to return.
+///
+/// **Law: a ring that stops is drained first.** No buffer is taken out of it any more, requests in flight are completed
+/// and given back, and only then is the front end told. So no request writes to memory that the front end has taken
+/// away, and none is lost or executed twice. It waits for the device's requests only: a device must complete them
+/// without the driver's help.
 pub trait Device: Send + Sync {
     /// Feature bits of the device type. `VIRTIO_F_VERSION_1`, `VIRTIO_RING_F_EVENT_IDX` and vhost-user's own bit are
     /// added.
@@ -29,6 +56,17 @@ pub trait Device: Send + Sync {
 
     /// Maximum number of queues; at most [`MAX_QUEUES`](crate::MAX_QUEUES).
     fn num_queues(&self) -> usize;
+
+    /// Number of threads that process the queues; at least one, and at most one for each queue, are started.
+    fn num_threads(&self) -> usize {
+        1
+    }
+
+    /// Processes the queues of a thread until [`Turn::Ended`](crate::Turn::Ended). A device that has requests in flight
+    /// waits here for them and for kicks in one place: it alternates between [`QueueThread::turn`] and waiting.
+    fn run_queues(&self, thread: &mut QueueThread<'_>) {
+        thread.run();
+    }
 
     /// The driver has acknowledged these of [`Device::features`]. Called again after every [reset](Self::reset), before
     /// a ring runs.
@@ -54,15 +92,24 @@ pub trait Device: Send + Sync {
     /// [`QueueError::Stopped`] is normal. After any other error the queue is not processed until it is set up again.
     fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError>;
 
+    /// Polls the requests of a queue that are in flight, and gives back the buffers of those that are done. It is
+    /// called after `process_queue`, and in each [turn](QueueThread::turn) while requests are in flight; also of a ring
+    /// that is being drained, or is invalid. It begins requests that `process_queue` has prepared, and has them wake
+    /// the task of `context`.
+    fn poll_requests(&self, _queue: usize, _vring: &Vring, _context: &mut Context<'_>) -> Requests {
+        Requests::NONE
+    }
+
     /// The driver was active before this connection, or before it was stopped in another state: it was attached to a
     /// server that was killed, or the VM was loaded. What it has written into the configuration is not written again.
     /// Called once, when that is detected: with the first of its rings that does not start at the beginning;
     /// `process_queue` may run on others.
     fn driver_resumed(&self) {}
 
-    /// A ring has stopped. Buffers that were taken out of it and not given back belong to the driver again, which may
-    /// offer them once more when the ring continues. The driver is the same, and its negotiated state remains valid:
-    /// the rings of a VM that is paused are stopped. `process_queue` does not run on that queue meanwhile.
+    /// A ring has stopped, and no request of it is in flight. Buffers that were taken out of it and not given back
+    /// belong to the driver again, which may offer them once more when the ring continues. The driver is the same, and
+    /// its negotiated state remains valid: the rings of a VM that is paused are stopped. `process_queue` does not run
+    /// on that queue meanwhile.
     fn queue_stopped(&self, queue: usize);
 
     /// The driver has gone, and with it its negotiated state and every buffer that was taken out and not given back:

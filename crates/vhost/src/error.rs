@@ -12,6 +12,15 @@ pub enum QueueError {
     /// The driver's ring is invalid, or outside the guest's memory. The ring is not processed until it is set up again.
     #[error("the driver's ring is broken: {0}")]
     Broken(#[from] virtio_queue::Error),
+    /// A buffer of the driver's is not what its device type requires. The ring is not processed until it is set up
+    /// again.
+    #[error("the driver's buffer {head} is invalid: {why}")]
+    Buffer {
+        /// The index of its first descriptor.
+        head: u16,
+        /// The reason.
+        why: &'static str,
+    },
     /// The buffer was not taken out, or was given back before.
     #[error("buffer {head} is not with the device")]
     NotTaken {
@@ -24,6 +33,13 @@ pub enum QueueError {
     /// A bug of limosa.
     #[error(transparent)]
     Internal(#[from] limosa_page::BrokenInvariant),
+}
+
+impl QueueError {
+    /// Whether the driver caused it.
+    pub(crate) fn is_of_driver(&self) -> bool {
+        matches!(self, Self::Broken(_) | Self::Buffer { .. })
+    }
 }
 
 /// Why a memory table is refused.

@@ -26,7 +26,8 @@ struct FrontEndState {
     kicked: AtomicU64,
     /// One bit for each queue that has run and does not run now.
     idle: AtomicU64,
-    wake: OwnedFd,
+    /// The descriptors that wake the threads of the queues; queue `n` belongs to thread `n` modulo their number.
+    wakes: Vec<OwnedFd>,
 }
 
 impl FrontEnd {
@@ -35,13 +36,19 @@ impl FrontEnd {
     /// # Errors
     /// The kernel has no eventfd left.
     pub fn new() -> std::io::Result<Self> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Self::with_threads(1)
+    }
+
+    /// A handle to a front end that is connected, whose queues this number of threads process.
+    pub(crate) fn with_threads(threads: usize) -> std::io::Result<Self> {
+        let wake = |_| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let wakes = (0..threads.max(1)).map(wake).collect::<Result<_, Errno>>()?;
         let state = FrontEndState {
             connected: AtomicBool::new(true),
             channel: Mutex::new(None),
             kicked: AtomicU64::new(0),
             idle: AtomicU64::new(0),
-            wake,
+            wakes,
         };
         Ok(Self { state: Arc::new(state) })
     }
@@ -78,12 +85,19 @@ impl FrontEnd {
         matches!(report, Ok(_) | Err(Errno::AGAIN))
     }
 
-    /// Has the worker process a queue, as if the driver had kicked it. The number of a queue that does not exist is
+    /// Has the queue's thread process it, as if the driver had kicked it. The number of a queue that does not exist is
     /// ignored.
     pub fn kick(&self, queue: usize) {
         self.state.kicked.fetch_or(bit(queue), Ordering::SeqCst);
-        // A full eventfd wakes, too.
-        let _ = rustix::io::write(&self.state.wake, &1_u64.to_ne_bytes());
+        let wakes = &self.state.wakes;
+        if let Some(wake) = queue.checked_rem(wakes.len()).and_then(|thread| wakes.get(thread)) {
+            notify(wake);
+        }
+    }
+
+    /// Wakes all threads, which then look at their state.
+    pub(crate) fn wake_all(&self) {
+        self.state.wakes.iter().for_each(notify);
     }
 
     /// Sets the socket for requests to the front end.
@@ -100,16 +114,21 @@ impl FrontEnd {
         drop(before);
     }
 
-    /// A descriptor that is readable when a queue waits to be processed, or the worker must check its state.
-    pub(crate) fn wake(&self) -> &OwnedFd {
-        &self.state.wake
+    /// The descriptors that are readable when a queue of their thread waits to be processed, or the thread must look at
+    /// its state.
+    pub(crate) fn wakes(&self) -> &[OwnedFd] {
+        &self.state.wakes
     }
 
-    /// Takes the queues that wait to be processed, one bit each.
-    pub(crate) fn take_kicked(&self) -> u64 {
-        let mut count = [0; 8];
-        let _ = rustix::io::read(&self.state.wake, &mut count);
-        self.state.kicked.swap(0, Ordering::SeqCst)
+    /// Takes the queues of a thread that wait to be processed, one bit each.
+    pub(crate) fn take_kicked(&self, thread: usize) -> u64 {
+        let wakes = &self.state.wakes;
+        if let Some(wake) = wakes.get(thread) {
+            let mut count = [0; 8];
+            let _ = rustix::io::read(wake, &mut count);
+        }
+        let own = (thread..64).step_by(wakes.len()).fold(0, |own, queue| own | bit(queue));
+        self.state.kicked.fetch_and(!own, Ordering::SeqCst) & own
     }
 
     fn channel(&self) -> MutexGuard<'_, Option<OwnedFd>> {
@@ -117,7 +136,12 @@ impl FrontEnd {
     }
 }
 
+fn notify(wake: &OwnedFd) {
+    // A full eventfd wakes, too.
+    let _ = rustix::io::write(wake, &1_u64.to_ne_bytes());
+}
+
 /// The bit of a queue; 0 for a number that is too large.
-fn bit(queue: usize) -> u64 {
+pub(crate) fn bit(queue: usize) -> u64 {
     u32::try_from(queue).map_or(0, |queue| 1_u64.unbounded_shl(queue))
 }

@@ -1,7 +1,8 @@
 //! vhost-user server plumbing shared by devices.
 //!
 //! A [`Device`] states what it is and what it does with a queue. It sees the guest's memory as [`Ram`], a queue as a
-//! [`Vring`], and the VMM as a [`FrontEnd`]. [`message`] is the protocol on the wire.
+//! [`Vring`], and the VMM as a [`FrontEnd`]. [`message`] is the protocol on the wire. A device may complete buffers at
+//! once, or have many requests in flight, on several threads ([`QueueThread`]); a ring that stops is drained first.
 //!
 //! A [`Server`] listens, and serves one front end after the other.
 //!
@@ -72,13 +73,14 @@ mod session;
 mod vring;
 mod worker;
 
-pub use device::{Device, MoreWork};
+pub use device::{Device, MoreWork, Requests};
 pub use error::{QueueError, RamError};
 pub use fault::FaultKind;
 pub use front_end::FrontEnd;
 pub use ram::{MAX_REGIONS, Ram, RamRegion};
 pub use server::{Server, ServerError, Stopper};
 pub use vring::{Chain, Vring};
+pub use worker::{QueueThread, Turn};
 
 /// Maximum number of queues of a device.
 pub const MAX_QUEUES: usize = 64;

@@ -11,6 +11,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use limosa_page::to_usize;
 use rustix::fs::{FileType, fstat};
 use rustix::mm::{Advice, madvise};
 use vm_memory::mmap::MmapRegionError;
@@ -157,6 +158,32 @@ impl Ram {
     /// The same memory, as rings and descriptors are read from it.
     pub fn memory(&self) -> &Arc<GuestMemoryMmap> {
         &self.memory
+    }
+
+    /// Visits the addresses in this process of `length` bytes of guest memory, in order: one range, or one for each
+    /// region that they are in. Returns false if not all of them are memory; what was visited before is then of no use.
+    ///
+    /// The addresses are valid as long as this `Ram` lives, and the guest may write there at any time.
+    #[must_use]
+    pub fn visit_host_ranges(&self, address: u64, length: u64, mut visit: impl FnMut(*mut u8, usize)) -> bool {
+        let Some(end) = address.checked_add(length) else { return false };
+        let mut at = address;
+        let first = self.regions.partition_point(|region| region.guest_address + region.length <= at);
+        for region in self.regions.iter().skip(first) {
+            if at >= end {
+                break;
+            }
+            let Some(within) = at.checked_sub(region.guest_address) else { return false };
+            let bytes = (region.length - within).min(end - at);
+            visit(region.mapping.as_ptr().wrapping_add(to_usize(within)), to_usize(bytes));
+            at += bytes;
+        }
+        at >= end
+    }
+
+    /// The same memory, with reference counts of its own: threads that use it often do not write to one cache line.
+    pub(crate) fn separate(&self) -> Arc<Self> {
+        Arc::new(Self { regions: self.regions.clone(), memory: Arc::new(GuestMemoryMmap::clone(&self.memory)) })
     }
 
     /// The guest address of a byte in the front end's address space.

@@ -28,7 +28,7 @@ use crate::worker::Worker;
 use crate::{Device, FrontEnd, MAX_QUEUES};
 
 /// How long the threads of a connection may take to end when the server must stop. The work for an honest front end
-/// (discarding some hundred MiB at most) takes a fraction of it.
+/// (discarding some hundred MiB at most, or completing the requests in flight) takes a fraction of it.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Number of front ends that may wait to be served.
@@ -105,8 +105,8 @@ impl Stopper {
     ///
     /// If a front end blocks the server by a descriptor, or by a page of its memory that never arrives, the server
     /// waits for some seconds. Then `serve` returns [`ServerError::StopBlocked`] and abandons the blocked threads with
-    /// the device: they may still call [`Device::process_queue`] and [`Device::reset`] if the front end ever unblocks
-    /// them.
+    /// the device: they may still call [`Device::process_queue`], [`Device::poll_requests`] and [`Device::reset`] if
+    /// the front end ever unblocks them.
     pub fn stop(&self) {
         // It cannot be full: that takes more writes than are possible.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
@@ -236,13 +236,18 @@ struct Connection {
 
 impl Connection {
     fn serve(self) -> io::Result<Disconnect> {
-        let front_end = FrontEnd::new()?;
+        let threads = self.device.num_threads().min(self.queues);
+        let front_end = FrontEnd::with_threads(threads)?;
         let worker = Worker::new(self.device.clone(), front_end.clone(), self.queues, self.faults.clone())?;
         let worker = Arc::new(worker);
         thread::scope(|scope| {
-            thread::Builder::new().name("vhost-queues".into()).spawn_scoped(scope, || worker.run())?;
             // Also on a panic: the scope would otherwise wait for a thread that does not end.
             let _ends = EndsOnDrop(&worker);
+            for (number, mut queues) in worker.threads().enumerate() {
+                let device = &self.device;
+                let run = move || device.run_queues(&mut queues);
+                thread::Builder::new().name(format!("vhost-queues-{number}")).spawn_scoped(scope, run)?;
+            }
             self.device.front_end_connected(front_end.clone());
             let mut session = Session::new(self.device.clone(), worker.clone(), front_end, self.faults.clone());
             let disconnect = connection::serve(&self.socket, self.stop.as_fd(), &mut session, &self.faults);

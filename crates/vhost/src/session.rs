@@ -29,7 +29,7 @@ use crate::message::{
 };
 use crate::notifier::Notifier;
 use crate::ram::{MAX_REGIONS, Ram, RamRegion};
-use crate::vring::{RingAddresses, RingSetup};
+use crate::vring::{Phase, RingAddresses, RingSetup};
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, RamError};
 
@@ -267,6 +267,7 @@ impl Session {
 
     /// Stops every ring; the device forgets the driver.
     fn reset(&mut self) {
+        self.halt_all();
         for index in 0..self.rings.len() {
             self.tear_down(index);
         }
@@ -332,9 +333,7 @@ impl Session {
     /// The device does not work while the memory is exchanged; rings that run continue in the new one.
     fn set_memory(&mut self, regions: Vec<RamRegion>) -> Result<(), Refusal> {
         let ram = Arc::new(Ram::new(regions.clone())?);
-        for index in 0..self.rings.len() {
-            self.halt(index);
-        }
+        self.halt_all();
         self.regions = regions;
         self.ram = Some(ram.clone());
         self.touched = true;
@@ -496,20 +495,28 @@ impl Session {
         if ring.broken.load(Ordering::SeqCst) {
             self.front_end.set_idle(index, true);
         }
-        ring.vring.enable(enabled);
         if enabled {
+            ring.vring.set_phase(Phase::Running);
             self.front_end.kick(index);
         } else {
-            self.worker.wait_until_idle(index);
+            self.halt(index);
         }
     }
 
-    /// Returns when the device has left the ring; it does not return to it.
+    /// Returns when the device has left the ring and has no requests of it in flight; it does not return to it.
     fn halt(&self, index: usize) {
         if let Some(ring) = self.worker.rings().get(index) {
-            ring.vring.enable(false);
+            ring.vring.set_phase(Phase::Draining);
             self.worker.wait_until_idle(index);
+            ring.vring.set_phase(Phase::Stopped);
         }
+    }
+
+    /// Halts all rings.
+    fn halt_all(&self) {
+        // First all of them, so that they are drained at the same time.
+        self.worker.rings().iter().for_each(|ring| ring.vring.set_phase(Phase::Draining));
+        (0..self.rings.len()).for_each(|index| self.halt(index));
     }
 
     fn tear_down(&self, index: usize) -> Option<u16> {

@@ -2,7 +2,7 @@
 //!
 //! A split virtqueue (virtio 1.2, 2.7) over [`virtio_queue`], with what vhost-user adds: it is stopped, set up again
 //! and started while the device uses it. Every call takes the ring's lock only for its duration, so none is held while
-//! a device works. A ring that does not run gives and takes no buffers.
+//! a device works. A ring that is being drained takes buffers back and gives none; one that has stopped does neither.
 //!
 //! **Law: a buffer is with the device from [`Vring::pop`] to [`Vring::add_used`], and given back at most once.** When
 //! the ring is torn down, the device loses the buffers that it still has: if they are the last ones that were taken,
@@ -51,6 +51,17 @@ pub(crate) struct RingSetup {
     pub(crate) inflight: Option<InflightRing>,
 }
 
+/// The phase of a ring that is set up. It goes from `Running` to `Draining` to `Stopped`, and from each to `Running`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Buffers are neither taken out nor given back.
+    Stopped,
+    /// Buffers are given back, and none is taken out.
+    Draining,
+    /// Buffers are taken out and given back.
+    Running,
+}
+
 /// A ring.
 #[derive(Debug)]
 pub struct Vring {
@@ -62,8 +73,7 @@ struct State {
     queue: Queue,
     /// `None`: the ring is not set up.
     ram: Option<Arc<Ram>>,
-    /// It may be processed, if it is set up.
-    enabled: bool,
+    phase: Phase,
     call: Option<Notifier>,
     /// The buffers that the device has, in the order in which they were taken: index in the available ring, and head.
     /// Buffers that the previous server had taken have no index.
@@ -89,7 +99,7 @@ impl Vring {
         let state = State {
             queue,
             ram: Some(ram),
-            enabled: true,
+            phase: Phase::Running,
             call: call.map(Notifier::new),
             taken: VecDeque::new(),
             inflight: None,
@@ -103,7 +113,7 @@ impl Vring {
         let state = State {
             queue: Queue::default(),
             ram: None,
-            enabled: false,
+            phase: Phase::Stopped,
             call: None,
             taken: VecDeque::new(),
             inflight: None,
@@ -129,7 +139,7 @@ impl Vring {
         }
         state.taken.clear();
         (state.inflight, state.resubmission) = (inflight, resubmission);
-        state.ram = Some(ram.clone());
+        state.ram = Some(ram.separate());
         // The previous server may have been stopped or killed between giving a buffer back and the call.
         if used != 0
             && let Some(call) = &state.call
@@ -152,7 +162,7 @@ impl Vring {
         let mut queue = queue_at(&setup, ram)?;
         queue.set_next_used(state.queue.next_used());
         state.queue = queue;
-        state.ram = Some(ram.clone());
+        state.ram = Some(ram.separate());
         // The device may have been stopped between giving a buffer back and the call, and the new queue does not know
         // of it.
         if let Some(call) = &state.call {
@@ -161,9 +171,17 @@ impl Vring {
         Ok(())
     }
 
-    /// Whether the ring may be processed; buffers that were taken out remain so.
-    pub(crate) fn enable(&self, enabled: bool) {
-        self.lock().enabled = enabled;
+    /// Sets what the ring does once it is set up; buffers that were taken out remain so.
+    pub(crate) fn set_phase(&self, phase: Phase) {
+        self.lock().phase = phase;
+    }
+
+    /// The memory that the ring and its buffers are in.
+    ///
+    /// # Errors
+    /// The ring does not run, and is not being drained.
+    pub fn memory(&self) -> Result<Arc<Ram>, QueueError> {
+        self.lock().usable()
     }
 
     /// Sets the descriptor for calls of the driver. The driver is called at once if the ring is set up: an earlier call
@@ -235,23 +253,20 @@ impl Vring {
     /// Gives a buffer back, by the index of its first descriptor; `length` bytes of it were written.
     ///
     /// # Errors
-    /// The ring does not run, the device does not have the buffer, or the ring is invalid.
+    /// The ring does not run and is not being drained, the device does not have the buffer, or the ring is invalid.
     pub fn add_used(&self, head: u16, length: u32) -> Result<(), QueueError> {
+        self.add_used_all(&[(head, length)])
+    }
+
+    /// Gives buffers back, in this order: indexes of their first descriptors, and how many bytes of each were written.
+    ///
+    /// # Errors
+    /// As for [`Vring::add_used`]; those before the one that failed were given back.
+    pub fn add_used_all(&self, buffers: &[(u16, u32)]) -> Result<(), QueueError> {
         let mut guard = self.lock();
         let state = &mut *guard;
-        let ram = state.running()?;
-        let at = state.taken.iter().position(|&(_, taken)| taken == head).ok_or(QueueError::NotTaken { head })?;
-        state.taken.remove(at);
-        if let Some(inflight) = &state.inflight {
-            inflight.giving(head);
-        }
-        let before = state.queue.next_used();
-        state.queue.add_used(&**ram.memory(), head, length)?;
-        one_entry(before, state.queue.next_used())?;
-        if let Some(inflight) = &state.inflight {
-            inflight.given(head, state.queue.next_used());
-        }
-        Ok(())
+        let ram = state.usable()?;
+        buffers.iter().try_for_each(|&(head, length)| state.give_back(&ram, head, length))
     }
 
     /// Whether the driver wants a call for the buffers that were given back. The caller must act on the result: the
@@ -314,13 +329,36 @@ impl Vring {
 impl State {
     fn running(&self) -> Result<Arc<Ram>, QueueError> {
         match &self.ram {
-            Some(ram) if self.enabled => Ok(ram.clone()),
+            Some(ram) if self.phase == Phase::Running => Ok(ram.clone()),
             _ => Err(QueueError::Stopped),
         }
     }
 
+    /// The memory of a ring that takes buffers back.
+    fn usable(&self) -> Result<Arc<Ram>, QueueError> {
+        match &self.ram {
+            Some(ram) if self.phase != Phase::Stopped => Ok(ram.clone()),
+            _ => Err(QueueError::Stopped),
+        }
+    }
+
+    fn give_back(&mut self, ram: &Ram, head: u16, length: u32) -> Result<(), QueueError> {
+        let at = self.taken.iter().position(|&(_, taken)| taken == head).ok_or(QueueError::NotTaken { head })?;
+        self.taken.remove(at);
+        if let Some(inflight) = &self.inflight {
+            inflight.giving(head);
+        }
+        let before = self.queue.next_used();
+        self.queue.add_used(&**ram.memory(), head, length)?;
+        one_entry(before, self.queue.next_used())?;
+        if let Some(inflight) = &self.inflight {
+            inflight.given(head, self.queue.next_used());
+        }
+        Ok(())
+    }
+
     fn needs_notification(&mut self) -> Result<bool, QueueError> {
-        let ram = self.running()?;
+        let ram = self.usable()?;
         let memory = &**ram.memory();
         if !self.queue.needs_notification(memory)? {
             return Ok(false);

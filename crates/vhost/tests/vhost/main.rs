@@ -2,6 +2,7 @@
 
 mod peer;
 
+mod in_flight;
 mod inflight;
 mod messages;
 mod rings;

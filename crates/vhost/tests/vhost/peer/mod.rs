@@ -9,12 +9,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::task::Context;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use limosa_vhost::message::Request;
-use limosa_vhost::{Device, FrontEnd, MoreWork, QueueError, Ram, Server, ServerError, Stopper, Vring};
+use limosa_vhost::{Device, FrontEnd, MoreWork, QueueError, Ram, Requests, Server, ServerError, Stopper, Vring};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -53,9 +54,13 @@ pub(crate) struct Incrementer {
     pub(crate) written: Mutex<Vec<(u32, Vec<u8>)>>,
     /// Heads in the order in which they were taken.
     pub(crate) seen: Mutex<Vec<u16>>,
-    /// If set, `work` waits until it is cleared.
+    /// If set, `process_queue` of the second queue waits until it is cleared.
     pub(crate) stuck: AtomicBool,
     pub(crate) working: AtomicBool,
+    /// Buffers that it holds are in flight: it gives them back when it no longer holds.
+    pub(crate) is_asynchronous: AtomicBool,
+    /// More than one thread, if set.
+    pub(crate) threads: AtomicUsize,
 }
 
 impl Incrementer {
@@ -95,9 +100,26 @@ impl Device for Incrementer {
         *self.front_end.lock() = Some(front_end);
     }
 
-    fn process_queue(&self, _queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
+    fn num_threads(&self) -> usize {
+        self.threads.load(Ordering::SeqCst).max(1)
+    }
+
+    fn poll_requests(&self, _queue: usize, vring: &Vring, _context: &mut Context<'_>) -> Requests {
+        if !self.is_asynchronous.load(Ordering::SeqCst) {
+            return Requests::NONE;
+        }
+        let mut held = self.held.lock();
+        let mut ring = Ok(MoreWork::No);
+        if !self.holds.load(Ordering::SeqCst) {
+            let buffers: Vec<_> = held.drain(..).map(|head| (head, 0)).collect();
+            ring = vring.add_used_all(&buffers).and_then(|()| vring.notify()).map(|_| MoreWork::No);
+        }
+        Requests { in_flight: !held.is_empty(), ring }
+    }
+
+    fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
         self.working.store(true, Ordering::SeqCst);
-        while self.stuck.load(Ordering::SeqCst) {
+        while queue == 1 && self.stuck.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.working.store(false, Ordering::SeqCst);
