@@ -1,7 +1,8 @@
 //! Servers for disk images.
 //!
 //! An [`Export`] is a disk under a name. The server of the module [`nbd`] gives exports to clients of the network block
-//! device protocol: stock QEMU, libnbd's tools, the Linux kernel.
+//! device protocol: stock QEMU, libnbd's tools, the Linux kernel. The device of the module [`vhost_user_blk`] is a disk
+//! of a virtual machine, whose memory it shares.
 //!
 //! ```no_run
 //! use limosa_channel::{Listener, Options};
@@ -24,6 +25,7 @@
 
 mod export;
 pub mod nbd;
+pub mod vhost_user_blk;
 
 pub use export::{Export, ExportCounters, ExportError, Exports};
 

@@ -15,6 +15,7 @@
 //! - `image` (feature `image`) makes qcow2 images in memory, for tests of `limosa-image`.
 //! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them.
 //! - [`NbdClient`] speaks NBD, also what no honest client says.
+//! - [`BlkClient`] is a driver of virtio-blk over vhost-user, also a dishonest one.
 //! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
 //! - [`Proxy`] and [`kill9_after`] break things between and inside processes.
 //! - [`Poisoning`] is an allocator that shows who reads memory that was freed.
@@ -43,6 +44,7 @@
 //! ```
 
 mod backend;
+mod blk;
 mod busybox;
 #[cfg(feature = "certificates")]
 mod certificates;
@@ -75,6 +77,7 @@ mod uml;
 mod vm;
 
 pub use backend::{HugePages, MemoryBackend};
+pub use blk::{BLK_DATA, BLK_SLOTS, BlkClient, BlkCommand, BlkDescriptor, BlkReply, BlkSettings};
 #[cfg(feature = "certificates")]
 pub use certificates::{Authority, TlsEnd, Validity};
 pub use cgroup::MemoryGroup;

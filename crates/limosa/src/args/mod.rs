@@ -90,7 +90,7 @@ pub(crate) enum Command {
     Snapshot(SnapshotArgs),
     /// Create, inspect, check and convert disk images; compatible with qemu-img
     Img(ImgArgs),
-    /// Serve disk images to QEMU and other clients over NBD
+    /// Serve disk images to QEMU and other clients over NBD or vhost-user-blk
     Serve(Box<ServeArgs>),
     /// Serve a virtio-balloon device over vhost-user; take memory from guests and learn their free pages
     Balloon(BalloonArgs),

@@ -21,6 +21,7 @@ use crate::img::size::parse_size;
   limosa serve disk.qcow2 --nbd unix:/run/vm/disk.sock\n  \
   limosa serve --read-only --snapshot before-update disk.qcow2 --nbd tcp:localhost:10809\n  \
   limosa serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --tls-creds /etc/pki/qemu --tls-allow host2.example\n  \
+  limosa serve disk.qcow2 --vhost-user-blk /run/vm/disk.sock\n  \
   limosa serve a.qcow2 b.raw -f raw --name system --name data --nbd unix:/run/disks.sock\n  \
   nbdinfo nbd+unix:///?socket=/run/vm/disk.sock\n  \
   qemu-system-x86_64 ... -drive file=nbd+unix:///?socket=/run/vm/disk.sock,format=raw,if=virtio"
@@ -34,6 +35,19 @@ pub(crate) struct ServeArgs {
     /// input and output). Repeatable; default: the sockets that systemd passes (`LISTEN_FDS`)
     #[arg(long, value_name = "URI")]
     pub(crate) nbd: Vec<Uri>,
+
+    /// Serve a disk over vhost-user-blk at this socket, to one virtual machine; repeat it for each image, in their
+    /// order
+    #[arg(long, value_name = "SOCK")]
+    pub(crate) vhost_user_blk: Vec<PathBuf>,
+
+    /// Most queues of a disk over vhost-user-blk; default: the number of cores
+    #[arg(long, value_name = "N", requires = "vhost_user_blk", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) queues: Option<u16>,
+
+    /// Threads of a disk over vhost-user-blk; default: one for each queue, at most one for each core
+    #[arg(long, value_name = "N", requires = "vhost_user_blk", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) threads: Option<u16>,
 
     /// Name of the export; repeat it for each image, in their order
     #[arg(long, value_name = "NAME")]

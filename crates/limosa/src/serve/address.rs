@@ -22,7 +22,8 @@ pub(super) fn all(args: &ServeArgs) -> Vec<Uri> {
     let passed = number("LISTEN_FDS").filter(|_| number("LISTEN_PID") == Some(std::process::id()));
     match passed.and_then(|count| i32::try_from(count).ok()) {
         Some(count @ 1..=1024) => (LISTEN_FDS_START..LISTEN_FDS_START + count).map(Uri::Fd).collect(),
-        _ => misused("--nbd URI is missing, and systemd passes no socket (LISTEN_FDS)"),
+        _ if !args.vhost_user_blk.is_empty() => Vec::new(),
+        _ => misused("--nbd URI or --vhost-user-blk SOCK is missing, and systemd passes no socket (LISTEN_FDS)"),
     }
 }
 

@@ -1,14 +1,15 @@
-//! `limosa serve`: images for clients of NBD.
+//! `limosa serve`: images for clients of NBD, and for virtual machines over vhost-user-blk.
 //!
 //! Law: however it is ended by a signal that can be handled, images are flushed and closed after the last request, and
 //! what fails then is reported.
 
 mod address;
+mod devices;
 mod images;
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::thread;
+use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::Instant;
 
 use anyhow::Context as _;
@@ -25,6 +26,7 @@ use signal_hook::iterator::Signals;
 use crate::args::ServeArgs;
 use crate::img::interrupt;
 use crate::usage::misused;
+use devices::BlockDevice;
 
 pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     let addresses = address::all(args);
@@ -32,9 +34,10 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     if piped && args.json {
         misused("--json prints on standard output, which --nbd - uses for the client");
     }
-    if piped && addresses.len() > 1 {
+    if piped && (addresses.len() > 1 || !args.vhost_user_blk.is_empty()) {
         misused("--nbd - serves one client, and no other address");
     }
+    devices::check(args);
     if args.name.len() > args.images.len() {
         misused(format_args!("--name is given {} times for {} images", args.name.len(), args.images.len()));
     }
@@ -57,8 +60,11 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     if let Some((tls, required)) = tls {
         options = options.tls(tls, required);
     }
-    let server = Server::new(exports.clone(), options)?;
-    let stopper = server.stopper();
+    let servers = match devices::bind(args, &exports) {
+        Ok(devices) => Arc::new(Servers { nbd: Server::new(exports.clone(), options)?, devices }),
+        Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
+    };
+    let stopper = Arc::clone(&servers);
     let handle = signals.handle();
     let begun = Instant::now();
     let listening = thread::Builder::new().name("signals".into()).spawn(move || {
@@ -67,14 +73,28 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         }
     });
     let listening = listening.context("cannot start a thread for signals")?;
-    let served = serve(args, &addresses, &server, &exports);
+    let served = serve(args, &addresses, &servers, &exports);
     handle.close();
     let _ = listening.join();
-    let closed = close(&exports);
+    let closed = close(&exports, &servers.devices);
     first_failure([served, closed])?;
-    report(args, &server.counters(), &exports, begun);
+    report(args, &servers, &exports, begun);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// All that serves.
+struct Servers {
+    nbd: Server,
+    devices: Vec<BlockDevice>,
+}
+
+impl Servers {
+    /// Makes all of them end.
+    fn stop(&self) {
+        self.nbd.stopper().stop();
+        self.devices.iter().for_each(BlockDevice::stop);
+    }
 }
 
 /// Takes as many descriptors as this process may have: a client needs four. If that fails there is room for fewer.
@@ -83,28 +103,25 @@ fn allow_descriptors() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-/// Serves clients at all addresses until the server is stopped.
-fn serve(args: &ServeArgs, addresses: &[Uri], server: &Server, exports: &Exports) -> anyhow::Result<()> {
+/// Serves clients at all addresses until the servers are stopped.
+fn serve(args: &ServeArgs, addresses: &[Uri], servers: &Servers, exports: &Exports) -> anyhow::Result<()> {
     let options = Options::default();
     if addresses == [Uri::Stdio] {
         let channel = address::standard_streams(&options)?;
-        return Ok(server.serve_channel(channel)?);
+        return Ok(servers.nbd.serve_channel(channel)?);
     }
     let bind = |uri| Listener::bind(uri, &options).context("--nbd");
     let listeners = addresses.iter().map(bind).collect::<anyhow::Result<Vec<_>>>()?;
-    announce(args, &listeners, exports)?;
+    announce(args, &listeners, &servers.devices, exports)?;
     let ended = thread::scope(|scope| {
-        let serve = |listener| {
-            let served = server.serve(listener);
-            // The end of one is the end of all.
-            server.stopper().stop();
-            served
-        };
-        let start =
-            |listener| thread::Builder::new().name("nbd-listener".into()).spawn_scoped(scope, move || serve(listener));
-        let threads: Vec<_> = listeners.iter().map(start).collect();
+        let nbd = listeners
+            .iter()
+            .map(|listener| start(scope, "nbd-listener", servers, move || Ok(servers.nbd.serve(listener)?)));
+        let devices =
+            servers.devices.iter().map(|device| start(scope, "blk-listener", servers, move || device.serve()));
+        let threads: Vec<_> = nbd.chain(devices).collect();
         if threads.iter().any(Result::is_err) {
-            server.stopper().stop();
+            servers.stop();
         }
         threads
             .into_iter()
@@ -113,13 +130,33 @@ fn serve(args: &ServeArgs, addresses: &[Uri], server: &Server, exports: &Exports
     });
     first_failure(ended.into_iter().map(|served| {
         served.and_then(|served| {
-            Ok(served.map_err(|_| anyhow::anyhow!("a thread of the server failed; this is a bug in limosa"))??)
+            served.map_err(|_| anyhow::anyhow!("a thread of the server failed; this is a bug in limosa"))?
         })
     }))
 }
 
+/// Starts a thread that serves. The end of one is the end of all.
+fn start<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    name: &str,
+    servers: &'scope Servers,
+    serve: impl FnOnce() -> anyhow::Result<()> + Send + 'scope,
+) -> std::io::Result<ScopedJoinHandle<'scope, anyhow::Result<()>>> {
+    let serve = move || {
+        let served = serve();
+        servers.stop();
+        served
+    };
+    thread::Builder::new().name(name.into()).spawn_scoped(scope, serve)
+}
+
 /// Says that clients can connect.
-fn announce(args: &ServeArgs, listeners: &[Listener], exports: &Exports) -> anyhow::Result<()> {
+fn announce(
+    args: &ServeArgs,
+    listeners: &[Listener],
+    devices: &[BlockDevice],
+    exports: &Exports,
+) -> anyhow::Result<()> {
     let exports = exports.all();
     let name = exports.first().filter(|_| exports.len() == 1).map_or("", |export| export.name());
     let uris: Vec<_> = listeners
@@ -132,10 +169,13 @@ fn announce(args: &ServeArgs, listeners: &[Listener], exports: &Exports) -> anyh
     };
     if args.json {
         let exports: Vec<_> = exports.iter().map(|export| description(export)).collect();
-        print_out!("{}", json!({ "event": "ready", "nbd": uris, "exports": exports }));
+        let devices: Vec<_> = devices.iter().map(BlockDevice::description).collect();
+        let ready = json!({ "event": "ready", "nbd": uris, "vhost-user-blk": devices, "exports": exports });
+        print_out!("{ready}");
         check_stdout()?;
     }
-    say!("limosa: serving {what} at {}", uris.join(" and "));
+    let addresses: Vec<_> = uris.into_iter().chain(devices.iter().map(BlockDevice::address)).collect();
+    say!("limosa: serving {what} at {}", addresses.join(" and "));
     Ok(())
 }
 
@@ -151,8 +191,11 @@ fn description(export: &Export) -> Value {
 }
 
 /// Flushes and closes all images.
-fn close(exports: &Exports) -> anyhow::Result<()> {
-    first_failure(exports.all().into_iter().map(|export| {
+fn close(exports: &Exports, devices: &[BlockDevice]) -> anyhow::Result<()> {
+    // A thread that a front end blocks may have begun requests that it never ends, and closing waits for them. What was
+    // flushed is safe; the failure of the device is reported.
+    let is_blocked = |export: &Arc<Export>| devices.iter().any(|device| device.is_blocked(export));
+    first_failure(exports.all().into_iter().filter(|export| !is_blocked(export)).map(|export| {
         let disk = Arc::clone(export.disk());
         block_on(disk.close()).with_context(|| format!("cannot close {}", disk.name()))
     }))
@@ -171,12 +214,14 @@ fn first_failure(results: impl IntoIterator<Item = anyhow::Result<()>>) -> anyho
     first
 }
 
-fn report(args: &ServeArgs, server: &ServerCounters, exports: &Exports, begun: Instant) {
+fn report(args: &ServeArgs, servers: &Servers, exports: &Exports, begun: Instant) {
     let exports = exports.all();
+    let server = servers.nbd.counters();
+    let front_ends: u64 = servers.devices.iter().map(BlockDevice::front_ends).sum();
     let sum = |of: fn(&ExportCounters) -> u64| exports.iter().map(|export| of(&export.counters())).sum::<u64>();
     say!(
         "limosa: {} connections served in {}; {} read, {} written, {} flushes",
-        quantity::count(server.connections),
+        quantity::count(server.connections + front_ends),
         quantity::time(begun.elapsed()),
         quantity::bytes(sum(|counters| counters.read_bytes)),
         quantity::bytes(sum(|counters| counters.written_bytes)),
@@ -184,7 +229,9 @@ fn report(args: &ServeArgs, server: &ServerCounters, exports: &Exports, begun: I
     );
     if args.json {
         let exports: Vec<_> = exports.iter().map(|export| export_counters(export)).collect();
-        print_out!("{}", json!({ "event": "ended", "counters": server_counters(server), "exports": exports }));
+        let mut counters = server_counters(&server);
+        counters["front-ends"] = front_ends.into();
+        print_out!("{}", json!({ "event": "ended", "counters": counters, "exports": exports }));
     }
 }
 

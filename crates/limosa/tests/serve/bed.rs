@@ -78,8 +78,18 @@ impl Bed {
     /// Starts `limosa serve WORDS --nbd unix:SOCKET`, and waits until clients can connect.
     #[track_caller]
     pub(crate) fn serve(&self, socket: &str, words: &[&str]) -> Serving {
-        let uri = format!("unix:{}", self.path(socket).display());
-        let program = crate::stage::start_command(self.command(&[words, &["--nbd", &uri]].concat()));
+        self.serve_at(socket, &["--nbd", &format!("unix:{}", self.path(socket).display())], words)
+    }
+
+    /// Starts `limosa serve WORDS --vhost-user-blk SOCKET`, and waits until front ends can connect.
+    #[track_caller]
+    pub(crate) fn serve_blk(&self, socket: &str, words: &[&str]) -> Serving {
+        self.serve_at(socket, &["--vhost-user-blk", self.path(socket).to_str().unwrap()], words)
+    }
+
+    #[track_caller]
+    fn serve_at(&self, socket: &str, address: &[&str], words: &[&str]) -> Serving {
+        let program = crate::stage::start_command(self.command(&[words, address].concat()));
         let serving = Serving { program, socket: self.path(socket) };
         wait_for("the server", || {
             let said = serving.program.stderr();

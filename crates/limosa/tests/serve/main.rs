@@ -4,6 +4,9 @@
 mod stage;
 
 mod bed;
+mod blk_guests;
+mod blk_kills;
+mod blk_program;
 mod clients;
 mod guest;
 mod kills;

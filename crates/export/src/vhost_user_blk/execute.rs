@@ -1,0 +1,143 @@
+//! A request, carried out on the export's disk.
+//!
+//! Law: in write-through mode a write is durable before it is acknowledged.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use limosa_image::ImageError;
+use limosa_page::error_with_causes;
+use limosa_storage::IoVector;
+
+use super::config::SECTOR;
+use super::request::{Action, ByteRange, Facts, ID_LENGTH, Status};
+use crate::export::{Export, ExportCounters};
+
+/// The disk of a device. Each queue has its own, so that threads do not share a reference count.
+#[derive(Debug, Clone)]
+pub(super) struct Target {
+    pub(super) export: Arc<Export>,
+    /// The name that the driver can read.
+    pub(super) id: [u8; ID_LENGTH],
+    /// Whether a failure was logged.
+    pub(super) was_logged: Arc<AtomicBool>,
+}
+
+impl Target {
+    /// Returns the facts that requests are checked against.
+    pub(super) fn facts(&self) -> Facts {
+        Facts {
+            sectors: self.export.size() / SECTOR,
+            read_only: self.export.is_read_only(),
+            discards: false,
+            zeroes: false,
+        }
+    }
+}
+
+/// A request that was taken out of a ring.
+#[derive(Debug)]
+pub(super) struct Request {
+    /// The index of its first descriptor.
+    pub(super) head: u16,
+    /// The number of its descriptors that hold data.
+    pub(super) segments: usize,
+    /// Guest address of its status.
+    pub(super) status: u64,
+    pub(super) action: Action,
+    /// The memory that is read into or written from.
+    pub(super) data: IoVector,
+    /// Writes are durable before they are acknowledged.
+    pub(super) write_through: bool,
+}
+
+/// A request that is done.
+#[derive(Debug)]
+pub(super) struct Done {
+    pub(super) head: u16,
+    pub(super) segments: usize,
+    pub(super) status_address: u64,
+    pub(super) status: Status,
+    /// Bytes that were written into the guest's memory before the status.
+    pub(super) written: usize,
+    /// Its part of the counters.
+    pub(super) counters: ExportCounters,
+}
+
+/// Carries out a request.
+pub(super) async fn execute(target: Arc<Target>, request: Request) -> Done {
+    let Request { head, segments, status: status_address, action, data, write_through } = request;
+    let mut counters = ExportCounters::default();
+    let result = run(&target, &action, &data, write_through, &mut counters).await;
+    let (status, written) = match result {
+        Ok(written) => (Status::Ok, written),
+        Err(error) => {
+            counters = ExportCounters { failures: 1, ..ExportCounters::default() };
+            // A guest must not fill the log.
+            if !target.was_logged.swap(true, Ordering::Relaxed) {
+                let (export, error) = (target.export.name(), error_with_causes(&error));
+                tracing::warn!(export, error, "a request failed (further ones are only counted)");
+            }
+            (Status::IoError, 0)
+        }
+    };
+    Done { head, segments, status_address, status, written, counters }
+}
+
+async fn run(
+    target: &Target,
+    action: &Action,
+    data: &IoVector,
+    write_through: bool,
+    counters: &mut ExportCounters,
+) -> Result<usize, ImageError> {
+    let (export, length) = (&target.export, data.len());
+    let disk = export.disk();
+    let mut changes = false;
+    match action {
+        Action::Read { offset } => {
+            if length > 0 {
+                disk.read(export.place(*offset), data.clone()).await?;
+            }
+            (counters.reads, counters.read_bytes) = (1, length as u64);
+            return Ok(length);
+        }
+        Action::Write { offset } => {
+            if length > 0 {
+                disk.write(export.place(*offset), data.clone()).await?;
+            }
+            changes = true;
+            (counters.writes, counters.written_bytes) = (1, length as u64);
+        }
+        Action::Flush => {
+            disk.flush().await?;
+            counters.flushes = 1;
+        }
+        Action::GetId => {
+            counters.others = 1;
+            return Ok(data.copy_from(0, &target.id));
+        }
+        Action::Discard(ranges) => {
+            for ByteRange { offset, length, .. } in ranges.iter().filter(|range| range.length > 0) {
+                disk.discard(export.place(*offset), *length).await?;
+            }
+            changes = true;
+            (counters.zeroes, counters.zeroed_bytes) = (1, sum(ranges));
+        }
+        Action::WriteZeroes(ranges) => {
+            for ByteRange { offset, length, unmap } in ranges.iter().filter(|range| range.length > 0) {
+                disk.write_zeroes(export.place(*offset), *length, *unmap).await?;
+            }
+            changes = true;
+            (counters.zeroes, counters.zeroed_bytes) = (1, sum(ranges));
+        }
+    }
+    if changes && write_through {
+        disk.flush().await?;
+    }
+    Ok(0)
+}
+
+fn sum(ranges: &[ByteRange]) -> u64 {
+    ranges.iter().map(|range| range.length).sum()
+}

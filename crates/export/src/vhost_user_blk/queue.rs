@@ -1,0 +1,200 @@
+//! The requests of a queue.
+//!
+//! Laws: a buffer that was taken out is given back exactly once, or its ring is broken. Requests in flight are bounded,
+//! in number and in segments; what is beyond the bound stays in the ring until there is room. The buffers of all
+//! requests that are done are given back together, with one notification.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use limosa_vhost::{Chain, MoreWork, QueueError, Requests, Vring};
+use parking_lot::Mutex;
+
+use super::chain::{Link, Parts, Piece};
+use super::execute::{Done, Request, Target, execute};
+use super::memory::GuestMemory;
+use super::request::{Action, Facts, Status, parse};
+use crate::export::ExportCounters;
+
+/// Most requests in flight: the largest ring that QEMU has.
+const REQUESTS_MAX: usize = 1024;
+/// Most segments of requests in flight.
+const SEGMENTS_MAX: usize = 16 << 10;
+/// Most requests that are taken before other queues have their turn.
+const AT_ONCE: usize = 64;
+
+/// A request in flight.
+type InFlight = Pin<Box<dyn Future<Output = Done> + Send>>;
+
+/// How requests are carried out at the moment.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mode {
+    pub(super) facts: Facts,
+    pub(super) write_through: bool,
+}
+
+/// A queue of the device. One thread uses it.
+#[derive(Debug)]
+pub(super) struct Queue(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    target: Arc<Target>,
+    in_flight: FuturesUnordered<InFlight>,
+    segments: usize,
+    /// Buffers were left in the ring because there was no room.
+    has_left: bool,
+    /// Buffers to be given back: first descriptor, and bytes written.
+    finished: Vec<(u16, u32)>,
+    counters: ExportCounters,
+    has_flushed: bool,
+}
+
+impl Queue {
+    /// An empty queue of requests to a disk.
+    pub(super) fn new(target: Target) -> Self {
+        Self(Mutex::new(State {
+            target: Arc::new(target),
+            in_flight: FuturesUnordered::new(),
+            segments: 0,
+            has_left: false,
+            finished: Vec::new(),
+            counters: ExportCounters::default(),
+            has_flushed: false,
+        }))
+    }
+
+    /// Takes requests out of the ring, to be begun by [`Queue::poll`].
+    ///
+    /// # Errors
+    /// The ring has stopped, or is broken: by the driver too, if a buffer is no request.
+    pub(super) fn take(&self, vring: &Vring, mode: &Mode) -> Result<MoreWork, QueueError> {
+        let mut state = self.0.lock();
+        let memory = GuestMemory::new(vring.memory()?);
+        for _ in 0..AT_ONCE {
+            if state.in_flight.len() >= REQUESTS_MAX || state.segments >= SEGMENTS_MAX {
+                state.has_left = true;
+                return Ok(MoreWork::No);
+            }
+            let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
+            state.begin(chain, &memory, mode)?;
+        }
+        Ok(MoreWork::Yes)
+    }
+
+    /// Polls the requests in flight, and gives back the buffers of those that are done.
+    pub(super) fn poll(&self, vring: &Vring, context: &mut Context<'_>) -> Requests {
+        let mut state = self.0.lock();
+        let ring = state.collect(vring, context);
+        Requests { in_flight: !state.in_flight.is_empty(), ring }
+    }
+
+    /// Returns whether a flush has succeeded since the last call.
+    pub(super) fn take_has_flushed(&self) -> bool {
+        std::mem::take(&mut self.0.lock().has_flushed)
+    }
+
+    /// Forgets what belongs to a driver that has gone: buffers that could not be given back.
+    pub(super) fn clear(&self) {
+        let mut state = self.0.lock();
+        state.finished.clear();
+        state.has_left = false;
+    }
+}
+
+impl State {
+    /// Begins the request of a buffer, or finishes it at once.
+    fn begin(&mut self, chain: Chain, memory: &GuestMemory, mode: &Mode) -> Result<(), QueueError> {
+        let head = chain.head_index();
+        let invalid = |why| QueueError::Buffer { head, why };
+        let links = chain.map(|descriptor| Link {
+            piece: Piece { address: descriptor.addr().0, length: descriptor.len() },
+            is_writable: descriptor.is_write_only(),
+            has_next: descriptor.has_next(),
+        });
+        let parts = Parts::of(links, |address, into| memory.read(address, into)).map_err(invalid)?;
+        if !memory.holds(parts.status) {
+            return Err(invalid("its status byte is not in memory"));
+        }
+        let request = parse(&parts, &mode.facts, |address, into| memory.read(address, into)).and_then(|action| {
+            let pieces = match action {
+                Action::Read { .. } | Action::GetId => parts.writable.as_slice(),
+                Action::Write { .. } => &parts.readable,
+                Action::Flush | Action::Discard(_) | Action::WriteZeroes(_) => &[],
+            };
+            let data = memory.vector(pieces).ok_or(Status::IoError)?;
+            let segments = data.buffers().len();
+            let (status, write_through) = (parts.status, mode.write_through);
+            Ok(Request { head, segments, status, action, data, write_through })
+        });
+        match request {
+            Ok(request) => {
+                self.segments += request.segments;
+                self.in_flight.push(Box::pin(execute(Arc::clone(&self.target), request)));
+            }
+            Err(status) => {
+                let counters = ExportCounters { failures: 1, ..ExportCounters::default() };
+                self.finish(memory, Done::refused(head, parts.status, status, counters));
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, memory: &GuestMemory, done: Done) {
+        let Done { head, segments, status_address, status, written, counters } = done;
+        self.segments -= segments;
+        self.has_flushed |= counters.flushes > 0;
+        merge(&mut self.counters, &counters);
+        // It was memory when the request was taken, and memory does not change while the ring runs.
+        let _ = memory.write_byte(status_address, status as u8);
+        // A read has at most `BYTES_MAX` bytes.
+        self.finished.push((head, u32::try_from(written).unwrap_or(u32::MAX).saturating_add(1)));
+    }
+
+    fn collect(&mut self, vring: &Vring, context: &mut Context<'_>) -> Result<MoreWork, QueueError> {
+        let memory = vring.memory().map(GuestMemory::new);
+        let before = self.in_flight.len();
+        while let Poll::Ready(Some(done)) = self.in_flight.poll_next_unpin(context) {
+            match &memory {
+                Ok(memory) => self.finish(memory, done),
+                // Its ring was never stopped without being drained.
+                Err(_) => self.segments -= done.segments,
+            }
+        }
+        // Before the driver sees that they are done.
+        self.target.export.activity.add(&std::mem::take(&mut self.counters));
+        if !self.finished.is_empty() {
+            let finished = std::mem::take(&mut self.finished);
+            vring.add_used_all(&finished)?;
+            vring.notify()?;
+            self.finished = finished;
+            self.finished.clear();
+        }
+        let has_room = self.in_flight.len() < before && std::mem::take(&mut self.has_left);
+        Ok(if has_room { MoreWork::Yes } else { MoreWork::No })
+    }
+}
+
+impl Done {
+    /// A request that is not carried out.
+    const fn refused(head: u16, status_address: u64, status: Status, counters: ExportCounters) -> Self {
+        Self { head, segments: 0, status_address, status, written: 0, counters }
+    }
+}
+
+/// Adds the counters of a request to those of its queue.
+fn merge(total: &mut ExportCounters, more: &ExportCounters) {
+    total.reads += more.reads;
+    total.read_bytes += more.read_bytes;
+    total.writes += more.writes;
+    total.written_bytes += more.written_bytes;
+    total.zeroes += more.zeroes;
+    total.zeroed_bytes += more.zeroed_bytes;
+    total.flushes += more.flushes;
+    total.others += more.others;
+    total.failures += more.failures;
+}

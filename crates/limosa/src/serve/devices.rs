@@ -1,0 +1,86 @@
+//! The disks that are served over vhost-user-blk: a socket for each image.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Context as _;
+use limosa_export::vhost_user_blk::{VhostUserBlk, VhostUserBlkOptions};
+use limosa_export::{Export, Exports};
+use limosa_vhost::{Server, ServerError};
+use serde_json::{Value, json};
+
+use crate::args::ServeArgs;
+use crate::usage::misused;
+
+/// A disk at a socket.
+pub(super) struct BlockDevice {
+    path: String,
+    export: Arc<Export>,
+    server: Server,
+    /// Its front end blocks a thread, which may have requests in flight.
+    blocked: AtomicBool,
+}
+
+/// Checks the options against each other.
+pub(super) fn check(args: &ServeArgs) {
+    let (sockets, images) = (args.vhost_user_blk.len(), args.images.len());
+    if sockets != 0 && sockets != images {
+        misused(format_args!("--vhost-user-blk is given {sockets} times for {images} images: give a socket for each"));
+    }
+}
+
+/// Listens at all sockets.
+///
+/// # Errors
+/// A path is in use or invalid.
+pub(super) fn bind(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Vec<BlockDevice>> {
+    let options = VhostUserBlkOptions::default()
+        .queues(args.queues.map_or(0, usize::from))
+        .threads(args.threads.map_or(0, usize::from));
+    let bind = |(path, export): (&PathBuf, Arc<Export>)| -> anyhow::Result<BlockDevice> {
+        let device = VhostUserBlk::new(Arc::clone(&export), &options);
+        let server = Server::bind(path, Arc::new(device)).context("--vhost-user-blk")?;
+        Ok(BlockDevice { path: path.display().to_string(), export, server, blocked: AtomicBool::new(false) })
+    };
+    args.vhost_user_blk.iter().zip(exports.all()).map(bind).collect()
+}
+
+impl BlockDevice {
+    /// Serves front ends until the device is stopped.
+    ///
+    /// # Errors
+    /// The front end blocks the server, or the kernel has no room for it.
+    pub(super) fn serve(&self) -> anyhow::Result<()> {
+        let served = self.server.serve();
+        if matches!(served, Err(ServerError::StopBlocked { .. })) {
+            self.blocked.store(true, Ordering::SeqCst);
+        }
+        Ok(served?)
+    }
+
+    /// Makes it end.
+    pub(super) fn stop(&self) {
+        self.server.stopper().stop();
+    }
+
+    /// Returns whether it is of this export, and its front end blocks a thread.
+    pub(super) fn is_blocked(&self, export: &Arc<Export>) -> bool {
+        Arc::ptr_eq(&self.export, export) && self.blocked.load(Ordering::SeqCst)
+    }
+
+    /// Returns its address for people.
+    pub(super) fn address(&self) -> String {
+        format!("{} (--vhost-user-blk)", self.path)
+    }
+
+    /// Returns its address for programs.
+    pub(super) fn description(&self) -> Value {
+        json!({ "socket": self.path, "export": self.export.name() })
+    }
+
+    /// Returns the number of front ends that have connected.
+    pub(super) fn front_ends(&self) -> u64 {
+        self.server.connection_count()
+    }
+}
