@@ -145,6 +145,9 @@ pub enum CreateOptionsError {
         /// The option that it needs.
         needs: &'static str,
     },
+    /// The disk is longer than the image's tables can be for.
+    #[error("size={0}: larger than its tables can be for; larger clusters make them smaller")]
+    TooLarge(u64),
     /// A raw data file has all contents, so there is nothing to read from a backing file.
     #[error("data_file_raw and backing_file exclude each other")]
     RawWithBacking,

@@ -1,9 +1,11 @@
-//! Operations on whole disks: converting, comparing, describing, resizing, and measuring their speed.
+//! Operations on whole disks: converting, comparing, describing, resizing, and measuring their
+//! space and their speed.
 
 pub mod bench;
 pub mod compare;
 pub mod convert;
 pub mod info;
+pub mod measure;
 mod operation;
 pub mod resize;
 

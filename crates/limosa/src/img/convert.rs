@@ -45,7 +45,7 @@ const fn shown(options: &ConvertOptions) -> bool {
 }
 
 /// Keeps an image's own error in the chain, where its remedy is found.
-fn cause(error: OperationError) -> anyhow::Error {
+pub(super) fn cause(error: OperationError) -> anyhow::Error {
     match error {
         OperationError::Image(error) => error.into(),
         error => error.into(),

@@ -12,6 +12,7 @@ mod format_options;
 mod info;
 pub(crate) mod interrupt;
 mod map;
+mod measure;
 mod meter;
 pub(crate) mod object;
 pub(crate) mod open;
@@ -28,7 +29,7 @@ use limosa_image::ImageError;
 use crate::args::{ImgArgs, ImgCommand};
 
 /// Commands of qemu-img that limosa does not support yet.
-const LATER: [&str; 7] = ["amend", "bitmap", "commit", "dd", "measure", "rebase", "snapshot"];
+const LATER: [&str; 6] = ["amend", "bitmap", "commit", "dd", "rebase", "snapshot"];
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     match (object::check(args.command.objects()), &args.command) {
@@ -46,6 +47,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Map(args) => map::run(&args.resolve()),
         ImgCommand::Convert(args) => convert::run(&args.resolve()?),
         ImgCommand::Compare(args) => compare::run(&args.resolve()),
+        ImgCommand::Measure(args) => measure::run(&args.resolve()?),
         ImgCommand::Resize(args) => resize::run(&args.resolve()),
         ImgCommand::Bench(args) => bench::run(&args.resolve()?),
         ImgCommand::Other(words) => refuse(&words),

@@ -169,6 +169,25 @@ pub(crate) struct ConvertOptions {
     pub(crate) json: bool,
 }
 
+/// The source of a measurement.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Measured {
+    /// A new image of this many bytes.
+    Size(u64),
+    /// An image that would be converted.
+    Image(Source),
+}
+
+/// `limosa img measure`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MeasureOptions {
+    pub(crate) what: Measured,
+    /// The snapshot of the source that is measured.
+    pub(crate) snapshot: Option<SnapshotChoice>,
+    pub(crate) target: Target,
+    pub(crate) json: bool,
+}
+
 /// `limosa img compare`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CompareOptions {

@@ -6,7 +6,7 @@ use crate::bed::{Answer, Bed, assert_one_line, length, poke};
 use crate::needs_qemu;
 
 /// Images of many kinds, with their formats.
-fn images(bed: &Bed) -> Vec<(&'static str, &'static str)> {
+pub(crate) fn images(bed: &Bed) -> Vec<(&'static str, &'static str)> {
     bed.create(&["-f", "qcow2", "base", "10M"]);
     bed.qemu_io("base", &["write -P 1 0 100k", "write -z 1M 1M", "write -P 2 5M 4k", "write -P 0 6M 300k"]);
     bed.create(&["-f", "qcow2", "-b", "base", "-F", "qcow2", "overlay", "12M"]);

@@ -14,5 +14,6 @@ mod info;
 mod interrupt;
 mod locks;
 mod map;
+mod measure;
 mod resize;
 mod usage;

@@ -148,6 +148,13 @@ impl CreateOptions {
         }
     }
 
+    /// Returns the length in bytes of an image whose disk of `size` bytes is allocated as a whole. The options are
+    /// checked, and contents are in the image itself.
+    pub(crate) fn allocated_length(&self, size: u64) -> Result<u64, CreateOptionsError> {
+        let layout = Layout::new(self.geometry(), size, true, true);
+        layout.map(|layout| layout.end().0).map_err(|_| CreateOptionsError::TooLarge(size))
+    }
+
     /// A raw data file must agree with the tables, and without tables they would say that there are zeros.
     const fn tables(&self) -> bool {
         self.data_file_raw || !matches!(self.preallocation, Preallocation::Off)

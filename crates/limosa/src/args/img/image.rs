@@ -103,6 +103,11 @@ impl OpenArgs {
 }
 
 impl ImageArgs {
+    /// Whether an option says how an image is opened.
+    pub(crate) fn is_given(&self) -> bool {
+        self.format.is_some() || self.image_opts || !self.open.object.all().is_empty()
+    }
+
     /// The image of this name.
     pub(crate) fn source(&self, name: &OsStr) -> Source {
         self.open.source(name, self.format.as_ref(), self.image_opts)

@@ -12,6 +12,7 @@ mod create;
 mod image;
 mod info;
 mod map;
+mod measure;
 mod resize;
 
 use std::ffi::OsString;
@@ -28,6 +29,7 @@ pub(crate) use create::ImgCreateArgs;
 pub(crate) use image::{OpenArgs, parse_aio};
 pub(crate) use info::ImgInfoArgs;
 pub(crate) use map::ImgMapArgs;
+pub(crate) use measure::ImgMeasureArgs;
 pub(crate) use resize::ImgResizeArgs;
 
 #[derive(Debug, Args)]
@@ -54,6 +56,8 @@ pub(crate) enum ImgCommand {
     Convert(Box<ImgConvertArgs>),
     /// Compare the guest-visible contents of two images
     Compare(ImgCompareArgs),
+    /// Show the space that a new image, or a converted one, would need
+    Measure(ImgMeasureArgs),
     /// Change the virtual size of an image
     Resize(ImgResizeArgs),
     /// Measure requests to an image
@@ -73,6 +77,7 @@ impl ImgCommand {
             Self::Map(args) => &args.image.open.object,
             Self::Convert(args) => &args.open.object,
             Self::Compare(args) => &args.open.object,
+            Self::Measure(args) => &args.image.open.object,
             Self::Resize(args) => &args.image.open.object,
             Self::Bench(args) => &args.image.open.object,
             Self::Other(_) => return &[],

@@ -1,0 +1,66 @@
+//! The arguments of `limosa img measure`.
+
+use std::ffi::OsString;
+
+use clap::Args;
+use limosa_image::qcow2::SnapshotChoice;
+
+use super::convert::parse_snapshot;
+use super::image::{ImageArgs, OutputArgs, ShareArg};
+use crate::img::options::{MeasureOptions, Measured, Source, Target};
+use crate::img::size::parse_size;
+
+#[derive(Debug, Args)]
+#[command(override_usage = "limosa img measure [OPTIONS] FILE\n       limosa img measure [OPTIONS] --size SIZE")]
+pub(crate) struct ImgMeasureArgs {
+    #[command(flatten)]
+    pub(super) image: ImageArgs,
+
+    /// Measure this internal snapshot of FILE: its id or name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = parse_snapshot)]
+    snapshot: Option<SnapshotChoice>,
+
+    /// The target's format: raw or qcow2
+    #[arg(short = 'O', long, value_name = "FMT", default_value = "raw")]
+    target_format: String,
+
+    /// Options of the target's format: NAME=VALUE[,NAME=VALUE...]; -o help lists them. Repeatable
+    #[arg(short = 'o', long, value_name = "OPTIONS")]
+    options: Vec<String>,
+
+    /// Measure a new image of this virtual size
+    #[arg(short, long, value_name = "SIZE", value_parser = parse_size, allow_hyphen_values = true)]
+    size: Option<u64>,
+
+    #[command(flatten)]
+    share: ShareArg,
+
+    #[command(flatten)]
+    output: OutputArgs,
+
+    /// The image that would be converted
+    #[arg(value_name = "FILE")]
+    file: Option<OsString>,
+}
+
+impl ImgMeasureArgs {
+    /// Resolves the arguments.
+    ///
+    /// # Errors
+    /// Neither an image nor a size was given, or both.
+    pub(crate) fn resolve(self) -> anyhow::Result<MeasureOptions> {
+        let target = Target { format: self.target_format, options: self.options.join(","), ..Target::default() };
+        let of_file = self.image.is_given() || self.snapshot.is_some();
+        let what = match (&self.file, self.size) {
+            (Some(_), Some(_)) => anyhow::bail!("--size: excludes FILE, whose size is measured"),
+            (None, Some(_)) if of_file => anyhow::bail!("--size: excludes -f, -l, --image-opts and --object"),
+            (Some(file), None) => {
+                Measured::Image(Source { force_share: self.share.force_share, ..self.image.source(file) })
+            }
+            (None, Some(size)) => Measured::Size(size),
+            (None, None) if target.asks_for_help() => Measured::Size(0),
+            (None, None) => anyhow::bail!("image not given; use limosa img measure FILE, or --size SIZE"),
+        };
+        Ok(MeasureOptions { what, snapshot: self.snapshot, target, json: self.output.json() })
+    }
+}
