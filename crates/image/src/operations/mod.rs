@@ -4,6 +4,7 @@
 pub mod bench;
 pub mod compare;
 pub mod convert;
+pub mod dd;
 pub mod info;
 pub mod measure;
 mod operation;

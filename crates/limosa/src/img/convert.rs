@@ -99,7 +99,7 @@ fn check(options: &ConvertOptions) -> anyhow::Result<()> {
 }
 
 /// Cached pages are copied by the thread that requests them, and each request has one.
-fn io(cache: CacheMode) -> Io {
+pub(super) fn io(cache: CacheMode) -> Io {
     if cache.is_direct() { Io::Auto } else { Io::CallerThread }
 }
 
@@ -160,7 +160,8 @@ fn warn(counters: &ConvertCounters) {
     }
 }
 
-fn object(counters: &ConvertCounters, length: u64) -> serde_json::Value {
+/// The counters for programs.
+pub(super) fn object(counters: &ConvertCounters, length: u64) -> serde_json::Value {
     json!({
         "length": length,
         "reads": counters.reads,

@@ -8,6 +8,7 @@ mod check;
 mod compare;
 mod convert;
 mod create;
+mod dd;
 mod format_options;
 mod info;
 pub(crate) mod interrupt;
@@ -29,7 +30,7 @@ use limosa_image::ImageError;
 use crate::args::{ImgArgs, ImgCommand};
 
 /// Commands of qemu-img that limosa does not support yet.
-const LATER: [&str; 6] = ["amend", "bitmap", "commit", "dd", "rebase", "snapshot"];
+const LATER: [&str; 5] = ["amend", "bitmap", "commit", "rebase", "snapshot"];
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     match (object::check(args.command.objects()), &args.command) {
@@ -47,6 +48,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Map(args) => map::run(&args.resolve()),
         ImgCommand::Convert(args) => convert::run(&args.resolve()?),
         ImgCommand::Compare(args) => compare::run(&args.resolve()),
+        ImgCommand::Dd(args) => dd::run(&args.resolve()?),
         ImgCommand::Measure(args) => measure::run(&args.resolve()?),
         ImgCommand::Resize(args) => resize::run(&args.resolve()),
         ImgCommand::Bench(args) => bench::run(&args.resolve()?),

@@ -4,6 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 
 use anyhow::Context as _;
+use limosa_image::dd::Blocks;
 use limosa_image::qcow2::{ReflinkMode, Repair, SnapshotChoice};
 use limosa_image::resize::NewSize;
 use limosa_storage::{CacheMode, Io};
@@ -166,6 +167,18 @@ pub(crate) struct ConvertOptions {
     /// Progress is shown also without a terminal.
     pub(crate) progress: bool,
     pub(crate) quiet: bool,
+    pub(crate) json: bool,
+}
+
+/// `limosa img dd`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct DdOptions {
+    pub(crate) source: Source,
+    /// The output's name.
+    pub(crate) name: Name,
+    /// The output's format.
+    pub(crate) format: String,
+    pub(crate) blocks: Blocks,
     pub(crate) json: bool,
 }
 

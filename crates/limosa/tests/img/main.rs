@@ -10,6 +10,7 @@ mod check;
 mod compare;
 mod convert;
 mod create;
+mod dd;
 mod info;
 mod interrupt;
 mod locks;

@@ -10,7 +10,7 @@ fn img(words: &[&str]) -> Answer {
 
 #[test]
 fn what_qemu_img_has_and_limosa_has_not_is_refused_with_one_line() {
-    for command in ["amend", "bitmap", "commit", "dd", "rebase", "snapshot"] {
+    for command in ["amend", "bitmap", "commit", "rebase", "snapshot"] {
         let ended = img(&[command, "-f", "qcow2", "--whatever", "x"]);
         assert_eq!(ended.status, Some(1), "{ended:?}");
         assert_one_line(
@@ -56,13 +56,14 @@ fn secrets_are_taken_and_checked_by_every_command_and_other_objects_refused() {
         ("frob,id=a", "frob"),
         ("", "kind of object not given"),
     ];
-    let commands: [&[&str]; 8] = [
+    let commands: [&[&str]; 9] = [
         &["create", "-f", "raw", "new", "1M"],
         &["info", "--output", "json", "x"],
         &["check", "x"],
         &["map", "x"],
         &["convert", "x", "copy"],
         &["compare", "x", "x"],
+        &["dd", "if=x", "of=copy"],
         &["measure", "x"],
         &["resize", "-f", "qcow2", "x", "1M"],
     ];
@@ -121,7 +122,7 @@ fn bad_usage_does_not_look_like_a_verdict() {
 #[test]
 fn help_tells_of_every_command() {
     let help = img(&["--help"]).success().stdout;
-    let commands = ["create", "info", "check", "map", "convert", "compare", "measure", "resize", "bench"];
+    let commands = ["create", "info", "check", "map", "convert", "compare", "dd", "measure", "resize", "bench"];
     for command in commands {
         assert!(help.contains(&format!("\n  {command} ")), "{command}: {help}");
         let own = img(&[command, "--help"]).success().stdout;

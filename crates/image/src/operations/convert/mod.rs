@@ -8,6 +8,7 @@
 //! The target is not closed, and nothing is made durable: the caller that opened it does that, with
 //! [`crate::Disk::close`].
 
+mod counters;
 mod offload;
 mod plan;
 mod request;
@@ -31,9 +32,11 @@ use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use crate::setters::setters;
+pub use counters::ConvertCounters;
 use plan::{Action, Content, Cutter, Rules, Span, Step};
 pub use request::{ConvertRequest, ConvertTarget, NewTarget, PreparedConversion};
-pub(crate) use source::{SECTOR, Source, index};
+pub(crate) use source::{SECTOR, index};
+use source::{Shared, Source};
 use turn::Turn;
 
 /// How to convert.
@@ -54,6 +57,11 @@ pub struct ConvertOptions {
     /// Length in bytes of the target's backing image, which has the contents of the source's: only contents of the
     /// source itself are copied.
     pub backing_length: Option<u64>,
+    /// With `backing_length`: the number of files at the top of the source's chain whose contents are copied; 1 is the
+    /// source itself.
+    pub layers: u32,
+    /// The part of each source that is copied, in bytes; `None`: all of it.
+    pub window: Option<Range<u64>>,
     /// Whether sectors that cannot be read become zeros.
     pub salvage: bool,
     /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for
@@ -68,6 +76,8 @@ setters!(ConvertOptions {
     out_of_order: bool,
     target_is_zero: bool,
     backing_length: Option<u64>,
+    layers: u32,
+    window: Option<Range<u64>>,
     salvage: bool,
     copy_range: bool,
 });
@@ -88,71 +98,10 @@ impl Default for ConvertOptions {
             out_of_order: false,
             target_is_zero: false,
             backing_length: None,
+            layers: 1,
+            window: None,
             salvage: false,
             copy_range: false,
-        }
-    }
-}
-
-/// Counts of a conversion.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ConvertCounters {
-    /// Reads.
-    pub reads: u64,
-    /// Bytes read.
-    pub bytes_read: u64,
-    /// Writes of contents.
-    pub writes: u64,
-    /// Bytes of contents written.
-    pub bytes_written: u64,
-    /// Copies that the kernel made.
-    pub copies: u64,
-    /// Bytes of contents that it copied.
-    pub bytes_copied: u64,
-    /// Requests to make a range zero.
-    pub zeroes: u64,
-    /// Bytes made zero by them.
-    pub bytes_zeroed: u64,
-    /// Bytes that are zero in the target already.
-    pub bytes_already_zero: u64,
-    /// Bytes left to the target's backing image.
-    pub bytes_in_backing: u64,
-    /// Bytes that could not be read; they are zeros in the target.
-    pub bytes_unreadable: u64,
-    /// Their places: the first few, in no order.
-    pub unreadable_ranges: Vec<Range<u64>>,
-}
-
-impl ConvertCounters {
-    /// The most places of lost bytes that are listed.
-    const PLACES: usize = 1024;
-
-    fn add(&mut self, other: Self) {
-        self.reads += other.reads;
-        self.bytes_read += other.bytes_read;
-        self.writes += other.writes;
-        self.bytes_written += other.bytes_written;
-        self.copies += other.copies;
-        self.bytes_copied += other.bytes_copied;
-        self.zeroes += other.zeroes;
-        self.bytes_zeroed += other.bytes_zeroed;
-        self.bytes_already_zero += other.bytes_already_zero;
-        self.bytes_in_backing += other.bytes_in_backing;
-        self.bytes_unreadable += other.bytes_unreadable;
-        let room = Self::PLACES.saturating_sub(self.unreadable_ranges.len());
-        self.unreadable_ranges.extend(other.unreadable_ranges.into_iter().take(room));
-    }
-
-    fn lose(&mut self, places: Vec<Range<u64>>) {
-        for place in places {
-            self.bytes_unreadable += place.end - place.start;
-            let room = self.unreadable_ranges.len() < Self::PLACES;
-            match self.unreadable_ranges.last_mut() {
-                Some(last) if last.end == place.start => last.end = place.end,
-                _ if room => self.unreadable_ranges.push(place),
-                _ => {}
-            }
         }
     }
 }
@@ -162,7 +111,7 @@ impl ConvertCounters {
 /// # Errors
 /// [`OperationError::TooLarge`].
 pub fn length(sources: &[Arc<dyn Disk>]) -> Result<u64, OperationError> {
-    Ok(Source::new(sources)?.len())
+    Ok(Source::new(sources, None)?.len())
 }
 
 /// Copies the sources, one after the other, to the beginning of the target.
@@ -280,7 +229,7 @@ impl<'a> Conversion<'a> {
         options: &'a ConvertOptions,
         watch: ProgressObserver<'a>,
     ) -> Result<Self, OperationError> {
-        let source = Source::new(sources)?;
+        let source = Source::new(sources, options.window.as_ref())?;
         let total = source.len();
         if target.len() < total {
             return Err(OperationError::TargetTooSmall {
@@ -385,7 +334,7 @@ impl<'a> Conversion<'a> {
             if at >= self.source.len() {
                 return Ok(None);
             }
-            let span = match self.source.map(at, self.options.backing_length).await {
+            let span = match self.source.map(at, self.shared()).await {
                 Ok(span) => span,
                 // Perhaps it can be read all the same.
                 Err(_) if self.options.salvage => {
@@ -397,6 +346,12 @@ impl<'a> Conversion<'a> {
             feed.at = span.range.end;
             feed.cutter.push(span);
         }
+    }
+
+    /// The contents of the source that the target has already.
+    fn shared(&self) -> Option<Shared> {
+        let length = self.options.backing_length?;
+        Some(Shared { layers: self.options.layers.max(1), length })
     }
 
     /// Waits for the turn of a step: false if all is over.

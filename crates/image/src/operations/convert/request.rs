@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 use limosa_storage::{Io, block_on};
 
-use super::{ConvertCounters, ConvertOptions, convert_on_threads, length};
+use super::source::Source;
+use super::{ConvertCounters, ConvertOptions, convert_on_threads};
 use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
 use crate::gate::Policy;
@@ -111,7 +112,7 @@ impl ConvertRequest {
         for source in &named {
             sources.push(chain::open(&source.reference, &source.options).await?);
         }
-        let length = length(&sources)?;
+        let length = Source::new(&sources, options.window.as_ref())?.len();
         let (target, created) = match target {
             ConvertTarget::Existing(target) => (target, None),
             ConvertTarget::New(new) => {
@@ -180,6 +181,13 @@ impl PreparedConversion<'_> {
     #[must_use]
     pub const fn length(&self) -> u64 {
         self.length
+    }
+
+    /// Returns whether the window of [`ConvertOptions::window`] begins past the end of a source.
+    #[must_use]
+    pub fn begins_past_end(&self) -> bool {
+        let window = self.options.window.as_ref();
+        window.is_some_and(|window| self.sources.iter().any(|disk| window.start > window.end.min(disk.len())))
     }
 
     /// Copies the sources with a thread for each request, and closes the target.

@@ -37,19 +37,33 @@ struct Part {
     disk: Arc<dyn Disk>,
     /// Its beginning and end, rounded up to a whole sector.
     range: Range<u64>,
-    /// Its own bytes.
+    /// The first byte of the disk that belongs to it.
+    start: u64,
+    /// Bytes of the disk that belong to it.
     len: u64,
 }
 
+/// Contents of the source that the target has already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shared {
+    /// Files at the top of the source's chain that the target does not share.
+    pub(super) layers: u32,
+    /// Bytes of the target, or of its backing image, before the conversion: what follows reads as zeros there.
+    pub(super) length: u64,
+}
+
 impl Source {
-    pub(crate) fn new(disks: &[Arc<dyn Disk>]) -> Result<Self, OperationError> {
+    /// `window`: the part of each disk that is used, as much of it as the disk has.
+    pub(crate) fn new(disks: &[Arc<dyn Disk>], window: Option<&Range<u64>>) -> Result<Self, OperationError> {
         let mut parts = Vec::with_capacity(disks.len());
         let mut at = 0_u64;
         for disk in disks {
-            let len = disk.len();
+            let end = window.map_or(u64::MAX, |window| window.end).min(disk.len());
+            let start = window.map_or(0, |window| window.start).min(end);
+            let len = end - start;
             let whole = len.checked_next_multiple_of(SECTOR).and_then(|whole| at.checked_add(whole));
             let end = whole.ok_or(OperationError::TooLarge)?;
-            parts.push(Part { disk: Arc::clone(disk), range: at..end, len });
+            parts.push(Part { disk: Arc::clone(disk), range: at..end, start, len });
             at = end;
         }
         Ok(Self { parts, len: at })
@@ -60,9 +74,8 @@ impl Source {
         self.len
     }
 
-    /// Returns the kind of the bytes from `at` on. `below`: length of the target's backing image, which has the
-    /// contents of the source's.
-    pub(crate) async fn map(&self, at: u64, below: Option<u64>) -> Result<Span, ImageError> {
+    /// Returns the kind of the bytes from `at` on. `shared`: the target has contents of the source already.
+    pub(crate) async fn map(&self, at: u64, shared: Option<Shared>) -> Result<Span, ImageError> {
         let Some(part) = self.parts.iter().find(|part| part.range.contains(&at)) else {
             return Ok(Span { range: at..self.len.max(at), content: Content::Zero });
         };
@@ -71,15 +84,15 @@ impl Source {
             return Ok(Span { range: at..part.range.end, content: Content::Zero });
         }
         let most = part.len - inside;
-        let mapped = part.disk.map(GuestOffset(inside), most).await?;
+        let mapped = part.disk.map(GuestOffset(part.start + inside), most).await?;
         let mut length = mapped.length.clamp(1, most);
-        let content = match (mapped.kind, below) {
-            (_, Some(_)) if mapped.depth > 0 => Content::Below,
+        let content = match (mapped.kind, shared) {
+            (_, Some(shared)) if mapped.depth >= shared.layers => Content::Below,
             (BlockStatus::Data | BlockStatus::Compressed, _) => Content::Data,
             // The target has nothing there either.
-            (_, Some(below)) if at >= below => Content::Below,
-            (_, Some(below)) => {
-                length = length.min(below - at);
+            (_, Some(shared)) if at >= shared.length => Content::Below,
+            (_, Some(shared)) => {
+                length = length.min(shared.length - at);
                 Content::Zero
             }
             _ => Content::Zero,
@@ -95,7 +108,7 @@ impl Source {
         if most == 0 {
             return Ok(None);
         }
-        let mapped = part.disk.map(GuestOffset(inside), most).await?;
+        let mapped = part.disk.map(GuestOffset(part.start + inside), most).await?;
         let storage = part.disk.storage(mapped.depth).filter(|_| mapped.kind == BlockStatus::Data);
         let place = |(_, at)| Some(HostRange { storage: storage?, at, length: mapped.length.clamp(1, most) });
         Ok(mapped.host.and_then(place))
@@ -157,7 +170,7 @@ impl Part {
     }
 
     async fn read(&self, at: u64, into: Buffer) -> Result<(), ImageError> {
-        self.disk.read(GuestOffset(at - self.range.start), IoVector::from(into)).await
+        self.disk.read(GuestOffset(self.start + (at - self.range.start)), IoVector::from(into)).await
     }
 }
 

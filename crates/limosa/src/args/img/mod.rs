@@ -9,6 +9,7 @@ mod check;
 mod compare;
 mod convert;
 mod create;
+mod dd;
 mod image;
 mod info;
 mod map;
@@ -26,6 +27,7 @@ pub(crate) use check::ImgCheckArgs;
 pub(crate) use compare::ImgCompareArgs;
 pub(crate) use convert::{ImgConvertArgs, parse_snapshot};
 pub(crate) use create::ImgCreateArgs;
+pub(crate) use dd::ImgDdArgs;
 pub(crate) use image::{OpenArgs, parse_aio};
 pub(crate) use info::ImgInfoArgs;
 pub(crate) use map::ImgMapArgs;
@@ -56,6 +58,8 @@ pub(crate) enum ImgCommand {
     Convert(Box<ImgConvertArgs>),
     /// Compare the guest-visible contents of two images
     Compare(ImgCompareArgs),
+    /// Copy blocks of an image into a new image
+    Dd(ImgDdArgs),
     /// Show the space that a new image, or a converted one, would need
     Measure(ImgMeasureArgs),
     /// Change the virtual size of an image
@@ -77,6 +81,7 @@ impl ImgCommand {
             Self::Map(args) => &args.image.open.object,
             Self::Convert(args) => &args.open.object,
             Self::Compare(args) => &args.open.object,
+            Self::Dd(args) => &args.image.open.object,
             Self::Measure(args) => &args.image.open.object,
             Self::Resize(args) => &args.image.open.object,
             Self::Bench(args) => &args.image.open.object,
