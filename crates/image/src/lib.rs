@@ -56,7 +56,8 @@ pub use gate::{FilePurpose, Policy};
 pub use new_image::{CreatedFiles, NewBacking, NewImage, NewImageFormat, RemovalGuard, UnfinishedFiles};
 pub use offset::{GuestOffset, HostOffset};
 pub use operations::{
-    DiskOperation, OperationError, Progress, ProgressObserver, bench, compare, convert, dd, info, measure, resize,
+    DiskOperation, OperationError, Progress, ProgressObserver, bench, commit, compare, convert, dd, info, measure,
+    resize,
 };
 pub use preallocation::{Preallocation, UnknownPreallocation};
 pub use probe::{Format, Guess, UnknownFormat, guess, probe};

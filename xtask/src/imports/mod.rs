@@ -236,7 +236,7 @@ mod tests {
             ("qemu", "save/by_socket.rs", "save/watcher.rs"),
             ("image", "qcow2/engine/writer/mod.rs", "qcow2/engine/writer/copier.rs"),
             ("image", "qcow2/engine/flusher.rs", "qcow2/engine/tables.rs"),
-            ("image", "chain.rs", "qcow2/engine/image.rs"),
+            ("image", "chain/mod.rs", "qcow2/engine/image.rs"),
         ] {
             let graph = graph_of(&shell::workspace().join("crates").join(name).join("src")).unwrap();
             let found: Vec<_> = graph.imported(from).collect();

@@ -1,7 +1,8 @@
-//! Operations on whole disks: converting, comparing, describing, resizing, and measuring their
+//! Operations on whole disks: converting, committing, comparing, describing, resizing, and measuring their
 //! space and their speed.
 
 pub mod bench;
+pub mod commit;
 pub mod compare;
 pub mod convert;
 pub mod dd;

@@ -1,5 +1,5 @@
 //! qcow2: open images ([`Qcow2`]), new ones ([`create()`]), and operations on an image that is not open ([`check()`],
-//! [`repair`], [`resize()`]).
+//! [`repair`], [`resize()`]). [`empty`] takes part in committing overlays.
 //!
 //! An image is opened with its [`ImageParts`]; [`chain`](crate::chain) determines them by itself.
 
@@ -21,4 +21,5 @@ pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
 pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair};
 pub use offline::create::{CreateOptions, create};
+pub use offline::empty::empty;
 pub use offline::resize::{ResizeOptions, resize};

@@ -5,6 +5,7 @@
 
 mod bench;
 mod check;
+mod commit;
 mod compare;
 mod convert;
 mod create;
@@ -30,7 +31,7 @@ use limosa_image::ImageError;
 use crate::args::{ImgArgs, ImgCommand};
 
 /// Commands of qemu-img that limosa does not support yet.
-const LATER: [&str; 5] = ["amend", "bitmap", "commit", "rebase", "snapshot"];
+const LATER: [&str; 4] = ["amend", "bitmap", "rebase", "snapshot"];
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     match (object::check(args.command.objects()), &args.command) {
@@ -51,6 +52,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Dd(args) => dd::run(&args.resolve()?),
         ImgCommand::Measure(args) => measure::run(&args.resolve()?),
         ImgCommand::Resize(args) => resize::run(&args.resolve()),
+        ImgCommand::Commit(args) => commit::run(&args.resolve()),
         ImgCommand::Bench(args) => bench::run(&args.resolve()?),
         ImgCommand::Other(words) => refuse(&words),
     };

@@ -3,12 +3,13 @@
 //! Law: no image is written that another process has open: locks tell, unless `-U` is given. With
 //! `--untrusted` no file is opened that was not named on the command line.
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use limosa_image::Disk;
 use limosa_image::Policy;
 use limosa_image::chain::{self, Image, ImageFile, NamedImage, OpenOptions};
-use limosa_image::qcow2::Qcow2Options;
+use limosa_image::qcow2::{CheckReport, Qcow2Options};
 use limosa_image::reference::Reference;
 use limosa_storage::{LockPolicy, block_on};
 
@@ -63,17 +64,21 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
 /// Warns before writing if the image was repaired or its format was guessed.
 pub(crate) fn warn(source: &Source, image: &Image) {
     if let Some(report) = image.repair_report() {
-        say!(
-            "limosa: {}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
-             corruptions)",
-            source.name,
-            report.leaks_fixed,
-            report.corruptions_fixed
-        );
+        warn_of_repair(&source.name, report);
     }
     if image.is_guessed() {
         warn_of_guess(source);
     }
+}
+
+/// Reports the repair of an image that was not closed.
+pub(crate) fn warn_of_repair(name: &impl Display, report: &CheckReport) {
+    say!(
+        "limosa: {name}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
+         corruptions)",
+        report.leaks_fixed,
+        report.corruptions_fixed
+    );
 }
 
 /// The warning before a write to an image that was probed as raw.

@@ -201,6 +201,22 @@ pub(crate) struct MeasureOptions {
     pub(crate) json: bool,
 }
 
+/// `limosa img commit`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CommitOptions {
+    pub(crate) source: Source,
+    /// The image that takes the contents; `None`: the backing file.
+    pub(crate) base: Option<OsString>,
+    /// The overlay is not emptied.
+    pub(crate) keep: bool,
+    /// Most bytes a second.
+    pub(crate) rate: Option<u64>,
+    /// Progress is shown also without a terminal.
+    pub(crate) progress: bool,
+    pub(crate) quiet: bool,
+    pub(crate) json: bool,
+}
+
 /// `limosa img compare`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CompareOptions {

@@ -7,6 +7,7 @@ mod stage;
 mod bed;
 mod bench;
 mod check;
+mod commit;
 mod compare;
 mod convert;
 mod create;

@@ -1,6 +1,7 @@
-//! Work on an image that is not in use: creating, checking, repairing and resizing it.
+//! Work on an image that is not in use: creating, checking, repairing, resizing and emptying it.
 
 pub(in crate::qcow2) mod check;
 pub(in crate::qcow2) mod create;
+pub(in crate::qcow2) mod empty;
 pub(in crate::qcow2) mod layout;
 pub(in crate::qcow2) mod resize;

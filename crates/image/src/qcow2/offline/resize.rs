@@ -304,14 +304,24 @@ async fn cut_off(
     header: &Header,
     options: ResizeOptions,
 ) -> Result<(), ImageError> {
-    let report = repair(storage, Repair::Leaks, options.check).await?;
+    cut_off_file(storage, header, options.check).await?;
+    if let Some(data_file) = data_file.filter(|file| file.length().is_ok_and(|length| length > header.size)) {
+        let _ = data_file.set_len(header.size).await;
+    }
+    Ok(())
+}
+
+/// Gives back all space of the image's file to which nothing refers.
+pub(super) async fn cut_off_file(
+    storage: &dyn Storage,
+    header: &Header,
+    options: CheckOptions,
+) -> Result<(), ImageError> {
+    let report = repair(storage, Repair::Leaks, options).await?;
     let end = report.image_end_offset.max(header.geometry().cluster_size());
     // Where it cannot be cut off, as on a block device, it stays: the image is whole either way.
     if storage.length()? > end && report.is_clean() {
         let _ = storage.set_len(end).await;
-    }
-    if let Some(data_file) = data_file.filter(|file| file.length().is_ok_and(|length| length > header.size)) {
-        let _ = data_file.set_len(header.size).await;
     }
     Ok(())
 }

@@ -6,6 +6,7 @@
 
 mod bench;
 mod check;
+mod commit;
 mod compare;
 mod convert;
 mod create;
@@ -24,6 +25,7 @@ use crate::img::object::Secret;
 
 pub(crate) use bench::ImgBenchArgs;
 pub(crate) use check::ImgCheckArgs;
+pub(crate) use commit::ImgCommitArgs;
 pub(crate) use compare::ImgCompareArgs;
 pub(crate) use convert::{ImgConvertArgs, parse_snapshot};
 pub(crate) use create::ImgCreateArgs;
@@ -64,6 +66,8 @@ pub(crate) enum ImgCommand {
     Measure(ImgMeasureArgs),
     /// Change the virtual size of an image
     Resize(ImgResizeArgs),
+    /// Move an overlay's contents into its backing file
+    Commit(ImgCommitArgs),
     /// Measure requests to an image
     Bench(Box<ImgBenchArgs>),
     /// A command that only qemu-img has, or an unknown one.
@@ -84,6 +88,7 @@ impl ImgCommand {
             Self::Dd(args) => &args.image.open.object,
             Self::Measure(args) => &args.image.open.object,
             Self::Resize(args) => &args.image.open.object,
+            Self::Commit(args) => &args.image.open.object,
             Self::Bench(args) => &args.image.open.object,
             Self::Other(_) => return &[],
         };

@@ -1,13 +1,17 @@
 //! Opening an image with its backing files.
 //!
 //! Law: a chain has an end. No file is in it twice, by device and inode, under any name; its length has a limit; only
-//! its first file is written, and every other one is opened only if the [`Policy`] allows it.
+//! its first file is written, and that of the base that a caller names ([`open_with_base`]); every other file than the
+//! first is opened only if the [`Policy`] allows it.
+
+mod base;
 
 use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
+use limosa_page::broken_invariant;
 use limosa_storage::{CacheMode, Create, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, Storage};
 
 use crate::disk::Disk;
@@ -18,6 +22,8 @@ use crate::qcow2::{self, CheckOptions, CheckReport, Header, ImageParts, Qcow2, Q
 use crate::raw::{Raw, RawOptions};
 use crate::reference::{BackingOverride, Reference};
 use crate::setters::setters;
+use base::Base;
+pub use base::{ChainWithBase, open_with_base};
 
 /// The most files in a chain.
 pub const MAX_CHAIN_DEPTH: usize = 200;
@@ -227,27 +233,16 @@ pub async fn files(reference: &Reference, options: &OpenOptions) -> Result<Vec<I
 
 /// The topmost image of a chain, and its opened backing image.
 async fn levels(reference: &Reference, options: &OpenOptions) -> Result<(Level, Option<Image>), ImageError> {
-    let mut walk = Walk::new(reference, options);
-    let mut chain: Vec<Level> = Vec::new();
-    while let Some(file) = walk.next().await? {
-        let level = Level::of(file, &mut walk).await?;
-        level.below(&mut walk)?;
-        chain.push(level);
-    }
-    let mut image = None;
-    while let Some(level) = chain.pop() {
-        if chain.is_empty() {
-            return Ok((level, image));
-        }
-        image = Some(level.attach_backing(image, &walk.below).await?);
-    }
-    Err(refused(&"".into(), reference.path.as_os_str(), "nothing was opened".into()))
+    let (top, below, _) = Walk::new(reference, options).levels().await?;
+    Ok((top, below))
 }
 
 /// A way down a chain, file by file.
 struct Walk<'a> {
     options: &'a OpenOptions,
     below: OpenOptions,
+    /// The image below the first one that is written, too.
+    base: Option<Base>,
     seen: Seen,
     next: Option<Reference>,
     /// How many images were opened, and the last one's name.
@@ -258,12 +253,41 @@ struct Walk<'a> {
 impl<'a> Walk<'a> {
     fn new(reference: &Reference, options: &'a OpenOptions) -> Self {
         let next = Some(reference.clone());
-        Self { options, below: options.below(), seen: Seen::default(), next, depth: 0, last: None }
+        Self { options, below: options.below(), base: None, seen: Seen::default(), next, depth: 0, last: None }
     }
 
-    /// How the image that was opened last was opened.
+    /// The options of the image that was opened last.
     fn options(&self) -> &OpenOptions {
-        if self.depth <= 1 { self.options } else { &self.below }
+        match &self.base {
+            _ if self.depth <= 1 => self.options,
+            Some(base) if base.is_at(self.depth) => base.options(),
+            _ => &self.below,
+        }
+    }
+
+    /// Opens the whole chain: the topmost image, its opened backing image, and of those below it the base, with the
+    /// number of images above it.
+    async fn levels(mut self) -> Result<(Level, Option<Image>, Option<(Image, u32)>), ImageError> {
+        let mut chain: Vec<Level> = Vec::new();
+        while let Some(file) = self.next().await? {
+            let level = Level::of(file, &mut self).await?;
+            level.below(&mut self)?;
+            chain.push(level);
+        }
+        let (mut image, mut base) = (None, None);
+        while let Some(level) = chain.pop() {
+            self.depth = chain.len() + 1;
+            if chain.is_empty() {
+                return Ok((level, image, base));
+            }
+            let opened = level.attach_backing(image, self.options()).await?;
+            if self.base.as_ref().is_some_and(|base| base.is_at(self.depth)) {
+                let layers = u32::try_from(chain.len());
+                base = Some((opened.clone(), layers.map_err(|_| broken_invariant("a chain's length has a limit"))?));
+            }
+            image = Some(opened);
+        }
+        Err(broken_invariant("a chain has a first image").into())
     }
 
     /// Opens the next image's file: `None` at the end.
@@ -278,6 +302,9 @@ impl<'a> Walk<'a> {
         }
         self.depth += 1;
         self.seen.look(by, &reference.path)?;
+        if let Some(base) = &mut self.base {
+            base.look(self.depth, &reference.path);
+        }
         let file = ImageFile::open(&reference, self.options()).await?;
         self.seen.take(by, &file.storage)?;
         self.last = Some(Arc::clone(file.storage.name()));

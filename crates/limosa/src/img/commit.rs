@@ -1,0 +1,49 @@
+//! `limosa img commit`.
+
+use std::process::ExitCode;
+
+use limosa_image::chain::Image;
+use limosa_image::commit::{self, CommitRequest};
+use limosa_storage::block_on;
+
+use super::convert::{cause, io, object};
+use super::meter::Meter;
+use super::open;
+use super::options::CommitOptions;
+use limosa_console::{check_stdout, print_out, say};
+
+pub(crate) fn run(options: &CommitOptions) -> anyhow::Result<ExitCode> {
+    let mut overlay = open::resolve(&options.source)?;
+    overlay.options.io = io(options.source.cache);
+    let mut request = CommitRequest::new(overlay);
+    request.base.clone_from(&options.base);
+    request.options = commit::CommitOptions::default().keep_overlay(options.keep);
+    let commit = block_on(request.prepare())?;
+    warn(commit.base());
+    let length = commit.length();
+    let meter = Meter::new("commit", options.progress && !options.json, options.quiet, options.rate);
+    let counters = commit.run(&|progress| meter.note(progress)).map_err(cause)?;
+    drop(meter);
+    if options.json {
+        print_out!("{}", object(&counters, length));
+    } else if !options.quiet {
+        print_out!("Image committed.");
+    }
+    check_stdout()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Warns before the base is written if it was repaired or its format was guessed.
+fn warn(base: &Image) {
+    let name = base.as_disk();
+    let name = name.name();
+    if let Some(report) = base.repair_report() {
+        open::warn_of_repair(name, report);
+    }
+    if base.is_guessed() {
+        say!(
+            "limosa: {name}: the overlay does not say its format; probed as raw. Writes that would make its first sector \
+             look like another format are refused"
+        );
+    }
+}
