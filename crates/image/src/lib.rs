@@ -57,7 +57,7 @@ pub use new_image::{CreatedFiles, NewBacking, NewImage, NewImageFormat, RemovalG
 pub use offset::{GuestOffset, HostOffset};
 pub use operations::{
     DiskOperation, OperationError, Progress, ProgressObserver, bench, commit, compare, convert, dd, info, measure,
-    resize,
+    rebase, resize,
 };
 pub use preallocation::{Preallocation, UnknownPreallocation};
 pub use probe::{Format, Guess, UnknownFormat, guess, probe};

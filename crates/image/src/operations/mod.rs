@@ -1,4 +1,4 @@
-//! Operations on whole disks: converting, committing, comparing, describing, resizing, and measuring their
+//! Operations on whole disks: converting, committing, rebasing, comparing, describing, resizing, and measuring their
 //! space and their speed.
 
 pub mod bench;
@@ -9,6 +9,7 @@ pub mod dd;
 pub mod info;
 pub mod measure;
 mod operation;
+pub mod rebase;
 pub mod resize;
 
 pub use operation::{DiskOperation, OperationError, Progress, ProgressObserver};

@@ -1,5 +1,5 @@
 //! qcow2: open images ([`Qcow2`]), new ones ([`create()`]), and operations on an image that is not open ([`check()`],
-//! [`repair`], [`resize()`]). [`empty`] takes part in committing overlays.
+//! [`repair`], [`resize()`]). [`empty`] and [`change_backing`] take part in committing and rebasing overlays.
 //!
 //! An image is opened with its [`ImageParts`]; [`chain`](crate::chain) determines them by itself.
 
@@ -19,6 +19,7 @@ pub(crate) use format::header::MAGIC;
 pub use format::header::{Backing, Compression, Encryption, Header};
 pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
+pub use offline::backing::change_backing;
 pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair};
 pub use offline::create::{CreateOptions, create};
 pub use offline::empty::empty;

@@ -1,4 +1,4 @@
-//! Images opened, read, created, described and committed.
+//! Images opened, read, created, described, committed and rebased.
 
 mod bitmaps;
 mod chain;
@@ -8,3 +8,4 @@ mod info;
 mod layers;
 mod qcow2_operations;
 mod qcow2_reads;
+mod rebase;

@@ -20,6 +20,7 @@ pub(crate) mod object;
 pub(crate) mod open;
 pub(crate) mod options;
 mod pretty;
+mod rebase;
 mod resize;
 pub(crate) mod size;
 
@@ -31,7 +32,7 @@ use limosa_image::ImageError;
 use crate::args::{ImgArgs, ImgCommand};
 
 /// Commands of qemu-img that limosa does not support yet.
-const LATER: [&str; 4] = ["amend", "bitmap", "rebase", "snapshot"];
+const LATER: [&str; 3] = ["amend", "bitmap", "snapshot"];
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     match (object::check(args.command.objects()), &args.command) {
@@ -53,6 +54,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Measure(args) => measure::run(&args.resolve()?),
         ImgCommand::Resize(args) => resize::run(&args.resolve()),
         ImgCommand::Commit(args) => commit::run(&args.resolve()),
+        ImgCommand::Rebase(args) => rebase::run(&args.resolve()?),
         ImgCommand::Bench(args) => bench::run(&args.resolve()?),
         ImgCommand::Other(words) => refuse(&words),
     };

@@ -6,6 +6,7 @@ use std::fmt;
 use anyhow::Context as _;
 use limosa_image::dd::Blocks;
 use limosa_image::qcow2::{ReflinkMode, Repair, SnapshotChoice};
+use limosa_image::rebase::BackingName;
 use limosa_image::resize::NewSize;
 use limosa_storage::{CacheMode, Io};
 
@@ -211,6 +212,24 @@ pub(crate) struct CommitOptions {
     pub(crate) keep: bool,
     /// Most bytes a second.
     pub(crate) rate: Option<u64>,
+    /// Progress is shown also without a terminal.
+    pub(crate) progress: bool,
+    pub(crate) quiet: bool,
+    pub(crate) json: bool,
+}
+
+/// `limosa img rebase`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RebaseOptions {
+    pub(crate) source: Source,
+    /// The new backing file; `None`: the overlay has none any more.
+    pub(crate) backing: Option<BackingName>,
+    /// Only the header changes (`-u`).
+    pub(crate) header_only: bool,
+    /// How the new backing file is cached.
+    pub(crate) backing_cache: CacheMode,
+    /// Whether the new backing file is opened without locks (`-U`).
+    pub(crate) force_share: bool,
     /// Progress is shown also without a terminal.
     pub(crate) progress: bool,
     pub(crate) quiet: bool,

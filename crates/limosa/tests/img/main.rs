@@ -17,5 +17,6 @@ mod interrupt;
 mod locks;
 mod map;
 mod measure;
+mod rebase;
 mod resize;
 mod usage;

@@ -1,5 +1,7 @@
-//! Work on an image that is not in use: creating, checking, repairing, resizing and emptying it.
+//! Work on an image that is not in use: creating, checking, repairing, resizing and emptying it, and changing its
+//! backing file.
 
+pub(in crate::qcow2) mod backing;
 pub(in crate::qcow2) mod check;
 pub(in crate::qcow2) mod create;
 pub(in crate::qcow2) mod empty;

@@ -15,6 +15,7 @@ mod image;
 mod info;
 mod map;
 mod measure;
+mod rebase;
 mod resize;
 
 use std::ffi::OsString;
@@ -34,6 +35,7 @@ pub(crate) use image::{OpenArgs, parse_aio};
 pub(crate) use info::ImgInfoArgs;
 pub(crate) use map::ImgMapArgs;
 pub(crate) use measure::ImgMeasureArgs;
+pub(crate) use rebase::ImgRebaseArgs;
 pub(crate) use resize::ImgResizeArgs;
 
 #[derive(Debug, Args)]
@@ -68,6 +70,8 @@ pub(crate) enum ImgCommand {
     Resize(ImgResizeArgs),
     /// Move an overlay's contents into its backing file
     Commit(ImgCommitArgs),
+    /// Put an overlay on another backing file
+    Rebase(Box<ImgRebaseArgs>),
     /// Measure requests to an image
     Bench(Box<ImgBenchArgs>),
     /// A command that only qemu-img has, or an unknown one.
@@ -89,6 +93,7 @@ impl ImgCommand {
             Self::Measure(args) => &args.image.open.object,
             Self::Resize(args) => &args.image.open.object,
             Self::Commit(args) => &args.image.open.object,
+            Self::Rebase(args) => &args.image.open.object,
             Self::Bench(args) => &args.image.open.object,
             Self::Other(_) => return &[],
         };

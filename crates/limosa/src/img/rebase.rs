@@ -1,0 +1,54 @@
+//! `limosa img rebase`.
+
+use std::process::ExitCode;
+
+use limosa_image::chain::OpenOptions;
+use limosa_image::rebase::{RebaseMode, RebaseRequest};
+use limosa_storage::{LockPolicy, block_on};
+use serde_json::json;
+
+use super::convert::{cause, io};
+use super::meter::Meter;
+use super::open;
+use super::options::RebaseOptions;
+use limosa_console::{check_stdout, print_out, say};
+
+pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
+    let source = &options.source;
+    let overlay = open::resolve(source)?;
+    let mode = if options.header_only {
+        RebaseMode::HeaderOnly
+    } else {
+        let new = OpenOptions::default()
+            .cache(options.backing_cache)
+            .io(io(options.backing_cache))
+            .lock(if options.force_share { LockPolicy::None } else { LockPolicy::Auto })
+            .policy(open::policy(source.untrusted));
+        RebaseMode::Copy(new)
+    };
+    let rebase = block_on(RebaseRequest::new(overlay, options.backing.clone(), mode).prepare())?;
+    if rebase.snapshots() > 0 {
+        say!(
+            "limosa: warning: {}: its {} internal snapshots will read the new backing file where they read the old one",
+            source.name,
+            rebase.snapshots()
+        );
+    }
+    let meter = Meter::new("rebase", options.progress && !options.json, options.quiet, None);
+    let rebased = rebase.run(&|progress| meter.note(progress)).map_err(cause)?;
+    drop(meter);
+    if let Some(report) = &rebased.repaired {
+        open::warn_of_repair(&source.name, report);
+    }
+    if options.json {
+        let counters = rebased.counters;
+        let report = json!({
+            "bytes-read": counters.bytes_read,
+            "bytes-written": counters.bytes_written,
+            "bytes-zeroed": counters.bytes_zeroed,
+        });
+        print_out!("{report}");
+    }
+    check_stdout()?;
+    Ok(ExitCode::SUCCESS)
+}
