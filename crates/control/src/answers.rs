@@ -32,7 +32,10 @@ pub(crate) fn answer(server: &Server, command: &Value) -> Value {
         return match name {
             "query-migrate" => json!({ "return": amended(server, serde_json::Map::new()) }),
             "migrate_cancel" => done,
-            _ => error("GenericError", "no migration has begun here"),
+            "query-migrate-parameters" | "migrate-set-parameters" | "migrate-pause" => {
+                error("GenericError", "no migration has begun here")
+            }
+            other => not_found(other),
         };
     };
     let phase = current.handle.progress.read().phase;
@@ -68,7 +71,7 @@ pub(crate) fn answer(server: &Server, command: &Value) -> Value {
             current.handle.control.stop(Stop::Pause);
             done
         }
-        other => error("CommandNotFound", &format!("the command {other} has not been found")),
+        other => not_found(other),
     }
 }
 
@@ -143,6 +146,10 @@ pub(crate) fn status(phase: Phase) -> &'static str {
         Phase::PostcopyActive => "postcopy-active",
         Phase::Completed => "completed",
     }
+}
+
+fn not_found(command: &str) -> Value {
+    error("CommandNotFound", &format!("the command {command} has not been found"))
 }
 
 /// The answer to a command that failed.

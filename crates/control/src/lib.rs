@@ -25,6 +25,7 @@ mod state;
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
@@ -35,6 +36,7 @@ use std::time::{Duration, Instant, SystemTime};
 use limosa_channel::Uri;
 use limosa_socket::SocketFile;
 use parking_lot::{Condvar, Mutex};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use serde_json::{Value, json};
 
 use answers::{answer, error, status};
@@ -49,7 +51,7 @@ const LINE_LIMIT: u64 = 64 << 10;
 const CLIENTS: usize = 8;
 /// Clients that may wait to be accepted.
 const BACKLOG: i32 = 64;
-/// How often a change of phase is looked for. Phases last longer; an event may be this late.
+/// How often a change of phase is looked for while there is a job. Phases last longer; an event may be this late.
 const TICK: Duration = Duration::from_millis(20);
 /// How long commands that were read may take to be answered when the job is over.
 const LAST_REPLIES: Duration = Duration::from_secs(2);
@@ -60,6 +62,8 @@ pub struct ControlSocket {
     _file: SocketFile,
     server: Arc<Server>,
     over: Arc<AtomicBool>,
+    /// Readable when the thread that accepts has something new to look at: a job, or the end.
+    news: Arc<OwnedFd>,
     listener: Option<thread::JoinHandle<()>>,
 }
 
@@ -85,6 +89,13 @@ impl ControlSocket {
         self.clear_listen_address();
         let next = Current { job, handle: handle.clone(), begun: Instant::now() };
         *self.server.current.lock() = Some(next);
+        self.wake();
+    }
+
+    /// Wakes the thread that accepts.
+    fn wake(&self) {
+        // It cannot be full: that takes more writes than are possible.
+        let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
     }
 
     /// Sends an event to all clients, as QMP does: a VMM's `STOP` and `RESUME`.
@@ -96,6 +107,7 @@ impl ControlSocket {
         let (socket, file) = limosa_socket::listen(path, BACKLOG)?;
         let listener = UnixListener::from(socket);
         let over = Arc::new(AtomicBool::new(false));
+        let news = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let server = Arc::new(Server {
             current: Mutex::new(current),
             commands,
@@ -104,9 +116,10 @@ impl ControlSocket {
             addresses: Mutex::default(),
             admitted: AtomicUsize::new(0),
         });
-        let (stop, mine) = (Arc::clone(&over), Arc::clone(&server));
-        let thread = thread::Builder::new().name("control".into()).spawn(move || serve(&listener, &mine, &stop))?;
-        Ok(Self { _file: file, server, over, listener: Some(thread) })
+        let (stop, mine, woken) = (Arc::clone(&over), Arc::clone(&server), Arc::clone(&news));
+        let serve = move || serve(&listener, &mine, &stop, &woken);
+        let thread = thread::Builder::new().name("control".into()).spawn(serve)?;
+        Ok(Self { _file: file, server, over, news, listener: Some(thread) })
     }
 
     /// Adds an address at which the job waits for its peer. `query-migrate` reports it as `socket-address`.
@@ -129,6 +142,7 @@ impl ControlSocket {
 impl Drop for ControlSocket {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Release);
+        self.wake();
         if let Some(thread) = self.listener.take() {
             let _ = thread.join();
         }
@@ -136,14 +150,13 @@ impl Drop for ControlSocket {
 }
 
 /// Accepts clients and announces phases until the job is over; then says the last phase and hangs up.
-fn serve(listener: &UnixListener, server: &Arc<Server>, over: &AtomicBool) {
+fn serve(listener: &UnixListener, server: &Arc<Server>, over: &AtomicBool, news: &OwnedFd) {
     let mut announced = Phase::Setup;
     loop {
         let ending = over.load(Ordering::Acquire);
-        while let Ok((client, _)) = listener.accept() {
-            admit(server, client);
-        }
-        let phase = server.current().map_or(Phase::Setup, |current| current.handle.progress.read().phase);
+        let accepts = accept_all(listener, server);
+        let current = server.current();
+        let phase = current.as_ref().map_or(Phase::Setup, |current| current.handle.progress.read().phase);
         if phase != announced {
             announced = phase;
             emit(server, &json!({ "event": "MIGRATION", "data": { "status": status(phase) }, "timestamp": now() }));
@@ -152,7 +165,26 @@ fn serve(listener: &UnixListener, server: &Arc<Server>, over: &AtomicBool) {
             hang_up(server);
             return;
         }
-        thread::sleep(TICK);
+        // A server without a job sleeps until somebody connects.
+        let time = current.and_then(|_| Timespec::try_from(TICK).ok());
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::from_borrowed_fd(news.as_fd(), PollFlags::IN)];
+        if !accepts || poll(&mut fds, time.as_ref()).is_err() {
+            thread::sleep(TICK);
+        }
+        let _ = rustix::io::read(news, &mut [0; 8]);
+    }
+}
+
+/// Accepts the clients that wait. Returns false if one has to wait, because the kernel has no room for it.
+fn accept_all(listener: &UnixListener, server: &Arc<Server>) -> bool {
+    loop {
+        match listener.accept() {
+            Ok((client, _)) => admit(server, client),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
+            // It has gone already.
+            Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted) => {}
+            Err(_) => return false,
+        }
     }
 }
 

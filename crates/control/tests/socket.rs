@@ -186,6 +186,7 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
     let report = client.say(&json!({ "execute": "query-migrate" }));
     assert_eq!(report, json!({ "return": { "error-desc": "the network was cut" } }));
     assert!(client.say(&json!({ "execute": "migrate-pause" })).get("error").is_some());
+    assert_eq!(client.say(&json!({ "execute": "no-such" }))["error"]["class"], "CommandNotFound");
 
     for phase in [Phase::Active, Phase::Device] {
         let handle = Handle::new();

@@ -1,14 +1,23 @@
 //! Disks under names.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use limosa_image::{Disk, GuestOffset, ImageError};
+use limosa_storage::block_on;
 use parking_lot::RwLock;
 
+use crate::clients::{Access, Client, Clients, NotQuiesced};
+use crate::counters::ExportCounters;
 use crate::nbd::protocol::MAX_STRING;
 
-/// Why a disk cannot be exported.
+/// Interval at which clients that must end are looked at.
+const TICK: Duration = Duration::from_secs(1);
+/// Time for those who look at an export to let go of it, and the interval at which that is checked.
+const LOOK: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(1));
+
+/// Why a disk cannot be exported, or an export not be steered.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExportError {
@@ -30,6 +39,26 @@ pub enum ExportError {
     /// Another export has the name.
     #[error("two exports have the name {0:?}")]
     Exists(String),
+    /// No export has the name.
+    #[error("no export has the name {0:?}")]
+    NotFound(String),
+    /// It is the disk of a device.
+    #[error("the export {0:?} is served over vhost-user-blk for as long as the server runs")]
+    Attached(String),
+    /// Its requests in flight are not done in time.
+    #[error("requests to the export {name:?} are still in flight after {within:?}")]
+    Busy {
+        /// Its name.
+        name: String,
+        /// The time that they got.
+        within: Duration,
+    },
+    /// It was resumed while its requests were waited for.
+    #[error("the export {0:?} was resumed meanwhile")]
+    Resumed(String),
+    /// It is being removed.
+    #[error("the export {0:?} is being removed")]
+    Removed(String),
     /// Its disk failed.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -44,7 +73,7 @@ pub struct Export {
     offset: u64,
     size: u64,
     read_only: bool,
-    pub(crate) activity: Activity,
+    clients: Arc<Clients>,
 }
 
 impl Export {
@@ -61,7 +90,7 @@ impl Export {
             offset: 0,
             size,
             read_only,
-            activity: Activity::default(),
+            clients: Arc::default(),
         };
         Ok(export)
     }
@@ -130,7 +159,90 @@ impl Export {
     /// Returns the counters of all its clients.
     #[must_use]
     pub fn counters(&self) -> ExportCounters {
-        self.activity.counters()
+        self.clients.counters()
+    }
+
+    /// Returns the number of its clients: those that have agreed on it.
+    #[must_use]
+    pub fn client_count(&self) -> usize {
+        self.clients.count()
+    }
+
+    /// Returns whether requests wait for [`resume`](Self::resume).
+    #[must_use]
+    pub fn is_quiesced(&self) -> bool {
+        self.clients.access() == Access::Quiesced
+    }
+
+    /// Makes acknowledged writes durable. Blocks until it is done.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub fn flush(&self) -> Result<(), ExportError> {
+        Ok(block_on(self.disk.flush())?)
+    }
+
+    /// Has requests wait that have not begun, waits until none is in flight, at most for `within`, and flushes the
+    /// disk. From then on nothing is written to it until it is [resumed](Self::resume). The time that requests wait is
+    /// not counted as their client's.
+    ///
+    /// # Errors
+    /// [`ExportError::Busy`], or the flush failed: requests continue, unless it was quiesced before.
+    /// [`ExportError::Resumed`], [`ExportError::Removed`].
+    pub fn quiesce(&self, within: Duration) -> Result<(), ExportError> {
+        let was_quiesced = self.is_quiesced();
+        let name = || self.name.clone();
+        self.clients.quiesce(within).map_err(|reason| match reason {
+            NotQuiesced::Busy => ExportError::Busy { name: name(), within },
+            NotQuiesced::Resumed => ExportError::Resumed(name()),
+            NotQuiesced::Ended => ExportError::Removed(name()),
+        })?;
+        let flushed = self.flush();
+        if flushed.is_err() && !was_quiesced {
+            self.clients.resume();
+        }
+        flushed
+    }
+
+    /// Lets requests begin again. Nothing happens if they may.
+    ///
+    /// # Errors
+    /// [`ExportError::Removed`].
+    pub fn resume(&self) -> Result<(), ExportError> {
+        if self.clients.resume() { Ok(()) } else { Err(ExportError::Removed(self.name.clone())) }
+    }
+
+    /// Ends all clients, closes the disk and drops it. Requests in flight are carried out and answered, further ones
+    /// refused. After `drain` the connections of clients that have not taken their last replies are cut.
+    fn close(mut self: Arc<Self>, drain: Duration) -> Result<ExportCounters, ExportError> {
+        self.clients.end(Access::Ended);
+        if !self.clients.wait_gone(drain) {
+            self.clients.end(Access::Cut);
+            // Requests in flight are carried out by the kernel, which may take its time.
+            while !self.clients.wait_gone(TICK) {}
+        }
+        let (closed, counters) = (block_on(self.disk.close()), self.counters());
+        // The file of a disk is unlocked when the disk is dropped. Handshakes and queries hold the export for moments.
+        let begun = Instant::now();
+        while let Err(shared) = Arc::try_unwrap(self) {
+            if begun.elapsed() >= LOOK.0 {
+                break;
+            }
+            thread::sleep(LOOK.1);
+            self = shared;
+        }
+        closed?;
+        Ok(counters)
+    }
+
+    /// Adds a client.
+    pub(crate) fn join(&self) -> Client {
+        self.clients.join()
+    }
+
+    /// Adds a queue of a device.
+    pub(crate) fn join_queue(&self) -> Client {
+        self.clients.join_queue()
     }
 
     /// Returns the place of an offset of the export in the disk.
@@ -141,83 +253,6 @@ impl Export {
 
 fn checked(text: String) -> Result<String, ExportError> {
     if text.len() > MAX_STRING || text.contains('\0') { Err(ExportError::Text(text)) } else { Ok(text) }
-}
-
-/// Counters of an export.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ExportCounters {
-    /// Reads that succeeded.
-    pub reads: u64,
-    /// Bytes that they returned.
-    pub read_bytes: u64,
-    /// Writes that succeeded.
-    pub writes: u64,
-    /// Bytes that they wrote.
-    pub written_bytes: u64,
-    /// Zeroings and trims that succeeded.
-    pub zeroes: u64,
-    /// Bytes that they covered.
-    pub zeroed_bytes: u64,
-    /// Flushes that succeeded.
-    pub flushes: u64,
-    /// Other requests that succeeded.
-    pub others: u64,
-    /// Requests that failed.
-    pub failures: u64,
-}
-
-/// The counters in use.
-#[derive(Debug, Default)]
-pub(crate) struct Activity {
-    reads: AtomicU64,
-    read_bytes: AtomicU64,
-    writes: AtomicU64,
-    written_bytes: AtomicU64,
-    zeroes: AtomicU64,
-    zeroed_bytes: AtomicU64,
-    flushes: AtomicU64,
-    others: AtomicU64,
-    failures: AtomicU64,
-}
-
-impl Activity {
-    /// Adds the counters of a connection, which counts by itself.
-    pub(crate) fn add(&self, counters: &ExportCounters) {
-        let ExportCounters { reads, read_bytes, writes, written_bytes, zeroes, zeroed_bytes, .. } = counters;
-        let ExportCounters { flushes, others, failures, .. } = counters;
-        let pairs = [
-            (&self.reads, reads),
-            (&self.read_bytes, read_bytes),
-            (&self.writes, writes),
-            (&self.written_bytes, written_bytes),
-            (&self.zeroes, zeroes),
-            (&self.zeroed_bytes, zeroed_bytes),
-            (&self.flushes, flushes),
-            (&self.others, others),
-            (&self.failures, failures),
-        ];
-        for (total, more) in pairs {
-            if *more != 0 {
-                total.fetch_add(*more, Ordering::Relaxed);
-            }
-        }
-    }
-
-    fn counters(&self) -> ExportCounters {
-        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        ExportCounters {
-            reads: of(&self.reads),
-            read_bytes: of(&self.read_bytes),
-            writes: of(&self.writes),
-            written_bytes: of(&self.written_bytes),
-            zeroes: of(&self.zeroes),
-            zeroed_bytes: of(&self.zeroed_bytes),
-            flushes: of(&self.flushes),
-            others: of(&self.others),
-            failures: of(&self.failures),
-        }
-    }
 }
 
 /// The exports of a server. A clone is the same set.
@@ -249,6 +284,27 @@ impl Exports {
     #[must_use]
     pub fn find(&self, name: &str) -> Option<Arc<Export>> {
         self.0.read().iter().find(|export| export.name == name).cloned()
+    }
+
+    /// Removes an export: no client finds it any more, those that it has are ended, and its disk is flushed, closed and
+    /// dropped. Requests in flight are carried out and answered, further ones refused. Clients that have not taken
+    /// their last replies after `drain` lose them: with no time all do. Blocks until it is done, for a second longer if
+    /// somebody keeps the export: its disk is dropped with the last one who does. Returns what was done with it.
+    ///
+    /// # Errors
+    /// [`ExportError::NotFound`]; [`ExportError::Attached`]; the disk cannot be closed: the export is removed all the
+    /// same.
+    pub fn remove(&self, name: &str, drain: Duration) -> Result<ExportCounters, ExportError> {
+        let removed = {
+            let mut exports = self.0.write();
+            let at = exports.iter().position(|export| export.name == name);
+            let at = at.ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
+            if exports.get(at).is_some_and(|export| export.clients.has_queues()) {
+                return Err(ExportError::Attached(name.to_owned()));
+            }
+            exports.remove(at)
+        };
+        removed.close(drain)
     }
 
     /// Returns all of them, in the order in which they were added.

@@ -23,11 +23,14 @@
 //! # Ok(()) }
 //! ```
 
+mod clients;
+mod counters;
 mod export;
 pub mod nbd;
 pub mod vhost_user_blk;
 
-pub use export::{Export, ExportCounters, ExportError, Exports};
+pub use counters::ExportCounters;
+pub use export::{Export, ExportError, Exports};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -10,6 +10,7 @@ mod changed;
 mod clock;
 mod clone;
 mod compare;
+mod ctl;
 mod detach;
 mod endpoint;
 mod export;

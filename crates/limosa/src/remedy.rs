@@ -401,7 +401,7 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
         if let Some(ImageError::Refused { untrusted: true, .. }) = cause.downcast_ref() {
             return Some("; open it without --untrusted if it is".into());
         }
-        if let Some(remedy) = cause.downcast_ref().and_then(crate::serve::remedy) {
+        if let Some(remedy) = cause.downcast_ref().and_then(crate::serve::remedy::of) {
             return Some(remedy.into());
         }
         if let Some(ServerError::Listen { source, .. }) = cause.downcast_ref() {

@@ -205,7 +205,8 @@ impl Connection {
         };
         self.deadline.store(0, Ordering::Release);
         self.in_handshake.store(false, Ordering::Release);
-        let export = Arc::clone(&agreement.export);
+        // Only its name: nobody but clients keeps an export that is removed.
+        let export = agreement.export.name().to_owned();
         let begun = channel.set_nonblocking().map_err(Ending::Channel);
         let ending = match begun {
             Ok(()) => block_on(Transmission::new(&channel, self, agreement).run()),
@@ -214,7 +215,6 @@ impl Connection {
         if matches!(ending, Ending::Stopped | Ending::Protocol(_)) {
             self.linger(&channel);
         }
-        let export = export.name();
         match ending {
             Ending::Orderly | Ending::Stopped | Ending::Cut => {}
             Ending::Protocol(why) => {

@@ -20,7 +20,8 @@ use super::protocol::context::{Context, Contexts};
 use super::protocol::error::ErrorCode;
 use super::protocol::reply::Subject;
 use super::protocol::{Headers, split_u32, split_u64};
-use crate::export::{Export, ExportCounters};
+use crate::counters::ExportCounters;
+use crate::export::Export;
 
 /// The shortest read that looks for holes first; a shorter one reads, and looks at the bytes.
 const HOLES_FROM: usize = 64 << 10;

@@ -2,7 +2,8 @@
 //!
 //! Laws: one thread does everything, and waits for its client, its disk and the end of the server in one place. It
 //! never waits for the client alone while requests are in flight: others may wait for what they have begun. No request
-//! is dropped: a connection whose client is gone waits for its requests, and drops their replies.
+//! is dropped: a connection whose client is gone waits for its requests, and drops their replies. A request begins only
+//! while its export lets it ([`Client::enter`]).
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -23,7 +24,8 @@ use super::negotiation::Agreement;
 use super::output::{Load, Output};
 use super::protocol::admission::{Action, Disconnect, Facts};
 use super::protocol::error::ErrorCode;
-use crate::export::ExportCounters;
+use crate::clients::{Access, Client};
+use crate::counters::ExportCounters;
 
 /// How a connection ended.
 #[derive(Debug)]
@@ -99,6 +101,8 @@ pub(super) struct Transmission<'a> {
     requests: FuturesUnordered<InFlight>,
     /// The last requests, and their bytes, that are not handed to the kernel yet.
     gathered: Load,
+    /// Dropped after the requests.
+    client: Client,
     /// Requests, and their bytes, whose replies were not handed over.
     held: Load,
     counters: ExportCounters,
@@ -120,7 +124,7 @@ impl<'a> Transmission<'a> {
             read_only: export.is_read_only(),
             has_contexts: !contexts.is_empty(),
         };
-        let buffers = Buffers::default();
+        let (buffers, client) = (Buffers::default(), export.join());
         Self {
             channel,
             connection,
@@ -131,6 +135,7 @@ impl<'a> Transmission<'a> {
             buffers,
             requests: FuturesUnordered::new(),
             gathered: Load::default(),
+            client,
             held: Load::default(),
             counters: ExportCounters::default(),
             // An encrypted channel may have decrypted what came with the end of its handshake. Of any other one nothing
@@ -149,7 +154,8 @@ impl<'a> Transmission<'a> {
 
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Ending> {
         self.connection.register(context.waker());
-        if self.connection.is_cut() && !self.is_deaf() {
+        self.client.register(context.waker());
+        if (self.connection.is_cut() || self.client.access() == Access::Cut) && !self.is_deaf() {
             self.fail(Ending::Cut);
         }
         let mut moved = false;
@@ -172,7 +178,10 @@ impl<'a> Transmission<'a> {
                 break;
             }
         }
-        self.agreement.export.activity.add(&std::mem::take(&mut self.counters));
+        self.client.count(&mut self.counters);
+        if self.requests.is_empty() {
+            self.client.leave();
+        }
         if self.requests.is_empty()
             && self.output.is_empty()
             && let Some(ending) = self.ending.take()
@@ -256,6 +265,12 @@ impl<'a> Transmission<'a> {
     fn receive(&mut self, context: &mut Context<'_>) -> bool {
         let mut progress = false;
         while self.ending.is_none() {
+            let access = self.access();
+            if access == Access::Quiesced {
+                // Its client waits for the export, and not the other way round. What it sends meanwhile is found then.
+                (self.full, self.readable.ready) = (true, true);
+                break;
+            }
             let limits = self.connection.limits();
             let (held, most) = (self.held, limits.bytes);
             let has_room = |bytes: usize| {
@@ -266,7 +281,7 @@ impl<'a> Transmission<'a> {
                     self.full = false;
                     self.gathered.requests += 1;
                     self.gathered.bytes += request.held();
-                    self.begin(request);
+                    self.begin(request, access);
                     progress = true;
                     if self.has_gathered() {
                         break;
@@ -287,10 +302,9 @@ impl<'a> Transmission<'a> {
                     return true;
                 }
             }
-            let stopping = self.connection.is_stopping();
             match self.readable.poll(context, Pollable::readable) {
                 Poll::Ready(Ok(())) => {}
-                Poll::Pending if stopping => {
+                Poll::Pending if access != Access::Open => {
                     self.ending = Some(Ending::Stopped);
                     return true;
                 }
@@ -322,10 +336,15 @@ impl<'a> Transmission<'a> {
         progress
     }
 
-    fn begin(&mut self, request: Incoming) {
+    /// Whether requests may begin now. If they may, the export counts this client's as in flight.
+    fn access(&self) -> Access {
+        if self.connection.is_stopping() { Access::Ended } else { self.client.enter() }
+    }
+
+    fn begin(&mut self, request: Incoming, access: Access) {
         self.held.requests += 1;
         self.held.bytes += request.held();
-        if self.connection.is_stopping() {
+        if access != Access::Open {
             let subject = subject(self.facts.headers, &request);
             let finished = Finished { subject, body: Body::Failed(ErrorCode::Shutdown), held: request.held() };
             return self.reply(finished);

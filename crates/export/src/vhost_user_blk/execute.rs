@@ -11,7 +11,8 @@ use limosa_storage::IoVector;
 
 use super::config::SECTOR;
 use super::request::{Action, ByteRange, Facts, ID_LENGTH, Status};
-use crate::export::{Export, ExportCounters};
+use crate::counters::ExportCounters;
+use crate::export::Export;
 
 /// The disk of a device. Each queue has its own, so that threads do not share a reference count.
 #[derive(Debug, Clone)]

@@ -18,7 +18,8 @@ use super::chain::{Link, Parts, Piece};
 use super::execute::{Done, Request, Target, execute};
 use super::memory::GuestMemory;
 use super::request::{Action, Facts, Status, parse};
-use crate::export::ExportCounters;
+use crate::clients::{Access, Client};
+use crate::counters::ExportCounters;
 
 /// Most requests in flight: the largest ring that QEMU has.
 const REQUESTS_MAX: usize = 1024;
@@ -45,9 +46,13 @@ pub(super) struct Queue(Mutex<State>);
 struct State {
     target: Arc<Target>,
     in_flight: FuturesUnordered<InFlight>,
+    /// Dropped after the requests.
+    client: Client,
     segments: usize,
     /// Buffers were left in the ring because there was no room.
     has_left: bool,
+    /// Buffers were left in the ring because the export is quiesced.
+    is_held: bool,
     /// Buffers to be given back: first descriptor, and bytes written.
     finished: Vec<(u16, u32)>,
     counters: ExportCounters,
@@ -58,10 +63,12 @@ impl Queue {
     /// An empty queue of requests to a disk.
     pub(super) fn new(target: Target) -> Self {
         Self(Mutex::new(State {
+            client: target.export.join_queue(),
             target: Arc::new(target),
             in_flight: FuturesUnordered::new(),
             segments: 0,
             has_left: false,
+            is_held: false,
             finished: Vec::new(),
             counters: ExportCounters::default(),
             has_flushed: false,
@@ -75,6 +82,10 @@ impl Queue {
     pub(super) fn take(&self, vring: &Vring, mode: &Mode) -> Result<MoreWork, QueueError> {
         let mut state = self.0.lock();
         let memory = GuestMemory::new(vring.memory()?);
+        if state.client.enter() != Access::Open {
+            state.is_held = true;
+            return Ok(MoreWork::No);
+        }
         for _ in 0..AT_ONCE {
             if state.in_flight.len() >= REQUESTS_MAX || state.segments >= SEGMENTS_MAX {
                 state.has_left = true;
@@ -93,6 +104,12 @@ impl Queue {
         Requests { in_flight: !state.in_flight.is_empty(), ring }
     }
 
+    /// Returns whether buffers that were left in the ring may be taken again, because the export was resumed.
+    pub(super) fn is_released(&self) -> bool {
+        let state = self.0.lock();
+        state.is_held && state.client.access() == Access::Open
+    }
+
     /// Returns whether a flush has succeeded since the last call.
     pub(super) fn take_has_flushed(&self) -> bool {
         std::mem::take(&mut self.0.lock().has_flushed)
@@ -102,7 +119,7 @@ impl Queue {
     pub(super) fn clear(&self) {
         let mut state = self.0.lock();
         state.finished.clear();
-        state.has_left = false;
+        (state.has_left, state.is_held) = (false, false);
     }
 }
 
@@ -148,7 +165,7 @@ impl State {
         let Done { head, segments, status_address, status, written, counters } = done;
         self.segments -= segments;
         self.has_flushed |= counters.flushes > 0;
-        merge(&mut self.counters, &counters);
+        self.counters.add(&counters);
         // It was memory when the request was taken, and memory does not change while the ring runs.
         let _ = memory.write_byte(status_address, status as u8);
         // A read has at most `BYTES_MAX` bytes.
@@ -166,13 +183,22 @@ impl State {
             }
         }
         // Before the driver sees that they are done.
-        self.target.export.activity.add(&std::mem::take(&mut self.counters));
+        self.client.count(&mut self.counters);
         if !self.finished.is_empty() {
             let finished = std::mem::take(&mut self.finished);
             vring.add_used_all(&finished)?;
             vring.notify()?;
             self.finished = finished;
             self.finished.clear();
+        }
+        if self.in_flight.is_empty() {
+            self.client.leave();
+        }
+        if self.is_held {
+            self.client.register(context.waker());
+            // It may have been resumed before this waker was there.
+            self.is_held = self.client.access() != Access::Open;
+            return Ok(if self.is_held { MoreWork::No } else { MoreWork::Yes });
         }
         let has_room = self.in_flight.len() < before && std::mem::take(&mut self.has_left);
         Ok(if has_room { MoreWork::Yes } else { MoreWork::No })
@@ -184,17 +210,4 @@ impl Done {
     const fn refused(head: u16, status_address: u64, status: Status, counters: ExportCounters) -> Self {
         Self { head, segments: 0, status_address, status, written: 0, counters }
     }
-}
-
-/// Adds the counters of a request to those of its queue.
-fn merge(total: &mut ExportCounters, more: &ExportCounters) {
-    total.reads += more.reads;
-    total.read_bytes += more.read_bytes;
-    total.writes += more.writes;
-    total.written_bytes += more.written_bytes;
-    total.zeroes += more.zeroes;
-    total.zeroed_bytes += more.zeroed_bytes;
-    total.flushes += more.flushes;
-    total.others += more.others;
-    total.failures += more.failures;
 }

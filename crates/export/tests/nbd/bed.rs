@@ -8,7 +8,7 @@ use limosa_channel::{Listener, Options};
 use limosa_export::nbd::{Server, ServerCounters, ServerOptions};
 use limosa_export::{Export, Exports};
 use limosa_image::chain::{OpenOptions, open};
-use limosa_image::qcow2::{CheckOptions, CreateOptions, check, create};
+use limosa_image::qcow2::{CheckOptions, CheckReport, CreateOptions, check, create};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, Format, Policy};
@@ -119,11 +119,17 @@ pub(crate) fn qcow2(folder: &TempDir, size: u64) -> Arc<dyn Disk> {
     open_image(&path, Format::Qcow2, false)
 }
 
+/// Checks an image.
+#[track_caller]
+pub(crate) fn report(path: &Path) -> CheckReport {
+    let file = FileStorage::open(path, &FileOptions::read_only_default()).unwrap();
+    block_on(check(&*file, CheckOptions::default())).unwrap()
+}
+
 /// Asserts that an image has no leaks and no errors.
 #[track_caller]
 pub(crate) fn assert_clean(path: &Path) {
-    let file = FileStorage::open(path, &FileOptions::read_only_default()).unwrap();
-    let report = block_on(check(&*file, CheckOptions::default())).unwrap();
+    let report = report(path);
     assert!(report.is_clean(), "{report:?}");
 }
 

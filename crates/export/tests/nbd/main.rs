@@ -6,3 +6,4 @@ mod limits;
 mod model;
 mod power;
 mod requests;
+mod steering;

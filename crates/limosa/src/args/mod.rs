@@ -17,6 +17,7 @@ mod run;
 mod save;
 mod send;
 mod serve;
+mod serve_ctl;
 mod snapshot;
 mod tls;
 mod working_set;
@@ -32,7 +33,7 @@ pub(crate) use clone::{
     StopClonesArgs,
 };
 pub(crate) use endpoint::EndpointArgs;
-pub(crate) use img::{ImgArgs, ImgCommand};
+pub(crate) use img::{ImgArgs, ImgCommand, parse_aio};
 pub(crate) use import::{ExportArgs, ImportArgs};
 pub(crate) use inspect::{InspectArgs, MappedVmArgs};
 pub(crate) use job::{DisksArg, JobArgs, SteerArgs, TransportArg};
@@ -44,7 +45,8 @@ pub(crate) use restore::{
 pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};
-pub(crate) use serve::ServeArgs;
+pub(crate) use serve::{ServeArgs, ServeCommandArgs};
+pub(crate) use serve_ctl::{ServeAddArgs, ServeCommand, ServeCtlArgs, ServeCtlCommand, ServedImageArgs};
 pub(crate) use snapshot::{NewSnapshotArgs, SealArgs, SnapshotArgs, SnapshotCommand};
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};
 pub(crate) use working_set::{RECORDED_BY_DEFAULT, ReadAheadArg, WorkingSetArgs};
@@ -90,8 +92,9 @@ pub(crate) enum Command {
     Snapshot(SnapshotArgs),
     /// Create, inspect, check and convert disk images; compatible with qemu-img
     Img(ImgArgs),
-    /// Serve disk images to QEMU and other clients over NBD or vhost-user-blk
-    Serve(Box<ServeArgs>),
+    /// Serve disk images to QEMU and other clients over NBD or vhost-user-blk; list, add and remove them while they are
+    /// used
+    Serve(Box<ServeCommandArgs>),
     /// Serve a virtio-balloon device over vhost-user; take memory from guests and learn their free pages
     Balloon(BalloonArgs),
     /// Print a shell completion script

@@ -7,28 +7,40 @@ use std::time::Duration;
 use clap::{ArgAction, Args};
 use limosa_channel::{ChannelError, Tls, Uri};
 use limosa_console::{named_values, on_off_parser, parse};
-use limosa_image::qcow2::SnapshotChoice;
-use limosa_storage::{CacheMode, Io};
 
-use super::img::{OpenArgs, parse_aio, parse_snapshot};
-use crate::img::size::parse_size;
+use super::img::OpenArgs;
+use super::serve_ctl::{ServeCommand, ServedImageArgs};
 
 #[derive(Debug, Args)]
 #[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
     after_long_help = "One image is the default export, whose name is empty; of several, each has its file's name. \
                              --name changes that. SIGTERM, SIGINT and SIGHUP end the server: requests in flight are \
-                             carried out and answered, images are flushed and closed.\n\n  \
+                             carried out and answered, images are flushed and closed. ctl talks to a server that has a \
+                             --control socket; an image whose name is ctl is written ./ctl.\n\n  \
   limosa serve disk.qcow2 --nbd unix:/run/vm/disk.sock\n  \
   limosa serve --read-only --snapshot before-update disk.qcow2 --nbd tcp:localhost:10809\n  \
   limosa serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --tls-creds /etc/pki/qemu --tls-allow host2.example\n  \
   limosa serve disk.qcow2 --vhost-user-blk /run/vm/disk.sock\n  \
   limosa serve a.qcow2 b.raw -f raw --name system --name data --nbd unix:/run/disks.sock\n  \
+  limosa serve disk.qcow2 --nbd unix:/run/vm/disk.sock --control /run/vm/disk-control.sock\n  \
+  limosa serve ctl /run/vm/disk-control.sock add other.qcow2 --name other\n  \
   nbdinfo nbd+unix:///?socket=/run/vm/disk.sock\n  \
   qemu-system-x86_64 ... -drive file=nbd+unix:///?socket=/run/vm/disk.sock,format=raw,if=virtio"
 )]
+pub(crate) struct ServeCommandArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<ServeCommand>,
+
+    #[command(flatten)]
+    pub(crate) serve: ServeArgs,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
-    /// The images: paths, or json:{...}
-    #[arg(value_name = "IMAGE", required = true, num_args = 1..)]
+    /// The images: paths, or json:{...}. With --control there may be none at first
+    #[arg(value_name = "IMAGE", required_unless_present = "control", num_args = 1..)]
     pub(crate) images: Vec<OsString>,
 
     /// Serve NBD at this address: unix:PATH, tcp:HOST:PORT, fd:N (listening or connected), or - (one client on standard
@@ -53,51 +65,18 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "NAME")]
     pub(crate) name: Vec<String>,
 
-    /// Description of the exports for people
-    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
-    pub(crate) description: String,
-
-    /// The images' format: raw or qcow2; probed by default
-    #[arg(short, long, value_name = "FMT")]
-    pub(crate) format: Option<String>,
-
-    /// Each IMAGE is a list of options: driver=qcow2,file.driver=file,file.filename=NAME,...
-    #[arg(long, conflicts_with = "format")]
-    pub(crate) image_opts: bool,
-
-    /// Refuse writes; other processes may read the images meanwhile
-    #[arg(short, long)]
-    pub(crate) read_only: bool,
-
-    /// Serve images that another process is writing to, without locks; contents may be inconsistent
-    #[arg(short = 'U', long, requires = "read_only")]
-    pub(crate) shared: bool,
-
-    /// Serve this internal snapshot of IMAGE: its id or name, or snapshot.id=ID,snapshot.name=NAME; implies --read-only
-    #[arg(long, value_name = "SNAPSHOT", value_parser = parse_snapshot)]
-    pub(crate) snapshot: Option<SnapshotChoice>,
-
-    /// Begin the export at this offset of the disk
-    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
-    pub(crate) offset: u64,
-
-    /// Limit the export to this size; default: up to the end of the disk
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pub(crate) size: Option<u64>,
-
-    /// Cache mode: none, writeback, writethrough, unsafe, directsync
-    #[arg(long, value_name = "MODE", default_value = "writeback")]
-    pub(crate) cache: CacheMode,
-
-    /// Asynchronous I/O backend; native means the same as `io_uring` here
-    #[arg(long, value_name = "threads|native|io_uring", value_parser = parse_aio)]
-    pub(crate) aio: Option<Io>,
+    #[command(flatten)]
+    pub(crate) how: ServedImageArgs,
 
     #[command(flatten)]
     pub(crate) open: OpenArgs,
 
     #[command(flatten)]
     pub(crate) tls: ServeTlsArgs,
+
+    /// Create a QMP-like socket here for programs and `limosa serve ctl` (`query-exports`, `export-add`, ...)
+    #[arg(long, value_name = "SOCK")]
+    pub(crate) control: Option<PathBuf>,
 
     /// Most connections at a time; a further one is closed
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]

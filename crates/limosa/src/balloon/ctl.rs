@@ -16,8 +16,11 @@ use signal_hook::iterator::Signals;
 
 use super::line::StatusLine;
 use crate::args::{BalloonCtlArgs, BalloonCtlCommand};
+use crate::ctl::Server;
 use limosa_console::{check_stdout, print_out, say};
 
+const SERVER: Server =
+    Server { command: "limosa balloon", what: "a balloon of limosa", or: ", or a QMP socket of QEMU" };
 /// How often the server is asked again.
 const TICK: Duration = Duration::from_millis(10);
 /// How long a guest may take to report its memory.
@@ -277,26 +280,7 @@ struct Progress {
 }
 
 fn explained(error: QmpError) -> anyhow::Error {
-    match &error {
-        QmpError::Connect { monitor, source } => {
-            return anyhow::anyhow!(
-                "{monitor}: cannot connect: {source}; give the --control socket of a running `limosa balloon`, or a QMP \
-                 socket of QEMU"
-            );
-        }
-        QmpError::Closed { monitor, .. } => {
-            return anyhow::anyhow!("{monitor}: the server of the balloon has ended");
-        }
-        _ => {}
-    }
-    if error.is_unknown_command() {
-        return anyhow::anyhow!("not a balloon of limosa (give the --control socket of `limosa balloon`): {error}");
-    }
-    match error.desc() {
-        // The server's own words say what to do.
-        Some(desc) => anyhow::anyhow!("{desc}"),
-        None => error.into(),
-    }
+    crate::ctl::explained(&SERVER, error)
 }
 
 /// Rounds a guest's wanted memory up to whole pages.

@@ -14,6 +14,7 @@ use crate::args::ServeArgs;
 use crate::usage::misused;
 
 /// A disk at a socket.
+#[derive(Debug)]
 pub(super) struct BlockDevice {
     path: String,
     export: Arc<Export>,

@@ -1,4 +1,4 @@
-//! The images that are served, by their names on the command line.
+//! The images that are served, by their names on the command line or at the control socket.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -6,41 +6,80 @@ use std::path::Path;
 use anyhow::Context as _;
 use limosa_export::{Export, Exports};
 use limosa_image::chain::{self, NamedImage};
+use limosa_image::qcow2::SnapshotChoice;
 use limosa_image::reference::Reference;
 use limosa_storage::block_on;
 
 use crate::args::ServeArgs;
 use crate::img::open::{resolve, warn};
-use crate::img::options::Source;
+use crate::img::options::{Name, Source};
 
-/// Opens all images.
+/// An image to serve, and how.
+#[derive(Debug)]
+pub(super) struct Wanted {
+    pub(super) source: Source,
+    pub(super) read_only: bool,
+    pub(super) snapshot: Option<SnapshotChoice>,
+    /// The export's name; `None`: that of the image's file.
+    pub(super) name: Option<String>,
+    pub(super) description: String,
+    /// Offset of the export in the disk.
+    pub(super) offset: u64,
+    pub(super) size: Option<u64>,
+}
+
+impl Wanted {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// It cannot be opened, another process has it open, or the part that was asked for is not in it.
+    pub(super) fn open(&self) -> anyhow::Result<Export> {
+        let NamedImage { reference, options, .. } = resolve(&self.source)?;
+        let read_only = self.read_only || self.snapshot.is_some();
+        let options = options.read_only(read_only).snapshot(self.snapshot.clone());
+        let name = match &self.name {
+            Some(name) => name.clone(),
+            None => file_name(&reference)?,
+        };
+        let image = block_on(chain::open_image(&reference, &options))?;
+        if !read_only {
+            warn(&self.source, &image);
+        }
+        let export = Export::new(name, image.as_disk())?.read_only(read_only);
+        Ok(export.description(self.description.as_str())?.part(self.offset, self.size)?)
+    }
+}
+
+/// Opens all images of the command line.
 ///
 /// # Errors
-/// One cannot be opened, another process has it open, or the part that was asked for is not in it.
+/// As of [`Wanted::open`]; two have the same name.
 pub(super) fn open(args: &ServeArgs) -> anyhow::Result<Exports> {
     let exports = Exports::new();
     for (number, image) in args.images.iter().enumerate() {
-        let source = Source {
-            cache: args.cache,
-            io: args.aio.unwrap_or_default(),
-            force_share: args.shared,
-            ..args.open.source(image, args.format.as_ref(), args.image_opts)
-        };
-        let NamedImage { reference, options, .. } = resolve(&source)?;
-        let read_only = args.read_only || args.snapshot.is_some();
-        let options = options.read_only(read_only).snapshot(args.snapshot.clone());
-        let image = block_on(chain::open_image(&reference, &options))?;
-        if !read_only {
-            warn(&source, &image);
-        }
         let name = match args.name.get(number) {
-            Some(name) => name.clone(),
-            None if args.images.len() == 1 => String::new(),
-            None => file_name(&reference)?,
+            Some(name) => Some(name.clone()),
+            None => (args.images.len() == 1).then(String::new),
         };
-        let export = Export::new(name, image.as_disk())?.read_only(read_only);
-        let export = export.description(args.description.as_str())?.part(args.offset, args.size)?;
-        exports.add(export).context("use --name to tell them apart")?;
+        let how = &args.how;
+        let wanted = Wanted {
+            source: Source {
+                name: Name(image.clone()),
+                image_opts: how.image_opts,
+                format: how.format.clone(),
+                cache: how.cache,
+                io: how.aio.unwrap_or_default(),
+                force_share: how.shared,
+                untrusted: args.open.untrusted,
+            },
+            read_only: how.read_only,
+            snapshot: how.snapshot.clone(),
+            name,
+            description: how.description.clone(),
+            offset: how.offset,
+            size: how.size,
+        };
+        exports.add(wanted.open()?).context("use --name to tell them apart")?;
     }
     Ok(exports)
 }

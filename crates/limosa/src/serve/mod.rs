@@ -4,8 +4,12 @@
 //! what fails then is reported.
 
 mod address;
+mod ctl;
 mod devices;
 mod images;
+pub(crate) mod remedy;
+mod report;
+mod steering;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,20 +19,30 @@ use std::time::Instant;
 use anyhow::Context as _;
 use limosa_channel::{Listener, Options, Uri};
 use limosa_console::{check_stdout, print_out, quantity, say};
-use limosa_export::nbd::{Limits, Server, ServerCounters, ServerError, ServerOptions};
+use limosa_control::ControlSocket;
+use limosa_export::nbd::{Limits, Server, ServerOptions};
 use limosa_export::{Export, ExportCounters, Exports};
 use limosa_page::to_usize;
 use limosa_storage::block_on;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use serde_json::{Value, json};
+use serde_json::json;
 use signal_hook::iterator::Signals;
 
-use crate::args::ServeArgs;
+use crate::args::{ServeArgs, ServeCommand, ServeCommandArgs};
 use crate::img::interrupt;
+use crate::remedy::without_control;
 use crate::usage::misused;
 use devices::BlockDevice;
+use steering::Steering;
 
-pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(args: &ServeCommandArgs) -> anyhow::Result<ExitCode> {
+    match &args.command {
+        Some(ServeCommand::Ctl(args)) => ctl::run(args),
+        None => serve_images(&args.serve),
+    }
+}
+
+fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     let addresses = address::all(args);
     let piped = addresses.contains(&Uri::Stdio);
     if piped && args.json {
@@ -60,10 +74,17 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     if let Some((tls, required)) = tls {
         options = options.tls(tls, required);
     }
-    let servers = match devices::bind(args, &exports) {
-        Ok(devices) => Arc::new(Servers { nbd: Server::new(exports.clone(), options)?, devices }),
+    let devices = match devices::bind(args, &exports) {
+        Ok(devices) => devices,
         Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
     };
+    let servers = Arc::new(Servers { nbd: Server::new(exports.clone(), options)?, devices });
+    let steering = Arc::new(Steering::new(Arc::clone(&servers), exports.clone(), args.open.untrusted));
+    let control = args.control.as_deref().map(|path| {
+        let commands = Arc::clone(&steering);
+        ControlSocket::listen_without_job(path, commands).map_err(|error| without_control(path, &error))
+    });
+    let control = control.transpose()?;
     let stopper = Arc::clone(&servers);
     let handle = signals.handle();
     let begun = Instant::now();
@@ -76,14 +97,18 @@ pub(crate) fn run(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     let served = serve(args, &addresses, &servers, &exports);
     handle.close();
     let _ = listening.join();
+    // First the control socket, so that no client orders more.
+    drop(control);
+    steering.end();
     let closed = close(&exports, &servers.devices);
     first_failure([served, closed])?;
-    report(args, &servers, &exports, begun);
+    print_report(args, &servers, &exports, begun);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// All that serves.
+#[derive(Debug)]
 struct Servers {
     nbd: Server,
     devices: Vec<BlockDevice>,
@@ -168,7 +193,7 @@ fn announce(
         exports => format!("{} images", exports.len()),
     };
     if args.json {
-        let exports: Vec<_> = exports.iter().map(|export| description(export)).collect();
+        let exports: Vec<_> = exports.iter().map(|export| report::description(export)).collect();
         let devices: Vec<_> = devices.iter().map(BlockDevice::description).collect();
         let ready = json!({ "event": "ready", "nbd": uris, "vhost-user-blk": devices, "exports": exports });
         print_out!("{ready}");
@@ -177,17 +202,6 @@ fn announce(
     let addresses: Vec<_> = uris.into_iter().chain(devices.iter().map(BlockDevice::address)).collect();
     say!("limosa: serving {what} at {}", addresses.join(" and "));
     Ok(())
-}
-
-fn description(export: &Export) -> Value {
-    let disk = export.disk();
-    json!({
-        "name": export.name(),
-        "image": &**disk.name(),
-        "format": disk.format(),
-        "size": export.size(),
-        "read-only": export.is_read_only(),
-    })
 }
 
 /// Flushes and closes all images.
@@ -214,7 +228,7 @@ fn first_failure(results: impl IntoIterator<Item = anyhow::Result<()>>) -> anyho
     first
 }
 
-fn report(args: &ServeArgs, servers: &Servers, exports: &Exports, begun: Instant) {
+fn print_report(args: &ServeArgs, servers: &Servers, exports: &Exports, begun: Instant) {
     let exports = exports.all();
     let server = servers.nbd.counters();
     let front_ends: u64 = servers.devices.iter().map(BlockDevice::front_ends).sum();
@@ -228,47 +242,9 @@ fn report(args: &ServeArgs, servers: &Servers, exports: &Exports, begun: Instant
         quantity::count(sum(|counters| counters.flushes)),
     );
     if args.json {
-        let exports: Vec<_> = exports.iter().map(|export| export_counters(export)).collect();
-        let mut counters = server_counters(&server);
+        let exports: Vec<_> = exports.iter().map(|export| report::ended(export)).collect();
+        let mut counters = report::server_counters(&server);
         counters["front-ends"] = front_ends.into();
         print_out!("{}", json!({ "event": "ended", "counters": counters, "exports": exports }));
-    }
-}
-
-fn server_counters(counters: &ServerCounters) -> Value {
-    json!({
-        "connections": counters.connections,
-        "refused": counters.refused,
-        "handshake-timeouts": counters.handshake_timeouts,
-        "stalled": counters.stalled,
-        "protocol-errors": counters.protocol_errors,
-        "receives": counters.receives,
-        "sends": counters.sends,
-    })
-}
-
-fn export_counters(export: &Export) -> Value {
-    let counters = export.counters();
-    json!({
-        "name": export.name(),
-        "reads": counters.reads,
-        "read-bytes": counters.read_bytes,
-        "writes": counters.writes,
-        "written-bytes": counters.written_bytes,
-        "zeroes": counters.zeroes,
-        "zeroed-bytes": counters.zeroed_bytes,
-        "flushes": counters.flushes,
-        "others": counters.others,
-        "failures": counters.failures,
-    })
-}
-
-/// The remedy for a server that failed.
-pub(crate) fn remedy(error: &ServerError) -> Option<&'static str> {
-    match error {
-        ServerError::Start(_) | ServerError::Thread(_) => {
-            Some("; raise the limits of this user (ulimit -n, ulimit -u)")
-        }
-        _ => None,
     }
 }

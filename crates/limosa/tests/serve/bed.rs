@@ -126,13 +126,19 @@ impl Serving {
         self.program.stdout()
     }
 
+    /// Waits for its end.
+    #[track_caller]
+    pub(crate) fn wait(self) -> Ended {
+        let ended = self.program.wait().success();
+        assert!(!self.socket.exists(), "the socket is gone");
+        ended
+    }
+
     /// Ends it by SIGTERM.
     #[track_caller]
     pub(crate) fn stop(self) -> Ended {
         self.program.signal(Signal::TERM);
-        let ended = self.program.wait().success();
-        assert!(!self.socket.exists(), "the socket is gone");
-        ended
+        self.wait()
     }
 }
 

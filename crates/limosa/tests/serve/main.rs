@@ -12,4 +12,5 @@ mod guest;
 mod kills;
 mod locks;
 mod program;
+mod steering;
 mod tls;

@@ -1,0 +1,133 @@
+//! The arguments of `limosa serve ctl`, and those that say how an image is served.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use limosa_console::parse;
+use limosa_image::qcow2::SnapshotChoice;
+use limosa_qemu::qmp::MonitorAddress;
+use limosa_storage::{CacheMode, Io};
+
+use super::img::{parse_aio, parse_snapshot};
+use crate::img::size::parse_size;
+
+/// How an image is served: of a server that starts, or one that is added.
+#[derive(Debug, Args)]
+pub(crate) struct ServedImageArgs {
+    /// Description of the export for people
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    pub(crate) description: String,
+
+    /// The image's format: raw or qcow2; probed by default
+    #[arg(short, long, value_name = "FMT")]
+    pub(crate) format: Option<String>,
+
+    /// IMAGE is a list of options: driver=qcow2,file.driver=file,file.filename=NAME,...
+    #[arg(long, conflicts_with = "format")]
+    pub(crate) image_opts: bool,
+
+    /// Refuse writes; other processes may read the image meanwhile
+    #[arg(short, long)]
+    pub(crate) read_only: bool,
+
+    /// Serve an image that another process is writing to, without locks; contents may be inconsistent
+    #[arg(short = 'U', long, requires = "read_only")]
+    pub(crate) shared: bool,
+
+    /// Serve this internal snapshot of IMAGE: its id or name, or snapshot.id=ID,snapshot.name=NAME; implies --read-only
+    #[arg(long, value_name = "SNAPSHOT", value_parser = parse_snapshot)]
+    pub(crate) snapshot: Option<SnapshotChoice>,
+
+    /// Begin the export at this offset of the disk
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    pub(crate) offset: u64,
+
+    /// Limit the export to this size; default: up to the end of the disk
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub(crate) size: Option<u64>,
+
+    /// Cache mode: none, writeback, writethrough, unsafe, directsync
+    #[arg(long, value_name = "MODE", default_value = "writeback")]
+    pub(crate) cache: CacheMode,
+
+    /// Asynchronous I/O backend; native means the same as `io_uring` here
+    #[arg(long, value_name = "threads|native|io_uring", value_parser = parse_aio)]
+    pub(crate) aio: Option<Io>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ServeCommand {
+    /// Query and steer a running server
+    Ctl(ServeCtlArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ServeCtlArgs {
+    /// The server's --control socket
+    #[arg(value_name = "SOCK")]
+    pub(crate) control: MonitorAddress,
+
+    #[command(subcommand)]
+    pub(crate) what: ServeCtlCommand,
+
+    /// Print one JSON object on stdout
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ServeCtlCommand {
+    /// Show the exports, their clients and their counters
+    List,
+    /// Serve another image
+    Add(Box<ServeAddArgs>),
+    /// Stop serving an image: its clients are ended after their requests, and it is closed
+    Remove {
+        /// Name of the export; '' is the default export
+        #[arg(value_name = "NAME")]
+        name: String,
+
+        /// Do not wait until clients have taken their last replies: requests in flight are carried out all the same
+        #[arg(long)]
+        force: bool,
+    },
+    /// Make acknowledged writes durable
+    Flush {
+        /// Name of the export; default: all
+        #[arg(value_name = "NAME")]
+        name: Option<String>,
+    },
+    /// Have requests wait, and make the image's file complete: nothing is written to it until `resume`
+    Quiesce {
+        /// Name of the export; default: all
+        #[arg(value_name = "NAME")]
+        name: Option<String>,
+
+        /// Fail if requests in flight are not done after this time
+        #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "30s")]
+        timeout: Duration,
+    },
+    /// Continue after `quiesce`
+    Resume {
+        /// Name of the export; default: all
+        #[arg(value_name = "NAME")]
+        name: Option<String>,
+    },
+    /// End the server, as SIGTERM does
+    Quit,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ServeAddArgs {
+    /// The image: a path, or json:{...}, in which relative names are from the server's folder
+    #[arg(value_name = "IMAGE")]
+    pub(crate) image: OsString,
+
+    /// Name of the export; default: the name of the image's file
+    #[arg(long, value_name = "NAME")]
+    pub(crate) name: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) how: ServedImageArgs,
+}

@@ -1,0 +1,123 @@
+//! `limosa serve ctl`: requests of people to a running server.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use limosa_console::{check_stdout, print_out, quantity, say};
+use limosa_page::to_millis;
+use limosa_qemu::qmp::{Options, Qmp};
+use serde_json::{Value, json};
+
+use super::steering::AddRequest;
+use crate::args::{ServeCtlArgs, ServeCtlCommand};
+use crate::ctl::{Server, explained};
+
+const SERVER: Server = Server { command: "limosa serve", what: "a server of disks", or: "" };
+/// Time that the server gets for what it does besides waiting for requests: flushing, closing an image.
+const ANSWER: Duration = Duration::from_secs(600);
+
+pub(super) fn run(args: &ServeCtlArgs) -> anyhow::Result<ExitCode> {
+    let ctl = Ctl { qmp: Qmp::connect(&args.control, &Options::default()).map_err(failed)?, json: args.json };
+    let named = |name: &Option<String>| name.as_ref().map_or_else(|| json!({}), |name| json!({ "name": name }));
+    match &args.what {
+        ServeCtlCommand::List => ctl.list()?,
+        ServeCtlCommand::Add(args) => ctl.add(&AddRequest::new(args)?)?,
+        ServeCtlCommand::Remove { name, force } => {
+            ctl.order("export-remove", json!({ "name": name, "force": force }), &format!("{name:?} is removed"))?;
+        }
+        ServeCtlCommand::Flush { name } => ctl.order("export-flush", named(name), "flushed")?,
+        ServeCtlCommand::Quiesce { name, timeout } => {
+            let mut arguments = named(name);
+            if let Some(arguments) = arguments.as_object_mut() {
+                arguments.insert("timeout".into(), to_millis(*timeout).into());
+            }
+            ctl.order("export-quiesce", arguments, "no request is in flight; `resume` continues")?;
+        }
+        ServeCtlCommand::Resume { name } => ctl.order("export-resume", named(name), "requests continue")?,
+        ServeCtlCommand::Quit => ctl.order("quit", json!({}), "the server is ending")?,
+    }
+    check_stdout()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn failed(error: limosa_qemu::qmp::QmpError) -> anyhow::Error {
+    explained(&SERVER, error)
+}
+
+struct Ctl {
+    qmp: Qmp,
+    json: bool,
+}
+
+impl Ctl {
+    fn ask(&self, command: &str, arguments: Value) -> anyhow::Result<Value> {
+        self.qmp.execute_within(command, arguments, ANSWER).map_err(failed)
+    }
+
+    /// Has a command executed that answers nothing.
+    fn order(&self, command: &str, arguments: Value, done: &str) -> anyhow::Result<()> {
+        let answer = self.ask(command, arguments)?;
+        if self.json {
+            print_out!("{answer}");
+        } else {
+            say!("limosa: {done}");
+        }
+        Ok(())
+    }
+
+    fn add(&self, request: &AddRequest) -> anyhow::Result<()> {
+        let export = self.ask("export-add", serde_json::to_value(request)?)?;
+        if self.json {
+            print_out!("{export}");
+        } else {
+            say!("limosa: {} is served", line(&export));
+        }
+        Ok(())
+    }
+
+    fn list(&self) -> anyhow::Result<()> {
+        let exports = self.ask("query-exports", json!({}))?;
+        let server = self.ask("query-server", json!({}))?;
+        if self.json {
+            print_out!("{}", json!({ "exports": exports, "server": server }));
+            return Ok(());
+        }
+        for export in exports.as_array().into_iter().flatten() {
+            print_out!("{}", line(export));
+            let clients = quantity::count(number(export, "clients"));
+            let quiesced = if export.get("quiesced") == Some(&Value::Bool(true)) { "; quiesced" } else { "" };
+            print_out!("  clients: {clients}{quiesced}");
+            if let Some(counters) = export.get("counters") {
+                print_counters(counters);
+            }
+        }
+        print_out!("connections: {}", quantity::count(number(&server, "active")));
+        if let Some(counters) = server.get("counters") {
+            print_counters(counters);
+        }
+        Ok(())
+    }
+}
+
+/// An export in one line.
+fn line(export: &Value) -> String {
+    let text = |name| export.get(name).and_then(Value::as_str).unwrap_or("");
+    let read_only = if export.get("read-only") == Some(&Value::Bool(true)) { ", read-only" } else { "" };
+    let size = quantity::bytes(number(export, "size"));
+    format!("{:?}: {} ({size}, {}{read_only})", text("name"), text("image"), text("format"))
+}
+
+/// Prints all counters but those that are 0.
+fn print_counters(counters: &Value) {
+    for (name, count) in counters.as_object().into_iter().flatten() {
+        match count.as_u64() {
+            None | Some(0) => {}
+            Some(count) if name.ends_with("-bytes") => print_out!("  {name}: {}", quantity::bytes(count)),
+            Some(count) => print_out!("  {name}: {}", quantity::count(count)),
+        }
+    }
+}
+
+fn number(answer: &Value, name: &str) -> u64 {
+    answer.get(name).and_then(Value::as_u64).unwrap_or(0)
+}

@@ -1,0 +1,302 @@
+//! Commands of the control socket.
+//!
+//! Laws: files are opened because of these commands, and never because of what a client of an export sends. A command
+//! that fails leaves every export as it was. The server closes its images when no command is under way any more.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use limosa_console::{anyhow_error_line, quantity};
+use limosa_control::{CommandError, Commands};
+use limosa_export::{Export, ExportError, Exports};
+use limosa_image::qcow2::SnapshotChoice;
+use limosa_storage::{CacheMode, Io, block_on};
+use parking_lot::{RwLock, RwLockReadGuard};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::Servers;
+use super::images::Wanted;
+use super::report;
+use crate::args::{ServeAddArgs, ServedImageArgs, parse_aio};
+use crate::img::options::{Name, Source};
+use crate::remedy;
+
+/// Time that clients of an export that is removed get to take their last replies.
+const DRAIN: Duration = Duration::from_secs(10);
+/// Time that requests in flight get when nothing else is asked for.
+const QUIESCE: Duration = Duration::from_secs(30);
+
+/// The arguments of `export-add`: those of the command line, by the names of its options.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct AddRequest {
+    image: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    #[serde(default)]
+    description: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    format: Option<String>,
+    #[serde(default)]
+    image_opts: bool,
+    #[serde(default)]
+    read_only: bool,
+    #[serde(default)]
+    shared: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    snapshot: Option<SnapshotName>,
+    #[serde(default)]
+    offset: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    size: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    aio: Option<String>,
+}
+
+/// An internal snapshot: its id or name, or both.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(untagged, deny_unknown_fields)]
+enum SnapshotName {
+    IdOrName(String),
+    IdAndName { id: Option<String>, name: Option<String> },
+}
+
+impl AddRequest {
+    /// The request for an image of `limosa serve ctl add`. A path is made absolute: the server has another folder.
+    ///
+    /// # Errors
+    /// The path is not UTF-8.
+    pub(super) fn new(args: &ServeAddArgs) -> anyhow::Result<Self> {
+        let ServedImageArgs { description, format, image_opts, read_only, shared, snapshot, .. } = &args.how;
+        let named = *image_opts || ["json:", "file:"].iter().any(|scheme| is_prefix(scheme, args));
+        let image = if named { args.image.clone() } else { std::path::absolute(&args.image)?.into_os_string() };
+        let image = image.into_string().map_err(|image| {
+            anyhow::anyhow!("{}: the path must be UTF-8, which the control socket requires", image.display())
+        })?;
+        Ok(Self {
+            image,
+            name: args.name.clone(),
+            description: description.clone(),
+            format: format.clone(),
+            image_opts: *image_opts,
+            read_only: *read_only,
+            shared: *shared,
+            snapshot: snapshot.clone().map(SnapshotName::from),
+            offset: args.how.offset,
+            size: args.how.size,
+            cache: Some(args.how.cache.as_str().to_owned()),
+            aio: args.how.aio.and_then(aio_name).map(str::to_owned),
+        })
+    }
+
+    fn wanted(self, untrusted: bool) -> anyhow::Result<Wanted> {
+        anyhow::ensure!(!self.shared || self.read_only, "shared needs read-only");
+        let cache = self.cache.as_deref().map(str::parse).transpose()?.unwrap_or(CacheMode::Writeback);
+        let io = self.aio.as_deref().map(parse_aio).transpose().map_err(anyhow::Error::msg)?.unwrap_or_default();
+        let source = Source {
+            name: Name(self.image.into()),
+            image_opts: self.image_opts,
+            format: self.format,
+            cache,
+            io,
+            force_share: self.shared,
+            untrusted,
+        };
+        Ok(Wanted {
+            source,
+            read_only: self.read_only,
+            snapshot: self.snapshot.map(SnapshotChoice::from),
+            name: self.name,
+            description: self.description,
+            offset: self.offset,
+            size: self.size,
+        })
+    }
+}
+
+fn is_prefix(scheme: &str, args: &ServeAddArgs) -> bool {
+    args.image.as_encoded_bytes().starts_with(scheme.as_bytes())
+}
+
+/// The option's value for a backend; `None`: it has none, and is what is used without the option.
+const fn aio_name(io: Io) -> Option<&'static str> {
+    match io {
+        Io::Threads => Some("threads"),
+        Io::Uring => Some("io_uring"),
+        _ => None,
+    }
+}
+
+impl From<SnapshotChoice> for SnapshotName {
+    fn from(choice: SnapshotChoice) -> Self {
+        match choice {
+            SnapshotChoice::IdOrName(text) => Self::IdOrName(text),
+            SnapshotChoice::IdAndName { id, name } => Self::IdAndName { id, name },
+        }
+    }
+}
+
+impl From<SnapshotName> for SnapshotChoice {
+    fn from(name: SnapshotName) -> Self {
+        match name {
+            SnapshotName::IdOrName(text) => Self::IdOrName(text),
+            SnapshotName::IdAndName { id, name } => Self::IdAndName { id, name },
+        }
+    }
+}
+
+/// The arguments of commands on exports.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Named {
+    /// All exports, if it is missing.
+    name: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct RemoveRequest {
+    name: String,
+    #[serde(default)]
+    force: bool,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct QuiesceRequest {
+    name: Option<String>,
+    /// Milliseconds.
+    timeout: Option<u64>,
+}
+
+/// The commands of a server.
+#[derive(Debug)]
+pub(super) struct Steering {
+    servers: Arc<Servers>,
+    exports: Exports,
+    untrusted: bool,
+    /// Whether the server has ended. Held for reading by every command that changes something.
+    ended: RwLock<bool>,
+}
+
+impl Steering {
+    /// The commands of a server of these exports; `untrusted`: images open no file that is not named.
+    pub(super) fn new(servers: Arc<Servers>, exports: Exports, untrusted: bool) -> Self {
+        Self { servers, exports, untrusted, ended: RwLock::new(false) }
+    }
+
+    /// Waits for the commands under way, and refuses further ones.
+    pub(super) fn end(&self) {
+        *self.ended.write() = true;
+    }
+
+    /// Keeps the server from closing its images.
+    fn keep(&self) -> anyhow::Result<RwLockReadGuard<'_, bool>> {
+        let ended = self.ended.read();
+        anyhow::ensure!(!*ended, "the server is ending");
+        Ok(ended)
+    }
+
+    /// The export of a name, or all.
+    fn chosen(&self, name: Option<&str>) -> anyhow::Result<Vec<Arc<Export>>> {
+        let Some(name) = name else { return Ok(self.exports.all()) };
+        let export = self.exports.find(name).ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
+        Ok(vec![export])
+    }
+
+    fn run(&self, name: &str, arguments: &Value) -> anyhow::Result<Option<Value>> {
+        let done = json!({});
+        Ok(Some(match name {
+            "query-exports" => self.exports.all().iter().map(|export| report::state(export)).collect(),
+            "query-server" => {
+                let counters = self.servers.nbd.counters();
+                json!({ "active": counters.active, "counters": report::server_counters(&counters) })
+            }
+            "export-add" => self.add(read::<AddRequest>(arguments)?)?,
+            "export-remove" => {
+                let RemoveRequest { name, force } = read(arguments)?;
+                let _kept = self.keep()?;
+                self.exports.remove(&name, if force { Duration::ZERO } else { DRAIN })?;
+                done
+            }
+            "export-flush" => {
+                let exports = self.chosen(read::<Named>(arguments)?.name.as_deref())?;
+                let _kept = self.keep()?;
+                exports.iter().try_for_each(|export| export.flush())?;
+                done
+            }
+            "export-quiesce" => {
+                let QuiesceRequest { name, timeout } = read(arguments)?;
+                self.quiesce(name.as_deref(), timeout.map_or(QUIESCE, Duration::from_millis))?;
+                done
+            }
+            "export-resume" => {
+                let exports = self.chosen(read::<Named>(arguments)?.name.as_deref())?;
+                exports.iter().try_for_each(|export| export.resume())?;
+                done
+            }
+            "quit" => {
+                self.servers.stop();
+                done
+            }
+            _ => return Ok(None),
+        }))
+    }
+
+    fn add(&self, request: AddRequest) -> anyhow::Result<Value> {
+        let _kept = self.keep()?;
+        let begun = Instant::now();
+        let wanted = request.wanted(self.untrusted)?;
+        // Before its file is opened: a name that is taken is found without it.
+        if let Some(name) = wanted.name.as_ref().filter(|name| self.exports.find(name).is_some()) {
+            return Err(ExportError::Exists(name.clone()).into());
+        }
+        let export = wanted.open()?;
+        let disk = Arc::clone(export.disk());
+        let added = match self.exports.add(export) {
+            Ok(added) => added,
+            Err(error) => {
+                block_on(disk.close())?;
+                return Err(error).context("give it a name of its own");
+            }
+        };
+        let mut answer = report::description(&added);
+        answer.insert("ms".into(), quantity::millis(begun.elapsed()).into());
+        Ok(answer.into())
+    }
+
+    /// Quiesces one export or all of them; if one fails, those that were not quiesced before continue.
+    fn quiesce(&self, name: Option<&str>, within: Duration) -> anyhow::Result<()> {
+        let exports = self.chosen(name)?;
+        let _kept = self.keep()?;
+        let begun = Instant::now();
+        let mut done: Vec<&Export> = Vec::new();
+        for export in &exports {
+            let was_quiesced = export.is_quiesced();
+            if let Err(error) = export.quiesce(within.saturating_sub(begun.elapsed())) {
+                // One that is being removed meanwhile has nothing to continue.
+                done.iter().for_each(|export| drop(export.resume()));
+                return Err(error.into());
+            }
+            if !was_quiesced {
+                done.push(export);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn read<'a, T: Deserialize<'a>>(arguments: &'a Value) -> anyhow::Result<T> {
+    T::deserialize(arguments).context("the arguments are wrong")
+}
+
+impl Commands for Steering {
+    fn execute(&self, name: &str, arguments: &Value) -> Option<Result<Value, CommandError>> {
+        let refused = |error: &anyhow::Error| format!("{}{}", anyhow_error_line(error), remedy::of_cause(error)).into();
+        self.run(name, arguments).map_err(|error| refused(&error)).transpose()
+    }
+}
