@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::task::AtomicWaker;
 use parking_lot::{Condvar, Mutex};
 
-use crate::counters::ExportCounters;
+use crate::counters::{Outcome, Tally};
 
 /// Whether requests may begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, strum::FromRepr)]
@@ -50,8 +50,8 @@ pub(crate) struct Clients {
 #[derive(Debug, Default)]
 struct Members {
     present: Vec<Arc<Member>>,
-    /// The counters of those that are gone.
-    gone: ExportCounters,
+    /// The work of those that are gone.
+    gone: Tally,
 }
 
 /// The part of a client that others read. Aligned, so that no two clients share a cache line.
@@ -63,7 +63,7 @@ struct Member {
     /// It is a queue of a device.
     is_queue: bool,
     waker: AtomicWaker,
-    counters: Mutex<ExportCounters>,
+    tally: Mutex<Tally>,
 }
 
 impl Clients {
@@ -83,10 +83,10 @@ impl Clients {
     }
 
     /// Returns what all clients have done.
-    pub(crate) fn counters(&self) -> ExportCounters {
+    pub(crate) fn tally(&self) -> Tally {
         let members = self.members.lock();
-        let mut sum = members.gone;
-        members.present.iter().for_each(|member| sum.add(&member.counters.lock()));
+        let mut sum = members.gone.clone();
+        members.present.iter().for_each(|member| sum.add(&member.tally.lock()));
         sum
     }
 
@@ -213,10 +213,12 @@ impl Client {
         }
     }
 
-    /// Adds to what it has done, and clears `more`.
-    pub(crate) fn count(&self, more: &mut ExportCounters) {
-        if *more != ExportCounters::default() {
-            self.member.counters.lock().add(&std::mem::take(more));
+    /// Counts requests that are done, and clears `done`.
+    pub(crate) fn count(&self, done: &mut Vec<Outcome>) {
+        if !done.is_empty() {
+            // Contended only while somebody asks for the sum.
+            let mut tally = self.member.tally.lock();
+            done.drain(..).for_each(|outcome| tally.count(&outcome));
         }
     }
 }
@@ -225,7 +227,7 @@ impl Drop for Client {
     fn drop(&mut self) {
         let mut members = self.clients.members.lock();
         members.present.retain(|member| !Arc::ptr_eq(member, &self.member));
-        members.gone.add(&self.member.counters.lock());
+        members.gone.add(&self.member.tally.lock());
         self.clients.fewer.notify_all();
     }
 }
@@ -235,6 +237,7 @@ mod tests {
     use std::thread;
 
     use super::*;
+    use crate::counters::RequestKind;
 
     const LONG: Duration = Duration::from_secs(60);
     const SHORT: Duration = Duration::from_millis(20);
@@ -283,15 +286,17 @@ mod tests {
         let clients = Arc::<Clients>::default();
         let (one, two) = (clients.join(), clients.join());
         for client in [&one, &two] {
-            let mut counters = ExportCounters { reads: 3, read_bytes: 512, ..ExportCounters::default() };
-            client.count(&mut counters);
-            assert_eq!(counters, ExportCounters::default());
+            let outcome = Outcome { kind: RequestKind::Read, length: 512, failed: false, time: SHORT };
+            let mut done = vec![outcome; 3];
+            client.count(&mut done);
+            assert!(done.is_empty());
         }
+        let sum = || (clients.tally().counters.reads, clients.tally().counters.read_bytes);
         drop(one);
-        let expected = ExportCounters { reads: 6, read_bytes: 1024, ..ExportCounters::default() };
-        assert_eq!((clients.counters(), clients.count()), (expected, 1));
+        assert_eq!((sum(), clients.count()), ((6, 3072), 1));
         drop(two);
-        assert_eq!((clients.counters(), clients.count()), (expected, 0));
+        assert_eq!((sum(), clients.count()), ((6, 3072), 0));
+        assert_eq!(clients.tally().latencies.of(RequestKind::Read).map(hdrhistogram::Histogram::len), Some(6));
     }
 
     #[test]

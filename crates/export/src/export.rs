@@ -9,7 +9,7 @@ use limosa_storage::block_on;
 use parking_lot::RwLock;
 
 use crate::clients::{Access, Client, Clients, NotQuiesced};
-use crate::counters::ExportCounters;
+use crate::counters::{ExportCounters, Latencies};
 use crate::nbd::protocol::MAX_STRING;
 
 /// Interval at which clients that must end are looked at.
@@ -159,7 +159,13 @@ impl Export {
     /// Returns the counters of all its clients.
     #[must_use]
     pub fn counters(&self) -> ExportCounters {
-        self.clients.counters()
+        self.clients.tally().counters
+    }
+
+    /// Returns how long the requests of all its clients took.
+    #[must_use]
+    pub fn latencies(&self) -> Latencies {
+        self.clients.tally().latencies
     }
 
     /// Returns the number of its clients: those that have agreed on it.

@@ -29,7 +29,7 @@ mod export;
 pub mod nbd;
 pub mod vhost_user_blk;
 
-pub use counters::ExportCounters;
+pub use counters::{ExportCounters, Latencies, RequestKind};
 pub use export::{Export, ExportError, Exports};
 
 /// The example of the README, compiled.

@@ -20,7 +20,7 @@ use super::protocol::context::{Context, Contexts};
 use super::protocol::error::ErrorCode;
 use super::protocol::reply::Subject;
 use super::protocol::{Headers, split_u32, split_u64};
-use crate::counters::ExportCounters;
+use crate::counters::RequestKind;
 use crate::export::Export;
 
 /// The shortest read that looks for holes first; a shorter one reads, and looks at the bytes.
@@ -107,27 +107,15 @@ pub(super) const fn subject(headers: Headers, incoming: &Incoming) -> Subject {
     Subject { headers, cookie: incoming.header.cookie, offset: incoming.header.offset }
 }
 
-/// Counts a request that is done, by what was asked.
-pub(super) fn count(counters: &mut ExportCounters, action: Option<&Action>, length: u64, failed: bool) {
-    let pair = match action {
-        _ if failed => {
-            counters.failures += 1;
-            return;
-        }
-        Some(Action::Read { .. }) => (&mut counters.reads, &mut counters.read_bytes),
-        Some(Action::Write { .. }) => (&mut counters.writes, &mut counters.written_bytes),
-        Some(Action::WriteZeroes { .. } | Action::Trim { .. }) => (&mut counters.zeroes, &mut counters.zeroed_bytes),
-        Some(Action::Flush) => {
-            counters.flushes += 1;
-            return;
-        }
-        _ => {
-            counters.others += 1;
-            return;
-        }
-    };
-    *pair.0 += 1;
-    *pair.1 += length;
+/// Returns the kind by which a request is counted; `None`: it was refused.
+pub(super) const fn kind(action: Option<&Action>) -> RequestKind {
+    match action {
+        Some(Action::Read { .. }) => RequestKind::Read,
+        Some(Action::Write { .. }) => RequestKind::Write,
+        Some(Action::WriteZeroes { .. } | Action::Trim { .. }) => RequestKind::Zero,
+        Some(Action::Flush) => RequestKind::Flush,
+        Some(Action::Cache { .. } | Action::BlockStatus { .. }) | None => RequestKind::Other,
+    }
 }
 
 async fn run(agreement: &Agreement, buffers: &Buffers, incoming: Incoming) -> Result<Body, Failure> {

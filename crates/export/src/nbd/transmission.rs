@@ -9,6 +9,7 @@ use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Instant;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
@@ -17,15 +18,15 @@ use limosa_storage::{Pollable, Ready, submit_gathered};
 
 use super::buffers::Buffers;
 use super::connection::Connection;
-use super::execute::{Body, Finished, count, execute, subject};
+use super::execute::{Body, Finished, execute, kind, subject};
 use super::input::{Incoming, Input, InputError, Next};
 use super::limits::Counting;
 use super::negotiation::Agreement;
 use super::output::{Load, Output};
-use super::protocol::admission::{Action, Disconnect, Facts};
+use super::protocol::admission::{Disconnect, Facts};
 use super::protocol::error::ErrorCode;
 use crate::clients::{Access, Client};
-use crate::counters::ExportCounters;
+use crate::counters::{Outcome, RequestKind};
 
 /// How a connection ended.
 #[derive(Debug)]
@@ -59,8 +60,9 @@ type InFlight = Pin<Box<dyn Future<Output = Done> + Send>>;
 
 struct Done {
     finished: Finished,
-    action: Option<Action>,
+    kind: RequestKind,
     length: u64,
+    begun: Instant,
 }
 
 /// The readiness of one direction of the channel.
@@ -105,7 +107,10 @@ pub(super) struct Transmission<'a> {
     client: Client,
     /// Requests, and their bytes, whose replies were not handed over.
     held: Load,
-    counters: ExportCounters,
+    /// Requests that are done, to be counted.
+    done: Vec<Outcome>,
+    /// The time, read once for all requests that begin or end at once.
+    clock: Option<Instant>,
     readable: Readiness,
     writable: Readiness,
     /// Nothing more is taken from the client.
@@ -137,7 +142,8 @@ impl<'a> Transmission<'a> {
             gathered: Load::default(),
             client,
             held: Load::default(),
-            counters: ExportCounters::default(),
+            done: Vec::new(),
+            clock: None,
             // An encrypted channel may have decrypted what came with the end of its handshake. Of any other one nothing
             // has been received, and an idle client needs no buffer.
             readable: Readiness::new(&connection.input, channel.is_encrypted()),
@@ -178,7 +184,7 @@ impl<'a> Transmission<'a> {
                 break;
             }
         }
-        self.client.count(&mut self.counters);
+        self.client.count(&mut self.done);
         if self.requests.is_empty() {
             self.client.leave();
         }
@@ -201,12 +207,19 @@ impl<'a> Transmission<'a> {
     /// Takes requests that are done.
     fn collect(&mut self, context: &mut Context<'_>) -> bool {
         let mut progress = false;
-        while let Poll::Ready(Some(Done { finished, action, length })) = self.requests.poll_next_unpin(context) {
+        self.clock = None;
+        while let Poll::Ready(Some(Done { finished, kind, length, begun })) = self.requests.poll_next_unpin(context) {
             progress = true;
-            count(&mut self.counters, action.as_ref(), length, matches!(finished.body, Body::Failed(_)));
+            let failed = matches!(finished.body, Body::Failed(_));
+            let time = self.now().saturating_duration_since(begun);
+            self.done.push(Outcome { kind, length, failed, time });
             self.reply(finished);
         }
         progress
+    }
+
+    fn now(&mut self) -> Instant {
+        *self.clock.get_or_insert_with(Instant::now)
     }
 
     fn reply(&mut self, finished: Finished) {
@@ -314,6 +327,7 @@ impl<'a> Transmission<'a> {
                     return true;
                 }
             }
+            self.clock = None;
             Counting::add(&self.connection.counting().receives, 1);
             match self.input.receive(self.channel) {
                 Ok(Some((0, _))) => {
@@ -349,9 +363,8 @@ impl<'a> Transmission<'a> {
             let finished = Finished { subject, body: Body::Failed(ErrorCode::Shutdown), held: request.held() };
             return self.reply(finished);
         }
-        let action = request.action.ok();
-        let length = request.header.length;
+        let (kind, length, begun) = (kind(request.action.as_ref().ok()), request.header.length, self.now());
         let request = execute(Arc::clone(&self.agreement), self.buffers.clone(), request);
-        self.requests.push(Box::pin(async move { Done { finished: request.await, action, length } }));
+        self.requests.push(Box::pin(async move { Done { finished: request.await, kind, length, begun } }));
     }
 }

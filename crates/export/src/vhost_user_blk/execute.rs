@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use limosa_image::ImageError;
 use limosa_page::error_with_causes;
@@ -11,7 +12,7 @@ use limosa_storage::IoVector;
 
 use super::config::SECTOR;
 use super::request::{Action, ByteRange, Facts, ID_LENGTH, Status};
-use crate::counters::ExportCounters;
+use crate::counters::{Outcome, RequestKind};
 use crate::export::Export;
 
 /// The disk of a device. Each queue has its own, so that threads do not share a reference count.
@@ -50,6 +51,8 @@ pub(super) struct Request {
     pub(super) data: IoVector,
     /// Writes are durable before they are acknowledged.
     pub(super) write_through: bool,
+    /// When it was taken out.
+    pub(super) begun: Instant,
 }
 
 /// A request that is done.
@@ -61,19 +64,27 @@ pub(super) struct Done {
     pub(super) status: Status,
     /// Bytes that were written into the guest's memory before the status.
     pub(super) written: usize,
-    /// Its part of the counters.
-    pub(super) counters: ExportCounters,
+    pub(super) kind: RequestKind,
+    /// Bytes that it covered.
+    pub(super) length: u64,
+    pub(super) begun: Instant,
+}
+
+impl Done {
+    /// Returns what is counted; `now` is its end.
+    pub(super) fn outcome(&self, now: Instant) -> Outcome {
+        let time = now.saturating_duration_since(self.begun);
+        Outcome { kind: self.kind, length: self.length, failed: self.status != Status::Ok, time }
+    }
 }
 
 /// Carries out a request.
 pub(super) async fn execute(target: Arc<Target>, request: Request) -> Done {
-    let Request { head, segments, status: status_address, action, data, write_through } = request;
-    let mut counters = ExportCounters::default();
-    let result = run(&target, &action, &data, write_through, &mut counters).await;
-    let (status, written) = match result {
+    let Request { head, segments, status: status_address, action, data, write_through, begun } = request;
+    let (kind, length) = action.counted(data.len() as u64);
+    let (status, written) = match run(&target, &action, &data, write_through).await {
         Ok(written) => (Status::Ok, written),
         Err(error) => {
-            counters = ExportCounters { failures: 1, ..ExportCounters::default() };
             // A guest must not fill the log.
             if !target.was_logged.swap(true, Ordering::Relaxed) {
                 let (export, error) = (target.export.name(), error_with_causes(&error));
@@ -82,16 +93,10 @@ pub(super) async fn execute(target: Arc<Target>, request: Request) -> Done {
             (Status::IoError, 0)
         }
     };
-    Done { head, segments, status_address, status, written, counters }
+    Done { head, segments, status_address, status, written, kind, length, begun }
 }
 
-async fn run(
-    target: &Target,
-    action: &Action,
-    data: &IoVector,
-    write_through: bool,
-    counters: &mut ExportCounters,
-) -> Result<usize, ImageError> {
+async fn run(target: &Target, action: &Action, data: &IoVector, write_through: bool) -> Result<usize, ImageError> {
     let (export, length) = (&target.export, data.len());
     let disk = export.disk();
     let mut changes = false;
@@ -100,7 +105,6 @@ async fn run(
             if length > 0 {
                 disk.read(export.place(*offset), data.clone()).await?;
             }
-            (counters.reads, counters.read_bytes) = (1, length as u64);
             return Ok(length);
         }
         Action::Write { offset } => {
@@ -108,29 +112,20 @@ async fn run(
                 disk.write(export.place(*offset), data.clone()).await?;
             }
             changes = true;
-            (counters.writes, counters.written_bytes) = (1, length as u64);
         }
-        Action::Flush => {
-            disk.flush().await?;
-            counters.flushes = 1;
-        }
-        Action::GetId => {
-            counters.others = 1;
-            return Ok(data.copy_from(0, &target.id));
-        }
+        Action::Flush => disk.flush().await?,
+        Action::GetId => return Ok(data.copy_from(0, &target.id)),
         Action::Discard(ranges) => {
             for ByteRange { offset, length, .. } in ranges.iter().filter(|range| range.length > 0) {
                 disk.discard(export.place(*offset), *length).await?;
             }
             changes = true;
-            (counters.zeroes, counters.zeroed_bytes) = (1, sum(ranges));
         }
         Action::WriteZeroes(ranges) => {
             for ByteRange { offset, length, unmap } in ranges.iter().filter(|range| range.length > 0) {
                 disk.write_zeroes(export.place(*offset), *length, *unmap).await?;
             }
             changes = true;
-            (counters.zeroes, counters.zeroed_bytes) = (1, sum(ranges));
         }
     }
     if changes && write_through {
@@ -139,6 +134,17 @@ async fn run(
     Ok(0)
 }
 
-fn sum(ranges: &[ByteRange]) -> u64 {
-    ranges.iter().map(|range| range.length).sum()
+impl Action {
+    /// The kind by which it is counted, and the bytes that it covers; `data`: the bytes of its buffers.
+    fn counted(&self, data: u64) -> (RequestKind, u64) {
+        match self {
+            Self::Read { .. } => (RequestKind::Read, data),
+            Self::Write { .. } => (RequestKind::Write, data),
+            Self::Flush => (RequestKind::Flush, 0),
+            Self::GetId => (RequestKind::Other, 0),
+            Self::Discard(ranges) | Self::WriteZeroes(ranges) => {
+                (RequestKind::Zero, ranges.iter().map(|range| range.length).sum())
+            }
+        }
+    }
 }

@@ -8,6 +8,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
@@ -19,7 +20,7 @@ use super::execute::{Done, Request, Target, execute};
 use super::memory::GuestMemory;
 use super::request::{Action, Facts, Status, parse};
 use crate::clients::{Access, Client};
-use crate::counters::ExportCounters;
+use crate::counters::{Outcome, RequestKind};
 
 /// Most requests in flight: the largest ring that QEMU has.
 const REQUESTS_MAX: usize = 1024;
@@ -55,7 +56,8 @@ struct State {
     is_held: bool,
     /// Buffers to be given back: first descriptor, and bytes written.
     finished: Vec<(u16, u32)>,
-    counters: ExportCounters,
+    /// Requests that are done, to be counted.
+    done: Vec<Outcome>,
     has_flushed: bool,
 }
 
@@ -70,7 +72,7 @@ impl Queue {
             has_left: false,
             is_held: false,
             finished: Vec::new(),
-            counters: ExportCounters::default(),
+            done: Vec::new(),
             has_flushed: false,
         }))
     }
@@ -86,13 +88,14 @@ impl Queue {
             state.is_held = true;
             return Ok(MoreWork::No);
         }
+        let begun = Instant::now();
         for _ in 0..AT_ONCE {
             if state.in_flight.len() >= REQUESTS_MAX || state.segments >= SEGMENTS_MAX {
                 state.has_left = true;
                 return Ok(MoreWork::No);
             }
             let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
-            state.begin(chain, &memory, mode)?;
+            state.begin(chain, &memory, mode, begun)?;
         }
         Ok(MoreWork::Yes)
     }
@@ -125,7 +128,7 @@ impl Queue {
 
 impl State {
     /// Begins the request of a buffer, or finishes it at once.
-    fn begin(&mut self, chain: Chain, memory: &GuestMemory, mode: &Mode) -> Result<(), QueueError> {
+    fn begin(&mut self, chain: Chain, memory: &GuestMemory, mode: &Mode, begun: Instant) -> Result<(), QueueError> {
         let head = chain.head_index();
         let invalid = |why| QueueError::Buffer { head, why };
         let links = chain.map(|descriptor| Link {
@@ -146,44 +149,41 @@ impl State {
             let data = memory.vector(pieces).ok_or(Status::IoError)?;
             let segments = data.buffers().len();
             let (status, write_through) = (parts.status, mode.write_through);
-            Ok(Request { head, segments, status, action, data, write_through })
+            Ok(Request { head, segments, status, action, data, write_through, begun })
         });
         match request {
             Ok(request) => {
                 self.segments += request.segments;
                 self.in_flight.push(Box::pin(execute(Arc::clone(&self.target), request)));
             }
-            Err(status) => {
-                let counters = ExportCounters { failures: 1, ..ExportCounters::default() };
-                self.finish(memory, Done::refused(head, parts.status, status, counters));
-            }
+            Err(status) => self.finish(memory, &Done::refused(head, parts.status, status, begun), begun),
         }
         Ok(())
     }
 
-    fn finish(&mut self, memory: &GuestMemory, done: Done) {
-        let Done { head, segments, status_address, status, written, counters } = done;
-        self.segments -= segments;
-        self.has_flushed |= counters.flushes > 0;
-        self.counters.add(&counters);
+    fn finish(&mut self, memory: &GuestMemory, done: &Done, now: Instant) {
+        self.segments -= done.segments;
+        let outcome = done.outcome(now);
+        self.has_flushed |= outcome.kind == RequestKind::Flush && !outcome.failed;
+        self.done.push(outcome);
         // It was memory when the request was taken, and memory does not change while the ring runs.
-        let _ = memory.write_byte(status_address, status as u8);
+        let _ = memory.write_byte(done.status_address, done.status as u8);
         // A read has at most `BYTES_MAX` bytes.
-        self.finished.push((head, u32::try_from(written).unwrap_or(u32::MAX).saturating_add(1)));
+        self.finished.push((done.head, u32::try_from(done.written).unwrap_or(u32::MAX).saturating_add(1)));
     }
 
     fn collect(&mut self, vring: &Vring, context: &mut Context<'_>) -> Result<MoreWork, QueueError> {
         let memory = vring.memory().map(GuestMemory::new);
-        let before = self.in_flight.len();
+        let (before, now) = (self.in_flight.len(), Instant::now());
         while let Poll::Ready(Some(done)) = self.in_flight.poll_next_unpin(context) {
             match &memory {
-                Ok(memory) => self.finish(memory, done),
+                Ok(memory) => self.finish(memory, &done, now),
                 // Its ring was never stopped without being drained.
                 Err(_) => self.segments -= done.segments,
             }
         }
         // Before the driver sees that they are done.
-        self.client.count(&mut self.counters);
+        self.client.count(&mut self.done);
         if !self.finished.is_empty() {
             let finished = std::mem::take(&mut self.finished);
             vring.add_used_all(&finished)?;
@@ -207,7 +207,8 @@ impl State {
 
 impl Done {
     /// A request that is not carried out.
-    const fn refused(head: u16, status_address: u64, status: Status, counters: ExportCounters) -> Self {
-        Self { head, segments: 0, status_address, status, written: 0, counters }
+    const fn refused(head: u16, status_address: u64, status: Status, begun: Instant) -> Self {
+        let (segments, written, length) = (0, 0, 0);
+        Self { head, segments, status_address, status, written, kind: RequestKind::Other, length, begun }
     }
 }

@@ -90,6 +90,11 @@ impl Ctl {
             if let Some(counters) = export.get("counters") {
                 print_counters(counters);
             }
+            for (kind, times) in export.get("latency-ms").and_then(Value::as_object).into_iter().flatten() {
+                let time = |name| times.get(name).and_then(Value::as_f64).unwrap_or(0.0);
+                let [median, most, longest] = ["median", "p99", "longest"].map(time);
+                print_out!("  {kind}: median {median} ms, 99% within {most} ms, longest {longest} ms");
+            }
         }
         print_out!("connections: {}", quantity::count(number(&server, "active")));
         if let Some(counters) = server.get("counters") {

@@ -1,7 +1,11 @@
 //! Exports and counters as JSON.
 
-use limosa_export::Export;
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use limosa_console::quantity;
 use limosa_export::nbd::ServerCounters;
+use limosa_export::{Export, RequestKind};
 use serde_json::{Map, Value, json};
 
 /// An export as it was opened.
@@ -23,7 +27,25 @@ pub(super) fn state(export: &Export) -> Value {
     object.insert("quiesced".into(), export.is_quiesced().into());
     object.insert("clients".into(), export.client_count().into());
     object.insert("counters".into(), counters(export).into());
+    object.insert("latency-ms".into(), latencies(export).into());
     object.into()
+}
+
+/// How long the requests of each kind took, in milliseconds.
+fn latencies(export: &Export) -> Map<String, Value> {
+    let millis = |nanos| quantity::millis(Duration::from_nanos(nanos));
+    let kind = |(kind, times): (RequestKind, &Histogram<u64>)| {
+        let at = |quantile| millis(times.value_at_quantile(quantile));
+        let object = json!({
+            "median": at(0.5),
+            "p90": at(0.9),
+            "p99": at(0.99),
+            "p99.9": at(0.999),
+            "longest": millis(times.max()),
+        });
+        (kind.name().to_owned(), object)
+    };
+    export.latencies().iter().map(kind).collect()
 }
 
 /// The counters of an export.

@@ -101,6 +101,10 @@ fn exports_come_and_go_while_others_are_copied() {
     assert!(fs::read(&output).unwrap() == contents);
     let list = asked(&bed, &["list"]);
     let counters = &list["exports"][0]["counters"];
+    let times = &list["exports"][0]["latency-ms"]["read"];
+    let times = ["median", "p90", "p99", "p99.9", "longest"].map(|name| times[name].as_f64().unwrap());
+    assert!(times[0] > 0.0 && times.is_sorted(), "{times:?}");
+    assert!(ctl(&bed, &["list"]).success().stdout.contains("  read: median "));
     assert_eq!((&list["exports"][0]["clients"], &counters["failures"]), (&json!(0), &json!(0)));
     assert_eq!(counters["written-bytes"].as_u64().unwrap() + counters["zeroed-bytes"].as_u64().unwrap(), 64 << 20);
     serving.stop();
