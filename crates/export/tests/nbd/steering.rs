@@ -186,6 +186,8 @@ fn writes_that_were_acknowledged_before_a_quiesce_are_in_the_file_and_no_later_o
     }
     over.store(true, std::sync::atomic::Ordering::Relaxed);
     writers.into_iter().for_each(|writer| writer.join().unwrap());
+    // The file is locked as long as somebody has the export.
+    drop(export);
     bed.stop();
     assert_clean(&path);
 }
