@@ -78,6 +78,10 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
 
+    /// Serve metrics in Prometheus' text format here, over HTTP: GET /metrics at unix:PATH or tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) metrics: Option<Uri>,
+
     /// Most connections at a time; a further one is closed
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) max_connections: u32,

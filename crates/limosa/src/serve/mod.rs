@@ -7,6 +7,7 @@ mod address;
 mod ctl;
 mod devices;
 mod images;
+mod metrics;
 pub(crate) mod remedy;
 mod report;
 mod steering;
@@ -33,6 +34,7 @@ use crate::img::interrupt;
 use crate::remedy::without_control;
 use crate::usage::misused;
 use devices::BlockDevice;
+use metrics::Metrics;
 use steering::Steering;
 
 pub(crate) fn run(args: &ServeCommandArgs) -> anyhow::Result<ExitCode> {
@@ -85,6 +87,8 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         ControlSocket::listen_without_job(path, commands).map_err(|error| without_control(path, &error))
     });
     let control = control.transpose()?;
+    let metrics = args.metrics.as_ref().map(|uri| Metrics::listen(uri, Arc::clone(&servers), exports.clone()));
+    let metrics = metrics.transpose()?;
     let stopper = Arc::clone(&servers);
     let handle = signals.handle();
     let begun = Instant::now();
@@ -94,11 +98,11 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         }
     });
     let listening = listening.context("cannot start a thread for signals")?;
-    let served = serve(args, &addresses, &servers, &exports);
+    let served = serve(args, &addresses, &servers, (&exports, metrics.as_ref()));
     handle.close();
     let _ = listening.join();
     // First the control socket, so that no client orders more.
-    drop(control);
+    drop((control, metrics));
     steering.end();
     let closed = close(&exports, &servers.devices);
     first_failure([served, closed])?;
@@ -129,7 +133,12 @@ fn allow_descriptors() {
 }
 
 /// Serves clients at all addresses until the servers are stopped.
-fn serve(args: &ServeArgs, addresses: &[Uri], servers: &Servers, exports: &Exports) -> anyhow::Result<()> {
+fn serve(
+    args: &ServeArgs,
+    addresses: &[Uri],
+    servers: &Servers,
+    (exports, metrics): (&Exports, Option<&Metrics>),
+) -> anyhow::Result<()> {
     let options = Options::default();
     if addresses == [Uri::Stdio] {
         let channel = address::standard_streams(&options)?;
@@ -137,7 +146,7 @@ fn serve(args: &ServeArgs, addresses: &[Uri], servers: &Servers, exports: &Expor
     }
     let bind = |uri| Listener::bind(uri, &options).context("--nbd");
     let listeners = addresses.iter().map(bind).collect::<anyhow::Result<Vec<_>>>()?;
-    announce(args, &listeners, &servers.devices, exports)?;
+    announce(args, &listeners, &servers.devices, (exports, metrics))?;
     let ended = thread::scope(|scope| {
         let nbd = listeners
             .iter()
@@ -180,7 +189,7 @@ fn announce(
     args: &ServeArgs,
     listeners: &[Listener],
     devices: &[BlockDevice],
-    exports: &Exports,
+    (exports, metrics): (&Exports, Option<&Metrics>),
 ) -> anyhow::Result<()> {
     let exports = exports.all();
     let name = exports.first().filter(|_| exports.len() == 1).map_or("", |export| export.name());
@@ -195,9 +204,15 @@ fn announce(
     if args.json {
         let exports: Vec<_> = exports.iter().map(|export| report::description(export)).collect();
         let devices: Vec<_> = devices.iter().map(BlockDevice::description).collect();
-        let ready = json!({ "event": "ready", "nbd": uris, "vhost-user-blk": devices, "exports": exports });
+        let mut ready = json!({ "event": "ready", "nbd": uris, "vhost-user-blk": devices, "exports": exports });
+        if let (Some(metrics), Some(ready)) = (metrics, ready.as_object_mut()) {
+            ready.insert("metrics".into(), metrics.uri().to_string().into());
+        }
         print_out!("{ready}");
         check_stdout()?;
+    }
+    if let Some(metrics) = metrics {
+        say!("limosa: metrics at {}", metrics.uri());
     }
     let addresses: Vec<_> = uris.into_iter().chain(devices.iter().map(BlockDevice::address)).collect();
     say!("limosa: serving {what} at {}", addresses.join(" and "));

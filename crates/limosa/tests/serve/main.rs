@@ -11,6 +11,7 @@ mod clients;
 mod guest;
 mod kills;
 mod locks;
+mod metrics;
 mod program;
 mod steering;
 mod tls;
