@@ -5,11 +5,12 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use limosa_storage::{FileOptions, FileStorage};
 use limosa_testkit::{qemu_img_output, scratch};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::stage::{Ended, Program};
+use crate::stage::{Ended, Program, wait_for};
 
 /// The answer of a program.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,6 +56,14 @@ impl Bed {
     /// A file in it.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
+    }
+
+    /// Waits until nobody has a file open. The kernel first ends what a process that was killed had under way, and only
+    /// then closes its files.
+    pub(crate) fn wait_unlocked(&self, name: &str) {
+        wait_for("the files of a killed process to be closed", || {
+            FileStorage::open(self.path(name), &FileOptions::default()).ok()
+        });
     }
 
     /// `limosa img WORDS`, run there.

@@ -157,6 +157,7 @@ fn a_commit_that_is_killed_leaves_the_overlay_as_it_was() {
         done += u32::from(ended.status.success());
         killed += u32::from(!ended.status.success());
         for name in ["base", "top"] {
+            bed.wait_unlocked(name);
             let status = bed.qemu_img(&["check", "-q", name]).status;
             assert!(matches!(status, Some(0 | 3)), "round {round}: {name}: {status:?}");
         }

@@ -136,6 +136,7 @@ fn a_rebase_that_is_killed_leaves_an_overlay_that_reads_as_before() {
         std::thread::sleep(std::time::Duration::from_millis(8 * round));
         running.signal(Signal::KILL);
         killed += u32::from(!running.wait().status.success());
+        bed.wait_unlocked("top");
         let status = bed.qemu_img(&["check", "-q", "top"]).status;
         assert!(matches!(status, Some(0 | 3)), "round {round}: {status:?}");
         bed.qemu_io("top", &["read -q -P 1 0 32M", "read -q -P 0 32M 8M"]);

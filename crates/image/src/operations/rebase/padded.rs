@@ -1,8 +1,8 @@
 //! The old backing file of an overlay, as long as the overlay.
 //!
 //! Law: under an overlay there is a byte everywhere. Past the end of its backing file, and without one, an overlay
-//! reads as zeros with no entry that says so; over a longer backing file it would read that file's bytes. Over this disk
-//! a request for zeros always changes an entry.
+//! reads as zeros with no entry that says so; over a longer backing file it would read that file's bytes. Over this
+//! disk a request for zeros always changes an entry.
 
 use std::sync::Arc;
 
