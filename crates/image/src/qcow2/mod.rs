@@ -1,5 +1,6 @@
 //! qcow2: open images ([`Qcow2`]), new ones ([`create()`]), and operations on an image that is not open ([`check()`],
-//! [`repair`], [`resize()`]). [`empty`] and [`change_backing`] take part in committing and rebasing overlays.
+//! [`repair`], [`resize()`]). [`empty`] and [`change_backing`] take part in committing and rebasing overlays,
+//! [`change_snapshots`] works on internal snapshots.
 //!
 //! An image is opened with its [`ImageParts`]; [`chain`](crate::chain) determines them by itself.
 
@@ -24,3 +25,4 @@ pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair
 pub use offline::create::{CreateOptions, create};
 pub use offline::empty::empty;
 pub use offline::resize::{ResizeOptions, resize};
+pub use offline::snapshots::{SnapshotChange, change_snapshots};

@@ -1,4 +1,4 @@
-//! Images opened, read, created, described, committed and rebased.
+//! Images opened, read, created, described, committed, rebased, and with snapshots.
 
 mod bitmaps;
 mod chain;
@@ -9,3 +9,4 @@ mod layers;
 mod qcow2_operations;
 mod qcow2_reads;
 mod rebase;
+mod snapshots;

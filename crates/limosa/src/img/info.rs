@@ -66,11 +66,7 @@ fn text(info: &ImageInfo) -> anyhow::Result<String> {
     if let Some(format) = &info.backing_filename_format {
         lines.push(format!("backing file format: {format}"));
     }
-    if !info.snapshots.is_empty() {
-        lines.push("Snapshot list:".to_owned());
-        lines.push(row(["ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"]));
-        lines.extend(info.snapshots.iter().map(snapshot));
-    }
+    lines.extend(snapshots(&info.snapshots));
     if let Some(FormatSpecific::Qcow2(specific)) = &info.format_specific {
         lines.push("Format specific information:".to_owned());
         tell(&serde_json::to_value(specific)?, 1, &mut lines);
@@ -84,6 +80,15 @@ fn text(info: &ImageInfo) -> anyhow::Result<String> {
         lines.push(format!("    disk size: {}", for_people(of.actual_size)));
     }
     Ok(lines.join("\n"))
+}
+
+/// The list of an image's snapshots for people; nothing without any.
+pub(super) fn snapshots(all: &[SnapshotInfo]) -> Vec<String> {
+    if all.is_empty() {
+        return Vec::new();
+    }
+    let head = ["Snapshot list:".to_owned(), row(["ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"])];
+    head.into_iter().chain(all.iter().map(snapshot)).collect()
 }
 
 /// A row of the list of snapshots.
@@ -100,7 +105,7 @@ fn snapshot(snapshot: &SnapshotInfo) -> String {
         &for_people(snapshot.vm_state_size),
         date.strip_suffix(" UTC").unwrap_or(&date),
         &format!("{:04}:{:02}:{:02}.{millis:03}", seconds / 3600, seconds / 60 % 60, seconds % 60),
-        &snapshot.icount.map(|count| count.to_string()).unwrap_or_default(),
+        &snapshot.icount.map_or_else(|| "--".to_owned(), |count| count.to_string()),
     ])
 }
 

@@ -23,6 +23,7 @@ mod pretty;
 mod rebase;
 mod resize;
 pub(crate) mod size;
+mod snapshot;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -32,7 +33,7 @@ use limosa_image::ImageError;
 use crate::args::{ImgArgs, ImgCommand};
 
 /// Commands of qemu-img that limosa does not support yet.
-const LATER: [&str; 3] = ["amend", "bitmap", "snapshot"];
+const LATER: [&str; 2] = ["amend", "bitmap"];
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     match (object::check(args.command.objects()), &args.command) {
@@ -55,6 +56,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Resize(args) => resize::run(&args.resolve()),
         ImgCommand::Commit(args) => commit::run(&args.resolve()),
         ImgCommand::Rebase(args) => rebase::run(&args.resolve()?),
+        ImgCommand::Snapshot(args) => snapshot::run(&args.resolve()),
         ImgCommand::Bench(args) => bench::run(&args.resolve()?),
         ImgCommand::Other(words) => refuse(&words),
     };

@@ -5,7 +5,7 @@ use std::fmt;
 
 use anyhow::Context as _;
 use limosa_image::dd::Blocks;
-use limosa_image::qcow2::{ReflinkMode, Repair, SnapshotChoice};
+use limosa_image::qcow2::{ReflinkMode, Repair, SnapshotChange, SnapshotChoice};
 use limosa_image::rebase::BackingName;
 use limosa_image::resize::NewSize;
 use limosa_storage::{CacheMode, Io};
@@ -233,6 +233,15 @@ pub(crate) struct RebaseOptions {
     /// Progress is shown also without a terminal.
     pub(crate) progress: bool,
     pub(crate) quiet: bool,
+    pub(crate) json: bool,
+}
+
+/// `limosa img snapshot`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SnapshotOptions {
+    pub(crate) source: Source,
+    /// The change; `None`: they are listed.
+    pub(crate) change: Option<SnapshotChange>,
     pub(crate) json: bool,
 }
 

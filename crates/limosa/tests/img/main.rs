@@ -19,4 +19,5 @@ mod map;
 mod measure;
 mod rebase;
 mod resize;
+mod snapshot;
 mod usage;

@@ -25,12 +25,17 @@ pub enum SnapshotChoice {
 
 impl SnapshotChoice {
     fn find<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
+        snapshots.get(self.position(snapshots)?)
+    }
+
+    /// The number of the snapshot among these.
+    pub(in crate::qcow2) fn position(&self, snapshots: &[Snapshot]) -> Option<usize> {
         match self {
             Self::IdOrName(word) => {
-                let first = snapshots.iter().find(|snapshot| snapshot.id == *word);
-                first.or_else(|| snapshots.iter().find(|snapshot| snapshot.name == *word))
+                let first = snapshots.iter().position(|snapshot| snapshot.id == *word);
+                first.or_else(|| snapshots.iter().position(|snapshot| snapshot.name == *word))
             }
-            Self::IdAndName { id, name } => snapshots.iter().find(|snapshot| {
+            Self::IdAndName { id, name } => snapshots.iter().position(|snapshot| {
                 id.as_ref().is_none_or(|id| *id == snapshot.id)
                     && name.as_ref().is_none_or(|name| *name == snapshot.name)
             }),

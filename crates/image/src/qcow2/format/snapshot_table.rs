@@ -2,7 +2,7 @@
 //!
 //! Law: lengths before allocation. Entries are as long as they say; a table whose entries say too much is no table.
 
-use limosa_page::{BrokenInvariant, invariant, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, invariant, to_usize};
 use limosa_storage::{Buffer, Storage};
 
 use super::field::Fields;
@@ -16,8 +16,12 @@ const FIXED: u64 = 40;
 const EXTRA_MOST: u64 = 1024;
 /// Extra data that every entry of version 3 has.
 const EXTRA_LEAST: u64 = 16;
+/// Extra data of a new entry: the sizes of the VM's state and of the disk, and a count of instructions.
+const EXTRA: u32 = 24;
 /// The longest table in bytes: QEMU's limit.
-const TABLE_MOST: u64 = 64 << 20;
+pub(in crate::qcow2) const TABLE_MOST: u64 = 64 << 20;
+/// The longest name of a new snapshot in bytes: QEMU's limit.
+pub(in crate::qcow2) const NAME_MOST: usize = 255;
 
 /// An internal snapshot of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,6 +58,49 @@ pub(in crate::qcow2) async fn read_to_end(
     storage: &dyn Storage,
     header: &Header,
 ) -> Result<(Vec<Snapshot>, u64), ImageError> {
+    let (entries, end) = read_entries(storage, header).await?;
+    Ok((entries.into_iter().map(|entry| entry.snapshot).collect(), end))
+}
+
+/// A snapshot, and its entry in the table, filled up to a multiple of 8 bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::qcow2) struct Entry {
+    pub(in crate::qcow2) snapshot: Snapshot,
+    pub(in crate::qcow2) bytes: Vec<u8>,
+}
+
+impl Entry {
+    /// The entry of a new snapshot. Its names are at most as long as [`NAME_MOST`] says.
+    pub(in crate::qcow2) fn new(snapshot: Snapshot) -> Result<Self, BrokenInvariant> {
+        let name = |text: &str| {
+            u16::try_from(text.len()).map_err(|_| broken_invariant("a snapshot's name is shorter than 64 KiB"))
+        };
+        let mut bytes = snapshot.l1.0.0.to_be_bytes().to_vec();
+        let mut put = |field: &[u8]| bytes.extend_from_slice(field);
+        put(&snapshot.l1.1.to_be_bytes());
+        put(&name(&snapshot.id)?.to_be_bytes());
+        put(&name(&snapshot.name)?.to_be_bytes());
+        put(&snapshot.taken.0.to_be_bytes());
+        put(&snapshot.taken.1.to_be_bytes());
+        put(&snapshot.vm_clock.to_be_bytes());
+        // The larger field in the extra data says it, too.
+        put(&u32::try_from(snapshot.vm_state_size).unwrap_or(u32::MAX).to_be_bytes());
+        put(&EXTRA.to_be_bytes());
+        put(&snapshot.vm_state_size.to_be_bytes());
+        put(&snapshot.disk_size.unwrap_or(0).to_be_bytes());
+        put(&snapshot.icount.unwrap_or(u64::MAX).to_be_bytes());
+        put(snapshot.id.as_bytes());
+        put(snapshot.name.as_bytes());
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+        Ok(Self { snapshot, bytes })
+    }
+}
+
+/// Reads the entries of the snapshot table; also returns its end in the file.
+pub(in crate::qcow2) async fn read_entries(
+    storage: &dyn Storage,
+    header: &Header,
+) -> Result<(Vec<Entry>, u64), ImageError> {
     let (start, count) = header.snapshots;
     let length = storage.length()?;
     let mut found = Vec::new();
@@ -81,7 +128,10 @@ pub(in crate::qcow2) async fn read_to_end(
         if l1.0.0 & (header.geometry().cluster_size() - 1) != 0 || l1.1 > L1_MOST {
             return Err(corrupt(format!("an L1 table of {} entries at {}", l1.1, l1.0)));
         }
-        found.push(decode(&fixed, &rest, extra, id)?);
+        let snapshot = decode(&fixed, &rest, extra, id)?;
+        let mut bytes = [fixed, rest].concat();
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+        found.push(Entry { snapshot, bytes });
         at = end.next_multiple_of(8);
     }
     Ok((found, at))
@@ -174,6 +224,25 @@ mod tests {
             ..first
         };
         assert_eq!(found, [first, second]);
+    }
+
+    #[test]
+    fn a_new_entry_is_read_back() {
+        for (name, vm_state_size, icount) in [("before", 0, None), ("", 5 << 40, Some(7))] {
+            let new = Snapshot {
+                l1: (HostOffset(0x5_0000), 3),
+                id: "12".into(),
+                name: name.into(),
+                taken: (1000, 7),
+                vm_clock: 99,
+                vm_state_size,
+                disk_size: Some(1 << 20),
+                icount,
+            };
+            let new = Entry::new(new).unwrap();
+            let (storage, header) = image(&new.bytes, 1);
+            assert_eq!(block_on(read_entries(&storage, &header)).unwrap().0, [new]);
+        }
     }
 
     #[test]

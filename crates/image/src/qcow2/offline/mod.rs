@@ -1,5 +1,5 @@
 //! Work on an image that is not in use: creating, checking, repairing, resizing and emptying it, and changing its
-//! backing file.
+//! backing file and its snapshots.
 
 pub(in crate::qcow2) mod backing;
 pub(in crate::qcow2) mod check;
@@ -7,3 +7,4 @@ pub(in crate::qcow2) mod create;
 pub(in crate::qcow2) mod empty;
 pub(in crate::qcow2) mod layout;
 pub(in crate::qcow2) mod resize;
+pub(in crate::qcow2) mod snapshots;

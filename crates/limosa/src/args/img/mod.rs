@@ -17,6 +17,7 @@ mod map;
 mod measure;
 mod rebase;
 mod resize;
+mod snapshot;
 
 use std::ffi::OsString;
 
@@ -37,6 +38,7 @@ pub(crate) use map::ImgMapArgs;
 pub(crate) use measure::ImgMeasureArgs;
 pub(crate) use rebase::ImgRebaseArgs;
 pub(crate) use resize::ImgResizeArgs;
+pub(crate) use snapshot::ImgSnapshotArgs;
 
 #[derive(Debug, Args)]
 #[command(after_help = "Options, output and exit status are qemu-img's. Sizes: 512 64k 1.5G 0x10000, with \
@@ -72,6 +74,8 @@ pub(crate) enum ImgCommand {
     Commit(ImgCommitArgs),
     /// Put an overlay on another backing file
     Rebase(Box<ImgRebaseArgs>),
+    /// List, take, apply or delete an image's internal snapshots
+    Snapshot(ImgSnapshotArgs),
     /// Measure requests to an image
     Bench(Box<ImgBenchArgs>),
     /// A command that only qemu-img has, or an unknown one.
@@ -94,6 +98,7 @@ impl ImgCommand {
             Self::Resize(args) => &args.image.open.object,
             Self::Commit(args) => &args.image.open.object,
             Self::Rebase(args) => &args.image.open.object,
+            Self::Snapshot(args) => &args.image.open.object,
             Self::Bench(args) => &args.image.open.object,
             Self::Other(_) => return &[],
         };

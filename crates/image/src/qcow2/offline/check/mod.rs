@@ -16,6 +16,7 @@ use report::Findings;
 use stored::Stored;
 use walk::{Image, Pass, What};
 
+mod ahead;
 mod apart;
 mod copied;
 mod counts;
@@ -33,6 +34,7 @@ mod taken;
 mod unshare;
 mod walk;
 
+pub(in crate::qcow2) use ahead::admit_header;
 pub use repair::repair;
 pub use report::{CheckOptions, CheckReport, Finding, FindingKind, Repair};
 

@@ -249,7 +249,7 @@ async fn l2_entries_of(
 
 /// The refcounts that are repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Change {
+pub(super) enum Change {
     /// Those that are too high.
     Lower,
     /// Those that are too low.
@@ -258,7 +258,7 @@ enum Change {
 }
 
 /// Has refcounts say how many references there are, in the blocks that there are.
-async fn refcounts(
+pub(super) async fn refcounts(
     storage: &dyn Storage,
     header: &Header,
     options: CheckOptions,
@@ -297,7 +297,7 @@ async fn refcounts(
 }
 
 /// Has the entries of the active state say which clusters may be written in place.
-async fn copied(storage: &dyn Storage, header: &Header, options: CheckOptions) -> Result<bool, ImageError> {
+pub(super) async fn copied(storage: &dyn Storage, header: &Header, options: CheckOptions) -> Result<bool, ImageError> {
     let image = Image::open(storage, header, options).await?;
     let (geometry, extended) = (image.bounds.geometry, image.bounds.geometry.extended_l2);
     let taken = &image.taken;
