@@ -4,6 +4,12 @@ use crate::bed::{Answer, Bed, assert_one_line};
 use crate::needs_qemu;
 use crate::stage::limosa;
 
+/// The commands that limosa has.
+const COMMANDS: [&str; 13] = [
+    "create", "info", "check", "map", "convert", "compare", "dd", "measure", "resize", "commit", "rebase", "snapshot",
+    "bench",
+];
+
 fn img(words: &[&str]) -> Answer {
     limosa([&["img"], words].concat()).into()
 }
@@ -120,13 +126,32 @@ fn bad_usage_does_not_look_like_a_verdict() {
 }
 
 #[test]
+fn every_option_of_stock_is_known_and_every_command_is_in_the_documentation() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/img.md")).unwrap();
+    let mut known = 0;
+    for command in COMMANDS {
+        assert!(page.contains(&format!("\n| `{command}` | all")), "{command}");
+        let help = bed.qemu_img(&[command, "--help"]).stdout;
+        // Older ones have one help for all commands.
+        let Some((_, arguments)) = help.split_once("Arguments:") else { continue };
+        // `-b, --base BASE_IMG`, each on a line of its own.
+        let options =
+            arguments.lines().flat_map(|line| line.split_whitespace().take_while(|word| word.starts_with('-')));
+        for option in options.map(|option| option.trim_end_matches(',')) {
+            let said = img(&[command, option]).stderr;
+            assert!(!said.contains("unexpected argument"), "{command} {option}: {said}");
+            known += 1;
+        }
+    }
+    println!("{known} options");
+}
+
+#[test]
 fn help_tells_of_every_command() {
     let help = img(&["--help"]).success().stdout;
-    let commands = [
-        "create", "info", "check", "map", "convert", "compare", "dd", "measure", "resize", "commit", "rebase",
-        "snapshot", "bench",
-    ];
-    for command in commands {
+    for command in COMMANDS {
         assert!(help.contains(&format!("\n  {command} ")), "{command}: {help}");
         let own = img(&[command, "--help"]).success().stdout;
         assert!(own.contains("Usage: limosa img"), "{own}");
