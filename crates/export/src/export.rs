@@ -10,6 +10,7 @@ use parking_lot::RwLock;
 
 use crate::clients::{Access, Client, Clients, NotQuiesced};
 use crate::counters::{ExportCounters, Latencies};
+use crate::failure_log::FailureLog;
 use crate::nbd::protocol::MAX_STRING;
 
 /// Interval at which clients that must end are looked at.
@@ -74,6 +75,7 @@ pub struct Export {
     size: u64,
     read_only: bool,
     clients: Arc<Clients>,
+    pub(crate) failures: FailureLog,
 }
 
 impl Export {
@@ -91,6 +93,7 @@ impl Export {
             size,
             read_only,
             clients: Arc::default(),
+            failures: FailureLog::default(),
         };
         Ok(export)
     }

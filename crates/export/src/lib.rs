@@ -26,6 +26,7 @@
 mod clients;
 mod counters;
 mod export;
+mod failure_log;
 pub mod nbd;
 pub mod vhost_user_blk;
 

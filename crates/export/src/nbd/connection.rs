@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, socket_type};
 use rustix::net::{Shutdown, shutdown};
 
+use super::budget::Budget;
 use super::handshake::{Established, HandshakeError, shake_hands};
 use super::limits::{Counting, Limits};
 use super::negotiation::Encryption;
@@ -28,6 +29,15 @@ use crate::export::Exports;
 enum Stage {
     Handshake,
     Requests,
+}
+
+/// The activity of a connection. One that is `Active` becomes `Quiet`, then `Idle`, whenever it ages, and
+/// `Trimmed` when it has freed its memory. Bytes that move make it `Active`.
+mod activity {
+    pub(super) const ACTIVE: u8 = 0;
+    pub(super) const QUIET: u8 = 1;
+    pub(super) const IDLE: u8 = 2;
+    pub(super) const TRIMMED: u8 = 3;
 }
 
 /// The kind of a connection, by which it is cut.
@@ -48,6 +58,7 @@ pub(super) struct Common {
     pub(super) limits: Limits,
     pub(super) tls: Option<(Tls, Encryption)>,
     pub(super) counting: Counting,
+    pub(super) budget: Arc<Budget>,
     /// The zero of all deadlines.
     pub(super) begun: Instant,
 }
@@ -61,6 +72,7 @@ pub(super) struct Connection {
     pub(super) output: Pollable,
     way: Way,
     in_handshake: AtomicBool,
+    activity: AtomicU8,
     /// Milliseconds since the server's beginning at which the connection is cut; 0: never.
     deadline: AtomicU64,
     cut: AtomicBool,
@@ -89,6 +101,7 @@ impl Connection {
             output,
             way,
             in_handshake: AtomicBool::new(true),
+            activity: AtomicU8::new(activity::TRIMMED),
             deadline: AtomicU64::new(0),
             cut: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
@@ -104,6 +117,37 @@ impl Connection {
 
     pub(super) fn counting(&self) -> &Counting {
         &self.common.counting
+    }
+
+    pub(super) fn budget(&self) -> &Arc<Budget> {
+        &self.common.budget
+    }
+
+    /// Notes whether requests moved. Returns whether the connection has been idle for so long that it should free its
+    /// memory.
+    pub(super) fn note_activity(&self, moved: bool) -> bool {
+        let before = self.activity.load(Ordering::Relaxed);
+        if moved {
+            if before != activity::ACTIVE {
+                self.activity.store(activity::ACTIVE, Ordering::Relaxed);
+            }
+            return false;
+        }
+        let is_idle = before == activity::IDLE;
+        if is_idle {
+            self.activity.store(activity::TRIMMED, Ordering::Relaxed);
+        }
+        is_idle
+    }
+
+    /// Lets time pass: has the connection free its memory if nothing moved since the last time.
+    pub(super) fn age(&self) {
+        let next = |from, to| self.activity.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        if next(activity::QUIET, activity::IDLE) {
+            self.waker.wake();
+        } else {
+            next(activity::ACTIVE, activity::QUIET);
+        }
     }
 
     /// Has `waker` woken when the server stops.
@@ -167,7 +211,8 @@ impl Connection {
     }
 
     /// Lets the client receive its last replies. A socket that is closed with unread bytes in it is reset, and its peer
-    /// loses what it has not received yet (RFC 1122, 4.2.2.13).
+    /// loses what it has not received yet (RFC 1122, 4.2.2.13). Its buffer is not on the stack of an idle connection.
+    #[inline(never)]
     fn linger(&self, channel: &Channel) {
         if !matches!(self.way, Way::Socket) || channel.shutdown(limosa_channel::Shutdown::Write).is_err() {
             return;

@@ -6,6 +6,7 @@
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Instant;
 
 use futures_util::future::try_join_all;
 use limosa_image::ImageError;
@@ -95,7 +96,11 @@ pub(super) async fn execute(agreement: Arc<Agreement>, buffers: Buffers, incomin
         Ok(body) => body,
         Err(Failure::Code(code)) => Body::Failed(code),
         Err(Failure::Image(error)) => {
-            tracing::warn!(export = agreement.export.name(), error = error_with_causes(&error), "a request failed");
+            let export = &agreement.export;
+            if let Some(silent) = export.failures.note(Instant::now()) {
+                let error = error_with_causes(&error);
+                tracing::warn!(export = export.name(), error, earlier_unlogged = silent, "a request failed");
+            }
             Body::Failed(ErrorCode::of_image(&error))
         }
     };

@@ -85,7 +85,8 @@ pub(super) fn shake_hands(
     Err(HandshakeError::Protocol("the client sends options without end"))
 }
 
-/// Receives the data of an option that is too long.
+/// Receives the data of an option that is too long. Its buffer is not on the stack of other connections.
+#[inline(never)]
 fn skip(channel: &Channel, length: u32) -> Result<(), HandshakeError> {
     if length > SKIPPED_MAX {
         return Err(HandshakeError::Protocol("the data of an option is too long"));

@@ -37,7 +37,9 @@ fn held(action: &Result<Action, ErrorCode>, payload: usize) -> usize {
         Ok(Action::Read { length, .. }) => *length,
         Ok(Action::BlockStatus { one: false, .. }) => STATUS_MAX,
         Ok(Action::Cache { .. }) => CACHE_PIECE,
-        _ => payload,
+        Ok(_) => payload,
+        // It is skipped.
+        Err(_) => 0,
     }
 }
 
@@ -78,7 +80,7 @@ enum Payload {
 }
 
 /// The received bytes of a connection.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Input {
     /// Empty until the first bytes arrive.
     bytes: Vec<u8>,
@@ -91,7 +93,14 @@ pub(super) struct Input {
 impl Input {
     /// Nothing has arrived yet.
     pub(super) fn new(buffers: Buffers) -> Self {
-        Self { buffers, ..Self::default() }
+        Self { bytes: Vec::new(), start: 0, end: 0, payload: None, buffers }
+    }
+
+    /// Frees the receive buffer, if nothing is in it.
+    pub(super) fn trim(&mut self) {
+        if !self.is_amid() {
+            (self.bytes, self.start, self.end) = (Vec::new(), 0, 0);
+        }
     }
 
     /// Returns whether a request has begun to arrive.
@@ -99,8 +108,9 @@ impl Input {
         self.start < self.end || self.payload.is_some()
     }
 
-    /// Takes the next request. `has_room` answers for a number of bytes that it keeps in memory.
-    pub(super) fn next(&mut self, facts: &Facts, has_room: impl Fn(usize) -> bool) -> Result<Next, InputError> {
+    /// Takes the next request. `has_room` is asked once for each, with the bytes that it keeps in memory; if it agrees
+    /// the request is taken, at once or when its payload has arrived.
+    pub(super) fn next(&mut self, facts: &Facts, has_room: impl FnOnce(usize) -> bool) -> Result<Next, InputError> {
         if self.payload.is_none() {
             let Some(bytes) = self.bytes.get(self.start..self.end).filter(|b| b.len() >= facts.headers.request_len())
             else {
@@ -181,14 +191,22 @@ impl Input {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use limosa_channel::Channel;
     use proptest::prelude::*;
 
     use super::*;
+    use crate::nbd::Limits;
+    use crate::nbd::budget::Budget;
     use crate::nbd::protocol::Headers;
     use crate::nbd::protocol::request::{Command, flag};
 
     const FACTS: Facts = Facts { headers: Headers::Extended, size: 1 << 30, read_only: false, has_contexts: true };
+
+    fn input() -> Input {
+        Input::new(Buffers::new(Arc::new(Budget::new(&Limits::default()))))
+    }
 
     fn write(offset: u64, payload: &[u8]) -> Vec<u8> {
         let flags = flag::PAYLOAD_LEN;
@@ -202,7 +220,7 @@ mod tests {
         let (near, far) = Channel::pair().unwrap();
         let far = Channel::from_fd(far).unwrap();
         near.set_nonblocking().unwrap();
-        let (mut input, mut found) = (Input::default(), Vec::new());
+        let (mut input, mut found) = (input(), Vec::new());
         let mut rest = bytes;
         for length in pieces.iter().copied().cycle() {
             let (piece, behind) = rest.split_at(length.clamp(1, 100 << 10).min(rest.len()));
@@ -230,7 +248,7 @@ mod tests {
         let (near, far) = Channel::pair().unwrap();
         near.set_nonblocking().unwrap();
         Channel::from_fd(far).unwrap().write_all(&write(512, &[7; 512])).unwrap();
-        let mut input = Input::default();
+        let mut input = input();
         assert!(matches!(input.receive(&near), Ok(Some((544, false)))));
         assert!(matches!(input.next(&FACTS, |bytes| bytes < 512), Ok(Next::NoRoom)));
         let Ok(Next::Request(request)) = input.next(&FACTS, |bytes| bytes == 512) else { panic!("it has room") };
@@ -243,7 +261,7 @@ mod tests {
         let (near, far) = Channel::pair().unwrap();
         near.set_nonblocking().unwrap();
         Channel::from_fd(far).unwrap().write_all(&[0; 32]).unwrap();
-        let mut input = Input::default();
+        let mut input = input();
         input.receive(&near).unwrap();
         assert_eq!(input.next(&FACTS, |_| true).unwrap_err(), InputError::Magic);
     }

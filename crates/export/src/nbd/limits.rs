@@ -17,13 +17,17 @@ pub struct Limits {
     pub requests: usize,
     /// Most bytes of requests and replies of a connection in memory. A single request may exceed it.
     pub bytes: usize,
+    /// Most bytes of requests and replies of all connections in memory, with the buffers that are kept for further
+    /// ones. Half of it is divided among [`connections`](Self::connections); the other half, at least twice the longest
+    /// request, is for those who need more.
+    pub total_bytes: usize,
     /// Time that connections get to receive their last replies when the server ends.
     pub drain: Duration,
 }
 
 impl Default for Limits {
-    /// 256 connections; 10 s for a handshake, 60 s for a message; 256 requests and 32 MiB of a connection; 10 s for the
-    /// end.
+    /// 256 connections; 10 s for a handshake, 60 s for a message; 256 requests and 32 MiB of a connection; 512 MiB of
+    /// all; 10 s for the end.
     fn default() -> Self {
         Self {
             connections: 256,
@@ -31,6 +35,7 @@ impl Default for Limits {
             stall: Duration::from_secs(60),
             requests: 256,
             bytes: 32 << 20,
+            total_bytes: 512 << 20,
             drain: Duration::from_secs(10),
         }
     }
@@ -58,6 +63,8 @@ limits! {
     requests: usize,
     /// Sets the most bytes of a connection in memory.
     bytes: usize,
+    /// Sets the most bytes of all connections in memory.
+    total_bytes: usize,
     /// Sets the time for the end.
     drain: Duration,
 }

@@ -9,6 +9,7 @@
 //! | `protocol` | messages, without I/O |
 //! | `negotiation` | the state of a handshake, without I/O |
 //! | `handshake` | a handshake over a channel |
+//! | `budget` | memory that all connections share |
 //! | `buffers` | long buffers, used again |
 //! | `input`, `output` | received bytes, and replies on their way |
 //! | `execute` | a request, carried out on a disk |
@@ -17,6 +18,7 @@
 //! | `limits` | limits, and counters of a server |
 //! | `server` | accepting clients, time limits, the end |
 
+mod budget;
 mod buffers;
 mod connection;
 mod execute;

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::Buffer;
 
+use super::budget::Released;
 use super::buffers::Buffers;
 use super::execute::{Body, Finished, Part};
 use super::protocol::reply::Head;
@@ -40,15 +41,8 @@ impl Piece {
     }
 }
 
-/// A number of requests, and the bytes that they keep in memory.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Load {
-    pub(super) requests: usize,
-    pub(super) bytes: usize,
-}
-
 /// The replies of a connection.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Output {
     pieces: VecDeque<Piece>,
     /// Bytes of the first piece that were sent.
@@ -61,7 +55,7 @@ pub(super) struct Output {
 impl Output {
     /// Nothing is on its way yet.
     pub(super) fn new(buffers: Buffers) -> Self {
-        Self { buffers, ..Self::default() }
+        Self { pieces: VecDeque::new(), sent: 0, buffered: false, buffers }
     }
 
     /// Returns whether everything was handed over.
@@ -105,7 +99,7 @@ impl Output {
     }
 
     /// Sends as much as the client takes now. Returns whether bytes moved, and adds to `released`.
-    pub(super) fn send(&mut self, channel: &Channel, released: &mut Load) -> Result<bool, ChannelError> {
+    pub(super) fn send(&mut self, channel: &Channel, released: &mut Released) -> Result<bool, ChannelError> {
         let mut moved = false;
         let mut list = Vec::with_capacity(self.pieces.len().min(PIECES_MAX));
         while !self.pieces.is_empty() {
@@ -129,7 +123,7 @@ impl Output {
     }
 
     /// Passes bytes that were sent, and the ends of replies among them.
-    fn advance(&mut self, sent: usize, released: &mut Load) {
+    fn advance(&mut self, sent: usize, released: &mut Released) {
         let mut sent = self.sent + sent;
         while let Some(piece) = self.pieces.front() {
             let len = piece.iovec().iov_len;
@@ -172,7 +166,11 @@ pub(super) fn receive(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::nbd::Limits;
+    use crate::nbd::budget::Budget;
     use crate::nbd::protocol::Headers;
     use crate::nbd::protocol::reply::Subject;
 
@@ -188,7 +186,8 @@ mod tests {
         let (near, far) = Channel::pair().unwrap();
         let far = Channel::from_fd(far).unwrap();
         near.set_nonblocking().unwrap();
-        let (mut output, mut released) = (Output::default(), Load::default());
+        let buffers = Buffers::new(Arc::new(Budget::new(&Limits::default())));
+        let (mut output, mut released) = (Output::new(buffers), Released::default());
         let lengths = [0, 1 << 20, 0, 3 << 20, 7, 2 << 20];
         let expected: Vec<u8> = (1..)
             .zip(lengths)
@@ -213,7 +212,7 @@ mod tests {
             found.extend_from_slice(&buffer[..got]);
         }
         assert!(found == expected);
-        assert_eq!(released, Load { requests: 6, bytes: lengths.iter().sum() });
+        assert_eq!(released, Released { requests: 6, bytes: lengths.iter().sum() });
         assert!(steps[0].requests < 6 && steps.is_sorted_by_key(|step| step.requests));
     }
 }

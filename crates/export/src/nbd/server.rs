@@ -6,14 +6,17 @@
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_channel::{Channel, ChannelError, Listener, Tls};
+use limosa_page::to_millis;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
+use super::budget::Budget;
 use super::connection::{Common, Connection};
 use super::limits::{Counting, Limits, ServerCounters};
 use super::negotiation::Encryption;
@@ -74,6 +77,8 @@ impl ServerOptions {
 pub struct Server {
     common: Arc<Common>,
     connections: Arc<Connections>,
+    /// Milliseconds since the beginning at which connections were aged last.
+    aged: AtomicU64,
     stop: Arc<OwnedFd>,
 }
 
@@ -87,6 +92,16 @@ struct Connections {
 impl Connections {
     fn len(&self) -> usize {
         self.all.lock().len()
+    }
+
+    /// Adds a connection, unless there are `most`. Returns whether it was added.
+    fn add(&self, connection: &Arc<Connection>, most: usize) -> bool {
+        let mut all = self.all.lock();
+        let has_room = all.len() < most;
+        if has_room {
+            all.push(Arc::clone(connection));
+        }
+        has_room
     }
 
     /// Removes a connection, and with it all that its thread has of the server.
@@ -150,16 +165,23 @@ impl Server {
     pub fn new(exports: Exports, options: ServerOptions) -> Result<Self, ServerError> {
         let ServerOptions { limits, tls, tls_required } = options;
         let encryption = if tls_required { Encryption::Required } else { Encryption::Allowed };
+        let budget = Arc::new(Budget::new(&limits));
         let common = Common {
             exports,
             limits,
+            budget,
             tls: tls.map(|tls| (tls, encryption)),
             counting: Counting::default(),
             begun: Instant::now(),
         };
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let stop = stop.map_err(|errno| ServerError::Start(errno.into()))?;
-        Ok(Self { common: Arc::new(common), connections: Arc::default(), stop: Arc::new(stop) })
+        Ok(Self {
+            common: Arc::new(common),
+            connections: Arc::default(),
+            aged: AtomicU64::new(0),
+            stop: Arc::new(stop),
+        })
     }
 
     /// Returns a handle that stops it.
@@ -193,9 +215,10 @@ impl Server {
     /// # Errors
     /// No thread can be started.
     pub fn serve_channel(&self, channel: Channel) -> Result<(), ServerError> {
-        self.begin(channel)?;
+        // It is the only one, of whom no other was refused.
+        self.begin(channel, usize::MAX)?;
         while !self.connections.wait_for_none(TICK) {
-            self.cut_late();
+            self.tick();
             if self.is_stopped() {
                 self.end_all();
             }
@@ -219,7 +242,7 @@ impl Server {
             if self.is_stopped() {
                 return Ok(());
             }
-            self.cut_late();
+            self.tick();
             paused = !self.accept_some(listener)?;
         }
         Ok(())
@@ -240,11 +263,7 @@ impl Server {
                 }
                 Err(error) => return Err(error.into()),
             };
-            if self.connections.len() >= self.common.limits.connections {
-                Counting::add(&self.common.counting.refused, 1);
-                continue;
-            }
-            match self.begin(channel) {
+            match self.begin(channel, self.common.limits.connections) {
                 Err(ServerError::Thread(source)) => {
                     Counting::add(&self.common.counting.refused, 1);
                     tracing::warn!(%source, "no thread can be started for a client");
@@ -256,19 +275,33 @@ impl Server {
         Ok(true)
     }
 
-    /// Starts a thread for a client.
-    fn begin(&self, channel: Channel) -> Result<(), ServerError> {
+    /// Starts a thread for a client, unless there are `most`.
+    fn begin(&self, channel: Channel, most: usize) -> Result<(), ServerError> {
         let connection = Arc::new(Connection::new(&self.common, &channel).map_err(ServerError::Thread)?);
+        if !self.connections.add(&connection, most) {
+            Counting::add(&self.common.counting.refused, 1);
+            return Ok(());
+        }
         Counting::add(&self.common.counting.connections, 1);
-        self.connections.all.lock().push(Arc::clone(&connection));
         let registered = Registered { connections: Arc::clone(&self.connections), connection: Some(connection) };
         let serve = move || registered.serve(channel);
         thread::Builder::new().name("nbd-client".into()).spawn(serve).map_err(ServerError::Thread)?;
         Ok(())
     }
 
-    fn cut_late(&self) {
-        self.connections.all.lock().iter().for_each(|connection| connection.cut_if_late());
+    /// Ends connections whose time is over, and has idle ones free their memory.
+    fn tick(&self) {
+        let now = to_millis(self.common.begun.elapsed());
+        let last = self.aged.load(Ordering::Relaxed);
+        // Several listeners, and each client that connects, make it happen more often than a tick.
+        let ages = now.saturating_sub(last) >= to_millis(TICK)
+            && self.aged.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        for connection in self.connections.all.lock().iter() {
+            if ages {
+                connection.age();
+            }
+            connection.cut_if_late();
+        }
     }
 
     fn is_stopped(&self) -> bool {

@@ -16,13 +16,14 @@ use futures_util::stream::FuturesUnordered;
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::{Pollable, Ready, submit_gathered};
 
+use super::budget::{Account, Released};
 use super::buffers::Buffers;
 use super::connection::Connection;
 use super::execute::{Body, Finished, execute, kind, subject};
 use super::input::{Incoming, Input, InputError, Next};
 use super::limits::Counting;
 use super::negotiation::Agreement;
-use super::output::{Load, Output};
+use super::output::Output;
 use super::protocol::admission::{Disconnect, Facts};
 use super::protocol::error::ErrorCode;
 use crate::clients::{Access, Client};
@@ -102,11 +103,11 @@ pub(super) struct Transmission<'a> {
     output: Output,
     requests: FuturesUnordered<InFlight>,
     /// The last requests, and their bytes, that are not handed to the kernel yet.
-    gathered: Load,
+    gathered: Released,
     /// Dropped after the requests.
     client: Client,
     /// Requests, and their bytes, whose replies were not handed over.
-    held: Load,
+    account: Account,
     /// Requests that are done, to be counted.
     done: Vec<Outcome>,
     /// The time, read once for all requests that begin or end at once.
@@ -129,7 +130,8 @@ impl<'a> Transmission<'a> {
             read_only: export.is_read_only(),
             has_contexts: !contexts.is_empty(),
         };
-        let (buffers, client) = (Buffers::default(), export.join());
+        let budget = connection.budget();
+        let (buffers, client) = (Buffers::new(Arc::clone(budget)), export.join());
         Self {
             channel,
             connection,
@@ -139,9 +141,9 @@ impl<'a> Transmission<'a> {
             output: Output::new(buffers.clone()),
             buffers,
             requests: FuturesUnordered::new(),
-            gathered: Load::default(),
+            gathered: Released::default(),
             client,
-            held: Load::default(),
+            account: Account::new(Arc::clone(budget)),
             done: Vec::new(),
             clock: None,
             // An encrypted channel may have decrypted what came with the end of its handshake. Of any other one nothing
@@ -174,7 +176,7 @@ impl<'a> Transmission<'a> {
                 progress |= self.collect(context);
                 submit_gathered();
             }
-            self.gathered = Load::default();
+            self.gathered = Released::default();
             moved |= progress;
             if !progress {
                 break;
@@ -193,6 +195,10 @@ impl<'a> Transmission<'a> {
             && let Some(ending) = self.ending.take()
         {
             return Poll::Ready(ending);
+        }
+        if self.connection.note_activity(moved) && self.requests.is_empty() && self.output.is_empty() {
+            self.buffers.clear();
+            self.input.trim();
         }
         let waits_for_client = !self.output.is_empty() || (self.input.is_amid() && !self.full);
         self.connection.note_progress(waits_for_client, moved);
@@ -225,15 +231,10 @@ impl<'a> Transmission<'a> {
     fn reply(&mut self, finished: Finished) {
         if self.is_deaf() {
             // Its client is gone.
-            self.release(Load { requests: 1, bytes: finished.held });
+            self.account.release(Released { requests: 1, bytes: finished.held });
         } else {
             self.output.push(finished);
         }
-    }
-
-    fn release(&mut self, released: Load) {
-        self.held.requests = self.held.requests.saturating_sub(released.requests);
-        self.held.bytes = self.held.bytes.saturating_sub(released.bytes);
     }
 
     /// Whether the client receives nothing any more.
@@ -258,11 +259,11 @@ impl<'a> Transmission<'a> {
             }
             Poll::Ready(Ok(())) => {}
         }
-        let mut released = Load::default();
+        let mut released = Released::default();
         Counting::add(&self.connection.counting().sends, 1);
         match self.output.send(self.channel, &mut released) {
             Ok(moved) => {
-                self.release(released);
+                self.account.release(released);
                 self.writable.ready = self.output.is_empty();
                 // If it is not ready, the next round begins to wait.
                 moved || !self.writable.ready
@@ -284,11 +285,8 @@ impl<'a> Transmission<'a> {
                 (self.full, self.readable.ready) = (true, true);
                 break;
             }
-            let limits = self.connection.limits();
-            let (held, most) = (self.held, limits.bytes);
-            let has_room = |bytes: usize| {
-                held.requests == 0 || (held.requests < limits.requests && held.bytes.saturating_add(bytes) <= most)
-            };
+            let (account, limits) = (&mut self.account, self.connection.limits());
+            let has_room = |bytes| account.admit(bytes, limits, context.waker());
             match self.input.next(&self.facts, has_room) {
                 Ok(Next::Request(request)) => {
                     self.full = false;
@@ -356,8 +354,6 @@ impl<'a> Transmission<'a> {
     }
 
     fn begin(&mut self, request: Incoming, access: Access) {
-        self.held.requests += 1;
-        self.held.bytes += request.held();
         if access != Access::Open {
             let subject = subject(self.facts.headers, &request);
             let finished = Finished { subject, body: Body::Failed(ErrorCode::Shutdown), held: request.held() };

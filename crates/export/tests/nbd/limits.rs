@@ -1,8 +1,11 @@
 //! Limits on clients, and the end of the server.
 
+use std::path::PathBuf;
+use std::thread;
 use std::time::Duration;
 
-use limosa_export::nbd::{Limits, ServerOptions};
+use limosa_channel::{Listener, Options};
+use limosa_export::nbd::{Limits, Server, ServerOptions};
 use limosa_export::{Export, Exports};
 use limosa_image::GuestOffset;
 use limosa_storage::{Buffer, block_on};
@@ -74,6 +77,91 @@ fn a_client_that_never_reads_is_held_to_its_room_and_cut_off() {
     let reads = export.counters().reads - others;
     assert!(reads < 20, "{reads} reads were carried out");
     drop((client, other));
+}
+
+#[test]
+fn memory_is_bounded_over_all_connections_and_none_starves_others() {
+    const MIB: usize = 1 << 20;
+    // A share of 1 MiB, and a pool of 64 MiB.
+    let limits = Limits::default().connections(64).total_bytes(128 * MIB).bytes(1024 * MIB);
+    let bed = bed(limits.stall(Duration::from_secs(60)));
+    let export = bed.exports.find("").unwrap();
+    let greedy: Vec<_> = (0..3)
+        .map(|_| {
+            let before = export.counters().reads;
+            let mut client = bed.client();
+            for _ in 0..200 {
+                client.send(NbdCommand::Read, 0, 0, 1 << 20).unwrap();
+            }
+            let mut last = before;
+            let reads = wait_for("reads that stop", || {
+                thread::sleep(SOON);
+                let now = export.counters().reads;
+                let stopped = (now == last && now > before).then_some(now - before);
+                last = now;
+                stopped
+            });
+            (client, reads)
+        })
+        .collect();
+    // Half of what is free each, its share, and what a socket's buffer holds.
+    let reads: Vec<_> = greedy.iter().map(|(_, reads)| *reads).collect();
+    for (reads, most) in reads.iter().zip([32, 16, 8]) {
+        assert!((most..=most + 4).contains(reads), "{reads} reads, and not about {most}");
+    }
+    let mut other = bed.client();
+    for _ in 0..10 {
+        assert!(other.read(0, MIB).unwrap() == vec![7; MIB]);
+    }
+    drop((greedy, other));
+    bed.stop();
+}
+
+#[test]
+fn a_long_request_waits_until_others_give_memory_back() {
+    const MIB: usize = 1 << 20;
+    let bed = bed(Limits::default().connections(64).total_bytes(128 * MIB).bytes(1024 * MIB).stall(SOON));
+    let export = bed.exports.find("").unwrap();
+    let greedy: Vec<_> = (0..2)
+        .map(|_| {
+            let mut client = bed.client();
+            for _ in 0..200 {
+                client.send(NbdCommand::Read, 0, 0, 1 << 20).unwrap();
+            }
+            client
+        })
+        .collect();
+    wait_for("memory in use", || (export.counters().reads > 40).then_some(()));
+    let mut client = bed.client();
+    assert!(client.read(0, 32 * MIB).unwrap() == vec![7; 32 * MIB]);
+    drop((greedy, client));
+    assert_eq!(bed.stop().stalled, 2, "the clients that do not read, and not the one that waits");
+}
+
+#[test]
+fn the_limit_of_connections_holds_for_several_listeners() {
+    let exports = Exports::new();
+    exports.add(Export::new("", raw(vec![7; 4096])).unwrap()).unwrap();
+    let server = Server::new(exports, ServerOptions::default().limits(Limits::default().connections(8))).unwrap();
+    let folder = scratch().unwrap();
+    let paths = ["one", "two"].map(|name| folder.path().join(name));
+    let listener = |path: &PathBuf| {
+        Listener::bind(&format!("unix:{}", path.display()).parse().unwrap(), &Options::default()).unwrap()
+    };
+    let listeners = paths.each_ref().map(listener);
+    thread::scope(|scope| {
+        let server = &server;
+        listeners.iter().for_each(|listener| _ = scope.spawn(move || server.serve(listener).unwrap()));
+        for _ in 0..20 {
+            let connect = |path: &PathBuf| (0..12).filter_map(|_| NbdClient::unix(path).ok()).collect::<Vec<_>>();
+            let clients: Vec<_> = paths.iter().map(|path| scope.spawn(move || connect(path))).collect();
+            let clients: Vec<_> = clients.into_iter().flat_map(|clients| clients.join().unwrap()).collect();
+            assert_eq!(clients.len(), 8);
+            drop(clients);
+            wait_for("no connection", || (server.counters().active == 0).then_some(()));
+        }
+        server.stopper().stop();
+    });
 }
 
 #[test]

@@ -86,6 +86,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) max_connections: u32,
 
+    /// Most memory for requests and replies of all connections, at least 128M. A connection has an equal part of one
+    /// half for itself; the other half is for those who need more
+    #[arg(long, value_name = "SIZE", value_parser = parse::size, default_value = "512M")]
+    pub(crate) max_memory: u64,
+
     /// Time that a client gets to agree on an export
     #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "10s")]
     pub(crate) handshake_timeout: Duration,

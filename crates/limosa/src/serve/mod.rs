@@ -37,6 +37,9 @@ use devices::BlockDevice;
 use metrics::Metrics;
 use steering::Steering;
 
+/// The least memory for requests of all connections.
+const MEMORY_MIN: u64 = 128 << 20;
+
 pub(crate) fn run(args: &ServeCommandArgs) -> anyhow::Result<ExitCode> {
     match &args.command {
         Some(ServeCommand::Ctl(args)) => ctl::run(args),
@@ -57,6 +60,9 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     if args.name.len() > args.images.len() {
         misused(format_args!("--name is given {} times for {} images", args.name.len(), args.images.len()));
     }
+    if args.max_memory < MEMORY_MIN {
+        misused("--max-memory must be at least 128M: room for requests of the greatest length");
+    }
     if let Some(why) = args.tls.contradiction(&addresses) {
         misused(why);
     }
@@ -70,6 +76,7 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     allow_descriptors();
     let limits = Limits::default()
         .connections(to_usize(args.max_connections.into()))
+        .total_bytes(to_usize(args.max_memory))
         .handshake(args.handshake_timeout)
         .stall(args.stall_timeout);
     let mut options = ServerOptions::default().limits(limits);

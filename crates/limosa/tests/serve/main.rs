@@ -9,6 +9,7 @@ mod blk_kills;
 mod blk_program;
 mod clients;
 mod guest;
+mod idle;
 mod kills;
 mod locks;
 mod metrics;
