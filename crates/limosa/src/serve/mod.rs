@@ -10,6 +10,7 @@ mod images;
 mod metrics;
 pub(crate) mod remedy;
 mod report;
+mod servers;
 mod steering;
 
 use std::process::ExitCode;
@@ -35,6 +36,7 @@ use crate::remedy::without_control;
 use crate::usage::misused;
 use devices::BlockDevice;
 use metrics::Metrics;
+use servers::Servers;
 use steering::Steering;
 
 /// The least memory for requests of all connections.
@@ -116,21 +118,6 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     print_report(args, &servers, &exports, begun);
     check_stdout()?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// All that serves.
-#[derive(Debug)]
-struct Servers {
-    nbd: Server,
-    devices: Vec<BlockDevice>,
-}
-
-impl Servers {
-    /// Makes all of them end.
-    fn stop(&self) {
-        self.nbd.stopper().stop();
-        self.devices.iter().for_each(BlockDevice::stop);
-    }
 }
 
 /// Takes as many descriptors as this process may have: a client needs four. If that fails there is room for fewer.

@@ -16,9 +16,9 @@ use parking_lot::{RwLock, RwLockReadGuard};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::Servers;
 use super::images::Wanted;
 use super::report;
+use super::servers::Servers;
 use crate::args::{ServeAddArgs, ServedImageArgs, parse_aio};
 use crate::img::options::{Name, Source};
 use crate::remedy;

@@ -18,7 +18,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 
-use super::Servers;
+use super::servers::Servers;
 use http::{Decision, HEAD_MAX};
 
 /// Conversations at the same time; further ones wait in the listener's queue.
