@@ -123,3 +123,29 @@ fn a_full_ring_is_processed_to_its_end() {
     }
     assert_eq!(served.export.counters().reads, 100 * u64::from(BLK_SLOTS));
 }
+
+#[test]
+fn requests_of_a_quiesced_export_stay_in_their_rings_until_it_is_resumed() {
+    let (holder, served) = held();
+    let mut client = served.client();
+    client.submit(0, &BlkCommand::Write(0, vec![1; 4096]), 0, true).unwrap();
+    client.kick(0).unwrap();
+    wait_for("the write", || (holder.waiting().len() == 1).then_some(()));
+    served.export.quiesce(MOMENT).unwrap_err();
+    holder.release_all();
+    assert_eq!(client.reply(0).unwrap().status, 0);
+    served.export.quiesce(Duration::from_secs(60)).unwrap();
+    for queue in 0..2 {
+        client.submit(queue, &BlkCommand::Read(0, 4096), 0, true).unwrap();
+        client.kick(queue).unwrap();
+    }
+    thread::sleep(MOMENT);
+    assert_eq!((client.try_reply(0).unwrap(), client.try_reply(1).unwrap()), (None, None));
+    served.export.resume().unwrap();
+    for queue in 0..2 {
+        let reply = client.reply(queue).unwrap();
+        assert_eq!((reply.status, reply.data), (0, vec![1; 4096]));
+    }
+    drop(client);
+    served.stop();
+}

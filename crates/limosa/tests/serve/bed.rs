@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use limosa_testkit::{Ended, NbdClient, Program, nbd_tool, qemu_img, qemu_img_output, scratch, wait_for};
+use limosa_testkit::{Ended, NbdClient, Program, nbd_tool, qemu_img, qemu_img_output, qemu_io, scratch, wait_for};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -49,10 +49,8 @@ impl Bed {
     #[track_caller]
     pub(crate) fn wait_unlocked(&self, image: &str) {
         let path = self.path(image);
-        wait_for("the image's locks", || {
-            let info = qemu_img_output(["info", path.to_str().unwrap()]).unwrap();
-            info.status.success().then_some(())
-        });
+        // To be written to, which the killed server's locks forbid; as a raw file, so that nothing is repaired.
+        wait_for("the image's locks", || qemu_io(["-f", "raw", "-c", "quit", path.to_str().unwrap()]).ok());
     }
 
     /// Expects an image whose server was killed to be sound. Leaked clusters are allowed: they cost space and nothing
