@@ -399,7 +399,6 @@ fn a_ring_that_ran_when_another_driver_was_detected_loses_nothing() {
     first.offer(0, [5; 4]);
     first.kick();
     until("the device holds it", || served.device.held.lock().len() == 1);
-    served.device.holds.store(false, Ordering::SeqCst);
     peer.start(&guest, 0, true);
     assert_eq!(served.device.resets.load(Ordering::SeqCst), 1);
     until("it comes back", || first.used() == 1);

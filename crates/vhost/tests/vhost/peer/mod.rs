@@ -39,7 +39,7 @@ pub(crate) fn until(what: &str, mut so: impl FnMut() -> bool) {
 
 // ---- the device
 
-/// Adds one to every byte of a buffer; holds buffers while a test requests it.
+/// Adds one to every byte of a buffer; holds buffers from when a test requests it until the next reset.
 #[derive(Default)]
 pub(crate) struct Incrementer {
     pub(crate) holds: AtomicBool,
@@ -114,7 +114,7 @@ impl Device for Incrementer {
             let buffers: Vec<_> = held.drain(..).map(|head| (head, 0)).collect();
             ring = vring.add_used_all(&buffers).and_then(|()| vring.notify()).map(|_| MoreWork::No);
         }
-        Requests { in_flight: !held.is_empty(), ring }
+        Requests { in_flight: !held.is_empty(), waits: false, ring }
     }
 
     fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
@@ -160,6 +160,7 @@ impl Device for Incrementer {
     }
 
     fn reset(&self) {
+        self.holds.store(false, Ordering::SeqCst);
         self.held.lock().clear();
         self.resets.fetch_add(1, Ordering::SeqCst);
     }
