@@ -332,9 +332,13 @@ mod tests {
     #[test]
     fn starts_a_guest_and_is_killed_if_set_to() {
         let Some(file) = std::env::var_os("LIMOSA_UML_KILLED") else { return };
-        let guest = UmlGuest { memory: 64, ..UmlGuest::default() }.start().unwrap();
-        std::fs::write(file, format!("{} {}\n", guest.pid(), guest.folder.path().display())).unwrap();
-        std::thread::sleep(LIMIT);
+        on_uml(|| {
+            let guest = UmlGuest { memory: 64, ..UmlGuest::default() }.start().unwrap();
+            let (pid, folder) = (guest.pid(), guest.folder.path().display());
+            std::fs::write(&file, format!("{pid} {folder}\n")).unwrap();
+            let ended = guest.process.wait(LIMIT);
+            panic!("it was not killed: {ended:?}");
+        });
     }
 
     #[test]
@@ -346,26 +350,31 @@ mod tests {
         let file = folder.path().join("pid");
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "uml::tests::starts_a_guest_and_is_killed_if_set_to", "--nocapture"]);
-        command.env("LIMOSA_UML_KILLED", &file).stdout(Stdio::null());
+        let said = folder.path().join("said");
+        command.env("LIMOSA_UML_KILLED", &file).stdout(Stdio::null()).stderr(std::fs::File::create(&said).unwrap());
         let killed = Process::spawn("a test", command).unwrap();
         let end = Instant::now() + LIMIT;
-        let (pid, folder) = loop {
+        let (group, folder) = loop {
             let text = std::fs::read_to_string(&file).unwrap_or_default();
             if let Some((pid, folder)) = text.strip_suffix('\n').and_then(|line| line.split_once(' ')) {
-                break (pid.parse::<i32>().unwrap(), folder.to_owned());
+                let group = pid.parse::<i32>().ok().and_then(Pid::from_raw).unwrap();
+                // Otherwise it has crashed, and is started again.
+                if members(group) > 1 {
+                    break (group, folder.to_owned());
+                }
             }
-            assert!(Instant::now() < end, "it does not start");
+            assert!(Instant::now() < end, "it does not start: {}", std::fs::read_to_string(&said).unwrap());
+            assert!(killed.try_wait().unwrap().is_none(), "{}", std::fs::read_to_string(&said).unwrap());
             std::thread::sleep(Duration::from_millis(5));
         };
-        let group = Pid::from_raw(pid).unwrap();
-        assert!(members(group) > 1);
         killed.kill();
+        let end = Instant::now() + LIMIT;
         while members(group) > 0 {
-            assert!(Instant::now() < end, "it is still there");
+            assert!(Instant::now() < end, "it is still there: {}", std::fs::read_to_string(&said).unwrap());
             std::thread::sleep(Duration::from_millis(5));
         }
         while Path::new(&folder).exists() {
-            assert!(Instant::now() < end, "its folder is still there");
+            assert!(Instant::now() < end, "its folder is still there: {}", std::fs::read_to_string(&said).unwrap());
             std::thread::sleep(Duration::from_millis(5));
         }
     }
