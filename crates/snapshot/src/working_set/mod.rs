@@ -95,7 +95,7 @@ impl WorkingSet {
     /// # Errors
     /// The snapshot's name cannot be resolved.
     pub fn path_of(snapshot: &Snapshot) -> Result<PathBuf, SnapshotError> {
-        Ok(PathBuf::from(sidecar::name_for(resolved_path(snapshot)?.as_os_str())))
+        Ok(name_for(&resolved_path(snapshot)?))
     }
 
     /// Number of its pages.
@@ -125,14 +125,15 @@ impl WorkingSetFile {
     /// directory is not writable.
     pub fn create(snapshot: &Snapshot) -> Result<Self, SnapshotError> {
         let failed = |error: std::io::Error| SnapshotError::io("look at it", snapshot.path(), None, error);
-        let path = WorkingSet::path_of(snapshot)?;
+        let resolved = resolved_path(snapshot)?;
+        let path = name_for(&resolved);
         let stat = rustix::fs::fstat(snapshot).map_err(|errno| failed(errno.into()))?;
         check_free(&path)?;
         let file = UnnamedFile::create(&path, true).map_err(|error| match error {
             SnapshotError::Locked { path, .. } => SnapshotError::Locked { path, by: RECORDED },
             error => error,
         })?;
-        Ok(Self { file, snapshot: (resolved_path(snapshot)?, (stat.st_dev, stat.st_ino)) })
+        Ok(Self { file, snapshot: (resolved, (stat.st_dev, stat.st_ino)) })
     }
 
     /// Writes a working set, makes it durable, and gives it its name, which is returned.
@@ -151,6 +152,11 @@ impl WorkingSetFile {
         }
         file.publish(Durability::Synced)
     }
+}
+
+/// The name of the working set of the snapshot that has this name.
+fn name_for(snapshot: &Path) -> PathBuf {
+    PathBuf::from(sidecar::name_for(snapshot.as_os_str()))
 }
 
 /// The snapshot's name, links resolved.
