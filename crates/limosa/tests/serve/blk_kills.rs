@@ -13,27 +13,10 @@ use limosa_testkit::{BlkClient, BlkCommand, BlkSettings, kill9};
 
 use crate::bed::Bed;
 use crate::needs_qemu;
+use crate::versions::{BLOCK, Versions, contents, setting};
 
-const BLOCK: u64 = 4096;
 const BLOCKS: usize = 1024;
 const QUEUES: u16 = 2;
-
-fn setting(name: &str, usual: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
-}
-
-/// The versions of a block, from 1 on; 0: it was never written.
-#[derive(Debug, Clone, Copy, Default)]
-struct Versions {
-    sent: u64,
-    acknowledged: u64,
-    durable: u64,
-    in_flight: bool,
-}
-
-fn contents(block: u64, version: u64) -> Vec<u8> {
-    if version == 0 { vec![0; 4096] } else { (block << 32 | version).to_le_bytes().repeat(512) }
-}
 
 /// The subject of a request: a block, or a flush that makes durable what was acknowledged before it.
 #[derive(Debug, Clone)]
@@ -61,10 +44,10 @@ impl Load {
                 (BlkCommand::Flush, Asked::Flush(acknowledged))
             } else {
                 let place = usize::try_from(self.chance.below(BLOCKS as u64)).unwrap();
-                let block = &mut self.blocks[index][place];
-                if std::mem::replace(&mut block.in_flight, true) {
+                if self.asked[index].values().any(|asked| matches!(asked, Asked::Write(other) if *other == place)) {
                     continue;
                 }
+                let block = &mut self.blocks[index][place];
                 block.sent += 1;
                 let number = (place * usize::from(QUEUES) + index) as u64;
                 let data = contents(number, block.sent);
@@ -85,7 +68,7 @@ impl Load {
         match self.asked[index].remove(&slot).expect("a request is answered once") {
             Asked::Write(place) => {
                 let block = &mut self.blocks[index][place];
-                (block.acknowledged, block.in_flight) = (block.sent, false);
+                block.acknowledged = block.sent;
             }
             Asked::Flush(acknowledged) => {
                 for (block, version) in self.blocks[index].iter_mut().zip(acknowledged) {
@@ -113,7 +96,7 @@ impl Load {
                 let reply = self.client.run(0, &BlkCommand::Read(number * BLOCK / 512, 4096)).unwrap();
                 let block = &mut self.blocks[index][place];
                 let oldest = if is_strict { block.acknowledged } else { block.durable };
-                let version = (oldest..=block.sent).rev().find(|version| reply.data == contents(number, *version));
+                let version = block.find(number, oldest, &reply.data);
                 block.acknowledged = version.unwrap_or_else(|| panic!("{what}, block {number}: {block:?}"));
             }
         }

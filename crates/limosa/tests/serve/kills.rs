@@ -14,26 +14,10 @@ use limosa_testkit::{NbdClient, NbdCommand, kill9};
 
 use crate::bed::Bed;
 use crate::needs_qemu;
+use crate::versions::{BLOCK, Versions, contents, setting};
 
-const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 4096;
 const CONNECTIONS: u64 = 4;
-
-fn setting(name: &str, usual: u64) -> u64 {
-    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
-}
-
-/// The versions of a block, from 1 on; 0: it was never written.
-#[derive(Debug, Clone, Copy, Default)]
-struct Versions {
-    sent: u64,
-    acknowledged: u64,
-    durable: u64,
-}
-
-fn contents(block: u64, version: u64) -> Vec<u8> {
-    if version == 0 { vec![0; 4096] } else { (block << 32 | version).to_le_bytes().repeat(512) }
-}
 
 /// Writes until the server is gone. Returns what it knows of its blocks.
 fn load(socket: &Path, number: u64, seed: u64, mut blocks: Vec<Versions>) -> Vec<Versions> {
@@ -103,7 +87,7 @@ fn a_server_that_is_killed_loses_nothing_that_was_flushed() {
             for (place, block) in (0_u64..).zip(blocks.iter_mut()) {
                 let index = place * CONNECTIONS + number;
                 let found = client.read(index * BLOCK, 4096).unwrap();
-                let version = (block.durable..=block.sent).rev().find(|version| found == contents(index, *version));
+                let version = block.find(index, block.durable, &found);
                 let version = version.unwrap_or_else(|| panic!("seed {seed}, kill {kill}, block {index}: {block:?}"));
                 *block = Versions { sent: block.sent, acknowledged: version, durable: 0 };
             }

@@ -16,3 +16,4 @@ mod metrics;
 mod program;
 mod steering;
 mod tls;
+mod versions;
