@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use clap::Args;
 use limosa_storage::CacheMode;
 
-use super::image::{ImageArgs, QuietArg};
+use super::image::{ImageArgs, ReportArgs};
 use crate::img::options::{CommitOptions, Source};
 use crate::img::size::parse_rate;
 
@@ -31,16 +31,8 @@ pub(crate) struct ImgCommitArgs {
     #[arg(short, long, value_name = "RATE", value_parser = parse_rate)]
     rate: Option<u64>,
 
-    /// Show progress, even without a terminal
-    #[arg(short, long)]
-    progress: bool,
-
     #[command(flatten)]
-    quiet: QuietArg,
-
-    /// Print one JSON object on stdout when done
-    #[arg(long)]
-    json: bool,
+    report: ReportArgs,
 
     /// The overlay
     #[arg(value_name = "FILE")]
@@ -55,9 +47,9 @@ impl ImgCommitArgs {
             base: self.base,
             keep: self.drop,
             rate: self.rate,
-            progress: self.progress,
-            quiet: self.quiet.quiet,
-            json: self.json,
+            progress: self.report.progress,
+            quiet: self.report.quiet.quiet,
+            json: self.report.json,
         }
     }
 }

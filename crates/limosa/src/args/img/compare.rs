@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use clap::Args;
 use limosa_storage::CacheMode;
 
-use super::image::{OpenArgs, QuietArg, ShareArg};
+use super::image::{OpenArgs, ReportArgs, ShareArg};
 use crate::img::options::{CompareOptions, Source};
 
 #[derive(Debug, Args)]
@@ -34,22 +34,14 @@ pub(crate) struct ImgCompareArgs {
     #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback")]
     cache: CacheMode,
 
-    /// Show progress, even without a terminal
-    #[arg(short, long)]
-    progress: bool,
-
     #[command(flatten)]
     share: ShareArg,
 
     #[command(flatten)]
-    quiet: QuietArg,
+    report: ReportArgs,
 
     #[command(flatten)]
     pub(super) open: OpenArgs,
-
-    /// Print one JSON object on stdout
-    #[arg(long)]
-    json: bool,
 
     /// The first image
     #[arg(value_name = "FILE1")]
@@ -72,9 +64,9 @@ impl ImgCompareArgs {
             first: source(&self.first, self.a_format.as_ref()),
             second: source(&self.second, self.b_format.as_ref()),
             strict: self.strict,
-            progress: self.progress,
-            quiet: self.quiet.quiet,
-            json: self.json,
+            progress: self.report.progress,
+            quiet: self.report.quiet.quiet,
+            json: self.report.json,
         }
     }
 }

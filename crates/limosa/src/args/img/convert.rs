@@ -7,7 +7,7 @@ use limosa_image::qcow2::SnapshotChoice;
 use limosa_image::reference::split_options;
 use limosa_storage::CacheMode;
 
-use super::image::{OpenArgs, QuietArg, ShareArg};
+use super::image::{OpenArgs, ReportArgs, ShareArg};
 use crate::img::options::{ConvertOptions, Name, Source, Target};
 use crate::img::size::{parse_rate, parse_size};
 
@@ -87,22 +87,14 @@ pub(crate) struct ImgConvertArgs {
     #[arg(long)]
     salvage: bool,
 
-    /// Show progress, even without a terminal
-    #[arg(short, long)]
-    progress: bool,
-
     #[command(flatten)]
     share: ShareArg,
 
     #[command(flatten)]
-    quiet: QuietArg,
+    report: ReportArgs,
 
     #[command(flatten)]
     pub(super) open: OpenArgs,
-
-    /// Print one JSON object on stdout when done
-    #[arg(long)]
-    json: bool,
 
     /// Options that are refused.
     #[command(flatten)]
@@ -174,9 +166,9 @@ impl ImgConvertArgs {
             copy_range: self.copy_range,
             rate: self.rate,
             salvage: self.salvage,
-            progress: self.progress,
-            quiet: self.quiet.quiet,
-            json: self.json,
+            progress: self.report.progress,
+            quiet: self.report.quiet.quiet,
+            json: self.report.json,
         })
     }
 }

@@ -63,6 +63,21 @@ pub(crate) struct QuietArg {
     pub(crate) quiet: bool,
 }
 
+/// The output of a command that takes long.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// Show progress, even without a terminal
+    #[arg(short, long)]
+    pub(crate) progress: bool,
+
+    #[command(flatten)]
+    pub(crate) quiet: QuietArg,
+
+    /// Print one JSON object on stdout when done
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum FormArg {
     Human,

@@ -6,7 +6,7 @@ use clap::Args;
 use limosa_image::rebase::BackingName;
 use limosa_storage::CacheMode;
 
-use super::image::{ImageArgs, QuietArg, ShareArg};
+use super::image::{ImageArgs, ReportArgs, ShareArg};
 use crate::img::options::{RebaseOptions, Source};
 
 #[derive(Debug, Args)]
@@ -41,16 +41,8 @@ pub(crate) struct ImgRebaseArgs {
     #[command(flatten)]
     share: ShareArg,
 
-    /// Show progress, even without a terminal
-    #[arg(short, long)]
-    progress: bool,
-
     #[command(flatten)]
-    quiet: QuietArg,
-
-    /// Print one JSON object on stdout when done
-    #[arg(long)]
-    json: bool,
+    report: ReportArgs,
 
     /// The overlay
     #[arg(value_name = "FILE")]
@@ -79,9 +71,9 @@ impl ImgRebaseArgs {
             header_only: self.backing_unsafe,
             backing_cache: self.backing_cache,
             force_share: self.share.force_share,
-            progress: self.progress,
-            quiet: self.quiet.quiet,
-            json: self.json,
+            progress: self.report.progress,
+            quiet: self.report.quiet.quiet,
+            json: self.report.json,
         })
     }
 }
