@@ -8,11 +8,11 @@ use limosa_image::commit::{Commit, CommitOptions};
 use limosa_image::convert::ConvertCounters;
 use limosa_image::qcow2::{Header, ImageParts};
 use limosa_image::{Disk, GuestOffset, OperationError};
-use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, SeededRandom};
+use limosa_storage::testing::SeededRandom;
 use limosa_storage::{Storage, block_on};
 use limosa_testkit::image::read_all;
 
-use crate::layers::{Layers, assert_sound, open_all, restored, storages, times, try_open_all};
+use crate::layers::{Layers, assert_sound, cut_everywhere, fail_anywhere, open_all, storages, times, try_open_all};
 
 /// Commits the topmost image into the one of this number.
 fn commit(
@@ -68,21 +68,13 @@ fn a_power_cut_at_any_moment_of_a_commit_leaves_the_overlay_as_it_was() {
         let count = 2 + usize::try_from(chance.below(2)).unwrap();
         let layers = Layers::new(&mut chance, count);
         let base = usize::try_from(chance.below(count as u64 - 1)).unwrap();
-        let power = PowerCut::new();
-        let files: Vec<_> =
-            layers.all.iter().map(|layer| power.add_storage("image", layer.bytes.clone(), 64 << 20)).collect();
-        commit(&layers, &files, base, 2).unwrap();
-        let moments = power.moments();
-        for moment in 0..=moments {
-            if moments > 60 && moment + 20 < moments && !chance.one_in(3) {
-                continue;
-            }
-            for loss in [Loss::None, Loss::All, Loss::Some(chance.bits())] {
-                let what = format!("seed {seed}, cut at {moment} of {moments}, {loss:?}");
-                layers.assert_unchanged(&restored(power.cut(moment, loss)), &what);
-                cuts += 1;
-            }
-        }
+        cuts += cut_everywhere(
+            &layers.all,
+            &mut chance,
+            &format!("seed {seed}"),
+            |files| assert!(commit(&layers, files, base, 2).is_ok()),
+            |left, what| layers.assert_unchanged(left, what),
+        );
     }
     println!("{cuts} cuts");
     assert!(cuts > 500, "{cuts}");
@@ -94,20 +86,13 @@ fn a_commit_that_fails_leaves_the_overlay_as_it_was() {
     for seed in 0..times(6) {
         let mut chance = SeededRandom::new(seed ^ 0xfa);
         let layers = Layers::new(&mut chance, 2);
-        let counting = Failing::new();
-        let files: Vec<_> = storages(&layers.all).into_iter().map(|file| counting.wrap(file)).collect();
-        commit(&layers, &files, 0, 1).unwrap();
-        let requests = counting.seen().0;
-        for _ in 0..30 {
-            let (after, fault) = (chance.below(requests), *chance.choose(&Fault::ALL));
-            let failing = Failing::new();
-            let plain = storages(&layers.all);
-            let files: Vec<_> = plain.iter().map(|file| failing.wrap(Arc::clone(file))).collect();
-            failing.fail(after, 1, fault);
-            failures += u64::from(commit(&layers, &files, 0, 1).is_err());
-            failing.mend();
-            layers.assert_unchanged(&plain, &format!("seed {seed}, request {after} of {requests}, {fault:?}"));
-        }
+        failures += fail_anywhere(
+            &layers.all,
+            &mut chance,
+            &format!("seed {seed}"),
+            |files| commit(&layers, files, 0, 1).is_err(),
+            |left, what| layers.assert_unchanged(left, what),
+        );
     }
     assert!(failures > 50, "{failures}");
 }

@@ -6,7 +6,7 @@ use limosa_image::chain::Image;
 use limosa_image::qcow2::{CheckOptions, CreateOptions, Qcow2Options, check};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, ImageError};
-use limosa_storage::testing::SeededRandom;
+use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, SeededRandom};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use limosa_testkit::image::{TestImage, contents, memory_file, read_all};
 
@@ -160,7 +160,57 @@ pub(crate) fn assert_sound(layer: &Layer, file: &dyn Storage, what: &str) {
     }
 }
 
-/// Storages with these bytes.
-pub(crate) fn restored(contents: Vec<Vec<u8>>) -> Vec<Arc<dyn Storage>> {
-    contents.into_iter().map(|bytes| Arc::new(MemoryStorage::with_contents(bytes, MOST)) as _).collect()
+/// Runs an operation once, cuts the power at its moments (some of them if there are many), and hands over what each cut
+/// left, with a text that names it. Returns the number of cuts.
+#[track_caller]
+pub(crate) fn cut_everywhere(
+    all: &[Layer],
+    chance: &mut SeededRandom,
+    what: &str,
+    run: impl FnOnce(&[Arc<dyn Storage>]),
+    mut look: impl FnMut(&[Arc<dyn Storage>], &str),
+) -> u64 {
+    let power = PowerCut::new();
+    let files: Vec<_> = all.iter().map(|layer| power.add_storage("image", layer.bytes.clone(), MOST)).collect();
+    run(&files);
+    let (mut cuts, moments) = (0, power.moments());
+    for moment in 0..=moments {
+        if moments > 60 && moment + 20 < moments && !chance.one_in(3) {
+            continue;
+        }
+        for loss in [Loss::None, Loss::All, Loss::Some(chance.bits())] {
+            let left = power.cut(moment, loss).into_iter();
+            let left: Vec<_> = left.map(|bytes| Arc::new(MemoryStorage::with_contents(bytes, MOST)) as _).collect();
+            look(&left, &format!("{what}, cut at {moment} of {moments}, {loss:?}"));
+            cuts += 1;
+        }
+    }
+    cuts
+}
+
+/// Runs an operation once, and then 30 times with a request that fails; hands over what each of those left, with a text
+/// that names it. Returns how many of them failed: `run` tells.
+#[track_caller]
+pub(crate) fn fail_anywhere(
+    all: &[Layer],
+    chance: &mut SeededRandom,
+    what: &str,
+    run: impl Fn(&[Arc<dyn Storage>]) -> bool,
+    look: impl Fn(&[Arc<dyn Storage>], &str),
+) -> u64 {
+    let counting = Failing::new();
+    let files: Vec<_> = storages(all).into_iter().map(|file| counting.wrap(file)).collect();
+    assert!(!run(&files), "{what}");
+    let (mut failures, requests) = (0, counting.seen().0);
+    for _ in 0..30 {
+        let (after, fault) = (chance.below(requests), *chance.choose(&Fault::ALL));
+        let failing = Failing::new();
+        let plain = storages(all);
+        let files: Vec<_> = plain.iter().map(|file| failing.wrap(Arc::clone(file))).collect();
+        failing.fail(after, 1, fault);
+        failures += u64::from(run(&files));
+        failing.mend();
+        look(&plain, &format!("{what}, request {after} of {requests}, {fault:?}"));
+    }
+    failures
 }

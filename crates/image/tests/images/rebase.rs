@@ -7,11 +7,13 @@ use std::sync::Arc;
 use limosa_image::qcow2::{Header, ImageParts};
 use limosa_image::rebase::{BackingName, Rebase, RebaseImages, RebaseOptions, Rebased};
 use limosa_image::{Disk, OperationError};
-use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, SeededRandom};
+use limosa_storage::testing::SeededRandom;
 use limosa_storage::{Storage, block_on};
 use limosa_testkit::image::read_all;
 
-use crate::layers::{Layer, Layers, assert_sound, open_all, restored, storages, times, try_open_all};
+use crate::layers::{
+    Layer, Layers, assert_sound, cut_everywhere, fail_anywhere, open_all, storages, times, try_open_all,
+};
 
 /// An overlay over nothing or over an image, and a new backing image or none.
 struct Scene {
@@ -96,25 +98,17 @@ fn a_rebased_overlay_reads_as_before() {
 
 #[test]
 fn a_power_cut_at_any_moment_of_a_rebase_leaves_an_overlay_that_reads_as_before() {
-    let (mut old, mut new) = (0, 0);
+    let (mut old, mut new) = (0_u64, 0_u64);
     for seed in 0..times(16) {
         let scene = Scene::new(seed ^ 0x4eba);
         let mut chance = SeededRandom::new(seed);
-        let power = PowerCut::new();
-        let files: Vec<_> =
-            scene.all().iter().map(|layer| power.add_storage("image", layer.bytes.clone(), 64 << 20)).collect();
-        scene.rebase(&files).unwrap();
-        let moments = power.moments();
-        for moment in 0..=moments {
-            if moments > 60 && moment + 20 < moments && !chance.one_in(3) {
-                continue;
-            }
-            for loss in [Loss::None, Loss::All, Loss::Some(chance.bits())] {
-                let what = format!("seed {seed}, cut at {moment} of {moments}, {loss:?}");
-                let is_new = scene.assert_unchanged(&restored(power.cut(moment, loss)), &what);
-                *if is_new { &mut new } else { &mut old } += 1;
-            }
-        }
+        cut_everywhere(
+            &scene.all(),
+            &mut chance,
+            &format!("seed {seed}"),
+            |files| assert!(scene.rebase(files).is_ok()),
+            |left, what| *if scene.assert_unchanged(left, what) { &mut new } else { &mut old } += 1,
+        );
     }
     println!("{old} cuts before, {new} after");
     assert!(old > 300 && new > 10, "{old} {new}");
@@ -126,20 +120,13 @@ fn a_rebase_that_fails_leaves_an_overlay_that_reads_as_before() {
     for seed in 0..times(6) {
         let scene = Scene::new(seed ^ 0xbad);
         let mut chance = SeededRandom::new(seed);
-        let counting = Failing::new();
-        let files: Vec<_> = storages(&scene.all()).into_iter().map(|file| counting.wrap(file)).collect();
-        scene.rebase(&files).unwrap();
-        let requests = counting.seen().0;
-        for _ in 0..30 {
-            let (after, fault) = (chance.below(requests), *chance.choose(&Fault::ALL));
-            let failing = Failing::new();
-            let plain = storages(&scene.all());
-            let files: Vec<_> = plain.iter().map(|file| failing.wrap(Arc::clone(file))).collect();
-            failing.fail(after, 1, fault);
-            failures += u64::from(scene.rebase(&files).is_err());
-            failing.mend();
-            scene.assert_unchanged(&plain, &format!("seed {seed}, request {after} of {requests}, {fault:?}"));
-        }
+        failures += fail_anywhere(
+            &scene.all(),
+            &mut chance,
+            &format!("seed {seed}"),
+            |files| scene.rebase(files).is_err(),
+            |left, what| _ = scene.assert_unchanged(left, what),
+        );
     }
     assert!(failures > 50, "{failures}");
 }
