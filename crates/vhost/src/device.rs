@@ -22,6 +22,9 @@ pub enum MoreWork {
 pub struct Requests {
     /// Whether some are still in flight. Stopping the ring waits for them.
     pub in_flight: bool,
+    /// Whether [`Device::process_queue`] left buffers in the ring for something other than room. The queue is polled
+    /// again in each [turn](QueueThread::turn); stopping the ring does not wait for it.
+    pub waits: bool,
     /// Whether there is room for buffers that [`Device::process_queue`] left in the ring; or why buffers could not be
     /// given back.
     pub ring: Result<MoreWork, QueueError>,
@@ -29,7 +32,7 @@ pub struct Requests {
 
 impl Requests {
     /// No request is in flight.
-    pub const NONE: Self = Self { in_flight: false, ring: Ok(MoreWork::No) };
+    pub const NONE: Self = Self { in_flight: false, waits: false, ring: Ok(MoreWork::No) };
 }
 
 /// A virtio device behind a vhost-user server.
@@ -93,9 +96,9 @@ pub trait Device: Send + Sync {
     fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError>;
 
     /// Polls the requests of a queue that are in flight, and gives back the buffers of those that are done. It is
-    /// called after `process_queue`, and in each [turn](QueueThread::turn) while requests are in flight; also of a ring
-    /// that is being drained, or is invalid. It begins requests that `process_queue` has prepared, and has them wake
-    /// the task of `context`.
+    /// called after `process_queue`, and in each [turn](QueueThread::turn) while requests are in flight or the queue
+    /// [waits](Requests::waits); also of a ring that is being drained, or is invalid. It begins requests that
+    /// `process_queue` has prepared, and has them, and what the queue waits for, wake the task of `context`.
     fn poll_requests(&self, _queue: usize, _vring: &Vring, _context: &mut Context<'_>) -> Requests {
         Requests::NONE
     }

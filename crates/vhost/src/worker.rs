@@ -90,6 +90,7 @@ impl Worker {
             number,
             pending: 0,
             in_flight: 0,
+            waiting: 0,
         })
     }
 
@@ -190,6 +191,8 @@ pub struct QueueThread<'a> {
     pending: u64,
     /// Queues with requests in flight, one bit each.
     in_flight: u64,
+    /// Queues that the device has left buffers in, until it is woken: one bit each.
+    waiting: u64,
 }
 
 impl fmt::Debug for QueueThread<'_> {
@@ -199,7 +202,7 @@ impl fmt::Debug for QueueThread<'_> {
 }
 
 impl Drop for QueueThread<'_> {
-    /// The thread ends, also by a panic: nobody waits for it any more.
+    /// The thread ends, also by a panic: no other one waits for it any more.
     fn drop(&mut self) {
         *self.thread.busy.lock() = 0;
         self.thread.fewer.notify_all();
@@ -255,7 +258,7 @@ impl QueueThread<'_> {
     /// Processes each of these queues of the thread once, and polls requests in flight.
     pub(crate) fn process(&mut self, wanted: u64, context: &mut Context<'_>) {
         let worker = self.worker;
-        let concerned = wanted | self.in_flight;
+        let concerned = wanted | self.in_flight | self.waiting;
         let own = worker.rings.iter().enumerate().skip(self.number).step_by(worker.threads.len());
         for (index, ring) in own.filter(|(index, _)| concerned & bit(*index) != 0) {
             if self.process_one(index, ring, wanted & bit(index) != 0, context) == MoreWork::Yes {
@@ -273,8 +276,9 @@ impl QueueThread<'_> {
         let runs = wanted && ring.vring.is_running() && !ring.broken.load(Ordering::SeqCst);
         let begun = if runs { worker.process_queue(index, &ring.vring) } else { Ok(MoreWork::No) };
         let begun = worker.judge(index, ring, begun);
-        let Requests { in_flight, ring: given_back } = worker.device.poll_requests(index, &ring.vring, context);
+        let Requests { in_flight, waits, ring: given_back } = worker.device.poll_requests(index, &ring.vring, context);
         let more = worker.judge(index, ring, given_back);
+        self.waiting = if waits { self.waiting | bit(index) } else { self.waiting & !bit(index) };
         if in_flight {
             self.in_flight |= bit(index);
         } else {

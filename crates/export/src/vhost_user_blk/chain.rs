@@ -6,12 +6,15 @@
 //! Law: what a driver says is bounded here: a chain that is longer than any request needs is invalid, and so is one
 //! whose end cannot be found.
 
+use limosa_page::to_usize;
+
 use super::config::SEGMENTS_MAX;
 
 /// Bytes of a header.
 const HEADER: usize = 16;
 
-/// Most descriptors of a request. Drivers that merge less than they could may use more segments than they were told.
+/// Most descriptors of a request. Drivers that merge less than they could may use more segments than the device
+/// announces.
 const DESCRIPTORS_MAX: usize = 8 * SEGMENTS_MAX as usize;
 
 /// A range of guest memory.
@@ -83,7 +86,7 @@ impl Parts {
             if !writable.is_empty() {
                 return Err("the device would read behind what it writes");
             }
-            let length = missing.len().min(usize::try_from(piece.length).unwrap_or(usize::MAX));
+            let length = missing.len().min(to_usize(u64::from(piece.length)));
             if let Some((part, rest)) = std::mem::take(&mut missing).split_at_mut_checked(length) {
                 if !part.is_empty() && !read(piece.address, part) {
                     return Err("its header is not in memory");

@@ -14,7 +14,6 @@ use std::thread::available_parallelism;
 
 use limosa_storage::{Pollable, Ready, block_on};
 use limosa_vhost::{Device, FrontEnd, MAX_QUEUES, MoreWork, QueueError, QueueThread, Ram, Requests, Turn, Vring};
-use parking_lot::Mutex;
 
 use super::config::{Configuration, SECTOR, WRITE_BACK_OFFSET, feature};
 use super::execute::Target;
@@ -71,8 +70,6 @@ pub struct VhostUserBlk {
     write_back: AtomicBool,
     /// It is unknown which cache mode the driver chose.
     is_mode_unknown: AtomicBool,
-    /// The front end that is connected, or was.
-    front_end: Mutex<Option<FrontEnd>>,
 }
 
 impl VhostUserBlk {
@@ -92,7 +89,6 @@ impl VhostUserBlk {
             acked: AtomicU64::new(0),
             write_back: AtomicBool::new(true),
             is_mode_unknown: AtomicBool::new(false),
-            front_end: Mutex::new(None),
         }
     }
 
@@ -111,15 +107,6 @@ impl VhostUserBlk {
             queues: u16::try_from(self.queues.len()).unwrap_or(u16::MAX),
             // Some front ends read it once, before the driver has acknowledged features.
             write_back: self.write_back.load(Ordering::SeqCst),
-        }
-    }
-
-    /// Has queues processed whose buffers may be taken again.
-    fn kick_released(&self) {
-        for (index, _) in self.queues.iter().enumerate().filter(|(_, queue)| queue.is_released()) {
-            if let Some(front_end) = &*self.front_end.lock() {
-                front_end.kick(index);
-            }
         }
     }
 
@@ -172,10 +159,7 @@ impl Device for VhostUserBlk {
         // The kicks of the thread's queues and the completions of the disk are waited for in one place.
         let kicks = Pollable::from(thread.descriptor());
         let mut wait = kicks.readable();
-        block_on(poll_fn(|context| {
-            self.kick_released();
-            poll_thread(thread, &kicks, &mut wait, context)
-        }));
+        block_on(poll_fn(|context| poll_thread(thread, &kicks, &mut wait, context)));
     }
 
     fn ack_features(&self, features: u64) {
@@ -200,9 +184,7 @@ impl Device for VhostUserBlk {
 
     fn set_memory(&self, _memory: Arc<Ram>) {}
 
-    fn front_end_connected(&self, front_end: FrontEnd) {
-        *self.front_end.lock() = Some(front_end);
-    }
+    fn front_end_connected(&self, _front_end: FrontEnd) {}
 
     fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
         let Some(queue) = self.queues.get(queue) else { return Ok(MoreWork::No) };

@@ -104,13 +104,7 @@ impl Queue {
     pub(super) fn poll(&self, vring: &Vring, context: &mut Context<'_>) -> Requests {
         let mut state = self.0.lock();
         let ring = state.collect(vring, context);
-        Requests { in_flight: !state.in_flight.is_empty(), ring }
-    }
-
-    /// Returns whether buffers that were left in the ring may be taken again, because the export was resumed.
-    pub(super) fn is_released(&self) -> bool {
-        let state = self.0.lock();
-        state.is_held && state.client.access() == Access::Open
+        Requests { in_flight: !state.in_flight.is_empty(), waits: state.is_held, ring }
     }
 
     /// Returns whether a flush has succeeded since the last call.
