@@ -1,10 +1,10 @@
 //! Memory for requests, shared by all connections of a server.
 //!
 //! Laws: the bytes of all requests in flight, and of the buffers that are kept for further ones, stay within the
-//! budget. Each connection has a share that nobody else can take: a request within it waits for no other connection,
-//! and touches nothing that connections share. All beyond comes from a pool, where a connection may have at most as
-//! much as it leaves free: one gets no more than half of it, and of any number that want all, each gets as much as the
-//! others.
+//! budget. Each connection has a share that no other connection can take: a request within it waits for no other
+//! connection, and touches nothing that connections share. All beyond comes from a pool, where a connection may have
+//! at most as much as it leaves free: one gets no more than half of it, and of any number that want all, each gets as
+//! much as the others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -18,7 +18,7 @@ use super::protocol::MAX_PAYLOAD;
 
 /// A number of requests, and the bytes that they keep in memory.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Released {
+pub(super) struct Load {
     pub(super) requests: usize,
     pub(super) bytes: usize,
 }
@@ -78,7 +78,7 @@ impl Budget {
         if !waiting.iter().any(|other| other.will_wake(waker)) {
             waiting.push(waker.clone());
         }
-        // Under the lock: whoever takes the list has seen the flag after this waker was in it.
+        // Under the lock: a connection that takes the list has seen the flag after this waker was in it.
         self.has_waiting.store(true, Ordering::SeqCst);
     }
 }
@@ -87,18 +87,18 @@ impl Budget {
 #[derive(Debug)]
 pub(super) struct Account {
     budget: Arc<Budget>,
-    held: Released,
+    held: Load,
 }
 
 impl Account {
     pub(super) fn new(budget: Arc<Budget>) -> Self {
-        Self { budget, held: Released::default() }
+        Self { budget, held: Load::default() }
     }
 
     /// Counts a request, if there is room for it in the connection and in the server. If the server has none,
     /// `waker` is woken when it is worth another try. A connection without requests has room for one of any length.
     pub(super) fn admit(&mut self, bytes: usize, limits: &Limits, waker: &Waker) -> bool {
-        let Released { requests, bytes: held } = self.held;
+        let Load { requests, bytes: held } = self.held;
         let sum = held.saturating_add(bytes);
         if requests > 0 && (requests >= limits.requests || sum > limits.bytes) {
             return false;
@@ -111,12 +111,12 @@ impl Account {
                 return false;
             }
         }
-        self.held = Released { requests: requests + 1, bytes: sum };
+        self.held = Load { requests: requests + 1, bytes: sum };
         true
     }
 
     /// Notes that replies were handed over.
-    pub(super) fn release(&mut self, released: Released) {
+    pub(super) fn release(&mut self, released: Load) {
         let before = self.beyond(self.held.bytes);
         self.held.requests = self.held.requests.saturating_sub(released.requests);
         self.held.bytes = self.held.bytes.saturating_sub(released.bytes);
@@ -162,7 +162,7 @@ mod tests {
         let counts: Vec<_> = accounts.iter_mut().map(|account| fill(account, MIB, &limits)).collect();
         // Its share, and half of what is free.
         assert_eq!(counts, [65, 33, 17, 9]);
-        accounts[0].release(Released { requests: 65, bytes: 65 * MIB });
+        accounts[0].release(Load { requests: 65, bytes: 65 * MIB });
         // What the greatest gives back is there for all.
         assert!(fill(&mut accounts[3], MIB, &limits) >= 20);
         drop(accounts);
@@ -194,7 +194,7 @@ mod tests {
         let limits = Limits::default().bytes(4096).requests(3);
         let mut account = Account::new(budget);
         assert!(account.admit(8192, &limits, Waker::noop()) && !account.admit(0, &limits, Waker::noop()));
-        account.release(Released { requests: 1, bytes: 8192 });
+        account.release(Load { requests: 1, bytes: 8192 });
         assert_eq!(fill(&mut account, 512, &limits), 3);
     }
 
@@ -211,9 +211,9 @@ mod tests {
         assert!(accounts[0].admit(65 * MIB, &limits, Waker::noop()));
         let woken = Arc::new(Woken(AtomicBool::new(false)));
         assert!(!accounts[1].admit(66 * MIB, &limits, &Waker::from(Arc::clone(&woken))));
-        accounts[0].release(Released { requests: 0, bytes: MIB });
+        accounts[0].release(Load { requests: 0, bytes: MIB });
         assert!(woken.0.load(Ordering::SeqCst));
-        accounts[0].release(Released { requests: 1, bytes: 64 * MIB });
+        accounts[0].release(Load { requests: 1, bytes: 64 * MIB });
         assert!(accounts[1].admit(66 * MIB, &limits, Waker::noop()));
     }
 

@@ -250,7 +250,7 @@ impl Connection {
         };
         self.deadline.store(0, Ordering::Release);
         self.in_handshake.store(false, Ordering::Release);
-        // Only its name: nobody but clients keeps an export that is removed.
+        // Only its name: only clients keep an export that is removed.
         let export = agreement.export.name().to_owned();
         let begun = channel.set_nonblocking().map_err(Ending::Channel);
         let ending = match begun {

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::Buffer;
 
-use super::budget::Released;
+use super::budget::Load;
 use super::buffers::Buffers;
 use super::execute::{Body, Finished, Part};
 use super::protocol::reply::Head;
@@ -99,7 +99,7 @@ impl Output {
     }
 
     /// Sends as much as the client takes now. Returns whether bytes moved, and adds to `released`.
-    pub(super) fn send(&mut self, channel: &Channel, released: &mut Released) -> Result<bool, ChannelError> {
+    pub(super) fn send(&mut self, channel: &Channel, released: &mut Load) -> Result<bool, ChannelError> {
         let mut moved = false;
         let mut list = Vec::with_capacity(self.pieces.len().min(PIECES_MAX));
         while !self.pieces.is_empty() {
@@ -123,7 +123,7 @@ impl Output {
     }
 
     /// Passes bytes that were sent, and the ends of replies among them.
-    fn advance(&mut self, sent: usize, released: &mut Released) {
+    fn advance(&mut self, sent: usize, released: &mut Load) {
         let mut sent = self.sent + sent;
         while let Some(piece) = self.pieces.front() {
             let len = piece.iovec().iov_len;
@@ -187,7 +187,7 @@ mod tests {
         let far = Channel::from_fd(far).unwrap();
         near.set_nonblocking().unwrap();
         let buffers = Buffers::new(Arc::new(Budget::new(&Limits::default())));
-        let (mut output, mut released) = (Output::new(buffers), Released::default());
+        let (mut output, mut released) = (Output::new(buffers), Load::default());
         let lengths = [0, 1 << 20, 0, 3 << 20, 7, 2 << 20];
         let expected: Vec<u8> = (1..)
             .zip(lengths)
@@ -212,7 +212,7 @@ mod tests {
             found.extend_from_slice(&buffer[..got]);
         }
         assert!(found == expected);
-        assert_eq!(released, Released { requests: 6, bytes: lengths.iter().sum() });
+        assert_eq!(released, Load { requests: 6, bytes: lengths.iter().sum() });
         assert!(steps[0].requests < 6 && steps.is_sorted_by_key(|step| step.requests));
     }
 }

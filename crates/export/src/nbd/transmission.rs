@@ -16,7 +16,7 @@ use futures_util::stream::FuturesUnordered;
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::{Pollable, Ready, submit_gathered};
 
-use super::budget::{Account, Released};
+use super::budget::{Account, Load};
 use super::buffers::Buffers;
 use super::connection::Connection;
 use super::execute::{Body, Finished, execute, kind, subject};
@@ -103,7 +103,7 @@ pub(super) struct Transmission<'a> {
     output: Output,
     requests: FuturesUnordered<InFlight>,
     /// The last requests, and their bytes, that are not handed to the kernel yet.
-    gathered: Released,
+    gathered: Load,
     /// Dropped after the requests.
     client: Client,
     /// Requests, and their bytes, whose replies were not handed over.
@@ -141,7 +141,7 @@ impl<'a> Transmission<'a> {
             output: Output::new(buffers.clone()),
             buffers,
             requests: FuturesUnordered::new(),
-            gathered: Released::default(),
+            gathered: Load::default(),
             client,
             account: Account::new(Arc::clone(budget)),
             done: Vec::new(),
@@ -176,7 +176,7 @@ impl<'a> Transmission<'a> {
                 progress |= self.collect(context);
                 submit_gathered();
             }
-            self.gathered = Released::default();
+            self.gathered = Load::default();
             moved |= progress;
             if !progress {
                 break;
@@ -231,7 +231,7 @@ impl<'a> Transmission<'a> {
     fn reply(&mut self, finished: Finished) {
         if self.is_deaf() {
             // Its client is gone.
-            self.account.release(Released { requests: 1, bytes: finished.held });
+            self.account.release(Load { requests: 1, bytes: finished.held });
         } else {
             self.output.push(finished);
         }
@@ -259,7 +259,7 @@ impl<'a> Transmission<'a> {
             }
             Poll::Ready(Ok(())) => {}
         }
-        let mut released = Released::default();
+        let mut released = Load::default();
         Counting::add(&self.connection.counting().sends, 1);
         match self.output.send(self.channel, &mut released) {
             Ok(moved) => {
@@ -313,18 +313,16 @@ impl<'a> Transmission<'a> {
                     return true;
                 }
             }
-            match self.readable.poll(context, Pollable::readable) {
-                Poll::Ready(Ok(())) => {}
-                Poll::Pending if access != Access::Open => {
-                    self.ending = Some(Ending::Stopped);
-                    return true;
-                }
-                Poll::Pending => break,
+            let is_last = match self.readable.poll(context, Pollable::readable) {
+                Poll::Ready(Ok(())) => false,
+                Poll::Pending if access == Access::Open => break,
+                // What has come already may not have been reported yet.
+                Poll::Pending => true,
                 Poll::Ready(Err(error)) => {
                     self.fail(Ending::Wait(error));
                     return true;
                 }
-            }
+            };
             self.clock = None;
             Counting::add(&self.connection.counting().receives, 1);
             match self.input.receive(self.channel) {
@@ -340,6 +338,10 @@ impl<'a> Transmission<'a> {
                 }
                 // An encrypted channel may have more although it filled a part of the room only.
                 Ok(Some((_, filled))) => self.readable.ready = filled || self.channel.is_encrypted(),
+                Ok(None) if is_last => {
+                    self.ending = Some(Ending::Stopped);
+                    return true;
+                }
                 Ok(None) => self.readable.ready = false,
                 Err(error) => self.fail(Ending::Channel(error)),
             }
