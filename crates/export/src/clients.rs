@@ -216,7 +216,7 @@ impl Client {
     /// Counts requests that are done, and clears `done`.
     pub(crate) fn count(&self, done: &mut Vec<Outcome>) {
         if !done.is_empty() {
-            // Contended only while somebody asks for the sum.
+            // Contended only while the sum is computed.
             let mut tally = self.member.tally.lock();
             done.drain(..).for_each(|outcome| tally.count(&outcome));
         }

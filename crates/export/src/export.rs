@@ -298,7 +298,7 @@ impl Exports {
     /// Removes an export: no client finds it any more, those that it has are ended, and its disk is flushed, closed and
     /// dropped. Requests in flight are carried out and answered, further ones refused. Clients that have not taken
     /// their last replies after `drain` lose them: with no time all do. Blocks until it is done, for a second longer if
-    /// somebody keeps the export: its disk is dropped with the last one who does. Returns what was done with it.
+    /// the export is kept: its disk is dropped with the last reference to it. Returns what was done with it.
     ///
     /// # Errors
     /// [`ExportError::NotFound`]; [`ExportError::Attached`]; the disk cannot be closed: the export is removed all the

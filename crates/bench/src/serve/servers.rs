@@ -15,7 +15,7 @@ pub(super) const NBDKIT: &str = "nbdkit";
 /// The name of the export.
 pub(super) const EXPORT: &str = "disk";
 
-/// Where a server listens.
+/// The address of a server.
 #[derive(Debug, Clone)]
 pub(super) enum Address {
     Unix(PathBuf),

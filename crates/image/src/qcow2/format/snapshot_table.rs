@@ -70,7 +70,7 @@ pub(in crate::qcow2) struct Entry {
 }
 
 impl Entry {
-    /// The entry of a new snapshot. Its names are at most as long as [`NAME_MOST`] says.
+    /// The entry of a new snapshot, which has a disk size. Its names are at most as long as [`NAME_MOST`] says.
     pub(in crate::qcow2) fn new(snapshot: Snapshot) -> Result<Self, BrokenInvariant> {
         let name = |text: &str| {
             u16::try_from(text.len()).map_err(|_| broken_invariant("a snapshot's name is shorter than 64 KiB"))
@@ -87,7 +87,9 @@ impl Entry {
         put(&u32::try_from(snapshot.vm_state_size).unwrap_or(u32::MAX).to_be_bytes());
         put(&EXTRA.to_be_bytes());
         put(&snapshot.vm_state_size.to_be_bytes());
-        put(&snapshot.disk_size.unwrap_or(0).to_be_bytes());
+        let disk_size =
+            snapshot.disk_size.ok_or_else(|| broken_invariant("a new snapshot has the size of its disk"))?;
+        put(&disk_size.to_be_bytes());
         put(&snapshot.icount.unwrap_or(u64::MAX).to_be_bytes());
         put(snapshot.id.as_bytes());
         put(snapshot.name.as_bytes());

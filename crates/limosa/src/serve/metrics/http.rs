@@ -1,4 +1,4 @@
-//! As much of HTTP/1.1 as somebody who collects metrics needs (RFC 9112), without I/O.
+//! As much of HTTP/1.1 as a collector of metrics needs (RFC 9112), without I/O.
 
 /// Most bytes of a request's head.
 pub(super) const HEAD_MAX: usize = 8 << 10;

@@ -1,7 +1,7 @@
 //! `limosa serve --metrics`: the counters for Prometheus, over HTTP.
 //!
-//! Law: one thread serves all who ask, and waits for none of them: it polls, and each conversation has an end. Clients
-//! of exports are not held up, whoever asks and sends what.
+//! Law: one thread serves all who ask, and waits for none of them: it polls, and each conversation has an end. No
+//! client of it, even a hostile one, holds up a client of an export.
 
 mod http;
 mod page;

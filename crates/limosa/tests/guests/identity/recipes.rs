@@ -9,7 +9,7 @@ use crate::needs_qemu;
 fn each_job_has_a_fresh_vm_from_a_pool() {
     needs_qemu!();
     let scene = LinuxScene::new(&LinuxGuest::default(), &|_| Vec::new(), |source| {
-        source.shell("mkdir /work && echo built > /work/tool").unwrap();
+        source.shell("mkdir /jobs && echo built > /jobs/tool").unwrap();
     });
     assert!(scene.clone_with(&["--pool", "1"], &[]).wait().status.success());
     let clones = scene.clones();
@@ -19,8 +19,8 @@ fn each_job_has_a_fresh_vm_from_a_pool() {
         let name = clone["name"].as_str().unwrap();
         assert_eq!(name, waiting, "the job's VM is the one that waited");
         let console = console(&clone);
-        assert_eq!(console.shell(&format!("cat /work/*; echo {job} > /work/result")).unwrap(), ["built"]);
-        assert_eq!(console.shell("cat /work/result").unwrap(), [job]);
+        assert_eq!(console.shell(&format!("cat /jobs/*; echo {job} > /jobs/result")).unwrap(), ["built"]);
+        assert_eq!(console.shell("cat /jobs/result").unwrap(), [job]);
         limosa(["clone", "rm", "--force", clones.to_str().unwrap(), name]).success();
         let left = limosa(["clone", "list", "--json", clones.to_str().unwrap()]).json();
         let left = left["clones"].as_array().unwrap();
