@@ -56,6 +56,7 @@ pub(crate) struct Incrementer {
     pub(crate) seen: Mutex<Vec<u16>>,
     /// If set, `process_queue` of the second queue waits until it is cleared.
     pub(crate) stuck: AtomicBool,
+    /// `process_queue` of the second queue is running.
     pub(crate) working: AtomicBool,
     /// Buffers that it holds are in flight: it gives them back when it no longer holds.
     pub(crate) is_asynchronous: AtomicBool,
@@ -118,11 +119,13 @@ impl Device for Incrementer {
     }
 
     fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
-        self.working.store(true, Ordering::SeqCst);
-        while queue == 1 && self.stuck.load(Ordering::SeqCst) {
-            std::thread::sleep(Duration::from_millis(1));
+        if queue == 1 {
+            self.working.store(true, Ordering::SeqCst);
+            while self.stuck.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            self.working.store(false, Ordering::SeqCst);
         }
-        self.working.store(false, Ordering::SeqCst);
         if !self.holds.load(Ordering::SeqCst) {
             for head in std::mem::take(&mut *self.held.lock()) {
                 vring.add_used(head, 0)?;
