@@ -104,8 +104,14 @@ impl ControlSocket {
     }
 
     fn open(path: &Path, current: Option<Current>, commands: Option<Arc<dyn Commands>>) -> io::Result<Self> {
-        let (socket, file) = limosa_socket::listen(path, BACKLOG)?;
-        let listener = UnixListener::from(socket);
+        Self::start(BoundControlSocket::bind(path)?, current, commands)
+    }
+
+    fn start(
+        BoundControlSocket { listener, file }: BoundControlSocket,
+        current: Option<Current>,
+        commands: Option<Arc<dyn Commands>>,
+    ) -> io::Result<Self> {
         let over = Arc::new(AtomicBool::new(false));
         let news = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let server = Arc::new(Server {
@@ -136,6 +142,33 @@ impl ControlSocket {
     /// Forgets the addresses: the peer has connected, and no other connection is expected.
     pub fn clear_listen_address(&self) {
         self.server.addresses.lock().clear();
+    }
+}
+
+/// A control socket that clients can connect to, and that answers nobody yet: for a program that must start no thread
+/// before it has confined itself.
+#[derive(Debug)]
+pub struct BoundControlSocket {
+    listener: UnixListener,
+    file: SocketFile,
+}
+
+impl BoundControlSocket {
+    /// Listens at `path`, which only the owner may open.
+    ///
+    /// # Errors
+    /// As [`ControlSocket::listen`].
+    pub fn bind(path: &Path) -> io::Result<Self> {
+        let (socket, file) = limosa_socket::listen(path, BACKLOG)?;
+        Ok(Self { listener: UnixListener::from(socket), file })
+    }
+
+    /// Answers clients, as [`ControlSocket::listen_without_job`] does.
+    ///
+    /// # Errors
+    /// The kernel has no room for a thread.
+    pub fn serve(self, commands: Arc<dyn Commands>) -> io::Result<ControlSocket> {
+        ControlSocket::start(self, None, Some(commands))
     }
 }
 

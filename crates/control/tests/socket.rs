@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use limosa_control::{CommandError, Commands, ControlSocket, JobKind};
+use limosa_control::{BoundControlSocket, CommandError, Commands, ControlSocket, JobKind};
 use limosa_migrate::Handle;
 use limosa_migrate::control::{MovedPages, Phase, Stop};
 use serde_json::{Value, json};
@@ -200,6 +200,19 @@ fn a_vmm_adds_commands_and_has_one_job_after_another() {
     socket.emit("STOP", &json!({}));
     let stopped = std::iter::repeat_with(|| client.hear()).find(|heard| heard["event"] != "MIGRATION").unwrap();
     assert_eq!(stopped["event"], "STOP");
+}
+
+#[test]
+fn a_client_that_connects_before_the_socket_is_served_is_answered_then() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("control");
+    let bound = BoundControlSocket::bind(&path).unwrap();
+    let mut client = Client::connect(&path);
+    let socket = bound.serve(Arc::new(Vmm)).unwrap();
+    assert!(client.hear().get("QMP").is_some());
+    assert_eq!(client.say(&json!({ "execute": "query-status" }))["return"]["status"], "running");
+    drop(socket);
+    assert!(!path.exists());
 }
 
 #[test]

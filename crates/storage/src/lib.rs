@@ -41,6 +41,7 @@ pub use file::{
 };
 pub use memory::MemoryStorage;
 pub use pollable::{Pollable, Ready};
+pub use pool::retire_threads;
 pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
 
 /// The example of the README, compiled.

@@ -27,16 +27,36 @@ type Job = Box<dyn FnOnce() + Send>;
 struct Pool {
     queue: Mutex<Queue>,
     work: Condvar,
+    /// Notified when a thread ends.
+    fewer: Condvar,
 }
 
 struct Queue {
     jobs: VecDeque<Job>,
     threads: usize,
     idle: usize,
+    /// Number of callers for whom threads without work end at once.
+    retiring: usize,
 }
 
-static POOL: Pool =
-    Pool { queue: Mutex::new(Queue { jobs: VecDeque::new(), threads: 0, idle: 0 }), work: Condvar::new() };
+static POOL: Pool = Pool {
+    queue: Mutex::new(Queue { jobs: VecDeque::new(), threads: 0, idle: 0, retiring: 0 }),
+    work: Condvar::new(),
+    fewer: Condvar::new(),
+};
+
+/// Ends the threads that carry out blocking calls for the futures of this crate, and waits until they have ended. They
+/// are started again when they are needed.
+///
+/// For a process that confines itself: rules that hold for a thread hold for the threads that it starts afterwards.
+/// Requests in flight are waited for.
+pub fn retire_threads() {
+    let mut queue = POOL.queue.lock();
+    queue.retiring += 1;
+    POOL.work.notify_all();
+    POOL.fewer.wait_while(&mut queue, |queue| queue.threads > 0);
+    queue.retiring -= 1;
+}
 
 /// Queues a job. The caller executes it if there is no thread and none can be started.
 fn queue(job: Job) {
@@ -72,10 +92,11 @@ fn work() {
             continue;
         }
         queue.idle += 1;
-        let time = POOL.work.wait_for(&mut queue, IDLE);
+        let timed_out = queue.retiring > 0 || POOL.work.wait_for(&mut queue, IDLE).timed_out();
         queue.idle -= 1;
-        if time.timed_out() && queue.jobs.is_empty() {
+        if (timed_out || queue.retiring > 0) && queue.jobs.is_empty() {
             queue.threads -= 1;
+            POOL.fewer.notify_all();
             return;
         }
     }
@@ -156,6 +177,19 @@ mod tests {
         }));
         found.sort_unstable();
         assert_eq!(found, [0, 1, 2]);
+    }
+
+    #[test]
+    fn threads_that_are_retired_complete_their_jobs_and_come_back() {
+        let mut job = Box::pin(run(|| {
+            thread::sleep(Duration::from_millis(20));
+            7
+        }));
+        assert!(job.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        // Other tests of this process may have some started again at once.
+        retire_threads();
+        assert_eq!(block_on(job), 7);
+        assert_eq!(block_on(run(|| 8)), 8);
     }
 
     #[test]

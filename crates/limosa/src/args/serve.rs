@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{ArgAction, Args};
+use clap::{ArgAction, Args, ValueEnum};
 use limosa_channel::{ChannelError, Tls, Uri};
 use limosa_console::{named_values, on_off_parser, parse};
 
@@ -78,6 +78,15 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "SOCK")]
     pub(crate) control: Option<PathBuf>,
 
+    /// With --control: allow images in this folder and below to be added, with the files that they refer to. Repeatable
+    #[arg(long, value_name = "DIR", requires = "control")]
+    pub(crate) allow_dir: Vec<PathBuf>,
+
+    /// Whether the server gives up, after its start, what it does not need: starting programs, opening other files,
+    /// most system calls
+    #[arg(long, value_name = "WHEN", value_enum, default_value = "auto")]
+    pub(crate) sandbox: SandboxArg,
+
     /// Serve metrics in Prometheus' text format here, over HTTP: GET /metrics at unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) metrics: Option<Uri>,
@@ -102,6 +111,16 @@ pub(crate) struct ServeArgs {
     /// Print JSON objects on stdout, one a line: when clients can connect, and at the end
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SandboxArg {
+    /// All that the kernel has
+    Auto,
+    /// Fail if the kernel cannot
+    On,
+    /// It does not
+    Off,
 }
 
 /// Encryption of the connections.

@@ -50,12 +50,11 @@ impl Wanted {
     }
 }
 
-/// Opens all images of the command line.
+/// Opens all images of the command line, and adds them.
 ///
 /// # Errors
 /// As of [`Wanted::open`]; two have the same name.
-pub(super) fn open(args: &ServeArgs) -> anyhow::Result<Exports> {
-    let exports = Exports::new();
+pub(super) fn open(args: &ServeArgs, exports: &Exports) -> anyhow::Result<()> {
     for (number, image) in args.images.iter().enumerate() {
         let name = match args.name.get(number) {
             Some(name) => Some(name.clone()),
@@ -81,7 +80,7 @@ pub(super) fn open(args: &ServeArgs) -> anyhow::Result<Exports> {
         };
         exports.add(wanted.open()?).context("use --name to tell them apart")?;
     }
-    Ok(exports)
+    Ok(())
 }
 
 /// The name of an image's file, which names its export among others.

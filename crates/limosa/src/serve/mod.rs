@@ -6,10 +6,12 @@
 mod address;
 mod ctl;
 mod devices;
+mod ends;
 mod images;
 mod metrics;
 pub(crate) mod remedy;
 mod report;
+mod sandbox;
 mod servers;
 mod steering;
 
@@ -19,12 +21,9 @@ use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::Instant;
 
 use anyhow::Context as _;
-use limosa_channel::{Listener, Options, Uri};
+use limosa_channel::{Listener, Uri};
 use limosa_console::{check_stdout, print_out, quantity, say};
-use limosa_control::ControlSocket;
-use limosa_export::nbd::{Limits, Server, ServerOptions};
 use limosa_export::{Export, ExportCounters, Exports};
-use limosa_page::to_usize;
 use limosa_storage::block_on;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
@@ -32,10 +31,11 @@ use signal_hook::iterator::Signals;
 
 use crate::args::{ServeArgs, ServeCommand, ServeCommandArgs};
 use crate::img::interrupt;
-use crate::remedy::without_control;
 use crate::usage::misused;
 use devices::BlockDevice;
+use ends::{Clients, Ends};
 use metrics::Metrics;
+use sandbox::Needs;
 use servers::Servers;
 use steering::Steering;
 
@@ -51,6 +51,52 @@ pub(crate) fn run(args: &ServeCommandArgs) -> anyhow::Result<ExitCode> {
 
 fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     let addresses = address::all(args);
+    check(args, &addresses);
+    let tls = args.tls.read()?;
+    // Before anything is open that they would leave behind.
+    let signals = Signals::new(interrupt::signals()).context("cannot handle signals")?;
+    if addresses.contains(&Uri::Stdio) {
+        address::keep_messages_from_client();
+    }
+    allow_descriptors();
+    let exports = Exports::new();
+    open_images(args, &exports)?;
+    let servers = match Servers::bind(args, tls, &exports) {
+        Ok(servers) => Arc::new(servers),
+        Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
+    };
+    let begun = Instant::now();
+    let served = serve_exports(args, &addresses, signals, (&servers, &exports));
+    let closed = close(&exports, &servers.devices);
+    first_failure([served, closed])?;
+    print_report(args, &servers, &exports, begun);
+    check_stdout()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Serves exports until a signal or a command ends the servers.
+fn serve_exports(
+    args: &ServeArgs,
+    addresses: &[Uri],
+    signals: Signals,
+    (servers, exports): (&Arc<Servers>, &Exports),
+) -> anyhow::Result<()> {
+    let Ends { clients, control, metrics } = Ends::bind(args, addresses)?;
+    sandbox::confine(args.sandbox, &needs(args, addresses)?)?;
+    announce(args, &clients, &servers.devices, (exports, metrics.as_ref()))?;
+    let steering = Arc::new(Steering::new(Arc::clone(servers), exports.clone(), args));
+    let commands = Arc::clone(&steering);
+    let control = control.map(|socket| socket.serve(commands)).transpose().context("--control")?;
+    let metrics = metrics.map(|listener| Metrics::serve(listener, Arc::clone(servers), exports.clone())).transpose()?;
+    let served = until_signal(signals, servers, || serve(clients, servers));
+    // First the control socket, so that no client orders more.
+    drop((control, metrics));
+    steering.end();
+    served
+}
+
+/// Ends the program if options contradict each other.
+fn check(args: &ServeArgs, addresses: &[Uri]) {
     let piped = addresses.contains(&Uri::Stdio);
     if piped && args.json {
         misused("--json prints on standard output, which --nbd - uses for the client");
@@ -65,59 +111,47 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     if args.max_memory < MEMORY_MIN {
         misused("--max-memory must be at least 128M: room for requests of the greatest length");
     }
-    if let Some(why) = args.tls.contradiction(&addresses) {
+    if let Some(why) = args.tls.contradiction(addresses) {
         misused(why);
     }
-    let tls = args.tls.read()?;
-    // Before anything is open that they would leave behind.
-    let mut signals = Signals::new(interrupt::signals()).context("cannot handle signals")?;
-    if piped {
-        address::keep_messages_from_client();
+}
+
+/// Returns the names that the server uses after its start.
+///
+/// # Errors
+/// A folder that is allowed does not exist.
+fn needs(args: &ServeArgs, addresses: &[Uri]) -> anyhow::Result<Needs> {
+    for folder in &args.allow_dir {
+        std::fs::read_dir(folder).with_context(|| format!("--allow-dir {}", folder.display()))?;
     }
-    let exports = images::open(args)?;
-    allow_descriptors();
-    let limits = Limits::default()
-        .connections(to_usize(args.max_connections.into()))
-        .total_bytes(to_usize(args.max_memory))
-        .handshake(args.handshake_timeout)
-        .stall(args.stall_timeout);
-    let mut options = ServerOptions::default().limits(limits);
-    if let Some((tls, required)) = tls {
-        options = options.tls(tls, required);
-    }
-    let devices = match devices::bind(args, &exports) {
-        Ok(devices) => devices,
-        Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
-    };
-    let servers = Arc::new(Servers { nbd: Server::new(exports.clone(), options)?, devices });
-    let steering = Arc::new(Steering::new(Arc::clone(&servers), exports.clone(), args.open.untrusted));
-    let control = args.control.as_deref().map(|path| {
-        let commands = Arc::clone(&steering);
-        ControlSocket::listen_without_job(path, commands).map_err(|error| without_control(path, &error))
-    });
-    let control = control.transpose()?;
-    let metrics = args.metrics.as_ref().map(|uri| Metrics::listen(uri, Arc::clone(&servers), exports.clone()));
-    let metrics = metrics.transpose()?;
-    let stopper = Arc::clone(&servers);
-    let handle = signals.handle();
-    let begun = Instant::now();
+    let image_folders = args.control.is_some().then(|| args.allow_dir.clone());
+    Ok(Needs { socket_folders: Ends::socket_folders(args, addresses), image_folders })
+}
+
+/// Opens the images on a thread of its own: a thread that has used a ring keeps it, with threads of the kernel that
+/// would not be confined.
+fn open_images(args: &ServeArgs, exports: &Exports) -> anyhow::Result<()> {
+    let opened = thread::scope(|scope| scope.spawn(|| images::open(args, exports)).join());
+    opened.map_err(|_| anyhow::anyhow!("images cannot be opened; this is a bug in limosa"))?
+}
+
+/// Serves until it ends, and stops the servers at a signal.
+fn until_signal(
+    mut signals: Signals,
+    servers: &Arc<Servers>,
+    serve: impl FnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let (stopper, handle) = (Arc::clone(servers), signals.handle());
     let listening = thread::Builder::new().name("signals".into()).spawn(move || {
         for _signal in signals.forever() {
             stopper.stop();
         }
     });
     let listening = listening.context("cannot start a thread for signals")?;
-    let served = serve(args, &addresses, &servers, (&exports, metrics.as_ref()));
+    let served = serve();
     handle.close();
     let _ = listening.join();
-    // First the control socket, so that no client orders more.
-    drop((control, metrics));
-    steering.end();
-    let closed = close(&exports, &servers.devices);
-    first_failure([served, closed])?;
-    print_report(args, &servers, &exports, begun);
-    check_stdout()?;
-    Ok(ExitCode::SUCCESS)
+    served
 }
 
 /// Takes as many descriptors as this process may have: a client needs four. If that fails there is room for fewer.
@@ -126,21 +160,12 @@ fn allow_descriptors() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-/// Serves clients at all addresses until the servers are stopped.
-fn serve(
-    args: &ServeArgs,
-    addresses: &[Uri],
-    servers: &Servers,
-    (exports, metrics): (&Exports, Option<&Metrics>),
-) -> anyhow::Result<()> {
-    let options = Options::default();
-    if addresses == [Uri::Stdio] {
-        let channel = address::standard_streams(&options)?;
-        return Ok(servers.nbd.serve_channel(channel)?);
-    }
-    let bind = |uri| Listener::bind(uri, &options).context("--nbd");
-    let listeners = addresses.iter().map(bind).collect::<anyhow::Result<Vec<_>>>()?;
-    announce(args, &listeners, &servers.devices, (exports, metrics))?;
+/// Serves clients until the servers are stopped.
+fn serve(clients: Clients, servers: &Servers) -> anyhow::Result<()> {
+    let listeners = match clients {
+        Clients::Connected(channel) => return Ok(servers.nbd.serve_channel(channel)?),
+        Clients::Listeners(listeners) => listeners,
+    };
     let ended = thread::scope(|scope| {
         let nbd = listeners
             .iter()
@@ -181,10 +206,12 @@ fn start<'scope>(
 /// Says that clients can connect.
 fn announce(
     args: &ServeArgs,
-    listeners: &[Listener],
+    clients: &Clients,
     devices: &[BlockDevice],
-    (exports, metrics): (&Exports, Option<&Metrics>),
+    (exports, metrics): (&Exports, Option<&Listener>),
 ) -> anyhow::Result<()> {
+    // One that is connected already needs no address.
+    let Clients::Listeners(listeners) = clients else { return Ok(()) };
     let exports = exports.all();
     let name = exports.first().filter(|_| exports.len() == 1).map_or("", |export| export.name());
     let uris: Vec<_> = listeners
@@ -200,13 +227,13 @@ fn announce(
         let devices: Vec<_> = devices.iter().map(BlockDevice::description).collect();
         let mut ready = json!({ "event": "ready", "nbd": uris, "vhost-user-blk": devices, "exports": exports });
         if let (Some(metrics), Some(ready)) = (metrics, ready.as_object_mut()) {
-            ready.insert("metrics".into(), metrics.uri().to_string().into());
+            ready.insert("metrics".into(), metrics.local_uri().to_string().into());
         }
         print_out!("{ready}");
         check_stdout()?;
     }
     if let Some(metrics) = metrics {
-        say!("limosa: metrics at {}", metrics.uri());
+        say!("limosa: metrics at {}", metrics.local_uri());
     }
     let addresses: Vec<_> = uris.into_iter().chain(devices.iter().map(BlockDevice::address)).collect();
     say!("limosa: serving {what} at {}", addresses.join(" and "));

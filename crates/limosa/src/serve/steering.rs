@@ -10,6 +10,7 @@ use anyhow::Context as _;
 use limosa_console::{anyhow_error_line, quantity};
 use limosa_control::{CommandError, Commands};
 use limosa_export::{Export, ExportError, Exports};
+use limosa_image::ImageError;
 use limosa_image::qcow2::SnapshotChoice;
 use limosa_storage::{CacheMode, Io, block_on};
 use parking_lot::{RwLock, RwLockReadGuard};
@@ -19,7 +20,7 @@ use serde_json::{Value, json};
 use super::images::Wanted;
 use super::report;
 use super::servers::Servers;
-use crate::args::{ServeAddArgs, ServedImageArgs, parse_aio};
+use crate::args::{SandboxArg, ServeAddArgs, ServeArgs, ServedImageArgs, parse_aio};
 use crate::img::options::{Name, Source};
 use crate::remedy;
 
@@ -179,14 +180,17 @@ pub(super) struct Steering {
     servers: Arc<Servers>,
     exports: Exports,
     untrusted: bool,
+    /// Whether files outside of the allowed folders cannot be opened.
+    confined: bool,
     /// Whether the server has ended. Held for reading by every command that changes something.
     ended: RwLock<bool>,
 }
 
 impl Steering {
-    /// The commands of a server of these exports; `untrusted`: images open no file that is not named.
-    pub(super) fn new(servers: Arc<Servers>, exports: Exports, untrusted: bool) -> Self {
-        Self { servers, exports, untrusted, ended: RwLock::new(false) }
+    /// The commands of a server of these exports.
+    pub(super) fn new(servers: Arc<Servers>, exports: Exports, args: &ServeArgs) -> Self {
+        let (untrusted, confined) = (args.open.untrusted, args.sandbox != SandboxArg::Off);
+        Self { servers, exports, untrusted, confined, ended: RwLock::new(false) }
     }
 
     /// Waits for the commands under way, and refuses further ones.
@@ -255,7 +259,7 @@ impl Steering {
         if let Some(name) = wanted.name.as_ref().filter(|name| self.exports.find(name).is_some()) {
             return Err(ExportError::Exists(name.clone()).into());
         }
-        let export = wanted.open()?;
+        let export = wanted.open().map_err(|error| self.explained(error))?;
         let disk = Arc::clone(export.disk());
         let added = match self.exports.add(export) {
             Ok(added) => added,
@@ -267,6 +271,19 @@ impl Steering {
         let mut answer = report::description(&added);
         answer.insert("ms".into(), quantity::millis(begun.elapsed()).into());
         Ok(answer.into())
+    }
+
+    /// Says what helps if the sandbox may be why a file cannot be opened.
+    fn explained(&self, error: anyhow::Error) -> anyhow::Error {
+        let mut kinds = error.chain().filter_map(|cause| match cause.downcast_ref() {
+            Some(ImageError::Storage(cause)) => Some(cause.source.kind()),
+            _ => cause.downcast_ref::<Arc<std::io::Error>>().map(|cause| cause.kind()),
+        });
+        if self.confined && kinds.any(|kind| kind == std::io::ErrorKind::PermissionDenied) {
+            let line = anyhow_error_line(&error);
+            return anyhow::anyhow!("{line}; images that are added must be in a folder of the server's --allow-dir");
+        }
+        error
     }
 
     /// Quiesces one export or all of them; if one fails, those that were not quiesced before continue.

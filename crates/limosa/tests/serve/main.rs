@@ -14,6 +14,7 @@ mod kills;
 mod locks;
 mod metrics;
 mod program;
+mod sandbox;
 mod steering;
 mod tls;
 mod versions;

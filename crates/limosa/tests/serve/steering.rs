@@ -19,7 +19,8 @@ fn served(words: &[&str]) -> (Bed, Serving) {
     let bed = Bed::new();
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "64M"]);
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@other", "32M"]);
-    let serving = bed.serve("nbd", &[words, &["--control", "control", "--name", "disk", "disk"]].concat());
+    let serving =
+        bed.serve("nbd", &[words, &["--control", "control", "--allow-dir", ".", "--name", "disk", "disk"]].concat());
     (bed, serving)
 }
 
@@ -46,7 +47,7 @@ fn a_server_without_images_gets_some_and_loses_them_again() {
     let bed = Bed::new();
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@a b.qcow2", "64M"]);
     bed.qemu_img(&["create", "-q", "-f", "raw", "@raw", "1M"]);
-    let serving = bed.serve("nbd", &["--control", "control"]);
+    let serving = bed.serve("nbd", &["--control", "control", "--allow-dir", "."]);
     let mode = fs::metadata(bed.path("control")).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     assert_eq!(asked(&bed, &["list"])["exports"], json!([]));

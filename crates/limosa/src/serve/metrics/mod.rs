@@ -28,10 +28,19 @@ const TIME: Duration = Duration::from_secs(5);
 /// Time after which clients are accepted again when the kernel had no room for one.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The listening socket and its thread. Dropping it ends both.
+/// Listens for those who ask.
+///
+/// # Errors
+/// Nothing can listen at `uri`.
+pub(super) fn bind(uri: &Uri) -> anyhow::Result<Listener> {
+    let listener = Listener::bind(uri, &Options::default()).context("--metrics")?;
+    anyhow::ensure!(listener.socket().is_some(), "--metrics {uri}: it must be a listening socket");
+    Ok(listener)
+}
+
+/// The thread that answers. Dropping it ends it.
 #[derive(Debug)]
 pub(super) struct Metrics {
-    uri: Uri,
     stop: Arc<OwnedFd>,
     thread: Option<thread::JoinHandle<()>>,
 }
@@ -40,22 +49,15 @@ impl Metrics {
     /// Serves the metrics of a server and its exports.
     ///
     /// # Errors
-    /// Nothing can listen at `uri`.
-    pub(super) fn listen(uri: &Uri, servers: Arc<Servers>, exports: Exports) -> anyhow::Result<Self> {
-        let listener = Listener::bind(uri, &Options::default()).context("--metrics")?;
-        anyhow::ensure!(listener.socket().is_some(), "--metrics {uri}: it must be a listening socket");
+    /// The kernel has no room for a thread or a descriptor.
+    pub(super) fn serve(listener: Listener, servers: Arc<Servers>, exports: Exports) -> anyhow::Result<Self> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).context("--metrics")?;
-        let (stop, uri) = (Arc::new(stop), listener.local_uri().clone());
+        let stop = Arc::new(stop);
         let stopped = Arc::clone(&stop);
         let page = move || page::page(&servers.nbd.counters(), &exports.all());
         let serve = move || serve(&listener, &stopped, &page);
         let thread = thread::Builder::new().name("metrics".into()).spawn(serve).context("--metrics")?;
-        Ok(Self { uri, stop, thread: Some(thread) })
-    }
-
-    /// Returns its address.
-    pub(super) fn uri(&self) -> &Uri {
-        &self.uri
+        Ok(Self { stop, thread: Some(thread) })
     }
 }
 
