@@ -107,8 +107,8 @@ impl Clients {
     }
 
     /// Has requests wait that have not begun, and waits until none is in flight. If that fails they begin again, unless
-    /// they had to wait before.
-    pub(crate) fn quiesce(&self, within: Duration) -> Result<(), NotQuiesced> {
+    /// they had to wait before. Returns whether they had not.
+    pub(crate) fn quiesce(&self, within: Duration) -> Result<bool, NotQuiesced> {
         let begun_here = self.change(Access::Open, Access::Quiesced);
         let mut members = self.members.lock();
         let is_busy = |members: &mut Members| {
@@ -122,7 +122,7 @@ impl Clients {
                 Err(NotQuiesced::Busy)
             }
             Access::Quiesced if timed_out => Err(NotQuiesced::Busy),
-            Access::Quiesced => Ok(()),
+            Access::Quiesced => Ok(begun_here),
             Access::Open => Err(NotQuiesced::Resumed),
             Access::Ended | Access::Cut => Err(NotQuiesced::Ended),
         }
@@ -260,9 +260,9 @@ mod tests {
         assert_eq!((one.enter(), two.enter()), (Access::Quiesced, Access::Quiesced));
         assert!(!waiting.is_finished());
         one.leave();
-        assert_eq!(waiting.join().unwrap(), Ok(()));
+        assert_eq!(waiting.join().unwrap(), Ok(true));
         // Somebody else's attempt that fails does not end this one.
-        assert_eq!(clients.quiesce(SHORT), Ok(()));
+        assert_eq!(clients.quiesce(SHORT), Ok(false));
         assert!(clients.resume());
         assert_eq!(one.enter(), Access::Open);
     }
@@ -271,7 +271,7 @@ mod tests {
     fn an_export_that_is_ended_is_neither_quiesced_nor_resumed() {
         let clients = Arc::<Clients>::default();
         let client = clients.join();
-        assert_eq!(clients.quiesce(SHORT), Ok(()));
+        assert_eq!(clients.quiesce(SHORT), Ok(true));
         clients.end(Access::Cut);
         clients.end(Access::Ended);
         assert_eq!((client.enter(), clients.resume()), (Access::Cut, false));

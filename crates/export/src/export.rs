@@ -1,22 +1,21 @@
 //! Disks under names.
 
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use limosa_image::{Disk, GuestOffset, ImageError};
+use limosa_image::{Disk, ImageError};
+use limosa_page::error_with_causes;
 use limosa_storage::block_on;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, MutexGuard, RwLock};
 
 use crate::clients::{Access, Client, Clients, NotQuiesced};
 use crate::counters::{ExportCounters, Latencies};
 use crate::failure_log::FailureLog;
+use crate::medium::{Drive, Medium};
 use crate::nbd::protocol::MAX_STRING;
 
 /// Interval at which clients that must end are looked at.
 const TICK: Duration = Duration::from_secs(1);
-/// Time for those who look at an export to let go of it, and the interval at which that is checked.
-const LOOK: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(1));
 
 /// Why a disk cannot be exported, or an export not be steered.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -60,6 +59,9 @@ pub enum ExportError {
     /// It is being removed.
     #[error("the export {0:?} is being removed")]
     Removed(String),
+    /// It is a part of a disk.
+    #[error("the export {0:?} is a part of a disk, and has a fixed length")]
+    Part(String),
     /// Its disk failed.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -70,11 +72,12 @@ pub enum ExportError {
 pub struct Export {
     name: String,
     description: String,
-    disk: Arc<dyn Disk>,
-    offset: u64,
-    size: u64,
+    drive: Drive,
+    is_part: bool,
     read_only: bool,
     clients: Arc<Clients>,
+    /// Held while the medium changes, is flushed for those who quiesce, or is closed; and by those who resume.
+    changing: Mutex<()>,
     pub(crate) failures: FailureLog,
 }
 
@@ -84,15 +87,15 @@ impl Export {
     /// # Errors
     /// [`ExportError::Text`].
     pub fn new(name: impl Into<String>, disk: Arc<dyn Disk>) -> Result<Self, ExportError> {
-        let (size, read_only) = (disk.len(), disk.is_read_only());
+        let read_only = disk.is_read_only();
         let export = Self {
             name: checked(name.into())?,
             description: String::new(),
-            disk,
-            offset: 0,
-            size,
+            drive: Drive::new(disk),
+            is_part: false,
             read_only,
             clients: Arc::default(),
+            changing: Mutex::new(()),
             failures: FailureLog::default(),
         };
         Ok(export)
@@ -103,13 +106,15 @@ impl Export {
     /// # Errors
     /// [`ExportError::PastEnd`].
     pub fn part(mut self, offset: u64, size: Option<u64>) -> Result<Self, ExportError> {
-        let length = self.disk.len();
+        let disk = self.disk();
+        let length = disk.len();
         let rest = length.checked_sub(offset).filter(|rest| size.is_none_or(|size| size <= *rest));
         let Some(rest) = rest else {
-            let disk = Arc::clone(self.disk.name());
+            let disk = Arc::clone(disk.name());
             return Err(ExportError::PastEnd { disk, length, offset, size: size.unwrap_or(0) });
         };
-        (self.offset, self.size) = (offset, size.unwrap_or(rest));
+        self.is_part = offset != 0 || size.is_some();
+        self.drive.set_part(offset, size.unwrap_or(rest));
         Ok(self)
     }
 
@@ -143,8 +148,8 @@ impl Export {
 
     /// Returns its length in bytes.
     #[must_use]
-    pub const fn size(&self) -> u64 {
-        self.size
+    pub fn size(&self) -> u64 {
+        self.medium().size()
     }
 
     /// Returns whether writes are refused.
@@ -153,10 +158,10 @@ impl Export {
         self.read_only
     }
 
-    /// Returns the disk.
+    /// Returns the disk that it has now.
     #[must_use]
-    pub fn disk(&self) -> &Arc<dyn Disk> {
-        &self.disk
+    pub fn disk(&self) -> Arc<dyn Disk> {
+        Arc::clone(self.medium().disk())
     }
 
     /// Returns the counters of all its clients.
@@ -188,7 +193,7 @@ impl Export {
     /// # Errors
     /// The disk's.
     pub fn flush(&self) -> Result<(), ExportError> {
-        Ok(block_on(self.disk.flush())?)
+        Ok(block_on(self.disk().flush())?)
     }
 
     /// Has requests wait that have not begun, waits until none is in flight, at most for `within`, and flushes the
@@ -199,18 +204,116 @@ impl Export {
     /// [`ExportError::Busy`], or the flush failed: requests continue, unless it was quiesced before.
     /// [`ExportError::Resumed`], [`ExportError::Removed`].
     pub fn quiesce(&self, within: Duration) -> Result<(), ExportError> {
-        let was_quiesced = self.is_quiesced();
-        let name = || self.name.clone();
-        self.clients.quiesce(within).map_err(|reason| match reason {
-            NotQuiesced::Busy => ExportError::Busy { name: name(), within },
-            NotQuiesced::Resumed => ExportError::Resumed(name()),
-            NotQuiesced::Ended => ExportError::Removed(name()),
-        })?;
+        let (has_begun, _alone) = self.stop_requests(within)?;
         let flushed = self.flush();
-        if flushed.is_err() && !was_quiesced {
+        if flushed.is_err() && has_begun {
             self.clients.resume();
         }
         flushed
+    }
+
+    /// Has requests wait until none is in flight. Returns whether it is this call that has them wait, and keeps others
+    /// from letting them begin again.
+    fn stop_requests(&self, within: Duration) -> Result<(bool, MutexGuard<'_, ()>), ExportError> {
+        let name = || self.name.clone();
+        let failed = |reason| match reason {
+            NotQuiesced::Busy => ExportError::Busy { name: name(), within },
+            NotQuiesced::Resumed => ExportError::Resumed(name()),
+            NotQuiesced::Ended => ExportError::Removed(name()),
+        };
+        let has_begun = self.clients.quiesce(within).map_err(failed)?;
+        let alone = self.changing.lock();
+        match self.clients.access() {
+            Access::Quiesced => Ok((has_begun, alone)),
+            Access::Open => Err(ExportError::Resumed(name())),
+            Access::Ended | Access::Cut => Err(ExportError::Removed(name())),
+        }
+    }
+
+    /// Carries out a change of the medium while no request is in flight.
+    fn change<T, E: From<ExportError>>(&self, within: Duration, change: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        let (has_begun, _alone) = self.stop_requests(within)?;
+        let changed = change();
+        if has_begun {
+            self.clients.resume();
+        }
+        changed
+    }
+
+    /// Makes the disk `size` bytes long, durably; added bytes read as zeros. Requests wait meanwhile; those in flight
+    /// get `within`. Clients over NBD learn the length when they connect. Drivers are told by
+    /// [`VhostUserBlk::notify_resized`](crate::vhost_user_blk::VhostUserBlk::notify_resized).
+    ///
+    /// # Errors
+    /// [`ExportError::Part`]; shorter, or no length that the disk can have; as of [`quiesce`](Self::quiesce).
+    pub fn resize(&self, size: u64, within: Duration) -> Result<(), ExportError> {
+        let disk = self.disk();
+        if self.is_part {
+            return Err(ExportError::Part(self.name.clone()));
+        }
+        if self.read_only {
+            return Err(ImageError::ReadOnly { image: Arc::clone(disk.name()) }.into());
+        }
+        self.change(within, || {
+            let disk = self.disk();
+            block_on(disk.grow(size))?;
+            self.drive.set_part(0, disk.len());
+            Ok(())
+        })
+    }
+
+    /// Closes the disk and puts another one in its place, while no request is in flight: an overlay of it, for example.
+    /// Clients notice nothing but a pause. `open` is called when the disk is closed and its files are unlocked. If it
+    /// fails, `reopen` opens the old one again; if that fails too, requests fail from then on.
+    ///
+    /// # Errors
+    /// The disk cannot be closed: requests fail from then on, because writes that were acknowledged may be lost. The
+    /// one that `open` returned; the new disk is too short ([`ExportError::PastEnd`]) or read-only; as of
+    /// [`quiesce`](Self::quiesce).
+    pub fn replace_disk<E: From<ExportError>>(
+        &self,
+        within: Duration,
+        open: impl FnOnce() -> Result<Arc<dyn Disk>, E>,
+        reopen: impl FnOnce() -> Result<Arc<dyn Disk>, E>,
+    ) -> Result<(), E> {
+        self.change(within, || {
+            let old = self.medium();
+            block_on(old.disk().close()).map_err(ExportError::from)?;
+            old.disk().unlock();
+            match open().and_then(|disk| Ok(self.fitting(&old, disk)?)) {
+                Ok(disk) => {
+                    self.drive.set_disk(disk);
+                    Ok(())
+                }
+                Err(error) => {
+                    match reopen() {
+                        Ok(disk) => self.drive.set_disk(disk),
+                        Err(_) => {
+                            let export = self.name();
+                            tracing::error!(export, "its disk cannot be opened again: all requests fail");
+                        }
+                    }
+                    Err(error)
+                }
+            }
+        })
+    }
+
+    /// Returns a disk that can take the place of another one; else closes it.
+    fn fitting(&self, old: &Medium, disk: Arc<dyn Disk>) -> Result<Arc<dyn Disk>, ExportError> {
+        let (end, length) = (old.place(old.size()).0, disk.len());
+        let why = if end > length {
+            let (offset, size) = (old.place(0).0, old.size());
+            ExportError::PastEnd { disk: Arc::clone(disk.name()), length, offset, size }
+        } else if disk.is_read_only() && !self.read_only {
+            ImageError::ReadOnly { image: Arc::clone(disk.name()) }.into()
+        } else {
+            return Ok(disk);
+        };
+        if let Err(error) = block_on(disk.close()) {
+            tracing::warn!(disk = &**disk.name(), error = error_with_causes(&error), "it cannot be closed");
+        }
+        Err(why)
     }
 
     /// Lets requests begin again. Nothing happens if they may.
@@ -218,30 +321,26 @@ impl Export {
     /// # Errors
     /// [`ExportError::Removed`].
     pub fn resume(&self) -> Result<(), ExportError> {
+        let _alone = self.changing.lock();
         if self.clients.resume() { Ok(()) } else { Err(ExportError::Removed(self.name.clone())) }
     }
 
-    /// Ends all clients, closes the disk and drops it. Requests in flight are carried out and answered, further ones
-    /// refused. After `drain` the connections of clients that have not taken their last replies are cut.
-    fn close(mut self: Arc<Self>, drain: Duration) -> Result<ExportCounters, ExportError> {
+    /// Ends all clients, and closes the disk. Requests in flight are carried out and answered, further ones refused.
+    /// After `drain` the connections of clients that have not taken their last replies are cut.
+    fn close(&self, drain: Duration) -> Result<ExportCounters, ExportError> {
         self.clients.end(Access::Ended);
         if !self.clients.wait_gone(drain) {
             self.clients.end(Access::Cut);
             // Requests in flight are carried out by the kernel, which may take its time.
             while !self.clients.wait_gone(TICK) {}
         }
-        let (closed, counters) = (block_on(self.disk.close()), self.counters());
-        // The file of a disk is unlocked when the disk is dropped. Handshakes and queries hold the export for moments.
-        let begun = Instant::now();
-        while let Err(shared) = Arc::try_unwrap(self) {
-            if begun.elapsed() >= LOOK.0 {
-                break;
-            }
-            thread::sleep(LOOK.1);
-            self = shared;
-        }
+        let _alone = self.changing.lock();
+        let disk = self.disk();
+        let closed = block_on(disk.close());
+        // Handshakes and queries may hold the export, and with it the disk, for a moment.
+        disk.unlock();
         closed?;
-        Ok(counters)
+        Ok(self.counters())
     }
 
     /// Adds a client.
@@ -254,9 +353,14 @@ impl Export {
         self.clients.join_queue()
     }
 
-    /// Returns the place of an offset of the export in the disk.
-    pub(crate) const fn place(&self, offset: u64) -> GuestOffset {
-        GuestOffset(self.offset.saturating_add(offset))
+    /// Returns the medium that it has now.
+    pub(crate) fn medium(&self) -> Arc<Medium> {
+        self.drive.medium()
+    }
+
+    /// Returns the medium if it is another than `seen`, which a client used for its last requests.
+    pub(crate) fn newer_medium(&self, seen: &Medium) -> Option<Arc<Medium>> {
+        self.drive.newer(seen)
     }
 }
 
@@ -296,9 +400,9 @@ impl Exports {
     }
 
     /// Removes an export: no client finds it any more, those that it has are ended, and its disk is flushed, closed and
-    /// dropped. Requests in flight are carried out and answered, further ones refused. Clients that have not taken
-    /// their last replies after `drain` lose them: with no time all do. Blocks until it is done, for a second longer if
-    /// the export is kept: its disk is dropped with the last reference to it. Returns what was done with it.
+    /// unlocked. Requests in flight are carried out and answered, further ones refused. Clients that have not taken
+    /// their last replies after `drain` lose them: with no time all do. Blocks until it is done. Returns what was done
+    /// with it.
     ///
     /// # Errors
     /// [`ExportError::NotFound`]; [`ExportError::Attached`]; the disk cannot be closed: the export is removed all the

@@ -90,6 +90,15 @@ pub trait Disk: Send + Sync + Debug {
         Box::pin(std::future::ready(Ok(false)))
     }
 
+    /// Makes the disk `size` bytes long, durably; added bytes read as zeros. Requests may be in flight; those past the
+    /// old end are admitted when it is done. Several growths at a time are carried out one after the other.
+    ///
+    /// [`ImageError::Unsupported`]: shorter, no multiple of 512, or the disk has a fixed length.
+    fn grow(&self, _size: u64) -> Pending<'_> {
+        let what = "its length is fixed".to_owned();
+        Box::pin(std::future::ready(Err(ImageError::Unsupported { image: Arc::clone(self.name()), what })))
+    }
+
     /// Makes everything durable and closes the disk: space allocated ahead is given back, the dirty bit cleared. An
     /// image that is dropped without it is as after a power cut, after the last flush.
     ///
@@ -97,6 +106,10 @@ pub trait Disk: Send + Sync + Debug {
     /// are waited for until they are done or dropped, so a caller that holds some keeps polling them meanwhile, or
     /// drops them first: otherwise the close never ends.
     fn close(&self) -> Pending<'_>;
+
+    /// Releases the locks of its files, of a disk that is [closed](Self::close): others may open them to write,
+    /// although this disk has not been dropped yet.
+    fn unlock(&self) {}
 }
 
 /// The origin of a run of bytes.

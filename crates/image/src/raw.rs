@@ -50,6 +50,8 @@ pub struct Raw {
     len: AtomicU64,
     read_only: bool,
     requests: Requests,
+    /// Held while its length changes.
+    resizing: Mutex<()>,
     /// Of an image whose format was guessed: held while its first sector changes.
     first_sector: Option<Mutex<()>>,
 }
@@ -81,6 +83,7 @@ impl Raw {
             len: AtomicU64::new(len),
             read_only: options.read_only || file.is_read_only(),
             requests: Requests::default(),
+            resizing: Mutex::new(()),
             first_sector: (options.guessed && options.offset < LOOKED_AT as u64).then(|| Mutex::new(())),
             file,
         }))
@@ -100,6 +103,11 @@ impl Raw {
     /// errors of the storage.
     pub async fn resize(&self, len: u64, preallocation: Preallocation) -> Result<(), ImageError> {
         let _inside = self.admit_write(GuestOffset(0), 0)?;
+        let _alone = self.resizing.lock().await;
+        self.set_len(len, preallocation).await
+    }
+
+    async fn set_len(&self, len: u64, preallocation: Preallocation) -> Result<(), ImageError> {
         let old = self.len();
         let what = if self.windowed {
             "it is a part of a file, which cannot be resized; resize the file"
@@ -381,6 +389,27 @@ impl Disk for Raw {
             }
             Ok(self.file.copy_range(host.start, &from, from_offset.0, length).await?)
         })
+    }
+
+    fn grow(&self, size: u64) -> Pending<'_> {
+        Box::pin(async move {
+            let _inside = self.admit_write(GuestOffset(0), 0)?;
+            let _alone = self.resizing.lock().await;
+            let old = self.len();
+            let what = if size < old {
+                format!("it has {old} bytes; while it is in use it does not become shorter")
+            } else if !size.is_multiple_of(SECTOR) {
+                format!("a size of {size} bytes, which is no multiple of {SECTOR}")
+            } else {
+                self.set_len(size, Preallocation::Off).await?;
+                return Ok(self.file.flush().await?);
+            };
+            Err(ImageError::Unsupported { image: Arc::clone(self.name()), what })
+        })
+    }
+
+    fn unlock(&self) {
+        self.file.unlock();
     }
 
     fn close(&self) -> Pending<'_> {

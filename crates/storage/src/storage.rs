@@ -91,6 +91,9 @@ pub trait Storage: Any + Send + Sync + Debug {
         4096
     }
 
+    /// Releases the locks of its file: others may change it from now on, so nothing uses this storage any more.
+    fn unlock(&self) {}
+
     /// The descriptor of the file, for clones and copies from it.
     fn file(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
         None

@@ -22,7 +22,7 @@ use super::protocol::error::ErrorCode;
 use super::protocol::reply::Subject;
 use super::protocol::{Headers, split_u32, split_u64};
 use crate::counters::RequestKind;
-use crate::export::Export;
+use crate::medium::Medium;
 
 /// The shortest read that looks for holes first; a shorter one reads, and looks at the bytes.
 const HOLES_FROM: usize = 64 << 10;
@@ -125,9 +125,9 @@ pub(super) const fn kind(action: Option<&Action>) -> RequestKind {
 
 async fn run(agreement: &Agreement, buffers: &Buffers, incoming: Incoming) -> Result<Body, Failure> {
     let Incoming { header, action, payload } = incoming;
-    let export = &agreement.export;
-    let (disk, offset) = (export.disk(), header.offset);
-    let at = export.place(offset);
+    let medium = &agreement.medium;
+    let (disk, offset) = (medium.disk(), header.offset);
+    let at = medium.place(offset);
     let fua = match action? {
         Action::Read { length, whole } => return read(agreement, buffers, offset, (length, whole)).await,
         Action::BlockStatus { length, one } => return block_status(agreement, offset, length, one, payload).await,
@@ -149,7 +149,7 @@ async fn run(agreement: &Agreement, buffers: &Buffers, incoming: Incoming) -> Re
             fua
         }
         Action::Cache { length } => {
-            prefetch(export, offset, length.min(CACHE_MAX)).await?;
+            prefetch(medium, offset, length.min(CACHE_MAX)).await?;
             false
         }
         Action::WriteZeroes { length, fua, unmap, fast } => {
@@ -175,17 +175,17 @@ async fn read(
     offset: u64,
     (length, whole): (usize, bool),
 ) -> Result<Body, Failure> {
-    let export = &agreement.export;
+    let medium = &agreement.medium;
     if length == 0 {
         return Ok(Body::Done);
     }
     if agreement.headers.has_chunks() && !whole && length >= HOLES_FROM {
-        let parts = parts(export, offset, length).await?;
-        let parts = parts.into_iter().map(|(offset, length, zero)| read_part(export, buffers, offset, (length, zero)));
+        let parts = parts(medium, offset, length).await?;
+        let parts = parts.into_iter().map(|(offset, length, zero)| read_part(medium, buffers, offset, (length, zero)));
         return Ok(Body::Read(try_join_all(parts).await?));
     }
     let buffer = buffers.take(length);
-    export.disk().read(export.place(offset), buffer.clone().into()).await?;
+    medium.disk().read(medium.place(offset), buffer.clone().into()).await?;
     if agreement.headers.has_chunks() && buffer.is_zero() {
         // At most `MAX_PAYLOAD`.
         let length = u32::try_from(length).unwrap_or(u32::MAX);
@@ -195,7 +195,7 @@ async fn read(
 }
 
 async fn read_part(
-    export: &Export,
+    medium: &Medium,
     buffers: &Buffers,
     offset: u64,
     (length, zero): (u64, bool),
@@ -204,18 +204,18 @@ async fn read_part(
         return Ok(Part::Hole { offset, length: u32::try_from(length).unwrap_or(u32::MAX) });
     }
     let buffer = buffers.take(to_usize(length));
-    export.disk().read(export.place(offset), buffer.clone().into()).await?;
+    medium.disk().read(medium.place(offset), buffer.clone().into()).await?;
     Ok(Part::Data { offset, buffer })
 }
 
 /// Cuts a range into runs of contents and runs of zeros: offset, length, and whether it is zeros.
-async fn parts(export: &Export, offset: u64, length: usize) -> Result<Vec<(u64, u64, bool)>, ImageError> {
+async fn parts(medium: &Medium, offset: u64, length: usize) -> Result<Vec<(u64, u64, bool)>, ImageError> {
     let end = offset + length as u64;
     let mut parts: Vec<(u64, u64, bool)> = Vec::new();
     let mut at = offset;
     while at < end {
         let run = if parts.len() < PARTS_MAX {
-            let entry = export.disk().map(export.place(at), end - at).await?;
+            let entry = medium.disk().map(medium.place(at), end - at).await?;
             (at, entry.length.clamp(1, end - at), entry.kind.is_zero())
         } else {
             (at, end - at, false)
@@ -230,13 +230,13 @@ async fn parts(export: &Export, offset: u64, length: usize) -> Result<Vec<(u64, 
 }
 
 /// Reads a range, so that what is below the disk has it in its cache.
-async fn prefetch(export: &Export, offset: u64, length: u64) -> Result<(), ImageError> {
+async fn prefetch(medium: &Medium, offset: u64, length: u64) -> Result<(), ImageError> {
     let scratch = Buffer::zeroed(to_usize(length).min(CACHE_PIECE));
     let (mut at, end) = (offset, offset.saturating_add(length));
     while at < end {
         let piece = scratch.slice(0..to_usize(end - at));
         at += piece.len() as u64;
-        export.disk().read(export.place(at - piece.len() as u64), IoVector::from(piece)).await?;
+        medium.disk().read(medium.place(at - piece.len() as u64), IoVector::from(piece)).await?;
     }
     Ok(())
 }
@@ -271,12 +271,12 @@ async fn block_status(
     one: bool,
     payload: Option<Buffer>,
 ) -> Result<Body, Failure> {
-    let (export, extended) = (&agreement.export, agreement.headers == Headers::Extended);
+    let (medium, extended) = (&agreement.medium, agreement.headers == Headers::Extended);
     let (length, contexts) = match (length, payload) {
         (Some(length), _) => (length, agreement.contexts),
         (None, Some(payload)) => {
             let (length, contexts) = filter(agreement.contexts, &payload).ok_or(ErrorCode::Invalid)?;
-            let inside = offset.checked_add(length).is_some_and(|end| end <= export.size());
+            let inside = offset.checked_add(length).is_some_and(|end| end <= medium.size());
             (if inside && length > 0 { Ok(length) } else { Err(ErrorCode::Invalid) }?, contexts)
         }
         (None, None) => return Err(ErrorCode::Invalid.into()),
@@ -292,7 +292,7 @@ async fn block_status(
         if run % RUNS_AT_ONCE == 0 {
             let_others_run().await;
         }
-        let mut entry = export.disk().map(export.place(at), end - at).await?;
+        let mut entry = medium.disk().map(medium.place(at), end - at).await?;
         entry.length = entry.length.clamp(1, (end - at).min(most.1));
         at += entry.length;
         extents.iter_mut().for_each(|extents| extents.add(entry.length, extents.context.status(&entry), most));

@@ -13,6 +13,7 @@ use super::protocol::handshake::{
 };
 use super::protocol::option_data::{ContextQuery, ExportQuery, export_name};
 use crate::export::{Export, Exports};
+use crate::medium::Medium;
 
 /// The most bytes of an option's data that are decoded: two names of the greatest length, and some queries.
 pub(crate) const OPTION_MAX: u32 = 64 << 10;
@@ -35,6 +36,7 @@ pub(crate) enum Encryption {
 #[derive(Debug, Clone)]
 pub(crate) struct Agreement {
     pub(crate) export: Arc<Export>,
+    pub(crate) medium: Arc<Medium>,
     pub(crate) headers: Headers,
     pub(crate) contexts: Contexts,
 }
@@ -226,7 +228,7 @@ impl Negotiation {
     fn agreement(&self, export: Arc<Export>) -> Agreement {
         let (name, contexts) = &self.contexts;
         let contexts = if name == export.name() { *contexts } else { Contexts::default() };
-        Agreement { export, headers: self.headers, contexts }
+        Agreement { medium: export.medium(), export, headers: self.headers, contexts }
     }
 
     /// The transmission flags of an export.

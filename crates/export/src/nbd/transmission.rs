@@ -123,10 +123,10 @@ pub(super) struct Transmission<'a> {
 impl<'a> Transmission<'a> {
     /// Begins with the first request.
     pub(super) fn new(channel: &'a Channel, connection: &'a Connection, agreement: Agreement) -> Self {
-        let Agreement { export, headers, contexts } = &agreement;
+        let Agreement { export, medium, headers, contexts } = &agreement;
         let facts = Facts {
             headers: *headers,
-            size: export.size(),
+            size: medium.size(),
             read_only: export.is_read_only(),
             has_contexts: !contexts.is_empty(),
         };
@@ -351,8 +351,18 @@ impl<'a> Transmission<'a> {
     }
 
     /// Whether requests may begin now. If they may, the export counts this client's as in flight.
-    fn access(&self) -> Access {
-        if self.connection.is_stopping() { Access::Ended } else { self.client.enter() }
+    fn access(&mut self) -> Access {
+        if self.connection.is_stopping() {
+            return Access::Ended;
+        }
+        let access = self.client.enter();
+        if access == Access::Open
+            && let Some(medium) = self.agreement.export.newer_medium(&self.agreement.medium)
+        {
+            self.facts.size = medium.size();
+            self.agreement = Arc::new(Agreement { medium, ..(*self.agreement).clone() });
+        }
+        access
     }
 
     fn begin(&mut self, request: Incoming, access: Access) {

@@ -15,6 +15,8 @@ use std::thread::available_parallelism;
 use limosa_storage::{Pollable, Ready, block_on};
 use limosa_vhost::{Device, FrontEnd, MAX_QUEUES, MoreWork, QueueError, QueueThread, Ram, Requests, Turn, Vring};
 
+use parking_lot::Mutex;
+
 use super::config::{Configuration, SECTOR, WRITE_BACK_OFFSET, feature};
 use super::execute::Target;
 use super::queue::{Mode, Queue};
@@ -70,6 +72,8 @@ pub struct VhostUserBlk {
     write_back: AtomicBool,
     /// It is unknown which cache mode the driver chose.
     is_mode_unknown: AtomicBool,
+    /// The last one that has connected.
+    front_end: Mutex<Option<FrontEnd>>,
 }
 
 impl VhostUserBlk {
@@ -80,7 +84,7 @@ impl VhostUserBlk {
         let queues = if options.queues == 0 { cores } else { options.queues }.min(MAX_QUEUES);
         let threads = if options.threads == 0 { cores } else { options.threads }.min(queues);
         let id = id(&options.serial, &export);
-        let target = Target { export, id, was_logged: Arc::default() };
+        let target = Target { medium: export.medium(), export, id, was_logged: Arc::default() };
         Self {
             // A copy of the export's handle for each queue: see `Target`.
             queues: (0..queues).map(|_| Queue::new(target.clone())).collect(),
@@ -89,6 +93,7 @@ impl VhostUserBlk {
             acked: AtomicU64::new(0),
             write_back: AtomicBool::new(true),
             is_mode_unknown: AtomicBool::new(false),
+            front_end: Mutex::new(None),
         }
     }
 
@@ -98,11 +103,17 @@ impl VhostUserBlk {
         &self.target.export
     }
 
+    /// Tells the driver that its export has another length. Returns whether there is a front end that passes it on.
+    pub fn notify_resized(&self) -> bool {
+        let front_end = self.front_end.lock().clone();
+        front_end.is_some_and(|front_end| front_end.config_changed())
+    }
+
     fn configuration(&self) -> Configuration {
-        let export = &self.target.export;
+        let medium = self.target.export.medium();
         Configuration {
-            sectors: export.size() / SECTOR,
-            allocation_unit: export.disk().allocation_unit(),
+            sectors: medium.size() / SECTOR,
+            allocation_unit: medium.disk().allocation_unit(),
             // At most `MAX_QUEUES`.
             queues: u16::try_from(self.queues.len()).unwrap_or(u16::MAX),
             // Some front ends read it once, before the driver has acknowledged features.
@@ -124,17 +135,18 @@ impl VhostUserBlk {
     }
 
     fn mode(&self) -> Mode {
-        let mut facts = self.target.facts();
-        facts.discards = self.has_acked(feature::DISCARD);
-        facts.zeroes = self.has_acked(feature::WRITE_ZEROES);
-        let write_through = !self.has_write_back() || self.is_mode_unknown.load(Ordering::SeqCst);
-        Mode { facts, write_through }
+        Mode {
+            discards: self.has_acked(feature::DISCARD),
+            zeroes: self.has_acked(feature::WRITE_ZEROES),
+            write_through: !self.has_write_back() || self.is_mode_unknown.load(Ordering::SeqCst),
+        }
     }
 }
 
 /// The name that a driver can read: zeros after it if it is shorter.
 fn id(serial: &str, export: &Export) -> [u8; ID_LENGTH] {
-    let file = export.disk().name();
+    let disk = export.disk();
+    let file = disk.name();
     let file = file.rsplit('/').next().unwrap_or(file);
     let name = [serial, export.name(), file].into_iter().find(|name| !name.is_empty()).unwrap_or_default();
     let mut id = [0; ID_LENGTH];
@@ -184,7 +196,9 @@ impl Device for VhostUserBlk {
 
     fn set_memory(&self, _memory: Arc<Ram>) {}
 
-    fn front_end_connected(&self, _front_end: FrontEnd) {}
+    fn front_end_connected(&self, front_end: FrontEnd) {
+        *self.front_end.lock() = Some(front_end);
+    }
 
     fn process_queue(&self, queue: usize, vring: &Vring) -> Result<MoreWork, QueueError> {
         let Some(queue) = self.queues.get(queue) else { return Ok(MoreWork::No) };

@@ -10,31 +10,20 @@ use limosa_image::ImageError;
 use limosa_page::error_with_causes;
 use limosa_storage::IoVector;
 
-use super::config::SECTOR;
-use super::request::{Action, ByteRange, Facts, ID_LENGTH, Status};
+use super::request::{Action, ByteRange, ID_LENGTH, Status};
 use crate::counters::{Outcome, RequestKind};
 use crate::export::Export;
+use crate::medium::Medium;
 
 /// The disk of a device. Each queue has its own, so that threads do not share a reference count.
 #[derive(Debug, Clone)]
 pub(super) struct Target {
     pub(super) export: Arc<Export>,
+    pub(super) medium: Arc<Medium>,
     /// The name that the driver can read.
     pub(super) id: [u8; ID_LENGTH],
     /// Whether a failure was logged.
     pub(super) was_logged: Arc<AtomicBool>,
-}
-
-impl Target {
-    /// Returns the facts that requests are checked against.
-    pub(super) fn facts(&self) -> Facts {
-        Facts {
-            sectors: self.export.size() / SECTOR,
-            read_only: self.export.is_read_only(),
-            discards: false,
-            zeroes: false,
-        }
-    }
 }
 
 /// A request that was taken out of a ring.
@@ -97,19 +86,19 @@ pub(super) async fn execute(target: Arc<Target>, request: Request) -> Done {
 }
 
 async fn run(target: &Target, action: &Action, data: &IoVector, write_through: bool) -> Result<usize, ImageError> {
-    let (export, length) = (&target.export, data.len());
-    let disk = export.disk();
+    let (medium, length) = (&target.medium, data.len());
+    let disk = medium.disk();
     let mut changes = false;
     match action {
         Action::Read { offset } => {
             if length > 0 {
-                disk.read(export.place(*offset), data.clone()).await?;
+                disk.read(medium.place(*offset), data.clone()).await?;
             }
             return Ok(length);
         }
         Action::Write { offset } => {
             if length > 0 {
-                disk.write(export.place(*offset), data.clone()).await?;
+                disk.write(medium.place(*offset), data.clone()).await?;
             }
             changes = true;
         }
@@ -117,13 +106,13 @@ async fn run(target: &Target, action: &Action, data: &IoVector, write_through: b
         Action::GetId => return Ok(data.copy_from(0, &target.id)),
         Action::Discard(ranges) => {
             for ByteRange { offset, length, .. } in ranges.iter().filter(|range| range.length > 0) {
-                disk.discard(export.place(*offset), *length).await?;
+                disk.discard(medium.place(*offset), *length).await?;
             }
             changes = true;
         }
         Action::WriteZeroes(ranges) => {
             for ByteRange { offset, length, unmap } in ranges.iter().filter(|range| range.length > 0) {
-                disk.write_zeroes(export.place(*offset), *length, *unmap).await?;
+                disk.write_zeroes(medium.place(*offset), *length, *unmap).await?;
             }
             changes = true;
         }

@@ -16,6 +16,7 @@ use limosa_vhost::{Chain, MoreWork, QueueError, Requests, Vring};
 use parking_lot::Mutex;
 
 use super::chain::{Link, Parts, Piece};
+use super::config::SECTOR;
 use super::execute::{Done, Request, Target, execute};
 use super::memory::GuestMemory;
 use super::request::{Action, Facts, Status, parse};
@@ -35,7 +36,9 @@ type InFlight = Pin<Box<dyn Future<Output = Done> + Send>>;
 /// How requests are carried out at the moment.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mode {
-    pub(super) facts: Facts,
+    /// The driver has acknowledged that ranges can be discarded, and zeroed.
+    pub(super) discards: bool,
+    pub(super) zeroes: bool,
     pub(super) write_through: bool,
 }
 
@@ -88,6 +91,7 @@ impl Queue {
             state.is_held = true;
             return Ok(MoreWork::No);
         }
+        state.look_for_medium();
         let begun = Instant::now();
         for _ in 0..AT_ONCE {
             if state.in_flight.len() >= REQUESTS_MAX || state.segments >= SEGMENTS_MAX {
@@ -121,6 +125,20 @@ impl Queue {
 }
 
 impl State {
+    /// Takes the disk that the export has now. No request is in flight if it is another.
+    fn look_for_medium(&mut self) {
+        if let Some(medium) = self.target.export.newer_medium(&self.target.medium) {
+            self.target = Arc::new(Target { medium, ..(*self.target).clone() });
+        }
+    }
+
+    /// Returns the facts that requests are checked against.
+    fn facts(&self, mode: &Mode) -> Facts {
+        let Target { export, medium, .. } = &*self.target;
+        let (discards, zeroes) = (mode.discards, mode.zeroes);
+        Facts { sectors: medium.size() / SECTOR, read_only: export.is_read_only(), discards, zeroes }
+    }
+
     /// Begins the request of a buffer, or finishes it at once.
     fn begin(&mut self, chain: Chain, memory: &GuestMemory, mode: &Mode, begun: Instant) -> Result<(), QueueError> {
         let head = chain.head_index();
@@ -134,7 +152,8 @@ impl State {
         if !memory.holds(parts.status) {
             return Err(invalid("its status byte is not in memory"));
         }
-        let request = parse(&parts, &mode.facts, |address, into| memory.read(address, into)).and_then(|action| {
+        let facts = self.facts(mode);
+        let request = parse(&parts, &facts, |address, into| memory.read(address, into)).and_then(|action| {
             let pieces = match action {
                 Action::Read { .. } | Action::GetId => parts.writable.as_slice(),
                 Action::Write { .. } => &parts.readable,

@@ -3,6 +3,7 @@
 mod bad_input;
 mod bed;
 mod limits;
+mod media;
 mod model;
 mod power;
 mod requests;

@@ -2,14 +2,17 @@
 //!
 //! Everything follows from a seed, which a failure prints. `LIMOSA_NBD_SEQUENCES=2000` makes that many sequences;
 //! `LIMOSA_NBD_SEED=N` begins with that one. Requests that are in flight together never overlap if one of them changes
-//! bytes: the order of such requests is not defined.
+//! bytes: the order of such requests is not defined. Between them the disk becomes longer, gets overlays and is
+//! quiesced.
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use limosa_export::nbd::ServerOptions;
-use limosa_export::{Export, Exports};
+use limosa_export::{Export, ExportError, Exports};
 use limosa_image::Format;
 use limosa_image::qcow2::CreateOptions;
 use limosa_storage::testing::SeededRandom;
@@ -17,7 +20,10 @@ use limosa_testkit::{NbdChunk, NbdClient, NbdCommand, NbdReply, scratch};
 
 use crate::bed::{Bed, CONTEXTS, assert_clean, make_qcow2, open_image, pattern};
 
+/// Bytes of the disk in the beginning.
 const SIZE: u64 = 4 << 20;
+/// Time for requests in flight.
+const LONG: Duration = Duration::from_secs(60);
 /// Requests of a sequence.
 const STEPS: usize = 120;
 
@@ -78,6 +84,16 @@ fn places(range: &Range<u64>) -> Range<usize> {
 }
 
 impl Model {
+    fn size(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    fn grow(&mut self, size: u64) {
+        let size = usize::try_from(size).unwrap();
+        self.bytes.resize(size, 0);
+        self.trimmed.resize(size, false);
+    }
+
     fn write(&mut self, range: &Range<u64>, data: &[u8]) {
         self.bytes[places(range)].copy_from_slice(data);
         self.trimmed[places(range)].fill(false);
@@ -96,14 +112,17 @@ impl Model {
 }
 
 /// Draws a range: whole clusters, whole sectors, or any bytes.
-fn draw_range(chance: &mut SeededRandom) -> Range<u64> {
+fn draw_range(chance: &mut SeededRandom, size: u64) -> Range<u64> {
     let unit = *chance.choose(&[64 << 10, 4096, 512, 1]);
-    let start = chance.below(SIZE / unit) * unit;
+    let start = chance.below(size / unit) * unit;
     let most = (*chance.choose(&[4096, 100_000, 1 << 20]) / unit).max(1);
-    start..(start + (1 + chance.below(most)) * unit).min(SIZE)
+    start..(start + (1 + chance.below(most)) * unit).min(size)
 }
 
 struct Run {
+    export: Arc<Export>,
+    /// The images, the one in use last.
+    images: Vec<PathBuf>,
     peers: Vec<Peer>,
     model: Model,
     chance: SeededRandom,
@@ -121,7 +140,7 @@ impl Run {
 
     /// Sends a request of a random kind on a random connection.
     fn send(&mut self, step: usize) {
-        let range = draw_range(&mut self.chance);
+        let range = draw_range(&mut self.chance, self.model.size());
         let (at, length) = (range.start, range.end - range.start);
         let kind = self.chance.below(16);
         if !self.is_free(&range, (5..13).contains(&kind)) {
@@ -130,6 +149,7 @@ impl Run {
         let number = usize::try_from(self.chance.below(self.peers.len() as u64)).unwrap();
         let fua = u16::from(self.chance.one_in(6));
         let past_end = self.chance.one_in(20);
+        let size = self.model.size();
         let peer = &mut self.peers[number];
         let client = &mut peer.client;
         let (what, cookie) = match kind {
@@ -138,7 +158,7 @@ impl Run {
             5..=8 => {
                 let data = pattern(self.seed ^ (step as u64) << 32, usize::try_from(length).unwrap());
                 if past_end {
-                    (What::Fails(28), client.send_write(fua, SIZE - 1, &data[..data.len().min(2)].repeat(2)))
+                    (What::Fails(28), client.send_write(fua, size - 1, &data[..data.len().min(2)].repeat(2)))
                 } else {
                     self.model.write(&range, &data);
                     (What::Change, client.send_write(fua, at, &data))
@@ -154,7 +174,7 @@ impl Run {
                 (What::Trim, client.send(NbdCommand::Trim, fua, at, length))
             }
             13 if !peer.simple => (What::Status, client.send(NbdCommand::BlockStatus, 0, at, length)),
-            14 if past_end => (What::Fails(22), client.send(NbdCommand::Read, 0, SIZE - 1, 2)),
+            14 if past_end => (What::Fails(22), client.send(NbdCommand::Read, 0, size - 1, 2)),
             14 => (What::Nothing, client.send(NbdCommand::Cache, 0, at, length)),
             _ => (What::Nothing, client.send(NbdCommand::Flush, 0, 0, 0)),
         };
@@ -207,10 +227,46 @@ impl Run {
         }
     }
 
+    /// Changes the disk below the clients.
+    fn steer(&mut self) {
+        let fails = |asked: &Asked| matches!(asked.what, What::Fails(_));
+        match self.chance.below(3) {
+            0 => {
+                self.export.quiesce(LONG).unwrap();
+                self.export.resume().unwrap();
+            }
+            // One that is past the end now would not be.
+            1 if !self.peers.iter().flat_map(|peer| peer.asked.values()).any(fails) => {
+                let size = self.model.size() + 512 * (1 + self.chance.below(1000));
+                self.export.resize(size, LONG).unwrap();
+                self.model.grow(size);
+            }
+            _ => self.put_overlay(),
+        }
+    }
+
+    fn put_overlay(&mut self) {
+        let disk = self.export.disk();
+        let (below, format) = (self.images.last().unwrap().clone(), disk.format());
+        let overlay = below.with_file_name(format!("overlay{}", self.images.len()));
+        let options = CreateOptions::default()
+            .size(disk.len())
+            .cluster_size(*self.chance.choose(&[4096, 65536]))
+            .backing_file(Some(below.into()))
+            .backing_format(Some(format.into()));
+        make_qcow2(&overlay, &options);
+        let open = || Ok::<_, ExportError>(open_image(&overlay, Format::Qcow2, false));
+        self.export.replace_disk(LONG, open, || unreachable!()).unwrap();
+        self.images.push(overlay);
+    }
+
     fn run(&mut self) {
         let depth = 1 + self.chance.below(24);
         for step in 0..STEPS {
             self.send(step);
+            if self.chance.one_in(40) {
+                self.steer();
+            }
             let in_flight = self.peers.iter().map(|peer| peer.asked.len() as u64).sum::<u64>();
             if in_flight >= depth || self.chance.one_in(3) {
                 self.receive();
@@ -219,9 +275,9 @@ impl Run {
         while self.peers.iter().any(|peer| !peer.asked.is_empty()) {
             self.receive();
         }
-        let whole = 0..SIZE;
+        let whole = 0..self.model.size();
         for number in 0..self.peers.len() {
-            let found = self.peers[number].client.read(0, usize::try_from(SIZE).unwrap()).unwrap();
+            let found = self.peers[number].client.read(0, self.model.bytes.len()).unwrap();
             self.model.read(&whole, &found);
         }
     }
@@ -250,19 +306,21 @@ fn sequence(seed: u64) {
     let bed = Bed::with(exports, ServerOptions::default());
     let peers = (0..1 + chance.below(4)).map(|_| Peer::new(&bed.socket(), chance.below(3))).collect();
     let trimmed = vec![false; bytes.len()];
-    let mut run = Run { peers, model: Model { bytes, trimmed }, chance, seed };
+    let export = bed.exports.find("").unwrap();
+    let images = vec![path];
+    let mut run = Run { export, images, peers, model: Model { bytes, trimmed }, chance, seed };
     run.run();
-    let Run { peers, mut model, .. } = run;
-    drop(peers);
+    let Run { peers, mut model, images, export, .. } = run;
+    drop((peers, export));
     bed.stop();
     // And without the server.
-    if !raw {
-        assert_clean(&path);
-    }
-    let disk = open_image(&path, if raw { Format::Raw } else { Format::Qcow2 }, true);
-    let found = limosa_storage::Buffer::zeroed(usize::try_from(SIZE).unwrap());
+    let is_raw = |number: usize| raw && number == 0;
+    images.iter().enumerate().filter(|(number, _)| !is_raw(*number)).for_each(|(_, path)| assert_clean(path));
+    let format = if is_raw(images.len() - 1) { Format::Raw } else { Format::Qcow2 };
+    let disk = open_image(images.last().unwrap(), format, true);
+    let found = limosa_storage::Buffer::zeroed(model.bytes.len());
     limosa_storage::block_on(disk.read(limosa_image::GuestOffset(0), found.clone().into())).unwrap();
-    model.read(&(0..SIZE), &found.to_vec());
+    model.read(&(0..model.size()), &found.to_vec());
 }
 
 #[test]

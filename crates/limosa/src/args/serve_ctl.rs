@@ -1,15 +1,17 @@
 //! The arguments of `limosa serve ctl`, and those that say how an image is served.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use limosa_console::parse;
 use limosa_image::qcow2::SnapshotChoice;
+use limosa_image::resize::NewSize;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_storage::{CacheMode, Io};
 
-use super::img::{parse_aio, parse_snapshot};
+use super::img::{parse_aio, parse_new_size, parse_snapshot};
 use crate::img::size::parse_size;
 
 /// How an image is served: of a server that starts, or one that is added.
@@ -113,6 +115,30 @@ pub(crate) enum ServeCtlCommand {
         /// Name of the export; default: all
         #[arg(value_name = "NAME")]
         name: Option<String>,
+    },
+    /// Make a disk longer while it is used; added bytes read as zeros
+    Resize {
+        /// Name of the export; '' is the default export
+        #[arg(value_name = "NAME")]
+        name: String,
+
+        /// The new size, or with + what is added
+        #[arg(value_name = "[+]SIZE", value_parser = parse_new_size, allow_hyphen_values = true)]
+        size: NewSize,
+    },
+    /// Continue on a new overlay: the image stays as it is now, and can be read by others
+    Snapshot {
+        /// Name of the export; '' is the default export
+        #[arg(value_name = "NAME")]
+        name: String,
+
+        /// The overlay to create, a qcow2 image whose backing file is the image
+        #[arg(value_name = "OVERLAY")]
+        overlay: PathBuf,
+
+        /// Fail if requests in flight are not done after this time
+        #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "30s")]
+        timeout: Duration,
     },
     /// End the server, as SIGTERM does
     Quit,

@@ -1,9 +1,12 @@
 //! `limosa serve ctl`: requests of people to a running server.
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use limosa_console::{check_stdout, print_out, quantity, say};
+use limosa_image::resize::NewSize;
 use limosa_page::to_millis;
 use limosa_qemu::qmp::{Options, Qmp};
 use serde_json::{Value, json};
@@ -11,6 +14,7 @@ use serde_json::{Value, json};
 use super::steering::AddRequest;
 use crate::args::{ServeCtlArgs, ServeCtlCommand};
 use crate::ctl::{Server, explained};
+use crate::usage::misused;
 
 const SERVER: Server = Server { command: "limosa serve", what: "a server of disks", or: "" };
 /// Time that the server gets for what it does besides waiting for requests: flushing, closing an image.
@@ -34,6 +38,8 @@ pub(super) fn run(args: &ServeCtlArgs) -> anyhow::Result<ExitCode> {
             ctl.order("export-quiesce", arguments, "no request is in flight; `resume` continues")?;
         }
         ServeCtlCommand::Resume { name } => ctl.order("export-resume", named(name), "requests continue")?,
+        ServeCtlCommand::Resize { name, size } => ctl.resize(name, *size)?,
+        ServeCtlCommand::Snapshot { name, overlay, timeout } => ctl.snapshot(name, overlay, *timeout)?,
         ServeCtlCommand::Quit => ctl.order("quit", json!({}), "the server is ending")?,
     }
     check_stdout()?;
@@ -66,11 +72,37 @@ impl Ctl {
     }
 
     fn add(&self, request: &AddRequest) -> anyhow::Result<()> {
-        let export = self.ask("export-add", serde_json::to_value(request)?)?;
+        self.change("export-add", serde_json::to_value(request)?, |export| format!("{} is served", line(export)))
+    }
+
+    fn resize(&self, name: &str, size: NewSize) -> anyhow::Result<()> {
+        let arguments = match size {
+            NewSize::Exactly(size) => json!({ "name": name, "size": size }),
+            NewSize::More(more) => json!({ "name": name, "more": more }),
+            NewSize::Less(_) => {
+                misused("a disk that is used does not become shorter: stop serving it and use `limosa img resize`")
+            }
+        };
+        self.change("export-resize", arguments, |export| format!("{} now", line(export)))
+    }
+
+    fn snapshot(&self, name: &str, overlay: &Path, timeout: Duration) -> anyhow::Result<()> {
+        let overlay = std::path::absolute(overlay)?;
+        let text = overlay.to_str().with_context(|| format!("{}: the path must be UTF-8", overlay.display()))?;
+        let arguments = json!({ "name": name, "overlay": text, "timeout": to_millis(timeout) });
+        self.change("export-snapshot", arguments, |export| {
+            let frozen = export.get("frozen").and_then(Value::as_str).unwrap_or("the image");
+            format!("{}; {frozen} is not written any more", line(export))
+        })
+    }
+
+    /// Has an export changed, and shows it.
+    fn change(&self, command: &str, arguments: Value, text: impl FnOnce(&Value) -> String) -> anyhow::Result<()> {
+        let export = self.ask(command, arguments)?;
         if self.json {
             print_out!("{export}");
         } else {
-            say!("limosa: {} is served", line(&export));
+            say!("limosa: {}", text(&export));
         }
         Ok(())
     }

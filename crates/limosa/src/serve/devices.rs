@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Context as _;
 use limosa_export::vhost_user_blk::{VhostUserBlk, VhostUserBlkOptions};
 use limosa_export::{Export, Exports};
-use limosa_vhost::{Server, ServerError};
+use limosa_vhost::{Device, Server, ServerError};
 use serde_json::{Value, json};
 
 use crate::args::ServeArgs;
@@ -17,7 +17,7 @@ use crate::usage::misused;
 #[derive(Debug)]
 pub(super) struct BlockDevice {
     path: String,
-    export: Arc<Export>,
+    device: Arc<VhostUserBlk>,
     server: Server,
     /// Its front end blocks a thread, which may have requests in flight.
     blocked: AtomicBool,
@@ -40,9 +40,9 @@ pub(super) fn bind(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Vec<Bl
         .queues(args.queues.map_or(0, usize::from))
         .threads(args.threads.map_or(0, usize::from));
     let bind = |(path, export): (&PathBuf, Arc<Export>)| -> anyhow::Result<BlockDevice> {
-        let device = VhostUserBlk::new(Arc::clone(&export), &options);
-        let server = Server::bind(path, Arc::new(device)).context("--vhost-user-blk")?;
-        Ok(BlockDevice { path: path.display().to_string(), export, server, blocked: AtomicBool::new(false) })
+        let device = Arc::new(VhostUserBlk::new(export, &options));
+        let server = Server::bind(path, Arc::clone(&device) as Arc<dyn Device>).context("--vhost-user-blk")?;
+        Ok(BlockDevice { path: path.display().to_string(), device, server, blocked: AtomicBool::new(false) })
     };
     args.vhost_user_blk.iter().zip(exports.all()).map(bind).collect()
 }
@@ -65,9 +65,20 @@ impl BlockDevice {
         self.server.stopper().stop();
     }
 
+    /// Tells the driver that its disk has another length, if it is of this export.
+    pub(super) fn notify_resized(&self, export: &Arc<Export>) {
+        if self.is_of(export) {
+            self.device.notify_resized();
+        }
+    }
+
+    fn is_of(&self, export: &Arc<Export>) -> bool {
+        Arc::ptr_eq(self.device.export(), export)
+    }
+
     /// Returns whether it is of this export, and its front end blocks a thread.
     pub(super) fn is_blocked(&self, export: &Arc<Export>) -> bool {
-        Arc::ptr_eq(&self.export, export) && self.blocked.load(Ordering::SeqCst)
+        self.is_of(export) && self.blocked.load(Ordering::SeqCst)
     }
 
     /// Returns its address for people.
@@ -77,7 +88,7 @@ impl BlockDevice {
 
     /// Returns its address for programs.
     pub(super) fn description(&self) -> Value {
-        json!({ "socket": self.path, "export": self.export.name() })
+        json!({ "socket": self.path, "export": self.device.export().name() })
     }
 
     /// Returns the number of front ends that have connected.

@@ -1,21 +1,25 @@
 //! The images that are served, by their names on the command line or at the control socket.
 
+use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use limosa_export::{Export, Exports};
+use limosa_image::Disk;
 use limosa_image::chain::{self, NamedImage};
 use limosa_image::qcow2::SnapshotChoice;
 use limosa_image::reference::Reference;
 use limosa_storage::block_on;
+use parking_lot::Mutex;
 
 use crate::args::ServeArgs;
 use crate::img::open::{resolve, warn};
 use crate::img::options::{Name, Source};
 
 /// An image to serve, and how.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Wanted {
     pub(super) source: Source,
     pub(super) read_only: bool,
@@ -34,19 +38,51 @@ impl Wanted {
     /// # Errors
     /// It cannot be opened, another process has it open, or the part that was asked for is not in it.
     pub(super) fn open(&self) -> anyhow::Result<Export> {
-        let NamedImage { reference, options, .. } = resolve(&self.source)?;
-        let read_only = self.read_only || self.snapshot.is_some();
-        let options = options.read_only(read_only).snapshot(self.snapshot.clone());
         let name = match &self.name {
             Some(name) => name.clone(),
-            None => file_name(&reference)?,
+            None => file_name(&resolve(&self.source)?.reference)?,
         };
+        let export = Export::new(name, self.open_disk()?)?.read_only(self.is_read_only());
+        Ok(export.description(self.description.as_str())?.part(self.offset, self.size)?)
+    }
+
+    /// Opens its disk.
+    ///
+    /// # Errors
+    /// It cannot be opened, or another process has it open.
+    pub(super) fn open_disk(&self) -> anyhow::Result<Arc<dyn Disk>> {
+        let NamedImage { reference, options, .. } = resolve(&self.source)?;
+        let options = options.read_only(self.is_read_only()).snapshot(self.snapshot.clone());
         let image = block_on(chain::open_image(&reference, &options))?;
-        if !read_only {
+        if !self.is_read_only() {
             warn(&self.source, &image);
         }
-        let export = Export::new(name, image.as_disk())?.read_only(read_only);
-        Ok(export.description(self.description.as_str())?.part(self.offset, self.size)?)
+        Ok(image.as_disk())
+    }
+
+    const fn is_read_only(&self) -> bool {
+        self.read_only || self.snapshot.is_some()
+    }
+}
+
+/// How the images of exports were opened, by the exports' names.
+#[derive(Debug, Default)]
+pub(super) struct Images(Mutex<HashMap<String, Wanted>>);
+
+impl Images {
+    /// Notes how the image of an export was opened.
+    pub(super) fn note(&self, export: &Export, wanted: Wanted) {
+        self.0.lock().insert(export.name().to_owned(), wanted);
+    }
+
+    /// Returns how the image of an export was opened.
+    pub(super) fn wanted(&self, export: &Export) -> Option<Wanted> {
+        self.0.lock().get(export.name()).cloned()
+    }
+
+    /// Forgets an export.
+    pub(super) fn forget(&self, name: &str) {
+        self.0.lock().remove(name);
     }
 }
 
@@ -54,7 +90,8 @@ impl Wanted {
 ///
 /// # Errors
 /// As of [`Wanted::open`]; two have the same name.
-pub(super) fn open(args: &ServeArgs, exports: &Exports) -> anyhow::Result<()> {
+pub(super) fn open(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Images> {
+    let images = Images::default();
     for (number, image) in args.images.iter().enumerate() {
         let name = match args.name.get(number) {
             Some(name) => Some(name.clone()),
@@ -78,9 +115,10 @@ pub(super) fn open(args: &ServeArgs, exports: &Exports) -> anyhow::Result<()> {
             offset: how.offset,
             size: how.size,
         };
-        exports.add(wanted.open()?).context("use --name to tell them apart")?;
+        let export = exports.add(wanted.open()?).context("use --name to tell them apart")?;
+        images.note(&export, wanted);
     }
-    Ok(())
+    Ok(images)
 }
 
 /// The name of an image's file, which names its export among others.

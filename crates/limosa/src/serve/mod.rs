@@ -9,6 +9,7 @@ mod devices;
 mod ends;
 mod images;
 mod metrics;
+mod overlay;
 pub(crate) mod remedy;
 mod report;
 mod sandbox;
@@ -34,6 +35,7 @@ use crate::img::interrupt;
 use crate::usage::misused;
 use devices::BlockDevice;
 use ends::{Clients, Ends};
+use images::Images;
 use metrics::Metrics;
 use sandbox::Needs;
 use servers::Servers;
@@ -60,13 +62,13 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     }
     allow_descriptors();
     let exports = Exports::new();
-    open_images(args, &exports)?;
+    let images = open_images(args, &exports)?;
     let servers = match Servers::bind(args, tls, &exports) {
         Ok(servers) => Arc::new(servers),
         Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
     };
     let begun = Instant::now();
-    let served = serve_exports(args, &addresses, signals, (&servers, &exports));
+    let served = serve_exports(args, &addresses, signals, (&servers, &exports, images));
     let closed = close(&exports, &servers.devices);
     first_failure([served, closed])?;
     print_report(args, &servers, &exports, begun);
@@ -79,12 +81,12 @@ fn serve_exports(
     args: &ServeArgs,
     addresses: &[Uri],
     signals: Signals,
-    (servers, exports): (&Arc<Servers>, &Exports),
+    (servers, exports, images): (&Arc<Servers>, &Exports, Images),
 ) -> anyhow::Result<()> {
     let Ends { clients, control, metrics } = Ends::bind(args, addresses)?;
     sandbox::confine(args.sandbox, &needs(args, addresses)?)?;
     announce(args, &clients, &servers.devices, (exports, metrics.as_ref()))?;
-    let steering = Arc::new(Steering::new(Arc::clone(servers), exports.clone(), args));
+    let steering = Arc::new(Steering::new(Arc::clone(servers), exports.clone(), images, args));
     let commands = Arc::clone(&steering);
     let control = control.map(|socket| socket.serve(commands)).transpose().context("--control")?;
     let metrics = metrics.map(|listener| Metrics::serve(listener, Arc::clone(servers), exports.clone())).transpose()?;
@@ -124,13 +126,16 @@ fn needs(args: &ServeArgs, addresses: &[Uri]) -> anyhow::Result<Needs> {
     for folder in &args.allow_dir {
         std::fs::read_dir(folder).with_context(|| format!("--allow-dir {}", folder.display()))?;
     }
-    let image_folders = args.control.is_some().then(|| args.allow_dir.clone());
-    Ok(Needs { socket_folders: Ends::socket_folders(args, addresses), image_folders })
+    Ok(Needs {
+        socket_folders: Ends::socket_folders(args, addresses),
+        devices: !args.vhost_user_blk.is_empty(),
+        image_folders: args.allow_dir.clone(),
+    })
 }
 
 /// Opens the images on a thread of its own: a thread that has used a ring keeps it, with threads of the kernel that
 /// would not be confined.
-fn open_images(args: &ServeArgs, exports: &Exports) -> anyhow::Result<()> {
+fn open_images(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Images> {
     let opened = thread::scope(|scope| scope.spawn(|| images::open(args, exports)).join());
     opened.map_err(|_| anyhow::anyhow!("images cannot be opened; this is a bug in limosa"))?
 }
@@ -246,7 +251,7 @@ fn close(exports: &Exports, devices: &[BlockDevice]) -> anyhow::Result<()> {
     // flushed is safe; the failure of the device is reported.
     let is_blocked = |export: &Arc<Export>| devices.iter().any(|device| device.is_blocked(export));
     first_failure(exports.all().into_iter().filter(|export| !is_blocked(export)).map(|export| {
-        let disk = Arc::clone(export.disk());
+        let disk = export.disk();
         block_on(disk.close()).with_context(|| format!("cannot close {}", disk.name()))
     }))
 }

@@ -3,6 +3,8 @@
 //! Laws: files are opened because of these commands, and never because of what a client of an export sends. A command
 //! that fails leaves every export as it was. The server closes its images when no command is under way any more.
 
+use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,11 +15,12 @@ use limosa_export::{Export, ExportError, Exports};
 use limosa_image::ImageError;
 use limosa_image::qcow2::SnapshotChoice;
 use limosa_storage::{CacheMode, Io, block_on};
-use parking_lot::{RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::images::Wanted;
+use super::images::{Images, Wanted};
+use super::overlay;
 use super::report;
 use super::servers::Servers;
 use crate::args::{SandboxArg, ServeAddArgs, ServeArgs, ServedImageArgs, parse_aio};
@@ -174,11 +177,34 @@ struct QuiesceRequest {
     timeout: Option<u64>,
 }
 
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct ResizeRequest {
+    name: String,
+    /// The new length in bytes.
+    size: Option<u64>,
+    /// Bytes that are added.
+    more: Option<u64>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct SnapshotRequest {
+    name: String,
+    /// Path of the overlay.
+    overlay: PathBuf,
+    /// Milliseconds.
+    timeout: Option<u64>,
+}
+
 /// The commands of a server.
 #[derive(Debug)]
 pub(super) struct Steering {
     servers: Arc<Servers>,
     exports: Exports,
+    images: Images,
+    /// Held while an overlay is put on an image.
+    snapshots: Mutex<()>,
     untrusted: bool,
     /// Whether files outside of the allowed folders cannot be opened.
     confined: bool,
@@ -188,9 +214,9 @@ pub(super) struct Steering {
 
 impl Steering {
     /// The commands of a server of these exports.
-    pub(super) fn new(servers: Arc<Servers>, exports: Exports, args: &ServeArgs) -> Self {
+    pub(super) fn new(servers: Arc<Servers>, exports: Exports, images: Images, args: &ServeArgs) -> Self {
         let (untrusted, confined) = (args.open.untrusted, args.sandbox != SandboxArg::Off);
-        Self { servers, exports, untrusted, confined, ended: RwLock::new(false) }
+        Self { servers, exports, images, snapshots: Mutex::new(()), untrusted, confined, ended: RwLock::new(false) }
     }
 
     /// Waits for the commands under way, and refuses further ones.
@@ -207,9 +233,7 @@ impl Steering {
 
     /// The export of a name, or all.
     fn chosen(&self, name: Option<&str>) -> anyhow::Result<Vec<Arc<Export>>> {
-        let Some(name) = name else { return Ok(self.exports.all()) };
-        let export = self.exports.find(name).ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
-        Ok(vec![export])
+        name.map_or_else(|| Ok(self.exports.all()), |name| Ok(vec![self.export(name)?]))
     }
 
     fn run(&self, name: &str, arguments: &Value) -> anyhow::Result<Option<Value>> {
@@ -225,6 +249,7 @@ impl Steering {
                 let RemoveRequest { name, force } = read(arguments)?;
                 let _kept = self.keep()?;
                 self.exports.remove(&name, if force { Duration::ZERO } else { DRAIN })?;
+                self.images.forget(&name);
                 done
             }
             "export-flush" => {
@@ -243,6 +268,8 @@ impl Steering {
                 exports.iter().try_for_each(|export| export.resume())?;
                 done
             }
+            "export-resize" => self.resize(&read(arguments)?)?,
+            "export-snapshot" => self.snapshot(&read(arguments)?)?,
             "quit" => {
                 self.servers.stop();
                 done
@@ -260,9 +287,12 @@ impl Steering {
             return Err(ExportError::Exists(name.clone()).into());
         }
         let export = wanted.open().map_err(|error| self.explained(error))?;
-        let disk = Arc::clone(export.disk());
+        let disk = export.disk();
         let added = match self.exports.add(export) {
-            Ok(added) => added,
+            Ok(added) => {
+                self.images.note(&added, wanted);
+                added
+            }
             Err(error) => {
                 block_on(disk.close())?;
                 return Err(error).context("give it a name of its own");
@@ -277,13 +307,57 @@ impl Steering {
     fn explained(&self, error: anyhow::Error) -> anyhow::Error {
         let mut kinds = error.chain().filter_map(|cause| match cause.downcast_ref() {
             Some(ImageError::Storage(cause)) => Some(cause.source.kind()),
-            _ => cause.downcast_ref::<Arc<std::io::Error>>().map(|cause| cause.kind()),
+            _ => (cause.downcast_ref::<Arc<io::Error>>().map(|cause| cause.kind()))
+                .or_else(|| cause.downcast_ref::<io::Error>().map(io::Error::kind))
+                .or_else(|| cause.downcast_ref::<rustix::io::Errno>().map(|errno| errno.kind())),
         });
-        if self.confined && kinds.any(|kind| kind == std::io::ErrorKind::PermissionDenied) {
+        // Landlock answers with the first of them, and seccomp with the second.
+        let is_forbidden = |kind| matches!(kind, io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported);
+        if self.confined && kinds.any(is_forbidden) {
             let line = anyhow_error_line(&error);
-            return anyhow::anyhow!("{line}; images that are added must be in a folder of the server's --allow-dir");
+            return anyhow::anyhow!(
+                "{line}; images that are added, overlays, and the images below \
+                 them must be in folders of the server's --allow-dir"
+            );
         }
         error
+    }
+
+    /// The export of a name.
+    fn export(&self, name: &str) -> anyhow::Result<Arc<Export>> {
+        Ok(self.exports.find(name).ok_or_else(|| ExportError::NotFound(name.to_owned()))?)
+    }
+
+    fn resize(&self, request: &ResizeRequest) -> anyhow::Result<Value> {
+        let _kept = self.keep()?;
+        let export = self.export(&request.name)?;
+        let size = match (request.size, request.more) {
+            (Some(size), None) => Some(size),
+            (None, Some(more)) => export.size().checked_add(more),
+            _ => anyhow::bail!("the arguments are wrong: give either size or more"),
+        };
+        export.resize(size.context("no disk is that long")?, QUIESCE)?;
+        self.servers.devices.iter().for_each(|device| device.notify_resized(&export));
+        Ok(report::description(&export).into())
+    }
+
+    fn snapshot(&self, request: &SnapshotRequest) -> anyhow::Result<Value> {
+        let _kept = self.keep()?;
+        // Of two overlays the second one is on top of the first.
+        let _alone = self.snapshots.lock();
+        let export = self.export(&request.name)?;
+        let begun = Instant::now();
+        let within = request.timeout.map_or(QUIESCE, Duration::from_millis);
+        let frozen = Arc::clone(export.disk().name());
+        // Missing for a moment while it is added or removed.
+        let wanted = self.images.wanted(&export).ok_or_else(|| ExportError::NotFound(request.name.clone()))?;
+        let overlay = overlay::put(&export, &wanted, &request.overlay, within);
+        let overlay = overlay.map_err(|error| self.explained(error))?;
+        self.images.note(&export, overlay);
+        let mut answer = report::description(&export);
+        answer.insert("frozen".into(), (&*frozen).into());
+        answer.insert("ms".into(), quantity::millis(begun.elapsed()).into());
+        Ok(answer.into())
     }
 
     /// Quiesces one export or all of them; if one fails, those that were not quiesced before continue.

@@ -83,7 +83,8 @@ fn linux_in_stock_qemu_reads_and_writes_it() {
     needs_qemu!();
     let bed = Bed::new();
     overlay(&bed);
-    let serving = bed.serve_blk("blk", &["disk", "--queues", "2", "--threads", "2"]);
+    let words = ["disk", "--queues", "2", "--threads", "2", "--control", "control", "--allow-dir", "."];
+    let serving = bed.serve_blk("blk", &words);
     let vm = start_qemu(&bed, 2);
     let shell = |line: &str| vm.shell_within(line, LONG).unwrap();
     assert_eq!(sum(&shell("md5sum /dev/vda")), md5_of(&bed.path("base")));
@@ -97,11 +98,25 @@ fn linux_in_stock_qemu_reads_and_writes_it() {
         "dd if=/dev/urandom of=/dev/vda bs=4k count=100 seek=77 conv=fsync && blkdiscard -o 1048576 -l 1048576 /dev/vda",
     );
     shell("echo 3 > /proc/sys/vm/drop_caches");
+    // Its disk gets an overlay and becomes longer while it is written.
+    shell(
+        "( for i in $(seq 40); do dd if=/dev/urandom of=/dev/vda bs=4k count=64 seek=200 conv=fsync || exit; done; \
+         touch /tmp/over ) > /dev/null 2>&1 &",
+    );
+    let ctl = |words: &[&str]| bed.refused(&[&["ctl", "control"], words].concat()).success();
+    ctl(&["snapshot", "", "overlay"]);
+    bed.qemu_img(&["check", "-q", "@disk"]);
+    ctl(&["resize", "", "+32M"]);
+    wait_for("the new size", || (shell("cat /sys/block/vda/size") == ["131072"]).then_some(()));
+    wait_for("the writes", || (shell("ls /tmp/over || true") == ["/tmp/over"]).then_some(()));
+    shell("dd if=/dev/urandom of=/dev/vda bs=64k count=16 seek=800 conv=fsync");
+    shell("echo 3 > /proc/sys/vm/drop_caches");
     let whole = sum(&shell("md5sum /dev/vda"));
     drop(vm);
     serving.stop();
     bed.qemu_img(&["check", "-q", "@disk"]);
-    bed.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "@disk", "@out"]);
+    bed.qemu_img(&["check", "-q", "@overlay"]);
+    bed.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "@overlay", "@out"]);
     assert_eq!(md5_of(&bed.path("out")), whole);
 }
 

@@ -12,6 +12,7 @@ mod guest;
 mod idle;
 mod kills;
 mod locks;
+mod media;
 mod metrics;
 mod program;
 mod sandbox;

@@ -83,7 +83,7 @@ fn images_outside_of_the_allowed_folders_cannot_be_added() {
     serving.stop();
     // Without a folder none can be added, and without the sandbox all can.
     let serving = bed.serve("nbd", &["--control", "control", "disk"]);
-    add("images/inside").one_line(&["Permission denied", "--allow-dir"]);
+    add("images/inside").one_line(&["inside", "--allow-dir"]);
     serving.stop();
     bed.refused(&["disk", "--nbd", "unix:x", "--allow-dir", "images"]).misused(&["--control"]);
     let words = ["disk", "--nbd", "unix:x", "--control", "c", "--allow-dir", "absent"];

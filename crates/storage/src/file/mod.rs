@@ -221,6 +221,10 @@ impl Storage for FileStorage {
         self.file.length().map_err(|error| self.file.failed(Operation::Extents, error))
     }
 
+    fn unlock(&self) {
+        self.file.unlock();
+    }
+
     fn is_read_only(&self) -> bool {
         self.file.read_only
     }

@@ -247,11 +247,18 @@ impl OpenFile {
     }
 }
 
-impl Drop for OpenFile {
-    fn drop(&mut self) {
+impl OpenFile {
+    /// Releases its locks.
+    pub(crate) fn unlock(&self) {
         if self.locked {
             lock::release(self.fd.as_fd());
         }
+    }
+}
+
+impl Drop for OpenFile {
+    fn drop(&mut self) {
+        self.unlock();
     }
 }
 

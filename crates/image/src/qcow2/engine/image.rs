@@ -216,22 +216,6 @@ impl Qcow2 {
         self.inner.header.now()
     }
 
-    /// Grows the disk to `size` bytes, durably; added bytes read as zeros. Requests may be in flight; those past the
-    /// old end are admitted when it is done. Several growths at a time are carried out one after the other.
-    ///
-    /// # Errors
-    /// [`ImageError::Unsupported`]: shorter; no multiple of 512; larger than the image's clusters allow; version 2 with
-    /// snapshots; a raw data file, which only [`resize`](crate::qcow2::resize()) changes; [`ImageError::ReadOnly`];
-    /// what the storage says. The size is then the old one.
-    pub fn grow(&self, size: u64) -> Pending<'_> {
-        let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_cancelled(async move {
-            // Here, and not in what others may have to bring to its end.
-            let _inside = inner.admit(GuestOffset(0), 0)?;
-            inner.grower.grow(size).await
-        }))
-    }
-
     /// Zeroes the rest of the last cluster up to `size`, so that it reads as zeros when the disk grows.
     pub(in crate::qcow2) async fn zero_tail(&self, size: u64) -> Result<(), ImageError> {
         self.inner.allocator.begin_writing().await?;
@@ -404,8 +388,28 @@ impl Disk for Qcow2 {
         }
     }
 
+    /// As of all disks. Refused besides: larger than the image's clusters allow; version 2 with snapshots; a raw data
+    /// file, which only [`resize`](crate::qcow2::resize()) changes. If it fails, the size is the old one.
+    fn grow(&self, size: u64) -> Pending<'_> {
+        let inner = Arc::clone(&self.inner);
+        Box::pin(self.inner.writer.finish_when_cancelled(async move {
+            // Here, and not in what others may have to bring to its end.
+            let _inside = inner.admit(GuestOffset(0), 0)?;
+            inner.grower.grow(size).await
+        }))
+    }
+
     fn close(&self) -> Pending<'_> {
         Box::pin(self.inner.close())
+    }
+
+    fn unlock(&self) {
+        let context = &self.inner.context;
+        context.file().unlock();
+        context.data().unlock();
+        if let Some(backing) = context.backing() {
+            backing.unlock();
+        }
     }
 }
 

@@ -39,9 +39,9 @@ pub struct ResizeOptions {
 setters!(ResizeOptions { shrink: bool, preallocation: Preallocation, check: CheckOptions });
 
 /// Makes the disk of an image `size` bytes long. The image is not used by anything else meanwhile, and is not open as a
-/// disk: one that is in use becomes longer by [`Qcow2::grow`]. Its backing image and its data file have to be there if
-/// it has any. Added bytes read as zeros, even if the backing image has contents there. An image that was not closed is
-/// repaired first.
+/// disk: one that is in use becomes longer by [`Disk::grow`](crate::Disk::grow). Its backing image and its data file
+/// have to be there if it has any. Added bytes read as zeros, even if the backing image has contents there. An image
+/// that was not closed is repaired first.
 ///
 /// # Errors
 /// [`ImageError::Unsupported`]: shorter without [`ResizeOptions::shrink`]; sizes that are no multiple of 512; images of

@@ -37,7 +37,7 @@ pub(crate) use info::ImgInfoArgs;
 pub(crate) use map::ImgMapArgs;
 pub(crate) use measure::ImgMeasureArgs;
 pub(crate) use rebase::ImgRebaseArgs;
-pub(crate) use resize::ImgResizeArgs;
+pub(crate) use resize::{ImgResizeArgs, parse_new_size};
 pub(crate) use snapshot::ImgSnapshotArgs;
 
 #[derive(Debug, Args)]

@@ -34,7 +34,7 @@ pub(crate) struct ImgResizeArgs {
     size: NewSize,
 }
 
-fn parse_new_size(text: &str) -> Result<NewSize, String> {
+pub(crate) fn parse_new_size(text: &str) -> Result<NewSize, String> {
     Ok(if let Some(more) = text.strip_prefix('+') {
         NewSize::More(size::parse_size(more)?)
     } else if let Some(less) = text.strip_prefix('-') {

@@ -46,6 +46,7 @@ const CALLS: &[c_long] = &[
     libc::SYS_eventfd2,
     libc::SYS_fcntl,
     libc::SYS_fstat,
+    libc::SYS_getcwd,
     libc::SYS_newfstatat,
     libc::SYS_ppoll,
     libc::SYS_read,
@@ -81,6 +82,10 @@ const CALLS: &[c_long] = &[
     libc::SYS_shutdown,
 ];
 
+/// Calls for front ends over vhost-user: queues wait for kicks, and share what is in flight with the next server.
+const DEVICE_CALLS: &[c_long] =
+    &[libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait, libc::SYS_memfd_create, libc::SYS_pipe2];
+
 /// A call that newer architectures do not have.
 #[cfg(target_arch = "x86_64")]
 const OLDER_CALLS: &[c_long] = &[libc::SYS_poll];
@@ -108,7 +113,9 @@ fn is_missing(error: &std::io::Error) -> bool {
 }
 
 fn rules(needs: &Needs) -> anyhow::Result<BTreeMap<i64, Vec<SeccompRule>>> {
-    let mut rules: BTreeMap<_, _> = CALLS.iter().chain(OLDER_CALLS).map(|call| (*call, Vec::new())).collect();
+    let devices = if needs.devices { DEVICE_CALLS } else { &[] };
+    let calls = CALLS.iter().chain(OLDER_CALLS).chain(devices);
+    let mut rules: BTreeMap<_, _> = calls.map(|call| (*call, Vec::new())).collect();
     // Memory is never code: what an attacker writes cannot be run.
     let no_code = || masked(2, libc::PROT_EXEC, 0);
     rules.insert(libc::SYS_mmap, vec![no_code()?]);
@@ -117,10 +124,15 @@ fn rules(needs: &Needs) -> anyhow::Result<BTreeMap<i64, Vec<SeccompRule>>> {
     let thread = libc::CLONE_THREAD | libc::CLONE_VM;
     rules.insert(libc::SYS_clone, vec![masked(0, thread, thread)?]);
     rules.insert(libc::SYS_prctl, vec![masked(0, -1, libc::PR_SET_NAME)?]);
-    // No file is created; without images that may be added none is opened to be written.
-    let made = libc::O_CREAT | (libc::O_TMPFILE & !libc::O_DIRECTORY);
-    let open = if needs.image_folders.is_some() { made } else { made | libc::O_ACCMODE };
-    rules.insert(libc::SYS_openat, vec![masked(2, open, 0)?]);
+    if needs.image_folders.is_empty() {
+        // No file is created, or opened to be written.
+        let made = libc::O_CREAT | (libc::O_TMPFILE & !libc::O_DIRECTORY);
+        rules.insert(libc::SYS_openat, vec![masked(2, made | libc::O_ACCMODE, 0)?]);
+    } else {
+        // Images that are added, and overlays; where, landlock says.
+        rules.insert(libc::SYS_openat, Vec::new());
+        rules.insert(libc::SYS_renameat2, Vec::new());
+    }
     let requests = IOCTLS.map(|request| condition(1, u64::from(u32::MAX), request.into()));
     rules.insert(libc::SYS_ioctl, requests.into_iter().collect::<Result<_, _>>()?);
     Ok(rules)

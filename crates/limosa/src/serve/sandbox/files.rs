@@ -29,8 +29,8 @@ pub(super) fn restrict(needs: &Needs) -> anyhow::Result<bool> {
         let fd = PathFd::new(folder).with_context(|| folder.display().to_string())?;
         (&mut rules).add_rule(PathBeneath::new(fd, AccessFs::RemoveFile))?;
     }
-    let image = make_bitflags!(AccessFs::{ReadFile | WriteFile | Truncate | IoctlDev});
-    for folder in needs.image_folders.iter().flatten() {
+    let image = make_bitflags!(AccessFs::{ReadFile | WriteFile | Truncate | IoctlDev | ReadDir | MakeReg | RemoveFile});
+    for folder in &needs.image_folders {
         let fd = PathFd::new(folder).with_context(|| format!("--allow-dir {}", folder.display()))?;
         (&mut rules).add_rule(PathBeneath::new(fd, image))?;
     }

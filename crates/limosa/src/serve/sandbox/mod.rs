@@ -27,8 +27,10 @@ const TICK: Duration = Duration::from_millis(1);
 pub(super) struct Needs {
     /// Folders of the files of its sockets, which it removes at its end.
     pub(super) socket_folders: Vec<PathBuf>,
-    /// Folders of images that may be added; `None`: none can be added.
-    pub(super) image_folders: Option<Vec<PathBuf>>,
+    /// Whether there are front ends over vhost-user.
+    pub(super) devices: bool,
+    /// Folders in which images may be opened, and overlays created.
+    pub(super) image_folders: Vec<PathBuf>,
 }
 
 /// Confines this process, which has no thread but this one.
@@ -90,6 +92,8 @@ mod tests {
     use std::path::Path;
     use std::process::Command;
 
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+
     use super::*;
 
     /// The folder that a child of a test uses.
@@ -119,7 +123,8 @@ mod tests {
     fn needs(folder: &Path, images: bool) -> Needs {
         Needs {
             socket_folders: vec![folder.join("sockets")],
-            image_folders: images.then(|| vec![folder.join("allowed")]),
+            devices: false,
+            image_folders: images.then(|| folder.join("allowed")).into_iter().collect(),
         }
     }
 
@@ -168,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn images_may_be_opened_in_allowed_folders_and_not_be_created_or_removed() {
+    fn images_may_be_opened_and_created_in_allowed_folders_only() {
         in_child(limosa_testkit::own_test!(confined_with_images));
     }
 
@@ -179,10 +184,22 @@ mod tests {
         assert_eq!(apply(&needs(&folder, true)), [""; 0]);
         let path = folder.join("allowed/file");
         OpenOptions::new().read(true).write(true).open(&path).unwrap();
-        assert!(File::create(folder.join("allowed/new")).is_err());
-        assert!(File::open(folder.join("other/file")).is_err());
-        assert!(File::open(folder.join("allowed/../other/file")).is_err());
-        assert!(rustix::fs::unlink(&path).is_err());
+        fs::write(folder.join("allowed/new"), "x").unwrap();
+        let (new, none) = (folder.join("allowed/new"), RenameFlags::empty());
+        let renamed = |to: &str| renameat_with(CWD, &new, CWD, folder.join(to), none);
+        assert!(renamed("other/new").is_err());
+        renamed("allowed/named").unwrap();
+        rustix::fs::unlink(folder.join("allowed/named")).unwrap();
+        File::open(folder.join("allowed")).unwrap().sync_all().unwrap();
+        for path in ["other/file", "allowed/../other/file", "sockets/file"] {
+            assert!(File::open(folder.join(path)).is_err(), "{path}");
+        }
+        for path in ["other/new", "sockets/new"] {
+            assert!(File::create(folder.join(path)).is_err(), "{path}");
+        }
+        assert!(std::os::unix::fs::symlink("/etc/passwd", folder.join("allowed/link")).is_err());
+        assert!(fs::hard_link(&path, folder.join("allowed/link")).is_err());
+        assert!(rustix::fs::unlink(folder.join("other/file")).is_err());
         assert!(Command::new("/bin/true").status().is_err());
     }
 

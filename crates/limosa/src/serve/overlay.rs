@@ -1,0 +1,87 @@
+//! `limosa serve ctl snapshot`: an overlay on top of an image that is being served.
+//!
+//! Laws: the overlay has its name only when it is complete and durable, before a byte is written to it. So after a
+//! server was killed the overlay is served if it exists, and the image if it does not. The image is closed before, and
+//! not written afterwards. If something fails, the image is served as before.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use limosa_export::Export;
+use limosa_image::Disk;
+use limosa_image::qcow2::{self, CreateOptions};
+use limosa_image::reference::Reference;
+use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Storage as _, block_on};
+use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
+
+use super::images::Wanted;
+use crate::img::options::{Name, Source};
+
+/// Serves a new overlay at `path` in place of an export's image. Requests in flight get `within`. Returns how the
+/// overlay is opened.
+///
+/// # Errors
+/// Its image cannot have an overlay; a file exists at `path`; files cannot be written, closed or opened.
+pub(super) fn put(export: &Export, wanted: &Wanted, path: &Path, within: Duration) -> anyhow::Result<Wanted> {
+    let image = image_below(export, wanted)?;
+    // What opening it again would need, if the overlay fails when it is closed.
+    File::options().read(true).write(true).open(&image).with_context(|| image.display().to_string())?;
+    let disk = export.disk();
+    create(path, &image, &*disk).with_context(|| path.display().to_string())?;
+    drop(disk);
+    let overlay = Wanted {
+        source: Source {
+            name: Name(path.into()),
+            image_opts: false,
+            format: Some("qcow2".into()),
+            ..wanted.source.clone()
+        },
+        ..wanted.clone()
+    };
+    let replaced = export.replace_disk(within, || overlay.open_disk(), || wanted.open_disk());
+    if let Err(error) = replaced {
+        // It is empty. If it stays, it is served as the image would be.
+        let _ = unlink(path);
+        return Err(error);
+    }
+    Ok(overlay)
+}
+
+/// Returns the path of the image that the overlay refers to.
+fn image_below(export: &Export, wanted: &Wanted) -> anyhow::Result<PathBuf> {
+    let Wanted { source, .. } = wanted;
+    anyhow::ensure!(!export.is_read_only(), "{:?} is served read-only: nothing is written to its image", export.name());
+    anyhow::ensure!(!source.untrusted, "the server runs with --untrusted, which forbids that images refer to others");
+    let reference = Reference::from_name(&source.name)?;
+    let is_path = !source.image_opts && reference == Reference::file(&reference.path);
+    anyhow::ensure!(is_path, "{}: only an image that is given by its path can be given an overlay", source.name);
+    Ok(std::path::absolute(reference.path)?)
+}
+
+/// Creates an empty overlay, durably. At no time there is an incomplete one at `path`.
+fn create(path: &Path, image: &Path, disk: &dyn Disk) -> anyhow::Result<()> {
+    let options = CreateOptions::default()
+        .size(disk.len())
+        .backing_file(Some(image.into()))
+        .backing_format(Some(disk.format().into()));
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = File::open(folder).context("its folder")?;
+    let mut unfinished = OsString::from(path);
+    unfinished.push(".unfinished");
+    let unfinished = PathBuf::from(unfinished);
+    let new = FileOptions { cache: CacheMode::Writeback, create: Create::New, ..FileOptions::default() };
+    let file = FileStorage::open(&unfinished, &new)?;
+    let written = block_on(async {
+        qcow2::create(&*file, None, &options).await?;
+        anyhow::Ok(file.flush().await?)
+    });
+    let named = written.and_then(|()| Ok(renameat_with(CWD, &unfinished, CWD, path, RenameFlags::NOREPLACE)?));
+    if named.is_err() {
+        let _ = unlink(&unfinished);
+    }
+    named?;
+    Ok(folder.sync_all()?)
+}
