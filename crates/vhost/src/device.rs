@@ -71,6 +71,12 @@ pub trait Device: Send + Sync {
         thread.run();
     }
 
+    /// Whether the device [marks](Vring::mark_written) all that it writes to the guest's memory. Without it a VM with
+    /// this device cannot migrate while it runs.
+    fn marks_written_memory(&self) -> bool {
+        false
+    }
+
     /// The driver has acknowledged these of [`Device::features`]. Called again after every [reset](Self::reset), before
     /// a ring runs.
     fn ack_features(&self, features: u64);

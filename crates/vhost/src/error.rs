@@ -68,6 +68,14 @@ pub enum RamError {
         /// The kernel's error.
         source: io::Error,
     },
+    /// An invalid dirty log.
+    #[error("dirty log of {length:#x} bytes: {why}")]
+    Log {
+        /// Bytes.
+        length: u64,
+        /// The reason.
+        why: String,
+    },
     /// More regions than a table may have.
     #[error("{got} memory regions, at most {most} are possible")]
     TooMany {

@@ -34,6 +34,10 @@ impl Device for TestDevice {
         3
     }
 
+    fn marks_written_memory(&self) -> bool {
+        true
+    }
+
     fn ack_features(&self, _features: u64) {}
 
     fn read_config(&self, _offset: u32, _into: &mut [u8]) {}

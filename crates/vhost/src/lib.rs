@@ -59,6 +59,7 @@
 
 mod connection;
 mod device;
+mod dirty_log;
 mod error;
 mod fault;
 mod front_end;

@@ -40,6 +40,8 @@ pub enum Request {
     SetOwner = 3,
     ResetOwner = 4,
     SetMemTable = 5,
+    SetLogBase = 6,
+    SetLogFd = 7,
     SetVringNum = 8,
     SetVringAddr = 9,
     SetVringBase = 10,
@@ -70,6 +72,8 @@ impl Request {
         Self::SetOwner,
         Self::ResetOwner,
         Self::SetMemTable,
+        Self::SetLogBase,
+        Self::SetLogFd,
         Self::SetVringNum,
         Self::SetVringAddr,
         Self::SetVringBase,
@@ -107,6 +111,7 @@ impl Request {
         matches!(
             self,
             Self::GetFeatures
+                | Self::SetLogBase
                 | Self::GetVringBase
                 | Self::GetProtocolFeatures
                 | Self::GetQueueNum
@@ -431,6 +436,26 @@ impl<'a> ConfigPiece<'a> {
     }
 }
 
+/// A dirty log: `SET_LOG_BASE`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogArea {
+    /// Its length in bytes.
+    pub length: u64,
+    /// Its offset in the file.
+    pub offset: u64,
+}
+
+impl LogArea {
+    /// Decodes it.
+    ///
+    /// # Errors
+    /// A body of another length.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let mut fields = exactly(body, 16)?;
+        Ok(Self { length: fields.u64()?, offset: fields.u64()? })
+    }
+}
+
 /// An inflight area: `GET_INFLIGHT_FD`, `SET_INFLIGHT_FD`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InflightArea {
@@ -504,7 +529,7 @@ mod tests {
         for request in Request::ALL {
             assert_eq!(Request::from_number(request.number()), Some(*request));
         }
-        assert_eq!(Request::from_number(6), None);
+        assert_eq!(Request::from_number(23), None);
     }
 
     proptest! {

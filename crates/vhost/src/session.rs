@@ -21,27 +21,30 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{FileType, MemfdFlags, fstat, ftruncate, memfd_create};
 use vm_memory::{FileOffset, MmapRegion};
 
+use crate::dirty_log::DirtyLog;
 use crate::fault::{FaultKind, Faults};
 use crate::inflight::{InflightRing, bytes_for_ring};
 use crate::message::{
-    ConfigPiece, InflightArea, MAX_CONFIG, MessageError, Request, TableRegion, VringAddress, VringFd, VringState,
-    decode_u64,
+    ConfigPiece, InflightArea, LogArea, MAX_CONFIG, MessageError, Request, TableRegion, VringAddress, VringFd,
+    VringState, decode_u64,
 };
 use crate::notifier::Notifier;
 use crate::ram::{MAX_REGIONS, Ram, RamRegion};
-use crate::vring::{Phase, RingAddresses, RingSetup};
+use crate::vring::{Phase, RingAddresses, RingLog, RingSetup};
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, RamError};
 
 const EVENT_INDEX: u64 = 1 << 29;
+/// `VHOST_F_LOG_ALL`: what is written to the guest's memory is marked in the dirty log.
+const LOG_ALL: u64 = 1 << 26;
 /// `VHOST_USER_F_PROTOCOL_FEATURES`
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 const VERSION_1: u64 = 1 << 32;
 
 const REPLY_ACK: u64 = 1 << 3;
-/// Several queues, acknowledgements, requests to the front end, configuration, inflight areas, reset, and regions one
-/// by one.
-const PROTOCOL: u64 = 1 | REPLY_ACK | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 15;
+/// Several queues, a dirty log, acknowledgements, requests to the front end, configuration, inflight areas, reset, and
+/// regions one by one.
+const PROTOCOL: u64 = 1 | 1 << 1 | REPLY_ACK | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 15;
 
 /// The answer to a message.
 #[derive(Debug)]
@@ -98,6 +101,7 @@ pub(crate) struct Session {
     ram: Option<Arc<Ram>>,
     rings: Vec<VringSettings>,
     inflight: Option<(Arc<MmapRegion>, InflightArea)>,
+    log: Option<Arc<DirtyLog>>,
     /// The device may have state of the driver.
     touched: bool,
     /// All rings were stopped, and the driver that continues may be the same.
@@ -121,6 +125,7 @@ impl Session {
             ram: None,
             rings,
             inflight: None,
+            log: None,
             touched: false,
             paused: false,
             driver_resumed: false,
@@ -162,6 +167,14 @@ impl Session {
             Request::SetMemTable => self.set_table(TableRegion::decode_table(body)?, descriptors)?,
             Request::AddMemReg => self.add_region(TableRegion::decode(body)?, descriptors)?,
             Request::RemMemReg => self.remove_region(TableRegion::decode(body)?)?,
+            Request::SetLogBase => {
+                let LogArea { length, offset } = LogArea::decode(body)?;
+                self.log = Some(Arc::new(DirtyLog::map(only(descriptors)?, offset, length)?));
+                self.apply_log();
+                return answer(0);
+            }
+            // A descriptor that would be notified of changes of the log; no front end uses it.
+            Request::SetLogFd => {}
             Request::SetVringNum => {
                 let state = VringState::decode(body)?;
                 let size = u16::try_from(state.value).ok().filter(|size| size.is_power_of_two() && *size <= 32768);
@@ -179,6 +192,7 @@ impl Session {
                 let address = VringAddress::decode(body)?;
                 self.ring(address.index)?.1.address = Some(address);
                 self.move_ring(address.index)?;
+                self.apply_log();
             }
             Request::GetVringBase => {
                 let state = VringState::decode(body)?;
@@ -241,18 +255,29 @@ impl Session {
     }
 
     fn offered(&self) -> u64 {
-        self.device.features() | VERSION_1 | EVENT_INDEX | PROTOCOL_FEATURES
+        let log = if self.device.marks_written_memory() { LOG_ALL } else { 0 };
+        self.device.features() | VERSION_1 | EVENT_INDEX | PROTOCOL_FEATURES | log
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), Refusal> {
         refuse_if(features & !self.offered() != 0, || format!("features {features:#x} were not offered"))?;
-        if self.paused && features == self.features {
+        let (others, log) = ((features ^ self.features) & !LOG_ALL, (features ^ self.features) & LOG_ALL);
+        if self.paused && others == 0 {
             // Rings begin disabled, of either driver.
             self.rings.iter_mut().for_each(|settings| settings.enabled = false);
+            self.features = features;
+            self.apply_log();
+            return Ok(());
+        }
+        if self.acked && others == 0 && log != 0 {
+            // A migration begins or ends: the rings run on.
+            self.features = features;
+            self.apply_log();
             return Ok(());
         }
         self.reset();
         self.features = features;
+        self.apply_log();
         self.ack_features();
         Ok(())
     }
@@ -262,6 +287,15 @@ impl Session {
         if !std::mem::replace(&mut self.acked, true) {
             self.device.ack_features(self.features & self.device.features());
             self.touched = true;
+        }
+    }
+
+    /// Has the rings mark what is written, or not.
+    fn apply_log(&self) {
+        let log = self.log.as_ref().filter(|_| self.features & LOG_ALL != 0);
+        for (settings, ring) in self.rings.iter().zip(self.worker.rings()) {
+            let used = settings.address.filter(|address| address.flags & 1 != 0).map(|address| address.log);
+            ring.vring.set_log(log.map(|log| RingLog { log: log.clone(), used }));
         }
     }
 

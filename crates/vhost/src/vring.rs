@@ -18,6 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::{Address as _, Bytes as _, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
+use crate::dirty_log::DirtyLog;
 use crate::inflight::InflightRing;
 use crate::notifier::Notifier;
 use crate::{QueueError, Ram};
@@ -62,6 +63,14 @@ pub(crate) enum Phase {
     Running,
 }
 
+/// The dirty log of a ring.
+#[derive(Clone, Debug)]
+pub(crate) struct RingLog {
+    pub(crate) log: Arc<DirtyLog>,
+    /// The address at which writes to the used ring are logged; `None`: they are not.
+    pub(crate) used: Option<u64>,
+}
+
 /// A ring.
 #[derive(Debug)]
 pub struct Vring {
@@ -80,6 +89,7 @@ struct State {
     taken: VecDeque<(Option<u16>, u16)>,
     inflight: Option<InflightRing>,
     resubmission: Option<Resubmission>,
+    log: Option<RingLog>,
 }
 
 /// Buffers that are processed again, because the server that had taken them was killed: as a separate ring, since the
@@ -104,6 +114,7 @@ impl Vring {
             taken: VecDeque::new(),
             inflight: None,
             resubmission: None,
+            log: None,
         };
         Self { state: Mutex::new(state) }
     }
@@ -118,6 +129,7 @@ impl Vring {
             taken: VecDeque::new(),
             inflight: None,
             resubmission: None,
+            log: None,
         };
         Self { state: Mutex::new(state) }
     }
@@ -174,6 +186,21 @@ impl Vring {
     /// Sets what the ring does once it is set up; buffers that were taken out remain so.
     pub(crate) fn set_phase(&self, phase: Phase) {
         self.lock().phase = phase;
+    }
+
+    /// Sets the log of what is written to the guest's memory, while its VM migrates.
+    pub(crate) fn set_log(&self, log: Option<RingLog>) {
+        self.lock().log = log;
+    }
+
+    /// Marks ranges of guest memory, addresses and lengths, that the device has written for buffers of this ring. To be
+    /// called after they were written, and before the buffers are given back. If the VM does not migrate, nothing is
+    /// done.
+    pub fn mark_written(&self, ranges: impl IntoIterator<Item = (u64, u64)>) {
+        let log = self.lock().log.as_ref().map(|log| log.log.clone());
+        if let Some(log) = log {
+            ranges.into_iter().for_each(|(address, length)| log.mark(address, length));
+        }
     }
 
     /// The memory that the ring and its buffers are in.
@@ -266,7 +293,9 @@ impl Vring {
         let mut guard = self.lock();
         let state = &mut *guard;
         let ram = state.usable()?;
-        buffers.iter().try_for_each(|&(head, length)| state.give_back(&ram, head, length))
+        let given_back = buffers.iter().try_for_each(|&(head, length)| state.give_back(&ram, head, length));
+        state.mark_used_ring();
+        given_back
     }
 
     /// Whether the driver wants a call for the buffers that were given back. The caller must act on the result: the
@@ -310,14 +339,18 @@ impl Vring {
     pub(crate) fn disable_notification(&self) -> Result<(), QueueError> {
         let mut state = self.lock();
         let ram = state.running()?;
-        Ok(state.queue.disable_notification(&**ram.memory())?)
+        let disabled = state.queue.disable_notification(&**ram.memory());
+        state.mark_used_ring();
+        Ok(disabled?)
     }
 
     /// Tells the driver to kick again; returns the index of the next buffer if there is one already.
     pub(crate) fn enable_notification(&self) -> Result<Option<u16>, QueueError> {
         let mut state = self.lock();
         let ram = state.running()?;
-        let more = state.queue.enable_notification(&**ram.memory())? || state.resubmission.is_some();
+        let more = state.queue.enable_notification(&**ram.memory());
+        state.mark_used_ring();
+        let more = more? || state.resubmission.is_some();
         Ok(more.then(|| state.queue.next_avail()))
     }
 
@@ -339,6 +372,14 @@ impl State {
         match &self.ram {
             Some(ram) if self.phase != Phase::Stopped => Ok(ram.clone()),
             _ => Err(QueueError::Stopped),
+        }
+    }
+
+    /// Marks the used ring, in which something was written: a few pages at most.
+    fn mark_used_ring(&self) {
+        if let Some(RingLog { log, used: Some(used) }) = &self.log {
+            // Flags, index, entries, and the index of the event.
+            log.mark(*used, 6 + 8 * u64::from(self.queue.size()));
         }
     }
 

@@ -167,6 +167,10 @@ impl Device for VhostUserBlk {
         self.threads
     }
 
+    fn marks_written_memory(&self) -> bool {
+        true
+    }
+
     fn run_queues(&self, thread: &mut QueueThread<'_>) {
         // The kicks of the thread's queues and the completions of the disk are waited for in one place.
         let kicks = Pollable::from(thread.descriptor());

@@ -10,6 +10,7 @@ use limosa_image::ImageError;
 use limosa_page::error_with_causes;
 use limosa_storage::IoVector;
 
+use super::chain::Piece;
 use super::request::{Action, ByteRange, ID_LENGTH, Status};
 use crate::counters::{Outcome, RequestKind};
 use crate::export::Export;
@@ -38,6 +39,8 @@ pub(super) struct Request {
     pub(super) action: Action,
     /// The memory that is read into or written from.
     pub(super) data: IoVector,
+    /// Guest memory that is written, apart from the status.
+    pub(super) writable: Vec<Piece>,
     /// Writes are durable before they are acknowledged.
     pub(super) write_through: bool,
     /// When it was taken out.
@@ -53,6 +56,8 @@ pub(super) struct Done {
     pub(super) status: Status,
     /// Bytes that were written into the guest's memory before the status.
     pub(super) written: usize,
+    /// Guest memory that was written, or may have been, apart from the status.
+    pub(super) writable: Vec<Piece>,
     pub(super) kind: RequestKind,
     /// Bytes that it covered.
     pub(super) length: u64,
@@ -69,7 +74,7 @@ impl Done {
 
 /// Carries out a request.
 pub(super) async fn execute(target: Arc<Target>, request: Request) -> Done {
-    let Request { head, segments, status: status_address, action, data, write_through, begun } = request;
+    let Request { head, segments, status: status_address, action, data, writable, write_through, begun } = request;
     let (kind, length) = action.counted(data.len() as u64);
     let (status, written) = match run(&target, &action, &data, write_through).await {
         Ok(written) => (Status::Ok, written),
@@ -82,7 +87,7 @@ pub(super) async fn execute(target: Arc<Target>, request: Request) -> Done {
             (Status::IoError, 0)
         }
     };
-    Done { head, segments, status_address, status, written, kind, length, begun }
+    Done { head, segments, status_address, status, written, writable, kind, length, begun }
 }
 
 async fn run(target: &Target, action: &Action, data: &IoVector, write_through: bool) -> Result<usize, ImageError> {

@@ -99,7 +99,7 @@ impl Queue {
                 return Ok(MoreWork::No);
             }
             let Some(chain) = vring.pop()? else { return Ok(MoreWork::No) };
-            state.begin(chain, &memory, mode, begun)?;
+            state.begin(chain, (&memory, vring), mode, begun)?;
         }
         Ok(MoreWork::Yes)
     }
@@ -140,7 +140,13 @@ impl State {
     }
 
     /// Begins the request of a buffer, or finishes it at once.
-    fn begin(&mut self, chain: Chain, memory: &GuestMemory, mode: &Mode, begun: Instant) -> Result<(), QueueError> {
+    fn begin(
+        &mut self,
+        chain: Chain,
+        (memory, vring): (&GuestMemory, &Vring),
+        mode: &Mode,
+        begun: Instant,
+    ) -> Result<(), QueueError> {
         let head = chain.head_index();
         let invalid = |why| QueueError::Buffer { head, why };
         let links = chain.map(|descriptor| Link {
@@ -162,25 +168,28 @@ impl State {
             let data = memory.vector(pieces).ok_or(Status::IoError)?;
             let segments = data.buffers().len();
             let (status, write_through) = (parts.status, mode.write_through);
-            Ok(Request { head, segments, status, action, data, write_through, begun })
+            Ok(Request { head, segments, status, action, data, writable: Vec::new(), write_through, begun })
         });
         match request {
-            Ok(request) => {
+            Ok(mut request) => {
+                request.writable = parts.writable;
                 self.segments += request.segments;
                 self.in_flight.push(Box::pin(execute(Arc::clone(&self.target), request)));
             }
-            Err(status) => self.finish(memory, &Done::refused(head, parts.status, status, begun), begun),
+            Err(status) => self.finish((memory, vring), &Done::refused(head, parts.status, status, begun), begun),
         }
         Ok(())
     }
 
-    fn finish(&mut self, memory: &GuestMemory, done: &Done, now: Instant) {
+    fn finish(&mut self, (memory, vring): (&GuestMemory, &Vring), done: &Done, now: Instant) {
         self.segments -= done.segments;
         let outcome = done.outcome(now);
         self.has_flushed |= outcome.kind == RequestKind::Flush && !outcome.failed;
         self.done.push(outcome);
         // It was memory when the request was taken, and memory does not change while the ring runs.
         let _ = memory.write_byte(done.status_address, done.status as u8);
+        let written = done.writable.iter().map(|piece| (piece.address, u64::from(piece.length)));
+        vring.mark_written(written.chain([(done.status_address, 1)]));
         // A read has at most `BYTES_MAX` bytes.
         self.finished.push((done.head, u32::try_from(done.written).unwrap_or(u32::MAX).saturating_add(1)));
     }
@@ -190,7 +199,7 @@ impl State {
         let (before, now) = (self.in_flight.len(), Instant::now());
         while let Poll::Ready(Some(done)) = self.in_flight.poll_next_unpin(context) {
             match &memory {
-                Ok(memory) => self.finish(memory, &done, now),
+                Ok(memory) => self.finish((memory, vring), &done, now),
                 // Its ring was never stopped without being drained.
                 Err(_) => self.segments -= done.segments,
             }
@@ -222,6 +231,7 @@ impl Done {
     /// A request that is not carried out.
     const fn refused(head: u16, status_address: u64, status: Status, begun: Instant) -> Self {
         let (segments, written, length) = (0, 0, 0);
-        Self { head, segments, status_address, status, written, kind: RequestKind::Other, length, begun }
+        let kind = RequestKind::Other;
+        Self { head, segments, status_address, status, written, writable: Vec::new(), kind, length, begun }
     }
 }

@@ -66,16 +66,20 @@ fn user_mode_linux_has_a_filesystem_on_it() {
     });
 }
 
-/// QEMU with Linux on the disk, and its driver's name.
+/// QEMU with Linux on the disk.
 fn start_qemu(bed: &Bed, queues: u32) -> Vm {
+    let vm = machine(bed, queues).start().unwrap();
+    // It takes commands.
+    vm.wait_counts(2).unwrap();
+    vm
+}
+
+fn machine(bed: &Bed, queues: u32) -> Machine {
     let chardev = format!("socket,id=blk,path={},reconnect-ms=50", bed.path("blk").display());
     let device = format!("vhost-user-blk-pci,chardev=blk,num-queues={queues}");
     let machine = Machine::linux(LinuxGuest::default()).backend(MemoryBackend::Memfd);
     let words = ["-chardev", &chardev, "-device", &device, "-smp", "2"];
-    let vm = words.iter().fold(machine, |machine, word| machine.argument(word)).start().unwrap();
-    // It takes commands.
-    vm.wait_counts(2).unwrap();
-    vm
+    words.iter().fold(machine, |machine, word| machine.argument(word))
 }
 
 #[test]
@@ -150,4 +154,33 @@ fn linux_in_stock_qemu_goes_on_when_its_disks_server_was_killed() {
     drop(vm);
     serving.stop();
     bed.qemu_img(&["check", "-q", "@disk"]);
+}
+
+/// The guest reads all the while: what the server writes into its memory must be in the saved file, too.
+#[test]
+fn a_vm_is_saved_while_it_runs_and_its_memory_has_what_the_disk_wrote_there() {
+    needs_qemu!();
+    let bed = Bed::new();
+    overlay(&bed);
+    let serving = bed.serve_blk("blk", &["disk", "--queues", "2"]);
+    let machine = machine(&bed, 2);
+    let vm = machine.start().unwrap();
+    vm.wait_counts(2).unwrap();
+    let wanted = md5_of(&bed.path("base"));
+    let reads =
+        "( while :; do echo 3 > /proc/sys/vm/drop_caches; md5sum /dev/vda >> /tmp/sums; done ) > /dev/null 2>&1 &";
+    vm.shell_within(reads, LONG).unwrap();
+    wait_for("a sum", || (!vm.shell_within("cat /tmp/sums || true", LONG).unwrap().is_empty()).then_some(()));
+    let file = bed.path("state");
+    vm.save_file(&file, 0).unwrap();
+    drop(vm);
+    let vm = machine.start_incoming().unwrap();
+    vm.load_file(&file, 0).unwrap();
+    let sums = || vm.shell_within("cut -c1-32 /tmp/sums", LONG).unwrap();
+    let before = sums().len();
+    wait_for("more sums", || (sums().len() > before + 1).then_some(()));
+    let sums = sums();
+    assert!(sums.iter().all(|sum| *sum == wanted), "{wanted}: {sums:?}");
+    drop(vm);
+    serving.stop();
 }

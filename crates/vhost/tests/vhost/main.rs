@@ -2,6 +2,7 @@
 
 mod peer;
 
+mod dirty_log;
 mod in_flight;
 mod inflight;
 mod messages;

@@ -101,6 +101,10 @@ impl Device for Incrementer {
         *self.front_end.lock() = Some(front_end);
     }
 
+    fn marks_written_memory(&self) -> bool {
+        true
+    }
+
     fn num_threads(&self) -> usize {
         self.threads.load(Ordering::SeqCst).max(1)
     }
@@ -146,6 +150,7 @@ impl Device for Incrementer {
             memory.read_slice(&mut bytes, descriptor.addr()).unwrap();
             bytes.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
             memory.write_slice(&bytes, descriptor.addr()).unwrap();
+            vring.mark_written([(descriptor.addr().0, u64::from(descriptor.len()))]);
             written += descriptor.len();
         }
         vring.add_used(head, written)?;
@@ -396,6 +401,14 @@ impl Guest {
 
     pub(crate) fn at(offset: u64) -> GuestAddress {
         GuestAddress(AT + offset)
+    }
+
+    /// Body of `SET_VRING_ADDR`, with the used ring logged.
+    pub(crate) fn logged_address(&self) -> Vec<u8> {
+        let mut body = self.address();
+        body[4] = 1;
+        body[32..40].copy_from_slice(&self.place(0x3000).0.to_le_bytes());
+        body
     }
 
     /// Body of `SET_VRING_ADDR`.
