@@ -39,6 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("nbd", limosa_fuzz::nbd::seeds()),
         ("working_set", working_set()),
         ("vhost_user", vec![limosa_vhost::fuzzing::seed()]),
+        ("vhost_user_blk", limosa_fuzz::blk::seeds()),
     ] {
         let folder = corpus.join(target);
         fs::create_dir_all(&folder)?;

@@ -5,36 +5,22 @@
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::thread;
 
 use libfuzzer_sys::fuzz_target;
 use limosa_channel::Channel;
 use limosa_export::nbd::{Limits, Server, ServerOptions};
 use limosa_export::{Export, Exports};
-use limosa_fuzz::image::open;
+use limosa_fuzz::image::{empty, open};
 use limosa_fuzz::nbd::agreement;
 use limosa_image::Disk;
-use limosa_image::qcow2::{CheckOptions, CreateOptions, check, create};
-use limosa_storage::{MemoryStorage, block_on};
-
-/// Length of the disk in bytes.
-const SIZE: u64 = 1 << 20;
-
-/// An image without contents.
-fn image() -> MemoryStorage {
-    static IMAGE: OnceLock<Vec<u8>> = OnceLock::new();
-    let bytes = IMAGE.get_or_init(|| {
-        let storage = MemoryStorage::growing_to(8 << 20);
-        block_on(create(&storage, None, &CreateOptions::default().size(SIZE).cluster_size(4096))).expect("an image");
-        storage.contents()
-    });
-    MemoryStorage::with_contents(bytes.clone(), 8 << 20)
-}
+use limosa_image::qcow2::{CheckOptions, check};
+use limosa_storage::block_on;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&how, data)) = data.split_first() else { return };
-    let storage = image();
+    let storage = empty();
     let disk = open(&storage, false).expect("a sound image opens");
     let exports = Exports::new();
     let disk: Arc<dyn Disk> = disk;

@@ -3,9 +3,9 @@
 //! An input is a number of requests, the requests, six bytes each, and the image.
 
 use limosa_image::GuestOffset;
-use limosa_image::qcow2::{Header, ImageParts, Qcow2, Qcow2Options};
+use limosa_image::qcow2::{CreateOptions, Header, ImageParts, Qcow2, Qcow2Options, create};
 use limosa_storage::{MemoryStorage, block_on};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// How long the image may become, in bytes.
 pub const MOST: u64 = 4 << 20;
@@ -64,4 +64,16 @@ pub fn open(storage: &MemoryStorage, read_only: bool) -> Option<Arc<Qcow2>> {
         let options = Qcow2Options::default().read_only(read_only).cache_size(64 << 10);
         Qcow2::open(parts, options).await.ok()
     })
+}
+
+/// An image without contents, of a disk of 1 MiB.
+pub fn empty() -> MemoryStorage {
+    static IMAGE: OnceLock<Vec<u8>> = OnceLock::new();
+    let bytes = IMAGE.get_or_init(|| {
+        let storage = MemoryStorage::growing_to(8 << 20);
+        let options = CreateOptions::default().size(1 << 20).cluster_size(4096);
+        block_on(create(&storage, None, &options)).expect("an image");
+        storage.contents()
+    });
+    MemoryStorage::with_contents(bytes.clone(), 8 << 20)
 }

@@ -1,5 +1,6 @@
 //! The inputs that the fuzz targets and their seeds have in common.
 
+pub mod blk;
 pub mod image;
 pub mod nbd;
 
