@@ -2,18 +2,19 @@
 //! driver sends.
 //!
 //! Their facts are those of QEMU's docs/interop/vhost-user.rst and of virtio 1.2, and none of limosa's code. The
-//! guest's memory is a memfd that is read and written by system calls, so there are no references to it.
+//! guest's memory is a memfd that is mapped here, and accessed as what others change.
 
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::retry_on_intr;
@@ -21,6 +22,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     recvmsg, sendmsg,
 };
+use vm_memory::{Bytes as _, FileOffset, MmapRegion, VolatileMemory as _};
 
 /// For what should take moments on any machine: a limit for a server that hangs, not a measure.
 const SOON: Duration = Duration::from_secs(120);
@@ -181,6 +183,7 @@ pub struct BlkSettings {
 pub struct BlkClient {
     stream: UnixStream,
     memory: File,
+    mapped: MmapRegion,
     settings: BlkSettings,
     features: u64,
     queues: Vec<BlkQueue>,
@@ -196,6 +199,8 @@ impl BlkClient {
     pub fn connect(path: &Path, settings: BlkSettings) -> Result<Self> {
         let memory = File::from(memfd_create("guest", MemfdFlags::CLOEXEC)?);
         memory.set_len(AREA * u64::from(settings.queues))?;
+        let length = usize::try_from(AREA)? * usize::from(settings.queues);
+        let mapped = MmapRegion::from_file(FileOffset::new(memory.try_clone()?, 0), length)?;
         let queue = || -> Result<BlkQueue> {
             let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
             Ok(BlkQueue { kick: event()?, call: event()?, available: 0, used: 0, slots: Default::default() })
@@ -203,7 +208,7 @@ impl BlkClient {
         let queues = (0..settings.queues).map(|_| queue()).collect::<Result<_>>()?;
         let stream = stream(path)?;
         let inflight = (Vec::new(), memfd_create("none", MemfdFlags::CLOEXEC)?);
-        let mut client = Self { stream, memory, settings, features: 0, queues, inflight };
+        let mut client = Self { stream, memory, mapped, settings, features: 0, queues, inflight };
         client.negotiate()?;
         let mut area = vec![0; 24];
         area[16..18].copy_from_slice(&settings.queues.to_le_bytes());
@@ -381,7 +386,9 @@ impl BlkClient {
         state.available = state.available.wrapping_add(1);
         let available = state.available;
         self.write(area + entry, &first.to_le_bytes())?;
-        self.write(area + AVAILABLE + 2, &available.to_le_bytes())
+        // The device sees the entry before the index.
+        let index = place(area + AVAILABLE + 2)?;
+        Ok(self.mapped.as_volatile_slice().store(available.to_le(), index, Ordering::SeqCst)?)
     }
 
     /// Guest address of a slot: its header is there, its status 0x100 behind, its data 0x1000 behind.
@@ -436,19 +443,29 @@ impl BlkClient {
             if let Some(reply) = self.try_reply(queue)? {
                 return Ok(reply);
             }
-            let call = &self.queues[usize::from(queue)].call;
-            let mut fds = [PollFd::new(call, PollFlags::IN), PollFd::new(&self.stream, PollFlags::IN)];
-            // A call that is missing is found by the test's own measure; a short wait looks again.
-            retry_on_intr(|| poll(&mut fds, Some(&Timespec { tv_sec: 1, tv_nsec: 0 })))?;
-            let [_, server] = &fds;
-            let is_gone = !server.revents().is_empty();
-            let mut count = [0; 8];
-            let _ = rustix::io::read(call, &mut count);
-            if is_gone && self.used_index(queue)? == self.queues[usize::from(queue)].used {
-                bail!("the server is gone");
-            }
+            self.wait(queue..queue + 1)?;
             ensure!(Instant::now() < end, "no reply in time");
         }
+    }
+
+    /// Waits until a request of these queues is done, at most for a second.
+    ///
+    /// # Errors
+    /// The server is gone, and no request is done.
+    pub fn wait(&self, queues: Range<u16>) -> Result<()> {
+        let queues = || queues.clone().map(|queue| (queue, &self.queues[usize::from(queue)]));
+        let calls = queues().map(|(_, state)| PollFd::new(&state.call, PollFlags::IN));
+        let mut fds: Vec<_> = calls.chain([PollFd::new(&self.stream, PollFlags::IN)]).collect();
+        // A call that is missing is found by the test's own measure; a short wait looks again.
+        retry_on_intr(|| poll(&mut fds, Some(&Timespec { tv_sec: 1, tv_nsec: 0 })))?;
+        let is_gone = fds.last().is_some_and(|server| !server.revents().is_empty());
+        let mut is_done = false;
+        for (queue, state) in queues() {
+            let _ = rustix::io::read(&state.call, &mut [0; 8]);
+            is_done |= self.used_index(queue)? != state.used;
+        }
+        ensure!(is_done || !is_gone, "the server is gone");
+        Ok(())
     }
 
     /// Carries out one request alone.
@@ -481,7 +498,8 @@ impl BlkClient {
     /// # Errors
     /// The memory is gone.
     pub fn used_index(&self, queue: u16) -> Result<u16> {
-        Ok(u16::from_le_bytes(self.read(GUEST + AREA * u64::from(queue) + USED + 2, 2)?.as_slice().try_into()?))
+        let index = place(GUEST + AREA * u64::from(queue) + USED + 2)?;
+        Ok(u16::from_le(self.mapped.as_volatile_slice().load(index, Ordering::SeqCst)?))
     }
 
     /// Bytes of guest memory.
@@ -490,7 +508,7 @@ impl BlkClient {
     /// The memory does not reach that far.
     pub fn read(&self, address: u64, length: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; length];
-        self.memory.read_exact_at(&mut bytes, address - GUEST)?;
+        self.mapped.as_volatile_slice().read_slice(&mut bytes, place(address)?)?;
         Ok(bytes)
     }
 
@@ -499,7 +517,7 @@ impl BlkClient {
     /// # Errors
     /// The memory does not reach that far.
     pub fn write(&self, address: u64, bytes: &[u8]) -> Result<()> {
-        Ok(self.memory.write_all_at(bytes, address - GUEST)?)
+        Ok(self.mapped.as_volatile_slice().write_slice(bytes, place(address)?)?)
     }
 
     // ---- messages
@@ -557,6 +575,11 @@ impl BlkClient {
         ensure!(body == [0; 8], "{ask:?} was refused");
         Ok(())
     }
+}
+
+/// The place of a guest address in the memory.
+fn place(address: u64) -> Result<usize> {
+    Ok(usize::try_from(address.checked_sub(GUEST).context("no memory is there")?)?)
 }
 
 fn stream(path: &Path) -> Result<UnixStream> {

@@ -1,6 +1,7 @@
 //! The client: a number of requests in flight on each connection, and nothing done with what comes.
 //!
-//! It speaks the oldest form of the protocol, which all servers have: its replies are the smallest.
+//! Over NBD it speaks the oldest form of the protocol, which all servers have: its replies are the smallest. Over
+//! vhost-user-blk it is the testkit's driver, with a thread for all queues.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -9,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use limosa_testkit::{BLK_SLOTS, BlkClient, BlkCommand, BlkSettings};
 
 use super::servers::{Address, EXPORT};
 
@@ -29,15 +31,26 @@ pub(super) struct Load {
     pub(super) depth: u64,
     /// Requests on all connections.
     pub(super) count: u64,
+    /// Connections, or queues of a device.
     pub(super) connections: u64,
-    /// Over TCP, or else a unix socket.
-    pub(super) tcp: bool,
+    pub(super) front: Front,
+}
+
+/// How the disk is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Front {
+    /// NBD over a unix socket.
+    Unix,
+    /// NBD over TCP.
+    Tcp,
+    /// vhost-user-blk.
+    Device,
 }
 
 impl Load {
     /// Writes of 4 KiB anywhere on a disk of `size` bytes, 16 in flight on one connection; none yet.
     pub(super) const fn new(size: u64) -> Self {
-        Self { size, length: 4096, step: None, write: true, depth: 16, count: 0, connections: 1, tcp: false }
+        Self { size, length: 4096, step: None, write: true, depth: 16, count: 0, connections: 1, front: Front::Unix }
     }
 }
 
@@ -54,13 +67,37 @@ pub(super) struct Outcome {
     pub(super) latencies: Vec<u64>,
 }
 
+/// Those who use the disk.
+pub(super) enum Clients {
+    Connections(Vec<Box<dyn Stream>>),
+    Driver(Box<BlkClient>),
+}
+
 /// Connects as often as the load asks for, and uses the export.
-pub(super) fn connect(address: &Address, load: &Load) -> Result<Vec<Box<dyn Stream>>> {
-    (0..load.connections).map(|_| connect_one(address)).collect()
+pub(super) fn connect(address: &Address, load: &Load) -> Result<Clients> {
+    if let Address::Device(path, queues) = address {
+        let settings = BlkSettings { queues: *queues, without: 0 };
+        return Ok(Clients::Driver(Box::new(when_it_listens(|| BlkClient::connect(path, settings))?)));
+    }
+    let connections = (0..load.connections).map(|_| connect_one(address)).collect::<Result<_>>()?;
+    Ok(Clients::Connections(connections))
+}
+
+/// Tries until the server listens.
+fn when_it_listens<T, E: Into<anyhow::Error>>(mut connect: impl FnMut() -> Result<T, E>) -> Result<T> {
+    let begun = Instant::now();
+    loop {
+        match connect() {
+            Ok(connected) => return Ok(connected),
+            Err(error) if begun.elapsed() > SOON => return Err(error.into()).context("the server does not listen"),
+            Err(_) => thread::sleep(Duration::from_millis(1)),
+        }
+    }
 }
 
 fn open(address: &Address) -> io::Result<Box<dyn Stream>> {
     match address {
+        Address::Device(..) => Err(io::ErrorKind::Unsupported.into()),
         Address::Unix(path) => Ok(Box::new(UnixStream::connect(path)?)),
         Address::Tcp(port) => {
             let stream = TcpStream::connect(("127.0.0.1", *port))?;
@@ -71,14 +108,7 @@ fn open(address: &Address) -> io::Result<Box<dyn Stream>> {
 }
 
 fn connect_one(address: &Address) -> Result<Box<dyn Stream>> {
-    let begun = Instant::now();
-    let mut stream = loop {
-        match open(address) {
-            Ok(stream) => break stream,
-            Err(error) if begun.elapsed() > SOON => return Err(error).context("the server does not listen"),
-            Err(_) => thread::sleep(Duration::from_millis(1)),
-        }
-    };
+    let mut stream = when_it_listens(|| open(address))?;
     stream.read_exact(&mut [0; 18]).context("the greeting")?;
     let name = EXPORT.as_bytes();
     let length = u32::try_from(name.len())?;
@@ -88,8 +118,66 @@ fn connect_one(address: &Address) -> Result<Box<dyn Stream>> {
     Ok(stream)
 }
 
+/// Puts the load on the server.
+pub(super) fn run(clients: &mut Clients, load: &Load) -> Result<Outcome> {
+    match clients {
+        Clients::Connections(connections) => run_connections(connections, load),
+        Clients::Driver(driver) => run_driver(driver, load),
+    }
+}
+
+/// Puts the load on the queues of a device.
+fn run_driver(driver: &mut BlkClient, load: &Load) -> Result<Outcome> {
+    const SECTOR: u64 = 512;
+    let depth = usize::try_from(load.depth)?.min(BLK_SLOTS.into());
+    let queues = u16::try_from(load.connections)?;
+    let length = usize::try_from(load.length)?;
+    let data = vec![0x5a; length];
+    let mut places: Vec<_> = (0..load.connections).map(|number| Places::new(load, number)).collect();
+    let mut left = vec![load.count / load.connections; usize::from(queues)];
+    let mut begun_at = vec![[Instant::now(); BLK_SLOTS as usize]; usize::from(queues)];
+    let mut latencies = Vec::with_capacity(usize::try_from(load.count)?);
+    let begun = Instant::now();
+    loop {
+        let mut is_done = true;
+        let mut moved = false;
+        for (queue, ((places, left), begun_at)) in (0..queues).zip(places.iter_mut().zip(&mut left).zip(&mut begun_at))
+        {
+            while let Some(reply) = driver.try_reply(queue)? {
+                ensure!(reply.status == 0, "a request failed: {}", reply.status);
+                let begun = begun_at.get(usize::from(reply.slot)).context("an unknown slot")?;
+                latencies.push(crate::measure::nanoseconds(begun.elapsed()));
+                moved = true;
+            }
+            let mut has_new = false;
+            while *left > 0 && driver.in_flight(queue) < depth {
+                let sector = places.next_place() / SECTOR;
+                let command =
+                    if load.write { BlkCommand::Write(sector, data.clone()) } else { BlkCommand::Read(sector, length) };
+                let now = Instant::now();
+                let slot = driver.submit(queue, &command, usize::MAX, false)?;
+                if let Some(begun) = begun_at.get_mut(usize::from(slot)) {
+                    *begun = now;
+                }
+                *left -= 1;
+                has_new = true;
+            }
+            if has_new {
+                driver.kick(queue)?;
+            }
+            is_done &= driver.in_flight(queue) == 0;
+        }
+        if is_done {
+            return Ok(Outcome { wall: begun.elapsed(), latencies });
+        }
+        if !moved {
+            driver.wait(0..queues)?;
+        }
+    }
+}
+
 /// Puts the load on the connections, each from a thread.
-pub(super) fn run(connections: &mut [Box<dyn Stream>], load: &Load) -> Result<Outcome> {
+fn run_connections(connections: &mut [Box<dyn Stream>], load: &Load) -> Result<Outcome> {
     let begun = Instant::now();
     let results = thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -109,21 +197,37 @@ pub(super) fn run(connections: &mut [Box<dyn Stream>], load: &Load) -> Result<Ou
     Ok(Outcome { wall, latencies })
 }
 
+/// The places of the requests of a connection.
+struct Places<'a> {
+    load: &'a Load,
+    next: u64,
+    state: u64,
+}
+
+impl<'a> Places<'a> {
+    fn new(load: &'a Load, number: u64) -> Self {
+        let next = number * (load.count / load.connections);
+        Self { load, next, state: 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(number + 1) }
+    }
+
+    fn next_place(&mut self) -> u64 {
+        let Load { size, length, step, .. } = *self.load;
+        if let Some(step) = step {
+            self.next += 1;
+            return (self.next - 1) * step % size;
+        }
+        self.state ^= self.state << 13;
+        self.state ^= self.state >> 7;
+        self.state ^= self.state << 17;
+        self.state % (size / u64::from(length)).max(1) * u64::from(length)
+    }
+}
+
 /// The requests of one connection. Returns their latencies in nanoseconds.
 fn one(stream: &mut Box<dyn Stream>, load: &Load, number: u64) -> Result<Vec<u64>> {
     let count = load.count / load.connections;
     let length = usize::try_from(load.length)?;
-    let places = (load.size / u64::from(load.length)).max(1);
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(number + 1);
-    let mut place = move |request: u64| match load.step {
-        Some(step) => (number * count + request) * step % load.size,
-        None => {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state % places * u64::from(load.length)
-        }
-    };
+    let mut places = Places::new(load, number);
     let data = vec![0x5a; length];
     let mut begun = vec![Instant::now(); usize::try_from(count)?];
     let mut latencies = Vec::with_capacity(begun.len());
@@ -133,7 +237,7 @@ fn one(stream: &mut Box<dyn Stream>, load: &Load, number: u64) -> Result<Vec<u64
         out.extend_from_slice(&[0x25, 0x60, 0x95, 0x13, 0, 0]);
         out.extend_from_slice(&command.to_be_bytes());
         out.extend_from_slice(&u64::to_be_bytes(sent));
-        out.extend_from_slice(&place(sent).to_be_bytes());
+        out.extend_from_slice(&places.next_place().to_be_bytes());
         out.extend_from_slice(&load.length.to_be_bytes());
         if load.write {
             out.extend_from_slice(&data);

@@ -1,4 +1,4 @@
-//! Disks served over NBD: by limosa, by QEMU's storage daemon, and raw ones by nbdkit.
+//! Disks served over NBD and vhost-user-blk: by limosa, by QEMU's storage daemon, and raw ones over NBD by nbdkit.
 //!
 //! Law: the servers of a case serve files that were made the same way, through the page cache, at the same kind of
 //! socket; one client puts the same requests on each, and its clock begins with the first one. CPU time is the server's
@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-use self::client::Load;
+use self::client::{Front, Load};
 use self::servers::{Address, LIMOSA, NBDKIT, QEMU, Server};
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
@@ -73,15 +73,15 @@ impl Images {
     }
 
     /// An address that is free.
-    fn address(&self, tcp: bool) -> Result<Address> {
-        if tcp {
-            // It is closed here, and stays free for a while: ports are given in turn.
-            let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-            return Ok(Address::Tcp(port));
-        }
-        let socket = self.folder.join("nbd");
+    fn address(&self, load: &Load) -> Result<Address> {
+        let socket = self.folder.join("socket");
         let _ = std::fs::remove_file(&socket);
-        Ok(Address::Unix(socket))
+        Ok(match load.front {
+            Front::Unix => Address::Unix(socket),
+            // It is closed here, and stays free for a while: ports are given in turn.
+            Front::Tcp => Address::Tcp(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port()),
+            Front::Device => Address::Device(socket, u16::try_from(load.connections)?),
+        })
     }
 
     /// The file that is served, made if each run has a new one.
@@ -116,7 +116,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     let mut contestants = Vec::new();
     let cases = cases(size);
     for (case, disk, load) in &cases {
-        for server in servers.iter().filter(|server| server.serves(*disk)) {
+        for server in servers.iter().filter(|server| server.serves(*disk, load)) {
             if !options.wants(case, server.name()) {
                 continue;
             }
@@ -127,7 +127,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         }
     }
     let frame = Frame { touch: options.touch.unwrap_or(0) };
-    for server in servers.iter().filter(|server| server.serves(Disk::Qcow2) && options.wants(START, server.name())) {
+    for server in servers.iter().filter(|server| server.name() != NBDKIT && options.wants(START, server.name())) {
         let (images, server) = (images.clone(), server.clone());
         let variant = server.name().to_owned();
         let run = Box::new(move |_: &Frame| measure_start(&images, &server));
@@ -196,7 +196,7 @@ fn cases(size: u64) -> Vec<(String, Disk, Load)> {
             if depth == 16 {
                 cases.push((format!("raw, {case}"), Disk::Raw, load.clone()));
                 cases.push((format!("null, {case}"), Disk::Null, load.clone()));
-                cases.push((format!("qcow2, {case}, tcp"), Disk::Qcow2, Load { tcp: true, ..load.clone() }));
+                cases.push((format!("qcow2, {case}, tcp"), Disk::Qcow2, Load { front: Front::Tcp, ..load.clone() }));
                 cases.push((format!("qcow2, {case}, 4 connections"), Disk::Qcow2, Load { connections: 4, ..load }));
             }
         }
@@ -210,14 +210,39 @@ fn cases(size: u64) -> Vec<(String, Disk, Load)> {
     }
     // Each in a cluster of its own.
     let (step, count) = (64 << 10, (size >> 16).min(8192));
-    let load = Load { step: Some(step), count, ..load };
-    cases.push(("overlay, first 4 KiB writes, depth 16".to_owned(), Disk::Overlay, load));
+    let first = Load { step: Some(step), count, ..load };
+    cases.push(("overlay, first 4 KiB writes, depth 16".to_owned(), Disk::Overlay, first.clone()));
+    let first = Load { front: Front::Device, ..first };
+    cases.push(("blk: overlay, first 4 KiB writes, depth 16".to_owned(), Disk::Overlay, first));
+    cases.extend(device_cases(size));
+    cases
+}
+
+/// The cases over vhost-user-blk.
+fn device_cases(size: u64) -> Vec<(String, Disk, Load)> {
+    let mut cases = Vec::new();
+    let load = Load { front: Front::Device, ..Load::new(size) };
+    for (write, verb) in [(false, "read"), (true, "write")] {
+        for (depth, count) in [(1, 20_000), (16, 60_000)] {
+            let load = Load { write, depth, count, ..load.clone() };
+            let case = format!("4 KiB {verb}, depth {depth}");
+            cases.push((format!("blk: qcow2, {case}"), Disk::Qcow2, load.clone()));
+            if depth == 16 {
+                cases.push((format!("blk: raw, {case}"), Disk::Raw, load.clone()));
+                cases.push((format!("blk: null, {case}"), Disk::Null, load.clone()));
+                cases.push((format!("blk: qcow2, {case}, 2 queues"), Disk::Qcow2, Load { connections: 2, ..load }));
+            }
+        }
+        let (length, step, count) = (64 << 10, Some(64 << 10), (size >> 16).min(16_384));
+        let load = Load { length, step, write, depth: 4, count, ..load.clone() };
+        cases.push((format!("blk: qcow2, 64 KiB {verb}, in order"), Disk::Qcow2, load));
+    }
     cases
 }
 
 fn measure(images: &Images, server: &Server, disk: Disk, load: &Load) -> Result<Measured> {
     let file = images.prepare(disk)?;
-    let address = images.address(load.tcp)?;
+    let address = images.address(load)?;
     let running = server.start(disk, &file, &address)?;
     let mut connections = client::connect(&address, load)?;
     let before = process_cpu(running.pid())?;
@@ -239,8 +264,8 @@ fn measure(images: &Images, server: &Server, disk: Disk, load: &Load) -> Result<
 
 fn measure_start(images: &Images, server: &Server) -> Result<Measured> {
     let file = images.prepare(Disk::Qcow2)?;
-    let address = images.address(false)?;
     let load = Load { count: 1, depth: 1, write: false, ..Load::new(4096) };
+    let address = images.address(&load)?;
     let begun = std::time::Instant::now();
     let running = server.start(Disk::Qcow2, &file, &address)?;
     let mut connections = client::connect(&address, &load)?;

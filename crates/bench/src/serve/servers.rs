@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use super::Disk;
+use super::client::{Front, Load};
 use crate::process::Process;
 
 pub(super) const LIMOSA: &str = "limosa";
@@ -21,6 +22,8 @@ pub(super) enum Address {
     Unix(PathBuf),
     /// A port of the loopback address.
     Tcp(u16),
+    /// The socket of a device of this number of queues.
+    Device(PathBuf, u16),
 }
 
 /// A server that can be started.
@@ -45,9 +48,9 @@ impl Server {
         self.name
     }
 
-    /// nbdkit has no plugin that writes qcow2 images.
-    pub(super) fn serves(&self, disk: Disk) -> bool {
-        self.name != NBDKIT || matches!(disk, Disk::Raw | Disk::Null)
+    /// nbdkit has no plugin that writes qcow2 images, and no devices.
+    pub(super) fn serves(&self, disk: Disk, load: &Load) -> bool {
+        self.name != NBDKIT || (matches!(disk, Disk::Raw | Disk::Null) && load.front != Front::Device)
     }
 
     /// Starts it.
@@ -59,16 +62,20 @@ impl Server {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         match self.name {
             LIMOSA => {
-                let address = match address {
-                    Address::Unix(socket) => format!("unix:{}", text(socket)?),
-                    Address::Tcp(port) => format!("tcp:127.0.0.1:{port}"),
-                };
-                command.args(["serve", "-f", format, &file, "--name", EXPORT, "--nbd", &address])
+                command.args(["serve", "-f", format, &file, "--name", EXPORT]);
+                match address {
+                    Address::Unix(socket) => command.args(["--nbd", &format!("unix:{}", text(socket)?)]),
+                    Address::Tcp(port) => command.args(["--nbd", &format!("tcp:127.0.0.1:{port}")]),
+                    Address::Device(socket, queues) => {
+                        command.args(["--vhost-user-blk", &text(socket)?, "--queues", &queues.to_string()])
+                    }
+                }
             }
             NBDKIT => {
                 match address {
                     Address::Unix(socket) => command.args(["-f", "-U", &text(socket)?]),
                     Address::Tcp(port) => command.args(["-f", "-i", "127.0.0.1", "-p", &port.to_string()]),
+                    Address::Device(..) => bail!("nbdkit has no devices"),
                 };
                 match disk {
                     Disk::Null => command.args(["null", &size.to_string()]),
@@ -76,8 +83,11 @@ impl Server {
                 }
             }
             _ => {
+                let server_address = address;
                 let address = match address {
-                    Address::Unix(socket) => format!("addr.type=unix,addr.path={}", text(socket)?),
+                    Address::Unix(socket) | Address::Device(socket, _) => {
+                        format!("addr.type=unix,addr.path={}", text(socket)?)
+                    }
                     Address::Tcp(port) => format!("addr.type=inet,addr.host=127.0.0.1,addr.port={port}"),
                 };
                 let nodes = match disk {
@@ -88,12 +98,17 @@ impl Server {
                     ],
                 };
                 nodes.iter().for_each(|node| _ = command.args(["--blockdev", node]));
-                command.args([
-                    "--nbd-server",
-                    &format!("{address},max-connections=0"),
-                    "--export",
-                    &format!("type=nbd,id=export,node-name=disk,name={EXPORT},writable=on"),
-                ])
+                if let Address::Device(_, queues) = server_address {
+                    let how = format!("{address},num-queues={queues},writable=on");
+                    command.args(["--export", &format!("type=vhost-user-blk,id=export,node-name=disk,{how}")])
+                } else {
+                    command.args([
+                        "--nbd-server",
+                        &format!("{address},max-connections=0"),
+                        "--export",
+                        &format!("type=nbd,id=export,node-name=disk,name={EXPORT},writable=on"),
+                    ])
+                }
             }
         };
         Process::start(command, None)
