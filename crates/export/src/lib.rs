@@ -27,6 +27,7 @@ mod clients;
 mod counters;
 mod export;
 mod failure_log;
+mod gathered;
 mod medium;
 pub mod nbd;
 pub mod vhost_user_blk;

@@ -320,6 +320,14 @@ impl Vring {
         Ok(wanted)
     }
 
+    /// Whether it runs, and the driver has made buffers available that were not taken.
+    pub(crate) fn has_available(&self) -> bool {
+        let state = self.lock();
+        let Ok(ram) = state.running() else { return false };
+        let index = state.queue.avail_idx(&**ram.memory(), Ordering::Acquire);
+        index.is_ok_and(|index| index.0 != state.queue.next_avail())
+    }
+
     /// Number of descriptors of the ring.
     pub fn size(&self) -> u16 {
         self.lock().queue.size()

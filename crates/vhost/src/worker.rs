@@ -234,6 +234,19 @@ impl QueueThread<'_> {
         self.take_kicks_or_wait(false);
     }
 
+    /// Looks for buffers that no kick has announced yet. Queues that have requests in flight, or wait, may leave
+    /// buffers in their rings on purpose, and are not looked at. Returns whether a queue has work.
+    pub fn find_work(&mut self) -> bool {
+        let (worker, others) = (self.worker, self.in_flight | self.waiting);
+        let own = worker.rings.iter().enumerate().skip(self.number).step_by(worker.threads.len());
+        for (index, ring) in own.filter(|(index, _)| others & bit(*index) == 0) {
+            if !ring.broken.load(Ordering::SeqCst) && ring.vring.has_available() {
+                self.pending |= bit(index);
+            }
+        }
+        self.pending != 0
+    }
+
     /// Processes each queue that has work once, and polls the device's requests in flight, which wake the task of
     /// `context` when they can continue.
     pub fn turn(&mut self, context: &mut Context<'_>) -> Turn {

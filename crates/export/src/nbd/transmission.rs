@@ -28,6 +28,7 @@ use super::protocol::admission::{Disconnect, Facts};
 use super::protocol::error::ErrorCode;
 use crate::clients::{Access, Client};
 use crate::counters::{Outcome, RequestKind};
+use crate::gathered::Gathered;
 
 /// How a connection ended.
 #[derive(Debug)]
@@ -49,12 +50,6 @@ pub(super) enum Ending {
 /// Rounds of receiving and sending after which requests that were begun are handed to the kernel, although the client
 /// sends more: other clients may wait for them.
 const ROUNDS_MAX: u32 = 8;
-
-/// Requests, and their bytes, that are handed to the kernel before more are taken from the client. What the page cache
-/// has, or takes, is done at once, so the client can take these replies while the next requests are carried out. In
-/// larger pieces, server and client wait for each other in turn; in smaller ones, each system call does less.
-const REQUESTS_AT_ONCE: usize = 8;
-const BYTES_AT_ONCE: usize = 128 << 10;
 
 /// A request in flight: what was asked, and how it ended.
 type InFlight = Pin<Box<dyn Future<Output = Done> + Send>>;
@@ -102,8 +97,7 @@ pub(super) struct Transmission<'a> {
     input: Input,
     output: Output,
     requests: FuturesUnordered<InFlight>,
-    /// The last requests, and their bytes, that are not handed to the kernel yet.
-    gathered: Load,
+    gathered: Gathered,
     /// Dropped after the requests.
     client: Client,
     /// Requests, and their bytes, whose replies were not handed over.
@@ -141,7 +135,7 @@ impl<'a> Transmission<'a> {
             output: Output::new(buffers.clone()),
             buffers,
             requests: FuturesUnordered::new(),
-            gathered: Load::default(),
+            gathered: Gathered::default(),
             client,
             account: Account::new(Arc::clone(budget)),
             done: Vec::new(),
@@ -171,12 +165,12 @@ impl<'a> Transmission<'a> {
             let mut progress = self.collect(context);
             progress |= self.send(context);
             progress |= self.receive(context);
-            if self.has_gathered() {
+            if self.gathered.is_enough() {
                 // Only now are they polled for the first time.
                 progress |= self.collect(context);
                 submit_gathered();
             }
-            self.gathered = Load::default();
+            self.gathered = Gathered::default();
             moved |= progress;
             if !progress {
                 break;
@@ -203,11 +197,6 @@ impl<'a> Transmission<'a> {
         let waits_for_client = !self.output.is_empty() || (self.input.is_amid() && !self.full);
         self.connection.note_progress(waits_for_client, moved);
         Poll::Pending
-    }
-
-    /// Whether enough requests are gathered.
-    const fn has_gathered(&self) -> bool {
-        self.gathered.requests >= REQUESTS_AT_ONCE || self.gathered.bytes >= BYTES_AT_ONCE
     }
 
     /// Takes requests that are done.
@@ -290,11 +279,10 @@ impl<'a> Transmission<'a> {
             match self.input.next(&self.facts, has_room) {
                 Ok(Next::Request(request)) => {
                     self.full = false;
-                    self.gathered.requests += 1;
-                    self.gathered.bytes += request.held();
+                    self.gathered.add(request.held());
                     self.begin(request, access);
                     progress = true;
-                    if self.has_gathered() {
+                    if self.gathered.is_enough() {
                         break;
                     }
                     continue;

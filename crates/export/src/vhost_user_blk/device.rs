@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 
 use super::config::{Configuration, SECTOR, WRITE_BACK_OFFSET, feature};
 use super::execute::Target;
+use super::polling::Polling;
 use super::queue::{Mode, Queue};
 use super::request::ID_LENGTH;
 use crate::export::Export;
@@ -175,7 +176,8 @@ impl Device for VhostUserBlk {
         // The kicks of the thread's queues and the completions of the disk are waited for in one place.
         let kicks = Pollable::from(thread.descriptor());
         let mut wait = kicks.readable();
-        block_on(poll_fn(|context| poll_thread(thread, &kicks, &mut wait, context)));
+        let mut polling = Polling::default();
+        block_on(poll_fn(|context| poll_thread(thread, (&kicks, &mut wait), &mut polling, context)));
     }
 
     fn ack_features(&self, features: u64) {
@@ -239,10 +241,11 @@ impl Device for VhostUserBlk {
 /// Processes what can be processed now, and waits for kicks and requests.
 fn poll_thread(
     thread: &mut QueueThread<'_>,
-    kicks: &Pollable,
-    wait: &mut Ready,
+    (kicks, wait): (&Pollable, &mut Ready),
+    polling: &mut Polling,
     context: &mut Context<'_>,
 ) -> Poll<()> {
+    polling.wake();
     for _ in 0..TURNS_MAX {
         while let Poll::Ready(Ok(())) = Pin::new(&mut *wait).poll(context) {
             thread.take_kicks();
@@ -250,6 +253,7 @@ fn poll_thread(
         }
         match thread.turn(context) {
             Turn::Again => {}
+            Turn::Wait if polling.find(|| thread.find_work()) => {}
             Turn::Wait => return Poll::Pending,
             Turn::Ended => return Poll::Ready(()),
         }

@@ -38,6 +38,7 @@ mod config;
 mod device;
 mod execute;
 mod memory;
+mod polling;
 mod queue;
 mod request;
 

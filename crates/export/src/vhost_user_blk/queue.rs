@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
+use limosa_storage::submit_gathered;
 use limosa_vhost::{Chain, MoreWork, QueueError, Requests, Vring};
 use parking_lot::Mutex;
 
@@ -22,13 +23,12 @@ use super::memory::GuestMemory;
 use super::request::{Action, Facts, Status, parse};
 use crate::clients::{Access, Client};
 use crate::counters::{Outcome, RequestKind};
+use crate::gathered::Gathered;
 
 /// Most requests in flight: the largest ring that QEMU has.
 const REQUESTS_MAX: usize = 1024;
 /// Most segments of requests in flight.
 const SEGMENTS_MAX: usize = 16 << 10;
-/// Most requests that are taken before other queues have their turn.
-const AT_ONCE: usize = 64;
 
 /// A request in flight.
 type InFlight = Pin<Box<dyn Future<Output = Done> + Send>>;
@@ -50,6 +50,7 @@ pub(super) struct Queue(Mutex<State>);
 struct State {
     target: Arc<Target>,
     in_flight: FuturesUnordered<InFlight>,
+    gathered: Gathered,
     /// Dropped after the requests.
     client: Client,
     segments: usize,
@@ -71,6 +72,7 @@ impl Queue {
             client: target.export.join_queue(),
             target: Arc::new(target),
             in_flight: FuturesUnordered::new(),
+            gathered: Gathered::default(),
             segments: 0,
             has_left: false,
             is_held: false,
@@ -93,7 +95,7 @@ impl Queue {
         }
         state.look_for_medium();
         let begun = Instant::now();
-        for _ in 0..AT_ONCE {
+        while !state.gathered.is_enough() {
             if state.in_flight.len() >= REQUESTS_MAX || state.segments >= SEGMENTS_MAX {
                 state.has_left = true;
                 return Ok(MoreWork::No);
@@ -107,7 +109,13 @@ impl Queue {
     /// Polls the requests in flight, and gives back the buffers of those that are done.
     pub(super) fn poll(&self, vring: &Vring, context: &mut Context<'_>) -> Requests {
         let mut state = self.0.lock();
-        let ring = state.collect(vring, context);
+        let mut ring = state.collect(vring, context);
+        if std::mem::take(&mut state.gathered).is_some() && ring.is_ok() {
+            // They have been polled for the first time. The driver gets what is done at once before more are taken.
+            submit_gathered();
+            let again = state.collect(vring, context);
+            ring = if matches!(again, Ok(MoreWork::No)) { ring } else { again };
+        }
         Requests { in_flight: !state.in_flight.is_empty(), waits: state.is_held, ring }
     }
 
@@ -174,6 +182,7 @@ impl State {
             Ok(mut request) => {
                 request.writable = parts.writable;
                 self.segments += request.segments;
+                self.gathered.add(request.data.len());
                 self.in_flight.push(Box::pin(execute(Arc::clone(&self.target), request)));
             }
             Err(status) => self.finish((memory, vring), &Done::refused(head, parts.status, status, begun), begun),
