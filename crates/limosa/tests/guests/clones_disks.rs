@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, Machine, Vm, kill9, scratch};
+use limosa_testkit::{Disk, DiskFormat, HeartbeatGuest, Machine, Qmp, Vm, kill9, scratch};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -236,15 +236,26 @@ fn clones_that_are_killed_disturb_no_others_and_not_what_they_share() {
     drop(source);
     let shared = || [&disk, &scene.snapshot].map(|path| std::fs::read(path).unwrap());
     let (before, frozen) = (shared(), sectors_written(&disk, "qcow2"));
-    let clones = clones_of(&scene.start(count, &["--json"], &[]).wait().json(), usize::try_from(count).unwrap());
-    let (killed, alive): (Vec<_>, Vec<_>) = clones.iter().enumerate().partition(|(place, _)| place % 10 == 3);
-    for (_, clone) in &killed {
-        kill9(u32::try_from(clone["pid"].as_u64().unwrap()).unwrap()).unwrap();
+    let report = scene.start(count, &["--json", "--paused"], &[]).wait().json();
+    let clones = clones_of(&report, usize::try_from(count).unwrap());
+    let is_killed = |place: usize| place % 10 == 3;
+    // Ten run at once, so that each gets its share of the processors.
+    for group in clones.chunks(10) {
+        let monitor = |clone: &Value| Qmp::connect(Path::new(clone["monitor"].as_str().unwrap()), SOON).unwrap();
+        let mut monitors: Vec<_> = group.iter().map(monitor).collect();
+        monitors.iter_mut().for_each(|qmp| _ = qmp.execute("cont", json!({})).unwrap());
+        for (_, clone) in group.iter().enumerate().filter(|(place, _)| is_killed(*place)) {
+            kill9(u32::try_from(clone["pid"].as_u64().unwrap()).unwrap()).unwrap();
+        }
+        for (place, (clone, qmp)) in group.iter().zip(&mut monitors).enumerate() {
+            if !is_killed(place) {
+                // Its guest reads back what it has written, and compares it with its memory.
+                assert_writes_on(&scene, clone, frozen);
+                qmp.execute("stop", json!({})).unwrap();
+            }
+        }
     }
-    for (_, clone) in &alive {
-        // Its guest reads back what it has written, and compares it with its memory.
-        assert_writes_on(&scene, clone, frozen);
-    }
+    let (killed, alive): (Vec<_>, Vec<_>) = clones.iter().enumerate().partition(|(place, _)| is_killed(*place));
     let folder = scene.clones().display().to_string();
     let ended = limosa(["clone", "list", &folder, "--json"]).json();
     let ended = ended["clones"].as_array().unwrap().iter().filter(|clone| clone["state"] == "ended").count();
