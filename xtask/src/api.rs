@@ -104,7 +104,8 @@ fn libraries() -> Result<Vec<Published>> {
 }
 
 fn json_of(library: &Published) -> PathBuf {
-    shell::workspace().join(format!("target/doc/{}.json", library.name.replace('-', "_")))
+    let built = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| "target".into(), PathBuf::from);
+    shell::workspace().join(built).join(format!("doc/{}.json", library.name.replace('-', "_")))
 }
 
 fn record_of(library: &Published) -> PathBuf {
