@@ -67,12 +67,15 @@ pub(crate) fn run() -> Result<()> {
 
     note("format", check(cargo(&["fmt", "--all", "--check"])));
     note("style", checked(style::check()));
-    note("clippy", check(cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])));
+    // Both workspaces locked: what is built is what the committed lock files say.
+    let clippy = ["clippy", "--locked", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"];
+    note("clippy", check(cargo(&clippy)));
     // A workspace of its own, which the line above does not see.
     note(
         "fuzz targets",
         check(cargo(&[
             "check",
+            "--locked",
             "--manifest-path",
             "fuzz/Cargo.toml",
             "--target-dir",
