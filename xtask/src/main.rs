@@ -30,6 +30,7 @@ usage: cargo xtask COMMAND
   test               format, style, lints, fuzz targets, documentation, public API, packages, all tests and model checks;
                      LIMOSA_SKIP_QEMU=1 leaves out what needs QEMU, LIMOSA_SKIP_KVM=1 what needs /dev/kvm, LIMOSA_SKIP_REFLINK=1 what mounts XFS
   demo               save a running Linux guest and bring it back, beside QEMU's own restore
+  demo disk          a Linux guest on a disk that limosa serves, while its server is killed
   bench NAME ...     release builds, then `limosa-bench NAME ...`
   bench --plot       pictures of the records (docs/benchmarks/*.json), beside them
   dist               release build, then target/dist/limosa, stripped, and target/dist/limosa.debug beside it
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         ("setup", []) => setup::run().map(|()| println!("setup: everything is here")),
         ("test", []) => test::run(),
         ("demo", []) => demo::run(),
+        ("demo", [disk]) if disk == "disk" => demo::disk::run(),
         ("bench", [plot]) if plot == "--plot" => plot::run(),
         ("bench", names) => program::bench(names),
         ("dist", []) => dist::run(),

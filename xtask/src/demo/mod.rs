@@ -5,6 +5,7 @@
 //! guest itself finds its data unchanged.
 
 mod clones;
+pub(crate) mod disk;
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
