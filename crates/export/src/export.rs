@@ -193,6 +193,12 @@ impl Export {
     /// # Errors
     /// The disk's.
     pub fn flush(&self) -> Result<(), ExportError> {
+        // A disk that is being replaced is closed.
+        let _alone = self.changing.lock();
+        self.flush_disk()
+    }
+
+    fn flush_disk(&self) -> Result<(), ExportError> {
         Ok(block_on(self.disk().flush())?)
     }
 
@@ -205,7 +211,7 @@ impl Export {
     /// [`ExportError::Resumed`], [`ExportError::Removed`].
     pub fn quiesce(&self, within: Duration) -> Result<(), ExportError> {
         let (has_begun, _alone) = self.stop_requests(within)?;
-        let flushed = self.flush();
+        let flushed = self.flush_disk();
         if flushed.is_err() && has_begun {
             self.clients.resume();
         }

@@ -132,6 +132,15 @@ fn overlays_are_put_on_a_disk_while_clients_write_and_no_write_is_lost() {
             })
         })
         .collect();
+    // What a person orders meanwhile waits.
+    let flushing = thread::spawn({
+        let (export, over) = (Arc::clone(&export), Arc::clone(&over));
+        move || {
+            while !over.load(Ordering::Relaxed) {
+                export.flush().unwrap();
+            }
+        }
+    });
     let mut images = vec![folder.path().join("disk.qcow2")];
     let holds = |found: &[u8], number: u64, count: u64| {
         (count.saturating_sub(100)..count).all(|count| {
@@ -158,7 +167,7 @@ fn overlays_are_put_on_a_disk_while_clients_write_and_no_write_is_lost() {
         images.push(overlay);
     }
     over.store(true, Ordering::Relaxed);
-    writers.into_iter().for_each(|writer| writer.join().unwrap());
+    writers.into_iter().chain([flushing]).for_each(|thread| thread.join().unwrap());
     drop(export);
     bed.stop();
     images.iter().for_each(|image| assert_clean(image));
