@@ -175,9 +175,10 @@ fn count_number(text: &str) -> Option<u64> {
     text.strip_prefix("count ")?.parse().ok()
 }
 
-/// Whether it is the end of such a line: `ount 42`, `2`.
+/// Whether it is the end of such a line: `ount 42`. A number alone is taken for output.
 fn is_rest_of_count(text: &str) -> bool {
-    "count ".ends_with(text.trim_end_matches(|letter: char| letter.is_ascii_digit()))
+    let word = text.trim_end_matches(|letter: char| letter.is_ascii_digit());
+    "count ".ends_with(word) && (text.is_empty() || !word.is_empty())
 }
 
 #[cfg(test)]
@@ -186,10 +187,10 @@ mod tests {
 
     #[test]
     fn the_rest_of_a_line_of_the_counter_is_known_from_other_lines() {
-        for rest in ["", "2", "42", " 42", "t 42", "ount 42", "count 42", "unt "] {
+        for rest in ["", " 42", "t 42", "ount 42", "count 42", "unt "] {
             assert!(is_rest_of_count(rest), "{rest:?}");
         }
-        for other in ["done 0", "count x", "46bd /held", "account 42"] {
+        for other in ["done 0", "count x", "46bd /held", "account 42", "1764"] {
             assert!(!is_rest_of_count(other), "{other:?}");
         }
     }

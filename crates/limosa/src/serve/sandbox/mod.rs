@@ -18,7 +18,7 @@ use limosa_storage::retire_threads;
 use crate::args::SandboxArg;
 
 /// Time that threads get to be gone that have ended.
-const GONE: Duration = Duration::from_secs(2);
+const GONE: Duration = Duration::from_secs(5);
 /// Interval at which the threads are counted.
 const TICK: Duration = Duration::from_millis(1);
 
