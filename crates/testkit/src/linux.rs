@@ -156,7 +156,7 @@ impl Serial {
         let lines = self.lines();
         let said =
             lines.get(from..end).context("the line that ended is not among the lines of the serial port")?.iter();
-        // A guest that was saved in the middle of a line goes on with its rest, before it echoes what was sent.
+        // A guest that was saved in the middle of a line continues with its rest, before it echoes what was sent.
         let rest = usize::from(from == 0 && lines.first().is_some_and(|line| is_rest_of_count(&line.text)));
         let said: Vec<String> = said
             .skip(rest)
