@@ -36,6 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("image_name", image_names()),
         ("image_read", images()?),
         ("image_write", images()?),
+        ("journal", vec![vec![48, 0, 9, 0], vec![52, 1, 9, 0, 0, 3, 1, 0]]),
         ("nbd", limosa_fuzz::nbd::seeds()),
         ("working_set", working_set()),
         ("vhost_user", vec![limosa_vhost::fuzzing::seed()]),

@@ -1,5 +1,6 @@
 //! Errors of images.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use limosa_page::BrokenInvariant;
@@ -37,6 +38,23 @@ pub enum ImageError {
         image: Arc<str>,
         /// The damage.
         what: String,
+    },
+
+    /// A process that had it open was killed, and what its journal says cannot be brought to it.
+    #[error(
+        "{image}: its journal {} has {changes} changes that a killed process had acknowledged, for an image {why}; remove \
+         the journal to open the image without them",
+        journal.display()
+    )]
+    Journal {
+        /// The image: a path.
+        image: Arc<str>,
+        /// The journal.
+        journal: Arc<Path>,
+        /// Its changes.
+        changes: usize,
+        /// Why the image is not the journal's any more: "which has ...".
+        why: String,
     },
 
     /// It needs a feature that limosa does not have.

@@ -27,6 +27,7 @@ mod pollable;
 mod pool;
 mod request;
 mod ring;
+mod shared_words;
 mod storage;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -42,6 +43,7 @@ pub use file::{
 pub use memory::MemoryStorage;
 pub use pollable::{Pollable, Ready};
 pub use pool::retire_threads;
+pub use shared_words::SharedWords;
 pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
 
 /// The example of the README, compiled.

@@ -107,7 +107,7 @@ impl Scene {
     /// Starts the server, and waits for its socket.
     fn serve(&self) -> Result<Process> {
         let words = ["serve", "disk.qcow2", "--vhost-user-blk", "disk.sock", "--queues", "2", "--control", "control"];
-        let words = [&words[..], &["--allow-dir", "."]].concat();
+        let words = [&words[..], &["--allow-dir", ".", "--journal", "journals"]].concat();
         command_line(&[&["limosa"], &words[..]].concat());
         let server = Process::spawn("limosa serve", self.command(&words))?;
         let end = Instant::now() + LONG;

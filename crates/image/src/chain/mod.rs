@@ -18,7 +18,10 @@ use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::{FilePurpose, Policy};
 use crate::probe::{Format, probe};
-use crate::qcow2::{self, CheckOptions, CheckReport, Header, ImageParts, Qcow2, Qcow2Options, Repair, SnapshotChoice};
+use crate::qcow2::{
+    self, CheckOptions, CheckReport, Header, ImageParts, Journal, JournalFolder, Qcow2, Qcow2Options, Repair,
+    SnapshotChoice,
+};
 use crate::raw::{Raw, RawOptions};
 use crate::reference::{BackingOverride, Reference};
 use crate::setters::setters;
@@ -48,6 +51,9 @@ pub struct OpenOptions {
     pub qcow2: Qcow2Options,
     /// The image is read as it was when this snapshot was taken, and not written.
     pub snapshot: Option<SnapshotChoice>,
+    /// The folder of the image's journal, if it is qcow2 of version 3 and written: what was acknowledged survives there
+    /// when the process is killed and clients continue with the next one.
+    pub journals: Option<JournalFolder>,
 }
 
 setters!(OpenOptions {
@@ -59,12 +65,13 @@ setters!(OpenOptions {
     policy: Policy,
     qcow2: Qcow2Options,
     snapshot: Option<SnapshotChoice>,
+    journals: Option<JournalFolder>,
 });
 
 impl OpenOptions {
     /// Of files below the image, which are not written.
     fn below(&self) -> Self {
-        Self { format: None, read_only: true, snapshot: None, ..self.clone() }
+        Self { format: None, read_only: true, snapshot: None, journals: None, ..self.clone() }
     }
 
     fn file(&self) -> FileOptions {
@@ -129,6 +136,15 @@ impl Image {
         match self {
             Self::Raw(raw) => raw.is_guessed(),
             Self::Qcow2(_) => false,
+        }
+    }
+
+    /// Returns how many changes were brought to it from its journal when it was opened: [`Qcow2::replayed`].
+    #[must_use]
+    pub fn replayed(&self) -> usize {
+        match self {
+            Self::Raw(_) => 0,
+            Self::Qcow2(qcow2) => qcow2.replayed(),
         }
     }
 
@@ -381,11 +397,20 @@ impl Level {
         let Self { file, header, data_file } = self;
         let Some(header) = header else { return Err(file) };
         let data_file = data_file.map(|storage| storage as Arc<dyn Storage>);
-        Ok(ImageParts { file: file.storage, data_file, backing: backing.as_ref().map(Image::as_disk), header })
+        let backing = backing.as_ref().map(Image::as_disk);
+        Ok(ImageParts::new(file.storage, header).data_file(data_file).backing(backing))
+    }
+
+    /// Its journal in this folder, if it can have one.
+    fn journal(&self, folder: Option<&JournalFolder>) -> Result<Option<Journal>, ImageError> {
+        let header = self.header.as_ref().filter(|header| header.version > 2);
+        let open = |(folder, header): (_, &Header)| Journal::open(folder, &self.file.storage, &header.geometry());
+        folder.zip(header).map(open).transpose()
     }
 
     async fn attach_backing(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {
         let read_only = options.read_only || options.snapshot.is_some() || self.file.reference.settings.read_only;
+        let journal = self.journal(options.journals.as_ref().filter(|_| !read_only))?;
         let mut parts = match self.parts(backing) {
             Ok(parts) => parts,
             Err(ImageFile { reference, storage, guessed, .. }) => {
@@ -400,6 +425,7 @@ impl Level {
         if let Some(snapshot) = &options.snapshot {
             parts.header = snapshot.apply(&*parts.file, parts.header).await?;
         }
+        parts.journal = journal;
         Ok(Image::Qcow2(Qcow2::open(parts, Qcow2Options { read_only, ..options.qcow2.clone() }).await?))
     }
 }

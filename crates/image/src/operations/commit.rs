@@ -90,7 +90,7 @@ impl Commit {
     /// [`ImageError::NeedsRepair`]: the overlay is marked as corrupt, and would be emptied; it cannot be read.
     pub async fn new(chain: ChainWithBase, options: CommitOptions) -> Result<Self, ImageError> {
         let ChainWithBase { top, base, layers } = chain;
-        let ImageParts { file, data_file, backing, header } = top;
+        let ImageParts { file, data_file, backing, header, .. } = top;
         if header.features.corrupt() && !options.keep_overlay {
             let what = "it is marked as corrupt: repair it before it is emptied".to_owned();
             return Err(ImageError::NeedsRepair { image: Arc::clone(file.name()), what });

@@ -11,6 +11,7 @@ mod offline;
 pub use crate::error::CreateOptionsError;
 pub use engine::counters::{Counts, OperationCount};
 pub use engine::image::{ImageParts, Qcow2};
+pub use engine::journal::{Journal, JournalFolder};
 pub use engine::options::{Qcow2Options, ReflinkMode};
 pub use format::bitmap_directory::{Bitmap, read as read_bitmaps};
 pub use format::extension::{BitmapsExtension, Extensions};

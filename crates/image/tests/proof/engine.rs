@@ -106,6 +106,7 @@ for_every_sort_of_image! {
     faults_do_no_harm: faults;
     a_power_cut_loses_nothing_that_was_flushed: power_cuts;
     a_kill_loses_nothing_that_was_flushed: kills;
+    a_kill_loses_nothing_that_was_acknowledged_with_a_journal: kills_with_journals;
 }
 
 /// The storages of an image, kept to look into.
@@ -302,4 +303,9 @@ fn power_cuts(recipe: &Recipe, seed: u64) -> Verdict {
 /// Of a process that writes to a real file.
 fn kills(recipe: &Recipe, seed: u64) -> Verdict {
     kill::run(recipe, seed, 3)
+}
+
+/// The same, of images with journals. Those of version 2 have none.
+fn kills_with_journals(recipe: &Recipe, seed: u64) -> Verdict {
+    if recipe.version2 { Ok(()) } else { kill::run_with_journal(recipe, seed, 3) }
 }

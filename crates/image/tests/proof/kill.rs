@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use limosa_image::Policy;
 use limosa_image::chain::{self, OpenOptions as ChainOptions};
-use limosa_image::qcow2::{CheckOptions, Qcow2Options, ReflinkMode, Repair, repair};
+use limosa_image::qcow2::{CheckOptions, JournalFolder, Qcow2Options, ReflinkMode, Repair, repair};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset};
 use limosa_storage::testing::SeededRandom;
@@ -39,6 +39,9 @@ const CALL: &str = "LIMOSA_PROOF_KILLED";
 /// Tells it where its record is, which has to survive what the image does not.
 const RECORD: &str = "LIMOSA_PROOF_RECORD";
 
+/// The folder of journals beside the image.
+const JOURNALS: &str = "journals";
+
 /// How the process ends, in a folder where its image is.
 pub(crate) type End<'a> = dyn Fn(&mut Child) -> Verdict + 'a;
 
@@ -52,7 +55,8 @@ fn line(done: char, number: u64, what: char, range: &std::ops::Range<u64>) -> St
     format!("{done} {number} {what} {} {}\n", range.start, range.end)
 }
 
-/// The image in the folder as limosa opens it; of the same seed, with the same options.
+/// The image in the folder as limosa opens it; of the same seed, with the same options. It has a journal if there is a
+/// folder for it.
 fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
     let mut chance = SeededRandom::new(seed);
     let qcow2 = Qcow2Options::default()
@@ -61,8 +65,14 @@ fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
         .reflink_mode(ReflinkMode::AtLeast(0))
         .allocate_ahead(*chance.choose(&[0, 64 << 10, 4 << 20]))
         .discard(chance.one_in(2));
-    let options =
-        ChainOptions::default().read_only(read_only).cache(CacheMode::Writeback).policy(Policy::Follow).qcow2(qcow2);
+    let journals = folder.join(JOURNALS);
+    let journals = journals.exists().then(|| JournalFolder::open(&journals).unwrap());
+    let options = ChainOptions::default()
+        .read_only(read_only)
+        .cache(CacheMode::Writeback)
+        .policy(Policy::Follow)
+        .qcow2(qcow2)
+        .journals(journals);
     let reference = Reference::file(folder.join("image")).format(Some(limosa_image::Format::Qcow2));
     block_on(chain::open(&reference, &options)).map_err(|error| format!("open: {error}"))
 }
@@ -204,6 +214,43 @@ pub(crate) fn run_on(bed: &Bed, seed: u64, times: u64, end: &End<'_>) -> Verdict
         before[place..place + 512].copy_from_slice(&bytes);
         drop(disk);
         bed.check_files(true).map_err(|error| failed(format!("written on: {error}")))?;
+    }
+    Ok(())
+}
+
+/// Kills the process in the middle of its work `times` times. With a journal all that it had acknowledged is there when
+/// the image is opened again, whether it was flushed or not.
+pub(crate) fn run_with_journal(recipe: &Recipe, seed: u64, times: u64) -> Verdict {
+    let bed = Bed::new(recipe, seed);
+    let folder = bed.folder.path();
+    let journals = folder.join(JOURNALS);
+    std::fs::create_dir(&journals).unwrap();
+    let mut chance = SeededRandom::new(seed ^ 0x10c5);
+    let mut before = bed.first.clone();
+    for kill in 0..times {
+        let seed = chance.bits() >> 1;
+        let mut record = kill_one(folder, seed, recipe.cluster, &mut chance, &by_a_kill)?;
+        // As if the next process was asked to flush, and nothing else.
+        record.truncate(record.rfind('\n').map_or(0, |end| end + 1));
+        record.extend(['b', 'e'].map(|done| line(done, 0, 'f', &(0..0))));
+        let mut history = History::new(before.clone(), SECTOR);
+        let over = report(&record, &mut history, recipe, before.len() as u64);
+        let failed = |error| format!("kill {kill}, seed {seed}, after {over} requests: {error}");
+        let disk = open(folder, seed, false).map_err(failed)?;
+        let own = read_all(&*disk).map_err(failed)?;
+        history.survived(&own, 1).map_err(failed)?;
+        block_on(disk.close()).map_err(|error| failed(error.to_string()))?;
+        drop(disk);
+        let left = std::fs::read_dir(&journals).unwrap().count();
+        if left > 0 {
+            return Err(failed(format!("{left} journals are left of an image that was closed")));
+        }
+        bed.check_files(false).map_err(failed)?;
+        before = seen(folder, &[]);
+        if let Some(at) = differs(&own, &before) {
+            return Err(failed(format!("limosa and the stock tools read something else at {at:#x}")));
+        }
+        bed.snapshots_are_unchanged().map_err(failed)?;
     }
     Ok(())
 }

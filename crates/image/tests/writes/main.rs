@@ -9,6 +9,7 @@ mod failed_writes;
 mod first_writes;
 mod growing;
 mod growing_concurrently;
+mod journal;
 mod not_closed;
 mod overlap;
 mod overlapping_requests;

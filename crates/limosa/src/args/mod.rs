@@ -45,7 +45,7 @@ pub(crate) use restore::{
 pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};
-pub(crate) use serve::{SandboxArg, ServeArgs, ServeCommandArgs};
+pub(crate) use serve::{JournalArg, SandboxArg, ServeArgs, ServeCommandArgs};
 pub(crate) use serve_ctl::{ServeAddArgs, ServeCommand, ServeCtlArgs, ServeCtlCommand, ServedImageArgs};
 pub(crate) use snapshot::{NewSnapshotArgs, SealArgs, SnapshotArgs, SnapshotCommand};
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};

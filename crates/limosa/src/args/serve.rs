@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{ArgAction, Args, ValueEnum};
 use limosa_channel::{ChannelError, Tls, Uri};
 use limosa_console::{named_values, on_off_parser, parse};
@@ -82,6 +83,12 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "DIR", requires = "control")]
     pub(crate) allow_dir: Vec<PathBuf>,
 
+    /// Keep what qcow2 images do not have yet, of acknowledged writes, in this folder too, so that a server that is
+    /// killed loses nothing: the next one with the same folder brings it to the image. It may be in memory. Or off;
+    /// default: /run/limosa, without root limosa in `$XDG_RUNTIME_DIR`
+    #[arg(long, value_name = "DIR|off", value_parser = OsStringValueParser::new().map(JournalArg::from))]
+    pub(crate) journal: Option<JournalArg>,
+
     /// Whether the server gives up, after its start, what it does not need: starting programs, opening other files,
     /// most system calls
     #[arg(long, value_name = "WHEN", value_enum, default_value = "auto")]
@@ -111,6 +118,19 @@ pub(crate) struct ServeArgs {
     /// Print JSON objects on stdout, one a line: when clients can connect, and at the end
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Where journals are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum JournalArg {
+    Folder(PathBuf),
+    Off,
+}
+
+impl From<OsString> for JournalArg {
+    fn from(value: OsString) -> Self {
+        if value == "off" { Self::Off } else { Self::Folder(value.into()) }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

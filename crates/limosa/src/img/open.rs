@@ -63,6 +63,13 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
 
 /// Warns before writing if the image was repaired or its format was guessed.
 pub(crate) fn warn(source: &Source, image: &Image) {
+    if image.replayed() > 0 {
+        say!(
+            "limosa: {}: the process that had it open was killed; {} changes were taken from its journal",
+            source.name,
+            image.replayed()
+        );
+    }
     if let Some(report) = image.repair_report() {
         warn_of_repair(&source.name, report);
     }

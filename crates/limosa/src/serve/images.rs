@@ -4,19 +4,26 @@ use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use limosa_export::{Export, Exports};
-use limosa_image::Disk;
-use limosa_image::chain::{self, NamedImage};
-use limosa_image::qcow2::SnapshotChoice;
+use limosa_image::chain::{self, Image, NamedImage, OpenOptions};
+use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
 use limosa_image::reference::Reference;
-use limosa_storage::block_on;
+use limosa_image::{Disk, ImageError};
+use limosa_storage::{OpenError, block_on};
 use parking_lot::Mutex;
 
 use crate::args::ServeArgs;
 use crate::img::open::{resolve, warn};
 use crate::img::options::{Name, Source};
+
+/// Time in which the kernel ends what a killed process had in flight.
+const RELEASED: Duration = Duration::from_secs(5);
+/// Interval at which a lock is tried again.
+const TICK: Duration = Duration::from_millis(5);
 
 /// An image to serve, and how.
 #[derive(Debug, Clone)]
@@ -30,6 +37,8 @@ pub(super) struct Wanted {
     /// Offset of the export in the disk.
     pub(super) offset: u64,
     pub(super) size: Option<u64>,
+    /// Where it has its journal.
+    pub(super) journals: Option<JournalFolder>,
 }
 
 impl Wanted {
@@ -52,8 +61,9 @@ impl Wanted {
     /// It cannot be opened, or another process has it open.
     pub(super) fn open_disk(&self) -> anyhow::Result<Arc<dyn Disk>> {
         let NamedImage { reference, options, .. } = resolve(&self.source)?;
-        let options = options.read_only(self.is_read_only()).snapshot(self.snapshot.clone());
-        let image = block_on(chain::open_image(&reference, &options))?;
+        let options =
+            options.read_only(self.is_read_only()).snapshot(self.snapshot.clone()).journals(self.journals.clone());
+        let image = open_when_released(&reference, &options)?;
         if !self.is_read_only() {
             warn(&self.source, &image);
         }
@@ -65,24 +75,49 @@ impl Wanted {
     }
 }
 
+/// Opens an image. One that is locked and open in no process is waited for: the kernel releases the locks of a server
+/// that was killed only when it has ended what that had in flight.
+fn open_when_released(reference: &Reference, options: &OpenOptions) -> Result<Image, ImageError> {
+    let begun = Instant::now();
+    loop {
+        let error = match block_on(chain::open_image(reference, options)) {
+            Err(ImageError::Storage(error)) => error,
+            opened => return opened,
+        };
+        let is_left = matches!(error.open_error(), Some(OpenError::Locked { processes, .. }) if processes.is_empty());
+        if !is_left || begun.elapsed() > RELEASED {
+            return Err(error.into());
+        }
+        thread::sleep(TICK);
+    }
+}
+
 /// How the images of exports were opened, by the exports' names.
-#[derive(Debug, Default)]
-pub(super) struct Images(Mutex<HashMap<String, Wanted>>);
+#[derive(Debug)]
+pub(super) struct Images {
+    wanted: Mutex<HashMap<String, Wanted>>,
+    journals: Option<JournalFolder>,
+}
 
 impl Images {
+    /// Returns where images have their journals.
+    pub(super) const fn journals(&self) -> Option<&JournalFolder> {
+        self.journals.as_ref()
+    }
+
     /// Notes how the image of an export was opened.
     pub(super) fn note(&self, export: &Export, wanted: Wanted) {
-        self.0.lock().insert(export.name().to_owned(), wanted);
+        self.wanted.lock().insert(export.name().to_owned(), wanted);
     }
 
     /// Returns how the image of an export was opened.
     pub(super) fn wanted(&self, export: &Export) -> Option<Wanted> {
-        self.0.lock().get(export.name()).cloned()
+        self.wanted.lock().get(export.name()).cloned()
     }
 
     /// Forgets an export.
     pub(super) fn forget(&self, name: &str) {
-        self.0.lock().remove(name);
+        self.wanted.lock().remove(name);
     }
 }
 
@@ -90,8 +125,8 @@ impl Images {
 ///
 /// # Errors
 /// As of [`Wanted::open`]; two have the same name.
-pub(super) fn open(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Images> {
-    let images = Images::default();
+pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &Exports) -> anyhow::Result<Images> {
+    let images = Images { wanted: Mutex::default(), journals };
     for (number, image) in args.images.iter().enumerate() {
         let name = match args.name.get(number) {
             Some(name) => Some(name.clone()),
@@ -114,6 +149,7 @@ pub(super) fn open(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Images
             description: how.description.clone(),
             offset: how.offset,
             size: how.size,
+            journals: images.journals.clone(),
         };
         let export = exports.add(wanted.open()?).context("use --name to tell them apart")?;
         images.note(&export, wanted);

@@ -8,6 +8,7 @@ mod ctl;
 mod devices;
 mod ends;
 mod images;
+mod journals;
 mod metrics;
 mod overlay;
 pub(crate) mod remedy;
@@ -25,6 +26,7 @@ use anyhow::Context as _;
 use limosa_channel::{Listener, Uri};
 use limosa_console::{check_stdout, print_out, quantity, say};
 use limosa_export::{Export, ExportCounters, Exports};
+use limosa_image::qcow2::JournalFolder;
 use limosa_storage::block_on;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
@@ -62,7 +64,8 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     }
     allow_descriptors();
     let exports = Exports::new();
-    let images = open_images(args, &exports)?;
+    let journals = journals::open(args.journal.as_ref())?;
+    let images = open_images(args, journals, &exports)?;
     let servers = match Servers::bind(args, tls, &exports) {
         Ok(servers) => Arc::new(servers),
         Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
@@ -84,7 +87,7 @@ fn serve_exports(
     (servers, exports, images): (&Arc<Servers>, &Exports, Images),
 ) -> anyhow::Result<()> {
     let Ends { clients, control, metrics } = Ends::bind(args, addresses)?;
-    sandbox::confine(args.sandbox, &needs(args, addresses)?)?;
+    sandbox::confine(args.sandbox, &needs(args, addresses, &images)?)?;
     announce(args, &clients, &servers.devices, (exports, metrics.as_ref()))?;
     let steering = Arc::new(Steering::new(Arc::clone(servers), exports.clone(), images, args));
     let commands = Arc::clone(&steering);
@@ -122,7 +125,7 @@ fn check(args: &ServeArgs, addresses: &[Uri]) {
 ///
 /// # Errors
 /// A folder that is allowed does not exist.
-fn needs(args: &ServeArgs, addresses: &[Uri]) -> anyhow::Result<Needs> {
+fn needs(args: &ServeArgs, addresses: &[Uri], images: &Images) -> anyhow::Result<Needs> {
     for folder in &args.allow_dir {
         std::fs::read_dir(folder).with_context(|| format!("--allow-dir {}", folder.display()))?;
     }
@@ -130,13 +133,14 @@ fn needs(args: &ServeArgs, addresses: &[Uri]) -> anyhow::Result<Needs> {
         socket_folders: Ends::socket_folders(args, addresses),
         devices: !args.vhost_user_blk.is_empty(),
         image_folders: args.allow_dir.clone(),
+        journal_folder: images.journals().map(|journals| journals.path().to_path_buf()),
     })
 }
 
 /// Opens the images on a thread of its own: a thread that has used a ring keeps it, with threads of the kernel that
 /// would not be confined.
-fn open_images(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Images> {
-    let opened = thread::scope(|scope| scope.spawn(|| images::open(args, exports)).join());
+fn open_images(args: &ServeArgs, journals: Option<JournalFolder>, exports: &Exports) -> anyhow::Result<Images> {
+    let opened = thread::scope(|scope| scope.spawn(|| images::open(args, journals, exports)).join());
     opened.map_err(|_| anyhow::anyhow!("images cannot be opened; this is a bug in limosa"))?
 }
 

@@ -13,7 +13,7 @@ use limosa_console::{anyhow_error_line, quantity};
 use limosa_control::{CommandError, Commands};
 use limosa_export::{Export, ExportError, Exports};
 use limosa_image::ImageError;
-use limosa_image::qcow2::SnapshotChoice;
+use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
 use limosa_storage::{CacheMode, Io, block_on};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::{Deserialize, Serialize};
@@ -97,7 +97,7 @@ impl AddRequest {
         })
     }
 
-    fn wanted(self, untrusted: bool) -> anyhow::Result<Wanted> {
+    fn wanted(self, untrusted: bool, journals: Option<JournalFolder>) -> anyhow::Result<Wanted> {
         anyhow::ensure!(!self.shared || self.read_only, "shared needs read-only");
         let cache = self.cache.as_deref().map(str::parse).transpose()?.unwrap_or(CacheMode::Writeback);
         let io = self.aio.as_deref().map(parse_aio).transpose().map_err(anyhow::Error::msg)?.unwrap_or_default();
@@ -118,6 +118,7 @@ impl AddRequest {
             description: self.description,
             offset: self.offset,
             size: self.size,
+            journals,
         })
     }
 }
@@ -281,7 +282,7 @@ impl Steering {
     fn add(&self, request: AddRequest) -> anyhow::Result<Value> {
         let _kept = self.keep()?;
         let begun = Instant::now();
-        let wanted = request.wanted(self.untrusted)?;
+        let wanted = request.wanted(self.untrusted, self.images.journals().cloned())?;
         // Before its file is opened: a name that is taken is found without it.
         if let Some(name) = wanted.name.as_ref().filter(|name| self.exports.find(name).is_some()) {
             return Err(ExportError::Exists(name.clone()).into());

@@ -21,6 +21,9 @@ pub(crate) struct Serving {
     socket: PathBuf,
 }
 
+/// The folder of journals.
+pub(crate) const JOURNALS: &str = "journals";
+
 impl Bed {
     pub(crate) fn new() -> Self {
         // Asked once, so that a program that is missing is said with the line that installs it.
@@ -61,10 +64,13 @@ impl Bed {
         assert!([Some(0), Some(3)].contains(&check.status.code()), "{check:?}");
     }
 
-    /// The command `limosa serve WORDS`, run there.
+    /// The command `limosa serve WORDS`, run there. Journals are there, too.
     pub(crate) fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
         command.arg("serve").args(words).current_dir(self.folder.path());
+        if !words.contains(&"ctl") && !words.contains(&"--journal") {
+            command.args(["--journal", JOURNALS]);
+        }
         command
     }
 

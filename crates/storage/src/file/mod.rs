@@ -20,6 +20,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use limosa_page::to_usize;
+use rustix::fs::{AtFlags, StatxFlags, statx};
 
 pub use counters::{FileCounters, OperationCount};
 pub use lock::LockPolicy;
@@ -107,6 +108,15 @@ impl FileStorage {
     #[must_use]
     pub fn identity(&self) -> FileIdentity {
         self.file.identity
+    }
+
+    /// Returns when the file was created: seconds since 1970 and nanoseconds; 0 if the filesystem does not know. A file
+    /// that has the inode of one that was removed has another time.
+    #[must_use]
+    pub fn birth(&self) -> [u64; 2] {
+        let found = statx(&self.file.fd, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok();
+        let known = found.filter(|found| found.stx_mask & StatxFlags::BTIME.bits() != 0);
+        known.map_or([0; 2], |found| [found.stx_btime.tv_sec.cast_unsigned(), found.stx_btime.tv_nsec.into()])
     }
 
     /// Whether it is a block device.

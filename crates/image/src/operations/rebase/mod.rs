@@ -303,7 +303,7 @@ async fn copy_into(
     watch: ProgressObserver<'_>,
 ) -> Result<RebaseCounters, OperationError> {
     let RebaseImages { overlay, new, shared_from } = images;
-    let ImageParts { file, data_file, backing, header } = overlay;
+    let ImageParts { file, data_file, backing, header, .. } = overlay;
     let old = Arc::new(Padded::new(backing, file.name(), header.size));
     let parts = ImageParts::new(file, header).data_file(data_file).backing(Some(old));
     let overlay = Qcow2::open(parts, Qcow2Options::default()).await?;

@@ -11,6 +11,7 @@ use limosa_page::{to_u64, to_usize};
 use limosa_storage::{Buffer, IoVector, Storage};
 
 use super::counters::{Counters, OperationKind};
+use super::journal::Recorder;
 use super::options::Qcow2Options;
 use super::seams;
 use crate::disk::Disk;
@@ -38,6 +39,7 @@ pub(super) struct Context {
     read_only: bool,
     /// Refcounts are written late, under the dirty bit.
     lazy: bool,
+    journal: Option<Recorder>,
     counters: Counters,
     /// A cluster of zeros, to be written from.
     zeros: Buffer,
@@ -48,8 +50,8 @@ impl Context {
         file: Arc<dyn Storage>,
         data_file: Option<Arc<dyn Storage>>,
         backing: Option<Arc<dyn Disk>>,
-        header: &Header,
-        options: Qcow2Options,
+        journal: Option<Recorder>,
+        (header, options): (&Header, Qcow2Options),
     ) -> Self {
         let geometry = header.geometry();
         Self {
@@ -63,6 +65,7 @@ impl Context {
             compression: header.compression,
             read_only: options.read_only || file.is_read_only(),
             lazy: header.version > 2 && options.lazy_refcounts.unwrap_or_else(|| header.features.lazy_refcounts()),
+            journal,
             counters: Counters::default(),
             zeros: Buffer::zeroed(to_usize(geometry.cluster_size())),
             options,
@@ -121,6 +124,11 @@ impl Context {
     /// Whether refcounts are written late.
     pub(super) const fn is_lazy(&self) -> bool {
         self.lazy
+    }
+
+    /// The journal of changes that the file does not have yet, if it has one.
+    pub(super) const fn journal(&self) -> Option<&Recorder> {
+        self.journal.as_ref()
     }
 
     pub(super) const fn counters(&self) -> &Counters {

@@ -157,7 +157,9 @@ impl Flusher {
 
     async fn flush_now(self: &Arc<Self>) -> Result<(), ImageError> {
         self.cancelled_writes.poll().await;
-        // Drops first: their entries were changed before, and are captured after.
+        // First of all: every change that is recorded in the half that this ends is captured after.
+        self.context.journal().map_or(Ok(()), |journal| journal.flush_begins())?;
+        // Then drops: their entries were changed before, and are captured after.
         let drops = self.allocator.take_drops();
         let captured = match self.tables.capture() {
             Ok(captured) => captured,
@@ -172,6 +174,7 @@ impl Flusher {
             self.allocator.drop_again(drops);
             return Err(error);
         }
+        self.context.journal().map_or(Ok(()), |journal| journal.flushed())?;
         self.allocator.are_gone(drops).await
     }
 

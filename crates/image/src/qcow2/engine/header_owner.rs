@@ -185,6 +185,10 @@ impl HeaderOwner {
             let mut header = owner.now();
             header.prepare_autoclear(&**owner.context.file(), false).await?;
             *owner.header.lock() = header;
+            if owner.context.journal().is_some() && !owner.is_dirty() {
+                // Others that write the image clear it, and so say that the journal is of an image that was.
+                owner.change(|header| header.features.set_dirty(true)).await?;
+            }
             owner.begun.store(true, Ordering::Release);
             Ok(())
         };

@@ -79,6 +79,7 @@ use super::flusher::{Flusher, FlusherParts};
 use super::grow::Grower;
 use super::guest_data::GuestData;
 use super::header_owner::HeaderOwner;
+use super::journal::Journal;
 use super::l1::L1;
 use super::lengths::Lengths;
 use super::locks::{Rank, RankedMutex};
@@ -98,6 +99,7 @@ use crate::offset::{GuestOffset, HostOffset};
 use crate::qcow2::format::header::Header;
 use crate::qcow2::format::snapshot_table;
 use crate::qcow2::offline::check::{CheckOptions, CheckReport, Repair, repair};
+use crate::qcow2::offline::replay::replay;
 use crate::requests::{Inside, Requests};
 use crate::setters::setters;
 
@@ -113,17 +115,24 @@ pub struct ImageParts {
     pub backing: Option<Arc<dyn Disk>>,
     /// Its header, as it was read.
     pub header: Header,
+    /// Its journal, if acknowledged writes are to survive that the process is killed, and clients continue with the
+    /// next one. Of version 3; an image that is only read has none.
+    pub journal: Option<Journal>,
 }
 
 impl ImageParts {
     /// An image without an external data file and a backing image.
     #[must_use]
     pub fn new(file: Arc<dyn Storage>, header: Header) -> Self {
-        Self { file, data_file: None, backing: None, header }
+        Self { file, data_file: None, backing: None, header, journal: None }
     }
 }
 
-setters!(ImageParts { data_file: Option<Arc<dyn Storage>>, backing: Option<Arc<dyn Disk>> });
+setters!(ImageParts {
+    data_file: Option<Arc<dyn Storage>>,
+    backing: Option<Arc<dyn Disk>>,
+    journal: Option<Journal>,
+});
 
 /// A qcow2 image in use: a [`Disk`].
 ///
@@ -134,6 +143,7 @@ setters!(ImageParts { data_file: Option<Arc<dyn Storage>>, backing: Option<Arc<d
 pub struct Qcow2 {
     inner: Arc<Inner>,
     repaired: Option<CheckReport>,
+    replayed: usize,
 }
 
 /// The owners of an open image.
@@ -153,15 +163,16 @@ struct Inner {
 
 impl Qcow2 {
     /// Opens an image. If it is opened to be written, and its lazy refcounts were not written because it was not
-    /// closed, it is repaired first: [`Qcow2::repair_report`]. The caller makes sure that an image opened to be written
+    /// closed, it is repaired first: [`Qcow2::repair_report`]. Before that it gets the changes of its journal:
+    /// [`Qcow2::replayed`]. The caller makes sure that an image opened to be written
     /// is not open elsewhere.
     ///
     /// # Errors
     /// [`ImageError::Corrupt`]: the L1 table does not fit the disk; [`ImageError::NeedsRepair`]: it is opened to be
     /// written, and is marked as corrupt or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data
-    /// file is needed and not there; errors of the storage.
+    /// file is needed and not there; [`ImageError::Journal`]; errors of the storage.
     pub async fn open(parts: ImageParts, options: Qcow2Options) -> Result<Arc<Self>, ImageError> {
-        let ImageParts { file, data_file, backing, mut header } = parts;
+        let ImageParts { file, data_file, backing, mut header, journal } = parts;
         let name = Arc::clone(file.name());
         let geometry = header.geometry();
         let read_only = options.read_only || file.is_read_only();
@@ -181,6 +192,16 @@ impl Qcow2 {
         if !read_only && header.features.corrupt() {
             return Err(damaged("it is marked as corrupt"));
         }
+        let journal = journal.filter(|_| !read_only && header.version > 2);
+        let replayed = match &journal {
+            Some(journal) if !journal.found().is_empty() => {
+                replay(journal, &*file, data_file.as_deref(), &header).await?;
+                // Before the repair clears the dirty bit, which says that they belong together.
+                journal.replayed()?;
+                journal.found().len()
+            }
+            _ => 0,
+        };
         let mut repaired = None;
         if !read_only && header.features.dirty() {
             let report = repair(&*file, Repair::Refcounts, CheckOptions::default()).await?;
@@ -192,8 +213,8 @@ impl Qcow2 {
             tracing::info!(image = &*name, corruptions, leaks, "it was not closed: its refcounts were rebuilt");
             repaired = Some(report);
         }
-        let inner = Inner::new(ImageParts { file, data_file, backing, header }, options).await?;
-        Ok(Arc::new(Self { inner: Arc::new(inner), repaired }))
+        let inner = Inner::new(ImageParts { file, data_file, backing, header, journal }, options).await?;
+        Ok(Arc::new(Self { inner: Arc::new(inner), repaired, replayed }))
     }
 
     /// Returns the storage operations since the image was opened.
@@ -208,6 +229,13 @@ impl Qcow2 {
     #[must_use]
     pub const fn repair_report(&self) -> Option<&CheckReport> {
         self.repaired.as_ref()
+    }
+
+    /// Returns how many changes were brought to the image from its journal when it was opened: a process that had it
+    /// open was killed.
+    #[must_use]
+    pub const fn replayed(&self) -> usize {
+        self.replayed
     }
 
     /// Returns the current header.
@@ -225,9 +253,10 @@ impl Qcow2 {
 
 impl Inner {
     async fn new(parts: ImageParts, options: Qcow2Options) -> Result<Self, ImageError> {
-        let ImageParts { file, data_file, backing, header } = parts;
+        let ImageParts { file, data_file, backing, header, journal } = parts;
         let lengths = Arc::new(Lengths::new(&*file, data_file.as_deref())?);
-        let context = Arc::new(Context::new(file, data_file, backing, &header, options));
+        let recorder = journal.map(Journal::begin).transpose()?;
+        let context = Arc::new(Context::new(file, data_file, backing, recorder, (&header, options)));
         let l1 = context.read_file(header.l1.0, u64::from(header.l1.1) * 8).await?;
         let l1 = L1::new(header.l1.0, &l1, *context.geometry());
         let (refcounts, metadata) = Self::metadata(&context, &header, &l1).await?;
@@ -432,13 +461,18 @@ impl Inner {
     }
 
     /// Waits for requests, ends what those that were dropped have begun, gives back what was taken ahead, and makes
-    /// everything durable.
+    /// everything durable. Then the journal is not needed any more.
     async fn close_now(&self) -> Result<(), ImageError> {
         self.requests.close();
         self.requests.over().await;
         if self.context.is_read_only() {
             return Ok(());
         }
+        self.make_durable().await?;
+        Ok(self.context.journal().map_or(Ok(()), |journal| journal.end())?)
+    }
+
+    async fn make_durable(&self) -> Result<(), ImageError> {
         // Work that is more than jobs, which may begin others: a growth.
         self.writer.finish_cancelled().await;
         self.writer.wait_for_jobs().await;

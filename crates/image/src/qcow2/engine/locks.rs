@@ -58,6 +58,8 @@ pub(super) enum Rank {
     CancelledWrites,
     /// Storages that refused to share.
     Refused,
+    /// Space for records of the journal, which is found under the lock of a slice.
+    Journal,
 }
 
 /// A [`Mutex`] with its place in the order.

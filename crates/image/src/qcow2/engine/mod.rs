@@ -12,6 +12,7 @@ pub(super) mod grow;
 pub(super) mod guest_data;
 pub(super) mod header_owner;
 pub(super) mod image;
+pub(super) mod journal;
 pub(super) mod l1;
 pub(super) mod layers;
 pub(super) mod lengths;

@@ -27,6 +27,7 @@ use crate::error::ImageError;
 use crate::offset::{ClusterCount, GuestOffset, HostOffset};
 use crate::qcow2::format::entry::{L1Entry, L2Entry};
 use crate::qcow2::format::geometry::L1Index;
+use crate::qcow2::format::journal::EntryChange;
 
 /// Has changed slices written, so that there is room for others.
 pub(super) trait MakeRoom: Send + Sync {
@@ -258,8 +259,7 @@ impl Tables {
             bytes.as_chunks().0.iter().map(|word| u64::from_be_bytes(*word)).collect()
         };
         while let Err(Full(back)) = self.slices.insert(slice, words) {
-            let room = self.room.upgrade().ok_or_else(|| self.context.unsupported("it has been closed"))?;
-            room.make_room().await?;
+            self.make_room().await?;
             words = back;
         }
         Ok(())
@@ -353,25 +353,44 @@ impl Tables {
     ) -> Result<(), ImageError> {
         let table = self.table_for(self.l1_index(at)).await?;
         let start = self.address(at, table);
+        let (geometry, first) = (self.context.geometry(), at.0 >> self.context.geometry().cluster_bits);
         loop {
             let changed = self.slices.change(start.slice, |words| {
-                // All of them can be read, or none is changed.
+                // All of them can be read and recorded, or none is changed.
                 self.entries(words, start).take(count).try_for_each(|entry| entry.map(drop))?;
+                let journal = self.context.journal();
+                let record = match journal.map(|journal| journal.reserve(count)).transpose()? {
+                    Some(None) => return Ok::<_, ImageError>(false),
+                    room => journal.zip(room.flatten()),
+                };
                 let mut address = start;
                 for index in 0..count {
-                    let (entry, bitmap) = change(index, self.entry(words, address)?).encode(self.context.geometry());
+                    let old = self.entry(words, address)?;
+                    let (entry, bitmap) = change(index, old).encode(geometry);
+                    if let Some((journal, room)) = record {
+                        let cluster = first + index as u64;
+                        let (old, new) = (old.encode(geometry), (entry, bitmap));
+                        journal.record(room, index, &EntryChange { cluster, old, new })?;
+                    }
                     let both = [entry, bitmap];
                     let places = words.iter_mut().skip(address.word).take(self.context.words_of_entry());
                     places.zip(both).for_each(|(word, new)| *word = new);
                     address = self.next(address);
                 }
-                Ok(())
+                Ok(true)
             });
-            match changed {
-                Some(changed) => return changed,
+            match changed.transpose()? {
+                Some(true) => return Ok(()),
+                Some(false) => self.make_room().await?,
                 None => self.load(start.slice).await?,
             }
         }
+    }
+
+    /// Has everything that differs written, which makes room in memory and in the journal.
+    async fn make_room(&self) -> Result<(), ImageError> {
+        let room = self.room.upgrade().ok_or_else(|| self.context.unsupported("it has been closed"))?;
+        room.make_room().await
     }
 }
 

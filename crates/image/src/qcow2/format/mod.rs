@@ -10,6 +10,7 @@ pub(in crate::qcow2) mod feature;
 pub(in crate::qcow2) mod field;
 pub(in crate::qcow2) mod geometry;
 pub(in crate::qcow2) mod header;
+pub(in crate::qcow2) mod journal;
 pub(in crate::qcow2) mod refcount_array;
 pub(in crate::qcow2) mod snapshot_choice;
 pub(in crate::qcow2) mod snapshot_table;

@@ -6,5 +6,6 @@ pub(in crate::qcow2) mod check;
 pub(in crate::qcow2) mod create;
 pub(in crate::qcow2) mod empty;
 pub(in crate::qcow2) mod layout;
+pub(in crate::qcow2) mod replay;
 pub(in crate::qcow2) mod resize;
 pub(in crate::qcow2) mod snapshots;

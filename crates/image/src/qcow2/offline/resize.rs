@@ -49,7 +49,7 @@ setters!(ResizeOptions { shrink: bool, preallocation: Preallocation, check: Chec
 /// there is no space for the preallocation ([`ResizeOptions::preallocation`]) the disk keeps its length, and the space
 /// taken until then is leaked; [`repair`] with [`Repair::Leaks`] gives it back.
 pub async fn resize(parts: ImageParts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
-    let ImageParts { file, data_file, backing, mut header } = parts;
+    let ImageParts { file, data_file, backing, mut header, .. } = parts;
     if header.features.dirty() && !header.features.corrupt() {
         repair(&*file, Repair::Refcounts, options.check).await?;
         header = Header::read(&*file).await?;
@@ -61,7 +61,7 @@ pub async fn resize(parts: ImageParts, size: u64, options: ResizeOptions) -> Res
     }
     header.prepare_autoclear(&*file, true).await?;
     let bitmaps = fit_bitmaps::lay_aside(&*file, &mut header, size).await?;
-    let parts = ImageParts { file: Arc::clone(&file), data_file: data_file.clone(), backing, header };
+    let parts = ImageParts::new(Arc::clone(&file), header).data_file(data_file.clone()).backing(backing);
     if size < old {
         shrink(parts, size).await?;
     } else if options.preallocation == Preallocation::Off && !parts.header.features.raw_data_file() {

@@ -34,6 +34,11 @@ pub(super) fn restrict(needs: &Needs) -> anyhow::Result<bool> {
         let fd = PathFd::new(folder).with_context(|| format!("--allow-dir {}", folder.display()))?;
         (&mut rules).add_rule(PathBeneath::new(fd, image))?;
     }
+    if let Some(folder) = &needs.journal_folder {
+        let fd = PathFd::new(folder).with_context(|| format!("--journal {}", folder.display()))?;
+        let journal = make_bitflags!(AccessFs::{ReadFile | WriteFile | Truncate | MakeReg | RemoveFile});
+        (&mut rules).add_rule(PathBeneath::new(fd, journal))?;
+    }
     Ok(rules.restrict_self()?.ruleset != RulesetStatus::NotEnforced)
 }
 

@@ -31,6 +31,8 @@ pub(super) struct Needs {
     pub(super) devices: bool,
     /// Folders in which images may be opened, and overlays created.
     pub(super) image_folders: Vec<PathBuf>,
+    /// The folder of journals, which are removed when images are closed, and made for images that are opened.
+    pub(super) journal_folder: Option<PathBuf>,
 }
 
 /// Confines this process, which has no thread but this one.
@@ -125,6 +127,7 @@ mod tests {
             socket_folders: vec![folder.join("sockets")],
             devices: false,
             image_folders: images.then(|| folder.join("allowed")).into_iter().collect(),
+            journal_folder: None,
         }
     }
 

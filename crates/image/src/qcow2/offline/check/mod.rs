@@ -24,6 +24,7 @@ mod examine;
 pub(in crate::qcow2) mod extend;
 pub(in crate::qcow2) mod fit_bitmaps;
 mod rebuild;
+pub(in crate::qcow2) mod references;
 mod repair;
 mod report;
 mod roots;
