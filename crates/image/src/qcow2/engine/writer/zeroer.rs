@@ -289,8 +289,14 @@ impl Zeroer {
     ) -> Result<(), ImageError> {
         let geometry = self.context.geometry();
         let cluster = geometry.cluster_size();
-        if self.context.has_data_file() {
-            self.zero_data_file(&(range.start..range.end.min(reach.end)), zeroing, rules).await?;
+        let bytes = range.start..range.end.min(reach.end);
+        if rules.raw_data {
+            self.zero_raw_data(&bytes, zeroing).await?;
+            if !rules.backed {
+                // What the entries lead to are zeros. A write in place meanwhile came before or after them, for those
+                // who read the file as well.
+                return Ok(());
+            }
         }
         let start = range.start.align_down(cluster);
         let (mut dropped, mut kept) = (Vec::new(), false);
@@ -304,10 +310,11 @@ impl Zeroer {
             let whole = range.start <= at && at + cluster <= until;
             let bits = if whole { u32::MAX } else { geometry.subclusters_in(&(range.start..until), at) };
             let (new, drops) = zeroed(old, bits, zeroing, rules, geometry.extended_l2);
+            // In a data file a cluster that is dropped has its place all the same, and is written there again at once.
+            let stays = !drops || self.context.has_data_file();
+            kept |= stays && matches!(old, L2Entry::Standard { host: Some(_), .. });
             if drops {
                 dropped.push(old);
-            } else if matches!(old, L2Entry::Standard { host: Some(_), .. }) {
-                kept = true;
             }
             new
         };
@@ -316,28 +323,30 @@ impl Zeroer {
         if kept {
             self.tables.zeroed_in_place();
         }
-        self.allocator.drop_entries(dropped).await
-    }
-
-    /// In a data file contents lie where the guest sees them: they are zeroed if it may be read raw, else forgotten.
-    async fn zero_data_file(
-        &self,
-        range: &Range<GuestOffset>,
-        zeroing: Zeroing,
-        rules: Rules,
-    ) -> Result<(), ImageError> {
-        let (bytes, length) = (range.start.in_data_file().0..range.end.in_data_file().0, length(range));
-        let (counters, data) = (self.context.counters(), self.context.data());
-        if rules.raw_data {
-            counters.add(OperationKind::WriteZeroes, length);
-            let how = ZeroOptions { unmap: zeroing != Zeroing::Keep, only_fast: false };
-            data.write_zeroes(bytes, how).await?;
-        } else if zeroing != Zeroing::Keep && self.context.options().discard {
-            counters.add(OperationKind::Discard, length);
-            // A storage need not take it back.
-            let _ = data.discard(bytes).await;
+        self.allocator.drop_entries(dropped).await?;
+        if self.context.has_data_file() && !rules.raw_data && zeroing != Zeroing::Keep {
+            // Only now: before, a read would see zeros, and a write in place that follows would be lost with the entry.
+            self.discard_data(&bytes).await;
         }
         Ok(())
+    }
+
+    /// Zeroes contents in a data file that others read raw.
+    async fn zero_raw_data(&self, range: &Range<GuestOffset>, zeroing: Zeroing) -> Result<(), ImageError> {
+        let bytes = range.start.in_data_file().0..range.end.in_data_file().0;
+        self.context.counters().add(OperationKind::WriteZeroes, length(range));
+        let how = ZeroOptions { unmap: zeroing != Zeroing::Keep, only_fast: false };
+        Ok(self.context.data().write_zeroes(bytes, how).await?)
+    }
+
+    /// Discards contents in a data file that nothing refers to any more.
+    async fn discard_data(&self, range: &Range<GuestOffset>) {
+        if self.context.options().discard {
+            let bytes = range.start.in_data_file().0..range.end.in_data_file().0;
+            self.context.counters().add(OperationKind::Discard, length(range));
+            // A storage need not take it back.
+            let _ = self.context.data().discard(bytes).await;
+        }
     }
 }
 
