@@ -1,12 +1,13 @@
-//! Disks under names.
+//! A disk under a name.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use limosa_image::{Disk, ImageError};
 use limosa_page::error_with_causes;
 use limosa_storage::block_on;
-use parking_lot::{Mutex, MutexGuard, RwLock};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::clients::{Access, Client, Clients, NotQuiesced};
 use crate::counters::{ExportCounters, Latencies};
@@ -76,8 +77,13 @@ pub struct Export {
     is_part: bool,
     read_only: bool,
     clients: Arc<Clients>,
+    /// Held by those who have requests wait, until they are done: one of two could let requests begin again while the
+    /// other relies on it.
+    attempts: Mutex<()>,
     /// Held while the medium changes, is flushed for those who quiesce, or is closed; and by those who resume.
     changing: Mutex<()>,
+    /// Its disk was closed, and none has taken its place.
+    is_closed: AtomicBool,
     pub(crate) failures: FailureLog,
 }
 
@@ -95,7 +101,9 @@ impl Export {
             is_part: false,
             read_only,
             clients: Arc::default(),
+            attempts: Mutex::new(()),
             changing: Mutex::new(()),
+            is_closed: AtomicBool::new(false),
             failures: FailureLog::default(),
         };
         Ok(export)
@@ -220,17 +228,19 @@ impl Export {
 
     /// Has requests wait until none is in flight. Returns whether it is this call that has them wait, and keeps others
     /// from letting them begin again.
-    fn stop_requests(&self, within: Duration) -> Result<(bool, MutexGuard<'_, ()>), ExportError> {
+    fn stop_requests(&self, within: Duration) -> Result<(bool, [MutexGuard<'_, ()>; 2]), ExportError> {
         let name = || self.name.clone();
+        let begun = Instant::now();
+        let attempt = self.attempts.try_lock_for(within).ok_or_else(|| ExportError::Busy { name: name(), within })?;
         let failed = |reason| match reason {
             NotQuiesced::Busy => ExportError::Busy { name: name(), within },
             NotQuiesced::Resumed => ExportError::Resumed(name()),
             NotQuiesced::Ended => ExportError::Removed(name()),
         };
-        let has_begun = self.clients.quiesce(within).map_err(failed)?;
+        let has_begun = self.clients.quiesce(within.saturating_sub(begun.elapsed())).map_err(failed)?;
         let alone = self.changing.lock();
         match self.clients.access() {
-            Access::Quiesced => Ok((has_begun, alone)),
+            Access::Quiesced => Ok((has_begun, [alone, attempt])),
             Access::Open => Err(ExportError::Resumed(name())),
             Access::Ended | Access::Cut => Err(ExportError::Removed(name())),
         }
@@ -273,7 +283,7 @@ impl Export {
     /// fails, `reopen` opens the old one again; if that fails too, requests fail from then on.
     ///
     /// # Errors
-    /// The disk cannot be closed: requests fail from then on, because writes that were acknowledged may be lost. The
+    /// The disk cannot be flushed: nothing changes. It cannot be closed after that: requests fail from then on. The
     /// one that `open` returned; the new disk is too short ([`ExportError::PastEnd`]) or read-only; as of
     /// [`quiesce`](Self::quiesce).
     pub fn replace_disk<E: From<ExportError>>(
@@ -284,16 +294,21 @@ impl Export {
     ) -> Result<(), E> {
         self.change(within, || {
             let old = self.medium();
+            // A disk that was closed is not used again, whether it could write everything or not.
+            if !self.is_closed.load(Ordering::SeqCst) {
+                self.flush_disk()?;
+            }
+            self.is_closed.store(true, Ordering::SeqCst);
             block_on(old.disk().close()).map_err(ExportError::from)?;
             old.disk().unlock();
             match open().and_then(|disk| Ok(self.fitting(&old, disk)?)) {
                 Ok(disk) => {
-                    self.drive.set_disk(disk);
+                    self.put(disk);
                     Ok(())
                 }
                 Err(error) => {
                     match reopen() {
-                        Ok(disk) => self.drive.set_disk(disk),
+                        Ok(disk) => self.put(disk),
                         Err(_) => {
                             let export = self.name();
                             tracing::error!(export, "its disk cannot be opened again: all requests fail");
@@ -303,6 +318,11 @@ impl Export {
                 }
             }
         })
+    }
+
+    fn put(&self, disk: Arc<dyn Disk>) {
+        self.drive.set_disk(disk);
+        self.is_closed.store(false, Ordering::SeqCst);
     }
 
     /// Returns a disk that can take the place of another one; else closes it.
@@ -333,7 +353,7 @@ impl Export {
 
     /// Ends all clients, and closes the disk. Requests in flight are carried out and answered, further ones refused.
     /// After `drain` the connections of clients that have not taken their last replies are cut.
-    fn close(&self, drain: Duration) -> Result<ExportCounters, ExportError> {
+    pub(crate) fn close(&self, drain: Duration) -> Result<ExportCounters, ExportError> {
         self.clients.end(Access::Ended);
         if !self.clients.wait_gone(drain) {
             self.clients.end(Access::Cut);
@@ -347,6 +367,16 @@ impl Export {
         disk.unlock();
         closed?;
         Ok(self.counters())
+    }
+
+    /// Returns whether it is the disk of a device.
+    pub(crate) fn has_queues(&self) -> bool {
+        self.clients.has_queues()
+    }
+
+    /// Returns whether it was removed, and its clients' time is over.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.clients.access() == Access::Cut
     }
 
     /// Adds a client.
@@ -374,65 +404,6 @@ fn checked(text: String) -> Result<String, ExportError> {
     if text.len() > MAX_STRING || text.contains('\0') { Err(ExportError::Text(text)) } else { Ok(text) }
 }
 
-/// The exports of a server. A clone is the same set.
-#[derive(Debug, Clone, Default)]
-pub struct Exports(Arc<RwLock<Vec<Arc<Export>>>>);
-
-impl Exports {
-    /// Creates an empty set.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Adds an export.
-    ///
-    /// # Errors
-    /// [`ExportError::Exists`].
-    pub fn add(&self, export: Export) -> Result<Arc<Export>, ExportError> {
-        let mut exports = self.0.write();
-        if exports.iter().any(|other| other.name == export.name) {
-            return Err(ExportError::Exists(export.name));
-        }
-        let export = Arc::new(export);
-        exports.push(Arc::clone(&export));
-        Ok(export)
-    }
-
-    /// Returns the export with a name.
-    #[must_use]
-    pub fn find(&self, name: &str) -> Option<Arc<Export>> {
-        self.0.read().iter().find(|export| export.name == name).cloned()
-    }
-
-    /// Removes an export: no client finds it any more, those that it has are ended, and its disk is flushed, closed and
-    /// unlocked. Requests in flight are carried out and answered, further ones refused. Clients that have not taken
-    /// their last replies after `drain` lose them: with no time all do. Blocks until it is done. Returns what was done
-    /// with it.
-    ///
-    /// # Errors
-    /// [`ExportError::NotFound`]; [`ExportError::Attached`]; the disk cannot be closed: the export is removed all the
-    /// same.
-    pub fn remove(&self, name: &str, drain: Duration) -> Result<ExportCounters, ExportError> {
-        let removed = {
-            let mut exports = self.0.write();
-            let at = exports.iter().position(|export| export.name == name);
-            let at = at.ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
-            if exports.get(at).is_some_and(|export| export.clients.has_queues()) {
-                return Err(ExportError::Attached(name.to_owned()));
-            }
-            exports.remove(at)
-        };
-        removed.close(drain)
-    }
-
-    /// Returns all of them, in the order in which they were added.
-    #[must_use]
-    pub fn all(&self) -> Vec<Arc<Export>> {
-        self.0.read().clone()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use limosa_image::raw::{Raw, RawOptions};
@@ -454,17 +425,5 @@ mod tests {
         for (offset, size) in [(4097, None), (0, Some(4097)), (u64::MAX, Some(2)), (2, Some(u64::MAX))] {
             assert!(matches!(part(offset, size), Err(ExportError::PastEnd { .. })), "{offset} {size:?}");
         }
-    }
-
-    #[test]
-    fn names_are_unique_and_short() {
-        let exports = Exports::new();
-        exports.add(export("a").unwrap()).unwrap();
-        exports.add(export("").unwrap()).unwrap();
-        assert!(matches!(exports.add(export("a").unwrap()), Err(ExportError::Exists(name)) if name == "a"));
-        assert!(exports.find("a").is_some() && exports.find("").is_some() && exports.find("b").is_none());
-        assert!(export(&"x".repeat(4096)).is_ok());
-        assert!(matches!(export(&"x".repeat(4097)), Err(ExportError::Text(_))));
-        assert!(matches!(export("a\0b"), Err(ExportError::Text(_))));
     }
 }

@@ -26,6 +26,7 @@
 mod clients;
 mod counters;
 mod export;
+mod exports;
 mod failure_log;
 mod gathered;
 mod medium;
@@ -33,7 +34,8 @@ pub mod nbd;
 pub mod vhost_user_blk;
 
 pub use counters::{ExportCounters, Latencies, RequestKind};
-pub use export::{Export, ExportError, Exports};
+pub use export::{Export, ExportError};
+pub use exports::Exports;
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -9,7 +9,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering, fence};
 
 use rustix::fs::{FileType, fstat};
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory as _};
@@ -51,6 +51,8 @@ impl DirtyLog {
     pub(crate) fn mark(&self, address: u64, length: u64) {
         let Some(last) = length.checked_sub(1).and_then(|more| address.checked_add(more)) else { return };
         let bits = self.bits.as_volatile_slice();
+        // What was written is visible before a bit is looked at: one that is set is taken away before the page is copied.
+        fence(Ordering::SeqCst);
         for page in address / PAGE..=last / PAGE {
             let Ok(byte) = bits.get_atomic_ref::<AtomicU8>(limosa_page::to_usize(page / 8)) else { return };
             let bit = 1 << (page % 8);

@@ -491,12 +491,12 @@ impl Session {
                 event_index: self.features & EVENT_INDEX != 0,
                 inflight,
             };
-            let was_used = ring.vring.set_up(setup, ram)?;
+            let has_history = ring.vring.set_up(setup, ram)?;
             ring.broken.store(false, Ordering::SeqCst);
             settings.started = true;
             self.touched = true;
             let known = std::mem::replace(&mut settings.known, true);
-            if was_used && !known && !std::mem::replace(&mut self.driver_resumed, true) {
+            if has_history && !known && !std::mem::replace(&mut self.driver_resumed, true) {
                 self.device.driver_resumed();
             }
         }

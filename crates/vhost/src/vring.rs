@@ -134,13 +134,14 @@ impl Vring {
         Self { state: Mutex::new(state) }
     }
 
-    /// Sets it up again; buffers that were taken out before are forgotten. Returns whether any buffer was given back in
-    /// it before.
+    /// Sets it up again; buffers that were taken out before are forgotten. Returns whether a
+    /// driver has used it before: buffers were given back or are in flight, or it does not begin at 0.
     pub(crate) fn set_up(&self, setup: RingSetup, ram: &Arc<Ram>) -> Result<bool, QueueError> {
         let queue = queue_at(&setup, ram)?;
         let used = queue.used_idx(&**ram.memory(), Ordering::Acquire)?.0;
         let mut inflight = setup.inflight;
         let heads = inflight.as_mut().map(|inflight| inflight.take_up(used)).transpose()?.unwrap_or_default();
+        let is_known = used != 0 || setup.base != 0 || !heads.is_empty();
         let resubmission =
             if heads.is_empty() { None } else { Some(resubmission(&heads, &setup.addresses, setup.size, ram)?) };
         let mut state = self.lock();
@@ -158,7 +159,7 @@ impl Vring {
         {
             call.notify();
         }
-        Ok(used != 0)
+        Ok(is_known)
     }
 
     /// The memory, and with it the ring's addresses, has changed; nothing else has.
@@ -197,9 +198,9 @@ impl Vring {
     /// called after they were written, and before the buffers are given back. If the VM does not migrate, nothing is
     /// done.
     pub fn mark_written(&self, ranges: impl IntoIterator<Item = (u64, u64)>) {
-        let log = self.lock().log.as_ref().map(|log| log.log.clone());
-        if let Some(log) = log {
-            ranges.into_iter().for_each(|(address, length)| log.mark(address, length));
+        // Under the lock: a log that is replaced is read by nobody once that was answered.
+        if let Some(log) = &self.lock().log {
+            ranges.into_iter().for_each(|(address, length)| log.log.mark(address, length));
         }
     }
 

@@ -258,8 +258,9 @@ impl QueueThread<'_> {
         if self.pending == 0 { Turn::Wait } else { Turn::Again }
     }
 
-    /// Whether the device has requests in flight.
-    pub(crate) fn has_requests(&self) -> bool {
+    /// Returns whether the device has requests of the thread's queues in flight.
+    #[must_use]
+    pub fn has_requests(&self) -> bool {
         self.in_flight != 0
     }
 

@@ -22,7 +22,7 @@ use super::handshake::{Established, HandshakeError, shake_hands};
 use super::limits::{Counting, Limits};
 use super::negotiation::Encryption;
 use super::transmission::{Ending, Transmission};
-use crate::export::Exports;
+use crate::exports::Exports;
 
 /// The stage of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,7 +75,7 @@ pub(super) struct Connection {
     activity: AtomicU8,
     /// Milliseconds since the server's beginning at which the connection is cut; 0: never.
     deadline: AtomicU64,
-    cut: AtomicBool,
+    cut: Arc<AtomicBool>,
     stopping: AtomicBool,
     waker: AtomicWaker,
 }
@@ -103,7 +103,7 @@ impl Connection {
             in_handshake: AtomicBool::new(true),
             activity: AtomicU8::new(activity::TRIMMED),
             deadline: AtomicU64::new(0),
-            cut: AtomicBool::new(false),
+            cut: Arc::new(AtomicBool::new(false)),
             stopping: AtomicBool::new(false),
             waker: AtomicWaker::new(),
         };
@@ -206,6 +206,11 @@ impl Connection {
         self.waker.wake();
     }
 
+    /// Returns what is true once it is cut.
+    pub(super) fn cut_flag(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.cut)
+    }
+
     pub(super) fn is_cut(&self) -> bool {
         self.cut.load(Ordering::Acquire)
     }
@@ -220,7 +225,11 @@ impl Connection {
         let until = Instant::now() + LINGER;
         let mut scratch = [0; 4096];
         loop {
-            let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).unwrap_or_default();
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let left = Timespec::try_from(left).unwrap_or_default();
             let mut fds = [PollFd::new(&self.input, PollFlags::IN)];
             // Nothing arrives in time, or the client has closed it.
             if !poll(&mut fds, Some(&left)).is_ok_and(|ready| ready > 0)

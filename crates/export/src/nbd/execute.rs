@@ -5,6 +5,7 @@
 
 use std::future::poll_fn;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 use std::time::Instant;
 
@@ -40,6 +41,8 @@ pub(super) const STATUS_MAX: usize = EXTENTS_MAX * 16 * Context::ALL.len();
 const CACHE_MAX: u64 = 32 << 20;
 /// Bytes that are prefetched at once.
 pub(super) const CACHE_PIECE: usize = 1 << 20;
+/// Bytes that are zeroed at once: between them the request can end with its connection.
+const ZERO_PIECE: u64 = 256 << 20;
 /// The longest extent of a compact reply: whole blocks of any size.
 const COMPACT_EXTENT_MAX: u64 = (1 << 32) - (1 << 20);
 
@@ -89,10 +92,16 @@ impl From<ErrorCode> for Failure {
 }
 
 /// Carries out a request.
-pub(super) async fn execute(agreement: Arc<Agreement>, buffers: Buffers, incoming: Incoming) -> Finished {
+/// `is_cut`: nobody waits for its reply any more, and the server for nothing else.
+pub(super) async fn execute(
+    agreement: Arc<Agreement>,
+    buffers: Buffers,
+    incoming: Incoming,
+    is_cut: Arc<AtomicBool>,
+) -> Finished {
     let subject = subject(agreement.headers, &incoming);
     let held = incoming.held();
-    let body = match run(&agreement, &buffers, incoming).await {
+    let body = match run(&agreement, &buffers, incoming, &is_cut).await {
         Ok(body) => body,
         Err(Failure::Code(code)) => Body::Failed(code),
         Err(Failure::Image(error)) => {
@@ -123,7 +132,12 @@ pub(super) const fn kind(action: Option<&Action>) -> RequestKind {
     }
 }
 
-async fn run(agreement: &Agreement, buffers: &Buffers, incoming: Incoming) -> Result<Body, Failure> {
+async fn run(
+    agreement: &Agreement,
+    buffers: &Buffers,
+    incoming: Incoming,
+    is_cut: &AtomicBool,
+) -> Result<Body, Failure> {
     let Incoming { header, action, payload } = incoming;
     let medium = &agreement.medium;
     let (disk, offset) = (medium.disk(), header.offset);
@@ -157,8 +171,16 @@ async fn run(agreement: &Agreement, buffers: &Buffers, incoming: Incoming) -> Re
                 if !disk.write_zeroes_fast(at, length, unmap).await? {
                     return Err(ErrorCode::NotSupported.into());
                 }
-            } else if length > 0 {
-                disk.write_zeroes(at, length, unmap).await?;
+            } else {
+                let mut pos = 0;
+                while pos < length {
+                    let piece = (length - pos).min(ZERO_PIECE);
+                    disk.write_zeroes(medium.place(offset + pos), piece, unmap).await?;
+                    pos += piece;
+                    if pos < length && (is_cut.load(Ordering::Acquire) || agreement.export.is_cut()) {
+                        return Err(ErrorCode::Shutdown.into());
+                    }
+                }
             }
             fua
         }

@@ -9,7 +9,7 @@ use limosa_page::to_usize;
 use super::connection::Connection;
 use super::negotiation::{Agreement, Encryption, Negotiation, OPTION_MAX, Step};
 use super::protocol::handshake::{CLIENT_FLAGS_LEN, ClientFlags, OPTION_HEADER_LEN, OptionHeader, greeting};
-use crate::export::Exports;
+use crate::exports::Exports;
 
 /// The most options of a handshake.
 const OPTIONS_MAX: usize = 1024;

@@ -12,7 +12,8 @@ use super::protocol::handshake::{
     ClientFlags, OptionCode, OptionReply, info, push_export_name_reply, push_option_reply, transmission,
 };
 use super::protocol::option_data::{ContextQuery, ExportQuery, export_name};
-use crate::export::{Export, Exports};
+use crate::export::Export;
+use crate::exports::Exports;
 use crate::medium::Medium;
 
 /// The most bytes of an option's data that are decoded: two names of the greatest length, and some queries.

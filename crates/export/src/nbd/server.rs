@@ -20,7 +20,7 @@ use super::budget::Budget;
 use super::connection::{Common, Connection};
 use super::limits::{Counting, Limits, ServerCounters};
 use super::negotiation::Encryption;
-use crate::export::Exports;
+use crate::exports::Exports;
 
 /// Interval at which deadlines are looked at.
 const TICK: Duration = Duration::from_millis(250);

@@ -360,7 +360,7 @@ impl<'a> Transmission<'a> {
             return self.reply(finished);
         }
         let (kind, length, begun) = (kind(request.action.as_ref().ok()), request.header.length, self.now());
-        let request = execute(Arc::clone(&self.agreement), self.buffers.clone(), request);
+        let request = execute(Arc::clone(&self.agreement), self.buffers.clone(), request, self.connection.cut_flag());
         self.requests.push(Box::pin(async move { Done { finished: request.await, kind, length, begun } }));
     }
 }

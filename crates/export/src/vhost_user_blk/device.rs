@@ -65,7 +65,7 @@ impl VhostUserBlkOptions {
 /// A virtio-blk device: an export, for the guest of a front end.
 #[derive(Debug)]
 pub struct VhostUserBlk {
-    target: Target,
+    export: Arc<Export>,
     queues: Vec<Queue>,
     threads: usize,
     acked: AtomicU64,
@@ -85,11 +85,11 @@ impl VhostUserBlk {
         let queues = if options.queues == 0 { cores } else { options.queues }.min(MAX_QUEUES);
         let threads = if options.threads == 0 { cores } else { options.threads }.min(queues);
         let id = id(&options.serial, &export);
-        let target = Target { medium: export.medium(), export, id, was_logged: Arc::default() };
+        let target = Target { medium: export.medium(), export: Arc::clone(&export), id, was_logged: Arc::default() };
         Self {
             // A copy of the export's handle for each queue: see `Target`.
             queues: (0..queues).map(|_| Queue::new(target.clone())).collect(),
-            target,
+            export,
             threads,
             acked: AtomicU64::new(0),
             write_back: AtomicBool::new(true),
@@ -101,7 +101,12 @@ impl VhostUserBlk {
     /// Returns its export.
     #[must_use]
     pub fn export(&self) -> &Arc<Export> {
-        &self.target.export
+        &self.export
+    }
+
+    /// Has all queues use the disk that the export has now. Idle ones would keep the last one's files open.
+    pub fn notify_replaced(&self) {
+        self.queues.iter().for_each(Queue::look_for_medium);
     }
 
     /// Tells the driver that its export has another length. Returns whether there is a front end that passes it on.
@@ -111,7 +116,7 @@ impl VhostUserBlk {
     }
 
     fn configuration(&self) -> Configuration {
-        let medium = self.target.export.medium();
+        let medium = self.export.medium();
         Configuration {
             sectors: medium.size() / SECTOR,
             allocation_unit: medium.disk().allocation_unit(),
@@ -157,7 +162,7 @@ fn id(serial: &str, export: &Export) -> [u8; ID_LENGTH] {
 
 impl Device for VhostUserBlk {
     fn features(&self) -> u64 {
-        self.configuration().features(self.target.export.is_read_only())
+        self.configuration().features(self.export.is_read_only())
     }
 
     fn num_queues(&self) -> usize {
@@ -253,7 +258,8 @@ fn poll_thread(
         }
         match thread.turn(context) {
             Turn::Again => {}
-            Turn::Wait if polling.find(|| thread.find_work()) => {}
+            // What is in flight completes where this thread sleeps.
+            Turn::Wait if !thread.has_requests() && polling.find(|| thread.find_work()) => {}
             Turn::Wait => return Poll::Pending,
             Turn::Ended => return Poll::Ready(()),
         }

@@ -119,6 +119,11 @@ impl Queue {
         Requests { in_flight: !state.in_flight.is_empty(), waits: state.is_held, ring }
     }
 
+    /// Takes the disk that the export has now.
+    pub(super) fn look_for_medium(&self) {
+        self.0.lock().look_for_medium();
+    }
+
     /// Returns whether a flush has succeeded since the last call.
     pub(super) fn take_has_flushed(&self) -> bool {
         std::mem::take(&mut self.0.lock().has_flushed)
@@ -133,7 +138,7 @@ impl Queue {
 }
 
 impl State {
-    /// Takes the disk that the export has now. No request is in flight if it is another.
+    /// Takes the disk that the export has now. Requests in flight have theirs.
     fn look_for_medium(&mut self) {
         if let Some(medium) = self.target.export.newer_medium(&self.target.medium) {
             self.target = Arc::new(Target { medium, ..(*self.target).clone() });

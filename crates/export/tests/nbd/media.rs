@@ -9,8 +9,11 @@ use std::time::Duration;
 use limosa_export::nbd::ServerOptions;
 use limosa_export::{Export, ExportError, Exports};
 use limosa_image::qcow2::CreateOptions;
-use limosa_image::{Format, GuestOffset, ImageError};
-use limosa_storage::{Buffer, block_on};
+use limosa_image::raw::{Raw, RawOptions};
+use limosa_image::{Disk, Format, GuestOffset, ImageError};
+use limosa_storage::testing::{Failing, Fault};
+use limosa_storage::{Buffer, MemoryStorage, Operation, block_on};
+use limosa_testkit::image::TestImage;
 use limosa_testkit::{NbdClient, scratch, wait_for};
 
 use crate::bed::{Bed, assert_clean, make_qcow2, open_image, pattern, qcow2, raw};
@@ -90,6 +93,69 @@ fn a_disk_that_does_not_fit_does_not_take_the_place_of_another() {
     export.replace_disk(LONG, fresh, failed).unwrap();
     assert_eq!(client.write(0, 0, &[1; 512]).unwrap(), 0);
     drop((client, export));
+    bed.stop();
+}
+
+#[test]
+fn a_disk_that_cannot_be_flushed_stays_in_its_place_and_loses_nothing() {
+    let failing = Failing::only(&[Operation::Write, Operation::Allocate]);
+    let image = TestImage::new(&CreateOptions::default().size(SIZE)).over(|file| failing.wrap(file));
+    let (bed, export, mut client) = served(Export::new("", image.open()).unwrap());
+    assert_eq!(client.write(0, 4096, &pattern(1, 4096)).unwrap(), 0);
+    failing.fail(0, u64::MAX, Fault::NoSpace);
+    let unused = || -> Result<Arc<dyn Disk>, ExportError> { unreachable!("nothing is opened") };
+    export.replace_disk(LONG, unused, unused).unwrap_err();
+    bed.exports.remove("", LONG).unwrap_err();
+    failing.mend();
+    assert_eq!(client.read(4096, 4096).unwrap(), pattern(1, 4096));
+    assert_eq!(client.write(0, 8192, &pattern(2, 4096)).unwrap(), 0);
+    export.flush().unwrap();
+    drop(export);
+    bed.exports.remove("", LONG).unwrap();
+    drop(client);
+    bed.stop();
+}
+
+/// Some have requests wait and give up soon, or let them begin again, while the disk is replaced: a request never meets
+/// one that is closed.
+#[test]
+fn those_who_have_requests_wait_do_not_let_those_of_each_other_begin() {
+    let memory = MemoryStorage::with_contents(vec![7; 8192], 8192);
+    let open = || Ok::<_, ExportError>(Raw::open(Arc::new(memory.clone()), &RawOptions::default())?);
+    let (bed, export, client) = served(Export::new("", open().unwrap()).unwrap());
+    drop(client);
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for within in [0, 200, LONG.as_micros()] {
+            let within = Duration::from_micros(u64::try_from(within).unwrap());
+            let (export, over) = (&export, &over);
+            scope.spawn(move || {
+                while !over.load(Ordering::Relaxed) {
+                    let _ = export.quiesce(within);
+                    let _ = export.resume();
+                }
+            });
+        }
+        for number in 0..2 {
+            let (socket, over) = (bed.socket(), &over);
+            scope.spawn(move || {
+                let mut client = NbdClient::open(&socket, "", &[]).unwrap();
+                while !over.load(Ordering::Relaxed) {
+                    assert_eq!(client.write(0, number * 4096, &pattern(1, 4096)).unwrap(), 0);
+                }
+            });
+        }
+        let mut replaced = 0;
+        while replaced < 200 {
+            match export.replace_disk(LONG, || Ok(open()? as Arc<dyn Disk>), || unreachable!()) {
+                Ok(()) => replaced += 1,
+                Err(ExportError::Resumed(_)) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    drop(export);
     bed.stop();
 }
 

@@ -72,6 +72,13 @@ impl BlockDevice {
         }
     }
 
+    /// Has its queues use the disk that its export has now, if it is of this export: the old one's files are closed.
+    pub(super) fn notify_replaced(&self, export: &Arc<Export>) {
+        if self.is_of(export) {
+            self.device.notify_replaced();
+        }
+    }
+
     fn is_of(&self, export: &Arc<Export>) -> bool {
         Arc::ptr_eq(self.device.export(), export)
     }

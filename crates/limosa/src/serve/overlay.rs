@@ -6,6 +6,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -43,8 +44,9 @@ pub(super) fn put(export: &Export, wanted: &Wanted, path: &Path, within: Duratio
     };
     let replaced = export.replace_disk(within, || overlay.open_disk(), || wanted.open_disk());
     if let Err(error) = replaced {
-        // It is empty. If it stays, it is served as the image would be.
+        // It is empty, and may not come back after a power cut, when more was written to the image below it.
         let _ = unlink(path);
+        let _ = folder_of(path).and_then(|folder| Ok(folder.sync_all()?));
         return Err(error);
     }
     Ok(overlay)
@@ -61,19 +63,28 @@ fn image_below(export: &Export, wanted: &Wanted) -> anyhow::Result<PathBuf> {
     Ok(std::path::absolute(reference.path)?)
 }
 
+fn folder_of(path: &Path) -> anyhow::Result<File> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(folder).context("its folder")
+}
+
 /// Creates an empty overlay, durably. At no time there is an incomplete one at `path`.
 fn create(path: &Path, image: &Path, disk: &dyn Disk) -> anyhow::Result<()> {
     let options = CreateOptions::default()
         .size(disk.len())
         .backing_file(Some(image.into()))
         .backing_format(Some(disk.format().into()));
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let folder = File::open(folder).context("its folder")?;
+    let folder = folder_of(path)?;
     let mut unfinished = OsString::from(path);
     unfinished.push(".unfinished");
     let unfinished = PathBuf::from(unfinished);
     let new = FileOptions { cache: CacheMode::Writeback, create: Create::New, ..FileOptions::default() };
-    let file = FileStorage::open(&unfinished, &new)?;
+    let file = FileStorage::open(&unfinished, &new).map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => {
+            anyhow::anyhow!("{} was left by a server that was killed: remove it", unfinished.display())
+        }
+        _ => error.into(),
+    })?;
     let written = block_on(async {
         qcow2::create(&*file, None, &options).await?;
         anyhow::Ok(file.flush().await?)

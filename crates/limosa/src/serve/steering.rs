@@ -204,7 +204,7 @@ pub(super) struct Steering {
     servers: Arc<Servers>,
     exports: Exports,
     images: Images,
-    /// Held while an overlay is put on an image.
+    /// Held while an overlay is put on an image, or a disk becomes longer.
     snapshots: Mutex<()>,
     untrusted: bool,
     /// Whether files outside of the allowed folders cannot be opened.
@@ -331,6 +331,8 @@ impl Steering {
 
     fn resize(&self, request: &ResizeRequest) -> anyhow::Result<Value> {
         let _kept = self.keep()?;
+        // An overlay is as long as the image was when it was made.
+        let _alone = self.snapshots.lock();
         let export = self.export(&request.name)?;
         let size = match (request.size, request.more) {
             (Some(size), None) => Some(size),
@@ -354,7 +356,10 @@ impl Steering {
         let wanted = self.images.wanted(&export).ok_or_else(|| ExportError::NotFound(request.name.clone()))?;
         let overlay = overlay::put(&export, &wanted, &request.overlay, within);
         let overlay = overlay.map_err(|error| self.explained(error))?;
-        self.images.note(&export, overlay);
+        if self.exports.find(&request.name).is_some_and(|now| Arc::ptr_eq(&now, &export)) {
+            self.images.note(&export, overlay);
+        }
+        self.servers.devices.iter().for_each(|device| device.notify_replaced(&export));
         let mut answer = report::description(&export);
         answer.insert("frozen".into(), (&*frozen).into());
         answer.insert("ms".into(), quantity::millis(begun.elapsed()).into());

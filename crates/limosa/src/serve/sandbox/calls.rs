@@ -125,8 +125,8 @@ fn rules(needs: &Needs) -> anyhow::Result<BTreeMap<i64, Vec<SeccompRule>>> {
     rules.insert(libc::SYS_clone, vec![masked(0, thread, thread)?]);
     rules.insert(libc::SYS_prctl, vec![masked(0, -1, libc::PR_SET_NAME)?]);
     if needs.image_folders.is_empty() {
-        // No file is created, or opened to be written.
-        let made = libc::O_CREAT | (libc::O_TMPFILE & !libc::O_DIRECTORY);
+        // No file is created, made empty, or opened to be written.
+        let made = libc::O_CREAT | (libc::O_TMPFILE & !libc::O_DIRECTORY) | libc::O_TRUNC;
         rules.insert(libc::SYS_openat, vec![masked(2, made | libc::O_ACCMODE, 0)?]);
     } else {
         // Images that are added, and overlays; where, landlock says.

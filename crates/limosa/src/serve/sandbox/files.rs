@@ -15,6 +15,9 @@ use super::Needs;
 const NEWEST: ABI = ABI::V6;
 
 /// Restricts this thread. Returns false if the kernel has no landlock.
+///
+/// # Errors
+/// The kernel has a part of the rules only, which it enforces.
 pub(super) fn restrict(needs: &Needs) -> anyhow::Result<bool> {
     let mut rules = Ruleset::default()
         .handle_access(AccessFs::from_all(NEWEST))?
@@ -39,7 +42,11 @@ pub(super) fn restrict(needs: &Needs) -> anyhow::Result<bool> {
         let journal = make_bitflags!(AccessFs::{ReadFile | WriteFile | Truncate | MakeReg | RemoveFile});
         (&mut rules).add_rule(PathBeneath::new(fd, journal))?;
     }
-    Ok(rules.restrict_self()?.ruleset != RulesetStatus::NotEnforced)
+    match rules.restrict_self()?.ruleset {
+        RulesetStatus::FullyEnforced => Ok(true),
+        RulesetStatus::NotEnforced => Ok(false),
+        RulesetStatus::PartiallyEnforced => anyhow::bail!("this kernel has not all of it, and enforces what it has"),
+    }
 }
 
 /// The files and block devices that are open: those of the chains. Rings open them again, only to read

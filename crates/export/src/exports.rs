@@ -1,0 +1,98 @@
+//! The exports of a server, by their names.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::RwLock;
+
+use crate::counters::ExportCounters;
+use crate::export::{Export, ExportError};
+
+/// The exports of a server. A clone is the same set.
+#[derive(Debug, Clone, Default)]
+pub struct Exports(Arc<RwLock<Vec<Arc<Export>>>>);
+
+impl Exports {
+    /// Creates an empty set.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds an export.
+    ///
+    /// # Errors
+    /// [`ExportError::Exists`].
+    pub fn add(&self, export: Export) -> Result<Arc<Export>, ExportError> {
+        let mut exports = self.0.write();
+        if exports.iter().any(|other| other.name() == export.name()) {
+            return Err(ExportError::Exists(export.name().to_owned()));
+        }
+        let export = Arc::new(export);
+        exports.push(Arc::clone(&export));
+        Ok(export)
+    }
+
+    /// Returns the export with a name.
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<Arc<Export>> {
+        self.0.read().iter().find(|export| export.name() == name).cloned()
+    }
+
+    /// Removes an export: no client finds it any more, those that it has are ended, and its disk is flushed, closed and
+    /// unlocked. Requests in flight are carried out and answered, further ones refused. Clients that have not taken
+    /// their last replies after `drain` lose them: with no time all do. Blocks until it is done. Returns what was done
+    /// with it.
+    ///
+    /// # Errors
+    /// [`ExportError::NotFound`]; [`ExportError::Attached`]; the disk cannot be flushed: the export stays, unless
+    /// `drain` is 0; the disk cannot be closed after that: the export is removed all the same.
+    pub fn remove(&self, name: &str, drain: Duration) -> Result<ExportCounters, ExportError> {
+        if !drain.is_zero()
+            && let Some(export) = self.find(name)
+        {
+            export.flush()?;
+        }
+        let removed = {
+            let mut exports = self.0.write();
+            let at = exports.iter().position(|export| export.name() == name);
+            let at = at.ok_or_else(|| ExportError::NotFound(name.to_owned()))?;
+            if exports.get(at).is_some_and(|export| export.has_queues()) {
+                return Err(ExportError::Attached(name.to_owned()));
+            }
+            exports.remove(at)
+        };
+        removed.close(drain)
+    }
+
+    /// Returns all of them, in the order in which they were added.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<Export>> {
+        self.0.read().clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use limosa_image::raw::{Raw, RawOptions};
+    use limosa_storage::MemoryStorage;
+
+    use super::*;
+
+    fn export(name: &str) -> Result<Export, ExportError> {
+        let disk = Raw::open(Arc::new(MemoryStorage::with_contents(vec![0; 4096], 4096)), &RawOptions::default())?;
+        Export::new(name, disk)
+    }
+
+    #[test]
+    fn names_are_unique_and_short() {
+        let exports = Exports::new();
+        exports.add(export("a").unwrap()).unwrap();
+        exports.add(export("").unwrap()).unwrap();
+        assert!(matches!(exports.add(export("a").unwrap()), Err(ExportError::Exists(name)) if name == "a"));
+        assert!(exports.find("a").is_some() && exports.find("").is_some() && exports.find("b").is_none());
+        assert!(export(&"x".repeat(4096)).is_ok());
+        assert!(matches!(export(&"x".repeat(4097)), Err(ExportError::Text(_))));
+        assert!(matches!(export("a\0b"), Err(ExportError::Text(_))));
+    }
+}
