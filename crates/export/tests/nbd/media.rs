@@ -147,7 +147,11 @@ fn those_who_have_requests_wait_do_not_let_those_of_each_other_begin() {
         }
         let mut replaced = 0;
         while replaced < 200 {
-            match export.replace_disk(LONG, || Ok(open()? as Arc<dyn Disk>), || unreachable!()) {
+            let slowly = || {
+                thread::sleep(Duration::from_micros(300));
+                Ok(open()? as Arc<dyn Disk>)
+            };
+            match export.replace_disk(LONG, slowly, || unreachable!()) {
                 Ok(()) => replaced += 1,
                 Err(ExportError::Resumed(_)) => {}
                 Err(error) => panic!("{error}"),
