@@ -18,6 +18,7 @@ use crate::args::ImportArgs;
 use crate::job::JobHandles;
 use crate::report;
 use crate::usage::misused;
+use crate::vm_state;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
@@ -28,7 +29,13 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     if is_one_file(&args.stream, &args.snapshot) {
         bail!("{}: the source and the snapshot must be different files", args.snapshot.display());
     }
-    let foreign = open(&args.stream)?;
+    let (foreign, feeder) = match &args.tag {
+        Some(tag) => {
+            let (foreign, feeder) = vm_state::open(&args.stream, tag, args.force_share)?;
+            (foreign, Some(feeder))
+        }
+        None => (open(&args.stream)?, None),
+    };
     if args.xml.is_some() && foreign.is_importable() && foreign.save_image().is_none() {
         bail!("{}: {}, which has no domain XML: omit --xml", args.stream.display(), foreign.describe());
     }
@@ -40,6 +47,11 @@ pub(crate) fn run(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     let (what, decompressor, image) = (foreign.describe(), foreign.decompressor(), foreign.save_image().cloned());
     let imported = foreign.import(pending, options, &handles.engine);
     drop(handles);
+    let imported = imported.map_err(anyhow::Error::from);
+    let imported = match feeder {
+        Some(feeder) => feeder.after(imported),
+        None => imported,
+    };
     let done = Done { imported: imported?, what, decompressor, elapsed: begun.elapsed() };
     if let (Some(pending), Some(image)) = (xml, &image) {
         write_xml(pending, image, durability).with_context(|| {

@@ -13,8 +13,10 @@ use serde::Serialize;
 use crate::args::InspectArgs;
 use crate::changed;
 use crate::compare;
+use crate::import::Stored;
 use crate::report;
 use crate::usage::misused;
+use crate::vm_state;
 use crate::working_set::ShownWorkingSet;
 use limosa_console::{check_stdout, print_out, say};
 
@@ -31,7 +33,14 @@ pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     if args.vm.is_given() {
         misused("--qmp and --pid name a VM for --changed: add it");
     }
-    let (summary, snapshot) = compare::open(&args.file)?;
+    let (summary, snapshot) = match &args.tag {
+        Some(tag) => {
+            let (foreign, feeder) = vm_state::open(&args.file, tag, args.force_share)?;
+            let converted = Stored::Foreign(foreign).snapshot("to look into it", true);
+            (feeder.after(converted)?.summary(), None)
+        }
+        None => compare::open(&args.file)?,
+    };
     let working_set = snapshot.as_ref().and_then(ShownWorkingSet::of);
     let shown = Shown { summary, working_set, mapped_by: snapshot.as_ref().and_then(mappers) };
     if args.json {

@@ -32,6 +32,7 @@ mod serve;
 mod signals;
 mod snapshot;
 mod usage;
+mod vm_state;
 mod working_set;
 
 use std::io::IsTerminal;

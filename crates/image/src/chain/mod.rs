@@ -5,6 +5,7 @@
 //! first is opened only if the [`Policy`] allows it.
 
 mod base;
+mod vm_state;
 
 use std::ffi::OsStr;
 use std::fs;
@@ -27,6 +28,7 @@ use crate::reference::{BackingOverride, Reference};
 use crate::setters::setters;
 use base::Base;
 pub use base::{ChainWithBase, open_with_base};
+pub use vm_state::VmState;
 
 /// The most files in a chain.
 pub const MAX_CHAIN_DEPTH: usize = 200;

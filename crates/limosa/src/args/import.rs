@@ -3,19 +3,30 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use limosa_image::qcow2::SnapshotChoice;
 
 use super::NewSnapshotArgs;
+use super::img::parse_snapshot;
 
 #[derive(Debug, Args)]
 pub(crate) struct ImportArgs {
     /// A recorded migration stream, compressed or not (PATH, or `file:PATH,offset=N` if it does not start at 0), a
-    /// libvirt save image, or - for standard input
+    /// libvirt save image, - for standard input, or with --tag a qcow2 image
     #[arg(value_name = "STREAM")]
     pub(crate) stream: PathBuf,
 
     /// The file to create
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
+
+    /// STREAM is a qcow2 image: take the state of the VM that was saved with this internal snapshot (QEMU's savevm). Its
+    /// id or name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(long, value_name = "SNAPSHOT", value_parser = parse_snapshot, conflicts_with = "xml")]
+    pub(crate) tag: Option<SnapshotChoice>,
+
+    /// With --tag: read the image although a VM has it open. Do not delete the snapshot meanwhile
+    #[arg(short = 'U', long, requires = "tag")]
+    pub(crate) force_share: bool,
 
     /// Write the domain XML of a libvirt save image to this file; --force replaces it too
     #[arg(long, value_name = "FILE")]

@@ -3,7 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use limosa_image::qcow2::SnapshotChoice;
 use limosa_qemu::qmp::MonitorAddress;
+
+use super::img::parse_snapshot;
 
 /// A VM that maps a snapshot.
 #[derive(Debug, Args)]
@@ -35,6 +38,16 @@ pub(crate) struct InspectArgs {
     /// A snapshot, a file that a migration stream was recorded into, or a libvirt save image
     #[arg(value_name = "SNAPSHOT|STREAM")]
     pub(crate) file: PathBuf,
+
+    /// SNAPSHOT is a qcow2 image: look into the VM that was saved with this internal snapshot (QEMU's savevm). Its id or
+    /// name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(long, value_name = "SNAPSHOT", value_parser = parse_snapshot,
+        conflicts_with_all = ["diff", "against_qmp", "qemu_args", "changed"])]
+    pub(crate) tag: Option<SnapshotChoice>,
+
+    /// With --tag: read the image although a VM has it open. Do not delete the snapshot meanwhile
+    #[arg(short = 'U', long, requires = "tag")]
+    pub(crate) force_share: bool,
 
     /// With --diff: the file to compare with
     #[arg(value_name = "OTHER", requires = "diff")]

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
-use limosa_testkit::{Machine, Vm, note_skip};
+use limosa_testkit::{Machine, Vm, note_skip, qemu_img, wait_for};
 use serde_json::json;
 
 use crate::needs_qemu;
@@ -195,4 +195,64 @@ fn bad_words_and_bad_files_are_refused_in_one_line_and_leave_nothing() {
     assert_eq!(names(at("text").parent().unwrap()), before);
     let status = Command::new(env!("CARGO_BIN_EXE_limosa")).args(["import", "only one"]).output().unwrap().status;
     assert_eq!(status.code(), Some(2));
+}
+
+/// A VM with a disk that can have snapshots.
+fn with_disk(machine: Machine, disk: &str) -> Machine {
+    let node = json!({ "driver": "qcow2", "node-name": "disk", "file": { "driver": "file", "filename": disk } });
+    machine.argument("-blockdev").argument(&node.to_string())
+}
+
+/// Has QEMU save the VM inside its disk.
+fn save_inside(vm: &Vm, tag: &str) {
+    let words = json!({ "job-id": tag, "tag": tag, "vmstate": "disk", "devices": ["disk"] });
+    vm.execute("snapshot-save", words).unwrap();
+    let job = || {
+        let jobs = vm.execute("query-jobs", json!({})).unwrap();
+        let job = jobs.as_array().unwrap().iter().find(|job| job["id"] == tag).cloned().unwrap();
+        assert!(job["error"].is_null(), "{job}");
+        (job["status"] == "concluded").then_some(())
+    };
+    wait_for("the VM inside the disk", job);
+}
+
+#[test]
+fn a_vm_that_was_saved_inside_its_disk_comes_back_lazily() {
+    needs_qemu!();
+    for (options, kind) in [("compat=1.1", "pc-q35-10.0"), ("compat=0.10,cluster_size=4k", "pc-i440fx-7.2")] {
+        let scene = Scene::new();
+        let disk = scene.path("disk");
+        qemu_img(["create", "-q", "-f", "qcow2", "-o", options, text(&disk), "16M"]).unwrap();
+        let machine = beat().kind(kind);
+        let source = with_disk(machine.clone(), text(&disk)).start().unwrap();
+        source.wait_heartbeats(2).unwrap();
+        load_ballast(&source);
+        source.stop().unwrap();
+        save_inside(&source, "before");
+        let saved =
+            Saved { snapshot: disk.clone(), beat: source.check_heartbeat().unwrap(), lap: source.last_pass().unwrap() };
+        source.cont().unwrap();
+        source.wait_heartbeats(2).unwrap();
+        save_inside(&source, "later");
+        let snapshot = scene.path("imported");
+        let import = ["import", text(&disk), text(&snapshot), "--force", "--no-sync", "--tag"];
+        limosa(&scene, &[&import[..], &["before"]].concat()).one_line(&[text(&disk), "another process"]);
+        limosa(&scene, &[&import[..], &["none", "-U"]].concat())
+            .one_line(&["no snapshot with the id or name \"none\""]);
+        let report = limosa(&scene, &[&import[..], &["before", "-U", "--json"]].concat()).json();
+        assert!(report["pages"]["normal"].as_u64() > Some(0), "{report}");
+        drop(source);
+        let inside = limosa(&scene, &["inspect", text(&disk), "--tag", "later", "--json"]).json();
+        assert_eq!(inside["machine"], kind);
+        assert_eq!(inside["run_state"], "running");
+        limosa(&scene, &[&import[..], &["snapshot.name=before"]].concat()).success();
+        let destination = machine.start_incoming().unwrap();
+        scene.restore(&snapshot, &destination, &["--memory", "lazy"]).success();
+        destination.cont().unwrap();
+        saved.assert_goes_on(&destination);
+        assert_consistent(&destination);
+        assert_ballast(&destination);
+        qemu_img(["snapshot", "-c", "disk only", text(&disk)]).unwrap();
+        limosa(&scene, &[&import[..], &["disk only"]].concat()).one_line(&["has no state of a VM"]);
+    }
 }

@@ -8,6 +8,7 @@ use limosa_storage::Storage;
 use super::header::Header;
 use super::snapshot_table::{self, Snapshot};
 use crate::error::ImageError;
+use crate::offset::GuestOffset;
 
 /// The choice of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,9 +46,36 @@ impl SnapshotChoice {
     /// Returns the header of an image as it was when the snapshot was taken: with its L1 table and length. The image
     /// may only be read.
     pub(crate) async fn apply(&self, storage: &dyn Storage, header: Header) -> Result<Header, ImageError> {
+        Ok(self.header_of(storage, header).await?.0)
+    }
+
+    /// Returns the header of an image that reaches to the end of the state of the VM that the snapshot has, and where
+    /// that begins, and its bytes. The image may only be read.
+    pub(crate) async fn vm_state(
+        &self,
+        storage: &dyn Storage,
+        header: Header,
+    ) -> Result<(Header, GuestOffset, u64), ImageError> {
+        let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(storage.name()), what };
+        let (header, length) = self.header_of(storage, header).await?;
+        if length == 0 {
+            return Err(unsupported(format!("its snapshot with {self} has no state of a VM")));
+        }
+        let start = header.size.checked_next_multiple_of(header.geometry().l2_covers());
+        let end = start.and_then(|start| start.checked_add(length)).filter(|end| i64::try_from(*end).is_ok());
+        let Some((start, size)) = start.zip(end) else {
+            return Err(unsupported(format!(
+                "its snapshot with {self} has a state of {length} bytes, which no VM has"
+            )));
+        };
+        Ok((Header { size, ..header }, GuestOffset(start), length))
+    }
+
+    /// The header of an image as it was when the snapshot was taken, and the bytes of the VM's state.
+    async fn header_of(&self, storage: &dyn Storage, header: Header) -> Result<(Header, u64), ImageError> {
         let snapshots = snapshot_table::read(storage, &header).await?;
         let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(storage.name()), what };
-        let Some(Snapshot { l1, disk_size, .. }) = self.find(&snapshots) else {
+        let Some(Snapshot { l1, disk_size, vm_state_size, .. }) = self.find(&snapshots) else {
             return Err(unsupported(format!("it has no snapshot with {self}")));
         };
         if l1.0.0.saturating_add(u64::from(l1.1) * 8) > storage.length()? {
@@ -59,7 +87,7 @@ impl SnapshotChoice {
         if i64::try_from(size).is_err() {
             return Err(unsupported(format!("its snapshot with {self} has {size} bytes, which no disk has")));
         }
-        Ok(Header { l1: *l1, size, ..header })
+        Ok((Header { l1: *l1, size, ..header }, *vm_state_size))
     }
 }
 
