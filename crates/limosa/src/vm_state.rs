@@ -32,7 +32,8 @@ impl Feeder {
 /// Opens the state of a snapshot in an image.
 ///
 /// # Errors
-/// There is none; the image cannot be opened, or another process writes it; the state is no migration stream.
+/// The snapshot has no state of a VM; the image cannot be opened, or another process writes it; the state is no
+/// migration stream.
 pub(crate) fn open(image: &Path, tag: &SnapshotChoice, force_share: bool) -> anyhow::Result<(Foreign, Feeder)> {
     let lock = if force_share { LockPolicy::None } else { LockPolicy::Auto };
     let state = block_on(VmState::open(&Reference::from_name(image)?, tag, &OpenOptions::default().lock(lock)))?;

@@ -19,8 +19,8 @@ pub(crate) struct ImportArgs {
     #[arg(value_name = "SNAPSHOT")]
     pub(crate) snapshot: PathBuf,
 
-    /// STREAM is a qcow2 image: take the state of the VM that was saved with this internal snapshot (QEMU's savevm). Its
-    /// id or name, or snapshot.id=ID,snapshot.name=NAME
+    /// STREAM is a qcow2 image: take the VM that was saved with this internal snapshot (QEMU's savevm). Its id or name,
+    /// or snapshot.id=ID,snapshot.name=NAME
     #[arg(long, value_name = "SNAPSHOT", value_parser = parse_snapshot, conflicts_with = "xml")]
     pub(crate) tag: Option<SnapshotChoice>,
 

@@ -39,8 +39,8 @@ pub(crate) struct InspectArgs {
     #[arg(value_name = "SNAPSHOT|STREAM")]
     pub(crate) file: PathBuf,
 
-    /// SNAPSHOT is a qcow2 image: look into the VM that was saved with this internal snapshot (QEMU's savevm). Its id or
-    /// name, or snapshot.id=ID,snapshot.name=NAME
+    /// SNAPSHOT is a qcow2 image: look into the VM that was saved with this internal snapshot (QEMU's savevm). Its id
+    /// or name, or snapshot.id=ID,snapshot.name=NAME
     #[arg(long, value_name = "SNAPSHOT", value_parser = parse_snapshot,
         conflicts_with_all = ["diff", "against_qmp", "qemu_args", "changed"])]
     pub(crate) tag: Option<SnapshotChoice>,
