@@ -1,6 +1,7 @@
 //! `limosa export`.
 
 use limosa_console::quantity;
+use std::fmt;
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -17,43 +18,82 @@ use crate::args::ExportArgs;
 use crate::job::JobHandles;
 use crate::report;
 use crate::usage::misused;
+use crate::vm_state;
 use limosa_console::{print_out, say};
 
 pub(crate) fn run(args: &ExportArgs) -> anyhow::Result<ExitCode> {
-    let to_stdout = args.stream == Path::new("-");
-    let stdout = std::io::stdout();
-    if to_stdout && args.json {
-        misused("--json prints to standard output, which carries the stream");
-    }
     let snapshot = Snapshot::open(&args.snapshot)?;
-    if !to_stdout && is_same_file(&args.stream, &args.snapshot) {
-        bail!("{}: the snapshot and the stream must be different files", args.stream.display());
-    }
-    snapshot.lock_serving()?;
-    if to_stdout && stdout.is_terminal() {
-        bail!("standard output is a terminal: redirect it, or give a file");
-    }
-    let handles = JobHandles::with_socket(None, JobKind::Save, "exporting", to_stdout)?;
-    let stats = if to_stdout {
-        let own = stdout.as_fd().try_clone_to_owned().context("standard output")?;
-        snapshot.export(own, Path::new("standard output"), &handles.engine)
-    } else {
-        snapshot.export_file(UnnamedFile::create(&args.stream, args.force)?, &handles.engine)
-    };
-    drop(handles);
-    let stats = stats?;
-    tell(args, &snapshot, &stats);
+    let target = Target::of(args)?;
+    let stats = target.write(args, &snapshot)?;
+    tell(&target, &snapshot, &stats);
     if args.json {
-        print_out!("{}", object(args, &stats));
+        print_out!("{}", object(&target, &stats));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn tell(args: &ExportArgs, snapshot: &Snapshot, stats: &PrecopyStats) {
-    let to = if args.stream == Path::new("-") { "standard output".into() } else { args.stream.display().to_string() };
+/// The place of the exported VM.
+enum Target<'a> {
+    Stdout,
+    Stream(&'a Path),
+    Inside { image: &'a Path, tag: &'a str },
+}
+
+impl<'a> Target<'a> {
+    fn of(args: &'a ExportArgs) -> anyhow::Result<Self> {
+        match (&args.stream, args.into.as_deref().zip(args.tag.as_deref())) {
+            (_, Some((image, tag))) => Ok(Self::Inside { image, tag }),
+            (Some(stream), None) if stream == Path::new("-") => {
+                if args.json {
+                    misused("--json prints to standard output, which carries the stream");
+                }
+                Ok(Self::Stdout)
+            }
+            (Some(stream), None) => Ok(Self::Stream(stream)),
+            // The command line asks for one of the two.
+            (None, None) => bail!("give a file to create, or --into IMAGE --tag NAME"),
+        }
+    }
+
+    fn write(&self, args: &ExportArgs, snapshot: &Snapshot) -> anyhow::Result<PrecopyStats> {
+        if let Self::Stream(stream) = self
+            && is_same_file(stream, &args.snapshot)
+        {
+            bail!("{}: the snapshot and the stream must be different files", stream.display());
+        }
+        snapshot.lock_serving()?;
+        let stdout = std::io::stdout();
+        if matches!(self, Self::Stdout) && stdout.is_terminal() {
+            bail!("standard output is a terminal: redirect it, or give a file");
+        }
+        let handles = JobHandles::with_socket(None, JobKind::Save, "exporting", matches!(self, Self::Stdout))?;
+        let stats = match self {
+            Self::Stdout => {
+                let own = stdout.as_fd().try_clone_to_owned().context("standard output")?;
+                snapshot.export(own, Path::new("standard output"), &handles.engine)?
+            }
+            Self::Stream(stream) => snapshot.export_file(UnnamedFile::create(stream, args.force)?, &handles.engine)?,
+            Self::Inside { image, tag } => vm_state::put(snapshot, image, tag, &handles.engine)?,
+        };
+        drop(handles);
+        Ok(stats)
+    }
+}
+
+impl fmt::Display for Target<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Stdout => f.write_str("standard output"),
+            Self::Stream(stream) => write!(f, "{}", stream.display()),
+            Self::Inside { image, tag } => write!(f, "snapshot {tag} of {}", image.display()),
+        }
+    }
+}
+
+fn tell(target: &Target<'_>, snapshot: &Snapshot, stats: &PrecopyStats) {
     let moved = stats.normal_pages.saturating_mul(limosa_page::PAGE_SIZE);
     say!(
-        "exported to {to} ({}) in {}, {:.2} GiB/s",
+        "exported to {target} ({}) in {}, {:.2} GiB/s",
         quantity::bytes(stats.channel.bytes_out),
         quantity::time(stats.elapsed),
         quantity::rate(moved, stats.elapsed)
@@ -67,9 +107,17 @@ fn tell(args: &ExportArgs, snapshot: &Snapshot, stats: &PrecopyStats) {
     }
 }
 
-fn object(args: &ExportArgs, stats: &PrecopyStats) -> serde_json::Value {
+fn object(target: &Target<'_>, stats: &PrecopyStats) -> serde_json::Value {
+    let place = |path: &Path| path.to_string_lossy().into_owned();
+    let (stream, image, tag) = match target {
+        Target::Stdout => (Some("-".to_owned()), None, None),
+        Target::Stream(stream) => (Some(place(stream)), None, None),
+        Target::Inside { image, tag } => (None, Some(place(image)), Some(*tag)),
+    };
     json!({
-        "stream": args.stream.to_string_lossy(),
+        "stream": stream,
+        "image": image,
+        "tag": tag,
         "elapsed_ms": quantity::millis(stats.elapsed),
         "gib_per_s": quantity::rate(stats.normal_pages.saturating_mul(limosa_page::PAGE_SIZE), stats.elapsed),
         "length": stats.channel.bytes_out,

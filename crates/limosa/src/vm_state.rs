@@ -1,16 +1,20 @@
-//! The state of a VM inside a disk image, as a stream.
+//! The state of a VM inside a disk image: read as a stream, and written from one.
 
-use std::io::{ErrorKind, PipeWriter, Write as _};
+use std::io::{ErrorKind, PipeReader, PipeWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
+use std::time::SystemTime;
 
 use anyhow::Context as _;
-use limosa_image::chain::{OpenOptions, VmState};
-use limosa_image::qcow2::SnapshotChoice;
+use limosa_image::Format;
+use limosa_image::chain::{ImageFile, OpenOptions, VmState};
+use limosa_image::qcow2::{CheckOptions, SnapshotChoice, VmStateWriter};
 use limosa_image::reference::Reference;
+use limosa_migrate::Handle;
+use limosa_migrate::stats::PrecopyStats;
 use limosa_page::to_usize;
-use limosa_snapshot::Foreign;
-use limosa_storage::{Buffer, LockPolicy, block_on};
+use limosa_snapshot::{Foreign, Snapshot};
+use limosa_storage::{Buffer, FileStorage, LockPolicy, block_on};
 
 /// Bytes that are read at once.
 const PIECE: u64 = 1 << 20;
@@ -65,4 +69,56 @@ fn feed(state: &VmState, mut pipe: PipeWriter) -> anyhow::Result<()> {
         at += length as u64;
     }
     Ok(())
+}
+
+/// Puts the VM of a snapshot into a new internal snapshot of an image, durably.
+///
+/// # Errors
+/// The image cannot be opened, is no qcow2 image, or another process has it open; the snapshot cannot be read. Then the
+/// image is as it was.
+pub(crate) fn put(snapshot: &Snapshot, image: &Path, name: &str, handle: &Handle) -> anyhow::Result<PrecopyStats> {
+    let file = block_on(ImageFile::open(&Reference::from_name(image)?, &OpenOptions::default()))?;
+    anyhow::ensure!(file.format == Format::Qcow2, "{}: format raw has no internal snapshots", image.display());
+    let (read, write) = std::io::pipe().context("a pipe")?;
+    let taken = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let taken = (u32::try_from(taken.as_secs()).unwrap_or(u32::MAX), taken.subsec_nanos());
+    let storage = &*file.storage;
+    thread::scope(|scope| {
+        let writer = scope.spawn(move || take(storage, name, read));
+        let sent = snapshot.export(write.into(), image, handle);
+        let writer =
+            writer.join().map_err(|_| anyhow::anyhow!("the image cannot be written; this is a bug in limosa"))?;
+        // A stream that nobody takes fails as well, and not by itself.
+        let mut writer = writer?;
+        match sent {
+            Ok(stats) => {
+                block_on(writer.finish(name, taken))?;
+                Ok(stats)
+            }
+            Err(error) => {
+                block_on(writer.undo());
+                Err(error.into())
+            }
+        }
+    })
+}
+
+/// Writes a stream into an image, up to its end.
+fn take<'a>(storage: &'a FileStorage, name: &str, mut stream: PipeReader) -> anyhow::Result<VmStateWriter<'a>> {
+    let mut state = block_on(VmStateWriter::begin(storage, name, CheckOptions::default()))?;
+    let mut bytes = vec![0; to_usize(PIECE)];
+    let mut copy = || -> anyhow::Result<()> {
+        loop {
+            let count = stream.read(&mut bytes).context("the pipe from the export")?;
+            match bytes.get(..count) {
+                Some(bytes) if count > 0 => block_on(state.write(bytes))?,
+                _ => return Ok(()),
+            }
+        }
+    };
+    let copied = copy();
+    if copied.is_err() {
+        block_on(state.undo());
+    }
+    copied.map(|()| state)
 }

@@ -27,3 +27,4 @@ pub use offline::create::{CreateOptions, create};
 pub use offline::empty::empty;
 pub use offline::resize::{ResizeOptions, resize};
 pub use offline::snapshots::{SnapshotChange, change_snapshots};
+pub use offline::vm_state::VmStateWriter;

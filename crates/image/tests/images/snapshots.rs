@@ -3,20 +3,20 @@
 use std::sync::Arc;
 
 use limosa_image::Disk as _;
-use limosa_image::GuestOffset;
 use limosa_image::qcow2::{
-    CheckOptions, CreateOptions, Finding, FindingKind, Header, Qcow2Options, Repair, SnapshotChange, SnapshotChoice,
-    change_snapshots, check, read_snapshots, repair,
+    CheckOptions, CreateOptions, Finding, FindingKind, Header, ImageParts, Qcow2, Qcow2Options, Repair, SnapshotChange,
+    SnapshotChoice, VmStateWriter, change_snapshots, check, read_snapshots, repair,
 };
+use limosa_image::{GuestOffset, ImageError};
 use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, SeededRandom};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
-use limosa_testkit::image::{TestImage, contents, memory_file, read_all};
+use limosa_testkit::image::{TestImage, contents, memory_file, read, read_all};
 
 use crate::layers::times;
 
 const MOST: u64 = 64 << 20;
 
-/// The contents of the disk and of its snapshots, by name.
+/// The contents of the disk and of its snapshots, and the states of VMs in them, by name.
 type Views = Vec<(String, Vec<u8>)>;
 
 fn views(file: &Arc<dyn Storage>) -> Views {
@@ -25,26 +25,65 @@ fn views(file: &Arc<dyn Storage>) -> Views {
     for snapshot in block_on(read_snapshots(&**file, &header)).unwrap() {
         let mut then = header.clone();
         (then.l1, then.size) = (snapshot.l1, snapshot.disk_size.unwrap());
+        if snapshot.vm_state_size > 0 {
+            let start = then.size.next_multiple_of(then.geometry().l2_covers());
+            let mut beyond = then.clone();
+            beyond.size = start + snapshot.vm_state_size;
+            let state = read(&*disk(file, beyond), start, snapshot.vm_state_size);
+            assert!(state == vm_state(&snapshot.name), "the state of {}", snapshot.name);
+        }
         all.push((snapshot.name, view(file, then)));
     }
     all
 }
 
 fn view(file: &Arc<dyn Storage>, header: Header) -> Vec<u8> {
-    let parts = limosa_image::qcow2::ImageParts::new(Arc::clone(file), header);
-    let options = Qcow2Options::default().read_only(true);
-    read_all(&*block_on(limosa_image::qcow2::Qcow2::open(parts, options)).unwrap())
+    read_all(&*disk(file, header))
+}
+
+fn disk(file: &Arc<dyn Storage>, header: Header) -> Arc<Qcow2> {
+    let parts = ImageParts::new(Arc::clone(file), header);
+    block_on(Qcow2::open(parts, Qcow2Options::default().read_only(true))).unwrap()
+}
+
+/// The state of the VM that a snapshot of this name has.
+fn vm_state(name: &str) -> Vec<u8> {
+    let mut chance = SeededRandom::new(name.bytes().map(u64::from).sum());
+    let length = 1 + chance.below(2 << 20);
+    chance.bytes(usize::try_from(length).unwrap())
+}
+
+/// Takes a snapshot with the state of a VM.
+fn with_vm_state(file: &dyn Storage, name: &str, taken: (u32, u32)) -> Result<(), ImageError> {
+    block_on(async {
+        let mut writer = VmStateWriter::begin(file, name, CheckOptions::default()).await?;
+        for piece in vm_state(name).chunks(300_001) {
+            if let Err(error) = writer.write(piece).await {
+                writer.undo().await;
+                return Err(error);
+            }
+        }
+        writer.finish(name, taken).await
+    })
 }
 
 fn change(chance: &mut SeededRandom, names: &[String], number: u64) -> SnapshotChange {
     match (names, chance.below(3)) {
         ([_, ..], 1) => SnapshotChange::Apply(SnapshotChoice::IdOrName(chance.choose(names).clone())),
         ([_, ..], 2) => SnapshotChange::Delete(SnapshotChoice::IdOrName(chance.choose(names).clone())),
-        _ => SnapshotChange::Create { name: format!("s{number}"), taken: (1, 2) },
+        _ => {
+            let kind = if chance.one_in(3) { "vm" } else { "s" };
+            SnapshotChange::Create { name: format!("{kind}{number}"), taken: (1, 2) }
+        }
     }
 }
 
-fn apply(file: &dyn Storage, change: &SnapshotChange) -> Result<(), limosa_image::ImageError> {
+fn apply(file: &dyn Storage, change: &SnapshotChange) -> Result<(), ImageError> {
+    if let SnapshotChange::Create { name, taken } = change
+        && name.starts_with("vm")
+    {
+        return with_vm_state(file, name, *taken);
+    }
     block_on(change_snapshots(file, change, CheckOptions::default()))
 }
 

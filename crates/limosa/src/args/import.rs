@@ -51,11 +51,20 @@ pub(crate) struct ExportArgs {
     pub(crate) snapshot: PathBuf,
 
     /// The file to create, or - for standard output
-    #[arg(value_name = "STREAM")]
-    pub(crate) stream: PathBuf,
+    #[arg(value_name = "STREAM", required_unless_present = "into")]
+    pub(crate) stream: Option<PathBuf>,
+
+    /// Put the VM into this qcow2 image, in place of a stream: into a new internal snapshot of the disk as it is now,
+    /// from which QEMU takes it with -loadvm
+    #[arg(long, value_name = "IMAGE", requires = "tag", conflicts_with = "stream")]
+    pub(crate) into: Option<PathBuf>,
+
+    /// With --into: name of the new internal snapshot
+    #[arg(long, value_name = "NAME", requires = "into")]
+    pub(crate) tag: Option<String>,
 
     /// Replace the file if it exists
-    #[arg(long)]
+    #[arg(long, conflicts_with = "into")]
     pub(crate) force: bool,
 
     /// Print one JSON object on stdout when done; not with - as STREAM

@@ -3,10 +3,10 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use limosa_testkit::{Machine, Vm, note_skip, qemu_img, wait_for};
+use limosa_testkit::{Machine, Vm, note_skip, qemu_img, qemu_io, wait_for};
 use serde_json::json;
 
 use crate::needs_qemu;
@@ -216,6 +216,32 @@ fn save_inside(vm: &Vm, tag: &str) {
     wait_for("the VM inside the disk", job);
 }
 
+/// Puts a snapshot into images of several layouts, from where stock QEMU loads it.
+fn goes_back_into_a_disk(scene: &Scene, machine: &Machine, saved: &Saved, snapshot: &Path) {
+    let disk = scene.path("other");
+    let (disk, export) = (text(&disk), ["export", text(snapshot), "--into"]);
+    for options in ["cluster_size=512", "extended_l2=on", "compat=0.10", "cluster_size=2M,lazy_refcounts=on"] {
+        qemu_img(["create", "-q", "-f", "qcow2", "-o", options, disk, "24M"]).unwrap();
+        qemu_io(["-f", "qcow2", "-c", "write -P 7 1M 1M", disk]).unwrap();
+        let report = limosa(scene, &[&export[..], &[disk, "--tag", "back", "--json"]].concat()).json();
+        assert_eq!(report["tag"], "back");
+        qemu_img(["check", "-q", disk]).unwrap();
+        qemu_io(["-f", "qcow2", "-c", "write -P 8 1M 1M", disk]).unwrap();
+        let loaded = with_disk(machine.clone(), disk).argument("-loadvm").argument("back").start().unwrap();
+        saved.assert_goes_on(&loaded);
+        assert_consistent(&loaded);
+        assert_ballast(&loaded);
+        drop(loaded);
+        let read = qemu_io(["-f", "qcow2", "-c", "read -P 7 1M 1M", disk]).unwrap();
+        assert!(!read.contains("failed"), "the disk is what it was: {read}");
+        qemu_img(["snapshot", "-d", "back", disk]).unwrap();
+        qemu_img(["check", "-q", disk]).unwrap();
+    }
+    let raw = scene.path("raw");
+    std::fs::write(&raw, vec![0; 1 << 20]).unwrap();
+    limosa(scene, &[&export[..], &[text(&raw), "--tag", "back"]].concat()).one_line(&["no internal snapshots"]);
+}
+
 #[test]
 fn a_vm_that_was_saved_inside_its_disk_comes_back_lazily() {
     needs_qemu!();
@@ -252,6 +278,8 @@ fn a_vm_that_was_saved_inside_its_disk_comes_back_lazily() {
         saved.assert_goes_on(&destination);
         assert_consistent(&destination);
         assert_ballast(&destination);
+        drop(destination);
+        goes_back_into_a_disk(&scene, &machine, &saved, &snapshot);
         qemu_img(["snapshot", "-c", "disk only", text(&disk)]).unwrap();
         limosa(&scene, &[&import[..], &["disk only"]].concat()).one_line(&["has no state of a VM"]);
     }

@@ -46,41 +46,58 @@ pub async fn change_snapshots(
     change: &SnapshotChange,
     options: CheckOptions,
 ) -> Result<(), ImageError> {
-    let mut header = Header::read(storage).await?;
-    if header.features.dirty() && !header.features.corrupt() {
-        repair(storage, Repair::Refcounts, options).await?;
-        header = Header::read(storage).await?;
-    }
-    if header.features.dirty() || header.features.corrupt() {
-        let what = "it is damaged: check and repair it before its snapshots change".to_owned();
-        return Err(ImageError::NeedsRepair { image: Arc::clone(storage.name()), what });
-    }
-    let (entries, _) = read_entries(storage, &header).await?;
-    let mut work = Work { storage, header, entries, options, begun: false };
+    let mut work = Work::begin(storage, options).await?;
     let done = match change {
         SnapshotChange::Create { name, taken } => work.create(name, *taken).await,
         SnapshotChange::Apply(choice) => work.apply(choice).await,
         SnapshotChange::Delete(choice) => work.delete(choice).await,
     };
-    if done.is_err() && work.begun {
-        // What was taken for it is given back; the first failure is returned.
-        let _ = repair(storage, Repair::Leaks, options).await;
+    if done.is_err() {
+        work.undo().await;
     }
     done
 }
 
 /// An image whose snapshots change.
-struct Work<'a> {
-    storage: &'a dyn Storage,
-    header: Header,
+pub(super) struct Work<'a> {
+    pub(super) storage: &'a dyn Storage,
+    pub(super) header: Header,
     entries: Vec<Entry>,
     options: CheckOptions,
     /// Space was taken for new tables.
-    begun: bool,
+    pub(super) begun: bool,
 }
 
-impl Work<'_> {
-    async fn create(&mut self, name: &str, taken: (u32, u32)) -> Result<(), ImageError> {
+impl<'a> Work<'a> {
+    /// An image that is in order; one that was not closed is repaired.
+    pub(super) async fn begin(storage: &'a dyn Storage, options: CheckOptions) -> Result<Self, ImageError> {
+        let mut header = Header::read(storage).await?;
+        if header.features.dirty() && !header.features.corrupt() {
+            repair(storage, Repair::Refcounts, options).await?;
+            header = Header::read(storage).await?;
+        }
+        if header.features.dirty() || header.features.corrupt() {
+            let what = "it is damaged: check and repair it before its snapshots change".to_owned();
+            return Err(ImageError::NeedsRepair { image: Arc::clone(storage.name()), what });
+        }
+        let (entries, _) = read_entries(storage, &header).await?;
+        Ok(Self { storage, header, entries, options, begun: false })
+    }
+
+    /// Gives back what was taken for a change that failed; the first failure is the one that counts.
+    pub(super) async fn undo(&self) {
+        if self.begun {
+            let _ = repair(self.storage, Repair::Leaks, self.options).await;
+        }
+    }
+
+    /// Before the first change; `keep`: what bitmaps follow stays.
+    pub(super) async fn prepare(&mut self, keep: bool) -> Result<(), ImageError> {
+        self.header.prepare_autoclear(self.storage, keep).await
+    }
+
+    /// Refuses a new snapshot that cannot be.
+    pub(super) fn admit_new(&self, name: &str) -> Result<(), ImageError> {
         self.refuse_data_file()?;
         if name.len() > NAME_MOST {
             return Err(self.unsupported(format!("a snapshot's name has at most {NAME_MOST} bytes")));
@@ -88,13 +105,29 @@ impl Work<'_> {
         if to_u64(self.entries.len()) >= u64::from(SNAPSHOTS_MOST) {
             return Err(self.unsupported(format!("it has {SNAPSHOTS_MOST} snapshots, which are the most")));
         }
-        self.header.prepare_autoclear(self.storage, true).await?;
-        let (size, l1) = (self.header.size, self.header.l1);
+        Ok(())
+    }
+
+    async fn create(&mut self, name: &str, taken: (u32, u32)) -> Result<(), ImageError> {
+        self.admit_new(name)?;
+        self.prepare(true).await?;
+        let l1 = self.header.l1;
         let copy = self.copy_l1(l1, l1.1).await?;
+        self.add(copy, name, taken, 0).await
+    }
+
+    /// Has a new snapshot with this L1 table, whose tables are durable.
+    pub(super) async fn add(
+        &mut self,
+        l1: (HostOffset, u32),
+        name: &str,
+        taken: (u32, u32),
+        vm_state_size: u64,
+    ) -> Result<(), ImageError> {
         let ids = self.entries.iter().filter_map(|entry| entry.snapshot.id.parse::<u64>().ok());
         let id = ids.max().unwrap_or(0).saturating_add(1).to_string();
-        let (name, disk_size) = (name.to_owned(), Some(size));
-        let new = Snapshot { l1: copy, id, name, taken, vm_clock: 0, vm_state_size: 0, disk_size, icount: Some(0) };
+        let (name, disk_size) = (name.to_owned(), Some(self.header.size));
+        let new = Snapshot { l1, id, name, taken, vm_clock: 0, vm_state_size, disk_size, icount: Some(0) };
         let old = self.header.snapshots.0.0..self.end_of_table();
         self.entries.push(Entry::new(new)?);
         let snapshots = self.put_table().await?;
@@ -143,7 +176,11 @@ impl Work<'_> {
     }
 
     /// A copy of an L1 table, durable, with as many entries. In none of them a table may be written in place.
-    async fn copy_l1(&mut self, (at, had): (HostOffset, u32), entries: u32) -> Result<(HostOffset, u32), ImageError> {
+    pub(super) async fn copy_l1(
+        &mut self,
+        (at, had): (HostOffset, u32),
+        entries: u32,
+    ) -> Result<(HostOffset, u32), ImageError> {
         if entries == 0 {
             return Ok((HostOffset(0), 0));
         }
@@ -212,7 +249,7 @@ impl Work<'_> {
         Ok(())
     }
 
-    fn unsupported(&self, what: String) -> ImageError {
+    pub(super) fn unsupported(&self, what: String) -> ImageError {
         ImageError::Unsupported { image: Arc::clone(self.storage.name()), what }
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! Law: clusters have their refcounts, durably, before anything refers to them; a cut leaves leaks.
 
+use std::collections::BTreeMap;
+
 use limosa_page::{to_u64, to_usize};
 use limosa_storage::Storage;
 
@@ -14,6 +16,9 @@ use crate::offset::HostOffset;
 use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::{Header, REFCOUNT_TABLE_MOST};
 use crate::qcow2::format::refcount_array;
+
+/// Bytes that a storage writes as a whole or not at all.
+const SECTOR: u64 = 512;
 
 /// The tables that new clusters need, in clusters from the first of them on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,11 +117,21 @@ pub(in crate::qcow2) async fn extend_beside(
     }
     storage.flush().await?;
     if plan.table == 0 {
-        for (place, number) in plan.blocks.iter().enumerate() {
-            let entry = (blocks_at + place as u64) << bits;
-            tables::put(storage, header.refcount_table.0.0 + number * 8, &entry.to_be_bytes()).await?;
+        // A block's own refcount is in it or in one that comes later, so the last one is there first. A sector is written
+        // as a whole or not at all.
+        let mut sectors: BTreeMap<u64, Vec<(u64, u64)>> = BTreeMap::new();
+        for (number, block) in plan.blocks.iter().zip(blocks_at..) {
+            sectors.entry(number * 8 / SECTOR).or_default().push((number * 8 % SECTOR / 8, block << bits));
         }
-        storage.flush().await?;
+        for (sector, entries) in sectors.into_iter().rev() {
+            let at = header.refcount_table.0.0 + sector * SECTOR;
+            let mut bytes = tables::bytes(storage, at, SECTOR).await?;
+            for (place, entry) in entries {
+                tables::set_number(&mut bytes, to_usize(place), entry)?;
+            }
+            tables::put(storage, at, &bytes).await?;
+            storage.flush().await?;
+        }
         return Ok(first);
     }
     let mut table = Vec::new();
