@@ -233,6 +233,10 @@ impl Growth<'_> {
             }
             _ => {}
         }
+        if in_place && data > 0 {
+            // The file reaches to where the entries lead.
+            self.storage.flush().await?;
+        }
         tables::put(self.storage, at, &table).await?;
         self.storage.flush().await?;
         if !in_place {

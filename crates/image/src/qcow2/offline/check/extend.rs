@@ -123,15 +123,18 @@ pub(in crate::qcow2) async fn extend_beside(
         for (number, block) in plan.blocks.iter().zip(blocks_at..) {
             sectors.entry(number * 8 / SECTOR).or_default().push((number * 8 % SECTOR / 8, block << bits));
         }
-        for (sector, entries) in sectors.into_iter().rev() {
+        for (turn, (sector, entries)) in sectors.into_iter().rev().enumerate() {
+            if turn > 0 {
+                storage.flush().await?;
+            }
             let at = header.refcount_table.0.0 + sector * SECTOR;
             let mut bytes = tables::bytes(storage, at, SECTOR).await?;
             for (place, entry) in entries {
                 tables::set_number(&mut bytes, to_usize(place), entry)?;
             }
             tables::put(storage, at, &bytes).await?;
-            storage.flush().await?;
         }
+        storage.flush().await?;
         return Ok(first);
     }
     let mut table = Vec::new();
