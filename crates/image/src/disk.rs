@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use limosa_storage::{IoVector, Storage};
 
+use crate::compression::{CompressedClusters, Compressor};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::setters::setters;
@@ -51,6 +52,21 @@ pub trait Disk: Send + Sync + Debug {
 
     /// Writes all of `from` at `at`.
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_>;
+
+    /// Returns a compressor for [`Disk::write_compressed`], of this level; `None`: one that makes images as small as
+    /// QEMU's.
+    ///
+    /// # Errors
+    /// [`ImageError::Unsupported`]: the image cannot have compressed contents, or there is no such level.
+    fn compressor(&self, _level: Option<u8>) -> Result<Compressor, ImageError> {
+        Err(no_compression(self.name(), self.format()))
+    }
+
+    /// Writes clusters that a compressor of this disk has compressed at `at`, the beginning of a cluster. They are
+    /// whole, except the last one of the disk.
+    fn write_compressed(&self, _at: GuestOffset, _from: CompressedClusters) -> Pending<'_> {
+        Box::pin(std::future::ready(Err(no_compression(self.name(), self.format()))))
+    }
 
     /// Makes `length` bytes read as zeros; `unmap`: their space may be given back.
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_>;
@@ -110,6 +126,11 @@ pub trait Disk: Send + Sync + Debug {
     /// Releases the locks of its files, of a disk that is [closed](Self::close): others may open them to write,
     /// although this disk has not been dropped yet.
     fn unlock(&self) {}
+}
+
+fn no_compression(name: &Arc<str>, format: &str) -> ImageError {
+    let what = format!("format {format} does not support compressed contents");
+    ImageError::Unsupported { image: Arc::clone(name), what }
 }
 
 /// The origin of a run of bytes.

@@ -32,6 +32,7 @@
 //! Source of the facts about qcow2: QEMU's specification, docs/interop/qcow2.
 
 pub mod chain;
+mod compression;
 mod disk;
 mod error;
 mod gate;
@@ -50,6 +51,7 @@ mod setters;
 mod test_disk;
 mod truncation;
 
+pub use compression::{CompressedClusters, Compressor};
 pub use disk::{BlockStatus, Disk, MapEntry, Pending};
 pub use error::ImageError;
 pub use gate::{FilePurpose, Policy};

@@ -8,6 +8,7 @@ mod engine;
 mod format;
 mod offline;
 
+pub use crate::compression::Compression;
 pub use crate::error::CreateOptionsError;
 pub use engine::counters::{Counts, OperationCount};
 pub use engine::image::{ImageParts, Qcow2};
@@ -18,7 +19,7 @@ pub use format::extension::{BitmapsExtension, Extensions};
 pub use format::feature::{FeatureKind, FeatureName, Features};
 pub use format::geometry::Geometry;
 pub(crate) use format::header::MAGIC;
-pub use format::header::{Backing, Compression, Encryption, Header};
+pub use format::header::{Backing, Encryption, Header};
 pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
 pub use offline::backing::change_backing;

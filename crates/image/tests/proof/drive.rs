@@ -71,7 +71,9 @@ impl Driver {
         let bytes = range.end - range.start;
         let buffer = match asked {
             RequestKind::Read => Buffer::from_slice(&vec![0xa5; usize::try_from(bytes).unwrap()]),
-            RequestKind::Write(number) => Buffer::from_slice(&content(number, &range)),
+            RequestKind::Write(number) | RequestKind::WriteCompressed(number) => {
+                Buffer::from_slice(&content(number, &range))
+            }
             _ => Buffer::zeroed(0),
         };
         let (disk, at, vector) = (Arc::clone(&self.disk), GuestOffset(range.start), self.scattered(&buffer));
@@ -80,6 +82,10 @@ impl Driver {
             match what {
                 RequestKind::Read => disk.read(at, vector).await,
                 RequestKind::Write(_) => disk.write(at, vector).await,
+                RequestKind::WriteCompressed(_) => {
+                    let clusters = disk.compressor(None)?.compress(&vector);
+                    disk.write_compressed(at, clusters).await
+                }
                 RequestKind::Zeroes { unmap } => disk.write_zeroes(at, bytes, unmap).await,
                 RequestKind::Discard => disk.discard(at, bytes).await,
                 RequestKind::Flush => disk.flush().await,

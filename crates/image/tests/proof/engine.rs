@@ -150,7 +150,15 @@ impl Kept {
 
 pub(crate) fn plan(recipe: &Recipe, seed: u64, steps: u64) -> Plan {
     let steps = if recipe.cluster == 2 << 20 { steps / 4 } else { steps };
-    Plan { seed, cluster: recipe.cluster, steps, depth: 8, drops: false, discards_may_stay: recipe.version2 }
+    Plan {
+        seed,
+        cluster: recipe.cluster,
+        steps,
+        depth: 8,
+        drops: false,
+        discards_may_stay: recipe.version2,
+        compresses: recipe.data == Data::Inside,
+    }
 }
 
 fn reads_back(recipe: &Recipe, seed: u64) -> Verdict {
@@ -184,7 +192,7 @@ fn on_devices(recipe: &Recipe, seed: u64) -> Verdict {
     if recipe.data == Data::Raw {
         return Ok(());
     }
-    model_on(recipe, seed, false, || Kept::on_devices(3 * recipe.size + (8 << 20)))
+    model_on(recipe, seed, false, || Kept::on_devices(6 * recipe.size + (8 << 20)))
 }
 
 fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) -> Verdict {

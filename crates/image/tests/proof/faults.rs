@@ -65,7 +65,15 @@ mod tests {
     #[test]
     fn a_disk_over_a_storage_that_fails_keeps_the_rest() {
         let first = vec![3; 100 << 10];
-        let plan = Plan { seed: 1, cluster: 512, steps: 100, depth: 4, drops: false, discards_may_stay: false };
+        let plan = Plan {
+            seed: 1,
+            cluster: 512,
+            steps: 100,
+            depth: 4,
+            drops: false,
+            discards_may_stay: false,
+            compresses: false,
+        };
         for fault in Fault::ALL {
             for after in [0, 5, 20] {
                 let memory = Arc::new(SparseMemory::file_with("disk", first.clone(), 1 << 20));

@@ -10,6 +10,8 @@ pub(crate) enum RequestKind {
     Read,
     /// With content of this number.
     Write(u64),
+    /// The same, compressed: of whole clusters.
+    WriteCompressed(u64),
     Zeroes {
         unmap: bool,
     },
@@ -29,11 +31,13 @@ pub(crate) struct Guest {
     pub(crate) unit: u64,
     /// The number of the last write.
     pub(crate) written: u64,
+    /// Whether some writes are compressed.
+    pub(crate) compresses: bool,
 }
 
 impl Guest {
     pub(crate) fn new(seed: u64, size: u64, cluster: u64, unit: u64) -> Self {
-        Self { chance: SeededRandom::new(seed), size, cluster, unit, written: 1 }
+        Self { chance: SeededRandom::new(seed), size, cluster, unit, written: 1, compresses: false }
     }
 
     /// A request, and the bytes it is about.
@@ -41,6 +45,12 @@ impl Guest {
         let range = self.range();
         let asked = match self.chance.below(100) {
             0..=29 => RequestKind::Read,
+            30..=44 if self.compresses => {
+                self.written += 1;
+                let (begin, end) = (range.start / self.cluster, range.end.div_ceil(self.cluster));
+                let range = begin * self.cluster..(end * self.cluster).min(self.size);
+                return (RequestKind::WriteCompressed(self.written), range);
+            }
             30..=79 => {
                 self.written += 1;
                 RequestKind::Write(self.written)
@@ -82,8 +92,10 @@ pub(crate) fn content(number: u64, range: &Range<u64>) -> Vec<u8> {
     range.clone().map(|at| content_byte(number, at)).collect()
 }
 
+/// Every fourth write has nothing in it that can be compressed.
 fn word(number: u64, at: u64) -> [u8; 8] {
-    (((number << 40) | (at / 512)).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1).to_le_bytes()
+    let place = if number % 4 == 3 { at / 8 } else { at / 512 };
+    (((number << 40) | place).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1).to_le_bytes()
 }
 
 fn content_byte(number: u64, at: u64) -> u8 {

@@ -117,11 +117,23 @@ fn write_on(disk: &dyn Disk, mut record: &File, thread: u64, cluster: u64, seed:
             14 => 'd',
             _ => 'z',
         };
+        // Compressed writes are of whole clusters, which only the first thread has for itself.
+        let end = range.end.next_multiple_of(cluster).min(disk.len());
+        let clusters = range.start.next_multiple_of(cluster).min(end)..end;
+        let compressor = (what == 'w' && range.start >= half && !clusters.is_empty() && chance.one_in(2))
+            .then(|| disk.compressor(None).ok())
+            .flatten();
+        let (what, range) = if compressor.is_some() { ('c', clusters) } else { (what, range) };
         record.write_all(line('b', number, what, &range).as_bytes()).unwrap();
         let at = GuestOffset(range.start);
         let length = range.end - range.start;
         let result = match what {
             'w' => block_on(disk.write(at, Buffer::from_slice(&content(number, &range)).into())),
+            'c' => {
+                let bytes = Buffer::from_slice(&content(number, &range));
+                let packed = compressor.map(|mut compressor| compressor.compress(&bytes.into()));
+                block_on(disk.write_compressed(at, packed.unwrap()))
+            }
             'f' => block_on(disk.flush()),
             'd' => block_on(disk.discard(at, length)),
             _ => block_on(disk.write_zeroes(at, length, chance.one_in(2))),
@@ -144,7 +156,7 @@ fn report(record: &str, history: &mut History, recipe: &Recipe, size: u64) -> u6
         let words: Vec<_> = line.split(' ').collect();
         let number = |place: usize| words[place].parse::<u64>().unwrap();
         let range = number(3)..number(4);
-        let value = if words[2] == "w" { Value::Written(number(1)) } else { Value::Zeros };
+        let value = if matches!(words[2], "w" | "c") { Value::Written(number(1)) } else { Value::Zeros };
         let inside = if words[2] == "d" { whole(&range, cluster) } else { range };
         match (words[0], words[2]) {
             ("b", "f") => drop(requests.insert(number(1), (0, now))),

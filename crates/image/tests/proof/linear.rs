@@ -29,7 +29,8 @@ pub(crate) struct Watched {
 
 impl Watched {
     pub(crate) fn new(disk: Arc<dyn Disk>, first: Vec<u8>, plan: Plan, held: &RequestHolder, power: PowerCut) -> Self {
-        let guest = Guest::new(plan.seed, first.len() as u64, plan.cluster.max(UNIT), UNIT);
+        let mut guest = Guest::new(plan.seed, first.len() as u64, plan.cluster.max(UNIT), UNIT);
+        guest.compresses = plan.compresses;
         let driver = Driver::new(disk, held.clone(), power, plan.seed);
         Self { driver, history: History::new(first, UNIT), plan, guest, may_fail: false, numbers: Default::default() }
     }
@@ -57,7 +58,9 @@ impl Watched {
 
     fn begin(&mut self, asked: RequestKind, range: std::ops::Range<u64>) {
         let (value, inside) = match asked {
-            RequestKind::Write(number) => (Value::Written(number), range.clone()),
+            RequestKind::Write(number) | RequestKind::WriteCompressed(number) => {
+                (Value::Written(number), range.clone())
+            }
             RequestKind::Zeroes { .. } => (Value::Zeros, range.clone()),
             RequestKind::Discard => (Value::Zeros, whole(&range, self.plan.cluster)),
             RequestKind::Read | RequestKind::Flush => {
@@ -121,7 +124,15 @@ mod tests {
         let len = first.len() as u64;
         let held = RequestHolder::new().lazily();
         let storage = held.wrap(Arc::new(SparseMemory::file_with("disk", first.clone(), 1 << 20)));
-        let plan = Plan { seed, cluster: UNIT, steps: 600, depth: 8, drops: false, discards_may_stay: false };
+        let plan = Plan {
+            seed,
+            cluster: UNIT,
+            steps: 600,
+            depth: 8,
+            drops: false,
+            discards_may_stay: false,
+            compresses: false,
+        };
         let disk = Plain::disk(storage, len, defect);
         let mut watched = Watched::new(disk, first, plan, &held, PowerCut::new());
         watched.run()?;

@@ -28,6 +28,8 @@ pub(crate) struct Plan {
     pub(crate) drops: bool,
     /// Whether discarded clusters may keep what was there: in version 2 nothing can be said to hide what lies below.
     pub(crate) discards_may_stay: bool,
+    /// Whether some writes are compressed.
+    pub(crate) compresses: bool,
 }
 
 /// Bytes that are unknown while requests are in flight.
@@ -105,6 +107,7 @@ impl<'a> Model<'a> {
         let mut chance = SeededRandom::new(plan.seed ^ 0x5eed);
         let most = 2 * self.bytes.len() as u64 / 512 * 512;
         let mut guest = Guest::new(plan.seed, self.bytes.len() as u64, plan.cluster.max(512), 1);
+        guest.compresses = plan.compresses;
         let begin = |seed| {
             held.release_all();
             let disk = open()?;
@@ -160,7 +163,9 @@ impl<'a> Model<'a> {
                     return Err(format!("the read of {range:x?} is wrong at {at:#x}"));
                 }
             }
-            RequestKind::Write(number) => bytes.copy_from_slice(&content(*number, range)),
+            RequestKind::Write(number) | RequestKind::WriteCompressed(number) => {
+                bytes.copy_from_slice(&content(*number, range));
+            }
             RequestKind::Zeroes { .. } => bytes.fill(0),
             RequestKind::Discard => {
                 let inside = whole(range, self.plan.cluster);
@@ -231,7 +236,8 @@ mod tests {
         let memory = SparseMemory::file_with("disk", first.clone(), 1 << 20);
         let held = RequestHolder::only(&[Operation::Read, Operation::Write, Operation::WriteZeroes]);
         let storage = held.wrap(Arc::new(memory));
-        let plan = Plan { seed, cluster: 1, steps: 400, depth: 6, drops: true, discards_may_stay: false };
+        let plan =
+            Plan { seed, cluster: 1, steps: 400, depth: 6, drops: true, discards_may_stay: false, compresses: false };
         Model::new(first, plan).run(&held, &|| Ok(Plain::disk(Arc::clone(&storage), len, defect)))
     }
 

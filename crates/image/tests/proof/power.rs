@@ -57,7 +57,15 @@ mod tests {
     fn found(defect: Option<Defect>, seed: u64) -> Verdict {
         let first = vec![3; 100 << 10];
         let len = first.len() as u64;
-        let plan = Plan { seed, cluster: 512, steps: 200, depth: 4, drops: false, discards_may_stay: false };
+        let plan = Plan {
+            seed,
+            cluster: 512,
+            steps: 200,
+            depth: 4,
+            drops: false,
+            discards_may_stay: false,
+            compresses: false,
+        };
         let open = |make: &Make<'_>| Ok(Plain::disk(make("disk", vec![3; 100 << 10]), len, defect));
         run(first, plan, 600, &open, &|mut contents| Ok(contents.remove(0)))
     }

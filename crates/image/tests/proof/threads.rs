@@ -82,6 +82,7 @@ pub(crate) fn overlapping(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, plan
         move || {
             let mut guest = Guest::new(plan.seed ^ (number << 32), disk.len(), plan.cluster.max(SECTOR), SECTOR);
             guest.written = (number + 1) << 18;
+            guest.compresses = plan.compresses;
             let tick = || Stamp { clock: clock.fetch_add(1, Ordering::SeqCst), moment: 0 };
             let steps = 0..plan.steps;
             steps.map(|_| ask(&*disk, guest.asks(), &tick)).collect::<Vec<_>>()
@@ -104,13 +105,19 @@ pub(crate) fn overlapping(disk: &Arc<dyn Disk>, first: &[u8], threads: u64, plan
 fn ask(disk: &dyn Disk, (asked, range): (RequestKind, Range<u64>), tick: &dyn Fn() -> Stamp) -> Done {
     let (at, length) = (GuestOffset(range.start), range.end - range.start);
     let buffer = match asked {
-        RequestKind::Write(number) => Buffer::from_slice(&content(number, &range)),
+        RequestKind::Write(number) | RequestKind::WriteCompressed(number) => {
+            Buffer::from_slice(&content(number, &range))
+        }
         _ => Buffer::zeroed(usize::try_from(length).unwrap()),
     };
     let began = tick();
     let result = match asked {
         RequestKind::Read => block_on(disk.read(at, buffer.clone().into())),
         RequestKind::Write(_) => block_on(disk.write(at, buffer.clone().into())),
+        RequestKind::WriteCompressed(_) => block_on(async {
+            let clusters = disk.compressor(None)?.compress(&buffer.clone().into());
+            disk.write_compressed(at, clusters).await
+        }),
         RequestKind::Zeroes { unmap } => block_on(disk.write_zeroes(at, length, unmap)),
         RequestKind::Discard => block_on(disk.discard(at, length)),
         RequestKind::Flush => block_on(disk.flush()),
@@ -131,7 +138,10 @@ fn replay(all: &[Done], history: &mut History, plan: Plan, size: u64) -> Verdict
         result.as_ref().map_err(|error| format!("{asked:?} {range:x?}: {error}"))?;
         let discarded = *asked == RequestKind::Discard;
         let inside = if discarded { whole(range, plan.cluster) } else { range.clone() };
-        let value = if let RequestKind::Write(number) = asked { Value::Written(*number) } else { Value::Zeros };
+        let value = match asked {
+            RequestKind::Write(number) | RequestKind::WriteCompressed(number) => Value::Written(*number),
+            _ => Value::Zeros,
+        };
         match asked {
             RequestKind::Flush => {}
             RequestKind::Read if clock == ended.clock => history.saw(range, read, *began, *ended)?,
@@ -179,7 +189,15 @@ mod tests {
         let found = |defect, seed| {
             let memory = SparseMemory::file_with("disk", first.clone(), 1 << 20);
             let storage = Delayed::new(seed, Duration::from_micros(50)).wrap(Arc::new(memory));
-            let plan = Plan { seed, cluster: SECTOR, steps: 200, depth: 1, drops: false, discards_may_stay: false };
+            let plan = Plan {
+                seed,
+                cluster: SECTOR,
+                steps: 200,
+                depth: 1,
+                drops: false,
+                discards_may_stay: false,
+                compresses: false,
+            };
             overlapping(&Plain::disk(storage, first.len() as u64, defect), &first, 4, plan)
         };
         found(None, 1).unwrap();

@@ -3,6 +3,7 @@
 mod allocate_ahead;
 mod clones;
 mod closing;
+mod compressed;
 mod device;
 mod failed_growth;
 mod failed_writes;

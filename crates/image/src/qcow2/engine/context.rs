@@ -14,12 +14,13 @@ use super::counters::{Counters, OperationKind};
 use super::journal::Recorder;
 use super::options::Qcow2Options;
 use super::seams;
+use crate::compression::Compression;
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
 use crate::qcow2::format::entry::EntryRules;
 use crate::qcow2::format::geometry::Geometry;
-use crate::qcow2::format::header::{Compression, Header};
+use crate::qcow2::format::header::Header;
 
 /// The logarithm of the largest slice's bytes.
 const SLICE_BITS: u32 = 12;

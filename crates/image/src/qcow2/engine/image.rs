@@ -31,6 +31,8 @@
 //!   to the same new cluster itself, at once; otherwise it waits and then writes in place. Where much would be copied
 //!   and the filesystem can share it, the job clones it and writes the guest's bytes over it.
 //! * Zeroing and discarding whole clusters is a job that changes entries only.
+//! * A write of compressed clusters is a job that replaces whole clusters, and needs no former contents. Several
+//!   compressed clusters share a host cluster, which is counted once for each (the module `allocator::bytes`).
 //!
 //! Where requests overlap, each byte is of one or the other: a write in place that was looked up before a discard
 //! counts as one that came before it. A cluster that nothing refers to any more is therefore not reused before all
@@ -69,6 +71,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt;
+use limosa_page::to_usize;
 use limosa_storage::{IoVector, Storage};
 
 use super::allocator::Allocator;
@@ -93,6 +96,7 @@ use super::seams;
 use super::shared_future::SharedFuture;
 use super::tables::{MakeRoom, Tables};
 use super::writer::{Writer, Zeroing};
+use crate::compression::{CompressedClusters, Compressor};
 use crate::disk::{Disk, MapEntry, Pending};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
@@ -362,6 +366,27 @@ impl Disk for Qcow2 {
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, from.len() as u64)?;
             inner.writer.write(at, from).await
+        }))
+    }
+
+    /// Refused besides: an image with an external data file.
+    fn compressor(&self, level: Option<u8>) -> Result<Compressor, ImageError> {
+        let context = &self.inner.context;
+        if context.has_data_file() {
+            return Err(context.unsupported("an image with an external data file cannot have compressed contents"));
+        }
+        let compression = context.compression();
+        Compressor::new(compression, to_usize(context.geometry().cluster_size()), level).ok_or_else(|| {
+            let (name, highest) = (compression.name(), compression.highest_level());
+            context.unsupported(format!("a level of {name} compression must be 1 to {highest}"))
+        })
+    }
+
+    fn write_compressed(&self, at: GuestOffset, from: CompressedClusters) -> Pending<'_> {
+        let inner = Arc::clone(&self.inner);
+        Box::pin(self.inner.writer.finish_when_cancelled(async move {
+            let _inside = inner.admit(at, from.len())?;
+            inner.writer.write_compressed(at, from).await
         }))
     }
 

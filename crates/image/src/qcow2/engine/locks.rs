@@ -50,6 +50,8 @@ pub(super) enum Rank {
     Refcounts,
     /// Clusters to be handed out.
     Pool,
+    /// Room behind compressed contents.
+    Tails,
     /// The places of the image's tables.
     OverlapCheck,
     /// The header.

@@ -239,6 +239,24 @@ impl Refcounts {
         Ok(invariant(counted, "clusters that are counted at once have their refcounts in one slice")?)
     }
 
+    /// Raises the refcount of a cluster that is in use by `by`.
+    pub(super) async fn raise(&self, cluster: HostCluster, by: u64) -> Result<(), ImageError> {
+        let order = self.context.geometry().refcount_order;
+        let Some(RefcountAddress { slice, index, .. }) = self.address(cluster)? else {
+            return Err(self.context.corrupt(format!("refcount of cluster {cluster}"), "it has no refcount block"));
+        };
+        let raise = |bytes: &mut [u8]| {
+            let count = refcount_array::get(bytes, order, index).filter(|count| *count > 0);
+            let raised = count.and_then(|count| count.checked_add(by));
+            raised.is_some_and(|raised| refcount_array::set(bytes, order, index, raised))
+        };
+        if self.change(slice, raise).await? {
+            return Ok(());
+        }
+        let why = format!("it cannot be raised by {by}: it is 0, and the cluster was in use, or is too high");
+        Err(self.context.corrupt(format!("refcount of cluster {cluster}"), why))
+    }
+
     /// Lowers refcounts by one: those clusters that nothing refers to any more, in order.
     pub(super) async fn lower(&self, clusters: &Range<HostCluster>) -> Result<Vec<Range<HostCluster>>, LowerError> {
         let order = self.context.geometry().refcount_order;

@@ -7,7 +7,7 @@ use flate2::{Decompress, FlushDecompress, Status};
 use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
-use super::header::Compression;
+use crate::compression::Compression;
 
 /// The logarithm of the most that a zstd stream may have kept behind it: four of the largest clusters.
 const ZSTD_WINDOW: u32 = 23;

@@ -74,6 +74,11 @@ impl Geometry {
         if self.extended_l2 { self.cluster_size() / Self::SUBCLUSTERS as u64 } else { self.cluster_size() }
     }
 
+    /// The end of where compressed clusters can be: their entries have no more bits for it.
+    pub(in crate::qcow2) const fn compressed_limit(&self) -> u64 {
+        1 << (62 - (self.cluster_bits - 8))
+    }
+
     /// Number of clusters that a range touches.
     pub(in crate::qcow2) const fn clusters_touched(&self, range: &Range<GuestOffset>) -> usize {
         let cluster = self.cluster_size();

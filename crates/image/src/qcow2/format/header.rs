@@ -16,6 +16,7 @@ use super::extension::{BitmapsExtension, Extensions, until_zero};
 use super::feature::{Features, Named};
 use super::field::Fields;
 use super::geometry::Geometry;
+use crate::compression::Compression;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
 
@@ -40,27 +41,6 @@ pub(in crate::qcow2) const SNAPSHOTS_MOST: u32 = 65536;
 pub(in crate::qcow2) const BITMAPS_MOST: u32 = 65535;
 /// The longest directory of bitmaps, in bytes: QEMU's limit.
 pub(in crate::qcow2) const BITMAP_DIRECTORY_MOST: u64 = BITMAPS_MOST as u64 * 1024;
-
-/// How clusters are compressed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Compression {
-    /// Deflate, without a header, with a window of 4 KiB.
-    #[default]
-    Zlib,
-    /// Zstandard.
-    Zstd,
-}
-
-impl Compression {
-    /// As `-o compression_type` has it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Zlib => "zlib",
-            Self::Zstd => "zstd",
-        }
-    }
-}
 
 /// Encryption of contents. limosa reports it, and does not open such images.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

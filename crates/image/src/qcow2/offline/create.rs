@@ -10,6 +10,7 @@ use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use limosa_storage::{Buffer, Storage, StorageError, ZeroOptions};
 
 use super::layout::{Layout, TooLarge};
+use crate::compression::Compression;
 use crate::error::{CreateOptionsError, ImageError};
 use crate::offset::HostOffset;
 use crate::preallocation::Preallocation;
@@ -17,7 +18,7 @@ use crate::qcow2::format::entry::{L1Entry, L2Entry, Subclusters};
 use crate::qcow2::format::extension::Extensions;
 use crate::qcow2::format::feature::{FeatureName, Features};
 use crate::qcow2::format::geometry::Geometry;
-use crate::qcow2::format::header::{BACKING_MOST, Backing, Compression, Encryption, Header};
+use crate::qcow2::format::header::{BACKING_MOST, Backing, Encryption, Header};
 use crate::qcow2::format::refcount_array;
 use crate::setters::setters;
 

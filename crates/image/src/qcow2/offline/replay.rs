@@ -40,16 +40,19 @@ pub(in crate::qcow2) async fn replay(
         return Err(replay.refused("which was repaired or closed since"));
     }
     let tables = replay.tables()?;
-    let mut clusters = BTreeSet::new();
+    let (mut clusters, mut packed) = (BTreeSet::new(), BTreeSet::new());
     for (index, changes) in &tables {
-        replay.compare(*index, changes, &mut clusters).await?;
+        replay.compare(*index, changes, &mut clusters, &mut packed).await?;
+    }
+    if !packed.is_disjoint(&clusters) {
+        return Err(replay.refused(CHANGED));
     }
     let references = replay.unused(&tables, &clusters).await?;
     if let Some(data) = data_file {
         data.flush().await?;
     }
     file.flush().await?;
-    replay.write(&tables, &clusters, references.end).await
+    replay.write(&tables, &(&clusters | &packed), references.end).await
 }
 
 /// The changes of an L2 table's entries, by the numbers of those.
@@ -136,12 +139,14 @@ impl Replay<'_> {
         decoded.map_err(|_| self.refused("and an entry that no image can have"))
     }
 
-    /// Compares the entries of a table with the changes, and adds the clusters to which nothing may refer so far.
+    /// Compares the entries of a table with the changes, and adds the clusters to which nothing may refer so far, and
+    /// those that compressed clusters share.
     async fn compare(
         &self,
         index: u64,
         changes: &TableChanges,
         clusters: &mut BTreeSet<HostCluster>,
+        packed: &mut BTreeSet<HostCluster>,
     ) -> Result<(), ImageError> {
         let mut table = self.table(index).await?;
         for (number, Chain { states, last }) in changes {
@@ -159,8 +164,13 @@ impl Replay<'_> {
             };
             let length = self.file.length()?;
             match (new, host(new)) {
-                (L2Entry::Compressed { .. }, _) if self.comparable(now) != self.comparable(*last) => {
-                    return Err(self.refused("and an entry that no image can have"));
+                (L2Entry::Compressed { host, length: bytes }, _) if self.comparable(now) != self.comparable(*last) => {
+                    let end = host.saturating_add(u64::from(bytes));
+                    if host.0 >= length {
+                        return Err(self.refused(CHANGED));
+                    }
+                    let bits = self.geometry.cluster_bits;
+                    packed.extend((host.cluster(bits).0..=HostOffset(end.0 - 1).cluster(bits).0).map(HostCluster));
                 }
                 (_, Some(host_now)) if host(old) != Some(host_now) => {
                     let cluster = host_now.cluster(self.geometry.cluster_bits);

@@ -24,7 +24,7 @@ impl Allocator {
     }
 
     /// Notes that the tables in memory refer to these bytes once less. They are given back when the file's tables do.
-    fn drop_reference(&self, host: HostOffset, length: u64, table: bool) {
+    pub(super) fn drop_reference(&self, host: HostOffset, length: u64, table: bool) {
         let bits = self.context.geometry().cluster_bits;
         let last = HostOffset(host.0 + length - 1).cluster(bits);
         self.drop_clusters(host.cluster(bits)..last + ClusterCount::ONE, table);
@@ -159,12 +159,13 @@ impl Allocator {
     /// what was taken ahead, writes all refcounts, and cuts off what the file was made longer for.
     pub(in super::super) async fn give_all_back(self: &Arc<Self>) -> Result<(), ImageError> {
         let ahead = self.pool.lock().take_ahead();
+        let tails = self.take_tails();
         let allocator = Arc::clone(self);
         let give_back = async move {
             let unused = ahead.into_iter().map(|run| run.first..run.first + run.count);
             let unused = unused.map(|clusters| Dropped { clusters, table: false });
             seams::no_request_inside(allocator.epochs.inside())?;
-            for dropped in allocator.epochs.rest().into_iter().chain(unused) {
+            for dropped in allocator.epochs.rest().into_iter().chain(unused).chain(tails) {
                 allocator.give_up(dropped).await?;
             }
             allocator.refcounts.write().await?;

@@ -7,12 +7,14 @@
 //! Law: nothing is written over the image's own tables, and none of their clusters is given back. Every cluster is
 //! compared with them before it is written, handed out or given back; an overlap marks the image as corrupt.
 
+mod bytes;
 mod deferred_free;
 mod own_tables;
 
 use std::ops::Range;
 use std::sync::Arc;
 
+use bytes::Tail;
 use futures_util::FutureExt;
 use limosa_page::to_usize;
 use limosa_storage::Storage;
@@ -54,6 +56,8 @@ pub(super) struct Allocator {
     header: Arc<HeaderOwner>,
     refcounts: Refcounts,
     pool: RankedMutex<Pool>,
+    /// Room in host clusters that have compressed contents.
+    tails: RankedMutex<Vec<Tail>>,
     /// References that the tables in memory have no more, and those in the file may have.
     drops: RankedMutex<Vec<Dropped>>,
     epochs: Arc<Epochs<Dropped>>,
@@ -75,6 +79,7 @@ impl Allocator {
             header,
             refcounts,
             pool: Rank::Pool.mutex(Pool::default()),
+            tails: Rank::Tails.mutex(Vec::new()),
             drops: Rank::Drops.mutex(Vec::new()),
             epochs: Epochs::new(),
             overlap_check,

@@ -3,10 +3,11 @@
 //! Bytes of clusters that the image has exclusively are written in place. A request that changes where bytes are claims
 //! the clusters (or subclusters) first: a *job* (the module `in_flight`), one for any cluster at a time. The `copier`
 //! writes the guest's bytes, and claims what needs new space; `copy` carries out its jobs, by a `plan`, or by `clones`.
-//! The `zeroer` zeroes and discards: its jobs change entries only.
+//! The `zeroer` zeroes and discards: its jobs change entries only. Jobs of `compressed` replace whole clusters.
 
 mod cancelled;
 mod clones;
+mod compressed;
 mod copier;
 mod copy;
 mod in_flight;
@@ -21,6 +22,7 @@ use limosa_page::BrokenInvariant;
 use limosa_storage::IoVector;
 
 use self::cancelled::CancelledRequests;
+use self::compressed::CompressedWriter;
 use self::copier::Copier;
 use self::in_flight::InFlightAllocations;
 use self::zeroer::Zeroer;
@@ -28,12 +30,14 @@ pub(super) use self::zeroer::Zeroing;
 use super::cancelled_writes::CancelledWrites;
 use super::owners::Owners;
 use super::seams;
+use crate::compression::CompressedClusters;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 
 pub(super) struct Writer {
     copier: Arc<Copier>,
     zeroer: Arc<Zeroer>,
+    compressed: Arc<CompressedWriter>,
     in_flight: Arc<InFlightAllocations>,
     /// Jobs that nothing waits for.
     cancelled: CancelledRequests,
@@ -45,8 +49,9 @@ impl Writer {
         let in_flight = Arc::new(InFlightAllocations::new(*owners.context.geometry(), owners.context.region()));
         let copier = Arc::new(Copier::new(owners, Arc::clone(&in_flight)));
         let zeroer = Arc::new(Zeroer::new(owners, Arc::clone(&in_flight), Arc::clone(&copier)));
+        let compressed = Arc::new(CompressedWriter::new(owners, Arc::clone(&in_flight)));
         let cancelled_writes = Arc::clone(&owners.cancelled_writes);
-        Self { copier, zeroer, in_flight, cancelled: CancelledRequests::default(), cancelled_writes }
+        Self { copier, zeroer, compressed, in_flight, cancelled: CancelledRequests::default(), cancelled_writes }
     }
 
     /// Writes all of `from` at `at`. The future borrows nothing.
@@ -56,6 +61,15 @@ impl Writer {
         from: IoVector,
     ) -> impl Future<Output = Result<(), ImageError>> + Send + use<> {
         Arc::clone(&self.copier).write(at, from)
+    }
+
+    /// Writes whole clusters that are compressed already at `at`. The future borrows nothing.
+    pub(super) fn write_compressed(
+        &self,
+        at: GuestOffset,
+        from: CompressedClusters,
+    ) -> impl Future<Output = Result<(), ImageError>> + Send + use<> {
+        Arc::clone(&self.compressed).write(at, from)
     }
 
     /// Makes `length` bytes at `at` read as zeros. The future borrows nothing.

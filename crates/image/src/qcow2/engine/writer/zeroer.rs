@@ -38,13 +38,25 @@ pub(in super::super) enum Zeroing {
 
 /// Properties of the image that determine a zeroed entry.
 #[derive(Debug, Clone, Copy)]
-struct Rules {
+pub(super) struct Rules {
     /// Something is seen where there is nothing.
     backed: bool,
     /// There are zero clusters.
     zero_flag: bool,
     /// Contents have to be right in the data file itself.
     raw_data: bool,
+}
+
+impl Rules {
+    pub(super) fn of(context: &Context) -> Self {
+        let (backed, raw_data) = (context.backing().is_some(), context.has_raw_data_file());
+        Self { backed, zero_flag: context.rules().version > 2, raw_data }
+    }
+
+    /// Whether an entry can say that a cluster is zeros.
+    pub(super) const fn entries_can_zero(self) -> bool {
+        self.zero_flag || !self.backed
+    }
 }
 
 /// The ends of a zeroing.
@@ -91,12 +103,6 @@ impl Zeroer {
             in_flight,
             copier,
         }
-    }
-
-    fn zero_rules(&self) -> Rules {
-        let context = &self.context;
-        let (backed, raw_data) = (context.backing().is_some(), context.has_raw_data_file());
-        Rules { backed, zero_flag: context.rules().version > 2, raw_data }
     }
 
     /// Makes `length` bytes at `at` read as zeros.
@@ -171,8 +177,8 @@ impl Zeroer {
         reach: Reach,
         zeroing: Zeroing,
     ) -> Result<GuestOffset, ImageError> {
-        let rules = self.zero_rules();
-        if !rules.zero_flag && rules.backed {
+        let rules = Rules::of(&self.context);
+        if !rules.entries_can_zero() {
             let until = (pos + PIECE).min(reach.last);
             self.write_zeros(pos..until.min(reach.end)).await?;
             return Ok(until);
@@ -376,7 +382,7 @@ enum ZeroClaim {
 
 /// An entry with these of its subclusters zeroed (`u32::MAX`: the whole of it), and whether what it referred to is
 /// dropped.
-fn zeroed(old: L2Entry, bits: u32, zeroing: Zeroing, rules: Rules, extended: bool) -> (L2Entry, bool) {
+pub(super) fn zeroed(old: L2Entry, bits: u32, zeroing: Zeroing, rules: Rules, extended: bool) -> (L2Entry, bool) {
     let nothing = if rules.backed && rules.zero_flag {
         L2Entry::Standard { host: None, copied: false, what: Subclusters::ZERO }
     } else {
