@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use limosa_image::chain::OpenOptions;
-use limosa_image::convert::{self, ConvertCounters, ConvertRequest, ConvertTarget, NewTarget};
+use limosa_image::convert::{self, Compress, ConvertCounters, ConvertRequest, ConvertTarget, NewTarget};
 use limosa_image::{Format, OperationError};
 use limosa_storage::{CacheMode, Io, LockPolicy, block_on};
 use serde_json::json;
@@ -13,7 +13,7 @@ use super::format_options::FormatOptions;
 use super::interrupt::UNFINISHED;
 use super::meter::Meter;
 use super::open;
-use super::options::{ConvertOptions, Source};
+use super::options::{ConvertOptions, Name, Source};
 use limosa_console::{check_stdout, print_out, say};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
@@ -74,7 +74,8 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
         .out_of_order(options.out_of_order && options.target.cache.is_direct())
         .target_is_zero(options.target_is_zero)
         .salvage(options.salvage)
-        .copy_range(options.copy_range);
+        .copy_range(options.copy_range)
+        .compress(options.compress.then(|| Compress::default().level(options.compress_level)));
     Ok(request)
 }
 
@@ -129,6 +130,9 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     if let Some(backing_format) = &options.backing_format {
         format.set("backing_fmt", backing_format)?;
     }
+    if options.compress {
+        refuse_uncompressed(&options.name, &format)?;
+    }
     match (format.path("backing_file"), format.text("backing_fmt")) {
         (Some(backing), Some(_)) if options.sources.len() > 1 => anyhow::bail!(
             "-o backing_file={}: needs exactly one source: the target cannot share the backing file of several",
@@ -147,6 +151,20 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
         .lock(if force_share { LockPolicy::None } else { LockPolicy::Auto })
         .policy(open::policy(first.is_some_and(|source| source.untrusted)));
     Ok(NewTarget::new(new_image(&options.name, target.cache, &format)?, io(target.cache), backing))
+}
+
+/// Refuses a new target that cannot be compressed, before it is created.
+fn refuse_uncompressed(name: &Name, format: &FormatOptions) -> anyhow::Result<()> {
+    if format.format() == Format::Raw {
+        anyhow::bail!("{name}: format raw does not support compressed contents; use -O qcow2, or omit -c");
+    }
+    if format.path("data_file").is_some() {
+        anyhow::bail!("{name}: an image with a data file does not support compressed contents; omit -c");
+    }
+    if format.text("preallocation").is_some_and(|preallocation| preallocation != "off") {
+        anyhow::bail!("{name}: -c and -o preallocation exclude each other");
+    }
+    Ok(())
 }
 
 fn warn(counters: &ConvertCounters) {
@@ -168,6 +186,7 @@ pub(super) fn object(counters: &ConvertCounters, length: u64) -> serde_json::Val
         "bytes-read": counters.bytes_read,
         "writes": counters.writes,
         "bytes-written": counters.bytes_written,
+        "bytes-stored": counters.bytes_stored,
         "copies": counters.copies,
         "bytes-copied": counters.bytes_copied,
         "zeroes": counters.zeroes,

@@ -161,6 +161,10 @@ pub(crate) struct ConvertOptions {
     pub(crate) out_of_order: bool,
     /// The kernel copies from file to file.
     pub(crate) copy_range: bool,
+    /// Clusters are compressed.
+    pub(crate) compress: bool,
+    /// The level of compression, if given.
+    pub(crate) compress_level: Option<u8>,
     /// Most bytes a second.
     pub(crate) rate: Option<u64>,
     /// Unreadable ranges become zeros.
@@ -226,6 +230,8 @@ pub(crate) struct RebaseOptions {
     pub(crate) backing: Option<BackingName>,
     /// Only the header changes (`-u`).
     pub(crate) header_only: bool,
+    /// Copied clusters are compressed.
+    pub(crate) compress: bool,
     /// How the new backing file is cached.
     pub(crate) backing_cache: CacheMode,
     /// Whether the new backing file is opened without locks (`-U`).

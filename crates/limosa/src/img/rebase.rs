@@ -26,7 +26,9 @@ pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
             .policy(open::policy(source.untrusted));
         RebaseMode::Copy(new)
     };
-    let rebase = block_on(RebaseRequest::new(overlay, options.backing.clone(), mode).prepare())?;
+    let mut request = RebaseRequest::new(overlay, options.backing.clone(), mode);
+    request.options = limosa_image::rebase::RebaseOptions::default().compress(options.compress);
+    let rebase = block_on(request.prepare())?;
     if rebase.snapshots() > 0 {
         say!(
             "limosa: warning: {}: its {} internal snapshots will read the new backing file where they read the old one",

@@ -9,6 +9,7 @@ mod bench;
 mod check;
 mod commit;
 mod compare;
+mod compress;
 mod convert;
 mod create;
 mod dd;

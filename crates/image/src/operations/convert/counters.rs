@@ -14,6 +14,8 @@ pub struct ConvertCounters {
     pub writes: u64,
     /// Bytes of contents written.
     pub bytes_written: u64,
+    /// Bytes that these writes store: fewer if they are compressed.
+    pub bytes_stored: u64,
     /// Copies that the kernel made.
     pub copies: u64,
     /// Bytes of contents that it copied.
@@ -41,6 +43,7 @@ impl ConvertCounters {
         self.bytes_read += other.bytes_read;
         self.writes += other.writes;
         self.bytes_written += other.bytes_written;
+        self.bytes_stored += other.bytes_stored;
         self.copies += other.copies;
         self.bytes_copied += other.bytes_copied;
         self.zeroes += other.zeroes;

@@ -8,6 +8,7 @@
 //! The target is not closed, and nothing is made durable: the caller that opened it does that, with
 //! [`crate::Disk::close`].
 
+mod compressing;
 mod counters;
 mod offload;
 mod plan;
@@ -25,13 +26,15 @@ use async_lock::Mutex;
 use futures_util::TryStreamExt;
 use futures_util::future::try_join_all;
 use futures_util::stream::FuturesUnordered;
-use limosa_storage::{Buffer, IoVector, block_on};
+use limosa_page::{broken_invariant, to_u64};
+use limosa_storage::{Buffer, block_on};
 
 use super::operation::{DiskOperation, OperationError, Progress, ProgressObserver};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use crate::setters::setters;
+use compressing::{Compressing, Write};
 pub use counters::ConvertCounters;
 use plan::{Action, Content, Cutter, Rules, Span, Step};
 pub use request::{ConvertRequest, ConvertTarget, NewTarget, PreparedConversion};
@@ -67,7 +70,20 @@ pub struct ConvertOptions {
     /// The kernel copies what it can from file to file ([`Disk::copy_from`]); zeros in contents are not looked for
     /// then.
     pub copy_range: bool,
+    /// Whether contents are compressed, in whole clusters of the target, by the worker that read them. `copy_range` has
+    /// no effect then.
+    pub compress: Option<Compress>,
 }
+
+/// How a target's clusters are compressed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Compress {
+    /// The level of [`Disk::compressor`].
+    pub level: Option<u8>,
+}
+
+setters!(Compress { level: Option<u8> });
 
 setters!(ConvertOptions {
     max_in_flight: usize,
@@ -80,6 +96,7 @@ setters!(ConvertOptions {
     window: Option<Range<u64>>,
     salvage: bool,
     copy_range: bool,
+    compress: Option<Compress>,
 });
 
 impl ConvertOptions {
@@ -102,6 +119,7 @@ impl Default for ConvertOptions {
             window: None,
             salvage: false,
             copy_range: false,
+            compress: None,
         }
     }
 }
@@ -238,7 +256,9 @@ impl<'a> Conversion<'a> {
                 needs: total,
             });
         }
-        let granularity = target.allocation_unit().max(1);
+        let compressor = options.compress.map(|compress| target.compressor(compress.level)).transpose()?;
+        let unit = compressor.map_or(1, |compressor| to_u64(compressor.unit()));
+        let granularity = target.allocation_unit().max(unit);
         let piece = options.chunk_size.max(granularity).max(SECTOR).next_multiple_of(granularity);
         let unit = options.sparse.checked_ilog2().map_or(SECTOR, |bits| 1 << bits).max(SECTOR);
         Ok(Conversion {
@@ -251,7 +271,7 @@ impl<'a> Conversion<'a> {
             turn: Turn::default(),
             done: AtomicU64::new(0),
             written: AtomicU64::new(0),
-            plainly: AtomicBool::new(false),
+            plainly: AtomicBool::new(options.compress.is_some()),
             stopped: AtomicBool::new(false),
             watch,
         })
@@ -270,6 +290,7 @@ impl<'a> Conversion<'a> {
     async fn worker(&self) -> Result<ConvertCounters, OperationError> {
         let mut counters = ConvertCounters::default();
         let mut buffer = None;
+        let mut compressing = Compressing::new(self.target, self.options.compress)?;
         while let Some((number, step)) = self.next().await? {
             // Nothing else that it waits for needs it.
             if self.is_stopped() {
@@ -289,6 +310,7 @@ impl<'a> Conversion<'a> {
                 }
                 Step::Piece(range, spans) => {
                     let mut rules = self.rules;
+                    let spans = compressing.spans(&spans);
                     if let Some(runs) = self.runs(&spans).await? {
                         if !self.wait(number).await {
                             break;
@@ -308,10 +330,11 @@ impl<'a> Conversion<'a> {
                         buffer.slice(index(part.start - range.start)..index(part.end - range.start))
                     };
                     let actions = plan::actions(&spans, |part| place(part).is_zero(), &rules);
+                    let writes = actions.iter().map(|action| compressing.write(action, place)).collect();
                     if !self.wait(number).await {
                         break;
                     }
-                    self.carry_out(&actions, place, &rules, &mut counters).await?;
+                    self.carry_out(&actions, writes, &rules, &mut counters).await?;
                     counters.bytes_in_backing += bytes(&spans, Content::Below);
                     self.advance(range.end - range.start)?;
                 }
@@ -401,32 +424,28 @@ impl<'a> Conversion<'a> {
     async fn carry_out(
         &self,
         actions: &[Action],
-        place: impl Fn(&Range<u64>) -> Buffer,
+        writes: Vec<Option<Write>>,
         rules: &Rules,
         counters: &mut ConvertCounters,
     ) -> Result<(), OperationError> {
-        let write = |range: &Range<u64>| {
-            let (at, from) = (range.start, IoVector::from(place(range)));
-            async move {
-                let write = self.target.write(GuestOffset(at), from).await;
-                write.map_err(OperationError::at(DiskOperation::Writing, at))
-            }
-        };
         let mut together = Vec::new();
-        for action in actions {
-            match action {
-                Action::Write(range) => {
+        for (action, write) in actions.iter().zip(writes) {
+            match (action, write) {
+                (Action::Write(range), Some(write)) => {
                     counters.writes += 1;
                     counters.bytes_written += range.end - range.start;
+                    counters.bytes_stored += write.stored_len();
                     self.written.fetch_add(range.end - range.start, Ordering::Relaxed);
+                    let write = write.carry_out(self.target, range.start);
                     if self.options.out_of_order {
-                        together.push(write(range));
+                        together.push(write);
                     } else {
-                        write(range).await?;
+                        write.await?;
                     }
                 }
-                Action::Zero(range) => self.zero(range, counters, rules, false).await?,
-                Action::Spare(range) => counters.bytes_already_zero += range.end - range.start,
+                (Action::Write(_), None) => return Err(ImageError::from(broken_invariant("a write has bytes")).into()),
+                (Action::Zero(range), _) => self.zero(range, counters, rules, false).await?,
+                (Action::Spare(range), _) => counters.bytes_already_zero += range.end - range.start,
             }
         }
         try_join_all(together).await?;

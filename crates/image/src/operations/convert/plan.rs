@@ -105,6 +105,35 @@ impl Cutter {
     }
 }
 
+/// Spans in which contents of the target's backing image share no unit with anything else: such units count as
+/// contents.
+pub(super) fn whole_units(spans: &[Span], unit: u64) -> Vec<Span> {
+    let mut runs = Runs::default();
+    let mixed: Vec<u64> = spans
+        .windows(2)
+        .filter_map(|pair| match pair {
+            [one, other] if one.content == Content::Below || other.content == Content::Below => Some(other.range.start),
+            _ => None,
+        })
+        .filter(|border| !border.is_multiple_of(unit))
+        .map(|border| border / unit * unit)
+        .collect();
+    for span in spans {
+        let mut at = span.range.start;
+        for begin in &mixed {
+            let both = (*begin).max(at)..begin.saturating_add(unit).min(span.range.end);
+            if both.start >= both.end {
+                continue;
+            }
+            runs.push(Span { range: at..both.start, content: span.content }, span.content);
+            at = both.end;
+            runs.push(Span { range: both, content: Content::Data }, Content::Data);
+        }
+        runs.push(Span { range: at..span.range.end, content: span.content }, span.content);
+    }
+    runs.0
+}
+
 /// The treatment of zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rules {
@@ -320,6 +349,18 @@ mod tests {
 
     fn content() -> impl Strategy<Value = Content> {
         prop_oneof![Just(Data), Just(Zero), Just(Below)]
+    }
+
+    #[test]
+    fn a_cluster_that_the_backing_image_has_a_part_of_is_contents_as_a_whole() {
+        let parts = |lengths: &[(u64, Content)]| {
+            let whole = whole_units(&spans(lengths), 8);
+            whole.iter().map(|span| (span.range.end - span.range.start, span.content)).collect::<Vec<_>>()
+        };
+        assert_eq!(parts(&[(16, Below), (8, Data), (8, Zero)]), [(16, Below), (8, Data), (8, Zero)]);
+        assert_eq!(parts(&[(20, Below), (3, Zero), (20, Below)]), [(16, Below), (8, Data), (19, Below)]);
+        assert_eq!(parts(&[(4, Zero), (12, Data), (8, Below)]), [(4, Zero), (12, Data), (8, Below)]);
+        assert_eq!(parts(&[(9, Zero), (12, Below), (11, Zero)]), [(8, Zero), (16, Data), (8, Zero)]);
     }
 
     proptest! {

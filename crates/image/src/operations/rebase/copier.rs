@@ -11,10 +11,12 @@ use async_lock::Mutex;
 use futures_util::TryStreamExt;
 use futures_util::future::try_join;
 use futures_util::stream::FuturesUnordered;
+use limosa_page::to_u64;
 use limosa_storage::{Buffer, IoVector};
 
 use super::{RebaseCounters, RebaseOptions};
 use crate::disk::Disk;
+use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use crate::operations::convert::{SECTOR, index};
 use crate::operations::operation::{DiskOperation, OperationError, Progress, ProgressObserver};
@@ -69,10 +71,12 @@ impl<'a> Copier<'a> {
         shared_from: Option<u32>,
         options: &'a RebaseOptions,
         watch: ProgressObserver<'a>,
-    ) -> Self {
-        let unit = overlay.allocation_unit().max(SECTOR);
+    ) -> Result<Self, ImageError> {
+        let compressor = options.compress.then(|| overlay.compressor(None)).transpose()?;
+        let cluster = compressor.map_or(SECTOR, |compressor| to_u64(compressor.unit()));
+        let unit = overlay.allocation_unit().max(cluster).max(SECTOR);
         let piece = options.chunk_size.max(unit).next_multiple_of(unit);
-        Self {
+        Ok(Self {
             overlay,
             new: new.map(|new| &**new),
             shared_from: shared_from.unwrap_or(u32::MAX),
@@ -83,7 +87,7 @@ impl<'a> Copier<'a> {
             done: AtomicU64::new(0),
             moved: AtomicU64::new(0),
             watch,
-        }
+        })
     }
 
     /// Copies, with as many requests in flight as the options say. What was written is not durable yet.
@@ -201,11 +205,36 @@ impl<'a> Copier<'a> {
                     counters.bytes_zeroed += length;
                 }
                 Change::Write => {
-                    let written = self.overlay.write(at, IoVector::from(old.slice(place(&part)))).await;
+                    let written = self.write(&part, old.slice(place(&part))).await;
                     written.map_err(OperationError::at(DiskOperation::Writing, at.0))?;
                     counters.bytes_written += length;
                     self.moved.fetch_add(length, Ordering::Relaxed);
                 }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Copier<'_> {
+    /// Writes into the overlay; compressed, if that is asked for, what is of whole clusters.
+    async fn write(&self, part: &Range<u64>, from: Buffer) -> Result<(), ImageError> {
+        let place = |part: &Range<u64>, of: &Range<u64>| {
+            let bytes = from.slice(index(of.start - part.start)..index(of.end - part.start));
+            (GuestOffset(of.start), IoVector::from(bytes))
+        };
+        let clusters = if self.options.compress { whole_units(part, self.overlay.len(), self.unit) } else { 0..0 };
+        if clusters.is_empty() {
+            let (at, bytes) = place(part, part);
+            return self.overlay.write(at, bytes).await;
+        }
+        let (at, bytes) = place(part, &clusters);
+        let packed = self.overlay.compressor(None)?.compress(&bytes);
+        self.overlay.write_compressed(at, packed).await?;
+        for rest in [part.start..clusters.start, clusters.end..part.end] {
+            if !rest.is_empty() {
+                let (at, bytes) = place(part, &rest);
+                self.overlay.write(at, bytes).await?;
             }
         }
         Ok(())
@@ -228,6 +257,11 @@ async fn read(disk: Option<&dyn Disk>, range: &Range<u64>, into: &Buffer) -> Res
 /// The end of the whole units before `end`, or of the disk.
 const fn whole(end: u64, total: u64, unit: u64) -> u64 {
     if end >= total { total } else { end / unit * unit }
+}
+
+/// The whole units in a part of a disk of `total` bytes; its last one need not be whole.
+fn whole_units(part: &Range<u64>, total: u64, unit: u64) -> Range<u64> {
+    part.start.next_multiple_of(unit)..whole(part.end, total, unit)
 }
 
 /// The changes of the units of a range, neighbours together.
@@ -260,7 +294,7 @@ mod tests {
         let new: Option<Arc<dyn Disk>> = (!new.is_empty()).then(|| Arc::new(TestDisk::new(new)) as _);
         let options = RebaseOptions::default().max_in_flight(1);
         let before = overlay.bytes();
-        let copier = Copier::new(overlay, new.as_ref(), shared_from, &options, &|_| ControlFlow::Continue(()));
+        let copier = Copier::new(overlay, new.as_ref(), shared_from, &options, &|_| ControlFlow::Continue(())).unwrap();
         let counters = block_on(copier.run()).unwrap();
         assert!(overlay.bytes() == before);
         let changes = overlay.asked().into_iter().filter(|asked| !matches!(asked, Asked::Read(_)));
@@ -312,5 +346,8 @@ mod tests {
         assert_eq!(differ(512..4096, &[600], &[1024, 2048]), [(512..1024, Write), (1024..3072, Zero)]);
         assert_eq!(differ(0..4096, &[], &[]), []);
         assert_eq!([whole(5000, 9000, 4096), whole(9000, 9000, 4096)], [4096, 9000]);
+        assert_eq!(whole_units(&(100..9000), 9000, 4096), 4096..9000);
+        assert_eq!(whole_units(&(0..8999), 9000, 4096), 0..8192);
+        assert!(whole_units(&(100..5000), 9000, 4096).is_empty());
     }
 }

@@ -38,13 +38,15 @@ pub struct RebaseOptions {
     pub max_in_flight: usize,
     /// Bytes that are compared at once.
     pub chunk_size: u64,
+    /// Whether whole clusters that are copied are compressed.
+    pub compress: bool,
 }
 
-setters!(RebaseOptions { max_in_flight: usize, chunk_size: u64 });
+setters!(RebaseOptions { max_in_flight: usize, chunk_size: u64, compress: bool });
 
 impl Default for RebaseOptions {
     fn default() -> Self {
-        Self { max_in_flight: 8, chunk_size: 1 << 20 }
+        Self { max_in_flight: 8, chunk_size: 1 << 20, compress: false }
     }
 }
 
@@ -307,7 +309,7 @@ async fn copy_into(
     let old = Arc::new(Padded::new(backing, file.name(), header.size));
     let parts = ImageParts::new(file, header).data_file(data_file).backing(Some(old));
     let overlay = Qcow2::open(parts, Qcow2Options::default()).await?;
-    let counters = Copier::new(&*overlay, new.as_ref(), shared_from, options, watch).run().await?;
+    let counters = Copier::new(&*overlay, new.as_ref(), shared_from, options, watch)?.run().await?;
     overlay.close().await?;
     Ok(counters)
 }

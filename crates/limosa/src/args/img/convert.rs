@@ -11,6 +11,9 @@ use super::image::{OpenArgs, ReportArgs, ShareArg};
 use crate::img::options::{ConvertOptions, Name, Source, Target};
 use crate::img::size::{parse_rate, parse_size};
 
+/// Requests in flight by default: qemu-img's.
+const PARALLEL: u8 = 8;
+
 #[derive(Debug, Args)]
 #[command(override_usage = "limosa img convert [OPTIONS] SOURCE... TARGET")]
 pub(crate) struct ImgConvertArgs {
@@ -67,16 +70,24 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 'S', long, value_name = "SIZE", value_parser = parse_size)]
     sparse_size: Option<u64>,
 
-    /// Number of requests in flight, 1 to 16
-    #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
-    parallel: u8,
+    /// Number of requests in flight, 1 to 16; default 8, with -c as many as there are processors if those are more
+    #[arg(short = 'm', long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
+    parallel: Option<u8>,
 
     /// Write out of order where that is faster, which is with -t none; clusters are then allocated in any order
     #[arg(short = 'W', long)]
     oob_writes: bool,
 
+    /// Compress the clusters of a qcow2 target, on several processors; -o help names the option for the method
+    #[arg(short = 'c', long)]
+    compress: bool,
+
+    /// Level of compression: zlib 1 to 9 (default 9), zstd 1 to 22 (default 3)
+    #[arg(long, value_name = "LEVEL", requires = "compress")]
+    compress_level: Option<u8>,
+
     /// Let the kernel copy between files where contents are stored unchanged (raw targets); zeros are not detected
-    #[arg(short = 'C', long = "copy-range-offloading", conflicts_with_all = ["sparse_size", "salvage"])]
+    #[arg(short = 'C', long = "copy-range-offloading", conflicts_with_all = ["sparse_size", "salvage", "compress"])]
     copy_range: bool,
 
     /// Maximum bandwidth in bytes per second
@@ -108,8 +119,6 @@ pub(crate) struct ImgConvertArgs {
 /// Options of qemu-img that limosa does not support yet.
 #[derive(Debug, Args)]
 struct LaterArgs {
-    #[arg(short = 'c', long, hide = true)]
-    compress: bool,
     #[arg(long, hide = true)]
     bitmaps: bool,
     #[arg(long, hide = true)]
@@ -118,9 +127,6 @@ struct LaterArgs {
 
 impl LaterArgs {
     fn refuse(&self) -> anyhow::Result<()> {
-        if self.compress {
-            anyhow::bail!("-c: writing compressed clusters is not supported yet; omit it, or use qemu-img");
-        }
         if self.bitmaps || self.skip_broken_bitmaps {
             anyhow::bail!("--bitmaps: copying bitmaps is not supported yet; omit it, or use qemu-img");
         }
@@ -161,9 +167,11 @@ impl ImgConvertArgs {
             no_create: self.no_create,
             target_is_zero: self.target_is_zero,
             sparse_size: self.sparse_size.unwrap_or(limosa_image::convert::ConvertOptions::SPARSE),
-            parallel: self.parallel,
+            parallel: self.parallel.unwrap_or_else(|| parallel(self.compress)),
             out_of_order: self.oob_writes,
             copy_range: self.copy_range,
+            compress: self.compress,
+            compress_level: self.compress_level,
             rate: self.rate,
             salvage: self.salvage,
             progress: self.report.progress,
@@ -171,6 +179,12 @@ impl ImgConvertArgs {
             json: self.report.json,
         })
     }
+}
+
+/// Returns the number of requests in flight without a choice: each compresses on its own.
+fn parallel(compress: bool) -> u8 {
+    let processors = if compress { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
+    u8::try_from(processors).unwrap_or(u8::MAX).max(PARALLEL)
 }
 
 /// Parses the name of a snapshot by qemu-img's rules.

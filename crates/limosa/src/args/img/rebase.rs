@@ -26,8 +26,8 @@ pub(crate) struct ImgRebaseArgs {
     #[arg(short = 'u', long)]
     backing_unsafe: bool,
 
-    /// Refused: compressed clusters are not written yet.
-    #[arg(short, long, hide = true)]
+    /// Compress the clusters that are copied into FILE
+    #[arg(short, long)]
     compress: bool,
 
     /// FILE's cache mode: none, writeback, writethrough, unsafe, directsync
@@ -53,11 +53,8 @@ impl ImgRebaseArgs {
     /// Resolves the arguments.
     ///
     /// # Errors
-    /// An option is not supported yet, or an argument is missing.
+    /// An argument is missing.
     pub(crate) fn resolve(self) -> anyhow::Result<RebaseOptions> {
-        if self.compress {
-            anyhow::bail!("-c: writing compressed clusters is not supported yet; omit it, or use qemu-img");
-        }
         let name = self.backing.filter(|name| !name.is_empty());
         let backing = match (name, self.backing_format) {
             (Some(name), Some(format)) => Some(BackingName::new(name, format)),
@@ -69,6 +66,7 @@ impl ImgRebaseArgs {
             source: Source { cache: self.cache, ..self.image.source(&self.file) },
             backing,
             header_only: self.backing_unsafe,
+            compress: self.compress,
             backing_cache: self.backing_cache,
             force_share: self.share.force_share,
             progress: self.report.progress,
