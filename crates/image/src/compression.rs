@@ -62,7 +62,7 @@ pub struct Compressor {
     /// Bytes of a cluster.
     cluster: usize,
     encoder: Encoder,
-    /// A byte less than a cluster: what needs more is not worth it.
+    /// Room for what a method makes of a cluster at worst.
     packed: Vec<u8>,
 }
 
@@ -109,7 +109,7 @@ impl Compressor {
             }
             Compression::Zstd => Encoder::Zstd(zstd::bulk::Compressor::new(level.into()).ok()?),
         };
-        Some(Self { compression, cluster, encoder, packed: vec![0; cluster.saturating_sub(1)] })
+        Some(Self { compression, cluster, encoder, packed: vec![0; worst(cluster)] })
     }
 
     /// Returns the bytes that are compressed together: a cluster. Writes are of whole ones, except at the disk's end.
@@ -137,12 +137,20 @@ impl Compressor {
         // A copy: a guest may change its memory meanwhile.
         let mut bytes = from.to_vec();
         bytes.resize(self.cluster, 0);
-        let packed = self.encoder.encode(&bytes, &mut self.packed).and_then(|length| self.packed.get(..length));
+        let packed = self.encoder.encode(&bytes, &mut self.packed).filter(|length| *length < self.cluster);
+        let packed = packed.and_then(|length| self.packed.get(..length));
         packed.map_or_else(
             || PackedCluster::Plain(Buffer::from_slice(&bytes)),
             |packed| PackedCluster::Compressed(Buffer::from_slice(packed)),
         )
     }
+}
+
+/// Bytes that an encoder may need for a cluster, as zlib and zstd say, rounded up.
+///
+/// A whole cluster is encoded also if it does not become smaller: level 1 of zlib-rs 0.6 panics if its output is full.
+const fn worst(cluster: usize) -> usize {
+    cluster + cluster / 4 + 1024
 }
 
 impl Encoder {
@@ -231,6 +239,32 @@ mod tests {
                 _ => '?',
             });
             assert_eq!(kinds.collect::<String>(), "zcpc");
+        }
+    }
+
+    #[test]
+    fn noise_of_any_length_is_no_trouble_for_any_level() {
+        let mut state = 7_u64;
+        let noise: Vec<u8> = (0..2 << 20)
+            .map(|_| {
+                state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+                state.to_be_bytes()[0]
+            })
+            .collect();
+        for compression in [Compression::Zlib, Compression::Zstd] {
+            for level in 1..=compression.highest_level().min(12) {
+                for bits in [9, 12, 16, 21] {
+                    let cluster = 1 << bits;
+                    let mut compressor = Compressor::new(compression, cluster, Some(level)).unwrap();
+                    // With a part that becomes smaller, so that it ends anywhere around the cluster's length.
+                    for repeated in [0, cluster / 64, cluster / 16] {
+                        let mut bytes = noise[..cluster].to_vec();
+                        bytes[..repeated].fill(1);
+                        let packed = compressor.compress(&Buffer::from_slice(&bytes).into());
+                        assert!(packed.stored_len() <= cluster as u64, "{compression:?} {level} {bits}");
+                    }
+                }
+            }
         }
     }
 

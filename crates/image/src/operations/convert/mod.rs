@@ -1,9 +1,9 @@
 //! Copies disks to another disk, of the same or another format.
 //!
 //! Law: known zeros, and contents that the target's backing image has already, are neither read nor written; at most
-//! [`ConvertOptions::max_in_flight`] buffers of [`ConvertOptions::chunk_size`] bytes are in use. `plan` computes the
-//! steps; this module carries them out, with one worker for each request: it takes the next piece, reads it, and writes
-//! it when its turn has come.
+//! [`ConvertOptions::max_in_flight`] buffers of [`ConvertOptions::chunk_size`] bytes are in use, and one more for each
+//! with [`ConvertOptions::compress`]. `plan` computes the steps; this module carries them out, with one worker for each
+//! request: it takes the next piece, reads it, compresses it if it should, and writes it when its turn has come.
 //!
 //! The target is not closed, and nothing is made durable: the caller that opened it does that, with
 //! [`crate::Disk::close`].
