@@ -1,6 +1,6 @@
 //! qcow2: open images ([`Qcow2`]), new ones ([`create()`]), and operations on an image that is not open ([`check()`],
 //! [`repair`], [`resize()`]). [`empty`] and [`change_backing`] take part in committing and rebasing overlays,
-//! [`change_snapshots`] works on internal snapshots.
+//! [`change_snapshots`] works on internal snapshots, [`change_bitmap`] on persistent bitmaps.
 //!
 //! An image is opened with its [`ImageParts`]; [`chain`](crate::chain) determines them by itself.
 
@@ -23,6 +23,7 @@ pub use format::header::{Backing, Encryption, Header};
 pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
 pub use offline::backing::change_backing;
+pub use offline::bitmaps::{BitmapAction, change_bitmap};
 pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair};
 pub use offline::create::{CreateOptions, create};
 pub use offline::empty::empty;

@@ -4,6 +4,7 @@
 //! same content, and errors say more.
 
 mod bench;
+mod bitmap;
 mod check;
 mod commit;
 mod compare;
@@ -33,7 +34,7 @@ use limosa_image::ImageError;
 use crate::args::{ImgArgs, ImgCommand};
 
 /// Commands of qemu-img that limosa does not support yet.
-const LATER: [&str; 2] = ["amend", "bitmap"];
+const LATER: [&str; 1] = ["amend"];
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     match (object::check(args.command.objects()), &args.command) {
@@ -57,6 +58,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Commit(args) => commit::run(&args.resolve()),
         ImgCommand::Rebase(args) => rebase::run(&args.resolve()?),
         ImgCommand::Snapshot(args) => snapshot::run(&args.resolve()),
+        ImgCommand::Bitmap(args) => bitmap::run(&args.resolve()),
         ImgCommand::Bench(args) => bench::run(&args.resolve()?),
         ImgCommand::Other(words) => refuse(&words),
     };

@@ -5,7 +5,7 @@ use std::fmt;
 
 use anyhow::Context as _;
 use limosa_image::dd::Blocks;
-use limosa_image::qcow2::{ReflinkMode, Repair, SnapshotChange, SnapshotChoice};
+use limosa_image::qcow2::{BitmapAction, ReflinkMode, Repair, SnapshotChange, SnapshotChoice};
 use limosa_image::rebase::BackingName;
 use limosa_image::resize::NewSize;
 use limosa_storage::{CacheMode, Io};
@@ -249,6 +249,17 @@ pub(crate) struct SnapshotOptions {
     /// The change; `None`: they are listed.
     pub(crate) change: Option<SnapshotChange>,
     pub(crate) json: bool,
+}
+
+/// `limosa img bitmap`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BitmapOptions {
+    pub(crate) source: Source,
+    pub(crate) bitmap: String,
+    /// At least one.
+    pub(crate) actions: Vec<BitmapAction>,
+    /// The image that has the bitmaps that are merged, if it is another one.
+    pub(crate) merged: Option<Source>,
 }
 
 /// `limosa img compare`.

@@ -6,6 +6,7 @@ mod stage;
 
 mod bed;
 mod bench;
+mod bitmap;
 mod check;
 mod commit;
 mod compare;

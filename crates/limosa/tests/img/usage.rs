@@ -5,9 +5,9 @@ use crate::needs_qemu;
 use crate::stage::limosa;
 
 /// The commands that limosa has.
-const COMMANDS: [&str; 13] = [
+const COMMANDS: [&str; 14] = [
     "create", "info", "check", "map", "convert", "compare", "dd", "measure", "resize", "commit", "rebase", "snapshot",
-    "bench",
+    "bitmap", "bench",
 ];
 
 fn img(words: &[&str]) -> Answer {
@@ -16,15 +16,9 @@ fn img(words: &[&str]) -> Answer {
 
 #[test]
 fn what_qemu_img_has_and_limosa_has_not_is_refused_with_one_line() {
-    for command in ["amend", "bitmap"] {
-        let ended = img(&[command, "-f", "qcow2", "--whatever", "x"]);
-        assert_eq!(ended.status, Some(1), "{ended:?}");
-        assert_one_line(
-            &ended,
-            &[command],
-            &format!("limosa: img {command} is not supported yet; use qemu-img {command}"),
-        );
-    }
+    let ended = img(&["amend", "-f", "qcow2", "--whatever", "x"]);
+    assert_eq!(ended.status, Some(1), "{ended:?}");
+    assert_one_line(&ended, &["amend"], "limosa: img amend is not supported yet; use qemu-img amend");
     assert_one_line(&img(&["frob"]), &["frob"], "img \"frob\": unknown command");
     let words = ["convert", "--bitmaps", "a", "b"];
     let ended = img(&words);

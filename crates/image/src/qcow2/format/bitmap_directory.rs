@@ -3,11 +3,12 @@
 //! Law: bitmaps outlive us. limosa does not keep them up; before it writes for the first time it marks those that would
 //! have to follow the disk as in use, which means that they do not, and leaves the others as they are.
 
-use limosa_page::{broken_invariant, to_usize};
+use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use limosa_storage::{Buffer, Storage};
 
 use super::feature::Features;
 use super::field::Fields;
+use super::geometry::Geometry;
 use super::header::Header;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
@@ -17,9 +18,15 @@ const FIXED: u64 = 24;
 /// Offset of the flags in an entry.
 const FLAGS: u64 = 12;
 /// The longest name in bytes: QEMU's limit.
-const NAME_MOST: u64 = 1023;
+pub(in crate::qcow2) const NAME_MOST: u64 = 1023;
 /// The logarithms of what a bit may be about, in bytes: QEMU's limits.
-const GRANULARITY: std::ops::RangeInclusive<u8> = 9..=31;
+pub(in crate::qcow2) const GRANULARITY: std::ops::RangeInclusive<u8> = 9..=31;
+/// The most bytes of a bitmap, with what fills its last cluster up: QEMU's limit.
+pub(in crate::qcow2) const BYTES_MOST: u64 = 512 << 20;
+/// The most bits of a bitmap.
+pub(in crate::qcow2) const BITS_MOST: u64 = BYTES_MOST * 8;
+/// The kind of bitmap that there is: of what was written.
+const DIRTY_TRACKING: u8 = 1;
 
 const IN_USE: u32 = 1;
 const AUTO: u32 = 2;
@@ -41,11 +48,79 @@ pub struct Bitmap {
     pub granularity_bits: u8,
 }
 
+impl Bitmap {
+    /// Returns the number of its bits for a disk of `size` bytes.
+    #[must_use]
+    pub const fn bits(&self, size: u64) -> u64 {
+        size.div_ceil(1 << self.granularity_bits)
+    }
+
+    /// The number of entries that its table has for a disk of `size` bytes.
+    pub(in crate::qcow2) const fn table_entries(&self, size: u64, geometry: &Geometry) -> u64 {
+        geometry.clusters(self.bits(size).div_ceil(8))
+    }
+}
+
 /// An entry, and where it is.
+#[derive(Debug, Clone)]
 pub(in crate::qcow2) struct Entry {
     pub(in crate::qcow2) at: u64,
-    flags: u32,
+    /// Its name, which need not be text.
+    name: Vec<u8>,
+    /// Data of other programs.
+    extra: Vec<u8>,
+    /// Its extra data, if there is any, may be ignored.
+    extra_compatible: bool,
     pub(in crate::qcow2) bitmap: Bitmap,
+}
+
+impl Entry {
+    /// An entry for a bitmap that is new.
+    pub(in crate::qcow2) fn new(bitmap: Bitmap) -> Self {
+        Self { at: 0, name: bitmap.name.clone().into_bytes(), extra: Vec::new(), extra_compatible: false, bitmap }
+    }
+
+    /// Whether it has this name.
+    pub(in crate::qcow2) fn is_named(&self, name: &str) -> bool {
+        self.name == name.as_bytes()
+    }
+
+    /// Whether its contents mean what they mean without its extra data.
+    pub(in crate::qcow2) const fn is_understood(&self) -> bool {
+        self.extra.is_empty() || self.extra_compatible
+    }
+
+    fn flags(&self) -> u32 {
+        let flags = [(self.bitmap.in_use, IN_USE), (self.bitmap.auto, AUTO), (self.extra_compatible, EXTRA_COMPATIBLE)];
+        flags.into_iter().filter(|(set, _)| *set).fold(0, |all, (_, flag)| all | flag)
+    }
+
+    /// Writes its flags where it is.
+    ///
+    /// # Errors
+    /// What the storage says.
+    pub(in crate::qcow2) async fn write_flags(&self, storage: &dyn Storage) -> Result<(), ImageError> {
+        // Four bytes in one sector: they are written or not.
+        let flags = self.flags().to_be_bytes();
+        Ok(storage.write(self.at + FLAGS, Buffer::from_slice(&flags).into()).await?)
+    }
+
+    /// Its bytes in a directory.
+    ///
+    /// # Errors
+    /// [`BrokenInvariant`] if its name is longer than [`NAME_MOST`].
+    pub(in crate::qcow2) fn encode(&self) -> Result<Vec<u8>, BrokenInvariant> {
+        let too_long = |_| broken_invariant("the lengths of a bitmap's entry fit into their fields");
+        let (table, entries) = self.bitmap.table;
+        let mut bytes = table.0.to_be_bytes().to_vec();
+        bytes.extend([entries.to_be_bytes(), self.flags().to_be_bytes()].concat());
+        bytes.extend([DIRTY_TRACKING, self.bitmap.granularity_bits]);
+        bytes.extend(u16::try_from(self.name.len()).map_err(too_long)?.to_be_bytes());
+        bytes.extend(u32::try_from(self.extra.len()).map_err(too_long)?.to_be_bytes());
+        bytes.extend(self.extra.iter().chain(&self.name));
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+        Ok(bytes)
+    }
 }
 
 /// Reads the bitmaps of an image: none, if they are not to be relied on ([`Header::bitmaps`]).
@@ -87,11 +162,12 @@ impl Header {
 /// As [`read`].
 async fn mark_in_use(storage: &dyn Storage, header: &Header) -> Result<(), ImageError> {
     let mut marked = false;
-    for entry in entries(storage, header).await?.into_iter().filter(|entry| entry.bitmap.auto && !entry.bitmap.in_use) {
-        // Four bytes in one sector: they are written or not. Marked without need is no harm.
-        let flags = (entry.flags | IN_USE).to_be_bytes();
-        storage.write(entry.at + FLAGS, Buffer::from_slice(&flags).into()).await?;
-        marked = true;
+    for mut entry in entries(storage, header).await?.into_iter().filter(|entry| entry.bitmap.auto) {
+        if !entry.bitmap.in_use {
+            entry.bitmap.in_use = true;
+            entry.write_flags(storage).await?;
+            marked = true;
+        }
     }
     if marked {
         storage.flush().await?;
@@ -145,7 +221,7 @@ fn decode(bytes: &[u8], at: u64, header: &Header) -> Result<(Entry, usize), Stri
         return Err(format!("its {length} bytes do not end within the directory"));
     }
     let flags = fields.u32(12);
-    if flags & !(IN_USE | AUTO | EXTRA_COMPATIBLE) != 0 || fields.u8(16) != 1 {
+    if flags & !(IN_USE | AUTO | EXTRA_COMPATIBLE) != 0 || fields.u8(16) != DIRTY_TRACKING {
         return Err(format!("it is of the unknown kind {}, with flags {flags:#x}", fields.u8(16)));
     }
     let granularity_bits = fields.u8(17);
@@ -156,17 +232,18 @@ fn decode(bytes: &[u8], at: u64, header: &Header) -> Result<(Entry, usize), Stri
     if table.0.0 == 0 || table.0.0 & (header.geometry().cluster_size() - 1) != 0 {
         return Err(format!("a table at {}", table.0));
     }
-    let start = to_usize(FIXED + extra);
-    let name =
-        bytes.get(start..start.saturating_add(to_usize(name))).ok_or("its name does not end within the directory")?;
+    let part = |from: u64, length: u64| bytes.get(to_usize(from)..).and_then(|rest| rest.get(..to_usize(length)));
+    let short = || "its name does not end within the directory";
+    let name = part(FIXED + extra, name).ok_or_else(short)?.to_vec();
+    let extra = part(FIXED, extra).ok_or_else(short)?.to_vec();
     let bitmap = Bitmap {
-        name: String::from_utf8_lossy(name).into_owned(),
+        name: String::from_utf8_lossy(&name).into_owned(),
         table,
         in_use: flags & IN_USE != 0,
         auto: flags & AUTO != 0,
         granularity_bits,
     };
-    Ok((Entry { at, flags, bitmap }, length))
+    Ok((Entry { at, name, extra, extra_compatible: flags & EXTRA_COMPATIBLE != 0, bitmap }, length))
 }
 
 #[cfg(test)]
@@ -228,7 +305,14 @@ mod tests {
         #[test]
         fn any_directory_is_taken_or_refused(directory in prop::collection::vec(any::<u8>(), 0..200), count in 0_u32..5) {
             let (storage, header) = image(&directory, count);
-            let _ = block_on(read(&storage, &header));
+            if let Ok(found) = block_on(entries(&storage, &header)) {
+                // What was read is written as it was, but for what fills an entry up.
+                let again: Vec<u8> = found.iter().flat_map(|entry| entry.encode().unwrap()).collect();
+                prop_assert_eq!(again.len(), directory.len());
+                let (storage, header) = image(&again, count);
+                let same: Vec<_> = block_on(entries(&storage, &header)).unwrap().iter().map(|e| e.bitmap.clone()).collect();
+                prop_assert_eq!(same, found.iter().map(|entry| entry.bitmap.clone()).collect::<Vec<_>>());
+            }
         }
     }
 }

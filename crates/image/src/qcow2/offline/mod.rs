@@ -1,10 +1,12 @@
 //! Work on an image that is not in use: creating, checking, repairing, resizing and emptying it, and changing its
-//! backing file and its snapshots.
+//! backing file, its snapshots and its bitmaps.
 
 pub(in crate::qcow2) mod backing;
+pub(in crate::qcow2) mod bitmaps;
 pub(in crate::qcow2) mod check;
 pub(in crate::qcow2) mod create;
 pub(in crate::qcow2) mod empty;
+mod header_change;
 pub(in crate::qcow2) mod layout;
 pub(in crate::qcow2) mod replay;
 pub(in crate::qcow2) mod resize;

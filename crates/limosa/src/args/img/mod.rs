@@ -5,6 +5,7 @@
 //! [`crate::img::options`].
 
 mod bench;
+mod bitmap;
 mod check;
 mod commit;
 mod compare;
@@ -26,6 +27,7 @@ use clap::{Args, Subcommand};
 use crate::img::object::Secret;
 
 pub(crate) use bench::ImgBenchArgs;
+pub(crate) use bitmap::ImgBitmapArgs;
 pub(crate) use check::ImgCheckArgs;
 pub(crate) use commit::ImgCommitArgs;
 pub(crate) use compare::ImgCompareArgs;
@@ -76,6 +78,8 @@ pub(crate) enum ImgCommand {
     Rebase(Box<ImgRebaseArgs>),
     /// List, take, apply or delete an image's internal snapshots
     Snapshot(ImgSnapshotArgs),
+    /// Add, remove, clear, switch or merge an image's persistent bitmaps
+    Bitmap(Box<ImgBitmapArgs>),
     /// Measure requests to an image
     Bench(Box<ImgBenchArgs>),
     /// A command that only qemu-img has, or an unknown one.
@@ -99,6 +103,7 @@ impl ImgCommand {
             Self::Commit(args) => &args.image.open.object,
             Self::Rebase(args) => &args.image.open.object,
             Self::Snapshot(args) => &args.image.open.object,
+            Self::Bitmap(args) => &args.image.open.object,
             Self::Bench(args) => &args.image.open.object,
             Self::Other(_) => return &[],
         };

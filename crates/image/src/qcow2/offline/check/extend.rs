@@ -197,6 +197,22 @@ pub(in crate::qcow2) async fn release(
     at: u64,
     bytes: u64,
 ) -> Result<(), ImageError> {
+    release_all(storage, header, &[(at, bytes)]).await
+}
+
+/// Gives several runs of clusters back, as [`release`] does: each an offset and a length in bytes.
+pub(in crate::qcow2) async fn release_all(
+    storage: &dyn Storage,
+    header: &Header,
+    runs: &[(u64, u64)],
+) -> Result<(), ImageError> {
+    for (at, bytes) in runs.iter().filter(|(_, bytes)| *bytes > 0) {
+        count_less(storage, header, *at, *bytes).await?;
+    }
+    Ok(storage.flush().await?)
+}
+
+async fn count_less(storage: &dyn Storage, header: &Header, at: u64, bytes: u64) -> Result<(), ImageError> {
     let geometry = header.geometry();
     let (each, order) = (geometry.refcounts_per_block(), geometry.refcount_order);
     let bounds = Bounds { geometry, version: header.version, data_file: false, file: storage.length()? };
@@ -214,7 +230,7 @@ pub(in crate::qcow2) async fn release(
         }
         tables::put(storage, *at, &changed).await?;
     }
-    Ok(storage.flush().await?)
+    Ok(())
 }
 
 /// The first cluster behind all that have a refcount.

@@ -12,16 +12,10 @@ use super::extend::{extend, release};
 use super::roots::BITMAP_BYTES_MOST;
 use super::tables;
 use crate::error::ImageError;
-use crate::qcow2::format::bitmap_directory::{self, Bitmap, Entry};
+use crate::qcow2::format::bitmap_directory::{self, Entry};
 use crate::qcow2::format::entry::OFFSET;
 use crate::qcow2::format::feature::Features;
-use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::Header;
-
-/// Clusters of a bitmap of a disk of `size` bytes, which is the number of its table's entries.
-const fn clusters(bitmap: &Bitmap, size: u64, geometry: &Geometry) -> u64 {
-    geometry.clusters(size.div_ceil(1 << bitmap.granularity_bits).div_ceil(8))
-}
 
 /// Has the header say no more that there are bitmaps, durably: whether there are any. They keep their clusters.
 ///
@@ -40,7 +34,7 @@ pub(in crate::qcow2) async fn lay_aside(
         let name = &bitmap.name;
         let what = if bitmap.in_use {
             format!("its bitmap {name:?} was not put away by who used it: remove it before the image is resized")
-        } else if clusters(&bitmap, size, &geometry) << geometry.cluster_bits > BITMAP_BYTES_MOST {
+        } else if bitmap.table_entries(size, &geometry) << geometry.cluster_bits > BITMAP_BYTES_MOST {
             format!("its bitmap {name:?} would be longer than {BITMAP_BYTES_MOST} bytes: remove it before")
         } else {
             continue;
@@ -71,7 +65,7 @@ pub(in crate::qcow2) async fn put_back(storage: &dyn Storage, header: &mut Heade
 async fn fit(storage: &dyn Storage, header: &mut Header, entry: &Entry, old: u64) -> Result<(), ImageError> {
     let geometry = header.geometry();
     let (at, had) = (entry.bitmap.table.0.0, u64::from(entry.bitmap.table.1));
-    let wanted = clusters(&entry.bitmap, header.size, &geometry);
+    let wanted = entry.bitmap.table_entries(header.size, &geometry);
     if header.size < old {
         clear_behind(storage, header, entry, wanted).await?;
     }

@@ -1,0 +1,121 @@
+//! Bitmaps and their directory, written to new places.
+//!
+//! Law: at any moment the header leads to the old directory or to the new one, and what either leads to is whole. Bits,
+//! tables and the directory go to clusters that nothing refers to, durably; then the header changes
+//! ([`replace_header`]); then what nothing refers to any more is given back. A cut leaves leaked clusters.
+
+use limosa_page::{PageBitmap, broken_invariant, to_u64, to_usize};
+use limosa_storage::{Buffer, Storage};
+
+use super::bits::space;
+use crate::error::ImageError;
+use crate::offset::HostOffset;
+use crate::qcow2::format::bitmap_directory::{Bitmap, Entry};
+use crate::qcow2::format::extension::BitmapsExtension;
+use crate::qcow2::format::feature::Features;
+use crate::qcow2::format::header::Header;
+use crate::qcow2::offline::check::extend::{extend, release_all};
+use crate::qcow2::offline::check::tables;
+use crate::qcow2::offline::header_change::replace_header;
+
+/// A bitmap that stays, or is new.
+#[derive(Debug, Clone)]
+pub(in crate::qcow2) struct Kept {
+    pub(in crate::qcow2) entry: Entry,
+    /// Its new bits; `None`: those that are stored.
+    pub(in crate::qcow2) bits: Option<PageBitmap>,
+}
+
+/// Whether a cluster of a bitmap has a set bit: others are not stored.
+fn is_stored(part: &&[u8]) -> bool {
+    part.iter().any(|byte| *byte != 0)
+}
+
+/// Has the image have these bitmaps and no others, durably. `gone`: bitmaps as they are stored, whose bits and table
+/// are not used any more.
+///
+/// # Errors
+/// [`ImageError::Corrupt`]: the table of one of those that are gone cannot be; what the storage says.
+pub(in crate::qcow2) async fn save(
+    storage: &dyn Storage,
+    header: &mut Header,
+    mut kept: Vec<Kept>,
+    gone: &[Bitmap],
+) -> Result<(), ImageError> {
+    let mut free: Vec<_> = header.bitmaps().iter().map(|old| (old.directory.0, old.size)).collect();
+    for bitmap in gone {
+        free.extend(space(storage, header, bitmap).await?);
+    }
+    let mut room = Room::take(storage, header, &kept).await?;
+    for Kept { entry, bits } in &mut kept {
+        let Some(bits) = bits else { continue };
+        entry.bitmap.table = room.put_bits(storage, bits).await?;
+    }
+    let mut directory = Vec::new();
+    for kept in &kept {
+        directory.extend(kept.entry.encode()?);
+    }
+    let old = header.clone();
+    if directory.is_empty() {
+        header.extensions.bitmaps = None;
+        header.features.autoclear &= !Features::BITMAPS;
+    } else {
+        let (count, size) = (tables::narrow(to_u64(kept.len()))?, to_u64(directory.len()));
+        header.extensions.bitmaps =
+            Some(BitmapsExtension { count, directory: room.put(storage, &directory).await?, size });
+        header.features.autoclear |= Features::BITMAPS;
+    }
+    storage.flush().await?;
+    replace_header(storage, &old, header.clone()).await?;
+    release_all(storage, header, &free).await
+}
+
+/// Clusters that were taken for what is written, handed out one after the other.
+struct Room {
+    cluster_size: u64,
+    next: u64,
+    end: u64,
+}
+
+impl Room {
+    async fn take(storage: &dyn Storage, header: &mut Header, kept: &[Kept]) -> Result<Self, ImageError> {
+        let geometry = header.geometry();
+        let size = geometry.cluster_size();
+        let (mut wanted, mut directory) = (0, 0);
+        for Kept { entry, bits } in kept {
+            directory += to_u64(entry.encode()?.len());
+            if let Some(bits) = bits {
+                let bytes = bits.to_le_bytes();
+                let clusters = bytes.chunks(to_usize(size));
+                wanted += geometry.clusters(to_u64(clusters.len()) * 8) + to_u64(clusters.filter(is_stored).count());
+            }
+        }
+        wanted += geometry.clusters(directory);
+        let next = if wanted == 0 { 0 } else { extend(storage, header, wanted).await? << geometry.cluster_bits };
+        Ok(Self { cluster_size: size, next, end: next + wanted * size })
+    }
+
+    /// Writes bytes to the next clusters, and zeros to what is left of them.
+    async fn put(&mut self, storage: &dyn Storage, bytes: &[u8]) -> Result<HostOffset, ImageError> {
+        let at = self.next;
+        self.next += to_u64(bytes.len()).next_multiple_of(self.cluster_size);
+        if self.next > self.end {
+            return Err(broken_invariant("clusters are taken for all that is written of bitmaps").into());
+        }
+        let buffer = Buffer::zeroed(to_usize(self.next - at));
+        buffer.copy_from(0, bytes);
+        storage.write(at, buffer.into()).await?;
+        Ok(HostOffset(at))
+    }
+
+    /// Writes the bits of a bitmap and its table, and returns the table.
+    async fn put_bits(&mut self, storage: &dyn Storage, bits: &PageBitmap) -> Result<(HostOffset, u32), ImageError> {
+        let mut table = Vec::new();
+        for cluster in bits.to_le_bytes().chunks(to_usize(self.cluster_size)) {
+            let at = if is_stored(&cluster) { self.put(storage, cluster).await? } else { HostOffset(0) };
+            table.extend(at.0.to_be_bytes());
+        }
+        let entries = tables::narrow(to_u64(table.len() / 8))?;
+        Ok((self.put(storage, &table).await?, entries))
+    }
+}
