@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use limosa_storage::{IoVector, Storage};
 
+use crate::bitmap::{BitmapAction, DirtyBitmap};
 use crate::compression::{CompressedClusters, Compressor};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
@@ -115,6 +116,31 @@ pub trait Disk: Send + Sync + Debug {
         Box::pin(std::future::ready(Err(ImageError::Unsupported { image: Arc::clone(self.name()), what })))
     }
 
+    /// Returns its dirty bitmaps.
+    fn bitmaps(&self) -> Pending<'_, Vec<DirtyBitmap>> {
+        Box::pin(std::future::ready(Ok(Vec::new())))
+    }
+
+    /// Returns whether a bitmap says that the byte at `at` was written, and of how many of `length` bytes from there on
+    /// it says the same: at least one. A request that is in flight may not be in it yet. Of a disk that is only read,
+    /// [`bitmaps`](Self::bitmaps) comes first.
+    ///
+    /// # Errors
+    /// [`ImageError::Unsupported`]: there is no such bitmap, or it cannot be relied on.
+    fn dirty_run(&self, _bitmap: &str, _at: GuestOffset, _length: u64) -> Result<(bool, u64), ImageError> {
+        Err(no_bitmaps(self.name(), self.format()))
+    }
+
+    /// Changes bitmaps, each by its name, one after the other: all of it, or nothing if a change cannot be. It is one
+    /// moment for all of them: a request that is in flight meanwhile counts as one that comes later, or sets bits in
+    /// both what was and what is. When the disk is closed they are stored.
+    ///
+    /// # Errors
+    /// [`ImageError::Unsupported`]: a change that cannot be, or the format has no bitmaps.
+    fn change_bitmaps(&self, _changes: &[(String, BitmapAction)]) -> Pending<'_> {
+        Box::pin(std::future::ready(Err(no_bitmaps(self.name(), self.format()))))
+    }
+
     /// Makes everything durable and closes the disk: space allocated ahead is given back, the dirty bit cleared. An
     /// image that is dropped without it is as after a power cut, after the last flush.
     ///
@@ -126,6 +152,10 @@ pub trait Disk: Send + Sync + Debug {
     /// Releases the locks of its files, of a disk that is [closed](Self::close): others may open them to write,
     /// although this disk has not been dropped yet.
     fn unlock(&self) {}
+}
+
+fn no_bitmaps(name: &Arc<str>, format: &str) -> ImageError {
+    ImageError::Unsupported { image: Arc::clone(name), what: format!("format {format} has no bitmaps") }
 }
 
 fn no_compression(name: &Arc<str>, format: &str) -> ImageError {

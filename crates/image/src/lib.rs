@@ -31,6 +31,7 @@
 //!
 //! Source of the facts about qcow2: QEMU's specification, docs/interop/qcow2.
 
+mod bitmap;
 pub mod chain;
 mod compression;
 mod disk;
@@ -51,6 +52,7 @@ mod setters;
 mod test_disk;
 mod truncation;
 
+pub use bitmap::{BitmapAction, DirtyBitmap};
 pub use compression::{CompressedClusters, Compressor};
 pub use disk::{BlockStatus, Disk, MapEntry, Pending};
 pub use error::ImageError;

@@ -23,7 +23,7 @@ pub use format::header::{Backing, Encryption, Header};
 pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
 pub use offline::backing::change_backing;
-pub use offline::bitmaps::{BitmapAction, change_bitmap};
+pub use offline::bitmaps::change_bitmap;
 pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair};
 pub use offline::create::{CreateOptions, create};
 pub use offline::empty::empty;

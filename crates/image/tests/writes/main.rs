@@ -5,6 +5,7 @@ mod clones;
 mod closing;
 mod compressed;
 mod device;
+mod dirty_bitmaps;
 mod failed_growth;
 mod failed_writes;
 mod first_writes;

@@ -4,8 +4,9 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 
 use anyhow::Context as _;
+use limosa_image::BitmapAction;
 use limosa_image::dd::Blocks;
-use limosa_image::qcow2::{BitmapAction, ReflinkMode, Repair, SnapshotChange, SnapshotChoice};
+use limosa_image::qcow2::{ReflinkMode, Repair, SnapshotChange, SnapshotChoice};
 use limosa_image::rebase::BackingName;
 use limosa_image::resize::NewSize;
 use limosa_storage::{CacheMode, Io};

@@ -111,6 +111,16 @@ impl AtomicPageBitmap {
         })
     }
 
+    /// The first clear bit in `range`, as [`next_set_in`](Self::next_set_in) finds a set one.
+    #[must_use]
+    pub fn next_clear_in(&self, range: PageRange) -> Option<PageNumber> {
+        let span = Span::of(range, self.pages)?;
+        span.words().find_map(|(word, mask)| {
+            let bits = !self.words[word].load(Ordering::Acquire) & mask;
+            (bits != 0).then(|| PageNumber(word::first_page(word) + u64::from(bits.trailing_zeros())))
+        })
+    }
+
     /// Clears the bits of `range` and returns those that were set, in a bitmap of the same length. A bit that another
     /// thread sets meanwhile is either returned or still set, never lost.
     #[must_use = "the bits that were set are only in the result"]

@@ -11,6 +11,7 @@ use futures_util::FutureExt;
 
 use super::allocator::Allocator;
 use super::context::Context;
+use super::dirty_bitmaps::DirtyBitmaps;
 use super::flusher::Flusher;
 use super::header_owner::HeaderOwner;
 use super::locks::Rank;
@@ -41,12 +42,13 @@ pub(super) struct Grower {
     allocator: Arc<Allocator>,
     tables: Arc<Tables>,
     flusher: Arc<Flusher>,
+    bitmaps: Arc<DirtyBitmaps>,
     writer: Arc<Writer>,
     growths: Serial,
 }
 
 impl Grower {
-    pub(super) fn new(owners: &Owners, writer: Arc<Writer>) -> Self {
+    pub(super) fn new(owners: &Owners, bitmaps: Arc<DirtyBitmaps>, writer: Arc<Writer>) -> Self {
         let Owners { context, header, allocator, tables, flusher, .. } = owners;
         Self {
             header: Arc::clone(header),
@@ -54,6 +56,7 @@ impl Grower {
             allocator: Arc::clone(allocator),
             tables: Arc::clone(tables),
             flusher: Arc::clone(flusher),
+            bitmaps,
             writer,
             growths: Serial::new(Rank::Growing),
         }
@@ -94,8 +97,12 @@ impl Grower {
         }
         self.zero_tail(old, size).await?;
         self.flusher.flush().await?;
-        let header = Arc::clone(&self.header);
-        self.header.exclusively(async move { header.set_size(size).await }.boxed()).await
+        let (header, bitmaps) = (Arc::clone(&self.header), Arc::clone(&self.bitmaps));
+        let work = async move {
+            bitmaps.grow(size).await?;
+            header.set_size(size).await
+        };
+        self.header.exclusively(work.boxed()).await
     }
 
     /// Zeroes contents that were never written and would be visible in a disk of `size` bytes: the rest of the old last

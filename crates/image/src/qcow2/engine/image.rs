@@ -10,6 +10,7 @@
 //! * `tables`: the L1 table and slices of the L2 tables;
 //! * `flusher`: the order in which all of that reaches the file;
 //! * `guest_data`: the guest's bytes, where they lie;
+//! * `dirty_bitmaps`: which bytes were written since when;
 //! * `reader`, `writer`: requests; `grow`: a disk that becomes longer.
 //!
 //! What does not change is in the `context`, which all of them have. The order of their locks is in `locks`.
@@ -78,6 +79,7 @@ use super::allocator::Allocator;
 use super::cancelled_writes::CancelledWrites;
 use super::context::Context;
 use super::counters::Counts;
+use super::dirty_bitmaps::DirtyBitmaps;
 use super::flusher::{Flusher, FlusherParts};
 use super::grow::Grower;
 use super::guest_data::GuestData;
@@ -96,6 +98,7 @@ use super::seams;
 use super::shared_future::SharedFuture;
 use super::tables::{MakeRoom, Tables};
 use super::writer::{Writer, Zeroing};
+use crate::bitmap::{BitmapAction, DirtyBitmap};
 use crate::compression::{CompressedClusters, Compressor};
 use crate::disk::{Disk, MapEntry, Pending};
 use crate::error::ImageError;
@@ -160,6 +163,7 @@ struct Inner {
     reader: Reader,
     writer: Arc<Writer>,
     grower: Arc<Grower>,
+    bitmaps: Arc<DirtyBitmaps>,
     requests: Requests,
     /// Its end, once that was begun.
     closing: RankedMutex<Option<SharedFuture>>,
@@ -299,9 +303,23 @@ impl Inner {
             cancelled_writes,
         };
         let writer = Arc::new(Writer::new(&owners));
-        let grower = Grower::new(&owners, Arc::clone(&writer));
+        let bitmaps = Arc::new(DirtyBitmaps::new(Arc::clone(&context), Arc::clone(&header)));
+        let grower = Grower::new(&owners, Arc::clone(&bitmaps), Arc::clone(&writer));
         let (grower, requests, closing) = (Arc::new(grower), Requests::default(), Rank::Closing.mutex(None));
-        Ok(Self { context, header, allocator, tables, flusher, reader, writer, grower, requests, closing })
+        let inner =
+            Self { context, header, allocator, tables, flusher, reader, writer, grower, bitmaps, requests, closing };
+        if !inner.context.is_read_only() {
+            match inner.load_bitmaps().await {
+                // The first write says that nothing relies on them.
+                Ok(()) | Err(ImageError::Corrupt { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(inner)
+    }
+
+    async fn load_bitmaps(&self) -> Result<(), ImageError> {
+        self.bitmaps.load(|at| self.allocator.is_table(HostOffset(at))).await
     }
 
     /// Refcounts, and where the image's own tables lie. An image that is only read needs neither.
@@ -364,7 +382,9 @@ impl Disk for Qcow2 {
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
-            let _inside = inner.admit(at, from.len() as u64)?;
+            let length = from.len() as u64;
+            let _inside = inner.admit(at, length)?;
+            let _marking = inner.bitmaps.marking(at, length);
             inner.writer.write(at, from).await
         }))
     }
@@ -385,7 +405,9 @@ impl Disk for Qcow2 {
     fn write_compressed(&self, at: GuestOffset, from: CompressedClusters) -> Pending<'_> {
         let inner = Arc::clone(&self.inner);
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
-            let _inside = inner.admit(at, from.len())?;
+            let length = from.len();
+            let _inside = inner.admit(at, length)?;
+            let _marking = inner.bitmaps.marking(at, length);
             inner.writer.write_compressed(at, from).await
         }))
     }
@@ -395,6 +417,7 @@ impl Disk for Qcow2 {
         let inner = Arc::clone(&self.inner);
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, length)?;
+            let _marking = inner.bitmaps.marking(at, length);
             inner.writer.zero(at, length, zeroing).await
         }))
     }
@@ -415,6 +438,7 @@ impl Disk for Qcow2 {
         let inner = Arc::clone(&self.inner);
         Box::pin(self.inner.writer.finish_when_cancelled(async move {
             let _inside = inner.admit(at, length)?;
+            let _marking = inner.bitmaps.marking(at, length);
             inner.writer.zero(at, length, Zeroing::Discard).await
         }))
     }
@@ -453,6 +477,34 @@ impl Disk for Qcow2 {
         }))
     }
 
+    fn bitmaps(&self) -> Pending<'_, Vec<DirtyBitmap>> {
+        Box::pin(async move {
+            let _inside = self.inner.admit(GuestOffset(0), 0)?;
+            if self.inner.context.is_read_only() && !self.inner.bitmaps.are_loaded() {
+                self.inner.load_bitmaps().await?;
+            }
+            Ok(self.inner.bitmaps.all())
+        })
+    }
+
+    fn dirty_run(&self, bitmap: &str, at: GuestOffset, length: u64) -> Result<(bool, u64), ImageError> {
+        let _inside = self.inner.admit(at, length.max(1))?;
+        self.inner.bitmaps.run(bitmap, at, length)
+    }
+
+    fn change_bitmaps(&self, changes: &[(String, BitmapAction)]) -> Pending<'_> {
+        let (inner, changes) = (Arc::clone(&self.inner), changes.to_vec());
+        Box::pin(async move {
+            let _inside = inner.admit(GuestOffset(0), 0)?;
+            // What requests that were dropped have begun changes bytes now, and not after the bitmaps.
+            inner.writer.finish_cancelled().await;
+            inner.allocator.begin_writing().await?;
+            inner.flusher.flush().await?;
+            let bitmaps = Arc::clone(&inner.bitmaps);
+            inner.header.exclusively(async move { bitmaps.change(&changes).await }.boxed()).await
+        })
+    }
+
     fn close(&self) -> Pending<'_> {
         Box::pin(self.inner.close())
     }
@@ -486,7 +538,7 @@ impl Inner {
     }
 
     /// Waits for requests, ends what those that were dropped have begun, gives back what was taken ahead, and makes
-    /// everything durable. Then the journal is not needed any more.
+    /// everything durable. Then the journal is not needed any more, and bitmaps are stored.
     async fn close_now(&self) -> Result<(), ImageError> {
         self.requests.close();
         self.requests.over().await;
@@ -494,7 +546,9 @@ impl Inner {
             return Ok(());
         }
         self.make_durable().await?;
-        Ok(self.context.journal().map_or(Ok(()), |journal| journal.end())?)
+        self.context.journal().map_or(Ok(()), |journal| journal.end())?;
+        let is_changed = self.header.has_begun() && !self.header.is_marked_corrupt();
+        if is_changed { self.bitmaps.store().await } else { Ok(()) }
     }
 
     async fn make_durable(&self) -> Result<(), ImageError> {

@@ -62,6 +62,8 @@ pub(super) enum Rank {
     Refused,
     /// Space for records of the journal, which is found under the lock of a slice.
     Journal,
+    /// The dirty bitmaps, in which a request that is dropped sets bits wherever that happens.
+    DirtyBitmaps,
 }
 
 /// A [`Mutex`] with its place in the order.

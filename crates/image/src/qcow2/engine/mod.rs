@@ -6,6 +6,7 @@ pub(super) mod allocator;
 pub(super) mod cancelled_writes;
 pub(super) mod context;
 pub(super) mod counters;
+pub(super) mod dirty_bitmaps;
 pub(super) mod epoch;
 pub(super) mod flusher;
 pub(super) mod grow;

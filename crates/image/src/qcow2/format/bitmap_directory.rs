@@ -1,7 +1,7 @@
 //! The bitmap directory: which bitmaps an image has.
 //!
-//! Law: bitmaps outlive us. limosa does not keep them up; before it writes for the first time it marks those that would
-//! have to follow the disk as in use, which means that they do not, and leaves the others as they are.
+//! Law: bitmaps outlive us. Before the disk is written for the first time, those that have to follow it are marked as
+//! in use: what is stored of them cannot be relied on until they are stored again. The others stay as they are.
 
 use limosa_page::{BrokenInvariant, broken_invariant, to_usize};
 use limosa_storage::{Buffer, Storage};
@@ -85,6 +85,11 @@ impl Entry {
         self.name == name.as_bytes()
     }
 
+    /// Whether it has the name of another one.
+    pub(in crate::qcow2) fn has_name_of(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+
     /// Whether its contents mean what they mean without its extra data.
     pub(in crate::qcow2) const fn is_understood(&self) -> bool {
         self.extra.is_empty() || self.extra_compatible
@@ -133,15 +138,15 @@ pub async fn read(storage: &dyn Storage, header: &Header) -> Result<Vec<Bitmap>,
 
 impl Header {
     /// Before the first write into an image: clears the autoclear bits that limosa does not know, durably.
-    /// `keep_bitmaps`: the writer keeps the bitmaps up. Otherwise those that follow the disk are marked as in use; if
-    /// their directory is unreadable, their bit is cleared, too.
+    /// `keep_bitmaps`: what they follow does not change, or they are changed themselves. Otherwise those that follow
+    /// the disk are marked as in use; if their directory is unreadable, their bit is cleared, too.
     ///
     /// # Errors
     /// What the storage says.
     pub async fn prepare_autoclear(&mut self, storage: &dyn Storage, keep_bitmaps: bool) -> Result<(), ImageError> {
         let mut clear = self.features.unknown_autoclear();
         if !keep_bitmaps {
-            match mark_in_use(storage, self).await {
+            match mark_in_use(storage, self, |entry| entry.bitmap.auto).await {
                 Ok(()) => {}
                 Err(ImageError::Corrupt { .. }) => clear |= Features::BITMAPS,
                 Err(error) => return Err(error),
@@ -156,13 +161,17 @@ impl Header {
     }
 }
 
-/// Marks, durably, those bitmaps as in use that would have to follow the disk.
+/// Marks these bitmaps as in use, durably.
 ///
 /// # Errors
 /// As [`read`].
-async fn mark_in_use(storage: &dyn Storage, header: &Header) -> Result<(), ImageError> {
+pub(in crate::qcow2) async fn mark_in_use(
+    storage: &dyn Storage,
+    header: &Header,
+    which: impl Fn(&Entry) -> bool,
+) -> Result<(), ImageError> {
     let mut marked = false;
-    for mut entry in entries(storage, header).await?.into_iter().filter(|entry| entry.bitmap.auto) {
+    for mut entry in entries(storage, header).await?.into_iter().filter(which) {
         if !entry.bitmap.in_use {
             entry.bitmap.in_use = true;
             entry.write_flags(storage).await?;

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
-use limosa_image::qcow2::BitmapAction;
+use limosa_image::BitmapAction;
 
 use super::image::ImageArgs;
 use crate::img::options::BitmapOptions;

@@ -97,6 +97,11 @@ impl Allocator {
         self.header.begin_writing(self.overlap_check.conflict()).await
     }
 
+    /// Whether one of the image's own tables has the cluster at this offset.
+    pub(super) fn is_table(&self, at: HostOffset) -> bool {
+        self.overlap_check.within(&(at..HostOffset(at.0 + 1)), None).is_some()
+    }
+
     fn bytes_of(&self, clusters: &Range<HostCluster>) -> Range<HostOffset> {
         let bits = self.context.geometry().cluster_bits;
         clusters.start.begin(bits)..clusters.end.begin(bits)

@@ -5,6 +5,8 @@
 
 pub(in crate::qcow2) mod bits;
 pub(in crate::qcow2) mod merge;
+pub(in crate::qcow2) mod new_entry;
+pub(in crate::qcow2) mod rewrite;
 pub(in crate::qcow2) mod save;
 
 #[cfg(test)]
@@ -12,45 +14,18 @@ mod tests;
 
 use std::sync::Arc;
 
-use limosa_page::{PageBitmap, to_u64};
+use limosa_page::PageBitmap;
 use limosa_storage::Storage;
 
 use super::check::{CheckOptions, Repair, repair};
+use crate::bitmap::BitmapAction;
 use crate::error::ImageError;
-use crate::offset::HostOffset;
-use crate::qcow2::format::bitmap_directory::{BITS_MOST, Bitmap, Entry, GRANULARITY, NAME_MOST, entries};
-use crate::qcow2::format::header::{BITMAP_DIRECTORY_MOST, BITMAPS_MOST, Header};
+use crate::qcow2::format::bitmap_directory::{Bitmap, Entry, entries};
+use crate::qcow2::format::header::Header;
 use bits::load;
 use merge::merge;
+use new_entry::new_entry;
 use save::{Kept, save};
-
-/// The least bytes that a bit of a new bitmap is about if nothing else is asked for: QEMU's.
-const USUAL_LEAST: u64 = 4096;
-
-/// A change of one of an image's persistent bitmaps.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BitmapAction {
-    /// It is created, empty and enabled.
-    Add {
-        /// Bytes of the disk that a bit is about: a power of two from 512 bytes to 2 GiB. `None`: those of a cluster,
-        /// and at least 4 KiB.
-        granularity: Option<u64>,
-    },
-    /// It is removed.
-    Remove,
-    /// All of its bits are cleared.
-    Clear,
-    /// It follows the disk from now on.
-    Enable,
-    /// It follows the disk no more.
-    Disable,
-    /// The bits of another bitmap are set in it.
-    Merge {
-        /// Name of the other bitmap.
-        source: String,
-    },
-}
 
 /// Changes the bitmap called `name` of an image, durably: one action after the other. `source`: the image that has the
 /// bitmaps that are merged, if it is another one. Neither is used by anything else meanwhile, nor open as a disk. If an
@@ -128,45 +103,10 @@ impl Work<'_> {
     }
 
     fn add(&mut self, name: &str, granularity: Option<u64>) -> Result<(), ImageError> {
-        let granularity = granularity.unwrap_or_else(|| self.header.geometry().cluster_size().max(USUAL_LEAST));
-        let bits = u8::try_from(granularity.trailing_zeros()).ok().filter(|bits| GRANULARITY.contains(bits));
-        let Some(granularity_bits) = bits.filter(|bits| granularity == 1 << bits) else {
-            let least = 1_u64 << GRANULARITY.start();
-            let what = format!("granularity {granularity}: must be a power of two from {least} bytes to 2 GiB");
-            return Err(self.unsupported(what));
-        };
-        if name.is_empty() || to_u64(name.len()) > NAME_MOST {
-            return Err(self.unsupported(format!("bitmap {name:?}: a name has 1 to {NAME_MOST} bytes")));
-        }
-        if self.position(name).is_some() {
-            return Err(self.unsupported(format!("bitmap {name:?} already exists")));
-        }
-        if self.header.version < 3 {
-            return Err(self.unsupported("images of version 2 (compat=0.10) cannot have bitmaps".into()));
-        }
-        if to_u64(self.kept.len()) >= u64::from(BITMAPS_MOST) {
-            return Err(self.unsupported(format!("it has {BITMAPS_MOST} bitmaps, which are the most")));
-        }
-        let bitmap =
-            Bitmap { name: name.to_owned(), table: (HostOffset(0), 0), in_use: false, auto: true, granularity_bits };
-        let bits = bitmap.bits(self.header.size);
-        if bits > BITS_MOST {
-            let what = format!(
-                "bitmap {name:?} would have {bits} bits, and {BITS_MOST} are the most: take a larger granularity"
-            );
-            return Err(self.unsupported(what));
-        }
-        self.kept.push(Kept { entry: Entry::new(bitmap), bits: Some(PageBitmap::new(bits)) });
-        let mut directory = 0;
-        for kept in &self.kept {
-            directory += to_u64(kept.entry.encode()?.len());
-        }
-        if directory > BITMAP_DIRECTORY_MOST {
-            self.kept.pop();
-            return Err(
-                self.unsupported(format!("its bitmap directory would be longer than {BITMAP_DIRECTORY_MOST} bytes"))
-            );
-        }
+        let entries = self.kept.iter().map(|kept| &kept.entry);
+        let entry = new_entry(self.storage.name(), &self.header, entries, (name, granularity))?;
+        let bits = entry.bitmap.bits(self.header.size);
+        self.kept.push(Kept { entry, bits: Some(PageBitmap::new(bits)) });
         Ok(())
     }
 
@@ -225,13 +165,13 @@ impl Work<'_> {
     }
 
     fn find(&self, name: &str) -> Result<usize, ImageError> {
-        self.position(name).ok_or_else(|| no_bitmap(self.storage, name))
+        self.position(name).ok_or_else(|| no_bitmap(self.storage.name(), name))
     }
 
     /// A bitmap whose bits can be relied on.
     fn find_usable(&self, name: &str) -> Result<usize, ImageError> {
         let number = self.find(name)?;
-        self.kept.get(number).map_or(Ok(()), |kept| usable(self.storage, &kept.entry))?;
+        self.kept.get(number).map_or(Ok(()), |kept| usable(self.storage.name(), &kept.entry))?;
         Ok(number)
     }
 
@@ -250,12 +190,13 @@ impl Work<'_> {
     }
 }
 
-fn no_bitmap(storage: &dyn Storage, name: &str) -> ImageError {
-    ImageError::Unsupported { image: Arc::clone(storage.name()), what: format!("it has no bitmap {name:?}") }
+/// No bitmap has this name.
+pub(in crate::qcow2) fn no_bitmap(image: &Arc<str>, name: &str) -> ImageError {
+    ImageError::Unsupported { image: Arc::clone(image), what: format!("it has no bitmap {name:?}") }
 }
 
 /// Refuses a bitmap whose bits cannot be relied on.
-fn usable(storage: &dyn Storage, entry: &Entry) -> Result<(), ImageError> {
+pub(in crate::qcow2) fn usable(image: &Arc<str>, entry: &Entry) -> Result<(), ImageError> {
     let name = &entry.bitmap.name;
     let what = if entry.bitmap.in_use {
         format!("bitmap {name:?} was not stored by who used it: it can only be removed")
@@ -264,7 +205,7 @@ fn usable(storage: &dyn Storage, entry: &Entry) -> Result<(), ImageError> {
     } else {
         return Ok(());
     };
-    Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what })
+    Err(ImageError::Unsupported { image: Arc::clone(image), what })
 }
 
 /// The stored bitmap of this name, whose bits can be relied on.
@@ -273,7 +214,7 @@ fn usable(storage: &dyn Storage, entry: &Entry) -> Result<(), ImageError> {
 /// [`ImageError::Unsupported`]: no bitmap has this name; what is wrong with the directory; what the storage says.
 async fn find_stored(storage: &dyn Storage, header: &Header, name: &str) -> Result<Bitmap, ImageError> {
     let found = entries(storage, header).await?.into_iter().find(|entry| entry.is_named(name));
-    let entry = found.ok_or_else(|| no_bitmap(storage, name))?;
-    usable(storage, &entry)?;
+    let entry = found.ok_or_else(|| no_bitmap(storage.name(), name))?;
+    usable(storage.name(), &entry)?;
     Ok(entry.bitmap)
 }

@@ -27,7 +27,7 @@ pub(in crate::qcow2) struct Kept {
 }
 
 /// Whether a cluster of a bitmap has a set bit: others are not stored.
-fn is_stored(part: &&[u8]) -> bool {
+pub(super) fn is_stored(part: &&[u8]) -> bool {
     part.iter().any(|byte| *byte != 0)
 }
 

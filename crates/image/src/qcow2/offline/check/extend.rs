@@ -212,6 +212,20 @@ pub(in crate::qcow2) async fn release_all(
     Ok(storage.flush().await?)
 }
 
+/// Whether the cluster at this offset is counted once.
+///
+/// # Errors
+/// What the storage says.
+pub(in crate::qcow2) async fn is_counted_once(
+    storage: &dyn Storage,
+    header: &Header,
+    at: u64,
+) -> Result<bool, ImageError> {
+    let geometry = header.geometry();
+    let bounds = Bounds { geometry, version: header.version, data_file: false, file: storage.length()? };
+    Ok(Stored::new(storage, header, bounds).get(at >> geometry.cluster_bits).await? == Some(1))
+}
+
 async fn count_less(storage: &dyn Storage, header: &Header, at: u64, bytes: u64) -> Result<(), ImageError> {
     let geometry = header.geometry();
     let (each, order) = (geometry.refcounts_per_block(), geometry.refcount_order);

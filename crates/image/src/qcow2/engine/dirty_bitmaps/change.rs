@@ -1,0 +1,133 @@
+//! Bitmaps that are added, removed, cleared, switched and merged while the image is in use.
+
+use std::sync::Arc;
+
+use limosa_page::{AtomicPageBitmap, PageBitmap, PageNumber, PageRange};
+
+use super::{BITS_MOST, DirtyBitmaps, ImageError, MEMORY_MOST, Tracked};
+use crate::bitmap::BitmapAction;
+use crate::qcow2::format::bitmap_directory::{Entry, mark_in_use};
+use crate::qcow2::format::header::Header;
+use crate::qcow2::offline::bitmaps::merge::merge;
+use crate::qcow2::offline::bitmaps::new_entry::new_entry;
+use crate::qcow2::offline::bitmaps::no_bitmap;
+
+impl DirtyBitmaps {
+    /// Carries out changes of bitmaps, all of them or none, at one moment for all requests. Only within
+    /// [`HeaderOwner::exclusively`](super::HeaderOwner::exclusively), after the image has begun to be written.
+    ///
+    /// # Errors
+    /// [`ImageError::Unsupported`]: a change that cannot be; what the storage says of the marks.
+    pub(in super::super) async fn change(&self, changes: &[(String, BitmapAction)]) -> Result<(), ImageError> {
+        let header = self.header.now();
+        // What is stored of them is not what they are any more.
+        let is_changed = |entry: &Entry| changes.iter().any(|(name, _)| entry.is_named(name));
+        self.changed(&header, changes, self.bitmaps.read().clone())?;
+        mark_in_use(&**self.context.file(), &header, is_changed).await?;
+        // Bits that requests set meanwhile are in it: what is cloned shares them.
+        let mut bitmaps = self.bitmaps.write();
+        let changed = self.changed(&header, changes, bitmaps.clone())?;
+        self.replace(&mut bitmaps, changed);
+        Ok(())
+    }
+
+    /// Applies changes to a copy of the bitmaps.
+    fn changed(
+        &self,
+        header: &Header,
+        changes: &[(String, BitmapAction)],
+        mut bitmaps: Vec<Tracked>,
+    ) -> Result<Vec<Tracked>, ImageError> {
+        for (name, action) in changes {
+            self.act(header, name, action, &mut bitmaps)?;
+        }
+        let bytes = bitmaps.iter().filter_map(|bitmap| Some(PageBitmap::byte_len(bitmap.bits.as_ref()?.len())));
+        if bytes.sum::<u64>() > MEMORY_MOST {
+            let what =
+                format!("its bitmaps would take more than {MEMORY_MOST} bytes of memory: take larger granularities");
+            return Err(self.context.unsupported(what));
+        }
+        Ok(bitmaps)
+    }
+
+    fn act(
+        &self,
+        header: &Header,
+        name: &str,
+        action: &BitmapAction,
+        bitmaps: &mut Vec<Tracked>,
+    ) -> Result<(), ImageError> {
+        let find = |name: &str| bitmaps.iter().position(|bitmap| bitmap.entry.is_named(name));
+        let missing = |name: &str| no_bitmap(self.context.name(), name);
+        if let BitmapAction::Add { granularity } = action {
+            let entries = bitmaps.iter().map(|bitmap| &bitmap.entry);
+            let entry = new_entry(self.context.name(), header, entries, (name, *granularity))?;
+            let bits = AtomicPageBitmap::new(entry.bitmap.bits(header.size));
+            bitmaps.push(Tracked { entry, bits: Some(Arc::new(bits)) });
+            return Ok(());
+        }
+        let number = find(name).ok_or_else(|| missing(name))?;
+        if *action == BitmapAction::Remove {
+            bitmaps.remove(number);
+            return Ok(());
+        }
+        let other = match action {
+            BitmapAction::Merge { source } => {
+                Some(self.bits(bitmaps.get(find(source).ok_or_else(|| missing(source))?))?)
+            }
+            _ => None,
+        };
+        let Some(bitmap) = bitmaps.get_mut(number) else { return Err(missing(name)) };
+        let (bits, granularity) = self.bits(Some(bitmap))?;
+        match other {
+            Some((other, other_granularity)) => {
+                let mut merged = bits.to_bitmap();
+                merge((&mut merged, granularity), (&other.to_bitmap(), other_granularity));
+                bitmap.bits = Some(Arc::new(merged.into()));
+            }
+            None if *action == BitmapAction::Clear => bitmap.bits = Some(Arc::new(AtomicPageBitmap::new(bits.len()))),
+            None => bitmap.entry.bitmap.auto = *action == BitmapAction::Enable,
+        }
+        Ok(())
+    }
+
+    /// The bits of one that can be relied on, and the logarithm of what each is about.
+    fn bits(&self, bitmap: Option<&Tracked>) -> Result<(Arc<AtomicPageBitmap>, u8), ImageError> {
+        let Some(Tracked { entry, bits }) = bitmap else { return Err(no_bitmap(self.context.name(), "")) };
+        let bits = bits.as_ref().ok_or_else(|| self.unusable(entry))?;
+        Ok((Arc::clone(bits), entry.bitmap.granularity_bits))
+    }
+
+    /// Gives all of them the bits that a disk of `size` bytes needs, which is longer than before. Only within
+    /// [`HeaderOwner::exclusively`](super::HeaderOwner::exclusively), before the disk has that length.
+    ///
+    /// # Errors
+    /// [`ImageError::Unsupported`]: one of them would be too large; what the storage says of the marks.
+    pub(in super::super) async fn grow(&self, size: u64) -> Result<(), ImageError> {
+        let longer = |bitmap: &Tracked| {
+            let Some(bits) = &bitmap.bits else { return Ok(bitmap.clone()) };
+            let (now, wanted) = (bits.to_bitmap(), bitmap.entry.bitmap.bits(size));
+            if wanted > BITS_MOST {
+                let what = format!("its bitmap {:?} would have more than {BITS_MOST} bits", bitmap.entry.bitmap.name);
+                return Err(self.context.unsupported(what));
+            }
+            Ok(Tracked { entry: bitmap.entry.clone(), bits: Some(Arc::new(resized(&now, wanted).into())) })
+        };
+        self.bitmaps.read().iter().map(longer).collect::<Result<Vec<_>, _>>()?;
+        // What is stored has the bits of the old length.
+        mark_in_use(&**self.context.file(), &self.header.now(), |_| true).await?;
+        let mut bitmaps = self.bitmaps.write();
+        let grown = bitmaps.iter().map(longer).collect::<Result<_, _>>()?;
+        self.replace(&mut bitmaps, grown);
+        Ok(())
+    }
+}
+
+/// The bits of a disk that has another length.
+pub(super) fn resized(bits: &PageBitmap, wanted: u64) -> PageBitmap {
+    let mut resized = PageBitmap::new(wanted);
+    for run in bits.runs_in(PageRange::new(PageNumber(0), PageNumber(wanted))) {
+        resized.set_range(run);
+    }
+    resized
+}
