@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use limosa_image::{Disk, ImageError};
+use limosa_image::{BitmapAction, Disk, GuestOffset, ImageError};
 use limosa_page::error_with_causes;
 use limosa_storage::block_on;
 use parking_lot::{Mutex, MutexGuard};
@@ -14,6 +14,7 @@ use crate::counters::{ExportCounters, Latencies};
 use crate::failure_log::FailureLog;
 use crate::medium::{Drive, Medium};
 use crate::nbd::protocol::MAX_STRING;
+use crate::nbd::protocol::context::BITMAPS_MAX;
 
 /// Interval at which clients that must end are looked at.
 const TICK: Duration = Duration::from_secs(1);
@@ -60,6 +61,9 @@ pub enum ExportError {
     /// It is being removed.
     #[error("the export {0:?} is being removed")]
     Removed(String),
+    /// Too many bitmaps.
+    #[error("clients can read at most {BITMAPS_MAX} bitmaps of an export")]
+    Bitmaps,
     /// It is a part of a disk.
     #[error("the export {0:?} is a part of a disk, and has a fixed length")]
     Part(String),
@@ -76,6 +80,7 @@ pub struct Export {
     drive: Drive,
     is_part: bool,
     read_only: bool,
+    bitmaps: Vec<String>,
     clients: Arc<Clients>,
     /// Held by those who have requests wait, until they are done: one of two could let requests begin again while the
     /// other relies on it.
@@ -100,6 +105,7 @@ impl Export {
             drive: Drive::new(disk),
             is_part: false,
             read_only,
+            bitmaps: Vec::new(),
             clients: Arc::default(),
             attempts: Mutex::new(()),
             changing: Mutex::new(()),
@@ -133,6 +139,25 @@ impl Export {
         self
     }
 
+    /// Lets clients read these dirty bitmaps of the disk, as `qemu:dirty-bitmap:NAME`. Blocks until they are read.
+    ///
+    /// # Errors
+    /// [`ExportError::Bitmaps`]: there are too many; the disk has no such bitmap, or one that cannot be relied on.
+    pub fn bitmaps(mut self, names: Vec<String>) -> Result<Self, ExportError> {
+        if names.len() > BITMAPS_MAX {
+            return Err(ExportError::Bitmaps);
+        }
+        let disk = self.disk();
+        if !names.is_empty() {
+            block_on(disk.bitmaps())?;
+        }
+        if !disk.is_empty() {
+            names.iter().try_for_each(|name| disk.dirty_run(name, GuestOffset(0), 1).map(drop))?;
+        }
+        self.bitmaps = names;
+        Ok(self)
+    }
+
     /// Gives it a description for people.
     ///
     /// # Errors
@@ -152,6 +177,12 @@ impl Export {
     #[must_use]
     pub fn description_text(&self) -> &str {
         &self.description
+    }
+
+    /// Returns the names of the bitmaps that clients can read.
+    #[must_use]
+    pub fn bitmap_names(&self) -> &[String] {
+        &self.bitmaps
     }
 
     /// Returns its length in bytes.
@@ -276,6 +307,18 @@ impl Export {
             self.drive.set_part(0, disk.len());
             Ok(())
         })
+    }
+
+    /// Changes dirty bitmaps of the disk, all of it or nothing, while no request is in flight: at one moment for every
+    /// client. Requests wait meanwhile; those in flight get `within`.
+    ///
+    /// # Errors
+    /// A change that cannot be; as of [`quiesce`](Self::quiesce).
+    pub fn change_bitmaps(&self, changes: &[(String, BitmapAction)], within: Duration) -> Result<(), ExportError> {
+        if self.read_only {
+            return Err(ImageError::ReadOnly { image: Arc::clone(self.disk().name()) }.into());
+        }
+        self.change(within, || Ok(block_on(self.disk().change_bitmaps(changes))?))
     }
 
     /// Closes the disk and puts another one in its place, while no request is in flight: an overlay of it, for example.

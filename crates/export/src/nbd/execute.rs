@@ -4,6 +4,7 @@
 //! done. Where zeros are known they are not read, and not sent.
 
 use std::future::poll_fn;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
@@ -18,7 +19,7 @@ use super::buffers::Buffers;
 use super::input::Incoming;
 use super::negotiation::Agreement;
 use super::protocol::admission::Action;
-use super::protocol::context::{Context, Contexts};
+use super::protocol::context::{CONTEXTS_MAX, Context, Contexts, DIRTY};
 use super::protocol::error::ErrorCode;
 use super::protocol::reply::Subject;
 use super::protocol::{Headers, split_u32, split_u64};
@@ -29,14 +30,14 @@ use crate::medium::Medium;
 const HOLES_FROM: usize = 64 << 10;
 /// Most chunks of a reply to a read.
 const PARTS_MAX: usize = 256;
-/// Most extents of a reply to `BLOCK_STATUS`, for one context.
-const EXTENTS_MAX: usize = 16 << 10;
+/// Most extents of a reply to `BLOCK_STATUS`: each context gets an equal part of them.
+const EXTENTS_MAX: usize = 32 << 10;
 /// Most runs that are looked up for one `BLOCK_STATUS`: runs of one status are one extent, however many they are.
 const RUNS_MAX: usize = 64 << 10;
 /// Runs after which the connection's other requests have their turn: those of a raw image are found without waiting.
 const RUNS_AT_ONCE: usize = 256;
 /// Most bytes of a reply to `BLOCK_STATUS`.
-pub(super) const STATUS_MAX: usize = EXTENTS_MAX * 16 * Context::ALL.len();
+pub(super) const STATUS_MAX: usize = EXTENTS_MAX * 16;
 /// Most bytes that are prefetched for one request.
 const CACHE_MAX: u64 = 32 << 20;
 /// Bytes that are prefetched at once.
@@ -303,11 +304,18 @@ async fn block_status(
         }
         (None, None) => return Err(ErrorCode::Invalid.into()),
     };
-    let most = (if one { 1 } else { EXTENTS_MAX }, if extended { u64::MAX } else { COMPACT_EXTENT_MAX });
+    let each = EXTENTS_MAX / contexts.len().max(1);
+    let most = (if one { 1 } else { each }, if extended { u64::MAX } else { COMPACT_EXTENT_MAX });
     let new = |context| Extents { context, found: Vec::new(), ended: false };
     let mut extents: Vec<_> = contexts.iter().map(new).collect();
     let (mut at, end) = (offset, offset + length);
-    for run in 1..=RUNS_MAX {
+    for extents in &mut extents {
+        if let Context::DirtyBitmap(number) = extents.context {
+            dirty_runs(agreement, number, at..end, (extents, most)).await?;
+        }
+    }
+    let maps = contexts.iter().any(|context| !matches!(context, Context::DirtyBitmap(_)));
+    for run in 1..=if maps { RUNS_MAX } else { 0 } {
         if at >= end || extents.iter().all(|extents| extents.ended) {
             break;
         }
@@ -317,9 +325,37 @@ async fn block_status(
         let mut entry = medium.disk().map(medium.place(at), end - at).await?;
         entry.length = entry.length.clamp(1, (end - at).min(most.1));
         at += entry.length;
-        extents.iter_mut().for_each(|extents| extents.add(entry.length, extents.context.status(&entry), most));
+        for extents in &mut extents {
+            if let Some(status) = extents.context.status(&entry) {
+                extents.add(entry.length, status, most);
+            }
+        }
     }
     Ok(Body::Status(extents.into_iter().map(|extents| (extents.context.id(), extents.found)).collect()))
+}
+
+/// Adds the runs of a bitmap of the export.
+async fn dirty_runs(
+    agreement: &Agreement,
+    number: u8,
+    range: Range<u64>,
+    (extents, most): (&mut Extents, (usize, u64)),
+) -> Result<(), Failure> {
+    let medium = &agreement.medium;
+    let name = agreement.export.bitmap_names().get(usize::from(number)).ok_or(ErrorCode::Invalid)?;
+    let mut at = range.start;
+    for run in 1_usize.. {
+        if at >= range.end || extents.ended {
+            break;
+        }
+        if run.is_multiple_of(RUNS_AT_ONCE) {
+            let_others_run().await;
+        }
+        let (dirty, length) = medium.disk().dirty_run(name, medium.place(at), (range.end - at).min(most.1))?;
+        extents.add(length, if dirty { DIRTY } else { 0 }, most);
+        at += length;
+    }
+    Ok(())
 }
 
 /// Lets the other requests of the connection run.
@@ -339,7 +375,7 @@ async fn let_others_run() {
 /// The length and the contexts that a payload asks for. `None`: it is wrong.
 fn filter(contexts: Contexts, payload: &Buffer) -> Option<(u64, Contexts)> {
     // One number for each context at most.
-    if payload.len() > 8 + 4 * Context::ALL.len() || !payload.len().is_multiple_of(4) {
+    if payload.len() > 8 + 4 * CONTEXTS_MAX || !payload.len().is_multiple_of(4) {
         return None;
     }
     let bytes = payload.to_vec();
@@ -356,7 +392,7 @@ mod tests {
 
     #[test]
     fn a_payload_chooses_among_the_contexts() {
-        let all: Contexts = Context::ALL.into_iter().collect();
+        let all: Contexts = Context::all(0).collect();
         let payload = |length: u64, ids: &[u32]| {
             let mut bytes = length.to_be_bytes().to_vec();
             ids.iter().for_each(|id| bytes.extend_from_slice(&id.to_be_bytes()));

@@ -212,13 +212,13 @@ impl Negotiation {
             return reply(OptionReply::Invalid, b"");
         }
         let Ok(query) = ContextQuery::decode(data) else { return reply(OptionReply::Invalid, b"") };
-        if self.exports.find(query.name).is_none() {
-            return reply(OptionReply::Unknown, b"");
-        }
-        let found = if sets { Contexts::chosen(&query.queries) } else { Contexts::listed(&query.queries) };
+        let Some(export) = self.exports.find(query.name) else { return reply(OptionReply::Unknown, b"") };
+        let (queries, bitmaps) = (&query.queries, export.bitmap_names());
+        let found = if sets { Contexts::chosen(queries, bitmaps) } else { Contexts::listed(queries, bitmaps) };
         for context in found.iter() {
             let id = if sets { context.id() } else { 0 };
-            reply(OptionReply::MetaContext, &[&id.to_be_bytes(), context.name().as_bytes()].concat());
+            let name = context.name(bitmaps).unwrap_or_default();
+            reply(OptionReply::MetaContext, &[&id.to_be_bytes(), name.as_bytes()].concat());
         }
         reply(OptionReply::Ack, b"");
         if sets {

@@ -183,6 +183,8 @@ impl<'a> Transmission<'a> {
         self.client.count(&mut self.done);
         if self.requests.is_empty() {
             self.client.leave();
+            // An idle client is woken when requests may begin again.
+            self.look_for_medium();
         }
         if self.requests.is_empty()
             && self.output.is_empty()
@@ -344,13 +346,18 @@ impl<'a> Transmission<'a> {
             return Access::Ended;
         }
         let access = self.client.enter();
-        if access == Access::Open
-            && let Some(medium) = self.agreement.export.newer_medium(&self.agreement.medium)
-        {
+        if access == Access::Open {
+            self.look_for_medium();
+        }
+        access
+    }
+
+    /// Lets go of a disk in whose place the export has another one.
+    fn look_for_medium(&mut self) {
+        if let Some(medium) = self.agreement.export.newer_medium(&self.agreement.medium) {
             self.facts.size = medium.size();
             self.agreement = Arc::new(Agreement { medium, ..(*self.agreement).clone() });
         }
-        access
     }
 
     fn begin(&mut self, request: Incoming, access: Access) {

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod bed;
+mod bitmaps;
 mod limits;
 mod media;
 mod model;

@@ -79,6 +79,18 @@ fn a_quiesced_export_stays_quiesced_when_its_disk_changes() {
 }
 
 #[test]
+fn clients_that_send_nothing_let_go_of_a_disk_that_was_replaced() {
+    let (old, new) = (raw(vec![7; 4096]), raw(vec![8; 4096]));
+    let before = Arc::downgrade(&old);
+    let (bed, export, mut client) = served(Export::new("", old).unwrap());
+    assert_eq!(client.read(0, 1).unwrap(), [7]);
+    let _silent = bed.client();
+    export.replace_disk::<ExportError>(LONG, || Ok(new), || unreachable!()).unwrap();
+    wait_for("its files to be closed", || before.upgrade().is_none().then_some(()));
+    assert_eq!(client.read(0, 1).unwrap(), [8]);
+}
+
+#[test]
 fn a_disk_that_does_not_fit_does_not_take_the_place_of_another() {
     let (bed, export, mut client) = served(Export::new("", raw(vec![7; 8192])).unwrap());
     let fresh = || Ok::<_, ExportError>(raw(vec![9; 8192]));

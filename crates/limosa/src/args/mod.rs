@@ -3,6 +3,7 @@
 //! Parsing ends here: each command turns its arguments into what the libraries take, and no library sees clap.
 
 mod balloon;
+mod bitmap_changes;
 mod channels;
 mod clone;
 mod endpoint;
@@ -46,7 +47,9 @@ pub(crate) use run::RunArgs;
 pub(crate) use save::{OnTimeoutArg, SaveArgs, SaveDisksArg};
 pub(crate) use send::{SendArgs, SendMemoryArg, SendModeArg};
 pub(crate) use serve::{JournalArg, SandboxArg, ServeArgs, ServeCommandArgs};
-pub(crate) use serve_ctl::{ServeAddArgs, ServeCommand, ServeCtlArgs, ServeCtlCommand, ServedImageArgs};
+pub(crate) use serve_ctl::{
+    ServeAddArgs, ServeBitmapArgs, ServeCommand, ServeCtlArgs, ServeCtlCommand, ServedImageArgs,
+};
 pub(crate) use snapshot::{NewSnapshotArgs, SealArgs, SnapshotArgs, SnapshotCommand};
 pub(crate) use tls::{TlsClientArgs, TlsServerArgs};
 pub(crate) use working_set::{RECORDED_BY_DEFAULT, ReadAheadArg, WorkingSetArgs};

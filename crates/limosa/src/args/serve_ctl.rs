@@ -11,6 +11,7 @@ use limosa_image::resize::NewSize;
 use limosa_qemu::qmp::MonitorAddress;
 use limosa_storage::{CacheMode, Io};
 
+use super::bitmap_changes::BitmapChanges;
 use super::img::{parse_aio, parse_new_size, parse_snapshot};
 use crate::img::size::parse_size;
 
@@ -40,6 +41,10 @@ pub(crate) struct ServedImageArgs {
     /// Serve this internal snapshot of IMAGE: its id or name, or snapshot.id=ID,snapshot.name=NAME; implies --read-only
     #[arg(long, value_name = "SNAPSHOT", value_parser = parse_snapshot)]
     pub(crate) snapshot: Option<SnapshotChoice>,
+
+    /// Let clients of NBD read this dirty bitmap of the image, as qemu:dirty-bitmap:NAME. Repeatable
+    #[arg(long, value_name = "NAME")]
+    pub(crate) bitmap: Vec<String>,
 
     /// Begin the export at this offset of the disk
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
@@ -136,12 +141,33 @@ pub(crate) enum ServeCtlCommand {
         #[arg(value_name = "OVERLAY")]
         overlay: PathBuf,
 
+        /// Have this dirty bitmap begin empty in the overlay: it has what is written from now on. The others have what
+        /// they have in the image. Repeatable
+        #[arg(long, value_name = "BITMAP")]
+        clear: Vec<String>,
+
         /// Fail if requests in flight are not done after this time
         #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "30s")]
         timeout: Duration,
     },
+    /// Change the dirty bitmaps of a disk, all at one moment; without an option: show them
+    Bitmap(ServeBitmapArgs),
     /// End the server, as SIGTERM does
     Quit,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ServeBitmapArgs {
+    /// Name of the export; '' is the default export
+    #[arg(value_name = "NAME")]
+    pub(crate) name: String,
+
+    #[command(flatten)]
+    pub(crate) changes: BitmapChanges,
+
+    /// Bytes that a bit of added bitmaps is about: a power of two from 512 to 2G; default: a cluster, at least 4K
+    #[arg(short, long, value_name = "SIZE", value_parser = parse_size, requires = "add")]
+    pub(crate) granularity: Option<u64>,
 }
 
 #[derive(Debug, Args)]

@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use limosa_console::{check_stdout, print_out, quantity, say};
+use limosa_image::BitmapAction;
 use limosa_image::resize::NewSize;
 use limosa_page::to_millis;
 use limosa_qemu::qmp::{Options, Qmp};
 use serde_json::{Value, json};
 
 use super::steering::AddRequest;
-use crate::args::{ServeCtlArgs, ServeCtlCommand};
+use crate::args::{ServeBitmapArgs, ServeCtlArgs, ServeCtlCommand};
 use crate::ctl::{Server, explained};
 use crate::usage::misused;
 
@@ -39,7 +40,8 @@ pub(super) fn run(args: &ServeCtlArgs) -> anyhow::Result<ExitCode> {
         }
         ServeCtlCommand::Resume { name } => ctl.order("export-resume", named(name), "requests continue")?,
         ServeCtlCommand::Resize { name, size } => ctl.resize(name, *size)?,
-        ServeCtlCommand::Snapshot { name, overlay, timeout } => ctl.snapshot(name, overlay, *timeout)?,
+        ServeCtlCommand::Snapshot { name, overlay, clear, timeout } => ctl.snapshot(name, overlay, clear, *timeout)?,
+        ServeCtlCommand::Bitmap(args) => ctl.bitmaps(args)?,
         ServeCtlCommand::Quit => ctl.order("quit", json!({}), "the server is ending")?,
     }
     check_stdout()?;
@@ -86,10 +88,23 @@ impl Ctl {
         self.change("export-resize", arguments, |export| format!("{} now", line(export)))
     }
 
-    fn snapshot(&self, name: &str, overlay: &Path, timeout: Duration) -> anyhow::Result<()> {
+    /// Changes bitmaps, and shows what there is then.
+    fn bitmaps(&self, args: &ServeBitmapArgs) -> anyhow::Result<()> {
+        let changes: Vec<_> =
+            args.changes.0.iter().map(|(name, action)| change(name, action, args.granularity)).collect();
+        let bitmaps = self.ask("export-bitmaps", json!({ "name": args.name, "changes": changes }))?;
+        if self.json {
+            print_out!("{}", json!({ "bitmaps": bitmaps }));
+            return Ok(());
+        }
+        bitmaps.as_array().into_iter().flatten().for_each(|bitmap| print_out!("{}", bitmap_line(bitmap)));
+        Ok(())
+    }
+
+    fn snapshot(&self, name: &str, overlay: &Path, clear: &[String], timeout: Duration) -> anyhow::Result<()> {
         let overlay = std::path::absolute(overlay)?;
         let text = overlay.to_str().with_context(|| format!("{}: the path must be UTF-8", overlay.display()))?;
-        let arguments = json!({ "name": name, "overlay": text, "timeout": to_millis(timeout) });
+        let arguments = json!({ "name": name, "overlay": text, "clear": clear, "timeout": to_millis(timeout) });
         self.change("export-snapshot", arguments, |export| {
             let frozen = export.get("frozen").and_then(Value::as_str).unwrap_or("the image");
             format!("{}; {frozen} is not written any more", line(export))
@@ -119,6 +134,9 @@ impl Ctl {
             let clients = quantity::count(number(export, "clients"));
             let quiesced = if export.get("quiesced") == Some(&Value::Bool(true)) { "; quiesced" } else { "" };
             print_out!("  clients: {clients}{quiesced}");
+            for bitmap in export.get("bitmaps").and_then(Value::as_array).into_iter().flatten() {
+                print_out!("  bitmap {}", bitmap_line(bitmap));
+            }
             if let Some(counters) = export.get("counters") {
                 print_counters(counters);
             }
@@ -142,6 +160,38 @@ fn line(export: &Value) -> String {
     let read_only = if export.get("read-only") == Some(&Value::Bool(true)) { ", read-only" } else { "" };
     let size = quantity::bytes(number(export, "size"));
     format!("{:?}: {} ({size}, {}{read_only})", text("name"), text("image"), text("format"))
+}
+
+/// A change of a bitmap, as the server takes it.
+fn change(name: &str, action: &BitmapAction, granularity: Option<u64>) -> Value {
+    let mut change = json!({ "bitmap": name });
+    let (action, more) = match action {
+        BitmapAction::Add { .. } => ("add", granularity.map(|granularity| ("granularity", granularity.into()))),
+        BitmapAction::Remove => ("remove", None),
+        BitmapAction::Clear => ("clear", None),
+        BitmapAction::Enable => ("enable", None),
+        BitmapAction::Merge { source } => ("merge", Some(("source", Value::from(source.as_str())))),
+        _ => ("disable", None),
+    };
+    if let Some(change) = change.as_object_mut() {
+        change.insert("action".into(), action.into());
+        change.extend(more.map(|(name, value)| (name.to_owned(), value)));
+    }
+    change
+}
+
+/// A bitmap in one line.
+fn bitmap_line(bitmap: &Value) -> String {
+    let is = |name| bitmap.get(name) == Some(&Value::Bool(true));
+    let name = bitmap.get("name").and_then(Value::as_str).unwrap_or("");
+    let state = if is("inconsistent") {
+        "not stored by who used it, can only be removed".to_owned()
+    } else {
+        let enabled = if is("enabled") { "enabled" } else { "disabled" };
+        format!("{} dirty, {enabled}", quantity::bytes(number(bitmap, "dirty-bytes")))
+    };
+    let exported = if is("exported") { ", read by clients" } else { "" };
+    format!("{name:?}: {state}, granularity {}{exported}", quantity::bytes(number(bitmap, "granularity")))
 }
 
 /// Prints all counters but those that are 0.

@@ -34,6 +34,8 @@ pub(super) struct Wanted {
     /// The export's name; `None`: that of the image's file.
     pub(super) name: Option<String>,
     pub(super) description: String,
+    /// Dirty bitmaps that clients can read.
+    pub(super) bitmaps: Vec<String>,
     /// Offset of the export in the disk.
     pub(super) offset: u64,
     pub(super) size: Option<u64>,
@@ -52,7 +54,8 @@ impl Wanted {
             None => file_name(&resolve(&self.source)?.reference)?,
         };
         let export = Export::new(name, self.open_disk()?)?.read_only(self.is_read_only());
-        Ok(export.description(self.description.as_str())?.part(self.offset, self.size)?)
+        let export = export.description(self.description.as_str())?.bitmaps(self.bitmaps.clone())?;
+        Ok(export.part(self.offset, self.size)?)
     }
 
     /// Opens its disk.
@@ -147,6 +150,7 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             snapshot: how.snapshot.clone(),
             name,
             description: how.description.clone(),
+            bitmaps: how.bitmap.clone(),
             offset: how.offset,
             size: how.size,
             journals: images.journals.clone(),

@@ -2,7 +2,8 @@
 //!
 //! Laws: the overlay has its name only when it is complete and durable, before a byte is written to it. So after a
 //! server was killed the overlay is served if it exists, and the image if it does not. The image is closed before, and
-//! not written afterwards. If something fails, the image is served as before.
+//! not written afterwards. The overlay gets the image's dirty bitmaps before that, and follows the disk with them. If
+//! something fails, the image is served as before.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -12,22 +13,35 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use limosa_export::Export;
-use limosa_image::Disk;
-use limosa_image::qcow2::{self, CreateOptions};
+use limosa_image::qcow2::{self, CheckOptions, CreateOptions, change_bitmap};
 use limosa_image::reference::Reference;
+use limosa_image::{BitmapAction, DirtyBitmap, Disk};
 use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Storage as _, block_on};
 use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
 use super::images::Wanted;
 use crate::img::options::{Name, Source};
 
+/// The longest file that an overlay without contents can be: its L1 table has at most 32 MiB, and there are some
+/// clusters besides.
+const UNFINISHED_MOST: u64 = 40 << 20;
+
 /// Serves a new overlay at `path` in place of an export's image. Requests in flight get `within`. Returns how the
 /// overlay is opened.
 ///
 /// # Errors
 /// Its image cannot have an overlay; a file exists at `path`; files cannot be written, closed or opened.
-pub(super) fn put(export: &Export, wanted: &Wanted, path: &Path, within: Duration) -> anyhow::Result<Wanted> {
+pub(super) fn put(
+    export: &Export,
+    wanted: &Wanted,
+    (path, cleared): (&Path, &[String]),
+    within: Duration,
+) -> anyhow::Result<Wanted> {
     let image = image_below(export, wanted)?;
+    let bitmaps = block_on(export.disk().bitmaps())?;
+    if let Some(name) = cleared.iter().find(|name| !bitmaps.iter().any(|bitmap| bitmap.name == **name)) {
+        anyhow::bail!("{}: it has no bitmap {name:?}", image.display());
+    }
     // What opening it again would need, if the overlay fails when it is closed.
     File::options().read(true).write(true).open(&image).with_context(|| image.display().to_string())?;
     let disk = export.disk();
@@ -42,7 +56,11 @@ pub(super) fn put(export: &Export, wanted: &Wanted, path: &Path, within: Duratio
         },
         ..wanted.clone()
     };
-    let replaced = export.replace_disk(within, || overlay.open_disk(), || wanted.open_disk());
+    let open = || {
+        copy_bitmaps(&image, path, &bitmaps, cleared).context("its dirty bitmaps")?;
+        overlay.open_disk()
+    };
+    let replaced = export.replace_disk(within, open, || wanted.open_disk());
     if let Err(error) = replaced {
         // It is empty, and may not come back after a power cut, when more was written to the image below it.
         let _ = unlink(path);
@@ -50,6 +68,28 @@ pub(super) fn put(export: &Export, wanted: &Wanted, path: &Path, within: Duratio
         return Err(error);
     }
     Ok(overlay)
+}
+
+/// Copies the dirty bitmaps of an image that was closed to its overlay, except the bits of those that are `cleared`.
+/// Those that cannot be relied on are left out.
+fn copy_bitmaps(image: &Path, overlay: &Path, bitmaps: &[DirtyBitmap], cleared: &[String]) -> anyhow::Result<()> {
+    if bitmaps.iter().all(|bitmap| bitmap.set.is_none()) {
+        return Ok(());
+    }
+    let from = FileStorage::open(image, &FileOptions::read_only_default())?;
+    let to = FileStorage::open(overlay, &FileOptions::default())?;
+    for bitmap in bitmaps.iter().filter(|bitmap| bitmap.set.is_some()) {
+        let name = &bitmap.name;
+        let mut actions = vec![BitmapAction::Add { granularity: Some(bitmap.granularity) }];
+        if !cleared.contains(name) {
+            actions.push(BitmapAction::Merge { source: name.clone() });
+        }
+        if !bitmap.enabled {
+            actions.push(BitmapAction::Disable);
+        }
+        block_on(change_bitmap(&*to, name, &actions, Some(&*from), CheckOptions::default()))?;
+    }
+    Ok(())
 }
 
 /// Returns the path of the image that the overlay refers to.
@@ -68,6 +108,16 @@ fn folder_of(path: &Path) -> anyhow::Result<File> {
     File::open(folder).context("its folder")
 }
 
+/// Removes an overlay that a killed server has not finished. One that is being made is locked.
+fn remove_left_over(unfinished: &Path) -> anyhow::Result<()> {
+    let refused = |why: &str| anyhow::anyhow!("{}: {why}; remove it if nobody needs it", unfinished.display());
+    let file = FileStorage::open(unfinished, &FileOptions::default()).map_err(|error| refused(&error.to_string()))?;
+    if file.length()? > UNFINISHED_MOST {
+        return Err(refused("it is too long to be an overlay that was not finished"));
+    }
+    Ok(unlink(unfinished)?)
+}
+
 /// Creates an empty overlay, durably. At no time there is an incomplete one at `path`.
 fn create(path: &Path, image: &Path, disk: &dyn Disk) -> anyhow::Result<()> {
     let options = CreateOptions::default()
@@ -79,12 +129,13 @@ fn create(path: &Path, image: &Path, disk: &dyn Disk) -> anyhow::Result<()> {
     unfinished.push(".unfinished");
     let unfinished = PathBuf::from(unfinished);
     let new = FileOptions { cache: CacheMode::Writeback, create: Create::New, ..FileOptions::default() };
-    let file = FileStorage::open(&unfinished, &new).map_err(|error| match error.kind() {
-        ErrorKind::AlreadyExists => {
-            anyhow::anyhow!("{} was left by a server that was killed: remove it", unfinished.display())
+    let file = match FileStorage::open(&unfinished, &new) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            remove_left_over(&unfinished)?;
+            FileStorage::open(&unfinished, &new)
         }
-        _ => error.into(),
-    })?;
+        made => made,
+    }?;
     let written = block_on(async {
         qcow2::create(&*file, None, &options).await?;
         anyhow::Ok(file.flush().await?)

@@ -6,6 +6,8 @@ use hdrhistogram::Histogram;
 use limosa_console::quantity;
 use limosa_export::nbd::ServerCounters;
 use limosa_export::{Export, RequestKind};
+use limosa_image::DirtyBitmap;
+use limosa_storage::block_on;
 use serde_json::{Map, Value, json};
 
 /// An export as it was opened.
@@ -24,11 +26,33 @@ pub(super) fn description(export: &Export) -> Map<String, Value> {
 pub(super) fn state(export: &Export) -> Value {
     let mut object = description(export);
     object.insert("description".into(), export.description_text().into());
+    object.insert("bitmaps".into(), bitmaps(export).into());
     object.insert("quiesced".into(), export.is_quiesced().into());
     object.insert("clients".into(), export.client_count().into());
     object.insert("counters".into(), counters(export).into());
     object.insert("latency-ms".into(), latencies(export).into());
     object.into()
+}
+
+/// The dirty bitmaps of an export's disk. Those of a disk that is only read are not looked at unless clients can read
+/// one of them.
+pub(super) fn bitmaps(export: &Export) -> Vec<Value> {
+    let disk = export.disk();
+    let names = export.bitmap_names();
+    if disk.is_read_only() && names.is_empty() {
+        return Vec::new();
+    }
+    let bitmap = |DirtyBitmap { name, granularity, enabled, set, .. }: DirtyBitmap| {
+        json!({
+            "name": name,
+            "granularity": granularity,
+            "enabled": enabled,
+            "inconsistent": set.is_none(),
+            "dirty-bytes": set.map(|bits| bits.saturating_mul(granularity).min(disk.len())),
+            "exported": names.contains(&name),
+        })
+    };
+    block_on(disk.bitmaps()).unwrap_or_default().into_iter().map(bitmap).collect()
 }
 
 /// How long the requests of each kind took, in milliseconds.

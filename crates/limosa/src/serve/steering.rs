@@ -12,8 +12,8 @@ use anyhow::Context as _;
 use limosa_console::{anyhow_error_line, quantity};
 use limosa_control::{CommandError, Commands};
 use limosa_export::{Export, ExportError, Exports};
-use limosa_image::ImageError;
 use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
+use limosa_image::{BitmapAction, ImageError};
 use limosa_storage::{CacheMode, Io, block_on};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::{Deserialize, Serialize};
@@ -51,6 +51,8 @@ pub(super) struct AddRequest {
     shared: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     snapshot: Option<SnapshotName>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    bitmaps: Vec<String>,
     #[serde(default)]
     offset: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -75,7 +77,7 @@ impl AddRequest {
     /// # Errors
     /// The path is not UTF-8.
     pub(super) fn new(args: &ServeAddArgs) -> anyhow::Result<Self> {
-        let ServedImageArgs { description, format, image_opts, read_only, shared, snapshot, .. } = &args.how;
+        let ServedImageArgs { description, format, image_opts, read_only, shared, snapshot, bitmap, .. } = &args.how;
         let named = *image_opts || ["json:", "file:"].iter().any(|scheme| is_prefix(scheme, args));
         let image = if named { args.image.clone() } else { std::path::absolute(&args.image)?.into_os_string() };
         let image = image.into_string().map_err(|image| {
@@ -90,6 +92,7 @@ impl AddRequest {
             read_only: *read_only,
             shared: *shared,
             snapshot: snapshot.clone().map(SnapshotName::from),
+            bitmaps: bitmap.clone(),
             offset: args.how.offset,
             size: args.how.size,
             cache: Some(args.how.cache.as_str().to_owned()),
@@ -116,6 +119,7 @@ impl AddRequest {
             snapshot: self.snapshot.map(SnapshotChoice::from),
             name: self.name,
             description: self.description,
+            bitmaps: self.bitmaps,
             offset: self.offset,
             size: self.size,
             journals,
@@ -194,8 +198,62 @@ struct SnapshotRequest {
     name: String,
     /// Path of the overlay.
     overlay: PathBuf,
+    /// Dirty bitmaps that begin empty in the overlay.
+    #[serde(default)]
+    clear: Vec<String>,
     /// Milliseconds.
     timeout: Option<u64>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct BitmapsRequest {
+    name: String,
+    /// Carried out in this order, all of them or none.
+    #[serde(default)]
+    changes: Vec<BitmapChange>,
+    /// Milliseconds.
+    timeout: Option<u64>,
+}
+
+/// A change of a dirty bitmap.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "action", deny_unknown_fields)]
+pub(super) enum BitmapChange {
+    Add {
+        bitmap: String,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        granularity: Option<u64>,
+    },
+    Remove {
+        bitmap: String,
+    },
+    Clear {
+        bitmap: String,
+    },
+    Enable {
+        bitmap: String,
+    },
+    Disable {
+        bitmap: String,
+    },
+    Merge {
+        bitmap: String,
+        source: String,
+    },
+}
+
+impl BitmapChange {
+    fn named(self) -> (String, BitmapAction) {
+        match self {
+            Self::Add { bitmap, granularity } => (bitmap, BitmapAction::Add { granularity }),
+            Self::Remove { bitmap } => (bitmap, BitmapAction::Remove),
+            Self::Clear { bitmap } => (bitmap, BitmapAction::Clear),
+            Self::Enable { bitmap } => (bitmap, BitmapAction::Enable),
+            Self::Disable { bitmap } => (bitmap, BitmapAction::Disable),
+            Self::Merge { bitmap, source } => (bitmap, BitmapAction::Merge { source }),
+        }
+    }
 }
 
 /// The commands of a server.
@@ -271,6 +329,7 @@ impl Steering {
             }
             "export-resize" => self.resize(&read(arguments)?)?,
             "export-snapshot" => self.snapshot(&read(arguments)?)?,
+            "export-bitmaps" => self.bitmaps(read(arguments)?)?,
             "quit" => {
                 self.servers.stop();
                 done
@@ -354,7 +413,7 @@ impl Steering {
         let frozen = Arc::clone(export.disk().name());
         // Missing for a moment while it is added or removed.
         let wanted = self.images.wanted(&export).ok_or_else(|| ExportError::NotFound(request.name.clone()))?;
-        let overlay = overlay::put(&export, &wanted, &request.overlay, within);
+        let overlay = overlay::put(&export, &wanted, (&request.overlay, &request.clear), within);
         let overlay = overlay.map_err(|error| self.explained(error))?;
         if self.exports.find(&request.name).is_some_and(|now| Arc::ptr_eq(&now, &export)) {
             self.images.note(&export, overlay);
@@ -364,6 +423,18 @@ impl Steering {
         answer.insert("frozen".into(), (&*frozen).into());
         answer.insert("ms".into(), quantity::millis(begun.elapsed()).into());
         Ok(answer.into())
+    }
+
+    fn bitmaps(&self, request: BitmapsRequest) -> anyhow::Result<Value> {
+        let _kept = self.keep()?;
+        // An overlay has the bitmaps that the image had when it was put on it.
+        let _alone = self.snapshots.lock();
+        let export = self.export(&request.name)?;
+        let changes: Vec<_> = request.changes.into_iter().map(BitmapChange::named).collect();
+        if !changes.is_empty() {
+            export.change_bitmaps(&changes, request.timeout.map_or(QUIESCE, Duration::from_millis))?;
+        }
+        Ok(report::bitmaps(&export).into())
     }
 
     /// Quiesces one export or all of them; if one fails, those that were not quiesced before continue.

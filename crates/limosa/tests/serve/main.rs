@@ -4,6 +4,7 @@
 mod stage;
 
 mod bed;
+mod bitmaps;
 mod blk_guests;
 mod blk_kills;
 mod blk_program;

@@ -100,6 +100,13 @@ fn what_cannot_get_an_overlay_is_served_as_before() {
     }
     assert!(fs::read(bed.path("other")).unwrap() == before);
     assert!(!bed.path("overlay").exists() && !bed.path("other.unfinished").exists());
+    // As long as no overlay that was not finished can be: somebody's.
+    fs::File::create(bed.path("new.unfinished")).unwrap().set_len(41 << 20).unwrap();
+    let refused = ctl(&bed, &["snapshot", "", "new"]).stderr;
+    assert!(refused.contains("too long") && bed.path("new.unfinished").exists(), "{refused}");
+    fs::File::create(bed.path("new.unfinished")).unwrap().set_len(70_000).unwrap();
+    asked(&bed, &["snapshot", "", "new"]);
+    assert!(!bed.path("new.unfinished").exists());
     io(&uri, "raw", &["write -P 1 0 1M", "flush", "read -P 1 0 1M"]);
     serving.stop();
 }

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use limosa_image::BitmapAction;
 
+use super::super::bitmap_changes::action;
 use super::image::ImageArgs;
 use crate::img::options::BitmapOptions;
 use crate::img::size;
@@ -87,13 +88,6 @@ impl Args for ActionArgs {
 
 impl FromArgMatches for ActionArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let action = |name: &str| match name {
-            "add" => BitmapAction::Add { granularity: None },
-            "remove" => BitmapAction::Remove,
-            "clear" => BitmapAction::Clear,
-            "enable" => BitmapAction::Enable,
-            _ => BitmapAction::Disable,
-        };
         let mut found = Vec::new();
         for (name, _) in ACTIONS {
             found.extend(matches.indices_of(name).into_iter().flatten().map(|index| (index, action(name))));
