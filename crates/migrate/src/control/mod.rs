@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use limosa_channel::{Channel, RateLimit, Shutdown};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use crate::error::MigrateError;
 
@@ -48,6 +48,8 @@ struct State {
     held: bool,
     /// or this number of callers that started one.
     deferred: usize,
+    /// The engine has failed, and keeps its channels open until those have let it break them.
+    has_failed: bool,
     /// A live migration continues in postcopy.
     postcopy: bool,
     /// Pages that were not requested are no longer held back by a recording.
@@ -76,6 +78,8 @@ impl State {
 #[derive(Debug, Clone)]
 pub struct Control {
     state: Arc<Mutex<State>>,
+    /// Signalled when nobody defers a stop any more.
+    undeferred: Arc<Condvar>,
     rate_limit: RateLimit,
 }
 
@@ -88,7 +92,7 @@ impl Default for Control {
 impl Control {
     /// A control with no rate limit and no stop requested.
     pub fn new() -> Self {
-        Self { state: Arc::default(), rate_limit: RateLimit::default() }
+        Self { state: Arc::default(), undeferred: Arc::default(), rate_limit: RateLimit::default() }
     }
 
     /// Returns the rate limit of unrequested data. Requested pages are never held back by it.
@@ -153,6 +157,32 @@ impl Control {
         DeferredStop(self.clone())
     }
 
+    /// Whether stops are [deferred](Self::defer_stop).
+    pub(crate) fn is_deferred(&self) -> bool {
+        self.state.lock().deferred > 0
+    }
+
+    /// Waits until no stop is deferred any more.
+    pub(crate) fn wait_undeferred(&self) {
+        let mut state = self.state.lock();
+        while state.deferred > 0 {
+            self.undeferred.wait(&mut state);
+        }
+    }
+
+    /// Has those who defer stops learn that the engine has failed. Whether there are any.
+    pub(crate) fn note_failure(&self) -> bool {
+        let mut state = self.state.lock();
+        state.has_failed |= state.deferred > 0;
+        state.deferred > 0
+    }
+
+    /// Whether the engine has failed, and keeps its channels open for as long as stops are
+    /// [deferred](Self::defer_stop). Whoever defers them makes the other side ready to lose its channels.
+    pub fn has_failed(&self) -> bool {
+        self.state.lock().has_failed
+    }
+
     /// The order that the engine was given, if any.
     pub fn stop_requested(&self) -> Option<Stop> {
         self.state.lock().stop
@@ -211,6 +241,7 @@ impl Drop for DeferredStop {
         let mut state = self.0.state.lock();
         state.deferred -= 1;
         state.shut_down();
+        self.0.undeferred.notify_all();
     }
 }
 

@@ -84,6 +84,7 @@ impl Receiver<'_> {
             answer_timeout: role.options.answer_timeout,
             main: &role.channel,
             channels: &role.pages,
+            control: &role.control,
         };
         let package = thread::scope(|scope| {
             let writer = PageWriter::start(scope, sink, &start, &counts)?;
@@ -95,6 +96,9 @@ impl Receiver<'_> {
             });
             let (threads, begun) = gathered(threads);
             let taken = begun.and_then(|()| self.take_pages(&mut writer.handle(BUFFER_LEN), &context.join));
+            if taken.is_err() {
+                context.give_up();
+            }
             context.end();
             let mut loose = None;
             for (id, thread) in (0..).zip(threads) {

@@ -17,6 +17,7 @@ use super::page_writer::{Filled, PageWrites, WriterHandle};
 use super::scatter::Scatter;
 use super::sync::{MultifdSync, Over};
 use super::unpack::Unpacker;
+use crate::control::Control;
 use crate::error::MigrateError;
 
 /// Room for the pages of two full packets.
@@ -50,6 +51,7 @@ pub(super) struct ReaderContext<'a> {
     pub(super) answer_timeout: Option<std::time::Duration>,
     pub(super) main: &'a Channel,
     pub(super) channels: &'a [Arc<Channel>],
+    pub(super) control: &'a Control,
 }
 
 impl ReaderContext<'_> {
@@ -61,8 +63,20 @@ impl ReaderContext<'_> {
         }
     }
 
+    /// The main channel has failed. Where the other side must not lose its channels yet, they are read until it can.
+    pub(super) fn give_up(&self) {
+        self.control.note_failure();
+        self.join.end();
+        self.control.wait_undeferred();
+    }
+
     fn fail(&self, error: MigrateError) {
+        let is_deferred = self.control.note_failure();
         self.join.fail(error);
+        if is_deferred {
+            // The main channel ends when the other side has given up.
+            return;
+        }
         for channel in self.channels.iter().map(Arc::as_ref).chain([self.main]) {
             let _ = channel.shutdown(Shutdown::Both);
         }
@@ -119,7 +133,26 @@ impl<'a> PageChannel<'a> {
             let (id, source) = (u8::try_from(self.id).unwrap_or(u8::MAX), Box::new(source));
             self.context.fail(MigrateError::Multifd { id, source });
         }
+        self.drain();
         self.loose
+    }
+
+    /// After a failure, for as long as the other side must not lose its channels: reads what comes, and throws it
+    /// away. When that is over, the channel is shut down.
+    fn drain(&self) {
+        let control = self.context.control;
+        if !control.has_failed() {
+            return;
+        }
+        let mut waste = vec![0; BUFFER_LEN];
+        while control.is_deferred() {
+            match self.channel.read(&mut waste) {
+                Ok(0) => break,
+                Ok(_) => {}
+                Err(error) if error.is_timeout() => {}
+                Err(_) => break,
+            }
+        }
     }
 
     fn take_packets(&mut self) -> Result<(), MigrateError> {

@@ -2,7 +2,7 @@
 
 use std::io::Write as _;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::model::InOneLine;
 use crate::model::encrypted::Meeting;
@@ -508,4 +508,58 @@ fn where_nothing_can_be_looked_into_the_first_connection_is_the_main_channel() {
     let _connected = [connect(&listener, b""), connect(&listener, &initial(1)), connect(&listener, &initial(0))];
     let options = MultifdAcceptOptions { channels: 2, timeout: Duration::from_secs(20), main_first: true };
     assert_eq!(gather(MultifdAccept::new(&listener, options)).unwrap().multifd.len(), 2);
+}
+
+/// Waits for what takes moments.
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < limit, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn channels_that_must_not_break_yet_are_read_after_a_failure_until_they_may() {
+    let memory = memory();
+    for lies in [false, true] {
+        let (near, far) = pair();
+        let (nears, fars): (Vec<_>, Vec<_>) = (0..2).map(|_| pair()).unzip();
+        let handle = Handle::new();
+        let deferred = handle.control.defer_stop();
+        let mut kept = Kept::default();
+        thread::scope(|scope| {
+            let destination = Destination::new(&mut kept, far, &handle).channels(fars, MultifdOptions::default());
+            let receiving = scope.spawn(move || destination.run());
+            near.write_all(&Main::new(&memory, true).bytes).unwrap();
+            let sync = Pages::default().sync().0;
+            nears.iter().for_each(|near| near.write_all(&sync).unwrap());
+            if lies {
+                nears[0].write_all(&[0xff; PACKET_LEN]).unwrap();
+                wait_until("the failure is noticed", || handle.control.has_failed());
+            }
+            // The source gives up, and its threads still have something to send: more than a socket takes.
+            near.shutdown(Shutdown::Both).unwrap();
+            wait_until("the failure is noticed", || handle.control.has_failed());
+            let pages: Vec<u64> = (0..64).collect();
+            let packets = Pages::default().sync().data(&pages, &[], 1).data(&pages, &[], 2).sync();
+            for near in &nears {
+                near.write_all(&packets.0).unwrap();
+            }
+            assert!(!receiving.is_finished());
+            drop(deferred);
+            let error = receiving.join().unwrap().unwrap_err();
+            let is_cause = match &error {
+                MigrateError::Multifd { id, .. } => lies && *id == 0,
+                MigrateError::MainEnded { .. } => !lies,
+                _ => false,
+            };
+            assert!(is_cause, "{lies}: {error:?}");
+        });
+        let mut breaks = false;
+        for _ in 0..10 {
+            breaks |= nears[1].write_all(&Pages::default().sync().0).is_err();
+        }
+        assert!(breaks, "the channel is open");
+    }
 }

@@ -50,12 +50,13 @@ pub(super) fn run(
             }
         };
         if let Err(error) = &watched {
+            // QEMU has given up: it waits for no channel any more.
+            watcher.channels_end();
             // A QEMU that has given up has closed its end: the receiver is about to notice, or has a reason of its own.
             let limit = Instant::now() + NOTICE_WITHIN;
             while matches!(error, JobError::Failed { .. }) && !receiving.is_finished() && Instant::now() < limit {
                 thread::sleep(Duration::from_millis(1));
             }
-            watcher.channels_end();
             job.watch.handle.control.stop(limosa_migrate::control::Stop::Cancel);
         }
         let received = receiving.join().unwrap_or_else(|_| Err(MigrateError::Protocol("the receiver panicked".into())));
@@ -64,7 +65,12 @@ pub(super) fn run(
         match (watched, received) {
             (Ok(()), Ok(incoming)) => Ok(incoming),
             (Ok(()), Err(error)) => Err(broken_off(&mut watcher, error)),
-            (Err(JobError::Failed { .. }), Err(error)) if !is_consequence(&error) => Err(error.into()),
+            // A receiver that fails has QEMU's migration cancelled.
+            (Err(JobError::Failed { .. } | JobError::Migrate(MigrateError::Cancelled)), Err(error))
+                if !is_consequence(&error) =>
+            {
+                Err(error.into())
+            }
             (Err(error), _) => Err(error),
         }
     })?;

@@ -22,8 +22,9 @@ const ASK_EVERY: Duration = Duration::from_millis(100);
 /// The events that end the wait: among them the beginning of a round, at which the most of it remains.
 const EVENTS: [&str; 6] = ["STOP", "RESUME", "SHUTDOWN", "GUEST_PANICKED", "MIGRATION", "MIGRATION_PASS"];
 
-/// How long several channels are still read after a cancel. A thread that waits in vain ends when they break.
-const CANCEL_WITHIN: Duration = Duration::from_secs(1);
+/// How long several channels are still read after a cancel. A thread of QEMU's that waits in vain ends when they break;
+/// one that is only slow must not lose them.
+const CANCEL_WITHIN: Duration = Duration::from_secs(5);
 
 /// The longest `downtime-limit` that QEMU takes, in milliseconds.
 const LONGEST_DOWNTIME: u64 = 2_000_000;
@@ -235,7 +236,7 @@ impl<'a> Watcher<'a> {
         if self.cancelling.is_some() || self.committed {
             return Ok(());
         }
-        if watch.handle.control.stop_requested().is_some() {
+        if watch.handle.control.stop_requested().is_some() || watch.handle.control.has_failed() {
             self.cancelling = Some(MigrateError::Cancelled.into());
             return self.cancel();
         }
