@@ -1,8 +1,8 @@
 //! Writes seed inputs for the fuzz targets into `corpus/TARGET/` of this folder: well-formed pieces of the format, made
 //! by limosa's own encoders, so that a fuzzer begins behind the magic numbers.
 
-use limosa_image::Preallocation;
-use limosa_image::qcow2::{CreateOptions, create};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, change_bitmap, create};
+use limosa_image::{BitmapAction, Preallocation};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
 use limosa_stream::mapped_ram::{HEADER_LENGTH, Layout};
 use limosa_stream::multifd::{Compression, InitialPacket, PACKET_LEN, Packet};
@@ -139,6 +139,14 @@ fn images() -> Result<Seeds, Box<dyn Error>> {
     for options in sorts {
         let storage = MemoryStorage::growing_to(1 << 20);
         block_on(create(&storage, None, &options))?;
+        if options.version > 2 {
+            // They follow what is written, and are stored at the end.
+            for granularity in [512, 4096] {
+                let actions = [BitmapAction::Add { granularity: Some(granularity) }];
+                let name = format!("b{granularity}");
+                block_on(change_bitmap(&storage, &name, &actions, None, CheckOptions::default()))?;
+            }
+        }
         let image = Buffer::zeroed(usize::try_from(storage.length()?)?);
         block_on(storage.read(0, image.clone().into()))?;
         // Writes, zeros, discards and flushes, here and there.

@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 
-use limosa_image::qcow2::{CheckOptions, CreateOptions, Qcow2, Qcow2Options, Repair, check, repair};
+use limosa_image::qcow2::{CheckOptions, CreateOptions, Qcow2, Qcow2Options, Repair, check, read_bitmaps, repair};
 use limosa_image::{BitmapAction, Disk, GuestOffset, ImageError};
 use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, SeededRandom};
 use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
-use limosa_testkit::image::{TestImage, contents, filled, poll_once, raw_filled, read_all};
+use limosa_testkit::image::{TestImage, contents, filled, number, poll_once, put, raw_filled, read_all};
 
 const KB: u64 = 1 << 10;
 
@@ -357,4 +357,62 @@ fn changes_are_all_carried_out_or_none_and_say_why_not() {
     let raw = raw_filled(1, KB);
     assert!(block_on(raw.bitmaps()).unwrap().is_empty());
     assert_eq!(change(&*raw, "a", &[add(512)]).unwrap_err().to_string(), "below: format raw has no bitmaps");
+}
+
+/// The cluster that has the first bits of the only bitmap.
+fn bits_of(image: &TestImage) -> u64 {
+    let directory = image.header().extensions.bitmaps.unwrap().directory.0;
+    number(&*image.file, number(&*image.file, directory))
+}
+
+/// An image with a bitmap that has bits.
+fn with_bits() -> TestImage {
+    let file = with_bitmaps(&CreateOptions::default().size(256 * KB).cluster_size(512), &[("a", 512)]);
+    let disk = open(Arc::clone(&file), None);
+    block_on(disk.write(GuestOffset(0), filled(1, 512).into())).unwrap();
+    block_on(disk.close()).unwrap();
+    TestImage::existing(file)
+}
+
+#[test]
+fn a_bitmap_whose_clusters_may_be_something_else_is_left_alone_and_marked() {
+    for wrong in 0..3_u8 {
+        let image = with_bits();
+        let (header, bits) = (image.header(), bits_of(&image));
+        match wrong {
+            // Its bits lie where the L1 table is.
+            0 => {
+                let table = number(&*image.file, header.extensions.bitmaps.as_ref().unwrap().directory.0);
+                put(&*image.file, table, &header.l1.0.0.to_be_bytes());
+            }
+            // Nothing, or two, refer to them, as the refcounts say.
+            _ => {
+                // Blocks of 256 refcounts of two bytes.
+                let (block, place) = (bits / 512 / 256, bits / 512 % 256);
+                let block = number(&*image.file, header.refcount_table.0.0 + block * 8);
+                put(&*image.file, block + place * 2, &[0, wrong * 2 - 2]);
+            }
+        }
+        let disk = open(Arc::clone(&image.file), None);
+        assert_eq!(block_on(disk.bitmaps()).unwrap()[0].set, None, "{wrong}");
+        let before = contents(&*image.file);
+        block_on(disk.write(GuestOffset(0), filled(2, 512).into())).unwrap();
+        block_on(disk.close()).unwrap();
+        let after = contents(&*image.file);
+        let l1 = usize::try_from(header.l1.0.0).unwrap();
+        assert_eq!(before[l1..l1 + 512], after[l1..l1 + 512], "{wrong}");
+        let bitmaps = block_on(read_bitmaps(&*image.file, &image.header())).unwrap();
+        assert!(bitmaps[0].in_use && bitmaps[0].auto, "{wrong}");
+    }
+}
+
+#[test]
+fn contents_are_not_written_over_a_bitmap() {
+    let image = with_bits();
+    let l2 = number(&*image.file, image.header().l1.0.0) & !(1 << 63);
+    put(&*image.file, l2, &(bits_of(&image) | 1 << 63).to_be_bytes());
+    let disk = open(Arc::clone(&image.file), None);
+    let error = block_on(disk.write(GuestOffset(0), filled(2, 512).into())).unwrap_err();
+    assert!(matches!(error, ImageError::Corrupt { .. }) && error.to_string().contains("bitmap"), "{error}");
+    assert!(image.header().features.corrupt());
 }

@@ -303,23 +303,19 @@ impl Inner {
             cancelled_writes,
         };
         let writer = Arc::new(Writer::new(&owners));
-        let bitmaps = Arc::new(DirtyBitmaps::new(Arc::clone(&context), Arc::clone(&header)));
+        let bitmaps = Arc::new(DirtyBitmaps::new(Arc::clone(&context), Arc::clone(&header), Arc::clone(&allocator)));
         let grower = Grower::new(&owners, Arc::clone(&bitmaps), Arc::clone(&writer));
         let (grower, requests, closing) = (Arc::new(grower), Requests::default(), Rank::Closing.mutex(None));
         let inner =
             Self { context, header, allocator, tables, flusher, reader, writer, grower, bitmaps, requests, closing };
         if !inner.context.is_read_only() {
-            match inner.load_bitmaps().await {
+            match inner.bitmaps.load().await {
                 // The first write says that nothing relies on them.
                 Ok(()) | Err(ImageError::Corrupt { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
         Ok(inner)
-    }
-
-    async fn load_bitmaps(&self) -> Result<(), ImageError> {
-        self.bitmaps.load(|at| self.allocator.is_table(HostOffset(at))).await
     }
 
     /// Refcounts, and where the image's own tables lie. An image that is only read needs neither.
@@ -481,7 +477,7 @@ impl Disk for Qcow2 {
         Box::pin(async move {
             let _inside = self.inner.admit(GuestOffset(0), 0)?;
             if self.inner.context.is_read_only() && !self.inner.bitmaps.are_loaded() {
-                self.inner.load_bitmaps().await?;
+                self.inner.bitmaps.load().await?;
             }
             Ok(self.inner.bitmaps.all())
         })

@@ -1,7 +1,7 @@
 //! The places of an image's own tables, and the requests that may not touch them.
 //!
 //! Law: no cluster is two things. Nothing is handed out, written as contents, given back or discarded where the header,
-//! the L1 table, an L2 table, the refcount table, a refcount block, the snapshots or the bitmap directory lie. An image
+//! the L1 table, an L2 table, the refcount table, a refcount block, the snapshots or the bitmaps lie. An image
 //! whose tables lie on each other is not written at all. So each table is changed by its owner, and by nothing else.
 //!
 //! Tables that the header leads to are known from the beginning; L2 tables and refcount blocks are added as they are
@@ -41,6 +41,9 @@ pub(super) enum TableKind {
     Snapshots,
     #[strum(to_string = "bitmap directory")]
     BitmapDirectory,
+    /// The table or bits of a bitmap that follows the disk.
+    #[strum(to_string = "bitmap")]
+    Bitmap,
     #[strum(to_string = "L2 table")]
     L2,
     #[strum(to_string = "refcount block")]
@@ -230,6 +233,11 @@ impl OverlapCheck {
         let cluster = at.cluster(self.cluster_bits);
         self.places.write().single.insert(cluster, table);
         self.note(cluster);
+    }
+
+    /// Adds a table of some clusters.
+    pub(super) fn add_all(&self, bytes: &Range<HostOffset>, table: TableKind) {
+        each(&self.clusters_of(bytes)).for_each(|cluster| self.add(cluster.begin(self.cluster_bits), table));
     }
 
     /// Removes L2 tables.

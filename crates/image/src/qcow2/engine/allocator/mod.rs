@@ -25,7 +25,7 @@ use super::epoch::{Epochs, Guard};
 use super::header_owner::{HeaderOwner, cut_off};
 use super::lengths::Lengths;
 use super::locks::{Rank, RankedMutex};
-use super::overlap_check::OverlapCheck;
+use super::overlap_check::{OverlapCheck, TableKind};
 use super::pool::{Pool, Run};
 use super::refcounts::Refcounts;
 use super::seams;
@@ -97,9 +97,17 @@ impl Allocator {
         self.header.begin_writing(self.overlap_check.conflict()).await
     }
 
-    /// Whether one of the image's own tables has the cluster at this offset.
-    pub(super) fn is_table(&self, at: HostOffset) -> bool {
-        self.overlap_check.within(&(at..HostOffset(at.0 + 1)), None).is_some()
+    /// Counts runs of clusters, offsets and lengths in bytes, among the image's own tables. Returns false if one of
+    /// them has a table already.
+    pub(super) fn take_for_bitmap(&self, runs: &[(u64, u64)]) -> bool {
+        let mut ranges = runs.iter().map(|(at, bytes)| HostOffset(*at)..HostOffset(at + bytes));
+        ranges.all(|range| {
+            let is_free = self.overlap_check.within(&range, None).is_none();
+            if is_free {
+                self.overlap_check.add_all(&range, TableKind::Bitmap);
+            }
+            is_free
+        })
     }
 
     fn bytes_of(&self, clusters: &Range<HostCluster>) -> Range<HostOffset> {

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use limosa_page::{AtomicPageBitmap, PageBitmap, PageNumber, PageRange};
 
+use super::allocator::Allocator;
 use super::context::Context;
 use super::header_owner::HeaderOwner;
 use super::locks::{Rank, RankedRwLock};
@@ -21,8 +22,10 @@ use crate::bitmap::DirtyBitmap;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use crate::qcow2::format::bitmap_directory::{BITS_MOST, BYTES_MOST, Bitmap, Entry, entries};
-use crate::qcow2::offline::bitmaps::bits::load_beside;
+use crate::qcow2::format::header::Header;
+use crate::qcow2::offline::bitmaps::bits::{load, space};
 use crate::qcow2::offline::bitmaps::{no_bitmap, usable};
+use crate::qcow2::offline::check::extend::are_counted_once;
 
 /// The most bytes of all bitmaps of an image in memory: those of the largest one that there can be. Bitmaps that need
 /// more are left alone, and stay in use if they had to follow the disk.
@@ -31,6 +34,7 @@ const MEMORY_MOST: u64 = BYTES_MOST;
 pub(super) struct DirtyBitmaps {
     context: Arc<Context>,
     header: Arc<HeaderOwner>,
+    allocator: Arc<Allocator>,
     /// Whether one of them is enabled: if none is, requests take no lock.
     any_enabled: AtomicBool,
     bitmaps: RankedRwLock<Vec<Tracked>>,
@@ -54,17 +58,16 @@ pub(super) struct Marking<'a> {
 
 impl DirtyBitmaps {
     /// Of an image that is opened. None are loaded yet.
-    pub(super) fn new(context: Arc<Context>, header: Arc<HeaderOwner>) -> Self {
+    pub(super) fn new(context: Arc<Context>, header: Arc<HeaderOwner>, allocator: Arc<Allocator>) -> Self {
         let (any_enabled, bitmaps) = (AtomicBool::new(false), Rank::DirtyBitmaps.rw_lock(Vec::new()));
-        Self { context, header, any_enabled, bitmaps }
+        Self { context, header, allocator, any_enabled, bitmaps }
     }
 
-    /// Reads what is stored of them. `is_table`: whether a cluster has one of the
-    /// image's tables.
+    /// Reads what is stored of them. Of an image that can be written, nothing else gets their clusters from now on.
     ///
     /// # Errors
     /// [`ImageError::Corrupt`]: their directory cannot be; what the storage says.
-    pub(super) async fn load(&self, is_table: impl Fn(u64) -> bool) -> Result<(), ImageError> {
+    pub(super) async fn load(&self) -> Result<(), ImageError> {
         let (file, header) = (&**self.context.file(), self.header.now());
         let mut room = MEMORY_MOST;
         let mut found = Vec::new();
@@ -72,7 +75,7 @@ impl DirtyBitmaps {
             let bytes = PageBitmap::byte_len(entry.bitmap.bits(header.size));
             let mut bits = None;
             if usable(file.name(), &entry).is_ok() && bytes <= room {
-                bits = match load_beside(file, &header, &entry.bitmap, &is_table).await {
+                bits = match self.load_one(&header, &entry.bitmap).await {
                     Ok(bits) => Some(Arc::new(bits.into())),
                     Err(error @ ImageError::Corrupt { .. }) => {
                         tracing::warn!(image = &**file.name(), bitmap = entry.bitmap.name, %error, "it is left alone");
@@ -86,6 +89,19 @@ impl DirtyBitmaps {
         }
         self.replace(&mut self.bitmaps.write(), found);
         Ok(())
+    }
+
+    async fn load_one(&self, header: &Header, bitmap: &Bitmap) -> Result<PageBitmap, ImageError> {
+        let file = &**self.context.file();
+        let bits = load(file, header, bitmap).await?;
+        if !self.context.is_read_only() {
+            let runs = space(file, header, bitmap).await?;
+            if !are_counted_once(file, header, &runs).await? || !self.allocator.take_for_bitmap(&runs) {
+                let table = format!("bitmap {:?}, whose table is at {}", bitmap.name, bitmap.table.0);
+                return Err(self.context.corrupt(table, "something else may have its clusters, too"));
+            }
+        }
+        Ok(bits)
     }
 
     /// Replaces all of them.

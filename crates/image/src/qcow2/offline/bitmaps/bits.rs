@@ -60,24 +60,11 @@ pub(super) async fn places(storage: &dyn Storage, header: &Header, bitmap: &Bitm
 /// Reads the bits of a bitmap.
 ///
 /// # Errors
-/// As [`load_beside`].
+/// [`ImageError::Unsupported`]: it is in use; [`ImageError::Corrupt`]: its table cannot be; what the storage says.
 pub(in crate::qcow2) async fn load(
     storage: &dyn Storage,
     header: &Header,
     bitmap: &Bitmap,
-) -> Result<PageBitmap, ImageError> {
-    load_beside(storage, header, bitmap, |_| false).await
-}
-
-/// Reads the bits of a bitmap. `is_table`: whether one of the image's own tables has the cluster at an offset.
-///
-/// # Errors
-/// [`ImageError::Unsupported`]: it is in use; [`ImageError::Corrupt`]: its table cannot be; what the storage says.
-pub(in crate::qcow2) async fn load_beside(
-    storage: &dyn Storage,
-    header: &Header,
-    bitmap: &Bitmap,
-    is_table: impl Fn(u64) -> bool,
 ) -> Result<PageBitmap, ImageError> {
     let geometry = header.geometry();
     let (bits, wanted) = (bitmap.bits(header.size), bitmap.table_entries(header.size, &geometry));
@@ -89,19 +76,12 @@ pub(in crate::qcow2) async fn load_beside(
         let why = format!("{} entries, where {bits} bits need {wanted}", bitmap.table.1);
         return Err(corrupt(storage, bitmap, why));
     }
-    let tables = bitmap.table.0.0..bitmap.table.0.0 + u64::from(bitmap.table.1) * 8;
-    if let Some(at) = tables.step_by(to_usize(geometry.cluster_size())).find(|at| is_table(*at)) {
-        return Err(corrupt(storage, bitmap, format!("another table of the image is at {at:#x}, too")));
-    }
     let mut bytes = vec![0; to_usize(PageBitmap::byte_len(bits))];
     let each = to_usize(geometry.cluster_size());
     for (cluster, place) in bytes.chunks_mut(each).zip(places(storage, header, bitmap).await?) {
         match place {
             Place::Zeros => {}
             Place::Ones => cluster.fill(0xff),
-            Place::At(at) if is_table(at) => {
-                return Err(corrupt(storage, bitmap, format!("its bits at {at:#x} are a table of the image")));
-            }
             Place::At(at) => cluster.copy_from_slice(&tables::bytes(storage, at, to_u64(cluster.len())).await?),
         }
     }

@@ -1,7 +1,6 @@
 //! A bitmap that is in use, stored again where it was.
 //!
-//! Law: until all of it is durable its entry says that it is in use, so that nobody relies on what a cut leaves. A
-//! cluster that something else may have, too, is not written.
+//! Law: until all of it is durable its entry says that it is in use, so that nobody relies on what a cut leaves.
 
 use limosa_page::{PageBitmap, broken_invariant, to_usize};
 use limosa_storage::{Buffer, Storage};
@@ -11,11 +10,11 @@ use super::save::is_stored;
 use crate::error::ImageError;
 use crate::qcow2::format::bitmap_directory::Entry;
 use crate::qcow2::format::header::Header;
-use crate::qcow2::offline::check::extend::{extend, is_counted_once, release_all};
+use crate::qcow2::offline::check::extend::{extend, release_all};
 use crate::qcow2::offline::check::tables;
 
 /// Stores the bits of a bitmap that is in use in the file, and says so in its entry, durably. Its table has as many
-/// entries as the bits need.
+/// entries as the bits need, and nothing else has its clusters.
 ///
 /// # Errors
 /// [`ImageError::Corrupt`]: its table cannot be; what the storage says.
@@ -27,20 +26,13 @@ pub(in crate::qcow2) async fn rewrite(
 ) -> Result<(), ImageError> {
     let size = header.geometry().cluster_size();
     let bytes = bits.to_le_bytes();
-    let mut places = places(storage, header, &entry.bitmap).await?;
+    let places = places(storage, header, &entry.bitmap).await?;
     let parts: Vec<_> = bytes.chunks(to_usize(size)).collect();
     if parts.len() != places.len() {
         return Err(broken_invariant("the table of a bitmap that is stored again is as long as before").into());
     }
-    let mut wanted = 0;
-    for (part, place) in parts.iter().zip(&mut places) {
-        if let Place::At(at) = place
-            && !is_counted_once(storage, header, *at).await?
-        {
-            *place = Place::Zeros;
-        }
-        wanted += u64::from(is_stored(part) && !matches!(place, Place::At(_)));
-    }
+    let lacks_place = |(part, place): &(&&[u8], &Place)| is_stored(part) && !matches!(place, Place::At(_));
+    let wanted = parts.iter().zip(&places).filter(lacks_place).count() as u64;
     let mut next = if wanted == 0 { 0 } else { extend(storage, header, wanted).await? * size };
     let (mut table, mut free) = (Vec::new(), Vec::new());
     for (part, place) in parts.into_iter().zip(places) {

@@ -212,18 +212,26 @@ pub(in crate::qcow2) async fn release_all(
     Ok(storage.flush().await?)
 }
 
-/// Whether the cluster at this offset is counted once.
+/// Whether all clusters of these runs are counted once: each an offset and a length in bytes.
 ///
 /// # Errors
 /// What the storage says.
-pub(in crate::qcow2) async fn is_counted_once(
+pub(in crate::qcow2) async fn are_counted_once(
     storage: &dyn Storage,
     header: &Header,
-    at: u64,
+    runs: &[(u64, u64)],
 ) -> Result<bool, ImageError> {
     let geometry = header.geometry();
     let bounds = Bounds { geometry, version: header.version, data_file: false, file: storage.length()? };
-    Ok(Stored::new(storage, header, bounds).get(at >> geometry.cluster_bits).await? == Some(1))
+    let mut stored = Stored::new(storage, header, bounds);
+    for (at, bytes) in runs {
+        for cluster in at >> geometry.cluster_bits..geometry.clusters(at + bytes) {
+            if stored.get(cluster).await? != Some(1) {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
 }
 
 async fn count_less(storage: &dyn Storage, header: &Header, at: u64, bytes: u64) -> Result<(), ImageError> {
