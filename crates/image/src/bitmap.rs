@@ -1,5 +1,7 @@
 //! Dirty bitmaps of a disk: which bytes were written since when.
 
+use limosa_page::PageBitmap;
+
 /// A change of a dirty bitmap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -23,6 +25,17 @@ pub enum BitmapAction {
         /// Name of the other bitmap.
         source: String,
     },
+    /// These bits are set in it.
+    Set(BitmapBits),
+}
+
+/// The bits of a bitmap.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BitmapBits {
+    /// The logarithm of the bytes of the disk that a bit is about.
+    pub granularity_bits: u8,
+    /// A bit for each of these parts of the disk.
+    pub bits: PageBitmap,
 }
 
 /// A dirty bitmap of a disk that is open.

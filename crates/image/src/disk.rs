@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use limosa_storage::{IoVector, Storage};
 
-use crate::bitmap::{BitmapAction, DirtyBitmap};
+use crate::bitmap::{BitmapAction, BitmapBits, DirtyBitmap};
 use crate::compression::{CompressedClusters, Compressor};
 use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
@@ -128,6 +128,14 @@ pub trait Disk: Send + Sync + Debug {
     /// # Errors
     /// [`ImageError::Unsupported`]: there is no such bitmap, or it cannot be relied on.
     fn dirty_run(&self, _bitmap: &str, _at: GuestOffset, _length: u64) -> Result<(bool, u64), ImageError> {
+        Err(no_bitmaps(self.name(), self.format()))
+    }
+
+    /// Returns the bits of a bitmap, under the conditions of [`dirty_run`](Self::dirty_run).
+    ///
+    /// # Errors
+    /// [`ImageError::Unsupported`]: there is no such bitmap, or it cannot be relied on.
+    fn bitmap_bits(&self, _bitmap: &str) -> Result<BitmapBits, ImageError> {
         Err(no_bitmaps(self.name(), self.format()))
     }
 

@@ -52,7 +52,7 @@ mod setters;
 mod test_disk;
 mod truncation;
 
-pub use bitmap::{BitmapAction, DirtyBitmap};
+pub use bitmap::{BitmapAction, BitmapBits, DirtyBitmap};
 pub use compression::{CompressedClusters, Compressor};
 pub use disk::{BlockStatus, Disk, MapEntry, Pending};
 pub use error::ImageError;

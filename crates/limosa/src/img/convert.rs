@@ -28,6 +28,9 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     check(options)?;
     let prepared = block_on(request(options)?.prepare(&UNFINISHED)).map_err(cause)?;
     open::warn(&target(options), prepared.target());
+    for name in prepared.skipped_bitmaps() {
+        say!("limosa: bitmap {name:?} was not stored by who used it: it is not copied");
+    }
     let (length, meter) = (prepared.length(), Meter::new("convert", shown(options), options.quiet, options.rate));
     let counters = prepared.run(&|progress| meter.note(progress)).map_err(cause)?;
     drop(meter);
@@ -67,6 +70,7 @@ fn request(options: &ConvertOptions) -> anyhow::Result<ConvertRequest> {
         ConvertTarget::New(new_target(options)?)
     };
     let mut request = ConvertRequest::new(sources, target);
+    request.bitmaps = options.bitmaps;
     request.options = convert::ConvertOptions::default()
         .max_in_flight(options.parallel.into())
         .sparse(options.sparse_size)
@@ -92,6 +96,12 @@ fn check(options: &ConvertOptions) -> anyhow::Result<()> {
     }
     if options.snapshot.is_some() && options.sources.len() > 1 {
         anyhow::bail!("-l: needs exactly one source");
+    }
+    if options.bitmaps.is_some() && options.sources.len() > 1 {
+        anyhow::bail!("--bitmaps: needs exactly one source");
+    }
+    if options.bitmaps.is_some() && !options.target.image_opts && options.target.format != "qcow2" {
+        anyhow::bail!("--bitmaps: format {} has no bitmaps; use -O qcow2", options.target.format);
     }
     if options.backing.is_some() && options.sources.len() > 1 {
         anyhow::bail!("-B: needs exactly one source: the target cannot share the backing file of several");

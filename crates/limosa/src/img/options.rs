@@ -5,6 +5,7 @@ use std::fmt;
 
 use anyhow::Context as _;
 use limosa_image::BitmapAction;
+use limosa_image::convert::CopyBitmaps;
 use limosa_image::dd::Blocks;
 use limosa_image::qcow2::{ReflinkMode, Repair, SnapshotChange, SnapshotChoice};
 use limosa_image::rebase::BackingName;
@@ -170,6 +171,8 @@ pub(crate) struct ConvertOptions {
     pub(crate) rate: Option<u64>,
     /// Unreadable ranges become zeros.
     pub(crate) salvage: bool,
+    /// Bitmaps are copied, too.
+    pub(crate) bitmaps: Option<CopyBitmaps>,
     /// Progress is shown also without a terminal.
     pub(crate) progress: bool,
     pub(crate) quiet: bool,

@@ -3,7 +3,9 @@
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use limosa_image::qcow2::Header;
 use limosa_storage::testing::SeededRandom;
+use limosa_storage::{FileOptions, FileStorage, block_on};
 use serde_json::Value;
 
 use crate::bed::{Answer, Bed};
@@ -125,4 +127,54 @@ fn a_bitmap_that_cannot_be_changed_is_refused_as_by_stock() {
     bed.limosa(&["bitmap", "--add", "-g", "2M", "huge", "b"]).success();
     bed.both_tell(&["info", "--output=json", "huge"]);
     bed.qemu_img(&["bitmap", "--clear", "huge", "b"]).success();
+}
+
+#[test]
+fn bitmaps_are_copied_by_convert_as_by_stock() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "from", "4M"]);
+    for (granularity, name) in [("4k", "fine"), ("128k", "coarse"), ("64k", "off"), ("64k", "empty")] {
+        bed.qemu_img(&["bitmap", "--add", "-g", granularity, "from", name]).success();
+    }
+    bed.qemu_io("from", &["write -q 100k 5k", "write -q 2M 1k", "write -q -z 3M 100k"]);
+    bed.qemu_img(&["bitmap", "--disable", "from", "off"]).success();
+    bed.qemu_img(&["bitmap", "--clear", "from", "empty"]).success();
+    for more in [&[][..], &["-c"], &["-o", "cluster_size=4k"]] {
+        let words = |target| [&["convert", "-O", "qcow2", "--bitmaps"], more, &["from", target]].concat();
+        bed.limosa(&words("ours")).success();
+        bed.qemu_img(&words("stock")).success();
+        bed.qemu_img(&["check", "-q", "ours"]).success();
+        assert_eq!(listed(&bed, "ours"), listed(&bed, "stock"), "{more:?}");
+        assert_eq!(listed(&bed, "ours").len(), 4);
+        for name in ["fine", "coarse", "off", "empty"] {
+            assert_eq!(bits(&bed, "ours", name), bits(&bed, "stock", name), "{more:?}: {name}");
+        }
+        bed.qemu_img(&["compare", "-q", "from", "ours"]).success();
+    }
+    // One that a killed writer has left.
+    let info = bed.qemu_img(&["info", "--output=json", "from"]).success().json();
+    assert_eq!(info["format-specific"]["data"]["bitmaps"][0]["name"], "fine");
+    leave_in_use(&bed, "from");
+    bed.both_refuse(&["convert", "-O", "qcow2", "--bitmaps", "from", "new"], "bitmap \"fine\" was not stored");
+    assert!(!bed.path("new").exists());
+    let words = ["convert", "-O", "qcow2", "--bitmaps", "--skip-broken-bitmaps", "from", "new"];
+    let said = bed.limosa(&words).success().stderr;
+    assert_eq!(said.matches("it is not copied").count(), 3, "{said}");
+    let names: Vec<_> = listed(&bed, "new").iter().map(|bitmap| bitmap["name"].clone()).collect();
+    assert_eq!(names, ["off"]);
+    let words = ["convert", "-O", "qcow2", "--skip-broken-bitmaps", "from", "new"];
+    assert_eq!((bed.qemu_img(&words).status, Answer::from(bed.limosa(&words)).status), (Some(1), Some(1)));
+    bed.both_refuse(&["convert", "-O", "qcow2", "--bitmaps", "from", "from", "new"], "exactly one source");
+    bed.create(&["-f", "raw", "flat", "4M"]);
+    bed.both_refuse(&["convert", "-O", "qcow2", "--bitmaps", "-f", "raw", "flat", "new"], "flat: format raw");
+}
+
+/// Has all enabled bitmaps of an image look as if their writer had been killed.
+fn leave_in_use(bed: &Bed, name: &str) {
+    let file = FileStorage::open(bed.path(name), &FileOptions::default()).unwrap();
+    block_on(async {
+        let mut header = Header::read(&*file).await.unwrap();
+        header.prepare_autoclear(&*file, false).await.unwrap();
+    });
 }

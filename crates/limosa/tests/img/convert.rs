@@ -150,9 +150,9 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
         bed.both_refuse(words, says);
         assert!(!bed.path("new").exists(), "{words:?}");
     }
-    for later in ["-c", "--bitmaps"] {
-        let words = ["convert", later, "holes", "new"];
-        assert_one_line(&bed.limosa(&words).into(), &words, later);
+    for needs_qcow2 in ["-c", "--bitmaps"] {
+        let words = ["convert", needs_qcow2, "holes", "new"];
+        assert_one_line(&bed.limosa(&words).into(), &words, needs_qcow2);
     }
     let untrusted = ["convert", "--untrusted", "overlay", "new"];
     assert_one_line(&bed.limosa(&untrusted).into(), &untrusted, "base");

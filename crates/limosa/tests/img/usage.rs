@@ -20,10 +20,6 @@ fn what_qemu_img_has_and_limosa_has_not_is_refused_with_one_line() {
     assert_eq!(ended.status, Some(1), "{ended:?}");
     assert_one_line(&ended, &["amend"], "limosa: img amend is not supported yet; use qemu-img amend");
     assert_one_line(&img(&["frob"]), &["frob"], "img \"frob\": unknown command");
-    let words = ["convert", "--bitmaps", "a", "b"];
-    let ended = img(&words);
-    assert_eq!(ended.status, Some(1), "{ended:?}");
-    assert_one_line(&ended, &words, "bitmaps");
 }
 
 #[test]
@@ -147,7 +143,6 @@ fn help_tells_of_every_command() {
         let own = img(&[command, "--help"]).success().stdout;
         assert!(own.contains("Usage: limosa img"), "{own}");
         assert!(own.contains("--untrusted"), "{own}");
-        assert!(!own.contains("--bitmaps"), "what is refused is not listed in help: {own}");
     }
 }
 

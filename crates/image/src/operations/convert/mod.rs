@@ -8,6 +8,7 @@
 //! The target is not closed, and nothing is made durable: the caller that opened it does that, with
 //! [`crate::Disk::close`].
 
+mod bitmaps;
 mod compressing;
 mod counters;
 mod offload;
@@ -37,7 +38,7 @@ use crate::setters::setters;
 use compressing::{Compressing, Write};
 pub use counters::ConvertCounters;
 use plan::{Action, Content, Cutter, Rules, Span, Step};
-pub use request::{ConvertRequest, ConvertTarget, NewTarget, PreparedConversion};
+pub use request::{ConvertRequest, ConvertTarget, CopyBitmaps, NewTarget, PreparedConversion};
 pub(crate) use source::{SECTOR, index};
 use source::{Shared, Source};
 use turn::Turn;

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use limosa_storage::{Io, block_on};
 
+use super::bitmaps::Bitmaps;
 use super::source::Source;
 use super::{ConvertCounters, ConvertOptions, convert_on_threads};
 use crate::chain::{self, Image, NamedImage, OpenOptions};
@@ -31,6 +32,17 @@ pub struct ConvertRequest {
     pub target: ConvertTarget,
     /// The way of copying. For a new target, `backing_length` and `target_is_zero` are determined from it.
     pub options: ConvertOptions,
+    /// Whether the dirty bitmaps of the source, which is the only one, are copied, too.
+    pub bitmaps: Option<CopyBitmaps>,
+}
+
+/// Bitmaps that are copied with the contents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyBitmaps {
+    /// All: one that cannot be relied on is refused.
+    All,
+    /// Those that can be relied on.
+    Usable,
 }
 
 /// The target of a conversion.
@@ -87,13 +99,14 @@ pub struct PreparedConversion<'a> {
     options: ConvertOptions,
     length: u64,
     created: Option<CreatedFiles<'a>>,
+    bitmaps: Option<Bitmaps>,
 }
 
 impl ConvertRequest {
     /// A conversion with the default options.
     #[must_use]
     pub fn new(sources: Vec<NamedImage>, target: ConvertTarget) -> Self {
-        Self { sources, target, options: ConvertOptions::default() }
+        Self { sources, target, options: ConvertOptions::default(), bitmaps: None }
     }
 
     /// Opens the sources, creates the target if it is new, and opens it.
@@ -101,9 +114,9 @@ impl ConvertRequest {
     /// # Errors
     /// [`OperationError::Image`]: an image cannot be opened or created; [`OperationError::Backing`]: nor can the new
     /// target's backing file; [`OperationError::SameFile`]; [`OperationError::SharedBacking`];
-    /// [`OperationError::TooLarge`].
+    /// [`OperationError::TooLarge`]; bitmaps that cannot be copied.
     pub async fn prepare(self, unfinished: &UnfinishedFiles) -> Result<PreparedConversion<'_>, OperationError> {
-        let Self { sources: named, target, mut options } = self;
+        let Self { sources: named, target, mut options, bitmaps } = self;
         let path = target.path();
         if named.iter().any(|source| is_same_file(&source.reference.path, path)) {
             return Err(OperationError::SameFile { target: path.to_string_lossy().into_owned() });
@@ -113,6 +126,10 @@ impl ConvertRequest {
             sources.push(chain::open(&source.reference, &source.options).await?);
         }
         let length = Source::new(&sources, options.window.as_ref())?.len();
+        let bitmaps = match (bitmaps, sources.first()) {
+            (Some(which), Some(source)) => Some(Bitmaps::of(&**source, which == CopyBitmaps::Usable).await?),
+            _ => None,
+        };
         let (target, created) = match target {
             ConvertTarget::Existing(target) => (target, None),
             ConvertTarget::New(new) => {
@@ -123,7 +140,7 @@ impl ConvertRequest {
         };
         let options_of_target = OpenOptions { read_only: false, ..target.options };
         let target = chain::open_image(&target.reference, &options_of_target).await?;
-        Ok(PreparedConversion { sources, target, options, length, created })
+        Ok(PreparedConversion { sources, target, options, length, created, bitmaps })
     }
 }
 
@@ -183,6 +200,12 @@ impl PreparedConversion<'_> {
         self.length
     }
 
+    /// Returns the names of bitmaps that are not copied, because they cannot be relied on.
+    #[must_use]
+    pub fn skipped_bitmaps(&self) -> &[String] {
+        self.bitmaps.as_ref().map_or(&[], |bitmaps| &bitmaps.skipped)
+    }
+
     /// Returns whether the window of [`ConvertOptions::window`] begins past the end of a source.
     #[must_use]
     pub fn begins_past_end(&self) -> bool {
@@ -197,6 +220,9 @@ impl PreparedConversion<'_> {
     pub fn run(self, watch: ProgressObserver<'_>) -> Result<ConvertCounters, OperationError> {
         let target = self.target.as_disk();
         let counters = convert_on_threads(&self.sources, &*target, &self.options, watch)?;
+        if let (Some(bitmaps), Some(source)) = (self.bitmaps, self.sources.first()) {
+            bitmaps.copy(&**source, &*target)?;
+        }
         let finished = block_on(target.close());
         finished.map_err(|source| OperationError::CloseTarget { target: target.name().to_string(), source })?;
         if let Some(created) = self.created {

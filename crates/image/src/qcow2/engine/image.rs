@@ -98,7 +98,7 @@ use super::seams;
 use super::shared_future::SharedFuture;
 use super::tables::{MakeRoom, Tables};
 use super::writer::{Writer, Zeroing};
-use crate::bitmap::{BitmapAction, DirtyBitmap};
+use crate::bitmap::{BitmapAction, BitmapBits, DirtyBitmap};
 use crate::compression::{CompressedClusters, Compressor};
 use crate::disk::{Disk, MapEntry, Pending};
 use crate::error::ImageError;
@@ -486,6 +486,11 @@ impl Disk for Qcow2 {
     fn dirty_run(&self, bitmap: &str, at: GuestOffset, length: u64) -> Result<(bool, u64), ImageError> {
         let _inside = self.inner.admit(at, length.max(1))?;
         self.inner.bitmaps.run(bitmap, at, length)
+    }
+
+    fn bitmap_bits(&self, bitmap: &str) -> Result<BitmapBits, ImageError> {
+        let _inside = self.inner.admit(GuestOffset(0), 0)?;
+        self.inner.bitmaps.bits(bitmap)
     }
 
     fn change_bitmaps(&self, changes: &[(String, BitmapAction)]) -> Pending<'_> {

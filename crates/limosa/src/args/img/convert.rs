@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 
 use clap::Args;
+use limosa_image::convert::CopyBitmaps;
 use limosa_image::qcow2::SnapshotChoice;
 use limosa_image::reference::split_options;
 use limosa_storage::CacheMode;
@@ -107,40 +108,25 @@ pub(crate) struct ImgConvertArgs {
     #[command(flatten)]
     pub(super) open: OpenArgs,
 
-    /// Options that are refused.
-    #[command(flatten)]
-    later: LaterArgs,
+    /// Copy the persistent bitmaps of the source, too
+    #[arg(long)]
+    bitmaps: bool,
+
+    /// Leave out bitmaps that cannot be relied on, where --bitmaps would fail
+    #[arg(long, requires = "bitmaps")]
+    skip_broken_bitmaps: bool,
 
     /// The source images, which are concatenated, and the target
     #[arg(value_name = "SOURCE... TARGET", num_args = 1.., required_unless_present = "target_options")]
     files: Vec<OsString>,
 }
 
-/// Options of qemu-img that limosa does not support yet.
-#[derive(Debug, Args)]
-struct LaterArgs {
-    #[arg(long, hide = true)]
-    bitmaps: bool,
-    #[arg(long, hide = true)]
-    skip_broken_bitmaps: bool,
-}
-
-impl LaterArgs {
-    fn refuse(&self) -> anyhow::Result<()> {
-        if self.bitmaps || self.skip_broken_bitmaps {
-            anyhow::bail!("--bitmaps: copying bitmaps is not supported yet; omit it, or use qemu-img");
-        }
-        Ok(())
-    }
-}
-
 impl ImgConvertArgs {
     /// Resolves the arguments.
     ///
     /// # Errors
-    /// An option is not supported yet, or an argument is missing.
+    /// An argument is missing.
     pub(crate) fn resolve(self) -> anyhow::Result<ConvertOptions> {
-        self.later.refuse()?;
         let source = |name: &OsString| Source {
             force_share: self.share.force_share,
             cache: self.source_cache,
@@ -174,6 +160,11 @@ impl ImgConvertArgs {
             compress_level: self.compress_level,
             rate: self.rate,
             salvage: self.salvage,
+            bitmaps: match (self.bitmaps, self.skip_broken_bitmaps) {
+                (false, _) => None,
+                (true, false) => Some(CopyBitmaps::All),
+                (true, true) => Some(CopyBitmaps::Usable),
+            },
             progress: self.report.progress,
             quiet: self.report.quiet.quiet,
             json: self.report.json,

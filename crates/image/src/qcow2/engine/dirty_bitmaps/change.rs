@@ -71,31 +71,24 @@ impl DirtyBitmaps {
             bitmaps.remove(number);
             return Ok(());
         }
-        let other = match action {
-            BitmapAction::Merge { source } => {
-                Some(self.bits(bitmaps.get(find(source).ok_or_else(|| missing(source))?))?)
-            }
+        let set = match action {
+            BitmapAction::Merge { source } => Some(self.bits_of(find(source).and_then(|at| bitmaps.get(at)), source)?),
+            BitmapAction::Set(bits) => Some(bits.clone()),
             _ => None,
         };
+        let mut own = self.bits_of(bitmaps.get(number), name)?;
         let Some(bitmap) = bitmaps.get_mut(number) else { return Err(missing(name)) };
-        let (bits, granularity) = self.bits(Some(bitmap))?;
-        match other {
-            Some((other, other_granularity)) => {
-                let mut merged = bits.to_bitmap();
-                merge((&mut merged, granularity), (&other.to_bitmap(), other_granularity));
-                bitmap.bits = Some(Arc::new(merged.into()));
+        match set {
+            Some(set) => {
+                merge((&mut own.bits, own.granularity_bits), (&set.bits, set.granularity_bits));
+                bitmap.bits = Some(Arc::new(own.bits.into()));
             }
-            None if *action == BitmapAction::Clear => bitmap.bits = Some(Arc::new(AtomicPageBitmap::new(bits.len()))),
+            None if *action == BitmapAction::Clear => {
+                bitmap.bits = Some(Arc::new(AtomicPageBitmap::new(own.bits.len())));
+            }
             None => bitmap.entry.bitmap.auto = *action == BitmapAction::Enable,
         }
         Ok(())
-    }
-
-    /// The bits of one that can be relied on, and the logarithm of what each is about.
-    fn bits(&self, bitmap: Option<&Tracked>) -> Result<(Arc<AtomicPageBitmap>, u8), ImageError> {
-        let Some(Tracked { entry, bits }) = bitmap else { return Err(no_bitmap(self.context.name(), "")) };
-        let bits = bits.as_ref().ok_or_else(|| self.unusable(entry))?;
-        Ok((Arc::clone(bits), entry.bitmap.granularity_bits))
     }
 
     /// Gives all of them the bits that a disk of `size` bytes needs, which is longer than before. Only within

@@ -18,7 +18,7 @@ use super::allocator::Allocator;
 use super::context::Context;
 use super::header_owner::HeaderOwner;
 use super::locks::{Rank, RankedRwLock};
-use crate::bitmap::DirtyBitmap;
+use crate::bitmap::{BitmapBits, DirtyBitmap};
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use crate::qcow2::format::bitmap_directory::{BITS_MOST, BYTES_MOST, Bitmap, Entry, entries};
@@ -158,6 +158,23 @@ impl DirtyBitmaps {
         let next = if dirty { bits.next_clear_in(range) } else { bits.next_set_in(range) };
         let end = next.map_or(u64::MAX, |next| next.0 << entry.bitmap.granularity_bits);
         Ok((dirty, end.saturating_sub(at.0).clamp(1, length.max(1))))
+    }
+
+    /// The bits of a bitmap.
+    ///
+    /// # Errors
+    /// As of [`run`](Self::run).
+    pub(super) fn bits(&self, name: &str) -> Result<BitmapBits, ImageError> {
+        let bitmaps = self.bitmaps.read();
+        let found = bitmaps.iter().find(|bitmap| bitmap.entry.is_named(name));
+        self.bits_of(found, name)
+    }
+
+    /// The bits of a bitmap that was looked for by its name.
+    fn bits_of(&self, found: Option<&Tracked>, name: &str) -> Result<BitmapBits, ImageError> {
+        let Tracked { entry, bits } = found.ok_or_else(|| no_bitmap(self.context.name(), name))?;
+        let bits = bits.as_ref().ok_or_else(|| self.unusable(entry))?.to_bitmap();
+        Ok(BitmapBits { granularity_bits: entry.bitmap.granularity_bits, bits })
     }
 
     /// Why a bitmap cannot be used whose bits are not there.

@@ -97,6 +97,12 @@ impl Work<'_> {
                 }
             }
             BitmapAction::Merge { source: other } => self.merge(name, other, source).await?,
+            BitmapAction::Set(set) => {
+                let number = self.find_usable(name)?;
+                let (mut bits, granularity) = self.bits_of(number).await?;
+                merge((&mut bits, granularity), (&set.bits, set.granularity_bits));
+                self.set_bits(number, bits);
+            }
         }
         self.changed = true;
         Ok(())
