@@ -44,6 +44,7 @@ mod operations;
 mod preallocation;
 mod probe;
 pub mod qcow2;
+mod qemu_json;
 pub mod raw;
 pub mod reference;
 mod requests;

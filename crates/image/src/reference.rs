@@ -14,6 +14,7 @@ use serde_json::Value;
 
 pub use crate::error::ReferenceError;
 use crate::probe::Format;
+use crate::qemu_json::to_json;
 use crate::setters::setters;
 
 /// An image by its name: the file, and how it is interpreted.
@@ -147,7 +148,7 @@ impl Reference {
         let bytes = name.as_bytes();
         if let Some(json) = bytes.strip_prefix(b"json:") {
             let json: Value =
-                serde_json::from_slice(json).map_err(|error| fault(format!("not valid JSON: {error}")))?;
+                serde_json::from_slice(&to_json(json)).map_err(|error| fault(format!("not valid JSON: {error}")))?;
             let mut options = Options::default();
             options.flatten("", &json).map_err(fault)?;
             return options.image("").and_then(|image| options.all_taken(image)).map_err(fault);
@@ -446,6 +447,7 @@ mod tests {
             ..Reference::file("top")
         };
         assert_eq!(Reference::from_name(json), Ok(top));
+        assert_eq!(Reference::from_name(json.replace('"', "'")), Ok(Reference::from_name(json).unwrap()));
         let alone = Reference::from_name(r#"json:{"file.filename":"top","backing":null}"#).unwrap();
         assert_eq!(alone.backing, BackingOverride::Nothing);
 
