@@ -342,7 +342,14 @@ impl Export {
                 self.flush_disk()?;
             }
             self.is_closed.store(true, Ordering::SeqCst);
-            block_on(old.disk().close()).map_err(ExportError::from)?;
+            match block_on(old.disk().close()) {
+                // Its contents are durable, and it says by itself that the bitmaps cannot be relied on.
+                Err(error @ ImageError::BitmapsNotStored { .. }) => {
+                    let (export, error) = (self.name(), error_with_causes(&error));
+                    tracing::warn!(export, error, "the image that is replaced has lost its dirty bitmaps");
+                }
+                closed => closed.map_err(ExportError::from)?,
+            }
             old.disk().unlock();
             match open().and_then(|disk| Ok(self.fitting(&old, disk)?)) {
                 Ok(disk) => {

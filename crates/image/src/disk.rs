@@ -155,6 +155,8 @@ pub trait Disk: Send + Sync + Debug {
     /// It begins with its first poll. Requests that are first polled after that fail. Requests that were polled before
     /// are waited for until they are done or dropped, so a caller that holds some keeps polling them meanwhile, or
     /// drops them first: otherwise the close never ends.
+    ///
+    /// [`ImageError::BitmapsNotStored`]: it is closed, and everything but its dirty bitmaps is durable.
     fn close(&self) -> Pending<'_>;
 
     /// Releases the locks of its files, of a disk that is [closed](Self::close): others may open them to write,

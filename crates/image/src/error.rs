@@ -57,6 +57,16 @@ pub enum ImageError {
         why: String,
     },
 
+    /// It is closed, and all of its contents are durable, but its dirty bitmaps could not be stored. They stay marked
+    /// as in use.
+    #[error("{image}: its dirty bitmaps are not stored, and cannot be relied on")]
+    BitmapsNotStored {
+        /// The image: a path.
+        image: Arc<str>,
+        /// The cause.
+        source: Box<ImageError>,
+    },
+
     /// It needs a feature that limosa does not have.
     #[error("{image}: {what}")]
     Unsupported {

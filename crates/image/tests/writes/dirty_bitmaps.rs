@@ -416,3 +416,36 @@ fn contents_are_not_written_over_a_bitmap() {
     assert!(matches!(error, ImageError::Corrupt { .. }) && error.to_string().contains("bitmap"), "{error}");
     assert!(image.header().features.corrupt());
 }
+
+#[test]
+fn a_close_that_cannot_store_bitmaps_says_so_and_loses_nothing_else() {
+    let image = with_bits();
+    let failing = Failing::only(&[Operation::Write]);
+    let disk = open(failing.wrap(Arc::clone(&image.file)), None);
+    block_on(disk.write(GuestOffset(128 * KB), filled(7, KB).into())).unwrap();
+    block_on(disk.flush()).unwrap();
+    // What is left to do for a close writes refcounts, and then the bitmap.
+    let before = failing.seen().0;
+    let twin = with_bits();
+    let counting = Failing::only(&[Operation::Write]);
+    let other = open(counting.wrap(twin.file), None);
+    block_on(other.write(GuestOffset(128 * KB), filled(7, KB).into())).unwrap();
+    block_on(other.flush()).unwrap();
+    assert_eq!(counting.seen().0, before);
+    block_on(other.close()).unwrap();
+    let writes = counting.seen().0 - before;
+    let mut told = 0;
+    failing.fail(writes - 3, u64::MAX, Fault::NoSpace);
+    if let Err(error) = block_on(disk.close()) {
+        assert!(matches!(error, ImageError::BitmapsNotStored { .. }), "{error:?}");
+        told += 1;
+    }
+    failing.mend();
+    assert_eq!(told, 1);
+    drop(disk);
+    let report = block_on(check(&*image.file, CheckOptions::default())).unwrap();
+    assert!(report.is_clean(), "{:#?}", report.findings);
+    let disk = image.open_read_only();
+    assert_eq!(block_on(disk.bitmaps()).unwrap()[0].set, None);
+    assert_eq!(read_all(&*disk)[128 << 10..129 << 10], [7; 1024]);
+}

@@ -548,8 +548,12 @@ impl Inner {
         }
         self.make_durable().await?;
         self.context.journal().map_or(Ok(()), |journal| journal.end())?;
-        let is_changed = self.header.has_begun() && !self.header.is_marked_corrupt();
-        if is_changed { self.bitmaps.store().await } else { Ok(()) }
+        if !self.header.has_begun() || self.header.is_marked_corrupt() {
+            return Ok(());
+        }
+        let stored = self.bitmaps.store().await;
+        let image = || Arc::clone(self.context.name());
+        stored.map_err(|error| ImageError::BitmapsNotStored { image: image(), source: Box::new(error) })
     }
 
     async fn make_durable(&self) -> Result<(), ImageError> {
