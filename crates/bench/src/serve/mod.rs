@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 use self::client::{Front, Load};
-use self::servers::{Address, LIMOSA, NBDKIT, QEMU, Server};
+use self::servers::{Address, LIMOSA, NBDKIT, QEMU, Server, UNRECORDED};
 use crate::frame::{Contestant, Frame, Series, interleave};
 use crate::machine::Machine;
 use crate::measure::{Measured, process_cpu};
@@ -127,7 +127,8 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         }
     }
     let frame = Frame { touch: options.touch.unwrap_or(0) };
-    for server in servers.iter().filter(|server| server.name() != NBDKIT && options.wants(START, server.name())) {
+    let started = |server: &&Server| [LIMOSA, QEMU].contains(&server.name()) && options.wants(START, server.name());
+    for server in servers.iter().filter(started) {
         let (images, server) = (images.clone(), server.clone());
         let variant = server.name().to_owned();
         let run = Box::new(move |_: &Frame| measure_start(&images, &server));
@@ -137,7 +138,7 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
     ensure!(!all.is_empty(), "{}", options.none_selected());
     let mut report = Report::new("serve", machine, options.rounds, &all);
     for (case, _, _) in &cases {
-        for other in [QEMU, NBDKIT] {
+        for other in [QEMU, NBDKIT, UNRECORDED] {
             for figure in [IOPS, CPU, MEDIAN, TAIL] {
                 report.ratios.extend(ratio(&all, case, LIMOSA, other, figure));
             }

@@ -10,6 +10,8 @@ use super::client::{Front, Load};
 use crate::process::Process;
 
 pub(super) const LIMOSA: &str = "limosa";
+/// limosa without a journal: a server that is killed loses what clients have not flushed.
+pub(super) const UNRECORDED: &str = "limosa, no journal";
 pub(super) const QEMU: &str = "qemu-storage-daemon";
 pub(super) const NBDKIT: &str = "nbdkit";
 
@@ -36,7 +38,7 @@ pub(super) struct Server {
 /// Returns those that are installed.
 pub(super) fn all(limosa: &Path) -> Vec<Server> {
     let found = |program: &Path| Command::new(program).arg("--version").stdout(Stdio::null()).status().is_ok();
-    [(LIMOSA, limosa), (QEMU, Path::new(QEMU)), (NBDKIT, Path::new(NBDKIT))]
+    [(LIMOSA, limosa), (UNRECORDED, limosa), (QEMU, Path::new(QEMU)), (NBDKIT, Path::new(NBDKIT))]
         .into_iter()
         .filter(|(_, program)| found(program))
         .map(|(name, program)| Server { name, program: program.to_owned() })
@@ -48,9 +50,13 @@ impl Server {
         self.name
     }
 
-    /// nbdkit has no plugin that writes qcow2 images, and no devices.
+    /// nbdkit has no plugin that writes qcow2 images, and no devices. Only new clusters are in the journal.
     pub(super) fn serves(&self, disk: Disk, load: &Load) -> bool {
-        self.name != NBDKIT || (matches!(disk, Disk::Raw | Disk::Null) && load.front != Front::Device)
+        match self.name {
+            UNRECORDED => disk == Disk::Overlay,
+            NBDKIT => matches!(disk, Disk::Raw | Disk::Null) && load.front != Front::Device,
+            _ => true,
+        }
     }
 
     /// Starts it.
@@ -61,8 +67,11 @@ impl Server {
         let mut command = Command::new(&self.program);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         match self.name {
-            LIMOSA => {
+            LIMOSA | UNRECORDED => {
                 command.args(["serve", "-f", format, &file, "--name", EXPORT]);
+                if self.name == UNRECORDED {
+                    command.args(["--journal", "off"]);
+                }
                 match address {
                     Address::Unix(socket) => command.args(["--nbd", &format!("unix:{}", text(socket)?)]),
                     Address::Tcp(port) => command.args(["--nbd", &format!("tcp:127.0.0.1:{port}")]),
