@@ -1,6 +1,7 @@
 //! Writes seed inputs for the fuzz targets into `corpus/TARGET/` of this folder: well-formed pieces of the format, made
 //! by limosa's own encoders, so that a fuzzer begins behind the magic numbers.
 
+use limosa_image::luks::NewHeader;
 use limosa_image::qcow2::{CheckOptions, CreateOptions, change_bitmap, create};
 use limosa_image::{BitmapAction, Preallocation};
 use limosa_storage::{Buffer, MemoryStorage, Storage, block_on};
@@ -13,6 +14,7 @@ use limosa_stream::{
 use std::error::Error;
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 type Seeds = Vec<Vec<u8>>;
 
@@ -34,6 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("image_check", images()?),
         ("image_open", images()?.into_iter().map(|seed| seed[1 + 12 * 6..].to_vec()).collect()),
         ("image_name", image_names()),
+        ("luks", vec![luks()?]),
         ("image_read", images()?),
         ("image_write", images()?),
         ("journal", vec![vec![48, 0, 9, 0], vec![52, 1, 9, 0, 0, 3, 1, 0]]),
@@ -50,6 +53,20 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{target}: {} seeds", seeds.len());
     }
     Ok(())
+}
+
+/// A header with one stripe and one iteration in each slot.
+fn luks() -> Result<Vec<u8>, Box<dyn Error>> {
+    let (mut header, key) = NewHeader::default().iter_time(Duration::ZERO).make()?;
+    header.set_slot(0, &key, b"passphrase", Duration::ZERO)?;
+    header.key_iterations = 1;
+    for (slot, sector) in header.slots.iter_mut().zip(2..) {
+        (slot.iterations, slot.stripes, slot.key_sector) = (1, 1, sector);
+    }
+    header.payload_sector = 10;
+    let mut seed = header.to_bytes().to_vec();
+    seed.resize(11 * 512, 7);
+    Ok(seed)
 }
 
 /// An array that is inflated and deflated, statistics, a list of free pages, a report.

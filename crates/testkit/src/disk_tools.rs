@@ -37,6 +37,14 @@ pub fn nbd_tool<S: AsRef<OsStr>>(tool: &str, arguments: impl IntoIterator<Item =
     printed(tool, arguments)
 }
 
+/// Runs `cryptsetup` and returns what it prints.
+///
+/// # Errors
+/// As of [`qemu_img`].
+pub fn cryptsetup<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Result<String> {
+    printed("cryptsetup", arguments)
+}
+
 fn printed<S: AsRef<OsStr>>(tool: &str, arguments: impl IntoIterator<Item = S>) -> Result<String> {
     let arguments: Vec<S> = arguments.into_iter().collect();
     let output = output(tool, &arguments)?;

@@ -13,7 +13,7 @@
 //! - [`Libvirt`] is libvirt's QEMU driver without a daemon, for files and domains of its own.
 //! - [`Authority`] issues certificates, good ones and bad ones, for TLS.
 //! - `image` (feature `image`) makes qcow2 images in memory, for tests of `limosa-image`.
-//! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them.
+//! - [`qemu_img`] and [`qemu_io`] make disk images, look at them and change them; [`cryptsetup`] does it with LUKS.
 //! - [`NbdClient`] speaks NBD, also what no honest client says.
 //! - [`BlkClient`] is a driver of virtio-blk over vhost-user, also a dishonest one.
 //! - [`on_reflinks`] gives a test a filesystem whose files share space, and whose power can be cut.
@@ -81,7 +81,7 @@ pub use blk::{BLK_DATA, BLK_SLOTS, BlkClient, BlkCommand, BlkDescriptor, BlkRepl
 #[cfg(feature = "certificates")]
 pub use certificates::{Authority, TlsEnd, Validity};
 pub use cgroup::MemoryGroup;
-pub use disk_tools::{nbd_tool, qemu_img, qemu_img_output, qemu_io};
+pub use disk_tools::{cryptsetup, nbd_tool, qemu_img, qemu_img_output, qemu_io};
 pub use fault::{Kill, kill9, kill9_after};
 pub use heartbeat::{Heartbeat, HeartbeatError, HeartbeatGuest, check_heartbeat};
 pub use libvirt::{Libvirt, libvirt_skipped};

@@ -1,5 +1,5 @@
-//! `cargo xtask setup`: QEMU, libnbd's and libvirt's clients, XFS's tools, and the parts of two Linux guests, on Debian
-//! and Ubuntu.
+//! `cargo xtask setup`: QEMU, cryptsetup, libnbd's and libvirt's clients, XFS's tools, and the parts of two Linux
+//! guests, on Debian and Ubuntu.
 //!
 //! Law: what exists already is not touched, only checked. What needs root is planned first ([`plan`]); root executes
 //! the plan, any other user gets it as one line to run. The guests' kernels and busybox are never installed: they are
@@ -98,6 +98,9 @@ fn missing_packages() -> Vec<&'static str> {
     }
     if shell::find_program("qemu-img").is_none() {
         missing.push("qemu-utils");
+    }
+    if shell::find_program("cryptsetup").is_none() {
+        missing.push("cryptsetup-bin");
     }
     // Clients of NBD that have nothing of QEMU's, and their library for Python.
     if ["nbdinfo", "nbdcopy"].iter().any(|tool| shell::find_program(tool).is_none()) {

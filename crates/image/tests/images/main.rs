@@ -6,6 +6,7 @@ mod commit;
 mod create;
 mod info;
 mod layers;
+mod luks;
 mod qcow2_operations;
 mod qcow2_reads;
 mod rebase;

@@ -1,0 +1,46 @@
+//! LUKS1: encrypted disks, as cryptsetup and QEMU have them.
+//!
+//! A header has up to eight key slots. Each holds the volume key, spread over many stripes (anti-forensic) and
+//! encrypted with a key that is derived from a passphrase; a digest tells whether the key is the right one. The
+//! volume key encrypts the disk, sector by sector.
+//!
+//! Law: a header is data from outside. Its lengths, offsets and iteration counts are checked against the file and
+//! [`Limits`] before anything is allocated or derived. Keys are wiped when they are dropped, and never printed.
+//!
+//! Source of the facts: the LUKS1 On-Disk Format Specification, version 1.2.3.
+
+mod algorithm;
+mod anti_forensic;
+mod cipher;
+mod hash;
+mod header;
+mod key_slot;
+mod unlock;
+
+pub use algorithm::{CipherAlgorithm, CipherMode, IvGenerator};
+pub use cipher::{SECTOR, SectorCipher};
+pub use hash::HashAlgorithm;
+pub use header::{HEADER_LENGTH, Header, KEY_SLOTS, Layout, Limits, MAGIC, Slot};
+pub use key_slot::{DEFAULT_ITER_TIME, NewHeader, STRIPES, iterations_for};
+pub use unlock::{Unlocked, VolumeKey};
+
+/// A fault of a header, or a passphrase that opens no key slot.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LuksError {
+    /// A field of the header is wrong.
+    #[error("LUKS header: {0}")]
+    Header(String),
+    /// The header is valid, but names something that limosa does not have.
+    #[error("LUKS header: {0}")]
+    Unsupported(String),
+    /// No key slot opens with the passphrase.
+    #[error("the passphrase does not open any key slot")]
+    Passphrase,
+    /// Options of a new header that exclude each other.
+    #[error("{0}")]
+    Options(String),
+    /// The kernel returned no random bytes.
+    #[error("no random bytes: {0}")]
+    Random(String),
+}
