@@ -6,6 +6,7 @@ use std::sync::Arc;
 use limosa_page::BrokenInvariant;
 use limosa_storage::StorageError;
 
+use crate::luks::LuksError;
 use crate::offset::GuestOffset;
 
 /// Why an image cannot be opened, read, written or checked.
@@ -65,6 +66,16 @@ pub enum ImageError {
         image: Arc<str>,
         /// The cause.
         source: Box<ImageError>,
+    },
+
+    /// It is encrypted, and cannot be decrypted.
+    #[error("{image}: cannot be decrypted")]
+    Encryption {
+        /// The image: a path.
+        image: Arc<str>,
+        /// The reason.
+        #[source]
+        source: LuksError,
     },
 
     /// It needs a feature that limosa does not have.

@@ -16,7 +16,7 @@ use crate::chain::{self, OpenOptions};
 use crate::error::ImageError;
 use crate::probe::Format;
 use crate::reference::Reference;
-use crate::{qcow2, raw};
+use crate::{luks, qcow2, raw};
 
 /// A new image, by the path of its file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,6 +38,8 @@ pub enum NewImageFormat {
     Raw(raw::CreateOptions),
     /// A qcow2 image.
     Qcow2(Box<qcow2::CreateOptions>),
+    /// An encrypted image in the format `luks`.
+    Luks(Box<luks::CreateOptions>),
 }
 
 impl NewImage {
@@ -53,6 +55,7 @@ impl NewImage {
         match self.format {
             NewImageFormat::Raw(_) => Format::Raw,
             NewImageFormat::Qcow2(_) => Format::Qcow2,
+            NewImageFormat::Luks(_) => Format::Luks,
         }
     }
 
@@ -61,6 +64,7 @@ impl NewImage {
         match &mut self.format {
             NewImageFormat::Raw(options) => options.size = bytes,
             NewImageFormat::Qcow2(options) => options.size = bytes,
+            NewImageFormat::Luks(options) => options.size = bytes,
         }
     }
 
@@ -68,7 +72,7 @@ impl NewImage {
     #[must_use]
     pub fn backing_file(&self) -> Option<&OsString> {
         match &self.format {
-            NewImageFormat::Raw(_) => None,
+            NewImageFormat::Raw(_) | NewImageFormat::Luks(_) => None,
             NewImageFormat::Qcow2(options) => options.backing_file.as_ref(),
         }
     }
@@ -98,6 +102,7 @@ impl NewImage {
         let mut files = CreatedFiles { unfinished, paths: Vec::new() };
         match &self.format {
             NewImageFormat::Raw(options) => raw::create(&*files.create(&self.path, self.cache)?, options).await?,
+            NewImageFormat::Luks(options) => luks::create(&*files.create(&self.path, self.cache)?, options).await?,
             NewImageFormat::Qcow2(options) => {
                 // Before anything is overwritten.
                 options.check().map_err(|source| ImageError::options(self.path.to_string_lossy(), source))?;

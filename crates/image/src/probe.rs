@@ -7,6 +7,7 @@
 use limosa_storage::{Buffer, Storage};
 
 use crate::error::ImageError;
+use crate::luks;
 use crate::qcow2::MAGIC;
 
 /// A format that limosa has.
@@ -17,22 +18,25 @@ pub enum Format {
     Raw,
     /// qcow2, version 2 or 3.
     Qcow2,
+    /// LUKS, version 1: an encrypted disk.
+    Luks,
 }
 
 impl Format {
-    /// `raw`, `qcow2`.
+    /// `raw`, `qcow2`, `luks`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
             Self::Qcow2 => "qcow2",
+            Self::Luks => "luks",
         }
     }
 }
 
 /// limosa does not have this format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("format {0:?} is not supported; use raw or qcow2")]
+#[error("format {0:?} is not supported; use raw, qcow2 or luks")]
 pub struct UnknownFormat(pub String);
 
 fn unknown(name: &str) -> UnknownFormat {
@@ -54,7 +58,7 @@ const FOREIGN: [(usize, &[u8], &str); 11] = [
     (0, b"QED\0", "qed"),
     (0, b"WithoutFreeSpace", "parallels"),
     (0, b"WithouFreSpacExt", "parallels"),
-    (0, b"LUKS\xba\xbe", "luks"),
+    (0, b"LUKS\xba\xbe\0\x02", "luks2"),
 ];
 
 /// The format that a file looks like.
@@ -73,7 +77,11 @@ pub fn guess(start: &[u8]) -> Guess {
     if let Some((_, _, name)) = FOREIGN.iter().find(|(at, bytes, _)| there(*at, bytes)) {
         return Guess::Foreign(name);
     }
-    Guess::Known(if there(0, &MAGIC) { Format::Qcow2 } else { Format::Raw })
+    Guess::Known(match () {
+        () if there(0, &MAGIC) => Format::Qcow2,
+        () if there(0, &luks::MAGIC) => Format::Luks,
+        () => Format::Raw,
+    })
 }
 
 /// Guesses the format of the image in a storage.
@@ -105,6 +113,8 @@ mod tests {
         assert_eq!(probe(b"QFI\xfb\0\0\0\x03").unwrap(), Format::Qcow2);
         // Of any version: other tools try to open it.
         assert_eq!(probe(b"QFI\xfb\0\0\0\x09").unwrap(), Format::Qcow2);
+        assert_eq!(probe(b"LUKS\xba\xbe\0\x01").unwrap(), Format::Luks);
+        assert!(probe(b"LUKS\xba\xbe\0\x02").unwrap_err().to_string().contains("luks2"));
         let said = probe(b"KDMV and so on").unwrap_err().to_string();
         assert!(said.starts_with("memory: it looks like vmdk, "), "{said}");
         let mut vdi = vec![0; 0x40];
@@ -114,12 +124,12 @@ mod tests {
 
     #[test]
     fn formats_have_qemus_names() {
-        for format in [Format::Raw, Format::Qcow2] {
+        for format in [Format::Raw, Format::Qcow2, Format::Luks] {
             assert_eq!(format.name().parse(), Ok(format));
         }
         assert_eq!(
             "vmdk".parse::<Format>().unwrap_err().to_string(),
-            r#"format "vmdk" is not supported; use raw or qcow2"#
+            r#"format "vmdk" is not supported; use raw, qcow2 or luks"#
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Raw images: a file with the bytes of the disk.
+//! Raw images: a file with the bytes of the disk; and encrypted ones (LUKS), once they are decrypted.
 //!
 //! Law: a raw image whose format was guessed stays one. A guest owns its first sector; if it wrote another format's
 //! signature there, the next guess would open that format, with the files that it names. Such a write fails.
@@ -15,6 +15,7 @@ use limosa_storage::{Buffer, IoVector, Storage, ZeroOptions};
 use crate::disk::{BlockStatus, Disk, MapEntry, Pending};
 use crate::error::ImageError;
 use crate::holes::{alike, inside};
+use crate::luks::EncryptedStorage;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
 use crate::probe::{Format, Guess, LOOKED_AT, guess};
@@ -49,6 +50,8 @@ pub struct Raw {
     windowed: bool,
     len: AtomicU64,
     read_only: bool,
+    /// Raw, or the format of encryption of what is in the file.
+    format: Format,
     requests: Requests,
     /// Held while its length changes.
     resizing: Mutex<()>,
@@ -82,10 +85,30 @@ impl Raw {
             windowed: options.offset != 0 || options.size.is_some(),
             len: AtomicU64::new(len),
             read_only: options.read_only || file.is_read_only(),
+            format: Format::Raw,
             requests: Requests::default(),
             resizing: Mutex::new(()),
             first_sector: (options.guessed && options.offset < LOOKED_AT as u64).then(|| Mutex::new(())),
             file,
+        }))
+    }
+
+    /// Opens the decrypted contents of an image in the format `luks`.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_luks(contents: EncryptedStorage, read_only: bool) -> Result<Arc<Self>, ImageError> {
+        let raw = Self::open(Arc::new(contents), &RawOptions::default().read_only(read_only))?;
+        Ok(Arc::new(Self {
+            file: Arc::clone(&raw.file),
+            offset: 0,
+            windowed: false,
+            len: AtomicU64::new(raw.len()),
+            read_only: raw.read_only,
+            format: Format::Luks,
+            requests: Requests::default(),
+            resizing: Mutex::new(()),
+            first_sector: None,
         }))
     }
 
@@ -252,7 +275,7 @@ impl Disk for Raw {
     }
 
     fn format(&self) -> &'static str {
-        Format::Raw.name()
+        self.format.name()
     }
 
     fn len(&self) -> u64 {
@@ -364,12 +387,15 @@ impl Disk for Raw {
                     here => length = here,
                 }
             }
-            Ok(MapEntry { length, kind, depth: 0, host: Some((Arc::clone(self.name()), HostOffset(host.start))) })
+            // What is encrypted is in no file as it is read here.
+            let unchanged = self.format == Format::Raw;
+            let host = unchanged.then(|| (Arc::clone(self.name()), HostOffset(host.start)));
+            Ok(MapEntry { length, kind, depth: 0, host })
         })
     }
 
     fn storage(&self, depth: u32) -> Option<Arc<dyn Storage>> {
-        (depth == 0).then(|| Arc::clone(&self.file))
+        (depth == 0 && self.format == Format::Raw).then(|| Arc::clone(&self.file))
     }
 
     fn copy_from(

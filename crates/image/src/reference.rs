@@ -33,6 +33,8 @@ pub struct Reference {
     pub backing: BackingOverride,
     /// The external data file, in place of the one that the image names.
     pub data_file: Option<PathBuf>,
+    /// The name of the secret that opens an encrypted image: `key-secret`, of qcow2 `encrypt.key-secret`.
+    pub key_secret: Option<String>,
     /// How the file is opened.
     pub settings: Settings,
 }
@@ -43,6 +45,7 @@ setters!(Reference {
     size: Option<u64>,
     backing: BackingOverride,
     data_file: Option<PathBuf>,
+    key_secret: Option<String>,
     settings: Settings,
 });
 
@@ -109,6 +112,7 @@ impl Reference {
             size: None,
             backing: BackingOverride::AsWritten,
             data_file: None,
+            key_secret: None,
             settings: Settings::default(),
         }
     }
@@ -331,6 +335,10 @@ impl Options {
             None => self.file(&format!("{node}file."), &mut settings)?,
         };
         let mut image = Reference { format, settings, ..Reference::file(path) };
+        image.key_secret = self.take(node, "key-secret")?;
+        if image.key_secret.is_some() && format != Some(Format::Luks) {
+            return Err(format!("{node}key-secret is for {node}driver=luks"));
+        }
         let offset = self.take_number(node, "offset")?;
         image.size = self.take_number(node, "size")?;
         if (offset.is_some() || image.size.is_some()) && format != Some(Format::Raw) {
@@ -342,8 +350,10 @@ impl Options {
         if self.has(data_file.trim_end_matches('.')) {
             image.data_file = Some(self.file(&data_file, &mut Settings::default())?);
         }
-        if format == Some(Format::Raw) && (image.backing != BackingOverride::AsWritten || image.data_file.is_some()) {
-            return Err(format!("{node}driver=raw has neither a backing nor a data file"));
+        if let Some(format @ (Format::Raw | Format::Luks)) = format
+            && (image.backing != BackingOverride::AsWritten || image.data_file.is_some())
+        {
+            return Err(format!("{node}driver={format} has neither a backing nor a data file"));
         }
         Ok(image)
     }
@@ -454,7 +464,10 @@ mod tests {
         let said = |list: &str| Reference::from_options(list).unwrap_err().why;
         assert_eq!(said("driver=qcow2"), "file.filename is missing");
         assert_eq!(said("file.filename=a,l2-size=1"), r#"unknown option "l2-size""#);
-        assert_eq!(said("driver=vmdk,file.filename=a"), r#"driver: format "vmdk" is not supported; use raw or qcow2"#);
+        assert_eq!(
+            said("driver=vmdk,file.filename=a"),
+            r#"driver: format "vmdk" is not supported; use raw, qcow2 or luks"#
+        );
         assert_eq!(
             said("driver=raw,file.driver=nbd,file.host=a"),
             "file.driver=nbd: not supported; use file or host_device"

@@ -18,6 +18,7 @@ use limosa_storage::{CacheMode, Create, FileIdentity, FileOptions, FileStorage, 
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::{FilePurpose, Policy};
+use crate::luks::{self, LuksError, Passphrase, Secrets};
 use crate::probe::{Format, probe};
 use crate::qcow2::{
     self, CheckOptions, CheckReport, Header, ImageParts, Journal, JournalFolder, Qcow2, Qcow2Options, Repair,
@@ -53,6 +54,8 @@ pub struct OpenOptions {
     pub qcow2: Qcow2Options,
     /// The image is read as it was when this snapshot was taken, and not written.
     pub snapshot: Option<SnapshotChoice>,
+    /// The passphrases that encrypted images of the chain name ([`Reference::key_secret`]).
+    pub secrets: Secrets,
     /// The folder of the image's journal, if it is qcow2 of version 3 and written: what was acknowledged survives there
     /// when the process is killed and clients continue with the next one.
     pub journals: Option<JournalFolder>,
@@ -67,6 +70,7 @@ setters!(OpenOptions {
     policy: Policy,
     qcow2: Qcow2Options,
     snapshot: Option<SnapshotChoice>,
+    secrets: Secrets,
     journals: Option<JournalFolder>,
 });
 
@@ -120,6 +124,8 @@ pub enum Image {
     Raw(Arc<Raw>),
     /// qcow2.
     Qcow2(Arc<Qcow2>),
+    /// The decrypted bytes.
+    Luks(Arc<Raw>),
 }
 
 impl Image {
@@ -127,7 +133,7 @@ impl Image {
     #[must_use]
     pub fn as_disk(&self) -> Arc<dyn Disk> {
         match self {
-            Self::Raw(raw) => Arc::clone(raw) as Arc<dyn Disk>,
+            Self::Raw(raw) | Self::Luks(raw) => Arc::clone(raw) as Arc<dyn Disk>,
             Self::Qcow2(qcow2) => Arc::clone(qcow2) as Arc<dyn Disk>,
         }
     }
@@ -137,7 +143,7 @@ impl Image {
     pub fn is_guessed(&self) -> bool {
         match self {
             Self::Raw(raw) => raw.is_guessed(),
-            Self::Qcow2(_) => false,
+            Self::Qcow2(_) | Self::Luks(_) => false,
         }
     }
 
@@ -145,7 +151,7 @@ impl Image {
     #[must_use]
     pub fn replayed(&self) -> usize {
         match self {
-            Self::Raw(_) => 0,
+            Self::Raw(_) | Self::Luks(_) => 0,
             Self::Qcow2(qcow2) => qcow2.replayed(),
         }
     }
@@ -154,7 +160,7 @@ impl Image {
     #[must_use]
     pub fn repair_report(&self) -> Option<&CheckReport> {
         match self {
-            Self::Raw(_) => None,
+            Self::Raw(_) | Self::Luks(_) => None,
             Self::Qcow2(qcow2) => qcow2.repair_report(),
         }
     }
@@ -181,7 +187,7 @@ impl ImageFile {
     pub async fn check(&self, repair: Option<Repair>) -> Result<Option<CheckReport>, ImageError> {
         let (storage, options) = (&*self.storage, CheckOptions::default());
         match (self.format, repair) {
-            (Format::Raw, _) => Ok(None),
+            (Format::Raw | Format::Luks, _) => Ok(None),
             (Format::Qcow2, None) => qcow2::check(storage, options).await.map(Some),
             (Format::Qcow2, Some(what)) => qcow2::repair(storage, what, options).await.map(Some),
         }
@@ -344,7 +350,7 @@ impl<'a> Walk<'a> {
 
 impl Level {
     async fn of(file: ImageFile, walk: &mut Walk<'_>) -> Result<Self, ImageError> {
-        if file.format == Format::Raw {
+        if file.format != Format::Qcow2 {
             return Ok(Self { file, header: None, data_file: None });
         }
         let header = Header::read(&*file.storage).await?;
@@ -395,9 +401,9 @@ impl Level {
     }
 
     /// The parts of a qcow2 image; any other file as it is.
-    fn parts(self, backing: Option<Image>) -> Result<ImageParts, ImageFile> {
+    fn parts(self, backing: Option<Image>) -> Result<ImageParts, Box<ImageFile>> {
         let Self { file, header, data_file } = self;
-        let Some(header) = header else { return Err(file) };
+        let Some(header) = header else { return Err(Box::new(file)) };
         let data_file = data_file.map(|storage| storage as Arc<dyn Storage>);
         let backing = backing.as_ref().map(Image::as_disk);
         Ok(ImageParts::new(file.storage, header).data_file(data_file).backing(backing))
@@ -415,10 +421,15 @@ impl Level {
         let journal = self.journal(options.journals.as_ref().filter(|_| !read_only))?;
         let mut parts = match self.parts(backing) {
             Ok(parts) => parts,
-            Err(ImageFile { reference, storage, guessed, .. }) => {
+            Err(file) => {
+                let ImageFile { reference, storage, guessed, format } = *file;
                 if let Some(snapshot) = &options.snapshot {
-                    let what = format!("it is raw, and has no snapshot with {snapshot}");
+                    let what = format!("it is {format}, and has no snapshot with {snapshot}");
                     return Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what });
+                }
+                if format == Format::Luks {
+                    let passphrase = passphrase(&storage, &reference, options)?;
+                    return Ok(Image::Luks(Raw::open_luks(luks::open(storage, passphrase).await?, read_only)?));
                 }
                 let raw = RawOptions { offset: reference.offset, size: reference.size, read_only, guessed };
                 return Ok(Image::Raw(Raw::open(storage, &raw)?));
@@ -430,6 +441,18 @@ impl Level {
         parts.journal = journal;
         Ok(Image::Qcow2(Qcow2::open(parts, Qcow2Options { read_only, ..options.qcow2.clone() }).await?))
     }
+}
+
+/// The passphrase of an encrypted image.
+pub(crate) fn passphrase<'a>(
+    storage: &FileStorage,
+    reference: &Reference,
+    options: &'a OpenOptions,
+) -> Result<&'a Passphrase, ImageError> {
+    let fault =
+        |what: String| ImageError::Encryption { image: Arc::clone(storage.name()), source: LuksError::Options(what) };
+    let name = reference.key_secret.as_deref().ok_or_else(|| fault("no secret was given for it".into()))?;
+    options.secrets.get(name).ok_or_else(|| fault(format!("there is no secret {name:?}")))
 }
 
 /// The reference that an image has to its backing file, with the format that it has for it.

@@ -15,14 +15,21 @@ mod cipher;
 mod hash;
 mod header;
 mod key_slot;
+mod secret;
+mod sector_locks;
+mod storage;
 mod unlock;
+mod volume;
 
 pub use algorithm::{CipherAlgorithm, CipherMode, IvGenerator};
 pub use cipher::{SECTOR, SectorCipher};
 pub use hash::HashAlgorithm;
 pub use header::{HEADER_LENGTH, Header, KEY_SLOTS, Layout, Limits, MAGIC, Slot};
 pub use key_slot::{DEFAULT_ITER_TIME, NewHeader, STRIPES, iterations_for};
+pub use secret::{Passphrase, Secrets};
+pub use storage::EncryptedStorage;
 pub use unlock::{Unlocked, VolumeKey};
+pub use volume::{CreateOptions, create, open, read_header};
 
 /// A fault of a header, or a passphrase that opens no key slot.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

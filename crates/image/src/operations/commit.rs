@@ -143,7 +143,7 @@ async fn grow(base: &Image, length: u64) -> Result<(), OperationError> {
         return Ok(());
     }
     match base {
-        Image::Raw(raw) => raw.resize(length, Preallocation::Off).await?,
+        Image::Raw(raw) | Image::Luks(raw) => raw.resize(length, Preallocation::Off).await?,
         Image::Qcow2(qcow2) => qcow2.grow(length).await?,
     }
     Ok(())

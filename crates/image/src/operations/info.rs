@@ -14,6 +14,7 @@ use serde::Serialize;
 use crate::chain::{self, ImageFile, OpenOptions};
 use crate::error::ImageError;
 use crate::holes::taken;
+use crate::luks;
 use crate::probe::Format;
 use crate::qcow2::{Encryption, Header, Snapshot, read_bitmaps, read_snapshots};
 use crate::reference::Reference;
@@ -158,6 +159,8 @@ impl From<Snapshot> for SnapshotInfo {
 pub enum FormatSpecific {
     /// qcow2.
     Qcow2(Qcow2Info),
+    /// LUKS.
+    Luks(LuksInfo),
 }
 
 /// Properties of qcow2 images.
@@ -214,6 +217,74 @@ pub struct EncryptInfo {
     pub format: &'static str,
 }
 
+/// Encryption with LUKS.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub struct LuksInfo {
+    /// Generator of initialization vectors.
+    pub ivgen_alg: &'static str,
+    /// Whether the header is in a file of its own.
+    pub detached_header: bool,
+    /// Hash of the passphrases.
+    pub hash_alg: String,
+    /// The cipher, with the bits of its key.
+    pub cipher_alg: String,
+    /// UUID of the header.
+    pub uuid: String,
+    /// Hash of the generator, if it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ivgen_hash_alg: Option<String>,
+    /// Mode of the cipher.
+    pub cipher_mode: String,
+    /// The key slots.
+    pub slots: Vec<KeySlotInfo>,
+    /// Offset of the disk in bytes.
+    pub payload_offset: u64,
+    /// Iterations of the volume key's digest.
+    pub master_key_iters: u32,
+}
+
+/// A key slot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub struct KeySlotInfo {
+    /// Whether it has a passphrase.
+    pub active: bool,
+    /// Iterations of the passphrase; only of an active slot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iters: Option<u32>,
+    /// Offset of its key material in bytes.
+    pub key_offset: u64,
+    /// Stripes of its key material; only of an active slot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stripes: Option<u32>,
+}
+
+impl From<&luks::Header> for LuksInfo {
+    fn from(header: &luks::Header) -> Self {
+        let slots = header.slots.iter().map(|slot| KeySlotInfo {
+            active: slot.active,
+            iters: slot.active.then_some(slot.iterations),
+            key_offset: header.key_material(slot).start,
+            stripes: slot.active.then_some(slot.stripes),
+        });
+        Self {
+            ivgen_alg: header.generator.name(),
+            detached_header: false,
+            hash_alg: header.hash.to_string(),
+            cipher_alg: header.cipher.to_string(),
+            uuid: header.uuid.clone(),
+            ivgen_hash_alg: header.generator.hash().map(|hash| hash.to_string()),
+            cipher_mode: header.mode.to_string(),
+            slots: slots.collect(),
+            payload_offset: header.payload_offset(),
+            master_key_iters: header.key_iterations,
+        }
+    }
+}
+
 impl ImageInfo {
     /// Of an image whose file is open. Nothing else is opened; its tables may lie anywhere.
     ///
@@ -242,6 +313,12 @@ impl ImageInfo {
         if file.format == Format::Qcow2 {
             let header = Header::read_to_examine(&*file.storage).await?;
             info.describe(file, &header).await?;
+        }
+        if file.format == Format::Luks {
+            let header = luks::read_header(&*file.storage).await?;
+            info.virtual_size = sectors(file.storage.length()?.saturating_sub(header.payload_offset()));
+            info.encrypted = Some(true);
+            info.format_specific = Some(FormatSpecific::Luks((&header).into()));
         }
         Ok(info)
     }

@@ -12,6 +12,7 @@ use super::operation::{DiskOperation, OperationError};
 use crate::chain::{self, ImageFile, NamedImage};
 use crate::disk::Disk;
 use crate::error::{CreateOptionsError, ImageError};
+use crate::luks;
 use crate::new_image::NewImageFormat;
 use crate::offset::GuestOffset;
 use crate::preallocation::Preallocation;
@@ -38,6 +39,7 @@ pub fn measure_new(target: &NewImageFormat, name: &str) -> Result<Measurement, I
     let plan = match target {
         NewImageFormat::Raw(options) => raw(options.size),
         NewImageFormat::Qcow2(options) => qcow2(options, options.size, 0),
+        NewImageFormat::Luks(options) => luks(options, options.size),
     };
     plan.map_err(|error| ImageError::options(name, error))
 }
@@ -58,6 +60,10 @@ pub async fn measure_copy(
             let measured = raw(disk.len());
             return Ok(measured.map_err(|error| ImageError::options(name, error))?);
         }
+        NewImageFormat::Luks(new) => {
+            let disk = chain::open(&source.reference, &source.options).await?;
+            return Ok(luks(new, disk.len()).map_err(|error| ImageError::options(name, error))?);
+        }
         NewImageFormat::Qcow2(new) => new,
     };
     let bitmaps = bitmaps(source).await?;
@@ -73,6 +79,11 @@ pub async fn measure_copy(
 fn raw(size: u64) -> Result<Measurement, CreateOptionsError> {
     let size = size.checked_next_multiple_of(SECTOR).ok_or(CreateOptionsError::TooLarge(size))?;
     Ok(Measurement { required: size, fully_allocated: size, bitmaps: None })
+}
+
+fn luks(options: &luks::CreateOptions, size: u64) -> Result<Measurement, CreateOptionsError> {
+    let length = options.clone().size(size).length().ok_or(CreateOptionsError::TooLarge(size))?;
+    Ok(Measurement { required: length, fully_allocated: length, bitmaps: None })
 }
 
 /// A qcow2 image whose disk of `size` bytes has `contents` bytes of contents.
@@ -137,7 +148,7 @@ struct SourceBitmaps {
 /// The bitmaps of a source; `None` if its format has none.
 async fn bitmaps(source: &NamedImage) -> Result<Option<SourceBitmaps>, ImageError> {
     let file = ImageFile::open(&source.reference, &source.options).await?;
-    if file.format == Format::Raw {
+    if file.format != Format::Qcow2 {
         return Ok(None);
     }
     let header = Header::read(&*file.storage).await?;

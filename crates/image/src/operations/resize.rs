@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::chain::{self, ImageFile, OpenOptions};
 use crate::disk::Disk as _;
 use crate::error::ImageError;
+use crate::luks;
 use crate::preallocation::Preallocation;
 use crate::probe::Format;
 use crate::qcow2;
@@ -122,6 +123,16 @@ pub async fn resize(
             if file.guessed {
                 on_guess();
             }
+            raw.resize(size, options.preallocation).await?;
+            raw.close().await?;
+            (before, size)
+        }
+        Format::Luks => {
+            let passphrase = chain::passphrase(&file.storage, &file.reference, &open)?;
+            let contents = luks::open(Arc::clone(&file.storage) as Arc<dyn Storage>, passphrase).await?;
+            let raw = Raw::open_luks(contents, false)?;
+            let before = raw.len();
+            let size = length(before)?;
             raw.resize(size, options.preallocation).await?;
             raw.close().await?;
             (before, size)

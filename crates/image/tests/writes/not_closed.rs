@@ -121,7 +121,7 @@ fn what_a_killed_qemu_leaves_is_repaired() {
         let options = OpenOptions::default().read_only(read_only);
         match block_on(open_image(&Reference::file(&path), &options)).unwrap() {
             Image::Qcow2(disk) => disk,
-            Image::Raw(_) => panic!("it is qcow2"),
+            Image::Raw(_) | Image::Luks(_) => panic!("it is qcow2"),
         }
     };
     let disk = open(true);

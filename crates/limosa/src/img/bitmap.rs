@@ -21,7 +21,7 @@ pub(crate) fn run(options: &BitmapOptions) -> anyhow::Result<ExitCode> {
 /// Opens an image that has bitmaps.
 fn qcow2(source: &Source, read_only: bool) -> anyhow::Result<ImageFile> {
     let file = open::file(source, read_only)?;
-    if file.format == Format::Raw {
+    if file.format != Format::Qcow2 {
         anyhow::bail!("{}: format raw has no bitmaps", source.name);
     }
     Ok(file)

@@ -131,8 +131,9 @@ fn target(options: &ConvertOptions) -> Source {
 fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     let target = &options.target;
     let mut format = FormatOptions::parse(&target.format, &target.options)?;
-    if (options.backing.is_some() || options.backing_format.is_some()) && format.format() == Format::Raw {
-        anyhow::bail!("{}: format raw does not support a backing file; use -O qcow2", options.name);
+    if (options.backing.is_some() || options.backing_format.is_some()) && format.format() != Format::Qcow2 {
+        let (name, format) = (&options.name, format.format());
+        anyhow::bail!("{name}: format {format} does not support a backing file; use -O qcow2");
     }
     if let Some(backing) = &options.backing {
         format.set("backing_file", backing)?;
@@ -165,8 +166,9 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
 
 /// Refuses a new target that cannot be compressed, before it is created.
 fn refuse_uncompressed(name: &Name, format: &FormatOptions) -> anyhow::Result<()> {
-    if format.format() == Format::Raw {
-        anyhow::bail!("{name}: format raw does not support compressed contents; use -O qcow2, or omit -c");
+    if format.format() != Format::Qcow2 {
+        let format = format.format();
+        anyhow::bail!("{name}: format {format} does not support compressed contents; use -O qcow2, or omit -c");
     }
     if format.path("data_file").is_some() {
         anyhow::bail!("{name}: an image with a data file does not support compressed contents; omit -c");

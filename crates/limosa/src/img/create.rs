@@ -3,9 +3,11 @@
 use std::ffi::OsStr;
 use std::process::ExitCode;
 use std::str::FromStr;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use limosa_image::chain::OpenOptions;
+use limosa_image::luks::{self, HashAlgorithm, IvGenerator, NewHeader};
 use limosa_image::qcow2::Compression;
 use limosa_image::reference::Reference;
 use limosa_image::{Format, NewImage, NewImageFormat, Preallocation, qcow2, raw};
@@ -13,6 +15,7 @@ use limosa_storage::{CacheMode, LockPolicy, block_on};
 
 use super::format_options::FormatOptions;
 use super::interrupt::UNFINISHED;
+use super::object;
 use super::open;
 use super::options::{CreateOptions, Name};
 use limosa_console::{check_stdout, error_line, print_out};
@@ -64,11 +67,12 @@ fn asked(options: &CreateOptions) -> anyhow::Result<FormatOptions> {
         format.set("size", size.to_string())?;
     }
     if let Some(value) = options.backing.as_deref().or(options.backing_format.as_deref().map(OsStr::new))
-        && format.format() == Format::Raw
+        && format.format() != Format::Qcow2
     {
         anyhow::bail!(
-            "{}: format raw does not support a backing file ({}); use -f qcow2",
+            "{}: format {} does not support a backing file ({}); use -f qcow2",
             options.name,
+            format.format(),
             value.display()
         );
     }
@@ -109,8 +113,37 @@ pub(crate) fn new_image(name: &Name, cache: CacheMode, format: &FormatOptions) -
             let qcow2 = qcow2_options(format, size, preallocation)?;
             NewImageFormat::Qcow2(Box::new(qcow2))
         }
+        Format::Luks => NewImageFormat::Luks(Box::new(luks_options(name, format, size)?)),
     };
     Ok(NewImage::new(Reference::path_from_name(name)?, cache, new))
+}
+
+/// The options of a new image in the format `luks`.
+fn luks_options(name: &Name, format: &FormatOptions, size: u64) -> anyhow::Result<luks::CreateOptions> {
+    let secret = format.text("key-secret").with_context(|| format!("{name}: format luks needs -o key-secret=ID"))?;
+    let passphrase = object::secrets().get(secret).cloned();
+    let passphrase = passphrase.with_context(|| {
+        format!("-o key-secret={secret}: no such secret; define it with --object secret,id={secret}")
+    })?;
+    if format.on_off("detached-header") == Some(true) {
+        anyhow::bail!("-o detached-header: not supported; use qemu-img");
+    }
+    let usual = NewHeader::default();
+    let hash = parsed(format, "ivgen-hash-alg")?;
+    let generator = match (format.text("ivgen-alg"), hash) {
+        (None | Some("plain64"), None) => IvGenerator::Plain64,
+        (Some("plain"), None) => IvGenerator::Plain,
+        (Some("essiv"), hash) => IvGenerator::Essiv(hash.unwrap_or(HashAlgorithm::Sha256)),
+        (None | Some("plain" | "plain64"), Some(_)) => anyhow::bail!("-o ivgen-hash-alg needs -o ivgen-alg=essiv"),
+        (Some(other), _) => anyhow::bail!("-o ivgen-alg={other}: must be plain, plain64 or essiv"),
+    };
+    let header = usual
+        .cipher(parsed(format, "cipher-alg")?.unwrap_or(usual.cipher))
+        .mode(parsed(format, "cipher-mode")?.unwrap_or(usual.mode))
+        .generator(generator)
+        .hash(parsed(format, "hash-alg")?.unwrap_or(usual.hash))
+        .iter_time(format.number("iter-time").map_or(usual.iter_time, Duration::from_millis));
+    Ok(luks::CreateOptions::new(passphrase).size(size).header(header))
 }
 
 /// A text with few values, if it was given.

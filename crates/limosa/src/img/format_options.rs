@@ -57,6 +57,19 @@ const QCOW2: [Known; 12] = [
     usually("refcount_bits", Kind::Number, "Bits of a refcount: 1 to 64, a power of two", "16"),
 ];
 
+/// In the order of the printed line.
+const LUKS: [Known; 9] = [
+    known("key-secret", Kind::Text, "Secret with the passphrase of key slot 0"),
+    known("cipher-alg", Kind::Text, "Cipher: aes-256 (default), aes-128, serpent-256, twofish-256, ..."),
+    known("cipher-mode", Kind::Text, "Mode of the cipher: xts (default), cbc, ecb"),
+    known("ivgen-alg", Kind::Text, "Generator of initialization vectors: plain64 (default), plain, essiv"),
+    known("ivgen-hash-alg", Kind::Text, "Hash of essiv: sha256 (default), ..."),
+    known("hash-alg", Kind::Text, "Hash of the passphrases: sha256 (default), sha1, sha512, ripemd160, ..."),
+    known("iter-time", Kind::Number, "Milliseconds that the passphrase takes to check (default: 2000)"),
+    known("detached-header", Kind::OnOff, "Header in a file of its own: not supported"),
+    known("size", Kind::Size, "Virtual size"),
+];
+
 /// Options of QEMU that are refused, each with the reason.
 const REFUSED: [(&str, &str); 4] = [
     ("encrypt.", "encryption is not supported yet"),
@@ -117,6 +130,7 @@ impl FormatOptions {
         let known: &[Known] = match format {
             Format::Raw => &RAW,
             Format::Qcow2 => &QCOW2,
+            Format::Luks => &LUKS,
         };
         Ok(Self { format, known, given: Vec::new() })
     }

@@ -67,9 +67,14 @@ fn text(info: &ImageInfo) -> anyhow::Result<String> {
         lines.push(format!("backing file format: {format}"));
     }
     lines.extend(snapshots(&info.snapshots));
-    if let Some(FormatSpecific::Qcow2(specific)) = &info.format_specific {
+    let specific = match &info.format_specific {
+        Some(FormatSpecific::Qcow2(specific)) => Some(serde_json::to_value(specific)?),
+        Some(FormatSpecific::Luks(specific)) => Some(serde_json::to_value(specific)?),
+        None => None,
+    };
+    if let Some(specific) = specific {
         lines.push("Format specific information:".to_owned());
-        tell(&serde_json::to_value(specific)?, 1, &mut lines);
+        tell(&specific, 1, &mut lines);
     }
     for child in &info.children {
         let (of, length) = (&child.info, child.info.virtual_size);

@@ -37,7 +37,7 @@ use crate::args::{ImgArgs, ImgCommand};
 const LATER: [&str; 1] = ["amend"];
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
-    match (object::check(args.command.objects()), &args.command) {
+    match (object::define(args.command.objects()), &args.command) {
         (Ok(()), _) => {}
         // 1 would say that two images differ.
         (Err(error), ImgCommand::Compare(_)) => return Ok(compare::refuse(&error)),

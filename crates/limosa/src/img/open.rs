@@ -13,6 +13,7 @@ use limosa_image::qcow2::{CheckReport, Qcow2Options};
 use limosa_image::reference::Reference;
 use limosa_storage::{LockPolicy, block_on};
 
+use super::object;
 use super::options::Source;
 use limosa_console::say;
 
@@ -32,7 +33,8 @@ pub(crate) fn resolve(source: &Source) -> anyhow::Result<NamedImage> {
         .cache(source.cache)
         .io(source.io)
         .lock(if source.force_share { LockPolicy::None } else { LockPolicy::Auto })
-        .policy(policy(source.untrusted));
+        .policy(policy(source.untrusted))
+        .secrets(object::secrets());
     Ok(NamedImage::new(reference, options))
 }
 

@@ -25,7 +25,7 @@ pub(crate) fn run(options: &SnapshotOptions) -> anyhow::Result<ExitCode> {
                 print_out!("{}", snapshots(&info.snapshots).join("\n"));
             }
         }
-        Some(_) if file.format == Format::Raw => {
+        Some(_) if file.format != Format::Qcow2 => {
             anyhow::bail!("{}: format raw has no internal snapshots", source.name);
         }
         Some(change) => block_on(change_snapshots(&*file.storage, change, CheckOptions::default()))?,

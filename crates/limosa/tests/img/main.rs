@@ -17,6 +17,7 @@ mod dd;
 mod info;
 mod interrupt;
 mod locks;
+mod luks;
 mod map;
 mod measure;
 mod rebase;

@@ -17,10 +17,14 @@ use super::{ConvertCounters, ConvertOptions, convert_on_threads};
 use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
 use crate::gate::Policy;
-use crate::new_image::{CreatedFiles, NewImage, UnfinishedFiles};
+use crate::luks::Secrets;
+use crate::new_image::{CreatedFiles, NewImage, NewImageFormat, UnfinishedFiles};
 use crate::operations::operation::{OperationError, ProgressObserver};
 use crate::probe::Format;
 use crate::reference::Reference;
+
+/// The name of the new target's passphrase.
+const SECRET: &str = "target";
 
 /// A conversion of images that are given by name.
 #[derive(Debug, Clone)]
@@ -179,10 +183,22 @@ impl NewTarget {
         let NewImage { path, cache, .. } = &self.image;
         // A device keeps its contents, except in an image that says which of them count.
         let device = fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device());
-        let is_zero = below.is_none() && (self.image.format() != Format::Raw || !device);
-        let reference = Reference { format: Some(self.image.format()), ..Reference::file(path) };
+        let is_zero = below.is_none()
+            && match self.image.format() {
+                Format::Qcow2 => true,
+                Format::Raw => !device,
+                // What was never written is decrypted to anything.
+                Format::Luks => false,
+            };
+        let mut reference = Reference { format: Some(self.image.format()), ..Reference::file(path) };
+        let mut secrets = Secrets::default();
+        if let NewImageFormat::Luks(options) = &self.image.format {
+            secrets.insert(SECRET, options.passphrase.clone());
+            reference.key_secret = Some(SECRET.to_owned());
+        }
         // The new image refers to what the caller named, and what that refers to was checked above.
-        let options = OpenOptions { cache: *cache, io: self.io, policy: Policy::Follow, ..OpenOptions::default() };
+        let options =
+            OpenOptions { cache: *cache, io: self.io, policy: Policy::Follow, secrets, ..OpenOptions::default() };
         Ok(Made { image: NamedImage::new(reference, options), files, below, is_zero })
     }
 }

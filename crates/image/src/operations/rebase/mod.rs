@@ -149,7 +149,7 @@ impl RebaseRequest {
         let open = match &self.mode {
             RebaseMode::HeaderOnly => {
                 let file = ImageFile::open(reference, &writable).await?;
-                if file.format == Format::Raw {
+                if file.format != Format::Qcow2 {
                     let what = "it is not a qcow2 image".to_owned();
                     return Err(ImageError::Unsupported { image: Arc::clone(file.storage.name()), what });
                 }

@@ -34,7 +34,7 @@ pub(crate) struct ImgConvertArgs {
     #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback")]
     source_cache: CacheMode,
 
-    /// The target's format: raw or qcow2
+    /// The target's format: raw, qcow2 or luks
     #[arg(short = 'O', long, value_name = "FMT", default_value = "raw")]
     target_format: String,
 

@@ -10,7 +10,7 @@ use crate::img::size::parse_size;
 
 #[derive(Debug, Args)]
 pub(crate) struct ImgCreateArgs {
-    /// The new image's format: raw or qcow2
+    /// The new image's format: raw, qcow2 or luks
     #[arg(short, long, value_name = "FMT", default_value = "raw")]
     format: String,
 

@@ -10,8 +10,8 @@ use crate::img::options::{Name, Source};
 
 #[derive(Debug, Args)]
 pub(crate) struct ObjectArg {
-    /// A secret: secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64]; not used yet (encryption is not supported).
-    /// Repeatable
+    /// A secret that encrypted images are opened with: secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64]
+    /// [,keyid=NAME,iv=BASE64]. Repeatable
     #[arg(long, value_name = "OBJDEF", value_parser = Secret::parse, action = ArgAction::Append)]
     object: Vec<Secret>,
 }
@@ -37,7 +37,7 @@ pub(crate) struct OpenArgs {
 /// One image that exists, but for its name.
 #[derive(Debug, Args)]
 pub(crate) struct ImageArgs {
-    /// The image's format: raw or qcow2; probed by default
+    /// The image's format: raw, qcow2 or luks; probed by default
     #[arg(short, long, value_name = "FMT")]
     format: Option<String>,
 

@@ -20,7 +20,7 @@ pub(crate) struct ImgMeasureArgs {
     #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = parse_snapshot)]
     snapshot: Option<SnapshotChoice>,
 
-    /// The target's format: raw or qcow2
+    /// The target's format: raw, qcow2 or luks
     #[arg(short = 'O', long, value_name = "FMT", default_value = "raw")]
     target_format: String,
 

@@ -1,0 +1,176 @@
+//! Encrypted images in the format `luks`.
+
+use std::fs;
+
+use limosa_testkit::cryptsetup;
+
+use crate::bed::{Bed, assert_one_line};
+use crate::needs_qemu;
+
+const SECRET: [&str; 2] = ["--object", "secret,id=s,data=correct horse"];
+
+/// An image by the options that open it.
+fn opts(name: &str) -> &'static str {
+    format!("driver=luks,key-secret=s,file.filename={name}").leak()
+}
+
+/// A disk with contents, holes and zeros.
+fn disk(bed: &Bed) {
+    bed.create(&["-f", "qcow2", "disk", "5M"]);
+    bed.qemu_io("disk", &["write -P 7 0 70k", "write -P 9 1M 1M", "write -z 3M 64k", "write -P 3 5242368 512"]);
+}
+
+/// Expects the same contents, by both programs.
+#[track_caller]
+fn same(bed: &Bed, image: &str) {
+    let words = [&["compare"], &SECRET[..], &["--image-opts", "driver=qcow2,file.filename=disk", opts(image)]].concat();
+    assert_eq!(bed.qemu_img(&words).success().stdout, "Images are identical.\n");
+    bed.both_say(&words);
+}
+
+#[test]
+fn images_of_stock_tools_are_described_as_stock_tools_do() {
+    needs_qemu!();
+    let bed = Bed::new();
+    for options in [
+        "cipher-alg=aes-256",
+        "cipher-alg=aes-256,cipher-mode=cbc,ivgen-alg=essiv,ivgen-hash-alg=sha256",
+        "cipher-alg=twofish-128,cipher-mode=xts,ivgen-alg=plain,hash-alg=ripemd160",
+    ] {
+        let options = format!("key-secret=s,iter-time=10,{options}");
+        bed.create(&[&SECRET[..], &["-f", "luks", "-o", &options, "x", "3M"]].concat());
+        bed.both_say(&["info", "x"]);
+        bed.both_tell(&["info", "--output", "json", "x"]);
+        bed.both_say(&["info", "-f", "luks", "x"]);
+        for form in ["human", "json"] {
+            let output = format!("--output={form}");
+            bed.both_say(&[&["measure", &output], &SECRET[..], &["-O", "raw", "--image-opts", opts("x")]].concat());
+            let map = [&["map", &output], &SECRET[..], &["--image-opts", opts("x")]].concat();
+            if form == "json" {
+                bed.both_tell(&map);
+            } else {
+                bed.both_refuse(&map, "x");
+            }
+        }
+    }
+}
+
+#[test]
+fn contents_are_converted_from_and_to_encrypted_images() {
+    needs_qemu!();
+    let bed = Bed::new();
+    disk(&bed);
+    let to = |name| ["-O", "luks", "-o", "key-secret=s,iter-time=10", "disk", name];
+    bed.qemu_img(&[&["convert"], &SECRET[..], &to("theirs")].concat()).success();
+    same(&bed, "theirs");
+    let ours = [&["convert"], &SECRET[..], &to("ours")].concat();
+    assert_eq!(bed.limosa(&ours).status.code(), Some(0));
+    same(&bed, "ours");
+    for (name, program) in [("theirs", "limosa"), ("ours", "limosa"), ("ours", "qemu-img")] {
+        let words = [&["convert"], &SECRET[..], &["-O", "qcow2", "--image-opts", opts(name), "plain"]].concat();
+        match program {
+            "limosa" => assert_eq!(bed.limosa(&words).status.code(), Some(0)),
+            _ => _ = bed.qemu_img(&words).success(),
+        }
+        assert_eq!(bed.qemu_img(&["compare", "disk", "plain"]).success().stdout, "Images are identical.\n");
+    }
+    let blocks = [&["dd"], &SECRET[..], &["--image-opts", "bs=512", "count=2049", "skip=2047"]].concat();
+    for (name, of) in [("ours", "a"), ("theirs", "b")] {
+        let (from, to) = (format!("if={}", opts(name)), format!("of={of}"));
+        let words = [&blocks[..], &[&from, &to]].concat();
+        assert_eq!(bed.limosa(&words).status.code(), Some(0), "{words:?}");
+    }
+    assert_eq!(fs::read(bed.path("a")).unwrap(), [vec![0; 512], vec![9; 512]].concat());
+    assert_eq!(fs::read(bed.path("b")).unwrap(), fs::read(bed.path("a")).unwrap());
+    // An existing target is overwritten, zeros included.
+    let again = [&["convert"], &SECRET[..], &["-n", "--target-image-opts", "disk", opts("theirs")]].concat();
+    assert_eq!(bed.limosa(&again).status.code(), Some(0));
+    same(&bed, "theirs");
+}
+
+#[test]
+fn new_images_are_opened_by_stock_tools_and_change_their_size() {
+    needs_qemu!();
+    let bed = Bed::new();
+    for options in [
+        "cipher-alg=aes-128,cipher-mode=xts,hash-alg=sha1",
+        "cipher-alg=aes-256,cipher-mode=cbc,ivgen-alg=essiv",
+        "cipher-alg=serpent-256,ivgen-alg=plain,hash-alg=sha512",
+        "cipher-alg=twofish-256,hash-alg=ripemd160",
+    ] {
+        let options = format!("key-secret=s,iter-time=10,{options}");
+        let words = [&["create"], &SECRET[..], &["-f", "luks", "-o", &options, "x", "3M"]].concat();
+        let printed = bed.limosa(&words);
+        assert_eq!(printed.status.code(), Some(0), "{}", printed.stderr);
+        assert!(!printed.stdout.contains("horse"));
+        bed.both_say(&["info", "x"]);
+        let dump = cryptsetup(["luksDump", bed.path("x").to_str().unwrap()]).unwrap();
+        assert!(dump.contains("Key Slot 0: ENABLED") && dump.contains("Key Slot 1: DISABLED"), "{dump}");
+        // What is behind the old end reads as zeros, with stock tools too.
+        let zero = [&["convert"], &SECRET[..], &["-n", "--target-image-opts", "zero", opts("x")]].concat();
+        bed.create(&["-f", "qcow2", "zero", "3M"]);
+        assert_eq!(bed.limosa(&zero).status.code(), Some(0));
+        let resize = |size| [&["resize", "-q"], &SECRET[..], &["--shrink", "--image-opts", opts("x"), size]].concat();
+        assert_eq!(bed.limosa(&resize("4M")).status.code(), Some(0));
+        bed.qemu_img(&["resize", "-q", "zero", "4M"]).success();
+        let compare =
+            [&["compare"], &SECRET[..], &["--image-opts", "driver=qcow2,file.filename=zero", opts("x")]].concat();
+        bed.qemu_img(&compare).success();
+        bed.both_say(&["info", "x"]);
+        assert_eq!(bed.limosa(&resize("1M")).status.code(), Some(0));
+        bed.both_say(&["info", "x"]);
+        bed.create(&["-f", "qcow2", "zero", "1M"]);
+        bed.qemu_img(&compare).success();
+    }
+}
+
+#[test]
+fn a_wrong_passphrase_and_bad_options_are_one_line() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&[&SECRET[..], &["-f", "luks", "-o", "key-secret=s,iter-time=10", "x", "1M"]].concat());
+    let refused = |secret: &str, image: &str, says: &str| {
+        bed.both_refuse(&["convert", "--object", secret, "-O", "raw", "--image-opts", image, "y"], says);
+        assert!(!bed.path("y").exists());
+    };
+    refused("secret,id=s,data=incorrect", opts("x"), "x: cannot be decrypted: the passphrase does not open");
+    refused("secret,id=t,data=correct horse", opts("x"), "there is no secret \"s\"");
+    refused("secret,id=s,data=correct horse", "driver=luks,file.filename=x", "no secret was given");
+    bed.both_refuse(&["convert", "-O", "raw", "x", "y"], "no secret was given");
+    for (options, says) in [
+        ("iter-time=10", "key-secret"),
+        ("key-secret=t", "no such secret"),
+        ("key-secret=s,cipher-alg=rot-13", "cipher-alg"),
+        ("key-secret=s,cipher-mode=cbc,ivgen-alg=essiv,ivgen-hash-alg=sha512", "essiv:sha512"),
+    ] {
+        bed.both_refuse(&[&["create", "-q"], &SECRET[..], &["-f", "luks", "-o", options, "y", "1M"]].concat(), says);
+        assert!(!bed.path("y").exists(), "{options}");
+    }
+    // A header that asks for four thousand million iterations.
+    let mut bytes = fs::read(bed.path("x")).unwrap();
+    bytes[212..216].fill(0xff);
+    fs::write(bed.path("x"), bytes).unwrap();
+    let words = [&["convert"], &SECRET[..], &["-O", "raw", "--image-opts", opts("x"), "y"]].concat();
+    assert_one_line(&bed.limosa(&words).into(), &words, "key slot 0: 4294967295 iterations");
+}
+
+#[test]
+fn secrets_are_the_same_in_all_their_forms() {
+    needs_qemu!();
+    let bed = Bed::new();
+    fs::write(bed.path("key"), "correct horse").unwrap();
+    fs::write(bed.path("key64"), "Y29ycmVjdCBob3JzZQ==\n").unwrap();
+    bed.create(&[&SECRET[..], &["-f", "luks", "-o", "key-secret=s,iter-time=10", "x", "1M"]].concat());
+    let master = ["--object", "secret,id=k,data=a2tra2tra2tra2tra2tra2tra2tra2tra2tra2tra2s=,format=base64"];
+    for (secret, more) in [
+        ("secret,id=s,file=key", &[][..]),
+        ("secret,id=s,file=key64,format=base64", &[]),
+        ("secret,id=s,data=Y29ycmVjdCBob3JzZQ==,format=base64", &[]),
+        ("{\"qom-type\":\"secret\",\"id\":\"s\",\"data\":\"correct horse\"}", &[]),
+        ("secret,id=s,data=bwakVzuEmD/scXdMC3pwKA==,format=base64,keyid=k,iv=AAAAAAAAAAAAAAAAAAAAAQ==", &master[..]),
+    ] {
+        bed.both_say(&[&["measure"], more, &["--object", secret, "-O", "raw", "--image-opts", opts("x")]].concat());
+        let words = [&["measure"], more, &["--object", secret, "-O", "raw", "--image-opts", opts("x")]].concat();
+        bed.qemu_img(&words).success();
+    }
+}
