@@ -335,10 +335,7 @@ impl Options {
             None => self.file(&format!("{node}file."), &mut settings)?,
         };
         let mut image = Reference { format, settings, ..Reference::file(path) };
-        image.key_secret = self.take(node, "key-secret")?;
-        if image.key_secret.is_some() && format != Some(Format::Luks) {
-            return Err(format!("{node}key-secret is for {node}driver=luks"));
-        }
+        image.key_secret = self.key_secret(node, format)?;
         let offset = self.take_number(node, "offset")?;
         image.size = self.take_number(node, "size")?;
         if (offset.is_some() || image.size.is_some()) && format != Some(Format::Raw) {
@@ -356,6 +353,20 @@ impl Options {
             return Err(format!("{node}driver={format} has neither a backing nor a data file"));
         }
         Ok(image)
+    }
+
+    /// The secret of an encrypted image.
+    fn key_secret(&mut self, node: &str, format: Option<Format>) -> Result<Option<String>, String> {
+        match format {
+            Some(Format::Luks) => self.take(node, "key-secret"),
+            Some(Format::Qcow2) => {
+                if let Some(kind) = self.take(node, "encrypt.format")?.filter(|kind| kind != "luks") {
+                    return Err(format!("{node}encrypt.format={kind}: not supported; use luks"));
+                }
+                self.take(node, "encrypt.key-secret")
+            }
+            Some(Format::Raw) | None => Ok(None),
+        }
     }
 
     fn below(&mut self, node: &str) -> Result<BackingOverride, String> {

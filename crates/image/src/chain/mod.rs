@@ -18,11 +18,11 @@ use limosa_storage::{CacheMode, Create, FileIdentity, FileOptions, FileStorage, 
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::{FilePurpose, Policy};
-use crate::luks::{self, LuksError, Passphrase, Secrets};
+use crate::luks::{self, LuksError, Passphrase, Secrets, SectorCipher};
 use crate::probe::{Format, probe};
 use crate::qcow2::{
-    self, CheckOptions, CheckReport, Header, ImageParts, Journal, JournalFolder, Qcow2, Qcow2Options, Repair,
-    SnapshotChoice,
+    self, CheckOptions, CheckReport, Encryption, Header, ImageParts, Journal, JournalFolder, Qcow2, Qcow2Options,
+    Repair, SnapshotChoice,
 };
 use crate::raw::{Raw, RawOptions};
 use crate::reference::{BackingOverride, Reference};
@@ -228,6 +228,10 @@ pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<
 pub async fn open_offline(reference: &Reference, options: &OpenOptions) -> Result<ImageParts, ImageError> {
     let (top, below) = levels(reference, options).await?;
     let name = Arc::clone(top.file.storage.name());
+    if top.header.as_ref().is_some_and(|header| header.encryption != Encryption::None) {
+        let what = "it is encrypted, and encrypted qcow2 images can only be read".into();
+        return Err(ImageError::Unsupported { image: name, what });
+    }
     let parts = top.parts(below);
     parts.map_err(|_| ImageError::Unsupported { image: name, what: "it is not a qcow2 image".into() })
 }
@@ -353,7 +357,7 @@ impl Level {
         if file.format != Format::Qcow2 {
             return Ok(Self { file, header: None, data_file: None });
         }
-        let header = Header::read(&*file.storage).await?;
+        let header = Header::read_to_decrypt(&*file.storage).await?;
         let image = file.storage.name();
         let unsupported = |what: &str| ImageError::Unsupported { image: Arc::clone(image), what: what.to_owned() };
         let data_file = match (&file.reference.data_file, &header.extensions.data_file) {
@@ -416,9 +420,25 @@ impl Level {
         folder.zip(header).map(open).transpose()
     }
 
+    /// The cipher of a qcow2 image's contents, if they are encrypted.
+    async fn cipher(&self, options: &OpenOptions) -> Result<Option<SectorCipher>, ImageError> {
+        let ImageFile { storage, reference, .. } = &self.file;
+        let Some(header) = self.header.as_ref().filter(|header| header.encryption != Encryption::None) else {
+            return Ok(None);
+        };
+        let passphrase = passphrase(storage, reference, options)?;
+        let (at, length) = header.extensions.encryption.ok_or_else(|| ImageError::Corrupt {
+            image: Arc::clone(storage.name()),
+            table: "header extensions".into(),
+            why: "the place of the encryption header is missing".into(),
+        })?;
+        Ok(Some(luks::cipher_at(&**storage, (at.0, length), passphrase).await?))
+    }
+
     async fn attach_backing(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {
         let read_only = options.read_only || options.snapshot.is_some() || self.file.reference.settings.read_only;
         let journal = self.journal(options.journals.as_ref().filter(|_| !read_only))?;
+        let cipher = self.cipher(options).await?;
         let mut parts = match self.parts(backing) {
             Ok(parts) => parts,
             Err(file) => {
@@ -439,6 +459,7 @@ impl Level {
             parts.header = snapshot.apply(&*parts.file, parts.header).await?;
         }
         parts.journal = journal;
+        parts.cipher = cipher;
         Ok(Image::Qcow2(Qcow2::open(parts, Qcow2Options { read_only, ..options.qcow2.clone() }).await?))
     }
 }

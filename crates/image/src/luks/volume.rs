@@ -5,7 +5,7 @@ use std::sync::Arc;
 use limosa_page::to_usize;
 use limosa_storage::{Buffer, Storage};
 
-use super::cipher::SECTOR;
+use super::cipher::{SECTOR, SectorCipher};
 use super::header::{HEADER_LENGTH, Header, Layout, Limits};
 use super::key_slot::NewHeader;
 use super::secret::Passphrase;
@@ -91,6 +91,35 @@ pub async fn open(file: Arc<dyn Storage>, passphrase: &Passphrase) -> Result<Enc
     let unlocked = unlock(&*file, 0, &header, passphrase).await?;
     let cipher = header.sector_cipher(&unlocked.key).map_err(fault(&*file))?;
     Ok(EncryptedStorage::new(file, cipher, header.payload_offset()))
+}
+
+/// Reads the header that a qcow2 image has in this area of its file.
+///
+/// # Errors
+/// As [`read_header`]; the area is not in the file.
+pub(crate) async fn read_header_at(storage: &dyn Storage, at: u64, length: u64) -> Result<Header, ImageError> {
+    let end = at.checked_add(length).filter(|end| *end <= storage.length().unwrap_or(0));
+    if end.is_none() || length < HEADER_LENGTH as u64 {
+        let what = format!("its {length} bytes at {at:#x} are not in the file, or too few");
+        return Err(fault(storage)(LuksError::Header(what)));
+    }
+    let start = Buffer::zeroed(HEADER_LENGTH);
+    storage.read(at, start.clone().into()).await?;
+    Header::parse(&start.to_vec(), Layout::Detached(length), Limits::default()).map_err(fault(storage))
+}
+
+/// Returns the cipher of a qcow2 image that has its header in this area of its file.
+///
+/// # Errors
+/// As [`read_header_at`]; the passphrase is wrong.
+pub(crate) async fn cipher_at(
+    storage: &dyn Storage,
+    (at, length): (u64, u64),
+    passphrase: &Passphrase,
+) -> Result<SectorCipher, ImageError> {
+    let header = read_header_at(storage, at, length).await?;
+    let unlocked = unlock(storage, at, &header, passphrase).await?;
+    header.sector_cipher(&unlocked.key).map_err(fault(storage))
 }
 
 /// Makes a header whose key slot 0 has a passphrase, with its key material.

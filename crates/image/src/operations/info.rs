@@ -211,10 +211,15 @@ pub struct BitmapInfo {
 
 /// Encryption of contents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct EncryptInfo {
-    /// `aes`, `luks`.
-    pub format: &'static str,
+#[serde(untagged)]
+pub enum EncryptInfo {
+    /// AES-CBC, as QEMU once had it.
+    Aes {
+        /// `aes`.
+        format: &'static str,
+    },
+    /// LUKS.
+    Luks(Box<LuksInfo>),
 }
 
 /// Encryption with LUKS.
@@ -235,6 +240,9 @@ pub struct LuksInfo {
     /// Hash of the generator, if it has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ivgen_hash_alg: Option<String>,
+    /// `luks`; only of a qcow2 image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub format: Option<&'static str>,
     /// Mode of the cipher.
     pub cipher_mode: String,
     /// The key slots.
@@ -277,6 +285,7 @@ impl From<&luks::Header> for LuksInfo {
             cipher_alg: header.cipher.to_string(),
             uuid: header.uuid.clone(),
             ivgen_hash_alg: header.generator.hash().map(|hash| hash.to_string()),
+            format: None,
             cipher_mode: header.mode.to_string(),
             slots: slots.collect(),
             payload_offset: header.payload_offset(),
@@ -362,10 +371,14 @@ impl ImageInfo {
                 .filter(|_| header.features.data_file())
                 .map(|name| text(name)),
             data_file_raw: header.features.data_file().then(|| header.features.raw_data_file()),
-            encrypt: match header.encryption {
-                Encryption::None => None,
-                Encryption::Aes => Some(EncryptInfo { format: "aes" }),
-                Encryption::Luks => Some(EncryptInfo { format: "luks" }),
+            encrypt: match (header.encryption, header.extensions.encryption) {
+                (Encryption::Aes, _) => Some(EncryptInfo::Aes { format: "aes" }),
+                (Encryption::Luks, Some((at, length))) => {
+                    let header = luks::read_header_at(storage, at.0, length).await?;
+                    let described = LuksInfo { format: Some("luks"), ..LuksInfo::from(&header) };
+                    Some(EncryptInfo::Luks(Box::new(described)))
+                }
+                (Encryption::Luks, None) | (Encryption::None, _) => None,
             },
             corrupt: new.then(|| header.features.corrupt()),
             extended_l2: new.then(|| header.features.extended_l2()),

@@ -125,6 +125,39 @@ fn new_images_are_opened_by_stock_tools_and_change_their_size() {
 }
 
 #[test]
+fn encrypted_qcow2_images_of_stock_tools_are_read_and_described() {
+    needs_qemu!();
+    let bed = Bed::new();
+    disk(&bed);
+    for options in
+        ["cluster_size=64k", "cluster_size=4k,extended_l2=off,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv"]
+    {
+        let options = format!("encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10,{options}");
+        let words = [&["convert"], &SECRET[..], &["-O", "qcow2", "-o", &options, "disk", "x"]].concat();
+        bed.qemu_img(&words).success();
+        bed.both_tell(&["info", "--output", "json", "x"]);
+        bed.both_say(&["info", "x"]);
+        let image = "driver=qcow2,encrypt.key-secret=s,file.filename=x";
+        let compare = [&["compare"], &SECRET[..], &["--image-opts", "driver=qcow2,file.filename=disk", image]].concat();
+        assert_eq!(bed.both_say(&compare).stdout, "Images are identical.\n");
+        bed.both_tell(&[&["map", "--output", "json"], &SECRET[..], &["--image-opts", image]].concat());
+        bed.both_say(&[&["check"], &SECRET[..], &["--image-opts", image]].concat());
+        bed.both_refuse(&["convert", "-O", "raw", "x", "y"], "no secret was given");
+        let wrong = ["convert", "--object", "secret,id=s,data=no", "-O", "raw", "--image-opts", image, "y"];
+        bed.both_refuse(&wrong, "does not open any key slot");
+        // Not written yet.
+        let before = fs::read(bed.path("x")).unwrap();
+        for words in
+            [&["resize", "-q", "--image-opts", image, "9M"][..], &["bench", "-w", "-c", "1", "--image-opts", image]]
+        {
+            let words = [&words[..1], &SECRET[..], &words[1..]].concat();
+            assert_one_line(&bed.limosa(&words).into(), &words, "encrypted qcow2 images can only be read");
+        }
+        assert_eq!(fs::read(bed.path("x")).unwrap(), before);
+    }
+}
+
+#[test]
 fn a_wrong_passphrase_and_bad_options_are_one_line() {
     needs_qemu!();
     let bed = Bed::new();

@@ -17,6 +17,7 @@ use super::seams;
 use crate::compression::Compression;
 use crate::disk::Disk;
 use crate::error::ImageError;
+use crate::luks::{EncryptedStorage, SectorCipher};
 use crate::offset::HostOffset;
 use crate::qcow2::format::entry::EntryRules;
 use crate::qcow2::format::geometry::Geometry;
@@ -30,6 +31,8 @@ pub(super) struct Context {
     file: Arc<dyn Storage>,
     /// The storage of contents: the file, without an external data file.
     data: Arc<dyn Storage>,
+    /// Whether the storage of contents encrypts them.
+    is_encrypted: bool,
     has_data_file: bool,
     has_raw_data_file: bool,
     backing: Option<Arc<dyn Disk>>,
@@ -52,12 +55,18 @@ impl Context {
         data_file: Option<Arc<dyn Storage>>,
         backing: Option<Arc<dyn Disk>>,
         journal: Option<Recorder>,
-        (header, options): (&Header, Qcow2Options),
+        (header, cipher, options): (&Header, Option<SectorCipher>, Qcow2Options),
     ) -> Self {
         let geometry = header.geometry();
+        let data = data_file.unwrap_or_else(|| Arc::clone(&file));
         Self {
             name: Arc::clone(file.name()),
-            data: data_file.unwrap_or_else(|| Arc::clone(&file)),
+            is_encrypted: cipher.is_some(),
+            data: match cipher {
+                // Its sectors are numbered by their offsets in the file.
+                Some(cipher) => Arc::new(EncryptedStorage::new(data, cipher, 0)),
+                None => data,
+            },
             has_data_file: header.features.data_file(),
             has_raw_data_file: header.features.data_file() && header.features.raw_data_file(),
             backing,
@@ -85,6 +94,11 @@ impl Context {
     /// The storage of contents.
     pub(super) const fn data(&self) -> &Arc<dyn Storage> {
         &self.data
+    }
+
+    /// Whether contents are encrypted.
+    pub(super) const fn is_encrypted(&self) -> bool {
+        self.is_encrypted
     }
 
     /// Whether contents are in an external data file.

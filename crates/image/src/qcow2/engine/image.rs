@@ -102,8 +102,9 @@ use crate::bitmap::{BitmapAction, BitmapBits, DirtyBitmap};
 use crate::compression::{CompressedClusters, Compressor};
 use crate::disk::{Disk, MapEntry, Pending};
 use crate::error::ImageError;
+use crate::luks::SectorCipher;
 use crate::offset::{GuestOffset, HostOffset};
-use crate::qcow2::format::header::Header;
+use crate::qcow2::format::header::{Encryption, Header};
 use crate::qcow2::format::snapshot_table;
 use crate::qcow2::offline::check::{CheckOptions, CheckReport, Repair, repair};
 use crate::qcow2::offline::replay::replay;
@@ -125,13 +126,15 @@ pub struct ImageParts {
     /// Its journal, if acknowledged writes are to survive that the process is killed, and clients continue with the
     /// next one. Of version 3; an image that is only read has none.
     pub journal: Option<Journal>,
+    /// The cipher of its contents, if they are encrypted. Such an image is only read.
+    pub cipher: Option<SectorCipher>,
 }
 
 impl ImageParts {
     /// An image without an external data file and a backing image.
     #[must_use]
     pub fn new(file: Arc<dyn Storage>, header: Header) -> Self {
-        Self { file, data_file: None, backing: None, header, journal: None }
+        Self { file, data_file: None, backing: None, header, journal: None, cipher: None }
     }
 }
 
@@ -139,6 +142,7 @@ setters!(ImageParts {
     data_file: Option<Arc<dyn Storage>>,
     backing: Option<Arc<dyn Disk>>,
     journal: Option<Journal>,
+    cipher: Option<SectorCipher>,
 });
 
 /// A qcow2 image in use: a [`Disk`].
@@ -180,7 +184,7 @@ impl Qcow2 {
     /// written, and is marked as corrupt or needs more repair than of refcounts; [`ImageError::Unsupported`]: a data
     /// file is needed and not there; [`ImageError::Journal`]; errors of the storage.
     pub async fn open(parts: ImageParts, options: Qcow2Options) -> Result<Arc<Self>, ImageError> {
-        let ImageParts { file, data_file, backing, mut header, journal } = parts;
+        let ImageParts { file, data_file, backing, mut header, journal, cipher } = parts;
         let name = Arc::clone(file.name());
         let geometry = header.geometry();
         let read_only = options.read_only || file.is_read_only();
@@ -191,6 +195,12 @@ impl Qcow2 {
         };
         if header.features.data_file() != data_file.is_some() {
             return Err(unsupported("it has to be opened with its data file, or has none and was given one"));
+        }
+        if (header.encryption != Encryption::None) != cipher.is_some() {
+            return Err(unsupported("it has to be opened with the cipher of its contents, or they are not encrypted"));
+        }
+        if cipher.is_some() && !read_only {
+            return Err(unsupported("it is encrypted, and encrypted qcow2 images can only be read"));
         }
         let (l1_at, entries) = (header.l1.0, u64::from(header.l1.1));
         if entries < geometry.l1_entries(header.size) {
@@ -221,7 +231,7 @@ impl Qcow2 {
             tracing::info!(image = &*name, corruptions, leaks, "it was not closed: its refcounts were rebuilt");
             repaired = Some(report);
         }
-        let inner = Inner::new(ImageParts { file, data_file, backing, header, journal }, options).await?;
+        let inner = Inner::new(ImageParts { file, data_file, backing, header, journal, cipher }, options).await?;
         Ok(Arc::new(Self { inner: Arc::new(inner), repaired, replayed }))
     }
 
@@ -261,10 +271,10 @@ impl Qcow2 {
 
 impl Inner {
     async fn new(parts: ImageParts, options: Qcow2Options) -> Result<Self, ImageError> {
-        let ImageParts { file, data_file, backing, header, journal } = parts;
+        let ImageParts { file, data_file, backing, header, journal, cipher } = parts;
         let lengths = Arc::new(Lengths::new(&*file, data_file.as_deref())?);
         let recorder = journal.map(Journal::begin).transpose()?;
-        let context = Arc::new(Context::new(file, data_file, backing, recorder, (&header, options)));
+        let context = Arc::new(Context::new(file, data_file, backing, recorder, (&header, cipher, options)));
         let l1 = context.read_file(header.l1.0, u64::from(header.l1.1) * 8).await?;
         let l1 = L1::new(header.l1.0, &l1, *context.geometry());
         let (refcounts, metadata) = Self::metadata(&context, &header, &l1).await?;
@@ -457,6 +467,8 @@ impl Disk for Qcow2 {
 
     fn storage(&self, depth: u32) -> Option<Arc<dyn Storage>> {
         match depth.checked_sub(1) {
+            // What is encrypted is in no storage as it is read.
+            None if self.inner.context.is_encrypted() => None,
             None => Some(Arc::clone(self.inner.context.data())),
             Some(depth) => self.inner.context.backing()?.storage(depth),
         }

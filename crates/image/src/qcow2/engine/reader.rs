@@ -80,7 +80,8 @@ impl Reader {
         let mapped = |length: u64, kind, host| MapEntry { length, kind, depth: 0, host };
         let end = at + length;
         let Extent { mut length, kind } = self.tables.extent(at, end).await?;
-        let place = |host: HostOffset| Some((Arc::clone(self.context.data().name()), host));
+        let unchanged = !self.context.is_encrypted();
+        let place = |host: HostOffset| unchanged.then(|| (Arc::clone(self.context.data().name()), host));
         Ok(match kind {
             Kind::Own { host, .. } => {
                 let (length, kind) = self.preallocated.written(host, length).await?;

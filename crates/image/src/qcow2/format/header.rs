@@ -42,7 +42,7 @@ pub(in crate::qcow2) const BITMAPS_MOST: u32 = 65535;
 /// The longest directory of bitmaps, in bytes: QEMU's limit.
 pub(in crate::qcow2) const BITMAP_DIRECTORY_MOST: u64 = BITMAPS_MOST as u64 * 1024;
 
-/// Encryption of contents. limosa reports it, and does not open such images.
+/// Encryption of contents. Images with LUKS are read, others are only reported.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Encryption {
     /// Not at all.
@@ -132,9 +132,26 @@ impl Header {
     /// [`ImageError::Corrupt`]: a field cannot be; [`ImageError::Unsupported`]: another version, an unknown
     /// incompatible feature, encryption; what the storage says.
     pub async fn read(storage: &dyn Storage) -> Result<Self, ImageError> {
+        let header = Self::read_to_decrypt(storage).await?;
+        if header.encryption != Encryption::None {
+            let what = "it is encrypted, which is not supported for this";
+            return Err(Fault::Unsupported(what.into()).of(storage.name()));
+        }
+        Ok(header)
+    }
+
+    /// As [`Header::read`], of an image whose contents may be encrypted with LUKS.
+    ///
+    /// # Errors
+    /// As [`Header::read`] otherwise.
+    pub(crate) async fn read_to_decrypt(storage: &dyn Storage) -> Result<Self, ImageError> {
         let header = Self::read_to_examine(storage).await?;
         let length = storage.length()?;
         header.check_places(length).map_err(|fault| fault.of(storage.name()))?;
+        if header.encryption == Encryption::Aes {
+            let what = "it is encrypted with the old AES, which is not supported; convert it with qemu-img";
+            return Err(Fault::Unsupported(what.into()).of(storage.name()));
+        }
         Ok(header)
     }
 
@@ -314,10 +331,6 @@ impl Header {
 
     /// Checks the further limits of an image that is opened: tables are in the file of `length` bytes.
     fn check_places(&self, length: u64) -> Result<(), Fault> {
-        if self.encryption != Encryption::None {
-            let what = "it is encrypted; limosa does not open encrypted images";
-            return Err(Fault::Unsupported(what.into()));
-        }
         if self.refcount_table.1 == 0 {
             return Err(Fault::at(56, "no refcount table; repair the image"));
         }
@@ -582,7 +595,7 @@ mod tests {
                 &[0, 0, 4],
                 "memory: header, byte 36: an L1 table of 2 entries; a disk of 4399120252928 bytes needs 8194",
             ),
-            (32, &[0, 0, 0, 2], "memory: it is encrypted; limosa does not open encrypted images"),
+            (32, &[0, 0, 0, 2], "memory: it is encrypted, which is not supported for this"),
             (36, &[1], "memory: header, byte 36: an L1 table of 16777218 entries; 4194304 is the most"),
             (44, &[0, 3, 2], "memory: header, byte 40: a table at 0x30200, which is not the beginning of a cluster"),
             (40, &[0, 1], "memory: L1 table at 0x1000000030000: its 16 bytes are not in the file of 197120 bytes"),
