@@ -63,9 +63,9 @@ impl State {
         self.held || self.deferred > 0
     }
 
-    /// Carries out a stop, if there is one that need not wait.
+    /// Carries out a stop, if there is one that need not wait; so for an engine that has failed and waited for it.
     fn shut_down(&mut self) {
-        if self.stop.is_some() && !self.is_held() {
+        if (self.stop.is_some() || self.has_failed) && !self.is_held() {
             for channel in self.channels.drain(..) {
                 // It may be closed already, which is what we want of it.
                 let _ = channel.shutdown(Shutdown::Both);

@@ -138,7 +138,7 @@ impl<'a> PageChannel<'a> {
     }
 
     /// After a failure, for as long as the other side must not lose its channels: reads what comes, and throws it
-    /// away. When that is over, the channel is shut down.
+    /// away. When that is over, all channels are shut down ([`Control::defer_stop`]).
     fn drain(&self) {
         let control = self.context.control;
         if !control.has_failed() {

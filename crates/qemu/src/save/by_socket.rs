@@ -49,6 +49,7 @@ pub(super) fn run(
                 Ok(_) => {}
             }
         };
+        let is_stopped = job.watch.handle.control.stop_requested().is_some();
         if let Err(error) = &watched {
             // QEMU has given up: it waits for no channel any more.
             watcher.channels_end();
@@ -65,10 +66,9 @@ pub(super) fn run(
         match (watched, received) {
             (Ok(()), Ok(incoming)) => Ok(incoming),
             (Ok(()), Err(error)) => Err(broken_off(&mut watcher, error)),
+            (Err(JobError::Failed { .. }), Err(error)) if !is_consequence(&error) => Err(error.into()),
             // A receiver that fails has QEMU's migration cancelled.
-            (Err(JobError::Failed { .. } | JobError::Migrate(MigrateError::Cancelled)), Err(error))
-                if !is_consequence(&error) =>
-            {
+            (Err(JobError::Migrate(MigrateError::Cancelled)), Err(error)) if !is_stopped && !is_consequence(&error) => {
                 Err(error.into())
             }
             (Err(error), _) => Err(error),

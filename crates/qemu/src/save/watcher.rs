@@ -166,13 +166,17 @@ impl<'a> Watcher<'a> {
         }
         match status.unwrap_or(MigrationStatus::None) {
             MigrationStatus::Failed | MigrationStatus::Cancelled => Err(self.failure()),
-            MigrationStatus::Completed => match self.cancelling.take() {
-                Some(reason) => Err(reason),
-                None => {
-                    self.completed = true;
-                    Ok(MigrationStatus::Completed)
+            MigrationStatus::Completed => {
+                // Its threads have ended. A receiver that has failed waits for that.
+                self.channels = None;
+                match self.cancelling.take() {
+                    Some(reason) => Err(reason),
+                    None => {
+                        self.completed = true;
+                        Ok(MigrationStatus::Completed)
+                    }
                 }
-            },
+            }
             MigrationStatus::PreSwitchover => {
                 self.switch_over()?;
                 Ok(MigrationStatus::PreSwitchover)
