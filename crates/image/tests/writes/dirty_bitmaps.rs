@@ -449,3 +449,18 @@ fn a_close_that_cannot_store_bitmaps_says_so_and_loses_nothing_else() {
     assert_eq!(block_on(disk.bitmaps()).unwrap()[0].set, None);
     assert_eq!(read_all(&*disk)[128 << 10..129 << 10], [7; 1024]);
 }
+
+#[test]
+fn bitmaps_that_would_take_too_much_memory_are_refused_before_they_do() {
+    // One with a bit for each 512 bytes of 2 TiB has 512 MiB, which is the most for all of them.
+    let image = TestImage::new(&CreateOptions::default().size(2 << 40).cluster_size(2 << 20));
+    let disk = image.open();
+    change(&*disk, "a", &[add(1 << 20)]).unwrap();
+    for error in [change(&*disk, "b", &[add(512)]), block_on(disk.grow(8 << 50))] {
+        let said = error.unwrap_err().to_string();
+        assert!(said.contains("bytes of memory: take larger granularities"), "{said}");
+    }
+    assert_eq!((disk.len(), block_on(disk.bitmaps()).unwrap().len()), (2 << 40, 1));
+    block_on(disk.grow(4 << 40)).unwrap();
+    block_on(disk.close()).unwrap();
+}

@@ -320,8 +320,9 @@ impl Inner {
             Self { context, header, allocator, tables, flusher, reader, writer, grower, bitmaps, requests, closing };
         if !inner.context.is_read_only() {
             match inner.bitmaps.load().await {
+                Ok(()) => {}
                 // The first write says that nothing relies on them.
-                Ok(()) | Err(ImageError::Corrupt { .. }) => {}
+                Err(error @ ImageError::Corrupt { .. }) => tracing::warn!(%error, "its bitmaps are left alone"),
                 Err(error) => return Err(error),
             }
         }

@@ -6,7 +6,7 @@ use limosa_page::{AtomicPageBitmap, PageBitmap, PageNumber, PageRange};
 
 use super::{BITS_MOST, DirtyBitmaps, ImageError, MEMORY_MOST, Tracked};
 use crate::bitmap::BitmapAction;
-use crate::qcow2::format::bitmap_directory::{Entry, mark_in_use};
+use crate::qcow2::format::bitmap_directory::{Bitmap, Entry, mark_in_use};
 use crate::qcow2::format::header::Header;
 use crate::qcow2::offline::bitmaps::merge::merge;
 use crate::qcow2::offline::bitmaps::new_entry::new_entry;
@@ -22,7 +22,8 @@ impl DirtyBitmaps {
         let header = self.header.now();
         // What is stored of them is not what they are any more.
         let is_changed = |entry: &Entry| changes.iter().any(|(name, _)| entry.is_named(name));
-        self.changed(&header, changes, self.bitmaps.read().clone())?;
+        let bitmaps = self.bitmaps.read().clone();
+        self.changed(&header, changes, bitmaps)?;
         mark_in_use(&**self.context.file(), &header, is_changed).await?;
         // Bits that requests set meanwhile are in it: what is cloned shares them.
         let mut bitmaps = self.bitmaps.write();
@@ -41,13 +42,20 @@ impl DirtyBitmaps {
         for (name, action) in changes {
             self.act(header, name, action, &mut bitmaps)?;
         }
-        let bytes = bitmaps.iter().filter_map(|bitmap| Some(PageBitmap::byte_len(bitmap.bits.as_ref()?.len())));
-        if bytes.sum::<u64>() > MEMORY_MOST {
+        Ok(bitmaps)
+    }
+
+    /// Refuses bitmaps that would take too much memory together, before they do: those of a disk of `size` bytes, and
+    /// `more`.
+    fn admit(&self, bitmaps: &[Tracked], size: u64, more: Option<&Bitmap>) -> Result<(), ImageError> {
+        let kept = bitmaps.iter().filter(|bitmap| bitmap.bits.is_some()).map(|bitmap| &bitmap.entry.bitmap);
+        let bytes = kept.chain(more).map(|bitmap| PageBitmap::byte_len(bitmap.bits(size)));
+        if bytes.fold(0, u64::saturating_add) > MEMORY_MOST {
             let what =
                 format!("its bitmaps would take more than {MEMORY_MOST} bytes of memory: take larger granularities");
             return Err(self.context.unsupported(what));
         }
-        Ok(bitmaps)
+        Ok(())
     }
 
     fn act(
@@ -62,6 +70,7 @@ impl DirtyBitmaps {
         if let BitmapAction::Add { granularity } = action {
             let entries = bitmaps.iter().map(|bitmap| &bitmap.entry);
             let entry = new_entry(self.context.name(), header, entries, (name, *granularity))?;
+            self.admit(bitmaps, header.size, Some(&entry.bitmap))?;
             let bits = AtomicPageBitmap::new(entry.bitmap.bits(header.size));
             bitmaps.push(Tracked { entry, bits: Some(Arc::new(bits)) });
             return Ok(());
@@ -106,7 +115,10 @@ impl DirtyBitmaps {
             }
             Ok(Tracked { entry: bitmap.entry.clone(), bits: Some(Arc::new(resized(&now, wanted).into())) })
         };
-        self.bitmaps.read().iter().map(longer).collect::<Result<Vec<_>, _>>()?;
+        let bitmaps = self.bitmaps.read().clone();
+        self.admit(&bitmaps, size, None)?;
+        bitmaps.iter().map(longer).collect::<Result<Vec<_>, _>>()?;
+        drop(bitmaps);
         // What is stored has the bits of the old length.
         mark_in_use(&**self.context.file(), &self.header.now(), |_| true).await?;
         let mut bitmaps = self.bitmaps.write();
