@@ -33,7 +33,7 @@ use serde_json::json;
 use signal_hook::iterator::Signals;
 
 use crate::args::{ServeArgs, ServeCommand, ServeCommandArgs};
-use crate::img::interrupt;
+use crate::img::{interrupt, object};
 use crate::usage::misused;
 use devices::BlockDevice;
 use ends::{Clients, Ends};
@@ -57,6 +57,7 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     let addresses = address::all(args);
     check(args, &addresses);
     let tls = args.tls.read()?;
+    object::define(args.open.object.all())?;
     // Before anything is open that they would leave behind.
     let signals = Signals::new(interrupt::signals()).context("cannot handle signals")?;
     if addresses.contains(&Uri::Stdio) {

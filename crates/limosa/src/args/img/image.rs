@@ -10,8 +10,8 @@ use crate::img::options::{Name, Source};
 
 #[derive(Debug, Args)]
 pub(crate) struct ObjectArg {
-    /// A secret that encrypted images are opened with: secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64]
-    /// [,keyid=NAME,iv=BASE64]. Repeatable
+    /// A secret that encrypted images are opened with: secret,id=NAME,file=PATH or secret,id=NAME,data=TEXT; also with
+    /// format=base64, keyid=NAME,iv=BASE64. Repeatable
     #[arg(long, value_name = "OBJDEF", value_parser = Secret::parse, action = ArgAction::Append)]
     object: Vec<Secret>,
 }
