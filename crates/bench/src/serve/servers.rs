@@ -62,16 +62,17 @@ impl Server {
     /// Starts it.
     pub(super) fn start(&self, disk: Disk, file: &Path, address: &Address) -> Result<Process> {
         let text = |path: &Path| path.to_str().map(str::to_owned).context("a folder whose path is UTF-8");
+        // What a server that was ended has left there is of an image that is no more.
+        let journal = file.with_file_name("journal");
+        let _ = std::fs::remove_dir_all(&journal);
+        let journal = if self.name == UNRECORDED { "off".to_owned() } else { text(&journal)? };
         let (file, size) = (text(file)?, std::fs::metadata(file)?.len());
         let format = if matches!(disk, Disk::Raw | Disk::Null) { "raw" } else { "qcow2" };
         let mut command = Command::new(&self.program);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         match self.name {
             LIMOSA | UNRECORDED => {
-                command.args(["serve", "-f", format, &file, "--name", EXPORT]);
-                if self.name == UNRECORDED {
-                    command.args(["--journal", "off"]);
-                }
+                command.args(["serve", "-f", format, &file, "--name", EXPORT, "--journal", &journal]);
                 match address {
                     Address::Unix(socket) => command.args(["--nbd", &format!("unix:{}", text(socket)?)]),
                     Address::Tcp(port) => command.args(["--nbd", &format!("tcp:127.0.0.1:{port}")]),
