@@ -6,13 +6,12 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use limosa_console::{check_stdout, print_out, quantity, say};
-use limosa_image::BitmapAction;
 use limosa_image::resize::NewSize;
 use limosa_page::to_millis;
 use limosa_qemu::qmp::{Options, Qmp};
 use serde_json::{Value, json};
 
-use super::steering::AddRequest;
+use super::steering::{AddRequest, BitmapChange};
 use crate::args::{ServeBitmapArgs, ServeCtlArgs, ServeCtlCommand};
 use crate::ctl::{Server, explained};
 use crate::usage::misused;
@@ -90,8 +89,8 @@ impl Ctl {
 
     /// Changes bitmaps, and shows what there is then.
     fn bitmaps(&self, args: &ServeBitmapArgs) -> anyhow::Result<()> {
-        let changes: Vec<_> =
-            args.changes.0.iter().map(|(name, action)| change(name, action, args.granularity)).collect();
+        let change = |(name, action): &(String, _)| BitmapChange::new(name, action, args.granularity);
+        let changes = args.changes.0.iter().map(change).collect::<anyhow::Result<Vec<_>>>()?;
         let bitmaps = self.ask("export-bitmaps", json!({ "name": args.name, "changes": changes }))?;
         if self.json {
             print_out!("{}", json!({ "bitmaps": bitmaps }));
@@ -160,24 +159,6 @@ fn line(export: &Value) -> String {
     let read_only = if export.get("read-only") == Some(&Value::Bool(true)) { ", read-only" } else { "" };
     let size = quantity::bytes(number(export, "size"));
     format!("{:?}: {} ({size}, {}{read_only})", text("name"), text("image"), text("format"))
-}
-
-/// A change of a bitmap, as the server takes it.
-fn change(name: &str, action: &BitmapAction, granularity: Option<u64>) -> Value {
-    let mut change = json!({ "bitmap": name });
-    let (action, more) = match action {
-        BitmapAction::Add { .. } => ("add", granularity.map(|granularity| ("granularity", granularity.into()))),
-        BitmapAction::Remove => ("remove", None),
-        BitmapAction::Clear => ("clear", None),
-        BitmapAction::Enable => ("enable", None),
-        BitmapAction::Merge { source } => ("merge", Some(("source", Value::from(source.as_str())))),
-        _ => ("disable", None),
-    };
-    if let Some(change) = change.as_object_mut() {
-        change.insert("action".into(), action.into());
-        change.extend(more.map(|(name, value)| (name.to_owned(), value)));
-    }
-    change
 }
 
 /// A bitmap in one line.

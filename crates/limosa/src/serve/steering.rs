@@ -244,6 +244,23 @@ pub(super) enum BitmapChange {
 }
 
 impl BitmapChange {
+    /// The request for a change of `limosa serve ctl bitmap`. `granularity`: of a bitmap that is added.
+    ///
+    /// # Errors
+    /// Bits themselves are not sent.
+    pub(super) fn new(bitmap: &str, action: &BitmapAction, granularity: Option<u64>) -> anyhow::Result<Self> {
+        let bitmap = bitmap.to_owned();
+        Ok(match action {
+            BitmapAction::Add { .. } => Self::Add { bitmap, granularity },
+            BitmapAction::Remove => Self::Remove { bitmap },
+            BitmapAction::Clear => Self::Clear { bitmap },
+            BitmapAction::Enable => Self::Enable { bitmap },
+            BitmapAction::Disable => Self::Disable { bitmap },
+            BitmapAction::Merge { source } => Self::Merge { bitmap, source: source.clone() },
+            other => anyhow::bail!("{other:?} cannot be sent to a server"),
+        })
+    }
+
     fn named(self) -> (String, BitmapAction) {
         match self {
             Self::Add { bitmap, granularity } => (bitmap, BitmapAction::Add { granularity }),
