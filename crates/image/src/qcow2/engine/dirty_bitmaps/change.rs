@@ -65,8 +65,7 @@ impl DirtyBitmaps {
         action: &BitmapAction,
         bitmaps: &mut Vec<Tracked>,
     ) -> Result<(), ImageError> {
-        let find = |name: &str| bitmaps.iter().position(|bitmap| bitmap.entry.is_named(name));
-        let missing = |name: &str| no_bitmap(self.context.name(), name);
+        let missing = || no_bitmap(self.context.name(), name);
         if let BitmapAction::Add { granularity } = action {
             let entries = bitmaps.iter().map(|bitmap| &bitmap.entry);
             let entry = new_entry(self.context.name(), header, entries, (name, *granularity))?;
@@ -75,18 +74,18 @@ impl DirtyBitmaps {
             bitmaps.push(Tracked { entry, bits: Some(Arc::new(bits)) });
             return Ok(());
         }
-        let number = find(name).ok_or_else(|| missing(name))?;
+        let number = bitmaps.iter().position(|bitmap| bitmap.entry.is_named(name)).ok_or_else(missing)?;
         if *action == BitmapAction::Remove {
             bitmaps.remove(number);
             return Ok(());
         }
         let set = match action {
-            BitmapAction::Merge { source } => Some(self.bits_of(find(source).and_then(|at| bitmaps.get(at)), source)?),
+            BitmapAction::Merge { source } => Some(self.bits_of(bitmaps, source)?),
             BitmapAction::Set(bits) => Some(bits.clone()),
             _ => None,
         };
-        let mut own = self.bits_of(bitmaps.get(number), name)?;
-        let Some(bitmap) = bitmaps.get_mut(number) else { return Err(missing(name)) };
+        let mut own = self.bits_of(bitmaps, name)?;
+        let Some(bitmap) = bitmaps.get_mut(number) else { return Err(missing()) };
         match set {
             Some(set) => {
                 merge((&mut own.bits, own.granularity_bits), (&set.bits, set.granularity_bits));

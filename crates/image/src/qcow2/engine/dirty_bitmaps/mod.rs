@@ -150,13 +150,11 @@ impl DirtyBitmaps {
     /// [`ImageError::Unsupported`]: there is no such bitmap, or it cannot be relied on.
     pub(super) fn run(&self, name: &str, at: GuestOffset, length: u64) -> Result<(bool, u64), ImageError> {
         let bitmaps = self.bitmaps.read();
-        let found = bitmaps.iter().find(|bitmap| bitmap.entry.is_named(name));
-        let Tracked { entry, bits } = found.ok_or_else(|| no_bitmap(self.context.name(), name))?;
-        let bits = bits.as_ref().ok_or_else(|| self.unusable(entry))?;
-        let range = entry.bitmap.range(at.0, length.max(1));
+        let (bitmap, bits) = self.usable_one(&bitmaps, name)?;
+        let range = bitmap.range(at.0, length.max(1));
         let dirty = bits.get(range.start);
         let next = if dirty { bits.next_clear_in(range) } else { bits.next_set_in(range) };
-        let end = next.map_or(u64::MAX, |next| next.0 << entry.bitmap.granularity_bits);
+        let end = next.map_or(u64::MAX, |next| next.0 << bitmap.granularity_bits);
         Ok((dirty, end.saturating_sub(at.0).clamp(1, length.max(1))))
     }
 
@@ -165,16 +163,24 @@ impl DirtyBitmaps {
     /// # Errors
     /// As of [`run`](Self::run).
     pub(super) fn bits(&self, name: &str) -> Result<BitmapBits, ImageError> {
-        let bitmaps = self.bitmaps.read();
-        let found = bitmaps.iter().find(|bitmap| bitmap.entry.is_named(name));
-        self.bits_of(found, name)
+        self.bits_of(&self.bitmaps.read(), name)
     }
 
-    /// The bits of a bitmap that was looked for by its name.
-    fn bits_of(&self, found: Option<&Tracked>, name: &str) -> Result<BitmapBits, ImageError> {
+    /// A copy of the bits of one of these bitmaps.
+    fn bits_of(&self, bitmaps: &[Tracked], name: &str) -> Result<BitmapBits, ImageError> {
+        let (bitmap, bits) = self.usable_one(bitmaps, name)?;
+        Ok(BitmapBits { granularity_bits: bitmap.granularity_bits, bits: bits.to_bitmap() })
+    }
+
+    /// The one of this name, and its bits.
+    fn usable_one<'b>(
+        &self,
+        bitmaps: &'b [Tracked],
+        name: &str,
+    ) -> Result<(&'b Bitmap, &'b AtomicPageBitmap), ImageError> {
+        let found = bitmaps.iter().find(|bitmap| bitmap.entry.is_named(name));
         let Tracked { entry, bits } = found.ok_or_else(|| no_bitmap(self.context.name(), name))?;
-        let bits = bits.as_ref().ok_or_else(|| self.unusable(entry))?.to_bitmap();
-        Ok(BitmapBits { granularity_bits: entry.bitmap.granularity_bits, bits })
+        Ok((&entry.bitmap, bits.as_deref().ok_or_else(|| self.unusable(entry))?))
     }
 
     /// Why a bitmap cannot be used whose bits are not there.
