@@ -117,6 +117,8 @@ fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
     }) {
         JobEnd::Done => Ok(()),
         JobEnd::Dead { temporary } => {
+            // Whoever waits for the monitor finds everything done.
+            let _connected = socket.try_clone();
             let result = match kept {
                 Some(kept) => adopt(kept?, socket, &monitor),
                 None => rescue(socket, Peer { monitor: &monitor, process: qemu }, pid, &held, advice),
