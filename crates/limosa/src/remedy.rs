@@ -222,6 +222,10 @@ fn of_disk(conflict: DiskConflict) -> &'static str {
             "; save it with --stop or --disks overlay, or say --disks ignore if the disks are snapshotted by other means"
         }
         DiskConflict::NotFreezable => "; say --disks ignore if it is kept consistent by other means",
+        DiskConflict::Served => {
+            "; name the control socket of its limosa serve with --disk-server, or say --disks ignore if it is kept \
+             consistent by other means"
+        }
         DiskConflict::SharedFile => {
             "; with overlays they would no longer see each other's writes; say --disks ignore if that file is kept \
              consistent by other means"

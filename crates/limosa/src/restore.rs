@@ -265,6 +265,7 @@ pub(crate) fn options(args: &HowArgs, converted: bool, working_set: &WorkingSetU
     options.preempt = args.preempt;
     options.run = args.state.choice();
     options.disks = args.disks.into();
+    options.disk_servers.clone_from(&args.disk_server);
     options.working_set = working_set.set.clone();
     options.read_ahead = working_set.reads_ahead;
     options.record_for = working_set.record_for();

@@ -125,6 +125,7 @@ fn options(args: &SaveArgs) -> SaveOptions {
     options.timeout = args.timeout.map(|limit| SaveTimeout { limit, action: on_timeout });
     options.disks = args.disks.into();
     options.overlay_dir = args.overlay_dir.clone();
+    options.disk_servers.clone_from(&args.disk_server);
     options.durability = args.new.durability();
     options.hint_wait = args.hint_wait;
     options
@@ -208,6 +209,7 @@ pub(crate) fn object(report: &SaveReport) -> serde_json::Value {
         "overlays": frozen(report).map(|(disk, overlay)| json!({
             "device": disk.device,
             "node": disk.node,
+            "export": disk.export,
             "frozen": disk.path.to_string_lossy(),
             "format": disk.format,
             "overlay": overlay.to_string_lossy(),

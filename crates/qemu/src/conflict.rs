@@ -94,6 +94,8 @@ pub enum DiskConflict {
     StillWritten,
     /// The disk's state cannot be recorded or frozen.
     NotFreezable,
+    /// The disk is served by another process, whose control socket is not known.
+    Served,
     /// Two disks of the VM write to one file.
     SharedFile,
 }

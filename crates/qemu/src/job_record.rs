@@ -30,9 +30,10 @@ const ID: &str = "limosa-job";
 const OBJECT: &str = "/objects/limosa-job";
 /// The version of a record without overlays.
 const VERSION: u32 = 1;
-/// The version of a record with overlays, and the newest that this limosa reads: an older one would leave them
-/// about.
+/// The version of a record with overlays: an older limosa would leave them about.
 const VERSION_WITH_OVERLAYS: u32 = 2;
+/// The version of a record with overlays of served disks, and the newest that this limosa reads.
+const VERSION_WITH_SERVED: u32 = 3;
 
 /// Separates a disk's name from the digits of the snapshot's id in an overlay's file name.
 pub(crate) const OVERLAY_SUFFIX: &str = ".overlay-";
@@ -95,6 +96,21 @@ pub struct Overlay {
     pub file: String,
 }
 
+/// An overlay that a save has a server of disks put over a disk. Recorded before there is such a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServedOverlay {
+    /// The disk, for messages.
+    pub device: String,
+    /// The path of the server's control socket.
+    pub control: String,
+    /// The export's name.
+    pub export: String,
+    /// The file that is frozen, for messages.
+    pub frozen: String,
+    /// The overlay's file.
+    pub file: String,
+}
+
 /// A job, as recorded inside the QEMU process that it works on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JobRecord {
@@ -125,6 +141,9 @@ pub struct JobRecord {
     /// Overlays that may exist, over their disks or not yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub overlays: Vec<Overlay>,
+    /// Overlays of served disks that may exist, over their disks or not yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub served_overlays: Vec<ServedOverlay>,
     /// When the job began, in seconds since 1970.
     pub begun: u64,
     /// The reason of its failure, if it could still be recorded.
@@ -177,19 +196,29 @@ impl JobRecord {
             descriptor_sets: Vec::new(),
             descriptors: Vec::new(),
             overlays: Vec::new(),
+            served_overlays: Vec::new(),
             failure: None,
             begun: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         }
     }
 
-    /// Adds overlays.
+    /// Adds overlays: QEMU's own, and those of served disks.
     #[must_use]
-    pub fn with_overlays(mut self, overlays: Vec<Overlay>) -> Self {
-        if !overlays.is_empty() {
-            self.version = VERSION_WITH_OVERLAYS;
-        }
-        self.overlays = overlays;
+    pub fn with_overlays(mut self, own: Vec<Overlay>, served: Vec<ServedOverlay>) -> Self {
+        self.version = match (own.is_empty(), served.is_empty()) {
+            (_, false) => VERSION_WITH_SERVED,
+            (false, true) => VERSION_WITH_OVERLAYS,
+            (true, true) => VERSION,
+        };
+        self.overlays = own;
+        self.served_overlays = served;
         self
+    }
+
+    /// Whether there may be overlays.
+    #[must_use]
+    pub const fn has_overlays(&self) -> bool {
+        !self.overlays.is_empty() || !self.served_overlays.is_empty()
     }
 
     /// Creates the record in QEMU; from here on, this job owns the VM.
@@ -284,9 +313,9 @@ impl JobRecord {
         let unreadable = |reason: String| JobRecordError::Unreadable { reason };
         let value: Value = serde_json::from_str(text).map_err(|error| unreadable(error.to_string()))?;
         let version = value.get("version").and_then(Value::as_u64).unwrap_or_default();
-        if version > u64::from(VERSION_WITH_OVERLAYS) {
+        if version > u64::from(VERSION_WITH_SERVED) {
             return Err(unreadable(format!(
-                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_OVERLAYS})"
+                "a newer limosa wrote it (version {version}, this one knows {VERSION_WITH_SERVED})"
             )));
         }
         serde_json::from_value(value).map_err(|error| unreadable(error.to_string()))
@@ -307,7 +336,17 @@ mod tests {
         let overlay =
             Overlay { device: text("d"), base: text("#b"), frozen: text("/f"), node: text("o"), file: text("/o") };
         assert!(!record.to_json().contains("overlays"), "as older ones read it");
-        record = record.with_overlays(vec![overlay]);
+        record = record.with_overlays(vec![overlay], Vec::new());
+        assert_eq!(JobRecord::from_json(&record.to_json()).unwrap(), record);
+        assert!(record.version == 2 && !record.to_json().contains("served"), "as older ones read it");
+        let served = ServedOverlay {
+            device: text("d"),
+            control: text("/c"),
+            export: text(""),
+            frozen: text("/f"),
+            file: text("/o"),
+        };
+        record = record.with_overlays(Vec::new(), vec![served]);
         assert_eq!(JobRecord::from_json(&record.to_json()).unwrap(), record);
         assert!(record.path.starts_with('/'));
     }
@@ -315,7 +354,7 @@ mod tests {
     #[test]
     fn newer_and_broken_records_are_refused_with_a_reason() {
         let reason = |text: &str| JobRecord::from_json(text).unwrap_err().to_string();
-        assert!(reason(r#"{"version": 3}"#).contains("newer limosa"));
+        assert!(reason(r#"{"version": 4}"#).contains("newer limosa"));
         assert!(reason(r#"{"version": 1}"#).contains("missing field"));
         assert!(reason("").contains("cannot be read"));
     }

@@ -37,6 +37,7 @@ mod conflict;
 mod destination;
 mod detached;
 mod disk_image;
+mod disk_server;
 mod file_identity;
 mod guest_agent;
 mod job;
@@ -62,7 +63,7 @@ pub use detached::{IncomingFrom, launch_detached};
 pub use file_identity::{FileId, is_same_file};
 pub use guest_agent::{AgentAnswers, ClockSet, GuestAgentError, GuestClock, TooManyBytes};
 pub use job::{JobContext, JobError, NotConverging};
-pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, VmAfterJob};
+pub use job_record::{JobKind, JobPhase, JobRecord, JobRecordError, Overlay, ServedOverlay, VmAfterJob};
 pub use launch::{
     CommandLineProperties, Launched, check as check_command_line, check_program, launch, missing_memory_option,
 };

@@ -40,6 +40,9 @@ pub struct Disk {
     /// The overlay that the VM went on with when this disk was frozen; absent if it was not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<PathBuf>,
+    /// The name of the export over which the VM had the disk from a server; absent if QEMU had the file itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub export: Option<String>,
     /// The images that it stands on, the uppermost first; empty in files of older versions, which did not record them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub backing: Vec<BackingFile>,
@@ -97,6 +100,7 @@ impl Disk {
             size,
             mtime_ns,
             overlay: None,
+            export: None,
             backing: Vec::new(),
             others: Map::new(),
         })

@@ -131,6 +131,10 @@ pub(crate) struct HowArgs {
     #[arg(long, value_enum, default_value_t = DisksArg::Check)]
     pub(crate) disks: DisksArg,
 
+    /// The --control socket of a limosa serve that serves disks of the new VM: they are checked there. Repeatable
+    #[arg(long, value_name = "SOCK")]
+    pub(crate) disk_server: Vec<PathBuf>,
+
     #[command(flatten)]
     pub(crate) working_set: WorkingSetArgs,
 }

@@ -93,4 +93,9 @@ pub(crate) struct SaveArgs {
     /// Directory of the overlays with --disks overlay; by default each disk's own directory, as NAME.overlay-ID
     #[arg(long, value_name = "DIR")]
     pub(crate) overlay_dir: Option<PathBuf>,
+
+    /// The --control socket of a limosa serve that serves disks of this VM: with --disks overlay it freezes them.
+    /// Repeatable
+    #[arg(long, value_name = "SOCK")]
+    pub(crate) disk_server: Vec<PathBuf>,
 }

@@ -150,6 +150,16 @@ pub(crate) enum ServeCtlCommand {
         #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "30s")]
         timeout: Duration,
     },
+    /// Bring what its overlay has to the image below, continue on that, and remove the overlay. Requests wait meanwhile
+    Commit {
+        /// Name of the export; '' is the default export
+        #[arg(value_name = "NAME")]
+        name: String,
+
+        /// Fail if requests in flight are not done after this time
+        #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "30s")]
+        timeout: Duration,
+    },
     /// Change the dirty bitmaps of a disk, all at one moment; without an option: show them
     Bitmap(ServeBitmapArgs),
     /// End the server, as SIGTERM does

@@ -1,11 +1,16 @@
 //! Addresses of the server, and of its clients.
 
+use std::ffi::OsStr;
 use std::fmt::Write as _;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 
 use anyhow::Context as _;
 use limosa_channel::{Channel, Options, Uri};
+use rustix::net::SocketAddrUnix;
+use serde_json::{Value, json};
 
 use crate::args::ServeArgs;
 use crate::usage::misused;
@@ -70,6 +75,18 @@ pub(super) fn client_uri(listener: &Uri, export: &str, encrypted: bool) -> Strin
         Uri::Tcp { host, port } => format!("{scheme}://{host}:{port}/{name}"),
         other => other.to_string(),
     }
+}
+
+/// Returns the address at which a socket listens, for programs: QEMU's `SocketAddress`, with an IP address as its host.
+/// `None`: the kernel has none that clients could reach.
+pub(super) fn description(socket: BorrowedFd<'_>) -> Option<Value> {
+    let address = rustix::net::getsockname(socket).ok()?;
+    if let Ok(address) = SocketAddr::try_from(address.clone()) {
+        return Some(json!({ "type": "inet", "host": address.ip().to_string(), "port": address.port().to_string() }));
+    }
+    let address = SocketAddrUnix::try_from(address).ok()?;
+    let path = Path::new(OsStr::from_bytes(address.path_bytes()?));
+    Some(json!({ "type": "unix", "path": std::path::absolute(path).ok()?.to_string_lossy() }))
 }
 
 /// Escapes all but unreserved characters and slashes (RFC 3986, section 2).

@@ -40,6 +40,7 @@ pub(super) fn run(args: &ServeCtlArgs) -> anyhow::Result<ExitCode> {
         ServeCtlCommand::Resume { name } => ctl.order("export-resume", named(name), "requests continue")?,
         ServeCtlCommand::Resize { name, size } => ctl.resize(name, *size)?,
         ServeCtlCommand::Snapshot { name, overlay, clear, timeout } => ctl.snapshot(name, overlay, clear, *timeout)?,
+        ServeCtlCommand::Commit { name, timeout } => ctl.commit(name, *timeout)?,
         ServeCtlCommand::Bitmap(args) => ctl.bitmaps(args)?,
         ServeCtlCommand::Quit => ctl.order("quit", json!({}), "the server is ending")?,
     }
@@ -107,6 +108,14 @@ impl Ctl {
         self.change("export-snapshot", arguments, |export| {
             let frozen = export.get("frozen").and_then(Value::as_str).unwrap_or("the image");
             format!("{}; {frozen} is not written any more", line(export))
+        })
+    }
+
+    fn commit(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
+        let arguments = json!({ "name": name, "timeout": to_millis(timeout) });
+        self.change("export-commit", arguments, |export| {
+            let committed = export.get("committed").and_then(Value::as_str).unwrap_or("the overlay");
+            format!("{}; it has the {} of {committed}", line(export), quantity::bytes(number(export, "bytes")))
         })
     }
 

@@ -42,7 +42,8 @@ pub(super) fn bind(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Vec<Bl
     let bind = |(path, export): (&PathBuf, Arc<Export>)| -> anyhow::Result<BlockDevice> {
         let device = Arc::new(VhostUserBlk::new(export, &options));
         let server = Server::bind(path, Arc::clone(&device) as Arc<dyn Device>).context("--vhost-user-blk")?;
-        Ok(BlockDevice { path: path.display().to_string(), device, server, blocked: AtomicBool::new(false) })
+        let path = std::path::absolute(path).context("--vhost-user-blk")?.display().to_string();
+        Ok(BlockDevice { path, device, server, blocked: AtomicBool::new(false) })
     };
     args.vhost_user_blk.iter().zip(exports.all()).map(bind).collect()
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_control::BoundControlSocket;
+use serde_json::Value;
 
 use super::{address, metrics};
 use crate::args::ServeArgs;
@@ -16,6 +17,18 @@ pub(super) enum Clients {
     Listeners(Vec<Listener>),
     /// One is connected.
     Connected(Channel),
+}
+
+impl Clients {
+    /// Returns the addresses at which they connect, for programs.
+    pub(super) fn addresses(&self) -> Vec<Value> {
+        match self {
+            Self::Listeners(listeners) => {
+                listeners.iter().filter_map(|listener| address::description(listener.socket()?)).collect()
+            }
+            Self::Connected(_) => Vec::new(),
+        }
+    }
 }
 
 /// The sockets of a server.

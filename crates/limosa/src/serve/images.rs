@@ -41,9 +41,16 @@ pub(super) struct Wanted {
     pub(super) size: Option<u64>,
     /// Where it has its journal.
     pub(super) journals: Option<JournalFolder>,
+    /// The image that it is an overlay of, if this server put it on that.
+    pub(super) below: Option<Arc<Self>>,
 }
 
 impl Wanted {
+    /// Returns whether it is the image at this path.
+    pub(super) fn is_of(&self, path: &Path) -> bool {
+        !self.source.image_opts && std::path::absolute(&self.source.name.0).is_ok_and(|image| image == path)
+    }
+
     /// Opens it.
     ///
     /// # Errors
@@ -154,6 +161,7 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             offset: how.offset,
             size: how.size,
             journals: images.journals.clone(),
+            below: None,
         };
         let export = exports.add(wanted.open()?).context("use --name to tell them apart")?;
         images.note(&export, wanted);

@@ -88,9 +88,11 @@ fn serve_exports(
     (servers, exports, images): (&Arc<Servers>, &Exports, Images),
 ) -> anyhow::Result<()> {
     let Ends { clients, control, metrics } = Ends::bind(args, addresses)?;
+    let nbd_addresses = clients.addresses();
     sandbox::confine(args.sandbox, &needs(args, addresses, &images)?)?;
     announce(args, &clients, &servers.devices, (exports, metrics.as_ref()))?;
-    let steering = Arc::new(Steering::new(Arc::clone(servers), exports.clone(), images, args));
+    let steering = Steering::new(Arc::clone(servers), (exports.clone(), images), nbd_addresses, args);
+    let steering = Arc::new(steering);
     let commands = Arc::clone(&steering);
     let control = control.map(|socket| socket.serve(commands)).transpose().context("--control")?;
     let metrics = metrics.map(|listener| Metrics::serve(listener, Arc::clone(servers), exports.clone())).transpose()?;

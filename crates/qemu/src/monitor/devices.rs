@@ -59,6 +59,24 @@ impl Monitor {
         Ok(false)
     }
 
+    /// The name of the character device that a vhost-user device of this id uses, as QEMU shows its socket. `None` if
+    /// the device has none.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub(crate) fn device_socket(&self, id: &str) -> Result<Option<String>, QmpError> {
+        const COMMAND: &str = "query-chardev";
+        let mut label = None;
+        for place in DEVICE_PLACES {
+            let [chardev] = self.qom_get_all(&format!("{place}/{id}"), ["chardev"])?;
+            label = label.or(chardev);
+        }
+        let Some(label) = label else { return Ok(None) };
+        let answer = self.qmp().execute(COMMAND, Value::Null)?;
+        let named = need_list(COMMAND, &answer)?.iter().find(|entry| entry.get("label") == Some(&label));
+        Ok(named.and_then(|entry| Some(entry.get("filename")?.as_str()?.to_owned())))
+    }
+
     /// Vendor and device identifiers of the PCI devices below the first root, by the address that sections' names begin
     /// with: `0000:00:05.0`, and `0000:00:05.0:00.0` behind a bridge.
     ///

@@ -1,5 +1,6 @@
 //! Options of a restore.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use limosa_channel::{Uri, ZeroCopy};
@@ -80,6 +81,8 @@ pub struct RestoreOptions {
     pub run: RunChoice,
     /// The policy for disks that changed since the VM was saved.
     pub disks: DiskPolicy,
+    /// The control sockets of servers of disks (`limosa serve`) at which those of the destination are looked at.
+    pub disk_servers: Vec<PathBuf>,
     /// Pages that are sent first if the memory comes lazily.
     pub working_set: Option<WorkingSet>,
     /// Whether the working set is read into the page cache if the memory is mapped.

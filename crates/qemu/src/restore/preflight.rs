@@ -71,7 +71,7 @@ pub(super) fn check(
     if options.disks != DiskPolicy::Ignore
         && let Some(manifest) = snapshot.manifest()
     {
-        disks::check(monitor, manifest, watch)?;
+        disks::check(monitor, manifest, &options.disk_servers, watch)?;
     }
     waits_for_a_vm(monitor)?;
     let memory = Memory { backends: monitor.file_backends()?, blocks: monitor.ram_blocks()? };

@@ -21,6 +21,7 @@ mod options;
 mod overlay;
 mod preflight;
 mod rounds;
+mod served;
 mod transport;
 mod watcher;
 
@@ -85,7 +86,7 @@ pub fn save(
         change.set
     );
     let mut record = JobRecord::new(JobKind::Save, before.manifest.id, target, before.was_running, change.undo.clone())
-        .with_overlays(overlay::records(&before.overlays));
+        .with_overlays(overlay::records(&before.overlays), served::records(&before.served));
     if options.stop {
         record.vm_after = VmAfterJob::Stopped;
     }
@@ -113,6 +114,7 @@ pub fn save(
         .apply_settings(&change.set)
         .map_err(|error| job.setup_error(error))
         .and_then(|()| overlay::prepare(monitor, &job.before.overlays))
+        .and_then(|()| served::prepare(&job.before.served))
         .and_then(|()| match transport {
             Transport::File => by_file::run(&job, pending, &mut record),
             _ => by_socket::run(&job, pending, &mut record, &mut hold),
@@ -191,7 +193,7 @@ fn prepare(
     };
     let bandwidth = watch.handle.control.max_bandwidth();
     let bandwidth = if before.waits_for_hints { hints::slow(bandwidth) } else { bandwidth };
-    let mut wish = settings(&transport, options, channels, !before.overlays.is_empty(), bandwidth);
+    let mut wish = settings(&transport, options, channels, before.has_overlays(), bandwidth);
     if transport == Transport::Socket
         && options.channels.is_some()
         && let Some(how) = current.parameters.get("zero-page-detection").filter(|how| **how != "none")

@@ -82,6 +82,8 @@ pub struct SaveOptions {
     pub disks: DiskPolicy,
     /// Where overlays go; `None`: each beside its disk.
     pub overlay_dir: Option<PathBuf>,
+    /// The control sockets of servers of disks (`limosa serve`) that freeze those of the VM that they serve.
+    pub disk_servers: Vec<PathBuf>,
     /// Whether to wait until a power cut cannot lose the file.
     pub durability: Durability,
     /// How long memory goes out slowly at the beginning until QEMU has heard which pages the guest's balloon hints as
@@ -123,6 +125,9 @@ impl SaveOptions {
                 "a folder for overlays has no meaning without overlays",
                 Conflict::Missing(JobOption::Overlays),
             );
+        }
+        if !self.disk_servers.is_empty() && self.disks != DiskPolicy::Overlay {
+            return refused("a server of disks freezes them by overlays only", Conflict::Missing(JobOption::Overlays));
         }
         if self.disks == DiskPolicy::Overlay && self.stop {
             return refused(

@@ -23,12 +23,11 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use limosa_snapshot::Manifest;
-use uuid::Uuid;
 
 use super::options::{DiskPolicy, SaveOptions};
 use crate::conflict::{Conflict, DiskConflict, JobOption, MissingPermission};
 use crate::job::JobError;
-use crate::job_record::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay, overlay_digits};
+use crate::job_record::{OVERLAY_DIGITS, OVERLAY_SUFFIX, Overlay};
 use crate::monitor::{Disk, Monitor};
 use crate::program::{self, Ended};
 
@@ -48,7 +47,7 @@ pub(super) fn plan(
     monitor: &Monitor,
     options: &SaveOptions,
     disks: Vec<Disk>,
-    id: Uuid,
+    digits: &str,
 ) -> Result<Vec<Planned>, JobError> {
     if options.disks != DiskPolicy::Overlay || disks.is_empty() {
         return Ok(Vec::new());
@@ -65,7 +64,6 @@ pub(super) fn plan(
             job.kind, job.id
         )));
     }
-    let digits = overlay_digits(id);
     let mut planned: Vec<Planned> = Vec::new();
     let mut files: Vec<(String, (u64, u64))> = Vec::new();
     for disk in disks {
@@ -83,7 +81,7 @@ pub(super) fn plan(
             ));
         }
         files.push((disk.device.clone(), identity));
-        let mut file = place_for(&disk, &path, options.overlay_dir.as_deref(), &digits, !found.is_file())?;
+        let mut file = place_for(&disk.device, &path, options.overlay_dir.as_deref(), digits, !found.is_file())?;
         if planned.iter().any(|other| Path::new(&other.overlay.file) == file) {
             file.as_mut_os_string().push(format!("-{}", planned.len()));
         }
@@ -133,14 +131,16 @@ fn freezable(disk: &Disk) -> Result<PathBuf, JobError> {
 }
 
 /// Returns the place of a disk's overlay: beside it, or in `folder`.
-fn place_for(disk: &Disk, path: &Path, folder: Option<&Path>, digits: &str, device: bool) -> Result<PathBuf, JobError> {
+pub(super) fn place_for(
+    disk: &str,
+    path: &Path,
+    folder: Option<&Path>,
+    digits: &str,
+    device: bool,
+) -> Result<PathBuf, JobError> {
     if device && folder.is_none() {
         return Err(JobError::conflict(
-            format!(
-                "the disk {} is a block device ({}), beside which no overlay can stand",
-                disk.device,
-                path.display()
-            ),
+            format!("the disk {disk} is a block device ({}), beside which no overlay can stand", path.display()),
             Conflict::Missing(JobOption::OverlayDirectory),
         ));
     }
@@ -161,7 +161,7 @@ fn trunk(name: &OsStr) -> &OsStr {
 }
 
 /// Returns a path as text, which QEMU's monitor needs.
-fn text(path: &Path) -> Result<String, JobError> {
+pub(super) fn text(path: &Path) -> Result<String, JobError> {
     path.to_str().map(str::to_owned).ok_or_else(|| {
         JobError::refused(format!(
             "the path {} is no text, and QEMU's monitor takes nothing else; rename it",
@@ -235,6 +235,9 @@ fn create(monitor: &Monitor, Planned { disk, path, overlay }: &Planned) -> Resul
 
 /// Freezes the disks at the instant of the save: QEMU has stopped the VM and waits.
 pub(super) fn put(monitor: &Monitor, planned: &[Planned]) -> Result<(), JobError> {
+    if planned.is_empty() {
+        return Ok(());
+    }
     Ok(monitor.put_overlays(planned.iter().map(|one| (one.overlay.base.as_str(), one.overlay.node.as_str())))?)
 }
 

@@ -7,9 +7,12 @@ use limosa_snapshot::{BackingFile, Disk as RecordedDisk, Manifest};
 
 use super::options::{DiskPolicy, SaveOptions};
 use super::overlay::{self, Planned};
+use super::served::{self, PlannedServed};
 use crate::conflict::{Conflict, DiskConflict, StateConflict};
+use crate::disk_server::Remote;
 use crate::job::JobError;
-use crate::monitor::{Disk, Monitor, RunState};
+use crate::job_record::overlay_digits;
+use crate::monitor::{Device, Disk, Monitor, RunState};
 
 /// How long QEMU may take to finish with an earlier migration.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
@@ -25,6 +28,8 @@ pub(super) struct Preflight {
     pub(super) manifest: Manifest,
     /// Overlays for the disks.
     pub(super) overlays: Vec<Planned>,
+    /// Overlays for the disks that are served.
+    pub(super) served: Vec<PlannedServed>,
 }
 
 impl Preflight {
@@ -67,11 +72,15 @@ impl Preflight {
         // QEMU does not ask the balloon of a stopped VM.
         let waits_for_hints = options.hint_wait.is_some() && was_running && monitor.has_free_page_hints()?;
         let goes_on = was_running && !options.stop;
-        let disks = disks(monitor, options.disks, goes_on)?;
+        let Disks { own, remote } = disks(monitor, options, goes_on)?;
         let mut manifest = Manifest::new();
-        manifest.disks = disks.iter().map(record_disk).collect::<Result<_, _>>()?;
-        let overlays = overlay::plan(monitor, options, disks, manifest.id)?;
+        manifest.disks = own.iter().map(record_disk).collect::<Result<_, _>>()?;
+        let digits = overlay_digits(manifest.id);
+        let overlays = overlay::plan(monitor, options, own, &digits)?;
         overlay::note(&mut manifest, &overlays);
+        let taken: Vec<_> = overlay::records(&overlays).into_iter().map(|overlay| overlay.file).collect();
+        let served = served::plan(monitor, options, &remote, (&digits, &taken))?;
+        manifest.disks.extend(served::recorded(&served)?);
         let version = monitor.version();
         manifest.qemu_version = Some(version.to_string());
         manifest.machine = Some(monitor.machine()?);
@@ -79,17 +88,39 @@ impl Preflight {
         manifest.vm_uuid = monitor.uuid()?;
         manifest.vm_name = monitor.vm_name()?;
         manifest.run_state = Some(status.state.to_string());
-        Ok(Self { was_running, waits_for_hints, manifest, overlays })
+        Ok(Self { was_running, waits_for_hints, manifest, overlays, served })
+    }
+
+    /// Whether disks get overlays.
+    pub(super) const fn has_overlays(&self) -> bool {
+        !self.overlays.is_empty() || !self.served.is_empty()
+    }
+
+    /// Freezes the disks at the instant of the save: QEMU has stopped the VM and waits.
+    pub(super) fn put_overlays(&self, monitor: &Monitor) -> Result<(), JobError> {
+        // QEMU's own come last: all of them or none.
+        served::put(&self.served)?;
+        overlay::put(monitor, &self.overlays)
     }
 }
 
+/// The writable disks of a VM.
+#[derive(Debug, Default)]
+struct Disks {
+    /// Those that QEMU has files for.
+    own: Vec<Disk>,
+    /// Those that servers have.
+    remote: Remote,
+}
+
 /// Returns the writable disks, if the policy allows them.
-fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Disk>, JobError> {
+fn disks(monitor: &Monitor, options: &SaveOptions, goes_on: bool) -> Result<Disks, JobError> {
+    let policy = options.disks;
     if policy == DiskPolicy::Ignore {
-        return Ok(Vec::new());
+        return Ok(Disks::default());
     }
     let disks = monitor.disks()?;
-    let foreign: Vec<_> = monitor.devices()?.into_iter().filter(|device| device.is_external_disk()).collect();
+    let mut foreign: Vec<_> = monitor.devices()?.into_iter().filter(Device::is_external_disk).collect();
     if policy == DiskPolicy::Check && goes_on && (!disks.is_empty() || !foreign.is_empty()) {
         let names =
             disks.iter().map(|disk| disk.device.clone()).chain(foreign.iter().map(|device| device.kind.clone()));
@@ -103,13 +134,16 @@ fn disks(monitor: &Monitor, policy: DiskPolicy, goes_on: bool) -> Result<Vec<Dis
             Conflict::Disk(DiskConflict::StillWritten),
         ));
     }
+    let is_served = |device: &Device| device.kind.starts_with("vhost-user-blk") && !options.disk_servers.is_empty();
+    let devices = foreign.extract_if(.., |device| is_served(device)).collect();
     if let Some(device) = foreign.first() {
         return Err(JobError::conflict(
             format!("the disk of {} is served by another process, so its state cannot be recorded", device.kind),
-            Conflict::Disk(DiskConflict::NotFreezable),
+            Conflict::Disk(DiskConflict::Served),
         ));
     }
-    Ok(disks)
+    let (disks, own) = disks.into_iter().partition(|disk| disk.path.is_none() && !options.disk_servers.is_empty());
+    Ok(Disks { own, remote: Remote { disks, devices } })
 }
 
 fn record_disk(disk: &Disk) -> Result<RecordedDisk, JobError> {
@@ -119,7 +153,7 @@ fn record_disk(disk: &Disk) -> Result<RecordedDisk, JobError> {
                 "the disk {} ({}) is no file of this host, so its state cannot be recorded",
                 disk.device, disk.filename
             ),
-            Conflict::Disk(DiskConflict::NotFreezable),
+            Conflict::Disk(DiskConflict::Served),
         )
     })?;
     let mut recorded = record(&disk.node, Some(disk.device.clone()), path, &disk.format)?;
@@ -130,15 +164,21 @@ fn record_disk(disk: &Disk) -> Result<RecordedDisk, JobError> {
 /// Records the disks as they are when the VM has stopped: until then it may have written to them.
 pub(super) fn record_disks_again(manifest: &mut Manifest) -> Result<(), JobError> {
     for disk in &mut manifest.disks {
-        let (overlay, backing) = (disk.overlay.take(), std::mem::take(&mut disk.backing));
+        let (overlay, export) = (disk.overlay.take(), disk.export.take());
+        let backing = std::mem::take(&mut disk.backing);
         *disk = record(&disk.node, disk.device.clone(), disk.path.clone(), &disk.format)?;
-        disk.overlay = overlay;
+        (disk.overlay, disk.export) = (overlay, export);
         disk.backing = backing.into_iter().map(|below| BackingFile::record(below.path)).collect();
     }
     Ok(())
 }
 
-fn record(node: &str, device: Option<String>, path: PathBuf, format: &str) -> Result<RecordedDisk, JobError> {
+pub(super) fn record(
+    node: &str,
+    device: Option<String>,
+    path: PathBuf,
+    format: &str,
+) -> Result<RecordedDisk, JobError> {
     RecordedDisk::from_file(node, device, &path, format).map_err(|source| JobError::Io {
         what: "look at the disk",
         path,

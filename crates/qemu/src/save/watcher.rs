@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use limosa_migrate::MigrateError;
 use limosa_migrate::control::{DeferredStop, Phase, ProgressReading};
 
+use super::background;
 use super::hints::{self, HintWait};
 use super::job::{SETTLES_WITHIN, SaveJob};
 use super::options::{OnTimeout, SaveTimeout};
 use super::rounds::Rounds;
-use super::{background, overlay};
 use crate::job::{JobError, NotConverging};
 use crate::monitor::{MigrationInfo, MigrationStatus, RamProgress, RunState, Settings};
 use crate::qmp::Event;
@@ -207,8 +207,8 @@ impl<'a> Watcher<'a> {
             return self.cancel();
         }
         if !self.frozen {
-            if let Err(error) = overlay::put(self.job.monitor, &self.job.before.overlays) {
-                // Nothing has changed, and the VM continues.
+            if let Err(error) = self.job.before.put_overlays(self.job.monitor) {
+                // QEMU's own disks are as they were. Served ones that have overlays are brought back when the VM runs.
                 self.cancelling = Some(error);
                 return self.cancel();
             }

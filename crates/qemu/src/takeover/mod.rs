@@ -25,6 +25,7 @@
 mod execute;
 mod overlays;
 mod plan;
+mod served;
 
 pub(crate) use execute::take_over_holding;
 pub use execute::{Takeover, take_over};

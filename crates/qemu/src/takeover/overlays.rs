@@ -19,6 +19,7 @@ use crate::job_record::{JobPhase, JobRecord, OVERLAY_SUFFIX, Overlay, overlay_di
 use crate::monitor::Monitor;
 use crate::process::Liveness;
 use crate::qmp::QmpError;
+use crate::takeover::served;
 
 /// How long a QEMU that has closed its monitor may take to close its images too.
 const CLOSED_WITHIN: Duration = Duration::from_secs(5);
@@ -32,7 +33,7 @@ pub(super) fn undo_all(
     remarks: &mut Vec<String>,
     notices: &mut Vec<String>,
 ) -> Result<(), QmpError> {
-    if record.overlays.is_empty() {
+    if !record.has_overlays() {
         return Ok(());
     }
     let keep = may_be_published(record);
@@ -51,7 +52,8 @@ pub(super) fn undo_all(
             )),
         }
     }
-    if undone == record.overlays.len() {
+    undone += served::undo_all(record, keep, limit, notices);
+    if undone == record.overlays.len() + record.served_overlays.len() {
         remarks.push("the disks are as they were".to_owned());
     }
     Ok(())
@@ -81,6 +83,8 @@ pub(crate) fn abandoned(record: &JobRecord) -> Vec<String> {
             Err(why) => format!("whether {} holds writes to {} is unknown: {why}", overlay.file, overlay.frozen),
         });
     }
+    // Their server is there all the same, and has the VM's last writes.
+    served::undo_all(record, may_be_published(record), Instant::now() + CLOSED_WITHIN, &mut notices);
     notices
 }
 

@@ -1,0 +1,245 @@
+//! Overlays of images that are being served: one is put on an image, and committed into it.
+//!
+//! Laws: the overlay has its name only when it is complete and durable, before a byte is written to it. So after a
+//! server was killed the overlay is served if it exists, and the image if it does not. The image is closed before, and
+//! not written afterwards. The overlay gets the image's dirty bitmaps before that, and follows the disk with them. If
+//! something fails, the image is served as before. An overlay is removed when all that it has is durable in the image
+//! below it, or nothing was ever written to it.
+
+mod bitmaps;
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::ErrorKind;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use limosa_export::Export;
+use limosa_image::chain::{self, ImageFile, NamedImage};
+use limosa_image::commit::{CommitOptions, CommitRequest};
+use limosa_image::qcow2::{self, CreateOptions};
+use limosa_image::reference::Reference;
+use limosa_image::{Disk, Format};
+use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on};
+use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
+
+use super::images::Wanted;
+use crate::img::open::resolve;
+use crate::img::options::{Name, Source};
+
+/// The longest file that an overlay without contents can be: its L1 table has at most 32 MiB, and there are some
+/// clusters besides.
+const UNFINISHED_MOST: u64 = 40 << 20;
+
+/// An overlay that was created and is not served yet.
+#[derive(Debug)]
+pub(super) struct Unused {
+    /// The name of the export whose image it is for.
+    pub(super) export: String,
+    /// The image.
+    image: PathBuf,
+    /// Its length, and the disk's when it was created.
+    length: u64,
+}
+
+/// Creates an empty overlay of an export's image at `path`, durably.
+///
+/// # Errors
+/// The image cannot have an overlay; a file exists at `path`, or cannot be written.
+pub(super) fn create(export: &Export, wanted: &Wanted, path: &Path) -> anyhow::Result<Unused> {
+    let image = image_below(export, wanted)?;
+    let disk = export.disk();
+    create_file(path, &image, &*disk).with_context(|| path.display().to_string())?;
+    Ok(Unused { export: export.name().to_owned(), image, length: disk.len() })
+}
+
+/// Serves an overlay at `path`, which was created for an export's image, in place of that. Requests in flight get
+/// `within`. Returns how the overlay is opened; if that fails, it is removed.
+///
+/// # Errors
+/// The export has another image by now, or no such bitmap; files cannot be written, closed or opened.
+pub(super) fn put(
+    export: &Export,
+    wanted: &Wanted,
+    (path, unused, cleared): (&Path, &Unused, &[String]),
+    within: Duration,
+) -> anyhow::Result<Wanted> {
+    let overlay = Wanted {
+        source: Source {
+            name: Name(path.into()),
+            image_opts: false,
+            format: Some("qcow2".into()),
+            ..wanted.source.clone()
+        },
+        below: Some(Arc::new(wanted.clone())),
+        ..wanted.clone()
+    };
+    let replaced = check(export, wanted, (unused, cleared)).and_then(|has_bitmaps| {
+        let open = || {
+            if has_bitmaps {
+                bitmaps::copy(wanted, path, cleared).context("its dirty bitmaps")?;
+            }
+            overlay.open_disk()
+        };
+        export.replace_disk(within, open, || wanted.open_disk())
+    });
+    if let Err(error) = replaced {
+        // It is empty, and may not come back after a power cut, when more was written to the image below it.
+        let _ = remove(path);
+        return Err(error);
+    }
+    Ok(overlay)
+}
+
+/// Checks that an overlay can be put on an export's image, and returns whether the image has dirty bitmaps.
+fn check(export: &Export, wanted: &Wanted, (unused, cleared): (&Unused, &[String])) -> anyhow::Result<bool> {
+    let disk = export.disk();
+    let (image, name) = (image_below(export, wanted)?, disk.name());
+    anyhow::ensure!(image == unused.image, "{name} is served now, and the overlay is of {}", unused.image.display());
+    anyhow::ensure!(disk.len() == unused.length, "{name} has become longer since the overlay was created");
+    let bitmaps = block_on(disk.bitmaps())?;
+    if let Some(name) = cleared.iter().find(|name| !bitmaps.iter().any(|bitmap| bitmap.name == **name)) {
+        anyhow::bail!("{}: it has no bitmap {name:?}", image.display());
+    }
+    // What opening it again would need, if the overlay fails when it is closed.
+    File::options().read(true).write(true).open(&image).with_context(|| image.display().to_string())?;
+    Ok(!bitmaps.is_empty())
+}
+
+/// Brings the contents of an export's overlay to the image below it, serves that, and removes the overlay. Requests
+/// wait meanwhile; those in flight get `within`. Returns how the image is opened, and the bytes that were copied.
+///
+/// # Errors
+/// The export's image is no overlay of an image that can be written; files cannot be read, written, closed or opened.
+/// The overlay is served as before.
+pub(super) fn commit(export: &Export, wanted: &Wanted, within: Duration) -> anyhow::Result<(Wanted, u64)> {
+    let overlay = image_below(export, wanted)?;
+    let file = files(wanted)?.into_iter().nth(1);
+    let file = file.with_context(|| format!("{}: it has no backing file", overlay.display()))?;
+    let below = match &wanted.below {
+        Some(below) => Wanted::clone(below),
+        None => wanted_below(wanted, &file)?,
+    };
+    let has_bitmaps = !block_on(export.disk().bitmaps())?.is_empty();
+    anyhow::ensure!(
+        !has_bitmaps || file.format == Format::Qcow2,
+        "the image below has no place for the dirty bitmaps of {}: remove them first",
+        overlay.display()
+    );
+    drop(file);
+    let mut bytes = 0;
+    let open = || {
+        let mut request = CommitRequest::new(resolve(&wanted.source)?);
+        request.options = CommitOptions::default().keep_overlay(true);
+        let counters = block_on(request.prepare())?.run(&|_| ControlFlow::Continue(()))?;
+        bytes = counters.bytes_written + counters.bytes_copied;
+        // The images below the overlay are open for that, too.
+        let bitmaps = if has_bitmaps { bitmaps::read(wanted)? } else { Vec::new() };
+        let disk = below.open_disk()?;
+        if let Err(error) = bitmaps::bring(bitmaps, &*disk) {
+            let _ = block_on(disk.close());
+            disk.unlock();
+            return Err(error.context("dirty bitmaps"));
+        }
+        Ok(disk)
+    };
+    export.replace_disk(within, open, || wanted.open_disk())?;
+    remove(&overlay)?;
+    Ok((below, bytes))
+}
+
+/// How the image below an overlay is opened that another server put on it.
+fn wanted_below(wanted: &Wanted, below: &ImageFile) -> anyhow::Result<Wanted> {
+    let Reference { path, .. } = &below.reference;
+    let is_plain = !below.guessed && below.reference == Reference::file(path).format(Some(below.format));
+    anyhow::ensure!(is_plain, "{}: stop serving it and use `limosa img commit`", below.reference);
+    let source = Source {
+        name: Name(path.into()),
+        image_opts: false,
+        format: Some(below.format.name().into()),
+        ..wanted.source.clone()
+    };
+    Ok(Wanted { source, ..wanted.clone() })
+}
+
+/// Opens the files of an export's image and of all below it, without locks.
+fn files(wanted: &Wanted) -> anyhow::Result<Vec<ImageFile>> {
+    let NamedImage { reference, options, .. } = resolve(&wanted.source)?;
+    Ok(block_on(chain::files(&reference, &options.lock(LockPolicy::None)))?)
+}
+
+/// Returns the absolute paths of an export's image and of all below it.
+///
+/// # Errors
+/// One cannot be opened.
+pub(super) fn paths(wanted: &Wanted) -> anyhow::Result<Vec<PathBuf>> {
+    files(wanted)?.iter().map(|file| Ok(std::path::absolute(&file.reference.path)?)).collect()
+}
+
+/// Removes an overlay, durably.
+///
+/// # Errors
+/// The kernel's.
+pub(super) fn remove(overlay: &Path) -> anyhow::Result<()> {
+    unlink(overlay).with_context(|| format!("cannot remove {}", overlay.display()))?;
+    Ok(folder_of(overlay)?.sync_all()?)
+}
+
+/// Returns the path of the image that the overlay refers to.
+fn image_below(export: &Export, wanted: &Wanted) -> anyhow::Result<PathBuf> {
+    let Wanted { source, .. } = wanted;
+    anyhow::ensure!(!export.is_read_only(), "{:?} is served read-only: nothing is written to its image", export.name());
+    anyhow::ensure!(!source.untrusted, "the server runs with --untrusted, which forbids that images refer to others");
+    let reference = Reference::from_name(&source.name)?;
+    let is_path = !source.image_opts && reference == Reference::file(&reference.path);
+    anyhow::ensure!(is_path, "{}: only an image that is given by its path can be given an overlay", source.name);
+    Ok(std::path::absolute(reference.path)?)
+}
+
+fn folder_of(path: &Path) -> anyhow::Result<File> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(folder).context("its folder")
+}
+
+/// Removes an overlay that a killed server has not finished. One that is being made is locked.
+fn remove_left_over(unfinished: &Path) -> anyhow::Result<()> {
+    let refused = |why: &str| anyhow::anyhow!("{}: {why}; remove it if nobody needs it", unfinished.display());
+    let file = FileStorage::open(unfinished, &FileOptions::default()).map_err(|error| refused(&error.to_string()))?;
+    if file.length()? > UNFINISHED_MOST {
+        return Err(refused("it is too long to be an overlay that was not finished"));
+    }
+    Ok(unlink(unfinished)?)
+}
+
+/// Creates an empty overlay, durably. At no time there is an incomplete one at `path`.
+fn create_file(path: &Path, image: &Path, disk: &dyn Disk) -> anyhow::Result<()> {
+    let options = CreateOptions::default()
+        .size(disk.len())
+        .backing_file(Some(image.into()))
+        .backing_format(Some(disk.format().into()));
+    let folder = folder_of(path)?;
+    let mut unfinished = OsString::from(path);
+    unfinished.push(".unfinished");
+    let unfinished = PathBuf::from(unfinished);
+    let new = FileOptions { cache: CacheMode::Writeback, create: Create::New, ..FileOptions::default() };
+    let file = match FileStorage::open(&unfinished, &new) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            remove_left_over(&unfinished)?;
+            FileStorage::open(&unfinished, &new)
+        }
+        made => made,
+    }?;
+    let written = block_on(async {
+        qcow2::create(&*file, None, &options).await?;
+        anyhow::Ok(file.flush().await?)
+    });
+    let named = written.and_then(|()| Ok(renameat_with(CWD, &unfinished, CWD, path, RenameFlags::NOREPLACE)?));
+    if named.is_err() {
+        let _ = unlink(&unfinished);
+    }
+    named?;
+    Ok(folder.sync_all()?)
+}
