@@ -40,6 +40,7 @@ mod discard;
 mod discarding;
 mod error;
 mod faults;
+mod forwarded_faults;
 mod free;
 mod layout;
 mod mapping;
@@ -61,6 +62,7 @@ pub use faults::{
     Fault, FaultBlock, FaultError, FaultEvent, FaultHandler, FaultLayout, FaultMode, FaultOptions, FaultOrigin,
     FaultWaker, PlacedPages, RegistrationGuard,
 };
+pub use forwarded_faults::{ForwardedFaults, ForwardedFaultsSource};
 pub use free::{FreePageHinting, FreePageSink, FreePagesError};
 pub use layout::{GuestLayout, GuestRegion};
 pub use memory::GuestMemory;

@@ -247,6 +247,32 @@ impl Userfaultfd {
         Ok(new)
     }
 
+    /// Opens one by the system call, without features yet.
+    ///
+    /// # Errors
+    /// `EPERM`: only the device may permit it.
+    pub(crate) fn open_by_call(access: FaultOrigin) -> rustix::io::Result<Self> {
+        // SAFETY: the descriptor can do nothing before memory is registered with it.
+        Ok(Self(unsafe { rustix::mm::userfaultfd(flags(access)) }?))
+    }
+
+    /// Opens one by [the device](open_device), without features yet.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn open_by_device(device: &OwnedFd, access: FaultOrigin) -> rustix::io::Result<Self> {
+        // SAFETY: the descriptor can do nothing before memory is registered with it.
+        Ok(Self(unsafe { ioctl(device, NewDescriptor(flags(access).bits() as usize)) }?))
+    }
+
+    /// Enables features, which comes before everything else.
+    ///
+    /// # Errors
+    /// `EINVAL`: the kernel does not have all of them.
+    pub(crate) fn enable(&self, features: Features) -> rustix::io::Result<()> {
+        self.api(features).map(drop)
+    }
+
     /// Wraps a passed descriptor.
     pub(crate) fn from_fd(fd: OwnedFd) -> Self {
         Self(fd)
@@ -375,27 +401,34 @@ impl From<Range<u64>> for RangeArgument {
 pub(crate) const NOT_ALLOWED: &str = "it requires read and write access to /dev/userfaultfd, the sysctl \
                                vm.unprivileged_userfaultfd = 1, or the capability CAP_SYS_PTRACE";
 
-fn create(access: FaultOrigin) -> io::Result<Userfaultfd> {
-    let mut flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
-    if access == FaultOrigin::UserOnly {
+fn flags(access: FaultOrigin) -> UserfaultfdFlags {
+    let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+    match access {
+        FaultOrigin::Everything => flags,
         // UFFD_USER_MODE_ONLY
-        flags |= UserfaultfdFlags::from_bits_retain(1);
+        FaultOrigin::UserOnly => flags | UserfaultfdFlags::from_bits_retain(1),
     }
-    // SAFETY: the descriptor can do nothing before memory is registered with it.
-    let error = match unsafe { rustix::mm::userfaultfd(flags) } {
-        Ok(fd) => return Ok(Userfaultfd(fd)),
+}
+
+/// Opens `/dev/userfaultfd`, by which who may open it gets descriptors.
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn open_device() -> rustix::io::Result<OwnedFd> {
+    open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+}
+
+fn create(access: FaultOrigin) -> io::Result<Userfaultfd> {
+    let error = match Userfaultfd::open_by_call(access) {
+        Ok(descriptor) => return Ok(descriptor),
         Err(error) => error,
     };
     // A kernel before 5.11 does not know the flag; the device does not exist there.
     if !matches!(error, Errno::PERM | Errno::ACCESS | Errno::NOSYS) {
         return Err(error.into());
     }
-    let device = match open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
-        Ok(device) => device,
-        Err(_) => return Err(error.into()),
-    };
-    // SAFETY: as above.
-    Ok(Userfaultfd(unsafe { ioctl(&device, NewDescriptor(flags.bits() as usize)) }?))
+    let device = open_device().map_err(|_| error)?;
+    Ok(Userfaultfd::open_by_device(&device, access)?)
 }
 
 /// Converts the result of a call that may stop early: with EAGAIN the kernel did a part (a count above 0), or nothing

@@ -77,6 +77,13 @@ pub trait Device: Send + Sync {
         false
     }
 
+    /// Whether the device can wait for memory that has not come: whoever touches it, a thread or the kernel for it, is
+    /// stopped until it comes. Without it a VM with this device cannot come by postcopy. A device that discards memory
+    /// must not say so.
+    fn waits_for_memory(&self) -> bool {
+        false
+    }
+
     /// The driver has acknowledged these of [`Device::features`]. Called again after every [reset](Self::reset), before
     /// a ring runs.
     fn ack_features(&self, features: u64);

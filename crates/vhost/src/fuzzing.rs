@@ -12,6 +12,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use crate::fault::Faults;
 use crate::message::Request;
+use crate::postcopy::Postcopy;
 use crate::session::{Answer, Session};
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, MoreWork, QueueError, Ram, Vring};
@@ -118,7 +119,7 @@ pub fn play_to(device: Arc<dyn Device>, input: &[u8]) -> usize {
         return 0;
     };
     let worker = Arc::new(worker);
-    let mut session = Session::new(device, worker.clone(), front_end, faults);
+    let mut session = Session::new(device, worker.clone(), (front_end, faults), Postcopy::new(None));
     let Some(mut thread) = worker.threads().next() else { return 0 };
     let mut context = Context::from_waker(Waker::noop());
     let (mut input, mut followed) = (Input(input), 0);

@@ -68,6 +68,7 @@ pub mod fuzzing;
 mod inflight;
 pub mod message;
 mod notifier;
+mod postcopy;
 mod ram;
 mod server;
 mod session;

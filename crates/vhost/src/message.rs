@@ -56,6 +56,9 @@ pub enum Request {
     SetBackendReqFd = 21,
     GetConfig = 24,
     SetConfig = 25,
+    PostcopyAdvise = 28,
+    PostcopyListen = 29,
+    PostcopyEnd = 30,
     GetInflightFd = 31,
     SetInflightFd = 32,
     ResetDevice = 34,
@@ -88,6 +91,9 @@ impl Request {
         Self::SetBackendReqFd,
         Self::GetConfig,
         Self::SetConfig,
+        Self::PostcopyAdvise,
+        Self::PostcopyListen,
+        Self::PostcopyEnd,
         Self::GetInflightFd,
         Self::SetInflightFd,
         Self::ResetDevice,
@@ -116,6 +122,7 @@ impl Request {
                 | Self::GetProtocolFeatures
                 | Self::GetQueueNum
                 | Self::GetConfig
+                | Self::PostcopyAdvise
                 | Self::GetInflightFd
                 | Self::GetMaxMemSlots
         )
@@ -376,6 +383,18 @@ impl TableRegion {
         let mut fields = exactly(body, 8 + Self::LENGTH)?;
         fields.u64()?;
         Self::take(&mut fields)
+    }
+
+    /// Returns the body of a message of regions with these user addresses in place of theirs, in order. A body that is
+    /// too short stays as it is.
+    pub fn with_user_addresses(body: &[u8], addresses: impl IntoIterator<Item = u64>) -> Vec<u8> {
+        let mut body = body.to_vec();
+        for (region, address) in body.get_mut(8..).unwrap_or_default().chunks_exact_mut(Self::LENGTH).zip(addresses) {
+            if let Some(field) = region.get_mut(16..24) {
+                field.copy_from_slice(&address.to_le_bytes());
+            }
+        }
+        body
     }
 
     /// The regions of a whole table: `SET_MEM_TABLE`. Space in the body for more regions than it announces is ignored:

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use limosa_memory::ForwardedFaultsSource;
 use limosa_socket::SocketFile;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::Timespec;
@@ -23,6 +24,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::connection::{self, Disconnect};
 use crate::fault::{FaultKind, Faults};
+use crate::postcopy::Postcopy;
 use crate::session::Session;
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, MAX_QUEUES};
@@ -87,6 +89,8 @@ pub struct Server {
     _file: SocketFile,
     stop: Arc<OwnedFd>,
     faults: Arc<Faults>,
+    /// How memory that comes by postcopy is waited for, if that is possible.
+    forwarded: Option<Arc<ForwardedFaultsSource>>,
     connections: AtomicU64,
 }
 
@@ -126,7 +130,10 @@ impl Server {
         let failed = |source: io::Error| ServerError::Listen { path: path.to_owned(), source };
         let (listener, file) = limosa_socket::listen(path, BACKLOG).map_err(failed)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
+        let waits = device.waits_for_memory();
+        let forwarded = if waits { ForwardedFaultsSource::find().ok().map(Arc::new) } else { None };
         Ok(Self {
+            forwarded,
             device,
             queues,
             path: path.to_owned(),
@@ -194,6 +201,7 @@ impl Server {
             device: self.device.clone(),
             queues: self.queues,
             faults: self.faults.clone(),
+            forwarded: self.forwarded.clone(),
         };
         let thread = thread::Builder::new().name("vhost-messages".into()).spawn(move || {
             let _ends = ends;
@@ -232,6 +240,7 @@ struct Connection {
     device: Arc<dyn Device>,
     queues: usize,
     faults: Arc<Faults>,
+    forwarded: Option<Arc<ForwardedFaultsSource>>,
 }
 
 impl Connection {
@@ -249,7 +258,12 @@ impl Connection {
                 thread::Builder::new().name(format!("vhost-queues-{number}")).spawn_scoped(scope, run)?;
             }
             self.device.front_end_connected(front_end.clone());
-            let mut session = Session::new(self.device.clone(), worker.clone(), front_end, self.faults.clone());
+            let mut session = Session::new(
+                self.device.clone(),
+                worker.clone(),
+                (front_end, self.faults.clone()),
+                Postcopy::new(self.forwarded.clone()),
+            );
             let disconnect = connection::serve(&self.socket, self.stop.as_fd(), &mut session, &self.faults);
             session.end();
             Ok(disconnect)

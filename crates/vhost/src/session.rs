@@ -29,6 +29,7 @@ use crate::message::{
     VringState, decode_u64,
 };
 use crate::notifier::Notifier;
+use crate::postcopy::Postcopy;
 use crate::ram::{MAX_REGIONS, Ram, RamRegion};
 use crate::vring::{Phase, RingAddresses, RingLog, RingSetup};
 use crate::worker::Worker;
@@ -45,6 +46,8 @@ const REPLY_ACK: u64 = 1 << 3;
 /// Several queues, a dirty log, acknowledgements, requests to the front end, configuration, inflight areas, reset, and
 /// regions one by one.
 const PROTOCOL: u64 = 1 | 1 << 1 | REPLY_ACK | 1 << 5 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 15;
+/// `VHOST_USER_PROTOCOL_F_PAGEFAULT`: memory may come by postcopy.
+const PAGE_FAULT: u64 = 1 << 8;
 
 /// The answer to a message.
 #[derive(Debug)]
@@ -102,6 +105,7 @@ pub(crate) struct Session {
     rings: Vec<VringSettings>,
     inflight: Option<(Arc<MmapRegion>, InflightArea)>,
     log: Option<Arc<DirtyLog>>,
+    postcopy: Postcopy,
     /// The device may have state of the driver.
     touched: bool,
     /// All rings were stopped, and the driver that continues may be the same.
@@ -111,7 +115,12 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(device: Arc<dyn Device>, worker: Arc<Worker>, front_end: FrontEnd, faults: Arc<Faults>) -> Self {
+    pub(crate) fn new(
+        device: Arc<dyn Device>,
+        worker: Arc<Worker>,
+        (front_end, faults): (FrontEnd, Arc<Faults>),
+        postcopy: Postcopy,
+    ) -> Self {
         let rings = worker.rings().iter().map(|_| VringSettings::default()).collect();
         Self {
             device,
@@ -126,6 +135,7 @@ impl Session {
             rings,
             inflight: None,
             log: None,
+            postcopy,
             touched: false,
             paused: false,
             driver_resumed: false,
@@ -156,16 +166,19 @@ impl Session {
             Request::SetFeatures => self.set_features(decode_u64(body)?)?,
             Request::SetOwner => {}
             Request::ResetOwner | Request::ResetDevice => self.reset(),
-            Request::GetProtocolFeatures => return answer(PROTOCOL),
+            Request::GetProtocolFeatures => return answer(self.offered_protocol()),
             Request::SetProtocolFeatures => {
                 let protocol = decode_u64(body)?;
-                refuse_if(protocol & !PROTOCOL != 0, || format!("protocol features {protocol:#x} were not offered"))?;
+                let others = protocol & !self.offered_protocol();
+                refuse_if(others != 0, || format!("protocol features {others:#x} were not offered"))?;
                 self.protocol = protocol;
             }
             Request::GetQueueNum => return answer(self.rings.len() as u64),
             Request::GetMaxMemSlots => return answer(MAX_REGIONS as u64),
-            Request::SetMemTable => self.set_table(TableRegion::decode_table(body)?, descriptors)?,
-            Request::AddMemReg => self.add_region(TableRegion::decode(body)?, descriptors)?,
+            Request::SetMemTable | Request::AddMemReg | Request::RemMemReg
+                if self.postcopy.is_acknowledgement(body) => {}
+            Request::SetMemTable => return self.set_table(body, descriptors),
+            Request::AddMemReg => return self.add_region(body, descriptors),
             Request::RemMemReg => self.remove_region(TableRegion::decode(body)?)?,
             Request::SetLogBase => {
                 let LogArea { length, offset } = LogArea::decode(body)?;
@@ -235,6 +248,18 @@ impl Session {
                 let piece = ConfigPiece::decode(body)?;
                 self.device.write_config(piece.offset, piece.bytes);
             }
+            Request::PostcopyAdvise => match self.postcopy.advise() {
+                Ok(descriptor) => return Ok(Answer::WithDescriptor(Vec::new(), descriptor)),
+                Err(error) => {
+                    self.faults.note(FaultKind::Refused, &format_args!("PostcopyAdvise: {error}"));
+                    return Ok(Answer::Body(Vec::new()));
+                }
+            },
+            Request::PostcopyListen => {
+                let listening = self.postcopy.listen(&self.regions);
+                listening.map_err(|error| Refusal::Other(format!("memory that comes by postcopy: {error}")))?;
+            }
+            Request::PostcopyEnd => self.postcopy.end(),
             Request::GetInflightFd => {
                 let (area, memfd) = self.new_area(InflightArea::decode(body)?)?;
                 return Ok(Answer::WithDescriptor(area.encode(body.len()), memfd));
@@ -247,11 +272,17 @@ impl Session {
     /// The connection has ended.
     pub(crate) fn end(&mut self) {
         self.front_end.disconnect();
+        // Nobody brings the memory that requests in flight wait for.
+        self.postcopy.end();
         self.reset();
         // A device that waits for the next guest must not keep the memory of this one.
         if let Some(Ok(none)) = self.ram.take().map(|_| Ram::new(Vec::new())) {
             self.device.set_memory(Arc::new(none));
         }
+    }
+
+    const fn offered_protocol(&self) -> u64 {
+        PROTOCOL | if self.postcopy.is_possible() { PAGE_FAULT } else { 0 }
     }
 
     fn offered(&self) -> u64 {
@@ -331,24 +362,40 @@ impl Session {
 
     // ---- memory
 
-    fn set_table(&mut self, table: Vec<TableRegion>, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
+    fn set_table(&mut self, body: &[u8], descriptors: Vec<OwnedFd>) -> Result<Answer, Refusal> {
+        let table = TableRegion::decode_table(body)?;
         refuse_if(table.len() != descriptors.len(), || {
             format!("{} memory regions with {} descriptors", table.len(), descriptors.len())
         })?;
         let regions: Result<Vec<_>, _> =
-            table.into_iter().zip(descriptors).map(|(region, fd)| map(region, fd)).collect();
-        self.set_memory(regions?)
+            table.into_iter().zip(descriptors).map(|(region, fd)| self.map(region, fd)).collect();
+        let regions = regions?;
+        let answer = self.postcopy.addresses(body, &regions).map_or(Answer::Done, Answer::Body);
+        self.set_memory(regions)?;
+        Ok(answer)
     }
 
-    fn add_region(&mut self, region: TableRegion, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
+    fn add_region(&mut self, body: &[u8], descriptors: Vec<OwnedFd>) -> Result<Answer, Refusal> {
+        let region = TableRegion::decode(body)?;
         // Before it is mapped: the number of regions is bounded.
         if self.regions.len() >= MAX_REGIONS {
             return Err(RamError::TooMany { got: self.regions.len() + 1, most: MAX_REGIONS }.into());
         }
-        let region = map(region, only(descriptors)?)?;
+        let region = self.map(region, only(descriptors)?)?;
+        let answer = self.postcopy.addresses(body, std::slice::from_ref(&region)).map_or(Answer::Done, Answer::Body);
         let mut regions = self.regions.clone();
         regions.push(region);
-        self.set_memory(regions)
+        self.set_memory(regions)?;
+        Ok(answer)
+    }
+
+    /// Maps a region, and has its faults reported if its memory may not have come.
+    fn map(&mut self, region: TableRegion, descriptor: OwnedFd) -> Result<RamRegion, Refusal> {
+        let TableRegion { guest_address, length, user_address, file_offset } = region;
+        let mapped = RamRegion::map(guest_address, length, user_address, descriptor, file_offset)?;
+        let kernel = |source| RamError::Kernel { guest_address, length, operation: "userfaultfd", source };
+        self.postcopy.register(&mapped).map_err(kernel)?;
+        Ok(mapped)
     }
 
     fn remove_region(&mut self, gone: TableRegion) -> Result<(), Refusal> {
@@ -611,10 +658,6 @@ impl Session {
         self.inflight = Some((Arc::new(mapped), area));
         Ok(())
     }
-}
-
-fn map(region: TableRegion, descriptor: OwnedFd) -> Result<RamRegion, RamError> {
-    RamRegion::map(region.guest_address, region.length, region.user_address, descriptor, region.file_offset)
 }
 
 fn addresses(ram: &Ram, address: &VringAddress) -> Option<RingAddresses> {

@@ -173,6 +173,10 @@ impl Device for VhostUserBlk {
         self.threads
     }
 
+    fn waits_for_memory(&self) -> bool {
+        true
+    }
+
     fn marks_written_memory(&self) -> bool {
         true
     }

@@ -62,7 +62,7 @@ fn restore(vm: &Vm, snapshot: &Path, more: &[String]) -> limosa_testkit::Ended {
     limosa(words.into_iter().chain(more.iter().cloned()))
 }
 
-fn memory_and_served_disk(way: Way, via: &str) {
+fn memory_and_served_disk(way: Way, via: &str, memory: &str) {
     let bed = Bed::new();
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "64M"]);
     let serving = serve(&bed, way, "first", "disk");
@@ -96,7 +96,10 @@ fn memory_and_served_disk(way: Way, via: &str) {
     let own = fresh_overlay(bed.path("").as_path(), "own", &bed.path("disk"), "qcow2");
     let second = serve(&bed, way, "second", "own");
     let restored = machine(&bed, way, "second").start_incoming().unwrap();
-    restore(&restored, &snapshot, &with_server(&bed, "second")).success();
+    let [option, control] = with_server(&bed, "second");
+    let words = [option, control, "--memory".to_owned(), memory.to_owned(), "--json".to_owned()];
+    let report = restore(&restored, &snapshot, &words).json();
+    assert_eq!(report["mode"], memory, "{report}");
     wait_writes(restored.serial(), 4);
     let first = first_written(&restored);
     assert!((frozen..=frozen + 2).contains(&first), "{frozen} on the disk, and the guest's first is {first}");
@@ -126,13 +129,14 @@ fn memory_and_served_disk(way: Way, via: &str) {
 #[test]
 fn memory_and_a_disk_over_vhost_user_are_of_one_instant() {
     needs_qemu!();
-    memory_and_served_disk(Way::VhostUser, "file");
+    // The server waits for the guest's memory, too.
+    memory_and_served_disk(Way::VhostUser, "file", "lazy");
 }
 
 #[test]
 fn memory_and_a_disk_over_nbd_are_of_one_instant() {
     needs_qemu!();
-    memory_and_served_disk(Way::Nbd, "socket");
+    memory_and_served_disk(Way::Nbd, "socket", "eager");
 }
 
 /// A VM whose saves are killed.

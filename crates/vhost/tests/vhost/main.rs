@@ -6,6 +6,7 @@ mod dirty_log;
 mod in_flight;
 mod inflight;
 mod messages;
+mod postcopy;
 mod rings;
 mod rust_vmm;
 mod uml;

@@ -82,9 +82,16 @@ const CALLS: &[c_long] = &[
     libc::SYS_shutdown,
 ];
 
-/// Calls for front ends over vhost-user: queues wait for kicks, and share what is in flight with the next server.
-const DEVICE_CALLS: &[c_long] =
-    &[libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait, libc::SYS_memfd_create, libc::SYS_pipe2];
+/// Calls for front ends over vhost-user: queues wait for kicks and for memory that comes by postcopy, and share what is
+/// in flight with the next server.
+const DEVICE_CALLS: &[c_long] = &[
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_memfd_create,
+    libc::SYS_pipe2,
+    libc::SYS_userfaultfd,
+];
 
 /// A call that newer architectures do not have.
 #[cfg(target_arch = "x86_64")]
@@ -94,6 +101,9 @@ const OLDER_CALLS: &[c_long] = &[];
 
 /// Requests of `ioctl(2)`: of block devices, of extents and clones of files, and whether a descriptor blocks.
 const IOCTLS: [u32; 6] = [0x127f, 0x1268, 0x8008_1272, 0x4020_940d, 0xc020_660b, 0x5421];
+
+/// Requests of userfaultfd: a new descriptor, its features, and memory that is registered or not any more.
+const DEVICE_IOCTLS: [u32; 4] = [0xaa00, 0xc018_aa3f, 0xc020_aa00, 0x8010_aa01];
 
 /// Restricts this thread. Returns false if the kernel has no seccomp filters.
 pub(super) fn restrict(needs: &Needs) -> anyhow::Result<bool> {
@@ -133,8 +143,10 @@ fn rules(needs: &Needs) -> anyhow::Result<BTreeMap<i64, Vec<SeccompRule>>> {
         rules.insert(libc::SYS_openat, Vec::new());
         rules.insert(libc::SYS_renameat2, Vec::new());
     }
-    let requests = IOCTLS.map(|request| condition(1, u64::from(u32::MAX), request.into()));
-    rules.insert(libc::SYS_ioctl, requests.into_iter().collect::<Result<_, _>>()?);
+    let device_ioctls = if needs.devices { &DEVICE_IOCTLS[..] } else { &[] };
+    let requests = IOCTLS.iter().chain(device_ioctls);
+    let requests = requests.map(|request| condition(1, u64::from(u32::MAX), u64::from(*request)));
+    rules.insert(libc::SYS_ioctl, requests.collect::<Result<_, _>>()?);
     Ok(rules)
 }
 

@@ -101,6 +101,10 @@ impl Device for Incrementer {
         *self.front_end.lock() = Some(front_end);
     }
 
+    fn waits_for_memory(&self) -> bool {
+        true
+    }
+
     fn marks_written_memory(&self) -> bool {
         true
     }
