@@ -223,8 +223,8 @@ fn of_disk(conflict: DiskConflict) -> &'static str {
         }
         DiskConflict::NotFreezable => "; say --disks ignore if it is kept consistent by other means",
         DiskConflict::Served => {
-            "; name the control socket of its limosa serve with --disk-server, or say --disks ignore if it is kept \
-             consistent by other means"
+            "; save or restore it with --disk-server SOCK, the control socket of its limosa serve, or say --disks ignore \
+             if it is kept consistent by other means"
         }
         DiskConflict::SharedFile => {
             "; with overlays they would no longer see each other's writes; say --disks ignore if that file is kept \

@@ -14,6 +14,7 @@ pub(crate) fn run(args: &ResumeArgs) -> anyhow::Result<ExitCode> {
     let monitor = job::connect(&args.qmp)?;
     let mut options = ResumeOptions::default();
     options.force = args.force;
+    options.disk_servers.clone_from(&args.disk_server);
     let resumed = resume(&monitor, &options)?;
     let takeover = &resumed.takeover;
     for remark in &takeover.remarks {

@@ -1,5 +1,6 @@
 //! `limosa resume`: continue a VM that an interrupted job left stopped, and say why it was.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::job_record::{JobKind, JobPhase, JobRecord, JobRecordError, VmAfterJob};
@@ -16,11 +17,13 @@ pub struct ResumeOptions {
     pub force: bool,
     /// How long a migration may take to end.
     pub timeout: Duration,
+    /// The control sockets of servers of disks (`limosa serve`) that undo what an interrupted save had them do.
+    pub disk_servers: Vec<PathBuf>,
 }
 
 impl Default for ResumeOptions {
     fn default() -> Self {
-        Self { force: false, timeout: Duration::from_secs(600) }
+        Self { force: false, timeout: Duration::from_secs(600), disk_servers: Vec::new() }
     }
 }
 
@@ -86,7 +89,7 @@ pub fn resume(monitor: &Monitor, options: &ResumeOptions) -> Result<Resumed, Res
         Liveness::Elsewhere if !options.force => return Err(JobRecordError::Elsewhere(Box::new(record)).into()),
         Liveness::Elsewhere | Liveness::Dead => {}
     }
-    let takeover = take_over(monitor, &record, Actor::Person, options.timeout)?;
+    let takeover = take_over(monitor, &record, Actor::Person, (&options.disk_servers, options.timeout))?;
     Ok(Resumed { why, record: Some(record), takeover })
 }
 

@@ -170,6 +170,10 @@ pub(crate) struct ResumeArgs {
     #[arg(long)]
     pub(crate) force: bool,
 
+    /// The --control socket of a limosa serve that undoes what an interrupted save had it do. Repeatable
+    #[arg(long, value_name = "SOCK")]
+    pub(crate) disk_server: Vec<PathBuf>,
+
     /// QEMU's monitor: a unix socket's path, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "SOCK")]
     pub(crate) qmp: MonitorAddress,

@@ -156,6 +156,10 @@ pub(crate) enum ServeCtlCommand {
         #[arg(value_name = "NAME")]
         name: String,
 
+        /// The overlay: refuse if the disk's image is another one
+        #[arg(value_name = "OVERLAY")]
+        overlay: Option<PathBuf>,
+
         /// Fail if requests in flight are not done after this time
         #[arg(long, value_name = "TIME", value_parser = parse::time, default_value = "30s")]
         timeout: Duration,

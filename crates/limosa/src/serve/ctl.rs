@@ -40,7 +40,7 @@ pub(super) fn run(args: &ServeCtlArgs) -> anyhow::Result<ExitCode> {
         ServeCtlCommand::Resume { name } => ctl.order("export-resume", named(name), "requests continue")?,
         ServeCtlCommand::Resize { name, size } => ctl.resize(name, *size)?,
         ServeCtlCommand::Snapshot { name, overlay, clear, timeout } => ctl.snapshot(name, overlay, clear, *timeout)?,
-        ServeCtlCommand::Commit { name, timeout } => ctl.commit(name, *timeout)?,
+        ServeCtlCommand::Commit { name, overlay, timeout } => ctl.commit(name, overlay.as_deref(), *timeout)?,
         ServeCtlCommand::Bitmap(args) => ctl.bitmaps(args)?,
         ServeCtlCommand::Quit => ctl.order("quit", json!({}), "the server is ending")?,
     }
@@ -102,17 +102,19 @@ impl Ctl {
     }
 
     fn snapshot(&self, name: &str, overlay: &Path, clear: &[String], timeout: Duration) -> anyhow::Result<()> {
-        let overlay = std::path::absolute(overlay)?;
-        let text = overlay.to_str().with_context(|| format!("{}: the path must be UTF-8", overlay.display()))?;
-        let arguments = json!({ "name": name, "overlay": text, "clear": clear, "timeout": to_millis(timeout) });
+        let overlay = absolute_text(overlay)?;
+        let arguments = json!({ "name": name, "overlay": overlay, "clear": clear, "timeout": to_millis(timeout) });
         self.change("export-snapshot", arguments, |export| {
             let frozen = export.get("frozen").and_then(Value::as_str).unwrap_or("the image");
             format!("{}; {frozen} is not written any more", line(export))
         })
     }
 
-    fn commit(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
-        let arguments = json!({ "name": name, "timeout": to_millis(timeout) });
+    fn commit(&self, name: &str, overlay: Option<&Path>, timeout: Duration) -> anyhow::Result<()> {
+        let mut arguments = json!({ "name": name, "timeout": to_millis(timeout) });
+        if let Some(overlay) = overlay {
+            arguments["overlay"] = absolute_text(overlay)?.into();
+        }
         self.change("export-commit", arguments, |export| {
             let committed = export.get("committed").and_then(Value::as_str).unwrap_or("the overlay");
             format!("{}; it has the {} of {committed}", line(export), quantity::bytes(number(export, "bytes")))
@@ -160,6 +162,12 @@ impl Ctl {
         }
         Ok(())
     }
+}
+
+/// A path for the server, which has another folder.
+fn absolute_text(path: &Path) -> anyhow::Result<String> {
+    let path = std::path::absolute(path)?;
+    Ok(path.to_str().with_context(|| format!("{}: the path must be UTF-8", path.display()))?.to_owned())
 }
 
 /// An export in one line.

@@ -1,6 +1,7 @@
 //! The disks that are served over vhost-user-blk: a socket for each image.
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -39,13 +40,16 @@ pub(super) fn bind(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Vec<Bl
     let options = VhostUserBlkOptions::default()
         .queues(args.queues.map_or(0, usize::from))
         .threads(args.threads.map_or(0, usize::from));
-    let bind = |(path, export): (&PathBuf, Arc<Export>)| -> anyhow::Result<BlockDevice> {
+    let bind = |((path, image), export): ((&PathBuf, &OsString), Arc<Export>)| -> anyhow::Result<BlockDevice> {
+        // That of the image which was named: the disk may continue in an overlay by now, and stays the same disk.
+        let file = Path::new(image).file_name().filter(|_| export.name().is_empty());
+        let options = options.clone().serial(file.unwrap_or_default().to_string_lossy());
         let device = Arc::new(VhostUserBlk::new(export, &options));
         let server = Server::bind(path, Arc::clone(&device) as Arc<dyn Device>).context("--vhost-user-blk")?;
         let path = std::path::absolute(path).context("--vhost-user-blk")?.display().to_string();
         Ok(BlockDevice { path, device, server, blocked: AtomicBool::new(false) })
     };
-    args.vhost_user_blk.iter().zip(exports.all()).map(bind).collect()
+    args.vhost_user_blk.iter().zip(&args.images).zip(exports.all()).map(bind).collect()
 }
 
 impl BlockDevice {

@@ -16,6 +16,7 @@ mod report;
 mod sandbox;
 mod servers;
 mod steering;
+mod wanted;
 
 use std::process::ExitCode;
 use std::sync::Arc;

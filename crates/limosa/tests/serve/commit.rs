@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use limosa_testkit::{Ended, qemu_io};
+use limosa_testkit::{Ended, Qmp, kill9, qemu_io};
 use serde_json::{Value, json};
 
 use crate::bed::{Bed, Serving};
@@ -132,4 +132,137 @@ fn dirty_bitmaps_come_back_from_the_overlay() {
     bed.qemu_img(&["check", "-q", "@disk"]);
     let info: Value = serde_json::from_str(&bed.qemu_img(&["info", "--output=json", "@disk"])).unwrap();
     assert_eq!(info["format-specific"]["data"]["bitmaps"].as_array().unwrap().len(), 3, "{info}");
+}
+
+#[test]
+fn an_overlay_that_cannot_be_removed_stays_and_is_served() {
+    needs_qemu!();
+    let bed = Bed::new();
+    fs::create_dir(bed.path("elsewhere")).unwrap();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "4M"]);
+    let disk = bed.path("disk");
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "-b", disk.to_str().unwrap(), "-F", "qcow2", "@elsewhere/top"]);
+    // It is written where the server may create and remove nothing.
+    let serving = serve_in(&bed, "elsewhere/top", "images");
+    let uri = serving.uri("");
+    io(&uri, "raw", &["write -P 1 0 64k", "flush"]);
+    let refused = ctl(&bed, &["commit", ""]).stderr;
+    assert!(refused.contains("--allow-dir"), "{refused}");
+    io(&uri, "raw", &["read -P 1 0 64k", "write -P 2 0 4k", "flush", "read -P 2 0 4k"]);
+    assert!(bed.path("elsewhere/top").exists());
+    serving.stop();
+    io(bed.path("elsewhere/top").to_str().unwrap(), "qcow2", &["read -P 2 0 4k", "read -P 1 4k 60k"]);
+    // The name is a link.
+    std::os::unix::fs::symlink("elsewhere/top", bed.path("link")).unwrap();
+    let serving = serve(&bed, "link");
+    let refused = ctl(&bed, &["commit", ""]).stderr;
+    assert!(refused.contains("no link"), "{refused}");
+    io(&serving.uri(""), "raw", &["read -P 2 0 4k"]);
+    let refused = ctl(&bed, &["commit", "", "other"]).stderr;
+    assert!(refused.contains("and not") && refused.contains("other"), "{refused}");
+    serving.stop();
+}
+
+/// A server that may create files in a folder of this name only.
+fn serve_in(bed: &Bed, image: &str, folder: &str) -> Serving {
+    fs::create_dir(bed.path(folder)).unwrap();
+    bed.serve("nbd", &["--control", "control", "--allow-dir", folder, image])
+}
+
+#[test]
+fn a_guest_cannot_have_its_disk_taken_for_another_format() {
+    needs_qemu!();
+    let bed = Bed::new();
+    fs::write(bed.path("disk"), vec![0; 1 << 20]).unwrap();
+    // Its format is probed.
+    let serving = serve(&bed, "disk");
+    let uri = serving.uri("");
+    asked(&bed, &["snapshot", "", "overlay"]);
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "-b", "/etc/passwd", "-F", "raw", "-u", "@evil", "1M"]);
+    io(&uri, "raw", &[&format!("write -s {} 0 64k", bed.path("evil").display()), "flush"]);
+    let refused = ctl(&bed, &["commit", ""]).stderr;
+    assert!(refused.contains("look like another format"), "{refused}");
+    assert!(fs::read(bed.path("disk")).unwrap().iter().all(|byte| *byte == 0));
+    io(&uri, "raw", &["write -P 7 0 64k", "flush"]);
+    asked(&bed, &["commit", ""]);
+    io(&uri, "raw", &["read -P 7 0 64k"]);
+    serving.stop();
+}
+
+#[test]
+fn a_server_that_is_started_as_before_continues_in_the_overlay() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "4M"]);
+    let serving = serve(&bed, "disk");
+    io(&serving.uri(""), "raw", &["write -P 1 0 64k"]);
+    asked(&bed, &["snapshot", "", "one"]);
+    asked(&bed, &["snapshot", "", "two"]);
+    io(&serving.uri(""), "raw", &["write -P 2 0 4k", "flush"]);
+    kill9(serving.pid()).unwrap();
+    drop(serving);
+    fs::remove_file(bed.path("control")).unwrap();
+    let frozen = fs::read(bed.path("disk")).unwrap();
+    let serving = serve(&bed, "disk");
+    assert!(serving.said().contains("its disk continues in"), "{}", serving.said());
+    io(&serving.uri(""), "raw", &["read -P 2 0 4k", "read -P 1 4k 60k", "write -P 3 4k 4k", "flush"]);
+    assert!(fs::read(bed.path("disk")).unwrap() == frozen);
+    // To be read it is what it is.
+    let reading = bed.serve("reading", &["--read-only", "disk"]);
+    let said = qemu_io(["-r", "-f", "raw", "-c", "read -P 1 0 64k", &reading.uri("")]).unwrap();
+    assert!(!said.contains("failed"), "{said}");
+    reading.stop();
+    asked(&bed, &["commit", ""]);
+    asked(&bed, &["commit", ""]);
+    serving.stop();
+    let serving = serve(&bed, "disk");
+    assert!(!serving.said().contains("continues"), "{}", serving.said());
+    io(&serving.uri(""), "raw", &["read -P 2 0 4k", "read -P 3 4k 4k", "read -P 1 8k 56k"]);
+    serving.stop();
+    // A file that names something else leads nowhere.
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@other", "4M"]);
+    fs::write(bed.path("disk.continued"), bed.path("other").to_str().unwrap()).unwrap();
+    let refused = bed.refused(&["disk", "--nbd", "unix:x"]).stderr;
+    assert!(refused.contains("disk.continued"), "{refused}");
+    fs::write(bed.path("disk.continued"), bed.path("gone").to_str().unwrap()).unwrap();
+    serve(&bed, "disk").stop();
+}
+
+#[test]
+fn requests_for_a_snapshot_that_was_undone_are_refused() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "4M"]);
+    let serving = serve(&bed, "disk");
+    let mut qmp = Qmp::connect(&bed.path("control"), crate::stage::SOON).unwrap();
+    let (disk, overlay) = (bed.path("disk"), bed.path("overlay"));
+    let prepare = json!({ "name": "", "overlay": overlay, "image": disk });
+    let put = json!({ "name": "", "overlay": overlay, "prepared": true });
+    let undo = json!({ "name": "", "overlay": overlay });
+    let other = json!({ "name": "", "overlay": bed.path("x"), "image": bed.path("other") });
+    assert!(qmp.execute("export-prepare-snapshot", other).is_err() && !bed.path("x").exists());
+    qmp.execute("export-prepare-snapshot", prepare.clone()).unwrap();
+    assert!(overlay.exists());
+    qmp.execute("export-undo-snapshot", undo.clone()).unwrap();
+    assert!(!overlay.exists());
+    assert!(qmp.execute("export-snapshot", put).is_err());
+    assert!(qmp.execute("export-prepare-snapshot", prepare).is_err());
+    assert!(!overlay.exists());
+    qmp.execute("export-undo-snapshot", undo).unwrap();
+    // One that was put and is not on top any more.
+    let second = bed.path("second");
+    let prepare = json!({ "name": "", "overlay": second, "image": disk });
+    let put = json!({ "name": "", "overlay": second, "prepared": true });
+    let undo = json!({ "name": "", "overlay": second });
+    qmp.execute("export-prepare-snapshot", prepare).unwrap();
+    qmp.execute("export-snapshot", put).unwrap();
+    asked(&bed, &["snapshot", "", "third"]);
+    let refused = qmp.execute("export-undo-snapshot", undo.clone()).unwrap_err().to_string();
+    assert!(refused.contains("another overlay"), "{refused}");
+    asked(&bed, &["commit", ""]);
+    qmp.execute("export-undo-snapshot", undo).unwrap();
+    assert!(!second.exists());
+    io(&serving.uri(""), "raw", &["write -P 1 0 64k", "flush"]);
+    serving.stop();
+    io(disk.to_str().unwrap(), "qcow2", &["read -P 1 0 64k"]);
 }

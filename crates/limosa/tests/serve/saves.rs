@@ -139,6 +139,12 @@ fn memory_and_a_disk_over_nbd_are_of_one_instant() {
     memory_and_served_disk(Way::Nbd, "socket", "eager");
 }
 
+/// How many overlays there are.
+fn overlays(bed: &Bed) -> usize {
+    let is_overlay = |name: &&String| name.contains(".overlay-") && !name.ends_with(".continued");
+    names(bed.path("").as_path()).iter().filter(is_overlay).count()
+}
+
 /// A VM whose saves are killed.
 struct Victim {
     bed: Bed,
@@ -179,7 +185,7 @@ impl Victim {
     }
 
     fn overlays(&self) -> usize {
-        names(self.bed.path("").as_path()).iter().filter(|name| name.contains(".overlay-")).count()
+        overlays(&self.bed)
     }
 
     /// `top` was the disk's image before.
@@ -282,7 +288,8 @@ fn resume_puts_a_served_disk_right_when_limosa_and_its_watchdog_are_killed() {
         }
         drop(saving);
         wait_gone(watchdog);
-        limosa(["resume", "--qmp", &victim.vm.qmp_socket().display().to_string()]).success();
+        let [option, control] = with_server(&victim.bed, "first");
+        limosa(["resume", "--qmp", victim.vm.qmp_socket().to_str().unwrap(), &option, &control]).success();
         victim.check_outcome(&top);
     }
     victim.end();
@@ -300,7 +307,7 @@ fn a_served_disk_comes_back_when_the_save_or_its_qemu_ends() {
         let list = bed.refused(&["ctl", "first.control", "list", "--json"]).json();
         list["exports"][0]["image"].as_str().unwrap().to_owned()
     };
-    let overlays = || names(bed.path("").as_path()).iter().filter(|name| name.contains(".overlay-")).count();
+    let overlays = || overlays(&bed);
     let start = |rate: &str| {
         let more = ["--disks", "overlay", &option, &control, "--max-bandwidth", rate];
         start_limosa(save_arguments(&vm, &bed.path("snapshot"), &more))

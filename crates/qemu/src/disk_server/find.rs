@@ -14,7 +14,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::{DiskServer, ServedImage};
-use crate::file_identity::is_same_file;
+use crate::file_identity::FileId;
 use crate::job::JobError;
 use crate::monitor::{Device, Disk, Monitor};
 
@@ -53,33 +53,25 @@ enum Source {
     NbdInet { host: String, port: u16, export: String },
 }
 
-/// Finds the export of each disk among those of the servers.
+/// Finds the export of each disk among those of the servers. A read-only disk need not be one.
 ///
 /// # Errors
 /// A disk is served by none of them; a server serves no disk of the VM; the monitor's and the servers'.
 pub(crate) fn find(monitor: &Monitor, remote: &Remote, controls: &[PathBuf]) -> Result<Vec<Served>, JobError> {
     let servers = controls.iter().map(|control| Listening::ask(control)).collect::<Result<Vec<_>, _>>()?;
-    let directory = monitor.qmp().process().and_then(|pid| std::fs::read_link(format!("/proc/{pid}/cwd")).ok());
-    let absolute = |path: PathBuf| directory.as_ref().map_or(path.clone(), |directory| directory.join(path));
+    let process = monitor.qmp().process();
     let mut found = Vec::new();
     for device in &remote.devices {
         let socket = monitor.device_socket(&device.id)?;
-        let source = socket.as_deref().and_then(unix_path).map(|path| Source::VhostUser(absolute(path)));
-        found.push(served(&servers, source, (&device.id, ""))?);
+        let source = socket.as_deref().and_then(unix_path).map(Source::VhostUser);
+        found.push(served(&servers, source, process, (&device.id, ""))?);
     }
     for disk in &remote.disks {
-        // Another driver above it could hold back what the server has to have when its disk is frozen.
-        if !matches!(disk.format.as_str(), "raw" | "nbd") {
-            let Disk { device, format, .. } = disk;
-            return Err(JobError::refused(format!(
-                "no overlay can be put under the disk {device}: QEMU has the driver '{format}' above what is served"
-            )));
+        match of_node(&servers, disk, process) {
+            Ok(served) => found.push(served),
+            Err(_) if !disk.writable => {}
+            Err(other) => return Err(other),
         }
-        let source = nbd_source(&disk.filename).map(|source| match source {
-            Source::NbdUnix { socket, export } => Source::NbdUnix { socket: absolute(socket), export },
-            other => other,
-        });
-        found.push(served(&servers, source, (&disk.device, &disk.node))?);
     }
     if let Some(unused) =
         servers.iter().find(|server| !found.iter().any(|disk| Arc::ptr_eq(&disk.server, &server.server)))
@@ -90,14 +82,31 @@ pub(crate) fn find(monitor: &Monitor, remote: &Remote, controls: &[PathBuf]) -> 
     Ok(found)
 }
 
-/// The disk of a source.
-fn served(servers: &[Listening], source: Option<Source>, (device, node): (&str, &str)) -> Result<Served, JobError> {
+/// The disk of a block node.
+fn of_node(servers: &[Listening], disk: &Disk, process: Option<u32>) -> Result<Served, JobError> {
+    // Another driver above it could hold back what the server has to have when its disk is frozen.
+    if !matches!(disk.format.as_str(), "raw" | "nbd") {
+        let Disk { device, format, .. } = disk;
+        return Err(JobError::refused(format!(
+            "no overlay can be put under the disk {device}: QEMU has the driver '{format}' above what is served"
+        )));
+    }
+    served(servers, nbd_source(&disk.filename), process, (&disk.device, &disk.node))
+}
+
+/// The disk of a source of a VM whose QEMU is this process.
+fn served(
+    servers: &[Listening],
+    source: Option<Source>,
+    process: Option<u32>,
+    (device, node): (&str, &str),
+) -> Result<Served, JobError> {
     let source = source.ok_or_else(|| {
         JobError::refused(format!(
             "the disk {device} is no export of a server of disks: QEMU does not show which it is"
         ))
     })?;
-    let found = servers.iter().find_map(|server| Some((&server.server, server.export(&source)?)));
+    let found = servers.iter().find_map(|server| Some((&server.server, server.export(&source, process)?)));
     let (server, export) = found.ok_or_else(|| {
         let controls: Vec<_> = servers.iter().map(|server| server.server.control().display().to_string()).collect();
         JobError::refused(format!("the disk {device} ({source}) is not served by {}", controls.join(" or ")))
@@ -143,15 +152,18 @@ impl Listening {
         Ok(Self { server: Arc::new(server), devices, sockets, ports })
     }
 
-    /// Returns the name of the export that a VM finds there.
-    fn export(&self, source: &Source) -> Option<String> {
+    /// Returns the name of the export that a VM whose QEMU is this process finds there.
+    fn export(&self, source: &Source, process: Option<u32>) -> Option<String> {
         match source {
             Source::VhostUser(socket) => {
-                let device = self.devices.iter().find(|(path, _)| is_same_file(path, socket));
+                let seen = seen_by(process?, socket)?;
+                let device = self.devices.iter().find(|(path, _)| FileId::of_path(path).is_ok_and(|id| id == seen));
                 device.map(|(_, export)| export.clone())
             }
             Source::NbdUnix { socket, export } => {
-                self.sockets.iter().any(|path| is_same_file(path, socket)).then(|| export.clone())
+                let seen = seen_by(process?, socket)?;
+                let is_here = self.sockets.iter().any(|path| FileId::of_path(path).is_ok_and(|id| id == seen));
+                is_here.then(|| export.clone())
             }
             Source::NbdInet { host, port, export } => {
                 let addresses: Vec<_> = (host.as_str(), *port).to_socket_addrs().ok()?.collect();
@@ -159,13 +171,24 @@ impl Listening {
                 let is_here = |listened: IpAddr, asked: IpAddr| {
                     listened == asked || listened.is_unspecified() && asked.is_loopback()
                 };
-                let found = self.ports.iter().any(|(listened, listened_port)| {
-                    listened_port == port && addresses.iter().any(|asked| is_here(*listened, asked.ip()))
+                // QEMU has taken one of them.
+                let all_here = addresses.iter().all(|asked| {
+                    self.ports.iter().any(|(listened, own)| own == port && is_here(*listened, asked.ip()))
                 });
-                found.then(|| export.clone())
+                (all_here && !addresses.is_empty()).then(|| export.clone())
             }
         }
     }
+}
+
+/// The file that a path leads to for a process, which may be in a container.
+fn seen_by(process: u32, path: &Path) -> Option<FileId> {
+    let place = if path.is_absolute() {
+        Path::new(&format!("/proc/{process}/root")).join(path.strip_prefix("/").ok()?)
+    } else {
+        Path::new(&format!("/proc/{process}/cwd")).join(path)
+    };
+    FileId::of_path(&place).ok()
 }
 
 /// The socket in QEMU's name for a character device.
@@ -176,11 +199,21 @@ fn unix_path(filename: &str) -> Option<PathBuf> {
     (!path.is_empty()).then(|| path.into())
 }
 
+/// Whether QEMU's name for a node is that of an export over NBD.
+pub(crate) fn is_nbd(filename: &str) -> bool {
+    nbd_source(filename).is_some()
+}
+
 /// Where QEMU's name for a node finds an export.
 fn nbd_source(filename: &str) -> Option<Source> {
     if let Some(json) = filename.strip_prefix("json:") {
         let mut node: &Value = &serde_json::from_str(json).ok()?;
         while let Some(file) = node.get("file").filter(|file| file.is_object()) {
+            // More about the format would show another disk than the export (`offset`).
+            let plain = |key: &String| matches!(key.as_str(), "driver" | "file");
+            if !node.as_object()?.keys().all(plain) {
+                return None;
+            }
             node = file;
         }
         let text = |key: &str| {
@@ -237,7 +270,10 @@ mod tests {
         assert_eq!(nbd_source(json), unix("/x", "e"));
         let json = r#"json:{"driver": "nbd", "server.type": "inet", "server.host": "h", "server.port": "7", "reconnect-delay": 3}"#;
         assert_eq!(nbd_source(json), inet("h", 7, ""));
-        for other in ["/disk", "json:{", r#"json:{"driver": "file", "filename": "/x"}"#, "nbd://host", "ssh://x"] {
+        let offset = r#"json:{"driver": "raw", "offset": 512, "file": {"driver": "nbd", "server.path": "/x"}}"#;
+        for other in
+            [offset, "/disk", "json:{", r#"json:{"driver": "file", "filename": "/x"}"#, "nbd://host", "ssh://x"]
+        {
             assert_eq!(nbd_source(other), None, "{other}");
         }
     }

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::job::JobError;
 use crate::qmp::{MonitorAddress, Options, Qmp, QmpError};
-pub(crate) use find::{Remote, Served, find};
+pub(crate) use find::{Remote, Served, find, is_nbd};
 
 /// Time that the server gets while the VM runs: it makes durable what was written to the disk.
 const PREPARED_WITHIN: Duration = Duration::from_secs(120);
@@ -36,6 +36,8 @@ pub(crate) struct ServedImage {
     pub(crate) format: String,
     /// Whether clients cannot write.
     pub(crate) read_only: bool,
+    /// Whether clients see something else than the image has: a part of it, or an internal snapshot.
+    pub(crate) is_other: bool,
 }
 
 impl DiskServer {
@@ -86,16 +88,25 @@ impl DiskServer {
             )));
         }
         let format = answer.get("format").and_then(Value::as_str).unwrap_or_default().to_owned();
-        let read_only = answer.get("read-only").and_then(Value::as_bool).unwrap_or(false);
-        Ok(ServedImage { files, format, read_only })
+        let is = |key: &str| answer.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let is_other = is("part") || is("snapshot");
+        Ok(ServedImage { files, format, read_only: is("read-only"), is_other })
     }
 
-    /// Has an overlay created at `overlay` that is put on the export's image later.
+    /// Has what was written to the export brought to its file.
     ///
     /// # Errors
-    /// The server's: it may not write there, for example.
-    pub(crate) fn prepare(&self, export: &str, overlay: &str) -> Result<(), JobError> {
-        let arguments = json!({ "name": export, "overlay": overlay });
+    /// The server's.
+    pub(crate) fn flush(&self, export: &str) -> Result<(), JobError> {
+        self.ask("export-flush", json!({ "name": export })).map(drop)
+    }
+
+    /// Has an overlay created at `overlay` that is put on the export's image later, which must be `image`.
+    ///
+    /// # Errors
+    /// The server's: it may not write there, for example, or the export has another image by now.
+    pub(crate) fn prepare(&self, export: &str, image: &str, overlay: &str) -> Result<(), JobError> {
+        let arguments = json!({ "name": export, "overlay": overlay, "image": image });
         self.ask_within("export-prepare-snapshot", arguments, PREPARED_WITHIN).map(drop)
     }
 

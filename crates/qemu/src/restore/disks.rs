@@ -63,8 +63,16 @@ fn disks(monitor: &Monitor, servers: &[PathBuf]) -> Result<Vec<Here>, JobError> 
     if !servers.is_empty() {
         let mut devices = monitor.devices()?;
         devices.retain(|device| device.kind.starts_with("vhost-user-blk"));
-        let served = find(monitor, &Remote { disks: others, devices }, servers)?;
-        here.extend(served.into_iter().filter_map(Here::of_server));
+        for served in find(monitor, &Remote { disks: others, devices }, servers)? {
+            if served.image.is_other {
+                return Err(JobError::refused(format!("the disk {} is a part of its image", served.device)));
+            }
+            // What an earlier VM wrote may be in the server's memory.
+            if !served.image.read_only {
+                served.server.flush(&served.export)?;
+            }
+            here.extend(Here::of_server(served));
+        }
     }
     Ok(here)
 }

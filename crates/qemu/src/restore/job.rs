@@ -163,7 +163,7 @@ impl RestoreJob<'_> {
             _ => {}
         }
         // The QEMU is lost anyway; what it refuses now changes nothing.
-        let left = take_over(self.monitor, record, Actor::Watchdog, FAIL_WITHIN);
+        let left = take_over(self.monitor, record, Actor::Watchdog, (&[], FAIL_WITHIN));
         if left.is_ok_and(|left| left.outcome == Outcome::NeedsRecovery) {
             // The answer to the package was lost, not the package: the guest runs, on the pages that it has.
             self.watch.handle.progress.set_phase(Phase::PostcopyActive);

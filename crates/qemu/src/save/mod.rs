@@ -97,6 +97,11 @@ pub fn save(
         }
         return Err(error.into());
     }
+    for server in &options.disk_servers {
+        if let Some(watchdog) = &mut watchdog {
+            let _ = watchdog.add_disk_server(server);
+        }
+    }
     if let (Some(watchdog), Some(path)) = (&mut watchdog, pending.temporary_path()) {
         // A watchdog that died already is noticed at the end; until then the save is worth going on with.
         let _ = watchdog.set_temporary_file(Some(&path));
@@ -128,19 +133,21 @@ pub fn save(
     let tidied = match &done {
         Ok(_) => put_back(monitor, &record).unwrap_or(false),
         Err(error) if error.is_unanswered() => false,
-        Err(_) => match take_over_holding(&held, monitor, &record, Actor::Watchdog, UNDO_WITHIN) {
-            Ok(undone) => {
-                undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
-                undone.notices.iter().for_each(|notice| (watch.notice)(notice));
-                undone.outcome.ends_job()
+        Err(_) => {
+            match take_over_holding(&held, monitor, &record, Actor::Watchdog, (&options.disk_servers, UNDO_WITHIN)) {
+                Ok(undone) => {
+                    undone.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+                    undone.notices.iter().for_each(|notice| (watch.notice)(notice));
+                    undone.outcome.ends_job()
+                }
+                // All changes went with QEMU.
+                Err(JobRecordError::Qmp(gone)) if gone.is_gone() => {
+                    abandoned(&record, &options.disk_servers).iter().for_each(|notice| (watch.notice)(notice));
+                    true
+                }
+                Err(_) => false,
             }
-            // All changes went with QEMU.
-            Err(JobRecordError::Qmp(gone)) if gone.is_gone() => {
-                abandoned(&record).iter().for_each(|notice| (watch.notice)(notice));
-                true
-            }
-            Err(_) => false,
-        },
+        }
     };
     match watchdog {
         Some(watchdog) if tidied => watchdog.dismiss(watch.notice),

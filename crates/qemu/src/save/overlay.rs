@@ -42,27 +42,27 @@ pub(super) struct Planned {
     overlay: Overlay,
 }
 
-/// Plans the overlays of the save; none if the policy is another, or no disk can be written to.
-pub(super) fn plan(
-    monitor: &Monitor,
-    options: &SaveOptions,
-    disks: Vec<Disk>,
-    digits: &str,
-) -> Result<Vec<Planned>, JobError> {
-    if options.disks != DiskPolicy::Overlay || disks.is_empty() {
-        return Ok(Vec::new());
-    }
+/// Refuses a VM whose disks cannot get overlays, whoever puts them.
+pub(super) fn check(monitor: &Monitor) -> Result<(), JobError> {
     if !monitor.qmp().passes_descriptors() {
         return Err(JobError::refused(
             "overlays are made where the VM runs, and this monitor is reached over tcp; run there, with a unix socket \
              monitor",
         ));
     }
-    if let Some(job) = monitor.block_jobs()?.first() {
-        return Err(JobError::refused(format!(
+    match monitor.block_jobs()?.first() {
+        Some(job) => Err(JobError::refused(format!(
             "a {} job ({}) works on the VM's disks; wait for its end, or cancel it",
             job.kind, job.id
-        )));
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Plans the overlays of the save; none if the policy is another, or no disk can be written to.
+pub(super) fn plan(options: &SaveOptions, disks: Vec<Disk>, digits: &str) -> Result<Vec<Planned>, JobError> {
+    if options.disks != DiskPolicy::Overlay || disks.is_empty() {
+        return Ok(Vec::new());
     }
     let mut planned: Vec<Planned> = Vec::new();
     let mut files: Vec<(String, (u64, u64))> = Vec::new();

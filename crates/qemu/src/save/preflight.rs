@@ -9,7 +9,7 @@ use super::options::{DiskPolicy, SaveOptions};
 use super::overlay::{self, Planned};
 use super::served::{self, PlannedServed};
 use crate::conflict::{Conflict, DiskConflict, StateConflict};
-use crate::disk_server::Remote;
+use crate::disk_server::{Remote, is_nbd};
 use crate::job::JobError;
 use crate::job_record::overlay_digits;
 use crate::monitor::{Device, Disk, Monitor, RunState};
@@ -76,7 +76,11 @@ impl Preflight {
         let mut manifest = Manifest::new();
         manifest.disks = own.iter().map(record_disk).collect::<Result<_, _>>()?;
         let digits = overlay_digits(manifest.id);
-        let overlays = overlay::plan(monitor, options, own, &digits)?;
+        let is_none = own.is_empty() && remote.disks.is_empty() && remote.devices.is_empty();
+        if options.disks == DiskPolicy::Overlay && !is_none {
+            overlay::check(monitor)?;
+        }
+        let overlays = overlay::plan(options, own, &digits)?;
         overlay::note(&mut manifest, &overlays);
         let taken: Vec<_> = overlay::records(&overlays).into_iter().map(|overlay| overlay.file).collect();
         let served = served::plan(monitor, options, &remote, (&digits, &taken))?;
@@ -137,9 +141,10 @@ fn disks(monitor: &Monitor, options: &SaveOptions, goes_on: bool) -> Result<Disk
     let is_served = |device: &Device| device.kind.starts_with("vhost-user-blk") && !options.disk_servers.is_empty();
     let devices = foreign.extract_if(.., |device| is_served(device)).collect();
     if let Some(device) = foreign.first() {
+        let is_block = device.kind.starts_with("vhost-user-blk");
         return Err(JobError::conflict(
             format!("the disk of {} is served by another process, so its state cannot be recorded", device.kind),
-            Conflict::Disk(DiskConflict::Served),
+            Conflict::Disk(if is_block { DiskConflict::Served } else { DiskConflict::NotFreezable }),
         ));
     }
     let (disks, own) = disks.into_iter().partition(|disk| disk.path.is_none() && !options.disk_servers.is_empty());
@@ -153,7 +158,7 @@ fn record_disk(disk: &Disk) -> Result<RecordedDisk, JobError> {
                 "the disk {} ({}) is no file of this host, so its state cannot be recorded",
                 disk.device, disk.filename
             ),
-            Conflict::Disk(DiskConflict::Served),
+            Conflict::Disk(if is_nbd(&disk.filename) { DiskConflict::Served } else { DiskConflict::NotFreezable }),
         )
     })?;
     let mut recorded = record(&disk.node, Some(disk.device.clone()), path, &disk.format)?;

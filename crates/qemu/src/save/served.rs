@@ -44,6 +44,12 @@ pub(super) fn plan(
         if disk.image.read_only {
             continue;
         }
+        if disk.image.is_other {
+            return Err(JobError::conflict(
+                format!("no overlay can be put over the disk {}: it is a part of its image", disk.device),
+                Conflict::Disk(DiskConflict::NotFreezable),
+            ));
+        }
         let Some(image) = disk.image.files.first().cloned() else { continue };
         let is_device = std::fs::metadata(&image).is_ok_and(|found| !found.is_file());
         let place = place_for(&disk.device, &image, options.overlay_dir.as_deref(), digits, is_device)?;
@@ -83,7 +89,9 @@ pub(super) fn recorded(planned: &[PlannedServed]) -> Result<Vec<RecordedDisk>, J
 
 /// Has the overlays created. They are in the job's record already, so a failure leaves nothing.
 pub(super) fn prepare(planned: &[PlannedServed]) -> Result<(), JobError> {
-    planned.iter().try_for_each(|one| one.disk.server.prepare(&one.overlay.export, &one.overlay.file))
+    planned
+        .iter()
+        .try_for_each(|one| one.disk.server.prepare(&one.overlay.export, &one.overlay.frozen, &one.overlay.file))
 }
 
 /// Freezes the disks at the instant of the save: QEMU has stopped the VM and waits.

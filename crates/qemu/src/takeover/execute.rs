@@ -1,5 +1,6 @@
 //! The doing: looks, asks the plan, acts, until the plan has nothing more to do.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::overlays;
@@ -45,7 +46,8 @@ impl QemuState {
     }
 }
 
-/// Carries the plan out, for at most `patience`. The record is removed if that ends the job.
+/// Carries the plan out, for at most `patience`. The record is removed if that ends the job. `disk_servers`: the
+/// control sockets of servers of disks that may undo overlays.
 ///
 /// # Errors
 /// The monitor's. A step that QEMU refuses becomes a remark instead.
@@ -53,9 +55,9 @@ pub fn take_over(
     monitor: &Monitor,
     record: &JobRecord,
     actor: Actor,
-    patience: Duration,
+    (disk_servers, patience): (&[PathBuf], Duration),
 ) -> Result<Takeover, JobRecordError> {
-    take_over_holding(&HeldConnections::default(), monitor, record, actor, patience)
+    take_over_holding(&HeldConnections::default(), monitor, record, actor, (disk_servers, patience))
 }
 
 /// As [`take_over`], with connections of QEMU's that are held until it can do without them.
@@ -64,7 +66,7 @@ pub(crate) fn take_over_holding(
     monitor: &Monitor,
     record: &JobRecord,
     actor: Actor,
-    patience: Duration,
+    (disk_servers, patience): (&[PathBuf], Duration),
 ) -> Result<Takeover, JobRecordError> {
     let begun = Instant::now();
     let mut progress = Progress::default();
@@ -127,7 +129,8 @@ pub(crate) fn take_over_holding(
             }
             Step::UndoOverlays => {
                 progress.overlays_undone = true;
-                overlays::undo_all(monitor, record, begun + patience, &mut remarks, &mut notices)?;
+                let means = (disk_servers, begun + patience);
+                overlays::undo_all(monitor, record, means, &mut remarks, &mut notices)?;
             }
             Step::DropDescriptors => {
                 progress.dropped = true;

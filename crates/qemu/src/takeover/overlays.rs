@@ -8,7 +8,7 @@
 //! The VM runs while this continues; QEMU's own job takes care of what it writes meanwhile.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use limosa_snapshot::{Snapshot, SnapshotError};
@@ -29,7 +29,7 @@ const CLOSED_WITHIN: Duration = Duration::from_secs(5);
 pub(super) fn undo_all(
     monitor: &Monitor,
     record: &JobRecord,
-    limit: Instant,
+    (servers, limit): (&[PathBuf], Instant),
     remarks: &mut Vec<String>,
     notices: &mut Vec<String>,
 ) -> Result<(), QmpError> {
@@ -52,7 +52,7 @@ pub(super) fn undo_all(
             )),
         }
     }
-    undone += served::undo_all(record, keep, limit, notices);
+    undone += served::undo_all(record, servers, (keep, limit), notices);
     if undone == record.overlays.len() + record.served_overlays.len() {
         remarks.push("the disks are as they were".to_owned());
     }
@@ -60,8 +60,8 @@ pub(super) fn undo_all(
 }
 
 /// QEMU has ended in the middle of the job: removes the overlays that hold nothing, because the disks below are all
-/// there is then. Returns notices about the others.
-pub(crate) fn abandoned(record: &JobRecord) -> Vec<String> {
+/// there is then. Those of served disks are undone by `servers`. Returns notices about the others.
+pub(crate) fn abandoned(record: &JobRecord, servers: &[PathBuf]) -> Vec<String> {
     let mut notices = Vec::new();
     for overlay in &record.overlays {
         let file = Path::new(&overlay.file);
@@ -84,7 +84,8 @@ pub(crate) fn abandoned(record: &JobRecord) -> Vec<String> {
         });
     }
     // Their server is there all the same, and has the VM's last writes.
-    served::undo_all(record, may_be_published(record), Instant::now() + CLOSED_WITHIN, &mut notices);
+    let limit = Instant::now() + CLOSED_WITHIN;
+    served::undo_all(record, servers, (may_be_published(record), limit), &mut notices);
     notices
 }
 

@@ -75,7 +75,7 @@ enum ChildError {
 #[derive(Debug, PartialEq, Eq)]
 enum JobEnd {
     Done,
-    Dead { temporary: Option<PathBuf> },
+    Dead { temporary: Option<PathBuf>, disk_servers: Vec<PathBuf> },
 }
 
 /// The QEMU of the job.
@@ -84,6 +84,8 @@ struct Peer<'a> {
     monitor: &'a str,
     /// Its process, if it is known.
     process: Option<u32>,
+    /// Control sockets of servers of its disks.
+    disk_servers: &'a [PathBuf],
 }
 
 fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
@@ -116,12 +118,15 @@ fn watch(arguments: &[OsString], advice: Advice) -> Result<(), ChildError> {
         kept = Some(unfinished.keep());
     }) {
         JobEnd::Done => Ok(()),
-        JobEnd::Dead { temporary } => {
+        JobEnd::Dead { temporary, disk_servers } => {
             // Whoever waits for the monitor finds everything done.
             let _connected = socket.try_clone();
             let result = match kept {
                 Some(kept) => adopt(kept?, socket, &monitor),
-                None => rescue(socket, Peer { monitor: &monitor, process: qemu }, pid, &held, advice),
+                None => {
+                    let peer = Peer { monitor: &monitor, process: qemu, disk_servers: &disk_servers };
+                    rescue(socket, peer, pid, &held, advice)
+                }
             };
             if let Some(path) = temporary {
                 match std::fs::remove_file(&path) {
@@ -162,18 +167,20 @@ impl Read for Control<'_> {
 }
 
 fn listen(mut control: impl io::BufRead, held: &HeldConnections, mut keep: impl FnMut(UnfinishedRestore)) -> JobEnd {
-    let mut temporary = None;
+    let (mut temporary, mut disk_servers) = (None, Vec::new());
     let mut line = Vec::new();
     loop {
         line.clear();
         let read = control.read_until(b'\n', &mut line);
         // A line that was cut off is not a word.
         if !matches!(read, Ok(1..)) || line.last() != Some(&b'\n') {
-            return JobEnd::Dead { temporary };
+            return JobEnd::Dead { temporary, disk_servers };
         }
         line.pop();
         if let Some(hexadecimal) = line.strip_prefix(b"temporary ") {
             temporary = decode(hexadecimal).map(|path| PathBuf::from(OsString::from_vec(path)));
+        } else if let Some(hexadecimal) = line.strip_prefix(b"disk-server ") {
+            disk_servers.extend(decode(hexadecimal).map(|path| PathBuf::from(OsString::from_vec(path))));
         } else if let Some(hexadecimal) = line.strip_prefix(b"restore ") {
             let unfinished = decode(hexadecimal).and_then(|object| serde_json::from_slice(&object).ok());
             unfinished.into_iter().for_each(&mut keep);
@@ -229,7 +236,7 @@ fn rescue(socket: OwnedFd, peer: Peer<'_>, pid: u32, held: &HeldConnections, adv
         Err(JobRecordError::Qmp(error)) if error.is_gone() => return Ok(()),
         Err(other) => return Err(other.into()),
     };
-    match take_over_holding(held, &monitor, &record, Actor::Watchdog, PATIENCE) {
+    match take_over_holding(held, &monitor, &record, Actor::Watchdog, (peer.disk_servers, PATIENCE)) {
         Ok(done) => {
             let (job, path, outcome) = (record.job, &record.path, done.outcome);
             let advice = (advice.outcome)(outcome);
@@ -252,14 +259,17 @@ mod tests {
     fn only_the_whole_word_done_ends_the_watch_in_peace() {
         assert_eq!(listen(&b"done\n"[..], &HeldConnections::default(), |_| {}), JobEnd::Done);
         for words in [&b""[..], b"done", b"don\n", b"novel\n"] {
-            assert_eq!(listen(words, &HeldConnections::default(), |_| {}), JobEnd::Dead { temporary: None });
+            assert_eq!(
+                listen(words, &HeldConnections::default(), |_| {}),
+                JobEnd::Dead { temporary: None, disk_servers: Vec::new() }
+            );
         }
     }
 
     #[test]
     fn the_temporary_file_is_the_last_one_named() {
         let named = |words: &[u8]| match listen(words, &HeldConnections::default(), |_| {}) {
-            JobEnd::Dead { temporary } => temporary,
+            JobEnd::Dead { temporary, .. } => temporary,
             JobEnd::Done => None,
         };
         assert_eq!(

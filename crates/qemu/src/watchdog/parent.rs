@@ -123,6 +123,14 @@ impl Watchdog {
         self.say("temporary", path.as_os_str().as_bytes())
     }
 
+    /// Names the control socket of a server of disks, which the watchdog may have undo overlays.
+    ///
+    /// # Errors
+    /// As [`set_temporary_file`](Self::set_temporary_file).
+    pub fn add_disk_server(&mut self, control: &Path) -> io::Result<()> {
+        self.say("disk-server", std::path::absolute(control)?.as_os_str().as_bytes())
+    }
+
     /// Makes the watchdog hold this connection of QEMU's too.
     pub(crate) fn hold(&mut self, end: BorrowedFd<'_>) -> io::Result<()> {
         match &self.control {

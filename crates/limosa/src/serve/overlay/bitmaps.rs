@@ -9,7 +9,7 @@ use limosa_image::qcow2::{CheckOptions, change_bitmap};
 use limosa_image::{BitmapAction, BitmapBits, DirtyBitmap, Disk};
 use limosa_storage::{FileOptions, FileStorage, block_on};
 
-use crate::serve::images::Wanted;
+use crate::serve::wanted::Wanted;
 
 /// Copies the bitmaps of an image that was closed to its overlay, and lets those that are `cleared` begin empty there.
 /// Those that cannot be relied on are left out.
@@ -58,7 +58,7 @@ fn follow(bitmap: &DirtyBitmap) -> BitmapAction {
 
 /// The bitmaps of an image that was closed, with their bits, without those that cannot be relied on.
 pub(super) fn read(image: &Wanted) -> anyhow::Result<Vec<(DirtyBitmap, BitmapBits)>> {
-    let disk = Wanted { read_only: true, journals: None, ..image.clone() }.open_disk()?;
+    let disk = image.open_to_read()?;
     let read = block_on(async {
         let mut found = Vec::new();
         for bitmap in disk.bitmaps().await? {

@@ -1,19 +1,18 @@
 //! Overlays of images that are being served: one is put on an image, and committed into it.
 //!
 //! Laws: the overlay has its name only when it is complete and durable, before a byte is written to it. So after a
-//! server was killed the overlay is served if it exists, and the image if it does not. The image is closed before, and
-//! not written afterwards. The overlay gets the image's dirty bitmaps before that, and follows the disk with them. If
-//! something fails, the image is served as before. An overlay is removed when all that it has is durable in the image
-//! below it, or nothing was ever written to it.
+//! server was killed the overlay is served if it exists, and the image if it does not ([`follow`]). The image is closed
+//! before, and not written afterwards. The overlay gets the image's dirty bitmaps before that, and follows the disk
+//! with them. If something fails, the image is served as before. An overlay is removed when all that it has is durable
+//! in the image below it, before anything else is written to that; or if nothing was ever written to it.
 
 mod bitmaps;
+mod continued;
 
-use std::ffi::OsString;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -22,13 +21,14 @@ use limosa_image::chain::{self, ImageFile, NamedImage};
 use limosa_image::commit::{CommitOptions, CommitRequest};
 use limosa_image::qcow2::{self, CreateOptions};
 use limosa_image::reference::Reference;
-use limosa_image::{Disk, Format};
-use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on};
+use limosa_image::{Disk, Format, Guess, GuestOffset, guess};
+use limosa_storage::{Buffer, CacheMode, Create, FileOptions, FileStorage, LockPolicy, Storage as _, block_on};
 use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
-use super::images::Wanted;
+use super::wanted::Wanted;
 use crate::img::open::resolve;
 use crate::img::options::{Name, Source};
+pub(super) use continued::follow;
 
 /// The longest file that an overlay without contents can be: its L1 table has at most 32 MiB, and there are some
 /// clusters besides.
@@ -40,7 +40,7 @@ pub(super) struct Unused {
     /// The name of the export whose image it is for.
     pub(super) export: String,
     /// The image.
-    image: PathBuf,
+    pub(super) image: PathBuf,
     /// Its length, and the disk's when it was created.
     length: u64,
 }
@@ -67,21 +67,13 @@ pub(super) fn put(
     (path, unused, cleared): (&Path, &Unused, &[String]),
     within: Duration,
 ) -> anyhow::Result<Wanted> {
-    let overlay = Wanted {
-        source: Source {
-            name: Name(path.into()),
-            image_opts: false,
-            format: Some("qcow2".into()),
-            ..wanted.source.clone()
-        },
-        below: Some(Arc::new(wanted.clone())),
-        ..wanted.clone()
-    };
+    let overlay = continued::above(wanted, path);
     let replaced = check(export, wanted, (unused, cleared)).and_then(|has_bitmaps| {
         let open = || {
             if has_bitmaps {
                 bitmaps::copy(wanted, path, cleared).context("its dirty bitmaps")?;
             }
+            continued::mark(&unused.image, path)?;
             overlay.open_disk()
         };
         export.replace_disk(within, open, || wanted.open_disk())
@@ -89,6 +81,7 @@ pub(super) fn put(
     if let Err(error) = replaced {
         // It is empty, and may not come back after a power cut, when more was written to the image below it.
         let _ = remove(path);
+        continued::unmark(&unused.image);
         return Err(error);
     }
     Ok(overlay)
@@ -115,8 +108,51 @@ fn check(export: &Export, wanted: &Wanted, (unused, cleared): (&Unused, &[String
 /// # Errors
 /// The export's image is no overlay of an image that can be written; files cannot be read, written, closed or opened.
 /// The overlay is served as before.
-pub(super) fn commit(export: &Export, wanted: &Wanted, within: Duration) -> anyhow::Result<(Wanted, u64)> {
+pub(super) fn commit(export: &Export, wanted: &Wanted, within: Duration) -> anyhow::Result<Committed> {
     let overlay = image_below(export, wanted)?;
+    let (below, has_bitmaps) = check_commit(export, wanted, &overlay)?;
+    let (mut bytes, mut removed) = (0, Ok(()));
+    let open = || {
+        keep_guess(wanted, &below)?;
+        let mut request = CommitRequest::new(resolve(&wanted.source)?);
+        request.options = CommitOptions::default().keep_overlay(true);
+        let counters = block_on(request.prepare())?.run(&|_| ControlFlow::Continue(()))?;
+        bytes = counters.bytes_written + counters.bytes_copied;
+        // The images below the overlay are open for that, too.
+        let bitmaps = if has_bitmaps { bitmaps::read(wanted)? } else { Vec::new() };
+        let disk = below.open_disk()?;
+        let done = bitmaps::bring(bitmaps, &*disk).context("dirty bitmaps").and_then(|()| {
+            // As long as requests wait: it would hide what is written to the image from now on.
+            unlink(&overlay).with_context(|| format!("cannot remove {}", overlay.display()))
+        });
+        if let Err(error) = done {
+            let _ = block_on(disk.close());
+            disk.unlock();
+            return Err(error);
+        }
+        removed = folder_of(&overlay).and_then(|folder| Ok(folder.sync_all()?));
+        continued::unmark(Path::new(&below.source.name.0));
+        Ok(disk)
+    };
+    export.replace_disk(within, open, || wanted.open_disk())?;
+    let removed = removed.with_context(|| format!("{} may be there again after a power cut", overlay.display()));
+    Ok(Committed { below, bytes, removed })
+}
+
+/// The result of a commit.
+#[derive(Debug)]
+pub(super) struct Committed {
+    /// How the image is opened that is served now.
+    pub(super) below: Wanted,
+    /// Bytes that were copied.
+    pub(super) bytes: u64,
+    /// Whether the overlay is gone for good.
+    pub(super) removed: anyhow::Result<()>,
+}
+
+/// Checks what can be checked before the overlay is closed. Returns how the image below it is opened, and whether there
+/// are dirty bitmaps.
+fn check_commit(export: &Export, wanted: &Wanted, overlay: &Path) -> anyhow::Result<(Wanted, bool)> {
     let file = files(wanted)?.into_iter().nth(1);
     let file = file.with_context(|| format!("{}: it has no backing file", overlay.display()))?;
     let below = match &wanted.below {
@@ -129,26 +165,30 @@ pub(super) fn commit(export: &Export, wanted: &Wanted, within: Duration) -> anyh
         "the image below has no place for the dirty bitmaps of {}: remove them first",
         overlay.display()
     );
-    drop(file);
-    let mut bytes = 0;
-    let open = || {
-        let mut request = CommitRequest::new(resolve(&wanted.source)?);
-        request.options = CommitOptions::default().keep_overlay(true);
-        let counters = block_on(request.prepare())?.run(&|_| ControlFlow::Continue(()))?;
-        bytes = counters.bytes_written + counters.bytes_copied;
-        // The images below the overlay are open for that, too.
-        let bitmaps = if has_bitmaps { bitmaps::read(wanted)? } else { Vec::new() };
-        let disk = below.open_disk()?;
-        if let Err(error) = bitmaps::bring(bitmaps, &*disk) {
-            let _ = block_on(disk.close());
-            disk.unlock();
-            return Err(error.context("dirty bitmaps"));
-        }
-        Ok(disk)
-    };
-    export.replace_disk(within, open, || wanted.open_disk())?;
-    remove(&overlay)?;
-    Ok((below, bytes))
+    // The overlay itself is removed, and not a link to it.
+    let is_file = std::fs::symlink_metadata(overlay).is_ok_and(|found| found.is_file());
+    anyhow::ensure!(is_file, "{}: only a file that is no link can be committed and removed", overlay.display());
+    for path in [overlay, file.reference.path.as_path()] {
+        File::options().read(true).write(true).open(path).with_context(|| path.display().to_string())?;
+    }
+    Ok((below, has_bitmaps))
+}
+
+/// Refuses contents for an image whose format is probed that would make it look like another format.
+fn keep_guess(overlay: &Wanted, below: &Wanted) -> anyhow::Result<()> {
+    if below.source.format.is_some() || below.source.image_opts {
+        return Ok(());
+    }
+    let format = below.open_to_read()?.format();
+    let disk = overlay.open_to_read()?;
+    let start = Buffer::zeroed(512);
+    let read = block_on(disk.read(GuestOffset(0), start.clone().into()));
+    block_on(disk.close())?;
+    disk.unlock();
+    read?;
+    let is_same = format != Format::Raw.name() || guess(&start.to_vec()) == Guess::Known(Format::Raw);
+    anyhow::ensure!(is_same, "{}: with it its image would look like another format", overlay.source.name);
+    Ok(())
 }
 
 /// How the image below an overlay is opened that another server put on it.
@@ -175,8 +215,13 @@ fn files(wanted: &Wanted) -> anyhow::Result<Vec<ImageFile>> {
 ///
 /// # Errors
 /// One cannot be opened.
-pub(super) fn paths(wanted: &Wanted) -> anyhow::Result<Vec<PathBuf>> {
-    files(wanted)?.iter().map(|file| Ok(std::path::absolute(&file.reference.path)?)).collect()
+pub(super) fn paths(wanted: &Wanted) -> anyhow::Result<Vec<String>> {
+    let path = |file: &ImageFile| {
+        let path = std::path::absolute(&file.reference.path)?;
+        let text = path.to_str().with_context(|| format!("{}: the path must be UTF-8", path.display()))?;
+        Ok(text.to_owned())
+    };
+    files(wanted)?.iter().map(path).collect()
 }
 
 /// Removes an overlay, durably.
@@ -221,9 +266,7 @@ fn create_file(path: &Path, image: &Path, disk: &dyn Disk) -> anyhow::Result<()>
         .backing_file(Some(image.into()))
         .backing_format(Some(disk.format().into()));
     let folder = folder_of(path)?;
-    let mut unfinished = OsString::from(path);
-    unfinished.push(".unfinished");
-    let unfinished = PathBuf::from(unfinished);
+    let unfinished = continued::beside(path, ".unfinished");
     let new = FileOptions { cache: CacheMode::Writeback, create: Create::New, ..FileOptions::default() };
     let file = match FileStorage::open(&unfinished, &new) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {

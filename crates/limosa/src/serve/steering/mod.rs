@@ -4,11 +4,11 @@
 //! that fails leaves every export as it was. The server closes its images when no command is under way any more.
 
 mod overlays;
+mod prepared;
 mod requests;
 
 use std::collections::HashMap;
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,12 +23,12 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::devices::BlockDevice;
-use super::images::Images;
-use super::overlay::Unused;
+use super::images::{self, Images};
 use super::report;
 use super::servers::Servers;
 use crate::args::{SandboxArg, ServeArgs};
 use crate::remedy;
+use prepared::Prepared;
 pub(super) use requests::{AddRequest, BitmapChange};
 use requests::{BitmapsRequest, Named, QuiesceRequest, RemoveRequest, ResizeRequest};
 
@@ -45,9 +45,11 @@ pub(super) struct Steering {
     images: Images,
     /// Where clients of NBD connect.
     nbd_addresses: Vec<Value>,
-    /// Overlays that were prepared, by their paths. Held while an overlay is put on an image or committed, and while a
-    /// disk becomes longer.
-    prepared: Mutex<HashMap<PathBuf, Unused>>,
+    /// A lock for each export, by name: held while an overlay is put on its image or committed, and while its disk
+    /// becomes longer.
+    media: Mutex<HashMap<String, Arc<Mutex<()>>>>,
+    /// Overlays for snapshots that are prepared.
+    prepared: Mutex<Prepared>,
     untrusted: bool,
     /// Whether files outside of the allowed folders cannot be opened.
     confined: bool,
@@ -64,8 +66,8 @@ impl Steering {
         args: &ServeArgs,
     ) -> Self {
         let (untrusted, confined) = (args.open.untrusted, args.sandbox != SandboxArg::Off);
-        let (prepared, ended) = (Mutex::default(), RwLock::new(false));
-        Self { servers, exports, images, nbd_addresses, prepared, untrusted, confined, ended }
+        let (media, prepared, ended) = (Mutex::default(), Mutex::default(), RwLock::new(false));
+        Self { servers, exports, images, nbd_addresses, media, prepared, untrusted, confined, ended }
     }
 
     /// Waits for the commands under way, and refuses further ones.
@@ -78,6 +80,11 @@ impl Steering {
         let ended = self.ended.read();
         anyhow::ensure!(!*ended, "the server is ending");
         Ok(ended)
+    }
+
+    /// The lock of the export of a name.
+    fn medium(&self, name: &str) -> Arc<Mutex<()>> {
+        Arc::clone(self.media.lock().entry(name.to_owned()).or_default())
     }
 
     /// The export of a name, or all.
@@ -105,6 +112,7 @@ impl Steering {
                 let _kept = self.keep()?;
                 self.exports.remove(&name, if force { Duration::ZERO } else { DRAIN })?;
                 self.images.forget(&name);
+                self.media.lock().remove(&name);
                 done
             }
             "export-flush" => {
@@ -140,12 +148,12 @@ impl Steering {
     fn add(&self, request: AddRequest) -> anyhow::Result<Value> {
         let _kept = self.keep()?;
         let begun = Instant::now();
-        let wanted = request.wanted(self.untrusted, self.images.journals().cloned())?;
+        let mut wanted = request.wanted(self.untrusted, self.images.journals().cloned())?;
         // Before its file is opened: a name that is taken is found without it.
         if let Some(name) = wanted.name.as_ref().filter(|name| self.exports.find(name).is_some()) {
             return Err(ExportError::Exists(name.clone()).into());
         }
-        let export = wanted.open().map_err(|error| self.explained(error))?;
+        let export = images::open_export(&mut wanted).map_err(|error| self.explained(error))?;
         let disk = export.disk();
         let added = match self.exports.add(export) {
             Ok(added) => {
@@ -190,7 +198,8 @@ impl Steering {
     fn resize(&self, request: &ResizeRequest) -> anyhow::Result<Value> {
         let _kept = self.keep()?;
         // An overlay is as long as the image was when it was made.
-        let _alone = self.prepared.lock();
+        let medium = self.medium(&request.name);
+        let _alone = medium.lock();
         let export = self.export(&request.name)?;
         let size = match (request.size, request.more) {
             (Some(size), None) => Some(size),
@@ -205,7 +214,8 @@ impl Steering {
     fn bitmaps(&self, request: BitmapsRequest) -> anyhow::Result<Value> {
         let _kept = self.keep()?;
         // An overlay has the bitmaps that the image had when it was put on it.
-        let _alone = self.prepared.lock();
+        let medium = self.medium(&request.name);
+        let _alone = medium.lock();
         let export = self.export(&request.name)?;
         let changes: Vec<_> = request.changes.into_iter().map(BitmapChange::named).collect();
         if !changes.is_empty() {

@@ -4,8 +4,7 @@
 //! [`undo_snapshot`](Steering::undo_snapshot) leads back from every state between them. A request to put the overlay
 //! that was sent before it and is carried out afterwards finds nothing to put.
 
-use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,11 +16,9 @@ use serde_json::{Map, Value, json};
 
 use super::requests::{CommitRequest, PrepareRequest, QueryRequest, SnapshotRequest, UndoRequest};
 use super::{QUIESCE, Steering};
-use crate::serve::images::Wanted;
-use crate::serve::overlay::{self, Unused};
+use crate::serve::overlay;
 use crate::serve::report;
-
-type Prepared<'a> = MutexGuard<'a, HashMap<PathBuf, Unused>>;
+use crate::serve::wanted::Wanted;
 
 impl Steering {
     /// An export with the absolute paths of its image and of all below it.
@@ -29,40 +26,51 @@ impl Steering {
         let (export, wanted) = self.served(&request.name)?;
         let mut answer = report::description(&export);
         answer.insert("files".into(), json!(overlay::paths(&wanted)?));
+        // What clients see is something else than the image has.
+        answer.insert("part".into(), (wanted.offset != 0 || wanted.size.is_some()).into());
+        answer.insert("snapshot".into(), wanted.snapshot.is_some().into());
         Ok(answer.into())
     }
 
     /// Creates an overlay that is put on the image later, and makes what was written to the image durable, so that
     /// little is left to be written then.
     pub(super) fn prepare_snapshot(&self, request: &PrepareRequest) -> anyhow::Result<Value> {
+        let PrepareRequest { name, overlay, image } = request;
         let _kept = self.keep()?;
-        let mut prepared = self.prepared.lock();
-        let (export, wanted) = self.served(&request.name)?;
+        let medium = self.medium(name);
+        let alone = medium.lock();
+        let (export, wanted) = self.served(name)?;
         let begun = Instant::now();
-        let unused = overlay::create(&export, &wanted, &request.overlay).map_err(|error| self.explained(error))?;
-        prepared.insert(request.overlay.clone(), unused);
-        drop(prepared);
+        self.prepared.lock().refuse_undone(overlay)?;
+        let unused = overlay::create(&export, &wanted, overlay).map_err(|error| self.explained(error))?;
+        if unused.image != *image {
+            overlay::remove(overlay)?;
+            anyhow::bail!("{name:?} is {} by now, and not {}", unused.image.display(), image.display());
+        }
+        self.prepared.lock().add(overlay.clone(), unused);
+        drop(alone);
         export.flush()?;
         Ok(timed(report::description(&export), begun))
     }
 
     /// Has an export continue on an overlay: one that was prepared, or a new one.
     pub(super) fn snapshot(&self, request: &SnapshotRequest) -> anyhow::Result<Value> {
+        let SnapshotRequest { name, overlay: path, clear, prepared, timeout } = request;
         let _kept = self.keep()?;
         // Of two overlays the second one is on top of the first.
-        let mut prepared = self.prepared.lock();
-        let (export, wanted) = self.served(&request.name)?;
+        let medium = self.medium(name);
+        let _alone = medium.lock();
+        let (export, wanted) = self.served(name)?;
         let begun = Instant::now();
-        let within = request.timeout.map_or(QUIESCE, Duration::from_millis);
+        let within = timeout.map_or(QUIESCE, Duration::from_millis);
         let frozen = Arc::clone(export.disk().name());
-        let path = &request.overlay;
-        let unused = if request.prepared {
-            let unused = prepared.remove(path).filter(|unused| unused.export == request.name);
+        let unused = if *prepared {
+            let unused = self.prepared.lock().take(path, name);
             unused.with_context(|| format!("{}: it was not prepared, or was removed", path.display()))?
         } else {
             overlay::create(&export, &wanted, path).map_err(|error| self.explained(error))?
         };
-        let overlay = overlay::put(&export, &wanted, (path, &unused, &request.clear), within);
+        let overlay = overlay::put(&export, &wanted, (path, &unused, clear), within);
         self.replaced(&export, overlay.map_err(|error| self.explained(error))?);
         let mut answer = report::description(&export);
         answer.insert("frozen".into(), (&*frozen).into());
@@ -72,41 +80,59 @@ impl Steering {
     /// Brings the contents of an export's overlay to the image below it, where the export continues.
     pub(super) fn commit(&self, request: &CommitRequest) -> anyhow::Result<Value> {
         let _kept = self.keep()?;
-        let alone = self.prepared.lock();
-        self.commit_alone(&alone, &request.name, request.timeout)
+        let medium = self.medium(&request.name);
+        let alone = medium.lock();
+        self.commit_alone(&alone, request)
     }
 
-    fn commit_alone(&self, _alone: &Prepared<'_>, name: &str, timeout: Option<u64>) -> anyhow::Result<Value> {
-        let (export, wanted) = self.served(name)?;
+    fn commit_alone(&self, _alone: &MutexGuard<'_, ()>, request: &CommitRequest) -> anyhow::Result<Value> {
+        let (export, wanted) = self.served(&request.name)?;
+        if let Some(overlay) = request.overlay.as_ref().filter(|overlay| !wanted.is_of(overlay)) {
+            anyhow::bail!("{:?} is {}, and not {}", request.name, export.disk().name(), overlay.display());
+        }
         let begun = Instant::now();
         let overlay = Arc::clone(export.disk().name());
-        let within = timeout.map_or(QUIESCE, Duration::from_millis);
-        let (below, bytes) = overlay::commit(&export, &wanted, within).map_err(|error| self.explained(error))?;
-        self.replaced(&export, below);
+        let within = request.timeout.map_or(QUIESCE, Duration::from_millis);
+        let committed = overlay::commit(&export, &wanted, within).map_err(|error| self.explained(error))?;
+        self.replaced(&export, committed.below);
+        committed.removed?;
         let mut answer = report::description(&export);
         answer.insert("committed".into(), (&*overlay).into());
-        answer.insert("bytes".into(), bytes.into());
+        answer.insert("bytes".into(), committed.bytes.into());
         Ok(timed(answer, begun))
     }
 
     /// Undoes a snapshot, however far it came: commits the overlay if the export continued on it, and removes it if it
     /// was prepared only.
     pub(super) fn undo_snapshot(&self, request: &UndoRequest) -> anyhow::Result<Value> {
+        let UndoRequest { name, overlay, timeout } = request;
         let _kept = self.keep()?;
-        let mut prepared = self.prepared.lock();
-        let overlay = &request.overlay;
-        if prepared.get(overlay).is_some_and(|unused| unused.export == request.name) {
-            overlay::remove(overlay)?;
-            prepared.remove(overlay);
-            return Ok(json!({}));
+        let medium = self.medium(name);
+        let alone = medium.lock();
+        let unused = {
+            let mut prepared = self.prepared.lock();
+            prepared.undo(overlay);
+            prepared.take(overlay, name)
+        };
+        if let Some(unused) = unused {
+            return match overlay::remove(overlay) {
+                Ok(()) => Ok(json!({})),
+                Err(error) => {
+                    self.prepared.lock().add(overlay.clone(), unused);
+                    Err(error)
+                }
+            };
         }
-        let (_, wanted) = self.served(&request.name)?;
+        let (_, wanted) = self.served(name)?;
         if wanted.is_of(overlay) {
-            return self.commit_alone(&prepared, &request.name, request.timeout);
+            let commit = CommitRequest { name: name.clone(), overlay: Some(overlay.clone()), timeout: *timeout };
+            return self.commit_alone(&alone, &commit);
         }
+        let is_below = overlay::paths(&wanted)?.iter().any(|path| Path::new(path) == overlay);
+        anyhow::ensure!(!is_below, "{}: another overlay stands on it by now", overlay.display());
         // One that this server did not prepare is of a server before it, which may have written to it.
         let exists = overlay.try_exists()?;
-        anyhow::ensure!(!exists, "{}: this server does not use it; remove it if it has no data", overlay.display());
+        anyhow::ensure!(!exists, "{}: this server does not use it, and did not make it", overlay.display());
         Ok(json!({}))
     }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::args::{ServeAddArgs, ServedImageArgs, parse_aio};
 use crate::img::options::{Name, Source};
-use crate::serve::images::Wanted;
+use crate::serve::wanted::Wanted;
 
 /// The arguments of `export-add`: those of the command line, by the names of its options.
 #[derive(Debug, Serialize, Deserialize)]
@@ -200,12 +200,16 @@ pub(super) struct PrepareRequest {
     pub(super) name: String,
     /// Path of the overlay.
     pub(super) overlay: PathBuf,
+    /// Path of the image that the export must have.
+    pub(super) image: PathBuf,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct CommitRequest {
     pub(super) name: String,
+    /// Path of the overlay that the export must have.
+    pub(super) overlay: Option<PathBuf>,
     /// Milliseconds.
     pub(super) timeout: Option<u64>,
 }

@@ -1,0 +1,103 @@
+//! Images whose disks continue in overlays: a file beside the image says so, for the next server.
+//!
+//! Law: **a server does not write to an image that an overlay stands on.** The file `IMAGE.continued` has the path of
+//! the overlay, and is durable before a byte is written to that. A server that is started with the image, as it was the
+//! first time, serves the overlay. If that does not exist, because it was committed or given up, it serves the image.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use limosa_console::say;
+use limosa_image::chain::MAX_CHAIN_DEPTH;
+use limosa_image::reference::Reference;
+use limosa_qemu::is_same_file;
+use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
+
+use super::{files, folder_of};
+use crate::img::options::{Name, Source};
+use crate::serve::wanted::Wanted;
+
+/// The longest path that is read.
+const PATH_MOST: u64 = 4096;
+
+fn mark_of(image: &Path) -> PathBuf {
+    beside(image, ".continued")
+}
+
+/// The path of a file beside another one.
+pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
+    let mut beside = path.to_owned();
+    beside.as_mut_os_string().push(suffix);
+    beside
+}
+
+/// Says durably that an image's disk continues in an overlay.
+pub(super) fn mark(image: &Path, overlay: &Path) -> anyhow::Result<()> {
+    let text = overlay.to_str().with_context(|| format!("{}: the path must be UTF-8", overlay.display()))?;
+    let (mark, unfinished) = (mark_of(image), beside(image, ".continued.unfinished"));
+    let written = (|| {
+        let mut file = File::create(&unfinished)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        Ok::<_, std::io::Error>(renameat_with(CWD, &unfinished, CWD, &mark, RenameFlags::empty())?)
+    })();
+    written.with_context(|| mark.display().to_string())?;
+    Ok(folder_of(&mark)?.sync_all()?)
+}
+
+/// The image's disk does not continue elsewhere any more. If the file stays, it names an overlay that does not exist.
+pub(super) fn unmark(image: &Path) {
+    let _ = unlink(mark_of(image));
+}
+
+/// Returns how the image is opened in which the disk continues.
+///
+/// # Errors
+/// The file beside an image cannot be read, or names no overlay of the image.
+pub(in crate::serve) fn follow(mut wanted: Wanted) -> anyhow::Result<Wanted> {
+    for _ in 0..MAX_CHAIN_DEPTH {
+        let Some(overlay) = next(&wanted)? else { return Ok(wanted) };
+        say!("limosa: {}: its disk continues in {}, which is served", wanted.source.name, overlay.display());
+        wanted = above(&wanted, &overlay);
+    }
+    anyhow::bail!("{}: its disk continues in too many overlays", wanted.source.name)
+}
+
+/// How an overlay of an image is opened.
+pub(super) fn above(wanted: &Wanted, overlay: &Path) -> Wanted {
+    let source =
+        Source { name: Name(overlay.into()), image_opts: false, format: Some("qcow2".into()), ..wanted.source.clone() };
+    Wanted { source, below: Some(Arc::new(wanted.clone())), ..wanted.clone() }
+}
+
+/// Returns the overlay in which an image's disk continues; `None`: the image is read only, or not continued.
+fn next(wanted: &Wanted) -> anyhow::Result<Option<PathBuf>> {
+    let Wanted { source, read_only, snapshot, .. } = wanted;
+    if *read_only || snapshot.is_some() || source.image_opts {
+        return Ok(None);
+    }
+    let Ok(Reference { path, .. }) = Reference::from_name(&source.name) else { return Ok(None) };
+    let (image, mark) = (std::path::absolute(path)?, mark_of(&std::path::absolute(&source.name.0)?));
+    let mut text = String::new();
+    match File::open(&mark) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
+        opened => opened
+            .and_then(|file| file.take(PATH_MOST).read_to_string(&mut text))
+            .with_context(|| mark.display().to_string())?,
+    };
+    let overlay = PathBuf::from(text);
+    if !overlay.try_exists().with_context(|| overlay.display().to_string())? {
+        return Ok(None);
+    }
+    let refused = || {
+        let (image, mark, overlay) = (image.display(), mark.display(), overlay.display());
+        format!("{image} is not written, because its disk continues in {overlay}, says {mark}; remove {mark} to do so")
+    };
+    anyhow::ensure!(!source.untrusted, refused());
+    let below = files(&above(wanted, &overlay)).with_context(refused)?.into_iter().nth(1);
+    anyhow::ensure!(below.is_some_and(|below| is_same_file(&below.reference.path, &image)), refused());
+    Ok(Some(overlay))
+}

@@ -1,0 +1,91 @@
+//! An image to serve, and how.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use limosa_image::chain::{self, Image, NamedImage, OpenOptions};
+use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
+use limosa_image::reference::Reference;
+use limosa_image::{Disk, ImageError};
+use limosa_storage::{OpenError, block_on};
+
+use crate::img::open::{resolve, warn};
+use crate::img::options::Source;
+
+/// Time in which the kernel ends what a killed process had in flight.
+const RELEASED: Duration = Duration::from_secs(5);
+/// Interval at which a lock is tried again.
+const TICK: Duration = Duration::from_millis(5);
+
+/// An image to serve, and how.
+#[derive(Debug, Clone)]
+pub(super) struct Wanted {
+    pub(super) source: Source,
+    pub(super) read_only: bool,
+    pub(super) snapshot: Option<SnapshotChoice>,
+    /// The export's name; `None`: that of the image's file.
+    pub(super) name: Option<String>,
+    pub(super) description: String,
+    /// Dirty bitmaps that clients can read.
+    pub(super) bitmaps: Vec<String>,
+    /// Offset of the export in the disk.
+    pub(super) offset: u64,
+    pub(super) size: Option<u64>,
+    /// Where it has its journal.
+    pub(super) journals: Option<JournalFolder>,
+    /// The image that it is an overlay of, if this server put it on that.
+    pub(super) below: Option<Arc<Self>>,
+}
+
+impl Wanted {
+    /// Returns whether it is the image at this path.
+    pub(super) fn is_of(&self, path: &Path) -> bool {
+        !self.source.image_opts && std::path::absolute(&self.source.name.0).is_ok_and(|image| image == path)
+    }
+
+    /// Opens its disk.
+    ///
+    /// # Errors
+    /// It cannot be opened, or another process has it open.
+    pub(super) fn open_disk(&self) -> anyhow::Result<Arc<dyn Disk>> {
+        let NamedImage { reference, options, .. } = resolve(&self.source)?;
+        let options =
+            options.read_only(self.is_read_only()).snapshot(self.snapshot.clone()).journals(self.journals.clone());
+        let image = open_when_released(&reference, &options)?;
+        if !self.is_read_only() {
+            warn(&self.source, &image);
+        }
+        Ok(image.as_disk())
+    }
+
+    /// Opens its disk to be read only, without a journal.
+    ///
+    /// # Errors
+    /// As of [`open_disk`](Self::open_disk).
+    pub(super) fn open_to_read(&self) -> anyhow::Result<Arc<dyn Disk>> {
+        Self { read_only: true, journals: None, ..self.clone() }.open_disk()
+    }
+
+    pub(super) const fn is_read_only(&self) -> bool {
+        self.read_only || self.snapshot.is_some()
+    }
+}
+
+/// Opens an image. One that is locked and open in no process is waited for: the kernel releases the locks of a server
+/// that was killed only when it has ended what that had in flight.
+fn open_when_released(reference: &Reference, options: &OpenOptions) -> Result<Image, ImageError> {
+    let begun = Instant::now();
+    loop {
+        let error = match block_on(chain::open_image(reference, options)) {
+            Err(ImageError::Storage(error)) => error,
+            opened => return opened,
+        };
+        let is_left = matches!(error.open_error(), Some(OpenError::Locked { processes, .. }) if processes.is_empty());
+        if !is_left || begun.elapsed() > RELEASED {
+            return Err(error.into());
+        }
+        thread::sleep(TICK);
+    }
+}
