@@ -170,15 +170,14 @@ pub(in crate::qcow2) async fn mark_in_use(
     header: &Header,
     which: impl Fn(&Entry) -> bool,
 ) -> Result<(), ImageError> {
-    let mut marked = false;
+    let mut any = false;
     for mut entry in entries(storage, header).await?.into_iter().filter(which) {
-        if !entry.bitmap.in_use {
-            entry.bitmap.in_use = true;
-            entry.write_flags(storage).await?;
-            marked = true;
-        }
+        // Also one that is marked: it may be so in memory only, since the flush that followed failed or never came.
+        entry.bitmap.in_use = true;
+        entry.write_flags(storage).await?;
+        any = true;
     }
-    if marked {
+    if any {
         storage.flush().await?;
     }
     Ok(())
@@ -257,6 +256,7 @@ fn decode(bytes: &[u8], at: u64, header: &Header) -> Result<(Entry, usize), Stri
 
 #[cfg(test)]
 mod tests {
+    use limosa_storage::testing::{Loss, PowerCut};
     use limosa_storage::{MemoryStorage, block_on};
     use proptest::prelude::*;
 
@@ -296,6 +296,20 @@ mod tests {
         block_on(header.prepare_autoclear(&storage, false)).unwrap();
         let after = block_on(read(&storage, &header)).unwrap();
         assert_eq!(after, [Bitmap { in_use: true, ..before[0].clone() }, before[1].clone()]);
+    }
+
+    #[test]
+    fn a_mark_that_was_never_flushed_is_made_durable_before_the_disk_is_written() {
+        let (storage, mut header) = image(&entry(AUTO, "follows"), 1);
+        let power = PowerCut::new();
+        let storage = power.add_storage("image", storage.contents(), 1 << 20);
+        // As by a process that is killed before its flush, or whose flush fails.
+        let mut marked = block_on(entries(&*storage, &header)).unwrap().remove(0);
+        marked.bitmap.in_use = true;
+        block_on(marked.write_flags(&*storage)).unwrap();
+        block_on(header.prepare_autoclear(&*storage, false)).unwrap();
+        let cut = MemoryStorage::with_contents(power.cut(power.moments(), Loss::All).remove(0), 1 << 20);
+        assert!(block_on(read(&cut, &header)).unwrap()[0].in_use);
     }
 
     #[test]
