@@ -11,7 +11,7 @@ use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, SeededRandom};
 use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
 use limosa_testkit::image::{TestImage, contents, filled, number, poll_once, put, raw_filled, read_all};
 
-const KB: u64 = 1 << 10;
+pub(super) const KB: u64 = 1 << 10;
 
 fn kinds() -> Vec<CreateOptions> {
     let usual = CreateOptions::default().size(256 * KB);
@@ -23,16 +23,16 @@ fn kinds() -> Vec<CreateOptions> {
     ]
 }
 
-fn open(file: Arc<dyn Storage>, below: Option<Arc<dyn Disk>>) -> Arc<Qcow2> {
+pub(super) fn open(file: Arc<dyn Storage>, below: Option<Arc<dyn Disk>>) -> Arc<Qcow2> {
     TestImage::existing(file).open_over(below, Qcow2Options::default().cache_size(0).allocate_ahead(16 * KB))
 }
 
-fn change(disk: &dyn Disk, name: &str, actions: &[BitmapAction]) -> Result<(), ImageError> {
+pub(super) fn change(disk: &dyn Disk, name: &str, actions: &[BitmapAction]) -> Result<(), ImageError> {
     let changes: Vec<_> = actions.iter().map(|action| (name.to_owned(), action.clone())).collect();
     block_on(disk.change_bitmaps(&changes))
 }
 
-fn add(granularity: u64) -> BitmapAction {
+pub(super) fn add(granularity: u64) -> BitmapAction {
     BitmapAction::Add { granularity: Some(granularity) }
 }
 
@@ -197,7 +197,7 @@ fn bitmaps_are_what_was_written_through_changes_growth_and_closes() {
 }
 
 /// An image over a backing image, with these bitmaps, closed.
-fn with_bitmaps(options: &CreateOptions, bitmaps: &[(&str, u64)]) -> Arc<dyn Storage> {
+pub(super) fn with_bitmaps(options: &CreateOptions, bitmaps: &[(&str, u64)]) -> Arc<dyn Storage> {
     let made = TestImage::new(options);
     let disk = made.open();
     for (name, granularity) in bitmaps {

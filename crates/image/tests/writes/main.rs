@@ -4,6 +4,7 @@ mod allocate_ahead;
 mod clones;
 mod closing;
 mod compressed;
+mod damaged_bitmaps;
 mod device;
 mod dirty_bitmaps;
 mod failed_growth;

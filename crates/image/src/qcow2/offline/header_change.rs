@@ -34,6 +34,14 @@ pub(in crate::qcow2) async fn replace_header(
     Ok(())
 }
 
+/// Refuses a header that cannot replace another one.
+///
+/// # Errors
+/// [`ImageError::Unsupported`]: the header's cluster has no room for it.
+pub(in crate::qcow2) fn can_replace_header(image: &Arc<str>, old: &Header, new: Header) -> Result<(), ImageError> {
+    steps(old, new, image).map(drop)
+}
+
 /// A write, made durable before the next one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Step {

@@ -11,6 +11,7 @@ use crate::qcow2::format::header::Header;
 use crate::qcow2::offline::bitmaps::merge::merge;
 use crate::qcow2::offline::bitmaps::new_entry::new_entry;
 use crate::qcow2::offline::bitmaps::no_bitmap;
+use crate::qcow2::offline::bitmaps::save::admit;
 
 impl DirtyBitmaps {
     /// Carries out changes of bitmaps, all of them or none, at one moment for all requests. Only within
@@ -23,7 +24,13 @@ impl DirtyBitmaps {
         // What is stored of them is not what they are any more.
         let is_changed = |entry: &Entry| changes.iter().any(|(name, _)| entry.is_named(name));
         let bitmaps = self.bitmaps.read().clone();
-        self.changed(&header, changes, bitmaps)?;
+        let after = self.changed(&header, changes, bitmaps)?;
+        let has_new_entries =
+            |(_, action): &(_, BitmapAction)| matches!(action, BitmapAction::Add { .. } | BitmapAction::Remove);
+        if changes.iter().any(has_new_entries) {
+            admit(self.context.name(), &header, !after.is_empty())?;
+        }
+        drop(after);
         mark_in_use(&**self.context.file(), &header, is_changed).await?;
         // Bits that requests set meanwhile are in it: what is cloned shares them.
         let mut bitmaps = self.bitmaps.write();

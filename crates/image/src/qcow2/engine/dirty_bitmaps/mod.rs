@@ -23,7 +23,7 @@ use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use crate::qcow2::format::bitmap_directory::{BITS_MOST, BYTES_MOST, Bitmap, Entry, entries};
 use crate::qcow2::format::header::Header;
-use crate::qcow2::offline::bitmaps::bits::{load, space};
+use crate::qcow2::offline::bitmaps::bits::{has_its_length, load, space};
 use crate::qcow2::offline::bitmaps::{no_bitmap, usable};
 use crate::qcow2::offline::check::extend::are_counted_once;
 
@@ -70,22 +70,24 @@ impl DirtyBitmaps {
     pub(super) async fn load(&self) -> Result<(), ImageError> {
         let (file, header) = (&**self.context.file(), self.header.now());
         let mut room = MEMORY_MOST;
-        let mut found = Vec::new();
+        let (mut found, mut damaged) = (Vec::new(), Vec::new());
         for entry in entries(file, &header).await? {
             let bytes = PageBitmap::byte_len(entry.bitmap.bits(header.size));
             let mut bits = None;
             if usable(file.name(), &entry).is_ok() && bytes <= room {
-                bits = match self.load_one(&header, &entry.bitmap).await {
-                    Ok(bits) => Some(Arc::new(bits.into())),
-                    Err(error @ ImageError::Corrupt { .. }) => {
-                        tracing::warn!(image = &**file.name(), bitmap = entry.bitmap.name, %error, "it is left alone");
-                        None
-                    }
+                // A damaged one takes it as well, so that a hostile image has no more read than the bits of `MEMORY_MOST`.
+                room -= bytes;
+                match self.load_one(&header, &entry.bitmap).await {
+                    Ok(loaded) => bits = Some(Arc::new(loaded.into())),
+                    Err(error @ ImageError::Corrupt { .. }) => damaged.push(error),
                     Err(error) => return Err(error),
-                };
-                room -= if bits.is_some() { bytes } else { 0 };
+                }
             }
             found.push(Tracked { entry, bits });
+        }
+        if let Some(first) = damaged.first() {
+            let (image, bitmaps) = (&**file.name(), damaged.len());
+            tracing::warn!(image, bitmaps, %first, "damaged bitmaps are left alone: they can only be removed");
         }
         self.replace(&mut self.bitmaps.write(), found);
         Ok(())
@@ -93,15 +95,16 @@ impl DirtyBitmaps {
 
     async fn load_one(&self, header: &Header, bitmap: &Bitmap) -> Result<PageBitmap, ImageError> {
         let file = &**self.context.file();
-        let bits = load(file, header, bitmap).await?;
         if !self.context.is_read_only() {
+            has_its_length(file, header, bitmap)?;
             let runs = space(file, header, bitmap).await?;
             if !are_counted_once(file, header, &runs).await? || !self.allocator.take_for_bitmap(&runs) {
                 let table = format!("bitmap {:?}, whose table is at {}", bitmap.name, bitmap.table.0);
                 return Err(self.context.corrupt(table, "something else may have its clusters, too"));
             }
         }
-        Ok(bits)
+        // Last, since it reads the most.
+        load(file, header, bitmap).await
     }
 
     /// Replaces all of them.
@@ -135,7 +138,7 @@ impl DirtyBitmaps {
     /// All of them.
     pub(super) fn all(&self) -> Vec<DirtyBitmap> {
         let bitmaps = self.bitmaps.read();
-        let public = |Tracked { entry, bits }: &Tracked| DirtyBitmap {
+        let public = |Tracked { entry, bits, .. }: &Tracked| DirtyBitmap {
             name: entry.bitmap.name.clone(),
             granularity: 1 << entry.bitmap.granularity_bits,
             enabled: entry.bitmap.auto,
@@ -179,7 +182,7 @@ impl DirtyBitmaps {
         name: &str,
     ) -> Result<(&'b Bitmap, &'b AtomicPageBitmap), ImageError> {
         let found = bitmaps.iter().find(|bitmap| bitmap.entry.is_named(name));
-        let Tracked { entry, bits } = found.ok_or_else(|| no_bitmap(self.context.name(), name))?;
+        let Tracked { entry, bits, .. } = found.ok_or_else(|| no_bitmap(self.context.name(), name))?;
         Ok((&entry.bitmap, bits.as_deref().ok_or_else(|| self.unusable(entry))?))
     }
 

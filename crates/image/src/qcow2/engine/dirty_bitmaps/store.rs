@@ -24,8 +24,8 @@ impl DirtyBitmaps {
     /// Stores what is marked as in use, and takes the marks away, durably. Nothing else uses the image any more.
     ///
     /// # Errors
-    /// [`ImageError::Corrupt`]: the table of one that was removed cannot be; what the storage says. Those that are not
-    /// stored stay marked.
+    /// [`ImageError::Corrupt`]: the table of one that changed cannot be; what the storage says. The first one is
+    /// returned; bitmaps that are not stored stay marked.
     pub(in super::super) async fn store(&self) -> Result<(), ImageError> {
         let (file, mut header) = (&**self.context.file(), self.header.now());
         let bitmaps = std::mem::take(&mut *self.bitmaps.write());
@@ -33,12 +33,14 @@ impl DirtyBitmaps {
         if work.has_new_entries {
             return save(file, &mut header, work.kept, &work.gone).await;
         }
+        let mut stored = Ok(());
         for Kept { entry, bits } in work.kept {
             if let Some(bits) = bits {
-                rewrite(file, &mut header, entry, &bits).await?;
+                // One that cannot be stored costs no other.
+                stored = stored.and(rewrite(file, &mut header, entry, &bits).await);
             }
         }
-        Ok(())
+        stored
     }
 }
 
@@ -53,13 +55,13 @@ impl Work {
                     work.has_new_entries = true;
                     work.gone.push(entry.bitmap);
                 }
-                Some(Tracked { bits: Some(bits), entry: now }) if entry.bitmap.in_use => {
+                Some(Tracked { bits: Some(bits), entry: now, .. }) if entry.bitmap.in_use => {
                     work.again(&entry, now, &bits.to_bitmap(), header);
                 }
                 Some(_) => work.kept.push(Kept { entry, bits: None }),
             }
         }
-        for Tracked { entry, bits } in bitmaps {
+        for Tracked { entry, bits, .. } in bitmaps {
             work.has_new_entries = true;
             let bits = bits.map(|bits| resized(&bits.to_bitmap(), entry.bitmap.bits(header.size)));
             work.kept.push(Kept { entry, bits });

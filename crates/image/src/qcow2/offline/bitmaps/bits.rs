@@ -57,6 +57,23 @@ pub(super) async fn places(storage: &dyn Storage, header: &Header, bitmap: &Bitm
     Ok(places)
 }
 
+/// Refuses a bitmap whose table is not as long as its bits need.
+///
+/// # Errors
+/// [`ImageError::Corrupt`].
+pub(in crate::qcow2) fn has_its_length(
+    storage: &dyn Storage,
+    header: &Header,
+    bitmap: &Bitmap,
+) -> Result<(), ImageError> {
+    let (bits, wanted) = (bitmap.bits(header.size), bitmap.table_entries(header.size, &header.geometry()));
+    if bits > BITS_MOST || u64::from(bitmap.table.1) != wanted {
+        let why = format!("{} entries, where {bits} bits need {wanted}", bitmap.table.1);
+        return Err(corrupt(storage, bitmap, why));
+    }
+    Ok(())
+}
+
 /// Reads the bits of a bitmap.
 ///
 /// # Errors
@@ -66,16 +83,12 @@ pub(in crate::qcow2) async fn load(
     header: &Header,
     bitmap: &Bitmap,
 ) -> Result<PageBitmap, ImageError> {
-    let geometry = header.geometry();
-    let (bits, wanted) = (bitmap.bits(header.size), bitmap.table_entries(header.size, &geometry));
+    let (bits, geometry) = (bitmap.bits(header.size), header.geometry());
     if bitmap.in_use {
         let what = format!("bitmap {:?} was not stored by who used it: it can only be removed", bitmap.name);
         return Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what });
     }
-    if bits > BITS_MOST || u64::from(bitmap.table.1) != wanted {
-        let why = format!("{} entries, where {bits} bits need {wanted}", bitmap.table.1);
-        return Err(corrupt(storage, bitmap, why));
-    }
+    has_its_length(storage, header, bitmap)?;
     let mut bytes = vec![0; to_usize(PageBitmap::byte_len(bits))];
     let each = to_usize(geometry.cluster_size());
     for (cluster, place) in bytes.chunks_mut(each).zip(places(storage, header, bitmap).await?) {

@@ -4,6 +4,8 @@
 //! tables and the directory go to clusters that nothing refers to, durably; then the header changes
 //! ([`replace_header`]); then what nothing refers to any more is given back. A cut leaves leaked clusters.
 
+use std::sync::Arc;
+
 use limosa_page::{PageBitmap, broken_invariant, to_u64, to_usize};
 use limosa_storage::{Buffer, Storage};
 
@@ -14,9 +16,9 @@ use crate::qcow2::format::bitmap_directory::{Bitmap, Entry};
 use crate::qcow2::format::extension::BitmapsExtension;
 use crate::qcow2::format::feature::Features;
 use crate::qcow2::format::header::Header;
-use crate::qcow2::offline::check::extend::{extend, release_all};
+use crate::qcow2::offline::check::extend::{are_counted_once, extend, release_all};
 use crate::qcow2::offline::check::tables;
-use crate::qcow2::offline::header_change::replace_header;
+use crate::qcow2::offline::header_change::{can_replace_header, replace_header};
 
 /// A bitmap that stays, or is new.
 #[derive(Debug, Clone)]
@@ -32,10 +34,10 @@ pub(super) fn is_stored(part: &&[u8]) -> bool {
 }
 
 /// Has the image have these bitmaps and no others, durably. `gone`: bitmaps as they are stored, whose bits and table
-/// are not used any more.
+/// are not used any more. Of a damaged one the clusters are leaked.
 ///
 /// # Errors
-/// [`ImageError::Corrupt`]: the table of one of those that are gone cannot be; what the storage says.
+/// [`ImageError::Unsupported`]: as [`admit`]; what the storage says.
 pub(in crate::qcow2) async fn save(
     storage: &dyn Storage,
     header: &mut Header,
@@ -44,7 +46,14 @@ pub(in crate::qcow2) async fn save(
 ) -> Result<(), ImageError> {
     let mut free: Vec<_> = header.bitmaps().iter().map(|old| (old.directory.0, old.size)).collect();
     for bitmap in gone {
-        free.extend(space(storage, header, bitmap).await?);
+        match space_to_free(storage, header, bitmap).await {
+            Ok(runs) => free.extend(runs),
+            Err(error @ ImageError::Corrupt { .. }) => {
+                let (image, bitmap) = (&**storage.name(), &bitmap.name);
+                tracing::warn!(image, bitmap, %error, "its clusters are leaked: check -r leaks gives them back");
+            }
+            Err(error) => return Err(error),
+        }
     }
     let mut room = Room::take(storage, header, &kept).await?;
     for Kept { entry, bits } in &mut kept {
@@ -56,18 +65,45 @@ pub(in crate::qcow2) async fn save(
         directory.extend(kept.entry.encode()?);
     }
     let old = header.clone();
-    if directory.is_empty() {
-        header.extensions.bitmaps = None;
-        header.features.autoclear &= !Features::BITMAPS;
+    let directory = if directory.is_empty() {
+        None
     } else {
         let (count, size) = (tables::narrow(to_u64(kept.len()))?, to_u64(directory.len()));
-        header.extensions.bitmaps =
-            Some(BitmapsExtension { count, directory: room.put(storage, &directory).await?, size });
-        header.features.autoclear |= Features::BITMAPS;
-    }
+        Some(BitmapsExtension { count, directory: room.put(storage, &directory).await?, size })
+    };
+    lead_to(header, directory);
     storage.flush().await?;
     replace_header(storage, &old, header.clone()).await?;
     release_all(storage, header, &free).await
+}
+
+/// Refuses bitmaps that could not be stored, because the header has no room to lead to their directory, or to change to
+/// one that leads to none if there are not to be `any`.
+///
+/// # Errors
+/// [`ImageError::Unsupported`].
+pub(in crate::qcow2) fn admit(image: &Arc<str>, header: &Header, any: bool) -> Result<(), ImageError> {
+    let mut new = header.clone();
+    // As long as any other.
+    lead_to(&mut new, any.then_some(BitmapsExtension { count: 1, directory: HostOffset(0), size: 0 }));
+    can_replace_header(image, header, new)
+}
+
+fn lead_to(header: &mut Header, directory: Option<BitmapsExtension>) {
+    let flag = if directory.is_some() { Features::BITMAPS } else { 0 };
+    header.features.autoclear = header.features.autoclear & !Features::BITMAPS | flag;
+    header.extensions.bitmaps = directory;
+}
+
+/// The runs of bytes that a bitmap had for itself.
+async fn space_to_free(storage: &dyn Storage, header: &Header, bitmap: &Bitmap) -> Result<Vec<(u64, u64)>, ImageError> {
+    let runs = space(storage, header, bitmap).await?;
+    if are_counted_once(storage, header, &runs).await? {
+        return Ok(runs);
+    }
+    let table = format!("table of bitmap {:?} at {}", bitmap.name, bitmap.table.0);
+    let why = "something else may have its clusters, too".to_owned();
+    Err(ImageError::Corrupt { image: Arc::clone(storage.name()), table, why })
 }
 
 /// Clusters that were taken for what is written, handed out one after the other.
