@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::task::Poll;
 use std::thread;
 
 use limosa_image::qcow2::{CheckOptions, CreateOptions, Qcow2, Qcow2Options, Repair, check, read_bitmaps, repair};
 use limosa_image::{BitmapAction, Disk, GuestOffset, ImageError};
-use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, SeededRandom};
+use limosa_storage::testing::{Failing, Fault, Loss, PowerCut, RequestHolder, SeededRandom};
 use limosa_storage::{MemoryStorage, Operation, Storage, block_on};
-use limosa_testkit::image::{TestImage, contents, filled, number, poll_once, put, raw_filled, read_all};
+use limosa_testkit::image::{TestImage, contents, filled, number, poll_once, put, raw, raw_filled, read_all};
 
 pub(super) const KB: u64 = 1 << 10;
 
@@ -301,6 +302,110 @@ fn requests_that_fail_or_are_dropped_set_their_bits() {
     let _ = poll_once(&mut request);
     drop(request);
     assert_eq!(runs(&*disk, "a").unwrap(), of(64 * KB..65 * KB));
+}
+
+/// A disk that is written already, with the bitmaps a and b, whose requests to the storage can be held from now on.
+fn held_disk(held: &RequestHolder) -> Arc<Qcow2> {
+    held.release_all();
+    let options = CreateOptions::default().size(256 * KB).cluster_size(16 * KB);
+    let disk = open(held.wrap(with_bitmaps(&options, &[("a", 512), ("b", 512)])), None);
+    block_on(disk.write(GuestOffset(0), filled(1, 512).into())).unwrap();
+    change(&*disk, "a", &[BitmapAction::Clear]).unwrap();
+    held.hold_again();
+    disk
+}
+
+fn clear_of_a() -> [(String, BitmapAction); 1] {
+    [("a".to_owned(), BitmapAction::Clear)]
+}
+
+/// Whether the 512 bytes at an offset are dirty in a.
+fn is_dirty(disk: &dyn Disk, at: u64) -> bool {
+    disk.dirty_run("a", GuestOffset(at), 512).unwrap().0
+}
+
+/// Carries out the one request of this kind that is held.
+fn release(held: &RequestHolder, operation: Operation) {
+    let waiting: Vec<_> = held.waiting().into_iter().filter(|request| request.operation == operation).collect();
+    let [request] = &waiting[..] else { panic!("{waiting:?}") };
+    assert!(held.release(request.number));
+}
+
+#[test]
+fn a_change_that_is_dropped_takes_no_bits_of_writes_that_are_acknowledged_later() {
+    let held = RequestHolder::only(&[Operation::Read, Operation::Write]);
+    let disk = held_disk(&held);
+    let mut write = disk.write(GuestOffset(4 * KB), filled(2, 512).into());
+    assert!(poll_once(&mut write).is_pending());
+    let changes = [clear_of_a().to_vec(), vec![("c".to_owned(), add(512))]].concat();
+    let mut dropped = disk.change_bitmaps(&changes);
+    assert!(poll_once(&mut dropped).is_pending());
+    drop(dropped);
+    release(&held, Operation::Write);
+    assert_eq!(poll_once(&mut write), Poll::Ready(true));
+    assert!(is_dirty(&*disk, 4 * KB));
+    held.release_all();
+    // Both drive what was begun before.
+    block_on(disk.read(GuestOffset(0), filled(0, 512).into())).unwrap();
+    change(&*disk, "b", &[BitmapAction::Disable]).unwrap();
+    assert!(is_dirty(&*disk, 4 * KB));
+    assert_eq!(block_on(disk.bitmaps()).unwrap().len(), 2);
+    drop(write);
+    block_on(disk.close()).unwrap();
+}
+
+#[test]
+fn bytes_of_a_dropped_request_that_change_after_a_change_of_bitmaps_have_their_bits() {
+    // In place, dropped before the change and while it is under way.
+    for meanwhile in [false, true] {
+        let held = RequestHolder::only(&[Operation::Read, Operation::Write]);
+        let disk = held_disk(&held);
+        let mut dropped = disk.write(GuestOffset(4 * KB), filled(2, 512).into());
+        let changes = clear_of_a();
+        let mut clear = disk.change_bitmaps(&changes);
+        if meanwhile {
+            assert!(poll_once(&mut clear).is_pending());
+        }
+        assert!(poll_once(&mut dropped).is_pending());
+        drop(dropped);
+        assert!(poll_once(&mut clear).is_pending());
+        release(&held, Operation::Read);
+        assert_eq!(poll_once(&mut clear), Poll::Ready(true));
+        drop(clear);
+        release(&held, Operation::Write);
+        held.release_all();
+        assert_eq!(read_all(&*disk)[4 << 10], 2);
+        let whole = 256 * KB;
+        let expected = [(false, 0..4 * KB), (true, 4 * KB..4 * KB + 512), (false, 4 * KB + 512..whole)];
+        assert_eq!(runs(&*disk, "a").unwrap(), expected, "{meanwhile}");
+        // It is over: its bit is cleared as any other.
+        block_on(disk.flush()).unwrap();
+        change(&*disk, "a", &clear_of_a().map(|(_, action)| action)).unwrap();
+        assert_eq!(runs(&*disk, "a").unwrap(), [(false, 0..whole)]);
+        block_on(disk.close()).unwrap();
+    }
+}
+
+#[test]
+fn bytes_of_a_dropped_request_that_another_one_carries_along_have_their_bits() {
+    let held = RequestHolder::only(&[Operation::Read]);
+    held.release_all();
+    let below = raw(held.wrap(Arc::new(MemoryStorage::with_contents(vec![9; 256 << 10], 256 * KB))));
+    let TestImage { file, .. } = TestImage::new(&CreateOptions::default().size(256 * KB).cluster_size(16 * KB));
+    let disk = open(file, Some(below));
+    change(&*disk, "a", &[add(512)]).unwrap();
+    held.hold_again();
+    let mut dropped = disk.write(GuestOffset(0), filled(2, 512).into());
+    assert!(poll_once(&mut dropped).is_pending());
+    let mut other = disk.write(GuestOffset(4 * KB), filled(3, 512).into());
+    assert!(poll_once(&mut other).is_pending());
+    drop(dropped);
+    change(&*disk, "a", &[BitmapAction::Clear]).unwrap();
+    held.release_all();
+    block_on(other).unwrap();
+    assert_eq!(read_all(&*disk)[0], 2);
+    assert!(is_dirty(&*disk, 0) && is_dirty(&*disk, 4 * KB) && !is_dirty(&*disk, 16 * KB));
+    block_on(disk.close()).unwrap();
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! Writes in place whose requests were cancelled (dropped): they continue, and their clusters count as in use until
-//! they are over.
+//! they are over. Which bytes of the guest they may still change is known meanwhile.
 
+use std::ops::Range;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 
 use futures_util::FutureExt;
@@ -13,6 +14,7 @@ use limosa_storage::Request;
 use super::allocator::InUse;
 use super::locks::{Rank, RankedMutex};
 use crate::error::ImageError;
+use crate::offset::GuestOffset;
 
 /// Something that no request waits for any more.
 type Rest = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -20,21 +22,44 @@ type Rest = Pin<Box<dyn Future<Output = ()> + Send>>;
 #[derive(Debug)]
 pub(super) struct CancelledWrites {
     rest: RankedMutex<Vec<Rest>>,
+    /// The guest's bytes that they write; dangling of those that are over. Apart from them, since a poll takes them.
+    bytes: RankedMutex<Vec<Weak<Range<GuestOffset>>>>,
 }
 
 /// A write in place in flight. If it is dropped, [`CancelledWrites`] continue it.
 pub(super) struct InPlace {
     request: Option<(Request, InUse)>,
+    bytes: Range<GuestOffset>,
     cancelled_writes: Arc<CancelledWrites>,
 }
 
 impl CancelledWrites {
     pub(super) fn new() -> Arc<Self> {
-        Arc::new(Self { rest: Rank::CancelledWrites.mutex(Vec::new()) })
+        let (rest, bytes) = (Rank::CancelledWrites.mutex(Vec::new()), Rank::CancelledWrites.mutex(Vec::new()));
+        Arc::new(Self { rest, bytes })
     }
 
-    pub(super) fn in_place(self: &Arc<Self>, request: Request, in_use: InUse) -> InPlace {
-        InPlace { request: Some((request, in_use)), cancelled_writes: Arc::clone(self) }
+    /// `bytes`: those of the guest that it writes.
+    pub(super) fn in_place(self: &Arc<Self>, request: Request, in_use: InUse, bytes: Range<GuestOffset>) -> InPlace {
+        InPlace { request: Some((request, in_use)), bytes, cancelled_writes: Arc::clone(self) }
+    }
+
+    /// The guest's bytes that they may still change.
+    pub(super) fn bytes(&self) -> Vec<Range<GuestOffset>> {
+        self.bytes.lock().iter().filter_map(|bytes| Some((*bytes.upgrade()?).clone())).collect()
+    }
+
+    fn take_over(&self, request: Request, in_use: InUse, bytes: Range<GuestOffset>) {
+        let bytes = Arc::new(bytes);
+        let mut all = self.bytes.lock();
+        all.retain(|bytes| bytes.strong_count() > 0);
+        all.push(Arc::downgrade(&bytes));
+        drop(all);
+        let rest = async move {
+            let _ = request.await;
+            drop((in_use, bytes));
+        };
+        self.rest.lock().push(Box::pin(rest));
     }
 
     /// Polls them once, without waiting.
@@ -81,11 +106,7 @@ impl Future for InPlace {
 impl Drop for InPlace {
     fn drop(&mut self) {
         if let Some((request, in_use)) = self.request.take() {
-            let rest = async move {
-                let _ = request.await;
-                drop(in_use);
-            };
-            self.cancelled_writes.rest.lock().push(Box::pin(rest));
+            self.cancelled_writes.take_over(request, in_use, self.bytes.clone());
         }
     }
 }

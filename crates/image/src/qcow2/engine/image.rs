@@ -69,6 +69,7 @@
 //! excluded, since its entry is written after a flush that follows its contents.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt;
@@ -510,12 +511,23 @@ impl Disk for Qcow2 {
         let (inner, changes) = (Arc::clone(&self.inner), changes.to_vec());
         Box::pin(async move {
             let _inside = inner.admit(GuestOffset(0), 0)?;
-            // What requests that were dropped have begun changes bytes now, and not after the bitmaps.
             inner.writer.finish_cancelled().await;
             inner.allocator.begin_writing().await?;
-            inner.flusher.flush().await?;
-            let bitmaps = Arc::clone(&inner.bitmaps);
-            inner.header.exclusively(async move { bitmaps.change(&changes).await }.boxed()).await
+            // Lives as long as this request: its changes take effect before it is dropped, or never.
+            let asked = Arc::new(());
+            let (bitmaps, writer, asked_for) =
+                (Arc::clone(&inner.bitmaps), Arc::clone(&inner.writer), Arc::downgrade(&asked));
+            let work = async move {
+                bitmaps.change(&changes, &asked_for).await?;
+                // Requests that were dropped have set their bits, which may be gone now, and their bytes may change yet.
+                for Range { start, end } in writer.may_still_change() {
+                    drop(bitmaps.marking(start, end - start));
+                }
+                Ok(())
+            };
+            let work = inner.header.exclusively(work.boxed());
+            let _unfinished = inner.writer.finish_if_cancelled(&work);
+            work.await
         })
     }
 

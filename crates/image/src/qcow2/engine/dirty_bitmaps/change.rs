@@ -1,6 +1,6 @@
 //! Bitmaps that are added, removed, cleared, switched and merged while the image is in use.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use limosa_page::{AtomicPageBitmap, PageBitmap, PageNumber, PageRange};
 
@@ -14,27 +14,37 @@ use crate::qcow2::offline::bitmaps::no_bitmap;
 use crate::qcow2::offline::bitmaps::save::admit;
 
 impl DirtyBitmaps {
-    /// Carries out changes of bitmaps, all of them or none, at one moment for all requests. Only within
+    /// Carries out changes of bitmaps, all of them or none, at one moment for all requests; none if nobody has `asked`
+    /// for them any more: writes that were acknowledged since would lose their bits. Only within
     /// [`HeaderOwner::exclusively`](super::HeaderOwner::exclusively), after the image has begun to be written.
     ///
     /// # Errors
     /// [`ImageError::Unsupported`]: a change that cannot be; what the storage says of the marks.
-    pub(in super::super) async fn change(&self, changes: &[(String, BitmapAction)]) -> Result<(), ImageError> {
+    pub(in super::super) async fn change(
+        &self,
+        changes: &[(String, BitmapAction)],
+        asked: &Weak<()>,
+    ) -> Result<(), ImageError> {
         let header = self.header.now();
-        // What is stored of them is not what they are any more.
         let is_changed = |entry: &Entry| changes.iter().any(|(name, _)| entry.is_named(name));
         let bitmaps = self.bitmaps.read().clone();
-        let after = self.changed(&header, changes, bitmaps)?;
+        let after = self.changed(&header, changes, bitmaps.clone())?;
         let has_new_entries =
             |(_, action): &(_, BitmapAction)| matches!(action, BitmapAction::Add { .. } | BitmapAction::Remove);
         if changes.iter().any(has_new_entries) {
             admit(self.context.name(), &header, !after.is_empty())?;
         }
         drop(after);
-        mark_in_use(&**self.context.file(), &header, is_changed).await?;
+        // What is stored of them is not what they are any more.
+        let is_marked = |entry: &Entry| bitmaps.iter().any(|it| it.is_marked && it.entry.has_name_of(entry));
+        mark_in_use(&**self.context.file(), &header, |entry| is_changed(entry) && !is_marked(entry)).await?;
         // Bits that requests set meanwhile are in it: what is cloned shares them.
         let mut bitmaps = self.bitmaps.write();
-        let changed = self.changed(&header, changes, bitmaps.clone())?;
+        if asked.strong_count() == 0 {
+            return Ok(());
+        }
+        let mut changed = self.changed(&header, changes, bitmaps.clone())?;
+        changed.iter_mut().filter(|bitmap| is_changed(&bitmap.entry)).for_each(|bitmap| bitmap.is_marked = true);
         self.replace(&mut bitmaps, changed);
         Ok(())
     }
@@ -78,7 +88,7 @@ impl DirtyBitmaps {
             let entry = new_entry(self.context.name(), header, entries, (name, *granularity))?;
             self.admit(bitmaps, header.size, Some(&entry.bitmap))?;
             let bits = AtomicPageBitmap::new(entry.bitmap.bits(header.size));
-            bitmaps.push(Tracked { entry, bits: Some(Arc::new(bits)) });
+            bitmaps.push(Tracked { entry, bits: Some(Arc::new(bits)), is_marked: false });
             return Ok(());
         }
         let number = bitmaps.iter().position(|bitmap| bitmap.entry.is_named(name)).ok_or_else(missing)?;
@@ -91,16 +101,20 @@ impl DirtyBitmaps {
             BitmapAction::Set(bits) => Some(bits.clone()),
             _ => None,
         };
-        let mut own = self.bits_of(bitmaps, name)?;
+        let (Bitmap { granularity_bits, .. }, own) = self.usable_one(bitmaps, name)?;
+        // Copied only if they change: requests wait meanwhile.
+        let bits = match (set, action) {
+            (Some(set), _) => {
+                let mut own = own.to_bitmap();
+                merge((&mut own, *granularity_bits), (&set.bits, set.granularity_bits));
+                Some(own.into())
+            }
+            (None, BitmapAction::Clear) => Some(AtomicPageBitmap::new(own.len())),
+            (None, _) => None,
+        };
         let Some(bitmap) = bitmaps.get_mut(number) else { return Err(missing()) };
-        match set {
-            Some(set) => {
-                merge((&mut own.bits, own.granularity_bits), (&set.bits, set.granularity_bits));
-                bitmap.bits = Some(Arc::new(own.bits.into()));
-            }
-            None if *action == BitmapAction::Clear => {
-                bitmap.bits = Some(Arc::new(AtomicPageBitmap::new(own.bits.len())));
-            }
+        match bits {
+            Some(bits) => bitmap.bits = Some(Arc::new(bits)),
             None => bitmap.entry.bitmap.auto = *action == BitmapAction::Enable,
         }
         Ok(())
@@ -119,7 +133,7 @@ impl DirtyBitmaps {
                 let what = format!("its bitmap {:?} would have more than {BITS_MOST} bits", bitmap.entry.bitmap.name);
                 return Err(self.context.unsupported(what));
             }
-            Ok(Tracked { entry: bitmap.entry.clone(), bits: Some(Arc::new(resized(&now, wanted).into())) })
+            Ok(Tracked { bits: Some(Arc::new(resized(&now, wanted).into())), ..bitmap.clone() })
         };
         let bitmaps = self.bitmaps.read().clone();
         self.admit(&bitmaps, size, None)?;

@@ -46,6 +46,8 @@ struct Tracked {
     entry: Entry,
     /// `None`: they cannot be relied on, and are left alone.
     bits: Option<Arc<AtomicPageBitmap>>,
+    /// Its mark as in use is durable, of what is stored under its name if anything is.
+    is_marked: bool,
 }
 
 /// A request that changes bytes: its bits are set when it is over, or dropped.
@@ -83,7 +85,7 @@ impl DirtyBitmaps {
                     Err(error) => return Err(error),
                 }
             }
-            found.push(Tracked { entry, bits });
+            found.push(Tracked { entry, bits, is_marked: false });
         }
         if let Some(first) = damaged.first() {
             let (image, bitmaps) = (&**file.name(), damaged.len());

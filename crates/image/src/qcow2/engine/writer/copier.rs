@@ -116,7 +116,7 @@ impl Copier {
         if let Lookup::Found(Extent { length, kind: Kind::Own { host, copied: true } }) = self.tables.look(at, end)?
             && length == from.len() as u64
         {
-            return self.in_place(host, from, in_use).await;
+            return self.in_place(host, (at, from), in_use).await;
         }
         drop(in_use);
         // In rounds, not nested: what waits for others may have to do so as often as there are others.
@@ -161,12 +161,12 @@ impl Copier {
                     0
                 }
                 Claim::InPlace { host, length } => {
-                    let write = self.in_place(host, part_of(&rest, 0, length), in_use.again());
+                    let write = self.in_place(host, (pos, part_of(&rest, 0, length)), in_use.again());
                     parts.push(write.map_ok(|()| None).boxed());
                     length
                 }
                 Claim::Along { host, length, job } => {
-                    let write = self.in_place(host, part_of(&rest, 0, length), in_use.again());
+                    let write = self.in_place(host, (pos, part_of(&rest, 0, length)), in_use.again());
                     let both = join(write, job).map(|(written, linked)| written.and(linked).map(|()| None));
                     parts.push(both.boxed());
                     length
@@ -195,18 +195,19 @@ impl Copier {
     fn in_place(
         self: &Arc<Self>,
         host: HostOffset,
-        from: IoVector,
+        (at, from): Segment,
         in_use: InUse,
     ) -> impl Future<Output = Result<(), ImageError>> + Send + 'static {
         let allocator = Arc::clone(&self.allocator);
-        let overlap = allocator.overlap(&(host..host + from.len() as u64));
+        let length = from.len() as u64;
+        let overlap = allocator.overlap(&(host..host + length));
         // The request begins here, and not when this is polled first.
         let begun = match overlap {
             Some(overlap) => Err(overlap),
             None => Ok(self
                 .guest_data
                 .write(OperationKind::DataWrite, host, from)
-                .map(|request| self.cancelled_writes.in_place(request, in_use))),
+                .map(|request| self.cancelled_writes.in_place(request, in_use, at..at + length))),
         };
         async move {
             match begun {

@@ -161,6 +161,12 @@ impl InFlightAllocations {
         self.shards.iter().flat_map(all).collect()
     }
 
+    /// The ranges that jobs in flight have claimed.
+    pub(super) fn ranges(&self) -> Vec<Range<GuestOffset>> {
+        let ranges = |shard: &RankedMutex<Shard>| shard.lock().ranges().collect::<Vec<_>>();
+        self.shards.iter().flat_map(ranges).collect()
+    }
+
     /// Jobs that nothing waits for: the only handle is the list's.
     pub(super) fn alone(&self) -> Vec<SharedFuture> {
         let alone = |shard: &RankedMutex<Shard>| {
@@ -200,6 +206,10 @@ impl Shard {
 
     pub(super) fn remove(&mut self, start: GuestOffset) -> Option<(Arc<InFlightAllocation>, SharedFuture)> {
         self.map.remove(&start)
+    }
+
+    fn ranges(&self) -> impl Iterator<Item = Range<GuestOffset>> {
+        self.map.values().map(|(job, _)| job.range.clone())
     }
 
     fn futures(&self) -> impl Iterator<Item = &SharedFuture> {

@@ -100,6 +100,12 @@ impl Writer {
         self.cancelled_writes.over().await;
     }
 
+    /// The guest's bytes that requests which were dropped may still change: those of all jobs, whoever waits for them,
+    /// and of writes that were cancelled.
+    pub(super) fn may_still_change(&self) -> Vec<Range<GuestOffset>> {
+        [self.in_flight.ranges(), self.cancelled_writes.bytes()].concat()
+    }
+
     /// Checks that no job and no cancelled write is left.
     pub(super) fn check_idle(&self) -> Result<(), BrokenInvariant> {
         seams::nothing_in_flight(self.in_flight.all().len(), self.cancelled_writes.len())
