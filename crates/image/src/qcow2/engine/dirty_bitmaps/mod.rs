@@ -157,8 +157,10 @@ impl DirtyBitmaps {
         let bitmaps = self.bitmaps.read();
         let (bitmap, bits) = self.usable_one(&bitmaps, name)?;
         let range = bitmap.range(at.0, length.max(1));
-        let dirty = bits.get(range.start);
-        let next = if dirty { bits.next_clear_in(range) } else { bits.next_set_in(range) };
+        // Looked at once: a bit that is set meanwhile would be neither clear nor the end of what is clear.
+        let set = bits.next_set_in(range);
+        let dirty = set == Some(range.start);
+        let next = if dirty { bits.next_clear_in(range) } else { set };
         let end = next.map_or(u64::MAX, |next| next.0 << bitmap.granularity_bits);
         Ok((dirty, end.saturating_sub(at.0).clamp(1, length.max(1))))
     }
