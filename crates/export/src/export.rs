@@ -64,6 +64,17 @@ pub enum ExportError {
     /// Too many bitmaps.
     #[error("clients can read at most {BITMAPS_MAX} bitmaps of an export")]
     Bitmaps,
+    /// A bitmap is named twice.
+    #[error("the bitmap {0:?} is named twice")]
+    BitmapTwice(String),
+    /// A bitmap that clients can read was to be removed.
+    #[error("clients of the export {export:?} can read its bitmap {bitmap:?}: it cannot be removed meanwhile")]
+    BitmapExported {
+        /// The export's name.
+        export: String,
+        /// The bitmap's name.
+        bitmap: String,
+    },
     /// It is a part of a disk.
     #[error("the export {0:?} is a part of a disk, and has a fixed length")]
     Part(String),
@@ -142,10 +153,18 @@ impl Export {
     /// Lets clients read these dirty bitmaps of the disk, as `qemu:dirty-bitmap:NAME`. Blocks until they are read.
     ///
     /// # Errors
-    /// [`ExportError::Bitmaps`]: there are too many; the disk has no such bitmap, or one that cannot be relied on.
+    /// [`ExportError::Bitmaps`]: there are too many; [`ExportError::BitmapTwice`]; the disk has no such bitmap, or one
+    /// that cannot be relied on.
     pub fn bitmaps(mut self, names: Vec<String>) -> Result<Self, ExportError> {
         if names.len() > BITMAPS_MAX {
             return Err(ExportError::Bitmaps);
+        }
+        let mut rest = names.iter();
+        while let Some(name) = rest.next() {
+            // Two contexts of one name: a client could not tell which is which.
+            if rest.as_slice().contains(name) {
+                return Err(ExportError::BitmapTwice(name.clone()));
+            }
         }
         let disk = self.disk();
         if !names.is_empty() {
@@ -313,10 +332,15 @@ impl Export {
     /// client. Requests wait meanwhile; those in flight get `within`.
     ///
     /// # Errors
-    /// A change that cannot be; as of [`quiesce`](Self::quiesce).
+    /// [`ExportError::BitmapExported`], also if it would be added again: what a client has agreed on would be another
+    /// one. A change that cannot be; as of [`quiesce`](Self::quiesce).
     pub fn change_bitmaps(&self, changes: &[(String, BitmapAction)], within: Duration) -> Result<(), ExportError> {
         if self.read_only {
             return Err(ImageError::ReadOnly { image: Arc::clone(self.disk().name()) }.into());
+        }
+        let removed = changes.iter().filter(|(_, action)| *action == BitmapAction::Remove).map(|(name, _)| name);
+        if let Some(bitmap) = removed.into_iter().find(|name| self.bitmaps.contains(name)) {
+            return Err(ExportError::BitmapExported { export: self.name.clone(), bitmap: bitmap.clone() });
         }
         self.change(within, || Ok(block_on(self.disk().change_bitmaps(changes))?))
     }

@@ -273,6 +273,15 @@ struct Extents {
 }
 
 impl Extents {
+    const fn new(context: Context) -> Self {
+        Self { context, found: Vec::new(), ended: false }
+    }
+
+    /// Returns whether it needs more of the disk's map. A bitmap does not, although it may end with the range.
+    const fn takes_map(&self) -> bool {
+        !self.ended && !matches!(self.context, Context::DirtyBitmap(_))
+    }
+
     /// Adds a run. `most`: extents, and bytes of one.
     fn add(&mut self, length: u64, status: u32, most: (usize, u64)) {
         if self.ended {
@@ -306,17 +315,15 @@ async fn block_status(
     };
     let each = EXTENTS_MAX / contexts.len().max(1);
     let most = (if one { 1 } else { each }, if extended { u64::MAX } else { COMPACT_EXTENT_MAX });
-    let new = |context| Extents { context, found: Vec::new(), ended: false };
-    let mut extents: Vec<_> = contexts.iter().map(new).collect();
+    let mut extents: Vec<_> = contexts.iter().map(Extents::new).collect();
     let (mut at, end) = (offset, offset + length);
     for extents in &mut extents {
         if let Context::DirtyBitmap(number) = extents.context {
             dirty_runs(agreement, number, at..end, (extents, most)).await?;
         }
     }
-    let maps = contexts.iter().any(|context| !matches!(context, Context::DirtyBitmap(_)));
-    for run in 1..=if maps { RUNS_MAX } else { 0 } {
-        if at >= end || extents.iter().all(|extents| extents.ended) {
+    for run in 1..=RUNS_MAX {
+        if at >= end || !extents.iter().any(Extents::takes_map) {
             break;
         }
         if run % RUNS_AT_ONCE == 0 {
@@ -408,8 +415,16 @@ mod tests {
     }
 
     #[test]
+    fn the_map_is_read_for_contexts_that_are_not_full_and_not_for_bitmaps() {
+        let (mut map, bitmap) = (Extents::new(Context::AllocationDepth), Extents::new(Context::DirtyBitmap(0)));
+        assert!(map.takes_map() && !bitmap.takes_map());
+        [0, 1].into_iter().for_each(|status| map.add(1, status, (1, 4)));
+        assert!(!map.takes_map());
+    }
+
+    #[test]
     fn runs_of_one_status_are_one_extent_up_to_its_limit() {
-        let mut extents = Extents { context: Context::Allocation, found: Vec::new(), ended: false };
+        let mut extents = Extents::new(Context::Allocation);
         for (length, status) in [(1, 0), (2, 0), (4, 3), (1, 3), (1, 0)] {
             extents.add(length, status, (2, 4));
         }

@@ -68,10 +68,13 @@ fn a_bitmap_is_what_clients_have_written_since_it_was_cleared() {
     let clear = [("fine".to_owned(), BitmapAction::Clear)];
     export.change_bitmaps(&clear, Duration::from_secs(10)).unwrap();
     assert_eq!(extents(&mut fine, 0, 1024 * K), [(1024 * K, 0)]);
-    // A client that has a context whose bitmap is gone learns so.
-    let remove = [("fine".to_owned(), BitmapAction::Remove)];
-    export.change_bitmaps(&remove, Duration::from_secs(10)).unwrap();
-    assert_ne!(fine.request(NbdCommand::BlockStatus, 0, 0, K).unwrap().error, 0);
+    // What a client has agreed on stays the bitmap that it is.
+    let again = [BitmapAction::Remove, BitmapAction::Add { granularity: None }].map(|it| ("fine".to_owned(), it));
+    for remove in [&again[..1], &again] {
+        let refused = export.change_bitmaps(remove, Duration::from_secs(10)).unwrap_err();
+        assert!(matches!(&refused, ExportError::BitmapExported { bitmap, .. } if bitmap == "fine"), "{refused:?}");
+    }
+    assert_eq!(extents(&mut fine, 0, 1024 * K), [(1024 * K, 0)]);
     assert_eq!(extents(&mut coarse, 0, 64 * K), [(64 * K, 0)]);
     bed.stop();
 }
@@ -103,6 +106,8 @@ fn bitmaps_that_cannot_be_read_are_refused() {
     let export = || Export::new("", disk(&[("a", 512)])).unwrap();
     let missing = export().bitmaps(names(&["a", "b"])).unwrap_err();
     assert_eq!(missing.to_string(), "image: it has no bitmap \"b\"");
+    let twice = export().bitmaps(names(&["a", "a"])).unwrap_err();
+    assert_eq!(twice.to_string(), "the bitmap \"a\" is named twice");
     let many = export().bitmaps(vec!["a".to_owned(); 31]).unwrap_err();
     assert!(matches!(many, ExportError::Bitmaps), "{many:?}");
     let read_only = export().read_only(true);
