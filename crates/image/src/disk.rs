@@ -141,7 +141,9 @@ pub trait Disk: Send + Sync + Debug {
 
     /// Changes bitmaps, each by its name, one after the other: all of it, or nothing if a change cannot be. It is one
     /// moment for all of them: a request that is in flight meanwhile counts as one that comes later, or sets bits in
-    /// both what was and what is. When the disk is closed they are stored.
+    /// both what was and what is, perhaps those of whole clusters. So does one that was dropped, whose bytes may still
+    /// change. If this request is dropped, the changes have taken effect by then or never do. When the disk is closed
+    /// bitmaps are stored.
     ///
     /// # Errors
     /// [`ImageError::Unsupported`]: a change that cannot be, or the format has no bitmaps.

@@ -1,10 +1,12 @@
 //! The persistent bitmaps of an image in use, which follow what is written.
 //!
 //! Law: a bit is set when a request that may have changed its bytes is over, failed or dropped, and before its caller
-//! learns of it. So whoever reads bits and then contents misses nothing: what changes later sets its bit later. A
-//! bitmap whose bits may differ from what is stored of it is marked as in use, durably, before they do; when the image
-//! is closed it is stored, and then the mark is taken away. What a kill or a power cut leaves is marked, and not relied
-//! on.
+//! learns of it. So whoever reads bits and then contents misses nothing: what changes later sets its bit later. What a
+//! dropped request may still change after that has its bits set again by every change of bitmaps.
+//!
+//! A bitmap whose bits may differ from what is stored of it is marked as in use, durably, before they do; when the
+//! image is closed it is stored, and then the mark is taken away. What a kill or a power cut leaves is marked, and not
+//! relied on.
 
 mod change;
 mod store;
