@@ -457,6 +457,8 @@ impl Level {
         };
         if let Some(snapshot) = &options.snapshot {
             parts.header = snapshot.apply(&*parts.file, parts.header).await?;
+            // They are of the disk as it is now: of a snapshot they would say what they do not know.
+            parts.header.extensions.bitmaps = None;
         }
         parts.journal = journal;
         parts.cipher = cipher;

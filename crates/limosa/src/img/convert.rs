@@ -100,6 +100,9 @@ fn check(options: &ConvertOptions) -> anyhow::Result<()> {
     if options.bitmaps.is_some() && options.sources.len() > 1 {
         anyhow::bail!("--bitmaps: needs exactly one source");
     }
+    if options.bitmaps.is_some() && options.snapshot.is_some() {
+        anyhow::bail!("--bitmaps and -l exclude each other: bitmaps are of the disk as it is now, not of a snapshot");
+    }
     if options.bitmaps.is_some() && !options.target.image_opts && options.target.format != "qcow2" {
         anyhow::bail!("--bitmaps: format {} has no bitmaps; use -O qcow2", options.target.format);
     }

@@ -154,6 +154,8 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
         let words = ["convert", needs_qcow2, "holes", "new"];
         assert_one_line(&bed.limosa(&words).into(), &words, needs_qcow2);
     }
+    let snapshot = ["convert", "-l", "one", "-O", "qcow2", "--bitmaps", "overlay", "new"];
+    assert_one_line(&bed.limosa(&snapshot).into(), &snapshot, "--bitmaps and -l exclude each other");
     let untrusted = ["convert", "--untrusted", "overlay", "new"];
     assert_one_line(&bed.limosa(&untrusted).into(), &untrusted, "base");
 }

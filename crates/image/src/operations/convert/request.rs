@@ -16,6 +16,7 @@ use super::source::Source;
 use super::{ConvertCounters, ConvertOptions, convert_on_threads};
 use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
+use crate::error::ImageError;
 use crate::gate::Policy;
 use crate::luks::Secrets;
 use crate::new_image::{CreatedFiles, NewImage, NewImageFormat, UnfinishedFiles};
@@ -131,6 +132,10 @@ impl ConvertRequest {
         }
         let length = Source::new(&sources, options.window.as_ref())?.len();
         let bitmaps = match (bitmaps, sources.first()) {
+            (Some(_), Some(source)) if named.iter().any(|source| source.options.snapshot.is_some()) => {
+                let what = "bitmaps are of the disk as it is now, and cannot be copied from a snapshot".to_owned();
+                return Err(ImageError::Unsupported { image: Arc::clone(source.name()), what }.into());
+            }
             (Some(which), Some(source)) => Some(Bitmaps::of(&**source, which == CopyBitmaps::Usable).await?),
             _ => None,
         };
