@@ -5,9 +5,12 @@ use std::ffi::OsStr;
 use std::path::Path;
 
 use anyhow::Context as _;
+use limosa_console::say;
 use limosa_export::{Export, Exports};
+use limosa_image::chain::Image;
 use limosa_image::qcow2::JournalFolder;
 use limosa_image::reference::Reference;
+use limosa_storage::block_on;
 use parking_lot::Mutex;
 
 use super::overlay;
@@ -50,13 +53,53 @@ impl Images {
 /// # Errors
 /// It cannot be opened, another process has it open, or the part that was asked for is not in it.
 pub(super) fn open_export(wanted: &mut Wanted) -> anyhow::Result<Export> {
+    let image = follow(wanted)?;
+    export(wanted, &image, wanted.bitmaps.clone())
+}
+
+/// Opens an image for a server that starts. It may be started again after a kill, and its guests wait for it: a dirty
+/// bitmap that the kill has spoiled is left out, with a warning.
+///
+/// # Errors
+/// As of [`open_export`].
+fn open_at_start(wanted: &mut Wanted) -> anyhow::Result<Export> {
+    let image = follow(wanted)?;
+    let disk = image.as_disk();
+    // Who reads the bitmaps of an image that does not change relies on them.
+    if wanted.bitmaps.is_empty() || disk.is_read_only() {
+        return export(wanted, &image, wanted.bitmaps.clone());
+    }
+    let found = block_on(disk.bitmaps())?;
+    let was_closed = image.replayed() == 0 && image.repair_report().is_none();
+    let (mut usable, mut missing) = (Vec::new(), Vec::new());
+    for name in &wanted.bitmaps {
+        match found.iter().find(|bitmap| bitmap.name == *name) {
+            Some(bitmap) if bitmap.set.is_none() => missing.push((name, "it was not stored by who used it")),
+            None if !was_closed => missing.push((name, "it does not exist, and the image was not closed")),
+            _ => usable.push(name.clone()),
+        }
+    }
+    let export = export(wanted, &image, usable)?;
+    for (name, why) in missing {
+        say!("limosa: {}: clients cannot read bitmap {name:?}: {why}", wanted.source.name);
+    }
+    Ok(export)
+}
+
+/// Opens the image in which a disk continues; `wanted` becomes that, with the name of the first one.
+fn follow(wanted: &mut Wanted) -> anyhow::Result<Image> {
     let name = match &wanted.name {
         Some(name) => name.clone(),
         None => file_name(&resolve(&wanted.source)?.reference)?,
     };
-    *wanted = overlay::follow(Wanted { name: Some(name.clone()), ..wanted.clone() })?;
-    let export = Export::new(name, wanted.open_disk()?)?.read_only(wanted.is_read_only());
-    let export = export.description(wanted.description.as_str())?.bitmaps(wanted.bitmaps.clone())?;
+    *wanted = overlay::follow(Wanted { name: Some(name), ..wanted.clone() })?;
+    wanted.open_image()
+}
+
+fn export(wanted: &Wanted, image: &Image, bitmaps: Vec<String>) -> anyhow::Result<Export> {
+    let name = wanted.name.clone().unwrap_or_default();
+    let export = Export::new(name, image.as_disk())?.read_only(wanted.is_read_only());
+    let export = export.description(wanted.description.as_str())?.bitmaps(bitmaps)?;
     Ok(export.part(wanted.offset, wanted.size)?)
 }
 
@@ -92,7 +135,7 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             journals: images.journals.clone(),
             below: None,
         };
-        let export = exports.add(open_export(&mut wanted)?).context("use --name to tell them apart")?;
+        let export = exports.add(open_at_start(&mut wanted)?).context("use --name to tell them apart")?;
         images.note(&export, wanted);
     }
     Ok(images)

@@ -50,6 +50,17 @@ impl Wanted {
     /// # Errors
     /// It cannot be opened, or another process has it open.
     pub(super) fn open_disk(&self) -> anyhow::Result<Arc<dyn Disk>> {
+        Ok(self.open_image()?.as_disk())
+    }
+
+    /// Opens the image, for what only images of one format have.
+    ///
+    /// # Errors
+    /// As of [`open_disk`](Self::open_disk).
+    pub(super) fn open_image(&self) -> anyhow::Result<Image> {
+        if self.snapshot.is_some() && !self.bitmaps.is_empty() {
+            anyhow::bail!("--bitmap and --snapshot exclude each other: bitmaps are of the disk as it is now");
+        }
         let NamedImage { reference, options, .. } = resolve(&self.source)?;
         let options =
             options.read_only(self.is_read_only()).snapshot(self.snapshot.clone()).journals(self.journals.clone());
@@ -57,7 +68,7 @@ impl Wanted {
         if !self.is_read_only() {
             warn(&self.source, &image);
         }
-        Ok(image.as_disk())
+        Ok(image)
     }
 
     /// Opens its disk to be read only, without a journal.

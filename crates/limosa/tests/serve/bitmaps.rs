@@ -94,9 +94,15 @@ fn a_bitmap_of_a_killed_server_is_not_relied_on_and_can_be_removed() {
     bed.wait_unlocked("disk");
     assert_eq!(stored(&bed, "@disk")[0]["flags"], json!(["in-use", "auto"]));
     bed.qemu_img(&["check", "-q", "-r", "all", "@disk"]);
-    bed.refused(&[&SERVE[..], &["--bitmap", "b0", "--nbd", "unix:nbd2", "--journal", "off"]].concat())
-        .one_line(&["bitmap \"b0\" was not stored by who used it"]);
-    let serving = bed.serve("nbd", &SERVE);
+    let read_only = ["--read-only", "--bitmap", "b0", "--nbd", "unix:nbd2", "disk"];
+    bed.refused(&read_only).one_line(&["bitmap \"b0\" was not stored by who used it"]);
+    // Guests come back without the bitmap, but a name that never was is a mistake.
+    bed.refused(&[&SERVE[..], &["--bitmap", "b1", "--nbd", "unix:nbd2", "--journal", "off"]].concat())
+        .one_line(&["it has no bitmap \"b1\""]);
+    let serving = bed.serve("nbd", &[&SERVE[..], &["--bitmap", "b0"]].concat());
+    write(&serving, &["read 1M 100k"]);
+    let said = serving.said();
+    assert!(said.contains("disk: clients cannot read bitmap \"b0\": it was not stored by who used it\n"), "{said}");
     let said = ctl(&bed, &["bitmap", "disk"]).success().stdout;
     assert!(said.starts_with("\"b0\": not stored by who used it, can only be removed, "), "{said}");
     change(&bed, &["--remove", "b0", "--add", "b0"]);
@@ -104,6 +110,27 @@ fn a_bitmap_of_a_killed_server_is_not_relied_on_and_can_be_removed() {
     serving.stop();
     assert_eq!(stored(&bed, "@disk")[0]["flags"], json!(["auto"]));
     bed.assert_sound("disk");
+}
+
+#[test]
+fn a_server_starts_again_without_a_bitmap_that_was_added_before_the_kill() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "16M"]);
+    let serving = bed.serve("nbd", &SERVE);
+    change(&bed, &["--add", "b0"]);
+    write(&serving, &["write 1M 100k"]);
+    drop(serving);
+    bed.wait_unlocked("disk");
+    let serving = bed.serve("nbd", &[&SERVE[..], &["--bitmap", "b0"]].concat());
+    let said = serving.said();
+    let expected = "disk: clients cannot read bitmap \"b0\": it does not exist, and the image was not closed\n";
+    assert!(said.contains(expected), "{said}");
+    serving.stop();
+    bed.refused(&[&SERVE[..], &["--bitmap", "b0", "--nbd", "unix:nbd2"]].concat())
+        .one_line(&["it has no bitmap \"b0\""]);
+    bed.refused(&["--snapshot", "s", "--bitmap", "b0", "--nbd", "unix:nbd2", "disk"])
+        .one_line(&["--bitmap and --snapshot exclude each other"]);
 }
 
 /// Copies what a bitmap of a frozen image says was written into a copy of the disk as it was before.
