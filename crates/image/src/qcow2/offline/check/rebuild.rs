@@ -57,7 +57,8 @@ impl Layout {
     }
 }
 
-/// Makes new refcounts, and a new snapshot table if the old one's entries are wrong.
+/// Makes new refcounts, and a new snapshot table if the old one's entries are wrong; or only has the header say that
+/// there are no more snapshots than the file has.
 pub(super) async fn rebuild(
     storage: &dyn Storage,
     header: &mut Header,
@@ -67,6 +68,13 @@ pub(super) async fn rebuild(
     let geometry = image.bounds.geometry;
     let (size, bits) = (geometry.cluster_size(), geometry.cluster_bits);
     let each = geometry.refcounts_per_block();
+    if let Some(count) = cut_off(&image) {
+        // Before the file becomes longer. Otherwise they would end within it, and lie on what others refer to, for a
+        // repair that follows one that was cut short.
+        header.snapshots = (if count > 0 { header.snapshots.0 } else { HostOffset(0) }, count);
+        header.write_fields(storage).await?;
+        return Ok(storage.flush().await?);
+    }
     let snapshots = snapshot_table(&image).await?;
     let what = What { refcounts: false, snapshot_table: snapshots.is_none(), ..What::ALL };
 
@@ -160,14 +168,18 @@ async fn write_blocks(image: &Image<'_>, layout: &Layout, what: What) -> Result<
     Ok(())
 }
 
+/// The number of entries of the snapshot table before the first one that ends behind the file. `None`: none does.
+fn cut_off(image: &Image<'_>) -> Option<u32> {
+    let ends_behind =
+        |entry: &roots::SnapshotEntry| entry.at + SNAPSHOT_FIXED + entry.extra + entry.names > image.bounds.file;
+    (0..).zip(&image.snapshots.entries).find(|(_, entry)| ends_behind(entry)).map(|(count, _)| count)
+}
+
 /// The snapshot table as it should be, and how many snapshots it has; `None` if it is.
 async fn snapshot_table(image: &Image<'_>) -> Result<Option<(Vec<u8>, u32)>, ImageError> {
     let (header, bounds) = (image.header, &image.bounds);
     let least = if header.version > 2 { SNAPSHOT_EXTRA_LEAST } else { 0 };
-    let gone = |entry: &roots::SnapshotEntry| {
-        let bytes = SNAPSHOT_FIXED + entry.extra + entry.names;
-        l1_gone(&entry.l1, bounds) || entry.at + bytes > bounds.file
-    };
+    let gone = |entry: &roots::SnapshotEntry| l1_gone(&entry.l1, bounds);
     let wrong = |entry: &roots::SnapshotEntry| gone(entry) || !(least..=SNAPSHOT_EXTRA_MOST).contains(&entry.extra);
     if !image.snapshots.entries.iter().any(wrong) {
         return Ok(None);
