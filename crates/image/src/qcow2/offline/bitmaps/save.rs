@@ -50,7 +50,7 @@ pub(in crate::qcow2) async fn save(
             Ok(runs) => free.extend(runs),
             Err(error @ ImageError::Corrupt { .. }) => {
                 let (image, bitmap) = (&**storage.name(), &bitmap.name);
-                tracing::warn!(image, bitmap, %error, "its clusters are leaked: check -r leaks gives them back");
+                tracing::warn!(image, bitmap, %error, "it is damaged: its clusters are leaked");
             }
             Err(error) => return Err(error),
         }
