@@ -121,6 +121,10 @@ fn missing_packages() -> Vec<&'static str> {
     if shell::find_program("ssh-keygen").is_none() {
         missing.push("openssh-client");
     }
+    // The filesystem of a guest's disk, which it makes itself.
+    if !["/usr/sbin/mke2fs", "/sbin/mke2fs"].iter().any(|path| Path::new(path).is_file()) {
+        missing.push("e2fsprogs");
+    }
     for (program, package) in PACKERS {
         if shell::find_program(program).is_none() {
             missing.push(package);
