@@ -266,3 +266,39 @@ fn requests_for_a_snapshot_that_was_undone_are_refused() {
     serving.stop();
     io(disk.to_str().unwrap(), "qcow2", &["read -P 1 0 64k"]);
 }
+
+/// The server is killed at any moment of a commit, and started again as it was the first time.
+#[test]
+fn nothing_is_lost_whenever_the_server_is_killed_in_a_commit() {
+    needs_qemu!();
+    let rounds = std::env::var("LIMOSA_COMMIT_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(6_u64);
+    let (mut committed, mut kept) = (0, 0);
+    for round in 0..rounds {
+        let bed = Bed::new();
+        bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "64M"]);
+        let serving = serve(&bed, "disk");
+        io(&serving.uri(""), "raw", &["write -P 1 0 12M"]);
+        asked(&bed, &["snapshot", "", "overlay"]);
+        io(&serving.uri(""), "raw", &["write -P 2 4M 12M", "write -z 1M 1M", "flush"]);
+        std::thread::scope(|scope| {
+            scope.spawn(|| ctl(&bed, &["commit", ""]));
+            std::thread::sleep(std::time::Duration::from_micros(round % 40 * 1_500));
+            kill9(serving.pid()).unwrap();
+        });
+        drop(serving);
+        *(if bed.path("overlay").exists() { &mut kept } else { &mut committed }) += 1;
+        fs::remove_file(bed.path("control")).unwrap();
+        let serving = serve(&bed, "disk");
+        let contents =
+            ["read -P 1 0 1M", "read -P 0 1M 1M", "read -P 1 2M 2M", "read -P 2 4M 12M", "read -P 0 16M 48M"];
+        io(&serving.uri(""), "raw", &contents);
+        io(&serving.uri(""), "raw", &["write -P 3 20M 1M", "flush"]);
+        if bed.path("overlay").exists() {
+            asked(&bed, &["commit", ""]);
+        }
+        io(&serving.uri(""), "raw", &[&contents[..4], &["read -P 3 20M 1M"]].concat());
+        serving.stop();
+        bed.assert_sound("disk");
+    }
+    println!("{kept} overlays kept, {committed} committed");
+}
