@@ -20,6 +20,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use limosa_image::luks::SectorCipher;
 use limosa_image::qcow2::{CheckOptions, CreateOptions, Header, ImageParts, Qcow2, Qcow2Options, check, create};
 use limosa_image::raw::{Raw, RawOptions};
 use limosa_image::{Disk, GuestOffset, ImageError, Pending};
@@ -33,14 +34,16 @@ pub struct TestImage {
     pub file: Arc<dyn Storage>,
     /// The external data file, if it has one.
     pub data_file: Option<Arc<dyn Storage>>,
+    /// The cipher of its contents, if they are encrypted.
+    pub cipher: Option<Arc<SectorCipher>>,
 }
 
 impl TestImage {
     /// A new image in [`memory_file`]s called `image` and, if the options name a data file, `data`.
     #[must_use]
     pub fn new(options: &CreateOptions) -> Self {
-        let image =
-            Self { file: memory_file("image"), data_file: options.data_file.as_ref().map(|_| memory_file("data")) };
+        let data_file = options.data_file.as_ref().map(|_| memory_file("data"));
+        let image = Self { file: memory_file("image"), data_file, cipher: None };
         block_on(create(&*image.file, image.data_file.as_deref(), options)).unwrap();
         image
     }
@@ -55,13 +58,14 @@ impl TestImage {
     /// The image without a data file that is in `file`.
     #[must_use]
     pub fn existing(file: Arc<dyn Storage>) -> Self {
-        Self { file, data_file: None }
+        Self { file, data_file: None, cipher: None }
     }
 
     /// The same image, every storage of it wrapped.
     #[must_use]
     pub fn over(&self, wrap: impl Fn(Arc<dyn Storage>) -> Arc<dyn Storage>) -> Self {
-        Self { file: wrap(Arc::clone(&self.file)), data_file: self.data_file.clone().map(&wrap) }
+        let data_file = self.data_file.clone().map(&wrap);
+        Self { file: wrap(Arc::clone(&self.file)), data_file, cipher: self.cipher.clone() }
     }
 
     /// Its header, as it is in the file.
@@ -102,7 +106,8 @@ impl TestImage {
         block_on(async {
             let header = Header::read(&*self.file).await?;
             let (file, data_file) = (Arc::clone(&self.file), self.data_file.clone());
-            Qcow2::open(ImageParts::new(file, header).data_file(data_file).backing(backing), options).await
+            let parts = ImageParts::new(file, header).data_file(data_file).backing(backing);
+            Qcow2::open(parts.cipher(self.cipher.clone()), options).await
         })
     }
 }

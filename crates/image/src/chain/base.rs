@@ -96,6 +96,7 @@ pub async fn open_with_base(
             _ => "it has no backing file".into(),
         }));
     };
-    let top = top.parts(below).map_err(|_| unsupported("it is not a qcow2 image".into()))?;
+    let cipher = top.cipher(options).await?;
+    let top = top.parts(below).map_err(|_| unsupported("it is not a qcow2 image".into()))?.cipher(cipher);
     Ok(ChainWithBase { top, base: found, layers })
 }

@@ -180,17 +180,28 @@ impl ImageFile {
         Ok(Self { reference: reference.clone(), storage, format, guessed })
     }
 
-    /// Checks the image, and repairs it if that is asked for; `None`: images of its format have no tables.
+    /// Checks the image, and repairs it if that is asked for; `None`: images of its format have no tables. An encrypted
+    /// image needs no secret; a repair that copies contents fails without one.
     ///
     /// # Errors
-    /// As [`check`](qcow2::check()) and [`repair`](qcow2::repair).
-    pub async fn check(&self, repair: Option<Repair>) -> Result<Option<CheckReport>, ImageError> {
+    /// As [`check`](qcow2::check()), [`repair`](qcow2::repair) and [`cipher`](qcow2::cipher()).
+    pub async fn check(&self, repair: Option<Repair>, secrets: &Secrets) -> Result<Option<CheckReport>, ImageError> {
         let (storage, options) = (&*self.storage, CheckOptions::default());
-        match (self.format, repair) {
-            (Format::Raw | Format::Luks, _) => Ok(None),
-            (Format::Qcow2, None) => qcow2::check(storage, options).await.map(Some),
-            (Format::Qcow2, Some(what)) => qcow2::repair(storage, what, options).await.map(Some),
-        }
+        let what = match (self.format, repair) {
+            (Format::Raw | Format::Luks, _) => return Ok(None),
+            (Format::Qcow2, None) => return qcow2::check(storage, options).await.map(Some),
+            (Format::Qcow2, Some(what)) => what,
+        };
+        let report = match self.reference.key_secret {
+            Some(_) => {
+                let header = Header::read_to_examine(storage).await?;
+                let passphrase = passphrase(&self.storage, &self.reference, secrets)?;
+                let cipher = qcow2::cipher(storage, &header, passphrase).await?;
+                qcow2::repair_encrypted(storage, &cipher, what, options).await
+            }
+            None => qcow2::repair(storage, what, options).await,
+        };
+        report.map(Some)
     }
 }
 
@@ -228,12 +239,10 @@ pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<
 pub async fn open_offline(reference: &Reference, options: &OpenOptions) -> Result<ImageParts, ImageError> {
     let (top, below) = levels(reference, options).await?;
     let name = Arc::clone(top.file.storage.name());
-    if top.header.as_ref().is_some_and(|header| header.encryption != Encryption::None) {
-        let what = "it is encrypted, and encrypted qcow2 images can only be read".into();
-        return Err(ImageError::Unsupported { image: name, what });
-    }
+    let cipher = top.cipher(options).await?;
     let parts = top.parts(below);
-    parts.map_err(|_| ImageError::Unsupported { image: name, what: "it is not a qcow2 image".into() })
+    let parts = parts.map_err(|_| ImageError::Unsupported { image: name, what: "it is not a qcow2 image".into() })?;
+    Ok(parts.cipher(cipher))
 }
 
 /// Opens the files of an image and of all below it, the topmost first. Data files are not opened.
@@ -357,7 +366,7 @@ impl Level {
         if file.format != Format::Qcow2 {
             return Ok(Self { file, header: None, data_file: None });
         }
-        let header = Header::read_to_decrypt(&*file.storage).await?;
+        let header = Header::read(&*file.storage).await?;
         let image = file.storage.name();
         let unsupported = |what: &str| ImageError::Unsupported { image: Arc::clone(image), what: what.to_owned() };
         let data_file = match (&file.reference.data_file, &header.extensions.data_file) {
@@ -421,18 +430,13 @@ impl Level {
     }
 
     /// The cipher of a qcow2 image's contents, if they are encrypted.
-    async fn cipher(&self, options: &OpenOptions) -> Result<Option<SectorCipher>, ImageError> {
+    async fn cipher(&self, options: &OpenOptions) -> Result<Option<Arc<SectorCipher>>, ImageError> {
         let ImageFile { storage, reference, .. } = &self.file;
         let Some(header) = self.header.as_ref().filter(|header| header.encryption != Encryption::None) else {
             return Ok(None);
         };
-        let passphrase = passphrase(storage, reference, options)?;
-        let (at, length) = header.extensions.encryption.ok_or_else(|| ImageError::Corrupt {
-            image: Arc::clone(storage.name()),
-            table: "header extensions".into(),
-            why: "the place of the encryption header is missing".into(),
-        })?;
-        Ok(Some(luks::cipher_at(&**storage, (at.0, length), passphrase).await?))
+        let passphrase = passphrase(storage, reference, &options.secrets)?;
+        Ok(Some(qcow2::cipher(&**storage, header, passphrase).await?))
     }
 
     async fn attach_backing(self, backing: Option<Image>, options: &OpenOptions) -> Result<Image, ImageError> {
@@ -448,7 +452,7 @@ impl Level {
                     return Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what });
                 }
                 if format == Format::Luks {
-                    let passphrase = passphrase(&storage, &reference, options)?;
+                    let passphrase = passphrase(&storage, &reference, &options.secrets)?;
                     return Ok(Image::Luks(Raw::open_luks(luks::open(storage, passphrase).await?, read_only)?));
                 }
                 let raw = RawOptions { offset: reference.offset, size: reference.size, read_only, guessed };
@@ -470,12 +474,12 @@ impl Level {
 pub(crate) fn passphrase<'a>(
     storage: &FileStorage,
     reference: &Reference,
-    options: &'a OpenOptions,
+    secrets: &'a Secrets,
 ) -> Result<&'a Passphrase, ImageError> {
     let fault =
         |what: String| ImageError::Encryption { image: Arc::clone(storage.name()), source: LuksError::Options(what) };
     let name = reference.key_secret.as_deref().ok_or_else(|| fault("no secret was given for it".into()))?;
-    options.secrets.get(name).ok_or_else(|| fault(format!("there is no secret {name:?}")))
+    secrets.get(name).ok_or_else(|| fault(format!("there is no secret {name:?}")))
 }
 
 /// The reference that an image has to its backing file, with the format that it has for it.

@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use limosa_storage::{IoVector, Storage as _};
 
-use super::{ImageFile, OpenOptions};
+use super::{ImageFile, OpenOptions, passphrase};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 use crate::probe::Format;
-use crate::qcow2::{Header, ImageParts, Qcow2, Qcow2Options, SnapshotChoice};
+use crate::qcow2::{self, Encryption, Header, ImageParts, Qcow2, Qcow2Options, SnapshotChoice};
 use crate::reference::Reference;
 
 /// The state of a virtual machine in an image.
@@ -35,7 +35,7 @@ impl VmState {
         options: &OpenOptions,
     ) -> Result<Self, ImageError> {
         let options = options.clone().read_only(true);
-        let ImageFile { storage, format, .. } = ImageFile::open(reference, &options).await?;
+        let ImageFile { storage, format, reference, .. } = ImageFile::open(reference, &options).await?;
         let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(storage.name()), what };
         if format != Format::Qcow2 {
             return Err(unsupported("it is no qcow2 image, and has no state of a VM".into()));
@@ -44,8 +44,15 @@ impl VmState {
         if header.features.data_file() {
             return Err(unsupported("it has a data file, and no state of a VM".into()));
         }
+        let cipher = match header.encryption {
+            Encryption::None => None,
+            _ => {
+                let passphrase = passphrase(&storage, &reference, &options.secrets)?;
+                Some(qcow2::cipher(&*storage, &header, passphrase).await?)
+            }
+        };
         let (header, start, length) = choice.vm_state(&*storage, header).await?;
-        let parts = ImageParts::new(storage, header);
+        let parts = ImageParts::new(storage, header).cipher(cipher);
         let disk = Qcow2::open(parts, Qcow2Options { read_only: true, ..options.qcow2 }).await?;
         Ok(Self { disk, start, length })
     }

@@ -34,7 +34,7 @@ pub struct EncryptedStorage {
 
 struct Inner {
     below: Arc<dyn Storage>,
-    cipher: SectorCipher,
+    cipher: Arc<SectorCipher>,
     /// Offset of the contents in the storage below.
     base: u64,
 }
@@ -48,8 +48,8 @@ impl fmt::Debug for EncryptedStorage {
 impl EncryptedStorage {
     /// The contents of `below` from `base` on, whole sectors. The sector at `base` has the number 0.
     #[must_use]
-    pub fn new(below: Arc<dyn Storage>, cipher: SectorCipher, base: u64) -> Self {
-        Self { inner: Arc::new(Inner { below, cipher, base }), locks: Arc::default() }
+    pub fn new(below: Arc<dyn Storage>, cipher: impl Into<Arc<SectorCipher>>, base: u64) -> Self {
+        Self { inner: Arc::new(Inner { below, cipher: cipher.into(), base }), locks: Arc::default() }
     }
 
     async fn read_range(self, offset: u64, into: IoVector) -> Result<(), StorageError> {

@@ -116,10 +116,10 @@ pub(crate) async fn cipher_at(
     storage: &dyn Storage,
     (at, length): (u64, u64),
     passphrase: &Passphrase,
-) -> Result<SectorCipher, ImageError> {
+) -> Result<Arc<SectorCipher>, ImageError> {
     let header = read_header_at(storage, at, length).await?;
     let unlocked = unlock(storage, at, &header, passphrase).await?;
-    header.sector_cipher(&unlocked.key).map_err(fault(storage))
+    header.sector_cipher(&unlocked.key).map(Arc::new).map_err(fault(storage))
 }
 
 /// Makes a header whose key slot 0 has a passphrase, with its key material.

@@ -90,12 +90,13 @@ impl Commit {
     /// [`ImageError::NeedsRepair`]: the overlay is marked as corrupt, and would be emptied; it cannot be read.
     pub async fn new(chain: ChainWithBase, options: CommitOptions) -> Result<Self, ImageError> {
         let ChainWithBase { top, base, layers } = chain;
-        let ImageParts { file, data_file, backing, header, .. } = top;
+        let ImageParts { file, data_file, backing, header, cipher, .. } = top;
         if header.features.corrupt() && !options.keep_overlay {
             let what = "it is marked as corrupt: repair it before it is emptied".to_owned();
             return Err(ImageError::NeedsRepair { image: Arc::clone(file.name()), what });
         }
-        let parts = ImageParts::new(Arc::clone(&file), header).data_file(data_file.clone()).backing(backing);
+        let parts = ImageParts::new(Arc::clone(&file), header);
+        let parts = parts.data_file(data_file.clone()).backing(backing).cipher(cipher);
         // Its contents do not change until it is emptied.
         let overlay = Qcow2::open(parts, Qcow2Options::default().read_only(true)).await?;
         Ok(Self { overlay, file, data_file, base, layers, options })

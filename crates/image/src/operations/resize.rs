@@ -128,7 +128,7 @@ pub async fn resize(
             (before, size)
         }
         Format::Luks => {
-            let passphrase = chain::passphrase(&file.storage, &file.reference, &open)?;
+            let passphrase = chain::passphrase(&file.storage, &file.reference, &open.secrets)?;
             let contents = luks::open(Arc::clone(&file.storage) as Arc<dyn Storage>, passphrase).await?;
             let raw = Raw::open_luks(contents, false)?;
             let before = raw.len();

@@ -4,12 +4,14 @@
 //!
 //! An image is opened with its [`ImageParts`]; [`chain`](crate::chain) determines them by itself.
 
+mod encryption;
 mod engine;
 mod format;
 mod offline;
 
 pub use crate::compression::Compression;
 pub use crate::error::CreateOptionsError;
+pub use encryption::cipher;
 pub use engine::counters::{Counts, OperationCount};
 pub use engine::image::{ImageParts, Qcow2};
 pub use engine::journal::{Journal, JournalFolder};
@@ -24,7 +26,7 @@ pub use format::snapshot_choice::SnapshotChoice;
 pub use format::snapshot_table::{Snapshot, read as read_snapshots};
 pub use offline::backing::change_backing;
 pub use offline::bitmaps::change_bitmap;
-pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair};
+pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair, repair_encrypted};
 pub use offline::create::{CreateOptions, create};
 pub use offline::empty::empty;
 pub use offline::resize::{ResizeOptions, resize};

@@ -2,6 +2,7 @@
 
 mod breaking;
 mod cuts;
+mod encrypted;
 mod hostile;
 mod resized_more;
 mod resizing;

@@ -46,7 +46,8 @@ impl Folder {
     }
 
     fn open(&self, name: &str, data_file: Option<&str>, backing: Option<Arc<dyn Disk>>) -> Arc<dyn Disk> {
-        let image = TestImage { file: self.storage(name), data_file: data_file.map(|name| self.storage(name)) };
+        let data_file = data_file.map(|name| self.storage(name));
+        let image = TestImage { file: self.storage(name), data_file, cipher: None };
         image.open_over(backing, Qcow2Options::default().read_only(true).cache_size(0))
     }
 

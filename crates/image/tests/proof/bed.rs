@@ -1,17 +1,20 @@
 //! An image on storages that a test has in its hands.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 
 use limosa_image::Disk;
-use limosa_storage::Storage;
+use limosa_image::luks::{Passphrase, SectorCipher};
+use limosa_image::qcow2::{self, Header};
 use limosa_storage::testing::SparseMemory;
+use limosa_storage::{MemoryStorage, Storage, block_on};
 use limosa_testkit::image::raw;
 use limosa_testkit::{qemu_img, qemu_img_output, scratch};
 use tempfile::TempDir;
 
 use crate::Verdict;
-use crate::recipe::{BackingOverride, Data, Recipe, seen};
+use crate::recipe::{BackingOverride, Data, PASSPHRASE, Recipe};
 
 /// The storages of an image.
 pub(crate) struct Storages {
@@ -19,6 +22,8 @@ pub(crate) struct Storages {
     pub(crate) data: Option<Arc<dyn Storage>>,
     /// The backing image, as a disk.
     pub(crate) below: Option<Arc<dyn Disk>>,
+    /// The cipher of encrypted contents.
+    pub(crate) cipher: Option<Arc<SectorCipher>>,
 }
 
 /// Makes a storage with a name and contents.
@@ -37,6 +42,8 @@ pub(crate) struct Bed {
     snapshots: Vec<Vec<u8>>,
     /// The files as they were made.
     made: Vec<(&'static str, Vec<u8>)>,
+    /// Derived once: a key takes its time.
+    pub(crate) cipher: Option<Arc<SectorCipher>>,
 }
 
 impl Bed {
@@ -47,11 +54,13 @@ impl Bed {
     /// In a folder.
     pub(crate) fn new_in(folder: TempDir, recipe: &Recipe, seed: u64) -> Self {
         let first = recipe.make(folder.path(), seed);
-        let snapshots = (0..recipe.snapshots).map(|number| snapshot(folder.path(), number)).collect();
+        let snapshots = (0..recipe.snapshots).map(|number| snapshot(recipe, folder.path(), number)).collect();
         let made = ["image", "data"]
             .into_iter()
             .filter_map(|name| Some((name, std::fs::read(folder.path().join(name)).ok()?)));
-        Self { recipe: recipe.clone(), first, snapshots, made: made.collect(), folder }
+        let made: Vec<_> = made.collect();
+        let cipher = recipe.luks.map(|_| cipher(&made[0].1));
+        Self { recipe: recipe.clone(), first, snapshots, made, cipher, folder }
     }
 
     fn made(&self, wanted: &str) -> Vec<u8> {
@@ -72,6 +81,7 @@ impl Bed {
             image: make("image", self.made("image")),
             data: (self.recipe.data != Data::Inside).then(|| make("data", self.made("data"))),
             below: self.below(over),
+            cipher: self.cipher.clone(),
         }
     }
 
@@ -99,7 +109,7 @@ impl Bed {
 
     /// Asks stock QEMU whether the guest sees `expected` in the image in the folder.
     pub(crate) fn judge_seen(&self, expected: &[u8]) -> Verdict {
-        let found = seen(self.folder.path(), &[]);
+        let found = self.seen();
         differs(&found, expected).map_or(Ok(()), |at| Err(format!("qemu-img reads something else at {at:#x}")))?;
         self.snapshots_are_unchanged()
     }
@@ -107,7 +117,7 @@ impl Bed {
     /// Whether what the image in the folder has in its snapshots is what it had at first.
     pub(crate) fn snapshots_are_unchanged(&self) -> Verdict {
         for (number, before) in self.snapshots.iter().enumerate() {
-            let found = snapshot(self.folder.path(), u32::try_from(number).unwrap());
+            let found = snapshot(&self.recipe, self.folder.path(), u32::try_from(number).unwrap());
             if let Some(at) = differs(&found, before) {
                 return Err(format!("snapshot {number} has changed at {at:#x}"));
             }
@@ -123,15 +133,37 @@ impl Bed {
         self.check_files(leaks)
     }
 
+    /// The contents of the image in the folder, as stock QEMU reads it.
+    pub(crate) fn seen(&self) -> Vec<u8> {
+        self.recipe.seen(self.folder.path(), &[])
+    }
+
+    /// Whether none of these contents of an encrypted disk are in the storages: blocks of the cipher, wherever one can
+    /// be.
+    pub(crate) fn nothing_plain(&self, contents: &[Vec<u8>], plain: &[u8]) -> Verdict {
+        // Not zeros with a few bytes between them, as tables are.
+        let is_told = |block: &&[u8; 16]| block.iter().filter(|byte| **byte != 0).count() > 12;
+        let plain: HashSet<&[u8; 16]> = plain.as_chunks().0.iter().filter(is_told).collect();
+        let mut blocks = contents.iter().flat_map(|bytes| bytes.as_chunks().0).filter(is_told);
+        match blocks.find(|block| plain.contains(block)) {
+            Some(block) if self.recipe.luks.is_some() => Err(format!("{block:x?} of the disk is in the file as it is")),
+            _ => Ok(()),
+        }
+    }
+
     /// Has `qemu-img check` look at the image in the folder.
     pub(crate) fn check_files(&self, leaks: bool) -> Verdict {
         let image = self.folder.path().join("image");
         let image = image.to_str().unwrap();
-        let mut output = qemu_img_output(["check", "-f", "qcow2", image]).unwrap();
+        let named = self.recipe.image(self.folder.path());
+        let words = |more: &[&str]| -> Vec<String> {
+            [&["check"], more].concat().into_iter().map(str::to_owned).chain(named.clone()).collect()
+        };
+        let mut output = qemu_img_output(words(&[])).unwrap();
         if self.recipe.lazy && output.status.code() == Some(2) {
             // An image that says that its refcounts are not up to date is repaired by the program that opens it.
-            qemu_img(["check", "-q", "-f", "qcow2", "-r", "all", image]).map_err(|error| error.to_string())?;
-            output = qemu_img_output(["check", "-f", "qcow2", image]).unwrap();
+            qemu_img(words(&["-q", "-r", "all"])).map_err(|error| error.to_string())?;
+            output = qemu_img_output(words(&[])).unwrap();
         }
         let sound = match output.status.code() {
             Some(0) => true,
@@ -149,8 +181,15 @@ impl Bed {
     }
 }
 
-fn snapshot(folder: &Path, number: u32) -> Vec<u8> {
-    seen(folder, &["-l", &format!("snapshot.name=s{number}")])
+/// The cipher of the image in a file.
+fn cipher(file: &[u8]) -> Arc<SectorCipher> {
+    let file = MemoryStorage::with_contents(file.to_vec(), 256 << 20);
+    let passphrase = Passphrase::new(PASSPHRASE.as_bytes().to_vec());
+    block_on(async { qcow2::cipher(&file, &Header::read(&file).await?, &passphrase).await }).unwrap()
+}
+
+fn snapshot(recipe: &Recipe, folder: &Path, number: u32) -> Vec<u8> {
+    recipe.seen(folder, &["-l", &format!("snapshot.name=s{number}")])
 }
 
 /// Where two differ first.

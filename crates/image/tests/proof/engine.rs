@@ -39,8 +39,8 @@ pub(crate) fn open(storages: Storages, chance: &mut SeededRandom) -> Verdict<Arc
 }
 
 pub(crate) fn open_as(storages: Storages, options: Qcow2Options) -> Verdict<Arc<dyn Disk>> {
-    let Storages { image, data, below } = storages;
-    match (TestImage { file: image, data_file: data }).try_open(below, options) {
+    let Storages { image, data, below, cipher } = storages;
+    match (TestImage { file: image, data_file: data, cipher }).try_open(below, options) {
         Ok(disk) => Ok(disk),
         Err(error) => Err(format!("open: {error}")),
     }
@@ -144,7 +144,8 @@ impl Kept {
     fn again(&self, bed: &Bed, over: &Over<'_>) -> Storages {
         let all = self.all.lock().unwrap();
         let storage = |number: usize| all.get(number).map(|memory| over(Arc::new(memory.clone())));
-        Storages { image: storage(0).unwrap(), data: storage(1), below: bed.below(over) }
+        let (below, cipher) = (bed.below(over), bed.cipher.clone());
+        Storages { image: storage(0).unwrap(), data: storage(1), below, cipher }
     }
 }
 
@@ -157,7 +158,7 @@ pub(crate) fn plan(recipe: &Recipe, seed: u64, steps: u64) -> Plan {
         depth: 8,
         drops: false,
         discards_may_stay: recipe.version2,
-        compresses: recipe.data == Data::Inside,
+        compresses: recipe.data == Data::Inside && recipe.luks.is_none(),
     }
 }
 
@@ -203,9 +204,9 @@ fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) 
         let chance = Mutex::new(SeededRandom::new(seed));
         let open = || open(kept.again(&bed, &|storage| held.wrap(storage)), &mut chance.lock().unwrap());
         let resize = |size| {
-            let Storages { image, data, below } = kept.again(&bed, &as_it_is);
+            let Storages { image, data, below, cipher } = kept.again(&bed, &as_it_is);
             let header = block_on(Header::read(&*image)).map_err(|error| error.to_string())?;
-            let parts = ImageParts::new(image, header).data_file(data).backing(below);
+            let parts = ImageParts::new(image, header).data_file(data).backing(below).cipher(cipher);
             let options = ResizeOptions::default().shrink(true);
             block_on(resize(parts, size, options)).map_err(|error| error.to_string())
         };
@@ -214,7 +215,8 @@ fn model_on(recipe: &Recipe, seed: u64, resizes: bool, make: impl Fn() -> Kept) 
         let model = if resizes { model.resized(&resize) } else { model };
         let expected = model.run(&held, &open).map_err(|error| format!("drops: {drops}: {error}"))?;
         Bed::judge(&bed, &kept.contents(), &expected, drops).map_err(|error| format!("drops: {drops}: {error}"))?;
-        if recipe.data == Data::Raw && !drops {
+        bed.nothing_plain(&kept.contents(), &expected)?;
+        if recipe.data == Data::Raw && recipe.luks.is_none() && !drops {
             let found = kept.contents().remove(1);
             let at = expected.iter().enumerate().position(|(at, byte)| found.get(at).unwrap_or(&0) != byte);
             at.map_or(Ok(()), |at| Err(format!("the raw data file is another at {at:#x}")))?;
@@ -301,7 +303,8 @@ fn power_cuts(recipe: &Recipe, seed: u64) -> Verdict {
         let mut all = contents.into_iter();
         let mut next =
             |name| all.next().map(|bytes| Arc::new(SparseMemory::file_with(name, bytes, MOST)) as Arc<dyn Storage>);
-        let storages = Storages { image: next("image").unwrap(), data: next("data"), below: bed.below(&as_it_is) };
+        let (image, data) = (next("image").unwrap(), next("data"));
+        let storages = Storages { image, data, below: bed.below(&as_it_is), cipher: bed.cipher.clone() };
         read_all(&*open_as(storages, Qcow2Options::default().read_only(true))?)
     };
     let plan = plan(recipe, seed, 200);

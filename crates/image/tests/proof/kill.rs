@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use limosa_image::Policy;
 use limosa_image::chain::{self, OpenOptions as ChainOptions};
+use limosa_image::luks::{Passphrase, Secrets};
 use limosa_image::qcow2::{CheckOptions, JournalFolder, Qcow2Options, ReflinkMode, Repair, repair};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, GuestOffset};
@@ -30,7 +31,7 @@ use crate::drive::Stamp;
 use crate::guest::content;
 use crate::history::{History, Value};
 use crate::model::{read_all, whole};
-use crate::recipe::{Recipe, seen};
+use crate::recipe::{PASSPHRASE, Recipe, SECRET};
 
 const SECTOR: u64 = 512;
 const THREADS: u64 = 4;
@@ -73,7 +74,12 @@ fn open(folder: &Path, seed: u64, read_only: bool) -> Verdict<Arc<dyn Disk>> {
         .policy(Policy::Follow)
         .qcow2(qcow2)
         .journals(journals);
+    let mut secrets = Secrets::default();
+    secrets.insert(SECRET, Passphrase::new(PASSPHRASE.as_bytes().to_vec()));
+    let options = options.secrets(secrets);
     let reference = Reference::file(folder.join("image")).format(Some(limosa_image::Format::Qcow2));
+    // An image that is not encrypted needs no secret.
+    let reference = reference.key_secret(Some(SECRET.to_owned()));
     block_on(chain::open(&reference, &options)).map_err(|error| format!("open: {error}"))
 }
 
@@ -206,7 +212,7 @@ pub(crate) fn run_on(bed: &Bed, seed: u64, times: u64, end: &End<'_>) -> Verdict
                 .map_err(|error| failed(error.to_string()))?;
         }
         bed.check_files(true).map_err(failed)?;
-        let found = seen(folder, &[]);
+        let found = bed.seen();
         history.survived(&found, 1).map_err(failed)?;
         bed.snapshots_are_unchanged().map_err(failed)?;
         // And it is used on.
@@ -258,7 +264,7 @@ pub(crate) fn run_with_journal(recipe: &Recipe, seed: u64, times: u64) -> Verdic
             return Err(failed(format!("{left} journals are left of an image that was closed")));
         }
         bed.check_files(false).map_err(failed)?;
-        before = seen(folder, &[]);
+        before = bed.seen();
         if let Some(at) = differs(&own, &before) {
             return Err(failed(format!("limosa and the stock tools read something else at {at:#x}")));
         }

@@ -43,8 +43,16 @@ pub(crate) struct Recipe {
     /// Its compression: `zlib` or `zstd`.
     pub(crate) compressed: Option<&'static str>,
     pub(crate) preallocation: &'static str,
+    /// Its contents are encrypted with LUKS, with these options.
+    pub(crate) luks: Option<&'static str>,
     pub(crate) size: u64,
 }
+
+/// The passphrase of encrypted images.
+pub(crate) const PASSPHRASE: &str = "correct horse";
+/// The name of its secret, and the words that define it.
+pub(crate) const SECRET: &str = "s";
+const SECRET_WORDS: [&str; 2] = ["--object", "secret,id=s,data=correct horse"];
 
 impl fmt::Debug for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -68,6 +76,7 @@ impl Recipe {
             snapshots: 0,
             compressed: None,
             preallocation: "off",
+            luks: None,
             // Several L2 tables of small clusters, several clusters of large ones; the last one is not whole.
             size: (40 * cluster).clamp(512 << 10, 8 << 20) + 1536,
         }
@@ -79,7 +88,21 @@ impl Recipe {
         let usual = Self::usual(65536);
         let large = Self { size: (9 << 21) + 512, ..Self::usual(2 << 20) };
         let subclusters = Self { subclusters: true, ..Self::usual(65536) };
-        vec![
+        let luks = |recipe: &Self| Self { luks: Some(""), ..recipe.clone() };
+        let cbc = Some(",encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv");
+        let mut encrypted = vec![
+            luks(&usual),
+            Self { below: BackingOverride::Raw, snapshots: 1, lazy: true, ..luks(&usual) },
+            Self { version2: true, below: BackingOverride::Longer, ..luks(&usual) },
+            Self { preallocation: "falloc", refcount_bits: 1, ..luks(&usual) },
+            Self { below: BackingOverride::Shorter, ..luks(&small) },
+            Self { luks: cbc, below: BackingOverride::Longer, snapshots: 2, ..Self::usual(4096) },
+            Self { data: Data::Outside, below: BackingOverride::Shorter, ..luks(&Self::usual(4096)) },
+            Self { data: Data::Raw, ..luks(&usual) },
+            Self { below: BackingOverride::Shorter, snapshots: 1, ..luks(&subclusters) },
+            Self { below: BackingOverride::Raw, subclusters: true, luks: cbc, ..large },
+        ];
+        let mut all = vec![
             usual.clone(),
             Self { below: BackingOverride::Raw, ..usual.clone() },
             Self { below: BackingOverride::Shorter, lazy: true, ..usual.clone() },
@@ -107,7 +130,22 @@ impl Recipe {
             Self { cluster: 16384, refcount_bits: 4, below: BackingOverride::Raw, ..subclusters },
             large.clone(),
             Self { below: BackingOverride::Raw, subclusters: true, snapshots: 1, ..large },
-        ]
+        ];
+        all.append(&mut encrypted);
+        all
+    }
+
+    /// The words with which stock tools name the `image` of a folder.
+    pub(crate) fn image(&self, folder: &Path) -> Vec<String> {
+        let path = folder.join("image").to_str().unwrap().to_owned();
+        match self.luks {
+            None => ["-f", "qcow2", &path].map(str::to_owned).to_vec(),
+            Some(_) => {
+                let options = format!("driver=qcow2,encrypt.key-secret={SECRET},file.filename={path}");
+                let [object, secret] = SECRET_WORDS.map(str::to_owned);
+                vec![object, secret, "--image-opts".to_owned(), options]
+            }
+        }
     }
 
     fn options(&self) -> String {
@@ -119,6 +157,9 @@ impl Recipe {
             options += if self.subclusters { ",extended_l2=on" } else { "" };
             options += &self.compressed.map(|kind| format!(",compression_type={kind}")).unwrap_or_default();
         }
+        if let Some(luks) = self.luks {
+            options += &format!(",encrypt.format=luks,encrypt.key-secret={SECRET},encrypt.iter-time=10{luks}");
+        }
         if self.preallocation != "off" {
             options += &format!(",preallocation={}", self.preallocation);
         }
@@ -129,8 +170,9 @@ impl Recipe {
     pub(crate) fn make(&self, folder: &Path, seed: u64) -> Vec<u8> {
         let mut chance = SeededRandom::new(seed);
         let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
-        let (image, below, content) = (path("image"), path("below"), path("content"));
+        let (below, content) = (path("below"), path("content"));
         let mut create = vec!["create", "-q", "-f", "qcow2"];
+        create.extend(self.luks.map(|_| SECRET_WORDS).iter().flatten());
         match self.below {
             BackingOverride::Nothing => {}
             BackingOverride::Raw | BackingOverride::Shorter => {
@@ -156,20 +198,37 @@ impl Recipe {
         in_folder(folder, &create);
         if self.snapshots > 0 || self.compressed.is_some() {
             let commands = self.contents(&mut chance);
-            let mut words = vec!["-f", "qcow2"];
-            commands.iter().for_each(|command| words.extend(["-c", command]));
-            words.push(&image);
-            qemu_io(words).unwrap();
+            self.qemu_io(folder, &commands);
         }
         for number in 0..self.snapshots {
-            qemu_img(["snapshot", "-c", &format!("s{number}"), &image]).unwrap();
+            let image = self.image(folder);
+            let words = ["snapshot", "-c", &format!("s{number}")].map(str::to_owned).into_iter();
+            // This command knows the format by itself, and takes no option for it.
+            qemu_img(words.chain(image.into_iter().filter(|word| word != "-f" && word != "qcow2"))).unwrap();
             let at = chance.below(self.size / 2) / 512 * 512;
-            qemu_io(["-f", "qcow2", "-c", &format!("write -q -P {} {at} 5000", 0x50 + number), &image]).unwrap();
+            self.qemu_io(folder, &[format!("write -q -P {} {at} 5000", 0x50 + number)]);
         }
         if self.snapshots > 0 && !self.version2 {
-            qemu_img(["bitmap", "--add", &image, "dirty"]).unwrap();
+            let image = self.image(folder);
+            let words = ["bitmap", "--add"].map(str::to_owned).into_iter().chain(image);
+            qemu_img(words.chain(std::iter::once("dirty".to_owned()))).unwrap();
         }
-        seen(folder, &[])
+        self.seen(folder, &[])
+    }
+
+    /// Runs commands of `qemu-io` on the `image` of a folder.
+    fn qemu_io(&self, folder: &Path, commands: &[String]) {
+        let commands = commands.iter().flat_map(|command| ["-c", command]).map(str::to_owned);
+        qemu_io(commands.chain(self.image(folder))).unwrap();
+    }
+
+    /// The contents of the `image` of a folder as stock QEMU reads it; `more`: arguments that choose other contents.
+    pub(crate) fn seen(&self, folder: &Path, more: &[&str]) -> Vec<u8> {
+        let raw = folder.join("seen");
+        let words = ["convert", "-O", "raw"].into_iter().chain(more.iter().copied()).map(str::to_owned);
+        let raw_name = raw.to_str().unwrap().to_owned();
+        qemu_img(words.chain(self.image(folder)).chain(std::iter::once(raw_name))).unwrap();
+        std::fs::read(&raw).unwrap()
     }
 
     /// Contents of its own, for `qemu-io`: compressed clusters have to be whole ones.
@@ -216,14 +275,4 @@ pub(crate) fn patchwork(chance: &mut SeededRandom, size: u64) -> Vec<u8> {
     }
     bytes.truncate(size);
     bytes
-}
-
-/// The contents of the `image` of a folder as stock QEMU reads it; `more`: arguments that choose other contents.
-pub(crate) fn seen(folder: &Path, more: &[&str]) -> Vec<u8> {
-    let [image, raw] = ["image", "seen"].map(|name| folder.join(name).to_str().unwrap().to_owned());
-    let mut words = vec!["convert", "-f", "qcow2", "-O", "raw"];
-    words.extend(more);
-    words.extend([&*image, &raw]);
-    qemu_img(words).unwrap();
-    std::fs::read(&raw).unwrap()
 }

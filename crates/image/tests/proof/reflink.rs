@@ -27,7 +27,8 @@ use crate::{Verdict, kill, runs, threads};
 fn recipes() -> impl Iterator<Item = Recipe> {
     let all = Recipe::matrix().into_iter();
     // Of what is not larger than a block of the filesystem nothing is left to be cloned.
-    all.filter(|recipe| recipe.cluster > 4096 && recipe.data == Data::Inside)
+    // Encrypted contents are not cloned.
+    all.filter(|recipe| recipe.cluster > 4096 && recipe.data == Data::Inside && recipe.luks.is_none())
         .filter(|recipe| recipe.below != BackingOverride::Nothing || recipe.snapshots > 0)
 }
 
@@ -69,7 +70,8 @@ fn blocks(disk: &dyn Disk, mut seen: Vec<u8>, seed: u64) -> Verdict<Vec<u8>> {
 fn threads_on_files(folder: &ReflinkFolder, recipe: &Recipe, cache: CacheMode, seed: u64) -> Verdict<u64> {
     let bed = Bed::new_in(folder_in(folder), recipe, seed);
     let image = file(&bed.folder.path().join("image"), cache, false);
-    let storages = Storages { image: Arc::clone(&image) as Arc<dyn Storage>, data: None, below: below(&bed, cache) };
+    let below = below(&bed, cache);
+    let storages = Storages { image: Arc::clone(&image) as Arc<dyn Storage>, data: None, below, cipher: None };
     let options = Qcow2Options::default().reflink_mode(ReflinkMode::AtLeast(0)).discard(seed.is_multiple_of(2));
     let disk = open_as(storages, options)?;
     let cloned = blocks(&*disk, bed.first.clone(), seed)?;

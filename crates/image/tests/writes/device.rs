@@ -97,6 +97,7 @@ fn nothing_that_lay_on_a_device_is_seen_through_a_new_image() {
             let image = TestImage {
                 file: Arc::new(file),
                 data_file: data_file_raw.map(|_| Arc::new(data.clone()) as Arc<dyn Storage>),
+                cipher: None,
             };
             let found = read_all(&*image.open_read_only());
             assert!(found.iter().all(|byte| *byte == 0), "{options:?}");

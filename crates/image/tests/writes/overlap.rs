@@ -38,7 +38,13 @@ impl Victim {
         put(&victim.storage, end + CLUSTER, &vec![0; 64 << 10]);
         victim.header.snapshots = (HostOffset(end), 1);
         block_on(victim.header.write_fields(&victim.storage)).unwrap();
-        for at in [end, end + CLUSTER] {
+        // An encryption header, as if its contents were encrypted: the first extension, and the last.
+        let extension = [0x0537_be77_u32.to_be_bytes(), 16_u32.to_be_bytes()].concat();
+        let place = [(end + 2 * CLUSTER).to_be_bytes(), CLUSTER.to_be_bytes()].concat();
+        put(&victim.storage, 112, &[&extension[..], &place, &[0; 8]].concat());
+        put(&victim.storage, end + 2 * CLUSTER, &vec![0xee; 64 << 10]);
+        victim.header = block_on(Header::read(&victim.storage)).unwrap();
+        for at in [end, end + CLUSTER, end + 2 * CLUSTER] {
             victim.set_refcount(at, 1);
         }
         victim
@@ -73,7 +79,7 @@ impl Victim {
     }
 
     /// The tables that contents can be said to lie on, each with the name that it has in errors.
-    fn tables(&self) -> [(&'static str, u64); 6] {
+    fn tables(&self) -> [(&'static str, u64); 7] {
         let snapshots = self.header.snapshots.0.0;
         [
             ("L1 table", self.header.l1.0.0),
@@ -82,6 +88,7 @@ impl Victim {
             ("L2 table", self.l2()),
             ("snapshot table", snapshots),
             ("snapshot table", snapshots + CLUSTER),
+            ("encryption header", snapshots + 2 * CLUSTER),
         ]
     }
 

@@ -8,9 +8,9 @@ use limosa_image::qcow2::{CheckReport, Finding};
 use limosa_storage::block_on;
 use serde_json::{Map, Value, json};
 
-use super::open;
 use super::options::CheckOptions;
 use super::pretty::pretty;
+use super::{object, open};
 use limosa_console::{check_stdout, print_out, say};
 
 /// The image has wrong references, or uses space that it has not allocated.
@@ -122,7 +122,7 @@ fn status(report: &CheckReport) -> ExitCode {
 pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
     let source = &options.source;
     let file = open::file(source, options.repair.is_none())?;
-    let Some(report) = block_on(file.check(options.repair))? else {
+    let Some(report) = block_on(file.check(options.repair, &object::secrets()))? else {
         say!("limosa: {}: images of format {} have nothing to check", source.name, file.format);
         return Ok(ExitCode::from(NOT_CHECKED));
     };

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use limosa_testkit::cryptsetup;
+use limosa_testkit::{cryptsetup, qemu_io};
 
 use crate::bed::{Bed, assert_one_line};
 use crate::needs_qemu;
@@ -145,15 +145,140 @@ fn encrypted_qcow2_images_of_stock_tools_are_read_and_described() {
         bed.both_refuse(&["convert", "-O", "raw", "x", "y"], "no secret was given");
         let wrong = ["convert", "--object", "secret,id=s,data=no", "-O", "raw", "--image-opts", image, "y"];
         bed.both_refuse(&wrong, "does not open any key slot");
-        // Not written yet.
-        let before = fs::read(bed.path("x")).unwrap();
-        for words in
-            [&["resize", "-q", "--image-opts", image, "9M"][..], &["bench", "-w", "-c", "1", "--image-opts", image]]
-        {
-            let words = [&words[..1], &SECRET[..], &words[1..]].concat();
-            assert_one_line(&bed.limosa(&words).into(), &words, "encrypted qcow2 images can only be read");
-        }
-        assert_eq!(fs::read(bed.path("x")).unwrap(), before);
+    }
+}
+
+/// A qcow2 image by the options that open it.
+fn qcow2_opts(name: &str) -> &'static str {
+    format!("driver=qcow2,encrypt.key-secret=s,file.filename={name}").leak()
+}
+
+/// `qemu-img` or `limosa img` with the secret.
+fn with_secret<'a>(words: &[&'a str]) -> Vec<&'a str> {
+    [&words[..1], &SECRET[..], &words[1..]].concat()
+}
+
+/// Has limosa do it, and expects success.
+#[track_caller]
+fn ours(bed: &Bed, words: &[&str]) {
+    let ended = bed.limosa(&with_secret(words));
+    assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
+}
+
+/// Has stock tools do it.
+#[track_caller]
+fn theirs(bed: &Bed, words: &[&str]) {
+    bed.qemu_img(&with_secret(words)).success();
+}
+
+/// Has `qemu-io` do this to an encrypted qcow2 image.
+#[track_caller]
+fn qemu_io_on(image: &str, commands: &[&str]) {
+    let commands = commands.iter().flat_map(|command| ["-c", command]);
+    let said = qemu_io(SECRET.into_iter().chain(commands).chain(["--image-opts", image])).unwrap();
+    assert!(!said.contains("failed"), "{said}");
+}
+
+const QCOW2: &str = "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10";
+
+#[test]
+fn encrypted_qcow2_images_are_written_as_stock_tools_write_them() {
+    needs_qemu!();
+    let bed = Bed::new();
+    disk(&bed);
+    for options in ["", ",cluster_size=4k,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv", ",extended_l2=on"] {
+        theirs(&bed, &["create", "-q", "-f", "qcow2", "-o", &format!("{QCOW2}{options}"), "x", "5M"]);
+        let (image, path) = (qcow2_opts("x"), bed.path("x"));
+        let absolute = qcow2_opts(path.to_str().unwrap());
+        // Over contents that are there.
+        qemu_io_on(absolute, &["write -P 11 60k 70k", "write -P 12 3M 100k"]);
+        ours(&bed, &["convert", "-n", "-f", "qcow2", "--target-image-opts", "disk", image]);
+        let compare = with_secret(&["compare", "--image-opts", "driver=qcow2,file.filename=disk", image]);
+        assert_eq!(bed.both_say(&compare).stdout, "Images are identical.\n");
+        assert!(!fs::read(&path).unwrap().windows(64).any(|bytes| bytes == [9; 64] || bytes == [7; 64]));
+        // And on, in turns.
+        ours(&bed, &["snapshot", "-c", "one", "--image-opts", image]);
+        ours(&bed, &["bench", "-q", "-w", "-c", "9", "--pattern", "5", "-s", "1000", "--image-opts", image]);
+        qemu_io_on(
+            absolute,
+            &["read -P 5 0 9000", "read -P 7 9000 50000", "write -P 6 1000 1000", "read -P 6 1000 1000"],
+        );
+        theirs(&bed, &["snapshot", "-a", "one", "--image-opts", image]);
+        assert_eq!(bed.both_say(&compare).stdout, "Images are identical.\n");
+        theirs(&bed, &["check", "--image-opts", image]);
+        ours(&bed, &["convert", "-O", "raw", "--image-opts", image, "raw"]);
+        assert_eq!(bed.qemu_img(&["compare", "disk", "raw"]).success().stdout, "Images are identical.\n");
+        let packed = with_secret(&["convert", "-c", "-n", "-f", "qcow2", "--target-image-opts", "disk", image]);
+        bed.both_refuse(&packed, "x: an encrypted image cannot have compressed contents");
+    }
+}
+
+#[test]
+fn what_a_resize_adds_to_an_encrypted_qcow2_image_reads_as_zeros() {
+    needs_qemu!();
+    let bed = Bed::new();
+    for (options, preallocation) in [
+        ("", "off"),
+        ("", "full"),
+        (",compat=0.10", "metadata"),
+        (",extended_l2=on", "falloc"),
+        (",data_file=data", "metadata"),
+        (",data_file=data", "full"),
+        (",data_file=data,data_file_raw=on", "falloc"),
+    ] {
+        theirs(&bed, &["create", "-q", "-f", "qcow2", "-o", &format!("{QCOW2}{options}"), "x", "1000k"]);
+        let (image, path) = (qcow2_opts("x"), bed.path("x"));
+        let data = bed.path("data");
+        let data = if options.contains("data") { format!(",data-file.filename={}", data.display()) } else { "".into() };
+        let absolute = format!("{}{data}", qcow2_opts(path.to_str().unwrap()));
+        qemu_io_on(&absolute, &["write -P 3 0 1000k"]);
+        let preallocation = format!("--preallocation={preallocation}");
+        ours(&bed, &["resize", "-q", &preallocation, "--image-opts", image, "3M"]);
+        qemu_io_on(&absolute, &["read -P 3 0 1000k", "read -P 0 1000k 2072k", "write -P 4 1500k 100"]);
+        ours(&bed, &["resize", "-q", "--shrink", "--image-opts", image, "500k"]);
+        ours(&bed, &["resize", "-q", &preallocation, "--image-opts", image, "2M"]);
+        qemu_io_on(&absolute, &["read -P 3 0 500k", "read -P 0 500k 1548k"]);
+        theirs(&bed, &["check", "--image-opts", image]);
+    }
+}
+
+#[test]
+fn encrypted_overlays_are_committed_and_rebased() {
+    needs_qemu!();
+    let bed = Bed::new();
+    disk(&bed);
+    bed.qemu_img(&["convert", "-O", "qcow2", "disk", "plain"]).success();
+    let other =
+        format!("{},backing.driver=qcow2,backing.encrypt.key-secret=s,backing.file.filename=base", qcow2_opts("top"));
+    let create = |name: &str, backing: &str| {
+        theirs(&bed, &["create", "-q", "-f", "qcow2", "-u", "-o", QCOW2, "-b", backing, "-F", "qcow2", name, "5M"]);
+    };
+    let write = |image: &str| {
+        let image = image.replace("filename=", &format!("filename={}/", bed.path("").display()));
+        qemu_io_on(&image, &["write -P 21 60k 100k", "write -z 1M 64k", "write -P 22 5000k 3k"]);
+    };
+    // Encrypted over plain, and encrypted over encrypted.
+    create("top", "plain");
+    write(qcow2_opts("top"));
+    ours(&bed, &["convert", "-O", "raw", "--image-opts", qcow2_opts("top"), "expected"]);
+    ours(&bed, &["commit", "-q", "--image-opts", qcow2_opts("top")]);
+    assert_eq!(bed.qemu_img(&["compare", "plain", "expected"]).success().stdout, "Images are identical.\n");
+    theirs(&bed, &["convert", "-O", "qcow2", "-o", QCOW2, "disk", "base"]);
+    create("top", "base");
+    write(&other);
+    ours(&bed, &["commit", "-q", "--image-opts", &other]);
+    let same = |image: &str| {
+        let compare = ["compare", "--image-opts", "driver=raw,file.filename=expected", image];
+        assert_eq!(bed.both_say(&with_secret(&compare)).stdout, "Images are identical.\n");
+    };
+    same(qcow2_opts("base"));
+    // Onto nothing, and onto a plain image that has less.
+    create("top", "plain");
+    for backing in [&["-b", ""][..], &["-F", "qcow2", "-b", "zero"]] {
+        bed.create(&["-f", "qcow2", "zero", "5M"]);
+        ours(&bed, &[&["rebase", "-q", "--image-opts"], backing, &[qcow2_opts("top")]].concat());
+        same(qcow2_opts("top"));
+        theirs(&bed, &["check", "--image-opts", qcow2_opts("top")]);
     }
 }
 

@@ -142,21 +142,26 @@ fn qemu_io_writes_zeroes_and_discards_of_every_kind() {
 #[test]
 fn an_encrypted_disk_is_served_in_the_clear_and_stays_encrypted() {
     needs_qemu!();
-    let bed = Bed::new();
     let secret = "secret,id=s,data=correct horse";
-    bed.qemu_img(&["create", "-q", "-f", "luks", "--object", secret, "-o", "key-secret=s,iter-time=10", "@disk", "4M"]);
-    let image = format!("driver=luks,key-secret=s,file.filename={}", bed.path("disk").display());
-    let serving = bed.serve("nbd", &["--object", secret, "--image-opts", &image]);
-    let uri = serving.uri("");
-    let words = ["-f", "raw", "-c", "write -P 7 0 1M", "-c", "write -P 8 1000 100", "-c", "read -P 8 1000 100"];
-    let said = qemu_io(words.into_iter().chain([uri.as_str()])).unwrap();
-    assert!(!said.contains("failed"), "{said}");
-    serving.stop();
-    let words = ["--object", secret, "--image-opts", "-c", "read -P 7 0 1000", "-c", "read -P 8 1000 100", &image];
-    let said = qemu_io(words).unwrap();
-    assert!(!said.contains("failed"), "{said}");
-    assert!(!fs::read(bed.path("disk")).unwrap().windows(64).any(|bytes| bytes == [7; 64]));
-    bed.refused(&["--nbd", "unix:other", "--image-opts", &image]).one_line(&["there is no secret \"s\""]);
+    for (format, prefix, options) in [
+        ("luks", "", "key-secret=s,iter-time=10"),
+        ("qcow2", "encrypt.", "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10"),
+    ] {
+        let bed = Bed::new();
+        bed.qemu_img(&["create", "-q", "-f", format, "--object", secret, "-o", options, "@disk", "4M"]);
+        let image = format!("driver={format},{prefix}key-secret=s,file.filename={}", bed.path("disk").display());
+        let serving = bed.serve("nbd", &["--object", secret, "--image-opts", &image]);
+        let uri = serving.uri("");
+        let words = ["-f", "raw", "-c", "write -P 7 0 1M", "-c", "write -P 8 1000 100", "-c", "read -P 8 1000 100"];
+        let said = qemu_io(words.into_iter().chain([uri.as_str()])).unwrap();
+        assert!(!said.contains("failed"), "{said}");
+        serving.stop();
+        let words = ["--object", secret, "--image-opts", "-c", "read -P 7 0 1000", "-c", "read -P 8 1000 100", &image];
+        let said = qemu_io(words).unwrap();
+        assert!(!said.contains("failed"), "{said}");
+        assert!(!fs::read(bed.path("disk")).unwrap().windows(64).any(|bytes| bytes == [7; 64]));
+        bed.refused(&["--nbd", "unix:other", "--image-opts", &image]).one_line(&["there is no secret \"s\""]);
+    }
 }
 
 #[test]

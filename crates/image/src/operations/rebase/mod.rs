@@ -24,6 +24,7 @@ use crate::error::ImageError;
 use crate::probe::Format;
 use crate::qcow2::{
     CheckOptions, CheckReport, Features, Header, ImageParts, Qcow2, Qcow2Options, Repair, change_backing, repair,
+    repair_encrypted,
 };
 use crate::reference::{BackingOverride, Reference};
 use crate::setters::setters;
@@ -257,7 +258,11 @@ impl Rebase {
         let mut repaired = None;
         if images.overlay.header.features.dirty() && !images.overlay.header.features.corrupt() {
             // Before the bitmaps are laid aside: their space counts as used.
-            repaired = Some(repair(&*file, Repair::Refcounts, CheckOptions::default()).await?);
+            let options = CheckOptions::default();
+            repaired = Some(match &images.overlay.cipher {
+                Some(cipher) => repair_encrypted(&*file, cipher, Repair::Refcounts, options).await?,
+                None => repair(&*file, Repair::Refcounts, options).await?,
+            });
             images.overlay.header = Header::read(&*file).await?;
         }
         // The guest's contents stay the same, and so its bitmaps hold; a writer would mark them as outdated.
@@ -305,9 +310,9 @@ async fn copy_into(
     watch: ProgressObserver<'_>,
 ) -> Result<RebaseCounters, OperationError> {
     let RebaseImages { overlay, new, shared_from } = images;
-    let ImageParts { file, data_file, backing, header, .. } = overlay;
+    let ImageParts { file, data_file, backing, header, cipher, .. } = overlay;
     let old = Arc::new(Padded::new(backing, file.name(), header.size));
-    let parts = ImageParts::new(file, header).data_file(data_file).backing(Some(old));
+    let parts = ImageParts::new(file, header).data_file(data_file).backing(Some(old)).cipher(cipher);
     let overlay = Qcow2::open(parts, Qcow2Options::default()).await?;
     let counters = Copier::new(&*overlay, new.as_ref(), shared_from, options, watch)?.run().await?;
     overlay.close().await?;

@@ -23,6 +23,9 @@ use crate::qcow2::format::entry::EntryRules;
 use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::Header;
 
+/// Why encrypted contents are not compressed: a compressed cluster is bytes of no whole sectors.
+pub(super) const ENCRYPTED_AND_COMPRESSED: &str = "an encrypted image cannot have compressed contents";
+
 /// The logarithm of the largest slice's bytes.
 const SLICE_BITS: u32 = 12;
 
@@ -55,7 +58,7 @@ impl Context {
         data_file: Option<Arc<dyn Storage>>,
         backing: Option<Arc<dyn Disk>>,
         journal: Option<Recorder>,
-        (header, cipher, options): (&Header, Option<SectorCipher>, Qcow2Options),
+        (header, cipher, options): (&Header, Option<Arc<SectorCipher>>, Qcow2Options),
     ) -> Self {
         let geometry = header.geometry();
         let data = data_file.unwrap_or_else(|| Arc::clone(&file));

@@ -78,7 +78,7 @@ use limosa_storage::{IoVector, Storage};
 
 use super::allocator::Allocator;
 use super::cancelled_writes::CancelledWrites;
-use super::context::Context;
+use super::context::{Context, ENCRYPTED_AND_COMPRESSED};
 use super::counters::Counts;
 use super::dirty_bitmaps::DirtyBitmaps;
 use super::flusher::{Flusher, FlusherParts};
@@ -107,7 +107,7 @@ use crate::luks::SectorCipher;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::qcow2::format::header::{Encryption, Header};
 use crate::qcow2::format::snapshot_table;
-use crate::qcow2::offline::check::{CheckOptions, CheckReport, Repair, repair};
+use crate::qcow2::offline::check::{CheckOptions, CheckReport, Repair, repair_with};
 use crate::qcow2::offline::replay::replay;
 use crate::requests::{Inside, Requests};
 use crate::setters::setters;
@@ -127,8 +127,8 @@ pub struct ImageParts {
     /// Its journal, if acknowledged writes are to survive that the process is killed, and clients continue with the
     /// next one. Of version 3; an image that is only read has none.
     pub journal: Option<Journal>,
-    /// The cipher of its contents, if they are encrypted. Such an image is only read.
-    pub cipher: Option<SectorCipher>,
+    /// The cipher of its contents, if they are encrypted: [`cipher`](crate::qcow2::cipher()).
+    pub cipher: Option<Arc<SectorCipher>>,
 }
 
 impl ImageParts {
@@ -143,7 +143,7 @@ setters!(ImageParts {
     data_file: Option<Arc<dyn Storage>>,
     backing: Option<Arc<dyn Disk>>,
     journal: Option<Journal>,
-    cipher: Option<SectorCipher>,
+    cipher: Option<Arc<SectorCipher>>,
 });
 
 /// A qcow2 image in use: a [`Disk`].
@@ -200,9 +200,6 @@ impl Qcow2 {
         if (header.encryption != Encryption::None) != cipher.is_some() {
             return Err(unsupported("it has to be opened with the cipher of its contents, or they are not encrypted"));
         }
-        if cipher.is_some() && !read_only {
-            return Err(unsupported("it is encrypted, and encrypted qcow2 images can only be read"));
-        }
         let (l1_at, entries) = (header.l1.0, u64::from(header.l1.1));
         if entries < geometry.l1_entries(header.size) {
             let why = format!("its {entries} entries are too few for a disk of {} bytes", header.size);
@@ -223,7 +220,7 @@ impl Qcow2 {
         };
         let mut repaired = None;
         if !read_only && header.features.dirty() {
-            let report = repair(&*file, Repair::Refcounts, CheckOptions::default()).await?;
+            let report = repair_with(&*file, cipher.as_deref(), Repair::Refcounts, CheckOptions::default()).await?;
             header = Header::read(&*file).await?;
             if header.features.dirty() {
                 return Err(damaged("it was not closed, and more is wrong than refcounts that were written late"));
@@ -397,11 +394,14 @@ impl Disk for Qcow2 {
         }))
     }
 
-    /// Refused besides: an image with an external data file.
+    /// Refused besides: an image with an external data file, or with encrypted contents.
     fn compressor(&self, level: Option<u8>) -> Result<Compressor, ImageError> {
         let context = &self.inner.context;
         if context.has_data_file() {
             return Err(context.unsupported("an image with an external data file cannot have compressed contents"));
+        }
+        if context.is_encrypted() {
+            return Err(context.unsupported(ENCRYPTED_AND_COMPRESSED));
         }
         let compression = context.compression();
         Compressor::new(compression, to_usize(context.geometry().cluster_size()), level).ok_or_else(|| {

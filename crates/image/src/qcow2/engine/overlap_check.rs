@@ -1,8 +1,9 @@
 //! The places of an image's own tables, and the requests that may not touch them.
 //!
 //! Law: no cluster is two things. Nothing is handed out, written as contents, given back or discarded where the header,
-//! the L1 table, an L2 table, the refcount table, a refcount block, the snapshots or the bitmaps lie. An image
-//! whose tables lie on each other is not written at all. So each table is changed by its owner, and by nothing else.
+//! the encryption header, the L1 table, an L2 table, the refcount table, a refcount block, the snapshots or the bitmaps
+//! lie. An image whose tables lie on each other is not written at all. So each table is changed by its owner, and by
+//! nothing else.
 //!
 //! Tables that the header leads to are known from the beginning; L2 tables and refcount blocks are added as they are
 //! created. A lookup of other clusters takes no lock: a filter has one bit for each hash of a cluster's number. A bit
@@ -32,6 +33,9 @@ const FILTERED_MOST: u64 = 1 << 20;
 pub(super) enum TableKind {
     #[strum(to_string = "header")]
     Header,
+    /// The LUKS header with the key material: without it all contents are lost.
+    #[strum(to_string = "encryption header")]
+    Encryption,
     #[strum(to_string = "L1 table")]
     L1,
     #[strum(to_string = "refcount table")]
@@ -198,6 +202,7 @@ impl OverlapCheck {
         }
         let of_snapshot = |snapshot: &Snapshot| of(TableKind::Snapshots, snapshot.l1.0, u64::from(snapshot.l1.1) * 8);
         ranges.extend(snapshots.iter().map(of_snapshot));
+        ranges.extend(header.extensions.encryption.map(|(at, bytes)| of(TableKind::Encryption, at, bytes)));
         ranges.extend(header.bitmaps().map(|bitmaps| of(TableKind::BitmapDirectory, bitmaps.directory, bitmaps.size)));
         let more = header.geometry().l1_entries(header.size).saturating_mul(2);
         Self::new(header.cluster_bits, ranges, l2, blocks, more)

@@ -42,7 +42,7 @@ pub(in crate::qcow2) const BITMAPS_MOST: u32 = 65535;
 /// The longest directory of bitmaps, in bytes: QEMU's limit.
 pub(in crate::qcow2) const BITMAP_DIRECTORY_MOST: u64 = BITMAPS_MOST as u64 * 1024;
 
-/// Encryption of contents. Images with LUKS are read, others are only reported.
+/// Encryption of contents. Images with LUKS are opened, others are only reported.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Encryption {
     /// Not at all.
@@ -126,25 +126,13 @@ impl Fault {
 }
 
 impl Header {
-    /// Reads the header of an image that is opened: its tables are in the file, and its contents are not encrypted.
+    /// Reads the header of an image that is opened: its tables are in the file. Its contents may be encrypted with
+    /// LUKS.
     ///
     /// # Errors
     /// [`ImageError::Corrupt`]: a field cannot be; [`ImageError::Unsupported`]: another version, an unknown
-    /// incompatible feature, encryption; what the storage says.
+    /// incompatible feature, the old encryption with AES; what the storage says.
     pub async fn read(storage: &dyn Storage) -> Result<Self, ImageError> {
-        let header = Self::read_to_decrypt(storage).await?;
-        if header.encryption != Encryption::None {
-            let what = "it is encrypted, which is not supported for this";
-            return Err(Fault::Unsupported(what.into()).of(storage.name()));
-        }
-        Ok(header)
-    }
-
-    /// As [`Header::read`], of an image whose contents may be encrypted with LUKS.
-    ///
-    /// # Errors
-    /// As [`Header::read`] otherwise.
-    pub(crate) async fn read_to_decrypt(storage: &dyn Storage) -> Result<Self, ImageError> {
         let header = Self::read_to_examine(storage).await?;
         let length = storage.length()?;
         header.check_places(length).map_err(|fault| fault.of(storage.name()))?;
@@ -595,7 +583,11 @@ mod tests {
                 &[0, 0, 4],
                 "memory: header, byte 36: an L1 table of 2 entries; a disk of 4399120252928 bytes needs 8194",
             ),
-            (32, &[0, 0, 0, 2], "memory: it is encrypted, which is not supported for this"),
+            (
+                32,
+                &[0, 0, 0, 1],
+                "memory: it is encrypted with the old AES, which is not supported; convert it with qemu-img",
+            ),
             (36, &[1], "memory: header, byte 36: an L1 table of 16777218 entries; 4194304 is the most"),
             (44, &[0, 3, 2], "memory: header, byte 40: a table at 0x30200, which is not the beginning of a cluster"),
             (40, &[0, 1], "memory: L1 table at 0x1000000030000: its 16 bytes are not in the file of 197120 bytes"),

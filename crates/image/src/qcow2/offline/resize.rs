@@ -11,15 +11,16 @@ use limosa_page::{broken_invariant, to_usize};
 use limosa_storage::{Storage, ZeroOptions};
 
 use super::check::extend::{extend, release};
-use super::check::{CheckOptions, Repair, fit_bitmaps, repair, tables};
+use super::check::{CheckOptions, Repair, fit_bitmaps, repair, repair_with, tables};
 use crate::disk::Disk;
 use crate::error::ImageError;
+use crate::luks::EncryptedStorage;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::preallocation::Preallocation;
 use crate::qcow2::engine::grow;
 use crate::qcow2::engine::image::{ImageParts, Qcow2};
 use crate::qcow2::engine::options::Qcow2Options;
-use crate::qcow2::format::entry::{COPIED, OFFSET};
+use crate::qcow2::format::entry::{COPIED, OFFSET, ZERO};
 use crate::qcow2::format::geometry::Geometry;
 use crate::qcow2::format::header::Header;
 use crate::setters::setters;
@@ -49,9 +50,9 @@ setters!(ResizeOptions { shrink: bool, preallocation: Preallocation, check: Chec
 /// there is no space for the preallocation ([`ResizeOptions::preallocation`]) the disk keeps its length, and the space
 /// taken until then is leaked; [`repair`] with [`Repair::Leaks`] gives it back.
 pub async fn resize(parts: ImageParts, size: u64, options: ResizeOptions) -> Result<(), ImageError> {
-    let ImageParts { file, data_file, backing, mut header, .. } = parts;
+    let ImageParts { file, data_file, backing, mut header, cipher, .. } = parts;
     if header.features.dirty() && !header.features.corrupt() {
-        repair(&*file, Repair::Refcounts, options.check).await?;
+        repair_with(&*file, cipher.as_deref(), Repair::Refcounts, options.check).await?;
         header = Header::read(&*file).await?;
     }
     let old = header.size;
@@ -61,7 +62,8 @@ pub async fn resize(parts: ImageParts, size: u64, options: ResizeOptions) -> Res
     }
     header.prepare_autoclear(&*file, true).await?;
     let bitmaps = fit_bitmaps::lay_aside(&*file, &mut header, size).await?;
-    let parts = ImageParts::new(Arc::clone(&file), header).data_file(data_file.clone()).backing(backing);
+    let parts = ImageParts::new(Arc::clone(&file), header).data_file(data_file.clone());
+    let parts = parts.backing(backing).cipher(cipher);
     if size < old {
         shrink(parts, size).await?;
     } else if options.preallocation == Preallocation::Off && !parts.header.features.raw_data_file() {
@@ -102,18 +104,22 @@ async fn in_use(parts: ImageParts) -> Result<Arc<Qcow2>, ImageError> {
 /// Makes the disk longer, with space for what is new.
 async fn grow(parts: ImageParts, size: u64, how: Preallocation) -> Result<(), ImageError> {
     let (file, data_file, old) = (Arc::clone(&parts.file), parts.data_file.clone(), parts.header.size);
+    let cipher = parts.cipher.clone();
     let end = old.next_multiple_of(parts.header.geometry().cluster_size()).min(size);
     let disk = in_use(parts).await?;
     disk.zero_tail(end).await?;
     disk.close().await?;
     let mut header = Header::read(&*file).await?;
-    Growth { storage: &*file, data_file: data_file.as_deref(), old, size }.grow(&mut header, how).await
+    let contents = cipher.map(|cipher| EncryptedStorage::new(Arc::clone(&file), cipher, 0));
+    Growth { storage: &*file, data_file: data_file.as_deref(), contents, old, size }.grow(&mut header, how).await
 }
 
 /// A disk that becomes longer.
 struct Growth<'a> {
     storage: &'a dyn Storage,
     data_file: Option<&'a dyn Storage>,
+    /// The decrypted contents of the file, if they are encrypted: zeros in the file are none in them.
+    contents: Option<EncryptedStorage>,
     old: u64,
     size: u64,
 }
@@ -142,7 +148,8 @@ impl Growth<'_> {
             }
         }
         if let Some(data_file) = self.data_file {
-            self.grow_data(data_file, how).await?;
+            let cluster = header.geometry().cluster_size();
+            self.grow_data(data_file, cluster, how).await?;
         }
         self.fill(header, how).await?;
         header.size = self.size;
@@ -151,20 +158,23 @@ impl Growth<'_> {
     }
 
     /// Makes the data file as long as the disk; what is new of it becomes zeros.
-    async fn grow_data(&self, data_file: &dyn Storage, how: Preallocation) -> Result<(), ImageError> {
+    async fn grow_data(&self, data_file: &dyn Storage, cluster: u64, how: Preallocation) -> Result<(), ImageError> {
         let length = data_file.length()?;
-        if length > self.old {
+        // Encrypted zeros fill the old last cluster, and zeros in their place would be decrypted to something else.
+        let end = if self.contents.is_some() { self.old.next_multiple_of(cluster) } else { self.old };
+        let new = end.min(self.size)..self.size;
+        if length > new.start {
             let how = ZeroOptions { unmap: how != Preallocation::Falloc, only_fast: false };
-            data_file.write_zeroes(self.old..length.min(self.size), how).await?;
+            data_file.write_zeroes(new.start..length.min(self.size), how).await?;
         }
         if length < self.size {
             data_file.set_len(self.size).await?;
         }
         if how == Preallocation::Falloc {
-            data_file.allocate(self.old..self.size).await?;
+            data_file.allocate(new.clone()).await?;
         }
         if how == Preallocation::Full {
-            zeros(data_file, self.old..self.size).await?;
+            zeros(data_file, new).await?;
         }
         Ok(data_file.flush().await?)
     }
@@ -209,6 +219,8 @@ impl Growth<'_> {
             old => tables::bytes(self.storage, old, size).await?,
         };
         let width = to_usize(geometry.l2_entry_size());
+        // What is there is decrypted to something else than zeros. Version 2 has no entry for that.
+        let zero_flag = self.contents.is_some() && header.version > 2;
         for (index, cluster) in part.clone().enumerate() {
             let offset = to_usize(cluster % geometry.l2_entries()) * width;
             let slot = table
@@ -216,12 +228,15 @@ impl Growth<'_> {
                 .ok_or_else(|| broken_invariant("an entry is within its L2 table"))?;
             if slot.iter().all(|byte| *byte == 0) {
                 let host = if data == 0 { cluster } else { first + index as u64 };
-                let (bits, bitmap) = new_entry(host << bits, &geometry);
+                let (bits, bitmap) = new_entry(host << bits, &geometry, zero_flag);
                 slot.copy_from_slice(&[bits.to_be_bytes(), bitmap.to_be_bytes()].concat()[..width]);
             }
         }
         let range = first << bits..(first + data) << bits;
         match how {
+            _ if let Some(contents) = self.contents.as_ref().filter(|_| !zero_flag) => {
+                contents.write_zeroes(range, ZeroOptions { unmap: false, only_fast: false }).await?;
+            }
             Preallocation::Full => zeros(self.storage, range).await?,
             // What was there before must not come to light.
             how if !range.is_empty() => {
@@ -260,9 +275,14 @@ async fn zeros(storage: &dyn Storage, range: std::ops::Range<u64>) -> Result<(),
     Ok(())
 }
 
-/// An entry for a cluster that is new, at `host`.
-const fn new_entry(host: u64, geometry: &Geometry) -> (u64, u64) {
-    (host | COPIED, if geometry.extended_l2 { 0xffff_ffff } else { 0 })
+/// An entry for a cluster that is new, at `host`; `zero`: it reads as zeros.
+const fn new_entry(host: u64, geometry: &Geometry, zero: bool) -> (u64, u64) {
+    match (geometry.extended_l2, zero) {
+        (true, true) => (host | COPIED, 0xffff_ffff << 32),
+        (true, false) => (host | COPIED, 0xffff_ffff),
+        (false, true) => (host | COPIED | ZERO, 0),
+        (false, false) => (host | COPIED, 0),
+    }
 }
 
 /// Makes the disk shorter. Space that nothing refers to any more is not given back yet.

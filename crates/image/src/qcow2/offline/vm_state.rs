@@ -11,7 +11,7 @@ use super::check::{CheckOptions, tables};
 use super::snapshots::Work;
 use crate::error::ImageError;
 use crate::offset::HostOffset;
-use crate::qcow2::format::header::L1_MOST;
+use crate::qcow2::format::header::{Encryption, L1_MOST};
 
 /// Bytes of clusters that are taken first, then twice as many each time, up to the most: refcounts are made durable
 /// each time.
@@ -37,10 +37,15 @@ impl<'a> VmStateWriter<'a> {
     /// Begins. An image that was not closed is repaired first.
     ///
     /// # Errors
-    /// As of [`change_snapshots`](super::snapshots::change_snapshots) that takes a snapshot of this name.
+    /// As of [`change_snapshots`](super::snapshots::change_snapshots) that takes a snapshot of this name;
+    /// [`ImageError::Unsupported`]: the image is encrypted.
     pub async fn begin(storage: &'a dyn Storage, name: &str, options: CheckOptions) -> Result<Self, ImageError> {
         let mut work = Work::begin(storage, options).await?;
         work.admit_new(name)?;
+        if work.header.encryption != Encryption::None {
+            // A state that is not encrypted would be decrypted by who loads it, and gives away the guest's memory.
+            return Err(work.unsupported("it is encrypted, and the state of a VM cannot be put into it".into()));
+        }
         work.prepare(true).await?;
         Ok(Self { work, runs: Vec::new(), written: 0, pending: Vec::new(), length: 0 })
     }

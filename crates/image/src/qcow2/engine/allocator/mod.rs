@@ -17,7 +17,6 @@ use std::sync::Arc;
 use bytes::Tail;
 use futures_util::FutureExt;
 use limosa_page::to_usize;
-use limosa_storage::Storage;
 
 use super::context::Context;
 use super::counters::OperationKind;
@@ -263,7 +262,7 @@ impl Allocator {
     /// Parts of a run by whether the storage proves that they read as zeros.
     fn proven(&self, clusters: &Range<HostCluster>) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();
-        let zeros = zero_parts(&**self.context.file(), &self.bytes_of(clusters));
+        let zeros = zero_parts(&self.context, &self.bytes_of(clusters));
         for first in (clusters.start.0..clusters.end.0).map(HostCluster) {
             let bytes = self.bytes_of(&(first..first + ClusterCount::ONE));
             let zeroed = zeros.iter().any(|zero| zero.start <= bytes.start && bytes.end <= zero.end);
@@ -276,10 +275,14 @@ impl Allocator {
     }
 }
 
-/// Returns the parts of a range that a storage proves to read as zeros; neighbours are merged.
-pub(super) fn zero_parts(storage: &dyn Storage, range: &Range<HostOffset>) -> Vec<Range<HostOffset>> {
+/// Returns the parts of a range that the storage of contents proves to read as zeros; neighbours are merged. Of
+/// encrypted contents it proves nothing: the zeros of a hole are decrypted to something else.
+pub(super) fn zero_parts(context: &Context, range: &Range<HostOffset>) -> Vec<Range<HostOffset>> {
     let mut zeros: Vec<Range<HostOffset>> = Vec::new();
-    let extents = storage.extents(range.start.0..range.end.0).unwrap_or_default();
+    if context.is_encrypted() {
+        return zeros;
+    }
+    let extents = context.data().extents(range.start.0..range.end.0).unwrap_or_default();
     for extent in extents.into_iter().filter(|extent| extent.kind.is_zero()) {
         let (start, end) = (HostOffset(extent.range.start), HostOffset(extent.range.end));
         match zeros.last_mut() {

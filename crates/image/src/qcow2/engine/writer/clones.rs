@@ -90,7 +90,8 @@ impl Sharing {
     /// Finds contents in files that may share with ours; `None`: they are copied.
     pub(super) async fn shareable(&self, want: &Want) -> Option<Shareable> {
         let ReflinkMode::AtLeast(least) = self.context.options().reflink_mode else { return None };
-        if !want.may_clone(least) {
+        // The same bytes at another place would be decrypted to something else.
+        if self.context.is_encrypted() || !want.may_clone(least) {
             return None;
         }
         let block = *self.block.get_or_init(|| self.context.data().clone_alignment().max(1));

@@ -12,7 +12,7 @@ use limosa_page::{broken_invariant, to_u64};
 use limosa_storage::{Buffer, IoVector};
 
 use super::super::allocator::Allocator;
-use super::super::context::Context;
+use super::super::context::{Context, ENCRYPTED_AND_COMPRESSED};
 use super::super::counters::OperationKind;
 use super::super::flusher::Flusher;
 use super::super::guest_data::GuestData;
@@ -85,6 +85,9 @@ impl CompressedWriter {
         let end = at + from.len;
         if to_u64(from.cluster) != cluster || from.compression != self.context.compression() {
             return Err(self.context.unsupported("these clusters were compressed for another image"));
+        }
+        if self.context.is_encrypted() {
+            return Err(self.context.unsupported(ENCRYPTED_AND_COMPRESSED));
         }
         if at.within(cluster) != 0 || !self.is_whole(end) {
             return Err(self.not_whole());

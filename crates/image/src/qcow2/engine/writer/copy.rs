@@ -124,7 +124,7 @@ impl CopyJobs {
         if self.context.has_data_file() {
             let host = range.start.in_data_file();
             let wanted = host..host + length(range);
-            let zeros = zero_parts(&**self.context.data(), &wanted);
+            let zeros = zero_parts(&self.context, &wanted);
             let zeroed = zeros.iter().any(|zero| zero.start <= wanted.start && wanted.end <= zero.end);
             return Ok((vec![NewPlace { guest: range.clone(), host, zeroed }], Vec::new()));
         }

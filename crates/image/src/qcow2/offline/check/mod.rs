@@ -36,7 +36,8 @@ mod unshare;
 mod walk;
 
 pub(in crate::qcow2) use ahead::admit_header;
-pub use repair::repair;
+pub(in crate::qcow2) use repair::repair_with;
+pub use repair::{repair, repair_encrypted};
 pub use report::{CheckOptions, CheckReport, Finding, FindingKind, Repair};
 
 /// Checks a qcow2 image, and changes nothing.

@@ -20,6 +20,7 @@ use super::unshare::unshare;
 use super::walk::{Image, What, l2_entries};
 use super::{Outcome, examine_image, rebuild, tables};
 use crate::error::ImageError;
+use crate::luks::SectorCipher;
 use crate::qcow2::format::entry::{COPIED, OFFSET};
 use crate::qcow2::format::feature::Features;
 use crate::qcow2::format::header::Header;
@@ -37,7 +38,31 @@ const TURNS: usize = 12;
 ///
 /// # Errors
 /// As of [`check`](super::check). What could not be repaired is no error: it is in the report.
+/// [`ImageError::Unsupported`]: clusters have to be copied that are encrypted: [`repair_encrypted`].
 pub async fn repair(storage: &dyn Storage, what: Repair, options: CheckOptions) -> Result<CheckReport, ImageError> {
+    repair_with(storage, None, what, options).await
+}
+
+/// As [`repair`], of an image with encrypted contents: clusters that are copied are encrypted for their new place.
+///
+/// # Errors
+/// As of [`check`](super::check).
+pub async fn repair_encrypted(
+    storage: &dyn Storage,
+    cipher: &SectorCipher,
+    what: Repair,
+    options: CheckOptions,
+) -> Result<CheckReport, ImageError> {
+    repair_with(storage, Some(cipher), what, options).await
+}
+
+/// As [`repair`], with the cipher of the contents, if they are encrypted and it is known.
+pub(in crate::qcow2) async fn repair_with(
+    storage: &dyn Storage,
+    cipher: Option<&SectorCipher>,
+    what: Repair,
+    options: CheckOptions,
+) -> Result<CheckReport, ImageError> {
     let mut header = Header::read_to_examine(storage).await?;
     let before = examine_image(storage, &header, options).await?;
     let (leaked, corrupt) = (before.report.leaks, before.report.corruptions);
@@ -47,7 +72,7 @@ pub async fn repair(storage: &dyn Storage, what: Repair, options: CheckOptions) 
         let wrote = match what {
             Repair::Leaks => leaks(storage, &mut header, &outcome, options).await?,
             Repair::Refcounts if outcome.takes_away() => false,
-            Repair::Refcounts | Repair::All => step(storage, &mut header, &outcome, what, options).await?,
+            Repair::Refcounts | Repair::All => step(storage, cipher, &mut header, &outcome, (what, options)).await?,
         };
         // Where a table is said to lie over the header, the bits that a writer clears there are entries of it.
         if !wrote && header.features.autoclear == autoclear {
@@ -93,10 +118,10 @@ async fn leaks(
 /// Carries out the first repair that is needed; false if none is.
 async fn step(
     storage: &dyn Storage,
+    cipher: Option<&SectorCipher>,
     header: &mut Header,
     outcome: &Outcome,
-    what: Repair,
-    options: CheckOptions,
+    (what, options): (Repair, CheckOptions),
 ) -> Result<bool, ImageError> {
     if outcome.report.is_clean() {
         return Ok(false);
@@ -139,7 +164,8 @@ async fn step(
     if outcome.refcounts_wrong && !outcome.rebuild && refcounts(storage, header, options, change).await? {
         return Ok(true);
     }
-    if outcome.overflow && !outcome.rebuild && !outcome.entries_wrong && unshare(storage, header, options).await? {
+    let overflow = outcome.overflow && !outcome.rebuild && !outcome.entries_wrong;
+    if overflow && unshare(storage, cipher, header, options).await? {
         return Ok(true);
     }
     // Flags that are still wrong stand in what is no L2 table, but something else.

@@ -1,8 +1,10 @@
 //! Clusters that more entries refer to than their refcounts can say: each entry too many gets a copy.
 //!
-//! Law: a copy has a refcount, and is durable, before the entry refers to it. What the guest reads does not change.
+//! Law: a copy has a refcount, and is durable, before the entry refers to it. What the guest reads does not change:
+//! contents that are encrypted are encrypted for the copy's place.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use limosa_storage::Storage;
 
@@ -13,8 +15,9 @@ use super::report::Findings;
 use super::tables;
 use super::walk::{Image, What, l2_entries};
 use crate::error::ImageError;
+use crate::luks::{SECTOR, SectorCipher};
 use crate::qcow2::format::entry::{COMPRESSED, COPIED, OFFSET};
-use crate::qcow2::format::header::Header;
+use crate::qcow2::format::header::{Encryption, Header};
 
 /// The most clusters that are dealt with in one pass.
 const MOST: usize = 4096;
@@ -22,6 +25,7 @@ const MOST: usize = 4096;
 /// Gives copies to entries of clusters with too many references: whether there were any.
 pub(super) async fn unshare(
     storage: &dyn Storage,
+    cipher: Option<&SectorCipher>,
     header: &mut Header,
     options: CheckOptions,
 ) -> Result<bool, ImageError> {
@@ -60,7 +64,7 @@ pub(super) async fn unshare(
                 if at == 0 || image.bounds.outside(at, size) || keep(at, size, run.times) {
                     continue;
                 }
-                let copy = copied(storage, header, at, size).await?;
+                let copy = copied(storage, None, header, at, size).await?;
                 let flag = if run.times == 1 { COPIED } else { 0 };
                 tables::put(storage, place, &(copy | flag).to_be_bytes()).await?;
                 wrote = true;
@@ -84,7 +88,8 @@ pub(super) async fn unshare(
                 if image.bounds.outside(host, bytes) || keep(host, bytes, uses.all) {
                     continue;
                 }
-                let copy = copied(storage, header, host, bytes).await?;
+                let cipher = cipher_of(storage, cipher, &before, examined.kind)?;
+                let copy = copied(storage, cipher, header, host, bytes).await?;
                 let new = match examined.kind {
                     Kind::Compressed => {
                         let mask = (1 << (62 - (bits - 8))) - 1;
@@ -102,13 +107,41 @@ pub(super) async fn unshare(
     Ok(wrote)
 }
 
-/// A durable copy of some bytes in new clusters: where the bytes begin there.
-async fn copied(storage: &dyn Storage, header: &mut Header, at: u64, bytes: u64) -> Result<u64, ImageError> {
+/// The cipher of a cluster's bytes; `None`: they are not encrypted.
+fn cipher_of<'a>(
+    storage: &dyn Storage,
+    cipher: Option<&'a SectorCipher>,
+    header: &Header,
+    kind: Kind,
+) -> Result<Option<&'a SectorCipher>, ImageError> {
+    // Compressed clusters are never encrypted.
+    if header.encryption == Encryption::None || kind == Kind::Compressed {
+        return Ok(None);
+    }
+    let what = || "encrypted clusters have to be copied, which needs the passphrase".to_owned();
+    let missing = || ImageError::Unsupported { image: Arc::clone(storage.name()), what: what() };
+    cipher.map(Some).ok_or_else(missing)
+}
+
+/// A durable copy of some bytes in new clusters: where the bytes begin there. With a cipher they are encrypted for
+/// their new place.
+async fn copied(
+    storage: &dyn Storage,
+    cipher: Option<&SectorCipher>,
+    header: &mut Header,
+    at: u64,
+    bytes: u64,
+) -> Result<u64, ImageError> {
     let geometry = header.geometry();
     let inside = at & (geometry.cluster_size() - 1);
     let clusters = geometry.clusters(inside + bytes);
     let first = extend(storage, header, clusters).await?;
-    let contents = tables::bytes(storage, at - inside, clusters << geometry.cluster_bits).await?;
+    let mut contents = tables::bytes(storage, at - inside, clusters << geometry.cluster_bits).await?;
+    if let Some(cipher) = cipher {
+        let sector = |at: u64| at / SECTOR as u64;
+        cipher.decrypt(sector(at - inside), &mut contents);
+        cipher.encrypt(sector(first << geometry.cluster_bits), &mut contents);
+    }
     tables::put(storage, first << geometry.cluster_bits, &contents).await?;
     storage.flush().await?;
     Ok((first << geometry.cluster_bits) + inside)
