@@ -14,6 +14,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::chain::{self, OpenOptions};
 use crate::error::ImageError;
+use crate::luks::Passphrase;
 use crate::probe::Format;
 use crate::reference::Reference;
 use crate::{luks, qcow2, raw};
@@ -65,6 +66,16 @@ impl NewImage {
             NewImageFormat::Raw(options) => options.size = bytes,
             NewImageFormat::Qcow2(options) => options.size = bytes,
             NewImageFormat::Luks(options) => options.size = bytes,
+        }
+    }
+
+    /// Returns the passphrase of an encrypted image.
+    #[must_use]
+    pub fn passphrase(&self) -> Option<&Passphrase> {
+        match &self.format {
+            NewImageFormat::Raw(_) => None,
+            NewImageFormat::Qcow2(options) => options.encryption.as_ref().map(|encryption| &encryption.passphrase),
+            NewImageFormat::Luks(options) => Some(&options.passphrase),
         }
     }
 

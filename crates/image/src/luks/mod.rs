@@ -30,7 +30,7 @@ pub use secret::{Passphrase, Secrets};
 pub use storage::EncryptedStorage;
 pub use unlock::{Unlocked, VolumeKey};
 pub use volume::{CreateOptions, create, open, read_header};
-pub(crate) use volume::{cipher_at, read_header_at};
+pub(crate) use volume::{cipher_at, new_header, read_header_at};
 
 /// A fault of a header, or a passphrase that opens no key slot.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -123,7 +123,10 @@ pub(crate) async fn cipher_at(
 }
 
 /// Makes a header whose key slot 0 has a passphrase, with its key material.
-fn new_header(options: &NewHeader, passphrase: &Passphrase) -> Result<(Header, VolumeKey, Vec<u8>), LuksError> {
+pub(crate) fn new_header(
+    options: &NewHeader,
+    passphrase: &Passphrase,
+) -> Result<(Header, VolumeKey, Vec<u8>), LuksError> {
     let (mut header, key) = options.make()?;
     let material = header.set_slot(0, &key, passphrase.bytes(), options.iter_time)?;
     Ok((header, key, material))
@@ -150,7 +153,11 @@ pub async fn create(file: &dyn Storage, options: &CreateOptions) -> Result<(), I
     }
     let place = header.key_material(&header.slots[0]);
     file.write(place.start, Buffer::from_slice(&material).into()).await?;
+    // The header's first sector has the signature: it is written last, as a whole or not at all.
+    let bytes = header.to_bytes();
+    let (first, rest) = bytes.split_at(SECTOR);
+    file.write(SECTOR as u64, Buffer::from_slice(rest).into()).await?;
     file.flush().await?;
-    file.write(0, Buffer::from_slice(&header.to_bytes()).into()).await?;
+    file.write(0, Buffer::from_slice(first).into()).await?;
     Ok(file.flush().await?)
 }

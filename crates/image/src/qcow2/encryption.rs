@@ -7,11 +7,13 @@
 
 use std::sync::Arc;
 
-use limosa_storage::Storage;
+use limosa_storage::{Buffer, Storage};
 
 use super::format::header::{Encryption, Header};
 use crate::error::ImageError;
-use crate::luks::{Passphrase, SectorCipher, cipher_at};
+use crate::luks::{NewHeader, Passphrase, SectorCipher, cipher_at, new_header};
+use crate::offset::HostOffset;
+use crate::setters::setters;
 
 /// Returns the cipher of an image that is encrypted with LUKS.
 ///
@@ -34,4 +36,38 @@ pub async fn cipher(
         why: "the place of the encryption header is missing".into(),
     })?;
     cipher_at(file, (at.0, length), passphrase).await
+}
+
+/// The encryption of a new image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NewEncryption {
+    /// The cipher, and the work for the key.
+    pub header: NewHeader,
+    /// The passphrase of key slot 0.
+    pub passphrase: Passphrase,
+}
+
+impl NewEncryption {
+    /// LUKS with the usual cipher and this passphrase.
+    #[must_use]
+    pub fn new(passphrase: Passphrase) -> Self {
+        Self { header: NewHeader::default(), passphrase }
+    }
+}
+
+setters!(NewEncryption { header: NewHeader });
+
+/// Writes a new LUKS header with its key material to its place, and returns the cipher.
+pub(super) async fn write_header(
+    file: &dyn Storage,
+    at: HostOffset,
+    new: &NewEncryption,
+) -> Result<SectorCipher, ImageError> {
+    let fault = |source| ImageError::Encryption { image: Arc::clone(file.name()), source };
+    let (header, key, material) = new_header(&new.header, &new.passphrase).map_err(fault)?;
+    let place = header.key_material(&header.slots[0]);
+    file.write(at.0 + place.start, Buffer::from_slice(&material).into()).await?;
+    file.write(at.0, Buffer::from_slice(&header.to_bytes()).into()).await?;
+    header.sector_cipher(&key).map_err(fault)
 }

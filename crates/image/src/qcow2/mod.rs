@@ -11,7 +11,7 @@ mod offline;
 
 pub use crate::compression::Compression;
 pub use crate::error::CreateOptionsError;
-pub use encryption::cipher;
+pub use encryption::{NewEncryption, cipher};
 pub use engine::counters::{Counts, OperationCount};
 pub use engine::image::{ImageParts, Qcow2};
 pub use engine::journal::{Journal, JournalFolder};

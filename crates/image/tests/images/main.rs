@@ -7,6 +7,7 @@ mod create;
 mod info;
 mod layers;
 mod luks;
+mod luks_create;
 mod qcow2_operations;
 mod qcow2_reads;
 mod rebase;

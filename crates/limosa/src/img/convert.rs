@@ -12,6 +12,7 @@ use super::create::new_image;
 use super::format_options::FormatOptions;
 use super::interrupt::UNFINISHED;
 use super::meter::Meter;
+use super::object;
 use super::open;
 use super::options::{ConvertOptions, Name, Source};
 use limosa_console::{check_stdout, print_out, say};
@@ -163,7 +164,8 @@ fn new_target(options: &ConvertOptions) -> anyhow::Result<NewTarget> {
     let backing = OpenOptions::default()
         .cache(target.cache)
         .lock(if force_share { LockPolicy::None } else { LockPolicy::Auto })
-        .policy(open::policy(first.is_some_and(|source| source.untrusted)));
+        .policy(open::policy(first.is_some_and(|source| source.untrusted)))
+        .secrets(object::secrets());
     Ok(NewTarget::new(new_image(&options.name, target.cache, &format)?, io(target.cache), backing))
 }
 
@@ -175,6 +177,9 @@ fn refuse_uncompressed(name: &Name, format: &FormatOptions) -> anyhow::Result<()
     }
     if format.path("data_file").is_some() {
         anyhow::bail!("{name}: an image with a data file does not support compressed contents; omit -c");
+    }
+    if format.text("encrypt.format").is_some() {
+        anyhow::bail!("{name}: an encrypted image does not support compressed contents; omit -c");
     }
     if format.text("preallocation").is_some_and(|preallocation| preallocation != "off") {
         anyhow::bail!("{name}: -c and -o preallocation exclude each other");

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use limosa_image::chain::OpenOptions;
-use limosa_image::luks::{self, HashAlgorithm, IvGenerator, NewHeader};
-use limosa_image::qcow2::Compression;
+use limosa_image::luks::{self, HashAlgorithm, IvGenerator, NewHeader, Passphrase};
+use limosa_image::qcow2::{Compression, NewEncryption};
 use limosa_image::reference::Reference;
 use limosa_image::{Format, NewImage, NewImageFormat, Preallocation, qcow2, raw};
 use limosa_storage::{CacheMode, LockPolicy, block_on};
@@ -33,6 +33,7 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
     {
         // Only its length is read, so another process may write it meanwhile; with qemu-img it may, too.
         let open = OpenOptions::default().lock(LockPolicy::None).policy(open::policy(options.untrusted));
+        let open = open.secrets(object::secrets());
         let length = block_on(backing.length(&open)).map_err(|error| {
             let line = format!(
                 "{}: backing file: {}; to create the image without it, use -u and give a size",
@@ -111,7 +112,7 @@ pub(crate) fn new_image(name: &Name, cache: CacheMode, format: &FormatOptions) -
         Format::Raw => NewImageFormat::Raw(raw::CreateOptions::default().size(size).preallocation(preallocation)),
         Format::Qcow2 => {
             let qcow2 = qcow2_options(format, size, preallocation)?;
-            NewImageFormat::Qcow2(Box::new(qcow2))
+            NewImageFormat::Qcow2(Box::new(qcow2.encryption(encryption(name, format)?)))
         }
         Format::Luks => NewImageFormat::Luks(Box::new(luks_options(name, format, size)?)),
     };
@@ -120,30 +121,55 @@ pub(crate) fn new_image(name: &Name, cache: CacheMode, format: &FormatOptions) -
 
 /// The options of a new image in the format `luks`.
 fn luks_options(name: &Name, format: &FormatOptions, size: u64) -> anyhow::Result<luks::CreateOptions> {
-    let secret = format.text("key-secret").with_context(|| format!("{name}: format luks needs -o key-secret=ID"))?;
-    let passphrase = object::secrets().get(secret).cloned();
-    let passphrase = passphrase.with_context(|| {
-        format!("-o key-secret={secret}: no such secret; define it with --object secret,id={secret}")
-    })?;
     if format.on_off("detached-header") == Some(true) {
         anyhow::bail!("-o detached-header: not supported; use qemu-img");
     }
+    let (header, passphrase) = luks_header(name, format, "")?;
+    Ok(luks::CreateOptions::new(passphrase).size(size).header(header))
+}
+
+/// The header of a new encrypted image, and the passphrase of its first key slot. `prefix`: begins the options' names.
+fn luks_header(name: &Name, format: &FormatOptions, prefix: &str) -> anyhow::Result<(NewHeader, Passphrase)> {
+    let option = |name: &str| format!("{prefix}{name}");
+    let secret = format.text(&option("key-secret"));
+    let secret = secret.with_context(|| format!("{name}: format luks needs -o {prefix}key-secret=ID"))?;
+    let passphrase = object::secrets().get(secret).cloned();
+    let passphrase = passphrase.with_context(|| {
+        format!("-o {prefix}key-secret={secret}: no such secret; define it with --object secret,id={secret}")
+    })?;
     let usual = NewHeader::default();
-    let hash = parsed(format, "ivgen-hash-alg")?;
-    let generator = match (format.text("ivgen-alg"), hash) {
+    let hash = parsed(format, &option("ivgen-hash-alg"))?;
+    let generator = match (format.text(&option("ivgen-alg")), hash) {
         (None | Some("plain64"), None) => IvGenerator::Plain64,
         (Some("plain"), None) => IvGenerator::Plain,
         (Some("essiv"), hash) => IvGenerator::Essiv(hash.unwrap_or(HashAlgorithm::Sha256)),
-        (None | Some("plain" | "plain64"), Some(_)) => anyhow::bail!("-o ivgen-hash-alg needs -o ivgen-alg=essiv"),
-        (Some(other), _) => anyhow::bail!("-o ivgen-alg={other}: must be plain, plain64 or essiv"),
+        (None | Some("plain" | "plain64"), Some(_)) => {
+            anyhow::bail!("-o {prefix}ivgen-hash-alg needs -o {prefix}ivgen-alg=essiv")
+        }
+        (Some(other), _) => anyhow::bail!("-o {prefix}ivgen-alg={other}: must be plain, plain64 or essiv"),
     };
     let header = usual
-        .cipher(parsed(format, "cipher-alg")?.unwrap_or(usual.cipher))
-        .mode(parsed(format, "cipher-mode")?.unwrap_or(usual.mode))
+        .cipher(parsed(format, &option("cipher-alg"))?.unwrap_or(usual.cipher))
+        .mode(parsed(format, &option("cipher-mode"))?.unwrap_or(usual.mode))
         .generator(generator)
-        .hash(parsed(format, "hash-alg")?.unwrap_or(usual.hash))
-        .iter_time(format.number("iter-time").map_or(usual.iter_time, Duration::from_millis));
-    Ok(luks::CreateOptions::new(passphrase).size(size).header(header))
+        .hash(parsed(format, &option("hash-alg"))?.unwrap_or(usual.hash))
+        .iter_time(format.number(&option("iter-time")).map_or(usual.iter_time, Duration::from_millis));
+    Ok((header, passphrase))
+}
+
+/// The encryption of a new qcow2 image.
+fn encryption(name: &Name, format: &FormatOptions) -> anyhow::Result<Option<NewEncryption>> {
+    match format.text("encrypt.format") {
+        Some("luks") => {
+            let (header, passphrase) = luks_header(name, format, "encrypt.")?;
+            Ok(Some(NewEncryption::new(passphrase).header(header)))
+        }
+        Some(other) => anyhow::bail!("-o encrypt.format={other}: must be luks"),
+        None => match format.first_of("encrypt.") {
+            Some(option) => anyhow::bail!("-o {option} needs -o encrypt.format=luks"),
+            None => Ok(None),
+        },
+    }
 }
 
 /// A text with few values, if it was given.

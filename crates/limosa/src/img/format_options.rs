@@ -38,11 +38,27 @@ const fn usually(name: &'static str, kind: Kind, what: &'static str, usual: &'st
     Known { name, kind, what, usual: Some(usual) }
 }
 
+/// The descriptions of the options that `luks` has, and qcow2 behind `encrypt.`.
+const CIPHER_ALG: &str = "Cipher: aes-256 (default), aes-128, serpent-256, twofish-256, ...";
+const CIPHER_MODE: &str = "Mode of the cipher: xts (default), cbc, ecb";
+const IVGEN_ALG: &str = "Generator of initialization vectors: plain64 (default), plain, essiv";
+const IVGEN_HASH_ALG: &str = "Hash of essiv: sha256 (default), ...";
+const HASH_ALG: &str = "Hash of the passphrases: sha256 (default), sha1, sha512, ripemd160, ...";
+const ITER_TIME: &str = "Milliseconds that the passphrase takes to check (default: 2000)";
+
 const RAW: [Known; 2] =
     [known("size", Kind::Size, "Virtual size"), known("preallocation", Kind::Text, "Preallocation: off, falloc, full")];
 
 /// In the order of the printed line.
-const QCOW2: [Known; 12] = [
+const QCOW2: [Known; 20] = [
+    known("encrypt.format", Kind::Text, "Encryption of the contents: luks"),
+    known("encrypt.key-secret", Kind::Text, "Secret with the passphrase of key slot 0"),
+    known("encrypt.cipher-alg", Kind::Text, CIPHER_ALG),
+    known("encrypt.cipher-mode", Kind::Text, CIPHER_MODE),
+    known("encrypt.ivgen-alg", Kind::Text, IVGEN_ALG),
+    known("encrypt.ivgen-hash-alg", Kind::Text, IVGEN_HASH_ALG),
+    known("encrypt.hash-alg", Kind::Text, HASH_ALG),
+    known("encrypt.iter-time", Kind::Number, ITER_TIME),
     usually("cluster_size", Kind::Size, "Cluster size: 512 to 2M, a power of two", "64k"),
     usually("extended_l2", Kind::OnOff, "Extended L2 entries: clusters have 32 subclusters", "off"),
     known("preallocation", Kind::Text, "Preallocation: off, metadata, falloc, full"),
@@ -60,20 +76,19 @@ const QCOW2: [Known; 12] = [
 /// In the order of the printed line.
 const LUKS: [Known; 9] = [
     known("key-secret", Kind::Text, "Secret with the passphrase of key slot 0"),
-    known("cipher-alg", Kind::Text, "Cipher: aes-256 (default), aes-128, serpent-256, twofish-256, ..."),
-    known("cipher-mode", Kind::Text, "Mode of the cipher: xts (default), cbc, ecb"),
-    known("ivgen-alg", Kind::Text, "Generator of initialization vectors: plain64 (default), plain, essiv"),
-    known("ivgen-hash-alg", Kind::Text, "Hash of essiv: sha256 (default), ..."),
-    known("hash-alg", Kind::Text, "Hash of the passphrases: sha256 (default), sha1, sha512, ripemd160, ..."),
-    known("iter-time", Kind::Number, "Milliseconds that the passphrase takes to check (default: 2000)"),
+    known("cipher-alg", Kind::Text, CIPHER_ALG),
+    known("cipher-mode", Kind::Text, CIPHER_MODE),
+    known("ivgen-alg", Kind::Text, IVGEN_ALG),
+    known("ivgen-hash-alg", Kind::Text, IVGEN_HASH_ALG),
+    known("hash-alg", Kind::Text, HASH_ALG),
+    known("iter-time", Kind::Number, ITER_TIME),
     known("detached-header", Kind::OnOff, "Header in a file of its own: not supported"),
     known("size", Kind::Size, "Virtual size"),
 ];
 
 /// Options of QEMU that are refused, each with the reason.
-const REFUSED: [(&str, &str); 4] = [
-    ("encrypt.", "encryption is not supported yet"),
-    ("encryption", "encryption is not supported yet"),
+const REFUSED: [(&str, &str); 3] = [
+    ("encryption", "the old encryption with AES is not supported; use -o encrypt.format=luks"),
     ("nocow", "file attributes are not supported; set it on the directory before (chattr +C)"),
     ("extent_size_hint", "file attributes are not supported; set it on the directory before (xfs_io extsize)"),
 ];
@@ -174,6 +189,11 @@ impl FormatOptions {
         self.given.iter().find_map(|(given, value)| (*given == name).then_some(value))
     }
 
+    /// Returns the first option that was given whose name begins like this.
+    pub(crate) fn first_of(&self, prefix: &str) -> Option<&'static str> {
+        self.given.iter().map(|(name, _)| *name).find(|name| name.starts_with(prefix))
+    }
+
     /// Returns a text, if it was given. A path need not be UTF-8: see [`path`](Self::path).
     pub(crate) fn text(&self, name: &str) -> Option<&str> {
         self.path(name)?.to_str()
@@ -268,7 +288,6 @@ mod tests {
         let refused = |format, text| FormatOptions::parse(format, text).unwrap_err().to_string();
         assert!(refused("qcow2", "foo=1").contains("-o foo"));
         assert!(refused("raw", "cluster_size=1M").contains("raw"));
-        assert!(refused("qcow2", "encrypt.format=luks").contains("encrypt"));
         assert!(refused("qcow2", "encryption=on").contains("encrypt"));
         assert!(refused("vmdk", "").contains("vmdk"));
         for wrong in ["lazy_refcounts=maybe", "size", "cluster_size=x", "refcount_bits=1k"] {
@@ -280,7 +299,7 @@ mod tests {
     fn help_lists_every_option_in_order() {
         let help = FormatOptions::of("qcow2").unwrap().help();
         let lines: Vec<_> = help.lines().collect();
-        assert_eq!((lines[0], lines.len()), ("Supported qcow2 options:", 13));
+        assert_eq!((lines[0], lines.len()), ("Supported qcow2 options:", 21));
         assert!(lines[1].starts_with("  backing_file=<str>     - "), "{}", lines[1]);
         assert!(lines[1..].is_sorted());
     }

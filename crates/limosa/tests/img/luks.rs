@@ -214,6 +214,44 @@ fn encrypted_qcow2_images_are_written_as_stock_tools_write_them() {
 }
 
 #[test]
+fn encrypted_qcow2_images_are_created_and_measured_as_by_stock_tools() {
+    needs_qemu!();
+    let bed = Bed::new();
+    disk(&bed);
+    for options in [
+        ",encrypt.cipher-alg=aes-128,encrypt.hash-alg=sha1",
+        ",encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha256,cluster_size=4k",
+        ",encrypt.cipher-alg=twofish-256,encrypt.ivgen-alg=plain,compat=0.10",
+    ] {
+        let options = format!("{QCOW2}{options}");
+        // The same line is printed.
+        let create = with_secret(&["create", "-f", "qcow2", "-o", &options, "x", "3M"]);
+        bed.both_say(&create);
+        ours(&bed, &create[..1].iter().chain(&create[3..]).copied().collect::<Vec<_>>());
+        bed.both_say(&["info", "x"]);
+        theirs(&bed, &["check", "--image-opts", qcow2_opts("x")]);
+        ours(&bed, &["convert", "-O", "qcow2", "-o", &options, "disk", "y"]);
+        let compare = ["compare", "--image-opts", "driver=qcow2,file.filename=disk", qcow2_opts("y")];
+        assert_eq!(bed.both_say(&with_secret(&compare)).stdout, "Images are identical.\n");
+        theirs(&bed, &["check", "--image-opts", qcow2_opts("y")]);
+        for size in ["1M", "100G"] {
+            bed.both_say(&with_secret(&["measure", "-O", "qcow2", "-o", &options, "--size", size]));
+        }
+        bed.both_say(&with_secret(&["measure", "-O", "qcow2", "-o", &options, "disk"]));
+    }
+    for (options, says) in [
+        ("encrypt.format=luks", "encrypt.key-secret"),
+        ("encrypt.format=luks,encrypt.key-secret=t", "no such secret"),
+        ("encrypt.format=rot13,encrypt.key-secret=s", "must be luks"),
+        ("encrypt.cipher-alg=aes-128", "needs -o encrypt.format=luks"),
+    ] {
+        bed.both_refuse(&with_secret(&["create", "-q", "-f", "qcow2", "-o", options, "z", "1M"]), says);
+    }
+    let packed = with_secret(&["convert", "-c", "-O", "qcow2", "-o", QCOW2, "disk", "z"]);
+    bed.both_refuse(&packed, "does not support compressed contents");
+}
+
+#[test]
 fn what_a_resize_adds_to_an_encrypted_qcow2_image_reads_as_zeros() {
     needs_qemu!();
     let bed = Bed::new();

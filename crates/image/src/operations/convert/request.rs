@@ -18,14 +18,13 @@ use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::Policy;
-use crate::luks::Secrets;
-use crate::new_image::{CreatedFiles, NewImage, NewImageFormat, UnfinishedFiles};
+use crate::new_image::{CreatedFiles, NewImage, UnfinishedFiles};
 use crate::operations::operation::{OperationError, ProgressObserver};
 use crate::probe::Format;
 use crate::reference::Reference;
 
-/// The name of the new target's passphrase.
-const SECRET: &str = "target";
+/// The name of the new target's passphrase: one that QEMU's objects cannot have.
+const SECRET: &str = "(target)";
 
 /// A conversion of images that are given by name.
 #[derive(Debug, Clone)]
@@ -196,9 +195,9 @@ impl NewTarget {
                 Format::Luks => false,
             };
         let mut reference = Reference { format: Some(self.image.format()), ..Reference::file(path) };
-        let mut secrets = Secrets::default();
-        if let NewImageFormat::Luks(options) = &self.image.format {
-            secrets.insert(SECRET, options.passphrase.clone());
+        let mut secrets = self.backing.secrets.clone();
+        if let Some(passphrase) = self.image.passphrase() {
+            secrets.insert(SECRET, passphrase.clone());
             reference.key_secret = Some(SECRET.to_owned());
         }
         // The new image refers to what the caller named, and what that refers to was checked above.

@@ -12,8 +12,10 @@ use limosa_storage::{Buffer, Storage, StorageError, ZeroOptions};
 use super::layout::{Layout, TooLarge};
 use crate::compression::Compression;
 use crate::error::{CreateOptionsError, ImageError};
+use crate::luks::SectorCipher;
 use crate::offset::HostOffset;
 use crate::preallocation::Preallocation;
+use crate::qcow2::encryption::{NewEncryption, write_header};
 use crate::qcow2::format::entry::{L1Entry, L2Entry, Subclusters};
 use crate::qcow2::format::extension::Extensions;
 use crate::qcow2::format::feature::{FeatureName, Features};
@@ -55,6 +57,8 @@ pub struct CreateOptions {
     pub backing_format: Option<String>,
     /// The space that is allocated at once.
     pub preallocation: Preallocation,
+    /// The encryption of its contents.
+    pub encryption: Option<NewEncryption>,
 }
 
 setters!(CreateOptions {
@@ -70,6 +74,7 @@ setters!(CreateOptions {
     backing_file: Option<OsString>,
     backing_format: Option<String>,
     preallocation: Preallocation,
+    encryption: Option<NewEncryption>,
 });
 
 impl Default for CreateOptions {
@@ -87,6 +92,7 @@ impl Default for CreateOptions {
             backing_file: None,
             backing_format: None,
             preallocation: Preallocation::Off,
+            encryption: None,
         }
     }
 }
@@ -152,8 +158,15 @@ impl CreateOptions {
     /// Returns the length in bytes of an image whose disk of `size` bytes is allocated as a whole. The options are
     /// checked, and contents are in the image itself.
     pub(crate) fn allocated_length(&self, size: u64) -> Result<u64, CreateOptionsError> {
-        let layout = Layout::new(self.geometry(), size, true, true);
-        layout.map(|layout| layout.end().0).map_err(|_| CreateOptionsError::TooLarge(size))
+        let layout = Layout::new(self.geometry(), size, true, true, 0);
+        let length = layout.map_err(|_| CreateOptionsError::TooLarge(size))?.end().0;
+        // As qemu-img counts it: without refcounts for the encryption header.
+        Ok(length.saturating_add(self.encryption_length().next_multiple_of(self.cluster_size)))
+    }
+
+    /// Bytes of the encryption header with its key material.
+    fn encryption_length(&self) -> u64 {
+        self.encryption.as_ref().map_or(0, |encryption| encryption.header.length())
     }
 
     /// A raw data file must agree with the tables, and without tables they would say that there are zeros.
@@ -181,7 +194,7 @@ impl CreateOptions {
             cluster_bits: layout.geometry.cluster_bits,
             refcount_order: layout.geometry.refcount_order,
             size: self.size.next_multiple_of(SECTOR),
-            encryption: Encryption::None,
+            encryption: if self.encryption.is_some() { Encryption::Luks } else { Encryption::None },
             l1: (if layout.l1_entries == 0 { HostOffset(0) } else { layout.l1_at() }, narrow(layout.l1_entries)?),
             refcount_table: (layout.refcount_table_at(), narrow(layout.refcount_table)?),
             snapshots: (HostOffset(0), 0),
@@ -191,6 +204,7 @@ impl CreateOptions {
             extensions: Extensions {
                 backing_format: self.backing_format.clone().filter(|_| self.backing_file.is_some()),
                 data_file: self.data_file.clone(),
+                encryption: self.encryption.as_ref().map(|_| (layout.encryption_at(), self.encryption_length())),
                 // QEMU's names take more than a cluster of 512 bytes has.
                 feature_names: if self.version > 2 && self.cluster_size > 512 {
                     FeatureName::all_known()
@@ -224,7 +238,8 @@ pub async fn create(
     }
     let too_large = || unsupported(TooLarge::L1(options.size).to_string());
     let size = options.size.checked_next_multiple_of(SECTOR).ok_or_else(too_large)?;
-    let layout = Layout::new(options.geometry(), size, options.tables(), options.tables() && data_file.is_none())
+    let (tables, encryption) = (options.tables(), options.encryption_length());
+    let layout = Layout::new(options.geometry(), size, tables, tables && data_file.is_none(), encryption)
         .map_err(|error| unsupported(error.to_string()))?;
     let mut header = options.header(&layout)?;
     let start = header.encode(image)?;
@@ -242,7 +257,16 @@ pub async fn create(
     }
     let contents = if data_file.is_some() { layout.end() } else { layout.contents_at() };
     reserve(storage, contents.0..layout.end().0, layout.end().0, options.preallocation).await?;
-    if old_contents && options.version == 2 {
+    let cipher = match &options.encryption {
+        Some(encryption) => Some(write_header(storage, layout.encryption_at(), encryption).await?),
+        None => None,
+    };
+    // Zeros are not what they are decrypted to.
+    old_contents |= cipher.is_some();
+    if let Some(cipher) = cipher.filter(|_| options.version == 2) {
+        write_encrypted_zeros(storage, &cipher, contents.0..layout.end().0).await?;
+        old_contents = false;
+    } else if old_contents && options.version == 2 {
         // It has no clusters that are allocated and read as zeros.
         storage.write_zeroes(contents.0..layout.end().0, ZeroOptions::default()).await?;
         old_contents = false;
@@ -293,6 +317,20 @@ async fn reserve(
     Ok(())
 }
 
+/// Writes what is decrypted to zeros.
+async fn write_encrypted_zeros(
+    storage: &dyn Storage,
+    cipher: &SectorCipher,
+    range: std::ops::Range<u64>,
+) -> Result<(), StorageError> {
+    for (at, length) in pieces(range) {
+        let mut zeros = vec![0; length];
+        cipher.encrypt(at / SECTOR, &mut zeros);
+        storage.write(at, Buffer::from_slice(&zeros).into()).await?;
+    }
+    Ok(())
+}
+
 /// A range in pieces: where each begins, and its length.
 fn pieces(range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, usize)> {
     let end = range.end;
@@ -309,7 +347,7 @@ fn pieces(range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, usize)> {
 struct Tables<'a> {
     layout: Layout,
     options: &'a CreateOptions,
-    /// Clusters of contents may hold what was there before.
+    /// Clusters of contents may hold what was there before, or zeros that are decrypted to something else.
     old_contents: bool,
 }
 
@@ -358,7 +396,9 @@ impl Tables<'_> {
         let what = if geometry.extended_l2 {
             // A backing file is seen through it, and old contents are not.
             Subclusters::NONE
-        } else if self.old_contents && self.options.preallocation != Preallocation::Full {
+        } else if self.old_contents
+            && (self.options.preallocation != Preallocation::Full || self.options.encryption.is_some())
+        {
             Subclusters::ZERO
         } else {
             Subclusters::ALLOCATED

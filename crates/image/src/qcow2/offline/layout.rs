@@ -1,7 +1,8 @@
 //! The layout of a new image.
 //!
-//! Header, refcount table, refcount blocks, L1 table, L2 tables, contents: one behind the other, without a gap, so that
-//! contents that are allocated at once are contiguous and the refcount of every cluster up to the end is one.
+//! Header, refcount table, refcount blocks, L1 table, encryption header, L2 tables, contents: one behind the other,
+//! without a gap, so that contents that are allocated at once are contiguous and the refcount of every cluster up to
+//! the end is one.
 
 use crate::offset::HostOffset;
 use crate::qcow2::format::geometry::Geometry;
@@ -17,7 +18,9 @@ pub(in crate::qcow2) struct Layout {
     pub(in crate::qcow2) refcount_blocks: u64,
     /// Entries of the L1 table, which begins behind those.
     pub(in crate::qcow2) l1_entries: u64,
-    /// L2 tables, which begin behind it: none, or as many as the L1 table has entries.
+    /// Clusters of the encryption header with its key material, which begins behind it.
+    pub(in crate::qcow2) encryption: u64,
+    /// L2 tables, which begin behind that: none, or as many as the L1 table has entries.
     pub(in crate::qcow2) l2_tables: u64,
     /// Clusters of contents, which begin behind those.
     pub(in crate::qcow2) contents: u64,
@@ -33,15 +36,25 @@ pub(in crate::qcow2) enum TooLarge {
 }
 
 impl Layout {
-    /// Of a disk of `size` bytes; `tables`: with L2 tables for all of it; `guest_data`: with clusters for all of it.
-    pub(in crate::qcow2) fn new(geometry: Geometry, size: u64, tables: bool, contents: bool) -> Result<Self, TooLarge> {
+    /// Of a disk of `size` bytes; `tables`: with L2 tables for all of it; `contents`: with clusters for all of it;
+    /// `encryption`: bytes of the encryption header.
+    pub(in crate::qcow2) fn new(
+        geometry: Geometry,
+        size: u64,
+        tables: bool,
+        contents: bool,
+        encryption: u64,
+    ) -> Result<Self, TooLarge> {
         let l1_entries = geometry.l1_entries(size);
         if l1_entries > u64::from(L1_MOST) || i64::try_from(size).is_err() {
             return Err(TooLarge::L1(size));
         }
         let l2_tables = if tables { l1_entries } else { 0 };
         let contents = if contents { geometry.clusters(size) } else { 0 };
-        let mut layout = Self { geometry, refcount_table: 1, refcount_blocks: 1, l1_entries, l2_tables, contents };
+        let encryption = geometry.clusters(encryption);
+        let (refcount_table, refcount_blocks) = (1, 1);
+        let mut layout =
+            Self { geometry, refcount_table, refcount_blocks, l1_entries, encryption, l2_tables, contents };
         // The refcounts count themselves, too: both grow until they reach.
         loop {
             let blocks = layout.clusters().div_ceil(geometry.refcounts_per_block());
@@ -69,8 +82,12 @@ impl Layout {
         self.at(1 + self.refcount_table + self.refcount_blocks)
     }
 
-    pub(in crate::qcow2) const fn l2_at(&self) -> HostOffset {
+    pub(in crate::qcow2) const fn encryption_at(&self) -> HostOffset {
         HostOffset(self.l1_at().0 + self.geometry.clusters(self.l1_entries * 8) * self.geometry.cluster_size())
+    }
+
+    pub(in crate::qcow2) const fn l2_at(&self) -> HostOffset {
+        HostOffset(self.encryption_at().0 + self.encryption * self.geometry.cluster_size())
     }
 
     pub(in crate::qcow2) const fn contents_at(&self) -> HostOffset {
@@ -102,18 +119,18 @@ mod tests {
 
     #[test]
     fn an_empty_image_has_four_clusters() {
-        let layout = Layout::new(USUAL, 1 << 30, false, false).unwrap();
+        let layout = Layout::new(USUAL, 1 << 30, false, false, 0).unwrap();
         assert_eq!(
             (layout.refcount_table_at(), layout.refcount_blocks_at()),
             (HostOffset(0x1_0000), HostOffset(0x2_0000))
         );
         assert_eq!((layout.l1_at(), layout.l1_entries, layout.end()), (HostOffset(0x3_0000), 2, HostOffset(0x4_0000)));
-        assert_eq!(Layout::new(USUAL, 0, true, true).unwrap().end(), HostOffset(0x3_0000));
+        assert_eq!(Layout::new(USUAL, 0, true, true, 0).unwrap().end(), HostOffset(0x3_0000));
     }
 
     #[test]
     fn an_image_that_is_all_there_has_its_contents_in_one_piece() {
-        let layout = Layout::new(USUAL, 100 << 20, true, true).unwrap();
+        let layout = Layout::new(USUAL, 100 << 20, true, true, 0).unwrap();
         assert_eq!((layout.l2_at(), layout.contents_at()), (HostOffset(0x4_0000), HostOffset(0x5_0000)));
         assert_eq!(layout.clusters(), 1605);
     }
@@ -121,12 +138,12 @@ mod tests {
     #[test]
     fn what_no_table_reaches_is_refused() {
         let small = Geometry { cluster_bits: 9, ..USUAL };
-        assert!(Layout::new(small, 128 << 30, false, false).is_ok());
+        assert!(Layout::new(small, 128 << 30, false, false, 0).is_ok());
         let size = (128 << 30) + 1;
-        assert_eq!(Layout::new(small, size, false, false), Err(TooLarge::L1(size)));
+        assert_eq!(Layout::new(small, size, false, false, 0), Err(TooLarge::L1(size)));
         let wide = Geometry { refcount_order: 6, ..small };
-        assert_eq!(Layout::new(wide, 128 << 30, true, true), Err(TooLarge::Refcounts));
-        assert_eq!(Layout::new(USUAL, u64::MAX, false, false), Err(TooLarge::L1(u64::MAX)));
+        assert_eq!(Layout::new(wide, 128 << 30, true, true, 0), Err(TooLarge::Refcounts));
+        assert_eq!(Layout::new(USUAL, u64::MAX, false, false, 0), Err(TooLarge::L1(u64::MAX)));
     }
 
     proptest! {
@@ -137,9 +154,10 @@ mod tests {
             size in 0_u64..1 << 44,
             tables: bool,
             contents: bool,
+            encryption in 0_u64..4 << 20,
         ) {
             let geometry = Geometry { cluster_bits, refcount_order, extended_l2: false };
-            if let Ok(layout) = Layout::new(geometry, size, tables, contents) {
+            if let Ok(layout) = Layout::new(geometry, size, tables, contents, encryption) {
                 let each = geometry.refcounts_per_block();
                 prop_assert!(layout.refcount_blocks * each >= layout.clusters());
                 prop_assert!((layout.refcount_blocks - 1) * each < layout.clusters());

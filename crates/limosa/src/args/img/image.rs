@@ -120,7 +120,7 @@ impl OpenArgs {
 impl ImageArgs {
     /// Whether an option says how an image is opened.
     pub(crate) fn is_given(&self) -> bool {
-        self.format.is_some() || self.image_opts || !self.open.object.all().is_empty()
+        self.format.is_some() || self.image_opts
     }
 
     /// The image of this name.

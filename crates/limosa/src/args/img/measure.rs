@@ -53,7 +53,7 @@ impl ImgMeasureArgs {
         let of_file = self.image.is_given() || self.snapshot.is_some();
         let what = match (&self.file, self.size) {
             (Some(_), Some(_)) => anyhow::bail!("--size: excludes FILE, whose size is measured"),
-            (None, Some(_)) if of_file => anyhow::bail!("--size: excludes -f, -l, --image-opts and --object"),
+            (None, Some(_)) if of_file => anyhow::bail!("--size: excludes -f, -l and --image-opts"),
             (Some(file), None) => {
                 Measured::Image(Source { force_share: self.share.force_share, ..self.image.source(file) })
             }
