@@ -62,8 +62,8 @@ pub use gate::{FilePurpose, Policy};
 pub use new_image::{CreatedFiles, NewBacking, NewImage, NewImageFormat, RemovalGuard, UnfinishedFiles};
 pub use offset::{GuestOffset, HostOffset};
 pub use operations::{
-    DiskOperation, OperationError, Progress, ProgressObserver, bench, commit, compare, convert, dd, info, measure,
-    rebase, resize,
+    DiskOperation, OperationError, Progress, ProgressObserver, amend, bench, commit, compare, convert, dd, info,
+    measure, rebase, resize,
 };
 pub use preallocation::{Preallocation, UnknownPreallocation};
 pub use probe::{Format, Guess, UnknownFormat, guess, probe};

@@ -30,8 +30,8 @@ const KEY_DIGEST: usize = 112;
 const KEY_SALT: usize = 132;
 const KEY_ITERATIONS: usize = 164;
 const UUID: usize = 168;
-const SLOTS: usize = 208;
-const SLOT_LENGTH: usize = 48;
+pub(super) const SLOTS: usize = 208;
+pub(super) const SLOT_LENGTH: usize = 48;
 
 /// The most work that a header may ask for. Without limits a header of 592 bytes keeps a processor busy for hours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

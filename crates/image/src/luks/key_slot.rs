@@ -141,6 +141,13 @@ impl Header {
         Ok(material)
     }
 
+    /// Has a slot count as active or not.
+    pub(super) fn set_active(&mut self, index: usize, active: bool) {
+        if let Some(slot) = self.slots.get_mut(index) {
+            slot.active = active;
+        }
+    }
+
     /// Takes a slot's passphrase away. Its key material has to be overwritten, too.
     pub fn clear_slot(&mut self, index: usize) {
         if let Some(slot) = self.slots.get_mut(index) {

@@ -11,6 +11,7 @@
 
 mod algorithm;
 mod anti_forensic;
+mod change;
 mod cipher;
 mod hash;
 mod header;
@@ -22,6 +23,8 @@ mod unlock;
 mod volume;
 
 pub use algorithm::{CipherAlgorithm, CipherMode, IvGenerator};
+pub(crate) use change::change_key_slots_at;
+pub use change::{KeySlotChange, change_key_slots};
 pub use cipher::{SECTOR, SectorCipher};
 pub use hash::HashAlgorithm;
 pub use header::{HEADER_LENGTH, Header, KEY_SLOTS, Layout, Limits, MAGIC, Slot};

@@ -1,6 +1,7 @@
-//! Operations on whole disks: converting, committing, rebasing, comparing, describing, resizing, and measuring their
-//! space and their speed.
+//! Operations on whole disks: converting, committing, rebasing, comparing, describing, resizing, amending, and
+//! measuring their space and their speed.
 
+pub mod amend;
 pub mod bench;
 pub mod commit;
 pub mod compare;

@@ -5,6 +5,7 @@ mod chain;
 mod commit;
 mod create;
 mod info;
+mod key_slots;
 mod layers;
 mod luks;
 mod luks_create;

@@ -181,17 +181,23 @@ where
     format.text(name).map(parse).transpose()
 }
 
+/// The version of a qcow2 image, if it was given.
+pub(crate) fn version(format: &FormatOptions) -> anyhow::Result<Option<u32>> {
+    Ok(match format.text("compat") {
+        None => None,
+        Some("v3" | "1.1") => Some(3),
+        Some("v2" | "0.10") => Some(2),
+        Some(other) => anyhow::bail!("-o compat: {other:?} must be v2 (0.10) or v3 (1.1)"),
+    })
+}
+
 fn qcow2_options(
     format: &FormatOptions,
     size: u64,
     preallocation: Preallocation,
 ) -> anyhow::Result<qcow2::CreateOptions> {
     let usual = qcow2::CreateOptions::default();
-    let version = match format.text("compat") {
-        None | Some("v3" | "1.1") => 3,
-        Some("v2" | "0.10") => 2,
-        Some(other) => anyhow::bail!("-o compat: {other:?} must be v2 (0.10) or v3 (1.1)"),
-    };
+    let version = version(format)?.unwrap_or(usual.version);
     let compression = match format.text("compression_type") {
         None | Some("zlib") => Compression::Zlib,
         Some("zstd") => Compression::Zstd,

@@ -86,6 +86,37 @@ const LUKS: [Known; 9] = [
     known("size", Kind::Size, "Virtual size"),
 ];
 
+/// Options that images have when they exist, in the order of the printed line.
+const AMEND_QCOW2: [Known; 12] = [
+    known("encrypt.state", Kind::Text, STATE),
+    known("encrypt.new-secret", Kind::Text, NEW_SECRET),
+    known("encrypt.old-secret", Kind::Text, OLD_SECRET),
+    known("encrypt.keyslot", Kind::Number, KEYSLOT),
+    known("encrypt.iter-time", Kind::Number, ITER_TIME),
+    known("compat", Kind::Text, "Version of the format: v2 (or 0.10), v3 (or 1.1)"),
+    known("lazy_refcounts", Kind::OnOff, "Postpone refcount updates until the image is closed"),
+    known("size", Kind::Size, "Virtual size; what is behind a new end is lost"),
+    known("refcount_bits", Kind::Number, "Bits of a refcount: not supported, unless it has as many"),
+    known("backing_file", Kind::Text, "File that provides contents not yet written: use rebase"),
+    known("backing_fmt", Kind::Text, "Format of the backing file: use rebase"),
+    known("data_file", Kind::Text, "External data file for the contents: not supported"),
+];
+
+/// In the order of the printed line.
+const AMEND_LUKS: [Known; 5] = [
+    known("state", Kind::Text, STATE),
+    known("new-secret", Kind::Text, NEW_SECRET),
+    known("old-secret", Kind::Text, OLD_SECRET),
+    known("keyslot", Kind::Number, KEYSLOT),
+    known("iter-time", Kind::Number, ITER_TIME),
+];
+
+/// The descriptions of options of key slots.
+const STATE: &str = "New state of key slots: active, inactive";
+const NEW_SECRET: &str = "Secret with the passphrase that a key slot gets";
+const OLD_SECRET: &str = "Secret with the passphrase of the key slots that lose it";
+const KEYSLOT: &str = "The key slot: 0 to 7";
+
 /// Options of QEMU that are refused, each with the reason.
 const REFUSED: [(&str, &str); 3] = [
     ("encryption", "the old encryption with AES is not supported; use -o encrypt.format=luks"),
@@ -131,6 +162,9 @@ impl fmt::Display for Value {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FormatOptions {
     format: Format,
+    title: &'static str,
+    /// Options that only a new image has.
+    creating: &'static [Known],
     known: &'static [Known],
     given: Vec<(&'static str, Value)>,
 }
@@ -147,7 +181,22 @@ impl FormatOptions {
             Format::Qcow2 => &QCOW2,
             Format::Luks => &LUKS,
         };
-        Ok(Self { format, known, given: Vec::new() })
+        Ok(Self { format, title: "Supported", creating: &[], known, given: Vec::new() })
+    }
+
+    /// Parses the options of an image that exists, as [`parse`](Self::parse).
+    ///
+    /// # Errors
+    /// As of [`parse`](Self::parse); the format has no such options.
+    pub(crate) fn to_amend(format: Format, text: &str) -> anyhow::Result<Self> {
+        let (known, creating): (&[Known], &[Known]) = match format {
+            Format::Raw => anyhow::bail!("format raw has no options that can be amended"),
+            Format::Qcow2 => (&AMEND_QCOW2, &QCOW2),
+            Format::Luks => (&AMEND_LUKS, &LUKS),
+        };
+        let mut options = Self { format, title: "Amend", creating, known, given: Vec::new() };
+        options.set_all(text)?;
+        Ok(options)
     }
 
     /// Parses `NAME=VALUE,NAME=VALUE`; a comma in a value is written twice. The last value of a name counts.
@@ -156,11 +205,16 @@ impl FormatOptions {
     /// An option that the format does not have, or a value that it cannot have.
     pub(crate) fn parse(format: &str, text: &str) -> anyhow::Result<Self> {
         let mut options = Self::of(format)?;
+        options.set_all(text)?;
+        Ok(options)
+    }
+
+    fn set_all(&mut self, text: &str) -> anyhow::Result<()> {
         for option in split_options(text) {
             let (name, value) = option.split_once('=').unwrap_or((&option, "on"));
-            options.set(name, value)?;
+            self.set(name, value)?;
         }
-        Ok(options)
+        Ok(())
     }
 
     /// Returns the format.
@@ -176,6 +230,9 @@ impl FormatOptions {
         let Some(known) = self.known.iter().find(|known| known.name == name) else {
             if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| name.starts_with(refused)) {
                 anyhow::bail!("-o {name}: {why}");
+            }
+            if self.creating.iter().any(|known| known.name == name) {
+                anyhow::bail!("-o {name}: can only be chosen when an image is created");
             }
             anyhow::bail!("-o {name}: unknown option of format {}; -o help lists them", self.format);
         };
@@ -239,7 +296,7 @@ impl FormatOptions {
     pub(crate) fn help(&self) -> String {
         let mut known: Vec<_> = self.known.iter().collect();
         known.sort_by_key(|known| known.name);
-        let mut help = format!("Supported {} options:", self.format);
+        let mut help = format!("{} {} options:", self.title, self.format);
         for Known { name, kind, what, usual } in known {
             let kind = match kind {
                 Kind::Text => "<str>",

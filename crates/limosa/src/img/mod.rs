@@ -3,6 +3,7 @@
 //! Law: `limosa img` replaces qemu-img. Output for programs and exit statuses are the same; output for people has the
 //! same content, and errors say more.
 
+mod amend;
 mod bench;
 mod bitmap;
 mod check;
@@ -33,9 +34,6 @@ use limosa_image::ImageError;
 
 use crate::args::{ImgArgs, ImgCommand};
 
-/// Commands of qemu-img that limosa does not support yet.
-const LATER: [&str; 1] = ["amend"];
-
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     match (object::define(args.command.objects()), &args.command) {
         (Ok(()), _) => {}
@@ -55,6 +53,7 @@ pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
         ImgCommand::Dd(args) => dd::run(&args.resolve()?),
         ImgCommand::Measure(args) => measure::run(&args.resolve()?),
         ImgCommand::Resize(args) => resize::run(&args.resolve()),
+        ImgCommand::Amend(args) => amend::run(&args.resolve()?),
         ImgCommand::Commit(args) => commit::run(&args.resolve()),
         ImgCommand::Rebase(args) => rebase::run(&args.resolve()?),
         ImgCommand::Snapshot(args) => snapshot::run(&args.resolve()),
@@ -81,8 +80,5 @@ fn with_remedy(error: anyhow::Error) -> anyhow::Error {
 
 fn refuse(words: &[OsString]) -> anyhow::Result<ExitCode> {
     let name = words.first().map(|word| word.to_string_lossy()).unwrap_or_default();
-    if LATER.contains(&name.as_ref()) {
-        anyhow::bail!("img {name} is not supported yet; use qemu-img {name}");
-    }
     anyhow::bail!("img {name:?}: unknown command; see limosa img --help")
 }

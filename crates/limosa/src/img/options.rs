@@ -226,6 +226,19 @@ pub(crate) struct CommitOptions {
     pub(crate) json: bool,
 }
 
+/// `limosa img amend`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct AmendOptions {
+    pub(crate) source: Source,
+    /// `NAME=VALUE,NAME=VALUE`.
+    pub(crate) options: String,
+    /// Key slots may be overwritten, and the last one erased.
+    pub(crate) force: bool,
+    /// Progress is shown also without a terminal.
+    pub(crate) progress: bool,
+    pub(crate) quiet: bool,
+}
+
 /// `limosa img rebase`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RebaseOptions {

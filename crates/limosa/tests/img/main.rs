@@ -4,6 +4,7 @@
 #[allow(unreachable_pub, reason = "it is shared with other test programs")]
 mod stage;
 
+mod amend;
 mod bed;
 mod bench;
 mod bitmap;

@@ -1,6 +1,7 @@
 //! Work on an image that is not in use: creating, checking, repairing, resizing and emptying it, and changing its
-//! backing file, its snapshots and its bitmaps.
+//! version, its backing file, its snapshots and its bitmaps.
 
+pub(in crate::qcow2) mod amend;
 pub(in crate::qcow2) mod backing;
 pub(in crate::qcow2) mod bitmaps;
 pub(in crate::qcow2) mod check;

@@ -4,6 +4,7 @@
 //! refused is not listed in `--help`. Each command's arguments are resolved into a plain struct of
 //! [`crate::img::options`].
 
+mod amend;
 mod bench;
 mod bitmap;
 mod check;
@@ -26,6 +27,7 @@ use clap::{Args, Subcommand};
 
 use crate::img::object::Secret;
 
+pub(crate) use amend::ImgAmendArgs;
 pub(crate) use bench::ImgBenchArgs;
 pub(crate) use bitmap::ImgBitmapArgs;
 pub(crate) use check::ImgCheckArgs;
@@ -72,6 +74,8 @@ pub(crate) enum ImgCommand {
     Measure(ImgMeasureArgs),
     /// Change the virtual size of an image
     Resize(ImgResizeArgs),
+    /// Change options of an image: key slots, version, lazy refcounts, size
+    Amend(Box<ImgAmendArgs>),
     /// Move an overlay's contents into its backing file
     Commit(ImgCommitArgs),
     /// Put an overlay on another backing file
@@ -82,7 +86,7 @@ pub(crate) enum ImgCommand {
     Bitmap(Box<ImgBitmapArgs>),
     /// Measure requests to an image
     Bench(Box<ImgBenchArgs>),
-    /// A command that only qemu-img has, or an unknown one.
+    /// An unknown command.
     #[command(external_subcommand)]
     Other(Vec<OsString>),
 }
@@ -100,6 +104,7 @@ impl ImgCommand {
             Self::Dd(args) => &args.image.open.object,
             Self::Measure(args) => &args.image.open.object,
             Self::Resize(args) => &args.image.open.object,
+            Self::Amend(args) => &args.image.open.object,
             Self::Commit(args) => &args.image.open.object,
             Self::Rebase(args) => &args.image.open.object,
             Self::Snapshot(args) => &args.image.open.object,

@@ -1,0 +1,97 @@
+//! `limosa img amend`.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use limosa_image::amend::{self, amend};
+use limosa_image::chain::{ImageFile, NamedImage};
+use limosa_image::luks::{DEFAULT_ITER_TIME, KeySlotChange, Passphrase};
+use limosa_image::qcow2::Header;
+use limosa_image::{Format, Progress};
+use limosa_storage::block_on;
+
+use super::create::version;
+use super::format_options::FormatOptions;
+use super::meter::Meter;
+use super::object;
+use super::open;
+use super::options::AmendOptions;
+use limosa_console::{check_stdout, print_out};
+
+pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
+    let source = &options.source;
+    if options.options.split(',').any(|option| matches!(option, "help" | "?")) {
+        let format = source.format.as_deref().context("-o help: format not given; use -f")?.parse()?;
+        print_out!("{}", FormatOptions::to_amend(format, "")?.help());
+        check_stdout()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    anyhow::ensure!(!source.name.0.is_empty(), "file not given; use limosa img amend -o OPTIONS FILE");
+    let NamedImage { reference, options: open, .. } = open::resolve(source)?;
+    let file = block_on(ImageFile::open(&reference, &open.clone().read_only(true)))?;
+    let asked = FormatOptions::to_amend(file.format, &options.options).with_context(|| source.name.to_string())?;
+    refuse(&asked, &file)?;
+    drop(file);
+    let prefix = if asked.format() == Format::Qcow2 { "encrypt." } else { "" };
+    let changes = amend::AmendOptions::default()
+        .key_slots(key_slots(&asked, prefix)?)
+        .version(version(&asked)?)
+        .lazy_refcounts(asked.on_off("lazy_refcounts"))
+        .size(asked.number("size"))
+        .force(options.force);
+    let meter = Meter::new("amend", options.progress, options.quiet, None);
+    block_on(amend(&reference, &open, &changes))?;
+    let _ = meter.note(Progress::new(1, 1, 0));
+    drop(meter);
+    check_stdout()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses what qemu-img refuses, too, and what limosa does not have.
+fn refuse(asked: &FormatOptions, file: &ImageFile) -> anyhow::Result<()> {
+    if let Some(name) = asked.first_of("backing_f") {
+        anyhow::bail!("-o {name}: use limosa img rebase");
+    }
+    if asked.path("data_file").is_some() {
+        anyhow::bail!("-o data_file: not supported; use qemu-img amend");
+    }
+    if let Some(bits) = asked.number("refcount_bits") {
+        let header = block_on(Header::read(&*file.storage))?;
+        let has = 1_u64 << header.refcount_order;
+        anyhow::ensure!(
+            bits == has,
+            "-o refcount_bits={bits}: the image has {has}; use limosa img convert -o refcount_bits={bits}"
+        );
+    }
+    Ok(())
+}
+
+/// The change of key slots, if one is asked for.
+fn key_slots(asked: &FormatOptions, prefix: &str) -> anyhow::Result<Option<KeySlotChange>> {
+    let option = |name: &str| format!("{prefix}{name}");
+    let secret = |name: &str| {
+        let Some(secret) = asked.text(&option(name)) else { return Ok(None) };
+        let found = object::secrets().get(secret).cloned();
+        let missing =
+            || format!("-o {prefix}{name}={secret}: no such secret; define it with --object secret,id={secret}");
+        found.map(Some).with_context(missing)
+    };
+    let (new, old): (Option<Passphrase>, Option<Passphrase>) = (secret("new-secret")?, secret("old-secret")?);
+    let slot = asked.number(&option("keyslot")).map(usize::try_from).transpose().context("keyslot")?;
+    let iter_time = asked.number(&option("iter-time")).map(Duration::from_millis);
+    Ok(Some(match (asked.text(&option("state")), new, old) {
+        (Some("active"), Some(passphrase), None) => {
+            KeySlotChange::Activate { passphrase, slot, iter_time: iter_time.unwrap_or(DEFAULT_ITER_TIME) }
+        }
+        (Some("active"), None, _) => anyhow::bail!("-o {prefix}state=active needs -o {prefix}new-secret=ID"),
+        (Some("active"), _, Some(_)) => anyhow::bail!("-o {prefix}old-secret is for -o {prefix}state=inactive"),
+        (Some("inactive"), None, passphrase) if iter_time.is_none() => KeySlotChange::Erase { slot, passphrase },
+        (Some("inactive"), ..) => {
+            anyhow::bail!("-o {prefix}new-secret and iter-time are for -o {prefix}state=active")
+        }
+        (Some(other), ..) => anyhow::bail!("-o {prefix}state={other}: must be active or inactive"),
+        (None, None, None) if slot.is_none() && iter_time.is_none() => return Ok(None),
+        (None, ..) => anyhow::bail!("-o {prefix}state not given: active or inactive"),
+    }))
+}

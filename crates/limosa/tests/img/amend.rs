@@ -1,0 +1,133 @@
+//! `limosa img amend`.
+
+use std::fs;
+
+use crate::bed::Bed;
+use crate::needs_qemu;
+
+const SECRETS: [&str; 6] = [
+    "--object",
+    "secret,id=one,data=the first",
+    "--object",
+    "secret,id=two,data=the second",
+    "--object",
+    "secret,id=three,data=the third",
+];
+
+/// `amend` with the secrets.
+fn amend<'a>(words: &[&'a str]) -> Vec<&'a str> {
+    [&["amend"], &SECRETS[..], words].concat()
+}
+
+#[test]
+fn key_slots_are_changed_as_by_stock_tools() {
+    needs_qemu!();
+    for (format, prefix) in [("luks", ""), ("qcow2", "encrypt.")] {
+        let bed = Bed::new();
+        let create = format!("{prefix}key-secret=one,{prefix}iter-time=10");
+        let create = if format == "qcow2" { format!("encrypt.format=luks,{create}") } else { create };
+        bed.create(&[&SECRETS[..], &["-f", format, "-o", &create, "x", "1M"]].concat());
+        let image = |secret: &str| format!("driver={format},{prefix}key-secret={secret},file.filename=x");
+        let (one, two) = (image("one"), image("two"));
+        let words = |options: &str| {
+            let named = options.split(',').map(|option| format!("{prefix}{option}"));
+            named.collect::<Vec<_>>().join(",")
+        };
+        let add = words("state=active,new-secret=two,iter-time=10");
+        for (options, says) in [
+            ("state=inactive,old-secret=one", "no key slot would be left"),
+            ("state=inactive,keyslot=0", "no key slot would be left"),
+            ("state=active,new-secret=two,keyslot=0", "is active"),
+            ("state=active,new-secret=two,keyslot=9", "0 to 7"),
+            ("state=active", "new-secret"),
+            ("state=inactive", "the slot or its passphrase"),
+            ("state=inactive,old-secret=two", "no key slot opens"),
+            ("state=inactive,new-secret=two", "new-secret"),
+            ("state=active,new-secret=two,old-secret=one", "old-secret"),
+            ("state=inactive,keyslot=3", "not active"),
+            ("new-secret=two", "state"),
+            ("state=odd", "active or inactive"),
+            ("state=active,new-secret=four", "no such secret"),
+        ] {
+            bed.both_refuse(&amend(&["--image-opts", "-o", &words(options), &one]), says);
+        }
+        assert_eq!(bed.limosa(&amend(&["-q", "--image-opts", "-o", &add, &one])).status.code(), Some(0));
+        bed.both_say(&["info", "x"]);
+        // Both passphrases open it, with both programs.
+        for image in [&one, &two] {
+            let words = [&["measure"], &SECRETS[..], &["-O", "raw", "--image-opts", image]].concat();
+            bed.both_say(&words);
+            bed.qemu_img(&words).success();
+        }
+        let gone = words("state=inactive,old-secret=one");
+        let before = fs::read(bed.path("x")).unwrap();
+        bed.qemu_img(&amend(&["--image-opts", "-o", &gone, &two])).success();
+        // But for the space that the file takes up.
+        let slots = |info: String| info.split_once("slots:").unwrap().1.split("Child node").next().unwrap().to_owned();
+        let theirs = slots(bed.qemu_img(&["info", "x"]).success().stdout);
+        fs::write(bed.path("x"), before).unwrap();
+        assert_eq!(bed.limosa(&amend(&["-p", "--image-opts", "-o", &gone, &two])).status.code(), Some(0));
+        assert_eq!(slots(bed.both_say(&["info", "x"]).stdout), theirs);
+        let over = words("state=active,new-secret=three,keyslot=1,iter-time=10");
+        let over = amend(&["--force", "-t", "none", "--image-opts", "-o", &over, &two]);
+        assert_eq!(bed.limosa(&over).status.code(), Some(0));
+        let three = image("three");
+        bed.qemu_img(&[&["check"], &SECRETS[..], &["--image-opts", &three]].concat());
+        bed.qemu_img(&[&["measure"], &SECRETS[..], &["-O", "raw", "--image-opts", &three]].concat()).success();
+    }
+}
+
+#[test]
+fn options_of_qcow2_images_are_amended_as_by_stock_tools() {
+    needs_qemu!();
+    let bed = Bed::new();
+    for made in ["compat=1.1", "compat=0.10", "compat=1.1,lazy_refcounts=on"] {
+        for options in [
+            "compat=0.10",
+            "compat=v3",
+            "compat=1.1,lazy_refcounts=on",
+            "lazy_refcounts=off",
+            "size=3M",
+            "size=512k",
+            "lazy_refcounts=off,compat=v2,size=2M",
+            "refcount_bits=16",
+        ] {
+            for name in ["ours", "theirs"] {
+                bed.create(&["-f", "qcow2", "-o", made, name, "1M"]);
+                bed.qemu_io(name, &["write -q -P 7 100k 300k"]);
+            }
+            let words = |name| ["amend", "-q", "-f", "qcow2", "-o", options, name];
+            let ended = bed.limosa(&words("ours"));
+            assert_eq!(ended.status.code(), Some(0), "{made} {options}: {}", ended.stderr);
+            bed.qemu_img(&words("theirs")).success();
+            let info = |name| {
+                let mut info = bed.qemu_img(&["info", "--output", "json", name]).success().json();
+                for differs in ["filename", "children", "actual-size"] {
+                    info.as_object_mut().unwrap().remove(differs);
+                }
+                info
+            };
+            assert_eq!(info("ours"), info("theirs"), "{made} {options}");
+            bed.qemu_img(&["check", "ours"]).success();
+            bed.qemu_img(&["compare", "ours", "theirs"]).success();
+        }
+    }
+    bed.create(&["-f", "qcow2", "-o", "compat=0.10", "x", "1M"]);
+    bed.create(&["-f", "raw", "raw", "1M"]);
+    for (options, says) in [
+        ("lazy_refcounts=on", "compat=1.1"),
+        ("compat=3", "v2 (0.10) or v3 (1.1)"),
+        ("size=1000", "512"),
+        ("backing_file=y,backing_fmt=raw", "rebase"),
+        ("cluster_size=4k", "when an image is created"),
+        ("encrypt.state=active,encrypt.new-secret=one", "not encrypted"),
+        ("data_file=y", "data_file"),
+        ("frob=1", "unknown option"),
+    ] {
+        bed.both_refuse(&amend(&["-o", options, "x"]), says);
+    }
+    bed.both_refuse(&["amend", "-f", "raw", "-o", "size=2M", "raw"], "format raw");
+    bed.both_refuse(&["amend", "x"], "-o");
+    let help = bed.limosa(&["amend", "-f", "qcow2", "-o", "help"]);
+    assert!(help.stdout.starts_with("Amend qcow2 options:") && help.stdout.contains("encrypt.new-secret=<str>"));
+}
