@@ -72,6 +72,27 @@ pub async fn change_key_slots(
     Place { file, base: 0, header }.change(opened_with, change, force).await
 }
 
+/// Checks that [`change_key_slots`] would be possible. `area`: where a qcow2 image has the header.
+pub(crate) async fn check_key_slot_change(
+    file: &dyn Storage,
+    area: Option<(u64, u64)>,
+    opened_with: &Passphrase,
+    change: &KeySlotChange,
+    force: bool,
+) -> Result<(), ImageError> {
+    let place = match area {
+        Some((at, length)) => Place { file, base: at, header: read_header_at(file, at, length).await? },
+        None => Place { file, base: 0, header: read_header(file).await? },
+    };
+    unlock(file, place.base, &place.header, opened_with).await?;
+    match change {
+        KeySlotChange::Activate { slot, .. } => place.slot_to_activate(*slot, force).map(drop),
+        KeySlotChange::Erase { slot, passphrase } => {
+            place.slots_to_erase(*slot, passphrase.as_ref(), force).await.map(drop)
+        }
+    }
+}
+
 /// As [`change_key_slots`], of the header that a qcow2 image has in this area of its file.
 pub(crate) async fn change_key_slots_at(
     file: &dyn Storage,
@@ -92,6 +113,12 @@ impl Place<'_> {
     async fn change(mut self, opened_with: &Passphrase, change: &KeySlotChange, force: bool) -> Result<(), ImageError> {
         // Also for an erasure: who cannot open the disk does not change who can.
         let unlocked = unlock(self.file, self.base, &self.header, opened_with).await?;
+        for slot in 0..self.header.slots.len() {
+            // Of a change that was interrupted: its key material is there.
+            if self.header.slots.get(slot).is_some_and(|slot| !slot.active && slot.iterations != 0) {
+                self.erase(slot).await?;
+            }
+        }
         match change {
             KeySlotChange::Activate { passphrase, slot, iter_time } => {
                 let slot = self.slot_to_activate(*slot, force)?;
@@ -202,9 +229,12 @@ impl Place<'_> {
         let place = place.ok_or_else(|| broken_invariant("a slot that is erased is one of the header's"))?;
         let mut noise = vec![0; to_usize(place.end - place.start)];
         random(&mut noise).map_err(|source| ImageError::Encryption { image: Arc::clone(self.file.name()), source })?;
+        // First it does not count any more: whoever counts slots must not count one that opens with nothing.
+        if self.is_active(slot) {
+            self.header.set_active(slot, false);
+            self.write_entry(slot).await?;
+        }
         self.write_material(slot, &noise).await?;
-        self.header.set_active(slot, false);
-        self.write_entry(slot).await?;
         self.header.clear_slot(slot);
         self.write_entry(slot).await
     }

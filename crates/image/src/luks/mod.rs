@@ -23,8 +23,8 @@ mod unlock;
 mod volume;
 
 pub use algorithm::{CipherAlgorithm, CipherMode, IvGenerator};
-pub(crate) use change::change_key_slots_at;
 pub use change::{KeySlotChange, change_key_slots};
+pub(crate) use change::{change_key_slots_at, check_key_slot_change};
 pub use cipher::{SECTOR, SectorCipher};
 pub use hash::HashAlgorithm;
 pub use header::{HEADER_LENGTH, Header, KEY_SLOTS, Layout, Limits, MAGIC, Slot};

@@ -1,6 +1,8 @@
 //! Changes options of an image that is given by name.
 //!
-//! Law: each change is durable before the next one begins, and a cut within one leaves the image as before or after it.
+//! Law: all changes are checked before the first one is made. Each is durable before the next one begins, and a cut
+//! within one leaves the image as before or after it; except for the length: what is behind a new end may be gone while
+//! the length is the old one, and bitmaps may be lost.
 
 use std::sync::Arc;
 
@@ -11,7 +13,7 @@ use crate::chain::{self, ImageFile, OpenOptions};
 use crate::error::ImageError;
 use crate::luks::{self, KeySlotChange};
 use crate::probe::Format;
-use crate::qcow2::{self, CheckOptions, Encryption, Header};
+use crate::qcow2::{self, CheckOptions, Encryption};
 use crate::reference::Reference;
 use crate::setters::setters;
 
@@ -39,7 +41,7 @@ setters!(AmendOptions {
     force: bool,
 });
 
-/// Changes options of an image, in this order: a newer version, key slots, refcounts, the length, an older version.
+/// Changes options of an image, in this order: a newer version, refcounts, the length, an older version, key slots.
 /// Nothing else uses the image.
 ///
 /// # Errors
@@ -61,20 +63,16 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
         return Err(unsupported("lazy_refcounts needs compat=1.1".into()));
     }
     let (storage, check) = (&*file.storage, CheckOptions::default());
-    if *version == Some(3) {
-        qcow2::change_version(storage, 3, check).await?;
+    if *version == Some(2) {
+        qcow2::check_downgrade(storage, check).await?;
     }
     if let Some(change) = key_slots {
-        if file.format == Format::Luks {
-            let passphrase = chain::passphrase(&file.storage, &file.reference, &open.secrets)?;
-            luks::change_key_slots(storage, passphrase, change, *force).await?;
-        } else {
-            let header = Header::read(storage).await?;
-            let area = header.extensions.encryption.filter(|_| header.encryption == Encryption::Luks);
-            let (at, length) = area.ok_or_else(|| unsupported("it is not encrypted with LUKS".into()))?;
-            let passphrase = chain::passphrase(&file.storage, &file.reference, &open.secrets)?;
-            luks::change_key_slots_at(storage, (at.0, length), passphrase, change, *force).await?;
-        }
+        let area = luks_area(&file, check).await?;
+        let passphrase = chain::passphrase(&file.storage, &file.reference, &open.secrets)?;
+        luks::check_key_slot_change(storage, area, passphrase, change, *force).await?;
+    }
+    if *version == Some(3) {
+        qcow2::change_version(storage, 3, check).await?;
     }
     if let Some(lazy) = lazy_refcounts {
         qcow2::change_lazy_refcounts(storage, *lazy, check).await?;
@@ -89,9 +87,31 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
             Err(ResizeError::Size { fault, .. }) => return Err(unsupported(fault.to_string())),
         }
     }
+    let file = ImageFile::open(reference, &open).await?;
     if *version == Some(2) {
-        let file = ImageFile::open(reference, &open).await?;
         qcow2::change_version(&*file.storage, 2, check).await?;
     }
+    // Last: what came before may have been opened with a passphrase that they take away.
+    if let Some(change) = key_slots {
+        let passphrase = chain::passphrase(&file.storage, &file.reference, &open.secrets)?;
+        match luks_area(&file, check).await? {
+            None => luks::change_key_slots(&*file.storage, passphrase, change, *force).await?,
+            Some(area) => luks::change_key_slots_at(&*file.storage, area, passphrase, change, *force).await?,
+        }
+    }
     Ok(())
+}
+
+/// Where a qcow2 image that is in order has its LUKS header; `None`: the file begins with it.
+async fn luks_area(file: &ImageFile, check: CheckOptions) -> Result<Option<(u64, u64)>, ImageError> {
+    if file.format == Format::Luks {
+        return Ok(None);
+    }
+    let header = qcow2::sound(&*file.storage, check).await?;
+    let area = header.extensions.encryption.filter(|_| header.encryption == Encryption::Luks);
+    let is_aligned = |at: u64| at.is_multiple_of(header.geometry().cluster_size());
+    let area = area.filter(|(at, _)| is_aligned(at.0));
+    let image = Arc::clone(file.storage.name());
+    let what = "it is not encrypted with LUKS".to_owned();
+    area.map(|(at, length)| Some((at.0, length))).ok_or(ImageError::Unsupported { image, what })
 }

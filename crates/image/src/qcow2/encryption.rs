@@ -11,7 +11,7 @@ use limosa_storage::{Buffer, Storage};
 
 use super::format::header::{Encryption, Header};
 use crate::error::ImageError;
-use crate::luks::{NewHeader, Passphrase, SectorCipher, cipher_at, new_header};
+use crate::luks::{self, NewHeader, Passphrase, SectorCipher, cipher_at, new_header};
 use crate::offset::HostOffset;
 use crate::setters::setters;
 
@@ -58,16 +58,28 @@ impl NewEncryption {
 
 setters!(NewEncryption { header: NewHeader });
 
-/// Writes a new LUKS header with its key material to its place, and returns the cipher.
-pub(super) async fn write_header(
-    file: &dyn Storage,
-    at: HostOffset,
-    new: &NewEncryption,
-) -> Result<SectorCipher, ImageError> {
-    let fault = |source| ImageError::Encryption { image: Arc::clone(file.name()), source };
-    let (header, key, material) = new_header(&new.header, &new.passphrase).map_err(fault)?;
-    let place = header.key_material(&header.slots[0]);
-    file.write(at.0 + place.start, Buffer::from_slice(&material).into()).await?;
-    file.write(at.0, Buffer::from_slice(&header.to_bytes()).into()).await?;
-    header.sector_cipher(&key).map_err(fault)
+/// A new LUKS header that is not written yet.
+pub(super) struct UnwrittenHeader {
+    header: luks::Header,
+    material: Vec<u8>,
+    /// The cipher of contents.
+    pub(super) cipher: SectorCipher,
+}
+
+impl UnwrittenHeader {
+    /// Makes a header with a new volume key.
+    pub(super) fn new(image: &Arc<str>, new: &NewEncryption) -> Result<Self, ImageError> {
+        let fault = |source| ImageError::Encryption { image: Arc::clone(image), source };
+        let (header, key, material) = new_header(&new.header, &new.passphrase).map_err(fault)?;
+        let cipher = header.sector_cipher(&key).map_err(fault)?;
+        Ok(Self { header, material, cipher })
+    }
+
+    /// Writes it with its key material to its place, and returns the cipher.
+    pub(super) async fn write(self, file: &dyn Storage, at: HostOffset) -> Result<SectorCipher, ImageError> {
+        let place = self.header.key_material(&self.header.slots[0]);
+        file.write(at.0 + place.start, Buffer::from_slice(&self.material).into()).await?;
+        file.write(at.0, Buffer::from_slice(&self.header.to_bytes()).into()).await?;
+        Ok(self.cipher)
+    }
 }

@@ -103,6 +103,30 @@ fn a_cut_leaves_a_passphrase_that_opens_the_disk() {
     }
 }
 
+/// A slot whose erasure was interrupted opens with nothing, and does not count as the one that is left.
+#[test]
+fn an_interrupted_erasure_leaves_a_slot_that_opens_the_disk_whatever_is_erased_next() {
+    let two = changed(&image(), "first", &activate("second", Some(6)), false).unwrap();
+    let power = PowerCut::new();
+    let file = power.add_storage("image", two.clone(), 8 << 20);
+    block_on(change_key_slots(&*file, &passphrase("first"), &erase(Some(6), None), false)).unwrap();
+    for moment in 0..=power.moments() {
+        for loss in [Loss::None, Loss::All, Loss::Some(1), Loss::Some(2)] {
+            let found = power.cut(moment, loss).remove(0);
+            if let Ok(next) = changed(&found, "first", &erase(None, Some("first")), false) {
+                assert!(opens(&next, "second"), "{moment} {loss:?}: nobody opens it");
+            }
+            // The next change finishes it: said to be active again, the slot opens nothing.
+            let mut again = changed(&found, "first", &activate("new", Some(3)), false).unwrap();
+            if !opens(&again, "second") {
+                let entry = 208 + 6 * 48..208 + 7 * 48;
+                again[entry.clone()].copy_from_slice(&two[entry]);
+                assert!(!opens(&again, "second"), "{moment} {loss:?}: its key material is there");
+            }
+        }
+    }
+}
+
 #[test]
 fn the_material_of_an_erased_slot_is_gone() {
     let two = changed(&image(), "first", &activate("second", Some(6)), false).unwrap();

@@ -78,6 +78,45 @@ fn key_slots_are_changed_as_by_stock_tools() {
 }
 
 #[test]
+fn several_options_are_all_checked_before_the_first_one_changes() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let create = "encrypt.format=luks,encrypt.key-secret=one,encrypt.iter-time=10";
+    bed.create(&[&SECRETS[..], &["-f", "qcow2", "-o", create, "x", "1M"]].concat());
+    let one = "driver=qcow2,encrypt.key-secret=one,file.filename=x";
+    let amend_one = |options: &str| bed.limosa(&amend(&["-q", "--image-opts", "-o", options, one]));
+    let before = fs::read(bed.path("x")).unwrap();
+    for options in [
+        "size=2M,encrypt.state=inactive,encrypt.keyslot=0",
+        "size=512k,compat=1.1,encrypt.state=active,encrypt.new-secret=two,encrypt.keyslot=0",
+    ] {
+        assert_eq!(amend_one(options).status.code(), Some(1), "{options}");
+        assert!(fs::read(bed.path("x")).unwrap() == before, "{options}");
+    }
+    // The passphrase that is taken away opens the image for the rest.
+    assert_eq!(amend_one("encrypt.state=active,encrypt.new-secret=two,encrypt.iter-time=10").status.code(), Some(0));
+    let ended = amend_one("size=2M,encrypt.state=inactive,encrypt.old-secret=one");
+    assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+    assert_eq!(bed.qemu_img(&["info", "--output", "json", "x"]).success().json()["virtual-size"], 2 << 20);
+    assert_eq!(amend_one("size=3M").status.code(), Some(1), "it does not open the image any more");
+    // A target is not overwritten for options that cannot be.
+    let wrong = "encrypt.format=luks,encrypt.key-secret=one,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,\
+                 encrypt.ivgen-hash-alg=sha1";
+    let before = fs::read(bed.path("x")).unwrap();
+    let ended = bed.limosa(&[&["create", "-q"], &SECRETS[..], &["-f", "qcow2", "-o", wrong, "x", "1M"]].concat());
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(fs::read(bed.path("x")).unwrap() == before, "{}", ended.stderr);
+    // A data file that becomes longer stays sparse.
+    let create = "encrypt.format=luks,encrypt.key-secret=one,encrypt.iter-time=10,data_file=data";
+    bed.create(&[&SECRETS[..], &["-f", "qcow2", "-o", create, "y", "1M"]].concat());
+    let y = "driver=qcow2,encrypt.key-secret=one,file.filename=y";
+    let resize = [&["resize", "-q"], &SECRETS[..], &["--image-opts", y, "64G"]].concat();
+    assert_eq!(bed.limosa(&resize).status.code(), Some(0));
+    let data = fs::metadata(bed.path("data")).unwrap();
+    assert!(data.len() == 64 << 30 && std::os::unix::fs::MetadataExt::blocks(&data) < 8192, "{data:?}");
+}
+
+#[test]
 fn options_of_qcow2_images_are_amended_as_by_stock_tools() {
     needs_qemu!();
     let bed = Bed::new();

@@ -36,6 +36,8 @@ pub(super) struct Context {
     data: Arc<dyn Storage>,
     /// Whether the storage of contents encrypts them.
     is_encrypted: bool,
+    /// The external data file, as it is.
+    data_file: Option<Arc<dyn Storage>>,
     has_data_file: bool,
     has_raw_data_file: bool,
     backing: Option<Arc<dyn Disk>>,
@@ -61,7 +63,7 @@ impl Context {
         (header, cipher, options): (&Header, Option<Arc<SectorCipher>>, Qcow2Options),
     ) -> Self {
         let geometry = header.geometry();
-        let data = data_file.unwrap_or_else(|| Arc::clone(&file));
+        let data = data_file.clone().unwrap_or_else(|| Arc::clone(&file));
         Self {
             name: Arc::clone(file.name()),
             is_encrypted: cipher.is_some(),
@@ -70,6 +72,7 @@ impl Context {
                 Some(cipher) => Arc::new(EncryptedStorage::new(data, cipher, 0)),
                 None => data,
             },
+            data_file,
             has_data_file: header.features.data_file(),
             has_raw_data_file: header.features.data_file() && header.features.raw_data_file(),
             backing,
@@ -97,6 +100,14 @@ impl Context {
     /// The storage of contents.
     pub(super) const fn data(&self) -> &Arc<dyn Storage> {
         &self.data
+    }
+
+    /// Makes the external data file as long as a disk of `size` bytes. What is added has no contents, encrypted or not.
+    pub(super) async fn lengthen_data_file(&self, size: u64) -> Result<(), ImageError> {
+        match &self.data_file {
+            Some(file) if file.length()? < size => Ok(file.set_len(size).await?),
+            _ => Ok(()),
+        }
     }
 
     /// Whether contents are encrypted.

@@ -92,9 +92,7 @@ impl Grower {
         }
         self.allocator.begin_writing().await?;
         self.lengthen_l1(size).await?;
-        if context.has_data_file() && context.data().length()? < size {
-            context.data().set_len(size).await?;
-        }
+        context.lengthen_data_file(size).await?;
         self.zero_tail(old, size).await?;
         self.flusher.flush().await?;
         let (header, bitmaps) = (Arc::clone(&self.header), Arc::clone(&self.bitmaps));

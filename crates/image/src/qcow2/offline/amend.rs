@@ -51,6 +51,21 @@ pub async fn change_version(file: &dyn Storage, version: u32, options: CheckOpti
     replace_header(file, &old, new).await
 }
 
+/// Checks that an image can become one of version 2.
+///
+/// # Errors
+/// As of [`change_version`].
+pub(crate) async fn check_downgrade(file: &dyn Storage, options: CheckOptions) -> Result<(), ImageError> {
+    let header = sound(file, options).await?;
+    match newer(file, &header, options).await? {
+        Some(what) if header.version > 2 => {
+            let what = format!("it has {what}, which version 2 does not have");
+            Err(ImageError::Unsupported { image: Arc::clone(file.name()), what })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Has refcounts of an image be written late or not, durably. As [`change_version`] otherwise.
 ///
 /// # Errors
@@ -70,7 +85,7 @@ pub async fn change_lazy_refcounts(file: &dyn Storage, lazy: bool, options: Chec
 }
 
 /// The header of an image that is in order.
-async fn sound(file: &dyn Storage, options: CheckOptions) -> Result<Header, ImageError> {
+pub(crate) async fn sound(file: &dyn Storage, options: CheckOptions) -> Result<Header, ImageError> {
     let mut header = Header::read(file).await?;
     if header.features.dirty() && !header.features.corrupt() {
         repair(file, Repair::Refcounts, options).await?;
@@ -96,6 +111,15 @@ async fn newer(file: &dyn Storage, header: &Header, options: CheckOptions) -> Re
     ];
     if let Some((_, what)) = found.into_iter().find(|(found, _)| *found) {
         return Ok(Some(what));
+    }
+    for snapshot in snapshot_table::read(file, header).await? {
+        // Version 2 has no place for them.
+        if snapshot.disk_size.is_some_and(|size| size != header.size) {
+            return Ok(Some("snapshots of a disk of another length"));
+        }
+        if u32::try_from(snapshot.vm_state_size).is_err() {
+            return Ok(Some("snapshots with a VM's state of 4 GiB or more"));
+        }
     }
     Ok(has_zero_clusters(file, header, options).await?.then_some("zero clusters"))
 }

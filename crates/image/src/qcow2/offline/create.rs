@@ -15,7 +15,7 @@ use crate::error::{CreateOptionsError, ImageError};
 use crate::luks::SectorCipher;
 use crate::offset::HostOffset;
 use crate::preallocation::Preallocation;
-use crate::qcow2::encryption::{NewEncryption, write_header};
+use crate::qcow2::encryption::{NewEncryption, UnwrittenHeader};
 use crate::qcow2::format::entry::{L1Entry, L2Entry, Subclusters};
 use crate::qcow2::format::extension::Extensions;
 use crate::qcow2::format::feature::{FeatureName, Features};
@@ -238,11 +238,13 @@ pub async fn create(
     }
     let too_large = || unsupported(TooLarge::L1(options.size).to_string());
     let size = options.size.checked_next_multiple_of(SECTOR).ok_or_else(too_large)?;
-    let (tables, encryption) = (options.tables(), options.encryption_length());
-    let layout = Layout::new(options.geometry(), size, tables, tables && data_file.is_none(), encryption)
+    let (tables, header_length) = (options.tables(), options.encryption_length());
+    let layout = Layout::new(options.geometry(), size, tables, tables && data_file.is_none(), header_length)
         .map_err(|error| unsupported(error.to_string()))?;
     let mut header = options.header(&layout)?;
     let start = header.encode(image)?;
+    // What cannot be is found before anything is overwritten.
+    let encryption = options.encryption.as_ref().map(|new| UnwrittenHeader::new(image, new)).transpose()?;
 
     let emptied = empty(storage, layout.end().0, layout.contents_at().0).await?;
     let mut old_contents = !emptied;
@@ -257,8 +259,8 @@ pub async fn create(
     }
     let contents = if data_file.is_some() { layout.end() } else { layout.contents_at() };
     reserve(storage, contents.0..layout.end().0, layout.end().0, options.preallocation).await?;
-    let cipher = match &options.encryption {
-        Some(encryption) => Some(write_header(storage, layout.encryption_at(), encryption).await?),
+    let cipher = match encryption {
+        Some(header) => Some(header.write(storage, layout.encryption_at()).await?),
         None => None,
     };
     // Zeros are not what they are decrypted to.
