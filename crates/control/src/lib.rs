@@ -247,20 +247,25 @@ fn admit(server: &Arc<Server>, client: UnixStream) {
         }
         clients.push(Client { number, stream, listens: false });
     }
-    let mine = Arc::clone(server);
-    let spawned = thread::Builder::new().name("control client".into()).spawn(move || {
-        let _ = converse(&mine, &client, number);
+    let place = Place { server: Arc::clone(server), number };
+    let _ = thread::Builder::new().name("control client".into()).spawn(move || {
+        let _ = converse(&place.server, &client, number);
         let _ = client.shutdown(Shutdown::Both);
-        dismiss(&mine, number);
+        drop(place);
     });
-    if spawned.is_err() {
-        dismiss(server, number);
-    }
 }
 
-fn dismiss(server: &Server, number: usize) {
-    server.clients.lock().retain(|client| client.number != number);
-    server.dismissed.notify_all();
+/// A client's place among those that are admitted: free again when it is dropped, also by a panic in a command.
+struct Place {
+    server: Arc<Server>,
+    number: usize,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.server.clients.lock().retain(|client| client.number != self.number);
+        self.server.dismissed.notify_all();
+    }
 }
 
 fn emit(server: &Server, event: &Value) {
