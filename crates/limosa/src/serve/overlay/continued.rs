@@ -2,7 +2,8 @@
 //!
 //! Law: **a server does not write to an image that an overlay stands on.** The file `IMAGE.continued` has the path of
 //! the overlay, and is durable before a byte is written to that. A server that is started with the image, as it was the
-//! first time, serves the overlay. If that does not exist, because it was committed or given up, it serves the image.
+//! first time, serves the overlay. If that does not exist, because it was committed or given up, it serves the image. A
+//! block device has no such file: there the user sees to it.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -34,8 +35,11 @@ pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
     beside
 }
 
-/// Says durably that an image's disk continues in an overlay.
+/// Says durably that an image's disk continues in an overlay. Beside a block device nothing can be said.
 pub(super) fn mark(image: &Path, overlay: &Path) -> anyhow::Result<()> {
+    if !std::fs::metadata(image).with_context(|| image.display().to_string())?.is_file() {
+        return Ok(());
+    }
     let text = overlay.to_str().with_context(|| format!("{}: the path must be UTF-8", overlay.display()))?;
     let (mark, unfinished) = (mark_of(image), beside(image, ".continued.unfinished"));
     let written = (|| {
