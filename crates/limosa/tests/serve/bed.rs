@@ -148,6 +148,25 @@ impl Serving {
     }
 }
 
+/// `limosa serve ctl control WORDS`, run in the bed's folder to its end.
+pub(crate) fn ctl(bed: &Bed, words: &[&str]) -> Ended {
+    bed.refused(&[&["ctl", "control"], words].concat())
+}
+
+/// The same with `--json`.
+#[track_caller]
+pub(crate) fn asked(bed: &Bed, words: &[&str]) -> Value {
+    ctl(bed, &[words, &["--json"]].concat()).json()
+}
+
+/// Has `qemu-io` carry out commands on a disk.
+#[track_caller]
+pub(crate) fn io(disk: &str, format: &str, commands: &[&str]) {
+    let words = commands.iter().flat_map(|command| ["-c", command]);
+    let said = qemu_io(["-f", format].into_iter().chain(words).chain([disk])).unwrap();
+    assert!(!said.contains("failed"), "{said}");
+}
+
 /// Runs a client of libnbd's.
 #[track_caller]
 pub(crate) fn tool(name: &str, words: &[&str]) -> String {

@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use limosa_testkit::{Ended, NbdClient, qemu_io};
+use limosa_testkit::{NbdClient, qemu_io};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, Serving, tool};
+use crate::bed::{Bed, Serving, ctl, tool};
 use crate::needs_qemu;
 
 const SERVE: [&str; 7] = ["--control", "control", "--allow-dir", ".", "--name", "disk", "disk"];
@@ -15,10 +15,6 @@ const SERVE: [&str; 7] = ["--control", "control", "--allow-dir", ".", "--name", 
 fn change(bed: &Bed, words: &[&str]) -> Vec<Value> {
     let said = ctl(bed, &[&["bitmap", "disk", "--json"], words].concat()).json();
     said["bitmaps"].as_array().unwrap().clone()
-}
-
-fn ctl(bed: &Bed, words: &[&str]) -> Ended {
-    bed.refused(&[&["ctl", "control"], words].concat())
 }
 
 /// The names of bitmaps, and the bytes that they say are dirty.

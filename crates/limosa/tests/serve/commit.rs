@@ -2,27 +2,11 @@
 
 use std::fs;
 
-use limosa_testkit::{Ended, Qmp, kill9, qemu_io};
+use limosa_testkit::{Qmp, kill9, qemu_io};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, Serving};
+use crate::bed::{Bed, Serving, asked, ctl, io};
 use crate::needs_qemu;
-
-fn ctl(bed: &Bed, words: &[&str]) -> Ended {
-    bed.refused(&[&["ctl", "control"], words].concat())
-}
-
-#[track_caller]
-fn asked(bed: &Bed, words: &[&str]) -> Value {
-    ctl(bed, &[words, &["--json"]].concat()).json()
-}
-
-#[track_caller]
-fn io(disk: &str, format: &str, commands: &[&str]) {
-    let words = commands.iter().flat_map(|command| ["-c", command]);
-    let said = qemu_io(["-f", format].into_iter().chain(words).chain([disk])).unwrap();
-    assert!(!said.contains("failed"), "{said}");
-}
 
 fn serve(bed: &Bed, image: &str) -> Serving {
     bed.serve("nbd", &["--control", "control", "--allow-dir", ".", image])

@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use limosa_testkit::{Ended, kill9, qemu_io};
+use limosa_testkit::{kill9, qemu_io};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, Serving, nbdinfo};
+use crate::bed::{Bed, Serving, asked, ctl, io, nbdinfo};
 use crate::needs_qemu;
 
 /// A bed with a server of `disk` and a control socket.
@@ -14,23 +14,6 @@ fn served() -> (Bed, Serving) {
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "64M"]);
     let serving = bed.serve("nbd", &["--control", "control", "--allow-dir", ".", "disk"]);
     (bed, serving)
-}
-
-fn ctl(bed: &Bed, words: &[&str]) -> Ended {
-    bed.refused(&[&["ctl", "control"], words].concat())
-}
-
-#[track_caller]
-fn asked(bed: &Bed, words: &[&str]) -> Value {
-    ctl(bed, &[words, &["--json"]].concat()).json()
-}
-
-/// Has `qemu-io` carry out commands on a disk.
-#[track_caller]
-fn io(disk: &str, format: &str, commands: &[&str]) {
-    let words = commands.iter().flat_map(|command| ["-c", command]);
-    let said = qemu_io(["-f", format].into_iter().chain(words).chain([disk])).unwrap();
-    assert!(!said.contains("failed"), "{said}");
 }
 
 #[test]

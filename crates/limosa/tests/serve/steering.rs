@@ -8,10 +8,10 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use limosa_testkit::{Ended, NbdCommand, qemu_img_output, qemu_io, wait_for};
+use limosa_testkit::{NbdCommand, qemu_img_output, qemu_io, wait_for};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, Serving, nbdinfo, tool};
+use crate::bed::{Bed, Serving, asked, ctl, nbdinfo, tool};
 use crate::needs_qemu;
 
 /// A bed with a server of `disk` and a control socket.
@@ -22,17 +22,6 @@ fn served(words: &[&str]) -> (Bed, Serving) {
     let serving =
         bed.serve("nbd", &[words, &["--control", "control", "--allow-dir", ".", "--name", "disk", "disk"]].concat());
     (bed, serving)
-}
-
-/// `limosa serve ctl control WORDS`, run in the folder.
-fn ctl(bed: &Bed, words: &[&str]) -> Ended {
-    bed.refused(&[&["ctl", "control"], words].concat())
-}
-
-/// The same with `--json`.
-#[track_caller]
-fn asked(bed: &Bed, words: &[&str]) -> Value {
-    ctl(bed, &[words, &["--json"]].concat()).json()
 }
 
 /// The exports that `nbdinfo` finds, in order.
