@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use limosa_image::amend::{self, amend};
 use limosa_image::chain::{ImageFile, NamedImage};
-use limosa_image::luks::{DEFAULT_ITER_TIME, KeySlotChange, Passphrase};
+use limosa_image::luks::{DEFAULT_ITER_TIME, KeySlotChange};
 use limosa_image::qcow2::Header;
 use limosa_image::{Format, Progress};
 use limosa_storage::block_on;
@@ -70,14 +70,8 @@ fn refuse(asked: &FormatOptions, file: &ImageFile) -> anyhow::Result<()> {
 /// The change of key slots, if one is asked for.
 fn key_slots(asked: &FormatOptions, prefix: &str) -> anyhow::Result<Option<KeySlotChange>> {
     let option = |name: &str| format!("{prefix}{name}");
-    let secret = |name: &str| {
-        let Some(secret) = asked.text(&option(name)) else { return Ok(None) };
-        let found = object::secrets().get(secret).cloned();
-        let missing =
-            || format!("-o {prefix}{name}={secret}: no such secret; define it with --object secret,id={secret}");
-        found.map(Some).with_context(missing)
-    };
-    let (new, old): (Option<Passphrase>, Option<Passphrase>) = (secret("new-secret")?, secret("old-secret")?);
+    let secret = |name: &str| asked.text(&option(name)).map(|id| object::named(&option(name), id)).transpose();
+    let (new, old) = (secret("new-secret")?, secret("old-secret")?);
     let slot = asked.number(&option("keyslot")).map(usize::try_from).transpose().context("keyslot")?;
     let iter_time = asked.number(&option("iter-time")).map(Duration::from_millis);
     Ok(Some(match (asked.text(&option("state")), new, old) {

@@ -133,10 +133,7 @@ fn luks_header(name: &Name, format: &FormatOptions, prefix: &str) -> anyhow::Res
     let option = |name: &str| format!("{prefix}{name}");
     let secret = format.text(&option("key-secret"));
     let secret = secret.with_context(|| format!("{name}: format luks needs -o {prefix}key-secret=ID"))?;
-    let passphrase = object::secrets().get(secret).cloned();
-    let passphrase = passphrase.with_context(|| {
-        format!("-o {prefix}key-secret={secret}: no such secret; define it with --object secret,id={secret}")
-    })?;
+    let passphrase = object::named(&option("key-secret"), secret)?;
     let usual = NewHeader::default();
     let hash = parsed(format, &option("ivgen-hash-alg"))?;
     let generator = match (format.text(&option("ivgen-alg")), hash) {

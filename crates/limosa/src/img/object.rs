@@ -37,6 +37,15 @@ pub(crate) fn secrets() -> Secrets {
     SECRETS.get().cloned().unwrap_or_default()
 }
 
+/// Returns the secret that an option names.
+///
+/// # Errors
+/// No secret has that name.
+pub(crate) fn named(option: &str, id: &str) -> anyhow::Result<Passphrase> {
+    let missing = || format!("-o {option}={id}: no such secret; define it with --object secret,id={id}");
+    secrets().get(id).cloned().with_context(missing)
+}
+
 /// A secret: `secret,id=NAME,data=TEXT|file=PATH[,format=raw|base64][,keyid=NAME,iv=BASE64]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Secret {
