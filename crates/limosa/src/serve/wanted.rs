@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use limosa_image::chain::{self, Image, NamedImage, OpenOptions};
 use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
 use limosa_image::reference::Reference;
-use limosa_image::{Disk, ImageError};
+use limosa_image::{Disk, Format, ImageError};
 use limosa_storage::{OpenError, block_on};
 
 use crate::img::open::{resolve, warn};
-use crate::img::options::Source;
+use crate::img::options::{Name, Source};
 
 /// Time in which the kernel ends what a killed process had in flight.
 const RELEASED: Duration = Duration::from_secs(5);
@@ -43,6 +43,13 @@ impl Wanted {
     /// Returns whether it is the image at this path.
     pub(super) fn is_of(&self, path: &Path) -> bool {
         !self.source.image_opts && std::path::absolute(&self.source.name.0).is_ok_and(|image| image == path)
+    }
+
+    /// Returns how another image is opened that takes its place: by its path and format, and otherwise the same.
+    pub(super) fn at(&self, path: &Path, format: Format) -> Self {
+        let format = Some(format.name().into());
+        let source = Source { name: Name(path.into()), image_opts: false, format, ..self.source.clone() };
+        Self { source, ..self.clone() }
     }
 
     /// Opens its disk.

@@ -12,13 +12,13 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use limosa_console::say;
+use limosa_image::Format;
 use limosa_image::chain::MAX_CHAIN_DEPTH;
 use limosa_image::reference::Reference;
 use limosa_qemu::is_same_file;
 use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
 use super::{files, folder_of};
-use crate::img::options::{Name, Source};
 use crate::serve::wanted::Wanted;
 
 /// The longest path that is read.
@@ -72,9 +72,7 @@ pub(in crate::serve) fn follow(mut wanted: Wanted) -> anyhow::Result<Wanted> {
 
 /// How an overlay of an image is opened.
 pub(super) fn above(wanted: &Wanted, overlay: &Path) -> Wanted {
-    let source =
-        Source { name: Name(overlay.into()), image_opts: false, format: Some("qcow2".into()), ..wanted.source.clone() };
-    Wanted { source, below: Some(Arc::new(wanted.clone())), ..wanted.clone() }
+    Wanted { below: Some(Arc::new(wanted.clone())), ..wanted.at(overlay, Format::Qcow2) }
 }
 
 /// Returns the overlay in which an image's disk continues; `None`: the image is read only, or not continued.

@@ -27,7 +27,6 @@ use rustix::fs::{CWD, RenameFlags, renameat_with, unlink};
 
 use super::wanted::Wanted;
 use crate::img::open::resolve;
-use crate::img::options::{Name, Source};
 pub(super) use continued::follow;
 
 /// The longest file that an overlay without contents can be: its L1 table has at most 32 MiB, and there are some
@@ -196,13 +195,7 @@ fn wanted_below(wanted: &Wanted, below: &ImageFile) -> anyhow::Result<Wanted> {
     let Reference { path, .. } = &below.reference;
     let is_plain = !below.guessed && below.reference == Reference::file(path).format(Some(below.format));
     anyhow::ensure!(is_plain, "{}: stop serving it and use `limosa img commit`", below.reference);
-    let source = Source {
-        name: Name(path.into()),
-        image_opts: false,
-        format: Some(below.format.name().into()),
-        ..wanted.source.clone()
-    };
-    Ok(Wanted { source, ..wanted.clone() })
+    Ok(wanted.at(path, below.format))
 }
 
 /// Opens the files of an export's image and of all below it, without locks.
