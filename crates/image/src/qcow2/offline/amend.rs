@@ -29,9 +29,7 @@ pub async fn change_version(file: &dyn Storage, version: u32, options: CheckOpti
     match version {
         _ if version == old.version => return Ok(()),
         2 => {
-            if let Some(what) = newer(file, &old, options).await? {
-                return unsupported(format!("it has {what}, which version 2 does not have"));
-            }
+            refuse_newer(file, &old, options).await?;
             new.features = Features::default();
             new.extensions.feature_names.clear();
             new.unknown_fields.clear();
@@ -57,13 +55,14 @@ pub async fn change_version(file: &dyn Storage, version: u32, options: CheckOpti
 /// As of [`change_version`].
 pub(crate) async fn check_downgrade(file: &dyn Storage, options: CheckOptions) -> Result<(), ImageError> {
     let header = sound(file, options).await?;
-    match newer(file, &header, options).await? {
-        Some(what) if header.version > 2 => {
-            let what = format!("it has {what}, which version 2 does not have");
-            Err(ImageError::Unsupported { image: Arc::clone(file.name()), what })
-        }
-        _ => Ok(()),
-    }
+    if header.version > 2 { refuse_newer(file, &header, options).await } else { Ok(()) }
+}
+
+/// Refuses an image that has something that version 2 does not have.
+async fn refuse_newer(file: &dyn Storage, header: &Header, options: CheckOptions) -> Result<(), ImageError> {
+    let Some(what) = newer(file, header, options).await? else { return Ok(()) };
+    let what = format!("it has {what}, which version 2 does not have");
+    Err(ImageError::Unsupported { image: Arc::clone(file.name()), what })
 }
 
 /// Has refcounts of an image be written late or not, durably. As [`change_version`] otherwise.
