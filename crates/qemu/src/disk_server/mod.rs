@@ -44,7 +44,7 @@ impl DiskServer {
     /// Connects to a control socket.
     ///
     /// # Errors
-    /// Nothing answers there, or something that is no server of disks.
+    /// Nothing answers there.
     pub(crate) fn connect(control: &Path) -> Result<Self, JobError> {
         let control = std::path::absolute(control).map_err(|source| JobError::Io {
             what: "find the control socket",
@@ -52,9 +52,7 @@ impl DiskServer {
             source,
         })?;
         let qmp = Qmp::connect(&MonitorAddress::Unix(control.clone()), &Options::default());
-        let server = Self { qmp: qmp.map_err(|error| unanswered(&control, &error))?, control };
-        server.ask("query-server", Value::Null)?;
-        Ok(server)
+        Ok(Self { qmp: qmp.map_err(|error| unanswered(&control, &error))?, control })
     }
 
     /// Returns the path of its control socket.
