@@ -63,7 +63,7 @@ pub(super) struct UnwrittenHeader {
     header: luks::Header,
     material: Vec<u8>,
     /// The cipher of contents.
-    pub(super) cipher: SectorCipher,
+    cipher: SectorCipher,
 }
 
 impl UnwrittenHeader {

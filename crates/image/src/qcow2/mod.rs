@@ -28,6 +28,7 @@ pub use offline::amend::{change_lazy_refcounts, change_version};
 pub(crate) use offline::amend::{check_downgrade, sound};
 pub use offline::backing::change_backing;
 pub use offline::bitmaps::change_bitmap;
+pub(crate) use offline::check::repair_with;
 pub use offline::check::{CheckOptions, CheckReport, Finding, FindingKind, Repair, check, repair, repair_encrypted};
 pub use offline::create::{CreateOptions, create};
 pub use offline::empty::empty;

@@ -23,8 +23,7 @@ use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::probe::Format;
 use crate::qcow2::{
-    CheckOptions, CheckReport, Features, Header, ImageParts, Qcow2, Qcow2Options, Repair, change_backing, repair,
-    repair_encrypted,
+    CheckOptions, CheckReport, Features, Header, ImageParts, Qcow2, Qcow2Options, Repair, change_backing, repair_with,
 };
 use crate::reference::{BackingOverride, Reference};
 use crate::setters::setters;
@@ -259,10 +258,8 @@ impl Rebase {
         if images.overlay.header.features.dirty() && !images.overlay.header.features.corrupt() {
             // Before the bitmaps are laid aside: their space counts as used.
             let options = CheckOptions::default();
-            repaired = Some(match &images.overlay.cipher {
-                Some(cipher) => repair_encrypted(&*file, cipher, Repair::Refcounts, options).await?,
-                None => repair(&*file, Repair::Refcounts, options).await?,
-            });
+            let cipher = images.overlay.cipher.as_deref();
+            repaired = Some(repair_with(&*file, cipher, Repair::Refcounts, options).await?);
             images.overlay.header = Header::read(&*file).await?;
         }
         // The guest's contents stay the same, and so its bitmaps hold; a writer would mark them as outdated.

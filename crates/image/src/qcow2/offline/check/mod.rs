@@ -37,7 +37,7 @@ mod walk;
 mod zero_clusters;
 
 pub(in crate::qcow2) use ahead::admit_header;
-pub(in crate::qcow2) use repair::repair_with;
+pub(crate) use repair::repair_with;
 pub use repair::{repair, repair_encrypted};
 pub use report::{CheckOptions, CheckReport, Finding, FindingKind, Repair};
 pub(in crate::qcow2) use zero_clusters::has_zero_clusters;

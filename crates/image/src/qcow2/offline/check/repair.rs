@@ -57,7 +57,7 @@ pub async fn repair_encrypted(
 }
 
 /// As [`repair`], with the cipher of the contents, if they are encrypted and it is known.
-pub(in crate::qcow2) async fn repair_with(
+pub(crate) async fn repair_with(
     storage: &dyn Storage,
     cipher: Option<&SectorCipher>,
     what: Repair,
