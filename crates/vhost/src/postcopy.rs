@@ -11,6 +11,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
 use limosa_memory::{ForwardedFaults, ForwardedFaultsSource};
+use limosa_page::{PAGE_SIZE, to_usize};
 
 use crate::message::TableRegion;
 use crate::ram::RamRegion;
@@ -63,7 +64,11 @@ impl Postcopy {
     /// Registers a region that was mapped, if its memory may not have come.
     pub(crate) fn register(&mut self, region: &RamRegion) -> std::io::Result<()> {
         match &mut self.faults {
-            Some(faults) if self.listens => faults.register(region.mapping().as_ptr(), region.mapping().size()),
+            Some(faults) if self.listens => {
+                // The kernel maps and registers whole pages.
+                let length = region.mapping().size().next_multiple_of(to_usize(PAGE_SIZE));
+                faults.register(region.mapping().as_ptr(), length)
+            }
             _ => Ok(()),
         }
     }

@@ -19,7 +19,7 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, Mmap
 
 use crate::RamError;
 
-/// Granularity of addresses, offsets and lengths of mappings, in bytes.
+/// Granularity of the addresses and offsets of mappings, in bytes.
 const PAGE: u64 = 4096;
 
 /// Maximum number of regions of a table.
@@ -41,11 +41,11 @@ pub struct RamRegion {
 }
 
 impl RamRegion {
-    /// Maps a region.
+    /// Maps a region. It may end within a page: libblkio shares its rings so.
     ///
     /// # Errors
-    /// The descriptor is not a regular file (memfds are), the file is too short, a value is not a multiple of the page
-    /// size or exceeds the address space, or the kernel refuses.
+    /// The descriptor is not a regular file (memfds are), the file is too short, the region is empty, does not begin on
+    /// a page or exceeds the address space, or the kernel refuses.
     pub fn map(
         guest_address: u64,
         length: u64,
@@ -56,8 +56,11 @@ impl RamRegion {
         let refuse = |why: &str| RamError::Region { guest_address, length, why: why.into() };
         let kernel = |operation, source| RamError::Kernel { guest_address, length, operation, source };
         let whole = |value: u64| value.is_multiple_of(PAGE);
-        if length == 0 || !whole(length) || !whole(guest_address) || !whole(file_offset) {
-            return Err(refuse("it does not consist of whole pages"));
+        if length == 0 {
+            return Err(refuse("it is empty"));
+        }
+        if !whole(guest_address) || !whole(file_offset) {
+            return Err(refuse("it does not begin on a page"));
         }
         // Rings are looked up by user address, so the end of that range must exist, too.
         if guest_address.checked_add(length).is_none() || user_address.checked_add(length).is_none() {

@@ -36,6 +36,22 @@ fn a_buffer_goes_through_the_device_and_its_driver_is_called() {
     assert_eq!(guest.calls(), 0);
 }
 
+/// As libblkio shares its rings.
+#[test]
+fn memory_may_end_within_a_page() {
+    let served = Served::new();
+    let peer = Peer::connect(&served.path);
+    peer.negotiate(0);
+    let mut guest = Guest::new(1);
+    let [at, length, user, offset] = guest.region();
+    let region = peer::longs(&[0, at, length - 512, user, offset]);
+    assert!(peer.done(Request::AddMemReg, &region, &[guest.file.as_fd()]));
+    peer.start(&guest, 0, true);
+    guest.round_trip(0);
+    assert!(!served.device.memories.lock().last().unwrap().visit_host_ranges(at + length - 512, 1, |_, _| {}));
+    assert!(peer.done(Request::RemMemReg, &region, &[]));
+}
+
 /// As a guest moves an interrupt: masked, written, unmasked; the front end sets another descriptor for each.
 #[test]
 fn a_driver_whose_call_descriptor_changes_misses_no_call() {
