@@ -29,6 +29,7 @@ mod request;
 mod ring;
 mod shared_words;
 mod storage;
+mod striped;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod watch;
@@ -45,6 +46,7 @@ pub use pollable::{Pollable, Ready};
 pub use pool::retire_threads;
 pub use shared_words::SharedWords;
 pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
+pub use striped::{Striped, StripedArc};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -6,7 +6,6 @@
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use crate::drive;
@@ -16,13 +15,14 @@ use crate::file::transfer::Transfer;
 use crate::pool;
 use crate::ring::InFlight;
 use crate::storage::Request;
+use crate::striped::StripedArc;
 
 /// A request that a ring can execute.
 pub(crate) enum Work {
     /// A read or a write.
     Transfer(Transfer),
     /// A flush.
-    Flush(Arc<OpenFile>),
+    Flush(StripedArc<OpenFile>),
 }
 
 impl Work {
@@ -117,6 +117,7 @@ impl Future for FileRequest {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::sync::mpsc::channel;
     use std::task::Waker;
 

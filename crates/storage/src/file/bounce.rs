@@ -6,7 +6,6 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
 
 use limosa_page::to_usize;
 
@@ -16,6 +15,7 @@ use crate::file::align::{MAX_OFFSET, around};
 use crate::file::open::OpenFile;
 use crate::file::transfer::{Direction, Transfer};
 use crate::storage::Alignment;
+use crate::striped::StripedArc;
 
 /// How a request fits the alignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,19 +56,19 @@ pub(crate) fn copied(vector: &IoVector) -> IoVector {
 }
 
 /// Writes `vector`, whose memory is aligned, at any `offset`, on this thread.
-pub(crate) fn write(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> Result<(), StorageError> {
-    let whole = Transfer::new(Arc::clone(file), Direction::Write, offset, vector.clone());
+pub(crate) fn write(file: &StripedArc<OpenFile>, offset: u64, vector: &IoVector) -> Result<(), StorageError> {
+    let whole = Transfer::new(file.clone(), Direction::Write, offset, vector.clone());
     if let Some(outcome) = whole.early() {
         return outcome;
     }
     if fit(file.alignment, offset, vector) != Fit::Parts {
         return whole.block();
     }
-    file.counters.merged.add(vector.len() as u64);
+    file.counters.own().merged.add(vector.len() as u64);
     write_parts(file, offset, vector).map_err(|error| whole.failed(error))
 }
 
-fn write_parts(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> io::Result<()> {
+fn write_parts(file: &StripedArc<OpenFile>, offset: u64, vector: &IoVector) -> io::Result<()> {
     let end = offset + vector.len() as u64;
     let around = around(file.alignment, &(offset..end));
     if around.end > MAX_OFFSET {
@@ -104,7 +104,7 @@ fn write_parts(file: &Arc<OpenFile>, offset: u64, vector: &IoVector) -> io::Resu
 
 /// Reads or writes `part` of the blocks `around`, whose memory is `blocks`.
 fn transfer(
-    file: &Arc<OpenFile>,
+    file: &StripedArc<OpenFile>,
     direction: Direction,
     around: &Range<u64>,
     blocks: &Buffer,
@@ -112,7 +112,7 @@ fn transfer(
 ) -> io::Result<()> {
     let index = |at: u64| to_usize(at - around.start);
     let memory = blocks.slice(index(part.start)..index(part.end));
-    let done = Transfer::new(Arc::clone(file), direction, part.start, memory.into()).all();
+    let done = Transfer::new(file.clone(), direction, part.start, memory.into()).all();
     done.map_err(|error| error.source.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error))
 }
 

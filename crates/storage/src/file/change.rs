@@ -7,7 +7,6 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Arc;
 
 use limosa_page::to_usize;
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
@@ -18,6 +17,7 @@ use crate::file::align::MAX_OFFSET;
 use crate::file::bounce;
 use crate::file::open::OpenFile;
 use crate::storage::ZeroOptions;
+use crate::striped::StripedArc;
 
 /// Zeros written by one call, in bytes, where the filesystem has no other way to zero a range.
 const ZEROS: u64 = 1 << 20;
@@ -61,9 +61,9 @@ fn punch(file: &OpenFile, range: &Range<u64>) -> io::Result<()> {
 }
 
 /// Makes a range read as zeros.
-pub(crate) fn write_zeroes(file: &Arc<OpenFile>, range: Range<u64>, how: ZeroOptions) -> io::Result<()> {
+pub(crate) fn write_zeroes(file: &StripedArc<OpenFile>, range: Range<u64>, how: ZeroOptions) -> io::Result<()> {
     let Some(length) = changeable(file, &range)? else { return Ok(()) };
-    file.counters.zeroes.add(range.end - range.start);
+    file.counters.own().zeroes.add(range.end - range.start);
     let held = file.hold(&range);
     let fast = if file.is_block_device { zero_device(file, &range, how) } else { zero_file(file, &range, length, how) };
     drop(held);
@@ -114,7 +114,7 @@ fn zero_device(file: &OpenFile, range: &Range<u64>, how: ZeroOptions) -> io::Res
 }
 
 /// Writes zeros, a buffer at a time.
-fn zero_plainly(file: &Arc<OpenFile>, range: Range<u64>) -> Result<(), StorageError> {
+fn zero_plainly(file: &StripedArc<OpenFile>, range: Range<u64>) -> Result<(), StorageError> {
     let len = to_usize(ZEROS.min(range.end - range.start));
     let zeros = Buffer::zeroed(len);
     let mut at = range.start;
@@ -139,7 +139,7 @@ pub(crate) fn discard(file: &OpenFile, range: Range<u64>) -> io::Result<()> {
     if changeable(file, &range)?.is_none() {
         return Ok(());
     }
-    file.counters.discards.add(range.end - range.start);
+    file.counters.own().discards.add(range.end - range.start);
     let _held = file.hold(&range);
     match punch(file, &range) {
         Err(error) if !is_unsupported(&error) => Err(error),
@@ -153,7 +153,7 @@ pub(crate) fn allocate(file: &OpenFile, range: Range<u64>) -> io::Result<()> {
     if changeable(file, &range)?.is_none() {
         return Ok(());
     }
-    file.counters.allocations.add(range.end - range.start);
+    file.counters.own().allocations.add(range.end - range.start);
     if file.is_block_device {
         return Ok(());
     }
@@ -202,7 +202,7 @@ pub(crate) fn clone(file: &OpenFile, offset: u64, from: &OwnedFd, from_offset: u
     if file.is_block_device || changeable(file, &(offset..end))?.is_none() {
         return Ok(length == 0);
     }
-    file.counters.clones.add(length);
+    file.counters.own().clones.add(length);
     // Direct I/O on partial blocks must not meet shared blocks (see the module `align`).
     if file.cache.is_direct() && u64::from(file.alignment.offset) < block(file) {
         return Ok(false);

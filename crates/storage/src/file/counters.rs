@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::striped::Striped;
+
 /// Operations and bytes of one kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OperationCount {
@@ -33,6 +35,24 @@ pub struct FileCounters {
     pub bounced: OperationCount,
     /// Of those, writes of partial blocks: each reads the surrounding bytes first.
     pub read_modify_writes: OperationCount,
+}
+
+impl FileCounters {
+    fn add(&mut self, more: Self) {
+        let add = |sum: &mut OperationCount, more: OperationCount| {
+            sum.operations += more.operations;
+            sum.bytes += more.bytes;
+        };
+        add(&mut self.reads, more.reads);
+        add(&mut self.writes, more.writes);
+        add(&mut self.zeroes, more.zeroes);
+        add(&mut self.discards, more.discards);
+        add(&mut self.allocations, more.allocations);
+        add(&mut self.clones, more.clones);
+        self.flushes += more.flushes;
+        add(&mut self.bounced, more.bounced);
+        add(&mut self.read_modify_writes, more.read_modify_writes);
+    }
 }
 
 /// An [`OperationCount`] with atomic fields.
@@ -72,7 +92,16 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    pub(crate) fn snapshot(&self) -> FileCounters {
+    /// The sums of all stripes.
+    pub(crate) fn sum(stripes: &Striped<Self>) -> FileCounters {
+        let mut sum = FileCounters::default();
+        for stripe in stripes.iter() {
+            sum.add(stripe.snapshot());
+        }
+        sum
+    }
+
+    fn snapshot(&self) -> FileCounters {
         FileCounters {
             reads: self.reads.count(),
             writes: self.writes.count(),

@@ -32,12 +32,14 @@ use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
 use crate::file::align::MAX_OFFSET;
 use crate::file::bounce::Fit;
+use crate::file::counters::Counters;
 use crate::file::open::OpenFile;
 use crate::file::transfer::{Direction, Transfer};
 use crate::pool;
 use crate::request::{FileRequest, Work};
 use crate::ring;
 use crate::storage::{Alignment, Extent, Request, Storage, ZeroOptions};
+use crate::striped::{Striped, StripedArc};
 
 /// Length in bytes from which copying dominates a request through the page cache. In a ring the waiting thread copies
 /// for one request after the other; a pool copies for several at a time.
@@ -55,7 +57,7 @@ fn has_ring() -> &'static io::Result<()> {
 /// the file open (and locked) until then.
 #[derive(Debug)]
 pub struct FileStorage {
-    file: Arc<OpenFile>,
+    file: Striped<StripedArc<OpenFile>>,
     io: Io,
     /// Whether large requests go to the thread pool.
     is_spread: bool,
@@ -95,26 +97,30 @@ impl FileStorage {
             },
         };
         let is_spread = options.io == Io::Auto && !options.cache.is_direct();
-        Ok(Arc::new(Self { file: Arc::new(file), io, is_spread }))
+        Ok(Arc::new(Self { file: StripedArc::striped(file), io, is_spread }))
+    }
+
+    fn file(&self) -> &StripedArc<OpenFile> {
+        self.file.own()
     }
 
     /// Operations and bytes since it was opened.
     #[must_use]
     pub fn counters(&self) -> FileCounters {
-        self.file.counters.snapshot()
+        Counters::sum(&self.file().counters)
     }
 
     /// Identity of the file, regardless of its path.
     #[must_use]
     pub fn identity(&self) -> FileIdentity {
-        self.file.identity
+        self.file().identity
     }
 
     /// Returns when the file was created: seconds since 1970 and nanoseconds; 0 if the filesystem does not know. A file
     /// that has the inode of one that was removed has another time.
     #[must_use]
     pub fn birth(&self) -> [u64; 2] {
-        let found = statx(&self.file.fd, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok();
+        let found = statx(&self.file().fd, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok();
         let known = found.filter(|found| found.stx_mask & StatxFlags::BTIME.bits() != 0);
         known.map_or([0; 2], |found| [found.stx_btime.tv_sec.cast_unsigned(), found.stx_btime.tv_nsec.into()])
     }
@@ -122,13 +128,13 @@ impl FileStorage {
     /// Whether it is a block device.
     #[must_use]
     pub fn is_block_device(&self) -> bool {
-        self.file.is_block_device
+        self.file().is_block_device
     }
 
     /// The cache mode.
     #[must_use]
     pub fn cache(&self) -> CacheMode {
-        self.file.cache
+        self.file().cache
     }
 
     /// Returns the executor of requests: [`Io::Uring`], [`Io::Threads`] or [`Io::CallerThread`].
@@ -139,13 +145,13 @@ impl FileStorage {
 
     fn execute_transfer(&self, direction: Direction, offset: u64, vector: IoVector) -> Request {
         let io = if self.is_spread && vector.len() >= LARGE { Io::Threads } else { self.io };
-        execute(io, Work::Transfer(Transfer::new(Arc::clone(&self.file), direction, offset, vector)))
+        execute(io, Work::Transfer(Transfer::new(self.file().clone(), direction, offset, vector)))
     }
 
     /// A read with unaligned offset, length or memory.
     fn read_around(&self, offset: u64, into: IoVector) -> Request {
-        self.file.counters.bounced.add(into.len() as u64);
-        let (file, io) = (Arc::clone(&self.file), self.io);
+        self.file().counters.own().bounced.add(into.len() as u64);
+        let (file, io) = (self.file().clone(), self.io);
         Box::pin(async move {
             let Some(end) = offset.checked_add(into.len() as u64).filter(|end| *end <= MAX_OFFSET) else {
                 return execute(io, Work::Transfer(Transfer::new(file, Direction::Read, offset, into))).await;
@@ -165,8 +171,8 @@ impl FileStorage {
 
     /// A write of whole blocks from unaligned memory.
     fn write_copied(&self, offset: u64, from: IoVector) -> Request {
-        self.file.counters.bounced.add(from.len() as u64);
-        let (file, io) = (Arc::clone(&self.file), self.io);
+        self.file().counters.own().bounced.add(from.len() as u64);
+        let (file, io) = (self.file().clone(), self.io);
         Box::pin(async move {
             let write = Transfer::new(file, Direction::Write, offset, bounce::copied(&from));
             execute(io, Work::Transfer(write)).await
@@ -175,8 +181,8 @@ impl FileStorage {
 
     /// A write with partial blocks.
     fn write_parts(&self, offset: u64, from: IoVector) -> Request {
-        self.file.counters.bounced.add(from.len() as u64);
-        let file = Arc::clone(&self.file);
+        self.file().counters.own().bounced.add(from.len() as u64);
+        let file = self.file().clone();
         Box::pin(pool::run(move || bounce::write(&file, offset, &from)))
     }
 
@@ -193,7 +199,7 @@ impl FileStorage {
             Ok(from) => self.change(operation, range, move |file| transfer(file, &from)),
             Err(error) => {
                 let length = range.end - range.start;
-                let error = StorageError::for_request(operation, &self.file.name, range.start, length, error);
+                let error = StorageError::for_request(operation, &self.file().name, range.start, length, error);
                 Box::pin(ready(Err(error)))
             }
         }
@@ -204,9 +210,9 @@ impl FileStorage {
         &self,
         operation: Operation,
         range: Range<u64>,
-        change: impl FnOnce(&Arc<OpenFile>) -> io::Result<T> + Send + 'static,
+        change: impl FnOnce(&StripedArc<OpenFile>) -> io::Result<T> + Send + 'static,
     ) -> Request<T> {
-        let file = Arc::clone(&self.file);
+        let file = self.file().clone();
         Box::pin(pool::run(move || {
             let length = range.end.saturating_sub(range.start);
             change(&file).map_err(|error| StorageError::for_request(operation, &file.name, range.start, length, error))
@@ -224,36 +230,36 @@ fn execute(io: Io, work: Work) -> Request {
 
 impl Storage for FileStorage {
     fn name(&self) -> &Arc<str> {
-        &self.file.name
+        &self.file().name
     }
 
     fn length(&self) -> Result<u64, StorageError> {
-        self.file.length().map_err(|error| self.file.failed(Operation::Extents, error))
+        self.file().length().map_err(|error| self.file().failed(Operation::Extents, error))
     }
 
     fn unlock(&self) {
-        self.file.unlock();
+        self.file().unlock();
     }
 
     fn is_read_only(&self) -> bool {
-        self.file.read_only
+        self.file().read_only
     }
 
     fn alignment(&self) -> Alignment {
-        self.file.alignment
+        self.file().alignment
     }
 
     fn read(&self, offset: u64, into: IoVector) -> Request {
-        self.file.counters.reads.add(into.len() as u64);
-        match bounce::fit(self.file.alignment, offset, &into) {
+        self.file().counters.own().reads.add(into.len() as u64);
+        match bounce::fit(self.file().alignment, offset, &into) {
             Fit::Direct => self.execute_transfer(Direction::Read, offset, into),
             Fit::Memory | Fit::Parts => self.read_around(offset, into),
         }
     }
 
     fn write(&self, offset: u64, from: IoVector) -> Request {
-        self.file.counters.writes.add(from.len() as u64);
-        match bounce::fit(self.file.alignment, offset, &from) {
+        self.file().counters.own().writes.add(from.len() as u64);
+        match bounce::fit(self.file().alignment, offset, &from) {
             Fit::Direct => self.execute_transfer(Direction::Write, offset, from),
             Fit::Memory => self.write_copied(offset, from),
             Fit::Parts => self.write_parts(offset, from),
@@ -269,11 +275,11 @@ impl Storage for FileStorage {
     }
 
     fn flush(&self) -> Request {
-        if !self.file.flushes() {
+        if !self.file().flushes() {
             return Box::pin(ready(Ok(())));
         }
-        self.file.counters.flushes.add(0);
-        execute(self.io, Work::Flush(Arc::clone(&self.file)))
+        self.file().counters.own().flushes.add(0);
+        execute(self.io, Work::Flush(self.file().clone()))
     }
 
     fn set_len(&self, len: u64) -> Request {
@@ -286,8 +292,9 @@ impl Storage for FileStorage {
 
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
         let length = range.end.saturating_sub(range.start);
-        let failed = |error| StorageError::for_request(Operation::Extents, &self.file.name, range.start, length, error);
-        extents::extents(&self.file, range.clone()).map_err(failed)
+        let failed =
+            |error| StorageError::for_request(Operation::Extents, &self.file().name, range.start, length, error);
+        extents::extents(self.file(), range.clone()).map_err(failed)
     }
 
     fn clone_range(&self, offset: u64, from: &Arc<dyn Storage>, from_offset: u64, length: u64) -> Request<bool> {
@@ -301,10 +308,10 @@ impl Storage for FileStorage {
     }
 
     fn clone_alignment(&self) -> u64 {
-        change::block(&self.file)
+        change::block(self.file())
     }
 
     fn file(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.file.as_fd())
+        Some(self.file().as_fd())
     }
 }

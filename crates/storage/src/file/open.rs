@@ -21,8 +21,10 @@ use crate::file::open_error::OpenError;
 use crate::file::options::{CacheMode, Create, FileOptions};
 use crate::ring::{Handle, Registrations};
 use crate::storage::Alignment;
+use crate::striped::Striped;
 
-/// Number of reads after which a file is registered with a ring: reopening it costs about as much as these reads save.
+/// Number of reads of a thread after which a file is registered with its ring: reopening it costs about as much as
+/// these reads save.
 const REGISTER_AFTER: u64 = 64;
 
 /// Identity of a file, regardless of its path: equal for two paths of one file.
@@ -58,7 +60,7 @@ pub(crate) struct OpenFile {
     pub(crate) identity: FileIdentity,
     pub(crate) alignment: Alignment,
     pub(crate) blocks: Blocks,
-    pub(crate) counters: Counters,
+    pub(crate) counters: Striped<Counters>,
     /// Its registrations with rings.
     pub(crate) registrations: Registrations,
     /// Whether locks were taken.
@@ -154,7 +156,7 @@ impl OpenFile {
             identity,
             alignment,
             blocks: Blocks::default(),
-            counters: Counters::default(),
+            counters: Striped::default(),
             registrations: Registrations::default(),
             locked: options.lock != LockPolicy::None,
             flush_error: Mutex::new(None),
@@ -191,7 +193,7 @@ impl OpenFile {
     /// Returns the slot in which this ring has the file registered for reading. Registers it if it is due. Only on the
     /// ring's thread.
     pub(crate) fn slot(&self, ring: &Arc<Handle>) -> Option<u32> {
-        let is_due = self.counters.reads.operations() >= REGISTER_AFTER;
+        let is_due = self.counters.own().reads.operations() >= REGISTER_AFTER;
         is_due.then(|| self.registrations.slot(ring, self.fd.as_fd(), self.cache.is_direct())).flatten()
     }
 

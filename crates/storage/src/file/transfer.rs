@@ -6,12 +6,12 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 
 use crate::buffer::IoVector;
 use crate::error::{Operation, StorageError};
 use crate::file::align::MAX_OFFSET;
 use crate::file::open::OpenFile;
+use crate::striped::StripedArc;
 
 /// Maximum number of buffers per call (`IOV_MAX`).
 const MAX_BUFFERS: usize = 1024;
@@ -29,7 +29,7 @@ pub(crate) enum Direction {
 
 /// A read or a write, and its progress.
 pub(crate) struct Transfer {
-    pub(crate) file: Arc<OpenFile>,
+    pub(crate) file: StripedArc<OpenFile>,
     pub(crate) direction: Direction,
     offset: u64,
     vector: IoVector,
@@ -39,7 +39,7 @@ pub(crate) struct Transfer {
 }
 
 impl Transfer {
-    pub(crate) fn new(file: Arc<OpenFile>, direction: Direction, offset: u64, vector: IoVector) -> Self {
+    pub(crate) fn new(file: StripedArc<OpenFile>, direction: Direction, offset: u64, vector: IoVector) -> Self {
         Self { file, direction, offset, vector, done: 0, is_counted: false }
     }
 
@@ -164,7 +164,7 @@ impl Transfer {
         if self.count() {
             return self.all();
         }
-        let file = Arc::clone(&self.file);
+        let file = self.file.clone();
         let _held = file.blocks.hold(self.offset..self.offset + self.vector.len() as u64);
         self.all()
     }
