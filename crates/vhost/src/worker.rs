@@ -35,7 +35,8 @@ pub(crate) struct Ring {
     pub(crate) broken: AtomicBool,
 }
 
-/// The state of a thread that others see.
+/// The state of a thread that others see. Aligned, so that no two threads share a cache line.
+#[repr(align(128))]
 struct ThreadState {
     epoll: Arc<OwnedFd>,
     /// Queues that the device is processing, or has requests of in flight: one bit each.

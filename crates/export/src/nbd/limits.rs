@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use limosa_storage::Striped;
+
 /// Limits that keep clients from each other and from the host's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -99,6 +101,12 @@ pub(crate) struct Counting {
     pub(crate) handshake_timeouts: AtomicU64,
     pub(crate) stalled: AtomicU64,
     pub(crate) protocol_errors: AtomicU64,
+    pub(crate) calls: Striped<Calls>,
+}
+
+/// Calls on connections, which their threads count.
+#[derive(Debug, Default)]
+pub(crate) struct Calls {
     pub(crate) receives: AtomicU64,
     pub(crate) sends: AtomicU64,
 }
@@ -117,8 +125,8 @@ impl Counting {
             handshake_timeouts: of(&self.handshake_timeouts),
             stalled: of(&self.stalled),
             protocol_errors: of(&self.protocol_errors),
-            receives: of(&self.receives),
-            sends: of(&self.sends),
+            receives: self.calls.iter().map(|calls| of(&calls.receives)).sum(),
+            sends: self.calls.iter().map(|calls| of(&calls.sends)).sum(),
         }
     }
 }

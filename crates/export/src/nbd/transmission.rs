@@ -251,7 +251,7 @@ impl<'a> Transmission<'a> {
             Poll::Ready(Ok(())) => {}
         }
         let mut released = Load::default();
-        Counting::add(&self.connection.counting().sends, 1);
+        Counting::add(&self.connection.counting().calls.own().sends, 1);
         match self.output.send(self.channel, &mut released) {
             Ok(moved) => {
                 self.account.release(released);
@@ -314,7 +314,7 @@ impl<'a> Transmission<'a> {
                 }
             };
             self.clock = None;
-            Counting::add(&self.connection.counting().receives, 1);
+            Counting::add(&self.connection.counting().calls.own().receives, 1);
             match self.input.receive(self.channel) {
                 Ok(Some((0, _))) => {
                     self.ending = Some(if self.connection.is_cut() {

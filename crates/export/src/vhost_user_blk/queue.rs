@@ -42,8 +42,9 @@ pub(super) struct Mode {
     pub(super) write_through: bool,
 }
 
-/// A queue of the device. One thread uses it.
+/// A queue of the device. One thread uses it. Aligned, so that no two queues share a cache line.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(super) struct Queue(Mutex<State>);
 
 #[derive(Debug)]
