@@ -1,47 +1,52 @@
 //! Requests in flight, and the end of a disk.
 //!
 //! Law: once a disk is being closed no request begins, and its end begins when those that had begun are over: done, or
-//! dropped. Whether it is closed and how many there are is one number, so no request slips through between the two.
+//! dropped. A request is counted before it looks whether the disk is closed, and the counts are looked at after it was
+//! closed; so no request slips through between the two. Threads count in stripes.
 
 use std::future::poll_fn;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Poll, Waker};
 
+use limosa_storage::Striped;
 use parking_lot::Mutex;
-
-/// Set in the number of requests when no more of them begin.
-const CLOSED: u64 = 1 << 63;
 
 #[derive(Debug, Default)]
 pub(crate) struct Requests {
-    state: AtomicU64,
+    inside: Striped<AtomicU64>,
+    is_closed: AtomicBool,
     /// Tasks that wait for the last one.
     waiting: Mutex<Vec<Waker>>,
 }
 
 /// A request is under way.
 #[derive(Debug)]
-pub(crate) struct Inside<'a>(&'a Requests);
+pub(crate) struct Inside<'a> {
+    requests: &'a Requests,
+    /// Where it is counted: it may end on another thread.
+    count: &'a AtomicU64,
+}
 
 impl Requests {
     /// `None`: the disk is closed.
     pub(crate) fn enter(&self) -> Option<Inside<'_>> {
-        let inside = Inside(self);
+        let count = self.inside.own();
+        count.fetch_add(1, Ordering::SeqCst);
         // Leaves again if it is closed.
-        let before = self.state.fetch_add(1, Ordering::AcqRel);
-        (before & CLOSED == 0).then_some(inside)
+        let inside = Inside { requests: self, count };
+        (!self.is_closed.load(Ordering::SeqCst)).then_some(inside)
     }
 
     /// From now on no request begins.
     pub(crate) fn close(&self) {
-        self.state.fetch_or(CLOSED, Ordering::AcqRel);
+        self.is_closed.store(true, Ordering::SeqCst);
     }
 
-    /// Waits until those that had begun are over.
+    /// Waits until those that had begun are over. Only after [`Requests::close`].
     pub(crate) async fn over(&self) {
         poll_fn(|context| {
             let mut waiting = self.waiting.lock();
-            if self.state.load(Ordering::Acquire) & !CLOSED == 0 {
+            if self.inside.iter().all(|count| count.load(Ordering::SeqCst) == 0) {
                 return Poll::Ready(());
             }
             if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
@@ -55,8 +60,10 @@ impl Requests {
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        if self.0.state.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1 {
-            let waiting = std::mem::take(&mut *self.0.waiting.lock());
+        self.count.fetch_sub(1, Ordering::SeqCst);
+        if self.requests.is_closed.load(Ordering::SeqCst) {
+            // They look again.
+            let waiting = std::mem::take(&mut *self.requests.waiting.lock());
             waiting.into_iter().for_each(Waker::wake);
         }
     }

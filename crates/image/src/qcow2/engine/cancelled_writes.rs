@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use limosa_page::broken_invariant;
-use limosa_storage::Request;
+use limosa_storage::{Request, StripedArc};
 
 use super::allocator::InUse;
 use super::locks::{Rank, RankedMutex};
@@ -30,7 +30,7 @@ pub(super) struct CancelledWrites {
 pub(super) struct InPlace {
     request: Option<(Request, InUse)>,
     bytes: Range<GuestOffset>,
-    cancelled_writes: Arc<CancelledWrites>,
+    cancelled_writes: StripedArc<CancelledWrites>,
 }
 
 impl CancelledWrites {
@@ -40,8 +40,13 @@ impl CancelledWrites {
     }
 
     /// `bytes`: those of the guest that it writes.
-    pub(super) fn in_place(self: &Arc<Self>, request: Request, in_use: InUse, bytes: Range<GuestOffset>) -> InPlace {
-        InPlace { request: Some((request, in_use)), bytes, cancelled_writes: Arc::clone(self) }
+    pub(super) fn in_place(
+        this: &StripedArc<Self>,
+        request: Request,
+        in_use: InUse,
+        bytes: Range<GuestOffset>,
+    ) -> InPlace {
+        InPlace { request: Some((request, in_use)), bytes, cancelled_writes: this.clone() }
     }
 
     /// The guest's bytes that they may still change.

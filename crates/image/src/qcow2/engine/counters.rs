@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use limosa_storage::Striped;
+
 /// The purpose of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OperationKind {
@@ -70,8 +72,12 @@ pub struct Counts {
     pub joined: u64,
 }
 
+/// Counted in stripes by threads.
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct Counters(Striped<Stripe>);
+
+#[derive(Debug, Default)]
+struct Stripe {
     operations: [AtomicU64; PURPOSES],
     bytes: [AtomicU64; PURPOSES],
     joined: AtomicU64,
@@ -79,23 +85,26 @@ pub(super) struct Counters {
 
 impl Counters {
     pub(super) fn add(&self, purpose: OperationKind, bytes: u64) {
+        let Stripe { operations, bytes: sums, .. } = self.0.own();
         // Both arrays have a place for every purpose.
-        if let (Some(operations), Some(sum)) = (self.operations.get(purpose as usize), self.bytes.get(purpose as usize))
-        {
+        if let (Some(operations), Some(sum)) = (operations.get(purpose as usize), sums.get(purpose as usize)) {
             operations.fetch_add(1, Ordering::Relaxed);
             sum.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
     pub(super) fn joined(&self) {
-        self.joined.fetch_add(1, Ordering::Relaxed);
+        self.0.own().joined.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn sum(&self, counter: impl Fn(&Stripe) -> Option<&AtomicU64>) -> u64 {
+        self.0.iter().filter_map(counter).map(|counter| counter.load(Ordering::Relaxed)).sum()
     }
 
     pub(super) fn counts(&self) -> Counts {
-        let operations = |purpose: OperationKind| {
-            let load =
-                |from: &[AtomicU64; PURPOSES]| from.get(purpose as usize).map_or(0, |n| n.load(Ordering::Relaxed));
-            OperationCount { operations: load(&self.operations), bytes: load(&self.bytes) }
+        let operations = |purpose: OperationKind| OperationCount {
+            operations: self.sum(|stripe| stripe.operations.get(purpose as usize)),
+            bytes: self.sum(|stripe| stripe.bytes.get(purpose as usize)),
         };
         Counts {
             data_reads: operations(OperationKind::DataRead),
@@ -112,7 +121,7 @@ impl Counters {
             zeroes: operations(OperationKind::WriteZeroes),
             discards: operations(OperationKind::Discard),
             flushes: operations(OperationKind::Flush).operations,
-            joined: self.joined.load(Ordering::Relaxed),
+            joined: self.sum(|stripe| Some(&stripe.joined)),
         }
     }
 }

@@ -4,6 +4,9 @@
 //! leaves it when the storage is done. A cluster that was dropped from the tables in an epoch is reused only when all
 //! requests that entered up to then have left. Nothing waits for that: a cluster that cannot be reused yet stays
 //! listed.
+//!
+//! Requests are counted in stripes, each with a reference count of its own: a request that begins or ends writes to no
+//! cache line of another thread.
 
 use std::sync::Arc;
 #[cfg(not(loom))]
@@ -12,15 +15,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU64, Ordering};
 
+use limosa_storage::Striped;
+
 use super::locks::{CheckedMutex, Rank};
 
 #[derive(Debug)]
 pub(super) struct Epochs<T> {
     now: AtomicU64,
-    /// How many requests are in the even and in the odd epoch.
-    inside: [AtomicU64; 2],
+    stripes: Striped<Arc<Stripe>>,
     deferred: CheckedMutex<DeferredFree<T>>,
 }
+
+/// How many requests are in the even and in the odd epoch.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Stripe([AtomicU64; 2]);
 
 #[derive(Debug)]
 struct DeferredFree<T> {
@@ -32,50 +41,58 @@ struct DeferredFree<T> {
 
 /// A request is using clusters.
 #[derive(Debug)]
-pub(super) struct Guard<T> {
-    epochs: Arc<Epochs<T>>,
+pub(super) struct Guard {
+    /// It leaves where it has entered, on any thread.
+    stripe: Arc<Stripe>,
     epoch: u64,
 }
 
-impl<T> Drop for Guard<T> {
+impl Drop for Guard {
     fn drop(&mut self) {
-        self.epochs.place(self.epoch).fetch_sub(1, Ordering::SeqCst);
+        self.stripe.place(self.epoch).fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-impl<T> Guard<T> {
+impl Guard {
     /// For another part of the same request.
     pub(super) fn again(&self) -> Self {
-        self.epochs.place(self.epoch).fetch_add(1, Ordering::SeqCst);
-        Self { epochs: Arc::clone(&self.epochs), epoch: self.epoch }
+        self.stripe.place(self.epoch).fetch_add(1, Ordering::SeqCst);
+        Self { stripe: Arc::clone(&self.stripe), epoch: self.epoch }
+    }
+}
+
+impl Stripe {
+    fn new() -> Arc<Self> {
+        Arc::new(Self([AtomicU64::new(0), AtomicU64::new(0)]))
+    }
+
+    const fn place(&self, epoch: u64) -> &AtomicU64 {
+        let [even, odd] = &self.0;
+        if epoch & 1 == 0 { even } else { odd }
     }
 }
 
 impl<T> Epochs<T> {
-    pub(super) fn new() -> Arc<Self> {
+    pub(super) fn new() -> Self {
         let deferred = Rank::DeferredFree.checked_mutex(DeferredFree { old: Vec::new(), new: Vec::new() });
-        Arc::new(Self { now: AtomicU64::new(0), inside: [AtomicU64::new(0), AtomicU64::new(0)], deferred })
+        Self { now: AtomicU64::new(0), stripes: Striped::new(Stripe::new), deferred }
     }
 
-    const fn place(&self, epoch: u64) -> &AtomicU64 {
-        let [even, odd] = &self.inside;
-        if epoch & 1 == 0 { even } else { odd }
-    }
-
-    /// Returns how many requests are in an epoch. A change, and not a look: a request that enters later sees the epoch
-    /// that was begun before this.
+    /// Returns how many requests are in an epoch that none enters any more. A change of each count, and not a look: a
+    /// request that enters later sees the epoch that was begun before this.
     fn count(&self, epoch: u64) -> u64 {
-        self.place(epoch).fetch_add(0, Ordering::SeqCst)
+        self.stripes.iter().map(|stripe| stripe.place(epoch).fetch_add(0, Ordering::SeqCst)).sum()
     }
 
-    pub(super) fn enter(self: &Arc<Self>) -> Guard<T> {
+    pub(super) fn enter(&self) -> Guard {
+        let stripe = self.stripes.own();
         loop {
             let epoch = self.now.load(Ordering::SeqCst);
-            self.place(epoch).fetch_add(1, Ordering::SeqCst);
+            stripe.place(epoch).fetch_add(1, Ordering::SeqCst);
             if self.now.load(Ordering::SeqCst) == epoch {
-                return Guard { epochs: Arc::clone(self), epoch };
+                return Guard { stripe: Arc::clone(stripe), epoch };
             }
-            self.place(epoch).fetch_sub(1, Ordering::SeqCst);
+            stripe.place(epoch).fetch_sub(1, Ordering::SeqCst);
         }
     }
 
@@ -106,7 +123,8 @@ impl<T> Epochs<T> {
 
     /// Returns how many requests may be using clusters.
     pub(super) fn inside(&self) -> u64 {
-        self.inside.iter().map(|inside| inside.load(Ordering::SeqCst)).sum()
+        let inside = self.stripes.iter().flat_map(|stripe| &stripe.0);
+        inside.map(|inside| inside.load(Ordering::SeqCst)).sum()
     }
 
     /// Everything that is kept: no request may be inside any more.
@@ -158,7 +176,7 @@ mod models {
 
     /// Two clusters, and the table's entry that leads to one of them.
     struct Disk {
-        epochs: Arc<Epochs<usize>>,
+        epochs: Epochs<usize>,
         entry: AtomicU64,
         clusters: [AtomicU64; 2],
     }

@@ -74,7 +74,7 @@ use std::sync::{Arc, Weak};
 
 use futures_util::FutureExt;
 use limosa_page::to_usize;
-use limosa_storage::{IoVector, Storage};
+use limosa_storage::{IoVector, Storage, Striped, StripedArc};
 
 use super::allocator::Allocator;
 use super::cancelled_writes::CancelledWrites;
@@ -153,7 +153,7 @@ setters!(ImageParts {
 /// apart from leaked clusters. Contents that would be written over the image's own tables mark it as corrupt, and
 /// nothing more is written.
 pub struct Qcow2 {
-    inner: Arc<Inner>,
+    inner: Striped<StripedArc<Inner>>,
     repaired: Option<CheckReport>,
     replayed: usize,
 }
@@ -166,7 +166,7 @@ struct Inner {
     tables: Arc<Tables>,
     flusher: Arc<Flusher>,
     reader: Reader,
-    writer: Arc<Writer>,
+    writer: Striped<Arc<Writer>>,
     grower: Arc<Grower>,
     bitmaps: Arc<DirtyBitmaps>,
     requests: Requests,
@@ -230,13 +230,13 @@ impl Qcow2 {
             repaired = Some(report);
         }
         let inner = Inner::new(ImageParts { file, data_file, backing, header, journal, cipher }, options).await?;
-        Ok(Arc::new(Self { inner: Arc::new(inner), repaired, replayed }))
+        Ok(Arc::new(Self { inner: StripedArc::striped(inner), repaired, replayed }))
     }
 
     /// Returns the storage operations since the image was opened.
     #[must_use]
     pub fn counts(&self) -> Counts {
-        self.inner.context.counters().counts()
+        self.inner().context.counters().counts()
     }
 
     /// Returns what was repaired when the image was opened; `None`: it had been closed, or is only read. The refcounts
@@ -257,13 +257,17 @@ impl Qcow2 {
     /// Returns the current header.
     #[must_use]
     pub fn header(&self) -> Header {
-        self.inner.header.now()
+        self.inner().header.now()
     }
 
     /// Zeroes the rest of the last cluster up to `size`, so that it reads as zeros when the disk grows.
     pub(in crate::qcow2) async fn zero_tail(&self, size: u64) -> Result<(), ImageError> {
-        self.inner.allocator.begin_writing().await?;
-        self.inner.grower.zero_tail(self.inner.header.size(), size).await
+        self.inner().allocator.begin_writing().await?;
+        self.inner().grower.zero_tail(self.inner().header.size(), size).await
+    }
+
+    fn inner(&self) -> &StripedArc<Inner> {
+        self.inner.own()
     }
 }
 
@@ -310,9 +314,9 @@ impl Inner {
             guest_data,
             cancelled_writes,
         };
-        let writer = Arc::new(Writer::new(&owners));
+        let writer = Writer::striped(&owners);
         let bitmaps = Arc::new(DirtyBitmaps::new(Arc::clone(&context), Arc::clone(&header), Arc::clone(&allocator)));
-        let grower = Grower::new(&owners, Arc::clone(&bitmaps), Arc::clone(&writer));
+        let grower = Grower::new(&owners, Arc::clone(&bitmaps), Arc::clone(writer.own()));
         let (grower, requests, closing) = (Arc::new(grower), Requests::default(), Rank::Closing.mutex(None));
         let inner =
             Self { context, header, allocator, tables, flusher, reader, writer, grower, bitmaps, requests, closing };
@@ -357,7 +361,7 @@ impl Inner {
 
 impl Disk for Qcow2 {
     fn name(&self) -> &Arc<str> {
-        self.inner.context.name()
+        self.inner().context.name()
     }
 
     fn format(&self) -> &'static str {
@@ -365,38 +369,38 @@ impl Disk for Qcow2 {
     }
 
     fn len(&self) -> u64 {
-        self.inner.header.size()
+        self.inner().header.size()
     }
 
     fn is_read_only(&self) -> bool {
-        self.inner.context.is_read_only()
+        self.inner().context.is_read_only()
     }
 
     fn allocation_unit(&self) -> u64 {
-        self.inner.context.geometry().subcluster_size().max(512)
+        self.inner().context.geometry().subcluster_size().max(512)
     }
 
     fn read(&self, at: GuestOffset, into: IoVector) -> Pending<'_> {
         Box::pin(async move {
-            let _inside = self.inner.admit(at, into.len() as u64)?;
-            self.inner.writer.finish_cancelled().await;
-            self.inner.reader.read(at, into).await
+            let _inside = self.inner().admit(at, into.len() as u64)?;
+            self.inner().writer.own().finish_cancelled().await;
+            self.inner().reader.read(at, into).await
         })
     }
 
     fn write(&self, at: GuestOffset, from: IoVector) -> Pending<'_> {
-        let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_cancelled(async move {
+        let inner = self.inner().clone();
+        Box::pin(self.inner().writer.own().finish_when_cancelled(async move {
             let length = from.len() as u64;
             let _inside = inner.admit(at, length)?;
             let _marking = inner.bitmaps.marking(at, length);
-            inner.writer.write(at, from).await
+            inner.writer.own().write(at, from).await
         }))
     }
 
     /// Refused besides: an image with an external data file, or with encrypted contents.
     fn compressor(&self, level: Option<u8>) -> Result<Compressor, ImageError> {
-        let context = &self.inner.context;
+        let context = &self.inner().context;
         if context.has_data_file() {
             return Err(context.unsupported("an image with an external data file cannot have compressed contents"));
         }
@@ -411,29 +415,29 @@ impl Disk for Qcow2 {
     }
 
     fn write_compressed(&self, at: GuestOffset, from: CompressedClusters) -> Pending<'_> {
-        let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_cancelled(async move {
+        let inner = self.inner().clone();
+        Box::pin(self.inner().writer.own().finish_when_cancelled(async move {
             let length = from.len();
             let _inside = inner.admit(at, length)?;
             let _marking = inner.bitmaps.marking(at, length);
-            inner.writer.write_compressed(at, from).await
+            inner.writer.own().write_compressed(at, from).await
         }))
     }
 
     fn write_zeroes(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_> {
         let zeroing = if unmap { Zeroing::Unmap } else { Zeroing::Keep };
-        let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_cancelled(async move {
+        let inner = self.inner().clone();
+        Box::pin(self.inner().writer.own().finish_when_cancelled(async move {
             let _inside = inner.admit(at, length)?;
             let _marking = inner.bitmaps.marking(at, length);
-            inner.writer.zero(at, length, zeroing).await
+            inner.writer.own().zero(at, length, zeroing).await
         }))
     }
 
     fn write_zeroes_fast(&self, at: GuestOffset, length: u64, unmap: bool) -> Pending<'_, bool> {
         Box::pin(async move {
-            let inside = self.inner.admit(at, length)?;
-            if !self.inner.zeroes_by_entries(at, length) {
+            let inside = self.inner().admit(at, length)?;
+            if !self.inner().zeroes_by_entries(at, length) {
                 return Ok(false);
             }
             drop(inside);
@@ -443,44 +447,44 @@ impl Disk for Qcow2 {
     }
 
     fn discard(&self, at: GuestOffset, length: u64) -> Pending<'_> {
-        let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_cancelled(async move {
+        let inner = self.inner().clone();
+        Box::pin(self.inner().writer.own().finish_when_cancelled(async move {
             let _inside = inner.admit(at, length)?;
             let _marking = inner.bitmaps.marking(at, length);
-            inner.writer.zero(at, length, Zeroing::Discard).await
+            inner.writer.own().zero(at, length, Zeroing::Discard).await
         }))
     }
 
     fn flush(&self) -> Pending<'_> {
         Box::pin(async move {
-            let _inside = self.inner.admit(GuestOffset(0), 0)?;
-            if self.inner.context.is_read_only() { Ok(()) } else { self.inner.flusher.flush().await }
+            let _inside = self.inner().admit(GuestOffset(0), 0)?;
+            if self.inner().context.is_read_only() { Ok(()) } else { self.inner().flusher.flush().await }
         })
     }
 
     fn map(&self, at: GuestOffset, length: u64) -> Pending<'_, MapEntry> {
         let length = length.max(1);
         Box::pin(async move {
-            let _inside = self.inner.admit(at, length)?;
-            self.inner.writer.finish_cancelled().await;
-            self.inner.reader.map(at, length).await
+            let _inside = self.inner().admit(at, length)?;
+            self.inner().writer.own().finish_cancelled().await;
+            self.inner().reader.map(at, length).await
         })
     }
 
     fn storage(&self, depth: u32) -> Option<Arc<dyn Storage>> {
         match depth.checked_sub(1) {
             // What is encrypted is in no storage as it is read.
-            None if self.inner.context.is_encrypted() => None,
-            None => Some(Arc::clone(self.inner.context.data())),
-            Some(depth) => self.inner.context.backing()?.storage(depth),
+            None if self.inner().context.is_encrypted() => None,
+            None => Some(Arc::clone(self.inner().context.data())),
+            Some(depth) => self.inner().context.backing()?.storage(depth),
         }
     }
 
     /// As of all disks. Refused besides: larger than the image's clusters allow; version 2 with snapshots; a raw data
     /// file, which only [`resize`](crate::qcow2::resize()) changes. If it fails, the size is the old one.
     fn grow(&self, size: u64) -> Pending<'_> {
-        let inner = Arc::clone(&self.inner);
-        Box::pin(self.inner.writer.finish_when_cancelled(async move {
+        let inner = self.inner().clone();
+        Box::pin(self.inner().writer.own().finish_when_cancelled(async move {
             // Here, and not in what others may have to bring to its end.
             let _inside = inner.admit(GuestOffset(0), 0)?;
             inner.grower.grow(size).await
@@ -489,34 +493,34 @@ impl Disk for Qcow2 {
 
     fn bitmaps(&self) -> Pending<'_, Vec<DirtyBitmap>> {
         Box::pin(async move {
-            let _inside = self.inner.admit(GuestOffset(0), 0)?;
-            if self.inner.context.is_read_only() && !self.inner.bitmaps.are_loaded() {
-                self.inner.bitmaps.load().await?;
+            let _inside = self.inner().admit(GuestOffset(0), 0)?;
+            if self.inner().context.is_read_only() && !self.inner().bitmaps.are_loaded() {
+                self.inner().bitmaps.load().await?;
             }
-            Ok(self.inner.bitmaps.all())
+            Ok(self.inner().bitmaps.all())
         })
     }
 
     fn dirty_run(&self, bitmap: &str, at: GuestOffset, length: u64) -> Result<(bool, u64), ImageError> {
-        let _inside = self.inner.admit(at, length.max(1))?;
-        self.inner.bitmaps.run(bitmap, at, length)
+        let _inside = self.inner().admit(at, length.max(1))?;
+        self.inner().bitmaps.run(bitmap, at, length)
     }
 
     fn bitmap_bits(&self, bitmap: &str) -> Result<BitmapBits, ImageError> {
-        let _inside = self.inner.admit(GuestOffset(0), 0)?;
-        self.inner.bitmaps.bits(bitmap)
+        let _inside = self.inner().admit(GuestOffset(0), 0)?;
+        self.inner().bitmaps.bits(bitmap)
     }
 
     fn change_bitmaps(&self, changes: &[(String, BitmapAction)]) -> Pending<'_> {
-        let (inner, changes) = (Arc::clone(&self.inner), changes.to_vec());
+        let (inner, changes) = (self.inner().clone(), changes.to_vec());
         Box::pin(async move {
             let _inside = inner.admit(GuestOffset(0), 0)?;
-            inner.writer.finish_cancelled().await;
+            inner.writer.own().finish_cancelled().await;
             inner.allocator.begin_writing().await?;
             // Lives as long as this request: its changes take effect before it is dropped, or never.
             let asked = Arc::new(());
             let (bitmaps, writer, asked_for) =
-                (Arc::clone(&inner.bitmaps), Arc::clone(&inner.writer), Arc::downgrade(&asked));
+                (Arc::clone(&inner.bitmaps), Arc::clone(inner.writer.own()), Arc::downgrade(&asked));
             let work = async move {
                 bitmaps.change(&changes, &asked_for).await?;
                 // Requests that were dropped have set their bits, which may be gone now, and their bytes may change yet.
@@ -526,17 +530,17 @@ impl Disk for Qcow2 {
                 Ok(())
             };
             let work = inner.header.exclusively(work.boxed());
-            let _unfinished = inner.writer.finish_if_cancelled(&work);
+            let _unfinished = inner.writer.own().finish_if_cancelled(&work);
             work.await
         })
     }
 
     fn close(&self) -> Pending<'_> {
-        Box::pin(self.inner.close())
+        Box::pin(Inner::close(self.inner()))
     }
 
     fn unlock(&self) {
-        let context = &self.inner.context;
+        let context = &self.inner().context;
         context.file().unlock();
         context.data().unlock();
         if let Some(backing) = context.backing() {
@@ -557,10 +561,10 @@ impl Inner {
     }
 
     /// Closes it once: a second close, or one after a close that was not waited for, ends as that one did.
-    fn close(self: &Arc<Self>) -> SharedFuture {
-        let inner = Arc::clone(self);
+    fn close(this: &StripedArc<Self>) -> SharedFuture {
+        let inner = this.clone();
         let close = || async move { inner.close_now().await }.boxed().shared();
-        self.closing.lock().get_or_insert_with(close).clone()
+        this.closing.lock().get_or_insert_with(close).clone()
     }
 
     /// Waits for requests, ends what those that were dropped have begun, gives back what was taken ahead, and makes
@@ -583,9 +587,9 @@ impl Inner {
 
     async fn make_durable(&self) -> Result<(), ImageError> {
         // Work that is more than jobs, which may begin others: a growth.
-        self.writer.finish_cancelled().await;
-        self.writer.wait_for_jobs().await;
-        self.writer.check_idle()?;
+        self.writer.own().finish_cancelled().await;
+        self.writer.own().wait_for_jobs().await;
+        self.writer.own().check_idle()?;
         if !self.header.has_begun() {
             return self.context.flush_all().await;
         }
@@ -598,10 +602,10 @@ impl Inner {
 impl Drop for Qcow2 {
     fn drop(&mut self) {
         // What is under way holds its owners, and its owners hold it.
-        let Inner { header, tables, flusher, writer, grower, closing, .. } = &*self.inner;
+        let Inner { header, tables, flusher, writer, grower, closing, .. } = &**self.inner();
         tables.clear();
         flusher.clear();
-        writer.clear();
+        writer.own().clear();
         header.clear();
         grower.clear();
         drop(closing.take());
@@ -611,8 +615,8 @@ impl Drop for Qcow2 {
 impl fmt::Debug for Qcow2 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Qcow2")
-            .field("name", self.inner.context.name())
-            .field("geometry", self.inner.context.geometry())
+            .field("name", self.inner().context.name())
+            .field("geometry", self.inner().context.geometry())
             .finish_non_exhaustive()
     }
 }

@@ -28,6 +28,7 @@ pub(super) mod reader;
 pub(super) mod refcounts;
 pub(super) mod seams;
 pub(super) mod shared_future;
-pub(super) mod slices;
+pub(super) mod slice;
+mod slices;
 pub(super) mod tables;
 pub(super) mod writer;

@@ -3,24 +3,35 @@
 //! Law: a slice that differs from the file stays until it has been written, and one that is being written stays until
 //! that is over; so what is read from the file is never older than what was here. Locks are held for a look or a
 //! change, never across an `await`.
+//!
+//! Each stripe of threads knows the slices that it has looked at last, and finds entries in them without the lock of a
+//! shard: a read, or a write to a cluster that is there, takes no lock that threads of other stripes take.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use limosa_page::to_usize;
-use parking_lot::MutexGuard;
+use limosa_storage::Striped;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::locks::{Rank, RankedGuard, RankedMutex};
 use super::shared_future::SharedFuture;
+use super::slice::{NoLook, SharedWord, Slice};
 use crate::offset::HostOffset;
 
 /// The most shards; fewer if the cache is small.
 const SHARDS: usize = 16;
 /// The fewest slices, even if less was asked for: requests in flight must not evict each other's all the time.
 const FEWEST: usize = 32;
+/// Slices that a stripe knows at most. Of 4 KiB they describe 1 GiB of a disk with clusters of 64 KiB. It may keep them
+/// in memory after they had to go, until it looks for others.
+const KNOWN: usize = 32;
 
 pub(super) struct Slices {
     shards: Box<[RankedMutex<Shard>]>,
+    /// A lock of these is the last that a thread takes.
+    known: Striped<Mutex<Known>>,
     /// Slices in a shard at most.
     most: usize,
     /// The logarithm of a slice's bytes.
@@ -38,12 +49,14 @@ struct Shard {
 }
 
 struct Slot {
-    words: Box<[u64]>,
+    slice: Arc<Slice>,
     dirty: bool,
     writing: bool,
-    /// Looked at since it was last passed over.
-    recent: bool,
 }
+
+/// Slices that were looked at: each has one place where it can be.
+#[derive(Default)]
+struct Known([Option<(HostOffset, Arc<Slice>)>; KNOWN]);
 
 /// A slice to be written: where, and its bytes as they were.
 pub(super) struct CapturedSlice {
@@ -60,7 +73,13 @@ impl Slices {
         let most = to_usize(size >> bits).max(FEWEST);
         let shards = (most / FEWEST).clamp(1, SHARDS);
         let shard = |_| Rank::Slices.mutex(Shard::default());
-        Self { shards: (0..shards).map(shard).collect(), most: most / shards, bits, dirty: AtomicUsize::new(0) }
+        Self {
+            shards: (0..shards).map(shard).collect(),
+            known: Striped::default(),
+            most: most / shards,
+            bits,
+            dirty: AtomicUsize::new(0),
+        }
     }
 
     /// Bytes of a slice.
@@ -74,24 +93,65 @@ impl Slices {
         self.shards.get(index).unwrap_or(first).lock()
     }
 
-    /// Looks at a slice, if it is here.
-    pub(super) fn get<R>(&self, key: HostOffset, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
-        let mut shard = self.shard(key);
-        let slot = shard.slots.get_mut(&key)?;
-        slot.recent = true;
-        Some(look(&slot.words))
+    /// Copies words of a slice from `at` on, as they are at one moment: as many as there are, and as fit. Returns how
+    /// many; `None` if the slice is not here.
+    pub(super) fn copy(&self, key: HostOffset, at: usize, into: &mut [u64]) -> Option<usize> {
+        if let Some(count) = self.copy_known(key, at, into) {
+            return Some(count);
+        }
+        let shard = self.shard(key);
+        let slice = Arc::clone(&shard.slots.get(&key)?.slice);
+        // Nobody changes it as long as the shard is locked.
+        let count = slice.copy(at, into).ok();
+        drop(shard);
+        self.with_known(key, |place| *place = Some((key, slice)));
+        count
+    }
+
+    /// The same, if the thread's stripe knows the slice.
+    fn copy_known(&self, key: HostOffset, at: usize, into: &mut [u64]) -> Option<usize> {
+        let copied = self.with_known(key, |place| {
+            let (_, slice) = place.as_ref().filter(|(known, _)| *known == key)?;
+            let copied = slice.copy(at, into);
+            if copied == Err(NoLook::Gone) {
+                *place = None;
+            }
+            copied.ok()
+        });
+        copied.flatten()
+    }
+
+    fn with_known<R>(
+        &self,
+        key: HostOffset,
+        look: impl FnOnce(&mut Option<(HostOffset, Arc<Slice>)>) -> R,
+    ) -> Option<R> {
+        let mut known = self.known.own().lock();
+        known.0.get_mut(to_usize(key.0 >> self.bits) % KNOWN).map(look)
+    }
+
+    /// Whether a slice is here.
+    pub(super) fn has(&self, key: HostOffset) -> bool {
+        self.get(key, |_| ()).is_some()
+    }
+
+    /// Looks at a slice, if it is here. Nobody changes it meanwhile.
+    pub(super) fn get<R>(&self, key: HostOffset, look: impl FnOnce(&[SharedWord]) -> R) -> Option<R> {
+        let shard = self.shard(key);
+        let slice = &shard.slots.get(&key)?.slice;
+        slice.touch();
+        Some(look(slice.words()))
     }
 
     /// Changes a slice, if it is here.
-    pub(super) fn change<R>(&self, key: HostOffset, change: impl FnOnce(&mut [u64]) -> R) -> Option<R> {
+    pub(super) fn change<R>(&self, key: HostOffset, change: impl FnOnce(&[SharedWord]) -> R) -> Option<R> {
         let mut shard = self.shard(key);
         let slot = shard.slots.get_mut(&key)?;
-        slot.recent = true;
         if !slot.dirty {
             slot.dirty = true;
             self.dirty.fetch_add(1, Ordering::Relaxed);
         }
-        Some(change(&mut slot.words))
+        Some(slot.slice.change(change))
     }
 
     /// Whether enough slices are dirty for a flush.
@@ -118,15 +178,17 @@ impl Slices {
             let Some(oldest) = shard.order.pop_front().filter(|_| looked <= 2 * self.most) else {
                 return Err(Full(words));
             };
-            match shard.slots.get_mut(&oldest) {
-                Some(slot) if slot.dirty || slot.writing || slot.recent => {
-                    slot.recent = false;
-                    shard.order.push_back(oldest);
+            match shard.slots.get(&oldest) {
+                // Both: each look counts once.
+                Some(slot) if slot.slice.pass_over() | slot.dirty | slot.writing => shard.order.push_back(oldest),
+                _ => {
+                    if let Some(slot) = shard.slots.remove(&oldest) {
+                        slot.slice.gone();
+                    }
                 }
-                _ => drop(shard.slots.remove(&oldest)),
             }
         }
-        shard.slots.insert(key, Slot { words, dirty: false, writing: false, recent: true });
+        shard.slots.insert(key, Slot { slice: Arc::new(Slice::new(&words)), dirty: false, writing: false });
         shard.order.push_back(key);
         Ok(())
     }
@@ -141,6 +203,7 @@ impl Slices {
         for key in self.keys(table, length) {
             let mut shard = self.shard(key);
             if let Some(slot) = shard.slots.remove(&key) {
+                slot.slice.gone();
                 shard.order.retain(|other| *other != key);
                 if slot.dirty {
                     self.dirty.fetch_sub(1, Ordering::Relaxed);
@@ -174,10 +237,8 @@ impl Slices {
                 slot.dirty = false;
                 slot.writing = true;
                 self.dirty.fetch_sub(1, Ordering::Relaxed);
-                captured.push(CapturedSlice {
-                    at: *at,
-                    bytes: slot.words.iter().flat_map(|word| word.to_be_bytes()).collect(),
-                });
+                let words = slot.slice.words().iter().map(|word| word.load(Ordering::Relaxed));
+                captured.push(CapturedSlice { at: *at, bytes: words.flat_map(u64::to_be_bytes).collect() });
             }
         }
         captured.sort_unstable_by_key(|slice| slice.at);
@@ -214,12 +275,21 @@ mod tests {
         vec![word; 64].into()
     }
 
+    /// The first word of a slice.
+    fn word(slices: &Slices, key: u64) -> Option<u64> {
+        let mut word = [0];
+        slices.copy(HostOffset(key), 0, &mut word).map(|count| {
+            assert_eq!(count, 1);
+            word[0]
+        })
+    }
+
     #[test]
     fn a_slice_that_differs_from_the_file_stays_until_it_is_written() {
         let slices = Slices::new(0, 9);
         for key in 0..FEWEST as u64 {
             assert!(slices.insert(HostOffset(key * 512), words(key)).is_ok());
-            slices.change(HostOffset(key * 512), |words| words[0] = 7).unwrap();
+            slices.change(HostOffset(key * 512), |words| words[0].store(7, Ordering::Relaxed)).unwrap();
         }
         assert!(slices.needs_flush());
         let Err(Full(back)) = slices.insert(HostOffset(1 << 20), words(9)) else { panic!("there was room") };
@@ -235,7 +305,7 @@ mod tests {
         slices.written(captured[1..].iter().map(|slice| slice.at), true);
         slices.written([HostOffset(0)], false);
         assert!(slices.insert(HostOffset(1 << 20), back).is_ok());
-        assert_eq!(slices.get(HostOffset(0), |words| words[0]), Some(7));
+        assert_eq!(word(&slices, 0), Some(7));
         assert_eq!(slices.capture().len(), 1);
     }
 
@@ -243,8 +313,8 @@ mod tests {
     fn what_is_here_is_not_replaced_by_what_was_read() {
         let slices = Slices::new(1 << 20, 12);
         assert!(slices.insert(HostOffset(4096), words(1)).is_ok() && slices.insert(HostOffset(4096), words(2)).is_ok());
-        assert_eq!(slices.get(HostOffset(4096), |words| words[0]), Some(1));
+        assert_eq!(word(&slices, 4096), Some(1));
         slices.forget(HostOffset(0), 65536);
-        assert_eq!(slices.get(HostOffset(4096), |words| words[0]), None);
+        assert_eq!(word(&slices, 4096), None);
     }
 }

@@ -22,12 +22,16 @@ use super::lookup::{Extent, Lookup, extent};
 use super::pool::Run;
 use super::seams;
 use super::shared_future::SharedFuture;
+use super::slice::SharedWord;
 use super::slices::{CapturedSlice, Full, Slices};
 use crate::error::ImageError;
 use crate::offset::{ClusterCount, GuestOffset, HostOffset};
 use crate::qcow2::format::entry::{L1Entry, L2Entry};
 use crate::qcow2::format::geometry::L1Index;
 use crate::qcow2::format::journal::EntryChange;
+
+/// Words of a slice that are copied for a look without a lock, at most: those of a request of 1 MiB and more.
+const COPIED: usize = 64;
 
 /// Has changed slices written, so that there is room for others.
 pub(super) trait MakeRoom: Send + Sync {
@@ -151,19 +155,19 @@ impl Tables {
     }
 
     /// The entry at an address, of a slice's words.
-    fn entry(&self, words: &[u64], address: EntryAddress) -> Result<L2Entry, ImageError> {
+    fn entry<W: Word>(&self, words: &[W], address: EntryAddress) -> Result<L2Entry, ImageError> {
         let geometry = self.context.geometry();
         let word =
-            |at: usize| words.get(at).copied().ok_or_else(|| broken_invariant("an L2 entry is within its slice"));
+            |at: usize| words.get(at).map(W::get).ok_or_else(|| broken_invariant("an L2 entry is within its slice"));
         let bitmap = if geometry.extended_l2 { word(address.word + 1)? } else { 0 };
         L2Entry::decode(word(address.word)?, bitmap, geometry, self.context.rules()).map_err(|fault| {
             self.context.corrupt(format!("L2 table at {}, entry {}", address.table, address.number), fault.to_string())
         })
     }
 
-    fn entries<'a>(
+    fn entries<'a, W: Word>(
         &'a self,
-        words: &'a [u64],
+        words: &'a [W],
         mut address: EntryAddress,
     ) -> impl Iterator<Item = Result<L2Entry, ImageError>> + 'a {
         std::iter::from_fn(move || {
@@ -171,6 +175,24 @@ impl Tables {
             address = self.next(address);
             Some(entry)
         })
+    }
+}
+
+/// A word of a slice, or of a copy.
+trait Word {
+    fn get(&self) -> u64;
+}
+
+impl Word for SharedWord {
+    /// Of a slice that nobody else changes.
+    fn get(&self) -> u64 {
+        self.load(Ordering::Relaxed)
+    }
+}
+
+impl Word for u64 {
+    fn get(&self) -> u64 {
+        *self
     }
 }
 
@@ -184,17 +206,30 @@ impl Tables {
             return Ok(Lookup::Found(Extent::nothing(until - at.0)));
         };
         let address = self.address(at, table);
-        match self
-            .slices
-            .get(address.slice, |words| extent(self.context.geometry(), at, end, self.entries(words, address)))
-        {
-            Some(found) => {
-                let none = || self.context.corrupt(format!("L2 table at {table}"), "it has no such entry");
-                let found = found?.ok_or_else(none)?;
-                seams::extent_is_inside(found.length, at, end)?;
-                Ok(Lookup::Found(found))
+        let Some(found) = self.extent_in_slice(address, at, end) else { return Ok(Lookup::Load(address.slice)) };
+        let none = || self.context.corrupt(format!("L2 table at {table}"), "it has no such entry");
+        let found = found?.ok_or_else(none)?;
+        seams::extent_is_inside(found.length, at, end)?;
+        Ok(Lookup::Found(found))
+    }
+
+    /// The extent by the entries of a slice, if it is here; `None` in it without entries.
+    fn extent_in_slice(
+        &self,
+        address: EntryAddress,
+        at: GuestOffset,
+        end: GuestOffset,
+    ) -> Option<Result<Option<Extent>, ImageError>> {
+        let geometry = self.context.geometry();
+        let clusters = end.0.div_ceil(geometry.cluster_size()) - (at.0 >> geometry.cluster_bits);
+        let mut copy = [0; COPIED];
+        match copy.get_mut(..to_usize(clusters).saturating_mul(self.context.words_of_entry())) {
+            Some(wanted) => {
+                let count = self.slices.copy(address.slice, address.word, wanted)?;
+                let words = wanted.get(..count).unwrap_or_default();
+                Some(extent(geometry, at, end, self.entries(words, EntryAddress { word: 0, ..address })))
             }
-            None => Ok(Lookup::Load(address.slice)),
+            None => self.slices.get(address.slice, |words| extent(geometry, at, end, self.entries(words, address))),
         }
     }
 
@@ -245,7 +280,7 @@ impl Tables {
     }
 
     async fn load_now(&self, slice: HostOffset) -> Result<(), ImageError> {
-        if self.slices.get(slice, |_| ()).is_some() {
+        if self.slices.has(slice) {
             return Ok(());
         }
         let size = self.slices.slice_size();
@@ -373,8 +408,8 @@ impl Tables {
                         journal.record(room, index, &EntryChange { cluster, old, new })?;
                     }
                     let both = [entry, bitmap];
-                    let places = words.iter_mut().skip(address.word).take(self.context.words_of_entry());
-                    places.zip(both).for_each(|(word, new)| *word = new);
+                    let places = words.iter().skip(address.word).take(self.context.words_of_entry());
+                    places.zip(both).for_each(|(word, new)| word.store(new, Ordering::Relaxed));
                     address = self.next(address);
                 }
                 Ok(true)

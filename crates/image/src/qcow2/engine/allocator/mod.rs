@@ -48,7 +48,7 @@ pub(super) struct Dropped {
 }
 
 /// A request that may be using clusters that it looked up.
-pub(super) type InUse = Guard<Dropped>;
+pub(super) type InUse = Guard;
 
 pub(super) struct Allocator {
     context: Arc<Context>,
@@ -59,7 +59,7 @@ pub(super) struct Allocator {
     tails: RankedMutex<Vec<Tail>>,
     /// References that the tables in memory have no more, and those in the file may have.
     drops: RankedMutex<Vec<Dropped>>,
-    epochs: Arc<Epochs<Dropped>>,
+    epochs: Epochs<Dropped>,
     /// The places of the image's own tables; empty if it is only read.
     overlap_check: OverlapCheck,
     lengths: Arc<Lengths>,

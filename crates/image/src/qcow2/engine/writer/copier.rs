@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures_util::future::{BoxFuture, join, join_all};
 use futures_util::{FutureExt, TryFutureExt};
 use limosa_page::{broken_invariant, to_u64};
-use limosa_storage::IoVector;
+use limosa_storage::{IoVector, StripedArc};
 
 use super::super::allocator::{Allocator, InUse};
 use super::super::cancelled_writes::CancelledWrites;
@@ -26,14 +26,16 @@ use crate::error::ImageError;
 use crate::offset::{GuestOffset, HostOffset};
 use crate::qcow2::format::entry::L2Entry;
 
-/// Writes the guest's bytes.
+/// Writes the guest's bytes. Each stripe of threads has its own, whose references are counted beside it.
+#[derive(Clone)]
+#[repr(align(128))]
 pub(super) struct Copier {
     context: Arc<Context>,
     allocator: Arc<Allocator>,
     tables: Arc<Tables>,
     flusher: Arc<Flusher>,
     guest_data: Arc<GuestData>,
-    cancelled_writes: Arc<CancelledWrites>,
+    cancelled_writes: StripedArc<CancelledWrites>,
     in_flight: Arc<InFlightAllocations>,
     jobs: Arc<CopyJobs>,
 }
@@ -90,6 +92,11 @@ impl ClusterState {
 }
 
 impl Copier {
+    /// The same for another stripe.
+    pub(super) fn for_stripe(&self, owners: &Owners) -> Self {
+        Self { cancelled_writes: StripedArc::new(Arc::clone(&owners.cancelled_writes)), ..self.clone() }
+    }
+
     pub(super) fn new(owners: &Owners, in_flight: Arc<InFlightAllocations>) -> Self {
         let Owners { context, allocator, tables, flusher, guest_data, cancelled_writes, .. } = owners;
         Self {
@@ -98,7 +105,7 @@ impl Copier {
             tables: Arc::clone(tables),
             flusher: Arc::clone(flusher),
             guest_data: Arc::clone(guest_data),
-            cancelled_writes: Arc::clone(cancelled_writes),
+            cancelled_writes: StripedArc::new(Arc::clone(cancelled_writes)),
             in_flight,
             jobs: Arc::new(CopyJobs::new(owners)),
         }
@@ -198,21 +205,20 @@ impl Copier {
         (at, from): Segment,
         in_use: InUse,
     ) -> impl Future<Output = Result<(), ImageError>> + Send + 'static {
-        let allocator = Arc::clone(&self.allocator);
         let length = from.len() as u64;
-        let overlap = allocator.overlap(&(host..host + length));
+        let overlap = self.allocator.overlap(&(host..host + length));
         // The request begins here, and not when this is polled first.
         let begun = match overlap {
-            Some(overlap) => Err(overlap),
+            Some(overlap) => Err((overlap, Arc::clone(&self.allocator))),
             None => Ok(self
                 .guest_data
                 .write(OperationKind::DataWrite, host, from)
-                .map(|request| self.cancelled_writes.in_place(request, in_use, at..at + length))),
+                .map(|request| CancelledWrites::in_place(&self.cancelled_writes, request, in_use, at..at + length))),
         };
         async move {
             match begun {
                 Ok(request) => request?.await,
-                Err(overlap) => Err(allocator.contents_on(overlap, host).await),
+                Err((overlap, allocator)) => Err(allocator.contents_on(overlap, host).await),
             }
         }
     }

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use futures_util::future::join_all;
 use limosa_page::BrokenInvariant;
-use limosa_storage::IoVector;
+use limosa_storage::{IoVector, Striped};
 
 use self::cancelled::CancelledRequests;
 use self::compressed::CompressedWriter;
@@ -34,24 +34,32 @@ use crate::compression::CompressedClusters;
 use crate::error::ImageError;
 use crate::offset::GuestOffset;
 
+/// Each stripe of threads has its own, whose references are counted beside it.
+#[derive(Clone)]
+#[repr(align(128))]
 pub(super) struct Writer {
     copier: Arc<Copier>,
     zeroer: Arc<Zeroer>,
     compressed: Arc<CompressedWriter>,
     in_flight: Arc<InFlightAllocations>,
     /// Jobs that nothing waits for.
-    cancelled: CancelledRequests,
+    cancelled: Arc<CancelledRequests>,
     cancelled_writes: Arc<CancelledWrites>,
 }
 
 impl Writer {
-    pub(super) fn new(owners: &Owners) -> Self {
+    pub(super) fn striped(owners: &Owners) -> Striped<Arc<Self>> {
+        let first = Self::new(owners);
+        Striped::new(|| Arc::new(Self { copier: Arc::new(first.copier.for_stripe(owners)), ..first.clone() }))
+    }
+
+    fn new(owners: &Owners) -> Self {
         let in_flight = Arc::new(InFlightAllocations::new(*owners.context.geometry(), owners.context.region()));
         let copier = Arc::new(Copier::new(owners, Arc::clone(&in_flight)));
         let zeroer = Arc::new(Zeroer::new(owners, Arc::clone(&in_flight), Arc::clone(&copier)));
         let compressed = Arc::new(CompressedWriter::new(owners, Arc::clone(&in_flight)));
         let cancelled_writes = Arc::clone(&owners.cancelled_writes);
-        Self { copier, zeroer, compressed, in_flight, cancelled: CancelledRequests::default(), cancelled_writes }
+        Self { copier, zeroer, compressed, in_flight, cancelled: Arc::default(), cancelled_writes }
     }
 
     /// Writes all of `from` at `at`. The future borrows nothing.
