@@ -70,9 +70,10 @@ fn share(peer: &Peer, guest: &Guest) -> u64 {
 
 /// Offers a buffer whose page is missing.
 fn offer_missing(guest: &mut Guest, head: u16) {
-    guest.offer(head, [9; 4]);
     let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     fallocate(&guest.file, punch, BUFFER, 4096).unwrap();
+    // A ring that was started just now is looked at without a kick.
+    guest.offer_as_it_is(head);
     guest.kick();
 }
 

@@ -429,8 +429,13 @@ impl Guest {
 
     /// Offers a buffer of four bytes to be incremented, by descriptor `head`; does not kick.
     pub(crate) fn offer(&mut self, head: u16, bytes: [u8; 4]) {
+        self.memory.write_slice(&bytes, self.place(0x8000 + u64::from(head) * 16)).unwrap();
+        self.offer_as_it_is(head);
+    }
+
+    /// The same, with the contents that the buffer has.
+    pub(crate) fn offer_as_it_is(&mut self, head: u16) {
         let buffer = 0x8000 + u64::from(head) * 16;
-        self.memory.write_slice(&bytes, self.place(buffer)).unwrap();
         let mut descriptor = longs(&[self.place(buffer).0]);
         descriptor.extend(4_u32.to_le_bytes());
         descriptor.extend([2, 0, 0, 0]); // The device writes; no next one.
