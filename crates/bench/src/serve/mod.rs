@@ -231,7 +231,10 @@ fn device_cases(size: u64) -> Vec<(String, Disk, Load)> {
             if depth == 16 {
                 cases.push((format!("blk: raw, {case}"), Disk::Raw, load.clone()));
                 cases.push((format!("blk: null, {case}"), Disk::Null, load.clone()));
-                cases.push((format!("blk: qcow2, {case}, 2 queues"), Disk::Qcow2, Load { connections: 2, ..load }));
+                for queues in [2, 4] {
+                    let load = Load { connections: queues, ..load.clone() };
+                    cases.push((format!("blk: qcow2, {case}, {queues} queues"), Disk::Qcow2, load));
+                }
             }
         }
         let (length, step, count) = (64 << 10, Some(64 << 10), (size >> 16).min(16_384));
