@@ -51,14 +51,20 @@ impl Slice {
         if before % 2 == 1 {
             return Err(if before == GONE { NoLook::Gone } else { NoLook::Changing });
         }
+        let count = self.copy_unchanged(at, into);
+        fence(Ordering::Acquire);
+        if self.version.load(Ordering::Relaxed) == before { Ok(count) } else { Err(NoLook::Changing) }
+    }
+
+    /// The same with the shard locked, so that nothing changes.
+    pub(super) fn copy_unchanged(&self, at: usize, into: &mut [u64]) -> usize {
         self.touch();
         let mut count = 0;
         for (to, word) in into.iter_mut().zip(self.words.get(at..).unwrap_or_default()) {
             *to = word.load(Ordering::Relaxed);
             count += 1;
         }
-        fence(Ordering::Acquire);
-        if self.version.load(Ordering::Relaxed) == before { Ok(count) } else { Err(NoLook::Changing) }
+        count
     }
 
     /// Changes words. Only with the shard locked.

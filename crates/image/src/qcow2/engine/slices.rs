@@ -101,11 +101,10 @@ impl Slices {
         }
         let shard = self.shard(key);
         let slice = Arc::clone(&shard.slots.get(&key)?.slice);
-        // Nobody changes it as long as the shard is locked.
-        let count = slice.copy(at, into).ok();
+        let count = slice.copy_unchanged(at, into);
         drop(shard);
         self.with_known(key, |place| *place = Some((key, slice)));
-        count
+        Some(count)
     }
 
     /// The same, if the thread's stripe knows the slice.
