@@ -19,6 +19,7 @@ mod import;
 mod inspect;
 mod job;
 mod packaging;
+mod program;
 mod receive;
 mod relay;
 mod remedy;
@@ -38,13 +39,11 @@ mod working_set;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use clap::Parser;
-
-use args::{Cli, Command};
+use args::Command;
 use limosa_console::say;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match program::parse() {
         Ok(cli) => cli,
         Err(error) => return usage::report(&error),
     };
@@ -73,7 +72,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            say!("limosa: {}{}", limosa_console::anyhow_error_line(&error), remedy::of_cause(&error));
+            say!("{}: {}{}", program::name(), limosa_console::anyhow_error_line(&error), remedy::of_cause(&error));
             if usage::is_misuse(&error) { ExitCode::from(2) } else { ExitCode::FAILURE }
         }
     }

@@ -6,18 +6,18 @@ use std::ffi::OsStr;
 use std::fmt::Display;
 use std::process::ExitCode;
 
+use clap::Command;
 use clap::error::ErrorKind;
-use clap::{Command, CommandFactory as _};
 
 use limosa_qemu::{Conflict, JobError};
 
-use crate::args::Cli;
+use crate::program;
 
 /// Prints the error of the command line, or the help that was asked for.
 pub(crate) fn report(error: &clap::Error) -> ExitCode {
     let _ = error.print();
-    let arguments: Vec<_> =
-        std::env::args_os().skip(1).filter(|word| !word.as_encoded_bytes().starts_with(b"-")).collect();
+    let mut arguments = program::words();
+    arguments.retain(|word| !word.as_encoded_bytes().starts_with(b"-"));
     match (error.use_stderr(), arguments.first(), arguments.get(1)) {
         (false, ..) => ExitCode::SUCCESS,
         // As in qemu-img: 2 means that an image is corrupt. But for `compare` 1 means that the images differ, which was
@@ -30,8 +30,7 @@ pub(crate) fn report(error: &clap::Error) -> ExitCode {
 /// Ends the program with a usage error of its command: options that contradict each other, or a value that cannot be.
 /// Nothing may have been begun.
 pub(crate) fn misused(why: impl Display) -> ! {
-    let words: Vec<_> = std::env::args_os().skip(1).collect();
-    command_of(&words).error(ErrorKind::ArgumentConflict, why).exit()
+    command_of(&program::words()).error(ErrorKind::ArgumentConflict, why).exit()
 }
 
 /// Whether options that contradict each other are the cause, which a library has found.
@@ -47,9 +46,9 @@ pub(crate) fn is_misuse(error: &anyhow::Error) -> bool {
 
 /// Returns the command that these words call, for its usage line.
 fn command_of(words: &[impl AsRef<OsStr>]) -> Command {
-    let mut command = Cli::command();
+    let (mut command, before) = program::definition();
     command.build();
-    for word in words.iter().map(AsRef::as_ref).filter(|word| !word.as_encoded_bytes().starts_with(b"-")) {
+    for word in words.iter().skip(before).map(AsRef::as_ref).filter(|word| !word.as_encoded_bytes().starts_with(b"-")) {
         match command.find_subcommand(word) {
             Some(below) => command = below.clone(),
             None => break,

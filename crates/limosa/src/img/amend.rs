@@ -17,6 +17,7 @@ use super::meter::Meter;
 use super::object;
 use super::open;
 use super::options::AmendOptions;
+use crate::program;
 use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
@@ -27,7 +28,7 @@ pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
         check_stdout()?;
         return Ok(ExitCode::SUCCESS);
     }
-    anyhow::ensure!(!source.name.0.is_empty(), "file not given; use limosa img amend -o OPTIONS FILE");
+    anyhow::ensure!(!source.name.0.is_empty(), "file not given; use {} amend -o OPTIONS FILE", program::img());
     let NamedImage { reference, options: open, .. } = open::resolve(source)?;
     let file = block_on(ImageFile::open(&reference, &open.clone().read_only(true)))?;
     let asked = FormatOptions::to_amend(file.format, &options.options).with_context(|| source.name.to_string())?;
@@ -51,7 +52,7 @@ pub(crate) fn run(options: &AmendOptions) -> anyhow::Result<ExitCode> {
 /// Refuses what qemu-img refuses, too, and what limosa does not have.
 fn refuse(asked: &FormatOptions, file: &ImageFile) -> anyhow::Result<()> {
     if let Some(name) = asked.first_of("backing_f") {
-        anyhow::bail!("-o {name}: use limosa img rebase");
+        anyhow::bail!("-o {name}: use {} rebase", program::img());
     }
     if asked.path("data_file").is_some() {
         anyhow::bail!("-o data_file: not supported; use qemu-img amend");
@@ -61,7 +62,8 @@ fn refuse(asked: &FormatOptions, file: &ImageFile) -> anyhow::Result<()> {
         let has = 1_u64 << header.refcount_order;
         anyhow::ensure!(
             bits == has,
-            "-o refcount_bits={bits}: the image has {has}; use limosa img convert -o refcount_bits={bits}"
+            "-o refcount_bits={bits}: the image has {has}; use {} convert -o refcount_bits={bits}",
+            program::img()
         );
     }
     Ok(())

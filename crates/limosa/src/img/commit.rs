@@ -10,6 +10,7 @@ use super::convert::{cause, io, object};
 use super::meter::Meter;
 use super::open;
 use super::options::CommitOptions;
+use crate::program;
 use limosa_console::{check_stdout, print_out, say};
 
 pub(crate) fn run(options: &CommitOptions) -> anyhow::Result<ExitCode> {
@@ -42,8 +43,9 @@ fn warn(base: &Image) {
     }
     if base.is_guessed() {
         say!(
-            "limosa: {name}: the overlay does not say its format; probed as raw. Writes that would make its first sector \
-             look like another format are refused"
+            "{}: {name}: the overlay does not say its format; probed as raw. Writes that would make its first sector \
+             look like another format are refused",
+            program::name()
         );
     }
 }

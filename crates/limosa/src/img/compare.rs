@@ -12,6 +12,7 @@ use serde_json::json;
 use super::meter::Meter;
 use super::open;
 use super::options::CompareOptions;
+use crate::program;
 use crate::remedy;
 use limosa_console::{check_stdout, error_line, print_out, say};
 
@@ -58,7 +59,7 @@ pub(crate) fn refuse(error: &anyhow::Error) -> ExitCode {
 }
 
 fn failed(line: &str, status: u8) -> ExitCode {
-    say!("limosa: {}", line.replace('\n', " "));
+    say!("{}: {}", program::name(), line.replace('\n', " "));
     ExitCode::from(status)
 }
 

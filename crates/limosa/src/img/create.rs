@@ -18,6 +18,7 @@ use super::interrupt::UNFINISHED;
 use super::object;
 use super::open;
 use super::options::{CreateOptions, Name};
+use crate::program;
 use limosa_console::{check_stdout, error_line, print_out};
 
 pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
@@ -49,7 +50,7 @@ pub(crate) fn run(options: &CreateOptions) -> anyhow::Result<ExitCode> {
         }
     }
     if format.number("size").is_none() {
-        anyhow::bail!("{}: size not given; use limosa img create FILE SIZE", options.name);
+        anyhow::bail!("{}: size not given; use {} create FILE SIZE", options.name, program::img());
     }
     if !options.quiet {
         print_out!("Formatting '{}', {}", options.name, format.line());

@@ -13,6 +13,7 @@ use super::format_options::FormatOptions;
 use super::interrupt::UNFINISHED;
 use super::open;
 use super::options::DdOptions;
+use crate::program;
 use limosa_console::{check_stdout, print_out, say};
 
 pub(crate) fn run(options: &DdOptions) -> anyhow::Result<ExitCode> {
@@ -26,7 +27,8 @@ pub(crate) fn run(options: &DdOptions) -> anyhow::Result<ExitCode> {
     let prepared = block_on(request.prepare(&UNFINISHED)).map_err(cause)?;
     if prepared.begins_past_end() {
         say!(
-            "limosa: warning: {}: skip={} begins past the end; the output is empty",
+            "{}: warning: {}: skip={} begins past the end; the output is empty",
+            program::name(),
             options.source.name,
             options.blocks.skip
         );

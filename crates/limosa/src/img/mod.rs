@@ -33,6 +33,7 @@ use std::process::ExitCode;
 use limosa_image::ImageError;
 
 use crate::args::{ImgArgs, ImgCommand};
+use crate::program;
 
 pub(crate) fn run(args: ImgArgs) -> anyhow::Result<ExitCode> {
     match (object::define(args.command.objects()), &args.command) {
@@ -71,8 +72,9 @@ fn with_remedy(error: anyhow::Error) -> anyhow::Error {
     };
     if error.chain().any(is_damage) {
         return anyhow::anyhow!(
-            "{}; `limosa img check -r all` repairs images",
-            limosa_console::anyhow_error_line(&error)
+            "{}; `{} check -r all` repairs images",
+            limosa_console::anyhow_error_line(&error),
+            program::img()
         );
     }
     error
@@ -80,5 +82,5 @@ fn with_remedy(error: anyhow::Error) -> anyhow::Error {
 
 fn refuse(words: &[OsString]) -> anyhow::Result<ExitCode> {
     let name = words.first().map(|word| word.to_string_lossy()).unwrap_or_default();
-    anyhow::bail!("img {name:?}: unknown command; see limosa img --help")
+    anyhow::bail!("img {name:?}: unknown command; see {} --help", program::img())
 }

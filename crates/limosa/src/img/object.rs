@@ -72,7 +72,7 @@ impl Secret {
         let kind = properties.remove("qom-type").ok_or("kind of object not given; write secret,id=NAME,data=TEXT")?;
         if kind != "secret" {
             return Err(if OTHERS.contains(&kind.as_str()) {
-                format!("{kind:?}: not used by limosa img; only secret is supported")
+                format!("{kind:?}: not used by images; only secret is supported")
             } else {
                 format!("{kind:?}: unknown kind of object; only secret is supported")
             });
@@ -249,7 +249,7 @@ mod tests {
             ("secret,id=a,data=x,keyid=y", "keyid and iv"),
             ("secret,id=a,data=x,keyid=y,iv=!", "iv is not valid base64"),
             ("id=a,data=x", "kind of object not given"),
-            ("throttle-group,id=a", "not used by limosa img"),
+            ("throttle-group,id=a", "not used by images"),
             ("frob,id=a", "\"frob\": unknown kind"),
             ("{\"qom-type\":\"secret\",\"id\":7}", "must be a string"),
             ("{", "EOF"),

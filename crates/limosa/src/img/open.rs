@@ -15,6 +15,7 @@ use limosa_storage::{LockPolicy, block_on};
 
 use super::object;
 use super::options::Source;
+use crate::program;
 use limosa_console::say;
 
 /// Resolves an image's name and options; it is opened to be read.
@@ -67,7 +68,8 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
 pub(crate) fn warn(source: &Source, image: &Image) {
     if image.replayed() > 0 {
         say!(
-            "limosa: {}: the process that had it open was killed; {} changes were taken from its journal",
+            "{}: {}: the process that had it open was killed; {} changes were taken from its journal",
+            program::name(),
             source.name,
             image.replayed()
         );
@@ -83,8 +85,9 @@ pub(crate) fn warn(source: &Source, image: &Image) {
 /// Reports the repair of an image that was not closed.
 pub(crate) fn warn_of_repair(name: &impl Display, report: &CheckReport) {
     say!(
-        "limosa: {name}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
+        "{}: {name}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
          corruptions)",
+        program::name(),
         report.leaks_fixed,
         report.corruptions_fixed
     );
@@ -94,8 +97,9 @@ pub(crate) fn warn_of_repair(name: &impl Display, report: &CheckReport) {
 pub(crate) fn warn_of_guess(source: &Source) {
     let option = if source.image_opts { "driver=raw" } else { "-f raw" };
     say!(
-        "limosa: {}: format not given; probed as raw (use {option}). Writes that would make its first sector look like \
+        "{}: {}: format not given; probed as raw (use {option}). Writes that would make its first sector look like \
          another format are refused",
+        program::name(),
         source.name
     );
 }

@@ -11,6 +11,7 @@ use super::convert::{cause, io};
 use super::meter::Meter;
 use super::open;
 use super::options::RebaseOptions;
+use crate::program;
 use limosa_console::{check_stdout, print_out, say};
 
 pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
@@ -31,7 +32,8 @@ pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
     let rebase = block_on(request.prepare())?;
     if rebase.snapshots() > 0 {
         say!(
-            "limosa: warning: {}: its {} internal snapshots will read the new backing file where they read the old one",
+            "{}: warning: {}: its {} internal snapshots will read the new backing file where they read the old one",
+            program::name(),
             source.name,
             rebase.snapshots()
         );

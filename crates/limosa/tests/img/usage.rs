@@ -144,6 +144,34 @@ fn help_tells_of_every_command() {
 }
 
 #[test]
+fn called_by_the_name_of_qemu_img_it_is_the_command_for_images() {
+    needs_qemu!();
+    let bed = Bed::new();
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_limosa"), bed.path("qemu-img")).unwrap();
+    let link = |words: &[&str]| {
+        let mut command = std::process::Command::new(bed.path("qemu-img"));
+        command.args(words).current_dir(bed.path(""));
+        Answer::from(crate::stage::start_command(command).wait())
+    };
+    link(&["create", "-q", "-f", "qcow2", "x", "1M"]).success();
+    assert_eq!(link(&["info", "x"]).success(), bed.qemu_img(&["info", "x"]));
+    let help = link(&["--help"]).success().stdout;
+    assert!(help.contains("Usage: qemu-img <COMMAND>") && !help.contains("\n  save "), "{help}");
+    for (words, status, says) in [
+        (&["frob"][..], 1, "qemu-img: img \"frob\": unknown command; see qemu-img --help"),
+        (&["info", "absent"], 1, "qemu-img: cannot open absent"),
+        (&["resize", "x"], 1, "Usage: qemu-img resize"),
+        (&["dd"], 1, "use qemu-img dd if=INPUT of=OUTPUT"),
+        (&["compare", "x"], 2, "Usage: qemu-img compare"),
+        (&["convert"], 1, "Usage: qemu-img convert [OPTIONS] SOURCE... TARGET"),
+    ] {
+        let ended = link(words);
+        assert_eq!(ended.status, Some(status), "{words:?}: {ended:?}");
+        assert!(ended.stderr.contains(says) && !ended.stderr.contains("limosa"), "{words:?}: {ended:?}");
+    }
+}
+
+#[test]
 fn a_file_may_have_any_name() {
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt as _;

@@ -7,6 +7,7 @@ use limosa_storage::CacheMode;
 
 use super::image::{ImageArgs, QuietArg};
 use crate::img::options::{AmendOptions, Source};
+use crate::program;
 
 #[derive(Debug, Args)]
 pub(crate) struct ImgAmendArgs {
@@ -46,7 +47,7 @@ impl ImgAmendArgs {
     pub(crate) fn resolve(self) -> anyhow::Result<AmendOptions> {
         let options = self.options.join(",");
         if options.is_empty() {
-            anyhow::bail!("nothing to change; use limosa img amend -o OPTIONS FILE (-o help lists them)");
+            anyhow::bail!("nothing to change; use {} amend -o OPTIONS FILE (-o help lists them)", program::img());
         }
         let name = self.file.unwrap_or_default();
         Ok(AmendOptions {

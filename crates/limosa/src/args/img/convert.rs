@@ -11,12 +11,13 @@ use limosa_storage::CacheMode;
 use super::image::{OpenArgs, ReportArgs, ShareArg};
 use crate::img::options::{ConvertOptions, Name, Source, Target};
 use crate::img::size::{parse_rate, parse_size};
+use crate::program;
 
 /// Requests in flight by default: qemu-img's.
 const PARALLEL: u8 = 8;
 
 #[derive(Debug, Args)]
-#[command(override_usage = "limosa img convert [OPTIONS] SOURCE... TARGET")]
+#[command(override_usage = format!("{} convert [OPTIONS] SOURCE... TARGET", program::img()))]
 pub(crate) struct ImgConvertArgs {
     /// The images' format; probed by default
     #[arg(short = 'f', long, value_name = "FMT", conflicts_with = "source_image_opts")]
@@ -141,7 +142,7 @@ impl ImgConvertArgs {
         let (name, sources) = match self.files.split_last() {
             Some((name, sources)) if !sources.is_empty() => (Name(name.clone()), sources),
             _ if target.asks_for_help() => (Name::default(), self.files.as_slice()),
-            _ => anyhow::bail!("source or target not given; use limosa img convert SOURCE TARGET"),
+            _ => anyhow::bail!("source or target not given; use {} convert SOURCE TARGET", program::img()),
         };
         Ok(ConvertOptions {
             sources: sources.iter().map(source).collect(),

@@ -7,6 +7,7 @@ use clap::Args;
 use super::image::{OpenArgs, QuietArg};
 use crate::img::options::{CreateOptions, Name, Target};
 use crate::img::size::parse_size;
+use crate::program;
 
 #[derive(Debug, Args)]
 pub(crate) struct ImgCreateArgs {
@@ -53,7 +54,7 @@ impl ImgCreateArgs {
     pub(crate) fn resolve(self) -> anyhow::Result<CreateOptions> {
         let target = Target { format: self.format, options: self.options.join(","), ..Target::default() };
         if self.file.is_none() && !target.asks_for_help() {
-            anyhow::bail!("file not given; use limosa img create FILE [SIZE]");
+            anyhow::bail!("file not given; use {} create FILE [SIZE]", program::img());
         }
         Ok(CreateOptions {
             target,

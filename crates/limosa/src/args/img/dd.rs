@@ -10,12 +10,13 @@ use limosa_image::dd::Blocks;
 use super::image::{ImageArgs, ShareArg};
 use crate::img::options::{DdOptions, Name, Source};
 use crate::img::size::{parse_request, parse_size};
+use crate::program;
 
 /// Bytes of a block unless `bs` is given, as in dd.
 const BLOCK: u64 = 512;
 
 #[derive(Debug, Args)]
-#[command(override_usage = "limosa img dd [OPTIONS] if=INPUT of=OUTPUT [bs=SIZE] [count=BLOCKS] [skip=BLOCKS]")]
+#[command(override_usage = format!("{} dd [OPTIONS] if=INPUT of=OUTPUT [bs=SIZE] [count=BLOCKS] [skip=BLOCKS]", program::img()))]
 pub(crate) struct ImgDdArgs {
     #[command(flatten)]
     pub(super) image: ImageArgs,
@@ -63,7 +64,7 @@ impl ImgDdArgs {
             }
         }
         let (Some(input), Some(output)) = (input, output) else {
-            anyhow::bail!("input or output not given; use limosa img dd if=INPUT of=OUTPUT");
+            anyhow::bail!("input or output not given; use {} dd if=INPUT of=OUTPUT", program::img());
         };
         Ok(DdOptions {
             source: Source { force_share: self.share.force_share, ..self.image.source(input) },

@@ -9,9 +9,10 @@ use super::convert::parse_snapshot;
 use super::image::{ImageArgs, OutputArgs, ShareArg};
 use crate::img::options::{MeasureOptions, Measured, Source, Target};
 use crate::img::size::parse_size;
+use crate::program;
 
 #[derive(Debug, Args)]
-#[command(override_usage = "limosa img measure [OPTIONS] FILE\n       limosa img measure [OPTIONS] --size SIZE")]
+#[command(override_usage = format!("{0} measure [OPTIONS] FILE\n       {0} measure [OPTIONS] --size SIZE", program::img()))]
 pub(crate) struct ImgMeasureArgs {
     #[command(flatten)]
     pub(super) image: ImageArgs,
@@ -59,7 +60,7 @@ impl ImgMeasureArgs {
             }
             (None, Some(size)) => Measured::Size(size),
             (None, None) if target.asks_for_help() => Measured::Size(0),
-            (None, None) => anyhow::bail!("image not given; use limosa img measure FILE, or --size SIZE"),
+            (None, None) => anyhow::bail!("image not given; use {} measure FILE, or --size SIZE", program::img()),
         };
         Ok(MeasureOptions { what, snapshot: self.snapshot, target, json: self.output.json() })
     }
