@@ -70,12 +70,14 @@ pub(crate) fn read_beside_others(format: Format) -> OpenOptions {
 
 fn layer(file: &ImageFile) -> Layer {
     let reference = &file.reference;
-    let plain = Reference::file(&*reference.path).format(reference.format);
+    let path = reference.path();
+    let is_plain =
+        |path: &Path| *reference == Reference::file(path).format(reference.format) && path.to_str().is_some();
     Layer {
-        path: reference.path.clone(),
+        path: path.map_or_else(|| reference.to_string().into(), Path::to_owned),
         format: file.format.name().to_owned(),
-        is_device: file.storage.is_block_device(),
-        is_plain: *reference == plain && reference.path.to_str().is_some(),
+        is_device: file.file_storage().is_some_and(FileStorage::is_block_device),
+        is_plain: path.is_some_and(is_plain),
     }
 }
 

@@ -105,7 +105,8 @@ fn is_above(file: &Path, disk: &Path) -> bool {
     let options = read_beside_others(Format::Qcow2);
     let Ok(reference) = Reference::from_name(file) else { return true };
     let Ok(chain) = block_on(chain::files(&reference, &options)) else { return true };
-    chain.iter().any(|image| fs::canonicalize(&image.reference.path).is_ok_and(|path| path == disk))
+    let is_disk = |path: &Path| fs::canonicalize(path).is_ok_and(|path| path == disk);
+    chain.iter().any(|image| image.reference.path().is_some_and(is_disk))
 }
 
 #[cfg(test)]

@@ -13,8 +13,8 @@ use crate::clients::{Access, Client, Clients, NotQuiesced};
 use crate::counters::{ExportCounters, Latencies};
 use crate::failure_log::FailureLog;
 use crate::medium::{Drive, Medium};
-use crate::nbd::protocol::MAX_STRING;
-use crate::nbd::protocol::context::BITMAPS_MAX;
+use crate::nbd::context::BITMAPS_MAX;
+use limosa_nbd::protocol::MAX_STRING;
 
 /// Interval at which clients that must end are looked at.
 const TICK: Duration = Duration::from_secs(1);

@@ -46,6 +46,15 @@ pub(crate) enum Refusal {
 }
 
 impl Policy {
+    /// Decides about what is in no file: an export of a server.
+    pub(crate) const fn admit_remote(&self, purpose: FilePurpose) -> Result<(), Refusal> {
+        match self {
+            Self::Follow => Ok(()),
+            Self::Refuse => Err(Refusal::Untrusted(purpose)),
+            Self::Within(_) => Err(Refusal::Outside(purpose)),
+        }
+    }
+
     /// Returns the path by which the file may be opened.
     pub(crate) fn admit(&self, purpose: FilePurpose, path: &Path) -> Result<PathBuf, Refusal> {
         match self {
@@ -88,6 +97,12 @@ mod tests {
             );
         }
         assert!(admit("absent").is_err());
+    }
+
+    #[test]
+    fn an_export_is_in_no_folder() {
+        let admit = |policy: Policy| policy.admit_remote(FilePurpose::Backing).is_ok();
+        assert_eq!([Policy::Refuse, Policy::Within(vec!["/".into()]), Policy::Follow].map(admit), [false, false, true]);
     }
 
     #[test]

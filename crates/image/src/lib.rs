@@ -38,6 +38,7 @@ mod disk;
 mod error;
 mod gate;
 mod holes;
+mod location;
 pub mod luks;
 mod new_image;
 mod offset;

@@ -16,7 +16,7 @@ use crate::chain::{self, OpenOptions};
 use crate::error::ImageError;
 use crate::luks::Passphrase;
 use crate::probe::Format;
-use crate::reference::Reference;
+use crate::reference::{Location, Reference};
 use crate::{luks, qcow2, raw};
 
 /// A new image, by the path of its file.
@@ -101,7 +101,7 @@ impl NewImage {
             image: self.path.to_string_lossy().into(),
             what: error.to_string(),
         })?;
-        Ok(Some(NewBacking { reference: Reference::from_image(name, &self.path)?, format }))
+        Ok(Some(NewBacking { reference: Reference::from_image(name, &Location::File(self.path.clone()))?, format }))
     }
 
     /// Creates the image, and its external data file if it has one. Files that did not exist before are removed again

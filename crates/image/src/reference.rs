@@ -1,7 +1,7 @@
 //! Names of images: a file's name, `json:{...}`, or a list of options.
 //!
-//! Law: every option is taken or refused; none is ignored. Images are files and block devices; network protocols are
-//! not supported.
+//! Law: every option is taken or refused; none is ignored. Images are in files and block devices, or at NBD servers;
+//! other network protocols are not supported.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -9,20 +9,26 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use limosa_channel::Uri;
+use limosa_nbd::{AddressError, NbdAddress};
 use limosa_storage::{CacheMode, FileOptions, Io, LockPolicy};
 use serde_json::Value;
 
 pub use crate::error::ReferenceError;
+pub use crate::location::Location;
 use crate::probe::Format;
 use crate::qemu_json::to_json;
 use crate::setters::setters;
+
+/// The length of a disk without contents, unless another is given: QEMU's.
+const NULL_SIZE: u64 = 1 << 30;
 
 /// An image by its name: the file, and how it is interpreted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Reference {
-    /// The file or block device.
-    pub path: PathBuf,
+    /// Where its bytes are.
+    pub location: Location,
     /// Its format, if given.
     pub format: Option<Format>,
     /// Offset of the disk in the file, in bytes: only of a raw image.
@@ -105,22 +111,34 @@ impl Reference {
     /// A file, by its path and nothing else.
     #[must_use]
     pub fn file(path: impl Into<PathBuf>) -> Self {
+        Self::at(Location::File(path.into()))
+    }
+
+    /// An image at this location, and nothing else.
+    #[must_use]
+    pub const fn at(location: Location) -> Self {
         Self {
-            path: path.into(),
+            location,
             format: None,
             offset: 0,
             size: None,
             backing: BackingOverride::AsWritten,
             data_file: None,
             key_secret: None,
-            settings: Settings::default(),
+            settings: Settings { read_only: false, direct: None, no_flush: None, unlocked: false, io: None },
         }
     }
 
-    /// By a name: a path, `file:PATH`, or `json:{...}`.
+    /// The path of its file, if it is in one.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        self.location.path()
+    }
+
+    /// By a name: a path, `file:PATH`, the address of an NBD export ([`NbdAddress`]), `null-co://`, or `json:{...}`.
     ///
     /// # Errors
-    /// It names a protocol, or options that limosa does not have.
+    /// It names another protocol, or options that limosa does not have.
     pub fn from_name(name: impl AsRef<OsStr>) -> Result<Self, ReferenceError> {
         Self::beside(name.as_ref(), None)
     }
@@ -129,9 +147,14 @@ impl Reference {
     /// is said otherwise is as in [`from_name`](Self::from_name).
     ///
     /// # Errors
-    /// As [`from_name`](Self::from_name).
-    pub fn from_image(name: &OsStr, image: &Path) -> Result<Self, ReferenceError> {
-        Self::beside(name, image.parent())
+    /// As [`from_name`](Self::from_name); a path that has no folder because the image is in no file.
+    pub fn from_image(name: &OsStr, image: &Location) -> Result<Self, ReferenceError> {
+        let reference = Self::beside(name, image.path().and_then(Path::parent))?;
+        if image.path().is_none() && reference.path().is_some_and(Path::is_relative) {
+            let why = format!("the path is relative, and {image} has no folder");
+            return Err(ReferenceError { name: name.to_string_lossy().into_owned(), why });
+        }
+        Ok(reference)
     }
 
     /// The path of a file that is created, by its name.
@@ -144,7 +167,13 @@ impl Reference {
             let why = "a new image must be given by the path of its file".to_owned();
             return Err(ReferenceError { name: name.to_string_lossy().into_owned(), why });
         }
-        Ok(Self::from_name(name)?.path)
+        match Self::from_name(name)?.location {
+            Location::File(path) => Ok(path),
+            other => {
+                let why = format!("no image can be created at {other}; write to one that is there");
+                Err(ReferenceError { name: name.to_string_lossy().into_owned(), why })
+            }
+        }
     }
 
     fn beside(name: &OsStr, folder: Option<&Path>) -> Result<Self, ReferenceError> {
@@ -161,10 +190,18 @@ impl Reference {
             let path = Path::new(OsStr::from_bytes(path));
             return match protocol {
                 b"file" | b"host_device" if !path.as_os_str().is_empty() => Ok(Self::file(path)),
+                b"nbd" | b"nbd+tcp" | b"nbd+unix" | b"nbds" | b"nbds+tcp" | b"nbds+unix" => {
+                    let text = name.to_str().ok_or_else(|| fault("the address is not valid UTF-8".into()))?;
+                    let address = text.parse().map_err(|error: AddressError| fault(error.to_string()))?;
+                    Ok(Self::at(Location::Nbd { address, context: None }))
+                }
+                b"null-co" | b"null-aio" if path == Path::new("//") => {
+                    Ok(Self::at(Location::Null { size: NULL_SIZE, zeroes: false }))
+                }
                 _ => {
                     let protocol = String::from_utf8_lossy(protocol);
                     Err(fault(format!(
-                        "protocol {protocol:?} is not supported, only files; write ./NAME for a file of that name"
+                        "protocol {protocol:?} is not supported, only files and nbd; write ./NAME for a file of that name"
                     )))
                 }
             };
@@ -195,7 +232,7 @@ impl Reference {
 
 impl fmt::Display for Reference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.path.display().fmt(f)
+        self.location.fmt(f)
     }
 }
 
@@ -278,8 +315,8 @@ impl Options {
         self.0.keys().any(|name| name.starts_with(node))
     }
 
-    /// The file of a node: `driver`, `filename`.
-    fn file(&mut self, node: &str, settings: &mut Settings) -> Result<PathBuf, String> {
+    /// The bytes of a node: `driver`, and what that driver takes.
+    fn location(&mut self, node: &str, settings: &mut Settings) -> Result<Location, String> {
         if let Some(name) = node.strip_suffix('.')
             && self.0.contains_key(name)
         {
@@ -287,11 +324,57 @@ impl Options {
         }
         match self.take(node, "driver")?.as_deref() {
             None | Some("file" | "host_device") => {}
-            Some(other) => return Err(format!("{node}driver={other}: not supported; use file or host_device")),
+            Some("nbd") => return self.nbd(node, settings),
+            Some("null-co" | "null-aio") => {
+                self.settings(node, settings)?;
+                let size = self.take_number(node, "size")?.unwrap_or(NULL_SIZE);
+                let zeroes = self.take_on(node, "read-zeroes")?.unwrap_or_default();
+                // How long a request takes is not imitated.
+                self.only(node, "latency-ns", "0")?;
+                return Ok(Location::Null { size, zeroes });
+            }
+            Some(other) => return Err(format!("{node}driver={other}: not supported; use file, host_device or nbd")),
         }
         self.settings(node, settings)?;
         let name = self.take(node, "filename")?.ok_or_else(|| format!("{node}filename is missing"))?;
-        if name.is_empty() { Err(format!("{node}filename is empty")) } else { Ok(name.into()) }
+        if name.is_empty() { Err(format!("{node}filename is empty")) } else { Ok(Location::File(name.into())) }
+    }
+
+    /// An export of an NBD server: `server` or QEMU's older options for it, `export`.
+    fn nbd(&mut self, node: &str, settings: &mut Settings) -> Result<Location, String> {
+        self.settings(node, settings)?;
+        let fault = |error: AddressError| format!("{node}driver=nbd: {error}");
+        let (new, old) = (format!("{node}server."), node.to_owned());
+        let kind = self.take(&new, "type")?;
+        let at = if kind.is_some() { &new } else { &old };
+        let (path, host, port) = (self.take(at, "path")?, self.take(at, "host")?, self.take(at, "port")?);
+        let server = match (kind.as_deref(), path, host) {
+            (None | Some("unix"), Some(path), None) if !path.is_empty() => Uri::Unix(path.into()),
+            (None | Some("inet"), None, Some(host)) => NbdAddress::tcp(&host, port.as_deref()).map_err(fault)?,
+            (Some(kind), ..) if kind != "unix" && kind != "inet" => {
+                return Err(format!("{new}type={kind}: not supported; use inet or unix"));
+            }
+            _ => {
+                return Err(format!(
+                    "{node}driver=nbd needs {new}type=inet with host and port, or type=unix with path"
+                ));
+            }
+        };
+        if let Some(credentials) = self.take(node, "tls-creds")? {
+            return Err(format!("{node}tls-creds={credentials}: TLS to NBD servers is not supported"));
+        }
+        self.only(node, "reconnect-delay", "0")?;
+        self.only(node, "open-timeout", "0")?;
+        let address = NbdAddress::new(server, self.take(node, "export")?.unwrap_or_default());
+        Ok(Location::Nbd { address, context: self.take(node, "x-dirty-bitmap")? })
+    }
+
+    /// An option that has only its default.
+    fn only(&mut self, node: &str, name: &str, value: &str) -> Result<(), String> {
+        match self.take(node, name)? {
+            Some(other) if other != value => Err(format!("{node}{name}={other}: not supported; use {value}")),
+            _ => Ok(()),
+        }
     }
 
     fn settings(&mut self, node: &str, settings: &mut Settings) -> Result<(), String> {
@@ -317,24 +400,24 @@ impl Options {
     fn image(&mut self, node: &str) -> Result<Reference, String> {
         let format = match self.take(node, "driver")?.as_deref() {
             None => None,
-            Some(driver @ ("file" | "host_device")) => {
+            Some(driver @ ("file" | "host_device" | "nbd" | "null-co" | "null-aio")) => {
                 self.0.insert(format!("{node}driver"), Some(driver.to_owned()));
                 let mut settings = Settings::default();
-                let path = self.file(node, &mut settings)?;
-                return Ok(Reference { format: Some(Format::Raw), settings, ..Reference::file(path) });
+                let location = self.location(node, &mut settings)?;
+                return Ok(Reference { format: Some(Format::Raw), settings, ..Reference::at(location) });
             }
             Some(driver) => Some(driver.parse::<Format>().map_err(|error| format!("{node}driver: {error}"))?),
         };
         let mut settings = Settings::default();
         self.settings(node, &mut settings)?;
-        let path = match self.take(node, "filename")? {
+        let location = match self.take(node, "filename")? {
             Some(name) if !self.has(&format!("{node}file.")) => {
-                Reference::from_name(name).map_err(|error| error.to_string())?.path
+                Reference::from_name(name).map_err(|error| error.to_string())?.location
             }
             Some(_) => return Err(format!("{node}filename and {node}file exclude each other")),
-            None => self.file(&format!("{node}file."), &mut settings)?,
+            None => self.location(&format!("{node}file."), &mut settings)?,
         };
-        let mut image = Reference { format, settings, ..Reference::file(path) };
+        let mut image = Reference { format, settings, ..Reference::at(location) };
         image.key_secret = self.key_secret(node, format)?;
         let offset = self.take_number(node, "offset")?;
         image.size = self.take_number(node, "size")?;
@@ -345,7 +428,10 @@ impl Options {
         image.backing = self.below(node)?;
         let data_file = format!("{node}data-file.");
         if self.has(data_file.trim_end_matches('.')) {
-            image.data_file = Some(self.file(&data_file, &mut Settings::default())?);
+            match self.location(&data_file, &mut Settings::default())? {
+                Location::File(path) => image.data_file = Some(path),
+                other => return Err(format!("{data_file}driver: a data file must be a file, not {other}")),
+            }
         }
         if let Some(format @ (Format::Raw | Format::Luks)) = format
             && (image.backing != BackingOverride::AsWritten || image.data_file.is_some())
@@ -431,22 +517,34 @@ mod tests {
         {
             assert_eq!(Reference::from_name(name), Ok(Reference::file(path)), "{name}");
         }
-        assert!(refused("nbd://host/disk").contains(r#"protocol "nbd" is not supported"#));
+        assert!(refused("ssh://host/disk").contains(r#"protocol "ssh" is not supported"#));
+        assert!(refused("nbd://:1/disk").contains("host or socket is missing"));
+        assert!(refused("nbds://host/disk").contains("TLS"));
+        let nbd = Reference::from_name("nbd://host/disk").unwrap();
+        assert_eq!((nbd.to_string().as_str(), nbd.path()), ("nbd://host/disk", None));
+        let null = Location::Null { size: 1 << 30, zeroes: false };
+        assert_eq!(Reference::from_name("null-co://"), Ok(Reference::at(null)));
+        assert!(Reference::path_from_name("nbd://host/disk").is_err());
         assert!(refused("a:b").contains("./NAME"));
         assert!(refused("").contains("the file name is missing"));
     }
 
     #[test]
     fn a_backing_file_is_looked_for_beside_the_image() {
-        let from =
-            |name: &str, image: &str| Reference::from_image(name.as_ref(), Path::new(image)).map(|found| found.path);
+        let from = |name: &str, image: &str| {
+            Reference::from_image(name.as_ref(), &Location::File(image.into())).map(|found| found.to_string())
+        };
         assert_eq!(from("base", "dir/top"), Ok("dir/base".into()));
         assert_eq!(from("../base", "/dir/top"), Ok("/dir/../base".into()));
         assert_eq!(from("/base", "dir/top"), Ok("/base".into()));
         assert_eq!(from("base", "top"), Ok("base".into()));
         assert_eq!(from("file:base", "dir/top"), Ok("base".into()));
+        assert_eq!(from("nbd://host/base", "dir/top"), Ok("nbd://host/base".into()));
         assert_eq!(from(r#"json:{"driver":"raw","file.filename":"base"}"#, "dir/top"), Ok("base".into()));
         assert!(from("http://host/base", "dir/top").is_err());
+        let nowhere = Location::Null { size: 0, zeroes: false };
+        assert!(Reference::from_image("base".as_ref(), &nowhere).unwrap_err().why.contains("has no folder"));
+        assert!(Reference::from_image("/base".as_ref(), &nowhere).is_ok());
     }
 
     #[test]
@@ -480,15 +578,47 @@ mod tests {
             r#"driver: format "vmdk" is not supported; use raw, qcow2 or luks"#
         );
         assert_eq!(
-            said("driver=raw,file.driver=nbd,file.host=a"),
-            "file.driver=nbd: not supported; use file or host_device"
+            said("driver=raw,file.driver=ssh,file.host=a"),
+            "file.driver=ssh: not supported; use file, host_device or nbd"
         );
+        assert!(said("driver=nbd,export=a").contains("server.type=inet"));
+        assert!(said("driver=nbd,host=a,path=b").contains("server.type=inet"));
+        assert!(said("driver=nbd,server.type=fd,server.str=a").contains("type=fd"));
+        assert!(said("driver=nbd,host=a,port=99999").contains("port must be"));
+        assert!(said("driver=nbd,host=a,tls-creds=t").contains("TLS"));
+        assert!(said("driver=nbd,host=a,reconnect-delay=3").contains("reconnect-delay=3"));
+        assert!(said("driver=qcow2,file.filename=a,data-file.driver=nbd,data-file.host=a").contains("must be a file"));
+        assert_eq!(said("driver=null-co,filename=a"), r#"unknown option "filename""#);
         assert_eq!(said("driver=qcow2,offset=1,file.filename=a"), "offset and size are for driver=raw");
         assert_eq!(said("disk.img"), r#""disk.img" is not an option; use file.filename=NAME to name a file"#);
         assert!(said("driver=qcow2,file=node0").contains("name of a node"));
         assert!(refused("json:[1]").contains("unknown option") || refused("json:[1]").contains("missing"));
         assert!(refused("json:7").contains("braces"));
         assert!(refused(r#"json:{"file":{"filename":"a"},"file.filename":"b"}"#).contains("twice"));
+    }
+
+    #[test]
+    fn exports_and_nothing_are_named_by_options() {
+        let at = |list: &str| Reference::from_options(list).map(|found| (found.format, found.location));
+        let nbd = |address: &str, context: Option<&str>| Location::Nbd {
+            address: address.parse().unwrap(),
+            context: context.map(str::to_owned),
+        };
+        for (list, address) in [
+            ("driver=nbd,server.type=inet,server.host=h,server.port=1,export=e", "nbd://h:1/e"),
+            ("driver=nbd,server.type=unix,server.path=/s", "nbd+unix://?socket=/s"),
+            ("driver=nbd,host=::1,port=10809", "nbd://[::1]"),
+            ("driver=nbd,path=/s,export=e,open-timeout=0", "nbd+unix:///e?socket=/s"),
+        ] {
+            assert_eq!(at(list), Ok((Some(Format::Raw), nbd(address, None))), "{list}");
+        }
+        let bitmap = "driver=qcow2,file.driver=nbd,file.host=h,file.x-dirty-bitmap=qemu:dirty-bitmap:b";
+        assert_eq!(at(bitmap), Ok((Some(Format::Qcow2), nbd("nbd://h", Some("qemu:dirty-bitmap:b")))));
+        let null = Location::Null { size: 1 << 20, zeroes: true };
+        assert_eq!(
+            at("driver=raw,file.driver=null-aio,file.size=1M,file.read-zeroes=on"),
+            Ok((Some(Format::Raw), null))
+        );
     }
 
     #[test]

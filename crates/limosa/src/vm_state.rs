@@ -14,7 +14,7 @@ use limosa_migrate::Handle;
 use limosa_migrate::stats::PrecopyStats;
 use limosa_page::to_usize;
 use limosa_snapshot::{Foreign, Snapshot};
-use limosa_storage::{Buffer, FileStorage, LockPolicy, block_on};
+use limosa_storage::{Buffer, LockPolicy, Storage, block_on};
 
 /// Bytes that are read at once.
 const PIECE: u64 = 1 << 20;
@@ -104,7 +104,7 @@ pub(crate) fn put(snapshot: &Snapshot, image: &Path, name: &str, handle: &Handle
 }
 
 /// Writes a stream into an image, up to its end.
-fn take<'a>(storage: &'a FileStorage, name: &str, mut stream: PipeReader) -> anyhow::Result<VmStateWriter<'a>> {
+fn take<'a>(storage: &'a dyn Storage, name: &str, mut stream: PipeReader) -> anyhow::Result<VmStateWriter<'a>> {
     let mut state = block_on(VmStateWriter::begin(storage, name, CheckOptions::default()))?;
     let mut bytes = vec![0; to_usize(PIECE)];
     let mut copy = || -> anyhow::Result<()> {

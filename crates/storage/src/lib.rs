@@ -23,6 +23,7 @@ mod drive;
 mod error;
 mod file;
 mod memory;
+mod null;
 mod pollable;
 mod pool;
 mod request;
@@ -42,6 +43,7 @@ pub use file::{
     UnknownCacheMode,
 };
 pub use memory::MemoryStorage;
+pub use null::NullStorage;
 pub use pollable::{Pollable, Ready};
 pub use pool::retire_threads;
 pub use shared_words::SharedWords;

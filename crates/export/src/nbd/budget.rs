@@ -14,7 +14,7 @@ use limosa_page::to_usize;
 use parking_lot::Mutex;
 
 use super::limits::Limits;
-use super::protocol::MAX_PAYLOAD;
+use limosa_nbd::protocol::MAX_PAYLOAD;
 
 /// A number of requests, and the bytes that they keep in memory.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]

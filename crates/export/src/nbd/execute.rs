@@ -15,16 +15,17 @@ use limosa_image::ImageError;
 use limosa_page::{error_with_causes, to_usize};
 use limosa_storage::{Buffer, IoVector};
 
+use super::admission::Action;
 use super::buffers::Buffers;
+use super::context::{CONTEXTS_MAX, Context, Contexts, DIRTY};
+use super::image_error::of_image;
 use super::input::Incoming;
 use super::negotiation::Agreement;
-use super::protocol::admission::Action;
-use super::protocol::context::{CONTEXTS_MAX, Context, Contexts, DIRTY};
-use super::protocol::error::ErrorCode;
-use super::protocol::reply::Subject;
-use super::protocol::{Headers, split_u32, split_u64};
 use crate::counters::RequestKind;
 use crate::medium::Medium;
+use limosa_nbd::protocol::error::ErrorCode;
+use limosa_nbd::protocol::reply::Subject;
+use limosa_nbd::protocol::{Headers, split_u32, split_u64};
 
 /// The shortest read that looks for holes first; a shorter one reads, and looks at the bytes.
 const HOLES_FROM: usize = 64 << 10;
@@ -111,7 +112,7 @@ pub(super) async fn execute(
                 let error = error_with_causes(&error);
                 tracing::warn!(export = export.name(), error, earlier_unlogged = silent, "a request failed");
             }
-            Body::Failed(ErrorCode::of_image(&error))
+            Body::Failed(of_image(&error))
         }
     };
     Finished { subject, body, held }

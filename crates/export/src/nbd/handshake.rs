@@ -8,8 +8,8 @@ use limosa_page::to_usize;
 
 use super::connection::Connection;
 use super::negotiation::{Agreement, Encryption, Negotiation, OPTION_MAX, Step};
-use super::protocol::handshake::{CLIENT_FLAGS_LEN, ClientFlags, OPTION_HEADER_LEN, OptionHeader, greeting};
 use crate::exports::Exports;
+use limosa_nbd::protocol::handshake::{CLIENT_FLAGS_LEN, ClientFlags, OPTION_HEADER_LEN, OptionHeader, greeting};
 
 /// The most options of a handshake.
 const OPTIONS_MAX: usize = 1024;

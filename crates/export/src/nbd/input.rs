@@ -7,12 +7,12 @@
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::Buffer;
 
+use super::admission::{Action, Admission, Disconnect, Facts, admit};
 use super::buffers::Buffers;
 use super::execute::{CACHE_PIECE, STATUS_MAX};
 use super::output;
-use super::protocol::admission::{Action, Admission, Disconnect, Facts, admit};
-use super::protocol::error::ErrorCode;
-use super::protocol::request::RequestHeader;
+use limosa_nbd::protocol::error::ErrorCode;
+use limosa_nbd::protocol::request::RequestHeader;
 
 /// Size of the receive buffer: room for some two thousand headers, or for sixteen short writes.
 const BUFFER: usize = 64 << 10;
@@ -199,8 +199,8 @@ mod tests {
     use super::*;
     use crate::nbd::Limits;
     use crate::nbd::budget::Budget;
-    use crate::nbd::protocol::Headers;
-    use crate::nbd::protocol::request::{Command, flag};
+    use limosa_nbd::protocol::Headers;
+    use limosa_nbd::protocol::request::{Command, flag};
 
     const FACTS: Facts = Facts { headers: Headers::Extended, size: 1 << 30, read_only: false, has_contexts: true };
 

@@ -5,16 +5,16 @@
 
 use std::sync::Arc;
 
-use super::protocol::Headers;
-use super::protocol::MAX_PAYLOAD;
-use super::protocol::context::Contexts;
-use super::protocol::handshake::{
-    ClientFlags, OptionCode, OptionReply, info, push_export_name_reply, push_option_reply, transmission,
-};
-use super::protocol::option_data::{ContextQuery, ExportQuery, export_name};
+use super::context::Contexts;
 use crate::export::Export;
 use crate::exports::Exports;
 use crate::medium::Medium;
+use limosa_nbd::protocol::Headers;
+use limosa_nbd::protocol::MAX_PAYLOAD;
+use limosa_nbd::protocol::handshake::{
+    ClientFlags, OptionCode, OptionReply, info, push_export_name_reply, push_option_reply, transmission,
+};
+use limosa_nbd::protocol::option_data::{ContextQuery, ExportQuery, export_name};
 
 /// The most bytes of an option's data that are decoded: two names of the greatest length, and some queries.
 pub(crate) const OPTION_MAX: u32 = 64 << 10;

@@ -12,7 +12,7 @@ use limosa_storage::Buffer;
 use super::budget::Load;
 use super::buffers::Buffers;
 use super::execute::{Body, Finished, Part};
-use super::protocol::reply::Head;
+use limosa_nbd::protocol::reply::Head;
 
 /// Most pieces of one call: the kernel's limit.
 const PIECES_MAX: usize = 1024;
@@ -171,8 +171,8 @@ mod tests {
     use super::*;
     use crate::nbd::Limits;
     use crate::nbd::budget::Budget;
-    use crate::nbd::protocol::Headers;
-    use crate::nbd::protocol::reply::Subject;
+    use limosa_nbd::protocol::Headers;
+    use limosa_nbd::protocol::reply::Subject;
 
     fn finished(cookie: u64, length: usize) -> Finished {
         let subject = Subject { headers: Headers::Structured, cookie, offset: 0 };

@@ -16,6 +16,7 @@ use futures_util::stream::FuturesUnordered;
 use limosa_channel::{Channel, ChannelError};
 use limosa_storage::{Pollable, Ready, submit_gathered};
 
+use super::admission::{Disconnect, Facts};
 use super::budget::{Account, Load};
 use super::buffers::Buffers;
 use super::connection::Connection;
@@ -24,11 +25,10 @@ use super::input::{Incoming, Input, InputError, Next};
 use super::limits::Counting;
 use super::negotiation::Agreement;
 use super::output::Output;
-use super::protocol::admission::{Disconnect, Facts};
-use super::protocol::error::ErrorCode;
 use crate::clients::{Access, Client};
 use crate::counters::{Outcome, RequestKind};
 use crate::gathered::Gathered;
+use limosa_nbd::protocol::error::ErrorCode;
 
 /// How a connection ended.
 #[derive(Debug)]

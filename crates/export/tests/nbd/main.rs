@@ -3,6 +3,7 @@
 mod bad_input;
 mod bed;
 mod bitmaps;
+mod client;
 mod limits;
 mod media;
 mod model;

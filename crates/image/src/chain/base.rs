@@ -8,12 +8,12 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use limosa_storage::{FileIdentity, Storage as _};
+use limosa_storage::FileIdentity;
 
 use super::{Image, OpenOptions, Walk};
 use crate::error::ImageError;
 use crate::qcow2::ImageParts;
-use crate::reference::Reference;
+use crate::reference::{Location, Reference};
 
 /// A chain whose base is open to be written.
 #[derive(Debug)]
@@ -47,10 +47,10 @@ pub(super) struct Base {
 
 impl Base {
     /// The backing file of an image, or one further down by name: as the caller would open it, or as the image would.
-    fn new(options: OpenOptions, name: Option<&OsStr>, image: &Path) -> Self {
+    fn new(options: OpenOptions, name: Option<&OsStr>, image: &Location) -> Self {
         let names = name.into_iter().flat_map(|name| [Reference::from_name(name), Reference::from_image(name, image)]);
         // A name without a file cannot be in the chain.
-        let found = names.filter_map(|reference| fs::metadata(reference.ok()?.path).ok());
+        let found = names.filter_map(|reference| fs::metadata(reference.ok()?.path()?).ok());
         let files = found.map(|metadata| FileIdentity::of(&metadata)).collect();
         let at = name.is_none().then_some(2);
         Self { options, files, at }
@@ -86,7 +86,7 @@ pub async fn open_with_base(
 ) -> Result<ChainWithBase, ImageError> {
     let mut walk = Walk::new(reference, options);
     let writable = OpenOptions { read_only: false, ..options.below() };
-    walk.base = Some(Base::new(writable, base, &reference.path));
+    walk.base = Some(Base::new(writable, base, &reference.location));
     let (top, below, found) = walk.levels().await?;
     let image = Arc::clone(top.file.storage.name());
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(&image), what };

@@ -7,7 +7,9 @@
 mod base;
 mod vm_state;
 
+use std::any::Any;
 use std::ffi::OsStr;
+use std::fmt::Display;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +19,7 @@ use limosa_storage::{CacheMode, Create, FileIdentity, FileOptions, FileStorage, 
 
 use crate::disk::Disk;
 use crate::error::ImageError;
-use crate::gate::{FilePurpose, Policy};
+use crate::gate::{FilePurpose, Policy, Refusal};
 use crate::luks::{self, LuksError, Passphrase, Secrets, SectorCipher};
 use crate::probe::{Format, probe};
 use crate::qcow2::{
@@ -25,7 +27,7 @@ use crate::qcow2::{
     Repair, SnapshotChoice,
 };
 use crate::raw::{Raw, RawOptions};
-use crate::reference::{BackingOverride, Reference};
+use crate::reference::{BackingOverride, Location, Reference};
 use crate::setters::setters;
 use base::Base;
 pub use base::{ChainWithBase, open_with_base};
@@ -109,8 +111,8 @@ impl NamedImage {
 pub struct ImageFile {
     /// Its name.
     pub reference: Reference,
-    /// Its file.
-    pub storage: Arc<FileStorage>,
+    /// Its bytes.
+    pub storage: Arc<dyn Storage>,
     /// Its format.
     pub format: Format,
     /// Whether the format was probed.
@@ -172,12 +174,24 @@ impl ImageFile {
     /// # Errors
     /// The kernel's; it looks like a format that limosa does not have.
     pub async fn open(reference: &Reference, options: &OpenOptions) -> Result<Self, ImageError> {
-        let storage = FileStorage::open(&reference.path, &reference.settings.override_options(options.file()))?;
+        let storage = reference.location.open(&reference.settings.override_options(options.file()))?;
         let (format, guessed) = match reference.format.or(options.format) {
             Some(format) => (format, false),
             None => (probe(&*storage).await?, true),
         };
         Ok(Self { reference: reference.clone(), storage, format, guessed })
+    }
+
+    /// Returns its file, if it is in one.
+    #[must_use]
+    pub fn file_storage(&self) -> Option<&FileStorage> {
+        (&*self.storage as &dyn Any).downcast_ref()
+    }
+
+    /// Returns the identity of its file, if it is in one.
+    #[must_use]
+    pub fn identity(&self) -> Option<FileIdentity> {
+        self.file_storage().map(FileStorage::identity)
     }
 
     /// Checks the image, and repairs it if that is asked for; `None`: images of its format have no tables. An encrypted
@@ -195,7 +209,7 @@ impl ImageFile {
         let report = match self.reference.key_secret {
             Some(_) => {
                 let header = Header::read_to_examine(storage).await?;
-                let passphrase = passphrase(&self.storage, &self.reference, secrets)?;
+                let passphrase = passphrase(storage, &self.reference, secrets)?;
                 let cipher = qcow2::cipher(storage, &header, passphrase).await?;
                 qcow2::repair_encrypted(storage, &cipher, what, options).await
             }
@@ -256,9 +270,9 @@ pub async fn files(reference: &Reference, options: &OpenOptions) -> Result<Vec<I
     while let Some(file) = walk.next().await? {
         if file.format == Format::Qcow2 && file.reference.backing == BackingOverride::AsWritten {
             let header = Header::read_to_examine(&*file.storage).await?;
-            let (image, path) = (file.storage.name(), &file.reference.path);
+            let (image, location) = (file.storage.name(), &file.reference.location);
             if let Some(backing) = &header.backing {
-                walk.written(image, written(&header, &backing.name, image, path)?)?;
+                walk.written(image, written(&header, &backing.name, image, location)?)?;
             }
         } else if let BackingOverride::Other(backing) = &file.reference.backing {
             walk.set_next(backing);
@@ -335,15 +349,19 @@ impl<'a> Walk<'a> {
             && self.depth >= MAX_CHAIN_DEPTH
         {
             let why = format!("a chain has at most {MAX_CHAIN_DEPTH} files; merge some of them");
-            return Err(refused(by, reference.path.as_os_str(), why));
+            return Err(refused(by, &reference, why));
         }
         self.depth += 1;
-        self.seen.look(by, &reference.path)?;
-        if let Some(base) = &mut self.base {
-            base.look(self.depth, &reference.path);
+        if let Some(path) = reference.path() {
+            self.seen.look(by, path)?;
+            if let Some(base) = &mut self.base {
+                base.look(self.depth, path);
+            }
         }
         let file = ImageFile::open(&reference, self.options()).await?;
-        self.seen.take(by, &file.storage)?;
+        if let Some(storage) = file.file_storage() {
+            self.seen.take(by, storage)?;
+        }
         self.last = Some(Arc::clone(file.storage.name()));
         Ok(Some(file))
     }
@@ -379,8 +397,9 @@ impl Level {
             (Some(path), _) => Some(path.clone()),
             (None, Some(name)) => {
                 // Unlike a backing file's, the name is one from where we were started: so stock tools have it.
-                let named = Reference::from_name(name).map_err(|error| refused(image, name, error.why))?;
-                Some(admit(&walk.options.policy, FilePurpose::DataFile, image, &named.path)?)
+                let named =
+                    Reference::path_from_name(name).map_err(|error| refused(image, &name.display(), error.why))?;
+                Some(admit(&walk.options.policy, FilePurpose::DataFile, image, &named)?)
             }
             (None, None) => return Err(unsupported("it does not name its data file; use data-file.filename=NAME")),
         };
@@ -408,7 +427,7 @@ impl Level {
                 Ok(())
             }
             (BackingOverride::AsWritten, Some(backing)) => {
-                walk.written(image, written(header, &backing.name, image, &reference.path)?)
+                walk.written(image, written(header, &backing.name, image, &reference.location)?)
             }
         }
     }
@@ -425,7 +444,13 @@ impl Level {
     /// Its journal in this folder, if it can have one.
     fn journal(&self, folder: Option<&JournalFolder>) -> Result<Option<Journal>, ImageError> {
         let header = self.header.as_ref().filter(|header| header.version > 2);
-        let open = |(folder, header): (_, &Header)| Journal::open(folder, &self.file.storage, &header.geometry());
+        let open = |(folder, header): (_, &Header)| match self.file.file_storage() {
+            Some(storage) => Journal::open(folder, storage, &header.geometry()),
+            None => Err(ImageError::Unsupported {
+                image: Arc::clone(self.file.storage.name()),
+                what: "only an image in a file can have a journal".into(),
+            }),
+        };
         folder.zip(header).map(open).transpose()
     }
 
@@ -435,7 +460,7 @@ impl Level {
         let Some(header) = self.header.as_ref().filter(|header| header.encryption != Encryption::None) else {
             return Ok(None);
         };
-        let passphrase = passphrase(storage, reference, &options.secrets)?;
+        let passphrase = passphrase(&**storage, reference, &options.secrets)?;
         Ok(Some(qcow2::cipher(&**storage, header, passphrase).await?))
     }
 
@@ -452,7 +477,7 @@ impl Level {
                     return Err(ImageError::Unsupported { image: Arc::clone(storage.name()), what });
                 }
                 if format == Format::Luks {
-                    let passphrase = passphrase(&storage, &reference, &options.secrets)?;
+                    let passphrase = passphrase(&*storage, &reference, &options.secrets)?;
                     return Ok(Image::Luks(Raw::open_luks(luks::open(storage, passphrase).await?, read_only)?));
                 }
                 let raw = RawOptions { offset: reference.offset, size: reference.size, read_only, guessed };
@@ -472,7 +497,7 @@ impl Level {
 
 /// The passphrase of an encrypted image.
 pub(crate) fn passphrase<'a>(
-    storage: &FileStorage,
+    storage: &dyn Storage,
     reference: &Reference,
     secrets: &'a Secrets,
 ) -> Result<&'a Passphrase, ImageError> {
@@ -483,10 +508,11 @@ pub(crate) fn passphrase<'a>(
 }
 
 /// The reference that an image has to its backing file, with the format that it has for it.
-fn written(header: &Header, name: &OsStr, image: &Arc<str>, path: &Path) -> Result<Reference, ImageError> {
-    let mut reference = Reference::from_image(name, path).map_err(|error| refused(image, name, error.why))?;
+fn written(header: &Header, name: &OsStr, image: &Arc<str>, location: &Location) -> Result<Reference, ImageError> {
+    let found = Reference::from_image(name, location);
+    let mut reference = found.map_err(|error| refused(image, &name.display(), error.why))?;
     if let Some(format) = header.extensions.backing_format.as_ref().filter(|format| !format.is_empty()) {
-        let format = format.parse::<Format>().map_err(|error| refused(image, name, error.to_string()))?;
+        let format = format.parse::<Format>().map_err(|error| refused(image, &name.display(), error.to_string()))?;
         reference.format = reference.format.or(Some(format));
     }
     Ok(reference)
@@ -494,7 +520,13 @@ fn written(header: &Header, name: &OsStr, image: &Arc<str>, path: &Path) -> Resu
 
 /// Asks for everything that a reference names that an image has.
 fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Result<(), ImageError> {
-    reference.path = admit(policy, FilePurpose::Backing, image, &reference.path)?;
+    match &mut reference.location {
+        Location::File(path) => *path = admit(policy, FilePurpose::Backing, image, path)?,
+        remote => {
+            let admitted = policy.admit_remote(FilePurpose::Backing);
+            admitted.map_err(|refusal| not_admitted(policy, image, &*remote, &refusal))?;
+        }
+    }
     if let Some(path) = &mut reference.data_file {
         *path = admit(policy, FilePurpose::DataFile, image, path)?;
     }
@@ -510,15 +542,16 @@ fn admit(
     image: &Arc<str>,
     path: &Path,
 ) -> Result<std::path::PathBuf, ImageError> {
-    policy.admit(purpose, path).map_err(|refusal| {
-        let (reference, why) = (path.to_string_lossy().into_owned(), refusal.to_string());
-        ImageError::Refused { image: Arc::clone(image), reference, why, untrusted: matches!(policy, Policy::Refuse) }
-    })
+    policy.admit(purpose, path).map_err(|refusal| not_admitted(policy, image, &path.display(), &refusal))
 }
 
-fn refused(image: &Arc<str>, reference: &OsStr, why: String) -> ImageError {
-    let reference = reference.to_string_lossy().into_owned();
-    ImageError::Refused { image: Arc::clone(image), reference, why, untrusted: false }
+fn not_admitted(policy: &Policy, image: &Arc<str>, reference: &dyn Display, refusal: &Refusal) -> ImageError {
+    let (image, untrusted) = (Arc::clone(image), matches!(policy, Policy::Refuse));
+    ImageError::Refused { image, reference: reference.to_string(), why: refusal.to_string(), untrusted }
+}
+
+fn refused(image: &Arc<str>, reference: &dyn Display, why: String) -> ImageError {
+    ImageError::Refused { image: Arc::clone(image), reference: reference.to_string(), why, untrusted: false }
 }
 
 /// The files of a chain.
@@ -530,16 +563,16 @@ impl Seen {
     fn look(&self, by: Option<&Arc<str>>, path: &Path) -> Result<(), ImageError> {
         // Opening it reports what is wrong.
         let Ok(metadata) = fs::metadata(path) else { return Ok(()) };
-        self.check(by, path.as_os_str(), FileIdentity::of(&metadata))
+        self.check(by, &path.display(), FileIdentity::of(&metadata))
     }
 
     fn take(&mut self, by: Option<&Arc<str>>, storage: &FileStorage) -> Result<(), ImageError> {
-        self.check(by, OsStr::new(&**storage.name()), storage.identity())?;
+        self.check(by, storage.name(), storage.identity())?;
         self.0.push(storage.identity());
         Ok(())
     }
 
-    fn check(&self, by: Option<&Arc<str>>, name: &OsStr, identity: FileIdentity) -> Result<(), ImageError> {
+    fn check(&self, by: Option<&Arc<str>>, name: &dyn Display, identity: FileIdentity) -> Result<(), ImageError> {
         match by {
             Some(by) if self.0.contains(&identity) => {
                 Err(refused(by, name, "that file is already part of the chain".into()))

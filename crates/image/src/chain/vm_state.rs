@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use limosa_storage::{IoVector, Storage as _};
+use limosa_storage::IoVector;
 
 use super::{ImageFile, OpenOptions, passphrase};
 use crate::disk::Disk;
@@ -47,7 +47,7 @@ impl VmState {
         let cipher = match header.encryption {
             Encryption::None => None,
             _ => {
-                let passphrase = passphrase(&storage, &reference, &options.secrets)?;
+                let passphrase = passphrase(&*storage, &reference, &options.secrets)?;
                 Some(qcow2::cipher(&*storage, &header, passphrase).await?)
             }
         };

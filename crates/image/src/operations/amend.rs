@@ -6,8 +6,6 @@
 
 use std::sync::Arc;
 
-use limosa_storage::Storage as _;
-
 use super::resize::{NewSize, ResizeError, ResizeOptions, resize};
 use crate::chain::{self, ImageFile, OpenOptions};
 use crate::error::ImageError;
@@ -68,7 +66,7 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     }
     if let Some(change) = key_slots {
         let area = luks_area(&file, check).await?;
-        let passphrase = chain::passphrase(&file.storage, &file.reference, &open.secrets)?;
+        let passphrase = chain::passphrase(&*file.storage, &file.reference, &open.secrets)?;
         luks::check_key_slot_change(storage, area, passphrase, change, *force).await?;
     }
     if *version == Some(3) {
@@ -93,7 +91,7 @@ pub async fn amend(reference: &Reference, open: &OpenOptions, options: &AmendOpt
     }
     // Last: what came before may have been opened with a passphrase that they take away.
     if let Some(change) = key_slots {
-        let passphrase = chain::passphrase(&file.storage, &file.reference, &open.secrets)?;
+        let passphrase = chain::passphrase(&*file.storage, &file.reference, &open.secrets)?;
         match luks_area(&file, check).await? {
             None => luks::change_key_slots(&*file.storage, passphrase, change, *force).await?,
             Some(area) => luks::change_key_slots_at(&*file.storage, area, passphrase, change, *force).await?,

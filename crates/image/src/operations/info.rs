@@ -8,7 +8,7 @@
 
 use std::ffi::OsStr;
 
-use limosa_storage::{FileStorage, Storage, StorageError};
+use limosa_storage::{FileStorage, StorageError};
 use serde::Serialize;
 
 use crate::chain::{self, ImageFile, OpenOptions};
@@ -17,7 +17,7 @@ use crate::holes::taken;
 use crate::luks;
 use crate::probe::Format;
 use crate::qcow2::{Encryption, Header, Snapshot, read_bitmaps, read_snapshots};
-use crate::reference::Reference;
+use crate::reference::{Location, Reference};
 
 /// Disks are whole sectors long, in bytes.
 const SECTOR: u64 = 512;
@@ -44,8 +44,9 @@ pub struct ImageInfo {
     pub cluster_size: Option<u64>,
     /// `raw`, `qcow2`.
     pub format: &'static str,
-    /// Bytes that its file occupies.
-    pub actual_size: u64,
+    /// Bytes that its file occupies, if that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub actual_size: Option<u64>,
     /// Properties of its format.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format_specific: Option<FormatSpecific>,
@@ -58,8 +59,9 @@ pub struct ImageInfo {
     /// Whether its contents are encrypted; absent if they are not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encrypted: Option<bool>,
-    /// Whether its refcounts have to be rebuilt before it is written.
-    pub dirty_flag: bool,
+    /// Whether its refcounts have to be rebuilt before it is written; not of a raw image that is in no file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dirty_flag: Option<bool>,
 }
 
 /// A file of an image.
@@ -81,17 +83,19 @@ pub struct FileInfo {
     pub children: [(); 0],
     /// Its length in bytes, rounded up to a sector.
     pub virtual_size: u64,
-    /// Its path.
+    /// Its path or address.
     pub filename: String,
-    /// `file`, `host_device`.
+    /// `file`, `host_device`, `nbd`, `null-co`.
     pub format: &'static str,
-    /// Bytes that it occupies.
-    pub actual_size: u64,
+    /// Bytes that it occupies, if that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub actual_size: Option<u64>,
     /// Properties of regular files: always empty.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format_specific: Option<FileSpecific>,
-    /// Always false.
-    pub dirty_flag: bool,
+    /// False for files; nothing else has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dirty_flag: Option<bool>,
 }
 
 /// The empty properties of regular files.
@@ -300,7 +304,7 @@ impl ImageInfo {
     /// # Errors
     /// Its header, its snapshot table or its bitmap directory cannot be; what the storage says.
     pub async fn of(file: &ImageFile) -> Result<Self, ImageError> {
-        let child = file_info(&file.storage)?;
+        let child = file_info(file)?;
         let mut info = Self {
             snapshots: Vec::new(),
             backing_filename_format: None,
@@ -316,7 +320,7 @@ impl ImageInfo {
             full_backing_filename: None,
             backing_filename: None,
             encrypted: None,
-            dirty_flag: false,
+            dirty_flag: child.dirty_flag,
             children: vec![Child { name: "file", info: child }],
         };
         if file.format == Format::Qcow2 {
@@ -337,17 +341,17 @@ impl ImageInfo {
         self.snapshots = read_snapshots(storage, header).await?.into_iter().map(SnapshotInfo::from).collect();
         self.virtual_size = header.size;
         self.cluster_size = Some(header.geometry().cluster_size());
-        self.dirty_flag = header.features.dirty();
+        self.dirty_flag = Some(header.features.dirty());
         self.encrypted = (header.encryption != Encryption::None).then_some(true);
         if let Some(backing) = &header.backing {
             self.backing_filename = Some(text(&backing.name));
             self.backing_filename_format = header.extensions.backing_format.clone();
             // One that cannot be opened is listed all the same.
-            let full = Reference::from_image(&backing.name, &file.reference.path);
-            let is_plain = |reference: &Reference| *reference == Reference::file(&*reference.path);
+            let full = Reference::from_image(&backing.name, &file.reference.location);
+            let is_plain = |reference: &Reference| *reference == Reference::at(reference.location.clone());
             let plain = full.ok().filter(is_plain).filter(|_| !has_protocol(&backing.name));
             self.full_backing_filename =
-                Some(plain.map_or_else(|| text(&backing.name), |reference| text(reference.path.as_os_str())));
+                Some(plain.map_or_else(|| text(&backing.name), |reference| reference.to_string()));
         }
         let new = header.version > 2;
         let bitmaps = read_bitmaps(storage, header).await?.into_iter().map(|bitmap| BitmapInfo {
@@ -400,16 +404,23 @@ impl ImageInfo {
     }
 }
 
-/// Describes the file of an image.
-fn file_info(storage: &FileStorage) -> Result<FileInfo, StorageError> {
+/// Describes the file of an image, or what it has in place of one.
+fn file_info(image: &ImageFile) -> Result<FileInfo, StorageError> {
+    let (storage, file) = (&*image.storage, image.file_storage());
+    let is_device = file.is_some_and(FileStorage::is_block_device);
+    let protocol = image.reference.location.protocol();
     Ok(FileInfo {
         children: [],
         virtual_size: sectors(storage.length()?),
         filename: storage.name().to_string(),
-        format: if storage.is_block_device() { "host_device" } else { "file" },
-        actual_size: taken(storage).unwrap_or(0),
-        format_specific: (!storage.is_block_device()).then(FileSpecific::default),
-        dirty_flag: false,
+        format: protocol.unwrap_or(if is_device { "host_device" } else { "file" }),
+        actual_size: match (&image.reference.location, file) {
+            (Location::Nbd { .. }, _) => None,
+            (_, Some(file)) => Some(taken(file).unwrap_or(0)),
+            (_, None) => Some(0),
+        },
+        format_specific: file.filter(|_| !is_device).map(|_| FileSpecific::default()),
+        dirty_flag: protocol.is_none().then_some(false),
     })
 }
 
@@ -428,7 +439,7 @@ fn has_protocol(name: &OsStr) -> bool {
 
 /// A path, if it says all that decides what is seen.
 fn name(reference: &Reference) -> String {
-    let path = text(reference.path.as_os_str());
+    let path = reference.location.to_string();
     if reference.offset == 0 && reference.size.is_none() {
         return path;
     }
@@ -436,6 +447,7 @@ fn name(reference: &Reference) -> String {
     if let Some(size) = reference.size {
         node["size"] = size.into();
     }
-    node["file"] = serde_json::json!({ "driver": "file", "filename": path });
+    let driver = reference.location.protocol().unwrap_or("file");
+    node["file"] = serde_json::json!({ "driver": driver, "filename": path });
     format!("json:{node}")
 }

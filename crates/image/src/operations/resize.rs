@@ -2,7 +2,6 @@
 //!
 //! Law: nothing is cut off unless that is asked for.
 
-use limosa_storage::Storage;
 use std::sync::Arc;
 
 use crate::chain::{self, ImageFile, OpenOptions};
@@ -117,7 +116,7 @@ pub async fn resize(
         Format::Raw => {
             let (offset, size) = (file.reference.offset, file.reference.size);
             let raw = RawOptions { offset, size, read_only: false, guessed: file.guessed };
-            let raw = Raw::open(Arc::clone(&file.storage) as Arc<dyn Storage>, &raw)?;
+            let raw = Raw::open(Arc::clone(&file.storage), &raw)?;
             let before = raw.len();
             let size = length(before)?;
             if file.guessed {
@@ -128,8 +127,8 @@ pub async fn resize(
             (before, size)
         }
         Format::Luks => {
-            let passphrase = chain::passphrase(&file.storage, &file.reference, &open.secrets)?;
-            let contents = luks::open(Arc::clone(&file.storage) as Arc<dyn Storage>, passphrase).await?;
+            let passphrase = chain::passphrase(&*file.storage, &file.reference, &open.secrets)?;
+            let contents = luks::open(Arc::clone(&file.storage), passphrase).await?;
             let raw = Raw::open_luks(contents, false)?;
             let before = raw.len();
             let size = length(before)?;

@@ -44,7 +44,7 @@ fn text(info: &ImageInfo) -> anyhow::Result<String> {
         format!("image: {}", info.filename),
         format!("file format: {}", info.format),
         format!("virtual size: {} ({} bytes)", for_people(info.virtual_size), info.virtual_size),
-        format!("disk size: {}", for_people(info.actual_size)),
+        format!("disk size: {}", disk_size(info.actual_size)),
     ];
     if info.encrypted == Some(true) {
         lines.push("encrypted: yes".to_owned());
@@ -52,7 +52,7 @@ fn text(info: &ImageInfo) -> anyhow::Result<String> {
     if let Some(size) = info.cluster_size {
         lines.push(format!("cluster_size: {size}"));
     }
-    if info.dirty_flag {
+    if info.dirty_flag == Some(true) {
         lines.push("cleanly shut down: no".to_owned());
     }
     if let Some(backing) = &info.backing_filename {
@@ -82,9 +82,13 @@ fn text(info: &ImageInfo) -> anyhow::Result<String> {
         lines.push(format!("    filename: {}", of.filename));
         lines.push(format!("    protocol type: {}", of.format));
         lines.push(format!("    file length: {} ({length} bytes)", for_people(length)));
-        lines.push(format!("    disk size: {}", for_people(of.actual_size)));
+        lines.push(format!("    disk size: {}", disk_size(of.actual_size)));
     }
     Ok(lines.join("\n"))
+}
+
+fn disk_size(bytes: Option<u64>) -> String {
+    bytes.map_or_else(|| "unavailable".to_owned(), for_people)
 }
 
 /// The list of an image's snapshots for people; nothing without any.

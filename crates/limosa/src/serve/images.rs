@@ -143,7 +143,7 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
 
 /// The name of an image's file, which names its export among others.
 fn file_name(reference: &Reference) -> anyhow::Result<String> {
-    let name = Path::new(&reference.path).file_name().and_then(OsStr::to_str);
+    let name = reference.path().and_then(Path::file_name).and_then(OsStr::to_str);
     let name = name.with_context(|| format!("{reference}: the file has no name in UTF-8; use --name"))?;
     Ok(name.to_owned())
 }

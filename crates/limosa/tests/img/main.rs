@@ -21,6 +21,7 @@ mod locks;
 mod luks;
 mod map;
 mod measure;
+mod nbd;
 mod rebase;
 mod resize;
 mod snapshot;

@@ -6,7 +6,6 @@
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
 use std::sync::Arc;
 
 use limosa_storage::{Io, block_on};
@@ -21,7 +20,7 @@ use crate::gate::Policy;
 use crate::new_image::{CreatedFiles, NewImage, UnfinishedFiles};
 use crate::operations::operation::{OperationError, ProgressObserver};
 use crate::probe::Format;
-use crate::reference::Reference;
+use crate::reference::{Location, Reference};
 
 /// The name of the new target's passphrase: one that QEMU's objects cannot have.
 const SECRET: &str = "(target)";
@@ -60,19 +59,23 @@ pub enum ConvertTarget {
 }
 
 impl ConvertTarget {
-    /// Its file.
-    fn path(&self) -> &Path {
+    /// Where its bytes are.
+    fn location(&self) -> Location {
         match self {
-            Self::Existing(named) => &named.reference.path,
-            Self::New(new) => &new.image.path,
+            Self::Existing(named) => named.reference.location.clone(),
+            Self::New(new) => Location::File(new.image.path.clone()),
         }
     }
 }
 
-/// Whether both names lead to one file that exists.
-fn is_same_file(one: &Path, other: &Path) -> bool {
+/// Whether both are one file that exists, or one export.
+fn is_same(one: &Location, other: &Location) -> bool {
     let identity = |path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-    identity(one).is_some_and(|one| identity(other) == Some(one))
+    match (one, other) {
+        (Location::File(one), Location::File(other)) => identity(one).is_some_and(|one| identity(other) == Some(one)),
+        (Location::Nbd { address: one, .. }, Location::Nbd { address: other, .. }) => one == other,
+        _ => false,
+    }
 }
 
 /// A target that is created. It becomes as long as the sources.
@@ -121,9 +124,9 @@ impl ConvertRequest {
     /// [`OperationError::TooLarge`]; bitmaps that cannot be copied.
     pub async fn prepare(self, unfinished: &UnfinishedFiles) -> Result<PreparedConversion<'_>, OperationError> {
         let Self { sources: named, target, mut options, bitmaps } = self;
-        let path = target.path();
-        if named.iter().any(|source| is_same_file(&source.reference.path, path)) {
-            return Err(OperationError::SameFile { target: path.to_string_lossy().into_owned() });
+        let location = target.location();
+        if named.iter().any(|source| is_same(&source.reference.location, &location)) {
+            return Err(OperationError::SameFile { target: location.to_string() });
         }
         let mut sources = Vec::with_capacity(named.len());
         for source in &named {

@@ -12,7 +12,6 @@ mod padded;
 
 use std::ffi::OsString;
 use std::fs;
-use std::path::Path;
 use std::sync::Arc;
 
 use limosa_storage::{FileIdentity, Storage, block_on};
@@ -25,7 +24,7 @@ use crate::probe::Format;
 use crate::qcow2::{
     CheckOptions, CheckReport, Features, Header, ImageParts, Qcow2, Qcow2Options, Repair, change_backing, repair_with,
 };
-use crate::reference::{BackingOverride, Reference};
+use crate::reference::{BackingOverride, Location, Reference};
 use crate::setters::setters;
 use copier::Copier;
 use padded::Padded;
@@ -160,7 +159,7 @@ impl RebaseRequest {
         };
         let (mut new, mut shared_from) = (None, None);
         if let Some(backing) = &self.backing {
-            let (reference, open) = backing.open(&reference.path, open)?;
+            let (reference, open) = backing.open(&reference.location, open)?;
             shared_from = self.shared_from(&reference, &open).await?;
             new = Some(chain::open(&reference, &open).await?);
         }
@@ -172,10 +171,11 @@ impl RebaseRequest {
     async fn shared_from(&self, new: &Reference, open: &OpenOptions) -> Result<Option<u32>, ImageError> {
         let NamedImage { reference, options } = &self.overlay;
         let new = chain::files(new, open).await?;
-        let overlay = fs::metadata(&reference.path).ok().map(|metadata| FileIdentity::of(&metadata));
-        if new.iter().any(|file| Some(file.storage.identity()) == overlay) {
+        let overlay = reference.path().and_then(|path| fs::metadata(path).ok());
+        let overlay = overlay.map(|metadata| FileIdentity::of(&metadata));
+        if new.iter().any(|file| file.identity().is_some() && file.identity() == overlay) {
             let what = "it would be part of its own backing chain".to_owned();
-            return Err(ImageError::Unsupported { image: reference.path.to_string_lossy().into(), what });
+            return Err(ImageError::Unsupported { image: reference.to_string().into(), what });
         }
         // What the caller says of the chain is not what the new backing file would say of its own.
         let Some(first) = new.first().filter(|_| reference.backing == BackingOverride::AsWritten) else {
@@ -183,7 +183,8 @@ impl RebaseRequest {
         };
         let old = chain::files(reference, &OpenOptions { read_only: true, ..options.clone() }).await?;
         let same = |file: &ImageFile| {
-            (file.storage.identity(), file.format) == (first.storage.identity(), first.format)
+            file.identity().is_some()
+                && (file.identity(), file.format) == (first.identity(), first.format)
                 && (file.reference.offset, file.reference.size) == (first.reference.offset, first.reference.size)
                 && file.reference.backing == first.reference.backing
         };
@@ -193,7 +194,7 @@ impl RebaseRequest {
 
 impl BackingName {
     /// The file, as readers of the overlay find it, and the options that it is opened with.
-    fn open(&self, overlay: &Path, open: &OpenOptions) -> Result<(Reference, OpenOptions), ImageError> {
+    fn open(&self, overlay: &Location, open: &OpenOptions) -> Result<(Reference, OpenOptions), ImageError> {
         let format: Format = self.format.parse().map_err(|error: crate::UnknownFormat| ImageError::Unsupported {
             image: self.name.to_string_lossy().into(),
             what: error.to_string(),

@@ -81,7 +81,8 @@ fn next(wanted: &Wanted) -> anyhow::Result<Option<PathBuf>> {
     if *read_only || snapshot.is_some() || source.image_opts {
         return Ok(None);
     }
-    let Ok(Reference { path, .. }) = Reference::from_name(&source.name) else { return Ok(None) };
+    let Ok(reference) = Reference::from_name(&source.name) else { return Ok(None) };
+    let Some(path) = reference.path() else { return Ok(None) };
     let (image, mark) = (std::path::absolute(path)?, mark_of(&std::path::absolute(&source.name.0)?));
     let mut text = String::new();
     match File::open(&mark) {
@@ -100,6 +101,9 @@ fn next(wanted: &Wanted) -> anyhow::Result<Option<PathBuf>> {
     };
     anyhow::ensure!(!source.untrusted, refused());
     let below = files(&above(wanted, &overlay)).with_context(refused)?.into_iter().nth(1);
-    anyhow::ensure!(below.is_some_and(|below| is_same_file(&below.reference.path, &image)), refused());
+    anyhow::ensure!(
+        below.is_some_and(|below| below.reference.path().is_some_and(|below| is_same_file(below, &image))),
+        refused()
+    );
     Ok(Some(overlay))
 }

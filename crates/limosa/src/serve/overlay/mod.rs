@@ -167,7 +167,8 @@ fn check_commit(export: &Export, wanted: &Wanted, overlay: &Path) -> anyhow::Res
     // The overlay itself is removed, and not a link to it.
     let is_file = std::fs::symlink_metadata(overlay).is_ok_and(|found| found.is_file());
     anyhow::ensure!(is_file, "{}: only a file that is no link can be committed and removed", overlay.display());
-    for path in [overlay, file.reference.path.as_path()] {
+    let below_path = file.reference.path().context("the image below is in no file")?;
+    for path in [overlay, below_path] {
         File::options().read(true).write(true).open(path).with_context(|| path.display().to_string())?;
     }
     Ok((below, has_bitmaps))
@@ -192,9 +193,9 @@ fn keep_guess(overlay: &Wanted, below: &Wanted) -> anyhow::Result<()> {
 
 /// How the image below an overlay is opened that another server put on it.
 fn wanted_below(wanted: &Wanted, below: &ImageFile) -> anyhow::Result<Wanted> {
-    let Reference { path, .. } = &below.reference;
-    let is_plain = !below.guessed && below.reference == Reference::file(path).format(Some(below.format));
-    anyhow::ensure!(is_plain, "{}: stop serving it and use `limosa img commit`", below.reference);
+    let plain = |path: &&Path| !below.guessed && below.reference == Reference::file(*path).format(Some(below.format));
+    let path = below.reference.path().filter(plain);
+    let path = path.with_context(|| format!("{}: stop serving it and use `limosa img commit`", below.reference))?;
     Ok(wanted.at(path, below.format))
 }
 
@@ -210,7 +211,8 @@ fn files(wanted: &Wanted) -> anyhow::Result<Vec<ImageFile>> {
 /// One cannot be opened.
 pub(super) fn paths(wanted: &Wanted) -> anyhow::Result<Vec<String>> {
     let path = |file: &ImageFile| {
-        let path = std::path::absolute(&file.reference.path)?;
+        let path = file.reference.path().with_context(|| format!("{}: only files are handed over", file.reference))?;
+        let path = std::path::absolute(path)?;
         let text = path.to_str().with_context(|| format!("{}: the path must be UTF-8", path.display()))?;
         Ok(text.to_owned())
     };
@@ -232,9 +234,9 @@ fn image_below(export: &Export, wanted: &Wanted) -> anyhow::Result<PathBuf> {
     anyhow::ensure!(!export.is_read_only(), "{:?} is served read-only: nothing is written to its image", export.name());
     anyhow::ensure!(!source.untrusted, "the server runs with --untrusted, which forbids that images refer to others");
     let reference = Reference::from_name(&source.name)?;
-    let is_path = !source.image_opts && reference == Reference::file(&reference.path);
-    anyhow::ensure!(is_path, "{}: only an image that is given by its path can be given an overlay", source.name);
-    Ok(std::path::absolute(reference.path)?)
+    let path = reference.path().filter(|path| !source.image_opts && reference == Reference::file(*path));
+    let refused = || format!("{}: only an image that is given by its path can be given an overlay", source.name);
+    Ok(std::path::absolute(path.with_context(refused)?)?)
 }
 
 fn folder_of(path: &Path) -> anyhow::Result<File> {

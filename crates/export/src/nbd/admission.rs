@@ -5,26 +5,26 @@
 
 use limosa_page::to_usize;
 
-use super::error::ErrorCode;
-use super::request::{Command, RequestHeader, flag};
-use super::{Headers, MAX_PAYLOAD};
+use limosa_nbd::protocol::error::ErrorCode;
+use limosa_nbd::protocol::request::{Command, RequestHeader, flag};
+use limosa_nbd::protocol::{Headers, MAX_PAYLOAD};
 
 /// Properties of an export that decide about requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Facts {
+pub(super) struct Facts {
     /// The form of requests and replies.
-    pub headers: Headers,
+    pub(super) headers: Headers,
     /// Length of the export in bytes.
-    pub size: u64,
+    pub(super) size: u64,
     /// Whether writes are refused.
-    pub read_only: bool,
+    pub(super) read_only: bool,
     /// Whether metadata contexts were chosen.
-    pub has_contexts: bool,
+    pub(super) has_contexts: bool,
 }
 
 /// An admitted request. Ranges are inside the export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
+pub(super) enum Action {
     /// Read `length` bytes; in one piece if `whole`.
     Read {
         /// Bytes, at most [`MAX_PAYLOAD`].
@@ -73,16 +73,16 @@ pub enum Action {
 
 /// A request: the bytes behind its header, and what is done then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Admission {
+pub(super) struct Admission {
     /// Bytes of the payload, at most [`MAX_PAYLOAD`].
-    pub payload: usize,
+    pub(super) payload: usize,
     /// The work, or the error that is answered.
-    pub action: Result<Action, ErrorCode>,
+    pub(super) action: Result<Action, ErrorCode>,
 }
 
 /// Why a connection ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Disconnect {
+pub(super) enum Disconnect {
     /// The client ends it.
     #[error("the client has disconnected")]
     Orderly,
@@ -95,7 +95,7 @@ pub enum Disconnect {
 ///
 /// # Errors
 /// The connection ends.
-pub fn admit(header: &RequestHeader, facts: &Facts) -> Result<Admission, Disconnect> {
+pub(super) fn admit(header: &RequestHeader, facts: &Facts) -> Result<Admission, Disconnect> {
     let command = Command::from_repr(header.command);
     if command == Some(Command::Disconnect) {
         return Err(Disconnect::Orderly);

@@ -1,6 +1,6 @@
 //! The handshake: greeting, options, replies to options.
 
-use super::{split_u32, split_u64};
+use super::{split_u16, split_u32, split_u64};
 
 /// `NBDMAGIC`.
 const GREETING: u64 = 0x4e42_444d_4147_4943;
@@ -26,6 +26,15 @@ pub fn greeting() -> [u8; 18] {
     bytes
 }
 
+/// Decodes a server's greeting. Returns its flags; `None`: it is not one, or one of the protocol's old form.
+#[must_use]
+pub fn decode_greeting(bytes: [u8; 18]) -> Option<u16> {
+    let mut bytes = bytes.as_slice();
+    let magic = (split_u64(&mut bytes)?, split_u64(&mut bytes)?);
+    let flags = split_u16(&mut bytes)?;
+    (magic == (GREETING, OPTION)).then_some(flags)
+}
+
 /// The flags of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClientFlags {
@@ -41,6 +50,24 @@ impl ClientFlags {
     pub fn decode(bytes: [u8; CLIENT_FLAGS_LEN]) -> Option<Self> {
         let flags = u32::from_be_bytes(bytes);
         (flags & !3 == 0).then_some(Self { fixed: flags & 1 != 0, no_zeroes: flags & 2 != 0 })
+    }
+
+    /// Returns those of a client that takes up what a server with these flags offers.
+    #[must_use]
+    pub const fn answering(server: u16) -> Self {
+        Self { fixed: server & 1 != 0, no_zeroes: server & 2 != 0 }
+    }
+
+    /// Encodes them, for clients.
+    #[must_use]
+    pub fn encode(self) -> [u8; CLIENT_FLAGS_LEN] {
+        (u32::from(self.fixed) | u32::from(self.no_zeroes) << 1).to_be_bytes()
+    }
+
+    /// Returns how many bytes follow the size and the flags in the reply to `EXPORT_NAME`.
+    #[must_use]
+    pub const fn zeroes(self) -> usize {
+        if self.no_zeroes { 0 } else { ZEROES }
     }
 }
 
@@ -90,6 +117,17 @@ impl OptionHeader {
     }
 }
 
+/// Returns an option, for clients.
+#[must_use]
+pub fn option(option: OptionCode, data: &[u8]) -> Vec<u8> {
+    let mut bytes = OPTION.to_be_bytes().to_vec();
+    bytes.extend_from_slice(&(option as u32).to_be_bytes());
+    // Data is a few strings of the protocol, which are bounded.
+    bytes.extend_from_slice(&u32::try_from(data.len()).unwrap_or(u32::MAX).to_be_bytes());
+    bytes.extend_from_slice(data);
+    bytes
+}
+
 /// The kind of a reply to an option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::FromRepr)]
 #[repr(u32)]
@@ -129,6 +167,37 @@ pub fn push_option_reply(into: &mut Vec<u8>, option: u32, reply: OptionReply, da
         into.extend_from_slice(&number.to_be_bytes());
     }
     into.extend_from_slice(data);
+}
+
+/// Bytes of the header of a reply to an option.
+pub const OPTION_REPLY_HEADER_LEN: usize = 20;
+
+/// The header of a reply to an option.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OptionReplyHeader {
+    /// The option that it replies to.
+    pub option: u32,
+    /// Its kind: an [`OptionReply`], or one that is unknown.
+    pub reply: u32,
+    /// Bytes of its data.
+    pub length: u32,
+}
+
+impl OptionReplyHeader {
+    /// Decodes one. `None`: it does not begin as a reply to an option does.
+    #[must_use]
+    pub fn decode(bytes: [u8; OPTION_REPLY_HEADER_LEN]) -> Option<Self> {
+        let mut bytes = bytes.as_slice();
+        let magic = split_u64(&mut bytes)?;
+        let (option, reply) = (split_u32(&mut bytes)?, split_u32(&mut bytes)?);
+        (magic == OPTION_REPLY).then_some(Self { option, reply, length: split_u32(&mut bytes)? })
+    }
+
+    /// Returns whether the option failed.
+    #[must_use]
+    pub const fn is_error(&self) -> bool {
+        self.reply >> 31 == 1
+    }
 }
 
 /// Appends the reply to `EXPORT_NAME`.

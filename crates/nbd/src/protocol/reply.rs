@@ -2,8 +2,8 @@
 //!
 //! The law: a reply has exactly one last chunk, and a simple reply to a read has either an error or all of its bytes.
 
-use super::Headers;
 use super::error::ErrorCode;
+use super::{Headers, split_u16, split_u32, split_u64};
 
 /// The beginning of a simple reply.
 const SIMPLE: u32 = 0x6744_6698;
@@ -17,13 +17,75 @@ const DONE: u16 = 1;
 /// The kind of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::FromRepr)]
 #[repr(u16)]
-enum Chunk {
+pub enum Chunk {
+    /// Nothing.
     None = 0,
+    /// Bytes at an offset.
     OffsetData = 1,
+    /// Zeros at an offset.
     OffsetHole = 2,
+    /// Extents of a metadata context.
     BlockStatus = 5,
+    /// The same with lengths and flags of 64 bits.
     BlockStatusExtended = 6,
+    /// The request failed.
     Error = 0x8001,
+    /// It failed at an offset.
+    ErrorOffset = 0x8002,
+}
+
+/// Bytes of a simple reply, and of what every reply begins with.
+pub const REPLY_START_LEN: usize = 16;
+
+/// The beginning of a reply or of a chunk, for clients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReplyStart {
+    /// A simple reply: its error, or 0.
+    Simple {
+        /// The error.
+        error: u32,
+        /// The client's name for the request.
+        cookie: u64,
+    },
+    /// A chunk; the rest of its header follows.
+    Chunk {
+        /// Whether it is the last one of its reply.
+        last: bool,
+        /// A [`Chunk`], or one that is unknown; errors have the highest bit.
+        kind: u16,
+        /// The client's name for the request.
+        cookie: u64,
+    },
+}
+
+impl ReplyStart {
+    /// Decodes one of a connection with these headers. `None`: it does not begin as a reply does.
+    #[must_use]
+    pub fn decode(headers: Headers, bytes: [u8; REPLY_START_LEN]) -> Option<Self> {
+        let mut bytes = bytes.as_slice();
+        let magic = split_u32(&mut bytes)?;
+        let start = match (magic, headers) {
+            (SIMPLE, Headers::Simple | Headers::Structured) => {
+                Self::Simple { error: split_u32(&mut bytes)?, cookie: split_u64(&mut bytes)? }
+            }
+            (STRUCTURED, Headers::Structured) | (EXTENDED, Headers::Extended) => {
+                let (flags, kind) = (split_u16(&mut bytes)?, split_u16(&mut bytes)?);
+                Self::Chunk { last: flags & DONE != 0, kind, cookie: split_u64(&mut bytes)? }
+            }
+            _ => return None,
+        };
+        Some(start)
+    }
+}
+
+/// Returns the bytes of a chunk's header behind its [`ReplyStart`]: they end with the length of its payload.
+#[must_use]
+pub const fn chunk_rest_len(headers: Headers) -> usize {
+    match headers {
+        Headers::Simple => 0,
+        Headers::Structured => 4,
+        Headers::Extended => 16,
+    }
 }
 
 /// The request that a reply is for.

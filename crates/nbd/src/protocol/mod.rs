@@ -7,14 +7,10 @@
 //! |---|---|
 //! | `handshake` | greeting, options and their replies |
 //! | `option_data` | the data of options |
-//! | `context` | metadata contexts |
 //! | `request` | headers of requests |
-//! | `admission` | what is done about a request: a pure function |
 //! | `reply` | headers of replies |
 //! | `error` | errors of requests |
 
-pub mod admission;
-pub mod context;
 pub mod error;
 pub mod handshake;
 pub mod option_data;
@@ -26,6 +22,16 @@ pub const MAX_PAYLOAD: u32 = 32 << 20;
 
 /// The longest string of the protocol, in bytes.
 pub const MAX_STRING: usize = 4096;
+
+/// The metadata context of holes and zeros.
+pub mod allocation {
+    /// Its name.
+    pub const NAME: &str = "base:allocation";
+    /// Nothing is allocated.
+    pub const HOLE: u32 = 1 << 0;
+    /// It reads as zeros.
+    pub const ZERO: u32 = 1 << 1;
+}
 
 /// The form of requests and replies that a client has negotiated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -57,29 +63,29 @@ impl Headers {
 }
 
 /// Splits the next `N` bytes off.
-pub(crate) fn split<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+pub fn split<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     let (first, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(*first)
 }
 
 /// Splits a u16 off.
-pub(crate) fn split_u16(bytes: &mut &[u8]) -> Option<u16> {
+pub fn split_u16(bytes: &mut &[u8]) -> Option<u16> {
     split(bytes).map(u16::from_be_bytes)
 }
 
 /// Splits a u32 off.
-pub(crate) fn split_u32(bytes: &mut &[u8]) -> Option<u32> {
+pub fn split_u32(bytes: &mut &[u8]) -> Option<u32> {
     split(bytes).map(u32::from_be_bytes)
 }
 
 /// Splits a u64 off.
-pub(crate) fn split_u64(bytes: &mut &[u8]) -> Option<u64> {
+pub fn split_u64(bytes: &mut &[u8]) -> Option<u64> {
     split(bytes).map(u64::from_be_bytes)
 }
 
 /// Splits a string off that has its length before it.
-pub(crate) fn split_string<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
+pub fn split_string<'a>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
     let length = usize::try_from(split_u32(bytes)?).ok()?;
     let (string, rest) = bytes.split_at_checked(length)?;
     *bytes = rest;

@@ -3,18 +3,19 @@
 use std::borrow::Cow;
 
 use limosa_image::{BlockStatus, MapEntry};
+use limosa_nbd::protocol::allocation;
 
 /// The most bitmaps of an export that clients can read.
-pub const BITMAPS_MAX: usize = 30;
+pub(crate) const BITMAPS_MAX: usize = 30;
 /// The most contexts of an export.
-pub const CONTEXTS_MAX: usize = 2 + BITMAPS_MAX;
+pub(crate) const CONTEXTS_MAX: usize = 2 + BITMAPS_MAX;
 
 /// The namespace of bitmaps.
 const BITMAP: &str = "qemu:dirty-bitmap:";
 
 /// A metadata context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Context {
+pub(crate) enum Context {
     /// `base:allocation`: holes and zeros (doc/proto.md).
     Allocation,
     /// `qemu:allocation-depth`: the file of a chain that has the contents (QEMU docs: interop/nbd).
@@ -24,29 +25,21 @@ pub enum Context {
     DirtyBitmap(u8),
 }
 
-/// Bits of `base:allocation`.
-mod allocation {
-    /// Nothing is allocated.
-    pub(super) const HOLE: u32 = 1 << 0;
-    /// It reads as zeros.
-    pub(super) const ZERO: u32 = 1 << 1;
-}
-
 /// The bit of `qemu:dirty-bitmap:NAME`: it was written.
-pub const DIRTY: u32 = 1 << 0;
+pub(crate) const DIRTY: u32 = 1 << 0;
 
 impl Context {
     /// Returns all contexts of an export that has this number of bitmaps.
-    pub fn all(bitmaps: usize) -> impl Iterator<Item = Self> {
+    pub(crate) fn all(bitmaps: usize) -> impl Iterator<Item = Self> {
         let bitmaps = (0..).take(bitmaps.min(BITMAPS_MAX)).map(Self::DirtyBitmap);
         [Self::Allocation, Self::AllocationDepth].into_iter().chain(bitmaps)
     }
 
     /// Returns its name in an export with these bitmaps. `None`: the export has no such bitmap.
     #[must_use]
-    pub fn name(self, bitmaps: &[String]) -> Option<Cow<'static, str>> {
+    pub(crate) fn name(self, bitmaps: &[String]) -> Option<Cow<'static, str>> {
         Some(match self {
-            Self::Allocation => "base:allocation".into(),
+            Self::Allocation => allocation::NAME.into(),
             Self::AllocationDepth => "qemu:allocation-depth".into(),
             Self::DirtyBitmap(number) => format!("{BITMAP}{}", bitmaps.get(usize::from(number))?).into(),
         })
@@ -54,7 +47,7 @@ impl Context {
 
     /// Returns its number in requests and replies.
     #[must_use]
-    pub const fn id(self) -> u32 {
+    pub(crate) const fn id(self) -> u32 {
         self.place() + 1
     }
 
@@ -72,7 +65,7 @@ impl Context {
 
     /// Returns the status of a run of bytes. `None`: its origin does not tell it.
     #[must_use]
-    pub fn status(self, entry: &MapEntry) -> Option<u32> {
+    pub(crate) fn status(self, entry: &MapEntry) -> Option<u32> {
         match self {
             Self::Allocation => {
                 let data = !entry.kind.is_zero() || entry.kind == BlockStatus::Preallocated;
@@ -95,12 +88,12 @@ impl Context {
 
 /// A set of contexts of an export.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Contexts(u32);
+pub(crate) struct Contexts(u32);
 
 impl Contexts {
     /// Returns the contexts that a list has, of an export with these bitmaps. Without queries: all of them.
     #[must_use]
-    pub fn listed(queries: &[&[u8]], bitmaps: &[String]) -> Self {
+    pub(crate) fn listed(queries: &[&[u8]], bitmaps: &[String]) -> Self {
         let is_listed =
             |context: &Context| queries.is_empty() || queries.iter().any(|query| context.is_listed_by(query, bitmaps));
         Context::all(bitmaps.len()).filter(is_listed).collect()
@@ -108,7 +101,7 @@ impl Contexts {
 
     /// Returns the contexts that are chosen by their names. Unknown ones are left out.
     #[must_use]
-    pub fn chosen(queries: &[&[u8]], bitmaps: &[String]) -> Self {
+    pub(crate) fn chosen(queries: &[&[u8]], bitmaps: &[String]) -> Self {
         let is_chosen =
             |context: &Context| context.name(bitmaps).is_some_and(|name| queries.contains(&name.as_bytes()));
         Context::all(bitmaps.len()).filter(is_chosen).collect()
@@ -116,7 +109,7 @@ impl Contexts {
 
     /// Returns those with these numbers. `None`: one is not in the set, or given twice.
     #[must_use]
-    pub fn subset(self, ids: impl IntoIterator<Item = u32>) -> Option<Self> {
+    pub(crate) fn subset(self, ids: impl IntoIterator<Item = u32>) -> Option<Self> {
         ids.into_iter().try_fold(Self::default(), |found, id| {
             let context = self.iter().find(|context| context.id() == id)?;
             (found.0 & context.bit() == 0).then_some(Self(found.0 | context.bit()))
@@ -124,19 +117,19 @@ impl Contexts {
     }
 
     /// Returns the contexts in it.
-    pub fn iter(self) -> impl Iterator<Item = Context> {
+    pub(crate) fn iter(self) -> impl Iterator<Item = Context> {
         Context::all(BITMAPS_MAX).filter(move |context| self.0 & context.bit() != 0)
     }
 
     /// Returns how many there are.
     #[must_use]
-    pub const fn len(self) -> usize {
+    pub(crate) const fn len(self) -> usize {
         self.0.count_ones() as usize
     }
 
     /// Returns whether there are none.
     #[must_use]
-    pub const fn is_empty(self) -> bool {
+    pub(crate) const fn is_empty(self) -> bool {
         self.0 == 0
     }
 }

@@ -23,6 +23,15 @@ pub struct ExportQuery<'a> {
 }
 
 impl<'a> ExportQuery<'a> {
+    /// Encodes it, for clients.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut data = string(self.name.as_bytes());
+        data.extend_from_slice(&u16::try_from(self.wanted.len()).unwrap_or(u16::MAX).to_be_bytes());
+        self.wanted.iter().for_each(|kind| data.extend_from_slice(&kind.to_be_bytes()));
+        data
+    }
+
     /// Decodes it.
     ///
     /// # Errors
@@ -49,7 +58,21 @@ pub struct ContextQuery<'a> {
     pub queries: Vec<&'a [u8]>,
 }
 
+/// A string, with its length before it. Strings of the protocol are bounded.
+fn string(text: &[u8]) -> Vec<u8> {
+    [&u32::try_from(text.len()).unwrap_or(u32::MAX).to_be_bytes(), text].concat()
+}
+
 impl<'a> ContextQuery<'a> {
+    /// Encodes it, for clients.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut data = string(self.name.as_bytes());
+        data.extend_from_slice(&u32::try_from(self.queries.len()).unwrap_or(u32::MAX).to_be_bytes());
+        self.queries.iter().for_each(|query| data.extend_from_slice(&string(query)));
+        data
+    }
+
     /// Decodes it.
     ///
     /// # Errors
@@ -85,11 +108,6 @@ mod tests {
 
     use super::*;
 
-    fn string(text: &[u8]) -> Vec<u8> {
-        let length = u32::try_from(text.len()).unwrap();
-        [&length.to_be_bytes(), text].concat()
-    }
-
     #[test]
     fn lengths_that_lie_are_refused_without_an_allocation() {
         let huge = [&string(b"")[..], &u32::MAX.to_be_bytes()].concat();
@@ -108,18 +126,15 @@ mod tests {
             wanted in prop::collection::vec(any::<u16>(), 0..8),
             queries in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..8),
         ) {
-            let mut data = string(name.as_bytes());
-            data.extend_from_slice(&u16::try_from(wanted.len()).unwrap().to_be_bytes());
-            wanted.iter().for_each(|kind| data.extend_from_slice(&kind.to_be_bytes()));
-            prop_assert_eq!(ExportQuery::decode(&data), Ok(ExportQuery { name: &name, wanted }));
+            let query = ExportQuery { name: &name, wanted };
+            let mut data = query.encode();
+            prop_assert_eq!(ExportQuery::decode(&data), Ok(query));
             data.pop();
             prop_assert!(ExportQuery::decode(&data).is_err());
 
-            let mut data = string(name.as_bytes());
-            data.extend_from_slice(&u32::try_from(queries.len()).unwrap().to_be_bytes());
-            queries.iter().for_each(|query| data.extend_from_slice(&string(query)));
-            let expected = queries.iter().map(Vec::as_slice).collect();
-            prop_assert_eq!(ContextQuery::decode(&data), Ok(ContextQuery { name: &name, queries: expected }));
+            let query = ContextQuery { name: &name, queries: queries.iter().map(Vec::as_slice).collect() };
+            let mut data = query.encode();
+            prop_assert_eq!(ContextQuery::decode(&data), Ok(query));
             data.push(0);
             prop_assert!(ContextQuery::decode(&data).is_err());
         }

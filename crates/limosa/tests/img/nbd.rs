@@ -1,0 +1,183 @@
+//! Images at NBD servers: stock's, nbdkit's and limosa's own.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use limosa_testkit::{Program, wait_for};
+use rustix::process::Signal;
+
+use crate::bed::{Answer, Bed, assert_one_line};
+use crate::needs_qemu;
+
+/// A server, ended when dropped.
+struct Server(Program);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.0.signal(Signal::TERM);
+    }
+}
+
+fn start(name: &'static str, command: Command, socket: &Path) -> Server {
+    let program = Program::start(name, command);
+    wait_for("the server's socket", || socket.exists().then_some(()));
+    Server(program)
+}
+
+/// `qemu-nbd WORDS` for several clients.
+fn qemu_nbd(bed: &Bed, socket: &str, words: &[&str]) -> Server {
+    let mut command = Command::new("qemu-nbd");
+    command.args(["-t", "-e", "8", "-k"]).arg(bed.path(socket)).args(words).current_dir(bed.path(""));
+    start("qemu-nbd", command, &bed.path(socket))
+}
+
+/// `nbdkit PLUGIN`, without what some servers do not have.
+fn nbdkit(bed: &Bed, socket: &str, words: &[&str]) -> Server {
+    let mut command = Command::new("nbdkit");
+    command.args(["-f", "-U"]).arg(bed.path(socket)).args(words).current_dir(bed.path(""));
+    start("nbdkit", command, &bed.path(socket))
+}
+
+fn uri(bed: &Bed, socket: &str) -> String {
+    format!("nbd+unix:///?socket={}", bed.path(socket).display())
+}
+
+/// An image with data, zeros, and what was never written.
+fn filled(bed: &Bed) {
+    bed.create(&["-f", "qcow2", "disk", "64M"]);
+    bed.qemu_io("disk", &["write -q -P 1 0 1M", "write -q -P 2 9M 100k", "write -q -z 20M 1M", "write -q -P 3 63M 1M"]);
+}
+
+#[test]
+fn an_export_is_read_as_by_stock() {
+    needs_qemu!();
+    let bed = Bed::new();
+    filled(&bed);
+    let _server = qemu_nbd(&bed, "s", &["-r", "-f", "qcow2", "-x", "a-b", "disk"]);
+    let socket = bed.path("s").display().to_string();
+    let options = format!("driver=nbd,server.type=unix,server.path={socket},export=a-b");
+    let json = format!("json:{{'driver':'raw','file':{{'driver':'nbd','path':'{socket}','export':'a-b'}}}}");
+    for name in [&format!("nbd+unix:///a-b?socket={socket}"), &format!("nbd:unix:{socket}:exportname=a-b")] {
+        bed.both_say(&["map", name]);
+        bed.both_tell(&["map", "--output=json", name]);
+        bed.both_tell(&["measure", "-O", "qcow2", "--output=json", name]);
+        bed.both_say(&["compare", name, "disk"]);
+        bed.both_refuse(&["check", name], "nothing to check");
+    }
+    bed.both_say(&["info", &format!("nbd+unix:///a-b?socket={socket}")]);
+    bed.both_tell(&["info", "--output=json", &format!("nbd+unix:///a-b?socket={socket}")]);
+    bed.both_tell(&["map", "--output=json", "--image-opts", &options]);
+    Answer::from(bed.limosa(&["convert", "-O", "qcow2", "--image-opts", &options, "copy"])).success();
+    Answer::from(bed.limosa(&["dd", "-O", "raw", "bs=1M", "count=10", &format!("if={json}"), "of=part"])).success();
+    assert_eq!(bed.qemu_img(&["compare", "copy", "disk"]).success().stdout, "Images are identical.\n");
+    assert_eq!(std::fs::metadata(bed.path("part")).unwrap().len(), 10 << 20);
+    // A backing file at a server, as stock makes it.
+    let backing = format!("nbd+unix:///a-b?socket={socket}");
+    bed.create(&["-f", "qcow2", "-b", &backing, "-F", "raw", "top"]);
+    bed.both_say(&["compare", "top", "disk"]);
+    let refused = Answer::from(bed.limosa(&["map", "--untrusted", "top"]));
+    assert_one_line(&refused, &["map"], "not trusted");
+}
+
+#[test]
+fn an_export_is_written_with_its_zeros() {
+    needs_qemu!();
+    let bed = Bed::new();
+    filled(&bed);
+    bed.create(&["-f", "qcow2", "target", "64M"]);
+    bed.qemu_io("target", &["write -q -P 9 0 64M"]);
+    {
+        let _server = qemu_nbd(&bed, "s", &["-f", "qcow2", "target"]);
+        Answer::from(bed.limosa(&["convert", "-n", "-O", "raw", "-W", "disk", &uri(&bed, "s")])).success();
+    }
+    bed.wait_unlocked("target");
+    assert_eq!(bed.qemu_img(&["compare", "target", "disk"]).success().stdout, "Images are identical.\n");
+    bed.qemu_img(&["check", "target"]).success();
+    // A qcow2 image inside of an export, and one that is compressed.
+    std::fs::File::create(bed.path("room")).unwrap().set_len(80 << 20).unwrap();
+    {
+        let _server = qemu_nbd(&bed, "t", &["-f", "raw", "room"]);
+        bed.create(&["-f", "qcow2", "empty", "64M"]);
+        let start = std::fs::read(bed.path("empty")).unwrap();
+        std::fs::write(bed.path("room"), &start).unwrap();
+        std::fs::File::options().write(true).open(bed.path("room")).unwrap().set_len(80 << 20).unwrap();
+    }
+    {
+        let _server = qemu_nbd(&bed, "u", &["-f", "raw", "room"]);
+        Answer::from(bed.limosa(&["convert", "-n", "-O", "qcow2", "disk", &uri(&bed, "u")])).success();
+    }
+    bed.wait_unlocked("room");
+    assert_eq!(bed.qemu_img(&["compare", "-F", "qcow2", "disk", "room"]).stdout, "Images are identical.\n");
+}
+
+#[test]
+fn servers_without_structured_replies_are_understood() {
+    needs_qemu!();
+    if Command::new("nbdkit").arg("--version").output().is_err() {
+        return limosa_testkit::note_skip("nbdkit is not installed");
+    }
+    let bed = Bed::new();
+    std::fs::write(bed.path("raw"), [7; 300 << 10]).unwrap();
+    let without = ["--no-sr", "file", "raw"];
+    for (socket, words) in [
+        ("a", &without[..]),
+        ("b", &["file", "raw"]),
+        ("c", &["--filter=blocksize-policy", "file", "raw", "blocksize-minimum=4096", "blocksize-preferred=4096"]),
+    ] {
+        let _server = nbdkit(&bed, socket, words);
+        assert_eq!(bed.both_say(&["compare", &uri(&bed, socket), "raw"]).status, Some(0), "{words:?}");
+        let target = format!("{socket}.copy");
+        Answer::from(bed.limosa(&["convert", "-O", "raw", &uri(&bed, socket), &target])).success();
+        assert_eq!(std::fs::read(bed.path(&target)).unwrap(), [7; 300 << 10], "{words:?}");
+    }
+    let _server =
+        nbdkit(&bed, "d", &["--tls=off", "--filter=error", "memory", "1M", "error-pread=EIO", "error-pread-rate=100%"]);
+    let failed = Answer::from(bed.limosa(&["convert", "-O", "raw", &uri(&bed, "d"), "out"]));
+    assert_one_line(&failed, &["convert"], "cannot read nbd+unix:");
+    assert!(!bed.path("out").exists());
+}
+
+#[test]
+fn limosa_reads_what_limosa_serves() {
+    needs_qemu!();
+    let bed = Bed::new();
+    filled(&bed);
+    let socket: PathBuf = bed.path("s");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+    command
+        .args(["serve", "--read-only", "disk", "--nbd"])
+        .arg(format!("unix:{}", socket.display()))
+        .current_dir(bed.path(""));
+    let _server = start("limosa serve", command, &socket);
+    let name = uri(&bed, "s");
+    assert_eq!(bed.both_say(&["compare", &name, "disk"]).status, Some(0));
+    bed.both_tell(&["map", "--output=json", &name]);
+}
+
+#[test]
+fn a_server_that_is_not_there_is_named_in_one_line() {
+    let bed = Bed::new();
+    let absent = format!("nbd+unix:///x?socket={}", bed.path("absent").display());
+    for (words, says) in [
+        (&["info", absent.as_str()][..], "cannot connect to unix:"),
+        (&["info", "nbd://127.0.0.1:1/x"], "127.0.0.1:1"),
+        (&["convert", "-O", "raw", &absent, "out"], "cannot connect to unix:"),
+        (&["create", "-f", "raw", &absent, "1M"], "no image can be created at nbd+unix:"),
+        (&["info", "nbds://host/x"], "TLS"),
+        (&["info", "nbd:x"], "expected nbd://"),
+    ] {
+        assert_one_line(&Answer::from(bed.limosa(words)), words, says);
+    }
+}
+
+#[test]
+fn a_disk_of_nothing_has_a_length() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let null = "json:{'driver': 'raw', 'file': {'driver': 'null-co', 'size': 3145728, 'read-zeroes': true}}";
+    bed.both_tell(&["map", "--output=json", null]);
+    bed.both_say(&["info", "null-co://"]);
+    Answer::from(bed.limosa(&["convert", "-O", "qcow2", null, "out"])).success();
+    assert_eq!(bed.both_tell(&["map", "--output=json", "out"]).as_array().unwrap().len(), 1);
+    Answer::from(bed.limosa(&["convert", "-n", "-O", "raw", "out", "null-co://"])).success();
+}

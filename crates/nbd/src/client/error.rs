@@ -1,0 +1,33 @@
+//! Errors of a connection to a server.
+
+use std::io;
+use std::time::Duration;
+
+use limosa_channel::ChannelError;
+
+/// Why a connection to a server cannot be made, or has ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NbdError {
+    /// The connection failed.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    /// The server refuses.
+    #[error("the server {0}")]
+    Refused(String),
+    /// The server does not keep to the protocol.
+    #[error("the server breaks the protocol: {0}")]
+    Protocol(String),
+    /// The handshake takes too long.
+    #[error("the server's handshake takes longer than {0:?}")]
+    HandshakeTime(Duration),
+    /// There can be no thread that receives.
+    #[error("a thread for replies cannot be started")]
+    Thread(#[source] io::Error),
+}
+
+impl NbdError {
+    pub(super) fn protocol(why: impl Into<String>) -> Self {
+        Self::Protocol(why.into())
+    }
+}
