@@ -4,8 +4,13 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use limosa_channel::Uri;
 use limosa_nbd::{ConnectOptions, NbdAddress, NbdStorage};
 use limosa_storage::{FileOptions, FileStorage, NullStorage, Storage, StorageError};
+use serde_json::{Value, json};
+
+/// The length of a disk without contents, unless another is given: QEMU's.
+pub(crate) const NULL_SIZE: u64 = 1 << 30;
 
 /// Where the bytes of an image are.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,12 +69,82 @@ impl Location {
     }
 }
 
+impl Location {
+    /// Returns its name, if the name alone leads to it.
+    pub(crate) fn plain_name(&self) -> Option<String> {
+        let is_plain = match self {
+            Self::File(_) => true,
+            Self::Nbd { context, .. } => context.is_none(),
+            Self::Null { size, zeroes } => (*size, *zeroes) == (NULL_SIZE, false),
+        };
+        is_plain.then(|| self.to_string())
+    }
+
+    /// Returns the options that lead to it.
+    pub(crate) fn node(&self) -> Value {
+        match self {
+            Self::File(path) => json!({ "driver": "file", "filename": path.to_string_lossy() }),
+            Self::Nbd { address, context } => {
+                let server = match &address.server {
+                    Uri::Tcp { host, port } => json!({ "type": "inet", "host": host, "port": port.to_string() }),
+                    Uri::Unix(path) => json!({ "type": "unix", "path": path.to_string_lossy() }),
+                    other => json!({ "type": other.to_string() }),
+                };
+                let mut node = json!({ "driver": "nbd", "server": server, "export": address.export });
+                if let Some(context) = context {
+                    node["x-dirty-bitmap"] = context.as_str().into();
+                }
+                node
+            }
+            Self::Null { size, zeroes } => json!({ "driver": "null-co", "size": size, "read-zeroes": zeroes }),
+        }
+    }
+}
+
+impl From<PathBuf> for Location {
+    fn from(path: PathBuf) -> Self {
+        Self::File(path)
+    }
+}
+
+impl From<&Path> for Location {
+    fn from(path: &Path) -> Self {
+        Self::File(path.to_owned())
+    }
+}
+
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File(path) => path.display().fmt(f),
             Self::Nbd { address, .. } => address.fmt(f),
             Self::Null { .. } => f.write_str("null-co://"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::Reference;
+
+    #[test]
+    fn the_options_of_a_place_lead_to_it() {
+        let nbd = |address: &str, context: Option<&str>| Location::Nbd {
+            address: address.parse().unwrap(),
+            context: context.map(str::to_owned),
+        };
+        for (location, is_plain) in [
+            (Location::File("a".into()), true),
+            (nbd("nbd://[::1]:3/e", None), true),
+            (nbd("nbd+unix:///e?socket=/s", Some("qemu:dirty-bitmap:b")), false),
+            (Location::Null { size: NULL_SIZE, zeroes: false }, true),
+            (Location::Null { size: 512, zeroes: true }, false),
+        ] {
+            let by_options = Reference::from_name(format!("json:{}", location.node())).unwrap();
+            assert_eq!(by_options.location, location);
+            let by_name = location.plain_name().map(|name| Reference::from_name(name).unwrap().location);
+            assert_eq!(by_name, is_plain.then_some(location));
         }
     }
 }

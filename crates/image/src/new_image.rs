@@ -9,24 +9,28 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use limosa_page::broken_invariant;
 use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Storage, StorageError};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::chain::{self, OpenOptions};
 use crate::error::ImageError;
 use crate::luks::Passphrase;
+use crate::operations::info::ImageInfo;
 use crate::probe::Format;
 use crate::reference::{Location, Reference};
 use crate::{luks, qcow2, raw};
 
-/// A new image, by the path of its file.
+/// A new image, by the place of its bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NewImage {
-    /// The file to create; an existing one is overwritten.
-    pub path: PathBuf,
+    /// The file to create, or an export that exists; an existing one is overwritten.
+    pub location: Location,
     /// Cache mode of its files while they are written.
     pub cache: CacheMode,
+    /// Bytes that the filesystem should allocate at a time, if it takes such hints.
+    pub extent_size_hint: Option<u32>,
     /// The format, with its options.
     pub format: NewImageFormat,
 }
@@ -46,8 +50,14 @@ pub enum NewImageFormat {
 impl NewImage {
     /// A new image of this format.
     #[must_use]
-    pub fn new(path: impl Into<PathBuf>, cache: CacheMode, format: NewImageFormat) -> Self {
-        Self { path: path.into(), cache, format }
+    pub fn new(location: impl Into<Location>, cache: CacheMode, format: NewImageFormat) -> Self {
+        Self { location: location.into(), cache, extent_size_hint: None, format }
+    }
+
+    /// Sets `extent_size_hint`.
+    #[must_use]
+    pub fn extent_size_hint(self, extent_size_hint: Option<u32>) -> Self {
+        Self { extent_size_hint, ..self }
     }
 
     /// Returns the format.
@@ -98,10 +108,10 @@ impl NewImage {
         let qcow2::CreateOptions { backing_file: Some(name), backing_format, .. } = &**new else { return Ok(None) };
         let format = backing_format.as_deref().map(str::parse).transpose();
         let format = format.map_err(|error: crate::UnknownFormat| ImageError::Unsupported {
-            image: self.path.to_string_lossy().into(),
+            image: self.location.to_string().into(),
             what: error.to_string(),
         })?;
-        Ok(Some(NewBacking { reference: Reference::from_image(name, &Location::File(self.path.clone()))?, format }))
+        Ok(Some(NewBacking { reference: Reference::from_image(name, &self.location)?, format }))
     }
 
     /// Creates the image, and its external data file if it has one. Files that did not exist before are removed again
@@ -112,22 +122,34 @@ impl NewImage {
     pub async fn create<'a>(&self, unfinished: &'a UnfinishedFiles) -> Result<CreatedFiles<'a>, ImageError> {
         let mut files = CreatedFiles { unfinished, paths: Vec::new() };
         match &self.format {
-            NewImageFormat::Raw(options) => raw::create(&*files.create(&self.path, self.cache)?, options).await?,
-            NewImageFormat::Luks(options) => luks::create(&*files.create(&self.path, self.cache)?, options).await?,
+            NewImageFormat::Raw(options) => raw::create(&*self.open(&mut files)?, options).await?,
+            NewImageFormat::Luks(options) => luks::create(&*self.open(&mut files)?, options).await?,
             NewImageFormat::Qcow2(options) => {
                 // Before anything is overwritten.
-                options.check().map_err(|source| ImageError::options(self.path.to_string_lossy(), source))?;
+                options.check().map_err(|source| ImageError::options(self.location.to_string(), source))?;
                 let data_file = match &options.data_file {
                     // Relative to the working directory, not to the image's: readers of the image resolve it like this.
                     Some(name) => Some(files.create(&Reference::path_from_name(name)?, self.cache)?),
                     None => None,
                 };
-                let file = files.create(&self.path, self.cache)?;
+                let file = self.open(&mut files)?;
                 let data_file = data_file.as_ref().map(|data_file| &**data_file as &dyn Storage);
                 qcow2::create(&*file, data_file, options).await?;
             }
         }
         Ok(files)
+    }
+
+    /// Creates or opens the place of its bytes.
+    fn open(&self, files: &mut CreatedFiles<'_>) -> Result<Arc<dyn Storage>, StorageError> {
+        let Some(path) = self.location.path() else {
+            return self.location.open(&FileOptions { cache: self.cache, ..FileOptions::default() });
+        };
+        let file = files.create(path, self.cache)?;
+        if let Some(bytes) = self.extent_size_hint.filter(|bytes| *bytes > 0) {
+            file.set_extent_size_hint(bytes)?;
+        }
+        Ok(file)
     }
 }
 
@@ -220,7 +242,10 @@ impl NewBacking {
     /// It cannot be opened.
     pub async fn length(&self, options: &OpenOptions) -> Result<u64, ImageError> {
         let options = OpenOptions { format: self.format, read_only: true, ..options.clone() };
-        Ok(chain::open(&self.reference, &options).await?.len())
+        // All of the chain, but without its contents: those may be encrypted, and nobody has to know the secret yet.
+        let chain = chain::files(&self.reference, &options).await?;
+        let first = chain.first().ok_or_else(|| broken_invariant("a chain has a first image"))?;
+        Ok(ImageInfo::of(first).await?.virtual_size)
     }
 }
 

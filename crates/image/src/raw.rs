@@ -214,8 +214,8 @@ impl Raw {
     }
 }
 
-/// Allocates space for a part of a raw image that is all holes.
-async fn reserve(file: &dyn Storage, range: Range<u64>, how: Preallocation) -> Result<(), ImageError> {
+/// Allocates space for a part of a raw or encrypted image that is all holes.
+pub(crate) async fn reserve(file: &dyn Storage, range: Range<u64>, how: Preallocation) -> Result<(), ImageError> {
     match how {
         Preallocation::Off | Preallocation::Metadata => {}
         Preallocation::Falloc => file.allocate(range).await?,

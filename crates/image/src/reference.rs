@@ -16,12 +16,10 @@ use serde_json::Value;
 
 pub use crate::error::ReferenceError;
 pub use crate::location::Location;
+use crate::location::NULL_SIZE;
 use crate::probe::Format;
 use crate::qemu_json::to_json;
 use crate::setters::setters;
-
-/// The length of a disk without contents, unless another is given: QEMU's.
-const NULL_SIZE: u64 = 1 << 30;
 
 /// An image by its name: the file, and how it is interpreted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -157,20 +155,29 @@ impl Reference {
         Ok(reference)
     }
 
-    /// The path of a file that is created, by its name.
+    /// The place of an image that is created, by its name.
     ///
     /// # Errors
     /// As [`from_name`](Self::from_name); it is `json:{...}`.
-    pub fn path_from_name(name: impl AsRef<OsStr>) -> Result<PathBuf, ReferenceError> {
+    pub fn location_from_name(name: impl AsRef<OsStr>) -> Result<Location, ReferenceError> {
         let name = name.as_ref();
         if name.as_bytes().starts_with(b"json:") {
             let why = "a new image must be given by the path of its file".to_owned();
             return Err(ReferenceError { name: name.to_string_lossy().into_owned(), why });
         }
-        match Self::from_name(name)?.location {
+        Ok(Self::from_name(name)?.location)
+    }
+
+    /// The path of a data file, by its name.
+    ///
+    /// # Errors
+    /// As [`location_from_name`](Self::location_from_name); it is in no file.
+    pub fn path_from_name(name: impl AsRef<OsStr>) -> Result<PathBuf, ReferenceError> {
+        let name = name.as_ref();
+        match Self::location_from_name(name)? {
             Location::File(path) => Ok(path),
             other => {
-                let why = format!("no image can be created at {other}; write to one that is there");
+                let why = format!("a data file must be a file, not {other}");
                 Err(ReferenceError { name: name.to_string_lossy().into_owned(), why })
             }
         }
@@ -189,6 +196,10 @@ impl Reference {
         if let Some((protocol, path)) = protocol(bytes) {
             let path = Path::new(OsStr::from_bytes(path));
             return match protocol {
+                // What looks like a protocol is one when the name is used again, unless a slash comes before it.
+                b"file" | b"host_device" if self::protocol(path.as_os_str().as_bytes()).is_some() => {
+                    Ok(Self::file(Path::new(".").join(path)))
+                }
                 b"file" | b"host_device" if !path.as_os_str().is_empty() => Ok(Self::file(path)),
                 b"nbd" | b"nbd+tcp" | b"nbd+unix" | b"nbds" | b"nbds+tcp" | b"nbds+unix" => {
                     let text = name.to_str().ok_or_else(|| fault("the address is not valid UTF-8".into()))?;
@@ -512,9 +523,14 @@ mod tests {
 
     #[test]
     fn a_name_is_a_path_unless_it_says_otherwise() {
-        for (name, path) in
-            [("a.img", "a.img"), ("/a/b:c", "/a/b:c"), ("./a:b", "./a:b"), ("file:a", "a"), ("file:/a", "/a")]
-        {
+        for (name, path) in [
+            ("a.img", "a.img"),
+            ("/a/b:c", "/a/b:c"),
+            ("./a:b", "./a:b"),
+            ("file:a", "a"),
+            ("file:/a", "/a"),
+            ("file:a:b", "./a:b"),
+        ] {
             assert_eq!(Reference::from_name(name), Ok(Reference::file(path)), "{name}");
         }
         assert!(refused("ssh://host/disk").contains(r#"protocol "ssh" is not supported"#));

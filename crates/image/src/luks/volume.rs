@@ -13,6 +13,8 @@ use super::storage::EncryptedStorage;
 use super::unlock::Unlocked;
 use super::{LuksError, VolumeKey};
 use crate::error::ImageError;
+use crate::preallocation::Preallocation;
+use crate::raw::reserve;
 
 /// The options of a new image in the format `luks`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,13 +26,15 @@ pub struct CreateOptions {
     pub header: NewHeader,
     /// The passphrase of key slot 0.
     pub passphrase: Passphrase,
+    /// The space that is allocated at once; there are no metadata but the header.
+    pub preallocation: Preallocation,
 }
 
 impl CreateOptions {
     /// An image of no bytes with this passphrase.
     #[must_use]
     pub fn new(passphrase: Passphrase) -> Self {
-        Self { size: 0, header: NewHeader::default(), passphrase }
+        Self { size: 0, header: NewHeader::default(), passphrase, preallocation: Preallocation::Off }
     }
 
     /// Returns the length of its file; `None`: no file is that long.
@@ -41,7 +45,7 @@ impl CreateOptions {
     }
 }
 
-crate::setters::setters!(CreateOptions { size: u64, header: NewHeader });
+crate::setters::setters!(CreateOptions { size: u64, header: NewHeader, preallocation: Preallocation });
 
 fn fault(storage: &dyn Storage) -> impl Fn(LuksError) -> ImageError + '_ {
     |source| ImageError::Encryption { image: Arc::clone(storage.name()), source }
@@ -143,7 +147,10 @@ pub async fn create(file: &dyn Storage, options: &CreateOptions) -> Result<(), I
     let length = options.length().ok_or_else(|| unsupported(format!("a disk of {} bytes", options.size)))?;
     let (header, _, material) = new_header(&options.header, &options.passphrase).map_err(fault(file))?;
     match file.set_len(0).await {
-        Ok(()) => file.set_len(length).await?,
+        Ok(()) => {
+            file.set_len(length).await?;
+            reserve(file, header.payload_offset()..length, options.preallocation).await?;
+        }
         // A device keeps its length; its old header must not be found with the new key material.
         Err(_) if file.length()? >= length => {
             file.write(0, Buffer::zeroed(HEADER_LENGTH).into()).await?;

@@ -312,7 +312,7 @@ impl ImageInfo {
                 (Format::Raw, Some(size)) => size,
                 _ => sectors(file.storage.length()?.saturating_sub(file.reference.offset)),
             },
-            filename: name(&file.reference),
+            filename: name(&file.reference, file.format),
             cluster_size: None,
             format: file.format.name(),
             actual_size: child.actual_size,
@@ -437,17 +437,26 @@ fn has_protocol(name: &OsStr) -> bool {
     name.split('/').next().is_some_and(|first| first.contains(':'))
 }
 
-/// A path, if it says all that decides what is seen.
-fn name(reference: &Reference) -> String {
-    let path = reference.location.to_string();
-    if reference.offset == 0 && reference.size.is_none() {
-        return path;
+/// A path or an address, if it says all that decides what is seen.
+fn name(reference: &Reference, format: Format) -> String {
+    let secret = reference.key_secret.as_deref();
+    if reference.offset == 0
+        && reference.size.is_none()
+        && secret.is_none()
+        && let Some(plain) = reference.location.plain_name()
+    {
+        return plain;
     }
-    let mut node = serde_json::json!({ "driver": "raw", "offset": reference.offset });
+    let mut node = serde_json::json!({ "driver": format.name() });
+    if format == Format::Raw {
+        node["offset"] = reference.offset.into();
+    }
     if let Some(size) = reference.size {
         node["size"] = size.into();
     }
-    let driver = reference.location.protocol().unwrap_or("file");
-    node["file"] = serde_json::json!({ "driver": driver, "filename": path });
+    if let Some(secret) = secret {
+        node[if format == Format::Qcow2 { "encrypt.key-secret" } else { "key-secret" }] = secret.into();
+    }
+    node["file"] = reference.location.node();
     format!("json:{node}")
 }

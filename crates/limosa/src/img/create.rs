@@ -115,18 +115,25 @@ pub(crate) fn new_image(name: &Name, cache: CacheMode, format: &FormatOptions) -
             let qcow2 = qcow2_options(format, size, preallocation)?;
             NewImageFormat::Qcow2(Box::new(qcow2.encryption(encryption(name, format)?)))
         }
-        Format::Luks => NewImageFormat::Luks(Box::new(luks_options(name, format, size)?)),
+        Format::Luks => NewImageFormat::Luks(Box::new(luks_options(name, format, size, preallocation)?)),
     };
-    Ok(NewImage::new(Reference::path_from_name(name)?, cache, new))
+    let hint = format.number("extent_size_hint").map(u32::try_from).transpose();
+    let hint = hint.context("-o extent_size_hint: must be less than 4G")?;
+    Ok(NewImage::new(Reference::location_from_name(name)?, cache, new).extent_size_hint(hint))
 }
 
 /// The options of a new image in the format `luks`.
-fn luks_options(name: &Name, format: &FormatOptions, size: u64) -> anyhow::Result<luks::CreateOptions> {
+fn luks_options(
+    name: &Name,
+    format: &FormatOptions,
+    size: u64,
+    preallocation: Preallocation,
+) -> anyhow::Result<luks::CreateOptions> {
     if format.on_off("detached-header") == Some(true) {
         anyhow::bail!("-o detached-header: not supported; use qemu-img");
     }
     let (header, passphrase) = luks_header(name, format, "")?;
-    Ok(luks::CreateOptions::new(passphrase).size(size).header(header))
+    Ok(luks::CreateOptions::new(passphrase).size(size).header(header).preallocation(preallocation))
 }
 
 /// The header of a new encrypted image, and the passphrase of its first key slot. `prefix`: begins the options' names.

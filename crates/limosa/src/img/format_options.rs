@@ -46,11 +46,17 @@ const IVGEN_HASH_ALG: &str = "Hash of essiv: sha256 (default), ...";
 const HASH_ALG: &str = "Hash of the passphrases: sha256 (default), sha1, sha512, ripemd160, ...";
 const ITER_TIME: &str = "Milliseconds that the passphrase takes to check (default: 2000)";
 
-const RAW: [Known; 2] =
-    [known("size", Kind::Size, "Virtual size"), known("preallocation", Kind::Text, "Preallocation: off, falloc, full")];
+const EXTENT_SIZE_HINT: Known =
+    known("extent_size_hint", Kind::Size, "Bytes that the filesystem should allocate at a time; 0: its default");
+
+const RAW: [Known; 3] = [
+    known("size", Kind::Size, "Virtual size"),
+    known("preallocation", Kind::Text, "Preallocation: off, falloc, full"),
+    EXTENT_SIZE_HINT,
+];
 
 /// In the order of the printed line.
-const QCOW2: [Known; 20] = [
+const QCOW2: [Known; 21] = [
     known("encrypt.format", Kind::Text, "Encryption of the contents: luks"),
     known("encrypt.key-secret", Kind::Text, "Secret with the passphrase of key slot 0"),
     known("encrypt.cipher-alg", Kind::Text, CIPHER_ALG),
@@ -71,10 +77,11 @@ const QCOW2: [Known; 20] = [
     known("data_file_raw", Kind::OnOff, "The external data file is kept valid as a raw image"),
     usually("lazy_refcounts", Kind::OnOff, "Postpone refcount updates until the image is closed", "off"),
     usually("refcount_bits", Kind::Number, "Bits of a refcount: 1 to 64, a power of two", "16"),
+    EXTENT_SIZE_HINT,
 ];
 
 /// In the order of the printed line.
-const LUKS: [Known; 9] = [
+const LUKS: [Known; 11] = [
     known("key-secret", Kind::Text, "Secret with the passphrase of key slot 0"),
     known("cipher-alg", Kind::Text, CIPHER_ALG),
     known("cipher-mode", Kind::Text, CIPHER_MODE),
@@ -83,7 +90,9 @@ const LUKS: [Known; 9] = [
     known("hash-alg", Kind::Text, HASH_ALG),
     known("iter-time", Kind::Number, ITER_TIME),
     known("detached-header", Kind::OnOff, "Header in a file of its own: not supported"),
+    known("preallocation", Kind::Text, "Preallocation: off, metadata, falloc, full"),
     known("size", Kind::Size, "Virtual size"),
+    EXTENT_SIZE_HINT,
 ];
 
 /// Options that images have when they exist, in the order of the printed line.
@@ -118,10 +127,9 @@ const OLD_SECRET: &str = "Secret with the passphrase of the key slots that lose 
 const KEYSLOT: &str = "The key slot: 0 to 7";
 
 /// Options of QEMU that are refused, each with the reason.
-const REFUSED: [(&str, &str); 3] = [
+const REFUSED: [(&str, &str); 2] = [
     ("encryption", "the old encryption with AES is not supported; use -o encrypt.format=luks"),
     ("nocow", "file attributes are not supported; set it on the directory before (chattr +C)"),
-    ("extent_size_hint", "file attributes are not supported; set it on the directory before (xfs_io extsize)"),
 ];
 
 /// A value that was given.

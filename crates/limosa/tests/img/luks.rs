@@ -1,10 +1,11 @@
 //! Encrypted images in the format `luks`.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 
 use limosa_testkit::{cryptsetup, qemu_io};
 
-use crate::bed::{Bed, assert_one_line};
+use crate::bed::{Answer, Bed, assert_one_line};
 use crate::needs_qemu;
 
 const SECRET: [&str; 2] = ["--object", "secret,id=s,data=correct horse"];
@@ -348,6 +349,40 @@ fn a_wrong_passphrase_and_bad_options_are_one_line() {
     fs::write(bed.path("x"), bytes).unwrap();
     let words = [&["convert"], &SECRET[..], &["-O", "raw", "--image-opts", opts("x"), "y"]].concat();
     assert_one_line(&bed.limosa(&words).into(), &words, "key slot 0: 4294967295 iterations");
+}
+
+#[test]
+fn an_overlay_of_an_encrypted_image_is_created_without_its_secret() {
+    needs_qemu!();
+    let bed = Bed::new();
+    fs::write(bed.path("key"), "abc").unwrap();
+    let format = "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10";
+    let base = ["create", "-q", "-f", "qcow2", "--object", "secret,id=s,file=key", "-o", format, "base", "5M"];
+    bed.qemu_img(&base).success();
+    bed.both_say(&["create", "-f", "qcow2", "-b", "base", "-F", "qcow2", "top"]);
+    assert_eq!(bed.both_tell(&["info", "--output=json", "top"])["virtual-size"], 5 << 20);
+    // The name that is printed of an image with a secret opens it again.
+    let secret = ["--object", "secret,id=s,file=key"];
+    let named = [&["info", "--output=json"], &secret[..], &["--image-opts", qcow2_opts("base")]].concat();
+    let told = Answer::from(bed.limosa(&named)).success().json();
+    let name = told["filename"].as_str().unwrap();
+    bed.qemu_img(&[&["map"], &secret[..], &[name]].concat()).success();
+}
+
+#[test]
+fn space_of_an_encrypted_image_is_reserved() {
+    needs_qemu!();
+    let bed = Bed::new();
+    fs::write(bed.path("key"), "abc").unwrap();
+    for (preallocation, reserved) in [("off", false), ("metadata", false), ("falloc", true), ("full", true)] {
+        let options = format!("key-secret=s,iter-time=10,preallocation={preallocation},extent_size_hint=1M");
+        let words = ["create", "-q", "-f", "luks", "--object", "secret,id=s,file=key", "-o", &options, "x", "5M"];
+        Answer::from(bed.limosa(&words)).success();
+        let blocks = fs::metadata(bed.path("x")).unwrap().blocks();
+        assert_eq!(blocks * 512 >= 5 << 20, reserved, "{preallocation}: {blocks}");
+        let resize = [&["resize"], &["--object", "secret,id=s,file=key"][..], &["--image-opts", opts("x"), "6M"]];
+        bed.qemu_img(&resize.concat()).success();
+    }
 }
 
 #[test]

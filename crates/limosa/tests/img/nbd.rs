@@ -111,6 +111,29 @@ fn an_export_is_written_with_its_zeros() {
 }
 
 #[test]
+fn an_image_is_created_in_an_export() {
+    needs_qemu!();
+    let bed = Bed::new();
+    filled(&bed);
+    std::fs::write(bed.path("room"), vec![0xee; 8 << 20]).unwrap();
+    {
+        let _server = qemu_nbd(&bed, "s", &["-f", "raw", "room"]);
+        Answer::from(bed.limosa(&["convert", "-c", "-O", "qcow2", "disk", &uri(&bed, "s")])).success();
+        assert_eq!(bed.both_say(&["compare", &uri(&bed, "s"), "disk"]).status, Some(0));
+        bed.both_tell(&["check", "--output=json", &uri(&bed, "s")]);
+        let short = Answer::from(bed.limosa(&["convert", "-O", "raw", "disk", &uri(&bed, "s")]));
+        assert_one_line(&short, &["convert"], "the length of an export is fixed");
+    }
+    // Old contents of the export do not become the disk's.
+    bed.create(&["-f", "raw", "zeros", "8M"]);
+    {
+        let _server = qemu_nbd(&bed, "t", &["-f", "raw", "room"]);
+        Answer::from(bed.limosa(&["convert", "-O", "raw", "zeros", &uri(&bed, "t")])).success();
+    }
+    assert!(std::fs::read(bed.path("room")).unwrap().iter().all(|byte| *byte == 0));
+}
+
+#[test]
 fn servers_without_structured_replies_are_understood() {
     needs_qemu!();
     if Command::new("nbdkit").arg("--version").output().is_err() {
@@ -162,7 +185,8 @@ fn a_server_that_is_not_there_is_named_in_one_line() {
         (&["info", absent.as_str()][..], "cannot connect to unix:"),
         (&["info", "nbd://127.0.0.1:1/x"], "127.0.0.1:1"),
         (&["convert", "-O", "raw", &absent, "out"], "cannot connect to unix:"),
-        (&["create", "-f", "raw", &absent, "1M"], "no image can be created at nbd+unix:"),
+        (&["create", "-q", "-f", "raw", &absent, "1M"], "cannot connect to unix:"),
+        (&["create", "-q", "-f", "qcow2", "-o", &format!("data_file={absent}"), "x", "1M"], "must be a file"),
         (&["info", "nbds://host/x"], "TLS"),
         (&["info", "nbd:x"], "expected nbd://"),
     ] {

@@ -144,6 +144,31 @@ fn help_tells_of_every_command() {
 }
 
 #[test]
+fn the_last_of_an_option_counts() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "x", "1M"]);
+    for words in [
+        &["map", "-f", "raw", "-f", "qcow2", "x"][..],
+        &["map", "--output=json", "--output", "human", "x"],
+        &["convert", "-q", "-q", "-O", "qcow2", "-O", "raw", "x", "y"],
+    ] {
+        bed.both_say(words);
+    }
+    assert_eq!(std::fs::metadata(bed.path("y")).unwrap().len(), 1 << 20);
+}
+
+#[test]
+fn a_name_with_a_colon_can_be_used_again() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "./base", "1M"]);
+    bed.create(&["-f", "qcow2", "-b", "base", "-F", "qcow2", "file:image:top"]);
+    let info = bed.both_say(&["info", "file:image:top"]).stdout;
+    assert!(info.starts_with("image: ./image:top\n") && info.contains("(actual path: ./base)"), "{info}");
+}
+
+#[test]
 fn called_by_the_name_of_qemu_img_it_is_the_command_for_images() {
     needs_qemu!();
     let bed = Bed::new();

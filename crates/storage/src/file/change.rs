@@ -28,8 +28,40 @@ const BLKZEROOUT: libc::c_ulong = 0x127f;
 /// `FICLONERANGE` of linux/fs.h.
 const FICLONERANGE: libc::c_ulong = 0x4020_940d;
 
+/// `FS_IOC_FSGETXATTR` and `FS_IOC_FSSETXATTR` of linux/fs.h.
+const GET_ATTRIBUTES: libc::c_ulong = 0x801c_581f;
+const SET_ATTRIBUTES: libc::c_ulong = 0x401c_5820;
+/// `FS_XFLAG_EXTSIZE` of linux/fs.h.
+const HAS_EXTENT_SIZE: u32 = 0x800;
+
+/// `struct fsxattr` of linux/fs.h.
+#[repr(C)]
+#[derive(Default)]
+struct Attributes {
+    flags: u32,
+    extent_size: u32,
+    extents: u32,
+    project: u32,
+    copy_extent_size: u32,
+    padding: [u8; 8],
+}
+
+/// Asks the filesystem to allocate space in pieces of this many bytes.
+pub(crate) fn set_extent_size_hint(file: &OpenFile, bytes: u32) -> io::Result<()> {
+    let mut attributes = Attributes::default();
+    let call = |request, attributes: &mut Attributes| {
+        // SAFETY: reads or writes the attributes, which have the layout of the kernel's structure.
+        let result = unsafe { libc::ioctl(file.fd.as_raw_fd(), request, std::ptr::from_mut(attributes)) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    call(GET_ATTRIBUTES, &mut attributes)?;
+    attributes.flags |= HAS_EXTENT_SIZE;
+    attributes.extent_size = bytes;
+    call(SET_ATTRIBUTES, &mut attributes)
+}
+
 /// Whether a call failed because kernel, filesystem or device do not support it.
-fn is_unsupported(error: &io::Error) -> bool {
+pub(crate) fn is_unsupported(error: &io::Error) -> bool {
     let missing = [libc::EOPNOTSUPP, libc::ENOSYS, libc::ENOTTY, libc::ENODEV, libc::EINVAL];
     error.raw_os_error().is_some_and(|number| missing.contains(&number))
 }

@@ -85,6 +85,20 @@ impl FileStorage {
         Self::with(OpenFile::of(fd, name.into(), options)?, options)
     }
 
+    /// Asks the filesystem to allocate space in pieces of this many bytes, so that a file that is written in random
+    /// order has few extents (XFS). False: the filesystem does not do that, or not for this file, such as one that has
+    /// extents already.
+    ///
+    /// # Errors
+    /// Errors of the kernel.
+    pub fn set_extent_size_hint(&self, bytes: u32) -> Result<bool, StorageError> {
+        match change::set_extent_size_hint(self.file(), bytes) {
+            Ok(()) => Ok(true),
+            Err(error) if change::is_unsupported(&error) => Ok(false),
+            Err(error) => Err(self.file().failed(Operation::Allocate, error)),
+        }
+    }
+
     fn with(file: OpenFile, options: &FileOptions) -> Result<Arc<Self>, StorageError> {
         let io = match options.io {
             Io::Threads | Io::CallerThread => options.io,

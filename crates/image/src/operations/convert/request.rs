@@ -63,7 +63,7 @@ impl ConvertTarget {
     fn location(&self) -> Location {
         match self {
             Self::Existing(named) => named.reference.location.clone(),
-            Self::New(new) => Location::File(new.image.path.clone()),
+            Self::New(new) => new.image.location.clone(),
         }
     }
 }
@@ -187,9 +187,10 @@ impl NewTarget {
             None => None,
         };
         let files = self.image.create(unfinished).await?;
-        let NewImage { path, cache, .. } = &self.image;
-        // A device keeps its contents, except in an image that says which of them count.
-        let device = fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device());
+        let NewImage { location, cache, .. } = &self.image;
+        // A device keeps its contents, except in an image that says which of them count; so does an export.
+        let is_device = |path| fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device());
+        let device = location.path().is_none_or(is_device);
         let is_zero = below.is_none()
             && match self.image.format() {
                 Format::Qcow2 => true,
@@ -197,7 +198,7 @@ impl NewTarget {
                 // What was never written is decrypted to anything.
                 Format::Luks => false,
             };
-        let mut reference = Reference { format: Some(self.image.format()), ..Reference::file(path) };
+        let mut reference = Reference { format: Some(self.image.format()), ..Reference::at(location.clone()) };
         let mut secrets = self.backing.secrets.clone();
         if let Some(passphrase) = self.image.passphrase() {
             secrets.insert(SECRET, passphrase.clone());

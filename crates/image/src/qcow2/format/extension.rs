@@ -91,7 +91,8 @@ impl Extensions {
                 return Err(fault(format!("it is {length} bytes long, and {} are left for it", rest.len())));
             };
             if found.take(kind, data).map_err(fault)? {
-                if seen.contains(&kind) {
+                // QEMU adds a format behind an older one, and reads the last.
+                if seen.contains(&kind) && kind != BACKING_FORMAT {
                     return Err(fault("it is there twice".into()));
                 }
                 seen.push(kind);
@@ -230,6 +231,10 @@ mod tests {
     fn a_known_extension_stands_once_and_an_unknown_one_as_often_as_it_likes() {
         let twice = |kind: u32| [kind.to_be_bytes(), [0; 4], kind.to_be_bytes(), [0; 4]].concat();
         assert_eq!(Extensions::decode(&twice(DATA_FILE), 0).unwrap_err().1, "it is there twice");
+        let format = |name: &[u8; 8]| [&BACKING_FORMAT.to_be_bytes()[..], &8_u32.to_be_bytes(), name].concat();
+        let formats = [format(b"raw-raw-"), format(b"qcow2---")].concat();
+        let last = Extensions::decode(&formats, 0).unwrap().backing_format;
+        assert_eq!(last.as_deref(), Some("qcow2---"));
         assert_eq!(Extensions::decode(&twice(77), 0).unwrap().unknown.len(), 2);
     }
 

@@ -45,6 +45,8 @@ pub(crate) use resize::{ImgResizeArgs, parse_new_size};
 pub(crate) use snapshot::ImgSnapshotArgs;
 
 #[derive(Debug, Args)]
+// As of getopt(3): the last of an option counts.
+#[command(args_override_self = true)]
 #[command(after_help = "Options, output and exit status are qemu-img's. Sizes: 512 64k 1.5G 0x10000, with \
                         b k M G T P E for powers of 1024.\n\
                         Exit status: 0 done, 1 failed (one line says what, where and what to do) or bad usage; check and \
