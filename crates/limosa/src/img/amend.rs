@@ -55,7 +55,7 @@ fn refuse(asked: &FormatOptions, file: &ImageFile) -> anyhow::Result<()> {
         anyhow::bail!("-o {name}: use {} rebase", program::img());
     }
     if asked.path("data_file").is_some() {
-        anyhow::bail!("-o data_file: not supported; use qemu-img amend");
+        anyhow::bail!("-o data_file: not supported; use stock qemu-img");
     }
     if let Some(bits) = asked.number("refcount_bits") {
         let header = block_on(Header::read(&*file.storage))?;

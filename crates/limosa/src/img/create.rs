@@ -130,7 +130,7 @@ fn luks_options(
     preallocation: Preallocation,
 ) -> anyhow::Result<luks::CreateOptions> {
     if format.on_off("detached-header") == Some(true) {
-        anyhow::bail!("-o detached-header: not supported; use qemu-img");
+        anyhow::bail!("-o detached-header: not supported; use stock qemu-img");
     }
     let (header, passphrase) = luks_header(name, format, "")?;
     Ok(luks::CreateOptions::new(passphrase).size(size).header(header).preallocation(preallocation))

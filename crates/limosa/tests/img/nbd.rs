@@ -178,6 +178,22 @@ fn limosa_reads_what_limosa_serves() {
 }
 
 #[test]
+fn a_confined_server_serves_an_export_of_another_one() {
+    needs_qemu!();
+    let bed = Bed::new();
+    filled(&bed);
+    let _stock = qemu_nbd(&bed, "s", &["-r", "-f", "qcow2", "disk"]);
+    let socket: PathBuf = bed.path("t");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_limosa"));
+    // The thread that receives from stock's server must not run when the process confines itself.
+    command.args(["serve", "--sandbox", "auto", "--read-only", "-f", "raw", &uri(&bed, "s"), "--name", ""]);
+    command.args(["--nbd", &format!("unix:{}", socket.display())]).current_dir(bed.path(""));
+    let server = start("limosa serve", command, &socket);
+    assert_eq!(bed.both_say(&["compare", &uri(&bed, "t"), "disk"]).status, Some(0));
+    assert!(!server.0.stderr().contains("other threads"), "{}", server.0.stderr());
+}
+
+#[test]
 fn a_server_that_is_not_there_is_named_in_one_line() {
     let bed = Bed::new();
     let absent = format!("nbd+unix:///x?socket={}", bed.path("absent").display());

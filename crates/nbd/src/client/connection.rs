@@ -5,13 +5,16 @@
 //! * A request is in the table before its first byte is sent, and leaves it when its reply is complete or the
 //!   connection has failed. So every request ends.
 //! * Only one thread receives, and it receives only while a request is in flight: an idle connection has no time limit.
+//!   It is started by the first request, also after it was retired.
 //! * A connection that failed stays failed, with the first reason.
 
 use std::collections::HashMap;
 use std::future::Future;
+use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
+use std::thread::{self, JoinHandle};
 
 use limosa_channel::{Channel, Shutdown};
 use limosa_storage::IoVector;
@@ -26,6 +29,22 @@ use crate::protocol::reply::{REPLY_START_LEN, ReplyStart, chunk_rest_len};
 use crate::protocol::request::{Command, RequestHeader, flag};
 use crate::protocol::split_u64;
 
+/// All connections, for [`retire_threads`].
+static CONNECTIONS: Mutex<Vec<Weak<Connection>>> = Mutex::new(Vec::new());
+
+/// Ends the threads that receive for clients, and waits until they have ended. They are started again when they are
+/// needed.
+///
+/// For a process that confines itself: rules that hold for a thread hold for the threads that it starts afterwards.
+/// Requests in flight are waited for.
+pub fn retire_threads() {
+    let connections: Vec<_> = CONNECTIONS.lock().iter().filter_map(Weak::upgrade).collect();
+    for connection in connections {
+        connection.end_receiver(|state| state.retiring = true);
+        connection.state.lock().retiring = false;
+    }
+}
+
 /// A connection after its handshake.
 #[derive(Debug)]
 pub(super) struct Connection {
@@ -36,6 +55,7 @@ pub(super) struct Connection {
     state: Mutex<State>,
     /// A request is in flight, or none will be any more.
     changed: Condvar,
+    receiver: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug, Default)]
@@ -43,6 +63,10 @@ struct State {
     in_flight: HashMap<u64, InFlight>,
     /// No more requests are sent.
     closing: bool,
+    /// The thread that receives ends as soon as no request is in flight.
+    retiring: bool,
+    /// There is a thread that receives.
+    receiving: bool,
     failed: Option<Arc<NbdError>>,
 }
 
@@ -122,26 +146,39 @@ pub(super) struct NewRequest {
 }
 
 impl Connection {
-    pub(super) fn new(channel: Channel, agreed: Agreement) -> Self {
-        Self { channel, agreed, sending: Mutex::new(0), state: Mutex::new(State::default()), changed: Condvar::new() }
+    pub(super) fn new(channel: Channel, agreed: Agreement) -> Arc<Self> {
+        let (sending, state, changed, receiver) =
+            (Mutex::new(0), Mutex::new(State::default()), Condvar::new(), Mutex::new(None));
+        let connection = Arc::new(Self { channel, agreed, sending, state, changed, receiver });
+        let mut all = CONNECTIONS.lock();
+        all.retain(|other| other.strong_count() > 0);
+        all.push(Arc::downgrade(&connection));
+        connection
     }
 
     /// Sends a request. It waits while the server takes nothing.
-    pub(super) fn send(&self, request: NewRequest) -> Arc<Outcome> {
+    pub(super) fn send(self: &Arc<Self>, request: NewRequest) -> Arc<Outcome> {
         let NewRequest { command, flags, offset, length, payload, expected } = request;
         let outcome = Arc::new(Outcome::default());
         let mut last = self.sending.lock();
         *last += 1;
         let cookie = *last;
-        {
+        let is_received = {
             let mut state = self.state.lock();
             if let Some(error) = &state.failed {
                 outcome.set(Err(Arc::clone(error)));
                 return outcome;
             }
             state.in_flight.insert(cookie, InFlight { reply: Reply::new(expected), outcome: Arc::clone(&outcome) });
+            std::mem::replace(&mut state.receiving, true)
+        };
+        if is_received {
+            self.changed.notify_one();
+        } else if let Err(error) = self.start_receiver() {
+            self.state.lock().receiving = false;
+            self.fail(NbdError::Thread(error));
+            return outcome;
         }
-        self.changed.notify_one();
         let headers = self.agreed.headers;
         let has_payload = headers == Headers::Extended && command == Command::Write;
         let flags = if has_payload { flags | flag::PAYLOAD_LEN } else { flags };
@@ -152,13 +189,36 @@ impl Connection {
         outcome
     }
 
-    /// Receives replies, until the connection is closed or fails.
-    pub(super) fn receive(&self) {
+    fn start_receiver(self: &Arc<Self>) -> io::Result<()> {
+        let theirs = Arc::clone(self);
+        let receiver = thread::Builder::new().name("limosa-nbd".into()).spawn(move || theirs.receive())?;
+        *self.receiver.lock() = Some(receiver);
+        Ok(())
+    }
+
+    /// Has the thread that receives end when no request is in flight, and waits until it has ended.
+    fn end_receiver(&self, why: impl FnOnce(&mut State)) {
+        why(&mut self.state.lock());
+        self.changed.notify_one();
+        let receiver = self.receiver.lock().take();
+        if let Some(receiver) = receiver {
+            // It does not panic, and there is nobody to tell.
+            let _ = receiver.join();
+        }
+    }
+
+    /// Receives replies, until the connection is closed or fails, or its thread is not wanted any more.
+    fn receive(&self) {
         while self.wait_for_request() {
             if let Err(error) = self.receive_one() {
                 self.fail(error);
             }
         }
+    }
+
+    /// Ends the connection when no request is in flight any more.
+    pub(super) fn close(&self) {
+        self.end_receiver(|state| state.closing = true);
         if self.state.lock().failed.is_none() {
             let (command, headers) = (Command::Disconnect as u16, self.agreed.headers);
             let header = RequestHeader { flags: 0, command, cookie: 0, offset: 0, length: 0 }.encode(headers);
@@ -168,23 +228,15 @@ impl Connection {
         let _ = self.channel.shutdown(Shutdown::Both);
     }
 
-    /// Ends [`receive`](Self::receive) when no request is in flight any more.
-    pub(super) fn close(&self) {
-        self.state.lock().closing = true;
-        self.changed.notify_one();
-    }
-
-    /// Waits until a request is in flight. Returns false if none will be.
+    /// Waits until a request is in flight. Returns false if the thread has to end.
     fn wait_for_request(&self) -> bool {
         let mut state = self.state.lock();
         loop {
-            if state.failed.is_some() {
-                return false;
-            }
-            if !state.in_flight.is_empty() {
+            if state.failed.is_none() && !state.in_flight.is_empty() {
                 return true;
             }
-            if state.closing {
+            if state.failed.is_some() || state.closing || state.retiring {
+                state.receiving = false;
                 return false;
             }
             self.changed.wait(&mut state);

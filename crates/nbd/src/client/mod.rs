@@ -9,7 +9,6 @@ mod transfer;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use limosa_channel::{Channel, Options, Tls};
@@ -19,6 +18,7 @@ use limosa_storage::{
 };
 use parking_lot::Mutex;
 
+pub use connection::retire_threads;
 pub use error::NbdError;
 
 use crate::address::NbdAddress;
@@ -90,7 +90,6 @@ pub struct NbdStorage {
     name: Arc<str>,
     connection: Arc<Connection>,
     read_only: bool,
-    receiver: Mutex<Option<JoinHandle<()>>>,
     /// The last extents that the server has told, of an export that is only read.
     known: Mutex<Vec<Extent>>,
 }
@@ -109,17 +108,8 @@ impl NbdStorage {
             let why = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "the export is read-only");
             return Err(StorageError::for_storage(Operation::Open, &name, why));
         }
-        let connection = Arc::new(connection);
-        let theirs = Arc::clone(&connection);
-        let receiver = thread::Builder::new().name("limosa-nbd".into()).spawn(move || theirs.receive());
-        let receiver = receiver.map_err(|error| failed(NbdError::Thread(error)))?;
-        Ok(Arc::new(Self {
-            name,
-            connection,
-            read_only: options.read_only,
-            receiver: Mutex::new(Some(receiver)),
-            known: Mutex::default(),
-        }))
+        let (read_only, known) = (options.read_only, Mutex::default());
+        Ok(Arc::new(Self { name, connection, read_only, known }))
     }
 
     fn has(&self, flags: u16) -> bool {
@@ -245,14 +235,10 @@ impl NbdStorage {
 impl Drop for NbdStorage {
     fn drop(&mut self) {
         self.connection.close();
-        if let Some(receiver) = self.receiver.lock().take() {
-            // It does not panic, and there is nobody to tell.
-            let _ = receiver.join();
-        }
     }
 }
 
-fn connect(address: &NbdAddress, options: &ConnectOptions) -> Result<Connection, NbdError> {
+fn connect(address: &NbdAddress, options: &ConnectOptions) -> Result<Arc<Connection>, NbdError> {
     let within = Some(options.connect_timeout);
     let settings =
         Options { connect_timeout: within, read_timeout: within, write_timeout: within, ..Options::default() };

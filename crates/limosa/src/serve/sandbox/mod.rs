@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use limosa_console::{anyhow_error_line, say};
-use limosa_storage::retire_threads;
 
 use crate::args::SandboxArg;
 
@@ -70,10 +69,11 @@ fn apply(needs: &Needs) -> Vec<String> {
     parts.into_iter().filter_map(missing).collect()
 }
 
-/// Waits until all other threads are gone. Those of the storage pool are ended; the kernel's own threads for a ring end
-/// with the thread that had it.
+/// Waits until all other threads are gone. Those of the storage pool and of NBD clients are ended; the kernel's own
+/// threads for a ring end with the thread that had it.
 fn wait_for_one_thread() -> anyhow::Result<()> {
-    retire_threads();
+    limosa_storage::retire_threads();
+    limosa_nbd::retire_threads();
     let begun = Instant::now();
     loop {
         let count = std::fs::read_dir("/proc/self/task").context("/proc/self/task")?.count();
