@@ -10,10 +10,9 @@ use std::path::Path;
 
 fuzz_target!(|data: &[u8]| {
     let name = OsStr::from_bytes(data);
-    for reference in
-        [Reference::from_name(name), Reference::from_image(name, Path::new("folder/image"))].into_iter().flatten()
-    {
-        assert!(!reference.path.as_os_str().is_empty());
+    let image = Path::new("folder/image").into();
+    for reference in [Reference::from_name(name), Reference::from_image(name, &image)].into_iter().flatten() {
+        assert!(reference.path().is_none_or(|path| !path.as_os_str().is_empty()));
     }
     if let Ok(list) = std::str::from_utf8(data) {
         let _ = Reference::from_options(list);
