@@ -1,4 +1,4 @@
-//! Values that each thread has one of, in a cache line of its own.
+//! Values that each thread has one of, in a cache line that few others write.
 //!
 //! Law: what is counted or locked for every request is in stripes. A processor that writes to a cache line takes it
 //! from all others, which costs more than the rest of a short request as soon as several cores do it.
@@ -9,7 +9,7 @@ use std::sync::Arc;
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Stripes. More threads than these share some.
+/// Stripes.
 #[cfg(not(loom))]
 const STRIPES: usize = 16;
 /// Few, so that the model checker comes to an end.
@@ -23,7 +23,8 @@ struct Line<T>(T);
 
 /// A value for each of a number of threads, in cache lines of its own.
 ///
-/// A thread has the same stripe all its life. Threads may share one, so its value has to be shareable.
+/// A thread has the same stripe all its life. Stripes are given out in turn, so threads share some when there have been
+/// more of them, even if others have ended. Its value has to be shareable.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicU64, Ordering};

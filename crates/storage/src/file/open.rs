@@ -23,8 +23,8 @@ use crate::ring::{Handle, Registrations};
 use crate::storage::Alignment;
 use crate::striped::Striped;
 
-/// Number of reads of a thread after which a file is registered with its ring: reopening it costs about as much as
-/// these reads save.
+/// Number of reads of a thread's stripe after which a file is registered with its ring: reopening it costs about as
+/// much as these reads save.
 const REGISTER_AFTER: u64 = 64;
 
 /// Identity of a file, regardless of its path: equal for two paths of one file.

@@ -5,8 +5,7 @@
 //! requests that entered up to then have left. Nothing waits for that: a cluster that cannot be reused yet stays
 //! listed.
 //!
-//! Requests are counted in stripes, each with a reference count of its own: a request that begins or ends writes to no
-//! cache line of another thread.
+//! Requests are counted in the stripes of the threads that begin them, each with a reference count of its own.
 
 use std::sync::Arc;
 #[cfg(not(loom))]

@@ -22,7 +22,7 @@
 //! # Requests
 //!
 //! A **read** looks up its clusters, and reads everything at once. A **write** to clusters that the image has
-//! exclusively is one write to the storage, and takes no lock beyond those of the lookup (the L1 table, a slice). A
+//! exclusively is one write to the storage, and takes no lock that threads of other stripes take ([`Striped`]). A
 //! request that changes where bytes are claims the clusters (or subclusters) first: a *job*, one for any cluster at a
 //! time. Requests to different parts of the disk take different locks.
 //!

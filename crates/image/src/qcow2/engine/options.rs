@@ -29,7 +29,8 @@ impl Default for ReflinkMode {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Qcow2Options {
-    /// The most memory for L2 slices, in bytes; refcount blocks get a quarter of it on top.
+    /// The most memory for L2 slices, in bytes; refcount blocks get a quarter of it on top. Threads may keep slices
+    /// that had to go for a while: up to 2 MiB.
     pub cache_size: u64,
     /// Whether new clusters are filled by cloning.
     pub reflink_mode: ReflinkMode,

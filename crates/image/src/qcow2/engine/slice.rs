@@ -17,7 +17,9 @@ pub(super) type SharedWord = AtomicU64;
 /// The version of a slice that is no longer kept.
 const GONE: u64 = u64::MAX;
 
+/// Aligned: whoever counts references to it does not write to a line that others look at.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(super) struct Slice {
     version: AtomicU64,
     /// Looked at since it was last passed over.
@@ -67,14 +69,17 @@ impl Slice {
         count
     }
 
-    /// Changes words. Only with the shard locked.
+    /// Changes words. Only with the shard locked. From before `change` is called no look succeeds until it is over.
     pub(super) fn change<R>(&self, change: impl FnOnce(&[SharedWord]) -> R) -> R {
         self.touch();
-        let version = self.version.load(Ordering::Relaxed);
-        self.version.store(version.wrapping_add(1), Ordering::Relaxed);
-        fence(Ordering::Release);
+        // Odd already, if a change before has panicked.
+        let version = self.version.load(Ordering::Relaxed) | 1;
+        self.version.store(version, Ordering::Relaxed);
+        // Not of stores alone: what `change` reads is not older than the version either (see the zeroer, which reads
+        // the disk's size).
+        fence(Ordering::SeqCst);
         let changed = change(&self.words);
-        self.version.store(version.wrapping_add(2), Ordering::Release);
+        self.version.store(version.wrapping_add(1), Ordering::Release);
         changed
     }
 

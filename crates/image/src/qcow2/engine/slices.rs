@@ -4,8 +4,9 @@
 //! that is over; so what is read from the file is never older than what was here. Locks are held for a look or a
 //! change, never across an `await`.
 //!
-//! Each stripe of threads knows the slices that it has looked at last, and finds entries in them without the lock of a
-//! shard: a read, or a write to a cluster that is there, takes no lock that threads of other stripes take.
+//! Each stripe of threads knows slices that it has looked at, and finds entries in them without the lock of a shard. So
+//! a read, or a write to a cluster that is there, takes no lock that threads of other stripes take, as long as its
+//! stripe knows the slice.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -24,9 +25,11 @@ use crate::offset::HostOffset;
 const SHARDS: usize = 16;
 /// The fewest slices, even if less was asked for: requests in flight must not evict each other's all the time.
 const FEWEST: usize = 32;
-/// Slices that a stripe knows at most. Of 4 KiB they describe 1 GiB of a disk with clusters of 64 KiB. It may keep them
-/// in memory after they had to go, until it looks for others.
+/// Slices that a stripe knows at most. Of 4 KiB they describe up to 1 GiB of a disk with clusters of 64 KiB. It may
+/// keep them in memory after they had to go, until it looks for others.
 const KNOWN: usize = 32;
+/// Spreads offsets, which have zeros at their end, over the places (Fibonacci hashing).
+const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
 pub(super) struct Slices {
     shards: Box<[RankedMutex<Shard>]>,
@@ -103,7 +106,11 @@ impl Slices {
         let slice = Arc::clone(&shard.slots.get(&key)?.slice);
         let count = slice.copy_unchanged(at, into);
         drop(shard);
-        self.with_known(key, |place| *place = Some((key, slice)));
+        self.with_known(key, |place| {
+            if place.as_ref().is_none_or(|(_, known)| !Arc::ptr_eq(known, &slice)) {
+                *place = Some((key, slice));
+            }
+        });
         Some(count)
     }
 
@@ -125,8 +132,9 @@ impl Slices {
         key: HostOffset,
         look: impl FnOnce(&mut Option<(HostOffset, Arc<Slice>)>) -> R,
     ) -> Option<R> {
+        let place = (key.0 >> self.bits).wrapping_mul(SPREAD) >> 32;
         let mut known = self.known.own().lock();
-        known.0.get_mut(to_usize(key.0 >> self.bits) % KNOWN).map(look)
+        known.0.get_mut(to_usize(place) % KNOWN).map(look)
     }
 
     /// Whether a slice is here.
@@ -172,14 +180,18 @@ impl Slices {
         }
         let mut looked = 0;
         while shard.slots.len() >= self.most {
-            // Everything is passed over at most once before it may go.
+            // Everything is passed over at most once for having been looked at; others look all the while.
             looked += 1;
-            let Some(oldest) = shard.order.pop_front().filter(|_| looked <= 2 * self.most) else {
+            if looked > 2 * self.most {
                 return Err(Full(words));
-            };
+            }
+            let Some(oldest) = shard.order.pop_front() else { return Err(Full(words)) };
+            let again = looked > self.most;
             match shard.slots.get(&oldest) {
-                // Both: each look counts once.
-                Some(slot) if slot.slice.pass_over() | slot.dirty | slot.writing => shard.order.push_back(oldest),
+                // All three: each look counts once.
+                Some(slot) if (slot.slice.pass_over() && !again) | slot.dirty | slot.writing => {
+                    shard.order.push_back(oldest);
+                }
                 _ => {
                     if let Some(slot) = shard.slots.remove(&oldest) {
                         slot.slice.gone();
@@ -306,6 +318,43 @@ mod tests {
         assert!(slices.insert(HostOffset(1 << 20), back).is_ok());
         assert_eq!(word(&slices, 0), Some(7));
         assert_eq!(slices.capture().len(), 1);
+    }
+
+    #[test]
+    fn there_is_room_again_however_often_there_was_none() {
+        let slices = Slices::new(0, 9);
+        for key in 0..FEWEST as u64 {
+            assert!(slices.insert(HostOffset(key * 512), words(key)).is_ok());
+        }
+        for _ in 0..2 * FEWEST {
+            for key in 0..FEWEST as u64 {
+                slices.change(HostOffset(key * 512), |words| words[0].store(7, Ordering::Relaxed)).unwrap();
+            }
+            assert!(slices.insert(HostOffset(1 << 20), words(9)).is_err());
+            let captured = slices.capture();
+            slices.written(captured.iter().map(|slice| slice.at), true);
+        }
+        assert!(slices.insert(HostOffset(1 << 20), words(9)).is_ok());
+        assert_eq!(word(&slices, 1 << 20), Some(9));
+    }
+
+    #[test]
+    fn a_stripe_does_not_find_a_slice_that_had_to_go() {
+        let slices = Slices::new(0, 9);
+        assert!(slices.insert(HostOffset(0), words(1)).is_ok());
+        assert_eq!(word(&slices, 0), Some(1));
+        slices.forget(HostOffset(0), 512);
+        assert_eq!(word(&slices, 0), None);
+        assert!(slices.insert(HostOffset(0), words(2)).is_ok());
+        slices.change(HostOffset(0), |words| words[0].store(3, Ordering::Relaxed)).unwrap();
+        assert_eq!(word(&slices, 0), Some(3));
+        // Others come until it is evicted.
+        for key in 1..3 * FEWEST as u64 {
+            let captured = slices.capture();
+            slices.written(captured.iter().map(|slice| slice.at), true);
+            assert!(slices.insert(HostOffset(key * 512), words(key)).is_ok());
+        }
+        assert_eq!(word(&slices, 0), None);
     }
 
     #[test]

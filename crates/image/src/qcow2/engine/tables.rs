@@ -30,7 +30,8 @@ use crate::qcow2::format::entry::{L1Entry, L2Entry};
 use crate::qcow2::format::geometry::L1Index;
 use crate::qcow2::format::journal::EntryChange;
 
-/// Words of a slice that are copied for a look without a lock, at most: those of a request of 1 MiB and more.
+/// Words of a slice that are copied for a look without a lock, at most: those of a request of 1 MiB if
+/// clusters have 16 KiB or more.
 const COPIED: usize = 64;
 
 /// Has changed slices written, so that there is room for others.
