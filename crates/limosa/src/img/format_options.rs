@@ -364,7 +364,7 @@ mod tests {
     fn help_lists_every_option_in_order() {
         let help = FormatOptions::of("qcow2").unwrap().help();
         let lines: Vec<_> = help.lines().collect();
-        assert_eq!((lines[0], lines.len()), ("Supported qcow2 options:", 21));
+        assert_eq!((lines[0], lines.len()), ("Supported qcow2 options:", 22));
         assert!(lines[1].starts_with("  backing_file=<str>     - "), "{}", lines[1]);
         assert!(lines[1..].is_sorted());
     }
