@@ -18,7 +18,7 @@ use crate::error::ImageError;
 use crate::luks::Passphrase;
 use crate::operations::info::ImageInfo;
 use crate::probe::Format;
-use crate::reference::{Location, Reference};
+use crate::reference::{BackingOverride, DataFileOverride, Location, Reference};
 use crate::{luks, qcow2, raw};
 
 /// A new image, by the place of its bytes.
@@ -114,6 +114,34 @@ impl NewImage {
         Ok(Some(NewBacking { reference: Reference::from_image(name, &self.location)?, format }))
     }
 
+    /// Returns the reference by which the image is opened after it was created: to the files that the caller named, and
+    /// to none that is found in it. A server may give back other bytes than were written to its export.
+    ///
+    /// # Errors
+    /// The name or the format of its backing file is not supported, or its data file's name.
+    pub fn reference(&self) -> Result<Reference, ImageError> {
+        let backing = match self.backing()? {
+            Some(NewBacking { mut reference, format }) => {
+                reference.format = reference.format.or(format);
+                BackingOverride::Other(Box::new(reference))
+            }
+            None => BackingOverride::Nothing,
+        };
+        Ok(Reference {
+            format: Some(self.format()),
+            data_file: self.data_file()?.map_or(DataFileOverride::Nothing, DataFileOverride::Other),
+            backing,
+            ..Reference::at(self.location.clone())
+        })
+    }
+
+    /// Returns the path of its external data file, if it has one. Relative to the working directory, not to the
+    /// image's: readers of the image resolve it like this.
+    fn data_file(&self) -> Result<Option<PathBuf>, ImageError> {
+        let NewImageFormat::Qcow2(options) = &self.format else { return Ok(None) };
+        Ok(options.data_file.as_ref().map(Reference::path_from_name).transpose()?)
+    }
+
     /// Creates the image, and its external data file if it has one. Files that did not exist before are removed again
     /// unless they are [kept](CreatedFiles::keep).
     ///
@@ -127,11 +155,7 @@ impl NewImage {
             NewImageFormat::Qcow2(options) => {
                 // Before anything is overwritten.
                 options.check().map_err(|source| ImageError::options(self.location.to_string(), source))?;
-                let data_file = match &options.data_file {
-                    // Relative to the working directory, not to the image's: readers of the image resolve it like this.
-                    Some(name) => Some(files.create(&Reference::path_from_name(name)?, self.cache)?),
-                    None => None,
-                };
+                let data_file = self.data_file()?.map(|path| files.create(&path, self.cache)).transpose()?;
                 let file = self.open(&mut files)?;
                 let data_file = data_file.as_ref().map(|data_file| &**data_file as &dyn Storage);
                 qcow2::create(&*file, data_file, options).await?;

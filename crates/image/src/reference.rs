@@ -35,8 +35,8 @@ pub struct Reference {
     pub size: Option<u64>,
     /// Its backing image.
     pub backing: BackingOverride,
-    /// The external data file, in place of the one that the image names.
-    pub data_file: Option<PathBuf>,
+    /// Its external data file.
+    pub data_file: DataFileOverride,
     /// The name of the secret that opens an encrypted image: `key-secret`, of qcow2 `encrypt.key-secret`.
     pub key_secret: Option<String>,
     /// How the file is opened.
@@ -48,7 +48,7 @@ setters!(Reference {
     offset: u64,
     size: Option<u64>,
     backing: BackingOverride,
-    data_file: Option<PathBuf>,
+    data_file: DataFileOverride,
     key_secret: Option<String>,
     settings: Settings,
 });
@@ -63,6 +63,18 @@ pub enum BackingOverride {
     Nothing,
     /// This one, in place of the one that the image names.
     Other(Box<Reference>),
+}
+
+/// The external data file of an image.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum DataFileOverride {
+    /// The one that the image names, if it has one.
+    #[default]
+    AsWritten,
+    /// None: an image that has one is refused.
+    Nothing,
+    /// This one, in place of the one that the image names.
+    Other(PathBuf),
 }
 
 /// Options of a file that were given with its name.
@@ -121,7 +133,7 @@ impl Reference {
             offset: 0,
             size: None,
             backing: BackingOverride::AsWritten,
-            data_file: None,
+            data_file: DataFileOverride::AsWritten,
             key_secret: None,
             settings: Settings { read_only: false, direct: None, no_flush: None, unlocked: false, io: None },
         }
@@ -440,12 +452,12 @@ impl Options {
         let data_file = format!("{node}data-file.");
         if self.has(data_file.trim_end_matches('.')) {
             match self.location(&data_file, &mut Settings::default())? {
-                Location::File(path) => image.data_file = Some(path),
+                Location::File(path) => image.data_file = DataFileOverride::Other(path),
                 other => return Err(format!("{data_file}driver: a data file must be a file, not {other}")),
             }
         }
         if let Some(format @ (Format::Raw | Format::Luks)) = format
-            && (image.backing != BackingOverride::AsWritten || image.data_file.is_some())
+            && (image.backing != BackingOverride::AsWritten || image.data_file != DataFileOverride::AsWritten)
         {
             return Err(format!("{node}driver={format} has neither a backing nor a data file"));
         }
@@ -577,7 +589,7 @@ mod tests {
         let top = Reference {
             format: Some(Format::Qcow2),
             backing: BackingOverride::Other(Box::new(base)),
-            data_file: Some("data".into()),
+            data_file: DataFileOverride::Other("data".into()),
             settings: Settings { unlocked: true, io: Some(Io::Threads), ..Settings::default() },
             ..Reference::file("top")
         };

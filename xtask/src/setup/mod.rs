@@ -109,6 +109,10 @@ fn missing_packages() -> Vec<&'static str> {
     if !Path::new("/usr/lib/python3/dist-packages/nbd.py").exists() {
         missing.push("python3-libnbd");
     }
+    // A server that is not QEMU's either.
+    if shell::find_program("nbdkit").is_none() {
+        missing.push("nbdkit");
+    }
     // UEFI firmware, in either of the sizes that distributions build it in.
     if !["OVMF_CODE_4M.fd", "OVMF_CODE.fd"].iter().any(|name| Path::new("/usr/share/OVMF").join(name).exists()) {
         missing.push("ovmf");

@@ -27,7 +27,7 @@ use crate::qcow2::{
     Repair, SnapshotChoice,
 };
 use crate::raw::{Raw, RawOptions};
-use crate::reference::{BackingOverride, Location, Reference};
+use crate::reference::{BackingOverride, DataFileOverride, Location, Reference};
 use crate::setters::setters;
 use base::Base;
 pub use base::{ChainWithBase, open_with_base};
@@ -388,20 +388,21 @@ impl Level {
         let image = file.storage.name();
         let unsupported = |what: &str| ImageError::Unsupported { image: Arc::clone(image), what: what.to_owned() };
         let data_file = match (&file.reference.data_file, &header.extensions.data_file) {
-            _ if !header.features.data_file() => {
-                if file.reference.data_file.is_some() {
-                    return Err(unsupported("it has no data file, but one was given"));
-                }
-                None
+            (DataFileOverride::Other(_), _) if !header.features.data_file() => {
+                return Err(unsupported("it has no data file, but one was given"));
             }
-            (Some(path), _) => Some(path.clone()),
-            (None, Some(name)) => {
+            _ if !header.features.data_file() => None,
+            (DataFileOverride::Other(path), _) => Some(path.clone()),
+            (DataFileOverride::Nothing, _) => return Err(unsupported("it has a data file, which it was not given")),
+            (DataFileOverride::AsWritten, Some(name)) => {
                 // Unlike a backing file's, the name is one from where we were started: so stock tools have it.
                 let named =
                     Reference::path_from_name(name).map_err(|error| refused(image, &name.display(), error.why))?;
                 Some(admit(&walk.options.policy, FilePurpose::DataFile, image, &named)?)
             }
-            (None, None) => return Err(unsupported("it does not name its data file; use data-file.filename=NAME")),
+            (DataFileOverride::AsWritten, None) => {
+                return Err(unsupported("it does not name its data file; use data-file.filename=NAME"));
+            }
         };
         let data_file = match data_file {
             Some(path) => {
@@ -527,7 +528,7 @@ fn admit_all(policy: &Policy, image: &Arc<str>, reference: &mut Reference) -> Re
             admitted.map_err(|refusal| not_admitted(policy, image, &*remote, &refusal))?;
         }
     }
-    if let Some(path) = &mut reference.data_file {
+    if let DataFileOverride::Other(path) = &mut reference.data_file {
         *path = admit(policy, FilePurpose::DataFile, image, path)?;
     }
     match &mut reference.backing {

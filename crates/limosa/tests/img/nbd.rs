@@ -1,7 +1,10 @@
 //! Images at NBD servers: stock's, nbdkit's and limosa's own.
 
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 
 use limosa_testkit::{Program, wait_for};
 use rustix::process::Signal;
@@ -133,12 +136,68 @@ fn an_image_is_created_in_an_export() {
     assert!(std::fs::read(bed.path("room")).unwrap().iter().all(|byte| *byte == 0));
 }
 
+/// The header was written by the command itself, but a server can give back another one: it must not lead anywhere.
+#[test]
+fn a_server_that_exchanges_a_new_image_gets_no_file() {
+    needs_qemu!();
+    let bed = Bed::new();
+    let (secret, victim) = (vec![b's'; 4 << 20], vec![b'v'; 4096]);
+    std::fs::write(bed.path("secret"), &secret).unwrap();
+    std::fs::write(bed.path("victim"), &victim).unwrap();
+    std::fs::write(bed.path("source"), vec![1; (2 << 20) + 4096]).unwrap();
+    bed.create(&[
+        "-f",
+        "qcow2",
+        "-o",
+        &format!("data_file={},cluster_size=2M", bed.path("victim").display()),
+        "with-data",
+        "4M",
+    ]);
+    std::fs::write(bed.path("victim"), &victim).unwrap();
+    let backing = bed.path("secret").display().to_string();
+    bed.create(&["-f", "qcow2", "-o", "cluster_size=2M", "-b", &backing, "-F", "raw", "with-backing", "4M"]);
+    std::fs::File::create(bed.path("room")).unwrap().set_len(32 << 20).unwrap();
+    for name in ["with-data", "with-backing"] {
+        std::fs::File::options().write(true).open(bed.path(name)).unwrap().set_len(32 << 20).unwrap();
+        let (before, after) = (format!("{name}-1"), format!("{name}-2"));
+        let _first = qemu_nbd(&bed, &before, &["-f", "raw", "room"]);
+        let _other = qemu_nbd(&bed, &after, &["-f", "raw", name]);
+        let front = format!("{name}-front");
+        exchange(&bed.path(&front), bed.path(&before), bed.path(&after));
+        let ended = bed.limosa(&["convert", "-f", "raw", "-O", "qcow2", "source", &uri(&bed, &front)]);
+        drop((_first, _other));
+        assert!(std::fs::read(bed.path("victim")).unwrap() == victim, "{name}: {}", Answer::from(ended).stderr);
+        bed.wait_unlocked(name);
+        let got = std::fs::read(bed.path(name)).unwrap();
+        assert!(!got.windows(512).any(|window| window == &secret[..512]), "{name}");
+    }
+}
+
+/// Passes the first connection to one server, and others to another one, until the test ends.
+fn exchange(front: &Path, first: PathBuf, other: PathBuf) {
+    let listener = UnixListener::bind(front).unwrap();
+    thread::spawn(move || {
+        let servers = std::iter::once(first).chain(std::iter::repeat(other));
+        for (client, server) in listener.incoming().zip(servers) {
+            let (client, server) = (client.unwrap(), UnixStream::connect(server).unwrap());
+            let (mut from, mut to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            thread::spawn(move || {
+                let _ = std::io::copy(&mut from, &mut to);
+                let _ = to.shutdown(Shutdown::Write);
+            });
+            let (mut from, mut to) = (server, client);
+            thread::spawn(move || {
+                let _ = std::io::copy(&mut from, &mut to);
+                let _ = to.shutdown(Shutdown::Both);
+            });
+        }
+    });
+}
+
 #[test]
 fn servers_without_structured_replies_are_understood() {
     needs_qemu!();
-    if Command::new("nbdkit").arg("--version").output().is_err() {
-        return limosa_testkit::note_skip("nbdkit is not installed");
-    }
+    limosa_testkit::nbd_tool("nbdkit", ["--version"]).unwrap();
     let bed = Bed::new();
     std::fs::write(bed.path("raw"), [7; 300 << 10]).unwrap();
     let without = ["--no-sr", "file", "raw"];

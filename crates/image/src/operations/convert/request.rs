@@ -16,11 +16,10 @@ use super::{ConvertCounters, ConvertOptions, convert_on_threads};
 use crate::chain::{self, Image, NamedImage, OpenOptions};
 use crate::disk::Disk;
 use crate::error::ImageError;
-use crate::gate::Policy;
 use crate::new_image::{CreatedFiles, NewImage, UnfinishedFiles};
 use crate::operations::operation::{OperationError, ProgressObserver};
 use crate::probe::Format;
-use crate::reference::{Location, Reference};
+use crate::reference::Location;
 
 /// The name of the new target's passphrase: one that QEMU's objects cannot have.
 const SECRET: &str = "(target)";
@@ -198,15 +197,15 @@ impl NewTarget {
                 // What was never written is decrypted to anything.
                 Format::Luks => false,
             };
-        let mut reference = Reference { format: Some(self.image.format()), ..Reference::at(location.clone()) };
+        let mut reference = self.image.reference()?;
         let mut secrets = self.backing.secrets.clone();
         if let Some(passphrase) = self.image.passphrase() {
             secrets.insert(SECRET, passphrase.clone());
             reference.key_secret = Some(SECRET.to_owned());
         }
-        // The new image refers to what the caller named, and what that refers to was checked above.
-        let options =
-            OpenOptions { cache: *cache, io: self.io, policy: Policy::Follow, secrets, ..OpenOptions::default() };
+        // What the backing file refers to was checked above.
+        let policy = self.backing.policy.clone();
+        let options = OpenOptions { cache: *cache, io: self.io, policy, secrets, ..OpenOptions::default() };
         Ok(Made { image: NamedImage::new(reference, options), files, below, is_zero })
     }
 }
