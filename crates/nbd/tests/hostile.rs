@@ -259,6 +259,26 @@ fn a_server_that_says_nothing_is_given_up() {
 }
 
 #[test]
+fn a_handshake_that_drips_has_its_time() {
+    let dripping = Liar::new(|mut stream| {
+        stream.write_all(&greeting()).unwrap();
+        stream.read_exact(&mut [0; 4]).unwrap();
+        let number = option(&mut stream).unwrap();
+        let mut bytes = Vec::new();
+        push_option_reply(&mut bytes, number, OptionReply::Unsupported, &[b'x'; 4000]);
+        for byte in bytes {
+            if stream.write_all(&[byte]).is_err() {
+                return;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    });
+    let begun = Instant::now();
+    assert!(dripping.connect_within(Duration::from_millis(400)).is_err());
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+}
+
+#[test]
 fn long_requests_are_cut_into_what_the_server_takes() {
     let sizes =
         [&3_u16.to_be_bytes()[..], &512_u32.to_be_bytes(), &4096_u32.to_be_bytes(), &8192_u32.to_be_bytes()].concat();

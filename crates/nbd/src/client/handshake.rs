@@ -141,7 +141,7 @@ impl<'a> Handshake<'a> {
         let mut reply = reply.as_slice();
         let export = split_u64(&mut reply).zip(split_u16(&mut reply));
         let (size, flags) = export.ok_or_else(|| NbdError::protocol("it does not describe the export"))?;
-        self.channel.read_exact(&mut vec![0; client.zeroes()])?;
+        self.fill(&mut vec![0; client.zeroes()])?;
         checked(Agreement { headers, size, flags, context, minimum: 1, payload: MAX_PAYLOAD })
     }
 
@@ -157,7 +157,7 @@ impl<'a> Handshake<'a> {
             let length = usize::try_from(header.length).ok().filter(|length| *length <= REPLY_MAX);
             let length = length.ok_or_else(|| NbdError::protocol("a reply to an option is too long"))?;
             let mut data = vec![0; length];
-            self.channel.read_exact(&mut data)?;
+            self.fill(&mut data)?;
             if header.is_error() {
                 let text = String::from_utf8_lossy(&data).chars().take(TEXT_MAX).collect();
                 return Ok(Err(Refusal { reply: header.reply, text }));
@@ -171,12 +171,27 @@ impl<'a> Handshake<'a> {
     }
 
     fn read<const N: usize>(&self) -> Result<[u8; N], NbdError> {
-        if Instant::now() > self.until {
-            return Err(NbdError::HandshakeTime(self.within));
-        }
         let mut bytes = [0; N];
-        self.channel.read_exact(&mut bytes)?;
+        self.fill(&mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Receives all of these bytes. The time is that of the whole handshake, however slowly they come.
+    fn fill(&self, mut bytes: &mut [u8]) -> Result<(), NbdError> {
+        while !bytes.is_empty() {
+            let left = self.until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(NbdError::HandshakeTime(self.within));
+            }
+            self.channel.set_timeouts(Some(left), Some(left))?;
+            let read = self.channel.read(bytes)?;
+            if read == 0 {
+                // It says how the connection has ended.
+                return Ok(self.channel.read_exact(bytes)?);
+            }
+            bytes = bytes.get_mut(read..).unwrap_or_default();
+        }
+        Ok(())
     }
 }
 

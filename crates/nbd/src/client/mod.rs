@@ -141,12 +141,16 @@ impl NbdStorage {
         StorageError::for_request(operation, &self.name, range.start, length, why)
     }
 
-    /// Returns what the server tells about the bytes from `at` on, at least one; `None`: nothing.
+    /// Returns what the server tells about the bytes from `at` on, at least one, and no extent that begins at `end` or
+    /// behind it, if it was told before; `None`: nothing.
     fn told(&self, at: u64, end: u64) -> Result<Option<Vec<Extent>>, StorageError> {
         let Some(context) = self.connection.agreed.context else { return Ok(None) };
         let mut known = self.known.lock();
-        if let Some(first) = known.iter().position(|extent| extent.range.contains(&at)) {
-            return Ok(Some(known.get(first..).unwrap_or_default().to_vec()));
+        // They are in order, and without gaps.
+        let first = known.partition_point(|extent| extent.range.end <= at);
+        if known.get(first).is_some_and(|extent| extent.range.start <= at) {
+            let wanted = known.iter().skip(first).take_while(|extent| extent.range.start < end);
+            return Ok(Some(wanted.cloned().collect()));
         }
         let minimum = u64::from(self.connection.agreed.minimum);
         let begin = at - at % minimum;
