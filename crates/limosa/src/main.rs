@@ -40,7 +40,6 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use args::Command;
-use limosa_console::say;
 
 fn main() -> ExitCode {
     let cli = match program::parse() {
@@ -72,7 +71,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            say!("{}: {}{}", program::name(), limosa_console::anyhow_error_line(&error), remedy::of_cause(&error));
+            program::say_named!("{}{}", limosa_console::anyhow_error_line(&error), remedy::of_cause(&error));
             if usage::is_misuse(&error) { ExitCode::from(2) } else { ExitCode::FAILURE }
         }
     }

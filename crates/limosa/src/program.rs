@@ -25,6 +25,14 @@ pub(crate) fn name() -> &'static str {
     if *IS_QEMU_IMG { QEMU_IMG } else { "limosa" }
 }
 
+/// Prints a line for people that begins with the name that the program was called by.
+macro_rules! say_named {
+    ($($words:tt)*) => {
+        limosa_console::say!("{}: {}", $crate::program::name(), format_args!($($words)*))
+    };
+}
+pub(crate) use say_named;
+
 /// Returns the words that call a command for images.
 pub(crate) fn img() -> &'static str {
     if *IS_QEMU_IMG { QEMU_IMG } else { "limosa img" }

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use super::options::CheckOptions;
 use super::pretty::pretty;
 use super::{object, open};
-use crate::program;
+use crate::program::say_named;
 use limosa_console::{check_stdout, print_out, say};
 
 /// The image has wrong references, or uses space that it has not allocated.
@@ -124,7 +124,7 @@ pub(crate) fn run(options: &CheckOptions) -> anyhow::Result<ExitCode> {
     let source = &options.source;
     let file = open::file(source, options.repair.is_none())?;
     let Some(report) = block_on(file.check(options.repair, &object::secrets()))? else {
-        say!("{}: {}: images of format {} have nothing to check", program::name(), source.name, file.format);
+        say_named!("{}: images of format {} have nothing to check", source.name, file.format);
         return Ok(ExitCode::from(NOT_CHECKED));
     };
     say_findings(&report.findings, report.findings_left_out);

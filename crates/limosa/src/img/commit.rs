@@ -10,8 +10,8 @@ use super::convert::{cause, io, object};
 use super::meter::Meter;
 use super::open;
 use super::options::CommitOptions;
-use crate::program;
-use limosa_console::{check_stdout, print_out, say};
+use crate::program::say_named;
+use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &CommitOptions) -> anyhow::Result<ExitCode> {
     let mut overlay = open::resolve(&options.source)?;
@@ -42,10 +42,9 @@ fn warn(base: &Image) {
         open::warn_of_repair(name, report);
     }
     if base.is_guessed() {
-        say!(
-            "{}: {name}: the overlay does not say its format; probed as raw. Writes that would make its first sector \
-             look like another format are refused",
-            program::name()
+        say_named!(
+            "{name}: the overlay does not say its format; probed as raw. Writes that would make its first sector \
+             look like another format are refused"
         );
     }
 }

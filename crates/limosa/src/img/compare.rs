@@ -12,9 +12,9 @@ use serde_json::json;
 use super::meter::Meter;
 use super::open;
 use super::options::CompareOptions;
-use crate::program;
+use crate::program::say_named;
 use crate::remedy;
-use limosa_console::{check_stdout, error_line, print_out, say};
+use limosa_console::{check_stdout, error_line, print_out};
 
 /// An image cannot be opened.
 const OPEN: u8 = 2;
@@ -59,7 +59,7 @@ pub(crate) fn refuse(error: &anyhow::Error) -> ExitCode {
 }
 
 fn failed(line: &str, status: u8) -> ExitCode {
-    say!("{}: {}", program::name(), line.replace('\n', " "));
+    say_named!("{}", line.replace('\n', " "));
     ExitCode::from(status)
 }
 

@@ -15,8 +15,8 @@ use super::meter::Meter;
 use super::object;
 use super::open;
 use super::options::{ConvertOptions, Name, Source};
-use crate::program;
-use limosa_console::{check_stdout, print_out, say};
+use crate::program::say_named;
+use limosa_console::{check_stdout, print_out};
 
 /// The longest run of zeros that can be asked for, in bytes: qemu-img's.
 const SPARSE_MOST: u64 = 16 << 20;
@@ -31,7 +31,7 @@ pub(crate) fn run(options: &ConvertOptions) -> anyhow::Result<ExitCode> {
     let prepared = block_on(request(options)?.prepare(&UNFINISHED)).map_err(cause)?;
     open::warn(&target(options), prepared.target());
     for name in prepared.skipped_bitmaps() {
-        say!("{}: bitmap {name:?} was not stored by who used it: it is not copied", program::name());
+        say_named!("bitmap {name:?} was not stored by who used it: it is not copied");
     }
     let (length, meter) = (prepared.length(), Meter::new("convert", shown(options), options.quiet, options.rate));
     let counters = prepared.run(&|progress| meter.note(progress)).map_err(cause)?;
@@ -191,15 +191,11 @@ fn refuse_uncompressed(name: &Name, format: &FormatOptions) -> anyhow::Result<()
 fn warn(counters: &ConvertCounters) {
     for place in &counters.unreadable_ranges {
         let bytes = place.end - place.start;
-        say!(
-            "{}: warning: {bytes} bytes at {} could not be read; written as zeros to the target",
-            program::name(),
-            place.start
-        );
+        say_named!("warning: {bytes} bytes at {} could not be read; written as zeros to the target", place.start);
     }
     let named: u64 = counters.unreadable_ranges.iter().map(|place| place.end - place.start).sum();
     if named < counters.bytes_unreadable {
-        say!("{}: warning: {} further bytes could not be read", program::name(), counters.bytes_unreadable - named);
+        say_named!("warning: {} further bytes could not be read", counters.bytes_unreadable - named);
     }
 }
 

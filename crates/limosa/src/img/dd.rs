@@ -13,8 +13,8 @@ use super::format_options::FormatOptions;
 use super::interrupt::UNFINISHED;
 use super::open;
 use super::options::DdOptions;
-use crate::program;
-use limosa_console::{check_stdout, print_out, say};
+use crate::program::say_named;
+use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &DdOptions) -> anyhow::Result<ExitCode> {
     let cache = CacheMode::Writeback;
@@ -26,9 +26,8 @@ pub(crate) fn run(options: &DdOptions) -> anyhow::Result<ExitCode> {
     request.options = ConvertOptions::default().window(Some(options.blocks.window()));
     let prepared = block_on(request.prepare(&UNFINISHED)).map_err(cause)?;
     if prepared.begins_past_end() {
-        say!(
-            "{}: warning: {}: skip={} begins past the end; the output is empty",
-            program::name(),
+        say_named!(
+            "warning: {}: skip={} begins past the end; the output is empty",
             options.source.name,
             options.blocks.skip
         );

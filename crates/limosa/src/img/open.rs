@@ -15,8 +15,7 @@ use limosa_storage::{LockPolicy, block_on};
 
 use super::object;
 use super::options::Source;
-use crate::program;
-use limosa_console::say;
+use crate::program::say_named;
 
 /// Resolves an image's name and options; it is opened to be read.
 ///
@@ -67,9 +66,8 @@ pub(crate) fn to_write(source: &Source, qcow2: Qcow2Options) -> anyhow::Result<A
 /// Warns before writing if the image was repaired or its format was guessed.
 pub(crate) fn warn(source: &Source, image: &Image) {
     if image.replayed() > 0 {
-        say!(
-            "{}: {}: the process that had it open was killed; {} changes were taken from its journal",
-            program::name(),
+        say_named!(
+            "{}: the process that had it open was killed; {} changes were taken from its journal",
             source.name,
             image.replayed()
         );
@@ -84,10 +82,9 @@ pub(crate) fn warn(source: &Source, image: &Image) {
 
 /// Reports the repair of an image that was not closed.
 pub(crate) fn warn_of_repair(name: &impl Display, report: &CheckReport) {
-    say!(
-        "{}: {name}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
+    say_named!(
+        "{name}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
          corruptions)",
-        program::name(),
         report.leaks_fixed,
         report.corruptions_fixed
     );
@@ -96,10 +93,9 @@ pub(crate) fn warn_of_repair(name: &impl Display, report: &CheckReport) {
 /// The warning before a write to an image that was probed as raw.
 pub(crate) fn warn_of_guess(source: &Source) {
     let option = if source.image_opts { "driver=raw" } else { "-f raw" };
-    say!(
-        "{}: {}: format not given; probed as raw (use {option}). Writes that would make its first sector look like \
+    say_named!(
+        "{}: format not given; probed as raw (use {option}). Writes that would make its first sector look like \
          another format are refused",
-        program::name(),
         source.name
     );
 }

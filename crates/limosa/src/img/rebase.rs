@@ -11,8 +11,8 @@ use super::convert::{cause, io};
 use super::meter::Meter;
 use super::open;
 use super::options::RebaseOptions;
-use crate::program;
-use limosa_console::{check_stdout, print_out, say};
+use crate::program::say_named;
+use limosa_console::{check_stdout, print_out};
 
 pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
     let source = &options.source;
@@ -31,9 +31,8 @@ pub(crate) fn run(options: &RebaseOptions) -> anyhow::Result<ExitCode> {
     request.options = limosa_image::rebase::RebaseOptions::default().compress(options.compress);
     let rebase = block_on(request.prepare())?;
     if rebase.snapshots() > 0 {
-        say!(
-            "{}: warning: {}: its {} internal snapshots will read the new backing file where they read the old one",
-            program::name(),
+        say_named!(
+            "warning: {}: its {} internal snapshots will read the new backing file where they read the old one",
             source.name,
             rebase.snapshots()
         );
