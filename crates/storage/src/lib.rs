@@ -33,6 +33,7 @@ mod storage;
 mod striped;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod unit_locks;
 mod watch;
 
 pub use buffer::{Buffer, IoVector};
@@ -49,6 +50,7 @@ pub use pool::retire_threads;
 pub use shared_words::SharedWords;
 pub use storage::{Alignment, Extent, ExtentKind, Request, Storage, ZeroOptions};
 pub use striped::{Striped, StripedArc};
+pub use unit_locks::{ReadInUnits, UnitLocks};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -17,7 +17,6 @@ mod hash;
 mod header;
 mod key_slot;
 mod secret;
-mod sector_locks;
 mod storage;
 mod unlock;
 mod volume;

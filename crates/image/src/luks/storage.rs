@@ -11,11 +11,10 @@ use std::sync::Arc;
 
 use limosa_page::to_usize;
 use limosa_storage::{
-    Alignment, Buffer, Extent, ExtentKind, IoVector, Operation, Request, Storage, StorageError, ZeroOptions,
+    Alignment, Buffer, Extent, ExtentKind, IoVector, Operation, Request, Storage, StorageError, UnitLocks, ZeroOptions,
 };
 
 use super::cipher::{SECTOR, SectorCipher};
-use super::sector_locks::SectorLocks;
 
 /// Bytes of a sector, as a number of offsets.
 const BYTES: u64 = SECTOR as u64;
@@ -29,7 +28,7 @@ const ZEROS: u64 = 1 << 20;
 pub struct EncryptedStorage {
     inner: Arc<Inner>,
     /// Held weakly by the requests in it.
-    locks: Arc<SectorLocks>,
+    locks: Arc<UnitLocks>,
 }
 
 struct Inner {
@@ -69,16 +68,7 @@ impl EncryptedStorage {
             return Ok(());
         }
         let is_partial = !(range.start.is_multiple_of(BYTES) && range.end.is_multiple_of(BYTES));
-        let turns = Arc::downgrade(&locks);
-        let write = move |number| -> Request {
-            Box::pin(async move {
-                // Without locks there are no other requests.
-                if let Some(locks) = turns.upgrade() {
-                    locks.turn(number).await;
-                }
-                inner.write_sectors(&range, from, is_partial).await
-            })
-        };
+        let write = Box::pin(async move { inner.write_sectors(&range, from, is_partial).await });
         locks.write(touched, is_partial, write).await
     }
 

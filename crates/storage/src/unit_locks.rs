@@ -1,11 +1,12 @@
-//! Requests in flight to sectors that are written in part.
+//! Requests in flight to units (sectors, blocks) that are written in part.
 //!
-//! A write of a part of a sector reads the sector, changes it and writes it. Law: nothing else that touches the sector
-//! is in flight between the read and the end of the write. A request is registered when it begins, also while it still
+//! A write of a part of a unit reads the unit, changes it and writes it. Law: nothing else that touches the unit is in
+//! flight between the read and the end of the write. A request is registered when it begins, also while it still
 //! waits, and waits for all that it conflicts with and that were registered before it; so two never wait for each
 //! other, and none is lost. A write is driven by whoever waits for it: one that is dropped, or not polled, is in
 //! nobody's way.
 
+use std::fmt;
 use std::future::poll_fn;
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,12 +14,13 @@ use std::task::{Poll, Waker};
 
 use futures_util::FutureExt as _;
 use futures_util::future::Shared;
-use limosa_storage::{Request, StorageError};
 use parking_lot::Mutex;
 
-/// Requests in flight.
+use crate::{Request, StorageError};
+
+/// Requests in flight to a storage that is written in whole units only.
 #[derive(Default)]
-pub(super) struct SectorLocks(Mutex<State>);
+pub struct UnitLocks(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -30,28 +32,33 @@ struct State {
 
 struct Entry {
     number: u64,
-    sectors: Range<u64>,
-    /// Whether it writes parts of sectors.
+    units: Range<u64>,
+    /// Whether it writes parts of units.
     partial: bool,
     /// A write with all that it waits for; `None`: a read.
     write: Option<Shared<Request>>,
 }
 
-impl Entry {
-    fn conflicts(&self, other: &Self) -> bool {
-        (self.partial || other.partial)
-            && self.sectors.start < other.sectors.end
-            && other.sectors.start < self.sectors.end
+impl fmt::Debug for UnitLocks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UnitLocks({} in flight)", self.0.lock().entries.len())
     }
 }
 
-/// A read in flight.
-pub(super) struct Reading<'a> {
-    locks: &'a SectorLocks,
+impl Entry {
+    fn conflicts(&self, other: &Self) -> bool {
+        (self.partial || other.partial) && self.units.start < other.units.end && other.units.start < self.units.end
+    }
+}
+
+/// A read in flight: until it is dropped.
+#[derive(Debug)]
+pub struct ReadInUnits<'a> {
+    locks: &'a UnitLocks,
     number: u64,
 }
 
-impl Drop for Reading<'_> {
+impl Drop for ReadInUnits<'_> {
     fn drop(&mut self) {
         self.locks.leave(self.number);
     }
@@ -64,28 +71,31 @@ enum Before {
     Read,
 }
 
-impl SectorLocks {
+impl UnitLocks {
     /// Registers a read, and waits for its turn.
-    pub(super) async fn read(&self, sectors: Range<u64>) -> Reading<'_> {
-        let number = self.register(sectors, false, |_| None);
-        let reading = Reading { locks: self, number };
+    pub async fn read(&self, units: Range<u64>) -> ReadInUnits<'_> {
+        let number = self.register(units, false, |_| None);
+        let reading = ReadInUnits { locks: self, number };
         self.turn(number).await;
         reading
     }
 
-    /// Registers a write and carries it out. `write` makes it by its number, and has it wait for its
-    /// [turn](Self::turn).
-    pub(super) async fn write(
-        self: Arc<Self>,
-        sectors: Range<u64>,
-        partial: bool,
-        write: impl FnOnce(u64) -> Request,
-    ) -> Result<(), StorageError> {
+    /// Registers a write, and carries it out when its turn has come.
+    ///
+    /// # Errors
+    /// The write's.
+    pub async fn write(self: Arc<Self>, units: Range<u64>, partial: bool, write: Request) -> Result<(), StorageError> {
+        // Weakly, because the locks hold the write. Without locks there are no other requests.
+        let locks = Arc::downgrade(&self);
         let mut shared = None;
-        let number = self.register(sectors, partial, |number| {
-            let request = write(number).shared();
-            shared = Some(request.clone());
-            Some(request)
+        let number = self.register(units, partial, |number| {
+            let in_turn: Request = Box::pin(async move {
+                if let Some(locks) = locks.upgrade() {
+                    locks.turn(number).await;
+                }
+                write.await
+            });
+            Some(shared.insert(in_turn.shared()).clone())
         });
         let written = match shared {
             Some(shared) => shared.await,
@@ -95,16 +105,16 @@ impl SectorLocks {
         written
     }
 
-    fn register(&self, sectors: Range<u64>, partial: bool, write: impl FnOnce(u64) -> Option<Shared<Request>>) -> u64 {
+    fn register(&self, units: Range<u64>, partial: bool, write: impl FnOnce(u64) -> Option<Shared<Request>>) -> u64 {
         let mut state = self.0.lock();
         let number = state.next;
         state.next += 1;
-        state.entries.push(Entry { number, sectors, partial, write: write(number) });
+        state.entries.push(Entry { number, units, partial, write: write(number) });
         number
     }
 
     /// Waits until the request of this number conflicts with none before it.
-    pub(super) async fn turn(&self, number: u64) {
+    async fn turn(&self, number: u64) {
         loop {
             match self.before(number, None) {
                 Before::Nothing => return,
@@ -152,7 +162,7 @@ impl SectorLocks {
     }
 
     /// Carries out writes whose requests were dropped.
-    pub(super) async fn finish(&self) {
+    pub async fn finish(&self) {
         let writes: Vec<(u64, Shared<Request>)> = {
             let state = self.0.lock();
             state.entries.iter().filter_map(|entry| Some((entry.number, entry.write.clone()?))).collect()
