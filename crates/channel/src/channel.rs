@@ -613,6 +613,30 @@ impl Channel {
         Ok(())
     }
 
+    /// Has the kernel end a TCP connection whose peer's host has not answered for about this time, also while nothing
+    /// is transferred. Other channels end by themselves with the peer.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn set_keep_alive(&self, within: Duration) -> Result<()> {
+        /// Probes that stay unanswered.
+        const PROBES: u32 = 4;
+        let Some(socket) = self.transport.socket() else { return Ok(()) };
+        let set = || {
+            if !matches!(sockopt::socket_domain(socket)?, AddressFamily::INET | AddressFamily::INET6) {
+                return Ok(());
+            }
+            // Half of the time for silence, half for probes.
+            let second = Duration::from_secs(1);
+            sockopt::set_tcp_keepidle(socket, (within / 2).max(second))?;
+            sockopt::set_tcp_keepintvl(socket, (within / 2 / PROBES).max(second))?;
+            sockopt::set_tcp_keepcnt(socket, PROBES)?;
+            sockopt::set_tcp_user_timeout(socket, u32::try_from(within.as_millis()).unwrap_or(u32::MAX))?;
+            sockopt::set_socket_keepalive(socket, true)
+        };
+        set().map_err(|error: Errno| self.failed(Operation::Configure, error.into()))
+    }
+
     /// Requests kernel buffers of these sizes in bytes; `None` leaves a buffer unchanged. The kernel grants what its
     /// limits allow (`net.core.wmem_max`, `rmem_max`, `fs.pipe-max-size`), which is no error. A pipe has one buffer,
     /// the larger.

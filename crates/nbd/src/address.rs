@@ -48,6 +48,9 @@ pub enum AddressError {
     /// The name of the export is not UTF-8.
     #[error("the name of the export is not valid UTF-8")]
     Export,
+    /// The URI has a parameter that is not supported.
+    #[error("after `?` there may only be socket=PATH, and that only with nbd+unix://")]
+    Query,
     /// The URI asks for TLS, which needs credentials.
     #[error("URIs do not name the credentials of TLS")]
     Tls,
@@ -75,6 +78,11 @@ impl NbdAddress {
 
     fn from_uri(scheme: &str, rest: &str) -> Result<Self, AddressError> {
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let mut parameters = query.split('&').filter(|parameter| !parameter.is_empty());
+        let socket = if scheme == "nbd+unix" { parameters.next() } else { None };
+        if parameters.next().is_some() || socket.is_some_and(|socket| !socket.starts_with("socket=")) {
+            return Err(AddressError::Query);
+        }
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
         let export = String::from_utf8(decoded(path)).map_err(|_| AddressError::Export)?;
         let server = match scheme {
@@ -87,7 +95,7 @@ impl NbdAddress {
                 Self::tcp(host, port)?
             }
             _ => {
-                let socket = query.split('&').find_map(|part| part.strip_prefix("socket="));
+                let socket = socket.and_then(|socket| socket.strip_prefix("socket="));
                 let socket = socket.filter(|path| !path.is_empty()).ok_or(AddressError::Server)?;
                 Uri::Unix(PathBuf::from(OsString::from_vec(decoded(socket))))
             }
@@ -212,6 +220,10 @@ mod tests {
             ("nbd://host:0", AddressError::Port),
             ("nbd://host/%ff", AddressError::Export),
             ("nbds://host", AddressError::Tls),
+            ("nbd://host?tls-certificates=x", AddressError::Query),
+            ("nbd://host?socket=x", AddressError::Query),
+            ("nbd+unix:///x?socket=a&tls-psk-file=b", AddressError::Query),
+            ("nbd+unix:///x?sock=a", AddressError::Query),
         ] {
             assert_eq!(text.parse::<NbdAddress>(), Err(error), "{text}");
         }

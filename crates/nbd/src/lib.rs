@@ -20,7 +20,7 @@ mod client;
 pub mod protocol;
 
 pub use address::{AddressError, NbdAddress};
-pub use client::{ConnectOptions, NbdError, NbdStorage, retire_threads};
+pub use client::{ConnectOptions, ContextExtent, NbdError, NbdStorage, retire_threads};
 
 /// The example of the README, compiled.
 #[cfg(doctest)]

@@ -5,12 +5,14 @@
 //! * A request is in the table before its first byte is sent, and leaves it when its reply is complete or the
 //!   connection has failed. So every request ends.
 //! * Only one thread receives, and it receives only while a request is in flight: an idle connection has no time limit.
-//!   It is started by the first request, also after it was retired.
+//!   Nor has one whose server flushes, discards or writes zeros; a reply that has begun has one. It is started by the
+//!   first request, also after it was retired.
 //! * A connection that failed stays failed, with the first reason.
 
 use std::collections::HashMap;
 use std::future::Future;
 use std::io;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -73,6 +75,7 @@ struct State {
 #[derive(Debug)]
 struct InFlight {
     reply: Reply,
+    may_take_long: bool,
     outcome: Arc<Outcome>,
 }
 
@@ -145,6 +148,19 @@ pub(super) struct NewRequest {
     pub(super) expected: Expected,
 }
 
+impl NewRequest {
+    /// A request without a payload, which is answered by success or failure.
+    pub(super) fn plain(command: Command, flags: u16, range: &Range<u64>) -> Self {
+        let (offset, length) = (range.start, range.end.saturating_sub(range.start));
+        Self { command, flags, offset, length, payload: IoVector::new(), expected: Expected::Outcome }
+    }
+
+    /// Whether the server may work for any time before it answers.
+    fn may_take_long(&self) -> bool {
+        matches!(self.command, Command::Flush | Command::Trim | Command::WriteZeroes)
+    }
+}
+
 impl Connection {
     pub(super) fn new(channel: Channel, agreed: Agreement) -> Arc<Self> {
         let (sending, state, changed, receiver) =
@@ -158,6 +174,7 @@ impl Connection {
 
     /// Sends a request. It waits while the server takes nothing.
     pub(super) fn send(self: &Arc<Self>, request: NewRequest) -> Arc<Outcome> {
+        let may_take_long = request.may_take_long();
         let NewRequest { command, flags, offset, length, payload, expected } = request;
         let outcome = Arc::new(Outcome::default());
         let mut last = self.sending.lock();
@@ -169,7 +186,8 @@ impl Connection {
                 outcome.set(Err(Arc::clone(error)));
                 return outcome;
             }
-            state.in_flight.insert(cookie, InFlight { reply: Reply::new(expected), outcome: Arc::clone(&outcome) });
+            let in_flight = InFlight { reply: Reply::new(expected), may_take_long, outcome: Arc::clone(&outcome) };
+            state.in_flight.insert(cookie, in_flight);
             std::mem::replace(&mut state.receiving, true)
         };
         if is_received {
@@ -246,8 +264,7 @@ impl Connection {
     /// Receives a simple reply or a chunk.
     fn receive_one(&self) -> Result<(), NbdError> {
         let headers = self.agreed.headers;
-        let start: [u8; REPLY_START_LEN] = self.read()?;
-        let start = ReplyStart::decode(headers, start);
+        let start = ReplyStart::decode(headers, self.read_start()?);
         let start = start.ok_or_else(|| NbdError::protocol("a reply does not begin as one"))?;
         let (ReplyStart::Simple { cookie, .. } | ReplyStart::Chunk { cookie, .. }) = start;
         let mut request = self
@@ -258,7 +275,7 @@ impl Connection {
             .ok_or_else(|| NbdError::protocol("a reply is for no request in flight"))?;
         let received = match start {
             ReplyStart::Simple { error, .. } => self.receive_simple(&mut request.reply, error).map(|()| true),
-            ReplyStart::Chunk { last, kind, .. } => self.receive_chunk(&mut request.reply, kind).map(|()| last),
+            ReplyStart::Chunk { last, kind, .. } => self.receive_chunk(&mut request.reply, kind, last).map(|()| last),
         };
         if matches!(received, Ok(true)) {
             let answer = request.reply.complete().map_err(NbdError::protocol);
@@ -293,13 +310,13 @@ impl Connection {
         }
     }
 
-    fn receive_chunk(&self, reply: &mut Reply, kind: u16) -> Result<(), NbdError> {
+    fn receive_chunk(&self, reply: &mut Reply, kind: u16, is_last: bool) -> Result<(), NbdError> {
         let mut rest = vec![0; chunk_rest_len(self.agreed.headers)];
         self.channel.read_exact(&mut rest)?;
         // The length comes last.
         let length =
             rest.iter().skip(rest.len().saturating_sub(8)).fold(0, |length, byte| length << 8 | u64::from(*byte));
-        match reply.chunk(kind, length).map_err(NbdError::protocol)? {
+        match reply.chunk(kind, length, is_last).map_err(NbdError::protocol)? {
             Payload::List(length) => {
                 let mut payload = vec![0; length];
                 self.channel.read_exact(&mut payload)?;
@@ -312,6 +329,27 @@ impl Connection {
                 Ok(transfer::receive(&self.channel, &into)?)
             }
         }
+    }
+
+    /// Receives the beginning of a reply. The time limit does not hold before its first byte if a request in flight may
+    /// take long.
+    fn read_start(&self) -> Result<[u8; REPLY_START_LEN], NbdError> {
+        let mut start = [0; REPLY_START_LEN];
+        loop {
+            match self.channel.read(&mut start) {
+                Ok(read) => {
+                    // Nothing: it says how the connection has ended.
+                    self.channel.read_exact(start.get_mut(read..).unwrap_or_default())?;
+                    return Ok(start);
+                }
+                Err(error) if error.is_timeout() && self.may_take_long() => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn may_take_long(&self) -> bool {
+        self.state.lock().in_flight.values().any(|request| request.may_take_long)
     }
 
     fn read<const N: usize>(&self) -> Result<[u8; N], NbdError> {

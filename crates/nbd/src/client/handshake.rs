@@ -227,6 +227,10 @@ fn checked(found: Agreement) -> Result<Agreement, NbdError> {
     if !minimum.is_power_of_two() || minimum > MINIMUM_MAX || payload < minimum.max(512) {
         return Err(NbdError::protocol(format!("requests of {minimum} to {payload} bytes are impossible")));
     }
+    if !size.is_multiple_of(minimum.into()) {
+        let why = format!("the export has {size} bytes, which are no whole units of {minimum}");
+        return Err(NbdError::protocol(why));
+    }
     // Without the flag that flags are there, none is.
     let flags = if flags & transmission::HAS_FLAGS == 0 { 0 } else { flags };
     Ok(Agreement { payload: payload - payload % minimum, flags, ..found })
@@ -256,6 +260,7 @@ mod tests {
         assert_eq!(choose(&[export(0, 1), sizes(1, u32::MAX)]).unwrap().payload, MAX_PAYLOAD);
         let refused = |replies: &[(u32, Vec<u8>)]| choose(replies).unwrap_err().to_string();
         assert!(refused(&[]).contains("does not describe"));
+        assert!(refused(&[export(4097, 1), sizes(4096, 8192)]).contains("no whole units of 4096"));
         assert!(refused(&[export(u64::MAX, 1)]).contains("18446744073709551615 bytes"));
         for (minimum, most) in [(0, 4096), (3, 4096), (128 << 10, 1 << 20), (4096, 512), (1, 0), (1, 511)] {
             assert!(refused(&[export(1, 1), sizes(minimum, most)]).contains("impossible"), "{minimum} {most}");

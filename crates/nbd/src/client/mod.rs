@@ -4,6 +4,7 @@ mod connection;
 mod error;
 mod handshake;
 mod reply;
+mod requests;
 mod transfer;
 
 use std::io;
@@ -14,7 +15,7 @@ use std::time::Duration;
 use limosa_channel::{Channel, Options, Tls};
 use limosa_page::to_usize;
 use limosa_storage::{
-    Alignment, Buffer, Extent, ExtentKind, IoVector, Operation, Request, Storage, StorageError, ZeroOptions,
+    Alignment, Buffer, Extent, ExtentKind, IoVector, Operation, Request, Storage, StorageError, UnitLocks, ZeroOptions,
 };
 use parking_lot::Mutex;
 
@@ -23,16 +24,12 @@ pub use error::NbdError;
 
 use crate::address::NbdAddress;
 use crate::protocol::allocation;
-use crate::protocol::error::ErrorCode;
 use crate::protocol::handshake::transmission;
 use crate::protocol::request::{Command, flag};
-use connection::{Connection, NewRequest, Waiting};
+use connection::{Connection, NewRequest};
 use handshake::Handshake;
 use reply::{Answer, Expected};
-
-/// Bytes that a request without a payload is about, at most: a compact header has 32 bits for them, and a server that
-/// writes zeros by hand should not take minutes for one.
-const PLAIN_MAX: u64 = 1 << 30;
+use requests::{PLAIN_MAX, Requests, failed};
 
 /// How an export is opened.
 #[derive(Debug, Clone)]
@@ -40,11 +37,14 @@ const PLAIN_MAX: u64 = 1 << 30;
 pub struct ConnectOptions {
     /// Whether writes are refused.
     pub read_only: bool,
+    /// Whether each change is durable when it completes; otherwise a flush makes it so.
+    pub is_synchronous: bool,
     /// Limit for connecting, and for the handshake.
     pub connect_timeout: Duration,
-    /// How long a server may be silent while requests are in flight.
+    /// How long a server may be silent while requests are in flight. There is no limit while it flushes, discards or
+    /// writes zeros, which can take long: then the kernel finds out whether a server at another host is still there.
     pub timeout: Duration,
-    /// The metadata context that tells about holes.
+    /// The metadata context that is asked for. With another one than `base:allocation` nothing is known about holes.
     pub context: String,
     /// Encrypts the connection: credentials of a client.
     pub tls: Option<Tls>,
@@ -54,6 +54,7 @@ impl Default for ConnectOptions {
     fn default() -> Self {
         Self {
             read_only: false,
+            is_synchronous: false,
             connect_timeout: Duration::from_secs(30),
             timeout: Duration::from_secs(120),
             context: allocation::NAME.to_owned(),
@@ -69,6 +70,12 @@ impl ConnectOptions {
         Self { read_only, ..self }
     }
 
+    /// Sets `is_synchronous`.
+    #[must_use]
+    pub fn synchronous(self, is_synchronous: bool) -> Self {
+        Self { is_synchronous, ..self }
+    }
+
     /// Sets `connect_timeout` and `timeout`.
     #[must_use]
     pub fn timeouts(self, connect_timeout: Duration, timeout: Duration) -> Self {
@@ -82,16 +89,29 @@ impl ConnectOptions {
     }
 }
 
+/// A run of bytes, and what a metadata context says of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ContextExtent {
+    /// Offsets in bytes.
+    pub range: Range<u64>,
+    /// The flags of the context: of a dirty bitmap, 1 is dirty (QEMU docs: interop/nbd).
+    pub flags: u64,
+}
+
 /// An export of a server. Requests in flight are completed before it is dropped.
 ///
-/// Its length is fixed. Writes have to be multiples of [`Storage::alignment`], which is 1 with most servers.
+/// Its length is fixed. Requests may have any offset and length: a write of a part of the server's unit
+/// ([`Storage::alignment`], 1 with most servers) reads the unit first.
 #[derive(Debug)]
 pub struct NbdStorage {
-    name: Arc<str>,
-    connection: Arc<Connection>,
+    requests: Requests,
     read_only: bool,
+    context: String,
     /// The last extents that the server has told, of an export that is only read.
-    known: Mutex<Vec<Extent>>,
+    known: Mutex<Vec<ContextExtent>>,
+    /// Changes in flight, if the unit is more than a byte.
+    locks: Option<Arc<UnitLocks>>,
 }
 
 impl NbdStorage {
@@ -108,43 +128,66 @@ impl NbdStorage {
             let why = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, "the export is read-only");
             return Err(StorageError::for_storage(Operation::Open, &name, why));
         }
-        let (read_only, known) = (options.read_only, Mutex::default());
-        Ok(Arc::new(Self { name, connection, read_only, known }))
+        let locks = (connection.agreed.minimum > 1).then(Arc::default);
+        let requests = Requests { name, connection, is_synchronous: options.is_synchronous };
+        let (read_only, context, known) = (options.read_only, options.context.clone(), Mutex::default());
+        Ok(Arc::new(Self { requests, read_only, context, known, locks }))
     }
 
-    fn has(&self, flags: u16) -> bool {
-        self.connection.agreed.flags & flags == flags
+    /// Returns the metadata context that was asked for.
+    #[must_use]
+    pub fn context(&self) -> &str {
+        &self.context
     }
 
-    fn size(&self) -> u64 {
-        self.connection.agreed.size
+    /// Returns what the metadata context says of a range inside of the export, without gaps.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::Unsupported`]: the server has no such context; the server's.
+    pub fn context_extents(&self, range: Range<u64>) -> Result<Vec<ContextExtent>, StorageError> {
+        let mut found: Vec<ContextExtent> = Vec::new();
+        let mut at = range.start;
+        while at < range.end {
+            let Some(told) = self.told(at, range.end)? else {
+                let why = format!("the server says nothing about {}", self.context);
+                let why = io::Error::new(io::ErrorKind::Unsupported, why);
+                return Err(self.requests.failure(Operation::Extents, &range, why));
+            };
+            for ContextExtent { range: told, flags } in told {
+                let part = told.start.max(at)..told.end.min(range.end);
+                at = at.max(part.end);
+                match found.last_mut() {
+                    _ if part.is_empty() => {}
+                    Some(last) if last.flags == flags => last.range.end = part.end,
+                    _ => found.push(ContextExtent { range: part, flags }),
+                }
+            }
+        }
+        Ok(found)
     }
 
-    /// The part of a change that is sent, and why it cannot be.
-    fn changeable(&self, operation: Operation, range: &Range<u64>) -> Result<(), StorageError> {
-        let minimum = u64::from(self.connection.agreed.minimum);
+    /// Why a range cannot be changed.
+    fn refusal(&self, operation: Operation, range: &Range<u64>) -> Option<StorageError> {
         let why = if self.read_only {
             io::Error::new(io::ErrorKind::PermissionDenied, "it is open read-only")
-        } else if range.end > self.size() {
+        } else if range.end > self.requests.size() {
             io::ErrorKind::StorageFull.into()
-        } else if !range.start.is_multiple_of(minimum) || !range.end.is_multiple_of(minimum) {
-            let why = format!("the server takes only multiples of {minimum} bytes");
-            io::Error::new(io::ErrorKind::InvalidInput, why)
         } else {
-            return Ok(());
+            return None;
         };
-        Err(self.failure(operation, range, why))
+        Some(self.requests.failure(operation, range, why))
     }
 
-    fn failure(&self, operation: Operation, range: &Range<u64>, why: io::Error) -> StorageError {
-        let length = range.end.saturating_sub(range.start);
-        StorageError::for_request(operation, &self.name, range.start, length, why)
+    /// Whether a range has parts of the server's units.
+    fn is_partial(&self, range: &Range<u64>) -> bool {
+        self.requests.around(range) != *range
     }
 
     /// Returns what the server tells about the bytes from `at` on, at least one, and no extent that begins at `end` or
     /// behind it, if it was told before; `None`: nothing.
-    fn told(&self, at: u64, end: u64) -> Result<Option<Vec<Extent>>, StorageError> {
-        let Some(context) = self.connection.agreed.context else { return Ok(None) };
+    fn told(&self, at: u64, end: u64) -> Result<Option<Vec<ContextExtent>>, StorageError> {
+        let Self { requests, read_only, .. } = self;
+        let Some(context) = requests.connection.agreed.context else { return Ok(None) };
         let mut known = self.known.lock();
         // They are in order, and without gaps.
         let first = known.partition_point(|extent| extent.range.end <= at);
@@ -152,93 +195,79 @@ impl NbdStorage {
             let wanted = known.iter().skip(first).take_while(|extent| extent.range.start < end);
             return Ok(Some(wanted.cloned().collect()));
         }
-        let minimum = u64::from(self.connection.agreed.minimum);
-        let begin = at - at % minimum;
-        // What is not written meanwhile is asked for once.
-        let wanted = if self.read_only { self.size() } else { end.next_multiple_of(minimum).min(self.size()) };
-        let request = NewRequest {
-            command: Command::BlockStatus,
-            flags: 0,
-            offset: begin,
-            length: (wanted - begin).min(PLAIN_MAX),
-            payload: IoVector::new(),
-            expected: Expected::Extents { context, found: Vec::new() },
-        };
-        let failure = |why| self.failure(Operation::Extents, &(begin..end), why);
-        let told = match self.connection.send(request).wait() {
+        let mut range = requests.around(&(at..end));
+        if *read_only {
+            // What is not written meanwhile is asked for once.
+            range.end = requests.size();
+        }
+        range.end = range.end.min(range.start.saturating_add(PLAIN_MAX));
+        let expected = Expected::Extents { context, found: Vec::new() };
+        let request = NewRequest { expected, ..NewRequest::plain(Command::BlockStatus, 0, &range) };
+        let failure = |why| requests.failure(Operation::Extents, &range, why);
+        let told = match requests.connection.send(request).wait() {
             Ok(Answer::Extents(told)) => told,
             Ok(Answer::Failed(number)) => return Err(failure(failed(number))),
             Ok(Answer::Done) => return Ok(None),
             Err(error) => return Err(failure(io::Error::other(error))),
         };
-        let mut from = begin;
+        let mut from = range.start;
         let mut extents = Vec::with_capacity(told.len());
         for (length, flags) in told {
-            let to = from.saturating_add(length).min(self.size());
-            extents.push(Extent::new(from..to, kind(flags)));
+            let to = from.saturating_add(length).min(requests.size());
+            if !to.is_multiple_of(requests.unit()) {
+                let why = "the server breaks the protocol: an extent is no whole unit";
+                return Err(failure(io::Error::new(io::ErrorKind::InvalidData, why)));
+            }
+            extents.push(ContextExtent { range: from..to, flags });
             from = to;
         }
         extents.retain(|extent| extent.range.end > at);
-        if self.read_only {
+        if *read_only {
             known.clone_from(&extents);
         }
         Ok(Some(extents).filter(|extents| !extents.is_empty()))
     }
 
-    /// Sends requests for all pieces of a range, and waits for all of them.
-    fn send(
-        &self,
-        operation: Operation,
-        range: Range<u64>,
-        pieces: impl IntoIterator<Item = NewRequest, IntoIter: Send> + Send + 'static,
-    ) -> Request {
-        let (connection, name) = (Arc::clone(&self.connection), Arc::clone(&self.name));
-        Box::pin(async move {
-            // All are in flight before the first is waited for.
-            let sent: Vec<_> = pieces.into_iter().map(|piece| Waiting(connection.send(piece))).collect();
-            let mut outcome = Ok(());
-            for waiting in sent {
-                outcome = outcome.and(done(waiting.await));
-            }
-            let length = range.end.saturating_sub(range.start);
-            outcome.map_err(|why| StorageError::for_request(operation, &name, range.start, length, why))
-        })
+    /// Carries out a change in the order that parts of units need.
+    fn in_units(&self, range: Range<u64>, is_partial: bool, change: Request) -> Request {
+        let Some(locks) = &self.locks else { return change };
+        let around = self.requests.around(&range);
+        let units = around.start / self.requests.unit()..around.end / self.requests.unit();
+        Box::pin(Arc::clone(locks).write(units, is_partial, change))
     }
 
-    /// A request without a payload, in pieces.
-    fn plain(&self, operation: Operation, command: Command, flags: u16, range: Range<u64>) -> Request {
-        let request = move |piece: Range<u64>| NewRequest {
-            command,
-            flags,
-            offset: piece.start,
-            length: piece.end - piece.start,
-            payload: IoVector::new(),
-            expected: Expected::Outcome,
-        };
-        self.send(operation, range.clone(), pieces(range, PLAIN_MAX).map(request))
-    }
-
-    fn write_pieces(&self, operation: Operation, offset: u64, from: IoVector) -> Request {
+    fn write_range(&self, operation: Operation, offset: u64, from: IoVector) -> Request {
         let range = offset..offset.saturating_add(from.len() as u64);
-        let request = move |piece: Range<u64>| {
-            let begin = to_usize(piece.start - offset);
-            let length = to_usize(piece.end - piece.start);
-            NewRequest {
-                command: Command::Write,
-                flags: 0,
-                offset: piece.start,
-                length: length as u64,
-                payload: from.slice(begin..begin + length),
-                expected: Expected::Outcome,
+        if let Some(error) = self.refusal(operation, &range) {
+            return Box::pin(std::future::ready(Err(error)));
+        }
+        if !self.is_partial(&range) {
+            return self.in_units(range, false, self.requests.write(operation, offset, from));
+        }
+        let (requests, outer) = (self.requests.clone(), self.requests.around(&range));
+        let (start, inner) = (outer.start, range.clone());
+        let change = Box::pin(async move {
+            let [head, tail] = [outer.start..inner.start, inner.end..outer.end];
+            let mut all = IoVector::new();
+            let rest = [head, tail].map(|part| (Buffer::zeroed(to_usize(part.end - part.start)), part));
+            for (buffer, part) in &rest {
+                if !part.is_empty() {
+                    requests.read(part.clone(), buffer.clone().into()).await?;
+                }
             }
-        };
-        self.send(operation, range.clone(), pieces(range, self.connection.agreed.payload.into()).map(request))
+            let [(head, _), (tail, _)] = rest;
+            all.push(head);
+            all.append(from);
+            all.push(tail);
+            requests.write(operation, start, all).await
+        });
+        self.in_units(range, true, change)
     }
 }
 
 impl Drop for NbdStorage {
     fn drop(&mut self) {
-        self.connection.close();
+        self.requests.connection.close();
     }
 }
 
@@ -249,40 +278,17 @@ fn connect(address: &NbdAddress, options: &ConnectOptions) -> Result<Arc<Connect
     let channel = Channel::connect(&address.server, &settings)?;
     let agreed = Handshake::new(&channel, options.connect_timeout).run(&address.export, &options.context)?;
     channel.set_timeouts(Some(options.timeout), Some(options.timeout))?;
+    channel.set_keep_alive(options.timeout)?;
     Ok(Connection::new(channel, agreed))
-}
-
-/// Cuts a range into pieces, at multiples of `most` from its start.
-fn pieces(range: Range<u64>, most: u64) -> impl Iterator<Item = Range<u64>> + Send {
-    let mut at = range.start;
-    std::iter::from_fn(move || {
-        let piece = at..range.end.min(at.saturating_add(most));
-        at = piece.end;
-        (!piece.is_empty()).then_some(piece)
-    })
-}
-
-fn done(outcome: Result<Answer, Arc<NbdError>>) -> io::Result<()> {
-    match outcome {
-        Ok(Answer::Done | Answer::Extents(_)) => Ok(()),
-        Ok(Answer::Failed(number)) => Err(failed(number)),
-        Err(error) => Err(io::Error::other(error)),
-    }
-}
-
-/// The error of a request. The protocol's numbers are Linux's.
-fn failed(number: u32) -> io::Error {
-    let known = ErrorCode::from_repr(number).unwrap_or(ErrorCode::Io);
-    io::Error::from_raw_os_error(i32::try_from(known.number()).unwrap_or(libc::EIO))
 }
 
 impl Storage for NbdStorage {
     fn name(&self) -> &Arc<str> {
-        &self.name
+        &self.requests.name
     }
 
     fn length(&self) -> Result<u64, StorageError> {
-        Ok(self.size())
+        Ok(self.requests.size())
     }
 
     fn is_read_only(&self) -> bool {
@@ -290,138 +296,119 @@ impl Storage for NbdStorage {
     }
 
     fn alignment(&self) -> Alignment {
-        Alignment::new(self.connection.agreed.minimum, 1)
+        Alignment::new(self.requests.connection.agreed.minimum, 1)
     }
 
     fn read(&self, offset: u64, into: IoVector) -> Request {
-        let inside = to_usize(self.size().saturating_sub(offset).min(into.len() as u64));
+        let inside = to_usize(self.requests.size().saturating_sub(offset).min(into.len() as u64));
         into.slice(inside..into.len()).buffers().iter().for_each(Buffer::clear);
-        let range = offset..offset + inside as u64;
-        if range.is_empty() {
+        if inside == 0 {
             return Box::pin(std::future::ready(Ok(())));
         }
-        // Whole units: what is read in addition goes to buffers of its own.
-        let minimum = u64::from(self.connection.agreed.minimum);
-        let outer = range.start - range.start % minimum..range.end.next_multiple_of(minimum);
-        let mut all = IoVector::from(Buffer::zeroed(to_usize(range.start - outer.start)));
-        all.append(into.slice(0..inside));
-        all.push(Buffer::zeroed(to_usize(outer.end - range.end)));
-        let begin = outer.start;
-        let request = move |piece: Range<u64>| NewRequest {
-            command: Command::Read,
-            flags: 0,
-            offset: piece.start,
-            length: piece.end - piece.start,
-            payload: IoVector::new(),
-            expected: Expected::bytes(
-                piece.start,
-                all.slice(to_usize(piece.start - begin)..to_usize(piece.end - begin)),
-            ),
-        };
-        self.send(Operation::Read, range, pieces(outer, self.connection.agreed.payload.into()).map(request))
+        self.requests.read(offset..offset + inside as u64, into.slice(0..inside))
     }
 
     fn write(&self, offset: u64, from: IoVector) -> Request {
-        let range = offset..offset.saturating_add(from.len() as u64);
-        if let Err(error) = self.changeable(Operation::Write, &range) {
-            return Box::pin(std::future::ready(Err(error)));
-        }
-        self.write_pieces(Operation::Write, offset, from)
+        self.write_range(Operation::Write, offset, from)
     }
 
     fn write_zeroes(&self, range: Range<u64>, how: ZeroOptions) -> Request {
         let operation = Operation::WriteZeroes;
-        if let Err(error) = self.changeable(operation, &range) {
+        if let Some(error) = self.refusal(operation, &range) {
             return Box::pin(std::future::ready(Err(error)));
         }
+        let requests = &self.requests;
         let fast = if how.only_fast { transmission::SEND_FAST_ZERO } else { 0 };
-        if self.has(transmission::SEND_WRITE_ZEROES | fast) {
+        let is_command = requests.has(transmission::SEND_WRITE_ZEROES | fast);
+        if how.only_fast && (!is_command || self.is_partial(&range)) {
+            let error = requests.failure(operation, &range, io::ErrorKind::Unsupported.into());
+            return Box::pin(std::future::ready(Err(error)));
+        }
+        // The parts of units at both ends are written.
+        let unit = requests.unit();
+        let middle = range.start.next_multiple_of(unit).min(range.end)..range.end - range.end % unit;
+        if middle.is_empty() {
+            let zeros = Buffer::zeroed(to_usize(range.end.saturating_sub(range.start)));
+            return self.write_range(operation, range.start, zeros.into());
+        }
+        let ends = [range.start..middle.start, middle.end..range.end].map(|part| {
+            (!part.is_empty()).then(|| {
+                self.write_range(operation, part.start, Buffer::zeroed(to_usize(part.end - part.start)).into())
+            })
+        });
+        let change = if is_command {
             let hole = if how.unmap { 0 } else { flag::NO_HOLE };
             let fast = if how.only_fast { flag::FAST_ZERO } else { 0 };
-            return self.plain(operation, Command::WriteZeroes, hole | fast, range);
+            requests.change(operation, Command::WriteZeroes, hole | fast, middle.clone())
+        } else {
+            requests.write_zeros(operation, middle.clone())
+        };
+        let change = self.in_units(middle, false, change);
+        if ends.iter().all(Option::is_none) {
+            return change;
         }
-        if how.only_fast {
-            let error = self.failure(operation, &range, io::ErrorKind::Unsupported.into());
-            return Box::pin(std::future::ready(Err(error)));
-        }
-        // One after the other: each piece sends the same buffer.
-        let zeros = Buffer::zeroed(to_usize((range.end - range.start).min(self.connection.agreed.payload.into())));
-        let writes: Vec<_> = pieces(range, zeros.len().max(1) as u64)
-            .map(|piece| {
-                let part = zeros.slice(0..to_usize(piece.end - piece.start));
-                self.write_pieces(operation, piece.start, part.into())
-            })
-            .collect();
         Box::pin(async move {
-            for write in writes {
-                write.await?;
+            for end in ends.into_iter().flatten() {
+                end.await?;
             }
-            Ok(())
+            change.await
         })
     }
 
     fn discard(&self, range: Range<u64>) -> Request {
-        let range = range.start..range.end.min(self.size());
-        let minimum = u64::from(self.connection.agreed.minimum);
-        let range = range.start.next_multiple_of(minimum)..range.end - range.end % minimum;
-        if range.is_empty() || !self.has(transmission::SEND_TRIM) {
+        let unit = self.requests.unit();
+        let end = range.end.min(self.requests.size());
+        let range = range.start.next_multiple_of(unit)..end - end % unit;
+        if range.is_empty() || !self.requests.has(transmission::SEND_TRIM) {
             return Box::pin(std::future::ready(Ok(())));
         }
-        if let Err(error) = self.changeable(Operation::Discard, &range) {
+        if let Some(error) = self.refusal(Operation::Discard, &range) {
             return Box::pin(std::future::ready(Err(error)));
         }
-        self.plain(Operation::Discard, Command::Trim, 0, range)
+        self.in_units(range.clone(), false, self.requests.change(Operation::Discard, Command::Trim, 0, range))
     }
 
     fn flush(&self) -> Request {
-        if self.read_only || !self.has(transmission::SEND_FLUSH) {
+        if self.read_only {
             return Box::pin(std::future::ready(Ok(())));
         }
-        let (connection, name) = (Arc::clone(&self.connection), Arc::clone(&self.name));
+        let flush = self.requests.flush();
+        let Some(locks) = self.locks.clone() else { return flush };
         Box::pin(async move {
-            let flush = NewRequest {
-                command: Command::Flush,
-                flags: 0,
-                offset: 0,
-                length: 0,
-                payload: IoVector::new(),
-                expected: Expected::Outcome,
-            };
-            let outcome = Waiting(connection.send(flush)).await;
-            done(outcome).map_err(|why| StorageError::for_storage(Operation::Flush, &name, why))
+            locks.finish().await;
+            flush.await
         })
     }
 
     fn set_len(&self, len: u64) -> Request {
         let why = io::Error::new(io::ErrorKind::Unsupported, "the length of an export is fixed");
-        let failed = StorageError::for_storage(Operation::SetLength, &self.name, why);
-        Box::pin(std::future::ready(if len == self.size() { Ok(()) } else { Err(failed) }))
+        let failed = StorageError::for_storage(Operation::SetLength, self.name(), why);
+        Box::pin(std::future::ready(if len == self.requests.size() { Ok(()) } else { Err(failed) }))
     }
 
+    /// The protocol has no command for it.
     fn allocate(&self, range: Range<u64>) -> Request {
-        let inside = range.is_empty() || range.end <= self.size();
-        let failed = || self.failure(Operation::Allocate, &range, io::ErrorKind::StorageFull.into());
-        Box::pin(std::future::ready(if inside { Ok(()) } else { Err(failed()) }))
+        let why = io::Error::new(io::ErrorKind::Unsupported, "space of an export cannot be reserved");
+        let failed = self.requests.failure(Operation::Allocate, &range, why);
+        Box::pin(std::future::ready(if range.is_empty() { Ok(()) } else { Err(failed) }))
     }
 
     fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>, StorageError> {
-        let end = self.size().min(range.end);
+        let end = self.requests.size().min(range.end);
         let mut found: Vec<Extent> = Vec::new();
         let mut push = |range: Range<u64>, kind| match found.last_mut() {
             _ if range.is_empty() => {}
             Some(last) if last.kind == kind => last.range.end = range.end,
             _ => found.push(Extent::new(range, kind)),
         };
-        let mut at = range.start;
-        while at < end {
-            let Some(told) = self.told(at, end)? else { break };
-            for extent in told {
-                let part = extent.range.start.max(at)..extent.range.end.min(end);
-                at = at.max(part.end);
-                push(part, extent.kind);
+        let inside = range.start.min(end)..end;
+        if self.context == allocation::NAME && self.requests.connection.agreed.context.is_some() {
+            for ContextExtent { range, flags } in self.context_extents(inside)? {
+                push(range, kind(flags));
             }
+        } else {
+            push(inside, ExtentKind::Data);
         }
-        push(at..end.max(at), ExtentKind::Data);
         push(end.max(range.start)..range.end, ExtentKind::Hole);
         Ok(found)
     }

@@ -15,6 +15,8 @@ use crate::protocol::{split_u16, split_u32, split_u64};
 const LIST_MAX: u64 = 8 + (16 << 17);
 /// The longest payload of an error, in bytes: its numbers and a string.
 const ERROR_MAX: u64 = 14 + u16::MAX as u64;
+/// The most errors of a request.
+const ERRORS_MAX: u32 = 1024;
 /// The most pieces of a read's bytes that are not beside each other.
 const PIECES_MAX: usize = 4096;
 
@@ -50,6 +52,7 @@ pub(super) struct Reply {
     expected: Expected,
     /// The first error.
     error: Option<u32>,
+    errors: u32,
 }
 
 /// The result of a complete reply.
@@ -65,7 +68,7 @@ pub(super) enum Answer {
 
 impl Reply {
     pub(super) const fn new(expected: Expected) -> Self {
-        Self { expected, error: None }
+        Self { expected, error: None, errors: 0 }
     }
 
     /// Returns what a simple reply is followed by, if it has no error.
@@ -86,11 +89,12 @@ impl Reply {
     }
 
     /// Returns what follows the header of a chunk of this kind and length.
-    pub(super) fn chunk(&self, kind: u16, length: u64) -> Result<Payload, &'static str> {
+    pub(super) fn chunk(&self, kind: u16, length: u64, is_last: bool) -> Result<Payload, &'static str> {
         let list =
             |most: u64| if length <= most { Ok(Payload::List(to_usize(length))) } else { Err("a chunk is too long") };
         match (Chunk::from_repr(kind), &self.expected) {
-            (Some(Chunk::None), _) => list(0),
+            (Some(Chunk::None), _) if is_last => list(0),
+            (Some(Chunk::None), _) => Err("a chunk without contents is not the last one"),
             (Some(Chunk::OffsetData), Expected::Bytes { into, .. }) => match length.checked_sub(8) {
                 None | Some(0) => Err("a chunk is too short"),
                 Some(data) if data > into.len() as u64 => Err("a chunk is too long"),
@@ -144,7 +148,8 @@ impl Reply {
                     return Err("an error has the number of success");
                 }
                 self.error.get_or_insert(error);
-                Ok(())
+                self.errors += 1;
+                if self.errors > ERRORS_MAX { Err("a request has too many errors") } else { Ok(()) }
             }
         }
     }
@@ -257,16 +262,18 @@ mod tests {
 
     #[test]
     fn chunks_are_checked_before_their_bytes_are_received() {
-        assert!(matches!(read(100).chunk(DATA, 108), Ok(Payload::Data(100))));
+        assert!(matches!(read(100).chunk(DATA, 108, true), Ok(Payload::Data(100))));
         for length in [0, 8, 109, u64::MAX] {
-            assert!(read(100).chunk(DATA, length).is_err(), "{length}");
-            assert!(extents().chunk(DATA, length).is_err());
+            assert!(read(100).chunk(DATA, length, true).is_err(), "{length}");
+            assert!(extents().chunk(DATA, length, true).is_err());
         }
-        assert!(extents().chunk(Chunk::BlockStatus as u16, LIST_MAX + 1).is_err());
-        assert!(read(100).chunk(Chunk::BlockStatus as u16, 12).is_err());
-        assert!(read(100).chunk(0x8765, ERROR_MAX).is_ok());
-        assert!(read(100).chunk(ERROR, ERROR_MAX + 1).is_err());
-        assert!(read(100).chunk(3, 0).is_err());
+        assert!(extents().chunk(Chunk::BlockStatus as u16, LIST_MAX + 1, true).is_err());
+        assert!(read(100).chunk(Chunk::BlockStatus as u16, 12, true).is_err());
+        assert!(read(100).chunk(0x8765, ERROR_MAX, true).is_ok());
+        assert!(read(100).chunk(ERROR, ERROR_MAX + 1, true).is_err());
+        assert!(read(100).chunk(3, 0, true).is_err());
+        assert!(read(100).chunk(Chunk::None as u16, 0, true).is_ok());
+        assert!(read(100).chunk(Chunk::None as u16, 0, false).is_err());
     }
 
     #[test]
@@ -277,6 +284,13 @@ mod tests {
         assert_eq!(reply.complete(), Ok(Answer::Failed(28)));
         assert!(read(1).take(ERROR, &[0, 0, 0, 0, 0, 0]).is_err());
         assert!(read(1).take(ERROR, &[0, 0, 0, 1]).is_err());
+    }
+
+    #[test]
+    fn errors_of_a_request_are_bounded() {
+        let mut reply = read(100);
+        let failed = (0..=ERRORS_MAX).position(|_| reply.take(ERROR, &[0, 0, 0, 28, 0, 0]).is_err());
+        assert_eq!(failed, Some(1024));
     }
 
     #[test]
@@ -303,12 +317,12 @@ mod tests {
     proptest! {
         #[test]
         fn no_chunks_make_it_panic_or_write_outside(
-            chunks in prop::collection::vec((prop_oneof![0..7_u16, 0x8000..0x8003_u16], prop::collection::vec(any::<u8>(), 0..40), 990..1110_u64, 0..20_usize), 0..20),
+            chunks in prop::collection::vec((prop_oneof![0..7_u16, 0x8000..0x8003_u16], prop::collection::vec(any::<u8>(), 0..40), 990..1110_u64, 0..20_usize, any::<bool>()), 0..20),
             of_extents: bool,
         ) {
             let mut reply = if of_extents { extents() } else { read(100) };
-            for (kind, payload, at, length) in chunks {
-                match reply.chunk(kind, payload.len() as u64) {
+            for (kind, payload, at, length, is_last) in chunks {
+                match reply.chunk(kind, payload.len() as u64, is_last) {
                     Ok(Payload::List(_)) => {
                         let _ = reply.take(kind, &payload);
                     }

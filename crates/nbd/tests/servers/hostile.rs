@@ -1,127 +1,18 @@
 //! Servers that lie, break off, or say nothing: every request ends, with one reason.
 
 use std::io::{Read as _, Write as _};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
-use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use limosa_channel::Uri;
+use limosa_nbd::NbdStorage;
+use limosa_nbd::protocol::Headers;
 use limosa_nbd::protocol::error::ErrorCode;
-use limosa_nbd::protocol::handshake::{OptionCode, OptionReply, greeting, push_option_reply};
+use limosa_nbd::protocol::handshake::{OptionReply, greeting, push_option_reply};
 use limosa_nbd::protocol::reply::Subject;
-use limosa_nbd::protocol::{Headers, MAX_PAYLOAD};
-use limosa_nbd::{ConnectOptions, NbdAddress, NbdStorage};
-use limosa_storage::{Buffer, Storage as _, StorageError, ZeroOptions, block_on};
+use limosa_storage::{Buffer, Storage as _, ZeroOptions, block_on};
 use proptest::prelude::*;
-use tempfile::TempDir;
 
-const SIZE: u64 = 1 << 20;
-const SOON: Duration = Duration::from_secs(20);
-/// Flags, flush, zeros, trim.
-const FLAGS: u16 = 0x65;
-
-/// The reply to a request with this cookie.
-type Replies = Box<dyn Fn(u64) -> Vec<u8> + Send>;
-
-/// A server of one client.
-struct Liar {
-    folder: TempDir,
-    serving: Option<JoinHandle<()>>,
-}
-
-impl Liar {
-    fn new(serve: impl FnOnce(UnixStream) + Send + 'static) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let listener = UnixListener::bind(folder.path().join("s")).unwrap();
-        let serving = thread::spawn(move || serve(listener.accept().unwrap().0));
-        Self { folder, serving: Some(serving) }
-    }
-
-    /// One that agrees on these headers, and then does this with each request.
-    fn agreeing(headers: Headers, replies: impl Fn(u64) -> Vec<u8> + Send + 'static) -> Self {
-        Self::new(move |mut stream| {
-            agree(&mut stream, headers, export(SIZE, FLAGS));
-            while let Some(cookie) = request(&mut stream, headers) {
-                if stream.write_all(&replies(cookie)).is_err() {
-                    break;
-                }
-            }
-        })
-    }
-
-    fn connect(&self) -> Result<Arc<NbdStorage>, StorageError> {
-        self.connect_within(Duration::from_secs(5))
-    }
-
-    fn connect_within(&self, time: Duration) -> Result<Arc<NbdStorage>, StorageError> {
-        let address = NbdAddress::new(Uri::Unix(self.folder.path().join("s")), "disk");
-        NbdStorage::connect(&address, &ConnectOptions::default().timeouts(time, time))
-    }
-}
-
-impl Drop for Liar {
-    fn drop(&mut self) {
-        // One that was never asked still listens.
-        let _ = UnixStream::connect(Path::new(&self.folder.path().join("s")));
-        if let Some(serving) = self.serving.take() {
-            let _ = serving.join();
-        }
-    }
-}
-
-fn export(size: u64, flags: u16) -> Vec<u8> {
-    [&0_u16.to_be_bytes()[..], &size.to_be_bytes(), &flags.to_be_bytes()].concat()
-}
-
-/// Receives an option. Returns its number.
-fn option(stream: &mut UnixStream) -> Option<u32> {
-    let mut header = [0; 16];
-    stream.read_exact(&mut header).ok()?;
-    let number = |at: usize| u32::from_be_bytes(header[at..at + 4].try_into().unwrap());
-    stream.read_exact(&mut vec![0; usize::try_from(number(12)).unwrap()]).ok()?;
-    Some(number(8))
-}
-
-/// The handshake of an honest server, whose export has this description.
-fn agree(stream: &mut UnixStream, headers: Headers, description: Vec<u8>) {
-    stream.write_all(&greeting()).unwrap();
-    stream.read_exact(&mut [0; 4]).unwrap();
-    while let Some(number) = option(stream) {
-        let mut bytes = Vec::new();
-        let has = match OptionCode::from_repr(number) {
-            Some(OptionCode::ExtendedHeaders) => headers == Headers::Extended,
-            Some(OptionCode::StructuredReply) => headers == Headers::Structured,
-            Some(OptionCode::SetMetaContext) => {
-                let context = [&9_u32.to_be_bytes()[..], b"base:allocation"].concat();
-                push_option_reply(&mut bytes, number, OptionReply::MetaContext, &context);
-                true
-            }
-            _ => true,
-        };
-        let go = number == OptionCode::Go as u32;
-        if go {
-            push_option_reply(&mut bytes, number, OptionReply::Info, &description);
-        }
-        push_option_reply(&mut bytes, number, if has { OptionReply::Ack } else { OptionReply::Unsupported }, b"");
-        if stream.write_all(&bytes).is_err() || go {
-            return;
-        }
-    }
-}
-
-/// Receives a request without a payload. Returns its cookie; `None`: it is the farewell, or nothing.
-fn request(stream: &mut UnixStream, headers: Headers) -> Option<u64> {
-    let mut header = vec![0; headers.request_len()];
-    stream.read_exact(&mut header).ok()?;
-    let is_farewell = header[6..8] == [0, 2];
-    (!is_farewell).then(|| u64::from_be_bytes(header[8..16].try_into().unwrap()))
-}
-
-fn subject(headers: Headers, cookie: u64) -> Subject {
-    Subject { headers, cookie, offset: 0 }
-}
+use crate::bed::{FLAGS, Liar, Replies, SIZE, SOON, agree, export, option, request, subject};
 
 /// Reads 4096 bytes at 0. Returns why it failed.
 fn read(disk: &NbdStorage) -> Result<Vec<u8>, String> {
@@ -276,47 +167,6 @@ fn a_handshake_that_drips_has_its_time() {
     let begun = Instant::now();
     assert!(dripping.connect_within(Duration::from_millis(400)).is_err());
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
-}
-
-#[test]
-fn long_requests_are_cut_into_what_the_server_takes() {
-    let sizes =
-        [&3_u16.to_be_bytes()[..], &512_u32.to_be_bytes(), &4096_u32.to_be_bytes(), &8192_u32.to_be_bytes()].concat();
-    let server = Liar::new(move |mut stream| {
-        stream.write_all(&greeting()).unwrap();
-        stream.read_exact(&mut [0; 4]).unwrap();
-        while let Some(number) = option(&mut stream) {
-            let mut bytes = Vec::new();
-            let go = number == OptionCode::Go as u32;
-            if go {
-                push_option_reply(&mut bytes, number, OptionReply::Info, &export(SIZE, FLAGS));
-                push_option_reply(&mut bytes, number, OptionReply::Info, &sizes);
-            }
-            push_option_reply(&mut bytes, number, if go { OptionReply::Ack } else { OptionReply::Unsupported }, b"");
-            stream.write_all(&bytes).unwrap();
-            if go {
-                break;
-            }
-        }
-        let mut header = [0; 28];
-        while stream.read_exact(&mut header).is_ok() && header[6..8] != [0, 2] {
-            let number = |at: usize| u32::from_be_bytes(header[at..at + 4].try_into().unwrap());
-            let (at, length) = (number(20), usize::try_from(number(24)).unwrap());
-            assert!(length <= 8192 && length % 512 == 0 && at % 512 == 0, "{length} at {at}");
-            let cookie = u64::from_be_bytes(header[8..16].try_into().unwrap());
-            let place = |byte: usize| u8::try_from((usize::try_from(at).unwrap() + byte) / 1024).unwrap();
-            let data: Vec<u8> = (0..length).map(place).collect();
-            stream.write_all(&[subject(Headers::Simple, cookie).done().as_bytes(), &data].concat()).unwrap();
-        }
-    });
-    let disk = server.connect().unwrap();
-    let found = Buffer::zeroed(60_000);
-    block_on(disk.read(1000, found.clone().into())).unwrap();
-    let expected: Vec<u8> = (1000..61_000_usize).map(|at| u8::try_from(at / 1024).unwrap()).collect();
-    assert_eq!(found.to_vec(), expected);
-    let unaligned = block_on(disk.write(1000, Buffer::zeroed(512).into())).unwrap_err();
-    assert!(unaligned.source.to_string().contains("multiples of 512"), "{}", unaligned.source);
-    assert!(u64::from(MAX_PAYLOAD) > 8192);
 }
 
 proptest! {
