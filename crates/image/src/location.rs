@@ -1,12 +1,13 @@
 //! Where the bytes of an image are: in a file, at an NBD server, or nowhere.
 
 use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use limosa_channel::Uri;
 use limosa_nbd::{ConnectOptions, NbdAddress, NbdStorage};
-use limosa_storage::{FileOptions, FileStorage, NullStorage, Storage, StorageError};
+use limosa_storage::{FileIdentity, FileOptions, FileStorage, NullStorage, Storage, StorageError};
 use serde_json::{Value, json};
 
 /// The length of a disk without contents, unless another is given: QEMU's.
@@ -34,7 +35,40 @@ pub enum Location {
     },
 }
 
+/// The identity of bytes, regardless of the name that leads to them. One export may still have several: of two names of
+/// a host or of an export only the server knows that they are one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Identity {
+    File(FileIdentity),
+    /// A server, and its export.
+    Export(Server, String),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Server {
+    /// The file of its socket.
+    Socket(FileIdentity),
+    Other(Uri),
+}
+
 impl Location {
+    /// Returns its identity; `None`: it has no bytes, or not yet.
+    pub(crate) fn identity(&self) -> Option<Identity> {
+        let of = |path: &Path| fs::metadata(path).ok().map(|metadata| FileIdentity::of(&metadata));
+        match self {
+            Self::File(path) => of(path).map(Identity::File),
+            Self::Nbd { address, .. } => {
+                let socket = match &address.server {
+                    Uri::Unix(path) => of(path).map(Server::Socket),
+                    _ => None,
+                };
+                let server = socket.unwrap_or_else(|| Server::Other(address.server.clone()));
+                Some(Identity::Export(server, address.export.clone()))
+            }
+            Self::Null { .. } => None,
+        }
+    }
+
     /// Returns the path of a file.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
@@ -44,12 +78,14 @@ impl Location {
         }
     }
 
-    /// Opens it. Only files have locks and cache modes.
+    /// Opens it. Only files have locks and a page cache. An export is flushed in every cache mode: what its server
+    /// keeps in memory would be lost with that, not only with this machine's power.
     pub(crate) fn open(&self, options: &FileOptions) -> Result<Arc<dyn Storage>, StorageError> {
         Ok(match self {
             Self::File(path) => FileStorage::open(path, options)?,
             Self::Nbd { address, context } => {
-                let mut connect = ConnectOptions::default().read_only(options.read_only);
+                let mut connect =
+                    ConnectOptions::default().read_only(options.read_only).synchronous(options.cache.is_synchronous());
                 if let Some(context) = context {
                     connect = connect.context(context);
                 }
@@ -146,5 +182,23 @@ mod tests {
             let by_name = location.plain_name().map(|name| Reference::from_name(name).unwrap().location);
             assert_eq!(by_name, is_plain.then_some(location));
         }
+    }
+
+    #[test]
+    fn names_of_the_same_bytes_have_one_identity() {
+        let folder = tempfile::tempdir().unwrap();
+        let (socket, link) = (folder.path().join("s"), folder.path().join("l"));
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        std::os::unix::fs::symlink(&socket, &link).unwrap();
+        let of = |path: &Path, export: &str| {
+            let address = NbdAddress::new(Uri::Unix(path.into()), export);
+            Location::Nbd { address, context: None }.identity().unwrap()
+        };
+        assert_eq!(of(&socket, "e"), of(&link, "e"));
+        assert_ne!(of(&socket, "e"), of(&socket, "f"));
+        assert_ne!(of(&folder.path().join("none"), "e"), of(&socket, "e"));
+        assert_eq!(Location::from(socket).identity(), Location::from(link).identity());
+        assert_eq!(Location::from(folder.path().join("none")).identity(), None);
+        assert_eq!(Location::Null { size: 1, zeroes: false }.identity(), None);
     }
 }

@@ -111,7 +111,8 @@ impl NewImage {
             image: self.location.to_string().into(),
             what: error.to_string(),
         })?;
-        Ok(Some(NewBacking { reference: Reference::from_image(name, &self.location)?, format }))
+        let reference = Reference::from_image(name, &self.location)?;
+        Ok(Some(NewBacking { reference, format, overlay: self.location.clone() }))
     }
 
     /// Returns the reference by which the image is opened after it was created: to the files that the caller named, and
@@ -121,7 +122,7 @@ impl NewImage {
     /// The name or the format of its backing file is not supported, or its data file's name.
     pub fn reference(&self) -> Result<Reference, ImageError> {
         let backing = match self.backing()? {
-            Some(NewBacking { mut reference, format }) => {
+            Some(NewBacking { mut reference, format, .. }) => {
                 reference.format = reference.format.or(format);
                 BackingOverride::Other(Box::new(reference))
             }
@@ -155,6 +156,12 @@ impl NewImage {
             NewImageFormat::Qcow2(options) => {
                 // Before anything is overwritten.
                 options.check().map_err(|source| ImageError::options(self.location.to_string(), source))?;
+                let own = self.location.identity();
+                if own.is_some() && self.backing()?.is_some_and(|backing| backing.reference.location.identity() == own)
+                {
+                    let what = "it cannot be its own backing file".to_owned();
+                    return Err(ImageError::Unsupported { image: self.location.to_string().into(), what });
+                }
                 let data_file = self.data_file()?.map(|path| files.create(&path, self.cache)).transpose()?;
                 let file = self.open(&mut files)?;
                 let data_file = data_file.as_ref().map(|data_file| &**data_file as &dyn Storage);
@@ -257,17 +264,24 @@ impl Drop for CreatedFiles<'_> {
 pub struct NewBacking {
     reference: Reference,
     format: Option<Format>,
+    /// The new image.
+    overlay: Location,
 }
 
 impl NewBacking {
     /// Opens it, read-only, and returns its length in bytes.
     ///
     /// # Errors
-    /// It cannot be opened.
+    /// It cannot be opened; [`ImageError::Unsupported`]: the new image is itself in the chain, and would be lost.
     pub async fn length(&self, options: &OpenOptions) -> Result<u64, ImageError> {
         let options = OpenOptions { format: self.format, read_only: true, ..options.clone() };
         // All of the chain, but without its contents: those may be encrypted, and nobody has to know the secret yet.
         let chain = chain::files(&self.reference, &options).await?;
+        let overlay = self.overlay.identity();
+        if overlay.is_some() && chain.iter().any(|file| file.identity() == overlay) {
+            let what = "it would be part of its own backing chain".to_owned();
+            return Err(ImageError::Unsupported { image: self.overlay.to_string().into(), what });
+        }
         let first = chain.first().ok_or_else(|| broken_invariant("a chain has a first image"))?;
         Ok(ImageInfo::of(first).await?.virtual_size)
     }

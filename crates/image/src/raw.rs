@@ -249,7 +249,8 @@ setters!(CreateOptions { size: u64, preallocation: Preallocation });
 /// Creates a raw image in `file`, whose contents are lost. A block device must be large enough, and keeps its contents.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`]: a device is too small, or metadata are preallocated; errors of the storage.
+/// [`ImageError::Unsupported`]: a device is too small, or has to be preallocated; metadata are preallocated; errors of
+/// the storage.
 pub async fn create(file: &dyn Storage, options: &CreateOptions) -> Result<(), ImageError> {
     let CreateOptions { size, preallocation } = *options;
     let unsupported = |what: String| ImageError::Unsupported { image: Arc::clone(file.name()), what };
@@ -263,6 +264,10 @@ pub async fn create(file: &dyn Storage, options: &CreateOptions) -> Result<(), I
             reserve(file, 0..size, preallocation).await?;
         }
         // Its length is its own.
+        Err(_) if file.length()? >= size && preallocation != Preallocation::Off => {
+            let what = format!("preallocation={preallocation}: its length is fixed; preallocation must be off");
+            return Err(unsupported(what));
+        }
         Err(_) if file.length()? >= size => {}
         Err(error) => return Err(error.into()),
     }

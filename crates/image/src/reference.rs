@@ -349,7 +349,7 @@ impl Options {
             None | Some("file" | "host_device") => {}
             Some("nbd") => return self.nbd(node, settings),
             Some("null-co" | "null-aio") => {
-                self.settings(node, settings)?;
+                self.common_settings(node, settings)?;
                 let size = self.take_number(node, "size")?.unwrap_or(NULL_SIZE);
                 let zeroes = self.take_on(node, "read-zeroes")?.unwrap_or_default();
                 // How long a request takes is not imitated.
@@ -365,7 +365,7 @@ impl Options {
 
     /// An export of an NBD server: `server` or QEMU's older options for it, `export`.
     fn nbd(&mut self, node: &str, settings: &mut Settings) -> Result<Location, String> {
-        self.settings(node, settings)?;
+        self.common_settings(node, settings)?;
         let fault = |error: AddressError| format!("{node}driver=nbd: {error}");
         let (new, old) = (format!("{node}server."), node.to_owned());
         let kind = self.take(&new, "type")?;
@@ -400,10 +400,16 @@ impl Options {
         }
     }
 
-    fn settings(&mut self, node: &str, settings: &mut Settings) -> Result<(), String> {
+    /// Settings of what is no file. Past a page cache (`cache.direct`) is where it always is.
+    fn common_settings(&mut self, node: &str, settings: &mut Settings) -> Result<(), String> {
         settings.read_only |= self.take_on(node, "read-only")?.unwrap_or_default();
         settings.direct = self.take_on(node, "cache.direct")?.or(settings.direct);
         settings.no_flush = self.take_on(node, "cache.no-flush")?.or(settings.no_flush);
+        Ok(())
+    }
+
+    fn settings(&mut self, node: &str, settings: &mut Settings) -> Result<(), String> {
+        self.common_settings(node, settings)?;
         match self.take(node, "locking")?.as_deref() {
             None | Some("auto" | "on") => {}
             Some("off") => settings.unlocked = true,
@@ -448,6 +454,11 @@ impl Options {
             return Err(format!("{node}offset and {node}size are for {node}driver=raw"));
         }
         image.offset = offset.unwrap_or(0);
+        if let Location::Nbd { context: Some(_), .. } = &image.location
+            && (format != Some(Format::Raw) || offset.is_some() || image.size.is_some())
+        {
+            return Err(format!("{node}file.x-dirty-bitmap needs {node}driver=raw, without offset and size"));
+        }
         image.backing = self.below(node)?;
         let data_file = format!("{node}data-file.");
         if self.has(data_file.trim_end_matches('.')) {
@@ -640,8 +651,18 @@ mod tests {
         ] {
             assert_eq!(at(list), Ok((Some(Format::Raw), nbd(address, None))), "{list}");
         }
-        let bitmap = "driver=qcow2,file.driver=nbd,file.host=h,file.x-dirty-bitmap=qemu:dirty-bitmap:b";
-        assert_eq!(at(bitmap), Ok((Some(Format::Qcow2), nbd("nbd://h", Some("qemu:dirty-bitmap:b")))));
+        let bitmap = "driver=raw,file.driver=nbd,file.host=h,file.x-dirty-bitmap=qemu:dirty-bitmap:b";
+        assert_eq!(at(bitmap), Ok((Some(Format::Raw), nbd("nbd://h", Some("qemu:dirty-bitmap:b")))));
+        for refused in [
+            "driver=qcow2,file.driver=nbd,file.host=h,file.x-dirty-bitmap=b",
+            "file.driver=nbd,file.host=h,file.x-dirty-bitmap=b",
+            "driver=raw,offset=512,file.driver=nbd,file.host=h,file.x-dirty-bitmap=b",
+            "driver=nbd,host=h,locking=off",
+            "driver=nbd,host=h,aio=threads",
+            "driver=null-co,aio=threads",
+        ] {
+            assert!(at(refused).is_err(), "{refused}");
+        }
         let null = Location::Null { size: 1 << 20, zeroes: true };
         assert_eq!(
             at("driver=raw,file.driver=null-aio,file.size=1M,file.read-zeroes=on"),

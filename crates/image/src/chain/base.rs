@@ -4,14 +4,11 @@
 //! use twice, and what is written to the base is seen at once.
 
 use std::ffi::OsStr;
-use std::fs;
-use std::path::Path;
 use std::sync::Arc;
-
-use limosa_storage::FileIdentity;
 
 use super::{Image, OpenOptions, Walk};
 use crate::error::ImageError;
+use crate::location::Identity;
 use crate::qcow2::ImageParts;
 use crate::reference::{Location, Reference};
 
@@ -40,7 +37,7 @@ impl ChainWithBase {
 pub(super) struct Base {
     options: OpenOptions,
     /// Files that it may be; empty: the first one's backing file.
-    files: Vec<FileIdentity>,
+    files: Vec<Identity>,
     /// Number of images down to it, with it, once it is found.
     at: Option<usize>,
 }
@@ -49,18 +46,16 @@ impl Base {
     /// The backing file of an image, or one further down by name: as the caller would open it, or as the image would.
     fn new(options: OpenOptions, name: Option<&OsStr>, image: &Location) -> Self {
         let names = name.into_iter().flat_map(|name| [Reference::from_name(name), Reference::from_image(name, image)]);
-        // A name without a file cannot be in the chain.
-        let found = names.filter_map(|reference| fs::metadata(reference.ok()?.path()?).ok());
-        let files = found.map(|metadata| FileIdentity::of(&metadata)).collect();
+        // What is not there cannot be in the chain.
+        let files = names.filter_map(|reference| reference.ok()?.location.identity()).collect();
         let at = name.is_none().then_some(2);
         Self { options, files, at }
     }
 
     /// Looks at the next file of the chain, before it is opened.
-    pub(super) fn look(&mut self, depth: usize, path: &Path) {
-        if self.at.is_none() && depth > 1 {
-            let identity = fs::metadata(path).ok().map(|metadata| FileIdentity::of(&metadata));
-            self.at = identity.filter(|identity| self.files.contains(identity)).map(|_| depth);
+    pub(super) fn look(&mut self, depth: usize, identity: &Identity) {
+        if self.at.is_none() && depth > 1 && self.files.contains(identity) {
+            self.at = Some(depth);
         }
     }
 

@@ -10,16 +10,16 @@ mod vm_state;
 use std::any::Any;
 use std::ffi::OsStr;
 use std::fmt::Display;
-use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
 use limosa_page::broken_invariant;
-use limosa_storage::{CacheMode, Create, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, Storage};
+use limosa_storage::{CacheMode, Create, FileOptions, FileStorage, Io, LockPolicy, Storage};
 
 use crate::disk::Disk;
 use crate::error::ImageError;
 use crate::gate::{FilePurpose, Policy, Refusal};
+use crate::location::Identity;
 use crate::luks::{self, LuksError, Passphrase, Secrets, SectorCipher};
 use crate::probe::{Format, probe};
 use crate::qcow2::{
@@ -188,10 +188,12 @@ impl ImageFile {
         (&*self.storage as &dyn Any).downcast_ref()
     }
 
-    /// Returns the identity of its file, if it is in one.
-    #[must_use]
-    pub fn identity(&self) -> Option<FileIdentity> {
-        self.file_storage().map(FileStorage::identity)
+    /// Returns the identity of its bytes, if it has any.
+    pub(crate) fn identity(&self) -> Option<Identity> {
+        match self.file_storage() {
+            Some(file) => Some(Identity::File(file.identity())),
+            None => self.reference.location.identity(),
+        }
     }
 
     /// Checks the image, and repairs it if that is asked for; `None`: images of its format have no tables. An encrypted
@@ -352,15 +354,17 @@ impl<'a> Walk<'a> {
             return Err(refused(by, &reference, why));
         }
         self.depth += 1;
-        if let Some(path) = reference.path() {
-            self.seen.look(by, path)?;
+        // A second time a file would be in the way of the first one's locks. Opening one that has no identity reports
+        // what is wrong.
+        if let Some(identity) = reference.location.identity() {
+            self.seen.check(by, &reference, &identity)?;
             if let Some(base) = &mut self.base {
-                base.look(self.depth, path);
+                base.look(self.depth, &identity);
             }
         }
         let file = ImageFile::open(&reference, self.options()).await?;
-        if let Some(storage) = file.file_storage() {
-            self.seen.take(by, storage)?;
+        if let Some(identity) = file.identity() {
+            self.seen.take(by, &reference, identity)?;
         }
         self.last = Some(Arc::clone(file.storage.name()));
         Ok(Some(file))
@@ -406,10 +410,13 @@ impl Level {
         };
         let data_file = match data_file {
             Some(path) => {
-                walk.seen.look(Some(image), &path)?;
+                let place = Location::File(path.clone());
+                if let Some(identity) = place.identity() {
+                    walk.seen.check(Some(image), &place, &identity)?;
+                }
                 let storage =
                     FileStorage::open(&path, &file.reference.settings.override_options(walk.options().file()))?;
-                walk.seen.take(Some(image), &storage)?;
+                walk.seen.take(Some(image), &place, Identity::File(storage.identity()))?;
                 Some(storage)
             }
             None => None,
@@ -555,27 +562,20 @@ fn refused(image: &Arc<str>, reference: &dyn Display, why: String) -> ImageError
     ImageError::Refused { image: Arc::clone(image), reference: reference.to_string(), why, untrusted: false }
 }
 
-/// The files of a chain.
+/// The files and exports of a chain.
 #[derive(Default)]
-struct Seen(Vec<FileIdentity>);
+struct Seen(Vec<Identity>);
 
 impl Seen {
-    /// Before a file is opened: a second time would be in the way of the first one's locks.
-    fn look(&self, by: Option<&Arc<str>>, path: &Path) -> Result<(), ImageError> {
-        // Opening it reports what is wrong.
-        let Ok(metadata) = fs::metadata(path) else { return Ok(()) };
-        self.check(by, &path.display(), FileIdentity::of(&metadata))
-    }
-
-    fn take(&mut self, by: Option<&Arc<str>>, storage: &FileStorage) -> Result<(), ImageError> {
-        self.check(by, storage.name(), storage.identity())?;
-        self.0.push(storage.identity());
+    fn take(&mut self, by: Option<&Arc<str>>, name: &dyn Display, identity: Identity) -> Result<(), ImageError> {
+        self.check(by, name, &identity)?;
+        self.0.push(identity);
         Ok(())
     }
 
-    fn check(&self, by: Option<&Arc<str>>, name: &dyn Display, identity: FileIdentity) -> Result<(), ImageError> {
+    fn check(&self, by: Option<&Arc<str>>, name: &dyn Display, identity: &Identity) -> Result<(), ImageError> {
         match by {
-            Some(by) if self.0.contains(&identity) => {
+            Some(by) if self.0.contains(identity) => {
                 Err(refused(by, name, "that file is already part of the chain".into()))
             }
             _ => Ok(()),

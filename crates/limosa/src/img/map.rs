@@ -2,10 +2,14 @@
 //!
 //! Law: neighbours that are alike are one line, however many requests it took to find them.
 
+use std::any::Any;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use limosa_image::{BlockStatus, Disk, GuestOffset, HostOffset, MapEntry};
-use limosa_storage::block_on;
+use limosa_nbd::protocol::allocation;
+use limosa_nbd::{ContextExtent, NbdStorage};
+use limosa_storage::{Storage, block_on};
 
 use super::open;
 use super::options::MapOptions;
@@ -16,6 +20,8 @@ use limosa_console::{check_stdout, print_out};
 struct Run {
     start: u64,
     what: MapEntry,
+    /// A metadata context marks it: qemu-img has it as what no file has.
+    is_marked: bool,
 }
 
 impl Run {
@@ -27,7 +33,8 @@ impl Run {
             (Some((file, at)), Some((next_file, next_at))) => file == next_file && at.0 + ours.length == next_at.0,
             _ => false,
         };
-        let alike = follows && ours.kind == theirs.kind && ours.depth == theirs.depth;
+        let alike =
+            follows && ours.kind == theirs.kind && ours.depth == theirs.depth && self.is_marked == next.is_marked;
         if alike {
             self.what.length += theirs.length;
         }
@@ -37,9 +44,9 @@ impl Run {
     /// Describes the range for programs, in qemu-img's form.
     fn json(&self) -> String {
         let MapEntry { length, kind, depth, ref host, .. } = self.what;
-        let present = kind != BlockStatus::Unallocated;
         let (zero, compressed) = (kind.is_zero(), kind == BlockStatus::Compressed);
-        let data = !zero || kind == BlockStatus::Preallocated;
+        let data = !self.is_marked && (!zero || kind == BlockStatus::Preallocated);
+        let present = if self.is_marked { zero } else { kind != BlockStatus::Unallocated };
         let offset = host.as_ref().map(|(_, HostOffset(at))| format!(", \"offset\": {at}")).unwrap_or_default();
         format!(
             "{{ \"start\": {}, \"length\": {length}, \"depth\": {depth}, \"present\": {present}, \"zero\": {zero}, \
@@ -54,7 +61,7 @@ impl Run {
     /// The contents are compressed, so they have no plain location.
     fn line(&self) -> anyhow::Result<Option<String>> {
         match (self.what.kind, &self.what.host) {
-            (kind, _) if kind.is_zero() => Ok(None),
+            (kind, _) if kind.is_zero() || self.is_marked => Ok(None),
             (BlockStatus::Data, Some((file, HostOffset(at)))) => {
                 let [start, length, at] = [self.start, self.what.length, *at].map(number);
                 Ok(Some(format!("{start:<16}{length:<16}{at:<16}{file}")))
@@ -79,11 +86,16 @@ async fn each(
     end: u64,
     mut tell: impl FnMut(&Run) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
+    if let Some(storage) = disk.storage(0)
+        && let Some(export) = in_other_context(&*storage)
+    {
+        return each_in_context(export, start, end, tell);
+    }
     let mut pending: Option<Run> = None;
     let mut at = start;
     while at < end {
         let what = disk.map(GuestOffset(at), end - at).await?;
-        let run = Run { start: at, what };
+        let run = Run { start: at, what, is_marked: false };
         at += run.what.length.max(1);
         if !pending.as_mut().is_some_and(|before| before.join(&run))
             && let Some(before) = pending.replace(run)
@@ -92,6 +104,31 @@ async fn each(
         }
     }
     pending.iter().try_for_each(tell)
+}
+
+/// Returns the export that was asked for another metadata context than the usual one.
+fn in_other_context(storage: &dyn Storage) -> Option<&NbdStorage> {
+    let export = (storage as &dyn Any).downcast_ref::<NbdStorage>();
+    export.filter(|export| export.context() != allocation::NAME)
+}
+
+/// Passes every run that a metadata context knows between `start` and `end` to `tell`, as qemu-img understands its
+/// flags: as those of `base:allocation`.
+fn each_in_context(
+    export: &NbdStorage,
+    start: u64,
+    end: u64,
+    mut tell: impl FnMut(&Run) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    for ContextExtent { range, flags, .. } in export.context_extents(start..end)? {
+        let has = |flag: u32| flags & u64::from(flag) != 0;
+        let is_marked = has(allocation::HOLE);
+        let kind = if has(allocation::ZERO) { BlockStatus::Preallocated } else { BlockStatus::Data };
+        let host = (!is_marked).then(|| (Arc::clone(export.name()), HostOffset(range.start)));
+        let what = MapEntry::new(range.end - range.start, kind).host(host);
+        tell(&Run { start: range.start, what, is_marked })?;
+    }
+    Ok(())
 }
 
 pub(crate) fn run(options: &MapOptions) -> anyhow::Result<ExitCode> {
@@ -137,13 +174,11 @@ fn print_json(disk: &dyn Disk, start: u64, end: u64) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
 
     fn run(start: u64, length: u64, kind: BlockStatus, depth: u32, host: Option<(&str, u64)>) -> Run {
         let host = host.map(|(file, at)| (Arc::from(file), HostOffset(at)));
-        Run { start, what: MapEntry::new(length, kind).depth(depth).host(host) }
+        Run { start, what: MapEntry::new(length, kind).depth(depth).host(host), is_marked: false }
     }
 
     #[test]

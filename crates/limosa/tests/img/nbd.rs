@@ -136,6 +136,73 @@ fn an_image_is_created_in_an_export() {
     assert!(std::fs::read(bed.path("room")).unwrap().iter().all(|byte| *byte == 0));
 }
 
+#[test]
+fn parts_of_a_servers_units_are_written() {
+    needs_qemu!();
+    limosa_testkit::nbd_tool("nbdkit", ["--version"]).unwrap();
+    let bed = Bed::new();
+    filled(&bed);
+    std::fs::File::create(bed.path("room")).unwrap().set_len(80 << 20).unwrap();
+    // What is no multiple of a unit is an error there.
+    let units = ["--filter=blocksize-policy", "file", "room", "blocksize-minimum=4096", "blocksize-error-policy=error"];
+    let _server = nbdkit(&bed, "s", &units);
+    let target = uri(&bed, "s");
+    Answer::from(bed.limosa(&["convert", "-O", "qcow2", "-o", "cluster_size=512", "disk", &target])).success();
+    Answer::from(bed.limosa(&["check", "-f", "qcow2", &target])).success();
+    assert_eq!(
+        bed.qemu_img(&["compare", "-f", "qcow2", "-F", "qcow2", "room", "disk"]).success().stdout,
+        "Images are identical.\n"
+    );
+}
+
+#[test]
+fn an_export_is_not_written_under_an_image_that_stands_on_it() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "disk", "4M"]);
+    std::fs::File::options().write(true).open(bed.path("disk")).unwrap().set_len(8 << 20).unwrap();
+    let _server = qemu_nbd(&bed, "s", &["-f", "raw", "disk"]);
+    std::os::unix::fs::symlink(bed.path("s"), bed.path("l")).unwrap();
+    let (export, other_name) = (uri(&bed, "s"), uri(&bed, "l"));
+    bed.create(&["-f", "qcow2", "-b", &export, "-F", "qcow2", "overlay"]);
+    let before = std::fs::read(bed.path("disk")).unwrap();
+    let (own, overlay) = ("part of its own backing chain", bed.path("overlay").display().to_string());
+    for (words, why) in [
+        (&["create", "-f", "qcow2", "-b", &export, "-F", "qcow2", &other_name][..], own),
+        (&["create", "-f", "qcow2", "-b", &overlay, "-F", "qcow2", &other_name], own),
+        (&["create", "-u", "-f", "qcow2", "-b", &export, "-F", "qcow2", &other_name, "4M"], "own backing file"),
+        (&["rebase", "-f", "qcow2", "-b", &other_name, "-F", "qcow2", &export], own),
+        (&["convert", "-O", "qcow2", "overlay", &other_name], "same file"),
+        (&["convert", "-n", "-O", "raw", "overlay", &other_name], "same file"),
+        (&["create", "-f", "raw", "-o", "preallocation=full", &export, "4M"], "length is fixed"),
+    ] {
+        let said = Answer::from(bed.limosa(words)).stderr;
+        assert!(said.contains(why), "{words:?}: {said}");
+        assert!(std::fs::read(bed.path("disk")).unwrap() == before, "{words:?}");
+    }
+}
+
+/// A dirty bitmap says nothing about holes: it is shown, and what is copied is read.
+#[test]
+fn a_dirty_bitmap_of_an_export_is_shown_and_not_believed_to_be_holes() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.create(&["-f", "qcow2", "disk", "8M"]);
+    bed.qemu_io("disk", &["write -q -P 1 0 1M"]);
+    bed.qemu_img(&["bitmap", "--add", "--enable", "disk", "b"]).success();
+    bed.qemu_io("disk", &["write -q -P 2 512k 1M", "write -q -P 3 7M 1M"]);
+    let _server = qemu_nbd(&bed, "s", &["-r", "-f", "qcow2", "-B", "b", "-A", "disk"]);
+    let socket = bed.path("s").display().to_string();
+    for context in ["qemu:dirty-bitmap:b", "qemu:allocation-depth"] {
+        let options = format!("driver=nbd,server.type=unix,server.path={socket},x-dirty-bitmap={context}");
+        for words in [&["map", "--output=json"][..], &["map"], &["map", "--output=json", "-s", "600k", "-l", "7M"]] {
+            bed.both_say(&[words, &["--image-opts", &options]].concat());
+        }
+        Answer::from(bed.limosa(&["convert", "-O", "qcow2", "--image-opts", &options, "copy"])).success();
+        assert_eq!(bed.qemu_img(&["compare", "copy", "disk"]).success().stdout, "Images are identical.\n");
+    }
+}
+
 /// The header was written by the command itself, but a server can give back another one: it must not lead anywhere.
 #[test]
 fn a_server_that_exchanges_a_new_image_gets_no_file() {

@@ -5,7 +5,7 @@
 //! looks like the copy.
 
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::sync::Arc;
 
 use limosa_storage::{Io, block_on};
@@ -67,14 +67,17 @@ impl ConvertTarget {
     }
 }
 
-/// Whether both are one file that exists, or one export.
-fn is_same(one: &Location, other: &Location) -> bool {
-    let identity = |path| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-    match (one, other) {
-        (Location::File(one), Location::File(other)) => identity(one).is_some_and(|one| identity(other) == Some(one)),
-        (Location::Nbd { address: one, .. }, Location::Nbd { address: other, .. }) => one == other,
-        _ => false,
+/// Whether a source is the target, or stands on it. The locks of files tell the latter.
+async fn reads_target(source: &NamedImage, target: &Location) -> Result<bool, ImageError> {
+    let Some(identity) = target.identity() else { return Ok(false) };
+    if source.reference.location.identity().as_ref() == Some(&identity) {
+        return Ok(true);
     }
+    if target.path().is_some() {
+        return Ok(false);
+    }
+    let chain = chain::files(&source.reference, &source.options).await?;
+    Ok(chain.iter().any(|file| file.identity().as_ref() == Some(&identity)))
 }
 
 /// A target that is created. It becomes as long as the sources.
@@ -124,8 +127,10 @@ impl ConvertRequest {
     pub async fn prepare(self, unfinished: &UnfinishedFiles) -> Result<PreparedConversion<'_>, OperationError> {
         let Self { sources: named, target, mut options, bitmaps } = self;
         let location = target.location();
-        if named.iter().any(|source| is_same(&source.reference.location, &location)) {
-            return Err(OperationError::SameFile { target: location.to_string() });
+        for source in &named {
+            if reads_target(source, &location).await? {
+                return Err(OperationError::SameFile { target: location.to_string() });
+            }
         }
         let mut sources = Vec::with_capacity(named.len());
         for source in &named {

@@ -11,10 +11,9 @@ mod copier;
 mod padded;
 
 use std::ffi::OsString;
-use std::fs;
 use std::sync::Arc;
 
-use limosa_storage::{FileIdentity, Storage, block_on};
+use limosa_storage::{Storage, block_on};
 
 use super::operation::{OperationError, Progress, ProgressObserver};
 use crate::chain::{self, ImageFile, NamedImage, OpenOptions};
@@ -171,8 +170,7 @@ impl RebaseRequest {
     async fn shared_from(&self, new: &Reference, open: &OpenOptions) -> Result<Option<u32>, ImageError> {
         let NamedImage { reference, options } = &self.overlay;
         let new = chain::files(new, open).await?;
-        let overlay = reference.path().and_then(|path| fs::metadata(path).ok());
-        let overlay = overlay.map(|metadata| FileIdentity::of(&metadata));
+        let overlay = reference.location.identity();
         if new.iter().any(|file| file.identity().is_some() && file.identity() == overlay) {
             let what = "it would be part of its own backing chain".to_owned();
             return Err(ImageError::Unsupported { image: reference.to_string().into(), what });
