@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::FileType;
 use rustix::io::{Errno, ioctl_fionbio};
+use rustix::net::addr::SocketAddrArg;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with, sockopt};
 
 use crate::channel::Channel;
@@ -17,11 +18,12 @@ use crate::descriptor;
 use crate::error::{ChannelError, Operation};
 use crate::options::Options;
 use crate::uri::Uri;
+use crate::vsock::VsockAddress;
 
 const OPERATION: Operation = Operation::Connect;
 
 impl Channel {
-    /// Connects to a `tcp:` or `unix:` listener, or takes over the descriptor of `fd:` or those of `-`.
+    /// Connects to a `tcp:`, `unix:` or `vsock:` listener, or takes over the descriptor of `fd:` or those of `-`.
     ///
     /// `fd:N` takes possession of number N: it must be open, inherited by this process, and not taken before.
     ///
@@ -38,13 +40,14 @@ impl Channel {
         let peer: Arc<str> = uri.to_string().into();
         options.check(OPERATION, &peer)?;
         let timeout = options.connect_timeout.map(|time| time.max(Duration::from_millis(1)));
-        if matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) && options.tls.as_ref().is_some_and(|tls| !tls.is_client()) {
+        if uri.is_socket() && options.tls.as_ref().is_some_and(|tls| !tls.is_client()) {
             let why = "a connecting end needs TLS credentials of a client, with the expected host name";
             return Err(ChannelError::Unsupported { operation: OPERATION, peer, why });
         }
         let connected = match uri {
             Uri::Tcp { host, port } => tcp(host, *port, timeout),
             Uri::Unix(path) => unix(path, timeout),
+            Uri::Vsock { cid, port } => vsock(VsockAddress { cid: *cid, port: *port }, timeout),
             Uri::Fd(number) => Ok(descriptor::take(*number, OPERATION)?),
             Uri::Stdio => return Self::stdio(options),
             Uri::Exec(_) => {
@@ -112,17 +115,29 @@ fn tcp_to(address: &SocketAddr, timeout: Option<Duration>) -> io::Result<OwnedFd
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
     unpaced(&socket, address);
-    match connect(&socket, address) {
+    connect_within(&socket, address, timeout)?;
+    Ok(socket)
+}
+
+fn vsock(address: VsockAddress, timeout: Option<Duration>) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::VSOCK, SocketType::STREAM, flags, None)?;
+    connect_within(&socket, &address, timeout)?;
+    Ok(socket)
+}
+
+/// Connects a socket in non-blocking mode, which is then in blocking mode.
+fn connect_within(socket: &OwnedFd, address: &impl SocketAddrArg, timeout: Option<Duration>) -> io::Result<()> {
+    match connect(socket, address) {
         Ok(()) => {}
         // In progress. An interrupted connect continues in the background as well (connect(2)).
         Err(Errno::INPROGRESS | Errno::INTR) => {
-            wait_connected(&socket, timeout)?;
-            sockopt::socket_error(&socket)??;
+            wait_connected(socket, timeout)?;
+            sockopt::socket_error(socket)??;
         }
         Err(error) => return Err(error.into()),
     }
-    ioctl_fionbio(&socket, false)?;
-    Ok(socket)
+    Ok(ioctl_fionbio(socket, false)?)
 }
 
 fn wait_connected(socket: &OwnedFd, timeout: Option<Duration>) -> io::Result<()> {

@@ -69,7 +69,7 @@ impl FileChannel {
                 (options.open(path).map_err(failed)?, *offset)
             }
             Uri::Fd(number) => (crate::descriptor::take(*number, operation)?.into(), 0),
-            Uri::Tcp { .. } | Uri::Unix(_) | Uri::Exec(_) | Uri::Stdio => {
+            Uri::Tcp { .. } | Uri::Unix(_) | Uri::Vsock { .. } | Uri::Exec(_) | Uri::Stdio => {
                 return Err(unsupported("a stream has no offsets; expected a file"));
             }
         };

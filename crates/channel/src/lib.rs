@@ -53,6 +53,7 @@ mod tls;
 mod transport;
 mod uri;
 mod vector;
+mod vsock;
 pub mod zero_copy;
 
 pub use acceptor::{Acceptor, RefusalLog};

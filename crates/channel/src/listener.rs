@@ -22,11 +22,12 @@ use crate::error::{ChannelError, Operation};
 use crate::options::Options;
 use crate::tls::Tls;
 use crate::uri::Uri;
+use crate::vsock::VsockAddress;
 
 /// Backlog of `listen`: the connections of a migration with many channels come at once.
 const BACKLOG: i32 = 64;
 
-/// A `tcp:` or `unix:` end point that accepts connections, or an inherited descriptor.
+/// A `tcp:`, `unix:` or `vsock:` end point that accepts connections, or an inherited descriptor.
 #[derive(Debug)]
 pub struct Listener {
     source: Source,
@@ -59,7 +60,7 @@ impl Listener {
         let failed = |source: io::Error| ChannelError::setup(operation, name.clone(), source);
         let unsupported = |why| ChannelError::Unsupported { operation, peer: name.clone(), why };
         options.check(operation, &name)?;
-        if matches!(uri, Uri::Tcp { .. } | Uri::Unix(_)) && options.tls.as_ref().is_some_and(Tls::is_client) {
+        if uri.is_socket() && options.tls.as_ref().is_some_and(Tls::is_client) {
             return Err(unsupported("a listening end needs TLS credentials of a server"));
         }
         let mut local = uri.clone();
@@ -76,6 +77,13 @@ impl Listener {
             Uri::Unix(path) => {
                 let (socket, file) = limosa_socket::listen(path, BACKLOG).map_err(failed)?;
                 Source::Socket { socket, _file: Some(file) }
+            }
+            Uri::Vsock { cid, port } => {
+                let socket = VsockAddress { cid: *cid, port: *port }.listen(BACKLOG).map_err(failed)?;
+                if let Some(VsockAddress { cid, port }) = VsockAddress::of(&socket).map_err(failed)? {
+                    local = Uri::Vsock { cid, port };
+                }
+                Source::Socket { socket, _file: None }
             }
             Uri::Fd(number) => {
                 let fd = descriptor::take(*number, operation)?;

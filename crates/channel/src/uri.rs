@@ -23,6 +23,7 @@ const OFFSET_KEY: &str = ",offset=";
 /// |---|---|
 /// | `tcp:HOST:PORT` | TCP; an IPv6 address is in brackets; port 0 listens on any free port |
 /// | `unix:PATH` | a stream socket in the file system |
+/// | `vsock:CID:PORT` | the machine with this context: 2 is the host; 4294967295 listens for all, as a port on any |
 /// | `fd:N` | a descriptor that this process inherited |
 /// | `file:PATH[,offset=N]` | a file, from byte N on; N is decimal, `0x` hexadecimal, or has a suffix K, M, G, T |
 /// | `exec:COMMAND` | a command's standard input and output; the shell runs it |
@@ -47,6 +48,13 @@ pub enum Uri {
     },
     /// A unix stream socket at this path.
     Unix(PathBuf),
+    /// A stream socket between a host and a virtual machine (vsock(7)).
+    Vsock {
+        /// Context identifier of the machine: 1 is this one, 2 the host, `u32::MAX` any (to listen).
+        cid: u32,
+        /// Port number; `u32::MAX` lets a listener choose.
+        port: u32,
+    },
     /// A descriptor inherited from the parent process.
     Fd(RawFd),
     /// A file, used from `offset` on.
@@ -72,7 +80,9 @@ pub struct UriError {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 enum Reason {
-    #[error("expected tcp:HOST:PORT, unix:PATH, fd:NUMBER, file:PATH[,offset=BYTES], exec:COMMAND or -")]
+    #[error(
+        "expected tcp:HOST:PORT, unix:PATH, vsock:CID:PORT, fd:NUMBER, file:PATH[,offset=BYTES], exec:COMMAND or -"
+    )]
     Form,
     #[error("tcp: needs a host and a port, as in tcp:localhost:4444")]
     TcpParts,
@@ -86,6 +96,8 @@ enum Reason {
     HostAddress,
     #[error("the port is a decimal number from 0 to 65535")]
     Port,
+    #[error("vsock: needs the decimal number of a context and of a port, as in vsock:2:10809")]
+    Vsock,
     #[error("the path is empty")]
     PathEmpty,
     #[error("the path contains a NUL byte")]
@@ -100,6 +112,14 @@ enum Reason {
     Offset,
 }
 
+impl Uri {
+    /// Whether it is a socket that one process listens at and others connect to.
+    #[must_use]
+    pub fn is_socket(&self) -> bool {
+        matches!(self, Self::Tcp { .. } | Self::Unix(_) | Self::Vsock { .. })
+    }
+}
+
 impl FromStr for Uri {
     type Err = UriError;
 
@@ -107,6 +127,7 @@ impl FromStr for Uri {
         let parsed = match text.split_once(':') {
             Some(("tcp", rest)) => tcp(rest),
             Some(("unix", rest)) => path(rest).map(Self::Unix),
+            Some(("vsock", rest)) => vsock(rest).ok_or(Reason::Vsock),
             Some(("fd", rest)) => decimal(rest).map(Self::Fd).ok_or(Reason::Descriptor),
             Some(("file", rest)) => file(rest),
             Some(("exec", rest)) => command(rest).map(Self::Exec),
@@ -141,6 +162,11 @@ fn tcp(rest: &str) -> Result<Uri, Reason> {
         return Err(Reason::HostCharacter);
     }
     Ok(Uri::Tcp { host: host.to_owned(), port: decimal(port).ok_or(Reason::Port)? })
+}
+
+fn vsock(rest: &str) -> Option<Uri> {
+    let (cid, port) = rest.split_once(':')?;
+    Some(Uri::Vsock { cid: decimal(cid)?, port: decimal(port)? })
 }
 
 /// Letters of any script are left to the resolver; separators, blanks and control characters never are.
@@ -205,6 +231,7 @@ impl fmt::Display for Uri {
             Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
             Self::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Vsock { cid, port } => write!(f, "vsock:{cid}:{port}"),
             Self::Fd(number) => write!(f, "fd:{number}"),
             Self::File { path, offset } => {
                 let path = path.display().to_string();
@@ -235,6 +262,7 @@ mod tests {
         assert_eq!(parse("tcp:vm-7.example:4444"), Ok(Uri::Tcp { host: "vm-7.example".into(), port: 4444 }));
         assert_eq!(parse("tcp:[fe80::1%eth0]:0"), Ok(Uri::Tcp { host: "fe80::1%eth0".into(), port: 0 }));
         assert_eq!(parse("unix:/run/a:b,c"), Ok(Uri::Unix("/run/a:b,c".into())));
+        assert_eq!(parse("vsock:2:4294967295"), Ok(Uri::Vsock { cid: 2, port: u32::MAX }));
         assert_eq!(parse("fd:0"), Ok(Uri::Fd(0)));
         assert_eq!(parse("file:a"), Ok(Uri::File { path: "a".into(), offset: 0 }));
         assert_eq!(parse("file:a,offset=0x1000"), Ok(Uri::File { path: "a".into(), offset: 4096 }));
@@ -272,6 +300,12 @@ mod tests {
             ("tcp:a:1,ipv4=on", Reason::Port),
             ("unix:", Reason::PathEmpty),
             ("unix:a\0b", Reason::PathNul),
+            ("vsock:", Reason::Vsock),
+            ("vsock:2", Reason::Vsock),
+            ("vsock:2:", Reason::Vsock),
+            ("vsock:-1:1", Reason::Vsock),
+            ("vsock:2:4294967296", Reason::Vsock),
+            ("vsock:2:1:1", Reason::Vsock),
             ("fd:", Reason::Descriptor),
             ("fd:-1", Reason::Descriptor),
             ("fd:name", Reason::Descriptor),
@@ -303,6 +337,7 @@ mod tests {
             ("[a-z0-9._-]{1,20}", any::<u16>()).prop_map(|(host, port)| Uri::Tcp { host, port }),
             (any::<Ipv6Addr>(), any::<u16>()).prop_map(|(a, port)| Uri::Tcp { host: a.to_string(), port }),
             path.clone().prop_map(Uri::Unix),
+            (any::<u32>(), any::<u32>()).prop_map(|(cid, port)| Uri::Vsock { cid, port }),
             (0..=RawFd::MAX).prop_map(Uri::Fd),
             (prop_oneof![path, awkward], prop_oneof![Just(0), 0..=OFFSET_MAX])
                 .prop_map(|(path, offset)| Uri::File { path, offset }),
@@ -319,7 +354,7 @@ mod tests {
 
         #[test]
         fn any_string_is_refused_or_survives_a_round_trip(
-            scheme in "(tcp:|unix:|fd:|file:|exec:|-|)",
+            scheme in "(tcp:|unix:|vsock:|fd:|file:|exec:|-|)",
             rest in prop_oneof!["\\PC{0,40}", "[\\[\\]:%,=0-9a-fK+ -]{0,30}", "(a|,offset=|0x|9{1,20}|T){0,6}"],
         ) {
             if let Ok(uri) = format!("{scheme}{rest}").parse::<Uri>() {

@@ -133,6 +133,7 @@ impl ControlSocket {
         let address = match uri {
             Uri::Tcp { host, port } => json!({ "type": "inet", "host": host, "port": port.to_string() }),
             Uri::Unix(path) => json!({ "type": "unix", "path": path.to_string_lossy() }),
+            Uri::Vsock { cid, port } => json!({ "type": "vsock", "cid": cid.to_string(), "port": port.to_string() }),
             Uri::Fd(number) => json!({ "type": "fd", "str": number.to_string() }),
             _ => return,
         };

@@ -124,6 +124,9 @@ impl Location {
                 let server = match &address.server {
                     Uri::Tcp { host, port } => json!({ "type": "inet", "host": host, "port": port.to_string() }),
                     Uri::Unix(path) => json!({ "type": "unix", "path": path.to_string_lossy() }),
+                    Uri::Vsock { cid, port } => {
+                        json!({ "type": "vsock", "cid": cid.to_string(), "port": port.to_string() })
+                    }
                     other => json!({ "type": other.to_string() }),
                 };
                 let mut node = json!({ "driver": "nbd", "server": server, "export": address.export });
@@ -173,6 +176,7 @@ mod tests {
         for (location, is_plain) in [
             (Location::File("a".into()), true),
             (nbd("nbd://[::1]:3/e", None), true),
+            (nbd("nbd+vsock://2:3/e", None), true),
             (nbd("nbd+unix:///e?socket=/s", Some("qemu:dirty-bitmap:b")), false),
             (Location::Null { size: NULL_SIZE, zeroes: false }, true),
             (Location::Null { size: 512, zeroes: true }, false),

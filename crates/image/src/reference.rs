@@ -213,7 +213,7 @@ impl Reference {
                     Ok(Self::file(Path::new(".").join(path)))
                 }
                 b"file" | b"host_device" if !path.as_os_str().is_empty() => Ok(Self::file(path)),
-                b"nbd" | b"nbd+tcp" | b"nbd+unix" | b"nbds" | b"nbds+tcp" | b"nbds+unix" => {
+                b"nbd" | b"nbd+tcp" | b"nbd+unix" | b"nbd+vsock" | b"nbds" | b"nbds+tcp" | b"nbds+unix" => {
                     let text = name.to_str().ok_or_else(|| fault("the address is not valid UTF-8".into()))?;
                     let address = text.parse().map_err(|error: AddressError| fault(error.to_string()))?;
                     Ok(Self::at(Location::Nbd { address, context: None }))
@@ -374,8 +374,13 @@ impl Options {
         let server = match (kind.as_deref(), path, host) {
             (None | Some("unix"), Some(path), None) if !path.is_empty() => Uri::Unix(path.into()),
             (None | Some("inet"), None, Some(host)) => NbdAddress::tcp(&host, port.as_deref()).map_err(fault)?,
+            (Some("vsock"), None, None) => {
+                let (cid, vsock_port) = (self.take(&new, "cid")?.unwrap_or_default(), port.unwrap_or_default());
+                let fault = |_| format!("{new}type=vsock needs {new}cid and {new}port, numbers");
+                Uri::Vsock { cid: cid.parse().map_err(fault)?, port: vsock_port.parse().map_err(fault)? }
+            }
             (Some(kind), ..) if kind != "unix" && kind != "inet" => {
-                return Err(format!("{new}type={kind}: not supported; use inet or unix"));
+                return Err(format!("{new}type={kind}: not supported; use inet, unix or vsock"));
             }
             _ => {
                 return Err(format!(

@@ -20,6 +20,7 @@ const PORT: u16 = 10809;
 /// |---|---|
 /// | `nbd://HOST[:PORT]/[EXPORT]`, `nbd+tcp:...` | TCP; an IPv6 address is in brackets |
 /// | `nbd+unix:///[EXPORT]?socket=PATH` | a unix socket |
+/// | `nbd+vsock://CID[:PORT]/[EXPORT]` | a socket of the machine with this context: 2 is the host |
 /// | `nbd:HOST:PORT[:exportname=EXPORT]` | the same, in QEMU's older form |
 /// | `nbd:unix:PATH[:exportname=EXPORT]` | |
 ///
@@ -27,7 +28,7 @@ const PORT: u16 = 10809;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NbdAddress {
-    /// The server: TCP or a unix socket.
+    /// The server: TCP, a unix socket or vsock.
     pub server: Uri,
     /// The name of the export; empty: the server's default.
     pub export: String,
@@ -37,7 +38,9 @@ pub struct NbdAddress {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
     /// The form is another one.
-    #[error("expected nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH or nbd:HOST:PORT")]
+    #[error(
+        "expected nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbd+vsock://CID/EXPORT or nbd:HOST:PORT"
+    )]
     Form,
     /// The host or the socket is missing.
     #[error("the server's host or socket is missing")]
@@ -94,6 +97,12 @@ impl NbdAddress {
                 };
                 Self::tcp(host, port)?
             }
+            "nbd+vsock" => {
+                let (cid, port) = authority.split_once(':').map_or((authority, None), |(cid, port)| (cid, Some(port)));
+                let cid = cid.parse().map_err(|_| AddressError::Server)?;
+                let port = port.map_or(Ok(PORT.into()), str::parse).map_err(|_| AddressError::Port)?;
+                Uri::Vsock { cid, port }
+            }
             _ => {
                 let socket = socket.and_then(|socket| socket.strip_prefix("socket="));
                 let socket = socket.filter(|path| !path.is_empty()).ok_or(AddressError::Server)?;
@@ -122,8 +131,8 @@ impl FromStr for NbdAddress {
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
         match text.split_once("://") {
-            Some((scheme @ ("nbd" | "nbd+tcp" | "nbd+unix"), rest)) => Self::from_uri(scheme, rest),
-            Some(("nbds" | "nbds+tcp" | "nbds+unix", _)) => Err(AddressError::Tls),
+            Some((scheme @ ("nbd" | "nbd+tcp" | "nbd+unix" | "nbd+vsock"), rest)) => Self::from_uri(scheme, rest),
+            Some(("nbds" | "nbds+tcp" | "nbds+unix" | "nbds+vsock", _)) => Err(AddressError::Tls),
             _ => Self::from_older_form(text.strip_prefix("nbd:").ok_or(AddressError::Form)?),
         }
     }
@@ -137,6 +146,13 @@ impl fmt::Display for NbdAddress {
                 let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
                 write!(f, "nbd://{host}")?;
                 if *port != PORT {
+                    write!(f, ":{port}")?;
+                }
+                if export.is_empty() { Ok(()) } else { write!(f, "/{export}") }
+            }
+            Uri::Vsock { cid, port } => {
+                write!(f, "nbd+vsock://{cid}")?;
+                if *port != u32::from(PORT) {
                     write!(f, ":{port}")?;
                 }
                 if export.is_empty() { Ok(()) } else { write!(f, "/{export}") }
@@ -202,6 +218,8 @@ mod tests {
             ("nbd://[::1]", tcp("::1", 10809, "")),
             ("nbd+unix:///x?socket=/run/a%3fb", unix("/run/a?b", "x")),
             ("nbd+unix://?socket=a", unix("a", "")),
+            ("nbd+vsock://2/e", NbdAddress::new(Uri::Vsock { cid: 2, port: 10809 }, "e")),
+            ("nbd+vsock://3:5", NbdAddress::new(Uri::Vsock { cid: 3, port: 5 }, "")),
             ("nbd:host:3:exportname=e", tcp("host", 3, "e")),
             ("nbd:[::1]:3", tcp("::1", 3, "")),
             ("nbd:unix:/run/s:exportname=a:b", unix("/run/s", "a:b")),
@@ -219,6 +237,8 @@ mod tests {
             ("nbd:host:99999", AddressError::Port),
             ("nbd://host:0", AddressError::Port),
             ("nbd://host/%ff", AddressError::Export),
+            ("nbd+vsock://host", AddressError::Server),
+            ("nbd+vsock://2:x", AddressError::Port),
             ("nbds://host", AddressError::Tls),
             ("nbd://host?tls-certificates=x", AddressError::Query),
             ("nbd://host?socket=x", AddressError::Query),
@@ -231,8 +251,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_address_prints_as_it_is_parsed(host in "[a-z0-9.-]{1,9}|::[0-9]", port in 1..=u16::MAX, export: String, path in "\\PC{1,20}", tcp: bool) {
-            let server = if tcp { Uri::Tcp { host, port } } else { Uri::Unix(path.into()) };
+        fn an_address_prints_as_it_is_parsed(host in "[a-z0-9.-]{1,9}|::[0-9]", port in 1..=u16::MAX, export: String, path in "\\PC{1,20}", kind in 0..3_u8) {
+            let server = match kind {
+                0 => Uri::Tcp { host, port },
+                1 => Uri::Vsock { cid: 2 + u32::from(port), port: port.into() },
+                _ => Uri::Unix(path.into()),
+            };
             let address = NbdAddress::new(server, export);
             prop_assert_eq!(address.to_string().parse(), Ok(address));
         }

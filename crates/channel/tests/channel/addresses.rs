@@ -49,6 +49,33 @@ fn tcp_connects_to_the_port_that_the_kernel_chose() {
     }
 }
 
+/// Whether a machine reaches itself is up to its kernel (`vsock_loopback`): if not, that is said in time.
+#[test]
+fn vsock_listens_at_the_port_that_the_kernel_chose() {
+    let any = "vsock:4294967295:4294967295".parse().unwrap();
+    let listener = match Listener::bind(&any, &options()) {
+        Ok(listener) => listener,
+        Err(error) => {
+            assert!(error.to_string().contains("Address family not supported"), "{error}");
+            eprintln!("this machine has no vsock");
+            return;
+        }
+    };
+    let Uri::Vsock { cid: u32::MAX, port } = *listener.local_uri() else { panic!("{}", listener.local_uri()) };
+    assert_ne!(port, u32::MAX);
+    let taken = Listener::bind(listener.local_uri(), &options()).unwrap_err();
+    assert!(taken.to_string().contains("in use"), "{taken}");
+    let own = Uri::Vsock { cid: 1, port };
+    let soon = Options { connect_timeout: Some(Duration::from_millis(200)), ..options() };
+    match Channel::connect(&own, &soon) {
+        Ok(probe) => {
+            drop((probe, listener.accept(Some(Duration::from_secs(60))).unwrap()));
+            greets(&own, &listener);
+        }
+        Err(error) => eprintln!("this machine does not reach itself over vsock: {error}"),
+    }
+}
+
 #[test]
 fn tcp_takes_ipv6_in_brackets() {
     if std::net::TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_err() {

@@ -45,7 +45,7 @@ pub(crate) struct ReceiveArgs {
 impl ReceiveArgs {
     /// Returns the reason why the arguments contradict each other, if they do.
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
-        if self.channels.channels.is_some() && !matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_) | Uri::Fd(_)) {
+        if self.channels.channels.is_some() && !(self.uri.is_socket() || matches!(self.uri, Uri::Fd(_))) {
             return Some("--channels needs several connections: listen on tcp:HOST:PORT or unix:PATH");
         }
         self.tls.contradiction(&self.uri)

@@ -86,7 +86,7 @@ impl SendArgs {
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
         let postcopy = self.recover || self.mode == SendModeArg::Postcopy;
         let two = self.preempt;
-        let connects = matches!(self.uri, Uri::Tcp { .. } | Uri::Unix(_));
+        let connects = self.uri.is_socket();
         if matches!(self.uri, Uri::File { .. }) {
             Some("limosa send needs a receiver; to write the stream into a file, use limosa export")
         } else if self.memory == SendMemoryArg::Mapped && (postcopy || self.channels.channels.is_some()) {

@@ -44,8 +44,8 @@ pub(crate) struct ServeArgs {
     #[arg(value_name = "IMAGE", required_unless_present = "control", num_args = 1..)]
     pub(crate) images: Vec<OsString>,
 
-    /// Serve NBD at this address: unix:PATH, tcp:HOST:PORT, fd:N (listening or connected), or - (one client on standard
-    /// input and output). Repeatable; default: the sockets that systemd passes (`LISTEN_FDS`)
+    /// Serve NBD at this address: unix:PATH, tcp:HOST:PORT, vsock:CID:PORT (CID 4294967295: for all virtual machines),
+    /// fd:N (listening or connected), or - (one client on standard input and output). Repeatable; default: the sockets that systemd passes (`LISTEN_FDS`)
     #[arg(long, value_name = "URI")]
     pub(crate) nbd: Vec<Uri>,
 

@@ -63,9 +63,10 @@ impl TlsClientArgs {
         match uri {
             _ if self.tls_creds.is_none() => None,
             Uri::Tcp { .. } => None,
-            Uri::Unix(_) if self.tls_kernel == KernelTls::On => Some(NO_TCP),
-            Uri::Unix(_) if self.tls_hostname.is_some() => None,
+            Uri::Unix(_) | Uri::Vsock { .. } if self.tls_kernel == KernelTls::On => Some(NO_TCP),
+            Uri::Unix(_) | Uri::Vsock { .. } if self.tls_hostname.is_some() => None,
             Uri::Unix(_) => Some("--tls-creds over unix:PATH needs --tls-hostname: a path names no host"),
+            Uri::Vsock { .. } => Some("--tls-creds over vsock:CID:PORT needs --tls-hostname: a number names no host"),
             _ => Some(NOT_THERE),
         }
     }
@@ -82,8 +83,8 @@ impl TlsServerArgs {
     pub(crate) fn contradiction(&self, uri: &Uri) -> Option<&'static str> {
         match uri {
             _ if self.tls_creds.is_none() => None,
-            Uri::Unix(_) if self.tls_kernel == KernelTls::On => Some(NO_TCP),
-            Uri::Tcp { .. } | Uri::Unix(_) => None,
+            Uri::Unix(_) | Uri::Vsock { .. } if self.tls_kernel == KernelTls::On => Some(NO_TCP),
+            Uri::Tcp { .. } | Uri::Unix(_) | Uri::Vsock { .. } => None,
             _ => Some(NOT_THERE),
         }
     }

@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use anyhow::Context as _;
-use limosa_channel::{Channel, Options, Uri};
+use limosa_channel::{Channel, Listener, Options, Uri};
 use rustix::net::SocketAddrUnix;
 use serde_json::{Value, json};
 
@@ -73,14 +73,18 @@ pub(super) fn client_uri(listener: &Uri, export: &str, encrypted: bool) -> Strin
         Uri::Unix(path) => format!("{scheme}+unix:///{name}?socket={}", escaped(path.as_os_str().as_bytes())),
         Uri::Tcp { host, port } if host.contains(':') => format!("{scheme}://[{host}]:{port}/{name}"),
         Uri::Tcp { host, port } => format!("{scheme}://{host}:{port}/{name}"),
+        Uri::Vsock { cid, port } => format!("{scheme}+vsock://{cid}:{port}/{name}"),
         other => other.to_string(),
     }
 }
 
 /// Returns the address at which a socket listens, for programs: QEMU's `SocketAddress`, with an IP address as its host.
 /// `None`: the kernel has none that clients could reach.
-pub(super) fn description(socket: BorrowedFd<'_>) -> Option<Value> {
-    let address = rustix::net::getsockname(socket).ok()?;
+pub(super) fn description(listener: &Listener) -> Option<Value> {
+    if let Uri::Vsock { cid, port } = listener.local_uri() {
+        return Some(json!({ "type": "vsock", "cid": cid.to_string(), "port": port.to_string() }));
+    }
+    let address = rustix::net::getsockname(listener.socket()?).ok()?;
     if let Ok(address) = SocketAddr::try_from(address.clone()) {
         return Some(json!({ "type": "inet", "host": address.ip().to_string(), "port": address.port().to_string() }));
     }
@@ -114,6 +118,7 @@ mod tests {
         assert_eq!(uri("unix:x", "disk?1"), "nbd+unix:///disk%3F1?socket=x");
         assert_eq!(uri("tcp:localhost:10809", "a"), "nbd://localhost:10809/a");
         assert_eq!(uri("tcp:[::1]:1", ""), "nbd://[::1]:1/");
+        assert_eq!(uri("vsock:2:10809", "a"), "nbd+vsock://2:10809/a");
         assert_eq!(uri("fd:3", ""), "fd:3");
         assert_eq!(client_uri(&"unix:x".parse().unwrap(), "", true), "nbds+unix:///?socket=x");
     }

@@ -23,9 +23,7 @@ impl Clients {
     /// Returns the addresses at which they connect, for programs.
     pub(super) fn addresses(&self) -> Vec<Value> {
         match self {
-            Self::Listeners(listeners) => {
-                listeners.iter().filter_map(|listener| address::description(listener.socket()?)).collect()
-            }
+            Self::Listeners(listeners) => listeners.iter().filter_map(address::description).collect(),
             Self::Connected(_) => Vec::new(),
         }
     }

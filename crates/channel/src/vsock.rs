@@ -1,0 +1,52 @@
+//! Addresses of sockets between a host and its virtual machines (vsock(7)).
+#![allow(unsafe_code, reason = "addresses are passed to the kernel, and taken from it, by their C layout")]
+
+use std::io;
+use std::mem::size_of;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, listen, socket_with};
+
+const LENGTH: usize = size_of::<libc::sockaddr_vm>();
+
+/// The context of a machine, and a port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct VsockAddress {
+    pub(crate) cid: u32,
+    pub(crate) port: u32,
+}
+
+// SAFETY: the closure gets a whole address in the kernel's layout, and its length.
+unsafe impl SocketAddrArg for VsockAddress {
+    unsafe fn with_sockaddr<R>(&self, with: impl FnOnce(*const SocketAddrOpaque, SocketAddrLen) -> R) -> R {
+        let address = libc::sockaddr_vm {
+            svm_family: AddressFamily::VSOCK.as_raw(),
+            svm_reserved1: 0,
+            svm_port: self.port,
+            svm_cid: self.cid,
+            svm_zero: [0; 4],
+        };
+        with((&raw const address).cast(), LENGTH as SocketAddrLen)
+    }
+}
+
+impl VsockAddress {
+    /// Returns the address of a socket; `None`: it is of another family.
+    pub(crate) fn of(socket: impl AsFd) -> io::Result<Option<Self>> {
+        let found = getsockname(socket)?;
+        if found.address_family() != AddressFamily::VSOCK || (found.addr_len() as usize) < LENGTH {
+            return Ok(None);
+        }
+        // SAFETY: an address of this family is a `sockaddr_vm`, and it is whole. Its alignment is not relied on.
+        let address = unsafe { found.as_ptr().cast::<libc::sockaddr_vm>().read_unaligned() };
+        Ok(Some(Self { cid: address.svm_cid, port: address.svm_port }))
+    }
+
+    pub(crate) fn listen(self, backlog: i32) -> io::Result<OwnedFd> {
+        let socket = socket_with(AddressFamily::VSOCK, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        bind(&socket, &self)?;
+        listen(&socket, backlog)?;
+        Ok(socket)
+    }
+}
