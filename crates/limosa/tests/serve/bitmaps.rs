@@ -101,11 +101,19 @@ fn a_bitmap_of_a_killed_server_is_not_relied_on_and_can_be_removed() {
     assert!(said.contains("disk: clients cannot read bitmap \"b0\": it was not stored by who used it\n"), "{said}");
     let said = ctl(&bed, &["bitmap", "disk"]).success().stdout;
     assert!(said.starts_with("\"b0\": not stored by who used it, can only be removed, "), "{said}");
+    // A backup of changes that begins with it would have a hole.
+    ctl(&bed, &["snapshot", "disk", "overlay", "--clear", "b0"])
+        .one_line(&["disk: bitmap \"b0\" was not stored by who used it", "add it again, and make a full backup"]);
+    assert!(!bed.path("overlay").exists() && !bed.path("disk.continued").exists());
     change(&bed, &["--remove", "b0", "--add", "b0"]);
     write(&serving, &["write 2M 64k"]);
+    ctl(&bed, &["snapshot", "disk", "overlay", "--clear", "b0"]).success();
+    assert_eq!(dirty(&change(&bed, &[])), [("b0", 0)]);
     serving.stop();
-    assert_eq!(stored(&bed, "@disk")[0]["flags"], json!(["auto"]));
-    bed.assert_sound("disk");
+    for image in ["disk", "overlay"] {
+        assert_eq!(stored(&bed, &format!("@{image}"))[0]["flags"], json!(["auto"]));
+        bed.assert_sound(image);
+    }
 }
 
 #[test]

@@ -92,12 +92,30 @@ fn check(export: &Export, wanted: &Wanted, (unused, cleared): (&Unused, &[String
     let (image, name) = (image_below(export, wanted)?, disk.name());
     anyhow::ensure!(image == unused.image, "{name} is served now, and the overlay is of {}", unused.image.display());
     anyhow::ensure!(disk.len() == unused.length, "{name} has become longer since the overlay was created");
-    let bitmaps = block_on(disk.bitmaps())?;
-    if let Some(name) = cleared.iter().find(|name| !bitmaps.iter().any(|bitmap| bitmap.name == **name)) {
-        anyhow::bail!("{}: it has no bitmap {name:?}", image.display());
-    }
+    let has_bitmaps = check_cleared(export, cleared)?;
     // What opening it again would need, if the overlay fails when it is closed.
     File::options().read(true).write(true).open(&image).with_context(|| image.display().to_string())?;
+    Ok(has_bitmaps)
+}
+
+/// Checks that the overlay of an export's image can have these bitmaps begin empty, and returns whether the image has
+/// bitmaps. One that cannot be relied on is left behind when an overlay is put on the image: who wants it cleared would
+/// believe that it follows the disk from then on.
+///
+/// # Errors
+/// A bitmap does not exist, or cannot be relied on.
+pub(super) fn check_cleared(export: &Export, cleared: &[String]) -> anyhow::Result<bool> {
+    let disk = export.disk();
+    let (bitmaps, image) = (block_on(disk.bitmaps())?, disk.name());
+    for name in cleared {
+        let bitmap = bitmaps.iter().find(|bitmap| bitmap.name == *name);
+        let bitmap = bitmap.with_context(|| format!("{image}: it has no bitmap {name:?}"))?;
+        anyhow::ensure!(
+            bitmap.set.is_some(),
+            "{image}: bitmap {name:?} was not stored by who used it, and does not say what was written: remove it, add \
+             it again, and make a full backup"
+        );
+    }
     Ok(!bitmaps.is_empty())
 }
 

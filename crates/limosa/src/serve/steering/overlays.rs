@@ -68,6 +68,7 @@ impl Steering {
             let unused = self.prepared.lock().take(path, name);
             unused.with_context(|| format!("{}: it was not prepared, or was removed", path.display()))?
         } else {
+            overlay::check_cleared(&export, clear)?;
             overlay::create(&export, &wanted, path).map_err(|error| self.explained(error))?
         };
         let overlay = overlay::put(&export, &wanted, (path, &unused, clear), within);
