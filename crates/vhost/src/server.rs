@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -32,6 +32,9 @@ use crate::{Device, FrontEnd, MAX_QUEUES};
 /// How long the threads of a connection may take to end when the server must stop. The work for an honest front end
 /// (discarding some hundred MiB at most, or completing the requests in flight) takes a fraction of it.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long another front end waits before it is logged. One that replaces the first is served sooner.
+const QUEUED_NOTICE: Duration = Duration::from_secs(1);
 
 /// Number of front ends that may wait to be served.
 const BACKLOG: i32 = 4;
@@ -92,6 +95,7 @@ pub struct Server {
     /// How memory that comes by postcopy is waited for, if that is possible.
     forwarded: Option<Arc<ForwardedFaultsSource>>,
     connections: AtomicU64,
+    has_front_end: AtomicBool,
 }
 
 impl std::fmt::Debug for Server {
@@ -142,6 +146,7 @@ impl Server {
             stop: Arc::new(stop),
             faults: Arc::default(),
             connections: AtomicU64::new(0),
+            has_front_end: AtomicBool::new(false),
         })
     }
 
@@ -158,6 +163,11 @@ impl Server {
     /// How many front ends have connected.
     pub fn connection_count(&self) -> u64 {
         self.connections.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether a front end is connected.
+    pub fn has_front_end(&self) -> bool {
+        self.has_front_end.load(Ordering::Relaxed)
     }
 
     /// Serves one front end after the other until it is [stopped](Stopper::stop).
@@ -180,7 +190,10 @@ impl Server {
             match accept_with(&self.listener, SocketFlags::CLOEXEC) {
                 Ok(socket) => {
                     self.connections.fetch_add(1, Ordering::Relaxed);
-                    if self.serve_one(socket)? == Disconnect::Stopped {
+                    self.has_front_end.store(true, Ordering::Relaxed);
+                    let disconnect = self.serve_one(socket);
+                    self.has_front_end.store(false, Ordering::Relaxed);
+                    if disconnect? == Disconnect::Stopped {
                         return Ok(());
                     }
                 }
@@ -215,12 +228,34 @@ impl Server {
         disconnect.map_err(failed)
     }
 
+    /// Waits until a connection ends or the server must stop. A front end that waits for that end looks as if it hung:
+    /// the first one is logged.
+    fn wait_for_end(&self, ended: &OwnedFd) -> Result<(), Errno> {
+        let (mut watched, mut notice) = (PollFlags::IN, None);
+        loop {
+            let mut fds = [
+                PollFd::new(ended, PollFlags::IN),
+                PollFd::new(&*self.stop, PollFlags::IN),
+                PollFd::new(&self.listener, watched),
+            ];
+            let ready = retry_on_intr(|| poll(&mut fds, notice.as_ref()))?;
+            let [ended, stop, _] = &fds;
+            if !ended.revents().is_empty() || !stop.revents().is_empty() {
+                return Ok(());
+            }
+            if ready == 0 {
+                tracing::warn!(socket = %self.path.display(), "another front end waits until the one that is connected ends");
+                notice = None;
+            } else {
+                notice = Timespec::try_from(QUEUED_NOTICE).ok();
+            }
+            watched = PollFlags::empty();
+        }
+    }
+
     /// Waits for the end of a connection; for at most [`STOP_TIMEOUT`] once the server must stop.
     fn has_ended(&self, ended: &OwnedFd) -> Result<bool, Errno> {
-        let waited = retry_on_intr(|| {
-            poll(&mut [PollFd::new(ended, PollFlags::IN), PollFd::new(&*self.stop, PollFlags::IN)], None)
-        });
-        waited?;
+        self.wait_for_end(ended)?;
         let end = Instant::now() + STOP_TIMEOUT;
         loop {
             let left = Timespec::try_from(end.saturating_duration_since(Instant::now())).map_err(|_| Errno::INVAL)?;

@@ -103,6 +103,11 @@ impl BlockDevice {
         json!({ "socket": self.path, "export": self.device.export().name() })
     }
 
+    /// Returns whether a front end uses this export.
+    pub(super) fn serves(&self, export: &Arc<Export>) -> bool {
+        self.is_of(export) && self.server.has_front_end()
+    }
+
     /// Returns the number of front ends that have connected.
     pub(super) fn front_ends(&self) -> u64 {
         self.server.connection_count()

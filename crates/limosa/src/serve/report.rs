@@ -22,13 +22,13 @@ pub(super) fn description(export: &Export) -> Map<String, Value> {
     object
 }
 
-/// An export as it is used.
-pub(super) fn state(export: &Export) -> Value {
+/// An export as it is used, with its number of clients.
+pub(super) fn state(export: &Export, clients: u64) -> Value {
     let mut object = description(export);
     object.insert("description".into(), export.description_text().into());
     object.insert("bitmaps".into(), bitmaps(export).into());
     object.insert("quiesced".into(), export.is_quiesced().into());
-    object.insert("clients".into(), export.client_count().into());
+    object.insert("clients".into(), clients.into());
     object.insert("counters".into(), counters(export).into());
     object.insert("latency-ms".into(), latencies(export).into());
     object.into()

@@ -1,9 +1,11 @@
 //! All that serves.
 
+use std::sync::Arc;
+
 use limosa_channel::Tls;
-use limosa_export::Exports;
 use limosa_export::nbd::{Limits, Server, ServerOptions};
-use limosa_page::to_usize;
+use limosa_export::{Export, Exports};
+use limosa_page::{to_u64, to_usize};
 
 use super::devices::{self, BlockDevice};
 use crate::args::ServeArgs;
@@ -23,6 +25,12 @@ impl Servers {
     pub(super) fn bind(args: &ServeArgs, tls: Option<(Tls, bool)>, exports: &Exports) -> anyhow::Result<Self> {
         let nbd = Server::new(exports.clone(), options(args, tls))?;
         Ok(Self { nbd, devices: devices::bind(args, exports)? })
+    }
+
+    /// Returns the number of clients of an export: of NBD, and front ends.
+    pub(super) fn client_count(&self, export: &Arc<Export>) -> u64 {
+        let front_ends = self.devices.iter().filter(|device| device.serves(export)).count();
+        to_u64(export.client_count() + front_ends)
     }
 
     /// Makes all of them end.

@@ -1,9 +1,13 @@
 //! `limosa serve --vhost-user-blk`: its lines, its signals, its options.
 
-use limosa_testkit::{BlkClient, BlkCommand, BlkSettings};
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixStream;
+
+use limosa_testkit::{BlkClient, BlkCommand, BlkSettings, wait_for};
 use serde_json::{Value, json};
 
-use crate::bed::Bed;
+use crate::bed::{Bed, asked};
 use crate::needs_qemu;
 
 const ONE: BlkSettings = BlkSettings { queues: 1, without: 0 };
@@ -14,12 +18,15 @@ fn a_disk_is_served_to_a_driver_and_to_clients_of_nbd_at_once() {
     let bed = Bed::new();
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "1M"]);
     let blk = bed.path("blk");
-    let serving = bed.serve("nbd", &["--json", "disk", "--vhost-user-blk", blk.to_str().unwrap(), "--queues", "3"]);
+    let words = ["--json", "disk", "--vhost-user-blk", blk.to_str().unwrap(), "--queues", "3", "--control", "control"];
+    let serving = bed.serve("nbd", &words);
     let lines = |text: &str| text.lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>();
     let ready = &lines(&serving.printed())[0];
     assert_eq!(ready["vhost-user-blk"], json!([{ "socket": blk.to_str().unwrap(), "export": "" }]));
     let said = serving.said();
     assert!(said.contains(&format!("and {} (--vhost-user-blk)", blk.display())), "{said}");
+    let clients = || asked(&bed, &["list"])["exports"][0]["clients"].as_u64().unwrap();
+    assert_eq!(clients(), 0);
     let mut driver = BlkClient::connect(&blk, ONE).unwrap();
     assert_eq!(driver.config(34, 2).unwrap(), 3_u16.to_le_bytes());
     // Without a name the export has that of its file.
@@ -29,6 +36,13 @@ fn a_disk_is_served_to_a_driver_and_to_clients_of_nbd_at_once() {
     assert_eq!(client.read(4096, 4096).unwrap(), vec![5; 4096]);
     assert_eq!(client.write(0, 0, &[6; 512]).unwrap(), 0);
     assert_eq!(driver.run(0, &BlkCommand::Read(0, 512)).unwrap().data, vec![6; 512]);
+    assert_eq!(clients(), 2);
+    // Another front end gets no answer, and does not know why.
+    assert!(!serving.said().contains("waits"));
+    let others = [(); 2].map(|()| UnixStream::connect(&blk).unwrap());
+    wait_for("the notice", || serving.said().contains("another front end waits until").then_some(()));
+    assert_eq!(clients(), 2);
+    drop(others);
     client.disconnect().unwrap();
     let ended = serving.stop();
     assert!(!blk.exists(), "the socket is gone");

@@ -54,7 +54,11 @@ impl Metrics {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).context("--metrics")?;
         let stop = Arc::new(stop);
         let stopped = Arc::clone(&stop);
-        let page = move || page::page(&servers.nbd.counters(), &exports.all());
+        let page = move || {
+            let exports = exports.all();
+            let exports = exports.iter().map(|export| (export, servers.client_count(export)));
+            page::page(&servers.nbd.counters(), exports)
+        };
         let serve = move || serve(&listener, &stopped, &page);
         let thread = thread::Builder::new().name("metrics".into()).spawn(serve).context("--metrics")?;
         Ok(Self { stop, thread: Some(thread) })

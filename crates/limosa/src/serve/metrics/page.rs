@@ -1,6 +1,7 @@
 //! Exports and counters in Prometheus' text format, version 0.0.4.
 
 use std::fmt::{Display, Write as _};
+use std::sync::Arc;
 
 use hdrhistogram::Histogram;
 use limosa_export::nbd::ServerCounters;
@@ -98,16 +99,16 @@ impl Page {
 struct Seen<'a> {
     export: &'a Export,
     label: String,
+    clients: u64,
     counters: ExportCounters,
 }
 
-/// Returns the metrics of a server.
-pub(super) fn page(server: &ServerCounters, exports: &[impl AsRef<Export>]) -> String {
+/// Returns the metrics of a server, of its exports and their numbers of clients.
+pub(super) fn page<'a>(server: &ServerCounters, exports: impl IntoIterator<Item = (&'a Arc<Export>, u64)>) -> String {
     let mut page = Page::default();
     let exports: Vec<_> = exports
-        .iter()
-        .map(AsRef::as_ref)
-        .map(|export: &Export| Seen { export, label: label(export.name()), counters: export.counters() })
+        .into_iter()
+        .map(|(export, clients)| Seen { export, label: label(export.name()), clients, counters: export.counters() })
         .collect();
     page.single("connections", "gauge", "Connections that exist.", server.active);
     let counters = [
@@ -123,8 +124,7 @@ pub(super) fn page(server: &ServerCounters, exports: &[impl AsRef<Export>]) -> S
         page.single(name, "counter", help, value);
     }
     page.each(["export_size_bytes", "gauge", "Length of an export."], &exports, |seen| seen.export.size());
-    let clients = |seen: &Seen<'_>| seen.export.client_count() as u64;
-    page.each(["export_clients", "gauge", "Clients of an export."], &exports, clients);
+    page.each(["export_clients", "gauge", "Clients and front ends of an export."], &exports, |seen| seen.clients);
     let quiesced = |seen: &Seen<'_>| u64::from(seen.export.is_quiesced());
     page.each(["export_quiesced", "gauge", "1 if requests wait until the export is resumed."], &exports, quiesced);
     page.kinds("requests_total", "Requests that succeeded.", &exports, |counters| {

@@ -95,7 +95,10 @@ impl Steering {
     fn run(&self, name: &str, arguments: &Value) -> anyhow::Result<Option<Value>> {
         let done = json!({});
         Ok(Some(match name {
-            "query-exports" => self.exports.all().iter().map(|export| report::state(export)).collect(),
+            "query-exports" => {
+                let state = |export: &Arc<Export>| report::state(export, self.servers.client_count(export));
+                self.exports.all().iter().map(state).collect()
+            }
             "query-export" => self.with_files(&read(arguments)?)?,
             "query-server" => {
                 let counters = self.servers.nbd.counters();
