@@ -17,7 +17,7 @@ use limosa_qemu::{
     RendezvousConflict, ResumeError, StateConflict, WatchdogAdvice,
 };
 use limosa_snapshot::SnapshotError;
-use limosa_storage::{OpenError, StorageError};
+use limosa_storage::{LockHolders, OpenError, StorageError};
 use limosa_stream::{StreamError, UnsupportedFeature};
 use limosa_vhost::ServerError;
 
@@ -123,7 +123,7 @@ fn of_storage(error: &StorageError) -> &'static str {
     match error.open_error() {
         Some(OpenError::UringUnavailable(_)) => "; use threads (-i threads)",
         Some(OpenError::DirectIoUnsupported) => "; use another cache mode (writeback)",
-        Some(OpenError::Locked { read_only: true, .. }) => {
+        Some(OpenError::Locked { read_only: true, holders, .. }) if *holders != LockHolders::ThisProcess => {
             "; to read it all the same, in a state that may be inconsistent, use -U"
         }
         _ => "",
@@ -568,7 +568,8 @@ mod tests {
     #[test]
     fn a_file_that_another_process_writes_can_be_read_without_a_lock() {
         let locked = |read_only| {
-            let reason = OpenError::Locked { conflict: "locked".into(), processes: Vec::new(), read_only };
+            let holders = LockHolders::NoneVisible;
+            let reason = OpenError::Locked { conflict: "locked".into(), holders, read_only };
             StorageError::for_storage(limosa_storage::Operation::Lock, &Arc::from("disk"), reason)
         };
         for error in [locked(true).into(), anyhow::Error::from(ImageError::from(locked(true))).context("not opened")] {

@@ -40,8 +40,8 @@ pub use buffer::{Buffer, IoVector};
 pub use drive::{block_on, submit_gathered};
 pub use error::{Operation, StorageError};
 pub use file::{
-    CacheMode, Create, FileCounters, FileIdentity, FileOptions, FileStorage, Io, LockPolicy, OpenError, OperationCount,
-    UnknownCacheMode,
+    CacheMode, Create, FileCounters, FileIdentity, FileOptions, FileStorage, Io, LockHolders, LockPolicy, OpenError,
+    OperationCount, UnknownCacheMode,
 };
 pub use memory::MemoryStorage;
 pub use null::NullStorage;

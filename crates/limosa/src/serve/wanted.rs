@@ -9,7 +9,7 @@ use limosa_image::chain::{self, Image, NamedImage, OpenOptions};
 use limosa_image::qcow2::{JournalFolder, SnapshotChoice};
 use limosa_image::reference::Reference;
 use limosa_image::{Disk, Format, ImageError};
-use limosa_storage::{OpenError, block_on};
+use limosa_storage::{LockHolders, OpenError, block_on};
 
 use crate::img::open::{resolve, warn};
 use crate::img::options::{Name, Source};
@@ -71,11 +71,28 @@ impl Wanted {
         let NamedImage { reference, options, .. } = resolve(&self.source)?;
         let options =
             options.read_only(self.is_read_only()).snapshot(self.snapshot.clone()).journals(self.journals.clone());
-        let image = open_when_released(&reference, &options)?;
+        let image = open_when_released(&reference, &options).map_err(|error| self.explained(error))?;
         if !self.is_read_only() {
             warn(&self.source, &image);
         }
         Ok(image)
+    }
+
+    /// Says if a lock is this server's own.
+    fn explained(&self, error: ImageError) -> anyhow::Error {
+        let is_own = matches!(
+            &error,
+            ImageError::Storage(error) if matches!(
+                error.open_error(),
+                Some(OpenError::Locked { holders: LockHolders::ThisProcess, .. })
+            )
+        );
+        let error = anyhow::Error::from(error);
+        if !is_own {
+            return error;
+        }
+        let name = &self.source.name;
+        error.context(format!("{name}: this server serves it, or an image below it, already"))
     }
 
     /// Opens its disk to be read only, without a journal.
@@ -100,7 +117,11 @@ fn open_when_released(reference: &Reference, options: &OpenOptions) -> Result<Im
             Err(ImageError::Storage(error)) => error,
             opened => return opened,
         };
-        let is_left = matches!(error.open_error(), Some(OpenError::Locked { processes, .. }) if processes.is_empty());
+        // A confined server cannot look at other processes.
+        let is_left = matches!(
+            error.open_error(),
+            Some(OpenError::Locked { holders: LockHolders::NoneVisible | LockHolders::Unknown, .. })
+        );
         if !is_left || begun.elapsed() > RELEASED {
             return Err(error.into());
         }

@@ -1,6 +1,8 @@
 //! Images that are in use elsewhere, and parts of images.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::time::{Duration, Instant};
 
 use limosa_testkit::{NbdClient, qemu_img_output, qemu_io};
 
@@ -40,6 +42,10 @@ fn an_image_that_is_served_is_locked_as_qemu_locks_it() {
     assert!(nbdinfo(&[&other.uri("")])["exports"][0]["is_read_only"] == true);
     one.stop();
     other.stop();
+    let begun = Instant::now();
+    bed.refused(&["disk", "disk", "--name", "a", "--name", "b", "--nbd", "unix:x"])
+        .one_line(&["disk: this server serves it", "this process has it open"]);
+    assert!(begun.elapsed() < Duration::from_secs(4));
     bed.refused(&["--shared", "disk", "--nbd", "unix:x"]).misused(&["--read-only"]);
 }
 

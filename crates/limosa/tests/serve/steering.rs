@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use limosa_testkit::{NbdCommand, qemu_img_output, qemu_io, wait_for};
 use serde_json::{Value, json};
@@ -55,6 +55,10 @@ fn a_server_without_images_gets_some_and_loses_them_again() {
     );
     let said = ctl(&bed, &["list"]).success().stdout;
     assert!(said.contains("\"part\"") && said.contains("128 KiB, raw, read-only"), "{said}");
+    let begun = Instant::now();
+    let said = ctl(&bed, &["add", "a b.qcow2", "--name", "again"])
+        .one_line(&["this server serves it", "this process has it open"]);
+    assert!(!said.contains("another process") && begun.elapsed() < Duration::from_secs(4), "{said}");
     assert!(ctl(&bed, &["remove", "part"]).success().stderr.contains("removed"));
     assert_eq!(names(&serving), ["a b.qcow2"]);
     ctl(&bed, &["quit"]).success();

@@ -13,13 +13,16 @@
 //! open and locked until the kernel has cancelled them.
 #![allow(unsafe_code, reason = "OFD locks are taken with fcntl")]
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 
-use crate::file::open_error::OpenError;
+use parking_lot::Mutex;
+
+use crate::file::open_error::{LockHolders, OpenError};
 
 /// The byte for use of permission 0.
 const USED: libc::off_t = 100;
@@ -27,6 +30,9 @@ const USED: libc::off_t = 100;
 const DENIED: libc::off_t = 200;
 /// Number of permissions.
 const COUNT: u8 = 4;
+
+/// The bytes that this process has locked, by descriptor.
+static LOCKED: Mutex<BTreeMap<RawFd, Vec<libc::off_t>>> = Mutex::new(BTreeMap::new());
 
 /// Whether QEMU's image locks are taken and respected.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -84,13 +90,20 @@ struct Conflict {
     used: bool,
 }
 
+impl Conflict {
+    /// The byte that the other one has locked.
+    fn byte(self) -> libc::off_t {
+        libc::off_t::from(self.number) + if self.used { USED } else { DENIED }
+    }
+}
+
 impl fmt::Display for Conflict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let done = ["reads", "writes", "moves", "resizes"].get(usize::from(self.number)).copied().unwrap_or("uses");
         let doing = ["reading", "writing", "moving", "resizing"].get(usize::from(self.number)).copied();
         match self.used {
-            true => write!(f, "another process has it open and {done} it"),
-            false => write!(f, "another process has it open and allows no {}", doing.unwrap_or("use")),
+            true => write!(f, "has it open and {done} it"),
+            false => write!(f, "has it open and allows no {}", doing.unwrap_or("use")),
         }
     }
 }
@@ -106,16 +119,23 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, read_only: bool, policy: LockPolicy) -> i
     let (used, denied) = (Permissions::used(read_only), Permissions::denied());
     // Our locks first, then the check: of two concurrent openers at least one sees the other.
     let bytes = used.numbers().map(|number| USED + libc::off_t::from(number));
-    for byte in bytes.chain(denied.numbers().map(|number| DENIED + libc::off_t::from(number))) {
+    let bytes: Vec<_> = bytes.chain(denied.numbers().map(|number| DENIED + libc::off_t::from(number))).collect();
+    for &byte in &bytes {
         match take(fd, byte) {
             Ok(()) => {}
             Err(error) if policy == LockPolicy::Auto && is_unsupported(&error) => return Ok(()),
-            Err(error) => return Err(failed(fd, read_only, error)),
+            Err(error) => return Err(failed(fd, read_only, error, None)),
         }
     }
-    match conflict(fd, used, denied).map_err(|error| failed(fd, read_only, error))? {
-        None => Ok(()),
-        Some(conflict) => Err(failed(fd, read_only, io::Error::new(io::ErrorKind::ResourceBusy, conflict.to_string()))),
+    match conflict(fd, used, denied).map_err(|error| failed(fd, read_only, error, None))? {
+        None => {
+            LOCKED.lock().insert(fd.as_raw_fd(), bytes);
+            Ok(())
+        }
+        Some(conflict) => {
+            let error = io::Error::new(io::ErrorKind::ResourceBusy, conflict.to_string());
+            Err(failed(fd, read_only, error, Some(conflict.byte())))
+        }
     }
 }
 
@@ -139,27 +159,46 @@ fn is_unsupported(error: &io::Error) -> bool {
 }
 
 /// Releases our locks. Returns the error, which names the processes that have the file open.
-fn failed(fd: BorrowedFd<'_>, read_only: bool, error: io::Error) -> io::Error {
+fn failed(fd: BorrowedFd<'_>, read_only: bool, error: io::Error, byte: Option<libc::off_t>) -> io::Error {
     release(fd);
     let busy = [io::ErrorKind::ResourceBusy, io::ErrorKind::WouldBlock, io::ErrorKind::PermissionDenied];
     if !busy.contains(&error.kind()) {
         return error;
     }
-    let conflict =
-        if error.raw_os_error().is_some() { "another process has locked it".into() } else { error.to_string() };
-    OpenError::Locked { conflict, processes: holders(fd), read_only }.into()
+    let holders = holders(fd, byte);
+    let holder = if holders == LockHolders::ThisProcess { "this process" } else { "another process" };
+    let done = if error.raw_os_error().is_some() { "has locked it".into() } else { error.to_string() };
+    OpenError::Locked { conflict: format!("{holder} {done}"), holders, read_only }.into()
 }
 
-/// Returns the processes that have the file open and are visible in /proc; at most four.
-fn holders(fd: BorrowedFd<'_>) -> Vec<String> {
+/// Returns the processes that have a file open: this one if it holds the lock of `byte`, others if /proc shows them.
+fn holders(fd: BorrowedFd<'_>, byte: Option<libc::off_t>) -> LockHolders {
+    let Ok(file) = identity(fd) else { return LockHolders::Unknown };
+    // Known without /proc, which a process that is confined cannot read.
+    let is_locked_here = || {
+        LOCKED.lock().iter().any(|(&number, bytes)| {
+            // SAFETY: nothing is done to what is open by this number; if it was closed without being unlocked, nothing
+            // is, or another file.
+            let other = unsafe { BorrowedFd::borrow_raw(number) };
+            byte.is_some_and(|byte| bytes.contains(&byte)) && identity(other).is_ok_and(|other| other == file)
+        })
+    };
+    let processes = other_holders(file);
+    match processes {
+        Some(processes) if !processes.is_empty() => LockHolders::Processes(processes),
+        _ if is_locked_here() => LockHolders::ThisProcess,
+        Some(_) => LockHolders::NoneVisible,
+        None => LockHolders::Unknown,
+    }
+}
+
+/// Returns the other processes that have a file open and are visible in /proc, at most four; `None`: it cannot be read.
+fn other_holders(file: (u64, u64)) -> Option<Vec<String>> {
     let own = std::process::id().to_string();
-    let Ok(file) = fs::metadata(format!("/proc/self/fd/{}", fd.as_raw_fd())) else { return Vec::new() };
-    let Ok(processes) = fs::read_dir("/proc") else { return Vec::new() };
+    let processes = fs::read_dir("/proc").ok()?;
     let has_it = |process: &fs::DirEntry| {
         fs::read_dir(process.path().join("fd")).is_ok_and(|files| {
-            files.flatten().any(|entry| {
-                fs::metadata(entry.path()).is_ok_and(|it| (it.dev(), it.ino()) == (file.dev(), file.ino()))
-            })
+            files.flatten().any(|entry| fs::metadata(entry.path()).is_ok_and(|it| (it.dev(), it.ino()) == file))
         })
     };
     let mut names: Vec<_> = processes
@@ -173,7 +212,13 @@ fn holders(fd: BorrowedFd<'_>) -> Vec<String> {
         .take(4)
         .collect();
     names.sort();
-    names
+    Some(names)
+}
+
+/// Device and inode of an open file.
+fn identity(fd: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
+    let found = rustix::fs::fstat(fd)?;
+    Ok((found.st_dev, found.st_ino))
 }
 
 /// Returns a lock type, or where its range is counted from, as the structure has it.
@@ -211,6 +256,7 @@ fn is_taken(fd: BorrowedFd<'_>, byte: libc::off_t) -> io::Result<bool> {
 
 /// Releases all locks.
 pub(crate) fn release(fd: BorrowedFd<'_>) {
+    LOCKED.lock().remove(&fd.as_raw_fd());
     let range = byte_range(libc::F_UNLCK, USED, DENIED + libc::off_t::from(COUNT) - USED);
     // SAFETY: reads the structure, which outlives the call.
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
@@ -238,13 +284,13 @@ mod tests {
         lock(second.as_fd(), true, auto).unwrap();
         let error = lock(third.as_fd(), false, auto).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
-        assert!(error.to_string().starts_with("another process has it open and allows no writing"), "{error}");
+        assert!(error.to_string().starts_with("this process has it open and allows no writing"), "{error}");
         // A refused opener leaves no locks behind.
         lock(open().as_fd(), true, auto).unwrap();
         drop((first, second));
         lock(third.as_fd(), false, auto).unwrap();
         let error = lock(open().as_fd(), true, auto).unwrap_err();
-        assert!(error.to_string().starts_with("another process has it open and writes it"), "{error}");
+        assert!(error.to_string().starts_with("this process has it open and writes it"), "{error}");
         lock(open().as_fd(), false, auto).unwrap_err();
         lock(open().as_fd(), false, LockPolicy::None).unwrap();
     }

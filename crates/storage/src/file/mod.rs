@@ -25,7 +25,7 @@ use rustix::fs::{AtFlags, StatxFlags, statx};
 pub use counters::{FileCounters, OperationCount};
 pub use lock::LockPolicy;
 pub use open::FileIdentity;
-pub use open_error::OpenError;
+pub use open_error::{LockHolders, OpenError};
 pub use options::{CacheMode, Create, FileOptions, Io, UnknownCacheMode};
 
 use crate::buffer::IoVector;

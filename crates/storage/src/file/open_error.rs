@@ -1,6 +1,6 @@
 //! Why a file cannot be opened as the options ask.
 
-use std::io;
+use std::{fmt, io};
 
 use crate::error::StorageError;
 
@@ -18,17 +18,42 @@ pub enum OpenError {
     /// The cache mode requires direct I/O, which the filesystem does not support.
     #[error("the filesystem does not support direct I/O")]
     DirectIoUnsupported,
-    /// Another process holds a conflicting lock.
-    #[error("{conflict} ({})", holders(processes))]
+    /// Another process, or another storage of this one, holds a conflicting lock.
+    #[error("{conflict}{holders}")]
     Locked {
         /// The conflict.
         conflict: String,
-        /// Names and numbers of visible processes that have the file open; at most four.
-        processes: Vec<String>,
+        /// The processes that have the file open.
+        holders: LockHolders,
         /// Whether the file was to be opened read-only: [`LockPolicy::None`](crate::LockPolicy::None) then reads it in
         /// a state that may be inconsistent.
         read_only: bool,
     },
+}
+
+/// The processes that have a locked file open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LockHolders {
+    /// Names and numbers of other processes that are visible; at most four.
+    Processes(Vec<String>),
+    /// This process, and no other that is visible.
+    ThisProcess,
+    /// None of the processes that are visible.
+    NoneVisible,
+    /// This process may not look at others.
+    Unknown,
+}
+
+impl fmt::Display for LockHolders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Processes(processes) => write!(f, " (it is open in {})", processes.join(", ")),
+            Self::NoneVisible => f.write_str(" (no visible process of this machine has it open)"),
+            // The conflict names this process.
+            Self::ThisProcess | Self::Unknown => Ok(()),
+        }
+    }
 }
 
 impl OpenError {
@@ -56,13 +81,6 @@ impl StorageError {
     }
 }
 
-fn holders(processes: &[String]) -> String {
-    if processes.is_empty() {
-        return "no visible process of this machine has it open".into();
-    }
-    format!("it is open in {}", processes.join(", "))
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
@@ -72,16 +90,17 @@ mod tests {
 
     #[test]
     fn the_reason_is_found_in_the_error_that_a_caller_gets() {
-        let locked = |processes: &[&str]| OpenError::Locked {
-            conflict: "another process has it open and writes it".into(),
-            processes: processes.iter().map(ToString::to_string).collect(),
-            read_only: true,
-        };
-        let error = StorageError::for_storage(Operation::Lock, &Arc::from("disk"), locked(&["qemu (process 7)"]));
+        let conflict = "another process has it open and writes it";
+        let locked = |holders| OpenError::Locked { conflict: conflict.into(), holders, read_only: true };
+        let qemu = || locked(LockHolders::Processes(vec!["qemu (process 7)".into()]));
+        let error = StorageError::for_storage(Operation::Lock, &Arc::from("disk"), qemu());
         assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
-        assert_eq!(error.open_error(), Some(&locked(&["qemu (process 7)"])));
+        assert_eq!(error.open_error(), Some(&qemu()));
         assert!(error.source.to_string().ends_with("writes it (it is open in qemu (process 7))"), "{error}");
-        assert!(locked(&[]).to_string().ends_with("(no visible process of this machine has it open)"));
+        let said = locked(LockHolders::NoneVisible).to_string();
+        assert_eq!(said, format!("{conflict} (no visible process of this machine has it open)"));
+        // Nothing is said of processes that were not looked at.
+        assert_eq!(locked(LockHolders::Unknown).to_string(), conflict);
         let error =
             StorageError::for_storage(Operation::Lock, &Arc::from("disk"), io::Error::from_raw_os_error(libc::EIO));
         assert_eq!(error.open_error(), None);
