@@ -185,6 +185,23 @@ fn incremental_backups_by_overlays_miss_nothing() {
         assert!(copy == fs::read(bed.path(&whole)).unwrap(), "{image}");
     }
     assert_eq!(copied, [(1 << 20) + (128 << 10), (1 << 20) + (192 << 10), (1 << 20) + (192 << 10)]);
+    // With a commit after each backup the same image is frozen each time. Its bitmap is the overlay's then, and has
+    // what was written since the snapshot: while the image was copied, and after the commit.
+    for round in 0..2 {
+        ctl(&bed, &["commit", "disk"]).success();
+        assert_eq!(dirty(&change(&bed, &[])), [("b0", 64 << 10)]);
+        write(&serving, &[&format!("write -P {} 12M 64k", round + 20), "write -z 13M 64k"]);
+        ctl(&bed, &["snapshot", "disk", "three", "--clear", "b0"]).success();
+        assert_eq!(dirty(&change(&bed, &[])), [("b0", 0)]);
+        write(&serving, &[&format!("write -P {} {}M 64k", round + 60, round + 14)]);
+        // It is not committed while it is copied.
+        let reader = bed.serve("reader", &["--read-only", "two"]);
+        ctl(&bed, &["commit", "disk"]).one_line(&["two", "another process has it open"]);
+        reader.stop();
+        assert_eq!(back_up(&bed, "two", "b0", &mut copy), 192 << 10);
+        bed.qemu_img(&["convert", "-O", "raw", "@two", "@whole"]);
+        assert!(copy == fs::read(bed.path("whole")).unwrap(), "{round}");
+    }
     ctl(&bed, &["snapshot", "disk", "four", "--clear", "b1"]).one_line(&["it has no bitmap \"b1\""]);
     // Without --clear the overlay begins with all that the image has.
     ctl(&bed, &["snapshot", "disk", "four"]).success();
