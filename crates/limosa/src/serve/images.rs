@@ -10,7 +10,9 @@ use limosa_export::{Export, Exports};
 use limosa_image::chain::Image;
 use limosa_image::qcow2::JournalFolder;
 use limosa_image::reference::Reference;
-use limosa_storage::block_on;
+use limosa_image::{Format, Guess, GuestOffset, ImageError, guess};
+use limosa_page::to_usize;
+use limosa_storage::{Buffer, Operation, block_on};
 use parking_lot::Mutex;
 
 use super::overlay;
@@ -93,7 +95,33 @@ fn follow(wanted: &mut Wanted) -> anyhow::Result<Image> {
         None => file_name(&resolve(&wanted.source)?.reference)?,
     };
     *wanted = overlay::follow(Wanted { name: Some(name), ..wanted.clone() })?;
-    wanted.open_image()
+    let image = wanted.open_image()?;
+    if let Err(error) = warn_of_header(wanted, &image) {
+        let _ = block_on(image.as_disk().close());
+        return Err(error);
+    }
+    Ok(image)
+}
+
+/// Warns if an image is served as raw that begins as one of another format: its clients would see, and write, the
+/// image's tables.
+fn warn_of_header(wanted: &Wanted, image: &Image) -> anyhow::Result<()> {
+    let disk = image.as_disk();
+    // A format that was guessed is what it looks like.
+    if image.is_guessed() || disk.format() != Format::Raw.name() {
+        return Ok(());
+    }
+    let start = Buffer::zeroed(to_usize(disk.len().min(512)));
+    block_on(disk.read(GuestOffset(0), start.clone().into()))?;
+    let mut bytes = start.to_vec();
+    bytes.resize(512, 0);
+    let found = match guess(&bytes) {
+        Guess::Known(Format::Raw) => return Ok(()),
+        Guess::Known(format) => format.name(),
+        Guess::Foreign(name) => name,
+    };
+    say!("limosa: {}: begins like a {found} image, but is served as raw", wanted.source.name);
+    Ok(())
 }
 
 fn export(wanted: &Wanted, image: &Image, bitmaps: Vec<String>) -> anyhow::Result<Export> {

@@ -248,6 +248,12 @@ fn announce(
     if let Some(metrics) = metrics {
         say!("limosa: metrics at {}", metrics.local_uri());
     }
+    if let [_, _, ..] = exports.as_slice() {
+        for export in &exports {
+            let size = quantity::bytes(export.size());
+            say!("limosa: export {:?} is {} ({size})", export.name(), export.disk().name());
+        }
+    }
     let addresses: Vec<_> = uris.into_iter().chain(devices.iter().map(BlockDevice::address)).collect();
     say!("limosa: serving {what} at {}", addresses.join(" and "));
     Ok(())

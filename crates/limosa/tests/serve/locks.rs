@@ -95,7 +95,14 @@ fn several_images_have_names() {
     let bed = Bed::new();
     fs::write(bed.path("a.raw"), vec![1; 1 << 20]).unwrap();
     fs::write(bed.path("b.raw"), vec![2; 2 << 20]).unwrap();
-    let serving = bed.serve("nbd", &["-f", "raw", "a.raw", "b.raw", "--name", "first"]);
+    // A qcow2 image by its beginning, which is what a mistaken -f looks like.
+    fs::write(bed.path("a.raw"), [&b"QFI\xfb\0\0\0\x03"[..], &vec![1; (1 << 20) - 8]].concat()).unwrap();
+    let words = ["-f", "raw", "a.raw", "b.raw", "--name", "first", "--socket-mode", "666"];
+    let serving = bed.serve("nbd", &words);
+    let said = serving.said();
+    assert!(said.contains("limosa: a.raw: begins like a qcow2 image, but is served as raw\n"), "{said}");
+    assert!(said.contains("limosa: export \"first\" is a.raw (1 MiB)\n") && !said.contains("b.raw: begins"), "{said}");
+    assert_eq!(fs::metadata(bed.path("nbd")).unwrap().permissions().mode() & 0o777, 0o666);
     let list = nbdinfo(&["--list", &serving.uri("")]);
     let names: Vec<_> = list["exports"].as_array().unwrap().iter().map(|export| &export["export-name"]).collect();
     assert_eq!(names, ["first", "b.raw"]);
