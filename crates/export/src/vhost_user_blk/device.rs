@@ -24,6 +24,9 @@ use super::queue::{Mode, Queue};
 use super::request::ID_LENGTH;
 use crate::export::Export;
 
+/// Least number of queues, if none is asked for. A front end that wants more than a device has fails; one that is
+/// configured for four must work on a host with fewer cores.
+const QUEUES_MIN: usize = 4;
 /// Turns after which kicks are looked for although a queue has more work.
 const TURNS_MAX: u32 = 16;
 
@@ -31,7 +34,7 @@ const TURNS_MAX: u32 = 16;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct VhostUserBlkOptions {
-    /// Number of queues, at most [`MAX_QUEUES`]; 0: one for each core.
+    /// Number of queues, at most [`MAX_QUEUES`]; 0: one for each core, and at least four.
     pub queues: usize,
     /// Number of threads; 0: one for each queue, at most one for each core.
     pub threads: usize,
@@ -82,7 +85,7 @@ impl VhostUserBlk {
     #[must_use]
     pub fn new(export: Arc<Export>, options: &VhostUserBlkOptions) -> Self {
         let cores = available_parallelism().map_or(1, NonZeroUsize::get);
-        let queues = if options.queues == 0 { cores } else { options.queues }.min(MAX_QUEUES);
+        let queues = if options.queues == 0 { cores.max(QUEUES_MIN) } else { options.queues }.min(MAX_QUEUES);
         let threads = if options.threads == 0 { cores } else { options.threads }.min(queues);
         let id = id(&options.serial, &export);
         let target = Target { medium: export.medium(), export: Arc::clone(&export), id, was_logged: Arc::default() };

@@ -54,7 +54,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "SOCK")]
     pub(crate) vhost_user_blk: Vec<PathBuf>,
 
-    /// Most queues of a disk over vhost-user-blk; default: the number of cores
+    /// Most queues of a disk over vhost-user-blk; default: the number of cores, and at least 4
     #[arg(long, value_name = "N", requires = "vhost_user_blk", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) queues: Option<u16>,
 

@@ -110,6 +110,10 @@ fn mistakes_are_refused_in_one_line() {
     bed.refused(&["disk", "--vhost-user-blk", "x", "--nbd", "-"]).misused(&["--nbd -"]);
     bed.refused(&["disk", "--vhost-user-blk", "no/such/folder"]).one_line(&["--vhost-user-blk", "no/such/folder"]);
     let serving = bed.serve_blk("blk", &["disk"]);
+    // As many queues as the documented command line of QEMU has, on every host.
+    let driver = BlkClient::connect(&bed.path("blk"), ONE).unwrap();
+    assert!(u16::from_le_bytes(driver.config(34, 2).unwrap().try_into().unwrap()) >= 4);
+    drop(driver);
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@other", "1M"]);
     let path = bed.path("blk");
     bed.refused(&["other", "--vhost-user-blk", path.to_str().unwrap()]).one_line(&["--vhost-user-blk"]);
