@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use limosa_socket::SocketFile;
+use limosa_socket::{SocketAccess, SocketFile};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{self, OFlags, Timespec};
@@ -55,6 +55,15 @@ impl Listener {
     /// If the address is in use or not this machine's, or something other than a stale socket is at the path;
     /// [`ChannelError::Unsupported`] for `file:`, `exec:` and `-`.
     pub fn bind(uri: &Uri, options: &Options) -> Result<Self, ChannelError> {
+        Self::bind_with(uri, SocketAccess::default(), options)
+    }
+
+    /// Listens as [`bind`](Self::bind) does; the socket file that `unix:` creates has this mode and group before a peer
+    /// can connect.
+    ///
+    /// # Errors
+    /// As of [`bind`](Self::bind); the process may not give the file that group.
+    pub fn bind_with(uri: &Uri, access: SocketAccess, options: &Options) -> Result<Self, ChannelError> {
         let operation = Operation::Listen;
         let name: Arc<str> = uri.to_string().into();
         let failed = |source: io::Error| ChannelError::setup(operation, name.clone(), source);
@@ -75,7 +84,7 @@ impl Listener {
                 Source::Socket { socket: socket.into(), _file: None }
             }
             Uri::Unix(path) => {
-                let (socket, file) = limosa_socket::listen(path, BACKLOG).map_err(failed)?;
+                let (socket, file) = limosa_socket::listen_with(path, access, BACKLOG).map_err(failed)?;
                 Source::Socket { socket, _file: Some(file) }
             }
             Uri::Vsock { cid, port } => {

@@ -1,6 +1,7 @@
 //! A unix socket to listen at, and its file.
 //!
-//! The laws of this crate: the file is never accessible to others, not even for a moment (mode 0600 from the first); a
+//! The laws of this crate: the file is never accessible to others than the caller wants, not even for a moment (mode
+//! 0600 from the first, and [`SocketAccess`] before a client can connect); a
 //! file that is in use, or is no socket, is left alone, also when several processes start at once (the `lock` module);
 //! what was made is removed with its [`SocketFile`], and nothing else is.
 //!
@@ -19,11 +20,11 @@
 mod lock;
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{self, FileType, Mode};
+use rustix::fs::{self, AtFlags, CWD, FileType, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
@@ -49,6 +50,65 @@ impl Drop for SocketFile {
     }
 }
 
+/// Who may connect to a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SocketAccess {
+    /// The mode of its file; the umask does not change it. To connect takes the right to write.
+    pub mode: u32,
+    /// The group of its file, if it is another one than this process's.
+    pub group: Option<u32>,
+}
+
+impl Default for SocketAccess {
+    /// The owner alone.
+    fn default() -> Self {
+        Self { mode: 0o600, group: None }
+    }
+}
+
+impl SocketAccess {
+    /// Sets the mode of the file.
+    #[must_use]
+    pub const fn mode(mut self, mode: u32) -> Self {
+        self.mode = mode;
+        self
+    }
+
+    /// Sets the group of the file.
+    #[must_use]
+    pub const fn group(mut self, group: Option<u32>) -> Self {
+        self.group = group;
+        self
+    }
+
+    /// Applies it to the file of a socket that does not listen yet: nobody can connect.
+    fn apply(self, path: &Path) -> io::Result<()> {
+        if self == Self::default() {
+            return Ok(());
+        }
+        let failed = |what: &str, errno: Errno| io::Error::new(errno.kind(), format!("{what}: {errno}"));
+        // The file itself, and not where a link leads that takes its place.
+        let file = fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        if let Some(group) = self.group {
+            let group = Some(Gid::from_raw(group));
+            fs::chownat(&file, "", None, group, AtFlags::EMPTY_PATH)
+                .map_err(|errno| failed("the socket's group cannot be set", errno))?;
+        }
+        let again = format!("/proc/self/fd/{}", file.as_raw_fd());
+        fs::chmodat(CWD, again, Mode::from_raw_mode(self.mode), AtFlags::empty())
+            .map_err(|errno| failed("the socket's mode cannot be set", errno))
+    }
+}
+
+/// Listens at `path` as [`listen_with`] does, for the owner alone.
+///
+/// # Errors
+/// As of [`listen_with`].
+pub fn listen(path: &Path, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
+    listen_with(path, SocketAccess::default(), backlog)
+}
+
 /// Listens at `path`, where at most the socket of an ended process may exist, with this backlog. The socket does not
 /// block.
 ///
@@ -56,7 +116,7 @@ impl Drop for SocketFile {
 ///
 /// # Errors
 /// The path is in use, too long, or cannot be; others were about to listen there for seconds; or the kernel refuses.
-pub fn listen(path: &Path, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
+pub fn listen_with(path: &Path, access: SocketAccess, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
     let address = SocketAddrUnix::new(path)?;
     // Absolute, as the working directory may have changed by the time it is removed.
     let path = std::path::absolute(path)?;
@@ -76,6 +136,7 @@ pub fn listen(path: &Path, backlog: i32) -> io::Result<(OwnedFd, SocketFile)> {
     }
     let stat = fs::lstat(&path)?;
     let file = SocketFile { path, device: stat.st_dev, inode: stat.st_ino };
+    access.apply(&file.path)?;
     net::listen(&socket, backlog)?;
     Ok((socket, file))
 }

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use limosa_memory::ForwardedFaultsSource;
-use limosa_socket::SocketFile;
+use limosa_socket::{SocketAccess, SocketFile};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::Timespec;
 use rustix::io::{Errno, retry_on_intr};
@@ -83,7 +83,7 @@ pub enum ServerError {
 /// A vhost-user server for one device.
 ///
 /// It serves one front end at a time; others wait until that one has disconnected. The socket's file is accessible only
-/// to its owner from the beginning, and is removed with the server.
+/// to its owner from the beginning, unless [`bind_with`](Self::bind_with) says more, and is removed with the server.
 pub struct Server {
     device: Arc<dyn Device>,
     queues: usize,
@@ -127,12 +127,20 @@ impl Server {
     /// # Errors
     /// The path is in use or invalid, or the device has more than [`MAX_QUEUES`] queues.
     pub fn bind(path: &Path, device: Arc<dyn Device>) -> Result<Self, ServerError> {
+        Self::bind_with(path, SocketAccess::default(), device)
+    }
+
+    /// Listens as [`bind`](Self::bind) does; the socket's file has this mode and group before a front end can connect.
+    ///
+    /// # Errors
+    /// As of [`bind`](Self::bind); the process may not give the file that group.
+    pub fn bind_with(path: &Path, access: SocketAccess, device: Arc<dyn Device>) -> Result<Self, ServerError> {
         let queues = device.num_queues();
         if queues > MAX_QUEUES {
             return Err(ServerError::Queues { got: queues });
         }
         let failed = |source: io::Error| ServerError::Listen { path: path.to_owned(), source };
-        let (listener, file) = limosa_socket::listen(path, BACKLOG).map_err(failed)?;
+        let (listener, file) = limosa_socket::listen_with(path, access, BACKLOG).map_err(failed)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| failed(errno.into()))?;
         let waits = device.waits_for_memory();
         let forwarded = if waits { ForwardedFaultsSource::find().ok().map(Arc::new) } else { None };

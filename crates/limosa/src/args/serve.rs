@@ -1,6 +1,7 @@
 //! The arguments of `limosa serve`.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -8,6 +9,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser as _};
 use clap::{ArgAction, Args, ValueEnum};
 use limosa_channel::{ChannelError, Tls, Uri};
 use limosa_console::{named_values, on_off_parser, parse};
+use limosa_socket::SocketAccess;
 
 use super::img::OpenArgs;
 use super::serve_ctl::{ServeCommand, ServedImageArgs};
@@ -61,6 +63,15 @@ pub(crate) struct ServeArgs {
     /// Threads of a disk over vhost-user-blk; default: one for each queue, at most one for each core
     #[arg(long, value_name = "N", requires = "vhost_user_blk", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) threads: Option<u16>,
+
+    /// Mode of the unix sockets of --nbd, --vhost-user-blk and --metrics, in octal: 660 for a group. The control socket
+    /// is always for its owner alone
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, default_value = "600")]
+    pub(crate) socket_mode: u32,
+
+    /// Group of the unix sockets of --nbd, --vhost-user-blk and --metrics: a name in /etc/group, or a number
+    #[arg(long, value_name = "GROUP", value_parser = parse_group)]
+    pub(crate) socket_group: Option<u32>,
 
     /// Name of the export; repeat it for each image, in their order
     #[arg(long, value_name = "NAME")]
@@ -120,6 +131,51 @@ pub(crate) struct ServeArgs {
     pub(crate) json: bool,
 }
 
+/// Parses an address of NBD.
+fn parse_address(text: &str) -> Result<Uri, String> {
+    match text.parse() {
+        Ok(Uri::File { .. } | Uri::Exec(_)) => {
+            Err("nobody can connect to it; must be unix:PATH, tcp:HOST:PORT, fd:N or -".into())
+        }
+        Ok(uri) => Ok(uri),
+        Err(error) if ["unix:", "tcp:", "fd:"].iter().any(|scheme| text.starts_with(scheme)) => Err(error.to_string()),
+        Err(_) => Err("must be unix:PATH, tcp:HOST:PORT, fd:N or -".into()),
+    }
+}
+
+/// The path of a socket, which may be given as other sockets are.
+fn socket_path(text: OsString) -> PathBuf {
+    match text.as_encoded_bytes().strip_prefix(b"unix:") {
+        Some(path) => OsStr::from_bytes(path).into(),
+        None => text.into(),
+    }
+}
+
+/// Parses the mode of a socket's file.
+fn parse_mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o777 => Ok(mode),
+        _ => Err("must be octal, from 0 to 777".into()),
+    }
+}
+
+/// Parses a group: its name or number.
+fn parse_group(text: &str) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    let groups = std::fs::read_to_string("/etc/group").map_err(|error| format!("/etc/group: {error}"))?;
+    find_group(&groups, text).ok_or_else(|| "no such group in /etc/group; give its number".into())
+}
+
+/// Returns the number of a group of this name, as group(5) has it.
+fn find_group(groups: &str, name: &str) -> Option<u32> {
+    groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next()? == name).then(|| fields.nth(1)?.parse().ok()).flatten()
+    })
+}
+
 /// Where journals are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum JournalArg {
@@ -166,6 +222,13 @@ pub(crate) struct ServeTlsArgs {
     tls_allow: Vec<String>,
 }
 
+impl ServeArgs {
+    /// Who may connect to the sockets of clients.
+    pub(crate) fn socket_access(&self) -> SocketAccess {
+        SocketAccess::default().mode(self.socket_mode).group(self.socket_group)
+    }
+}
+
 impl ServeTlsArgs {
     /// Returns the reason why the options contradict each other, if they do.
     pub(crate) fn contradiction(&self, addresses: &[Uri]) -> Option<&'static str> {
@@ -193,5 +256,22 @@ impl ServeTlsArgs {
             Tls::server_for(folder, self.tls_allow.clone())?
         };
         Ok(Some((tls, self.required)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_are_octal_and_groups_have_names_or_numbers() {
+        assert_eq!(["600", "0660", "0"].map(parse_mode), [Ok(0o600), Ok(0o660), Ok(0)]);
+        assert!(["", "8", "1000", "rw", "-1"].iter().all(|text| parse_mode(text).is_err()));
+        let groups = "root:x:0:\nkvm:x:108:one,two\nbroken\n";
+        assert_eq!(
+            ["kvm", "root", "kv", "broken"].map(|name| find_group(groups, name)),
+            [Some(108), Some(0), None, None]
+        );
+        assert_eq!((parse_group("77"), parse_group("root")), (Ok(77), Ok(0)));
     }
 }

@@ -45,7 +45,8 @@ pub(super) fn bind(args: &ServeArgs, exports: &Exports) -> anyhow::Result<Vec<Bl
         let file = Path::new(image).file_name().filter(|_| export.name().is_empty());
         let options = options.clone().serial(file.unwrap_or_default().to_string_lossy());
         let device = Arc::new(VhostUserBlk::new(export, &options));
-        let server = Server::bind(path, Arc::clone(&device) as Arc<dyn Device>).context("--vhost-user-blk")?;
+        let server = Server::bind_with(path, args.socket_access(), Arc::clone(&device) as Arc<dyn Device>);
+        let server = server.context("--vhost-user-blk")?;
         let path = std::path::absolute(path).context("--vhost-user-blk")?.display().to_string();
         Ok(BlockDevice { path, device, server, blocked: AtomicBool::new(false) })
     };

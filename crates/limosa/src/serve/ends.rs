@@ -46,14 +46,15 @@ impl Ends {
         let clients = if addresses == [Uri::Stdio] {
             Clients::Connected(address::standard_streams(&options)?)
         } else {
-            let bind = |uri| Listener::bind(uri, &options).context("--nbd");
+            let access = args.socket_access();
+            let bind = |uri| Listener::bind_with(uri, access, &options).context("--nbd");
             Clients::Listeners(addresses.iter().map(bind).collect::<anyhow::Result<_>>()?)
         };
         let control = args
             .control
             .as_deref()
             .map(|path| BoundControlSocket::bind(path).map_err(|error| without_control(path, &error)));
-        let metrics = args.metrics.as_ref().map(metrics::bind);
+        let metrics = args.metrics.as_ref().map(|uri| metrics::bind(uri, args.socket_access()));
         Ok(Self { clients, control: control.transpose()?, metrics: metrics.transpose()? })
     }
 

@@ -87,7 +87,11 @@ fn each_image_has_its_socket() {
     // The sockets are in the order of the images: `serve_blk` adds its own at the end.
     let first = bed.path("blk-a");
     let words = [&words[..], &["--vhost-user-blk", first.to_str().unwrap()]].concat();
+    let words = [&words[..], &["--socket-mode", "660", "--socket-group", "0"]].concat();
     let serving = bed.serve_blk("blk-b", &words);
+    assert_eq!(fs::metadata(&first).unwrap().permissions().mode() & 0o777, 0o660);
+    let said = serving.said();
+    assert!(said.contains("export \"system\" is a (1 MiB)\nlimosa: export \"data\" is b (2 MiB)\n"), "{said}");
     for (path, sectors, name) in [(first, 2048_u64, "system"), (other, 4096, "data")] {
         let mut driver = BlkClient::connect(&path, ONE).unwrap();
         assert_eq!(driver.config(0, 8).unwrap(), sectors.to_le_bytes());
@@ -107,6 +111,7 @@ fn mistakes_are_refused_in_one_line() {
     bed.refused(&["disk", "--vhost-user-blk", "x", "--queues", "65"]).misused(&["--queues"]);
     bed.refused(&["disk", "--vhost-user-blk", "x", "--threads", "0"]).misused(&["--threads"]);
     bed.refused(&["disk", "--vhost-user-blk", "x", "--vhost-user-blk", "y"]).misused(&["2 times for 1 images"]);
+    bed.refused(&["disk", "--nbd", "unix:x", "--socket-mode", "680"]).misused(&["--socket-mode"]);
     bed.refused(&["disk", "--vhost-user-blk", "x", "--nbd", "-"]).misused(&["--nbd -"]);
     bed.refused(&["disk", "--vhost-user-blk", "no/such/folder"]).one_line(&["--vhost-user-blk", "no/such/folder"]);
     let serving = bed.serve_blk("blk", &["disk"]);

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use limosa_channel::{Channel, Listener, Options, Uri};
 use limosa_export::Exports;
+use limosa_socket::SocketAccess;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
@@ -28,12 +29,12 @@ const TIME: Duration = Duration::from_secs(5);
 /// Time after which clients are accepted again when the kernel had no room for one.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Listens for those who ask.
+/// Listens for those who ask, who may connect as `access` says.
 ///
 /// # Errors
 /// Nothing can listen at `uri`.
-pub(super) fn bind(uri: &Uri) -> anyhow::Result<Listener> {
-    let listener = Listener::bind(uri, &Options::default()).context("--metrics")?;
+pub(super) fn bind(uri: &Uri, access: SocketAccess) -> anyhow::Result<Listener> {
+    let listener = Listener::bind_with(uri, access, &Options::default()).context("--metrics")?;
     anyhow::ensure!(listener.socket().is_some(), "--metrics {uri}: it must be a listening socket");
     Ok(listener)
 }
