@@ -83,10 +83,10 @@ pub(crate) fn warn(source: &Source, image: &Image) {
 /// Reports the repair of an image that was not closed.
 pub(crate) fn warn_of_repair(name: &impl Display, report: &CheckReport) {
     say_named!(
-        "{name}: was not closed properly; its refcounts were repaired before writing ({} leaked clusters, {} \
-         corruptions)",
-        report.leaks_fixed,
-        report.corruptions_fixed
+        "{name}: was not closed properly: its refcounts were brought up to date ({} were late, {} leaked clusters \
+         are free again); nothing that was flushed is lost",
+        report.corruptions_fixed,
+        report.leaks_fixed
     );
 }
 
