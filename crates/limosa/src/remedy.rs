@@ -9,6 +9,7 @@ use limosa_channel::{ChannelError, KernelTlsFailure, Operation, TlsAlert, TlsFai
 use limosa_clone::CloneError;
 use limosa_console::error_line;
 use limosa_image::ImageError;
+use limosa_image::luks::LuksError;
 use limosa_migrate::MigrateError;
 use limosa_qemu::qmp::QmpError;
 use limosa_qemu::takeover::Outcome;
@@ -403,7 +404,18 @@ pub(crate) fn of_cause(error: &anyhow::Error) -> String {
             return Some(of_storage(error).into());
         }
         if let Some(ImageError::Refused { untrusted: true, .. }) = cause.downcast_ref() {
-            return Some("; open it without --untrusted if it is".into());
+            return Some(
+                "; open it without --untrusted if it is, or name that file: --image-opts \
+                 driver=qcow2,file.filename=IMAGE,backing.driver=FMT,backing.file.filename=FILE"
+                    .into(),
+            );
+        }
+        if let Some(ImageError::Encryption { source: LuksError::NoSecret, .. }) = cause.downcast_ref() {
+            return Some(
+                "; give one: --object secret,id=s,file=FILE --image-opts driver=luks,key-secret=s,file.filename=IMAGE \
+                 (driver=qcow2,encrypt.key-secret=s for qcow2)"
+                    .into(),
+            );
         }
         if let Some(remedy) = cause.downcast_ref().and_then(crate::serve::remedy::of) {
             return Some(remedy.into());

@@ -509,10 +509,9 @@ pub(crate) fn passphrase<'a>(
     reference: &Reference,
     secrets: &'a Secrets,
 ) -> Result<&'a Passphrase, ImageError> {
-    let fault =
-        |what: String| ImageError::Encryption { image: Arc::clone(storage.name()), source: LuksError::Options(what) };
-    let name = reference.key_secret.as_deref().ok_or_else(|| fault("no secret was given for it".into()))?;
-    secrets.get(name).ok_or_else(|| fault(format!("there is no secret {name:?}")))
+    let fault = |source| ImageError::Encryption { image: Arc::clone(storage.name()), source };
+    let name = reference.key_secret.as_deref().ok_or_else(|| fault(LuksError::NoSecret))?;
+    secrets.get(name).ok_or_else(|| fault(LuksError::Options(format!("there is no secret {name:?}"))))
 }
 
 /// The reference that an image has to its backing file, with the format that it has for it.

@@ -47,6 +47,9 @@ pub enum LuksError {
     /// No key slot opens with the passphrase.
     #[error("the passphrase does not open any key slot")]
     Passphrase,
+    /// The caller names no secret.
+    #[error("no secret was given for it")]
+    NoSecret,
     /// Options of a new header that exclude each other.
     #[error("{0}")]
     Options(String),
