@@ -35,6 +35,10 @@ use crate::vring::{Phase, RingAddresses, RingLog, RingSetup};
 use crate::worker::Worker;
 use crate::{Device, FrontEnd, RamError};
 
+/// Refusal of a ring whose VM has private memory, which is a common mistake.
+const NO_MEMORY: &str =
+    "the front end has shared no memory: the VM needs memory that is shared (share=on of its memory backend in QEMU)";
+
 const EVENT_INDEX: u64 = 1 << 29;
 /// `VHOST_F_LOG_ALL`: what is written to the guest's memory is marked in the dirty log.
 const LOG_ALL: u64 = 1 << 26;
@@ -518,7 +522,7 @@ impl Session {
         if let (Some(settings), Some(ring)) = (self.rings.get_mut(index), self.worker.rings().get(index)) {
             let address =
                 settings.address.ok_or_else(|| Refusal::Other(format!("queue {index} has no address yet")))?;
-            let ram = self.ram.as_ref().ok_or_else(|| Refusal::Other("there is no memory yet".into()))?;
+            let ram = self.ram.as_ref().ok_or_else(|| Refusal::Other(NO_MEMORY.into()))?;
             let addresses = addresses(ram, &address)
                 .ok_or_else(|| Refusal::Other(format!("queue {index} is outside of the memory table")))?;
             let size = settings.size;
