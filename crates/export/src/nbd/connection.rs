@@ -23,6 +23,7 @@ use super::limits::{Counting, Limits};
 use super::negotiation::Encryption;
 use super::transmission::{Ending, Transmission};
 use crate::exports::Exports;
+use crate::failure_log::FailureLog;
 
 /// The stage of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +62,8 @@ pub(super) struct Common {
     pub(super) budget: Arc<Budget>,
     /// The zero of all deadlines.
     pub(super) begun: Instant,
+    /// Decides which clients are logged that TLS refuses.
+    pub(super) refusals: FailureLog,
 }
 
 /// The part of a connection that its thread and the server share.
@@ -291,6 +294,13 @@ impl Connection {
             // A client that closes between two options has seen enough: nbdinfo does so.
             HandshakeError::Channel(ChannelError::Closed { got: 0, .. } | ChannelError::Broken { .. }) => {}
             HandshakeError::Channel(_) if self.is_cut() || self.is_stopping() => {}
+            HandshakeError::Channel(ChannelError::Tls { peer, failure, .. }) => {
+                Counting::add(&self.common.counting.protocol_errors, 1);
+                // Anybody who reaches the port can make it fail.
+                if let Some(silent) = self.common.refusals.note(Instant::now()) {
+                    tracing::warn!(%peer, %failure, earlier_unlogged = silent, "a client was refused by TLS");
+                }
+            }
             error => {
                 Counting::add(&self.common.counting.protocol_errors, 1);
                 tracing::info!(%error, "a handshake failed");

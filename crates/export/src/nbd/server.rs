@@ -21,6 +21,7 @@ use super::connection::{Common, Connection};
 use super::limits::{Counting, Limits, ServerCounters};
 use super::negotiation::Encryption;
 use crate::exports::Exports;
+use crate::failure_log::FailureLog;
 
 /// Interval at which deadlines are looked at.
 const TICK: Duration = Duration::from_millis(250);
@@ -173,6 +174,7 @@ impl Server {
             tls: tls.map(|tls| (tls, encryption)),
             counting: Counting::default(),
             begun: Instant::now(),
+            refusals: FailureLog::default(),
         };
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let stop = stop.map_err(|errno| ServerError::Start(errno.into()))?;
