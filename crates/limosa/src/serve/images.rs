@@ -56,7 +56,7 @@ impl Images {
 /// It cannot be opened, another process has it open, or the part that was asked for is not in it.
 pub(super) fn open_export(wanted: &mut Wanted) -> anyhow::Result<Export> {
     let image = follow(wanted)?;
-    export(wanted, &image, wanted.bitmaps.clone())
+    closed_on_failure(&image, || export(wanted, &image, wanted.bitmaps.clone()))
 }
 
 /// Opens an image for a server that starts. It may be started again after a kill, and its guests wait for it: a dirty
@@ -66,10 +66,23 @@ pub(super) fn open_export(wanted: &mut Wanted) -> anyhow::Result<Export> {
 /// As of [`open_export`].
 fn open_at_start(wanted: &mut Wanted) -> anyhow::Result<Export> {
     let image = follow(wanted)?;
+    closed_on_failure(&image, || export_at_start(wanted, &image))
+}
+
+/// Closes an image that cannot be served: its journal goes with it.
+fn closed_on_failure(image: &Image, export: impl FnOnce() -> anyhow::Result<Export>) -> anyhow::Result<Export> {
+    let exported = export();
+    if exported.is_err() {
+        let _ = block_on(image.as_disk().close());
+    }
+    exported
+}
+
+fn export_at_start(wanted: &Wanted, image: &Image) -> anyhow::Result<Export> {
     let disk = image.as_disk();
     // Who reads the bitmaps of an image that does not change relies on them.
     if wanted.bitmaps.is_empty() || disk.is_read_only() {
-        return export(wanted, &image, wanted.bitmaps.clone());
+        return export(wanted, image, wanted.bitmaps.clone());
     }
     let found = block_on(disk.bitmaps())?;
     let was_closed = image.replayed() == 0 && image.repair_report().is_none();
@@ -81,7 +94,7 @@ fn open_at_start(wanted: &mut Wanted) -> anyhow::Result<Export> {
             _ => usable.push(name.clone()),
         }
     }
-    let export = export(wanted, &image, usable)?;
+    let export = export(wanted, image, usable)?;
     for (name, why) in missing {
         say!("limosa: {}: clients cannot read bitmap {name:?}: {why}", wanted.source.name);
     }

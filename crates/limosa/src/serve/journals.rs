@@ -18,8 +18,19 @@ pub(super) fn open(wanted: Option<&JournalArg>) -> anyhow::Result<Option<Journal
     match wanted {
         Some(JournalArg::Off) => Ok(None),
         Some(JournalArg::Folder(path)) => {
-            let opened = JournalFolder::open(path).with_context(|| format!("--journal {}", path.display()));
-            opened.map(Some)
+            let option = || format!("--journal {}", path.display());
+            let is_new = !path.try_exists().with_context(option)?;
+            // A wrong path would be a folder that no other server looks into.
+            let above = path.parent().filter(|above| !above.as_os_str().is_empty());
+            if let Some(above) = above.filter(|above| !above.is_dir()) {
+                anyhow::bail!("{}: there is no folder {} to make it in", option(), above.display());
+            }
+            anyhow::ensure!(is_new || path.is_dir(), "{}: it is no folder", option());
+            let folder = JournalFolder::open(path).with_context(option)?;
+            if is_new {
+                say!("limosa: {}: the folder did not exist, and was made", option());
+            }
+            Ok(Some(folder))
         }
         None => Ok(usual()),
     }

@@ -67,7 +67,11 @@ fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     allow_descriptors();
     let exports = Exports::new();
     let journals = journals::open(args.journal.as_ref())?;
-    let images = open_images(args, journals, &exports)?;
+    let images = match open_images(args, journals, &exports) {
+        Ok(images) => images,
+        // Those that were opened before the one that failed.
+        Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),
+    };
     let servers = match Servers::bind(args, tls, &exports) {
         Ok(servers) => Arc::new(servers),
         Err(error) => return first_failure([Err(error), close(&exports, &[])]).map(|()| ExitCode::FAILURE),

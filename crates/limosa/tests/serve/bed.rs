@@ -1,5 +1,7 @@
 //! A folder with images, and servers of them.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -29,7 +31,10 @@ impl Bed {
         // Asked once, so that a program that is missing is said with the line that installs it.
         nbd_tool("nbdinfo", ["--version"]).unwrap();
         qemu_img(["--version"]).unwrap();
-        Self { folder: scratch().unwrap() }
+        let folder = scratch().unwrap();
+        // Made by nobody else, so that refused commands say one thing.
+        DirBuilder::new().mode(0o700).create(folder.path().join(JOURNALS)).unwrap();
+        Self { folder }
     }
 
     /// A file in it.
