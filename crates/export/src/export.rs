@@ -24,7 +24,7 @@ const TICK: Duration = Duration::from_secs(1);
 #[non_exhaustive]
 pub enum ExportError {
     /// The part of the disk that was asked for is not in it.
-    #[error("{disk} of {length} bytes has no {size} bytes at offset {offset}")]
+    #[error("{disk} has {length} bytes: {}", past_end(*offset, *size))]
     PastEnd {
         /// The disk's name.
         disk: Arc<str>,
@@ -32,8 +32,8 @@ pub enum ExportError {
         length: u64,
         /// Offset of the part.
         offset: u64,
-        /// Bytes of the part.
-        size: u64,
+        /// Bytes of the part; `None`: up to the disk's end.
+        size: Option<u64>,
     },
     /// A name or a description is longer than the protocol allows, or has a NUL.
     #[error("the name or description of an export must have at most {MAX_STRING} bytes and no NUL: {0:?}")]
@@ -81,6 +81,13 @@ pub enum ExportError {
     /// Its disk failed.
     #[error(transparent)]
     Image(#[from] ImageError),
+}
+
+fn past_end(offset: u64, size: Option<u64>) -> String {
+    match size {
+        Some(size) => format!("{size} bytes at offset {offset} are not in it"),
+        None => format!("offset {offset} is past its end"),
+    }
 }
 
 /// A disk, or a part of it, that clients may use under a name.
@@ -136,7 +143,7 @@ impl Export {
         let rest = length.checked_sub(offset).filter(|rest| size.is_none_or(|size| size <= *rest));
         let Some(rest) = rest else {
             let disk = Arc::clone(disk.name());
-            return Err(ExportError::PastEnd { disk, length, offset, size: size.unwrap_or(0) });
+            return Err(ExportError::PastEnd { disk, length, offset, size });
         };
         self.is_part = offset != 0 || size.is_some();
         self.drive.set_part(offset, size.unwrap_or(rest));
@@ -404,7 +411,7 @@ impl Export {
         let (end, length) = (old.place(old.size()).0, disk.len());
         let why = if end > length {
             let (offset, size) = (old.place(0).0, old.size());
-            ExportError::PastEnd { disk: Arc::clone(disk.name()), length, offset, size }
+            ExportError::PastEnd { disk: Arc::clone(disk.name()), length, offset, size: Some(size) }
         } else if disk.is_read_only() && !self.read_only {
             ImageError::ReadOnly { image: Arc::clone(disk.name()) }.into()
         } else {

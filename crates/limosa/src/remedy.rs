@@ -71,6 +71,11 @@ fn of_channel(error: &ChannelError) -> String {
             format!("; raise it (ulimit -l {least}, LimitMEMLOCK={least}K), or grant CAP_IPC_LOCK")
         }
         ChannelError::Refused { .. } => "; nothing listens there: start the destination first".into(),
+        ChannelError::Io { operation: Operation::Listen, source, peer, .. }
+            if peer.starts_with("tcp:") && source.kind() == io::ErrorKind::AddrInUse =>
+        {
+            "; choose another port, or end what uses this one".into()
+        }
         ChannelError::Io { operation: Operation::Listen, source, .. } => of_listen(source).into(),
         _ => String::new(),
     }
@@ -567,6 +572,10 @@ mod tests {
             assert!(of_cause(&anyhow::Error::from(server).context("--vhost-user")).contains(remedy), "{reason}");
         }
         let said = without_control(Path::new("a/b"), &io::ErrorKind::AddrInUse.into()).to_string();
+        let (operation, peer) = (Operation::Listen, "tcp:a:1".into());
+        let source = io::ErrorKind::AddrInUse.into();
+        let tcp = of_cause(&ChannelError::Io { operation, peer, offset: None, source }.into());
+        assert!(tcp.contains("another port") && !tcp.contains("file"), "{tcp}");
         assert!(said.starts_with("--control: cannot listen on a/b: ") && said.contains("choose another"), "{said}");
     }
 

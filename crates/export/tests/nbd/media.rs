@@ -95,7 +95,7 @@ fn a_disk_that_does_not_fit_does_not_take_the_place_of_another() {
     let (bed, export, mut client) = served(Export::new("", raw(vec![7; 8192])).unwrap());
     let fresh = || Ok::<_, ExportError>(raw(vec![9; 8192]));
     let short = export.replace_disk(LONG, || Ok(raw(vec![8; 4096])), fresh).unwrap_err();
-    assert!(matches!(short, ExportError::PastEnd { length: 4096, size: 8192, .. }), "{short}");
+    assert!(matches!(short, ExportError::PastEnd { length: 4096, size: Some(8192), .. }), "{short}");
     assert_eq!(client.read(0, 512).unwrap(), [9; 512], "opened again");
     let failed = || Err(ExportError::NotFound("x".into()));
     assert!(matches!(export.replace_disk(LONG, failed, fresh), Err(ExportError::NotFound(_))));

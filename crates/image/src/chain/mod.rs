@@ -10,6 +10,7 @@ mod vm_state;
 use std::any::Any;
 use std::ffi::OsStr;
 use std::fmt::Display;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -362,7 +363,14 @@ impl<'a> Walk<'a> {
                 base.look(self.depth, &identity);
             }
         }
-        let file = ImageFile::open(&reference, self.options()).await?;
+        let opened = ImageFile::open(&reference, self.options()).await;
+        let file = match (opened, by) {
+            // A file that exists is named by its own error, and one that does not is somebody's mistake.
+            (Err(ImageError::Storage(error)), Some(by)) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(refused(by, &reference, error.source.to_string()));
+            }
+            (opened, _) => opened?,
+        };
         if let Some(identity) = file.identity() {
             self.seen.take(by, &reference, identity)?;
         }

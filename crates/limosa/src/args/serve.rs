@@ -43,17 +43,18 @@ pub(crate) struct ServeCommandArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     /// The images: paths, or json:{...}. With --control there may be none at first
-    #[arg(value_name = "IMAGE", required_unless_present = "control", num_args = 1..)]
+    #[arg(value_name = "IMAGE", num_args = 1..)]
     pub(crate) images: Vec<OsString>,
 
     /// Serve NBD at this address: unix:PATH, tcp:HOST:PORT, vsock:CID:PORT (CID 4294967295: for all virtual machines),
-    /// fd:N (listening or connected), or - (one client on standard input and output). Repeatable; default: the sockets that systemd passes (`LISTEN_FDS`)
-    #[arg(long, value_name = "URI")]
+    /// fd:N (listening or connected), or - (one client on standard input and output). Repeatable; default: the sockets
+    /// that systemd passes (`LISTEN_FDS`)
+    #[arg(long, value_name = "URI", value_parser = parse_address)]
     pub(crate) nbd: Vec<Uri>,
 
     /// Serve a disk over vhost-user-blk at this socket, to one virtual machine; repeat it for each image, in their
     /// order
-    #[arg(long, value_name = "SOCK")]
+    #[arg(long, value_name = "SOCK", value_parser = OsStringValueParser::new().map(socket_path))]
     pub(crate) vhost_user_blk: Vec<PathBuf>,
 
     /// Most queues of a disk over vhost-user-blk; default: the number of cores, and at least 4
@@ -135,11 +136,13 @@ pub(crate) struct ServeArgs {
 fn parse_address(text: &str) -> Result<Uri, String> {
     match text.parse() {
         Ok(Uri::File { .. } | Uri::Exec(_)) => {
-            Err("nobody can connect to it; must be unix:PATH, tcp:HOST:PORT, fd:N or -".into())
+            Err("nobody can connect to it; must be unix:PATH, tcp:HOST:PORT, vsock:CID:PORT, fd:N or -".into())
         }
         Ok(uri) => Ok(uri),
-        Err(error) if ["unix:", "tcp:", "fd:"].iter().any(|scheme| text.starts_with(scheme)) => Err(error.to_string()),
-        Err(_) => Err("must be unix:PATH, tcp:HOST:PORT, fd:N or -".into()),
+        Err(error) if ["unix:", "tcp:", "vsock:", "fd:"].iter().any(|scheme| text.starts_with(scheme)) => {
+            Err(error.to_string())
+        }
+        Err(_) => Err("must be unix:PATH, tcp:HOST:PORT, vsock:CID:PORT, fd:N or -".into()),
     }
 }
 

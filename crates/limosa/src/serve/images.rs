@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::Context as _;
-use limosa_console::say;
+use limosa_console::{anyhow_error_line, say};
 use limosa_export::{Export, Exports};
 use limosa_image::chain::Image;
 use limosa_image::qcow2::JournalFolder;
@@ -176,10 +177,24 @@ pub(super) fn open(args: &ServeArgs, journals: Option<JournalFolder>, exports: &
             journals: images.journals.clone(),
             below: None,
         };
-        let export = exports.add(open_at_start(&mut wanted)?).context("use --name to tell them apart")?;
+        let opened = open_at_start(&mut wanted).map_err(|error| explained(error, &wanted))?;
+        let export = exports.add(opened).context("use --name to tell them apart")?;
         images.note(&export, wanted);
     }
     Ok(images)
+}
+
+/// Says what helps if an image cannot be written.
+fn explained(error: anyhow::Error, wanted: &Wanted) -> anyhow::Error {
+    let kinds = [ErrorKind::PermissionDenied, ErrorKind::ReadOnlyFilesystem];
+    let is_denied = matches!(
+        error.downcast_ref(),
+        Some(ImageError::Storage(error)) if error.operation == Operation::Open && kinds.contains(&error.kind())
+    );
+    if wanted.is_read_only() || !is_denied {
+        return error;
+    }
+    anyhow::anyhow!("{}; --read-only serves an image that cannot be written", anyhow_error_line(&error))
 }
 
 /// The name of an image's file, which names its export among others.

@@ -55,6 +55,9 @@ pub(crate) fn run(args: &ServeCommandArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn serve_images(args: &ServeArgs) -> anyhow::Result<ExitCode> {
+    if args.images.is_empty() && args.control.is_none() {
+        misused("no image is given, as in: limosa serve disk.qcow2 --nbd unix:/run/vm/disk.sock");
+    }
     let addresses = address::all(args);
     check(args, &addresses);
     let tls = args.tls.read()?;

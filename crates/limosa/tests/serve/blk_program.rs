@@ -120,7 +120,7 @@ fn mistakes_are_refused_in_one_line() {
     assert!(u16::from_le_bytes(driver.config(34, 2).unwrap().try_into().unwrap()) >= 4);
     drop(driver);
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@other", "1M"]);
-    let path = bed.path("blk");
-    bed.refused(&["other", "--vhost-user-blk", path.to_str().unwrap()]).one_line(&["--vhost-user-blk"]);
+    let path = format!("unix:{}", bed.path("blk").display());
+    bed.refused(&["other", "--vhost-user-blk", &path]).one_line(&["--vhost-user-blk"]);
     serving.stop();
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use limosa_testkit::{NbdClient, qemu_img_output, qemu_io};
 
-use crate::bed::{Bed, nbdinfo};
+use crate::bed::{Bed, JOURNALS, ctl, nbdinfo};
 use crate::needs_qemu;
 
 #[test]
@@ -85,8 +85,12 @@ fn parts_snapshots_and_chains_are_served() {
     bed.qemu_img(&["check", "-q", "@disk"]);
 
     bed.refused(&["disk", "--snapshot", "after", "--nbd", "unix:x"]).one_line(&["after"]);
-    bed.refused(&["disk", "--offset", "5M", "--nbd", "unix:x"]).one_line(&["disk", "no 0 bytes at offset 5242880"]);
-    bed.refused(&["--untrusted", "disk", "--nbd", "unix:x"]).one_line(&["--untrusted"]);
+    bed.refused(&["disk", "--offset", "5M", "--nbd", "unix:x"])
+        .one_line(&["disk has 4194304 bytes: offset 5242880 is past its end"]);
+    assert_eq!(fs::read_dir(bed.path(JOURNALS)).unwrap().count(), 0, "a refused image leaves no journal");
+    bed.refused(&["--untrusted", "disk", "--nbd", "unix:x"]).one_line(&["--untrusted", "backing.file.filename=FILE"]);
+    let named = "driver=qcow2,file.filename=disk,backing.driver=qcow2,backing.file.filename=base";
+    bed.serve("named", &["--untrusted", "--image-opts", named]).stop();
 }
 
 #[test]
@@ -111,6 +115,31 @@ fn several_images_have_names() {
     assert!(NbdClient::open(&bed.path("nbd"), "", &[]).is_err());
     drop(second);
     serving.stop();
-    let said = bed.refused(&["-f", "raw", "--read-only", "a.raw", "./a.raw", "--nbd", "unix:x"]);
-    said.one_line(&["two exports have the name \"a.raw\"", "--name"]);
+    let said = bed.refused(&["-f", "raw", "--read-only", "b.raw", "./b.raw", "--nbd", "unix:x"]);
+    said.one_line(&["two exports have the name \"b.raw\"", "--name"]);
+}
+
+#[test]
+fn mistakes_are_refused_with_what_helps() {
+    needs_qemu!();
+    let bed = Bed::new();
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "1M"]);
+    bed.qemu_img(&["create", "-q", "-f", "qcow2", "-u", "-b", "gone", "-F", "qcow2", "@orphan", "1M"]);
+    fs::write(bed.path("l.luks"), [&b"LUKS\xba\xbe\0\x01"[..], &[0; 4088]].concat()).unwrap();
+    let refused = |words: &[&str]| bed.refused(&[words, &["--nbd", "unix:x"]].concat());
+    refused(&["orphan"]).one_line(&["orphan: it refers to gone", "No such file"]);
+    refused(&["l.luks"]).one_line(&["l.luks", "--object secret"]);
+    refused(&["disk", "--journal", "no/such/folder"]).one_line(&["--journal no/such/folder", "no folder no/such"]);
+    refused(&["disk", "--journal", "disk"]).one_line(&["--journal disk: it is no folder"]);
+    bed.refused(&[]).misused(&["limosa serve disk.qcow2 --nbd unix:"]);
+    let said = bed.refused(&["disk", "--nbd", "file:x"]).misused(&["--nbd", "unix:PATH"]);
+    assert!(!format!("{said:?}").contains("exec:"), "{said:?}");
+    let serving = bed.serve("nbd", &["disk", "--name", "a", "--control", "control"]);
+    ctl(&bed, &["resize", "", "2M"]).one_line(&["no export has the name \"\"", "\"a\""]);
+    ctl(&bed, &["add", "orphan"]).one_line(&["started without --allow-dir"]);
+    serving.stop();
+    let serving = bed.serve("nbd", &["disk", "--journal", "new"]);
+    assert!(serving.said().contains("--journal new: the folder did not exist, and was made\n"));
+    serving.stop();
+    assert_eq!(fs::read_dir(bed.path("new")).unwrap().count(), 0);
 }

@@ -173,10 +173,10 @@ fn mistakes_are_refused_in_one_line() {
     let bed = Bed::new();
     bed.qemu_img(&["create", "-q", "-f", "qcow2", "@disk", "1M"]);
     bed.refused(&["disk"]).misused(&["--nbd URI", "LISTEN_FDS"]);
-    bed.refused(&["--nbd", "unix:x"]).misused(&["IMAGE"]);
+    bed.refused(&["--nbd", "unix:x"]).misused(&["no image", "IMAGE"]);
     bed.refused(&["disk", "--nbd", "unix:x", "--name", "a", "--name", "b"]).misused(&["--name"]);
     bed.refused(&["disk", "--nbd", "unix:x", "--max-memory", "127M"]).misused(&["--max-memory"]);
     bed.refused(&["absent", "--nbd", "unix:x"]).one_line(&["absent", "No such file"]);
     bed.refused(&["disk", "--nbd", "unix:no/such/folder"]).one_line(&["--nbd", "no/such/folder"]);
-    bed.refused(&["disk", "--nbd", "file:x"]).one_line(&["--nbd", "file:x"]);
+    bed.refused(&["disk", "--nbd", "file:x"]).misused(&["--nbd", "file:x", "unix:PATH"]);
 }

@@ -195,7 +195,7 @@ fn mistakes_are_refused_in_one_line_and_change_nothing() {
     ctl(&bed, &["add", "absent"]).one_line(&["absent", "No such file"]);
     ctl(&bed, &["add", "disk", "--name", "again"]).one_line(&["lock"]);
     ctl(&bed, &["add", "other", "--name", "disk"]).one_line(&["two exports have the name \"disk\""]);
-    ctl(&bed, &["add", "other", "--offset", "1G"]).one_line(&["no 0 bytes at offset"]);
+    ctl(&bed, &["add", "other", "--offset", "1G"]).one_line(&["offset 1073741824 is past its end"]);
     ctl(&bed, &["add", "overlay"]).one_line(&["overlay", "backing file"]);
     ctl(&bed, &["add", "other", "-U"]).misused(&["--read-only"]);
     for command in ["remove", "flush", "quiesce", "resume"] {

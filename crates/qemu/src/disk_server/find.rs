@@ -86,12 +86,17 @@ pub(crate) fn find(monitor: &Monitor, remote: &Remote, controls: &[PathBuf]) -> 
 fn of_node(servers: &[Listening], disk: &Disk, process: Option<u32>) -> Result<Served, JobError> {
     // Another driver above it could hold back what the server has to have when its disk is frozen.
     if !matches!(disk.format.as_str(), "raw" | "nbd") {
-        let Disk { device, format, .. } = disk;
+        let (device, format) = (label(&disk.device, &disk.node), &disk.format);
         return Err(JobError::refused(format!(
             "no overlay can be put under the disk {device}: QEMU has the driver '{format}' above what is served"
         )));
     }
     served(servers, nbd_source(&disk.filename), process, (&disk.device, &disk.node))
+}
+
+/// The name of a disk for people: one of `-blockdev` has that of its node alone.
+fn label<'a>(device: &'a str, node: &'a str) -> &'a str {
+    if device.is_empty() { node } else { device }
 }
 
 /// The disk of a source of a VM whose QEMU is this process.
@@ -101,15 +106,14 @@ fn served(
     process: Option<u32>,
     (device, node): (&str, &str),
 ) -> Result<Served, JobError> {
+    let name = label(device, node);
     let source = source.ok_or_else(|| {
-        JobError::refused(format!(
-            "the disk {device} is no export of a server of disks: QEMU does not show which it is"
-        ))
+        JobError::refused(format!("the disk {name} is no export of a server of disks: QEMU does not show which it is"))
     })?;
     let found = servers.iter().find_map(|server| Some((&server.server, server.export(&source, process)?)));
     let (server, export) = found.ok_or_else(|| {
         let controls: Vec<_> = servers.iter().map(|server| server.server.control().display().to_string()).collect();
-        JobError::refused(format!("the disk {device} ({source}) is not served by {}", controls.join(" or ")))
+        JobError::refused(format!("the disk {name} ({source}) is not served by {}", controls.join(" or ")))
     })?;
     let image = server.image(&export)?;
     Ok(Served { server: Arc::clone(server), export, device: device.to_owned(), node: node.to_owned(), image })

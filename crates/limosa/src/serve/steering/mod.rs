@@ -53,6 +53,8 @@ pub(super) struct Steering {
     untrusted: bool,
     /// Whether files outside of the allowed folders cannot be opened.
     confined: bool,
+    /// Whether there are allowed folders.
+    has_folders: bool,
     /// Whether the server has ended. Held for reading by every command that changes something.
     ended: RwLock<bool>,
 }
@@ -67,7 +69,8 @@ impl Steering {
     ) -> Self {
         let (untrusted, confined) = (args.open.untrusted, args.sandbox != SandboxArg::Off);
         let (media, prepared, ended) = (Mutex::default(), Mutex::default(), RwLock::new(false));
-        Self { servers, exports, images, nbd_addresses, media, prepared, untrusted, confined, ended }
+        let has_folders = !args.allow_dir.is_empty();
+        Self { servers, exports, images, nbd_addresses, media, prepared, untrusted, confined, has_folders, ended }
     }
 
     /// Waits for the commands under way, and refuses further ones.
@@ -184,6 +187,17 @@ impl Steering {
         // Landlock answers with the first of them, and seccomp with the second.
         let is_forbidden = |kind| matches!(kind, io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported);
         if self.confined && kinds.any(is_forbidden) {
+            if !self.has_folders {
+                let image = error.chain().find_map(|cause| match cause.downcast_ref() {
+                    Some(ImageError::Storage(cause)) => Some(format!("{}: ", cause.name)),
+                    _ => None,
+                });
+                let image = image.unwrap_or_default();
+                return anyhow::anyhow!(
+                    "{image}the server was started without --allow-dir: it can open no further image, and put no overlay on one; \
+                     start it with --allow-dir DIR"
+                );
+            }
             let line = anyhow_error_line(&error);
             return anyhow::anyhow!(
                 "{line}; images that are added, overlays, and the images below \
@@ -195,7 +209,11 @@ impl Steering {
 
     /// The export of a name.
     fn export(&self, name: &str) -> anyhow::Result<Arc<Export>> {
-        Ok(self.exports.find(name).ok_or_else(|| ExportError::NotFound(name.to_owned()))?)
+        self.exports.find(name).ok_or_else(|| {
+            let names: Vec<_> = self.exports.all().iter().map(|export| format!("{:?}", export.name())).collect();
+            let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+            anyhow::Error::from(ExportError::NotFound(name.to_owned())).context(format!("exports are: {names}"))
+        })
     }
 
     fn resize(&self, request: &ResizeRequest) -> anyhow::Result<Value> {
