@@ -27,7 +27,7 @@ unsafe impl SocketAddrArg for VsockAddress {
             svm_cid: self.cid,
             svm_zero: [0; 4],
         };
-        with((&raw const address).cast(), LENGTH as SocketAddrLen)
+        with((&raw const address).cast(), SocketAddrLen::try_from(LENGTH).unwrap_or_default())
     }
 }
 
