@@ -115,6 +115,6 @@ fn a_write_to_an_image_that_was_not_closed_reports_its_repair() {
     assert!(!writer.output().unwrap().status.success());
     let words = ["bench", "-w", "-c", "1", "-f", "qcow2", "x"];
     let answer = Answer::from(bed.limosa(&words)).success();
-    assert_one_line(&answer, &words, "x: was not closed properly; its refcounts were repaired");
+    assert_one_line(&answer, &words, "x: was not closed properly: its refcounts were brought up to date");
     assert_eq!(Answer::from(bed.limosa(&words)).success().stderr, "", "it was closed");
 }
