@@ -626,12 +626,13 @@ impl Channel {
             if !matches!(sockopt::socket_domain(socket)?, AddressFamily::INET | AddressFamily::INET6) {
                 return Ok(());
             }
-            // Half of the time for silence, half for probes.
-            let second = Duration::from_secs(1);
-            sockopt::set_tcp_keepidle(socket, (within / 2).max(second))?;
-            sockopt::set_tcp_keepintvl(socket, (within / 2 / PROBES).max(second))?;
+            // Half of the time for silence, half for probes, within the kernel's limits (tcp(7): MAX_TCP_KEEPIDLE).
+            let time = |time: Duration| {
+                time.clamp(Duration::from_secs(1), Duration::from_secs(i16::MAX.unsigned_abs().into()))
+            };
+            sockopt::set_tcp_keepidle(socket, time(within / 2))?;
+            sockopt::set_tcp_keepintvl(socket, time(within / 2 / PROBES))?;
             sockopt::set_tcp_keepcnt(socket, PROBES)?;
-            sockopt::set_tcp_user_timeout(socket, u32::try_from(within.as_millis()).unwrap_or(u32::MAX))?;
             sockopt::set_socket_keepalive(socket, true)
         };
         set().map_err(|error: Errno| self.failed(Operation::Configure, error.into()))

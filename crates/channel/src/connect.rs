@@ -67,7 +67,11 @@ impl Channel {
             (io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock, Some(after)) => {
                 ChannelError::TimedOut { operation: OPERATION, peer: peer.clone(), offset: None, after }
             }
-            (io::ErrorKind::ConnectionRefused, _) => {
+            // The answer of a machine with vsock where no process listens is a reset.
+            (kind, _)
+                if kind == io::ErrorKind::ConnectionRefused
+                    || (kind == io::ErrorKind::ConnectionReset && matches!(uri, Uri::Vsock { .. })) =>
+            {
                 ChannelError::Refused { operation: OPERATION, peer: peer.clone(), source }
             }
             _ => ChannelError::setup(OPERATION, peer.clone(), source),
@@ -120,8 +124,7 @@ fn tcp_to(address: &SocketAddr, timeout: Option<Duration>) -> io::Result<OwnedFd
 }
 
 fn vsock(address: VsockAddress, timeout: Option<Duration>) -> io::Result<OwnedFd> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::VSOCK, SocketType::STREAM, flags, None)?;
+    let socket = VsockAddress::connecting_socket(timeout)?;
     connect_within(&socket, &address, timeout)?;
     Ok(socket)
 }

@@ -213,7 +213,8 @@ impl Reference {
                     Ok(Self::file(Path::new(".").join(path)))
                 }
                 b"file" | b"host_device" if !path.as_os_str().is_empty() => Ok(Self::file(path)),
-                b"nbd" | b"nbd+tcp" | b"nbd+unix" | b"nbd+vsock" | b"nbds" | b"nbds+tcp" | b"nbds+unix" => {
+                b"nbd" | b"nbd+tcp" | b"nbd+unix" | b"nbd+vsock" | b"nbds" | b"nbds+tcp" | b"nbds+unix"
+                | b"nbds+vsock" => {
                     let text = name.to_str().ok_or_else(|| fault("the address is not valid UTF-8".into()))?;
                     let address = text.parse().map_err(|error: AddressError| fault(error.to_string()))?;
                     Ok(Self::at(Location::Nbd { address, context: None }))

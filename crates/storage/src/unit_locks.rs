@@ -3,8 +3,9 @@
 //! A write of a part of a unit reads the unit, changes it and writes it. Law: nothing else that touches the unit is in
 //! flight between the read and the end of the write. A request is registered when it begins, also while it still
 //! waits, and waits for all that it conflicts with and that were registered before it; so two never wait for each
-//! other, and none is lost. A write is driven by whoever waits for it: one that is dropped, or not polled, is in
-//! nobody's way.
+//! other, and none is lost. A write that has begun is driven by whoever waits for it: one that is dropped, or not
+//! polled, is in nobody's way. One that is dropped before its turn is not carried out: others that were registered
+//! after it may be done.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -37,6 +38,8 @@ struct Entry {
     partial: bool,
     /// A write with all that it waits for; `None`: a read.
     write: Option<Shared<Request>>,
+    /// Its turn has come.
+    has_begun: bool,
 }
 
 impl fmt::Debug for UnitLocks {
@@ -61,6 +64,18 @@ pub struct ReadInUnits<'a> {
 impl Drop for ReadInUnits<'_> {
     fn drop(&mut self) {
         self.locks.leave(self.number);
+    }
+}
+
+/// A write whose caller waits for it.
+struct WaitingWrite<'a> {
+    locks: &'a UnitLocks,
+    number: u64,
+}
+
+impl Drop for WaitingWrite<'_> {
+    fn drop(&mut self) {
+        self.locks.abandon(self.number);
     }
 }
 
@@ -92,11 +107,16 @@ impl UnitLocks {
             let in_turn: Request = Box::pin(async move {
                 if let Some(locks) = locks.upgrade() {
                     locks.turn(number).await;
+                    if !locks.begin(number) {
+                        // Its caller has dropped it.
+                        return Ok(());
+                    }
                 }
                 write.await
             });
             Some(shared.insert(in_turn.shared()).clone())
         });
+        let _waiting = WaitingWrite { locks: &self, number };
         let written = match shared {
             Some(shared) => shared.await,
             None => Ok(()),
@@ -105,11 +125,26 @@ impl UnitLocks {
         written
     }
 
+    /// The turn of a write has come. False if it is not registered any more.
+    fn begin(&self, number: u64) -> bool {
+        let mut state = self.0.lock();
+        let own = state.entries.iter_mut().find(|entry| entry.number == number);
+        own.map(|entry| entry.has_begun = true).is_some()
+    }
+
+    /// Forgets a request that has not begun.
+    fn abandon(&self, number: u64) {
+        let has_begun = self.0.lock().entries.iter().any(|entry| entry.number == number && entry.has_begun);
+        if !has_begun {
+            self.leave(number);
+        }
+    }
+
     fn register(&self, units: Range<u64>, partial: bool, write: impl FnOnce(u64) -> Option<Shared<Request>>) -> u64 {
         let mut state = self.0.lock();
         let number = state.next;
         state.next += 1;
-        state.entries.push(Entry { number, units, partial, write: write(number) });
+        state.entries.push(Entry { number, units, partial, write: write(number), has_begun: false });
         number
     }
 

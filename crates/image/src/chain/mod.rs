@@ -248,6 +248,16 @@ pub async fn open_image(reference: &Reference, options: &OpenOptions) -> Result<
     top.attach_backing(below, options).await
 }
 
+/// As [`open`], with the identities of all that it opened.
+pub(crate) async fn open_with_identities(
+    reference: &Reference,
+    options: &OpenOptions,
+) -> Result<(Arc<dyn Disk>, Vec<Identity>), ImageError> {
+    let mut walk = Walk::new(reference, options);
+    let (top, below, _) = walk.levels().await?;
+    Ok((top.attach_backing(below, options).await?.as_disk(), walk.seen.0))
+}
+
 /// A qcow2 image that is changed as a whole, as [`resize`](crate::qcow2::resize()) does, with all that lies below it:
 /// the image itself is not in use.
 ///
@@ -321,11 +331,11 @@ impl<'a> Walk<'a> {
 
     /// Opens the whole chain: the topmost image, its opened backing image, and of those below it the base, with the
     /// number of images above it.
-    async fn levels(mut self) -> Result<(Level, Option<Image>, Option<(Image, u32)>), ImageError> {
+    async fn levels(&mut self) -> Result<(Level, Option<Image>, Option<(Image, u32)>), ImageError> {
         let mut chain: Vec<Level> = Vec::new();
         while let Some(file) = self.next().await? {
-            let level = Level::of(file, &mut self).await?;
-            level.below(&mut self)?;
+            let level = Level::of(file, self).await?;
+            level.below(self)?;
             chain.push(level);
         }
         let (mut image, mut base) = (None, None);

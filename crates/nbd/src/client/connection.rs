@@ -12,7 +12,7 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::io;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -44,6 +44,24 @@ pub fn retire_threads() {
     for connection in connections {
         connection.end_receiver(|state| state.retiring = true);
         connection.state.lock().retiring = false;
+    }
+}
+
+/// A connection that is closed when it is dropped.
+#[derive(Debug)]
+pub(super) struct OpenConnection(pub(super) Arc<Connection>);
+
+impl Deref for OpenConnection {
+    type Target = Arc<Connection>;
+
+    fn deref(&self) -> &Arc<Connection> {
+        &self.0
+    }
+}
+
+impl Drop for OpenConnection {
+    fn drop(&mut self) {
+        self.0.close();
     }
 }
 
@@ -157,7 +175,7 @@ impl NewRequest {
 
     /// Whether the server may work for any time before it answers.
     fn may_take_long(&self) -> bool {
-        matches!(self.command, Command::Flush | Command::Trim | Command::WriteZeroes)
+        matches!(self.command, Command::Flush | Command::Trim | Command::WriteZeroes) || self.flags & flag::FUA != 0
     }
 }
 
@@ -219,7 +237,10 @@ impl Connection {
         why(&mut self.state.lock());
         self.changed.notify_one();
         let receiver = self.receiver.lock().take();
-        if let Some(receiver) = receiver {
+        // A request that it completes may have been the last one that needed the connection.
+        if let Some(receiver) = receiver
+            && receiver.thread().id() != thread::current().id()
+        {
             // It does not panic, and there is nobody to tell.
             let _ = receiver.join();
         }

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use limosa_channel::{Channel, Options, Tls};
+use limosa_channel::{Channel, Options};
 use limosa_page::to_usize;
 use limosa_storage::{
     Alignment, Buffer, Extent, ExtentKind, IoVector, Operation, Request, Storage, StorageError, UnitLocks, ZeroOptions,
@@ -26,7 +26,7 @@ use crate::address::NbdAddress;
 use crate::protocol::allocation;
 use crate::protocol::handshake::transmission;
 use crate::protocol::request::{Command, flag};
-use connection::{Connection, NewRequest};
+use connection::{Connection, NewRequest, OpenConnection};
 use handshake::Handshake;
 use reply::{Answer, Expected};
 use requests::{PLAIN_MAX, Requests, failed};
@@ -46,8 +46,6 @@ pub struct ConnectOptions {
     pub timeout: Duration,
     /// The metadata context that is asked for. With another one than `base:allocation` nothing is known about holes.
     pub context: String,
-    /// Encrypts the connection: credentials of a client.
-    pub tls: Option<Tls>,
 }
 
 impl Default for ConnectOptions {
@@ -58,7 +56,6 @@ impl Default for ConnectOptions {
             connect_timeout: Duration::from_secs(30),
             timeout: Duration::from_secs(120),
             context: allocation::NAME.to_owned(),
-            tls: None,
         }
     }
 }
@@ -99,7 +96,7 @@ pub struct ContextExtent {
     pub flags: u64,
 }
 
-/// An export of a server. Requests in flight are completed before it is dropped.
+/// An export of a server. Its connection ends when it and all requests are dropped; those in flight are completed.
 ///
 /// Its length is fixed. Requests may have any offset and length: a write of a part of the server's unit
 /// ([`Storage::alignment`], 1 with most servers) reads the unit first.
@@ -265,21 +262,16 @@ impl NbdStorage {
     }
 }
 
-impl Drop for NbdStorage {
-    fn drop(&mut self) {
-        self.requests.connection.close();
-    }
-}
-
-fn connect(address: &NbdAddress, options: &ConnectOptions) -> Result<Arc<Connection>, NbdError> {
+fn connect(address: &NbdAddress, options: &ConnectOptions) -> Result<Arc<OpenConnection>, NbdError> {
     let within = Some(options.connect_timeout);
     let settings =
         Options { connect_timeout: within, read_timeout: within, write_timeout: within, ..Options::default() };
     let channel = Channel::connect(&address.server, &settings)?;
     let agreed = Handshake::new(&channel, options.connect_timeout).run(&address.export, &options.context)?;
-    channel.set_timeouts(Some(options.timeout), Some(options.timeout))?;
+    // A request whose bytes the server does not take is in flight, too, and its thread that receives has the limit.
+    channel.set_timeouts(Some(options.timeout), None)?;
     channel.set_keep_alive(options.timeout)?;
-    Ok(Connection::new(channel, agreed))
+    Ok(Arc::new(OpenConnection(Connection::new(channel, agreed))))
 }
 
 impl Storage for NbdStorage {
@@ -356,9 +348,9 @@ impl Storage for NbdStorage {
     }
 
     fn discard(&self, range: Range<u64>) -> Request {
-        let unit = self.requests.unit();
-        let end = range.end.min(self.requests.size());
-        let range = range.start.next_multiple_of(unit)..end - end % unit;
+        let (unit, size) = (self.requests.unit(), self.requests.size());
+        let (start, end) = (range.start.min(size), range.end.min(size));
+        let range = start.next_multiple_of(unit)..end - end % unit;
         if range.is_empty() || !self.requests.has(transmission::SEND_TRIM) {
             return Box::pin(std::future::ready(Ok(())));
         }

@@ -8,7 +8,7 @@ use limosa_page::to_usize;
 use limosa_storage::{Buffer, IoVector, Operation, Request, StorageError};
 
 use super::NbdError;
-use super::connection::{Connection, NewRequest, Waiting};
+use super::connection::{NewRequest, OpenConnection, Waiting};
 use super::reply::{Answer, Expected};
 use crate::protocol::error::ErrorCode;
 use crate::protocol::handshake::transmission;
@@ -22,7 +22,7 @@ pub(super) const PLAIN_MAX: u64 = 1 << 30;
 #[derive(Debug, Clone)]
 pub(super) struct Requests {
     pub(super) name: Arc<str>,
-    pub(super) connection: Arc<Connection>,
+    pub(super) connection: Arc<OpenConnection>,
     /// Whether each change is durable when it completes.
     pub(super) is_synchronous: bool,
 }

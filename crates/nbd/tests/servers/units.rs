@@ -160,6 +160,36 @@ fn a_flush_carries_out_what_nobody_waited_for() {
     assert_eq!(memory.contents.lock()[10..30], [9; 20]);
 }
 
+/// Two whole units do not wait for each other: one that waits for a third request and is dropped must not come later.
+#[test]
+fn a_write_that_was_dropped_before_its_turn_is_not_carried_out() {
+    let memory = Memory::new(4096, CHANGES);
+    let server = memory.serve();
+    let disk = server.connect().unwrap();
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    let mut first = disk.write(10, of(&[1; 20]));
+    assert!(first.as_mut().poll(&mut context).is_pending());
+    let mut dropped = disk.write(0, of(&[2; 4096]));
+    assert!(dropped.as_mut().poll(&mut context).is_pending());
+    drop(dropped);
+    block_on(disk.write(0, of(&[3; 4096]))).unwrap();
+    block_on(first).unwrap();
+    block_on(disk.flush()).unwrap();
+    assert!(memory.contents.lock()[..4096] == [3; 4096]);
+}
+
+#[test]
+fn a_request_of_several_steps_outlives_its_storage() {
+    let memory = Memory::new(4096, CHANGES);
+    let server = memory.serve();
+    let disk = server.connect().unwrap();
+    let write = disk.write(10, of(&[9; 20]));
+    drop(disk);
+    block_on(write).unwrap();
+    drop(server);
+    assert_eq!(memory.contents.lock()[10..30], [9; 20]);
+}
+
 #[test]
 fn a_synchronous_export_has_each_change_made_durable() {
     let flush = (Command::Flush, 0);

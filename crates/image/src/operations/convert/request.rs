@@ -67,19 +67,6 @@ impl ConvertTarget {
     }
 }
 
-/// Whether a source is the target, or stands on it. The locks of files tell the latter.
-async fn reads_target(source: &NamedImage, target: &Location) -> Result<bool, ImageError> {
-    let Some(identity) = target.identity() else { return Ok(false) };
-    if source.reference.location.identity().as_ref() == Some(&identity) {
-        return Ok(true);
-    }
-    if target.path().is_some() {
-        return Ok(false);
-    }
-    let chain = chain::files(&source.reference, &source.options).await?;
-    Ok(chain.iter().any(|file| file.identity().as_ref() == Some(&identity)))
-}
-
 /// A target that is created. It becomes as long as the sources.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -127,14 +114,19 @@ impl ConvertRequest {
     pub async fn prepare(self, unfinished: &UnfinishedFiles) -> Result<PreparedConversion<'_>, OperationError> {
         let Self { sources: named, target, mut options, bitmaps } = self;
         let location = target.location();
-        for source in &named {
-            if reads_target(source, &location).await? {
-                return Err(OperationError::SameFile { target: location.to_string() });
-            }
+        let same = || OperationError::SameFile { target: location.to_string() };
+        let identity = location.identity();
+        if identity.is_some() && named.iter().any(|source| source.reference.location.identity() == identity) {
+            return Err(same());
         }
         let mut sources = Vec::with_capacity(named.len());
         for source in &named {
-            sources.push(chain::open(&source.reference, &source.options).await?);
+            let (disk, identities) = chain::open_with_identities(&source.reference, &source.options).await?;
+            // The locks of files tell that a source stands on the target.
+            if location.path().is_none() && identity.as_ref().is_some_and(|target| identities.contains(target)) {
+                return Err(same());
+            }
+            sources.push(disk);
         }
         let length = Source::new(&sources, options.window.as_ref())?.len();
         let bitmaps = match (bitmaps, sources.first()) {
